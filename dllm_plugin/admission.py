@@ -1,0 +1,77 @@
+"""What a request may ask for: checked in the front end, before anything runs.
+
+vLLM's two doors: a logits processor class has a `validate_params` hook for sampling parameters,
+and the renderer of a tokenizer mode sees every prompt as token ids.
+"""
+
+import copyreg
+from typing import Any
+
+from vllm.exceptions import VLLMValidationError
+from vllm.renderers.hf import HfRenderer
+from vllm.sampling_params import SamplingParams
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcessor
+
+from dllm_plugin.config import DecodeConfig, get_decode_config
+
+# Parameter -> neutral value, and why diffusion decoding refuses anything else.
+REFUSED: dict[str, tuple[Any, str]] = {
+    "presence_penalty": (0.0, "penalties count tokens in order of generation"),
+    "frequency_penalty": (0.0, "penalties count tokens in order of generation"),
+    "repetition_penalty": (1.0, "penalties count tokens in order of generation"),
+    "structured_outputs": (None, "a grammar needs tokens from left to right"),
+    "prompt_logprobs": (None, "a bidirectional prompt predicts no next token"),
+    "prompt_logprob_token_ids": (None, "a bidirectional prompt predicts no next token"),
+    "prompt_logprob_start": (None, "a bidirectional prompt predicts no next token"),
+    "logprob_token_ids": (None, "only top log-probabilities are kept per position"),
+    "thinking_token_budget": (None, "thinking is not counted from left to right"),
+    "repetition_detection": (None, "repetition is not detected out of order"),
+    "trace_decode_token_ids": (None, "tokens are not decoded in order"),
+}
+
+
+class RequestRules(LogitsProcessor):
+    """Per-request rules of one engine; never applied to logits (see :mod:`sampler`)."""
+
+    config: DecodeConfig
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        """Raise ValueError naming the first parameter that cannot be honoured."""
+        for name, (neutral, reason) in REFUSED.items():
+            value = getattr(sampling_params, name)
+            if value is not None and value != neutral:
+                raise ValueError(f"{name} is not supported by diffusion decoding: {reason}.")
+        cls.config.for_request(sampling_params.extra_args)
+
+    def apply(self, logits: Any, ctx: LogitsContext) -> Any:
+        """Unused: our sampler replaces vLLM's."""
+        raise AssertionError("the diffusion sampler applies no logits processors")
+
+
+class _RulesType(type(RequestRules)):  # type: ignore[misc]
+    """Type of per-engine rule classes, so that pickle rebuilds them from their config."""
+
+
+def request_rules(config: DecodeConfig) -> type[RequestRules]:
+    """The rules of one engine as a class, the form in which vLLM takes them."""
+    rules: type[RequestRules] = _RulesType("RequestRules", (RequestRules,), {"config": config})
+    return rules
+
+
+copyreg.pickle(_RulesType, lambda rules: (request_rules, (rules.config,)))
+
+
+class DiffusionRenderer(HfRenderer):
+    """vLLM's renderer, refusing prompts that a diffusion model would read as holes."""
+
+    def validate_token_ids(self, token_ids: Any, *args: Any, **kwargs: Any) -> None:
+        """Raise VLLMValidationError for a prompt that holds the mask token."""
+        super().validate_token_ids(token_ids, *args, **kwargs)
+        mask_token_id = get_decode_config(self.config).mask_token_id
+        if mask_token_id in token_ids:
+            raise VLLMValidationError(
+                f"The prompt contains the mask token (id {mask_token_id}), which marks the "
+                "positions to generate: remove it from the prompt.",
+                parameter="prompt",
+            )

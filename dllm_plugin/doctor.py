@@ -1,0 +1,75 @@
+"""``diffuplug doctor``: what is installed, and what would be chosen for a model and why."""
+
+import platform
+from typing import Any
+
+import dllm_plugin
+from dllm_plugin.config import DecodeConfig, find_mask_token, get_decode_config
+from dllm_plugin.models import ARCHITECTURES, FAMILIES
+from dllm_plugin.offline import one_sentence
+
+
+def run(options: dict[str, Any]) -> int:
+    """Print the report; 0 when the model could be served, 1 otherwise."""
+    import torch
+    import vllm
+    from vllm.platforms import current_platform
+    from vllm.triton_utils import HAS_TRITON
+
+    wanted = ".".join(map(str, dllm_plugin.SUPPORTED_VLLM))
+    device = current_platform.get_device_name()
+    _line("diffuplug", dllm_plugin.__version__)
+    _line("vLLM", f"{vllm.__version__} (supported: {wanted}.x)")
+    _line("Python, torch", f"{platform.python_version()}, {torch.__version__}")
+    _line("platform", f"{current_platform.device_name} ({device or platform.processor()})")
+    _line("kernels", "Triton" if HAS_TRITON else "torch (no Triton on this platform)")
+    dllm_plugin.register()
+    known = vllm.ModelRegistry.get_supported_archs()
+    missing = sorted(set(ARCHITECTURES) - set(known))
+    _line("registered", ", ".join(sorted(set(ARCHITECTURES) & set(known))) or "nothing")
+    if missing:
+        _line("NOT registered", ", ".join(missing))
+    print()
+    return _report_model(options) or bool(missing)
+
+
+def _report_model(options: dict[str, Any]) -> int:
+    from vllm.engine.arg_utils import EngineArgs
+
+    _line("model", options["model"])
+    try:
+        vllm_config = EngineArgs(**options).create_engine_config()
+    except (ValueError, OSError) as error:
+        _line("problem", one_sentence(error))
+        return 1
+    model_config = vllm_config.model_config
+    architecture = model_config.architecture
+    if architecture not in ARCHITECTURES:
+        _line("problem", f"{architecture} is not served by DiffuPlug (vLLM may serve it itself)")
+        return 1
+    family = FAMILIES[architecture]
+    mask_token_id, found_in = find_mask_token(model_config, family)
+    config = get_decode_config(vllm_config)
+    _line("architecture", f"{architecture}, family {family.name}")
+    _line("logits row i", "predicts position i + 1" if family.logits_shift else "is position i")
+    _line("mask token", f"{mask_token_id}, from {found_in}")
+    _line("dtype, context", f"{model_config.dtype}, {model_config.max_model_len} tokens")
+    _line("decoding", f"{config.strategy}, policy {config.policy}: {config.reason}")
+    for name, value in _settings(config).items():
+        _line("  " + name, value)
+    return 0
+
+
+def _settings(config: DecodeConfig) -> dict[str, Any]:
+    names = ["block_length", "canvas_length", "threshold", "kv_cache_layout", "lora_path"]
+    if config.strategy == "d2f":
+        names += ["max_active_blocks", "block_add_threshold", "decoded_token_threshold"]
+    elif config.policy != "threshold":
+        names += ["steps"]
+    values = {name: getattr(config, name) for name in names}
+    values["steps"] = values["steps"] or config.block_length if "steps" in values else None
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _line(label: str, value: Any) -> None:
+    print(f"{label + ':':<26}{value}")

@@ -1,0 +1,158 @@
+"""The hook that turns a vLLM configuration into one that decodes by diffusion."""
+
+import dataclasses
+from typing import Any
+
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.config.diffusion import DiffusionConfig
+from vllm.logger import init_logger
+from vllm.model_executor.models.config import VerifyAndUpdateConfig
+from vllm.platforms import current_platform
+
+from dllm_plugin.admission import request_rules
+from dllm_plugin.config import TOKENIZER_MODE, DecodeConfig, find_mask_token
+from dllm_plugin.models import FAMILIES
+
+logger = init_logger("vllm.dllm_plugin")
+
+SCHEDULER = "dllm_plugin.scheduler.DiffusionScheduler"
+
+
+class DiffusionVllmConfig(VllmConfig):
+    """A VllmConfig that always takes model runner v2, also on a CPU without Triton.
+
+    vLLM asks for Triton because runner v2 launches Triton kernels; on the CPU
+    :mod:`dllm_plugin.kernels.cpu` supplies torch forms of those that are launched. The class
+    travels with the pickled configuration, so every process of this engine, and no other model,
+    sees the choice.
+    """
+
+    @property
+    def use_v2_model_runner(self) -> bool:
+        """True: only runner v2 has the hooks that we extend."""
+        return True
+
+    def _validate_v2_model_runner(self) -> None:
+        if not current_platform.is_cpu():
+            super()._validate_v2_model_runner()
+            return
+        unsupported = self._get_v2_model_runner_unsupported_features()
+        if unsupported:
+            raise ValueError(
+                f"Diffusion decoding runs on model runner v2, which does not support: "
+                f"{', '.join(unsupported)}; turn that off."
+            )
+
+
+class DiffusionConfigHook(VerifyAndUpdateConfig):
+    """Called by vLLM for our architectures while a VllmConfig is being checked."""
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: VllmConfig) -> None:
+        """Resolve the ``dllm`` options and set what diffusion decoding needs.
+
+        Raises ValueError with one sentence for options that are wrong or cannot be honoured.
+        """
+        _refuse_unsupported(vllm_config)
+        model_config = vllm_config.model_config
+        architecture = model_config.architecture
+        family = FAMILIES[architecture]
+        user = DecodeConfig.from_user(_user_options(vllm_config.additional_config))
+        mask_token_id, found_in = find_mask_token(model_config, family)
+        config = user.resolve(architecture, model_config.max_model_len, mask_token_id)
+        logger.info(
+            "Decoding %s by %s with policy %s (%s); mask token %d from %s; canvas %d, block %d.",
+            architecture,
+            config.strategy,
+            config.policy,
+            config.reason,
+            mask_token_id,
+            found_in,
+            config.canvas_length,
+            config.block_length,
+        )
+        vllm_config.__class__ = DiffusionVllmConfig
+        vllm_config.additional_config = {
+            **_as_dict(vllm_config.additional_config),
+            "dllm": dataclasses.asdict(config),
+        }
+        assert config.canvas_length is not None
+        vllm_config.diffusion_config = DiffusionConfig(canvas_length=config.canvas_length)
+        model_config.tokenizer_mode = TOKENIZER_MODE
+        model_config.logits_processors = [request_rules(config)]
+        _set_scheduler(vllm_config, config.canvas_length)
+        _set_graph_sizes(vllm_config, config.canvas_length)
+
+
+def _as_dict(additional_config: Any) -> dict[str, Any]:
+    if not isinstance(additional_config, dict):
+        raise ValueError(
+            "additional_config must be a dictionary to hold the 'dllm' options, got "
+            f"{type(additional_config).__name__}."
+        )
+    return additional_config
+
+
+def _user_options(additional_config: Any) -> dict[str, Any]:
+    options = _as_dict(additional_config).get("dllm", {})
+    if not isinstance(options, dict):
+        raise ValueError(f"additional_config['dllm'] must be a dictionary, got {options!r}.")
+    return options
+
+
+def _refuse_unsupported(vllm_config: VllmConfig) -> None:
+    model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
+    scheduler = vllm_config.scheduler_config
+    reasons = {
+        "pipeline_parallel_size > 1": parallel.pipeline_parallel_size > 1,
+        "decode_context_parallel_size > 1": parallel.decode_context_parallel_size > 1,
+        "prefill_context_parallel_size > 1": parallel.prefill_context_parallel_size > 1,
+        "enable_dbo": parallel.enable_dbo,
+        "enable_batch_sharded_sampling": parallel.enable_batch_sharded_sampling,
+        "speculative_config": vllm_config.speculative_config is not None,
+        "kv_transfer_config": vllm_config.kv_transfer_config is not None,
+        "watermark_config": vllm_config.watermark_config is not None,
+        "logits_processors": bool(model_config.logits_processors),
+        "enable_prompt_embeds": model_config.enable_prompt_embeds,
+        "return_sampling_mask": model_config.return_sampling_mask,
+        "enable_trace_replay": model_config.enable_trace_replay,
+        "long_prefill_token_threshold": scheduler.long_prefill_token_threshold > 0,
+        "scheduler_cls": scheduler.scheduler_cls is not None,
+        "tokenizer_mode": model_config.tokenizer_mode not in ("auto", "hf", TOKENIZER_MODE),
+        "runner": model_config.runner_type != "generate",
+    }
+    for option, is_set in reasons.items():
+        if is_set:
+            raise ValueError(
+                f"{option} cannot be combined with diffusion decoding: leave it at its default."
+            )
+
+
+def _set_scheduler(vllm_config: VllmConfig, canvas_length: int) -> None:
+    scheduler = vllm_config.scheduler_config
+    scheduler.scheduler_cls = SCHEDULER
+    # A bidirectional prompt may not be split, and its KV depends on the whole of it.
+    scheduler.enable_chunked_prefill = False
+    vllm_config.cache_config.enable_prefix_caching = False
+    needed = vllm_config.model_config.max_model_len + canvas_length
+    if scheduler.max_num_batched_tokens < needed:
+        logger.info(
+            "max_num_batched_tokens raised from %d to %d: a prompt of a bidirectional model "
+            "must fit one step beside a canvas.",
+            scheduler.max_num_batched_tokens,
+            needed,
+        )
+        scheduler.max_num_batched_tokens = needed
+
+
+def _set_graph_sizes(vllm_config: VllmConfig, canvas_length: int) -> None:
+    """Capture full graphs at whole canvases, up to what a step can hold."""
+    compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
+    chosen = compilation.cudagraph_capture_sizes is not None
+    if chosen or compilation.max_cudagraph_capture_size is not None:
+        return
+    if current_platform.is_cpu() or compilation.cudagraph_mode == CUDAGraphMode.NONE:
+        return
+    most = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens // canvas_length)
+    counts = [n for n in (1, 2, 4) if n < most] + list(range(8, most, 8)) + [most]
+    compilation.cudagraph_capture_sizes = [n * canvas_length for n in counts]

@@ -1,0 +1,104 @@
+"""Log-probabilities of tokens at the step that unmasked them, kept until they are emitted.
+
+Shape letters as in :mod:`dllm_plugin.plan`; N slots, K columns: the token itself, then the most
+likely ones.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.config import ModelConfig
+from vllm.sampling_params import SamplingParams
+from vllm.v1.outputs import LogprobsTensors
+
+from dllm_plugin.plan import StepOutcome
+from dllm_plugin.states import CanvasStates
+
+
+class LogprobStash:
+    """ids_NCK int32, values_NCK float32, ranks_NC int64; made when a request first asks."""
+
+    def __init__(self, states: CanvasStates, model_config: ModelConfig) -> None:
+        self.states = states
+        most = model_config.max_logprobs
+        self.most = model_config.get_vocab_size() if most < 0 else most
+        self.num_logprobs_np = np.full(states.canvas_NC.shape[0], -1, dtype=np.int64)
+        self.tables: tuple[Tensor, Tensor, Tensor] | None = None
+        self.active = False
+        self._columns = 0
+        self._scored: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def add_request(self, slot: int, params: SamplingParams) -> None:
+        """Note how many log-probabilities a request wants; -1 in `params` means all."""
+        wanted = params.logprobs
+        self.num_logprobs_np[slot] = -1 if wanted is None else wanted if wanted >= 0 else self.most
+        if wanted is not None and self.tables is None:
+            shape, device = (*self.states.canvas_NC.shape, self.most + 1), self.states.device
+            self.tables = (
+                torch.zeros(shape, dtype=torch.int32, device=device),
+                torch.zeros(shape, dtype=torch.float32, device=device),
+                torch.zeros(shape[:2], dtype=torch.int64, device=device),
+            )
+            self.states.companions.extend(self.tables)
+
+    def start_step(self, slots_np: np.ndarray) -> None:
+        """Decide whether this step has to be scored."""
+        most = int(self.num_logprobs_np[slots_np].max())
+        self.active = most >= 0
+        self._columns = most + 1
+        self._scored = []
+
+    def score(self, logits_TV: Tensor, token_T: Tensor) -> None:
+        """Score some rows: raw log-probabilities of the proposal and of the most likely tokens."""
+        if not self.active:
+            return
+        logprobs_TV = logits_TV.to(torch.float32).log_softmax(dim=-1)
+        chosen_T1 = logprobs_TV.gather(1, token_T[:, None])
+        rank_T = (logprobs_TV >= chosen_T1).sum(dim=1)
+        top = logprobs_TV.topk(self._columns - 1, dim=-1)
+        ids_TK = torch.cat([token_T[:, None], top.indices], dim=1).to(torch.int32)
+        self._scored.append((ids_TK, torch.cat([chosen_T1, top.values], dim=1), rank_T))
+
+    def settle(
+        self, source_RC: Tensor, outcome: StepOutcome, slots_R: Tensor, num_reqs: int
+    ) -> LogprobsTensors | None:
+        """Keep what was unmasked, hand out what is emitted, and move on with the canvas.
+
+        Returns rows for all canvas positions of all requests of the step; a request's rows start
+        at a fixed offset, so that nothing has to be counted on the host.
+        """
+        if not self.active:
+            return None
+        assert self.tables is not None
+        num_positions, columns = source_RC.shape[1], self._columns
+        fresh = [torch.cat(part)[source_RC] for part in zip(*self._scored, strict=True)]
+        unmask_RC = outcome.unmask_RC
+        current = []
+        for table, value in zip(self.tables, fresh, strict=True):
+            kept = table[slots_R]
+            mask = unmask_RC if kept.dim() == 2 else unmask_RC[:, :, None]
+            part = kept if kept.dim() == 2 else kept[:, :, :columns]
+            if kept.dim() == 2:
+                kept = torch.where(mask, value, part)
+            else:
+                kept[:, :, :columns] = torch.where(mask, value, part)
+            current.append(kept)
+        moved_R1 = outcome.next_start_R.to(torch.int64)[:, None]
+        index_RC = torch.arange(num_positions, device=source_RC.device) + moved_R1
+        index_RC = index_RC.clamp_max(num_positions - 1)
+        for table, kept in zip(self.tables, current, strict=True):
+            index = index_RC if kept.dim() == 2 else index_RC[:, :, None].expand_as(kept)
+            table[slots_R] = kept.gather(1, index)
+        ids, values, ranks = current
+        return LogprobsTensors(
+            logprob_token_ids=_all_requests(ids[:, :, :columns], num_reqs),
+            logprobs=_all_requests(values[:, :, :columns], num_reqs),
+            selected_token_ranks=_all_requests(ranks, num_reqs),
+            cu_num_generated_tokens=[i * num_positions for i in range(num_reqs + 1)],
+        )
+
+
+def _all_requests(rows: Tensor, num_reqs: int) -> Tensor:
+    """Append empty rows for the requests without a canvas and flatten requests and positions."""
+    padded = torch.cat([rows, rows.new_zeros(num_reqs - len(rows), *rows.shape[1:])])
+    return padded.flatten(0, 1)

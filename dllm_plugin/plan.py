@@ -1,0 +1,98 @@
+"""The vocabulary of one denoising step. Torch only.
+
+Shape letters, here and in every file that uses them:
+R requests of the step that have a canvas, C canvas positions, S block slots of a canvas,
+T logits rows, V vocabulary.
+
+A *canvas* is the window of C positions right of a request's committed tokens: ``start`` is its
+first absolute position. *Blocks* of the request's own block length divide it from ``start`` on;
+block slot i covers canvas positions ``[i * length, (i + 1) * length)``.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Segment(NamedTuple):
+    """Query positions ``[start, stop)`` of a span that attend to keys ``[0, keys)``."""
+
+    start: int
+    stop: int
+    keys: int
+
+
+class Canvas(NamedTuple):
+    """What a strategy sees of the requests of a step, before and after the forward.
+
+    tokens_RC    int64, the mask id where undecided
+    size_RS      int32, positions of each block slot; 0 when the slot holds no block
+    fed_RS       bool, all positions of the block slot are in this forward
+    block_RC     int64, block slot of a position; S for positions of no block
+    open_R       int32, number of open blocks (committed ones have left the canvas)
+    full_RS      bool, block is fully activated (must make progress every step)
+    saw_stop_R   bool, a stop token was unmasked somewhere: no further block is opened
+    ended_R      bool, the final text was emitted; only a step already in flight sees this
+    step_R       int32, denoising steps that the first unfinished block has had
+    block_add_threshold_R   float32, opens the next block when the last is this far decided
+    decoded_token_threshold_R  float32, fully activates the next block
+    """
+
+    tokens_RC: Tensor
+    size_RS: Tensor
+    fed_RS: Tensor
+    block_RC: Tensor
+    open_R: Tensor
+    full_RS: Tensor
+    saw_stop_R: Tensor
+    ended_R: Tensor
+    step_R: Tensor
+    block_add_threshold_R: Tensor
+    decoded_token_threshold_R: Tensor
+
+
+class StepPlan(NamedTuple):
+    """Decided from the state before the forward.
+
+    open_R          int32, open blocks of this step
+    active_RS       bool, blocks that are denoised: open and not finished
+    full_RS         bool, active blocks that must unmask at least one position
+    candidates_RC   bool, masked positions of active blocks
+    num_stored_R    int64, leading blocks fed without masks: their KV is final after the forward
+    num_committed_R int32, positions of these blocks
+    """
+
+    open_R: Tensor
+    active_RS: Tensor
+    full_RS: Tensor
+    candidates_RC: Tensor
+    num_stored_R: Tensor
+    num_committed_R: Tensor
+
+
+class Proposal(NamedTuple):
+    """What the model proposes per canvas position.
+
+    token_RC      int64
+    confidence_RC float32, probability of the token after temperature and filters
+    score_RC      float32, what positions are ranked by; larger is more certain
+    """
+
+    token_RC: Tensor
+    confidence_RC: Tensor
+    score_RC: Tensor
+
+
+class StepOutcome(NamedTuple):
+    """Decided after the forward.
+
+    unmask_RC       bool, positions that take their proposed token
+    num_committed_R int32, leading positions that are final and emitted
+    next_start_R    int32, how far the KV is trusted, relative to the canvas start
+    ended_R         bool, what is emitted ends the request
+    """
+
+    unmask_RC: Tensor
+    num_committed_R: Tensor
+    next_start_R: Tensor
+    ended_R: Tensor

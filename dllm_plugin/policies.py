@@ -1,0 +1,110 @@
+"""Policies: which candidates take their proposed token. Siblings with one signature.
+
+Every policy maps ``(plan, canvas, proposal, settings)`` to a bool ``[R, C]`` subset of
+``plan.candidates_RC``. Shape letters as in :mod:`dllm_plugin.plan`. Ties are broken as
+higher score first, then lower position.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dllm_plugin.kernels.reference import best_per_block, per_block, rank
+from dllm_plugin.plan import Canvas, Proposal, StepPlan
+
+
+class PolicySettings(NamedTuple):
+    """Per-request numbers that policies read.
+
+    threshold_R, factor_R, eps_R float32; steps_R int32, denoising steps per block;
+    time_schedule whether ``steps`` are Dream's time steps instead of LLaDA's transfer quota.
+    """
+
+    threshold_R: Tensor
+    factor_R: Tensor
+    eps_R: Tensor
+    steps_R: Tensor
+    time_schedule: bool
+
+
+Policy = Callable[[StepPlan, Canvas, Proposal, PolicySettings], Tensor]
+
+
+def threshold(
+    plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicySettings
+) -> Tensor:
+    """Candidates whose confidence exceeds the threshold; else the best one of a full block.
+
+    D2F's acceptance (spec d2f 1.3 (7), 1.4): the comparison is strict and always reads the
+    confidence; the score only ranks the forced pick.
+    """
+    take_RC = plan.candidates_RC & (proposal.confidence_RC > settings.threshold_R[:, None])
+    num_slots = plan.full_RS.shape[1]
+    stuck_RS = plan.full_RS & (per_block(take_RC, canvas.block_RC, num_slots) == 0)
+    stuck_RC = torch.nn.functional.pad(stuck_RS, (0, 1)).gather(1, canvas.block_RC)
+    forced_RC = best_per_block(
+        proposal.score_RC, plan.candidates_RC & stuck_RC, canvas.block_RC, num_slots
+    )
+    return take_RC | forced_RC
+
+
+def schedule(
+    plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicySettings
+) -> Tensor:
+    """The best-scored candidates, as many as the step schedule of the block says.
+
+    Serves ``low_confidence``, ``entropy``, ``topk_margin`` and ``random``, which differ in what
+    the score holds. LLaDA's quota: ``m // s`` per step and one more in the first ``m % s``
+    (LLaDA ``generate.py`` ``get_num_transfer_tokens``). Dream's: ``int(left * (1 - t[i+1] /
+    t[i]))`` with ``t = linspace(1, eps, steps + 1)`` in float32, all that is left in the last
+    step (Dream ``generation_utils.py`` ``_sample``).
+    """
+    left_R = plan.candidates_RC.sum(dim=1)
+    step_R, steps_R = canvas.step_R, settings.steps_R
+    if settings.time_schedule:
+        now_R = _time(step_R, steps_R, settings.eps_R)
+        then_R = _time(step_R + 1, steps_R, settings.eps_R)
+        quota_R = (left_R * (1.0 - then_R / now_R)).to(torch.int64)
+    else:
+        # What is left at step i already lacks the quotas of the steps before it.
+        remaining_R = (steps_R - step_R).clamp_min(1)
+        quota_R = (left_R + remaining_R - 1) // remaining_R
+    quota_R = torch.where(step_R >= steps_R - 1, left_R, quota_R)
+    return plan.candidates_RC & (rank(proposal.score_RC, plan.candidates_RC) < quota_R[:, None])
+
+
+def _time(index_R: Tensor, steps_R: Tensor, eps_R: Tensor) -> Tensor:
+    """``torch.linspace(1, eps, steps + 1)[index]`` in float32, rounding as torch does."""
+    stride_R = (eps_R - 1.0) / steps_R
+    # torch fills the second half from the end; the truncation above sees the difference.
+    from_start_R, from_end_R = 1.0 + stride_R * index_R, eps_R - stride_R * (steps_R - index_R)
+    return torch.where(index_R < (steps_R + 1) // 2, from_start_R, from_end_R)
+
+
+def factor(plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicySettings) -> Tensor:
+    """Fast-dLLM's factor rule over the candidates (``get_transfer_index_dynamic``).
+
+    With confidences c[0] >= c[1] >= ... of n candidates and ``t[j] = 1 - factor / (j + 2)``,
+    the first j >= 1 with ``c[j] < t[j]`` (n - 1 if none) is how many are taken; a failure at the
+    last one still takes it, so one or two remaining candidates are always all taken.
+    """
+    left_R1 = plan.candidates_RC.sum(dim=1, keepdim=True)
+    ranks_RC = rank(proposal.confidence_RC, plan.candidates_RC)
+    limit_RC = 1.0 - settings.factor_R[:, None] / (ranks_RC + 2)
+    fails_RC = plan.candidates_RC & (ranks_RC >= 1) & (proposal.confidence_RC < limit_RC)
+    first_R1 = ranks_RC.masked_fill(~fails_RC, ranks_RC.shape[1]).amin(dim=1, keepdim=True)
+    first_R1 = torch.minimum(first_R1, left_R1 - 1)
+    count_R1 = first_R1 + ((first_R1 == 0) | (first_R1 == left_R1 - 1)).to(torch.int64)
+    return plan.candidates_RC & (ranks_RC < count_R1)
+
+
+POLICIES: dict[str, Policy] = {
+    "threshold": threshold,
+    "low_confidence": schedule,
+    "entropy": schedule,
+    "topk_margin": schedule,
+    "random": schedule,
+    "factor": factor,
+}

@@ -1,0 +1,48 @@
+"""vLLM's asynchronous scheduler for requests that decode a canvas at a time."""
+
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
+from vllm.v1.request import Request
+
+logger = init_logger("vllm.dllm_plugin")
+
+
+class DiffusionScheduler(AsyncScheduler):
+    """Canvas positions are scheduled as draft tokens; committed tokens are accepted drafts."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # The canvas alone is computed: no token is sampled behind it.
+        self.num_sampled_tokens_per_step = 0
+        # Every running request feeds a whole canvas per step, so more cannot run at once.
+        fits = max(1, self.max_num_scheduled_tokens // self.num_spec_tokens)
+        if fits < self.max_num_active_reqs:
+            logger.info(
+                "At most %d requests run at once: max_num_batched_tokens %d holds that many "
+                "canvases of %d positions.",
+                fits,
+                self.max_num_scheduled_tokens,
+                self.num_spec_tokens,
+            )
+            self.max_num_active_reqs = fits
+
+    def add_request(self, request: Request) -> None:
+        """Admit a request; its denoising steps are counted in ``spec_decode_metrics``."""
+        if request.spec_decode_metrics is None:
+            request.spec_decode_metrics = RequestSpecDecodeMetrics.new(self.num_spec_tokens)
+        super().add_request(request)
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        super()._update_after_schedule(scheduler_output)
+        if not self.scheduler_config.async_scheduling:
+            return
+        for req_id in scheduler_output.num_scheduled_tokens:
+            request = self.requests[req_id]
+            # Scheduled before this step's commit is known, the next canvas would be cut at the
+            # end of the context although the request may not have moved: wait for the result.
+            if request.num_computed_tokens + self.num_spec_tokens > self.max_model_len:
+                request.next_decode_eligible_step = self.current_step + 2

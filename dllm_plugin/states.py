@@ -1,0 +1,243 @@
+"""CanvasStates: what every request slot keeps between denoising steps.
+
+Slots are the runner's request indices. The canvas tokens themselves live in the runner's
+``req_states.draft_tokens``, where the next forward reads them. Shape letters as in
+:mod:`dllm_plugin.plan`; N is the number of slots. Writers: `add_request` and
+`apply_staged_writes` start a slot, `advance` moves it after a step.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm.config import ModelConfig
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
+
+from dllm_plugin.config import DecodeConfig
+from dllm_plugin.plan import Canvas, StepOutcome, StepPlan
+from dllm_plugin.policies import POLICIES, PolicySettings
+
+POLICY_IDS = {name: i for i, name in enumerate(POLICIES)}
+
+
+class CanvasStates:
+    """Per-slot tensors; the `_np` mirrors are written by the host alone.
+
+    canvas_NC        int64, tokens from the first uncommitted position on, mask id if undecided
+    open_N           int32, open blocks
+    full_NS          bool, fully activated blocks
+    saw_stop_N       bool, a stop token was unmasked
+    ended_N          bool, the final text was emitted
+    block_step_N     int32, denoising steps of the first unfinished block
+    step_N           int64, denoising steps of the request: the counter of its random numbers
+    start_N          int64, absolute position of canvas position 0
+    """
+
+    def __init__(
+        self, config: DecodeConfig, model_config: ModelConfig, draft_tokens_NC: Tensor
+    ) -> None:
+        self.config = config
+        self.canvas_NC = draft_tokens_NC
+        self.device = draft_tokens_NC.device
+        self.model_config = model_config
+        num_slots = draft_tokens_NC.shape[0]
+        blocks = config.max_active_blocks
+        zeros = {"device": self.device}
+        self.open_N = torch.zeros(num_slots, dtype=torch.int32, **zeros)
+        self.full_NS = torch.zeros(num_slots, blocks, dtype=torch.bool, **zeros)
+        self.saw_stop_N = torch.zeros(num_slots, dtype=torch.bool, **zeros)
+        self.ended_N = torch.zeros(num_slots, dtype=torch.bool, **zeros)
+        self.block_step_N = torch.zeros(num_slots, dtype=torch.int32, **zeros)
+        self.step_N = torch.zeros(num_slots, dtype=torch.int64, **zeros)
+        self.start_N = torch.zeros(num_slots, dtype=torch.int64, **zeros)
+
+        self.prompt_len = UvaBackedTensor(num_slots, dtype=torch.int64)
+        self.block_length = UvaBackedTensor(num_slots, dtype=torch.int64)
+        self.max_blocks = UvaBackedTensor(num_slots, dtype=torch.int64)
+        self.end = UvaBackedTensor(num_slots, dtype=torch.int64)
+        self.policy = UvaBackedTensor(num_slots, dtype=torch.int32)
+        self.steps = UvaBackedTensor(num_slots, dtype=torch.int32)
+        self.floats = UvaBackedTensor((num_slots, 5), dtype=torch.float32)
+        self.block_length.np.fill(config.block_length)
+
+        # Tables of other owners that move with the canvas: parked and restored like it.
+        self.companions: list[Tensor] = []
+        self.req_id_to_slot: dict[str, int] = {}
+        self._fresh: list[tuple[int, int]] = []
+        self._restored: list[tuple[int, tuple[Tensor, ...]]] = []
+        self._parked: dict[str, tuple[Tensor, ...]] = {}
+
+    @property
+    def max_model_len(self) -> int:
+        """The context; vLLM may lower it after start to fit the KV cache."""
+        return self.model_config.max_model_len
+
+    @property
+    def _rows(self) -> tuple[Tensor, ...]:
+        return (
+            self.canvas_NC,
+            self.open_N,
+            self.full_NS,
+            self.saw_stop_N,
+            self.ended_N,
+            self.block_step_N,
+            self.step_N,
+            *self.companions,
+        )
+
+    def add_request(self, slot: int, data: NewRequestData) -> None:
+        """Start `slot` for a new request, or for one that comes back from preemption."""
+        assert data.prompt_token_ids is not None and data.prefill_token_ids is not None
+        params = data.sampling_params
+        assert params is not None
+        request = self.config.for_request(params.extra_args)
+        prompt_len = len(data.prompt_token_ids)
+        num_tokens = len(data.prefill_token_ids)
+        assert params.max_tokens is not None
+        self.prompt_len.np[slot] = prompt_len
+        self.block_length.np[slot] = request.block_length
+        self.max_blocks.np[slot] = request.max_active_blocks
+        self.end.np[slot] = min(prompt_len + params.max_tokens, self.max_model_len)
+        self.policy.np[slot] = POLICY_IDS[request.policy]
+        self.steps.np[slot] = request.steps
+        self.floats.np[slot] = (
+            request.threshold,
+            request.factor,
+            request.eps,
+            request.block_add_threshold,
+            request.decoded_token_threshold,
+        )
+        self.req_id_to_slot[data.req_id] = slot
+        self._fresh.append((slot, num_tokens))
+        parked = self._parked.pop(data.req_id, None)
+        # Without committed tokens a fresh start takes the very same steps again.
+        if parked is not None and num_tokens > prompt_len:
+            self._restored.append((slot, parked))
+
+    def remove_request(self, req_id: str) -> None:
+        """Free the slot, keeping its open blocks in case the request was only preempted.
+
+        Preemption and the end of a request look alike from here; at most as many requests as
+        there are slots can be waiting to resume, so the oldest parked rows are dropped.
+        """
+        slot = self.req_id_to_slot.pop(req_id, None)
+        if slot is None:
+            return
+        self._parked[req_id] = tuple(row[slot].clone() for row in self._rows)
+        while len(self._parked) > 2 * self.open_N.shape[0]:
+            del self._parked[next(iter(self._parked))]
+
+    def apply_staged_writes(self) -> None:
+        """Bring what `add_request` staged to the device."""
+        for tensor in (
+            self.prompt_len,
+            self.block_length,
+            self.max_blocks,
+            self.end,
+            self.policy,
+            self.steps,
+            self.floats,
+        ):
+            tensor.copy_to_uva()
+        if self._fresh:
+            staged = async_tensor_h2d(np.array(self._fresh, dtype=np.int64), device=self.device)
+            slots, starts = staged[:, 0], staged[:, 1]
+            for row in self._rows:
+                row[slots] = 0
+            self.canvas_NC[slots] = self.config.mask_token_id
+            self.start_N[slots] = starts
+            self._fresh.clear()
+        for slot, parked in self._restored:
+            # A companion that was created meanwhile has nothing to restore.
+            for row, saved in zip(self._rows, parked, strict=False):
+                row[slot] = saved
+        self._restored.clear()
+
+    def view(self, slots_R: Tensor, num_fed_R: Tensor) -> tuple[Canvas, Tensor]:
+        """Gather the canvases of a step.
+
+        Args:
+            slots_R: int64, slot of each request that has a canvas in this step.
+            num_fed_R: int64, canvas positions of each request in this forward.
+        Returns:
+            the canvas, and int32 ``[R]`` tokens each request may still emit.
+        """
+        num_positions, blocks = self.canvas_NC.shape[1], self.full_NS.shape[1]
+        start_R, end_R = self.start_N[slots_R], self.end.gpu[slots_R]
+        length_R1 = self.block_length.gpu[slots_R][:, None]
+        # The last block is decoded whole and trimmed, unless the context ends inside it.
+        prompt_len_R = self.prompt_len.gpu[slots_R]
+        asked_R = end_R - prompt_len_R
+        whole_R = (asked_R + length_R1[:, 0] - 1) // length_R1[:, 0] * length_R1[:, 0]
+        limit_R1 = ((prompt_len_R + whole_R).clamp_max(self.max_model_len) - start_R)[:, None]
+
+        slot_S = torch.arange(blocks, device=self.device)
+        low_RS = slot_S * length_R1
+        high_RS = torch.minimum(low_RS + length_R1, limit_R1)
+        exists_RS = (low_RS < high_RS) & (slot_S < self.max_blocks.gpu[slots_R][:, None])
+        # A block that the canvas would cut waits until a commit has moved the canvas on.
+        exists_RS &= high_RS <= num_positions
+        size_RS = torch.where(exists_RS, high_RS - low_RS, 0).to(torch.int32)
+
+        position_C = torch.arange(num_positions, device=self.device)
+        block_RC = (position_C // length_R1).clamp_max(blocks - 1)
+        inside_RC = position_C < (low_RS + size_RS).gather(1, block_RC)
+        block_RC = torch.where(inside_RC, block_RC, blocks)
+        floats_R = self.floats.gpu[slots_R]
+        canvas = Canvas(
+            tokens_RC=self.canvas_NC[slots_R],
+            size_RS=size_RS,
+            fed_RS=low_RS + size_RS <= num_fed_R[:, None],
+            block_RC=block_RC,
+            open_R=self.open_N[slots_R],
+            full_RS=self.full_NS[slots_R],
+            saw_stop_R=self.saw_stop_N[slots_R],
+            ended_R=self.ended_N[slots_R],
+            step_R=self.block_step_N[slots_R],
+            block_add_threshold_R=floats_R[:, 3],
+            decoded_token_threshold_R=floats_R[:, 4],
+        )
+        return canvas, (end_R - start_R).to(torch.int32)
+
+    def policy_settings(self, slots_R: Tensor) -> PolicySettings:
+        """Numbers of the policies for the requests of a step."""
+        floats_R = self.floats.gpu[slots_R]
+        return PolicySettings(
+            threshold_R=floats_R[:, 0],
+            factor_R=floats_R[:, 1],
+            eps_R=floats_R[:, 2],
+            steps_R=self.steps.gpu[slots_R],
+            time_schedule=self.config.time_schedule,
+        )
+
+    def advance(
+        self,
+        slots_R: Tensor,
+        plan: StepPlan,
+        outcome: StepOutcome,
+        tokens_RC: Tensor,
+        saw_stop_R: Tensor,
+    ) -> None:
+        """Write a step's result: shift committed positions and blocks out of the canvas."""
+        num_positions, blocks = self.canvas_NC.shape[1], self.full_NS.shape[1]
+        shift_R1 = outcome.next_start_R.to(torch.int64)[:, None]
+        source_RC = torch.arange(num_positions, device=self.device) + shift_R1
+        shifted_RC = tokens_RC.gather(1, source_RC.clamp_max(num_positions - 1))
+        mask_id = self.config.mask_token_id
+        self.canvas_NC[slots_R] = shifted_RC.masked_fill(source_RC >= num_positions, mask_id)
+
+        stored_R1 = plan.num_stored_R[:, None]
+        source_RS = torch.arange(blocks, device=self.device) + stored_R1
+        full_RS = plan.full_RS.gather(1, source_RS.clamp_max(blocks - 1))
+        self.full_NS[slots_R] = full_RS & (source_RS < blocks)
+        self.open_N[slots_R] = plan.open_R - plan.num_stored_R.to(torch.int32)
+        self.saw_stop_N[slots_R] = saw_stop_R
+        self.ended_N[slots_R] = outcome.ended_R
+        denoised_R = plan.active_RS.any(dim=1)
+        unfinished_R = (plan.candidates_RC & ~outcome.unmask_RC).any(dim=1)
+        block_step_R = self.block_step_N[slots_R] + denoised_R.to(torch.int32)
+        self.block_step_N[slots_R] = block_step_R.where(unfinished_R | ~denoised_R, 0)
+        self.step_N[slots_R] += denoised_R
+        self.start_N[slots_R] += outcome.next_start_R

@@ -1,0 +1,128 @@
+"""Per-request rules about token ids: stop tokens, min_tokens, biases, allowed ids, bad words.
+
+Definitions under out-of-order decoding are in ``docs/strategies.md``. Shape letters as in
+:mod:`dllm_plugin.plan`; N slots, K stop tokens of a slot, M rows of the bias table.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.sampling_params import SamplingParams
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
+from vllm.v1.worker.gpu.states import RequestState
+
+from dllm_plugin.bad_words import BadWords
+from dllm_plugin.plan import Canvas, Proposal
+from dllm_plugin.states import CanvasStates
+
+NEGATIVE_INFINITY = float("-inf")
+
+
+class TokenRules:
+    """Bans and biases ids per slot and position, and knows which tokens end a request.
+
+    stop       int64 ``[N, K]``, -1 where unused
+    min_end    int64 ``[N]``, first absolute position where a stop token is allowed
+    bias_row   int64 ``[N]``, row of the bias table; row 0 is all zeros
+    bias_MV    float32, made when the first request needs it: one row per such request
+    """
+
+    def __init__(self, states: CanvasStates, req_states: RequestState, vocab_size: int) -> None:
+        self.states = states
+        self.vocab_size = vocab_size
+        self.num_slots = states.canvas_NC.shape[0]
+        self.stop = self._stop_table(8)
+        self.min_end = UvaBackedTensor(self.num_slots, dtype=torch.int64)
+        self.min_tokens_np = np.zeros(self.num_slots, dtype=np.int64)
+        self.bias_row = UvaBackedTensor(self.num_slots, dtype=torch.int64)
+        self.bias_MV: Tensor | None = None
+        self._new_biases: list[tuple[int, Tensor]] = []
+        self.bad_words = BadWords(states, req_states)
+
+    def _stop_table(self, width: int) -> UvaBackedTensor:
+        table = UvaBackedTensor((self.num_slots, width), dtype=torch.int64)
+        table.np.fill(-1)
+        table.copy_to_uva()
+        return table
+
+    def add_request(self, slot: int, params: SamplingParams) -> None:
+        """Stage the rules of a request; its prompt length is already known to the states."""
+        stop_ids = list(params.stop_token_ids or ())
+        if params.eos_token_id is not None:
+            stop_ids.append(params.eos_token_id)
+        if len(stop_ids) > self.stop.np.shape[1]:
+            old = self.stop.np
+            self.stop = self._stop_table(2 * len(stop_ids))
+            self.stop.np[:, : old.shape[1]] = old
+        self.stop.np[slot] = -1
+        self.stop.np[slot, : len(stop_ids)] = stop_ids
+        self.min_tokens_np[slot] = params.min_tokens
+        self.min_end.np[slot] = self.states.prompt_len.np[slot] + params.min_tokens
+        bad_words = params.bad_words_token_ids or []
+        single = [words[0] for words in bad_words if len(words) == 1]
+        self.bad_words.add_request(slot, [words for words in bad_words if len(words) > 1])
+        bias = self._bias(params, single)
+        self.bias_row.np[slot] = 0 if bias is None else slot + 1
+        if bias is not None:
+            self._new_biases.append((slot + 1, bias))
+
+    def _bias(self, params: SamplingParams, banned: list[int]) -> Tensor | None:
+        if not (params.logit_bias or params.allowed_token_ids or banned):
+            return None
+        bias_V = torch.zeros(self.vocab_size, dtype=torch.float32)
+        if params.allowed_token_ids:
+            bias_V.fill_(NEGATIVE_INFINITY)
+            bias_V[list(params.allowed_token_ids)] = 0.0
+        if params.logit_bias:
+            ids = torch.tensor(list(params.logit_bias))
+            bias_V[ids] += torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
+        bias_V[banned] = NEGATIVE_INFINITY
+        return bias_V
+
+    def apply_staged_writes(self) -> None:
+        """Bring what `add_request` staged to the device."""
+        for tensor in (self.stop, self.min_end, self.bias_row):
+            tensor.copy_to_uva()
+        if self._new_biases:
+            device = self.states.device
+            if self.bias_MV is None:
+                self.bias_MV = torch.zeros(self.num_slots + 1, self.vocab_size, device=device)
+            rows, biases = zip(*self._new_biases, strict=True)
+            index = async_tensor_h2d(np.array(rows, dtype=np.int64), device=device)
+            self.bias_MV[index] = torch.stack(biases).to(device, non_blocking=True)
+            self._new_biases.clear()
+        self.bad_words.apply_staged_writes()
+
+    def start_step(
+        self, canvas: Canvas, slots_R: Tensor, slots_np: np.ndarray, source_RC: Tensor
+    ) -> None:
+        """Find the ids that would complete a bad word, before rows are read."""
+        self.bad_words.start_step(canvas, slots_R, slots_np, source_RC)
+
+    def apply(
+        self,
+        logits_TV: Tensor,
+        first_row: int,
+        slot_T: Tensor,
+        position_T: Tensor,
+        slots_np: np.ndarray,
+    ) -> None:
+        """Ban and bias ids in place; the mask token is never a prediction."""
+        mask_id = self.states.config.mask_token_id
+        if self.bias_MV is not None and self.bias_row.np[slots_np].any():
+            logits_TV += self.bias_MV[self.bias_row.gpu[slot_T]]
+        logits_TV[:, mask_id] = NEGATIVE_INFINITY
+        if self.min_tokens_np[slots_np].any():
+            stop_TK = self.stop.gpu[slot_T]
+            early_TK = (position_T < self.min_end.gpu[slot_T])[:, None] & (stop_TK >= 0)
+            logits_TV.scatter_(1, stop_TK.where(early_TK, mask_id), NEGATIVE_INFINITY)
+        self.bad_words.apply(logits_TV, first_row)
+
+    def withhold(self, canvas: Canvas, proposal: Proposal, unmask_RC: Tensor) -> Tensor:
+        """Drop picks that would complete a bad word together."""
+        return self.bad_words.withhold(canvas, proposal, unmask_RC)
+
+    def is_stop(self, tokens_RC: Tensor, slots_R: Tensor) -> Tensor:
+        """Positions whose token ends the request, bool ``[R, C]``."""
+        return (tokens_RC[:, :, None] == self.stop.gpu[slots_R][:, None, :]).any(dim=-1)
