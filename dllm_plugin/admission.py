@@ -53,13 +53,16 @@ class _RulesType(type(RequestRules)):  # type: ignore[misc]
     """Type of per-engine rule classes, so that pickle rebuilds them from their config."""
 
 
-def request_rules(config: DecodeConfig) -> type[RequestRules]:
+def request_rules(config: DecodeConfig) -> Any:
     """The rules of one engine as a class, the form in which vLLM takes them."""
-    rules: type[RequestRules] = _RulesType("RequestRules", (RequestRules,), {"config": config})
-    return rules
+    return _RulesType("RequestRules", (RequestRules,), {"config": config})
 
 
-copyreg.pickle(_RulesType, lambda rules: (request_rules, (rules.config,)))
+def _rebuild(rules: Any) -> tuple[Any, ...]:
+    return request_rules, (rules.config,)
+
+
+copyreg.pickle(_RulesType, _rebuild)
 
 
 class DiffusionRenderer(HfRenderer):

@@ -12,7 +12,7 @@ import dllm_plugin
 from dllm_plugin import default_model
 from dllm_plugin.config import POLICIES, STRATEGIES
 from dllm_plugin.offline import (
-    DEFAULT_KV_CACHE_BYTES,
+    BUNDLED_MEMORY,
     conversation,
     engine_options,
     num_forwards,
@@ -76,6 +76,9 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="folder or hub name (default: the bundled model)")
     parser.add_argument("--dtype", default="auto", help="as in vLLM")
+    parser.add_argument(
+        "--gpu-memory-utilization", type=float, help="as in vLLM; on a CPU, the share of its memory"
+    )
     _add_decode_options(parser)
 
 
@@ -97,18 +100,19 @@ def _positive(text: str) -> int:
 
 def generate(args: argparse.Namespace) -> int:
     """Answer on standard output, one line of statistics on standard error."""
-    from vllm import SamplingParams
-
+    options = engine_options(args)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     if not prompt.strip():
         raise ValueError("the prompt is empty")
+    from vllm import SamplingParams
+
     sampling = SamplingParams(
         max_tokens=args.max_tokens,
         temperature=args.temperature,
         top_p=args.top_p,
         seed=args.seed,
     )
-    llm = start_engine(engine_options(args))
+    llm = start_engine(options)
     chat = args.chat
     if chat is None:
         chat = getattr(llm.get_tokenizer(), "chat_template", None) is not None
@@ -130,8 +134,10 @@ def serve_command(arguments: Sequence[str]) -> list[str]:
         arguments.insert(0, default_model.path())
         if not _given(arguments, "--served-model-name"):
             arguments += ["--served-model-name", "diffuplug"]
-        if not _given(arguments, "--kv-cache-memory-bytes"):
-            arguments += ["--kv-cache-memory-bytes", str(DEFAULT_KV_CACHE_BYTES)]
+        for name, value in BUNDLED_MEMORY.items():
+            option = "--" + name.replace("_", "-")
+            if not _given(arguments, option):
+                arguments += [option, str(value)]
         if not _given(arguments, "--additional-config"):
             config = {"dllm": {"lora_path": default_model.adapter_path()}}
             arguments += ["--additional-config", json.dumps(config)]

@@ -54,7 +54,7 @@ class DecodeConfig:
     alg_temp, cfg_scale, logits_eos_inf, confidence_eos_eot_inf
                              options of strategies that are not implemented yet: refused when set
 
-    The last three fields are filled by `resolve`, never by users.
+    The last four fields are filled by `resolve`, never by users.
     """
 
     strategy: str = "auto"
@@ -76,6 +76,7 @@ class DecodeConfig:
     confidence_eos_eot_inf: bool = False
     architecture: str = dataclasses.field(default="", metadata={"internal": True})
     mask_token_id: int = dataclasses.field(default=-1, metadata={"internal": True})
+    turn_end_token_ids: tuple[int, ...] = dataclasses.field(default=(), metadata={"internal": True})
     reason: str = dataclasses.field(default="", metadata={"internal": True})
 
     @property
@@ -131,7 +132,13 @@ class DecodeConfig:
                     f"have; remove {name} or use the model's reference code."
                 )
 
-    def resolve(self, architecture: str, max_model_len: int, mask_token_id: int) -> "DecodeConfig":
+    def resolve(
+        self,
+        architecture: str,
+        max_model_len: int,
+        mask_token_id: int,
+        turn_end_token_ids: tuple[int, ...] = (),
+    ) -> "DecodeConfig":
         """Fill every open choice for a served model.
 
         Raises ValueError when the canvas does not fit the context or a policy does not fit the
@@ -168,6 +175,7 @@ class DecodeConfig:
             kv_cache_layout="unified",
             architecture=architecture,
             mask_token_id=mask_token_id,
+            turn_end_token_ids=turn_end_token_ids,
             reason=reason,
         )
 
@@ -263,6 +271,17 @@ def find_mask_token(model_config: "ModelConfig", family: Family) -> tuple[int, s
         f"{', '.join(family.mask_tokens)}; add mask_token_id to config.json or pass "
         "hf_overrides={'mask_token_id': ...}."
     )
+
+
+def find_turn_ends(model_config: "ModelConfig", family: Family) -> tuple[int, ...]:
+    """Ids of the family's end-of-turn tokens, which end a chat answer besides EOS."""
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    tokenizer = cached_tokenizer_from_config(model_config)
+    if tokenizer is None:
+        return ()
+    vocabulary = tokenizer.get_vocab()
+    return tuple(vocabulary[text] for text in family.turn_end_tokens if text in vocabulary)
 
 
 def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:

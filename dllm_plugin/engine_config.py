@@ -8,10 +8,12 @@ from vllm.config.diffusion import DiffusionConfig
 from vllm.logger import init_logger
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from dllm_plugin.admission import request_rules
-from dllm_plugin.config import TOKENIZER_MODE, DecodeConfig, find_mask_token
-from dllm_plugin.models import FAMILIES
+from dllm_plugin.config import TOKENIZER_MODE, DecodeConfig, find_mask_token, find_turn_ends
+from dllm_plugin.models import FAMILIES, lora
+from dllm_plugin.models.weights import check_readable, checkpoint_folder
 
 logger = init_logger("vllm.dllm_plugin")
 
@@ -59,7 +61,9 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
         family = FAMILIES[architecture]
         user = DecodeConfig.from_user(_user_options(vllm_config.additional_config))
         mask_token_id, found_in = find_mask_token(model_config, family)
-        config = user.resolve(architecture, model_config.max_model_len, mask_token_id)
+        turn_ends = find_turn_ends(model_config, family)
+        config = user.resolve(architecture, model_config.max_model_len, mask_token_id, turn_ends)
+        _check_files(vllm_config, config)
         logger.info(
             "Decoding %s by %s with policy %s (%s); mask token %d from %s; canvas %d, block %d.",
             architecture,
@@ -82,6 +86,19 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
         model_config.logits_processors = [request_rules(config)]
         _set_scheduler(vllm_config, config.canvas_length)
         _set_graph_sizes(vllm_config, config.canvas_length)
+        _set_attention_backend(vllm_config)
+
+
+def _check_files(vllm_config: VllmConfig, config: DecodeConfig) -> None:
+    """Refuse a damaged checkpoint or a foreign adapter before any process is started."""
+    model_config, load_config = vllm_config.model_config, vllm_config.load_config
+    folder = checkpoint_folder(model_config.model, model_config.revision, load_config.download_dir)
+    if folder is not None and load_config.load_format != "dummy":
+        check_readable(folder)
+    if config.lora_path is not None:
+        hf_config = model_config.hf_config
+        served = (model_config.model, hf_config._name_or_path, hf_config.source_name)
+        lora.check_base(lora.load_adapter(lora.adapter_folder(config.lora_path)), served)
 
 
 def _as_dict(additional_config: Any) -> dict[str, Any]:
@@ -114,6 +131,7 @@ def _refuse_unsupported(vllm_config: VllmConfig) -> None:
         "watermark_config": vllm_config.watermark_config is not None,
         "logits_processors": bool(model_config.logits_processors),
         "enable_prompt_embeds": model_config.enable_prompt_embeds,
+        "logprobs_mode": model_config.logprobs_mode != "raw_logprobs",
         "return_sampling_mask": model_config.return_sampling_mask,
         "enable_trace_replay": model_config.enable_trace_replay,
         "long_prefill_token_threshold": scheduler.long_prefill_token_threshold > 0,
@@ -148,6 +166,11 @@ def _set_scheduler(vllm_config: VllmConfig, canvas_length: int) -> None:
 def _set_graph_sizes(vllm_config: VllmConfig, canvas_length: int) -> None:
     """Capture full graphs at whole canvases, up to what a step can hold."""
     compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
+    if compilation.cudagraph_mode == CUDAGraphMode.FULL:
+        raise ValueError(
+            "cudagraph_mode FULL would replay prefills with the attention rows of canvases: use "
+            "FULL_AND_PIECEWISE or FULL_DECODE_ONLY."
+        )
     chosen = compilation.cudagraph_capture_sizes is not None
     if chosen or compilation.max_cudagraph_capture_size is not None:
         return
@@ -156,3 +179,18 @@ def _set_graph_sizes(vllm_config: VllmConfig, canvas_length: int) -> None:
     most = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens // canvas_length)
     counts = [n for n in (1, 2, 4) if n < most] + list(range(8, most, 8)) + [most]
     compilation.cudagraph_capture_sizes = [n * canvas_length for n in counts]
+
+
+def _set_attention_backend(vllm_config: VllmConfig) -> None:
+    """Take Triton attention under full CUDA graphs unless the user chose a backend.
+
+    FlashAttention 3 with several queries per request crashed on replay (illegal access), with
+    vLLM's own attention metadata too; eager it is fine.
+    """
+    attention, compilation = vllm_config.attention_config, vllm_config.compilation_config
+    eager = vllm_config.model_config.enforce_eager
+    if current_platform.is_cuda() and not eager and attention.backend is None:
+        if compilation.cudagraph_mode in (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE):
+            return
+        attention.backend = AttentionBackendEnum.TRITON_ATTN
+        logger.info("Attention backend TRITON_ATTN: the default one fails under full CUDA graphs.")

@@ -73,26 +73,22 @@ class LogprobStash:
         num_positions, columns = source_RC.shape[1], self._columns
         fresh = [torch.cat(part)[source_RC] for part in zip(*self._scored, strict=True)]
         unmask_RC = outcome.unmask_RC
-        current = []
-        for table, value in zip(self.tables, fresh, strict=True):
-            kept = table[slots_R]
-            mask = unmask_RC if kept.dim() == 2 else unmask_RC[:, :, None]
-            part = kept if kept.dim() == 2 else kept[:, :, :columns]
-            if kept.dim() == 2:
-                kept = torch.where(mask, value, part)
-            else:
-                kept[:, :, :columns] = torch.where(mask, value, part)
-            current.append(kept)
         moved_R1 = outcome.next_start_R.to(torch.int64)[:, None]
         index_RC = torch.arange(num_positions, device=source_RC.device) + moved_R1
         index_RC = index_RC.clamp_max(num_positions - 1)
-        for table, kept in zip(self.tables, current, strict=True):
-            index = index_RC if kept.dim() == 2 else index_RC[:, :, None].expand_as(kept)
-            table[slots_R] = kept.gather(1, index)
+        current = []
+        for table, value in zip(self.tables, fresh, strict=True):
+            # Tables hold more columns than a step with modest requests fills.
+            view = table if table.dim() == 2 else table[:, :, :columns]
+            mask = unmask_RC if value.dim() == 2 else unmask_RC[:, :, None]
+            now = torch.where(mask, value, view[slots_R])
+            index = index_RC if now.dim() == 2 else index_RC[:, :, None].expand_as(now)
+            view[slots_R] = now.gather(1, index)
+            current.append(now)
         ids, values, ranks = current
         return LogprobsTensors(
-            logprob_token_ids=_all_requests(ids[:, :, :columns], num_reqs),
-            logprobs=_all_requests(values[:, :, :columns], num_reqs),
+            logprob_token_ids=_all_requests(ids, num_reqs),
+            logprobs=_all_requests(values, num_reqs),
             selected_token_ranks=_all_requests(ranks, num_reqs),
             cu_num_generated_tokens=[i * num_positions for i in range(num_reqs + 1)],
         )

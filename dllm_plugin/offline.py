@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
     from vllm.renderers.chat_utils import ChatCompletionMessageParam
 
-# A model of a few megabytes should not claim the memory that vLLM takes by default.
-DEFAULT_KV_CACHE_BYTES = 1 << 30
+# A model of a few megabytes should not claim the memory that vLLM takes by default, and on a CPU
+# vLLM does not even start unless the share it may use is free.
+BUNDLED_MEMORY = {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.2}
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -24,12 +25,16 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     names = ("strategy", "policy", "threshold", "block_length", "lora_path")
     dllm = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     DecodeConfig.from_user(dllm)
-    dtype = {"dtype": args.dtype} if hasattr(args, "dtype") else {}
+    engine_names = ("dtype", "gpu_memory_utilization")
+    engine = {name: getattr(args, name, None) for name in engine_names}
+    engine = {name: value for name, value in engine.items() if value is not None}
     if args.model is not None:
-        return {"model": args.model, "additional_config": {"dllm": dllm}, **dtype}
+        if args.model.startswith(("/", ".", "~")) and not os.path.isdir(args.model):
+            raise ValueError(f"there is no folder {args.model}")
+        return {"model": args.model, "additional_config": {"dllm": dllm}, **engine}
     if args.strategy in (None, "auto", "d2f"):
         dllm.setdefault("lora_path", default_model.adapter_path())
-    return bundled_options(dllm) | dtype
+    return bundled_options(dllm) | engine
 
 
 def bundled_options(dllm: dict[str, Any]) -> dict[str, Any]:
@@ -37,8 +42,8 @@ def bundled_options(dllm: dict[str, Any]) -> dict[str, Any]:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     return {
         "model": default_model.path(),
-        "kv_cache_memory_bytes": DEFAULT_KV_CACHE_BYTES,
         "additional_config": {"dllm": dllm},
+        **BUNDLED_MEMORY,
     }
 
 
@@ -68,6 +73,5 @@ def num_forwards(output: "RequestOutput") -> int:
 def one_sentence(error: Exception) -> str:
     """The message of an error; of a failed validation only what was wrong, not the dump."""
     problems = getattr(error, "errors", None)
-    if callable(problems):
-        return str(problems()[0]["msg"]).removeprefix("Value error, ")
-    return " ".join(str(error).split())
+    text = str(problems()[0]["msg"] if callable(problems) else error)
+    return " ".join(text.removeprefix("Value error, ").split())

@@ -58,10 +58,12 @@ class DiffusionSampler:
         self.carry_NV: Tensor | None = None
         if logits_shift:
             # Row of the last committed position: it predicts the first one of the canvas.
+            torch_dtype = model_config.dtype
+            assert isinstance(torch_dtype, torch.dtype)
             self.carry_NV = torch.zeros(
                 num_slots,
                 model_config.get_vocab_size(),
-                dtype=model_config.dtype,
+                dtype=torch_dtype,
                 device=states.device,
             )
         self.num_positions = num_positions

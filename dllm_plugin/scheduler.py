@@ -8,6 +8,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.request import Request
 
+from dllm_plugin.config import get_decode_config
+
 logger = init_logger("vllm.dllm_plugin")
 
 
@@ -18,6 +20,7 @@ class DiffusionScheduler(AsyncScheduler):
         super().__init__(*args, **kwargs)
         # The canvas alone is computed: no token is sampled behind it.
         self.num_sampled_tokens_per_step = 0
+        self.turn_end_token_ids = get_decode_config(self.vllm_config).turn_end_token_ids
         # Every running request feeds a whole canvas per step, so more cannot run at once.
         fits = max(1, self.max_num_scheduled_tokens // self.num_spec_tokens)
         if fits < self.max_num_active_reqs:
@@ -34,6 +37,12 @@ class DiffusionScheduler(AsyncScheduler):
         """Admit a request; its denoising steps are counted in ``spec_decode_metrics``."""
         if request.spec_decode_metrics is None:
             request.spec_decode_metrics = RequestSpecDecodeMetrics.new(self.num_spec_tokens)
+        params = request.sampling_params
+        if params is not None and not params.ignore_eos:
+            # Chat models end a turn with a token of their own that configs do not list as EOS.
+            known = params.stop_token_ids or []
+            ends = [i for i in self.turn_end_token_ids if i not in known]
+            params.stop_token_ids = known + ends
         super().add_request(request)
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:

@@ -9,7 +9,6 @@ Slots are the runner's request indices. The canvas tokens themselves live in the
 import numpy as np
 import torch
 from torch import Tensor
-
 from vllm.config import ModelConfig
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import NewRequestData
@@ -43,15 +42,15 @@ class CanvasStates:
         self.device = draft_tokens_NC.device
         self.model_config = model_config
         num_slots = draft_tokens_NC.shape[0]
+        assert config.max_active_blocks is not None
         blocks = config.max_active_blocks
-        zeros = {"device": self.device}
-        self.open_N = torch.zeros(num_slots, dtype=torch.int32, **zeros)
-        self.full_NS = torch.zeros(num_slots, blocks, dtype=torch.bool, **zeros)
-        self.saw_stop_N = torch.zeros(num_slots, dtype=torch.bool, **zeros)
-        self.ended_N = torch.zeros(num_slots, dtype=torch.bool, **zeros)
-        self.block_step_N = torch.zeros(num_slots, dtype=torch.int32, **zeros)
-        self.step_N = torch.zeros(num_slots, dtype=torch.int64, **zeros)
-        self.start_N = torch.zeros(num_slots, dtype=torch.int64, **zeros)
+        self.open_N = torch.zeros(num_slots, dtype=torch.int32, device=self.device)
+        self.full_NS = torch.zeros(num_slots, blocks, dtype=torch.bool, device=self.device)
+        self.saw_stop_N = torch.zeros(num_slots, dtype=torch.bool, device=self.device)
+        self.ended_N = torch.zeros(num_slots, dtype=torch.bool, device=self.device)
+        self.block_step_N = torch.zeros(num_slots, dtype=torch.int32, device=self.device)
+        self.step_N = torch.zeros(num_slots, dtype=torch.int64, device=self.device)
+        self.start_N = torch.zeros(num_slots, dtype=torch.int64, device=self.device)
 
         self.prompt_len = UvaBackedTensor(num_slots, dtype=torch.int64)
         self.block_length = UvaBackedTensor(num_slots, dtype=torch.int64)
@@ -77,6 +76,7 @@ class CanvasStates:
     @property
     def _rows(self) -> tuple[Tensor, ...]:
         return (
+            self.start_N,
             self.canvas_NC,
             self.open_N,
             self.full_NS,
@@ -112,8 +112,7 @@ class CanvasStates:
         self.req_id_to_slot[data.req_id] = slot
         self._fresh.append((slot, num_tokens))
         parked = self._parked.pop(data.req_id, None)
-        # Without committed tokens a fresh start takes the very same steps again.
-        if parked is not None and num_tokens > prompt_len:
+        if parked is not None:
             self._restored.append((slot, parked))
 
     def remove_request(self, req_id: str) -> None:
@@ -121,6 +120,7 @@ class CanvasStates:
 
         Preemption and the end of a request look alike from here; at most as many requests as
         there are slots can be waiting to resume, so the oldest parked rows are dropped.
+        A request that resumes from parked rows takes the steps it would have taken.
         """
         slot = self.req_id_to_slot.pop(req_id, None)
         if slot is None:
@@ -146,13 +146,15 @@ class CanvasStates:
             slots, starts = staged[:, 0], staged[:, 1]
             for row in self._rows:
                 row[slots] = 0
-            self.canvas_NC[slots] = self.config.mask_token_id
             self.start_N[slots] = starts
+            self.canvas_NC[slots] = self.config.mask_token_id
             self._fresh.clear()
         for slot, parked in self._restored:
+            # Rows that do not continue these committed tokens belong to an earlier request.
+            continues = parked[0] == self.start_N[slot]
             # A companion that was created meanwhile has nothing to restore.
             for row, saved in zip(self._rows, parked, strict=False):
-                row[slot] = saved
+                row[slot] = torch.where(continues, saved, row[slot])
         self._restored.clear()
 
     def view(self, slots_R: Tensor, num_fed_R: Tensor) -> tuple[Canvas, Tensor]:

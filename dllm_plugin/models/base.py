@@ -1,0 +1,118 @@
+"""What our model classes add to the vLLM class they inherit from."""
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from vllm.config import ModelConfig, VllmConfig
+
+from dllm_plugin.models import lora
+from dllm_plugin.models.weights import (
+    Manifest,
+    Shapes,
+    Weights,
+    checked,
+    checkpoint_folder,
+    readable,
+)
+
+if TYPE_CHECKING:
+    from vllm.model_executor.models.utils import WeightsMapper
+
+# These loaders fill parameters from already sharded files and never call `load_weights`.
+FORMATS_WITHOUT_MERGE = ("ipc_cache", "runai_streamer_sharded", "sharded_state", "tensorizer")
+
+
+class DiffusionModel:
+    """Mixin before a vLLM causal LM: strict loading, adapter merge, diffusion model state.
+
+    Attention layers stay the parent's: whether they look both ways is decided per step by the
+    attention metadata.
+    """
+
+    logits_shift: ClassVar[bool]
+    rename: ClassVar["WeightsMapper | None"] = None  # checkpoint names to the parent's names
+    config: Any
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        self.read_adapter(vllm_config)  # refuses a wrong one before any time is spent
+        super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+        self.vllm_config = vllm_config
+
+    @staticmethod
+    def get_model_state_cls() -> type[Any]:
+        """The ModelState through which model runner v2 drives diffusion."""
+        from dllm_plugin.model_state import DiffusionModelState
+
+        return DiffusionModelState
+
+    @classmethod
+    def checkpoint_shapes(cls, config: Any) -> Shapes:
+        """Every tensor of a checkpoint with this config: name -> full shape."""
+        raise NotImplementedError
+
+    @classmethod
+    def head_name(cls) -> str:
+        """Checkpoint name of the LM head, which tied checkpoints may leave out."""
+        raise NotImplementedError
+
+    @classmethod
+    def manifest(cls, model_config: ModelConfig) -> Manifest:
+        """What to expect of the checkpoint's files."""
+        config = model_config.hf_config
+        return Manifest(
+            cls.checkpoint_shapes(config),
+            optional=frozenset({cls.head_name()} if config.tie_word_embeddings else ()),
+            quantized=model_config.model_arch_config.quantization_config is not None,
+        )
+
+    @classmethod
+    def read_adapter(cls, vllm_config: VllmConfig) -> lora.LoraAdapter | None:
+        """The adapter of `lora_path`, checked against this model; ValueError if it does not fit."""
+        from dllm_plugin.config import get_decode_config
+
+        path = get_decode_config(vllm_config).lora_path
+        if path is None:
+            return None
+        model_config, load_format = vllm_config.model_config, vllm_config.load_config.load_format
+        manifest = cls.manifest(model_config)
+        if manifest.quantized or load_format in FORMATS_WITHOUT_MERGE:
+            reason = (
+                "the checkpoint is already quantised"
+                if manifest.quantized
+                else f"load_format={load_format!r} reads ready-made parameters"
+            )
+            raise ValueError(
+                f"Cannot merge lora_path '{path}': {reason}; serve the unquantised base model "
+                "from its original safetensors files."
+            )
+        adapter = lora.load_adapter(lora.adapter_folder(path))
+        config = model_config.hf_config
+        lora.check_base(adapter, (model_config.model, config._name_or_path, config.source_name))
+        lora.check_coverage(adapter, manifest.shapes)
+        return adapter
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """[rows, hidden] -> [rows, vocab]; None on ranks that do not gather."""
+        if hidden_states.shape[0] == 0:
+            # A prefill step has no canvas rows, and vLLM's CPU gather dies on an empty tensor.
+            return hidden_states.new_empty((0, self.config.vocab_size))
+        return super().compute_logits(hidden_states)  # type: ignore[misc]
+
+    def load_weights(self, weights: Weights) -> set[str]:
+        """Load full tensors under checkpoint names; returns the names of the parameters filled.
+
+        Raises ValueError naming the weight that is missing, surplus or mis-shaped, or the file
+        that is damaged.
+        """
+        model_config, cache = (
+            self.vllm_config.model_config,
+            self.vllm_config.load_config.download_dir,
+        )
+        folder = checkpoint_folder(model_config.model, model_config.revision, cache)
+        weights = checked(readable(weights, folder), self.manifest(model_config))
+        adapter = self.read_adapter(self.vllm_config)  # read again, not held: 100 MB at 8B
+        if adapter is not None:
+            weights = lora.merge(weights, adapter)
+        if self.rename is not None:
+            weights = self.rename.apply(weights)
+        return super().load_weights(weights)  # type: ignore[misc]

@@ -1,0 +1,124 @@
+"""Strict reading of checkpoints: every tensor that a model needs, no other, each of its shape.
+
+vLLM's own loader forgives a missing linear weight, one missing part of a packed one and any
+surplus bias; a diffusion model with such a hole talks nonsense, so we count ourselves, on the
+checkpoint's names and full shapes: before renaming, packing and sharding, alike on every rank.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+Shapes = dict[str, tuple[int, ...]]
+
+# Buffers that old exports carry along and that vLLM computes itself.
+HARMLESS = (".rotary_emb.", "rotary_pos_emb.inv_freq")
+
+SCALED_DTYPES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds."""
+
+    shapes: Shapes  # every needed tensor and its full shape
+    optional: frozenset[str] = frozenset()  # may be there, need not
+    quantized: bool = False  # stored quantised: tensors have their own names and shapes
+
+
+def module_of(name: str) -> str:
+    """`a.b.weight` -> `a.b`."""
+    return name.rpartition(".")[0]
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the values are stored as they are (float32, bfloat16, float16)."""
+    return tensor.is_floating_point() and tensor.element_size() >= 2
+
+
+def check_tensor(name: str, tensor: torch.Tensor, manifest: Manifest) -> None:
+    """Raise ValueError if the model has no use for this tensor or wants another shape."""
+    if name in manifest.shapes:
+        found, wanted = tuple(tensor.shape), manifest.shapes[name]
+        if found != wanted and (is_plain(tensor) or not manifest.quantized):
+            raise ValueError(
+                f"Weight '{name}' in the checkpoint has shape {found}, "
+                f"but config.json asks for {wanted}."
+            )
+    elif name not in manifest.optional and not manifest.quantized:  # else vLLM knows the scales
+        raise ValueError(f"The checkpoint holds a weight '{name}' that this model does not have.")
+
+
+def check_complete(seen: set[str], manifest: Manifest) -> None:
+    """Raise ValueError naming a needed weight that is not in `seen`."""
+    present = seen
+    if manifest.quantized:  # `x.weight` may be stored as `x.weight_packed` or `x.qweight`
+        quantized = {module_of(n) for n in seen if not n.endswith(".bias")}
+        present = seen | {f"{module}.weight" for module in quantized}
+    missing = [n for n in manifest.shapes if n not in present and n not in manifest.optional]
+    if missing:
+        others = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise ValueError(f"The checkpoint has no weight '{missing[0]}'{others}.")
+
+
+def checked(weights: Weights, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pass `weights` on, full tensors under checkpoint names, and hold them to `manifest`.
+
+    Raises ValueError on a surplus or mis-shaped weight when it comes by, on a missing one (or a
+    missing scale of a quantised one) at the end of the stream.
+    """
+    seen: set[str] = set()
+    scaled: set[str] = set()  # modules whose stored weight means nothing without a scale
+    for name, tensor in weights:
+        if any(part in name for part in HARMLESS):
+            continue
+        check_tensor(name, tensor, manifest)
+        seen.add(name)
+        if name.endswith(".weight") and tensor.dtype in SCALED_DTYPES:
+            scaled.add(module_of(name))
+        yield name, tensor
+    check_complete(seen, manifest)
+    unscaled = scaled - {module_of(name) for name in seen if "scale" in name.rpartition(".")[2]}
+    if unscaled:
+        raise ValueError(f"The checkpoint has no scale for quantised weight '{min(unscaled)}'.")
+
+
+def checkpoint_folder(model: str, revision: str | None, cache: str | None) -> Path | None:
+    """Where the checkpoint lies on this machine, without asking the network; None if unknown."""
+    if Path(model).is_dir():
+        return Path(model)
+    try:
+        return Path(
+            snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True)
+        )
+    except (HFValidationError, LocalEntryNotFoundError):
+        return None
+
+
+def check_readable(folder: Path) -> None:
+    """Raise ValueError naming the first safetensors file whose header and length disagree."""
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except SafetensorError as error:
+            raise ValueError(
+                f"Cannot read '{path}': the file is truncated or damaged ({error}); "
+                "download it again."
+            ) from error
+
+
+def readable(weights: Weights, folder: Path | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pass `weights` on; raises ValueError naming the file in `folder` that is damaged."""
+    try:
+        yield from weights
+    except SafetensorError as error:
+        if folder is not None:
+            check_readable(folder)
+        raise ValueError(f"Cannot read the checkpoint's safetensors files ({error}).") from error

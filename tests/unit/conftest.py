@@ -1,0 +1,116 @@
+"""One vLLM world for the unit tests that build a model, and the tiny checkpoints."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+CHECKPOINTS = GOLDENS / "checkpoints"
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # unit tests never use the network
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Importing torch's compiler warns about torch's own use of torch.jit.
+    config.addinivalue_line("filterwarnings", "ignore:.torch.jit:DeprecationWarning")
+
+
+@pytest.fixture(scope="session")
+def goldens() -> Path:
+    """Recorded traces of the reference decoders."""
+    return GOLDENS
+
+
+@pytest.fixture(scope="session")
+def checkpoints() -> Path:
+    """The tiny checkpoints: tiny-llada, tiny-dream."""
+    return CHECKPOINTS
+
+
+@pytest.fixture(scope="session")
+def registered() -> None:
+    """Our configs, tokenizers and classes known; no vLLM started."""
+    from dllm_plugin.models import register_configs
+
+    register_configs()
+
+
+@pytest.fixture(scope="module")  # not longer: other tests may start engines in this process
+def single_rank(registered: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A vLLM world of one CPU rank."""
+    from vllm import ModelRegistry
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+
+    import dllm_plugin
+    from dllm_plugin.models.dream import DreamModel
+    from dllm_plugin.models.llada import LLaDAModelLM
+
+    # Classes, not names: vLLM inspects a named class in a new process, ten seconds each.
+    ModelRegistry.register_model("LLaDAModelLM", LLaDAModelLM)
+    ModelRegistry.register_model("DreamModel", DreamModel)
+    dllm_plugin.register()
+    store = tmp_path_factory.mktemp("vllm") / "store"
+    with set_current_vllm_config(VllmConfig()):
+        parallel_state.init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
+        parallel_state.initialize_model_parallel(1, 1)
+    yield
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
+
+
+@pytest.fixture
+def vllm_config_for(single_rank: None) -> Callable[..., Any]:
+    """Builds the VllmConfig of a checkpoint directory: fp32, eager."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    def build(model: Path, **options: Any) -> Any:
+        arguments = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256} | options
+        return EngineArgs(model=str(model), **arguments).create_engine_config()
+
+    return build
+
+
+@pytest.fixture
+def load_model(vllm_config_for: Callable[..., Any]) -> Callable[..., Any]:
+    """Builds a checkpoint's model and loads its weights through vLLM's loader."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.model_executor.model_loader.utils import (
+        initialize_model,
+        process_weights_after_loading,
+    )
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    def load(model: Path, **options: Any) -> Any:
+        config = vllm_config_for(model, **options)
+        loader = get_model_loader(config.load_config)
+        with (
+            set_current_vllm_config(config),
+            set_default_torch_dtype(config.model_config.dtype),
+        ):
+            module = initialize_model(config)
+            loader.load_weights(module, config.model_config)
+            process_weights_after_loading(module, config.model_config, config.device_config.device)
+        return module.eval()
+
+    return load
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Callable[..., Path]:
+    """A writable copy of a tiny checkpoint, its config.json changed by keyword."""
+
+    def copy(name: str, **config: Any) -> Path:
+        target = tmp_path / name
+        shutil.copytree(CHECKPOINTS / name, target)
+        file = target / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | config))
+        return target
+
+    return copy

@@ -1,0 +1,104 @@
+"""Quantised checkpoints (compressed-tensors W8A8, which vLLM runs on the CPU as well)."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+BOTH = pytest.mark.parametrize("name", ["tiny-llada", "tiny-dream"])
+KINDS = pytest.mark.parametrize("kind", ["int", "float"])
+LARGEST = {"int": 127.0, "float": 448.0}
+HEAD = {"tiny-llada": "model.transformer.ff_out", "tiny-dream": "lm_head"}
+SKIPPED = ("model.transformer.ff_out", "model.transformer.wte", "lm_head", "model.embed_tokens")
+
+
+def quantise(path: Path, name: str, kind: str, drop: str = "") -> Path:
+    """Rewrite a checkpoint as llm-compressor does: per-channel weights, per-token activations."""
+    file = path / "model.safetensors"
+    tensors = {}
+    for key, weight in load_file(file).items():
+        module = key.removesuffix(".weight")
+        if weight.ndim == 2 and module not in SKIPPED:
+            scale = weight.float().abs().amax(1, keepdim=True) / LARGEST[kind]
+            scaled = weight.float() / scale
+            integer = kind == "int"
+            stored = scaled.round().to(torch.int8) if integer else scaled.to(torch.float8_e4m3fn)
+            tensors |= {key: stored, f"{module}.weight_scale": scale}
+        else:
+            tensors[key] = weight.clone()
+    tensors.pop(drop, None)
+    file.unlink()
+    save_file(tensors, file, metadata={"format": "pt"})
+    shared = {"num_bits": 8, "type": kind, "symmetric": True}
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": f"{kind}-quantized",
+        "quantization_status": "compressed",
+        "ignore": [HEAD[name]],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": shared | {"strategy": "channel", "dynamic": False},
+                "input_activations": shared | {"strategy": "token", "dynamic": True},
+            }
+        },
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@BOTH
+@KINDS
+def test_quantised_checkpoint_computes_nearly_the_same(
+    name, kind, checkpoint, load_model, checkpoints
+):
+    quantised = load_model(quantise(checkpoint(name), name, kind))
+    plain = load_model(checkpoints / name)
+    assert type(quantised.model.layers[0].mlp.down_proj.quant_method) is not type(
+        plain.model.layers[0].mlp.down_proj.quant_method
+    )
+    generator = torch.Generator().manual_seed(0)
+    with torch.inference_mode():
+        for ours, theirs in zip(quantised.model.layers, plain.model.layers, strict=True):
+            for x, path in ((128, "self_attn.qkv_proj"), (128, "self_attn.o_proj"), (128, "mlp")):
+                rows = torch.randn(5, x, generator=generator)
+                found, wanted = (layer.get_submodule(path)(rows) for layer in (ours, theirs))
+                found, wanted = (y[0] if isinstance(y, tuple) else y for y in (found, wanted))
+                assert (found - wanted).norm() / wanted.norm() < 0.1, path
+
+
+@BOTH
+@KINDS
+def test_missing_scale_is_named(name, kind, checkpoint, load_model):
+    module = {"tiny-llada": "model.transformer.blocks.1.q_proj"}.get(
+        name, "model.layers.1.self_attn.q_proj"
+    )
+    path = quantise(checkpoint(name), name, kind, drop=f"{module}.weight_scale")
+    with pytest.raises(ValueError, match=f"no scale for quantised weight '{module}'"):
+        load_model(path)
+
+
+def test_missing_quantised_weight_is_named(checkpoint, load_model):
+    weight = "model.transformer.blocks.1.ff_norm.weight"
+    path = quantise(checkpoint("tiny-llada"), "tiny-llada", "int", drop=weight)
+    with pytest.raises(ValueError, match=f"no weight '{weight}'"):
+        load_model(path)
+
+
+def test_adapter_on_quantised_checkpoint_is_refused(checkpoint, load_model):
+    path = quantise(checkpoint("tiny-llada"), "tiny-llada", "int")
+    options = {"additional_config": {"dllm": {"lora_path": "some/adapter"}}}
+    with pytest.raises(ValueError, match="Cannot merge lora_path 'some/adapter': .* quantised"):
+        load_model(path, **options)
+
+
+def test_adapter_with_ready_made_parameters_is_refused(checkpoints, load_model):
+    options = {
+        "additional_config": {"dllm": {"lora_path": "some/adapter"}},
+        "load_format": "sharded_state",
+    }
+    with pytest.raises(ValueError, match="Cannot merge .* load_format='sharded_state'"):
+        load_model(checkpoints / "tiny-llada", **options)

@@ -1,0 +1,94 @@
+"""Tokenizers of real repository layouts, loaded without remote code as vLLM loads them."""
+
+import builtins
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+pytestmark = pytest.mark.usefixtures("registered")
+BOTH = pytest.mark.parametrize("name", ["tiny-llada", "tiny-dream"])
+
+
+def through_vllm(path: Path):
+    from vllm.tokenizers import get_tokenizer
+
+    return get_tokenizer(path)
+
+
+def like_the_repository(path: Path) -> Path:
+    """Dream as published: own slow class by auto_map, vocabulary files, no tokenizer.json."""
+    (path / "tokenizer.json").unlink()
+    (path / "special_tokens_map.json").unlink()
+    file = path / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    config["tokenizer_class"] = "DreamTokenizer"
+    config["auto_map"] = {"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]}
+    added = config["added_tokens_decoder"]
+    file.write_text(json.dumps(config))
+    tokens = {token["content"]: int(number) for number, token in added.items()}
+    (path / "added_tokens.json").write_text(json.dumps(tokens))
+    return path
+
+
+def check(tokenizer, expected: dict) -> None:
+    for token, number in expected["special_ids"].items():
+        assert tokenizer.convert_tokens_to_ids(token) == number
+        assert tokenizer.decode([number], skip_special_tokens=True) == ""
+    for text, ids in expected["text"].items():
+        assert tokenizer.encode(text, add_special_tokens=False) == ids, text
+        assert tokenizer.decode(ids) == text
+    for chat in expected["chat"]:
+        rendered = tokenizer.apply_chat_template(
+            chat["messages"], tokenize=False, add_generation_prompt=True
+        )
+        assert rendered == chat["rendered"]
+        assert tokenizer.encode(rendered, add_special_tokens=False) == chat["ids"]
+
+
+@pytest.fixture
+def no_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(prompt: str = "") -> str:
+        raise AssertionError(f"asked on the terminal: {prompt}")
+
+    monkeypatch.setattr(builtins, "input", refuse)
+
+
+@BOTH
+@pytest.mark.parametrize("load", [through_vllm, AutoTokenizer.from_pretrained])
+def test_tokenizer_of_checkpoint(name, load, checkpoints, goldens, no_questions):
+    expected = json.loads((goldens / "tokenizer_checks.json").read_text())[name]
+    check(load(checkpoints / name), expected)
+
+
+@pytest.mark.parametrize("load", [through_vllm, AutoTokenizer.from_pretrained])
+def test_dream_repository_layout(load, checkpoint, goldens, no_questions):
+    tokenizer = load(like_the_repository(checkpoint("tiny-dream")))
+    check(tokenizer, json.loads((goldens / "tokenizer_checks.json").read_text())["tiny-dream"])
+    assert tokenizer.is_fast
+    assert tokenizer.mask_token_id == 279 and tokenizer.bos_token_id == 278
+    assert tokenizer.eos_token_id == tokenizer.pad_token_id == 256
+
+
+@pytest.mark.parametrize("load", [through_vllm, AutoTokenizer.from_pretrained])
+def test_dream_ids_of_the_full_vocabulary(load, tmp_path, checkpoint, no_questions):
+    """The published ids: 151643 regular entries, then the added tokens up to 151666."""
+    path = like_the_repository(checkpoint("tiny-dream"))
+    shift = 151643 - 256  # the tiny vocabulary has the same added tokens after 256 regular ones
+    vocab = json.loads((path / "vocab.json").read_text())
+    vocab |= {f"filler{number}": number for number in range(256, 151643)}
+    (path / "vocab.json").write_text(json.dumps(vocab))
+    added = json.loads((path / "added_tokens.json").read_text())
+    added = {token: number + shift for token, number in added.items()}
+    (path / "added_tokens.json").write_text(json.dumps(added))
+    file = path / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    decoder = config["added_tokens_decoder"]
+    config["added_tokens_decoder"] = {str(int(n) + shift): token for n, token in decoder.items()}
+    file.write_text(json.dumps(config))
+    tokenizer = load(path)
+    assert tokenizer.encode("<|beginoftext|>a<|mask|>") == [151665, 64, 151666]
+    assert tokenizer.mask_token_id == 151666 and tokenizer.bos_token_id == 151665
+    assert tokenizer.eos_token_id == 151643
+    assert tokenizer.decode([151665, 64, 151666], skip_special_tokens=True) == "a"

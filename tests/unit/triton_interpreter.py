@@ -1,0 +1,69 @@
+"""Run vLLM's own Triton kernels on the CPU: `python triton_interpreter.py LAUNCHES RESULTS`.
+
+LAUNCHES is a saved list of (kernel name, grid, arguments, constants); a tuple among the arguments
+stands for an array of pointers to its tensors. RESULTS holds, for each launch, the kernel's
+argument names and its arguments after the run. This needs a process of its own: Triton decides
+at import whether to interpret, and vLLM whether there is a Triton.
+"""
+
+import importlib
+import os
+import sys
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+from triton.backends import Backend, backends
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+
+
+class HostDriver(DriverBase):
+    """The least that lets vLLM find a CPU backend; the interpreter compiles nothing."""
+
+    def __init__(self) -> None: ...
+
+    @staticmethod
+    def is_active() -> bool:
+        return True
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        return ty
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cpu", 0, 1)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_benchmarker(self) -> Any:
+        raise NotImplementedError
+
+
+class NoCompiler:
+    @staticmethod
+    def supports_target(target: GPUTarget) -> bool:
+        return False  # torch's compiler asks every backend
+
+
+def pointers(argument: Any) -> Any:
+    """The argument as the kernel takes it: a tuple of tensors becomes their addresses."""
+    if not isinstance(argument, tuple):
+        return argument
+    return torch.tensor([tensor.data_ptr() for tensor in argument], dtype=torch.uint64)
+
+
+def main(launches: str, results: str) -> None:
+    backends["cpu"] = Backend(compiler=NoCompiler, driver=HostDriver)
+    done = []
+    for name, grid, arguments, constants in torch.load(launches):
+        module, attribute = name.rsplit(".", 1)
+        kernel = getattr(importlib.import_module(module), attribute)
+        kernel[grid](*map(pointers, arguments), **constants)
+        done.append((list(kernel.arg_names), arguments))
+    torch.save(done, results)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
