@@ -48,9 +48,9 @@ class DiffusionModelState(ModelState):
         draft_tokens = sampler.req_states.draft_tokens
         self.states = CanvasStates(self.config, self.model_config, draft_tokens)
         self.rows = AttentionRows(self.states, self.max_num_reqs)
-        self.sampler = DiffusionSampler(
-            sampler, self.states, self.model_config, self.config.family.logits_shift
-        )
+        canvas_length = self.states.canvas_NC.shape[1]
+        max_rows = min(self.max_num_reqs * canvas_length, self.max_num_tokens)
+        self.sampler = DiffusionSampler(sampler, self.states, self.model_config, max_rows)
         return self.sampler, None
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:

@@ -26,7 +26,7 @@ from dllm_plugin.strategies import STRATEGIES, settle
 from dllm_plugin.token_rules import TokenRules
 
 # Rows sampled at once: bounds the fp32 copy of the logits.
-CHUNK_ROWS = 2048
+CHUNK_ROWS = 1024
 RANDOM_ORDER = 0x5D2F  # separates the ranking stream of policy `random` from the token stream
 
 
@@ -46,7 +46,7 @@ class DiffusionSampler:
     """Takes the place of vLLM's sampler in the model runner."""
 
     def __init__(
-        self, sampler: Any, states: CanvasStates, model_config: ModelConfig, logits_shift: bool
+        self, sampler: Any, states: CanvasStates, model_config: ModelConfig, max_rows: int
     ) -> None:
         self.states = states
         self.sampling_states = sampler.sampling_states
@@ -56,7 +56,8 @@ class DiffusionSampler:
         self.logprobs = LogprobStash(states, model_config)
         num_slots, num_positions = states.canvas_NC.shape
         self.carry_NV: Tensor | None = None
-        if logits_shift:
+        self.max_rows = max_rows
+        if states.config.family.logits_shift:
             # Row of the last committed position: it predicts the first one of the canvas.
             torch_dtype = model_config.dtype
             assert isinstance(torch_dtype, torch.dtype)
@@ -98,6 +99,8 @@ class DiffusionSampler:
         """
         num_canvases, num_rows = _num_canvases(batch), batch.num_draft_tokens
         device = self.states.device
+        if batch.num_draft_tokens_per_req is None and device.type == "cuda":
+            self._reserve_peak(logits)
         sampled = torch.zeros(batch.num_reqs, self.num_positions, dtype=torch.int64, device=device)
         num_sampled = torch.zeros(batch.num_reqs, dtype=torch.int32, device=device)
         num_rejected = torch.zeros(batch.num_reqs, dtype=torch.int32, device=device)
@@ -121,6 +124,14 @@ class DiffusionSampler:
             num_sampled=num_sampled,
             num_rejected=num_rejected,
         )
+
+    def _reserve_peak(self, logits: Tensor) -> None:
+        """Let vLLM's memory profile, which runs no canvas, see what a full step allocates."""
+        num_rows = self.max_rows
+        held = [logits.new_empty(num_rows, logits.shape[1])]
+        chunk = min(num_rows, CHUNK_ROWS)
+        held += [torch.empty(chunk, logits.shape[1], device=logits.device) for _ in range(3)]
+        del held
 
     def _denoise(
         self, logits_TV: Tensor, batch: InputBatch, num_canvases: int, sampled_RC: Tensor
@@ -158,7 +169,8 @@ class DiffusionSampler:
         source_RC = torch.minimum(bounds[:-1, None] + position_C - shift, bounds[1:, None] - 1)
         if shift:
             # The carry rows stand behind the rows of this forward.
-            source_RC[:, 0] = batch.num_draft_tokens + position_C.new_tensor(range(num_canvases))
+            request_R = torch.arange(num_canvases, device=self.states.device)
+            source_RC[:, 0] = batch.num_draft_tokens + request_R
         return source_RC
 
     def _chunks(
