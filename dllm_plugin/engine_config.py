@@ -17,6 +17,7 @@ from dllm_plugin.models.weights import check_readable, checkpoint_folder
 
 logger = init_logger("vllm.dllm_plugin")
 
+WARMUP_SLACK = 8
 SCHEDULER = "dllm_plugin.scheduler.DiffusionScheduler"
 
 
@@ -63,6 +64,8 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
         mask_token_id, found_in = find_mask_token(model_config, family)
         turn_ends = find_turn_ends(model_config, family)
         config = user.resolve(architecture, model_config.max_model_len, mask_token_id, turn_ends)
+        if not current_platform.is_cpu():
+            config = _fit_warmup(config, user, model_config.max_model_len)
         _check_files(vllm_config, config)
         logger.info(
             "Decoding %s by %s with policy %s (%s); mask token %d from %s; canvas %d, block %d.",
@@ -87,6 +90,22 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
         _set_scheduler(vllm_config, config.canvas_length)
         _set_graph_sizes(vllm_config, config.canvas_length)
         _set_attention_backend(vllm_config)
+
+
+def _fit_warmup(config: DecodeConfig, user: DecodeConfig, max_model_len: int) -> DecodeConfig:
+    """Leave room for vLLM's GPU warm-up, which runs a canvas behind a prompt just as long."""
+    assert config.canvas_length is not None and config.max_active_blocks is not None
+    fits = (max_model_len - WARMUP_SLACK) // 2
+    if config.canvas_length <= fits:
+        return config
+    if user.canvas_length is not None or fits < config.block_length:
+        raise ValueError(
+            f"canvas_length {config.canvas_length} needs max_model_len "
+            f"{2 * config.canvas_length + WARMUP_SLACK} on a GPU, got {max_model_len}: lower "
+            "canvas_length or block_length, or raise max_model_len."
+        )
+    blocks = min(config.max_active_blocks, fits)
+    return dataclasses.replace(config, canvas_length=fits, max_active_blocks=blocks)
 
 
 def _check_files(vllm_config: VllmConfig, config: DecodeConfig) -> None:

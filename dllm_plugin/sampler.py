@@ -27,6 +27,7 @@ from dllm_plugin.token_rules import TokenRules
 
 # Rows sampled at once: bounds the fp32 copy of the logits.
 CHUNK_ROWS = 1024
+WARMUP_PREFIX = "_warmup_"
 RANDOM_ORDER = 0x5D2F  # separates the ranking stream of policy `random` from the token stream
 
 
@@ -84,6 +85,9 @@ class DiffusionSampler:
         """Before the forward: ask for the last row of each prefill when logits are shifted."""
         num_canvases = _num_canvases(batch)
         if self.carry_NV is None or not batch.is_prefilling_np[num_canvases:].any():
+            return
+        # vLLM's warm-up hands a grammar to its prefills and expects them to have no rows.
+        if batch.req_ids[0].startswith(WARMUP_PREFIX):
             return
         last = batch.query_start_loc[num_canvases + 1 : batch.num_reqs + 1] - 1
         batch.logits_indices = torch.cat([batch.logits_indices, last.to(torch.int64)])

@@ -43,7 +43,7 @@ def test_tokens_and_forwards_equal_the_reference(name, eager):
     engine = LLM(
         str(GOLDENS / golden["checkpoint"]),
         dtype="float32",
-        max_model_len=256,
+        max_model_len=512,
         max_num_seqs=16,
         enforce_eager=eager,
         gpu_memory_utilization=0.2,

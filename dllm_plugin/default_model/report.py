@@ -1,0 +1,20 @@
+"""The loss curve of a training run, as a PNG."""
+
+from importlib import import_module
+from pathlib import Path
+
+
+def plot_losses(curves: dict[str, list[tuple[int, float]]], path: Path) -> None:
+    """Plot (step, loss) points of each phase, one panel a phase; skipped without matplotlib."""
+    try:
+        pyplot = import_module("matplotlib.pyplot")
+    except ImportError:
+        print("matplotlib is not installed: no loss curve drawn")
+        return
+    figure, panels = pyplot.subplots(1, len(curves), figsize=(9, 3.2), squeeze=False)
+    for panel, (name, points) in zip(panels[0], curves.items(), strict=True):
+        panel.plot([step for step, _ in points], [loss for _, loss in points], linewidth=1)
+        panel.set(title=f"{name} phase", xlabel="step", ylabel="weighted loss", yscale="log")
+        panel.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)

@@ -1,0 +1,34 @@
+"""Code in README and docs that is marked with ``<!-- test -->``, for the tests that run it."""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+_BLOCK = re.compile(r"<!-- test -->\n```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+class Block(NamedTuple):
+    """One fenced block."""
+
+    page: str
+    language: str
+    text: str
+
+
+def blocks(language: str) -> list[Block]:
+    """The marked blocks of a language, in all pages."""
+    return [
+        Block(page.name, found[1], found[2])
+        for page in PAGES
+        for found in _BLOCK.finditer(page.read_text(encoding="utf-8"))
+        if found[1] == language
+    ]
+
+
+def readme_example() -> str:
+    """README's complete Python program, for the engine test that runs it as a file."""
+    (example,) = [block.text for block in blocks("python") if block.page == "README.md"]
+    return example

@@ -1,0 +1,124 @@
+"""The command line's surface, and what people see when they get it wrong."""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dllm_plugin import cli, default_model
+from dllm_plugin.offline import engine_options
+
+DECODE = ["--block-length", "--lora-path", "--policy", "--strategy", "--threshold"]
+ENGINE = ["--dtype", "--gpu-memory-utilization", "--model"]
+OPTIONS = {
+    "": ["--help", "--version", "-h"],
+    "bench": ["--help", "-h"],
+    "bench host": sorted(
+        [*DECODE, *ENGINE, "--help", "--max-tokens", "--requests", "--seed", "-h"]
+    ),
+    "doctor": sorted([*DECODE, "--help", "-h"]),
+    "eval": ["--dtype", "--help", "--limit", "-h"],
+    "generate": sorted(
+        [*DECODE, *ENGINE, "--chat", "--help", "--max-tokens", "--raw", "--seed", "--temperature"]
+        + ["--top-p", "-h"]
+    ),
+    "serve": ["--help", "-h"],
+}
+
+
+def surface(parser: argparse.ArgumentParser, name: str = "") -> dict[str, list[str]]:
+    """Option strings of a parser and of all below it."""
+    found = {name: sorted(o for action in parser._actions for o in action.option_strings)}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below, sub in action.choices.items():
+                found |= surface(sub, f"{name} {below}".strip())
+    return found
+
+
+def test_options_are_frozen() -> None:
+    assert surface(cli.build_parser()) == OPTIONS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["generate", "x", "--threshold", "1.5"], "threshold must be a number between 0.0 and 1.0"),
+        (["generate", "x", "--strategy", "magic"], "strategy 'magic' is unknown"),
+        (["generate", "x", "--strategy", "dual_cache"], "is not implemented in this version"),
+        (["generate", "x", "--block-length", "0"], "block_length must be a whole number"),
+        (["generate", "x", "--model", "/no/such/folder"], "there is no folder /no/such/folder"),
+        (["generate", " "], "the prompt is empty"),
+        (["doctor", "./none"], "there is no folder ./none"),
+    ],
+)
+def test_error_is_one_sentence(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("diffuplug: error: ") and sentence in printed.err
+    assert printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["generate"], ["bench"], ["eval", "--limit", "0"], ["generate", "x", "--chat", "--raw"]],
+)
+def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(arguments)
+    assert exit_info.value.code == 2
+
+
+def test_bundled_model_is_the_default() -> None:
+    args = cli.build_parser().parse_args(["generate", "x"])
+    options = engine_options(args)
+    assert options["model"] == default_model.path()
+    assert options["additional_config"] == {"dllm": {"lora_path": default_model.adapter_path()}}
+
+
+def test_bundled_model_without_its_adapter() -> None:
+    args = cli.build_parser().parse_args(["generate", "x", "--strategy", "block_diffusion"])
+    assert engine_options(args)["additional_config"] == {"dllm": {"strategy": "block_diffusion"}}
+
+
+def test_serve_passes_everything_through() -> None:
+    command = cli.serve_command(["some/model", "--port", "1", "--additional-config", "{}"])
+    assert command[0] == sys.executable
+    assert command[-5:] == ["some/model", "--port", "1", "--additional-config", "{}"]
+
+
+@pytest.mark.parametrize("option", [["--model", "m"], ["--model=m"]])
+def test_serve_with_a_model_option_adds_nothing(option: list[str]) -> None:
+    assert cli.serve_command(option)[-len(option) :] == option
+    assert default_model.path() not in cli.serve_command(option)
+
+
+def test_serve_without_a_model_fills_in_the_bundled_one() -> None:
+    command = cli.serve_command(["--port", "1"])
+    assert default_model.path() in command
+    config = json.loads(command[command.index("--additional-config") + 1])
+    assert config == {"dllm": {"lora_path": default_model.adapter_path()}}
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [["--additional-config", "{}"], ["--additional_config={}"], ["--additional-config.dllm", "{}"]],
+)
+def test_serve_keeps_a_given_configuration(spelling: list[str]) -> None:
+    assert default_model.adapter_path() not in " ".join(cli.serve_command(spelling))
+
+
+def test_help_is_light() -> None:
+    """Options are answered without importing torch or vLLM."""
+    program = (
+        "import sys; from dllm_plugin import cli; cli.build_parser().format_help();"
+        "sys.exit('torch' in sys.modules or 'vllm' in sys.modules)"
+    )
+    root = Path(cli.__file__).parent.parent
+    assert subprocess.run([sys.executable, "-c", program], cwd=root, check=False).returncode == 0

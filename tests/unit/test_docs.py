@@ -1,0 +1,72 @@
+"""The commands and programs in the documentation exist and take the options that are shown."""
+
+import json
+import re
+import shlex
+
+import pytest
+from documented import PAGES, ROOT, Block, blocks
+
+from dllm_plugin import cli
+from dllm_plugin.config import REQUEST_FIELDS, REQUEST_PREFIX, DecodeConfig
+
+COMMANDS = [
+    (block.page, line)
+    for block in blocks("bash")
+    for line in block.text.replace("\\\n", " ").splitlines()
+    if line
+]
+MAKE_TARGETS = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+
+
+@pytest.mark.parametrize(("page", "line"), COMMANDS, ids=lambda value: value[:60])
+def test_command(page: str, line: str) -> None:
+    words = shlex.split(line)
+    program, arguments = words[0].removeprefix(".venv/bin/"), words[1:]
+    if program == "make":
+        assert arguments and set(arguments) <= set(MAKE_TARGETS)
+        return
+    assert program == "diffuplug", f"{page}: no rule to check {line!r}"
+    if arguments[0] != "serve":
+        cli.build_parser().parse_args(arguments)
+        return
+    command = cli.serve_command(arguments[1:])
+    config = (
+        json.loads(command[command.index("--additional-config") + 1])
+        if ("--additional-config" in command)
+        else {"dllm": {}}
+    )
+    DecodeConfig.from_user(config["dllm"])
+
+
+def test_there_are_commands() -> None:
+    assert len(COMMANDS) >= 10
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=lambda block: block.page)
+def test_python_compiles(block: Block) -> None:
+    compile(block.text, block.page, "exec")
+
+
+def test_request_arguments_exist() -> None:
+    """Every `dllm_*` name in the pages is one that a request may set."""
+    known = {REQUEST_PREFIX + name for name in REQUEST_FIELDS} | {"dllm_plugin"}
+    for page in PAGES:
+        named = set(re.findall(r"\bdllm_[a-z_]*[a-z]", page.read_text(encoding="utf-8")))
+        assert named <= known, f"{page.name}: {sorted(named - known)}"
+
+
+def test_links_exist() -> None:
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for target in re.findall(r"\]\(\s*([^)#:\s]+)\s*\)", text):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_rooms_in_design_exist() -> None:
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    tree = text.split("```")[1]
+    rooms = {name for name in re.findall(r"^  (\w+\.py|\w+/) ", tree, re.M)}
+    present = {path.name for path in (ROOT / "dllm_plugin").glob("*.py")}
+    present |= {f"{path.parent.name}/" for path in (ROOT / "dllm_plugin").glob("*/__init__.py")}
+    assert rooms == present

@@ -1,0 +1,164 @@
+"""The plain-torch kernels: row statistics, draws, the counter-based generator, block helpers."""
+
+import numpy as np
+import oracle
+import pytest
+import torch
+
+from dllm_plugin.kernels.reference import (
+    at_positions,
+    best_per_block,
+    counter_uniform,
+    leading,
+    per_block,
+    rank,
+    row_stats,
+)
+
+NEGATIVE_INFINITY = float("-inf")
+
+
+def logits(rows: int, columns: int, scale: float = 3.0) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)) * scale
+
+
+@pytest.mark.parametrize("columns", [2, 17, 1000])
+@pytest.mark.parametrize("scale", [0.01, 3.0, 60.0])
+@pytest.mark.parametrize("draw", [False, True])
+def test_row_stats_against_float64(columns: int, scale: float, draw: bool) -> None:
+    rows = logits(33, columns, scale)
+    rows[::3, 1:2] = NEGATIVE_INFINITY
+    uniform = torch.full((33,), float("nan")) if draw else None
+    stats, entropy, margin = row_stats(rows.clone(), uniform, want_entropy=True, want_margin=True)
+    p = torch.softmax(rows.double(), dim=-1)
+    top = p.topk(2, dim=-1).values
+    assert entropy is not None and margin is not None
+    assert torch.equal(stats.token_T, p.argmax(dim=-1))
+    torch.testing.assert_close(stats.confidence_T.double(), top[:, 0], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(margin.double(), top[:, 0] - top[:, 1], rtol=1e-4, atol=1e-6)
+    exact = (p * (p + 1e-10).log()).sum(dim=-1)
+    torch.testing.assert_close(entropy.double(), exact, rtol=1e-4, atol=1e-6)
+    fast, no_entropy, no_margin = row_stats(rows, None, want_entropy=False, want_margin=False)
+    assert no_entropy is None and no_margin is None
+    assert torch.equal(fast.token_T, stats.token_T)
+    torch.testing.assert_close(fast.confidence_T, stats.confidence_T, rtol=1e-6, atol=1e-7)
+
+
+def test_row_stats_ties_and_certainty() -> None:
+    rows = torch.zeros(2, 5)
+    rows[1, 1:] = NEGATIVE_INFINITY
+    stats, _, _ = row_stats(rows, None, want_entropy=False, want_margin=False)
+    assert stats.token_T.tolist() == [0, 0]
+    assert stats.confidence_T.tolist() == [pytest.approx(0.2), 1.0]
+
+
+def test_confidence_is_that_of_the_drawn_token() -> None:
+    p = torch.tensor([[0.1, 0.2, 0.7]]).repeat(4, 1)
+    uniform = torch.tensor([0.05, 0.2, 0.9, float("nan")])
+    stats, _, _ = row_stats(p.log(), uniform, want_entropy=False, want_margin=False)
+    assert stats.token_T.tolist() == [0, 1, 2, 2]
+    torch.testing.assert_close(stats.confidence_T, torch.tensor([0.1, 0.2, 0.7, 0.7]))
+
+
+def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
+    """How many standard deviations the statistic lies above its mean."""
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    freedom = len(counts) - 1
+    return float((statistic - freedom) / np.sqrt(2 * freedom))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_draws_have_the_right_frequencies(seed: int) -> None:
+    row, draws = logits(1, 40, 1.0), 40_000
+    row[0, [0, 7, 39]] = NEGATIVE_INFINITY
+    positions = torch.arange(draws)
+    uniform = counter_uniform(torch.tensor(seed), positions, torch.tensor(3))
+    stats, _, _ = row_stats(row.expand(draws, -1), uniform, want_entropy=False, want_margin=False)
+    counts = torch.bincount(stats.token_T, minlength=40).numpy()
+    p = torch.softmax(row[0].double(), dim=-1).numpy()
+    assert counts[p == 0].sum() == 0
+    assert abs(chi_square(counts[p > 0], draws * p[p > 0])) < 4
+
+
+@pytest.mark.parametrize("uniform", [2.0**-25, 0.5, 1 - 2.0**-24])
+def test_draws_never_pick_banned_ids(uniform: float) -> None:
+    """Banned ids at both ends and around single survivors, at the ends of the interval too."""
+    rows = torch.full((6, 6), NEGATIVE_INFINITY)
+    rows[range(6), range(6)] = 0.0
+    rows[4, 1] = 0.3
+    drawn, _, _ = row_stats(rows, torch.full((6,), uniform), False, False)
+    assert rows.gather(1, drawn.token_T[:, None]).isfinite().all()
+
+
+def test_counter_uniform_equals_its_definition() -> None:
+    seeds = [0, 1, -1, 2**62, -(2**63), 2**63 - 1]
+    for seed in seeds:
+        for position in (0, 5, 131071):
+            for step in (0, 1, 999):
+                drawn = counter_uniform(*map(torch.tensor, (seed, position, step)))
+                expected = oracle.uniform(seed & oracle.WORD, position, step)
+                assert float(drawn) == np.float32(expected)
+
+
+def test_counter_uniform_knows_no_batch() -> None:
+    seed, position = torch.arange(50) - 25, torch.arange(50) * 7
+    batch = counter_uniform(seed, position, torch.tensor(2))
+    alone = [counter_uniform(s, p, torch.tensor(2)) for s, p in zip(seed, position, strict=True)]
+    assert torch.equal(batch, torch.stack(alone))
+    assert batch.dtype == torch.float32 and ((batch > 0) & (batch < 1)).all()
+    assert counter_uniform(seed[:, None], position, torch.tensor(2)).shape == (50, 50)
+
+
+@pytest.mark.parametrize("axis", range(3))
+def test_counter_uniform_is_uniform_along_every_argument(axis: int) -> None:
+    """And neighbours along it, or along two of them, are independent."""
+    count, arguments = 65_536, [torch.tensor(11), torch.tensor(3), torch.tensor(2)]
+    arguments[axis] = torch.arange(count)
+    drawn = counter_uniform(*arguments).double().numpy()
+    counts = np.histogram(drawn, bins=64, range=(0, 1))[0]
+    assert abs(chi_square(counts, np.full(64, count / 64))) < 4
+    pairs = np.histogram2d(drawn[:-1], drawn[1:], bins=16, range=[(0, 1)] * 2)[0].ravel()
+    assert abs(chi_square(pairs, np.full(256, (count - 1) / 256))) < 4
+    for other in range(3):
+        moved = list(arguments)
+        moved[other] = moved[other] + 1
+        neighbour = counter_uniform(*moved).double().numpy()
+        assert abs(np.corrcoef(drawn, neighbour)[0, 1]) < 4 / np.sqrt(count)
+
+
+def test_draws_do_not_repeat() -> None:
+    seed, position, step = torch.meshgrid(*[torch.arange(20)] * 3, indexing="ij")
+    assert counter_uniform(seed, position, step).unique().numel() > 7990  # of 8000, in 24 bits
+
+
+def test_blocks_against_loops() -> None:
+    generator = torch.Generator().manual_seed(7)
+    for length in (1, 3, 4):
+        slots, positions = 3, 11
+        score = torch.randint(0, 4, (20, positions), generator=generator).float()
+        candidates = torch.rand(20, positions, generator=generator) < 0.5
+        block = (torch.arange(positions) // length).clamp_max(slots).expand(20, -1)
+        counts = per_block(candidates, block, slots)
+        flags = torch.rand(20, slots, generator=generator) < 0.5
+        spread, best = (
+            at_positions(flags, block),
+            best_per_block(score, candidates, block, slots),
+        )
+        ranks = rank(score, candidates)
+        for r in range(20):
+            mine = [p for p in range(positions) if candidates[r, p]]
+            for s in range(slots):
+                inside = [p for p in mine if block[r, p] == s]
+                assert counts[r, s] == len(inside)
+                top = max(inside, key=lambda p, r=r: (float(score[r, p]), -p), default=None)
+                assert [p for p in inside if best[r, p]] == ([] if top is None else [top])
+            assert spread[r].tolist() == [
+                bool(flags[r, s]) if s < slots else False for s in block[r].tolist()
+            ]
+            ordered = sorted(mine, key=lambda p, r=r: (-float(score[r, p]), p))
+            assert [int(ranks[r, p]) for p in ordered] == list(range(len(mine)))
+
+
+def test_leading() -> None:
+    flags = torch.tensor([[1, 1, 0, 1], [0, 1, 1, 1], [1, 1, 1, 1]], dtype=torch.bool)
+    assert leading(flags).tolist() == [2, 0, 4]

@@ -1,0 +1,423 @@
+"""Strategies, states and sampler in the loop, against recorded traces and a plain-Python oracle."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from scripted import EOS, MASK, Hashed, Loop, Pass, Run, Script, Table, sampling, visible
+
+from dllm_plugin import sampler
+from dllm_plugin.attention import batch_rows
+from dllm_plugin.policies import POLICIES
+from dllm_plugin.strategies import canvas_segments, prefill_segments
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+SCENARIOS: dict[str, dict[str, Any]] = {
+    s["name"]: s for s in json.loads((GOLDENS / "d2f_scripted.json").read_text())
+}
+NAMES = list(SCENARIOS)
+ROOMY = {"strategy": "d2f", "block_length": 4, "canvas_length": 32, "max_active_blocks": 8}
+
+
+def table(scenario: dict[str, Any]) -> Table:
+    tokens, probabilities = scenario["tokens"], scenario["probabilities"]
+    pairs = [tuple(p) if isinstance(p, list) else p for p in probabilities]
+    # What lies behind the last open block is computed too, and never read.
+    return Table(lambda q: tokens[min(q, 23)], lambda q: pairs[min(q, 23)])
+
+
+def begin(loop: Loop, name: str, **options: Any) -> Run:
+    s = SCENARIOS[name]
+    params = sampling(
+        s["max_tokens"],
+        dllm_block_length=s["block_length"],
+        dllm_policy=s["ranking"],
+        dllm_threshold=s["conf"],
+        dllm_block_add_threshold=s["add"],
+        dllm_decoded_token_threshold=s["act"],
+        **options,
+    )
+    return loop.start(s["prompt"], table(s), params, req_id=name)
+
+
+def expected_passes(scenario: dict[str, Any]) -> list[Pass]:
+    """Recorded passes; ours runs the prompt by itself before the first of them."""
+    prompt, passes = len(scenario["prompt"]), []
+    for p in scenario["passes"]:
+        commit = p["commit"] - (prompt if p["lo"] == 0 else 0)
+        accepted = [tuple(pair) for pair in p["accepted"]]
+        passes.append(
+            Pass(max(p["lo"], prompt), p["hi"], commit, p["full"], accepted, p["saw_stop"], [])
+        )
+    return passes
+
+
+def check_scenario(run: Run) -> None:
+    scenario = SCENARIOS[run.req_id]
+    expected, taken = expected_passes(scenario), [p._replace(emitted=[]) for p in run.passes]
+    assert taken == expected[: len(taken)]
+    assert [t for t in run.output if t != EOS] == scenario["trimmed"]
+    saw_stop = any(p.saw_stop for p in expected)
+    # With a stop token the text can be final before every open block is.
+    assert saw_stop or len(taken) == len(expected)
+    if run.output[-1] != EOS:
+        assert len(run.output) == scenario["max_tokens"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scenario_alone(name: str) -> None:
+    loop = Loop(ROOMY, shift=SCENARIOS[name]["shift"])
+    run = begin(loop, name)
+    loop.run()
+    check_scenario(run)
+
+
+def test_early_exit_passes() -> None:
+    loop = Loop(ROOMY)
+    runs = [begin(loop, name) for name in ("S5", "S6")]
+    loop.run()
+    assert [len(run.passes) for run in runs] == [3, 4]
+
+
+@pytest.mark.parametrize("stagger,chunk", [(0, 4096), (1, 7)])
+def test_scenarios_in_one_batch(
+    stagger: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neighbours in other phases, with other block lengths, change nothing."""
+    monkeypatch.setattr(sampler, "CHUNK_ROWS", chunk)
+    names = [name for name in NAMES if not SCENARIOS[name]["shift"]]
+    loop, runs = Loop(ROOMY, slots=48), []
+    for i, name in enumerate(names):
+        runs.append(begin(loop, name))
+        params = sampling(9, dllm_block_length=(1, 2, 3, 8)[i % 4])
+        loop.start([1] * (i % 5 + 1), Hashed(i), params, req_id=f"neighbour-{i}")
+        for _ in range(stagger):
+            loop.step()
+    loop.run()
+    for run in runs:
+        check_scenario(run)
+
+
+@pytest.mark.parametrize("when", range(8))
+@pytest.mark.parametrize("name", ["S3", "S4", "S12"])
+def test_preempted_request_takes_the_same_passes(name: str, when: int) -> None:
+    loop = Loop(ROOMY, shift=SCENARIOS[name]["shift"])
+    other = loop.start([2, 2], Hashed(1), sampling(20))
+    run = begin(loop, name)
+    for _ in range(when + 1):
+        if not run.done:
+            loop.step()
+    if not run.done:
+        loop.preempt(run)
+        loop.step()
+        loop.resume(run)
+    loop.run()
+    check_scenario(run)
+    assert other.done
+
+
+def test_a_reused_request_id_starts_afresh() -> None:
+    """What a finished request left behind must not reach a later one of the same name."""
+    loop = Loop(ROOMY)
+    for _ in range(2):
+        run = begin(loop, "S1")
+        loop.run(limit=50)
+        check_scenario(run)
+
+
+def test_an_ended_request_in_flight_emits_nothing() -> None:
+    """Asynchronous scheduling runs one more step before the host learns of the end."""
+    loop = Loop(ROOMY)
+    run = begin(loop, "S5")
+    loop.run()
+    states = loop.states
+    loop.resume(run)
+    slot = run.slot
+    run.prefilled = True
+    states.ended_N[slot] = True
+    batch = loop.batch([run], [loop.canvas_length], [])
+    output = loop.sampler(torch.zeros(loop.canvas_length, 16), batch)
+    assert int(output.num_sampled[0]) == 0
+    assert int(output.num_rejected[0]) == loop.canvas_length
+
+
+def certain(token: int) -> Script:
+    return Table(lambda q: token, lambda q: 0.99)
+
+
+def count(q: int) -> int:
+    return q % 13
+
+
+@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize("max_tokens", range(1, 13))
+def test_max_tokens_is_exact(max_tokens: int, shift: bool) -> None:
+    """Whole blocks are decoded and trimmed; also fewer tokens than a block, and S7a's ten."""
+    loop = Loop(ROOMY, shift=shift)
+    run = loop.start([1] * 4, Table(count, lambda q: 0.99), sampling(max_tokens))
+    loop.run()
+    assert run.output == [count(q) for q in range(4, 4 + max_tokens)]
+    assert len(run.passes) == -(-max_tokens // 4)
+
+
+def test_prompt_with_stop_token_changes_nothing() -> None:
+    """S17; a prompt with the mask token is refused at admission."""
+    loop = Loop(ROOMY)
+    script = Table(count, lambda q: 0.99)
+    run = loop.start([EOS, 3, EOS], script, sampling(6))
+    loop.run()
+    assert run.output == [3, 4, 5, 6, 7, 8]
+    assert not any(p.saw_stop for p in run.passes)
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 0.99}])
+def test_a_single_candidate_is_certain(filters: dict[str, Any]) -> None:
+    """S18: filtered to one token, every masked position is taken in its block's first pass."""
+    loop = Loop(ROOMY)
+    script = Table(count, lambda q: 0.3)
+    run = loop.start([1] * 4, script, sampling(12, temperature=0.7, seed=1, **filters))
+    loop.run()
+    assert run.output == [count(q) for q in range(4, 16)]
+    assert [len(p.accepted) for p in run.passes] == [4, 4, 4]
+
+
+def test_ignore_eos() -> None:
+    """S19: an ordinary token; as many blocks as asked for."""
+    loop = Loop(ROOMY)
+    run = loop.start([1] * 4, certain(EOS), sampling(10, ignore_eos=True))
+    stopping = loop.start([1] * 4, certain(EOS), sampling(10))
+    loop.run()
+    assert run.output == [EOS] * 10 and len(run.passes) == 3
+    assert stopping.output == [EOS] and len(stopping.passes) == 1
+
+
+def test_context_ends_inside_a_block() -> None:
+    """S20: the last block is as short as the context makes it."""
+    loop = Loop(ROOMY | {"canvas_length": 8}, max_model_len=12)
+    run = loop.start([1] * 6, Table(count, lambda q: 0.5), sampling(16))
+    loop.run()
+    assert run.output == [count(q) for q in range(6, 12)]
+    assert run.passes[-1].hi == 12
+
+
+def test_stop_token_ids_end_a_request() -> None:
+    loop = Loop(ROOMY)
+    script = Table(count, lambda q: 0.99)
+    run = loop.start([1] * 4, script, sampling(16, stop_token_ids=[9, 11]))
+    loop.run()
+    assert run.output == [4, 5, 6, 7, 8, 9]
+
+
+@pytest.mark.parametrize("strategy", ["d2f", "block_diffusion"])
+def test_emitted_text_never_changes(strategy: str) -> None:
+    """S22: pieces are decided when emitted, in order, and add up to what the oracle has."""
+    loop = Loop({"strategy": strategy, "block_length": 4, "canvas_length": 16})
+    script = Hashed(77)
+    run = loop.start([5, 6, 7], script, sampling(24, ignore_eos=True, dllm_threshold=0.6))
+    loop.run()
+    assert sum((p.emitted for p in run.passes), []) == run.output
+    assert len(run.output) == 24 and MASK not in run.output
+    decided: dict[int, int] = {}
+    for p in run.passes:
+        decided |= dict(p.accepted)
+    assert run.output == [decided[q] for q in range(3, 27)]
+
+
+def test_stop_token_that_is_the_mask_token_does_not_hang() -> None:
+    """Undecided positions hold the mask id, which is no sign of an end."""
+    loop = Loop(ROOMY)
+    script = Table(count, lambda q: 0.99)
+    run = loop.start([1] * 4, script, sampling(12, stop_token_ids=[MASK]))
+    loop.run(limit=50)
+    assert run.output == [count(q) for q in range(4, 16)]
+
+
+# Differential fuzz: random scripted models against the oracle.
+
+
+def d2f_case(rng: np.random.Generator, seed: int, shift: bool, context: int) -> dict[str, Any]:
+    """A random request as keyword arguments that both sides understand."""
+    return {
+        "seed": seed,
+        "prompt": rng.integers(0, 14, rng.integers(1, 12)).tolist(),
+        "block_length": int(rng.choice([1, 2, 4, 8])),
+        "max_tokens": int(rng.integers(1, 34)),
+        "add": float(rng.choice([0, 0.1, 0.5, 0.9, 1])),
+        "activate": float(rng.choice([0, 0.1, 0.5, 0.9, 1])),
+        "accept": float(rng.choice([0.3, 0.6, 0.9, 1])),
+        "ranking": str(rng.choice(["threshold", "topk_margin", "entropy"])),
+        "stops": frozenset({EOS}) if rng.random() < 0.5 else frozenset(),
+        "temperature": float(rng.choice([0, 0, 0, 0.8, 1.3])),
+        "context": context,
+        "shift": shift,
+    }
+
+
+def fuzz_model(case: dict[str, Any]) -> oracle.Model:
+    names = ("prompt", "block_length", "max_tokens", "context", "stops", "shift")
+    rest = ("ranking", "temperature", "seed")
+    given = {name: case[name] for name in names + rest}
+    return oracle.Model(script=Hashed(case["seed"]), mask=MASK, **given)
+
+
+def fuzz_params(case: dict[str, Any], **extra: Any) -> Any:
+    return sampling(
+        case["max_tokens"],
+        ignore_eos=not case["stops"],
+        temperature=case["temperature"],
+        dllm_block_length=case["block_length"],
+        dllm_policy=case["ranking"],
+        seed=case["seed"],
+        **extra,
+    )
+
+
+def run_batch(loop: Loop, cases: list[dict[str, Any]], extras: list[dict[str, Any]]) -> list[Run]:
+    """All cases together, arriving five a step."""
+    runs = []
+    for i, (case, extra) in enumerate(zip(cases, extras, strict=True)):
+        params = fuzz_params(case, **extra)
+        runs.append(loop.start(case["prompt"], Hashed(case["seed"]), params, req_id=str(i)))
+        if i % 5 == 4:
+            loop.step()
+    loop.run()
+    return runs
+
+
+@pytest.mark.parametrize("canvas,blocks", [(40, 40), (40, 3), (16, 16), (16, 2), (8, 8)])
+@pytest.mark.parametrize("shift", [False, True])
+def test_d2f_equals_the_oracle(shift: bool, canvas: int, blocks: int) -> None:
+    """Tokens and passes, with and without a bound; the unbounded text unless the bound binds."""
+    rng, num_cases = np.random.default_rng([canvas, blocks, shift]), 40
+    dllm = {"strategy": "d2f", "block_length": 4, "canvas_length": canvas}
+    loop = Loop(dllm | {"max_active_blocks": blocks}, shift, slots=num_cases, max_model_len=40)
+    cases = [d2f_case(rng, seed, shift, context=40) for seed in range(num_cases)]
+    names = {
+        "add": "dllm_block_add_threshold",
+        "activate": "dllm_decoded_token_threshold",
+        "accept": "dllm_threshold",
+    }
+    extras = [{names[k]: case[k] for k in names} for case in cases]
+    unbound = 0
+    for case, run in zip(cases, run_batch(loop, cases, extras), strict=True):
+        numbers = (case["add"], case["activate"], case["accept"])
+        bounded = oracle.d2f(fuzz_model(case), *numbers, blocks, canvas)
+        assert (run.output, len(run.passes)) == bounded[:2], case
+        free = oracle.d2f(fuzz_model(case), *numbers)
+        if free.most_blocks <= blocks and free.most_positions <= canvas:
+            unbound += 1
+            assert run.output == free.tokens, case
+    assert unbound > 5
+
+
+def block_case(rng: np.random.Generator, seed: int, shift: bool) -> dict[str, Any]:
+    """A random request for block diffusion, with any policy."""
+    case = d2f_case(rng, seed, shift, context=40)
+    case["ranking"] = str(rng.choice(list(POLICIES)))
+    case["steps"] = int(rng.integers(1, 13))
+    case["eps"] = float(rng.choice([1e-3, 0.05]))
+    case["factor"] = float(rng.choice([0.5, 1.0, 2.0]))
+    return case
+
+
+def block_policy(case: dict[str, Any]) -> tuple[oracle.Policy, dict[str, Any]]:
+    """The oracle's policy of a case, and the request arguments that ask for it."""
+    if case["ranking"] == "threshold":
+        return oracle.threshold_policy(case["accept"]), {"dllm_threshold": case["accept"]}
+    if case["ranking"] == "factor":
+        return oracle.factor_policy(case["factor"]), {"dllm_factor": case["factor"]}
+    if case["shift"]:
+        extra = {"dllm_steps": case["steps"], "dllm_eps": case["eps"]}
+        return oracle.time_policy(case["eps"]), extra
+    return oracle.quota_policy, {"dllm_steps": case["steps"]}
+
+
+@pytest.mark.parametrize("shift", [False, True])
+def test_block_diffusion_equals_the_two_pass_form(shift: bool) -> None:
+    """Every policy, in one batch; storing a block costs no pass of its own."""
+    rng, num_cases = np.random.default_rng([77, shift]), 90
+    dllm = {"strategy": "block_diffusion", "block_length": 8, "canvas_length": 16}
+    loop = Loop(dllm, shift, slots=num_cases, max_model_len=40)
+    cases = [block_case(rng, seed, shift) for seed in range(num_cases)]
+    policies, extras = zip(*map(block_policy, cases), strict=True)
+    runs = run_batch(loop, cases, list(extras))
+    for case, policy, run in zip(cases, policies, runs, strict=True):
+        expected = oracle.block_diffusion(fuzz_model(case), policy, case["steps"])
+        assert (run.output, len(run.passes)) == expected[:2], case
+
+
+def test_a_canvas_of_one_block_costs_a_pass_per_block() -> None:
+    """Nothing rides along where nothing fits; the text is the same."""
+    script, params = Table(count, lambda q: 0.5), sampling(12, dllm_threshold=0.9)
+    texts, passes = [], []
+    for canvas in (4, 8):
+        dllm = {"strategy": "block_diffusion", "block_length": 4, "canvas_length": canvas}
+        loop = Loop(dllm)
+        run = loop.start([1] * 3, script, params)
+        loop.run()
+        texts.append(run.output)
+        passes.append(len(run.passes))
+    assert texts[0] == texts[1] and passes == [14, 12]
+
+
+# Attention segments against the mask that they stand for.
+
+
+def keys_of(stops: np.ndarray, span: range) -> list[int]:
+    """Keys of every position of a span, given the stops of its segments."""
+    return [int(min(stop for stop in stops if stop > position)) for position in span]
+
+
+def test_canvas_segments() -> None:
+    for fed in range(1, 20):
+        for length in range(1, 10):
+            for blocks in range(1, 6):
+                stops = canvas_segments(np.array([fed]), np.array([length]), blocks)[0]
+                assert len(stops) == blocks + 1 and stops[-1] == fed
+                inside = range(min(fed, blocks * length))
+                assert keys_of(stops, inside) == [visible(p, 0, length, fed) for p in inside]
+
+
+def test_prefill_segments() -> None:
+    for prompt in range(1, 8):
+        for length in range(1, 6):
+            ends = np.array([prompt, prompt + 3 * length, prompt + length])
+            lengths = np.full(3, length)
+            stops = prefill_segments(np.full(3, prompt), ends, lengths)
+            for row, end in zip(stops, ends.tolist(), strict=True):
+                expected = [visible(p, prompt, length, end) for p in range(end)]
+                assert keys_of(row, range(end)) == expected
+
+
+@pytest.mark.parametrize("keep_empty", [False, True])
+def test_rows_of_a_mixed_batch(keep_empty: bool) -> None:
+    """Canvases in every phase and, in an eager step, prefills new and resumed."""
+    loop = Loop(ROOMY | {"canvas_length": 12, "max_active_blocks": 3})
+    runs = [
+        loop.start([1] * prompt, Hashed(prompt), sampling(40, None, dllm_block_length=length))
+        for prompt, length in ((1, 4), (5, 3), (4, 1), (7, 8))
+    ]
+    for _ in range(4):
+        loop.step()
+    canvases = [run for run in runs if not run.done]
+    prefills = [] if keep_empty else [canvases.pop(1)]
+    fed = [min(12, 64 - len(run.prompt + run.output)) for run in canvases]
+    batch = loop.batch(canvases, fed, prefills)
+    rows = batch_rows(batch, loop.states, keep_empty)
+    assert rows.length_B.sum() == batch.num_tokens
+    assert keep_empty or (rows.length_B > 0).all()
+    assert not keep_empty or len(rows.length_B) == len(canvases) * 4
+    seq_lens = batch.seq_lens.tolist()
+    for index, run in enumerate(canvases + prefills):
+        mine = rows.request_B == index
+        keys = np.repeat(seq_lens[index] - rows.behind_B[mine], rows.length_B[mine])
+        start, prompt = seq_lens[index] - len(keys), len(run.prompt)
+        length = int(loop.states.block_length.np[run.slot])
+        most = seq_lens[index] if index >= len(canvases) else start + 3 * length
+        span = range(start, min(seq_lens[index], most))
+        expected = [visible(p, prompt, length, seq_lens[index]) for p in span]
+        assert keys[: len(span)].tolist() == expected
