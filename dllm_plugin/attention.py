@@ -94,7 +94,8 @@ class AttentionRows:
         for_capture: bool,
     ) -> dict[str, Any]:
         """Metadata of one step for vLLM's attention backends."""
-        is_full = cudagraph_mode == CUDAGraphMode.FULL
+        # Capture announces itself by `for_capture` alone; its mode argument is NONE.
+        is_full = for_capture or cudagraph_mode == CUDAGraphMode.FULL
         rows = batch_rows(batch, self.states, keep_empty=is_full)
         num_rows = len(rows.length_B)
         num_tokens = batch.num_tokens

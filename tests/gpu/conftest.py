@@ -1,7 +1,14 @@
 """GPU tests need CUDA and vLLM's CUDA build; CI has neither. Run: ``pytest tests/gpu -m gpu``."""
 
+import os
+
 import pytest
 import torch
+
+# Triton's default for float32 products is tf32, whose error flips confidences near a threshold.
+os.environ["TRITON_F32_DEFAULT"] = "ieee"
+# `torch.cuda.is_available` below may start CUDA, after which a fork cannot.
+os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
