@@ -66,7 +66,29 @@ copyreg.pickle(_RulesType, _rebuild)
 
 
 class DiffusionRenderer(HfRenderer):
-    """vLLM's renderer, refusing prompts that a diffusion model would read as holes."""
+    """vLLM's renderer, refusing prompts that a diffusion model could not continue."""
+
+    def process_for_engine(self, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the parent's, after a check of the prompt's length."""
+        self._check_length(prompt)
+        return super().process_for_engine(prompt, *args, **kwargs)
+
+    async def process_for_engine_async(self, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the parent's, after a check of the prompt's length."""
+        self._check_length(prompt)
+        return await super().process_for_engine_async(prompt, *args, **kwargs)
+
+    def _check_length(self, prompt: Any) -> None:
+        """Raise VLLMValidationError for a prompt that leaves no room in the context."""
+        length, context = len(prompt["prompt_token_ids"]), self.model_config.max_model_len
+        # vLLM would blame max_tokens, which it has lowered to 0 by then.
+        if length >= context:
+            raise VLLMValidationError(
+                f"The prompt has {length} tokens, but the context of {context} tokens must hold "
+                "the prompt and at least one new token: shorten the prompt or raise "
+                "max_model_len.",
+                parameter="prompt",
+            )
 
     def validate_token_ids(self, token_ids: Any, *args: Any, **kwargs: Any) -> None:
         """Raise VLLMValidationError for a prompt that holds the mask token."""

@@ -108,11 +108,7 @@ class DecodeConfig:
         _one_of("policy", self.policy, POLICIES)
         _one_of("kv_cache_layout", self.kv_cache_layout, KV_CACHE_LAYOUTS)
         for name in ("block_length", "canvas_length", "max_active_blocks", "steps"):
-            value = getattr(self, name)
-            if value is not None and (
-                not isinstance(value, int) or isinstance(value, bool) or value < 1
-            ):
-                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
+            _whole_number(name, getattr(self, name), optional=name != "block_length")
         for name in ("threshold", "block_add_threshold", "decoded_token_threshold"):
             _number(name, getattr(self, name), 0.0, 1.0)
         _number("factor", self.factor, 0.0, None)
@@ -293,6 +289,13 @@ def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
             f"{', '.join(choices)}."
         )
     raise ValueError(f"{name} {value!r} is unknown; choose one of: {', '.join(choices)}.")
+
+
+def _whole_number(name: str, value: Any, optional: bool) -> None:
+    if value is None and optional:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
 
 
 def _number(name: str, value: Any, low: float, high: float | None) -> None:

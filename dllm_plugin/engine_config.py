@@ -115,6 +115,8 @@ def _check_files(vllm_config: VllmConfig, config: DecodeConfig) -> None:
     if folder is not None and load_config.load_format != "dummy":
         check_readable(folder)
     if config.lora_path is not None:
+        quantized = model_config.model_arch_config.quantization_config is not None
+        lora.check_mergeable(config.lora_path, quantized, load_config.load_format)
         hf_config = model_config.hf_config
         served = (model_config.model, hf_config._name_or_path, hf_config.source_name)
         lora.check_base(lora.load_adapter(lora.adapter_folder(config.lora_path)), served)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import ModelConfig
+from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
@@ -66,6 +67,7 @@ class CanvasStates:
         self.req_id_to_slot: dict[str, int] = {}
         self._fresh: list[tuple[int, int]] = []
         self._restored: list[tuple[int, tuple[Tensor, ...]]] = []
+        self._origins: dict[str, tuple[list[int], SamplingParams]] = {}
         self._parked: dict[str, tuple[Tensor, ...]] = {}
 
     @property
@@ -77,11 +79,11 @@ class CanvasStates:
     def _rows(self) -> tuple[Tensor, ...]:
         return (
             self.start_N,
+            self.ended_N,
             self.canvas_NC,
             self.open_N,
             self.full_NS,
             self.saw_stop_N,
-            self.ended_N,
             self.block_step_N,
             self.step_N,
             *self.companions,
@@ -111,9 +113,12 @@ class CanvasStates:
         )
         self.req_id_to_slot[data.req_id] = slot
         self._fresh.append((slot, num_tokens))
+        origin = (data.prompt_token_ids, params)
         parked = self._parked.pop(data.req_id, None)
-        if parked is not None:
+        # A reused id is another request, whatever it finds under its name.
+        if parked is not None and self._origins[data.req_id] == origin:
             self._restored.append((slot, parked))
+        self._origins[data.req_id] = origin
 
     def remove_request(self, req_id: str) -> None:
         """Free the slot, keeping its open blocks in case the request was only preempted.
@@ -127,7 +132,8 @@ class CanvasStates:
             return
         self._parked[req_id] = tuple(row[slot].clone() for row in self._rows)
         while len(self._parked) > 2 * self.open_N.shape[0]:
-            del self._parked[next(iter(self._parked))]
+            oldest = next(iter(self._parked))
+            del self._parked[oldest], self._origins[oldest]
 
     def apply_staged_writes(self) -> None:
         """Bring what `add_request` staged to the device."""
@@ -151,7 +157,8 @@ class CanvasStates:
             self._fresh.clear()
         for slot, parked in self._restored:
             # Rows that do not continue these committed tokens belong to an earlier request.
-            continues = parked[0] == self.start_N[slot]
+            start, ended = parked[:2]
+            continues = (start == self.start_N[slot]) & ~ended
             # A companion that was created meanwhile has nothing to restore.
             for row, saved in zip(self._rows, parked, strict=False):
                 row[slot] = torch.where(continues, saved, row[slot])

@@ -51,6 +51,9 @@ class TokenRules:
         stop_ids = list(params.stop_token_ids or ())
         if params.eos_token_id is not None:
             stop_ids.append(params.eos_token_id)
+        # Masked positions hold the mask id, and no position can hold an id that does not exist.
+        mask_id = self.states.config.mask_token_id
+        stop_ids = [i for i in stop_ids if i != mask_id and 0 <= i < self.vocab_size]
         if len(stop_ids) > self.stop.np.shape[1]:
             old = self.stop.np
             self.stop = self._stop_table(2 * len(stop_ids))

@@ -18,9 +18,6 @@ from dllm_plugin.models.weights import (
 if TYPE_CHECKING:
     from vllm.model_executor.models.utils import WeightsMapper
 
-# These loaders fill parameters from already sharded files and never call `load_weights`.
-FORMATS_WITHOUT_MERGE = ("ipc_cache", "runai_streamer_sharded", "sharded_state", "tensorizer")
-
 
 class DiffusionModel:
     """Mixin before a vLLM causal LM: strict loading, adapter merge, diffusion model state.
@@ -75,16 +72,7 @@ class DiffusionModel:
             return None
         model_config, load_format = vllm_config.model_config, vllm_config.load_config.load_format
         manifest = cls.manifest(model_config)
-        if manifest.quantized or load_format in FORMATS_WITHOUT_MERGE:
-            reason = (
-                "the checkpoint is already quantised"
-                if manifest.quantized
-                else f"load_format={load_format!r} reads ready-made parameters"
-            )
-            raise ValueError(
-                f"Cannot merge lora_path '{path}': {reason}; serve the unquantised base model "
-                "from its original safetensors files."
-            )
+        lora.check_mergeable(path, manifest.quantized, load_format)
         adapter = lora.load_adapter(lora.adapter_folder(path))
         config = model_config.hf_config
         lora.check_base(adapter, (model_config.model, config._name_or_path, config.source_name))

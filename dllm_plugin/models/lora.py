@@ -20,6 +20,8 @@ from safetensors.torch import load_file
 
 from dllm_plugin.models.weights import Shapes, Weights, is_plain, module_of
 
+# These loaders fill parameters from already sharded files and never call `load_weights`.
+FORMATS_WITHOUT_MERGE = ("ipc_cache", "runai_streamer_sharded", "sharded_state", "tensorizer")
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 TENSOR_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
 
@@ -155,6 +157,20 @@ def model_names(name: str | Path) -> set[str]:
     parts = Path(str(name).rstrip("/")).parts
     cached = [part.split("--")[-1] for part in parts if part.startswith("models--")]
     return {part.casefold() for part in (*parts[-1:], *cached)}
+
+
+def check_mergeable(path: str, quantized: bool, load_format: Any) -> None:
+    """Raise ValueError when the weights that arrive are not the base's own full matrices."""
+    if quantized or load_format in FORMATS_WITHOUT_MERGE:
+        reason = (
+            "the checkpoint is already quantised"
+            if quantized
+            else f"load_format={load_format!r} reads ready-made parameters"
+        )
+        raise ValueError(
+            f"Cannot merge lora_path '{path}': {reason}; serve the unquantised base model "
+            "from its original safetensors files."
+        )
 
 
 def check_base(adapter: LoraAdapter, served: Iterable[str | None]) -> None:

@@ -9,10 +9,14 @@ from typing import NamedTuple
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "dllm_plugin"
-SOURCES = {
-    ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
-    for path in sorted(PACKAGE.rglob("*.py"))
-}
+
+
+def _module(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+SOURCES = {_module(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 TREES = {name: ast.parse(path.read_text()) for name, path in SOURCES.items()}
 
 # Rooms of a denoising step and of the configuration: what of our own they may import, anywhere.
@@ -182,10 +186,8 @@ def rebindings(tree: ast.Module) -> Iterator[tuple[str, str]]:
             targets = list(node.targets)
         elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
             targets = [node.target]
-        elif isinstance(node, ast.Call) and root(node.func) in ("setattr", "delattr", "vars"):
-            targets = [ast.Attribute(node.args[0], "?", ast.Store())] if node.args else []
-            if root(node.func) == "vars":
-                targets = []
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+            targets = [ast.Attribute(node.args[0], "?", ast.Store())]
         for target in targets:
             if isinstance(target, ast.Attribute) and root(target) in bound:
                 yield function, ast.unparse(target)

@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from scripted import MASK, VOCAB, Hashed, Loop, Run, sampling, visible
 
 D2F = {"strategy": "d2f", "block_length": 4, "canvas_length": 16, "max_active_blocks": 4}
@@ -119,4 +118,3 @@ def test_rules_do_not_change_logprobs() -> None:
     options = {"logit_bias": {3: 5.0, 4: -5.0}, "temperature": 0.5, "top_p": 0.9}
     run = start(loop, "biased", 9, logprobs=2, **options)
     check(run, loop, decode(loop, [run])["biased"])
-    assert torch.isfinite(torch.tensor([len(run.output)])).all()

@@ -129,9 +129,10 @@ def test_llada_quotas_use_up_the_block(steps: int) -> None:
         left, quotas = list(range(masks)), []
         for step in range(steps):
             candidates = [[p in left for p in range(masks)]]
-            gone = taken(pick("low_confidence", [[0.5] * masks], candidates, step=step, steps=steps))
-            left = [p for p in left if p not in gone[0]]
-            quotas.append(len(gone[0]))
+            result = pick("low_confidence", [[0.5] * masks], candidates, step=step, steps=steps)
+            (gone,) = taken(result)
+            left = [p for p in left if p not in gone]
+            quotas.append(len(gone))
         assert quotas == oracle.llada_quota(masks, steps) and not left
 
 
@@ -171,7 +172,7 @@ def test_a_schedule_past_its_last_step_takes_everything() -> None:
 def test_factor_counts_like_the_reference(factor: float) -> None:
     rng = np.random.default_rng(3)
     for size in range(1, 9):
-        rows = -np.sort(-rng.random((40, size)) ** rng.choice([0.1, 0.5, 1], (40, 1)), axis=1)
+        rows = -np.sort(-(rng.random((40, size)) ** rng.choice([0.1, 0.5, 1], (40, 1))), axis=1)
         rows = rows.astype(np.float32)
         result = pick("factor", rows.tolist(), factor=factor)
         expected = [oracle.factor_count(row.tolist(), factor) for row in rows]

@@ -84,9 +84,7 @@ def test_early_exit_passes() -> None:
 
 
 @pytest.mark.parametrize("stagger,chunk", [(0, 4096), (1, 7)])
-def test_scenarios_in_one_batch(
-    stagger: int, chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scenarios_in_one_batch(stagger: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neighbours in other phases, with other block lengths, change nothing."""
     monkeypatch.setattr(sampler, "CHUNK_ROWS", chunk)
     names = [name for name in NAMES if not SCENARIOS[name]["shift"]]

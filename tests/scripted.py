@@ -1,0 +1,365 @@
+"""Scripted models decoded by the real states and sampler: no engine, no weights, no attention.
+
+A script is a function ``(visible tokens, position) -> logits`` that plays the model: the row that
+predicts `position` and sees exactly `visible`. Its rows depend on what a real row would see under
+the block-causal mask, so a wrong border, a stale carry or a late commit changes the text.
+"""
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from vllm.platforms import current_platform
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.states import SamplingStates
+from vllm.v1.worker.gpu.states import RequestState
+
+from dllm_plugin.config import DecodeConfig
+from dllm_plugin.sampler import DiffusionSampler
+from dllm_plugin.states import CanvasStates
+
+if current_platform.is_cpu():
+    # What vLLM's CPU worker imports first: buffers without pinned memory.
+    import vllm.v1.worker.cpu.shm  # noqa: F401
+
+VOCAB, MASK, EOS = 16, 15, 14
+DEVICE = torch.device(current_platform.device_type)
+ARCHITECTURE = {False: "LLaDAModelLM", True: "DreamModel"}  # by whether logits are shifted
+
+Script = Callable[[list[int], int], np.ndarray]
+
+
+class Pass(NamedTuple):
+    """What one denoising step of one request did; positions are absolute."""
+
+    lo: int  # first position fed
+    hi: int  # end of the last open block
+    commit: int  # leading positions whose KV became final
+    full: str  # F or s per active block: fully or semi-activated
+    accepted: list[tuple[int, int]]  # (position, token) in order
+    saw_stop: bool
+    emitted: list[int]
+
+
+@dataclass
+class Run:
+    """A request on its way through the loop."""
+
+    req_id: str
+    slot: int
+    prompt: list[int]
+    script: Script
+    params: SamplingParams
+    end: int  # position behind the last token asked for
+    output: list[int] = field(default_factory=list)
+    passes: list[Pass] = field(default_factory=list)
+    texts: list[list[int]] = field(default_factory=list)  # what each pass was fed, prompt first
+    prefilled: bool = False
+    done: bool = False
+
+
+def sampling(max_tokens: int, eos: int | None = EOS, **options: Any) -> SamplingParams:
+    """Greedy sampling parameters as the front end hands them on; ``dllm_*`` are extra_args."""
+    extra = {k: options.pop(k) for k in list(options) if k.startswith("dllm_")}
+    options = {"temperature": 0.0, "extra_args": extra} | options
+    params = SamplingParams(max_tokens=max_tokens, **options)
+    params.update_from_generation_config({}, eos)
+    return params
+
+
+class Table:
+    """Fixed (token, probability) per position; the rest is spread evenly over the other ids.
+
+    A probability may be ``(p, second token, its p)``.
+    """
+
+    def __init__(self, token: Callable[[int], int], probability: Callable[[int], Any]) -> None:
+        self.token, self.probability = token, probability
+
+    def __call__(self, visible: list[int], position: int) -> np.ndarray:
+        p = self.probability(position)
+        p, second, second_p = p if isinstance(p, tuple) else (p, None, 0.0)
+        others, rest = VOCAB - 1 - (second is not None), 1 - p - second_p
+        row = np.full(VOCAB, np.log(rest / others) if rest > 0 else -1e9, dtype=np.float32)
+        row[self.token(position)] = np.log(p)
+        if second is not None:
+            row[second] = np.log(second_p)
+        return row
+
+
+def _bank(size: int = 241, gap: float = 3e-5) -> np.ndarray:
+    """Rows whose confidences, margins and entropies are far apart, so that float32 can order them.
+
+    Some have the mask id on top, some are exactly certain.
+    """
+    rng = np.random.default_rng(5)
+    kept: list[tuple[np.ndarray, np.ndarray]] = []
+    while len(kept) < size - 5:
+        p = rng.dirichlet(np.full(VOCAB, rng.choice([0.03, 0.1, 0.3])))
+        p = np.maximum(p, 1e-6)
+        allowed = np.delete(p, MASK) / np.delete(p, MASK).sum()
+        top = np.sort(allowed)
+        numbers = np.array([top[-1], top[-1] - top[-2], (allowed * np.log(allowed + 1e-10)).sum()])
+        far = all(np.abs(numbers - other).min() > gap for _, other in kept)
+        clear = np.abs(numbers[0] - np.array([0.3, 0.5, 0.6, 0.9, 1.0])).min() > gap
+        if far and clear and numbers[1] > gap:
+            kept.append((np.log(p), numbers))
+    certain = np.full((5, VOCAB), -np.inf)
+    certain[np.arange(5), [0, 3, 6, 9, 12]] = 0.0
+    return np.concatenate([[row for row, _ in kept], certain]).astype(np.float32)
+
+
+BANK = _bank()
+
+
+class Hashed:
+    """Rows drawn from :data:`BANK` by a hash of the position and of everything visible."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def __call__(self, visible: list[int], position: int) -> np.ndarray:
+        key = zlib.crc32(bytes((self.seed % 251, position, len(visible), *visible)))
+        return BANK[key % len(BANK)]
+
+
+def visible(query: int, prompt: int, block_length: int, limit: int) -> int:
+    """Keys that a row sees under the block-causal mask; the prompt is the first block."""
+    block = max(query - prompt, -1) // block_length
+    return min(prompt + (block + 1) * block_length, limit)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Tensors of a few numbers: on a busy machine a pool of threads mostly waits for itself."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class Loop:
+    """Continuous batching in miniature: prefill, then a step per call until all are done."""
+
+    def __init__(
+        self, dllm: dict[str, Any], shift: bool = False, slots: int = 8, max_model_len: int = 64
+    ) -> None:
+        config = DecodeConfig.from_user(dllm)
+        self.config = config.resolve(ARCHITECTURE[shift], max_model_len, MASK)
+        assert self.config.canvas_length is not None
+        self.shift, self.canvas_length = shift, self.config.canvas_length
+        # The few values that are read of vLLM's ModelConfig.
+        self.model_config: Any = SimpleNamespace(
+            max_model_len=max_model_len,
+            max_logprobs=VOCAB,
+            dtype=torch.float32,
+            get_vocab_size=lambda: VOCAB,
+        )
+        self.req_states = RequestState(
+            slots, max_model_len, 4096, self.canvas_length, VOCAB, DEVICE
+        )
+        self.states = CanvasStates(self.config, self.model_config, self.req_states.draft_tokens)
+        owner = SimpleNamespace(
+            req_states=self.req_states, sampling_states=SamplingStates(slots, VOCAB)
+        )
+        self.sampler = DiffusionSampler(owner, self.states, self.model_config, 4096)
+        self.free = list(range(slots))
+        self.running: list[Run] = []
+
+    def start(
+        self, prompt: list[int], script: Script, params: SamplingParams, req_id: str = ""
+    ) -> Run:
+        """Admit a request; its prompt runs in the next step."""
+        assert params.max_tokens is not None
+        end = min(len(prompt) + params.max_tokens, self.model_config.max_model_len)
+        run = Run(req_id or f"request-{id(params)}", -1, prompt, script, params, end)
+        self._admit(run)
+        return run
+
+    def _admit(self, run: Run) -> None:
+        run.slot, run.prefilled = self.free.pop(), False
+        text = run.prompt + run.output
+        data = NewRequestData(
+            run.req_id, run.prompt, [], run.params, None, ((),), 0, None, prefill_token_ids=text
+        )
+        self.req_states.all_token_ids.gpu[run.slot, : len(text)] = _ids(text)
+        self.states.add_request(run.slot, data)
+        self.sampler.add_request(run.slot, run.params)
+        self.states.apply_staged_writes()
+        self.sampler.apply_staged_writes()
+        self.running.append(run)
+
+    def preempt(self, run: Run) -> None:
+        """Take a request's slot away; :meth:`resume` brings it back."""
+        self.running.remove(run)
+        self.states.remove_request(run.req_id)
+        self.free.insert(0, run.slot)
+
+    def resume(self, run: Run) -> None:
+        """Admit a preempted request again, its output so far being part of its prefill."""
+        self._admit(run)
+
+    def run(self, limit: int = 400) -> None:
+        """Step until every request is done."""
+        for _ in range(limit):
+            if not self.running:
+                return
+            self.step()
+        left = [run.req_id for run in self.running]
+        raise AssertionError(f"not done after {limit} steps: {left}")
+
+    def step(self) -> SamplerOutput:
+        """One forward: canvases first, then the prefills of new requests."""
+        canvases = [run for run in self.running if run.prefilled]
+        prefills = [run for run in self.running if not run.prefilled]
+        runs = canvases + prefills
+        starts = self.states.start_N.tolist()
+        fed = [
+            min(self.canvas_length, self.model_config.max_model_len - starts[run.slot])
+            for run in canvases
+        ]
+        batch = self.batch(canvases, fed, prefills)
+        self.sampler.request_logits(batch)
+        rows = [row for run, n in zip(canvases, fed, strict=True) for row in self._rows(run, n)]
+        if self.shift:
+            texts = [(run.script, run.prompt + run.output) for run in prefills]
+            rows += [script(text, len(text)) for script, text in texts]
+        assert len(rows) == len(batch.logits_indices)
+        before = [self._look(run) for run in canvases]
+        for run, look in zip(canvases, before, strict=True):
+            run.texts.append(run.prompt + run.output + look[2])
+        logits = torch.from_numpy(np.array(rows, dtype=np.float32).reshape(-1, VOCAB)).to(DEVICE)
+        with one_thread():
+            output = self.sampler(logits, batch)
+        for index, (run, look) in enumerate(zip(canvases, before, strict=True)):
+            sampled = output.sampled_token_ids[index, : int(output.num_sampled[index])].tolist()
+            assert int(output.num_rejected[index]) == fed[index] - len(sampled)
+            run.passes.append(self._trace(run, (look[0], look[2]), sampled))
+            self._emit(run, sampled)
+        for run in prefills:
+            run.prefilled = True
+        assert not output.num_sampled[len(canvases) : len(runs)].any()
+        return output
+
+    def batch(self, canvases: list[Run], fed: list[int], prefills: list[Run]) -> InputBatch:
+        """What vLLM's runner would hand to the sampler."""
+        runs = canvases + prefills
+        texts = [len(run.prompt + run.output) for run in prefills]
+        slots = np.array([run.slot for run in runs], dtype=np.int64)
+        drafts = np.array(fed + [0] * len(prefills), dtype=np.int32)
+        spans = np.array(fed + texts, dtype=np.int32)
+        bounds = np.concatenate([[0], spans.cumsum()]).astype(np.int32)
+        logit_bounds = np.concatenate([[0], drafts.cumsum()]).astype(np.int32)
+        computed = self.states.start_N[_ids(slots)].cpu().numpy().astype(np.int32)
+        computed[len(canvases) :] = 0
+        prefilling = np.array([False] * len(canvases) + [True] * len(prefills))
+        local = [position for n in fed for position in range(n)]
+        total, tokens = int(drafts.sum()), int(spans.sum())
+        seq_lens = torch.from_numpy(computed + spans)
+        return InputBatch(
+            req_ids=[run.req_id for run in runs],
+            num_reqs=len(runs),
+            num_reqs_after_padding=len(runs),
+            idx_mapping=_ids(slots),
+            idx_mapping_np=slots,
+            expanded_idx_mapping=_ids(np.repeat(slots, drafts)),
+            expanded_local_pos=torch.tensor(local, dtype=torch.int32, device=DEVICE),
+            num_scheduled_tokens=spans,
+            num_tokens=tokens,
+            num_tokens_after_padding=tokens,
+            num_draft_tokens=total,
+            num_draft_tokens_per_req=drafts if canvases else None,
+            query_start_loc=torch.from_numpy(bounds).to(DEVICE),
+            query_start_loc_np=bounds,
+            seq_lens=seq_lens.to(DEVICE),
+            seq_lens_cpu_upper_bound=seq_lens,
+            dcp_local_seq_lens=None,
+            num_computed_tokens_np=computed,
+            prefill_len_np=np.array([len(run.prompt + run.output) for run in runs]),
+            num_computed_prefill_tokens_np=computed,
+            is_prefilling_np=prefilling,
+            has_prefill=bool(prefills),
+            decode_graph_eligible=not prefills,
+            input_ids=torch.zeros(tokens, dtype=torch.int32, device=DEVICE),
+            positions=torch.zeros(tokens, dtype=torch.int64, device=DEVICE),
+            is_padding=torch.zeros(tokens, dtype=torch.bool, device=DEVICE),
+            logits_indices=torch.arange(total, device=DEVICE),
+            cu_num_logits=torch.from_numpy(logit_bounds).to(DEVICE),
+            cu_num_logits_np=logit_bounds,
+            has_structured_output_reqs=False,
+            prompt_lens=None,
+        )
+
+    def _limit(self, run: Run) -> int:
+        assert run.params.max_tokens is not None
+        length, prompt = self._block_length(run), len(run.prompt)
+        whole = -(-run.params.max_tokens // length) * length
+        return min(prompt + whole, self.model_config.max_model_len)
+
+    def _block_length(self, run: Run) -> int:
+        return int(self.states.block_length.np[run.slot])
+
+    def _rows(self, run: Run, fed: int) -> Iterable[np.ndarray]:
+        """Logits of a canvas; NaN where no open block can be, for nobody may read that."""
+        start, open_blocks, canvas, _ = self._look(run)
+        length, prompt, limit = self._block_length(run), len(run.prompt), self._limit(run)
+        text = run.prompt + run.output + canvas
+        for query in range(start, start + fed):
+            if query >= min(start + (open_blocks + 1) * length, limit):
+                yield np.full(VOCAB, np.nan, dtype=np.float32)
+                continue
+            yield run.script(text[: visible(query, prompt, length, limit)], query + self.shift)
+
+    def _look(self, run: Run) -> tuple[int, int, list[int], list[bool]]:
+        states, slot = self.states, run.slot
+        return (
+            int(states.start_N[slot]),
+            int(states.open_N[slot]),
+            states.canvas_NC[slot].tolist(),
+            states.full_NS[slot].tolist(),
+        )
+
+    def _trace(self, run: Run, old: tuple[int, list[int]], sampled: list[int]) -> Pass:
+        old_start, fed = old
+        start, num_open, new, full = self._look(run)
+        commit, length = start - old_start, self._block_length(run)
+        blocks = num_open + -(-commit // length)
+        accepted = [
+            (old_start + i, new[i - commit])
+            for i in range(commit, len(fed))
+            if fed[i] == MASK and new[i - commit] != MASK
+        ]
+        flags = "".join("F" if flag else "s" for flag in full[:num_open])
+        hi = min(old_start + blocks * length, self._limit(run))
+        saw_stop = bool(self.states.saw_stop_N[run.slot])
+        return Pass(old_start, hi, commit, flags, accepted, saw_stop, sampled)
+
+    def _emit(self, run: Run, sampled: list[int]) -> None:
+        """What vLLM's runner and scheduler do with emitted tokens."""
+        assert MASK not in sampled
+        first = len(run.prompt + run.output)
+        run.output += sampled
+        tokens = self.req_states.all_token_ids.gpu[run.slot]
+        tokens[first : first + len(sampled)] = _ids(sampled).to(tokens.dtype)
+        stops = {run.params.eos_token_id, *(run.params.stop_token_ids or ())}
+        ends = [i for i, token in enumerate(run.output) if token in stops]
+        assert not ends or ends[0] == len(run.output) - 1, "tokens emitted behind a stop token"
+        assert len(run.prompt + run.output) <= run.end, "more tokens than asked for"
+        if ends or len(run.prompt + run.output) == run.end:
+            assert bool(self.states.ended_N[run.slot])
+            run.done = True
+            self.preempt(run)
+
+
+def _ids(values: Any) -> torch.Tensor:
+    return torch.as_tensor(np.asarray(values, dtype=np.int64), device=DEVICE)

@@ -1,0 +1,356 @@
+"""Every symbol, signature and field of vLLM that we rely on, in one list.
+
+An upgrade fails here first, and the difference says what moved. Signatures are argument names with
+their defaults; annotations are vLLM's own affair.
+"""
+
+import ast
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.config import (
+    CacheConfig,
+    CompilationConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.platforms import current_platform
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.request import Request
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_states.interface import ModelState
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.sample.states import SamplingStates
+from vllm.v1.worker.gpu.states import RequestState
+
+from dllm_plugin.admission import REFUSED
+from dllm_plugin.kernels import cpu
+
+PACKAGE = Path(__file__).parents[2] / "dllm_plugin"
+
+# What the package imports of vLLM; "" is the module itself.
+IMPORTS = """
+vllm: "" LLM ModelRegistry RequestOutput SamplingParams
+vllm.config: CUDAGraphMode ModelConfig VllmConfig
+vllm.config.compilation: CUDAGraphMode
+vllm.config.diffusion: DiffusionConfig
+vllm.engine.arg_utils: EngineArgs
+vllm.exceptions: VLLMValidationError
+vllm.logger: init_logger
+vllm.model_executor.layers.logits_processor: LogitsProcessor
+vllm.model_executor.models.config: MODELS_CONFIG_MAP VerifyAndUpdateConfig
+vllm.model_executor.models.llama: LlamaForCausalLM
+vllm.model_executor.models.qwen2: Qwen2ForCausalLM
+vllm.model_executor.models.utils: WeightsMapper
+vllm.platforms: current_platform
+vllm.renderers.chat_utils: ChatCompletionMessageParam
+vllm.renderers.hf: HfRenderer
+vllm.renderers.registry: RENDERER_REGISTRY
+vllm.sampling_params: SamplingParams
+vllm.tokenizers: cached_tokenizer_from_config
+vllm.tokenizers.registry: TokenizerRegistry
+vllm.triton_utils: HAS_TRITON triton
+vllm.triton_utils.dispatcher: register_kernels
+vllm.utils.math_utils: next_power_of_2
+vllm.utils.torch_utils: async_tensor_h2d
+vllm.v1.attention.backends.registry: AttentionBackendEnum
+vllm.v1.core.sched.async_scheduler: AsyncScheduler
+vllm.v1.core.sched.output: NewRequestData SchedulerOutput
+vllm.v1.kv_cache_interface: KVCacheConfig
+vllm.v1.metrics.loggers: AggregateStatLoggerBase
+vllm.v1.metrics.stats: IterationStats MultiModalCacheStats RequestSpecDecodeMetrics SchedulerStats
+vllm.v1.outputs: LogprobsTensors
+vllm.v1.request: Request
+vllm.v1.sample.ops.topk_topp_sampler: apply_top_k_top_p
+vllm.v1.spec_decode.metrics: SpecDecodingLogging SpecDecodingProm
+vllm.v1.worker.gpu.attn_utils: build_attn_metadata
+vllm.v1.worker.gpu.buffer_utils: UvaBackedTensor
+vllm.v1.worker.gpu.input_batch: InputBatch
+vllm.v1.worker.gpu.mm.encoder_cache: EncoderCache
+vllm.v1.worker.gpu.model_states.interface: ModelState
+vllm.v1.worker.gpu.sample.logits_processor: LogitsContext LogitsProcessor
+vllm.v1.worker.gpu.sample.output: SamplerOutput
+vllm.v1.worker.gpu.states: RequestState
+vllm.v1.worker.utils: AttentionGroup
+"""
+
+# Overridden or called: module (under vllm) : callable -> arguments.
+STATE = "v1.worker.gpu.model_states.interface:ModelState."
+SAMPLER = "v1.worker.gpu.sample.sampler:Sampler."
+SAMPLING = "v1.worker.gpu.sample.states:SamplingStates."
+SCHEDULER = "v1.core.sched.async_scheduler:AsyncScheduler."
+PROCESSOR = "v1.worker.gpu.sample.logits_processor:LogitsProcessor."
+LOGGER = "v1.metrics.loggers:AggregateStatLoggerBase."
+METRICS = "v1.spec_decode.metrics:SpecDecoding"
+MODELS = "model_executor.models."
+SIGNATURES = {
+    STATE + "__init__": "self vllm_config model encoder_cache device",
+    STATE + "get_supported_generation_tasks": "self",
+    STATE + "custom_sampler": "self sampler",
+    STATE + "add_request": "self req_index new_req_data",
+    STATE + "remove_request": "self req_id",
+    STATE + "apply_staged_writes": "self",
+    STATE + "prepare_inputs_embeds": "self scheduled_encoder_inputs input_batch req_states",
+    STATE + "prepare_inputs": "self input_batch req_states",
+    STATE + "prepare_dummy_inputs": "self num_reqs num_tokens",
+    STATE + "prepare_attn": "self input_batch cudagraph_mode block_tables slot_mappings "
+    "attn_groups kv_cache_config for_capture=False ubatch_idx=0",
+    # What our sampler stands in for.
+    SAMPLER + "add_request": "self req_idx sampling_params",
+    SAMPLER + "apply_staged_writes": "self",
+    SAMPLER + "__call__": "self logits input_batch",
+    SAMPLING + "add_request": "self req_idx sampling_params",
+    SAMPLING + "apply_staged_writes": "self",
+    SAMPLING + "get_top_k_top_p": "self expanded_idx_mapping idx_mapping_np",
+    "v1.sample.ops.topk_topp_sampler:apply_top_k_top_p": "logits k p",
+    "v1.worker.gpu.attn_utils:build_attn_metadata": "attn_groups num_reqs num_tokens "
+    "query_start_loc_gpu query_start_loc_cpu max_query_len seq_lens max_seq_len block_tables "
+    "slot_mappings kv_cache_config seq_lens_cpu_upper_bound=None dcp_local_seq_lens=None "
+    "dcp_local_seq_lens_cpu_upper_bound=None positions=None is_prefilling=None "
+    "mm_req_doc_ranges=None model_specific_attn_metadata=None for_cudagraph_capture=False "
+    "causal=True rswa_prefix_lens=None ubatch_idx=0 fast_prefill=None req_idx=None",
+    "v1.worker.gpu.buffer_utils:UvaBackedTensor": "size dtype max_concurrency=None",
+    "v1.worker.gpu.buffer_utils:UvaBackedTensor.copy_to_uva": "self n=None",
+    "utils.torch_utils:async_tensor_h2d": "data device=None dtype=None out=None",
+    "utils.math_utils:next_power_of_2": "n",
+    SCHEDULER + "__init__": "self *args **kwargs",
+    SCHEDULER + "add_request": "self request",
+    SCHEDULER + "_update_after_schedule": "self scheduler_output",
+    PROCESSOR + "validate_params": "sampling_params",
+    PROCESSOR + "apply": "self logits ctx",
+    LOGGER + "__init__": "self vllm_config engine_indexes",
+    LOGGER + "record": "self scheduler_stats iteration_stats mm_cache_stats=None engine_idx=0",
+    LOGGER + "log": "self",
+    LOGGER + "log_engine_initialized": "self",
+    METRICS + "Prom": "speculative_config labelnames per_engine_labelvalues is_diffusion=False",
+    METRICS + "Prom.observe": "self spec_decoding_stats engine_idx=0",
+    METRICS + "Logging": "is_diffusion=False",
+    METRICS + "Logging.observe": "self spec_decoding_stats",
+    "v1.metrics.stats:RequestSpecDecodeMetrics.new": "num_spec_tokens",
+    "renderers.hf:HfRenderer.validate_token_ids": "self token_ids * parameter=None",
+    "renderers.registry:RENDERER_REGISTRY.register": "renderer_mode module class_name",
+    "tokenizers.registry:TokenizerRegistry.register": "tokenizer_mode module class_name",
+    "tokenizers:cached_tokenizer_from_config": "model_config **kwargs",
+    "triton_utils.dispatcher:register_kernels": "overrides",
+    "config:VllmConfig._validate_v2_model_runner": "self",
+    "config:VllmConfig._get_v2_model_runner_unsupported_features": "self",
+    "config:ModelConfig.get_vocab_size": "self",
+    MODELS + "config:VerifyAndUpdateConfig.verify_and_update_config": "vllm_config",
+    MODELS + "llama:LlamaForCausalLM.load_weights": "self weights",
+    MODELS + "llama:LlamaForCausalLM.compute_logits": "self hidden_states",
+    MODELS + "qwen2:Qwen2ForCausalLM": "* vllm_config prefix=''",
+    MODELS + "qwen2:Qwen2ForCausalLM.load_weights": "self weights",
+    MODELS + "qwen2:Qwen2ForCausalLM.compute_logits": "self hidden_states",
+    MODELS + "utils:WeightsMapper.apply": "self weights",
+    "model_executor.models:ModelRegistry.register_model": "model_arch model_cls",
+    "model_executor.models:ModelRegistry.get_supported_archs": "",
+    "exceptions:VLLMValidationError": "message * parameter=None value=None",
+}
+
+# Read or set, per class: fields of a dataclass or attributes that its source assigns.
+FIELDS: dict[type, str] = {
+    SamplerOutput: "sampled_token_ids logprobs_tensors num_nans num_sampled num_rejected",
+    LogprobsTensors: "logprob_token_ids logprobs selected_token_ranks cu_num_generated_tokens",
+    InputBatch: "num_reqs num_reqs_after_padding idx_mapping idx_mapping_np expanded_idx_mapping "
+    "expanded_local_pos num_tokens num_tokens_after_padding num_draft_tokens "
+    "num_draft_tokens_per_req query_start_loc query_start_loc_np seq_lens num_computed_tokens_np "
+    "is_prefilling_np logits_indices cu_num_logits",
+    NewRequestData: "req_id prompt_token_ids prefill_token_ids sampling_params",
+    SchedulerOutput: "num_scheduled_tokens",
+    SchedulerStats: "spec_decoding_stats",
+    ModelState: "model_config max_num_reqs max_num_tokens",
+    RequestState: "all_token_ids draft_tokens",
+    Sampler: "req_states sampling_states",
+    SamplingStates: "temperature top_k top_p min_p seeds",
+    Request: "num_computed_tokens next_decode_eligible_step spec_decode_metrics sampling_params",
+    Scheduler: "num_sampled_tokens_per_step num_spec_tokens max_num_scheduled_tokens requests "
+    "max_num_active_reqs max_model_len scheduler_config vllm_config current_step",
+    AsyncScheduler: "_spec_token_placeholders",
+    VllmConfig: "additional_config attention_config cache_config compilation_config "
+    "diffusion_config kv_transfer_config load_config model_config parallel_config "
+    "scheduler_config speculative_config watermark_config",
+    ModelConfig: "dtype enable_prompt_embeds enable_trace_replay enforce_eager hf_config "
+    "logits_processors logprobs_mode max_logprobs max_model_len model return_sampling_mask "
+    "revision runner_type served_model_name tokenizer_mode",
+    SchedulerConfig: "async_scheduling enable_chunked_prefill long_prefill_token_threshold "
+    "max_num_batched_tokens max_num_seqs scheduler_cls",
+    CacheConfig: "enable_prefix_caching",
+    CompilationConfig: "cudagraph_capture_sizes cudagraph_mode max_cudagraph_capture_size",
+    ParallelConfig: "decode_context_parallel_size enable_batch_sharded_sampling enable_dbo "
+    "pipeline_parallel_size prefill_context_parallel_size",
+    SamplingParams: "extra_args logit_bias allowed_token_ids logprobs max_tokens min_tokens "
+    "stop_token_ids temperature top_p top_k min_p seed ignore_eos bad_words n",
+}
+PROPERTIES = {
+    ModelConfig: "architecture get_vocab_size",
+    VllmConfig: "use_v2_model_runner",
+    SamplingParams: "eos_token_id bad_words_token_ids",
+    ModelState: "max_model_len num_new_sampled_tokens_per_step",
+}
+# All that a request may say to vLLM: a new one must be honoured or refused.
+SAMPLING_PARAMETERS = """
+allowed_token_ids bad_words detokenize extra_args flat_logprobs frequency_penalty ignore_eos
+include_stop_str_in_output logit_bias logprob_token_ids logprobs max_tokens min_p min_tokens n
+output_kind output_text_buffer_length presence_penalty prompt_logprob_start
+prompt_logprob_token_ids prompt_logprobs
+repetition_detection repetition_penalty routed_experts_prompt_start seed skip_clone
+skip_reading_prefix_cache skip_special_tokens spaces_between_special_tokens stop stop_token_ids
+stream_interval structured_outputs temperature thinking_token_budget top_k top_p
+trace_decode_token_ids watermarking
+"""
+
+# Launched by model runner v2 and replaced on a CPU without Triton.
+KERNELS = {
+    "buffer_utils._apply_write_kernel": "output_ptr output_stride write_indices_ptr "
+    "write_starts_ptr write_contents_ptr write_cu_lens_ptr write_group_ids_ptr BLOCK_SIZE "
+    "MULTI_GROUP",
+    "block_table._gather_block_tables_kernel": "batch_idx_to_req_idx src_block_table_ptrs "
+    "dst_block_table_ptrs block_table_strides num_blocks_ptr num_blocks_stride num_reqs BLOCK_SIZE",
+    "block_table._compute_slot_mappings_kernel": "max_num_tokens idx_mapping query_start_loc pos "
+    "block_table_ptrs block_table_strides block_sizes slot_mapping_enabled dcp_sharded "
+    "slot_mappings_ptr slot_mappings_stride cp_rank CP_SIZE CP_INTERLEAVE PAD_ID TRITON_BLOCK_SIZE",
+    "input_batch._prepare_prefill_inputs_kernel": "input_ids_ptr next_prefill_tokens_ptr "
+    "next_prefill_tokens_stride num_lookahead idx_mapping_ptr query_start_loc_ptr "
+    "all_token_ids_ptr all_token_ids_stride prefill_lens_ptr num_computed_tokens_ptr BLOCK_SIZE "
+    "LOOKAHEAD_BLOCK",
+    "input_batch._prepare_pos_seq_lens_kernel": "pos_ptr seq_lens_ptr idx_mapping_ptr "
+    "query_start_loc_ptr num_computed_tokens_ptr max_num_reqs BLOCK_SIZE",
+    "input_batch._combine_sampled_and_draft_tokens_kernel": "input_ids_ptr idx_mapping_ptr "
+    "last_sampled_tokens_ptr query_start_loc_ptr seq_lens_ptr prefill_len_ptr draft_tokens_ptr "
+    "draft_tokens_stride cu_num_logits_ptr logits_indices_ptr BLOCK_SIZE NUM_NEW_SAMPLED_TOKENS",
+    "input_batch._post_update_kernel": "idx_mapping_ptr num_computed_tokens_ptr "
+    "last_sampled_tokens_ptr output_bin_counts_ptr output_bin_counts_stride sampled_tokens_ptr "
+    "sampled_tokens_stride num_sampled_ptr num_rejected_ptr query_start_loc_ptr all_token_ids_ptr "
+    "all_token_ids_stride total_len_ptr",
+    "input_batch._expand_idx_mapping_kernel": "idx_mapping_ptr expanded_idx_mapping_ptr "
+    "expanded_local_pos_ptr cu_num_logits_ptr BLOCK_SIZE",
+    "input_batch._post_update_num_computed_tokens_kernel": "idx_mapping_ptr "
+    "num_computed_tokens_ptr query_start_loc_ptr",
+}
+
+
+def listed_imports() -> set[tuple[str, str]]:
+    rows = [line.split(": ", 1) for line in IMPORTS.strip().splitlines()]
+    return {(module, name.strip('"')) for module, names in rows for name in names.split()}
+
+
+def made_imports() -> Iterator[tuple[str, str]]:
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+                yield from ((str(node.module), alias.name) for alias in node.names)
+            elif isinstance(node, ast.Import):
+                yield from ((a.name, "") for a in node.names if a.name.split(".")[0] == "vllm")
+
+
+def arguments(function: Any) -> str:
+    """Argument names and defaults: ``self a b=None * c``."""
+    words, keyword_only = [], False
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind == parameter.KEYWORD_ONLY and not keyword_only:
+            words.append("*")
+            keyword_only = True
+        prefix = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}
+        has_default = parameter.default is not parameter.empty
+        default = f"={parameter.default!r}" if has_default else ""
+        words.append(prefix.get(parameter.kind, "") + parameter.name + default)
+    return " ".join(words)
+
+
+def fields_of(owner: type) -> set[str]:
+    """Fields of a dataclass, struct or named tuple, and attributes that the class assigns."""
+    names = set(getattr(owner, "__struct_fields__", ())) | set(getattr(owner, "_fields", ()))
+    if dataclasses.is_dataclass(owner):
+        names |= {f.name for f in dataclasses.fields(owner)}
+    for node in ast.walk(ast.parse(inspect.getsource(owner))):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr)
+    return names
+
+
+def test_imports_are_listed() -> None:
+    assert set(made_imports()) <= listed_imports(), "list what is new, with its signature below"
+
+
+def test_listed_imports_are_made() -> None:
+    assert listed_imports() <= set(made_imports()), "strike what is no longer used"
+
+
+@pytest.mark.parametrize("module,name", sorted(listed_imports()))
+def test_import(module: str, name: str) -> None:
+    found = importlib.import_module(module)
+    assert not name or hasattr(found, name), f"{name} is gone from {module}"
+
+
+@pytest.mark.parametrize("name", list(SIGNATURES))
+def test_signature(name: str) -> None:
+    module, _, path = name.partition(":")
+    found: Any = importlib.import_module(f"vllm.{module}")
+    for part in path.split("."):
+        found = getattr(found, part)
+    assert arguments(found) == SIGNATURES[name]
+
+
+@pytest.mark.parametrize("owner", list(FIELDS), ids=lambda owner: owner.__name__)
+def test_fields(owner: type) -> None:
+    assert set(FIELDS[owner].split()) - fields_of(owner) == set()
+
+
+@pytest.mark.parametrize("owner", list(PROPERTIES), ids=lambda owner: owner.__name__)
+def test_properties(owner: type) -> None:
+    assert [name for name in PROPERTIES[owner].split() if not hasattr(owner, name)] == []
+
+
+def test_sampler_output_takes_what_we_give() -> None:
+    """Further fields must have defaults."""
+    required = [f.name for f in dataclasses.fields(SamplerOutput) if f.default is f.default_factory]
+    assert required == FIELDS[SamplerOutput].split()
+
+
+def test_every_sampling_parameter_was_considered() -> None:
+    """A new one must be honoured or refused before this list may grow."""
+    public = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
+    assert public == set(SAMPLING_PARAMETERS.split())
+    assert set(REFUSED) <= public
+
+
+def test_refused_parameters_are_refused_from_their_default_on() -> None:
+    defaults = SamplingParams()
+    assert {name: getattr(defaults, name) for name in REFUSED} == {
+        name: neutral for name, (neutral, _) in REFUSED.items()
+    }
+
+
+def test_kernels() -> None:
+    assert set(cpu.KERNELS) == {f"vllm.v1.worker.gpu.{name}" for name in KERNELS}
+
+
+@pytest.mark.parametrize("name", list(KERNELS))
+def test_kernel_arguments(name: str) -> None:
+    module, kernel = name.rsplit(".", 1)
+    found = getattr(importlib.import_module(f"vllm.v1.worker.gpu.{module}"), kernel)
+    names = getattr(found, "arg_names", None)
+    if names is None:  # vLLM's placeholder for Triton keeps the function
+        names = inspect.signature(getattr(found, "func", found)).parameters
+    assert " ".join(names) == KERNELS[name]
+
+
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="the CPU worker's own preparation")
+def test_cpu_worker_prepares_buffers() -> None:
+    """Our unit tests import what vLLM's CPU worker imports before it builds buffers."""
+    shm = importlib.import_module("vllm.v1.worker.cpu.shm")
+    buffers = importlib.import_module("vllm.v1.worker.gpu.buffer_utils")
+    assert buffers.UvaBuffer is shm.cpu_buffer_utils.UvaBuffer
