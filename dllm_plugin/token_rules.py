@@ -17,12 +17,14 @@ from dllm_plugin.plan import Canvas, Proposal
 from dllm_plugin.states import CanvasStates
 
 NEGATIVE_INFINITY = float("-inf")
+UNUSED = -1
+EARLY_ONLY = -2  # `EARLY_ONLY - id` in the stop table: held back by min_tokens, ends nothing
 
 
 class TokenRules:
     """Bans and biases ids per slot and position, and knows which tokens end a request.
 
-    stop       int64 ``[N, K]``, -1 where unused
+    stop       int64 ``[N, K]``, UNUSED or see EARLY_ONLY where it is no stop token
     min_end    int64 ``[N]``, first absolute position where a stop token is allowed
     bias_row   int64 ``[N]``, row of the bias table; row 0 is all zeros
     bias_MV    float32, made when the first request needs it: one row per such request
@@ -42,23 +44,25 @@ class TokenRules:
 
     def _stop_table(self, width: int) -> UvaBackedTensor:
         table = UvaBackedTensor((self.num_slots, width), dtype=torch.int64)
-        table.np.fill(-1)
+        table.np.fill(UNUSED)
         table.copy_to_uva()
         return table
 
     def add_request(self, slot: int, params: SamplingParams) -> None:
         """Stage the rules of a request; its prompt length is already known to the states."""
-        stop_ids = list(params.stop_token_ids or ())
+        ends = set(params.stop_token_ids or ())
         if params.eos_token_id is not None:
-            stop_ids.append(params.eos_token_id)
+            ends.add(params.eos_token_id)
+        # `min_tokens` also holds back an EOS that `ignore_eos` keeps from ending the request.
+        early_only = params.all_stop_token_ids - ends
         # Masked positions hold the mask id, and no position can hold an id that does not exist.
-        mask_id = self.states.config.mask_token_id
-        stop_ids = [i for i in stop_ids if i != mask_id and 0 <= i < self.vocab_size]
+        ends = {i for i in ends if self._exists(i)}
+        stop_ids = [*ends, *(EARLY_ONLY - i for i in early_only if self._exists(i))]
         if len(stop_ids) > self.stop.np.shape[1]:
             old = self.stop.np
             self.stop = self._stop_table(2 * len(stop_ids))
             self.stop.np[:, : old.shape[1]] = old
-        self.stop.np[slot] = -1
+        self.stop.np[slot] = UNUSED
         self.stop.np[slot, : len(stop_ids)] = stop_ids
         self.min_tokens_np[slot] = params.min_tokens
         self.min_end.np[slot] = self.states.prompt_len.np[slot] + params.min_tokens
@@ -69,6 +73,9 @@ class TokenRules:
         self.bias_row.np[slot] = 0 if bias is None else slot + 1
         if bias is not None:
             self._new_biases.append((slot + 1, bias))
+
+    def _exists(self, token_id: int) -> bool:
+        return 0 <= token_id < self.vocab_size and token_id != self.states.config.mask_token_id
 
     def _bias(self, params: SamplingParams, banned: list[int]) -> Tensor | None:
         if not (params.logit_bias or params.allowed_token_ids or banned):
@@ -118,7 +125,8 @@ class TokenRules:
         logits_TV[:, mask_id] = NEGATIVE_INFINITY
         if self.min_tokens_np[slots_np].any():
             stop_TK = self.stop.gpu[slot_T]
-            early_TK = (position_T < self.min_end.gpu[slot_T])[:, None] & (stop_TK >= 0)
+            early_TK = (position_T < self.min_end.gpu[slot_T])[:, None] & (stop_TK != UNUSED)
+            stop_TK = torch.where(stop_TK <= EARLY_ONLY, EARLY_ONLY - stop_TK, stop_TK)
             logits_TV.scatter_(1, stop_TK.where(early_TK, mask_id), NEGATIVE_INFINITY)
         self.bad_words.apply(logits_TV, first_row)
 

@@ -132,6 +132,15 @@ def test_min_tokens_count_positions_not_steps() -> None:
     assert run.output[-1] == EOS and run.output.index(EOS) == 6
 
 
+def test_min_tokens_hold_back_an_eos_that_is_ignored() -> None:
+    """As in vLLM: `ignore_eos` keeps EOS from ending the request, not from being banned early."""
+    params = sampling(8, None, min_tokens=2)
+    params._all_stop_token_ids = {EOS}
+    script = Table(lambda q: EOS, lambda q: 0.99)
+    output = decode(params, script).output
+    assert EOS not in output[:2] and output[2:] == [EOS] * 6
+
+
 def test_min_tokens_with_a_stop_token_outside_the_vocabulary() -> None:
     """Accepted by vLLM's front end, so it must not bring the engine down."""
     run = decode(sampling(4, None, min_tokens=2, stop_token_ids=[VOCAB + 5]))
