@@ -103,16 +103,16 @@ class BadWords:
         used = (words_R1WL != UNUSED).expand(-1, window_RA1L.shape[1], -1, -1)
         return window_RA1L, (window_RA1L == words_R1WL) & used, used
 
-    def apply(self, logits_TV: Tensor, first_row: int) -> None:
-        """Ban the collected ids in the rows ``[first_row, first_row + T)``."""
-        if self._banned is None:
+    def apply(self, logits_TV: Tensor, rows_T: Tensor) -> None:
+        """Ban the collected ids in the rows `rows_T` of the step."""
+        if self._banned is None or not len(rows_T):
             return
         row, token = self._banned
-        row = row - first_row
-        here = (row >= 0) & (row < len(logits_TV))
+        local = torch.searchsorted(rows_T, row).clamp_max(len(rows_T) - 1)
+        here = rows_T[local] == row
         mask_id = self.states.config.mask_token_id
         # Pairs of other rows fall on the mask token, which is banned everywhere.
-        flat = row.where(here, 0) * logits_TV.shape[1] + token.where(here, mask_id)
+        flat = local * logits_TV.shape[1] + token.where(here, mask_id)
         logits_TV.view(-1).index_fill_(0, flat, float("-inf"))
 
     def withhold(self, canvas: Canvas, proposal: Proposal, unmask_RC: Tensor) -> Tensor:

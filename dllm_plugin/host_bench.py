@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
     from vllm import LLM
 
+CANVAS_AT_MOST = 256
 TEXT = "Tom has 3 boxes with 12 pencils each and gives 4 pencils to a friend. "
 
 
@@ -64,7 +65,10 @@ def run(options: dict[str, Any], requests: list[int], max_tokens: int, seed: int
             f"bench host reads the host's clock around the forward, which on "
             f"{current_platform.device_name} runs asynchronously: use it on a CPU"
         )
-    llm = start_engine(options | {"seed": seed, "max_num_seqs": max(requests)})
+    most = max(requests)
+    # Enough tokens per step for all canvases, or some requests would only wait.
+    tokens = {"max_num_batched_tokens": most * CANVAS_AT_MOST}
+    llm = start_engine(options | {"seed": seed, "max_num_seqs": most} | tokens)
     clock = ForwardClock()
     llm.apply_model(clock.attach)
     _measure(llm, clock, 1, max_tokens)  # warm-up

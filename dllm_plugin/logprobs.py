@@ -11,6 +11,7 @@ from vllm.config import ModelConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsTensors
 
+from dllm_plugin.kernels.reference import at_rows
 from dllm_plugin.plan import StepOutcome
 from dllm_plugin.states import CanvasStates
 
@@ -27,6 +28,7 @@ class LogprobStash:
         self.active = False
         self._columns = 0
         self._scored: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._rows: list[Tensor] = []
 
     def add_request(self, slot: int, params: SamplingParams) -> None:
         """Note how many log-probabilities a request wants; -1 in `params` means all."""
@@ -46,9 +48,9 @@ class LogprobStash:
         most = int(self.num_logprobs_np[slots_np].max())
         self.active = most >= 0
         self._columns = most + 1
-        self._scored = []
+        self._scored, self._rows = [], []
 
-    def score(self, logits_TV: Tensor, token_T: Tensor) -> None:
+    def score(self, logits_TV: Tensor, token_T: Tensor, rows_T: Tensor) -> None:
         """Score some rows: raw log-probabilities of the proposal and of the most likely tokens."""
         if not self.active:
             return
@@ -58,9 +60,15 @@ class LogprobStash:
         top = logprobs_TV.topk(self._columns - 1, dim=-1)
         ids_TK = torch.cat([token_T[:, None], top.indices], dim=1).to(torch.int32)
         self._scored.append((ids_TK, torch.cat([chosen_T1, top.values], dim=1), rank_T))
+        self._rows.append(rows_T)
 
     def settle(
-        self, source_RC: Tensor, outcome: StepOutcome, slots_R: Tensor, num_reqs: int
+        self,
+        source_RC: Tensor,
+        num_rows: int,
+        outcome: StepOutcome,
+        slots_R: Tensor,
+        num_reqs: int,
     ) -> LogprobsTensors | None:
         """Keep what was unmasked, hand out what is emitted, and move on with the canvas.
 
@@ -71,7 +79,8 @@ class LogprobStash:
             return None
         assert self.tables is not None
         num_positions, columns = source_RC.shape[1], self._columns
-        fresh = [torch.cat(part)[source_RC] for part in zip(*self._scored, strict=True)]
+        scored = zip(*self._scored, strict=True)
+        fresh = [at_rows(part, self._rows, num_rows)[source_RC] for part in scored]
         unmask_RC = outcome.unmask_RC
         moved_R1 = outcome.next_start_R.to(torch.int64)[:, None]
         index_RC = torch.arange(num_positions, device=source_RC.device) + moved_R1

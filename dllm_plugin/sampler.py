@@ -17,7 +17,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-from dllm_plugin.kernels.reference import counter_uniform, row_stats
+from dllm_plugin.kernels.reference import at_rows, counter_uniform, row_stats
 from dllm_plugin.logprobs import LogprobStash
 from dllm_plugin.plan import Canvas, Proposal, StepPlan
 from dllm_plugin.policies import POLICIES
@@ -32,12 +32,13 @@ RANDOM_ORDER = 0x5D2F  # separates the ranking stream of policy `random` from th
 
 
 class RowChunk(NamedTuple):
-    """Some logits rows of a step: `first` is the index of the first one among all rows.
+    """Some logits rows of a step.
 
-    logits_TV model dtype; slot_T int64; position_T int64, absolute position a row predicts.
+    rows_T int64, index among all rows of the step; logits_TV model dtype; slot_T int64;
+    position_T int64, absolute position a row predicts.
     """
 
-    first: int
+    rows_T: Tensor
     logits_TV: Tensor
     slot_T: Tensor
     position_T: Tensor
@@ -148,12 +149,15 @@ class DiffusionSampler:
         canvas, remaining_R = states.view(slots_R, fed_R)
         plan = self.plan(canvas, mask_id)
         source_RC = self._source_rows(batch, num_canvases)
-        chunks = list(self._chunks(logits_TV, batch, slots_R, plan))
+        chunks = list(self._chunks(logits_TV, batch, slots_R, plan, source_RC))
         self.rules.start_step(canvas, slots_R, slots_np, source_RC)
         self.logprobs.start_step(slots_np)
         stats = [self._propose(chunk, slots_np) for chunk in chunks]
-        token_T, confidence_T, score_T = (torch.cat(part) for part in zip(*stats, strict=True))
-        proposal = Proposal(token_T[source_RC], confidence_T[source_RC], score_T[source_RC])
+        num_rows = len(logits_TV) + (0 if self.carry_NV is None else num_canvases)
+        rows = [chunk.rows_T for chunk in chunks]
+        proposal = Proposal(
+            *(at_rows(part, rows, num_rows)[source_RC] for part in zip(*stats, strict=True))
+        )
         unmask_RC = self._pick(plan, canvas, proposal, slots_R, slots_np)
         unmask_RC = self.rules.withhold(canvas, proposal, unmask_RC)
         tokens_RC = torch.where(unmask_RC, proposal.token_RC, canvas.tokens_RC)
@@ -161,7 +165,7 @@ class DiffusionSampler:
         outcome = settle(canvas, plan, unmask_RC, tokens_RC, is_stop_RC, remaining_R, mask_id)
         saw_stop_R = canvas.saw_stop_R | is_stop_RC.any(dim=1)
         sampled_RC.copy_(tokens_RC)
-        logprobs = self.logprobs.settle(source_RC, outcome, slots_R, batch.num_reqs)
+        logprobs = self.logprobs.settle(source_RC, num_rows, outcome, slots_R, batch.num_reqs)
         states.advance(slots_R, plan, outcome, tokens_RC, saw_stop_R)
         return outcome.num_committed_R, logprobs
 
@@ -178,12 +182,18 @@ class DiffusionSampler:
         return source_RC
 
     def _chunks(
-        self, logits_TV: Tensor, batch: InputBatch, slots_R: Tensor, plan: StepPlan
+        self,
+        logits_TV: Tensor,
+        batch: InputBatch,
+        slots_R: Tensor,
+        plan: StepPlan,
+        source_RC: Tensor,
     ) -> Iterator[RowChunk]:
+        """The rows to propose from, at most CHUNK_ROWS at a time."""
         states, shift = self.states, 0 if self.carry_NV is None else 1
         slot_T = batch.expanded_idx_mapping
         position_T = states.start_N[slot_T] + batch.expanded_local_pos + shift
-        carry_RV = None
+        parts = [(logits_TV, slot_T, position_T)]
         if self.carry_NV is not None:
             carry_RV = self.carry_NV[slots_R]
             # The row of the last position that commits now serves the next steps.
@@ -191,11 +201,19 @@ class DiffusionSampler:
             row_R = batch.cu_num_logits[: len(slots_R)] + moved_R1[:, 0].clamp_min(1) - 1
             new_RV = logits_TV[row_R.to(torch.int64)].to(carry_RV.dtype)
             self.carry_NV[slots_R] = torch.where(moved_R1 > 0, new_RV, carry_RV)
-        for first in range(0, len(logits_TV), CHUNK_ROWS):
-            part = slice(first, first + CHUNK_ROWS)
-            yield RowChunk(first, logits_TV[part], slot_T[part], position_T[part])
-        if carry_RV is not None:
-            yield RowChunk(len(logits_TV), carry_RV, slots_R, states.start_N[slots_R])
+            parts.append((carry_RV, slots_R, states.start_N[slots_R]))
+        first = 0
+        for logits, slots, positions in parts:
+            rows = torch.arange(first, first + len(logits), device=states.device)
+            if states.device.type == "cpu":
+                # There is no device to wait for, so rows that propose for nothing are left out.
+                chosen = torch.isin(rows, source_RC[plan.candidates_RC])
+                rows, logits = rows[chosen], logits[chosen]
+                slots, positions = slots[chosen], positions[chosen]
+            for low in range(0, max(len(rows), 1), CHUNK_ROWS):
+                part = slice(low, low + CHUNK_ROWS)
+                yield RowChunk(rows[part], logits[part], slots[part], positions[part])
+            first += len(parts[0][0])
 
     def _propose(self, chunk: RowChunk, slots_np: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
         """Token, confidence and score of some rows (spec d2f 1.4).
@@ -204,7 +222,7 @@ class DiffusionSampler:
         """
         states, sampling = self.states, self.sampling_states
         logits_TV = chunk.logits_TV.to(torch.float32, copy=self.logprobs.active)
-        self.rules.apply(logits_TV, chunk.first, chunk.slot_T, chunk.position_T, slots_np)
+        self.rules.apply(logits_TV, chunk.rows_T, chunk.slot_T, chunk.position_T, slots_np)
         step_T, seed_T = states.step_N[chunk.slot_T], sampling.seeds.gpu[chunk.slot_T]
         uniform_T = None
         if sampling.temperature.np[slots_np].any():
@@ -228,7 +246,7 @@ class DiffusionSampler:
         for name, value_T in scores.items():
             if value_T is not None:
                 score_T = torch.where(policy_T == POLICY_IDS[name], value_T, score_T)
-        self.logprobs.score(chunk.logits_TV, stats.token_T)
+        self.logprobs.score(chunk.logits_TV, stats.token_T, chunk.rows_T)
         # A row of NaN or of banned ids alone must not stop the request's progress.
         return stats.token_T, stats.confidence_T.nan_to_num(0.0), score_T.nan_to_num(-1e30)
 

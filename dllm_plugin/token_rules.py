@@ -113,7 +113,7 @@ class TokenRules:
     def apply(
         self,
         logits_TV: Tensor,
-        first_row: int,
+        rows_T: Tensor,
         slot_T: Tensor,
         position_T: Tensor,
         slots_np: np.ndarray,
@@ -128,7 +128,7 @@ class TokenRules:
             early_TK = (position_T < self.min_end.gpu[slot_T])[:, None] & (stop_TK != UNUSED)
             stop_TK = torch.where(stop_TK <= EARLY_ONLY, EARLY_ONLY - stop_TK, stop_TK)
             logits_TV.scatter_(1, stop_TK.where(early_TK, mask_id), NEGATIVE_INFINITY)
-        self.bad_words.apply(logits_TV, first_row)
+        self.bad_words.apply(logits_TV, rows_T)
 
     def withhold(self, canvas: Canvas, proposal: Proposal, unmask_RC: Tensor) -> Tensor:
         """Drop picks that would complete a bad word together."""

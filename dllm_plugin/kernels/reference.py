@@ -3,6 +3,7 @@
 Shape letters as in :mod:`dllm_plugin.plan`.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -41,6 +42,12 @@ def at_positions(value_RS: Tensor, block_RC: Tensor) -> Tensor:
 def leading(flag_RX: Tensor) -> Tensor:
     """Length of the leading run of True along the last axis, int64 ``[R]``."""
     return flag_RX.to(torch.int32).cumprod(dim=1).sum(dim=1)
+
+
+def at_rows(parts: Sequence[Tensor], rows: Sequence[Tensor], num_rows: int) -> Tensor:
+    """Scatter per-chunk values to ``[num_rows, ...]``; rows of no chunk are zero."""
+    values, index_T = torch.cat(list(parts)), torch.cat(list(rows))
+    return values.new_zeros(num_rows, *values.shape[1:]).index_copy_(0, index_T, values)
 
 
 def best_per_block(
@@ -87,12 +94,7 @@ def row_stats(
     Returns:
         stats (score = confidence), negative entropy or None, margin or None.
     """
-    top_T, token_T = logits_TV.max(dim=-1)
-    greedy_only = uniform_T is None
-    if greedy_only and not (want_entropy or want_margin):
-        weight_T = (logits_TV - top_T[:, None]).exp_().sum(dim=-1)
-        confidence_T = weight_T.reciprocal()
-        return RowStats(token_T, confidence_T, confidence_T), None, None
+    token_T = logits_TV.argmax(dim=-1)
     probs_TV = torch.softmax(logits_TV, dim=-1)
     if uniform_T is not None:
         mass_TV = probs_TV.cumsum(dim=-1)

@@ -32,7 +32,7 @@ ROOMS: dict[str, set[str]] = {
     "attention": {"plan", "states", "strategies"},
     "bad_words": {"plan", "states"},
     "token_rules": {"bad_words", "plan", "states"},
-    "logprobs": {"plan", "states"},
+    "logprobs": {"plan", "states", "kernels.reference"},
     "sampler": {
         *("kernels.reference", "logprobs", "plan", "policies", "states", "strategies"),
         "token_rules",
