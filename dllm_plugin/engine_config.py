@@ -68,7 +68,8 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
             config = _fit_warmup(config, user, model_config.max_model_len)
         _check_files(vllm_config, config)
         logger.info(
-            "Decoding %s by %s with policy %s (%s); mask token %d from %s; canvas %d, block %d.",
+            "Decoding %s by %s with policy %s (%s); mask token %d from %s; canvas %d, block %d; "
+            "prefix caching and chunked prefill are off, since prompts are bidirectional.",
             architecture,
             config.strategy,
             config.policy,
