@@ -30,6 +30,40 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
+MAX_STOP_TOKENS = 128
+MAX_BAD_WORD = 64
+
+
+def _check_limits(params: SamplingParams) -> None:
+    """Refuse what one request could slow the whole batch down with."""
+    if len(params.stop_token_ids or ()) > MAX_STOP_TOKENS:
+        raise ValueError(
+            f"stop_token_ids holds {len(params.stop_token_ids or ())} ids; at most "
+            f"{MAX_STOP_TOKENS} are supported."
+        )
+    longest = max(map(len, params.bad_words or ()), default=0)
+    if longest > MAX_BAD_WORD:
+        raise ValueError(
+            f"bad_words holds a word of {longest} characters; at most {MAX_BAD_WORD} are supported."
+        )
+    # With n > 1 vLLM counts the seed up, and its own storage is 64 bits wide.
+    if params.seed is not None and not -(2**63) <= params.seed <= 2**63 - params.n:
+        raise ValueError(f"seed must lie in [-2**63, 2**63 - n], got {params.seed}.")
+
+
+def _check_choices(params: SamplingParams, mask_token_id: int) -> None:
+    """Refuse token rules that leave a position nothing to choose."""
+    if not params.allowed_token_ids:
+        return
+    allowed = set(params.allowed_token_ids) - {mask_token_id}
+    if not allowed:
+        raise ValueError("allowed_token_ids leaves no token to choose beside the mask token.")
+    if params.min_tokens and not allowed - set(params.stop_token_ids or ()):
+        raise ValueError(
+            "min_tokens cannot be reached: allowed_token_ids holds nothing but stop tokens."
+        )
+
+
 class RequestRules(LogitsProcessor):
     """Per-request rules of one engine; never applied to logits (see :mod:`sampler`)."""
 
@@ -43,6 +77,8 @@ class RequestRules(LogitsProcessor):
             if value is not None and value != neutral:
                 raise ValueError(f"{name} is not supported by diffusion decoding: {reason}.")
         cls.config.for_request(sampling_params.extra_args)
+        _check_limits(sampling_params)
+        _check_choices(sampling_params, cls.config.mask_token_id)
 
     def apply(self, logits: Any, ctx: LogitsContext) -> Any:
         """Unused: our sampler replaces vLLM's."""

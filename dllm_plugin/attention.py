@@ -97,6 +97,7 @@ class AttentionRows:
         # Capture announces itself by `for_capture` alone; its mode argument is NONE.
         is_full = for_capture or cudagraph_mode == CUDAGraphMode.FULL
         rows = batch_rows(batch, self.states, keep_empty=is_full)
+        spans = np.diff(batch.query_start_loc_np[: batch.num_reqs + 1])
         num_rows = len(rows.length_B)
         num_tokens = batch.num_tokens
         if is_full:
@@ -124,7 +125,8 @@ class AttentionRows:
             num_tokens=num_tokens,
             query_start_loc_gpu=query_start_loc,
             query_start_loc_cpu=torch.from_numpy(packed[0]),
-            max_query_len=int(rows.length_B.max()),
+            # A captured graph also replays requests with longer blocks than the default.
+            max_query_len=int(spans.max()) if is_full else int(rows.length_B.max()),
             seq_lens=seq_lens,
             max_seq_len=self.states.max_model_len,
             block_tables=tables,

@@ -30,7 +30,7 @@ class BadWords:
         self.words_NWL: Tensor | None = None
         self.has_words_np = np.zeros(states.canvas_NC.shape[0], dtype=bool)
         self._dirty = False
-        self._step: tuple[Tensor, Tensor] | None = None
+        self._step: tuple[Tensor, Tensor, Tensor] | None = None
         self._banned: tuple[Tensor, Tensor] | None = None
 
     def add_request(self, slot: int, words: list[list[int]]) -> None:
@@ -65,22 +65,28 @@ class BadWords:
         self._step = self._banned = None
         if self.words_NWL is None or not self.has_words_np[slots_np].any():
             return
-        words_RWL = self.words_NWL[slots_R]
-        before_RL = self._before(slots_R, words_RWL.shape[2] - 1)
-        self._step = (words_RWL, before_RL)
-        window_RA1L, equal, used = self._align(canvas.tokens_RC)
-        hole = used & (window_RA1L == self.states.config.mask_token_id)
+        assert self.words_np is not None
+        # Only requests that have words, and no more columns than they fill.
+        chosen_np = np.flatnonzero(self.has_words_np[slots_np])
+        used_np = self.words_np[slots_np[chosen_np]] != UNUSED
+        count = int(used_np.any(axis=2).sum(axis=1).max())
+        length = int(used_np.sum(axis=2).max())
+        which_R = async_tensor_h2d(chosen_np, device=self.states.device)
+        slots_R, source_RC = slots_R[which_R], source_RC[which_R]
+        words_RWL = self.words_NWL[slots_R, :count, :length]
+        self._step = (which_R, words_RWL, self._before(slots_R, length - 1))
+        window_RA1L, equal, used = self._align(canvas.tokens_RC[which_R])
+        mask_id = self.states.config.mask_token_id
+        hole = used & (window_RA1L == mask_id)
         single = (hole.sum(-1) == 1) & ((equal | hole) == used).all(-1)
         hit_RAWL = hole & single[..., None]
         # Alignment a, offset k is canvas position a + k - (L - 1).
-        num_alignments, length = hit_RAWL.shape[1], hit_RAWL.shape[3]
-        position_AL = torch.arange(num_alignments, device=source_RC.device)[:, None]
+        position_AL = torch.arange(hit_RAWL.shape[1], device=source_RC.device)[:, None]
         position_AL = position_AL + torch.arange(length, device=source_RC.device) - (length - 1)
         inside_AL = (position_AL >= 0) & (position_AL < source_RC.shape[1])
         position_AL = position_AL.clamp(0, source_RC.shape[1] - 1)
         row_RAL = source_RC[:, position_AL.flatten()].view(-1, *position_AL.shape)
         hit_RAWL = hit_RAWL & inside_AL[:, None, :]
-        mask_id = self.states.config.mask_token_id
         token_RAWL = words_RWL[:, None].expand_as(hit_RAWL).where(hit_RAWL, mask_id)
         self._banned = row_RAL[:, :, None, :].expand_as(hit_RAWL).flatten(), token_RAWL.flatten()
 
@@ -94,7 +100,7 @@ class BadWords:
     def _align(self, tokens_RC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Lay every word along every alignment of the text around the canvas."""
         assert self._step is not None
-        words_RWL, before_RL = self._step
+        _, words_RWL, before_RL = self._step
         length = words_RWL.shape[2]
         behind = tokens_RC.new_full((len(tokens_RC), length - 1), OUTSIDE)
         text = torch.cat([before_RL, tokens_RC, behind], dim=1)
@@ -119,7 +125,10 @@ class BadWords:
         """Take back the last new position of every sequence completed by this step."""
         if self._step is None:
             return unmask_RC
-        tokens_RC = torch.where(unmask_RC, proposal.token_RC, canvas.tokens_RC)
+        which_R, all_RC = self._step[0], unmask_RC
+        unmask_RC = all_RC[which_R]
+        tokens_RC = canvas.tokens_RC[which_R]
+        tokens_RC = torch.where(unmask_RC, proposal.token_RC[which_R], tokens_RC)
         _, equal, used = self._align(tokens_RC)
         complete_RAW = (equal == used).all(-1) & used.any(-1)
         length = used.shape[3]
@@ -134,4 +143,5 @@ class BadWords:
         )
         for offset in range(length):
             dropped_RC[:, offset : offset + take_back_RAL.shape[1]] |= take_back_RAL[:, :, offset]
-        return unmask_RC & ~dropped_RC[:, pad : pad + unmask_RC.shape[1]]
+        kept_RC = unmask_RC & ~dropped_RC[:, pad : pad + unmask_RC.shape[1]]
+        return all_RC.index_copy(0, which_R, kept_RC)

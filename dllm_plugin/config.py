@@ -19,7 +19,9 @@ PLANNED = {
     "kv_cache_layout": ("distinct",),
 }
 D2F_POLICIES = ("threshold", "entropy", "topk_margin")
+MAX_STEPS = 4096
 TOKENIZER_MODE = "dllm"
+BLOCK_THRESHOLDS = ("block_add_threshold", "decoded_token_threshold")
 REQUEST_PREFIX = "dllm_"
 REQUEST_FIELDS = (
     "policy",
@@ -109,6 +111,8 @@ class DecodeConfig:
         _one_of("kv_cache_layout", self.kv_cache_layout, KV_CACHE_LAYOUTS)
         for name in ("block_length", "canvas_length", "max_active_blocks", "steps"):
             _whole_number(name, getattr(self, name), optional=name != "block_length")
+        if self.steps is not None and self.steps > MAX_STEPS:
+            raise ValueError(f"steps must be at most {MAX_STEPS}, got {self.steps}.")
         for name in ("threshold", "block_add_threshold", "decoded_token_threshold"):
             _number(name, getattr(self, name), 0.0, 1.0)
         _number("factor", self.factor, 0.0, None)
@@ -181,7 +185,7 @@ class DecodeConfig:
         Raises ValueError naming the argument that is unknown, out of range, or without effect
         under the request's strategy and policy.
         """
-        given = {k: v for k, v in (extra_args or {}).items() if k.startswith(REQUEST_PREFIX)}
+        given = {k: v for k, v in (extra_args or {}).items() if str(k).startswith(REQUEST_PREFIX)}
         fields = {key.removeprefix(REQUEST_PREFIX): value for key, value in given.items()}
         unknown = sorted(set(fields) - set(REQUEST_FIELDS))
         if unknown:
@@ -281,9 +285,9 @@ def find_turn_ends(model_config: "ModelConfig", family: Family) -> tuple[int, ..
 
 
 def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value in choices:
+    if isinstance(value, str) and value in choices:
         return
-    if value in PLANNED.get(name, ()):
+    if isinstance(value, str) and value in PLANNED.get(name, ()):
         raise ValueError(
             f"{name} {value!r} is not implemented in this version; use one of: "
             f"{', '.join(choices)}."
@@ -319,6 +323,20 @@ def _check_block_length(block_length: int, canvas_length: int) -> None:
             f"block_length {block_length} is longer than the canvas of {canvas_length} "
             "positions: lower block_length or raise canvas_length in additional_config."
         )
+
+
+def check_strategy_reads(config: DecodeConfig, given: Iterable[str]) -> None:
+    """Refuse engine options that the resolved strategy or family can never read."""
+    is_d2f = config.strategy == "d2f"
+    unread = {"steps", "factor", "eps"} if is_d2f else {*BLOCK_THRESHOLDS}
+    if not config.time_schedule:
+        unread.add("eps")
+    for name in given:
+        if name in unread:
+            raise ValueError(
+                f"{name} has no effect with strategy {config.strategy!r} on "
+                f"{config.architecture}: remove it or choose another strategy."
+            )
 
 
 def _check_effect(request: DecodeConfig, fields: Mapping[str, Any]) -> None:

@@ -11,12 +11,20 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from dllm_plugin.admission import request_rules
-from dllm_plugin.config import TOKENIZER_MODE, DecodeConfig, find_mask_token, find_turn_ends
+from dllm_plugin.config import (
+    TOKENIZER_MODE,
+    DecodeConfig,
+    check_strategy_reads,
+    find_mask_token,
+    find_turn_ends,
+)
 from dllm_plugin.models import FAMILIES, lora
 from dllm_plugin.models.weights import check_readable, checkpoint_folder
 
 logger = init_logger("vllm.dllm_plugin")
 
+MAX_LOGPROBS = 100
+CONCURRENT_CANVASES = 64
 WARMUP_SLACK = 8
 SCHEDULER = "dllm_plugin.scheduler.DiffusionScheduler"
 
@@ -60,12 +68,14 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
         model_config = vllm_config.model_config
         architecture = model_config.architecture
         family = FAMILIES[architecture]
-        user = DecodeConfig.from_user(_user_options(vllm_config.additional_config))
+        options = _user_options(vllm_config.additional_config)
+        user = DecodeConfig.from_user(options)
         mask_token_id, found_in = find_mask_token(model_config, family)
         turn_ends = find_turn_ends(model_config, family)
         config = user.resolve(architecture, model_config.max_model_len, mask_token_id, turn_ends)
         if not current_platform.is_cpu():
             config = _fit_warmup(config, user, model_config.max_model_len)
+        check_strategy_reads(config, options)
         _check_files(vllm_config, config)
         logger.info(
             "Decoding %s by %s with policy %s (%s); mask token %d from %s; canvas %d, block %d; "
@@ -154,6 +164,7 @@ def _refuse_unsupported(vllm_config: VllmConfig) -> None:
         "logits_processors": bool(model_config.logits_processors),
         "enable_prompt_embeds": model_config.enable_prompt_embeds,
         "logprobs_mode": model_config.logprobs_mode != "raw_logprobs",
+        "max_logprobs": not 0 <= model_config.max_logprobs <= MAX_LOGPROBS,
         "return_sampling_mask": model_config.return_sampling_mask,
         "enable_trace_replay": model_config.enable_trace_replay,
         "long_prefill_token_threshold": scheduler.long_prefill_token_threshold > 0,
@@ -164,7 +175,8 @@ def _refuse_unsupported(vllm_config: VllmConfig) -> None:
     for option, is_set in reasons.items():
         if is_set:
             raise ValueError(
-                f"{option} cannot be combined with diffusion decoding: leave it at its default."
+                f"{option} as given cannot be combined with diffusion decoding: leave it at its "
+                "default."
             )
 
 
@@ -174,13 +186,15 @@ def _set_scheduler(vllm_config: VllmConfig, canvas_length: int) -> None:
     # A bidirectional prompt may not be split, and its KV depends on the whole of it.
     scheduler.enable_chunked_prefill = False
     vllm_config.cache_config.enable_prefix_caching = False
-    needed = vllm_config.model_config.max_model_len + canvas_length
+    canvases = min(scheduler.max_num_seqs, CONCURRENT_CANVASES)
+    needed = vllm_config.model_config.max_model_len + canvases * canvas_length
     if scheduler.max_num_batched_tokens < needed:
         logger.info(
-            "max_num_batched_tokens raised from %d to %d: a prompt of a bidirectional model "
-            "must fit one step beside a canvas.",
+            "max_num_batched_tokens raised from %d to %d: the whole prompt of a bidirectional "
+            "model must fit one step beside %d canvases.",
             scheduler.max_num_batched_tokens,
             needed,
+            canvases,
         )
         scheduler.max_num_batched_tokens = needed
 

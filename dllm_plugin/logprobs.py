@@ -21,8 +21,7 @@ class LogprobStash:
 
     def __init__(self, states: CanvasStates, model_config: ModelConfig) -> None:
         self.states = states
-        most = model_config.max_logprobs
-        self.most = model_config.get_vocab_size() if most < 0 else most
+        self.most = min(model_config.max_logprobs, model_config.get_vocab_size())
         self.num_logprobs_np = np.full(states.canvas_NC.shape[0], -1, dtype=np.int64)
         self.tables: tuple[Tensor, Tensor, Tensor] | None = None
         self.active = False

@@ -14,14 +14,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class Segment(NamedTuple):
-    """Query positions ``[start, stop)`` of a span that attend to keys ``[0, keys)``."""
-
-    start: int
-    stop: int
-    keys: int
-
-
 class Canvas(NamedTuple):
     """What a strategy sees of the requests of a step, before and after the forward.
 

@@ -28,6 +28,7 @@ from dllm_plugin.token_rules import TokenRules
 # Rows sampled at once: bounds the fp32 copy of the logits.
 CHUNK_ROWS = 1024
 WARMUP_PREFIX = "_warmup_"
+POLICY_NAMES = tuple(POLICIES)
 RANDOM_ORDER = 0x5D2F  # separates the ranking stream of policy `random` from the token stream
 
 
@@ -88,7 +89,8 @@ class DiffusionSampler:
         if self.carry_NV is None or not batch.is_prefilling_np[num_canvases:].any():
             return
         # vLLM's warm-up hands a grammar to its prefills and expects them to have no rows.
-        if batch.req_ids[0].startswith(WARMUP_PREFIX):
+        # Ids of clients end in what vLLM appends to them, never in "_".
+        if batch.req_ids[0].startswith(WARMUP_PREFIX) and batch.req_ids[0].endswith("_"):
             return
         last = batch.query_start_loc[num_canvases + 1 : batch.num_reqs + 1] - 1
         batch.logits_indices = torch.cat([batch.logits_indices, last.to(torch.int64)])
@@ -135,7 +137,9 @@ class DiffusionSampler:
         num_rows = self.max_rows
         held = [logits.new_empty(num_rows, logits.shape[1])]
         chunk = min(num_rows, CHUNK_ROWS)
-        held += [torch.empty(chunk, logits.shape[1], device=logits.device) for _ in range(3)]
+        held += [torch.empty(chunk, logits.shape[1], device=logits.device) for _ in range(5)]
+        # The table of token biases is made when a request first needs one, and then stays.
+        held.append(torch.empty(len(self.states.open_N) + 1, logits.shape[1], device=logits.device))
         del held
 
     def _denoise(
@@ -271,7 +275,7 @@ class DiffusionSampler:
         """Apply each request's policy; one batched call per policy present."""
         states, settings = self.states, self.states.policy_settings(slots_R)
         accepts_by_threshold = states.config.strategy == "d2f"
-        names = {list(POLICIES)[i] for i in states.policy.np[slots_np].tolist()}
+        names = {POLICY_NAMES[i] for i in set(states.policy.np[slots_np].tolist())}
         rules = {name: "threshold" if accepts_by_threshold else name for name in names}
         unmask_RC = torch.zeros_like(plan.candidates_RC)
         for name in sorted(names):

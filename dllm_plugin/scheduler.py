@@ -21,12 +21,13 @@ class DiffusionScheduler(AsyncScheduler):
         # The canvas alone is computed: no token is sampled behind it.
         self.num_sampled_tokens_per_step = 0
         self.turn_end_token_ids = get_decode_config(self.vllm_config).turn_end_token_ids
-        # Every running request feeds a whole canvas per step, so more cannot run at once.
-        fits = max(1, self.max_num_scheduled_tokens // self.num_spec_tokens)
+        # Every running request feeds a whole canvas per step; a whole prompt must fit beside.
+        room = self.max_num_scheduled_tokens - self.max_model_len
+        fits = max(1, room // self.num_spec_tokens)
         if fits < self.max_num_active_reqs:
             logger.info(
                 "At most %d requests run at once: max_num_batched_tokens %d holds that many "
-                "canvases of %d positions.",
+                "canvases of %d positions beside a prompt.",
                 fits,
                 self.max_num_scheduled_tokens,
                 self.num_spec_tokens,
@@ -39,11 +40,18 @@ class DiffusionScheduler(AsyncScheduler):
             request.spec_decode_metrics = RequestSpecDecodeMetrics.new(self.num_spec_tokens)
         params = request.sampling_params
         if params is not None and not params.ignore_eos:
-            # Chat models end a turn with a token of their own that configs do not list as EOS.
-            known = params.stop_token_ids or []
-            ends = [i for i in self.turn_end_token_ids if i not in known]
+            # Chat models end a turn with a token of their own that configs do not list as EOS;
+            # in a prompt without turns it is a token like any other.
+            known, prompt = params.stop_token_ids or [], request.prompt_token_ids or ()
+            ends = [i for i in self.turn_end_token_ids if i in prompt and i not in known]
             params.stop_token_ids = known + ends
         super().add_request(request)
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Nothing to reset: prefix caching is off, so running requests need not be preempted."""
+        return super().reset_prefix_cache(False, reset_connector) or reset_running_requests
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)

@@ -19,6 +19,7 @@ from dllm_plugin.config import DecodeConfig
 from dllm_plugin.plan import Canvas, StepOutcome, StepPlan
 from dllm_plugin.policies import POLICIES, PolicySettings
 
+PARKED_PER_SLOT = 16
 POLICY_IDS = {name: i for i, name in enumerate(POLICIES)}
 
 
@@ -123,15 +124,16 @@ class CanvasStates:
     def remove_request(self, req_id: str) -> None:
         """Free the slot, keeping its open blocks in case the request was only preempted.
 
-        Preemption and the end of a request look alike from here; at most as many requests as
-        there are slots can be waiting to resume, so the oldest parked rows are dropped.
+        Preemption and the end of a request look alike from here. First come, first served, at
+        most as many requests as there are slots can be waiting to resume; the bound leaves room
+        for priorities, under which more can.
         A request that resumes from parked rows takes the steps it would have taken.
         """
         slot = self.req_id_to_slot.pop(req_id, None)
         if slot is None:
             return
         self._parked[req_id] = tuple(row[slot].clone() for row in self._rows)
-        while len(self._parked) > 2 * self.open_N.shape[0]:
+        while len(self._parked) > PARKED_PER_SLOT * self.open_N.shape[0]:
             oldest = next(iter(self._parked))
             del self._parked[oldest], self._origins[oldest]
 

@@ -18,6 +18,7 @@ from dllm_plugin.states import CanvasStates
 
 NEGATIVE_INFINITY = float("-inf")
 UNUSED = -1
+MAX_STOPS = 136  # what admission lets pass, EOS and the family's end-of-turn tokens
 EARLY_ONLY = -2  # `EARLY_ONLY - id` in the stop table: held back by min_tokens, ends nothing
 
 
@@ -34,19 +35,16 @@ class TokenRules:
         self.states = states
         self.vocab_size = vocab_size
         self.num_slots = states.canvas_NC.shape[0]
-        self.stop = self._stop_table(8)
+        self.stop = UvaBackedTensor((self.num_slots, MAX_STOPS), dtype=torch.int64)
+        self.stop.np.fill(UNUSED)
+        self.stop.copy_to_uva()
+        self._dirty = False
         self.min_end = UvaBackedTensor(self.num_slots, dtype=torch.int64)
         self.min_tokens_np = np.zeros(self.num_slots, dtype=np.int64)
         self.bias_row = UvaBackedTensor(self.num_slots, dtype=torch.int64)
         self.bias_MV: Tensor | None = None
         self._new_biases: list[tuple[int, Tensor]] = []
         self.bad_words = BadWords(states, req_states)
-
-    def _stop_table(self, width: int) -> UvaBackedTensor:
-        table = UvaBackedTensor((self.num_slots, width), dtype=torch.int64)
-        table.np.fill(UNUSED)
-        table.copy_to_uva()
-        return table
 
     def add_request(self, slot: int, params: SamplingParams) -> None:
         """Stage the rules of a request; its prompt length is already known to the states."""
@@ -58,10 +56,8 @@ class TokenRules:
         # Masked positions hold the mask id, and no position can hold an id that does not exist.
         ends = {i for i in ends if self._exists(i)}
         stop_ids = [*ends, *(EARLY_ONLY - i for i in early_only if self._exists(i))]
-        if len(stop_ids) > self.stop.np.shape[1]:
-            old = self.stop.np
-            self.stop = self._stop_table(2 * len(stop_ids))
-            self.stop.np[:, : old.shape[1]] = old
+        stop_ids = stop_ids[:MAX_STOPS]
+        self._dirty = True
         self.stop.np[slot] = UNUSED
         self.stop.np[slot, : len(stop_ids)] = stop_ids
         self.min_tokens_np[slot] = params.min_tokens
@@ -92,8 +88,10 @@ class TokenRules:
 
     def apply_staged_writes(self) -> None:
         """Bring what `add_request` staged to the device."""
-        for tensor in (self.stop, self.min_end, self.bias_row):
-            tensor.copy_to_uva()
+        if self._dirty:
+            for tensor in (self.stop, self.min_end, self.bias_row):
+                tensor.copy_to_uva()
+            self._dirty = False
         if self._new_biases:
             device = self.states.device
             if self.bias_MV is None:

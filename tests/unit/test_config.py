@@ -281,3 +281,21 @@ def test_missing_vllm() -> None:
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.32.0+cpu", "0.32.0rc2", "0.32"])
 def test_right_vllm_version(version: str) -> None:
     dllm_plugin.check_vllm_version(version)
+
+
+def test_options_that_the_strategy_never_reads_are_refused() -> None:
+    from dllm_plugin.config import check_strategy_reads
+
+    d2f = DecodeConfig(strategy="d2f").resolve("LLaDAModelLM", 512, 300)
+    block = DecodeConfig(strategy="block_diffusion").resolve("LLaDAModelLM", 512, 300)
+    check_strategy_reads(d2f, ["threshold", "block_add_threshold", "block_length"])
+    for config, name in ((d2f, "steps"), (d2f, "factor"), (block, "block_add_threshold")):
+        with pytest.raises(ValueError, match=f"{name} has no effect"):
+            check_strategy_reads(config, [name])
+    with pytest.raises(ValueError, match="eps has no effect"):
+        check_strategy_reads(block, ["eps"])
+
+
+def test_steps_are_bounded() -> None:
+    with pytest.raises(ValueError, match="steps must be at most 4096"):
+        DecodeConfig.from_user({"steps": 3_000_000_000})
