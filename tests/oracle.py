@@ -103,7 +103,7 @@ def uniform(seed: int, position: int, step: int) -> float:
     state = mix((seed + 0x9E3779B97F4A7C15) & WORD)
     state = mix(state ^ (position * 0x9E3779B97F4A7C15) & WORD)
     state = mix(state ^ (step * 0xBF58476D1CE4E5B9) & WORD)
-    return ((state >> 41) + 0.5) / (1 << 24)
+    return ((state >> 41) + 0.5) / (1 << 23)
 
 
 @dataclass
