@@ -256,6 +256,8 @@ class DiffusionSampler:
 
     def _filter(self, logits_TV: Tensor, slot_T: Tensor, slots_np: np.ndarray) -> Tensor:
         sampling = self.sampling_states
+        if not len(logits_TV):
+            return logits_TV
         if sampling.min_p.np[slots_np].any():
             floor_T = logits_TV.amax(dim=-1) + sampling.min_p.gpu[slot_T].log()
             logits_TV.masked_fill_(logits_TV < floor_T[:, None], float("-inf"))

@@ -70,3 +70,14 @@ def test_rooms_in_design_exist() -> None:
     present = {path.name for path in (ROOT / "dllm_plugin").glob("*.py")}
     present |= {f"{path.parent.name}/" for path in (ROOT / "dllm_plugin").glob("*/__init__.py")}
     assert rooms == present
+
+
+def test_every_option_is_documented() -> None:
+    import dataclasses
+
+    from dllm_plugin.config import DecodeConfig
+
+    text = (ROOT / "docs" / "strategies.md").read_text()
+    for field in dataclasses.fields(DecodeConfig):
+        if not field.metadata.get("internal"):
+            assert f"`{field.name}`" in text, field.name

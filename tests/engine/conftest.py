@@ -1,0 +1,64 @@
+"""Engine tests run vLLM itself. Engines live in this process, one at a time."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+# In process: failures carry their traceback, and tests may look at the scheduler and the model.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+# Tiny matrices: a second thread costs more than it computes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from engines import CHECKPOINTS, FAMILIES, EngineRoom  # noqa: E402
+from plain import PlainModel  # noqa: E402
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Warnings that vLLM and its dependencies raise about each other are not ours to fix."""
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.filterwarnings("default"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Also when torch was imported, and had counted the cores, before this file."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def room() -> Iterator[EngineRoom]:
+    """The place where engines live."""
+    room = EngineRoom()
+    yield room
+    room.close()
+
+
+@pytest.fixture(scope="session")
+def plain_models() -> dict[str, PlainModel]:
+    """The tiny checkpoints in plain torch, by family."""
+    return {name: PlainModel.load(CHECKPOINTS / f"tiny-{name}") for name in FAMILIES}
+
+
+# Module scope lets pytest run all tests of one family and scheduling on one engine.
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    """Which tiny checkpoint: logits in place, or shifted by one."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
+def overlapped(request: pytest.FixtureRequest) -> bool:
+    """Whether the next step is scheduled before the result of this one is known."""
+    return bool(request.param)

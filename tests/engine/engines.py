@@ -1,0 +1,153 @@
+"""Real engines for the tests: one alive at a time, in this process."""
+
+import contextlib
+import gc
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+CHECKPOINTS = Path(__file__).parents[1] / "goldens" / "checkpoints"
+FAMILIES = ("llada", "dream")
+MASK_IDS = {"llada": 300, "dream": 279}
+NEVER = 319  # a token that the tiny checkpoints never predict
+
+
+class EngineRoom:
+    """Starts an engine on demand and ends the one before it; equal wishes share an engine."""
+
+    def __init__(self) -> None:
+        self.llm: Any = None
+        self.wish: Any = None
+
+    def start(
+        self,
+        family: str = "llada",
+        dllm: dict[str, Any] | None = None,
+        async_scheduling: bool = False,
+        **options: Any,
+    ) -> Any:
+        """An ``LLM`` on a tiny checkpoint, or on the folder given as `model`."""
+        wish = (family, dllm, async_scheduling, options)
+        # An engine that a failed test left in the middle of its work is not used again.
+        usable = self.llm is not None and not self.llm.llm_engine.has_unfinished_requests()
+        if usable and wish == self.wish:
+            return self.llm
+        self.close()
+        from vllm import LLM
+
+        settings: dict[str, Any] = {
+            "model": str(CHECKPOINTS / f"tiny-{family}"),
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": 256,
+            "max_num_seqs": 16,
+            "kv_cache_memory_bytes": 16 << 20,
+            "disable_log_stats": False,
+            "additional_config": {"dllm": {"strategy": "d2f"} if dllm is None else dllm},
+        } | options
+        # A start collects garbage ten times; without this each walks through all of vLLM.
+        gc.freeze()
+        with _async_on_cpu() if async_scheduling else contextlib.nullcontext():
+            self.llm = LLM(**settings)
+        assert self.llm.llm_engine.vllm_config.scheduler_config.async_scheduling is async_scheduling
+        self.wish = wish
+        return self.llm
+
+    def close(self) -> None:
+        """End the engine that is alive."""
+        if self.llm is not None:
+            self.llm.llm_engine.engine_core.shutdown()
+            self.llm = self.wish = None
+            gc.collect()
+
+
+@contextlib.contextmanager
+def _async_on_cpu() -> Iterator[None]:
+    """vLLM switches asynchronous scheduling off on CPUs; GPUs run with it, so test it here."""
+    from vllm.config import SchedulerConfig, VllmConfig
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    update = platform.__dict__["check_and_update_config"]
+
+    def keep_async(cls: Any, config: VllmConfig) -> None:
+        update.__get__(None, cls)(config)
+        assert isinstance(config.scheduler_config, SchedulerConfig)
+        config.scheduler_config.async_scheduling = True
+
+    platform.check_and_update_config = classmethod(keep_async)
+    try:
+        yield
+    finally:
+        platform.check_and_update_config = update
+
+
+def scheduler(llm: Any) -> Any:
+    """The scheduler of an in-process engine."""
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def free_pages(llm: Any) -> int:
+    """Pages of the KV cache that no request holds."""
+    return int(scheduler(llm).kv_cache_manager.block_pool.get_num_free_blocks())
+
+
+def num_preemptions(llm: Any) -> int:
+    """Preemptions since the engine started, as vLLM's own metric counts them."""
+    counters = [m for m in llm.get_metrics() if m.name == "vllm:num_preemptions"]
+    assert counters, "vLLM exports the counter under this name"
+    return sum(int(counter.value) for counter in counters)
+
+
+def params(max_tokens: int, **options: Any) -> Any:
+    """Greedy SamplingParams; keys that start with ``dllm_`` become extra_args."""
+    from vllm import SamplingParams
+
+    ours = {key: options.pop(key) for key in list(options) if key.startswith("dllm_")}
+    settings = {"temperature": 0.0, "ignore_eos": True} | options
+    return SamplingParams(max_tokens=max_tokens, extra_args=ours or None, **settings)
+
+
+def generate(llm: Any, prompts: Sequence[list[int]], wishes: Any) -> list[Any]:
+    """Finished outputs, in the order of the prompts."""
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    return llm.generate(inputs, wishes, use_tqdm=False)
+
+
+def token_ids(output: Any) -> list[int]:
+    """Tokens of the first completion."""
+    return list(output.outputs[0].token_ids)
+
+
+def forwards(output: Any) -> int:
+    """Denoising forwards: the histogram has one entry for each step of a request."""
+    return sum(output.outputs[0].spec_decode_metrics.histogram)
+
+
+def results(outputs: Sequence[Any]) -> list[tuple[list[int], int]]:
+    """Tokens and denoising forwards of each request."""
+    return [(token_ids(output), forwards(output)) for output in outputs]
+
+
+def step_through(llm: Any, arrivals: dict[int, list[tuple[str, list[int], Any]]]) -> dict[str, Any]:
+    """Drive the engine by hand; ``arrivals[k]`` join before step k. Returns final outputs."""
+    engine, step, done = llm.llm_engine, 0, {}
+    while step <= max(arrivals) or engine.has_unfinished_requests():
+        for name, prompt, wish in arrivals.get(step, ()):
+            engine.add_request(name, {"prompt_token_ids": prompt}, wish)
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+        step += 1
+    return done
+
+
+LETTERS = list(range(64, 90))  # "a" to "z" in both tiny vocabularies
+
+
+def letters(length: int, seed: int = 0) -> list[int]:
+    """A prompt of letters: vLLM decodes an answer behind broken UTF-8 together with it."""
+    return [LETTERS[(5 * i * i + seed * i + seed) % 26] for i in range(length)]
+
+
+def a_prompt(length: int, seed: int = 0) -> list[int]:
+    """Byte tokens without pattern, the same in every run."""
+    return [(7 * i * i + 31 * i + 13 * seed + i * seed) % 251 for i in range(1, length + 1)]

@@ -1,0 +1,84 @@
+"""Block diffusion equals its two-pass form, without the passes that only store a block."""
+
+from typing import Any
+
+from engines import EngineRoom, a_prompt, forwards, generate, params, results, token_ids
+from plain import PlainModel
+from plain_loops import Text, block_diffusion
+
+BLOCKS = {"strategy": "block_diffusion"}
+WISHES: list[dict[str, Any]] = [
+    {"policy": "threshold"},
+    {"policy": "threshold", "threshold": 0.5},
+    {"policy": "low_confidence"},
+    {"policy": "low_confidence", "steps": 5},
+    {"policy": "low_confidence", "steps": 40},
+    {"policy": "entropy", "steps": 8},
+    {"policy": "topk_margin", "steps": 3},
+    {"policy": "factor"},
+    {"policy": "factor", "factor": 0.4},
+    {"policy": "random", "steps": 4, "seed": 12345},
+    {"policy": "random", "steps": 16, "seed": 99},
+]
+
+
+def two_pass(model: PlainModel, prompt: list[int], size: int, tokens: int, wish: Any) -> Text:
+    return block_diffusion(Text(model, prompt, tokens, size), **wish)
+
+
+def request(size: int, tokens: int, wish: dict[str, Any], **options: Any) -> Any:
+    numbers = {f"dllm_{key}": value for key, value in wish.items() if key != "seed"}
+    options |= {"seed": wish.get("seed"), "dllm_block_length": size} | numbers
+    return params(tokens, **options)
+
+
+def test_every_policy_in_one_batch(
+    family: str, room: EngineRoom, plain_models: dict[str, PlainModel]
+) -> None:
+    llm, model = room.start(family, BLOCKS), plain_models[family]
+    shapes = [(16, 48), (8, 20), (32, 40)]
+    jobs = [(a_prompt(5 + 9 * i, i), *shapes[i % 3], wish) for i, wish in enumerate(WISHES)]
+    outputs = generate(llm, [job[0] for job in jobs], [request(*job[1:]) for job in jobs])
+    for (prompt, size, tokens, wish), output in zip(jobs, outputs, strict=True):
+        text = two_pass(model, prompt, size, tokens, wish)
+        assert token_ids(output) == text.answer(), (wish, size)
+        assert forwards(output) == text.passes, (wish, size)
+
+
+def test_a_stop_token_ends_the_text(
+    family: str, room: EngineRoom, plain_models: dict[str, PlainModel]
+) -> None:
+    """A stop token inside a block ends the text as soon as everything left of it is decided."""
+    llm, model, prompt = room.start(family, BLOCKS), plain_models[family], a_prompt(21, 3)
+    wish: dict[str, Any] = {"policy": "low_confidence", "steps": 7}
+    if family == "dream":
+        wish["eps"] = 0.1
+    text = two_pass(model, prompt, 16, 48, wish)
+    stop = text.answer()[20]
+    ended = block_diffusion(Text(model, prompt, 48, 16, {stop}), **wish)
+    outputs = generate(
+        llm, [prompt] * 2, [request(16, 48, wish), request(16, 48, wish, stop_token_ids=[stop])]
+    )
+    expected = [(text.answer(), text.passes), (ended.answer(), ended.passes)]
+    assert results(outputs) == expected
+    assert outputs[1].outputs[0].finish_reason == "stop"
+
+
+def test_a_canvas_of_one_block_stores_it_by_itself(
+    family: str, room: EngineRoom, plain_models: dict[str, PlainModel]
+) -> None:
+    """Without room for the next block the storing pass is back, the tokens stay."""
+    llm, model, prompt = room.start(family, BLOCKS), plain_models[family], a_prompt(9, 5)
+    text = two_pass(model, prompt, 64, 130, {"threshold": 0.6})
+    [output] = generate(llm, [prompt], request(64, 130, {"policy": "threshold", "threshold": 0.6}))
+    assert token_ids(output) == text.answer()
+    assert forwards(output) == text.passes + text.commit_passes
+
+
+def test_defaults_are_block_diffusion_by_threshold(
+    room: EngineRoom, plain_models: dict[str, PlainModel]
+) -> None:
+    llm, prompt = room.start("llada", {}), a_prompt(12, 6)
+    text = two_pass(plain_models["llada"], prompt, 32, 64, {"threshold": 0.9})
+    [output] = generate(llm, [prompt], params(64))
+    assert (token_ids(output), forwards(output)) == (text.answer(), text.passes)

@@ -1,0 +1,139 @@
+"""Wrong requests get one clear sentence that names the parameter; everybody else is served."""
+
+from typing import Any
+
+import pytest
+from engines import EngineRoom, a_prompt, forwards, free_pages, generate, params, token_ids
+from jobs import job
+
+GOOD = job(20, 40, 16, seed=1, threshold=0.6)
+TEXT = a_prompt(6)
+D2F = {"strategy": "d2f"}
+BLOCKS = {"strategy": "block_diffusion"}
+
+WRONG_PARAMETERS: list[tuple[dict[str, Any], str]] = [
+    ({"presence_penalty": 0.5}, "presence_penalty"),
+    ({"frequency_penalty": 0.5}, "frequency_penalty"),
+    ({"repetition_penalty": 1.1}, "repetition_penalty"),
+    ({"prompt_logprobs": 2}, "prompt_logprobs"),
+    ({"dllm_speed": 3}, "dllm_speed"),
+    ({"dllm_strategy": "d2f"}, "dllm_strategy"),
+    ({"dllm_canvas_length": 64}, "dllm_canvas_length"),
+    ({"dllm_threshold": 1.5}, "dllm_threshold"),
+    ({"dllm_threshold": -0.1}, "dllm_threshold"),
+    ({"dllm_threshold": "high"}, "dllm_threshold"),
+    ({"dllm_threshold": True}, "dllm_threshold"),
+    ({"dllm_threshold": None}, "dllm_threshold"),
+    ({"dllm_threshold": float("nan")}, "dllm_threshold"),
+    ({"dllm_block_add_threshold": 2}, "dllm_block_add_threshold"),
+    ({"dllm_decoded_token_threshold": [0.5]}, "dllm_decoded_token_threshold"),
+    ({"dllm_block_length": 0}, "dllm_block_length"),
+    ({"dllm_block_length": -4}, "dllm_block_length"),
+    ({"dllm_block_length": 129}, "dllm_block_length"),
+    ({"dllm_block_length": 16.0}, "dllm_block_length"),
+    ({"dllm_block_length": "16"}, "dllm_block_length"),
+    ({"dllm_max_active_blocks": 0}, "dllm_max_active_blocks"),
+    ({"dllm_max_active_blocks": 1000}, "dllm_max_active_blocks"),
+    ({"dllm_steps": 4}, "dllm_steps"),
+    ({"dllm_eps": 0.1}, "dllm_eps"),
+    ({"dllm_factor": 0.5}, "dllm_factor"),
+    ({"dllm_policy": "factor"}, "dllm_policy"),
+    ({"dllm_policy": "origin"}, "dllm_policy"),
+    ({"dllm_policy": "best"}, "dllm_policy"),
+    ({"dllm_policy": 3}, "dllm_policy"),
+]
+WITHOUT_EFFECT: list[tuple[dict[str, Any], str]] = [
+    ({"dllm_steps": 4}, "dllm_steps"),
+    ({"dllm_policy": "low_confidence", "dllm_threshold": 0.5}, "dllm_threshold"),
+    ({"dllm_policy": "low_confidence", "dllm_steps": 0}, "dllm_steps"),
+    ({"dllm_policy": "low_confidence", "dllm_eps": 0.1}, "dllm_eps"),
+    ({"dllm_policy": "factor", "dllm_factor": -1.0}, "dllm_factor"),
+    ({"dllm_policy": "threshold", "dllm_factor": 1.0}, "dllm_factor"),
+    ({"dllm_block_add_threshold": 0.5}, "dllm_block_add_threshold"),
+    ({"dllm_max_active_blocks": 1}, "dllm_max_active_blocks"),
+]
+
+
+def refused() -> tuple[type[Exception], ...]:
+    """What vLLM raises for a wrong request."""
+    from vllm.exceptions import VLLMValidationError
+
+    return (ValueError, VLLMValidationError)
+
+
+def refusal(llm: Any, prompt: list[int], wish: Any) -> str:
+    """The message of a refused request, which leaves nothing behind."""
+    with pytest.raises(refused()) as caught:
+        generate(llm, [prompt], wish)
+    assert not llm.llm_engine.has_unfinished_requests()
+    message = str(caught.value)
+    assert "\n" not in message.strip()
+    return message
+
+
+def assert_unharmed(llm: Any) -> None:
+    [output] = generate(llm, [list(GOOD.prompt)], GOOD.wish())
+    assert (token_ids(output), forwards(output)) == GOOD.expected("llada")
+
+
+@pytest.mark.parametrize(("options", "name"), WRONG_PARAMETERS, ids=str)
+def test_parameter(options: dict[str, Any], name: str, room: EngineRoom) -> None:
+    llm = room.start("llada", D2F)
+    message = refusal(llm, TEXT, params(20, **options))
+    assert name in message
+    assert message.endswith(".")
+
+
+def test_they_left_the_engine_unharmed(room: EngineRoom) -> None:
+    assert_unharmed(room.start("llada", D2F))
+
+
+@pytest.mark.parametrize(("options", "name"), WITHOUT_EFFECT, ids=str)
+def test_parameter_without_effect(options: dict[str, Any], name: str, room: EngineRoom) -> None:
+    """What the chosen strategy and policy would never read is not accepted in silence."""
+    assert name in refusal(room.start("llada", BLOCKS), TEXT, params(20, **options))
+
+
+def test_structured_outputs(room: EngineRoom) -> None:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    llm = room.start("llada", D2F)
+    for kind in ({"regex": "[a-z]+"}, {"json": {"type": "object"}}, {"choice": ["a", "b"]}):
+        wish = params(20, structured_outputs=StructuredOutputsParams(**kind))
+        assert "structured_outputs" in refusal(llm, TEXT, wish)
+    assert_unharmed(llm)
+
+
+def test_prompts(room: EngineRoom) -> None:
+    llm = room.start("llada", D2F)
+    assert "mask token (id 300)" in refusal(llm, [1, 300, 2], params(20))
+    assert "empty" in refusal(llm, [], params(20))
+    for length in (256, 257, 1000):
+        message = refusal(llm, a_prompt(length), params(20))
+        assert "256" in message
+        assert "context" in message or "maximum" in message
+    with pytest.raises(refused(), match="mask token"):
+        llm.generate("before <|mdm_mask|> after", params(20), use_tqdm=False)
+    assert_unharmed(llm)
+
+
+def test_a_refusal_between_neighbours(room: EngineRoom) -> None:
+    """Requests in flight neither stop nor change when another one is refused."""
+    llm = room.start("llada", D2F)
+    engine, pages = llm.llm_engine, free_pages(llm)
+    jobs = [GOOD, job(33, 50, 16, seed=2)]
+    wrong = [([1, 300], params(20)), ([1], params(20, dllm_threshold=2)), ([], params(20))]
+    done = {}
+    for i, one in enumerate(jobs):
+        engine.add_request(str(i), {"prompt_token_ids": list(one.prompt)}, one.wish())
+    step = 0
+    while engine.has_unfinished_requests():
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+        prompt, wish = wrong[step % 3]
+        with pytest.raises(refused()):
+            engine.add_request(f"wrong{step}", {"prompt_token_ids": prompt}, wish)
+        step += 1
+    for i, one in enumerate(jobs):
+        got = token_ids(done[str(i)]), forwards(done[str(i)])
+        assert got == one.expected("llada")
+    assert free_pages(llm) == pages

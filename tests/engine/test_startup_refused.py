@@ -1,0 +1,144 @@
+"""Wrong configurations and files end the start with one sentence, in the caller's process."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import CHECKPOINTS, EngineRoom
+from jobs import MIXED, check
+from safetensors.torch import load_file, save_file
+
+WRONG_OPTIONS: list[tuple[Any, str]] = [
+    ({"strategy": "diffuse"}, "strategy 'diffuse' is unknown; choose one of: auto, d2f"),
+    ({"block_size": 8}, "Unknown dllm option 'block_size'; known options: "),
+    ({"mask_token_id": 3}, "Unknown dllm option 'mask_token_id'"),
+    ({"canvas_length": 512}, "canvas_length 512 is longer than the context of 256"),
+    ({"canvas_length": 0}, "canvas_length must be a whole number of at least 1, got 0"),
+    ({"block_length": 0}, "block_length must be a whole number of at least 1, got 0"),
+    ({"block_length": 64, "canvas_length": 32}, "block_length 64 is longer than the canvas of 32"),
+    ({"threshold": 1.5}, "threshold must be a number between 0.0 and 1.0, got 1.5"),
+    ({"steps": 2.5}, "steps must be a whole number"),
+    ({"strategy": "semi_autoregressive"}, "'semi_autoregressive' is not implemented"),
+    ({"strategy": "prefix_cache"}, "'prefix_cache' is not implemented"),
+    ({"strategy": "dual_cache"}, "'dual_cache' is not implemented"),
+    ({"policy": "origin"}, "policy 'origin' is not implemented"),
+    ({"kv_cache_layout": "distinct"}, "kv_cache_layout 'distinct' is not implemented"),
+    ({"strategy": "d2f", "policy": "factor"}, "policy 'factor' has no meaning"),
+    ({"cfg_scale": 1.0}, "cfg_scale"),
+    ({"lora_path": 3}, "lora_path must be a folder name, got 3"),
+    ("d2f", "additional_config['dllm'] must be a dictionary, got 'd2f'"),
+]
+WRONG_SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+    ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, "speculative"),
+]
+
+
+def reason(room: EngineRoom, **settings: Any) -> str:
+    """Why an engine did not start."""
+    with pytest.raises(ValueError) as caught:
+        room.start("llada", **settings)
+    return str(caught.value)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A tiny LLaDA that a test may damage."""
+    return Path(shutil.copytree(CHECKPOINTS / "tiny-llada", tmp_path / "damaged"))
+
+
+def edit_json(file: Path, **changes: Any) -> None:
+    content = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
+
+
+@pytest.mark.parametrize(("options", "sentence"), WRONG_OPTIONS, ids=str)
+def test_option(options: Any, sentence: str, room: EngineRoom) -> None:
+    assert sentence in reason(room, dllm=options)
+
+
+@pytest.mark.parametrize(("settings", "sentence"), WRONG_SETTINGS, ids=str)
+def test_engine_setting(settings: dict[str, Any], sentence: str, room: EngineRoom) -> None:
+    assert sentence in reason(room, **settings)
+
+
+def test_no_mask_token(checkpoint: Path, room: EngineRoom) -> None:
+    edit_json(checkpoint / "config.json", mask_token_id=None)
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        file = checkpoint / name
+        file.write_text(file.read_text().replace("<|mdm_mask|>", "<|nothing|>"))
+    message = reason(room, model=str(checkpoint))
+    assert "No mask token: config.json has no mask_token_id" in message
+
+
+def test_mask_token_outside_the_vocabulary(checkpoint: Path, room: EngineRoom) -> None:
+    edit_json(checkpoint / "config.json", mask_token_id=320)
+    assert "mask_token_id 320" in reason(room, model=str(checkpoint))
+
+
+def test_mask_token_from_the_tokenizer(checkpoint: Path, room: EngineRoom) -> None:
+    """What config.json lacks is found by its text."""
+    edit_json(checkpoint / "config.json", mask_token_id=None)
+    check(room.start("llada", model=str(checkpoint)), "llada", MIXED[:2])
+
+
+def test_truncated_weights(checkpoint: Path, room: EngineRoom) -> None:
+    weights = checkpoint / "model.safetensors"
+    content = weights.read_bytes()
+    for size in (len(content) // 2, 100, 0):
+        weights.write_bytes(content[:size])
+        message = reason(room, model=str(checkpoint))
+        assert "model.safetensors" in message
+        assert "truncated" in message or "damaged" in message
+
+
+def test_a_weight_too_few_and_one_too_many(checkpoint: Path, room: EngineRoom) -> None:
+    file = checkpoint / "model.safetensors"
+    weights = load_file(file)
+    name = "model.transformer.blocks.1.v_proj.weight"
+    save_file({k: v for k, v in weights.items() if k != name}, file)
+    assert name in reason(room, model=str(checkpoint))
+    save_file(weights | {"model.transformer.blocks.7.v_proj.weight": torch.zeros(1)}, file)
+    assert "blocks.7.v_proj" in reason(room, model=str(checkpoint))
+    save_file(weights | {name: weights[name][:64].contiguous()}, file)
+    assert name in reason(room, model=str(checkpoint))
+
+
+def write_adapter(folder: Path, base: str) -> Path:
+    """A rank-2 adapter of zeros on all attention projections."""
+    targets = ["q_proj", "k_proj", "v_proj", "attn_out"]
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none"}
+    config |= {"target_modules": targets, "base_model_name_or_path": base}
+    tensors = {}
+    for layer in range(3):
+        for target in targets:
+            module = f"base_model.model.model.transformer.blocks.{layer}.{target}"
+            tensors[f"{module}.lora_A.weight"] = torch.zeros(2, 128)
+            tensors[f"{module}.lora_B.weight"] = torch.zeros(128, 2)
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def test_adapter_for_another_base(tmp_path: Path, room: EngineRoom) -> None:
+    adapter = write_adapter(tmp_path / "other", "Dream-org/Dream-v0-Base-7B")
+    message = reason(room, dllm={"lora_path": str(adapter)})
+    assert "Dream-v0-Base-7B" in message
+    assert "tiny-llada" in message
+    assert "neither a directory nor a repository" in reason(
+        room, dllm={"lora_path": str(tmp_path / "nowhere")}
+    )
+
+
+def test_an_adapter_of_zeros_selects_d2f(tmp_path: Path, room: EngineRoom) -> None:
+    adapter = write_adapter(tmp_path / "zeros", str(CHECKPOINTS / "tiny-llada"))
+    check(room.start("llada", {"lora_path": str(adapter)}), "llada", MIXED[:3])
+
+
+def test_the_next_engine_starts(room: EngineRoom) -> None:
+    """Nothing of the failed starts is left in the process."""
+    check(room.start("llada"), "llada", MIXED[:2])
