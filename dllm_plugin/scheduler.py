@@ -50,8 +50,14 @@ class DiffusionScheduler(AsyncScheduler):
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        """Nothing to reset: prefix caching is off, so running requests need not be preempted."""
-        return super().reset_prefix_cache(False, reset_connector) or reset_running_requests
+        """Reset vLLM's prefix cache, which is off for our models.
+
+        Under asynchronous scheduling running requests go on: vLLM would drop the step in flight,
+        which has moved their canvases on already, and there is no cached page to protect.
+        """
+        preempts = reset_running_requests and not self.scheduler_config.async_scheduling
+        done = super().reset_prefix_cache(preempts, reset_connector)
+        return done or reset_running_requests
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)
