@@ -8,12 +8,10 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from scripted import EOS, MASK, Hashed, Loop, Pass, Run, Script, Table, sampling, visible
+from scripted import EOS, MASK, Hashed, Loop, Pass, Run, Script, Table, sampling
 
 from dllm_plugin import sampler
-from dllm_plugin.attention import batch_rows
 from dllm_plugin.policies import POLICIES
-from dllm_plugin.strategies import canvas_segments, prefill_segments
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 SCENARIOS: dict[str, dict[str, Any]] = {
@@ -363,59 +361,3 @@ def test_a_canvas_of_one_block_costs_a_pass_per_block() -> None:
 
 
 # Attention segments against the mask that they stand for.
-
-
-def keys_of(stops: np.ndarray, span: range) -> list[int]:
-    """Keys of every position of a span, given the stops of its segments."""
-    return [int(min(stop for stop in stops if stop > position)) for position in span]
-
-
-def test_canvas_segments() -> None:
-    for fed in range(1, 20):
-        for length in range(1, 10):
-            for blocks in range(1, 6):
-                stops = canvas_segments(np.array([fed]), np.array([length]), blocks)[0]
-                assert len(stops) == blocks + 1 and stops[-1] == fed
-                inside = range(min(fed, blocks * length))
-                assert keys_of(stops, inside) == [visible(p, 0, length, fed) for p in inside]
-
-
-def test_prefill_segments() -> None:
-    for prompt in range(1, 8):
-        for length in range(1, 6):
-            ends = np.array([prompt, prompt + 3 * length, prompt + length])
-            lengths = np.full(3, length)
-            stops = prefill_segments(np.full(3, prompt), ends, lengths)
-            for row, end in zip(stops, ends.tolist(), strict=True):
-                expected = [visible(p, prompt, length, end) for p in range(end)]
-                assert keys_of(row, range(end)) == expected
-
-
-@pytest.mark.parametrize("keep_empty", [False, True])
-def test_rows_of_a_mixed_batch(keep_empty: bool) -> None:
-    """Canvases in every phase and, in an eager step, prefills new and resumed."""
-    loop = Loop(ROOMY | {"canvas_length": 12, "max_active_blocks": 3})
-    runs = [
-        loop.start([1] * prompt, Hashed(prompt), sampling(40, None, dllm_block_length=length))
-        for prompt, length in ((1, 4), (5, 3), (4, 1), (7, 8))
-    ]
-    for _ in range(4):
-        loop.step()
-    canvases = [run for run in runs if not run.done]
-    prefills = [] if keep_empty else [canvases.pop(1)]
-    fed = [min(12, 64 - len(run.prompt + run.output)) for run in canvases]
-    batch = loop.batch(canvases, fed, prefills)
-    rows = batch_rows(batch, loop.states, keep_empty)
-    assert rows.length_B.sum() == batch.num_tokens
-    assert keep_empty or (rows.length_B > 0).all()
-    assert not keep_empty or len(rows.length_B) == len(canvases) * 4
-    seq_lens = batch.seq_lens.tolist()
-    for index, run in enumerate(canvases + prefills):
-        mine = rows.request_B == index
-        keys = np.repeat(seq_lens[index] - rows.behind_B[mine], rows.length_B[mine])
-        start, prompt = seq_lens[index] - len(keys), len(run.prompt)
-        length = int(loop.states.block_length.np[run.slot])
-        most = seq_lens[index] if index >= len(canvases) else start + 3 * length
-        span = range(start, min(seq_lens[index], most))
-        expected = [visible(p, prompt, length, seq_lens[index]) for p in span]
-        assert keys[: len(span)].tolist() == expected
