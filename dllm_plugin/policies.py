@@ -37,7 +37,7 @@ def threshold(
 ) -> Tensor:
     """Candidates whose confidence exceeds the threshold; else the best one of a full block.
 
-    D2F's acceptance (spec d2f 1.3 (7), 1.4): the comparison is strict and always reads the
+    D2F's acceptance (``eval_dream.py``): the comparison is strict and always reads the
     confidence; the score only ranks the forced pick.
     """
     take_RC = plan.candidates_RC & (proposal.confidence_RC > settings.threshold_R[:, None])

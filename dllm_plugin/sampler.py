@@ -220,7 +220,7 @@ class DiffusionSampler:
             first += len(parts[0][0])
 
     def _propose(self, chunk: RowChunk, slots_np: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-        """Token, confidence and score of some rows (spec d2f 1.4).
+        """Token, confidence and score of some rows.
 
         Order: banned and biased ids, temperature, min_p, top-k and top-p, softmax.
         """

@@ -42,7 +42,7 @@ def prefill_segments(
 
 
 def plan_d2f(canvas: Canvas, mask_id: int) -> StepPlan:
-    """Discrete diffusion forcing: several blocks are denoised at once (spec d2f 1.3 (1)-(4)).
+    """Discrete diffusion forcing: several blocks are denoised at once (paper, algorithm 2).
 
     At most one block is opened per step, when the last one is decided far enough; a block whose
     predecessor is decided far enough is fully activated for good; ratios compare with ``>=``.
@@ -108,8 +108,8 @@ def settle(
 
     A written token never changes, so a leading run of decided tokens that holds a stop token
     (or all the tokens asked for) is the final text: it is emitted at once, up to and including
-    the stop token, although the KV of its last block was never stored (exact early exit,
-    spec d2f 1.6).
+    the stop token, although the KV of its last block was never stored (exact early
+    exit).
 
     Args:
         tokens_RC: the canvas after `unmask_RC` was applied.

@@ -58,6 +58,18 @@ def test_prefix_caching_changes_nothing(family: str, room: EngineRoom) -> None:
         check(llm, family, [type(wanted)(prompt, 24)])
 
 
+def test_number_of_open_blocks_changes(family: str, overlapped: bool, room: EngineRoom) -> None:
+    """E8: with block_add_threshold 0 a block opens every step until the canvas is full."""
+    llm = room.start(family, async_scheduling=overlapped)
+    check(llm, family, [job(5 + i, 40, 4, seed=i, block_add_threshold=0.0) for i in range(4)])
+
+
+def test_a_slow_tail_is_not_cut(family: str, room: EngineRoom) -> None:
+    """E10: however few tokens a step brings, the request gets all of them."""
+    llm = room.start(family)
+    check(llm, family, [job(9, 64, 8, seed=3, threshold=1.0), job(9, 64, 8, threshold=0.3)])
+
+
 def run_numbers(llm: Any, wanted: list[tuple[list[int], int, int, Any]]) -> list[Any]:
     """Outputs of (prompt, max_tokens, block_length, numbers) jobs in one batch."""
     wishes = [
