@@ -5,14 +5,17 @@ and the renderer of a tokenizer mode sees every prompt as token ids.
 """
 
 import copyreg
+from contextvars import ContextVar
 from typing import Any
 
+import numpy as np
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.hf import HfRenderer
 from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcessor
 
 from dllm_plugin.config import DecodeConfig, get_decode_config
+from dllm_plugin.strategies import bounds
 
 # Parameter -> neutral value, and why diffusion decoding refuses anything else.
 REFUSED: dict[str, tuple[Any, str]] = {
@@ -29,6 +32,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "trace_decode_token_ids": (None, "tokens are not decoded in order"),
 }
 
+
+# vLLM checks a request's parameters and, next in the same call, its prompt.
+_CHECKED: ContextVar[SamplingParams | None] = ContextVar("checked", default=None)
 
 MAX_STOP_TOKENS = 128
 MAX_BAD_WORD = 64
@@ -49,6 +55,16 @@ def _check_limits(params: SamplingParams) -> None:
     # With n > 1 vLLM counts the seed up, and its own storage is 64 bits wide.
     if params.seed is not None and not -(2**63) <= params.seed <= 2**63 - params.n:
         raise ValueError(f"seed must lie in [-2**63, 2**63 - n], got {params.seed}.")
+
+
+def _check_filters(params: SamplingParams) -> None:
+    """Refuse our greedy filters where vLLM's own ones are in force."""
+    given = [name for name in ("dllm_top_p", "dllm_top_k") if name in (params.extra_args or {})]
+    if given and params.temperature > 0:
+        raise ValueError(
+            f"{given[0]} filters greedy requests: with temperature {params.temperature} use "
+            f"{given[0].removeprefix('dllm_')}."
+        )
 
 
 def _check_choices(params: SamplingParams, mask_token_id: int) -> None:
@@ -76,9 +92,11 @@ class RequestRules(LogitsProcessor):
             value = getattr(sampling_params, name)
             if value is not None and value != neutral:
                 raise ValueError(f"{name} is not supported by diffusion decoding: {reason}.")
-        cls.config.for_request(sampling_params.extra_args)
+        _check_filters(sampling_params)
+        cls.config.for_request(sampling_params.extra_args, sampling_params.max_tokens)
         _check_limits(sampling_params)
         _check_choices(sampling_params, cls.config.mask_token_id)
+        _CHECKED.set(sampling_params)
 
     def apply(self, logits: Any, ctx: LogitsContext) -> Any:
         """Unused: our sampler replaces vLLM's."""
@@ -135,4 +153,59 @@ class DiffusionRenderer(HfRenderer):
                 f"The prompt contains the mask token (id {mask_token_id}), which marks the "
                 "positions to generate: remove it from the prompt.",
                 parameter="prompt",
+            )
+        params = _CHECKED.get()
+        if params is not None:
+            _CHECKED.set(None)
+            self._check_largest_pass(len(token_ids), params)
+
+    def _check_largest_pass(self, prompt_len: int, params: SamplingParams) -> None:
+        """Raise VLLMValidationError if the request's last refresh could never be scheduled."""
+        config = get_decode_config(self.config)
+        if not config.full_attention:
+            return
+        context = self.model_config.max_model_len
+        request = config.for_request(params.extra_args, params.max_tokens)
+        end = context if params.max_tokens is None else min(prompt_len + params.max_tokens, context)
+        # As if the whole answer were one canvas: that is what the last one is computed with.
+        start = np.array(prompt_len)
+        assert request.block_length is not None
+        length = np.array(request.block_length)
+        last = bounds(start, start, np.array(end), length, context, context)
+        positions, halves = int(last.stop), 2 if request.cfg_scale > 0 else 1
+        self._check_room(positions, halves)
+
+    def _check_room(self, positions: int, halves: int) -> None:
+        scheduler, cache = self.config.scheduler_config, self.config.cache_config
+        guided = " twice, since cfg_scale is set," if halves == 2 else ""
+        shorter = "shorten the prompt, lower max_tokens or raise"
+        if halves > scheduler.max_num_seqs:
+            raise VLLMValidationError(
+                f"cfg_scale needs two of max_num_seqs {scheduler.max_num_seqs}: raise "
+                "max_num_seqs or leave cfg_scale at 0.",
+                parameter="dllm_cfg_scale",
+            )
+        budget = scheduler.max_num_batched_tokens
+        if positions * halves > budget:
+            raise VLLMValidationError(
+                f"A step of this request computes prompt and answer, {positions} positions,"
+                f"{guided} at once, but max_num_batched_tokens is {budget}: {shorter} "
+                "max_num_batched_tokens.",
+                parameter="max_tokens",
+            )
+        parallel = self.config.parallel_config
+        engines = (
+            parallel.data_parallel_size_local
+            if parallel.local_engines_only
+            else parallel.data_parallel_size
+        )
+        # One page is vLLM's own; the number is unknown until the engine is up.
+        pages = (cache.num_gpu_blocks or 0) // engines - 1
+        needed = halves * -(-positions // cache.block_size)
+        if 0 < pages < needed:
+            raise VLLMValidationError(
+                f"This request needs {needed} pages of {cache.block_size} tokens of KV cache for "
+                f"{positions} positions{guided.rstrip(',')}, but there are {pages}: {shorter} the "
+                "KV cache (kv_cache_memory_bytes or gpu_memory_utilization).",
+                parameter="max_tokens",
             )

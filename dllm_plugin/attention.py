@@ -17,6 +17,7 @@ from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.utils import AttentionGroup
 
+from dllm_plugin.rows import count_canvases
 from dllm_plugin.states import CanvasStates
 from dllm_plugin.strategies import canvas_segments, prefill_segments
 
@@ -25,7 +26,8 @@ class Rows(NamedTuple):
     """Attention rows on the host.
 
     request_B int64, index in the batch; length_B int64, queries of the row;
-    behind_B int64, how many positions of the request's span lie behind the row's keys.
+    behind_B int64, how many positions of the request's span lie behind the row's keys; negative
+    where keys behind the span were computed earlier.
     """
 
     request_B: np.ndarray
@@ -52,8 +54,9 @@ def batch_rows(batch: InputBatch, states: CanvasStates, keep_empty: bool) -> Row
     zeros = np.zeros_like(spans)
     if keep_empty:
         return _rows(0, canvas_segments(spans, lengths, blocks), zeros, spans)
-    drafts = batch.num_draft_tokens_per_req
-    num_canvases = 0 if drafts is None else int(np.count_nonzero(drafts))
+    if states.config.full_attention:
+        return _whole_rows(batch, states, spans)
+    num_canvases = count_canvases(batch)
     parts = []
     if num_canvases:
         canvas, length = spans[:num_canvases], lengths[:num_canvases]
@@ -70,6 +73,19 @@ def batch_rows(batch: InputBatch, states: CanvasStates, keep_empty: bool) -> Row
     rows = Rows(*(np.concatenate(part) for part in zip(*parts, strict=True)))
     filled = rows.length_B > 0
     return Rows(*(part[filled] for part in rows))
+
+
+def _whole_rows(batch: InputBatch, states: CanvasStates, spans: np.ndarray) -> Rows:
+    """Full attention: one row per request, which sees its whole canvas, computed or kept."""
+    num_reqs, canvases = batch.num_reqs, count_canvases(batch)
+    reached = batch.num_computed_tokens_np[:num_reqs].astype(np.int64) + spans
+    stops = reached.copy()
+    if canvases:
+        drafts = batch.num_draft_tokens_per_req
+        assert drafts is not None
+        slots, starts = batch.idx_mapping_np[:canvases], reached[:canvases] - drafts[:canvases]
+        stops[:canvases] = states.bounds_np(slots, starts).stop
+    return Rows(np.arange(num_reqs), spans, reached - stops)
 
 
 class AttentionRows:

@@ -5,23 +5,31 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dllm_plugin.choices import (
+    BLOCK_DIFFUSION,
+    D2F,
+    DUAL_CACHE,
+    FULL_ATTENTION,
+    OFF,
+    POLICIES,
+    SEMI_AUTOREGRESSIVE,
+    STRATEGIES,
+    default_policy,
+    options_of,
+    options_read,
+    policies_of,
+)
 from dllm_plugin.models import FAMILIES, Family
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import VllmConfig
 
-STRATEGIES = ("auto", "d2f", "block_diffusion")
-POLICIES = ("auto", "low_confidence", "threshold", "factor", "entropy", "topk_margin", "random")
 KV_CACHE_LAYOUTS = ("auto", "unified")
-PLANNED = {
-    "strategy": ("semi_autoregressive", "prefix_cache", "dual_cache"),
-    "policy": ("origin",),
-    "kv_cache_layout": ("distinct",),
-}
-D2F_POLICIES = ("threshold", "entropy", "topk_margin")
+PLANNED = {"kv_cache_layout": ("distinct",)}
 MAX_STEPS = 4096
+DEFAULT_BLOCK = 32
+DEFAULT_CANVAS = 256  # of full attention: what one refresh recomputes behind the prompt
 TOKENIZER_MODE = "dllm"
-BLOCK_THRESHOLDS = ("block_add_threshold", "decoded_token_threshold")
 REQUEST_PREFIX = "dllm_"
 REQUEST_FIELDS = (
     "policy",
@@ -29,39 +37,53 @@ REQUEST_FIELDS = (
     "factor",
     "steps",
     "eps",
+    "alg_temp",
+    "top_p",
+    "top_k",
+    "cfg_scale",
+    "logits_eos_inf",
+    "confidence_eos_eot_inf",
     "block_length",
     "max_active_blocks",
     "block_add_threshold",
     "decoded_token_threshold",
 )
+SWITCHES = ("logits_eos_inf", "confidence_eos_eot_inf")
 
 
 @dataclass(frozen=True)
 class DecodeConfig:
     """How diffusion models decode: ``additional_config={"dllm": {...}}``.
 
-    strategy                 what is computed per step; `auto` takes d2f with an adapter
-    policy                   which masked positions take their proposal; `auto`: threshold
-    block_length             positions of a block (D2F: a free inference knob)
-    canvas_length            positions fed per request and step; None: see `resolve`
+    strategy                 what is computed per step; `auto` takes d2f with an adapter, else
+                             dual_cache
+    policy                   which masked positions take their proposal; `auto`: threshold, in the
+                             authors' own loop (semi_autoregressive) theirs
+    block_length             positions of a block (D2F: a free inference knob); None: 32, for
+                             semi_autoregressive on Dream the whole canvas
+    canvas_length            positions fed per request and step, for full attention the most that
+                             a refresh recomputes behind the prompt; None: see `resolve`
     max_active_blocks        open blocks per request; None: what fits the canvas, at least 8
-    steps                    denoising steps per block for schedule policies; None: block_length
-    threshold                confidence above which a position is unmasked (tau_conf)
+    steps                    denoising steps per block; None: block_length
+    threshold                confidence from which a position is unmasked (tau_conf)
     factor                   Fast-dLLM's factor
     block_add_threshold      decided share of the last block that opens the next (tau_add)
     decoded_token_threshold  decided share that fully activates the next block (tau_act)
     kv_cache_layout          `unified` is vLLM's own layout
     lora_path                D2F adapter (PEFT folder) merged into the weights at load
     eps                      end of Dream's time schedule
-    alg_temp, cfg_scale, logits_eos_inf, confidence_eos_eot_inf
-                             options of strategies that are not implemented yet: refused when set
+    alg_temp                 Dream: temperature of the choice of positions; None or 0: the best
+    top_p, top_k             Dream: filters at temperature 0, where vLLM drops its own
+    cfg_scale                LLaDA: classifier-free guidance; 0 is off
+    logits_eos_inf           LLaDA: never propose EOS
+    confidence_eos_eot_inf   LLaDA: no confidence in EOS and end of turn
 
-    The last four fields are filled by `resolve`, never by users.
+    The last five fields are filled by `resolve`, never by users.
     """
 
     strategy: str = "auto"
     policy: str = "auto"
-    block_length: int = 32
+    block_length: int | None = None
     canvas_length: int | None = None
     max_active_blocks: int | None = None
     steps: int | None = None
@@ -73,6 +95,8 @@ class DecodeConfig:
     lora_path: str | None = None
     eps: float = 1e-3
     alg_temp: float | None = None
+    top_p: float = 1.0
+    top_k: int = 0
     cfg_scale: float = 0.0
     logits_eos_inf: bool = False
     confidence_eos_eot_inf: bool = False
@@ -80,6 +104,7 @@ class DecodeConfig:
     mask_token_id: int = dataclasses.field(default=-1, metadata={"internal": True})
     turn_end_token_ids: tuple[int, ...] = dataclasses.field(default=(), metadata={"internal": True})
     reason: str = dataclasses.field(default="", metadata={"internal": True})
+    whole_canvas: bool = dataclasses.field(default=False, metadata={"internal": True})
 
     @property
     def family(self) -> Family:
@@ -90,6 +115,16 @@ class DecodeConfig:
     def time_schedule(self) -> bool:
         """Whether `steps` are Dream's time steps instead of LLaDA's transfer quota."""
         return self.family.name == "dream"
+
+    @property
+    def full_attention(self) -> bool:
+        """Whether a refresh recomputes everything, at the latest when a block is done."""
+        return self.strategy in FULL_ATTENTION
+
+    @property
+    def leads_with_one(self) -> bool:
+        """Whether a refresh decides the block's first position alone (Fast-dLLM on Dream)."""
+        return self.family.logits_shift and self.strategy in FULL_ATTENTION[1:]
 
     @classmethod
     def from_user(cls, given: Mapping[str, Any]) -> "DecodeConfig":
@@ -110,27 +145,25 @@ class DecodeConfig:
         _one_of("policy", self.policy, POLICIES)
         _one_of("kv_cache_layout", self.kv_cache_layout, KV_CACHE_LAYOUTS)
         for name in ("block_length", "canvas_length", "max_active_blocks", "steps"):
-            _whole_number(name, getattr(self, name), optional=name != "block_length")
+            _whole_number(name, getattr(self, name))
         if self.steps is not None and self.steps > MAX_STEPS:
             raise ValueError(f"steps must be at most {MAX_STEPS}, got {self.steps}.")
-        for name in ("threshold", "block_add_threshold", "decoded_token_threshold"):
+        for name in ("threshold", "block_add_threshold", "decoded_token_threshold", "top_p"):
             _number(name, getattr(self, name), 0.0, 1.0)
-        _number("factor", self.factor, 0.0, None)
+        if self.top_p == 0:
+            raise ValueError("top_p must be greater than 0, got 0.")
+        if self.top_k != 0:
+            _whole_number("top_k", self.top_k)
+        for name in ("factor", "cfg_scale"):
+            _number(name, getattr(self, name), 0.0, None)
+        _number("alg_temp", self.alg_temp or 0, 0.0, None)
         _number("eps", self.eps, 0.0, 1.0)
+        for name in SWITCHES:
+            # JSON clients of vLLM turn true into 1 on its way through `vllm_xargs`.
+            if getattr(self, name) not in (False, True):
+                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}.")
         if self.lora_path is not None and not isinstance(self.lora_path, str):
             raise ValueError(f"lora_path must be a folder name, got {self.lora_path!r}.")
-        later = {
-            "alg_temp": None,
-            "cfg_scale": 0.0,
-            "logits_eos_inf": False,
-            "confidence_eos_eot_inf": False,
-        }
-        for name, neutral in later.items():
-            if getattr(self, name) != neutral:
-                raise ValueError(
-                    f"{name} belongs to full-attention decoding, which this version does not "
-                    f"have; remove {name} or use the model's reference code."
-                )
 
     def resolve(
         self,
@@ -144,12 +177,20 @@ class DecodeConfig:
         Raises ValueError when the canvas does not fit the context or a policy does not fit the
         strategy.
         """
+        family = FAMILIES[architecture]
         strategy, reason = self.strategy, f"strategy {self.strategy!r} was asked for"
-        if strategy == "auto":
-            strategy = "d2f" if self.lora_path else "block_diffusion"
-            reason = "a D2F adapter is given" if self.lora_path else "no D2F adapter is given"
-        policy = "threshold" if self.policy == "auto" else self.policy
-        _check_policy(strategy, policy)
+        if strategy == "auto" and self.lora_path:
+            strategy, reason = D2F, "a D2F adapter is given"
+        elif strategy == "auto":
+            strategy, reason = DUAL_CACHE, "full attention with KV reuse, as no adapter is given"
+        policy = self.policy
+        if policy == "auto":
+            policy = default_policy(strategy, family.name)
+        _check_policy(strategy, policy, family)
+        # Dream's authors decode the whole text as one block.
+        whole = self.block_length is None and strategy == SEMI_AUTOREGRESSIVE
+        whole = whole and family.name == "dream"
+        block = self.block_length or DEFAULT_BLOCK
         canvas = self.canvas_length
         if canvas is not None:
             if canvas > max_model_len:
@@ -157,29 +198,37 @@ class DecodeConfig:
                     f"canvas_length {canvas} is longer than the context of {max_model_len} "
                     "tokens: lower canvas_length or raise max_model_len."
                 )
-        elif strategy == "block_diffusion":
-            canvas = 2 * self.block_length
+        elif strategy in FULL_ATTENTION:
+            canvas = max(DEFAULT_CANVAS, block)
+        elif strategy == BLOCK_DIFFUSION:
+            canvas = 2 * block
         elif self.max_active_blocks is not None:
-            canvas = self.max_active_blocks * self.block_length
+            canvas = self.max_active_blocks * block
         else:
-            canvas = max(128, 4 * self.block_length)
+            canvas = max(128, 4 * block)
         canvas = min(canvas, max_model_len)
-        _check_block_length(self.block_length, canvas)
-        blocks = self.max_active_blocks or max(8, canvas // self.block_length)
+        if whole or self.block_length is None and strategy in FULL_ATTENTION:
+            block = canvas if whole else min(block, canvas)
+        _check_block_length(block, canvas)
+        blocks = self.max_active_blocks or max(8, canvas // block)
         return dataclasses.replace(
             self,
             strategy=strategy,
             policy=policy,
+            block_length=block,
             canvas_length=canvas,
-            max_active_blocks=min(blocks, canvas),
+            max_active_blocks=1 if strategy in FULL_ATTENTION else min(blocks, canvas),
             kv_cache_layout="unified",
             architecture=architecture,
             mask_token_id=mask_token_id,
             turn_end_token_ids=turn_end_token_ids,
             reason=reason,
+            whole_canvas=whole,
         )
 
-    def for_request(self, extra_args: Mapping[str, Any] | None) -> "DecodeConfig":
+    def for_request(
+        self, extra_args: Mapping[str, Any] | None, max_tokens: int | None = None
+    ) -> "DecodeConfig":
         """This configuration with a request's ``dllm_*`` extra_args applied.
 
         Raises ValueError naming the argument that is unknown, out of range, or without effect
@@ -193,27 +242,47 @@ class DecodeConfig:
                 f"Unknown request argument {REQUEST_PREFIX + unknown[0]!r}; known: "
                 f"{', '.join(REQUEST_PREFIX + name for name in REQUEST_FIELDS)}."
             )
-        if not fields:
-            return self if self.steps else dataclasses.replace(self, steps=self.block_length)
         if fields.get("policy") == "auto":
-            fields["policy"] = "threshold"
+            fields["policy"] = default_policy(self.strategy, self.family.name)
         request = dataclasses.replace(self, **fields)
         try:
-            request.check()
-            _check_policy(request.strategy, request.policy)
-            assert self.canvas_length is not None and self.max_active_blocks is not None
-            _check_block_length(request.block_length, self.canvas_length)
-            if request.max_active_blocks is None or (
-                request.max_active_blocks > self.max_active_blocks
-            ):
-                raise ValueError(
-                    f"max_active_blocks {request.max_active_blocks} exceeds the engine's "
-                    f"{self.max_active_blocks}: raise max_active_blocks in additional_config."
-                )
-            _check_effect(request, fields)
+            if fields:
+                self._check_request(request, fields)
         except ValueError as error:
             raise ValueError(f"Request argument refused: {REQUEST_PREFIX}{error}") from None
-        return dataclasses.replace(request, steps=request.steps or request.block_length)
+        block, canvas = request.block_length, request.canvas_length
+        assert block is not None and canvas is not None
+        if self.whole_canvas and "block_length" not in fields:
+            block = min(max_tokens or canvas, canvas)
+        default = block
+        if request.strategy == SEMI_AUTOREGRESSIVE and request.time_schedule:
+            # Dream's loop by threshold releases positions step by step; one step is all at once.
+            default = 1 if request.policy == "threshold" else block
+        return dataclasses.replace(request, block_length=block, steps=request.steps or default)
+
+    def _check_request(self, request: "DecodeConfig", fields: Mapping[str, Any]) -> None:
+        request.check()
+        _check_policy(request.strategy, request.policy, self.family)
+        assert self.canvas_length is not None and self.max_active_blocks is not None
+        if request.block_length is None:
+            raise ValueError("block_length must be a whole number of at least 1, got None.")
+        _check_block_length(request.block_length, self.canvas_length)
+        if request.max_active_blocks is None or (
+            request.max_active_blocks > self.max_active_blocks
+        ):
+            raise ValueError(
+                f"max_active_blocks {request.max_active_blocks} exceeds the engine's "
+                f"{self.max_active_blocks}: raise max_active_blocks in additional_config."
+            )
+        read = options_read(request.strategy, request.policy, self.family.name)
+        for name, value in fields.items():
+            if name not in read and value not in OFF.get(name, ()):
+                raise ValueError(
+                    f"{name} has no effect with strategy {request.strategy!r} and policy "
+                    f"{request.policy!r} on {self.architecture}: remove it or choose another "
+                    "policy."
+                )
+        _check_steps(request)
 
 
 def get_decode_config(vllm_config: "VllmConfig") -> DecodeConfig:
@@ -243,47 +312,6 @@ def register_tokenizer_mode() -> None:
         TokenizerRegistry.register(TOKENIZER_MODE, "vllm.tokenizers.hf", "CachedHfTokenizer")
 
 
-def find_mask_token(model_config: "ModelConfig", family: Family) -> tuple[int, str]:
-    """Id of the mask token and where it was found.
-
-    Looked up in the HF config, then the tokenizer's mask_token, then the family's known token
-    texts. Raises ValueError when none of them has it.
-    """
-    from vllm.tokenizers import cached_tokenizer_from_config
-
-    configured = getattr(model_config.hf_config, "mask_token_id", None)
-    if configured is not None:
-        vocab_size = model_config.get_vocab_size()
-        if not 0 <= configured < vocab_size:
-            raise ValueError(
-                f"mask_token_id {configured} in config.json lies outside the vocabulary of "
-                f"{vocab_size} tokens: correct config.json."
-            )
-        return int(configured), "config.json"
-    tokenizer = cached_tokenizer_from_config(model_config)
-    if tokenizer is not None:
-        vocabulary = tokenizer.get_vocab()
-        for text in family.mask_tokens:
-            if text in vocabulary:
-                return int(vocabulary[text]), f"tokenizer token {text!r}"
-    raise ValueError(
-        "No mask token: config.json has no mask_token_id and the tokenizer has none of "
-        f"{', '.join(family.mask_tokens)}; add mask_token_id to config.json or pass "
-        "hf_overrides={'mask_token_id': ...}."
-    )
-
-
-def find_turn_ends(model_config: "ModelConfig", family: Family) -> tuple[int, ...]:
-    """Ids of the family's end-of-turn tokens, which end a chat answer besides EOS."""
-    from vllm.tokenizers import cached_tokenizer_from_config
-
-    tokenizer = cached_tokenizer_from_config(model_config)
-    if tokenizer is None:
-        return ()
-    vocabulary = tokenizer.get_vocab()
-    return tuple(vocabulary[text] for text in family.turn_end_tokens if text in vocabulary)
-
-
 def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if isinstance(value, str) and value in choices:
         return
@@ -295,8 +323,8 @@ def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
     raise ValueError(f"{name} {value!r} is unknown; choose one of: {', '.join(choices)}.")
 
 
-def _whole_number(name: str, value: Any, optional: bool) -> None:
-    if value is None and optional:
+def _whole_number(name: str, value: Any) -> None:
+    if value is None:
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
@@ -304,16 +332,17 @@ def _whole_number(name: str, value: Any, optional: bool) -> None:
 
 def _number(name: str, value: Any, low: float, high: float | None) -> None:
     good = isinstance(value, (int, float)) and not isinstance(value, bool) and value >= low
-    if not good or (high is not None and value > high):
+    if not good or (value > high if high is not None else value == float("inf")):
         limits = f"between {low} and {high}" if high is not None else f"at least {low}"
         raise ValueError(f"{name} must be a number {limits}, got {value!r}.")
 
 
-def _check_policy(strategy: str, policy: str) -> None:
-    if strategy == "d2f" and policy not in D2F_POLICIES:
+def _check_policy(strategy: str, policy: str, family: Family) -> None:
+    known = policies_of(strategy, family.name)
+    if policy not in known:
         raise ValueError(
-            f"policy {policy!r} has no meaning for strategy 'd2f', which accepts by confidence; "
-            f"choose one of: {', '.join(D2F_POLICIES)}."
+            f"policy {policy!r} has no meaning for strategy {strategy!r} on {family.name} models; "
+            f"choose one of: {', '.join(known)}."
         )
 
 
@@ -325,36 +354,23 @@ def _check_block_length(block_length: int, canvas_length: int) -> None:
         )
 
 
-def check_strategy_reads(config: DecodeConfig, given: Iterable[str]) -> None:
+def check_strategy_reads(config: DecodeConfig, given: Mapping[str, Any]) -> None:
     """Refuse engine options that the resolved strategy or family can never read."""
-    is_d2f = config.strategy == "d2f"
-    unread = {"steps", "factor", "eps"} if is_d2f else {*BLOCK_THRESHOLDS}
-    if not config.time_schedule:
-        unread.add("eps")
-    for name in given:
-        if name in unread:
+    read = options_of(config.strategy, config.family.name)
+    for name in REQUEST_FIELDS:
+        if name in given and name not in read and given[name] not in OFF.get(name, ()):
+            # What bounds the canvas of a strategy with several blocks means nothing for one.
+            if name == "max_active_blocks" and config.strategy == BLOCK_DIFFUSION:
+                continue
             raise ValueError(
                 f"{name} has no effect with strategy {config.strategy!r} on "
                 f"{config.architecture}: remove it or choose another strategy."
             )
+    _check_steps(config)
 
 
-def _check_effect(request: DecodeConfig, fields: Mapping[str, Any]) -> None:
-    """Refuse numbers that the chosen strategy and policy never read."""
-    is_d2f = request.strategy == "d2f"
-    by_schedule = not is_d2f and request.policy not in ("threshold", "factor")
-    read = {
-        "threshold": is_d2f or request.policy == "threshold",
-        "factor": request.policy == "factor",
-        "steps": by_schedule,
-        "eps": by_schedule and request.time_schedule,
-        "max_active_blocks": is_d2f,
-        "block_add_threshold": is_d2f,
-        "decoded_token_threshold": is_d2f,
-    }
-    for name in fields:
-        if not read.get(name, True):
-            raise ValueError(
-                f"{name} has no effect with strategy {request.strategy!r} and policy "
-                f"{request.policy!r}: remove it or choose another policy."
-            )
+def _check_steps(config: DecodeConfig) -> None:
+    if config.leads_with_one and config.steps == 1:
+        raise ValueError(
+            "steps must be at least 2: the first step of a block decides one position."
+        )

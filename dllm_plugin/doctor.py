@@ -4,9 +4,10 @@ import platform
 from typing import Any
 
 import dllm_plugin
-from dllm_plugin.config import DecodeConfig, find_mask_token, get_decode_config
+from dllm_plugin.config import DecodeConfig, get_decode_config
 from dllm_plugin.models import ARCHITECTURES, FAMILIES
 from dllm_plugin.offline import one_sentence
+from dllm_plugin.special_tokens import find_mask_token
 
 
 def run(options: dict[str, Any]) -> int:

@@ -3,8 +3,9 @@
 import dataclasses
 from typing import Any
 
-from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.config import CUDAGraphMode, SchedulerConfig, VllmConfig
 from vllm.config.diffusion import DiffusionConfig
+from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
@@ -15,11 +16,10 @@ from dllm_plugin.config import (
     TOKENIZER_MODE,
     DecodeConfig,
     check_strategy_reads,
-    find_mask_token,
-    find_turn_ends,
 )
 from dllm_plugin.models import FAMILIES, lora
 from dllm_plugin.models.weights import check_readable, checkpoint_folder
+from dllm_plugin.special_tokens import find_mask_token, find_turn_ends
 
 logger = init_logger("vllm.dllm_plugin")
 
@@ -27,6 +27,7 @@ MAX_LOGPROBS = 100
 CONCURRENT_CANVASES = 64
 WARMUP_SLACK = 8
 SCHEDULER = "dllm_plugin.scheduler.DiffusionScheduler"
+REFRESH_SCHEDULER = "dllm_plugin.refresh_scheduler.RefreshScheduler"
 
 
 class DiffusionVllmConfig(VllmConfig):
@@ -98,8 +99,12 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
         vllm_config.diffusion_config = DiffusionConfig(canvas_length=config.canvas_length)
         model_config.tokenizer_mode = TOKENIZER_MODE
         model_config.logits_processors = [request_rules(config)]
-        _set_scheduler(vllm_config, config.canvas_length)
-        _set_graph_sizes(vllm_config, config.canvas_length)
+        if config.full_attention:
+            _set_refresh_scheduler(vllm_config)
+            _set_piecewise_graphs(vllm_config)
+        else:
+            _set_scheduler(vllm_config, config.canvas_length)
+            _set_graph_sizes(vllm_config, config.canvas_length)
         _set_attention_backend(vllm_config)
 
 
@@ -109,6 +114,9 @@ def _fit_warmup(config: DecodeConfig, user: DecodeConfig, max_model_len: int) ->
     fits = (max_model_len - WARMUP_SLACK) // 2
     if config.canvas_length <= fits:
         return config
+    assert config.block_length is not None
+    if config.whole_canvas and user.canvas_length is None and fits > 0:
+        return dataclasses.replace(config, canvas_length=fits, block_length=fits)
     if user.canvas_length is not None or fits < config.block_length:
         raise ValueError(
             f"canvas_length {config.canvas_length} needs max_model_len "
@@ -197,6 +205,49 @@ def _set_scheduler(vllm_config: VllmConfig, canvas_length: int) -> None:
             canvases,
         )
         scheduler.max_num_batched_tokens = needed
+
+
+def _set_refresh_scheduler(vllm_config: VllmConfig) -> None:
+    """Synchronous scheduling, no partial passes; room for the longest refresh unless refused."""
+    scheduler = vllm_config.scheduler_config
+    if scheduler.async_scheduling:
+        raise ValueError(
+            "async_scheduling cannot be combined with full-attention decoding, whose next pass "
+            "depends on the result of this one: leave it at its default."
+        )
+    scheduler.async_scheduling = False
+    scheduler.scheduler_cls = REFRESH_SCHEDULER
+    scheduler.enable_chunked_prefill = False
+    vllm_config.cache_config.enable_prefix_caching = False
+    needed = vllm_config.model_config.max_model_len
+    # A budget that the user chose stays, and admission refuses what cannot fit.
+    if scheduler.max_num_batched_tokens < needed and _is_default_budget(vllm_config):
+        logger.info(
+            "max_num_batched_tokens raised from %d to %d: a refresh computes prompt and canvas "
+            "in one step.",
+            scheduler.max_num_batched_tokens,
+            needed,
+        )
+        scheduler.max_num_batched_tokens = needed
+
+
+def _is_default_budget(vllm_config: VllmConfig) -> bool:
+    """Whether max_num_batched_tokens is one of the values that vLLM chooses by itself."""
+    defaults, _ = EngineArgs.get_batch_defaults(vllm_config.parallel_config.world_size)
+    chosen = vllm_config.scheduler_config.max_num_batched_tokens
+    return chosen in {*defaults.values(), SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS}
+
+
+def _set_piecewise_graphs(vllm_config: VllmConfig) -> None:
+    """Passes of different kinds share a step, so no CUDA graph can hold a whole one."""
+    compilation = vllm_config.compilation_config
+    if compilation.cudagraph_mode in (CUDAGraphMode.FULL, CUDAGraphMode.FULL_DECODE_ONLY):
+        raise ValueError(
+            "cudagraph_mode with full graphs alone cannot be combined with full-attention "
+            "decoding: use PIECEWISE or NONE."
+        )
+    if compilation.cudagraph_mode in (None, CUDAGraphMode.FULL_AND_PIECEWISE):
+        compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
 
 
 def _set_graph_sizes(vllm_config: VllmConfig, canvas_length: int) -> None:

@@ -67,6 +67,7 @@ class LogprobStash:
         num_rows: int,
         outcome: StepOutcome,
         slots_R: Tensor,
+        index_R: Tensor,
         num_reqs: int,
     ) -> LogprobsTensors | None:
         """Keep what was unmasked, hand out what is emitted, and move on with the canvas.
@@ -81,7 +82,7 @@ class LogprobStash:
         scored = zip(*self._scored, strict=True)
         fresh = [at_rows(part, self._rows, num_rows)[source_RC] for part in scored]
         unmask_RC = outcome.unmask_RC
-        moved_R1 = outcome.next_start_R.to(torch.int64)[:, None]
+        moved_R1 = outcome.num_committed_R.to(torch.int64)[:, None]
         index_RC = torch.arange(num_positions, device=source_RC.device) + moved_R1
         index_RC = index_RC.clamp_max(num_positions - 1)
         current = []
@@ -95,14 +96,15 @@ class LogprobStash:
             current.append(now)
         ids, values, ranks = current
         return LogprobsTensors(
-            logprob_token_ids=_all_requests(ids, num_reqs),
-            logprobs=_all_requests(values, num_reqs),
-            selected_token_ranks=_all_requests(ranks, num_reqs),
+            logprob_token_ids=_all_requests(ids, index_R, num_reqs),
+            logprobs=_all_requests(values, index_R, num_reqs),
+            selected_token_ranks=_all_requests(ranks, index_R, num_reqs),
             cu_num_generated_tokens=[i * num_positions for i in range(num_reqs + 1)],
         )
 
 
-def _all_requests(rows: Tensor, num_reqs: int) -> Tensor:
-    """Append empty rows for the requests without a canvas and flatten requests and positions."""
-    padded = torch.cat([rows, rows.new_zeros(num_reqs - len(rows), *rows.shape[1:])])
-    return padded.flatten(0, 1)
+def _all_requests(rows: Tensor, index_R: Tensor, num_reqs: int) -> Tensor:
+    """Put rows where their requests are in the batch and flatten requests and positions."""
+    placed = rows.new_zeros(num_reqs, *rows.shape[1:])
+    placed[index_R] = rows
+    return placed.flatten(0, 1)

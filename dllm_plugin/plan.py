@@ -52,6 +52,7 @@ class StepPlan(NamedTuple):
     candidates_RC   bool, masked positions of active blocks
     num_stored_R    int64, leading blocks fed without masks: their KV is final after the forward
     num_committed_R int32, positions of these blocks
+    leads_R         bool, this step decides the first position of its block and no other
     """
 
     open_R: Tensor
@@ -60,6 +61,7 @@ class StepPlan(NamedTuple):
     candidates_RC: Tensor
     num_stored_R: Tensor
     num_committed_R: Tensor
+    leads_R: Tensor
 
 
 class Proposal(NamedTuple):
@@ -79,12 +81,12 @@ class StepOutcome(NamedTuple):
     """Decided after the forward.
 
     unmask_RC       bool, positions that take their proposed token
-    num_committed_R int32, leading positions that are final and emitted
-    next_start_R    int32, how far the KV is trusted, relative to the canvas start
+    num_committed_R int32, leading positions that are final and emitted; the canvas moves behind
+    refresh_R       bool, no KV is trusted: the next span starts at 0, not at the canvas
     ended_R         bool, what is emitted ends the request
     """
 
     unmask_RC: Tensor
     num_committed_R: Tensor
-    next_start_R: Tensor
+    refresh_R: Tensor
     ended_R: Tensor

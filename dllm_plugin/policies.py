@@ -50,6 +50,35 @@ def threshold(
     return take_RC | forced_RC
 
 
+def threshold_or_equal(
+    plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicySettings
+) -> Tensor:
+    """Candidates whose confidence reaches the threshold, and the best one always.
+
+    Fast-dLLM's acceptance (``get_transfer_index`` with a threshold); the comparison is ``>=``.
+    """
+    ranks_RC = rank(proposal.confidence_RC, plan.candidates_RC)
+    sure_RC = proposal.confidence_RC >= settings.threshold_R[:, None]
+    return plan.candidates_RC & (sure_RC | (ranks_RC == 0))
+
+
+def threshold_released(
+    plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicySettings
+) -> Tensor:
+    """As :func:`threshold_or_equal`, among the best of what the steps have released so far.
+
+    Dream with ``alg="confidence_threshold"`` and no cache (Fast-dLLM ``generation_utils.py``):
+    each step releases an even share of the block, and what an earlier step rejected.
+    """
+    size_R, step_R, steps_R = canvas.size_RS[:, 0], canvas.step_R, settings.steps_R
+    left_R = plan.candidates_RC.sum(dim=1)
+    released_R = size_R // steps_R * (step_R + 1) + torch.minimum(step_R + 1, size_R % steps_R)
+    released_R = torch.where(step_R >= steps_R - 1, size_R, released_R)
+    quota_R1 = (released_R - (size_R - left_R))[:, None]
+    best_RC = rank(proposal.confidence_RC, plan.candidates_RC) < quota_R1
+    return threshold_or_equal(plan, canvas, proposal, settings) & best_RC
+
+
 def schedule(
     plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicySettings
 ) -> Tensor:
@@ -100,6 +129,32 @@ def factor(plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicyS
     return plan.candidates_RC & (ranks_RC < count_R1)
 
 
+def origin(plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicySettings) -> Tensor:
+    """Each candidate by itself, with the probability that the time schedule gives to the step.
+
+    Dream with ``alg="origin"``: ``1 - t[i+1] / t[i]``, 1 in the last step; the score holds a
+    uniform number per position.
+    """
+    step_R, steps_R = canvas.step_R, settings.steps_R
+    now_R = _time(step_R, steps_R, settings.eps_R)
+    then_R = _time(step_R + 1, steps_R, settings.eps_R)
+    chance_R = torch.where(step_R >= steps_R - 1, 1.0, 1.0 - then_R / now_R)
+    return plan.candidates_RC & (proposal.score_RC < chance_R[:, None])
+
+
+def within_steps(rule: Policy) -> Policy:
+    """The rule, but the last step of a block takes everything that is left."""
+
+    def bounded(
+        plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicySettings
+    ) -> Tensor:
+        is_last_R = canvas.step_R >= settings.steps_R - 1
+        take_RC = rule(plan, canvas, proposal, settings)
+        return take_RC | (plan.candidates_RC & is_last_R[:, None])
+
+    return bounded
+
+
 POLICIES: dict[str, Policy] = {
     "threshold": threshold,
     "low_confidence": schedule,
@@ -107,4 +162,13 @@ POLICIES: dict[str, Policy] = {
     "topk_margin": schedule,
     "random": schedule,
     "factor": factor,
+    "origin": origin,
 }
+# D2F always accepts by confidence; its policies only rank the forced pick.
+D2F_RULES: dict[str, Policy] = dict.fromkeys(("threshold", "entropy", "topk_margin"), threshold)
+FULL_ATTENTION_RULES: dict[str, Policy] = POLICIES | {
+    "threshold": within_steps(threshold_or_equal),
+    "factor": within_steps(factor),
+}
+# Dream's own loop.
+TIMED_RULES: dict[str, Policy] = FULL_ATTENTION_RULES | {"threshold": threshold_released}

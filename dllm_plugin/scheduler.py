@@ -20,7 +20,11 @@ class DiffusionScheduler(AsyncScheduler):
         super().__init__(*args, **kwargs)
         # The canvas alone is computed: no token is sampled behind it.
         self.num_sampled_tokens_per_step = 0
-        self.turn_end_token_ids = get_decode_config(self.vllm_config).turn_end_token_ids
+        self.decode_config = get_decode_config(self.vllm_config)
+        self.num_computed_positions = 0  # queries of all forwards, for `diffuplug eval`
+        self._bound_requests()
+
+    def _bound_requests(self) -> None:
         # Every running request feeds a whole canvas per step; a whole prompt must fit beside.
         room = self.max_num_scheduled_tokens - self.max_model_len
         fits = max(1, room // self.num_spec_tokens)
@@ -43,8 +47,10 @@ class DiffusionScheduler(AsyncScheduler):
             # Chat models end a turn with a token of their own that configs do not list as EOS;
             # in a prompt without turns it is a token like any other.
             known, prompt = params.stop_token_ids or [], request.prompt_token_ids or ()
-            ends = [i for i in self.turn_end_token_ids if i in prompt and i not in known]
-            params.stop_token_ids = known + ends
+            ends = [
+                i for i in self.decode_config.turn_end_token_ids if i in prompt and i not in known
+            ]
+            params.stop_token_ids = [*known, *ends]
         super().add_request(request)
 
     def reset_prefix_cache(
@@ -61,6 +67,7 @@ class DiffusionScheduler(AsyncScheduler):
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)
+        self.num_computed_positions += scheduler_output.total_num_scheduled_tokens
         if not self.scheduler_config.async_scheduling:
             return
         for req_id in scheduler_output.num_scheduled_tokens:

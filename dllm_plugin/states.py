@@ -18,9 +18,15 @@ from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 from dllm_plugin.config import DecodeConfig
 from dllm_plugin.plan import Canvas, StepOutcome, StepPlan
 from dllm_plugin.policies import POLICIES, PolicySettings
+from dllm_plugin.strategies import Bounds, bounds
 
 PARKED_PER_SLOT = 16
 POLICY_IDS = {name: i for i, name in enumerate(POLICIES)}
+# Columns of `numbers`: fields of DecodeConfig that the step reads per request.
+NUMBERS = (
+    *("threshold", "factor", "eps", "block_add_threshold", "decoded_token_threshold"),
+    *("alg_temp", "top_p", "top_k", "cfg_scale", "logits_eos_inf", "confidence_eos_eot_inf"),
+)
 
 
 class CanvasStates:
@@ -34,6 +40,7 @@ class CanvasStates:
     block_step_N     int32, denoising steps of the first unfinished block
     step_N           int64, denoising steps of the request: the counter of its random numbers
     start_N          int64, absolute position of canvas position 0
+    counter_N        `step_N`, or `block_step_N` where a preempted block is decoded again
     """
 
     def __init__(
@@ -60,8 +67,10 @@ class CanvasStates:
         self.end = UvaBackedTensor(num_slots, dtype=torch.int64)
         self.policy = UvaBackedTensor(num_slots, dtype=torch.int32)
         self.steps = UvaBackedTensor(num_slots, dtype=torch.int32)
-        self.floats = UvaBackedTensor((num_slots, 5), dtype=torch.float32)
+        self.numbers = UvaBackedTensor((num_slots, len(NUMBERS)), dtype=torch.float32)
+        assert config.block_length is not None
         self.block_length.np.fill(config.block_length)
+        self.counter_N = self.block_step_N if config.full_attention else self.step_N
 
         # Tables of other owners that move with the canvas: parked and restored like it.
         self.companions: list[Tensor] = []
@@ -95,7 +104,7 @@ class CanvasStates:
         assert data.prompt_token_ids is not None and data.prefill_token_ids is not None
         params = data.sampling_params
         assert params is not None
-        request = self.config.for_request(params.extra_args)
+        request = self.config.for_request(params.extra_args, params.max_tokens)
         prompt_len = len(data.prompt_token_ids)
         num_tokens = len(data.prefill_token_ids)
         assert params.max_tokens is not None
@@ -105,13 +114,7 @@ class CanvasStates:
         self.end.np[slot] = min(prompt_len + params.max_tokens, self.max_model_len)
         self.policy.np[slot] = POLICY_IDS[request.policy]
         self.steps.np[slot] = request.steps
-        self.floats.np[slot] = (
-            request.threshold,
-            request.factor,
-            request.eps,
-            request.block_add_threshold,
-            request.decoded_token_threshold,
-        )
+        self.numbers.np[slot] = [float(getattr(request, name) or 0) for name in NUMBERS]
         self.req_id_to_slot[data.req_id] = slot
         self._fresh.append((slot, num_tokens))
         origin = (data.prompt_token_ids, params)
@@ -127,10 +130,14 @@ class CanvasStates:
         Preemption and the end of a request look alike from here. First come, first served, at
         most as many requests as there are slots can be waiting to resume; the bound leaves room
         for priorities, under which more can.
-        A request that resumes from parked rows takes the steps it would have taken.
+        A request that resumes from parked rows takes the steps it would have taken. Under full
+        attention the KV that the open block was decided on is lost: it starts again.
         """
         slot = self.req_id_to_slot.pop(req_id, None)
         if slot is None:
+            return
+        if self.config.full_attention:
+            self._origins.pop(req_id, None)
             return
         self._parked[req_id] = tuple(row[slot].clone() for row in self._rows)
         while len(self._parked) > PARKED_PER_SLOT * self.open_N.shape[0]:
@@ -146,7 +153,7 @@ class CanvasStates:
             self.end,
             self.policy,
             self.steps,
-            self.floats,
+            self.numbers,
         ):
             tensor.copy_to_uva()
         if self._fresh:
@@ -196,7 +203,6 @@ class CanvasStates:
         block_RC = (position_C // length_R1).clamp_max(blocks - 1)
         inside_RC = position_C < (low_RS + size_RS).gather(1, block_RC)
         block_RC = torch.where(inside_RC, block_RC, blocks)
-        floats_R = self.floats.gpu[slots_R]
         canvas = Canvas(
             tokens_RC=self.canvas_NC[slots_R],
             size_RS=size_RS,
@@ -207,18 +213,38 @@ class CanvasStates:
             saw_stop_R=self.saw_stop_N[slots_R],
             ended_R=self.ended_N[slots_R],
             step_R=self.block_step_N[slots_R],
-            block_add_threshold_R=floats_R[:, 3],
-            decoded_token_threshold_R=floats_R[:, 4],
+            block_add_threshold_R=self.number("block_add_threshold", slots_R),
+            decoded_token_threshold_R=self.number("decoded_token_threshold", slots_R),
         )
         return canvas, (end_R - start_R).to(torch.int32)
 
+    def number(self, name: str, slots: Tensor) -> Tensor:
+        """One column of `numbers`, float32, for the given slots."""
+        return self.numbers.gpu[slots, NUMBERS.index(name)]
+
+    def uses(self, name: str, slots_np: np.ndarray) -> bool:
+        """Whether one of the given slots has set an option that is off by default."""
+        off = 1.0 if name == "top_p" else 0.0
+        return bool((self.numbers.np[slots_np, NUMBERS.index(name)] != off).any())
+
+    def bounds_np(self, slots_np: np.ndarray, start: np.ndarray) -> Bounds:
+        """Full attention: where canvases that start at `start` lie, on the host."""
+        length = self.canvas_NC.shape[1]
+        return bounds(
+            self.prompt_len.np[slots_np],
+            start,
+            self.end.np[slots_np],
+            self.block_length.np[slots_np],
+            length,
+            self.max_model_len,
+        )
+
     def policy_settings(self, slots_R: Tensor) -> PolicySettings:
         """Numbers of the policies for the requests of a step."""
-        floats_R = self.floats.gpu[slots_R]
         return PolicySettings(
-            threshold_R=floats_R[:, 0],
-            factor_R=floats_R[:, 1],
-            eps_R=floats_R[:, 2],
+            threshold_R=self.number("threshold", slots_R),
+            factor_R=self.number("factor", slots_R),
+            eps_R=self.number("eps", slots_R),
             steps_R=self.steps.gpu[slots_R],
             time_schedule=self.config.time_schedule,
         )
@@ -233,7 +259,9 @@ class CanvasStates:
     ) -> None:
         """Write a step's result: shift committed positions and blocks out of the canvas."""
         num_positions, blocks = self.canvas_NC.shape[1], self.full_NS.shape[1]
-        shift_R1 = outcome.next_start_R.to(torch.int64)[:, None]
+        # What ends a request can be emitted from inside a block; its canvas goes no further.
+        moved_R = torch.where(outcome.ended_R, plan.num_committed_R, outcome.num_committed_R)
+        shift_R1 = moved_R.to(torch.int64)[:, None]
         source_RC = torch.arange(num_positions, device=self.device) + shift_R1
         shifted_RC = tokens_RC.gather(1, source_RC.clamp_max(num_positions - 1))
         mask_id = self.config.mask_token_id
@@ -251,4 +279,9 @@ class CanvasStates:
         block_step_R = self.block_step_N[slots_R] + denoised_R.to(torch.int32)
         self.block_step_N[slots_R] = block_step_R.where(unfinished_R | ~denoised_R, 0)
         self.step_N[slots_R] += denoised_R
-        self.start_N[slots_R] += outcome.next_start_R
+        self.start_N[slots_R] += moved_R
+
+    def copy_rows(self, from_slots: Tensor, to_slots: Tensor) -> None:
+        """Make the canvases of some slots equal to those of others."""
+        for row in self._rows:
+            row[to_slots] = row[from_slots]

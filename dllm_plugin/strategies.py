@@ -1,12 +1,16 @@
 """Strategies: what a step computes and when a block commits. Siblings with one signature.
 
-``plan_*`` reads the state before the forward, :func:`settle` writes the outcome after it; both
-are batched over the requests of the step and stay on the device. Shape letters as in
+``plan_*`` reads the state before the forward, ``settle_*`` writes the outcome after it; both
+are batched over the requests of the step and stay on the device. ``span_*`` say on the host what
+the next forward of a full-attention request computes. Shape letters as in
 :mod:`dllm_plugin.plan`. Definitions: D2F paper (arXiv 2508.09192) and its reference code
-(``eval_dream.py``, ``eval_llada.py``), restated with their traps in ``docs/strategies.md``.
+(``eval_dream.py``, ``eval_llada.py``); LLaDA ``generate.py``, Dream ``generation_utils.py`` and
+Fast-dLLM (arXiv 2505.22618) ``generate.py``, ``generation_utils_block.py``; restated with their
+traps in ``docs/strategies.md``.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -92,10 +96,36 @@ def _plan_blocks(
         candidates_RC=masked_RC & at_positions(active_RS, canvas.block_RC),
         num_stored_R=stored_RS.sum(dim=1),
         num_committed_R=(canvas.size_RS * stored_RS).sum(dim=1, dtype=torch.int32),
+        leads_R=torch.zeros_like(canvas.saw_stop_R),
     )
 
 
-def settle(
+def plan_current_block(canvas: Canvas, mask_id: int) -> StepPlan:
+    """One block of a canvas that is seen as a whole; the others wait as masks."""
+    active_RS = (canvas.size_RS > 0) & canvas.fed_RS
+    in_block_RC = at_positions(active_RS, canvas.block_RC)
+    none_R = torch.zeros_like(canvas.open_R)
+    return StepPlan(
+        open_R=none_R + 1,
+        active_RS=active_RS,
+        full_RS=active_RS,
+        candidates_RC=(canvas.tokens_RC == mask_id) & in_block_RC,
+        num_stored_R=none_R.to(torch.int64),
+        num_committed_R=none_R,
+        leads_R=torch.zeros_like(canvas.saw_stop_R),
+    )
+
+
+def plan_leading_position(canvas: Canvas, mask_id: int) -> StepPlan:
+    """As :func:`plan_current_block`, but a block's first step decides its first position alone.
+
+    Fast-dLLM's decoder for shifted models: later steps of the block do not compute the row that
+    predicts this position.
+    """
+    return plan_current_block(canvas, mask_id)._replace(leads_R=canvas.step_R == 0)
+
+
+def settle_blocks(
     canvas: Canvas,
     plan: StepPlan,
     unmask_RC: Tensor,
@@ -116,25 +146,135 @@ def settle(
         is_stop_RC: positions whose token ends the request.
         remaining_R: int32, tokens the request may still emit.
     """
-    position_C = torch.arange(tokens_RC.shape[1], device=tokens_RC.device)
-    open_RC = canvas.block_RC < plan.open_R[:, None]
-    run_R = leading(open_RC & (tokens_RC != mask_id))
-    stop_RC = is_stop_RC & (position_C < run_R[:, None])
-    first_stop_R = torch.where(stop_RC, position_C, tokens_RC.shape[1]).amin(dim=1)
-    final_R = torch.minimum(first_stop_R + 1, remaining_R)
+    run_R, final_R = _final_run(canvas, plan, tokens_RC, is_stop_RC, remaining_R, mask_id)
     ends_R = run_R >= final_R
     num_committed_R = torch.where(ends_R, final_R, plan.num_committed_R)
     return StepOutcome(
         unmask_RC,
         num_committed_R.masked_fill(canvas.ended_R, 0).to(torch.int32),
-        plan.num_committed_R.masked_fill(canvas.ended_R, 0),
+        torch.zeros_like(ends_R),
         canvas.ended_R | ends_R,
     )
 
 
-PlanFunction = Callable[[Canvas, int], StepPlan]
+def settle_refreshed(
+    canvas: Canvas,
+    plan: StepPlan,
+    unmask_RC: Tensor,
+    tokens_RC: Tensor,
+    is_stop_RC: Tensor,
+    remaining_R: Tensor,
+    mask_id: int,
+) -> StepOutcome:
+    """Commit the block when it is decided; its KV and all others are then out of date.
 
-STRATEGIES: dict[str, PlanFunction] = {
-    "d2f": plan_d2f,
-    "block_diffusion": plan_block_diffusion,
+    Arguments and the exact early exit as in :func:`settle_blocks`.
+    """
+    run_R, final_R = _final_run(canvas, plan, tokens_RC, is_stop_RC, remaining_R, mask_id)
+    ends_R = run_R >= final_R
+    done_R = run_R >= canvas.size_RS[:, 0]
+    num_committed_R = torch.where(ends_R, final_R, torch.where(done_R, run_R, 0))
+    return StepOutcome(
+        unmask_RC,
+        num_committed_R.masked_fill(canvas.ended_R, 0).to(torch.int32),
+        done_R | ends_R,
+        canvas.ended_R | ends_R,
+    )
+
+
+def settle_uncached(
+    canvas: Canvas,
+    plan: StepPlan,
+    unmask_RC: Tensor,
+    tokens_RC: Tensor,
+    is_stop_RC: Tensor,
+    remaining_R: Tensor,
+    mask_id: int,
+) -> StepOutcome:
+    """As :func:`settle_refreshed`; every step is a refresh."""
+    outcome = settle_refreshed(canvas, plan, unmask_RC, tokens_RC, is_stop_RC, remaining_R, mask_id)
+    return outcome._replace(refresh_R=torch.ones_like(outcome.refresh_R))
+
+
+def _final_run(
+    canvas: Canvas,
+    plan: StepPlan,
+    tokens_RC: Tensor,
+    is_stop_RC: Tensor,
+    remaining_R: Tensor,
+    mask_id: int,
+) -> tuple[Tensor, Tensor]:
+    """Length of the leading run of decided tokens, and where in it the text would end."""
+    position_C = torch.arange(tokens_RC.shape[1], device=tokens_RC.device)
+    open_RC = canvas.block_RC < plan.open_R[:, None]
+    run_R = leading(open_RC & (tokens_RC != mask_id))
+    stop_RC = is_stop_RC & (position_C < run_R[:, None])
+    first_stop_R = torch.where(stop_RC, position_C, tokens_RC.shape[1]).amin(dim=1)
+    return run_R, torch.minimum(first_stop_R + 1, remaining_R)
+
+
+class Bounds(NamedTuple):
+    """Absolute positions of a full-attention request: integers, or int ``[R]`` arrays.
+
+    start      first undecided position: where the canvas starts
+    block_stop end of its current block
+    stop       end of everything that is computed
+    """
+
+    start: np.ndarray
+    block_stop: np.ndarray
+    stop: np.ndarray
+
+
+def bounds(
+    prompt_len: np.ndarray,
+    start: np.ndarray,
+    end: np.ndarray,
+    block_length: np.ndarray,
+    canvas_length: int,
+    max_model_len: int,
+) -> Bounds:
+    """Where a canvas lies; `end` is where the text may end at most, prompt included.
+
+    What was asked for is rounded up to whole blocks. More than `canvas_length` positions are
+    decoded canvas by canvas, each with everything before it as its prompt.
+    """
+    most = canvas_length // block_length * block_length
+    first = prompt_len + (start - prompt_len) // most * most
+    whole = -((first - end) // block_length) * block_length
+    stop = np.minimum(first + np.minimum(whole, most), max_model_len)
+    return Bounds(start, np.minimum(start + block_length, stop), stop)
+
+
+def span_semi_autoregressive(canvas: Bounds, keeps_kv: bool) -> tuple[int, int]:
+    """Everything in every step (LLaDA ``generate.py``, Dream ``generation_utils.py``)."""
+    return 0, int(canvas.stop)
+
+
+def span_prefix_cache(canvas: Bounds, keeps_kv: bool) -> tuple[int, int]:
+    """After a refresh, the current block and everything behind it."""
+    return (int(canvas.start) if keeps_kv else 0), int(canvas.stop)
+
+
+def span_dual_cache(canvas: Bounds, keeps_kv: bool) -> tuple[int, int]:
+    """After a refresh, the current block alone."""
+    return (int(canvas.start), int(canvas.block_stop)) if keeps_kv else (0, int(canvas.stop))
+
+
+PlanFunction = Callable[[Canvas, int], StepPlan]
+SettleFunction = Callable[[Canvas, StepPlan, Tensor, Tensor, Tensor, Tensor, int], StepOutcome]
+SpanFunction = Callable[[Bounds, bool], tuple[int, int]]
+
+STRATEGIES: dict[str, tuple[PlanFunction, SettleFunction]] = {
+    "d2f": (plan_d2f, settle_blocks),
+    "block_diffusion": (plan_block_diffusion, settle_blocks),
+    "semi_autoregressive": (plan_current_block, settle_uncached),
+    "prefix_cache": (plan_current_block, settle_refreshed),
+    "dual_cache": (plan_current_block, settle_refreshed),
+}
+
+SPANS: dict[str, SpanFunction] = {
+    "semi_autoregressive": span_semi_autoregressive,
+    "prefix_cache": span_prefix_cache,
+    "dual_cache": span_dual_cache,
 }

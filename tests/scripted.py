@@ -164,6 +164,7 @@ class Loop:
             max_logprobs=VOCAB,
             dtype=torch.float32,
             get_vocab_size=lambda: VOCAB,
+            hf_config=SimpleNamespace(eos_token_id=EOS),
         )
         self.req_states = RequestState(
             slots, max_model_len, 4096, self.canvas_length, VOCAB, DEVICE

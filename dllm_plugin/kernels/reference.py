@@ -81,7 +81,11 @@ def rank(score_RC: Tensor, candidates_RC: Tensor) -> Tensor:
 
 
 def row_stats(
-    logits_TV: Tensor, uniform_T: Tensor | None, want_entropy: bool, want_margin: bool
+    logits_TV: Tensor,
+    uniform_T: Tensor | None,
+    want_entropy: bool,
+    want_margin: bool,
+    token_T: Tensor | None = None,
 ) -> tuple[RowStats, Tensor | None, Tensor | None]:
     """Token, confidence and ranking scores of every row.
 
@@ -91,10 +95,12 @@ def row_stats(
             distribution; NaN (or None for all rows) takes the most probable token instead.
         want_entropy: also return ``sum p ln(p + 1e-10)`` (D2F ``neg_entropy``).
         want_margin: also return the gap of the two largest probabilities.
+        token_T: int64, tokens that were chosen already; only their confidence is wanted.
     Returns:
         stats (score = confidence), negative entropy or None, margin or None.
     """
-    token_T = logits_TV.argmax(dim=-1)
+    if token_T is None:
+        token_T = logits_TV.argmax(dim=-1)
     probs_TV = torch.softmax(logits_TV, dim=-1)
     if uniform_T is not None:
         mass_TV = probs_TV.cumsum(dim=-1)
@@ -122,6 +128,19 @@ def counter_uniform(seed: Tensor, position: Tensor, step: Tensor) -> Tensor:
     state = _mix64(state ^ (step * _MIX_1))
     bits = _shift(state, 41)  # 23 bits and a half are exact in float32, so 1.0 is never reached
     return (bits.to(torch.float32) + 0.5) * 2.0**-23
+
+
+def gumbel_uniform(seed_T: Tensor, position_T: Tensor, step_T: Tensor, vocab_size: int) -> Tensor:
+    """Uniform float64 ``[T, V]`` in (0, 1): one number per token of (seed, position, step).
+
+    As :func:`counter_uniform`, with the token id as a fourth counter and 52 bits.
+    """
+    token_V = torch.arange(vocab_size, device=seed_T.device)
+    state = _mix64(seed_T + _GOLDEN)
+    state = _mix64(state ^ (position_T * _GOLDEN))
+    state = _mix64(state ^ (step_T * _MIX_1))
+    bits_TV = _shift(_mix64(state[:, None] ^ (token_V * _MIX_2)), 12)
+    return (bits_TV.to(torch.float64) + 0.5) * 2.0**-52
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:

@@ -48,7 +48,7 @@ def test_options_are_frozen() -> None:
     [
         (["generate", "x", "--threshold", "1.5"], "threshold must be a number between 0.0 and 1.0"),
         (["generate", "x", "--strategy", "magic"], "strategy 'magic' is unknown"),
-        (["generate", "x", "--strategy", "dual_cache"], "is not implemented in this version"),
+        (["generate", "x", "--policy", "best"], "policy 'best' is unknown"),
         (["generate", "x", "--block-length", "0"], "block_length must be a whole number"),
         (["generate", "x", "--model", "/no/such/folder"], "there is no folder /no/such/folder"),
         (["generate", " "], "the prompt is empty"),

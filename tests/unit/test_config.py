@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 import dllm_plugin
+from dllm_plugin import choices
 from dllm_plugin import config as rooms
-from dllm_plugin.config import DecodeConfig
+from dllm_plugin.config import DecodeConfig, check_strategy_reads
 from dllm_plugin.policies import POLICIES
-from dllm_plugin.strategies import STRATEGIES
+from dllm_plugin.strategies import SPANS, STRATEGIES
 
 LLADA, DREAM, MASK = "LLaDAModelLM", "DreamModel", 15
 
@@ -31,17 +32,25 @@ FIELDS = [
     "steps",
     "strategy",
     "threshold",
+    "top_k",
+    "top_p",
 ]
 REQUEST_ARGUMENTS = [
+    "dllm_alg_temp",
     "dllm_block_add_threshold",
     "dllm_block_length",
+    "dllm_cfg_scale",
+    "dllm_confidence_eos_eot_inf",
     "dllm_decoded_token_threshold",
     "dllm_eps",
     "dllm_factor",
+    "dllm_logits_eos_inf",
     "dllm_max_active_blocks",
     "dllm_policy",
     "dllm_steps",
     "dllm_threshold",
+    "dllm_top_k",
+    "dllm_top_p",
 ]
 
 
@@ -63,7 +72,7 @@ def request_refusal(config: DecodeConfig, **arguments: Any) -> str:
 
 def one_sentence(error: Exception) -> str:
     message = str(error)
-    assert "\n" not in message and message.endswith(".") and len(message) < 400
+    assert "\n" not in message and message.endswith(".") and len(message) < 450
     return message
 
 
@@ -72,17 +81,20 @@ def test_public_surface_is_frozen() -> None:
     public = [f.name for f in dataclasses.fields(DecodeConfig) if not f.metadata.get("internal")]
     assert sorted(public) == FIELDS
     assert dllm_plugin.__all__ == ["__version__", "register"]
-    assert rooms.STRATEGIES == ("auto", "d2f", "block_diffusion")
-    assert " ".join(rooms.POLICIES) == (
-        "auto low_confidence threshold factor entropy topk_margin random"
+    assert " ".join(choices.STRATEGIES) == (
+        "auto d2f block_diffusion semi_autoregressive prefix_cache dual_cache"
+    )
+    assert " ".join(choices.POLICIES) == (
+        "auto threshold factor low_confidence entropy topk_margin random origin"
     )
     assert rooms.KV_CACHE_LAYOUTS == ("auto", "unified")
     assert sorted(rooms.REQUEST_PREFIX + f for f in rooms.REQUEST_FIELDS) == REQUEST_ARGUMENTS
 
 
 def test_every_name_has_its_function() -> None:
-    assert {*STRATEGIES, "auto"} == set(rooms.STRATEGIES)
-    assert {*POLICIES, "auto"} == set(rooms.POLICIES)
+    assert {*STRATEGIES, "auto"} == set(choices.STRATEGIES)
+    assert {*POLICIES, "auto"} == set(choices.POLICIES)
+    assert set(SPANS) == set(choices.FULL_ATTENTION)
 
 
 def test_unknown_keys_are_refused_with_the_known_ones() -> None:
@@ -120,23 +132,98 @@ def test_choices() -> None:
         for value in ("nonsense", "", None, 3, ["d2f"]):
             message = refusal(**{name: value})
             assert message.startswith(f"{name} {value!r} is unknown") and known in message
-    for strategy in ("semi_autoregressive", "prefix_cache", "dual_cache"):
-        assert "not implemented in this version" in refusal(strategy=strategy)
-    assert "not implemented in this version" in refusal(policy="origin")
     assert "not implemented in this version" in refusal(kv_cache_layout="distinct")
 
 
+FULL = [
+    ("semi_autoregressive", LLADA, "cfg_scale", 1.0),
+    ("dual_cache", LLADA, "logits_eos_inf", True),
+    ("prefix_cache", LLADA, "confidence_eos_eot_inf", 1),
+    ("semi_autoregressive", DREAM, "alg_temp", 0.5),
+    ("dual_cache", DREAM, "alg_temp", 0.5),
+    ("semi_autoregressive", DREAM, "top_p", 0.9),
+    ("prefix_cache", DREAM, "top_k", 8),
+]
+
+
+@pytest.mark.parametrize("strategy,architecture,name,value", FULL)
+def test_options_of_full_attention(strategy: str, architecture: str, name: str, value: Any) -> None:
+    """Read where the reference has them; refused elsewhere, unless they ask for nothing."""
+    other = DREAM if architecture == LLADA else LLADA
+    policy = {"dllm_policy": "low_confidence"}
+    argument = policy | {f"dllm_{name}": value}
+    config = resolved(architecture, strategy=strategy)
+    assert getattr(config.for_request(argument), name) == value
+    check_strategy_reads(config, {name: value})
+    for wrong in (
+        resolved(other, strategy=strategy),
+        resolved(architecture, strategy="block_diffusion"),
+    ):
+        assert f"dllm_{name} has no effect" in request_refusal(wrong, **argument)
+        with pytest.raises(ValueError, match=f"{name} has no effect"):
+            check_strategy_reads(wrong, {name: value})
+        off = choices.OFF[name][0]
+        wrong.for_request(policy | {f"dllm_{name}": off})
+        check_strategy_reads(wrong, {name: off})
+
+
+def test_guidance_needs_the_uncached_loop() -> None:
+    config = resolved(strategy="dual_cache")
+    assert "dllm_cfg_scale has no effect" in request_refusal(config, dllm_cfg_scale=0.5)
+
+
 @pytest.mark.parametrize(
-    "name,value",
+    "name,value,says",
     [
-        ("alg_temp", 0.5),
-        ("cfg_scale", 1.0),
-        ("logits_eos_inf", True),
-        ("confidence_eos_eot_inf", True),
+        ("alg_temp", -1.0, "at least 0.0"),
+        ("cfg_scale", -0.5, "at least 0.0"),
+        ("cfg_scale", float("inf"), "at least 0.0"),
+        ("top_p", 0.0, "greater than 0"),
+        ("top_p", 1.5, "between 0.0 and 1.0"),
+        ("top_k", -1, "at least 1"),
+        ("top_k", 2.5, "at least 1"),
+        ("logits_eos_inf", "yes", "true or false"),
+        ("confidence_eos_eot_inf", 2, "true or false"),
     ],
 )
-def test_options_of_other_strategies_are_refused_by_name(name: str, value: Any) -> None:
-    assert refusal(**{name: value}).startswith(f"{name} belongs to full-attention decoding")
+def test_ranges_of_full_attention(name: str, value: Any, says: str) -> None:
+    assert refusal(**{name: value}).startswith(f"{name} must be ") and says in refusal(
+        **{name: value}
+    )
+
+
+@pytest.mark.parametrize("policy", choices.POLICIES[1:])
+@pytest.mark.parametrize("strategy", choices.STRATEGIES[1:])
+@pytest.mark.parametrize("architecture", [LLADA, DREAM])
+def test_every_strategy_with_every_policy(architecture: str, strategy: str, policy: str) -> None:
+    """Taken where it means something; refused with the list of those that do elsewhere."""
+    config = resolved(architecture, strategy=strategy)
+    if policy in choices.policies_of(strategy, config.family.name):
+        assert config.for_request({"dllm_policy": policy}).policy == policy
+    else:
+        message = request_refusal(config, dllm_policy=policy)
+        assert f"{policy!r} has no meaning" in message and "threshold" in message
+
+
+def test_the_authors_loops_are_one_setting_away() -> None:
+    """LLaDA decodes blocks of 32 by its quota, Dream the whole canvas by its time schedule."""
+    llada = resolved(strategy="semi_autoregressive")
+    assert (llada.policy, llada.block_length, llada.whole_canvas) == ("low_confidence", 32, False)
+    dream = resolved(DREAM, strategy="semi_autoregressive")
+    assert (dream.policy, dream.whole_canvas) == ("entropy", True)
+    request = dream.for_request({}, max_tokens=48)
+    assert (request.block_length, request.steps) == (48, 48)
+    assert dream.for_request({}, max_tokens=5000).block_length == dream.canvas_length
+    assert dream.for_request({"dllm_block_length": 16}, max_tokens=48).block_length == 16
+    # By threshold Dream's loop releases positions over `steps`; the default is all at once.
+    assert dream.for_request({"dllm_policy": "threshold"}, max_tokens=48).steps == 1
+
+
+def test_a_cached_block_of_dream_takes_two_steps() -> None:
+    with pytest.raises(ValueError, match="steps must be at least 2"):
+        check_strategy_reads(resolved(DREAM, strategy="dual_cache", steps=1), {"steps": 1})
+    config = resolved(DREAM, strategy="prefix_cache")
+    assert "dllm_steps must be at least 2" in request_refusal(config, dllm_steps=1)
 
 
 def test_lora_path_is_a_folder_name() -> None:
@@ -145,15 +232,16 @@ def test_lora_path_is_a_folder_name() -> None:
 
 def test_options_without_a_default_are_refused_when_missing() -> None:
     """None is no block length: a sentence, not a TypeError from inside."""
-    assert refusal(block_length=None).startswith("block_length must be a whole number")
     assert "block_length" in request_refusal(resolved(strategy="d2f"), dllm_block_length=None)
 
 
 def test_auto_choices() -> None:
     plain, adapted = resolved(), resolved(lora_path="somewhere")
-    assert (plain.strategy, plain.policy) == ("block_diffusion", "threshold")
+    assert (plain.strategy, plain.policy) == ("dual_cache", "threshold")
     assert (adapted.strategy, adapted.policy) == ("d2f", "threshold")
-    assert (plain.canvas_length, adapted.canvas_length) == (64, 128)
+    assert (plain.canvas_length, adapted.canvas_length) == (256, 128)
+    assert resolved(strategy="block_diffusion").canvas_length == 64
+    assert (plain.block_length, adapted.block_length) == (32, 32)
     assert "adapter" in plain.reason and "adapter" in adapted.reason
     assert "'d2f'" in resolved(strategy="d2f").reason
     assert plain.kv_cache_layout == "unified" and plain.mask_token_id == MASK
@@ -183,9 +271,12 @@ def test_canvas_must_fit_the_context() -> None:
         resolved(max_model_len=64, canvas_length=65)
     assert resolved(max_model_len=50, strategy="d2f").canvas_length == 50
     with pytest.raises(ValueError, match="block_length 32 is longer than the canvas of 16"):
-        resolved(canvas_length=16)
+        resolved(canvas_length=16, strategy="d2f")
     with pytest.raises(ValueError, match="block_length 32 is longer than the canvas of 20"):
-        resolved(max_model_len=20)
+        resolved(max_model_len=20, strategy="d2f")
+    assert resolved(max_model_len=20).block_length == 20
+    with pytest.raises(ValueError, match="block_length 64 is longer than the canvas of 20"):
+        resolved(max_model_len=20, block_length=64)
 
 
 @pytest.mark.parametrize("policy", ["low_confidence", "factor", "random"])
@@ -227,7 +318,7 @@ def test_a_request_overrides_numbers() -> None:
         ("dllm_block_add_threshold", -1, "between 0.0 and 1.0"),
         ("dllm_decoded_token_threshold", 2, "between 0.0 and 1.0"),
         ("dllm_policy", "nonsense", "is unknown"),
-        ("dllm_policy", "origin", "not implemented"),
+        ("dllm_policy", "origin", "has no meaning"),
         ("dllm_factor", 1.0, "has no effect with strategy 'd2f'"),
         ("dllm_steps", 4, "has no effect with strategy 'd2f'"),
         ("dllm_eps", 0.5, "has no effect with strategy 'd2f'"),
@@ -252,7 +343,7 @@ def test_refused_request_arguments_of_d2f(argument: str, value: Any, says: str) 
 )
 def test_numbers_without_effect_on_block_diffusion(arguments: dict[str, Any]) -> None:
     """The first argument of each is what the strategy or policy never reads."""
-    message = request_refusal(resolved(), **arguments)
+    message = request_refusal(resolved(strategy="block_diffusion"), **arguments)
     assert message.startswith(f"Request argument refused: {next(iter(arguments))} has no effect")
 
 
@@ -284,16 +375,15 @@ def test_right_vllm_version(version: str) -> None:
 
 
 def test_options_that_the_strategy_never_reads_are_refused() -> None:
-    from dllm_plugin.config import check_strategy_reads
-
     d2f = DecodeConfig(strategy="d2f").resolve("LLaDAModelLM", 512, 300)
     block = DecodeConfig(strategy="block_diffusion").resolve("LLaDAModelLM", 512, 300)
-    check_strategy_reads(d2f, ["threshold", "block_add_threshold", "block_length"])
+    taken = {"threshold": 0.5, "block_add_threshold": 0.5, "block_length": 8}
+    check_strategy_reads(d2f, taken)
     for config, name in ((d2f, "steps"), (d2f, "factor"), (block, "block_add_threshold")):
         with pytest.raises(ValueError, match=f"{name} has no effect"):
-            check_strategy_reads(config, [name])
+            check_strategy_reads(config, {name: 3})
     with pytest.raises(ValueError, match="eps has no effect"):
-        check_strategy_reads(block, ["eps"])
+        check_strategy_reads(block, {"eps": 0.5})
 
 
 def test_steps_are_bounded() -> None:

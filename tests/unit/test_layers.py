@@ -27,28 +27,36 @@ ROOMS: dict[str, set[str]] = {
     "kernels.cpu": set(),
     "policies": {"plan", "kernels.reference"},
     "strategies": {"plan", "kernels.reference", "policies"},
-    "config": {"models", "engine_config"},
+    "choices": set(),
+    "special_tokens": {"models"},
+    "guidance": set(),
+    "config": {"choices", "models", "engine_config"},
     "states": {"config", "plan", "policies", "strategies", "kernels.reference"},
-    "attention": {"plan", "states", "strategies"},
+    "rows": {"guidance", "plan", "states", "strategies"},
+    "attention": {"plan", "rows", "states", "strategies"},
     "bad_words": {"plan", "states"},
     "token_rules": {"bad_words", "plan", "states"},
     "logprobs": {"plan", "states", "kernels.reference"},
+    "proposals": {"kernels.reference", "logprobs", "rows", "states", "token_rules"},
     "sampler": {
-        *("kernels.reference", "logprobs", "plan", "policies", "states", "strategies"),
-        "token_rules",
+        *("config", "guidance", "kernels.reference", "logprobs", "plan", "policies", "proposals"),
+        *("rows", "states", "strategies", "token_rules"),
     },
     "model_state": {"attention", "config", "kernels.cpu", "sampler", "states"},
     "scheduler": {"config"},
-    "admission": {"config"},
-    "engine_config": {"admission", "config", "models"},
+    "refresh_scheduler": {"guidance", "scheduler", "strategies"},
+    "admission": {"config", "strategies"},
+    "engine_config": {"admission", "config", "models", "special_tokens"},
     "metrics": {"models"},
 }
-STEP = {name for name in ROOMS if name not in ("config", "engine_config", "admission", "metrics")}
-NO_VLLM = {"plan", "kernels", "kernels.reference", "policies", "strategies"}
+SETTINGS = ("choices", "special_tokens", "config", "engine_config", "admission", "metrics")
+STEP = {name for name in ROOMS if name not in SETTINGS}
+NO_VLLM = {"plan", "kernels", "kernels.reference", "policies", "strategies", "guidance", "choices"}
 # What an upgrade of vLLM's engine can break.
 ENGINE_SIDE = {
     *("states", "attention", "sampler", "model_state", "scheduler", "token_rules", "bad_words"),
     *("logprobs", "admission", "metrics", "engine_config", "kernels.cpu"),
+    *("rows", "proposals", "refresh_scheduler"),
 }
 # The one assignment to an attribute of vLLM: (module, function).
 PERMITTED = ("kernels.cpu", "_complete_triton_placeholder")

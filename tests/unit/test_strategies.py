@@ -11,7 +11,7 @@ import torch
 from scripted import EOS, MASK, Hashed, Loop, Pass, Run, Script, Table, sampling
 
 from dllm_plugin import sampler
-from dllm_plugin.policies import POLICIES
+from dllm_plugin.choices import policies_of
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 SCENARIOS: dict[str, dict[str, Any]] = {
@@ -313,7 +313,7 @@ def test_d2f_equals_the_oracle(shift: bool, canvas: int, blocks: int) -> None:
 def block_case(rng: np.random.Generator, seed: int, shift: bool) -> dict[str, Any]:
     """A random request for block diffusion, with any policy."""
     case = d2f_case(rng, seed, shift, context=40)
-    case["ranking"] = str(rng.choice(list(POLICIES)))
+    case["ranking"] = str(rng.choice(policies_of("block_diffusion", "any")))
     case["steps"] = int(rng.integers(1, 13))
     case["eps"] = float(rng.choice([1e-3, 0.05]))
     case["factor"] = float(rng.choice([0.5, 1.0, 2.0]))

@@ -23,11 +23,13 @@ from vllm.config import (
 )
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.outputs import LogprobsTensors, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.interface import ModelState
@@ -44,7 +46,7 @@ PACKAGE = Path(__file__).parents[2] / "dllm_plugin"
 # What the package imports of vLLM; "" is the module itself.
 IMPORTS = """
 vllm: "" LLM ModelRegistry RequestOutput SamplingParams
-vllm.config: CUDAGraphMode ModelConfig VllmConfig
+vllm.config: CUDAGraphMode ModelConfig SchedulerConfig VllmConfig
 vllm.config.compilation: CUDAGraphMode
 vllm.config.diffusion: DiffusionConfig
 vllm.engine.arg_utils: EngineArgs
@@ -64,16 +66,17 @@ vllm.tokenizers: cached_tokenizer_from_config
 vllm.tokenizers.registry: TokenizerRegistry
 vllm.triton_utils: HAS_TRITON triton
 vllm.triton_utils.dispatcher: register_kernels
-vllm.utils.math_utils: next_power_of_2
+vllm.utils.math_utils: cdiv next_power_of_2
 vllm.utils.torch_utils: async_tensor_h2d
 vllm.v1.attention.backends.registry: AttentionBackendEnum
 vllm.v1.core.sched.async_scheduler: AsyncScheduler
 vllm.v1.core.sched.output: NewRequestData SchedulerOutput
+vllm.v1.engine: EngineCoreOutputs
 vllm.v1.kv_cache_interface: KVCacheConfig
 vllm.v1.metrics.loggers: AggregateStatLoggerBase
 vllm.v1.metrics.stats: IterationStats MultiModalCacheStats RequestSpecDecodeMetrics SchedulerStats
-vllm.v1.outputs: LogprobsTensors
-vllm.v1.request: Request
+vllm.v1.outputs: LogprobsTensors ModelRunnerOutput
+vllm.v1.request: Request RequestStatus
 vllm.v1.sample.ops.topk_topp_sampler: apply_top_k_top_p
 vllm.v1.spec_decode.metrics: SpecDecodingLogging SpecDecodingProm
 vllm.v1.worker.gpu.attn_utils: build_attn_metadata
@@ -129,6 +132,14 @@ SIGNATURES = {
     SCHEDULER + "__init__": "self *args **kwargs",
     SCHEDULER + "add_request": "self request",
     SCHEDULER + "_update_after_schedule": "self scheduler_output",
+    SCHEDULER + "schedule": "self throttle_prefills=False",
+    SCHEDULER + "update_from_output": "self scheduler_output model_runner_output",
+    SCHEDULER + "finish_requests": "self request_ids finished_status",
+    SCHEDULER + "_free_request": "self request delay_free_blocks=False",
+    SCHEDULER + "_preempt_request": "self request timestamp drop_stale_output=False",
+    SCHEDULER + "_reserve_prefill_lookahead": "self request num_computed_tokens num_new_tokens",
+    "utils.math_utils:cdiv": "a b",
+    "engine.arg_utils:EngineArgs.get_batch_defaults": "world_size",
     PROCESSOR + "validate_params": "sampling_params",
     PROCESSOR + "apply": "self logits ctx",
     LOGGER + "__init__": "self vllm_config engine_indexes",
@@ -169,15 +180,22 @@ FIELDS: dict[type, str] = {
     "num_draft_tokens_per_req query_start_loc query_start_loc_np seq_lens num_computed_tokens_np "
     "is_prefilling_np logits_indices cu_num_logits",
     NewRequestData: "req_id prompt_token_ids prefill_token_ids sampling_params",
-    SchedulerOutput: "num_scheduled_tokens",
+    SchedulerOutput: "num_scheduled_tokens scheduled_new_reqs scheduled_spec_decode_tokens "
+    "total_num_scheduled_tokens",
+    ModelRunnerOutput: "req_id_to_index sampled_token_ids",
+    EngineCoreOutputs: "outputs",
+    KVCacheManager: "block_pool watermark_blocks",
     SchedulerStats: "spec_decoding_stats",
     ModelState: "model_config max_num_reqs max_num_tokens",
     RequestState: "all_token_ids draft_tokens",
     Sampler: "req_states sampling_states",
     SamplingStates: "temperature top_k top_p min_p seeds",
-    Request: "num_computed_tokens next_decode_eligible_step spec_decode_metrics sampling_params",
+    Request: "num_computed_tokens next_decode_eligible_step spec_decode_metrics sampling_params "
+    "arrival_time client_index lora_request max_tokens num_prompt_tokens priority request_id "
+    "spec_token_ids status",
     Scheduler: "num_sampled_tokens_per_step num_spec_tokens max_num_scheduled_tokens requests "
-    "max_num_active_reqs max_model_len scheduler_config vllm_config current_step",
+    "max_num_active_reqs max_model_len scheduler_config vllm_config current_step running waiting "
+    "block_size kv_cache_manager",
     AsyncScheduler: "_spec_token_placeholders",
     VllmConfig: "additional_config attention_config cache_config compilation_config "
     "diffusion_config kv_transfer_config load_config model_config parallel_config "
@@ -187,15 +205,18 @@ FIELDS: dict[type, str] = {
     "revision runner_type served_model_name tokenizer_mode",
     SchedulerConfig: "async_scheduling enable_chunked_prefill long_prefill_token_threshold "
     "max_num_batched_tokens max_num_seqs scheduler_cls",
-    CacheConfig: "enable_prefix_caching",
+    CacheConfig: "block_size enable_prefix_caching num_gpu_blocks",
     CompilationConfig: "cudagraph_capture_sizes cudagraph_mode max_cudagraph_capture_size",
     ParallelConfig: "decode_context_parallel_size enable_batch_sharded_sampling enable_dbo "
-    "pipeline_parallel_size prefill_context_parallel_size",
+    "data_parallel_size data_parallel_size_local pipeline_parallel_size "
+    "prefill_context_parallel_size world_size",
     SamplingParams: "extra_args logit_bias allowed_token_ids logprobs max_tokens min_tokens "
     "stop_token_ids temperature top_p top_k min_p seed ignore_eos bad_words n",
 }
 PROPERTIES = {
     ModelConfig: "architecture get_vocab_size",
+    ParallelConfig: "local_engines_only",
+    Request: "num_tokens num_tokens_with_spec",
     VllmConfig: "use_v2_model_runner",
     SamplingParams: "eos_token_id bad_words_token_ids",
     ModelState: "max_model_len num_new_sampled_tokens_per_step",

@@ -1,0 +1,235 @@
+"""Which hidden states become logits, and which canvas position each row predicts.
+
+Two siblings with one interface: ``request`` runs before the forward and may change the rows that
+vLLM reads, ``read`` runs behind it. Shape letters as in :mod:`dllm_plugin.plan`.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.config import ModelConfig
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from dllm_plugin.guidance import GuidedRows, pair_rows
+from dllm_plugin.plan import Canvas, StepPlan
+from dllm_plugin.states import CanvasStates
+from dllm_plugin.strategies import PlanFunction
+
+# Rows sampled at once: bounds the fp32 copy of the logits.
+CHUNK_ROWS = 1024
+WARMUP_PREFIX = "_warmup_"
+
+
+class RowChunk(NamedTuple):
+    """Some logits rows of a step.
+
+    rows_T int64, index among all rows of the step; logits_TV model dtype; slot_T int64;
+    position_T int64, absolute position a row predicts.
+    """
+
+    rows_T: Tensor
+    logits_TV: Tensor
+    slot_T: Tensor
+    position_T: Tensor
+
+
+class StepRows(NamedTuple):
+    """One step of the requests that decide something.
+
+    index_R int64, their place in the batch; slots_R int64, slots_np the same on the host;
+    source_RC int64, row of each canvas position; num_rows, all values that source_RC can have.
+    """
+
+    index_R: Tensor
+    slots_R: Tensor
+    slots_np: np.ndarray
+    canvas: Canvas
+    remaining_R: Tensor
+    plan: StepPlan
+    source_RC: Tensor
+    num_rows: int
+    chunks: list[RowChunk]
+
+
+def count_canvases(batch: InputBatch) -> int:
+    """Requests of a batch that bring a canvas; they come first."""
+    drafts = batch.num_draft_tokens_per_req
+    return 0 if drafts is None else int(np.count_nonzero(drafts))
+
+
+class CanvasRows:
+    """All fed positions of every canvas: nothing has to be known before the forward.
+
+    With shifted logits one row is missing, that of the last committed position, which is kept as
+    the *carry row* from the pass that committed it.
+    """
+
+    def __init__(self, states: CanvasStates, model_config: ModelConfig, plan: PlanFunction) -> None:
+        self.states = states
+        self.plan = plan
+        self.carry_NV: Tensor | None = None
+        num_slots, self.num_positions = states.canvas_NC.shape
+        if states.config.family.logits_shift:
+            torch_dtype = model_config.dtype
+            assert isinstance(torch_dtype, torch.dtype)
+            self.carry_NV = torch.zeros(
+                num_slots,
+                model_config.get_vocab_size(),
+                dtype=torch_dtype,
+                device=states.device,
+            )
+
+    def request(self, batch: InputBatch) -> None:
+        """Ask for the last row of each prefill when logits are shifted."""
+        canvases = count_canvases(batch)
+        if self.carry_NV is None or not batch.is_prefilling_np[canvases:].any():
+            return
+        # vLLM's warm-up hands a grammar to its prefills and expects them to have no rows.
+        # Ids of clients end in what vLLM appends to them, never in "_".
+        if batch.req_ids[0].startswith(WARMUP_PREFIX) and batch.req_ids[0].endswith("_"):
+            return
+        last = batch.query_start_loc[canvases + 1 : batch.num_reqs + 1] - 1
+        batch.logits_indices = torch.cat([batch.logits_indices, last.to(torch.int64)])
+
+    def read(self, logits_TV: Tensor, batch: InputBatch) -> StepRows | None:
+        """The step's rows, of the canvases and then (shifted) one per prefill; None if empty."""
+        canvases, num_rows = count_canvases(batch), batch.num_draft_tokens
+        if self.carry_NV is not None and num_rows < logits_TV.shape[0]:
+            prefilled = batch.idx_mapping[canvases : batch.num_reqs]
+            # Warm-up batches bring rows that no prefill asked for.
+            if len(prefilled) == logits_TV.shape[0] - num_rows:
+                self.carry_NV[prefilled] = logits_TV[num_rows:].to(self.carry_NV.dtype)
+        if not canvases:
+            return None
+        logits_TV, slots_R = logits_TV[:num_rows], batch.idx_mapping[:canvases]
+        fed_R = batch.cu_num_logits[: canvases + 1].diff().to(torch.int64)
+        canvas, remaining_R = self.states.view(slots_R, fed_R)
+        plan = self.plan(canvas, self.states.config.mask_token_id)
+        source_RC = self._source_rows(batch, canvases)
+        return StepRows(
+            torch.arange(canvases, device=self.states.device),
+            slots_R,
+            batch.idx_mapping_np[:canvases],
+            canvas,
+            remaining_R,
+            plan,
+            source_RC,
+            num_rows + (0 if self.carry_NV is None else canvases),
+            list(self._chunks(logits_TV, batch, slots_R, plan, source_RC)),
+        )
+
+    def _source_rows(self, batch: InputBatch, canvases: int) -> Tensor:
+        """Row that predicts each canvas position, int64 ``[R, C]``; clamped behind the span."""
+        shift = 0 if self.carry_NV is None else 1
+        bounds = batch.cu_num_logits[: canvases + 1].to(torch.int64)
+        position_C = torch.arange(self.num_positions, device=self.states.device)
+        source_RC = torch.minimum(bounds[:-1, None] + position_C - shift, bounds[1:, None] - 1)
+        if shift:
+            # The carry rows stand behind the rows of this forward.
+            request_R = torch.arange(canvases, device=self.states.device)
+            source_RC[:, 0] = batch.num_draft_tokens + request_R
+        return source_RC
+
+    def _chunks(
+        self,
+        logits_TV: Tensor,
+        batch: InputBatch,
+        slots_R: Tensor,
+        plan: StepPlan,
+        source_RC: Tensor,
+    ) -> Iterator[RowChunk]:
+        """The rows to propose from, at most CHUNK_ROWS at a time."""
+        states, shift = self.states, 0 if self.carry_NV is None else 1
+        slot_T = batch.expanded_idx_mapping
+        position_T = states.start_N[slot_T] + batch.expanded_local_pos + shift
+        parts = [(logits_TV, slot_T, position_T)]
+        if self.carry_NV is not None:
+            carry_RV = self.carry_NV[slots_R]
+            # The row of the last position that commits now serves the next steps.
+            moved_R1 = plan.num_committed_R[:, None]
+            row_R = batch.cu_num_logits[: len(slots_R)] + moved_R1[:, 0].clamp_min(1) - 1
+            new_RV = logits_TV[row_R.to(torch.int64)].to(carry_RV.dtype)
+            self.carry_NV[slots_R] = torch.where(moved_R1 > 0, new_RV, carry_RV)
+            parts.append((carry_RV, slots_R, states.start_N[slots_R]))
+        first = 0
+        for logits, slots, positions in parts:
+            rows = torch.arange(first, first + len(logits), device=states.device)
+            if states.device.type == "cpu":
+                # There is no device to wait for, so rows that propose for nothing are left out.
+                chosen = torch.isin(rows, source_RC[plan.candidates_RC])
+                rows, logits = rows[chosen], logits[chosen]
+                slots, positions = slots[chosen], positions[chosen]
+            yield from split(RowChunk(rows, logits, slots, positions))
+            first += len(parts[0][0])
+
+
+class MaskedRows:
+    """The masked positions of each current block and nothing else: for full attention.
+
+    How many they are is read from the device before the forward. That waits for nothing: the
+    scheduler has already waited for the step before, and only input preparation is queued.
+    """
+
+    def __init__(self, states: CanvasStates, model_config: ModelConfig, plan: PlanFunction) -> None:
+        self.states = states
+        self.plan = plan
+        self.shift = int(states.config.family.logits_shift)
+        self._step: StepRows | None = None
+        self._guided: GuidedRows | None = None
+
+    def request(self, batch: InputBatch) -> None:
+        """Ask for the rows of this step; with guidance, for the same ones of each partner."""
+        self._step = self._guided = None
+        canvases = count_canvases(batch)
+        if not canvases:
+            return
+        states = self.states
+        index_np, partner_np = pair_rows(batch.req_ids[:canvases], states.req_id_to_slot)
+        device_rows = torch.from_numpy(np.stack([index_np, partner_np]))
+        index_R, partner_R = device_rows.to(states.device, non_blocking=True)
+        slots_R, slots_np = batch.idx_mapping[index_R], batch.idx_mapping_np[index_np]
+        drafts_R = batch.cu_num_logits[: canvases + 1].diff().to(torch.int64)
+        canvas, remaining_R = states.view(slots_R, drafts_R[index_R])
+        plan = self.plan(canvas, states.config.mask_token_id)
+        request_T, place_T = plan.candidates_RC.nonzero(as_tuple=True)
+        ends = batch.query_start_loc[1 : canvases + 1].to(torch.int64)
+        first_row = ends - drafts_R - self.shift
+        rows = [first_row[index_R][request_T] + place_T]
+        guided_T = states.number("cfg_scale", slots_R)[request_T] > 0
+        if states.uses("cfg_scale", slots_np):
+            rows.append((first_row[partner_R][request_T] + place_T)[guided_T])
+        batch.logits_indices = torch.cat(rows)
+        num_rows = len(request_T)
+        # Positions without a row of their own share one behind the last.
+        source_RC = torch.full_like(canvas.block_RC, num_rows)
+        source_RC[request_T, place_T] = torch.arange(num_rows, device=states.device)
+        slot_T = slots_R[request_T]
+        chunk = RowChunk(
+            torch.arange(num_rows, device=states.device),
+            states.canvas_NC.new_empty(num_rows, 0),
+            slot_T,
+            states.start_N[slot_T] + place_T,
+        )
+        if len(rows) > 1:
+            self._guided = GuidedRows(guided_T, states.number("cfg_scale", slot_T)[guided_T])
+        self._step = StepRows(
+            index_R, slots_R, slots_np, canvas, remaining_R, plan, source_RC, num_rows + 1, [chunk]
+        )
+
+    def read(self, logits_TV: Tensor, batch: InputBatch) -> StepRows | None:
+        """The rows asked for by `request`; None if there were none."""
+        step, self._step = self._step, None
+        if step is None:
+            return None
+        if self._guided is not None:
+            logits_TV = self._guided.combine(logits_TV, step.num_rows - 1)
+        return step._replace(chunks=list(split(step.chunks[0]._replace(logits_TV=logits_TV))))
+
+
+def split(chunk: RowChunk) -> Iterator[RowChunk]:
+    """Cut rows into chunks of at most CHUNK_ROWS; no rows make one empty chunk."""
+    for low in range(0, max(len(chunk.rows_T), 1), CHUNK_ROWS):
+        yield RowChunk(*(part[low : low + CHUNK_ROWS] for part in chunk))
