@@ -1,4 +1,4 @@
-"""Classifier-free guidance: a request and its hidden partner, whose prompt is all masks.
+"""Classifier-free guidance: a request and its hidden partner, which sees masks for a prompt.
 
 The partner is an ordinary request of vLLM's with pages and a row of its own. The scheduler runs
 both in the same steps and shows only the first to the outside; the partner's canvas is a copy of
@@ -47,6 +47,18 @@ def partner_places(req_ids: Sequence[str]) -> np.ndarray:
     partners = [(leader_of(r), i) for r, i in place.items() if is_partner(r)]
     pairs = [(place[leader], i) for leader, i in partners if leader in place]
     return np.array(pairs, dtype=np.int64).reshape(-1, 2)
+
+
+def context_rows(bounds_np: np.ndarray, partners: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """Rows of a step that partners must not know: all that their canvas has for a prompt.
+
+    Args:
+        bounds_np: where each request's rows start, int ``[R + 1]``.
+        partners: places in the batch, int64 ``[P]``; each computes from position 0 on.
+        first: first position of the canvas of each, int64 ``[P]``.
+    """
+    spans = [np.arange(n) + bounds_np[i] for i, n in zip(partners, first, strict=True)]
+    return np.concatenate([np.empty(0, dtype=np.int64), *spans]).astype(np.int64)
 
 
 class GuidedRows(NamedTuple):

@@ -65,12 +65,12 @@ class RefreshScheduler(DiffusionScheduler):
             super().add_request(partner)
 
     def _partner(self, request: Request, params: SamplingParams) -> Request:
-        """The unguided half: the same request with nothing but masks for a prompt."""
+        """The unguided half: the same request; the runner feeds it masks for a prompt."""
         params = params.clone()
         params.logprobs = None
         return Request(
             request_id=partner_of(request.request_id),
-            prompt_token_ids=[self.decode_config.mask_token_id] * request.num_prompt_tokens,
+            prompt_token_ids=request.prompt_token_ids,
             sampling_params=params,
             pooling_params=None,
             client_index=request.client_index,

@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm.config import ModelConfig
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from dllm_plugin.guidance import GuidedRows, pair_rows
+from dllm_plugin.guidance import GuidedRows, context_rows, pair_rows
 from dllm_plugin.plan import Canvas, StepPlan
 from dllm_plugin.states import CanvasStates
 from dllm_plugin.strategies import PlanFunction
@@ -201,6 +201,7 @@ class MaskedRows:
         guided_T = states.number("cfg_scale", slots_R)[request_T] > 0
         if states.uses("cfg_scale", slots_np):
             rows.append((first_row[partner_R][request_T] + place_T)[guided_T])
+            self._hide_context(batch, partner_np[partner_np != index_np])
         batch.logits_indices = torch.cat(rows)
         num_rows = len(request_T)
         # Positions without a row of their own share one behind the last.
@@ -217,6 +218,18 @@ class MaskedRows:
             self._guided = GuidedRows(guided_T, states.number("cfg_scale", slot_T)[guided_T])
         self._step = StepRows(
             index_R, slots_R, slots_np, canvas, remaining_R, plan, source_RC, num_rows + 1, [chunk]
+        )
+
+    def _hide_context(self, batch: InputBatch, partners: np.ndarray) -> None:
+        """Feed masks to partners where the requests that they belong to have their context."""
+        assert batch.num_draft_tokens_per_req is not None
+        reached = batch.query_start_loc_np[partners + 1] - batch.query_start_loc_np[partners]
+        starts = reached - batch.num_draft_tokens_per_req[partners]
+        slots = batch.idx_mapping_np[partners]
+        first = self.states.bounds_np(slots, starts.astype(np.int64)).first
+        rows = context_rows(batch.query_start_loc_np, partners, first)
+        batch.input_ids[torch.from_numpy(rows).to(self.states.device)] = (
+            self.states.config.mask_token_id
         )
 
     def read(self, logits_TV: Tensor, batch: InputBatch) -> StepRows | None:

@@ -216,11 +216,13 @@ def _final_run(
 class Bounds(NamedTuple):
     """Absolute positions of a full-attention request: integers, or int ``[R]`` arrays.
 
+    first      where the text of this canvas begins; everything before is its prompt
     start      first undecided position: where the canvas starts
     block_stop end of its current block
     stop       end of everything that is computed
     """
 
+    first: np.ndarray
     start: np.ndarray
     block_stop: np.ndarray
     stop: np.ndarray
@@ -243,7 +245,7 @@ def bounds(
     first = prompt_len + (start - prompt_len) // most * most
     whole = -((first - end) // block_length) * block_length
     stop = np.minimum(first + np.minimum(whole, most), max_model_len)
-    return Bounds(start, np.minimum(start + block_length, stop), stop)
+    return Bounds(first, start, np.minimum(start + block_length, stop), stop)
 
 
 def span_semi_autoregressive(canvas: Bounds, keeps_kv: bool) -> tuple[int, int]:

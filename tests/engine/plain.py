@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 WIDE = 2**64 - 1
+Slots = dict[str, tuple[Tensor, Tensor]]  # K and V of each layer, by position
 
 # LLaDA's names in the order of Dream's.
 LLADA_LAYER = {
@@ -70,7 +71,9 @@ class PlainModel:
     def _linear(self, x: Tensor, name: str) -> Tensor:
         return linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
 
-    def _attend(self, x: Tensor, name: str, visible: Tensor) -> Tensor:
+    def _attend(
+        self, x: Tensor, name: str, visible: Tensor, start: int = 0, slots: Slots | None = None
+    ) -> Tensor:
         tokens = x.shape[0]
         q, k, v = (
             self._linear(x, f"{name}.{part}_proj").view(tokens, heads, -1).transpose(0, 1)
@@ -80,8 +83,13 @@ class PlainModel:
         )
         half = q.shape[-1] // 2
         frequency = self.theta ** (-torch.arange(half) / half)
-        angle = torch.arange(tokens)[:, None] * frequency
+        angle = torch.arange(start, start + tokens)[:, None] * frequency
         q, k = (_rotate(part, angle.cos(), angle.sin()) for part in (q, k))
+        if slots is not None:
+            kept = slots.setdefault(name, (k, v))
+            for old, new in zip(kept, (k, v), strict=True):
+                old[:, start : start + tokens] = new
+            k, v = kept
         groups = self.num_heads // self.num_kv_heads
         k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
         scores = (q @ k.transpose(1, 2)) / math.sqrt(2 * half)
@@ -89,16 +97,31 @@ class PlainModel:
         out = (scores.softmax(-1) @ v).transpose(0, 1).reshape(tokens, -1)
         return self._linear(out, f"{name}.o_proj")
 
-    @torch.no_grad()
     def rows(self, tokens: list[int], block: list[int]) -> Tensor:
         """Logits ``[N, V]``; the query at i sees the key at j if ``block[i] >= block[j]``."""
         block_N = torch.tensor(block)
-        visible = block_N[:, None] >= block_N[None, :]
+        return self._rows(tokens, block_N[:, None] >= block_N[None, :])
+
+    def rows_at(self, start: int, tokens: list[int], slots: Slots) -> Tensor:
+        """Logits ``[N, V]`` of tokens from `start` on, which see every slot.
+
+        Each writes its own slot before anyone looks; the first call fills all of them.
+        """
+        return self._rows(tokens, torch.tensor(True), start, slots)
+
+    @torch.no_grad()
+    def _rows(
+        self, tokens: list[int], visible: Tensor, start: int = 0, slots: Slots | None = None
+    ) -> Tensor:
         x = self.weights["model.embed_tokens.weight"][tokens]
         for i in range(self.num_layers):
             layer = f"model.layers.{i}"
             x = x + self._attend(
-                self._norm(x, f"{layer}.input_layernorm"), f"{layer}.self_attn", visible
+                self._norm(x, f"{layer}.input_layernorm"),
+                f"{layer}.self_attn",
+                visible,
+                start,
+                slots,
             )
             inner = self._norm(x, f"{layer}.post_attention_layernorm")
             gate = silu(self._linear(inner, f"{layer}.mlp.gate_proj"))

@@ -75,10 +75,8 @@ def test_a_canvas_of_one_block_stores_it_by_itself(
     assert forwards(output) == text.passes + text.commit_passes
 
 
-def test_defaults_are_block_diffusion_by_threshold(
-    room: EngineRoom, plain_models: dict[str, PlainModel]
-) -> None:
-    llm, prompt = room.start("llada", {}), a_prompt(12, 6)
+def test_its_default_is_threshold(room: EngineRoom, plain_models: dict[str, PlainModel]) -> None:
+    llm, prompt = room.start("llada", BLOCKS), a_prompt(12, 6)
     text = two_pass(plain_models["llada"], prompt, 32, 64, {"threshold": 0.9})
     [output] = generate(llm, [prompt], params(64))
     assert (token_ids(output), forwards(output)) == (text.answer(), text.passes)

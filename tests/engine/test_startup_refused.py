@@ -21,10 +21,11 @@ WRONG_OPTIONS: list[tuple[Any, str]] = [
     ({"block_length": 64, "canvas_length": 32}, "block_length 64 is longer than the canvas of 32"),
     ({"threshold": 1.5}, "threshold must be a number between 0.0 and 1.0, got 1.5"),
     ({"steps": 2.5}, "steps must be a whole number"),
-    ({"strategy": "semi_autoregressive"}, "'semi_autoregressive' is not implemented"),
-    ({"strategy": "prefix_cache"}, "'prefix_cache' is not implemented"),
-    ({"strategy": "dual_cache"}, "'dual_cache' is not implemented"),
-    ({"policy": "origin"}, "policy 'origin' is not implemented"),
+    ({"strategy": "prefix_cache", "policy": "origin"}, "policy 'origin' has no meaning"),
+    ({"strategy": "prefix_cache", "cfg_scale": 0.5}, "cfg_scale has no effect"),
+    ({"strategy": "dual_cache", "max_active_blocks": 2}, "max_active_blocks has no effect"),
+    ({"strategy": "dual_cache", "alg_temp": 0.5}, "alg_temp has no effect"),
+    ({"logits_eos_inf": "no"}, "logits_eos_inf must be true or false, got 'no'"),
     ({"kv_cache_layout": "distinct"}, "kv_cache_layout 'distinct' is not implemented"),
     ({"strategy": "d2f", "policy": "factor"}, "policy 'factor' has no meaning"),
     ({"cfg_scale": 1.0}, "cfg_scale"),
@@ -34,6 +35,7 @@ WRONG_OPTIONS: list[tuple[Any, str]] = [
 WRONG_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
     ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, "speculative"),
+    ({"dllm": {}, "async_scheduling": True}, "async_scheduling cannot be combined with full"),
 ]
 
 

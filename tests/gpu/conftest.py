@@ -15,5 +15,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark everything here, and skip it where there is no GPU."""
     for item in items:
         item.add_marker(pytest.mark.gpu)
+        # Warnings that torch and vLLM raise about each other are not ours to fix.
+        item.add_marker(pytest.mark.filterwarnings("default"))
         if not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))

@@ -178,7 +178,7 @@ FIELDS: dict[type, str] = {
     InputBatch: "num_reqs num_reqs_after_padding idx_mapping idx_mapping_np expanded_idx_mapping "
     "expanded_local_pos num_tokens num_tokens_after_padding num_draft_tokens "
     "num_draft_tokens_per_req query_start_loc query_start_loc_np seq_lens num_computed_tokens_np "
-    "is_prefilling_np logits_indices cu_num_logits",
+    "is_prefilling_np logits_indices cu_num_logits input_ids",
     NewRequestData: "req_id prompt_token_ids prefill_token_ids sampling_params",
     SchedulerOutput: "num_scheduled_tokens scheduled_new_reqs scheduled_spec_decode_tokens "
     "total_num_scheduled_tokens",
@@ -192,7 +192,7 @@ FIELDS: dict[type, str] = {
     SamplingStates: "temperature top_k top_p min_p seeds",
     Request: "num_computed_tokens next_decode_eligible_step spec_decode_metrics sampling_params "
     "arrival_time client_index lora_request max_tokens num_prompt_tokens priority request_id "
-    "spec_token_ids status",
+    "spec_token_ids status prompt_token_ids",
     Scheduler: "num_sampled_tokens_per_step num_spec_tokens max_num_scheduled_tokens requests "
     "max_num_active_reqs max_model_len scheduler_config vllm_config current_step running waiting "
     "block_size kv_cache_manager",

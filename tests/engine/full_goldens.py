@@ -1,0 +1,123 @@
+"""Recorded traces of the full-attention reference decoders, in the plugin's own terms."""
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from plain import PlainModel
+from plain_full import FullText, Rules, decode
+from safetensors.torch import load_file
+from torch import Tensor
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+CANVAS = 64  # no recorded text is longer
+FILES = {
+    ("llada", "semi_autoregressive"): ("vanilla", "fast_nocache", "stochastic"),
+    ("llada", "prefix_cache"): ("prefix_cache", "prefix_cache_threshold", "prefix_cache_factor"),
+    ("llada", "dual_cache"): ("dual_cache", "dual_cache_threshold", "dual_cache_factor"),
+    ("dream", "semi_autoregressive"): (
+        "maskgit_plus",
+        "entropy",
+        "topk_margin",
+        "threshold_nocache",
+        "origin",
+    ),
+    ("dream", "prefix_cache"): ("prefix_cache_entropy", "prefix_cache_threshold"),
+    ("dream", "dual_cache"): ("dual_cache_entropy", "dual_cache_threshold"),
+}
+DREAM_POLICIES = {"maskgit_plus": "low_confidence", "confidence_threshold": "threshold"}
+SAME_NAME = ("eps", "top_p", "top_k", "cfg_scale", "logits_eos_inf", "confidence_eos_eot_inf")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One recorded call of a reference, with the settings that ask the plugin for the same."""
+
+    file: str
+    strategy: str
+    record: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return f"{self.file} {self.record['id']}"
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.record["prompt_ids"]
+
+    @property
+    def max_tokens(self) -> int:
+        settings = self.record["settings"]
+        return settings.get("gen_length") or settings["max_new_tokens"]
+
+    @property
+    def temperature(self) -> float:
+        return self.record["settings"].get("temperature", 0.0)
+
+    @property
+    def is_random(self) -> bool:
+        """Whether it needs the random numbers that were recorded with it."""
+        return "uniform_draws" in self.record or "noise_kind" in self.record
+
+    def numbers(self) -> dict[str, Any]:
+        """What the request sets, without ``dllm_``."""
+        settings = self.record["settings"]
+        numbers = {name: settings[name] for name in SAME_NAME if name in settings}
+        if "block_length" in settings:
+            numbers["block_length"] = settings["block_length"]
+        blocks = self.max_tokens // settings.get("block_length", self.max_tokens)
+        numbers["steps"] = settings["steps"] // blocks
+        if "alg" in settings:
+            numbers["policy"] = DREAM_POLICIES.get(settings["alg"], settings["alg"])
+        else:
+            numbers["policy"] = settings.get("remasking", "low_confidence")
+        for name in ("threshold", "factor"):
+            if name in settings:
+                numbers |= {"policy": name, name: settings[name]}
+        return numbers
+
+    def uniform(self, position: int, step: int) -> float:
+        """The number drawn for a masked position in a step of its block."""
+        block, start = self.numbers().get("block_length", self.max_tokens), len(self.prompt)
+        index = (position - start) // block * self.numbers()["steps"] + step
+        draws = self.record["uniform_draws"][index]
+        if len(draws) == start + self.max_tokens:
+            return draws[position]
+        # One number for each position that is still masked.
+        done = {p for one in self.record["forwards"][:index] for p, _ in one["new"]}
+        return draws[position - start - sum(p < position for p in done)]
+
+    def noise(self, position: int, step: int) -> Tensor:
+        """The numbers drawn for a row's vocabulary; the only such case has one block."""
+        return logits_of(self.file)[f"{self.record['id']}/uniform_noise_{step}"][position]
+
+    def first_logits(self) -> dict[int, Tensor]:
+        """Rows of the first forward, by position."""
+        rows, name = logits_of(self.file), self.record["id"]
+        index = rows[f"{name}/first_logits_rows"].tolist()
+        return dict(zip(index, rows[f"{name}/first_logits"], strict=True))
+
+    def decode(self, model: PlainModel) -> FullText:
+        """The same by the plain loops."""
+        rules = Rules(self.strategy, temperature=self.temperature, **self.numbers())
+        text = FullText(model, self.prompt, self.max_tokens, rules, CANVAS)
+        text.uniform, text.noise = self.uniform, self.noise
+        return decode(text)
+
+
+@cache
+def logits_of(file: str) -> dict[str, Tensor]:
+    return load_file(GOLDENS / f"{file}.logits.safetensors")
+
+
+@cache
+def cases_of(family: str, strategy: str) -> list[Case]:
+    """All cases of all files of a strategy."""
+    files = [f"{family}_{name}" for name in FILES[family, strategy]]
+    return [
+        Case(file, strategy, record)
+        for file in files
+        for record in json.loads((GOLDENS / f"{file}.json").read_text())["cases"]
+    ]

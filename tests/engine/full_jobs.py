@@ -1,0 +1,128 @@
+"""Full-attention requests with what the plain loops make of them."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from engines import EngineRoom, a_prompt, forwards, generate, params, token_ids
+from jobs import plain_model
+from plain_full import FullText, Rules, decode
+
+DECODERS = [
+    (family, strategy)
+    for family in ("llada", "dream")
+    for strategy in ("semi_autoregressive", "prefix_cache", "dual_cache")
+]
+# Module scope lets pytest run all tests of one family and strategy on one engine.
+every_decoder = pytest.mark.parametrize("decoder", DECODERS, ids="-".join, scope="module")
+Decoder = tuple[str, str]  # family and strategy
+CANVAS, CONTEXT = 48, 160
+TOO_CLOSE = 3e-4  # a decision that float32 may make either way
+OF_VLLM = ("temperature", "seed")
+
+
+@dataclass(frozen=True)
+class FullJob:
+    """One request; `numbers` are the plugin's without their prefix, and vLLM's `OF_VLLM`."""
+
+    prompt: list[int]
+    max_tokens: int
+    numbers: dict[str, Any] = field(default_factory=dict)
+    stop: tuple[int, ...] = ()
+
+    def wish(self, **options: Any) -> Any:
+        """SamplingParams."""
+        names = {name: name if name in OF_VLLM else f"dllm_{name}" for name in self.numbers}
+        options |= {names[name]: value for name, value in self.numbers.items()}
+        return params(self.max_tokens, stop_token_ids=list(self.stop), **options)
+
+    def decode(self, decoder: Decoder, canvas: int = CANVAS) -> FullText:
+        """By the plain loops."""
+        family, strategy = decoder
+        rules = Rules(strategy, **self.numbers)
+        text = FullText(
+            plain_model(family), self.prompt, self.max_tokens, rules, canvas, self.stop, CONTEXT
+        )
+        return decode(text)
+
+
+def start(room: EngineRoom, decoder: Decoder, canvas: int = CANVAS, **options: Any) -> Any:
+    """The engine of a decoder."""
+    family, strategy = decoder
+    dllm = {"strategy": strategy, "canvas_length": canvas}
+    return room.start(family, dllm, **{"max_model_len": CONTEXT} | options)
+
+
+def run(llm: Any, jobs: Sequence[FullJob], **options: Any) -> list[Any]:
+    """Outputs of jobs that are submitted together."""
+    return generate(llm, [job.prompt for job in jobs], [job.wish(**options) for job in jobs])
+
+
+def run_interrupted(llm: Any, jobs: Sequence[tuple[list[int], Any]], every: int) -> list[Any]:
+    """Outputs of (prompt, wish) pairs; all that is running is preempted every so many steps."""
+    engine, step, done = llm.llm_engine, 0, {}
+    for i, (prompt, wish) in enumerate(jobs):
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, wish)
+    while engine.has_unfinished_requests():
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+        step += 1
+        assert step < 1000, "no progress"
+        if step % every == 0:
+            llm.reset_prefix_cache(reset_running_requests=True)
+    return [done[str(i)] for i in range(len(jobs))]
+
+
+def check(job: FullJob, text: FullText, output: Any) -> None:
+    """Tokens and forwards of a request that nothing interrupted."""
+    assert token_ids(output) == text.answer(), job
+    assert forwards(output) == len(text.passes), job
+
+
+def numbers_for(decoder: Decoder, draw: random.Random) -> dict[str, Any]:
+    """Random settings that mean something to a decoder."""
+    family, strategy = decoder
+    in_own_loop, is_dream = strategy == "semi_autoregressive", family == "dream"
+    policies = ["threshold", "low_confidence", "entropy", "topk_margin", "random", "factor"]
+    if in_own_loop and is_dream:
+        policies.append("origin")
+    policy = draw.choice(policies)
+    numbers: dict[str, Any] = {"policy": policy, "seed": draw.randrange(2**40)}
+    if not (in_own_loop and is_dream and draw.random() < 0.3):
+        numbers["block_length"] = draw.choice([1, 2, 4, 8, 13, 16, 32])
+    if draw.random() < 0.7:
+        numbers["steps"] = draw.choice([2, 3, 4, 6, 8, 16])
+    if policy == "threshold":
+        numbers["threshold"] = draw.choice([0.0, 0.3, 0.6, 0.9, 1.0])
+    elif policy == "factor":
+        numbers["factor"] = draw.choice([0.4, 1.0, 2.0])
+    elif is_dream and draw.random() < 0.3:
+        numbers["eps"] = draw.choice([0.01, 0.1, 0.5])
+    if is_dream and policy != "random" and draw.random() < 0.3:
+        numbers |= draw.choice([{"top_p": 0.8}, {"top_k": 5}, {"top_p": 0.9, "top_k": 3}])
+    if policy in ("low_confidence", "entropy", "topk_margin") and is_dream:
+        numbers |= draw.choice([{}, {}, {"alg_temp": 0.4}])
+    if not is_dream and policy in ("low_confidence", "threshold", "factor"):
+        numbers |= draw.choice([{}, {"logits_eos_inf": True}, {"confidence_eos_eot_inf": True}])
+        if in_own_loop:
+            numbers |= draw.choice([{}, {"cfg_scale": 0.5}, {"cfg_scale": 1.5}])
+    return numbers
+
+
+def random_jobs(decoder: Decoder, wanted: int, seed: int = 0) -> list[tuple[FullJob, FullText]]:
+    """Jobs without close calls: short and long ones, some ended by a stop or the context."""
+    draw, found = random.Random(f"{decoder} {seed}"), []
+    for trial in range(4 * wanted):
+        numbers = numbers_for(decoder, draw)
+        length = draw.randint(1, 60) if draw.random() < 0.8 else draw.randint(120, CONTEXT - 1)
+        job = FullJob(a_prompt(length, trial), draw.randint(1, 70), numbers)
+        text = job.decode(decoder)
+        if draw.random() < 0.3 and text.margin > TOO_CLOSE:
+            job = FullJob(job.prompt, job.max_tokens, numbers, (draw.choice(text.answer()),))
+            text = job.decode(decoder)
+        if text.margin > TOO_CLOSE:
+            found.append((job, text))
+        if len(found) == wanted:
+            return found
+    raise AssertionError("too many close calls")

@@ -1,0 +1,162 @@
+"""Recorded traces of the full-attention reference decoders on the real engine, call by call."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from engines import MASK_IDS, EngineRoom, forwards, generate, num_preemptions, params, token_ids
+from full_goldens import CANVAS, Case, cases_of
+from full_jobs import Decoder, every_decoder, run_interrupted
+from plain import PlainModel
+from plain_full import Pass
+
+IN_FLIGHT = (16, 4)
+
+
+def start(room: EngineRoom, decoder: Decoder, **options: Any) -> Any:
+    family, strategy = decoder
+    return room.start(family, {"strategy": strategy, "canvas_length": CANVAS}, **options)
+
+
+def wish_for(case: Case) -> Any:
+    numbers = {f"dllm_{name}": value for name, value in case.numbers().items()}
+    return params(case.max_tokens, temperature=case.temperature, **numbers)
+
+
+def check(case: Case, output: Any) -> None:
+    assert token_ids(output) == case.record["output_ids"], case.name
+    assert forwards(output) == case.record["num_forwards"], case.name
+
+
+class PassSpy:
+    """Queries, visible slots and LM-head rows of every forward, and the first one's logits."""
+
+    def __init__(self, llm: Any, mask_id: int) -> None:
+        worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        self.model, self.mask_id = worker.model_runner.model, mask_id
+        self.calls: list[tuple[int, int, int]] = []
+        self.rows: list[int] = []
+        self.requests = 1
+        self.first_logits: torch.Tensor | None = None
+
+    def __enter__(self) -> "PassSpy":
+        self.handle = self.model.register_forward_hook(self._note, with_kwargs=True)
+        self.compute_logits = self.model.compute_logits
+        self.model.compute_logits = self._count
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.handle.remove()
+        del self.model.compute_logits
+
+    def _count(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.rows.append(len(hidden))
+        return self.compute_logits(hidden, *args, **kwargs)
+
+    def _note(self, model: Any, args: Any, kwargs: dict[str, Any], hidden: torch.Tensor) -> None:
+        from vllm.forward_context import get_forward_context
+
+        positions = kwargs["positions"]
+        [metadata] = {id(m): m for m in get_forward_context().attn_metadata.values()}.values()
+        [kv_len] = set(metadata.seq_lens.tolist())
+        first, last = int(positions.min()), int(positions.max())
+        self.requests = len(positions) // (last - first + 1)
+        spans = [*range(first, last + 1)] * self.requests
+        assert positions.tolist() == spans, "one span for each request, and nothing else"
+        self.calls.append((first, last - first + 1, kv_len))
+        if self.first_logits is None:
+            logits = self.compute_logits(hidden).unflatten(0, (self.requests, -1))
+            # The partner of a guided request has a prompt of masks.
+            lead = kwargs["input_ids"].view(self.requests, -1)[:, 0]
+            self.first_logits = logits[int((lead != self.mask_id).int().argmax())].clone()
+
+
+def check_passes(case: Case, spy: PassSpy, passes: list[Pass]) -> None:
+    """Every forward of a request that was alone, against the recorded and the plain ones."""
+    wanted = [(c["q_start"], c["q_len"], c["kv_len"]) for c in case.record["forwards"]]
+    assert spy.calls == wanted, case.name
+    assert spy.requests == (2 if case.numbers().get("cfg_scale", 0) > 0 else 1), case.name
+    assert spy.rows == [spy.requests * len(one.rows) for one in passes], case.name
+    assert spy.first_logits is not None
+    for position, row in case.first_logits().items():
+        torch.testing.assert_close(spy.first_logits[position], row, atol=5e-4, rtol=0)
+
+
+@every_decoder
+def test_each_alone(
+    decoder: Decoder, room: EngineRoom, plain_models: dict[str, PlainModel]
+) -> None:
+    family, _ = decoder
+    llm = start(room, decoder, max_num_seqs=16)
+    for case in cases_of(*decoder):
+        if not case.is_random:
+            with PassSpy(llm, MASK_IDS[family]) as spy:
+                [output] = generate(llm, [case.prompt], wish_for(case))
+            check(case, output)
+            check_passes(case, spy, case.decode(plain_models[family]).passes)
+
+
+def recorded_draws(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+    """Let the plugin read a case's numbers where it would draw its own."""
+    from dllm_plugin import proposals
+
+    def uniform(seed: Any, position: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+        spots = zip(*(x.tolist() for x in torch.broadcast_tensors(position, step)), strict=True)
+        return torch.tensor([case.uniform(*spot) for spot in spots])
+
+    def gumbel(seed: Any, position: torch.Tensor, step: torch.Tensor, size: int) -> torch.Tensor:
+        spots = zip(position.tolist(), step.tolist(), strict=True)
+        rows = [case.noise(*spot) for spot in spots]
+        return torch.stack(rows) if rows else torch.zeros(0, size, dtype=torch.float64)
+
+    name, draw = ("counter_uniform", uniform)
+    if case.record.get("noise_kind") == "gumbel":
+        name, draw = ("gumbel_uniform", gumbel)
+    monkeypatch.setattr(proposals, name, draw)
+
+
+@every_decoder
+def test_recorded_random_numbers(
+    decoder: Decoder,
+    room: EngineRoom,
+    plain_models: dict[str, PlainModel],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Random remasking, Gumbel noise and Dream's random transfers, with the references' draws."""
+    family, _ = decoder
+    for case in [case for case in cases_of(*decoder) if case.is_random]:
+        llm = start(room, decoder, max_num_seqs=16)
+        with monkeypatch.context() as patch, PassSpy(llm, MASK_IDS[family]) as spy:
+            recorded_draws(patch, case)
+            [output] = generate(llm, [case.prompt], wish_for(case))
+        check(case, output)
+        check_passes(case, spy, case.decode(plain_models[family]).passes)
+
+
+def shuffled(decoder: Decoder, seed: int) -> list[Case]:
+    cases = [case for case in cases_of(*decoder) if not case.is_random]
+    random.Random(seed).shuffle(cases)
+    return cases
+
+
+@every_decoder
+@pytest.mark.parametrize("in_flight", IN_FLIGHT)
+def test_together_in_shuffled_order(decoder: Decoder, in_flight: int, room: EngineRoom) -> None:
+    llm = start(room, decoder, max_num_seqs=in_flight)
+    cases = shuffled(decoder, in_flight)
+    outputs = generate(llm, [case.prompt for case in cases], [wish_for(case) for case in cases])
+    for case, output in zip(cases, outputs, strict=True):
+        check(case, output)
+
+
+@every_decoder
+def test_preempted_in_the_middle_of_their_blocks(decoder: Decoder, room: EngineRoom) -> None:
+    """All of them at once; the longest block takes 32 steps, so every round finishes some."""
+    llm, cases = start(room, decoder, max_num_seqs=16), shuffled(decoder, 1)
+    before = num_preemptions(llm)
+    outputs = run_interrupted(llm, [(case.prompt, wish_for(case)) for case in cases], every=35)
+    assert num_preemptions(llm) > before
+    for case, output in zip(cases, outputs, strict=True):
+        assert token_ids(output) == case.record["output_ids"], case.name
+        assert forwards(output) >= case.record["num_forwards"], case.name
