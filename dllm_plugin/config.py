@@ -29,6 +29,10 @@ PLANNED = {"kv_cache_layout": ("distinct",)}
 MAX_STEPS = 4096
 DEFAULT_BLOCK = 32
 DEFAULT_CANVAS = 256  # of full attention: what one refresh recomputes behind the prompt
+PLAIN_REASON = (
+    "no adapter is given: full attention with KV reuse; the authors' own loop is strategy "
+    "semi_autoregressive"
+)
 TOKENIZER_MODE = "dllm"
 REQUEST_PREFIX = "dllm_"
 REQUEST_FIELDS = (
@@ -182,7 +186,7 @@ class DecodeConfig:
         if strategy == "auto" and self.lora_path:
             strategy, reason = D2F, "a D2F adapter is given"
         elif strategy == "auto":
-            strategy, reason = DUAL_CACHE, "full attention with KV reuse, as no adapter is given"
+            strategy, reason = DUAL_CACHE, PLAIN_REASON
         policy = self.policy
         if policy == "auto":
             policy = default_policy(strategy, family.name)

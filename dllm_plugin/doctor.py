@@ -4,7 +4,8 @@ import platform
 from typing import Any
 
 import dllm_plugin
-from dllm_plugin.config import DecodeConfig, get_decode_config
+from dllm_plugin.choices import OFF, options_read
+from dllm_plugin.config import REQUEST_FIELDS, DecodeConfig, get_decode_config
 from dllm_plugin.models import ARCHITECTURES, FAMILIES
 from dllm_plugin.offline import one_sentence
 from dllm_plugin.special_tokens import find_mask_token
@@ -62,15 +63,17 @@ def _report_model(options: dict[str, Any]) -> int:
 
 
 def _settings(config: DecodeConfig) -> dict[str, Any]:
-    names = ["block_length", "canvas_length", "threshold", "kv_cache_layout", "lora_path"]
-    if config.strategy == "d2f":
-        names += ["max_active_blocks", "block_add_threshold", "decoded_token_threshold"]
-    elif config.policy != "threshold":
-        names += ["steps"]
-    values = {name: getattr(config, name) for name in names}
-    values["steps"] = values["steps"] or config.block_length if "steps" in values else None
-    return {name: value for name, value in values.items() if value is not None}
+    """What requests get that say nothing: the numbers that this strategy and policy read."""
+    request = config.for_request({}, config.canvas_length)
+    read = options_read(config.strategy, config.policy, config.family.name) - {"policy"}
+    names = [name for name in REQUEST_FIELDS if name in read]
+    names += ["canvas_length", "kv_cache_layout", "lora_path"]
+    values = {name: getattr(request, name) for name in names}
+    if config.whole_canvas:
+        values["block_length"] = "the whole canvas"
+        values["steps"] = config.steps or "one per position"
+    return {k: v for k, v in values.items() if v is not None and v not in OFF.get(k, ())}
 
 
 def _line(label: str, value: Any) -> None:
-    print(f"{label + ':':<26}{value}")
+    print(f"{label + ':':<28}{value}")

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import CHECKPOINTS
+from engines import CHECKPOINTS, a_prompt
+from full_jobs import CONTEXT, FullJob
 from jobs import MIXED, Job
 from processes import SETTINGS, offline, serving
 
@@ -29,6 +30,30 @@ def test_tensor_parallel(name: str) -> None:
     wish = {"engine": engine, "requests": requests, "register": name == "dream"}
     tokens = offline(wish, VLLM_CPU_OMP_THREADS_BIND="0|1")
     assert tokens == [j.expected(name)[0] for j in MIXED]
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"), [("llada", "semi_autoregressive"), ("dream", "dual_cache")]
+)
+def test_tensor_parallel_full_attention(name: str, strategy: str) -> None:
+    """Each rank finds the same rows for its share of the LM head; guided pairs too."""
+    jobs = [
+        FullJob(a_prompt(9 + 11 * i, i), 40 + 8 * i, {"policy": policy, "block_length": 16})
+        for i, policy in enumerate(("threshold", "entropy", "factor"))
+    ]
+    if name == "llada":
+        jobs[1].numbers["cfg_scale"] = 0.6
+    engine = SETTINGS | {"model": str(CHECKPOINTS / f"tiny-{name}"), "enforce_eager": True}
+    config = {"dllm": {"strategy": strategy, "canvas_length": 48}}
+    engine |= {"tensor_parallel_size": 2, "additional_config": config, "max_model_len": CONTEXT}
+    requests = [
+        {"prompt": job.prompt, "params": {"max_tokens": job.max_tokens, "extra_args": x}}
+        for job in jobs
+        for x in [{f"dllm_{k}": v for k, v in job.numbers.items()}]
+    ]
+    wish = {"engine": engine, "requests": requests, "register": False}
+    tokens = offline(wish, VLLM_CPU_OMP_THREADS_BIND="0|1")
+    assert tokens == [job.decode((name, strategy)).answer() for job in jobs]
 
 
 def test_data_parallel(tmp_path: Path) -> None:
