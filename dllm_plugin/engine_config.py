@@ -19,7 +19,7 @@ from dllm_plugin.config import (
 )
 from dllm_plugin.models import FAMILIES, lora
 from dllm_plugin.models.weights import check_readable, checkpoint_folder
-from dllm_plugin.special_tokens import find_mask_token, find_turn_ends
+from dllm_plugin.special_tokens import find_mask_token, find_turn_ends, trained_block_length
 
 logger = init_logger("vllm.dllm_plugin")
 
@@ -73,7 +73,13 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
         user = DecodeConfig.from_user(options)
         mask_token_id, found_in = find_mask_token(model_config, family)
         turn_ends = find_turn_ends(model_config, family)
-        config = user.resolve(architecture, model_config.max_model_len, mask_token_id, turn_ends)
+        config = user.resolve(
+            architecture,
+            model_config.max_model_len,
+            mask_token_id,
+            turn_ends,
+            trained_block_length(model_config.hf_config, family),
+        )
         if not current_platform.is_cpu():
             config = _fit_warmup(config, user, model_config.max_model_len)
         check_strategy_reads(config, options)

@@ -22,6 +22,7 @@ class DiffusionScheduler(AsyncScheduler):
         self.num_sampled_tokens_per_step = 0
         self.decode_config = get_decode_config(self.vllm_config)
         self.num_computed_positions = 0  # queries of all forwards, for `diffuplug eval`
+        self.block_length: dict[str, int] = {}
         self._bound_requests()
 
     def _bound_requests(self) -> None:
@@ -43,7 +44,11 @@ class DiffusionScheduler(AsyncScheduler):
         if request.spec_decode_metrics is None:
             request.spec_decode_metrics = RequestSpecDecodeMetrics.new(self.num_spec_tokens)
         params = request.sampling_params
-        if params is not None and not params.ignore_eos:
+        assert params is not None
+        config = self.decode_config.for_request(params.extra_args, params.max_tokens)
+        assert config.block_length is not None
+        self.block_length[request.request_id] = config.block_length
+        if not params.ignore_eos:
             # Chat models end a turn with a token of their own that configs do not list as EOS;
             # in a prompt without turns it is a token like any other.
             known, prompt = params.stop_token_ids or [], request.prompt_token_ids or ()
@@ -52,6 +57,24 @@ class DiffusionScheduler(AsyncScheduler):
             ]
             params.stop_token_ids = [*known, *ends]
         super().add_request(request)
+
+    def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
+        self.block_length.pop(request.request_id, None)
+        return super()._free_request(request, delay_free_blocks)
+
+    def _reserve_prefill_lookahead(
+        self, request: Request, num_computed_tokens: int, num_new_tokens: int
+    ) -> int:
+        """How many tokens of a request to compute; vLLM asks before it reserves pages.
+
+        On an absolute grid the first canvas begins inside the prompt, with its partial block; vLLM,
+        which counts the prompt as computed, would cut that canvas where the context ends.
+        """
+        at_start = num_computed_tokens == request.num_prompt_tokens
+        if not (self.decode_config.family.absolute_grid and at_start and num_new_tokens):
+            return num_new_tokens
+        tail = request.num_prompt_tokens % self.block_length[request.request_id]
+        return min(num_new_tokens + tail, self.num_spec_tokens)
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from dllm_plugin.models import Family
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
     from vllm.config import ModelConfig
 
 
@@ -47,3 +48,8 @@ def find_turn_ends(model_config: "ModelConfig", family: Family) -> tuple[int, ..
         return ()
     vocabulary = tokenizer.get_vocab()
     return tuple(vocabulary[text] for text in family.turn_end_tokens if text in vocabulary)
+
+
+def trained_block_length(hf_config: "PretrainedConfig", family: Family) -> int | None:
+    """Block length that a checkpoint was trained with, if its family has one."""
+    return getattr(hf_config, "block_size", None) or family.block_length

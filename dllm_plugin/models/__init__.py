@@ -11,6 +11,9 @@ class Family:
     logits_shift: bool  # True: row i of the logits predicts position i + 1
     mask_tokens: tuple[str, ...]  # texts under which tokenizers know the mask
     turn_end_tokens: tuple[str, ...]  # end a turn besides the configured EOS
+    block_length: int | None = None  # what checkpoints that do not say it were trained with
+    threshold: float = 0.9  # confidence that its authors ask for
+    absolute_grid: bool = False  # True: blocks lie at multiples of their length, prompt included
 
 
 LLADA = Family("llada", False, ("<|mdm_mask|>",), ("<|eot_id|>",))

@@ -121,7 +121,8 @@ def test_whole_numbers(name: str, value: Any) -> None:
     ],
 )
 def test_numbers(name: str, high: float | None) -> None:
-    for value in [-0.1, float("nan"), "0.5", None, True, [0.5], *([1.5] if high else [])]:
+    none = [] if name == "threshold" else [None]  # which means the family's own
+    for value in [-0.1, float("nan"), "0.5", True, [0.5], *none, *([1.5] if high else [])]:
         assert refusal(**{name: value}).startswith(f"{name} must be a number ")
     for value in (0, 0.0, 1, 1.0, *([] if high else [7.5])):
         assert getattr(DecodeConfig.from_user({name: value}), name) == value
@@ -198,7 +199,7 @@ def test_ranges_of_full_attention(name: str, value: Any, says: str) -> None:
 def test_every_strategy_with_every_policy(architecture: str, strategy: str, policy: str) -> None:
     """Taken where it means something; refused with the list of those that do elsewhere."""
     config = resolved(architecture, strategy=strategy)
-    if policy in choices.policies_of(strategy, config.family.name):
+    if policy in choices.policies_of(strategy, config.family):
         assert config.for_request({"dllm_policy": policy}).policy == policy
     else:
         message = request_refusal(config, dllm_policy=policy)
