@@ -54,7 +54,17 @@ def build_parser() -> argparse.ArgumentParser:
     )
 
     evaluate = commands.add_parser("eval", help="score the bundled model on unseen problems")
-    evaluate.add_argument("--limit", type=_positive, default=500, help="number of problems")
+    evaluate.add_argument(
+        "--limit", type=_positive, help="number of problems (default: 500, with --all 200)"
+    )
+    evaluate.add_argument(
+        "--all", action="store_true", help="every strategy and policy; writes decoding.md and .png"
+    )
+    evaluate.add_argument(
+        "--output",
+        metavar="FOLDER",
+        help="with --all, where to (default: benchmarks/reports if there is one, else here)",
+    )
     evaluate.add_argument("--dtype", default="auto", help="as in vLLM")
 
     doctor = commands.add_parser("doctor", help="what is installed and what would be chosen")
@@ -191,9 +201,13 @@ def _run(args: argparse.Namespace) -> int:
     if args.command == "generate":
         return generate(args)
     if args.command == "eval":
-        from dllm_plugin import evaluate
+        from dllm_plugin import evaluate, evaluate_all
 
-        return evaluate.run(limit=args.limit, dtype=args.dtype)
+        if args.all:
+            return evaluate_all.run(args.limit, args.dtype, args.output)
+        if args.output is not None:
+            raise ValueError("--output is where --all writes: add --all")
+        return evaluate.run(args.limit, args.dtype)
     if args.command == "doctor":
         from dllm_plugin import doctor
 

@@ -9,12 +9,11 @@ import json
 import os
 import platform
 import statistics
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 import dllm_plugin
-from dllm_plugin.offline import start_engine
+from dllm_plugin.offline import processor, start_engine
 
 if TYPE_CHECKING:
     from torch import nn
@@ -73,7 +72,7 @@ def run(options: dict[str, Any], requests: list[int], max_tokens: int, seed: int
     llm.apply_model(clock.attach)
     _measure(llm, clock, 1, max_tokens)  # warm-up
     rows = [_measure(llm, clock, count, max_tokens) for count in requests]
-    hardware = f"{_processor()}, {torch.get_num_threads()} threads"
+    hardware = f"{processor()}, {torch.get_num_threads()} threads"
     print(f"{hardware}; vLLM {vllm.__version__}, torch {torch.__version__}, seed {seed}")
     print(
         f"{'requests':>8} {'steps':>6} {'host ms':>8} {'forward ms':>11} {'step ms':>8}  (median)"
@@ -126,12 +125,3 @@ def _measure(llm: "LLM", clock: ForwardClock, requests: int, max_tokens: int) ->
         "forward_ms": 1e3 * statistics.median(forward for _, forward in steps),
         "step_ms": 1e3 * statistics.median(total for total, _ in steps),
     }
-
-
-def _processor() -> str:
-    if sys.platform == "linux":
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            for line in lines:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()

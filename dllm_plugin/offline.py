@@ -2,6 +2,8 @@
 
 import argparse
 import os
+import platform
+import sys
 from typing import TYPE_CHECKING, Any
 
 from dllm_plugin import default_model
@@ -68,6 +70,16 @@ def num_forwards(output: "RequestOutput") -> int:
     metrics = output.outputs[0].spec_decode_metrics
     assert metrics is not None, "the scheduler fills it for every request"
     return sum(metrics.histogram)
+
+
+def processor() -> str:
+    """What this machine's processor is called."""
+    if sys.platform == "linux":
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
 
 
 def one_sentence(error: Exception) -> str:

@@ -77,7 +77,7 @@ else
     pip_install --no-deps --no-build-isolation requirements/vllm-name/
 fi
 step "test tools and DiffuPlug"
-pip_install -r requirements/dev.txt
+pip_install -r requirements/dev.txt -r requirements/plot.txt
 pip_install --no-deps --no-build-isolation --editable .
 "$venv/bin/python" -c 'import torch, transformers, vllm'
 echo "$key" > "$stamp"

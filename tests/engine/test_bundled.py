@@ -37,3 +37,20 @@ def test_accuracy_and_tokens_per_forward() -> None:
     base, d2f = rows["one token per step"], rows["D2F, threshold 0.9"]
     assert base["accuracy"] >= 0.95 and base["tokens_per_forward"] <= 1
     assert d2f["accuracy"] >= 0.95 and d2f["tokens_per_forward"] >= 3
+    assert base["positions_per_token"] > d2f["positions_per_token"] > 1
+
+
+def test_every_policy_of_a_strategy() -> None:
+    program = (
+        "import json; from dllm_plugin.evaluate_all import score_strategy;"
+        "print(json.dumps([row._asdict() for row in score_strategy('dual_cache', 'auto', 4)]))"
+    )
+    rows = json.loads(run(sys.executable, "-c", program).strip().splitlines()[-1])
+    one_token = [row for row in rows if row["steps"] == 64]
+    free = [row for row in rows if row["steps"] is None]
+    assert len(one_token) == 4 and len(free) == 2
+    for row in one_token:
+        assert row["tokens_per_forward"] <= 1 < min(other["tokens_per_forward"] for other in free)
+        # At least what each forward computes, at most prompt and canvas every time.
+        assert 64 < row["positions_per_token"] * row["tokens_per_forward"] < 200
+    assert {row["policy"]: row["accuracy"] for row in one_token}["low_confidence"] == 1

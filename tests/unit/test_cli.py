@@ -20,7 +20,7 @@ OPTIONS = {
         [*DECODE, *ENGINE, "--help", "--max-tokens", "--requests", "--seed", "-h"]
     ),
     "doctor": sorted([*DECODE, "--help", "-h"]),
-    "eval": ["--dtype", "--help", "--limit", "-h"],
+    "eval": ["--all", "--dtype", "--help", "--limit", "--output", "-h"],
     "generate": sorted(
         [*DECODE, *ENGINE, "--chat", "--help", "--max-tokens", "--raw", "--seed", "--temperature"]
         + ["--top-p", "-h"]
@@ -53,6 +53,8 @@ def test_options_are_frozen() -> None:
         (["generate", "x", "--model", "/no/such/folder"], "there is no folder /no/such/folder"),
         (["generate", " "], "the prompt is empty"),
         (["doctor", "./none"], "there is no folder ./none"),
+        (["eval", "--output", "."], "--output is where --all writes: add --all"),
+        (["eval", "--all", "--output", "/no/such/folder"], "/no/such/folder is not a folder"),
     ],
 )
 def test_error_is_one_sentence(

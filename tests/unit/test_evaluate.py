@@ -1,0 +1,141 @@
+"""What ``diffuplug eval --all`` decodes and what it writes; the decoding has engine tests."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dllm_plugin import evaluate, evaluate_all, report
+from dllm_plugin.config import POLICIES, STRATEGIES, DecodeConfig
+from dllm_plugin.default_model.problems import eval_seeds, problem
+from dllm_plugin.report import Row, Way
+
+WAYS = [way for strategy in STRATEGIES[1:] for way in evaluate_all.ways(strategy)]
+ROWS = [
+    Row(*way, 1 - 0.03 * (i % 3), 64 / (way.steps or 2), 3.0 * (way.steps or 1) + i, 1.0)
+    for i, way in enumerate(WAYS)
+]
+
+
+def accepted(strategy: str, policy: str, **request: Any) -> bool:
+    """Whether the bundled family takes a request with this policy."""
+    config = DecodeConfig(strategy=strategy, block_length=64, canvas_length=128)
+    resolved = config.resolve("LLaDAModelLM", 512, mask_token_id=1)
+    try:
+        resolved.for_request({"dllm_policy": policy} | request)
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "auto"])
+def test_every_policy_that_fits_is_decoded(strategy: str) -> None:
+    decoded = {way.policy for way in WAYS if way.strategy == strategy}
+    assert decoded == {p for p in POLICIES if p != "auto" and accepted(strategy, p)}
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
+def test_every_way_is_accepted(way: Way) -> None:
+    steps = {"dllm_steps": way.steps} if way.steps else {}
+    assert accepted(way.strategy, way.policy, **steps)
+
+
+def test_schedules_run_from_one_token_per_step_to_few_steps() -> None:
+    by_policy: dict[str, list[int | None]] = {}
+    for way in evaluate_all.ways("block_diffusion"):
+        by_policy.setdefault(way.policy, []).append(way.steps)
+    assert by_policy["threshold"] == by_policy["factor"] == [None]
+    assert by_policy["random"] == by_policy["entropy"] == list(evaluate_all.STEPS)
+    assert evaluate_all.STEPS[0] == evaluate_all.BLOCK
+
+
+def test_score() -> None:
+    problems = [problem(seed) for seed in eval_seeds(2)]
+    texts = [problems[0].answer, "#### 0 and more"]
+    forwards = SimpleNamespace(histogram=[3, 2])
+    outputs: Any = [
+        SimpleNamespace(
+            outputs=[SimpleNamespace(text=text, token_ids=[1] * 10, spec_decode_metrics=forwards)]
+        )
+        for text in texts
+    ]
+    got = evaluate.score(outputs, problems, positions=400, seconds=2.0)
+    assert got == evaluate.Score(0.5, 2.0, 20.0, 2.0)
+
+
+def test_table_has_a_line_per_row() -> None:
+    lines = report.table(ROWS).splitlines()
+    assert len(lines) == len(ROWS) + 2 and len({len(line) for line in lines}) == 1
+    row = " ".join(lines[2].split())
+    assert row == "| d2f | threshold | - | 100.0% | 32.00 | 3.0 | 1.0 |"
+
+
+def test_page_and_plot_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The whole command, with scores from the list above in place of the engines."""
+    asked = []
+
+    def decoded(strategy: str, dtype: str, limit: int) -> list[Row]:
+        asked.append((strategy, dtype, limit))
+        return [row for row in ROWS if row.strategy == strategy]
+
+    monkeypatch.setattr(evaluate_all, "score_strategy", decoded)
+    assert evaluate_all.run(None, "auto", str(tmp_path)) == 0
+    assert asked == [(strategy, "auto", 200) for strategy in STRATEGIES[1:]]
+    printed = capsys.readouterr().out
+    record = json.loads(printed.splitlines()[-1])
+    assert [Row(**row) for row in record["rows"]] == ROWS and record["problems"] == 200
+    text = (tmp_path / "decoding.md").read_text()
+    assert report.table(ROWS) in text and report.table(ROWS) in printed
+    for word in ("`diffuplug eval --all --limit 200", record["hardware"], str(eval_seeds(200)[-1])):
+        assert word in text
+    assert (tmp_path / "decoding.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_labels_stay_apart() -> None:
+    from matplotlib.figure import Figure
+
+    panel = Figure(figsize=(10, 6)).subplots()
+    rows = [row._replace(tokens_per_forward=2.0 ** (i // 12)) for i, row in enumerate(ROWS)]
+    panel.set(xscale="log", xlim=(0.3, 40), ylim=(90, 103))
+    report._label(panel, rows, "tokens_per_forward")
+    boxes = [text.get_window_extent() for text in panel.texts if text.get_text()]
+    assert len(boxes) >= 10
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+
+
+def test_coinciding_points_share_a_label() -> None:
+    policies = ("low_confidence", "entropy", "topk_margin", "random")
+    rows = [
+        Row("s", policy, steps, 1.0 - 0.1 * (policy == "random" and steps == 8), 10.0 + steps, 1, 1)
+        for steps in (8, 2)
+        for policy in policies
+    ]
+    rows.append(Row("s", "threshold", None, 1.0, 12.1, 1.0, 1.0))
+    clusters = report._clusters(rows, "tokens_per_forward")
+    assert [report._policies(cluster, rows) for cluster in clusters] == [
+        "all scheduled, 2 steps; threshold",
+        "all but random, 8 steps",
+        "random, 8 steps",
+    ]
+
+
+def test_results_go_to_the_reports_of_a_clone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert evaluate_all._folder(None) == Path()
+    (tmp_path / "benchmarks" / "reports").mkdir(parents=True)
+    assert evaluate_all._folder(None) == Path("benchmarks/reports")
+
+
+def test_without_matplotlib_nothing_is_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ValueError, match=r"pip install '\.\[plot\]'"):
+        evaluate_all.run(1, "auto", str(tmp_path))
