@@ -102,18 +102,18 @@ def test_preemption_under_pressure(model: str, overlapped: bool, room: EngineRoo
     assert free_pages(llm) == pages
 
 
-@pytest.mark.parametrize("length", [45, 46, 47])
-def test_the_context_ends_in_the_prompt_block(
-    length: int, overlapped: bool, room: EngineRoom
-) -> None:
+def test_the_context_ends_in_the_prompt_block(overlapped: bool, room: EngineRoom) -> None:
     """The first block reaches to the very end although vLLM counts the prompt as computed."""
     case = next(case for case in cases_of("sdar") if len(case["prompt_ids"]) == 17)
-    text = (case["prompt_ids"] + case["output_ids"])[:length]
-    settings = {"async_scheduling": overlapped, "max_model_len": 48}
-    llm = room.start("sdar", {"canvas_length": 16}, **settings)
-    [output] = generate(llm, [text], params(10, dllm_policy="low_confidence"))
-    # Denoised step by step, a block of the answer ends as it did where there was more room.
-    assert token_ids(output) == (case["prompt_ids"] + case["output_ids"])[length:48]
+    texts = [(case["prompt_ids"] + case["output_ids"])[:length] for length in (45, 46, 47)]
+    answers = []
+    for context in (48, 64):
+        settings = {"async_scheduling": overlapped, "max_model_len": context}
+        llm = room.start("sdar", {"canvas_length": 16}, **settings)
+        wishes = [params(48 - len(text), dllm_policy="low_confidence") for text in texts]
+        answers.append([token_ids(output) for output in generate(llm, texts, wishes)])
+    assert [len(answer) for answer in answers[0]] == [3, 2, 1]
+    assert answers[0] == answers[1]
 
 
 def test_random_numbers_and_logprobs(model: str, overlapped: bool, room: EngineRoom) -> None:
