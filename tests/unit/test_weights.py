@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forwards import forward
 from safetensors.torch import load_file, save_file
 
 from dllm_plugin.models.weights import check_readable, checkpoint_folder
@@ -35,47 +36,7 @@ def rewrite(path: Path, change) -> dict[str, torch.Tensor]:
 
 def first_forward(model, prompt: list[int], block: int, mask_id: int) -> torch.Tensor:
     """Logits [T, V] of prompt and one masked block, each one bidirectional segment."""
-    from vllm.config import set_current_vllm_config
-    from vllm.forward_context import set_forward_context
-    from vllm.v1.attention.backend import CommonAttentionMetadata
-
-    config = model.vllm_config
-    layers = config.compilation_config.static_forward_context
-    spec = next(iter(layers.values())).get_kv_cache_spec(config)
-    backend = next(iter(layers.values())).attn_backend
-    length, total = len(prompt), len(prompt) + block
-    pages = -(-total // spec.block_size)
-    table = torch.arange(pages, dtype=torch.int32).repeat(2, 1)
-    starts = torch.tensor([0, length, total], dtype=torch.int32)
-    slots = torch.arange(total)
-    for layer in layers.values():
-        layer.kv_cache = torch.zeros(
-            pages, spec.num_kv_heads, spec.block_size, 2 * spec.head_size, dtype=spec.dtype
-        )
-    common = CommonAttentionMetadata(
-        query_start_loc=starts,
-        query_start_loc_cpu=starts,
-        seq_lens=torch.tensor([length, total], dtype=torch.int32),
-        num_reqs=2,
-        num_actual_tokens=total,
-        max_query_len=max(length, block),
-        max_seq_len=total,
-        block_table_tensor=table,
-        slot_mapping=slots,
-        causal=False,
-    )
-    with set_current_vllm_config(config), torch.inference_mode():
-        builder = backend.get_builder_cls()(spec, list(layers), config, torch.device("cpu"))
-        metadata = builder.build(0, common)
-        with set_forward_context(
-            dict.fromkeys(layers, metadata),
-            config,
-            num_tokens=total,
-            slot_mapping=dict.fromkeys(layers, slots),
-        ):
-            ids = torch.tensor(prompt + [mask_id] * block)
-            hidden = model(ids, torch.arange(total))
-            return model.compute_logits(hidden)
+    return forward(model, prompt + [mask_id] * block, [len(prompt), len(prompt) + block])
 
 
 @pytest.mark.parametrize("family", ["llada", "dream"])
