@@ -23,16 +23,10 @@ LLADA = Family("llada", False, ("<|mdm_mask|>",), ("<|eot_id|>",))
 # `<|dlm_pad|>` is how DiffuCoder, a Dream checkpoint, fills the rest of an answer.
 DREAM = Family("dream", True, ("<|mask|>",), ("<|im_end|>", "<|dlm_pad|>"))
 # Dense repositories spell the mask in both ways, in different files.
-SDAR = Family(
-    "sdar", False, ("<|MASK|>", "<MASK>"), ("<|im_end|>",), "absolute", 4, "block_size"
-)
+SDAR = Family("sdar", False, ("<|MASK|>", "<MASK>"), ("<|im_end|>",), "absolute", 4, "block_size")
 # Its config.json names no EOS.
-LLADA2 = Family(
-    "llada2", False, ("<|mask|>",), ("<|endoftext|>", "<|role_end|>"), "absolute", 32
-)
-FAST_DLLM = Family(
-    "fast_dllm_v2", True, ("|<MASK>|",), ("<|im_end|>",), "absolute", 32, "bd_size"
-)
+LLADA2 = Family("llada2", False, ("<|mask|>",), ("<|endoftext|>", "<|role_end|>"), "absolute", 32)
+FAST_DLLM = Family("fast_dllm_v2", True, ("|<MASK>|",), ("<|im_end|>",), "absolute", 32, "bd_size")
 
 # Architecture name in config.json -> class and family.
 TABLE: dict[str, tuple[str, Family]] = {

@@ -77,9 +77,7 @@ def qwen3(config: Any, sparse_layers: frozenset[int] = frozenset()) -> Shapes:
     for layer in range(config.num_hidden_layers):
         block = f"model.layers.{layer}"
         shapes |= layer_norms(block, config)
-        shapes |= attention(
-            f"{block}.self_attn", config, config.head_dim, bias=False, qk_norm=True
-        )
+        shapes |= attention(f"{block}.self_attn", config, config.head_dim, bias=False, qk_norm=True)
         if layer in sparse_layers:
             shapes |= experts(f"{block}.mlp", config)
         else:
