@@ -190,22 +190,34 @@ def test_folder_of_an_unknown_repository_is_unknown(checkpoints):
 
 
 def test_manifest_has_the_published_size(registered):
-    """Sizes in bytes of the bf16 weight indexes of LLaDA-8B-Instruct and Dream-v0-Instruct-7B."""
-    from dllm_plugin.models.configs import DreamConfig, LLaDAConfig
+    """Sizes in bytes of the bf16 weight indexes of these models, or of the Qwen they start from."""
+    from dllm_plugin.models import configs
     from dllm_plugin.models.dream import DreamModel
+    from dllm_plugin.models.fast_dllm import FastDLLMQwenForCausalLM
     from dllm_plugin.models.llada import LLaDAModelLM
+    from dllm_plugin.models.sdar import SDARForCausalLM, SDARMoeForCausalLM
 
-    dream = DreamConfig(
-        vocab_size=152064,
-        hidden_size=3584,
-        intermediate_size=18944,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-    )
+    qwen2 = {
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+    }
+    qwen3 = {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    }
     for model, config, size in (
-        (LLaDAModelLM, LLaDAConfig(mlp_hidden_size=12288), 16_031_162_368),
-        (DreamModel, dream, 15_231_233_024),
+        (LLaDAModelLM, configs.LLaDAConfig(mlp_hidden_size=12288), 16_031_162_368),
+        (DreamModel, configs.DreamConfig(**qwen2), 15_231_233_024),
+        (FastDLLMQwenForCausalLM, configs.FastDLLMConfig(**qwen2), 15_231_233_024),
+        (SDARForCausalLM, configs.SDARConfig(**qwen3), 16_381_470_720),
+        (SDARMoeForCausalLM, configs.SDARMoeConfig(num_hidden_layers=48), 61_064_245_248),
     ):
         shapes = model.checkpoint_shapes(config).values()
         assert 2 * sum(math.prod(shape) for shape in shapes) == size
