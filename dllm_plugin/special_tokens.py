@@ -52,4 +52,5 @@ def find_turn_ends(model_config: "ModelConfig", family: Family) -> tuple[int, ..
 
 def trained_block_length(hf_config: "PretrainedConfig", family: Family) -> int | None:
     """Block length that a checkpoint was trained with, if its family has one."""
-    return getattr(hf_config, "block_size", None) or family.block_length
+    configured = getattr(hf_config, family.block_key, None) if family.block_key else None
+    return configured or family.block_length

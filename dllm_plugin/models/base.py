@@ -50,7 +50,7 @@ class DiffusionModel:
     @classmethod
     def head_name(cls) -> str:
         """Checkpoint name of the LM head, which tied checkpoints may leave out."""
-        raise NotImplementedError
+        return "lm_head.weight"
 
     @classmethod
     def manifest(cls, model_config: ModelConfig) -> Manifest:
