@@ -71,5 +71,5 @@ def register_configs() -> None:
 
     for config in CONFIGS:
         AutoConfig.register(config.model_type, config, exist_ok=True)
-    for config, tokenizer in TOKENIZERS.items():
-        AutoTokenizer.register(config, tokenizer_class=tokenizer, exist_ok=True)
+    for reader, tokenizer in TOKENIZERS.items():
+        AutoTokenizer.register(reader, tokenizer_class=tokenizer, exist_ok=True)

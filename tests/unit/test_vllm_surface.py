@@ -54,8 +54,11 @@ vllm.exceptions: VLLMValidationError
 vllm.logger: init_logger
 vllm.model_executor.layers.logits_processor: LogitsProcessor
 vllm.model_executor.models.config: MODELS_CONFIG_MAP VerifyAndUpdateConfig
+vllm.model_executor.models.bailing_moe: BailingMoE BailingMoeV2ForCausalLM
 vllm.model_executor.models.llama: LlamaForCausalLM
 vllm.model_executor.models.qwen2: Qwen2ForCausalLM
+vllm.model_executor.models.qwen3: Qwen3ForCausalLM
+vllm.model_executor.models.qwen3_moe: Qwen3MoeForCausalLM
 vllm.model_executor.models.utils: WeightsMapper
 vllm.platforms: current_platform
 vllm.renderers.chat_utils: ChatCompletionMessageParam
@@ -165,6 +168,16 @@ SIGNATURES = {
     MODELS + "qwen2:Qwen2ForCausalLM": "* vllm_config prefix=''",
     MODELS + "qwen2:Qwen2ForCausalLM.load_weights": "self weights",
     MODELS + "qwen2:Qwen2ForCausalLM.compute_logits": "self hidden_states",
+    MODELS + "qwen3:Qwen3ForCausalLM": "* vllm_config prefix=''",
+    MODELS + "qwen3:Qwen3ForCausalLM.load_weights": "self weights",
+    MODELS + "qwen3:Qwen3ForCausalLM.compute_logits": "self hidden_states",
+    MODELS + "qwen3_moe:Qwen3MoeForCausalLM": "* vllm_config prefix=''",
+    MODELS + "qwen3_moe:Qwen3MoeForCausalLM.load_weights": "self weights",
+    MODELS + "qwen3_moe:Qwen3MoeForCausalLM.compute_logits": "self hidden_states",
+    MODELS + "bailing_moe:BailingMoeV2ForCausalLM": "* vllm_config prefix=''",
+    MODELS + "bailing_moe:BailingMoeV2ForCausalLM.load_weights": "self weights",
+    MODELS + "bailing_moe:BailingMoeV2ForCausalLM.compute_logits": "self hidden_states",
+    MODELS + "bailing_moe:BailingMoE.forward": "self hidden_states",
     MODELS + "utils:WeightsMapper.apply": "self weights",
     "model_executor.models:ModelRegistry.register_model": "model_arch model_cls",
     "model_executor.models:ModelRegistry.get_supported_archs": "",
