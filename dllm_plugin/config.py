@@ -192,11 +192,6 @@ class DecodeConfig:
             strategy, reason = BLOCK_DIFFUSION, f"{family.name} models are trained block by block"
         elif strategy == "auto":
             strategy, reason = DUAL_CACHE, PLAIN_REASON
-        if not family.can_decode:
-            raise ValueError(
-                f"Decoding of {family.name} models is not implemented in this version: use the "
-                "model's reference code."
-            )
         if strategy not in strategies_of(family):
             raise ValueError(
                 f"strategy {strategy!r} does not fit {family.name} models, which attend causally "

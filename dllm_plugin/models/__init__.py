@@ -18,7 +18,6 @@ class Family:
     block_length: int | None = None
     block_key: str | None = None
     threshold: float = 0.9  # confidence that its authors ask for
-    can_decode: bool = True  # False: the network is known, its decoding is not implemented
 
     @property
     def absolute_grid(self) -> bool:
@@ -37,9 +36,7 @@ SDAR = Family(
 LLADA2 = Family(
     "llada2", False, ("<|mask|>",), ("<|endoftext|>", "<|role_end|>"), "absolute", 32, None, 0.95
 )
-FAST_DLLM = Family(
-    "fast_dllm_v2", True, ("|<MASK>|",), ("<|im_end|>",), "absolute", 32, "bd_size", 0.9, False
-)
+
 
 # Architecture name in config.json -> class and family.
 TABLE: dict[str, tuple[str, Family]] = {
@@ -50,7 +47,6 @@ TABLE: dict[str, tuple[str, Family]] = {
     "SDARForCausalLM": ("sdar:SDARForCausalLM", SDAR),
     "SDARMoeForCausalLM": ("sdar:SDARMoeForCausalLM", SDAR),
     "LLaDA2MoeModelLM": ("llada2:LLaDA2MoeModelLM", LLADA2),
-    "Fast_dLLM_QwenForCausalLM": ("fast_dllm:FastDLLMQwenForCausalLM", FAST_DLLM),
 }
 ARCHITECTURES: dict[str, str] = {
     name: f"dllm_plugin.models.{path}" for name, (path, _) in TABLE.items()

@@ -9,9 +9,7 @@ from forwards import forward
 from safetensors.torch import load_file, save_file
 
 BOTH = pytest.mark.parametrize("name", ["tiny-llada", "tiny-dream"])
-ALL = pytest.mark.parametrize(
-    "name", ["tiny-llada", "tiny-dream", "tiny-sdar", "tiny-fast-dllm-v2-tied"]
-)
+ALL = pytest.mark.parametrize("name", ["tiny-llada", "tiny-dream", "tiny-sdar"])
 KINDS = pytest.mark.parametrize("kind", ["int", "float"])
 LARGEST = {"int": 127.0, "float": 448.0}
 HEAD = {"tiny-llada": "model.transformer.ff_out", "tiny-dream": "lm_head"}
