@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 KV_CACHE_LAYOUTS = ("auto", "unified")
 PLANNED = {"kv_cache_layout": ("distinct",)}
 MAX_STEPS = 4096
+MAX_FACTOR = 1000.0  # keeps logits that are multiplied by it within float32
 DEFAULT_BLOCK = 32
 DEFAULT_CANVAS = 256  # of full attention: what one refresh recomputes behind the prompt
 PLAIN_REASON = (
@@ -156,11 +157,12 @@ class DecodeConfig:
             _number(name, getattr(self, name), 0.0, 1.0)
         if self.top_p == 0:
             raise ValueError("top_p must be greater than 0, got 0.")
-        if self.top_k != 0:
+        if self.top_k != 0 or self.top_k is False:
             _whole_number("top_k", self.top_k)
-        for name in ("factor", "cfg_scale"):
-            _number(name, getattr(self, name), 0.0, None)
-        _number("alg_temp", self.alg_temp or 0, 0.0, None)
+        for name in ("factor", "cfg_scale", "alg_temp"):
+            value = getattr(self, name)
+            if name != "alg_temp" or value is not None:
+                _number(name, value, 0.0, MAX_FACTOR)
         _number("eps", self.eps, 0.0, 1.0)
         for name in SWITCHES:
             # JSON clients of vLLM turn true into 1 on its way through `vllm_xargs`.
@@ -334,11 +336,9 @@ def _whole_number(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
 
 
-def _number(name: str, value: Any, low: float, high: float | None) -> None:
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and value >= low
-    if not good or (value > high if high is not None else value == float("inf")):
-        limits = f"between {low} and {high}" if high is not None else f"at least {low}"
-        raise ValueError(f"{name} must be a number {limits}, got {value!r}.")
+def _number(name: str, value: Any, low: float, high: float) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
+        raise ValueError(f"{name} must be a number between {low} and {high}, got {value!r}.")
 
 
 def _check_policy(strategy: str, policy: str, family: Family) -> None:

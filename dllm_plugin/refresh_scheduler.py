@@ -15,6 +15,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from dllm_plugin.guidance import is_partner, leader_of, partner_of
 from dllm_plugin.scheduler import DiffusionScheduler
@@ -59,7 +60,7 @@ class RefreshScheduler(DiffusionScheduler):
         assert config.block_length is not None
         self._block_length[request.request_id] = config.block_length
         super().add_request(request)
-        if config.cfg_scale > 0:
+        if config.cfg_scale > 0 and not request.resumable:
             partner = self._partner(request, params)
             self._block_length[partner.request_id] = config.block_length
             super().add_request(partner)
@@ -165,6 +166,14 @@ class RefreshScheduler(DiffusionScheduler):
             if other is not None and other not in canvases:
                 del canvases[request_id]
         super()._update_after_schedule(scheduler_output)
+
+    def make_spec_decoding_stats(
+        self, spec_decoding_stats: SpecDecodingStats | None, *args: Any, **kwargs: Any
+    ) -> SpecDecodingStats | None:
+        """As vLLM's; the tokens of a hidden partner are those of its request."""
+        if is_partner(kwargs["request_id"]):
+            return spec_decoding_stats
+        return super().make_spec_decoding_stats(spec_decoding_stats, *args, **kwargs)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

@@ -78,7 +78,7 @@ vllm.v1.metrics.stats: IterationStats MultiModalCacheStats RequestSpecDecodeMetr
 vllm.v1.outputs: LogprobsTensors ModelRunnerOutput
 vllm.v1.request: Request RequestStatus
 vllm.v1.sample.ops.topk_topp_sampler: apply_top_k_top_p
-vllm.v1.spec_decode.metrics: SpecDecodingLogging SpecDecodingProm
+vllm.v1.spec_decode.metrics: SpecDecodingLogging SpecDecodingProm SpecDecodingStats
 vllm.v1.worker.gpu.attn_utils: build_attn_metadata
 vllm.v1.worker.gpu.buffer_utils: UvaBackedTensor
 vllm.v1.worker.gpu.input_batch: InputBatch
@@ -134,6 +134,8 @@ SIGNATURES = {
     SCHEDULER + "_update_after_schedule": "self scheduler_output",
     SCHEDULER + "schedule": "self throttle_prefills=False",
     SCHEDULER + "update_from_output": "self scheduler_output model_runner_output",
+    SCHEDULER + "make_spec_decoding_stats": "self spec_decoding_stats num_draft_tokens "
+    "num_accepted_tokens num_invalid_spec_tokens request_id",
     SCHEDULER + "finish_requests": "self request_ids finished_status",
     SCHEDULER + "_free_request": "self request delay_free_blocks=False",
     SCHEDULER + "_preempt_request": "self request timestamp drop_stale_output=False",
@@ -192,10 +194,10 @@ FIELDS: dict[type, str] = {
     SamplingStates: "temperature top_k top_p min_p seeds",
     Request: "num_computed_tokens next_decode_eligible_step spec_decode_metrics sampling_params "
     "arrival_time client_index lora_request max_tokens num_prompt_tokens priority request_id "
-    "spec_token_ids status prompt_token_ids",
+    "spec_token_ids status prompt_token_ids resumable",
     Scheduler: "num_sampled_tokens_per_step num_spec_tokens max_num_scheduled_tokens requests "
     "max_num_active_reqs max_model_len scheduler_config vllm_config current_step running waiting "
-    "block_size kv_cache_manager",
+    "block_size grammar_compile_error_reqs kv_cache_manager",
     AsyncScheduler: "_spec_token_placeholders",
     VllmConfig: "additional_config attention_config cache_config compilation_config "
     "diffusion_config kv_transfer_config load_config model_config parallel_config "
@@ -204,7 +206,7 @@ FIELDS: dict[type, str] = {
     "logits_processors logprobs_mode max_logprobs max_model_len model return_sampling_mask "
     "revision runner_type served_model_name tokenizer_mode",
     SchedulerConfig: "async_scheduling enable_chunked_prefill long_prefill_token_threshold "
-    "max_num_batched_tokens max_num_seqs scheduler_cls",
+    "max_num_batched_tokens max_num_scheduled_tokens max_num_seqs scheduler_cls watermark",
     CacheConfig: "block_size enable_prefix_caching num_gpu_blocks",
     CompilationConfig: "cudagraph_capture_sizes cudagraph_mode max_cudagraph_capture_size",
     ParallelConfig: "decode_context_parallel_size enable_batch_sharded_sampling enable_dbo "
