@@ -8,14 +8,12 @@ import copyreg
 from contextvars import ContextVar
 from typing import Any
 
-import numpy as np
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.hf import HfRenderer
 from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcessor
 
 from dllm_plugin.config import DecodeConfig, get_decode_config
-from dllm_plugin.strategies import bounds
 
 # Parameter -> neutral value, and why diffusion decoding refuses anything else.
 REFUSED: dict[str, tuple[Any, str]] = {
@@ -155,8 +153,9 @@ class DiffusionRenderer(HfRenderer):
                 parameter="prompt",
             )
         params = _CHECKED.get()
-        if params is not None:
-            _CHECKED.set(None)
+        _CHECKED.set(None)
+        # Other callers name the parameter that holds the ids, and have checked no request.
+        if params is not None and kwargs.get("parameter") is None:
             self._check_largest_pass(len(token_ids), params)
 
     def _check_largest_pass(self, prompt_len: int, params: SamplingParams) -> None:
@@ -169,11 +168,10 @@ class DiffusionRenderer(HfRenderer):
         context = self.model_config.max_model_len
         end = context if params.max_tokens is None else min(prompt_len + params.max_tokens, context)
         # As if the whole answer were one canvas: that is what the last one is computed with.
-        start = np.array(prompt_len)
         assert request.block_length is not None
-        length = np.array(request.block_length)
-        last = bounds(start, start, np.array(end), length, context, context)
-        positions, halves = int(last.stop), 2 if request.cfg_scale > 0 else 1
+        blocks = -(-(end - prompt_len) // request.block_length)
+        positions = min(prompt_len + blocks * request.block_length, context)
+        halves = 2 if request.cfg_scale > 0 else 1
         self._check_room(positions, halves)
 
     def _check_page(self, request: DecodeConfig) -> None:
@@ -213,7 +211,10 @@ class DiffusionRenderer(HfRenderer):
             else parallel.data_parallel_size
         )
         # One page is vLLM's own; the number is unknown until the engine is up.
-        pages = (cache.num_gpu_blocks or 0) // engines - 1
+        total = (cache.num_gpu_blocks or 0) // engines
+        # What vLLM keeps free of new requests while others run, and the second half is never first.
+        kept = int(scheduler.watermark * total) if halves == 2 else 0
+        pages = total - 1 - kept
         needed = halves * -(-positions // cache.block_size)
         if 0 < pages < needed:
             raise VLLMValidationError(

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 KV_CACHE_LAYOUTS = ("auto", "unified")
 PLANNED = {"kv_cache_layout": ("distinct",)}
 MAX_STEPS = 4096
+MAX_FACTOR = 1000.0  # keeps logits that are multiplied by it within float32
 DEFAULT_BLOCK = 32
 DEFAULT_CANVAS = 256  # of full attention: what one refresh recomputes behind the prompt
 PLAIN_REASON = (
@@ -158,11 +159,12 @@ class DecodeConfig:
                 _number(name, getattr(self, name), 0.0, 1.0)
         if self.top_p == 0:
             raise ValueError("top_p must be greater than 0, got 0.")
-        if self.top_k != 0:
+        if self.top_k != 0 or self.top_k is False:
             _whole_number("top_k", self.top_k)
-        for name in ("factor", "cfg_scale"):
-            _number(name, getattr(self, name), 0.0, None)
-        _number("alg_temp", self.alg_temp or 0, 0.0, None)
+        for name in ("factor", "cfg_scale", "alg_temp"):
+            value = getattr(self, name)
+            if name != "alg_temp" or value is not None:
+                _number(name, value, 0.0, MAX_FACTOR)
         _number("eps", self.eps, 0.0, 1.0)
         for name in SWITCHES:
             # JSON clients of vLLM turn true into 1 on its way through `vllm_xargs`.
@@ -185,18 +187,7 @@ class DecodeConfig:
         strategy.
         """
         family = FAMILIES[architecture]
-        strategy, reason = self.strategy, f"strategy {self.strategy!r} was asked for"
-        if strategy == "auto" and self.lora_path:
-            strategy, reason = D2F, "a D2F adapter is given"
-        elif strategy == "auto" and family.absolute_grid:
-            strategy, reason = BLOCK_DIFFUSION, f"{family.name} models are trained block by block"
-        elif strategy == "auto":
-            strategy, reason = DUAL_CACHE, PLAIN_REASON
-        if strategy not in strategies_of(family):
-            raise ValueError(
-                f"strategy {strategy!r} does not fit {family.name} models, which attend causally "
-                f"from block to block; choose one of: {', '.join(strategies_of(family))}."
-            )
+        strategy, reason = self._choose_strategy(family)
         policy = self.policy
         if policy == "auto":
             policy = default_policy(strategy, family)
@@ -240,6 +231,20 @@ class DecodeConfig:
             reason=reason,
             whole_canvas=whole,
         )
+
+    def _choose_strategy(self, family: Family) -> tuple[str, str]:
+        """The strategy and why; ValueError if it does not fit the family."""
+        known = strategies_of(family)
+        if self.strategy == "auto" and family.absolute_grid:
+            return BLOCK_DIFFUSION, f"{family.name} models are trained block by block"
+        if self.strategy == "auto":
+            return (D2F, "a D2F adapter is given") if self.lora_path else (DUAL_CACHE, PLAIN_REASON)
+        if self.strategy not in known:
+            raise ValueError(
+                f"strategy {self.strategy!r} does not fit {family.name} models, which attend "
+                f"causally from block to block; choose one of: {', '.join(known)}."
+            )
+        return self.strategy, f"strategy {self.strategy!r} was asked for"
 
     def for_request(
         self, extra_args: Mapping[str, Any] | None, max_tokens: int | None = None
@@ -347,11 +352,9 @@ def _whole_number(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
 
 
-def _number(name: str, value: Any, low: float, high: float | None) -> None:
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and value >= low
-    if not good or (value > high if high is not None else value == float("inf")):
-        limits = f"between {low} and {high}" if high is not None else f"at least {low}"
-        raise ValueError(f"{name} must be a number {limits}, got {value!r}.")
+def _number(name: str, value: Any, low: float, high: float) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
+        raise ValueError(f"{name} must be a number between {low} and {high}, got {value!r}.")
 
 
 def _check_policy(strategy: str, policy: str, family: Family) -> None:

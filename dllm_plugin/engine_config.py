@@ -184,6 +184,7 @@ def _refuse_unsupported(vllm_config: VllmConfig) -> None:
         "enable_trace_replay": model_config.enable_trace_replay,
         "long_prefill_token_threshold": scheduler.long_prefill_token_threshold > 0,
         "scheduler_cls": scheduler.scheduler_cls is not None,
+        "max_num_scheduled_tokens": scheduler.max_num_scheduled_tokens is not None,
         "tokenizer_mode": model_config.tokenizer_mode not in ("auto", "hf", TOKENIZER_MODE),
         "runner": model_config.runner_type != "generate",
     }
@@ -259,10 +260,15 @@ def _set_refresh_scheduler(vllm_config: VllmConfig) -> None:
 
 
 def _is_default_budget(vllm_config: VllmConfig) -> bool:
-    """Whether max_num_batched_tokens is one of the values that vLLM chooses by itself."""
+    """Whether max_num_batched_tokens is one of the values that vLLM chooses by itself.
+
+    A user who asks for just such a value cannot be told from one who asks for nothing.
+    """
     defaults, _ = EngineArgs.get_batch_defaults(vllm_config.parallel_config.world_size)
     chosen = vllm_config.scheduler_config.max_num_batched_tokens
-    return chosen in {*defaults.values(), SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS}
+    known = {*defaults.values(), SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS}
+    # performance_mode "throughput" doubles the default.
+    return chosen in known | {2 * value for value in known}
 
 
 def _set_piecewise_graphs(vllm_config: VllmConfig) -> None:

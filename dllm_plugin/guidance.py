@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-PARTNER_SUFFIX = "#unguided"
+PARTNER_SUFFIX = "\0unguided"  # no client can send such an id
 
 
 def partner_of(request_id: str) -> str:

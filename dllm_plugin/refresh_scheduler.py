@@ -15,6 +15,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from dllm_plugin.guidance import is_partner, leader_of, partner_of
 from dllm_plugin.scheduler import DiffusionScheduler
@@ -55,7 +56,8 @@ class RefreshScheduler(DiffusionScheduler):
         params = request.sampling_params
         assert params is not None
         super().add_request(request)
-        if self.decode_config.for_request(params.extra_args, params.max_tokens).cfg_scale > 0:
+        scale = self.decode_config.for_request(params.extra_args, params.max_tokens).cfg_scale
+        if scale > 0 and not request.resumable:
             super().add_request(self._partner(request, params))
 
     def _partner(self, request: Request, params: SamplingParams) -> Request:
@@ -155,6 +157,14 @@ class RefreshScheduler(DiffusionScheduler):
             if other is not None and other not in canvases:
                 del canvases[request_id]
         super()._update_after_schedule(scheduler_output)
+
+    def make_spec_decoding_stats(
+        self, spec_decoding_stats: SpecDecodingStats | None, *args: Any, **kwargs: Any
+    ) -> SpecDecodingStats | None:
+        """As vLLM's; the tokens of a hidden partner are those of its request."""
+        if is_partner(kwargs["request_id"]):
+            return spec_decoding_stats
+        return super().make_spec_decoding_stats(spec_decoding_stats, *args, **kwargs)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

@@ -42,6 +42,15 @@ class DiffusionScheduler(AsyncScheduler):
 
     def add_request(self, request: Request) -> None:
         """Admit a request; its denoising steps are counted in ``spec_decode_metrics``."""
+        if request.resumable:
+            # Only here is it known, and here nothing may be raised: this is vLLM's list of
+            # requests to end with an error.
+            logger.error(
+                "Request %s ends with an error: diffusion decoding does not support "
+                "streaming-input sessions; send the whole prompt at once.",
+                request.request_id,
+            )
+            self.grammar_compile_error_reqs.add(request.request_id)
         if request.spec_decode_metrics is None:
             request.spec_decode_metrics = RequestSpecDecodeMetrics.new(self.num_spec_tokens)
         params = request.sampling_params

@@ -6,6 +6,8 @@ Slots are the runner's request indices. The canvas tokens themselves live in the
 `apply_staged_writes` start a slot, `advance` moves it after a step.
 """
 
+import dataclasses
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -122,6 +124,9 @@ class CanvasStates:
         self.end.np[slot] = min(prompt_len + params.max_tokens, self.max_model_len)
         self.policy.np[slot] = POLICY_IDS[request.policy]
         self.steps.np[slot] = request.steps
+        if params.temperature > 0:
+            # Filters of greedy requests; vLLM's own are in force here.
+            request = dataclasses.replace(request, top_p=1.0, top_k=0)
         self.numbers.np[slot] = [float(getattr(request, name) or 0) for name in NUMBERS]
         self.req_id_to_slot[data.req_id] = slot
         assert request.block_length is not None

@@ -14,7 +14,7 @@ LLADA: list[tuple[dict[str, Any], str]] = [
     ({"dllm_alg_temp": 0.5}, "dllm_alg_temp has no effect"),
     ({"dllm_top_p": 0.9}, "dllm_top_p has no effect"),
     ({"dllm_eps": 0.1}, "dllm_eps has no effect"),
-    ({"dllm_cfg_scale": -1}, "dllm_cfg_scale must be a number at least 0.0"),
+    ({"dllm_cfg_scale": -1}, "dllm_cfg_scale must be a number between"),
     ({"dllm_cfg_scale": "much"}, "dllm_cfg_scale must be a number"),
     ({"dllm_logits_eos_inf": "no"}, "dllm_logits_eos_inf must be true or false"),
     ({"dllm_block_add_threshold": 0.5}, "dllm_block_add_threshold has no effect"),
@@ -74,6 +74,47 @@ def test_more_pages_than_there_are(room: EngineRoom) -> None:
     for job in (GOOD, FullJob(a_prompt(100), 60, GOOD.numbers), guided):
         [output] = generate(llm, [job.prompt], job.wish())
         assert token_ids(output) == job.decode(UNCACHED).answer()
+
+
+def test_blocks_that_do_not_divide_the_context(room: EngineRoom) -> None:
+    """The last canvas of 48 reaches to the end of the context of 160, which three do not."""
+    llm = start(room, UNCACHED, max_num_batched_tokens=150)
+    message = refusal(llm, [5], params(159, dllm_block_length=48))
+    assert "160 positions" in message and "max_num_batched_tokens is 150" in message
+    [output] = generate(llm, [[5]], params(97, dllm_block_length=48, dllm_steps=4))
+    assert len(token_ids(output)) == 97
+
+
+def test_guidance_leaves_the_watermark_free(room: EngineRoom) -> None:
+    """Half of six pages is kept free of what enters beside a running request."""
+    llm = start(room, UNCACHED, block_size=32, num_gpu_blocks_override=6, watermark=0.5)
+    message = refusal(llm, a_prompt(16), params(48, dllm_cfg_scale=0.5, dllm_block_length=16))
+    assert "needs 4 pages" in message and "there are 2" in message
+    job = FullJob(a_prompt(16), 16, GOOD.numbers | {"cfg_scale": 0.5})
+    [output] = generate(llm, [job.prompt], job.wish())
+    assert token_ids(output) == job.decode(UNCACHED).answer()
+
+
+@pytest.mark.parametrize("cfg_scale", [0.0, 0.5])
+def test_streaming_input_ends_with_an_error(cfg_scale: float, room: EngineRoom) -> None:
+    """Its second piece would be a text of its own; neighbours go on."""
+    llm = start(room, UNCACHED)
+    engine, tasks = llm.llm_engine, llm.llm_engine.get_supported_tasks()
+    engine.add_request("good", {"prompt_token_ids": GOOD.prompt}, GOOD.wish())
+    request = engine.input_processor.process_inputs(
+        "pieces",
+        {"prompt_token_ids": a_prompt(9)},
+        params(16, dllm_cfg_scale=cfg_scale),
+        supported_tasks=tasks,
+        resumable=True,
+    )
+    core, outputs = engine.engine_core.engine_core, []
+    core.add_request(*core.preprocess_add_request(request))
+    for _ in range(40):
+        outputs += [o for of in core.step()[0].values() for o in of.outputs]
+    reasons = {output.request_id: str(output.finish_reason) for output in outputs}
+    assert reasons.pop("pieces") == "error"
+    assert list(reasons.values()) == ["length"]
 
 
 def test_guidance_needs_two_places(room: EngineRoom) -> None:

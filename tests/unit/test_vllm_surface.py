@@ -74,6 +74,7 @@ vllm.utils.torch_utils: async_tensor_h2d
 vllm.v1.attention.backends.registry: AttentionBackendEnum
 vllm.v1.core.sched.async_scheduler: AsyncScheduler
 vllm.v1.core.sched.output: NewRequestData SchedulerOutput
+vllm.v1.core.sched.scheduler: Scheduler
 vllm.v1.engine: EngineCoreOutputs
 vllm.v1.kv_cache_interface: KVCacheConfig
 vllm.v1.metrics.loggers: AggregateStatLoggerBase
@@ -81,7 +82,7 @@ vllm.v1.metrics.stats: IterationStats MultiModalCacheStats RequestSpecDecodeMetr
 vllm.v1.outputs: LogprobsTensors ModelRunnerOutput
 vllm.v1.request: Request RequestStatus
 vllm.v1.sample.ops.topk_topp_sampler: apply_top_k_top_p
-vllm.v1.spec_decode.metrics: SpecDecodingLogging SpecDecodingProm
+vllm.v1.spec_decode.metrics: SpecDecodingLogging SpecDecodingProm SpecDecodingStats
 vllm.v1.worker.gpu.attn_utils: build_attn_metadata
 vllm.v1.worker.gpu.buffer_utils: UvaBackedTensor
 vllm.v1.worker.gpu.input_batch: InputBatch
@@ -137,6 +138,9 @@ SIGNATURES = {
     SCHEDULER + "_update_after_schedule": "self scheduler_output",
     SCHEDULER + "schedule": "self throttle_prefills=False",
     SCHEDULER + "update_from_output": "self scheduler_output model_runner_output",
+    SCHEDULER + "_update_request_with_output": "self request new_token_ids is_stale=False",
+    SCHEDULER + "make_spec_decoding_stats": "self spec_decoding_stats num_draft_tokens "
+    "num_accepted_tokens num_invalid_spec_tokens request_id",
     SCHEDULER + "finish_requests": "self request_ids finished_status",
     SCHEDULER + "_free_request": "self request delay_free_blocks=False",
     SCHEDULER + "_preempt_request": "self request timestamp drop_stale_output=False",
@@ -197,7 +201,7 @@ FIELDS: dict[type, str] = {
     "total_num_scheduled_tokens",
     ModelRunnerOutput: "req_id_to_index sampled_token_ids",
     EngineCoreOutputs: "outputs",
-    KVCacheManager: "block_pool watermark_blocks",
+    KVCacheManager: "block_pool enable_caching watermark_blocks",
     SchedulerStats: "spec_decoding_stats",
     ModelState: "model_config max_num_reqs max_num_tokens",
     RequestState: "all_token_ids draft_tokens",
@@ -205,10 +209,11 @@ FIELDS: dict[type, str] = {
     SamplingStates: "temperature top_k top_p min_p seeds",
     Request: "num_computed_tokens next_decode_eligible_step spec_decode_metrics sampling_params "
     "arrival_time client_index lora_request max_tokens num_prompt_tokens priority request_id "
-    "spec_token_ids status prompt_token_ids",
+    "spec_token_ids status prompt_token_ids resumable block_hashes cache_salt "
+    "num_output_placeholders",
     Scheduler: "num_sampled_tokens_per_step num_spec_tokens max_num_scheduled_tokens requests "
     "max_num_active_reqs max_model_len scheduler_config vllm_config current_step running waiting "
-    "block_size kv_cache_manager",
+    "block_size grammar_compile_error_reqs kv_cache_manager",
     AsyncScheduler: "_spec_token_placeholders",
     VllmConfig: "additional_config attention_config cache_config compilation_config "
     "diffusion_config kv_transfer_config load_config model_config parallel_config "
@@ -217,8 +222,8 @@ FIELDS: dict[type, str] = {
     "logits_processors logprobs_mode max_logprobs max_model_len model return_sampling_mask "
     "revision runner_type served_model_name tokenizer_mode",
     SchedulerConfig: "async_scheduling enable_chunked_prefill long_prefill_token_threshold "
-    "max_num_batched_tokens max_num_seqs scheduler_cls",
-    CacheConfig: "block_size enable_prefix_caching num_gpu_blocks",
+    "max_num_batched_tokens max_num_scheduled_tokens max_num_seqs scheduler_cls watermark",
+    CacheConfig: "block_size enable_prefix_caching num_gpu_blocks user_specified_block_size",
     CompilationConfig: "cudagraph_capture_sizes cudagraph_mode max_cudagraph_capture_size",
     ParallelConfig: "decode_context_parallel_size enable_batch_sharded_sampling enable_dbo "
     "data_parallel_size data_parallel_size_local pipeline_parallel_size "
