@@ -96,6 +96,12 @@ def test_missing_weight_is_named(name, weight, checkpoint, load_model):
         load_model(path)
 
 
+def test_experts_that_the_loader_leaves_to_other_ranks(checkpoint, load_model):
+    path = checkpoint("tiny-sdar-moe")
+    rewrite(path, lambda t: t.pop(f"{LAYER}mlp.experts.7.up_proj.weight"))
+    load_model(path, enable_expert_parallel=True, enable_ep_weight_filter=True)
+
+
 @pytest.mark.parametrize(
     ("name", "weight"),
     [

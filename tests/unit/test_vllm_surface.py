@@ -226,6 +226,7 @@ FIELDS: dict[type, str] = {
     CacheConfig: "block_size enable_prefix_caching num_gpu_blocks user_specified_block_size",
     CompilationConfig: "cudagraph_capture_sizes cudagraph_mode max_cudagraph_capture_size",
     ParallelConfig: "decode_context_parallel_size enable_batch_sharded_sampling enable_dbo "
+    "enable_ep_weight_filter enable_expert_parallel "
     "data_parallel_size data_parallel_size_local pipeline_parallel_size "
     "prefill_context_parallel_size world_size",
     SamplingParams: "extra_args logit_bias allowed_token_ids logprobs max_tokens min_tokens "
