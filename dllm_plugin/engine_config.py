@@ -18,8 +18,9 @@ from dllm_plugin.config import (
     check_strategy_reads,
 )
 from dllm_plugin.models import FAMILIES, lora
+from dllm_plugin.models.blocks import trained_block_length
 from dllm_plugin.models.weights import check_readable, checkpoint_folder
-from dllm_plugin.special_tokens import find_mask_token, find_turn_ends, trained_block_length
+from dllm_plugin.special_tokens import find_mask_token, find_turn_ends
 
 logger = init_logger("vllm.dllm_plugin")
 
@@ -74,12 +75,13 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
         user = DecodeConfig.from_user(options)
         mask_token_id, found_in = find_mask_token(model_config, family)
         turn_ends = find_turn_ends(model_config, family)
+        block_length, _ = trained_block_length(model_config, family)
         config = user.resolve(
             architecture,
             model_config.max_model_len,
             mask_token_id,
             turn_ends,
-            trained_block_length(model_config.hf_config, family),
+            block_length,
         )
         if not current_platform.is_cpu():
             config = _fit_warmup(config, user, model_config.max_model_len)

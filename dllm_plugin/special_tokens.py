@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from dllm_plugin.models import Family
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
     from vllm.config import ModelConfig
 
 
@@ -48,9 +47,3 @@ def find_turn_ends(model_config: "ModelConfig", family: Family) -> tuple[int, ..
         return ()
     vocabulary = tokenizer.get_vocab()
     return tuple(vocabulary[text] for text in family.turn_end_tokens if text in vocabulary)
-
-
-def trained_block_length(hf_config: "PretrainedConfig", family: Family) -> int | None:
-    """Block length that a checkpoint was trained with, if its family has one."""
-    configured = getattr(hf_config, family.block_key, None) if family.block_key else None
-    return configured or family.block_length
