@@ -161,10 +161,11 @@ class DiffusionRenderer(HfRenderer):
     def _check_largest_pass(self, prompt_len: int, params: SamplingParams) -> None:
         """Raise VLLMValidationError if the request's last refresh could never be scheduled."""
         config = get_decode_config(self.config)
+        request = config.for_request(params.extra_args, params.max_tokens)
         if not config.full_attention:
+            self._check_page(request)
             return
         context = self.model_config.max_model_len
-        request = config.for_request(params.extra_args, params.max_tokens)
         end = context if params.max_tokens is None else min(prompt_len + params.max_tokens, context)
         # As if the whole answer were one canvas: that is what the last one is computed with.
         assert request.block_length is not None
@@ -172,6 +173,18 @@ class DiffusionRenderer(HfRenderer):
         positions = min(prompt_len + blocks * request.block_length, context)
         halves = 2 if request.cfg_scale > 0 else 1
         self._check_room(positions, halves)
+
+    def _check_page(self, request: DecodeConfig) -> None:
+        """Raise VLLMValidationError for blocks that a cached page would cut."""
+        cache = self.config.cache_config
+        assert request.block_length is not None
+        if cache.enable_prefix_caching and cache.block_size % request.block_length:
+            raise VLLMValidationError(
+                f"dllm_block_length {request.block_length} does not divide a page of "
+                f"{cache.block_size} tokens, so prefix caching would not be exact: choose another "
+                "length or start with --no-enable-prefix-caching.",
+                parameter="dllm_block_length",
+            )
 
     def _check_room(self, positions: int, halves: int) -> None:
         scheduler, cache = self.config.scheduler_config, self.config.cache_config

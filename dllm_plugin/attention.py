@@ -65,10 +65,10 @@ def batch_rows(batch: InputBatch, states: CanvasStates, keep_empty: bool) -> Row
     if num_canvases < batch.num_reqs:
         rest = slice(num_canvases, batch.num_reqs)
         starts = batch.num_computed_tokens_np[rest].astype(np.int64)
-        prompt_len = states.prompt_len.np[batch.idx_mapping_np[rest]]
+        origin = states.origin.np[batch.idx_mapping_np[rest]]
         # Warm-up steps also run requests that are neither prefills nor canvases: one segment.
-        prompt_len = np.where(batch.is_prefilling_np[rest], prompt_len, starts + spans[rest])
-        stops = prefill_segments(prompt_len, starts + spans[rest], lengths[rest])
+        origin = np.where(batch.is_prefilling_np[rest], origin, starts + spans[rest])
+        stops = prefill_segments(origin, starts + spans[rest], lengths[rest])
         parts.append(_rows(num_canvases, np.maximum(stops, starts[:, None]), starts, spans[rest]))
     rows = Rows(*(np.concatenate(part) for part in zip(*parts, strict=True)))
     filled = rows.length_B > 0

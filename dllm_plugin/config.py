@@ -18,6 +18,7 @@ from dllm_plugin.choices import (
     options_of,
     options_read,
     policies_of,
+    strategies_of,
 )
 from dllm_plugin.models import FAMILIES, Family
 
@@ -92,7 +93,7 @@ class DecodeConfig:
     canvas_length: int | None = None
     max_active_blocks: int | None = None
     steps: int | None = None
-    threshold: float = 0.9
+    threshold: float | None = None
     factor: float = 1.0
     block_add_threshold: float = 0.1
     decoded_token_threshold: float = 0.95
@@ -154,7 +155,8 @@ class DecodeConfig:
         if self.steps is not None and self.steps > MAX_STEPS:
             raise ValueError(f"steps must be at most {MAX_STEPS}, got {self.steps}.")
         for name in ("threshold", "block_add_threshold", "decoded_token_threshold", "top_p"):
-            _number(name, getattr(self, name), 0.0, 1.0)
+            if name != "threshold" or self.threshold is not None:
+                _number(name, getattr(self, name), 0.0, 1.0)
         if self.top_p == 0:
             raise ValueError("top_p must be greater than 0, got 0.")
         if self.top_k != 0 or self.top_k is False:
@@ -177,26 +179,23 @@ class DecodeConfig:
         max_model_len: int,
         mask_token_id: int,
         turn_end_token_ids: tuple[int, ...] = (),
+        block_length: int | None = None,
     ) -> "DecodeConfig":
-        """Fill every open choice for a served model.
+        """Fill every open choice for a served model; `block_length` is what it was trained with.
 
         Raises ValueError when the canvas does not fit the context or a policy does not fit the
         strategy.
         """
         family = FAMILIES[architecture]
-        strategy, reason = self.strategy, f"strategy {self.strategy!r} was asked for"
-        if strategy == "auto" and self.lora_path:
-            strategy, reason = D2F, "a D2F adapter is given"
-        elif strategy == "auto":
-            strategy, reason = DUAL_CACHE, PLAIN_REASON
+        strategy, reason = self._choose_strategy(family)
         policy = self.policy
         if policy == "auto":
-            policy = default_policy(strategy, family.name)
+            policy = default_policy(strategy, family)
         _check_policy(strategy, policy, family)
         # Dream's authors decode the whole text as one block.
         whole = self.block_length is None and strategy == SEMI_AUTOREGRESSIVE
         whole = whole and family.name == "dream"
-        block = self.block_length or DEFAULT_BLOCK
+        block = self.block_length or block_length or DEFAULT_BLOCK
         canvas = self.canvas_length
         if canvas is not None:
             if canvas > max_model_len:
@@ -224,6 +223,7 @@ class DecodeConfig:
             block_length=block,
             canvas_length=canvas,
             max_active_blocks=1 if strategy in FULL_ATTENTION else min(blocks, canvas),
+            threshold=family.threshold if self.threshold is None else self.threshold,
             kv_cache_layout="unified",
             architecture=architecture,
             mask_token_id=mask_token_id,
@@ -231,6 +231,20 @@ class DecodeConfig:
             reason=reason,
             whole_canvas=whole,
         )
+
+    def _choose_strategy(self, family: Family) -> tuple[str, str]:
+        """The strategy and why; ValueError if it does not fit the family."""
+        known = strategies_of(family)
+        if self.strategy == "auto" and family.absolute_grid:
+            return BLOCK_DIFFUSION, f"{family.name} models are trained block by block"
+        if self.strategy == "auto":
+            return (D2F, "a D2F adapter is given") if self.lora_path else (DUAL_CACHE, PLAIN_REASON)
+        if self.strategy not in known:
+            raise ValueError(
+                f"strategy {self.strategy!r} does not fit {family.name} models, which attend "
+                f"causally from block to block; choose one of: {', '.join(known)}."
+            )
+        return self.strategy, f"strategy {self.strategy!r} was asked for"
 
     def for_request(
         self, extra_args: Mapping[str, Any] | None, max_tokens: int | None = None
@@ -249,7 +263,7 @@ class DecodeConfig:
                 f"{', '.join(REQUEST_PREFIX + name for name in REQUEST_FIELDS)}."
             )
         if fields.get("policy") == "auto":
-            fields["policy"] = default_policy(self.strategy, self.family.name)
+            fields["policy"] = default_policy(self.strategy, self.family)
         request = dataclasses.replace(self, **fields)
         try:
             if fields:
@@ -272,6 +286,8 @@ class DecodeConfig:
         assert self.canvas_length is not None and self.max_active_blocks is not None
         if request.block_length is None:
             raise ValueError("block_length must be a whole number of at least 1, got None.")
+        if request.threshold is None:
+            raise ValueError("threshold must be a number between 0.0 and 1.0, got None.")
         _check_block_length(request.block_length, self.canvas_length)
         if request.max_active_blocks is None or (
             request.max_active_blocks > self.max_active_blocks
@@ -280,7 +296,7 @@ class DecodeConfig:
                 f"max_active_blocks {request.max_active_blocks} exceeds the engine's "
                 f"{self.max_active_blocks}: raise max_active_blocks in additional_config."
             )
-        read = options_read(request.strategy, request.policy, self.family.name)
+        read = options_read(request.strategy, request.policy, self.family)
         for name, value in fields.items():
             if name not in read and value not in OFF.get(name, ()):
                 raise ValueError(
@@ -342,7 +358,7 @@ def _number(name: str, value: Any, low: float, high: float) -> None:
 
 
 def _check_policy(strategy: str, policy: str, family: Family) -> None:
-    known = policies_of(strategy, family.name)
+    known = policies_of(strategy, family)
     if policy not in known:
         raise ValueError(
             f"policy {policy!r} has no meaning for strategy {strategy!r} on {family.name} models; "
@@ -360,7 +376,7 @@ def _check_block_length(block_length: int, canvas_length: int) -> None:
 
 def check_strategy_reads(config: DecodeConfig, given: Mapping[str, Any]) -> None:
     """Refuse engine options that the resolved strategy or family can never read."""
-    read = options_of(config.strategy, config.family.name)
+    read = options_of(config.strategy, config.family)
     for name in REQUEST_FIELDS:
         if name in given and name not in read and given[name] not in OFF.get(name, ()):
             # What bounds the canvas of a strategy with several blocks means nothing for one.

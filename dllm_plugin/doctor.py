@@ -65,7 +65,7 @@ def _report_model(options: dict[str, Any]) -> int:
 def _settings(config: DecodeConfig) -> dict[str, Any]:
     """What requests get that say nothing: the numbers that this strategy and policy read."""
     request = config.for_request({}, config.canvas_length)
-    read = options_read(config.strategy, config.policy, config.family.name) - {"policy"}
+    read = options_read(config.strategy, config.policy, config.family) - {"policy"}
     names = [name for name in REQUEST_FIELDS if name in read]
     names += ["canvas_length", "kv_cache_layout", "lora_path"]
     values = {name: getattr(request, name) for name in names}

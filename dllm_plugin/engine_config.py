@@ -18,6 +18,7 @@ from dllm_plugin.config import (
     check_strategy_reads,
 )
 from dllm_plugin.models import FAMILIES, lora
+from dllm_plugin.models.blocks import trained_block_length
 from dllm_plugin.models.weights import check_readable, checkpoint_folder
 from dllm_plugin.special_tokens import find_mask_token, find_turn_ends
 
@@ -26,6 +27,7 @@ logger = init_logger("vllm.dllm_plugin")
 MAX_LOGPROBS = 100
 CONCURRENT_CANVASES = 64
 WARMUP_SLACK = 8
+PAGE = 32  # what attention on CPUs takes; on GPUs a multiple of their default of 16
 SCHEDULER = "dllm_plugin.scheduler.DiffusionScheduler"
 REFRESH_SCHEDULER = "dllm_plugin.refresh_scheduler.RefreshScheduler"
 
@@ -73,14 +75,20 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
         user = DecodeConfig.from_user(options)
         mask_token_id, found_in = find_mask_token(model_config, family)
         turn_ends = find_turn_ends(model_config, family)
-        config = user.resolve(architecture, model_config.max_model_len, mask_token_id, turn_ends)
+        block_length, _ = trained_block_length(model_config, family)
+        config = user.resolve(
+            architecture,
+            model_config.max_model_len,
+            mask_token_id,
+            turn_ends,
+            block_length,
+        )
         if not current_platform.is_cpu():
             config = _fit_warmup(config, user, model_config.max_model_len)
         check_strategy_reads(config, options)
         _check_files(vllm_config, config)
         logger.info(
-            "Decoding %s by %s with policy %s (%s); mask token %d from %s; canvas %d, block %d; "
-            "prefix caching and chunked prefill are off, since prompts are bidirectional.",
+            "Decoding %s by %s with policy %s (%s); mask token %d from %s; canvas %d, block %d.",
             architecture,
             config.strategy,
             config.policy,
@@ -104,6 +112,7 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
             _set_piecewise_graphs(vllm_config)
         else:
             _set_scheduler(vllm_config, config.canvas_length)
+            _set_prefix_caching(vllm_config, config)
             _set_graph_sizes(vllm_config, config.canvas_length)
         _set_attention_backend(vllm_config)
 
@@ -192,9 +201,8 @@ def _refuse_unsupported(vllm_config: VllmConfig) -> None:
 def _set_scheduler(vllm_config: VllmConfig, canvas_length: int) -> None:
     scheduler = vllm_config.scheduler_config
     scheduler.scheduler_cls = SCHEDULER
-    # A bidirectional prompt may not be split, and its KV depends on the whole of it.
+    # A bidirectional prompt may not be split.
     scheduler.enable_chunked_prefill = False
-    vllm_config.cache_config.enable_prefix_caching = False
     canvases = min(scheduler.max_num_seqs, CONCURRENT_CANVASES)
     needed = vllm_config.model_config.max_model_len + canvases * canvas_length
     if scheduler.max_num_batched_tokens < needed:
@@ -206,6 +214,27 @@ def _set_scheduler(vllm_config: VllmConfig, canvas_length: int) -> None:
             canvases,
         )
         scheduler.max_num_batched_tokens = needed
+
+
+def _set_prefix_caching(vllm_config: VllmConfig, config: DecodeConfig) -> None:
+    """Only where the KV of a page depends on earlier pages alone: whole blocks on whole pages."""
+    cache, block = vllm_config.cache_config, config.block_length
+    assert block is not None
+    if not (config.family.absolute_grid and cache.enable_prefix_caching):
+        cache.enable_prefix_caching = False
+        return
+    if not cache.user_specified_block_size:
+        pages = max(PAGE, block)
+        cache.block_size = -(-pages // block) * block
+        cache.user_specified_block_size = True
+    if cache.block_size % block:
+        logger.warning(
+            "Prefix caching is off: a page of %d tokens (block_size) holds no whole number of "
+            "diffusion blocks of %d.",
+            cache.block_size,
+            block,
+        )
+        cache.enable_prefix_caching = False
 
 
 def _set_refresh_scheduler(vllm_config: VllmConfig) -> None:

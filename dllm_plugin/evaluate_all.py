@@ -9,11 +9,12 @@ import dllm_plugin
 from dllm_plugin import default_model, evaluate
 from dllm_plugin.choices import D2F, SCHEDULED, STRATEGIES, options_read, policies_of
 from dllm_plugin.default_model.problems import eval_seeds, problem
+from dllm_plugin.models import FAMILIES
 from dllm_plugin.offline import processor
 from dllm_plugin.report import Row, Way, check_matplotlib, page, plot, table
 
 LIMIT = 200
-FAMILY = "llada"  # of the bundled model
+FAMILY = FAMILIES["LLaDAModelLM"]  # of the bundled model
 # Two blocks for answers of up to 82 tokens; in blocks of 32 all policies tried were always right.
 BLOCK, CANVAS = 64, 128
 STEPS = (64, 8, 2)  # per block, for policies that follow a schedule

@@ -66,6 +66,7 @@ class LogprobStash:
         source_RC: Tensor,
         num_rows: int,
         outcome: StepOutcome,
+        emit_RC: Tensor,
         slots_R: Tensor,
         index_R: Tensor,
         num_reqs: int,
@@ -93,7 +94,8 @@ class LogprobStash:
             now = torch.where(mask, value, view[slots_R])
             index = index_RC if now.dim() == 2 else index_RC[:, :, None].expand_as(now)
             view[slots_R] = now.gather(1, index)
-            current.append(now)
+            emit = emit_RC if now.dim() == 2 else emit_RC[:, :, None].expand_as(now)
+            current.append(now.gather(1, emit))
         ids, values, ranks = current
         return LogprobsTensors(
             logprob_token_ids=_all_requests(ids, index_R, num_reqs),

@@ -19,6 +19,7 @@ class PolicySettings(NamedTuple):
     """Per-request numbers that policies read.
 
     threshold_R, factor_R, eps_R float32; steps_R int32, denoising steps per block;
+    block_length_R int64, positions of a whole block;
     time_schedule whether ``steps`` are Dream's time steps instead of LLaDA's transfer quota.
     """
 
@@ -26,6 +27,7 @@ class PolicySettings(NamedTuple):
     factor_R: Tensor
     eps_R: Tensor
     steps_R: Tensor
+    block_length_R: Tensor
     time_schedule: bool
 
 
@@ -104,6 +106,37 @@ def schedule(
     return plan.candidates_RC & (rank(proposal.score_RC, plan.candidates_RC) < quota_R[:, None])
 
 
+def schedule_of_block(
+    plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicySettings
+) -> Tensor:
+    """As :func:`schedule`, with the quota of a whole block, however many masks it began with.
+
+    SDAR ``block_diffusion_generate`` and LLaDA2 ``generate``; serves SDAR's static and
+    sequential order, which differ in the score.
+    """
+    left_R = plan.candidates_RC.sum(dim=1)
+    quota_R = _quota_of_block(canvas, settings)
+    quota_R = torch.where(canvas.step_R >= settings.steps_R - 1, left_R, quota_R)
+    return plan.candidates_RC & (rank(proposal.score_RC, plan.candidates_RC) < quota_R[:, None])
+
+
+def threshold_or_quota(
+    plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicySettings
+) -> Tensor:
+    """Candidates above the threshold if they make up the step's quota, else the best ones.
+
+    SDAR ``low_confidence_dynamic`` and LLaDA2.0 (``threshold``); the comparison is strict.
+    """
+    sure_RC = plan.candidates_RC & (proposal.confidence_RC > settings.threshold_R[:, None])
+    enough_R1 = (sure_RC.sum(dim=1) >= _quota_of_block(canvas, settings))[:, None]
+    return torch.where(enough_R1, sure_RC, schedule_of_block(plan, canvas, proposal, settings))
+
+
+def _quota_of_block(canvas: Canvas, settings: PolicySettings) -> Tensor:
+    length_R, steps_R = settings.block_length_R, settings.steps_R
+    return length_R // steps_R + (canvas.step_R < length_R % steps_R).to(torch.int64)
+
+
 def _time(index_R: Tensor, steps_R: Tensor, eps_R: Tensor) -> Tensor:
     """``torch.linspace(1, eps, steps + 1)[index]`` in float32, rounding as torch does."""
     stride_R = (eps_R - 1.0) / steps_R
@@ -163,6 +196,7 @@ POLICIES: dict[str, Policy] = {
     "random": schedule,
     "factor": factor,
     "origin": origin,
+    "sequential": schedule,
 }
 # D2F always accepts by confidence; its policies only rank the forced pick.
 D2F_RULES: dict[str, Policy] = dict.fromkeys(("threshold", "entropy", "topk_margin"), threshold)
@@ -172,3 +206,9 @@ FULL_ATTENTION_RULES: dict[str, Policy] = POLICIES | {
 }
 # Dream's own loop.
 TIMED_RULES: dict[str, Policy] = FULL_ATTENTION_RULES | {"threshold": threshold_released}
+# Models whose blocks lie on an absolute grid.
+GRID_RULES: dict[str, Policy] = {
+    **dict.fromkeys(POLICIES, schedule_of_block),
+    "threshold": threshold_or_quota,
+    "factor": factor,
+}

@@ -130,6 +130,8 @@ class Proposer:
             token_T=token_T,
         )
         scores = {"entropy": entropy_T, "topk_margin": margin_T}
+        if POLICY_IDS["sequential"] in policies:
+            scores["sequential"] = -chunk.position_T.to(torch.float32)
         for name, stream in (("random", RANDOM_ORDER), ("origin", ORIGIN_ORDER)):
             if POLICY_IDS[name] in policies:
                 scores[name] = counter_uniform(*self._counter(chunk, stream))

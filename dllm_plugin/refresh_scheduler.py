@@ -31,7 +31,6 @@ class RefreshScheduler(DiffusionScheduler):
         super().__init__(*args, **kwargs)
         self.span = SPANS[self.decode_config.strategy]
         self._placeholders = [-1] * self.num_spec_tokens
-        self._block_length: dict[str, int] = {}
         self._left = 0  # tokens that this step may still compute
         self._guided: set[str] = set()  # guided requests that this step computes
 
@@ -45,7 +44,7 @@ class RefreshScheduler(DiffusionScheduler):
             np.array(prompt_len),
             np.array(request.num_tokens),
             np.array(min(prompt_len + request.max_tokens, self.max_model_len)),
-            np.array(self._block_length[request.request_id]),
+            np.array(self.block_length[request.request_id]),
             self.decode_config.canvas_length,
             self.max_model_len,
         )
@@ -56,14 +55,10 @@ class RefreshScheduler(DiffusionScheduler):
         """Admit a request, and behind it the hidden partner that guidance needs."""
         params = request.sampling_params
         assert params is not None
-        config = self.decode_config.for_request(params.extra_args, params.max_tokens)
-        assert config.block_length is not None
-        self._block_length[request.request_id] = config.block_length
         super().add_request(request)
-        if config.cfg_scale > 0 and not request.resumable:
-            partner = self._partner(request, params)
-            self._block_length[partner.request_id] = config.block_length
-            super().add_request(partner)
+        scale = self.decode_config.for_request(params.extra_args, params.max_tokens).cfg_scale
+        if scale > 0 and not request.resumable:
+            super().add_request(self._partner(request, params))
 
     def _partner(self, request: Request, params: SamplingParams) -> Request:
         """The unguided half: the same request; the runner feeds it masks for a prompt."""
@@ -87,10 +82,6 @@ class RefreshScheduler(DiffusionScheduler):
             request_ids = [*ids, *(partner_of(i) for i in ids if partner_of(i) in self.requests)]
         finished = super().finish_requests(request_ids, finished_status)
         return [request for request in finished if not is_partner(request.request_id)]
-
-    def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
-        self._block_length.pop(request.request_id, None)
-        return super()._free_request(request, delay_free_blocks)
 
     # One step.
 

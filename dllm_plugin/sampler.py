@@ -20,7 +20,14 @@ from dllm_plugin.guidance import partner_places
 from dllm_plugin.kernels.reference import at_rows
 from dllm_plugin.logprobs import LogprobStash
 from dllm_plugin.plan import Proposal, StepOutcome
-from dllm_plugin.policies import D2F_RULES, FULL_ATTENTION_RULES, POLICIES, TIMED_RULES, Policy
+from dllm_plugin.policies import (
+    D2F_RULES,
+    FULL_ATTENTION_RULES,
+    GRID_RULES,
+    POLICIES,
+    TIMED_RULES,
+    Policy,
+)
 from dllm_plugin.proposals import Proposer
 from dllm_plugin.rows import CHUNK_ROWS, CanvasRows, MaskedRows, StepRows
 from dllm_plugin.states import POLICY_IDS, CanvasStates
@@ -33,7 +40,8 @@ POLICY_NAMES = tuple(POLICIES)
 def rules_of(config: DecodeConfig) -> dict[str, Policy]:
     """The function of each policy under the configured strategy."""
     if not config.full_attention:
-        return D2F_RULES if config.strategy == "d2f" else POLICIES
+        rules = GRID_RULES if config.family.absolute_grid else POLICIES
+        return D2F_RULES if config.strategy == "d2f" else rules
     timed = config.strategy == "semi_autoregressive" and config.time_schedule
     return TIMED_RULES if timed else FULL_ATTENTION_RULES
 
@@ -96,13 +104,16 @@ class DiffusionSampler:
         if self.states.config.full_attention:
             # A pass without a canvas stored nothing that a later one could use.
             num_rejected.copy_(spans)
+        elif self.states.config.family.absolute_grid:
+            # The prompt's partial block is fed again with the rest of it: canvases begin there.
+            num_rejected.copy_(self.states.tail_N[batch.idx_mapping[: batch.num_reqs]])
         step, logprobs = self.rows.read(logits, batch), None
         if step is not None:
-            outcome, tokens_RC, logprobs = self._denoise(step, batch.num_reqs)
+            outcome, tokens_RC, emitted_R, logprobs = self._denoise(step, batch.num_reqs)
             index_R, committed_R = step.index_R, outcome.num_committed_R
             drafts_R = batch.cu_num_logits[: batch.num_reqs + 1].diff()[index_R]
             sampled[index_R] = tokens_RC
-            num_sampled[index_R] = committed_R
+            num_sampled[index_R] = emitted_R
             rejected_R = torch.where(
                 outcome.refresh_R, batch.seq_lens[index_R], drafts_R - committed_R
             )
@@ -139,8 +150,12 @@ class DiffusionSampler:
 
     def _denoise(
         self, step: StepRows, num_reqs: int
-    ) -> tuple[StepOutcome, Tensor, LogprobsTensors | None]:
-        """One denoising step: propose, pick, settle, advance."""
+    ) -> tuple[StepOutcome, Tensor, Tensor, LogprobsTensors | None]:
+        """One denoising step: propose, pick, settle, advance.
+
+        Returns the outcome, tokens to emit from position 0 on int64 ``[R, C]``, how many of them
+        int32 ``[R]``, and their log-probabilities.
+        """
         states, canvas, plan, slots_R = self.states, step.canvas, step.plan, step.slots_R
         mask_id = states.config.mask_token_id
         self.rules.start_step(canvas, slots_R, step.slots_np, step.source_RC)
@@ -156,16 +171,20 @@ class DiffusionSampler:
         unmask_RC = self._pick(step, proposal)
         unmask_RC = self.rules.withhold(canvas, proposal, unmask_RC)
         tokens_RC = torch.where(unmask_RC, proposal.token_RC, canvas.tokens_RC)
-        is_stop_RC = self.rules.is_stop(tokens_RC, slots_R)
+        tail_R = states.tail_N[slots_R]
+        position_C = torch.arange(self.num_positions, device=states.device)
+        is_stop_RC = self.rules.is_stop(tokens_RC, slots_R) & (position_C >= tail_R[:, None])
         outcome = self.settle(
             canvas, plan, unmask_RC, tokens_RC, is_stop_RC, step.remaining_R, mask_id
         )
         saw_stop_R = canvas.saw_stop_R | is_stop_RC.any(dim=1)
+        emit_RC = (position_C + tail_R[:, None]).clamp_max(self.num_positions - 1)
         logprobs = self.logprobs.settle(
-            step.source_RC, step.num_rows, outcome, slots_R, step.index_R, num_reqs
+            step.source_RC, step.num_rows, outcome, emit_RC, slots_R, step.index_R, num_reqs
         )
         states.advance(slots_R, plan, outcome, tokens_RC, saw_stop_R)
-        return outcome, tokens_RC, logprobs
+        emitted_R = (outcome.num_committed_R - tail_R).clamp_min(0)
+        return outcome, tokens_RC.gather(1, emit_RC), emitted_R, logprobs
 
     def _pick(self, step: StepRows, proposal: Proposal) -> Tensor:
         """Apply each request's policy; one batched call per policy present."""

@@ -5,8 +5,9 @@ from typing import Any
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from dllm_plugin.config import get_decode_config
 
@@ -22,6 +23,7 @@ class DiffusionScheduler(AsyncScheduler):
         self.num_sampled_tokens_per_step = 0
         self.decode_config = get_decode_config(self.vllm_config)
         self.num_computed_positions = 0  # queries of all forwards, for `diffuplug eval`
+        self.block_length: dict[str, int] = {}
         self._bound_requests()
 
     def _bound_requests(self) -> None:
@@ -52,7 +54,16 @@ class DiffusionScheduler(AsyncScheduler):
         if request.spec_decode_metrics is None:
             request.spec_decode_metrics = RequestSpecDecodeMetrics.new(self.num_spec_tokens)
         params = request.sampling_params
-        if params is not None and not params.ignore_eos:
+        assert params is not None
+        config = self.decode_config.for_request(params.extra_args, params.max_tokens)
+        assert config.block_length is not None
+        self.block_length[request.request_id] = config.block_length
+        if config.block_length != self.decode_config.block_length:
+            # Keys depend on where blocks end, so these pages are no one else's.
+            request.cache_salt = f"{request.cache_salt or ''}/block {config.block_length}"
+            request.block_hashes.clear()
+            request.update_block_hashes()
+        if not params.ignore_eos:
             # Chat models end a turn with a token of their own that configs do not list as EOS;
             # in a prompt without turns it is a token like any other.
             known, prompt = params.stop_token_ids or [], request.prompt_token_ids or ()
@@ -62,17 +73,50 @@ class DiffusionScheduler(AsyncScheduler):
             params.stop_token_ids = [*known, *ends]
         super().add_request(request)
 
+    def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
+        self.block_length.pop(request.request_id, None)
+        return super()._free_request(request, delay_free_blocks)
+
+    def _reserve_prefill_lookahead(
+        self, request: Request, num_computed_tokens: int, num_new_tokens: int
+    ) -> int:
+        """How many tokens of a request to compute; vLLM asks before it reserves pages.
+
+        On an absolute grid the first canvas begins inside the prompt, with its partial block; vLLM,
+        which counts the prompt as computed, would cut that canvas where the context ends.
+        """
+        at_start = num_computed_tokens == request.num_prompt_tokens
+        if not (self.decode_config.family.absolute_grid and at_start and num_new_tokens):
+            return num_new_tokens
+        tail = request.num_prompt_tokens % self.block_length[request.request_id]
+        return min(num_new_tokens + tail, self.num_spec_tokens)
+
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], is_stale: bool = False
+    ) -> tuple[list[int], bool]:
+        """As vLLM's, but what ends a request is not cached: its block was not stored yet."""
+        if not self.kv_cache_manager.enable_caching:
+            return super()._update_request_with_output(request, new_token_ids, is_stale)
+        was_running = request.status == RequestStatus.RUNNING
+        new_token_ids, stopped = Scheduler._update_request_with_output(self, request, new_token_ids)
+        if not is_stale:
+            request.num_output_placeholders -= len(new_token_ids)
+        if was_running and not stopped:
+            computed = request.num_computed_tokens - request.num_output_placeholders
+            self.kv_cache_manager.cache_blocks(request, computed)
+        return new_token_ids, stopped
+
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        """Reset vLLM's prefix cache, which is off for our models.
+        """Reset vLLM's prefix cache.
 
         Under asynchronous scheduling running requests go on: vLLM would drop the step in flight,
-        which has moved their canvases on already, and there is no cached page to protect.
+        which has moved their canvases on already. Without a cache there is no page to protect.
         """
         preempts = reset_running_requests and not self.scheduler_config.async_scheduling
         done = super().reset_prefix_cache(preempts, reset_connector)
-        return done or reset_running_requests
+        return done or (reset_running_requests and not self.kv_cache_manager.enable_caching)
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)

@@ -42,6 +42,7 @@ class CanvasStates:
     block_step_N     int32, denoising steps of the first unfinished block
     step_N           int64, denoising steps of the request: the counter of its random numbers
     start_N          int64, absolute position of canvas position 0
+    tail_N           int32, leading canvas positions that belong to the prompt: never emitted
     counter_N        `step_N`, or `block_step_N` where a preempted block is decoded again
     """
 
@@ -62,8 +63,10 @@ class CanvasStates:
         self.block_step_N = torch.zeros(num_slots, dtype=torch.int32, device=self.device)
         self.step_N = torch.zeros(num_slots, dtype=torch.int64, device=self.device)
         self.start_N = torch.zeros(num_slots, dtype=torch.int64, device=self.device)
+        self.tail_N = torch.zeros(num_slots, dtype=torch.int32, device=self.device)
 
-        self.prompt_len = UvaBackedTensor(num_slots, dtype=torch.int64)
+        self.prompt_len_np = np.zeros(num_slots, dtype=np.int64)
+        self.origin = UvaBackedTensor(num_slots, dtype=torch.int64)
         self.block_length = UvaBackedTensor(num_slots, dtype=torch.int64)
         self.max_blocks = UvaBackedTensor(num_slots, dtype=torch.int64)
         self.end = UvaBackedTensor(num_slots, dtype=torch.int64)
@@ -77,7 +80,8 @@ class CanvasStates:
         # Tables of other owners that move with the canvas: parked and restored like it.
         self.companions: list[Tensor] = []
         self.req_id_to_slot: dict[str, int] = {}
-        self._fresh: list[tuple[int, int]] = []
+        self._fresh: list[tuple[int, int, int]] = []
+        self._tails: list[tuple[int, int, int]] = []
         self._restored: list[tuple[int, tuple[Tensor, ...]]] = []
         self._origins: dict[str, tuple[list[int], SamplingParams]] = {}
         self._parked: dict[str, tuple[Tensor, ...]] = {}
@@ -98,6 +102,7 @@ class CanvasStates:
             self.saw_stop_N,
             self.block_step_N,
             self.step_N,
+            self.tail_N,
             *self.companions,
         )
 
@@ -110,7 +115,10 @@ class CanvasStates:
         prompt_len = len(data.prompt_token_ids)
         num_tokens = len(data.prefill_token_ids)
         assert params.max_tokens is not None
-        self.prompt_len.np[slot] = prompt_len
+        self.prompt_len_np[slot] = prompt_len
+        # Where blocks are counted from: some models were trained on multiples of their length.
+        absolute = self.config.family.absolute_grid
+        self.origin.np[slot] = 0 if absolute else prompt_len
         self.block_length.np[slot] = request.block_length
         self.max_blocks.np[slot] = request.max_active_blocks
         self.end.np[slot] = min(prompt_len + params.max_tokens, self.max_model_len)
@@ -121,7 +129,11 @@ class CanvasStates:
             request = dataclasses.replace(request, top_p=1.0, top_k=0)
         self.numbers.np[slot] = [float(getattr(request, name) or 0) for name in NUMBERS]
         self.req_id_to_slot[data.req_id] = slot
-        self._fresh.append((slot, num_tokens))
+        assert request.block_length is not None
+        tail = num_tokens % request.block_length if absolute else 0
+        self._fresh.append((slot, num_tokens - tail, tail))
+        tokens = data.prefill_token_ids[num_tokens - tail :]
+        self._tails += [(slot, i, token) for i, token in enumerate(tokens)]
         origin = (data.prompt_token_ids, params)
         parked = self._parked.pop(data.req_id, None)
         # A reused id is another request, whatever it finds under its name.
@@ -152,7 +164,7 @@ class CanvasStates:
     def apply_staged_writes(self) -> None:
         """Bring what `add_request` staged to the device."""
         for tensor in (
-            self.prompt_len,
+            self.origin,
             self.block_length,
             self.max_blocks,
             self.end,
@@ -163,12 +175,18 @@ class CanvasStates:
             tensor.copy_to_uva()
         if self._fresh:
             staged = async_tensor_h2d(np.array(self._fresh, dtype=np.int64), device=self.device)
-            slots, starts = staged[:, 0], staged[:, 1]
+            slots, starts, tails = staged.unbind(1)
             for row in self._rows:
                 row[slots] = 0
             self.start_N[slots] = starts
+            self.tail_N[slots] = tails.to(torch.int32)
             self.canvas_NC[slots] = self.config.mask_token_id
             self._fresh.clear()
+        if self._tails:
+            staged = async_tensor_h2d(np.array(self._tails, dtype=np.int64), device=self.device)
+            slots, places, tokens = staged.unbind(1)
+            self.canvas_NC[slots, places] = tokens
+            self._tails.clear()
         for slot, parked in self._restored:
             # Rows that do not continue these committed tokens belong to an earlier request.
             start, ended = parked[:2]
@@ -191,10 +209,10 @@ class CanvasStates:
         start_R, end_R = self.start_N[slots_R], self.end.gpu[slots_R]
         length_R1 = self.block_length.gpu[slots_R][:, None]
         # The last block is decoded whole and trimmed, unless the context ends inside it.
-        prompt_len_R = self.prompt_len.gpu[slots_R]
-        asked_R = end_R - prompt_len_R
+        origin_R = self.origin.gpu[slots_R]
+        asked_R = end_R - origin_R
         whole_R = (asked_R + length_R1[:, 0] - 1) // length_R1[:, 0] * length_R1[:, 0]
-        limit_R1 = ((prompt_len_R + whole_R).clamp_max(self.max_model_len) - start_R)[:, None]
+        limit_R1 = ((origin_R + whole_R).clamp_max(self.max_model_len) - start_R)[:, None]
 
         slot_S = torch.arange(blocks, device=self.device)
         low_RS = slot_S * length_R1
@@ -236,7 +254,7 @@ class CanvasStates:
         """Full attention: where canvases that start at `start` lie, on the host."""
         length = self.canvas_NC.shape[1]
         return bounds(
-            self.prompt_len.np[slots_np],
+            self.origin.np[slots_np],
             start,
             self.end.np[slots_np],
             self.block_length.np[slots_np],
@@ -251,6 +269,7 @@ class CanvasStates:
             factor_R=self.number("factor", slots_R),
             eps_R=self.number("eps", slots_R),
             steps_R=self.steps.gpu[slots_R],
+            block_length_R=self.block_length.gpu[slots_R],
             time_schedule=self.config.time_schedule,
         )
 
@@ -285,6 +304,7 @@ class CanvasStates:
         self.block_step_N[slots_R] = block_step_R.where(unfinished_R | ~denoised_R, 0)
         self.step_N[slots_R] += denoised_R
         self.start_N[slots_R] += moved_R
+        self.tail_N[slots_R] = (self.tail_N[slots_R] - moved_R).clamp_min(0)
 
     def copy_rows(self, from_slots: Tensor, to_slots: Tensor) -> None:
         """Make the canvases of some slots equal to those of others."""

@@ -32,16 +32,15 @@ def canvas_segments(num_fed_R: np.ndarray, length_R: np.ndarray, max_blocks: int
     return np.minimum(stops, num_fed_R[:, None])
 
 
-def prefill_segments(
-    prompt_len_R: np.ndarray, end_R: np.ndarray, length_R: np.ndarray
-) -> np.ndarray:
+def prefill_segments(origin_R: np.ndarray, end_R: np.ndarray, length_R: np.ndarray) -> np.ndarray:
     """Stops of the query segments of a prefill ``[0, end)``: int ``[R, K + 1]``.
 
-    The prompt is one bidirectional block; what a resumed request had committed follows block by
-    block, so that its KV is what it was before preemption.
+    What lies before the origin of the block grid, which is the prompt or nothing, is one
+    bidirectional block; the rest follows block by block, so that the KV of a resumed request is
+    what it was before preemption.
     """
-    most = int((np.maximum(end_R - prompt_len_R, 0) // length_R).max(initial=0)) + 1
-    stops = prompt_len_R[:, None] + np.arange(most + 1) * length_R[:, None]
+    most = int((np.maximum(end_R - origin_R, 0) // length_R).max(initial=0)) + 1
+    stops = origin_R[:, None] + np.arange(most + 1) * length_R[:, None]
     return np.minimum(stops, end_R[:, None])
 
 

@@ -1,6 +1,7 @@
 """The models we serve: which class, and the facts that other rooms need without importing it."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -11,38 +12,60 @@ class Family:
     logits_shift: bool  # True: row i of the logits predicts position i + 1
     mask_tokens: tuple[str, ...]  # texts under which tokenizers know the mask
     turn_end_tokens: tuple[str, ...]  # end a turn besides the configured EOS
+    # Where blocks start: behind the prompt, or at multiples of their length from position 0 on.
+    block_grid: Literal["prompt", "absolute"] = "prompt"
+    # Trained on an absolute grid: positions of a block, unless config.json has them as `block_key`.
+    block_length: int | None = None
+    block_key: str | None = None
+    threshold: float = 0.9  # confidence that its authors ask for
+
+    @property
+    def absolute_grid(self) -> bool:
+        """Whether blocks lie at multiples of their length, prompt included."""
+        return self.block_grid == "absolute"
 
 
 LLADA = Family("llada", False, ("<|mdm_mask|>",), ("<|eot_id|>",))
 # `<|dlm_pad|>` is how DiffuCoder, a Dream checkpoint, fills the rest of an answer.
 DREAM = Family("dream", True, ("<|mask|>",), ("<|im_end|>", "<|dlm_pad|>"))
+# Dense repositories spell the mask in both ways, in different files.
+SDAR = Family(
+    "sdar", False, ("<|MASK|>", "<MASK>"), ("<|im_end|>",), "absolute", 4, "block_size", 0.85
+)
+# Its config.json names no EOS.
+LLADA2 = Family(
+    "llada2", False, ("<|mask|>",), ("<|endoftext|>", "<|role_end|>"), "absolute", 32, None, 0.95
+)
 
+
+# Architecture name in config.json -> class and family.
+TABLE: dict[str, tuple[str, Family]] = {
+    "LLaDAModelLM": ("llada:LLaDAModelLM", LLADA),
+    "LLaDAForDiffusionLM": ("llada:LLaDAModelLM", LLADA),
+    "DreamModel": ("dream:DreamModel", DREAM),
+    "DreamForDiffusionLM": ("dream:DreamModel", DREAM),
+    "SDARForCausalLM": ("sdar:SDARForCausalLM", SDAR),
+    "SDARMoeForCausalLM": ("sdar:SDARMoeForCausalLM", SDAR),
+    "LLaDA2MoeModelLM": ("llada2:LLaDA2MoeModelLM", LLADA2),
+}
 ARCHITECTURES: dict[str, str] = {
-    "LLaDAModelLM": "dllm_plugin.models.llada:LLaDAModelLM",
-    "LLaDAForDiffusionLM": "dllm_plugin.models.llada:LLaDAModelLM",
-    "DreamModel": "dllm_plugin.models.dream:DreamModel",
-    "DreamForDiffusionLM": "dllm_plugin.models.dream:DreamModel",
+    name: f"dllm_plugin.models.{path}" for name, (path, _) in TABLE.items()
 }
-
-FAMILIES: dict[str, Family] = {
-    "LLaDAModelLM": LLADA,
-    "LLaDAForDiffusionLM": LLADA,
-    "DreamModel": DREAM,
-    "DreamForDiffusionLM": DREAM,
-}
+FAMILIES: dict[str, Family] = {name: family for name, (_, family) in TABLE.items()}
 
 
 def register_configs() -> None:
-    """Teach transformers our config classes and Dream's tokenizer; may be called again.
+    """Teach transformers our config classes and their tokenizers; may be called again.
 
     Must run before any config or tokenizer of these models is loaded: with nothing registered,
     transformers wants the repository's own Python code and asks for it on the terminal.
     """
     from transformers import AutoConfig, AutoTokenizer
 
-    from dllm_plugin.models.configs import DreamConfig, LLaDAConfig
-    from dllm_plugin.models.tokenization import DreamTokenizer
+    from dllm_plugin.models.configs import CONFIGS
+    from dllm_plugin.models.tokenization import TOKENIZERS
 
-    AutoConfig.register("llada", LLaDAConfig, exist_ok=True)
-    AutoConfig.register("Dream", DreamConfig, exist_ok=True)
-    AutoTokenizer.register(DreamConfig, tokenizer_class=DreamTokenizer, exist_ok=True)
+    for config in CONFIGS:
+        AutoConfig.register(config.model_type, config, exist_ok=True)
+    for reader, tokenizer in TOKENIZERS.items():
+        AutoTokenizer.register(reader, tokenizer_class=tokenizer, exist_ok=True)

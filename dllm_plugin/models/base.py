@@ -1,5 +1,6 @@
 """What our model classes add to the vLLM class they inherit from."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -50,7 +51,7 @@ class DiffusionModel:
     @classmethod
     def head_name(cls) -> str:
         """Checkpoint name of the LM head, which tied checkpoints may leave out."""
-        raise NotImplementedError
+        return "lm_head.weight"
 
     @classmethod
     def manifest(cls, model_config: ModelConfig) -> Manifest:
@@ -61,6 +62,15 @@ class DiffusionModel:
             optional=frozenset({cls.head_name()} if config.tie_word_embeddings else ()),
             quantized=model_config.model_arch_config.quantization_config is not None,
         )
+
+    def _expected_here(self, model_config: ModelConfig) -> Manifest:
+        """The manifest as far as vLLM's loader passes it on to this rank."""
+        manifest, parallel = self.manifest(model_config), self.vllm_config.parallel_config
+        if not (parallel.enable_expert_parallel and parallel.enable_ep_weight_filter):
+            return manifest
+        # The loader then leaves the experts of other ranks unread.
+        experts = {name for name in manifest.shapes if ".mlp.experts." in name}
+        return replace(manifest, optional=manifest.optional | experts)
 
     @classmethod
     def read_adapter(cls, vllm_config: VllmConfig) -> lora.LoraAdapter | None:
@@ -97,7 +107,7 @@ class DiffusionModel:
             self.vllm_config.load_config.download_dir,
         )
         folder = checkpoint_folder(model_config.model, model_config.revision, cache)
-        weights = checked(readable(weights, folder), self.manifest(model_config))
+        weights = checked(readable(weights, folder), self._expected_here(model_config))
         adapter = self.read_adapter(self.vllm_config)  # read again, not held: 100 MB at 8B
         if adapter is not None:
             weights = lora.merge(weights, adapter)

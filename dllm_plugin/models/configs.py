@@ -1,4 +1,4 @@
-"""Hugging Face configs of our models, shaped so that vLLM's Llama and Qwen2 can read them.
+"""Hugging Face configs of our models, shaped so that vLLM's own models can read them.
 
 At module level because vLLM pickles configs to its workers.
 """
@@ -6,7 +6,7 @@ At module level because vLLM pickles configs to its workers.
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from transformers import PreTrainedConfig, Qwen2Config
+from transformers import PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 # Variants that the training code knows and no published checkpoint uses: key -> what we serve.
 # `None` (key absent or null) always means the published default.
@@ -27,10 +27,26 @@ LLADA_FIXED: dict[str, Any] = {
     "rope": True,
     "scale_logits": False,
 }
-DREAM_FIXED: dict[str, Any] = {
+QWEN_FIXED: dict[str, Any] = {
     "hidden_act": "silu",
     "use_mrope": False,
     "use_sliding_window": False,
+}
+SDAR_FIXED = QWEN_FIXED | {"attention_bias": False}
+LLADA2_FIXED: dict[str, Any] = {
+    "hidden_act": "silu",
+    "moe_router_enable_expert_bias": True,
+    "norm_head": False,
+    "norm_softmax": False,
+    "norm_topk_prob": True,  # the authors' code normalises without looking at it
+    "router_dtype": "fp32",
+    "score_function": "sigmoid",
+    "use_bias": False,
+    "use_qk_norm": True,
+    "use_qkv_bias": False,
+    "use_rmsnorm": True,
+    "use_sliding_window": False,
+    "using_split_qkv_in_self_attention": False,
 }
 
 
@@ -45,13 +61,31 @@ def refuse_variants(model: str, values: Mapping[str, Any], fixed: Mapping[str, A
             )
 
 
-class LLaDAConfig(PreTrainedConfig):
-    """LLaDA's OLMo-style keys, readable under Llama's names; defaults are LLaDA-8B's.
+class DiffusionConfig(PreTrainedConfig):
+    """What every config of ours has; to be mixed in before the config of the parent model.
 
     Raises ValueError for variants of the architecture that we do not serve.
     """
 
+    label: ClassVar[str] = ""
+    fixed: ClassVar[Mapping[str, Any]] = {}
+
+    mask_token_id: int | None = None
+    source_name: str | None = None  # `_name_or_path` as the checkpoint's author saved it
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        refuse_variants(self.label, {**kwargs, **vars(self)}, self.fixed)
+        # transformers replaces `_name_or_path` by the path that was opened.
+        self.source_name = self.source_name or kwargs.get("_name_or_path")
+        super().__post_init__(**kwargs)
+
+
+class LLaDAConfig(DiffusionConfig):
+    """LLaDA's OLMo-style keys, readable under Llama's names; defaults are LLaDA-8B's."""
+
     model_type = "llada"
+    label = "LLaDA"
+    fixed = LLADA_FIXED
     attribute_map: ClassVar[dict[str, str]] = {
         "hidden_size": "d_model",
         "num_hidden_layers": "n_layers",
@@ -77,13 +111,10 @@ class LLaDAConfig(PreTrainedConfig):
     rope_parameters: dict[str, Any] | None = None
     weight_tying: bool = False
     activation_type: str = "silu"
-    mask_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
-    source_name: str | None = None  # `_name_or_path` as the checkpoint's author saved it
 
     def __post_init__(self, **kwargs: Any) -> None:
-        refuse_variants("LLaDA", {**kwargs, "activation_type": self.activation_type}, LLADA_FIXED)
         if self.embedding_size is not None:
             if self.embedding_size < self.vocab_size:
                 raise ValueError(
@@ -96,25 +127,123 @@ class LLaDAConfig(PreTrainedConfig):
             self.n_kv_heads = self.n_heads
         if self.mlp_hidden_size is None:
             self.mlp_hidden_size = int(self.mlp_ratio * self.d_model)
-        # transformers replaces `_name_or_path` by the path that was opened.
-        self.source_name = self.source_name or kwargs.get("_name_or_path")
         super().__post_init__(**kwargs)
 
 
-class DreamConfig(Qwen2Config):
-    """Dream and DiffuCoder: Qwen2's keys and a mask token.
-
-    Raises ValueError for variants of the architecture that we do not serve.
-    """
+class DreamConfig(DiffusionConfig, Qwen2Config):
+    """Dream and DiffuCoder: Qwen2's keys and a mask token."""
 
     model_type = "Dream"
+    label = "Dream"
+    fixed = QWEN_FIXED
     default_theta = 1000000.0
 
-    mask_token_id: int | None = None
-    source_name: str | None = None  # `_name_or_path` as the checkpoint's author saved it
+
+class SDARConfig(DiffusionConfig, Qwen3Config):
+    """SDAR: Qwen3's keys and, in some copies, a mask token and the length of a block."""
+
+    model_type = "sdar"
+    label = "SDAR"
+    fixed = SDAR_FIXED
+    default_theta = 1000000.0
+
+    block_size: int | None = None
+
+
+class SDARMoeConfig(DiffusionConfig, Qwen3MoeConfig):
+    """SDAR with experts: Qwen3-MoE's keys, as for the dense model."""
+
+    model_type = "sdar_moe"
+    label = "SDAR"
+    fixed = SDAR_FIXED
+    default_theta = 1000000.0
+
+    head_dim: int = 128  # its parent has none, and dividing the widths would be wrong
+    norm_topk_prob: bool = True
+    block_size: int | None = None
+
+    @property
+    def sparse_layers(self) -> frozenset[int]:
+        """Layers with experts; the others have one dense MLP."""
+        step, dense = self.decoder_sparse_step, self.mlp_only_layers or ()
+        return frozenset(
+            layer
+            for layer in range(self.num_hidden_layers)
+            if layer not in dense and (layer + 1) % step == 0
+        )
+
+
+class LLaDA2Config(DiffusionConfig):
+    """LLaDA2.0 and 2.1 (Ling 2.0's keys); defaults are LLaDA2-mini's."""
+
+    model_type = "llada2_moe"
+    label = "LLaDA2"
+    fixed = LLADA2_FIXED
+    default_theta = 600000.0
+
+    vocab_size: int = 157184
+    hidden_size: int = 2048
+    intermediate_size: int = 5120
+    num_hidden_layers: int = 20
+    num_attention_heads: int = 16
+    num_key_value_heads: int = 4
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 32768
+    rms_norm_eps: float = 1e-6
+    rope_parameters: dict[str, Any] | None = None
+    partial_rotary_factor: float = 0.5
+    tie_word_embeddings: bool = False
+    use_sliding_window: bool = False
+    sliding_window: int | None = None
+    embedding_dropout: float = 0.0
+    # Read by vLLM's model, whose own defaults for absent keys are those of Ling 1.
+    use_bias: bool = False
+    use_qkv_bias: bool = False
+    use_qk_norm: bool = True
+    use_rmsnorm: bool = True
+    moe_intermediate_size: int = 512
+    num_experts: int = 256
+    num_experts_per_tok: int = 8
+    num_shared_experts: int = 1
+    n_group: int = 8
+    topk_group: int = 4
+    routed_scaling_factor: float = 2.5
+    first_k_dense_replace: int = 1
+    norm_topk_prob: bool = True
+    score_function: str = "sigmoid"
+    moe_router_enable_expert_bias: bool = True
+    router_dtype: str = "fp32"
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        own = {"hidden_act": self.hidden_act, "use_sliding_window": self.use_sliding_window}
-        refuse_variants("Dream", {**kwargs, **own}, DREAM_FIXED)
-        self.source_name = self.source_name or kwargs.get("_name_or_path")
+        # Published with a window of 4096 that the model was not trained with; vLLM would use it.
+        self.sliding_window = self.sliding_window if self.use_sliding_window else None
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
         super().__post_init__(**kwargs)
+
+
+class LLaDA2VeomniConfig(LLaDA2Config):
+    """The model type that dFactory, the authors' training code, writes."""
+
+    model_type = "llada2_moe_veomni"
+
+
+class LLaDA21Config(LLaDA2Config):
+    """The model type of a repackaged LLaDA2.1."""
+
+    model_type = "llada21_moe"
+
+
+CONFIGS = (
+    LLaDAConfig,
+    DreamConfig,
+    SDARConfig,
+    SDARMoeConfig,
+    LLaDA2Config,
+    LLaDA2VeomniConfig,
+    LLaDA21Config,
+)

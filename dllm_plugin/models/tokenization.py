@@ -1,6 +1,8 @@
-"""Dream's tokenizer without the repository's own code."""
+"""Tokenizers without the repositories' own code."""
 
-from transformers import Qwen2Tokenizer
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase, Qwen2Tokenizer
+
+from dllm_plugin.models.configs import DreamConfig, SDARConfig, SDARMoeConfig
 
 
 class DreamTokenizer(Qwen2Tokenizer):
@@ -9,3 +11,11 @@ class DreamTokenizer(Qwen2Tokenizer):
     The repositories hold vocab.json and merges.txt only; the added tokens (`<|beginoftext|>`,
     `<|mask|>`) and which of them are special come from tokenizer_config.json.
     """
+
+
+# What is not listed here names a class of transformers itself in tokenizer_config.json.
+TOKENIZERS: dict[type[PreTrainedConfig], type[PreTrainedTokenizerBase]] = {
+    DreamConfig: DreamTokenizer,
+    SDARConfig: Qwen2Tokenizer,  # dense repositories bring code for it all the same
+    SDARMoeConfig: Qwen2Tokenizer,
+}

@@ -84,7 +84,7 @@ class PlainModel:
         half = q.shape[-1] // 2
         frequency = self.theta ** (-torch.arange(half) / half)
         angle = torch.arange(start, start + tokens)[:, None] * frequency
-        q, k = (_rotate(part, angle.cos(), angle.sin()) for part in (q, k))
+        q, k = (rotate(part, angle.cos(), angle.sin()) for part in (q, k))
         if slots is not None:
             kept = slots.setdefault(name, (k, v))
             for old, new in zip(kept, (k, v), strict=True):
@@ -96,6 +96,10 @@ class PlainModel:
         scores = scores.masked_fill(~visible, float("-inf"))
         out = (scores.softmax(-1) @ v).transpose(0, 1).reshape(tokens, -1)
         return self._linear(out, f"{name}.o_proj")
+
+    def _mlp(self, x: Tensor, name: str) -> Tensor:
+        gate = silu(self._linear(x, f"{name}.gate_proj"))
+        return self._linear(gate * self._linear(x, f"{name}.up_proj"), f"{name}.down_proj")
 
     def rows(self, tokens: list[int], block: list[int]) -> Tensor:
         """Logits ``[N, V]``; the query at i sees the key at j if ``block[i] >= block[j]``."""
@@ -124,9 +128,7 @@ class PlainModel:
                 slots,
             )
             inner = self._norm(x, f"{layer}.post_attention_layernorm")
-            gate = silu(self._linear(inner, f"{layer}.mlp.gate_proj"))
-            inner = gate * self._linear(inner, f"{layer}.mlp.up_proj")
-            x = x + self._linear(inner, f"{layer}.mlp.down_proj")
+            x = x + self._mlp(inner, f"{layer}.mlp")
         return self._linear(self._norm(x, "model.norm"), "lm_head")
 
     def predictions(self, tokens: list[int], block: list[int]) -> Tensor:
@@ -148,7 +150,8 @@ def _as_dream(weights: dict[str, Tensor], num_layers: int) -> dict[str, Tensor]:
     return named
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs (i, i + half) of the last axis."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def goldens() -> Path:
 
 @pytest.fixture(scope="session")
 def checkpoints() -> Path:
-    """The tiny checkpoints: tiny-llada, tiny-dream."""
+    """The tiny checkpoints, one folder for each layout."""
     return CHECKPOINTS
 
 
@@ -48,12 +49,12 @@ def single_rank(registered: None, tmp_path_factory: pytest.TempPathFactory) -> I
     from vllm.distributed import parallel_state
 
     import dllm_plugin
-    from dllm_plugin.models.dream import DreamModel
-    from dllm_plugin.models.llada import LLaDAModelLM
+    from dllm_plugin.models import ARCHITECTURES
 
     # Classes, not names: vLLM inspects a named class in a new process, ten seconds each.
-    ModelRegistry.register_model("LLaDAModelLM", LLaDAModelLM)
-    ModelRegistry.register_model("DreamModel", DreamModel)
+    for architecture, path in ARCHITECTURES.items():
+        module, _, name = path.partition(":")
+        ModelRegistry.register_model(architecture, getattr(import_module(module), name))
     dllm_plugin.register()
     store = tmp_path_factory.mktemp("vllm") / "store"
     with set_current_vllm_config(VllmConfig()):

@@ -1,5 +1,6 @@
 """config.json of real checkpoints, read without their Python code."""
 
+import importlib
 import json
 import pickle
 import subprocess
@@ -80,7 +81,12 @@ def test_dream_reads_as_qwen2(checkpoints):
     assert config.source_name == "Dream-org/Dream-v0-Instruct-7B"
 
 
-@pytest.mark.parametrize("name", ["tiny-llada", "tiny-dream"])
+CHECKPOINTS = (
+    *("tiny-llada", "tiny-dream", "tiny-sdar", "tiny-sdar-moe", "tiny-llada2.0", "tiny-llada2.1"),
+)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
 def test_configs_travel_to_workers(name, checkpoints, tmp_path):
     config = AutoConfig.from_pretrained(checkpoints / name)
     assert pickle.loads(pickle.dumps(config)).to_dict() == config.to_dict()
@@ -133,6 +139,15 @@ def test_registering_again_changes_nothing(checkpoints):
 def test_tables_agree():
     assert ARCHITECTURES.keys() == FAMILIES.keys()
     assert FAMILIES["DreamModel"].logits_shift and not FAMILIES["LLaDAModelLM"].logits_shift
+    for family in FAMILIES.values():
+        assert (family.block_length is not None) is (family.block_grid == "absolute")
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_class_and_family_agree_on_the_shift(architecture):
+    module, _, name = ARCHITECTURES[architecture].partition(":")
+    model = getattr(importlib.import_module(module), name)
+    assert model.logits_shift is FAMILIES[architecture].logits_shift
 
 
 def test_table_imports_nothing_heavy():

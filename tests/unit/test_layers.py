@@ -27,7 +27,7 @@ ROOMS: dict[str, set[str]] = {
     "kernels.cpu": set(),
     "policies": {"plan", "kernels.reference"},
     "strategies": {"plan", "kernels.reference", "policies"},
-    "choices": set(),
+    "choices": {"models"},
     "special_tokens": {"models"},
     "guidance": set(),
     "config": {"choices", "models", "engine_config"},

@@ -64,6 +64,7 @@ def pick(
         per_request(factor, torch.float32),
         per_request(eps, torch.float32),
         per_request(steps, torch.int32),
+        per_request(length, torch.int64),
         time_schedule,
     )
     sure = score_RC if confidence is None else torch.tensor(confidence, dtype=torch.float32)

@@ -8,7 +8,10 @@ import pytest
 from transformers import AutoTokenizer
 
 pytestmark = pytest.mark.usefixtures("registered")
-BOTH = pytest.mark.parametrize("name", ["tiny-llada", "tiny-dream"])
+NAMES = (
+    *("tiny-llada", "tiny-dream", "tiny-sdar", "tiny-sdar-moe", "tiny-llada2.0", "tiny-llada2.1"),
+)
+ALL = pytest.mark.parametrize("name", NAMES)
 
 
 def through_vllm(path: Path):
@@ -55,7 +58,7 @@ def no_questions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builtins, "input", refuse)
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("load", [through_vllm, AutoTokenizer.from_pretrained])
 def test_tokenizer_of_checkpoint(name, load, checkpoints, goldens, no_questions):
     expected = json.loads((goldens / "tokenizer_checks.json").read_text())[name]
@@ -92,3 +95,37 @@ def test_dream_ids_of_the_full_vocabulary(load, tmp_path, checkpoint, no_questio
     assert tokenizer.mask_token_id == 151666 and tokenizer.bos_token_id == 151665
     assert tokenizer.eos_token_id == 151643
     assert tokenizer.decode([151665, 64, 151666], skip_special_tokens=True) == "a"
+
+
+@pytest.mark.parametrize("load", [through_vllm, AutoTokenizer.from_pretrained])
+def test_dense_sdar_repository_layout(load, checkpoint, goldens, no_questions):
+    """Code by auto_map for a stock class, and two spellings of the mask in different files."""
+    path = checkpoint("tiny-sdar")
+    (path / "tokenizer.json").unlink()
+    (path / "added_tokens.json").write_text(json.dumps({"<MASK>": 282}))
+    file = path / "special_tokens_map.json"
+    file.write_text(file.read_text().replace("<|MASK|>", "<MASK>"))
+    file = path / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    config["auto_map"] = {"AutoTokenizer": ["tokenization_qwen2.Qwen2Tokenizer", None]}
+    file.write_text(json.dumps(config))
+    tokenizer = load(path)
+    check(tokenizer, json.loads((goldens / "tokenizer_checks.json").read_text())["tiny-sdar"])
+    assert tokenizer.get_vocab()["<|MASK|>"] == 282
+
+
+@pytest.mark.parametrize("load", [through_vllm, AutoTokenizer.from_pretrained])
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("tiny-llada2.0", "tokenization_llada2.LLaDA2Tokenizer"),
+    ],
+)
+def test_tokenizer_code_of_a_repository_is_not_asked_for(
+    load, name, code, checkpoint, goldens, no_questions
+):
+    path = checkpoint(name)
+    file = path / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"auto_map": {"AutoTokenizer": [code, None]}}))
+    check(load(path), json.loads((goldens / "tokenizer_checks.json").read_text())[name])

@@ -54,8 +54,11 @@ vllm.exceptions: VLLMValidationError
 vllm.logger: init_logger
 vllm.model_executor.layers.logits_processor: LogitsProcessor
 vllm.model_executor.models.config: MODELS_CONFIG_MAP VerifyAndUpdateConfig
+vllm.model_executor.models.bailing_moe: BailingMoE BailingMoeV2ForCausalLM
 vllm.model_executor.models.llama: LlamaForCausalLM
 vllm.model_executor.models.qwen2: Qwen2ForCausalLM
+vllm.model_executor.models.qwen3: Qwen3ForCausalLM
+vllm.model_executor.models.qwen3_moe: Qwen3MoeForCausalLM
 vllm.model_executor.models.utils: WeightsMapper
 vllm.platforms: current_platform
 vllm.renderers.chat_utils: ChatCompletionMessageParam
@@ -71,6 +74,7 @@ vllm.utils.torch_utils: async_tensor_h2d
 vllm.v1.attention.backends.registry: AttentionBackendEnum
 vllm.v1.core.sched.async_scheduler: AsyncScheduler
 vllm.v1.core.sched.output: NewRequestData SchedulerOutput
+vllm.v1.core.sched.scheduler: Scheduler
 vllm.v1.engine: EngineCoreOutputs
 vllm.v1.kv_cache_interface: KVCacheConfig
 vllm.v1.metrics.loggers: AggregateStatLoggerBase
@@ -134,6 +138,7 @@ SIGNATURES = {
     SCHEDULER + "_update_after_schedule": "self scheduler_output",
     SCHEDULER + "schedule": "self throttle_prefills=False",
     SCHEDULER + "update_from_output": "self scheduler_output model_runner_output",
+    SCHEDULER + "_update_request_with_output": "self request new_token_ids is_stale=False",
     SCHEDULER + "make_spec_decoding_stats": "self spec_decoding_stats num_draft_tokens "
     "num_accepted_tokens num_invalid_spec_tokens request_id",
     SCHEDULER + "finish_requests": "self request_ids finished_status",
@@ -167,6 +172,16 @@ SIGNATURES = {
     MODELS + "qwen2:Qwen2ForCausalLM": "* vllm_config prefix=''",
     MODELS + "qwen2:Qwen2ForCausalLM.load_weights": "self weights",
     MODELS + "qwen2:Qwen2ForCausalLM.compute_logits": "self hidden_states",
+    MODELS + "qwen3:Qwen3ForCausalLM": "* vllm_config prefix=''",
+    MODELS + "qwen3:Qwen3ForCausalLM.load_weights": "self weights",
+    MODELS + "qwen3:Qwen3ForCausalLM.compute_logits": "self hidden_states",
+    MODELS + "qwen3_moe:Qwen3MoeForCausalLM": "* vllm_config prefix=''",
+    MODELS + "qwen3_moe:Qwen3MoeForCausalLM.load_weights": "self weights",
+    MODELS + "qwen3_moe:Qwen3MoeForCausalLM.compute_logits": "self hidden_states",
+    MODELS + "bailing_moe:BailingMoeV2ForCausalLM": "* vllm_config prefix=''",
+    MODELS + "bailing_moe:BailingMoeV2ForCausalLM.load_weights": "self weights",
+    MODELS + "bailing_moe:BailingMoeV2ForCausalLM.compute_logits": "self hidden_states",
+    MODELS + "bailing_moe:BailingMoE.forward": "self hidden_states",
     MODELS + "utils:WeightsMapper.apply": "self weights",
     "model_executor.models:ModelRegistry.register_model": "model_arch model_cls",
     "model_executor.models:ModelRegistry.get_supported_archs": "",
@@ -186,7 +201,7 @@ FIELDS: dict[type, str] = {
     "total_num_scheduled_tokens",
     ModelRunnerOutput: "req_id_to_index sampled_token_ids",
     EngineCoreOutputs: "outputs",
-    KVCacheManager: "block_pool watermark_blocks",
+    KVCacheManager: "block_pool enable_caching watermark_blocks",
     SchedulerStats: "spec_decoding_stats",
     ModelState: "model_config max_num_reqs max_num_tokens",
     RequestState: "all_token_ids draft_tokens",
@@ -194,7 +209,8 @@ FIELDS: dict[type, str] = {
     SamplingStates: "temperature top_k top_p min_p seeds",
     Request: "num_computed_tokens next_decode_eligible_step spec_decode_metrics sampling_params "
     "arrival_time client_index lora_request max_tokens num_prompt_tokens priority request_id "
-    "spec_token_ids status prompt_token_ids resumable",
+    "spec_token_ids status prompt_token_ids resumable block_hashes cache_salt "
+    "num_output_placeholders",
     Scheduler: "num_sampled_tokens_per_step num_spec_tokens max_num_scheduled_tokens requests "
     "max_num_active_reqs max_model_len scheduler_config vllm_config current_step running waiting "
     "block_size grammar_compile_error_reqs kv_cache_manager",
@@ -207,9 +223,10 @@ FIELDS: dict[type, str] = {
     "revision runner_type served_model_name tokenizer_mode",
     SchedulerConfig: "async_scheduling enable_chunked_prefill long_prefill_token_threshold "
     "max_num_batched_tokens max_num_scheduled_tokens max_num_seqs scheduler_cls watermark",
-    CacheConfig: "block_size enable_prefix_caching num_gpu_blocks",
+    CacheConfig: "block_size enable_prefix_caching num_gpu_blocks user_specified_block_size",
     CompilationConfig: "cudagraph_capture_sizes cudagraph_mode max_cudagraph_capture_size",
     ParallelConfig: "decode_context_parallel_size enable_batch_sharded_sampling enable_dbo "
+    "enable_ep_weight_filter enable_expert_parallel "
     "data_parallel_size data_parallel_size_local pipeline_parallel_size "
     "prefill_context_parallel_size world_size",
     SamplingParams: "extra_args logit_bias allowed_token_ids logprobs max_tokens min_tokens "

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forwards import forward
 from safetensors.torch import load_file, save_file
 
 from dllm_plugin.models.weights import check_readable, checkpoint_folder
@@ -35,47 +36,7 @@ def rewrite(path: Path, change) -> dict[str, torch.Tensor]:
 
 def first_forward(model, prompt: list[int], block: int, mask_id: int) -> torch.Tensor:
     """Logits [T, V] of prompt and one masked block, each one bidirectional segment."""
-    from vllm.config import set_current_vllm_config
-    from vllm.forward_context import set_forward_context
-    from vllm.v1.attention.backend import CommonAttentionMetadata
-
-    config = model.vllm_config
-    layers = config.compilation_config.static_forward_context
-    spec = next(iter(layers.values())).get_kv_cache_spec(config)
-    backend = next(iter(layers.values())).attn_backend
-    length, total = len(prompt), len(prompt) + block
-    pages = -(-total // spec.block_size)
-    table = torch.arange(pages, dtype=torch.int32).repeat(2, 1)
-    starts = torch.tensor([0, length, total], dtype=torch.int32)
-    slots = torch.arange(total)
-    for layer in layers.values():
-        layer.kv_cache = torch.zeros(
-            pages, spec.num_kv_heads, spec.block_size, 2 * spec.head_size, dtype=spec.dtype
-        )
-    common = CommonAttentionMetadata(
-        query_start_loc=starts,
-        query_start_loc_cpu=starts,
-        seq_lens=torch.tensor([length, total], dtype=torch.int32),
-        num_reqs=2,
-        num_actual_tokens=total,
-        max_query_len=max(length, block),
-        max_seq_len=total,
-        block_table_tensor=table,
-        slot_mapping=slots,
-        causal=False,
-    )
-    with set_current_vllm_config(config), torch.inference_mode():
-        builder = backend.get_builder_cls()(spec, list(layers), config, torch.device("cpu"))
-        metadata = builder.build(0, common)
-        with set_forward_context(
-            dict.fromkeys(layers, metadata),
-            config,
-            num_tokens=total,
-            slot_mapping=dict.fromkeys(layers, slots),
-        ):
-            ids = torch.tensor(prompt + [mask_id] * block)
-            hidden = model(ids, torch.arange(total))
-            return model.compute_logits(hidden)
+    return forward(model, prompt + [mask_id] * block, [len(prompt), len(prompt) + block])
 
 
 @pytest.mark.parametrize("family", ["llada", "dream"])
@@ -229,22 +190,32 @@ def test_folder_of_an_unknown_repository_is_unknown(checkpoints):
 
 
 def test_manifest_has_the_published_size(registered):
-    """Sizes in bytes of the bf16 weight indexes of LLaDA-8B-Instruct and Dream-v0-Instruct-7B."""
-    from dllm_plugin.models.configs import DreamConfig, LLaDAConfig
+    """Sizes in bytes of the bf16 weight indexes of these models, or of the Qwen they start from."""
+    from dllm_plugin.models import configs
     from dllm_plugin.models.dream import DreamModel
     from dllm_plugin.models.llada import LLaDAModelLM
+    from dllm_plugin.models.sdar import SDARForCausalLM, SDARMoeForCausalLM
 
-    dream = DreamConfig(
-        vocab_size=152064,
-        hidden_size=3584,
-        intermediate_size=18944,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-    )
+    qwen2 = {
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+    }
+    qwen3 = {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    }
     for model, config, size in (
-        (LLaDAModelLM, LLaDAConfig(mlp_hidden_size=12288), 16_031_162_368),
-        (DreamModel, dream, 15_231_233_024),
+        (LLaDAModelLM, configs.LLaDAConfig(mlp_hidden_size=12288), 16_031_162_368),
+        (DreamModel, configs.DreamConfig(**qwen2), 15_231_233_024),
+        (SDARForCausalLM, configs.SDARConfig(**qwen3), 16_381_470_720),
+        (SDARMoeForCausalLM, configs.SDARMoeConfig(num_hidden_layers=48), 61_064_245_248),
     ):
         shapes = model.checkpoint_shapes(config).values()
         assert 2 * sum(math.prod(shape) for shape in shapes) == size

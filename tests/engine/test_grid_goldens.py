@@ -1,0 +1,131 @@
+"""SDAR and LLaDA2: recorded decodes whose blocks lie on an absolute grid, prompt included."""
+
+import json
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import EngineRoom, forwards, free_pages, generate, num_preemptions, params, token_ids
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+FILES = {
+    "sdar": ("sdar_static", "sdar_dynamic", "sdar_sequential"),
+    "sdar-moe": ("sdar_moe_static", "sdar_moe_dynamic"),
+    "llada2.0": ("llada2_threshold",),
+}
+SDAR_POLICIES = {
+    "low_confidence_static": "low_confidence",
+    "low_confidence_dynamic": "threshold",
+    "sequential": "sequential",
+}
+CANVAS = {"canvas_length": 64}  # two of the longest recorded blocks
+Case = dict[str, Any]
+
+
+@cache
+def cases_of(model: str) -> list[Case]:
+    """All cases of all files of a checkpoint."""
+    return [
+        case
+        for name in FILES[model]
+        for case in json.loads((GOLDENS / f"{name}.json").read_text())["cases"]
+    ]
+
+
+def stop_of(case: Case) -> int | None:
+    """LLaDA2's loop takes its EOS as an argument; SDAR's stops at none of its own."""
+    return case["settings"].get("eos_id")
+
+
+def wish(case: Case) -> Any:
+    settings, stop = case["settings"], stop_of(case)
+    policy = SDAR_POLICIES[settings.get("remasking_strategy", "low_confidence_dynamic")]
+    numbers: dict[str, Any] = {"dllm_policy": policy, "dllm_block_length": settings["block_length"]}
+    numbers["dllm_steps"] = settings.get("denoising_steps") or settings["steps"]
+    if policy == "threshold":
+        numbers["dllm_threshold"] = settings.get("threshold") or settings["confidence_threshold"]
+    # To the end of the last block, where the reference decodes it whole.
+    return params(len(case["output_ids"]), stop_token_ids=[stop] if stop else [], **numbers)
+
+
+def denoising(case: Case) -> int:
+    """Forwards of the reference that denoise; ours store a block together with the next one."""
+    return sum(one["kind"] in ("denoise", "window") for one in case["forwards"])
+
+
+def check(case: Case, output: Any) -> None:
+    assert token_ids(output) == case["output_ids"], case["id"]
+    ends_inside = len(case["output_ids"] + case["prompt_ids"]) % case["settings"]["block_length"]
+    if ends_inside:
+        # Cut behind a stop token or at `gen_length`: the rest of the block is not decoded.
+        assert forwards(output) <= denoising(case), case["id"]
+    else:
+        assert forwards(output) == denoising(case), case["id"]
+
+
+@pytest.fixture(scope="module", params=list(FILES))
+def model(request: pytest.FixtureRequest) -> str:
+    """Which tiny checkpoint."""
+    return str(request.param)
+
+
+@pytest.mark.parametrize("in_flight", [16, 4])
+def test_together_in_shuffled_order(
+    model: str, overlapped: bool, in_flight: int, room: EngineRoom
+) -> None:
+    llm = room.start(model, CANVAS, async_scheduling=overlapped, max_num_seqs=in_flight)
+    cases = random.Random(in_flight).sample(cases_of(model), len(cases_of(model)))
+    outputs = generate(llm, [c["prompt_ids"] for c in cases], [wish(c) for c in cases])
+    for case, output in zip(cases, outputs, strict=True):
+        check(case, output)
+
+
+def test_each_alone(model: str, room: EngineRoom) -> None:
+    llm = room.start(model, CANVAS)
+    for case in cases_of(model):
+        [output] = generate(llm, [case["prompt_ids"]], wish(case))
+        check(case, output)
+
+
+def test_preemption_under_pressure(model: str, overlapped: bool, room: EngineRoom) -> None:
+    """The prompt's partial block is recomputed with the tokens that it had."""
+    llm = room.start(
+        model, CANVAS, async_scheduling=overlapped, block_size=32, num_gpu_blocks_override=10
+    )
+    before, pages, cases = num_preemptions(llm), free_pages(llm), cases_of(model)
+    outputs = generate(llm, [c["prompt_ids"] for c in cases], [wish(c) for c in cases])
+    for case, output in zip(cases, outputs, strict=True):
+        assert token_ids(output) == case["output_ids"], case["id"]
+    assert num_preemptions(llm) > before
+    assert free_pages(llm) == pages
+
+
+def test_the_context_ends_in_the_prompt_block(overlapped: bool, room: EngineRoom) -> None:
+    """The first block reaches to the very end although vLLM counts the prompt as computed."""
+    case = next(case for case in cases_of("sdar") if len(case["prompt_ids"]) == 17)
+    texts = [(case["prompt_ids"] + case["output_ids"])[:length] for length in (45, 46, 47)]
+    answers = []
+    for context in (48, 64):
+        settings = {"async_scheduling": overlapped, "max_model_len": context}
+        llm = room.start("sdar", {"canvas_length": 16}, **settings)
+        wishes = [params(48 - len(text), dllm_policy="low_confidence") for text in texts]
+        answers.append([token_ids(output) for output in generate(llm, texts, wishes)])
+    assert [len(answer) for answer in answers[0]] == [3, 2, 1]
+    assert answers[0] == answers[1]
+
+
+def test_random_numbers_and_logprobs(model: str, overlapped: bool, room: EngineRoom) -> None:
+    """Behind a partial prompt block the first emitted token is not the first of the canvas."""
+    llm = room.start(model, CANVAS, async_scheduling=overlapped)
+    hot = {"temperature": 0.8, "seed": 7, "top_p": 0.9, "top_k": 50, "logprobs": 2}
+    wishes = [params(20, **hot), params(20, **hot | {"seed": 8}), params(20, logprobs=0)]
+    prompts = [case["prompt_ids"] for case in cases_of(model)[1:4]]
+    together = generate(llm, prompts, wishes)
+    for prompt, one, output in zip(prompts, wishes, together, strict=True):
+        [alone] = generate(llm, [prompt], one)
+        assert token_ids(alone) == token_ids(output)
+        assert len(output.outputs[0].logprobs) == 20
+        for token, scored in zip(token_ids(output), output.outputs[0].logprobs, strict=True):
+            assert token in scored and scored[token].logprob <= 0

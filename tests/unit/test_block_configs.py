@@ -1,0 +1,152 @@
+"""config.json of SDAR and LLaDA2, and where masks, ends and blocks are found."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from transformers import AutoConfig
+
+from dllm_plugin.models import FAMILIES, LLADA, LLADA2, SDAR
+from dllm_plugin.models.blocks import trained_block_length
+from dllm_plugin.special_tokens import find_mask_token, find_turn_ends
+
+pytestmark = pytest.mark.usefixtures("registered")
+
+# The published sizes of JetLM/SDAR-4B-Chat; a training copy also has block_size, mask_token_id.
+SDAR_4B = {
+    "model_type": "sdar",
+    "architectures": ["SDARForCausalLM"],
+    "auto_map": {"AutoConfig": "configuration_sdar.SDARConfig"},
+    "attention_bias": False,
+    "attn_implementation": "flex_attention",
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+    "fuse_cross_entropy": True,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 36,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+# The keys of inclusionAI/LLaDA2.0-mini that an older export may lack, left out.
+LLADA2_MINI = {
+    "model_type": "llada2_moe",
+    "architectures": ["LLaDA2MoeModelLM"],
+    "auto_map": {"AutoConfig": "configuration_llada2_moe.LLaDA2MoeConfig"},
+    "dtype": "bfloat16",
+    "head_dim": 128,
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 20,
+    "num_key_value_heads": 4,
+    "pad_token_id": 156892,
+    "partial_rotary_factor": 0.5,
+    "rope_scaling": None,
+    "rope_theta": 600000,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+    "vocab_size": 157184,
+}
+
+
+def read(tmp_path, config: dict):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return AutoConfig.from_pretrained(tmp_path)
+
+
+def test_sdar_reads_as_qwen3(tmp_path):
+    config = read(tmp_path, SDAR_4B)
+    assert config.head_dim * config.num_attention_heads == 4096 != config.hidden_size
+    assert config.tie_word_embeddings is False and config.sliding_window is None
+    assert config.rope_parameters == {"rope_theta": 1000000, "rope_type": "default"}
+    assert config.mask_token_id is config.block_size is config.pad_token_id is None
+
+
+@pytest.mark.parametrize("model_type", ["llada2_moe", "llada2_moe_veomni", "llada21_moe"])
+def test_llada2_reads_as_ling(tmp_path, model_type):
+    config = read(tmp_path, LLADA2_MINI | {"model_type": model_type})
+    assert config.model_type == model_type and config.sliding_window is None
+    assert config.rope_parameters == {
+        "rope_theta": 600000,
+        "rope_type": "default",
+        "partial_rotary_factor": 0.5,
+    }
+    # Without these keys vLLM's model takes LayerNorm, no q/k norm and softmax scores.
+    assert config.use_rmsnorm and config.use_qk_norm and config.score_function == "sigmoid"
+    assert config.router_dtype == "fp32" and config.moe_router_enable_expert_bias
+    assert config.mask_token_id is config.eos_token_id is None
+
+
+@pytest.mark.parametrize(
+    ("base", "key", "value"),
+    [
+        (SDAR_4B, "attention_bias", True),
+        (SDAR_4B, "use_sliding_window", True),
+        (SDAR_4B, "hidden_act", "gelu"),
+        (SDAR_4B | {"model_type": "sdar_moe"}, "attention_bias", True),
+        (LLADA2_MINI, "score_function", "softmax"),
+        (LLADA2_MINI, "use_qkv_bias", True),
+        (LLADA2_MINI, "norm_head", True),
+        (LLADA2_MINI, "use_sliding_window", True),
+        (LLADA2_MINI, "moe_router_enable_expert_bias", False),
+    ],
+)
+def test_variants_are_refused_by_key(tmp_path, base, key, value):
+    with pytest.raises(ValueError, match=f"checkpoint has {key}={value!r}.*only {key}="):
+        read(tmp_path, base | {key: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "mask", "found_in", "ends"),
+    [
+        ("tiny-sdar", 282, "config.json", (258,)),
+        ("tiny-sdar-moe", 282, "tokenizer token '<|MASK|>'", (258,)),
+        ("tiny-llada2.0", 260, "tokenizer token '<|mask|>'", (257, 265)),
+    ],
+)
+def test_mask_and_ends(name, mask, found_in, ends, checkpoints, vllm_config_for):
+    model_config = vllm_config_for(checkpoints / name).model_config
+    family = FAMILIES[model_config.architecture]
+    assert find_mask_token(model_config, family) == (mask, found_in)
+    assert find_turn_ends(model_config, family) == ends
+
+
+def served(model: str, **config):
+    """What the lookup reads of a ModelConfig."""
+    return SimpleNamespace(model=model, hf_config=SimpleNamespace(source_name=None, **config))
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "family", "length"),
+    [
+        ("JetLM/SDAR-8B-Chat", {"block_size": None}, SDAR, 4),
+        ("JetLM/SDAR-8B-Chat-b32", {"block_size": None}, SDAR, 32),
+        ("hub/models--JetLM--SDAR-8B-Chat-b16/snapshots/9f3e", {"block_size": None}, SDAR, 16),
+        ("JetLM/SDAR-8B-Chat-b32", {"block_size": 8}, SDAR, 8),
+        ("weights", {"block_size": None, "source_name": "JetLM/SDAR-1.7B-b64"}, SDAR, 64),
+        ("inclusionAI/LLaDA2.0-mini-b8", {}, LLADA2, 32),
+        ("GSAI-ML/LLaDA-8B-Base", {}, LLADA, None),
+    ],
+)
+def test_trained_block_length(model, config, family, length):
+    given = served(model)
+    vars(given.hf_config).update(config)
+    assert trained_block_length(given, family)[0] == length
+
+
+@pytest.mark.parametrize("length", [0, 4.0, "4", True])
+def test_wrong_block_length_is_refused(length):
+    with pytest.raises(ValueError, match="block_size in config.json must be a whole number"):
+        trained_block_length(served("sdar", block_size=length), SDAR)
