@@ -12,7 +12,12 @@ from torch import Tensor
 from vllm.config import ModelConfig
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from dllm_plugin.kernels.reference import counter_uniform, gumbel_uniform, row_stats
+from dllm_plugin.kernels.reference import (
+    counter_uniform,
+    drawn_order,
+    gumbel_uniform,
+    row_stats,
+)
 from dllm_plugin.logprobs import LogprobStash
 from dllm_plugin.rows import RowChunk
 from dllm_plugin.states import POLICY_IDS, CanvasStates
@@ -141,10 +146,8 @@ class Proposer:
                 score_T = torch.where(policy_T == POLICY_IDS[name], value_T, score_T)
         if states.uses("alg_temp", slots_np):
             alg_temp_T = states.number("alg_temp", chunk.slot_T)
-            # The k largest of these are k draws without replacement from softmax(score / T).
             uniform_T = counter_uniform(*self._counter(chunk, ALG_TEMP_ORDER))
-            noised_T = score_T / alg_temp_T.where(alg_temp_T > 0, 1.0) - (-uniform_T.log()).log()
-            score_T = torch.where(alg_temp_T > 0, noised_T, score_T)
+            score_T = drawn_order(score_T, alg_temp_T, uniform_T)
         self.logprobs.score(chunk.logits_TV, stats.token_T, chunk.rows_T)
         # A row of NaN or of banned ids alone must not stop the request's progress.
         return stats.token_T, stats.confidence_T.nan_to_num(0.0), score_T.nan_to_num(-1e30)

@@ -117,6 +117,16 @@ def row_stats(
     return RowStats(token_T, confidence_T, confidence_T), entropy_T, margin_T
 
 
+def drawn_order(score_T: Tensor, temperature_T: Tensor, uniform_T: Tensor) -> Tensor:
+    """Scores whose k largest are k draws without replacement from ``softmax(score / T)``.
+
+    Gumbel's top-k trick; rows with temperature 0 keep their score. All float32, `uniform_T` in
+    (0, 1).
+    """
+    drawn_T = score_T / temperature_T.where(temperature_T > 0, 1.0) - (-uniform_T.log()).log()
+    return torch.where(temperature_T > 0, drawn_T, score_T)
+
+
 def counter_uniform(seed: Tensor, position: Tensor, step: Tensor) -> Tensor:
     """Uniform float32 in (0, 1) that depends on (seed, position, step) alone.
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dllm_plugin import guidance
-from dllm_plugin.kernels.reference import gumbel_uniform
+from dllm_plugin.kernels.reference import counter_uniform, drawn_order, gumbel_uniform
 from dllm_plugin.strategies import SPANS, bounds
 
 
@@ -114,3 +114,20 @@ def test_gumbel_noise_samples_the_softmax() -> None:
     counts = (logits / 0.7 + noise).argmax(dim=1).bincount(minlength=5)
     expected = draws * (logits / 0.7).softmax(0)
     assert float(((counts - expected) ** 2 / expected).sum()) < 18.5  # 99.9 % of 4 degrees
+
+
+def test_alg_temp_draws_positions_without_replacement() -> None:
+    """First and second pick of Dream's ``multinomial(softmax(score / alg_temp), 2)``."""
+    score, draws = torch.tensor([0.9, 0.5, 0.7, 0.2]), 40_000
+    step = torch.arange(draws)[:, None]
+    uniform = counter_uniform(torch.tensor(3), torch.arange(4)[None, :], step)
+    order = drawn_order(score.expand(draws, 4), torch.tensor(0.3), uniform).argsort(1).flip(1)
+    first = (score.double() / 0.3).softmax(0)
+    second = torch.stack([first * p / (1 - p) for p in first]) * (1 - torch.eye(4))
+    expected = draws * second.flatten()[~torch.eye(4, dtype=torch.bool).flatten()]
+    counts = (order[:, 0] * 4 + order[:, 1]).bincount(minlength=16)
+    counts = counts[~torch.eye(4, dtype=torch.bool).flatten()]
+    assert int(counts.sum()) == draws
+    assert float(((counts - expected) ** 2 / expected).sum()) < 31.3  # 99.9 % of 11 degrees
+    kept = drawn_order(score, torch.zeros(4), torch.full((4,), 0.5))
+    assert torch.equal(kept, score)
