@@ -5,7 +5,7 @@ both in the same steps and shows only the first to the outside; the partner's ca
 the request's. LLaDA ``generate.py``: ``logits = u + (cfg_scale + 1) * (logits - u)``.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -30,11 +30,8 @@ def is_partner(request_id: str) -> bool:
     return request_id.endswith(PARTNER_SUFFIX)
 
 
-def pair_rows(req_ids: Sequence[str], known: Iterable[str]) -> tuple[np.ndarray, np.ndarray]:
+def pair_rows(req_ids: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     """Places in the batch of the requests that decide, and of their partners (else their own)."""
-    if not any(map(is_partner, known)):
-        own = np.arange(len(req_ids))
-        return own, own
     place = {req_id: i for i, req_id in enumerate(req_ids)}
     leaders = [i for i, req_id in enumerate(req_ids) if not is_partner(req_id)]
     partners = [place.get(partner_of(req_ids[i]), i) for i in leaders]

@@ -33,6 +33,7 @@ class RefreshScheduler(DiffusionScheduler):
         self._placeholders = [-1] * self.num_spec_tokens
         self._left = 0  # tokens that this step may still compute
         self._guided: set[str] = set()  # guided requests that this step computes
+        self._partners: set[str] = set()  # all hidden halves
 
     def _bound_requests(self) -> None:
         """Passes differ in size; each is weighed against the budget when it is scheduled."""
@@ -58,6 +59,7 @@ class RefreshScheduler(DiffusionScheduler):
         super().add_request(request)
         scale = self.decode_config.for_request(params.extra_args, params.max_tokens).cfg_scale
         if scale > 0 and not request.resumable:
+            self._partners.add(partner_of(request.request_id))
             super().add_request(self._partner(request, params))
 
     def _partner(self, request: Request, params: SamplingParams) -> Request:
@@ -83,6 +85,10 @@ class RefreshScheduler(DiffusionScheduler):
         finished = super().finish_requests(request_ids, finished_status)
         return [request for request in finished if not is_partner(request.request_id)]
 
+    def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
+        self._partners.discard(request.request_id)
+        return super()._free_request(request, delay_free_blocks)
+
     # One step.
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
@@ -97,6 +103,8 @@ class RefreshScheduler(DiffusionScheduler):
 
         Both halves hold pages; two lone ones could wait for each other's for ever.
         """
+        if not self._partners:
+            return
         running = {request.request_id for request in self.running}
         for request in list(self.running):
             other = self._other_half(request.request_id)
@@ -111,8 +119,11 @@ class RefreshScheduler(DiffusionScheduler):
                 self.waiting.prepend_request(leader)
 
     def _other_half(self, request_id: str) -> str | None:
-        other = leader_of(request_id) if is_partner(request_id) else partner_of(request_id)
-        return other if other in self.requests else None
+        if is_partner(request_id):
+            leader = leader_of(request_id)
+            return leader if leader in self.requests else None
+        partner = partner_of(request_id)
+        return partner if partner in self._partners else None
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
@@ -152,7 +163,7 @@ class RefreshScheduler(DiffusionScheduler):
         for data in scheduler_output.scheduled_new_reqs:
             num_drafts = scheduled[data.req_id] - self.requests[data.req_id].num_tokens
             canvases[data.req_id] = self._placeholders[:num_drafts]
-        for request_id in list(canvases):
+        for request_id in list(canvases) if self._partners else ():
             other = self._other_half(request_id)
             if other is not None and other not in canvases:
                 del canvases[request_id]
@@ -183,6 +194,7 @@ class RefreshScheduler(DiffusionScheduler):
             request.num_computed_tokens = start
             request.spec_token_ids = self._placeholders[: stop - request.num_tokens]
         for of_client in outputs.values():
+            # A pair that ended in this step is no longer known, but its hidden half has an output.
             shown = [o for o in of_client.outputs if not is_partner(o.request_id)]
             of_client.outputs[:] = shown
         return outputs

@@ -187,7 +187,10 @@ class MaskedRows:
         if not canvases:
             return
         states = self.states
-        index_np, partner_np = pair_rows(batch.req_ids[:canvases], states.req_id_to_slot)
+        guided = states.uses("cfg_scale", batch.idx_mapping_np[:canvases])
+        index_np = partner_np = np.arange(canvases)
+        if guided:
+            index_np, partner_np = pair_rows(batch.req_ids[:canvases])
         device_rows = torch.from_numpy(np.stack([index_np, partner_np]))
         index_R, partner_R = device_rows.to(states.device, non_blocking=True)
         slots_R, slots_np = batch.idx_mapping[index_R], batch.idx_mapping_np[index_np]
@@ -199,7 +202,7 @@ class MaskedRows:
         first_row = ends - drafts_R - self.shift
         rows = [first_row[index_R][request_T] + place_T]
         guided_T = states.number("cfg_scale", slots_R)[request_T] > 0
-        if states.uses("cfg_scale", slots_np):
+        if guided:
             rows.append((first_row[partner_R][request_T] + place_T)[guided_T])
             self._hide_context(batch, partner_np[partner_np != index_np])
         batch.logits_indices = torch.cat(rows)

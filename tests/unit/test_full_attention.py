@@ -64,12 +64,12 @@ def test_spans_are_those_of_the_design() -> None:
 def test_pairs_in_a_batch() -> None:
     """Only leaders decide; who has no partner is its own."""
     batch = ["b", guidance.partner_of("a"), "a", "c"]
-    leaders, partners = guidance.pair_rows(batch, batch)
+    leaders, partners = guidance.pair_rows(batch)
     assert (leaders.tolist(), partners.tolist()) == ([0, 2, 3], [0, 1, 3])
     assert guidance.partner_places(batch).tolist() == [[2, 1]]
     alone = ["b", guidance.partner_of("a")]
     assert guidance.partner_places(alone).tolist() == []
-    for rows in guidance.pair_rows(["b", "c"], ["b", "c"]):
+    for rows in guidance.pair_rows(["b", "c"]):
         assert rows.tolist() == [0, 1]
 
 
