@@ -43,7 +43,7 @@ def test_accuracy_and_tokens_per_forward() -> None:
 def test_every_policy_of_a_strategy() -> None:
     program = (
         "import json; from dllm_plugin.evaluate_all import score_strategy;"
-        "print(json.dumps([row._asdict() for row in score_strategy('dual_cache', 'auto', 4)]))"
+        "print(json.dumps([row._asdict() for row in score_strategy('dual_cache', 'auto', 2)]))"
     )
     rows = json.loads(run(sys.executable, "-c", program).strip().splitlines()[-1])
     one_token = [row for row in rows if row["steps"] == 64]
