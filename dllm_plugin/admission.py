@@ -214,9 +214,9 @@ class DiffusionRenderer(HfRenderer):
         total = (cache.num_gpu_blocks or 0) // engines
         # What vLLM keeps free of new requests while others run, and the second half is never first.
         kept = int(scheduler.watermark * total) if halves == 2 else 0
-        pages = total - 1 - kept
+        pages = max(total - 1 - kept, 0)
         needed = halves * -(-positions // cache.block_size)
-        if 0 < pages < needed:
+        if total and pages < needed:
             raise VLLMValidationError(
                 f"This request needs {needed} pages of {cache.block_size} tokens of KV cache for "
                 f"{positions} positions{guided.rstrip(',')}, but there are {pages}: {shorter} the "

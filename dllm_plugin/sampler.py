@@ -1,6 +1,6 @@
 """Logits -> proposal -> StepOutcome -> SamplerOutput. One batched pass.
 
-No device sync, save the one that full attention's row count costs (:mod:`dllm_plugin.rows`).
+No device sync, save what choosing full attention's rows costs (:mod:`dllm_plugin.rows`).
 Shape letters as in :mod:`dllm_plugin.plan`.
 """
 

@@ -93,6 +93,8 @@ def test_guidance_leaves_the_watermark_free(room: EngineRoom) -> None:
     job = FullJob(a_prompt(16), 16, GOOD.numbers | {"cfg_scale": 0.5})
     [output] = generate(llm, [job.prompt], job.wish())
     assert token_ids(output) == job.decode(UNCACHED).answer()
+    llm = start(room, UNCACHED, block_size=32, num_gpu_blocks_override=6, watermark=0.9)
+    assert "there are 0" in refusal(llm, job.prompt, job.wish())
 
 
 @pytest.mark.parametrize("cfg_scale", [0.0, 0.5])
