@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import dllm_plugin
 from dllm_plugin import default_model
-from dllm_plugin.config import POLICIES, STRATEGIES
+from dllm_plugin.choices import POLICIES, STRATEGIES
 from dllm_plugin.offline import (
     BUNDLED_MEMORY,
     conversation,

@@ -1,7 +1,7 @@
-"""DecodeConfig and the per-architecture hook into vLLM's configuration."""
+"""DecodeConfig: the options, their limits, and what `auto` becomes."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +10,9 @@ from dllm_plugin.choices import (
     D2F,
     DUAL_CACHE,
     FULL_ATTENTION,
+    JOINT,
     OFF,
-    POLICIES,
     SEMI_AUTOREGRESSIVE,
-    STRATEGIES,
     default_policy,
     options_of,
     options_read,
@@ -21,14 +20,11 @@ from dllm_plugin.choices import (
     strategies_of,
 )
 from dllm_plugin.models import FAMILIES, Family
+from dllm_plugin.option_checks import check_values
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-KV_CACHE_LAYOUTS = ("auto", "unified")
-PLANNED = {"kv_cache_layout": ("distinct",)}
-MAX_STEPS = 4096
-MAX_FACTOR = 1000.0  # keeps logits that are multiplied by it within float32
 DEFAULT_BLOCK = 32
 DEFAULT_CANVAS = 256  # of full attention: what one refresh recomputes behind the prompt
 PLAIN_REASON = (
@@ -53,8 +49,13 @@ REQUEST_FIELDS = (
     "max_active_blocks",
     "block_add_threshold",
     "decoded_token_threshold",
+    "editing_threshold",
+    "max_post_steps",
+    "num_to_transfer",
+    "sub_block_length",
+    "use_block_cache",
 )
-SWITCHES = ("logits_eos_inf", "confidence_eos_eot_inf")
+JOINT_THRESHOLD = 0.7  # LLaDA2.1's quality mode, with editing_threshold 0.5
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ class DecodeConfig:
                              semi_autoregressive on Dream the whole canvas
     canvas_length            positions fed per request and step, for full attention the most that
                              a refresh recomputes behind the prompt; None: see `resolve`
-    max_active_blocks        open blocks per request; None: what fits the canvas, at least 8
+    max_active_blocks        D2F: open blocks per request; None: what fits the canvas, at least 8.
+                             block_diffusion: blocks that are denoised at once; None: 1
     steps                    denoising steps per block; None: block_length
     threshold                confidence from which a position is unmasked (tau_conf)
     factor                   Fast-dLLM's factor
@@ -83,6 +85,11 @@ class DecodeConfig:
     cfg_scale                LLaDA: classifier-free guidance; 0 is off
     logits_eos_inf           LLaDA: never propose EOS
     confidence_eos_eot_inf   LLaDA: no confidence in EOS and end of turn
+    editing_threshold        joint_threshold: confidence above which a token is replaced
+    max_post_steps           joint_threshold: most steps of a block without masks that may edit
+    num_to_transfer          joint_threshold: how many positions a step unmasks at least
+    sub_block_length         Fast-dLLM v2: positions decoded at a time in a block; None: 8
+    use_block_cache          Fast-dLLM v2: trust the KV of other sub-blocks within a block
 
     The last five fields are filled by `resolve`, never by users.
     """
@@ -106,6 +113,11 @@ class DecodeConfig:
     cfg_scale: float = 0.0
     logits_eos_inf: bool = False
     confidence_eos_eot_inf: bool = False
+    editing_threshold: float = 0.5
+    max_post_steps: int = 16
+    num_to_transfer: int = 1
+    sub_block_length: int | None = None
+    use_block_cache: bool = False
     architecture: str = dataclasses.field(default="", metadata={"internal": True})
     mask_token_id: int = dataclasses.field(default=-1, metadata={"internal": True})
     turn_end_token_ids: tuple[int, ...] = dataclasses.field(default=(), metadata={"internal": True})
@@ -132,6 +144,24 @@ class DecodeConfig:
         """Whether a refresh decides the block's first position alone (Fast-dLLM on Dream)."""
         return self.family.logits_shift and self.strategy in FULL_ATTENTION[1:]
 
+    @property
+    def commits_alone(self) -> bool:
+        """Whether a block begins with a token that only the commit pass before it predicts.
+
+        Fast-dLLM v2's loop; several blocks at once leave it for the one of the other families.
+        """
+        family = self.family
+        return family.absolute_grid and family.logits_shift and self.max_active_blocks == 1
+
+    @property
+    def block_slots(self) -> int:
+        """Blocks of a request that a canvas can hold, requests with shorter blocks included."""
+        assert self.canvas_length is not None and self.max_active_blocks is not None
+        if self.strategy == D2F or self.full_attention or self.commits_alone:
+            return self.max_active_blocks
+        assert self.block_length is not None
+        return min(max(8, self.canvas_length // self.block_length), self.canvas_length)
+
     @classmethod
     def from_user(cls, given: Mapping[str, Any]) -> "DecodeConfig":
         """Check user keys and values. Raises ValueError with one sentence."""
@@ -147,31 +177,7 @@ class DecodeConfig:
 
     def check(self) -> None:
         """Raise ValueError naming the first option that is out of range."""
-        _one_of("strategy", self.strategy, STRATEGIES)
-        _one_of("policy", self.policy, POLICIES)
-        _one_of("kv_cache_layout", self.kv_cache_layout, KV_CACHE_LAYOUTS)
-        for name in ("block_length", "canvas_length", "max_active_blocks", "steps"):
-            _whole_number(name, getattr(self, name))
-        if self.steps is not None and self.steps > MAX_STEPS:
-            raise ValueError(f"steps must be at most {MAX_STEPS}, got {self.steps}.")
-        for name in ("threshold", "block_add_threshold", "decoded_token_threshold", "top_p"):
-            if name != "threshold" or self.threshold is not None:
-                _number(name, getattr(self, name), 0.0, 1.0)
-        if self.top_p == 0:
-            raise ValueError("top_p must be greater than 0, got 0.")
-        if self.top_k != 0 or self.top_k is False:
-            _whole_number("top_k", self.top_k)
-        for name in ("factor", "cfg_scale", "alg_temp"):
-            value = getattr(self, name)
-            if name != "alg_temp" or value is not None:
-                _number(name, value, 0.0, MAX_FACTOR)
-        _number("eps", self.eps, 0.0, 1.0)
-        for name in SWITCHES:
-            # JSON clients of vLLM turn true into 1 on its way through `vllm_xargs`.
-            if getattr(self, name) not in (False, True):
-                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}.")
-        if self.lora_path is not None and not isinstance(self.lora_path, str):
-            raise ValueError(f"lora_path must be a folder name, got {self.lora_path!r}.")
+        check_values(self)
 
     def resolve(
         self,
@@ -180,8 +186,11 @@ class DecodeConfig:
         mask_token_id: int,
         turn_end_token_ids: tuple[int, ...] = (),
         block_length: int | None = None,
+        edits: bool = False,
     ) -> "DecodeConfig":
-        """Fill every open choice for a served model; `block_length` is what it was trained with.
+        """Fill every open choice for a served model.
+
+        `block_length` is what it was trained with, `edits` whether it was trained to edit.
 
         Raises ValueError when the canvas does not fit the context or a policy does not fit the
         strategy.
@@ -190,7 +199,7 @@ class DecodeConfig:
         strategy, reason = self._choose_strategy(family)
         policy = self.policy
         if policy == "auto":
-            policy = default_policy(strategy, family)
+            policy = default_policy(strategy, family, edits)
         _check_policy(strategy, policy, family)
         # Dream's authors decode the whole text as one block.
         whole = self.block_length is None and strategy == SEMI_AUTOREGRESSIVE
@@ -206,7 +215,9 @@ class DecodeConfig:
         elif strategy in FULL_ATTENTION:
             canvas = max(DEFAULT_CANVAS, block)
         elif strategy == BLOCK_DIFFUSION:
-            canvas = 2 * block
+            active = self.max_active_blocks or 1
+            alone = active == 1 and family.absolute_grid and family.logits_shift
+            canvas = block if alone else (active + 1) * block
         elif self.max_active_blocks is not None:
             canvas = self.max_active_blocks * block
         else:
@@ -215,7 +226,10 @@ class DecodeConfig:
         if whole or self.block_length is None and strategy in FULL_ATTENTION:
             block = canvas if whole else min(block, canvas)
         _check_block_length(block, canvas)
+        default_threshold = JOINT_THRESHOLD if policy == JOINT else family.threshold
         blocks = self.max_active_blocks or max(8, canvas // block)
+        if strategy == BLOCK_DIFFUSION:
+            blocks = self.max_active_blocks or 1
         return dataclasses.replace(
             self,
             strategy=strategy,
@@ -223,7 +237,8 @@ class DecodeConfig:
             block_length=block,
             canvas_length=canvas,
             max_active_blocks=1 if strategy in FULL_ATTENTION else min(blocks, canvas),
-            threshold=family.threshold if self.threshold is None else self.threshold,
+            threshold=self.threshold if self.threshold is not None else default_threshold,
+            sub_block_length=self.sub_block_length or family.sub_block_length,
             kv_cache_layout="unified",
             architecture=architecture,
             mask_token_id=mask_token_id,
@@ -278,7 +293,17 @@ class DecodeConfig:
         if request.strategy == SEMI_AUTOREGRESSIVE and request.time_schedule:
             # Dream's loop by threshold releases positions step by step; one step is all at once.
             default = 1 if request.policy == "threshold" else block
-        return dataclasses.replace(request, block_length=block, steps=request.steps or default)
+        active = request.max_active_blocks
+        if request.strategy == BLOCK_DIFFUSION and "max_active_blocks" not in options_read(
+            request.strategy, request.policy, self.family
+        ):
+            active = 1
+        return dataclasses.replace(
+            request,
+            block_length=block,
+            steps=request.steps or default,
+            max_active_blocks=active,
+        )
 
     def _check_request(self, request: "DecodeConfig", fields: Mapping[str, Any]) -> None:
         request.check()
@@ -305,56 +330,14 @@ class DecodeConfig:
                     "policy."
                 )
         _check_steps(request)
+        # Whether blocks commit alone is the engine's choice.
+        _check_block_cache(dataclasses.replace(self, use_block_cache=request.use_block_cache))
 
 
 def get_decode_config(vllm_config: "VllmConfig") -> DecodeConfig:
     """The resolved configuration that the hook stored in ``additional_config``."""
     resolved = vllm_config.additional_config["dllm"]  # type: ignore[index]
     return DecodeConfig(**resolved)
-
-
-def register_config_hooks(architectures: Iterable[str]) -> None:
-    """Enter our hook for each architecture into vLLM's map of model config hooks."""
-    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
-
-    from dllm_plugin.engine_config import DiffusionConfigHook
-
-    for architecture in architectures:
-        MODELS_CONFIG_MAP[architecture] = DiffusionConfigHook
-
-
-def register_tokenizer_mode() -> None:
-    """Register our tokenizer mode: vLLM's HF tokenizer with our renderer. Idempotent."""
-    from vllm.renderers.registry import RENDERER_REGISTRY
-    from vllm.tokenizers.registry import TokenizerRegistry
-
-    if TOKENIZER_MODE not in RENDERER_REGISTRY.renderers:
-        RENDERER_REGISTRY.register(TOKENIZER_MODE, "dllm_plugin.admission", "DiffusionRenderer")
-    if TOKENIZER_MODE not in TokenizerRegistry.tokenizers:
-        TokenizerRegistry.register(TOKENIZER_MODE, "vllm.tokenizers.hf", "CachedHfTokenizer")
-
-
-def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if isinstance(value, str) and value in choices:
-        return
-    if isinstance(value, str) and value in PLANNED.get(name, ()):
-        raise ValueError(
-            f"{name} {value!r} is not implemented in this version; use one of: "
-            f"{', '.join(choices)}."
-        )
-    raise ValueError(f"{name} {value!r} is unknown; choose one of: {', '.join(choices)}.")
-
-
-def _whole_number(name: str, value: Any) -> None:
-    if value is None:
-        return
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
-
-
-def _number(name: str, value: Any, low: float, high: float) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
-        raise ValueError(f"{name} must be a number between {low} and {high}, got {value!r}.")
 
 
 def _check_policy(strategy: str, policy: str, family: Family) -> None:
@@ -379,14 +362,20 @@ def check_strategy_reads(config: DecodeConfig, given: Mapping[str, Any]) -> None
     read = options_of(config.strategy, config.family)
     for name in REQUEST_FIELDS:
         if name in given and name not in read and given[name] not in OFF.get(name, ()):
-            # What bounds the canvas of a strategy with several blocks means nothing for one.
-            if name == "max_active_blocks" and config.strategy == BLOCK_DIFFUSION:
-                continue
             raise ValueError(
                 f"{name} has no effect with strategy {config.strategy!r} on "
                 f"{config.architecture}: remove it or choose another strategy."
             )
     _check_steps(config)
+    _check_block_cache(config)
+
+
+def _check_block_cache(config: DecodeConfig) -> None:
+    if config.use_block_cache and not config.commits_alone:
+        raise ValueError(
+            f"use_block_cache needs max_active_blocks 1, got {config.max_active_blocks}: the cache "
+            "of a block is that of one block at a time."
+        )
 
 
 def _check_steps(config: DecodeConfig) -> None:

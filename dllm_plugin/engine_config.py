@@ -18,7 +18,7 @@ from dllm_plugin.config import (
     check_strategy_reads,
 )
 from dllm_plugin.models import FAMILIES, lora
-from dllm_plugin.models.blocks import trained_block_length
+from dllm_plugin.models.blocks import trained_block_length, trained_to_edit
 from dllm_plugin.models.weights import check_readable, checkpoint_folder
 from dllm_plugin.special_tokens import find_mask_token, find_turn_ends
 
@@ -82,6 +82,7 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
             mask_token_id,
             turn_ends,
             block_length,
+            trained_to_edit(model_config, family),
         )
         if not current_platform.is_cpu():
             config = _fit_warmup(config, user, model_config.max_model_len)

@@ -40,7 +40,8 @@ class StepRows(NamedTuple):
     """One step of the requests that decide something.
 
     index_R int64, their place in the batch; slots_R int64, slots_np the same on the host;
-    source_RC int64, row of each canvas position; num_rows, all values that source_RC can have.
+    source_RC int64, row of each canvas position; num_rows, all values that source_RC can have;
+    last_row_R int64, last logits row of what is stored, where it leads the next block.
     """
 
     index_R: Tensor
@@ -52,6 +53,7 @@ class StepRows(NamedTuple):
     source_RC: Tensor
     num_rows: int
     chunks: list[RowChunk]
+    last_row_R: Tensor | None = None
 
 
 def count_canvases(batch: InputBatch) -> int:
@@ -64,7 +66,8 @@ class CanvasRows:
     """All fed positions of every canvas: nothing has to be known before the forward.
 
     With shifted logits one row is missing, that of the last committed position, which is kept as
-    the *carry row* from the pass that committed it.
+    the *carry row* from the pass that committed it. Where blocks commit alone that row has decided
+    its position by then (:mod:`dllm_plugin.leads`).
     """
 
     def __init__(self, states: CanvasStates, model_config: ModelConfig, plan: PlanFunction) -> None:
@@ -72,7 +75,9 @@ class CanvasRows:
         self.plan = plan
         self.carry_NV: Tensor | None = None
         num_slots, self.num_positions = states.canvas_NC.shape
-        if states.config.family.logits_shift:
+        self.shift = int(states.config.family.logits_shift)
+        self.commits_alone = states.config.commits_alone
+        if self.shift and not self.commits_alone:
             torch_dtype = model_config.dtype
             assert isinstance(torch_dtype, torch.dtype)
             self.carry_NV = torch.zeros(
@@ -85,7 +90,7 @@ class CanvasRows:
     def request(self, batch: InputBatch) -> None:
         """Ask for the last row of each prefill when logits are shifted."""
         canvases = count_canvases(batch)
-        if self.carry_NV is None or not batch.is_prefilling_np[canvases:].any():
+        if not self.shift or not batch.is_prefilling_np[canvases:].any():
             return
         # vLLM's warm-up hands a grammar to its prefills and expects them to have no rows.
         # Ids of clients end in what vLLM appends to them, never in "_".
@@ -109,6 +114,9 @@ class CanvasRows:
         canvas, remaining_R = self.states.view(slots_R, fed_R)
         plan = self.plan(canvas, self.states.config.mask_token_id)
         source_RC = self._source_rows(batch, canvases)
+        # The row of the last position that commits now serves the next steps.
+        moved_R = plan.num_committed_R.clamp_min(1).to(torch.int64)
+        last_row_R = batch.cu_num_logits[:canvases] + moved_R - 1
         return StepRows(
             torch.arange(canvases, device=self.states.device),
             slots_R,
@@ -118,16 +126,17 @@ class CanvasRows:
             plan,
             source_RC,
             num_rows + (0 if self.carry_NV is None else canvases),
-            list(self._chunks(logits_TV, batch, slots_R, plan, source_RC)),
+            list(self._chunks(logits_TV, batch, slots_R, plan, source_RC, last_row_R)),
+            last_row_R if self.commits_alone else None,
         )
 
     def _source_rows(self, batch: InputBatch, canvases: int) -> Tensor:
         """Row that predicts each canvas position, int64 ``[R, C]``; clamped behind the span."""
-        shift = 0 if self.carry_NV is None else 1
         bounds = batch.cu_num_logits[: canvases + 1].to(torch.int64)
         position_C = torch.arange(self.num_positions, device=self.states.device)
-        source_RC = torch.minimum(bounds[:-1, None] + position_C - shift, bounds[1:, None] - 1)
-        if shift:
+        source_RC = bounds[:-1, None] + (position_C - self.shift).clamp_min(0)
+        source_RC = torch.minimum(source_RC, bounds[1:, None] - 1)
+        if self.carry_NV is not None:
             # The carry rows stand behind the rows of this forward.
             request_R = torch.arange(canvases, device=self.states.device)
             source_RC[:, 0] = batch.num_draft_tokens + request_R
@@ -140,26 +149,25 @@ class CanvasRows:
         slots_R: Tensor,
         plan: StepPlan,
         source_RC: Tensor,
+        last_row_R: Tensor,
     ) -> Iterator[RowChunk]:
         """The rows to propose from, at most CHUNK_ROWS at a time."""
-        states, shift = self.states, 0 if self.carry_NV is None else 1
+        states = self.states
         slot_T = batch.expanded_idx_mapping
-        position_T = states.start_N[slot_T] + batch.expanded_local_pos + shift
+        position_T = states.start_N[slot_T] + batch.expanded_local_pos + self.shift
         parts = [(logits_TV, slot_T, position_T)]
         if self.carry_NV is not None:
             carry_RV = self.carry_NV[slots_R]
-            # The row of the last position that commits now serves the next steps.
-            moved_R1 = plan.num_committed_R[:, None]
-            row_R = batch.cu_num_logits[: len(slots_R)] + moved_R1[:, 0].clamp_min(1) - 1
-            new_RV = logits_TV[row_R.to(torch.int64)].to(carry_RV.dtype)
-            self.carry_NV[slots_R] = torch.where(moved_R1 > 0, new_RV, carry_RV)
+            new_RV = logits_TV[last_row_R].to(carry_RV.dtype)
+            moved_R1 = plan.num_committed_R[:, None] > 0
+            self.carry_NV[slots_R] = torch.where(moved_R1, new_RV, carry_RV)
             parts.append((carry_RV, slots_R, states.start_N[slots_R]))
         first = 0
         for logits, slots, positions in parts:
             rows = torch.arange(first, first + len(logits), device=states.device)
             if states.device.type == "cpu":
                 # There is no device to wait for, so rows that propose for nothing are left out.
-                chosen = torch.isin(rows, source_RC[plan.candidates_RC])
+                chosen = torch.isin(rows, source_RC[plan.candidates_RC | plan.editable_RC])
                 rows, logits = rows[chosen], logits[chosen]
                 slots, positions = slots[chosen], positions[chosen]
             yield from split(RowChunk(rows, logits, slots, positions))

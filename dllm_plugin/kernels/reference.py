@@ -80,6 +80,22 @@ def rank(score_RC: Tensor, candidates_RC: Tensor) -> Tensor:
     return ranks.scatter_(1, order_RC, position_RC)
 
 
+def rank_in_block(
+    score_RC: Tensor, candidates_RC: Tensor, block_RC: Tensor, num_slots: int
+) -> Tensor:
+    """As :func:`rank`, counted anew in each block slot; int64 ``[R, C]``."""
+    ranks_RC = rank(score_RC, candidates_RC)
+    block_RC = block_RC.where(candidates_RC, num_slots)
+    # By block, and within a block by rank: blocks are few, so both fit one key.
+    num_positions = score_RC.shape[1]
+    order_RC = (block_RC * num_positions + ranks_RC).argsort(dim=1)
+    position_RC = torch.arange(num_positions, device=score_RC.device).expand_as(order_RC)
+    place_RC = torch.empty_like(order_RC).scatter_(1, order_RC, position_RC)
+    counts_RS = per_block(candidates_RC, block_RC, num_slots).to(torch.int64)
+    first_RS = torch.nn.functional.pad(counts_RS.cumsum(dim=1), (1, 0))
+    return place_RC - first_RS.gather(1, block_RC)
+
+
 def row_stats(
     logits_TV: Tensor,
     uniform_T: Tensor | None,
