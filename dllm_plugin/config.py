@@ -16,11 +16,10 @@ from dllm_plugin.choices import (
     default_policy,
     options_of,
     options_read,
-    policies_of,
     strategies_of,
 )
 from dllm_plugin.models import FAMILIES, Family
-from dllm_plugin.option_checks import check_values
+from dllm_plugin.option_checks import check_block_length, check_policy, check_values
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -200,32 +199,15 @@ class DecodeConfig:
         policy = self.policy
         if policy == "auto":
             policy = default_policy(strategy, family, edits)
-        _check_policy(strategy, policy, family)
+        check_policy(strategy, policy, family)
         # Dream's authors decode the whole text as one block.
         whole = self.block_length is None and strategy == SEMI_AUTOREGRESSIVE
         whole = whole and family.name == "dream"
         block = self.block_length or block_length or DEFAULT_BLOCK
-        canvas = self.canvas_length
-        if canvas is not None:
-            if canvas > max_model_len:
-                raise ValueError(
-                    f"canvas_length {canvas} is longer than the context of {max_model_len} "
-                    "tokens: lower canvas_length or raise max_model_len."
-                )
-        elif strategy in FULL_ATTENTION:
-            canvas = max(DEFAULT_CANVAS, block)
-        elif strategy == BLOCK_DIFFUSION:
-            active = self.max_active_blocks or 1
-            alone = active == 1 and family.absolute_grid and family.logits_shift
-            canvas = block if alone else (active + 1) * block
-        elif self.max_active_blocks is not None:
-            canvas = self.max_active_blocks * block
-        else:
-            canvas = max(128, 4 * block)
-        canvas = min(canvas, max_model_len)
+        canvas = self._choose_canvas(strategy, family, block, max_model_len)
         if whole or self.block_length is None and strategy in FULL_ATTENTION:
             block = canvas if whole else min(block, canvas)
-        _check_block_length(block, canvas)
+        check_block_length(block, canvas)
         default_threshold = JOINT_THRESHOLD if policy == JOINT else family.threshold
         blocks = self.max_active_blocks or max(8, canvas // block)
         if strategy == BLOCK_DIFFUSION:
@@ -246,6 +228,28 @@ class DecodeConfig:
             reason=reason,
             whole_canvas=whole,
         )
+
+    def _choose_canvas(self, strategy: str, family: Family, block: int, max_model_len: int) -> int:
+        """Positions of a canvas; ValueError if one was asked for that the context cannot hold."""
+        if self.canvas_length is not None:
+            if self.canvas_length > max_model_len:
+                raise ValueError(
+                    f"canvas_length {self.canvas_length} is longer than the context of "
+                    f"{max_model_len} tokens: lower canvas_length or raise max_model_len."
+                )
+            return self.canvas_length
+        if strategy in FULL_ATTENTION:
+            canvas = max(DEFAULT_CANVAS, block)
+        elif strategy == BLOCK_DIFFUSION:
+            active = self.max_active_blocks or 1
+            # The block that is stored rides along, where it may.
+            alone = active == 1 and family.absolute_grid and family.logits_shift
+            canvas = block if alone else (active + 1) * block
+        elif self.max_active_blocks is not None:
+            canvas = self.max_active_blocks * block
+        else:
+            canvas = max(128, 4 * block)
+        return min(canvas, max_model_len)
 
     def _choose_strategy(self, family: Family) -> tuple[str, str]:
         """The strategy and why; ValueError if it does not fit the family."""
@@ -307,13 +311,13 @@ class DecodeConfig:
 
     def _check_request(self, request: "DecodeConfig", fields: Mapping[str, Any]) -> None:
         request.check()
-        _check_policy(request.strategy, request.policy, self.family)
+        check_policy(request.strategy, request.policy, self.family)
         assert self.canvas_length is not None and self.max_active_blocks is not None
         if request.block_length is None:
             raise ValueError("block_length must be a whole number of at least 1, got None.")
         if request.threshold is None:
             raise ValueError("threshold must be a number between 0.0 and 1.0, got None.")
-        _check_block_length(request.block_length, self.canvas_length)
+        check_block_length(request.block_length, self.canvas_length)
         if request.max_active_blocks is None or (
             request.max_active_blocks > self.max_active_blocks
         ):
@@ -338,23 +342,6 @@ def get_decode_config(vllm_config: "VllmConfig") -> DecodeConfig:
     """The resolved configuration that the hook stored in ``additional_config``."""
     resolved = vllm_config.additional_config["dllm"]  # type: ignore[index]
     return DecodeConfig(**resolved)
-
-
-def _check_policy(strategy: str, policy: str, family: Family) -> None:
-    known = policies_of(strategy, family)
-    if policy not in known:
-        raise ValueError(
-            f"policy {policy!r} has no meaning for strategy {strategy!r} on {family.name} models; "
-            f"choose one of: {', '.join(known)}."
-        )
-
-
-def _check_block_length(block_length: int, canvas_length: int) -> None:
-    if block_length > canvas_length:
-        raise ValueError(
-            f"block_length {block_length} is longer than the canvas of {canvas_length} "
-            "positions: lower block_length or raise canvas_length in additional_config."
-        )
 
 
 def check_strategy_reads(config: DecodeConfig, given: Mapping[str, Any]) -> None:

@@ -1,8 +1,9 @@
-"""Checks of option values, one at a time. Every error names the option."""
+"""Checks of option values. Every error names the option."""
 
 from typing import Any
 
-from dllm_plugin.choices import POLICIES, STRATEGIES
+from dllm_plugin.choices import POLICIES, STRATEGIES, policies_of
+from dllm_plugin.models import Family
 
 KV_CACHE_LAYOUTS = ("auto", "unified")
 PLANNED = {"kv_cache_layout": ("distinct",)}
@@ -72,3 +73,22 @@ def number(name: str, value: Any, low: float, high: float) -> None:
     """Raise ValueError unless `value` is a number in [low, high]."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
         raise ValueError(f"{name} must be a number between {low} and {high}, got {value!r}.")
+
+
+def check_policy(strategy: str, policy: str, family: Family) -> None:
+    """Raise ValueError unless the policy means something under the strategy."""
+    known = policies_of(strategy, family)
+    if policy not in known:
+        raise ValueError(
+            f"policy {policy!r} has no meaning for strategy {strategy!r} on {family.name} models; "
+            f"choose one of: {', '.join(known)}."
+        )
+
+
+def check_block_length(block_length: int, canvas_length: int) -> None:
+    """Raise ValueError unless a block fits the canvas."""
+    if block_length > canvas_length:
+        raise ValueError(
+            f"block_length {block_length} is longer than the canvas of {canvas_length} "
+            "positions: lower block_length or raise canvas_length in additional_config."
+        )

@@ -30,16 +30,29 @@ ROOMS: dict[str, set[str]] = {
     "choices": {"models"},
     "special_tokens": {"models"},
     "guidance": set(),
-    "config": {"choices", "models", "engine_config"},
-    "states": {"config", "plan", "policies", "strategies", "kernels.reference"},
+    "option_checks": {"choices", "models"},
+    "config": {"choices", "models", "option_checks"},
+    "registration": {"config", "engine_config"},
+    "states": {"choices", "config", "plan", "policies", "strategies", "kernels.reference"},
     "rows": {"guidance", "plan", "states", "strategies"},
     "attention": {"plan", "rows", "states", "strategies"},
     "bad_words": {"plan", "states"},
     "token_rules": {"bad_words", "plan", "states"},
     "logprobs": {"plan", "states", "kernels.reference"},
+    "leads": {"logprobs", "plan", "rows", "states", "token_rules"},
     "proposals": {"kernels.reference", "logprobs", "rows", "states", "token_rules"},
     "sampler": {
-        *("config", "guidance", "kernels.reference", "logprobs", "plan", "policies", "proposals"),
+        *(
+            "choices",
+            "config",
+            "guidance",
+            "leads",
+            "kernels.reference",
+            "logprobs",
+            "plan",
+            "policies",
+            "proposals",
+        ),
         *("rows", "states", "strategies", "token_rules"),
     },
     "model_state": {"attention", "config", "kernels.cpu", "sampler", "states"},
@@ -49,7 +62,10 @@ ROOMS: dict[str, set[str]] = {
     "engine_config": {"admission", "config", "models", "special_tokens"},
     "metrics": {"models"},
 }
-SETTINGS = ("choices", "special_tokens", "config", "engine_config", "admission", "metrics")
+SETTINGS = (
+    *("choices", "special_tokens", "option_checks", "config", "registration", "engine_config"),
+    *("admission", "metrics"),
+)
 STEP = {name for name in ROOMS if name not in SETTINGS}
 COMMANDS = {"cli", "doctor", "evaluate", "evaluate_all", "host_bench", "offline", "report"}
 NO_VLLM = {"plan", "kernels", "kernels.reference", "policies", "strategies", "guidance", "choices"}
@@ -57,7 +73,7 @@ NO_VLLM = {"plan", "kernels", "kernels.reference", "policies", "strategies", "gu
 ENGINE_SIDE = {
     *("states", "attention", "sampler", "model_state", "scheduler", "token_rules", "bad_words"),
     *("logprobs", "admission", "metrics", "engine_config", "kernels.cpu"),
-    *("rows", "proposals", "refresh_scheduler"),
+    *("rows", "proposals", "leads", "refresh_scheduler"),
 }
 # The one assignment to an attribute of vLLM: (module, function).
 PERMITTED = ("kernels.cpu", "_complete_triton_placeholder")
