@@ -154,12 +154,12 @@ class DecodeConfig:
 
     @property
     def block_slots(self) -> int:
-        """Blocks of a request that a canvas can hold, requests with shorter blocks included."""
+        """Most blocks of a request that a step looks at."""
         assert self.canvas_length is not None and self.max_active_blocks is not None
-        if self.strategy == D2F or self.full_attention or self.commits_alone:
+        if self.strategy != BLOCK_DIFFUSION or self.commits_alone:
             return self.max_active_blocks
-        assert self.block_length is not None
-        return min(max(8, self.canvas_length // self.block_length), self.canvas_length)
+        # A block that is stored rides along with those that are denoised.
+        return min(self.max_active_blocks + 1, self.canvas_length)
 
     @classmethod
     def from_user(cls, given: Mapping[str, Any]) -> "DecodeConfig":
