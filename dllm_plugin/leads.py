@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
+from dllm_plugin.kernels.reference import RowStats
 from dllm_plugin.logprobs import LogprobStash
 from dllm_plugin.plan import Canvas, StepOutcome
 from dllm_plugin.rows import RowChunk, StepRows, count_canvases
@@ -37,7 +38,7 @@ class BlockLeads:
         states: CanvasStates,
         rules: TokenRules,
         logprobs: LogprobStash,
-        propose: Callable[[RowChunk, np.ndarray], tuple[Tensor, Tensor, Tensor]],
+        propose: Callable[[list[RowChunk], np.ndarray, int], RowStats],
     ) -> None:
         self.states = states
         self.rules = rules
@@ -55,8 +56,7 @@ class BlockLeads:
         rows_R = torch.arange(len(tokens_RC), device=tokens_RC.device)
         source_RC = torch.full_like(canvas.tokens_RC, NO_ROW)
         source_RC.scatter_(1, place_R[:, None], rows_R[:, None])
-        position_R = self.states.start_N[step.slots_R] + place_R
-        chunk = RowChunk(rows_R, logits_TV[step.last_row_R], step.slots_R, position_R)
+        chunk = RowChunk(rows_R, logits_TV, step.last_row_R, step.slots_R, place_R, 0)
         token_R = self._propose(chunk, canvas, step.slots_np, source_RC)
         stored_R = step.plan.num_stored_R > 0
         return Lead(step.slots_R, token_R, stored_R & ~outcome.ended_R)
@@ -72,8 +72,8 @@ class BlockLeads:
         rows_R = torch.arange(last - first, device=states.device)
         source_RC = torch.full_like(canvas.tokens_RC, NO_ROW)
         source_RC[:, 0] = rows_R
-        start_R = states.start_N[slots_R]
-        chunk = RowChunk(rows_R, logits_TV[batch.num_draft_tokens :], slots_R, start_R)
+        start_R, last_TV = states.start_N[slots_R], logits_TV[batch.num_draft_tokens :]
+        chunk = RowChunk(rows_R, last_TV, None, slots_R, torch.zeros_like(rows_R), 0)
         token_R = self._propose(chunk, canvas, slots_np, source_RC)
         is_open_R = canvas.tokens_RC[:, 0] == states.config.mask_token_id
         is_whole_R = (batch.seq_lens[first:last] == start_R) & (states.tail_N[slots_R] == 0)
@@ -84,7 +84,7 @@ class BlockLeads:
     ) -> Tensor:
         self.rules.start_step(canvas, chunk.slot_T, slots_np, source_RC)
         self.logprobs.start_step(slots_np)
-        return self.propose(chunk, slots_np)[0]
+        return self.propose([chunk], slots_np, len(chunk.rows_T)).token_T
 
     def write(self, lead: Lead) -> None:
         """Put the tokens that are to be taken at the head of their canvases."""

@@ -109,7 +109,8 @@ class LogprobStash:
         if not self.active:
             return
         assert self.tables is not None
-        for table, values in zip(self.tables, self._scored[-1], strict=True):
+        columns = zip(*self._scored, strict=True)
+        for table, values in zip(self.tables, map(torch.cat, columns), strict=True):
             view = table if table.dim() == 2 else table[:, :, : self._columns]
             mask = take_R if values.dim() == 1 else take_R[:, None]
             view[slots_R, 0] = torch.where(mask, values, view[slots_R, 0])

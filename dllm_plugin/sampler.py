@@ -18,7 +18,6 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from dllm_plugin.choices import JOINT
 from dllm_plugin.config import DecodeConfig
 from dllm_plugin.guidance import partner_places
-from dllm_plugin.kernels.reference import at_rows
 from dllm_plugin.leads import BlockLeads
 from dllm_plugin.logprobs import LogprobStash
 from dllm_plugin.plan import Proposal, StepOutcome
@@ -41,7 +40,6 @@ from dllm_plugin.strategies import (
 )
 from dllm_plugin.token_rules import TokenRules
 
-POLICY_NAMES = tuple(POLICIES)
 NOT_STORED = -1  # slot of a position whose KV is not kept
 
 
@@ -182,13 +180,17 @@ class DiffusionSampler:
         self.states.copy_rows(batch.idx_mapping[leaders], batch.idx_mapping[partners])
 
     def _reserve_peak(self, logits: Tensor) -> None:
-        """Let vLLM's memory profile, which runs no canvas, see what a full step allocates."""
-        num_rows = self.max_rows
-        held = [logits.new_empty(num_rows, logits.shape[1])]
+        """Let vLLM's memory profile, which runs no canvas, see what a full step allocates.
+
+        Float32 copies are made of CHUNK_ROWS rows at most: the copy, the tempered and filtered
+        one, and what top-p sorts (values, int64 indices, probabilities, mask and result).
+        """
+        num_rows, vocab_size, device = self.max_rows, logits.shape[1], logits.device
+        held = [logits.new_empty(num_rows, vocab_size)]
         chunk = min(num_rows, CHUNK_ROWS)
-        held += [torch.empty(chunk, logits.shape[1], device=logits.device) for _ in range(5)]
+        held += [torch.empty(chunk, vocab_size, device=device) for _ in range(8)]
         # The table of token biases is made when a request first needs one, and then stays.
-        held.append(torch.empty(len(self.states.open_N) + 1, logits.shape[1], device=logits.device))
+        held.append(torch.empty(len(self.states.open_N) + 1, vocab_size, device=device))
         del held
 
     def _denoise(
@@ -203,14 +205,8 @@ class DiffusionSampler:
         mask_id = states.config.mask_token_id
         self.rules.start_step(canvas, slots_R, step.slots_np, step.source_RC)
         self.logprobs.start_step(step.slots_np)
-        stats = [self.proposer.propose(chunk, step.slots_np) for chunk in step.chunks]
-        rows = [chunk.rows_T for chunk in step.chunks]
-        proposal = Proposal(
-            *(
-                at_rows(part, rows, step.num_rows)[step.source_RC]
-                for part in zip(*stats, strict=True)
-            )
-        )
+        proposal = self.proposer.rank(step)
+        self.rows.keep_carries()
         unmask_RC = self._pick(step, proposal)
         unmask_RC = self.rules.withhold(canvas, proposal, unmask_RC)
         if JOINT in self.policies:
@@ -241,7 +237,7 @@ class DiffusionSampler:
         """Apply each request's policy; one batched call per policy present."""
         states, plan, canvas = self.states, step.plan, step.canvas
         settings = states.policy_settings(step.slots_R)
-        names = {POLICY_NAMES[i] for i in set(states.policy.np[step.slots_np].tolist())}
+        names = states.policies(step.slots_np)
         unmask_RC = torch.zeros_like(plan.candidates_RC)
         for name in sorted(names):
             take_RC = self.policies[name](plan, canvas, proposal, settings)

@@ -24,6 +24,7 @@ from dllm_plugin.policies import POLICIES, PolicySettings
 from dllm_plugin.strategies import Bounds, bounds
 
 PARKED_PER_SLOT = 16
+POLICY_NAMES = tuple(POLICIES)
 POLICY_IDS = {name: i for i, name in enumerate(POLICIES)}
 # Columns of `numbers`: fields of DecodeConfig that the step reads per request.
 NUMBERS = (
@@ -260,6 +261,10 @@ class CanvasStates:
     def number(self, name: str, slots: Tensor) -> Tensor:
         """One column of `numbers`, float32, for the given slots."""
         return self.numbers.gpu[slots, NUMBERS.index(name)]
+
+    def policies(self, slots_np: np.ndarray) -> set[str]:
+        """Names of the policies of the given slots."""
+        return {POLICY_NAMES[i] for i in set(self.policy.np[slots_np].tolist())}
 
     def uses(self, name: str, slots_np: np.ndarray) -> bool:
         """Whether one of the given slots has set an option that is off by default."""
