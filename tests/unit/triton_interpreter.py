@@ -1,12 +1,14 @@
-"""Run vLLM's own Triton kernels on the CPU: `python triton_interpreter.py LAUNCHES RESULTS`.
+"""Run vLLM's Triton kernels, or ours, on the CPU: `python triton_interpreter.py LAUNCHES RESULTS`.
 
 LAUNCHES is a saved list of (kernel name, grid, arguments, constants); a tuple among the arguments
-stands for an array of pointers to its tensors. RESULTS holds, for each launch, the kernel's
-argument names and its arguments after the run. This needs a process of its own: Triton decides
-at import whether to interpret, and vLLM whether there is a Triton.
+stands for an array of pointers to its tensors; without a grid the name is that of a function
+which launches kernels itself. RESULTS holds, for each launch, the argument names and the arguments
+after the run. This needs a process of its own: Triton decides at import whether to interpret, and
+vLLM whether there is a Triton.
 """
 
 import importlib
+import inspect
 import os
 import sys
 from typing import Any
@@ -60,6 +62,10 @@ def main(launches: str, results: str) -> None:
     for name, grid, arguments, constants in torch.load(launches):
         module, attribute = name.rsplit(".", 1)
         kernel = getattr(importlib.import_module(module), attribute)
+        if grid is None:
+            kernel(*arguments, **constants)
+            done.append((list(inspect.signature(kernel).parameters), arguments))
+            continue
         kernel[grid](*map(pointers, arguments), **constants)
         done.append((list(kernel.arg_names), arguments))
     torch.save(done, results)
