@@ -28,6 +28,10 @@ ROOMS: dict[str, set[str]] = {
     "kernels.row_scan": set(),
     "kernels.row_stats": {"kernels.reference", "kernels.row_scan"},
     "kernels.move_rows": set(),
+    "kernels.paged_reference": set(),
+    "kernels.paged_store": set(),
+    "kernels.span_kernel": set(),
+    "kernels.paged_attention": {"kernels.span_kernel"},
     "policies": {"plan", "kernels.reference"},
     "strategies": {"plan", "kernels.reference", "policies"},
     "choices": {"models"},
@@ -68,6 +72,7 @@ SETTINGS = (
 STEP = {name for name in ROOMS if name not in SETTINGS}
 COMMANDS = {"cli", "doctor", "evaluate", "evaluate_all", "host_bench", "offline", "report"}
 NO_VLLM = {"plan", "kernels", "kernels.reference", "policies", "strategies", "guidance", "choices"}
+NO_VLLM |= {"kernels.paged_reference"}
 # What an upgrade of vLLM's engine can break.
 ENGINE_SIDE = {
     *("states", "attention", "sampler", "model_state", "scheduler", "token_rules", "bad_words"),

@@ -1,13 +1,15 @@
-"""Run vLLM's own Triton kernels on the CPU: `python triton_interpreter.py LAUNCHES RESULTS`.
+"""Run vLLM's Triton kernels, or ours, on the CPU: `python triton_interpreter.py LAUNCHES RESULTS`.
 
 LAUNCHES is a saved list of (kernel name, grid, arguments, constants); a tuple among the arguments
-stands for an array of pointers to its tensors. RESULTS holds, for each launch, the kernel's
-argument names and its arguments after the run; for a function that launches kernels by itself
-(grid None) what it returns. New tensors are filled with NaN. This needs a process of its own:
-Triton decides at import whether to interpret, and vLLM whether there is a Triton.
+stands for an array of pointers to its tensors; without a grid the name is that of a function which
+launches kernels by itself. RESULTS holds, for each launch, the argument names and the arguments
+after the run, or what a function returns, if anything. New tensors are filled with NaN. This needs
+a process of its own: Triton decides at import whether to interpret, and vLLM whether there is a
+Triton.
 """
 
 import importlib
+import inspect
 import os
 import sys
 from typing import Any
@@ -63,7 +65,9 @@ def main(launches: str, results: str) -> None:
         module, attribute = name.rsplit(".", 1)
         kernel = getattr(importlib.import_module(module), attribute)
         if grid is None:
-            done.append(kernel(*arguments, **constants))
+            returned = kernel(*arguments, **constants)
+            names = list(inspect.signature(kernel).parameters)
+            done.append((names, arguments) if returned is None else returned)
             continue
         kernel[grid](*map(pointers, arguments), **constants)
         done.append((list(kernel.arg_names), arguments))

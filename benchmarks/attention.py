@@ -1,0 +1,371 @@
+"""Attention of block-causal canvases, one layer: what vLLM has beside the fused kernel.
+
+    python benchmarks/attention.py [--full] [--variants fused,fa] [--page 64] [--out results.json]
+
+Every request computes a canvas of 1 to 8 open blocks of 32 behind a context; every block sees the
+context and the canvas up to its own end. Variants, each in a process of its own:
+
+    fa       one row per block on FlashAttention 3 (`unified` layout, pages of 16)
+    triton   the same rows on vLLM's Triton attention
+    parts    the context once on FlashAttention 3, the canvas apart, merged by log-sum-exp
+    fused    the kernel of the `distinct` layout (pages of 64; `fused16`: pages of 16)
+    flex     torch's FlexAttention, compiled, on keys that are not paged (few points)
+
+Each is compared with the plain-torch twin before it is timed. A time is the median over replays of
+a CUDA graph that calls it on several caches in turn, together larger than the L2 cache, as the
+layers of a model are. The floor is the bytes that must move (cached and fresh keys and values,
+queries, results) over the copy bandwidth measured in the same run. What was expected stands in
+benchmarks/reports/attention.md. The last line is JSON.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+BLOCK = 32
+HEADS = {"llada": (32, 32, 128), "dream": (28, 4, 128)}  # query heads, KV heads, head size
+VARIANTS = ("fused", "fused16", "triton", "fa", "parts", "flex")
+MOST_BYTES = 12 << 30  # keys and values of one cache
+COLD_BYTES = 256 << 20  # all caches together: more than any L2
+TOLERANCE = 2e-2
+
+
+@dataclass(frozen=True)
+class Point:
+    """One row of the table."""
+
+    model: str
+    requests: int
+    blocks: int
+    context: int
+
+    @property
+    def kv_bytes(self) -> int:
+        """Cached and fresh keys and values that a pass reads once."""
+        _, kv_heads, head = HEADS[self.model]
+        return self.requests * (self.context + self.blocks * BLOCK) * kv_heads * head * 4
+
+    @property
+    def bytes(self) -> int:
+        """Everything that a pass must move."""
+        heads, _, head = HEADS[self.model]
+        return self.kv_bytes + self.requests * self.blocks * BLOCK * heads * head * 4
+
+    @property
+    def flops(self) -> int:
+        """Products of visible pairs only."""
+        heads, _, head = HEADS[self.model]
+        keys = sum(self.context + BLOCK * (i + 1) for i in range(self.blocks))
+        return 4 * self.requests * BLOCK * keys * heads * head
+
+
+def points(full: bool) -> list[Point]:
+    """The default subset takes two to three minutes on an H200."""
+    if full:
+        grid = product(HEADS, (1, 4, 16, 64, 256), (1, 2, 4, 8), (256, 1024, 2048, 4096, 8192))
+    else:
+        grid = [
+            *product(HEADS, (1, 16, 64), (1, 4), (1024, 4096)),
+            *product(HEADS, (4, 256), (1, 4), (1024,)),
+            *product(HEADS, (1,), (8,), (256, 8192)),
+        ]
+    return [p for p in (Point(*row) for row in grid) if p.kv_bytes <= MOST_BYTES]
+
+
+class Batch:
+    """Inputs of one point; the same numbers in whichever layout the variant reads."""
+
+    def __init__(self, point: Point, page: int, distinct: bool) -> None:
+        torch.manual_seed(0)
+        self.point, self.page = point, page
+        heads, kv_heads, self.head = HEADS[point.model]
+        requests, self.span = point.requests, point.blocks * BLOCK
+        kwargs = {"device": "cuda", "dtype": torch.bfloat16}
+        self.query = torch.randn(requests * self.span, heads, self.head, **kwargs)
+        self.fresh = torch.randn(2, requests * self.span, kv_heads, self.head, **kwargs)
+        self.out = torch.full_like(self.query, torch.nan)
+        # Contexts that end inside pages, as committed tokens do.
+        start = point.context - torch.arange(requests) * 7 % 64
+        self.start = start.to("cuda", torch.int32)
+        width = -(-(point.context + self.span) // page)
+        self.table = torch.randperm(requests * width, device="cuda", dtype=torch.int32)
+        self.table = self.table.view(requests, width)
+        self.bounds = torch.arange(requests + 1, device="cuda", dtype=torch.int32) * self.span
+        stops = (torch.arange(self.span, device="cuda") // BLOCK + 1) * BLOCK
+        self.seen = (self.start[:, None] + stops).flatten().to(torch.int32)
+        layers = min(32, -(-COLD_BYTES // point.kv_bytes))
+        shape = (layers, requests * width, kv_heads, page, 2 * self.head)
+        if not distinct:
+            shape = (layers, requests * width, page, kv_heads, 2 * self.head)
+        self.caches = torch.randn(shape, **kwargs)
+        # Rows of one query segment each, and the canvas in the cache, which they read.
+        self.row_bounds = torch.arange(
+            0, requests * self.span + 1, BLOCK, device="cuda", dtype=torch.int32
+        )
+        self.row_keys = self.seen[::BLOCK].contiguous()
+        self.row_table = self.table.repeat_interleave(point.blocks, 0)
+        self.reach = int(self.seen.max())
+        if not distinct:
+            place = self.start[:, None] + torch.arange(self.span, device="cuda")
+            slots = self.table.gather(1, place // page).long() * page + place % page
+            for layer in self.caches:
+                keys, values = layer.flatten(0, 1).split(self.head, -1)
+                keys[slots.flatten()], values[slots.flatten()] = self.fresh
+
+    def halves(self, layer: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of a `unified` cache: ``[P, N, K, D]`` each."""
+        return layer.split(self.head, -1)
+
+    def expected(self, requests: list[int], distinct: bool) -> Tensor:
+        """The twin's result for a few requests on the first cache."""
+        from dllm_plugin.kernels import paged_reference as twin
+
+        pages = self.table[requests].long()
+        local = torch.arange(pages.numel(), device=pages.device, dtype=torch.int32)
+        cache = self.caches[0][pages.flatten()]
+        if not distinct:
+            rows = cache.flatten(0, 1).split(self.head, -1)
+            cache = torch.empty_like(cache.transpose(1, 2), memory_format=torch.contiguous_format)
+            slots = torch.arange(len(rows[0]), device=pages.device)
+            twin.store_kv(*rows, *twin.split_cache(cache, self.head), slots)
+        keys, values = twin.split_cache(cache, self.head)
+        rows = (torch.tensor(requests, device="cuda")[:, None] * self.span).add(
+            torch.arange(self.span, device="cuda")
+        )
+        rows = rows.flatten()
+        out = torch.empty_like(self.query[rows])
+        bounds = torch.arange(len(requests) + 1, device="cuda", dtype=torch.int32) * self.span
+        twin.attend_spans(
+            *(self.query[rows], self.fresh[0][rows], self.fresh[1][rows], keys, values, bounds),
+            *(
+                self.start[requests],
+                self.seen[rows],
+                local.view(pages.shape),
+                self.head**-0.5,
+                out,
+                self.span,
+            ),
+        )
+        return out.unflatten(0, (-1, self.span))
+
+
+def fused(batch: Batch):
+    """The fused kernel of the `distinct` layout."""
+    from dllm_plugin.kernels.paged_attention import attend_spans
+    from dllm_plugin.kernels.paged_reference import split_cache
+
+    units = torch.cuda.get_device_properties(0).multi_processor_count
+    caches = [split_cache(layer, batch.head) for layer in batch.caches]
+
+    def call(layer: int) -> None:
+        attend_spans(
+            *(batch.query, *batch.fresh, *caches[layer], batch.bounds, batch.start, batch.seen),
+            *(batch.table, batch.head**-0.5, batch.out, batch.span, units),
+        )
+
+    return call
+
+
+def fa(batch: Batch):
+    """Rows of one block each on FlashAttention 3."""
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
+
+    caches = [batch.halves(layer) for layer in batch.caches]
+
+    def call(layer: int) -> None:
+        flash_attn_varlen_func(
+            *(batch.query, *caches[layer], BLOCK, batch.row_bounds, batch.reach),
+            seqused_k=batch.row_keys,
+            block_table=batch.row_table,
+            causal=False,
+            out=batch.out,
+            fa_version=3,
+        )
+
+    return call
+
+
+def triton(batch: Batch):
+    """Rows of one block each on vLLM's Triton attention."""
+    from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+
+    caches = [batch.halves(layer) for layer in batch.caches]
+    ones = torch.ones(len(batch.row_keys), batch.fresh.shape[2], device="cuda")
+
+    def call(layer: int) -> None:
+        unified_attention(
+            *(batch.query, *caches[layer], batch.out, batch.row_bounds, BLOCK, batch.row_keys),
+            *(batch.reach, batch.head**-0.5, False, (-1, -1), batch.row_table, 0),
+            *(None, ones, ones),
+        )
+
+    return call
+
+
+def parts(batch: Batch):
+    """The context once, the canvas from the fresh tensors as pages of one block, then merged."""
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
+    from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
+
+    caches = [batch.halves(layer) for layer in batch.caches]
+    blocks, requests = batch.point.blocks, batch.point.requests
+    canvas = [part.unflatten(0, (-1, BLOCK)) for part in batch.fresh]
+    index = torch.arange(requests * blocks, device="cuda", dtype=torch.int32)
+    table = index.view(requests, blocks).repeat_interleave(blocks, 0)
+    keys = (index % blocks + 1) * BLOCK
+
+    def call(layer: int) -> None:
+        prefix, prefix_lse = flash_attn_varlen_func(
+            *(batch.query, *caches[layer], batch.span, batch.bounds, batch.point.context),
+            seqused_k=batch.start,
+            block_table=batch.table,
+            return_softmax_lse=True,
+            fa_version=3,
+        )
+        own, own_lse = flash_attn_varlen_func(
+            *(batch.query, *canvas, BLOCK, batch.row_bounds, batch.span),
+            seqused_k=keys,
+            block_table=table,
+            return_softmax_lse=True,
+            fa_version=3,
+        )
+        merge_attn_states(batch.out, prefix, prefix_lse, own, own_lse)
+
+    return call
+
+
+def flex(batch: Batch):
+    """FlexAttention on gathered keys: what gathering costs is left out."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    requests, longest = batch.point.requests, batch.table.shape[1] * batch.page
+    seen = batch.seen.view(requests, batch.span)
+    mask = create_block_mask(
+        lambda b, h, q, n: n < seen[b, q], requests, None, batch.span, longest, device="cuda"
+    )
+    compiled = torch.compile(flex_attention, dynamic=False)
+    query = batch.query.unflatten(0, (requests, -1)).transpose(1, 2).contiguous()
+    caches = []
+    for layer in batch.caches:
+        gathered = layer[batch.table.long()].flatten(1, 2).transpose(1, 2)
+        caches.append([half.contiguous() for half in gathered.split(batch.head, -1)])
+
+    def call(layer: int) -> None:
+        result = compiled(query, *caches[layer], block_mask=mask, enable_gqa=True)
+        batch.out.copy_(result.transpose(1, 2).flatten(0, 1))
+
+    return call
+
+
+def measure(call, layers: int) -> float:
+    """Microseconds of one call."""
+    calls = layers * max(1, 16 // layers)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(calls):
+            call(i % layers)
+    graph.replay()
+    times = []
+    for _ in range(9):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / calls)
+    return statistics.median(times)
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second of a device-to-device copy, read and written bytes counted."""
+    source = torch.empty(1 << 30, dtype=torch.int8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / (measure(lambda _: target.copy_(source), 1) * 1e-6)
+
+
+def run_variant(name: str, full: bool, page: int) -> None:
+    """Check and time one variant; prints one JSON line per point."""
+    distinct = name.startswith("fused")
+    build = fused if distinct else globals()[name]
+    page = page if name == "fused" else 16
+    for point in points(full):
+        if name == "flex" and (point.requests > 16 or point.kv_bytes > 1 << 28):
+            continue
+        batch = Batch(point, page, distinct)
+        call = build(batch)
+        call(0)
+        some = sorted({0, point.requests // 2, point.requests - 1})
+        got = batch.out.unflatten(0, (-1, batch.span))[some]
+        error = (got.float() - batch.expected(some, distinct).float()).abs().max().item()
+        row = asdict(point) | {"variant": name, "error": error}
+        if error <= TOLERANCE:  # never true of NaN
+            row["us"] = measure(call, len(batch.caches))
+        print(json.dumps(row), flush=True)
+        del batch, call
+
+
+def collect(variants: list[str], full: bool, page: int) -> list[dict]:
+    """Rows of every variant; one that dies takes no other with it."""
+    rows = []
+    for name in variants:
+        command = [sys.executable, __file__, "--child", name, "--page", str(page)]
+        done = subprocess.run(command + ["--full"] * full, capture_output=True, text=True)
+        rows += [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        if done.returncode:
+            print(f"{name} died:", *done.stderr.splitlines()[-3:], sep="\n    ")
+    return rows
+
+
+def main() -> int:
+    """Print the table and the JSON line; 1 if a variant was wrong somewhere."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--full", action="store_true", help="every shape instead of a subset")
+    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--page", type=int, default=64, help="page size of `fused`")
+    parser.add_argument("--out", type=Path, help="write the JSON line here too")
+    parser.add_argument("--child", choices=VARIANTS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        run_variant(options.child, options.full, options.page)
+        return 0
+    variants = options.variants.split(",")
+    rows = collect(variants, options.full, options.page)
+    bandwidth = copy_bandwidth()
+    device = torch.cuda.get_device_name()
+    print(f"{device}, torch {torch.__version__}, copy {bandwidth / 1e12:.2f} TB/s")
+    header = [*("model", "reqs", "blocks", "context", "MB", "floor us"), *variants]
+    print(*(f"{title:>9}" for title in header))
+    times = {(row["variant"], *[row[k] for k in Point.__annotations__]): row for row in rows}
+    for point in points(options.full):
+        key = tuple(asdict(point).values())
+        cells = [times.get((name, *key), {}) for name in variants]
+        shown = [f"{c['us']:.1f}" if "us" in c else ("WRONG" if c else "-") for c in cells]
+        floor = point.bytes / bandwidth * 1e6
+        print(
+            *(f"{cell:>9}" for cell in [*key, f"{point.bytes / 1e6:.1f}", f"{floor:.1f}", *shown])
+        )
+    summary = {
+        "benchmark": "attention",
+        "device": device,
+        "torch": torch.__version__,
+        "copy_bytes_per_s": bandwidth,
+        "points": [asdict(p) | {"bytes": p.bytes, "flops": p.flops} for p in points(options.full)],
+        "rows": rows,
+    }
+    line = json.dumps(summary)
+    if options.out:
+        options.out.write_text(line)
+    print(line)
+    return int(any("us" not in row for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
