@@ -52,6 +52,7 @@ ROOMS: dict[str, set[str]] = {
 SETTINGS = ("choices", "special_tokens", "config", "engine_config", "admission", "metrics")
 STEP = {name for name in ROOMS if name not in SETTINGS}
 COMMANDS = {"cli", "doctor", "evaluate", "evaluate_all", "host_bench", "offline", "report"}
+COMMANDS |= {name for name in SOURCES if name.split(".")[0] == "bench"}
 NO_VLLM = {"plan", "kernels", "kernels.reference", "policies", "strategies", "guidance", "choices"}
 # What an upgrade of vLLM's engine can break.
 ENGINE_SIDE = {

@@ -1,0 +1,114 @@
+"""What a JSON line says about where it was measured, and the tables before it."""
+
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import dllm_plugin
+from dllm_plugin.bench.options import Settings
+from dllm_plugin.offline import processor
+
+Row = dict[str, Any]
+
+
+def surroundings(settings: Settings, command: Sequence[str]) -> Row:
+    """Command, settings, hardware and versions."""
+    return {
+        "benchmark": settings.mode,
+        "command": " ".join(["diffuplug", *command]),
+        "seed": settings.seed,
+        "settings": asdict(settings),
+        "hardware": _hardware(),
+        "versions": _versions(),
+    }
+
+
+def _hardware() -> Row:
+    import torch
+    from vllm.platforms import current_platform
+
+    cpu = {"processor": processor(), "threads": torch.get_num_threads()}
+    if current_platform.is_cpu():
+        return cpu
+    devices = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    names = [line.split(", ") for line in devices.splitlines()]
+    return cpu | {
+        "gpu": current_platform.get_device_name(),
+        "gpus": len(names) or None,
+        "driver": names[0][-1] if names else None,
+        "cuda": torch.version.cuda,
+    }
+
+
+def _versions() -> Row:
+    import torch
+    import transformers
+    import vllm
+
+    try:
+        import triton
+    except ImportError:
+        triton_version = None
+    else:
+        triton_version = triton.__version__
+    return {
+        "diffuplug": dllm_plugin.__version__,
+        "commit": _commit(),
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "triton": triton_version,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _commit() -> str | None:
+    """Commit of the source tree, with a + if it was changed; None for an installed package."""
+    root = Path(dllm_plugin.__file__).parent.parent
+    if not (root / ".git").exists():
+        return None
+    changed = _output("git", "-C", str(root), "status", "--porcelain", "-uno")
+    return _output("git", "-C", str(root), "rev-parse", "--short", "HEAD") + "+" * bool(changed)
+
+
+def _output(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def table(rows: Sequence[Row], columns: dict[str, str]) -> str:
+    """Right-aligned columns; `columns` maps a key to its format. Absent keys are left out."""
+    shown = {key: form for key, form in columns.items() if any(key in row for row in rows)}
+    lines = [list(shown)]
+    lines += [[_cell(row.get(key), form) for key, form in shown.items()] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    texts = [
+        "  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines
+    ]
+    return "\n".join(texts)
+
+
+def _cell(value: Any, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+STEP_COLUMNS = {
+    "requests": "d",
+    "canvas": "d",
+    "context": "d",
+    "steps": "d",
+    "step_ms": ".3f",
+    "products_ms": ".3f",
+    "kv_ms": ".3f",
+    "share_of_floor": ".1%",
+    "times_products": ".2f",
+    "ar_step_ms": ".3f",
+    "times_ar_step": ".2f",
+}
