@@ -91,6 +91,7 @@ def ours(
         options["profiler_config"] = {
             "profiler": "torch",
             "torch_profiler_dir": str(trace),
+            "torch_profiler_activities": ["CUDA"],  # less for the host to write down
             "torch_profiler_with_stack": False,
             "torch_profiler_use_gzip": False,
             "torch_profiler_dump_cuda_time_total": False,

@@ -19,6 +19,7 @@ MODES = {
 BASELINES = ("ar", "hf")
 STRATEGIES = (BLOCK_DIFFUSION, D2F)
 D2F_BLOCK = 32
+DEFAULT_CANVAS = {BLOCK_DIFFUSION: (32,), D2F: (128,)}
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def _add_options(parser: argparse.ArgumentParser, mode: str) -> None:
     one = () if mode == "latency" else (1,)
     if one:
         parser.add_argument("--requests", type=_numbers, default=one, help="at once: 1,16,64")
-    parser.add_argument("--canvas", type=_numbers, default=(32,), help="positions: 32,128")
+    parser.add_argument("--canvas", type=_numbers, help="positions: 32,128 (default: 32, d2f: 128)")
     parser.add_argument("--block-length", type=int)
     parser.add_argument("--threshold", type=float, help="with a checkpoint")
     parser.add_argument("--lora-path", help="D2F adapter of --model")
@@ -146,7 +147,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         model=args.model,
         strategy=strategy,
         requests=given.get("requests", (1,)),
-        canvas=args.canvas,
+        canvas=args.canvas or DEFAULT_CANVAS[strategy],
         block_length=args.block_length,
         threshold=args.threshold,
         lora_path=lora if strategy == D2F else args.lora_path,

@@ -99,16 +99,26 @@ def _cell(value: Any, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-STEP_COLUMNS = {
-    "requests": "d",
-    "canvas": "d",
-    "context": "d",
-    "steps": "d",
-    "step_ms": ".3f",
-    "products_ms": ".3f",
-    "kv_ms": ".3f",
-    "share_of_floor": ".1%",
-    "times_products": ".2f",
-    "ar_step_ms": ".3f",
-    "times_ar_step": ".2f",
+COLUMNS = {
+    "step": {
+        **{"requests": "d", "canvas": "d", "context": "d", "steps": "d", "step_ms": ".3f"},
+        **{"products_ms": ".3f", "kv_ms": ".3f", "share_of_floor": ".1%", "times_products": ".2f"},
+        **{"ar_step_ms": ".3f", "times_ar_step": ".2f"},
+    },
+    "served": {
+        **{"mode": "s", "requests": "d", "canvas": "d", "answered": "d", "tokens_per_s": ".1f"},
+        **{"tokens_per_forward": ".2f", "forwards_per_s": ".1f", "positions_per_token": ".1f"},
+        **{"request_s": ".3f", "first_tokens_s": ".3f", "share_of_floor": ".1%"},
+        **{"accuracy": ".1%", "ar_tokens_per_s": ".1f", "speedup_vs_ar": ".2f"},
+    },
+    "hf": {
+        **{"tokens_per_forward": ".2f", "ms_per_forward": ".2f", "tokens_per_s": ".2f"},
+        **{"accuracy": ".1%"},
+    },
+    "profile": {
+        **{"requests": "d", "canvas": "d", "steps": "d", "timed_step_ms": ".3f"},
+        **{"busy_ms": ".3f", "forward_ms": ".3f", "lm_head_ms": ".3f", "sampler_ms": ".3f"},
+        **{"copy_ms": ".3f", "sampler_share": ".1%", "timed_gap_share": ".1%", "gap_ms": ".3f"},
+        **{"kernels": ".0f"},
+    },
 }

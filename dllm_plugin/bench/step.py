@@ -5,12 +5,14 @@ time of a step is the length of a stretch of such steps by their number. Prompts
 the tail in which requests end lie outside of that stretch.
 """
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dllm_plugin.bench.drive import Answer, Run, Tick, Window, serve, steady
+from dllm_plugin.bench.drive import Answer, Ask, Run, Window, serve, steady
 from dllm_plugin.bench.engines import Prompts
 from dllm_plugin.bench.floor import Floor
 from dllm_plugin.bench.options import Settings
+from dllm_plugin.bench.profile import trace
 from dllm_plugin.bench.shapes import Sizes
 from dllm_plugin.choices import D2F
 
@@ -62,21 +64,41 @@ def longest(settings: Settings) -> int:
     return max(lengths)
 
 
-def measure(
-    llm: "LLM", settings: Settings, canvas: int, prompts: Prompts, tick: Tick | None = None
-) -> list[dict[str, Any]]:
-    """One row per number of requests."""
+def _asks(
+    llm: "LLM", settings: Settings, canvas: int, prompts: Prompts, requests: int
+) -> list[Ask]:
     budget = llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
+    prompt, output = plan(settings, canvas, requests, budget)
+    extra = sampling(settings, canvas)
+    return [prompts.ask(prompt, max_tokens=output, extra_args=extra) for _ in range(requests)]
+
+
+def measure(llm: "LLM", settings: Settings, canvas: int, prompts: Prompts) -> list[dict[str, Any]]:
+    """One row per number of requests."""
     rows = []
     for requests in settings.requests:
-        prompt, output = plan(settings, canvas, requests, budget)
-        extra = sampling(settings, canvas)
-        asks = [prompts.ask(prompt, max_tokens=output, extra_args=extra) for _ in range(requests)]
-        run = serve(llm, asks, requests, tick)
-        _check(run, output, settings, canvas)
+        asks = _asks(llm, settings, canvas, prompts, requests)
+        run = serve(llm, asks, requests)
+        _check(run, asks[0].sampling["max_tokens"], settings, canvas)
         row = {"requests": requests, "canvas": canvas, "positions": requests * canvas}
         rows.append(row | _times(run))
     return rows
+
+
+def profile(
+    llm: "LLM",
+    settings: Settings,
+    canvas: int,
+    prompts: Prompts,
+    rows: list[dict[str, Any]],
+    folder: Path,
+) -> list[dict[str, Any]]:
+    """The grid points of `rows` once more, traced into `folder`."""
+    found = []
+    for row in rows:
+        asks = _asks(llm, settings, canvas, prompts, row["requests"])
+        found.append({"canvas": canvas} | trace(llm, asks, folder, row["step_ms"]))
+    return found
 
 
 def measure_autoregressive(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dllm_plugin import cli
-from dllm_plugin.bench import floor, step
+from dllm_plugin.bench import floor, serving, step, trace
 from dllm_plugin.bench.drive import Answer, Arrival, Run, steady
 from dllm_plugin.bench.options import Settings, settings_of
 from dllm_plugin.bench.shapes import SHAPES, Sizes, relative
@@ -120,3 +120,60 @@ def test_relatives_are_of_the_same_size() -> None:
         assert Sizes.of(relative(config)) == Sizes.of(config)
     with pytest.raises(ValueError, match="llada2_moe"):
         relative(SHAPES["llada2-mini"])
+
+
+def test_fractional_rates_are_an_average_of_whole_schedules() -> None:
+    steps = [serving.steps_of(i, block=16, rate=3.0) for i in range(6)]
+    assert steps == [5, 5, 6, 5, 5, 6]
+    assert {serving.steps_of(i, block=32, rate=4.0) for i in range(50)} == {8}
+    assert sum(serving.steps_of(i, 16, 2.7) for i in range(270)) == 1600
+
+
+def launch(number: int, time: float) -> dict[str, Any]:
+    return event("cuda_runtime", "cudaGraphLaunch", time, 5.0, number)
+
+
+def event(kind: str, name: str, time: float, length: float, number: int) -> dict[str, Any]:
+    args = {"correlation": number}
+    return {"ph": "X", "cat": kind, "name": name, "ts": time, "dur": length, "args": args}
+
+
+def a_trace(steps: int) -> list[dict[str, Any]]:
+    """Steps of 1,000 us: 600 forward in two kernels, 100 head, 150 sampler, 10 copy, 140 idle."""
+    events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "args": {}}]
+    for i in range(steps):
+        at, graph = 1000.0 * i, 10 * i
+        events += [launch(graph, at - 50), event("kernel", "norm", at, 200, graph)]
+        events += [event("kernel", "sm90_gemm", at + 200, 400, graph)]
+        events += [event("kernel", "nvjet_hsh_128", at + 640, 100, graph + 1)]
+        events += [event("kernel", "propose", at + 740, 100, graph + 2)]
+        events += [event("kernel", "pick", at + 850, 50, graph + 3)]
+        events += [event("gpu_memcpy", "Memcpy DtoH", at + 900, 10, graph + 4)]
+        # A small graph of someone else.
+        events += [launch(graph + 5, at + 860), event("kernel", "tiny", at + 990, 0, graph + 5)]
+    return events
+
+
+def test_trace_is_split_by_what_launched_a_kernel() -> None:
+    summary = trace.summarise(a_trace(5))
+    assert summary.steps == 4
+    parts = (summary.forward_ms, summary.lm_head_ms, summary.sampler_ms, summary.copy_ms)
+    assert parts == pytest.approx((0.6, 0.1, 0.15, 0.01))
+    assert summary.step_ms == pytest.approx(1.0)
+    assert summary.busy_ms == pytest.approx(sum(parts))
+    assert summary.gap_ms == pytest.approx(0.14)
+    assert summary.kernels == 5
+    assert list(summary.largest) == ["nvjet_hsh_128", "propose", "pick", "Memcpy DtoH", "tiny"]
+
+
+def test_overlapping_kernels_are_busy_once() -> None:
+    events = a_trace(5)
+    events += [event("kernel", "beside", 1000.0 * i + 700, 60, 900 + i) for i in range(5)]
+    summary = trace.summarise(events)
+    assert summary.busy_ms == pytest.approx(0.86) and summary.sampler_ms == pytest.approx(0.21)
+
+
+def test_a_trace_without_graphs_is_refused() -> None:
+    eager = [e for e in a_trace(5) if e["name"] != "cudaGraphLaunch"]
+    with pytest.raises(ValueError, match="holds 0 replays"):
+        trace.summarise(eager)
