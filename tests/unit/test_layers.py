@@ -71,6 +71,7 @@ SETTINGS = (
 )
 STEP = {name for name in ROOMS if name not in SETTINGS}
 COMMANDS = {"cli", "doctor", "evaluate", "evaluate_all", "host_bench", "offline", "report"}
+COMMANDS |= {name for name in SOURCES if name.split(".")[0] == "bench"}
 NO_VLLM = {"plan", "kernels", "kernels.reference", "policies", "strategies", "guidance", "choices"}
 NO_VLLM |= {"kernels.paged_reference"}
 # What an upgrade of vLLM's engine can break.

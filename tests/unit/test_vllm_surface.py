@@ -64,7 +64,7 @@ vllm.platforms: current_platform
 vllm.renderers.chat_utils: ChatCompletionMessageParam
 vllm.renderers.hf: HfRenderer
 vllm.renderers.registry: RENDERER_REGISTRY
-vllm.sampling_params: SamplingParams
+vllm.sampling_params: RequestOutputKind SamplingParams
 vllm.tokenizers: cached_tokenizer_from_config
 vllm.tokenizers.registry: TokenizerRegistry
 vllm.triton_utils: HAS_TRITON triton
