@@ -28,6 +28,7 @@ DUMMY = ["throughput", "--shapes", "tiny", "--tokens-per-forward"]
         (["step", "--canvas", "33", "--block-length", "16"], "--canvas 33 is no whole number"),
         (["step", "--shapes", "tiny", "--block-length", "32"], "no room for the next block"),
         (["step", "--shapes", "tiny", "--threshold", "0.9"], "mean nothing on dummy weights"),
+        (["step", "--canvas", "32,64", "--max-positions", "32"], "leaves nothing of canvas 64"),
         (["step", "--context", "0"], "--context must be at least 1"),
         (["throughput", "--shapes", "tiny"], "needs --tokens-per-forward"),
         ([*DUMMY, "17"], "must lie between 1 and a block of 16"),
@@ -53,6 +54,15 @@ def test_strategy_follows_what_is_measured() -> None:
         "strategy": "block_diffusion",
         "canvas_length": 128,
         "block_length": 64,
+    }
+
+
+def test_grid_leaves_large_points_out() -> None:
+    grid = ("--requests", "1,16,64", "--canvas", "32,128", "--max-positions", "2048")
+    chosen = settings("step", "--shapes", "tiny", *grid)
+    assert {canvas: chosen.at_once(canvas) for canvas in chosen.canvas} == {
+        32: (1, 16, 64),
+        128: (1, 16),
     }
 
 
