@@ -1,9 +1,14 @@
 """The measuring modes without an engine: refusals, windows, shapes, floor."""
 
+import json
+import os
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from documented import ROOT
 
 from dllm_plugin import cli
 from dllm_plugin.bench import floor, serving, step, trace
@@ -187,3 +192,19 @@ def test_a_trace_without_graphs_is_refused() -> None:
     eager = [e for e in a_trace(5) if e["name"] != "cudaGraphLaunch"]
     with pytest.raises(ValueError, match="holds 0 replays"):
         trace.summarise(eager)
+
+
+def test_target_script_asks_for_what_exists(tmp_path: Path) -> None:
+    """Its commands, caught in place of Python, are accepted; a failing one stops no other."""
+    caught = tmp_path / "python3"
+    caught.write_text('#!/bin/sh\nshift 3\necho "{\\"line\\": \\"$*\\"}"\n[ "$1" != latency ]\n')
+    caught.chmod(0o755)
+    names = ["short", "llada", "latency", "dream", "memory"]
+    command = ["bash", str(ROOT / "benchmarks" / "targets.sh"), str(tmp_path / "out"), *names]
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "FAILED with status 1" in done.stdout
+    lines = (tmp_path / "out" / "lines.jsonl").read_text().splitlines()
+    asked = [settings(*json.loads(line)["line"].split()) for line in lines]
+    assert [s.mode for s in asked] == ["step", "all", "latency", "all", "step"]
+    assert all(s.at_once(canvas) for s in asked for canvas in s.canvas)
