@@ -56,7 +56,7 @@ def _measure(settings: Settings, model: Model, scratch: Path) -> dict[str, Any]:
     sizes, length = Sizes.of(model.config), _length(settings, model)
     device = _device(settings)
     prompts = Prompts(model.config, settings.seed)
-    grid = [n * canvas for n in (1, *settings.requests) for canvas in settings.canvas]
+    grid = [n * canvas for canvas in settings.canvas for n in (1, *settings.at_once(canvas))]
     limit = apart(floor.measure, sizes, grid, *device)
     result: dict[str, Any] = {"floor": limit.record(), "engines": []}
     steps: list[dict[str, Any]] = []

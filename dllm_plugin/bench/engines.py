@@ -10,6 +10,7 @@ from dllm_plugin import default_model
 from dllm_plugin.bench.drive import Ask
 from dllm_plugin.bench.options import Settings
 from dllm_plugin.bench.shapes import SHAPES, Config, relative, write
+from dllm_plugin.models import ARCHITECTURES
 from dllm_plugin.offline import BUNDLED_MEMORY, start_engine
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ class Model:
 
 def find_model(settings: Settings, scratch: Path) -> Model:
     """The model of the settings; named shapes are written to a folder below `scratch`."""
+    if settings.model is None:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is fetched
     if settings.shapes is not None:
         config = SHAPES[settings.shapes]
         return Model(write(config, scratch / settings.shapes), config, is_real=False)
@@ -39,7 +42,13 @@ def find_model(settings: Settings, scratch: Path) -> Model:
 
     dllm_plugin.register()
     path = settings.model or default_model.path()
+    if path.startswith(("/", ".", "~")) and not os.path.isdir(path):
+        raise ValueError(f"there is no folder {path}")
     config = AutoConfig.from_pretrained(path).to_dict()
+    if not set(config.get("architectures") or ()) & set(ARCHITECTURES):
+        raise ValueError(
+            f"{path} is no diffusion model that DiffuPlug serves: see diffuplug doctor."
+        )
     return Model(path, config, is_real=True, is_bundled=settings.model is None)
 
 
@@ -47,7 +56,6 @@ def prepare() -> None:
     """Set what vLLM reads when an engine is built, once for all engines of a run."""
     from vllm.platforms import current_platform
 
-    os.environ["HF_HUB_OFFLINE"] = os.environ.get("HF_HUB_OFFLINE", "1")
     if current_platform.is_cpu():
         # A second process only takes cores from the model.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -60,13 +68,13 @@ def on_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
-def _common(settings: Settings, length: int) -> dict[str, Any]:
+def _common(settings: Settings, length: int, at_once: int) -> dict[str, Any]:
     options: dict[str, Any] = {
         "dtype": settings.dtype,
         "seed": settings.seed,
         "enforce_eager": settings.enforce_eager,
         "max_model_len": length,
-        "max_num_seqs": max(settings.requests),
+        "max_num_seqs": at_once,
         "disable_log_stats": False,  # a server counts too, and messages then count steps
     }
     if settings.gpu_memory_utilization is not None:
@@ -80,11 +88,11 @@ def ours(
     settings: Settings, model: Model, canvas: int, length: int, trace: Path | None = None
 ) -> "LLM":
     """An engine that decodes canvases of `canvas` positions in a context of `length`."""
-    options = _common(settings, length) | {"model": model.path}
+    most = max(settings.at_once(canvas))
+    options = _common(settings, length, most) | {"model": model.path}
     options["additional_config"] = {"dllm": settings.dllm(canvas)}
     if not model.is_real:
         options |= {"load_format": "dummy", "skip_tokenizer_init": True}
-    most = max(settings.requests)
     if most > DEFAULT_CANVASES:
         options["max_num_batched_tokens"] = length + most * canvas
     if trace is not None:
@@ -107,7 +115,7 @@ def autoregressive(settings: Settings, model: Model, length: int, scratch: Path)
     dummy = {"model": folder, "load_format": "dummy", "skip_tokenizer_init": True}
     if settings.dtype == "auto":
         dummy["dtype"] = "bfloat16"
-    return start_engine(_common(settings, length) | dummy)
+    return start_engine(_common(settings, length, max(settings.requests)) | dummy)
 
 
 def stop(llm: "LLM") -> None:

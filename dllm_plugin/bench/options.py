@@ -30,6 +30,7 @@ class Settings:
     shapes, model      dummy weights of a named shape, or a checkpoint; neither: the bundled model
     requests           running at once; every number is a grid point
     canvas             positions fed per request and step; every length is an engine
+    max_positions      grid points that would feed more per step are left out
     context            of `step`: tokens before the canvas, in the middle of the measurement
     input_len          of the other modes, on dummy weights
     output_len         tokens that a request may generate
@@ -44,6 +45,7 @@ class Settings:
     strategy: str
     requests: tuple[int, ...]
     canvas: tuple[int, ...]
+    max_positions: int | None
     block_length: int | None
     threshold: float | None
     lora_path: str | None
@@ -76,6 +78,11 @@ class Settings:
         }
         return {name: value for name, value in options.items() if value is not None}
 
+    def at_once(self, canvas: int) -> tuple[int, ...]:
+        """Numbers of requests that are measured with a canvas."""
+        most = self.max_positions
+        return tuple(n for n in self.requests if most is None or n * canvas <= most)
+
     @property
     def steps(self) -> bool:
         """Whether single steps are measured."""
@@ -101,12 +108,13 @@ def _add_options(parser: argparse.ArgumentParser, mode: str) -> None:
     one = () if mode == "latency" else (1,)
     if one:
         parser.add_argument("--requests", type=_numbers, default=one, help="at once: 1,16,64")
+        parser.add_argument("--max-positions", type=int, help="leave larger grid points out")
     parser.add_argument("--canvas", type=_numbers, help="positions: 32,128 (default: 32, d2f: 128)")
     parser.add_argument("--block-length", type=int)
     parser.add_argument("--threshold", type=float, help="with a checkpoint")
     parser.add_argument("--lora-path", help="D2F adapter of --model")
     if mode in ("step", "all"):
-        parser.add_argument("--context", type=int, default=1024)
+        parser.add_argument("--context", type=int, help="default: 1024; of a checkpoint 256")
         parser.add_argument("--profile", action="store_true", help="where a step's time goes")
     if mode != "step":
         parser.add_argument("--input-len", type=int, help="default: 512; with a checkpoint, none")
@@ -132,6 +140,10 @@ def _names(text: str) -> tuple[str, ...]:
     return _list(str.strip)(text)
 
 
+def _or(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
 def settings_of(args: argparse.Namespace) -> Settings:
     """The settings of parsed options. Raises ValueError with one sentence for what means nothing.
 
@@ -148,11 +160,12 @@ def settings_of(args: argparse.Namespace) -> Settings:
         strategy=strategy,
         requests=given.get("requests", (1,)),
         canvas=args.canvas or DEFAULT_CANVAS[strategy],
+        max_positions=given.get("max_positions"),
         block_length=args.block_length,
         threshold=args.threshold,
         lora_path=lora if strategy == D2F else args.lora_path,
-        context=given.get("context", 0),
-        input_len=given.get("input_len") or 512,
+        context=_or(given.get("context"), 1024 if is_dummy else 256),
+        input_len=_or(given.get("input_len"), 512),
         output_len=given.get("output_len", 0),
         rounds=given.get("rounds", 0),
         tokens_per_forward=given.get("tokens_per_forward"),
@@ -183,6 +196,11 @@ def _check_numbers(settings: Settings) -> None:
     if unknown:
         raise ValueError(f"--vs {unknown[0]} is unknown; baselines: {', '.join(BASELINES)}.")
     for canvas in settings.canvas:
+        if not settings.at_once(canvas):
+            raise ValueError(
+                f"--max-positions {settings.max_positions} leaves nothing of canvas {canvas} to "
+                "measure: raise it."
+            )
         block = settings.block(canvas)
         if block < 1 or canvas % block:
             raise ValueError(f"--canvas {canvas} is no whole number of blocks of {block}.")

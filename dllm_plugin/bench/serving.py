@@ -19,14 +19,18 @@ AR_WARMUP = 16  # tokens
 
 
 def longest(settings: Settings, model: Model) -> int:
-    """Context that every request fits into."""
-    prompt = REAL_INPUT if model.is_real else settings.input_len
-    return prompt + settings.output_len + 2 * max(settings.canvas)
+    """Context that every request fits into; of a checkpoint at most its own."""
+    behind = settings.output_len + 2 * max(settings.canvas)
+    if model.is_real:
+        return min(REAL_INPUT + behind, Sizes.of(model.config).context)
+    return settings.input_len + behind
 
 
-def grid(settings: Settings) -> list[tuple[str, int]]:
+def grid(settings: Settings, canvas: int) -> list[tuple[str, int]]:
     """(mode, requests at once) of every row of a canvas."""
-    points = [("throughput", n) for n in settings.requests if "throughput" in settings.served]
+    points = [
+        ("throughput", n) for n in settings.at_once(canvas) if "throughput" in settings.served
+    ]
     return points + [("latency", 1)] * ("latency" in settings.served)
 
 
@@ -73,7 +77,7 @@ def measure(
 ) -> list[tuple[dict[str, Any], list[Answer]]]:
     """One row per grid point, with the answers that it was made of."""
     rows = []
-    for mode, at_once in grid(settings):
+    for mode, at_once in grid(settings, canvas):
         count = at_once * settings.rounds
         problems = problems_of(count) if model.is_real else []
         if model.is_real:

@@ -86,7 +86,7 @@ SHAPES: dict[str, Config] = {
         "eos_token_id": 156892,
     },
     # For tests and first looks; seconds on a CPU.
-    "tiny": _llada(64, 2, 2, 128, 512, 1024) | {"mask_token_id": 500, "eos_token_id": 501},
+    "tiny": _llada(64, 2, 2, 128, 512, 4096) | {"mask_token_id": 500, "eos_token_id": 501},
 }
 # Diffusion model type -> the autoregressive model that it was made from.
 RELATIVES = {
@@ -166,7 +166,7 @@ def relative(config: Config) -> Config:
         )
     architecture, model_type = RELATIVES[kind]
     sizes = Sizes.of(config)
-    theta = config.get("rope_theta") or config.get("rope_parameters", {}).get("rope_theta")
+    theta = config.get("rope_theta") or (config.get("rope_parameters") or {}).get("rope_theta")
     return {
         "architectures": [architecture],
         "model_type": model_type,

@@ -23,6 +23,7 @@ STEPS_PER_BLOCK = 8  # a block of any length; the number of steps does not chang
 BLOCKS = 6  # measured
 D2F_BLOCKS = 3  # whose steps are as many as their positions
 AR_STEPS = 48
+LEAST_BUDGET = 2048  # tokens of a step: vLLM's own default, or all prompts fit one step anyhow
 SHIFT = 1.5  # prompts come in while others are decoded: more steps than they need alone
 
 
@@ -58,8 +59,8 @@ def longest(settings: Settings) -> int:
     """Context that every grid point fits into."""
     lengths = []
     for canvas in settings.canvas:
-        for requests in settings.requests:
-            prompt, output = plan(settings, canvas, requests, budget=settings.context)
+        for requests in settings.at_once(canvas):
+            prompt, output = plan(settings, canvas, requests, LEAST_BUDGET)
             lengths.append(max(prompt, settings.context) + output + 2 * canvas)
     return max(lengths)
 
@@ -76,7 +77,7 @@ def _asks(
 def measure(llm: "LLM", settings: Settings, canvas: int, prompts: Prompts) -> list[dict[str, Any]]:
     """One row per number of requests."""
     rows = []
-    for requests in settings.requests:
+    for requests in settings.at_once(canvas):
         asks = _asks(llm, settings, canvas, prompts, requests)
         run = serve(llm, asks, requests)
         _check(run, asks[0].sampling["max_tokens"], settings, canvas)

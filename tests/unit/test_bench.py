@@ -1,9 +1,14 @@
 """The measuring modes without an engine: refusals, windows, shapes, floor."""
 
+import json
+import os
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from documented import ROOT
 
 from dllm_plugin import cli
 from dllm_plugin.bench import floor, serving, step, trace
@@ -28,6 +33,7 @@ DUMMY = ["throughput", "--shapes", "tiny", "--tokens-per-forward"]
         (["step", "--canvas", "33", "--block-length", "16"], "--canvas 33 is no whole number"),
         (["step", "--shapes", "tiny", "--block-length", "32"], "no room for the next block"),
         (["step", "--shapes", "tiny", "--threshold", "0.9"], "mean nothing on dummy weights"),
+        (["step", "--canvas", "32,64", "--max-positions", "32"], "leaves nothing of canvas 64"),
         (["step", "--context", "0"], "--context must be at least 1"),
         (["throughput", "--shapes", "tiny"], "needs --tokens-per-forward"),
         ([*DUMMY, "17"], "must lie between 1 and a block of 16"),
@@ -53,6 +59,15 @@ def test_strategy_follows_what_is_measured() -> None:
         "strategy": "block_diffusion",
         "canvas_length": 128,
         "block_length": 64,
+    }
+
+
+def test_grid_leaves_large_points_out() -> None:
+    grid = ("--requests", "1,16,64", "--canvas", "32,128", "--max-positions", "2048")
+    chosen = settings("step", "--shapes", "tiny", *grid)
+    assert {canvas: chosen.at_once(canvas) for canvas in chosen.canvas} == {
+        32: (1, 16, 64),
+        128: (1, 16),
     }
 
 
@@ -177,3 +192,19 @@ def test_a_trace_without_graphs_is_refused() -> None:
     eager = [e for e in a_trace(5) if e["name"] != "cudaGraphLaunch"]
     with pytest.raises(ValueError, match="holds 0 replays"):
         trace.summarise(eager)
+
+
+def test_target_script_asks_for_what_exists(tmp_path: Path) -> None:
+    """Its commands, caught in place of Python, are accepted; a failing one stops no other."""
+    caught = tmp_path / "python3"
+    caught.write_text('#!/bin/sh\nshift 3\necho "{\\"line\\": \\"$*\\"}"\n[ "$1" != latency ]\n')
+    caught.chmod(0o755)
+    names = ["short", "llada", "latency", "dream", "memory"]
+    command = ["bash", str(ROOT / "benchmarks" / "targets.sh"), str(tmp_path / "out"), *names]
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "FAILED with status 1" in done.stdout
+    lines = (tmp_path / "out" / "lines.jsonl").read_text().splitlines()
+    asked = [settings(*json.loads(line)["line"].split()) for line in lines]
+    assert [s.mode for s in asked] == ["step", "all", "latency", "all", "step"]
+    assert all(s.at_once(canvas) for s in asked for canvas in s.canvas)

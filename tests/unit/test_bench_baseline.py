@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.engine.arg_utils import EngineArgs
 
+import dllm_plugin
 from dllm_plugin.bench import published
+from dllm_plugin.bench.shapes import RELATIVES, SHAPES, Sizes, relative, write
+from dllm_plugin.config import get_decode_config
 
 TESTS = Path(__file__).parents[1]
 sys.path.insert(0, str(TESTS / "engine"))
@@ -71,3 +75,26 @@ def test_rates_become_steps() -> None:
     assert (one["tokens"], one["forwards"], one["tokens_per_forward"]) == (64, 64, 1.0)
     assert (three["tokens"], three["forwards"]) == (64, 21)
     assert three["ms_per_forward"] == pytest.approx(1e3 * three["seconds"] / 21)
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if name != "tiny"])
+def test_vllm_takes_the_shapes_and_their_relatives(name: str, tmp_path: Path) -> None:
+    """Without loading anything: ours resolved by our hook, the relative by vLLM alone."""
+    dllm_plugin.register()
+    dummy = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 2048}
+    decode = {"strategy": "block_diffusion", "canvas_length": 32, "block_length": 16}
+    folder = write(SHAPES[name], tmp_path / "ours")
+    ours = EngineArgs(folder, additional_config={"dllm": decode}, **dummy).create_engine_config()
+    assert get_decode_config(ours).canvas_length == 32
+    config = ours.model_config
+    sizes = Sizes.of(SHAPES[name])
+    assert (config.get_head_size(), config.get_vocab_size()) == (sizes.head, sizes.vocab)
+    if SHAPES[name]["model_type"] not in RELATIVES:
+        return
+    folder = write(relative(SHAPES[name]), tmp_path / "relative")
+    theirs = EngineArgs(folder, **dummy).create_engine_config().model_config
+    assert theirs.architecture == RELATIVES[SHAPES[name]["model_type"]][0]
+    parallel = ours.parallel_config
+    for count in ("get_num_kv_heads", "get_num_attention_heads", "get_num_layers"):
+        assert getattr(theirs, count)(parallel) == getattr(config, count)(parallel)
+    assert theirs.hf_config.rope_parameters["rope_theta"] == SHAPES[name]["rope_theta"]

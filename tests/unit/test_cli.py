@@ -16,6 +16,7 @@ ENGINE = ["--dtype", "--gpu-memory-utilization", "--model"]
 MEASURED = ["--block-length", "--canvas", "--dtype", "--enforce-eager", "--gpu-memory-utilization"]
 MEASURED += ["--help", "--lora-path", "--model", "--seed", "--shapes", "--strategy", "--threshold"]
 MEASURED += ["--vs", "-h"]
+GRID = ["--max-positions", "--requests"]
 STEPS = ["--context", "--profile"]
 SERVED = ["--input-len", "--output-len", "--rounds", "--tokens-per-forward"]
 OPTIONS = {
@@ -24,10 +25,10 @@ OPTIONS = {
     "bench host": sorted(
         [*DECODE, *ENGINE, "--help", "--max-tokens", "--requests", "--seed", "-h"]
     ),
-    "bench all": sorted([*MEASURED, *STEPS, *SERVED, "--requests"]),
+    "bench all": sorted([*MEASURED, *GRID, *STEPS, *SERVED]),
     "bench latency": sorted([*MEASURED, *SERVED]),
-    "bench step": sorted([*MEASURED, *STEPS, "--requests"]),
-    "bench throughput": sorted([*MEASURED, *SERVED, "--requests"]),
+    "bench step": sorted([*MEASURED, *GRID, *STEPS]),
+    "bench throughput": sorted([*MEASURED, *GRID, *SERVED]),
     "doctor": sorted([*DECODE, "--help", "-h"]),
     "eval": ["--all", "--dtype", "--help", "--limit", "--output", "-h"],
     "generate": sorted(
