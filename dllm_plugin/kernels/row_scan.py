@@ -20,11 +20,13 @@ def _mix64(x):
 
 
 @triton.jit
-def _noise_state(seed, position, step):
-    """What `gumbel_uniform` makes of all its counters but the token."""
-    state = _mix64(seed.to(tl.uint64) + 0x9E3779B97F4A7C15)
+def _noise_state(seed_ptr, counter_ptr, start_ptr, offset_ptr, slot, row, shift):
+    """What `gumbel_uniform` makes of all counters of a row but the token."""
+    position = tl.load(start_ptr + slot) + tl.load(offset_ptr + row).to(tl.int64) + shift
+    step = tl.load(counter_ptr + slot).to(tl.uint64)
+    state = _mix64(tl.load(seed_ptr + slot).to(tl.uint64) + 0x9E3779B97F4A7C15)
     state = _mix64(state ^ (position.to(tl.uint64) * 0x9E3779B97F4A7C15))
-    return _mix64(state ^ (step.to(tl.uint64) * 0xBF58476D1CE4E5B9))
+    return _mix64(state ^ (step * 0xBF58476D1CE4E5B9))
 
 
 @triton.jit
@@ -55,13 +57,40 @@ def _exact_score(x, bits, temperature, DIVIDE: tl.constexpr):
 
 
 @triton.jit
-def _load(logits_ptr, bias_ptr, token, vocab_size, mask_id, BIAS: tl.constexpr):
+def _load(logits_ptr, bias_ptr, token, vocab_size, mask_id):
     """Logits of some tokens of a row, in float32, under the rules; -inf outside the row."""
     inside = token < vocab_size
     x = tl.load(logits_ptr + token, mask=inside, other=float("-inf")).to(tl.float32)
-    if BIAS:
+    if bias_ptr is not None:
         x += tl.load(bias_ptr + token, mask=inside, other=0.0)
     return tl.where(token == mask_id, float("-inf"), x)
+
+
+@triton.jit
+def _first_nan(
+    logits_ptr,
+    bias_ptr,
+    first,
+    stop,
+    vocab_size,
+    mask_id,
+    TILE: tl.constexpr,
+):
+    """First token of a part whose logit is NaN; some number behind the vocabulary if none is."""
+    earliest = tl.full([TILE], 0x7FFFFFFF, tl.int32)
+    for begin in range(first, stop, TILE):
+        here = begin + tl.arange(0, TILE)
+        x = _load(logits_ptr, bias_ptr, here, vocab_size, mask_id)
+        earliest = tl.where(x != x, tl.minimum(earliest, here), earliest)
+    return tl.min(earliest, 0)
+
+
+@triton.jit
+def _weigh(weight, mass, factor, gap):
+    """The sum of ``e ** (x - top) * (x - top)``, in units of log2, with one more x in it."""
+    moved = factor * (weight - mass * gap)
+    added = tl.where(factor > 0, weight + factor * gap, weight)
+    return tl.where(gap > 0, moved, added)
 
 
 @triton.jit
@@ -81,26 +110,22 @@ def scan(
     best_ptr,
     token_ptr,
     part_ptr,
-    part_stride,
     vocab_size,
     mask_id,
     part_size,
-    GATHER: tl.constexpr,
     DRAW: tl.constexpr,
     DIVIDE: tl.constexpr,
     TEMPER: tl.constexpr,
-    BIAS: tl.constexpr,
     RANK: tl.constexpr,
     TILE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     out = row * tl.num_programs(1) + tl.program_id(1)
+    part_stride = tl.num_programs(0) * tl.num_programs(1)
     slot = tl.load(slot_ptr + row).to(tl.int64)
-    source = row
-    if GATHER:
-        source = tl.load(source_ptr + row).to(tl.int64)
+    source = row if source_ptr is None else tl.load(source_ptr + row).to(tl.int64)
     logits_ptr += source * row_stride
-    if BIAS:
+    if bias_ptr is not None:
         bias_ptr += tl.load(bias_row_ptr + slot) * vocab_size
     scale = 1.4426950408889634  # exp2 instead of exp
     draws = False
@@ -108,15 +133,10 @@ def scan(
         temperature = tl.load(temperature_ptr + slot)
         draws = temperature > 0
         temperature = tl.where(draws, temperature, 1.0)
-        inverse = 1.0
-        if DIVIDE:
-            inverse = 1.0 / temperature
+        inverse = 1.0 / temperature if DIVIDE else 1.0
         if TEMPER:
             scale = scale / temperature
-        position = tl.load(start_ptr + slot) + tl.load(offset_ptr + row).to(tl.int64) + shift
-        state = _noise_state(
-            tl.load(seed_ptr + slot), position, tl.load(counter_ptr + slot).to(tl.int64)
-        )
+        state = _noise_state(seed_ptr, counter_ptr, start_ptr, offset_ptr, slot, row, shift)
 
     first = tl.program_id(1) * part_size
     stop = tl.minimum(first + part_size, vocab_size)
@@ -133,15 +153,13 @@ def scan(
 
     for begin in range(first, stop, TILE):
         here = begin + lane
-        x = _load(logits_ptr, bias_ptr, here, vocab_size, mask_id, BIAS)
+        x = _load(logits_ptr, bias_ptr, here, vocab_size, mask_id)
+        above = x > top
         gap = x - top
         factor = tl.exp2(-tl.abs(gap) * scale)
-        above = gap > 0
         if RANK:
             second = tl.maximum(second, tl.minimum(top, x))
-            moved = factor * (weight - mass * gap * scale)
-            added = tl.where(factor > 0, weight + factor * gap * scale, weight)
-            weight = tl.where(above, moved, added)
+            weight = _weigh(weight, mass, factor, gap * scale)
         mass = tl.where(above, mass * factor + 1.0, mass + factor)
         top = tl.where(above, x, top)
         if DRAW:
@@ -160,22 +178,22 @@ def scan(
     total = tl.sum(mass * factor, 0)
     if RANK:
         shifted = weight + (top - highest) * scale * mass
-        tl.store(part_ptr + 4 * part_stride + out, tl.sum(shifted * factor, 0))
+        tl.store(part_ptr + 3 * part_stride + out, tl.sum(shifted * factor, 0))
         leader = tl.min(tl.where(top == highest, lane, TILE), 0)
         others = tl.maximum(second, tl.where(lane == leader, -1e30, top))
-        tl.store(part_ptr + 3 * part_stride + out, tl.max(others, 0))
+        tl.store(part_ptr + 2 * part_stride + out, tl.max(others, 0))
     if DRAW:
-        kept = _load(logits_ptr, bias_ptr, token, vocab_size, mask_id, BIAS)
-        exact = kept.to(tl.float64)
+        exact = _load(logits_ptr, bias_ptr, token, vocab_size, mask_id).to(tl.float64)
         if draws:
+            kept = exact.to(tl.float32)
             exact = _exact_score(kept, _noise_bits(state, token), temperature, DIVIDE)
             most = tl.max(best, 0)
-            slack = 2e-3 + 1e-6 * tl.abs(most)
-            if (tl.max(runner_up, 0) >= most - slack) & (most > float("-inf")):
+            dropped = tl.max(runner_up, 0) >= most - 2e-3 - 1e-6 * tl.abs(most)
+            if dropped & (most > float("-inf")):
                 exact = tl.full([TILE], float("-inf"), tl.float64)
                 for begin in range(first, stop, TILE):
                     here = begin + lane
-                    x = _load(logits_ptr, bias_ptr, here, vocab_size, mask_id, BIAS)
+                    x = _load(logits_ptr, bias_ptr, here, vocab_size, mask_id)
                     score64 = _exact_score(x, _noise_bits(state, here), temperature, DIVIDE)
                     token = tl.where(score64 > exact, here, token)
                     exact = tl.maximum(exact, score64)
@@ -188,12 +206,7 @@ def scan(
         chosen = tl.min(tl.where(top == highest, token, vocab_size), 0)
     if total != total:
         # As torch's argmax: the first NaN wins. Infinities alone bring no NaN here.
-        broken = tl.full([TILE], 0x7FFFFFFF, tl.int32)
-        for begin in range(first, stop, TILE):
-            here = begin + lane
-            x = _load(logits_ptr, bias_ptr, here, vocab_size, mask_id, BIAS)
-            broken = tl.where(x != x, tl.minimum(broken, here), broken)
-        earliest = tl.min(broken, 0)
+        earliest = _first_nan(logits_ptr, bias_ptr, first, stop, vocab_size, mask_id, TILE)
         if earliest < vocab_size:
             chosen = earliest
             winner = winner * float("nan")
@@ -201,8 +214,3 @@ def scan(
     tl.store(token_ptr + out, chosen)
     tl.store(part_ptr + out, highest)
     tl.store(part_ptr + part_stride + out, total)
-    chosen_x = tl.load(logits_ptr + chosen).to(tl.float32)
-    if BIAS:
-        chosen_x += tl.load(bias_ptr + chosen)
-    chosen_x = tl.where(chosen == mask_id, float("-inf"), chosen_x)
-    tl.store(part_ptr + 2 * part_stride + out, chosen_x)

@@ -30,7 +30,8 @@ PARTS_AT_MOST = 128
 PROGRAMS = 4096
 
 
-@triton.jit
+# Numbers that change from step to step: specialised, each would be compiled anew.
+@triton.jit(do_not_specialize=["num_rows", "num_parts", "out_stride"])
 def _merge(
     logits_ptr,
     row_stride,
@@ -43,7 +44,6 @@ def _merge(
     best_ptr,
     token_ptr,
     part_ptr,
-    part_stride,
     out_token_ptr,
     out_ptr,
     out_stride,
@@ -51,10 +51,8 @@ def _merge(
     num_parts,
     vocab_size,
     mask_id,
-    GATHER: tl.constexpr,
     GIVEN: tl.constexpr,
     TEMPER: tl.constexpr,
-    BIAS: tl.constexpr,
     RANK: tl.constexpr,
     PARTS: tl.constexpr,
 ):
@@ -72,6 +70,7 @@ def _merge(
         if TEMPER:
             temperature = tl.load(temperature_ptr + slot)
             scale = scale / tl.where(temperature > 0, temperature, 1.0)
+        part_stride = num_rows * num_parts
         lane = tl.arange(0, PARTS)
         used = lane < num_parts
         part = row * num_parts + lane
@@ -82,13 +81,6 @@ def _merge(
         total = tl.sum(mass * factor, 0)
         if GIVEN:
             token = tl.load(given_ptr + row)
-            source = row
-            if GATHER:
-                source = tl.load(source_ptr + row).to(tl.int64)
-            x = tl.load(logits_ptr + source * row_stride + token).to(tl.float32)
-            if BIAS:
-                x += tl.load(bias_ptr + tl.load(bias_row_ptr + slot) * vocab_size + token)
-            x = tl.where(token == mask_id, float("-inf"), x)
         else:
             best = tl.load(best_ptr + part, mask=used, other=float("-inf"))
             tokens = tl.load(token_ptr + part, mask=used, other=vocab_size)
@@ -96,18 +88,20 @@ def _merge(
             clean = tl.where(best == best, best, float("-inf"))
             token = tl.min(tl.where((clean == tl.max(clean, 0)) & used, tokens, vocab_size), 0)
             token = tl.where(broken < vocab_size, broken, token)
-            logits = tl.load(part_ptr + 2 * part_stride + part, mask=used, other=0.0)
-            # One lane holds the token; a sum takes it out and keeps a NaN.
-            x = tl.sum(tl.where((tokens == token) & used, logits, 0.0), 0)
+        source = row if source_ptr is None else tl.load(source_ptr + row).to(tl.int64)
+        x = tl.load(logits_ptr + source * row_stride + token).to(tl.float32)
+        if bias_ptr is not None:
+            x += tl.load(bias_ptr + tl.load(bias_row_ptr + slot) * vocab_size + token)
+        x = tl.where(token == mask_id, float("-inf"), x)
         tl.store(out_token_ptr + row, token.to(tl.int64))
         tl.store(out_ptr + row, tl.exp2((x - highest) * scale) / total)
         if RANK:
-            weight = tl.load(part_ptr + 4 * part_stride + part, mask=used, other=0.0)
+            weight = tl.load(part_ptr + 3 * part_stride + part, mask=used, other=0.0)
             shifted = weight + (top - highest) * scale * mass
             # In units of log2 so far.
             entropy = tl.sum(shifted * factor, 0) / total - tl.log2(total)
             tl.store(out_ptr + out_stride + row, entropy * 0.6931471805599453)
-            second = tl.load(part_ptr + 3 * part_stride + part, mask=used, other=-1e30)
+            second = tl.load(part_ptr + 2 * part_stride + part, mask=used, other=-1e30)
             leader = tl.min(tl.where(top == highest, lane, PARTS), 0)
             others = tl.maximum(second, tl.where(lane == leader, -1e30, top))
             margin = (1.0 - tl.exp2((tl.max(others, 0) - highest) * scale)) / total
@@ -147,8 +141,8 @@ def propose_rows(
     best_dtype = torch.float32 if draws is None else torch.float64
     best_TP = torch.empty(rows, num_parts, dtype=best_dtype, device=device)
     token_TP = torch.empty(rows, num_parts, dtype=torch.int32, device=device)
-    # top, mass, logit of the token; with `want_rank` the second largest and the entropy's sum
-    partial = torch.empty(5 if want_rank else 3, rows, num_parts, device=device)
+    # Largest logit and mass; with `want_rank` also the second largest, and the entropy's sum.
+    partial = torch.empty(4 if want_rank else 2, rows, num_parts, device=device)
     tokens = torch.empty(total, dtype=torch.int64, device=device)
     out = torch.empty(3 if want_rank else 1, total, device=device)
     bias_MV, bias_row_N = (None, None) if bias is None else bias
@@ -156,8 +150,7 @@ def propose_rows(
         logits_XV = logits_XV.contiguous()
     temper = temper and draws is not None
     common = (logits_XV, logits_XV.stride(0), source_T, slot_T)
-    parts = (best_TP, token_TP, partial, partial.stride(0))
-    flags = {"GATHER": source_T is not None, "BIAS": bias is not None, "RANK": want_rank}
+    parts = (best_TP, token_TP, partial)
     if rows:
         noise = (None,) * 5 if draws is None else draws[:5]
         scan[(rows, num_parts)](
@@ -175,7 +168,7 @@ def propose_rows(
             TEMPER=temper,
             TILE=TILE,
             num_warps=NUM_WARPS,
-            **flags,
+            RANK=want_rank,
         )
     if total:
         _merge[(total,)](
@@ -196,7 +189,7 @@ def propose_rows(
             TEMPER=temper,
             PARTS=PARTS_AT_MOST,
             num_warps=1,
-            **flags,
+            RANK=want_rank,
         )
     ranks = (out[1], out[2]) if want_rank else (None, None)
     return RowStats(tokens, out[0], *ranks)

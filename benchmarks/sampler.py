@@ -1,0 +1,310 @@
+"""What the sampler costs on a GPU, beside the bytes that it has to read: `python sampler.py`.
+
+Part 1: one pass over the logits (`kernels/row_stats.py`) in each mode, its plain-torch twin, and
+the floor: the bytes of the logits over the copy bandwidth measured in the same run. Logits come
+from buffers larger than the cache, and a CUDA graph takes the host out of the figures.
+Part 2: whole sampler calls on real states, without a model: time of all kernels, host time until
+they are enqueued, and number of kernels. Needs CUDA and vLLM. Prints tables and one JSON line.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import vllm
+from torch.profiler import ProfilerActivity, profile
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.sample.states import SamplingStates
+from vllm.v1.worker.gpu.states import RequestState
+
+from dllm_plugin.config import DecodeConfig
+from dllm_plugin.kernels import reference, row_stats
+from dllm_plugin.kernels.reference import Draws
+from dllm_plugin.sampler import DiffusionSampler
+from dllm_plugin.states import CanvasStates
+
+DEVICE = torch.device("cuda")
+SEED = 0
+CACHE_BYTES = 256 << 20  # several times the second-level cache
+FAMILIES = {"LLaDA": ("LLaDAModelLM", 126464, 126336), "Dream": ("DreamModel", 152064, 151666)}
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "entropy+margin": {"temperature": 0.0, "want_rank": True},
+    "drawn": {"temperature": 0.7},
+}
+
+
+def graph_ms(run: Callable[[int], Any], inner: int, repeats: int = 7) -> float:
+    """Median milliseconds of one call, `inner` calls being replayed as one CUDA graph."""
+    run(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(inner):
+            run(i)
+    times = []
+    for _ in range(repeats):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) / inner)
+    return statistics.median(times)
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second of a large copy, read and write counted."""
+    source = torch.empty(1 << 29, dtype=torch.bfloat16, device=DEVICE)
+    target = torch.empty_like(source)
+    ms = graph_ms(lambda _: target.copy_(source), 4)
+    return 2 * source.numel() * 2 / ms * 1e3
+
+
+def measure_rows(rows: int, vocab: int, programs: int, bandwidth: float) -> list[dict[str, Any]]:
+    """Every mode at one size."""
+    size = rows * vocab * 2
+    buffers = max(1, -(-CACHE_BYTES // size))
+    logits = torch.randn(buffers, rows, vocab, dtype=torch.bfloat16, device=DEVICE) * 3
+    slots = torch.arange(rows, device=DEVICE) % 64
+    found = []
+    for mode, given in MODES.items():
+        options = dict(given)
+        temperature = torch.full((64,), options.pop("temperature"), device=DEVICE)
+        table = torch.arange(64, device=DEVICE)
+        draws = Draws(temperature, table, table, table, slots, 0) if temperature.any() else None
+        inner = max(buffers, 4)
+
+        def kernel(i: int, options: dict = options, draws: Any = draws) -> Any:
+            x = logits[i % buffers]
+            return row_stats.propose_rows(x, slots, 5, draws, programs=programs, **options)
+
+        def twin(i: int, options: dict = options, draws: Any = draws) -> None:
+            for low in range(0, rows, 256):
+                part = slice(low, low + 256)
+                few = draws and draws._replace(offset_T=slots[part])
+                reference.propose_rows(logits[i % buffers][part], slots[part], 5, few, **options)
+
+        got, want = (
+            kernel(0),
+            reference.propose_rows(
+                logits[0][:256], slots[:256], 5, draws and draws._replace(offset_T=slots[:256])
+            ),
+        )
+        equal = bool(torch.equal(got.token_T[:256], want.token_T))
+        kernel_ms = graph_ms(kernel, inner)
+        twin_ms = graph_ms(twin, 1, repeats=3)
+        floor_ms = size / bandwidth * 1e3
+        found.append(
+            {
+                "rows": rows,
+                "vocab": vocab,
+                "mode": mode,
+                "kernel_ms": kernel_ms,
+                "floor_ms": floor_ms,
+                "twin_ms": twin_ms,
+                "same_tokens": equal,
+            }
+        )
+    return found
+
+
+class Bench:
+    """A sampler on real states with requests that never end, and the batch of one step."""
+
+    def __init__(
+        self, family: str, strategy: str, requests: int, canvas: int, temperature: float
+    ) -> None:
+        architecture, vocab, mask = FAMILIES[family]
+        block = min(32, canvas)
+        dllm = {"strategy": strategy, "block_length": block, "canvas_length": canvas}
+        self.model_len = 8192
+        config = DecodeConfig.from_user(dllm).resolve(architecture, self.model_len, mask)
+        model_config: Any = SimpleNamespace(
+            max_model_len=self.model_len,
+            max_logprobs=20,
+            dtype=torch.bfloat16,
+            get_vocab_size=lambda: vocab,
+            hf_config=SimpleNamespace(eos_token_id=2),
+        )
+        req_states = RequestState(
+            requests, self.model_len, requests * canvas, canvas, vocab, DEVICE
+        )
+        self.states = CanvasStates(config, model_config, req_states.draft_tokens)
+        owner = SimpleNamespace(
+            req_states=req_states, sampling_states=SamplingStates(requests, vocab)
+        )
+        self.sampler = DiffusionSampler(owner, self.states, model_config, requests * canvas)
+        self.requests, self.canvas = requests, canvas
+        for slot in range(requests):
+            self._add(slot, temperature)
+        self.states.apply_staged_writes()
+        self.sampler.apply_staged_writes()
+        self.batch = self._batch()
+        rows = requests * canvas
+        # Nothing but the forced picks is accepted, so requests go on for thousands of steps.
+        self.logits = torch.randn(rows, vocab, dtype=torch.bfloat16, device=DEVICE)
+
+    def _add(self, slot: int, temperature: float) -> None:
+        params = SamplingParams(
+            max_tokens=4096, temperature=temperature, ignore_eos=True, seed=SEED, extra_args={}
+        )
+        params.update_from_generation_config({}, 2)
+        prompt = list(range(100, 356))
+        data = NewRequestData(
+            f"r{slot}", prompt, [], params, None, ((),), 0, None, prefill_token_ids=prompt
+        )
+        self.states.add_request(slot, data)
+        self.sampler.add_request(slot, params)
+
+    def _batch(self) -> InputBatch:
+        requests, canvas = self.requests, self.canvas
+        slots, total = np.arange(requests), requests * canvas
+        bounds = np.arange(requests + 1, dtype=np.int32) * canvas
+        fed = np.full(requests, canvas, dtype=np.int32)
+
+        def device(array: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(array).to(DEVICE)
+
+        return InputBatch(
+            req_ids=[f"r{slot}" for slot in slots],
+            num_reqs=requests,
+            num_reqs_after_padding=requests,
+            idx_mapping=device(slots),
+            idx_mapping_np=slots,
+            expanded_idx_mapping=device(np.repeat(slots, canvas)),
+            expanded_local_pos=device(np.tile(np.arange(canvas, dtype=np.int32), requests)),
+            num_scheduled_tokens=fed,
+            num_tokens=total,
+            num_tokens_after_padding=total,
+            num_draft_tokens=total,
+            num_draft_tokens_per_req=fed,
+            query_start_loc=device(bounds),
+            query_start_loc_np=bounds,
+            seq_lens=device(fed + 256),
+            seq_lens_cpu_upper_bound=torch.from_numpy(fed + 256),
+            dcp_local_seq_lens=None,
+            num_computed_tokens_np=fed * 0 + 256,
+            prefill_len_np=fed * 0 + 256,
+            num_computed_prefill_tokens_np=fed * 0 + 256,
+            is_prefilling_np=np.zeros(requests, dtype=bool),
+            has_prefill=False,
+            decode_graph_eligible=True,
+            input_ids=torch.zeros(total, dtype=torch.int32, device=DEVICE),
+            positions=torch.zeros(total, dtype=torch.int64, device=DEVICE),
+            is_padding=torch.zeros(total, dtype=torch.bool, device=DEVICE),
+            logits_indices=torch.arange(total, device=DEVICE),
+            cu_num_logits=device(bounds),
+            cu_num_logits_np=bounds,
+            has_structured_output_reqs=False,
+            prompt_lens=None,
+        )
+
+    def step(self) -> None:
+        """What the runner asks of us in one step, but for attention and forward."""
+        self.states.apply_staged_writes()
+        self.sampler.apply_staged_writes()
+        self.sampler.request_logits(self.batch)
+        self.sampler(self.logits, self.batch)
+
+    def measure(self, steps: int = 10) -> dict[str, Any]:
+        """Medians over single steps; the profiler's own steps come after those for the host."""
+        for _ in range(5):
+            self.step()
+        torch.cuda.synchronize()
+        host = []
+        for _ in range(steps):
+            start = time.perf_counter()
+            self.step()
+            host.append(time.perf_counter() - start)
+            torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as trace:
+            for _ in range(steps):
+                self.step()
+            torch.cuda.synchronize()
+        kernels = [event for event in trace.events() if event.device_time_total > 0]
+        return {
+            "host_ms": 1e3 * statistics.median(host),
+            "gpu_ms": sum(event.device_time_total for event in kernels) / steps / 1e3,
+            "kernels": len(kernels) / steps,
+        }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rows", type=int, nargs="*", default=[32, 128, 512, 2048, 8192])
+    parser.add_argument("--requests", type=int, nargs="*", default=[1, 16, 64, 256])
+    parser.add_argument("--canvas", type=int, nargs="*", default=[32, 128])
+    parser.add_argument("--programs", type=int, nargs="*", default=[row_stats.PROGRAMS])
+    parser.add_argument("--tile", type=int, default=row_stats.TILE)
+    parser.add_argument("--warps", type=int, default=row_stats.NUM_WARPS)
+    options = parser.parse_args()
+    row_stats.TILE, row_stats.NUM_WARPS = options.tile, options.warps
+    torch.manual_seed(SEED)
+    bandwidth = copy_bandwidth()
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, vLLM {vllm.__version__}, "
+        f"copy {bandwidth / 1e12:.2f} TB/s, tile {options.tile}, {options.warps} warps, seed {SEED}"
+    )
+    print(
+        f"{'rows':>6} {'vocab':>7} {'mode':>15} {'prog':>5} {'kernel':>8} {'floor':>8} {'twin':>8}"
+    )
+    rows = []
+    for programs in options.programs:
+        for _, vocab, _ in FAMILIES.values():
+            for count in options.rows:
+                for row in measure_rows(count, vocab, programs, bandwidth):
+                    rows.append(row | {"programs": programs})
+                    print(
+                        f"{count:>6} {vocab:>7} {row['mode']:>15} {programs:>5} "
+                        f"{row['kernel_ms']:>8.4f} {row['floor_ms']:>8.4f} {row['twin_ms']:>8.3f}"
+                        f"{'' if row['same_tokens'] else '  TOKENS DIFFER'}"
+                    )
+                torch.cuda.empty_cache()
+    print(f"{'family':>6} {'strategy':>16} {'reqs':>5} {'canvas':>6} {'T':>4} ", end="")
+    print(f"{'GPU ms':>8} {'host ms':>8} {'kernels':>8}")
+    calls = []
+    for family in FAMILIES:
+        for strategy in ("d2f", "block_diffusion"):
+            for requests in options.requests:
+                for canvas in options.canvas:
+                    for temperature in (0.0, 0.7):
+                        bench = Bench(family, strategy, requests, canvas, temperature)
+                        row = bench.measure()
+                        del bench
+                        torch.cuda.empty_cache()
+                        names = ("family", "strategy", "requests", "canvas", "temperature")
+                        values = (family, strategy, requests, canvas, temperature)
+                        calls.append(dict(zip(names, values, strict=True)) | row)
+                        print(
+                            f"{family:>6} {strategy:>16} {requests:>5} {canvas:>6} "
+                            f"{temperature:>4} {row['gpu_ms']:>8.3f} {row['host_ms']:>8.3f} "
+                            f"{row['kernels']:>8.1f}"
+                        )
+    record = {
+        "benchmark": "sampler",
+        "hardware": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "vllm": vllm.__version__,
+        "seed": SEED,
+        "bandwidth": bandwidth,
+        "tile": options.tile,
+        "warps": options.warps,
+        "rows": rows,
+        "calls": calls,
+    }
+    print(json.dumps(record))
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()
