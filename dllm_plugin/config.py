@@ -25,8 +25,7 @@ from dllm_plugin.models import FAMILIES, Family
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-KV_CACHE_LAYOUTS = ("auto", "unified")
-PLANNED = {"kv_cache_layout": ("distinct",)}
+KV_CACHE_LAYOUTS = ("auto", "unified", "distinct")
 MAX_STEPS = 4096
 MAX_FACTOR = 1000.0  # keeps logits that are multiplied by it within float32
 DEFAULT_BLOCK = 32
@@ -75,7 +74,7 @@ class DecodeConfig:
     factor                   Fast-dLLM's factor
     block_add_threshold      decided share of the last block that opens the next (tau_add)
     decoded_token_threshold  decided share that fully activates the next block (tau_act)
-    kv_cache_layout          `unified` is vLLM's own layout
+    kv_cache_layout          `unified` is vLLM's own; `distinct` ours, with fused span attention
     lora_path                D2F adapter (PEFT folder) merged into the weights at load
     eps                      end of Dream's time schedule
     alg_temp                 Dream: temperature of the choice of positions; None or 0: the best
@@ -224,7 +223,7 @@ class DecodeConfig:
             canvas_length=canvas,
             max_active_blocks=1 if strategy in FULL_ATTENTION else min(blocks, canvas),
             threshold=family.threshold if self.threshold is None else self.threshold,
-            kv_cache_layout="unified",
+            kv_cache_layout="distinct" if self.kv_cache_layout == "distinct" else "unified",
             architecture=architecture,
             mask_token_id=mask_token_id,
             turn_end_token_ids=turn_end_token_ids,
@@ -337,11 +336,6 @@ def register_tokenizer_mode() -> None:
 def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if isinstance(value, str) and value in choices:
         return
-    if isinstance(value, str) and value in PLANNED.get(name, ()):
-        raise ValueError(
-            f"{name} {value!r} is not implemented in this version; use one of: "
-            f"{', '.join(choices)}."
-        )
     raise ValueError(f"{name} {value!r} is unknown; choose one of: {', '.join(choices)}.")
 
 
