@@ -58,6 +58,11 @@ class BadWords:
             self.words_NWL = async_tensor_h2d(self.words_np, device=self.states.device)
             self._dirty = False
 
+    @property
+    def active(self) -> bool:
+        """Whether a request of this step has bad words."""
+        return self._step is not None
+
     def start_step(
         self, canvas: Canvas, slots_R: Tensor, slots_np: np.ndarray, source_RC: Tensor
     ) -> None:

@@ -12,7 +12,8 @@ FULL_ATTENTION = (SEMI_AUTOREGRESSIVE, PREFIX_CACHE, DUAL_CACHE)
 
 SCHEDULED = ("low_confidence", "entropy", "topk_margin", "random")
 STRATEGIES = ("auto", D2F, BLOCK_DIFFUSION, *FULL_ATTENTION)
-POLICIES = ("auto", "threshold", "factor", *SCHEDULED, "origin", "sequential")
+JOINT = "joint_threshold"
+POLICIES = ("auto", "threshold", "factor", *SCHEDULED, "origin", "sequential", JOINT)
 
 # Options that do nothing at these values, so that they may stand beside any strategy.
 OFF = {
@@ -22,6 +23,8 @@ OFF = {
     "confidence_eos_eot_inf": (False,),
     "top_p": (1,),
     "top_k": (0,),
+    "max_active_blocks": (1,),
+    "use_block_cache": (False,),
 }
 
 
@@ -36,14 +39,20 @@ def policies_of(strategy: str, family: Family) -> tuple[str, ...]:
         return ("threshold", "entropy", "topk_margin")
     everywhere = ("threshold", "factor", *SCHEDULED)
     if family.absolute_grid:
-        return (*everywhere, "sequential")
+        edits = (JOINT,) if family.edits_pattern else ()
+        return (*everywhere, "sequential", *edits)
     # Dream's own loop alone draws which positions to unmask.
     origin = strategy == SEMI_AUTOREGRESSIVE and family.name == "dream"
     return (*everywhere, "origin") if origin else everywhere
 
 
-def default_policy(strategy: str, family: Family) -> str:
-    """What `auto` becomes: the authors' own rule in their own loop, else threshold."""
+def default_policy(strategy: str, family: Family, edits: bool = False) -> str:
+    """What `auto` becomes: the authors' own rule in their own loop, else threshold.
+
+    `edits` is whether the checkpoint was trained to replace tokens.
+    """
+    if edits:
+        return JOINT
     if strategy != SEMI_AUTOREGRESSIVE:
         return "threshold"
     return "entropy" if family.name == "dream" else "low_confidence"
@@ -65,7 +74,7 @@ def options_read(strategy: str, policy: str, family: Family) -> set[str]:
     if family.absolute_grid and policy == "threshold":
         read.add("steps")  # how many positions a step unmasks at least
     if strategy == BLOCK_DIFFUSION:
-        return read
+        return read | _options_of_blocks(policy, family)
     read.add("steps")  # also the most steps that a threshold may take
     if family.name == "dream":
         read |= {"top_p", "top_k"}
@@ -74,6 +83,17 @@ def options_read(strategy: str, policy: str, family: Family) -> set[str]:
         return read
     read |= {"logits_eos_inf", "confidence_eos_eot_inf"}
     return read | {"cfg_scale"} if strategy == SEMI_AUTOREGRESSIVE else read
+
+
+def _options_of_blocks(policy: str, family: Family) -> set[str]:
+    """What block diffusion reads besides: several blocks at once, edits, sub-blocks."""
+    read = {"sub_block_length", "use_block_cache"} if family.sub_block_length else set()
+    if policy == JOINT:
+        read |= {"threshold", "editing_threshold", "max_post_steps", "num_to_transfer"}
+    if policy in ("threshold", JOINT):
+        # Schedules count the steps of one block.
+        read |= {"max_active_blocks", "block_add_threshold", "decoded_token_threshold"}
+    return read
 
 
 def options_of(strategy: str, family: Family) -> set[str]:

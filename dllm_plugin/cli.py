@@ -6,11 +6,12 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import dllm_plugin
 from dllm_plugin import default_model
-from dllm_plugin.config import POLICIES, STRATEGIES
+from dllm_plugin.bench.options import MODES, add_modes, settings_of
+from dllm_plugin.choices import POLICIES, STRATEGIES
 from dllm_plugin.offline import (
     BUNDLED_MEMORY,
     conversation,
@@ -71,6 +72,11 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_argument("model", nargs="?", help="folder or hub name (default: the bundled one)")
     _add_decode_options(doctor)
 
+    _add_bench(commands)
+    return parser
+
+
+def _add_bench(commands: Any) -> None:
     bench = commands.add_parser("bench", help="measure this installation")
     modes = bench.add_subparsers(dest="mode", required=True, metavar="MODE")
     host = modes.add_parser("host", help="time per denoising step outside the model forward")
@@ -80,7 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     host.add_argument("--max-tokens", type=_positive, default=128)
     host.add_argument("--seed", type=int, default=0)
-    return parser
+    add_modes(modes)
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -191,13 +197,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     try:
-        return _run(args)
+        return _run(args, arguments)
     except (ValueError, OSError) as error:
         print(f"diffuplug: error: {one_sentence(error)}", file=sys.stderr)
         return 1
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     if args.command == "generate":
         return generate(args)
     if args.command == "eval":
@@ -212,6 +218,11 @@ def _run(args: argparse.Namespace) -> int:
         from dllm_plugin import doctor
 
         return doctor.run(engine_options(args))
+    if args.mode in MODES:
+        settings = settings_of(args)
+        from dllm_plugin.bench import command
+
+        return command.run(settings, arguments)
     from dllm_plugin import host_bench
 
     return host_bench.run(engine_options(args), args.requests, args.max_tokens, args.seed)

@@ -1,7 +1,7 @@
-"""DecodeConfig and the per-architecture hook into vLLM's configuration."""
+"""DecodeConfig: the options, their limits, and what `auto` becomes."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,24 +10,20 @@ from dllm_plugin.choices import (
     D2F,
     DUAL_CACHE,
     FULL_ATTENTION,
+    JOINT,
     OFF,
-    POLICIES,
     SEMI_AUTOREGRESSIVE,
-    STRATEGIES,
     default_policy,
     options_of,
     options_read,
-    policies_of,
     strategies_of,
 )
 from dllm_plugin.models import FAMILIES, Family
+from dllm_plugin.option_checks import check_block_length, check_policy, check_values
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-KV_CACHE_LAYOUTS = ("auto", "unified", "distinct")
-MAX_STEPS = 4096
-MAX_FACTOR = 1000.0  # keeps logits that are multiplied by it within float32
 DEFAULT_BLOCK = 32
 DEFAULT_CANVAS = 256  # of full attention: what one refresh recomputes behind the prompt
 PLAIN_REASON = (
@@ -52,8 +48,13 @@ REQUEST_FIELDS = (
     "max_active_blocks",
     "block_add_threshold",
     "decoded_token_threshold",
+    "editing_threshold",
+    "max_post_steps",
+    "num_to_transfer",
+    "sub_block_length",
+    "use_block_cache",
 )
-SWITCHES = ("logits_eos_inf", "confidence_eos_eot_inf")
+JOINT_THRESHOLD = 0.7  # LLaDA2.1's quality mode, with editing_threshold 0.5
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,8 @@ class DecodeConfig:
                              semi_autoregressive on Dream the whole canvas
     canvas_length            positions fed per request and step, for full attention the most that
                              a refresh recomputes behind the prompt; None: see `resolve`
-    max_active_blocks        open blocks per request; None: what fits the canvas, at least 8
+    max_active_blocks        D2F: open blocks per request; None: what fits the canvas, at least 8.
+                             block_diffusion: blocks that are denoised at once; None: 1
     steps                    denoising steps per block; None: block_length
     threshold                confidence from which a position is unmasked (tau_conf)
     factor                   Fast-dLLM's factor
@@ -82,6 +84,11 @@ class DecodeConfig:
     cfg_scale                LLaDA: classifier-free guidance; 0 is off
     logits_eos_inf           LLaDA: never propose EOS
     confidence_eos_eot_inf   LLaDA: no confidence in EOS and end of turn
+    editing_threshold        joint_threshold: confidence above which a token is replaced
+    max_post_steps           joint_threshold: most steps of a block without masks that may edit
+    num_to_transfer          joint_threshold: how many positions a step unmasks at least
+    sub_block_length         Fast-dLLM v2: positions decoded at a time in a block; None: 8
+    use_block_cache          Fast-dLLM v2: trust the KV of other sub-blocks within a block
 
     The last five fields are filled by `resolve`, never by users.
     """
@@ -105,6 +112,11 @@ class DecodeConfig:
     cfg_scale: float = 0.0
     logits_eos_inf: bool = False
     confidence_eos_eot_inf: bool = False
+    editing_threshold: float = 0.5
+    max_post_steps: int = 16
+    num_to_transfer: int = 1
+    sub_block_length: int | None = None
+    use_block_cache: bool = False
     architecture: str = dataclasses.field(default="", metadata={"internal": True})
     mask_token_id: int = dataclasses.field(default=-1, metadata={"internal": True})
     turn_end_token_ids: tuple[int, ...] = dataclasses.field(default=(), metadata={"internal": True})
@@ -131,6 +143,24 @@ class DecodeConfig:
         """Whether a refresh decides the block's first position alone (Fast-dLLM on Dream)."""
         return self.family.logits_shift and self.strategy in FULL_ATTENTION[1:]
 
+    @property
+    def commits_alone(self) -> bool:
+        """Whether a block begins with a token that only the commit pass before it predicts.
+
+        Fast-dLLM v2's loop; several blocks at once leave it for the one of the other families.
+        """
+        family = self.family
+        return family.absolute_grid and family.logits_shift and self.max_active_blocks == 1
+
+    @property
+    def block_slots(self) -> int:
+        """Most blocks of a request that a step looks at."""
+        assert self.canvas_length is not None and self.max_active_blocks is not None
+        if self.strategy != BLOCK_DIFFUSION or self.commits_alone:
+            return self.max_active_blocks
+        # A block that is stored rides along with those that are denoised.
+        return min(self.max_active_blocks + 1, self.canvas_length)
+
     @classmethod
     def from_user(cls, given: Mapping[str, Any]) -> "DecodeConfig":
         """Check user keys and values. Raises ValueError with one sentence."""
@@ -146,31 +176,7 @@ class DecodeConfig:
 
     def check(self) -> None:
         """Raise ValueError naming the first option that is out of range."""
-        _one_of("strategy", self.strategy, STRATEGIES)
-        _one_of("policy", self.policy, POLICIES)
-        _one_of("kv_cache_layout", self.kv_cache_layout, KV_CACHE_LAYOUTS)
-        for name in ("block_length", "canvas_length", "max_active_blocks", "steps"):
-            _whole_number(name, getattr(self, name))
-        if self.steps is not None and self.steps > MAX_STEPS:
-            raise ValueError(f"steps must be at most {MAX_STEPS}, got {self.steps}.")
-        for name in ("threshold", "block_add_threshold", "decoded_token_threshold", "top_p"):
-            if name != "threshold" or self.threshold is not None:
-                _number(name, getattr(self, name), 0.0, 1.0)
-        if self.top_p == 0:
-            raise ValueError("top_p must be greater than 0, got 0.")
-        if self.top_k != 0 or self.top_k is False:
-            _whole_number("top_k", self.top_k)
-        for name in ("factor", "cfg_scale", "alg_temp"):
-            value = getattr(self, name)
-            if name != "alg_temp" or value is not None:
-                _number(name, value, 0.0, MAX_FACTOR)
-        _number("eps", self.eps, 0.0, 1.0)
-        for name in SWITCHES:
-            # JSON clients of vLLM turn true into 1 on its way through `vllm_xargs`.
-            if getattr(self, name) not in (False, True):
-                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}.")
-        if self.lora_path is not None and not isinstance(self.lora_path, str):
-            raise ValueError(f"lora_path must be a folder name, got {self.lora_path!r}.")
+        check_values(self)
 
     def resolve(
         self,
@@ -179,8 +185,11 @@ class DecodeConfig:
         mask_token_id: int,
         turn_end_token_ids: tuple[int, ...] = (),
         block_length: int | None = None,
+        edits: bool = False,
     ) -> "DecodeConfig":
-        """Fill every open choice for a served model; `block_length` is what it was trained with.
+        """Fill every open choice for a served model.
+
+        `block_length` is what it was trained with, `edits` whether it was trained to edit.
 
         Raises ValueError when the canvas does not fit the context or a policy does not fit the
         strategy.
@@ -189,32 +198,20 @@ class DecodeConfig:
         strategy, reason = self._choose_strategy(family)
         policy = self.policy
         if policy == "auto":
-            policy = default_policy(strategy, family)
-        _check_policy(strategy, policy, family)
+            policy = default_policy(strategy, family, edits)
+        check_policy(strategy, policy, family)
         # Dream's authors decode the whole text as one block.
         whole = self.block_length is None and strategy == SEMI_AUTOREGRESSIVE
         whole = whole and family.name == "dream"
         block = self.block_length or block_length or DEFAULT_BLOCK
-        canvas = self.canvas_length
-        if canvas is not None:
-            if canvas > max_model_len:
-                raise ValueError(
-                    f"canvas_length {canvas} is longer than the context of {max_model_len} "
-                    "tokens: lower canvas_length or raise max_model_len."
-                )
-        elif strategy in FULL_ATTENTION:
-            canvas = max(DEFAULT_CANVAS, block)
-        elif strategy == BLOCK_DIFFUSION:
-            canvas = 2 * block
-        elif self.max_active_blocks is not None:
-            canvas = self.max_active_blocks * block
-        else:
-            canvas = max(128, 4 * block)
-        canvas = min(canvas, max_model_len)
+        canvas = self._choose_canvas(strategy, family, block, max_model_len)
         if whole or self.block_length is None and strategy in FULL_ATTENTION:
             block = canvas if whole else min(block, canvas)
-        _check_block_length(block, canvas)
+        check_block_length(block, canvas)
+        default_threshold = JOINT_THRESHOLD if policy == JOINT else family.threshold
         blocks = self.max_active_blocks or max(8, canvas // block)
+        if strategy == BLOCK_DIFFUSION:
+            blocks = self.max_active_blocks or 1
         return dataclasses.replace(
             self,
             strategy=strategy,
@@ -222,7 +219,8 @@ class DecodeConfig:
             block_length=block,
             canvas_length=canvas,
             max_active_blocks=1 if strategy in FULL_ATTENTION else min(blocks, canvas),
-            threshold=family.threshold if self.threshold is None else self.threshold,
+            threshold=self.threshold if self.threshold is not None else default_threshold,
+            sub_block_length=self.sub_block_length or family.sub_block_length,
             kv_cache_layout="distinct" if self.kv_cache_layout == "distinct" else "unified",
             architecture=architecture,
             mask_token_id=mask_token_id,
@@ -230,6 +228,28 @@ class DecodeConfig:
             reason=reason,
             whole_canvas=whole,
         )
+
+    def _choose_canvas(self, strategy: str, family: Family, block: int, max_model_len: int) -> int:
+        """Positions of a canvas; ValueError if one was asked for that the context cannot hold."""
+        if self.canvas_length is not None:
+            if self.canvas_length > max_model_len:
+                raise ValueError(
+                    f"canvas_length {self.canvas_length} is longer than the context of "
+                    f"{max_model_len} tokens: lower canvas_length or raise max_model_len."
+                )
+            return self.canvas_length
+        if strategy in FULL_ATTENTION:
+            canvas = max(DEFAULT_CANVAS, block)
+        elif strategy == BLOCK_DIFFUSION:
+            active = self.max_active_blocks or 1
+            # The block that is stored rides along, where it may.
+            alone = active == 1 and family.absolute_grid and family.logits_shift
+            canvas = block if alone else (active + 1) * block
+        elif self.max_active_blocks is not None:
+            canvas = self.max_active_blocks * block
+        else:
+            canvas = max(128, 4 * block)
+        return min(canvas, max_model_len)
 
     def _choose_strategy(self, family: Family) -> tuple[str, str]:
         """The strategy and why; ValueError if it does not fit the family."""
@@ -277,17 +297,27 @@ class DecodeConfig:
         if request.strategy == SEMI_AUTOREGRESSIVE and request.time_schedule:
             # Dream's loop by threshold releases positions step by step; one step is all at once.
             default = 1 if request.policy == "threshold" else block
-        return dataclasses.replace(request, block_length=block, steps=request.steps or default)
+        active = request.max_active_blocks
+        if request.strategy == BLOCK_DIFFUSION and "max_active_blocks" not in options_read(
+            request.strategy, request.policy, self.family
+        ):
+            active = 1
+        return dataclasses.replace(
+            request,
+            block_length=block,
+            steps=request.steps or default,
+            max_active_blocks=active,
+        )
 
     def _check_request(self, request: "DecodeConfig", fields: Mapping[str, Any]) -> None:
         request.check()
-        _check_policy(request.strategy, request.policy, self.family)
+        check_policy(request.strategy, request.policy, self.family)
         assert self.canvas_length is not None and self.max_active_blocks is not None
         if request.block_length is None:
             raise ValueError("block_length must be a whole number of at least 1, got None.")
         if request.threshold is None:
             raise ValueError("threshold must be a number between 0.0 and 1.0, got None.")
-        _check_block_length(request.block_length, self.canvas_length)
+        check_block_length(request.block_length, self.canvas_length)
         if request.max_active_blocks is None or (
             request.max_active_blocks > self.max_active_blocks
         ):
@@ -304,6 +334,8 @@ class DecodeConfig:
                     "policy."
                 )
         _check_steps(request)
+        # Whether blocks commit alone is the engine's choice.
+        _check_block_cache(dataclasses.replace(self, use_block_cache=request.use_block_cache))
 
 
 def get_decode_config(vllm_config: "VllmConfig") -> DecodeConfig:
@@ -312,75 +344,25 @@ def get_decode_config(vllm_config: "VllmConfig") -> DecodeConfig:
     return DecodeConfig(**resolved)
 
 
-def register_config_hooks(architectures: Iterable[str]) -> None:
-    """Enter our hook for each architecture into vLLM's map of model config hooks."""
-    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
-
-    from dllm_plugin.engine_config import DiffusionConfigHook
-
-    for architecture in architectures:
-        MODELS_CONFIG_MAP[architecture] = DiffusionConfigHook
-
-
-def register_tokenizer_mode() -> None:
-    """Register our tokenizer mode: vLLM's HF tokenizer with our renderer. Idempotent."""
-    from vllm.renderers.registry import RENDERER_REGISTRY
-    from vllm.tokenizers.registry import TokenizerRegistry
-
-    if TOKENIZER_MODE not in RENDERER_REGISTRY.renderers:
-        RENDERER_REGISTRY.register(TOKENIZER_MODE, "dllm_plugin.admission", "DiffusionRenderer")
-    if TOKENIZER_MODE not in TokenizerRegistry.tokenizers:
-        TokenizerRegistry.register(TOKENIZER_MODE, "vllm.tokenizers.hf", "CachedHfTokenizer")
-
-
-def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if isinstance(value, str) and value in choices:
-        return
-    raise ValueError(f"{name} {value!r} is unknown; choose one of: {', '.join(choices)}.")
-
-
-def _whole_number(name: str, value: Any) -> None:
-    if value is None:
-        return
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
-
-
-def _number(name: str, value: Any, low: float, high: float) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
-        raise ValueError(f"{name} must be a number between {low} and {high}, got {value!r}.")
-
-
-def _check_policy(strategy: str, policy: str, family: Family) -> None:
-    known = policies_of(strategy, family)
-    if policy not in known:
-        raise ValueError(
-            f"policy {policy!r} has no meaning for strategy {strategy!r} on {family.name} models; "
-            f"choose one of: {', '.join(known)}."
-        )
-
-
-def _check_block_length(block_length: int, canvas_length: int) -> None:
-    if block_length > canvas_length:
-        raise ValueError(
-            f"block_length {block_length} is longer than the canvas of {canvas_length} "
-            "positions: lower block_length or raise canvas_length in additional_config."
-        )
-
-
 def check_strategy_reads(config: DecodeConfig, given: Mapping[str, Any]) -> None:
     """Refuse engine options that the resolved strategy or family can never read."""
     read = options_of(config.strategy, config.family)
     for name in REQUEST_FIELDS:
         if name in given and name not in read and given[name] not in OFF.get(name, ()):
-            # What bounds the canvas of a strategy with several blocks means nothing for one.
-            if name == "max_active_blocks" and config.strategy == BLOCK_DIFFUSION:
-                continue
             raise ValueError(
                 f"{name} has no effect with strategy {config.strategy!r} on "
                 f"{config.architecture}: remove it or choose another strategy."
             )
     _check_steps(config)
+    _check_block_cache(config)
+
+
+def _check_block_cache(config: DecodeConfig) -> None:
+    if config.use_block_cache and not config.commits_alone:
+        raise ValueError(
+            f"use_block_cache needs max_active_blocks 1, got {config.max_active_blocks}: the cache "
+            "of a block is that of one block at a time."
+        )
 
 
 def _check_steps(config: DecodeConfig) -> None:

@@ -19,7 +19,7 @@ from dllm_plugin.config import (
 )
 from dllm_plugin.layouts.choice import take_distinct
 from dllm_plugin.models import FAMILIES, lora
-from dllm_plugin.models.blocks import trained_block_length
+from dllm_plugin.models.blocks import trained_block_length, trained_to_edit
 from dllm_plugin.models.weights import check_readable, checkpoint_folder
 from dllm_plugin.special_tokens import find_mask_token, find_turn_ends
 
@@ -83,6 +83,7 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
             mask_token_id,
             turn_ends,
             block_length,
+            trained_to_edit(model_config, family),
         )
         if not current_platform.is_cpu():
             config = _fit_warmup(config, user, model_config.max_model_len)
@@ -112,7 +113,7 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
             _set_refresh_scheduler(vllm_config)
             _set_piecewise_graphs(vllm_config)
         else:
-            _set_scheduler(vllm_config, config.canvas_length)
+            _set_scheduler(vllm_config, config)
             _set_prefix_caching(vllm_config, config)
             _set_graph_sizes(vllm_config, config.canvas_length)
         if config.kv_cache_layout == "distinct":
@@ -201,19 +202,23 @@ def _refuse_unsupported(vllm_config: VllmConfig) -> None:
             )
 
 
-def _set_scheduler(vllm_config: VllmConfig, canvas_length: int) -> None:
-    scheduler = vllm_config.scheduler_config
+def _set_scheduler(vllm_config: VllmConfig, config: DecodeConfig) -> None:
+    scheduler, canvas_length = vllm_config.scheduler_config, config.canvas_length
+    assert canvas_length is not None
     scheduler.scheduler_cls = SCHEDULER
-    # A bidirectional prompt may not be split.
-    scheduler.enable_chunked_prefill = False
+    if not config.family.absolute_grid:
+        # A bidirectional prompt may not be split.
+        scheduler.enable_chunked_prefill = False
+    chunked = scheduler.enable_chunked_prefill
     canvases = min(scheduler.max_num_seqs, CONCURRENT_CANVASES)
-    needed = vllm_config.model_config.max_model_len + canvases * canvas_length
+    prompt = canvas_length if chunked else vllm_config.model_config.max_model_len
+    needed = prompt + canvases * canvas_length
     if scheduler.max_num_batched_tokens < needed:
         logger.info(
-            "max_num_batched_tokens raised from %d to %d: the whole prompt of a bidirectional "
-            "model must fit one step beside %d canvases.",
+            "max_num_batched_tokens raised from %d to %d: %s must fit one step beside %d canvases.",
             scheduler.max_num_batched_tokens,
             needed,
+            "a part of a prompt" if chunked else "a whole prompt",
             canvases,
         )
         scheduler.max_num_batched_tokens = needed

@@ -104,6 +104,17 @@ class LogprobStash:
             cu_num_generated_tokens=[i * num_positions for i in range(num_reqs + 1)],
         )
 
+    def write_first(self, slots_R: Tensor, take_R: Tensor) -> None:
+        """Keep what was scored last for the first position of some canvases."""
+        if not self.active:
+            return
+        assert self.tables is not None
+        columns = zip(*self._scored, strict=True)
+        for table, values in zip(self.tables, map(torch.cat, columns), strict=True):
+            view = table if table.dim() == 2 else table[:, :, : self._columns]
+            mask = take_R if values.dim() == 1 else take_R[:, None]
+            view[slots_R, 0] = torch.where(mask, values, view[slots_R, 0])
+
 
 def _all_requests(rows: Tensor, index_R: Tensor, num_reqs: int) -> Tensor:
     """Put rows where their requests are in the batch and flatten requests and positions."""

@@ -95,6 +95,7 @@ class DiffusionModelState(ModelState):
     ) -> dict[str, Any]:
         """Turn the step's segments into attention metadata."""
         self.sampler.request_logits(input_batch)
+        self.sampler.trust_block_cache(input_batch, slot_mappings)
         return self.rows.build(
             input_batch,
             cudagraph_mode,

@@ -28,6 +28,11 @@ class Canvas(NamedTuple):
     step_R       int32, denoising steps that the first unfinished block has had
     block_add_threshold_R   float32, opens the next block when the last is this far decided
     decoded_token_threshold_R  float32, fully activates the next block
+    max_active_R float32, blocks that block diffusion denoises at once
+    sub_length_R int64, positions of a sub-block; 0 where blocks have none
+    tail_R       int32, leading positions that belong to the prompt
+    edits_R      bool, tokens of the first block may be replaced
+    edits_left_R float32, how many more steps without masks may do so
     """
 
     tokens_RC: Tensor
@@ -41,6 +46,11 @@ class Canvas(NamedTuple):
     step_R: Tensor
     block_add_threshold_R: Tensor
     decoded_token_threshold_R: Tensor
+    max_active_R: Tensor
+    sub_length_R: Tensor
+    tail_R: Tensor
+    edits_R: Tensor
+    edits_left_R: Tensor
 
 
 class StepPlan(NamedTuple):
@@ -53,6 +63,9 @@ class StepPlan(NamedTuple):
     num_stored_R    int64, leading blocks fed without masks: their KV is final after the forward
     num_committed_R int32, positions of these blocks
     leads_R         bool, this step decides the first position of its block and no other
+    editable_RC     bool, decided positions whose token may be replaced
+    checks_R        bool, the first block has no masks and commits unless a token is replaced
+    settled_R       int64, leading positions that no later step can replace
     """
 
     open_R: Tensor
@@ -62,6 +75,9 @@ class StepPlan(NamedTuple):
     num_stored_R: Tensor
     num_committed_R: Tensor
     leads_R: Tensor
+    editable_RC: Tensor
+    checks_R: Tensor
+    settled_R: Tensor
 
 
 class Proposal(NamedTuple):
@@ -80,7 +96,7 @@ class Proposal(NamedTuple):
 class StepOutcome(NamedTuple):
     """Decided after the forward.
 
-    unmask_RC       bool, positions that take their proposed token
+    unmask_RC       bool, positions that take their proposed token, edits included
     num_committed_R int32, leading positions that are final and emitted; the canvas moves behind
     refresh_R       bool, no KV is trusted: the next span starts at 0, not at the canvas
     ended_R         bool, what is emitted ends the request

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dllm_plugin.kernels.reference import best_per_block, per_block, rank
+from dllm_plugin.kernels.reference import best_per_block, per_block, rank, rank_in_block
 from dllm_plugin.plan import Canvas, Proposal, StepPlan
 
 
@@ -20,6 +20,7 @@ class PolicySettings(NamedTuple):
 
     threshold_R, factor_R, eps_R float32; steps_R int32, denoising steps per block;
     block_length_R int64, positions of a whole block;
+    editing_threshold_R, num_to_transfer_R float32, of :func:`joint_threshold`;
     time_schedule whether ``steps`` are Dream's time steps instead of LLaDA's transfer quota.
     """
 
@@ -28,6 +29,8 @@ class PolicySettings(NamedTuple):
     eps_R: Tensor
     steps_R: Tensor
     block_length_R: Tensor
+    editing_threshold_R: Tensor
+    num_to_transfer_R: Tensor
     time_schedule: bool
 
 
@@ -123,13 +126,47 @@ def schedule_of_block(
 def threshold_or_quota(
     plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicySettings
 ) -> Tensor:
-    """Candidates above the threshold if they make up the step's quota, else the best ones.
+    """Of each block the candidates above the threshold if they make up its quota, else the best.
 
-    SDAR ``low_confidence_dynamic`` and LLaDA2.0 (``threshold``); the comparison is strict.
+    SDAR ``low_confidence_dynamic`` and LLaDA2.0 (``threshold``); the comparison is strict. The
+    schedule is that of the first unfinished block.
     """
+    is_last_R = canvas.step_R >= settings.steps_R - 1
+    quota_R = _quota_of_block(canvas, settings).masked_fill(is_last_R, canvas.block_RC.shape[1])
+    return _sure_or_best(plan, canvas, proposal, settings, quota_R)
+
+
+def joint_threshold(
+    plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicySettings
+) -> Tensor:
+    """As :func:`threshold_or_quota` with one quota for all steps, and edits.
+
+    LLaDA2.1 ``generate`` (mask-to-token and token-to-token): beside the candidates, editable
+    positions whose proposal is another token with a confidence above the editing threshold.
+    """
+    quota_R = settings.num_to_transfer_R.to(torch.int64)
+    take_RC = _sure_or_best(plan, canvas, proposal, settings, quota_R)
+    sure_RC = proposal.confidence_RC > settings.editing_threshold_R[:, None]
+    return take_RC | (plan.editable_RC & sure_RC & (proposal.token_RC != canvas.tokens_RC))
+
+
+def _sure_or_best(
+    plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicySettings, quota_R: Tensor
+) -> Tensor:
+    """Candidates above the threshold; of blocks with fewer than their quota the best instead.
+
+    The quota is that of the first unfinished block; of those behind it, fully activated ones have
+    a quota of one and others none.
+    """
+    num_slots = plan.full_RS.shape[1]
+    is_first_RS = plan.active_RS & (plan.active_RS.cumsum(dim=1) == 1)
+    quota_RS = torch.where(is_first_RS, quota_R[:, None], plan.full_RS.to(torch.int64))
     sure_RC = plan.candidates_RC & (proposal.confidence_RC > settings.threshold_R[:, None])
-    enough_R1 = (sure_RC.sum(dim=1) >= _quota_of_block(canvas, settings))[:, None]
-    return torch.where(enough_R1, sure_RC, schedule_of_block(plan, canvas, proposal, settings))
+    enough_RS = per_block(sure_RC, canvas.block_RC, num_slots) >= quota_RS
+    ranks_RC = rank_in_block(proposal.score_RC, plan.candidates_RC, canvas.block_RC, num_slots)
+    slot_RC = canvas.block_RC.clamp_max(num_slots - 1)
+    best_RC = plan.candidates_RC & (ranks_RC < quota_RS.gather(1, slot_RC))
+    return torch.where(enough_RS.gather(1, slot_RC), sure_RC, best_RC)
 
 
 def _quota_of_block(canvas: Canvas, settings: PolicySettings) -> Tensor:
@@ -197,6 +234,7 @@ POLICIES: dict[str, Policy] = {
     "factor": factor,
     "origin": origin,
     "sequential": schedule,
+    "joint_threshold": joint_threshold,
 }
 # D2F always accepts by confidence; its policies only rank the forced pick.
 D2F_RULES: dict[str, Policy] = dict.fromkeys(("threshold", "entropy", "topk_margin"), threshold)
@@ -211,4 +249,5 @@ GRID_RULES: dict[str, Policy] = {
     **dict.fromkeys(POLICIES, schedule_of_block),
     "threshold": threshold_or_quota,
     "factor": factor,
+    "joint_threshold": joint_threshold,
 }

@@ -1,9 +1,11 @@
-"""Logits rows -> a token, its confidence and its rank score. Two siblings with one signature.
+"""Logits rows -> a token, its confidence and its rank score.
 
-Shape letters as in :mod:`dllm_plugin.plan`.
+A step whose requests want no more than temperature, bans and biases reads the logits once, in
+their own type (:mod:`dllm_plugin.kernels.row_stats`; on the CPU its twin). Filters, bad words,
+log-probabilities and LLaDA's EOS options need float32 copies, a few rows at a time. Which way a
+step takes is read from host mirrors. Shape letters as in :mod:`dllm_plugin.plan`.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,14 +14,11 @@ from torch import Tensor
 from vllm.config import ModelConfig
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from dllm_plugin.kernels.reference import (
-    counter_uniform,
-    drawn_order,
-    gumbel_uniform,
-    row_stats,
-)
+from dllm_plugin.kernels import reference, row_stats
+from dllm_plugin.kernels.reference import Draws, RowStats, at_rows, counter_uniform, drawn_order
 from dllm_plugin.logprobs import LogprobStash
-from dllm_plugin.rows import RowChunk
+from dllm_plugin.plan import Proposal
+from dllm_plugin.rows import RowChunk, StepRows, split
 from dllm_plugin.states import POLICY_IDS, CanvasStates
 from dllm_plugin.token_rules import NEGATIVE_INFINITY, TokenRules
 
@@ -27,8 +26,7 @@ from dllm_plugin.token_rules import NEGATIVE_INFINITY, TokenRules
 RANDOM_ORDER = 0x5D2F
 ORIGIN_ORDER = 0x0B16
 ALG_TEMP_ORDER = 0xA16
-
-Stats = tuple[Tensor, Tensor, Tensor]  # token_T, confidence_T, score_T
+NO_MASK = -1  # the mask id of rows that are under the rules already
 
 
 class Proposer:
@@ -50,107 +48,185 @@ class Proposer:
         ids = eos if isinstance(eos, list) else [eos]
         self.eos_ids = [i for i in ids if i is not None]
         self.turn_end_ids = list(states.config.turn_end_token_ids)
-        family = states.config.family.name
-        by_noise = states.config.full_attention and family == "llada"
-        self.propose: Callable[[RowChunk, np.ndarray], Stats] = (
-            self.propose_by_noise if by_noise else self.propose_by_draw
+        # LLaDA's confidence knows no temperature (`generate.py`); elsewhere it is that of the
+        # tempered, filtered distribution (Dream `sample_tokens`, D2F).
+        self.temper = not (states.config.full_attention and states.config.family.name == "llada")
+        self.on_cpu = states.device.type == "cpu"
+        self.propose_rows = (reference if self.on_cpu else row_stats).propose_rows
+
+    def propose(
+        self, chunks: list[RowChunk], slots_np: np.ndarray, num_rows: int, want_rank: bool = False
+    ) -> RowStats:
+        """Token and confidence of all rows of a step; `num_rows`, also of those in no chunk."""
+        draws = bool(self.sampling.temperature.np[slots_np].any())
+        copies, whole = self._needs_copies(slots_np, draws), len(chunks)
+        if copies or self.on_cpu:
+            chunks = [part for chunk in chunks for part in split(chunk)]
+        one = self._from_copies if copies else self._from_logits
+        if len(chunks) == 1 and not self.on_cpu:
+            return one(chunks[0], slots_np, draws, want_rank, num_rows)
+        stats = [one(chunk, slots_np, draws, want_rank, None) for chunk in chunks]
+        parts = [part for part in zip(*stats, strict=True) if part[0] is not None]
+        if len(chunks) == whole and not self.on_cpu:
+            return RowStats(*map(torch.cat, parts))  # whole chunks, in the order of their rows
+        rows = [chunk.rows_T for chunk in chunks]
+        return RowStats(*(at_rows(part, rows, num_rows) for part in parts))
+
+    def _needs_copies(self, slots_np: np.ndarray, draws: bool) -> bool:
+        sampling, states = self.sampling, self.states
+        filters = draws and (
+            sampling.min_p.np[slots_np].any()
+            or (sampling.top_k.np[slots_np] != sampling.vocab_size).any()
+            or (sampling.top_p.np[slots_np] != 1.0).any()
         )
+        options = ("top_k", "top_p", "logits_eos_inf", "confidence_eos_eot_inf")
+        wanted = any(states.uses(name, slots_np) for name in options)
+        return bool(filters or wanted or self.logprobs.active or self.rules.bad_words.active)
 
-    def propose_by_draw(self, chunk: RowChunk, slots_np: np.ndarray) -> Stats:
-        """Draw from the tempered, filtered distribution; the confidence is its probability.
-
-        Order: banned and biased ids, temperature, min_p, top-k and top-p, softmax. Dream
-        ``sample_tokens`` (top-p before top-k, and at temperature 0 too) and D2F.
-        """
-        sampling = self.sampling
-        logits_TV = self._ruled(chunk, slots_np)
-        uniform_T = None
-        if sampling.temperature.np[slots_np].any():
-            temperature_T = sampling.temperature.gpu[chunk.slot_T]
-            draws_T = temperature_T > 0
-            logits_TV /= temperature_T.where(draws_T, 1.0)[:, None]
-            uniform_T = counter_uniform(*self._counter(chunk))
-            uniform_T = uniform_T.where(draws_T, float("nan"))
-            logits_TV = self._filter(logits_TV, chunk.slot_T, slots_np)
-        logits_TV = self._filter_greedy(logits_TV, chunk.slot_T, slots_np)
-        return self._scored(chunk, slots_np, logits_TV, uniform_T)
-
-    def propose_by_noise(self, chunk: RowChunk, slots_np: np.ndarray) -> Stats:
-        """Draw by float64 Gumbel noise; the confidence knows neither noise nor temperature.
-
-        LLaDA ``generate.py``, ``add_gumbel_noise``: the largest of ``exp(logits) / (-ln u) ** T``
-        is the largest of ``logits / T - ln(-ln u)``. Filters restrict what can be drawn.
-        """
-        states, sampling = self.states, self.sampling
-        logits_TV = self._ruled(chunk, slots_np)
-        if states.uses("logits_eos_inf", slots_np):
-            off_T = states.number("logits_eos_inf", chunk.slot_T) > 0
-            self._ban(logits_TV, off_T, self.eos_ids)
-        token_T = logits_TV.argmax(dim=-1)
-        temperature_T = sampling.temperature.gpu[chunk.slot_T]
-        draws_T = temperature_T > 0
-        if sampling.temperature.np[slots_np].any() and len(logits_TV):
-            tempered_TV = logits_TV / temperature_T.where(draws_T, 1.0)[:, None]
-            tempered_TV = self._filter(tempered_TV, chunk.slot_T, slots_np).to(torch.float64)
-            uniform_TV = gumbel_uniform(*self._counter(chunk), logits_TV.shape[1])
-            tempered_TV -= (-uniform_TV.log()).log()
-            token_T = torch.where(draws_T, tempered_TV.argmax(dim=-1), token_T)
-        if states.uses("confidence_eos_eot_inf", slots_np):
-            unsure_T = states.number("confidence_eos_eot_inf", chunk.slot_T) > 0
-            self._ban(logits_TV, unsure_T, self.turn_end_ids)
-            # In the reference EOS is lost to the noised copy, which is the same one only then.
-            self._ban(logits_TV, unsure_T & ~draws_T, self.eos_ids)
-        return self._scored(chunk, slots_np, logits_TV, None, token_T)
-
-    def _ruled(self, chunk: RowChunk, slots_np: np.ndarray) -> Tensor:
-        """A float32 copy of the logits under the requests' token rules."""
-        logits_TV = chunk.logits_TV.to(torch.float32, copy=self.logprobs.active)
-        self.rules.apply(logits_TV, chunk.rows_T, chunk.slot_T, chunk.position_T, slots_np)
-        return logits_TV
-
-    def _counter(self, chunk: RowChunk, stream: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        seed_T = self.sampling.seeds.gpu[chunk.slot_T] ^ stream
-        return seed_T, chunk.position_T, self.states.counter_N[chunk.slot_T].to(torch.int64)
-
-    def _ban(self, logits_TV: Tensor, rows_T: Tensor, ids: list[int]) -> None:
-        for i in ids:
-            column_T = logits_TV[:, i]
-            column_T.masked_fill_(rows_T, NEGATIVE_INFINITY)
-
-    def _scored(
+    def _from_logits(
         self,
         chunk: RowChunk,
         slots_np: np.ndarray,
-        logits_TV: Tensor,
-        uniform_T: Tensor | None,
-        token_T: Tensor | None = None,
-    ) -> Stats:
-        states = self.states
-        policies = set(states.policy.np[slots_np].tolist())
-        stats, entropy_T, margin_T = row_stats(
-            logits_TV,
-            uniform_T,
-            want_entropy=POLICY_IDS["entropy"] in policies,
-            want_margin=POLICY_IDS["topk_margin"] in policies,
-            token_T=token_T,
+        draws: bool,
+        want_rank: bool,
+        num_rows: int | None,
+    ) -> RowStats:
+        """Read the rows where they are; ids that `min_tokens` holds back are banned in place."""
+        if self.rules.holds_back(slots_np):
+            position_T = self._position(chunk)
+            self.rules.hold_back(chunk.logits_XV, chunk.source_T, chunk.slot_T, position_T)
+        return self.propose_rows(
+            chunk.logits_XV,
+            chunk.slot_T,
+            self.states.config.mask_token_id,
+            self._draws(chunk) if draws else None,
+            temper=self.temper,
+            want_rank=want_rank,
+            bias=self.rules.biases(slots_np),
+            source_T=chunk.source_T,
+            num_rows=num_rows,
         )
-        scores = {"entropy": entropy_T, "topk_margin": margin_T}
-        if POLICY_IDS["sequential"] in policies:
-            scores["sequential"] = -chunk.position_T.to(torch.float32)
+
+    def _from_copies(
+        self,
+        chunk: RowChunk,
+        slots_np: np.ndarray,
+        draws: bool,
+        want_rank: bool,
+        num_rows: int | None,
+    ) -> RowStats:
+        """Order: banned and biased ids, temperature, min_p, top-k and top-p, draw, softmax."""
+        raw_TV, slot_T = chunk.logits_XV, chunk.slot_T
+        if chunk.source_T is not None:
+            raw_TV = raw_TV[chunk.source_T]
+        logits_TV = raw_TV.to(torch.float32, copy=True)
+        self.rules.apply(logits_TV, chunk.rows_T, slot_T, self._position(chunk), slots_np)
+        self._ban(logits_TV, "logits_eos_inf", slot_T, slots_np, self.eos_ids)
+        tempered_TV = logits_TV
+        if draws:
+            temperature_T = self.sampling.temperature.gpu[slot_T]
+            tempered_TV = logits_TV / temperature_T.where(temperature_T > 0, 1.0)[:, None]
+            tempered_TV = self._filter(tempered_TV, slot_T, slots_np)
+        tempered_TV = self._filter_greedy(tempered_TV, slot_T, slots_np)
+        stats = self.propose_rows(
+            tempered_TV,
+            slot_T,
+            NO_MASK,
+            self._draws(chunk) if draws else None,
+            divide=False,
+            temper=False,
+            want_rank=want_rank,
+            num_rows=num_rows,
+        )
+        if not self.temper:
+            stats = self._unfiltered(logits_TV, stats, slot_T, slots_np, want_rank, num_rows)
+        self.logprobs.score(raw_TV, stats.token_T[: len(slot_T)], chunk.rows_T)
+        return stats
+
+    def _unfiltered(
+        self,
+        logits_TV: Tensor,
+        stats: RowStats,
+        slot_T: Tensor,
+        slots_np: np.ndarray,
+        want_rank: bool,
+        num_rows: int | None,
+    ) -> RowStats:
+        """The same tokens with their confidence under LLaDA's rules."""
+        name = "confidence_eos_eot_inf"
+        self._ban(logits_TV, name, slot_T, slots_np, self.turn_end_ids)
+        # In the reference EOS is lost to the noised copy, which is the same one only then.
+        greedy_T = self.sampling.temperature.gpu[slot_T] == 0
+        self._ban(logits_TV, name, slot_T, slots_np, self.eos_ids, greedy_T)
+        token_T = stats.token_T[: len(slot_T)]
+        return self.propose_rows(
+            logits_TV, slot_T, NO_MASK, want_rank=want_rank, token_T=token_T, num_rows=num_rows
+        )
+
+    def _position(self, chunk: RowChunk) -> Tensor:
+        return self.states.start_N[chunk.slot_T] + chunk.offset_T + chunk.shift
+
+    def _draws(self, chunk: RowChunk) -> Draws:
+        sampling, states = self.sampling, self.states
+        tables = (sampling.temperature.gpu, sampling.seeds.gpu, states.counter_N, states.start_N)
+        return Draws(*tables, chunk.offset_T, chunk.shift)
+
+    def _ban(
+        self,
+        logits_TV: Tensor,
+        option: str,
+        slot_T: Tensor,
+        slots_np: np.ndarray,
+        ids: list[int],
+        among_T: Tensor | None = None,
+    ) -> None:
+        """Ban ids in the rows whose requests have set an option."""
+        if not self.states.uses(option, slots_np):
+            return
+        rows_T = self.states.number(option, slot_T) > 0
+        if among_T is not None:
+            rows_T &= among_T
+        for i in ids:
+            logits_TV[:, i].masked_fill_(rows_T, NEGATIVE_INFINITY)
+
+    def rank(self, step: StepRows) -> Proposal:
+        """Propose for canvas positions, each with the score that its request's policy ranks by."""
+        states, slots_R, source_RC = self.states, step.slots_R, step.source_RC
+        policies, policy_R1 = states.policies(step.slots_np), states.policy.gpu[slots_R][:, None]
+        want_rank = bool(policies & {"entropy", "topk_margin"})
+        stats = self.propose(step.chunks, step.slots_np, step.num_rows, want_rank)
+        raw_RC = stats.confidence_T[source_RC]
+        position_RC = torch.arange(source_RC.shape[1], device=states.device)
+        scores: dict[str, Tensor] = {}
+        if stats.entropy_T is not None and stats.margin_T is not None:
+            scores = {
+                "entropy": stats.entropy_T[source_RC],
+                "topk_margin": stats.margin_T[source_RC],
+            }
+        if "sequential" in policies:
+            scores["sequential"] = -position_RC.to(torch.float32)
         for name, stream in (("random", RANDOM_ORDER), ("origin", ORIGIN_ORDER)):
-            if POLICY_IDS[name] in policies:
-                scores[name] = counter_uniform(*self._counter(chunk, stream))
-        score_T, policy_T = stats.score_T, states.policy.gpu[chunk.slot_T]
-        for name, value_T in scores.items():
-            if value_T is not None:
-                score_T = torch.where(policy_T == POLICY_IDS[name], value_T, score_T)
-        if states.uses("alg_temp", slots_np):
-            alg_temp_T = states.number("alg_temp", chunk.slot_T)
-            uniform_T = counter_uniform(*self._counter(chunk, ALG_TEMP_ORDER))
-            score_T = drawn_order(score_T, alg_temp_T, uniform_T)
-        self.logprobs.score(chunk.logits_TV, stats.token_T, chunk.rows_T)
+            if name in policies:
+                scores[name] = self._uniform(slots_R, stream)
+        score_RC = raw_RC
+        for name, value_RC in scores.items():
+            score_RC = torch.where(policy_R1 == POLICY_IDS[name], value_RC, score_RC)
+        if states.uses("alg_temp", step.slots_np):
+            alg_temp_R1 = states.number("alg_temp", slots_R)[:, None]
+            score_RC = drawn_order(score_RC, alg_temp_R1, self._uniform(slots_R, ALG_TEMP_ORDER))
         # A row of NaN or of banned ids alone must not stop the request's progress.
-        return stats.token_T, stats.confidence_T.nan_to_num(0.0), score_T.nan_to_num(-1e30)
+        return Proposal(
+            stats.token_T[source_RC], raw_RC.nan_to_num(0.0), score_RC.nan_to_num(-1e30)
+        )
+
+    def _uniform(self, slots_R: Tensor, stream: int) -> Tensor:
+        """A random number per canvas position, float32 ``[R, C]``."""
+        states = self.states
+        position_C = torch.arange(states.canvas_NC.shape[1], device=states.device)
+        position_RC = states.start_N[slots_R][:, None] + position_C
+        seed_R1 = (self.sampling.seeds.gpu[slots_R] ^ stream)[:, None]
+        step_R1 = states.counter_N[slots_R].to(torch.int64)[:, None]
+        return counter_uniform(seed_R1, position_RC, step_R1)
 
     def _filter(self, logits_TV: Tensor, slot_T: Tensor, slots_np: np.ndarray) -> Tensor:
         sampling = self.sampling

@@ -14,33 +14,47 @@ from vllm.config import ModelConfig
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dllm_plugin.guidance import GuidedRows, context_rows, pair_rows
+from dllm_plugin.kernels import move_rows, reference
 from dllm_plugin.plan import Canvas, StepPlan
 from dllm_plugin.states import CanvasStates
 from dllm_plugin.strategies import PlanFunction
 
-# Rows sampled at once: bounds the fp32 copy of the logits.
-CHUNK_ROWS = 1024
+# Rows sampled at once where a step needs float32 copies of the logits.
+CHUNK_ROWS = 256
 WARMUP_PREFIX = "_warmup_"
 
 
 class RowChunk(NamedTuple):
     """Some logits rows of a step.
 
-    rows_T int64, index among all rows of the step; logits_TV model dtype; slot_T int64;
-    position_T int64, absolute position a row predicts.
+    rows_T int64, index among all rows of the step; logits_XV model dtype; source_T int, which
+    rows of it these are, None if all of them in order; slot_T int; offset_T int, added with
+    `shift` to the start of its slot's canvas: the position that a row predicts.
     """
 
     rows_T: Tensor
-    logits_TV: Tensor
+    logits_XV: Tensor
+    source_T: Tensor | None
     slot_T: Tensor
-    position_T: Tensor
+    offset_T: Tensor
+    shift: int
+
+
+class CarryMove(NamedTuple):
+    """Rows of this forward that become carry rows: from_R int64 row, where moved_R says so."""
+
+    logits_TV: Tensor
+    from_R: Tensor
+    slots_R: Tensor
+    moved_R: Tensor
 
 
 class StepRows(NamedTuple):
     """One step of the requests that decide something.
 
     index_R int64, their place in the batch; slots_R int64, slots_np the same on the host;
-    source_RC int64, row of each canvas position; num_rows, all values that source_RC can have.
+    source_RC int64, row of each canvas position; num_rows, all values that source_RC can have;
+    last_row_R int64, last logits row of what is stored, where it leads the next block.
     """
 
     index_R: Tensor
@@ -52,6 +66,7 @@ class StepRows(NamedTuple):
     source_RC: Tensor
     num_rows: int
     chunks: list[RowChunk]
+    last_row_R: Tensor | None = None
 
 
 def count_canvases(batch: InputBatch) -> int:
@@ -64,15 +79,19 @@ class CanvasRows:
     """All fed positions of every canvas: nothing has to be known before the forward.
 
     With shifted logits one row is missing, that of the last committed position, which is kept as
-    the *carry row* from the pass that committed it.
+    the *carry row* from the pass that committed it. Where blocks commit alone that row has decided
+    its position by then (:mod:`dllm_plugin.leads`).
     """
 
     def __init__(self, states: CanvasStates, model_config: ModelConfig, plan: PlanFunction) -> None:
         self.states = states
         self.plan = plan
         self.carry_NV: Tensor | None = None
+        self._move: CarryMove | None = None
         num_slots, self.num_positions = states.canvas_NC.shape
-        if states.config.family.logits_shift:
+        self.shift = int(states.config.family.logits_shift)
+        self.commits_alone = states.config.commits_alone
+        if self.shift and not self.commits_alone:
             torch_dtype = model_config.dtype
             assert isinstance(torch_dtype, torch.dtype)
             self.carry_NV = torch.zeros(
@@ -85,7 +104,7 @@ class CanvasRows:
     def request(self, batch: InputBatch) -> None:
         """Ask for the last row of each prefill when logits are shifted."""
         canvases = count_canvases(batch)
-        if self.carry_NV is None or not batch.is_prefilling_np[canvases:].any():
+        if not self.shift or not batch.is_prefilling_np[canvases:].any():
             return
         # vLLM's warm-up hands a grammar to its prefills and expects them to have no rows.
         # Ids of clients end in what vLLM appends to them, never in "_".
@@ -109,6 +128,9 @@ class CanvasRows:
         canvas, remaining_R = self.states.view(slots_R, fed_R)
         plan = self.plan(canvas, self.states.config.mask_token_id)
         source_RC = self._source_rows(batch, canvases)
+        # The row of the last position that commits now serves the next steps.
+        moved_R = plan.num_committed_R.clamp_min(1).to(torch.int64)
+        last_row_R = batch.cu_num_logits[:canvases] + moved_R - 1
         return StepRows(
             torch.arange(canvases, device=self.states.device),
             slots_R,
@@ -118,16 +140,25 @@ class CanvasRows:
             plan,
             source_RC,
             num_rows + (0 if self.carry_NV is None else canvases),
-            list(self._chunks(logits_TV, batch, slots_R, plan, source_RC)),
+            list(self._chunks(logits_TV, batch, slots_R, plan, source_RC, last_row_R)),
+            last_row_R if self.commits_alone else None,
         )
+
+    def keep_carries(self) -> None:
+        """After the proposals: keep the row of the last position that commits in this step."""
+        move, self._move = self._move, None
+        if move is not None:
+            assert self.carry_NV is not None
+            module = move_rows if self.carry_NV.is_cuda else reference
+            module.move_rows(move.logits_TV, move.from_R, self.carry_NV, *move[2:])
 
     def _source_rows(self, batch: InputBatch, canvases: int) -> Tensor:
         """Row that predicts each canvas position, int64 ``[R, C]``; clamped behind the span."""
-        shift = 0 if self.carry_NV is None else 1
         bounds = batch.cu_num_logits[: canvases + 1].to(torch.int64)
         position_C = torch.arange(self.num_positions, device=self.states.device)
-        source_RC = torch.minimum(bounds[:-1, None] + position_C - shift, bounds[1:, None] - 1)
-        if shift:
+        source_RC = bounds[:-1, None] + (position_C - self.shift).clamp_min(0)
+        source_RC = torch.minimum(source_RC, bounds[1:, None] - 1)
+        if self.carry_NV is not None:
             # The carry rows stand behind the rows of this forward.
             request_R = torch.arange(canvases, device=self.states.device)
             source_RC[:, 0] = batch.num_draft_tokens + request_R
@@ -140,30 +171,29 @@ class CanvasRows:
         slots_R: Tensor,
         plan: StepPlan,
         source_RC: Tensor,
+        last_row_R: Tensor,
     ) -> Iterator[RowChunk]:
-        """The rows to propose from, at most CHUNK_ROWS at a time."""
-        states, shift = self.states, 0 if self.carry_NV is None else 1
-        slot_T = batch.expanded_idx_mapping
-        position_T = states.start_N[slot_T] + batch.expanded_local_pos + shift
-        parts = [(logits_TV, slot_T, position_T)]
+        """The rows to propose from: those of this forward, then the carry rows."""
+        states = self.states
+        slot_T, offset_T = batch.expanded_idx_mapping, batch.expanded_local_pos
+        parts: list[tuple[Tensor, Tensor | None, Tensor, Tensor, int]] = [
+            (logits_TV, None, slot_T, offset_T, self.shift)
+        ]
         if self.carry_NV is not None:
-            carry_RV = self.carry_NV[slots_R]
-            # The row of the last position that commits now serves the next steps.
-            moved_R1 = plan.num_committed_R[:, None]
-            row_R = batch.cu_num_logits[: len(slots_R)] + moved_R1[:, 0].clamp_min(1) - 1
-            new_RV = logits_TV[row_R.to(torch.int64)].to(carry_RV.dtype)
-            self.carry_NV[slots_R] = torch.where(moved_R1 > 0, new_RV, carry_RV)
-            parts.append((carry_RV, slots_R, states.start_N[slots_R]))
+            moved_R = plan.num_committed_R > 0
+            self._move = CarryMove(logits_TV, last_row_R, slots_R, moved_R)
+            parts.append((self.carry_NV, slots_R, slots_R, torch.zeros_like(slots_R), 0))
         first = 0
-        for logits, slots, positions in parts:
-            rows = torch.arange(first, first + len(logits), device=states.device)
+        for logits, source, slots, offsets, shift in parts:
+            rows = torch.arange(first, first + len(slots), device=states.device)
+            first += len(slots)
             if states.device.type == "cpu":
                 # There is no device to wait for, so rows that propose for nothing are left out.
-                chosen = torch.isin(rows, source_RC[plan.candidates_RC])
-                rows, logits = rows[chosen], logits[chosen]
-                slots, positions = slots[chosen], positions[chosen]
-            yield from split(RowChunk(rows, logits, slots, positions))
-            first += len(parts[0][0])
+                wanted_RC = plan.candidates_RC | plan.editable_RC
+                chosen = torch.isin(rows, source_RC[wanted_RC]).nonzero().squeeze(1)
+                rows, slots, offsets = rows[chosen], slots[chosen], offsets[chosen]
+                source = chosen if source is None else source[chosen]
+            yield RowChunk(rows, logits, source, slots, offsets, shift)
 
 
 class MaskedRows:
@@ -214,8 +244,10 @@ class MaskedRows:
         chunk = RowChunk(
             torch.arange(num_rows, device=states.device),
             states.canvas_NC.new_empty(num_rows, 0),
+            None,
             slot_T,
-            states.start_N[slot_T] + place_T,
+            place_T,
+            0,
         )
         if len(rows) > 1:
             self._guided = GuidedRows(guided_T, states.number("cfg_scale", slot_T)[guided_T])
@@ -242,10 +274,18 @@ class MaskedRows:
             return None
         if self._guided is not None:
             logits_TV = self._guided.combine(logits_TV, step.num_rows - 1)
-        return step._replace(chunks=list(split(step.chunks[0]._replace(logits_TV=logits_TV))))
+        return step._replace(chunks=[step.chunks[0]._replace(logits_XV=logits_TV)])
+
+    def keep_carries(self) -> None:
+        """Nothing: a refresh computes the row that a shifted model needs."""
 
 
 def split(chunk: RowChunk) -> Iterator[RowChunk]:
     """Cut rows into chunks of at most CHUNK_ROWS; no rows make one empty chunk."""
-    for low in range(0, max(len(chunk.rows_T), 1), CHUNK_ROWS):
-        yield RowChunk(*(part[low : low + CHUNK_ROWS] for part in chunk))
+    rows_T, logits_XV, source_T, slot_T, offset_T, shift = chunk
+    for low in range(0, max(len(rows_T), 1), CHUNK_ROWS):
+        part = slice(low, low + CHUNK_ROWS)
+        logits, source = (
+            (logits_XV[part], None) if source_T is None else (logits_XV, source_T[part])
+        )
+        yield RowChunk(rows_T[part], logits, source, slot_T[part], offset_T[part], shift)

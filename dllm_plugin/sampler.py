@@ -15,9 +15,10 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
+from dllm_plugin.choices import JOINT
 from dllm_plugin.config import DecodeConfig
 from dllm_plugin.guidance import partner_places
-from dllm_plugin.kernels.reference import at_rows
+from dllm_plugin.leads import BlockLeads
 from dllm_plugin.logprobs import LogprobStash
 from dllm_plugin.plan import Proposal, StepOutcome
 from dllm_plugin.policies import (
@@ -29,12 +30,17 @@ from dllm_plugin.policies import (
     Policy,
 )
 from dllm_plugin.proposals import Proposer
-from dllm_plugin.rows import CHUNK_ROWS, CanvasRows, MaskedRows, StepRows
+from dllm_plugin.rows import CHUNK_ROWS, CanvasRows, MaskedRows, StepRows, count_canvases
 from dllm_plugin.states import POLICY_IDS, CanvasStates
-from dllm_plugin.strategies import STRATEGIES, plan_leading_position
+from dllm_plugin.strategies import (
+    STRATEGIES,
+    keep_edited,
+    plan_leading_position,
+    sub_block_to_store,
+)
 from dllm_plugin.token_rules import TokenRules
 
-POLICY_NAMES = tuple(POLICIES)
+NOT_STORED = -1  # slot of a position whose KV is not kept
 
 
 def rules_of(config: DecodeConfig) -> dict[str, Policy]:
@@ -67,6 +73,9 @@ class DiffusionSampler:
         self.proposer = Proposer(
             states, self.sampling_states, self.rules, self.logprobs, model_config
         )
+        self.leads: BlockLeads | None = None
+        if config.commits_alone:
+            self.leads = BlockLeads(states, self.rules, self.logprobs, self.proposer.propose)
         self.max_rows = max_rows
         self.num_positions = states.canvas_NC.shape[1]
 
@@ -84,6 +93,33 @@ class DiffusionSampler:
     def request_logits(self, batch: InputBatch) -> None:
         """Before the forward: choose the rows that become logits."""
         self.rows.request(batch)
+
+    def trust_block_cache(self, batch: InputBatch, slot_mappings: Tensor) -> None:
+        """Before the forward: store no KV but that of the sub-block a request is decoding.
+
+        Fast-dLLM v2 with ``use_block_cache``: once every position of a block has KV, and the first
+        token of the sub-block is known, the other sub-blocks' KV stays as it was. They are computed
+        all the same, since a row of a canvas costs next to nothing at small batches, and not kept.
+        """
+        canvases = count_canvases(batch)
+        slots_np = batch.idx_mapping_np[:canvases]
+        if self.leads is None or not self.states.uses("use_block_cache", slots_np):
+            return
+        slots_R = batch.idx_mapping[:canvases]
+        stops = batch.query_start_loc[: canvases + 1].to(torch.int64)
+        canvas, _ = self.states.view(slots_R, stops.diff())
+        keep_RC = sub_block_to_store(
+            canvas, self.rows.plan(canvas, self.states.config.mask_token_id)
+        )
+        asks_R1 = (self.states.number("use_block_cache", slots_R) > 0)[:, None]
+        drop_RC = asks_R1 & self.states.cached_N[slots_R][:, None] & ~keep_RC
+        row_T = torch.arange(batch.num_tokens, device=stops.device)
+        request_T = torch.searchsorted(stops, row_T, right=True) - 1
+        inside_T = request_T < canvases
+        request_T = request_T.clamp_max(canvases - 1)
+        place_T = (row_T - stops[request_T]).clamp_max(self.num_positions - 1)
+        drop_T = inside_T & drop_RC[request_T, place_T]
+        slot_mappings[:, : batch.num_tokens].masked_fill_(drop_T, NOT_STORED)
 
     def __call__(
         self, logits: Tensor, batch: InputBatch, draft_logits: Tensor | None = None
@@ -106,10 +142,13 @@ class DiffusionSampler:
             num_rejected.copy_(spans)
         elif self.states.config.family.absolute_grid:
             # The prompt's partial block is fed again with the rest of it: canvases begin there.
-            num_rejected.copy_(self.states.tail_N[batch.idx_mapping[: batch.num_reqs]])
+            slots_R = batch.idx_mapping[: batch.num_reqs]
+            tail_R = self.states.tail_N[slots_R]
+            ends_R = batch.seq_lens[: batch.num_reqs] == self.states.start_N[slots_R] + tail_R
+            num_rejected.copy_(tail_R * ends_R)
         step, logprobs = self.rows.read(logits, batch), None
         if step is not None:
-            outcome, tokens_RC, emitted_R, logprobs = self._denoise(step, batch.num_reqs)
+            outcome, tokens_RC, emitted_R, logprobs = self._denoise(step, logits, batch.num_reqs)
             index_R, committed_R = step.index_R, outcome.num_committed_R
             drafts_R = batch.cu_num_logits[: batch.num_reqs + 1].diff()[index_R]
             sampled[index_R] = tokens_RC
@@ -120,6 +159,8 @@ class DiffusionSampler:
             num_rejected[index_R] = rejected_R.to(torch.int32)
             if len(step.slots_np) < len(batch.req_ids) and self.states.config.full_attention:
                 self._mirror(batch, (sampled, num_sampled, num_rejected))
+        if self.leads is not None:
+            self.leads.after_prefill(logits, batch)
         return SamplerOutput(
             sampled_token_ids=sampled,
             logprobs_tensors=logprobs,
@@ -139,17 +180,21 @@ class DiffusionSampler:
         self.states.copy_rows(batch.idx_mapping[leaders], batch.idx_mapping[partners])
 
     def _reserve_peak(self, logits: Tensor) -> None:
-        """Let vLLM's memory profile, which runs no canvas, see what a full step allocates."""
-        num_rows = self.max_rows
-        held = [logits.new_empty(num_rows, logits.shape[1])]
+        """Let vLLM's memory profile, which runs no canvas, see what a full step allocates.
+
+        Float32 copies are made of CHUNK_ROWS rows at most: the copy, the tempered and filtered
+        one, and what top-p sorts (values, int64 indices, probabilities, mask and result).
+        """
+        num_rows, vocab_size, device = self.max_rows, logits.shape[1], logits.device
+        held = [logits.new_empty(num_rows, vocab_size)]
         chunk = min(num_rows, CHUNK_ROWS)
-        held += [torch.empty(chunk, logits.shape[1], device=logits.device) for _ in range(5)]
+        held += [torch.empty(chunk, vocab_size, device=device) for _ in range(8)]
         # The table of token biases is made when a request first needs one, and then stays.
-        held.append(torch.empty(len(self.states.open_N) + 1, logits.shape[1], device=logits.device))
+        held.append(torch.empty(len(self.states.open_N) + 1, vocab_size, device=device))
         del held
 
     def _denoise(
-        self, step: StepRows, num_reqs: int
+        self, step: StepRows, logits_TV: Tensor, num_reqs: int
     ) -> tuple[StepOutcome, Tensor, Tensor, LogprobsTensors | None]:
         """One denoising step: propose, pick, settle, advance.
 
@@ -160,16 +205,12 @@ class DiffusionSampler:
         mask_id = states.config.mask_token_id
         self.rules.start_step(canvas, slots_R, step.slots_np, step.source_RC)
         self.logprobs.start_step(step.slots_np)
-        stats = [self.proposer.propose(chunk, step.slots_np) for chunk in step.chunks]
-        rows = [chunk.rows_T for chunk in step.chunks]
-        proposal = Proposal(
-            *(
-                at_rows(part, rows, step.num_rows)[step.source_RC]
-                for part in zip(*stats, strict=True)
-            )
-        )
+        proposal = self.proposer.rank(step)
+        self.rows.keep_carries()
         unmask_RC = self._pick(step, proposal)
         unmask_RC = self.rules.withhold(canvas, proposal, unmask_RC)
+        if JOINT in self.policies:
+            plan, unmask_RC = keep_edited(canvas, plan, unmask_RC)
         tokens_RC = torch.where(unmask_RC, proposal.token_RC, canvas.tokens_RC)
         tail_R = states.tail_N[slots_R]
         position_C = torch.arange(self.num_positions, device=states.device)
@@ -177,12 +218,18 @@ class DiffusionSampler:
         outcome = self.settle(
             canvas, plan, unmask_RC, tokens_RC, is_stop_RC, step.remaining_R, mask_id
         )
-        saw_stop_R = canvas.saw_stop_R | is_stop_RC.any(dim=1)
+        # A stop token that was replaced is forgotten.
+        saw_stop_R = (canvas.saw_stop_R & ~canvas.edits_R) | is_stop_RC.any(dim=1)
         emit_RC = (position_C + tail_R[:, None]).clamp_max(self.num_positions - 1)
         logprobs = self.logprobs.settle(
             step.source_RC, step.num_rows, outcome, emit_RC, slots_R, step.index_R, num_reqs
         )
+        lead = None
+        if self.leads is not None:
+            lead = self.leads.after_commit(step, logits_TV, outcome, tokens_RC)
         states.advance(slots_R, plan, outcome, tokens_RC, saw_stop_R)
+        if self.leads is not None and lead is not None:
+            self.leads.write(lead)
         emitted_R = (outcome.num_committed_R - tail_R).clamp_min(0)
         return outcome, tokens_RC.gather(1, emit_RC), emitted_R, logprobs
 
@@ -190,7 +237,7 @@ class DiffusionSampler:
         """Apply each request's policy; one batched call per policy present."""
         states, plan, canvas = self.states, step.plan, step.canvas
         settings = states.policy_settings(step.slots_R)
-        names = {POLICY_NAMES[i] for i in set(states.policy.np[step.slots_np].tolist())}
+        names = states.policies(step.slots_np)
         unmask_RC = torch.zeros_like(plan.candidates_RC)
         for name in sorted(names):
             take_RC = self.policies[name](plan, canvas, proposal, settings)

@@ -27,8 +27,11 @@ class DiffusionScheduler(AsyncScheduler):
         self._bound_requests()
 
     def _bound_requests(self) -> None:
-        # Every running request feeds a whole canvas per step; a whole prompt must fit beside.
-        room = self.max_num_scheduled_tokens - self.max_model_len
+        # Every running request feeds a whole canvas per step; a prompt, or a part of one where it
+        # may be split, must fit beside.
+        chunked = self.scheduler_config.enable_chunked_prefill
+        beside = self.num_spec_tokens if chunked else self.max_model_len
+        room = self.max_num_scheduled_tokens - beside
         fits = max(1, room // self.num_spec_tokens)
         if fits < self.max_num_active_reqs:
             logger.info(
@@ -82,11 +85,18 @@ class DiffusionScheduler(AsyncScheduler):
     ) -> int:
         """How many tokens of a request to compute; vLLM asks before it reserves pages.
 
-        On an absolute grid the first canvas begins inside the prompt, with its partial block; vLLM,
-        which counts the prompt as computed, would cut that canvas where the context ends.
+        On an absolute grid a prefill that does not fit the step is cut at the end of a block. And
+        the first canvas begins inside the prompt, with its partial block; vLLM, which counts the
+        prompt as computed, would cut that canvas where the context ends.
         """
-        at_start = num_computed_tokens == request.num_prompt_tokens
-        if not (self.decode_config.family.absolute_grid and at_start and num_new_tokens):
+        if not (self.decode_config.family.absolute_grid and num_new_tokens):
+            return num_new_tokens
+        end = num_computed_tokens + num_new_tokens
+        if end < request.num_tokens:
+            whole = end // self.block_length[request.request_id]
+            end = whole * self.block_length[request.request_id]
+            return max(0, end - num_computed_tokens)
+        if num_computed_tokens != request.num_prompt_tokens:
             return num_new_tokens
         tail = request.num_prompt_tokens % self.block_length[request.request_id]
         return min(num_new_tokens + tail, self.num_spec_tokens)

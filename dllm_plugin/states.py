@@ -17,17 +17,21 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 
+from dllm_plugin.choices import BLOCK_DIFFUSION
 from dllm_plugin.config import DecodeConfig
 from dllm_plugin.plan import Canvas, StepOutcome, StepPlan
 from dllm_plugin.policies import POLICIES, PolicySettings
 from dllm_plugin.strategies import Bounds, bounds
 
 PARKED_PER_SLOT = 16
+POLICY_NAMES = tuple(POLICIES)
 POLICY_IDS = {name: i for i, name in enumerate(POLICIES)}
 # Columns of `numbers`: fields of DecodeConfig that the step reads per request.
 NUMBERS = (
     *("threshold", "factor", "eps", "block_add_threshold", "decoded_token_threshold"),
     *("alg_temp", "top_p", "top_k", "cfg_scale", "logits_eos_inf", "confidence_eos_eot_inf"),
+    *("editing_threshold", "max_post_steps", "num_to_transfer", "max_active_blocks"),
+    *("sub_block_length", "use_block_cache"),
 )
 
 
@@ -43,6 +47,8 @@ class CanvasStates:
     step_N           int64, denoising steps of the request: the counter of its random numbers
     start_N          int64, absolute position of canvas position 0
     tail_N           int32, leading canvas positions that belong to the prompt: never emitted
+    post_step_N      int32, steps that the first block has had without masks and not committed
+    cached_N         bool, every position of the first block has KV of this block's steps
     counter_N        `step_N`, or `block_step_N` where a preempted block is decoded again
     """
 
@@ -54,8 +60,7 @@ class CanvasStates:
         self.device = draft_tokens_NC.device
         self.model_config = model_config
         num_slots = draft_tokens_NC.shape[0]
-        assert config.max_active_blocks is not None
-        blocks = config.max_active_blocks
+        blocks = config.block_slots
         self.open_N = torch.zeros(num_slots, dtype=torch.int32, device=self.device)
         self.full_NS = torch.zeros(num_slots, blocks, dtype=torch.bool, device=self.device)
         self.saw_stop_N = torch.zeros(num_slots, dtype=torch.bool, device=self.device)
@@ -64,6 +69,8 @@ class CanvasStates:
         self.step_N = torch.zeros(num_slots, dtype=torch.int64, device=self.device)
         self.start_N = torch.zeros(num_slots, dtype=torch.int64, device=self.device)
         self.tail_N = torch.zeros(num_slots, dtype=torch.int32, device=self.device)
+        self.post_step_N = torch.zeros(num_slots, dtype=torch.int32, device=self.device)
+        self.cached_N = torch.zeros(num_slots, dtype=torch.bool, device=self.device)
 
         self.prompt_len_np = np.zeros(num_slots, dtype=np.int64)
         self.origin = UvaBackedTensor(num_slots, dtype=torch.int64)
@@ -75,7 +82,8 @@ class CanvasStates:
         self.numbers = UvaBackedTensor((num_slots, len(NUMBERS)), dtype=torch.float32)
         assert config.block_length is not None
         self.block_length.np.fill(config.block_length)
-        self.counter_N = self.block_step_N if config.full_attention else self.step_N
+        restarts = config.full_attention or config.commits_alone
+        self.counter_N = self.block_step_N if restarts else self.step_N
 
         # Tables of other owners that move with the canvas: parked and restored like it.
         self.companions: list[Tensor] = []
@@ -103,6 +111,8 @@ class CanvasStates:
             self.block_step_N,
             self.step_N,
             self.tail_N,
+            self.post_step_N,
+            self.cached_N,
             *self.companions,
         )
 
@@ -120,7 +130,8 @@ class CanvasStates:
         absolute = self.config.family.absolute_grid
         self.origin.np[slot] = 0 if absolute else prompt_len
         self.block_length.np[slot] = request.block_length
-        self.max_blocks.np[slot] = request.max_active_blocks
+        several = self.config.strategy == BLOCK_DIFFUSION and not self.config.commits_alone
+        self.max_blocks.np[slot] = self.config.block_slots if several else request.max_active_blocks
         self.end.np[slot] = min(prompt_len + params.max_tokens, self.max_model_len)
         self.policy.np[slot] = POLICY_IDS[request.policy]
         self.steps.np[slot] = request.steps
@@ -148,12 +159,13 @@ class CanvasStates:
         most as many requests as there are slots can be waiting to resume; the bound leaves room
         for priorities, under which more can.
         A request that resumes from parked rows takes the steps it would have taken. Under full
-        attention the KV that the open block was decided on is lost: it starts again.
+        attention, and with the cache of a block, the KV that the open block was decided on is
+        lost: it starts again.
         """
         slot = self.req_id_to_slot.pop(req_id, None)
         if slot is None:
             return
-        if self.config.full_attention:
+        if self.config.full_attention or self.uses("use_block_cache", np.array([slot])):
             self._origins.pop(req_id, None)
             return
         self._parked[req_id] = tuple(row[slot].clone() for row in self._rows)
@@ -238,12 +250,21 @@ class CanvasStates:
             step_R=self.block_step_N[slots_R],
             block_add_threshold_R=self.number("block_add_threshold", slots_R),
             decoded_token_threshold_R=self.number("decoded_token_threshold", slots_R),
+            max_active_R=self.number("max_active_blocks", slots_R),
+            sub_length_R=self.number("sub_block_length", slots_R).to(torch.int64),
+            tail_R=self.tail_N[slots_R],
+            edits_R=self.policy.gpu[slots_R] == POLICY_IDS["joint_threshold"],
+            edits_left_R=self.number("max_post_steps", slots_R) - self.post_step_N[slots_R],
         )
         return canvas, (end_R - start_R).to(torch.int32)
 
     def number(self, name: str, slots: Tensor) -> Tensor:
         """One column of `numbers`, float32, for the given slots."""
         return self.numbers.gpu[slots, NUMBERS.index(name)]
+
+    def policies(self, slots_np: np.ndarray) -> set[str]:
+        """Names of the policies of the given slots."""
+        return {POLICY_NAMES[i] for i in set(self.policy.np[slots_np].tolist())}
 
     def uses(self, name: str, slots_np: np.ndarray) -> bool:
         """Whether one of the given slots has set an option that is off by default."""
@@ -270,6 +291,8 @@ class CanvasStates:
             eps_R=self.number("eps", slots_R),
             steps_R=self.steps.gpu[slots_R],
             block_length_R=self.block_length.gpu[slots_R],
+            editing_threshold_R=self.number("editing_threshold", slots_R),
+            num_to_transfer_R=self.number("num_to_transfer", slots_R),
             time_schedule=self.config.time_schedule,
         )
 
@@ -305,6 +328,9 @@ class CanvasStates:
         self.step_N[slots_R] += denoised_R
         self.start_N[slots_R] += moved_R
         self.tail_N[slots_R] = (self.tail_N[slots_R] - moved_R).clamp_min(0)
+        waits_R = plan.checks_R & (plan.num_stored_R == 0)
+        self.post_step_N[slots_R] = (self.post_step_N[slots_R] + 1) * waits_R
+        self.cached_N[slots_R] = denoised_R
 
     def copy_rows(self, from_slots: Tensor, to_slots: Tensor) -> None:
         """Make the canvases of some slots equal to those of others."""

@@ -117,16 +117,40 @@ class TokenRules:
         slots_np: np.ndarray,
     ) -> None:
         """Ban and bias ids in place; the mask token is never a prediction."""
-        mask_id = self.states.config.mask_token_id
-        if self.bias_MV is not None and self.bias_row.np[slots_np].any():
-            logits_TV += self.bias_MV[self.bias_row.gpu[slot_T]]
+        mask_id, biases = self.states.config.mask_token_id, self.biases(slots_np)
+        if biases is not None:
+            logits_TV += biases[0][biases[1][slot_T]]
         logits_TV[:, mask_id] = NEGATIVE_INFINITY
-        if self.min_tokens_np[slots_np].any():
-            stop_TK = self.stop.gpu[slot_T]
-            early_TK = (position_T < self.min_end.gpu[slot_T])[:, None] & (stop_TK != UNUSED)
-            stop_TK = torch.where(stop_TK <= EARLY_ONLY, EARLY_ONLY - stop_TK, stop_TK)
-            logits_TV.scatter_(1, stop_TK.where(early_TK, mask_id), NEGATIVE_INFINITY)
+        if self.holds_back(slots_np):
+            self.hold_back(logits_TV, None, slot_T, position_T)
         self.bad_words.apply(logits_TV, rows_T)
+
+    def biases(self, slots_np: np.ndarray) -> tuple[Tensor, Tensor] | None:
+        """The table of biases and each slot's row of it, if one of the slots has any."""
+        if self.bias_MV is None or not self.bias_row.np[slots_np].any():
+            return None
+        return self.bias_MV, self.bias_row.gpu
+
+    def holds_back(self, slots_np: np.ndarray) -> bool:
+        """Whether one of the slots has set `min_tokens`."""
+        return bool(self.min_tokens_np[slots_np].any())
+
+    def hold_back(
+        self, logits_XV: Tensor, source_T: Tensor | None, slot_T: Tensor, position_T: Tensor
+    ) -> None:
+        """Ban stop tokens in place where a row predicts one of the first `min_tokens` positions.
+
+        A carry row that is changed with the others predicts the same position in every step.
+        """
+        if source_T is None:
+            source_T = torch.arange(len(slot_T), device=slot_T.device)
+        stop_TK = self.stop.gpu[slot_T]
+        early_TK = (position_T < self.min_end.gpu[slot_T])[:, None] & (stop_TK != UNUSED)
+        stop_TK = torch.where(stop_TK <= EARLY_ONLY, EARLY_ONLY - stop_TK, stop_TK)
+        # What need not be banned falls on the mask token, which is banned everywhere.
+        stop_TK = stop_TK.where(early_TK, self.states.config.mask_token_id)
+        banned = logits_XV.new_full((), NEGATIVE_INFINITY)
+        logits_XV.index_put_((source_T.to(torch.int64)[:, None], stop_TK), banned)
 
     def withhold(self, canvas: Canvas, proposal: Proposal, unmask_RC: Tensor) -> Tensor:
         """Drop picks that would complete a bad word together."""

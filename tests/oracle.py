@@ -71,8 +71,7 @@ class Model:
         p /= p.sum()
         token = int(p.argmax())
         if self.temperature > 0:
-            draw = uniform(self.seed, position, step)
-            token = int(np.searchsorted(p.cumsum(), draw * p.sum(), side="right"))
+            token = int((logits + gumbel(self.seed, position, step, len(logits))).argmax())
         top = np.sort(p)
         score = {
             "entropy": float((p * np.log(p + 1e-10)).sum()),
@@ -96,6 +95,15 @@ def mix(x: int) -> int:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & WORD
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & WORD
     return x ^ (x >> 31)
+
+
+def gumbel(seed: int, position: int, step: int, size: int) -> np.ndarray:
+    """The noise of (seed, position, step) for every token."""
+    state = mix((seed + 0x9E3779B97F4A7C15) & WORD)
+    state = mix(state ^ (position * 0x9E3779B97F4A7C15) & WORD)
+    state = mix(state ^ (step * 0xBF58476D1CE4E5B9) & WORD)
+    states = [mix(state ^ (token * 0x94D049BB133111EB) & WORD) for token in range(size)]
+    return -np.log(-np.log([((s >> 12) + 0.5) / (1 << 52) for s in states]))
 
 
 def uniform(seed: int, position: int, step: int) -> float:

@@ -18,12 +18,30 @@ _GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15
 class RowStats(NamedTuple):
     """Per logits row: the proposed token and how sure the model is.
 
-    token_T int64; confidence_T, score_T float32 (see :class:`dllm_plugin.plan.Proposal`).
+    token_T int64; confidence_T float32, probability of the token; where asked for, entropy_T
+    float32 ``sum p ln(p + 1e-10)`` (D2F ``neg_entropy``) and margin_T float32, the gap of the two
+    largest probabilities. NaN where a row holds a NaN or nothing but banned ids.
     """
 
     token_T: Tensor
     confidence_T: Tensor
-    score_T: Tensor
+    entropy_T: Tensor | None = None
+    margin_T: Tensor | None = None
+
+
+class Draws(NamedTuple):
+    """Where the random numbers of rows come from: a row draws if its slot's temperature is not 0.
+
+    temperature_N float32, seed_N int64, counter_N int32 or int64, start_N int64 per slot;
+    offset_T int, added with `shift` to the slot's start: the position that a row predicts.
+    """
+
+    temperature_N: Tensor
+    seed_N: Tensor
+    counter_N: Tensor
+    start_N: Tensor
+    offset_T: Tensor
+    shift: int
 
 
 def per_block(mask_RC: Tensor, block_RC: Tensor, num_slots: int) -> Tensor:
@@ -48,6 +66,14 @@ def at_rows(parts: Sequence[Tensor], rows: Sequence[Tensor], num_rows: int) -> T
     """Scatter per-chunk values to ``[num_rows, ...]``; rows of no chunk are zero."""
     values, index_T = torch.cat(list(parts)), torch.cat(list(rows))
     return values.new_zeros(num_rows, *values.shape[1:]).index_copy_(0, index_T, values)
+
+
+def move_rows(
+    from_TV: Tensor, from_R: Tensor, to_NV: Tensor, slots_R: Tensor, moved_R: Tensor
+) -> None:
+    """``to_NV[slots] = from_TV[from]`` where `moved_R` says so."""
+    new_RV, old_RV = from_TV[from_R].to(to_NV.dtype), to_NV[slots_R]
+    to_NV[slots_R] = torch.where(moved_R[:, None], new_RV, old_RV)
 
 
 def best_per_block(
@@ -80,41 +106,95 @@ def rank(score_RC: Tensor, candidates_RC: Tensor) -> Tensor:
     return ranks.scatter_(1, order_RC, position_RC)
 
 
-def row_stats(
-    logits_TV: Tensor,
-    uniform_T: Tensor | None,
-    want_entropy: bool,
-    want_margin: bool,
+def rank_in_block(
+    score_RC: Tensor, candidates_RC: Tensor, block_RC: Tensor, num_slots: int
+) -> Tensor:
+    """As :func:`rank`, counted anew in each block slot; int64 ``[R, C]``."""
+    ranks_RC = rank(score_RC, candidates_RC)
+    block_RC = block_RC.where(candidates_RC, num_slots)
+    # By block, and within a block by rank: blocks are few, so both fit one key.
+    num_positions = score_RC.shape[1]
+    order_RC = (block_RC * num_positions + ranks_RC).argsort(dim=1)
+    position_RC = torch.arange(num_positions, device=score_RC.device).expand_as(order_RC)
+    place_RC = torch.empty_like(order_RC).scatter_(1, order_RC, position_RC)
+    counts_RS = per_block(candidates_RC, block_RC, num_slots).to(torch.int64)
+    first_RS = torch.nn.functional.pad(counts_RS.cumsum(dim=1), (1, 0))
+    return place_RC - first_RS.gather(1, block_RC)
+
+
+def propose_rows(
+    logits_XV: Tensor,
+    slot_T: Tensor,
+    mask_id: int,
+    draws: Draws | None = None,
+    *,
+    divide: bool = True,
+    temper: bool = True,
+    want_rank: bool = False,
+    bias: tuple[Tensor, Tensor] | None = None,
+    source_T: Tensor | None = None,
     token_T: Tensor | None = None,
-) -> tuple[RowStats, Tensor | None, Tensor | None]:
-    """Token, confidence and ranking scores of every row.
+    num_rows: int | None = None,
+) -> RowStats:
+    """Token, confidence and ranking numbers of every row. X rows of logits, M rows of biases.
+
+    A draw is Gumbel's: the token with the largest ``logit / temperature - ln(-ln u)``, which
+    follows ``softmax(logits / temperature)`` (LLaDA ``generate.py``, ``add_gumbel_noise``, in
+    float64 as there); ``u`` is :func:`gumbel_uniform`. Without a draw it is the largest logit;
+    ties go to the lower id, and a NaN is the largest number.
 
     Args:
-        logits_TV: float32, banned tokens at -inf, temperature and filters applied.
-        uniform_T: float32 in (0, 1) per row: the token is drawn by inverting the cumulative
-            distribution; NaN (or None for all rows) takes the most probable token instead.
-        want_entropy: also return ``sum p ln(p + 1e-10)`` (D2F ``neg_entropy``).
-        want_margin: also return the gap of the two largest probabilities.
-        token_T: int64, tokens that were chosen already; only their confidence is wanted.
-    Returns:
-        stats (score = confidence), negative entropy or None, margin or None.
+        logits_XV: bfloat16, float16 or float32; -inf is banned.
+        slot_T: int, slot of each row.
+        mask_id: the one id that is always banned; -1 for none.
+        draws: None if no slot of these rows draws.
+        divide: whether the temperature still has to divide the logits before the noise is added.
+        temper: whether the confidence is read behind the temperature, too.
+        want_rank: also return entropy and margin, of the same distribution as the confidence.
+        bias: float32 ``[M, V]`` that is added, and int64 per slot the row of it that counts.
+        source_T: int, row of `logits_XV` of each row; None if they are the same ones.
+        token_T: int64, tokens that were chosen already: only their confidence is wanted.
+        num_rows: length of the result; what lies behind the rows is zero.
     """
+    logits_TV = logits_XV if source_T is None else logits_XV[source_T]
+    logits_TV = logits_TV.to(torch.float32, copy=True)
+    if bias is not None:
+        logits_TV += bias[0][bias[1][slot_T]]
+    if mask_id >= 0:
+        logits_TV[:, mask_id] = NEGATIVE_INFINITY
+    if draws is not None:
+        temperature_T = draws.temperature_N[slot_T]
+        draws_T = temperature_T > 0
+        tempered_TV = logits_TV / temperature_T.where(draws_T, 1.0)[:, None]
+        if token_T is None:
+            step_T = draws.counter_N[slot_T].to(torch.int64)
+            position_T = draws.start_N[slot_T] + draws.offset_T + draws.shift
+            counter = (draws.seed_N[slot_T], position_T, step_T)
+            uniform_TV = gumbel_uniform(*counter, logits_TV.shape[1])
+            noisy_TV = (tempered_TV if divide else logits_TV).to(torch.float64)
+            noisy_TV = noisy_TV - (-uniform_TV.log()).log()
+            token_T = torch.where(draws_T, noisy_TV.argmax(dim=-1), logits_TV.argmax(dim=-1))
+        if temper:
+            logits_TV = tempered_TV
     if token_T is None:
         token_T = logits_TV.argmax(dim=-1)
+    stats = row_stats(logits_TV, token_T, want_rank)
+    missing = 0 if num_rows is None else num_rows - len(slot_T)
+    if not missing:
+        return stats
+    padded = (None if x is None else torch.nn.functional.pad(x, (0, missing)) for x in stats)
+    return RowStats(*padded)  # type: ignore[arg-type]
+
+
+def row_stats(logits_TV: Tensor, token_T: Tensor, want_rank: bool) -> RowStats:
+    """How sure the model is of the given tokens; `logits_TV` float32, banned ids at -inf."""
     probs_TV = torch.softmax(logits_TV, dim=-1)
-    if uniform_T is not None:
-        mass_TV = probs_TV.cumsum(dim=-1)
-        target_T1 = uniform_T[:, None] * mass_TV[:, -1:]
-        drawn_T = torch.searchsorted(mass_TV, target_T1, right=True).squeeze(1)
-        drawn_T = drawn_T.clamp_max(probs_TV.shape[-1] - 1)
-        token_T = torch.where(uniform_T.isnan(), token_T, drawn_T)
     confidence_T = probs_TV.gather(1, token_T[:, None]).squeeze(1)
-    entropy_T = (probs_TV * (probs_TV + 1e-10).log()).sum(dim=-1) if want_entropy else None
-    margin_T = None
-    if want_margin:
-        top2 = probs_TV.topk(2, dim=-1).values
-        margin_T = top2[:, 0] - top2[:, 1]
-    return RowStats(token_T, confidence_T, confidence_T), entropy_T, margin_T
+    if not want_rank:
+        return RowStats(token_T, confidence_T)
+    entropy_T = (probs_TV * (probs_TV + 1e-10).log()).sum(dim=-1)
+    top2 = probs_TV.topk(2, dim=-1).values
+    return RowStats(token_T, confidence_T, entropy_T, top2[:, 0] - top2[:, 1])
 
 
 def drawn_order(score_T: Tensor, temperature_T: Tensor, uniform_T: Tensor) -> Tensor:

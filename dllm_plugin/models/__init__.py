@@ -18,6 +18,8 @@ class Family:
     block_length: int | None = None
     block_key: str | None = None
     threshold: float = 0.9  # confidence that its authors ask for
+    sub_block_length: int | None = None  # positions that are decoded at a time within a block
+    edits_pattern: str | None = None  # names of its checkpoints that were trained to edit
 
     @property
     def absolute_grid(self) -> bool:
@@ -34,7 +36,21 @@ SDAR = Family(
 )
 # Its config.json names no EOS.
 LLADA2 = Family(
-    "llada2", False, ("<|mask|>",), ("<|endoftext|>", "<|role_end|>"), "absolute", 32, None, 0.95
+    *(
+        "llada2",
+        False,
+        ("<|mask|>",),
+        ("<|endoftext|>", "<|role_end|>"),
+        "absolute",
+        32,
+        None,
+        0.95,
+    ),
+    edits_pattern=r"(?i)llada2[._]?1",
+)
+FAST_DLLM = Family(
+    *("fast_dllm_v2", True, ("|<MASK>|",), ("<|im_end|>",), "absolute", 32, "bd_size", 0.9),
+    sub_block_length=8,
 )
 
 
@@ -47,6 +63,7 @@ TABLE: dict[str, tuple[str, Family]] = {
     "SDARForCausalLM": ("sdar:SDARForCausalLM", SDAR),
     "SDARMoeForCausalLM": ("sdar:SDARMoeForCausalLM", SDAR),
     "LLaDA2MoeModelLM": ("llada2:LLaDA2MoeModelLM", LLADA2),
+    "Fast_dLLM_QwenForCausalLM": ("fast_dllm:FastDLLMQwenForCausalLM", FAST_DLLM),
 }
 ARCHITECTURES: dict[str, str] = {
     name: f"dllm_plugin.models.{path}" for name, (path, _) in TABLE.items()

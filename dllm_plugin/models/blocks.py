@@ -1,4 +1,4 @@
-"""How long the blocks are that a checkpoint was trained on."""
+"""What a checkpoint was trained for, as far as its config or its name tell."""
 
 import re
 from typing import TYPE_CHECKING
@@ -11,14 +11,28 @@ if TYPE_CHECKING:
 SUFFIX = re.compile(r"-b(\d+)$")  # JetLM/SDAR-8B-Chat-b32: repositories whose config is silent
 
 
+def trained_to_edit(model_config: "ModelConfig", family: Family) -> bool:
+    """Whether the checkpoint's model type or name says that it was trained to replace tokens."""
+    if family.edits_pattern is None:
+        return False
+    config = model_config.hf_config
+    names = (config.model_type, *_names(model_config))
+    return any(re.search(family.edits_pattern, name) for name in names)
+
+
+def _names(model_config: "ModelConfig") -> list[str]:
+    from dllm_plugin.models.lora import model_names
+
+    served = (model_config.model, model_config.hf_config.source_name or "")
+    return sorted(set().union(*(model_names(text) for text in served if text)))
+
+
 def trained_block_length(model_config: "ModelConfig", family: Family) -> tuple[int | None, str]:
     """Positions of a block and where that was found; None where any length serves.
 
     Looked up in config.json, then the repository's name, then the family. Raises ValueError when
     config.json has no positive whole number.
     """
-    from dllm_plugin.models.lora import model_names
-
     if family.block_length is None:
         return None, "any length"
     config = model_config.hf_config
@@ -31,8 +45,7 @@ def trained_block_length(model_config: "ModelConfig", family: Family) -> tuple[i
                     f"{configured!r}: correct config.json."
                 )
             return configured, "config.json"
-        served = (model_config.model, config.source_name or "")
-        for name in sorted(set().union(*(model_names(text) for text in served if text))):
+        for name in _names(model_config):
             found = SUFFIX.search(name)
             if found and int(found[1]):
                 return int(found[1]), f"the model's name {name!r}"

@@ -139,6 +139,17 @@ class DreamConfig(DiffusionConfig, Qwen2Config):
     default_theta = 1000000.0
 
 
+class FastDLLMConfig(DiffusionConfig, Qwen2Config):
+    """Fast-dLLM v2: Qwen2's keys and the length of a block."""
+
+    model_type = "Fast_dLLM_Qwen"
+    label = "Fast-dLLM v2"
+    fixed = QWEN_FIXED
+    default_theta = 1000000.0
+
+    bd_size: int | None = None
+
+
 class SDARConfig(DiffusionConfig, Qwen3Config):
     """SDAR: Qwen3's keys and, in some copies, a mask token and the length of a block."""
 
@@ -241,6 +252,7 @@ class LLaDA21Config(LLaDA2Config):
 CONFIGS = (
     LLaDAConfig,
     DreamConfig,
+    FastDLLMConfig,
     SDARConfig,
     SDARMoeConfig,
     LLaDA2Config,

@@ -2,7 +2,7 @@
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase, Qwen2Tokenizer
 
-from dllm_plugin.models.configs import DreamConfig, SDARConfig, SDARMoeConfig
+from dllm_plugin.models.configs import DreamConfig, FastDLLMConfig, SDARConfig, SDARMoeConfig
 
 
 class DreamTokenizer(Qwen2Tokenizer):
@@ -18,4 +18,5 @@ TOKENIZERS: dict[type[PreTrainedConfig], type[PreTrainedTokenizerBase]] = {
     DreamConfig: DreamTokenizer,
     SDARConfig: Qwen2Tokenizer,  # dense repositories bring code for it all the same
     SDARMoeConfig: Qwen2Tokenizer,
+    FastDLLMConfig: Qwen2Tokenizer,
 }

@@ -85,8 +85,10 @@ class Case:
         draws = self.record["uniform_draws"][index]
         if len(draws) == start + self.max_tokens:
             return draws[position]
-        # One number for each position that is still masked.
+        # One number for each position that is still masked; of a decided one no number is read.
         done = {p for one in self.record["forwards"][:index] for p, _ in one["new"]}
+        if position in done:
+            return 0.5
         return draws[position - start - sum(p < position for p in done)]
 
     def noise(self, position: int, step: int) -> Tensor:

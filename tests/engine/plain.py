@@ -165,6 +165,16 @@ def counter_uniform(seed: int, position: int, step: int) -> float:
     return ((state >> 40) + 0.5) * 2.0**-24
 
 
+def counter_uniforms(seed: int, position: int, step: int, size: int) -> Tensor:
+    """Uniform numbers in (0, 1) of (seed, position, step) and each token, float64."""
+    golden, first, last = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+    state = _mix((seed + golden) & WIDE)
+    state = _mix(state ^ (position * golden & WIDE))
+    state = _mix(state ^ (step * first & WIDE))
+    bits = [_mix(state ^ (token * last & WIDE)) >> 12 for token in range(size)]
+    return (torch.tensor(bits, dtype=torch.float64) + 0.5) * 2.0**-52
+
+
 def _mix(x: int) -> int:
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & WIDE
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB & WIDE

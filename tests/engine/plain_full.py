@@ -12,6 +12,7 @@ from plain import (
     PlainModel,
     Slots,
     counter_uniform,
+    counter_uniforms,
     dream_quota,
     factor_count,
     llada_quota,
@@ -190,17 +191,13 @@ def _propose(
     if text.model.shift:
         banned = _filter(text, banned / (rules.temperature or 1.0))
         noisy = banned.log_softmax(-1)
-    elif rules.temperature > 0:
-        assert text.noise is not None
-        uniform = torch.stack([text.noise(p, step) for p in left])
+    if rules.temperature > 0:
         # The logarithm of exp(logits) / (-ln U) ** temperature.
-        noisy = banned.double() - rules.temperature * (-uniform.log()).log()
-    if text.model.shift and rules.temperature > 0:
-        tokens = _draw(text, noisy.exp(), left, step)
-    else:
-        best = noisy.topk(2).values
-        text.close_call(*(best[:, 0] - best[:, 1]).tolist())
-        tokens = noisy.argmax(-1)
+        power = 1.0 if text.model.shift else rules.temperature
+        noisy = noisy.double() + power * _noise(text, noisy.shape[1], left, step)
+    best = noisy.topk(2).values
+    text.close_call(*(best[:, 0] - best[:, 1]).tolist())
+    tokens = noisy.argmax(-1)
     if rules.confidence_eos_eot_inf:
         banned = banned.clone()
         banned[:, [EOT] if rules.temperature > 0 else [EOS, EOT]] = float("-inf")
@@ -223,12 +220,12 @@ def _uniforms(text: FullText, stream: int, positions: list[int], step: int) -> T
     return torch.tensor([draw(p, step) for p in positions])
 
 
-def _draw(text: FullText, probs: Tensor, left: list[int], step: int) -> Tensor:
-    """Dream's random token of each position, by inverting the cumulative distribution."""
-    mass = probs.cumsum(-1)
-    target = _uniforms(text, 0, left, step)[:, None] * mass[:, -1:]
-    text.close_call(*(mass - target).abs().amin(-1).tolist())
-    return torch.searchsorted(mass, target, right=True).squeeze(1)
+def _noise(text: FullText, size: int, left: list[int], step: int) -> Tensor:
+    """The Gumbel noise of each position, for every token."""
+    seed = text.rules.seed
+    draw = text.noise or (lambda position, step: counter_uniforms(seed, position, step, size))
+    uniform = torch.stack([draw(position, step) for position in left])
+    return -(-uniform.log()).log()
 
 
 def _filter(text: FullText, logits: Tensor) -> Tensor:

@@ -100,20 +100,25 @@ def test_each_alone(
 def recorded_draws(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     """Let the plugin read a case's numbers where it would draw its own."""
     from dllm_plugin import proposals
+    from dllm_plugin.kernels import reference
 
     def uniform(seed: Any, position: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-        spots = zip(*(x.tolist() for x in torch.broadcast_tensors(position, step)), strict=True)
-        return torch.tensor([case.uniform(*spot) for spot in spots])
+        position, step = torch.broadcast_tensors(position, step)
+        end = len(case.prompt) + case.max_tokens
+        spots = zip(position.flatten().tolist(), step.flatten().tolist(), strict=True)
+        # Decided positions and those behind the canvas are asked for, too, and not read.
+        draws = [case.uniform(*spot) if spot[0] < end else 0.5 for spot in spots]
+        return torch.tensor(draws).view(position.shape)
 
     def gumbel(seed: Any, position: torch.Tensor, step: torch.Tensor, size: int) -> torch.Tensor:
         spots = zip(position.tolist(), step.tolist(), strict=True)
         rows = [case.noise(*spot) for spot in spots]
         return torch.stack(rows) if rows else torch.zeros(0, size, dtype=torch.float64)
 
-    name, draw = ("counter_uniform", uniform)
     if case.record.get("noise_kind") == "gumbel":
-        name, draw = ("gumbel_uniform", gumbel)
-    monkeypatch.setattr(proposals, name, draw)
+        monkeypatch.setattr(reference, "gumbel_uniform", gumbel)
+    else:
+        monkeypatch.setattr(proposals, "counter_uniform", uniform)
 
 
 @every_decoder

@@ -1,4 +1,4 @@
-"""config.json of SDAR and LLaDA2, and where masks, ends and blocks are found."""
+"""config.json of SDAR, LLaDA2 and Fast-dLLM v2, and where masks, ends and blocks are found."""
 
 import json
 from types import SimpleNamespace
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoConfig
 
-from dllm_plugin.models import FAMILIES, LLADA, LLADA2, SDAR
+from dllm_plugin.models import FAMILIES, FAST_DLLM, LLADA, LLADA2, SDAR
 from dllm_plugin.models.blocks import trained_block_length
 from dllm_plugin.special_tokens import find_mask_token, find_turn_ends
 
@@ -96,6 +96,7 @@ def test_llada2_reads_as_ling(tmp_path, model_type):
         (SDAR_4B, "use_sliding_window", True),
         (SDAR_4B, "hidden_act", "gelu"),
         (SDAR_4B | {"model_type": "sdar_moe"}, "attention_bias", True),
+        (SDAR_4B | {"model_type": "Fast_dLLM_Qwen"}, "use_mrope", True),
         (LLADA2_MINI, "score_function", "softmax"),
         (LLADA2_MINI, "use_qkv_bias", True),
         (LLADA2_MINI, "norm_head", True),
@@ -114,6 +115,7 @@ def test_variants_are_refused_by_key(tmp_path, base, key, value):
         ("tiny-sdar", 282, "config.json", (258,)),
         ("tiny-sdar-moe", 282, "tokenizer token '<|MASK|>'", (258,)),
         ("tiny-llada2.0", 260, "tokenizer token '<|mask|>'", (257, 265)),
+        ("tiny-fast-dllm-v2", 278, "tokenizer token '|<MASK>|'", (258,)),
     ],
 )
 def test_mask_and_ends(name, mask, found_in, ends, checkpoints, vllm_config_for):
@@ -137,6 +139,8 @@ def served(model: str, **config):
         ("JetLM/SDAR-8B-Chat-b32", {"block_size": 8}, SDAR, 8),
         ("weights", {"block_size": None, "source_name": "JetLM/SDAR-1.7B-b64"}, SDAR, 64),
         ("inclusionAI/LLaDA2.0-mini-b8", {}, LLADA2, 32),
+        ("somewhere", {"bd_size": 32}, FAST_DLLM, 32),
+        ("somewhere", {"bd_size": None}, FAST_DLLM, 32),
         ("GSAI-ML/LLaDA-8B-Base", {}, LLADA, None),
     ],
 )

@@ -1,4 +1,4 @@
-"""Block-causal families through vLLM's loader and forward: SDAR and LLaDA2."""
+"""Block-causal families through vLLM's loader and forward: SDAR, LLaDA2 and Fast-dLLM v2."""
 
 import json
 
@@ -15,6 +15,8 @@ TRACES = {
     "sdar_moe_static": "tiny-sdar-moe",
     "llada2_threshold": "tiny-llada2.0",
     "llada21_joint": "tiny-llada2.1",
+    "fast_dllm_v2": "tiny-fast-dllm-v2",
+    "fast_dllm_v2_tied": "tiny-fast-dllm-v2-tied",
 }
 ALL = pytest.mark.parametrize("name", TRACES.values())
 LLADA2 = pytest.mark.parametrize("name", ["tiny-llada2.0", "tiny-llada2.1"])
@@ -87,6 +89,8 @@ def test_head_is_tied_as_configured(name, load_model, checkpoints):
         ("tiny-llada2.0", f"{LAYER}attention.query_key_value.weight"),
         ("tiny-llada2.0", f"{LAYER}mlp.gate.expert_bias"),
         ("tiny-llada2.0", f"{LAYER}mlp.shared_experts.down_proj.weight"),
+        ("tiny-fast-dllm-v2", "lm_head.weight"),
+        ("tiny-fast-dllm-v2-tied", f"{LAYER}self_attn.v_proj.bias"),
     ],
 )
 def test_missing_weight_is_named(name, weight, checkpoint, load_model):
@@ -109,6 +113,7 @@ def test_experts_that_the_loader_leaves_to_other_ranks(checkpoint, load_model):
         ("tiny-sdar-moe", f"{LAYER}mlp.gate_proj.weight"),
         ("tiny-llada2.0", "model.layers.0.mlp.gate.expert_bias"),
         ("tiny-llada2.0", f"{LAYER}mlp.experts.gate_proj"),  # as dFactory merges experts
+        ("tiny-fast-dllm-v2", f"{LAYER}self_attn.q_norm.weight"),
     ],
 )
 def test_surplus_weight_is_named(name, weight, checkpoint, load_model):
@@ -184,6 +189,7 @@ def test_what_the_parent_offers_stays(name, load_model, checkpoints):
         ("tiny-sdar", {"self_attn.q_proj": (256, 128), "self_attn.o_proj": (128, 256)}),
         ("tiny-sdar-moe", {"mlp.experts.3.up_proj": (64, 128)}),
         ("tiny-llada2.0", {"attention.query_key_value": (256, 128)}),
+        ("tiny-fast-dllm-v2-tied", {"self_attn.k_proj": (64, 128)}),
     ],
 )
 def test_adapter_is_merged(name, modules, tmp_path, checkpoint, load_model, checkpoints):

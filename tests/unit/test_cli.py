@@ -13,12 +13,21 @@ from dllm_plugin.offline import engine_options
 
 DECODE = ["--block-length", "--lora-path", "--policy", "--strategy", "--threshold"]
 ENGINE = ["--dtype", "--gpu-memory-utilization", "--model"]
+MEASURED = ["--block-length", "--canvas", "--dtype", "--enforce-eager", "--gpu-memory-utilization"]
+MEASURED += ["--help", "--lora-path", "--model", "--seed", "--shapes", "--strategy", "--threshold"]
+MEASURED += ["--vs", "-h"]
+STEPS = ["--context", "--profile"]
+SERVED = ["--input-len", "--output-len", "--rounds", "--tokens-per-forward"]
 OPTIONS = {
     "": ["--help", "--version", "-h"],
     "bench": ["--help", "-h"],
     "bench host": sorted(
         [*DECODE, *ENGINE, "--help", "--max-tokens", "--requests", "--seed", "-h"]
     ),
+    "bench all": sorted([*MEASURED, *STEPS, *SERVED, "--requests"]),
+    "bench latency": sorted([*MEASURED, *SERVED]),
+    "bench step": sorted([*MEASURED, *STEPS, "--requests"]),
+    "bench throughput": sorted([*MEASURED, *SERVED, "--requests"]),
     "doctor": sorted([*DECODE, "--help", "-h"]),
     "eval": ["--all", "--dtype", "--help", "--limit", "--output", "-h"],
     "generate": sorted(

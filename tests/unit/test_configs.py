@@ -83,6 +83,7 @@ def test_dream_reads_as_qwen2(checkpoints):
 
 CHECKPOINTS = (
     *("tiny-llada", "tiny-dream", "tiny-sdar", "tiny-sdar-moe", "tiny-llada2.0", "tiny-llada2.1"),
+    *("tiny-fast-dllm-v2", "tiny-fast-dllm-v2-tied"),
 )
 
 

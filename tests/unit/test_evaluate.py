@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from dllm_plugin import evaluate, evaluate_all, report
-from dllm_plugin.config import POLICIES, STRATEGIES, DecodeConfig
+from dllm_plugin.choices import POLICIES, STRATEGIES
+from dllm_plugin.config import DecodeConfig
 from dllm_plugin.default_model.problems import eval_seeds, problem
 from dllm_plugin.report import Row, Way
 

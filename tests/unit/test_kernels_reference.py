@@ -6,11 +6,14 @@ import pytest
 import torch
 
 from dllm_plugin.kernels.reference import (
+    Draws,
     at_positions,
     best_per_block,
     counter_uniform,
     leading,
+    move_rows,
     per_block,
+    propose_rows,
     rank,
     row_stats,
 )
@@ -24,22 +27,21 @@ def logits(rows: int, columns: int, scale: float = 3.0) -> torch.Tensor:
 
 @pytest.mark.parametrize("columns", [2, 17, 1000])
 @pytest.mark.parametrize("scale", [0.01, 3.0, 60.0])
-@pytest.mark.parametrize("draw", [False, True])
-def test_row_stats_against_float64(columns: int, scale: float, draw: bool) -> None:
+def test_row_stats_against_float64(columns: int, scale: float) -> None:
     rows = logits(33, columns, scale)
     rows[::3, 1:2] = NEGATIVE_INFINITY
-    uniform = torch.full((33,), float("nan")) if draw else None
-    stats, entropy, margin = row_stats(rows.clone(), uniform, want_entropy=True, want_margin=True)
+    stats = propose_rows(rows, torch.zeros(33, dtype=torch.int64), -1, want_rank=True)
     p = torch.softmax(rows.double(), dim=-1)
     top = p.topk(2, dim=-1).values
-    assert entropy is not None and margin is not None
+    assert stats.entropy_T is not None and stats.margin_T is not None
     assert torch.equal(stats.token_T, p.argmax(dim=-1))
     torch.testing.assert_close(stats.confidence_T.double(), top[:, 0], rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(margin.double(), top[:, 0] - top[:, 1], rtol=1e-4, atol=1e-6)
+    margin = top[:, 0] - top[:, 1]
+    torch.testing.assert_close(stats.margin_T.double(), margin, rtol=1e-4, atol=1e-6)
     exact = (p * (p + 1e-10).log()).sum(dim=-1)
-    torch.testing.assert_close(entropy.double(), exact, rtol=1e-4, atol=1e-6)
-    fast, no_entropy, no_margin = row_stats(rows, None, want_entropy=False, want_margin=False)
-    assert no_entropy is None and no_margin is None
+    torch.testing.assert_close(stats.entropy_T.double(), exact, rtol=1e-4, atol=1e-6)
+    fast = propose_rows(rows, torch.zeros(33, dtype=torch.int64), -1)
+    assert fast.entropy_T is None and fast.margin_T is None
     assert torch.equal(fast.token_T, stats.token_T)
     torch.testing.assert_close(fast.confidence_T, stats.confidence_T, rtol=1e-6, atol=1e-7)
 
@@ -47,17 +49,28 @@ def test_row_stats_against_float64(columns: int, scale: float, draw: bool) -> No
 def test_row_stats_ties_and_certainty() -> None:
     rows = torch.zeros(2, 5)
     rows[1, 1:] = NEGATIVE_INFINITY
-    stats, _, _ = row_stats(rows, None, want_entropy=False, want_margin=False)
+    stats = propose_rows(rows, torch.zeros(2, dtype=torch.int64), -1)
     assert stats.token_T.tolist() == [0, 0]
     assert stats.confidence_T.tolist() == [pytest.approx(0.2), 1.0]
 
 
-def test_confidence_is_that_of_the_drawn_token() -> None:
-    p = torch.tensor([[0.1, 0.2, 0.7]]).repeat(4, 1)
-    uniform = torch.tensor([0.05, 0.2, 0.9, float("nan")])
-    stats, _, _ = row_stats(p.log(), uniform, want_entropy=False, want_margin=False)
-    assert stats.token_T.tolist() == [0, 1, 2, 2]
-    torch.testing.assert_close(stats.confidence_T, torch.tensor([0.1, 0.2, 0.7, 0.7]))
+def test_confidence_of_given_tokens() -> None:
+    p = torch.tensor([[0.1, 0.2, 0.7]]).repeat(3, 1)
+    stats = row_stats(p.log(), torch.tensor([0, 1, 2]), want_rank=False)
+    torch.testing.assert_close(stats.confidence_T, torch.tensor([0.1, 0.2, 0.7]))
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**62, -(2**63), 2**63 - 1])
+def test_drawn_tokens_equal_their_definition(seed: int) -> None:
+    """The largest of tempered logits and noise, computed in Python integers and float64."""
+    rows, temperature = logits(6, 50, 2.0), 0.7
+    slots = torch.zeros(6, dtype=torch.int64)
+    offsets, step = torch.arange(6) * 1000, 999
+    draws = Draws(*(torch.tensor([x]) for x in (temperature, seed, step, 5)), offsets, 1)
+    stats = propose_rows(rows, slots, -1, draws)
+    for row, position, token in zip(rows, (offsets + 6).tolist(), stats.token_T, strict=True):
+        noise = oracle.gumbel(seed & oracle.WORD, position, step, 50)
+        assert int(token) == int((row.double().numpy() / temperature + noise).argmax())
 
 
 def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
@@ -65,29 +78,6 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
     statistic = ((counts - expected) ** 2 / expected).sum()
     freedom = len(counts) - 1
     return float((statistic - freedom) / np.sqrt(2 * freedom))
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_draws_have_the_right_frequencies(seed: int) -> None:
-    row, draws = logits(1, 40, 1.0), 40_000
-    row[0, [0, 7, 39]] = NEGATIVE_INFINITY
-    positions = torch.arange(draws)
-    uniform = counter_uniform(torch.tensor(seed), positions, torch.tensor(3))
-    stats, _, _ = row_stats(row.expand(draws, -1), uniform, want_entropy=False, want_margin=False)
-    counts = torch.bincount(stats.token_T, minlength=40).numpy()
-    p = torch.softmax(row[0].double(), dim=-1).numpy()
-    assert counts[p == 0].sum() == 0
-    assert abs(chi_square(counts[p > 0], draws * p[p > 0])) < 4
-
-
-@pytest.mark.parametrize("uniform", [2.0**-25, 0.5, 1 - 2.0**-24])
-def test_draws_never_pick_banned_ids(uniform: float) -> None:
-    """Banned ids at both ends and around single survivors, at the ends of the interval too."""
-    rows = torch.full((6, 6), NEGATIVE_INFINITY)
-    rows[range(6), range(6)] = 0.0
-    rows[4, 1] = 0.3
-    drawn, _, _ = row_stats(rows, torch.full((6,), uniform), False, False)
-    assert rows.gather(1, drawn.token_T[:, None]).isfinite().all()
 
 
 def test_counter_uniform_equals_its_definition() -> None:
@@ -162,3 +152,10 @@ def test_blocks_against_loops() -> None:
 def test_leading() -> None:
     flags = torch.tensor([[1, 1, 0, 1], [0, 1, 1, 1], [1, 1, 1, 1]], dtype=torch.bool)
     assert leading(flags).tolist() == [2, 0, 4]
+
+
+def test_only_rows_that_moved_are_written() -> None:
+    table, rows = torch.zeros(4, 3), torch.arange(15.0).view(5, 3)
+    moved = torch.tensor([True, False, True])
+    move_rows(rows, torch.tensor([4, 0, 1]), table, torch.tensor([2, 1, 0]), moved)
+    assert table.tolist() == [[3, 4, 5], [0, 0, 0], [12, 13, 14], [0, 0, 0]]

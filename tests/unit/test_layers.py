@@ -25,6 +25,9 @@ ROOMS: dict[str, set[str]] = {
     "kernels": set(),
     "kernels.reference": {"plan"},
     "kernels.cpu": set(),
+    "kernels.row_scan": set(),
+    "kernels.row_stats": {"kernels.reference", "kernels.row_scan"},
+    "kernels.move_rows": set(),
     "kernels.paged_reference": set(),
     "kernels.paged_store": set(),
     "kernels.span_kernel": set(),
@@ -34,9 +37,14 @@ ROOMS: dict[str, set[str]] = {
     "choices": {"models"},
     "special_tokens": {"models"},
     "guidance": set(),
-    "config": {"choices", "models", "engine_config"},
-    "states": {"config", "plan", "policies", "strategies", "kernels.reference"},
-    "rows": {"guidance", "plan", "states", "strategies"},
+    "option_checks": {"choices", "models"},
+    "config": {"choices", "models", "option_checks"},
+    "registration": {"config", "engine_config"},
+    "states": {"choices", "config", "plan", "policies", "strategies", "kernels.reference"},
+    "rows": {
+        *("guidance", "plan", "states", "strategies"),
+        *("kernels", "kernels.move_rows", "kernels.reference"),
+    },
     "layouts": set(),
     "layouts.choice": set(),
     "layouts.spans": set(),
@@ -48,9 +56,13 @@ ROOMS: dict[str, set[str]] = {
     "bad_words": {"plan", "states"},
     "token_rules": {"bad_words", "plan", "states"},
     "logprobs": {"plan", "states", "kernels.reference"},
-    "proposals": {"kernels.reference", "logprobs", "rows", "states", "token_rules"},
+    "leads": {"logprobs", "plan", "rows", "states", "token_rules", "kernels.reference"},
+    "proposals": {
+        *("logprobs", "plan", "rows", "states", "token_rules"),
+        *("kernels", "kernels.reference", "kernels.row_stats"),
+    },
     "sampler": {
-        *("config", "guidance", "kernels.reference", "logprobs", "plan", "policies", "proposals"),
+        *("choices", "config", "guidance", "leads", "logprobs", "plan", "policies", "proposals"),
         *("rows", "states", "strategies", "token_rules"),
     },
     "model_state": {"attention", "config", "kernels.cpu", "sampler", "states"},
@@ -60,18 +72,20 @@ ROOMS: dict[str, set[str]] = {
     "engine_config": {"admission", "config", "layouts.choice", "models", "special_tokens"},
     "metrics": {"models"},
 }
-SETTINGS = ("choices", "special_tokens", "config", "engine_config", "admission", "metrics")
-SETTINGS += ("layouts.choice",)
+SETTINGS = (
+    *("choices", "special_tokens", "option_checks", "config", "registration", "engine_config"),
+    *("admission", "metrics", "layouts.choice"),
+)
 STEP = {name for name in ROOMS if name not in SETTINGS}
 COMMANDS = {"cli", "doctor", "evaluate", "evaluate_all", "host_bench", "offline", "report"}
+COMMANDS |= {name for name in SOURCES if name.split(".")[0] == "bench"}
 NO_VLLM = {"plan", "kernels", "kernels.reference", "policies", "strategies", "guidance", "choices"}
 NO_VLLM |= {"kernels.paged_reference"}
 # What an upgrade of vLLM's engine can break.
 ENGINE_SIDE = {
     *("states", "attention", "sampler", "model_state", "scheduler", "token_rules", "bad_words"),
     *("logprobs", "admission", "metrics", "engine_config", "kernels.cpu"),
-    *("rows", "proposals", "refresh_scheduler"),
-    *("layouts.choice", "layouts.spans", "layouts.distinct"),
+    *("rows", "proposals", "leads", "refresh_scheduler"),
 }
 # The one assignment to an attribute of vLLM: (module, function).
 PERMITTED = ("kernels.cpu", "_complete_triton_placeholder")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from scripted import EOS, MASK, Hashed, Loop, Pass, Run, Script, Table, sampling
 
-from dllm_plugin import sampler
+from dllm_plugin import rows
 from dllm_plugin.choices import policies_of
 from dllm_plugin.models import FAMILIES
 
@@ -85,7 +85,7 @@ def test_early_exit_passes() -> None:
 @pytest.mark.parametrize("stagger,chunk", [(0, 4096), (1, 7)])
 def test_scenarios_in_one_batch(stagger: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neighbours in other phases, with other block lengths, change nothing."""
-    monkeypatch.setattr(sampler, "CHUNK_ROWS", chunk)
+    monkeypatch.setattr(rows, "CHUNK_ROWS", chunk)
     names = [name for name in NAMES if not SCENARIOS[name]["shift"]]
     loop, runs = Loop(ROOMY, slots=48), []
     for i, name in enumerate(names):

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 pytestmark = pytest.mark.usefixtures("registered")
 NAMES = (
     *("tiny-llada", "tiny-dream", "tiny-sdar", "tiny-sdar-moe", "tiny-llada2.0", "tiny-llada2.1"),
+    *("tiny-fast-dllm-v2", "tiny-fast-dllm-v2-tied"),
 )
 ALL = pytest.mark.parametrize("name", NAMES)
 
@@ -119,6 +120,7 @@ def test_dense_sdar_repository_layout(load, checkpoint, goldens, no_questions):
     ("name", "code"),
     [
         ("tiny-llada2.0", "tokenization_llada2.LLaDA2Tokenizer"),
+        ("tiny-fast-dllm-v2", "tokenization.Fast_dLLM_Tokenizer"),
     ],
 )
 def test_tokenizer_code_of_a_repository_is_not_asked_for(

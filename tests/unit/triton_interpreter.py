@@ -1,10 +1,11 @@
 """Run vLLM's Triton kernels, or ours, on the CPU: `python triton_interpreter.py LAUNCHES RESULTS`.
 
 LAUNCHES is a saved list of (kernel name, grid, arguments, constants); a tuple among the arguments
-stands for an array of pointers to its tensors; without a grid the name is that of a function
-which launches kernels itself. RESULTS holds, for each launch, the argument names and the arguments
-after the run. This needs a process of its own: Triton decides at import whether to interpret, and
-vLLM whether there is a Triton.
+stands for an array of pointers to its tensors; without a grid the name is that of a function which
+launches kernels by itself. RESULTS holds, for each launch, the argument names and the arguments
+after the run, or what a function returns, if anything. New tensors are filled with NaN. This needs
+a process of its own: Triton decides at import whether to interpret, and vLLM whether there is a
+Triton.
 """
 
 import importlib
@@ -58,13 +59,15 @@ def pointers(argument: Any) -> Any:
 
 def main(launches: str, results: str) -> None:
     backends["cpu"] = Backend(compiler=NoCompiler, driver=HostDriver)
-    done = []
-    for name, grid, arguments, constants in torch.load(launches):
+    torch.use_deterministic_algorithms(True)
+    done: list[Any] = []
+    for name, grid, arguments, constants in torch.load(launches, weights_only=False):
         module, attribute = name.rsplit(".", 1)
         kernel = getattr(importlib.import_module(module), attribute)
         if grid is None:
-            kernel(*arguments, **constants)
-            done.append((list(inspect.signature(kernel).parameters), arguments))
+            returned = kernel(*arguments, **constants)
+            names = list(inspect.signature(kernel).parameters)
+            done.append((names, arguments) if returned is None else returned)
             continue
         kernel[grid](*map(pointers, arguments), **constants)
         done.append((list(kernel.arg_names), arguments))

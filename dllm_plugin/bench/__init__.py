@@ -1,0 +1,1 @@
+"""``diffuplug bench step | throughput | latency | all``: speed beside its limit and baselines."""

@@ -1,0 +1,135 @@
+"""One measurement from the gate to the JSON line."""
+
+import json
+import multiprocessing
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dllm_plugin.bench import engines, floor, gate, published, record, serving, step
+from dllm_plugin.bench.drive import Answer
+from dllm_plugin.bench.engines import Model, Prompts
+from dllm_plugin.bench.options import Settings
+from dllm_plugin.bench.shapes import Sizes, relative
+
+Result = TypeVar("Result")
+
+
+def run(settings: Settings, command: Sequence[str], reference: Path | None = None) -> int:
+    """Gate, floor, engines, baselines; 1 if the gate is red. `reference` as in :mod:`gate`."""
+    engines.prepare()
+    line: dict[str, Any] = record.surroundings(settings, command) | {"gate": "green"}
+    with tempfile.TemporaryDirectory(prefix="diffuplug-") as folder:
+        scratch = Path(folder)
+        model = engines.find_model(settings, scratch)
+        _check(settings, model)
+        verdicts = []
+        for canvas in settings.canvas:
+            verdicts.append(gate.check(settings, canvas, reference))
+            print(f"gate: {verdicts[-1].sentence}", flush=True)
+            if not verdicts[-1].green:
+                red = {"gate": "red", "problem": verdicts[-1].sentence}
+                print(json.dumps(line | red | {"gates": [v.record for v in verdicts]}))
+                return 1
+        line["gates"] = [verdict.record for verdict in verdicts]
+        line |= _measure(settings, model, scratch)
+    print(json.dumps(line))
+    return 0
+
+
+def apart(function: Callable[..., Result], *arguments: Any) -> Result:
+    """Call in a process of its own, which gives the GPU's memory back; on a CPU right here.
+
+    This process never touches the GPU: engines that it starts could then not be forked from it.
+    """
+    if engines.on_cpu():
+        return function(*arguments)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def _measure(settings: Settings, model: Model, scratch: Path) -> dict[str, Any]:
+    """Floor, our engines, baselines, one after the other; prints the tables."""
+    sizes, length = Sizes.of(model.config), _length(settings, model)
+    device = _device(settings)
+    prompts = Prompts(model.config, settings.seed)
+    grid = [n * canvas for n in (1, *settings.requests) for canvas in settings.canvas]
+    limit = apart(floor.measure, sizes, grid, *device)
+    result: dict[str, Any] = {"floor": limit.record(), "engines": []}
+    steps: list[dict[str, Any]] = []
+    served: list[tuple[dict[str, Any], list[Answer]]] = []
+    traces: list[dict[str, Any]] = []
+    for canvas in settings.canvas:
+        llm = engines.ours(settings, model, canvas, length, scratch if settings.profile else None)
+        result["engines"].append(engines.describe(llm))
+        if settings.steps:
+            rows = step.measure(llm, settings, canvas, prompts)
+            steps += rows
+            if settings.profile:
+                traces += step.profile(llm, settings, canvas, prompts, rows, scratch)
+        served += serving.measure(llm, settings, model, canvas, prompts)
+        engines.stop(llm)
+    ar_steps, ar_served = None, None
+    if "ar" in settings.versus:
+        llm = engines.autoregressive(settings, model, length, scratch)
+        result["ar"] = {"engine": engines.describe(llm)}
+        if settings.steps:
+            ar_steps = result["ar"]["step"] = step.measure_autoregressive(llm, settings, prompts)
+        ar_served = result["ar"]["served"] = serving.measure_autoregressive(llm, served)
+        engines.stop(llm)
+    authors = None
+    if "hf" in settings.versus:
+        authors = result["hf"] = _published(settings, model, prompts, device)
+    result["step"] = [step.compare(row, limit, sizes, ar_steps) for row in steps]
+    result["served"] = [
+        serving.compare(row, limit, sizes, ar_served[i] if ar_served else None, authors)
+        for i, (row, _) in enumerate(served)
+    ]
+    result["profile"] = traces
+    for name, columns in record.COLUMNS.items():
+        if result.get(name):
+            print(f"{name}:\n{record.table(result[name], columns)}", flush=True)
+    return {name: part for name, part in result.items() if part}
+
+
+def _published(
+    settings: Settings, model: Model, prompts: Prompts, device: tuple[str, Any]
+) -> list[dict[str, Any]]:
+    if model.is_bundled:
+        return apart(published.measure_bundled, settings.rounds, settings.output_len, *device)
+    rates = sorted({1.0, settings.tokens_per_forward or 1.0})
+    ask = prompts.take(settings.input_len)
+    return apart(published.measure, model.config, ask, settings.output_len, rates, *device)
+
+
+def _check(settings: Settings, model: Model) -> None:
+    """Raise ValueError for what this model or machine cannot give, before an engine starts."""
+    length, context = _length(settings, model), Sizes.of(model.config).context
+    if length > context:
+        raise ValueError(
+            f"this needs a context of {length} tokens, but the model has {context}: lower "
+            "--context, --input-len, --output-len or --canvas."
+        )
+    if "ar" in settings.versus:
+        relative(model.config)
+    if "hf" in settings.versus:
+        published.check(model.config)
+    if settings.profile and engines.on_cpu():
+        raise ValueError("--profile reads a GPU's kernels: there is no GPU here.")
+
+
+def _length(settings: Settings, model: Model) -> int:
+    lengths = [2 * canvas + 8 for canvas in settings.canvas]
+    lengths += [step.longest(settings)] if settings.steps else []
+    lengths += [serving.longest(settings, model)] if settings.served else []
+    return max(lengths)
+
+
+def _device(settings: Settings) -> tuple[str, Any]:
+    import torch
+
+    name = "cpu" if engines.on_cpu() else "cuda"
+    return name, torch.float32 if settings.dtype == "float32" else torch.bfloat16

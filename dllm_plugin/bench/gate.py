@@ -1,0 +1,123 @@
+"""The correctness gate: the bundled model through the engine against its plain loop.
+
+Same device, strategy, canvas, block length, graphs and scheduling as what is measured, in float32,
+where both must agree on every token. The loop recomputes everything in every step, on the CPU.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dllm_plugin import default_model
+from dllm_plugin.bench.drive import Ask, serve
+from dllm_plugin.bench.engines import describe, stop
+from dllm_plugin.bench.options import Settings
+from dllm_plugin.choices import D2F
+from dllm_plugin.offline import bundled_options, start_engine
+
+PROBLEMS = 4
+BLOCKS = 2
+CONTEXT = 512
+
+
+class Verdict(NamedTuple):
+    """Whether the engine may be timed; `record` is for the JSON line."""
+
+    green: bool
+    sentence: str
+    record: dict[str, Any]
+
+
+def check(settings: Settings, canvas: int, reference: Path | None = None) -> Verdict:
+    """Decode `PROBLEMS` problems in both ways and compare all tokens.
+
+    Args:
+        reference: folder of the weights that the plain loop reads; default: the engine's.
+    """
+    expected, prompts, stops = _plain(settings, canvas, reference or Path(default_model.path()))
+    got, chosen = _engine(settings, canvas, prompts, len(expected[0]))
+    wrong = [i for i, row in enumerate(got) if row != _until_stop(expected[i], stops)]
+    record = {
+        "model": "bundled",
+        "dtype": "float32",
+        "strategy": settings.strategy,
+        "canvas": canvas,
+        "block_length": settings.block(canvas),
+        "requests": len(got),
+        "tokens": sum(map(len, got)),
+        "requests_that_differ": len(wrong),
+        "engine": chosen,
+    }
+    sentence = (
+        f"{len(wrong)} of {len(got)} answers of the bundled model differ from its plain loop "
+        f"(strategy {settings.strategy}, canvas {canvas}): nothing is measured."
+        if wrong
+        else f"{record['tokens']} tokens of {len(got)} answers equal the plain loop's."
+    )
+    return Verdict(not wrong, sentence, record)
+
+
+def _until_stop(tokens: Sequence[int], stops: set[int]) -> list[int]:
+    end = next((i for i, token in enumerate(tokens) if token in stops), len(tokens) - 1)
+    return list(tokens[: end + 1])
+
+
+def _plain(
+    settings: Settings, canvas_length: int, folder: Path
+) -> tuple[list[list[int]], list[list[int]], set[int]]:
+    """Token rows of the plain loop, the prompts, and the tokens that end an answer."""
+    import torch
+    from tokenizers import Tokenizer
+
+    from dllm_plugin.default_model import decoding
+    from dllm_plugin.default_model.problems import eval_seeds, problem
+    from dllm_plugin.default_model.reference import Shape, load_weights
+    from dllm_plugin.default_model.tokenizer import EOT, chat_prompt, token_id
+
+    is_d2f = settings.strategy == D2F
+    weights = load_weights(folder, Path(default_model.adapter_path()) if is_d2f else None)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    problems = [problem(seed) for seed in eval_seeds(PROBLEMS)]
+    block = settings.block(canvas_length)
+    length = max(BLOCKS * block, 64)
+    length = -(-length // block) * block
+    canvas = decoding.make_canvas(weights, Shape.load(folder), tokenizer, problems, length, block)
+    loop = decoding.d2f if is_d2f else decoding.block_diffusion
+    with torch.no_grad():
+        tokens_BC, _ = loop(canvas)
+    prompts = [tokenizer.encode(chat_prompt(p.question)).ids for p in problems]
+    return tokens_BC.tolist(), prompts, {canvas.eos, token_id(tokenizer, EOT)}
+
+
+def _engine(
+    settings: Settings, canvas: int, prompts: list[list[int]], length: int
+) -> tuple[list[list[int]], dict[str, Any]]:
+    """Token rows of the engine, all requests at once, and what the engine chose."""
+    # Triton's default for float32 products is tf32, whose error flips near ties.
+    os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
+    block = settings.block(canvas)
+    dllm: dict[str, Any] = {
+        "strategy": settings.strategy,
+        "canvas_length": canvas,
+        "block_length": block,
+    }
+    if settings.strategy == D2F:
+        dllm |= {"lora_path": default_model.adapter_path(), "threshold": 0.9}
+    else:
+        dllm |= {"policy": "low_confidence"}
+    context = max(CONTEXT, 2 * canvas + 8, max(map(len, prompts)) + length + canvas)
+    llm = start_engine(
+        bundled_options(dllm)
+        | {
+            "dtype": "float32",
+            "max_num_seqs": PROBLEMS,
+            "max_model_len": context,
+            "enforce_eager": settings.enforce_eager,
+            "disable_log_stats": False,
+        }
+    )
+    chosen = describe(llm)
+    run = serve(llm, [Ask(p, {"max_tokens": length}) for p in prompts], PROBLEMS)
+    stop(llm)
+    return [answer.token_ids for answer in run.answers], chosen

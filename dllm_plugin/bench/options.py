@@ -1,0 +1,224 @@
+"""Options of the measuring modes, and what they may not be combined with. Light imports only."""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from dllm_plugin import default_model
+from dllm_plugin.bench.shapes import SHAPES
+from dllm_plugin.choices import BLOCK_DIFFUSION, D2F
+from dllm_plugin.config import DecodeConfig
+
+MODES = {
+    "step": "time per denoising step beside the floor of its matrix products",
+    "throughput": "tokens per second, all requests at once",
+    "latency": "seconds per request, one request at a time",
+    "all": "step, throughput and latency on the same engines",
+}
+BASELINES = ("ar", "hf")
+STRATEGIES = (BLOCK_DIFFUSION, D2F)
+D2F_BLOCK = 32
+DEFAULT_CANVAS = {BLOCK_DIFFUSION: (32,), D2F: (128,)}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One measurement; units are tokens unless said otherwise.
+
+    mode               key of `MODES`
+    shapes, model      dummy weights of a named shape, or a checkpoint; neither: the bundled model
+    requests           running at once; every number is a grid point
+    canvas             positions fed per request and step; every length is an engine
+    context            of `step`: tokens before the canvas, in the middle of the measurement
+    input_len          of the other modes, on dummy weights
+    output_len         tokens that a request may generate
+    rounds             of the other modes: requests that are answered one after another
+    tokens_per_forward on dummy weights: fixed by the schedule of `low_confidence`
+    versus             baselines
+    """
+
+    mode: str
+    shapes: str | None
+    model: str | None
+    strategy: str
+    requests: tuple[int, ...]
+    canvas: tuple[int, ...]
+    block_length: int | None
+    threshold: float | None
+    lora_path: str | None
+    context: int
+    input_len: int
+    output_len: int
+    rounds: int
+    tokens_per_forward: float | None
+    versus: tuple[str, ...]
+    profile: bool
+    dtype: str
+    enforce_eager: bool
+    gpu_memory_utilization: float | None
+    seed: int
+
+    def block(self, canvas: int) -> int:
+        """Positions of a block: D2F's, or half a canvas, so that a commit can ride along."""
+        if self.block_length is not None:
+            return self.block_length
+        return min(D2F_BLOCK, canvas) if self.strategy == D2F else canvas // 2
+
+    def dllm(self, canvas: int) -> dict[str, Any]:
+        """Decode options of an engine."""
+        options = {
+            "strategy": self.strategy,
+            "canvas_length": canvas,
+            "block_length": self.block(canvas),
+            "threshold": self.threshold,
+            "lora_path": self.lora_path,
+        }
+        return {name: value for name, value in options.items() if value is not None}
+
+    @property
+    def steps(self) -> bool:
+        """Whether single steps are measured."""
+        return self.mode in ("step", "all")
+
+    @property
+    def served(self) -> tuple[str, ...]:
+        """Modes that serve whole requests."""
+        return tuple(m for m in ("throughput", "latency") if self.mode in (m, "all"))
+
+
+def add_modes(modes: Any) -> None:
+    """Add a parser per mode to the subparsers of ``diffuplug bench``."""
+    for mode, text in MODES.items():
+        _add_options(modes.add_parser(mode, help=text), mode)
+
+
+def _add_options(parser: argparse.ArgumentParser, mode: str) -> None:
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--shapes", choices=SHAPES, help="dummy weights of these shapes")
+    what.add_argument("--model", help="folder or hub name (default: the bundled model)")
+    parser.add_argument("--strategy", choices=STRATEGIES, help="default: d2f with an adapter")
+    one = () if mode == "latency" else (1,)
+    if one:
+        parser.add_argument("--requests", type=_numbers, default=one, help="at once: 1,16,64")
+    parser.add_argument("--canvas", type=_numbers, help="positions: 32,128 (default: 32, d2f: 128)")
+    parser.add_argument("--block-length", type=int)
+    parser.add_argument("--threshold", type=float, help="with a checkpoint")
+    parser.add_argument("--lora-path", help="D2F adapter of --model")
+    if mode in ("step", "all"):
+        parser.add_argument("--context", type=int, default=1024)
+        parser.add_argument("--profile", action="store_true", help="where a step's time goes")
+    if mode != "step":
+        parser.add_argument("--input-len", type=int, help="default: 512; with a checkpoint, none")
+        parser.add_argument("--output-len", type=int, default=256)
+        parser.add_argument("--rounds", type=int, default=3, help="requests after one another")
+        parser.add_argument("--tokens-per-forward", type=float, help="with --shapes")
+    parser.add_argument("--vs", type=_names, default=(), help=f"baselines: {','.join(BASELINES)}")
+    parser.add_argument("--dtype", default="bfloat16", help="as in vLLM")
+    parser.add_argument("--enforce-eager", action="store_true", help="as in vLLM")
+    parser.add_argument("--gpu-memory-utilization", type=float, help="as in vLLM")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def _list(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    return lambda text: tuple(dict.fromkeys(kind(part) for part in text.split(",")))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(sorted(_list(int)(text)))
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return _list(str.strip)(text)
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    """The settings of parsed options. Raises ValueError with one sentence for what means nothing.
+
+    Nothing heavy is imported before all that can be refused is refused.
+    """
+    given = vars(args)
+    is_dummy, is_bundled = args.shapes is not None, args.shapes is None and args.model is None
+    lora = default_model.adapter_path() if is_bundled and args.lora_path is None else args.lora_path
+    strategy = args.strategy or (D2F if lora and not is_dummy else BLOCK_DIFFUSION)
+    settings = Settings(
+        mode=args.mode,
+        shapes=args.shapes,
+        model=args.model,
+        strategy=strategy,
+        requests=given.get("requests", (1,)),
+        canvas=args.canvas or DEFAULT_CANVAS[strategy],
+        block_length=args.block_length,
+        threshold=args.threshold,
+        lora_path=lora if strategy == D2F else args.lora_path,
+        context=given.get("context", 0),
+        input_len=given.get("input_len") or 512,
+        output_len=given.get("output_len", 0),
+        rounds=given.get("rounds", 0),
+        tokens_per_forward=given.get("tokens_per_forward"),
+        versus=args.vs,
+        profile=given.get("profile", False),
+        dtype=args.dtype,
+        enforce_eager=args.enforce_eager,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        seed=args.seed,
+    )
+    _check_numbers(settings)
+    _check_meaning(settings, given.get("input_len"))
+    for canvas in settings.canvas:
+        DecodeConfig.from_user(settings.dllm(canvas))
+    return settings
+
+
+def _check_numbers(settings: Settings) -> None:
+    for name in ("requests", "canvas"):
+        if min(getattr(settings, name)) < 1:
+            raise ValueError(f"--{name} must be whole numbers of at least 1.")
+    names = ["context"] if settings.steps else []
+    names += ["input_len", "output_len", "rounds"] if settings.served else []
+    for name in names:
+        if getattr(settings, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1.")
+    unknown = [name for name in settings.versus if name not in BASELINES]
+    if unknown:
+        raise ValueError(f"--vs {unknown[0]} is unknown; baselines: {', '.join(BASELINES)}.")
+    for canvas in settings.canvas:
+        block = settings.block(canvas)
+        if block < 1 or canvas % block:
+            raise ValueError(f"--canvas {canvas} is no whole number of blocks of {block}.")
+        if settings.strategy == BLOCK_DIFFUSION and canvas < 2 * block:
+            raise ValueError(
+                f"--canvas {canvas} has no room for the next block beside one of {block}: give "
+                f"at least {2 * block}, or a smaller --block-length."
+            )
+
+
+def _check_meaning(settings: Settings, input_len: int | None) -> None:
+    rate, is_dummy = settings.tokens_per_forward, settings.shapes is not None
+    if is_dummy:
+        if settings.threshold is not None or settings.lora_path is not None:
+            raise ValueError(
+                "--threshold and --lora-path mean nothing on dummy weights, whose confidences are "
+                "noise: use --tokens-per-forward, or --model."
+            )
+        if settings.served and settings.strategy == D2F:
+            raise ValueError(
+                "--strategy d2f accepts by confidence, which dummy weights do not have: use "
+                "block_diffusion with --tokens-per-forward, or --model."
+            )
+        if settings.served and rate is None:
+            raise ValueError("--shapes needs --tokens-per-forward: dummy weights accept nothing.")
+        smallest = min(settings.block(canvas) for canvas in settings.canvas)
+        if rate is not None and not 1 <= rate <= smallest:
+            raise ValueError(
+                f"--tokens-per-forward {rate:g} must lie between 1 and a block of {smallest}."
+            )
+    else:
+        if rate is not None:
+            raise ValueError("--tokens-per-forward is measured on a checkpoint: use --shapes.")
+        if input_len is not None:
+            raise ValueError("--input-len is what the prompts have on a checkpoint: use --shapes.")
+        if settings.model is not None and "hf" in settings.versus:
+            raise ValueError("--vs hf needs --shapes, or the bundled model: leave --model out.")
+    if settings.mode == "step" and "hf" in settings.versus:
+        raise ValueError("--vs hf serves whole requests: use the mode latency, throughput or all.")

@@ -1,0 +1,165 @@
+"""``diffuplug bench step``: time of one denoising step in the running engine.
+
+All requests are decoded at once on a fixed schedule, so every engine step feeds every canvas; the
+time of a step is the length of a stretch of such steps by their number. Prompts, stragglers and
+the tail in which requests end lie outside of that stretch.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dllm_plugin.bench.drive import Answer, Ask, Run, Window, serve, steady
+from dllm_plugin.bench.engines import Prompts
+from dllm_plugin.bench.floor import Floor
+from dllm_plugin.bench.options import Settings
+from dllm_plugin.bench.profile import trace
+from dllm_plugin.bench.shapes import Sizes
+from dllm_plugin.choices import D2F
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+STEPS_PER_BLOCK = 8  # a block of any length; the number of steps does not change their cost
+BLOCKS = 6  # measured
+D2F_BLOCKS = 3  # whose steps are as many as their positions
+AR_STEPS = 48
+SHIFT = 1.5  # prompts come in while others are decoded: more steps than they need alone
+
+
+def plan(settings: Settings, canvas: int, requests: int, budget: int) -> tuple[int, int]:
+    """Prompt length and output length of a grid point.
+
+    Args:
+        budget: tokens of a step; prompts beyond it come in later.
+    """
+    per_block = steps_per_block(settings, canvas)
+    measured = D2F_BLOCKS if settings.strategy == D2F else BLOCKS
+    late = int(SHIFT * requests * settings.context / budget / per_block) + 1
+    block = settings.block(canvas)
+    before = block * (1 + late) + block * measured // 2
+    return max(1, settings.context - before), block * (2 + late + measured)
+
+
+def steps_per_block(settings: Settings, canvas: int) -> int:
+    """Denoising steps that unmask a block."""
+    block = settings.block(canvas)
+    return block if settings.strategy == D2F else min(STEPS_PER_BLOCK, block)
+
+
+def sampling(settings: Settings, canvas: int) -> dict[str, Any]:
+    """Arguments that make every block take the same number of steps, whatever the weights."""
+    if settings.strategy == D2F:
+        # No confidence exceeds 1: one forced position per step, and every block is open.
+        return {"dllm_threshold": 1.0, "dllm_block_add_threshold": 0.0}
+    return {"dllm_policy": "low_confidence", "dllm_steps": steps_per_block(settings, canvas)}
+
+
+def longest(settings: Settings) -> int:
+    """Context that every grid point fits into."""
+    lengths = []
+    for canvas in settings.canvas:
+        for requests in settings.requests:
+            prompt, output = plan(settings, canvas, requests, budget=settings.context)
+            lengths.append(max(prompt, settings.context) + output + 2 * canvas)
+    return max(lengths)
+
+
+def _asks(
+    llm: "LLM", settings: Settings, canvas: int, prompts: Prompts, requests: int
+) -> list[Ask]:
+    budget = llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
+    prompt, output = plan(settings, canvas, requests, budget)
+    extra = sampling(settings, canvas)
+    return [prompts.ask(prompt, max_tokens=output, extra_args=extra) for _ in range(requests)]
+
+
+def measure(llm: "LLM", settings: Settings, canvas: int, prompts: Prompts) -> list[dict[str, Any]]:
+    """One row per number of requests."""
+    rows = []
+    for requests in settings.requests:
+        asks = _asks(llm, settings, canvas, prompts, requests)
+        run = serve(llm, asks, requests)
+        _check(run, asks[0].sampling["max_tokens"], settings, canvas)
+        row = {"requests": requests, "canvas": canvas, "positions": requests * canvas}
+        rows.append(row | _times(run))
+    return rows
+
+
+def profile(
+    llm: "LLM",
+    settings: Settings,
+    canvas: int,
+    prompts: Prompts,
+    rows: list[dict[str, Any]],
+    folder: Path,
+) -> list[dict[str, Any]]:
+    """The grid points of `rows` once more, traced into `folder`."""
+    found = []
+    for row in rows:
+        asks = _asks(llm, settings, canvas, prompts, row["requests"])
+        found.append({"canvas": canvas} | trace(llm, asks, folder, row["step_ms"]))
+    return found
+
+
+def measure_autoregressive(
+    llm: "LLM", settings: Settings, prompts: Prompts
+) -> dict[int, dict[str, Any]]:
+    """Requests -> times of a step that brings each request one token."""
+    budget = llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
+    rows = {}
+    for requests in settings.requests:
+        output = AR_STEPS + int(2 * SHIFT * requests * settings.context / budget) + 4
+        prompt = max(1, settings.context - output + AR_STEPS // 2)
+        asks = [prompts.ask(prompt, max_tokens=output) for _ in range(requests)]
+        rows[requests] = _times(serve(llm, asks, requests))
+    return rows
+
+
+def _times(run: Run) -> dict[str, Any]:
+    window = steady(run)
+    return {
+        "steps": window.last - window.first,
+        "context": round(_context(run, window)),
+        "step_ms": window.step_ms,
+        "step_ms_spread": list(window.spread_ms),
+        "steps_per_second": 1e3 / window.step_ms,
+    }
+
+
+def _context(run: Run, window: Window) -> float:
+    """Tokens before the canvas, averaged over requests, in the middle of the window."""
+    middle = (window.first + window.last) / 2
+
+    def known(answer: Answer) -> int:
+        return len(answer.prompt) + sum(a.tokens for a in answer.arrivals if a.step <= middle)
+
+    return sum(map(known, run.answers)) / len(run.answers)
+
+
+def _check(run: Run, output: int, settings: Settings, canvas: int) -> None:
+    """Raise ValueError unless every request ran its whole schedule without a pause."""
+    for answer in run.answers:
+        assert len(answer.token_ids) == output
+        span = answer.arrivals[-1].step - answer.arrivals[0].step
+        # A finished block arrives with the first step of the next one.
+        expected = answer.forwards - steps_per_block(settings, canvas) - 1
+        if span != expected:
+            raise ValueError(
+                f"a request took {span} engine steps for {expected} denoising steps: it was "
+                "preempted; raise --gpu-memory-utilization, or lower --requests or --context."
+            )
+
+
+def compare(
+    row: dict[str, Any], floor: Floor, sizes: Sizes, ar: dict[int, dict[str, Any]] | None
+) -> dict[str, Any]:
+    """The row beside its floor, and beside the autoregressive step of as many requests."""
+    requests, positions = row["requests"], row["positions"]
+    products, kv = floor.step_ms(sizes, positions, requests * row["context"])
+    share = (products + kv) / row["step_ms"]
+    row |= {"products_ms": products, "kv_ms": kv, "floor_ms": products + kv}
+    row |= {"share_of_floor": share, "times_products": row["step_ms"] / products}
+    if ar is not None:
+        row |= {"ar_step_ms": ar[requests]["step_ms"]}
+        row |= {"times_ar_step": row["step_ms"] / ar[requests]["step_ms"]}
+    return row

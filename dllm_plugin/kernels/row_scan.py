@@ -1,0 +1,208 @@
+"""Triton: the first half of :mod:`dllm_plugin.kernels.row_stats`, which reads the logits.
+
+Every lane keeps its own running softmax (maximum, sum, best token); lanes meet once, at the end of
+a part of a row. A draw is decided in float64 as in the twin, but float64 logarithms for every
+token would cost ten times the pass: lanes rank tokens by a float32 form of the noise that is off
+by less than `slack` below, and only what a lane kept is computed in float64. If some lane dropped
+a token so near the best that the order could differ, the part is read again in float64.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from vllm.triton_utils import tl, triton
+
+
+@triton.jit
+def _mix64(x):
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _noise_state(seed, position, step):
+    """What `gumbel_uniform` makes of all its counters but the token."""
+    state = _mix64(seed.to(tl.uint64) + 0x9E3779B97F4A7C15)
+    state = _mix64(state ^ (position.to(tl.uint64) * 0x9E3779B97F4A7C15))
+    return _mix64(state ^ (step.to(tl.uint64) * 0xBF58476D1CE4E5B9))
+
+
+@triton.jit
+def _noise_bits(state, token):
+    bits = _mix64(state ^ (token.to(tl.uint64) * 0x94D049BB133111EB)) >> 12
+    return bits.to(tl.int64)
+
+
+@triton.jit
+def _quick_gumbel(bits):
+    """``-ln(-ln u)`` in float32, off by less than 1e-4 at either end of the interval too."""
+    rest = 0xFFFFFFFFFFFFF - bits
+    is_low = bits <= rest
+    near = (tl.where(is_low, bits, rest).to(tl.float32) + 0.5) * 2.220446049250313e-16
+    # Near u = 1 the logarithm of 1 - x has lost x.
+    series = near * (1.0 + near * (0.5 + near * (0.33333333 + near * 0.25)))
+    log2_u = tl.log2(tl.where(is_low, near, 1.0 - near))
+    minus_ln = tl.where((near < 0.0078125) & (bits > rest), series, log2_u * -0.6931471805599453)
+    return tl.log2(minus_ln) * -0.6931471805599453
+
+
+@triton.jit
+def _exact_score(x, bits, temperature, DIVIDE: tl.constexpr):
+    if DIVIDE:
+        x = tl.div_rn(x, temperature)
+    uniform = (bits.to(tl.float64) + 0.5) * 2.220446049250313e-16
+    return x.to(tl.float64) - tl.log(-tl.log(uniform))
+
+
+@triton.jit
+def _load(logits_ptr, bias_ptr, token, vocab_size, mask_id, BIAS: tl.constexpr):
+    """Logits of some tokens of a row, in float32, under the rules; -inf outside the row."""
+    inside = token < vocab_size
+    x = tl.load(logits_ptr + token, mask=inside, other=float("-inf")).to(tl.float32)
+    if BIAS:
+        x += tl.load(bias_ptr + token, mask=inside, other=0.0)
+    return tl.where(token == mask_id, float("-inf"), x)
+
+
+@triton.jit
+def scan(
+    logits_ptr,
+    row_stride,
+    source_ptr,
+    slot_ptr,
+    temperature_ptr,
+    seed_ptr,
+    counter_ptr,
+    start_ptr,
+    offset_ptr,
+    shift,
+    bias_ptr,
+    bias_row_ptr,
+    best_ptr,
+    token_ptr,
+    part_ptr,
+    part_stride,
+    vocab_size,
+    mask_id,
+    part_size,
+    GATHER: tl.constexpr,
+    DRAW: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    TEMPER: tl.constexpr,
+    BIAS: tl.constexpr,
+    RANK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    out = row * tl.num_programs(1) + tl.program_id(1)
+    slot = tl.load(slot_ptr + row).to(tl.int64)
+    source = row
+    if GATHER:
+        source = tl.load(source_ptr + row).to(tl.int64)
+    logits_ptr += source * row_stride
+    if BIAS:
+        bias_ptr += tl.load(bias_row_ptr + slot) * vocab_size
+    scale = 1.4426950408889634  # exp2 instead of exp
+    draws = False
+    if DRAW:
+        temperature = tl.load(temperature_ptr + slot)
+        draws = temperature > 0
+        temperature = tl.where(draws, temperature, 1.0)
+        inverse = 1.0
+        if DIVIDE:
+            inverse = 1.0 / temperature
+        if TEMPER:
+            scale = scale / temperature
+        position = tl.load(start_ptr + slot) + tl.load(offset_ptr + row).to(tl.int64) + shift
+        state = _noise_state(
+            tl.load(seed_ptr + slot), position, tl.load(counter_ptr + slot).to(tl.int64)
+        )
+
+    first = tl.program_id(1) * part_size
+    stop = tl.minimum(first + part_size, vocab_size)
+    lane = tl.arange(0, TILE)
+    top = tl.full([TILE], -1e30, tl.float32)  # finite: -inf minus -inf is no number
+    mass = tl.zeros([TILE], tl.float32)
+    token = first + lane
+    if RANK:
+        second = tl.full([TILE], -1e30, tl.float32)
+        weight = tl.zeros([TILE], tl.float32)
+    if DRAW:
+        best = tl.full([TILE], float("-inf"), tl.float32)
+        runner_up = tl.full([TILE], float("-inf"), tl.float32)
+
+    for begin in range(first, stop, TILE):
+        here = begin + lane
+        x = _load(logits_ptr, bias_ptr, here, vocab_size, mask_id, BIAS)
+        gap = x - top
+        factor = tl.exp2(-tl.abs(gap) * scale)
+        above = gap > 0
+        if RANK:
+            second = tl.maximum(second, tl.minimum(top, x))
+            moved = factor * (weight - mass * gap * scale)
+            added = tl.where(factor > 0, weight + factor * gap * scale, weight)
+            weight = tl.where(above, moved, added)
+        mass = tl.where(above, mass * factor + 1.0, mass + factor)
+        top = tl.where(above, x, top)
+        if DRAW:
+            score = x
+            if draws:
+                score = x * inverse + _quick_gumbel(_noise_bits(state, here))
+            better = score > best
+            runner_up = tl.maximum(runner_up, tl.minimum(best, score))
+            best = tl.where(better, score, best)
+            token = tl.where(better, here, token)
+        else:
+            token = tl.where(above, here, token)
+
+    highest = tl.max(top, 0)
+    factor = tl.exp2((top - highest) * scale)
+    total = tl.sum(mass * factor, 0)
+    if RANK:
+        shifted = weight + (top - highest) * scale * mass
+        tl.store(part_ptr + 4 * part_stride + out, tl.sum(shifted * factor, 0))
+        leader = tl.min(tl.where(top == highest, lane, TILE), 0)
+        others = tl.maximum(second, tl.where(lane == leader, -1e30, top))
+        tl.store(part_ptr + 3 * part_stride + out, tl.max(others, 0))
+    if DRAW:
+        kept = _load(logits_ptr, bias_ptr, token, vocab_size, mask_id, BIAS)
+        exact = kept.to(tl.float64)
+        if draws:
+            exact = _exact_score(kept, _noise_bits(state, token), temperature, DIVIDE)
+            most = tl.max(best, 0)
+            slack = 2e-3 + 1e-6 * tl.abs(most)
+            if (tl.max(runner_up, 0) >= most - slack) & (most > float("-inf")):
+                exact = tl.full([TILE], float("-inf"), tl.float64)
+                for begin in range(first, stop, TILE):
+                    here = begin + lane
+                    x = _load(logits_ptr, bias_ptr, here, vocab_size, mask_id, BIAS)
+                    score64 = _exact_score(x, _noise_bits(state, here), temperature, DIVIDE)
+                    token = tl.where(score64 > exact, here, token)
+                    exact = tl.maximum(exact, score64)
+        # Lanes behind the last token have kept nothing.
+        exact = tl.where(token < vocab_size, exact, float("-inf"))
+        winner = tl.max(exact, 0)
+        chosen = tl.min(tl.where((exact == winner) & (token < vocab_size), token, vocab_size), 0)
+    else:
+        winner = highest
+        chosen = tl.min(tl.where(top == highest, token, vocab_size), 0)
+    if total != total:
+        # As torch's argmax: the first NaN wins. Infinities alone bring no NaN here.
+        broken = tl.full([TILE], 0x7FFFFFFF, tl.int32)
+        for begin in range(first, stop, TILE):
+            here = begin + lane
+            x = _load(logits_ptr, bias_ptr, here, vocab_size, mask_id, BIAS)
+            broken = tl.where(x != x, tl.minimum(broken, here), broken)
+        earliest = tl.min(broken, 0)
+        if earliest < vocab_size:
+            chosen = earliest
+            winner = winner * float("nan")
+    tl.store(best_ptr + out, winner)
+    tl.store(token_ptr + out, chosen)
+    tl.store(part_ptr + out, highest)
+    tl.store(part_ptr + part_stride + out, total)
+    chosen_x = tl.load(logits_ptr + chosen).to(tl.float32)
+    if BIAS:
+        chosen_x += tl.load(bias_ptr + chosen)
+    chosen_x = tl.where(chosen == mask_id, float("-inf"), chosen_x)
+    tl.store(part_ptr + 2 * part_stride + out, chosen_x)

@@ -1,0 +1,88 @@
+"""Checks of option values. Every error names the option."""
+
+from typing import Any
+
+from dllm_plugin.choices import POLICIES, STRATEGIES, policies_of
+from dllm_plugin.models import Family
+
+KV_CACHE_LAYOUTS = ("auto", "unified", "distinct")
+MAX_STEPS = 4096
+MAX_FACTOR = 1000.0  # keeps logits that are multiplied by it within float32
+SWITCHES = ("logits_eos_inf", "confidence_eos_eot_inf", "use_block_cache")
+
+
+def check_values(config: Any) -> None:
+    """Raise ValueError naming the first option of a DecodeConfig that is out of range."""
+    one_of("strategy", config.strategy, STRATEGIES)
+    one_of("policy", config.policy, POLICIES)
+    one_of("kv_cache_layout", config.kv_cache_layout, KV_CACHE_LAYOUTS)
+    for name in ("block_length", "canvas_length", "max_active_blocks", "steps"):
+        whole_number(name, getattr(config, name))
+    whole_number("sub_block_length", config.sub_block_length)
+    for name, low in (("num_to_transfer", 1), ("max_post_steps", 0)):
+        value = getattr(config, name)
+        if type(value) is not int or not low <= value <= MAX_STEPS:
+            raise ValueError(
+                f"{name} must be a whole number between {low} and {MAX_STEPS}, got {value!r}."
+            )
+    if config.steps is not None and config.steps > MAX_STEPS:
+        raise ValueError(f"steps must be at most {MAX_STEPS}, got {config.steps}.")
+    shares = ("threshold", "block_add_threshold", "decoded_token_threshold", "top_p")
+    for name in (*shares, "editing_threshold"):
+        if name != "threshold" or config.threshold is not None:
+            number(name, getattr(config, name), 0.0, 1.0)
+    if config.top_p == 0:
+        raise ValueError("top_p must be greater than 0, got 0.")
+    if config.top_k != 0 or config.top_k is False:
+        whole_number("top_k", config.top_k)
+    for name in ("factor", "cfg_scale", "alg_temp"):
+        value = getattr(config, name)
+        if name != "alg_temp" or value is not None:
+            number(name, value, 0.0, MAX_FACTOR)
+    number("eps", config.eps, 0.0, 1.0)
+    for name in SWITCHES:
+        # JSON clients of vLLM turn true into 1 on its way through `vllm_xargs`.
+        if getattr(config, name) not in (False, True):
+            raise ValueError(f"{name} must be true or false, got {getattr(config, name)!r}.")
+    if config.lora_path is not None and not isinstance(config.lora_path, str):
+        raise ValueError(f"lora_path must be a folder name, got {config.lora_path!r}.")
+
+
+def one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Raise ValueError unless `value` is one of the choices."""
+    if isinstance(value, str) and value in choices:
+        return
+    raise ValueError(f"{name} {value!r} is unknown; choose one of: {', '.join(choices)}.")
+
+
+def whole_number(name: str, value: Any) -> None:
+    """Raise ValueError unless `value` is None or a whole number of at least 1."""
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
+
+
+def number(name: str, value: Any, low: float, high: float) -> None:
+    """Raise ValueError unless `value` is a number in [low, high]."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
+        raise ValueError(f"{name} must be a number between {low} and {high}, got {value!r}.")
+
+
+def check_policy(strategy: str, policy: str, family: Family) -> None:
+    """Raise ValueError unless the policy means something under the strategy."""
+    known = policies_of(strategy, family)
+    if policy not in known:
+        raise ValueError(
+            f"policy {policy!r} has no meaning for strategy {strategy!r} on {family.name} models; "
+            f"choose one of: {', '.join(known)}."
+        )
+
+
+def check_block_length(block_length: int, canvas_length: int) -> None:
+    """Raise ValueError unless a block fits the canvas."""
+    if block_length > canvas_length:
+        raise ValueError(
+            f"block_length {block_length} is longer than the canvas of {canvas_length} "
+            "positions: lower block_length or raise canvas_length in additional_config."
+        )

@@ -1,0 +1,98 @@
+"""Every mode of `diffuplug bench` on the CPU: tiny shapes, the bundled model, and a red gate."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import EngineRoom
+from safetensors.torch import load_file, save_file
+
+from dllm_plugin import cli, default_model
+from dllm_plugin.bench import command
+from dllm_plugin.bench.options import settings_of
+
+QUICK = ["--enforce-eager", "--seed", "3"]
+SHAPES = ["--shapes", "tiny", "--requests", "1,3", "--tokens-per-forward", "3", "--vs", "ar,hf"]
+LENGTHS = ["--context", "128", "--input-len", "32", "--output-len", "48", "--rounds", "3"]
+
+
+@pytest.fixture(autouse=True)
+def alone(room: EngineRoom) -> None:
+    """The commands start engines of their own."""
+    room.close()
+
+
+def line_of(printed: str) -> dict[str, Any]:
+    line: dict[str, Any] = json.loads(printed.strip().splitlines()[-1])
+    assert {"benchmark", "command", "seed", "settings", "hardware", "versions"} <= set(line)
+    return line
+
+
+def test_all_modes_and_baselines_on_dummy_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "all", *SHAPES, *LENGTHS, *QUICK]) == 0
+    line = line_of(capsys.readouterr().out)
+    assert line["gate"] == "green" and line["gates"][0]["tokens"] > 100
+    assert line["seed"] == 3 and line["command"].startswith("diffuplug bench all --shapes tiny")
+    assert line["ar"]["engine"]["architecture"] == "LlamaForCausalLM"
+    floor = {int(count): ms for count, ms in line["floor"]["products_ms"].items()}
+
+    assert [row["requests"] for row in line["step"]] == [1, 3]
+    for row in line["step"]:
+        assert row["canvas"] == 32 and row["steps"] >= 40
+        assert row["products_ms"] == floor[32 * row["requests"]]
+        assert row["floor_ms"] == pytest.approx(row["products_ms"] + row["kv_ms"])
+        assert row["share_of_floor"] == pytest.approx(row["floor_ms"] / row["step_ms"])
+        assert row["times_ar_step"] == pytest.approx(row["step_ms"] / row["ar_step_ms"])
+        assert abs(row["context"] - 128) <= 16
+
+    served = [(row["mode"], row["requests"]) for row in line["served"]]
+    assert served == [("throughput", 1), ("throughput", 3), ("latency", 1)]
+    for row, other in zip(line["served"], line["ar"]["served"], strict=True):
+        answered = 3 * row["requests"]
+        assert row["answered"] == other["answered"] == answered
+        assert row["tokens"] == other["tokens"] == 48 * answered
+        assert row["input_len"] == other["input_len"] == 32
+        # Three blocks of 16 in 5, 5 and 6 steps each.
+        assert row["forwards"] == answered * 16 and row["tokens_per_forward"] == 3
+        assert row["positions_per_token"] == (32 + 16 * 32) / 48
+        assert other["forwards"] == other["tokens"]
+        assert row["speedup_vs_ar"] == pytest.approx(row["tokens_per_s"] / other["tokens_per_s"])
+    one, three = line["hf"]
+    assert (one["forwards"], three["forwards"]) == (48, 16)
+    assert list(line["served"][2]["speedup_vs_hf"].values()) == pytest.approx(
+        [line["served"][2]["tokens_per_s"] / base["tokens_per_s"] for base in (one, three)]
+    )
+
+
+def test_bundled_model_has_measured_acceptance(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["throughput", "--requests", "4", "--rounds", "1", "--output-len", "96"]
+    assert cli.main(["bench", *arguments, *QUICK]) == 0
+    line = line_of(capsys.readouterr().out)
+    (row,) = line["served"]
+    assert line["gates"][0]["strategy"] == "d2f" and "step" not in line
+    assert row["accuracy"] == 1 and row["tokens_per_forward"] > 3
+    assert row["tokens"] < 4 * 96, "answers end before the limit, and nothing behind them counts"
+    # What was not measured beside a baseline is no speed-up.
+    assert not [name for name in row if "speedup" in name or "times_ar" in name]
+
+
+def test_a_red_gate_stops_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The plain loop reads a copy of the weights with one damaged matrix."""
+    folder = tmp_path / "reference"
+    shutil.copytree(default_model.path(), folder, ignore=lambda *_: ["__pycache__"])
+    weights = load_file(folder / "model.safetensors")
+    name = "model.transformer.blocks.3.ff_out.weight"
+    weights[name] = torch.roll(weights[name], 1, 0)
+    save_file(weights, folder / "model.safetensors")
+    arguments = ["bench", "latency", "--strategy", "block_diffusion", "--vs", "ar", *QUICK]
+    settings = settings_of(cli.build_parser().parse_args(arguments))
+    assert command.run(settings, arguments, reference=folder) == 1
+    printed = capsys.readouterr().out
+    line = line_of(printed)
+    assert line["gate"] == "red" and "differ from its plain loop" in line["problem"]
+    assert line["problem"] in printed.splitlines()[-2]
+    assert not {"served", "step", "ar", "hf", "floor", "profile"} & set(line)
+    assert "speedup" not in printed and "times_ar" not in printed

@@ -1,0 +1,179 @@
+"""The measuring modes without an engine: refusals, windows, shapes, floor."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from dllm_plugin import cli
+from dllm_plugin.bench import floor, serving, step, trace
+from dllm_plugin.bench.drive import Answer, Arrival, Run, steady
+from dllm_plugin.bench.options import Settings, settings_of
+from dllm_plugin.bench.shapes import SHAPES, Sizes, relative
+
+
+def settings(*arguments: str) -> Settings:
+    return settings_of(cli.build_parser().parse_args(["bench", *arguments]))
+
+
+DUMMY = ["throughput", "--shapes", "tiny", "--tokens-per-forward"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["step", "--shapes", "tiny", "--vs", "hf"], "--vs hf serves whole requests"),
+        (["step", "--vs", "tgi"], "--vs tgi is unknown; baselines: ar, hf"),
+        (["step", "--requests", "0,1"], "--requests must be whole numbers of at least 1"),
+        (["step", "--canvas", "33", "--block-length", "16"], "--canvas 33 is no whole number"),
+        (["step", "--shapes", "tiny", "--block-length", "32"], "no room for the next block"),
+        (["step", "--shapes", "tiny", "--threshold", "0.9"], "mean nothing on dummy weights"),
+        (["step", "--context", "0"], "--context must be at least 1"),
+        (["throughput", "--shapes", "tiny"], "needs --tokens-per-forward"),
+        ([*DUMMY, "17"], "must lie between 1 and a block of 16"),
+        ([*DUMMY, "2", "--strategy", "d2f"], "accepts by confidence"),
+        (["latency", "--tokens-per-forward", "2"], "is measured on a checkpoint"),
+        (["latency", "--input-len", "64"], "is what the prompts have on a checkpoint"),
+        (["latency", "--model", "some/model", "--vs", "hf"], "--vs hf needs --shapes"),
+    ],
+)
+def test_what_means_nothing_is_refused(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", *arguments]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert sentence in printed.err and printed.err.count("\n") == 1
+
+
+def test_strategy_follows_what_is_measured() -> None:
+    assert settings("step").strategy == "d2f"
+    assert settings("step", "--shapes", "tiny").strategy == "block_diffusion"
+    assert settings("step", "--shapes", "tiny").dllm(128) == {
+        "strategy": "block_diffusion",
+        "canvas_length": 128,
+        "block_length": 64,
+    }
+
+
+def answer(*arrivals: tuple[int, int]) -> Answer:
+    return Answer([1] * 10, 0.0, [Arrival(*a) for a in arrivals], finished=True)
+
+
+def test_window_holds_steps_of_all_requests_only() -> None:
+    """Steps before both decode, and the tail, take a hundred times as long here."""
+    run = Run([answer((2, 4), (6, 4), (10, 4), (13, 4)), answer((4, 4), (8, 4), (12, 4), (15, 4))])
+    seconds, slow = 0.0, (0, 1, 2, 3, 4, 13, 14, 15)
+    for i in range(16):
+        seconds += 0.1 if i in slow else 0.001
+        run.stamps.append(seconds)
+    window = steady(run)
+    assert (window.first, window.last) == (4, 12)
+    assert window.step_ms == pytest.approx(1.0)
+    assert step._context(run, window) == 10 + (8 + 8) / 2
+
+
+def test_requests_that_never_met_have_no_window() -> None:
+    run = Run([answer((2, 4), (6, 4)), answer((8, 4), (12, 4))], [0.1 * i for i in range(13)])
+    with pytest.raises(ValueError, match="never ran all at once"):
+        steady(run)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "kv_bytes"),
+    [
+        ("llada-8b", 7.5, 2 * 32 * 4096 * 2),
+        ("dream-7b", 7.07, 2 * 28 * 512 * 2),
+        ("sdar-8b", 7.57, 2 * 36 * 1024 * 2),
+    ],
+)
+def test_products_are_the_weights_that_the_models_have(
+    name: str, billions: float, kv_bytes: int
+) -> None:
+    """Published sizes, less the embedding (and norms), which is no product."""
+    sizes = Sizes.of(SHAPES[name])
+    layer = [*sizes.attention_products, *sizes.mlp_products(sizes.inner)]
+    weights = sizes.layers * sum(n * k for n, k in layer) + sizes.vocab * sizes.width
+    assert weights / 1e9 == pytest.approx(billions, rel=0.01)
+    assert sizes.kv_bytes(1) == kv_bytes
+
+
+def test_floor_counts_every_product_once() -> None:
+    sizes = Sizes.of(SHAPES["tiny"])
+    weights = floor._weights(sizes, torch.device("cpu"), torch.float32)
+    run, work = floor._forward(sizes, weights, count=3)
+    run()
+    assert work == 2 * 3 * sum(w.numel() for layer in weights for w in layer)
+
+
+def test_floor_of_experts_reads_those_that_are_hit() -> None:
+    sizes = Sizes.of(SHAPES["llada2-mini"])
+    assert floor._experts_hit(sizes, 1) == (8, 1)
+    hit, rows = floor._experts_hit(sizes, 32)
+    assert 150 < hit < 180 and hit * rows >= 32 * 8
+    assert floor._experts_hit(sizes, 4096) == (256, 128)
+
+
+def test_relatives_are_of_the_same_size() -> None:
+    for name in ("llada-8b", "dream-7b", "sdar-8b", "tiny"):
+        config: dict[str, Any] = SHAPES[name]
+        assert Sizes.of(relative(config)) == Sizes.of(config)
+    with pytest.raises(ValueError, match="llada2_moe"):
+        relative(SHAPES["llada2-mini"])
+
+
+def test_fractional_rates_are_an_average_of_whole_schedules() -> None:
+    steps = [serving.steps_of(i, block=16, rate=3.0) for i in range(6)]
+    assert steps == [5, 5, 6, 5, 5, 6]
+    assert {serving.steps_of(i, block=32, rate=4.0) for i in range(50)} == {8}
+    assert sum(serving.steps_of(i, 16, 2.7) for i in range(270)) == 1600
+
+
+def launch(number: int, time: float) -> dict[str, Any]:
+    return event("cuda_runtime", "cudaGraphLaunch", time, 5.0, number)
+
+
+def event(kind: str, name: str, time: float, length: float, number: int) -> dict[str, Any]:
+    args = {"correlation": number}
+    return {"ph": "X", "cat": kind, "name": name, "ts": time, "dur": length, "args": args}
+
+
+def a_trace(steps: int) -> list[dict[str, Any]]:
+    """Steps of 1,000 us: 600 forward in two kernels, 100 head, 150 sampler, 10 copy, 140 idle."""
+    events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "args": {}}]
+    for i in range(steps):
+        at, graph = 1000.0 * i, 10 * i
+        events += [launch(graph, at - 50), event("kernel", "norm", at, 200, graph)]
+        events += [event("kernel", "sm90_gemm", at + 200, 400, graph)]
+        events += [event("kernel", "nvjet_hsh_128", at + 640, 100, graph + 1)]
+        events += [event("kernel", "propose", at + 740, 100, graph + 2)]
+        events += [event("kernel", "pick", at + 850, 50, graph + 3)]
+        events += [event("gpu_memcpy", "Memcpy DtoH", at + 900, 10, graph + 4)]
+        # A small graph of someone else.
+        events += [launch(graph + 5, at + 860), event("kernel", "tiny", at + 990, 0, graph + 5)]
+    return events
+
+
+def test_trace_is_split_by_what_launched_a_kernel() -> None:
+    summary = trace.summarise(a_trace(5))
+    assert summary.steps == 4
+    parts = (summary.forward_ms, summary.lm_head_ms, summary.sampler_ms, summary.copy_ms)
+    assert parts == pytest.approx((0.6, 0.1, 0.15, 0.01))
+    assert summary.step_ms == pytest.approx(1.0)
+    assert summary.busy_ms == pytest.approx(sum(parts))
+    assert summary.gap_ms == pytest.approx(0.14)
+    assert summary.kernels == 5
+    assert list(summary.largest) == ["nvjet_hsh_128", "propose", "pick", "Memcpy DtoH", "tiny"]
+
+
+def test_overlapping_kernels_are_busy_once() -> None:
+    events = a_trace(5)
+    events += [event("kernel", "beside", 1000.0 * i + 700, 60, 900 + i) for i in range(5)]
+    summary = trace.summarise(events)
+    assert summary.busy_ms == pytest.approx(0.86) and summary.sampler_ms == pytest.approx(0.21)
+
+
+def test_a_trace_without_graphs_is_refused() -> None:
+    eager = [e for e in a_trace(5) if e["name"] != "cudaGraphLaunch"]
+    with pytest.raises(ValueError, match="holds 0 replays"):
+        trace.summarise(eager)

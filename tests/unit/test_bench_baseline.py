@@ -1,0 +1,73 @@
+"""The authors' loops that `--vs hf` runs, on transformers, against recorded traces of theirs."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dllm_plugin.bench import published
+
+TESTS = Path(__file__).parents[1]
+sys.path.insert(0, str(TESTS / "engine"))
+
+from plain import PlainModel  # noqa: E402
+
+RECORDS = {"llada": "llada_vanilla", "Dream": "dream_maskgit_plus"}
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
+
+
+def is_default(settings: dict[str, Any]) -> bool:
+    """Blocks as published, and nothing but greedy decoding."""
+    known = {"alg", "max_new_tokens", "steps", "gen_length", "block_length"}
+    return settings.get("block_length", published.LLADA_BLOCK) == 32 and set(settings) <= known
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", RECORDS)
+def test_loop_decodes_what_the_authors_do(family: str) -> None:
+    record = json.loads((TESTS / "goldens" / f"{RECORDS[family]}.json").read_text())
+    folder = TESTS / "goldens" / record["checkpoint"]
+    model = published.build(config_of(folder), torch.device("cpu"), torch.float32)
+    model.load_state_dict(PlainModel.load(folder).weights)
+    logits = published.both_ways(model)
+    cases = [case for case in record["cases"] if is_default(case["settings"])]
+    assert len(cases) >= 3
+    for case in cases:
+        length, steps = len(case["output_ids"]), case["settings"]["steps"]
+        arguments = (logits, case["prompt_ids"], length, steps, record["mask_id"])
+        got = published.LOOPS[family](*arguments, torch.device("cpu"))
+        assert got == (case["output_ids"], case["num_forwards"]), case["id"]
+
+
+def test_a_causal_model_is_refused() -> None:
+    class Causal(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Embedding(32, 4)
+
+        def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
+            hidden = self.table(input_ids).cumsum(1)
+            return type("Output", (), {"logits": hidden})
+
+    with pytest.raises(ValueError, match="attends causally"):
+        published.both_ways(Causal())
+
+
+def test_models_without_a_loop_are_refused() -> None:
+    with pytest.raises(ValueError, match="not of 'sdar'"):
+        published.check({"model_type": "sdar"})
+
+
+def test_rates_become_steps() -> None:
+    config = config_of(TESTS / "goldens" / "checkpoints" / "tiny-llada")
+    one, three = published.measure(config, [1, 2, 3], 64, [1.0, 3.0], "cpu", torch.float32)
+    assert (one["tokens"], one["forwards"], one["tokens_per_forward"]) == (64, 64, 1.0)
+    assert (three["tokens"], three["forwards"]) == (64, 21)
+    assert three["ms_per_forward"] == pytest.approx(1e3 * three["seconds"] / 21)
