@@ -7,7 +7,9 @@ from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+CUSTOM, FLEX_ATTENTION = AttentionBackendEnum.CUSTOM, AttentionBackendEnum.FLEX_ATTENTION
 DISTINCT = "dllm_plugin.layouts.distinct.DistinctBackend"
+FLEX = "dllm_plugin.layouts.flex.SegmentFlexBackend"
 HEAD_SIZES = (32, 64, 128)
 PAGE_UNIT = 16
 # What `diffuplug doctor` says of a wish.
@@ -25,7 +27,7 @@ def take_distinct(vllm_config: VllmConfig) -> None:
     """
     for problem in _problems(vllm_config):
         raise ValueError(f"kv_cache_layout 'distinct' {problem}; use kv_cache_layout 'unified'.")
-    vllm_config.attention_config.backend = AttentionBackendEnum.CUSTOM
+    vllm_config.attention_config.backend = CUSTOM
 
 
 def _problems(vllm_config: VllmConfig) -> Iterator[str]:
@@ -35,7 +37,7 @@ def _problems(vllm_config: VllmConfig) -> Iterator[str]:
         yield f"runs on CPUs and CUDA GPUs, not on {current_platform.device_name}"
     elif current_platform.is_cuda() and not current_platform.has_device_capability(80):
         yield "needs a GPU of compute capability 8.0 or later"
-    if attention.backend not in (None, AttentionBackendEnum.CUSTOM) or attention.backend_per_kind:
+    if attention.backend not in (None, CUSTOM) or attention.backend_per_kind:
         chosen = attention.backend.name if attention.backend else "of its own for some layers"
         yield f"brings its own attention, but attention_backend {chosen} is asked for"
     if cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
@@ -53,38 +55,45 @@ def _problems(vllm_config: VllmConfig) -> Iterator[str]:
 
 @contextmanager
 def offered(vllm_config: VllmConfig, layout: str) -> Iterator[None]:
-    """While a model is built, vLLM's registry answers with the layout's backend.
+    """While a model is built, vLLM's registry answers with the backends of our own that it needs.
 
     CPUs use one backend whatever is selected, and ask the registry for its class. vLLM keeps the
-    answer under the selected name, which is ours, so other models of the process do not see it.
+    answer to CUSTOM, which other models of the process do not select; our form of FlexAttention
+    serves any model.
     """
-    if layout != "distinct":
-        yield
-        return
-    names = [AttentionBackendEnum.CUSTOM]
-    if current_platform.is_cpu():
-        names.append(AttentionBackendEnum.CPU_ATTN)
-    before = {name: name.get_path() for name in names if name.is_overridden()}
-    for name in names:
-        register_backend(name, DISTINCT)
+    ours = _needed(vllm_config, layout)
+    before = {name: name.get_path() for name in ours if name.is_overridden()}
+    for name, path in ours.items():
+        register_backend(name, path)
     try:
         yield
     finally:
-        for name in names:
+        for name in ours:
             name.clear_override()
             if name in before:
                 register_backend(name, before[name])
-    _check_taken(vllm_config)
+    if ours:
+        _check_taken(vllm_config, set(ours.values()))
 
 
-def _check_taken(vllm_config: VllmConfig) -> None:
+def _needed(vllm_config: VllmConfig, layout: str) -> dict[AttentionBackendEnum, str]:
+    if layout == "distinct" and current_platform.is_cpu():
+        return {name: DISTINCT for name in (CUSTOM, AttentionBackendEnum.CPU_ATTN)}
+    if layout == "distinct":
+        return {CUSTOM: DISTINCT}
+    if vllm_config.attention_config.backend == FLEX_ATTENTION and not current_platform.is_cpu():
+        return {FLEX_ATTENTION: FLEX}
+    return {}
+
+
+def _check_taken(vllm_config: VllmConfig, ours: set[str]) -> None:
     from vllm.model_executor.layers.attention import Attention
 
     for name, layer in get_layers_from_vllm_config(vllm_config, Attention).items():
         taken = layer.get_attn_backend()
-        if f"{taken.__module__}.{taken.__qualname__}" != DISTINCT:
+        if f"{taken.__module__}.{taken.__qualname__}" not in ours:
             raise ValueError(
-                f"kv_cache_layout 'distinct': vLLM gave layer {name} the attention backend "
-                f"{taken.__qualname__}, which another plugin has registered as CUSTOM; use "
-                "kv_cache_layout 'unified'."
+                f"vLLM gave layer {name} the attention backend {taken.__qualname__} where one of "
+                "DiffuPlug's was selected: another model of this process has it under the same "
+                "name; start this one in a process of its own."
             )

@@ -15,6 +15,7 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.config.cache import CacheDType
 from vllm.platforms import current_platform
+from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -108,6 +109,7 @@ class DistinctImpl(AttentionImpl[DistinctMetadata]):
             "logits soft caps": logits_soft_cap,
             "encoder layers": attn_type != AttentionType.DECODER,
             "KV sharing": kv_sharing_target_layer_name,
+            "quantised keys": is_quantized_kv_cache(kv_cache_dtype),
         } | extra
         for what, value in unsupported.items():
             if value:

@@ -47,6 +47,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "layouts": set(),
     "layouts.choice": set(),
+    "layouts.flex": set(),
     "layouts.spans": set(),
     "layouts.distinct": {
         *("kernels", "kernels.paged_attention", "kernels.paged_reference", "kernels.paged_store"),
@@ -86,6 +87,7 @@ ENGINE_SIDE = {
     *("states", "attention", "sampler", "model_state", "scheduler", "token_rules", "bad_words"),
     *("logprobs", "admission", "metrics", "engine_config", "kernels.cpu"),
     *("rows", "proposals", "leads", "refresh_scheduler"),
+    *("layouts.choice", "layouts.spans", "layouts.distinct", "layouts.flex"),
 }
 # The one assignment to an attribute of vLLM: (module, function).
 PERMITTED = ("kernels.cpu", "_complete_triton_placeholder")

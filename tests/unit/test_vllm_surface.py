@@ -73,16 +73,17 @@ vllm.tokenizers.registry: TokenizerRegistry
 vllm.triton_utils: HAS_TRITON tl triton
 vllm.triton_utils.dispatcher: register_kernels
 vllm.utils.math_utils: cdiv next_power_of_2
-vllm.utils.torch_utils: async_tensor_h2d
+vllm.utils.torch_utils: async_tensor_h2d is_quantized_kv_cache
 vllm.v1.attention.backend: AttentionBackend AttentionCGSupport AttentionImpl AttentionLayer
 vllm.v1.attention.backend: AttentionMetadata AttentionMetadataBuilder AttentionType
 vllm.v1.attention.backend: CommonAttentionMetadata MultipleOf
+vllm.v1.attention.backends.flex_attention: FlexAttentionBackend FlexAttentionMetadataBuilder
 vllm.v1.attention.backends.registry: AttentionBackendEnum register_backend
 vllm.v1.core.sched.async_scheduler: AsyncScheduler
 vllm.v1.core.sched.output: NewRequestData SchedulerOutput
 vllm.v1.core.sched.scheduler: Scheduler
 vllm.v1.engine: EngineCoreOutputs
-vllm.v1.kv_cache_interface: KVCacheConfig KVCacheLayout KVCacheSpec
+vllm.v1.kv_cache_interface: AttentionSpec KVCacheConfig KVCacheLayout KVCacheSpec
 vllm.v1.metrics.loggers: AggregateStatLoggerBase
 vllm.v1.metrics.stats: IterationStats MultiModalCacheStats RequestSpecDecodeMetrics SchedulerStats
 vllm.v1.outputs: LogprobsTensors ModelRunnerOutput
@@ -147,6 +148,9 @@ SIGNATURES = {
     "device",
     BACKEND + "AttentionMetadataBuilder.build": "self common_prefix_len common_attn_metadata "
     "fast_build=False",
+    "v1.attention.backends.flex_attention:FlexAttentionMetadataBuilder.__init__": "self "
+    "kv_cache_spec layer_names vllm_config device",
+    "utils.torch_utils:is_quantized_kv_cache": "kv_cache_dtype",
     BACKEND + "AttentionImpl.__init__": "self num_heads head_size scale num_kv_heads=None "
     "alibi_slopes=None sliding_window=None kv_cache_dtype='auto' logits_soft_cap=None "
     "attn_type=<AttentionType.DECODER: 'decoder'> kv_sharing_target_layer_name=None",
