@@ -64,7 +64,7 @@ class SpanBuffers:
             num_tokens=num_tokens,
             query_start_loc_gpu=query_start_loc,
             query_start_loc_cpu=query_start_loc_cpu,
-            max_query_len=int(query_start_loc_cpu.diff().max()),
+            max_query_len=batch.max_query_len or int(query_start_loc_cpu.diff().max()),
             seq_lens=batch.seq_lens,
             causal=False,
             model_specific_attn_metadata=self.fill(

@@ -229,7 +229,7 @@ FIELDS: dict[type, str] = {
     InputBatch: "num_reqs num_reqs_after_padding idx_mapping idx_mapping_np expanded_idx_mapping "
     "expanded_local_pos num_tokens num_tokens_after_padding num_draft_tokens "
     "num_draft_tokens_per_req query_start_loc query_start_loc_np seq_lens num_computed_tokens_np "
-    "is_prefilling_np logits_indices cu_num_logits input_ids",
+    "is_prefilling_np logits_indices cu_num_logits input_ids max_query_len",
     CommonAttentionMetadata: "query_start_loc block_table_tensor max_query_len",
     NewRequestData: "req_id prompt_token_ids prefill_token_ids sampling_params",
     SchedulerOutput: "num_scheduled_tokens scheduled_new_reqs scheduled_spec_decode_tokens "
