@@ -23,7 +23,7 @@ import json
 import statistics
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from itertools import product
 from pathlib import Path
 
@@ -157,7 +157,7 @@ class Batch:
         return out.unflatten(0, (-1, self.span))
 
 
-def fused(batch: Batch):
+def fused(batch: Batch, **constants):
     """The fused kernel of the `distinct` layout."""
     from dllm_plugin.kernels.paged_attention import attend_spans
     from dllm_plugin.kernels.paged_reference import split_cache
@@ -169,6 +169,7 @@ def fused(batch: Batch):
         attend_spans(
             *(batch.query, *batch.fresh, *caches[layer], batch.bounds, batch.start, batch.seen),
             *(batch.table, batch.head**-0.5, batch.out, batch.span, units),
+            **constants,
         )
 
     return call
@@ -305,7 +306,7 @@ def run_variant(name: str, full: bool, page: int) -> None:
         some = sorted({0, point.requests // 2, point.requests - 1})
         got = batch.out.unflatten(0, (-1, batch.span))[some]
         error = (got.float() - batch.expected(some, distinct).float()).abs().max().item()
-        row = asdict(point) | {"variant": name, "error": error}
+        row = asdict(point) | {"variant": name, "error": error if error == error else None}
         if error <= TOLERANCE:  # never true of NaN
             row["us"] = measure(call, len(batch.caches))
         print(json.dumps(row), flush=True)
@@ -345,7 +346,7 @@ def main() -> int:
     print(*(f"{title:>9}" for title in header))
     times = {(row["variant"], *[row[k] for k in Point.__annotations__]): row for row in rows}
     for point in points(options.full):
-        key = tuple(asdict(point).values())
+        key = astuple(point)
         cells = [times.get((name, *key), {}) for name in variants]
         shown = [f"{c['us']:.1f}" if "us" in c else ("WRONG" if c else "-") for c in cells]
         floor = point.bytes / bandwidth * 1e6

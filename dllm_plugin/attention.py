@@ -2,7 +2,8 @@
 
 Every query segment becomes one row of ordinary variable-length attention without a causal mask:
 its own ``query_start_loc``, ``seq_lens`` = the keys it sees, and the block table row of its
-request. B is the number of rows.
+request. B is the number of rows. Under the `distinct` KV layout a request stays one row, and the
+same segments say what each of its tokens sees.
 """
 
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.utils import AttentionGroup
 
+from dllm_plugin.layouts.spans import SpanBuffers
 from dllm_plugin.rows import count_canvases
 from dllm_plugin.states import CanvasStates
 from dllm_plugin.strategies import canvas_segments, prefill_segments
@@ -91,8 +93,11 @@ def _whole_rows(batch: InputBatch, states: CanvasStates, spans: np.ndarray) -> R
 class AttentionRows:
     """Builds attention metadata; owns the buffers that captured CUDA graphs read."""
 
-    def __init__(self, states: CanvasStates, max_num_reqs: int) -> None:
+    def __init__(self, states: CanvasStates, max_num_reqs: int, max_num_tokens: int) -> None:
         self.states = states
+        self.spans: SpanBuffers | None = None
+        if states.config.kv_cache_layout == "distinct":
+            self.spans = SpanBuffers(max_num_reqs, max_num_tokens, states.device)
         self.rows_per_request = states.full_NS.shape[1] + 1
         max_rows = max_num_reqs * self.rows_per_request
         self.query_start_loc = torch.zeros(max_rows + 1, dtype=torch.int32, device=states.device)
@@ -129,6 +134,10 @@ class AttentionRows:
         device_rows = async_tensor_h2d(packed, device=self.states.device)
         request_B = device_rows[1, :num_rows].to(torch.int64)
         seq_lens = (batch.seq_lens[request_B] - device_rows[2, :num_rows]).clamp_min(0)
+        if self.spans is not None:
+            segments, limit = (device_rows[0], seq_lens), self.states.max_model_len
+            rest = (block_tables, slot_mappings, attn_groups, kv_cache_config)
+            return self.spans.build(batch, is_full, segments, limit, *rest)
         tables = [table.index_select(0, request_B) for table in block_tables]
         query_start_loc = device_rows[0]
         if is_full:

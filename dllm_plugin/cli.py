@@ -20,6 +20,7 @@ from dllm_plugin.offline import (
     one_sentence,
     start_engine,
 )
+from dllm_plugin.option_checks import KV_CACHE_LAYOUTS
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -105,6 +106,7 @@ def _add_decode_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threshold", type=float)
     parser.add_argument("--block-length", type=int)
     parser.add_argument("--lora-path", help="D2F adapter to merge into the weights")
+    parser.add_argument("--kv-cache-layout", help=", ".join(KV_CACHE_LAYOUTS))
 
 
 def _positive(text: str) -> int:

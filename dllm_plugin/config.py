@@ -76,7 +76,7 @@ class DecodeConfig:
     factor                   Fast-dLLM's factor
     block_add_threshold      decided share of the last block that opens the next (tau_add)
     decoded_token_threshold  decided share that fully activates the next block (tau_act)
-    kv_cache_layout          `unified` is vLLM's own layout
+    kv_cache_layout          `unified` is vLLM's own; `distinct` ours, with fused span attention
     lora_path                D2F adapter (PEFT folder) merged into the weights at load
     eps                      end of Dream's time schedule
     alg_temp                 Dream: temperature of the choice of positions; None or 0: the best
@@ -221,7 +221,7 @@ class DecodeConfig:
             max_active_blocks=1 if strategy in FULL_ATTENTION else min(blocks, canvas),
             threshold=self.threshold if self.threshold is not None else default_threshold,
             sub_block_length=self.sub_block_length or family.sub_block_length,
-            kv_cache_layout="unified",
+            kv_cache_layout="distinct" if self.kv_cache_layout == "distinct" else "unified",
             architecture=architecture,
             mask_token_id=mask_token_id,
             turn_end_token_ids=turn_end_token_ids,

@@ -6,6 +6,7 @@ from typing import Any
 import dllm_plugin
 from dllm_plugin.choices import OFF, options_read
 from dllm_plugin.config import REQUEST_FIELDS, DecodeConfig, get_decode_config
+from dllm_plugin.layouts.choice import REASONS
 from dllm_plugin.models import ARCHITECTURES, FAMILIES
 from dllm_plugin.offline import one_sentence
 from dllm_plugin.special_tokens import find_mask_token
@@ -57,6 +58,8 @@ def _report_model(options: dict[str, Any]) -> int:
     _line("mask token", f"{mask_token_id}, from {found_in}")
     _line("dtype, context", f"{model_config.dtype}, {model_config.max_model_len} tokens")
     _line("decoding", f"{config.strategy}, policy {config.policy}: {config.reason}")
+    wanted = (options.get("additional_config") or {}).get("dllm", {}).get("kv_cache_layout", "auto")
+    _line("KV cache layout", f"{config.kv_cache_layout} ({REASONS[wanted]})")
     for name, value in _settings(config).items():
         _line("  " + name, value)
     return 0
@@ -67,7 +70,7 @@ def _settings(config: DecodeConfig) -> dict[str, Any]:
     request = config.for_request({}, config.canvas_length)
     read = options_read(config.strategy, config.policy, config.family) - {"policy"}
     names = [name for name in REQUEST_FIELDS if name in read]
-    names += ["canvas_length", "kv_cache_layout", "lora_path"]
+    names += ["canvas_length", "lora_path"]
     values = {name: getattr(request, name) for name in names}
     if config.whole_canvas:
         values["block_length"] = "the whole canvas"

@@ -17,6 +17,7 @@ from dllm_plugin.config import (
     DecodeConfig,
     check_strategy_reads,
 )
+from dllm_plugin.layouts.choice import take_distinct
 from dllm_plugin.models import FAMILIES, lora
 from dllm_plugin.models.blocks import trained_block_length, trained_to_edit
 from dllm_plugin.models.weights import check_readable, checkpoint_folder
@@ -115,6 +116,8 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
             _set_scheduler(vllm_config, config)
             _set_prefix_caching(vllm_config, config)
             _set_graph_sizes(vllm_config, config.canvas_length)
+        if config.kv_cache_layout == "distinct":
+            take_distinct(vllm_config)
         _set_attention_backend(vllm_config)
 
 

@@ -47,7 +47,7 @@ class DiffusionModelState(ModelState):
         """Take vLLM's sampler's state and put ours in its place."""
         draft_tokens = sampler.req_states.draft_tokens
         self.states = CanvasStates(self.config, self.model_config, draft_tokens)
-        self.rows = AttentionRows(self.states, self.max_num_reqs)
+        self.rows = AttentionRows(self.states, self.max_num_reqs, self.max_num_tokens)
         canvas_length = self.states.canvas_NC.shape[1]
         max_rows = min(self.max_num_reqs * canvas_length, self.max_num_tokens)
         self.sampler = DiffusionSampler(sampler, self.states, self.model_config, max_rows)

@@ -24,7 +24,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     The bundled model brings its adapter unless the strategy asked for has no use for one.
     Raises ValueError for a wrong decode option, before anything heavy is imported.
     """
-    names = ("strategy", "policy", "threshold", "block_length", "lora_path")
+    names = ("strategy", "policy", "threshold", "block_length", "lora_path", "kv_cache_layout")
     dllm = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     DecodeConfig.from_user(dllm)
     engine_names = ("dtype", "gpu_memory_utilization")

@@ -5,8 +5,7 @@ from typing import Any
 from dllm_plugin.choices import POLICIES, STRATEGIES, policies_of
 from dllm_plugin.models import Family
 
-KV_CACHE_LAYOUTS = ("auto", "unified")
-PLANNED = {"kv_cache_layout": ("distinct",)}
+KV_CACHE_LAYOUTS = ("auto", "unified", "distinct")
 MAX_STEPS = 4096
 MAX_FACTOR = 1000.0  # keeps logits that are multiplied by it within float32
 SWITCHES = ("logits_eos_inf", "confidence_eos_eot_inf", "use_block_cache")
@@ -53,11 +52,6 @@ def one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
     """Raise ValueError unless `value` is one of the choices."""
     if isinstance(value, str) and value in choices:
         return
-    if isinstance(value, str) and value in PLANNED.get(name, ()):
-        raise ValueError(
-            f"{name} {value!r} is not implemented in this version; use one of: "
-            f"{', '.join(choices)}."
-        )
     raise ValueError(f"{name} {value!r} is unknown; choose one of: {', '.join(choices)}.")
 
 

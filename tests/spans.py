@@ -164,6 +164,7 @@ CASES: dict[str, Spans] = {
     ),
     "kept keys behind a span that starts at 0": Spans([9], [0], behind=90, rule=bidirectional),
     "rows that see nothing": Spans([4, 4], [0, 9], rule=nothing),
+    "one long request among short ones": Spans([70, 1, 2, 0, 3], [0, 9, 40, 7, 16], padding=2),
     "a request without rows between others": Spans([5, 0, 6], [7, 0, 20]),
     "padded rows and requests": Spans([5, 8], [16, 33], padding=3),
     "long context in shares": Spans([4], [700], group=7, units=16),

@@ -85,7 +85,7 @@ def choose_tile(num_rows: int, itemsize: int) -> Tile:
 
 def choose_splits(num_programs: int, num_units: int) -> int:
     """A power of two that fills the device without a second wave."""
-    wanted = PROGRAMS_PER_SM * num_units // max(1, num_programs)
+    wanted = PROGRAMS_PER_SM * num_units // num_programs
     return 1 << min(max(wanted, 1), MAX_SPLITS).bit_length() - 1
 
 
@@ -103,25 +103,32 @@ def attend_spans(
     out: Tensor,
     max_query_len: int,
     num_units: int = 132,
+    tile: Tile | None = None,
+    splits: int | None = None,
 ) -> None:
     """As its twin. Page sizes are multiples of 16, head sizes powers of two from 16 on.
 
     Args:
         num_units: multiprocessors of the device, which the shares of long contexts fill.
+        tile, splits: other launch constants than those chosen here, to measure them.
     """
     num_tokens, num_heads, head_size = query.shape
     requests, kv_heads, page = len(span_start), key.shape[1], key_cache.shape[3]
     assert page % 16 == 0 and query.stride()[1:] == key.stride()[1:] == (head_size, 1)
     assert value.stride()[1:] == out.stride()[1:] == (head_size, 1)
     group = num_heads // kv_heads
-    tile = choose_tile(max_query_len * group, query.element_size())
-    blocks = num_tokens * group // tile.rows
-    splits = choose_splits(max(1, blocks) * kv_heads, num_units)
+    tile = tile or choose_tile(max_query_len * group, query.element_size())
+    # As many row blocks for each request as the longest needs, unless most would be empty.
+    per_request = triton.cdiv(max_query_len * group, tile.rows)
+    blocks = num_tokens * group // tile.rows + requests
+    per_request = per_request if requests * per_request <= blocks else 0
+    blocks = requests * per_request or blocks
+    splits = splits or choose_splits(blocks * kv_heads, num_units)
     part, lse = out, out
     if splits > 1:
         part = out.new_empty(splits, num_tokens, num_heads, head_size, dtype=torch.float32)
         lse = part.new_empty(part.shape[:-1])
-    span_kernel[(blocks + requests, kv_heads, splits)](
+    span_kernel[(blocks, kv_heads, splits)](
         query,
         key,
         value,
@@ -135,6 +142,7 @@ def attend_spans(
         lse,
         scale * LOG2_E,
         requests,
+        per_request,
         query.stride(0),
         key.stride(0),
         value.stride(0),

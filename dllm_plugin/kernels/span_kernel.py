@@ -7,22 +7,33 @@ from vllm.triton_utils import tl, triton
 
 
 @triton.jit
-def _find_request(
+def _find_rows(
     block,
     query_start_loc_ptr,
     num_requests,
+    blocks_per_request,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     LOOKUP: tl.constexpr,
 ):
-    """Row blocks are numbered so that request r begins at its first row // ROWS + r."""
-    found = tl.full([], -1, tl.int32)
-    for base in range(0, num_requests, LOOKUP):
-        r = base + tl.arange(0, LOOKUP)
-        begins = tl.load(query_start_loc_ptr + r, mask=r < num_requests, other=0)
-        begins = begins * GROUP // ROWS + r
-        found += tl.sum(((begins <= block) & (r < num_requests)).to(tl.int32), 0)
-    return found
+    """Request and first row of a row block.
+
+    Every request has `blocks_per_request` blocks; or, if that is 0, request r begins at block
+    (its first row of the batch) // ROWS + r.
+    """
+    if blocks_per_request > 0:
+        request = block // blocks_per_request
+        first_row = block % blocks_per_request * ROWS
+    else:
+        request = block * 0 - 1
+        for base in range(0, num_requests, LOOKUP):
+            r = base + tl.arange(0, LOOKUP)
+            begins = tl.load(query_start_loc_ptr + r, mask=r < num_requests, other=0)
+            begins = begins * GROUP // ROWS + r
+            request += tl.sum(((begins <= block) & (r < num_requests)).to(tl.int32), 0)
+        first_token = tl.load(query_start_loc_ptr + request)
+        first_row = (block - (first_token * GROUP // ROWS + request)) * ROWS
+    return request, first_row
 
 
 @triton.jit
@@ -97,7 +108,7 @@ def _fresh(rows_ptr, stride, token, kept, HEAD: tl.constexpr):
     return tl.load(rows, mask=kept[None, :], other=0.0)
 
 
-@triton.jit(do_not_specialize=["num_requests"])
+@triton.jit(do_not_specialize=["num_requests", "blocks_per_request"])
 def span_kernel(
     query_ptr,
     key_ptr,
@@ -112,6 +123,7 @@ def span_kernel(
     lse_ptr,
     scale,
     num_requests,
+    blocks_per_request,
     query_stride,
     key_stride,
     value_stride,
@@ -140,10 +152,11 @@ def span_kernel(
     """
     block, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
 
-    request = _find_request(block, query_start_loc_ptr, num_requests, GROUP, ROWS, LOOKUP)
+    request, first_row = _find_rows(
+        *(block, query_start_loc_ptr, num_requests, blocks_per_request, GROUP, ROWS, LOOKUP)
+    )
     first_token = tl.load(query_start_loc_ptr + request)
     length = tl.load(query_start_loc_ptr + request + 1) - first_token
-    first_row = (block - (first_token * GROUP // ROWS + request)) * ROWS
     if first_row >= length * GROUP:
         return
 

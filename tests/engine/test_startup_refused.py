@@ -26,7 +26,7 @@ WRONG_OPTIONS: list[tuple[Any, str]] = [
     ({"strategy": "dual_cache", "max_active_blocks": 2}, "max_active_blocks has no effect"),
     ({"strategy": "dual_cache", "alg_temp": 0.5}, "alg_temp has no effect"),
     ({"logits_eos_inf": "no"}, "logits_eos_inf must be true or false, got 'no'"),
-    ({"kv_cache_layout": "distinct"}, "kv_cache_layout 'distinct' is not implemented"),
+    ({"kv_cache_layout": "paged"}, "kv_cache_layout 'paged' is unknown; choose one of: auto"),
     ({"strategy": "d2f", "policy": "factor"}, "policy 'factor' has no meaning"),
     ({"cfg_scale": 1.0}, "cfg_scale"),
     ({"lora_path": 3}, "lora_path must be a folder name, got 3"),

@@ -11,7 +11,14 @@ import pytest
 from dllm_plugin import cli, default_model
 from dllm_plugin.offline import engine_options
 
-DECODE = ["--block-length", "--lora-path", "--policy", "--strategy", "--threshold"]
+DECODE = [
+    "--block-length",
+    "--kv-cache-layout",
+    "--lora-path",
+    "--policy",
+    "--strategy",
+    "--threshold",
+]
 ENGINE = ["--dtype", "--gpu-memory-utilization", "--model"]
 MEASURED = ["--block-length", "--canvas", "--dtype", "--enforce-eager", "--gpu-memory-utilization"]
 MEASURED += ["--help", "--lora-path", "--model", "--seed", "--shapes", "--strategy", "--threshold"]
@@ -59,6 +66,7 @@ def test_options_are_frozen() -> None:
         (["generate", "x", "--threshold", "1.5"], "threshold must be a number between 0.0 and 1.0"),
         (["generate", "x", "--strategy", "magic"], "strategy 'magic' is unknown"),
         (["generate", "x", "--policy", "best"], "policy 'best' is unknown"),
+        (["doctor", "--kv-cache-layout", "paged"], "kv_cache_layout 'paged' is unknown"),
         (["generate", "x", "--block-length", "0"], "block_length must be a whole number"),
         (["generate", "x", "--model", "/no/such/folder"], "there is no folder /no/such/folder"),
         (["generate", " "], "the prompt is empty"),

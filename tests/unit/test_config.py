@@ -87,7 +87,7 @@ def test_public_surface_is_frozen() -> None:
     assert " ".join(choices.POLICIES) == (
         "auto threshold factor low_confidence entropy topk_margin random origin sequential"
     )
-    assert rooms.KV_CACHE_LAYOUTS == ("auto", "unified")
+    assert rooms.KV_CACHE_LAYOUTS == ("auto", "unified", "distinct")
     assert sorted(rooms.REQUEST_PREFIX + f for f in rooms.REQUEST_FIELDS) == REQUEST_ARGUMENTS
 
 
@@ -134,7 +134,6 @@ def test_choices() -> None:
         for value in ("nonsense", "", None, 3, ["d2f"]):
             message = refusal(**{name: value})
             assert message.startswith(f"{name} {value!r} is unknown") and known in message
-    assert "not implemented in this version" in refusal(kv_cache_layout="distinct")
 
 
 FULL = [
@@ -248,6 +247,7 @@ def test_auto_choices() -> None:
     assert "adapter" in plain.reason and "adapter" in adapted.reason
     assert "'d2f'" in resolved(strategy="d2f").reason
     assert plain.kv_cache_layout == "unified" and plain.mask_token_id == MASK
+    assert resolved(kv_cache_layout="distinct").kv_cache_layout == "distinct"
     assert not plain.time_schedule and resolved(DREAM).time_schedule
 
 

@@ -45,7 +45,15 @@ ROOMS: dict[str, set[str]] = {
         *("guidance", "plan", "states", "strategies"),
         *("kernels", "kernels.move_rows", "kernels.reference"),
     },
-    "attention": {"plan", "rows", "states", "strategies"},
+    "layouts": set(),
+    "layouts.choice": set(),
+    "layouts.flex": set(),
+    "layouts.spans": set(),
+    "layouts.distinct": {
+        *("kernels", "kernels.paged_attention", "kernels.paged_reference", "kernels.paged_store"),
+        "layouts.choice",
+    },
+    "attention": {"layouts.spans", "plan", "rows", "states", "strategies"},
     "bad_words": {"plan", "states"},
     "token_rules": {"bad_words", "plan", "states"},
     "logprobs": {"plan", "states", "kernels.reference"},
@@ -62,12 +70,12 @@ ROOMS: dict[str, set[str]] = {
     "scheduler": {"config"},
     "refresh_scheduler": {"guidance", "scheduler", "strategies"},
     "admission": {"config", "strategies"},
-    "engine_config": {"admission", "config", "models", "special_tokens"},
+    "engine_config": {"admission", "config", "layouts.choice", "models", "special_tokens"},
     "metrics": {"models"},
 }
 SETTINGS = (
     *("choices", "special_tokens", "option_checks", "config", "registration", "engine_config"),
-    *("admission", "metrics"),
+    *("admission", "metrics", "layouts.choice"),
 )
 STEP = {name for name in ROOMS if name not in SETTINGS}
 COMMANDS = {"cli", "doctor", "evaluate", "evaluate_all", "host_bench", "offline", "report"}
@@ -79,6 +87,7 @@ ENGINE_SIDE = {
     *("states", "attention", "sampler", "model_state", "scheduler", "token_rules", "bad_words"),
     *("logprobs", "admission", "metrics", "engine_config", "kernels.cpu"),
     *("rows", "proposals", "leads", "refresh_scheduler"),
+    *("layouts.choice", "layouts.spans", "layouts.distinct", "layouts.flex"),
 }
 # The one assignment to an attribute of vLLM: (module, function).
 PERMITTED = ("kernels.cpu", "_complete_triton_placeholder")
@@ -159,7 +168,8 @@ def test_vllm_stays_where_it_belongs(name: str) -> None:
 def test_models_know_no_strategy(name: str) -> None:
     """What drives them is named once, lazily, for vLLM's hook."""
     rest = {i for i in own(name) if i.split(".")[0] != "models"}
-    assert rest <= ({"config", "model_state"} if name == "models.base" else set())
+    driven = {"config", "layouts.choice", "model_state"}
+    assert rest <= (driven if name == "models.base" else set())
 
 
 def test_strategies_know_no_model() -> None:

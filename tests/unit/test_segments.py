@@ -2,9 +2,13 @@
 
 import numpy as np
 import pytest
+import torch
 from scripted import Hashed, Loop, sampling, visible
+from torch import Tensor
+from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from dllm_plugin.attention import batch_rows
+from dllm_plugin.attention import Rows, batch_rows
+from dllm_plugin.layouts.spans import SpanBuffers
 from dllm_plugin.strategies import canvas_segments, prefill_segments
 
 
@@ -36,7 +40,10 @@ def test_prefill_segments() -> None:
 
 @pytest.mark.parametrize("keep_empty", [False, True])
 def test_rows_of_a_mixed_batch(keep_empty: bool) -> None:
-    """Canvases in every phase and, in an eager step, prefills new and resumed."""
+    """Canvases in every phase and, in an eager step, prefills new and resumed.
+
+    The rows, and what every token sees where a request stays one row.
+    """
     options = {"block_length": 4, "canvas_length": 12, "max_active_blocks": 3}
     loop = Loop({"strategy": "d2f"} | options)
     runs = [
@@ -54,6 +61,7 @@ def test_rows_of_a_mixed_batch(keep_empty: bool) -> None:
     assert keep_empty or (rows.length_B > 0).all()
     assert not keep_empty or len(rows.length_B) == len(canvases) * 4
     seq_lens = batch.seq_lens.tolist()
+    spans = spans_of(rows, batch)
     for index, run in enumerate(canvases + prefills):
         mine = rows.request_B == index
         keys = np.repeat(seq_lens[index] - rows.behind_B[mine], rows.length_B[mine])
@@ -63,3 +71,22 @@ def test_rows_of_a_mixed_batch(keep_empty: bool) -> None:
         span = range(start, min(seq_lens[index], most))
         expected = [visible(p, prompt, length, seq_lens[index]) for p in span]
         assert keys[: len(span)].tolist() == expected
+        assert spans["span_start"][index] == start
+        first = int(batch.query_start_loc[index])
+        assert spans["keys_seen"][first : first + len(keys)].tolist() == keys.tolist()
+    assert spans["keys_seen"][batch.num_tokens :].tolist() == [0] * PADDING
+
+
+PADDING = 3
+
+
+def spans_of(rows: Rows, batch: InputBatch) -> dict[str, Tensor]:
+    """As a captured graph needs them: empty segments and tokens of nobody included."""
+    request = torch.from_numpy(rows.request_B)
+    keys = batch.seq_lens[request] - torch.from_numpy(rows.behind_B)
+    starts = torch.from_numpy(np.concatenate([[0], rows.length_B.cumsum()])).to(torch.int32)
+    buffers = SpanBuffers(batch.num_reqs, batch.num_tokens + PADDING, torch.device("cpu"))
+    segments = (starts, keys.to(torch.int32))
+    query_start_loc = batch.query_start_loc[: batch.num_reqs + 1].to(torch.int32)
+    reached = batch.seq_lens[: batch.num_reqs].to(torch.int32)
+    return buffers.fill(*segments, query_start_loc, reached, batch.num_tokens + PADDING).tensors

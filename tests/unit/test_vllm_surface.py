@@ -23,6 +23,7 @@ from vllm.config import (
 )
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
@@ -46,12 +47,14 @@ PACKAGE = Path(__file__).parents[2] / "dllm_plugin"
 # What the package imports of vLLM; "" is the module itself.
 IMPORTS = """
 vllm: "" LLM ModelRegistry RequestOutput SamplingParams
-vllm.config: CUDAGraphMode ModelConfig SchedulerConfig VllmConfig
+vllm.config: CUDAGraphMode ModelConfig SchedulerConfig VllmConfig get_layers_from_vllm_config
+vllm.config.cache: CacheDType
 vllm.config.compilation: CUDAGraphMode
 vllm.config.diffusion: DiffusionConfig
 vllm.engine.arg_utils: EngineArgs
 vllm.exceptions: VLLMValidationError
 vllm.logger: init_logger
+vllm.model_executor.layers.attention: Attention
 vllm.model_executor.layers.logits_processor: LogitsProcessor
 vllm.model_executor.models.config: MODELS_CONFIG_MAP VerifyAndUpdateConfig
 vllm.model_executor.models.bailing_moe: BailingMoE BailingMoeV2ForCausalLM
@@ -67,16 +70,20 @@ vllm.renderers.registry: RENDERER_REGISTRY
 vllm.sampling_params: RequestOutputKind SamplingParams
 vllm.tokenizers: cached_tokenizer_from_config
 vllm.tokenizers.registry: TokenizerRegistry
-vllm.triton_utils: HAS_TRITON triton
+vllm.triton_utils: HAS_TRITON tl triton
 vllm.triton_utils.dispatcher: register_kernels
 vllm.utils.math_utils: cdiv next_power_of_2
-vllm.utils.torch_utils: async_tensor_h2d
-vllm.v1.attention.backends.registry: AttentionBackendEnum
+vllm.utils.torch_utils: async_tensor_h2d is_quantized_kv_cache
+vllm.v1.attention.backend: AttentionBackend AttentionCGSupport AttentionImpl AttentionLayer
+vllm.v1.attention.backend: AttentionMetadata AttentionMetadataBuilder AttentionType
+vllm.v1.attention.backend: CommonAttentionMetadata MultipleOf
+vllm.v1.attention.backends.flex_attention: FlexAttentionBackend FlexAttentionMetadataBuilder
+vllm.v1.attention.backends.registry: AttentionBackendEnum register_backend
 vllm.v1.core.sched.async_scheduler: AsyncScheduler
 vllm.v1.core.sched.output: NewRequestData SchedulerOutput
 vllm.v1.core.sched.scheduler: Scheduler
 vllm.v1.engine: EngineCoreOutputs
-vllm.v1.kv_cache_interface: KVCacheConfig
+vllm.v1.kv_cache_interface: AttentionSpec KVCacheConfig KVCacheLayout KVCacheSpec
 vllm.v1.metrics.loggers: AggregateStatLoggerBase
 vllm.v1.metrics.stats: IterationStats MultiModalCacheStats RequestSpecDecodeMetrics SchedulerStats
 vllm.v1.outputs: LogprobsTensors ModelRunnerOutput
@@ -87,7 +94,7 @@ vllm.v1.worker.gpu.attn_utils: build_attn_metadata
 vllm.v1.worker.gpu.buffer_utils: UvaBackedTensor
 vllm.v1.worker.gpu.input_batch: InputBatch
 vllm.v1.worker.gpu.mm.encoder_cache: EncoderCache
-vllm.v1.worker.gpu.model_states.interface: ModelState
+vllm.v1.worker.gpu.model_states.interface: ModelSpecificAttnMetadata ModelState
 vllm.v1.worker.gpu.sample.logits_processor: LogitsContext LogitsProcessor
 vllm.v1.worker.gpu.sample.output: SamplerOutput
 vllm.v1.worker.gpu.states: RequestState
@@ -102,6 +109,8 @@ SCHEDULER = "v1.core.sched.async_scheduler:AsyncScheduler."
 PROCESSOR = "v1.worker.gpu.sample.logits_processor:LogitsProcessor."
 LOGGER = "v1.metrics.loggers:AggregateStatLoggerBase."
 METRICS = "v1.spec_decode.metrics:SpecDecoding"
+BACKEND = "v1.attention.backend:"
+REGISTRY = "v1.attention.backends.registry:"
 MODELS = "model_executor.models."
 SIGNATURES = {
     STATE + "__init__": "self vllm_config model encoder_cache device",
@@ -129,6 +138,31 @@ SIGNATURES = {
     "dcp_local_seq_lens_cpu_upper_bound=None positions=None is_prefilling=None "
     "mm_req_doc_ranges=None model_specific_attn_metadata=None for_cudagraph_capture=False "
     "causal=True rswa_prefix_lens=None ubatch_idx=0 fast_prefill=None req_idx=None",
+    "v1.worker.gpu.model_states.interface:ModelSpecificAttnMetadata.get_extra_attn_kwargs": "self "
+    "attn_metadata_builder num_reqs",
+    REGISTRY + "register_backend": "backend class_path=None is_mamba=False",
+    REGISTRY + "AttentionBackendEnum.get_path": "self include_classname=True",
+    REGISTRY + "AttentionBackendEnum.is_overridden": "self",
+    REGISTRY + "AttentionBackendEnum.clear_override": "self",
+    BACKEND + "AttentionMetadataBuilder.__init__": "self kv_cache_spec layer_names vllm_config "
+    "device",
+    BACKEND + "AttentionMetadataBuilder.build": "self common_prefix_len common_attn_metadata "
+    "fast_build=False",
+    "v1.attention.backends.flex_attention:FlexAttentionMetadataBuilder.__init__": "self "
+    "kv_cache_spec layer_names vllm_config device",
+    "utils.torch_utils:is_quantized_kv_cache": "kv_cache_dtype",
+    BACKEND + "AttentionImpl.__init__": "self num_heads head_size scale num_kv_heads=None "
+    "alibi_slopes=None sliding_window=None kv_cache_dtype='auto' logits_soft_cap=None "
+    "attn_type=<AttentionType.DECODER: 'decoder'> kv_sharing_target_layer_name=None",
+    BACKEND + "AttentionImpl.forward": "self layer query key value kv_cache attn_metadata output "
+    "output_scale=None output_block_scale=None",
+    BACKEND + "AttentionBackend.get_supported_kernel_block_sizes": "kv_cache_spec=None",
+    BACKEND + "AttentionBackend.get_preferred_block_size": "default_block_size",
+    BACKEND + "AttentionBackend.get_supported_head_sizes": "",
+    BACKEND + "AttentionBackend.supported_kv_cache_layouts": "",
+    BACKEND + "AttentionBackend.supports_non_causal": "",
+    "v1.worker.utils:AttentionGroup.build_metadata": "self common_attn_metadata ubatch_idx=0 "
+    "common_prefix_len=0 **kwargs",
     "v1.worker.gpu.buffer_utils:UvaBackedTensor": "size dtype max_concurrency=None",
     "v1.worker.gpu.buffer_utils:UvaBackedTensor.copy_to_uva": "self n=None",
     "utils.torch_utils:async_tensor_h2d": "data device=None dtype=None out=None",
@@ -195,7 +229,8 @@ FIELDS: dict[type, str] = {
     InputBatch: "num_reqs num_reqs_after_padding idx_mapping idx_mapping_np expanded_idx_mapping "
     "expanded_local_pos num_tokens num_tokens_after_padding num_draft_tokens "
     "num_draft_tokens_per_req query_start_loc query_start_loc_np seq_lens num_computed_tokens_np "
-    "is_prefilling_np logits_indices cu_num_logits input_ids",
+    "is_prefilling_np logits_indices cu_num_logits input_ids max_query_len",
+    CommonAttentionMetadata: "query_start_loc block_table_tensor max_query_len",
     NewRequestData: "req_id prompt_token_ids prefill_token_ids sampling_params",
     SchedulerOutput: "num_scheduled_tokens scheduled_new_reqs scheduled_spec_decode_tokens "
     "total_num_scheduled_tokens",
@@ -223,7 +258,8 @@ FIELDS: dict[type, str] = {
     "revision runner_type served_model_name tokenizer_mode",
     SchedulerConfig: "async_scheduling enable_chunked_prefill long_prefill_token_threshold "
     "max_num_batched_tokens max_num_scheduled_tokens max_num_seqs scheduler_cls watermark",
-    CacheConfig: "block_size enable_prefix_caching num_gpu_blocks user_specified_block_size",
+    CacheConfig: "block_size cache_dtype enable_prefix_caching num_gpu_blocks "
+    "user_specified_block_size",
     CompilationConfig: "cudagraph_capture_sizes cudagraph_mode max_cudagraph_capture_size",
     ParallelConfig: "decode_context_parallel_size enable_batch_sharded_sampling enable_dbo "
     "enable_ep_weight_filter enable_expert_parallel "
@@ -233,7 +269,7 @@ FIELDS: dict[type, str] = {
     "stop_token_ids temperature top_p top_k min_p seed ignore_eos bad_words n",
 }
 PROPERTIES = {
-    ModelConfig: "architecture get_vocab_size",
+    ModelConfig: "architecture get_head_size get_sliding_window get_vocab_size use_mla",
     ParallelConfig: "local_engines_only",
     Request: "num_tokens num_tokens_with_spec",
     VllmConfig: "use_v2_model_runner",

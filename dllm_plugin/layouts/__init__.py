@@ -1,0 +1,1 @@
+"""KV cache layouts of our own, each with its attention backend."""

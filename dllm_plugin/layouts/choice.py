@@ -1,0 +1,99 @@
+"""Which KV cache layout is used and why, and vLLM's doors through which a backend is selected."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+CUSTOM, FLEX_ATTENTION = AttentionBackendEnum.CUSTOM, AttentionBackendEnum.FLEX_ATTENTION
+DISTINCT = "dllm_plugin.layouts.distinct.DistinctBackend"
+FLEX = "dllm_plugin.layouts.flex.SegmentFlexBackend"
+HEAD_SIZES = (32, 64, 128)
+PAGE_UNIT = 16
+# What `diffuplug doctor` says of a wish.
+REASONS = {
+    "auto": "auto: vLLM's own, as nothing faster has been measured",
+    "unified": "asked for: vLLM's own",
+    "distinct": "asked for: keys in pieces of 16 bytes, values along tokens, fused span attention",
+}
+
+
+def take_distinct(vllm_config: VllmConfig) -> None:
+    """Select the `distinct` layout's backend.
+
+    Raises ValueError with one sentence where this model, device or setting cannot have it.
+    """
+    for problem in _problems(vllm_config):
+        raise ValueError(f"kv_cache_layout 'distinct' {problem}; use kv_cache_layout 'unified'.")
+    vllm_config.attention_config.backend = CUSTOM
+
+
+def _problems(vllm_config: VllmConfig) -> Iterator[str]:
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    attention = vllm_config.attention_config
+    if not (current_platform.is_cpu() or current_platform.is_cuda()):
+        yield f"runs on CPUs and CUDA GPUs, not on {current_platform.device_name}"
+    elif current_platform.is_cuda() and not current_platform.has_device_capability(80):
+        yield "needs a GPU of compute capability 8.0 or later"
+    if attention.backend not in (None, CUSTOM) or attention.backend_per_kind:
+        chosen = attention.backend.name if attention.backend else "of its own for some layers"
+        yield f"brings its own attention, but attention_backend {chosen} is asked for"
+    if cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
+        yield f"stores keys as the model computes them, but kv_cache_dtype is {cache.cache_dtype}"
+    if model.use_mla:
+        yield "has no multi-head latent attention"
+    elif model.get_head_size() not in HEAD_SIZES:
+        sizes = ", ".join(map(str, HEAD_SIZES))
+        yield f"supports heads of {sizes}, but this model's have {model.get_head_size()}"
+    if model.get_sliding_window() is not None:
+        yield "has no sliding windows, but this model's layers do"
+    if cache.user_specified_block_size and cache.block_size % PAGE_UNIT:
+        yield f"needs pages of {PAGE_UNIT} tokens or a multiple, got block_size {cache.block_size}"
+
+
+@contextmanager
+def offered(vllm_config: VllmConfig, layout: str) -> Iterator[None]:
+    """While a model is built, vLLM's registry answers with the backends of our own that it needs.
+
+    CPUs use one backend whatever is selected, and ask the registry for its class. vLLM keeps the
+    answer to CUSTOM, which other models of the process do not select; our form of FlexAttention
+    serves any model.
+    """
+    ours = _needed(vllm_config, layout)
+    before = {name: name.get_path() for name in ours if name.is_overridden()}
+    for name, path in ours.items():
+        register_backend(name, path)
+    try:
+        yield
+    finally:
+        for name in ours:
+            name.clear_override()
+            if name in before:
+                register_backend(name, before[name])
+    if ours:
+        _check_taken(vllm_config, set(ours.values()))
+
+
+def _needed(vllm_config: VllmConfig, layout: str) -> dict[AttentionBackendEnum, str]:
+    if layout == "distinct" and current_platform.is_cpu():
+        return {name: DISTINCT for name in (CUSTOM, AttentionBackendEnum.CPU_ATTN)}
+    if layout == "distinct":
+        return {CUSTOM: DISTINCT}
+    if vllm_config.attention_config.backend == FLEX_ATTENTION and not current_platform.is_cpu():
+        return {FLEX_ATTENTION: FLEX}
+    return {}
+
+
+def _check_taken(vllm_config: VllmConfig, ours: set[str]) -> None:
+    from vllm.model_executor.layers.attention import Attention
+
+    for name, layer in get_layers_from_vllm_config(vllm_config, Attention).items():
+        taken = layer.get_attn_backend()
+        if f"{taken.__module__}.{taken.__qualname__}" not in ours:
+            raise ValueError(
+                f"vLLM gave layer {name} the attention backend {taken.__qualname__} where one of "
+                "DiffuPlug's was selected: another model of this process has it under the same "
+                "name; start this one in a process of its own."
+            )
