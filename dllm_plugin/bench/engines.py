@@ -56,6 +56,8 @@ def prepare() -> None:
     """Set what vLLM reads when an engine is built, once for all engines of a run."""
     from vllm.platforms import current_platform
 
+    # The plain loop has used torch's threads by then, which a forked engine would wait for.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     if current_platform.is_cpu():
         # A second process only takes cores from the model.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
