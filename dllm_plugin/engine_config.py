@@ -315,7 +315,7 @@ def _set_graph_sizes(vllm_config: VllmConfig, canvas_length: int) -> None:
 def _set_attention_backend(vllm_config: VllmConfig) -> None:
     """Under full CUDA graphs take FlashAttention 3 where it runs, else Triton attention.
 
-    FlashAttention 3 is 2 to 7 times as fast on rows of several queries (benchmarks/reports). Which
+    FlashAttention 3 is 1.7 to 9 times as fast on our rows (benchmarks/reports/attention.md). Which
     other backends replay our rows from a graph nobody has tried; outside of graphs vLLM chooses.
     """
     attention, compilation = vllm_config.attention_config, vllm_config.compilation_config
