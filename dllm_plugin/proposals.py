@@ -6,6 +6,8 @@ log-probabilities and LLaDA's EOS options need float32 copies, a few rows at a t
 step takes is read from host mirrors. Shape letters as in :mod:`dllm_plugin.plan`.
 """
 
+import itertools
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ from dllm_plugin.kernels import reference, row_stats
 from dllm_plugin.kernels.reference import Draws, RowStats, at_rows, counter_uniform, drawn_order
 from dllm_plugin.logprobs import LogprobStash
 from dllm_plugin.plan import Proposal
-from dllm_plugin.rows import RowChunk, StepRows, split
+from dllm_plugin.rows import RowChunk, split
 from dllm_plugin.states import POLICY_IDS, CanvasStates
 from dllm_plugin.token_rules import NEGATIVE_INFINITY, TokenRules
 
@@ -71,6 +73,26 @@ class Proposer:
             return RowStats(*map(torch.cat, parts))  # whole chunks, in the order of their rows
         rows = [chunk.rows_T for chunk in chunks]
         return RowStats(*(at_rows(part, rows, num_rows) for part in parts))
+
+    def warm_up(self, logits_TV: Tensor, with_carry: bool, wants: Collection[bool]) -> None:
+        """Compile the kernels for all that a step without copies may ask for."""
+        rows_T = torch.arange(min(2, len(logits_TV)), device=logits_TV.device)
+        offset_T, shift = rows_T.to(torch.int32), int(self.states.config.family.logits_shift)
+        bias = torch.zeros(1, logits_TV.shape[1], device=rows_T.device), rows_T * 0
+        sources = ((None, shift), (rows_T, 0)) if with_carry else ((None, shift),)
+        for (source_T, added), want_rank in itertools.product(sources, wants):
+            chunk = RowChunk(rows_T, logits_TV, source_T, rows_T, offset_T, added)
+            for draws, biases in itertools.product((None, self._draws(chunk)), (None, bias)):
+                self.propose_rows(
+                    logits_TV,
+                    rows_T,
+                    self.states.config.mask_token_id,
+                    draws,
+                    temper=self.temper,
+                    want_rank=want_rank,
+                    bias=biases,
+                    source_T=source_T,
+                )
 
     def _needs_copies(self, slots_np: np.ndarray, draws: bool) -> bool:
         sampling, states = self.sampling, self.states
@@ -189,29 +211,36 @@ class Proposer:
         for i in ids:
             logits_TV[:, i].masked_fill_(rows_T, NEGATIVE_INFINITY)
 
-    def rank(self, step: StepRows) -> Proposal:
-        """Propose for canvas positions, each with the score that its request's policy ranks by."""
-        states, slots_R, source_RC = self.states, step.slots_R, step.source_RC
-        policies, policy_R1 = states.policies(step.slots_np), states.policy.gpu[slots_R][:, None]
-        want_rank = bool(policies & {"entropy", "topk_margin"})
-        stats = self.propose(step.chunks, step.slots_np, step.num_rows, want_rank)
-        raw_RC = stats.confidence_T[source_RC]
-        position_RC = torch.arange(source_RC.shape[1], device=states.device)
+    def score(
+        self,
+        stats: RowStats,
+        slots_R: Tensor,
+        source_RC: Tensor,
+        policies: Collection[str],
+        draws_order: bool,
+    ) -> Proposal:
+        """Rows -> canvas positions, each with the score that its request's policy ranks by.
+
+        Args:
+            policies: names of those that any of the requests may have.
+            draws_order: whether any of them may have set `alg_temp`.
+        """
+        states = self.states
+        policy_R1, raw_RC = states.policy.gpu[slots_R][:, None], stats.confidence_T[source_RC]
+        position_C = torch.arange(source_RC.shape[1], device=source_RC.device)
         scores: dict[str, Tensor] = {}
         if stats.entropy_T is not None and stats.margin_T is not None:
-            scores = {
-                "entropy": stats.entropy_T[source_RC],
-                "topk_margin": stats.margin_T[source_RC],
-            }
+            scores["entropy"] = stats.entropy_T[source_RC]
+            scores["topk_margin"] = stats.margin_T[source_RC]
         if "sequential" in policies:
-            scores["sequential"] = -position_RC.to(torch.float32)
+            scores["sequential"] = -position_C.to(torch.float32)
         for name, stream in (("random", RANDOM_ORDER), ("origin", ORIGIN_ORDER)):
             if name in policies:
                 scores[name] = self._uniform(slots_R, stream)
         score_RC = raw_RC
         for name, value_RC in scores.items():
             score_RC = torch.where(policy_R1 == POLICY_IDS[name], value_RC, score_RC)
-        if states.uses("alg_temp", step.slots_np):
+        if draws_order:
             alg_temp_R1 = states.number("alg_temp", slots_R)[:, None]
             score_RC = drawn_order(score_RC, alg_temp_R1, self._uniform(slots_R, ALG_TEMP_ORDER))
         # A row of NaN or of banned ids alone must not stop the request's progress.

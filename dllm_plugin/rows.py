@@ -4,7 +4,7 @@ Two siblings with one interface: ``request`` runs before the forward and may cha
 vLLM reads, ``read`` runs behind it. Shape letters as in :mod:`dllm_plugin.plan`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch import Tensor
 from vllm.config import ModelConfig
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
+from dllm_plugin.compiled import of_any_length
 from dllm_plugin.guidance import GuidedRows, context_rows, pair_rows
 from dllm_plugin.kernels import move_rows, reference
 from dllm_plugin.plan import Canvas, StepPlan
@@ -49,12 +50,18 @@ class CarryMove(NamedTuple):
     moved_R: Tensor
 
 
+# slots_R, canvas, plan, source_RC, remaining_R, drafts_R, seq_lens_R of :class:`StepRows`.
+StepTensors = tuple[Tensor, Canvas, StepPlan, Tensor, Tensor, Tensor, Tensor]
+
+
 class StepRows(NamedTuple):
     """One step of the requests that decide something.
 
     index_R int64, their place in the batch; slots_R int64, slots_np the same on the host;
     source_RC int64, row of each canvas position; num_rows, all values that source_RC can have;
-    last_row_R int64, last logits row of what is stored, where it leads the next block.
+    drafts_R int64, canvas positions of each request in this batch; seq_lens_R int32, keys of each
+    request behind it; last_row_R int64, last logits row of what is stored, where it leads the next
+    block.
     """
 
     index_R: Tensor
@@ -66,7 +73,29 @@ class StepRows(NamedTuple):
     source_RC: Tensor
     num_rows: int
     chunks: list[RowChunk]
+    drafts_R: Tensor
+    seq_lens_R: Tensor
     last_row_R: Tensor | None = None
+
+    def tensors(self) -> StepTensors:
+        """What of it changes nothing but its length from step to step."""
+        sizes = (self.remaining_R, self.drafts_R, self.seq_lens_R)
+        return (self.slots_R, self.canvas, self.plan, self.source_RC, *sizes)
+
+
+class Begun(NamedTuple):
+    """What is known of a step's canvases from the state before it, see :class:`StepRows`.
+
+    moved_R bool, the row `last_row_R` becomes the carry row.
+    """
+
+    canvas: Canvas
+    remaining_R: Tensor
+    plan: StepPlan
+    source_RC: Tensor
+    drafts_R: Tensor
+    last_row_R: Tensor
+    moved_R: Tensor
 
 
 def count_canvases(batch: InputBatch) -> int:
@@ -86,6 +115,7 @@ class CanvasRows:
     def __init__(self, states: CanvasStates, model_config: ModelConfig, plan: PlanFunction) -> None:
         self.states = states
         self.plan = plan
+        self.begin: Callable[[Tensor, Tensor, Tensor], Begun] = self.begin_step
         self.carry_NV: Tensor | None = None
         self._move: CarryMove | None = None
         num_slots, self.num_positions = states.canvas_NC.shape
@@ -123,26 +153,51 @@ class CanvasRows:
                 self.carry_NV[prefilled] = logits_TV[num_rows:].to(self.carry_NV.dtype)
         if not canvases:
             return None
-        logits_TV, slots_R = logits_TV[:num_rows], batch.idx_mapping[:canvases]
-        fed_R = batch.cu_num_logits[: canvases + 1].diff().to(torch.int64)
-        canvas, remaining_R = self.states.view(slots_R, fed_R)
-        plan = self.plan(canvas, self.states.config.mask_token_id)
-        source_RC = self._source_rows(batch, canvases)
-        # The row of the last position that commits now serves the next steps.
-        moved_R = plan.num_committed_R.clamp_min(1).to(torch.int64)
-        last_row_R = batch.cu_num_logits[:canvases] + moved_R - 1
+        slots_R, bounds = batch.idx_mapping[:canvases], batch.cu_num_logits
+        begun = self.begin(slots_R, bounds[:canvases], bounds[1 : canvases + 1])
         return StepRows(
             torch.arange(canvases, device=self.states.device),
             slots_R,
             batch.idx_mapping_np[:canvases],
-            canvas,
-            remaining_R,
-            plan,
-            source_RC,
+            begun.canvas,
+            begun.remaining_R,
+            begun.plan,
+            begun.source_RC,
             num_rows + (0 if self.carry_NV is None else canvases),
-            list(self._chunks(logits_TV, batch, slots_R, plan, source_RC, last_row_R)),
-            last_row_R if self.commits_alone else None,
+            list(self._chunks(logits_TV[:num_rows], batch, slots_R, begun)),
+            begun.drafts_R,
+            batch.seq_lens[:canvases],
+            begun.last_row_R if self.commits_alone else None,
         )
+
+    def example(self, count: int) -> StepTensors:
+        """A step of some slots with two rows each, as `read` finds it."""
+        device = self.states.device
+        slots_R = torch.arange(count, device=device)
+        bounds = 2 * torch.arange(count + 1, dtype=torch.int32, device=device)
+        low_R, high_R = bounds[:count], bounds[1 : count + 1]
+        of_any_length(slots_R, low_R, high_R)
+        begun = self.begin(slots_R, low_R, high_R)
+        sizes = (begun.remaining_R, begun.drafts_R, torch.zeros_like(low_R))
+        return (slots_R, begun.canvas, begun.plan, begun.source_RC, *sizes)
+
+    def begin_step(self, slots_R: Tensor, low_R: Tensor, high_R: Tensor) -> Begun:
+        """View and plan the canvases whose rows of this forward are ``[low, high)``."""
+        drafts_R = (high_R - low_R).to(torch.int64)
+        canvas, remaining_R = self.states.view(slots_R, drafts_R)
+        plan = self.plan(canvas, self.states.config.mask_token_id)
+        position_C = torch.arange(self.num_positions, device=slots_R.device)
+        source_RC = low_R.to(torch.int64)[:, None] + (position_C - self.shift).clamp_min(0)
+        # Clamped behind the span.
+        source_RC = torch.minimum(source_RC, high_R.to(torch.int64)[:, None] - 1)
+        if self.carry_NV is not None:
+            # The carry rows stand behind the rows of this forward.
+            carry_R1 = (high_R[-1] + torch.arange(len(slots_R), device=slots_R.device))[:, None]
+            source_RC = torch.where(position_C == 0, carry_R1, source_RC)
+        # The row of the last position that commits now serves the next steps.
+        last_row_R = low_R + plan.num_committed_R.clamp_min(1).to(torch.int64) - 1
+        moved_R = plan.num_committed_R > 0
+        return Begun(canvas, remaining_R, plan, source_RC, drafts_R, last_row_R, moved_R)
 
     def keep_carries(self) -> None:
         """After the proposals: keep the row of the last position that commits in this step."""
@@ -152,26 +207,12 @@ class CanvasRows:
             module = move_rows if self.carry_NV.is_cuda else reference
             module.move_rows(move.logits_TV, move.from_R, self.carry_NV, *move[2:])
 
-    def _source_rows(self, batch: InputBatch, canvases: int) -> Tensor:
-        """Row that predicts each canvas position, int64 ``[R, C]``; clamped behind the span."""
-        bounds = batch.cu_num_logits[: canvases + 1].to(torch.int64)
-        position_C = torch.arange(self.num_positions, device=self.states.device)
-        source_RC = bounds[:-1, None] + (position_C - self.shift).clamp_min(0)
-        source_RC = torch.minimum(source_RC, bounds[1:, None] - 1)
-        if self.carry_NV is not None:
-            # The carry rows stand behind the rows of this forward.
-            request_R = torch.arange(canvases, device=self.states.device)
-            source_RC[:, 0] = batch.num_draft_tokens + request_R
-        return source_RC
-
     def _chunks(
         self,
         logits_TV: Tensor,
         batch: InputBatch,
         slots_R: Tensor,
-        plan: StepPlan,
-        source_RC: Tensor,
-        last_row_R: Tensor,
+        begun: Begun,
     ) -> Iterator[RowChunk]:
         """The rows to propose from: those of this forward, then the carry rows."""
         states = self.states
@@ -180,17 +221,17 @@ class CanvasRows:
             (logits_TV, None, slot_T, offset_T, self.shift)
         ]
         if self.carry_NV is not None:
-            moved_R = plan.num_committed_R > 0
-            self._move = CarryMove(logits_TV, last_row_R, slots_R, moved_R)
-            parts.append((self.carry_NV, slots_R, slots_R, torch.zeros_like(slots_R), 0))
+            self._move = CarryMove(logits_TV, begun.last_row_R, slots_R, begun.moved_R)
+            nowhere_R = torch.zeros_like(slots_R, dtype=torch.int32)
+            parts.append((self.carry_NV, slots_R, slots_R, nowhere_R, 0))
         first = 0
         for logits, source, slots, offsets, shift in parts:
             rows = torch.arange(first, first + len(slots), device=states.device)
             first += len(slots)
             if states.device.type == "cpu":
                 # There is no device to wait for, so rows that propose for nothing are left out.
-                wanted_RC = plan.candidates_RC | plan.editable_RC
-                chosen = torch.isin(rows, source_RC[wanted_RC]).nonzero().squeeze(1)
+                wanted_RC = begun.plan.candidates_RC | begun.plan.editable_RC
+                chosen = torch.isin(rows, begun.source_RC[wanted_RC]).nonzero().squeeze(1)
                 rows, slots, offsets = rows[chosen], slots[chosen], offsets[chosen]
                 source = chosen if source is None else source[chosen]
             yield RowChunk(rows, logits, source, slots, offsets, shift)
@@ -206,6 +247,7 @@ class MaskedRows:
     def __init__(self, states: CanvasStates, model_config: ModelConfig, plan: PlanFunction) -> None:
         self.states = states
         self.plan = plan
+        self.begin: Callable[[Tensor, Tensor], tuple[Canvas, Tensor, StepPlan]] = self.begin_step
         self.shift = int(states.config.family.logits_shift)
         self._step: StepRows | None = None
         self._guided: GuidedRows | None = None
@@ -225,8 +267,8 @@ class MaskedRows:
         index_R, partner_R = device_rows.to(states.device, non_blocking=True)
         slots_R, slots_np = batch.idx_mapping[index_R], batch.idx_mapping_np[index_np]
         drafts_R = batch.cu_num_logits[: canvases + 1].diff().to(torch.int64)
-        canvas, remaining_R = states.view(slots_R, drafts_R[index_R])
-        plan = self.plan(canvas, states.config.mask_token_id)
+        canvas_drafts_R = drafts_R[index_R]
+        canvas, remaining_R, plan = self.begin(slots_R, canvas_drafts_R)
         request_T, place_T = plan.candidates_RC.nonzero(as_tuple=True)
         ends = batch.query_start_loc[1 : canvases + 1].to(torch.int64)
         first_row = ends - drafts_R - self.shift
@@ -246,14 +288,38 @@ class MaskedRows:
             states.canvas_NC.new_empty(num_rows, 0),
             None,
             slot_T,
-            place_T,
+            place_T.to(torch.int32),
             0,
         )
         if len(rows) > 1:
             self._guided = GuidedRows(guided_T, states.number("cfg_scale", slot_T)[guided_T])
         self._step = StepRows(
-            index_R, slots_R, slots_np, canvas, remaining_R, plan, source_RC, num_rows + 1, [chunk]
+            index_R,
+            slots_R,
+            slots_np,
+            canvas,
+            remaining_R,
+            plan,
+            source_RC,
+            num_rows + 2,  # two: compiled code is specialised for tensors of one element
+            [chunk],
+            canvas_drafts_R,
+            batch.seq_lens[index_R],
         )
+
+    def begin_step(self, slots_R: Tensor, drafts_R: Tensor) -> tuple[Canvas, Tensor, StepPlan]:
+        """View and plan the canvases of a step, of which so many positions are in the batch."""
+        canvas, remaining_R = self.states.view(slots_R, drafts_R)
+        return canvas, remaining_R, self.plan(canvas, self.states.config.mask_token_id)
+
+    def example(self, count: int) -> StepTensors:
+        """A step of some slots, as `request` finds it."""
+        slots_R = torch.arange(count, device=self.states.device)
+        drafts_R, seq_lens_R = slots_R + 1, slots_R.to(torch.int32)
+        of_any_length(slots_R, drafts_R)
+        canvas, remaining_R, plan = self.begin(slots_R, drafts_R)
+        source_RC = torch.zeros_like(canvas.block_RC)
+        return (slots_R, canvas, plan, source_RC, remaining_R, drafts_R, seq_lens_R)
 
     def _hide_context(self, batch: InputBatch, partners: np.ndarray) -> None:
         """Feed masks to partners where the requests that they belong to have their context."""

@@ -15,12 +15,12 @@ from vllm.config import ModelConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import NewRequestData
-from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 
 from dllm_plugin.choices import BLOCK_DIFFUSION
 from dllm_plugin.config import DecodeConfig
 from dllm_plugin.plan import Canvas, StepOutcome, StepPlan
 from dllm_plugin.policies import POLICIES, PolicySettings
+from dllm_plugin.slot_table import SlotTable
 from dllm_plugin.strategies import Bounds, bounds
 
 PARKED_PER_SLOT = 16
@@ -73,15 +73,20 @@ class CanvasStates:
         self.cached_N = torch.zeros(num_slots, dtype=torch.bool, device=self.device)
 
         self.prompt_len_np = np.zeros(num_slots, dtype=np.int64)
-        self.origin = UvaBackedTensor(num_slots, dtype=torch.int64)
-        self.block_length = UvaBackedTensor(num_slots, dtype=torch.int64)
-        self.max_blocks = UvaBackedTensor(num_slots, dtype=torch.int64)
-        self.end = UvaBackedTensor(num_slots, dtype=torch.int64)
-        self.policy = UvaBackedTensor(num_slots, dtype=torch.int32)
-        self.steps = UvaBackedTensor(num_slots, dtype=torch.int32)
-        self.numbers = UvaBackedTensor((num_slots, len(NUMBERS)), dtype=torch.float32)
+        self.origin = SlotTable(num_slots, torch.int64, self.device)
+        self.block_length = SlotTable(num_slots, torch.int64, self.device)
+        self.max_blocks = SlotTable(num_slots, torch.int64, self.device)
+        self.end = SlotTable(num_slots, torch.int64, self.device)
+        self.policy = SlotTable(num_slots, torch.int32, self.device)
+        self.steps = SlotTable(num_slots, torch.int32, self.device)
+        self.numbers = SlotTable((num_slots, len(NUMBERS)), torch.float32, self.device)
         assert config.block_length is not None
         self.block_length.np.fill(config.block_length)
+        self._tables = (
+            *(self.origin, self.block_length, self.max_blocks, self.end),
+            *(self.policy, self.steps, self.numbers),
+        )
+        self._dirty = True
         restarts = config.full_attention or config.commits_alone
         self.counter_N = self.block_step_N if restarts else self.step_N
 
@@ -142,6 +147,7 @@ class CanvasStates:
         self.req_id_to_slot[data.req_id] = slot
         assert request.block_length is not None
         tail = num_tokens % request.block_length if absolute else 0
+        self._dirty = True
         self._fresh.append((slot, num_tokens - tail, tail))
         tokens = data.prefill_token_ids[num_tokens - tail :]
         self._tails += [(slot, i, token) for i, token in enumerate(tokens)]
@@ -175,16 +181,10 @@ class CanvasStates:
 
     def apply_staged_writes(self) -> None:
         """Bring what `add_request` staged to the device."""
-        for tensor in (
-            self.origin,
-            self.block_length,
-            self.max_blocks,
-            self.end,
-            self.policy,
-            self.steps,
-            self.numbers,
-        ):
-            tensor.copy_to_uva()
+        if self._dirty:
+            for table in self._tables:
+                table.copy_to_device()
+            self._dirty = False
         if self._fresh:
             staged = async_tensor_h2d(np.array(self._fresh, dtype=np.int64), device=self.device)
             slots, starts, tails = staged.unbind(1)

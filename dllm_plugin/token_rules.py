@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 from vllm.v1.worker.gpu.states import RequestState
 
 from dllm_plugin.bad_words import BadWords
 from dllm_plugin.plan import Canvas, Proposal
+from dllm_plugin.slot_table import SlotTable
 from dllm_plugin.states import CanvasStates
 
 NEGATIVE_INFINITY = float("-inf")
@@ -35,13 +35,13 @@ class TokenRules:
         self.states = states
         self.vocab_size = vocab_size
         self.num_slots = states.canvas_NC.shape[0]
-        self.stop = UvaBackedTensor((self.num_slots, MAX_STOPS), dtype=torch.int64)
+        self.stop = SlotTable((self.num_slots, MAX_STOPS), torch.int64, states.device)
         self.stop.np.fill(UNUSED)
-        self.stop.copy_to_uva()
+        self.stop.copy_to_device()
         self._dirty = False
-        self.min_end = UvaBackedTensor(self.num_slots, dtype=torch.int64)
+        self.min_end = SlotTable(self.num_slots, torch.int64, states.device)
         self.min_tokens_np = np.zeros(self.num_slots, dtype=np.int64)
-        self.bias_row = UvaBackedTensor(self.num_slots, dtype=torch.int64)
+        self.bias_row = SlotTable(self.num_slots, torch.int64, states.device)
         self.bias_MV: Tensor | None = None
         self._new_biases: list[tuple[int, Tensor]] = []
         self.bad_words = BadWords(states, req_states)
@@ -90,7 +90,7 @@ class TokenRules:
         """Bring what `add_request` staged to the device."""
         if self._dirty:
             for tensor in (self.stop, self.min_end, self.bias_row):
-                tensor.copy_to_uva()
+                tensor.copy_to_device()
             self._dirty = False
         if self._new_biases:
             device = self.states.device

@@ -31,7 +31,7 @@ PROGRAMS = 4096
 
 
 # Numbers that change from step to step: specialised, each would be compiled anew.
-@triton.jit(do_not_specialize=["num_rows", "num_parts", "out_stride"])
+@triton.jit(do_not_specialize=["num_rows", "num_parts"])
 def _merge(
     logits_ptr,
     row_stride,
@@ -45,8 +45,9 @@ def _merge(
     token_ptr,
     part_ptr,
     out_token_ptr,
-    out_ptr,
-    out_stride,
+    confidence_ptr,
+    entropy_ptr,
+    margin_ptr,
     num_rows,
     num_parts,
     vocab_size,
@@ -60,10 +61,10 @@ def _merge(
     if row >= num_rows:
         # Rows that no logits stand behind: positions that are not proposed for read them.
         tl.store(out_token_ptr + row, 0)
-        tl.store(out_ptr + row, 0.0)
+        tl.store(confidence_ptr + row, 0.0)
         if RANK:
-            tl.store(out_ptr + out_stride + row, 0.0)
-            tl.store(out_ptr + 2 * out_stride + row, 0.0)
+            tl.store(entropy_ptr + row, 0.0)
+            tl.store(margin_ptr + row, 0.0)
     else:
         slot = tl.load(slot_ptr + row).to(tl.int64)
         scale = 1.4426950408889634
@@ -94,18 +95,18 @@ def _merge(
             x += tl.load(bias_ptr + tl.load(bias_row_ptr + slot) * vocab_size + token)
         x = tl.where(token == mask_id, float("-inf"), x)
         tl.store(out_token_ptr + row, token.to(tl.int64))
-        tl.store(out_ptr + row, tl.exp2((x - highest) * scale) / total)
+        tl.store(confidence_ptr + row, tl.exp2((x - highest) * scale) / total)
         if RANK:
             weight = tl.load(part_ptr + 3 * part_stride + part, mask=used, other=0.0)
             shifted = weight + (top - highest) * scale * mass
             # In units of log2 so far.
             entropy = tl.sum(shifted * factor, 0) / total - tl.log2(total)
-            tl.store(out_ptr + out_stride + row, entropy * 0.6931471805599453)
+            tl.store(entropy_ptr + row, entropy * 0.6931471805599453)
             second = tl.load(part_ptr + 2 * part_stride + part, mask=used, other=-1e30)
             leader = tl.min(tl.where(top == highest, lane, PARTS), 0)
             others = tl.maximum(second, tl.where(lane == leader, -1e30, top))
             margin = (1.0 - tl.exp2((tl.max(others, 0) - highest) * scale)) / total
-            tl.store(out_ptr + 2 * out_stride + row, margin)
+            tl.store(margin_ptr + row, margin)
 
 
 def count_parts(num_rows: int, vocab_size: int, programs: int) -> tuple[int, int]:
@@ -144,7 +145,7 @@ def propose_rows(
     # Largest logit and mass; with `want_rank` also the second largest, and the entropy's sum.
     partial = torch.empty(4 if want_rank else 2, rows, num_parts, device=device)
     tokens = torch.empty(total, dtype=torch.int64, device=device)
-    out = torch.empty(3 if want_rank else 1, total, device=device)
+    out = [torch.empty(total, device=device) for _ in range(3 if want_rank else 1)]
     bias_MV, bias_row_N = (None, None) if bias is None else bias
     if logits_XV.stride(1) != 1:
         logits_XV = logits_XV.contiguous()
@@ -179,8 +180,7 @@ def propose_rows(
             bias_row_N,
             *parts,
             tokens,
-            out,
-            out.stride(0),
+            *(out if want_rank else (*out, None, None)),
             rows,
             num_parts,
             vocab_size,
@@ -191,5 +191,4 @@ def propose_rows(
             num_warps=1,
             RANK=want_rank,
         )
-    ranks = (out[1], out[2]) if want_rank else (None, None)
-    return RowStats(tokens, out[0], *ranks)
+    return RowStats(tokens, *out)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from mixed import BLOCK, D2F, decode, fresh_compiler
 
 from dllm_plugin.kernels import move_rows, reference, row_stats
 from dllm_plugin.kernels.reference import Draws, RowStats, propose_rows
@@ -134,3 +135,13 @@ def test_carry_rows_move_alone(vocab):
     move_rows.move_rows(logits, source, first, slots, moved)
     reference.move_rows(logits, source, second, slots, moved)
     assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize("dllm", [D2F, BLOCK], ids=["d2f", "block_diffusion"])
+def test_compiled_steps_take_the_same_decisions(dllm, shift):
+    """And compile nothing once requests run."""
+    with fresh_compiler():
+        plain, compiled = decode(dllm, shift, None), decode(dllm, shift, "inductor")
+    for one, other in zip(plain, compiled, strict=True):
+        assert one.output == other.output and one.passes == other.passes

@@ -37,12 +37,22 @@ ROOMS: dict[str, set[str]] = {
     "choices": {"models"},
     "special_tokens": {"models"},
     "guidance": set(),
+    "compiled": set(),
+    "slot_table": set(),
     "option_checks": {"choices", "models"},
     "config": {"choices", "models", "option_checks"},
     "registration": {"config", "engine_config"},
-    "states": {"choices", "config", "plan", "policies", "strategies", "kernels.reference"},
+    "states": {
+        "slot_table",
+        "choices",
+        "config",
+        "plan",
+        "policies",
+        "strategies",
+        "kernels.reference",
+    },
     "rows": {
-        *("guidance", "plan", "states", "strategies"),
+        *("compiled", "guidance", "plan", "states", "strategies"),
         *("kernels", "kernels.move_rows", "kernels.reference"),
     },
     "layouts": set(),
@@ -55,7 +65,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "attention": {"layouts.spans", "plan", "rows", "states", "strategies"},
     "bad_words": {"plan", "states"},
-    "token_rules": {"bad_words", "plan", "states"},
+    "token_rules": {"bad_words", "plan", "slot_table", "states"},
     "logprobs": {"plan", "states", "kernels.reference"},
     "leads": {"logprobs", "plan", "rows", "states", "token_rules", "kernels.reference"},
     "proposals": {
@@ -63,8 +73,8 @@ ROOMS: dict[str, set[str]] = {
         *("kernels", "kernels.reference", "kernels.row_stats"),
     },
     "sampler": {
-        *("choices", "config", "guidance", "leads", "logprobs", "plan", "policies", "proposals"),
-        *("rows", "states", "strategies", "token_rules"),
+        *("choices", "compiled", "config", "guidance", "leads", "logprobs", "plan", "policies"),
+        *("kernels.reference", "proposals", "rows", "states", "strategies", "token_rules"),
     },
     "model_state": {"attention", "config", "kernels.cpu", "sampler", "states"},
     "scheduler": {"config"},
@@ -80,13 +90,22 @@ SETTINGS = (
 STEP = {name for name in ROOMS if name not in SETTINGS}
 COMMANDS = {"cli", "doctor", "evaluate", "evaluate_all", "host_bench", "offline", "report"}
 COMMANDS |= {name for name in SOURCES if name.split(".")[0] == "bench"}
-NO_VLLM = {"plan", "kernels", "kernels.reference", "policies", "strategies", "guidance", "choices"}
-NO_VLLM |= {"kernels.paged_reference"}
+NO_VLLM = {
+    "compiled",
+    "plan",
+    "kernels",
+    "kernels.reference",
+    "policies",
+    "strategies",
+    "guidance",
+    "choices",
+}
+NO_VLLM |= {"kernels.paged_reference", "compiled"}
 # What an upgrade of vLLM's engine can break.
 ENGINE_SIDE = {
     *("states", "attention", "sampler", "model_state", "scheduler", "token_rules", "bad_words"),
     *("logprobs", "admission", "metrics", "engine_config", "kernels.cpu"),
-    *("rows", "proposals", "leads", "refresh_scheduler"),
+    *("rows", "proposals", "leads", "refresh_scheduler", "slot_table"),
     *("layouts.choice", "layouts.spans", "layouts.distinct", "layouts.flex"),
 }
 # The one assignment to an attribute of vLLM: (module, function).
