@@ -173,7 +173,7 @@ class CanvasRows:
     def example(self, count: int) -> StepTensors:
         """A step of some slots with two rows each, as `read` finds it."""
         device = self.states.device
-        slots_R = torch.arange(count, device=device)
+        slots_R = torch.arange(count, device=device) % len(self.states.open_N)
         bounds = 2 * torch.arange(count + 1, dtype=torch.int32, device=device)
         low_R, high_R = bounds[:count], bounds[1 : count + 1]
         of_any_length(slots_R, low_R, high_R)
@@ -315,7 +315,7 @@ class MaskedRows:
 
     def example(self, count: int) -> StepTensors:
         """A step of some slots, as `request` finds it."""
-        slots_R = torch.arange(count, device=self.states.device)
+        slots_R = torch.arange(count, device=self.states.device) % len(self.states.open_N)
         drafts_R, seq_lens_R = slots_R + 1, slots_R.to(torch.int32)
         of_any_length(slots_R, drafts_R)
         canvas, remaining_R, plan = self.begin(slots_R, drafts_R)
