@@ -8,6 +8,7 @@ they are enqueued, and number of kernels. Needs CUDA and vLLM. Prints tables and
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import time
@@ -118,45 +119,53 @@ def measure_rows(rows: int, vocab: int, programs: int, bandwidth: float) -> list
 
 
 class Bench:
-    """A sampler on real states with requests that never end, and the batch of one step."""
+    """A sampler on real states with requests that never end; `prepare` makes a step's batch."""
 
     def __init__(
-        self, family: str, strategy: str, requests: int, canvas: int, temperature: float
+        self, family: str, strategy: str, most_requests: int, canvas: int, compiles: bool
     ) -> None:
-        architecture, vocab, mask = FAMILIES[family]
+        architecture, self.vocab, mask = FAMILIES[family]
         block = min(32, canvas)
         dllm = {"strategy": strategy, "block_length": block, "canvas_length": canvas}
-        self.model_len = 8192
-        config = DecodeConfig.from_user(dllm).resolve(architecture, self.model_len, mask)
+        model_len, most_rows = 8192, most_requests * canvas
+        config = DecodeConfig.from_user(dllm).resolve(architecture, model_len, mask)
         model_config: Any = SimpleNamespace(
-            max_model_len=self.model_len,
+            max_model_len=model_len,
             max_logprobs=20,
             dtype=torch.bfloat16,
-            get_vocab_size=lambda: vocab,
+            get_vocab_size=lambda: self.vocab,
             hf_config=SimpleNamespace(eos_token_id=2),
         )
-        req_states = RequestState(
-            requests, self.model_len, requests * canvas, canvas, vocab, DEVICE
-        )
+        req_states = RequestState(most_requests, model_len, most_rows, canvas, self.vocab, DEVICE)
         self.states = CanvasStates(config, model_config, req_states.draft_tokens)
-        owner = SimpleNamespace(
-            req_states=req_states, sampling_states=SamplingStates(requests, vocab)
-        )
-        self.sampler = DiffusionSampler(owner, self.states, model_config, requests * canvas)
-        self.requests, self.canvas = requests, canvas
-        for slot in range(requests):
-            self._add(slot, temperature)
+        self.sampling = SamplingStates(most_requests, self.vocab)
+        owner = SimpleNamespace(req_states=req_states, sampling_states=self.sampling)
+        self.sampler = DiffusionSampler(owner, self.states, model_config, most_rows)
+        start = time.perf_counter()
+        if compiles:
+            torch._dynamo.reset()
+            self.sampler.compile()
+            torch.cuda.synchronize()
+        self.compile_seconds = time.perf_counter() - start
+        self.canvas = canvas
+        for slot in range(most_requests):
+            self._add(slot)
         self.states.apply_staged_writes()
-        self.sampler.apply_staged_writes()
-        self.batch = self._batch()
-        rows = requests * canvas
-        # Nothing but the forced picks is accepted, so requests go on for thousands of steps.
-        self.logits = torch.randn(rows, vocab, dtype=torch.bfloat16, device=DEVICE)
 
-    def _add(self, slot: int, temperature: float) -> None:
-        params = SamplingParams(
-            max_tokens=4096, temperature=temperature, ignore_eos=True, seed=SEED, extra_args={}
+    def prepare(self, requests: int, temperature: float) -> None:
+        """The batch of the first so many requests, and logits that change nothing but one block.
+
+        At threshold 0.9 only the forced picks are taken, so requests go on for thousands of steps.
+        """
+        self.sampling.temperature.np.fill(temperature)
+        self.sampler.apply_staged_writes()
+        self.batch = self._batch(requests)
+        self.logits = torch.randn(
+            requests * self.canvas, self.vocab, dtype=torch.bfloat16, device=DEVICE
         )
+
+    def _add(self, slot: int) -> None:
+        params = SamplingParams(max_tokens=4096, ignore_eos=True, seed=SEED, extra_args={})
         params.update_from_generation_config({}, 2)
         prompt = list(range(100, 356))
         data = NewRequestData(
@@ -165,8 +174,8 @@ class Bench:
         self.states.add_request(slot, data)
         self.sampler.add_request(slot, params)
 
-    def _batch(self) -> InputBatch:
-        requests, canvas = self.requests, self.canvas
+    def _batch(self, requests: int) -> InputBatch:
+        canvas = self.canvas
         slots, total = np.arange(requests), requests * canvas
         bounds = np.arange(requests + 1, dtype=np.int32) * canvas
         fed = np.full(requests, canvas, dtype=np.int32)
@@ -235,6 +244,7 @@ class Bench:
             "host_ms": 1e3 * statistics.median(host),
             "gpu_ms": sum(event.device_time_total for event in kernels) / steps / 1e3,
             "kernels": len(kernels) / steps,
+            "compile_seconds": self.compile_seconds,
         }
 
 
@@ -244,9 +254,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="*", default=[32, 128, 512, 2048, 8192])
     parser.add_argument("--requests", type=int, nargs="*", default=[1, 16, 64, 256])
     parser.add_argument("--canvas", type=int, nargs="*", default=[32, 128])
+    parser.add_argument("--families", nargs="*", default=list(FAMILIES))
+    parser.add_argument("--strategies", nargs="*", default=["d2f", "block_diffusion"])
     parser.add_argument("--programs", type=int, nargs="*", default=[row_stats.PROGRAMS])
     parser.add_argument("--tile", type=int, default=row_stats.TILE)
     parser.add_argument("--warps", type=int, default=row_stats.NUM_WARPS)
+    parser.add_argument("--uncompiled", action="store_true", help="the step as it is without")
     options = parser.parse_args()
     row_stats.TILE, row_stats.NUM_WARPS = options.tile, options.warps
     torch.manual_seed(SEED)
@@ -271,25 +284,25 @@ def main() -> None:
                     )
                 torch.cuda.empty_cache()
     print(f"{'family':>6} {'strategy':>16} {'reqs':>5} {'canvas':>6} {'T':>4} ", end="")
-    print(f"{'GPU ms':>8} {'host ms':>8} {'kernels':>8}")
+    print(f"{'GPU ms':>8} {'host ms':>8} {'kernels':>8} {'compile s':>10}")
     calls = []
-    for family in FAMILIES:
-        for strategy in ("d2f", "block_diffusion"):
-            for requests in options.requests:
-                for canvas in options.canvas:
-                    for temperature in (0.0, 0.7):
-                        bench = Bench(family, strategy, requests, canvas, temperature)
-                        row = bench.measure()
-                        del bench
-                        torch.cuda.empty_cache()
-                        names = ("family", "strategy", "requests", "canvas", "temperature")
-                        values = (family, strategy, requests, canvas, temperature)
-                        calls.append(dict(zip(names, values, strict=True)) | row)
-                        print(
-                            f"{family:>6} {strategy:>16} {requests:>5} {canvas:>6} "
-                            f"{temperature:>4} {row['gpu_ms']:>8.3f} {row['host_ms']:>8.3f} "
-                            f"{row['kernels']:>8.1f}"
-                        )
+    kinds = itertools.product(options.families, options.strategies, options.canvas)
+    for family, strategy, canvas in kinds:
+        bench = Bench(family, strategy, max(options.requests), canvas, not options.uncompiled)
+        for requests, temperature in itertools.product(options.requests, (0.0, 0.7)):
+            bench.prepare(requests, temperature)
+            row = bench.measure()
+            torch.cuda.empty_cache()
+            names = ("family", "strategy", "requests", "canvas", "temperature")
+            values = (family, strategy, requests, canvas, temperature)
+            calls.append(dict(zip(names, values, strict=True)) | row)
+            print(
+                f"{family:>6} {strategy:>16} {requests:>5} {canvas:>6} {temperature:>4} "
+                f"{row['gpu_ms']:>8.3f} {row['host_ms']:>8.3f} {row['kernels']:>8.1f} "
+                f"{row['compile_seconds']:>10.1f}"
+            )
+        del bench
+        torch.cuda.empty_cache()
     record = {
         "benchmark": "sampler",
         "hardware": torch.cuda.get_device_name(),

@@ -77,15 +77,16 @@ class Proposer:
     def warm_up(self, logits_TV: Tensor, with_carry: bool, wants: Collection[bool]) -> None:
         """Compile the kernels for all that a step without copies may ask for."""
         rows_T = torch.arange(min(2, len(logits_TV)), device=logits_TV.device)
-        offset_T, shift = rows_T.to(torch.int32), int(self.states.config.family.logits_shift)
-        bias = torch.zeros(1, logits_TV.shape[1], device=rows_T.device), rows_T * 0
+        slot_T, offset_T = torch.zeros_like(rows_T), rows_T.to(torch.int32)
+        shift = int(self.states.config.family.logits_shift)
+        bias = torch.zeros(1, logits_TV.shape[1], device=rows_T.device), slot_T
         sources = ((None, shift), (rows_T, 0)) if with_carry else ((None, shift),)
         for (source_T, added), want_rank in itertools.product(sources, wants):
-            chunk = RowChunk(rows_T, logits_TV, source_T, rows_T, offset_T, added)
+            chunk = RowChunk(rows_T, logits_TV, source_T, slot_T, offset_T, added)
             for draws, biases in itertools.product((None, self._draws(chunk)), (None, bias)):
                 self.propose_rows(
                     logits_TV,
-                    rows_T,
+                    slot_T,
                     self.states.config.mask_token_id,
                     draws,
                     temper=self.temper,

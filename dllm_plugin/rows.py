@@ -173,7 +173,7 @@ class CanvasRows:
     def example(self, count: int) -> StepTensors:
         """A step of some slots with two rows each, as `read` finds it."""
         device = self.states.device
-        slots_R = torch.arange(count, device=device)
+        slots_R = torch.arange(count, device=device) % len(self.states.open_N)
         bounds = 2 * torch.arange(count + 1, dtype=torch.int32, device=device)
         low_R, high_R = bounds[:count], bounds[1 : count + 1]
         of_any_length(slots_R, low_R, high_R)
@@ -279,7 +279,8 @@ class MaskedRows:
             self._hide_context(batch, partner_np[partner_np != index_np])
         batch.logits_indices = torch.cat(rows)
         num_rows = len(request_T)
-        # Positions without a row of their own share one behind the last.
+        # Positions without a row of their own share one behind the last (of two, since compiled
+        # code is specialised for a length of one).
         source_RC = torch.full_like(canvas.block_RC, num_rows)
         source_RC[request_T, place_T] = torch.arange(num_rows, device=states.device)
         slot_T = slots_R[request_T]
@@ -301,7 +302,7 @@ class MaskedRows:
             remaining_R,
             plan,
             source_RC,
-            num_rows + 2,  # two: compiled code is specialised for tensors of one element
+            num_rows + 2,
             [chunk],
             canvas_drafts_R,
             batch.seq_lens[index_R],
@@ -314,7 +315,7 @@ class MaskedRows:
 
     def example(self, count: int) -> StepTensors:
         """A step of some slots, as `request` finds it."""
-        slots_R = torch.arange(count, device=self.states.device)
+        slots_R = torch.arange(count, device=self.states.device) % len(self.states.open_N)
         drafts_R, seq_lens_R = slots_R + 1, slots_R.to(torch.int32)
         of_any_length(slots_R, drafts_R)
         canvas, remaining_R, plan = self.begin(slots_R, drafts_R)
@@ -339,7 +340,7 @@ class MaskedRows:
         if step is None:
             return None
         if self._guided is not None:
-            logits_TV = self._guided.combine(logits_TV, step.num_rows - 1)
+            logits_TV = self._guided.combine(logits_TV, len(step.chunks[0].rows_T))
         return step._replace(chunks=[step.chunks[0]._replace(logits_XV=logits_TV)])
 
     def keep_carries(self) -> None:

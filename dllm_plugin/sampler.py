@@ -5,110 +5,51 @@ Shape letters as in :mod:`dllm_plugin.plan`.
 """
 
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.config import ModelConfig
 from vllm.sampling_params import SamplingParams
-from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-from dllm_plugin.choices import JOINT
-from dllm_plugin.compiled import (
-    BACKEND,
-    WARMUP_REQUESTS,
-    WARMUP_ROWS,
-    compiled,
-    of_any_length,
-)
-from dllm_plugin.config import DecodeConfig
+from dllm_plugin.compiled import BACKEND, compiled
+from dllm_plugin.deciding import Decided, Decider, Rest
 from dllm_plugin.guidance import partner_places
-from dllm_plugin.kernels.reference import RowStats
+from dllm_plugin.kernels import move_rows
 from dllm_plugin.leads import BlockLeads
 from dllm_plugin.logprobs import LogprobStash
-from dllm_plugin.plan import Canvas, Proposal, StepPlan
-from dllm_plugin.policies import (
-    D2F_RULES,
-    FULL_ATTENTION_RULES,
-    GRID_RULES,
-    POLICIES,
-    TIMED_RULES,
-    Policy,
-)
 from dllm_plugin.proposals import Proposer
 from dllm_plugin.rows import CHUNK_ROWS, CanvasRows, MaskedRows, StepRows, count_canvases
-from dllm_plugin.states import POLICY_IDS, CanvasStates
-from dllm_plugin.strategies import (
-    STRATEGIES,
-    keep_edited,
-    plan_leading_position,
-    sub_block_to_store,
-)
+from dllm_plugin.states import CanvasStates
+from dllm_plugin.strategies import STRATEGIES, plan_leading_position, sub_block_to_store
 from dllm_plugin.token_rules import TokenRules
 
 NOT_STORED = -1  # slot of a position whose KV is not kept
-
-
-class Decided(NamedTuple):
-    """What a step emits per request: see vLLM's SamplerOutput.
-
-    tokens_RC int64, from position 0 on; emitted_R int32, how many of them; rejected_R int32, by
-    how much the computed positions fall back.
-    """
-
-    tokens_RC: Tensor
-    emitted_R: Tensor
-    rejected_R: Tensor
-    logprobs: LogprobsTensors | None
-
-
-class Variant(NamedTuple):
-    """What the requests of a step may ask for: names of policies, and whether `alg_temp`."""
-
-    policies: tuple[str, ...]
-    draws_order: bool
-
-    @property
-    def reads_ranks(self) -> bool:
-        """Whether entropy and margin are needed."""
-        return bool({"entropy", "topk_margin"} & set(self.policies))
-
-
-class Rest(NamedTuple):
-    """What only steps with bad words, log-probabilities or leads need."""
-
-    step: StepRows
-    logits_TV: Tensor
-    num_reqs: int
-
-
-def rules_of(config: DecodeConfig) -> dict[str, Policy]:
-    """The function of each policy under the configured strategy."""
-    if not config.full_attention:
-        rules = GRID_RULES if config.family.absolute_grid else POLICIES
-        return D2F_RULES if config.strategy == "d2f" else rules
-    timed = config.strategy == "semi_autoregressive" and config.time_schedule
-    return TIMED_RULES if timed else FULL_ATTENTION_RULES
 
 
 class DiffusionSampler:
     """Takes the place of vLLM's sampler in the model runner."""
 
     def __init__(
-        self, sampler: Any, states: CanvasStates, model_config: ModelConfig, max_rows: int
+        self,
+        sampler: Any,
+        states: CanvasStates,
+        model_config: ModelConfig,
+        max_rows: int,
+        compiles: bool = False,
     ) -> None:
+        """`compiles`: at the first call, which is vLLM's memory profile, compile the step."""
         config = states.config
         self.states = states
         self.sampling_states = sampler.sampling_states
         self.penalties_state = SimpleNamespace(output_bin_counts=None)
-        plan, self.settle = STRATEGIES[config.strategy]
+        plan, _ = STRATEGIES[config.strategy]
         if config.leads_with_one:
             plan = plan_leading_position
         rows = MaskedRows if config.full_attention else CanvasRows
         self.rows: MaskedRows | CanvasRows = rows(states, model_config, plan)
-        self.policies = rules_of(config)
         self.rules = TokenRules(states, sampler.req_states, model_config.get_vocab_size())
         self.logprobs = LogprobStash(states, model_config)
         self.proposer = Proposer(
@@ -117,8 +58,8 @@ class DiffusionSampler:
         self.leads: BlockLeads | None = None
         if config.commits_alone:
             self.leads = BlockLeads(states, self.rules, self.logprobs, self.proposer.propose)
-        self.decide = self.decide_step
-        self.variants: tuple[Variant, ...] = ()
+        self.decider = Decider(states, self.proposer, self.rules, self.logprobs, self.leads)
+        self.compiles = compiles
         self.max_rows = max_rows
         self.num_positions = states.canvas_NC.shape[1]
 
@@ -175,11 +116,9 @@ class DiffusionSampler:
         """
         if batch.num_draft_tokens_per_req is None and logits.is_cuda:
             self._reserve_peak(logits)
-            if not self.variants:
-                self.compile()
-                with_carry = isinstance(self.rows, CanvasRows) and self.rows.carry_NV is not None
-                wants = {variant.reads_ranks for variant in self.variants}
-                self.proposer.warm_up(logits, with_carry, wants)
+        if self.compiles and not self.decider.variants:
+            self.compile()
+            self._warm_up_kernels(logits)
         step = self.rows.read(logits, batch)
         decided = None if step is None else self._denoise(step, logits, batch.num_reqs)
         if decided is None or len(decided.emitted_R) < batch.num_reqs:
@@ -248,113 +187,27 @@ class DiffusionSampler:
     def compile(self, backend: str = BACKEND) -> None:
         """From here on run compiled what keeps no state beside the canvases; compile it now."""
         self.rows.begin = compiled(self.rows.begin_step, backend)
-        self.decide = compiled(self.decide_step, backend)
-        config = self.states.config
-        usual = Variant((config.policy,), bool(config.alg_temp))
-        # More than one policy at a time: all that the strategy knows, in one piece of code.
-        every = Variant(tuple(sorted(self.policies)), config.time_schedule)
-        self.variants = (usual, every)
         self.states.apply_staged_writes()
         self.rules.apply_staged_writes()
-        for count in WARMUP_REQUESTS:
-            for variant in self.variants:
-                tensors = self.rows.example(count)
-                device = self.states.device
-                columns = [torch.zeros(WARMUP_ROWS, device=device) for _ in RowStats._fields]
-                columns[0] = columns[0].to(torch.int64)
-                stats = RowStats(*columns[: 4 if variant.reads_ranks else 2])
-                of_any_length(tensors, stats)
-                self.decide(*tensors, stats, variant, None)
+        self.decider.compile(backend, self.rows.example)
+
+    def _warm_up_kernels(self, logits: Tensor) -> None:
+        carry_NV = self.rows.carry_NV if isinstance(self.rows, CanvasRows) else None
+        wants = {variant.reads_ranks for variant in self.decider.variants}
+        self.proposer.warm_up(logits, carry_NV is not None, wants)
+        if carry_NV is not None:
+            nothing_R = torch.zeros(2, dtype=torch.int64, device=logits.device)
+            move_rows.move_rows(logits, nothing_R, carry_NV, nothing_R, nothing_R > 0)
 
     def _denoise(self, step: StepRows, logits_TV: Tensor, num_reqs: int) -> Decided:
         """One denoising step: propose, pick, settle, advance."""
         self.rules.start_step(step.canvas, step.slots_R, step.slots_np, step.source_RC)
         self.logprobs.start_step(step.slots_np)
-        names = tuple(sorted(self.states.policies(step.slots_np)))
-        variant = Variant(names, self.states.uses("alg_temp", step.slots_np))
-        alone = self.logprobs.active or self.rules.bad_words.active or self.leads is not None
-        decide, rest = self.decide_step, Rest(step, logits_TV, num_reqs) if alone else None
-        if rest is None and self.variants:
-            usual, every = self.variants
-            decide, variant = self.decide, usual if variant == usual else every
-        stats = self.proposer.propose(
-            step.chunks, step.slots_np, step.num_rows, variant.reads_ranks
-        )
+        rest = None
+        if self.logprobs.active or self.rules.bad_words.active or self.leads is not None:
+            rest = Rest(step, logits_TV, num_reqs)
+        decide, variant = self.decider.choose(step.slots_np, rest)
+        chunks, want_rank = step.chunks, variant.reads_ranks
+        stats = self.proposer.propose(chunks, step.slots_np, step.num_rows, want_rank)
         self.rows.keep_carries()
         return decide(*step.tensors(), stats, variant, rest)
-
-    def decide_step(
-        self,
-        slots_R: Tensor,
-        canvas: Canvas,
-        plan: StepPlan,
-        source_RC: Tensor,
-        remaining_R: Tensor,
-        drafts_R: Tensor,
-        seq_lens_R: Tensor,
-        stats: RowStats,
-        variant: Variant,
-        rest: Rest | None,
-    ) -> Decided:
-        """Pick, settle and advance: tensors to tensors, and to the states.
-
-        Args:
-            rest: for bad words, log-probabilities and leads, which keep state of their own; None
-                where no request of the step needs any of them.
-        """
-        states, mask_id = self.states, self.states.config.mask_token_id
-        proposal = self.proposer.score(stats, slots_R, source_RC, *variant)
-        unmask_RC = self._pick(slots_R, canvas, plan, proposal, variant.policies)
-        if rest is not None:
-            unmask_RC = self.rules.withhold(canvas, proposal, unmask_RC)
-        if JOINT in self.policies:
-            plan, unmask_RC = keep_edited(canvas, plan, unmask_RC)
-        tokens_RC = torch.where(unmask_RC, proposal.token_RC, canvas.tokens_RC)
-        tail_R = states.tail_N[slots_R]
-        position_C = torch.arange(self.num_positions, device=slots_R.device)
-        is_stop_RC = self.rules.is_stop(tokens_RC, slots_R) & (position_C >= tail_R[:, None])
-        outcome = self.settle(canvas, plan, unmask_RC, tokens_RC, is_stop_RC, remaining_R, mask_id)
-        # A stop token that was replaced is forgotten.
-        saw_stop_R = (canvas.saw_stop_R & ~canvas.edits_R) | is_stop_RC.any(dim=1)
-        emit_RC = (position_C + tail_R[:, None]).clamp_max(self.num_positions - 1)
-        logprobs = lead = None
-        if rest is not None:
-            step, logits_TV, num_reqs = rest
-            logprobs = self.logprobs.settle(
-                source_RC, step.num_rows, outcome, emit_RC, slots_R, step.index_R, num_reqs
-            )
-            if self.leads is not None:
-                lead = self.leads.after_commit(step, logits_TV, outcome, tokens_RC)
-        states.advance(slots_R, plan, outcome, tokens_RC, saw_stop_R)
-        if self.leads is not None and lead is not None:
-            self.leads.write(lead)
-        committed_R = outcome.num_committed_R
-        rejected_R = torch.where(outcome.refresh_R, seq_lens_R, drafts_R - committed_R)
-        return Decided(
-            tokens_RC.gather(1, emit_RC),
-            (committed_R - tail_R).clamp_min(0),
-            rejected_R.to(torch.int32),
-            logprobs,
-        )
-
-    def _pick(
-        self,
-        slots_R: Tensor,
-        canvas: Canvas,
-        plan: StepPlan,
-        proposal: Proposal,
-        policies: tuple[str, ...],
-    ) -> Tensor:
-        """Apply each request's policy; one batched call per rule that may be asked for."""
-        settings = self.states.policy_settings(slots_R)
-        policy_R1 = self.states.policy.gpu[slots_R][:, None]
-        users: dict[Policy, list[str]] = {}
-        for name in policies:
-            users.setdefault(self.policies[name], []).append(name)
-        unmask_RC = torch.zeros_like(plan.candidates_RC)
-        for rule, names in users.items():
-            take_RC = rule(plan, canvas, proposal, settings)
-            for name in names:
-                unmask_RC = torch.where(policy_R1 == POLICY_IDS[name], take_RC, unmask_RC)
-        first_C = torch.arange(self.num_positions, device=slots_R.device) == 0
-        return torch.where(plan.leads_R[:, None], plan.candidates_RC & first_C, unmask_RC)

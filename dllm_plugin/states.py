@@ -82,6 +82,7 @@ class CanvasStates:
         self.numbers = SlotTable((num_slots, len(NUMBERS)), torch.float32, self.device)
         assert config.block_length is not None
         self.block_length.np.fill(config.block_length)
+        self.steps.np.fill(1)
         self._tables = (
             *(self.origin, self.block_length, self.max_blocks, self.end),
             *(self.policy, self.steps, self.numbers),

@@ -72,9 +72,13 @@ ROOMS: dict[str, set[str]] = {
         *("logprobs", "plan", "rows", "states", "token_rules"),
         *("kernels", "kernels.reference", "kernels.row_stats"),
     },
+    "deciding": {
+        *("choices", "compiled", "config", "kernels.reference", "leads", "logprobs", "plan"),
+        *("policies", "proposals", "rows", "states", "strategies", "token_rules"),
+    },
     "sampler": {
-        *("choices", "compiled", "config", "guidance", "leads", "logprobs", "plan", "policies"),
-        *("kernels.reference", "proposals", "rows", "states", "strategies", "token_rules"),
+        *("compiled", "deciding", "guidance", "leads", "logprobs", "proposals", "rows", "states"),
+        *("kernels", "kernels.move_rows", "strategies", "token_rules"),
     },
     "model_state": {"attention", "config", "kernels.cpu", "sampler", "states"},
     "scheduler": {"config"},
@@ -105,7 +109,7 @@ NO_VLLM |= {"kernels.paged_reference", "compiled"}
 ENGINE_SIDE = {
     *("states", "attention", "sampler", "model_state", "scheduler", "token_rules", "bad_words"),
     *("logprobs", "admission", "metrics", "engine_config", "kernels.cpu"),
-    *("rows", "proposals", "leads", "refresh_scheduler", "slot_table"),
+    *("rows", "proposals", "leads", "deciding", "refresh_scheduler", "slot_table"),
     *("layouts.choice", "layouts.spans", "layouts.distinct", "layouts.flex"),
 }
 # The one assignment to an attribute of vLLM: (module, function).
