@@ -127,13 +127,25 @@ class BadWords:
         logits_TV.view(-1).index_fill_(0, flat, float("-inf"))
 
     def withhold(self, canvas: Canvas, proposal: Proposal, unmask_RC: Tensor) -> Tensor:
-        """Take back the last new position of every sequence completed by this step."""
+        """Take back the last new position of every sequence completed by this step.
+
+        An edit that is taken back brings a token back, which may complete another sequence: then
+        all edits of the request are.
+        """
         if self._step is None:
             return unmask_RC
         which_R, all_RC = self._step[0], unmask_RC
-        unmask_RC = all_RC[which_R]
-        tokens_RC = canvas.tokens_RC[which_R]
-        tokens_RC = torch.where(unmask_RC, proposal.token_RC[which_R], tokens_RC)
+        unmask_RC, tokens_RC = all_RC[which_R], canvas.tokens_RC[which_R]
+        token_RC = proposal.token_RC[which_R]
+        kept_RC = self._kept(tokens_RC, token_RC, unmask_RC)
+        edits_RC = unmask_RC & (tokens_RC != self.states.config.mask_token_id)
+        reverts_R1 = (edits_RC & ~kept_RC).any(dim=1, keepdim=True)
+        without_RC = self._kept(tokens_RC, token_RC, unmask_RC & ~edits_RC)
+        return all_RC.index_copy(0, which_R, torch.where(reverts_R1, without_RC, kept_RC))
+
+    def _kept(self, tokens_RC: Tensor, token_RC: Tensor, unmask_RC: Tensor) -> Tensor:
+        """Of the positions to write, those that complete nothing, or are not the last to do so."""
+        tokens_RC = torch.where(unmask_RC, token_RC, tokens_RC)
         _, equal, used = self._align(tokens_RC)
         complete_RAW = (equal == used).all(-1) & used.any(-1)
         length = used.shape[3]
@@ -148,5 +160,4 @@ class BadWords:
         )
         for offset in range(length):
             dropped_RC[:, offset : offset + take_back_RAL.shape[1]] |= take_back_RAL[:, :, offset]
-        kept_RC = unmask_RC & ~dropped_RC[:, pad : pad + unmask_RC.shape[1]]
-        return all_RC.index_copy(0, which_R, kept_RC)
+        return unmask_RC & ~dropped_RC[:, pad : pad + unmask_RC.shape[1]]

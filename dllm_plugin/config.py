@@ -90,7 +90,7 @@ class DecodeConfig:
     sub_block_length         Fast-dLLM v2: positions decoded at a time in a block; None: 8
     use_block_cache          Fast-dLLM v2: trust the KV of other sub-blocks within a block
 
-    The last five fields are filled by `resolve`, never by users.
+    The last six fields are filled by `resolve`, never by users.
     """
 
     strategy: str = "auto"
@@ -122,6 +122,7 @@ class DecodeConfig:
     turn_end_token_ids: tuple[int, ...] = dataclasses.field(default=(), metadata={"internal": True})
     reason: str = dataclasses.field(default="", metadata={"internal": True})
     whole_canvas: bool = dataclasses.field(default=False, metadata={"internal": True})
+    edits: bool = dataclasses.field(default=False, metadata={"internal": True})
 
     @property
     def family(self) -> Family:
@@ -227,6 +228,7 @@ class DecodeConfig:
             turn_end_token_ids=turn_end_token_ids,
             reason=reason,
             whole_canvas=whole,
+            edits=edits,
         )
 
     def _choose_canvas(self, strategy: str, family: Family, block: int, max_model_len: int) -> int:
@@ -282,7 +284,7 @@ class DecodeConfig:
                 f"{', '.join(REQUEST_PREFIX + name for name in REQUEST_FIELDS)}."
             )
         if fields.get("policy") == "auto":
-            fields["policy"] = default_policy(self.strategy, self.family)
+            fields["policy"] = default_policy(self.strategy, self.family, self.edits)
         request = dataclasses.replace(self, **fields)
         try:
             if fields:
@@ -317,6 +319,8 @@ class DecodeConfig:
             raise ValueError("block_length must be a whole number of at least 1, got None.")
         if request.threshold is None:
             raise ValueError("threshold must be a number between 0.0 and 1.0, got None.")
+        if request.sub_block_length is None and self.sub_block_length is not None:
+            raise ValueError("sub_block_length must be a whole number of at least 1, got None.")
         check_block_length(request.block_length, self.canvas_length)
         if request.max_active_blocks is None or (
             request.max_active_blocks > self.max_active_blocks

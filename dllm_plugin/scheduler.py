@@ -24,6 +24,7 @@ class DiffusionScheduler(AsyncScheduler):
         self.decode_config = get_decode_config(self.vllm_config)
         self.num_computed_positions = 0  # queries of all forwards, for `diffuplug eval`
         self.block_length: dict[str, int] = {}
+        self._spare_tokens = 0
         self._bound_requests()
 
     def _bound_requests(self) -> None:
@@ -70,27 +71,36 @@ class DiffusionScheduler(AsyncScheduler):
             # Chat models end a turn with a token of their own that configs do not list as EOS;
             # in a prompt without turns it is a token like any other.
             known, prompt = params.stop_token_ids or [], request.prompt_token_ids or ()
-            ends = [
-                i for i in self.decode_config.turn_end_token_ids if i in prompt and i not in known
-            ]
-            params.stop_token_ids = [*known, *ends]
+            ends = self.decode_config.turn_end_token_ids
+            if any(i in prompt for i in ends):
+                params.stop_token_ids = [*known, *(i for i in ends if i not in known)]
         super().add_request(request)
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         self.block_length.pop(request.request_id, None)
         return super()._free_request(request, delay_free_blocks)
 
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """As vLLM's, keeping a canvas of the budget free for every running request."""
+        reserved = len(self.running) * self.num_spec_tokens
+        self._spare_tokens = self.max_num_scheduled_tokens - reserved
+        return super().schedule(throttle_prefills)
+
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
         """How many tokens of a request to compute; vLLM asks before it reserves pages.
 
-        On an absolute grid a prefill that does not fit the step is cut at the end of a block. And
-        the first canvas begins inside the prompt, with its partial block; vLLM, which counts the
-        prompt as computed, would cut that canvas where the context ends.
+        On an absolute grid a prefill that does not fit the step is cut at the end of a block, and
+        leaves the canvases behind it whole. And the first canvas begins inside the prompt, with
+        its partial block; vLLM, which counts the prompt as computed, would cut that canvas where
+        the context ends.
         """
         if not (self.decode_config.family.absolute_grid and num_new_tokens):
             return num_new_tokens
+        if request.status == RequestStatus.RUNNING and num_computed_tokens < request.num_tokens:
+            num_new_tokens = min(num_new_tokens, self.num_spec_tokens + self._spare_tokens)
+            self._spare_tokens -= max(0, num_new_tokens - self.num_spec_tokens)
         end = num_computed_tokens + num_new_tokens
         if end < request.num_tokens:
             whole = end // self.block_length[request.request_id]

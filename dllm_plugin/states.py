@@ -18,6 +18,7 @@ from vllm.v1.core.sched.output import NewRequestData
 
 from dllm_plugin.choices import BLOCK_DIFFUSION
 from dllm_plugin.config import DecodeConfig
+from dllm_plugin.kernels.reference import leading
 from dllm_plugin.plan import Canvas, StepOutcome, StepPlan
 from dllm_plugin.policies import POLICIES, PolicySettings
 from dllm_plugin.slot_table import SlotTable
@@ -323,7 +324,12 @@ class CanvasStates:
         self.saw_stop_N[slots_R] = saw_stop_R
         self.ended_N[slots_R] = outcome.ended_R
         denoised_R = plan.active_RS.any(dim=1)
-        unfinished_R = (plan.candidates_RC & ~outcome.unmask_RC).any(dim=1)
+        # Steps are counted of the first unfinished block alone.
+        first_R = leading(~plan.active_RS) + 1
+        behind_R1 = (first_R * self.block_length.gpu[slots_R])[:, None]
+        position_C = torch.arange(num_positions, device=self.device)
+        left_RC = plan.candidates_RC & ~outcome.unmask_RC & (position_C < behind_R1)
+        unfinished_R = left_RC.any(dim=1)
         block_step_R = self.block_step_N[slots_R] + denoised_R.to(torch.int32)
         self.block_step_N[slots_R] = block_step_R.where(unfinished_R | ~denoised_R, 0)
         self.step_N[slots_R] += denoised_R

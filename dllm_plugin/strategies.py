@@ -138,7 +138,7 @@ def _allow_edits(canvas: Canvas, plan: StepPlan, mask_id: int) -> StepPlan:
     editable_RC &= (position_C >= canvas.tail_R[:, None]) & edits_R[:, None]
     checks_R = edits_R & (plan.num_stored_R > 0)
     # Blocks behind the first become the first one before they may be stored.
-    one_R = checks_R & (plan.num_stored_R > 1)
+    one_R = canvas.edits_R & (plan.num_stored_R > 1)
     first_size_R = canvas.size_RS[:, 0]
     num_committed_R = torch.where(one_R, first_size_R, plan.num_committed_R)
     num_stored_R = torch.where(one_R, 1, plan.num_stored_R)

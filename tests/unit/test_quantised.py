@@ -9,7 +9,9 @@ from forwards import forward
 from safetensors.torch import load_file, save_file
 
 BOTH = pytest.mark.parametrize("name", ["tiny-llada", "tiny-dream"])
-ALL = pytest.mark.parametrize("name", ["tiny-llada", "tiny-dream", "tiny-sdar"])
+ALL = pytest.mark.parametrize(
+    "name", ["tiny-llada", "tiny-dream", "tiny-sdar", "tiny-fast-dllm-v2"]
+)
 KINDS = pytest.mark.parametrize("kind", ["int", "float"])
 LARGEST = {"int": 127.0, "float": 448.0}
 HEAD = {"tiny-llada": "model.transformer.ff_out", "tiny-dream": "lm_head"}
@@ -17,7 +19,7 @@ SKIPPED = (
     *("model.transformer.ff_out", "model.transformer.wte", "lm_head", "model.embed_tokens"),
     "model.word_embeddings",
 )
-MIXTURES = ("tiny-sdar-moe", "tiny-llada2.0")
+MIXTURES = ("tiny-sdar-moe", "tiny-llada2.0", "tiny-llada2.1")
 
 
 def quantise(path: Path, name: str, kind: str, drop: str = "") -> Path:

