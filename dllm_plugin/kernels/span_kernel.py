@@ -192,27 +192,22 @@ def span_kernel(
     rows = query_ptr + token[:, None] * query_stride + query_head[:, None] * HEAD + d[None, :]
     q = tl.load(rows, mask=real[:, None], other=0.0)
     pages = block_table_ptr + request.to(tl.int64) * block_table_stride
-    key_cache = key_cache_ptr + head.to(tl.int64) * key_head_stride
-    value_cache = value_cache_ptr + head.to(tl.int64) * value_head_stride
+    key_cache_ptr += head.to(tl.int64) * key_head_stride
+    value_cache_ptr += head.to(tl.int64) * value_head_stride
+    cache = (key_cache_ptr, value_cache_ptr, pages, key_page_stride, value_page_stride)
     acc = tl.zeros([ROWS, HEAD], tl.float32)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
 
     # Stage 1: the cache, first what every row sees whole.
     for tile in tl.range(low, tl.minimum(high, whole), num_stages=STAGES):
-        k, v = _cached(
-            *(key_cache, value_cache, pages, key_page_stride, value_page_stride),
-            *(tile * KEYS, most, real, False, PAGE, HEAD, PIECE, KEYS),
-        )
+        k, v = _cached(*cache, tile * KEYS, most, real, False, PAGE, HEAD, PIECE, KEYS)
         acc, row_max, row_sum = _attend(q, k, v, real, acc, row_max, row_sum, scale, False, DOT)
     for tile in tl.range(tl.maximum(low, whole), tl.minimum(high, cached), num_stages=1):
         first = tl.where(tile < before, tile, tile - before + resume) * KEYS
         n = first + tl.arange(0, KEYS)
         kept = (n < most) & ((n < start) | (n >= stop))
-        k, v = _cached(
-            *(key_cache, value_cache, pages, key_page_stride, value_page_stride),
-            *(first, most, kept, True, PAGE, HEAD, PIECE, KEYS),
-        )
+        k, v = _cached(*cache, first, most, kept, True, PAGE, HEAD, PIECE, KEYS)
         visible = (n[None, :] < seen[:, None]) & kept[None, :]
         acc, row_max, row_sum = _attend(q, k, v, visible, acc, row_max, row_sum, scale, True, DOT)
 
