@@ -22,7 +22,9 @@ SIZES = {
 }
 
 
-def autoregressive(folder: Path, family: str, scale: float = 0.2, nan_rows: int = 0) -> Path:
+def autoregressive(
+    folder: Path, family: str, scale: float = 0.2, nan_rows: int = 0, vocab: int = 256
+) -> Path:
     """A `Llama` or `Qwen2` checkpoint with strong random weights.
 
     A small `scale` of the layers makes text that repeats itself. The first `nan_rows` rows of the
@@ -31,7 +33,7 @@ def autoregressive(folder: Path, family: str, scale: float = 0.2, nan_rows: int 
     import transformers
 
     config = getattr(transformers, f"{family}Config")(
-        **{k: v for k, v in SIZES.items() if k != "torch_dtype"}
+        **{k: v for k, v in SIZES.items() if k != "torch_dtype"} | {"vocab_size": vocab}
     )
     torch.manual_seed(1)
     model = getattr(transformers, f"{family}ForCausalLM")(config).float()

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 WANTED = "return_hidden_states"  # the request's switch, a key of SamplingParams.extra_args
 REFUSED = b"\x00refused\x00"  # a result of bytes that starts so is a refusal, and says why
+Runner: Any = object  # base of what stands in front of whichever runner of vLLM
 
 
 class HiddenStates(NamedTuple):
@@ -28,8 +29,9 @@ def hidden_state_args(layers: list[int] | None = None) -> dict[str, Any]:
         "scheduler_cls": "dllm_plugin.omni.scheduler.HiddenStatesScheduler",
         "logits_processors": ["dllm_plugin.omni.scheduler:HiddenStatesRules"],
     }
-    chosen = {"additional_config": {"omni": {"hidden_state_layers": layers}}}
-    return engine if layers is None else engine | chosen
+    if layers is not None:
+        engine["additional_config"] = {"omni": {"hidden_state_layers": layers}}
+    return engine
 
 
 def hidden_state_params(**sampling: Any) -> Any:
@@ -75,3 +77,30 @@ def pipeline_args(max_num_seqs: int = 4) -> dict[str, Any]:
         "distributed_executor_backend": "dllm_plugin.omni.pipeline.DiffusersPipelineExecutor",
         "scheduler_cls": "dllm_plugin.omni.scheduler.PipelineScheduler",
     }
+
+
+def option(config: Any, name: str, default: Any = None) -> Any:
+    """An entry of vLLM's ``additional_config["omni"]``."""
+    given = config.additional_config
+    return given.get("omni", {}).get(name, default) if isinstance(given, dict) else default
+
+
+def refuse(subject: str, faults: dict[str, Any]) -> None:
+    """Raise ValueError with one sentence for the first fault that is present."""
+    for fault, present in faults.items():
+        if present:
+            raise ValueError(f"{subject} cannot be combined with {fault}.")
+
+
+def check_scheduler(subject: str, config: Any, wanted: str) -> None:
+    """Refuse an engine that has our worker or executor, but not the scheduler of it."""
+    found = config.scheduler_config.get_scheduler_cls()
+    name = f"{found.__module__}.{found.__qualname__}"
+    refuse(subject, {f"scheduler_cls={name!r}; use {wanted!r}": name != wanted})
+
+
+def refusal(sentence: str) -> Any:
+    """A request's refusal on its only way back, as its tensor: uint8 ``[bytes]``."""
+    import torch
+
+    return torch.frombuffer(bytearray(REFUSED + sentence.encode()), dtype=torch.uint8)

@@ -1,8 +1,7 @@
 """vLLM's model runners, which also hand over hidden states of the requests that asked.
 
 All that was handed over for a request is the rows of positions ``[start, N - 1)``, where N counts
-the tokens that the engine knows. Rows of an unfinished prompt wait for the step that samples.
-"""
+the tokens that the engine knows. Rows of an unfinished prompt wait for the step that samples."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,8 +13,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.model_executor.models.interfaces import supports_eagle3
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-from dllm_plugin.omni import WANTED
-from dllm_plugin.omni.settings import Runner, option, refuse
+from dllm_plugin.omni import WANTED, Runner, option, refuse
 
 
 @dataclass
@@ -58,13 +56,11 @@ class StepRows(AsyncModelRunnerOutput):
         return self
 
     def get_output(self) -> ModelRunnerOutput:
-        """Wait for both copies; called by vLLM in the order of the steps."""
-        output = self._output.get_output()
+        output = self._output.get_output()  # vLLM calls in the order of the steps
         self._copied.synchronize()
         return self.deliver(output)
 
     def deliver(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
-        """Put each request's due rows beside the sampled tokens."""
         output.pooler_output, first = [None] * len(self.owners), 0
         for i, (life, length, drafts) in enumerate(self.owners):
             if life is not None:
@@ -103,9 +99,7 @@ def check_generation(config: VllmConfig) -> None:
     refuse("ARWorker", faults)
 
 
-class _HiddenStates(Runner):
-    """What both mixins share; they stand in front of vLLM's runner class."""
-
+class _HiddenStates(Runner):  # what both mixins share
     _lives: dict[str, Life] = cached_property(lambda self: {})  # type: ignore[assignment]
     _rows_stream: Any = cached_property(lambda self: torch.cuda.Stream())
     _layers: Any = cached_property(lambda self: chosen_layers(self.vllm_config))
@@ -164,9 +158,7 @@ class _HiddenStates(Runner):
         return StepRows(rows, [(life, n, drafts) for life, _, n, drafts in places])
 
 
-class HiddenStatesV1(_HiddenStates):
-    """For vLLM's model runner v1 (``v1/worker/gpu_model_runner.py``)."""
-
+class HiddenStatesV1(_HiddenStates):  # in front of v1/worker/gpu_model_runner.py
     def _update_states(self, scheduler_output: Any) -> Any:
         correct = super()._update_states(scheduler_output)
         for req_id in scheduler_output.finished_req_ids:
@@ -189,9 +181,7 @@ class HiddenStatesV1(_HiddenStates):
         return [(r, starts[i], lengths[r], len(drafts.get(r, ()))) for i, r in ids]
 
 
-class HiddenStatesV2(_HiddenStates):
-    """For vLLM's model runner v2 (``v1/worker/gpu/model_runner.py``)."""
-
+class HiddenStatesV2(_HiddenStates):  # in front of v1/worker/gpu/model_runner.py
     def add_requests(self, scheduler_output: Any) -> None:
         super().add_requests(scheduler_output)
         for new in scheduler_output.scheduled_new_reqs:  # a resumed request is a new one here

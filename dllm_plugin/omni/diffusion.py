@@ -3,8 +3,7 @@
 Of ``sample``, ``forward`` and ``diffuse`` the first that a model has is called, as decided once at
 load. It takes, by keyword, what vLLM prepared over all tokens of the step (``input_ids``,
 ``positions``, ``intermediate_tensors``, ``inputs_embeds``) and ``condition``, a list of
-:class:`Condition`; it returns a tensor of any dtype and shape for each, as a list or stacked.
-"""
+:class:`Condition`; it returns a tensor of any dtype and shape for each, as a list or stacked."""
 
 import zlib
 from collections.abc import Hashable, Set
@@ -18,7 +17,7 @@ from vllm.distributed.parallel_state import get_pp_group
 from vllm.model_executor.layers.pooler import Pooler, PoolingParamsUpdate
 from vllm.tasks import PoolingTask
 
-from dllm_plugin.omni.settings import Runner, refusal
+from dllm_plugin.omni import Runner, refusal
 
 TASK: Literal["plugin"] = "plugin"
 
@@ -40,7 +39,7 @@ class Condition:
 class TensorPooler(Pooler):
     """What vLLM calls after the forward: hands out what the entry point returned."""
 
-    outputs: list[torch.Tensor] | None = None
+    outputs: list[torch.Tensor]
 
     def get_supported_tasks(self) -> Set[PoolingTask]:
         return {TASK, "embed"}  # runner v2 constructs its pooling part only for a task it knows
@@ -49,8 +48,7 @@ class TensorPooler(Pooler):
         return PoolingParamsUpdate()
 
     def forward(self, hidden_states: torch.Tensor, pooling_metadata: Any) -> Any:
-        outputs, self.outputs = self.outputs, None
-        return outputs
+        return self.outputs
 
 
 class NonARModel(nn.Module):
@@ -64,8 +62,7 @@ class NonARModel(nn.Module):
         self.pooler = TensorPooler()
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """vLLM wants every model to have it."""
-        raise NotImplementedError
+        raise NotImplementedError  # vLLM wants every model to have it
 
     def forward(self, input_ids: Any = None, positions: Any = None, **inputs: Any) -> Any:
         """Not overridden counts as not there. Ranks before the last one of a pipeline call it,
@@ -125,9 +122,7 @@ class EntryPoint:
         return [done[condition.req_id] for condition in conditions]
 
 
-class _Diffusion(Runner):
-    """What both mixins share; they stand in front of vLLM's runner class."""
-
+class _Diffusion(Runner):  # what both mixins share
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         self.model: Any = EntryPoint(self.model)
@@ -147,9 +142,7 @@ class _Diffusion(Runner):
         self.model.conditions = [Condition(r, dict(p.extra_kwargs or {}), s) for r, p, s in rows]
 
 
-class DiffusionV1(_Diffusion):
-    """For vLLM's model runner v1 (``v1/worker/gpu_model_runner.py``)."""
-
+class DiffusionV1(_Diffusion):  # in front of v1/worker/gpu_model_runner.py
     def _model_forward(self, **inputs: Any) -> Any:  # real steps only
         req_ids = list(self.input_batch.req_ids)
         params = [self.requests[req_id].pooling_params for req_id in req_ids]
@@ -157,9 +150,7 @@ class DiffusionV1(_Diffusion):
         return super()._model_forward(**inputs)
 
 
-class DiffusionV2(_Diffusion):
-    """For vLLM's model runner v2 (``v1/worker/gpu/model_runner.py``)."""
-
+class DiffusionV2(_Diffusion):  # in front of v1/worker/gpu/model_runner.py
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         if self.pooling_runner is not None:  # the last rank of a pipeline

@@ -1,8 +1,7 @@
 """Pipelines in the front end: how vLLM reads their folder, takes requests and returns images.
 
 A request is a dictionary in diffusers' own words: a `prompt`, what RULES names, and whatever else
-of JSON the pipeline takes. Its JSON travels as the prompt.
-"""
+of JSON the pipeline takes. Its JSON travels as the prompt."""
 
 import base64
 import io
@@ -20,13 +19,12 @@ from vllm.plugins.io_processors.interface import IOProcessor
 from vllm.transformers_utils.config import register_config_parser
 from vllm.transformers_utils.config_parser_base import ConfigParserBase
 
-from dllm_plugin.omni import tensor_of
-from dllm_plugin.omni.settings import option
+from dllm_plugin.omni import option, tensor_of
 
 # What vLLM asks of every model. A prompt is bytes, hence 256 words.
 SETTINGS = {"vocab_size": 256, "max_position_embeddings": 8192, "num_hidden_layers": 0}
 SETTINGS |= dict.fromkeys(("hidden_size", "num_attention_heads", "num_key_value_heads"), 1)
-_COUNT = ("an integer from 1 to 9999", lambda x: type(x) is int and 0 < x < 10_000)
+COUNT = ("an integer from 1 to 9999", lambda x: type(x) is int and 0 < x < 10_000)
 # Name -> what its value must be, and the test of it.
 RULES: dict[str, tuple[str, Any]] = {
     "prompt": ("a string", lambda x: isinstance(x, str)),
@@ -34,7 +32,7 @@ RULES: dict[str, tuple[str, Any]] = {
     "guidance_scale": ("a number", lambda x: type(x) in (int, float)),
     "seed": ("an integer from 0 to 2**63 - 1", lambda x: type(x) is int and 0 <= x < 2**63),
     "output_type": ("'pil', 'pt' or 'latent'", lambda x: x in ("pil", "pt", "latent")),
-    **dict.fromkeys(("num_inference_steps", "num_images_per_prompt", "width", "height"), _COUNT),
+    **dict.fromkeys(("num_inference_steps", "num_images_per_prompt", "width", "height"), COUNT),
 }
 
 
@@ -58,12 +56,11 @@ def register() -> None:
 
 
 def plugin() -> str:
-    """What vLLM's entry point group of IO processors asks for."""
-    return "dllm_plugin.omni.images.ImageProcessor"
+    return "dllm_plugin.omni.images.ImageProcessor"  # what vLLM asks IO processor plugins for
 
 
 def check_request(request: Any, config: VllmConfig) -> None:
-    """Raise VLLMValidationError, a ValueError, for what no pipeline could honour."""
+    """Raise VLLMValidationError for what no pipeline could honour."""
     if not isinstance(request, dict) or "prompt" not in request:
         raise VLLMValidationError(f"An image request is a dictionary with a prompt, got {request}.")
     for name, value in request.items():

@@ -2,8 +2,7 @@
 
 Each running request has a thread, in which the pipeline is called as anybody would call it. After a
 denoising step its callback stops the thread until the engine's next step: one thread runs at a
-time, and the engine sees aborts and new requests between denoising steps.
-"""
+time, and the engine sees aborts and new requests between denoising steps."""
 
 import copy
 import inspect
@@ -21,21 +20,17 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from dllm_plugin.omni import pipeline_args
+from dllm_plugin.omni import check_scheduler, pipeline_args, refusal, refuse
 from dllm_plugin.omni.diffusion import TASK
 from dllm_plugin.omni.images import check_request
-from dllm_plugin.omni.settings import check_scheduler, refusal, refuse
 
 logger = init_logger("vllm.dllm_plugin.omni")
-# Arguments of a pipeline that are not the request's to set.
-OURS = {"generator", "return_dict", "output_type", "callback", "callback_steps"}
-OURS |= {"callback_on_step_end", "callback_on_step_end_tensor_inputs"}
-# What vLLM asks of its workers at start, as it is where there is no KV cache.
+# What vLLM asks of its workers, and what holds where there is no KV cache.
 LAYOUTS = [layout.name for layout in get_supported_kv_cache_layouts([])]
 ANSWERS: dict[str, Any] = {"get_kv_cache_spec": {}, "get_supported_kv_cache_layouts": LAYOUTS}
-ANSWERS |= {"get_supported_tasks": (TASK,), "supports_draft_weight_updates": False}
-ANSWERS |= {"compile_or_warm_up_model": CompilationTimes(0, 0), "set_kv_cache_layout": None}
-ANSWERS |= {"initialize_from_config": None, "reset_mm_cache": None}
+ANSWERS |= {"get_supported_tasks": (TASK,), "compile_or_warm_up_model": CompilationTimes(0, 0)}
+ANSWERS |= dict.fromkeys(("initialize_from_config", "set_kv_cache_layout", "synchronize_device"))
+ANSWERS |= dict.fromkeys(("reset_mm_cache", "reset_encoder_cache", "supports_draft_weight_updates"))
 CALLS = ("sleep", "wake_up", "progress")
 
 
@@ -63,7 +58,6 @@ class Job:
             raise SystemExit  # leaves the pipeline, and is kept in the result
 
     def after_step(self, pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> Any:
-        """The pipeline's `callback_on_step_end`."""
         self.step, self.total = step + 1, getattr(pipe, "num_timesteps", None)
         self._stopped.release()
         self._wait()
@@ -94,8 +88,7 @@ class DiffusersPipelineExecutor(Executor):
             "speculative decoding": self.speculative_config,
         }
         refuse(name, faults)
-        kind = self.device_config.device_type
-        self.device = torch.device(kind, 0) if kind != "cpu" else torch.device(kind)
+        self.device = torch.device(self.device_config.device_type)
         self.requests: dict[str, tuple[Any, int]] = {}  # JSON as bytes, default seed
         self.jobs: dict[str, Job] = {}
         self.pool = ThreadPoolExecutor(self.scheduler_config.max_num_seqs)
@@ -109,24 +102,24 @@ class DiffusersPipelineExecutor(Executor):
         options |= {"revision": model.revision, "torch_dtype": model.dtype}
         self.pipe = DiffusionPipeline.from_pretrained(model.model, **options).to(self.device)
         self.pipe.set_progress_bar_config(disable=True)
-        self.accepts = set(inspect.signature(self.pipe.__call__).parameters) - OURS
+        self.accepts = inspect.signature(self.pipe.__call__).parameters
         parts = vars(self.pipe).items()
         self.schedulers = [name for name, part in parts if isinstance(part, SchedulerMixin)]
         nested = any(isinstance(part, DiffusionPipeline) for _, part in parts)
-        blind = "callback_on_step_end" not in inspect.signature(self.pipe.__call__).parameters
-        name, many = type(self.pipe).__name__, self.scheduler_config.max_num_seqs > 1
-        faults = {f"{name}, which has no callback_on_step_end": blind}
-        faults |= {f"max_num_seqs > 1 for {name}, made of pipelines": nested and many}
-        refuse("DiffusersPipelineExecutor", faults)
+        blind = "callback_on_step_end" not in self.accepts
+        faults = {"max_num_seqs > 1": nested and self.scheduler_config.max_num_seqs > 1}
+        refuse(type(self.pipe).__name__, faults | {"aborts, without callback_on_step_end": blind})
 
-    def collective_rpc(self, method: Any, *_: Any, **options: Any) -> Any:
+    def collective_rpc(  # type: ignore[override]
+        self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None, **_: Any
+    ) -> Any:
         """What vLLM asks at start, one of CALLS, or a function, called with this executor."""
         if method in ANSWERS:
             return [ANSWERS[method]]
         if isinstance(method, str) and method not in CALLS:
             raise NotImplementedError(f"A diffusers pipeline has no {method}; it has {CALLS}.")
         call = getattr(type(self), "_" + method) if isinstance(method, str) else method
-        return [call(self, *options.get("args", ()), **(options.get("kwargs") or {}))]
+        return [call(self, *args, **(kwargs or {}))]
 
     def check_health(self) -> None:
         """If the engine's process answers, so does the pipeline in it."""
@@ -145,7 +138,6 @@ class DiffusersPipelineExecutor(Executor):
         return future if non_block else future.result()
 
     def _progress(self) -> dict[str, tuple[int, int | None]]:
-        """Denoising steps done and to do, by request."""
         return {req_id: (job.step, job.total) for req_id, job in self.jobs.items()}
 
     def _advance(self, req_id: str) -> torch.Tensor | None:
@@ -175,25 +167,24 @@ class DiffusersPipelineExecutor(Executor):
         request = json.loads(bytes(prompt))
         check_request(request, self.vllm_config)
         seed, kind = request.pop("seed", seed), request.pop("output_type", "pil")
+        options = {"generator": torch.Generator("cpu").manual_seed(seed), "return_dict": False}
         for name in request:
-            if name not in self.accepts:
+            if name not in self.accepts or name in options or name.startswith("callback"):
                 raise ValueError(f"{type(self.pipe).__name__} takes no {name}.")
         pipe = copy.copy(self.pipe)  # the state of a call lies in the pipeline and its scheduler
         for name in self.schedulers:
             setattr(pipe, name, copy.deepcopy(getattr(pipe, name)))
-        request["generator"] = torch.Generator("cpu").manual_seed(seed)
         request["output_type"] = "pt" if kind == "pil" else kind
-        request["callback_on_step_end"] = job.after_step
-        images = pipe(**request, return_dict=False)[0].detach().float().cpu()
+        images = pipe(**request, **options, callback_on_step_end=job.after_step)[0]
+        images = images.detach().float().cpu()
         if kind == "pil":
             images = (images.permute(0, 2, 3, 1) * 255).round().to(torch.uint8)
         return images.contiguous()
 
     def _sleep(self, level: int) -> None:
-        """Level 1 moves the weights to host memory; level 2 drops them, and the work begun."""
         if level == 1:
             self.pipe.to("cpu")
-        else:
+        else:  # drops the weights, and the work begun
             for job in self.jobs.values():
                 job.advance(cancel=True)
             self.jobs, self.pipe = {}, None
@@ -206,7 +197,6 @@ class DiffusersPipelineExecutor(Executor):
         self.pipe.to(self.device)
 
     def shutdown(self) -> None:
-        """End all threads."""
         for req_id in list(self.jobs):
             self._forget(req_id)
         self.pool.shutdown()

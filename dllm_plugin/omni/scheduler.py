@@ -62,7 +62,5 @@ class HiddenStatesRules(LogitsProcessorV1, LogitsProcessorV2):  # type: ignore[m
         if given.get(WANTED, False) not in (True, False):  # HTTP has 0 and 1 as well
             raise ValueError(f"{WANTED} must be true or false, got {given[WANTED]!r}.")
         if "hidden_state_layers" in given:
-            raise ValueError(
-                f"hidden_state_layers {given['hidden_state_layers']} is no option of a request: "
-                "layers are chosen for the engine, by hidden_state_args(layers=...)."
-            )
+            say = f"hidden_state_layers={given['hidden_state_layers']} is the engine's to choose"
+            raise ValueError(f"{say}: start it with hidden_state_args(layers=...).")

@@ -1,16 +1,14 @@
 """Workers that differ from vLLM's in the runner they construct. Select by ``worker_cls``.
 
-The runner's class is exchanged on the object that vLLM has just constructed: vLLM's CPU worker has
-no hook to construct another one, and so both platforms and both of vLLM's model runners do alike.
-"""
+The runner's class is exchanged on the object that vLLM has just constructed: its CPU worker has no
+hook to construct another one, and so both platforms and both of vLLM's model runners do alike."""
 
 from typing import Any
 
 from vllm.config import CUDAGraphMode
 from vllm.platforms import current_platform
 
-from dllm_plugin.omni import ar_runner, diffusion, hidden_state_args
-from dllm_plugin.omni.settings import check_scheduler, refuse
+from dllm_plugin.omni import ar_runner, check_scheduler, diffusion, hidden_state_args, refuse
 
 if current_platform.is_cpu():  # the CPU worker replaces parts of torch.cuda when it is imported
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker

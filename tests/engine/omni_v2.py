@@ -20,11 +20,11 @@ from unit.triton_interpreter import HostDriver, NoCompiler
 
 backends["cpu"] = Backend(compiler=NoCompiler, driver=HostDriver)
 
-import omni_denoisers as denoisers
-from engines import EngineRoom, num_preemptions
-from omni_models import Reference, autoregressive, prompt
+import omni_denoisers as denoisers  # noqa: E402
+from engines import EngineRoom, num_preemptions  # noqa: E402
+from omni_models import Reference, autoregressive, prompt  # noqa: E402
 
-from dllm_plugin.omni import hidden_state_args, hidden_state_params, tensor_args, tensor_of
+from dllm_plugin.omni import hidden_state_args, hidden_state_params, tensor_args, tensor_of  # noqa: E402
 
 
 def hidden_states(folder: Path, room: EngineRoom, layers: list[int] | None) -> tuple[float, int]:
@@ -36,6 +36,7 @@ def hidden_states(folder: Path, room: EngineRoom, layers: list[int] | None) -> t
         skip_tokenizer_init=True,
         max_num_batched_tokens=64,
         max_num_seqs=4,
+        block_size=32,
         num_gpu_blocks_override=10,
         **{"additional_config": {}, **args},
     )
