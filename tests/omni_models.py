@@ -23,7 +23,12 @@ SIZES = {
 
 
 def autoregressive(
-    folder: Path, family: str, scale: float = 0.2, nan_rows: int = 0, vocab: int = 256
+    folder: Path,
+    family: str,
+    scale: float = 0.2,
+    nan_rows: int = 0,
+    vocab: int = 256,
+    hidden: int = 64,
 ) -> Path:
     """A `Llama` or `Qwen2` checkpoint with strong random weights.
 
@@ -32,9 +37,9 @@ def autoregressive(
     """
     import transformers
 
-    config = getattr(transformers, f"{family}Config")(
-        **{k: v for k, v in SIZES.items() if k != "torch_dtype"} | {"vocab_size": vocab}
-    )
+    sizes = {name: size for name, size in SIZES.items() if name != "torch_dtype"}
+    sizes |= {"vocab_size": vocab, "hidden_size": hidden}
+    config = getattr(transformers, f"{family}Config")(**sizes)
     torch.manual_seed(1)
     model = getattr(transformers, f"{family}ForCausalLM")(config).float()
     for name, weight in model.named_parameters():

@@ -165,7 +165,7 @@ def test_chosen_layers(room: EngineRoom, checkpoints: dict[str, Path]) -> None:
     ("given", "sentence"),
     [
         ({"return_hidden_states": "perhaps"}, "return_hidden_states must be true or false"),
-        ({"hidden_state_layers": [1]}, "by hidden_state_args"),
+        ({"hidden_state_layers": [1]}, "start it with hidden_state_args"),
     ],
 )
 def test_requests_refused(

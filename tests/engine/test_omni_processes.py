@@ -10,7 +10,7 @@ from omni_models import autoregressive
 from processes import end, environment, spawn
 
 HERE = Path(__file__).parent
-SECONDS = 400
+SECONDS = 900
 
 
 def output_of(command: list[str], **variables: str) -> str:

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from engines import CHECKPOINTS
 from omni_models import Reference, autoregressive, pipeline
 from omni_server import serving
-from processes import Server
+from processes import START_SECONDS, Server, end, environment, spawn
 
 from dllm_plugin.omni import hidden_state_args, pipeline_args
 
@@ -78,6 +79,28 @@ def check_completion(server: Server, reference: Reference) -> None:
     )
     assert refused.status_code == 400
     assert "return_hidden_states must be true or false, got 'maybe'" in refused.text
+
+
+def test_the_example_writes_an_image(tmp_path: Path) -> None:
+    """The command in docs/omni.md."""
+    import shlex
+
+    from documented import ROOT, blocks
+    from PIL import Image
+
+    commands = [block.text for block in blocks("bash") if block.page == "omni.md"]
+    [line] = [x for text in commands for x in text.splitlines() if "--output image.png" in x]
+    process = spawn(
+        [sys.executable, str(ROOT / shlex.split(line)[1]), *shlex.split(line)[2:]],
+        cwd=tmp_path,
+        env=environment(),
+    )
+    try:
+        assert process.wait(timeout=START_SECONDS) == 0
+    finally:
+        end(process)
+    image = Image.open(tmp_path / "image.png")
+    assert image.size == (32, 32) and len(image.getcolors(maxcolors=1024)) > 10
 
 
 def test_images_over_http(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_command(page: str, line: str) -> None:
 
 def serve_with_omni(arguments: list[str]) -> None:
     """The options are exactly those that the helper for Python gives."""
-    from vllm.entrypoints.openai.cli_args import make_arg_parser
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from dllm_plugin.omni import hidden_state_args, pipeline_args
