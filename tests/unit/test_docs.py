@@ -27,6 +27,12 @@ def test_command(page: str, line: str) -> None:
     if program == "make":
         assert arguments and set(arguments) <= set(MAKE_TARGETS)
         return
+    if program == "python":  # an engine test runs it
+        assert (ROOT / arguments[0]).is_file()
+        return
+    if program == "vllm":
+        serve_with_omni(arguments)
+        return
     assert program == "diffuplug", f"{page}: no rule to check {line!r}"
     if arguments[0] != "serve":
         cli.build_parser().parse_args(arguments)
@@ -38,6 +44,21 @@ def test_command(page: str, line: str) -> None:
         else {"dllm": {}}
     )
     DecodeConfig.from_user(config["dllm"])
+
+
+def serve_with_omni(arguments: list[str]) -> None:
+    """The options are exactly those that the helper for Python gives."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from dllm_plugin.omni import hidden_state_args, pipeline_args
+
+    assert arguments[0] == "serve"
+    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments[1:])
+    helper = hidden_state_args() if "--worker-cls" in arguments else pipeline_args()
+    assert {name: getattr(parsed, name) for name in helper} == helper
+    options = {word for word in arguments if word.startswith("--")}
+    assert options == {f"--{name.replace('_', '-')}" for name in helper}
 
 
 def test_there_are_commands() -> None:

@@ -11,6 +11,7 @@ from documented import ROOT
 import dllm_plugin
 from dllm_plugin import default_model
 from dllm_plugin.metrics import DenoisingMetrics
+from dllm_plugin.omni import images
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 MAX_MODEL_BYTES = 6 << 20
@@ -27,6 +28,8 @@ def entry_point(group: str, name: str) -> metadata.EntryPoint:
     ("group", "name", "target"),
     [
         ("vllm.general_plugins", "register_dllm_models", dllm_plugin.register),
+        ("vllm.general_plugins", "register_omni", images.register),
+        ("vllm.io_processor_plugins", "diffuplug_images", images.plugin),
         ("vllm.stat_logger_plugins", "diffuplug", DenoisingMetrics),
     ],
 )

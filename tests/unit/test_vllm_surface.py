@@ -318,13 +318,16 @@ KERNELS = {
 }
 
 
-def listed_imports() -> set[tuple[str, str]]:
-    rows = [line.split(": ", 1) for line in IMPORTS.strip().splitlines()]
+def listed_imports(table: str = IMPORTS) -> set[tuple[str, str]]:
+    rows = [line.split(": ", 1) for line in table.strip().splitlines()]
     return {(module, name.strip('"')) for module, names in rows for name in names.split()}
 
 
-def made_imports() -> Iterator[tuple[str, str]]:
+def made_imports(omni: bool = False) -> Iterator[tuple[str, str]]:
+    """What the text side imports of vLLM, or the omni side, whose list is in a file of its own."""
     for path in PACKAGE.rglob("*.py"):
+        if (path.parent.name == "omni") != omni:
+            continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
                 yield from ((str(node.module), alias.name) for alias in node.names)

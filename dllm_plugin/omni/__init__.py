@@ -1,0 +1,106 @@
+"""Runners for more than text tokens, see docs/omni.md: hidden states beside generated tokens,
+tensors from non-autoregressive models, images from diffusers pipelines.
+
+What only one of them needs is imported where it is used: every vLLM process imports this file."""
+
+from typing import Any, NamedTuple
+
+WANTED = "return_hidden_states"  # the request's switch, a key of SamplingParams.extra_args
+REFUSED = b"\x00refused\x00"  # a result of bytes that starts so is a refusal, and says why
+Runner: Any = object  # base of what stands in front of whichever runner of vLLM
+
+
+class HiddenStates(NamedTuple):
+    """Float32 array ``[positions, hidden]``, or ``[positions, layers, hidden]`` if layers were
+    chosen. Row i belongs to position start + i of prompt plus completion, whose last token was
+    never an input; the `start` positions before were not computed (read from the prefix cache)."""
+
+    rows: Any
+    start: int
+
+
+def hidden_state_args(layers: list[int] | None = None) -> dict[str, Any]:
+    """Engine arguments for hidden states: ``LLM(model, **hidden_state_args())``.
+
+    `layers` as in transformers' ``output_hidden_states``: 0 is the embedding, k the output of layer
+    k, and the last one follows the final norm (``None`` returns it alone)."""
+    engine: dict[str, Any] = {
+        "worker_cls": "dllm_plugin.omni.workers.ARWorker",
+        "scheduler_cls": "dllm_plugin.omni.scheduler.HiddenStatesScheduler",
+        "logits_processors": ["dllm_plugin.omni.scheduler:HiddenStatesRules"],
+    }
+    if layers is not None:
+        engine["additional_config"] = {"omni": {"hidden_state_layers": layers}}
+    return engine
+
+
+def hidden_state_params(**sampling: Any) -> Any:
+    """SamplingParams that ask for hidden states, of positions in the prefix cache as well."""
+    from vllm import SamplingParams
+
+    sampling["extra_args"] = {**(sampling.get("extra_args") or {}), WANTED: True}
+    return SamplingParams(**{"skip_reading_prefix_cache": True, **sampling})
+
+
+def hidden_states_of(output: Any, index: int = 0) -> HiddenStates | None:
+    """Of completion `index` of a finished RequestOutput; None if it has none. They travel in
+    ``CompletionOutput.routed_experts``, vLLM's own channel for arrays by position."""
+    completion = output.outputs[index]
+    if completion.routed_experts is None:
+        return None
+    computed = len(output.prompt_token_ids or ()) + len(completion.token_ids) - 1
+    return HiddenStates(completion.routed_experts, computed - len(completion.routed_experts))
+
+
+def tensor_args() -> dict[str, Any]:
+    """Engine arguments for a :class:`dllm_plugin.omni.diffusion.NonARModel`."""
+    return {"runner": "pooling", "worker_cls": "dllm_plugin.omni.workers.DiffusionWorker"}
+
+
+def tensor_of(output: Any) -> Any:
+    """The tensor of a PoolingRequestOutput; raises ValueError if the request was refused."""
+    tensor = output.outputs.data
+    start = tensor.flatten()[:1024].numpy().tobytes() if tensor.element_size() == 1 else b""
+    if start.startswith(REFUSED):
+        raise ValueError(start.removeprefix(REFUSED).decode(errors="replace"))
+    return tensor
+
+
+def pipeline_args(max_num_seqs: int = 4) -> dict[str, Any]:
+    """Engine arguments for a diffusers pipeline: ``LLM(model, **pipeline_args())``. So many
+    requests take turns with their denoising steps; others wait."""
+    return {
+        "config_format": "diffusers",
+        "runner": "pooling",
+        "skip_tokenizer_init": True,
+        "max_num_seqs": max_num_seqs,
+        "distributed_executor_backend": "dllm_plugin.omni.pipeline.DiffusersPipelineExecutor",
+        "scheduler_cls": "dllm_plugin.omni.scheduler.PipelineScheduler",
+    }
+
+
+def option(config: Any, name: str, default: Any = None) -> Any:
+    """An entry of vLLM's ``additional_config["omni"]``."""
+    given = config.additional_config
+    return given.get("omni", {}).get(name, default) if isinstance(given, dict) else default
+
+
+def refuse(subject: str, faults: dict[str, Any]) -> None:
+    """Raise ValueError with one sentence for the first fault that is present."""
+    for fault, present in faults.items():
+        if present:
+            raise ValueError(f"{subject} cannot be combined with {fault}.")
+
+
+def check_scheduler(subject: str, config: Any, wanted: str) -> None:
+    """Refuse an engine that has our worker or executor, but not the scheduler of it."""
+    found = config.scheduler_config.get_scheduler_cls()
+    name = f"{found.__module__}.{found.__qualname__}"
+    refuse(subject, {f"scheduler_cls={name!r}; use {wanted!r}": name != wanted})
+
+
+def refusal(sentence: str) -> Any:
+    """A request's refusal on its only way back, as its tensor: uint8 ``[bytes]``."""
+    import torch
+
+    return torch.frombuffer(bytearray(REFUSED + sentence.encode()), dtype=torch.uint8)

@@ -1,0 +1,199 @@
+"""vLLM's model runners, which also hand over hidden states of the requests that asked.
+
+All that was handed over for a request is the rows of positions ``[start, N - 1)``, where N counts
+the tokens that the engine knows. Rows of an unfinished prompt wait for the step that samples."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.model_executor.models.interfaces import supports_eagle3
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+
+from dllm_plugin.omni import WANTED, Runner, option, refuse
+
+
+@dataclass
+class Life:
+    """A request until it ends or is preempted; resuming starts another life."""
+
+    computed: int  # next position to be computed, as of the last step whose result is known
+    sent: int  # positions below were handed over, in this life or an earlier one
+    pending: list[torch.Tensor] = field(default_factory=list)  # of prompt chunks, on the host
+
+    def take(self, rows: torch.Tensor, num_sampled: int) -> torch.Tensor | None:
+        """Account for one step's valid rows; what is due, if the step sampled."""
+        again = max(0, self.sent - self.computed)  # recomputed after preemption
+        self.computed += len(rows)
+        self.pending.append(rows[again:])
+        if not num_sampled:
+            return None
+        due = torch.cat(self.pending)  # also copies: a view would be sent with its whole storage
+        self.pending, self.sent = [], self.computed
+        return due
+
+
+class StepRows(AsyncModelRunnerOutput):
+    """The wanted rows of one step, ``[wanted, hidden]`` or ``[wanted, layers, hidden]``."""
+
+    def __init__(self, rows: torch.Tensor, owners: list[tuple[Life | None, int, int]]) -> None:
+        self.rows, self.owners = rows, owners  # by place: numbers of rows and of draft tokens
+
+    def follow(self, output: AsyncModelRunnerOutput, copy_stream: Any) -> "StepRows":
+        """Start the copy to the host, beside that of vLLM's own `output`."""
+        self._output, self._on_device, self._copied = (
+            output,
+            self.rows,
+            torch.cuda.Event(blocking=True),
+        )
+        copy_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(copy_stream):
+            self.rows = self.rows.to("cpu", non_blocking=True)
+            self._copied.record(copy_stream)
+        return self
+
+    def get_output(self) -> ModelRunnerOutput:
+        output = self._output.get_output()  # vLLM calls in the order of the steps
+        self._copied.synchronize()
+        return self.deliver(output)
+
+    def deliver(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
+        output.pooler_output, first = [None] * len(self.owners), 0
+        for i, (life, length, drafts) in enumerate(self.owners):
+            if life is not None:
+                count = len(output.sampled_token_ids[i])
+                rejected = drafts + 1 - count if drafts and count else 0
+                rows = self.rows[first : first + length - rejected]
+                output.pooler_output[i] = life.take(rows, count)
+                first += length
+        return output
+
+
+def chosen_layers(config: VllmConfig) -> list[int] | None:
+    """Layers that the engine returns; None is the last one. Raises ValueError."""
+    layers = option(config, "hidden_state_layers")
+    last = config.model_config.get_total_num_hidden_layers()
+    wrong = layers is not None and (not layers or sorted({*range(last + 1)} & {*layers}) != layers)
+    refuse(f"hidden_state_layers={layers}", {f"layers 0 to {last}, to be given in order": wrong})
+    return layers
+
+
+def check_generation(config: VllmConfig) -> None:
+    """Refuse with one sentence what hidden states cannot be combined with."""
+    model, parallel = config.model_config, config.parallel_config
+    policy = config.kv_transfer_config and config.kv_transfer_config.kv_load_failure_policy
+    layers, use = chosen_layers(config) is not None, "hidden_state_args() without layers"
+    faults = {
+        "a diffusion language model": model.is_diffusion,
+        f"runner={model.runner_type!r}; use 'generate'": model.runner_type != "generate",
+        "kv_sharing_fast_prefill": config.cache_config.kv_sharing_fast_prefill,
+        "enable_return_routed_experts": config.aux_output_config.enable_return_routed_experts,
+        "prefill_context_parallel_size > 1": parallel.prefill_context_parallel_size > 1,
+        "kv_load_failure_policy='recompute'; use 'fail'": policy == "recompute",
+        f"drafts; use {use}": layers and config.speculative_config,
+        f"pipeline parallelism; use {use}": layers and parallel.pipeline_parallel_size > 1,
+    }
+    refuse("ARWorker", faults)
+
+
+class _HiddenStates(Runner):  # what both mixins share
+    _lives: dict[str, Life] = cached_property(lambda self: {})  # type: ignore[assignment]
+    _rows_stream: Any = cached_property(lambda self: torch.cuda.Stream())
+    _layers: Any = cached_property(lambda self: chosen_layers(self.vllm_config))
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        last = self.vllm_config.model_config.get_total_num_hidden_layers()
+        inner = tuple(layer for layer in self._layers or () if layer < last)
+        if inner:
+            model: Any = self.model
+            refuse("hidden_state_layers", {type(model).__name__: not supports_eagle3(model)})
+            self.use_aux_hidden_state_outputs = True
+            model.set_aux_hidden_state_layers(inner)
+
+    def _start(self, request: Any, prompt: int, known: int) -> None:
+        """A new or resumed request: of the `known` tokens `prompt` are the prompt's."""
+        self._lives.pop(request.req_id, None)
+        params = request.sampling_params
+        if params is not None and (params.extra_args or {}).get(WANTED):
+            sent = known - 1 if known > prompt else 0
+            self._lives[request.req_id] = Life(request.num_computed_tokens, sent)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        state = self.execute_model_state
+        step = self._copy_rows(state) if state is not None and self._lives else None
+        output = super().sample_tokens(grammar_output)
+        if step is None:
+            return output
+        if isinstance(output, AsyncModelRunnerOutput):
+            return step.follow(output, self._rows_stream)
+        step.rows = step.rows.cpu()
+        return step.deliver(output)
+
+    def _copy_rows(self, state: Any) -> StepRows | None:
+        """The wanted rows, copied at once on the compute stream: with full CUDA graphs the model's
+        output is a static buffer that the next replay overwrites."""
+        parallel, final = self.vllm_config.parallel_config, state.hidden_states
+        # torchrun: each rank is an engine, and samples from broadcast logits.
+        everywhere = parallel.distributed_executor_backend == "external_launcher"
+        relay = everywhere and parallel.pipeline_parallel_size > 1
+        here = isinstance(final, torch.Tensor)  # on the last rank of a pipeline
+        places = [(self._lives.get(req_id), *rest) for req_id, *rest in self._places(state)]
+        parts = [slice(first, first + n) for life, first, n, _ in places if life is not None]
+        if not parts or not (here or relay) or not (everywhere or get_tp_group().is_first_rank):
+            return None
+        rows: Any = None
+        if here and self._layers is None:
+            rows = torch.cat([final[part] for part in parts])
+        elif here:
+            chosen = [*(state.aux_hidden_states or ()), final][: len(self._layers)]
+            rows = torch.stack([torch.cat([layer[p] for p in parts]) for layer in chosen], dim=1)
+        if relay:
+            group, sent = get_pp_group(), {"rows": rows} if here else None
+            received: Any = group.broadcast_tensor_dict(sent, src=group.world_size - 1)
+            rows = received["rows"]
+        return StepRows(rows, [(life, n, drafts) for life, _, n, drafts in places])
+
+
+class HiddenStatesV1(_HiddenStates):  # in front of v1/worker/gpu_model_runner.py
+    def _update_states(self, scheduler_output: Any) -> Any:
+        correct = super()._update_states(scheduler_output)
+        for req_id in scheduler_output.finished_req_ids:
+            self._lives.pop(req_id, None)
+        for new in scheduler_output.scheduled_new_reqs:
+            self._start(new, new.prompt_len, new.prompt_len)
+        cached = scheduler_output.scheduled_cached_reqs
+        for req_id, outputs in zip(cached.req_ids, cached.num_output_tokens, strict=True):
+            if req_id in cached.resumed_req_ids:
+                request = self.requests[req_id]
+                prompt = request.num_prompt_tokens
+                self._start(request, prompt, prompt + outputs)
+        return correct
+
+    def _places(self, state: Any) -> list[tuple[str, int, int, int]]:
+        """Of the batch: request, first row, number of rows, number of draft tokens."""
+        starts, scheduled = self.query_start_loc.np.tolist(), state.scheduler_output
+        lengths, drafts = scheduled.num_scheduled_tokens, scheduled.scheduled_spec_decode_tokens
+        ids = enumerate(self.input_batch.req_ids)
+        return [(r, starts[i], lengths[r], len(drafts.get(r, ()))) for i, r in ids]
+
+
+class HiddenStatesV2(_HiddenStates):  # in front of v1/worker/gpu/model_runner.py
+    def add_requests(self, scheduler_output: Any) -> None:
+        super().add_requests(scheduler_output)
+        for new in scheduler_output.scheduled_new_reqs:  # a resumed request is a new one here
+            self._start(new, new.prompt_len, len(new.prefill_token_ids))
+
+    def _remove_request(self, req_id: str) -> Any:
+        self._lives.pop(req_id, None)
+        return super()._remove_request(req_id)
+
+    def _places(self, state: Any) -> list[tuple[str, int, int, int]]:
+        batch = state.input_batch
+        starts, lengths = batch.query_start_loc_np.tolist(), batch.num_scheduled_tokens.tolist()
+        drafts = batch.num_draft_tokens_per_req
+        drafts = [0] * batch.num_reqs if drafts is None else drafts.tolist()
+        return list(zip(batch.req_ids, starts, lengths, drafts, strict=False))

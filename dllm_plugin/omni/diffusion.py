@@ -1,0 +1,164 @@
+"""Non-autoregressive models: one tensor per request, no logits, no sampling and no KV cache.
+
+Of ``sample``, ``forward`` and ``diffuse`` the first that a model has is called, as decided once at
+load. It takes, by keyword, what vLLM prepared over all tokens of the step (``input_ids``,
+``positions``, ``intermediate_tensors``, ``inputs_embeds``) and ``condition``, a list of
+:class:`Condition`; it returns a tensor of any dtype and shape for each, as a list or stacked."""
+
+import zlib
+from collections.abc import Hashable, Set
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import nn
+from vllm.distributed.parallel_state import get_pp_group
+from vllm.model_executor.layers.pooler import Pooler, PoolingParamsUpdate
+from vllm.tasks import PoolingTask
+
+from dllm_plugin.omni import Runner, refusal
+
+TASK: Literal["plugin"] = "plugin"
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What one request asks for."""
+
+    req_id: str
+    params: dict[str, Any]  # ``PoolingParams.extra_kwargs``; what they mean is the model's affair
+    span: tuple[int, int]  # rows ``[start, end)`` of the step's inputs, this request's prompt
+
+    def generator(self, device: torch.device | str = "cpu") -> torch.Generator:
+        """Randomness from the request's ``seed``, or from its id, alike on all ranks."""
+        seed = self.params.get("seed", zlib.crc32(self.req_id.encode()))
+        return torch.Generator(device).manual_seed(seed)
+
+
+class TensorPooler(Pooler):
+    """What vLLM calls after the forward: hands out what the entry point returned."""
+
+    outputs: list[torch.Tensor]
+
+    def get_supported_tasks(self) -> Set[PoolingTask]:
+        return {TASK, "embed"}  # runner v2 constructs its pooling part only for a task it knows
+
+    def get_pooling_updates(self, task: PoolingTask) -> PoolingParamsUpdate:
+        return PoolingParamsUpdate()
+
+    def forward(self, hidden_states: torch.Tensor, pooling_metadata: Any) -> Any:
+        return self.outputs
+
+
+class NonARModel(nn.Module):
+    """Base of the models that DiffusionWorker runs."""
+
+    is_pooling_model: ClassVar[Literal[True]] = True
+    attn_type: ClassVar[str] = "encoder_only"  # a prompt is never split, no part of it is cached
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pooler = TensorPooler()
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError  # vLLM wants every model to have it
+
+    def forward(self, input_ids: Any = None, positions: Any = None, **inputs: Any) -> Any:
+        """Not overridden counts as not there. Ranks before the last one of a pipeline call it,
+        without ``condition``, for IntermediateTensors."""
+        raise NotImplementedError
+
+    def check_params(self, params: dict[str, Any]) -> None:
+        """Raise ValueError with a sentence to refuse a request; the others of the step go on."""
+
+    def batch_key(self, condition: Condition) -> Hashable:
+        """Conditions with equal keys are computed in one call; by default all of a step."""
+
+
+def entry_point(model: nn.Module) -> str:
+    """``sample``, ``forward`` or ``diffuse``, in this order. Raises ValueError."""
+    own_forward = type(model).forward not in (NonARModel.forward, nn.Module.forward)
+    for name in ("sample", "forward", "diffuse"):
+        if own_forward if name == "forward" else callable(getattr(model, name, None)):
+            return name
+    raise ValueError(f"{type(model).__name__} has none of sample(), forward(), diffuse().")
+
+
+class EntryPoint:
+    """Stands where the runner has its model, whose ``forward`` stays: ``sample`` may call it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        if not isinstance(model, NonARModel):
+            use = "worker_cls='dllm_plugin.omni.workers.ARWorker'"
+            raise ValueError(f"DiffusionWorker runs {NonARModel}, not {type(model)}; use {use}.")
+        self.model, self.name = model, entry_point(model)
+        self.conditions: list[Condition] = []  # none in a dummy run
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def __call__(self, **inputs: Any) -> Any:
+        conditions, self.conditions = self.conditions, []
+        if not get_pp_group().is_last_rank:
+            return self.model(**inputs)
+        self.model.pooler.outputs = self._run(conditions, inputs)
+        tokens = inputs["positions"]  # the hidden states that vLLM expects are read by nobody
+        return torch.zeros(tokens.shape[-1], 1, device=tokens.device)
+
+    def _run(self, conditions: list[Condition], inputs: dict[str, Any]) -> list[torch.Tensor]:
+        done: dict[str, torch.Tensor] = {}
+        groups: dict[Hashable, list[Condition]] = {}
+        for condition in conditions:
+            try:
+                self.model.check_params(condition.params)
+                groups.setdefault(self.model.batch_key(condition), []).append(condition)
+            except ValueError as reason:
+                done[condition.req_id] = refusal(str(reason))
+        for group in groups.values():
+            outputs = getattr(self.model, self.name)(condition=group, **inputs)
+            for condition, output in zip(group, outputs, strict=True):  # as many, or ValueError
+                done[condition.req_id] = output.detach().contiguous()
+        return [done[condition.req_id] for condition in conditions]
+
+
+class _Diffusion(Runner):  # what both mixins share
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        self.model: Any = EntryPoint(self.model)
+
+    def get_model(self) -> Any:
+        return self.model.model if isinstance(self.model, EntryPoint) else self.model
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        return (TASK,)
+
+    def _dummy_pooler_run(self, hidden_states: torch.Tensor) -> None:
+        """Nothing to warm up."""
+
+    def _expect(self, req_ids: list[str], params: list[Any], starts: Any) -> None:
+        spans = pairwise(starts[: len(req_ids) + 1].tolist())
+        rows = zip(req_ids, params, spans, strict=True)
+        self.model.conditions = [Condition(r, dict(p.extra_kwargs or {}), s) for r, p, s in rows]
+
+
+class DiffusionV1(_Diffusion):  # in front of v1/worker/gpu_model_runner.py
+    def _model_forward(self, **inputs: Any) -> Any:  # real steps only
+        req_ids = list(self.input_batch.req_ids)
+        params = [self.requests[req_id].pooling_params for req_id in req_ids]
+        self._expect(req_ids, params, self.query_start_loc.np)
+        return super()._model_forward(**inputs)
+
+
+class DiffusionV2(_Diffusion):  # in front of v1/worker/gpu/model_runner.py
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        if self.pooling_runner is not None:  # the last rank of a pipeline
+            self.pooling_runner.supported_tasks = frozenset({TASK})
+
+    def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:  # real steps only
+        batch = super().prepare_inputs(*args, **kwargs)
+        if self.pooling_runner is not None:
+            params = [self.pooling_runner.pooling_params[i] for i in batch.idx_mapping_np.tolist()]
+            self._expect(batch.req_ids, params, batch.query_start_loc_np)
+        return batch

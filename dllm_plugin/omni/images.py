@@ -1,0 +1,110 @@
+"""Pipelines in the front end: how vLLM reads their folder, takes requests and returns images.
+
+A request is a dictionary in diffusers' own words: a `prompt`, what RULES names, and whatever else
+of JSON the pipeline takes. Its JSON travels as the prompt."""
+
+import base64
+import io
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from transformers import PreTrainedConfig
+from vllm import ModelRegistry
+from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
+from vllm.plugins.io_processors.interface import IOProcessor
+from vllm.transformers_utils.config import register_config_parser
+from vllm.transformers_utils.config_parser_base import ConfigParserBase
+
+from dllm_plugin.omni import option, tensor_of
+
+# What vLLM asks of every model. A prompt is bytes, hence 256 words.
+SETTINGS = {"vocab_size": 256, "max_position_embeddings": 8192, "num_hidden_layers": 0}
+SETTINGS |= dict.fromkeys(("hidden_size", "num_attention_heads", "num_key_value_heads"), 1)
+COUNT = ("an integer from 1 to 9999", lambda x: type(x) is int and 0 < x < 10_000)
+# Name -> what its value must be, and the test of it.
+RULES: dict[str, tuple[str, Any]] = {
+    "prompt": ("a string", lambda x: isinstance(x, str)),
+    "negative_prompt": ("a string", lambda x: isinstance(x, str)),
+    "guidance_scale": ("a number", lambda x: type(x) in (int, float)),
+    "seed": ("an integer from 0 to 2**63 - 1", lambda x: type(x) is int and 0 <= x < 2**63),
+    "output_type": ("'pil', 'pt' or 'latent'", lambda x: x in ("pil", "pt", "latent")),
+    **dict.fromkeys(("num_inference_steps", "num_images_per_prompt", "width", "height"), COUNT),
+}
+
+
+class DiffusersConfigParser(ConfigParserBase):
+    """``config_format="diffusers"``: a folder without config.json is a model without layers."""
+
+    def parse(self, model: str | Path, trust_remote_code: bool, *args: Any, **kwargs: Any) -> Any:
+        if Path(model).is_dir() and not (Path(model) / "model_index.json").is_file():
+            raise ValueError(f"{model} has no model_index.json, so it is no diffusers pipeline.")
+        config = PreTrainedConfig(architectures=["DiffusersPipelineModel"])
+        config.update({**SETTINGS, "head_dim": 1, "io_processor_plugin": "diffuplug_images"})
+        return config.to_dict(), config
+
+
+@cache
+def register() -> None:
+    """Register the format, and the architecture, never built, under which vLLM files pipelines."""
+    model = "dllm_plugin.omni.diffusion:NonARModel"
+    ModelRegistry.register_model("DiffusersPipelineModel", model)
+    register_config_parser("diffusers")(DiffusersConfigParser)
+
+
+def plugin() -> str:
+    return "dllm_plugin.omni.images.ImageProcessor"  # what vLLM asks IO processor plugins for
+
+
+def check_request(request: Any, config: VllmConfig) -> None:
+    """Raise VLLMValidationError for what no pipeline could honour."""
+    if not isinstance(request, dict) or "prompt" not in request:
+        raise VLLMValidationError(f"An image request is a dictionary with a prompt, got {request}.")
+    for name, value in request.items():
+        must, fits = RULES.get(name, ("", lambda x: True))
+        if not fits(value):
+            raise VLLMValidationError(f"{name} must be {must}, got {value!r}.")
+    limit, count = option(config, "max_pixels", 1 << 22), request.get("num_images_per_prompt", 1)
+    pixels = count * request.get("width", 1) * request.get("height", 1)
+    if pixels > limit:
+        raise VLLMValidationError(
+            f"The request is for {pixels} pixels; at most {limit} are allowed: lower width, height "
+            "or num_images_per_prompt, or raise additional_config={'omni': {'max_pixels': ...}}."
+        )
+
+
+def picture(pixels: Any, encoded: bool) -> Any:
+    """uint8 ``[height, width, 3]`` as a PIL image, or as base64 of a PNG file."""
+    image, file = Image.fromarray(pixels.numpy()), io.BytesIO()
+    if not encoded:
+        return image
+    image.save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+class ImageProcessor(IOProcessor[Any, Any]):
+    """``LLM.encode({"data": request or list of them})`` and the server's ``/pooling``."""
+
+    def parse_data(self, data: object) -> list[Any]:
+        requests = data if isinstance(data, list) else [data]
+        for request in requests:
+            check_request(request, self.vllm_config)
+        return requests
+
+    def pre_process(self, prompt: Any, request_id: str | None = None, **kwargs: Any) -> list[Any]:
+        return [{"prompt_token_ids": list(json.dumps(one).encode())} for one in prompt]
+
+    def post_process(self, model_output: Any, request_id: str | None = None, **kwargs: Any) -> Any:
+        """A list of PIL images per request; of base64 PNG files in the server, which has a
+        `request_id`. Other output types are tensors. Raises what a pipeline refused."""
+        try:
+            tensors = [tensor_of(output) for output in model_output]
+        except ValueError as reason:
+            raise VLLMValidationError(str(reason)) from reason
+        served = request_id is not None
+        if served and any(tensor.is_floating_point() for tensor in tensors):
+            raise VLLMValidationError("output_type must be 'pil' where a server answers.")
+        return [t if t.is_floating_point() else [picture(p, served) for p in t] for t in tensors]

@@ -1,0 +1,202 @@
+"""An executor that runs a diffusers pipeline in the engine's own process, without workers.
+
+Each running request has a thread, in which the pipeline is called as anybody would call it. After a
+denoising step its callback stops the thread until the engine's next step: one thread runs at a
+time, and the engine sees aborts and new requests between denoising steps."""
+
+import copy
+import inspect
+import json
+import secrets
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.worker.worker_base import CompilationTimes
+
+from dllm_plugin.omni import check_scheduler, pipeline_args, refusal, refuse
+from dllm_plugin.omni.diffusion import TASK
+from dllm_plugin.omni.images import check_request
+
+logger = init_logger("vllm.dllm_plugin.omni")
+# What vLLM asks of its workers, and what holds where there is no KV cache.
+LAYOUTS = [layout.name for layout in get_supported_kv_cache_layouts([])]
+ANSWERS: dict[str, Any] = {"get_kv_cache_spec": {}, "get_supported_kv_cache_layouts": LAYOUTS}
+ANSWERS |= {"get_supported_tasks": (TASK,), "compile_or_warm_up_model": CompilationTimes(0, 0)}
+ANSWERS |= dict.fromkeys(("initialize_from_config", "set_kv_cache_layout", "synchronize_device"))
+ANSWERS |= dict.fromkeys(("reset_mm_cache", "reset_encoder_cache", "supports_draft_weight_updates"))
+CALLS = ("sleep", "wake_up", "progress")
+
+
+class Job:
+    """One call of a pipeline, a denoising step at a time."""
+
+    def __init__(self, pool: ThreadPoolExecutor, call: Any) -> None:
+        self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
+        self.step, self.total, self.ended, self._cancelled = 0, None, False, False
+        self.result = pool.submit(self._main, call)
+
+    def _main(self, call: Any) -> torch.Tensor:
+        try:
+            self._wait()
+            return call(self)
+        finally:
+            self.ended = True
+            self._stopped.release()
+
+    def _wait(self) -> None:
+        while not self._go.acquire(timeout=1):
+            if not threading.main_thread().is_alive():  # and waits for this thread to end
+                raise SystemExit
+        if self._cancelled:
+            raise SystemExit  # leaves the pipeline, and is kept in the result
+
+    def after_step(self, pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> Any:
+        self.step, self.total = step + 1, getattr(pipe, "num_timesteps", None)
+        self._stopped.release()
+        self._wait()
+        return tensors
+
+    def advance(self, cancel: bool = False) -> None:
+        """Run to the next callback or the end; `cancel` ends the call where it stands."""
+        self._cancelled = cancel
+        self._go.release()
+        self._stopped.acquire()
+
+
+class DiffusersPipelineExecutor(Executor):
+    """Selected by ``distributed_executor_backend``, see :func:`dllm_plugin.omni.pipeline_args`."""
+
+    supports_pp = False
+
+    def _init_executor(self) -> None:
+        name, parallel, model = type(self).__name__, self.parallel_config, self.model_config
+        check_scheduler(name, self.vllm_config, pipeline_args()["scheduler_cls"])
+        size = max(parallel.world_size, parallel.data_parallel_size)
+        faults = {
+            f"runner={model.runner_type!r}; use 'pooling'": model.runner_type != "pooling",
+            "tensor, pipeline or data parallelism": size > 1,
+            f"quantization={model.quantization!r}": model.quantization,
+            "a load_format other than 'auto'": self.load_config.load_format != "auto",
+            "LoRA adapters": self.lora_config,
+            "speculative decoding": self.speculative_config,
+        }
+        refuse(name, faults)
+        self.device = torch.device(self.device_config.device_type)
+        self.requests: dict[str, tuple[Any, int]] = {}  # JSON as bytes, default seed
+        self.jobs: dict[str, Job] = {}
+        self.pool = ThreadPoolExecutor(self.scheduler_config.max_num_seqs)
+        self._load()
+
+    def _load(self) -> None:
+        from diffusers import DiffusionPipeline, SchedulerMixin
+
+        model, cache = self.model_config, self.load_config.download_dir
+        options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code, "cache_dir": cache}
+        options |= {"revision": model.revision, "torch_dtype": model.dtype}
+        self.pipe = DiffusionPipeline.from_pretrained(model.model, **options).to(self.device)
+        self.pipe.set_progress_bar_config(disable=True)
+        self.accepts = inspect.signature(self.pipe.__call__).parameters
+        parts = vars(self.pipe).items()
+        self.schedulers = [name for name, part in parts if isinstance(part, SchedulerMixin)]
+        nested = any(isinstance(part, DiffusionPipeline) for _, part in parts)
+        blind = "callback_on_step_end" not in self.accepts
+        faults = {"max_num_seqs > 1": nested and self.scheduler_config.max_num_seqs > 1}
+        refuse(type(self.pipe).__name__, faults | {"aborts, without callback_on_step_end": blind})
+
+    def collective_rpc(  # type: ignore[override]
+        self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None, **_: Any
+    ) -> Any:
+        """What vLLM asks at start, one of CALLS, or a function, called with this executor."""
+        if method in ANSWERS:
+            return [ANSWERS[method]]
+        if isinstance(method, str) and method not in CALLS:
+            raise NotImplementedError(f"A diffusers pipeline has no {method}; it has {CALLS}.")
+        call = getattr(type(self), "_" + method) if isinstance(method, str) else method
+        return [call(self, *args, **(kwargs or {}))]
+
+    def check_health(self) -> None:
+        """If the engine's process answers, so does the pipeline in it."""
+
+    def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
+        """One denoising step of every running request; the images of those that are done."""
+        for req_id in scheduler_output.finished_req_ids:
+            self._forget(req_id)
+        for new in scheduler_output.scheduled_new_reqs:  # kept: sleep level 2 makes it start again
+            self.requests[new.req_id] = new.prompt_token_ids, secrets.randbits(63)
+        ids = list(scheduler_output.num_scheduled_tokens)
+        places = {req_id: i for i, req_id in enumerate(ids)}
+        output = ModelRunnerOutput(ids, places, pooler_output=[self._advance(i) for i in ids])
+        future: Future[ModelRunnerOutput] = Future()
+        future.set_result(output if ids else EMPTY_MODEL_RUNNER_OUTPUT)
+        return future if non_block else future.result()
+
+    def _progress(self) -> dict[str, tuple[int, int | None]]:
+        return {req_id: (job.step, job.total) for req_id, job in self.jobs.items()}
+
+    def _advance(self, req_id: str) -> torch.Tensor | None:
+        if req_id not in self.jobs:
+            prompt, seed = self.requests[req_id]
+            self.jobs[req_id] = Job(self.pool, lambda job: self._call(job, prompt, seed))
+        job = self.jobs[req_id]
+        job.advance()
+        if not job.ended:
+            logger.info("Image request %s: denoising step %s of %s.", req_id, job.step, job.total)
+            return None
+        self._forget(req_id)
+        error = job.result.exception()
+        if error is None:
+            return job.result.result()
+        logger.error("Image request %s failed: %r", req_id, error, exc_info=error)
+        return refusal(f"{type(error).__name__}: {error}")
+
+    def _forget(self, req_id: str) -> None:
+        self.requests.pop(req_id, None)
+        job = self.jobs.pop(req_id, None)
+        if job is not None and not job.ended:
+            job.advance(cancel=True)
+
+    def _call(self, job: Job, prompt: Any, seed: int) -> torch.Tensor:
+        """Images as uint8 ``[n, height, width, 3]``, or float32 as of `output_type`."""
+        request = json.loads(bytes(prompt))
+        check_request(request, self.vllm_config)
+        seed, kind = request.pop("seed", seed), request.pop("output_type", "pil")
+        options = {"generator": torch.Generator("cpu").manual_seed(seed), "return_dict": False}
+        for name in request:
+            if name not in self.accepts or name in options or name.startswith("callback"):
+                raise ValueError(f"{type(self.pipe).__name__} takes no {name}.")
+        pipe = copy.copy(self.pipe)  # the state of a call lies in the pipeline and its scheduler
+        for name in self.schedulers:
+            setattr(pipe, name, copy.deepcopy(getattr(pipe, name)))
+        request["output_type"] = "pt" if kind == "pil" else kind
+        images = pipe(**request, **options, callback_on_step_end=job.after_step)[0]
+        images = images.detach().float().cpu()
+        if kind == "pil":
+            images = (images.permute(0, 2, 3, 1) * 255).round().to(torch.uint8)
+        return images.contiguous()
+
+    def _sleep(self, level: int) -> None:
+        if level == 1:
+            self.pipe.to("cpu")
+        else:  # drops the weights, and the work begun
+            for job in self.jobs.values():
+                job.advance(cancel=True)
+            self.jobs, self.pipe = {}, None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _wake_up(self, tags: list[str] | None = None) -> None:
+        if self.pipe is None:
+            self._load()
+        self.pipe.to(self.device)
+
+    def shutdown(self) -> None:
+        for req_id in list(self.jobs):
+            self._forget(req_id)
+        self.pool.shutdown()

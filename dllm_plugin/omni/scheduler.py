@@ -1,0 +1,66 @@
+"""vLLM's schedulers with one change each, and what a request for hidden states may say."""
+
+from typing import Any
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
+from vllm.v1.sample.logits_processor import LogitsProcessor as LogitsProcessorV1
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
+
+from dllm_plugin.omni import WANTED
+
+
+class HiddenStatesScheduler(Scheduler):
+    """Sends hidden states to the front end as ``EngineCoreOutput.routed_experts``, which vLLM joins
+    over the steps of a request; one with a pooler output it would take for one without tokens. The
+    instance is asynchronous if the engine's scheduling is."""
+
+    def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> "HiddenStatesScheduler":
+        overlapped = vllm_config.scheduler_config.async_scheduling
+        return object.__new__(_AsyncHiddenStatesScheduler if overlapped else cls)
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        due, model_runner_output.pooler_output = model_runner_output.pooler_output or [], None
+        # A stop may cut accepted draft tokens, in place: count what was sampled before it does.
+        sampled = [len(tokens) for tokens in model_runner_output.sampled_token_ids if due]
+        rows = dict(zip(model_runner_output.req_ids, zip(due, sampled, strict=True), strict=False))
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for output in (output for client in outputs.values() for output in client.outputs):
+            tensor, count = rows.get(output.request_id, (None, 0))
+            if tensor is not None and output.new_token_ids:
+                kept = len(tensor) - (count - len(output.new_token_ids))
+                output.routed_experts = tensor[:kept].float().numpy()
+        return outputs
+
+
+class _AsyncHiddenStatesScheduler(HiddenStatesScheduler, AsyncScheduler):
+    """The same on vLLM's asynchronous scheduler."""
+
+
+class PipelineScheduler(Scheduler):
+    """Keeps an image request scheduled until it has its images: until then the last token of its
+    prompt counts as not computed. So each step of the engine is one denoising step."""
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for req_id in scheduler_output.num_scheduled_tokens:
+            request = self.requests.get(req_id)
+            if request is not None and request.status == RequestStatus.RUNNING:
+                request.num_computed_tokens = request.num_tokens - 1
+        return outputs
+
+
+class HiddenStatesRules(LogitsProcessorV1, LogitsProcessorV2):  # type: ignore[misc]
+    """vLLM's door to check a request in the front end, for both model runners. In a worker it would
+    cost every step and exclude drafts on runner v1: ARWorker takes it out there."""
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        given = sampling_params.extra_args or {}
+        if given.get(WANTED, False) not in (True, False):  # HTTP has 0 and 1 as well
+            raise ValueError(f"{WANTED} must be true or false, got {given[WANTED]!r}.")
+        if "hidden_state_layers" in given:
+            say = f"hidden_state_layers={given['hidden_state_layers']} is the engine's to choose"
+            raise ValueError(f"{say}: start it with hidden_state_args(layers=...).")

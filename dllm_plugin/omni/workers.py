@@ -1,0 +1,53 @@
+"""Workers that differ from vLLM's in the runner they construct. Select by ``worker_cls``.
+
+The runner's class is exchanged on the object that vLLM has just constructed: its CPU worker has no
+hook to construct another one, and so both platforms and both of vLLM's model runners do alike."""
+
+from typing import Any
+
+from vllm.config import CUDAGraphMode
+from vllm.platforms import current_platform
+
+from dllm_plugin.omni import ar_runner, check_scheduler, diffusion, hidden_state_args, refuse
+
+if current_platform.is_cpu():  # the CPU worker replaces parts of torch.cuda when it is imported
+    from vllm.v1.worker.cpu_worker import CPUWorker as Worker
+else:
+    from vllm.v1.worker.gpu_worker import Worker  # type: ignore[assignment]
+
+
+class _Worker(Worker):
+    check: Any  # raises ValueError with one sentence for a combination that does not work
+    runners: tuple[type, type]  # in front of model runner v1 and v2
+
+    def init_device(self) -> None:
+        self.check()
+        super().init_device()
+        runner, mixin = self.model_runner, self.runners[self.use_v2_model_runner]
+        runner.__class__ = type(mixin.__name__, (mixin, type(runner)), {})
+
+
+class ARWorker(_Worker):
+    """Autoregressive generation with hidden states."""
+
+    runners = (ar_runner.HiddenStatesV1, ar_runner.HiddenStatesV2)
+
+    def check(self) -> None:
+        needed, model = hidden_state_args(), self.model_config
+        check_scheduler("ARWorker", self.vllm_config, needed["scheduler_cls"])
+        ar_runner.check_generation(self.vllm_config)
+        (rules,), given = needed["logits_processors"], model.logits_processors or []
+        refuse("ARWorker", {f"logits_processors={given}; add {rules!r}": rules not in given})
+        model.logits_processors = [name for name in given if name != rules] or None
+
+
+class DiffusionWorker(_Worker):
+    """Non-autoregressive models; a denoising loop is not captured as a graph."""
+
+    runners = (diffusion.DiffusionV1, diffusion.DiffusionV2)
+
+    def check(self) -> None:
+        kind = self.model_config.runner_type
+        use = "use 'pooling', or to generate text worker_cls='dllm_plugin.omni.workers.ARWorker'"
+        refuse("DiffusionWorker", {f"runner={kind!r}; {use}": kind != "pooling"})
+        self.vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE

@@ -1,0 +1,71 @@
+"""Two ranks, and model runner v2, each in processes of their own."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omni_models import autoregressive
+from processes import end, environment, spawn
+
+HERE = Path(__file__).parent
+SECONDS = 900
+
+
+def output_of(command: list[str], **variables: str) -> str:
+    """What a process wrote; it is shown if it failed."""
+    variables = {"VLLM_LOGGING_LEVEL": "WARNING"} | variables
+    process = spawn(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment(**variables)
+    )
+    try:
+        text = process.communicate(timeout=SECONDS)[0].decode()
+    finally:
+        end(process)
+    assert process.returncode == 0, text[-6000:]
+    return text
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from omni_denoisers import checkpoint
+
+    root = tmp_path_factory.mktemp("ranks")
+    autoregressive(root / "llama", "Llama")
+    checkpoint(root / "sample", "sample")
+    return root
+
+
+@pytest.mark.parametrize("mode", ["tensor", "pipeline"])
+def test_two_ranks(folder: Path, mode: str) -> None:
+    """Hidden states under preemption, and a denoiser whose first rank only embeds."""
+    command = [sys.executable, str(HERE / "omni_parallel.py"), str(folder), mode]
+    text = output_of(command, VLLM_CPU_OMP_THREADS_BIND="0|1")
+    [line] = [line for line in text.splitlines() if line.startswith("RESULT ")]
+    (*errors, preemptions), tensors = json.loads(line.split(" ", 2)[2])
+    assert max(errors) < 1e-4 and preemptions > 0 and tensors < 1e-5
+
+
+def test_every_rank_of_torchrun_gets_the_rows(folder: Path) -> None:
+    """Each rank is an engine of its own; the last stage of the pipeline sends it the rows."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command = [*launch, str(HERE / "omni_parallel.py"), str(folder), "launcher"]
+    text = output_of(
+        command, VLLM_ENABLE_V1_MULTIPROCESSING="0", GLOO_SOCKET_IFNAME="lo", MASTER_PORT="0"
+    )
+    lines = sorted(line for line in text.splitlines() if line.startswith("RESULT "))
+    assert [line.split()[1] for line in lines] == ["0", "1"]
+    for line in lines:
+        ((*errors, preemptions),) = json.loads(line.split(" ", 2)[2])
+        assert max(errors) < 1e-4 and preemptions > 0
+
+
+def test_model_runner_v2(tmp_path: Path) -> None:
+    """What CUDA uses, through Triton's interpreter: asynchronous, chunked, preempted."""
+    command = [sys.executable, str(HERE / "omni_v2.py"), str(tmp_path)]
+    text = output_of(command)
+    result = json.loads(text.splitlines()[-1])
+    assert result["last"] < 1e-4 and result["last_preemptions"] > 0
+    assert result["layers"] < 1e-4 and result["layers_preemptions"] > 0
+    assert max(result[name] for name in ("sample", "forward", "diffuse")) < 1e-5

@@ -1,0 +1,141 @@
+"""Tiny checkpoints for the omni tests, written by code, and what they should compute."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "float32",
+}
+
+
+def autoregressive(
+    folder: Path,
+    family: str,
+    scale: float = 0.2,
+    nan_rows: int = 0,
+    vocab: int = 256,
+    hidden: int = 64,
+) -> Path:
+    """A `Llama` or `Qwen2` checkpoint with strong random weights.
+
+    A small `scale` of the layers makes text that repeats itself. The first `nan_rows` rows of the
+    LM head (from token 7 on) are NaN.
+    """
+    import transformers
+
+    sizes = {name: size for name, size in SIZES.items() if name != "torch_dtype"}
+    sizes |= {"vocab_size": vocab, "hidden_size": hidden}
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    torch.manual_seed(1)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).float()
+    for name, weight in model.named_parameters():
+        spread = scale if "layers" in name else 0.2
+        weight.data = torch.randn_like(weight) * spread if weight.dim() > 1 else weight.data
+    model.lm_head.weight.data[7 : 7 + nan_rows] = float("nan")
+    model.save_pretrained(folder)
+    return folder
+
+
+class Reference:
+    """The same checkpoint in transformers."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation="eager"
+        ).eval()
+
+    @torch.no_grad()
+    def rows(self, tokens: list[int], layers: list[int] | None = None) -> torch.Tensor:
+        """Hidden states of all tokens but the last: ``[n - 1, hidden]`` or by layer."""
+        states = self.model.model(torch.tensor([tokens[:-1]]), output_hidden_states=True)
+        if layers is None:
+            return states.last_hidden_state[0]
+        return torch.stack([states.hidden_states[layer][0] for layer in layers], dim=1)
+
+    def error(self, output: Any, index: int = 0, layers: list[int] | None = None) -> float:
+        """Largest difference to a finished request's hidden states, whose size is checked."""
+        from dllm_plugin.omni import hidden_states_of
+
+        found = hidden_states_of(output, index)
+        assert found is not None
+        tokens = [*output.prompt_token_ids, *output.outputs[index].token_ids]
+        wanted = self.rows(tokens, layers)[found.start :]
+        rows = torch.from_numpy(found.rows.copy())
+        assert rows.shape == wanted.shape and rows.dtype == torch.float32
+        return float((rows - wanted).abs().max())
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Tokens without pattern."""
+    return [(7 * i * (seed + 3) + i * i) % 250 + 3 for i in range(length)]
+
+
+def pipeline(folder: Path) -> Path:
+    """A Stable Diffusion pipeline of a few kilobytes with random weights."""
+    from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline
+    from diffusers import UNet2DConditionModel as UNet
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+    torch.manual_seed(0)
+    letters = [chr(c) for c in range(97, 123)] + [str(i) for i in range(10)]
+    words = [*letters, *(x + "</w>" for x in letters), "<|startoftext|>", "<|endoftext|>"]
+    words_at = folder / "words"
+    words_at.mkdir(parents=True)
+    (words_at / "vocab.json").write_text(json.dumps({w: i for i, w in enumerate(words)}))
+    (words_at / "merges.txt").write_text("#version: 0.2\n")
+    tokenizer = CLIPTokenizer.from_pretrained(words_at, model_max_length=77)
+    text = CLIPTextConfig(
+        vocab_size=len(words),
+        hidden_size=32,
+        intermediate_size=37,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=77,
+        bos_token_id=len(words) - 2,
+        eos_token_id=len(words) - 1,
+        pad_token_id=1,
+    )
+    unet = UNet(
+        block_out_channels=(8, 16),
+        layers_per_block=1,
+        sample_size=8,
+        norm_num_groups=2,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=32,
+        attention_head_dim=2,
+    )
+    vae = AutoencoderKL(
+        block_out_channels=[8, 16],
+        down_block_types=["DownEncoderBlock2D"] * 2,
+        up_block_types=["UpDecoderBlock2D"] * 2,
+        latent_channels=4,
+        norm_num_groups=2,
+    )
+    StableDiffusionPipeline(
+        vae=vae,
+        text_encoder=CLIPTextModel(text),
+        tokenizer=tokenizer,
+        unet=unet,
+        scheduler=DDIMScheduler(clip_sample=False),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    ).save_pretrained(folder / "pipeline")
+    return folder / "pipeline"
