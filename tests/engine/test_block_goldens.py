@@ -21,6 +21,7 @@ from engines import (
     scheduler,
     token_ids,
 )
+from plain_models import BlockModel
 from safetensors.torch import load_file
 from test_golden_traces import ForwardSpy
 
@@ -92,29 +93,28 @@ def model(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def trace(llm: Any, case: Case) -> list[list[list[int]]]:
-    """What each step wrote, read from the canvas; steps that wrote nothing are left out."""
+def trace(llm: Any, case: Case) -> tuple[Any, list[list[list[int]]]]:
+    """A decode, and what each step wrote, read from the canvas; empty steps are left out."""
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    states, mask_id = worker.model_runner.model_state.states, None
-    mask_id, engine = states.config.mask_token_id, llm.llm_engine
+    states, engine = worker.model_runner.model_state.states, llm.llm_engine
+    mask_id = states.config.mask_token_id
     text = dict(enumerate(case["prompt_ids"]))
     engine.add_request(case["id"], {"prompt_token_ids": case["prompt_ids"]}, wish(case))
-    steps, slot = [], -1
+    steps, slot, outputs = [], -1, []
     while engine.has_unfinished_requests():
-        engine.step()
+        outputs = engine.step()
         slot = next(iter(states.req_id_to_slot.values()), slot)
         start, row = int(states.start_N[slot]), states.canvas_NC[slot].tolist()
         found = {start + i: token for i, token in enumerate(row) if token != mask_id}
         steps.append([[p, token] for p, token in found.items() if text.get(p) != token])
         text |= found
-    return [step for step in steps if step]
+    return outputs[0], [step for step in steps if step]
 
 
 def alone_with_traces(llm: Any, model: str) -> None:
     for case in cases_of(model):
-        [output] = generate(llm, [case["prompt_ids"]], wish(case))
+        output, written = trace(llm, case)
         check(case, output)
-        written = trace(llm, case)
         recorded = [sorted(one["new"]) for one in case["forwards"] if one["new"]]
         # Where the text is final, the rest of its block is not decoded; behind a commit it is not
         # sent before the next step, which has written too.
@@ -335,6 +335,20 @@ def test_preempted_requests_find_their_pages(model: str, room: EngineRoom) -> No
     shuffled(llm, model, 5, counts=False)
     assert results(generate(llm, LONG, params(40, logprobs=0))) == UNCUT["long", model]
     assert num_preemptions(llm) > before
+
+
+def test_logprobs_of_the_first_tokens_of_blocks(room: EngineRoom) -> None:
+    """They are read from the last row of the block before, fed without masks."""
+    llm, prompt = small_steps(room, "fast-dllm-v2"), letters(30, 1)
+    plain = BlockModel.load(GOLDENS / "checkpoints" / "tiny-fast-dllm-v2")
+    [output] = generate(llm, [prompt], params(100, logprobs=1))
+    text = prompt + token_ids(output)
+    rows = plain.rows(text, [p // 32 for p in range(len(text))]).log_softmax(-1)
+    for place in range(32, len(text), 32):
+        best, token = int(rows[place - 1].argmax()), text[place]
+        scored = output.outputs[0].logprobs[place - len(prompt)][token]
+        assert (token, scored.rank) == (best, 1)
+        assert abs(scored.logprob - float(rows[place - 1][token])) < 1e-3
 
 
 def test_tied_embeddings(room: EngineRoom) -> None:
