@@ -8,7 +8,7 @@ from dllm_plugin.models import Family
 KV_CACHE_LAYOUTS = ("auto", "unified", "distinct")
 MAX_STEPS = 4096
 MAX_FACTOR = 1000.0  # keeps logits that are multiplied by it within float32
-SWITCHES = ("logits_eos_inf", "confidence_eos_eot_inf", "use_block_cache")
+SWITCHES = ("logits_eos_inf", "confidence_eos_eot_inf", "use_block_cache", "compile_step")
 
 
 def check_values(config: Any) -> None:

@@ -80,6 +80,12 @@ class StepPlan(NamedTuple):
     settled_R: Tensor
 
 
+def replaced(plan: StepPlan, **fields: Tensor) -> StepPlan:
+    """The plan with other values in some fields; ``_replace`` in a form that torch compiles."""
+    pairs = zip(StepPlan._fields, plan, strict=True)
+    return StepPlan(*[fields.get(name, value) for name, value in pairs])
+
+
 class Proposal(NamedTuple):
     """What the model proposes per canvas position.
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dllm_plugin.kernels.reference import at_positions, leading, per_block
-from dllm_plugin.plan import Canvas, StepOutcome, StepPlan
+from dllm_plugin.plan import Canvas, StepOutcome, StepPlan, replaced
 
 
 def canvas_segments(num_fed_R: np.ndarray, length_R: np.ndarray, max_blocks: int) -> np.ndarray:
@@ -142,7 +142,8 @@ def _allow_edits(canvas: Canvas, plan: StepPlan, mask_id: int) -> StepPlan:
     first_size_R = canvas.size_RS[:, 0]
     num_committed_R = torch.where(one_R, first_size_R, plan.num_committed_R)
     num_stored_R = torch.where(one_R, 1, plan.num_stored_R)
-    return plan._replace(
+    return replaced(
+        plan,
         num_stored_R=num_stored_R,
         num_committed_R=num_committed_R,
         editable_RC=editable_RC,
@@ -161,7 +162,8 @@ def keep_edited(canvas: Canvas, plan: StepPlan, unmask_RC: Tensor) -> tuple[Step
     is_last_R = canvas.edits_left_R <= 1
     settled_R = torch.where(is_last_R, canvas.size_RS[:, 0], 0).to(torch.int64)
     drops_R1 = (edited_R & (canvas.max_active_R == 1))[:, None]
-    plan = plan._replace(
+    plan = replaced(
+        plan,
         num_stored_R=plan.num_stored_R.masked_fill(edited_R, 0),
         num_committed_R=plan.num_committed_R.masked_fill(edited_R, 0),
         settled_R=torch.where(edited_R, settled_R, plan.settled_R),
@@ -181,7 +183,7 @@ def _first_sub_blocks(canvas: Canvas, plan: StepPlan) -> StepPlan:
     first_RS.scatter_reduce_(1, canvas.block_RC, masked_sub_RC, "amin")
     in_first_RC = sub_RC == first_RS.gather(1, canvas.block_RC)
     in_first_RC |= (canvas.sub_length_R == 0)[:, None]
-    return plan._replace(candidates_RC=plan.candidates_RC & in_first_RC)
+    return replaced(plan, candidates_RC=plan.candidates_RC & in_first_RC)
 
 
 def sub_block_to_store(canvas: Canvas, plan: StepPlan) -> Tensor:
@@ -221,7 +223,7 @@ def plan_leading_position(canvas: Canvas, mask_id: int) -> StepPlan:
     Fast-dLLM's decoder for shifted models: later steps of the block do not compute the row that
     predicts this position.
     """
-    return plan_current_block(canvas, mask_id)._replace(leads_R=canvas.step_R == 0)
+    return replaced(plan_current_block(canvas, mask_id), leads_R=canvas.step_R == 0)
 
 
 def settle_blocks(
@@ -292,7 +294,8 @@ def settle_uncached(
 ) -> StepOutcome:
     """As :func:`settle_refreshed`; every step is a refresh."""
     outcome = settle_refreshed(canvas, plan, unmask_RC, tokens_RC, is_stop_RC, remaining_R, mask_id)
-    return outcome._replace(refresh_R=torch.ones_like(outcome.refresh_R))
+    refresh_R = torch.ones_like(outcome.refresh_R)
+    return StepOutcome(outcome.unmask_RC, outcome.num_committed_R, refresh_R, outcome.ended_R)
 
 
 def _final_run(
