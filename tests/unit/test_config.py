@@ -20,6 +20,7 @@ FIELDS = [
     "block_length",
     "canvas_length",
     "cfg_scale",
+    "compile_step",
     "confidence_eos_eot_inf",
     "decoded_token_threshold",
     "editing_threshold",

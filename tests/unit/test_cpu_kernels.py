@@ -6,10 +6,7 @@ Every tensor argument is compared over its whole storage, so what must stay unto
 import importlib
 import importlib.util
 import inspect
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -193,19 +190,12 @@ CASES = (
 
 
 @pytest.fixture(scope="module")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, tuple[list[str], list[Any]]]:
+def oracle(interpreter: Any) -> dict[Any, tuple[list[str], list[Any]]]:
     """(case, seed) -> what Triton says: the kernel's argument names, its arguments afterwards."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton is needed for its interpreter")
-    folder = tmp_path_factory.mktemp("triton")
     keys = [(case, seed) for case in CASES for seed in SEEDS]
     launches = [case(np.random.default_rng(seed)) for case, seed in keys]
-    torch.save([(NAMES[kernel], *rest) for kernel, *rest in launches], folder / "launches.pt")
-    script = Path(__file__).with_name("triton_interpreter.py")
-    command = [sys.executable, script, folder / "launches.pt", folder / "results.pt"]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    return dict(zip(keys, torch.load(folder / "results.pt"), strict=True))
+    results = interpreter.run([(NAMES[kernel], *rest) for kernel, *rest in launches])
+    return dict(zip(keys, results, strict=True))
 
 
 def parts(argument: Any) -> list[Any]:

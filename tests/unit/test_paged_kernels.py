@@ -3,11 +3,6 @@
 The kernels run in Triton's interpreter, in a process of its own.
 """
 
-import importlib.util
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import spans
 import torch
@@ -38,22 +33,14 @@ STORES = {
 
 
 @pytest.fixture(scope="module")
-def interpreted(tmp_path_factory):
+def interpreted(interpreter):
     """(case is a store, its name) -> arguments after the kernels' run."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton is needed for its interpreter")
-    folder = tmp_path_factory.mktemp("triton")
     launches = [(f"{KERNELS}.paged_store.store_kv", None, case, {}) for case in STORES.values()]
     for case in spans.CASES.values():
         arguments, constants = spans.build(case)
         constants["num_units"] = case.units
         launches.append((f"{KERNELS}.paged_attention.attend_spans", None, arguments, constants))
-    torch.save(launches, folder / "launches.pt")
-    script = Path(__file__).with_name("triton_interpreter.py")
-    command = [sys.executable, script, folder / "launches.pt", folder / "results.pt"]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    results = [arguments for _, arguments in torch.load(folder / "results.pt")]
+    results = [arguments for _, arguments in interpreter.run(launches)]
     keys = [*((True, name) for name in STORES), *((False, name) for name in spans.CASES)]
     return dict(zip(keys, results, strict=True))
 

@@ -1,11 +1,7 @@
 """The Triton pass over the logits against its plain-torch twin, run by Triton's interpreter."""
 
-import importlib.util
 import math
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -150,25 +146,16 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 @pytest.fixture(scope="module")
-def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], RowStats]:
+def interpreted(interpreter: Any) -> dict[tuple[str, int], RowStats]:
     """What the kernels return for each case, from memory that was filled with NaN."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton is needed for its interpreter")
-    folder = tmp_path_factory.mktemp("triton")
     cases = [case() for case in CASES.values()]
     launches = [
         (KERNEL, None, arguments, options | {"programs": programs})
         for programs in PROGRAMS
         for arguments, options in cases
     ]
-    torch.save(launches, folder / "launches.pt")
-    script = Path(__file__).with_name("triton_interpreter.py")
-    command = [sys.executable, script, folder / "launches.pt", folder / "results.pt"]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    results = torch.load(folder / "results.pt", weights_only=False)
     names = [(name, programs) for programs in PROGRAMS for name in CASES]
-    return dict(zip(names, results, strict=True))
+    return dict(zip(names, interpreter.run(launches), strict=True))
 
 
 @pytest.mark.parametrize("programs", PROGRAMS)

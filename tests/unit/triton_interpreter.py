@@ -1,11 +1,11 @@
-"""Run vLLM's Triton kernels, or ours, on the CPU: `python triton_interpreter.py LAUNCHES RESULTS`.
+"""Run vLLM's Triton kernels, or ours, on the CPU: a process that serves whoever writes to it.
 
-LAUNCHES is a saved list of (kernel name, grid, arguments, constants); a tuple among the arguments
-stands for an array of pointers to its tensors; without a grid the name is that of a function which
-launches kernels by itself. RESULTS holds, for each launch, the argument names and the arguments
-after the run, or what a function returns, if anything. New tensors are filled with NaN. This needs
-a process of its own: Triton decides at import whether to interpret, and vLLM whether there is a
-Triton.
+A line `LAUNCHES RESULTS` names two files. LAUNCHES is a saved list of (kernel name, grid,
+arguments, constants); a tuple among the arguments stands for an array of pointers to its tensors;
+without a grid the name is that of a function which launches kernels by itself. RESULTS will hold,
+for each launch, the argument names and the arguments after the run, or what a function returns, if
+anything. New tensors are filled with NaN. The answer is a line. This needs a process of its own:
+Triton decides at import whether to interpret, and vLLM whether there is a Triton.
 """
 
 import importlib
@@ -57,9 +57,7 @@ def pointers(argument: Any) -> Any:
     return torch.tensor([tensor.data_ptr() for tensor in argument], dtype=torch.uint64)
 
 
-def main(launches: str, results: str) -> None:
-    backends["cpu"] = Backend(compiler=NoCompiler, driver=HostDriver)
-    torch.use_deterministic_algorithms(True)
+def run(launches: str, results: str) -> None:
     done: list[Any] = []
     for name, grid, arguments, constants in torch.load(launches, weights_only=False):
         module, attribute = name.rsplit(".", 1)
@@ -74,5 +72,15 @@ def main(launches: str, results: str) -> None:
     torch.save(done, results)
 
 
+def main() -> None:
+    backends["cpu"] = Backend(compiler=NoCompiler, driver=HostDriver)
+    torch.use_deterministic_algorithms(True)
+    import vllm.v1.worker.gpu.model_runner  # noqa: F401  # while the tests are busy elsewhere
+
+    for line in sys.stdin:
+        run(*line.split())
+        print(flush=True)
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()
