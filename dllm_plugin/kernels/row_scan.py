@@ -128,14 +128,15 @@ def scan(
     if bias_ptr is not None:
         bias_ptr += tl.load(bias_row_ptr + slot) * vocab_size
     scale = 1.4426950408889634  # exp2 instead of exp
+    if TEMPER:  # also of tokens that were chosen already
+        heat = tl.load(temperature_ptr + slot)
+        scale = scale / tl.where(heat > 0, heat, 1.0)
     draws = False
     if DRAW:
         temperature = tl.load(temperature_ptr + slot)
         draws = temperature > 0
         temperature = tl.where(draws, temperature, 1.0)
         inverse = 1.0 / temperature if DIVIDE else 1.0
-        if TEMPER:
-            scale = scale / temperature
         state = _noise_state(seed_ptr, counter_ptr, start_ptr, offset_ptr, slot, row, shift)
 
     first = tl.program_id(1) * part_size

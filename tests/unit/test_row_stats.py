@@ -120,9 +120,10 @@ def gathered() -> Case:
 
 def chosen() -> Case:
     slots, draws = tables(3, [0.3, 0], 8)
-    tokens = torch.tensor([0, 1999, 5])
     x = logits(6, 2000, torch.float32, 8)
     source = torch.tensor([0, 5, 3])
+    tokens = x[source].argmax(dim=-1)  # likely ones: a wrong mass shows
+    tokens[2] = 5
     return Case([x, slots, 5, draws], {"token_T": tokens, "source_T": source})
 
 
