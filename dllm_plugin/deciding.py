@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors
 
-from dllm_plugin.choices import JOINT
 from dllm_plugin.compiled import WARMUP_REQUESTS, WARMUP_ROWS, compiled, of_any_length
 from dllm_plugin.config import DecodeConfig
 from dllm_plugin.kernels.reference import RowStats
@@ -150,7 +149,7 @@ class Decider:
         unmask_RC = self._pick(slots_R, canvas, plan, proposal, variant.policies)
         if rest is not None:
             unmask_RC = self.rules.withhold(canvas, proposal, unmask_RC)
-        if JOINT in self.policies:
+        if states.config.family.edits_pattern:
             plan, unmask_RC = keep_edited(canvas, plan, unmask_RC)
         tokens_RC = torch.where(unmask_RC, proposal.token_RC, canvas.tokens_RC)
         tail_R = states.tail_N[slots_R]

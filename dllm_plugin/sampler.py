@@ -15,6 +15,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from dllm_plugin.compiled import BACKEND, compiled
+from dllm_plugin.config import DecodeConfig
 from dllm_plugin.deciding import Decided, Decider, Rest
 from dllm_plugin.guidance import partner_places
 from dllm_plugin.kernels import move_rows
@@ -23,10 +24,26 @@ from dllm_plugin.logprobs import LogprobStash
 from dllm_plugin.proposals import Proposer
 from dllm_plugin.rows import CHUNK_ROWS, CanvasRows, MaskedRows, StepRows, count_canvases
 from dllm_plugin.states import CanvasStates
-from dllm_plugin.strategies import STRATEGIES, plan_leading_position, sub_block_to_store
+from dllm_plugin.strategies import (
+    STRATEGIES,
+    PlanFunction,
+    plan_edited_blocks,
+    plan_leading_position,
+    plan_sub_blocks,
+    sub_block_to_store,
+)
 from dllm_plugin.token_rules import TokenRules
 
 NOT_STORED = -1  # slot of a position whose KV is not kept
+
+
+def plan_of(config: DecodeConfig) -> PlanFunction:
+    """What plans a step under the configured strategy, with no more than the family needs."""
+    if config.leads_with_one:
+        return plan_leading_position
+    if config.family.edits_pattern:
+        return plan_edited_blocks
+    return plan_sub_blocks if config.family.sub_block_length else STRATEGIES[config.strategy][0]
 
 
 class DiffusionSampler:
@@ -45,9 +62,7 @@ class DiffusionSampler:
         self.states = states
         self.sampling_states = sampler.sampling_states
         self.penalties_state = SimpleNamespace(output_bin_counts=None)
-        plan, _ = STRATEGIES[config.strategy]
-        if config.leads_with_one:
-            plan = plan_leading_position
+        plan = plan_of(config)
         rows = MaskedRows if config.full_attention else CanvasRows
         self.rows: MaskedRows | CanvasRows = rows(states, model_config, plan)
         self.rules = TokenRules(states, sampler.req_states, model_config.get_vocab_size())

@@ -63,14 +63,23 @@ def plan_block_diffusion(canvas: Canvas, mask_id: int) -> StepPlan:
     blocks are opened and activated as in D2F.
     """
     one_R = canvas.max_active_R == 1
-    plan = _plan_blocks(
+    return _plan_blocks(
         canvas,
         mask_id,
         canvas.block_add_threshold_R.masked_fill(one_R, 1.0),
         canvas.decoded_token_threshold_R.masked_fill(one_R, 1.0),
         canvas.max_active_R,
     )
-    return _first_sub_blocks(canvas, _allow_edits(canvas, plan, mask_id))
+
+
+def plan_edited_blocks(canvas: Canvas, mask_id: int) -> StepPlan:
+    """As :func:`plan_block_diffusion`, and tokens of the first block may be replaced (LLaDA2.1)."""
+    return _allow_edits(canvas, plan_block_diffusion(canvas, mask_id), mask_id)
+
+
+def plan_sub_blocks(canvas: Canvas, mask_id: int) -> StepPlan:
+    """As :func:`plan_block_diffusion`, sub-block after sub-block (Fast-dLLM v2)."""
+    return _first_sub_blocks(canvas, plan_block_diffusion(canvas, mask_id))
 
 
 def _plan_blocks(

@@ -86,6 +86,13 @@ def _first_nan(
 
 
 @triton.jit
+def _divisor(temperature_ptr, slot):
+    """What logits are divided by; temperature 0 leaves them as they are."""
+    temperature = tl.load(temperature_ptr + slot)
+    return tl.where(temperature > 0, temperature, 1.0)
+
+
+@triton.jit
 def _weigh(weight, mass, factor, gap):
     """The sum of ``e ** (x - top) * (x - top)``, in units of log2, with one more x in it."""
     moved = factor * (weight - mass * gap)
@@ -129,8 +136,7 @@ def scan(
         bias_ptr += tl.load(bias_row_ptr + slot) * vocab_size
     scale = 1.4426950408889634  # exp2 instead of exp
     if TEMPER:  # also of tokens that were chosen already
-        heat = tl.load(temperature_ptr + slot)
-        scale = scale / tl.where(heat > 0, heat, 1.0)
+        scale = scale / _divisor(temperature_ptr, slot)
     draws = False
     if DRAW:
         temperature = tl.load(temperature_ptr + slot)

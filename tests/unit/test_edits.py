@@ -10,7 +10,7 @@ from scripted import Loop
 
 from dllm_plugin.plan import Canvas, Proposal, StepPlan
 from dllm_plugin.policies import joint_threshold
-from dllm_plugin.strategies import keep_edited, plan_block_diffusion, settle_blocks
+from dllm_plugin.strategies import keep_edited, plan_edited_blocks, settle_blocks
 
 MASK = handmade.MASK
 
@@ -19,7 +19,7 @@ def planned(tokens: list[int], length: int = 4, **fields: Any) -> tuple[Canvas, 
     """The plan of one request that edits, with 16 steps left unless told otherwise."""
     fields = {"edits_R": [True], "edits_left_R": [16.0], "open_R": [1]} | fields
     canvas = handmade.canvas(1, len(tokens), length, False, [tokens], **fields)
-    return canvas, plan_block_diffusion(canvas, MASK)
+    return canvas, plan_edited_blocks(canvas, MASK)
 
 
 def places(mask_RC: torch.Tensor) -> list[int]:

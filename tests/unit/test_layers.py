@@ -77,6 +77,7 @@ ROOMS: dict[str, set[str]] = {
         *("policies", "proposals", "rows", "states", "strategies", "token_rules"),
     },
     "sampler": {
+        "config",
         *("compiled", "deciding", "guidance", "leads", "logprobs", "proposals", "rows", "states"),
         *("kernels", "kernels.move_rows", "strategies", "token_rules"),
     },

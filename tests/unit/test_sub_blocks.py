@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from dllm_plugin.strategies import plan_block_diffusion, sub_block_to_store
+from dllm_plugin.strategies import plan_sub_blocks, sub_block_to_store
 
 MASK = handmade.MASK
 RNG = np.random.default_rng(11)
@@ -27,7 +27,7 @@ def test_candidates_lie_in_the_first_sub_block_with_masks(length: int, sub: int)
         max_active_R=9.0,
         sub_length_R=sub,
     )
-    plan = plan_block_diffusion(canvas, MASK)
+    plan = plan_sub_blocks(canvas, MASK)
     for row in range(50):
         expected = []
         for low in range(0, 24, length):
@@ -39,7 +39,7 @@ def test_candidates_lie_in_the_first_sub_block_with_masks(length: int, sub: int)
 
 def stored(tokens: list[int], sub: int) -> list[int]:
     canvas = handmade.canvas(1, len(tokens), tokens=[tokens], sub_length_R=sub, open_R=1)
-    return places(sub_block_to_store(canvas, plan_block_diffusion(canvas, MASK))[0])
+    return places(sub_block_to_store(canvas, plan_sub_blocks(canvas, MASK))[0])
 
 
 def test_kv_of_a_sub_block_alone_once_its_first_token_is_known() -> None:
@@ -54,5 +54,5 @@ def test_kv_of_a_sub_block_alone_once_its_first_token_is_known() -> None:
 
 def test_requests_without_sub_blocks_are_left_alone() -> None:
     canvas = handmade.canvas(2, 8, tokens=MASK, sub_length_R=[0, 4], open_R=1)
-    plan = plan_block_diffusion(canvas, MASK)
+    plan = plan_sub_blocks(canvas, MASK)
     assert [len(places(row)) for row in plan.candidates_RC] == [8, 4]
