@@ -1,9 +1,9 @@
 """The small part of a step as compiled code: what is planned before the logits, and decided after.
 
-Some two hundred operations on ``[R, C]`` tensors become a few kernels (torch.compile, each function
-one graph, for any number of requests). Everything is compiled at start: a step asks either for the
-configured policy alone or for any of the strategy's, which is a second graph; what keeps state of
-its own (bad words, log-probabilities, leads) runs uncompiled. On the CPU nothing is compiled.
+With ``compile_step`` some two hundred operations on ``[R, C]`` tensors become a few kernels
+(torch.compile, each function one graph, for any number of requests), compiled at start: a step asks
+either for the configured policy alone or for any of the strategy's, which is a second graph; what
+keeps state of its own (bad words, log-probabilities, leads) runs uncompiled.
 """
 
 from collections.abc import Callable, Iterable

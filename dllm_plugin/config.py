@@ -61,12 +61,14 @@ JOINT_THRESHOLD = 0.7  # LLaDA2.1's quality mode, with editing_threshold 0.5
 class DecodeConfig:
     """How diffusion models decode: ``additional_config={"dllm": {...}}``.
 
-    strategy                 what is computed per step; `auto` takes d2f with an adapter, else
-                             dual_cache
+    strategy                 what is computed per step; `auto` takes block_diffusion on an absolute
+                             grid, d2f with an adapter, else dual_cache
     policy                   which masked positions take their proposal; `auto`: threshold, in the
-                             authors' own loop (semi_autoregressive) theirs
-    block_length             positions of a block (D2F: a free inference knob); None: 32, for
-                             semi_autoregressive on Dream the whole canvas
+                             authors' own loop (semi_autoregressive) theirs, for checkpoints trained
+                             to edit joint_threshold
+    block_length             positions of a block (D2F: a free inference knob); None: what the
+                             checkpoint was trained with, or 32; for semi_autoregressive on Dream
+                             the whole canvas
     canvas_length            positions fed per request and step, for full attention the most that
                              a refresh recomputes behind the prompt; None: see `resolve`
     max_active_blocks        D2F: open blocks per request; None: what fits the canvas, at least 8.
@@ -241,6 +243,12 @@ class DecodeConfig:
                     f"canvas_length {self.canvas_length} is longer than the context of "
                     f"{max_model_len} tokens: lower canvas_length or raise max_model_len."
                 )
+            active = self.max_active_blocks or 1
+            if strategy == BLOCK_DIFFUSION and active > 1 and active * block > self.canvas_length:
+                raise ValueError(
+                    f"max_active_blocks {active} of {block} positions do not fit canvas_length "
+                    f"{self.canvas_length}: lower max_active_blocks or raise canvas_length."
+                )
             return self.canvas_length
         if strategy in FULL_ATTENTION:
             canvas = max(DEFAULT_CANVAS, block)
@@ -368,6 +376,11 @@ def _check_block_cache(config: DecodeConfig) -> None:
         raise ValueError(
             f"use_block_cache needs max_active_blocks 1, got {config.max_active_blocks}: the cache "
             "of a block is that of one block at a time."
+        )
+    if config.use_block_cache and config.kv_cache_layout == "distinct":
+        raise ValueError(
+            "use_block_cache needs kv_cache_layout 'unified': the attention of 'distinct' takes "
+            "the keys of a canvas from its own pass."
         )
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-import torch
 from vllm.config import CUDAGraphMode, SchedulerConfig, VllmConfig
 from vllm.config.diffusion import DiffusionConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -86,6 +85,10 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
             block_length,
             trained_to_edit(model_config, family),
         )
+        if config.compile_step and (current_platform.is_cpu() or model_config.enforce_eager):
+            raise ValueError(
+                "compile_step needs a GPU and no enforce_eager: leave compile_step at false."
+            )
         if not current_platform.is_cpu():
             config = _fit_warmup(config, user, model_config.max_model_len)
         check_strategy_reads(config, options)
@@ -313,21 +316,22 @@ def _set_graph_sizes(vllm_config: VllmConfig, canvas_length: int) -> None:
 
 
 def _set_attention_backend(vllm_config: VllmConfig) -> None:
-    """Under full CUDA graphs take FlashAttention 3 where it runs, else Triton attention.
+    """Take Triton attention under full CUDA graphs unless the user chose a backend.
 
-    FlashAttention 3 is 1.7 to 9 times as fast on our rows (benchmarks/reports/attention.md). Which
-    other backends replay our rows from a graph nobody has tried; outside of graphs vLLM chooses.
+    FlashAttention 3 is 1.7 to 9 times as fast on our rows (benchmarks/reports/attention.md), but
+    vLLM's builder keeps its schedule in a buffer sized by requests and graphs, and copies every
+    step's into it: a prompt or a resumed text of many blocks is more rows than that.
     """
     attention, compilation = vllm_config.attention_config, vllm_config.compilation_config
-    eager = vllm_config.model_config.enforce_eager
-    if not current_platform.is_cuda() or eager or attention.backend is not None:
+    if not current_platform.is_cuda() or vllm_config.model_config.enforce_eager:
         return
     if compilation.cudagraph_mode in (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE):
         return
-    is_half = vllm_config.model_config.dtype in (torch.float16, torch.bfloat16)
-    plain_cache = vllm_config.cache_config.cache_dtype in ("auto", "bfloat16", "float16")
-    if is_half and plain_cache and current_platform.is_device_capability_family(90):
-        attention.backend = AttentionBackendEnum.FLASH_ATTN
-    else:
+    if attention.backend == AttentionBackendEnum.FLASH_ATTN:
+        raise ValueError(
+            "attention_backend FLASH_ATTN has no room for the rows of long texts under full CUDA "
+            "graphs: set cudagraph_mode to PIECEWISE, or choose TRITON_ATTN."
+        )
+    if attention.backend is None:
         attention.backend = AttentionBackendEnum.TRITON_ATTN
-    logger.info("Attention backend %s under full CUDA graphs.", attention.backend.name)
+        logger.info("Attention backend TRITON_ATTN under full CUDA graphs.")

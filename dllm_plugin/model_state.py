@@ -50,8 +50,7 @@ class DiffusionModelState(ModelState):
         self.rows = AttentionRows(self.states, self.max_num_reqs, self.max_num_tokens)
         canvas_length = self.states.canvas_NC.shape[1]
         max_rows = min(self.max_num_reqs * canvas_length, self.max_num_tokens)
-        wanted = self.config.compile_step and not self.model_config.enforce_eager
-        compiles = wanted and self.device.type == "cuda"
+        compiles = self.config.compile_step
         self.sampler = DiffusionSampler(sampler, self.states, self.model_config, max_rows, compiles)
         return self.sampler, None
 

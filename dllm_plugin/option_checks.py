@@ -7,6 +7,7 @@ from dllm_plugin.models import Family
 
 KV_CACHE_LAYOUTS = ("auto", "unified", "distinct")
 MAX_STEPS = 4096
+MAX_TOP_K = 2**24  # more than any vocabulary, and exact in float32
 MAX_FACTOR = 1000.0  # keeps logits that are multiplied by it within float32
 SWITCHES = ("logits_eos_inf", "confidence_eos_eot_inf", "use_block_cache", "compile_step")
 
@@ -25,16 +26,19 @@ def check_values(config: Any) -> None:
             raise ValueError(
                 f"{name} must be a whole number between {low} and {MAX_STEPS}, got {value!r}."
             )
-    if config.steps is not None and config.steps > MAX_STEPS:
-        raise ValueError(f"steps must be at most {MAX_STEPS}, got {config.steps}.")
+    for name in ("steps", "sub_block_length"):
+        if (getattr(config, name) or 0) > MAX_STEPS:
+            raise ValueError(f"{name} must be at most {MAX_STEPS}, got {getattr(config, name)}.")
     shares = ("threshold", "block_add_threshold", "decoded_token_threshold", "top_p")
     for name in (*shares, "editing_threshold"):
         if name != "threshold" or config.threshold is not None:
             number(name, getattr(config, name), 0.0, 1.0)
     if config.top_p == 0:
         raise ValueError("top_p must be greater than 0, got 0.")
-    if config.top_k != 0 or config.top_k is False:
-        whole_number("top_k", config.top_k)
+    if type(config.top_k) is not int or not 0 <= config.top_k <= MAX_TOP_K:
+        raise ValueError(
+            f"top_k must be a whole number between 0 and {MAX_TOP_K}, got {config.top_k!r}."
+        )
     for name in ("factor", "cfg_scale", "alg_temp"):
         value = getattr(config, name)
         if name != "alg_temp" or value is not None:

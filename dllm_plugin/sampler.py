@@ -75,6 +75,7 @@ class DiffusionSampler:
             self.leads = BlockLeads(states, self.rules, self.logprobs, self.proposer.propose)
         self.decider = Decider(states, self.proposer, self.rules, self.logprobs, self.leads)
         self.compiles = compiles
+        self.reserved = False  # what a step allocates was shown to vLLM's memory profile
         self.max_rows = max_rows
         self.num_positions = states.canvas_NC.shape[1]
 
@@ -129,7 +130,8 @@ class DiffusionSampler:
             logits: ``[T, V]``, the rows that `request_logits` asked for.
             batch: the runner's batch; requests with a canvas come first.
         """
-        if batch.num_draft_tokens_per_req is None and logits.is_cuda:
+        if logits.is_cuda and not self.reserved:
+            self.reserved = True
             self._reserve_peak(logits)
         if self.compiles and not self.decider.variants:
             self.compile()

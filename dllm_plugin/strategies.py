@@ -142,6 +142,8 @@ def _allow_edits(canvas: Canvas, plan: StepPlan, mask_id: int) -> StepPlan:
     """
     has_masks_R = plan.active_RS[:, 0]
     edits_R = canvas.edits_R & (has_masks_R | (canvas.edits_left_R > 0)) & ~canvas.ended_R
+    # Rows of a block that was not fed whole are wrong.
+    edits_R &= canvas.fed_RS[:, 0]
     position_C = torch.arange(canvas.block_RC.shape[1], device=edits_R.device)
     editable_RC = (canvas.tokens_RC != mask_id) & (canvas.block_RC == 0)
     editable_RC &= (position_C >= canvas.tail_R[:, None]) & edits_R[:, None]

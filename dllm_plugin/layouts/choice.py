@@ -14,7 +14,7 @@ HEAD_SIZES = (32, 64, 128)
 PAGE_UNIT = 16
 # What `diffuplug doctor` says of a wish.
 REASONS = {
-    "auto": "auto: vLLM's own, as nothing faster has been measured",
+    "auto": "auto: vLLM's own, as nothing faster on the whole has been measured",
     "unified": "asked for: vLLM's own",
     "distinct": "asked for: keys in pieces of 16 bytes, values along tokens, fused span attention",
 }

@@ -114,6 +114,8 @@ def test_use_block_cache_is_a_switch(value: Any) -> None:
 def test_the_cache_of_a_block_is_that_of_one_block(on: Any) -> None:
     assert resolved(FAST).for_request({"dllm_use_block_cache": on}).use_block_cache
     assert resolved(FAST, use_block_cache=on).use_block_cache
+    says = "use_block_cache needs kv_cache_layout 'unified'"
+    assert says in refusal(resolved(FAST, kv_cache_layout="distinct"), dllm_use_block_cache=on)
     says = "use_block_cache needs max_active_blocks 1, got 2"
     several = resolved(FAST, max_active_blocks=2)
     assert says in refusal(several, dllm_use_block_cache=on)
@@ -191,3 +193,14 @@ def test_trained_to_edit(model: str, model_type: str, edits: bool) -> None:
     config: Any = SimpleNamespace(model=model, hf_config=hf_config)
     assert trained_to_edit(config, FAMILIES[LLADA2]) is edits
     assert trained_to_edit(config, FAMILIES[SDAR]) is False
+
+
+def test_active_blocks_must_fit_the_canvas() -> None:
+    says = "max_active_blocks 3 of 32 positions do not fit canvas_length 64"
+    build = lambda **o: resolved(FAST, **o)  # noqa: E731
+    assert says in refusal(build, max_active_blocks=3, canvas_length=64)
+    assert resolved(FAST, max_active_blocks=2, canvas_length=64).canvas_length == 64
+
+
+def test_sub_blocks_have_a_longest() -> None:
+    assert "at most 4096" in refusal(resolved(FAST), dllm_sub_block_length=2**63)
