@@ -22,15 +22,19 @@ SECONDS = 0.3  # of repetitions per measurement
 
 @dataclass(frozen=True)
 class Floor:
-    """copy_bytes_per_s: read plus written by a large copy; products_ms: positions -> ms."""
+    """copy_bytes_per_s: read plus written by a large copy; products_ms: positions -> ms.
+
+    kv_item_bytes: of one number in the KV cache.
+    """
 
     copy_bytes_per_s: float
     products_ms: dict[int, float]
     products_tflops: dict[int, float]
+    kv_item_bytes: int
 
     def step_ms(self, sizes: Sizes, positions: int, kv_positions: int) -> tuple[float, float]:
         """Milliseconds of the products of `positions`, and of reading `kv_positions` of KV."""
-        kv_bytes = sizes.kv_bytes(kv_positions)
+        kv_bytes = sizes.kv_bytes(kv_positions, self.kv_item_bytes)
         return self.products_ms[positions], 1e3 * kv_bytes / self.copy_bytes_per_s
 
     def record(self) -> dict[str, Any]:
@@ -51,7 +55,7 @@ def measure(sizes: Sizes, positions: list[int], device_name: str, dtype: torch.d
             run = _as_graph(run)
         times[count] = 1e3 * _seconds(run, device)
         flops[count] = work / times[count] / 1e9
-    return Floor(rate, times, flops)
+    return Floor(rate, times, flops, dtype.itemsize)
 
 
 def _copy_rate(device: torch.device) -> float:

@@ -94,8 +94,6 @@ def _engine(
     settings: Settings, canvas: int, prompts: list[list[int]], length: int
 ) -> tuple[list[list[int]], dict[str, Any]]:
     """Token rows of the engine, all requests at once, and what the engine chose."""
-    # Triton's default for float32 products is tf32, whose error flips near ties.
-    os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
     block = settings.block(canvas)
     dllm: dict[str, Any] = {
         "strategy": settings.strategy,
@@ -107,6 +105,9 @@ def _engine(
     else:
         dllm |= {"policy": "low_confidence"}
     context = max(CONTEXT, 2 * canvas + 8, max(map(len, prompts)) + length + canvas)
+    # Triton's default for float32 products is tf32, whose error flips near ties.
+    is_given = "TRITON_F32_DEFAULT" in os.environ
+    os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
     llm = start_engine(
         bundled_options(dllm)
         | {
@@ -120,4 +121,6 @@ def _engine(
     chosen = describe(llm)
     run = serve(llm, [Ask(p, {"max_tokens": length}) for p in prompts], PROBLEMS)
     stop(llm)
+    if not is_given:
+        del os.environ["TRITON_F32_DEFAULT"]  # what is measured runs as it would without a gate
     return [answer.token_ids for answer in run.answers], chosen

@@ -152,7 +152,7 @@ class Sizes:
         """(outputs, inputs) of the merged gate and up projection, and of down."""
         return [(2 * inner, self.width), (self.width, inner)]
 
-    def kv_bytes(self, positions: int, item: int = 2) -> int:
+    def kv_bytes(self, positions: int, item: int) -> int:
         """Bytes of keys and values of `positions` positions, all layers."""
         return 2 * self.layers * self.kv_heads * self.head * positions * item
 

@@ -110,7 +110,7 @@ def test_products_are_the_weights_that_the_models_have(
     layer = [*sizes.attention_products, *sizes.mlp_products(sizes.inner)]
     weights = sizes.layers * sum(n * k for n, k in layer) + sizes.vocab * sizes.width
     assert weights / 1e9 == pytest.approx(billions, rel=0.01)
-    assert sizes.kv_bytes(1) == kv_bytes
+    assert sizes.kv_bytes(1, 2) == kv_bytes
 
 
 def test_floor_counts_every_product_once() -> None:
