@@ -191,6 +191,22 @@ def test_who_did_not_ask_pays_nothing(
     assert copied == [] and not llm.llm_engine.model_config.logits_processors
 
 
+def test_tokens_and_logprobs_are_the_stock_engines(
+    room: EngineRoom, checkpoints: dict[str, Path]
+) -> None:
+    """Bit for bit, greedy and sampled, whether a request asks for hidden states or not."""
+    found = []
+    for args in (hidden_state_args([0, 2, 3]), {}):
+        llm = room.start(model=str(checkpoints["llama"]), **ENGINE | args)
+        wish = asked if args else plain
+        wishes = [
+            (plain if i == 2 else wish)(12, logprobs=3, temperature=i % 2, seed=i) for i in range(6)
+        ]
+        outputs = [output.outputs[0] for output in generate(llm, PROMPTS[:6], wishes)]
+        found.append([(list(o.token_ids), o.logprobs) for o in outputs])
+    assert found[0] == found[1]
+
+
 def test_nan_counts_are_kept(
     room: EngineRoom, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,24 +251,23 @@ def test_streams_with_drafts(checkpoints: dict[str, Path]) -> None:
         async for output in engine.generate(inputs, wish, request_id=name):
             await asyncio.sleep(0.02)  # outputs are merged meanwhile
             found = output.outputs[0]
-            fresh = list(found.token_ids)
-            written = written + fresh if wish.output_kind == RequestOutputKind.DELTA else fresh
+            written = list(found.token_ids)
             assert (found.routed_experts is not None) == output.finished
-        found.token_ids = written
         assert reference.error(output) < TOLERANCE, name
         return written
 
     async def run() -> None:
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings))
         try:
-            wishes = [
-                (kind, t) for kind in RequestOutputKind for t in (text, text[:23], prompt(30))
-            ]
+            kinds = (RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY)
+            wishes = [(kind, t) for kind in kinds for t in (text, text[:23], prompt(30))]
             streams = [
                 one(engine, f"{kind}{i}", asked(40, output_kind=kind), tokens)
                 for i, (kind, tokens) in enumerate(wishes)
             ]
             tokens, *_ = await asyncio.gather(*streams)
+            with pytest.raises(ValueError, match="use CUMULATIVE or FINAL_ONLY"):
+                await one(engine, "deltas", asked(4, output_kind=RequestOutputKind.DELTA))
             stops = [asked(40, stop_token_ids=[tokens[k]]) for k in (5, 9, 14, 21, 30)]
             stopped = [one(engine, f"stop{i}", wish) for i, wish in enumerate(stops)]
             await asyncio.gather(*stopped, one(engine, "short", asked(7)))
