@@ -100,6 +100,7 @@ def main() -> None:
         ((image,),) = answer.outputs
         image.save(options.output)
         print(f"{options.output}: {image.width} x {image.height}")
+        llm.llm_engine.engine_core.shutdown()  # at exit it would race with vLLM's own monitor
 
 
 if __name__ == "__main__":
