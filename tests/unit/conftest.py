@@ -20,11 +20,6 @@ CHECKPOINTS = GOLDENS / "checkpoints"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # unit tests never use the network
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    # Importing torch's compiler warns about torch's own use of torch.jit.
-    config.addinivalue_line("filterwarnings", "ignore:.torch.jit:DeprecationWarning")
-
-
 class Interpreter:
     """The process that runs Triton kernels on the CPU; it imports while other tests run."""
 
