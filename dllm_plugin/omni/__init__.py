@@ -1,13 +1,18 @@
 """Runners for more than text tokens, see docs/omni.md: hidden states beside generated tokens,
-tensors from non-autoregressive models, images from diffusers pipelines.
-
-What only one of them needs is imported where it is used: every vLLM process imports this file."""
+tensors from non-autoregressive models, images from diffusers pipelines. Every vLLM process imports
+this file, so what only one of them needs is imported there."""
 
 from typing import Any, NamedTuple
+
+import torch
 
 WANTED = "return_hidden_states"  # the request's switch, a key of SamplingParams.extra_args
 REFUSED = b"\x00refused\x00"  # a result of bytes that starts so is a refusal, and says why
 Runner: Any = object  # base of what stands in front of whichever runner of vLLM
+OPTIONS: dict[str, Any] = {  # entries of additional_config["omni"], and whether a value fits
+    "hidden_state_layers": lambda x: isinstance(x, list),
+    "max_pixels": lambda x: type(x) is int and x > 0,
+}
 
 
 class HiddenStates(NamedTuple):
@@ -20,10 +25,9 @@ class HiddenStates(NamedTuple):
 
 
 def hidden_state_args(layers: list[int] | None = None) -> dict[str, Any]:
-    """Engine arguments for hidden states: ``LLM(model, **hidden_state_args())``.
-
-    `layers` as in transformers' ``output_hidden_states``: 0 is the embedding, k the output of layer
-    k, and the last one follows the final norm (``None`` returns it alone)."""
+    """Engine arguments for hidden states: ``LLM(model, **hidden_state_args())``. `layers` as in
+    transformers' ``output_hidden_states``: 0 is the embedding, k the output of layer k, and the
+    last one follows the final norm (``None`` returns it alone)."""
     engine: dict[str, Any] = {
         "worker_cls": "dllm_plugin.omni.workers.ARWorker",
         "scheduler_cls": "dllm_plugin.omni.scheduler.HiddenStatesScheduler",
@@ -43,12 +47,14 @@ def hidden_state_params(**sampling: Any) -> Any:
 
 
 def hidden_states_of(output: Any, index: int = 0) -> HiddenStates | None:
-    """Of completion `index` of a finished RequestOutput; None if it has none. They travel in
-    ``CompletionOutput.routed_experts``, vLLM's own channel for arrays by position."""
+    """Of completion `index` of a finished RequestOutput, or None; they travel as routed_experts,
+    vLLM's channel for arrays by position. Raises ValueError if the prompt was not of tokens."""
     completion = output.outputs[index]
     if completion.routed_experts is None:
         return None
-    computed = len(output.prompt_token_ids or ()) + len(completion.token_ids) - 1
+    if output.prompt_token_ids is None:
+        raise ValueError("Hidden states of prompt_embeds have no positions; use prompt_token_ids.")
+    computed = len(output.prompt_token_ids) + len(completion.token_ids) - 1
     return HiddenStates(completion.routed_experts, computed - len(completion.routed_experts))
 
 
@@ -57,18 +63,17 @@ def tensor_args() -> dict[str, Any]:
     return {"runner": "pooling", "worker_cls": "dllm_plugin.omni.workers.DiffusionWorker"}
 
 
-def tensor_of(output: Any) -> Any:
-    """The tensor of a PoolingRequestOutput; raises ValueError if the request was refused."""
+def tensor_of(output: Any, error: type[Exception] = ValueError) -> Any:
+    """The tensor of a PoolingRequestOutput; raises `error` if the request was refused."""
     tensor = output.outputs.data
-    start = tensor.flatten()[:1024].numpy().tobytes() if tensor.element_size() == 1 else b""
+    start = tensor.flatten()[:1024].numpy().tobytes() if tensor.dtype == torch.uint8 else b""
     if start.startswith(REFUSED):
-        raise ValueError(start.removeprefix(REFUSED).decode(errors="replace"))
+        raise error(start.removeprefix(REFUSED).decode(errors="replace"))
     return tensor
 
 
 def pipeline_args(max_num_seqs: int = 4) -> dict[str, Any]:
-    """Engine arguments for a diffusers pipeline: ``LLM(model, **pipeline_args())``. So many
-    requests take turns with their denoising steps; others wait."""
+    """Engine arguments for a diffusers pipeline; so many requests take turns, others wait."""
     return {
         "config_format": "diffusers",
         "runner": "pooling",
@@ -80,9 +85,14 @@ def pipeline_args(max_num_seqs: int = 4) -> dict[str, Any]:
 
 
 def option(config: Any, name: str, default: Any = None) -> Any:
-    """An entry of vLLM's ``additional_config["omni"]``."""
+    """An entry of vLLM's ``additional_config["omni"]``. Raises ValueError if any is wrong."""
     given = config.additional_config
-    return given.get("omni", {}).get(name, default) if isinstance(given, dict) else default
+    chosen = given.get("omni", {}) if isinstance(given, dict) else {}
+    fits = isinstance(chosen, dict) and set(chosen) <= set(OPTIONS)
+    if not fits or not all(OPTIONS[key](value) for key, value in chosen.items()):
+        known = "only hidden_state_layers (a list) and max_pixels (a positive integer)"
+        raise ValueError(f"additional_config['omni'] may have {known}, got {chosen!r}.")
+    return chosen.get(name, default)
 
 
 def refuse(subject: str, faults: dict[str, Any]) -> None:
@@ -101,6 +111,4 @@ def check_scheduler(subject: str, config: Any, wanted: str) -> None:
 
 def refusal(sentence: str) -> Any:
     """A request's refusal on its only way back, as its tensor: uint8 ``[bytes]``."""
-    import torch
-
     return torch.frombuffer(bytearray(REFUSED + sentence.encode()), dtype=torch.uint8)

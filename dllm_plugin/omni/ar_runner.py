@@ -1,7 +1,6 @@
-"""vLLM's model runners, which also hand over hidden states of the requests that asked.
-
-All that was handed over for a request is the rows of positions ``[start, N - 1)``, where N counts
-the tokens that the engine knows. Rows of an unfinished prompt wait for the step that samples."""
+"""vLLM's model runners, which also hand over hidden states of the requests that asked. All that was
+handed over for a request is the rows of positions ``[start, N - 1)``; N counts the tokens that the
+engine knows. Rows of an unfinished prompt wait for the step that samples."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -44,11 +43,8 @@ class StepRows(AsyncModelRunnerOutput):
 
     def follow(self, output: AsyncModelRunnerOutput, copy_stream: Any) -> "StepRows":
         """Start the copy to the host, beside that of vLLM's own `output`."""
-        self._output, self._on_device, self._copied = (
-            output,
-            self.rows,
-            torch.cuda.Event(blocking=True),
-        )
+        self._output, self._on_device = output, self.rows
+        self._copied = torch.cuda.Event(blocking=True)
         copy_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(copy_stream):
             self.rows = self.rows.to("cpu", non_blocking=True)
@@ -76,25 +72,29 @@ def chosen_layers(config: VllmConfig) -> list[int] | None:
     """Layers that the engine returns; None is the last one. Raises ValueError."""
     layers = option(config, "hidden_state_layers")
     last = config.model_config.get_total_num_hidden_layers()
-    wrong = layers is not None and (not layers or sorted({*range(last + 1)} & {*layers}) != layers)
+    wrong = layers is not None and [n for n in range(last + 1) if n in layers] != (layers or None)
     refuse(f"hidden_state_layers={layers}", {f"layers 0 to {last}, to be given in order": wrong})
     return layers
 
 
 def check_generation(config: VllmConfig) -> None:
-    """Refuse with one sentence what hidden states cannot be combined with."""
+    """Raise ValueError with one sentence for what hidden states cannot be combined with."""
     model, parallel = config.model_config, config.parallel_config
     policy = config.kv_transfer_config and config.kv_transfer_config.kv_load_failure_policy
     layers, use = chosen_layers(config) is not None, "hidden_state_args() without layers"
+    kind, stages = model.runner_type, parallel.pipeline_parallel_size > 1
+    relay = stages and parallel.distributed_executor_backend == "external_launcher"
     faults = {
         "a diffusion language model": model.is_diffusion,
-        f"runner={model.runner_type!r}; use 'generate'": model.runner_type != "generate",
+        f"runner={kind!r}; use 'generate', or DiffusionWorker for a tensor": kind != "generate",
         "kv_sharing_fast_prefill": config.cache_config.kv_sharing_fast_prefill,
         "enable_return_routed_experts": config.aux_output_config.enable_return_routed_experts,
         "prefill_context_parallel_size > 1": parallel.prefill_context_parallel_size > 1,
         "kv_load_failure_policy='recompute'; use 'fail'": policy == "recompute",
         f"drafts; use {use}": layers and config.speculative_config,
-        f"pipeline parallelism; use {use}": layers and parallel.pipeline_parallel_size > 1,
+        f"pipeline parallelism; use {use}": layers and stages,
+        "external_launcher and pipeline parallelism on model runner v2; set "
+        "VLLM_USE_V2_MODEL_RUNNER=0": relay and config.use_v2_model_runner,
     }
     refuse("ARWorker", faults)
 

@@ -1,7 +1,7 @@
 """Non-autoregressive models: one tensor per request, no logits, no sampling and no KV cache.
 
-Of ``sample``, ``forward`` and ``diffuse`` the first that a model has is called, as decided once at
-load. It takes, by keyword, what vLLM prepared over all tokens of the step (``input_ids``,
+Of ``sample``, ``forward`` and ``diffuse`` the first that a model has, as decided at load, is
+called. It takes, by keyword, what vLLM prepared over all tokens of the step (``input_ids``,
 ``positions``, ``intermediate_tensors``, ``inputs_embeds``) and ``condition``, a list of
 :class:`Condition`; it returns a tensor of any dtype and shape for each, as a list or stacked."""
 
@@ -17,7 +17,7 @@ from vllm.distributed.parallel_state import get_pp_group
 from vllm.model_executor.layers.pooler import Pooler, PoolingParamsUpdate
 from vllm.tasks import PoolingTask
 
-from dllm_plugin.omni import Runner, refusal
+from dllm_plugin.omni import Runner, refusal, tensor_args
 
 TASK: Literal["plugin"] = "plugin"
 
@@ -67,10 +67,10 @@ class NonARModel(nn.Module):
     def forward(self, input_ids: Any = None, positions: Any = None, **inputs: Any) -> Any:
         """Not overridden counts as not there. Ranks before the last one of a pipeline call it,
         without ``condition``, for IntermediateTensors."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__}: start the engine with {tensor_args()}.")
 
     def check_params(self, params: dict[str, Any]) -> None:
-        """Raise ValueError with a sentence to refuse a request; the others of the step go on."""
+        """Raise ValueError or TypeError with a sentence to refuse a request; the others go on."""
 
     def batch_key(self, condition: Condition) -> Hashable:
         """Conditions with equal keys are computed in one call; by default all of a step."""
@@ -90,8 +90,7 @@ class EntryPoint:
 
     def __init__(self, model: nn.Module) -> None:
         if not isinstance(model, NonARModel):
-            use = "worker_cls='dllm_plugin.omni.workers.ARWorker'"
-            raise ValueError(f"DiffusionWorker runs {NonARModel}, not {type(model)}; use {use}.")
+            raise ValueError(f"DiffusionWorker runs {NonARModel}, not {type(model)}; use ARWorker.")
         self.model, self.name = model, entry_point(model)
         self.conditions: list[Condition] = []  # none in a dummy run
 
@@ -110,10 +109,13 @@ class EntryPoint:
         done: dict[str, torch.Tensor] = {}
         groups: dict[Hashable, list[Condition]] = {}
         for condition in conditions:
+            seed = condition.params.get("seed", 0)
             try:
+                if type(seed) is not int or not 0 <= seed < 2**63:
+                    raise ValueError(f"seed must be an integer from 0 to 2**63 - 1, got {seed!r}.")
                 self.model.check_params(condition.params)
                 groups.setdefault(self.model.batch_key(condition), []).append(condition)
-            except ValueError as reason:
+            except (TypeError, ValueError) as reason:
                 done[condition.req_id] = refusal(str(reason))
         for group in groups.values():
             outputs = getattr(self.model, self.name)(condition=group, **inputs)

@@ -1,7 +1,5 @@
-"""Pipelines in the front end: how vLLM reads their folder, takes requests and returns images.
-
-A request is a dictionary in diffusers' own words: a `prompt`, what RULES names, and whatever else
-of JSON the pipeline takes. Its JSON travels as the prompt."""
+"""Pipelines in the front end: how vLLM reads their folder, takes requests and returns images. A
+request is a dictionary in diffusers' own words, whose JSON travels as the prompt."""
 
 import base64
 import io
@@ -24,9 +22,9 @@ from dllm_plugin.omni import option, tensor_of
 # What vLLM asks of every model. A prompt is bytes, hence 256 words.
 SETTINGS = {"vocab_size": 256, "max_position_embeddings": 8192, "num_hidden_layers": 0}
 SETTINGS |= dict.fromkeys(("hidden_size", "num_attention_heads", "num_key_value_heads"), 1)
+SIDE = 1024  # largest width and height that a usual pipeline chooses by itself
 COUNT = ("an integer from 1 to 9999", lambda x: type(x) is int and 0 < x < 10_000)
-# Name -> what its value must be, and the test of it.
-RULES: dict[str, tuple[str, Any]] = {
+RULES: dict[str, tuple[str, Any]] = {  # name -> what its value must be, and the test of it
     "prompt": ("a string", lambda x: isinstance(x, str)),
     "negative_prompt": ("a string", lambda x: isinstance(x, str)),
     "guidance_scale": ("a number", lambda x: type(x) in (int, float)),
@@ -50,8 +48,7 @@ class DiffusersConfigParser(ConfigParserBase):
 @cache
 def register() -> None:
     """Register the format, and the architecture, never built, under which vLLM files pipelines."""
-    model = "dllm_plugin.omni.diffusion:NonARModel"
-    ModelRegistry.register_model("DiffusersPipelineModel", model)
+    ModelRegistry.register_model("DiffusersPipelineModel", "dllm_plugin.omni.diffusion:NonARModel")
     register_config_parser("diffusers")(DiffusersConfigParser)
 
 
@@ -68,12 +65,10 @@ def check_request(request: Any, config: VllmConfig) -> None:
         if not fits(value):
             raise VLLMValidationError(f"{name} must be {must}, got {value!r}.")
     limit, count = option(config, "max_pixels", 1 << 22), request.get("num_images_per_prompt", 1)
-    pixels = count * request.get("width", 1) * request.get("height", 1)
+    pixels = count * request.get("width", SIDE) * request.get("height", SIDE)
     if pixels > limit:
-        raise VLLMValidationError(
-            f"The request is for {pixels} pixels; at most {limit} are allowed: lower width, height "
-            "or num_images_per_prompt, or raise additional_config={'omni': {'max_pixels': ...}}."
-        )
+        say = f"{pixels} pixels ({SIDE} for a side not given) are asked for, {limit} allowed"
+        raise VLLMValidationError(f"{say}: see additional_config['omni']['max_pixels'].")
 
 
 def picture(pixels: Any, encoded: bool) -> Any:
@@ -98,12 +93,9 @@ class ImageProcessor(IOProcessor[Any, Any]):
         return [{"prompt_token_ids": list(json.dumps(one).encode())} for one in prompt]
 
     def post_process(self, model_output: Any, request_id: str | None = None, **kwargs: Any) -> Any:
-        """A list of PIL images per request; of base64 PNG files in the server, which has a
-        `request_id`. Other output types are tensors. Raises what a pipeline refused."""
-        try:
-            tensors = [tensor_of(output) for output in model_output]
-        except ValueError as reason:
-            raise VLLMValidationError(str(reason)) from reason
+        """A list of PIL images per request, or of base64 PNG files in the server, which has a
+        `request_id`; other output types are tensors. Raises what a pipeline refused."""
+        tensors = [tensor_of(output, VLLMValidationError) for output in model_output]
         served = request_id is not None
         if served and any(tensor.is_floating_point() for tensor in tensors):
             raise VLLMValidationError("output_type must be 'pil' where a server answers.")

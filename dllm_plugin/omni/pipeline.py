@@ -1,15 +1,15 @@
-"""An executor that runs a diffusers pipeline in the engine's own process, without workers.
-
-Each running request has a thread, in which the pipeline is called as anybody would call it. After a
-denoising step its callback stops the thread until the engine's next step: one thread runs at a
-time, and the engine sees aborts and new requests between denoising steps."""
+"""An executor that runs a diffusers pipeline in the engine's own process, without workers. Each
+request that was begun has a thread that calls the pipeline as anybody would. After a denoising step
+its callback stops the thread until the engine's next step: one thread runs at a time, and the
+engine sees aborts and new requests between denoising steps."""
 
 import copy
 import inspect
 import json
 import secrets
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+import traceback
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from dllm_plugin.omni import check_scheduler, pipeline_args, refusal, refuse
+from dllm_plugin.omni import check_scheduler, option, pipeline_args, refusal, refuse
 from dllm_plugin.omni.diffusion import TASK
 from dllm_plugin.omni.images import check_request
 
@@ -35,27 +35,28 @@ CALLS = ("sleep", "wake_up", "progress")
 
 
 class Job:
-    """One call of a pipeline, a denoising step at a time."""
+    """One call of a pipeline, a denoising step at a time, in a thread that no exit waits for."""
 
-    def __init__(self, pool: ThreadPoolExecutor, call: Any) -> None:
+    def __init__(self, call: Any) -> None:
         self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
         self.step, self.total, self.ended, self._cancelled = 0, None, False, False
-        self.result = pool.submit(self._main, call)
+        self.result, self.error = torch.empty(0), ""
+        threading.Thread(target=self._main, args=(call,), daemon=True).start()
 
-    def _main(self, call: Any) -> torch.Tensor:
+    def _main(self, call: Any) -> None:
         try:
             self._wait()
-            return call(self)
-        finally:
-            self.ended = True
-            self._stopped.release()
+            self.result = call(self)
+        except BaseException as error:  # ends this request alone; as text it keeps no frame alive
+            self.result = refusal(f"{type(error).__name__}: {error}")
+            self.error = traceback.format_exc()
+        self.ended = True
+        self._stopped.release()
 
     def _wait(self) -> None:
-        while not self._go.acquire(timeout=1):
-            if not threading.main_thread().is_alive():  # and waits for this thread to end
-                raise SystemExit
+        self._go.acquire()
         if self._cancelled:
-            raise SystemExit  # leaves the pipeline, and is kept in the result
+            raise SystemExit  # leaves the pipeline
 
     def after_step(self, pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> Any:
         self.step, self.total = step + 1, getattr(pipe, "num_timesteps", None)
@@ -78,7 +79,8 @@ class DiffusersPipelineExecutor(Executor):
     def _init_executor(self) -> None:
         name, parallel, model = type(self).__name__, self.parallel_config, self.model_config
         check_scheduler(name, self.vllm_config, pipeline_args()["scheduler_cls"])
-        size = max(parallel.world_size, parallel.data_parallel_size)
+        option(self.vllm_config, "max_pixels")  # refuses a wrong one
+        size = max(parallel.world_size, parallel.data_parallel_index + 1)  # its size became 1
         faults = {
             f"runner={model.runner_type!r}; use 'pooling'": model.runner_type != "pooling",
             "tensor, pipeline or data parallelism": size > 1,
@@ -91,7 +93,6 @@ class DiffusersPipelineExecutor(Executor):
         self.device = torch.device(self.device_config.device_type)
         self.requests: dict[str, tuple[Any, int]] = {}  # JSON as bytes, default seed
         self.jobs: dict[str, Job] = {}
-        self.pool = ThreadPoolExecutor(self.scheduler_config.max_num_seqs)
         self._load()
 
     def _load(self) -> None:
@@ -143,18 +144,16 @@ class DiffusersPipelineExecutor(Executor):
     def _advance(self, req_id: str) -> torch.Tensor | None:
         if req_id not in self.jobs:
             prompt, seed = self.requests[req_id]
-            self.jobs[req_id] = Job(self.pool, lambda job: self._call(job, prompt, seed))
+            self.jobs[req_id] = Job(lambda job: self._call(job, prompt, seed))
         job = self.jobs[req_id]
         job.advance()
         if not job.ended:
             logger.info("Image request %s: denoising step %s of %s.", req_id, job.step, job.total)
             return None
         self._forget(req_id)
-        error = job.result.exception()
-        if error is None:
-            return job.result.result()
-        logger.error("Image request %s failed: %r", req_id, error, exc_info=error)
-        return refusal(f"{type(error).__name__}: {error}")
+        if job.error:
+            logger.error("Image request %s failed:\n%s", req_id, job.error)
+        return job.result
 
     def _forget(self, req_id: str) -> None:
         self.requests.pop(req_id, None)
@@ -197,6 +196,4 @@ class DiffusersPipelineExecutor(Executor):
         self.pipe.to(self.device)
 
     def shutdown(self) -> None:
-        for req_id in list(self.jobs):
-            self._forget(req_id)
-        self.pool.shutdown()
+        self._sleep(level=2)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
@@ -14,8 +14,7 @@ from dllm_plugin.omni import WANTED
 
 class HiddenStatesScheduler(Scheduler):
     """Sends hidden states to the front end as ``EngineCoreOutput.routed_experts``, which vLLM joins
-    over the steps of a request; one with a pooler output it would take for one without tokens. The
-    instance is asynchronous if the engine's scheduling is."""
+    over the steps of a request. The instance is asynchronous if the engine's scheduling is."""
 
     def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> "HiddenStatesScheduler":
         overlapped = vllm_config.scheduler_config.async_scheduling
@@ -61,6 +60,9 @@ class HiddenStatesRules(LogitsProcessorV1, LogitsProcessorV2):  # type: ignore[m
         given = sampling_params.extra_args or {}
         if given.get(WANTED, False) not in (True, False):  # HTTP has 0 and 1 as well
             raise ValueError(f"{WANTED} must be true or false, got {given[WANTED]!r}.")
+        if given.get(WANTED) and sampling_params.output_kind == RequestOutputKind.DELTA:
+            say = "does not go with output_kind=DELTA, whose last output has not all tokens"
+            raise ValueError(f"{WANTED} {say}: use CUMULATIVE or FINAL_ONLY; over HTTP, no stream.")
         if "hidden_state_layers" in given:
             say = f"hidden_state_layers={given['hidden_state_layers']} is the engine's to choose"
             raise ValueError(f"{say}: start it with hidden_state_args(layers=...).")

@@ -1,7 +1,6 @@
-"""Workers that differ from vLLM's in the runner they construct. Select by ``worker_cls``.
-
-The runner's class is exchanged on the object that vLLM has just constructed: its CPU worker has no
-hook to construct another one, and so both platforms and both of vLLM's model runners do alike."""
+"""Workers that differ from vLLM's in the runner they construct, selected by ``worker_cls``. The
+runner's class is exchanged on the object that vLLM constructed: its CPU worker has no hook for it,
+and so both platforms and both of vLLM's model runners do alike."""
 
 from typing import Any
 
@@ -34,8 +33,8 @@ class ARWorker(_Worker):
 
     def check(self) -> None:
         needed, model = hidden_state_args(), self.model_config
-        check_scheduler("ARWorker", self.vllm_config, needed["scheduler_cls"])
         ar_runner.check_generation(self.vllm_config)
+        check_scheduler("ARWorker", self.vllm_config, needed["scheduler_cls"])
         (rules,), given = needed["logits_processors"], model.logits_processors or []
         refuse("ARWorker", {f"logits_processors={given}; add {rules!r}": rules not in given})
         model.logits_processors = [name for name in given if name != rules] or None
@@ -47,7 +46,6 @@ class DiffusionWorker(_Worker):
     runners = (diffusion.DiffusionV1, diffusion.DiffusionV2)
 
     def check(self) -> None:
-        kind = self.model_config.runner_type
-        use = "use 'pooling', or to generate text worker_cls='dllm_plugin.omni.workers.ARWorker'"
+        kind, use = self.model_config.runner_type, "use 'pooling', or ARWorker to generate text"
         refuse("DiffusionWorker", {f"runner={kind!r}; {use}": kind != "pooling"})
         self.vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE

@@ -1,6 +1,7 @@
-"""Two ranks: `python omni_parallel.py FOLDER tensor|pipeline`, or torchrun with `launcher`.
+"""Two ranks: `python omni_parallel.py FOLDER workers`, or torchrun with `launcher`.
 
-Prints `RESULT` and the largest errors of hidden states and of tensors.
+Hidden states of a tensor-parallel model and tensors of a pipeline; or hidden states of a pipeline
+whose ranks are engines. Prints `RESULT` and the largest errors.
 """
 
 import json
@@ -74,8 +75,10 @@ def main(folder: Path, mode: str) -> None:
         options = {"pipeline_parallel_size": 2, "distributed_executor_backend": "external_launcher"}
         result = [hidden_states(folder / "llama", **options)]
     else:
-        options = {f"{mode}_parallel_size": 2}
-        result = [hidden_states(folder / "llama", **options), tensors(folder / "sample", **options)]
+        result = [
+            hidden_states(folder / "llama", tensor_parallel_size=2),
+            tensors(folder / "sample", pipeline_parallel_size=2),
+        ]
     print(f"RESULT {os.environ.get('RANK', 0)} {json.dumps(result)}", flush=True)
 
 

@@ -1,8 +1,7 @@
 """Hidden states and denoisers on model runner v2: `python omni_v2.py FOLDER`.
 
 It runs vLLM's Triton kernels on the CPU through Triton's interpreter, which needs a process of its
-own, as tests/unit/triton_interpreter.py says. Prints one line of JSON: the largest error of each
-case.
+own, as tests/unit/triton_interpreter.py says. Prints one line of JSON: the largest errors.
 """
 
 import json
@@ -26,10 +25,12 @@ from omni_models import Reference, autoregressive, prompt  # noqa: E402
 
 from dllm_plugin.omni import hidden_state_args, hidden_state_params, tensor_args, tensor_of  # noqa: E402
 
+LAYERS = [0, 2, 3]  # the last one is what comes without a choice of layers
 
-def hidden_states(folder: Path, room: EngineRoom, layers: list[int] | None) -> tuple[float, int]:
+
+def hidden_states(folder: Path, room: EngineRoom) -> tuple[float, int]:
     """Mixed prompts, chunked, preempted, scheduled asynchronously: largest error, preemptions."""
-    args = hidden_state_args(layers)
+    args = hidden_state_args(LAYERS)
     llm = room.start(
         model=str(folder),
         async_scheduling=True,
@@ -46,30 +47,24 @@ def hidden_states(folder: Path, room: EngineRoom, layers: list[int] | None) -> t
     asked = hidden_state_params(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], asked, use_tqdm=False)
     reference = Reference(folder)
-    return max(reference.error(out, layers=layers) for out in outputs), num_preemptions(llm)
+    return max(reference.error(out, layers=LAYERS) for out in outputs), num_preemptions(llm)
 
 
 def main(folder: Path) -> None:
     room = EngineRoom()
     llama = autoregressive(folder / "llama", "Llama")
-    results: dict[str, float] = {}
-    for name, layers in (("last", None), ("layers", [0, 2, 3])):
-        results[name], results[f"{name}_preemptions"] = hidden_states(llama, room, layers)
+    rows, preemptions = hidden_states(llama, room)
     denoisers.register()
-    for name in denoisers.MODELS:
-        tiny = denoisers.checkpoint(folder / name, name)
-        llm = room.start(
-            model=str(tiny), skip_tokenizer_init=True, additional_config={}, **tensor_args()
-        )
-        core = llm.llm_engine.engine_core.engine_core
-        model = core.model_executor.driver_worker.worker.model_runner.get_model()
-        outputs = denoisers.run(llm)
-        results[name] = max(
-            float((tensor_of(out) - denoisers.directly(model, name, wish)).abs().max())
-            for out, wish in zip(outputs, denoisers.WISHES, strict=True)
-        )
+    tiny = denoisers.checkpoint(folder / "sample", "sample")
+    llm = room.start(
+        model=str(tiny), skip_tokenizer_init=True, additional_config={}, **tensor_args()
+    )
+    core = llm.llm_engine.engine_core.engine_core
+    model = core.model_executor.driver_worker.worker.model_runner.get_model()
+    pairs = zip(denoisers.run(llm), denoisers.WISHES, strict=True)
+    errors = [(tensor_of(o) - denoisers.directly(model, "sample", w)).abs().max() for o, w in pairs]
     room.close()
-    print(json.dumps(results))
+    print(json.dumps({"rows": rows, "preemptions": preemptions, "tensors": float(max(errors))}))
 
 
 if __name__ == "__main__":

@@ -191,6 +191,22 @@ def test_who_did_not_ask_pays_nothing(
     assert copied == [] and not llm.llm_engine.model_config.logits_processors
 
 
+def test_tokens_and_logprobs_are_the_stock_engines(
+    room: EngineRoom, checkpoints: dict[str, Path]
+) -> None:
+    """Bit for bit, and so is the scheduling, with its preemptions."""
+    found = []
+    for args in (hidden_state_args([0, 2, 3]), {}):
+        llm = room.start(model=str(checkpoints["llama"]), **ENGINE | args)
+        before, extra = num_preemptions(llm), {"return_hidden_states": True} if args else None
+        wish = plain(12, logprobs=3, extra_args=extra)
+        outputs = [output.outputs[0] for output in generate(llm, PROMPTS[:8], wish)]
+        found.append([(list(o.token_ids), o.logprobs) for o in outputs])
+        found[-1].append(num_preemptions(llm) - before)
+        assert all((o.routed_experts is not None) == bool(args) for o in outputs)
+    assert found[0] == found[1]
+
+
 def test_nan_counts_are_kept(
     room: EngineRoom, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,6 +232,7 @@ def test_streams_with_drafts(checkpoints: dict[str, Path]) -> None:
     rows, nor have accepted ones behind a stop. (vLLM's n-gram drafter imports numba, after which no
     engine starts in the same process; this one has its own.)"""
     from vllm import AsyncEngineArgs
+    from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.reader import get_metrics_snapshot
@@ -235,24 +252,23 @@ def test_streams_with_drafts(checkpoints: dict[str, Path]) -> None:
         async for output in engine.generate(inputs, wish, request_id=name):
             await asyncio.sleep(0.02)  # outputs are merged meanwhile
             found = output.outputs[0]
-            fresh = list(found.token_ids)
-            written = written + fresh if wish.output_kind == RequestOutputKind.DELTA else fresh
+            written = list(found.token_ids)
             assert (found.routed_experts is not None) == output.finished
-        found.token_ids = written
         assert reference.error(output) < TOLERANCE, name
         return written
 
     async def run() -> None:
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings))
         try:
-            wishes = [
-                (kind, t) for kind in RequestOutputKind for t in (text, text[:23], prompt(30))
-            ]
+            kinds = (RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY)
+            wishes = [(kind, t) for kind in kinds for t in (text, text[:23], prompt(30))]
             streams = [
                 one(engine, f"{kind}{i}", asked(40, output_kind=kind), tokens)
                 for i, (kind, tokens) in enumerate(wishes)
             ]
             tokens, *_ = await asyncio.gather(*streams)
+            with pytest.raises(VLLMValidationError, match="use CUMULATIVE or FINAL_ONLY"):
+                await one(engine, "deltas", asked(4, output_kind=RequestOutputKind.DELTA))
             stops = [asked(40, stop_token_ids=[tokens[k]]) for k in (5, 9, 14, 21, 30)]
             stopped = [one(engine, f"stop{i}", wish) for i, wish in enumerate(stops)]
             await asyncio.gather(*stopped, one(engine, "short", asked(7)))

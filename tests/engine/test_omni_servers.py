@@ -79,6 +79,8 @@ def check_completion(server: Server, reference: Reference) -> None:
     )
     assert refused.status_code == 400
     assert "return_hidden_states must be true or false, got 'maybe'" in refused.text
+    stream = server.post("completions", body | {"prompt": "x", "stream": True} | wish)
+    assert "over HTTP, no stream" in stream.text
 
 
 def test_the_example_writes_an_image(tmp_path: Path) -> None:

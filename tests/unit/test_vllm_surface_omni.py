@@ -43,7 +43,7 @@ vllm.model_executor.layers.pooler: Pooler PoolingParamsUpdate
 vllm.model_executor.models.interfaces: supports_eagle3
 vllm.platforms: current_platform
 vllm.plugins.io_processors.interface: IOProcessor
-vllm.sampling_params: SamplingParams
+vllm.sampling_params: RequestOutputKind SamplingParams
 vllm.tasks: PoolingTask
 vllm.transformers_utils.config: register_config_parser
 vllm.transformers_utils.config_parser_base: ConfigParserBase
@@ -123,7 +123,7 @@ FIELDS: dict[type, str] = {
     CompletionOutput: "routed_experts token_ids",
     PoolingOutput: "data",
     PoolingParams: "extra_kwargs task",
-    SamplingParams: "extra_args skip_reading_prefix_cache",
+    SamplingParams: "extra_args output_kind skip_reading_prefix_cache",
     Request: "num_computed_tokens status",
     Executor: "vllm_config model_config cache_config load_config lora_config parallel_config "
     "scheduler_config device_config speculative_config",
@@ -131,7 +131,7 @@ FIELDS: dict[type, str] = {
     "kv_transfer_config model_config parallel_config scheduler_config speculative_config",
     ModelConfig: "dtype logits_processors model quantization revision runner_type "
     "trust_remote_code",
-    ParallelConfig: "data_parallel_size distributed_executor_backend pipeline_parallel_size "
+    ParallelConfig: "data_parallel_index distributed_executor_backend pipeline_parallel_size "
     "prefill_context_parallel_size world_size",
     SchedulerConfig: "async_scheduling max_num_seqs scheduler_cls",
     CacheConfig: "kv_sharing_fast_prefill",
@@ -145,6 +145,7 @@ PROPERTIES = {
     Request: "num_tokens",
     ModelConfig: "is_diffusion get_total_num_hidden_layers",
     SchedulerConfig: "get_scheduler_cls",
+    VllmConfig: "use_v2_model_runner",
 }
 
 
