@@ -194,16 +194,16 @@ def test_who_did_not_ask_pays_nothing(
 def test_tokens_and_logprobs_are_the_stock_engines(
     room: EngineRoom, checkpoints: dict[str, Path]
 ) -> None:
-    """Bit for bit, greedy and sampled, whether a request asks for hidden states or not."""
+    """Bit for bit, and so is the scheduling, with its preemptions."""
     found = []
     for args in (hidden_state_args([0, 2, 3]), {}):
         llm = room.start(model=str(checkpoints["llama"]), **ENGINE | args)
-        wish = asked if args else plain
-        wishes = [
-            (plain if i == 2 else wish)(12, logprobs=3, temperature=i % 2, seed=i) for i in range(6)
-        ]
-        outputs = [output.outputs[0] for output in generate(llm, PROMPTS[:6], wishes)]
+        before, extra = num_preemptions(llm), {"return_hidden_states": True} if args else None
+        wish = plain(12, logprobs=3, extra_args=extra)
+        outputs = [output.outputs[0] for output in generate(llm, PROMPTS[:8], wish)]
         found.append([(list(o.token_ids), o.logprobs) for o in outputs])
+        found[-1].append(num_preemptions(llm) - before)
+        assert all((o.routed_experts is not None) == bool(args) for o in outputs)
     assert found[0] == found[1]
 
 
@@ -232,6 +232,7 @@ def test_streams_with_drafts(checkpoints: dict[str, Path]) -> None:
     rows, nor have accepted ones behind a stop. (vLLM's n-gram drafter imports numba, after which no
     engine starts in the same process; this one has its own.)"""
     from vllm import AsyncEngineArgs
+    from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.reader import get_metrics_snapshot
@@ -266,7 +267,7 @@ def test_streams_with_drafts(checkpoints: dict[str, Path]) -> None:
                 for i, (kind, tokens) in enumerate(wishes)
             ]
             tokens, *_ = await asyncio.gather(*streams)
-            with pytest.raises(ValueError, match="use CUMULATIVE or FINAL_ONLY"):
+            with pytest.raises(VLLMValidationError, match="use CUMULATIVE or FINAL_ONLY"):
                 await one(engine, "deltas", asked(4, output_kind=RequestOutputKind.DELTA))
             stops = [asked(40, stop_token_ids=[tokens[k]]) for k in (5, 9, 14, 21, 30)]
             stopped = [one(engine, f"stop{i}", wish) for i, wish in enumerate(stops)]
