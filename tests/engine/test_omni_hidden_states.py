@@ -198,6 +198,7 @@ def test_tokens_and_logprobs_are_the_stock_engines(
     found = []
     for args in (hidden_state_args([0, 2, 3]), {}):
         llm = room.start(model=str(checkpoints["llama"]), **ENGINE | args)
+        llm.reset_prefix_cache()  # of tests before this one, on an engine that is alive
         before, extra = num_preemptions(llm), {"return_hidden_states": True} if args else None
         wish = plain(12, logprobs=3, extra_args=extra)
         outputs = [output.outputs[0] for output in generate(llm, PROMPTS[:8], wish)]
