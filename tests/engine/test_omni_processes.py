@@ -63,7 +63,7 @@ def test_every_rank_of_torchrun_gets_the_rows(folder: Path) -> None:
 
 def test_model_runner_v2(tmp_path: Path) -> None:
     """What CUDA uses, through Triton's interpreter: asynchronous, chunked, preempted."""
-    command = [sys.executable, str(HERE / "omni_v2.py"), str(tmp_path)]
+    command = [sys.executable, str(HERE / "omni_interpreted.py"), str(tmp_path)]
     text = output_of(command)
     result = json.loads(text.splitlines()[-1])
     assert result["rows"] < 1e-4 and result["preemptions"] > 0 and result["tensors"] < 1e-5

@@ -1,4 +1,4 @@
-"""Hidden states and denoisers on model runner v2: `python omni_v2.py FOLDER`.
+"""Hidden states and denoisers on model runner v2: `python omni_interpreted.py FOLDER`.
 
 It runs vLLM's Triton kernels on the CPU through Triton's interpreter, which needs a process of its
 own, as tests/unit/triton_interpreter.py says. Prints one line of JSON: the largest errors.
