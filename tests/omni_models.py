@@ -1,11 +1,12 @@
 """Tiny checkpoints for the omni tests, written by code, and what they should compute."""
 
-import json
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 import torch
 
+EXAMPLES = Path(__file__).parents[1] / "examples"
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -87,55 +88,10 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def pipeline(folder: Path) -> Path:
-    """A Stable Diffusion pipeline of a few kilobytes with random weights."""
-    from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline
-    from diffusers import UNet2DConditionModel as UNet
-    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
-
-    torch.manual_seed(0)
-    letters = [chr(c) for c in range(97, 123)] + [str(i) for i in range(10)]
-    words = [*letters, *(x + "</w>" for x in letters), "<|startoftext|>", "<|endoftext|>"]
-    words_at = folder / "words"
-    words_at.mkdir(parents=True)
-    (words_at / "vocab.json").write_text(json.dumps({w: i for i, w in enumerate(words)}))
-    (words_at / "merges.txt").write_text("#version: 0.2\n")
-    tokenizer = CLIPTokenizer.from_pretrained(words_at, model_max_length=77)
-    text = CLIPTextConfig(
-        vocab_size=len(words),
-        hidden_size=32,
-        intermediate_size=37,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=77,
-        bos_token_id=len(words) - 2,
-        eos_token_id=len(words) - 1,
-        pad_token_id=1,
-    )
-    unet = UNet(
-        block_out_channels=(8, 16),
-        layers_per_block=1,
-        sample_size=8,
-        norm_num_groups=2,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        cross_attention_dim=32,
-        attention_head_dim=2,
-    )
-    vae = AutoencoderKL(
-        block_out_channels=[8, 16],
-        down_block_types=["DownEncoderBlock2D"] * 2,
-        up_block_types=["UpDecoderBlock2D"] * 2,
-        latent_channels=4,
-        norm_num_groups=2,
-    )
-    StableDiffusionPipeline(
-        vae=vae,
-        text_encoder=CLIPTextModel(text),
-        tokenizer=tokenizer,
-        unet=unet,
-        scheduler=DDIMScheduler(clip_sample=False),
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-    ).save_pretrained(folder / "pipeline")
-    return folder / "pipeline"
+    """The example's pipeline of a few kilobytes with random weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = spec_from_file_location("text_to_image", EXAMPLES / "text_to_image.py")
+    assert found is not None and found.loader is not None
+    example = module_from_spec(found)
+    found.loader.exec_module(example)
+    return Path(example.random_pipeline(folder))
