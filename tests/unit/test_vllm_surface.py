@@ -318,6 +318,15 @@ def arguments(function: Any) -> str:
     return " ".join(words)
 
 
+def found_in_vllm(name: str) -> Any:
+    """What `module:Class.attribute` names."""
+    module, _, path = name.partition(":")
+    found: Any = importlib.import_module(f"vllm.{module}")
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
 def fields_of(owner: type) -> set[str]:
     """Fields of a dataclass, struct or named tuple, and attributes that the class assigns."""
     names = set(getattr(owner, "__struct_fields__", ())) | set(getattr(owner, "_fields", ()))
@@ -345,11 +354,7 @@ def test_import(module: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", list(SIGNATURES))
 def test_signature(name: str) -> None:
-    module, _, path = name.partition(":")
-    found: Any = importlib.import_module(f"vllm.{module}")
-    for part in path.split("."):
-        found = getattr(found, part)
-    assert arguments(found) == SIGNATURES[name]
+    assert arguments(found_in_vllm(name)) == SIGNATURES[name]
 
 
 @pytest.mark.parametrize("owner", list(FIELDS), ids=lambda owner: owner.__name__)

@@ -1,10 +1,9 @@
 """Every symbol, signature and field of vLLM that the omni runners rely on, in one list."""
 
 import importlib
-from typing import Any
 
 import pytest
-from test_vllm_surface import arguments, fields_of, listed_imports, made_imports
+from test_vllm_surface import arguments, fields_of, found_in_vllm, listed_imports, made_imports
 from vllm.config import (
     AuxOutputConfig,
     CacheConfig,
@@ -161,11 +160,7 @@ def test_import(module: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", list(SIGNATURES))
 def test_signature(name: str) -> None:
-    module, _, path = name.partition(":")
-    found: Any = importlib.import_module(f"vllm.{module}")
-    for part in path.split("."):
-        found = getattr(found, part)
-    assert arguments(found) == SIGNATURES[name]
+    assert arguments(found_in_vllm(name)) == SIGNATURES[name]
 
 
 @pytest.mark.parametrize("owner", list(FIELDS), ids=lambda owner: owner.__qualname__)
