@@ -11,6 +11,7 @@ from dllm_plugin.choices import (
     DUAL_CACHE,
     FULL_ATTENTION,
     JOINT,
+    OF_SEVERAL_BLOCKS,
     OFF,
     SEMI_AUTOREGRESSIVE,
     default_policy,
@@ -340,7 +341,13 @@ class DecodeConfig:
                 f"{self.max_active_blocks}: raise max_active_blocks in additional_config."
             )
         read = options_read(request.strategy, request.policy, self.family)
+        one = request.strategy == BLOCK_DIFFUSION and request.max_active_blocks == 1
         for name, value in fields.items():
+            if one and name in OF_SEVERAL_BLOCKS & read:
+                raise ValueError(
+                    f"{name} has no effect with max_active_blocks 1: remove it or raise "
+                    "max_active_blocks."
+                )
             if name not in read and value not in OFF.get(name, ()):
                 raise ValueError(
                     f"{name} has no effect with strategy {request.strategy!r} and policy "

@@ -37,6 +37,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def forget_shared_memory() -> None:
+    """vLLM names a launcher's segments alike every time, leaves them, and cannot open old ones."""
+    for segment in Path("/dev/shm").glob("-pp:0-*-cpushm_*"):
+        segment.unlink()
+
+
 def test_two_ranks(folder: Path) -> None:
     """Hidden states under preemption, and a denoiser whose first rank only embeds."""
     command = [sys.executable, str(HERE / "omni_parallel.py"), str(folder), "workers"]
@@ -51,6 +57,7 @@ def test_every_rank_of_torchrun_gets_the_rows(folder: Path) -> None:
     """Each rank is an engine of its own; the last stage of the pipeline sends it the rows."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     command = [*launch, str(HERE / "omni_parallel.py"), str(folder), "launcher"]
+    forget_shared_memory()
     text = output_of(
         command, VLLM_ENABLE_V1_MULTIPROCESSING="0", GLOO_SOCKET_IFNAME="lo", MASTER_PORT="0"
     )

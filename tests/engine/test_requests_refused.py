@@ -50,7 +50,7 @@ WITHOUT_EFFECT: list[tuple[dict[str, Any], str]] = [
     ({"dllm_policy": "factor", "dllm_factor": -1.0}, "dllm_factor"),
     ({"dllm_policy": "threshold", "dllm_factor": 1.0}, "dllm_factor"),
     ({"dllm_block_add_threshold": 0.5}, "dllm_block_add_threshold"),
-    ({"dllm_max_active_blocks": 1}, "dllm_max_active_blocks"),
+    ({"dllm_policy": "factor", "dllm_block_add_threshold": 0.5}, "dllm_block_add_threshold"),
 ]
 
 
