@@ -1,7 +1,11 @@
 # demo: serve the bundled model and ask it three questions.  test: what CI runs.
-# Variables: VENV (folder), PYTHON (interpreter), DIFFUPLUG_DEVICE (cpu or cuda), PYTEST_ARGS.
+# Variables: VENV (folder), PYTHON (interpreter), DIFFUPLUG_DEVICE (cpu or cuda), PYTEST_ARGS,
+# WORKERS (processes that share the test files; each holds an engine of its own).
 VENV ?= .venv
 BIN := $(VENV)/bin
+WORKERS ?= 2
+# By file: the tests of a file share engines.
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 export HF_HUB_OFFLINE := 1
 
 .NOTPARALLEL:
@@ -21,11 +25,10 @@ types: install
 	@$(BIN)/mypy
 
 unit: install
-	@$(BIN)/python -m pytest tests/unit $(PYTEST_ARGS)
+	@$(PYTEST) tests/unit
 
 engine: install
-	@$(BIN)/python -m pytest tests/engine $(PYTEST_ARGS)
+	@$(PYTEST) tests/engine
 
-# pytest is last, so that its summary is the last line.
-test: lint types
-	@$(BIN)/python -m pytest tests/unit tests/engine $(PYTEST_ARGS)
+# Units first, and apart: they build models in their own process, as an engine does.
+test: lint types unit engine

@@ -5,8 +5,8 @@ import sys
 from typing import Any
 
 
-def main(wish: dict[str, Any]) -> None:
-    """Start the engine, run the requests, print the tokens."""
+def tokens_of(wish: dict[str, Any]) -> list[list[int]]:
+    """Start an engine, run the requests, end it."""
     if wish.get("register"):
         import dllm_plugin
 
@@ -21,8 +21,9 @@ def main(wish: dict[str, Any]) -> None:
         [SamplingParams(temperature=0, ignore_eos=True, **r["params"]) for r in requests],
         use_tqdm=False,
     )
-    print("RESULT " + json.dumps([list(output.outputs[0].token_ids) for output in outputs]))
+    llm.llm_engine.engine_core.shutdown()
+    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    print("RESULT " + json.dumps([tokens_of(wish) for wish in json.loads(sys.argv[1])]))

@@ -137,16 +137,16 @@ def _healthy(server: Server) -> bool:
     return False
 
 
-def offline(wish: dict[str, Any], **variables: str) -> list[list[int]]:
-    """Run ``offline_script.py``; returns the tokens of each prompt, engine after engine."""
+def offline(*wishes: dict[str, Any], **variables: str) -> list[list[list[int]]]:
+    """Run ``offline_script.py``: tokens of each prompt for each wish, engine after engine."""
     process = spawn(
-        [sys.executable, str(HERE / "offline_script.py"), json.dumps(wish)],
+        [sys.executable, str(HERE / "offline_script.py"), json.dumps(wishes)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env=environment(**variables),
     )
     try:
-        output = process.communicate(timeout=START_SECONDS)[0].decode()
+        output = process.communicate(timeout=START_SECONDS * len(wishes))[0].decode()
     finally:
         end(process)
     assert process.returncode == 0, output[-6000:]

@@ -55,12 +55,8 @@ def wish_for(model: Path, **options: Any) -> dict[str, Any]:
     return {"engine": engine | options, "requests": wants}
 
 
-def test_llama_without_the_plugin(llama: Path, expected: list[list[int]]) -> None:
-    assert offline(wish_for(llama), VLLM_PLUGINS="", VLLM_ENABLE_V1_MULTIPROCESSING="0") == expected
-
-
 def test_llama_with_the_plugin(llama: Path, expected: list[list[int]]) -> None:
-    assert offline(wish_for(llama)) == expected
+    assert offline(wish_for(llama)) == [expected]
 
 
 def test_diffusion_then_llama_then_diffusion(
@@ -74,7 +70,8 @@ def test_diffusion_then_llama_then_diffusion(
     check(room.start("dream"), "dream", MIXED[:3])
 
 
-def test_registered_by_hand_twice_without_the_entry_point() -> None:
+def test_without_the_entry_point(llama: Path, expected: list[list[int]]) -> None:
+    """Nothing is loaded until a script registers by hand; in one process that is enough."""
     jobs = MIXED[:2]
     wants = [
         {"prompt": list(j.prompt), "params": {"max_tokens": j.max_tokens, "extra_args": x}}
@@ -84,6 +81,7 @@ def test_registered_by_hand_twice_without_the_entry_point() -> None:
     engine = SETTINGS | {"model": str(CHECKPOINTS / "tiny-dream"), "enforce_eager": True}
     engine["additional_config"] = {"dllm": {"strategy": "d2f"}}
     wish = {"engine": engine, "requests": wants, "register": True}
-    # No entry point is loaded; in one process the call alone is enough.
-    tokens = offline(wish, VLLM_PLUGINS="", VLLM_ENABLE_V1_MULTIPROCESSING="0")
-    assert tokens == [j.expected("dream")[0] for j in jobs]
+    variables = {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    without, by_hand = offline(wish_for(llama), wish, **variables)
+    assert without == expected
+    assert by_hand == [j.expected("dream")[0] for j in jobs]
