@@ -19,6 +19,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.utils import AttentionGroup
 
 from dllm_plugin.layouts.spans import SpanBuffers
+from dllm_plugin.row_counts import most_rows, rows_per_canvas
 from dllm_plugin.rows import count_canvases
 from dllm_plugin.states import CanvasStates
 from dllm_plugin.strategies import canvas_segments, prefill_segments
@@ -98,7 +99,11 @@ class AttentionRows:
         self.spans: SpanBuffers | None = None
         if states.config.kv_cache_layout == "distinct":
             self.spans = SpanBuffers(max_num_reqs, max_num_tokens, states.device)
-        self.rows_per_request = states.full_NS.shape[1] + 1
+        self.rows_per_request = rows_per_canvas(states.config)
+        # A graph replays any block length, and kernels are chosen by the longest. Two at least, as
+        # FlashAttention 2 takes one to mean that every row has one query.
+        self.graph_query_len = max(states.canvas_NC.shape[1], 2)
+        self.most_rows = most_rows(states.config, max_num_reqs, max_num_tokens)
         max_rows = max_num_reqs * self.rows_per_request
         self.query_start_loc = torch.zeros(max_rows + 1, dtype=torch.int32, device=states.device)
         self.seq_lens = torch.zeros(max_rows, dtype=torch.int32, device=states.device)
@@ -118,12 +123,15 @@ class AttentionRows:
         # Capture announces itself by `for_capture` alone; its mode argument is NONE.
         is_full = for_capture or cudagraph_mode == CUDAGraphMode.FULL
         rows = batch_rows(batch, self.states, keep_empty=is_full)
-        spans = np.diff(batch.query_start_loc_np[: batch.num_reqs + 1])
         num_rows = len(rows.length_B)
         num_tokens = batch.num_tokens
         if is_full:
             num_rows = batch.num_reqs_after_padding * self.rows_per_request
             num_tokens = batch.num_tokens_after_padding
+        assert num_rows <= self.most_rows, (
+            f"{num_rows} attention rows in a step of {num_tokens} tokens and {batch.num_reqs} "
+            f"requests; backends have room for {self.most_rows}."
+        )
         packed = np.zeros((3, num_rows + 1), dtype=np.int32)
         used = len(rows.length_B)
         packed[0, 1 : used + 1] = np.cumsum(rows.length_B)
@@ -150,8 +158,7 @@ class AttentionRows:
             num_tokens=num_tokens,
             query_start_loc_gpu=query_start_loc,
             query_start_loc_cpu=torch.from_numpy(packed[0]),
-            # A captured graph also replays requests with longer blocks than the default.
-            max_query_len=int(spans.max()) if is_full else int(rows.length_B.max()),
+            max_query_len=self.graph_query_len if is_full else int(rows.length_B.max()),
             seq_lens=seq_lens,
             max_seq_len=self.states.max_model_len,
             block_tables=tables,
@@ -162,7 +169,8 @@ class AttentionRows:
         )
 
     def _persistent(self, tables: list[Tensor]) -> list[Tensor]:
-        if not self.block_tables:
+        if [table.shape[1] for table in tables] != [buf.shape[1] for buf in self.block_tables]:
+            # The first time, and if the context was lowered behind vLLM's profile of graph memory.
             rows = self.seq_lens.shape[0]
             self.block_tables = [table.new_zeros(rows, table.shape[1]) for table in tables]
         return [
