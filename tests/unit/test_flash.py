@@ -52,7 +52,7 @@ def random_batches(dllm: dict[str, Any], seed: int) -> list[tuple[Loop, InputBat
         if not loop.running:
             continue
         batches.append((loop, batch_of(loop, loop.running)))
-        rows = batch_rows(batches[-1][1], loop.states, keep_empty=False)
+        rows = batch_rows(batches[-1][1], loop.states)
         check_rows(loop, batches[-1][1], len(rows.length_B))
         assert (rows.length_B > 0).all()
         if loop.config.full_attention:
@@ -82,12 +82,11 @@ def test_no_step_has_more_rows(dllm: dict[str, Any]) -> None:
     more_than_requests = 0
     for seed in range(6):
         for loop, batch in random_batches(dllm, seed):
-            eager = batch_rows(batch, loop.states, keep_empty=False)
+            eager = batch_rows(batch, loop.states)
             more_than_requests += len(eager.length_B) > len(loop.states.open_N)
             if not batch.has_prefill:
-                captured = batch_rows(batch, loop.states, keep_empty=True)
-                assert len(captured.length_B) == batch.num_reqs * rows_per_canvas(loop.config)
-                assert len(captured.length_B) <= most_rows(loop.config, batch.num_reqs, 0)
+                captured = batch.num_reqs * rows_per_canvas(loop.config)
+                assert captured <= most_rows(loop.config, batch.num_reqs, 0)
     # What vLLM's buffer, sized by requests, would not hold.
     assert (more_than_requests > 0) != (dllm["strategy"] == "dual_cache")
 
@@ -97,7 +96,7 @@ def test_the_bound_is_reached() -> None:
     loop = Loop({"strategy": "d2f", "block_length": 4, "canvas_length": 16})
     run = loop.start([1] * 40, Hashed(0), sampling(8, None, dllm_block_length=1))
     loop.states.origin.np[run.slot] = 0
-    rows = batch_rows(batch_of(loop, [run]), loop.states, keep_empty=False)
+    rows = batch_rows(batch_of(loop, [run]), loop.states)
     assert len(rows.length_B) == 40 == most_rows(loop.config, 1, 40)
     with pytest.raises(AssertionError, match="40 attention rows in a step of 40 tokens and 1 req"):
         AttentionRows(loop.states, 1, 39).build(
