@@ -19,9 +19,24 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.utils import AttentionGroup
 
 from dllm_plugin.layouts.spans import SpanBuffers
+from dllm_plugin.row_counts import most_rows, rows_per_canvas
 from dllm_plugin.rows import count_canvases
 from dllm_plugin.states import CanvasStates
 from dllm_plugin.strategies import canvas_segments, prefill_segments
+
+
+class RowTensors(NamedTuple):
+    """Attention rows as backends take them.
+
+    query_start_loc int32 [B + 1], starts_cpu the same on the host; seq_lens int32 [B]; tables int32
+    [B, pages], one for each KV cache group; longest, a bound on the queries of a row.
+    """
+
+    query_start_loc: Tensor
+    starts_cpu: Tensor
+    seq_lens: Tensor
+    tables: list[Tensor]
+    longest: int
 
 
 class Rows(NamedTuple):
@@ -44,18 +59,12 @@ def _rows(first_request: int, stops: np.ndarray, starts: np.ndarray, spans: np.n
     return Rows(request, lengths.ravel(), behind.ravel())
 
 
-def batch_rows(batch: InputBatch, states: CanvasStates, keep_empty: bool) -> Rows:
-    """Rows of a batch: canvases first, then prefills, in the runner's order.
-
-    With `keep_empty` every request is a canvas and all its segments are kept, so that the number
-    of rows depends on the number of requests alone, as a CUDA graph needs it.
-    """
+def batch_rows(batch: InputBatch, states: CanvasStates) -> Rows:
+    """Rows of a batch, none empty: canvases first, then prefills, in the runner's order."""
     spans = np.diff(batch.query_start_loc_np[: batch.num_reqs + 1])
     lengths = states.block_length.np[batch.idx_mapping_np[: batch.num_reqs]]
     blocks = states.full_NS.shape[1]
     zeros = np.zeros_like(spans)
-    if keep_empty:
-        return _rows(0, canvas_segments(spans, lengths, blocks), zeros, spans)
     if states.config.full_attention:
         return _whole_rows(batch, states, spans)
     num_canvases = count_canvases(batch)
@@ -98,11 +107,18 @@ class AttentionRows:
         self.spans: SpanBuffers | None = None
         if states.config.kv_cache_layout == "distinct":
             self.spans = SpanBuffers(max_num_reqs, max_num_tokens, states.device)
-        self.rows_per_request = states.full_NS.shape[1] + 1
+        self.rows_per_request = rows_per_canvas(states.config)
+        self.most_rows = most_rows(states.config, max_num_reqs, max_num_tokens)
+        self.canvas_length = states.canvas_NC.shape[1]
         max_rows = max_num_reqs * self.rows_per_request
         self.query_start_loc = torch.zeros(max_rows + 1, dtype=torch.int32, device=states.device)
         self.seq_lens = torch.zeros(max_rows, dtype=torch.int32, device=states.device)
         self.block_tables: list[Tensor] = []
+        # What the buffers are laid out for: requests with padding, block lengths, and whose they
+        # are, since vLLM's sleep mode may take buffers where no request is left.
+        self.layout: tuple[int, bytes, tuple[str, ...]] = (0, b"", ())
+        self.starts_cpu = torch.zeros(1, dtype=torch.int32)
+        self.behind_RS = self.seq_lens.new_zeros(0, self.rows_per_request)
 
     def build(
         self,
@@ -117,55 +133,97 @@ class AttentionRows:
         """Metadata of one step for vLLM's attention backends."""
         # Capture announces itself by `for_capture` alone; its mode argument is NONE.
         is_full = for_capture or cudagraph_mode == CUDAGraphMode.FULL
-        rows = batch_rows(batch, self.states, keep_empty=is_full)
-        spans = np.diff(batch.query_start_loc_np[: batch.num_reqs + 1])
-        num_rows = len(rows.length_B)
-        num_tokens = batch.num_tokens
-        if is_full:
-            num_rows = batch.num_reqs_after_padding * self.rows_per_request
-            num_tokens = batch.num_tokens_after_padding
-        packed = np.zeros((3, num_rows + 1), dtype=np.int32)
-        used = len(rows.length_B)
-        packed[0, 1 : used + 1] = np.cumsum(rows.length_B)
-        packed[0, used + 1 :] = packed[0, used]
-        packed[1, :used] = rows.request_B
-        packed[2, :used] = rows.behind_B
-        packed[2, used:] = np.iinfo(np.int32).max
-        device_rows = async_tensor_h2d(packed, device=self.states.device)
-        request_B = device_rows[1, :num_rows].to(torch.int64)
-        seq_lens = (batch.seq_lens[request_B] - device_rows[2, :num_rows]).clamp_min(0)
+        # The other layout keeps one row, and so one table, per request.
+        tables = () if self.spans is not None else block_tables
+        rows = self.captured(batch, tables) if is_full else self.listed(batch, tables)
+        num_rows, num_tokens = len(rows.seq_lens), batch.num_tokens
+        assert num_rows <= self.most_rows, (
+            f"{num_rows} attention rows in a step of {num_tokens} tokens and {batch.num_reqs} "
+            f"requests; backends have room for {self.most_rows}."
+        )
         if self.spans is not None:
-            segments, limit = (device_rows[0], seq_lens), self.states.max_model_len
+            segments, limit = (rows.query_start_loc, rows.seq_lens), self.states.max_model_len
             rest = (block_tables, slot_mappings, attn_groups, kv_cache_config)
             return self.spans.build(batch, is_full, segments, limit, *rest)
-        tables = [table.index_select(0, request_B) for table in block_tables]
-        query_start_loc = device_rows[0]
-        if is_full:
-            query_start_loc = self.query_start_loc[: num_rows + 1].copy_(query_start_loc)
-            seq_lens = self.seq_lens[:num_rows].copy_(seq_lens)
-            tables = self._persistent(tables)
         return build_attn_metadata(
             attn_groups=attn_groups,
             num_reqs=num_rows,
-            num_tokens=num_tokens,
-            query_start_loc_gpu=query_start_loc,
-            query_start_loc_cpu=torch.from_numpy(packed[0]),
-            # A captured graph also replays requests with longer blocks than the default.
-            max_query_len=int(spans.max()) if is_full else int(rows.length_B.max()),
-            seq_lens=seq_lens,
+            num_tokens=batch.num_tokens_after_padding if is_full else num_tokens,
+            query_start_loc_gpu=rows.query_start_loc,
+            query_start_loc_cpu=rows.starts_cpu,
+            max_query_len=rows.longest,
+            seq_lens=rows.seq_lens,
             max_seq_len=self.states.max_model_len,
-            block_tables=tables,
+            block_tables=rows.tables,
             slot_mappings=slot_mappings,
             kv_cache_config=kv_cache_config,
             for_cudagraph_capture=for_capture,
             causal=False,
         )
 
-    def _persistent(self, tables: list[Tensor]) -> list[Tensor]:
-        if not self.block_tables:
+    def listed(self, batch: InputBatch, block_tables: tuple[Tensor, ...]) -> RowTensors:
+        """Rows of any batch, listed on the host and copied to the device."""
+        rows = batch_rows(batch, self.states)
+        num_rows = len(rows.length_B)
+        packed = np.zeros((3, num_rows + 1), dtype=np.int32)
+        packed[0, 1:] = np.cumsum(rows.length_B)
+        packed[1, :-1], packed[2, :-1] = rows.request_B, rows.behind_B
+        device_rows = async_tensor_h2d(packed, device=self.states.device)
+        request_B = device_rows[1, :num_rows].to(torch.int64)
+        return RowTensors(
+            device_rows[0],
+            torch.from_numpy(packed[0]),
+            (batch.seq_lens[request_B] - device_rows[2, :num_rows]).clamp_min(0),
+            [table.index_select(0, request_B) for table in block_tables],
+            int(rows.length_B.max()),
+        )
+
+    def captured(self, batch: InputBatch, block_tables: tuple[Tensor, ...]) -> RowTensors:
+        """All rows of whole canvases, empty ones too, where graphs read them; then empty ones.
+
+        Their number depends on the number of requests alone. Where they begin changes when requests
+        come or go; each step only computes how many keys they see.
+        """
+        canvases, padded = batch.num_reqs, batch.num_reqs_after_padding
+        assert batch.num_tokens == canvases * self.canvas_length, "captured steps feed all canvases"
+        lengths = self.states.block_length.np[batch.idx_mapping_np[:canvases]]
+        layout = (padded, lengths.tobytes(), tuple(batch.req_ids))
+        if layout != self.layout:
+            self._lay_out(lengths, padded)
+            self.layout = layout
+        num_rows = padded * self.rows_per_request
+        keys_RS = self.seq_lens[: self.behind_RS.numel()].view_as(self.behind_RS)
+        torch.sub(batch.seq_lens[:canvases, None], self.behind_RS, out=keys_RS)
+        return RowTensors(
+            self.query_start_loc[: num_rows + 1],
+            self.starts_cpu,
+            self.seq_lens[:num_rows],
+            self._persistent(block_tables, padded),
+            # A graph replays any block length, and kernels are chosen by the longest. Two at least,
+            # as FlashAttention 2 takes one to mean that every row has one query.
+            max(self.canvas_length, 2),
+        )
+
+    def _lay_out(self, lengths: np.ndarray, padded: int) -> None:
+        fed = np.full(len(lengths), self.canvas_length)
+        stops = canvas_segments(fed, lengths, self.rows_per_request - 1)
+        starts = np.full(padded * self.rows_per_request + 1, fed.sum(), dtype=np.int32)
+        starts[0] = 0
+        starts[1 : stops.size + 1] = (stops + (np.cumsum(fed) - fed)[:, None]).ravel()
+        self.starts_cpu = torch.from_numpy(starts)
+        async_tensor_h2d(starts, out=self.query_start_loc[: len(starts)])
+        behind = (self.canvas_length - stops).astype(np.int32)
+        self.behind_RS = async_tensor_h2d(behind, device=self.states.device)
+        self.seq_lens[stops.size : len(starts) - 1] = 0
+
+    def _persistent(self, tables: tuple[Tensor, ...], padded: int) -> list[Tensor]:
+        if [table.shape[1] for table in tables] != [buf.shape[1] for buf in self.block_tables]:
+            # The first time, and if the context was lowered behind vLLM's profile of graph memory.
             rows = self.seq_lens.shape[0]
             self.block_tables = [table.new_zeros(rows, table.shape[1]) for table in tables]
-        return [
-            buffer[: len(table)].copy_(table)
-            for buffer, table in zip(self.block_tables, tables, strict=True)
-        ]
+        filled = []
+        for buffer, table in zip(self.block_tables, tables, strict=True):
+            filled.append(buffer[: padded * self.rows_per_request])
+            rows_of = filled[-1].view(padded, self.rows_per_request, -1)
+            rows_of.copy_(table[:padded, None].expand_as(rows_of))
+        return filled

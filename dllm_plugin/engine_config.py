@@ -9,7 +9,6 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from dllm_plugin.admission import request_rules
 from dllm_plugin.config import (
@@ -17,7 +16,7 @@ from dllm_plugin.config import (
     DecodeConfig,
     check_strategy_reads,
 )
-from dllm_plugin.layouts.choice import take_distinct
+from dllm_plugin.layouts.choice import flash_version, take_distinct, under_full_graphs
 from dllm_plugin.models import FAMILIES, lora
 from dllm_plugin.models.blocks import trained_block_length, trained_to_edit
 from dllm_plugin.models.weights import check_readable, checkpoint_folder
@@ -316,22 +315,13 @@ def _set_graph_sizes(vllm_config: VllmConfig, canvas_length: int) -> None:
 
 
 def _set_attention_backend(vllm_config: VllmConfig) -> None:
-    """Take Triton attention under full CUDA graphs unless the user chose a backend.
-
-    FlashAttention 3 is 1.7 to 9 times as fast on our rows (benchmarks/reports/attention.md), but
-    vLLM's builder keeps its schedule in a buffer sized by requests and graphs, and copies every
-    step's into it: a prompt or a resumed text of many blocks is more rows than that.
-    """
+    """Choose what full CUDA graphs capture, unless the user chose a backend that they can."""
     attention, compilation = vllm_config.attention_config, vllm_config.compilation_config
     if not current_platform.is_cuda() or vllm_config.model_config.enforce_eager:
         return
     if compilation.cudagraph_mode in (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE):
         return
-    if attention.backend == AttentionBackendEnum.FLASH_ATTN:
-        raise ValueError(
-            "attention_backend FLASH_ATTN has no room for the rows of long texts under full CUDA "
-            "graphs: set cudagraph_mode to PIECEWISE, or choose TRITON_ATTN."
-        )
-    if attention.backend is None:
-        attention.backend = AttentionBackendEnum.TRITON_ATTN
-        logger.info("Attention backend TRITON_ATTN under full CUDA graphs.")
+    asked = attention.backend
+    attention.backend = under_full_graphs(vllm_config, flash_version(vllm_config))
+    if asked is None:
+        logger.info("Attention backend %s under full CUDA graphs.", attention.backend.name)

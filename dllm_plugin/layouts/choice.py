@@ -3,13 +3,21 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.platforms import current_platform
+from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 CUSTOM, FLEX_ATTENTION = AttentionBackendEnum.CUSTOM, AttentionBackendEnum.FLEX_ATTENTION
+FLASH_ATTN, TRITON_ATTN = AttentionBackendEnum.FLASH_ATTN, AttentionBackendEnum.TRITON_ATTN
 DISTINCT = "dllm_plugin.layouts.distinct.DistinctBackend"
 FLEX = "dllm_plugin.layouts.flex.SegmentFlexBackend"
+FLASH = "dllm_plugin.layouts.flash.SegmentFlashBackend"
+# Whether FlashAttention 3 is what full CUDA graphs take by default, where it can be. It is 1.7 to 9
+# times as fast as Triton on our rows (benchmarks/reports/attention.md); True needs a Hopper GPU on
+# which tests/gpu/test_flash_graphs.py has passed.
+FLASH_IS_DEFAULT = False
 HEAD_SIZES = (32, 64, 128)
 PAGE_UNIT = 16
 # What `diffuplug doctor` says of a wish.
@@ -53,13 +61,62 @@ def _problems(vllm_config: VllmConfig) -> Iterator[str]:
         yield f"needs pages of {PAGE_UNIT} tokens or a multiple, got block_size {cache.block_size}"
 
 
+def flash_version(vllm_config: VllmConfig) -> int | None:
+    """Which FlashAttention vLLM takes on this GPU for this model; None if it has none."""
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+
+    chosen = vllm_config.attention_config.flash_attn_version
+    return chosen or get_flash_attn_version(head_size=vllm_config.model_config.get_head_size())
+
+
+def under_full_graphs(
+    vllm_config: VllmConfig, version: int | None, flash_is_default: bool = FLASH_IS_DEFAULT
+) -> AttentionBackendEnum:
+    """The attention backend of captured steps, where FlashAttention has this version.
+
+    Raises ValueError with one sentence if FLASH_ATTN was asked for and cannot be captured.
+    """
+    attention = vllm_config.attention_config
+    problem = next(_flash_problems(vllm_config, version), None)
+    if problem and FLASH_ATTN in (attention.backend, *attention.backend_per_kind.values()):
+        raise ValueError(f"attention_backend FLASH_ATTN {problem}.")
+    if attention.backend is not None:
+        return attention.backend
+    if not flash_is_default or problem or version != 3:
+        return TRITON_ATTN
+    # Quantised keys have not been measured.
+    return (
+        TRITON_ATTN if is_quantized_kv_cache(vllm_config.cache_config.cache_dtype) else FLASH_ATTN
+    )
+
+
+def _flash_problems(vllm_config: VllmConfig, version: int | None) -> Iterator[str]:
+    model, head_size = vllm_config.model_config, vllm_config.model_config.get_head_size()
+    if version not in (2, 3):
+        found = f"FlashAttention {version}" if version else "none"
+        yield (
+            "can be captured where it is FlashAttention 2 or 3, but vLLM finds "
+            f"{found} for this GPU and model: set cudagraph_mode to PIECEWISE or choose TRITON_ATTN"
+        )
+    if model.dtype not in (torch.float16, torch.bfloat16):
+        dtype = str(model.dtype).removeprefix("torch.")
+        yield f"takes float16 and bfloat16, got dtype {dtype}: choose TRITON_ATTN"
+    if head_size % 8 or head_size > 256:
+        yield (
+            f"takes heads of a multiple of 8 up to 256, but this model's have {head_size}: choose "
+            "TRITON_ATTN"
+        )
+    if FLASH_ATTN in vllm_config.attention_config.backend_per_kind.values():
+        yield "cannot be captured for one kind of layers: ask for it by attention_backend alone"
+
+
 @contextmanager
 def offered(vllm_config: VllmConfig, layout: str) -> Iterator[None]:
     """While a model is built, vLLM's registry answers with the backends of our own that it needs.
 
     CPUs use one backend whatever is selected, and ask the registry for its class. vLLM keeps the
-    answer to CUSTOM, which other models of the process do not select; our form of FlexAttention
-    serves any model.
+    answer to CUSTOM, which other models of the process do not select; our forms of FlexAttention
+    and FlashAttention serve any model.
     """
     ours = _needed(vllm_config, layout)
     before = {name: name.get_path() for name in ours if name.is_overridden()}
@@ -81,9 +138,10 @@ def _needed(vllm_config: VllmConfig, layout: str) -> dict[AttentionBackendEnum, 
         return {name: DISTINCT for name in (CUSTOM, AttentionBackendEnum.CPU_ATTN)}
     if layout == "distinct":
         return {CUSTOM: DISTINCT}
-    if vllm_config.attention_config.backend == FLEX_ATTENTION and not current_platform.is_cpu():
-        return {FLEX_ATTENTION: FLEX}
-    return {}
+    if current_platform.is_cpu():
+        return {}
+    chosen, ours = vllm_config.attention_config.backend, {FLEX_ATTENTION: FLEX, FLASH_ATTN: FLASH}
+    return {name: path for name, path in ours.items() if name == chosen}
 
 
 def _check_taken(vllm_config: VllmConfig, ours: set[str]) -> None:

@@ -58,12 +58,14 @@ ROOMS: dict[str, set[str]] = {
     "layouts": set(),
     "layouts.choice": set(),
     "layouts.flex": set(),
+    "layouts.flash": {"config", "row_counts"},
     "layouts.spans": set(),
     "layouts.distinct": {
         *("kernels", "kernels.paged_attention", "kernels.paged_reference", "kernels.paged_store"),
         "layouts.choice",
     },
-    "attention": {"layouts.spans", "plan", "rows", "states", "strategies"},
+    "row_counts": {"config"},
+    "attention": {"layouts.spans", "plan", "row_counts", "rows", "states", "strategies"},
     "bad_words": {"plan", "states"},
     "token_rules": {"bad_words", "plan", "slot_table", "states"},
     "logprobs": {"plan", "states", "kernels.reference"},
@@ -105,13 +107,14 @@ NO_VLLM = {
     "guidance",
     "choices",
 }
-NO_VLLM |= {"kernels.paged_reference", "compiled"}
+NO_VLLM |= {"kernels.paged_reference", "compiled", "row_counts"}
 # What an upgrade of vLLM's engine can break.
 ENGINE_SIDE = {
     *("states", "attention", "sampler", "model_state", "scheduler", "token_rules", "bad_words"),
     *("logprobs", "admission", "metrics", "engine_config", "kernels.cpu"),
     *("rows", "proposals", "leads", "deciding", "refresh_scheduler", "slot_table"),
     *("layouts.choice", "layouts.spans", "layouts.distinct", "layouts.flex"),
+    "layouts.flash",
 }
 # The one assignment to an attribute of vLLM: (module, function).
 PERMITTED = ("kernels.cpu", "_complete_triton_placeholder")

@@ -1,5 +1,7 @@
 """Query segments and attention rows against the mask they stand for."""
 
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ from scripted import Hashed, Loop, sampling, visible
 from torch import Tensor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from dllm_plugin.attention import Rows, batch_rows
+from dllm_plugin.attention import AttentionRows, Rows, batch_rows
 from dllm_plugin.layouts.spans import SpanBuffers
 from dllm_plugin.strategies import canvas_segments, prefill_segments
 
@@ -38,8 +40,8 @@ def test_prefill_segments() -> None:
                 assert keys_of(row, range(end)) == expected
 
 
-@pytest.mark.parametrize("keep_empty", [False, True])
-def test_rows_of_a_mixed_batch(keep_empty: bool) -> None:
+@pytest.mark.parametrize("captured", [False, True])
+def test_rows_of_a_mixed_batch(captured: bool) -> None:
     """Canvases in every phase and, in an eager step, prefills new and resumed.
 
     The rows, and what every token sees where a request stays one row.
@@ -53,13 +55,13 @@ def test_rows_of_a_mixed_batch(keep_empty: bool) -> None:
     for _ in range(4):
         loop.step()
     canvases = [run for run in runs if not run.done]
-    prefills = [] if keep_empty else [canvases.pop(1)]
+    prefills = [] if captured else [canvases.pop(1)]
     fed = [min(12, 64 - len(run.prompt + run.output)) for run in canvases]
     batch = loop.batch(canvases, fed, prefills)
-    rows = batch_rows(batch, loop.states, keep_empty)
+    rows = captured_rows(loop, batch) if captured else batch_rows(batch, loop.states)
     assert rows.length_B.sum() == batch.num_tokens
-    assert keep_empty or (rows.length_B > 0).all()
-    assert not keep_empty or len(rows.length_B) == len(canvases) * 4
+    assert captured or (rows.length_B > 0).all()
+    assert not captured or len(rows.length_B) == len(canvases) * 4
     seq_lens = batch.seq_lens.tolist()
     spans = spans_of(rows, batch)
     for index, run in enumerate(canvases + prefills):
@@ -77,7 +79,59 @@ def test_rows_of_a_mixed_batch(keep_empty: bool) -> None:
     assert spans["keys_seen"][batch.num_tokens :].tolist() == [0] * PADDING
 
 
+def test_rows_that_are_laid_out_once_fit_every_step() -> None:
+    """Requests come, go and change places between captured steps, or stay and see more keys."""
+    dice = random.Random(3)
+    options = {"block_length": 4, "canvas_length": 12, "max_active_blocks": 3}
+    loop = Loop({"strategy": "d2f"} | options, max_model_len=256)
+    attention = AttentionRows(loop.states, 8, 96)
+    for prompt in range(1, 9):
+        wish = sampling(200, None, dllm_block_length=dice.choice([1, 3, 4, 4, 12]))
+        loop.start([1] * prompt, Hashed(prompt), wish, f"request-{prompt}")
+    loop.step()
+    runs, layouts = loop.running[:4], set()
+    for _ in range(60):
+        if dice.random() < 0.5:
+            runs = dice.sample(loop.running, dice.randint(1, len(loop.running)))
+        batch = loop.batch(runs, [12] * len(runs), [])
+        batch.num_reqs_after_padding = dice.randint(len(runs), 8)
+        rows, listed = attention.captured(batch, ()), batch_rows(batch, loop.states)
+        layouts.add(attention.layout)
+        assert torch.equal(rows.query_start_loc, rows.starts_cpu)
+        assert len(rows.seq_lens) == 4 * batch.num_reqs_after_padding
+        lengths = rows.query_start_loc.diff().numpy()
+        used = lengths > 0
+        assert lengths[used].tolist() == listed.length_B.tolist()
+        assert (used.nonzero()[0] // 4).tolist() == listed.request_B.tolist()
+        keys = batch.seq_lens.numpy()[listed.request_B] - listed.behind_B
+        assert rows.seq_lens.numpy()[used].tolist() == keys.tolist()
+        assert not rows.seq_lens[4 * len(runs) :].any()
+        loop.step()
+    assert 10 < len(layouts) < 60
+
+
 PADDING = 3
+
+
+def captured_rows(loop: Loop, batch: InputBatch) -> Rows:
+    """What the device computes for a graph that is padded by a request, as the host lists rows."""
+    attention = AttentionRows(loop.states, batch.num_reqs + 2, batch.num_tokens)
+    for left_behind in (attention.query_start_loc[1:], attention.seq_lens):
+        left_behind.fill_(77)
+    batch.num_reqs_after_padding = batch.num_reqs + 1
+    each, pages = attention.rows_per_request, 5
+    table = torch.arange((batch.num_reqs + 1) * pages, dtype=torch.int32).view(-1, pages)
+    rows = attention.captured(batch, (table,))
+    assert torch.equal(rows.tables[0], table.repeat_interleave(each, 0))
+    assert torch.equal(rows.query_start_loc, rows.starts_cpu)
+    used = batch.num_reqs * each
+    assert rows.query_start_loc.tolist()[used:] == [batch.num_tokens] * (each + 1)
+    assert rows.seq_lens.tolist()[used:] == [0] * each
+    request = np.arange(batch.num_reqs).repeat(each)
+    lengths = rows.query_start_loc[: used + 1].diff().numpy()
+    behind = batch.seq_lens.numpy()[request] - rows.seq_lens[:used].numpy()
+    assert rows.longest >= lengths.max()
+    return Rows(request, lengths, behind)
 
 
 def spans_of(rows: Rows, batch: InputBatch) -> dict[str, Tensor]:

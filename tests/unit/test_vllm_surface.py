@@ -70,11 +70,14 @@ vllm.tokenizers: cached_tokenizer_from_config
 vllm.tokenizers.registry: TokenizerRegistry
 vllm.triton_utils: HAS_TRITON tl triton
 vllm.triton_utils.dispatcher: register_kernels
-vllm.utils.math_utils: cdiv next_power_of_2
+vllm.utils.math_utils: cdiv next_power_of_2 round_up
 vllm.utils.torch_utils: async_tensor_h2d is_quantized_kv_cache
 vllm.v1.attention.backend: AttentionBackend AttentionCGSupport AttentionImpl AttentionLayer
 vllm.v1.attention.backend: AttentionMetadata AttentionMetadataBuilder AttentionType
 vllm.v1.attention.backend: CommonAttentionMetadata MultipleOf
+vllm.v1.attention.backends.fa_utils: get_flash_attn_version
+vllm.v1.attention.backends.flash_attn: FlashAttentionBackend FlashAttentionMetadata
+vllm.v1.attention.backends.flash_attn: FlashAttentionMetadataBuilder
 vllm.v1.attention.backends.flex_attention: FlexAttentionBackend FlexAttentionMetadataBuilder
 vllm.v1.attention.backends.registry: AttentionBackendEnum register_backend
 vllm.v1.core.sched.async_scheduler: AsyncScheduler

@@ -1,10 +1,13 @@
-"""The runner kernels of vLLM that we replace on the CPU, and their arguments."""
+"""Kernels of vLLM: those that we replace on the CPU, and what FlashAttention makes of our rows."""
 
 import importlib
 import inspect
 
 import pytest
+from test_vllm_surface import arguments, fields_of, found_in_vllm
+from vllm.config.attention import AttentionConfig
 from vllm.platforms import current_platform
+from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 
 from dllm_plugin.kernels import cpu
 
@@ -36,6 +39,39 @@ KERNELS = {
     "input_batch._post_update_num_computed_tokens_kernel": "idx_mapping_ptr "
     "num_computed_tokens_ptr query_start_loc_ptr",
 }
+
+FLASH = "v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder."
+FLASH_SIGNATURES = {
+    FLASH + "__init__": "self kv_cache_spec layer_names vllm_config device",
+    FLASH + "build": "self common_prefix_len common_attn_metadata fast_build=False",
+    FLASH + "_store_scheduler_metadata": "self scheduler_metadata",
+    # What a schedule is made of: the same values here and where attention is computed.
+    FLASH + "_get_scheduler_metadata": "self * aot_schedule batch_size cu_query_lens max_query_len "
+    "seqlens max_seq_len causal max_num_splits",
+    "v1.attention.backends.fa_utils:get_flash_attn_version": "requires_alibi=False head_size=None "
+    "head_size_v=None has_sinks=False requires_softcap=False kv_cache_block_size=None "
+    "supports_fa4_hd256=False",
+    "utils.math_utils:round_up": "x y",
+}
+FLASH_FIELDS = "aot_schedule max_cudagraph_size max_num_splits scheduler_metadata "
+FLASH_FIELDS += "use_full_cuda_graph"
+
+
+@pytest.mark.parametrize("name", list(FLASH_SIGNATURES))
+def test_flash_attention_signature(name: str) -> None:
+    assert arguments(found_in_vllm(name)) == FLASH_SIGNATURES[name]
+
+
+def test_flash_attention_fields() -> None:
+    assert set(FLASH_FIELDS.split()) <= fields_of(FlashAttentionMetadataBuilder)
+    options = {"backend", "backend_per_kind", "flash_attn_version"}
+    assert options | {"flash_attn_max_num_splits_for_cuda_graph"} <= fields_of(AttentionConfig)
+
+
+def test_flash_attention_schedules_take_what_they_took() -> None:
+    """`schedule_size` gives a row as many entries as vLLM's own buffer does."""
+    source = inspect.getsource(FlashAttentionMetadataBuilder.__init__)
+    assert "1 + round_up(max_batch_size, 4) * 4," in source
 
 
 def test_kernels() -> None:

@@ -1,0 +1,97 @@
+"""FlashAttention on vLLM's own layout, with room for one row per query segment in CUDA graphs.
+
+Captured FlashAttention 3 reads its schedule from a buffer, into which vLLM's builder copies that of
+every step, prefills included. vLLM sizes it by requests and graphs, which segments outnumber. What
+a graph bakes in is the same at capture and at replay: the number of rows, the longest query (a
+canvas), the longest context, and how often keys may be split; all else is read from tensors.
+"""
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.utils.math_utils import round_up
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionMetadata,
+    FlashAttentionMetadataBuilder,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from dllm_plugin.config import get_decode_config
+from dllm_plugin.row_counts import most_rows
+
+# Tokens times splits. Split keys need float32 results for each split, of all tokens: as many as
+# vLLM's own largest graph of 512 tokens and 32 splits, where 8,192 tokens would take 16 times that.
+SPLIT_TOKENS = 32 * 512
+
+
+def schedule_size(num_rows: int) -> int:
+    """int32 entries of a FlashAttention 3 schedule: at most four per row, and a counter of tiles.
+
+    Rows are counted in fours (``mha_fwd_get_scheduler_metadata`` in FlashAttention's
+    ``hopper/flash_api.cpp``, which takes one to four entries, depending on mask and splits).
+    """
+    return 4 * round_up(num_rows, 4) + 1
+
+
+class SegmentFlashBuilder(FlashAttentionMetadataBuilder):
+    """Room for the schedule of every step, and memory for splits that does not grow with graphs.
+
+    Serves any model: vLLM keeps the class of a backend that it has once looked up.
+    """
+
+    scheduler_metadata: Tensor
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.most_splits = self.max_num_splits
+        if self.use_full_cuda_graph:
+            size = schedule_size(_rows_of(vllm_config))
+            self.scheduler_metadata = torch.zeros(size, dtype=torch.int32, device=device)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> FlashAttentionMetadata:
+        """vLLM's, with the splits that this number of tokens allows; a graph's never changes."""
+        allowed = SPLIT_TOKENS // max(common_attn_metadata.num_actual_tokens, 1)
+        self.max_num_splits = min(self.most_splits, max(allowed, 1))
+        return super().build(common_prefix_len, common_attn_metadata, fast_build)
+
+    def _store_scheduler_metadata(self, scheduler_metadata: Tensor | None) -> Tensor | None:
+        """Copy a step's schedule to where graphs read it; vLLM clears what lies behind it."""
+        if self.use_full_cuda_graph and scheduler_metadata is not None:
+            needed, room = len(scheduler_metadata), len(self.scheduler_metadata)
+            assert needed <= room, (
+                f"FlashAttention's schedule of this step takes {needed} entries, but `most_rows` "
+                f"made room for {room}."
+            )
+        return super()._store_scheduler_metadata(scheduler_metadata)
+
+
+def _rows_of(vllm_config: VllmConfig) -> int:
+    scheduler = vllm_config.scheduler_config
+    requests, tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+    given = vllm_config.additional_config
+    if not isinstance(given, dict) or "dllm" not in given:
+        # Another model's, which has one row per request.
+        return max(requests, tokens)
+    return most_rows(get_decode_config(vllm_config), requests, tokens)
+
+
+class SegmentFlashBackend(FlashAttentionBackend):
+    """vLLM's FLASH_ATTN with that builder."""
+
+    @staticmethod
+    def get_builder_cls() -> type[SegmentFlashBuilder]:
+        """Per KV cache group."""
+        return SegmentFlashBuilder

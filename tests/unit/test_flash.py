@@ -1,0 +1,263 @@
+"""FlashAttention under full CUDA graphs: which rows it must have room for, and when it is taken."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scripted import Hashed, Loop, Run, sampling
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.utils import AttentionGroup
+
+from dllm_plugin.attention import AttentionRows, batch_rows
+from dllm_plugin.config import get_decode_config
+from dllm_plugin.layouts import choice
+from dllm_plugin.layouts.flash import (
+    SPLIT_TOKENS,
+    SegmentFlashBackend,
+    SegmentFlashBuilder,
+    schedule_size,
+)
+from dllm_plugin.row_counts import most_rows, rows_per_canvas
+
+FLASH, TRITON = AttentionBackendEnum.FLASH_ATTN, AttentionBackendEnum.TRITON_ATTN
+SPEC = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+FAMILIES: list[dict[str, Any]] = [
+    {"strategy": "d2f", "block_length": 4, "max_active_blocks": 4, "canvas_length": 16},
+    {"strategy": "d2f", "block_length": 2, "max_active_blocks": 9, "canvas_length": 6},
+    {"strategy": "block_diffusion", "block_length": 4},
+    {"strategy": "block_diffusion", "block_length": 2, "max_active_blocks": 4},
+    {"strategy": "dual_cache", "block_length": 4, "canvas_length": 16},
+]
+
+
+def random_batches(dllm: dict[str, Any], seed: int) -> list[tuple[Loop, InputBatch]]:
+    """Steps with canvases in any phase beside prompts and texts that come back from preemption."""
+    dice = random.Random(seed)
+    loop, batches = Loop(dllm), []
+    for _ in range(6):
+        while loop.free and dice.random() < 0.7:
+            # The whole canvas of full attention is one block.
+            length = {} if loop.config.full_attention else {"dllm_block_length": dice.randint(1, 6)}
+            wish = sampling(dice.randint(1, 40), None, **length)
+            prompt = [1] * dice.randint(1, 20)
+            run = loop.start(prompt, Hashed(seed), wish, f"request-{len(batches)}-{dice.random()}")
+            # On an absolute grid a prompt has as many rows as blocks.
+            loop.states.origin.np[run.slot] = dice.choice([0, len(prompt)])
+        if not loop.running:
+            continue
+        batches.append((loop, batch_of(loop, loop.running)))
+        rows = batch_rows(batches[-1][1], loop.states)
+        check_rows(loop, batches[-1][1], len(rows.length_B))
+        assert (rows.length_B > 0).all()
+        if loop.config.full_attention:
+            break  # its passes are planned by the scheduler of an engine
+        loop.step()
+        for run in dice.sample(loop.running, len(loop.running) // 3):
+            loop.preempt(run)
+            loop.resume(run)
+    return batches
+
+
+def batch_of(loop: Loop, runs: list[Run]) -> InputBatch:
+    starts = loop.states.start_N.tolist()
+    canvases = [run for run in runs if run.prefilled]
+    context = loop.model_config.max_model_len
+    fed = [min(loop.canvas_length, context - starts[run.slot]) for run in canvases]
+    return loop.batch(canvases, fed, [run for run in runs if not run.prefilled])
+
+
+def check_rows(loop: Loop, batch: InputBatch, found: int) -> None:
+    assert found <= most_rows(loop.config, batch.num_reqs, batch.num_tokens)
+    assert found <= batch.num_tokens
+
+
+@pytest.mark.parametrize("dllm", FAMILIES, ids=lambda dllm: f"{dllm['strategy']}-{len(dllm)}")
+def test_no_step_has_more_rows(dllm: dict[str, Any]) -> None:
+    more_than_requests = 0
+    for seed in range(6):
+        for loop, batch in random_batches(dllm, seed):
+            eager = batch_rows(batch, loop.states)
+            more_than_requests += len(eager.length_B) > len(loop.states.open_N)
+            if not batch.has_prefill:
+                captured = batch.num_reqs * rows_per_canvas(loop.config)
+                assert captured <= most_rows(loop.config, batch.num_reqs, 0)
+    # What vLLM's buffer, sized by requests, would not hold.
+    assert (more_than_requests > 0) != (dllm["strategy"] == "dual_cache")
+
+
+def test_the_bound_is_reached() -> None:
+    """A prompt of blocks of one token is as many rows as tokens."""
+    loop = Loop({"strategy": "d2f", "block_length": 4, "canvas_length": 16})
+    run = loop.start([1] * 40, Hashed(0), sampling(8, None, dllm_block_length=1))
+    loop.states.origin.np[run.slot] = 0
+    rows = batch_rows(batch_of(loop, [run]), loop.states)
+    assert len(rows.length_B) == 40 == most_rows(loop.config, 1, 40)
+    with pytest.raises(AssertionError, match="40 attention rows in a step of 40 tokens and 1 req"):
+        AttentionRows(loop.states, 1, 39).build(
+            batch_of(loop, [run]),
+            CUDAGraphMode.NONE,
+            (),
+            torch.empty(0),
+            [],
+            KVCacheConfig(0, [], []),
+            False,
+        )
+
+
+@pytest.fixture
+def engine_config(checkpoints: Path) -> VllmConfig:
+    config = EngineArgs(str(checkpoints / "tiny-sdar"), dtype="bfloat16").create_engine_config()
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    config.compilation_config.max_cudagraph_capture_size = 512
+    return config
+
+
+def builder_of(config: VllmConfig) -> SegmentFlashBuilder:
+    return SegmentFlashBuilder(SPEC, ["x"], config, torch.device("cpu"))
+
+
+def test_room_for_the_longest_schedule(engine_config: VllmConfig) -> None:
+    scheduler = engine_config.scheduler_config
+    for requests, tokens in ((64, 100), (2, 8192)):
+        scheduler.max_num_seqs, scheduler.max_num_batched_tokens = requests, tokens
+        rows = most_rows(get_decode_config(engine_config), requests, tokens)
+        assert rows == max(3 * requests, tokens)  # one block, the one behind it, and the rest
+        assert len(builder_of(engine_config).scheduler_metadata) == schedule_size(rows)
+    # Another model's may find our class under vLLM's name, and has a row per request.
+    engine_config.additional_config = {}
+    assert len(builder_of(engine_config).scheduler_metadata) == schedule_size(8192)
+    engine_config.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE
+    assert not hasattr(builder_of(engine_config), "scheduler_metadata")
+
+
+def test_what_lies_behind_a_schedule_is_cleared(engine_config: VllmConfig) -> None:
+    builder = builder_of(engine_config)
+    room = builder.scheduler_metadata
+    for entries in (1000, 8, len(room), 0):
+        stored = builder._store_scheduler_metadata(torch.arange(1, entries + 1).int())
+        assert stored is not None and stored.data_ptr() in (room.data_ptr(), 0)
+        assert room[:entries].tolist() == list(range(1, entries + 1)) == stored.tolist()
+        assert not room[entries:].any()
+    with pytest.raises(
+        AssertionError, match=f"takes {len(room) + 1} entries, but `most_rows` made"
+    ):
+        builder._store_scheduler_metadata(torch.ones(len(room) + 1).int())
+    assert builder._store_scheduler_metadata(None) is None
+
+
+def test_a_graph_sees_the_same_sizes_and_buffers(engine_config: VllmConfig) -> None:
+    """Other requests, blocks and contexts change the contents of tensors and nothing else."""
+    builder = builder_of(engine_config)
+    # What its parent sets where FlashAttention 3 runs.
+    builder.most_splits = engine_config.attention_config.flash_attn_max_num_splits_for_cuda_graph
+    group = AttentionGroup(SegmentFlashBackend, ["x"], SPEC, 0, metadata_builders=[builder])
+    cache = KVCacheConfig(8, [], [KVCacheGroupSpec(["x"], SPEC)])
+    loop = Loop({"strategy": "d2f", "block_length": 4, "canvas_length": 12, "max_active_blocks": 2})
+    rows, seen = AttentionRows(loop.states, 4, 64), []
+    wishes = [(3, 4), (9, 3), (17, 1), (2, 12)]
+    runs = [
+        loop.start([1] * prompt, Hashed(prompt), sampling(40, None, dllm_block_length=length))
+        for prompt, length in wishes
+    ]
+    loop.step()
+    for count in (4, 2, 3):
+        batch = batch_of(loop, runs[:count])
+        batch.num_reqs_after_padding, batch.num_tokens_after_padding = 4, 48
+        batch.seq_lens = torch.nn.functional.pad(batch.seq_lens, (0, 4 - count))
+        tables, slots = (torch.ones(4, 4, dtype=torch.int32),), torch.zeros(1, 48).long()
+        for_capture, mode = count == 4, CUDAGraphMode.FULL
+        metadata = rows.build(batch, mode, tables, slots, [[group]], cache, for_capture)["x"]
+        tensors = (metadata.query_start_loc, metadata.seq_lens, metadata.block_table)
+        sizes = [(tensor.shape, tensor.data_ptr()) for tensor in tensors]
+        lengths = (metadata.max_query_len, metadata.max_seq_len, metadata.max_num_splits)
+        seen.append((sizes, *lengths, metadata.num_actual_tokens, metadata.causal))
+        assert metadata.query_start_loc[-1] == 12 * count
+        assert not metadata.seq_lens[3 * count :].any()
+    # vLLM's profile of graph memory runs before the context is fitted to the cache.
+    tables = (torch.ones(4, 3, dtype=torch.int32),)
+    fitted = rows.build(batch, mode, tables, slots, [[group]], cache, True)["x"].block_table
+    assert fitted.shape == (12, 3) and rows.block_tables[0].data_ptr() == fitted.data_ptr()
+    assert seen[0] == seen[1] == seen[2]
+    assert seen[0][0][1][0] == (12,) and seen[0][1:] == (12, 64, 32, 48, False)
+
+
+def test_splits_take_no_more_memory_in_larger_graphs(engine_config: VllmConfig) -> None:
+    engine_config.compilation_config.max_cudagraph_capture_size = 32768
+    builder = builder_of(engine_config)
+    assert builder.most_splits == 0  # on the CPU, where nothing is scheduled
+    builder.most_splits = 32
+    for tokens, splits in ((8, 32), (512, 32), (1024, 16), (8192, 2), (32768, 1), (32769, 0)):
+        bounds = torch.tensor([0, tokens], dtype=torch.int32)
+        common = spans_of(bounds, tokens)
+        assert builder.build(0, common).max_num_splits == splits
+        assert splits * tokens <= max(SPLIT_TOKENS, tokens)
+
+
+def spans_of(bounds: torch.Tensor, tokens: int) -> Any:
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    return CommonAttentionMetadata(
+        query_start_loc=bounds,
+        query_start_loc_cpu=bounds,
+        seq_lens=bounds[1:],
+        num_reqs=1,
+        num_actual_tokens=tokens,
+        max_query_len=tokens,
+        max_seq_len=65536,
+        block_table_tensor=torch.zeros(1, 1, dtype=torch.int32),
+        slot_mapping=torch.zeros(tokens, dtype=torch.int64),
+        causal=False,
+    )
+
+
+def test_triton_is_the_default_until_a_gpu_has_shown_otherwise(engine_config: VllmConfig) -> None:
+    assert not choice.FLASH_IS_DEFAULT
+    assert choice.under_full_graphs(engine_config, 3) == TRITON
+    assert choice.under_full_graphs(engine_config, 3, flash_is_default=True) == FLASH
+    for version in (2, 4, None):
+        assert choice.under_full_graphs(engine_config, version, flash_is_default=True) == TRITON
+    engine_config.cache_config.cache_dtype = "fp8"
+    assert choice.under_full_graphs(engine_config, 3, flash_is_default=True) == TRITON
+
+
+def test_what_was_asked_for_is_taken_or_refused(engine_config: VllmConfig) -> None:
+    attention, model = engine_config.attention_config, engine_config.model_config
+    for asked in (TRITON, AttentionBackendEnum.FLASHINFER, FLASH):
+        attention.backend = asked
+        for version in (2, 3):
+            taken = choice.under_full_graphs(engine_config, version, flash_is_default=True)
+            assert taken == asked
+    for version, found in ((4, "FlashAttention 4"), (None, "none")):
+        with pytest.raises(ValueError, match=f"vLLM finds {found} for this .* cudagraph_mode to"):
+            choice.under_full_graphs(engine_config, version)
+    model.dtype = torch.float32
+    with pytest.raises(ValueError, match="attention_backend FLASH_ATTN .* got dtype float32: choo"):
+        choice.under_full_graphs(engine_config, 3)
+    model.dtype, attention.backend = torch.bfloat16, None
+    attention.backend_per_kind = {"full_attention": FLASH}
+    with pytest.raises(ValueError, match="for one kind of layers: ask for it by attention_backend"):
+        choice.under_full_graphs(engine_config, 3)
+
+
+@pytest.mark.parametrize("head_size", [20, 288])
+def test_heads_that_it_cannot_take(head_size: int, engine_config: VllmConfig) -> None:
+    engine_config.model_config.hf_text_config.head_dim = head_size
+    engine_config.model_config.model_arch_config.head_size = head_size
+    engine_config.attention_config.backend = FLASH
+    with pytest.raises(ValueError, match=f"but this model's have {head_size}: choose TRITON_ATTN"):
+        choice.under_full_graphs(engine_config, 3)
+    engine_config.attention_config.backend = None
+    assert choice.under_full_graphs(engine_config, 3, flash_is_default=True) == TRITON
+
+
+def test_the_registered_path_names_the_backend() -> None:
+    module, name = choice.FLASH.rsplit(".", 1)
+    assert (module, name) == (SegmentFlashBackend.__module__, SegmentFlashBackend.__qualname__)
+    assert SegmentFlashBackend.get_builder_cls() is SegmentFlashBuilder
+    assert SegmentFlashBackend.get_name() == FLASH.name
