@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omni_models import autoregressive
@@ -32,25 +33,38 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from omni_denoisers import checkpoint
 
     root = tmp_path_factory.mktemp("ranks")
-    autoregressive(root / "llama", "Llama")
+    for family in ("Llama", "Qwen2"):
+        autoregressive(root / family.lower(), family)
     checkpoint(root / "sample", "sample")
     return root
 
 
-def forget_shared_memory() -> None:
-    """vLLM names a launcher's segments alike every time, leaves them, and cannot open old ones."""
-    for segment in Path("/dev/shm").glob("-pp:0-*-cpushm_*"):
-        segment.unlink()
+def results(text: str) -> dict[str, dict[str, Any]]:
+    """By rank, what omni_parallel.py printed."""
+    lines = [line.split(" ", 2) for line in text.splitlines() if line.startswith("RESULT ")]
+    return {rank: json.loads(found) for _, rank, found in lines}
 
 
 def test_two_ranks(folder: Path) -> None:
-    """Hidden states under preemption, and a denoiser whose first rank only embeds."""
+    """Twenty requests under preemption, tensor-parallel, and a denoiser whose first rank embeds."""
     command = [sys.executable, str(HERE / "omni_parallel.py"), str(folder), "workers"]
-    variables = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    text = output_of(command, **variables)
-    [line] = [line for line in text.splitlines() if line.startswith("RESULT ")]
-    (*errors, preemptions), tensors = json.loads(line.split(" ", 2)[2])
-    assert max(errors) < 1e-4 and preemptions > 0 and tensors < 1e-5
+    text = output_of(
+        command,
+        VLLM_CPU_OMP_THREADS_BIND="0|1",
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS="1",  # vLLM's CPU workers wait to be killed
+    )
+    found = results(text)["0"]
+    for name in ("llama", "qwen2"):
+        error, preemptions = found[name]
+        assert error < 1e-4 and preemptions > 0, name
+    assert found["tensors"] < 1e-5
+
+
+def forget_shared_memory() -> None:
+    """vLLM names a launcher's segments alike every time, and cannot start where old ones lie."""
+    for segment in Path("/dev/shm").glob("-pp:0-*-cpushm_*"):
+        segment.unlink()
 
 
 def test_every_rank_of_torchrun_gets_the_rows(folder: Path) -> None:
@@ -61,11 +75,11 @@ def test_every_rank_of_torchrun_gets_the_rows(folder: Path) -> None:
     text = output_of(
         command, VLLM_ENABLE_V1_MULTIPROCESSING="0", GLOO_SOCKET_IFNAME="lo", MASTER_PORT="0"
     )
-    lines = sorted(line for line in text.splitlines() if line.startswith("RESULT "))
-    assert [line.split()[1] for line in lines] == ["0", "1"]
-    for line in lines:
-        ((*errors, preemptions),) = json.loads(line.split(" ", 2)[2])
-        assert max(errors) < 1e-4 and preemptions > 0
+    found = results(text)
+    assert sorted(found) == ["0", "1"]
+    for rank in found.values():
+        error, preemptions = rank["llama"]
+        assert error < 1e-4 and preemptions > 0
 
 
 def test_model_runner_v2(tmp_path: Path) -> None:
