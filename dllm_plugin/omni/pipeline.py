@@ -10,6 +10,7 @@ import secrets
 import threading
 import traceback
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ ANSWERS |= dict.fromkeys(("reset_mm_cache", "reset_encoder_cache", "supports_dra
 CALLS = ("sleep", "wake_up", "progress")
 
 
-class Job:
+class Job(AbstractContextManager[Any]):
     """One call of a pipeline, a denoising step at a time, in a thread that no exit waits for."""
 
     def __init__(self, call: Any) -> None:
@@ -44,14 +45,18 @@ class Job:
         threading.Thread(target=self._main, args=(call,), daemon=True).start()
 
     def _main(self, call: Any) -> None:
-        try:
+        with self:
             self._wait()
             self.result = call(self)
-        except BaseException as error:  # ends this request alone; as text it keeps no frame alive
-            self.result = refusal(f"{type(error).__name__}: {error}")
-            self.error = traceback.format_exc()
         self.ended = True
         self._stopped.release()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        """Whatever ends the call ends this request alone; as text it keeps no frame alive."""
+        if error is not None:
+            self.result = refusal(f"{type(error).__name__}: {error}")
+            self.error = "".join(traceback.format_exception(error))
+        return True
 
     def _wait(self) -> None:
         self._go.acquire()
@@ -187,8 +192,7 @@ class DiffusersPipelineExecutor(Executor):
             for job in self.jobs.values():
                 job.advance(cancel=True)
             self.jobs, self.pipe = {}, None
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
     def _wake_up(self, tags: list[str] | None = None) -> None:
         if self.pipe is None:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,17 +62,17 @@ def test_two_ranks(folder: Path) -> None:
     assert found["tensors"] < 1e-5
 
 
-def forget_shared_memory() -> None:
+def segments() -> Iterator[Path]:
     """vLLM names a launcher's segments alike every time, and cannot start where old ones lie."""
-    for segment in Path("/dev/shm").glob("-pp:0-*-cpushm_*"):
-        segment.unlink()
+    return Path("/dev/shm").glob("-pp:0-*-cpushm_*")
 
 
 def test_every_rank_of_torchrun_gets_the_rows(folder: Path) -> None:
     """Each rank is an engine of its own; the last stage of the pipeline sends it the rows."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     command = [*launch, str(HERE / "omni_parallel.py"), str(folder), "launcher"]
-    forget_shared_memory()
+    for segment in segments():
+        segment.unlink()
     text = output_of(
         command, VLLM_ENABLE_V1_MULTIPROCESSING="0", GLOO_SOCKET_IFNAME="lo", MASTER_PORT="0"
     )
@@ -80,11 +81,16 @@ def test_every_rank_of_torchrun_gets_the_rows(folder: Path) -> None:
     for rank in found.values():
         error, preemptions = rank["llama"]
         assert error < 1e-4 and preemptions > 0
+    assert not list(segments()), "ranks that end by themselves leave none"
 
 
 def test_model_runner_v2(tmp_path: Path) -> None:
-    """What CUDA uses, through Triton's interpreter: asynchronous, chunked, preempted."""
+    """What CUDA uses, through Triton's interpreter: asynchronous, chunked, preempted, drafting."""
     command = [sys.executable, str(HERE / "omni_interpreted.py"), str(tmp_path)]
-    text = output_of(command)
-    result = json.loads(text.splitlines()[-1])
-    assert result["rows"] < 1e-4 and result["preemptions"] > 0 and result["tensors"] < 1e-5
+    found = json.loads(output_of(command).splitlines()[-1])
+    error, preemptions = found["rows"]
+    assert error < 1e-4 and preemptions > 0
+    error, drafted, accepted = found["drafts"]
+    assert error < 1e-4 and 0 < accepted < drafted
+    assert found["nans"] and set(found["nans"]) == {3}
+    assert found["tensors"] < 1e-5
