@@ -1,7 +1,6 @@
-"""An executor that runs a diffusers pipeline in the engine's own process, without workers. Each
-request that was begun has a thread that calls the pipeline as anybody would. After a denoising step
-its callback stops the thread until the engine's next step: one thread runs at a time, and the
-engine sees aborts and new requests between denoising steps."""
+"""An executor that runs a diffusers pipeline in the engine's process, without workers. A request
+that was begun has a thread that calls the pipeline as anybody would; after a denoising step its
+callback waits for the engine's next step. So one thread runs at a time, and aborts are seen."""
 
 import copy
 import inspect
@@ -179,11 +178,10 @@ class DiffusersPipelineExecutor(Executor):
         for name in self.schedulers:
             setattr(pipe, name, copy.deepcopy(getattr(pipe, name)))
         request["output_type"] = "pt" if kind == "pil" else kind
-        images = pipe(**request, **options, callback_on_step_end=job.after_step)[0]
-        images = images.detach().float().cpu()
+        images = pipe(**request, **options, callback_on_step_end=job.after_step)[0].float().cpu()
         if kind == "pil":
             images = (images.permute(0, 2, 3, 1) * 255).round().to(torch.uint8)
-        return images.contiguous()
+        return images.detach().contiguous()
 
     def _sleep(self, level: int) -> None:
         if level == 1:
