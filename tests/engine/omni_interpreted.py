@@ -40,13 +40,19 @@ def asked(max_tokens: int, **options: Any) -> Any:
     return hidden_state_params(max_tokens=max_tokens, **settings)
 
 
-def hidden_states(folder: Path, room: EngineRoom) -> tuple[float, int]:
+def modules_of_runner(worker: Any) -> list[str]:
+    return [parent.__module__ for parent in type(worker.model_runner).__mro__]
+
+
+def hidden_states(folder: Path, room: EngineRoom, ranks: int) -> tuple[float, int]:
     """Mixed prompts, chunked, preempted, scheduled asynchronously: largest error, preemptions."""
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind" if ranks == 1 else "0|1"
     pages = {"block_size": 32, "num_gpu_blocks_override": 10}
     args = SMALL | pages | {"additional_config": {}} | hidden_state_args(LAYERS)
-    llm = room.start(model=str(folder), async_scheduling=True, **args)
-    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    assert "vllm.v1.worker.gpu.model_runner" in {c.__module__ for c in type(runner).__mro__}
+    args |= {"async_scheduling": True, "tensor_parallel_size": ranks}
+    llm = room.start(model=str(folder), **args)
+    for modules in llm.collective_rpc(modules_of_runner):
+        assert "vllm.v1.worker.gpu.model_runner" in modules
     outputs = llm.generate(PROMPTS, asked(40), use_tqdm=False)
     reference = Reference(folder)
     return max(reference.error(out, layers=LAYERS) for out in outputs), num_preemptions(llm)
@@ -102,7 +108,8 @@ def main(folder: Path) -> None:
     room = EngineRoom()
     llama = autoregressive(folder / "llama", "Llama")
     result: dict[str, Any] = {
-        "rows": hidden_states(llama, room),
+        "rows": hidden_states(llama, room, ranks=1),
+        "ranks": hidden_states(llama, room, ranks=2),
         "drafts": drafts(llama, room),
         "nans": nan_counts(autoregressive(folder / "nan", "Llama", nan_rows=3), room),
         "tensors": tensors(folder / "sample", room),
