@@ -87,6 +87,30 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return [(7 * i * (seed + 3) + i * i) % 250 + 3 for i in range(length)]
 
 
+def twenty() -> tuple[list[dict[str, Any]], list[Any]]:
+    """Mixed requests: prompts of 1 to 150 tokens, answers of 30 to 36; every fifth did not ask for
+    hidden states."""
+    from vllm import SamplingParams
+
+    from dllm_plugin.omni import hidden_state_params
+
+    lengths = [5, 150, 17, 33, 70, 64, 1, 100] * 3
+    prompts = [{"prompt_token_ids": prompt(n, i)} for i, n in enumerate(lengths[:20])]
+    common = {"temperature": 0, "ignore_eos": True, "detokenize": False}
+    makers = [hidden_state_params] * 4 + [SamplingParams]
+    return prompts, [makers[i % 5](max_tokens=30 + i % 7, **common) for i in range(20)]
+
+
+def largest_error(reference: Reference, outputs: list[Any]) -> float:
+    """Of the answers to :func:`twenty`, whose lengths, first rows and opt-outs are checked."""
+    from dllm_plugin.omni import hidden_states_of
+
+    assert [len(out.outputs[0].token_ids) for out in outputs] == [30 + i % 7 for i in range(20)]
+    found = [hidden_states_of(output) for output in outputs]
+    assert [rows and rows.start for rows in found] == [0, 0, 0, 0, None] * 4
+    return max(reference.error(outputs[i]) for i, rows in enumerate(found) if rows)
+
+
 def pipeline(folder: Path) -> Path:
     """The example's pipeline of a few kilobytes with random weights."""
     folder.mkdir(parents=True, exist_ok=True)

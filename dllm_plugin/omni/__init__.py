@@ -63,12 +63,12 @@ def tensor_args() -> dict[str, Any]:
     return {"runner": "pooling", "worker_cls": "dllm_plugin.omni.workers.DiffusionWorker"}
 
 
-def tensor_of(output: Any, error: type[Exception] = ValueError) -> Any:
-    """The tensor of a PoolingRequestOutput; raises `error` if the request was refused."""
+def tensor_of(output: Any, error: type[Exception] = ValueError, entry: str = "") -> Any:
+    """The tensor of a PoolingRequestOutput; raises `error` if the request (`entry`) was refused."""
     tensor = output.outputs.data
     start = tensor.flatten()[:1024].numpy().tobytes() if tensor.dtype == torch.uint8 else b""
     if start.startswith(REFUSED):
-        raise error(start.removeprefix(REFUSED).decode(errors="replace"))
+        raise error(entry + start.removeprefix(REFUSED).decode(errors="replace"))
     return tensor
 
 

@@ -114,12 +114,12 @@ class _HiddenStates(Runner):  # what both mixins share
             self.use_aux_hidden_state_outputs = True
             model.set_aux_hidden_state_layers(inner)
 
-    def _start(self, request: Any, prompt: int, known: int) -> None:
-        """A new or resumed request: of the `known` tokens `prompt` are the prompt's."""
+    def _start(self, request: Any, prompt: int, sampled: int = 0) -> None:
+        """A new or resumed request, with so many tokens of its prompt and sampled ones."""
         self._lives.pop(request.req_id, None)
         params = request.sampling_params
         if params is not None and (params.extra_args or {}).get(WANTED):
-            sent = known - 1 if known > prompt else 0
+            sent = prompt + sampled - 1 if sampled else 0
             self._lives[request.req_id] = Life(request.num_computed_tokens, sent)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
@@ -164,13 +164,12 @@ class HiddenStatesV1(_HiddenStates):  # in front of v1/worker/gpu_model_runner.p
         for req_id in scheduler_output.finished_req_ids:
             self._lives.pop(req_id, None)
         for new in scheduler_output.scheduled_new_reqs:
-            self._start(new, new.prompt_len, new.prompt_len)
+            self._start(new, new.prompt_len)
         cached = scheduler_output.scheduled_cached_reqs
         for req_id, outputs in zip(cached.req_ids, cached.num_output_tokens, strict=True):
             if req_id in cached.resumed_req_ids:
                 request = self.requests[req_id]
-                prompt = request.num_prompt_tokens
-                self._start(request, prompt, prompt + outputs)
+                self._start(request, request.num_prompt_tokens, outputs)
         return correct
 
     def _places(self, state: Any) -> list[tuple[str, int, int, int]]:
@@ -185,7 +184,7 @@ class HiddenStatesV2(_HiddenStates):  # in front of v1/worker/gpu/model_runner.p
     def add_requests(self, scheduler_output: Any) -> None:
         super().add_requests(scheduler_output)
         for new in scheduler_output.scheduled_new_reqs:  # a resumed request is a new one here
-            self._start(new, new.prompt_len, len(new.prefill_token_ids))
+            self._start(new, new.prompt_len, len(new.prefill_token_ids) - new.prompt_len)
 
     def _remove_request(self, req_id: str) -> Any:
         self._lives.pop(req_id, None)

@@ -56,18 +56,18 @@ def plugin() -> str:
     return "dllm_plugin.omni.images.ImageProcessor"  # what vLLM asks IO processor plugins for
 
 
-def check_request(request: Any, config: VllmConfig) -> None:
-    """Raise VLLMValidationError for what no pipeline could honour."""
+def check_request(request: Any, config: VllmConfig, entry: str = "") -> None:
+    """Raise VLLMValidationError for what no pipeline could honour, of this entry of a list."""
     if not isinstance(request, dict) or "prompt" not in request:
-        raise VLLMValidationError(f"An image request is a dictionary with a prompt, got {request}.")
+        raise VLLMValidationError(f"{entry}A request is a dictionary with a prompt, got {request}.")
     for name, value in request.items():
         must, fits = RULES.get(name, ("", lambda x: True))
         if not fits(value):
-            raise VLLMValidationError(f"{name} must be {must}, got {value!r}.")
+            raise VLLMValidationError(f"{entry}{name} must be {must}, got {value!r}.")
     limit, count = option(config, "max_pixels", 1 << 22), request.get("num_images_per_prompt", 1)
     pixels = count * request.get("width", SIDE) * request.get("height", SIDE)
     if pixels > limit:
-        say = f"{pixels} pixels ({SIDE} for a side not given) are asked for, {limit} allowed"
+        say = f"{entry}{pixels} pixels ({SIDE} for a side not given) are asked for, {limit} allowed"
         raise VLLMValidationError(f"{say}: see additional_config['omni']['max_pixels'].")
 
 
@@ -85,18 +85,18 @@ class ImageProcessor(IOProcessor[Any, Any]):
 
     def parse_data(self, data: object) -> list[Any]:
         requests = data if isinstance(data, list) else [data]
-        for request in requests:
-            check_request(request, self.vllm_config)
+        for i, request in enumerate(requests):
+            check_request(request, self.vllm_config, f"data[{i}]: " * (len(requests) > 1))
         return requests
 
     def pre_process(self, prompt: Any, request_id: str | None = None, **kwargs: Any) -> list[Any]:
         return [{"prompt_token_ids": list(json.dumps(one).encode())} for one in prompt]
 
     def post_process(self, model_output: Any, request_id: str | None = None, **kwargs: Any) -> Any:
-        """A list of PIL images per request, or of base64 PNG files in the server, which has a
-        `request_id`; other output types are tensors. Raises what a pipeline refused."""
-        tensors = [tensor_of(output, VLLMValidationError) for output in model_output]
-        served = request_id is not None
+        """Of each request a tensor or its images, in a server (with a request_id) as base64 PNG."""
+        found, several = enumerate(model_output), len(model_output) > 1
+        error, served = VLLMValidationError, request_id is not None
+        tensors = [tensor_of(output, error, f"data[{i}]: " * several) for i, output in found]
         if served and any(tensor.is_floating_point() for tensor in tensors):
             raise VLLMValidationError("output_type must be 'pil' where a server answers.")
         return [t if t.is_floating_point() else [picture(p, served) for p in t] for t in tensors]

@@ -1,7 +1,6 @@
-"""An executor that runs a diffusers pipeline in the engine's own process, without workers. Each
-request that was begun has a thread that calls the pipeline as anybody would. After a denoising step
-its callback stops the thread until the engine's next step: one thread runs at a time, and the
-engine sees aborts and new requests between denoising steps."""
+"""An executor that runs a diffusers pipeline in the engine's process, without workers. A request
+that was begun has a thread that calls the pipeline as anybody would; after a denoising step its
+callback waits for the engine's next step. So one thread runs at a time, and aborts are seen."""
 
 import copy
 import inspect
@@ -10,6 +9,7 @@ import secrets
 import threading
 import traceback
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ ANSWERS |= dict.fromkeys(("reset_mm_cache", "reset_encoder_cache", "supports_dra
 CALLS = ("sleep", "wake_up", "progress")
 
 
-class Job:
+class Job(AbstractContextManager[Any]):
     """One call of a pipeline, a denoising step at a time, in a thread that no exit waits for."""
 
     def __init__(self, call: Any) -> None:
@@ -44,14 +44,18 @@ class Job:
         threading.Thread(target=self._main, args=(call,), daemon=True).start()
 
     def _main(self, call: Any) -> None:
-        try:
+        with self:
             self._wait()
             self.result = call(self)
-        except BaseException as error:  # ends this request alone; as text it keeps no frame alive
-            self.result = refusal(f"{type(error).__name__}: {error}")
-            self.error = traceback.format_exc()
         self.ended = True
         self._stopped.release()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        """Whatever ends the call ends this request alone; as text it keeps no frame alive."""
+        if error is not None:
+            self.result = refusal(f"{type(error).__name__}: {error}")
+            self.error = "".join(traceback.format_exception(error))
+        return True
 
     def _wait(self) -> None:
         self._go.acquire()
@@ -174,11 +178,10 @@ class DiffusersPipelineExecutor(Executor):
         for name in self.schedulers:
             setattr(pipe, name, copy.deepcopy(getattr(pipe, name)))
         request["output_type"] = "pt" if kind == "pil" else kind
-        images = pipe(**request, **options, callback_on_step_end=job.after_step)[0]
-        images = images.detach().float().cpu()
+        images = pipe(**request, **options, callback_on_step_end=job.after_step)[0].float().cpu()
         if kind == "pil":
             images = (images.permute(0, 2, 3, 1) * 255).round().to(torch.uint8)
-        return images.contiguous()
+        return images.detach().contiguous()
 
     def _sleep(self, level: int) -> None:
         if level == 1:
@@ -187,8 +190,7 @@ class DiffusersPipelineExecutor(Executor):
             for job in self.jobs.values():
                 job.advance(cancel=True)
             self.jobs, self.pipe = {}, None
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
     def _wake_up(self, tags: list[str] | None = None) -> None:
         if self.pipe is None:

@@ -106,6 +106,24 @@ def test_a_bad_request_ends_alone(
     assert torch.equal(images, direct(REQUESTS[0]))
 
 
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [({"seed": -1}, r"^data\[1\]: seed must be"), ({"width": 17}, r"^data\[1\]: .*divisible by 8")],
+)
+def test_a_list_names_the_entry_that_was_refused(
+    llm: Any, direct: Any, change: dict[str, Any], sentence: str
+) -> None:
+    """By the front end before any work, or by the pipeline; nothing of the list is left behind."""
+    from vllm.exceptions import VLLMValidationError
+
+    with pytest.raises(VLLMValidationError, match=sentence):
+        encode(llm, [REQUESTS[0], REQUESTS[1] | change, REQUESTS[2]])
+    assert executor(llm).jobs == {} and executor(llm).requests == {}
+    assert not llm.llm_engine.has_unfinished_requests()
+    (images,) = encode(llm, [REQUESTS[0] | {"output_type": "pt"}])
+    assert torch.equal(images, direct(REQUESTS[0]))
+
+
 def test_requests_without_the_front_end(llm: Any) -> None:
     """Bytes that are no request reach the executor and are refused there."""
     from dllm_plugin.omni import tensor_of

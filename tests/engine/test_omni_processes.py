@@ -3,7 +3,9 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omni_models import autoregressive
@@ -11,6 +13,7 @@ from processes import end, environment, spawn
 
 HERE = Path(__file__).parent
 SECONDS = 900
+KILLED_SOON = {"VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1"}  # vLLM's CPU workers wait for it
 
 
 def output_of(command: list[str], **variables: str) -> str:
@@ -32,45 +35,64 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from omni_denoisers import checkpoint
 
     root = tmp_path_factory.mktemp("ranks")
-    autoregressive(root / "llama", "Llama")
+    for family in ("Llama", "Qwen2"):
+        autoregressive(root / family.lower(), family)
     checkpoint(root / "sample", "sample")
     return root
 
 
-def forget_shared_memory() -> None:
-    """vLLM names a launcher's segments alike every time, leaves them, and cannot open old ones."""
-    for segment in Path("/dev/shm").glob("-pp:0-*-cpushm_*"):
-        segment.unlink()
+def results(text: str) -> dict[str, dict[str, Any]]:
+    """By rank, what omni_parallel.py printed."""
+    lines = [line.split(" ", 2) for line in text.splitlines() if line.startswith("RESULT ")]
+    return {rank: json.loads(found) for _, rank, found in lines}
 
 
 def test_two_ranks(folder: Path) -> None:
-    """Hidden states under preemption, and a denoiser whose first rank only embeds."""
+    """Twenty requests under preemption, tensor-parallel, and a denoiser whose first rank embeds."""
     command = [sys.executable, str(HERE / "omni_parallel.py"), str(folder), "workers"]
-    variables = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    text = output_of(command, **variables)
-    [line] = [line for line in text.splitlines() if line.startswith("RESULT ")]
-    (*errors, preemptions), tensors = json.loads(line.split(" ", 2)[2])
-    assert max(errors) < 1e-4 and preemptions > 0 and tensors < 1e-5
+    text = output_of(
+        command,
+        VLLM_CPU_OMP_THREADS_BIND="0|1",
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        **KILLED_SOON,
+    )
+    found = results(text)["0"]
+    for name in ("llama", "qwen2"):
+        error, preemptions = found[name]
+        assert error < 1e-4 and preemptions > 0, name
+    assert found["tensors"] < 1e-5
+
+
+def segments() -> Iterator[Path]:
+    """vLLM names a launcher's segments alike every time, and cannot start where old ones lie."""
+    return Path("/dev/shm").glob("-pp:0-*-cpushm_*")
 
 
 def test_every_rank_of_torchrun_gets_the_rows(folder: Path) -> None:
     """Each rank is an engine of its own; the last stage of the pipeline sends it the rows."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     command = [*launch, str(HERE / "omni_parallel.py"), str(folder), "launcher"]
-    forget_shared_memory()
+    for segment in segments():
+        segment.unlink()
     text = output_of(
         command, VLLM_ENABLE_V1_MULTIPROCESSING="0", GLOO_SOCKET_IFNAME="lo", MASTER_PORT="0"
     )
-    lines = sorted(line for line in text.splitlines() if line.startswith("RESULT "))
-    assert [line.split()[1] for line in lines] == ["0", "1"]
-    for line in lines:
-        ((*errors, preemptions),) = json.loads(line.split(" ", 2)[2])
-        assert max(errors) < 1e-4 and preemptions > 0
+    found = results(text)
+    assert sorted(found) == ["0", "1"]
+    for rank in found.values():
+        error, preemptions = rank["llama"]
+        assert error < 1e-4 and preemptions > 0
+    assert not list(segments()), "ranks that end by themselves leave none"
 
 
 def test_model_runner_v2(tmp_path: Path) -> None:
-    """What CUDA uses, through Triton's interpreter: asynchronous, chunked, preempted."""
+    """What CUDA uses, through Triton's interpreter: asynchronous, chunked, preempted, drafting."""
     command = [sys.executable, str(HERE / "omni_interpreted.py"), str(tmp_path)]
-    text = output_of(command)
-    result = json.loads(text.splitlines()[-1])
-    assert result["rows"] < 1e-4 and result["preemptions"] > 0 and result["tensors"] < 1e-5
+    found = json.loads(output_of(command, **KILLED_SOON).splitlines()[-1])
+    for ranks in ("rows", "ranks"):
+        error, preemptions = found[ranks]
+        assert error < 1e-4 and preemptions > 0, ranks
+    error, drafted, accepted = found["drafts"]
+    assert error < 1e-4 and 0 < accepted < drafted
+    assert found["nans"] and set(found["nans"]) == {3}
+    assert found["tensors"] < 1e-5

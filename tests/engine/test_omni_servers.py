@@ -131,6 +131,7 @@ def test_images_over_http(tmp_path: Path) -> None:
             ({"prompt": 5}, "prompt must be a string, got 5"),
             (request | {"nonsense": 1}, "takes no nonsense"),
             (request | {"output_type": "pt"}, "output_type must be 'pil'"),
+            ([request, {"prompt": 5}], "data[1]: prompt must be a string, got 5"),
         ):
             refused = httpx.post(url, json={"model": "tiny", "data": bad}, timeout=60)
             assert refused.status_code == 400 and sentence in json.dumps(refused.json())

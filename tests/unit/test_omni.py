@@ -3,6 +3,7 @@
 import copy
 import gc
 import inspect
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -200,7 +201,7 @@ def uncollected() -> Any:
     gc.enable()
 
 
-@pytest.mark.parametrize("end", ["fails", "cancelled", "returns"])
+@pytest.mark.parametrize("end", ["fails", "exits", "cancelled", "returns"])
 def test_what_a_call_held_is_free_when_it_ended(uncollected: None, end: str) -> None:
     """Without waiting for the garbage collector, which knows nothing of GPU memory."""
     held: list[Any] = []
@@ -211,6 +212,8 @@ def test_what_a_call_held_is_free_when_it_ended(uncollected: None, end: str) -> 
         job.after_step(None, 0, None, {})
         if end == "fails":
             raise MemoryError("no more")
+        if end == "exits":  # no Exception; it ends this call, and the engine learns of it
+            sys.exit("no more")
         return torch.ones(1)
 
     job = pipeline.Job(call)
@@ -220,8 +223,9 @@ def test_what_a_call_held_is_free_when_it_ended(uncollected: None, end: str) -> 
     assert job.ended and held[0]() is None
     if end == "returns":
         assert job.error == "" and job.result.tolist() == [1]
-    elif end == "fails":
-        assert b"MemoryError: no more" in job.result.numpy().tobytes()
+    elif end != "cancelled":
+        kind = b"MemoryError" if end == "fails" else b"SystemExit"
+        assert kind + b": no more" in job.result.numpy().tobytes()
         assert "in call" in job.error  # the traceback, for the log
 
 
