@@ -27,7 +27,7 @@ OFF = {
     "use_block_cache": (False,),
 }
 # What block diffusion reads only where `max_active_blocks` lets it open the next block early.
-OF_SEVERAL_BLOCKS = {"block_add_threshold", "decoded_token_threshold"}
+OF_SEVERAL_BLOCKS = ("block_add_threshold", "decoded_token_threshold")
 
 
 def strategies_of(family: Family) -> tuple[str, ...]:
@@ -94,7 +94,7 @@ def _options_of_blocks(policy: str, family: Family) -> set[str]:
         read |= {"threshold", "editing_threshold", "max_post_steps", "num_to_transfer"}
     if policy in ("threshold", JOINT):
         # Schedules count the steps of one block.
-        read |= {"max_active_blocks"} | OF_SEVERAL_BLOCKS
+        read |= {"max_active_blocks", *OF_SEVERAL_BLOCKS}
     return read
 
 

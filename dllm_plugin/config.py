@@ -11,7 +11,6 @@ from dllm_plugin.choices import (
     DUAL_CACHE,
     FULL_ATTENTION,
     JOINT,
-    OF_SEVERAL_BLOCKS,
     OFF,
     SEMI_AUTOREGRESSIVE,
     default_policy,
@@ -20,7 +19,14 @@ from dllm_plugin.choices import (
     strategies_of,
 )
 from dllm_plugin.models import FAMILIES, Family
-from dllm_plugin.option_checks import check_block_length, check_policy, check_values
+from dllm_plugin.option_checks import (
+    check_block_cache,
+    check_block_length,
+    check_one_block,
+    check_policy,
+    check_steps,
+    check_values,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -341,22 +347,17 @@ class DecodeConfig:
                 f"{self.max_active_blocks}: raise max_active_blocks in additional_config."
             )
         read = options_read(request.strategy, request.policy, self.family)
-        one = request.strategy == BLOCK_DIFFUSION and request.max_active_blocks == 1
         for name, value in fields.items():
-            if one and name in OF_SEVERAL_BLOCKS & read:
-                raise ValueError(
-                    f"{name} has no effect with max_active_blocks 1: remove it or raise "
-                    "max_active_blocks."
-                )
             if name not in read and value not in OFF.get(name, ()):
                 raise ValueError(
                     f"{name} has no effect with strategy {request.strategy!r} and policy "
                     f"{request.policy!r} on {self.architecture}: remove it or choose another "
                     "policy."
                 )
-        _check_steps(request)
+        check_steps(request)
+        check_one_block(request, fields)
         # Whether blocks commit alone is the engine's choice.
-        _check_block_cache(dataclasses.replace(self, use_block_cache=request.use_block_cache))
+        check_block_cache(dataclasses.replace(self, use_block_cache=request.use_block_cache))
 
 
 def get_decode_config(vllm_config: "VllmConfig") -> DecodeConfig:
@@ -374,25 +375,6 @@ def check_strategy_reads(config: DecodeConfig, given: Mapping[str, Any]) -> None
                 f"{name} has no effect with strategy {config.strategy!r} on "
                 f"{config.architecture}: remove it or choose another strategy."
             )
-    _check_steps(config)
-    _check_block_cache(config)
-
-
-def _check_block_cache(config: DecodeConfig) -> None:
-    if config.use_block_cache and not config.commits_alone:
-        raise ValueError(
-            f"use_block_cache needs max_active_blocks 1, got {config.max_active_blocks}: the cache "
-            "of a block is that of one block at a time."
-        )
-    if config.use_block_cache and config.kv_cache_layout == "distinct":
-        raise ValueError(
-            "use_block_cache needs kv_cache_layout 'unified': the attention of 'distinct' takes "
-            "the keys of a canvas from its own pass."
-        )
-
-
-def _check_steps(config: DecodeConfig) -> None:
-    if config.leads_with_one and config.steps == 1:
-        raise ValueError(
-            "steps must be at least 2: the first step of a block decides one position."
-        )
+    check_steps(config)
+    check_one_block(config, given)
+    check_block_cache(config)

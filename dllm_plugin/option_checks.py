@@ -1,8 +1,15 @@
 """Checks of option values. Every error names the option."""
 
+from collections.abc import Mapping
 from typing import Any
 
-from dllm_plugin.choices import POLICIES, STRATEGIES, policies_of
+from dllm_plugin.choices import (
+    BLOCK_DIFFUSION,
+    OF_SEVERAL_BLOCKS,
+    POLICIES,
+    STRATEGIES,
+    policies_of,
+)
 from dllm_plugin.models import Family
 
 KV_CACHE_LAYOUTS = ("auto", "unified", "distinct")
@@ -89,4 +96,37 @@ def check_block_length(block_length: int, canvas_length: int) -> None:
         raise ValueError(
             f"block_length {block_length} is longer than the canvas of {canvas_length} "
             "positions: lower block_length or raise canvas_length in additional_config."
+        )
+
+
+def check_block_cache(config: Any) -> None:
+    """Refuse the cache of a block where nothing keeps it."""
+    if config.use_block_cache and not config.commits_alone:
+        raise ValueError(
+            f"use_block_cache needs max_active_blocks 1, got {config.max_active_blocks}: the cache "
+            "of a block is that of one block at a time."
+        )
+    if config.use_block_cache and config.kv_cache_layout == "distinct":
+        raise ValueError(
+            "use_block_cache needs kv_cache_layout 'unified': the attention of 'distinct' takes "
+            "the keys of a canvas from its own pass."
+        )
+
+
+def check_one_block(config: Any, given: Mapping[str, Any]) -> None:
+    """Refuse a given option of several open blocks where at most one is open."""
+    one = config.strategy == BLOCK_DIFFUSION and config.max_active_blocks == 1
+    for name in OF_SEVERAL_BLOCKS:
+        if one and name in given:
+            raise ValueError(
+                f"{name} has no effect with max_active_blocks 1: remove it or raise "
+                "max_active_blocks."
+            )
+
+
+def check_steps(config: Any) -> None:
+    """Refuse fewer steps than a block takes."""
+    if config.leads_with_one and config.steps == 1:
+        raise ValueError(
+            "steps must be at least 2: the first step of a block decides one position."
         )

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.config import AttentionConfig, VllmConfig, get_layers_from_vllm_config
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -62,11 +62,18 @@ def _problems(vllm_config: VllmConfig) -> Iterator[str]:
 
 
 def flash_version(vllm_config: VllmConfig) -> int | None:
-    """Which FlashAttention vLLM takes on this GPU for this model; None if it has none."""
+    """Which FlashAttention vLLM takes on this GPU for this model; None if it has none.
+
+    None as well where it is not asked for and not the default: its libraries are left alone.
+    """
+    attention = vllm_config.attention_config
+    if not FLASH_IS_DEFAULT and FLASH_ATTN not in _asked(attention):
+        return None
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
-    chosen = vllm_config.attention_config.flash_attn_version
-    return chosen or get_flash_attn_version(head_size=vllm_config.model_config.get_head_size())
+    return attention.flash_attn_version or get_flash_attn_version(
+        head_size=vllm_config.model_config.get_head_size()
+    )
 
 
 def under_full_graphs(
@@ -78,7 +85,7 @@ def under_full_graphs(
     """
     attention = vllm_config.attention_config
     problem = next(_flash_problems(vllm_config, version), None)
-    if problem and FLASH_ATTN in (attention.backend, *attention.backend_per_kind.values()):
+    if problem and FLASH_ATTN in _asked(attention):
         raise ValueError(f"attention_backend FLASH_ATTN {problem}.")
     if attention.backend is not None:
         return attention.backend
@@ -88,6 +95,10 @@ def under_full_graphs(
     return (
         TRITON_ATTN if is_quantized_kv_cache(vllm_config.cache_config.cache_dtype) else FLASH_ATTN
     )
+
+
+def _asked(attention: AttentionConfig) -> tuple[AttentionBackendEnum | None, ...]:
+    return (attention.backend, *attention.backend_per_kind.values())
 
 
 def _flash_problems(vllm_config: VllmConfig, version: int | None) -> Iterator[str]:

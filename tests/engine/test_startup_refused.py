@@ -24,6 +24,10 @@ WRONG_OPTIONS: list[tuple[Any, str]] = [
     ({"strategy": "prefix_cache", "policy": "origin"}, "policy 'origin' has no meaning"),
     ({"strategy": "prefix_cache", "cfg_scale": 0.5}, "cfg_scale has no effect"),
     ({"strategy": "dual_cache", "max_active_blocks": 2}, "max_active_blocks has no effect"),
+    (
+        {"strategy": "block_diffusion", "block_add_threshold": 0.2},
+        "block_add_threshold has no effect with max_active_blocks 1: remove it or raise",
+    ),
     ({"strategy": "dual_cache", "alg_temp": 0.5}, "alg_temp has no effect"),
     ({"logits_eos_inf": "no"}, "logits_eos_inf must be true or false, got 'no'"),
     ({"kv_cache_layout": "paged"}, "kv_cache_layout 'paged' is unknown; choose one of: auto"),

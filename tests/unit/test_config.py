@@ -374,9 +374,12 @@ def test_unknown_request_arguments(name: str) -> None:
 def test_options_that_the_strategy_never_reads_are_refused() -> None:
     d2f = DecodeConfig(strategy="d2f").resolve("LLaDAModelLM", 512, 300)
     block = DecodeConfig(strategy="block_diffusion").resolve("LLaDAModelLM", 512, 300)
+    several = DecodeConfig(strategy="block_diffusion", max_active_blocks=2)
     taken = {"threshold": 0.5, "block_add_threshold": 0.5, "block_length": 8}
     check_strategy_reads(d2f, taken)
-    check_strategy_reads(block, taken)
+    check_strategy_reads(several.resolve("LLaDAModelLM", 512, 300), taken)
+    with pytest.raises(ValueError, match="block_add_threshold has no effect with max_active_bl"):
+        check_strategy_reads(block, taken)
     for config, name in ((d2f, "steps"), (d2f, "factor"), (block, "num_to_transfer")):
         with pytest.raises(ValueError, match=f"{name} has no effect"):
             check_strategy_reads(config, {name: 3})

@@ -226,6 +226,14 @@ def test_triton_is_the_default_until_a_gpu_has_shown_otherwise(engine_config: Vl
     assert choice.under_full_graphs(engine_config, 3, flash_is_default=True) == TRITON
 
 
+def test_its_libraries_are_left_alone_where_nobody_asks(engine_config: VllmConfig) -> None:
+    attention = engine_config.attention_config
+    attention.flash_attn_version = 3
+    for asked, version in ((None, None), (TRITON, None), (FLASH, 3)):
+        attention.backend = asked
+        assert choice.flash_version(engine_config) == version
+
+
 def test_what_was_asked_for_is_taken_or_refused(engine_config: VllmConfig) -> None:
     attention, model = engine_config.attention_config, engine_config.model_config
     for asked in (TRITON, AttentionBackendEnum.FLASHINFER, FLASH):

@@ -45,7 +45,8 @@ PACKAGE = Path(__file__).parents[2] / "dllm_plugin"
 # What the package imports of vLLM; "" is the module itself.
 IMPORTS = """
 vllm: "" LLM ModelRegistry RequestOutput SamplingParams
-vllm.config: CUDAGraphMode ModelConfig SchedulerConfig VllmConfig get_layers_from_vllm_config
+vllm.config: AttentionConfig CUDAGraphMode ModelConfig SchedulerConfig VllmConfig
+vllm.config: get_layers_from_vllm_config
 vllm.config.cache: CacheDType
 vllm.config.compilation: CUDAGraphMode
 vllm.config.diffusion: DiffusionConfig
