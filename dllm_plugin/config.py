@@ -87,6 +87,7 @@ class DecodeConfig:
     decoded_token_threshold  decided share that fully activates the next block (tau_act)
     kv_cache_layout          `unified` is vLLM's own; `distinct` ours, with fused span attention
     compile_step             GPUs: compile what a step plans and decides around its logits
+    vocab_parallel           tensor parallelism: ranks exchange results per row, not the logits
     lora_path                D2F adapter (PEFT folder) merged into the weights at load
     eps                      end of Dream's time schedule
     alg_temp                 Dream: temperature of the choice of positions; None or 0: the best
@@ -115,6 +116,7 @@ class DecodeConfig:
     decoded_token_threshold: float = 0.95
     kv_cache_layout: str = "auto"
     compile_step: bool = False
+    vocab_parallel: bool = False
     lora_path: str | None = None
     eps: float = 1e-3
     alg_temp: float | None = None

@@ -84,10 +84,7 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
             block_length,
             trained_to_edit(model_config, family),
         )
-        if config.compile_step and (current_platform.is_cpu() or model_config.enforce_eager):
-            raise ValueError(
-                "compile_step needs a GPU and no enforce_eager: leave compile_step at false."
-            )
+        _check_switches(vllm_config, config)
         if not current_platform.is_cpu():
             config = _fit_warmup(config, user, model_config.max_model_len)
         check_strategy_reads(config, options)
@@ -122,6 +119,20 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
         if config.kv_cache_layout == "distinct":
             take_distinct(vllm_config)
         _set_attention_backend(vllm_config)
+
+
+def _check_switches(vllm_config: VllmConfig, config: DecodeConfig) -> None:
+    """Refuse what this machine or the other options leave nothing to do."""
+    eager = vllm_config.model_config.enforce_eager
+    if config.compile_step and (current_platform.is_cpu() or eager):
+        raise ValueError(
+            "compile_step needs a GPU and no enforce_eager: leave compile_step at false."
+        )
+    if config.vocab_parallel and vllm_config.parallel_config.tensor_parallel_size == 1:
+        raise ValueError(
+            "vocab_parallel needs a tensor_parallel_size of at least 2, got 1: leave "
+            "vocab_parallel at false."
+        )
 
 
 def _fit_warmup(config: DecodeConfig, user: DecodeConfig, max_model_len: int) -> DecodeConfig:

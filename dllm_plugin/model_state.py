@@ -19,6 +19,7 @@ from dllm_plugin.config import get_decode_config
 from dllm_plugin.kernels import cpu
 from dllm_plugin.sampler import DiffusionSampler
 from dllm_plugin.states import CanvasStates
+from dllm_plugin.vocab_shard import VocabShard
 
 
 class DiffusionModelState(ModelState):
@@ -50,8 +51,14 @@ class DiffusionModelState(ModelState):
         self.rows = AttentionRows(self.states, self.max_num_reqs, self.max_num_tokens)
         canvas_length = self.states.canvas_NC.shape[1]
         max_rows = min(self.max_num_reqs * canvas_length, self.max_num_tokens)
-        compiles = self.config.compile_step
-        self.sampler = DiffusionSampler(sampler, self.states, self.model_config, max_rows, compiles)
+        shard = None
+        if self.config.vocab_parallel:
+            head: Any = self.model.lm_head
+            width = head.num_embeddings_per_partition
+            shard = VocabShard(width, self.model_config.get_vocab_size())
+        self.sampler = DiffusionSampler(
+            sampler, self.states, self.model_config, max_rows, self.config.compile_step, shard
+        )
         return self.sampler, None
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:

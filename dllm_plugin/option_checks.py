@@ -16,7 +16,10 @@ KV_CACHE_LAYOUTS = ("auto", "unified", "distinct")
 MAX_STEPS = 4096
 MAX_TOP_K = 2**24  # more than any vocabulary, and exact in float32
 MAX_FACTOR = 1000.0  # keeps logits that are multiplied by it within float32
-SWITCHES = ("logits_eos_inf", "confidence_eos_eot_inf", "use_block_cache", "compile_step")
+SWITCHES = (
+    *("logits_eos_inf", "confidence_eos_eot_inf", "use_block_cache"),
+    *("compile_step", "vocab_parallel"),
+)
 
 
 def check_values(config: Any) -> None:

@@ -16,13 +16,14 @@ from torch import Tensor
 from vllm.config import ModelConfig
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from dllm_plugin.kernels import reference, row_stats
+from dllm_plugin.kernels import part_reference, reference, row_stats
 from dllm_plugin.kernels.reference import Draws, RowStats, at_rows, counter_uniform, drawn_order
 from dllm_plugin.logprobs import LogprobStash
 from dllm_plugin.plan import Proposal
 from dllm_plugin.rows import RowChunk, split
 from dllm_plugin.states import POLICY_IDS, CanvasStates
 from dllm_plugin.token_rules import NEGATIVE_INFINITY, TokenRules
+from dllm_plugin.vocab_shard import VocabShard
 
 # Separate the streams of random numbers of a request: what is not xor-ed draws tokens.
 RANDOM_ORDER = 0x5D2F
@@ -41,6 +42,7 @@ class Proposer:
         rules: TokenRules,
         logprobs: LogprobStash,
         model_config: ModelConfig,
+        shard: VocabShard | None = None,
     ) -> None:
         self.states = states
         self.sampling = sampling_states
@@ -55,6 +57,9 @@ class Proposer:
         self.temper = not (states.config.full_attention and states.config.family.name == "llada")
         self.on_cpu = states.device.type == "cpu"
         self.propose_rows = (reference if self.on_cpu else row_stats).propose_rows
+        self.shard = shard
+        by_parts = part_reference if self.on_cpu else row_stats
+        self.scan_rows, self.merge_rows = by_parts.scan_rows, by_parts.merge_rows
 
     def propose(
         self, chunks: list[RowChunk], slots_np: np.ndarray, num_rows: int, want_rank: bool = False
@@ -79,21 +84,12 @@ class Proposer:
         rows_T = torch.arange(min(2, len(logits_TV)), device=logits_TV.device)
         slot_T, offset_T = torch.zeros_like(rows_T), rows_T.to(torch.int32)
         shift = int(self.states.config.family.logits_shift)
-        bias = torch.zeros(1, logits_TV.shape[1], device=rows_T.device), slot_T
+        bias = torch.zeros(1, self.rules.vocab_size, device=rows_T.device), slot_T
         sources = ((None, shift), (rows_T, 0)) if with_carry else ((None, shift),)
         for (source_T, added), want_rank in itertools.product(sources, wants):
             chunk = RowChunk(rows_T, logits_TV, source_T, slot_T, offset_T, added)
             for draws, biases in itertools.product((None, self._draws(chunk)), (None, bias)):
-                self.propose_rows(
-                    logits_TV,
-                    slot_T,
-                    self.states.config.mask_token_id,
-                    draws,
-                    temper=self.temper,
-                    want_rank=want_rank,
-                    bias=biases,
-                    source_T=source_T,
-                )
+                self._pass_over(chunk, draws, biases, want_rank, None)
 
     def _needs_copies(self, slots_np: np.ndarray, draws: bool) -> bool:
         sampling, states = self.sampling, self.states
@@ -104,6 +100,8 @@ class Proposer:
         )
         options = ("top_k", "top_p", "logits_eos_inf", "confidence_eos_eot_inf")
         wanted = any(states.uses(name, slots_np) for name in options)
+        # The ids that `min_tokens` holds back may be in another rank's columns.
+        wanted |= self.shard is not None and self.rules.holds_back(slots_np)
         return bool(filters or wanted or self.logprobs.active or self.rules.bad_words.active)
 
     def _from_logits(
@@ -118,17 +116,25 @@ class Proposer:
         if self.rules.holds_back(slots_np):
             position_T = self._position(chunk)
             self.rules.hold_back(chunk.logits_XV, chunk.source_T, chunk.slot_T, position_T)
-        return self.propose_rows(
-            chunk.logits_XV,
-            chunk.slot_T,
-            self.states.config.mask_token_id,
-            self._draws(chunk) if draws else None,
-            temper=self.temper,
-            want_rank=want_rank,
-            bias=self.rules.biases(slots_np),
-            source_T=chunk.source_T,
-            num_rows=num_rows,
-        )
+        noise, bias = self._draws(chunk) if draws else None, self.rules.biases(slots_np)
+        return self._pass_over(chunk, noise, bias, want_rank, num_rows)
+
+    def _pass_over(
+        self,
+        chunk: RowChunk,
+        draws: Draws | None,
+        bias: tuple[Tensor, Tensor] | None,
+        want_rank: bool,
+        num_rows: int | None,
+    ) -> RowStats:
+        """One pass over the columns that are here; ranks exchange what each has found."""
+        arguments = (chunk.logits_XV, chunk.slot_T, self.states.config.mask_token_id, draws)
+        how: dict[str, Any] = {"temper": self.temper, "want_rank": want_rank}
+        how |= {"bias": bias, "source_T": chunk.source_T}
+        if self.shard is None:
+            return self.propose_rows(*arguments, num_rows=num_rows, **how)
+        parts_KTP = self.scan_rows(*arguments, columns=self.shard.columns, **how)
+        return self.merge_rows(self.shard.exchange(parts_KTP), want_rank, num_rows)
 
     def _from_copies(
         self,
@@ -142,6 +148,8 @@ class Proposer:
         raw_TV, slot_T = chunk.logits_XV, chunk.slot_T
         if chunk.source_T is not None:
             raw_TV = raw_TV[chunk.source_T]
+        if self.shard is not None:
+            raw_TV = self.shard.whole(raw_TV)
         logits_TV = raw_TV.to(torch.float32, copy=True)
         self.rules.apply(logits_TV, chunk.rows_T, slot_T, self._position(chunk), slots_np)
         self._ban(logits_TV, "logits_eos_inf", slot_T, slots_np, self.eos_ids)

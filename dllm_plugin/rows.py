@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from vllm.config import ModelConfig
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dllm_plugin.compiled import of_any_length
@@ -112,7 +111,10 @@ class CanvasRows:
     its position by then (:mod:`dllm_plugin.leads`).
     """
 
-    def __init__(self, states: CanvasStates, model_config: ModelConfig, plan: PlanFunction) -> None:
+    def __init__(
+        self, states: CanvasStates, dtype: torch.dtype, width: int, plan: PlanFunction
+    ) -> None:
+        """`dtype` and `width` of the logits."""
         self.states = states
         self.plan = plan
         self.begin: Callable[[Tensor, Tensor, Tensor], Begun] = self.begin_step
@@ -122,14 +124,7 @@ class CanvasRows:
         self.shift = int(states.config.family.logits_shift)
         self.commits_alone = states.config.commits_alone
         if self.shift and not self.commits_alone:
-            torch_dtype = model_config.dtype
-            assert isinstance(torch_dtype, torch.dtype)
-            self.carry_NV = torch.zeros(
-                num_slots,
-                model_config.get_vocab_size(),
-                dtype=torch_dtype,
-                device=states.device,
-            )
+            self.carry_NV = torch.zeros(num_slots, width, dtype=dtype, device=states.device)
 
     def request(self, batch: InputBatch) -> None:
         """Ask for the last row of each prefill when logits are shifted."""
@@ -244,7 +239,9 @@ class MaskedRows:
     scheduler has already waited for the step before, and only input preparation is queued.
     """
 
-    def __init__(self, states: CanvasStates, model_config: ModelConfig, plan: PlanFunction) -> None:
+    def __init__(
+        self, states: CanvasStates, dtype: torch.dtype, width: int, plan: PlanFunction
+    ) -> None:
         self.states = states
         self.plan = plan
         self.begin: Callable[[Tensor, Tensor], tuple[Canvas, Tensor, StepPlan]] = self.begin_step

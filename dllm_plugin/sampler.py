@@ -33,6 +33,7 @@ from dllm_plugin.strategies import (
     sub_block_to_store,
 )
 from dllm_plugin.token_rules import TokenRules
+from dllm_plugin.vocab_shard import VocabShard
 
 NOT_STORED = -1  # slot of a position whose KV is not kept
 
@@ -56,19 +57,26 @@ class DiffusionSampler:
         model_config: ModelConfig,
         max_rows: int,
         compiles: bool = False,
+        shard: VocabShard | None = None,
     ) -> None:
-        """`compiles`: at the first call, which is vLLM's memory profile, compile the step."""
+        """`compiles`: at the first call, which is vLLM's memory profile, compile the step.
+
+        `shard`: which columns the logits have; None for all of them.
+        """
         config = states.config
         self.states = states
         self.sampling_states = sampler.sampling_states
         self.penalties_state = SimpleNamespace(output_bin_counts=None)
         plan = plan_of(config)
         rows = MaskedRows if config.full_attention else CanvasRows
-        self.rows: MaskedRows | CanvasRows = rows(states, model_config, plan)
-        self.rules = TokenRules(states, sampler.req_states, model_config.get_vocab_size())
+        dtype, vocab_size = model_config.dtype, model_config.get_vocab_size()
+        assert isinstance(dtype, torch.dtype)
+        width = vocab_size if shard is None else shard.width
+        self.rows: MaskedRows | CanvasRows = rows(states, dtype, width, plan)
+        self.rules = TokenRules(states, sampler.req_states, vocab_size)
         self.logprobs = LogprobStash(states, model_config)
         self.proposer = Proposer(
-            states, self.sampling_states, self.rules, self.logprobs, model_config
+            states, self.sampling_states, self.rules, self.logprobs, model_config, shard
         )
         self.leads: BlockLeads | None = None
         if config.commits_alone:
@@ -127,7 +135,7 @@ class DiffusionSampler:
         """Run the step behind the forward.
 
         Args:
-            logits: ``[T, V]``, the rows that `request_logits` asked for.
+            logits: ``[T, V]``, the rows that `request_logits` asked for; of a shard its columns.
             batch: the runner's batch; requests with a canvas come first.
         """
         if logits.is_cuda and not self.reserved:
@@ -191,12 +199,15 @@ class DiffusionSampler:
         """Let vLLM's memory profile, which runs no canvas, see what a full step allocates.
 
         Float32 copies are made of CHUNK_ROWS rows at most: the copy, the tempered and filtered
-        one, and what top-p sorts (values, int64 indices, probabilities, mask and result).
+        one, and what top-p sorts (values, int64 indices, probabilities, mask and result). Of a
+        shard also what whole rows are gathered into.
         """
-        num_rows, vocab_size, device = self.max_rows, logits.shape[1], logits.device
-        held = [logits.new_empty(num_rows, vocab_size)]
+        num_rows, vocab_size, device = self.max_rows, self.rules.vocab_size, logits.device
+        held = [logits.new_empty(num_rows, logits.shape[1])]
         chunk = min(num_rows, CHUNK_ROWS)
         held += [torch.empty(chunk, vocab_size, device=device) for _ in range(8)]
+        if self.proposer.shard is not None:
+            held.append(logits.new_empty(chunk, vocab_size))
         # The table of token biases is made when a request first needs one, and then stays.
         held.append(torch.empty(len(self.states.open_N) + 1, vocab_size, device=device))
         del held

@@ -25,6 +25,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from dllm_plugin.config import DecodeConfig
 from dllm_plugin.sampler import DiffusionSampler
 from dllm_plugin.states import CanvasStates
+from dllm_plugin.vocab_shard import VocabShard
 
 if current_platform.is_cpu():
     # What vLLM's CPU worker imports first: buffers without pinned memory.
@@ -152,12 +153,17 @@ class Loop:
     """Continuous batching in miniature: prefill, then a step per call until all are done."""
 
     def __init__(
-        self, dllm: dict[str, Any], shift: bool = False, slots: int = 8, max_model_len: int = 64
+        self,
+        dllm: dict[str, Any],
+        shift: bool = False,
+        slots: int = 8,
+        max_model_len: int = 64,
+        shard: VocabShard | None = None,
     ) -> None:
         config = DecodeConfig.from_user(dllm)
         self.config = config.resolve(ARCHITECTURE[shift], max_model_len, MASK)
         assert self.config.canvas_length is not None
-        self.shift, self.canvas_length = shift, self.config.canvas_length
+        self.shift, self.canvas_length, self.shard = shift, self.config.canvas_length, shard
         # The few values that are read of vLLM's ModelConfig.
         self.model_config: Any = SimpleNamespace(
             max_model_len=max_model_len,
@@ -173,7 +179,9 @@ class Loop:
         owner = SimpleNamespace(
             req_states=self.req_states, sampling_states=SamplingStates(slots, VOCAB)
         )
-        self.sampler = DiffusionSampler(owner, self.states, self.model_config, 4096)
+        self.sampler = DiffusionSampler(
+            owner, self.states, self.model_config, 4096, shard=self.shard
+        )
         self.free = list(range(slots))
         self.running: list[Run] = []
 
@@ -240,6 +248,10 @@ class Loop:
         for run, look in zip(canvases, before, strict=True):
             run.texts.append(run.prompt + run.output + look[2])
         logits = torch.from_numpy(np.array(rows, dtype=np.float32).reshape(-1, VOCAB)).to(DEVICE)
+        if self.shard is not None:  # behind the vocabulary stands what nobody may read
+            (first, vocab, ranks), width = self.shard.columns, self.shard.width
+            logits = torch.nn.functional.pad(logits, (0, ranks * width - vocab), value=float("nan"))
+            logits = logits[:, first : first + width].contiguous()
         with one_thread():
             output = self.sampler(logits, batch)
         for index, (run, look) in enumerate(zip(canvases, before, strict=True)):

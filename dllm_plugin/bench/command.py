@@ -53,7 +53,8 @@ def apart(function: Callable[..., Result], *arguments: Any) -> Result:
 
 def _measure(settings: Settings, model: Model, scratch: Path) -> dict[str, Any]:
     """Floor, our engines, baselines, one after the other; prints the tables."""
-    sizes, length = Sizes.of(model.config), _length(settings, model)
+    sizes = Sizes.of(model.config).share(settings.tensor_parallel_size)
+    length = _length(settings, model)
     device = _device(settings)
     prompts = Prompts(model.config, settings.seed)
     grid = [n * canvas for canvas in settings.canvas for n in (1, *settings.at_once(canvas))]

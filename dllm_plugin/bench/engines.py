@@ -75,6 +75,7 @@ def _common(settings: Settings, length: int, at_once: int) -> dict[str, Any]:
         "dtype": settings.dtype,
         "seed": settings.seed,
         "enforce_eager": settings.enforce_eager,
+        "tensor_parallel_size": settings.tensor_parallel_size,
         "max_model_len": length,
         "max_num_seqs": at_once,
         "disable_log_stats": False,  # a server counts too, and messages then count steps
@@ -95,6 +96,8 @@ def ours(
     options["additional_config"] = {"dllm": settings.dllm(canvas)}
     if not model.is_real:
         options |= {"load_format": "dummy", "skip_tokenizer_init": True}
+    if settings.attention_backend is not None:
+        options["attention_backend"] = settings.attention_backend
     if most > DEFAULT_CANVASES:
         options["max_num_batched_tokens"] = length + most * canvas
     if trace is not None:

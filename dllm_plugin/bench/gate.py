@@ -1,7 +1,8 @@
 """The correctness gate: the bundled model through the engine against its plain loop.
 
-Same device, strategy, canvas, block length, graphs and scheduling as what is measured, in float32,
-where both must agree on every token. The loop recomputes everything in every step, on the CPU.
+Same devices, strategy, canvas, block length, graphs and scheduling as what is measured, in float32,
+where both must agree on every token, so with an attention that takes it. The loop recomputes
+everything in every step, on the CPU.
 """
 
 import os
@@ -99,6 +100,7 @@ def _engine(
         "strategy": settings.strategy,
         "canvas_length": canvas,
         "block_length": block,
+        **settings.switches,
     }
     if settings.strategy == D2F:
         dllm |= {"lora_path": default_model.adapter_path(), "threshold": 0.9}
@@ -115,6 +117,7 @@ def _engine(
             "max_num_seqs": PROBLEMS,
             "max_model_len": context,
             "enforce_eager": settings.enforce_eager,
+            "tensor_parallel_size": settings.tensor_parallel_size,
             "disable_log_stats": False,
         }
     )

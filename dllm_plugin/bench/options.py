@@ -37,6 +37,7 @@ class Settings:
     rounds             of the other modes: requests that are answered one after another
     tokens_per_forward on dummy weights: fixed by the schedule of `low_confidence`
     versus             baselines
+    attention_backend  of what is measured, not of the gate: some take no float32
     """
 
     mode: str
@@ -59,6 +60,10 @@ class Settings:
     dtype: str
     enforce_eager: bool
     gpu_memory_utilization: float | None
+    tensor_parallel_size: int
+    attention_backend: str | None
+    compile_step: bool
+    vocab_parallel: bool
     seed: int
 
     def block(self, canvas: int) -> int:
@@ -76,7 +81,13 @@ class Settings:
             "threshold": self.threshold,
             "lora_path": self.lora_path,
         }
-        return {name: value for name, value in options.items() if value is not None}
+        return {k: v for k, v in options.items() if v is not None} | self.switches
+
+    @property
+    def switches(self) -> dict[str, bool]:
+        """Decode options that change how a step is computed, and no token."""
+        names = ("compile_step", "vocab_parallel")
+        return {name: True for name in names if getattr(self, name)}
 
     def at_once(self, canvas: int) -> tuple[int, ...]:
         """Numbers of requests that are measured with a canvas."""
@@ -125,6 +136,10 @@ def _add_options(parser: argparse.ArgumentParser, mode: str) -> None:
     parser.add_argument("--dtype", default="bfloat16", help="as in vLLM")
     parser.add_argument("--enforce-eager", action="store_true", help="as in vLLM")
     parser.add_argument("--gpu-memory-utilization", type=float, help="as in vLLM")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="as in vLLM")
+    parser.add_argument("--attention-backend", help="as in vLLM")
+    parser.add_argument("--compile-step", action="store_true", help="as the decode option")
+    parser.add_argument("--vocab-parallel", action="store_true", help="as the decode option")
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -174,6 +189,10 @@ def settings_of(args: argparse.Namespace) -> Settings:
         dtype=args.dtype,
         enforce_eager=args.enforce_eager,
         gpu_memory_utilization=args.gpu_memory_utilization,
+        tensor_parallel_size=args.tensor_parallel_size,
+        attention_backend=args.attention_backend,
+        compile_step=args.compile_step,
+        vocab_parallel=args.vocab_parallel,
         seed=args.seed,
     )
     _check_numbers(settings)
@@ -187,7 +206,7 @@ def _check_numbers(settings: Settings) -> None:
     for name in ("requests", "canvas"):
         if min(getattr(settings, name)) < 1:
             raise ValueError(f"--{name} must be whole numbers of at least 1.")
-    names = ["context"] if settings.steps else []
+    names = ["tensor_parallel_size"] + (["context"] if settings.steps else [])
     names += ["input_len", "output_len", "rounds"] if settings.served else []
     for name in names:
         if getattr(settings, name) < 1:

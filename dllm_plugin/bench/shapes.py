@@ -4,7 +4,7 @@ Sizes are facts of the models' own config.json files.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +140,17 @@ class Sizes:
             experts_per_token=get("num_experts_per_tok", default=0),
             expert_inner=get("moe_intermediate_size", default=0),
             shared_experts=get("num_shared_experts", default=0),
+        )
+
+    def share(self, ranks: int) -> "Sizes":
+        """Of one rank under tensor parallelism."""
+        return replace(
+            self,
+            heads=self.heads // ranks,
+            kv_heads=max(1, self.kv_heads // ranks),
+            inner=self.inner // ranks,
+            vocab=-(-self.vocab // ranks),
+            expert_inner=self.expert_inner // ranks,
         )
 
     @property

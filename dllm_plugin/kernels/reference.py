@@ -44,6 +44,17 @@ class Draws(NamedTuple):
     shift: int
 
 
+class Columns(NamedTuple):
+    """Columns ``[first, first + width)`` of rows that `shards` ranks hold together.
+
+    `width` is that of the tensor, the same on every rank; columns from `vocab_size` on are padding.
+    """
+
+    first: int
+    vocab_size: int
+    shards: int
+
+
 def per_block(mask_RC: Tensor, block_RC: Tensor, num_slots: int) -> Tensor:
     """Count True positions of each block slot: ``[R, C] -> [R, S]`` int32."""
     if torch.compiler.is_compiling():
@@ -189,24 +200,41 @@ def propose_rows(
         logits_TV += bias[0][bias[1][slot_T]]
     if mask_id >= 0:
         logits_TV[:, mask_id] = NEGATIVE_INFINITY
-    if draws is not None:
-        temperature_T = draws.temperature_N[slot_T]
-        draws_T = temperature_T > 0
-        tempered_TV = logits_TV / temperature_T.where(draws_T, 1.0)[:, None]
-        if token_T is None:
-            step_T = draws.counter_N[slot_T].to(torch.int64)
-            position_T = draws.start_N[slot_T] + draws.offset_T + draws.shift
-            counter = (draws.seed_N[slot_T], position_T, step_T)
-            uniform_TV = gumbel_uniform(*counter, logits_TV.shape[1])
-            noisy_TV = (tempered_TV if divide else logits_TV).to(torch.float64)
-            noisy_TV = noisy_TV - (-uniform_TV.log()).log()
-            token_T = torch.where(draws_T, noisy_TV.argmax(dim=-1), logits_TV.argmax(dim=-1))
-        if temper:
-            logits_TV = tempered_TV
+    tempered_TV = logits_TV if draws is None else tempered(logits_TV, slot_T, draws)
     if token_T is None:
-        token_T = logits_TV.argmax(dim=-1)
-    stats = row_stats(logits_TV, token_T, want_rank)
-    missing = 0 if num_rows is None else num_rows - len(slot_T)
+        token_T, _ = choose(logits_TV, tempered_TV if divide else logits_TV, slot_T, draws)
+    stats = row_stats(tempered_TV if temper else logits_TV, token_T, want_rank)
+    return with_missing(stats, num_rows)
+
+
+def tempered(logits_TV: Tensor, slot_T: Tensor, draws: Draws) -> Tensor:
+    """Logits over the temperature of rows that draw."""
+    temperature_T = draws.temperature_N[slot_T]
+    return logits_TV / temperature_T.where(temperature_T > 0, 1.0)[:, None]
+
+
+def choose(
+    logits_TV: Tensor, divided_TV: Tensor, slot_T: Tensor, draws: Draws | None, first: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Which column wins each row, int64, and by what score, float64; column 0 is token `first`."""
+    token_T = logits_TV.argmax(dim=-1)
+    best_T = logits_TV.gather(1, token_T[:, None]).squeeze(1).to(torch.float64)
+    if draws is None:
+        return token_T, best_T
+    step_T = draws.counter_N[slot_T].to(torch.int64)
+    position_T = draws.start_N[slot_T] + draws.offset_T + draws.shift
+    counter = (draws.seed_N[slot_T], position_T, step_T)
+    uniform_TV = gumbel_uniform(*counter, logits_TV.shape[1], first)
+    noisy_TV = divided_TV.to(torch.float64) - (-uniform_TV.log()).log()
+    drawn_T = noisy_TV.argmax(dim=-1)
+    noisy_T = noisy_TV.gather(1, drawn_T[:, None]).squeeze(1)
+    draws_T = draws.temperature_N[slot_T] > 0
+    return torch.where(draws_T, drawn_T, token_T), torch.where(draws_T, noisy_T, best_T)
+
+
+def with_missing(stats: RowStats, num_rows: int | None) -> RowStats:
+    """The same with zeros behind them, `num_rows` in all."""
+    missing = 0 if num_rows is None else num_rows - len(stats.token_T)
     if not missing:
         return stats
     padded = (None if x is None else torch.nn.functional.pad(x, (0, missing)) for x in stats)
@@ -247,12 +275,14 @@ def counter_uniform(seed: Tensor, position: Tensor, step: Tensor) -> Tensor:
     return (bits.to(torch.float32) + 0.5) * 2.0**-23
 
 
-def gumbel_uniform(seed_T: Tensor, position_T: Tensor, step_T: Tensor, vocab_size: int) -> Tensor:
-    """Uniform float64 ``[T, V]`` in (0, 1): one number per token of (seed, position, step).
+def gumbel_uniform(
+    seed_T: Tensor, position_T: Tensor, step_T: Tensor, width: int, first: int = 0
+) -> Tensor:
+    """Uniform float64 ``[T, width]`` in (0, 1): one number per token of (seed, position, step).
 
-    As :func:`counter_uniform`, with the token id as a fourth counter and 52 bits.
+    As :func:`counter_uniform`, with the token id, from `first` on, as a fourth counter and 52 bits.
     """
-    token_V = torch.arange(vocab_size, device=seed_T.device)
+    token_V = torch.arange(first, first + width, device=seed_T.device)
     state = _mix64(seed_T + _GOLDEN)
     state = _mix64(state ^ (position_T * _GOLDEN))
     state = _mix64(state ^ (step_T * _MIX_1))

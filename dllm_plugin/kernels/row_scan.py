@@ -57,9 +57,9 @@ def _exact_score(x, bits, temperature, DIVIDE: tl.constexpr):
 
 
 @triton.jit
-def _load(logits_ptr, bias_ptr, token, vocab_size, mask_id):
-    """Logits of some tokens of a row, in float32, under the rules; -inf outside the row."""
-    inside = token < vocab_size
+def _load(logits_ptr, bias_ptr, token, end, mask_id):
+    """Logits of some tokens of a row, in float32, under the rules; -inf from `end` on."""
+    inside = token < end
     x = tl.load(logits_ptr + token, mask=inside, other=float("-inf")).to(tl.float32)
     if bias_ptr is not None:
         x += tl.load(bias_ptr + token, mask=inside, other=0.0)
@@ -72,17 +72,41 @@ def _first_nan(
     bias_ptr,
     first,
     stop,
-    vocab_size,
+    end,
     mask_id,
     TILE: tl.constexpr,
 ):
-    """First token of a part whose logit is NaN; some number behind the vocabulary if none is."""
+    """First token of a part whose logit is NaN; some number behind `end` if none is."""
     earliest = tl.full([TILE], 0x7FFFFFFF, tl.int32)
     for begin in range(first, stop, TILE):
         here = begin + tl.arange(0, TILE)
-        x = _load(logits_ptr, bias_ptr, here, vocab_size, mask_id)
+        x = _load(logits_ptr, bias_ptr, here, end, mask_id)
         earliest = tl.where(x != x, tl.minimum(earliest, here), earliest)
     return tl.min(earliest, 0)
+
+
+@triton.jit
+def _read_again(
+    logits_ptr,
+    bias_ptr,
+    state,
+    temperature,
+    first,
+    stop,
+    mask_id,
+    DIVIDE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The best token of each lane and its score, decided in float64."""
+    best = tl.full([TILE], float("-inf"), tl.float64)
+    token = first + tl.arange(0, TILE)
+    for begin in range(first, stop, TILE):
+        here = begin + tl.arange(0, TILE)
+        x = _load(logits_ptr, bias_ptr, here, stop, mask_id)
+        score = _exact_score(x, _noise_bits(state, here), temperature, DIVIDE)
+        token = tl.where(score > best, here, token)
+        best = tl.maximum(best, score)
+    return token, best
 
 
 @triton.jit
@@ -113,11 +137,12 @@ def scan(
     offset_ptr,
     shift,
     bias_ptr,
+    bias_stride,
     bias_row_ptr,
-    best_ptr,
-    token_ptr,
+    given_ptr,
     part_ptr,
-    vocab_size,
+    first_column,
+    end,
     mask_id,
     part_size,
     DRAW: tl.constexpr,
@@ -127,26 +152,25 @@ def scan(
     TILE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    out = row * tl.num_programs(1) + tl.program_id(1)
+    part_ptr += row * tl.num_programs(1) + tl.program_id(1)
     part_stride = tl.num_programs(0) * tl.num_programs(1)
     slot = tl.load(slot_ptr + row).to(tl.int64)
     source = row if source_ptr is None else tl.load(source_ptr + row).to(tl.int64)
-    logits_ptr += source * row_stride
+    logits_ptr += source * row_stride - first_column  # tokens are absolute ids from here on
     if bias_ptr is not None:
-        bias_ptr += tl.load(bias_row_ptr + slot) * vocab_size
+        bias_ptr += tl.load(bias_row_ptr + slot) * bias_stride
     scale = 1.4426950408889634  # exp2 instead of exp
     if TEMPER:  # also of tokens that were chosen already
         scale = scale / _divisor(temperature_ptr, slot)
     draws = False
     if DRAW:
-        temperature = tl.load(temperature_ptr + slot)
-        draws = temperature > 0
-        temperature = tl.where(draws, temperature, 1.0)
+        draws = tl.load(temperature_ptr + slot) > 0
+        temperature = _divisor(temperature_ptr, slot)
         inverse = 1.0 / temperature if DIVIDE else 1.0
         state = _noise_state(seed_ptr, counter_ptr, start_ptr, offset_ptr, slot, row, shift)
 
-    first = tl.program_id(1) * part_size
-    stop = tl.minimum(first + part_size, vocab_size)
+    first = first_column + tl.program_id(1) * part_size
+    stop = tl.minimum(first + part_size, end)
     lane = tl.arange(0, TILE)
     top = tl.full([TILE], -1e30, tl.float32)  # finite: -inf minus -inf is no number
     mass = tl.zeros([TILE], tl.float32)
@@ -160,7 +184,7 @@ def scan(
 
     for begin in range(first, stop, TILE):
         here = begin + lane
-        x = _load(logits_ptr, bias_ptr, here, vocab_size, mask_id)
+        x = _load(logits_ptr, bias_ptr, here, end, mask_id)
         above = x > top
         gap = x - top
         factor = tl.exp2(-tl.abs(gap) * scale)
@@ -185,39 +209,39 @@ def scan(
     total = tl.sum(mass * factor, 0)
     if RANK:
         shifted = weight + (top - highest) * scale * mass
-        tl.store(part_ptr + 3 * part_stride + out, tl.sum(shifted * factor, 0))
+        tl.store(part_ptr + 6 * part_stride, tl.sum(shifted * factor, 0))
         leader = tl.min(tl.where(top == highest, lane, TILE), 0)
         others = tl.maximum(second, tl.where(lane == leader, -1e30, top))
-        tl.store(part_ptr + 2 * part_stride + out, tl.max(others, 0))
+        tl.store(part_ptr + 5 * part_stride, tl.max(others, 0).to(tl.float64) * scale)
     if DRAW:
-        exact = _load(logits_ptr, bias_ptr, token, vocab_size, mask_id).to(tl.float64)
+        exact = _load(logits_ptr, bias_ptr, token, end, mask_id).to(tl.float64)
         if draws:
             kept = exact.to(tl.float32)
             exact = _exact_score(kept, _noise_bits(state, token), temperature, DIVIDE)
             most = tl.max(best, 0)
             dropped = tl.max(runner_up, 0) >= most - 2e-3 - 1e-6 * tl.abs(most)
             if dropped & (most > float("-inf")):
-                exact = tl.full([TILE], float("-inf"), tl.float64)
-                for begin in range(first, stop, TILE):
-                    here = begin + lane
-                    x = _load(logits_ptr, bias_ptr, here, vocab_size, mask_id)
-                    score64 = _exact_score(x, _noise_bits(state, here), temperature, DIVIDE)
-                    token = tl.where(score64 > exact, here, token)
-                    exact = tl.maximum(exact, score64)
+                token, exact = _read_again(
+                    logits_ptr, bias_ptr, state, temperature, first, stop, mask_id, DIVIDE, TILE
+                )
         # Lanes behind the last token have kept nothing.
-        exact = tl.where(token < vocab_size, exact, float("-inf"))
+        exact = tl.where(token < end, exact, float("-inf"))
         winner = tl.max(exact, 0)
-        chosen = tl.min(tl.where((exact == winner) & (token < vocab_size), token, vocab_size), 0)
+        chosen = tl.min(tl.where((exact == winner) & (token < end), token, end), 0)
     else:
         winner = highest
-        chosen = tl.min(tl.where(top == highest, token, vocab_size), 0)
+        chosen = tl.min(tl.where(top == highest, token, 0x7FFFFFFF), 0)
     if total != total:
         # As torch's argmax: the first NaN wins. Infinities alone bring no NaN here.
-        earliest = _first_nan(logits_ptr, bias_ptr, first, stop, vocab_size, mask_id, TILE)
-        if earliest < vocab_size:
-            chosen = earliest
-            winner = winner * float("nan")
-    tl.store(best_ptr + out, winner)
-    tl.store(token_ptr + out, chosen)
-    tl.store(part_ptr + out, highest)
-    tl.store(part_ptr + part_stride + out, total)
+        earliest = _first_nan(logits_ptr, bias_ptr, first, stop, end, mask_id, TILE)
+        chosen = tl.where(earliest < end, earliest, chosen)
+        winner = tl.where(earliest < end, float("nan"), winner)
+    if given_ptr is not None:
+        chosen = tl.load(given_ptr + row).to(tl.int32)
+        winner = 0.0
+    won = _load(logits_ptr, bias_ptr, chosen, end, mask_id)
+    tl.store(part_ptr, winner)
+    tl.store(part_ptr + part_stride, chosen)
+    tl.store(part_ptr + 2 * part_stride, won.to(tl.float64) * scale)
+    tl.store(part_ptr + 3 * part_stride, highest.to(tl.float64) * scale)
+    tl.store(part_ptr + 4 * part_stride, total)

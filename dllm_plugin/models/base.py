@@ -30,6 +30,8 @@ class DiffusionModel:
     logits_shift: ClassVar[bool]
     rename: ClassVar["WeightsMapper | None"] = None  # checkpoint names to the parent's names
     config: Any
+    lm_head: Any
+    logits_processor: Any
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         self.read_adapter(vllm_config)  # refuses a wrong one before any time is spent
@@ -39,6 +41,7 @@ class DiffusionModel:
         with offered(vllm_config, get_decode_config(vllm_config).kv_cache_layout):
             super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         self.vllm_config = vllm_config
+        self.keeps_columns = get_decode_config(vllm_config).vocab_parallel
 
     @staticmethod
     def get_model_state_cls() -> type[Any]:
@@ -94,10 +97,20 @@ class DiffusionModel:
         return adapter
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """[rows, hidden] -> [rows, vocab]; None on ranks that do not gather."""
+        """[rows, hidden] -> [rows, vocab]; None on ranks that do not gather.
+
+        With `vocab_parallel` the columns of this rank's share of the LM head, padding included.
+        """
         if hidden_states.shape[0] == 0:
             # A prefill step has no canvas rows, and vLLM's CPU gather dies on an empty tensor.
-            return hidden_states.new_empty((0, self.config.vocab_size))
+            head, vocab_size = self.lm_head, self.config.vocab_size
+            width = head.num_embeddings_per_partition if self.keeps_columns else vocab_size
+            return hidden_states.new_empty((0, width))
+        if self.keeps_columns:
+            logits: torch.Tensor = self.logits_processor(
+                self.lm_head, hidden_states, skip_gather=True
+            )
+            return logits
         return super().compute_logits(hidden_states)  # type: ignore[misc]
 
     def load_weights(self, weights: Weights) -> set[str]:

@@ -58,10 +58,14 @@ def answers() -> dict[str, list[list[int]]]:
         for case in CASES
         for wish in [test_block_goldens.wish(case)]
     ]
-    canvas = {"dllm": {"strategy": FULL, "canvas_length": 48}}
+    canvas = {"dllm": {"strategy": FULL, "canvas_length": 48, "vocab_parallel": True}}
+    columns = {"dllm": D2F["dllm"] | {"vocab_parallel": True}}
+    # One request needs whole rows while it runs, and the others none behind it.
+    some_whole = [*mixed]
+    some_whole[1] = (mixed[1][0], mixed[1][1] | {"logprobs": 1})
     wishes = {
         "llada": on_two_ranks("llada", D2F, mixed),
-        "dream": on_two_ranks("dream", D2F, mixed),
+        "dream": on_two_ranks("dream", columns, some_whole),
         FULL: on_two_ranks("llada", canvas, full, max_model_len=CONTEXT),
         CHECKED: on_two_ranks(CHECKED, {"dllm": {"canvas_length": 64}}, checked),
     }
@@ -71,11 +75,15 @@ def answers() -> dict[str, list[list[int]]]:
 
 @pytest.mark.parametrize("name", ["llada", "dream"])
 def test_tensor_parallel(name: str, answers: dict[str, list[list[int]]]) -> None:
+    """LLaDA's ranks gather logits, Dream's exchange results per row."""
     assert answers[name] == [j.expected(name)[0] for j in MIXED]
 
 
 def test_tensor_parallel_full_attention(answers: dict[str, list[list[int]]]) -> None:
-    """Each rank finds the same rows for its share of the LM head; guided pairs too."""
+    """Each rank finds the same rows for its share of the LM head; guided pairs too.
+
+    What a rank computes stays there: ranks exchange results per row.
+    """
     assert answers[FULL] == [job.decode(("llada", FULL)).answer() for job in full_jobs()]
 
 

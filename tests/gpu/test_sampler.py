@@ -7,7 +7,7 @@ import torch
 from mixed import BLOCK, D2F, decode, fresh_compiler
 
 from dllm_plugin.kernels import move_rows, reference, row_stats
-from dllm_plugin.kernels.reference import Draws, RowStats, propose_rows
+from dllm_plugin.kernels.reference import Columns, Draws, RowStats, propose_rows
 
 SLOTS = 64
 
@@ -68,6 +68,29 @@ def test_a_full_step_takes_the_same_tokens(temperatures):
     before = logits.clone()
     check(row_stats.propose_rows(*arguments), twin(*arguments), 152064)
     assert torch.equal(before, logits)
+
+
+@pytest.mark.parametrize("temperatures", [[0.0], [0.7, 0.0]], ids=str)
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("rows", [1, 300])
+def test_columns_of_ranks_merge_to_whole_rows(rows, ranks, temperatures):
+    """As under `vocab_parallel`, with padding behind an odd vocabulary."""
+    vocab, padded = 151669, 151680
+    slots, draws = draws_of(rows, temperatures)
+    logits = torch.randn(rows, padded, device="cuda").to(torch.bfloat16)
+    logits[:, vocab:] = 99.0
+    draws, width = draws if any(temperatures) else None, padded // ranks
+    parts = [
+        row_stats.scan_rows(
+            logits[:, first : first + width].contiguous(),
+            *(slots, 77, draws),
+            columns=Columns(first, vocab, ranks),
+            want_rank=True,
+        )
+        for first in range(0, padded, width)
+    ]
+    got = row_stats.merge_rows(torch.stack(parts), want_rank=True, num_rows=rows)
+    check(got, twin(logits[:, :vocab], slots, 77, draws, want_rank=True), vocab)
 
 
 def test_nothing_large_is_allocated():

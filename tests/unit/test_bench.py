@@ -35,6 +35,7 @@ DUMMY = ["throughput", "--shapes", "tiny", "--tokens-per-forward"]
         (["step", "--shapes", "tiny", "--threshold", "0.9"], "mean nothing on dummy weights"),
         (["step", "--canvas", "32,64", "--max-positions", "32"], "leaves nothing of canvas 64"),
         (["step", "--context", "0"], "--context must be at least 1"),
+        (["latency", "--tensor-parallel-size", "0"], "--tensor-parallel-size must be at least 1"),
         (["throughput", "--shapes", "tiny"], "needs --tokens-per-forward"),
         ([*DUMMY, "17"], "must lie between 1 and a block of 16"),
         ([*DUMMY, "2", "--strategy", "d2f"], "accepts by confidence"),
@@ -50,6 +51,18 @@ def test_what_means_nothing_is_refused(
     printed = capsys.readouterr()
     assert printed.out == ""
     assert sentence in printed.err and printed.err.count("\n") == 1
+
+
+def test_switches_reach_the_engine() -> None:
+    given = settings("step", "--compile-step", "--vocab-parallel", "--tensor-parallel-size", "2")
+    assert given.switches == {"compile_step": True, "vocab_parallel": True}
+    assert given.switches.items() <= given.dllm(128).items()
+    assert not settings("step").switches
+    # Each rank multiplies its share of the weights.
+    whole, half = Sizes.of(SHAPES["dream-7b"]), Sizes.of(SHAPES["dream-7b"]).share(2)
+    assert 2 * half.kv_bytes(3, 2) == whole.kv_bytes(3, 2)
+    outputs = [sum(n for n, _ in sizes.mlp_products(sizes.inner)[:1]) for sizes in (whole, half)]
+    assert outputs[0] == 2 * outputs[1] and whole.vocab == 2 * half.vocab
 
 
 def test_strategy_follows_what_is_measured() -> None:

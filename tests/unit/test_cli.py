@@ -22,6 +22,7 @@ DECODE = [
 ENGINE = ["--dtype", "--gpu-memory-utilization", "--model"]
 MEASURED = ["--block-length", "--canvas", "--dtype", "--enforce-eager", "--gpu-memory-utilization"]
 MEASURED += ["--help", "--lora-path", "--model", "--seed", "--shapes", "--strategy", "--threshold"]
+MEASURED += ["--attention-backend", "--compile-step", "--tensor-parallel-size", "--vocab-parallel"]
 MEASURED += ["--vs", "-h"]
 GRID = ["--max-positions", "--requests"]
 STEPS = ["--context", "--profile"]

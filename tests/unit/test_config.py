@@ -40,6 +40,7 @@ FIELDS = [
     "top_k",
     "top_p",
     "use_block_cache",
+    "vocab_parallel",
 ]
 REQUEST_ARGUMENTS = [
     "dllm_alg_temp",

@@ -27,6 +27,8 @@ ROOMS: dict[str, set[str]] = {
     "kernels.cpu": set(),
     "kernels.row_scan": set(),
     "kernels.row_stats": {"kernels.reference", "kernels.row_scan"},
+    "kernels.part_reference": {"kernels.reference"},
+    "vocab_shard": {"kernels.reference"},
     "kernels.move_rows": set(),
     "kernels.paged_reference": set(),
     "kernels.paged_store": set(),
@@ -71,8 +73,8 @@ ROOMS: dict[str, set[str]] = {
     "logprobs": {"plan", "states", "kernels.reference"},
     "leads": {"logprobs", "plan", "rows", "states", "token_rules", "kernels.reference"},
     "proposals": {
-        *("logprobs", "plan", "rows", "states", "token_rules"),
-        *("kernels", "kernels.reference", "kernels.row_stats"),
+        *("logprobs", "plan", "rows", "states", "token_rules", "vocab_shard"),
+        *("kernels", "kernels.part_reference", "kernels.reference", "kernels.row_stats"),
     },
     "deciding": {
         *("choices", "compiled", "config", "kernels.reference", "leads", "logprobs", "plan"),
@@ -81,9 +83,9 @@ ROOMS: dict[str, set[str]] = {
     "sampler": {
         "config",
         *("compiled", "deciding", "guidance", "leads", "logprobs", "proposals", "rows", "states"),
-        *("kernels", "kernels.move_rows", "strategies", "token_rules"),
+        *("kernels", "kernels.move_rows", "strategies", "token_rules", "vocab_shard"),
     },
-    "model_state": {"attention", "config", "kernels.cpu", "sampler", "states"},
+    "model_state": {"attention", "config", "kernels.cpu", "sampler", "states", "vocab_shard"},
     "scheduler": {"config"},
     "refresh_scheduler": {"guidance", "scheduler", "strategies"},
     "admission": {"config", "strategies"},
@@ -107,7 +109,7 @@ NO_VLLM = {
     "guidance",
     "choices",
 }
-NO_VLLM |= {"kernels.paged_reference", "compiled", "row_counts"}
+NO_VLLM |= {"kernels.paged_reference", "kernels.part_reference", "compiled", "row_counts"}
 # What an upgrade of vLLM's engine can break.
 ENGINE_SIDE = {
     *("states", "attention", "sampler", "model_state", "scheduler", "token_rules", "bad_words"),

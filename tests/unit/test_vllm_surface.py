@@ -21,6 +21,12 @@ from vllm.config import (
     SchedulerConfig,
     VllmConfig,
 )
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.models.bailing_moe import BailingMoeForCausalLM
+from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -50,6 +56,8 @@ vllm.config: get_layers_from_vllm_config
 vllm.config.cache: CacheDType
 vllm.config.compilation: CUDAGraphMode
 vllm.config.diffusion: DiffusionConfig
+vllm.distributed: get_tensor_model_parallel_rank get_tensor_model_parallel_world_size
+vllm.distributed: tensor_model_parallel_all_gather
 vllm.engine.arg_utils: EngineArgs
 vllm.exceptions: VLLMValidationError
 vllm.logger: init_logger
@@ -202,6 +210,11 @@ SIGNATURES = {
     "config:VllmConfig._validate_v2_model_runner": "self",
     "config:VllmConfig._get_v2_model_runner_unsupported_features": "self",
     "config:ModelConfig.get_vocab_size": "self",
+    "distributed:get_tensor_model_parallel_rank": "",
+    "distributed:get_tensor_model_parallel_world_size": "",
+    "distributed:tensor_model_parallel_all_gather": "input_ dim=-1",
+    "model_executor.layers.logits_processor:LogitsProcessor.forward": "self lm_head hidden_states "
+    "embedding_bias=None skip_gather=False",
     MODELS + "config:VerifyAndUpdateConfig.verify_and_update_config": "vllm_config",
     MODELS + "llama:LlamaForCausalLM.load_weights": "self weights",
     MODELS + "llama:LlamaForCausalLM.compute_logits": "self hidden_states",
@@ -240,7 +253,7 @@ FIELDS: dict[type, str] = {
     EngineCoreOutputs: "outputs",
     KVCacheManager: "block_pool enable_caching watermark_blocks",
     SchedulerStats: "spec_decoding_stats",
-    ModelState: "model_config max_num_reqs max_num_tokens",
+    ModelState: "model model_config max_num_reqs max_num_tokens",
     RequestState: "all_token_ids draft_tokens",
     Sampler: "req_states sampling_states",
     SamplingStates: "temperature top_k top_p min_p seeds",
@@ -266,10 +279,19 @@ FIELDS: dict[type, str] = {
     ParallelConfig: "decode_context_parallel_size enable_batch_sharded_sampling enable_dbo "
     "enable_ep_weight_filter enable_expert_parallel "
     "data_parallel_size data_parallel_size_local pipeline_parallel_size "
-    "prefill_context_parallel_size world_size",
+    "prefill_context_parallel_size tensor_parallel_size world_size",
     SamplingParams: "extra_args logit_bias allowed_token_ids logprobs max_tokens min_tokens "
     "stop_token_ids temperature top_p top_k min_p seed ignore_eos bad_words n",
 }
+# What gives the columns of the logits that a rank computes.
+FIELDS |= {
+    owner: "lm_head logits_processor"
+    for owner in (
+        *(BailingMoeForCausalLM, LlamaForCausalLM, Qwen2ForCausalLM),
+        *(Qwen3ForCausalLM, Qwen3MoeForCausalLM),
+    )
+}
+FIELDS[VocabParallelEmbedding] = "num_embeddings_per_partition"
 PROPERTIES = {
     ModelConfig: "architecture get_head_size get_sliding_window get_vocab_size use_mla",
     ParallelConfig: "local_engines_only",
