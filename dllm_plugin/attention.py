@@ -18,6 +18,7 @@ from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.utils import AttentionGroup
 
+from dllm_plugin.layouts.parts import FEWEST_REQUESTS, PartsBuffers
 from dllm_plugin.layouts.spans import SpanBuffers
 from dllm_plugin.row_counts import most_rows, rows_per_canvas
 from dllm_plugin.rows import count_canvases
@@ -102,7 +103,14 @@ def _whole_rows(batch: InputBatch, states: CanvasStates, spans: np.ndarray) -> R
 class AttentionRows:
     """Builds attention metadata; owns the buffers that captured CUDA graphs read."""
 
-    def __init__(self, states: CanvasStates, max_num_reqs: int, max_num_tokens: int) -> None:
+    def __init__(
+        self,
+        states: CanvasStates,
+        max_num_reqs: int,
+        max_num_tokens: int,
+        in_parts: bool = False,
+    ) -> None:
+        """`in_parts`: captured steps of many requests read each context once."""
         self.states = states
         self.spans: SpanBuffers | None = None
         if states.config.kv_cache_layout == "distinct":
@@ -113,6 +121,10 @@ class AttentionRows:
         max_rows = max_num_reqs * self.rows_per_request
         self.query_start_loc = torch.zeros(max_rows + 1, dtype=torch.int32, device=states.device)
         self.seq_lens = torch.zeros(max_rows, dtype=torch.int32, device=states.device)
+        self.parts: PartsBuffers | None = None
+        if in_parts:
+            sizes = (max_num_reqs, self.rows_per_request, self.canvas_length)
+            self.parts = PartsBuffers(*sizes, states.device)
         self.block_tables: list[Tensor] = []
         # What the buffers are laid out for: requests with padding, block lengths, and whose they
         # are, since vLLM's sleep mode may take buffers where no request is left.
@@ -145,6 +157,10 @@ class AttentionRows:
             segments, limit = (rows.query_start_loc, rows.seq_lens), self.states.max_model_len
             rest = (block_tables, slot_mappings, attn_groups, kv_cache_config)
             return self.spans.build(batch, is_full, segments, limit, *rest)
+        if is_full and self.parts and batch.num_reqs_after_padding >= FEWEST_REQUESTS:
+            rest = (block_tables, slot_mappings, attn_groups, kv_cache_config)
+            limit = self.states.max_model_len
+            return self.parts.build(batch, rows.query_start_loc, limit, *rest)
         return build_attn_metadata(
             attn_groups=attn_groups,
             num_reqs=num_rows,
@@ -212,6 +228,8 @@ class AttentionRows:
         starts[1 : stops.size + 1] = (stops + (np.cumsum(fed) - fed)[:, None]).ravel()
         self.starts_cpu = torch.from_numpy(starts)
         async_tensor_h2d(starts, out=self.query_start_loc[: len(starts)])
+        if self.parts is not None:
+            self.parts.lay_out(stops)
         behind = (self.canvas_length - stops).astype(np.int32)
         self.behind_RS = async_tensor_h2d(behind, device=self.states.device)
         self.seq_lens[stops.size : len(starts) - 1] = 0

@@ -101,6 +101,15 @@ def _asked(attention: AttentionConfig) -> tuple[AttentionBackendEnum | None, ...
     return (attention.backend, *attention.backend_per_kind.values())
 
 
+def takes_parts(vllm_config: VllmConfig) -> bool:
+    """Whether captured steps of many requests read each context once (:mod:`layouts.parts`)."""
+    from dllm_plugin.layouts.parts import pays
+
+    chosen = vllm_config.attention_config.backend == FLASH_ATTN and not current_platform.is_cpu()
+    quantised = is_quantized_kv_cache(vllm_config.cache_config.cache_dtype)
+    return chosen and not quantised and pays(vllm_config)
+
+
 def _flash_problems(vllm_config: VllmConfig, version: int | None) -> Iterator[str]:
     model, head_size = vllm_config.model_config, vllm_config.model_config.get_head_size()
     if version not in (2, 3):

@@ -19,6 +19,7 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from dllm_plugin.config import get_decode_config
+from dllm_plugin.layouts.parts import CanvasRows, PartsImpl, PartsMetadata
 from dllm_plugin.row_counts import most_rows
 
 # Tokens times splits. Split keys need float32 results for each split, of all tokens: as many as
@@ -61,11 +62,15 @@ class SegmentFlashBuilder(FlashAttentionMetadataBuilder):
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
+        canvas_rows: CanvasRows | None = None,
     ) -> FlashAttentionMetadata:
         """vLLM's, with the splits that this number of tokens allows; a graph's never changes."""
         allowed = SPLIT_TOKENS // max(common_attn_metadata.num_actual_tokens, 1)
         self.max_num_splits = min(self.most_splits, max(allowed, 1))
-        return super().build(common_prefix_len, common_attn_metadata, fast_build)
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        if canvas_rows is None:
+            return metadata
+        return PartsMetadata(**vars(metadata), canvas_rows=canvas_rows)
 
     def _store_scheduler_metadata(self, scheduler_metadata: Tensor | None) -> Tensor | None:
         """Copy a step's schedule to where graphs read it; vLLM clears what lies behind it."""
@@ -90,6 +95,11 @@ def _rows_of(vllm_config: VllmConfig) -> int:
 
 class SegmentFlashBackend(FlashAttentionBackend):
     """vLLM's FLASH_ATTN with that builder."""
+
+    @staticmethod
+    def get_impl_cls() -> type[PartsImpl]:
+        """Per layer."""
+        return PartsImpl
 
     @staticmethod
     def get_builder_cls() -> type[SegmentFlashBuilder]:

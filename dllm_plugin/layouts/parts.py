@@ -1,0 +1,175 @@
+"""Captured canvases on FlashAttention in two parts: the context once, the canvas by rows, merged.
+
+Rows read the context of their request once per block. Where heads have keys of their own, several
+blocks are open and enough requests run, reading is what takes the time
+(benchmarks/reports/attention.md): here the whole canvas is one row on the context, each block a row
+on the keys of this pass, and vLLM merges both by log-sum-exp.
+R requests, B rows, T tokens, C canvas positions.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata
+from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_states.interface import ModelSpecificAttnMetadata
+from vllm.v1.worker.utils import AttentionGroup
+
+from dllm_plugin.config import get_decode_config
+
+# From so many requests on, a second launch and the merge cost less than reading contexts again.
+MOST_HEADS_PER_KEY, FEWEST_REQUESTS = 2, 4
+
+
+class CanvasRows(ModelSpecificAttnMetadata):
+    """What vLLM hands on to the builder beside one row per request.
+
+    start_loc int32 ``[B + 1]``, first query of each block; keys int32 ``[B]``, how much of its
+    canvas it sees; request int32 ``[B, 1]``; length of a canvas.
+    """
+
+    def __init__(self, start_loc: Tensor, keys: Tensor, request: Tensor, length: int) -> None:
+        self.start_loc, self.keys, self.request = start_loc, keys, request
+        self.length = length
+
+    def get_extra_attn_kwargs(self, attn_metadata_builder: Any, num_reqs: int) -> dict[str, Any]:
+        """The same for every KV cache group."""
+        return {"canvas_rows": self}
+
+
+@dataclass
+class PartsMetadata(FlashAttentionMetadata):
+    """vLLM's, where `seq_lens` is the context alone if there are canvas rows."""
+
+    canvas_rows: CanvasRows | None = None
+
+
+def pays(vllm_config: VllmConfig) -> bool:
+    """Whether this model's captured steps are faster in two parts, from FEWEST_REQUESTS on.
+
+    Where blocks commit alone, a step may see keys that earlier ones have left: rows read them.
+    """
+    model, config = vllm_config.model_config, get_decode_config(vllm_config)
+    parallel = vllm_config.parallel_config
+    heads = model.get_num_attention_heads(parallel)
+    assert config.canvas_length is not None and config.block_length is not None
+    several = config.canvas_length >= 2 * config.block_length and not config.commits_alone
+    return several and heads <= MOST_HEADS_PER_KEY * model.get_num_kv_heads(parallel)
+
+
+class PartsBuffers:
+    """Builds metadata with one row per request; owns what captured CUDA graphs read beside it."""
+
+    def __init__(self, requests: int, rows_per_request: int, length: int, device: Any) -> None:
+        self.rows_per_request, self.length = rows_per_request, length
+        self.keys = torch.zeros(requests * rows_per_request, dtype=torch.int32, device=device)
+        self.context = torch.zeros(requests, dtype=torch.int32, device=device)
+        request = torch.arange(requests, dtype=torch.int32, device=device)
+        self.request = request.repeat_interleave(rows_per_request)[:, None]
+
+    def lay_out(self, stops: np.ndarray) -> None:
+        """Take the canvas positions ``[R, rows per request]`` where each request's rows end."""
+        async_tensor_h2d(stops.ravel().astype(np.int32), out=self.keys[: stops.size])
+        self.keys[stops.size :] = 0
+        self.context[len(stops) :] = 0
+
+    def build(
+        self,
+        batch: InputBatch,
+        start_loc: Tensor,
+        max_seq_len: int,
+        block_tables: tuple[Tensor, ...],
+        slot_mappings: Tensor,
+        attn_groups: list[list[AttentionGroup]],
+        kv_cache_config: KVCacheConfig,
+    ) -> dict[str, Any]:
+        """Metadata of one captured step, whose rows begin at `start_loc`."""
+        canvases, padded = batch.num_reqs, batch.num_reqs_after_padding
+        torch.sub(batch.seq_lens[:canvases], self.length, out=self.context[:canvases])
+        num_rows = padded * self.rows_per_request
+        rows = CanvasRows(start_loc, self.keys[:num_rows], self.request[:num_rows], self.length)
+        return build_attn_metadata(
+            num_reqs=padded,
+            num_tokens=batch.num_tokens_after_padding,
+            query_start_loc_gpu=batch.query_start_loc[: padded + 1],
+            query_start_loc_cpu=torch.from_numpy(batch.query_start_loc_np[: padded + 1]),
+            max_query_len=self.length,
+            seq_lens=self.context[:padded],
+            causal=False,
+            model_specific_attn_metadata=rows,
+            max_seq_len=max_seq_len,
+            block_tables=block_tables,
+            slot_mappings=slot_mappings,
+            attn_groups=attn_groups,
+            kv_cache_config=kv_cache_config,
+        )
+
+
+class PartsImpl(FlashAttentionImpl):
+    """One layer's attention."""
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: FlashAttentionMetadata,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of the pass's tokens ``[T, H, D]`` into `output`."""
+        rows = attn_metadata.canvas_rows if isinstance(attn_metadata, PartsMetadata) else None
+        if rows is None:
+            scales = (output_scale, output_block_scale)
+            tensors = (query, key, value, kv_cache)
+            return super().forward(layer, *tensors, attn_metadata, output, *scales)
+        # Where there is none, on CPUs, this module is imported all the same.
+        from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
+
+        assert output_scale is None and output_block_scale is None
+        assert self.vllm_flash_attn_version is not None
+        num_tokens = attn_metadata.num_actual_tokens
+        keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        context, context_lse = flash_attn_varlen_func(
+            q=query[:num_tokens],
+            k=keys,
+            v=values,
+            cu_seqlens_q=attn_metadata.query_start_loc,
+            max_seqlen_q=rows.length,
+            seqused_k=attn_metadata.seq_lens,
+            max_seqlen_k=attn_metadata.max_seq_len,
+            softmax_scale=self.scale,
+            block_table=attn_metadata.block_table,
+            scheduler_metadata=attn_metadata.scheduler_metadata,
+            num_splits=attn_metadata.max_num_splits,
+            return_softmax_lse=True,
+            fa_version=self.vllm_flash_attn_version,
+        )
+        # A canvas is one page.
+        canvas, canvas_lse = flash_attn_varlen_func(
+            q=query[:num_tokens],
+            k=key[:num_tokens].unflatten(0, (-1, rows.length)),
+            v=value[:num_tokens].unflatten(0, (-1, rows.length)),
+            cu_seqlens_q=rows.start_loc,
+            max_seqlen_q=rows.length,
+            seqused_k=rows.keys,
+            max_seqlen_k=rows.length,
+            softmax_scale=self.scale,
+            block_table=rows.request,
+            num_splits=1,
+            return_softmax_lse=True,
+            fa_version=self.vllm_flash_attn_version,
+        )
+        merge_attn_states(output[:num_tokens], context, context_lse, canvas, canvas_lse)
+        return output
