@@ -1,9 +1,10 @@
 """The small part of a step as compiled code: what is planned before the logits, and decided after.
 
 With ``compile_step`` some two hundred operations on ``[R, C]`` tensors become a few kernels
-(torch.compile, each function one graph, for any number of requests), compiled at start: a step asks
-either for the configured policy alone or for any of the strategy's, which is a second graph; what
-keeps state of its own (bad words, log-probabilities, leads) runs uncompiled.
+(torch.compile, each function one graph, for any number of requests), compiled at start for the
+configured policy. Steps in which a request asks for another one run uncompiled: a graph of all
+policies takes three times as long to compile as the rest together. So does what keeps state of its
+own (bad words, log-probabilities, leads).
 """
 
 from collections.abc import Callable, Iterable

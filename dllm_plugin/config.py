@@ -86,7 +86,8 @@ class DecodeConfig:
     block_add_threshold      decided share of the last block that opens the next (tau_add)
     decoded_token_threshold  decided share that fully activates the next block (tau_act)
     kv_cache_layout          `unified` is vLLM's own; `distinct` ours, with fused span attention
-    compile_step             GPUs: compile what a step plans and decides around its logits
+    compile_step             GPUs: compile what a step plans and decides around its logits; None:
+                             where vLLM compiles the model
     vocab_parallel           tensor parallelism: ranks exchange results per row, not the logits
     lora_path                D2F adapter (PEFT folder) merged into the weights at load
     eps                      end of Dream's time schedule
@@ -115,7 +116,7 @@ class DecodeConfig:
     block_add_threshold: float = 0.1
     decoded_token_threshold: float = 0.95
     kv_cache_layout: str = "auto"
-    compile_step: bool = False
+    compile_step: bool | None = None
     vocab_parallel: bool = False
     lora_path: str | None = None
     eps: float = 1e-3

@@ -75,7 +75,7 @@ def rules_of(config: DecodeConfig) -> dict[str, Policy]:
 
 
 class Decider:
-    """Decides steps; `variants` are those that are compiled: the usual one and every other."""
+    """Decides steps; `usual` is what those ask for that run compiled, None before they do."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Decider:
         self.settle = STRATEGIES[states.config.strategy][1]
         self.num_positions = states.canvas_NC.shape[1]
         self.decide: Callable[..., Decided] = self.decide_step
-        self.variants: tuple[Variant, ...] = ()
+        self.usual: Variant | None = None
 
     def choose(
         self, slots_np: np.ndarray, rest: Rest | None
@@ -102,28 +102,22 @@ class Decider:
         """The function that decides a step of these requests, and what it has to be told."""
         names = tuple(sorted(self.states.policies(slots_np)))
         variant = Variant(names, self.states.uses("alg_temp", slots_np))
-        if rest is not None or not self.variants:
-            return self.decide_step, variant
-        usual, every = self.variants
-        return self.decide, usual if variant == usual else every
+        is_usual = rest is None and variant == self.usual
+        return self.decide if is_usual else self.decide_step, variant
 
     def compile(self, backend: str, example: Callable[[int], StepTensors]) -> None:
-        """Compile both variants for any number of requests, on steps that `example` makes."""
+        """Compile the configured policy for any number of requests, on steps `example` makes."""
         self.decide = compiled(self.decide_step, backend)
         config = self.states.config
-        usual = Variant((config.policy,), bool(config.alg_temp))
-        # More than one policy at a time: all that the strategy knows, in one piece of code.
-        every = Variant(tuple(sorted(self.policies)), config.time_schedule)
-        self.variants = (usual, every)
+        self.usual = usual = Variant((config.policy,), bool(config.alg_temp))
         for count in WARMUP_REQUESTS:
-            for variant in self.variants:
-                tensors = example(count)
-                device = self.states.device
-                columns = [torch.zeros(WARMUP_ROWS, device=device) for _ in RowStats._fields]
-                columns[0] = columns[0].to(torch.int64)
-                stats = RowStats(*columns[: 4 if variant.reads_ranks else 2])
-                of_any_length(tensors, stats)
-                self.decide(*tensors, stats, variant, None)
+            tensors = example(count)
+            device = self.states.device
+            columns = [torch.zeros(WARMUP_ROWS, device=device) for _ in RowStats._fields]
+            columns[0] = columns[0].to(torch.int64)
+            stats = RowStats(*columns[: 4 if usual.reads_ranks else 2])
+            of_any_length(tensors, stats)
+            self.decide(*tensors, stats, usual, None)
 
     def decide_step(
         self,

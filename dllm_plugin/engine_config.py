@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from vllm.config import CUDAGraphMode, SchedulerConfig, VllmConfig
+from vllm.config import CompilationMode, CUDAGraphMode, SchedulerConfig, VllmConfig
 from vllm.config.diffusion import DiffusionConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
@@ -84,7 +84,7 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
             block_length,
             trained_to_edit(model_config, family),
         )
-        _check_switches(vllm_config, config)
+        config = _settle_switches(vllm_config, config)
         if not current_platform.is_cpu():
             config = _fit_warmup(config, user, model_config.max_model_len)
         check_strategy_reads(config, options)
@@ -121,10 +121,11 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
         _set_attention_backend(vllm_config)
 
 
-def _check_switches(vllm_config: VllmConfig, config: DecodeConfig) -> None:
-    """Refuse what this machine or the other options leave nothing to do."""
+def _settle_switches(vllm_config: VllmConfig, config: DecodeConfig) -> DecodeConfig:
+    """Refuse what this machine or the other options leave nothing to do; fill what is open."""
     eager = vllm_config.model_config.enforce_eager
-    if config.compile_step and (current_platform.is_cpu() or eager):
+    cannot = current_platform.is_cpu() or eager
+    if config.compile_step and cannot:
         raise ValueError(
             "compile_step needs a GPU and no enforce_eager: leave compile_step at false."
         )
@@ -133,6 +134,10 @@ def _check_switches(vllm_config: VllmConfig, config: DecodeConfig) -> None:
             "vocab_parallel needs a tensor_parallel_size of at least 2, got 1: leave "
             "vocab_parallel at false."
         )
+    if config.compile_step is None:
+        compiles = not cannot and vllm_config.compilation_config.mode != CompilationMode.NONE
+        config = dataclasses.replace(config, compile_step=compiles)
+    return config
 
 
 def _fit_warmup(config: DecodeConfig, user: DecodeConfig, max_model_len: int) -> DecodeConfig:

@@ -56,7 +56,8 @@ def check_values(config: Any) -> None:
     number("eps", config.eps, 0.0, 1.0)
     for name in SWITCHES:
         # JSON clients of vLLM turn true into 1 on its way through `vllm_xargs`.
-        if getattr(config, name) not in (False, True):
+        allowed = (None, False, True) if name == "compile_step" else (False, True)
+        if getattr(config, name) not in allowed:
             raise ValueError(f"{name} must be true or false, got {getattr(config, name)!r}.")
     if config.lora_path is not None and not isinstance(config.lora_path, str):
         raise ValueError(f"lora_path must be a folder name, got {config.lora_path!r}.")

@@ -79,14 +79,14 @@ class Proposer:
         rows = [chunk.rows_T for chunk in chunks]
         return RowStats(*(at_rows(part, rows, num_rows) for part in parts))
 
-    def warm_up(self, logits_TV: Tensor, with_carry: bool, wants: Collection[bool]) -> None:
+    def warm_up(self, logits_TV: Tensor, with_carry: bool) -> None:
         """Compile the kernels for all that a step without copies may ask for."""
         rows_T = torch.arange(min(2, len(logits_TV)), device=logits_TV.device)
         slot_T, offset_T = torch.zeros_like(rows_T), rows_T.to(torch.int32)
         shift = int(self.states.config.family.logits_shift)
         bias = torch.zeros(1, self.rules.vocab_size, device=rows_T.device), slot_T
         sources = ((None, shift), (rows_T, 0)) if with_carry else ((None, shift),)
-        for (source_T, added), want_rank in itertools.product(sources, wants):
+        for (source_T, added), want_rank in itertools.product(sources, (False, True)):
             chunk = RowChunk(rows_T, logits_TV, source_T, slot_T, offset_T, added)
             for draws, biases in itertools.product((None, self._draws(chunk)), (None, bias)):
                 self._pass_over(chunk, draws, biases, want_rank, None)

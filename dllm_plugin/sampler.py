@@ -141,8 +141,8 @@ class DiffusionSampler:
         if logits.is_cuda and not self.reserved:
             self.reserved = True
             self._reserve_peak(logits)
-        if self.compiles and not self.decider.variants:
-            self.compile()
+            if self.compiles:
+                self.compile()
             self._warm_up_kernels(logits)
         step = self.rows.read(logits, batch)
         decided = None if step is None else self._denoise(step, logits, batch.num_reqs)
@@ -221,8 +221,7 @@ class DiffusionSampler:
 
     def _warm_up_kernels(self, logits: Tensor) -> None:
         carry_NV = self.rows.carry_NV if isinstance(self.rows, CanvasRows) else None
-        wants = {variant.reads_ranks for variant in self.decider.variants}
-        self.proposer.warm_up(logits, carry_NV is not None, wants)
+        self.proposer.warm_up(logits, carry_NV is not None)
         if carry_NV is not None:
             nothing_R = torch.zeros(2, dtype=torch.int64, device=logits.device)
             move_rows.move_rows(logits, nothing_R, carry_NV, nothing_R, nothing_R > 0)

@@ -62,7 +62,7 @@ class Settings:
     gpu_memory_utilization: float | None
     tensor_parallel_size: int
     attention_backend: str | None
-    compile_step: bool
+    compile_step: bool | None
     vocab_parallel: bool
     seed: int
 
@@ -74,8 +74,11 @@ class Settings:
 
     def dllm(self, canvas: int) -> dict[str, Any]:
         """Decode options of an engine."""
+        scheduled = self.strategy == BLOCK_DIFFUSION and (self.shapes or self.mode == "step")
         options = {
             "strategy": self.strategy,
+            # What the requests of a fixed schedule ask for: it is this policy that is compiled.
+            "policy": "low_confidence" if scheduled else None,
             "canvas_length": canvas,
             "block_length": self.block(canvas),
             "threshold": self.threshold,
@@ -86,8 +89,8 @@ class Settings:
     @property
     def switches(self) -> dict[str, bool]:
         """Decode options that change how a step is computed, and no token."""
-        names = ("compile_step", "vocab_parallel")
-        return {name: True for name in names if getattr(self, name)}
+        given = {"compile_step": self.compile_step, "vocab_parallel": self.vocab_parallel or None}
+        return {name: value for name, value in given.items() if value is not None}
 
     def at_once(self, canvas: int) -> tuple[int, ...]:
         """Numbers of requests that are measured with a canvas."""
@@ -138,7 +141,9 @@ def _add_options(parser: argparse.ArgumentParser, mode: str) -> None:
     parser.add_argument("--gpu-memory-utilization", type=float, help="as in vLLM")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="as in vLLM")
     parser.add_argument("--attention-backend", help="as in vLLM")
-    parser.add_argument("--compile-step", action="store_true", help="as the decode option")
+    parser.add_argument(
+        "--compile-step", action=argparse.BooleanOptionalAction, help="as the decode option"
+    )
     parser.add_argument("--vocab-parallel", action="store_true", help="as the decode option")
     parser.add_argument("--seed", type=int, default=0)
 

@@ -17,7 +17,7 @@ FLASH = "dllm_plugin.layouts.flash.SegmentFlashBackend"
 # Whether FlashAttention 3 is what full CUDA graphs take by default, where it can be. It is 1.7 to 9
 # times as fast as Triton on our rows (benchmarks/reports/attention.md); True needs a Hopper GPU on
 # which tests/gpu/test_flash_graphs.py has passed.
-FLASH_IS_DEFAULT = False
+FLASH_IS_DEFAULT = True
 HEAD_SIZES = (32, 64, 128)
 PAGE_UNIT = 16
 # What `diffuplug doctor` says of a wish.

@@ -51,6 +51,8 @@ def engine_of(checkpoint, dllm, compilation, backend="FLASH_ATTN", splits=32, **
         "kv_cache_memory_bytes": 256 << 20,
         "gpu_memory_utilization": 0.3,
         "enable_prefix_caching": False,
+        # How far steps run ahead depends on time, and with it who shares the last ones of a text.
+        "async_scheduling": False,
         "attention_config": {
             "backend": backend,
             "flash_attn_max_num_splits_for_cuda_graph": splits,
@@ -154,7 +156,7 @@ def test_sdar(backend, eager_sdar):
 
 def test_sdar_as_it_is_served(eager_sdar):
     """Compiled, with piecewise graphs for prompts."""
-    engine = long_sdar({})
+    engine = long_sdar({}, async_scheduling=True)
     answers = [long_answers(engine) for _ in range(2)]
     end(engine)
     assert all(agree(one, eager_sdar[1]) > BEFORE_TIES for one in answers)

@@ -17,7 +17,8 @@ from dllm_plugin.omni import (
 )
 
 PROMPTS = [prompt(n, i) for i, n in enumerate([5, 150, 17, 33, 70, 64, 1, 100] * 3)][:20]
-LAYERS = [None, [0, 2, 3]]
+# Layers of the decoder, and how large a float32 error may be: the second reaches values of 58.
+LAYERS = [(None, 1e-4), ([0, 2, 3], 1e-3)]
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +39,7 @@ def generate(folder: Path, dtype: str, **options):
         max_num_seqs=16,
         num_gpu_blocks_override=64,
         gpu_memory_utilization=0.2,
+        kv_cache_memory_bytes=1 << 28,
         attention_backend="TRITON_ATTN",
         disable_log_stats=False,
         **options,
@@ -51,9 +53,9 @@ def generate(folder: Path, dtype: str, **options):
     return outputs, sum(preempted), config
 
 
-@pytest.mark.parametrize("layers", LAYERS, ids=["last", "layers"])
-def test_full_graphs_and_async_scheduling_equal_eager_and_transformers(llama, layers):
-    """Float32: every row within 1e-4 of a plain forward of prompt and generated tokens."""
+@pytest.mark.parametrize(("layers", "limit"), LAYERS, ids=["last", "layers"])
+def test_full_graphs_and_async_scheduling_equal_eager_and_transformers(llama, layers, limit):
+    """Float32: every row is that of a plain forward of prompt and generated tokens."""
     full = {"compilation_config": {"cudagraph_mode": "FULL"}, "async_scheduling": True}
     eager = {"enforce_eager": True, "async_scheduling": False}
     reference = Reference(llama)
@@ -64,12 +66,12 @@ def test_full_graphs_and_async_scheduling_equal_eager_and_transformers(llama, la
         )
         assert preempted > 0
         assert config.scheduler_config.async_scheduling is (name == "full")
-        assert max(reference.error(output, layers=layers) for output in outputs) < 1e-4
+        assert max(reference.error(output, layers=layers) for output in outputs) < limit
         found[name] = outputs
     for one, other in zip(found["full"], found["eager"], strict=True):
         assert list(one.outputs[0].token_ids) == list(other.outputs[0].token_ids)
         rows = [torch.from_numpy(hidden_states_of(output).rows.copy()) for output in (one, other)]
-        assert (rows[0] - rows[1]).abs().max() < 1e-4
+        assert (rows[0] - rows[1]).abs().max() < limit
 
 
 def test_bfloat16(llama):
@@ -97,6 +99,7 @@ def test_denoisers(tmp_path, monkeypatch, name):
         max_model_len=128,
         max_num_seqs=8,
         gpu_memory_utilization=0.2,
+        kv_cache_memory_bytes=1 << 28,
         **tensor_args(),
     )
     core = llm.llm_engine.engine_core.engine_core

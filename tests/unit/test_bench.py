@@ -56,6 +56,7 @@ def test_what_means_nothing_is_refused(
 def test_switches_reach_the_engine() -> None:
     given = settings("step", "--compile-step", "--vocab-parallel", "--tensor-parallel-size", "2")
     assert given.switches == {"compile_step": True, "vocab_parallel": True}
+    assert settings("step", "--no-compile-step").switches == {"compile_step": False}
     assert given.switches.items() <= given.dllm(128).items()
     assert not settings("step").switches
     # Each rank multiplies its share of the weights.
@@ -70,6 +71,7 @@ def test_strategy_follows_what_is_measured() -> None:
     assert settings("step", "--shapes", "tiny").strategy == "block_diffusion"
     assert settings("step", "--shapes", "tiny").dllm(128) == {
         "strategy": "block_diffusion",
+        "policy": "low_confidence",
         "canvas_length": 128,
         "block_length": 64,
     }

@@ -58,16 +58,19 @@ ROOMS: dict[str, set[str]] = {
         *("kernels", "kernels.move_rows", "kernels.reference"),
     },
     "layouts": set(),
-    "layouts.choice": set(),
+    "layouts.choice": {"layouts.parts"},
     "layouts.flex": set(),
-    "layouts.flash": {"config", "row_counts"},
+    "layouts.flash": {"config", "layouts.parts", "row_counts"},
+    "layouts.parts": {"config"},
     "layouts.spans": set(),
     "layouts.distinct": {
         *("kernels", "kernels.paged_attention", "kernels.paged_reference", "kernels.paged_store"),
         "layouts.choice",
     },
     "row_counts": {"config"},
-    "attention": {"layouts.spans", "plan", "row_counts", "rows", "states", "strategies"},
+    "attention": {
+        *("layouts.parts", "layouts.spans", "plan", "row_counts", "rows", "states", "strategies"),
+    },
     "bad_words": {"plan", "states"},
     "token_rules": {"bad_words", "plan", "slot_table", "states"},
     "logprobs": {"plan", "states", "kernels.reference"},
@@ -85,7 +88,10 @@ ROOMS: dict[str, set[str]] = {
         *("compiled", "deciding", "guidance", "leads", "logprobs", "proposals", "rows", "states"),
         *("kernels", "kernels.move_rows", "strategies", "token_rules", "vocab_shard"),
     },
-    "model_state": {"attention", "config", "kernels.cpu", "sampler", "states", "vocab_shard"},
+    "model_state": {
+        *("attention", "config", "kernels.cpu", "layouts.choice", "sampler", "states"),
+        "vocab_shard",
+    },
     "scheduler": {"config"},
     "refresh_scheduler": {"guidance", "scheduler", "strategies"},
     "admission": {"config", "strategies"},
@@ -116,7 +122,7 @@ ENGINE_SIDE = {
     *("logprobs", "admission", "metrics", "engine_config", "kernels.cpu"),
     *("rows", "proposals", "leads", "deciding", "refresh_scheduler", "slot_table"),
     *("layouts.choice", "layouts.spans", "layouts.distinct", "layouts.flex"),
-    "layouts.flash",
+    *("layouts.flash", "layouts.parts"),
 }
 # The one assignment to an attribute of vLLM: (module, function).
 PERMITTED = ("kernels.cpu", "_complete_triton_placeholder")
