@@ -1,6 +1,7 @@
 """The hook that turns a vLLM configuration into one that decodes by diffusion."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from vllm.config import CompilationMode, CUDAGraphMode, SchedulerConfig, VllmConfig
@@ -123,21 +124,29 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
 
 def _settle_switches(vllm_config: VllmConfig, config: DecodeConfig) -> DecodeConfig:
     """Refuse what this machine or the other options leave nothing to do; fill what is open."""
-    eager = vllm_config.model_config.enforce_eager
-    cannot = current_platform.is_cpu() or eager
-    if config.compile_step and cannot:
-        raise ValueError(
-            "compile_step needs a GPU and no enforce_eager: leave compile_step at false."
-        )
+    cannot = current_platform.is_cpu() or vllm_config.model_config.enforce_eager
+    problem = next(uncompiled(config, cannot), None)
+    if config.compile_step and problem:
+        raise ValueError(f"compile_step {problem}: leave compile_step out.")
     if config.vocab_parallel and vllm_config.parallel_config.tensor_parallel_size == 1:
         raise ValueError(
             "vocab_parallel needs a tensor_parallel_size of at least 2, got 1: leave "
             "vocab_parallel at false."
         )
     if config.compile_step is None:
-        compiles = not cannot and vllm_config.compilation_config.mode != CompilationMode.NONE
-        config = dataclasses.replace(config, compile_step=compiles)
+        wanted = vllm_config.compilation_config.mode != CompilationMode.NONE
+        config = dataclasses.replace(config, compile_step=wanted and not problem)
     return config
+
+
+def uncompiled(config: DecodeConfig, cannot: bool) -> Iterator[str]:
+    """Why a step is not compiled; `cannot`: for want of a GPU, or because nothing is."""
+    if cannot:
+        yield "needs a GPU and no enforce_eager"
+    if config.full_attention:
+        yield f"serves strategies that attend from block to block, not {config.strategy}"
+    if config.commits_alone:
+        yield f"does not serve {config.family.name} models, whose blocks commit alone"
 
 
 def _fit_warmup(config: DecodeConfig, user: DecodeConfig, max_model_len: int) -> DecodeConfig:

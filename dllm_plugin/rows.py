@@ -244,7 +244,6 @@ class MaskedRows:
     ) -> None:
         self.states = states
         self.plan = plan
-        self.begin: Callable[[Tensor, Tensor], tuple[Canvas, Tensor, StepPlan]] = self.begin_step
         self.shift = int(states.config.family.logits_shift)
         self._step: StepRows | None = None
         self._guided: GuidedRows | None = None
@@ -265,7 +264,8 @@ class MaskedRows:
         slots_R, slots_np = batch.idx_mapping[index_R], batch.idx_mapping_np[index_np]
         drafts_R = batch.cu_num_logits[: canvases + 1].diff().to(torch.int64)
         canvas_drafts_R = drafts_R[index_R]
-        canvas, remaining_R, plan = self.begin(slots_R, canvas_drafts_R)
+        canvas, remaining_R = states.view(slots_R, canvas_drafts_R)
+        plan = self.plan(canvas, states.config.mask_token_id)
         request_T, place_T = plan.candidates_RC.nonzero(as_tuple=True)
         ends = batch.query_start_loc[1 : canvases + 1].to(torch.int64)
         first_row = ends - drafts_R - self.shift
@@ -276,8 +276,7 @@ class MaskedRows:
             self._hide_context(batch, partner_np[partner_np != index_np])
         batch.logits_indices = torch.cat(rows)
         num_rows = len(request_T)
-        # Positions without a row of their own share one behind the last (of two, since compiled
-        # code is specialised for a length of one).
+        # Positions without a row of their own share one behind the last.
         source_RC = torch.full_like(canvas.block_RC, num_rows)
         source_RC[request_T, place_T] = torch.arange(num_rows, device=states.device)
         slot_T = slots_R[request_T]
@@ -299,25 +298,11 @@ class MaskedRows:
             remaining_R,
             plan,
             source_RC,
-            num_rows + 2,
+            num_rows + 1,
             [chunk],
             canvas_drafts_R,
             batch.seq_lens[index_R],
         )
-
-    def begin_step(self, slots_R: Tensor, drafts_R: Tensor) -> tuple[Canvas, Tensor, StepPlan]:
-        """View and plan the canvases of a step, of which so many positions are in the batch."""
-        canvas, remaining_R = self.states.view(slots_R, drafts_R)
-        return canvas, remaining_R, self.plan(canvas, self.states.config.mask_token_id)
-
-    def example(self, count: int) -> StepTensors:
-        """A step of some slots, as `request` finds it."""
-        slots_R = torch.arange(count, device=self.states.device) % len(self.states.open_N)
-        drafts_R, seq_lens_R = slots_R + 1, slots_R.to(torch.int32)
-        of_any_length(slots_R, drafts_R)
-        canvas, remaining_R, plan = self.begin(slots_R, drafts_R)
-        source_RC = torch.zeros_like(canvas.block_RC)
-        return (slots_R, canvas, plan, source_RC, remaining_R, drafts_R, seq_lens_R)
 
     def _hide_context(self, batch: InputBatch, partners: np.ndarray) -> None:
         """Feed masks to partners where the requests that they belong to have their context."""

@@ -213,7 +213,11 @@ class DiffusionSampler:
         del held
 
     def compile(self, backend: str = BACKEND) -> None:
-        """From here on run compiled what keeps no state beside the canvases; compile it now."""
+        """From here on run compiled what keeps no state beside the canvases; compile it now.
+
+        Of block-causal strategies only.
+        """
+        assert isinstance(self.rows, CanvasRows)
         self.rows.begin = compiled(self.rows.begin_step, backend)
         self.states.apply_staged_writes()
         self.rules.apply_staged_writes()

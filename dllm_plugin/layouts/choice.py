@@ -14,10 +14,6 @@ FLASH_ATTN, TRITON_ATTN = AttentionBackendEnum.FLASH_ATTN, AttentionBackendEnum.
 DISTINCT = "dllm_plugin.layouts.distinct.DistinctBackend"
 FLEX = "dllm_plugin.layouts.flex.SegmentFlexBackend"
 FLASH = "dllm_plugin.layouts.flash.SegmentFlashBackend"
-# Whether FlashAttention 3 is what full CUDA graphs take by default, where it can be. It is 1.7 to 9
-# times as fast as Triton on our rows (benchmarks/reports/attention.md); True needs a Hopper GPU on
-# which tests/gpu/test_flash_graphs.py has passed.
-FLASH_IS_DEFAULT = True
 HEAD_SIZES = (32, 64, 128)
 PAGE_UNIT = 16
 # What `diffuplug doctor` says of a wish.
@@ -64,10 +60,10 @@ def _problems(vllm_config: VllmConfig) -> Iterator[str]:
 def flash_version(vllm_config: VllmConfig) -> int | None:
     """Which FlashAttention vLLM takes on this GPU for this model; None if it has none.
 
-    None as well where it is not asked for and not the default: its libraries are left alone.
+    None as well where another backend is asked for: its libraries are left alone.
     """
     attention = vllm_config.attention_config
-    if not FLASH_IS_DEFAULT and FLASH_ATTN not in _asked(attention):
+    if attention.backend is not None and FLASH_ATTN not in _asked(attention):
         return None
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
@@ -76,10 +72,11 @@ def flash_version(vllm_config: VllmConfig) -> int | None:
     )
 
 
-def under_full_graphs(
-    vllm_config: VllmConfig, version: int | None, flash_is_default: bool = FLASH_IS_DEFAULT
-) -> AttentionBackendEnum:
+def under_full_graphs(vllm_config: VllmConfig, version: int | None) -> AttentionBackendEnum:
     """The attention backend of captured steps, where FlashAttention has this version.
+
+    FlashAttention 3 where it can be: on our rows it is 1.7 to 9 times as fast as Triton
+    (benchmarks/reports/attention.md).
 
     Raises ValueError with one sentence if FLASH_ATTN was asked for and cannot be captured.
     """
@@ -89,7 +86,7 @@ def under_full_graphs(
         raise ValueError(f"attention_backend FLASH_ATTN {problem}.")
     if attention.backend is not None:
         return attention.backend
-    if not flash_is_default or problem or version != 3:
+    if problem or version != 3:
         return TRITON_ATTN
     # Quantised keys have not been measured.
     return (

@@ -1,6 +1,5 @@
-"""vLLM's model runners, which also hand over hidden states of the requests that asked. All that was
-handed over for a request is the rows of positions ``[start, N - 1)``; N counts the tokens that the
-engine knows. Rows of an unfinished prompt wait for the step that samples."""
+"""vLLM's model runners, which also hand over hidden states of the requests that asked: rows of the
+positions ``[start, N - 1)`` of N known tokens. Those of an unfinished prompt wait for its end."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -81,9 +80,10 @@ def check_generation(config: VllmConfig) -> None:
     """Raise ValueError with one sentence for what hidden states cannot be combined with."""
     model, parallel = config.model_config, config.parallel_config
     policy = config.kv_transfer_config and config.kv_transfer_config.kv_load_failure_policy
-    layers, use = chosen_layers(config) is not None, "hidden_state_args() without layers"
+    layers, use = chosen_layers(config) or [], "hidden_state_args() without layers"
     kind, stages = model.runner_type, parallel.pipeline_parallel_size > 1
     relay = stages and parallel.distributed_executor_backend == "external_launcher"
+    in_place = config.device_config.device_type == "cuda" and not config.compilation_config.mode
     faults = {
         "a diffusion language model": model.is_diffusion,
         f"runner={kind!r}; use 'generate', or DiffusionWorker for a tensor": kind != "generate",
@@ -91,6 +91,7 @@ def check_generation(config: VllmConfig) -> None:
         "enable_return_routed_experts": config.aux_output_config.enable_return_routed_experts,
         "prefill_context_parallel_size > 1": parallel.prefill_context_parallel_size > 1,
         "kv_load_failure_policy='recompute'; use 'fail'": policy == "recompute",
+        "layer 0 uncompiled, which vLLM overwrites; drop enforce_eager": 0 in layers and in_place,
         f"drafts; use {use}": layers and config.speculative_config,
         f"pipeline parallelism; use {use}": layers and stages,
         "external_launcher and pipeline parallelism on model runner v2; set "
@@ -109,10 +110,10 @@ class _HiddenStates(Runner):  # what both mixins share
         last = self.vllm_config.model_config.get_total_num_hidden_layers()
         inner = tuple(layer for layer in self._layers or () if layer < last)
         if inner:
-            model: Any = self.model
-            refuse("hidden_state_layers", {type(model).__name__: not supports_eagle3(model)})
+            name, taken = type(self.model).__name__, supports_eagle3(self.model)
+            refuse("hidden_state_layers", {name: not taken})
             self.use_aux_hidden_state_outputs = True
-            model.set_aux_hidden_state_layers(inner)
+            self.model.set_aux_hidden_state_layers(inner)
 
     def _start(self, request: Any, prompt: int, sampled: int = 0) -> None:
         """A new or resumed request, with so many tokens of its prompt and sampled ones."""
@@ -134,8 +135,7 @@ class _HiddenStates(Runner):  # what both mixins share
         return step.deliver(output)
 
     def _copy_rows(self, state: Any) -> StepRows | None:
-        """The wanted rows, copied at once on the compute stream: with full CUDA graphs the model's
-        output is a static buffer that the next replay overwrites."""
+        """The wanted rows, copied at once: with full CUDA graphs a replay overwrites them."""
         parallel, final = self.vllm_config.parallel_config, state.hidden_states
         # torchrun: each rank is an engine, and samples from broadcast logits.
         everywhere = parallel.distributed_executor_backend == "external_launcher"

@@ -33,6 +33,7 @@ WRONG_OPTIONS: list[tuple[Any, str]] = [
     ({"kv_cache_layout": "paged"}, "kv_cache_layout 'paged' is unknown; choose one of: auto"),
     ({"strategy": "d2f", "policy": "factor"}, "policy 'factor' has no meaning"),
     ({"cfg_scale": 1.0}, "cfg_scale"),
+    ({"compile_step": True}, "compile_step needs a GPU and no enforce_eager: leave compile_step"),
     ({"vocab_parallel": True}, "vocab_parallel needs a tensor_parallel_size of at least 2, got 1"),
     ({"lora_path": 3}, "lora_path must be a folder name, got 3"),
     ("d2f", "additional_config['dllm'] must be a dictionary, got 'd2f'"),

@@ -46,7 +46,7 @@ def test_tokens_and_forwards_equal_the_reference(name, eager):
         max_model_len=512,
         max_num_seqs=16,
         enforce_eager=eager,
-        gpu_memory_utilization=0.2,
+        kv_cache_memory_bytes=64 << 20,
         attention_backend="TRITON_ATTN",
         additional_config={"dllm": {"strategy": "d2f"}},
     )

@@ -216,20 +216,18 @@ def spans_of(bounds: torch.Tensor, tokens: int) -> Any:
     )
 
 
-def test_triton_is_the_default_until_a_gpu_has_shown_otherwise(engine_config: VllmConfig) -> None:
-    assert not choice.FLASH_IS_DEFAULT
-    assert choice.under_full_graphs(engine_config, 3) == TRITON
-    assert choice.under_full_graphs(engine_config, 3, flash_is_default=True) == FLASH
+def test_version_3_is_the_default(engine_config: VllmConfig) -> None:
+    assert choice.under_full_graphs(engine_config, 3) == FLASH
     for version in (2, 4, None):
-        assert choice.under_full_graphs(engine_config, version, flash_is_default=True) == TRITON
+        assert choice.under_full_graphs(engine_config, version) == TRITON
     engine_config.cache_config.cache_dtype = "fp8"
-    assert choice.under_full_graphs(engine_config, 3, flash_is_default=True) == TRITON
+    assert choice.under_full_graphs(engine_config, 3) == TRITON
 
 
-def test_its_libraries_are_left_alone_where_nobody_asks(engine_config: VllmConfig) -> None:
+def test_its_libraries_are_left_alone_where_another_is_asked_for(engine_config: VllmConfig) -> None:
     attention = engine_config.attention_config
     attention.flash_attn_version = 3
-    for asked, version in ((None, None), (TRITON, None), (FLASH, 3)):
+    for asked, version in ((None, 3), (TRITON, None), (FLASH, 3)):
         attention.backend = asked
         assert choice.flash_version(engine_config) == version
 
@@ -239,7 +237,7 @@ def test_what_was_asked_for_is_taken_or_refused(engine_config: VllmConfig) -> No
     for asked in (TRITON, AttentionBackendEnum.FLASHINFER, FLASH):
         attention.backend = asked
         for version in (2, 3):
-            taken = choice.under_full_graphs(engine_config, version, flash_is_default=True)
+            taken = choice.under_full_graphs(engine_config, version)
             assert taken == asked
     for version, found in ((4, "FlashAttention 4"), (None, "none")):
         with pytest.raises(ValueError, match=f"vLLM finds {found} for this .* cudagraph_mode to"):
@@ -261,7 +259,7 @@ def test_heads_that_it_cannot_take(head_size: int, engine_config: VllmConfig) ->
     with pytest.raises(ValueError, match=f"but this model's have {head_size}: choose TRITON_ATTN"):
         choice.under_full_graphs(engine_config, 3)
     engine_config.attention_config.backend = None
-    assert choice.under_full_graphs(engine_config, 3, flash_is_default=True) == TRITON
+    assert choice.under_full_graphs(engine_config, 3) == TRITON
 
 
 def test_the_registered_path_names_the_backend() -> None:
