@@ -11,7 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dllm_plugin.kernels.reference import best_per_block, per_block, rank, rank_in_block
+from dllm_plugin.kernels.reference import (
+    at_positions,
+    best_per_block,
+    per_block,
+    rank,
+    rank_in_block,
+)
 from dllm_plugin.plan import Canvas, Proposal, StepPlan
 
 
@@ -48,7 +54,7 @@ def threshold(
     take_RC = plan.candidates_RC & (proposal.confidence_RC > settings.threshold_R[:, None])
     num_slots = plan.full_RS.shape[1]
     stuck_RS = plan.full_RS & (per_block(take_RC, canvas.block_RC, num_slots) == 0)
-    stuck_RC = torch.nn.functional.pad(stuck_RS, (0, 1)).gather(1, canvas.block_RC)
+    stuck_RC = at_positions(stuck_RS, canvas.block_RC)
     forced_RC = best_per_block(
         proposal.score_RC, plan.candidates_RC & stuck_RC, canvas.block_RC, num_slots
     )

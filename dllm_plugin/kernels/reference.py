@@ -67,8 +67,9 @@ def per_block(mask_RC: Tensor, block_RC: Tensor, num_slots: int) -> Tensor:
 
 def at_positions(value_RS: Tensor, block_RC: Tensor) -> Tensor:
     """Spread a bool per block slot over its positions: ``[R, S] -> [R, C]``; no block is False."""
-    padded = torch.nn.functional.pad(value_RS, (0, 1))
-    return padded.gather(1, block_RC)
+    # Not by padding: compiled by torch 2.11 for GPUs, a padded bool of one element becomes True.
+    num_slots = value_RS.shape[1]
+    return value_RS.gather(1, block_RC.clamp_max(num_slots - 1)) & (block_RC < num_slots)
 
 
 def leading(flag_RX: Tensor) -> Tensor:

@@ -62,6 +62,7 @@ def pays(vllm_config: VllmConfig) -> bool:
     heads = model.get_num_attention_heads(parallel)
     assert config.canvas_length is not None and config.block_length is not None
     several = config.canvas_length >= 2 * config.block_length and not config.commits_alone
+    several = several and model.get_sliding_window() is None
     return several and heads <= MOST_HEADS_PER_KEY * model.get_num_kv_heads(parallel)
 
 

@@ -23,6 +23,7 @@ from dllm_plugin.layouts.flash import (
     SegmentFlashBuilder,
     schedule_size,
 )
+from dllm_plugin.layouts.parts import PartsMetadata, pays
 from dllm_plugin.row_counts import most_rows, rows_per_canvas
 
 FLASH, TRITON = AttentionBackendEnum.FLASH_ATTN, AttentionBackendEnum.TRITON_ATTN
@@ -185,6 +186,66 @@ def test_a_graph_sees_the_same_sizes_and_buffers(engine_config: VllmConfig) -> N
     assert fitted.shape == (12, 3) and rows.block_tables[0].data_ptr() == fitted.data_ptr()
     assert seen[0] == seen[1] == seen[2]
     assert seen[0][0][1][0] == (12,) and seen[0][1:] == (12, 64, 32, 48, False)
+
+
+@pytest.mark.parametrize("count", [4, 2, 3])
+def test_a_context_and_a_canvas_apart_are_what_rows_see(
+    count: int, engine_config: VllmConfig
+) -> None:
+    """Row by row the same queries and as many keys, the first of them the context."""
+    builder = builder_of(engine_config)
+    group = AttentionGroup(SegmentFlashBackend, ["x"], SPEC, 0, metadata_builders=[builder])
+    cache = KVCacheConfig(8, [], [KVCacheGroupSpec(["x"], SPEC)])
+    loop = Loop({"strategy": "d2f", "block_length": 4, "canvas_length": 12, "max_active_blocks": 2})
+    wishes = [(3, 4), (9, 3), (17, 1), (2, 12)]
+    runs = [
+        loop.start([1] * prompt, Hashed(prompt), sampling(40, None, dllm_block_length=length))
+        for prompt, length in wishes
+    ]
+    loop.step()
+    batch = batch_of(loop, runs[:count])
+    batch.num_reqs_after_padding, batch.num_tokens_after_padding = 4, 48
+    bounds = [min(i, count) * 12 for i in range(5)]
+    batch.query_start_loc = torch.tensor(bounds, dtype=torch.int32)
+    batch.query_start_loc_np = batch.query_start_loc.numpy()
+    batch.seq_lens = torch.nn.functional.pad(batch.seq_lens, (0, 4 - count)).int()
+    tables, slots = (torch.arange(16, dtype=torch.int32).view(4, 4),), torch.zeros(1, 48).long()
+    step = (batch, CUDAGraphMode.FULL, tables, slots, [[group]], cache, False)
+    rows = AttentionRows(loop.states, 4, 64).build(*step)["x"]
+    apart = AttentionRows(loop.states, 4, 64, in_parts=True).build(*step)["x"]
+    assert isinstance(apart, PartsMetadata) and not isinstance(rows, PartsMetadata)
+    canvas = apart.canvas_rows
+    assert canvas is not None and canvas.length == apart.max_query_len == 12
+    assert canvas.start_loc.tolist() == rows.query_start_loc.tolist()
+    request = canvas.request.squeeze(1)
+    assert torch.equal(apart.block_table[request], rows.block_table)
+    assert apart.query_start_loc.tolist() == bounds
+    used = rows.query_start_loc.diff() > 0
+    seen = apart.seq_lens[request] + canvas.keys
+    assert seen[used].tolist() == rows.seq_lens[used].tolist()
+    assert not apart.seq_lens[count:].any() and not canvas.keys[3 * count :].any()
+
+
+def test_where_reading_each_context_once_pays(engine_config: VllmConfig) -> None:
+    """Few heads per key, two blocks or more in a canvas, none of which commits alone."""
+    model, given = engine_config.model_config, engine_config.additional_config
+    options = given["dllm"]
+    heads = model.get_num_attention_heads(engine_config.parallel_config)
+    keys = model.get_num_kv_heads(engine_config.parallel_config)
+    assert pays(engine_config) == (heads <= 2 * keys)
+    text = model.hf_text_config
+    text.num_attention_heads = 4 * text.num_key_value_heads
+    model.model_arch_config.total_num_attention_heads = text.num_attention_heads
+    assert not pays(engine_config)
+    text.num_attention_heads = text.num_key_value_heads
+    model.model_arch_config.total_num_attention_heads = text.num_attention_heads
+    assert pays(engine_config)
+    given["dllm"] = options | {"canvas_length": options["block_length"]}
+    assert not pays(engine_config)
+    # Not on CPUs, which have one backend.
+    given["dllm"] = options
+    engine_config.attention_config.backend = FLASH
+    assert not choice.takes_parts(engine_config)
 
 
 def test_splits_take_no_more_memory_in_larger_graphs(engine_config: VllmConfig) -> None:
