@@ -2,8 +2,9 @@
 
 Every query segment becomes one row of ordinary variable-length attention without a causal mask:
 its own ``query_start_loc``, ``seq_lens`` = the keys it sees, and the block table row of its
-request. B is the number of rows. Under the `distinct` KV layout a request stays one row, and the
-same segments say what each of its tokens sees.
+request. B is the number of rows. Captured steps may read contexts once for all rows of a canvas
+(:mod:`layouts.parts`). Under the `distinct` KV layout a request stays one row, and the same
+segments say what each of its tokens sees.
 """
 
 from typing import Any, NamedTuple
@@ -145,8 +146,10 @@ class AttentionRows:
         """Metadata of one step for vLLM's attention backends."""
         # Capture announces itself by `for_capture` alone; its mode argument is NONE.
         is_full = for_capture or cudagraph_mode == CUDAGraphMode.FULL
-        # The other layout keeps one row, and so one table, per request.
-        tables = () if self.spans is not None else block_tables
+        in_parts = is_full and self.parts is not None
+        in_parts = in_parts and batch.num_reqs_after_padding >= FEWEST_REQUESTS
+        # The other layout keeps one row, and so one table, per request; so do steps in two parts.
+        tables = () if self.spans is not None or in_parts else block_tables
         rows = self.captured(batch, tables) if is_full else self.listed(batch, tables)
         num_rows, num_tokens = len(rows.seq_lens), batch.num_tokens
         assert num_rows <= self.most_rows, (
@@ -157,7 +160,7 @@ class AttentionRows:
             segments, limit = (rows.query_start_loc, rows.seq_lens), self.states.max_model_len
             rest = (block_tables, slot_mappings, attn_groups, kv_cache_config)
             return self.spans.build(batch, is_full, segments, limit, *rest)
-        if is_full and self.parts and batch.num_reqs_after_padding >= FEWEST_REQUESTS:
+        if self.parts is not None and in_parts:
             rest = (block_tables, slot_mappings, attn_groups, kv_cache_config)
             limit = self.states.max_model_len
             return self.parts.build(batch, rows.query_start_loc, limit, *rest)
@@ -214,7 +217,7 @@ class AttentionRows:
             self.query_start_loc[: num_rows + 1],
             self.starts_cpu,
             self.seq_lens[:num_rows],
-            self._persistent(block_tables, padded),
+            self._persistent(block_tables, padded) if block_tables else [],
             # A graph replays any block length, and kernels are chosen by the longest. Two at least,
             # as FlashAttention 2 takes one to mean that every row has one query.
             max(self.canvas_length, 2),

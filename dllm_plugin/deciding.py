@@ -75,7 +75,7 @@ def rules_of(config: DecodeConfig) -> dict[str, Policy]:
 
 
 class Decider:
-    """Decides steps; `usual` is what those ask for that run compiled, None before they do."""
+    """Decides steps. `usual`: what all requests of a step must ask for to run compiled code."""
 
     def __init__(
         self,

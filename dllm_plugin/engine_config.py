@@ -133,8 +133,15 @@ def _settle_switches(vllm_config: VllmConfig, config: DecodeConfig) -> DecodeCon
             "vocab_parallel needs a tensor_parallel_size of at least 2, got 1: leave "
             "vocab_parallel at false."
         )
+    if config.vocab_parallel and vllm_config.lora_config is not None:
+        raise ValueError(
+            "vocab_parallel keeps the columns of the LM head apart, which enable_lora gathers: "
+            "leave vocab_parallel at false."
+        )
     if config.compile_step is None:
-        wanted = vllm_config.compilation_config.mode != CompilationMode.NONE
+        mode, level = vllm_config.compilation_config.mode, vllm_config.optimization_level
+        # What vLLM leaves open here becomes NONE at level 0.
+        wanted = mode != CompilationMode.NONE and (mode is not None or level > 0)
         config = dataclasses.replace(config, compile_step=wanted and not problem)
     return config
 

@@ -139,12 +139,19 @@ def describe(llm: "LLM") -> dict[str, Any]:
         "max_model_len": config.model_config.max_model_len,
         "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
         "async_scheduling": config.scheduler_config.async_scheduling,
+        "compile_step": _decoding(config).get("compile_step"),
         "attention_backend": backend.name if backend else "vLLM's choice",
         "cudagraph_mode": mode.name if mode else "NONE",
         "cudagraph_capture_sizes": config.compilation_config.cudagraph_capture_sizes,
         "kv_cache_tokens": (config.cache_config.num_gpu_blocks or 0)
         * config.cache_config.block_size,
     }
+
+
+def _decoding(config: Any) -> dict[str, Any]:
+    """Decode options as the engine resolved them; plain vLLM has none."""
+    given = config.additional_config
+    return given.get("dllm", {}) if isinstance(given, dict) else {}
 
 
 class Prompts:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from vllm import envs
 from vllm.config import AttentionConfig, VllmConfig, get_layers_from_vllm_config
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import is_quantized_kv_cache
@@ -63,13 +64,18 @@ def flash_version(vllm_config: VllmConfig) -> int | None:
     None as well where another backend is asked for: its libraries are left alone.
     """
     attention = vllm_config.attention_config
-    if attention.backend is not None and FLASH_ATTN not in _asked(attention):
+    other = attention.backend is not None and FLASH_ATTN not in _asked(attention)
+    if other or not current_platform.is_cuda():
         return None
-    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
-
-    return attention.flash_attn_version or get_flash_attn_version(
-        head_size=vllm_config.model_config.get_head_size()
+    from vllm.v1.attention.backends.fa_utils import (
+        get_flash_attn_version,
+        is_fa_version_supported,
     )
+
+    pinned = attention.flash_attn_version
+    if pinned is not None:
+        return pinned if is_fa_version_supported(pinned) else None
+    return get_flash_attn_version(head_size=vllm_config.model_config.get_head_size())
 
 
 def under_full_graphs(vllm_config: VllmConfig, version: int | None) -> AttentionBackendEnum:
@@ -86,7 +92,7 @@ def under_full_graphs(vllm_config: VllmConfig, version: int | None) -> Attention
         raise ValueError(f"attention_backend FLASH_ATTN {problem}.")
     if attention.backend is not None:
         return attention.backend
-    if problem or version != 3:
+    if problem or version != 3 or attention.backend_per_kind:
         return TRITON_ATTN
     # Quantised keys have not been measured.
     return (
@@ -98,13 +104,16 @@ def _asked(attention: AttentionConfig) -> tuple[AttentionBackendEnum | None, ...
     return (attention.backend, *attention.backend_per_kind.values())
 
 
-def takes_parts(vllm_config: VllmConfig) -> bool:
-    """Whether captured steps of many requests read each context once (:mod:`layouts.parts`)."""
+def takes_parts(vllm_config: VllmConfig, version: int | None) -> bool:
+    """Whether captured steps of many requests read each context once (:mod:`layouts.parts`).
+
+    Not where results may not depend on how many requests run (VLLM_BATCH_INVARIANT).
+    """
     from dllm_plugin.layouts.parts import pays
 
-    chosen = vllm_config.attention_config.backend == FLASH_ATTN and not current_platform.is_cpu()
+    chosen = vllm_config.attention_config.backend == FLASH_ATTN and version == 3
     quantised = is_quantized_kv_cache(vllm_config.cache_config.cache_dtype)
-    return chosen and not quantised and pays(vllm_config)
+    return chosen and not quantised and not envs.VLLM_BATCH_INVARIANT and pays(vllm_config)
 
 
 def _flash_problems(vllm_config: VllmConfig, version: int | None) -> Iterator[str]:

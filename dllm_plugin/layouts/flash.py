@@ -1,4 +1,4 @@
-"""FlashAttention on vLLM's own layout, with room for one row per query segment in CUDA graphs.
+"""FlashAttention on vLLM's own layout: one row per query segment in CUDA graphs, or two parts.
 
 Captured FlashAttention 3 reads its schedule from a buffer, into which vLLM's builder copies that of
 every step, prefills included. vLLM sizes it by requests and graphs, which segments outnumber. What
@@ -6,20 +6,26 @@ a graph bakes in is the same at capture and at replay: the number of rows, the l
 canvas), the longest context, and how often keys may be split; all else is read from tensors.
 """
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.utils.math_utils import round_up
+from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
+    FlashAttentionImpl,
     FlashAttentionMetadata,
     FlashAttentionMetadataBuilder,
 )
+from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from dllm_plugin.config import get_decode_config
-from dllm_plugin.layouts.parts import CanvasRows, PartsImpl, PartsMetadata
+from dllm_plugin.layouts.parts import CanvasParts
 from dllm_plugin.row_counts import most_rows
 
 # Tokens times splits. Split keys need float32 results for each split, of all tokens: as many as
@@ -34,6 +40,13 @@ def schedule_size(num_rows: int) -> int:
     ``hopper/flash_api.cpp``, which takes one to four entries, depending on mask and splits).
     """
     return 4 * round_up(num_rows, 4) + 1
+
+
+@dataclass
+class PartsMetadata(FlashAttentionMetadata):
+    """vLLM's, where `seq_lens` is the context alone if there are canvas rows."""
+
+    canvas_rows: CanvasParts | None = None
 
 
 class SegmentFlashBuilder(FlashAttentionMetadataBuilder):
@@ -62,7 +75,7 @@ class SegmentFlashBuilder(FlashAttentionMetadataBuilder):
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
-        canvas_rows: CanvasRows | None = None,
+        canvas_rows: CanvasParts | None = None,
     ) -> FlashAttentionMetadata:
         """vLLM's, with the splits that this number of tokens allows; a graph's never changes."""
         allowed = SPLIT_TOKENS // max(common_attn_metadata.num_actual_tokens, 1)
@@ -91,6 +104,71 @@ def _rows_of(vllm_config: VllmConfig) -> int:
         # Another model's, which has one row per request.
         return max(requests, tokens)
     return most_rows(get_decode_config(vllm_config), requests, tokens)
+
+
+class PartsImpl(FlashAttentionImpl):
+    """One layer's attention, of steps in two parts as well."""
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: FlashAttentionMetadata,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of the pass's tokens ``[T, H, D]`` into `output`."""
+        rows = attn_metadata.canvas_rows if isinstance(attn_metadata, PartsMetadata) else None
+        if rows is None:
+            rest = (kv_cache, attn_metadata, output, output_scale, output_block_scale)
+            return super().forward(layer, query, key, value, *rest)
+        # Where there is none, on CPUs, this module is imported all the same.
+        from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
+
+        assert output_scale is None and output_block_scale is None
+        assert self.vllm_flash_attn_version is not None
+        num_tokens = attn_metadata.num_actual_tokens
+        fresh = (x[:num_tokens].unflatten(0, (-1, rows.length)) for x in (key, value))
+        pages = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        # One KV head per rank leaves strides that FlashAttention's bulk copies refuse.
+        keys, values, new_keys, new_values = map(
+            canonicalize_singleton_dim_strides, (*pages, *fresh)
+        )
+        both: dict[str, Any] = {
+            "q": query[:num_tokens],
+            "max_seqlen_q": rows.length,
+            "softmax_scale": self.scale,
+            "return_softmax_lse": True,
+            "fa_version": self.vllm_flash_attn_version,
+        }
+        context, context_lse = flash_attn_varlen_func(
+            k=keys,
+            v=values,
+            cu_seqlens_q=attn_metadata.query_start_loc,
+            seqused_k=attn_metadata.seq_lens,
+            max_seqlen_k=attn_metadata.max_seq_len,
+            block_table=attn_metadata.block_table,
+            scheduler_metadata=attn_metadata.scheduler_metadata,
+            num_splits=attn_metadata.max_num_splits,
+            **both,
+        )
+        # A canvas is one page.
+        canvas, canvas_lse = flash_attn_varlen_func(
+            k=new_keys,
+            v=new_values,
+            cu_seqlens_q=rows.start_loc,
+            seqused_k=rows.keys,
+            max_seqlen_k=rows.length,
+            block_table=rows.request,
+            num_splits=1,
+            **both,
+        )
+        merge_attn_states(output[:num_tokens], context, context_lse, canvas, canvas_lse)
+        return output
 
 
 class SegmentFlashBackend(FlashAttentionBackend):

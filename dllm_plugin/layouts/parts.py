@@ -3,11 +3,10 @@
 Rows read the context of their request once per block. Where heads have keys of their own, several
 blocks are open and enough requests run, reading is what takes the time
 (benchmarks/reports/attention.md): here the whole canvas is one row on the context, each block a row
-on the keys of this pass, and vLLM merges both by log-sum-exp.
+on the keys of this pass, and both are merged by log-sum-exp (:mod:`layouts.flash`).
 R requests, B rows, T tokens, C canvas positions.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,6 @@ import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata
-from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -25,11 +22,13 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from dllm_plugin.config import get_decode_config
 
+# Where more heads share a key, products bound the time and not reading.
+MOST_HEADS_PER_KEY = 2
 # From so many requests on, a second launch and the merge cost less than reading contexts again.
-MOST_HEADS_PER_KEY, FEWEST_REQUESTS = 2, 4
+FEWEST_REQUESTS = 4
 
 
-class CanvasRows(ModelSpecificAttnMetadata):
+class CanvasParts(ModelSpecificAttnMetadata):
     """What vLLM hands on to the builder beside one row per request.
 
     start_loc int32 ``[B + 1]``, first query of each block; keys int32 ``[B]``, how much of its
@@ -43,13 +42,6 @@ class CanvasRows(ModelSpecificAttnMetadata):
     def get_extra_attn_kwargs(self, attn_metadata_builder: Any, num_reqs: int) -> dict[str, Any]:
         """The same for every KV cache group."""
         return {"canvas_rows": self}
-
-
-@dataclass
-class PartsMetadata(FlashAttentionMetadata):
-    """vLLM's, where `seq_lens` is the context alone if there are canvas rows."""
-
-    canvas_rows: CanvasRows | None = None
 
 
 def pays(vllm_config: VllmConfig) -> bool:
@@ -73,11 +65,13 @@ class PartsBuffers:
         self.rows_per_request, self.length = rows_per_request, length
         self.keys = torch.zeros(requests * rows_per_request, dtype=torch.int32, device=device)
         self.context = torch.zeros(requests, dtype=torch.int32, device=device)
-        request = torch.arange(requests, dtype=torch.int32, device=device)
-        self.request = request.repeat_interleave(rows_per_request)[:, None]
+        self.request = self.keys.new_zeros(len(self.keys), 1)
 
     def lay_out(self, stops: np.ndarray) -> None:
         """Take the canvas positions ``[R, rows per request]`` where each request's rows end."""
+        # All of it, since vLLM's sleep mode may have taken the buffers.
+        every = torch.arange(len(self.context), dtype=torch.int32, device=self.request.device)
+        self.request.view(-1, self.rows_per_request).copy_(every[:, None])
         async_tensor_h2d(stops.ravel().astype(np.int32), out=self.keys[: stops.size])
         self.keys[stops.size :] = 0
         self.context[len(stops) :] = 0
@@ -96,7 +90,7 @@ class PartsBuffers:
         canvases, padded = batch.num_reqs, batch.num_reqs_after_padding
         torch.sub(batch.seq_lens[:canvases], self.length, out=self.context[:canvases])
         num_rows = padded * self.rows_per_request
-        rows = CanvasRows(start_loc, self.keys[:num_rows], self.request[:num_rows], self.length)
+        rows = CanvasParts(start_loc, self.keys[:num_rows], self.request[:num_rows], self.length)
         return build_attn_metadata(
             num_reqs=padded,
             num_tokens=batch.num_tokens_after_padding,
@@ -112,65 +106,3 @@ class PartsBuffers:
             attn_groups=attn_groups,
             kv_cache_config=kv_cache_config,
         )
-
-
-class PartsImpl(FlashAttentionImpl):
-    """One layer's attention."""
-
-    def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: FlashAttentionMetadata,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor:
-        """Attention of the pass's tokens ``[T, H, D]`` into `output`."""
-        rows = attn_metadata.canvas_rows if isinstance(attn_metadata, PartsMetadata) else None
-        if rows is None:
-            scales = (output_scale, output_block_scale)
-            tensors = (query, key, value, kv_cache)
-            return super().forward(layer, *tensors, attn_metadata, output, *scales)
-        # Where there is none, on CPUs, this module is imported all the same.
-        from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
-
-        assert output_scale is None and output_block_scale is None
-        assert self.vllm_flash_attn_version is not None
-        num_tokens = attn_metadata.num_actual_tokens
-        keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
-        context, context_lse = flash_attn_varlen_func(
-            q=query[:num_tokens],
-            k=keys,
-            v=values,
-            cu_seqlens_q=attn_metadata.query_start_loc,
-            max_seqlen_q=rows.length,
-            seqused_k=attn_metadata.seq_lens,
-            max_seqlen_k=attn_metadata.max_seq_len,
-            softmax_scale=self.scale,
-            block_table=attn_metadata.block_table,
-            scheduler_metadata=attn_metadata.scheduler_metadata,
-            num_splits=attn_metadata.max_num_splits,
-            return_softmax_lse=True,
-            fa_version=self.vllm_flash_attn_version,
-        )
-        # A canvas is one page.
-        canvas, canvas_lse = flash_attn_varlen_func(
-            q=query[:num_tokens],
-            k=key[:num_tokens].unflatten(0, (-1, rows.length)),
-            v=value[:num_tokens].unflatten(0, (-1, rows.length)),
-            cu_seqlens_q=rows.start_loc,
-            max_seqlen_q=rows.length,
-            seqused_k=rows.keys,
-            max_seqlen_k=rows.length,
-            softmax_scale=self.scale,
-            block_table=rows.request,
-            num_splits=1,
-            return_softmax_lse=True,
-            fa_version=self.vllm_flash_attn_version,
-        )
-        merge_attn_states(output[:num_tokens], context, context_lse, canvas, canvas_lse)
-        return output

@@ -29,7 +29,8 @@ def test_parts(heads, length):
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
 
-    from dllm_plugin.layouts.parts import CanvasRows, PartsImpl, PartsMetadata
+    from dllm_plugin.layouts.flash import PartsImpl, PartsMetadata
+    from dllm_plugin.layouts.parts import CanvasParts
 
     torch.manual_seed(length)
     requests, contexts = 5, [0, 3, 100, 17, 400]
@@ -60,7 +61,7 @@ def test_parts(heads, length):
     expected, found = torch.empty_like(query), torch.empty_like(query)
     impl.forward(layer, query, key, value, cache, rows, expected)
 
-    canvas_rows = CanvasRows(
+    canvas_rows = CanvasParts(
         torch.tensor(starts, dtype=torch.int32, device="cuda"),
         torch.tensor(stops_RS.ravel(), dtype=torch.int32, device="cuda"),
         request_B[:, None],
@@ -78,5 +79,6 @@ def test_parts(heads, length):
     with torch.cuda.graph(graph):
         impl.forward(layer, query, key, value, cache, parts, found)
     parts.seq_lens.copy_(torch.tensor(contexts))
+    found.fill_(torch.nan)
     graph.replay()
     torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)

@@ -4,6 +4,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from scripted import Hashed, Loop, Run, sampling
@@ -19,11 +20,12 @@ from dllm_plugin.config import get_decode_config
 from dllm_plugin.layouts import choice
 from dllm_plugin.layouts.flash import (
     SPLIT_TOKENS,
+    PartsMetadata,
     SegmentFlashBackend,
     SegmentFlashBuilder,
     schedule_size,
 )
-from dllm_plugin.layouts.parts import PartsMetadata, pays
+from dllm_plugin.layouts.parts import PartsBuffers
 from dllm_plugin.row_counts import most_rows, rows_per_canvas
 
 FLASH, TRITON = AttentionBackendEnum.FLASH_ATTN, AttentionBackendEnum.TRITON_ATTN
@@ -212,7 +214,16 @@ def test_a_context_and_a_canvas_apart_are_what_rows_see(
     tables, slots = (torch.arange(16, dtype=torch.int32).view(4, 4),), torch.zeros(1, 48).long()
     step = (batch, CUDAGraphMode.FULL, tables, slots, [[group]], cache, False)
     rows = AttentionRows(loop.states, 4, 64).build(*step)["x"]
-    apart = AttentionRows(loop.states, 4, 64, in_parts=True).build(*step)["x"]
+    both = AttentionRows(loop.states, 4, 64, in_parts=True)
+    batch.num_reqs_after_padding = 3
+    few = both.build(*step)["x"] if count < 4 else None
+    batch.num_reqs_after_padding = 4
+    apart = both.build(*step)["x"]
+    batch.num_reqs_after_padding = 3
+    again = both.build(*step)["x"] if count < 4 else None
+    # Graphs of few requests find their rows where they were.
+    assert few is None or few.block_table.data_ptr() == again.block_table.data_ptr()
+    assert few is None or not isinstance(few, PartsMetadata)
     assert isinstance(apart, PartsMetadata) and not isinstance(rows, PartsMetadata)
     canvas = apart.canvas_rows
     assert canvas is not None and canvas.length == apart.max_query_len == 12
@@ -226,26 +237,59 @@ def test_a_context_and_a_canvas_apart_are_what_rows_see(
     assert not apart.seq_lens[count:].any() and not canvas.keys[3 * count :].any()
 
 
-def test_where_reading_each_context_once_pays(engine_config: VllmConfig) -> None:
-    """Few heads per key, two blocks or more in a canvas, none of which commits alone."""
+def test_where_contexts_are_read_once(
+    engine_config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Version 3, few heads per key, two blocks in a canvas, and none of the reasons against it."""
     model, given = engine_config.model_config, engine_config.additional_config
-    options = given["dllm"]
-    heads = model.get_num_attention_heads(engine_config.parallel_config)
-    keys = model.get_num_kv_heads(engine_config.parallel_config)
-    assert pays(engine_config) == (heads <= 2 * keys)
-    text = model.hf_text_config
-    text.num_attention_heads = 4 * text.num_key_value_heads
-    model.model_arch_config.total_num_attention_heads = text.num_attention_heads
-    assert not pays(engine_config)
-    text.num_attention_heads = text.num_key_value_heads
-    model.model_arch_config.total_num_attention_heads = text.num_attention_heads
-    assert pays(engine_config)
-    given["dllm"] = options | {"canvas_length": options["block_length"]}
-    assert not pays(engine_config)
-    # Not on CPUs, which have one backend.
+    attention, options, text = engine_config.attention_config, given["dllm"], model.hf_text_config
+
+    def taken(version: int | None = 3) -> bool:
+        return choice.takes_parts(engine_config, version)
+
+    def heads_per_key(number: int) -> None:
+        text.num_attention_heads = number * text.num_key_value_heads
+        model.model_arch_config.total_num_attention_heads = text.num_attention_heads
+
+    attention.backend = FLASH
+    heads_per_key(2)
+    assert taken() and not taken(2) and not taken(None)
+    for backend in (TRITON, None):
+        attention.backend = backend
+        assert not taken()
+    attention.backend = FLASH
+    heads_per_key(4)
+    assert not taken()
+    heads_per_key(1)
+    for different in (
+        {"canvas_length": options["block_length"]},
+        # Shifted on an absolute grid, its blocks commit alone.
+        {"architecture": "Fast_dLLM_QwenForCausalLM"},
+    ):
+        given["dllm"] = options | different
+        assert not taken()
     given["dllm"] = options
-    engine_config.attention_config.backend = FLASH
-    assert not choice.takes_parts(engine_config)
+    engine_config.cache_config.cache_dtype = "fp8"
+    assert not taken()
+    engine_config.cache_config.cache_dtype = "auto"
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert not taken()
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT")
+    text.sliding_window = 64
+    assert not taken()
+    text.sliding_window = None
+    assert taken()
+
+
+def test_buffers_that_sleep_took_are_laid_out_again() -> None:
+    buffers = PartsBuffers(3, 2, 8, torch.device("cpu"))
+    stops = np.array([[4, 8], [8, 8]])
+    for left_behind in (0, 77):
+        for buffer in (buffers.request, buffers.keys, buffers.context):
+            buffer.fill_(left_behind)
+        buffers.lay_out(stops)
+        assert buffers.request.tolist() == [[0], [0], [1], [1], [2], [2]]
+        assert buffers.keys.tolist() == [4, 8, 8, 8, 0, 0] and buffers.context[2] == 0
 
 
 def test_splits_take_no_more_memory_in_larger_graphs(engine_config: VllmConfig) -> None:
@@ -285,12 +329,19 @@ def test_version_3_is_the_default(engine_config: VllmConfig) -> None:
     assert choice.under_full_graphs(engine_config, 3) == TRITON
 
 
-def test_its_libraries_are_left_alone_where_another_is_asked_for(engine_config: VllmConfig) -> None:
+def test_no_version_without_a_gpu(engine_config: VllmConfig) -> None:
+    """A version that was asked for may not be there."""
     attention = engine_config.attention_config
     attention.flash_attn_version = 3
-    for asked, version in ((None, 3), (TRITON, None), (FLASH, 3)):
-        attention.backend = asked
-        assert choice.flash_version(engine_config) == version
+    for attention.backend in (None, TRITON, FLASH):
+        assert choice.flash_version(engine_config) is None
+
+
+def test_a_backend_for_one_kind_of_layers_keeps_the_others_as_they_were(
+    engine_config: VllmConfig,
+) -> None:
+    engine_config.attention_config.backend_per_kind = {"full_attention": TRITON}
+    assert choice.under_full_graphs(engine_config, 3) == TRITON
 
 
 def test_what_was_asked_for_is_taken_or_refused(engine_config: VllmConfig) -> None:

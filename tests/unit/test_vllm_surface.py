@@ -50,7 +50,7 @@ PACKAGE = Path(__file__).parents[2] / "dllm_plugin"
 
 # What the package imports of vLLM; "" is the module itself.
 IMPORTS = """
-vllm: "" LLM ModelRegistry RequestOutput SamplingParams
+vllm: "" envs LLM ModelRegistry RequestOutput SamplingParams
 vllm.config: AttentionConfig CompilationMode CUDAGraphMode ModelConfig SchedulerConfig VllmConfig
 vllm.config: get_layers_from_vllm_config
 vllm.config.cache: CacheDType
@@ -80,11 +80,13 @@ vllm.tokenizers.registry: TokenizerRegistry
 vllm.triton_utils: HAS_TRITON tl triton
 vllm.triton_utils.dispatcher: register_kernels
 vllm.utils.math_utils: cdiv next_power_of_2 round_up
-vllm.utils.torch_utils: async_tensor_h2d is_quantized_kv_cache
+vllm.utils.torch_utils: async_tensor_h2d canonicalize_singleton_dim_strides
+vllm.utils.torch_utils: is_quantized_kv_cache
 vllm.v1.attention.backend: AttentionBackend AttentionCGSupport AttentionImpl AttentionLayer
 vllm.v1.attention.backend: AttentionMetadata AttentionMetadataBuilder AttentionType
 vllm.v1.attention.backend: CommonAttentionMetadata MultipleOf
 vllm.v1.attention.backends.fa_utils: flash_attn_varlen_func get_flash_attn_version
+vllm.v1.attention.backends.fa_utils: is_fa_version_supported
 vllm.v1.attention.backends.flash_attn: FlashAttentionBackend FlashAttentionImpl
 vllm.v1.attention.backends.flash_attn: FlashAttentionMetadata FlashAttentionMetadataBuilder
 vllm.v1.attention.backends.flex_attention: FlexAttentionBackend FlexAttentionMetadataBuilder
@@ -271,7 +273,8 @@ FIELDS: dict[type, str] = {
     "block_size grammar_compile_error_reqs kv_cache_manager",
     AsyncScheduler: "_spec_token_placeholders",
     VllmConfig: "additional_config attention_config cache_config compilation_config "
-    "diffusion_config kv_transfer_config load_config model_config parallel_config "
+    "diffusion_config kv_transfer_config load_config lora_config model_config "
+    "optimization_level parallel_config "
     "scheduler_config speculative_config watermark_config",
     ModelConfig: "dtype enable_prompt_embeds enable_trace_replay enforce_eager hf_config "
     "logits_processors logprobs_mode max_logprobs max_model_len model return_sampling_mask "

@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from scripted import VOCAB, Hashed, Loop, sampling
 from test_row_stats import CASES, Case, broken, broken_drawn
 from torch import Tensor
+from vllm.engine.arg_utils import EngineArgs
 
 from dllm_plugin.kernels import part_reference
 from dllm_plugin.kernels.reference import Columns, RowStats, propose_rows
@@ -213,3 +215,18 @@ def test_ranks_decide_as_one(dllm: dict[str, Any], shift: bool, ranks: int, extr
     assert texts == [text_of(dllm, shift, wants)] * ranks
     assert exchange.calls == [exchange.calls[0]] * ranks
     assert set(exchange.calls[0]) == ({"parts", "rows"} if WHOLE[extra] else {"parts"})
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"enable_lora": True}, "columns of the LM head apart, which enable_lora gathers"),
+        ({"tensor_parallel_size": 1}, "tensor_parallel_size of at least 2, got 1"),
+    ],
+    ids=["lora", "one rank"],
+)
+def test_what_it_cannot_serve(given: dict[str, Any], sentence: str, checkpoints: Path) -> None:
+    options = {"tensor_parallel_size": 2, "additional_config": {"dllm": {"vocab_parallel": True}}}
+    arguments = EngineArgs(str(checkpoints / "tiny-sdar"), **options | given)
+    with pytest.raises(ValueError, match=sentence):
+        arguments.create_engine_config()

@@ -1,0 +1,28 @@
+"""Where a step is compiled, and what is said where it cannot be."""
+
+import pytest
+
+from dllm_plugin.config import DecodeConfig
+from dllm_plugin.engine_config import uncompiled
+
+MASK = 300
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options", "sentence"),
+    [
+        ("LLaDAModelLM", {"strategy": "d2f"}, None),
+        ("DreamModel", {"strategy": "block_diffusion"}, None),
+        ("SDARForCausalLM", {}, None),
+        ("Fast_dLLM_QwenForCausalLM", {"max_active_blocks": 2}, None),
+        ("LLaDAModelLM", {"strategy": "dual_cache"}, "from block to block, not dual_cache"),
+        ("Fast_dLLM_QwenForCausalLM", {}, "does not serve fast_dllm_v2 models"),
+    ],
+)
+def test_what_is_compiled(
+    architecture: str, options: dict[str, object], sentence: str | None
+) -> None:
+    config = DecodeConfig.from_user(options).resolve(architecture, 512, MASK)
+    problem = next(uncompiled(config, cannot=False), None)
+    assert problem is None if sentence is None else problem is not None and sentence in problem
+    assert next(uncompiled(config, cannot=True)) == "needs a GPU and no enforce_eager"
