@@ -1,9 +1,9 @@
 """FlashAttention 3 in full CUDA graphs, bf16: the same steps run eagerly, and Triton's results.
 
 Needs a Hopper GPU. Engines live in this process, so that every run forms the same batches. Graphs
-are captured at every number of canvases and nothing is compiled, save where it is said: only attention
-can differ. It
-takes the same kernel where `longest query * query heads per KV head` is at most 64 in both.
+are captured at every number of canvases and nothing is compiled, save where it is said: only
+attention can differ. It takes the same kernel where `longest query * query heads per KV head` is
+at most 64 in both.
 """
 
 import json
