@@ -1,17 +1,34 @@
 """The compiled step: one graph, the same text, and nothing compiled once requests run."""
 
+from typing import Any
+
+import pytest
 import torch
-from mixed import BLOCK, decode, fresh_compiler
+from mixed import BLOCK, D2F, ONE_BLOCK, SEVERAL, check_alike, check_steps
 
 from dllm_plugin.kernels import reference
 
 
-def test_compiled_steps_take_the_same_decisions() -> None:
+@pytest.mark.parametrize(
+    ("dllm", "shift"),
+    [
+        (D2F, True),
+        (D2F | {"policy": "entropy"}, False),
+        (ONE_BLOCK, False),
+        (BLOCK | {"policy": "low_confidence"}, False),
+        (BLOCK | {"policy": "factor"}, True),
+    ],
+    ids=["d2f", "d2f-entropy", "one-block", "low_confidence", "factor"],
+)
+def test_compiled_steps_take_the_same_decisions(dllm: dict[str, Any], shift: bool) -> None:
     """Traced and not translated, which takes minutes here; tests/gpu runs real code."""
-    with fresh_compiler():
-        plain, compiled = decode(BLOCK, False, None), decode(BLOCK, False, "eager")
-    for one, other in zip(plain, compiled, strict=True):
-        assert one.output == other.output and one.passes == other.passes
+    check_alike(dllm, shift, "eager")
+
+
+def test_other_policies_run_uncompiled() -> None:
+    """In between; steps before and behind them are compiled."""
+    sizes, passes = check_steps(BLOCK, False, "eager", SEVERAL)
+    assert len(sizes) > 10 and max(sizes) > 2 and sum(sizes) < passes
 
 
 def test_both_forms_of_ranking_agree() -> None:

@@ -6,14 +6,33 @@ from typing import Any
 
 import pytest
 import test_block_goldens
+import torch
 from engines import CHECKPOINTS, a_prompt
 from full_jobs import CONTEXT, FullJob
 from jobs import MIXED, Job
 from processes import SETTINGS, offline, serving
+from vllm.v1.worker.cpu_worker import CPUWorker
 
-D2F = {"dllm": {"strategy": "d2f"}}
+D2F = {"strategy": "d2f"}
 FULL, CHECKED = "semi_autoregressive", "llada2.1"
 CASES = test_block_goldens.cases_of(CHECKED)
+VOCAB = 320
+BY_COLUMNS = {"llada", FULL}  # with `vocab_parallel`; the others gather whole rows
+
+
+class NotingWorker(CPUWorker):
+    """Leaves a file per kind of logits: this rank, their width, and the sampler's first column."""
+
+    def load_model(self, **options: Any) -> None:
+        super().load_model(**options)
+        folder = Path(self.vllm_config.additional_config["notes"])
+        shard = self.model_runner.sampler.proposer.shard
+        first = "none" if shard is None else shard.columns.first
+
+        def note(_: torch.nn.Module, arguments: tuple[Any, ...], logits: torch.Tensor) -> None:
+            (folder / f"{self.rank} {logits.shape[1]} {first}").touch()
+
+        self.get_model().logits_processor.register_forward_hook(note)
 
 
 def numbers_of(one: Job) -> dict[str, Any]:
@@ -31,18 +50,31 @@ def full_jobs() -> list[FullJob]:
 
 
 def on_two_ranks(
-    name: str, config: dict[str, Any], requests: list[tuple[list[int], dict[str, Any]]], **more: Any
+    notes: Path,
+    checkpoint: str,
+    dllm: dict[str, Any],
+    requests: list[tuple[list[int], dict[str, Any]]],
+    **more: Any,
 ) -> dict[str, Any]:
-    """A wish of :func:`processes.offline`."""
-    engine = SETTINGS | {"model": str(CHECKPOINTS / f"tiny-{name}"), "enforce_eager": True}
-    engine |= {"tensor_parallel_size": 2, "additional_config": config} | more
+    """A wish of :func:`processes.offline`; `notes` is made, and named as in `BY_COLUMNS`."""
+    notes.mkdir()
+    dllm = dllm | {"vocab_parallel": notes.name in BY_COLUMNS}
+    engine = SETTINGS | {"model": str(CHECKPOINTS / f"tiny-{checkpoint}"), "enforce_eager": True}
+    engine |= {"tensor_parallel_size": 2, "worker_cls": "test_parallel.NotingWorker"}
+    engine |= {"additional_config": {"dllm": dllm, "notes": str(notes)}} | more
     # Registering by hand beside the entry point is harmless.
     wants = [{"prompt": prompt, "params": given} for prompt, given in requests]
-    return {"engine": engine, "requests": wants, "register": name == "dream"}
+    return {"engine": engine, "requests": wants, "register": checkpoint == "dream"}
 
 
 @pytest.fixture(scope="module")
-def answers() -> dict[str, list[list[int]]]:
+def notes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where ranks leave theirs, in a folder per engine."""
+    return tmp_path_factory.mktemp("notes")
+
+
+@pytest.fixture(scope="module")
+def answers(notes: Path) -> dict[str, list[list[int]]]:
     """Tokens of four engines, which one script starts after each other."""
     mixed = [
         (list(j.prompt), {"max_tokens": j.max_tokens, "extra_args": numbers_of(j)}) for j in MIXED
@@ -58,16 +90,15 @@ def answers() -> dict[str, list[list[int]]]:
         for case in CASES
         for wish in [test_block_goldens.wish(case)]
     ]
-    canvas = {"dllm": {"strategy": FULL, "canvas_length": 48, "vocab_parallel": True}}
-    columns = {"dllm": D2F["dllm"] | {"vocab_parallel": True}}
+    canvas = {"strategy": FULL, "canvas_length": 48}
     # One request needs whole rows while it runs, and the others none behind it.
     some_whole = [*mixed]
     some_whole[1] = (mixed[1][0], mixed[1][1] | {"logprobs": 1})
     wishes = {
-        "llada": on_two_ranks("llada", D2F, mixed),
-        "dream": on_two_ranks("dream", columns, some_whole),
-        FULL: on_two_ranks("llada", canvas, full, max_model_len=CONTEXT),
-        CHECKED: on_two_ranks(CHECKED, {"dllm": {"canvas_length": 64}}, checked),
+        "llada": on_two_ranks(notes / "llada", "llada", D2F, some_whole),
+        "dream": on_two_ranks(notes / "dream", "dream", D2F, mixed),
+        FULL: on_two_ranks(notes / FULL, "llada", canvas, full, max_model_len=CONTEXT),
+        CHECKED: on_two_ranks(notes / CHECKED, CHECKED, {"canvas_length": 64}, checked),
     }
     variables = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     return dict(zip(wishes, offline(*wishes.values(), **variables), strict=True))
@@ -75,7 +106,7 @@ def answers() -> dict[str, list[list[int]]]:
 
 @pytest.mark.parametrize("name", ["llada", "dream"])
 def test_tensor_parallel(name: str, answers: dict[str, list[list[int]]]) -> None:
-    """LLaDA's ranks gather logits, Dream's exchange results per row."""
+    """LLaDA's ranks exchange results per row, Dream's gather logits."""
     assert answers[name] == [j.expected(name)[0] for j in MIXED]
 
 
@@ -90,6 +121,17 @@ def test_tensor_parallel_full_attention(answers: dict[str, list[list[int]]]) -> 
 def test_tensor_parallel_blocks(answers: dict[str, list[list[int]]]) -> None:
     """Two ranks share each expert of a mixture; blocks are checked, edited and stored alike."""
     assert answers[CHECKED] == [case["output_ids"] for case in CASES]
+
+
+@pytest.mark.parametrize("name", ["llada", "dream", FULL, CHECKED])
+@pytest.mark.usefixtures("answers")
+def test_columns_of_a_rank(name: str, notes: Path) -> None:
+    """With `vocab_parallel` each computes and keeps its half of them, else it is given all."""
+    half = VOCAB // 2
+    expected = {f"{rank} {half} {rank * half}" for rank in range(2)}
+    if name not in BY_COLUMNS:
+        expected = {f"{rank} {VOCAB} none" for rank in range(2)}
+    assert {note.name for note in (notes / name).iterdir()} == expected
 
 
 def test_data_parallel(tmp_path: Path) -> None:

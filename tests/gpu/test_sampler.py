@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from mixed import BLOCK, D2F, decode, fresh_compiler
+from mixed import BLOCK, D2F, ONE_BLOCK, SEVERAL, check_alike, check_steps
 
 from dllm_plugin.kernels import move_rows, reference, row_stats
 from dllm_plugin.kernels.reference import Columns, Draws, RowStats, propose_rows
@@ -160,11 +160,22 @@ def test_carry_rows_move_alone(vocab):
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("shift", [False, True])
-@pytest.mark.parametrize("dllm", [D2F, BLOCK], ids=["d2f", "block_diffusion"])
+@pytest.mark.parametrize(
+    ("dllm", "shift"),
+    [
+        (D2F, False),
+        (D2F, True),
+        (ONE_BLOCK, False),
+        (BLOCK | {"policy": "low_confidence"}, False),
+        (BLOCK | {"policy": "entropy"}, False),
+    ],
+    ids=["d2f", "d2f-shifted", "one-block", "low_confidence", "entropy"],
+)
 def test_compiled_steps_take_the_same_decisions(dllm, shift):
     """And compile nothing once requests run."""
-    with fresh_compiler():
-        plain, compiled = decode(dllm, shift, None), decode(dllm, shift, "inductor")
-    for one, other in zip(plain, compiled, strict=True):
-        assert one.output == other.output and one.passes == other.passes
+    check_alike(dllm, shift, "inductor")
+
+
+def test_other_policies_run_uncompiled():
+    sizes, passes = check_steps(BLOCK, True, "inductor", SEVERAL)
+    assert len(sizes) > 10 and max(sizes) > 2 and sum(sizes) < passes
