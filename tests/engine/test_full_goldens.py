@@ -110,7 +110,10 @@ def recorded_draws(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
         draws = [case.uniform(*spot) if spot[0] < end else 0.5 for spot in spots]
         return torch.tensor(draws).view(position.shape)
 
-    def gumbel(seed: Any, position: torch.Tensor, step: torch.Tensor, size: int) -> torch.Tensor:
+    def gumbel(
+        seed: Any, position: torch.Tensor, step: torch.Tensor, size: int, first: int
+    ) -> torch.Tensor:
+        assert first == 0, "recorded for whole rows"
         spots = zip(position.tolist(), step.tolist(), strict=True)
         rows = [case.noise(*spot) for spot in spots]
         return torch.stack(rows) if rows else torch.zeros(0, size, dtype=torch.float64)
