@@ -85,9 +85,9 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
             block_length,
             trained_to_edit(model_config, family),
         )
-        config = _settle_switches(vllm_config, config)
         if not current_platform.is_cpu():
             config = _fit_warmup(config, user, model_config.max_model_len)
+        config = _settle_switches(vllm_config, config)
         check_strategy_reads(config, options)
         _check_files(vllm_config, config)
         logger.info(
@@ -152,8 +152,9 @@ def uncompiled(config: DecodeConfig, cannot: bool) -> Iterator[str]:
         yield "needs a GPU and no enforce_eager"
     if config.full_attention:
         yield f"serves strategies that attend from block to block, not {config.strategy}"
-    if config.commits_alone:
-        yield f"does not serve {config.family.name} models, whose blocks commit alone"
+    if config.block_slots == 1:
+        # Torch's compiler has got a bool of one element wrong (`kernels.reference.at_positions`).
+        yield "needs more than one block to look at, but max_active_blocks is 1"
 
 
 def _fit_warmup(config: DecodeConfig, user: DecodeConfig, max_model_len: int) -> DecodeConfig:

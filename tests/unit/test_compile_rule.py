@@ -16,7 +16,8 @@ MASK = 300
         ("SDARForCausalLM", {}, None),
         ("Fast_dLLM_QwenForCausalLM", {"max_active_blocks": 2}, None),
         ("LLaDAModelLM", {"strategy": "dual_cache"}, "from block to block, not dual_cache"),
-        ("Fast_dLLM_QwenForCausalLM", {}, "does not serve fast_dllm_v2 models"),
+        ("Fast_dLLM_QwenForCausalLM", {}, "more than one block to look at"),
+        ("LLaDAModelLM", {"strategy": "d2f", "max_active_blocks": 1}, "max_active_blocks is 1"),
     ],
 )
 def test_what_is_compiled(

@@ -44,8 +44,6 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.states import RequestState
 
-from dllm_plugin.admission import REFUSED
-
 PACKAGE = Path(__file__).parents[2] / "dllm_plugin"
 
 # What the package imports of vLLM; "" is the module itself.
@@ -308,17 +306,6 @@ PROPERTIES = {
     SamplingParams: "eos_token_id bad_words_token_ids",
     ModelState: "max_model_len num_new_sampled_tokens_per_step",
 }
-# All that a request may say to vLLM: a new one must be honoured or refused.
-SAMPLING_PARAMETERS = """
-allowed_token_ids bad_words detokenize extra_args flat_logprobs frequency_penalty ignore_eos
-include_stop_str_in_output logit_bias logprob_token_ids logprobs max_tokens min_p min_tokens n
-output_kind output_text_buffer_length presence_penalty prompt_logprob_start
-prompt_logprob_token_ids prompt_logprobs
-repetition_detection repetition_penalty routed_experts_prompt_start seed skip_clone
-skip_reading_prefix_cache skip_special_tokens spaces_between_special_tokens stop stop_token_ids
-stream_interval structured_outputs temperature thinking_token_budget top_k top_p
-trace_decode_token_ids watermarking
-"""
 
 
 def listed_imports(table: str = IMPORTS) -> set[tuple[str, str]]:
@@ -409,17 +396,3 @@ def test_sampler_output_takes_what_we_give() -> None:
     """Further fields must have defaults."""
     required = [f.name for f in dataclasses.fields(SamplerOutput) if f.default is f.default_factory]
     assert required == FIELDS[SamplerOutput].split()
-
-
-def test_every_sampling_parameter_was_considered() -> None:
-    """A new one must be honoured or refused before this list may grow."""
-    public = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
-    assert public == set(SAMPLING_PARAMETERS.split())
-    assert set(REFUSED) <= public
-
-
-def test_refused_parameters_are_refused_from_their_default_on() -> None:
-    defaults = SamplingParams()
-    assert {name: getattr(defaults, name) for name in REFUSED} == {
-        name: neutral for name, (neutral, _) in REFUSED.items()
-    }
