@@ -237,6 +237,11 @@ def _check_numbers(settings: Settings) -> None:
 
 def _check_meaning(settings: Settings, input_len: int | None) -> None:
     rate, is_dummy = settings.tokens_per_forward, settings.shapes is not None
+    if settings.mode == "step" and settings.threshold is not None:
+        raise ValueError(
+            "--threshold changes nothing in the mode step, whose schedule is fixed: use the mode "
+            "latency, throughput or all."
+        )
     if is_dummy:
         if settings.threshold is not None or settings.lora_path is not None:
             raise ValueError(

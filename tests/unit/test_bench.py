@@ -32,7 +32,11 @@ DUMMY = ["throughput", "--shapes", "tiny", "--tokens-per-forward"]
         (["step", "--requests", "0,1"], "--requests must be whole numbers of at least 1"),
         (["step", "--canvas", "33", "--block-length", "16"], "--canvas 33 is no whole number"),
         (["step", "--shapes", "tiny", "--block-length", "32"], "no room for the next block"),
-        (["step", "--shapes", "tiny", "--threshold", "0.9"], "mean nothing on dummy weights"),
+        (["step", "--threshold", "0.9"], "--threshold changes nothing in the mode step"),
+        (
+            ["all", "--shapes", "tiny", "--threshold", "0.9", "--tokens-per-forward", "3"],
+            "mean nothing on dummy weights",
+        ),
         (["step", "--canvas", "32,64", "--max-positions", "32"], "leaves nothing of canvas 64"),
         (["step", "--context", "0"], "--context must be at least 1"),
         (["latency", "--tensor-parallel-size", "0"], "--tensor-parallel-size must be at least 1"),
