@@ -15,7 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
-import test_goldens as d2f
+import recorded
 import test_grid_goldens as grid
 from engines import CHECKPOINTS, a_prompt, generate, params, step_through, token_ids
 
@@ -174,9 +174,9 @@ def d2f_answers(engine):
 
     The last have more rows than FlashAttention 3 plans with one block of threads (992).
     """
-    cases = json.loads((d2f.GOLDENS / "d2f_llada.json").read_text())["cases"]
+    cases = json.loads((recorded.GOLDENS / "d2f_llada.json").read_text())["cases"]
     cases = [case for case in cases if case["settings"]["block_size"] <= 16]
-    prompts, wishes = [c["prompt_ids"] for c in cases], [d2f.sampling_params(c) for c in cases]
+    prompts, wishes = [c["prompt_ids"] for c in cases], [recorded.d2f_params(c) for c in cases]
     assert len(cases) <= REQUESTS
     batches = [[0], [1], [*range(len(cases))], [1] * MANY]
     return [
