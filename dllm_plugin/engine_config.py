@@ -152,9 +152,9 @@ def uncompiled(config: DecodeConfig, cannot: bool) -> Iterator[str]:
         yield "needs a GPU and no enforce_eager"
     if config.full_attention:
         yield f"serves strategies that attend from block to block, not {config.strategy}"
-    if config.block_slots == 1:
-        # Torch's compiler has got a bool of one element wrong (`kernels.reference.at_positions`).
-        yield "needs more than one block to look at, but max_active_blocks is 1"
+    if config.commits_alone:
+        # Each of their steps also decides the lead of the next block, which keeps its own state.
+        yield "does nothing for blocks that commit alone, as at max_active_blocks 1"
 
 
 def _fit_warmup(config: DecodeConfig, user: DecodeConfig, max_model_len: int) -> DecodeConfig:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 PRODUCT = re.compile(r"gemm|gemv|nvjet|cutlass|cublas|xmma|wgmma", re.IGNORECASE)
-LARGEST = 8
+LARGEST = 12
 
 
 class Kernel(NamedTuple):
@@ -24,6 +24,7 @@ class Kernel(NamedTuple):
     stop: float
     name: str
     part: str  # forward, lm_head, sampler, copy
+    graph: Any  # which replay it is of; None of those launched one by one
 
 
 @dataclass(frozen=True)
@@ -31,19 +32,23 @@ class Summary:
     """Means per step over `steps` whole steps; milliseconds unless said otherwise.
 
     step_ms is from the forward's first kernel to that of the next step; busy_ms of it the device
-    did something, gap_ms nothing. The parts add up to busy_ms unless they overlapped.
+    did something, gap_ms nothing, and forward_gap_ms of it lay between kernels of the graph. The
+    parts add up to busy_ms unless they overlapped.
     """
 
     steps: int
     step_ms: float
     busy_ms: float
     gap_ms: float
+    forward_gap_ms: float
     forward_ms: float
     lm_head_ms: float
     sampler_ms: float  # sampler, policy, plan, and the runner's preparation
     copy_ms: float
     kernels: float  # launched outside of the graph
     largest: dict[str, float]  # name -> ms, outside of the graph
+    forward_kernels: float
+    forward_largest: dict[str, float]
 
 
 def summarise(events: Iterable[dict[str, Any]]) -> Summary:
@@ -66,9 +71,10 @@ def summarise(events: Iterable[dict[str, Any]]) -> Summary:
     starts: dict[Any, float] = {}
     kernels = []
     for start, stop, event, number in sorted(found, key=lambda item: item[0]):
-        kernels.append(Kernel(start, stop, event["name"], _part(event, number in forwards)))
-        if number in forwards:
-            starts.setdefault(number, start)
+        graph = number if number in forwards else None
+        kernels.append(Kernel(start, stop, event["name"], _part(event, graph is not None), graph))
+        if graph is not None:
+            starts.setdefault(graph, start)
     if len(starts) < 3:
         raise ValueError(
             f"the profile holds {len(starts)} replays of a CUDA graph: without full graphs "
@@ -91,24 +97,35 @@ def _means(kernels: Sequence[Kernel], first: float, last: float, steps: int) -> 
     inside = [k for k in kernels if first <= k.start < last]
     scale = 1e-3 / steps
     parts: dict[str, float] = defaultdict(float)
-    names: dict[str, float] = defaultdict(float)
+    names: dict[bool, dict[str, float]] = {True: defaultdict(float), False: defaultdict(float)}
     busy, reached = 0.0, first
+    forward_gap, ends = 0.0, dict[Any, float]()
     for kernel in inside:
         parts[kernel.part] += kernel.stop - kernel.start
-        if kernel.part != "forward":
-            names[kernel.name[:80]] += (kernel.stop - kernel.start) * scale
+        names[kernel.graph is not None][kernel.name[:80]] += (kernel.stop - kernel.start) * scale
         busy += max(0.0, min(kernel.stop, last) - max(kernel.start, reached))
         reached = max(reached, kernel.stop)
-    largest = sorted(names.items(), key=lambda item: -item[1])[:LARGEST]
+        if kernel.graph is not None:
+            end = ends.get(kernel.graph, kernel.start)
+            forward_gap += max(0.0, kernel.start - end)
+            ends[kernel.graph] = max(end, kernel.stop)
+    of_forwards = sum(k.graph is not None for k in inside)
     return Summary(
         steps=steps,
         step_ms=(last - first) * scale,
         busy_ms=busy * scale,
         gap_ms=(last - first - busy) * scale,
+        forward_gap_ms=forward_gap * scale,
         forward_ms=parts["forward"] * scale,
         lm_head_ms=parts["lm_head"] * scale,
         sampler_ms=parts["sampler"] * scale,
         copy_ms=parts["copy"] * scale,
-        kernels=sum(k.part != "forward" for k in inside) / steps,
-        largest=dict(largest),
+        kernels=(len(inside) - of_forwards) / steps,
+        largest=_largest(names[False]),
+        forward_kernels=of_forwards / steps,
+        forward_largest=_largest(names[True]),
     )
+
+
+def _largest(names: dict[str, float]) -> dict[str, float]:
+    return dict(sorted(names.items(), key=lambda item: -item[1])[:LARGEST])

@@ -173,11 +173,11 @@ def event(kind: str, name: str, time: float, length: float, number: int) -> dict
 
 
 def a_trace(steps: int) -> list[dict[str, Any]]:
-    """Steps of 1,000 us: 600 forward in two kernels, 100 head, 150 sampler, 10 copy, 140 idle."""
+    """Steps of 1,000 us: 595 forward in two kernels, 100 head, 150 sampler, 10 copy, 145 idle."""
     events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "args": {}}]
     for i in range(steps):
         at, graph = 1000.0 * i, 10 * i
-        events += [launch(graph, at - 50), event("kernel", "norm", at, 200, graph)]
+        events += [launch(graph, at - 50), event("kernel", "norm", at, 195, graph)]
         events += [event("kernel", "sm90_gemm", at + 200, 400, graph)]
         events += [event("kernel", "nvjet_hsh_128", at + 640, 100, graph + 1)]
         events += [event("kernel", "propose", at + 740, 100, graph + 2)]
@@ -192,11 +192,13 @@ def test_trace_is_split_by_what_launched_a_kernel() -> None:
     summary = trace.summarise(a_trace(5))
     assert summary.steps == 4
     parts = (summary.forward_ms, summary.lm_head_ms, summary.sampler_ms, summary.copy_ms)
-    assert parts == pytest.approx((0.6, 0.1, 0.15, 0.01))
+    assert parts == pytest.approx((0.595, 0.1, 0.15, 0.01))
     assert summary.step_ms == pytest.approx(1.0)
     assert summary.busy_ms == pytest.approx(sum(parts))
-    assert summary.gap_ms == pytest.approx(0.14)
-    assert summary.kernels == 5
+    assert summary.gap_ms == pytest.approx(0.145)
+    assert summary.forward_gap_ms == pytest.approx(0.005)
+    assert summary.kernels == 5 and summary.forward_kernels == 2
+    assert summary.forward_largest == pytest.approx({"sm90_gemm": 0.4, "norm": 0.195})
     assert list(summary.largest) == ["nvjet_hsh_128", "propose", "pick", "Memcpy DtoH", "tiny"]
 
 
@@ -204,7 +206,7 @@ def test_overlapping_kernels_are_busy_once() -> None:
     events = a_trace(5)
     events += [event("kernel", "beside", 1000.0 * i + 700, 60, 900 + i) for i in range(5)]
     summary = trace.summarise(events)
-    assert summary.busy_ms == pytest.approx(0.86) and summary.sampler_ms == pytest.approx(0.21)
+    assert summary.busy_ms == pytest.approx(0.855) and summary.sampler_ms == pytest.approx(0.21)
 
 
 def test_a_trace_without_graphs_is_refused() -> None:
