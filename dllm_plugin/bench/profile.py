@@ -35,16 +35,17 @@ class Tracer:
 
 
 def trace(llm: "LLM", asks: Sequence[Ask], folder: Path, step_ms: float) -> dict[str, Any]:
-    """Serve `asks` at once under the profiler.
+    """Serve `asks` at once under the profiler; of several ranks the first one's trace is read.
 
     Args:
         step_ms: the same step without the profiler, which slows the host and so widens gaps.
     """
     name = f"step-{len(asks)}"
     serve(llm, asks, len(asks), Tracer(llm, len(asks), name).tick)
-    (file,) = folder.glob(f"{name}_*.json")
-    summary = summarise(json.loads(file.read_text(encoding="utf-8"))["traceEvents"])
-    file.unlink()
+    files = sorted(folder.glob(f"{name}_*.json"))  # one per rank; they run alike
+    summary = summarise(json.loads(files[0].read_text(encoding="utf-8"))["traceEvents"])
+    for file in files:
+        file.unlink()
     host = step_ms - summary.busy_ms
     return {
         "requests": len(asks),

@@ -1,9 +1,9 @@
 """Where a step's time goes: kernels of a Chrome trace, by what launched them.
 
 The model's forward is replayed as one CUDA graph per step, so its kernels are those whose
-correlation id is that of a ``cudaGraphLaunch``. Of the others, matrix products are the LM head, and
-the rest is sampler, policy, plan and the runner's own preparation. Times of a trace are
-microseconds.
+correlation id is that of a ``cudaGraphLaunch``. Of the others, matrix products are the LM head,
+NCCL's and vLLM's collectives the exchange of logits between ranks, and the rest is sampler, policy,
+plan and the runner's own preparation. Times of a trace are microseconds.
 """
 
 import re
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 PRODUCT = re.compile(r"gemm|gemv|nvjet|cutlass|cublas|xmma|wgmma", re.IGNORECASE)
+EXCHANGE = re.compile(r"nccl|cross_device", re.IGNORECASE)
 LARGEST = 12
 
 
@@ -23,7 +24,7 @@ class Kernel(NamedTuple):
     start: float
     stop: float
     name: str
-    part: str  # forward, lm_head, sampler, copy
+    part: str  # forward, lm_head, exchange, sampler, copy
     graph: Any  # which replay it is of; None of those launched one by one
 
 
@@ -43,6 +44,7 @@ class Summary:
     forward_gap_ms: float
     forward_ms: float
     lm_head_ms: float
+    exchange_ms: float  # between ranks, outside of the graph
     sampler_ms: float  # sampler, policy, plan, and the runner's preparation
     copy_ms: float
     kernels: float  # launched outside of the graph
@@ -90,6 +92,8 @@ def _part(event: dict[str, Any], is_forward: bool) -> str:
         return "forward"
     if event["cat"] != "kernel":
         return "copy"
+    if EXCHANGE.search(event["name"]):
+        return "exchange"
     return "lm_head" if PRODUCT.search(event["name"]) else "sampler"
 
 
@@ -118,6 +122,7 @@ def _means(kernels: Sequence[Kernel], first: float, last: float, steps: int) -> 
         forward_gap_ms=forward_gap * scale,
         forward_ms=parts["forward"] * scale,
         lm_head_ms=parts["lm_head"] * scale,
+        exchange_ms=parts["exchange"] * scale,
         sampler_ms=parts["sampler"] * scale,
         copy_ms=parts["copy"] * scale,
         kernels=(len(inside) - of_forwards) / steps,

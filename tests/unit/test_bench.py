@@ -209,6 +209,13 @@ def test_overlapping_kernels_are_busy_once() -> None:
     assert summary.busy_ms == pytest.approx(0.855) and summary.sampler_ms == pytest.approx(0.21)
 
 
+def test_exchange_between_ranks_stands_apart() -> None:
+    events = a_trace(5)
+    events += [event("kernel", "ncclDevKernel_x", 1000.0 * i + 910, 40, 900 + i) for i in range(5)]
+    summary = trace.summarise(events)
+    assert summary.exchange_ms == pytest.approx(0.04) and summary.sampler_ms == pytest.approx(0.15)
+
+
 def test_a_trace_without_graphs_is_refused() -> None:
     eager = [e for e in a_trace(5) if e["name"] != "cudaGraphLaunch"]
     with pytest.raises(ValueError, match="holds 0 replays"):
