@@ -20,6 +20,7 @@ Result = TypeVar("Result")
 def run(settings: Settings, command: Sequence[str], reference: Path | None = None) -> int:
     """Gate, floor, engines, baselines; 1 if the gate is red. `reference` as in :mod:`gate`."""
     engines.prepare()
+    progress = record.Progress()
     line: dict[str, Any] = record.surroundings(settings, command) | {"gate": "green"}
     with tempfile.TemporaryDirectory(prefix="diffuplug-") as folder:
         scratch = Path(folder)
@@ -28,14 +29,14 @@ def run(settings: Settings, command: Sequence[str], reference: Path | None = Non
         verdicts = []
         for canvas in settings.canvas:
             verdicts.append(gate.check(settings, canvas, reference))
-            print(f"gate: {verdicts[-1].sentence}", flush=True)
+            progress.done(f"gate, canvas {canvas}", verdicts[-1].sentence)
             if not verdicts[-1].green:
                 red = {"gate": "red", "problem": verdicts[-1].sentence}
                 print(json.dumps(line | red | {"gates": [v.record for v in verdicts]}))
                 return 1
         line["gates"] = [verdict.record for verdict in verdicts]
-        line |= _measure(settings, model, scratch)
-    print(json.dumps(line))
+        line |= _measure(settings, model, scratch, progress)
+    print(json.dumps(line | {"seconds": progress.seconds}))
     return 0
 
 
@@ -51,7 +52,9 @@ def apart(function: Callable[..., Result], *arguments: Any) -> Result:
         return pool.submit(function, *arguments).result()
 
 
-def _measure(settings: Settings, model: Model, scratch: Path) -> dict[str, Any]:
+def _measure(
+    settings: Settings, model: Model, scratch: Path, progress: record.Progress
+) -> dict[str, Any]:
     """Floor, our engines, baselines, one after the other; prints the tables."""
     sizes = Sizes.of(model.config).share(settings.tensor_parallel_size)
     length = _length(settings, model)
@@ -59,6 +62,7 @@ def _measure(settings: Settings, model: Model, scratch: Path) -> dict[str, Any]:
     prompts = Prompts(model.config, settings.seed)
     grid = [n * canvas for canvas in settings.canvas for n in (1, *settings.at_once(canvas))]
     limit = apart(floor.measure, sizes, grid, *device)
+    progress.done("floor")
     result: dict[str, Any] = {"floor": limit.record(), "engines": []}
     steps: list[dict[str, Any]] = []
     served: list[tuple[dict[str, Any], list[Answer]]] = []
@@ -66,12 +70,18 @@ def _measure(settings: Settings, model: Model, scratch: Path) -> dict[str, Any]:
     for canvas in settings.canvas:
         llm = engines.ours(settings, model, canvas, length, scratch if settings.profile else None)
         result["engines"].append(engines.describe(llm))
+        progress.done(f"engine start, canvas {canvas}")
         if settings.steps:
             rows = step.measure(llm, settings, canvas, prompts)
-            steps += rows
+            steps += [step.compare(row, limit, sizes) for row in rows]
+            progress.done(f"steps, canvas {canvas}", record.table_of("step", steps))
             if settings.profile:
                 traces += step.profile(llm, settings, canvas, prompts, rows, scratch)
-        served += serving.measure(llm, settings, model, canvas, prompts)
+                progress.done(f"profile, canvas {canvas}", record.table_of("profile", traces))
+        if settings.served:
+            served += serving.measure(llm, settings, model, canvas, prompts)
+            found = record.table_of("served", [row for row, _ in served])
+            progress.done(f"requests, canvas {canvas}", found)
         engines.stop(llm)
     ar_steps, ar_served = None, None
     if "ar" in settings.versus:
@@ -81,18 +91,20 @@ def _measure(settings: Settings, model: Model, scratch: Path) -> dict[str, Any]:
             ar_steps = result["ar"]["step"] = step.measure_autoregressive(llm, settings, prompts)
         ar_served = result["ar"]["served"] = serving.measure_autoregressive(llm, served)
         engines.stop(llm)
+        progress.done("plain vLLM")
     authors = None
     if "hf" in settings.versus:
         authors = result["hf"] = _published(settings, model, prompts, device)
-    result["step"] = [step.compare(row, limit, sizes, ar_steps) for row in steps]
+        progress.done("the model's own loop")
+    result["step"] = [step.beside(row, ar_steps) for row in steps]
     result["served"] = [
         serving.compare(row, limit, sizes, ar_served[i] if ar_served else None, authors)
         for i, (row, _) in enumerate(served)
     ]
     result["profile"] = traces
-    for name, columns in record.COLUMNS.items():
+    for name in record.COLUMNS:
         if result.get(name):
-            print(f"{name}:\n{record.table(result[name], columns)}", flush=True)
+            print(f"{name}:\n{record.table_of(name, result[name])}", flush=True)
     return {name: part for name, part in result.items() if part}
 
 

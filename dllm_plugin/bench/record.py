@@ -3,6 +3,7 @@
 import os
 import platform
 import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +14,23 @@ from dllm_plugin.bench.options import Settings
 from dllm_plugin.offline import processor
 
 Row = dict[str, Any]
+
+
+class Progress:
+    """Says what has been measured as soon as it is: a run takes minutes, and may be stopped.
+
+    seconds: how long each part took, in order.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def done(self, part: str, result: str = "") -> None:
+        """Print a part's seconds, and what was found."""
+        now = time.perf_counter()
+        self.seconds[part], self._last = now - self._last, now
+        print(f"{part}: {self.seconds[part]:.0f} s{result and chr(10)}{result}", flush=True)
 
 
 def surroundings(settings: Settings, command: Sequence[str]) -> Row:
@@ -83,9 +101,10 @@ def _output(*command: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def table(rows: Sequence[Row], columns: dict[str, str]) -> str:
-    """Right-aligned columns; `columns` maps a key to its format. Absent keys are left out."""
-    shown = {key: form for key, form in columns.items() if any(key in row for row in rows)}
+def table_of(name: str, rows: Sequence[Row]) -> str:
+    """Right-aligned columns of a part of the line, see `COLUMNS`. Absent keys are left out."""
+    columns = COLUMNS[name].items()
+    shown = {key: form for key, form in columns if any(key in row for row in rows)}
     lines = [list(shown)]
     lines += [[_cell(row.get(key), form) for key, form in shown.items()] for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

@@ -151,16 +151,18 @@ def _check(run: Run, output: int, settings: Settings, canvas: int) -> None:
             )
 
 
-def compare(
-    row: dict[str, Any], floor: Floor, sizes: Sizes, ar: dict[int, dict[str, Any]] | None
-) -> dict[str, Any]:
-    """The row beside its floor, and beside the autoregressive step of as many requests."""
+def compare(row: dict[str, Any], floor: Floor, sizes: Sizes) -> dict[str, Any]:
+    """The row beside its floor."""
     requests, positions = row["requests"], row["positions"]
     products, kv = floor.step_ms(sizes, positions, requests * row["context"])
     share = (products + kv) / row["step_ms"]
     row |= {"products_ms": products, "kv_ms": kv, "floor_ms": products + kv}
-    row |= {"share_of_floor": share, "times_products": row["step_ms"] / products}
-    if ar is not None:
-        row |= {"ar_step_ms": ar[requests]["step_ms"]}
-        row |= {"times_ar_step": row["step_ms"] / ar[requests]["step_ms"]}
-    return row
+    return row | {"share_of_floor": share, "times_products": row["step_ms"] / products}
+
+
+def beside(row: dict[str, Any], ar: dict[int, dict[str, Any]] | None) -> dict[str, Any]:
+    """The row beside the autoregressive step of as many requests, if that was measured."""
+    if ar is None:
+        return row
+    theirs = ar[row["requests"]]["step_ms"]
+    return row | {"ar_step_ms": theirs, "times_ar_step": row["step_ms"] / theirs}

@@ -33,11 +33,18 @@ def line_of(printed: str) -> dict[str, Any]:
 
 def test_all_modes_and_baselines_on_dummy_weights(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "all", *SHAPES, *LENGTHS, *QUICK]) == 0
-    line = line_of(capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    line = line_of(printed)
     assert line["gate"] == "green" and line["gates"][0]["tokens"] > 100
     assert line["seed"] == 3 and line["command"].startswith("diffuplug bench all --shapes tiny")
     assert line["ar"]["engine"]["architecture"] == "LlamaForCausalLM"
     floor = {int(count): ms for count, ms in line["floor"]["products_ms"].items()}
+
+    parts = ["gate, canvas 32", "floor", "engine start, canvas 32", "steps, canvas 32"]
+    parts += ["requests, canvas 32", "plain vLLM", "the model's own loop"]
+    assert list(line["seconds"]) == parts
+    # What was found is said before the next part begins.
+    assert printed.index("share_of_floor") < printed.index("answered") < printed.index(parts[-2])
 
     assert [row["requests"] for row in line["step"]] == [1, 3]
     for row in line["step"]:
