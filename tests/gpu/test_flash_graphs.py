@@ -19,6 +19,9 @@ import recorded
 import test_grid_goldens as grid
 from engines import CHECKPOINTS, a_prompt, generate, params, step_through, token_ids
 
+from dllm_plugin import evaluate
+from dllm_plugin.default_model.problems import eval_seeds, problem
+
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
     reason="needs FlashAttention 3, so a Hopper GPU",
@@ -26,6 +29,7 @@ pytestmark = pytest.mark.skipif(
 EAGER = {"mode": 0, "cudagraph_mode": "NONE"}
 REQUESTS, MANY = 8, 200
 SDAR = {"canvas_length": 32}
+FOUR_BLOCKS = {"strategy": "d2f", "max_active_blocks": 4, "block_length": 16}
 # On a CPU, bfloat16 is at most 0.37 from float32 on these prompts, and half of all tokens come
 # before the first near tie of their text; two forms of bfloat16 attention are nearer.
 TOLERANCE, BEFORE_TIES = 0.4, 0.4
@@ -77,6 +81,7 @@ def check_builder(engine):
     [builder] = group.metadata_builders
     assert type(builder) is SegmentFlashBuilder and builder.aot_schedule
     assert bool(runner.cudagraph_manager.graphs) == builder.use_full_cuda_graph
+    return runner
 
 
 def end(engine):
@@ -190,14 +195,23 @@ def d2f_answers(engine):
 
 def test_d2f_with_four_active_blocks(by_rows):
     """Contexts of at most 512 tokens, which eager steps never split: exact with one split."""
-    dllm = {"strategy": "d2f", "max_active_blocks": 4, "block_length": 16}
     options = {"max_model_len": 512, "max_num_seqs": MANY, "splits": 1}
     options["max_num_batched_tokens"] = MANY * 64 + 512
     answers = []
     for compilation in (EAGER, graphs(64, MANY)):
-        engine = engine_of("tiny-llada", dllm, compilation, **options)
+        engine = engine_of("tiny-llada", FOUR_BLOCKS, compilation, **options)
         answers.append(d2f_answers(engine))
         end(engine)
     eager, captured = answers
     assert captured == eager
     assert len({tuple(tokens) for tokens in eager[-1]}) == 1
+
+
+def test_the_bundled_model_as_it_is_served():
+    """LLaDA's heads have keys of their own: contexts are read once from four requests on."""
+    engine = evaluate.start(evaluate.ways()["D2F, threshold 0.9"], "bfloat16")
+    assert check_builder(engine).model_state.rows.parts is not None
+    problems = [problem(seed) for seed in eval_seeds(100)]
+    score = evaluate.decode(engine, "in parts", problems, evaluate.MAX_TOKENS)
+    end(engine)
+    assert score.accuracy == 1 and score.tokens_per_forward > 20
