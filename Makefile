@@ -4,12 +4,13 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
+PYTEST = $(BIN)/python -m pytest
 # By file: the tests of a file share engines.
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+SPREAD = -n $(WORKERS) --dist loadfile
 export HF_HUB_OFFLINE := 1
 
 .NOTPARALLEL:
-.PHONY: install demo test lint types unit engine
+.PHONY: install demo test lint types unit kernels engine
 
 install:
 	@scripts/install.sh $(VENV)
@@ -25,10 +26,14 @@ types: install
 	@$(BIN)/mypy
 
 unit: install
-	@$(PYTEST) tests/unit
+	@$(PYTEST) $(SPREAD) $(PYTEST_ARGS) tests/unit
+
+# In one process, which starts another one that interprets: more would import vLLM again and again.
+kernels: install
+	@$(PYTEST) $(PYTEST_ARGS) tests/kernels
 
 engine: install
-	@$(PYTEST) tests/engine
+	@$(PYTEST) $(SPREAD) $(PYTEST_ARGS) tests/engine
 
 # Units first, and apart: they build models in their own process, as an engine does.
-test: lint types unit engine
+test: lint types unit kernels engine

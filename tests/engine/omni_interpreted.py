@@ -1,7 +1,7 @@
 """Hidden states and denoisers on model runner v2: `python omni_interpreted.py FOLDER`.
 
 It runs vLLM's Triton kernels on the CPU through Triton's interpreter, which needs a process of its
-own, as tests/unit/triton_interpreter.py says. Prints one line of JSON.
+own, as tests/kernels/triton_interpreter.py says. Prints one line of JSON.
 """
 
 import json
@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 from triton.backends import Backend, backends
-from unit.triton_interpreter import HostDriver, NoCompiler
+from triton_interpreter import HostDriver, NoCompiler
 
 backends["cpu"] = Backend(compiler=NoCompiler, driver=HostDriver)
 

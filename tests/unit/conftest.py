@@ -1,12 +1,8 @@
 """One vLLM world for the unit tests that build a model, and the tiny checkpoints."""
 
-import importlib.util
 import json
 import os
 import shutil
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -18,58 +14,6 @@ GOLDENS = Path(__file__).parents[1] / "goldens"
 CHECKPOINTS = GOLDENS / "checkpoints"
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # unit tests never use the network
-
-
-class Interpreter:
-    """The process that runs Triton kernels on the CPU; it imports while other tests run."""
-
-    def __init__(self) -> None:
-        self.folder = tempfile.TemporaryDirectory(prefix="triton")
-        self.errors = open(Path(self.folder.name) / "errors.txt", "w+")  # noqa: SIM115
-        script = Path(__file__).with_name("triton_interpreter.py")
-        pipe, command = subprocess.PIPE, [sys.executable, script]
-        one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # the other core runs tests
-        self.process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=self.errors, text=True, env=one_thread
-        )
-
-    def run(self, launches: list[Any]) -> list[Any]:
-        """What the process answers to some launches, see `triton_interpreter.py`."""
-        import torch
-
-        files = [Path(self.folder.name) / name for name in ("launches.pt", "results.pt")]
-        torch.save(launches, files[0])
-        assert self.process.stdin is not None and self.process.stdout is not None
-        print(*files, file=self.process.stdin, flush=True)
-        answered = self.process.stdout.readline()
-        self.errors.seek(0)
-        assert answered, self.errors.read()
-        return torch.load(files[1], weights_only=False)
-
-    def close(self) -> None:
-        """End the process."""
-        self.process.communicate()
-        self.errors.close()
-        self.folder.cleanup()
-
-
-STARTED: list[Interpreter] = []
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    # Started before the tests that need it, since its imports take longer than its work.
-    needed = any("interpreter" in getattr(item, "fixturenames", ()) for item in session.items)
-    if needed and not session.config.option.collectonly and importlib.util.find_spec("triton"):
-        STARTED.append(Interpreter())
-
-
-@pytest.fixture(scope="session")
-def interpreter() -> Iterator[Interpreter]:
-    """Runs Triton kernels on the CPU."""
-    if not STARTED:
-        pytest.skip("Triton is needed for its interpreter")
-    yield STARTED[0]
-    STARTED.pop().close()
 
 
 @pytest.fixture(scope="session")

@@ -189,39 +189,10 @@ CASES = (
 )
 
 
-@pytest.fixture(scope="module")
-def oracle(interpreter: Any) -> dict[Any, tuple[list[str], list[Any]]]:
-    """(case, seed) -> what Triton says: the kernel's argument names, its arguments afterwards."""
-    keys = [(case, seed) for case in CASES for seed in SEEDS]
-    launches = [case(np.random.default_rng(seed)) for case, seed in keys]
-    results = interpreter.run([(NAMES[kernel], *rest) for kernel, *rest in launches])
-    return dict(zip(keys, results, strict=True))
-
-
-def parts(argument: Any) -> list[Any]:
-    """The argument, or its tables, each tensor as all of its storage."""
-    tensors = argument if isinstance(argument, tuple) else (argument,)
-    tensors = [t for t in tensors if isinstance(t, Tensor)]
-    sizes = [t.untyped_storage().nbytes() // t.element_size() for t in tensors]
-    return [t.as_strided((n,), (1,), 0) for t, n in zip(tensors, sizes, strict=True)]
-
-
 def pointers(argument: Any) -> Any:
     if not isinstance(argument, tuple):
         return argument
     return torch.tensor([table.data_ptr() for table in argument], dtype=torch.uint64)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_kernel_does_what_triton_does(case, seed, oracle):
-    kernel, _, arguments, constants = case(np.random.default_rng(seed))
-    names, expected = oracle[case, seed]
-    assert [n for n in inspect.signature(kernel).parameters if n != "num_warps"] == names
-    kernel(*map(pointers, arguments), **constants)
-    for name, got, want in zip(names, arguments, expected, strict=False):
-        for got_part, want_part in zip(parts(got), parts(want), strict=True):
-            assert torch.equal(got_part, want_part), f"{name}: {got_part} is not {want_part}"
 
 
 def test_rows_without_a_request_touch_no_state():
@@ -288,3 +259,33 @@ def test_vllm_launches_the_installed_kernels():
     assert last.tolist() == [[POISON], [31]]
     assert tokens[1].tolist() == [POISON] * 4 + [30, 31] + [POISON] * 2
     assert total_len.tolist() == [3, 6]
+
+
+# At the end of the file: the interpreter imports while the tests above run.
+@pytest.fixture(scope="module")
+def oracle(interpreter: Any) -> dict[Any, tuple[list[str], list[Any]]]:
+    """(case, seed) -> what Triton says: the kernel's argument names, its arguments afterwards."""
+    keys = [(case, seed) for case in CASES for seed in SEEDS]
+    launches = [case(np.random.default_rng(seed)) for case, seed in keys]
+    results = interpreter.run([(NAMES[kernel], *rest) for kernel, *rest in launches])
+    return dict(zip(keys, results, strict=True))
+
+
+def parts(argument: Any) -> list[Any]:
+    """The argument, or its tables, each tensor as all of its storage."""
+    tensors = argument if isinstance(argument, tuple) else (argument,)
+    tensors = [t for t in tensors if isinstance(t, Tensor)]
+    sizes = [t.untyped_storage().nbytes() // t.element_size() for t in tensors]
+    return [t.as_strided((n,), (1,), 0) for t, n in zip(tensors, sizes, strict=True)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_kernel_does_what_triton_does(case, seed, oracle):
+    kernel, _, arguments, constants = case(np.random.default_rng(seed))
+    names, expected = oracle[case, seed]
+    assert [n for n in inspect.signature(kernel).parameters if n != "num_warps"] == names
+    kernel(*map(pointers, arguments), **constants)
+    for name, got, want in zip(names, arguments, expected, strict=False):
+        for got_part, want_part in zip(parts(got), parts(want), strict=True):
+            assert torch.equal(got_part, want_part), f"{name}: {got_part} is not {want_part}"

@@ -1,0 +1,130 @@
+"""The pass over columns of the logits and its merge, against their twins and whole rows."""
+
+from typing import Any
+
+import pytest
+import test_row_stats
+import torch
+from test_row_stats import CASES, Case, broken, broken_drawn
+from torch import Tensor
+
+from dllm_plugin.kernels import part_reference
+from dllm_plugin.kernels.reference import Columns, RowStats, propose_rows
+
+SCAN = "dllm_plugin.kernels.row_stats.scan_rows"
+MERGE = "dllm_plugin.kernels.row_stats.merge_rows"
+RANKS = (2, 3)
+# What a pass over columns cannot be asked for: tokens chosen before, and logits tempered before.
+LEFT_OUT = ("chosen", "tempered_before")
+NAMES = [(name, 2 + i % 2) for i, name in enumerate(CASES) if name not in LEFT_OUT]
+NAMES += [("broken", 5), ("broken_drawn", 4), ("biased", 8)]
+
+
+def test_every_case_is_cut() -> None:
+    assert set(LEFT_OUT) < set(CASES)
+
+
+def shards(case: Case, ranks: int) -> list[tuple[list[Any], dict[str, Any]]]:
+    """Arguments of each rank: as many columns as the others, behind the vocabulary numbers."""
+    logits, *rest = case.arguments
+    vocab = logits.shape[1]
+    # As vLLM pads: to a multiple that the number of ranks divides.
+    width = -(-(vocab + 37) // ranks)
+    padding = torch.full((len(logits), ranks * width - vocab), 99.0, dtype=logits.dtype)
+    padded = torch.cat([logits, padding], dim=1)
+    options = {k: v for k, v in case.options.items() if k != "num_rows"}
+    return [
+        (
+            [padded[:, rank * width : (rank + 1) * width].contiguous(), *rest],
+            options | {"columns": Columns(rank * width, vocab, ranks)},
+        )
+        for rank in range(ranks)
+    ]
+
+
+def merging(case: Case) -> dict[str, Any]:
+    return {k: case.options[k] for k in ("want_rank", "num_rows") if k in case.options}
+
+
+def check(case: Case, got: RowStats, name: str) -> None:
+    want = propose_rows(*case.arguments, **case.options)
+    assert torch.equal(got.token_T, want.token_T), name
+    close = {"rtol": 2e-5, "atol": 1e-6, "equal_nan": True}
+    torch.testing.assert_close(got.confidence_T, want.confidence_T, **close)
+    assert (got.entropy_T is None) == (want.entropy_T is None)
+    if want.entropy_T is not None:
+        assert got.entropy_T is not None and got.margin_T is not None
+        torch.testing.assert_close(got.margin_T, want.margin_T, **close)
+        close["atol"] += 1e-10 * case.arguments[0].shape[1]
+        torch.testing.assert_close(got.entropy_T, want.entropy_T, **close)
+
+
+@pytest.fixture(scope="module")
+def scanned(interpreter: Any) -> dict[tuple[str, int], Tensor]:
+    """What the kernel says of every shard, from memory that was filled with NaN."""
+    launches, bounds = [], [0]
+    for name, ranks in NAMES:
+        for arguments, options in shards(CASES[name](), ranks):
+            launches.append((SCAN, None, arguments, options | {"programs": 6}))
+        bounds.append(len(launches))
+    parts = interpreter.run(launches)
+    stacks = [torch.stack(parts[low:high]) for low, high in zip(bounds, bounds[1:], strict=False)]
+    return dict(zip(NAMES, stacks, strict=True))
+
+
+@pytest.fixture(scope="module")
+def merged(interpreter: Any, scanned: dict[Any, Tensor]) -> dict[tuple[str, int], RowStats]:
+    cases = [CASES[name]() for name, _ in NAMES]
+    launches = [
+        (MERGE, None, [scanned[key]], merging(case)) for key, case in zip(NAMES, cases, strict=True)
+    ]
+    return dict(zip(NAMES, interpreter.run(launches), strict=True))
+
+
+@pytest.mark.parametrize(("name", "ranks"), NAMES)
+def test_the_kernels_merge_to_whole_rows(
+    name: str, ranks: int, merged: dict[Any, RowStats]
+) -> None:
+    check(CASES[name](), merged[name, ranks], name)
+
+
+@pytest.mark.parametrize(("name", "ranks"), NAMES)
+def test_the_twin_merges_to_whole_rows(name: str, ranks: int, scanned: dict[Any, Tensor]) -> None:
+    """Its own parts, and those of the kernel: both say the same."""
+    case = CASES[name]()
+    kept = case.arguments[0].clone()
+    parts = [part_reference.scan_rows(*a, **options) for a, options in shards(case, ranks)]
+    for said in (torch.stack(parts), scanned[name, ranks]):
+        check(case, part_reference.merge_rows(said, **merging(case)), name)
+    assert torch.equal(case.arguments[0].nan_to_num(9.5), kept.nan_to_num(9.5))
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 64])
+def test_narrow_shards(width: int) -> None:
+    """A column each, and ranks whose columns are all padding."""
+    for case in (test_row_stats.greedy(3, 5, torch.float32), test_row_stats.drawn(5, [0.7, 0])):
+        logits, *rest = case.arguments
+        ranks = max(2, -(-5 // width))
+        padded = torch.nn.functional.pad(logits, (0, ranks * width - 5), value=50.0)
+        parts = [
+            part_reference.scan_rows(
+                padded[:, i * width : (i + 1) * width],
+                *rest,
+                columns=Columns(i * width, 5, ranks),
+                **case.options,
+            )
+            for i in range(ranks)
+        ]
+        check(case, part_reference.merge_rows(torch.stack(parts), **case.options), "narrow")
+
+
+def test_ties_and_nan_lie_in_several_shards() -> None:
+    """The cases above hold what a merge can get wrong."""
+    for case in (broken(), broken_drawn()):
+        for ranks in RANKS:
+            width = shards(case, ranks)[0][0][0].shape[1]
+            logits = case.arguments[0]
+            nan_T, tied_T = logits[0].isnan().nonzero(), (logits[6] == 30.0).nonzero()
+            assert len(set((nan_T // width).flatten().tolist())) >= 2
+            assert len(set((tied_T // width).flatten().tolist())) >= 2
+            assert logits[3].isinf().all()
