@@ -10,12 +10,14 @@ from dllm_plugin import default_model
 from dllm_plugin.bench.drive import Ask
 from dllm_plugin.bench.options import Settings
 from dllm_plugin.bench.shapes import SHAPES, Config, relative, write
+from dllm_plugin.bench.weights import EXTENSION, fill_engine
 from dllm_plugin.models import ARCHITECTURES
 from dllm_plugin.offline import BUNDLED_MEMORY, start_engine
 
 if TYPE_CHECKING:
     from vllm import LLM
 
+DUMMY = {"load_format": "dummy", "skip_tokenizer_init": True, "worker_extension_cls": EXTENSION}
 DEFAULT_CANVASES = 64  # for more at once the token budget of a step has to be named
 
 
@@ -95,7 +97,7 @@ def ours(
     options = _common(settings, length, most) | {"model": model.path}
     options["additional_config"] = {"dllm": settings.dllm(canvas)}
     if not model.is_real:
-        options |= {"load_format": "dummy", "skip_tokenizer_init": True}
+        options |= DUMMY
     if settings.attention_backend is not None:
         options["attention_backend"] = settings.attention_backend
     if most > DEFAULT_CANVASES:
@@ -110,17 +112,24 @@ def ours(
             "torch_profiler_dump_cuda_time_total": False,
             "ignore_frontend": True,
         }
-    return start_engine(options)
+    return _started(settings, options)
 
 
 def autoregressive(settings: Settings, model: Model, length: int, scratch: Path) -> "LLM":
     """Plain vLLM, its own defaults, dummy weights, the sizes of `model`."""
     config = relative(model.config)
     folder = write(config, scratch / "autoregressive")
-    dummy = {"model": folder, "load_format": "dummy", "skip_tokenizer_init": True}
+    dummy = {"model": folder} | DUMMY
     if settings.dtype == "auto":
         dummy["dtype"] = "bfloat16"
-    return start_engine(_common(settings, length, max(settings.requests)) | dummy)
+    return _started(settings, _common(settings, length, max(settings.requests)) | dummy)
+
+
+def _started(settings: Settings, options: dict[str, Any]) -> "LLM":
+    llm = start_engine(options)
+    if "worker_extension_cls" in options:
+        fill_engine(llm, settings.seed)
+    return llm
 
 
 def stop(llm: "LLM") -> None:

@@ -12,10 +12,12 @@ from safetensors.torch import load_file, save_file
 
 from dllm_plugin import cli, default_model
 from dllm_plugin.bench import command
+from dllm_plugin.bench import engines as bench
 from dllm_plugin.bench.options import settings_of
 
 QUICK = ["--enforce-eager", "--seed", "3"]
 SHAPES = ["--shapes", "tiny", "--requests", "1,3", "--tokens-per-forward", "3", "--vs", "ar,hf"]
+EMBEDDINGS = ("model.embed_tokens.weight", "lm_head.weight")
 LENGTHS = ["--context", "128", "--input-len", "32", "--output-len", "48", "--rounds", "3"]
 
 
@@ -72,6 +74,24 @@ def test_all_modes_and_baselines_on_dummy_weights(capsys: pytest.CaptureFixture[
     assert list(line["served"][2]["speedup_vs_hf"].values()) == pytest.approx(
         [line["served"][2]["tokens_per_s"] / base["tokens_per_s"] for base in (one, three)]
     )
+
+
+@pytest.mark.parametrize("whose", ["ours", "plain vLLM"])
+def test_engines_without_a_checkpoint_have_random_weights(whose: str, tmp_path: Path) -> None:
+    arguments = ["bench", "step", "--shapes", "tiny", "--context", "64", *QUICK]
+    settings = settings_of(cli.build_parser().parse_args(arguments))
+    bench.prepare()
+    model = bench.find_model(settings, tmp_path)
+    if whose == "ours":
+        engine = bench.ours(settings, model, 32, 256)
+    else:
+        engine = bench.autoregressive(settings, model, 256, tmp_path)
+    worker = engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    found = dict(worker.get_model().named_parameters())
+    deviation = {name: found[name].float().std().item() for name in EMBEDDINGS}
+    assert deviation == pytest.approx(dict.fromkeys(EMBEDDINGS, 0.02), rel=0.02)
+    assert all((x == 1).all() for name, x in found.items() if "norm" in name)
+    bench.stop(engine)
 
 
 def test_bundled_model_has_measured_acceptance(capsys: pytest.CaptureFixture[str]) -> None:

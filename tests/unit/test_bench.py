@@ -11,7 +11,7 @@ import torch
 from documented import ROOT
 
 from dllm_plugin import cli
-from dllm_plugin.bench import floor, serving, step, trace
+from dllm_plugin.bench import floor, serving, step, trace, weights
 from dllm_plugin.bench.drive import Answer, Arrival, Run, steady
 from dllm_plugin.bench.options import Settings, settings_of
 from dllm_plugin.bench.shapes import SHAPES, Sizes, relative
@@ -146,6 +146,21 @@ def test_floor_of_experts_reads_those_that_are_hit() -> None:
     hit, rows = floor._experts_hit(sizes, 32)
     assert 150 < hit < 180 and hit * rows >= 32 * 8
     assert floor._experts_hit(sizes, 4096) == (256, 128)
+
+
+def test_random_weights_have_the_size_of_trained_ones() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 300), torch.nn.RMSNorm(300))
+    matrix, bias, norm = model.parameters()
+    for values in (bias, norm):
+        values.data.fill_(7.0)
+    weights.fill(model, 5)
+    first = matrix.detach().clone()
+    assert first.std().item() == pytest.approx(0.02, rel=0.02)
+    assert not bias.any() and (norm == 1).all()
+    weights.fill(model, 6)
+    assert (first != matrix).any()
+    weights.fill(model, 5)
+    assert torch.equal(first, matrix)
 
 
 def test_relatives_are_of_the_same_size() -> None:
