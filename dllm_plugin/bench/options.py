@@ -228,11 +228,6 @@ def _check_numbers(settings: Settings) -> None:
         block = settings.block(canvas)
         if block < 1 or canvas % block:
             raise ValueError(f"--canvas {canvas} is no whole number of blocks of {block}.")
-        if settings.strategy == BLOCK_DIFFUSION and canvas < 2 * block:
-            raise ValueError(
-                f"--canvas {canvas} has no room for the next block beside one of {block}: give "
-                f"at least {2 * block}, or a smaller --block-length."
-            )
 
 
 def _check_meaning(settings: Settings, input_len: int | None) -> None:

@@ -116,6 +116,17 @@ def test_the_context_ends_in_the_prompt_block(overlapped: bool, room: EngineRoom
     assert answers[0] == answers[1]
 
 
+def test_a_canvas_of_one_block(overlapped: bool, room: EngineRoom) -> None:
+    """Each block but the last is stored by a pass of its own."""
+    llm = room.start("sdar", {"canvas_length": 16}, async_scheduling=overlapped)
+    cases = [case for case in cases_of("sdar") if case["settings"]["block_length"] == 16]
+    outputs = generate(llm, [c["prompt_ids"] for c in cases], [wish(c) for c in cases])
+    for case, output in zip(cases, outputs, strict=True):
+        first, last = len(case["prompt_ids"]), len(case["prompt_ids"] + case["output_ids"])
+        assert token_ids(output) == case["output_ids"], case["id"]
+        assert forwards(output) == denoising(case) + last // 16 - first // 16 - 1, case["id"]
+
+
 def test_random_numbers_and_logprobs(model: str, overlapped: bool, room: EngineRoom) -> None:
     """Behind a partial prompt block the first emitted token is not the first of the canvas."""
     llm = room.start(model, CANVAS, async_scheduling=overlapped)

@@ -31,7 +31,7 @@ DUMMY = ["throughput", "--shapes", "tiny", "--tokens-per-forward"]
         (["step", "--vs", "tgi"], "--vs tgi is unknown; baselines: ar, hf"),
         (["step", "--requests", "0,1"], "--requests must be whole numbers of at least 1"),
         (["step", "--canvas", "33", "--block-length", "16"], "--canvas 33 is no whole number"),
-        (["step", "--shapes", "tiny", "--block-length", "32"], "no room for the next block"),
+        (["step", "--shapes", "tiny", "--block-length", "64"], "--canvas 32 is no whole number"),
         (["step", "--threshold", "0.9"], "--threshold changes nothing in the mode step"),
         (
             ["all", "--shapes", "tiny", "--threshold", "0.9", "--tokens-per-forward", "3"],
