@@ -1,6 +1,7 @@
 """Attention of block-causal canvases, one layer: what vLLM has beside the fused kernel.
 
-    python benchmarks/attention.py [--full] [--variants fused,fa] [--page 64] [--out results.json]
+    python benchmarks/attention.py [--full] [--variants fused,fa] [--page 64] [--splits 8]
+        [--out results.json]
 
 Every request computes a canvas of 1 to 8 open blocks of 32 behind a context; every block sees the
 context and the canvas up to its own end. Variants, each in a process of its own:
@@ -175,8 +176,8 @@ def fused(batch: Batch, **constants):
     return call
 
 
-def fa(batch: Batch):
-    """Rows of one block each on FlashAttention 3."""
+def fa(batch: Batch, splits: int):
+    """Rows of one block each on FlashAttention 3; 0 splits leaves their number to it."""
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
     caches = [batch.halves(layer) for layer in batch.caches]
@@ -189,6 +190,7 @@ def fa(batch: Batch):
             causal=False,
             out=batch.out,
             fa_version=3,
+            num_splits=splits,
         )
 
     return call
@@ -294,7 +296,7 @@ def copy_bandwidth() -> float:
     return 2 * source.nbytes / (call * 1e-6)
 
 
-def run_variant(name: str, full: bool, page: int) -> None:
+def run_variant(name: str, full: bool, page: int, splits: int) -> None:
     """Check and time one variant; prints one JSON line per point."""
     distinct = name.startswith("fused")
     build = fused if distinct else globals()[name]
@@ -303,7 +305,7 @@ def run_variant(name: str, full: bool, page: int) -> None:
         if name == "flex" and (point.requests > 16 or point.kv_bytes > 1 << 28):
             continue
         batch = Batch(point, page, distinct)
-        call = build(batch)
+        call = build(batch, splits) if name == "fa" else build(batch)
         call(0)
         some = sorted({0, point.requests // 2, point.requests - 1})
         got = batch.out.unflatten(0, (-1, batch.span))[some]
@@ -315,11 +317,12 @@ def run_variant(name: str, full: bool, page: int) -> None:
         del batch, call
 
 
-def collect(variants: list[str], full: bool, page: int) -> list[dict]:
+def collect(variants: list[str], full: bool, page: int, splits: int) -> list[dict]:
     """Rows of every variant; one that dies takes no other with it."""
     rows = []
     for name in variants:
         command = [sys.executable, __file__, "--child", name, "--page", str(page)]
+        command += ["--splits", str(splits)]
         done = subprocess.run(command + ["--full"] * full, capture_output=True, text=True)
         rows += [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
         if done.returncode:
@@ -333,14 +336,15 @@ def main() -> int:
     parser.add_argument("--full", action="store_true", help="every shape instead of a subset")
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--page", type=int, default=64, help="page size of `fused`")
+    parser.add_argument("--splits", type=int, default=0, help="of `fa`; 0: as it chooses")
     parser.add_argument("--out", type=Path, help="write the JSON line here too")
     parser.add_argument("--child", choices=VARIANTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        run_variant(options.child, options.full, options.page)
+        run_variant(options.child, options.full, options.page, options.splits)
         return 0
     variants = options.variants.split(",")
-    rows = collect(variants, options.full, options.page)
+    rows = collect(variants, options.full, options.page, options.splits)
     bandwidth = copy_bandwidth()
     device = torch.cuda.get_device_name()
     print(f"{device}, torch {torch.__version__}, copy {bandwidth / 1e12:.2f} TB/s")
@@ -359,6 +363,7 @@ def main() -> int:
         "benchmark": "attention",
         "device": device,
         "torch": torch.__version__,
+        "splits": options.splits,
         "copy_bytes_per_s": bandwidth,
         "points": [asdict(p) | {"bytes": p.bytes, "flops": p.flops} for p in points(options.full)],
         "rows": rows,

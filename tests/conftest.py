@@ -14,7 +14,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Imports make millions of objects that stay: to search them took a quarter of the unit run."""
+    """To search the objects that imports leave behind took a quarter of the unit run."""
     gc.disable()
     try:
         return (yield)

@@ -31,8 +31,9 @@ def run(settings: Settings, command: Sequence[str], reference: Path | None = Non
             verdicts.append(gate.check(settings, canvas, reference))
             progress.done(f"gate, canvas {canvas}", verdicts[-1].sentence)
             if not verdicts[-1].green:
-                red = {"gate": "red", "problem": verdicts[-1].sentence}
-                print(json.dumps(line | red | {"gates": [v.record for v in verdicts]}))
+                line |= {"gate": "red", "problem": verdicts[-1].sentence}
+                line |= {"gates": [v.record for v in verdicts], "seconds": progress.seconds}
+                print(json.dumps(line))
                 return 1
         line["gates"] = [verdict.record for verdict in verdicts]
         line |= _measure(settings, model, scratch, progress)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dllm_plugin.bench.shapes import Sizes
-from dllm_plugin.bench.weights import LARGEST
+from dllm_plugin.bench.weights import BOUND
 
 COPY_BYTES = {"cuda": 2 << 30, "cpu": 1 << 26}
 SECONDS = 0.3  # of repetitions per measurement
@@ -69,7 +69,7 @@ def _weights(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> list[lis
     """Per layer, then for the head: ``[N, K]``, of experts ``[experts, N, K]``."""
 
     def random(*shape: int) -> Tensor:
-        return torch.empty(shape, device=device, dtype=dtype).uniform_(-LARGEST, LARGEST)
+        return torch.empty(shape, device=device, dtype=dtype).uniform_(-BOUND, BOUND)
 
     layers = []
     for layer in range(sizes.layers):

@@ -30,7 +30,7 @@ class Progress:
         """Print a part's seconds, and what was found."""
         now = time.perf_counter()
         self.seconds[part], self._last = now - self._last, now
-        print(f"{part}: {self.seconds[part]:.0f} s{result and chr(10)}{result}", flush=True)
+        print(f"{part}: {self.seconds[part]:.0f} s", result, sep="\n" if result else "", flush=True)
 
 
 def surroundings(settings: Settings, command: Sequence[str]) -> Row:

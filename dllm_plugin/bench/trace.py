@@ -33,8 +33,8 @@ class Summary:
     """Means per step over `steps` whole steps; milliseconds unless said otherwise.
 
     step_ms is from the forward's first kernel to that of the next step; busy_ms of it the device
-    did something, gap_ms nothing, and forward_gap_ms of it lay between kernels of the graph. The
-    parts add up to busy_ms unless they overlapped.
+    did something, gap_ms nothing, and forward_gap_ms of it lay between kernels of the graph, unless
+    something else ran there. The parts add up to busy_ms unless they overlapped.
     """
 
     steps: int

@@ -17,7 +17,6 @@ from dllm_plugin.bench.options import settings_of
 
 QUICK = ["--enforce-eager", "--seed", "3"]
 SHAPES = ["--shapes", "tiny", "--requests", "1,3", "--tokens-per-forward", "3", "--vs", "ar,hf"]
-EMBEDDINGS = ("model.embed_tokens.weight", "lm_head.weight")
 LENGTHS = ["--context", "128", "--input-len", "32", "--output-len", "48", "--rounds", "3"]
 
 
@@ -78,6 +77,7 @@ def test_all_modes_and_baselines_on_dummy_weights(capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize("whose", ["ours", "plain vLLM"])
 def test_engines_without_a_checkpoint_have_random_weights(whose: str, tmp_path: Path) -> None:
+    """Those that vLLM has not packed for the CPU; tests/gpu has the others."""
     arguments = ["bench", "step", "--shapes", "tiny", "--context", "64", *QUICK]
     settings = settings_of(cli.build_parser().parse_args(arguments))
     bench.prepare()
@@ -88,10 +88,24 @@ def test_engines_without_a_checkpoint_have_random_weights(whose: str, tmp_path: 
         engine = bench.autoregressive(settings, model, 256, tmp_path)
     worker = engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     found = dict(worker.get_model().named_parameters())
-    deviation = {name: found[name].float().std().item() for name in EMBEDDINGS}
-    assert deviation == pytest.approx(dict.fromkeys(EMBEDDINGS, 0.02), rel=0.02)
-    assert all((x == 1).all() for name, x in found.items() if "norm" in name)
     bench.stop(engine)
+    assert found["model.embed_tokens.weight"].float().std().item() == pytest.approx(0.02, rel=0.02)
+    norms = [values for name, values in found.items() if "norm" in name]
+    assert len(norms) >= 5 and all((values == 1).all() for values in norms)
+
+
+def test_a_canvas_of_one_block(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each block takes a step more, which stores it."""
+    arguments = ["--shapes", "tiny", "--canvas", "16", "--block-length", "16", "--context", "64"]
+    output = ["--tokens-per-forward", "4", "--input-len", "32", "--output-len", "48"]
+    assert cli.main(["bench", "all", *arguments, *output, "--rounds", "1", *QUICK]) == 0
+    line = line_of(capsys.readouterr().out)
+    assert line["gates"][0]["canvas"] == line["gates"][0]["block_length"] == 16
+    (step,) = line["step"]
+    assert step["positions"] == 16 and step["steps"] >= 40
+    for row in line["served"]:
+        # Three blocks in four steps each, and two that are stored.
+        assert row["forwards"] == 14 and row["positions_per_token"] == (32 + 14 * 16) / 48
 
 
 def test_bundled_model_has_measured_acceptance(capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,13 +31,15 @@ def start(checkpoint, dllm, **options):
 
 
 def decode(engine, cases, prompt_of, wish_of):
-    """Pairs of a case and its output."""
-    shuffled = random.Random(0).sample(cases, len(cases))
+    """Pairs of a case and its output; ends the engine."""
+    shuffled, found = random.Random(0).sample(cases, len(cases)), []
     for batch in [*([case] for case in cases), shuffled]:
         prompts = [{"prompt_token_ids": prompt_of(case)} for case in batch]
         outputs = engine.generate(prompts, [wish_of(case) for case in batch], use_tqdm=False)
-        yield from zip(batch, outputs, strict=True)
+        found += zip(batch, outputs, strict=True)
+    # Before anything is compared: the tests after one that fails need the GPU.
     engine.llm_engine.engine_core.shutdown()
+    return found
 
 
 def d2f_params(case):

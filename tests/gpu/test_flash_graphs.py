@@ -210,8 +210,10 @@ def test_d2f_with_four_active_blocks(by_rows):
 def test_the_bundled_model_as_it_is_served():
     """LLaDA's heads have keys of their own: contexts are read once from four requests on."""
     engine = evaluate.start(evaluate.ways()["D2F, threshold 0.9"], "bfloat16")
-    assert check_builder(engine).model_state.rows.parts is not None
+    parts = check_builder(engine).model_state.rows.parts
+    before = parts.context.clone()
     problems = [problem(seed) for seed in eval_seeds(100)]
     score = evaluate.decode(engine, "in parts", problems, evaluate.MAX_TOKENS)
+    assert (parts.context != before).any()
     end(engine)
     assert score.accuracy == 1 and score.tokens_per_forward > 20
