@@ -22,6 +22,7 @@ from dllm_plugin.models import FAMILIES, Family
 from dllm_plugin.option_checks import (
     check_block_cache,
     check_block_length,
+    check_commit_alone,
     check_one_block,
     check_policy,
     check_steps,
@@ -80,6 +81,8 @@ class DecodeConfig:
                              a refresh recomputes behind the prompt; None: see `resolve`
     max_active_blocks        D2F: open blocks per request; None: what fits the canvas, at least 8.
                              block_diffusion: blocks that are denoised at once; None: 1
+    commit_alone_from        block_diffusion: so many running requests are fed a block each, and
+                             finished blocks commit in a pass of their own; None: never
     steps                    denoising steps per block; None: block_length
     threshold                confidence from which a position is unmasked (tau_conf)
     factor                   Fast-dLLM's factor
@@ -110,6 +113,7 @@ class DecodeConfig:
     block_length: int | None = None
     canvas_length: int | None = None
     max_active_blocks: int | None = None
+    commit_alone_from: int | None = None
     steps: int | None = None
     threshold: float | None = None
     factor: float = 1.0
@@ -381,3 +385,4 @@ def check_strategy_reads(config: DecodeConfig, given: Mapping[str, Any]) -> None
     check_steps(config)
     check_one_block(config, given)
     check_block_cache(config)
+    check_commit_alone(config)

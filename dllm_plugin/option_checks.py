@@ -27,9 +27,10 @@ def check_values(config: Any) -> None:
     one_of("strategy", config.strategy, STRATEGIES)
     one_of("policy", config.policy, POLICIES)
     one_of("kv_cache_layout", config.kv_cache_layout, KV_CACHE_LAYOUTS)
-    for name in ("block_length", "canvas_length", "max_active_blocks", "steps"):
+    for name in ("block_length", "canvas_length", "max_active_blocks", "commit_alone_from"):
         whole_number(name, getattr(config, name))
-    whole_number("sub_block_length", config.sub_block_length)
+    for name in ("steps", "sub_block_length"):
+        whole_number(name, getattr(config, name))
     for name, low in (("num_to_transfer", 1), ("max_post_steps", 0)):
         value = getattr(config, name)
         if type(value) is not int or not low <= value <= MAX_STEPS:
@@ -114,6 +115,17 @@ def check_block_cache(config: Any) -> None:
         raise ValueError(
             "use_block_cache needs kv_cache_layout 'unified': the attention of 'distinct' takes "
             "the keys of a canvas from its own pass."
+        )
+
+
+def check_commit_alone(config: Any) -> None:
+    """Refuse to feed blocks alone where they are, or where several are denoised at once."""
+    one = config.strategy == BLOCK_DIFFUSION and config.max_active_blocks == 1
+    rides = one and not config.commits_alone and config.canvas_length > config.block_length
+    if config.commit_alone_from is not None and not rides:
+        raise ValueError(
+            "commit_alone_from needs the strategy 'block_diffusion', max_active_blocks 1 and a "
+            "canvas_length above block_length: leave it out."
         )
 
 

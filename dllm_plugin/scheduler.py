@@ -84,7 +84,20 @@ class DiffusionScheduler(AsyncScheduler):
         """As vLLM's, keeping a canvas of the budget free for every running request."""
         reserved = len(self.running) * self.num_spec_tokens
         self._spare_tokens = self.max_num_scheduled_tokens - reserved
+        alone_from = self.decode_config.commit_alone_from
+        if alone_from is not None and len(self.running) >= alone_from:
+            self._feed_one_block_each()
         return super().schedule(throttle_prefills)
+
+    def _feed_one_block_each(self) -> None:
+        """Leave out the block behind the first, which waits for the first one to be finished.
+
+        It saves a pass per block where passes read weights, and only costs where the products of
+        all fed positions are the bound. A step decides alike whatever it is fed.
+        """
+        for request in self.running:
+            length = self.block_length[request.request_id]
+            request.spec_token_ids = request.spec_token_ids[:length]
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
@@ -109,7 +122,7 @@ class DiffusionScheduler(AsyncScheduler):
         if num_computed_tokens != request.num_prompt_tokens:
             return num_new_tokens
         tail = request.num_prompt_tokens % self.block_length[request.request_id]
-        return min(num_new_tokens + tail, self.num_spec_tokens)
+        return min(num_new_tokens + tail, len(request.spec_token_ids))
 
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False

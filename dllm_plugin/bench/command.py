@@ -61,7 +61,7 @@ def _measure(
     length = _length(settings, model)
     device = _device(settings)
     prompts = Prompts(model.config, settings.seed)
-    grid = [n * canvas for canvas in settings.canvas for n in (1, *settings.at_once(canvas))]
+    grid = [settings.fed(c, n) for c in settings.canvas for n in (1, *settings.at_once(c))]
     limit = apart(floor.measure, sizes, grid, *device)
     progress.done("floor")
     result: dict[str, Any] = {"floor": limit.record(), "engines": []}

@@ -102,6 +102,8 @@ def _engine(
         "block_length": block,
         **settings.switches,
     }
+    if settings.commit_alone_from is not None:
+        dllm["commit_alone_from"] = PROBLEMS - 1  # until answers end, and not behind that
     if settings.strategy == D2F:
         dllm |= {"lora_path": default_model.adapter_path(), "threshold": 0.9}
     else:

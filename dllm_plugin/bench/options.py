@@ -64,6 +64,7 @@ class Settings:
     attention_backend: str | None
     compile_step: bool | None
     vocab_parallel: bool
+    commit_alone_from: int | None
     seed: int
 
     def block(self, canvas: int) -> int:
@@ -87,10 +88,19 @@ class Settings:
         return {k: v for k, v in options.items() if v is not None} | self.switches
 
     @property
-    def switches(self) -> dict[str, bool]:
+    def switches(self) -> dict[str, Any]:
         """Decode options that change how a step is computed, and no token."""
-        given = {"compile_step": self.compile_step, "vocab_parallel": self.vocab_parallel or None}
+        given = {
+            "compile_step": self.compile_step,
+            "vocab_parallel": self.vocab_parallel or None,
+            "commit_alone_from": self.commit_alone_from,
+        }
         return {name: value for name, value in given.items() if value is not None}
+
+    def fed(self, canvas: int, requests: int) -> int:
+        """Positions of a step of so many requests that all denoise."""
+        alone = self.commit_alone_from is not None and requests >= self.commit_alone_from
+        return requests * (self.block(canvas) if alone else canvas)
 
     def at_once(self, canvas: int) -> tuple[int, ...]:
         """Numbers of requests that are measured with a canvas."""
@@ -145,6 +155,7 @@ def _add_options(parser: argparse.ArgumentParser, mode: str) -> None:
         "--compile-step", action=argparse.BooleanOptionalAction, help="as the decode option"
     )
     parser.add_argument("--vocab-parallel", action="store_true", help="as the decode option")
+    parser.add_argument("--commit-alone-from", type=int, help="as the decode option")
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -198,6 +209,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         attention_backend=args.attention_backend,
         compile_step=args.compile_step,
         vocab_parallel=args.vocab_parallel,
+        commit_alone_from=args.commit_alone_from,
         seed=args.seed,
     )
     _check_numbers(settings)
@@ -262,5 +274,17 @@ def _check_meaning(settings: Settings, input_len: int | None) -> None:
             raise ValueError("--input-len is what the prompts have on a checkpoint: use --shapes.")
         if settings.model is not None and "hf" in settings.versus:
             raise ValueError("--vs hf needs --shapes, or the bundled model: leave --model out.")
+    alone = settings.commit_alone_from
+    rides = all(canvas > settings.block(canvas) for canvas in settings.canvas)
+    if alone is not None and (settings.strategy == D2F or not rides):
+        raise ValueError(
+            f"--commit-alone-from {alone} needs the strategy block_diffusion and canvases of more "
+            "than one block: leave it out."
+        )
+    if settings.profile and alone is not None:
+        raise ValueError(
+            "--profile tells a step's parts apart by its one full graph, which steps with "
+            "--commit-alone-from do not have: leave one of them out."
+        )
     if settings.mode == "step" and "hf" in settings.versus:
         raise ValueError("--vs hf serves whole requests: use the mode latency, throughput or all.")

@@ -87,6 +87,7 @@ def measure(
         _warm_up(llm, asks, at_once, WARMUP_BLOCKS * settings.block(canvas))
         run = serve(llm, asks, at_once)
         row = {"mode": mode, "requests": at_once, "canvas": canvas} | _times(run)
+        row["positions"] = settings.fed(canvas, at_once)
         if model.is_bundled:
             row["accuracy"] = _accuracy(llm, run, problems)
         rows.append((row, run.answers))
@@ -157,7 +158,7 @@ def compare(
     """The row beside its floor and its baselines."""
     middle = row["input_len"] + row["tokens"] / row["answered"] / 2
     requests = row["requests"]
-    limit = sum(floor.step_ms(sizes, requests * row["canvas"], round(requests * middle)))
+    limit = sum(floor.step_ms(sizes, row["positions"], round(requests * middle)))
     row["share_of_floor"] = row["steps"] * limit / 1e3 / row["seconds"]
     if ar is not None:
         row["ar_tokens_per_s"] = ar["tokens_per_s"]

@@ -81,7 +81,7 @@ def measure(llm: "LLM", settings: Settings, canvas: int, prompts: Prompts) -> li
         asks = _asks(llm, settings, canvas, prompts, requests)
         run = serve(llm, asks, requests)
         _check(run, asks[0].sampling["max_tokens"], settings, canvas)
-        row = {"requests": requests, "canvas": canvas, "positions": requests * canvas}
+        row = {"requests": requests, "canvas": canvas, "positions": settings.fed(canvas, requests)}
         rows.append(row | _times(run))
     return rows
 

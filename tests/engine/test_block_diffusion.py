@@ -75,6 +75,26 @@ def test_a_canvas_of_one_block_stores_it_by_itself(
     assert forwards(output) == text.passes + text.commit_passes
 
 
+def test_blocks_commit_alone_where_many_requests_run(
+    family: str, room: EngineRoom, plain_models: dict[str, PlainModel]
+) -> None:
+    """From four on each is fed a block per step; the last three ride along again."""
+    llm, model = room.start(family, BLOCKS | {"commit_alone_from": 4}), plain_models[family]
+    wish = {"policy": "low_confidence", "steps": 4}
+    lengths = (16, 32, 48, 64, 160, 176, 192)
+    prompts = [a_prompt(5 + 9 * i, i) for i in range(len(lengths))]
+    texts = [two_pass(model, p, 16, n, wish) for p, n in zip(prompts, lengths, strict=True)]
+    outputs = generate(llm, prompts, [request(16, n, wish) for n in lengths])
+    alone = [forwards(output) - text.passes for output, text in zip(outputs, texts, strict=True)]
+    assert [token_ids(output) for output in outputs] == [text.answer() for text in texts]
+    # The fourth one ends after four blocks, three of which were stored.
+    assert alone[:4] == [0, 1, 2, 3]
+    assert all(3 <= passes <= 5 for passes in alone[4:])
+    assert min(text.commit_passes for text in texts[4:]) > 5
+    [output] = generate(llm, prompts[:1], request(16, 64, wish))
+    assert forwards(output) == two_pass(model, prompts[0], 16, 64, wish).passes
+
+
 def test_its_default_is_threshold(room: EngineRoom, plain_models: dict[str, PlainModel]) -> None:
     llm, prompt = room.start("llada", BLOCKS), a_prompt(12, 6)
     text = two_pass(plain_models["llada"], prompt, 32, 64, {"threshold": 0.9})

@@ -127,6 +127,23 @@ def test_a_canvas_of_one_block(overlapped: bool, room: EngineRoom) -> None:
         assert forwards(output) == denoising(case) + last // 16 - first // 16 - 1, case["id"]
 
 
+def test_blocks_commit_alone_where_many_requests_run(model: str, room: EngineRoom) -> None:
+    """The same tokens from fewer positions and more passes."""
+    cases, counts = cases_of(model), []
+    for options in ({}, {"commit_alone_from": 3}):
+        llm = room.start(model, CANVAS | options, async_scheduling=True)
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        before = scheduler.num_computed_positions
+        outputs = generate(llm, [c["prompt_ids"] for c in cases], [wish(c) for c in cases])
+        for case, output in zip(cases, outputs, strict=True):
+            assert token_ids(output) == case["output_ids"], case["id"]
+        passes = sum(forwards(output) for output in outputs)
+        counts.append((passes, scheduler.num_computed_positions - before))
+    (together, all_of_them), (apart, fewer) = counts
+    assert together < apart < 1.3 * together
+    assert 2 * fewer < all_of_them
+
+
 def test_random_numbers_and_logprobs(model: str, overlapped: bool, room: EngineRoom) -> None:
     """Behind a partial prompt block the first emitted token is not the first of the canvas."""
     llm = room.start(model, CANVAS, async_scheduling=overlapped)

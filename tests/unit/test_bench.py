@@ -21,6 +21,7 @@ def settings(*arguments: str) -> Settings:
     return settings_of(cli.build_parser().parse_args(["bench", *arguments]))
 
 
+ALONE = ("--commit-alone-from", "8")
 DUMMY = ["throughput", "--shapes", "tiny", "--tokens-per-forward"]
 
 
@@ -38,6 +39,8 @@ DUMMY = ["throughput", "--shapes", "tiny", "--tokens-per-forward"]
             "mean nothing on dummy weights",
         ),
         (["step", "--canvas", "32,64", "--max-positions", "32"], "leaves nothing of canvas 64"),
+        (["step", "--shapes", "tiny", "--profile", *ALONE], "--profile tells a step's parts apart"),
+        (["step", "--block-length", "32", *ALONE], "--commit-alone-from 8 needs the strategy"),
         (["step", "--context", "0"], "--context must be at least 1"),
         (["latency", "--tensor-parallel-size", "0"], "--tensor-parallel-size must be at least 1"),
         (["throughput", "--shapes", "tiny"], "needs --tokens-per-forward"),
@@ -68,6 +71,12 @@ def test_switches_reach_the_engine() -> None:
     assert 2 * half.kv_bytes(3, 2) == whole.kv_bytes(3, 2)
     outputs = [sum(n for n, _ in sizes.mlp_products(sizes.inner)[:1]) for sizes in (whole, half)]
     assert outputs[0] == 2 * outputs[1] and whole.vocab == 2 * half.vocab
+
+
+def test_positions_of_a_step_are_those_that_are_fed() -> None:
+    given = settings("step", "--shapes", "tiny", "--canvas", "64", "--requests", "4,8", *ALONE)
+    assert given.dllm(64)["commit_alone_from"] == 8
+    assert [given.fed(64, n) for n in (4, 8)] == [4 * 64, 8 * 32]
 
 
 def test_strategy_follows_what_is_measured() -> None:

@@ -20,6 +20,7 @@ FIELDS = [
     "block_length",
     "canvas_length",
     "cfg_scale",
+    "commit_alone_from",
     "compile_step",
     "confidence_eos_eot_inf",
     "decoded_token_threshold",
