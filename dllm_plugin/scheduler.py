@@ -122,7 +122,7 @@ class DiffusionScheduler(AsyncScheduler):
         if num_computed_tokens != request.num_prompt_tokens:
             return num_new_tokens
         tail = request.num_prompt_tokens % self.block_length[request.request_id]
-        return min(num_new_tokens + tail, len(request.spec_token_ids))
+        return min(num_new_tokens + tail, len(request.spec_token_ids) or self.num_spec_tokens)
 
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False

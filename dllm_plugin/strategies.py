@@ -172,14 +172,16 @@ def keep_edited(canvas: Canvas, plan: StepPlan, unmask_RC: Tensor) -> tuple[Step
     edited_R = plan.checks_R & (unmask_RC & plan.editable_RC).any(dim=1)
     is_last_R = canvas.edits_left_R <= 1
     settled_R = torch.where(is_last_R, canvas.size_RS[:, 0], 0).to(torch.int64)
-    drops_R1 = (edited_R & (canvas.max_active_R == 1))[:, None]
+    drops_R = edited_R & (canvas.max_active_R == 1)
     plan = replaced(
         plan,
+        # A block left open would have to be fed by every step from here on.
+        open_R=plan.open_R.masked_fill(drops_R, 1),
         num_stored_R=plan.num_stored_R.masked_fill(edited_R, 0),
         num_committed_R=plan.num_committed_R.masked_fill(edited_R, 0),
         settled_R=torch.where(edited_R, settled_R, plan.settled_R),
     )
-    return plan, unmask_RC & ~(drops_R1 & ~plan.editable_RC)
+    return plan, unmask_RC & ~(drops_R[:, None] & ~plan.editable_RC)
 
 
 def _first_sub_blocks(canvas: Canvas, plan: StepPlan) -> StepPlan:

@@ -281,6 +281,19 @@ def test_aborted_and_preempted_in_the_middle_of_a_block(model: str, room: Engine
         assert token_ids(output) == case["output_ids"], (case["file"], case["id"])
 
 
+def test_fed_a_block_while_many_run(overlapped: bool, room: EngineRoom) -> None:
+    """Edits that come when canvases have been fed whole, and are fed a block each again."""
+    options = {"canvas_length": 64, "commit_alone_from": 3}
+    settings = {"async_scheduling": overlapped, "block_size": 32, "num_gpu_blocks_override": 10}
+    llm, cases = room.start("llada2.1", options, **settings), cases_of("llada2.1")
+    before = num_preemptions(llm)
+    outputs = generate(llm, [case["prompt_ids"] for case in cases], [wish(c) for c in cases])
+    for case, output in zip(cases, outputs, strict=True):
+        assert token_ids(output) == case["output_ids"], case["id"]
+        assert forwards(output) >= num_forwards(case), case["id"]
+    assert num_preemptions(llm) > before
+
+
 def conversation(llm: Any, turns: int) -> list[list[int]]:
     text, said = letters(45), []
     for turn in range(turns):
