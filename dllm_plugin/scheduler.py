@@ -92,8 +92,8 @@ class DiffusionScheduler(AsyncScheduler):
     def _feed_one_block_each(self) -> None:
         """Leave out the block behind the first, which waits for the first one to be finished.
 
-        It saves a pass per block where passes read weights, and only costs where the products of
-        all fed positions are the bound. A step decides alike whatever it is fed.
+        To have it there saves a pass per block, and costs where the products of all fed positions
+        are what takes the time. What a step decides about the first one does not depend on it.
         """
         for request in self.running:
             length = self.block_length[request.request_id]
