@@ -43,6 +43,8 @@ def trace(llm: "LLM", asks: Sequence[Ask], folder: Path, step_ms: float) -> dict
     name = f"step-{len(asks)}"
     serve(llm, asks, len(asks), Tracer(llm, len(asks), name).tick)
     files = sorted(folder.glob(f"{name}_*.json"))  # one per rank; they run alike
+    if not files:
+        raise ValueError("vLLM's profiler left no trace: measure without --profile.")
     summary = summarise(json.loads(files[0].read_text(encoding="utf-8"))["traceEvents"])
     for file in files:
         file.unlink()
