@@ -156,8 +156,9 @@ def compare(row: dict[str, Any], floor: Floor, sizes: Sizes) -> dict[str, Any]:
     requests, positions = row["requests"], row["positions"]
     products, kv = floor.step_ms(sizes, positions, requests * row["context"])
     share = (products + kv) / row["step_ms"]
-    row |= {"products_ms": products, "kv_ms": kv, "floor_ms": products + kv}
-    return row | {"share_of_floor": share, "times_products": row["step_ms"] / products}
+    limits = {"products_ms": products, "kv_ms": kv, "floor_ms": products + kv}
+    shares = {"share_of_floor": share, "times_products": row["step_ms"] / products}
+    return row | limits | shares
 
 
 def beside(row: dict[str, Any], ar: dict[int, dict[str, Any]] | None) -> dict[str, Any]:

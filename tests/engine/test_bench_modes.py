@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from dummies import WHOSE, without_checkpoint, worker_of
 from engines import EngineRoom
 from safetensors.torch import load_file, save_file
 
 from dllm_plugin import cli, default_model
 from dllm_plugin.bench import command
-from dllm_plugin.bench import engines as bench
+from dllm_plugin.bench.engines import stop
 from dllm_plugin.bench.options import settings_of
 
 QUICK = ["--enforce-eager", "--seed", "3"]
@@ -75,32 +76,29 @@ def test_all_modes_and_baselines_on_dummy_weights(capsys: pytest.CaptureFixture[
     )
 
 
-@pytest.mark.parametrize("whose", ["ours", "plain vLLM"])
+@pytest.mark.parametrize("whose", WHOSE)
 def test_engines_without_a_checkpoint_have_random_weights(whose: str, tmp_path: Path) -> None:
     """Those that vLLM has not packed for the CPU; tests/gpu has the others."""
-    arguments = ["bench", "step", "--shapes", "tiny", "--context", "64", *QUICK]
-    settings = settings_of(cli.build_parser().parse_args(arguments))
-    bench.prepare()
-    model = bench.find_model(settings, tmp_path)
-    if whose == "ours":
-        engine = bench.ours(settings, model, 32, 256)
-    else:
-        engine = bench.autoregressive(settings, model, 256, tmp_path)
-    worker = engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    found = dict(worker.get_model().named_parameters())
-    bench.stop(engine)
+    engine = without_checkpoint(whose, tmp_path)
+    found = dict(worker_of(engine).get_model().named_parameters())
+    stop(engine)
     assert found["model.embed_tokens.weight"].float().std().item() == pytest.approx(0.02, rel=0.02)
     norms = [values for name, values in found.items() if "norm" in name]
     assert len(norms) >= 5 and all((values == 1).all() for values in norms)
 
 
-def test_a_canvas_of_one_block(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("canvas", "more"), [("16", ()), ("32", ("--commit-alone-from", "1"))], ids=["canvas", "fed"]
+)
+def test_one_block_at_a_time(
+    canvas: str, more: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     """Each block takes a step more, which stores it."""
-    arguments = ["--shapes", "tiny", "--canvas", "16", "--block-length", "16", "--context", "64"]
+    arguments = ["--shapes", "tiny", "--canvas", canvas, "--block-length", "16", "--context", "64"]
     output = ["--tokens-per-forward", "4", "--input-len", "32", "--output-len", "48"]
-    assert cli.main(["bench", "all", *arguments, *output, "--rounds", "1", *QUICK]) == 0
+    assert cli.main(["bench", "all", *arguments, *output, "--rounds", "1", *more, *QUICK]) == 0
     line = line_of(capsys.readouterr().out)
-    assert line["gates"][0]["canvas"] == line["gates"][0]["block_length"] == 16
+    assert line["gate"] == "green" and line["gates"][0]["block_length"] == 16
     (step,) = line["step"]
     assert step["positions"] == 16 and step["steps"] >= 40
     for row in line["served"]:

@@ -2,27 +2,18 @@
 
 import pytest
 import torch
+from dummies import WHOSE, without_checkpoint, worker_of
 
-from dllm_plugin import cli
-from dllm_plugin.bench import engines
-from dllm_plugin.bench.options import settings_of
+from dllm_plugin.bench.engines import stop
 
 LINEAR = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 
 
-@pytest.mark.parametrize("whose", ["ours", "plain vLLM"])
+@pytest.mark.parametrize("whose", WHOSE)
 def test_products_of_an_engine_without_a_checkpoint(whose, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    arguments = ["bench", "step", "--shapes", "tiny", "--context", "64", "--enforce-eager"]
-    settings = settings_of(cli.build_parser().parse_args(arguments))
-    engines.prepare()
-    model = engines.find_model(settings, tmp_path)
-    if whose == "ours":
-        engine = engines.ours(settings, model, 32, 256)
-    else:
-        engine = engines.autoregressive(settings, model, 256, tmp_path)
-    worker = engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    layers = dict(worker.get_model().named_modules())
+    engine = without_checkpoint(whose, tmp_path)
+    layers = dict(worker_of(engine).get_model().named_modules())
     products = [layer for name, layer in layers.items() if name.endswith(LINEAR)]
     assert len(products) >= 8
     for layer in products:
@@ -30,4 +21,4 @@ def test_products_of_an_engine_without_a_checkpoint(whose, tmp_path, monkeypatch
         rows = torch.randn(512, width, device="cuda", dtype=torch.bfloat16)
         deviation = layer(rows)[0].float().std().item()
         assert deviation == pytest.approx(0.02 * width**0.5, rel=0.1)
-    engines.stop(engine)
+    stop(engine)

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import test_row_stats
 import torch
-from test_row_stats import CASES, Case, broken, broken_drawn
+from test_row_stats import CASES, Case, broken, broken_drawn, check
 from torch import Tensor
 
 from dllm_plugin.kernels import part_reference
-from dllm_plugin.kernels.reference import Columns, RowStats, propose_rows
+from dllm_plugin.kernels.reference import Columns, RowStats
 
 SCAN = "dllm_plugin.kernels.row_stats.scan_rows"
 MERGE = "dllm_plugin.kernels.row_stats.merge_rows"
@@ -44,19 +44,6 @@ def shards(case: Case, ranks: int) -> list[tuple[list[Any], dict[str, Any]]]:
 
 def merging(case: Case) -> dict[str, Any]:
     return {k: case.options[k] for k in ("want_rank", "num_rows") if k in case.options}
-
-
-def check(case: Case, got: RowStats, name: str) -> None:
-    want = propose_rows(*case.arguments, **case.options)
-    assert torch.equal(got.token_T, want.token_T), name
-    close = {"rtol": 2e-5, "atol": 1e-6, "equal_nan": True}
-    torch.testing.assert_close(got.confidence_T, want.confidence_T, **close)
-    assert (got.entropy_T is None) == (want.entropy_T is None)
-    if want.entropy_T is not None:
-        assert got.entropy_T is not None and got.margin_T is not None
-        torch.testing.assert_close(got.margin_T, want.margin_T, **close)
-        close["atol"] += 1e-10 * case.arguments[0].shape[1]
-        torch.testing.assert_close(got.entropy_T, want.entropy_T, **close)
 
 
 @pytest.fixture(scope="module")

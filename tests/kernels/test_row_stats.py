@@ -146,6 +146,21 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
+def check(case: Case, got: RowStats, name: str) -> None:
+    """Equal tokens and near numbers: what the twin makes of whole rows."""
+    want = propose_rows(*case.arguments, **case.options)
+    assert torch.equal(got.token_T, want.token_T), name
+    close = {"rtol": 2e-5, "atol": 1e-6, "equal_nan": True}
+    torch.testing.assert_close(got.confidence_T, want.confidence_T, **close)
+    assert (got.entropy_T is None) == (want.entropy_T is None)
+    if want.entropy_T is not None:
+        assert got.entropy_T is not None and want.margin_T is not None
+        torch.testing.assert_close(got.margin_T, want.margin_T, **close)
+        # 1e-10 inside the logarithm adds at most that much for each token.
+        close["atol"] += 1e-10 * case.arguments[0].shape[1]
+        torch.testing.assert_close(got.entropy_T, want.entropy_T, **close)
+
+
 @pytest.fixture(scope="module")
 def interpreted(interpreter: Any) -> dict[tuple[str, int], RowStats]:
     """What the kernels return for each case, from memory that was filled with NaN."""
@@ -164,20 +179,10 @@ def interpreted(interpreter: Any) -> dict[tuple[str, int], RowStats]:
 def test_the_pass_does_what_its_twin_does(
     name: str, programs: int, interpreted: dict[Any, RowStats]
 ) -> None:
-    case, got = CASES[name](), interpreted[name, programs]
+    case = CASES[name]()
     kept = case.arguments[0].clone()
-    want = propose_rows(*case.arguments, **case.options)
-    assert torch.equal(got.token_T, want.token_T)
+    check(case, interpreted[name, programs], name)
     assert torch.equal(case.arguments[0].nan_to_num(9.5), kept.nan_to_num(9.5))
-    close = {"rtol": 2e-5, "atol": 1e-6, "equal_nan": True}
-    torch.testing.assert_close(got.confidence_T, want.confidence_T, **close)
-    assert (got.entropy_T is None) == (want.entropy_T is None)
-    if want.entropy_T is not None:
-        assert got.entropy_T is not None and want.margin_T is not None
-        torch.testing.assert_close(got.margin_T, want.margin_T, **close)
-        # 1e-10 inside the logarithm adds at most that much for each token.
-        close["atol"] += 1e-10 * case.arguments[0].shape[1]
-        torch.testing.assert_close(got.entropy_T, want.entropy_T, **close)
 
 
 def test_the_cases_hold_what_they_promise() -> None:
