@@ -3,8 +3,8 @@
     python benchmarks/attention.py [--full] [--variants fused,fa] [--page 64] [--splits 8]
         [--out results.json]
 
-Every request computes a canvas of 1 to 8 open blocks of 32 behind a context; every block sees the
-context and the canvas up to its own end. Variants, each in a process of its own:
+Every request computes a canvas of 1 to 8 open blocks of 32 (or 16) behind a context; every block
+sees the context and the canvas up to its own end. Variants, each in a process of its own:
 
     fa       one row per block on FlashAttention 3 (`unified` layout, pages of 16)
     triton   the same rows on vLLM's Triton attention
@@ -31,8 +31,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-BLOCK = 32
-HEADS = {"llada": (32, 32, 128), "dream": (28, 4, 128)}  # query heads, KV heads, head size
+# Query heads, KV heads, head size.
+HEADS = {"llada": (32, 32, 128), "dream": (28, 4, 128), "sdar": (32, 8, 128)}
 VARIANTS = ("fused", "fused16", "triton", "fa", "parts", "flex")
 MOST_BYTES = 12 << 30  # keys and values of one cache
 COLD_BYTES = 256 << 20  # all caches together: more than any L2
@@ -47,37 +47,41 @@ class Point:
     requests: int
     blocks: int
     context: int
+    block: int = 32
+
+    @property
+    def span(self) -> int:
+        """Positions of a canvas."""
+        return self.blocks * self.block
 
     @property
     def kv_bytes(self) -> int:
         """Cached and fresh keys and values that a pass reads once."""
         _, kv_heads, head = HEADS[self.model]
-        return self.requests * (self.context + self.blocks * BLOCK) * kv_heads * head * 4
+        return self.requests * (self.context + self.span) * kv_heads * head * 4
 
     @property
     def bytes(self) -> int:
         """Everything that a pass must move."""
         heads, _, head = HEADS[self.model]
-        return self.kv_bytes + self.requests * self.blocks * BLOCK * heads * head * 4
+        return self.kv_bytes + self.requests * self.span * heads * head * 4
 
     @property
     def flops(self) -> int:
         """Products of visible pairs only."""
         heads, _, head = HEADS[self.model]
-        keys = sum(self.context + BLOCK * (i + 1) for i in range(self.blocks))
-        return 4 * self.requests * BLOCK * keys * heads * head
+        keys = sum(self.context + self.block * (i + 1) for i in range(self.blocks))
+        return 4 * self.requests * self.block * keys * heads * head
 
 
 def points(full: bool) -> list[Point]:
-    """The default subset takes two to three minutes on an H200."""
-    if full:
-        grid = product(HEADS, (1, 4, 16, 64, 256), (1, 2, 4, 8), (256, 1024, 2048, 4096, 8192))
-    else:
-        grid = [
-            *product(HEADS, (1, 16, 64), (1, 4), (1024, 4096)),
-            *product(HEADS, (4, 256), (1, 4), (1024,)),
-            *product(HEADS, (1,), (8,), (256, 8192)),
-        ]
+    """The default points: the grid's corners and what the rules of `layouts/parts.py` turn on."""
+    contexts = (256, 512, 1024, 2048, 4096, 8192) if full else (256, 1024, 8192)
+    grid = [
+        *product(("llada", "dream"), (1, 4, 16, 64, 256), (1, 2, 4, 8), contexts),
+        *product(("sdar",), (4, 16, 64), (2, 4), (1024, 4096)),
+        *product(("llada",), (4, 8, 16, 64), (2,), (256, 1024, 4096), (16,)),
+    ]
     return [p for p in (Point(*row) for row in grid) if p.kv_bytes <= MOST_BYTES]
 
 
@@ -88,7 +92,7 @@ class Batch:
         torch.manual_seed(0)
         self.point, self.page = point, page
         heads, kv_heads, self.head = HEADS[point.model]
-        requests, self.span = point.requests, point.blocks * BLOCK
+        requests, self.span = point.requests, point.span
         kwargs = {"device": "cuda", "dtype": torch.bfloat16}
         self.query = torch.randn(requests * self.span, heads, self.head, **kwargs)
         self.fresh = torch.randn(2, requests * self.span, kv_heads, self.head, **kwargs)
@@ -100,7 +104,7 @@ class Batch:
         self.table = torch.randperm(requests * width, device="cuda", dtype=torch.int32)
         self.table = self.table.view(requests, width)
         self.bounds = torch.arange(requests + 1, device="cuda", dtype=torch.int32) * self.span
-        stops = (torch.arange(self.span, device="cuda") // BLOCK + 1) * BLOCK
+        stops = (torch.arange(self.span, device="cuda") // point.block + 1) * point.block
         self.seen = (self.start[:, None] + stops).flatten().to(torch.int32)
         layers = min(32, -(-COLD_BYTES // point.kv_bytes))
         shape = (layers, requests * width, kv_heads, page, 2 * self.head)
@@ -109,9 +113,9 @@ class Batch:
         self.caches = torch.randn(shape, **kwargs)
         # Rows of one query segment each, and the canvas in the cache, which they read.
         self.row_bounds = torch.arange(
-            0, requests * self.span + 1, BLOCK, device="cuda", dtype=torch.int32
+            0, requests * self.span + 1, point.block, device="cuda", dtype=torch.int32
         )
-        self.row_keys = self.seen[::BLOCK].contiguous()
+        self.row_keys = self.seen[:: point.block].contiguous()
         self.row_table = self.table.repeat_interleave(point.blocks, 0)
         self.reach = int(self.seen.max())
         if not distinct:
@@ -184,7 +188,7 @@ def fa(batch: Batch, splits: int):
 
     def call(layer: int) -> None:
         flash_attn_varlen_func(
-            *(batch.query, *caches[layer], BLOCK, batch.row_bounds, batch.reach),
+            *(batch.query, *caches[layer], batch.point.block, batch.row_bounds, batch.reach),
             seqused_k=batch.row_keys,
             block_table=batch.row_table,
             causal=False,
@@ -202,10 +206,11 @@ def triton(batch: Batch):
 
     caches = [batch.halves(layer) for layer in batch.caches]
     ones = torch.ones(len(batch.row_keys), batch.fresh.shape[2], device="cuda")
+    length = batch.point.block
 
     def call(layer: int) -> None:
         unified_attention(
-            *(batch.query, *caches[layer], batch.out, batch.row_bounds, BLOCK, batch.row_keys),
+            *(batch.query, *caches[layer], batch.out, batch.row_bounds, length, batch.row_keys),
             *(batch.reach, batch.head**-0.5, False, (-1, -1), batch.row_table, 0),
             *(None, ones, ones),
         )
@@ -220,10 +225,11 @@ def parts(batch: Batch):
 
     caches = [batch.halves(layer) for layer in batch.caches]
     blocks, requests = batch.point.blocks, batch.point.requests
-    canvas = [part.unflatten(0, (-1, BLOCK)) for part in batch.fresh]
+    length = batch.point.block
+    canvas = [part.unflatten(0, (-1, length)) for part in batch.fresh]
     index = torch.arange(requests * blocks, device="cuda", dtype=torch.int32)
     table = index.view(requests, blocks).repeat_interleave(blocks, 0)
-    keys = (index % blocks + 1) * BLOCK
+    keys = (index % blocks + 1) * length
 
     def call(layer: int) -> None:
         prefix, prefix_lse = flash_attn_varlen_func(
@@ -234,7 +240,7 @@ def parts(batch: Batch):
             fa_version=3,
         )
         own, own_lse = flash_attn_varlen_func(
-            *(batch.query, *canvas, BLOCK, batch.row_bounds, batch.span),
+            *(batch.query, *canvas, length, batch.row_bounds, batch.span),
             seqused_k=keys,
             block_table=table,
             return_softmax_lse=True,
@@ -249,6 +255,7 @@ def flex(batch: Batch):
     """FlexAttention on gathered keys: what gathering costs is left out."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    torch.compiler.reset()  # after eight shapes it would run uncompiled
     requests, longest = batch.point.requests, batch.table.shape[1] * batch.page
     seen = batch.seen.view(requests, batch.span)
     mask = create_block_mask(
@@ -296,13 +303,19 @@ def copy_bandwidth() -> float:
     return 2 * source.nbytes / (call * 1e-6)
 
 
+def is_gathered(point: Point) -> bool:
+    """Whether `flex` is compiled for this point: some seconds each."""
+    few = point.requests in (1, 16) and point.blocks in (1, 4) and point.block == 32
+    return few and point.kv_bytes <= 1 << 28
+
+
 def run_variant(name: str, full: bool, page: int, splits: int) -> None:
     """Check and time one variant; prints one JSON line per point."""
     distinct = name.startswith("fused")
     build = fused if distinct else globals()[name]
     page = page if name == "fused" else 16
     for point in points(full):
-        if name == "flex" and (point.requests > 16 or point.kv_bytes > 1 << 28):
+        if name == "flex" and not is_gathered(point):
             continue
         batch = Batch(point, page, distinct)
         call = build(batch, splits) if name == "fa" else build(batch)
@@ -317,17 +330,20 @@ def run_variant(name: str, full: bool, page: int, splits: int) -> None:
         del batch, call
 
 
-def collect(variants: list[str], full: bool, page: int, splits: int) -> list[dict]:
-    """Rows of every variant; one that dies takes no other with it."""
-    rows = []
+def collect(
+    variants: list[str], full: bool, page: int, splits: int
+) -> tuple[list[dict], dict[str, list[str]]]:
+    """Rows of every variant, and how those ended that died; one takes no other with it."""
+    rows, died = [], {}
     for name in variants:
         command = [sys.executable, __file__, "--child", name, "--page", str(page)]
         command += ["--splits", str(splits)]
         done = subprocess.run(command + ["--full"] * full, capture_output=True, text=True)
         rows += [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
         if done.returncode:
-            print(f"{name} died:", *done.stderr.splitlines()[-3:], sep="\n    ")
-    return rows
+            died[name] = done.stderr.splitlines()[-3:]
+            print(f"{name} died:", *died[name], sep="\n    ")
+    return rows, died
 
 
 def main() -> int:
@@ -344,11 +360,11 @@ def main() -> int:
         run_variant(options.child, options.full, options.page, options.splits)
         return 0
     variants = options.variants.split(",")
-    rows = collect(variants, options.full, options.page, options.splits)
+    rows, died = collect(variants, options.full, options.page, options.splits)
     bandwidth = copy_bandwidth()
     device = torch.cuda.get_device_name()
     print(f"{device}, torch {torch.__version__}, copy {bandwidth / 1e12:.2f} TB/s")
-    header = [*("model", "reqs", "blocks", "context", "MB", "floor us"), *variants]
+    header = [*("model", "reqs", "blocks", "context", "block", "MB", "floor us"), *variants]
     print(*(f"{title:>9}" for title in header))
     times = {(row["variant"], *[row[k] for k in Point.__annotations__]): row for row in rows}
     for point in points(options.full):
@@ -367,12 +383,13 @@ def main() -> int:
         "copy_bytes_per_s": bandwidth,
         "points": [asdict(p) | {"bytes": p.bytes, "flops": p.flops} for p in points(options.full)],
         "rows": rows,
+        "died": died,
     }
     line = json.dumps(summary)
     if options.out:
         options.out.write_text(line)
     print(line)
-    return int(any("us" not in row for row in rows))
+    return int(bool(died) or any("us" not in row for row in rows))
 
 
 if __name__ == "__main__":

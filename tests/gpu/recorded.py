@@ -81,14 +81,23 @@ def check_d2f(name, dllm=(), **options):
         ), case["id"]
 
 
-def check_blocks(model, dllm=(), **options):
-    """Tokens and denoising forwards of SDAR, LLaDA2, Fast-dLLM v2."""
-    recorded = test_grid_goldens if model in test_grid_goldens.FILES else test_block_goldens
+def blocks_of(model):
+    """The module that knows the recorded traces of SDAR, LLaDA2 or Fast-dLLM v2."""
+    return test_grid_goldens if model in test_grid_goldens.FILES else test_block_goldens
+
+
+def decode_blocks(model, dllm=(), **options):
+    """Pairs of a case and its output."""
     canvas = {} if "fast" in model else test_grid_goldens.CANVAS
     engine = start(f"checkpoints/tiny-{model}", {**canvas, **dict(dllm)}, **options)
-    cases = recorded.cases_of(model)
-    for case, output in decode(engine, cases, lambda case: case["prompt_ids"], recorded.wish):
-        recorded.check(case, output)
+    cases = blocks_of(model).cases_of(model)
+    return decode(engine, cases, lambda case: case["prompt_ids"], blocks_of(model).wish)
+
+
+def check_blocks(model, dllm=(), **options):
+    """Tokens and denoising forwards of SDAR, LLaDA2, Fast-dLLM v2."""
+    for case, output in decode_blocks(model, dllm, **options):
+        blocks_of(model).check(case, output)
 
 
 def full_params(case):

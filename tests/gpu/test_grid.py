@@ -9,3 +9,10 @@ import test_grid_goldens
 @pytest.mark.parametrize("model", [*test_grid_goldens.FILES, *test_block_goldens.FILES])
 def test_tokens_and_forwards_equal_the_reference(model):
     recorded.check_blocks(model)
+
+
+@pytest.mark.parametrize("model", ["sdar", "llada2.1"])
+def test_blocks_commit_alone_while_many_requests_run(model):
+    """Steps of one block each, by piecewise graphs, between steps of whole canvases."""
+    for case, output in recorded.decode_blocks(model, {"commit_alone_from": 3}):
+        assert list(output.outputs[0].token_ids) == case["output_ids"], case["id"]
