@@ -116,7 +116,7 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
         else:
             _set_scheduler(vllm_config, config)
             _set_prefix_caching(vllm_config, config)
-            _set_graph_sizes(vllm_config, config.canvas_length)
+            _set_graph_sizes(vllm_config, config)
         if config.kv_cache_layout == "distinct":
             take_distinct(vllm_config)
         _set_attention_backend(vllm_config)
@@ -329,8 +329,8 @@ def _set_piecewise_graphs(vllm_config: VllmConfig) -> None:
         compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
 
 
-def _set_graph_sizes(vllm_config: VllmConfig, canvas_length: int) -> None:
-    """Capture full graphs at whole canvases, up to what a step can hold."""
+def _set_graph_sizes(vllm_config: VllmConfig, config: DecodeConfig) -> None:
+    """Capture full graphs at whole canvases, up to what a step can hold, and piecewise ones."""
     compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
     if compilation.cudagraph_mode == CUDAGraphMode.FULL:
         raise ValueError(
@@ -338,13 +338,24 @@ def _set_graph_sizes(vllm_config: VllmConfig, canvas_length: int) -> None:
             "FULL_AND_PIECEWISE or FULL_DECODE_ONLY."
         )
     chosen = compilation.cudagraph_capture_sizes is not None
+    alone = config.commit_alone_from
+    if alone is not None and compilation.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY:
+        raise ValueError(
+            f"commit_alone_from {alone} feeds steps that only piecewise CUDA graphs hold: use "
+            "cudagraph_mode FULL_AND_PIECEWISE, or leave commit_alone_from out."
+        )
     if chosen or compilation.max_cudagraph_capture_size is not None:
         return
     if current_platform.is_cpu() or compilation.cudagraph_mode == CUDAGraphMode.NONE:
         return
+    assert config.canvas_length is not None and config.block_length is not None
+    canvas_length = config.canvas_length
     most = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens // canvas_length)
     counts = [n for n in (1, 2, 4) if n < most] + list(range(8, most, 8)) + [most]
-    compilation.cudagraph_capture_sizes = [n * canvas_length for n in counts]
+    sizes = {n * canvas_length for n in counts}
+    if alone is not None:
+        sizes |= {n * config.block_length for n in counts if n >= alone}
+    compilation.cudagraph_capture_sizes = sorted(sizes)
 
 
 def _set_attention_backend(vllm_config: VllmConfig) -> None:

@@ -120,12 +120,19 @@ def check_block_cache(config: Any) -> None:
 
 def check_commit_alone(config: Any) -> None:
     """Refuse to feed blocks alone where they are, or where several are denoised at once."""
-    one = config.strategy == BLOCK_DIFFUSION and config.max_active_blocks == 1
-    rides = one and not config.commits_alone and config.canvas_length > config.block_length
-    if config.commit_alone_from is not None and not rides:
+    given = config.commit_alone_from
+    if given is None:
+        return
+    if config.commits_alone:
         raise ValueError(
-            "commit_alone_from needs the strategy 'block_diffusion', max_active_blocks 1 and a "
-            "canvas_length above block_length: leave it out."
+            f"commit_alone_from {given} changes nothing where every block commits alone, as it "
+            "does with this model at max_active_blocks 1: leave it out."
+        )
+    one = config.strategy == BLOCK_DIFFUSION and config.max_active_blocks == 1
+    if not one or config.canvas_length < 2 * config.block_length:
+        raise ValueError(
+            f"commit_alone_from {given} needs the strategy 'block_diffusion', max_active_blocks 1 "
+            "and a canvas_length of two blocks at least: leave it out."
         )
 
 

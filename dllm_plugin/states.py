@@ -332,11 +332,12 @@ class CanvasStates:
         unfinished_R = left_RC.any(dim=1)
         block_step_R = self.block_step_N[slots_R] + denoised_R.to(torch.int32)
         self.block_step_N[slots_R] = block_step_R.where(unfinished_R | ~denoised_R, 0)
-        self.step_N[slots_R] += denoised_R
         self.start_N[slots_R] += moved_R
         self.tail_N[slots_R] = (self.tail_N[slots_R] - moved_R).clamp_min(0)
         waits_R = plan.checks_R & (plan.num_stored_R == 0)
         self.post_step_N[slots_R] = (self.post_step_N[slots_R] + 1) * waits_R
+        # A check that replaced a token counts whether or not the next block rode along.
+        self.step_N[slots_R] += denoised_R | waits_R
         self.cached_N[slots_R] = denoised_R
 
     def copy_rows(self, from_slots: Tensor, to_slots: Tensor) -> None:

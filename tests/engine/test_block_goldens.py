@@ -292,6 +292,12 @@ def test_fed_a_block_while_many_run(overlapped: bool, room: EngineRoom) -> None:
         assert token_ids(output) == case["output_ids"], case["id"]
         assert forwards(output) >= num_forwards(case), case["id"]
     assert num_preemptions(llm) > before
+    # Checks that replace tokens draw by the step, whether or not a block rode along.
+    wishes = [params(64, temperature=1.0, seed=seed) for seed in range(4)]
+    prompts = [letters(20 + seed, seed) for seed in range(4)]
+    together = [token_ids(output) for output in generate(llm, prompts, wishes)]
+    for prompt, one, tokens in zip(prompts, wishes, together, strict=True):
+        assert token_ids(generate(llm, [prompt], one)[0]) == tokens
 
 
 def conversation(llm: Any, turns: int) -> list[list[int]]:

@@ -28,14 +28,14 @@ WRONG_OPTIONS: list[tuple[Any, str]] = [
         {"strategy": "block_diffusion", "block_add_threshold": 0.2},
         "block_add_threshold has no effect with max_active_blocks 1: remove it or raise",
     ),
-    ({"strategy": "d2f", "commit_alone_from": 8}, "commit_alone_from needs the strategy 'block_d"),
+    ({"strategy": "d2f", "commit_alone_from": 8}, "commit_alone_from 8 needs the strategy 'block"),
     (
         {"strategy": "block_diffusion", "commit_alone_from": 8, "max_active_blocks": 2},
-        "commit_alone_from needs the strategy 'block_diffusion', max_active_blocks 1 and a canvas",
+        "commit_alone_from 8 needs the strategy 'block_diffusion', max_active_blocks 1 and a can",
     ),
     (
-        {"strategy": "block_diffusion", "commit_alone_from": 8, "canvas_length": 32},
-        "canvas_length above block_length: leave it out",
+        {"strategy": "block_diffusion", "commit_alone_from": 8, "canvas_length": 40},
+        "a canvas_length of two blocks at least: leave it out",
     ),
     ({"commit_alone_from": 0}, "commit_alone_from must be a whole number of at least 1, got 0"),
     ({"strategy": "dual_cache", "alg_temp": 0.5}, "alg_temp has no effect"),
