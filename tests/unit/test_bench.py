@@ -11,7 +11,7 @@ import torch
 from documented import ROOT
 
 from dllm_plugin import cli
-from dllm_plugin.bench import floor, serving, step, trace, weights
+from dllm_plugin.bench import floor, record, serving, step, trace, weights
 from dllm_plugin.bench.drive import Answer, Arrival, Run, steady
 from dllm_plugin.bench.options import Settings, settings_of
 from dllm_plugin.bench.shapes import SHAPES, Sizes, relative
@@ -185,6 +185,24 @@ def test_fractional_rates_are_an_average_of_whole_schedules() -> None:
     assert steps == [5, 5, 6, 5, 5, 6]
     assert {serving.steps_of(i, block=32, rate=4.0) for i in range(50)} == {8}
     assert sum(serving.steps_of(i, 16, 2.7) for i in range(270)) == 1600
+
+
+def test_sources_are_told_apart(tmp_path: Path) -> None:
+    """Contents, names and where a text lies count; what is no source does not."""
+    found = []
+    for one, two in ((b"ab", b"c"), (b"a", b"bc"), (b"ab", b"d")):
+        (tmp_path / "inner").mkdir(exist_ok=True)
+        (tmp_path / "inner" / "one.py").write_bytes(one)
+        (tmp_path / "two.py").write_bytes(two)
+        found.append(record.hash_of_sources(tmp_path))
+    (tmp_path / "note.txt").write_text("no source")
+    assert record.hash_of_sources(tmp_path) == found[-1]
+    (tmp_path / "two.py").rename(tmp_path / "three.py")
+    found.append(record.hash_of_sources(tmp_path))
+    assert len(set(found)) == 4
+    # Of the package that is measured, whatever the working folder.
+    written = record._versions()["sources"]
+    assert written == record.hash_of_sources(ROOT / "dllm_plugin") and len(written) == 12
 
 
 def launch(number: int, time: float) -> dict[str, Any]:
