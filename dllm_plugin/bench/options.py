@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dllm_plugin import default_model
+from dllm_plugin.bench import schedule
 from dllm_plugin.bench.shapes import SHAPES
 from dllm_plugin.choices import BLOCK_DIFFUSION, D2F
 from dllm_plugin.config import DecodeConfig
@@ -106,6 +107,11 @@ class Settings:
         """Numbers of requests that are measured with a canvas."""
         most = self.max_positions
         return tuple(n for n in self.requests if most is None or n * canvas <= most)
+
+    def served_at_once(self, canvas: int) -> tuple[int, ...]:
+        """Numbers of requests at once in the modes that serve whole requests."""
+        several = self.at_once(canvas) if "throughput" in self.served else ()
+        return tuple(sorted({*several, *((1,) if "latency" in self.served else ())}))
 
     @property
     def steps(self) -> bool:
@@ -267,6 +273,9 @@ def _check_meaning(settings: Settings, input_len: int | None) -> None:
             raise ValueError(
                 f"--tokens-per-forward {rate:g} must lie between 1 and a block of {smallest}."
             )
+        if rate is not None:
+            grid = [(settings.block(c), settings.served_at_once(c)) for c in settings.canvas]
+            schedule.check(rate, settings.output_len, settings.rounds, grid)
     else:
         if rate is not None:
             raise ValueError("--tokens-per-forward is measured on a checkpoint: use --shapes.")

@@ -7,6 +7,7 @@ from dllm_plugin.bench.drive import Answer, Ask, Run, serve
 from dllm_plugin.bench.engines import Model, Prompts
 from dllm_plugin.bench.floor import Floor
 from dllm_plugin.bench.options import Settings
+from dllm_plugin.bench.schedule import steps_of
 from dllm_plugin.bench.shapes import Sizes
 from dllm_plugin.default_model.problems import Problem, eval_seeds, extract_answer, problem
 
@@ -34,17 +35,11 @@ def grid(settings: Settings, canvas: int) -> list[tuple[str, int]]:
     return points + [("latency", 1)] * ("latency" in settings.served)
 
 
-def steps_of(number: int, block: int, rate: float) -> int:
-    """Steps per block of the `number`-th request, so that requests average `block / rate`."""
-    return int((number + 1) * block / rate + 1e-9) - int(number * block / rate + 1e-9)
-
-
 def synthetic(settings: Settings, canvas: int, prompts: Prompts, count: int) -> list[Ask]:
     """Requests whose schedule unmasks `tokens_per_forward`, whatever the weights say."""
     assert settings.tokens_per_forward is not None
-    block, asks = settings.block(canvas), []
-    for number in range(count):
-        steps = steps_of(number, block, settings.tokens_per_forward)
+    asks = []
+    for steps in steps_of(count, settings.block(canvas), settings.tokens_per_forward):
         extra = {"dllm_policy": "low_confidence", "dllm_steps": steps}
         asks.append(
             prompts.ask(settings.input_len, max_tokens=settings.output_len, extra_args=extra)

@@ -11,7 +11,7 @@ import torch
 from documented import ROOT
 
 from dllm_plugin import cli
-from dllm_plugin.bench import floor, record, serving, step, trace, weights
+from dllm_plugin.bench import floor, record, schedule, step, trace, weights
 from dllm_plugin.bench.drive import Answer, Arrival, Run, steady
 from dllm_plugin.bench.options import Settings, settings_of
 from dllm_plugin.bench.shapes import SHAPES, Sizes, relative
@@ -46,6 +46,9 @@ DUMMY = ["throughput", "--shapes", "tiny", "--tokens-per-forward"]
         (["throughput", "--shapes", "tiny"], "needs --tokens-per-forward"),
         ([*DUMMY, "17"], "must lie between 1 and a block of 16"),
         ([*DUMMY, "2", "--strategy", "d2f"], "accepts by confidence"),
+        ([*DUMMY, "3", "--rounds", "2"], "would be 2.91 for 1 at once"),
+        ([*DUMMY, "3", "--rounds", "1"], "steps per block of 16: use --rounds 3."),
+        ([*DUMMY, "3", "--output-len", "40"], "is no whole number of blocks of 16: use 48."),
         (["latency", "--tokens-per-forward", "2"], "is measured on a checkpoint"),
         (["latency", "--input-len", "64"], "is what the prompts have on a checkpoint"),
         (["latency", "--model", "some/model", "--vs", "hf"], "--vs hf needs --shapes"),
@@ -181,10 +184,37 @@ def test_relatives_are_of_the_same_size() -> None:
 
 
 def test_fractional_rates_are_an_average_of_whole_schedules() -> None:
-    steps = [serving.steps_of(i, block=16, rate=3.0) for i in range(6)]
-    assert steps == [5, 5, 6, 5, 5, 6]
-    assert {serving.steps_of(i, block=32, rate=4.0) for i in range(50)} == {8}
-    assert sum(serving.steps_of(i, 16, 2.7) for i in range(270)) == 1600
+    assert schedule.steps_of(6, block=16, rate=3.0) == [5, 5, 6, 5, 5, 6]
+    assert schedule.steps_of(2, block=16, rate=3.0) == [5, 6]
+    assert set(schedule.steps_of(50, block=32, rate=4.0)) == {8}
+    assert sum(schedule.steps_of(270, block=16, rate=2.7)) == 1600
+    assert set(schedule.steps_of(5, block=16, rate=16.0)) == {1}
+
+
+@pytest.mark.parametrize("block", [1, 4, 16, 32, 64, 128])
+def test_schedules_give_what_is_asked_for_or_are_refused(block: int) -> None:
+    """Of any rate that a block can have, and so of the rounds that the refusal names."""
+    for rate in (1 + (block - 1) * i / 60 for i in range(61)):
+        for rounds in (1, 2, 3, schedule.MOST_REQUESTS):
+            found = rounds * block / sum(schedule.steps_of(rounds, block, rate))
+            close = abs(found / rate - 1) <= 0.02
+            assert close or rounds < schedule.MOST_REQUESTS
+            try:
+                schedule.check(rate, 2 * block, rounds, [(block, (1, 4))])
+            except ValueError as error:
+                named = int(str(error).rsplit("--rounds ", 1)[1].rstrip("."))
+                schedule.check(rate, 2 * block, named, [(block, (1, 4))])
+                assert not close
+            else:
+                assert close
+
+
+def test_only_what_is_served_has_to_be_met() -> None:
+    """Two rounds of 16 requests are enough requests; a request alone is not."""
+    arguments = (*DUMMY[1:], "3", "--rounds", "2", "--requests", "16")
+    assert settings("throughput", *arguments).served_at_once(32) == (16,)
+    with pytest.raises(ValueError, match="for 1 at once"):
+        settings("all", *arguments)
 
 
 def test_sources_are_told_apart(tmp_path: Path) -> None:
