@@ -12,7 +12,7 @@ from documented import ROOT
 
 from dllm_plugin import cli
 from dllm_plugin.bench import floor, record, schedule, step, trace, weights
-from dllm_plugin.bench.drive import Answer, Arrival, Run, steady
+from dllm_plugin.bench.drive import Answer, Arrival, Run, all_decode, steady
 from dllm_plugin.bench.options import Settings, settings_of
 from dllm_plugin.bench.shapes import SHAPES, Sizes, relative
 
@@ -117,6 +117,14 @@ def test_window_holds_steps_of_all_requests_only() -> None:
     assert (window.first, window.last) == (4, 12)
     assert window.step_ms == pytest.approx(1.0)
     assert step._context(run, window) == 10 + (8 + 8) / 2
+
+
+def test_all_decode_once_the_last_one_has_tokens() -> None:
+    """Memory is counted, and a trace begins, behind the prompts."""
+    run = Run([answer((2, 4), (6, 4)), answer((4, 4))])
+    assert all_decode(run, 2) and not all_decode(run, 3)
+    run.answers.append(answer())
+    assert not all_decode(run, 3)
 
 
 def test_requests_that_never_met_have_no_window() -> None:
