@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 REAL_INPUT = 512  # room for a word problem in any chat template
 WARMUP_BLOCKS = 2
 AR_WARMUP = 16  # tokens
+ASKED_FOR = "Think step by step, and end with a line of #### and the result, as in #### 42."
+NO_ACCURACY = "not measured: the checkpoint has no chat template to put a problem in"
 
 
 def longest(settings: Settings, model: Model) -> int:
@@ -52,19 +54,21 @@ def problems_of(count: int) -> list[Problem]:
     return [problem(seed) for seed in eval_seeds(count)]
 
 
-def real(llm: "LLM", settings: Settings, problems: list[Problem]) -> list[Ask]:
-    """Word problems as a chat, if the checkpoint has a template, else as they are."""
-    tokenizer: Any = llm.get_tokenizer()
+def real(tokenizer: Any, problems: list[Problem], is_bundled: bool) -> list[list[int]]:
+    """Prompts: word problems as a chat, if the checkpoint has a template, else as they are.
+
+    The bundled model ends its answers with what is scored; others are asked to.
+    """
     prompts = []
     for item in problems:
         text = item.question
         if tokenizer.chat_template is not None:
-            turn = [{"role": "user", "content": text}]
+            turn = [{"role": "user", "content": text if is_bundled else f"{text}\n{ASKED_FOR}"}]
             text = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
             prompts.append(tokenizer.encode(text, add_special_tokens=False))
         else:
             prompts.append(tokenizer.encode(text))
-    return [Ask(prompt, {"max_tokens": settings.output_len}) for prompt in prompts]
+    return prompts
 
 
 def measure(
@@ -76,15 +80,16 @@ def measure(
         count = at_once * settings.rounds
         problems = problems_of(count) if model.is_real else []
         if model.is_real:
-            asks = real(llm, settings, problems)
+            found = real(llm.get_tokenizer(), problems, model.is_bundled)
+            asks = [Ask(prompt, {"max_tokens": settings.output_len}) for prompt in found]
         else:
             asks = synthetic(settings, canvas, prompts, count)
         _warm_up(llm, asks, at_once, WARMUP_BLOCKS * settings.block(canvas))
         run = serve(llm, asks, at_once)
         row = {"mode": mode, "requests": at_once, "canvas": canvas} | _times(run)
         row["positions"] = settings.fed(canvas, at_once)
-        if model.is_bundled:
-            row["accuracy"] = _accuracy(llm, run, problems)
+        if model.is_real:
+            row |= score(llm.get_tokenizer(), [a.token_ids for a in run.answers], problems)
         rows.append((row, run.answers))
     return rows
 
@@ -136,11 +141,13 @@ def _times(run: Run) -> dict[str, Any]:
     }
 
 
-def _accuracy(llm: "LLM", run: Run, problems: list[Problem]) -> float:
-    tokenizer: Any = llm.get_tokenizer()
-    texts = [tokenizer.decode(a.token_ids, skip_special_tokens=True) for a in run.answers]
+def score(tokenizer: Any, answers: list[list[int]], problems: list[Problem]) -> dict[str, Any]:
+    """Share of answers whose number behind the last ``####`` is right, or why there is none."""
+    if tokenizer.chat_template is None:
+        return {"accuracy": None, "accuracy_note": NO_ACCURACY}
+    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in answers]
     pairs = zip(texts, problems, strict=True)
-    return statistics.mean(extract_answer(text) == item.result for text, item in pairs)
+    return {"accuracy": statistics.mean(extract_answer(t) == item.result for t, item in pairs)}
 
 
 def compare(

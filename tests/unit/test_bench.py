@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from documented import ROOT
+from transformers import AutoTokenizer
 
-from dllm_plugin import cli
-from dllm_plugin.bench import floor, record, schedule, step, trace, weights
+from dllm_plugin import cli, default_model
+from dllm_plugin.bench import floor, record, schedule, serving, step, trace, weights
 from dllm_plugin.bench.drive import Answer, Arrival, Run, all_decode, steady
 from dllm_plugin.bench.options import Settings, settings_of
 from dllm_plugin.bench.shapes import SHAPES, Sizes, relative
@@ -241,6 +242,25 @@ def test_sources_are_told_apart(tmp_path: Path) -> None:
     # Of the package that is measured, whatever the working folder.
     written = record._versions()["sources"]
     assert written == record.hash_of_sources(ROOT / "dllm_plugin") and len(written) == 12
+
+
+def test_any_model_with_a_chat_template_is_scored() -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(default_model.path())
+    problems = serving.problems_of(4)
+    texts = [problem.answer for problem in problems[:3]] + ["no number here"]
+    answers = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    assert serving.score(tokenizer, answers, problems) == {"accuracy": 0.75}
+    bundled, other = (serving.real(tokenizer, problems, who) for who in (True, False))
+    for i, item in enumerate(problems):
+        assert item.question in tokenizer.decode(bundled[i])
+        assert "####" not in tokenizer.decode(bundled[i])
+        assert "a line of ####" in tokenizer.decode(other[i])
+    # Without a template there is no telling how to ask.
+    tokenizer.chat_template = None
+    assert tokenizer.decode(serving.real(tokenizer, problems, False)[0]) == problems[0].question
+    unscored = serving.score(tokenizer, answers, problems)
+    assert unscored["accuracy"] is None and "no chat template" in unscored["accuracy_note"]
+    assert record.table_of("served", [unscored]).split() == ["accuracy", "-"]
 
 
 def launch(number: int, time: float) -> dict[str, Any]:
