@@ -194,7 +194,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     strategy = args.strategy or (D2F if lora and not is_dummy else BLOCK_DIFFUSION)
     if strategy not in STRATEGIES:
         raise ValueError(
-            f"--strategy {strategy} is not measured, because the gate has no plain loop for it: "
+            f"--strategy {strategy} is not measured, as neither gate nor floor knows its passes: "
             f"use {' or '.join(STRATEGIES)}."
         )
     settings = Settings(

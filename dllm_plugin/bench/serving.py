@@ -1,5 +1,6 @@
 """``diffuplug bench throughput`` and ``latency``: whole requests, from the front end's clock."""
 
+import re
 import statistics
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
 
 REAL_INPUT = 512  # room for a word problem in any chat template
 WARMUP_BLOCKS = 2
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 AR_WARMUP = 16  # tokens
-ASKED_FOR = "Think step by step, and end with a line of #### and the result, as in #### 42."
 NO_ACCURACY = "not measured: the checkpoint has no chat template to put a problem in"
 
 
@@ -54,16 +55,13 @@ def problems_of(count: int) -> list[Problem]:
     return [problem(seed) for seed in eval_seeds(count)]
 
 
-def real(tokenizer: Any, problems: list[Problem], is_bundled: bool) -> list[list[int]]:
-    """Prompts: word problems as a chat, if the checkpoint has a template, else as they are.
-
-    The bundled model ends its answers with what is scored; others are asked to.
-    """
+def real(tokenizer: Any, problems: list[Problem]) -> list[list[int]]:
+    """Prompts: word problems as a chat, if the checkpoint has a template, else as they are."""
     prompts = []
     for item in problems:
         text = item.question
         if tokenizer.chat_template is not None:
-            turn = [{"role": "user", "content": text if is_bundled else f"{text}\n{ASKED_FOR}"}]
+            turn = [{"role": "user", "content": text}]
             text = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
             prompts.append(tokenizer.encode(text, add_special_tokens=False))
         else:
@@ -80,7 +78,7 @@ def measure(
         count = at_once * settings.rounds
         problems = problems_of(count) if model.is_real else []
         if model.is_real:
-            found = real(llm.get_tokenizer(), problems, model.is_bundled)
+            found = real(llm.get_tokenizer(), problems)
             asks = [Ask(prompt, {"max_tokens": settings.output_len}) for prompt in found]
         else:
             asks = synthetic(settings, canvas, prompts, count)
@@ -89,7 +87,8 @@ def measure(
         row = {"mode": mode, "requests": at_once, "canvas": canvas} | _times(run)
         row["positions"] = settings.fed(canvas, at_once)
         if model.is_real:
-            row |= score(llm.get_tokenizer(), [a.token_ids for a in run.answers], problems)
+            ids = [answer.token_ids for answer in run.answers]
+            row |= score(llm.get_tokenizer(), ids, problems, model.is_bundled)
         rows.append((row, run.answers))
     return rows
 
@@ -141,13 +140,25 @@ def _times(run: Run) -> dict[str, Any]:
     }
 
 
-def score(tokenizer: Any, answers: list[list[int]], problems: list[Problem]) -> dict[str, Any]:
-    """Share of answers whose number behind the last ``####`` is right, or why there is none."""
+def score(
+    tokenizer: Any, answers: list[list[int]], problems: list[Problem], is_bundled: bool
+) -> dict[str, Any]:
+    """Share of answers whose number is right, or why that is not known; see `number_of`."""
     if tokenizer.chat_template is None:
         return {"accuracy": None, "accuracy_note": NO_ACCURACY}
     texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in answers]
     pairs = zip(texts, problems, strict=True)
-    return {"accuracy": statistics.mean(extract_answer(t) == item.result for t, item in pairs)}
+    right = [number_of(text, is_bundled) == item.result for text, item in pairs]
+    return {"accuracy": statistics.mean(right)}
+
+
+def number_of(text: str, is_bundled: bool) -> float | None:
+    """The number behind the last ``####``; of a model not taught to write that, the last one."""
+    marked = extract_answer(text)
+    if marked is not None or is_bundled:
+        return marked
+    found = NUMBER.findall(text)
+    return float(found[-1].replace(",", "")) if found else None
 
 
 def compare(

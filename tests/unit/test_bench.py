@@ -250,18 +250,32 @@ def test_any_model_with_a_chat_template_is_scored() -> None:
     problems = serving.problems_of(4)
     texts = [problem.answer for problem in problems[:3]] + ["no number here"]
     answers = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-    assert serving.score(tokenizer, answers, problems) == {"accuracy": 0.75}
-    bundled, other = (serving.real(tokenizer, problems, who) for who in (True, False))
-    for i, item in enumerate(problems):
-        assert item.question in tokenizer.decode(bundled[i])
-        assert "####" not in tokenizer.decode(bundled[i])
-        assert "a line of ####" in tokenizer.decode(other[i])
+    for is_bundled in (True, False):
+        assert serving.score(tokenizer, answers, problems, is_bundled) == {"accuracy": 0.75}
+    for prompt, item in zip(serving.real(tokenizer, problems), problems, strict=True):
+        assert item.question in tokenizer.decode(prompt) != item.question
     # Without a template there is no telling how to ask.
     tokenizer.chat_template = None
-    assert tokenizer.decode(serving.real(tokenizer, problems, False)[0]) == problems[0].question
-    unscored = serving.score(tokenizer, answers, problems)
+    assert tokenizer.decode(serving.real(tokenizer, problems)[0]) == problems[0].question
+    unscored = serving.score(tokenizer, answers, problems, False)
     assert unscored["accuracy"] is None and "no chat template" in unscored["accuracy_note"]
     assert record.table_of("served", [unscored]).split() == ["accuracy", "-"]
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("5 + 7 = 12\n#### 12\nin 3 steps", 12),
+        ("She has 5 and gets 7, so she has 12.", 12),
+        ("The total is $1,200.00.", 1200),
+        (r"Hence \boxed{-4}", -4),
+        ("no number", None),
+    ],
+)
+def test_result_of_an_answer(text: str, number: int | None) -> None:
+    """The bundled model was taught a mark, and without it has not answered."""
+    assert serving.number_of(text, is_bundled=False) == number
+    assert serving.number_of(text, is_bundled=True) == (number if "####" in text else None)
 
 
 def launch(number: int, time: float) -> dict[str, Any]:
