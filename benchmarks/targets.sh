@@ -29,7 +29,7 @@ measure() {
 
 # Grid points of more than 2,048 positions are left out: 64 requests are measured at canvas 32.
 grid=(--requests 1,16,64 --canvas 32,128 --max-positions 2048 --context 1024)
-whole=(--input-len 512 --output-len 256 --tokens-per-forward 3 --rounds 2 --vs ar,hf --profile)
+whole=(--input-len 512 --output-len 256 --tokens-per-forward 3 --rounds 3 --vs ar,hf --profile)
 for name in "$@"; do
     case $name in
     short) measure short step --shapes llada-8b --requests 1,64 --context 1024 --profile ;;

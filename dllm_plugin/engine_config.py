@@ -17,7 +17,12 @@ from dllm_plugin.config import (
     DecodeConfig,
     check_strategy_reads,
 )
-from dllm_plugin.layouts.choice import flash_version, take_distinct, under_full_graphs
+from dllm_plugin.layouts.choice import (
+    flash_version,
+    refuse_ignored,
+    take_distinct,
+    under_full_graphs,
+)
 from dllm_plugin.models import FAMILIES, lora
 from dllm_plugin.models.blocks import trained_block_length, trained_to_edit
 from dllm_plugin.models.weights import check_readable, checkpoint_folder
@@ -119,6 +124,8 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
             _set_graph_sizes(vllm_config, config)
         if config.kv_cache_layout == "distinct":
             take_distinct(vllm_config)
+        else:
+            refuse_ignored(vllm_config)
         _set_attention_backend(vllm_config)
 
 

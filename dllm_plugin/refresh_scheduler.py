@@ -5,6 +5,7 @@ reserved by then or it waits. Later passes start where the strategy says. A pass
 the step's budget of tokens waits for the next step, for none may be cut.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -38,14 +39,19 @@ class RefreshScheduler(DiffusionScheduler):
     def _bound_requests(self) -> None:
         """Passes differ in size; each is weighed against the budget when it is scheduled."""
 
-    def _bounds(self, request: Request) -> Bounds:
+    def _bounds(self, requests: Sequence[Request]) -> Bounds:
         assert self.decode_config.canvas_length is not None
-        prompt_len = request.num_prompt_tokens
+        lengths = self.block_length
+        table = [
+            (r.num_prompt_tokens, r.num_tokens, r.max_tokens, lengths[r.request_id])
+            for r in requests
+        ]
+        prompt_len, num_tokens, max_tokens, block_length = np.array(table, dtype=np.int64).T
         return bounds(
-            np.array(prompt_len),
-            np.array(request.num_tokens),
-            np.array(min(prompt_len + request.max_tokens, self.max_model_len)),
-            np.array(self.block_length[request.request_id]),
+            prompt_len,
+            num_tokens,
+            np.minimum(prompt_len + max_tokens, self.max_model_len),
+            block_length,
             self.decode_config.canvas_length,
             self.max_model_len,
         )
@@ -135,7 +141,7 @@ class RefreshScheduler(DiffusionScheduler):
         if request.status == RequestStatus.RUNNING:
             wanted = request.num_tokens_with_spec - num_computed_tokens
         else:
-            wanted = int(self._bounds(request).stop)
+            wanted = int(self._bounds([request]).stop[0])
         if is_partner(request.request_id):
             # Its leader, right in front of it, has made room for both.
             return wanted if leader_of(request.request_id) in self._guided else 0
@@ -182,19 +188,29 @@ class RefreshScheduler(DiffusionScheduler):
     ) -> dict[int, EngineCoreOutputs]:
         """As vLLM's; then decide from what was committed where each next pass starts."""
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        committed = model_runner_output.sampled_token_ids
-        for request_id in scheduler_output.num_scheduled_tokens:
-            request = self.requests.get(request_id)
-            if request is None or request.status != RequestStatus.RUNNING:
-                continue
-            was_pass = request_id in scheduler_output.scheduled_spec_decode_tokens
-            index = model_runner_output.req_id_to_index[request_id]
-            keeps_kv = was_pass and not committed[index]
-            start, stop = self.span(self._bounds(request), keeps_kv)
-            request.num_computed_tokens = start
-            request.spec_token_ids = self._placeholders[: stop - request.num_tokens]
+        known = (self.requests.get(i) for i in scheduler_output.num_scheduled_tokens)
+        going_on = [r for r in known if r is not None and r.status == RequestStatus.RUNNING]
+        if going_on:
+            self._place_next_passes(going_on, scheduler_output, model_runner_output)
         for of_client in outputs.values():
             # A pair that ended in this step is no longer known, but its hidden half has an output.
             shown = [o for o in of_client.outputs if not is_partner(o.request_id)]
             of_client.outputs[:] = shown
         return outputs
+
+    def _place_next_passes(
+        self,
+        requests: list[Request],
+        scheduler_output: SchedulerOutput,
+        model_runner_output: ModelRunnerOutput,
+    ) -> None:
+        passes = scheduler_output.scheduled_spec_decode_tokens
+        index = model_runner_output.req_id_to_index
+        committed = model_runner_output.sampled_token_ids
+        keeps_kv = [r.request_id in passes and not committed[index[r.request_id]] for r in requests]
+        canvas = self._bounds(requests)
+        starts, stops = self.span(canvas, np.array(keeps_kv))
+        drafts = (stops - canvas.start).tolist()
+        for request, start, num_drafts in zip(requests, starts.tolist(), drafts, strict=True):
+            request.num_computed_tokens = start
+            request.spec_token_ids = self._placeholders[:num_drafts]

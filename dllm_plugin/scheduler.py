@@ -24,6 +24,7 @@ class DiffusionScheduler(AsyncScheduler):
         self.decode_config = get_decode_config(self.vllm_config)
         self.num_computed_positions = 0  # queries of all forwards, for `diffuplug eval`
         self.block_length: dict[str, int] = {}
+        self._long: set[str] = set()  # requests that may come near the end of the context
         self._spare_tokens = 0
         self._bound_requests()
 
@@ -62,6 +63,10 @@ class DiffusionScheduler(AsyncScheduler):
         config = self.decode_config.for_request(params.extra_args, params.max_tokens)
         assert config.block_length is not None
         self.block_length[request.request_id] = config.block_length
+        # A canvas in flight, the one scheduled behind it, and the next.
+        reach = request.num_prompt_tokens + request.max_tokens + 3 * self.num_spec_tokens
+        if reach > self.max_model_len:
+            self._long.add(request.request_id)
         if config.block_length != self.decode_config.block_length:
             # Keys depend on where blocks end, so these pages are no one else's.
             request.cache_salt = f"{request.cache_salt or ''}/block {config.block_length}"
@@ -78,6 +83,7 @@ class DiffusionScheduler(AsyncScheduler):
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         self.block_length.pop(request.request_id, None)
+        self._long.discard(request.request_id)
         return super()._free_request(request, delay_free_blocks)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
@@ -156,7 +162,7 @@ class DiffusionScheduler(AsyncScheduler):
         self.num_computed_positions += scheduler_output.total_num_scheduled_tokens
         if not self.scheduler_config.async_scheduling:
             return
-        for req_id in scheduler_output.num_scheduled_tokens:
+        for req_id in scheduler_output.num_scheduled_tokens.keys() & self._long:
             request = self.requests[req_id]
             # Scheduled before this step's commit is known, the next canvas would be cut at the
             # end of the context although the request may not have moved: wait for the result.

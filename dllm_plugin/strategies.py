@@ -329,7 +329,7 @@ def _final_run(
 
 
 class Bounds(NamedTuple):
-    """Absolute positions of a full-attention request: integers, or int ``[R]`` arrays.
+    """Absolute positions of full-attention requests, int ``[R]``.
 
     first      where the text of this canvas begins; everything before is its prompt
     start      first undecided position: where the canvas starts
@@ -363,24 +363,27 @@ def bounds(
     return Bounds(first, start, np.minimum(start + block_length, stop), stop)
 
 
-def span_semi_autoregressive(canvas: Bounds, keeps_kv: bool) -> tuple[int, int]:
+Span = tuple[np.ndarray, np.ndarray]  # where next passes start and stop, int ``[R]``
+
+
+def span_semi_autoregressive(canvas: Bounds, keeps_kv: np.ndarray) -> Span:
     """Everything in every step (LLaDA ``generate.py``, Dream ``generation_utils.py``)."""
-    return 0, int(canvas.stop)
+    return np.zeros_like(canvas.stop), canvas.stop
 
 
-def span_prefix_cache(canvas: Bounds, keeps_kv: bool) -> tuple[int, int]:
+def span_prefix_cache(canvas: Bounds, keeps_kv: np.ndarray) -> Span:
     """After a refresh, the current block and everything behind it."""
-    return (int(canvas.start) if keeps_kv else 0), int(canvas.stop)
+    return np.where(keeps_kv, canvas.start, 0), canvas.stop
 
 
-def span_dual_cache(canvas: Bounds, keeps_kv: bool) -> tuple[int, int]:
+def span_dual_cache(canvas: Bounds, keeps_kv: np.ndarray) -> Span:
     """After a refresh, the current block alone."""
-    return (int(canvas.start), int(canvas.block_stop)) if keeps_kv else (0, int(canvas.stop))
+    return np.where(keeps_kv, canvas.start, 0), np.where(keeps_kv, canvas.block_stop, canvas.stop)
 
 
 PlanFunction = Callable[[Canvas, int], StepPlan]
 SettleFunction = Callable[[Canvas, StepPlan, Tensor, Tensor, Tensor, Tensor, int], StepOutcome]
-SpanFunction = Callable[[Bounds, bool], tuple[int, int]]
+SpanFunction = Callable[[Bounds, np.ndarray], Span]
 
 STRATEGIES: dict[str, tuple[PlanFunction, SettleFunction]] = {
     "d2f": (plan_d2f, settle_blocks),

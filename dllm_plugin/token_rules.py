@@ -98,7 +98,8 @@ class TokenRules:
                 self.bias_MV = torch.zeros(self.num_slots + 1, self.vocab_size, device=device)
             rows, biases = zip(*self._new_biases, strict=True)
             index = async_tensor_h2d(np.array(rows, dtype=np.int64), device=device)
-            self.bias_MV[index] = torch.stack(biases).to(device, non_blocking=True)
+            # Rows of a whole vocabulary: without pinned memory their copy waits for the stream.
+            self.bias_MV[index] = async_tensor_h2d(torch.stack(biases), device=device)
             self._new_biases.clear()
         self.bad_words.apply_staged_writes()
 

@@ -144,6 +144,12 @@ CASES: dict[str, Spans] = {
     "context is an exact multiple of the key tile": Spans([6], [128], page=64),
     "context ends one past a page": Spans([6], [65], page=64, head=128),
     "pages larger than a key tile": Spans([9], [300], page=256),
+    "pages of 512": Spans([9, 3], [1100, 511], page=512, group=2),
+    "pages of 512, half precision": Spans([6], [513], page=512, units=8, dtype=torch.float16),
+    "large pages that no key tile divides": Spans([9], [700], page=528),
+    "kept keys behind a span in pages of 512": Spans(
+        [8], [500], behind=41, rule=bidirectional, page=512
+    ),
     "pages smaller than a key tile": Spans([9], [150], page=16),
     "page size that is no power of two": Spans([9], [130], page=48),
     "second request's fresh keys lie at its own rows": Spans([4, 11, 6], [21, 0, 50]),

@@ -82,6 +82,11 @@ def serve(llm: "LLM", asks: Sequence[Ask], at_once: int, tick: Tick | None = Non
     return run
 
 
+def all_decode(run: Run, requests: int) -> bool:
+    """Whether so many requests have their prompts and first tokens behind them."""
+    return sum(bool(answer.arrivals) for answer in run.answers) == requests
+
+
 def _note(answer: Answer, output: Any, step: int) -> bool:
     """Record one output; whether it was the request's last."""
     completion = output.outputs[0]

@@ -10,14 +10,14 @@ from dllm_plugin import default_model
 from dllm_plugin.bench.drive import Ask
 from dllm_plugin.bench.options import Settings
 from dllm_plugin.bench.shapes import SHAPES, Config, relative, write
-from dllm_plugin.bench.weights import EXTENSION, fill_engine
+from dllm_plugin.bench.worker import EXTENSION, fill_weights
 from dllm_plugin.models import ARCHITECTURES
 from dllm_plugin.offline import BUNDLED_MEMORY, start_engine
 
 if TYPE_CHECKING:
     from vllm import LLM
 
-DUMMY = {"load_format": "dummy", "skip_tokenizer_init": True, "worker_extension_cls": EXTENSION}
+DUMMY = {"load_format": "dummy", "skip_tokenizer_init": True}
 DEFAULT_CANVASES = 64  # for more at once the token budget of a step has to be named
 
 
@@ -81,6 +81,7 @@ def _common(settings: Settings, length: int, at_once: int) -> dict[str, Any]:
         "max_model_len": length,
         "max_num_seqs": at_once,
         "disable_log_stats": False,  # a server counts too, and messages then count steps
+        "worker_extension_cls": EXTENSION,
     }
     if settings.gpu_memory_utilization is not None:
         options["gpu_memory_utilization"] = settings.gpu_memory_utilization
@@ -127,8 +128,8 @@ def autoregressive(settings: Settings, model: Model, length: int, scratch: Path)
 
 def _started(settings: Settings, options: dict[str, Any]) -> "LLM":
     llm = start_engine(options)
-    if "worker_extension_cls" in options:
-        fill_engine(llm, settings.seed)
+    if options.get("load_format") == "dummy":
+        fill_weights(llm, settings.seed)
     return llm
 
 

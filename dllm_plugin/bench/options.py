@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dllm_plugin import default_model
+from dllm_plugin.bench import schedule
 from dllm_plugin.bench.shapes import SHAPES
 from dllm_plugin.choices import BLOCK_DIFFUSION, D2F
 from dllm_plugin.config import DecodeConfig
@@ -107,6 +108,11 @@ class Settings:
         most = self.max_positions
         return tuple(n for n in self.requests if most is None or n * canvas <= most)
 
+    def served_at_once(self, canvas: int) -> tuple[int, ...]:
+        """Numbers of requests at once in the modes that serve whole requests."""
+        several = self.at_once(canvas) if "throughput" in self.served else ()
+        return tuple(sorted({*several, *((1,) if "latency" in self.served else ())}))
+
     @property
     def steps(self) -> bool:
         """Whether single steps are measured."""
@@ -128,7 +134,9 @@ def _add_options(parser: argparse.ArgumentParser, mode: str) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--shapes", choices=SHAPES, help="dummy weights of these shapes")
     what.add_argument("--model", help="folder or hub name (default: the bundled model)")
-    parser.add_argument("--strategy", choices=STRATEGIES, help="default: d2f with an adapter")
+    parser.add_argument(
+        "--strategy", help=f"{' or '.join(STRATEGIES)} (default: d2f with an adapter)"
+    )
     one = () if mode == "latency" else (1,)
     if one:
         parser.add_argument("--requests", type=_numbers, default=one, help="at once: 1,16,64")
@@ -184,6 +192,11 @@ def settings_of(args: argparse.Namespace) -> Settings:
     is_dummy, is_bundled = args.shapes is not None, args.shapes is None and args.model is None
     lora = default_model.adapter_path() if is_bundled and args.lora_path is None else args.lora_path
     strategy = args.strategy or (D2F if lora and not is_dummy else BLOCK_DIFFUSION)
+    if strategy not in STRATEGIES:
+        raise ValueError(
+            f"--strategy {strategy} is not measured, as neither gate nor floor knows its passes: "
+            f"use {' or '.join(STRATEGIES)}."
+        )
     settings = Settings(
         mode=args.mode,
         shapes=args.shapes,
@@ -267,6 +280,9 @@ def _check_meaning(settings: Settings, input_len: int | None) -> None:
             raise ValueError(
                 f"--tokens-per-forward {rate:g} must lie between 1 and a block of {smallest}."
             )
+        if rate is not None:
+            grid = [(settings.block(c), settings.served_at_once(c)) for c in settings.canvas]
+            schedule.check(rate, settings.output_len, settings.rounds, grid)
     else:
         if rate is not None:
             raise ValueError("--tokens-per-forward is measured on a checkpoint: use --shapes.")

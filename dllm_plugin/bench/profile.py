@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dllm_plugin.bench.drive import Ask, Run, serve
+from dllm_plugin.bench.drive import Ask, Run, all_decode, serve
 from dllm_plugin.bench.trace import summarise
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class Tracer:
     def tick(self, run: Run) -> None:
         """Called after every message of the engine."""
         if self.until is None:
-            if sum(bool(answer.arrivals) for answer in run.answers) == self.requests:
+            if all_decode(run, self.requests):
                 self.llm.start_profile(self.name)
                 self.until = len(run.stamps) + STEPS
         elif not self.done and len(run.stamps) >= self.until:

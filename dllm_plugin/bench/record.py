@@ -1,5 +1,6 @@
 """What a JSON line says about where it was measured, and the tables before it."""
 
+import hashlib
 import os
 import platform
 import subprocess
@@ -76,6 +77,7 @@ def _versions() -> Row:
     return {
         "diffuplug": dllm_plugin.__version__,
         "commit": _commit(),
+        "sources": hash_of_sources(Path(dllm_plugin.__file__).parent),
         "vllm": vllm.__version__,
         "torch": torch.__version__,
         "triton": triton_version,
@@ -91,6 +93,19 @@ def _commit() -> str | None:
         return None
     changed = _output("git", "-C", str(root), "status", "--porcelain", "-uno")
     return _output("git", "-C", str(root), "rev-parse", "--short", "HEAD") + "+" * bool(changed)
+
+
+def hash_of_sources(package: Path) -> str:
+    """First digits of a SHA-256 over relative paths and contents of a package's Python files.
+
+    A changed tree has the same commit as another one; this tells them apart.
+    """
+    total = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        for part in (path.relative_to(package).as_posix().encode(), path.read_bytes()):
+            # A digest each: a text that moves from one file to the next is another tree.
+            total.update(hashlib.sha256(part).digest())
+    return total.hexdigest()[:12]
 
 
 def _output(*command: str) -> str:
@@ -121,7 +136,9 @@ def _cell(value: Any, form: str) -> str:
 COLUMNS = {
     "step": {
         **{"requests": "d", "canvas": "d", "context": "d", "steps": "d", "step_ms": ".3f"},
+        **{"tokens_per_forward": ".2f", "forwards_per_s": ".1f", "positions_per_token": ".1f"},
         **{"products_ms": ".3f", "kv_ms": ".3f", "share_of_floor": ".1%", "times_products": ".2f"},
+        **{"logits_mb": ".1f", "temporary_mb": ".1f"},
         **{"ar_step_ms": ".3f", "times_ar_step": ".2f"},
     },
     "served": {

@@ -1,5 +1,6 @@
 """``diffuplug bench throughput`` and ``latency``: whole requests, from the front end's clock."""
 
+import re
 import statistics
 from typing import TYPE_CHECKING, Any
 
@@ -7,6 +8,7 @@ from dllm_plugin.bench.drive import Answer, Ask, Run, serve
 from dllm_plugin.bench.engines import Model, Prompts
 from dllm_plugin.bench.floor import Floor
 from dllm_plugin.bench.options import Settings
+from dllm_plugin.bench.schedule import steps_of
 from dllm_plugin.bench.shapes import Sizes
 from dllm_plugin.default_model.problems import Problem, eval_seeds, extract_answer, problem
 
@@ -15,7 +17,9 @@ if TYPE_CHECKING:
 
 REAL_INPUT = 512  # room for a word problem in any chat template
 WARMUP_BLOCKS = 2
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 AR_WARMUP = 16  # tokens
+NO_ACCURACY = "not measured: the checkpoint has no chat template to put a problem in"
 
 
 def longest(settings: Settings, model: Model) -> int:
@@ -34,17 +38,11 @@ def grid(settings: Settings, canvas: int) -> list[tuple[str, int]]:
     return points + [("latency", 1)] * ("latency" in settings.served)
 
 
-def steps_of(number: int, block: int, rate: float) -> int:
-    """Steps per block of the `number`-th request, so that requests average `block / rate`."""
-    return int((number + 1) * block / rate + 1e-9) - int(number * block / rate + 1e-9)
-
-
 def synthetic(settings: Settings, canvas: int, prompts: Prompts, count: int) -> list[Ask]:
     """Requests whose schedule unmasks `tokens_per_forward`, whatever the weights say."""
     assert settings.tokens_per_forward is not None
-    block, asks = settings.block(canvas), []
-    for number in range(count):
-        steps = steps_of(number, block, settings.tokens_per_forward)
+    asks = []
+    for steps in steps_of(count, settings.block(canvas), settings.tokens_per_forward):
         extra = {"dllm_policy": "low_confidence", "dllm_steps": steps}
         asks.append(
             prompts.ask(settings.input_len, max_tokens=settings.output_len, extra_args=extra)
@@ -57,9 +55,8 @@ def problems_of(count: int) -> list[Problem]:
     return [problem(seed) for seed in eval_seeds(count)]
 
 
-def real(llm: "LLM", settings: Settings, problems: list[Problem]) -> list[Ask]:
-    """Word problems as a chat, if the checkpoint has a template, else as they are."""
-    tokenizer: Any = llm.get_tokenizer()
+def real(tokenizer: Any, problems: list[Problem]) -> list[list[int]]:
+    """Prompts: word problems as a chat, if the checkpoint has a template, else as they are."""
     prompts = []
     for item in problems:
         text = item.question
@@ -69,7 +66,7 @@ def real(llm: "LLM", settings: Settings, problems: list[Problem]) -> list[Ask]:
             prompts.append(tokenizer.encode(text, add_special_tokens=False))
         else:
             prompts.append(tokenizer.encode(text))
-    return [Ask(prompt, {"max_tokens": settings.output_len}) for prompt in prompts]
+    return prompts
 
 
 def measure(
@@ -81,15 +78,17 @@ def measure(
         count = at_once * settings.rounds
         problems = problems_of(count) if model.is_real else []
         if model.is_real:
-            asks = real(llm, settings, problems)
+            found = real(llm.get_tokenizer(), problems)
+            asks = [Ask(prompt, {"max_tokens": settings.output_len}) for prompt in found]
         else:
             asks = synthetic(settings, canvas, prompts, count)
         _warm_up(llm, asks, at_once, WARMUP_BLOCKS * settings.block(canvas))
         run = serve(llm, asks, at_once)
         row = {"mode": mode, "requests": at_once, "canvas": canvas} | _times(run)
         row["positions"] = settings.fed(canvas, at_once)
-        if model.is_bundled:
-            row["accuracy"] = _accuracy(llm, run, problems)
+        if model.is_real:
+            ids = [answer.token_ids for answer in run.answers]
+            row |= score(llm.get_tokenizer(), ids, problems, model.is_bundled)
         rows.append((row, run.answers))
     return rows
 
@@ -141,11 +140,25 @@ def _times(run: Run) -> dict[str, Any]:
     }
 
 
-def _accuracy(llm: "LLM", run: Run, problems: list[Problem]) -> float:
-    tokenizer: Any = llm.get_tokenizer()
-    texts = [tokenizer.decode(a.token_ids, skip_special_tokens=True) for a in run.answers]
+def score(
+    tokenizer: Any, answers: list[list[int]], problems: list[Problem], is_bundled: bool
+) -> dict[str, Any]:
+    """Share of answers whose number is right, or why that is not known; see `number_of`."""
+    if tokenizer.chat_template is None:
+        return {"accuracy": None, "accuracy_note": NO_ACCURACY}
+    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in answers]
     pairs = zip(texts, problems, strict=True)
-    return statistics.mean(extract_answer(text) == item.result for text, item in pairs)
+    right = [number_of(text, is_bundled) == item.result for text, item in pairs]
+    return {"accuracy": statistics.mean(right)}
+
+
+def number_of(text: str, is_bundled: bool) -> float | None:
+    """The number behind the last ``####``; of a model not taught to write that, the last one."""
+    marked = extract_answer(text)
+    if marked is not None or is_bundled:
+        return marked
+    found = NUMBER.findall(text)
+    return float(found[-1].replace(",", "")) if found else None
 
 
 def compare(

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dllm_plugin.bench.drive import Answer, Ask, Run, Window, serve, steady
-from dllm_plugin.bench.engines import Prompts
+from dllm_plugin.bench.engines import Prompts, on_cpu
 from dllm_plugin.bench.floor import Floor
+from dllm_plugin.bench.memory import logits_bytes, temporary_bytes
 from dllm_plugin.bench.options import Settings
 from dllm_plugin.bench.profile import trace
 from dllm_plugin.bench.shapes import Sizes
@@ -21,20 +22,24 @@ if TYPE_CHECKING:
 
 STEPS_PER_BLOCK = 8  # a block of any length; the number of steps does not change their cost
 BLOCKS = 6  # measured
+MEMORY_BLOCKS = 1  # of the run that counts memory
 D2F_BLOCKS = 3  # whose steps are as many as their positions
 AR_STEPS = 48
 LEAST_BUDGET = 2048  # tokens of a step: vLLM's own default, or all prompts fit one step anyhow
 SHIFT = 1.5  # prompts come in while others are decoded: more steps than they need alone
 
 
-def plan(settings: Settings, canvas: int, requests: int, budget: int) -> tuple[int, int]:
+def plan(
+    settings: Settings, canvas: int, requests: int, budget: int, measured: int | None = None
+) -> tuple[int, int]:
     """Prompt length and output length of a grid point.
 
     Args:
         budget: tokens of a step; prompts beyond it come in later.
+        measured: blocks in which all requests run; default: as many as are timed.
     """
     per_block = steps_per_block(settings, canvas)
-    measured = D2F_BLOCKS if settings.strategy == D2F else BLOCKS
+    measured = measured or (D2F_BLOCKS if settings.strategy == D2F else BLOCKS)
     late = int(SHIFT * requests * settings.context / budget / per_block) + 1
     block = settings.block(canvas)
     before = block * (1 + late) + block * measured // 2
@@ -66,10 +71,15 @@ def longest(settings: Settings) -> int:
 
 
 def _asks(
-    llm: "LLM", settings: Settings, canvas: int, prompts: Prompts, requests: int
+    llm: "LLM",
+    settings: Settings,
+    canvas: int,
+    prompts: Prompts,
+    requests: int,
+    measured: int | None = None,
 ) -> list[Ask]:
     budget = llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
-    prompt, output = plan(settings, canvas, requests, budget)
+    prompt, output = plan(settings, canvas, requests, budget, measured)
     extra = sampling(settings, canvas)
     return [prompts.ask(prompt, max_tokens=output, extra_args=extra) for _ in range(requests)]
 
@@ -81,8 +91,16 @@ def measure(llm: "LLM", settings: Settings, canvas: int, prompts: Prompts) -> li
         asks = _asks(llm, settings, canvas, prompts, requests)
         run = serve(llm, asks, requests)
         _check(run, asks[0].sampling["max_tokens"], settings, canvas)
-        row = {"requests": requests, "canvas": canvas, "positions": settings.fed(canvas, requests)}
-        rows.append(row | _times(run))
+        positions = settings.fed(canvas, requests)
+        row: dict[str, Any] = {"requests": requests, "canvas": canvas, "positions": positions}
+        row |= _times(run) | _rates(run)
+        row["forwards_per_s"] = requests * row["steps_per_second"]
+        row["logits_mb"] = logits_bytes(llm, positions, settings.vocab_parallel) / 1e6
+        if not on_cpu():
+            # A run of its own: asking workers takes time.
+            asks = _asks(llm, settings, canvas, prompts, requests, MEMORY_BLOCKS)
+            row["temporary_mb"] = temporary_bytes(llm, asks) / 1e6
+        rows.append(row)
     return rows
 
 
@@ -124,6 +142,15 @@ def _times(run: Run) -> dict[str, Any]:
         "step_ms": window.step_ms,
         "step_ms_spread": list(window.spread_ms),
         "steps_per_second": 1e3 / window.step_ms,
+    }
+
+
+def _rates(run: Run) -> dict[str, Any]:
+    """Of the fixed schedule, without prompts: they lie outside of what is timed."""
+    tokens = sum(len(answer.token_ids) for answer in run.answers)
+    return {
+        "tokens_per_forward": tokens / sum(answer.forwards for answer in run.answers),
+        "positions_per_token": sum(a.canvas_positions for a in run.answers) / tokens,
     }
 
 

@@ -6,30 +6,10 @@ engine where the floor's random rows had 667, benchmarks/reports/h200_steps.md),
 experts reads the few experts that all of them are routed to.
 """
 
-from typing import TYPE_CHECKING, Any
-
 import torch
-
-if TYPE_CHECKING:
-    from vllm import LLM
 
 # Of a uniform distribution with the deviation 0.02, which models are initialised with.
 BOUND = 0.02 * 3**0.5
-
-
-class RandomWeights:
-    """vLLM's `worker_extension_cls`: every rank fills the weights that it has.
-
-    With the same numbers, so that what ranks have copies of (routers, shared KV heads) is equal.
-    """
-
-    def fill_weights(self, seed: int) -> None:
-        """Of one rank; see :func:`fill`."""
-        worker: Any = self
-        fill(worker.get_model(), seed)
-
-
-EXTENSION = f"{__name__}.{RandomWeights.__name__}"
 
 
 def fill(model: torch.nn.Module, seed: int) -> None:
@@ -46,8 +26,3 @@ def fill(model: torch.nn.Module, seed: int) -> None:
                 parameter.fill_(1.0)
             else:
                 parameter.uniform_(-BOUND, BOUND, generator=generator)
-
-
-def fill_engine(llm: "LLM", seed: int) -> None:
-    """All ranks of an engine that was started with `EXTENSION`."""
-    llm.collective_rpc("fill_weights", args=(seed,))

@@ -9,6 +9,7 @@ from vllm.config import AttentionConfig, VllmConfig, get_layers_from_vllm_config
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.selector import AttentionSelectorConfig
 
 CUSTOM, FLEX_ATTENTION = AttentionBackendEnum.CUSTOM, AttentionBackendEnum.FLEX_ATTENTION
 FLASH_ATTN, TRITON_ATTN = AttentionBackendEnum.FLASH_ATTN, AttentionBackendEnum.TRITON_ATTN
@@ -19,7 +20,8 @@ HEAD_SIZES = (32, 64, 128)
 PAGE_UNIT = 16
 # What `diffuplug doctor` says of a wish.
 REASONS = {
-    "auto": "auto: vLLM's own, as nothing faster on the whole has been measured",
+    "auto": "auto: vLLM's own; nothing faster on the whole has been measured on Hopper GPUs with "
+    "FlashAttention 3, and nothing at all where that is missing",
     "unified": "asked for: vLLM's own",
     "distinct": "asked for: keys in pieces of 16 bytes, values along tokens, fused span attention",
 }
@@ -56,6 +58,32 @@ def _problems(vllm_config: VllmConfig) -> Iterator[str]:
         yield "has no sliding windows, but this model's layers do"
     if cache.user_specified_block_size and cache.block_size % PAGE_UNIT:
         yield f"needs pages of {PAGE_UNIT} tokens or a multiple, got block_size {cache.block_size}"
+
+
+def refuse_ignored(vllm_config: VllmConfig) -> None:
+    """Refuse attention backends that vLLM's CPU platform would replace and only log.
+
+    Other platforms refuse by themselves what they cannot run. Raises ValueError with one sentence.
+    """
+    if not current_platform.is_cpu():
+        return
+    model, attention = vllm_config.model_config, vllm_config.attention_config
+    assert isinstance(model.dtype, torch.dtype)  # "auto" is settled before
+    wish = AttentionSelectorConfig(
+        head_size=model.get_head_size(),
+        dtype=model.dtype,
+        kv_cache_dtype=vllm_config.cache_config.cache_dtype,
+        block_size=None,
+        use_mla=model.use_mla,
+    )
+    for asked in filter(None, _asked(attention)):
+        taken = current_platform.get_attn_backend_cls(asked, wish)
+        # Names that only plugins fill have no path of their own.
+        if not asked.value or asked.get_path() != taken:
+            raise ValueError(
+                f"attention_backend {asked.name} is not for CPUs, where vLLM takes "
+                f"{taken.rpartition('.')[2]} whatever is asked for: leave attention_backend out."
+            )
 
 
 def flash_version(vllm_config: VllmConfig) -> int | None:

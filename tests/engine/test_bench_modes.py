@@ -54,6 +54,11 @@ def test_all_modes_and_baselines_on_dummy_weights(capsys: pytest.CaptureFixture[
         assert row["products_ms"] == floor[32 * row["requests"]]
         assert row["floor_ms"] == pytest.approx(row["products_ms"] + row["kv_ms"])
         assert row["share_of_floor"] == pytest.approx(row["floor_ms"] / row["step_ms"])
+        assert row["forwards_per_s"] == pytest.approx(1e3 * row["requests"] / row["step_ms"])
+        # Blocks of 16 in eight steps, 512 columns of bfloat16.
+        assert row["tokens_per_forward"] == 2 and row["positions_per_token"] == 32 / 2
+        assert row["logits_mb"] == 32 * row["requests"] * 512 * 2 / 1e6
+        assert "temporary_mb" not in row, "there is no allocator to ask on a CPU"
         assert row["times_ar_step"] == pytest.approx(row["step_ms"] / row["ar_step_ms"])
         assert abs(row["context"] - 128) <= 16
 

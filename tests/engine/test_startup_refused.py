@@ -51,6 +51,7 @@ WRONG_OPTIONS: list[tuple[Any, str]] = [
 WRONG_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
     ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, "speculative"),
+    ({"attention_backend": "FLEX_ATTENTION"}, "attention_backend FLEX_ATTENTION is not for CPUs"),
 ]
 
 

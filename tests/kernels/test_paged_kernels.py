@@ -28,6 +28,8 @@ STORES = {
     "nothing is stored": store_case(1, 64, 32, [-1] * 40),
     "three heads over several programs": store_case(3, 32, 64, [*range(100, 190), -1, 575]),
     "pages of 256": store_case(1, 128, 256, [*range(250, 262), 2303]),
+    "pages of 512": store_case(2, 64, 512, [*range(500, 530), -1, 4607]),
+    "large pages that no key tile divides": store_case(1, 32, 528, [*range(520, 540), 4751]),
     "page size that is no power of two": store_case(2, 32, 48, [*range(40, 60), -1]),
 }
 

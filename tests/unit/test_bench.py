@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from documented import ROOT
+from transformers import AutoTokenizer
 
-from dllm_plugin import cli
-from dllm_plugin.bench import floor, serving, step, trace, weights
-from dllm_plugin.bench.drive import Answer, Arrival, Run, steady
+from dllm_plugin import cli, default_model
+from dllm_plugin.bench import floor, record, schedule, serving, step, trace, weights
+from dllm_plugin.bench.drive import Answer, Arrival, Run, all_decode, steady
 from dllm_plugin.bench.options import Settings, settings_of
 from dllm_plugin.bench.shapes import SHAPES, Sizes, relative
 
@@ -30,6 +31,7 @@ DUMMY = ["throughput", "--shapes", "tiny", "--tokens-per-forward"]
     [
         (["step", "--shapes", "tiny", "--vs", "hf"], "--vs hf serves whole requests"),
         (["step", "--vs", "tgi"], "--vs tgi is unknown; baselines: ar, hf"),
+        (["latency", "--strategy", "dual_cache"], "--strategy dual_cache is not measured"),
         (["step", "--requests", "0,1"], "--requests must be whole numbers of at least 1"),
         (["step", "--canvas", "33", "--block-length", "16"], "--canvas 33 is no whole number"),
         (["step", "--shapes", "tiny", "--block-length", "64"], "--canvas 32 is no whole number"),
@@ -46,6 +48,9 @@ DUMMY = ["throughput", "--shapes", "tiny", "--tokens-per-forward"]
         (["throughput", "--shapes", "tiny"], "needs --tokens-per-forward"),
         ([*DUMMY, "17"], "must lie between 1 and a block of 16"),
         ([*DUMMY, "2", "--strategy", "d2f"], "accepts by confidence"),
+        ([*DUMMY, "3", "--rounds", "2"], "would be 2.91 for 1 at once"),
+        ([*DUMMY, "3", "--rounds", "1"], "steps per block of 16: use --rounds 3."),
+        ([*DUMMY, "3", "--output-len", "40"], "is no whole number of blocks of 16: use 48."),
         (["latency", "--tokens-per-forward", "2"], "is measured on a checkpoint"),
         (["latency", "--input-len", "64"], "is what the prompts have on a checkpoint"),
         (["latency", "--model", "some/model", "--vs", "hf"], "--vs hf needs --shapes"),
@@ -116,6 +121,14 @@ def test_window_holds_steps_of_all_requests_only() -> None:
     assert step._context(run, window) == 10 + (8 + 8) / 2
 
 
+def test_all_decode_once_the_last_one_has_tokens() -> None:
+    """Memory is counted, and a trace begins, behind the prompts."""
+    run = Run([answer((2, 4), (6, 4)), answer((4, 4))])
+    assert all_decode(run, 2) and not all_decode(run, 3)
+    run.answers.append(answer())
+    assert not all_decode(run, 3)
+
+
 def test_requests_that_never_met_have_no_window() -> None:
     run = Run([answer((2, 4), (6, 4)), answer((8, 4), (12, 4))], [0.1 * i for i in range(13)])
     with pytest.raises(ValueError, match="never ran all at once"):
@@ -181,10 +194,88 @@ def test_relatives_are_of_the_same_size() -> None:
 
 
 def test_fractional_rates_are_an_average_of_whole_schedules() -> None:
-    steps = [serving.steps_of(i, block=16, rate=3.0) for i in range(6)]
-    assert steps == [5, 5, 6, 5, 5, 6]
-    assert {serving.steps_of(i, block=32, rate=4.0) for i in range(50)} == {8}
-    assert sum(serving.steps_of(i, 16, 2.7) for i in range(270)) == 1600
+    assert schedule.steps_of(6, block=16, rate=3.0) == [5, 5, 6, 5, 5, 6]
+    assert schedule.steps_of(2, block=16, rate=3.0) == [5, 6]
+    assert set(schedule.steps_of(50, block=32, rate=4.0)) == {8}
+    assert sum(schedule.steps_of(270, block=16, rate=2.7)) == 1600
+    assert set(schedule.steps_of(5, block=16, rate=16.0)) == {1}
+
+
+@pytest.mark.parametrize("block", [1, 4, 16, 32, 64, 128])
+def test_schedules_give_what_is_asked_for_or_are_refused(block: int) -> None:
+    """Of any rate that a block can have, and so of the rounds that the refusal names."""
+    for rate in (1 + (block - 1) * i / 60 for i in range(61)):
+        for rounds in (1, 2, 3, schedule.MOST_REQUESTS):
+            found = rounds * block / sum(schedule.steps_of(rounds, block, rate))
+            close = abs(found / rate - 1) <= 0.02
+            assert close or rounds < schedule.MOST_REQUESTS
+            try:
+                schedule.check(rate, 2 * block, rounds, [(block, (1, 4))])
+            except ValueError as error:
+                named = int(str(error).rsplit("--rounds ", 1)[1].rstrip("."))
+                schedule.check(rate, 2 * block, named, [(block, (1, 4))])
+                assert not close
+            else:
+                assert close
+
+
+def test_only_what_is_served_has_to_be_met() -> None:
+    """Two rounds of 16 requests are enough requests; a request alone is not."""
+    arguments = (*DUMMY[1:], "3", "--rounds", "2", "--requests", "16")
+    assert settings("throughput", *arguments).served_at_once(32) == (16,)
+    with pytest.raises(ValueError, match="for 1 at once"):
+        settings("all", *arguments)
+
+
+def test_sources_are_told_apart(tmp_path: Path) -> None:
+    """Contents, names and where a text lies count; what is no source does not."""
+    found = []
+    for one, two in ((b"ab", b"c"), (b"a", b"bc"), (b"ab", b"d")):
+        (tmp_path / "inner").mkdir(exist_ok=True)
+        (tmp_path / "inner" / "one.py").write_bytes(one)
+        (tmp_path / "two.py").write_bytes(two)
+        found.append(record.hash_of_sources(tmp_path))
+    (tmp_path / "note.txt").write_text("no source")
+    assert record.hash_of_sources(tmp_path) == found[-1]
+    (tmp_path / "two.py").rename(tmp_path / "three.py")
+    found.append(record.hash_of_sources(tmp_path))
+    assert len(set(found)) == 4
+    # Of the package that is measured, whatever the working folder.
+    written = record._versions()["sources"]
+    assert written == record.hash_of_sources(ROOT / "dllm_plugin") and len(written) == 12
+
+
+def test_any_model_with_a_chat_template_is_scored() -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(default_model.path())
+    problems = serving.problems_of(4)
+    texts = [problem.answer for problem in problems[:3]] + ["no number here"]
+    answers = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    for is_bundled in (True, False):
+        assert serving.score(tokenizer, answers, problems, is_bundled) == {"accuracy": 0.75}
+    for prompt, item in zip(serving.real(tokenizer, problems), problems, strict=True):
+        assert item.question in tokenizer.decode(prompt) != item.question
+    # Without a template there is no telling how to ask.
+    tokenizer.chat_template = None
+    assert tokenizer.decode(serving.real(tokenizer, problems)[0]) == problems[0].question
+    unscored = serving.score(tokenizer, answers, problems, False)
+    assert unscored["accuracy"] is None and "no chat template" in unscored["accuracy_note"]
+    assert record.table_of("served", [unscored]).split() == ["accuracy", "-"]
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("5 + 7 = 12\n#### 12\nin 3 steps", 12),
+        ("She has 5 and gets 7, so she has 12.", 12),
+        ("The total is $1,200.00.", 1200),
+        (r"Hence \boxed{-4}", -4),
+        ("no number", None),
+    ],
+)
+def test_result_of_an_answer(text: str, number: int | None) -> None:
+    """The bundled model was taught a mark, and without it has not answered."""
+    assert serving.number_of(text, is_bundled=False) == number
+    assert serving.number_of(text, is_bundled=True) == (number if "####" in text else None)
 
 
 def launch(number: int, time: float) -> dict[str, Any]:

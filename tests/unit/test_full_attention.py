@@ -52,12 +52,18 @@ def test_bounds_of_many_requests_at_once() -> None:
 
 
 def test_spans_are_those_of_the_design() -> None:
-    canvas = bounds(np.array(5), np.array(13), np.array(37), np.array(8), 64, 100)
-    spans = {name: (span(canvas, False), span(canvas, True)) for name, span in SPANS.items()}
+    given = (np.array(pair) for pair in ([5, 10], [13, 26], [37, 42], [8, 16]))
+    canvas = bounds(*given, 64, 100)
+    cached = np.array([[False, False], [True, False], [False, True]])
+    spans = {
+        name: [[part.tolist() for part in span(canvas, keeps)] for keeps in cached]
+        for name, span in SPANS.items()
+    }
+    refresh = [[0, 0], [37, 42]]
     assert spans == {
-        "semi_autoregressive": ((0, 37), (0, 37)),
-        "prefix_cache": ((0, 37), (13, 37)),
-        "dual_cache": ((0, 37), (13, 21)),
+        "semi_autoregressive": [refresh] * 3,
+        "prefix_cache": [refresh, [[13, 0], [37, 42]], [[0, 26], [37, 42]]],
+        "dual_cache": [refresh, [[13, 0], [21, 42]], [[0, 26], [37, 42]]],
     }
 
 

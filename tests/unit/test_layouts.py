@@ -56,6 +56,23 @@ def test_a_layer_with_another_backend_is_noticed(single_rank: None, checkpoints:
         assert Attention(4, 64, 0.125, prefix="model.0").attn_backend is not backend
 
 
+@pytest.mark.parametrize("asked", ["CPU_ATTN", "auto"])
+def test_backends_that_a_cpu_runs(asked: str, checkpoints: Path) -> None:
+    options = {"attention_backend": asked}
+    config = EngineArgs(str(checkpoints / "tiny-llada"), **options).create_engine_config()
+    assert config.attention_config.backend in (None, CPU_ATTN)
+
+
+@pytest.mark.parametrize("asked", ["FLEX_ATTENTION", "TRITON_ATTN", "CUSTOM", "CPU_MLA"])
+@pytest.mark.parametrize("per_kind", [False, True])
+def test_backends_that_a_cpu_would_ignore(asked: str, per_kind: bool, checkpoints: Path) -> None:
+    options: dict[str, Any] = {"attention_backend": asked}
+    if per_kind:
+        options = {"attention_config": {"backend_per_kind": {"full_attention": asked}}}
+    with pytest.raises(ValueError, match=f"{asked} is not for CPUs, where vLLM takes CPUAttention"):
+        EngineArgs(str(checkpoints / "tiny-llada"), **options).create_engine_config()
+
+
 @pytest.mark.parametrize(
     ("options", "word"),
     [

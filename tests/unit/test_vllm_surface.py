@@ -90,6 +90,7 @@ vllm.v1.attention.backends.flash_attn: FlashAttentionMetadata FlashAttentionMeta
 vllm.v1.attention.backends.flex_attention: FlexAttentionBackend FlexAttentionMetadataBuilder
 vllm.v1.attention.backends.registry: AttentionBackendEnum register_backend
 vllm.v1.attention.ops.merge_attn_states: merge_attn_states
+vllm.v1.attention.selector: AttentionSelectorConfig
 vllm.v1.core.sched.async_scheduler: AsyncScheduler
 vllm.v1.core.sched.output: NewRequestData SchedulerOutput
 vllm.v1.core.sched.scheduler: Scheduler
@@ -176,6 +177,8 @@ SIGNATURES = {
     BACKEND + "AttentionBackend.get_supported_head_sizes": "",
     BACKEND + "AttentionBackend.supported_kv_cache_layouts": "",
     BACKEND + "AttentionBackend.supports_non_causal": "",
+    "platforms.interface:Platform.get_attn_backend_cls": "selected_backend attn_selector_config "
+    "num_heads=None",
     "v1.worker.utils:AttentionGroup.build_metadata": "self common_attn_metadata ubatch_idx=0 "
     "common_prefix_len=0 **kwargs",
     "v1.worker.gpu.buffer_utils:UvaBackedTensor": "size dtype max_concurrency=None",
