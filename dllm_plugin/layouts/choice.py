@@ -20,8 +20,8 @@ HEAD_SIZES = (32, 64, 128)
 PAGE_UNIT = 16
 # What `diffuplug doctor` says of a wish.
 REASONS = {
-    "auto": "auto: vLLM's own; nothing faster on the whole has been measured on Hopper GPUs with "
-    "FlashAttention 3, and nothing at all where that is missing",
+    "auto": "auto: vLLM's own; on Hopper GPUs with FlashAttention 3 nothing faster on the whole "
+    "has been measured, and GPUs without it have not been measured",
     "unified": "asked for: vLLM's own",
     "distinct": "asked for: keys in pieces of 16 bytes, values along tokens, fused span attention",
 }
