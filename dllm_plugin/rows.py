@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dllm_plugin.compiled import of_any_length
@@ -259,8 +260,9 @@ class MaskedRows:
         index_np = partner_np = np.arange(canvases)
         if guided:
             index_np, partner_np = pair_rows(batch.req_ids[:canvases])
-        device_rows = torch.from_numpy(np.stack([index_np, partner_np]))
-        index_R, partner_R = device_rows.to(states.device, non_blocking=True)
+        index_R, partner_R = async_tensor_h2d(
+            np.stack([index_np, partner_np]), device=states.device
+        )
         slots_R, slots_np = batch.idx_mapping[index_R], batch.idx_mapping_np[index_np]
         drafts_R = batch.cu_num_logits[: canvases + 1].diff().to(torch.int64)
         canvas_drafts_R = drafts_R[index_R]
