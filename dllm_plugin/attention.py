@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.utils import AttentionGroup
 
-from dllm_plugin.layouts.parts import FEWEST_REQUESTS, PartsBuffers
+from dllm_plugin.layouts.parts import PartsBuffers
 from dllm_plugin.layouts.spans import SpanBuffers
 from dllm_plugin.row_counts import most_rows, rows_per_canvas
 from dllm_plugin.rows import count_canvases
@@ -109,9 +109,9 @@ class AttentionRows:
         states: CanvasStates,
         max_num_reqs: int,
         max_num_tokens: int,
-        in_parts: bool = False,
+        parts_from: int | None = None,
     ) -> None:
-        """`in_parts`: captured steps of many requests read each context once."""
+        """`parts_from`: captured steps of so many requests read each context once; None: none."""
         self.states = states
         self.spans: SpanBuffers | None = None
         if states.config.kv_cache_layout == "distinct":
@@ -123,7 +123,8 @@ class AttentionRows:
         self.query_start_loc = torch.zeros(max_rows + 1, dtype=torch.int32, device=states.device)
         self.seq_lens = torch.zeros(max_rows, dtype=torch.int32, device=states.device)
         self.parts: PartsBuffers | None = None
-        if in_parts:
+        self.parts_from = parts_from
+        if parts_from is not None:
             sizes = (max_num_reqs, self.rows_per_request, self.canvas_length)
             self.parts = PartsBuffers(*sizes, states.device)
         self.block_tables: list[Tensor] = []
@@ -146,8 +147,8 @@ class AttentionRows:
         """Metadata of one step for vLLM's attention backends."""
         # Capture announces itself by `for_capture` alone; its mode argument is NONE.
         is_full = for_capture or cudagraph_mode == CUDAGraphMode.FULL
-        in_parts = is_full and self.parts is not None
-        in_parts = in_parts and batch.num_reqs_after_padding >= FEWEST_REQUESTS
+        fewest = self.parts_from if is_full else None
+        in_parts = fewest is not None and batch.num_reqs_after_padding >= fewest
         # The other layout keeps one row, and so one table, per request; so do steps in two parts.
         tables = () if self.spans is not None or in_parts else block_tables
         rows = self.captured(batch, tables) if is_full else self.listed(batch, tables)

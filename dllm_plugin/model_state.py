@@ -17,7 +17,7 @@ from vllm.v1.worker.utils import AttentionGroup
 from dllm_plugin.attention import AttentionRows
 from dllm_plugin.config import get_decode_config
 from dllm_plugin.kernels import cpu
-from dllm_plugin.layouts.choice import flash_version, takes_parts
+from dllm_plugin.layouts.choice import flash_version, parts_from
 from dllm_plugin.sampler import DiffusionSampler
 from dllm_plugin.states import CanvasStates
 from dllm_plugin.vocab_shard import VocabShard
@@ -49,8 +49,8 @@ class DiffusionModelState(ModelState):
         """Take vLLM's sampler's state and put ours in its place."""
         draft_tokens = sampler.req_states.draft_tokens
         self.states = CanvasStates(self.config, self.model_config, draft_tokens)
-        parts = takes_parts(self.vllm_config, flash_version(self.vllm_config))
-        self.rows = AttentionRows(self.states, self.max_num_reqs, self.max_num_tokens, parts)
+        fewest = parts_from(self.vllm_config, flash_version(self.vllm_config))
+        self.rows = AttentionRows(self.states, self.max_num_reqs, self.max_num_tokens, fewest)
         canvas_length = self.states.canvas_NC.shape[1]
         max_rows = min(self.max_num_reqs * canvas_length, self.max_num_tokens)
         shard = None

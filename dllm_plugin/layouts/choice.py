@@ -132,16 +132,17 @@ def _asked(attention: AttentionConfig) -> tuple[AttentionBackendEnum | None, ...
     return (attention.backend, *attention.backend_per_kind.values())
 
 
-def takes_parts(vllm_config: VllmConfig, version: int | None) -> bool:
-    """Whether captured steps of many requests read each context once (:mod:`layouts.parts`).
+def parts_from(vllm_config: VllmConfig, version: int | None) -> int | None:
+    """From how many requests on captured steps read each context once (:mod:`layouts.parts`).
 
-    Not where results may not depend on how many requests run (VLLM_BATCH_INVARIANT).
+    None: never. Not where results may not depend on how many run (VLLM_BATCH_INVARIANT).
     """
-    from dllm_plugin.layouts.parts import pays
+    from dllm_plugin.layouts.parts import fewest_requests
 
     chosen = vllm_config.attention_config.backend == FLASH_ATTN and version == 3
     quantised = is_quantized_kv_cache(vllm_config.cache_config.cache_dtype)
-    return chosen and not quantised and not envs.VLLM_BATCH_INVARIANT and pays(vllm_config)
+    able = chosen and not quantised and not envs.VLLM_BATCH_INVARIANT
+    return fewest_requests(vllm_config) if able else None
 
 
 def _flash_problems(vllm_config: VllmConfig, version: int | None) -> Iterator[str]:

@@ -22,10 +22,11 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from dllm_plugin.config import get_decode_config
 
-# Where more heads share a key, products bound the time and not reading.
-MOST_HEADS_PER_KEY = 2
-# From so many requests on, a second launch and the merge cost less than reading contexts again.
-FEWEST_REQUESTS = 4
+# Four query heads per KV head lose everywhere up to contexts of 4,096: products bound them.
+MOST_HEADS_PER_KEY = 1
+# Numbers that rows read once more for each position of the contexts, from which on that costs as
+# much as a second launch and the merge: LLaDA-8B's 4,096 of 8 requests with two blocks each.
+LEAST_READ_AGAIN = 8 * 4096
 
 
 class CanvasParts(ModelSpecificAttnMetadata):
@@ -44,18 +45,20 @@ class CanvasParts(ModelSpecificAttnMetadata):
         return {"canvas_rows": self}
 
 
-def pays(vllm_config: VllmConfig) -> bool:
-    """Whether this model's captured steps are faster in two parts, from FEWEST_REQUESTS on.
+def fewest_requests(vllm_config: VllmConfig) -> int | None:
+    """From how many requests on this model's captured steps are faster in two parts; None: never.
 
     Where blocks commit alone, a step may see keys that earlier ones have left: rows read them.
     """
     model, config = vllm_config.model_config, get_decode_config(vllm_config)
     parallel = vllm_config.parallel_config
-    heads = model.get_num_attention_heads(parallel)
+    heads, kv_heads = model.get_num_attention_heads(parallel), model.get_num_kv_heads(parallel)
     assert config.canvas_length is not None and config.block_length is not None
-    several = config.canvas_length >= 2 * config.block_length and not config.commits_alone
-    several = several and model.get_sliding_window() is None
-    return several and heads <= MOST_HEADS_PER_KEY * model.get_num_kv_heads(parallel)
+    read_again = config.canvas_length // config.block_length - 1
+    apart = config.commits_alone or model.get_sliding_window() is not None
+    if apart or not read_again or heads > MOST_HEADS_PER_KEY * kv_heads:
+        return None
+    return -(-LEAST_READ_AGAIN // (read_again * kv_heads * model.get_head_size()))
 
 
 class PartsBuffers:

@@ -150,7 +150,7 @@ def eager_sdar(in_process):
 @pytest.fixture
 def by_rows(monkeypatch):
     """No step of so few requests reads contexts apart from canvases, which rounds differently."""
-    monkeypatch.setattr("dllm_plugin.attention.FEWEST_REQUESTS", MANY + 1)
+    monkeypatch.setattr("dllm_plugin.layouts.parts.LEAST_READ_AGAIN", 1 << 40)
 
 
 @pytest.mark.parametrize("backend", ["FLASH_ATTN", "TRITON_ATTN"])

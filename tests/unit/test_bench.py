@@ -14,12 +14,18 @@ from transformers import AutoTokenizer
 from dllm_plugin import cli, default_model
 from dllm_plugin.bench import floor, record, schedule, serving, step, trace, weights
 from dllm_plugin.bench.drive import Answer, Arrival, Run, all_decode, steady
+from dllm_plugin.bench.gate import ranks_of
 from dllm_plugin.bench.options import Settings, settings_of
 from dllm_plugin.bench.shapes import SHAPES, Sizes, relative
 
 
 def settings(*arguments: str) -> Settings:
     return settings_of(cli.build_parser().parse_args(["bench", *arguments]))
+
+
+@pytest.mark.parametrize(("ranks", "shared_by"), [(1, 1), (2, 2), (4, 2), (6, 6), (8, 2)])
+def test_the_gate_runs_on_ranks_that_share_the_bundled_heads(ranks: int, shared_by: int) -> None:
+    assert ranks_of(settings("step", "--tensor-parallel-size", str(ranks))) == shared_by
 
 
 ALONE = ("--commit-alone-from", "8")

@@ -214,7 +214,7 @@ def test_a_context_and_a_canvas_apart_are_what_rows_see(
     tables, slots = (torch.arange(16, dtype=torch.int32).view(4, 4),), torch.zeros(1, 48).long()
     step = (batch, CUDAGraphMode.FULL, tables, slots, [[group]], cache, False)
     rows = AttentionRows(loop.states, 4, 64).build(*step)["x"]
-    both = AttentionRows(loop.states, 4, 64, in_parts=True)
+    both = AttentionRows(loop.states, 4, 64, parts_from=4)
     batch.num_reqs_after_padding = 3
     few = both.build(*step)["x"] if count < 4 else None
     batch.num_reqs_after_padding = 4
@@ -245,20 +245,20 @@ def test_where_contexts_are_read_once(
     attention, options, text = engine_config.attention_config, given["dllm"], model.hf_text_config
 
     def taken(version: int | None = 3) -> bool:
-        return choice.takes_parts(engine_config, version)
+        return choice.parts_from(engine_config, version) is not None
 
     def heads_per_key(number: int) -> None:
         text.num_attention_heads = number * text.num_key_value_heads
         model.model_arch_config.total_num_attention_heads = text.num_attention_heads
 
     attention.backend = FLASH
-    heads_per_key(2)
+    heads_per_key(1)
     assert taken() and not taken(2) and not taken(None)
     for backend in (TRITON, None):
         attention.backend = backend
         assert not taken()
     attention.backend = FLASH
-    heads_per_key(4)
+    heads_per_key(2)
     assert not taken()
     heads_per_key(1)
     for different in (
@@ -279,6 +279,11 @@ def test_where_contexts_are_read_once(
     assert not taken()
     text.sliding_window = None
     assert taken()
+    # One context again for each block behind the first: of 256 requests with these few heads.
+    numbers = model.get_num_kv_heads(engine_config.parallel_config) * model.get_head_size()
+    assert choice.parts_from(engine_config, 3) == 8 * 4096 // numbers
+    given["dllm"] = options | {"canvas_length": 3 * options["block_length"]}
+    assert choice.parts_from(engine_config, 3) == 4 * 4096 // numbers
 
 
 def test_buffers_that_sleep_took_are_laid_out_again() -> None:
