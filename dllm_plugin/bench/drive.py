@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 Tick = Callable[["Run"], None]
+NEVER_AT_ONCE = (
+    "{} requests never ran all at once: their KV does not fit, or they ended too early; raise "
+    "--gpu-memory-utilization, or lower --requests or --context."
+)
 
 
 class Arrival(NamedTuple):
@@ -123,10 +127,7 @@ def steady(run: Run) -> Window:
     ends = [a.step for answer in run.answers for a in answer.arrivals if first <= a.step <= last]
     last = max(ends, default=first)
     if last - first < 4:
-        raise ValueError(
-            f"{len(run.answers)} requests never ran all at once: their KV does not fit, or they "
-            "ended too early; raise --gpu-memory-utilization, or lower --requests or --context."
-        )
+        raise ValueError(NEVER_AT_ONCE.format(len(run.answers)))
     parts = [first + (last - first) * i // 4 for i in range(5)]
     pace = [_pace(run, a, b) for a, b in zip(parts, parts[1:], strict=False)]
     return Window(first, last, _pace(run, first, last), (min(pace), max(pace)))

@@ -99,9 +99,11 @@ def _plain(
     threads = torch.get_num_threads()
     # Products of a tiny model: on 64 cores most of the time would go to waiting for one another.
     torch.set_num_threads(min(threads, MOST_THREADS))
-    with torch.no_grad():
-        tokens_BC, _ = loop(canvas)
-    torch.set_num_threads(threads)
+    try:
+        with torch.no_grad():
+            tokens_BC, _ = loop(canvas)
+    finally:
+        torch.set_num_threads(threads)
     prompts = [tokenizer.encode(chat_prompt(p.question)).ids for p in problems]
     return tokens_BC.tolist(), prompts, {canvas.eos, token_id(tokenizer, EOT)}
 

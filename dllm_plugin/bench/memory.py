@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dllm_plugin.bench.drive import Ask, Run, all_decode, serve
+from dllm_plugin.bench.drive import NEVER_AT_ONCE, Ask, Run, all_decode, serve
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -21,6 +21,8 @@ class Watch:
     def tick(self, run: Run) -> None:
         """Called after every message of the engine."""
         if not self.before and all_decode(run, self.requests):
+            if any(answer.finished for answer in run.answers):
+                raise ValueError(NEVER_AT_ONCE.format(self.requests))
             self.before = self.llm.collective_rpc("reset_peak_bytes")
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 REAL_INPUT = 512  # room for a word problem in any chat template
 WARMUP_BLOCKS = 2
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+NUMBER = re.compile(r"(?:(?<![\w.])-)?\d[\d,]*(?:\.\d+)?")
 AR_WARMUP = 16  # tokens
 NO_ACCURACY = "not measured: the checkpoint has no chat template to put a problem in"
 

@@ -7,6 +7,7 @@ on the keys of this pass, and both are merged by log-sum-exp (:mod:`layouts.flas
 R requests, B rows, T tokens, C canvas positions.
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,9 @@ from dllm_plugin.config import get_decode_config
 
 # Four query heads per KV head lose everywhere up to contexts of 4,096: products bound them.
 MOST_HEADS_PER_KEY = 1
-# Numbers that rows read once more for each position of the contexts, from which on that costs as
-# much as a second launch and the merge: LLaDA-8B's 4,096 of 8 requests with two blocks each.
-LEAST_READ_AGAIN = 8 * 4096
+# At contexts of 1,024 tokens a second launch costs as much as reading again so many numbers per
+# position of a context, and the merge of so many canvas positions as much as one such reading.
+READ_AGAIN, MERGED = 21_845, 80
 
 
 class CanvasParts(ModelSpecificAttnMetadata):
@@ -54,11 +55,13 @@ def fewest_requests(vllm_config: VllmConfig) -> int | None:
     parallel = vllm_config.parallel_config
     heads, kv_heads = model.get_num_attention_heads(parallel), model.get_num_kv_heads(parallel)
     assert config.canvas_length is not None and config.block_length is not None
-    read_again = config.canvas_length // config.block_length - 1
+    blocks = config.canvas_length // config.block_length
+    saved = blocks - 1 - config.canvas_length / MERGED
     apart = config.commits_alone or model.get_sliding_window() is not None
-    if apart or not read_again or heads > MOST_HEADS_PER_KEY * kv_heads:
+    if apart or saved <= 0 or heads > MOST_HEADS_PER_KEY * kv_heads:
         return None
-    return -(-LEAST_READ_AGAIN // (read_again * kv_heads * model.get_head_size()))
+    fewest = math.ceil(READ_AGAIN / (saved * kv_heads * model.get_head_size()))
+    return fewest if fewest <= vllm_config.scheduler_config.max_num_seqs else None
 
 
 class PartsBuffers:

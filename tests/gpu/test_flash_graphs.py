@@ -149,8 +149,15 @@ def eager_sdar(in_process):
 
 @pytest.fixture
 def by_rows(monkeypatch):
-    """No step of so few requests reads contexts apart from canvases, which rounds differently."""
-    monkeypatch.setattr("dllm_plugin.layouts.parts.LEAST_READ_AGAIN", 1 << 40)
+    """No step reads contexts apart from canvases, which rounds differently."""
+    monkeypatch.setattr("dllm_plugin.layouts.parts.MOST_HEADS_PER_KEY", 0)
+
+
+@pytest.fixture
+def in_parts(monkeypatch):
+    """Every captured step of two requests or more reads contexts apart from canvases."""
+    monkeypatch.setattr("dllm_plugin.layouts.parts.MOST_HEADS_PER_KEY", 2)
+    monkeypatch.setattr("dllm_plugin.layouts.parts.READ_AGAIN", 150)
 
 
 @pytest.mark.parametrize("backend", ["FLASH_ATTN", "TRITON_ATTN"])
@@ -166,9 +173,10 @@ def test_sdar(backend, eager_sdar, by_rows):
     assert agree(between, long) > BEFORE_TIES
 
 
-def test_sdar_as_it_is_served(eager_sdar):
-    """Compiled, with piecewise graphs for prompts; from four requests on in two parts."""
+def test_sdar_as_it_is_served(eager_sdar, in_parts):
+    """Compiled, with piecewise graphs for prompts; contexts apart."""
     engine = long_sdar({}, async_scheduling=True)
+    assert check_builder(engine).model_state.rows.parts_from <= 4
     answers = [long_answers(engine) for _ in range(2)]
     end(engine)
     assert all(agree(one, eager_sdar[1]) > BEFORE_TIES for one in answers)
@@ -207,8 +215,8 @@ def test_d2f_with_four_active_blocks(by_rows):
     assert len({tuple(tokens) for tokens in eager[-1]}) == 1
 
 
-def test_the_bundled_model_as_it_is_served():
-    """LLaDA's heads have keys of their own: contexts are read once from four requests on."""
+def test_the_bundled_model_as_it_is_served(in_parts):
+    """Contexts apart, as heads with keys of their own have them where enough requests run."""
     engine = evaluate.start(evaluate.ways()["D2F, threshold 0.9"], "bfloat16")
     parts = check_builder(engine).model_state.rows.parts
     before = parts.context.clone()

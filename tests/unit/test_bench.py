@@ -275,6 +275,7 @@ def test_any_model_with_a_chat_template_is_scored() -> None:
         ("She has 5 and gets 7, so she has 12.", 12),
         ("The total is $1,200.00.", 1200),
         (r"Hence \boxed{-4}", -4),
+        ("Pages 5-12", 12),
         ("no number", None),
     ],
 )

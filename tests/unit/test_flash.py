@@ -240,7 +240,7 @@ def test_a_context_and_a_canvas_apart_are_what_rows_see(
 def test_where_contexts_are_read_once(
     engine_config: VllmConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Version 3, few heads per key, two blocks in a canvas, and none of the reasons against it."""
+    """Version 3, one head per key, two blocks in a canvas, and none of the reasons against it."""
     model, given = engine_config.model_config, engine_config.additional_config
     attention, options, text = engine_config.attention_config, given["dllm"], model.hf_text_config
 
@@ -252,6 +252,7 @@ def test_where_contexts_are_read_once(
         model.model_arch_config.total_num_attention_heads = text.num_attention_heads
 
     attention.backend = FLASH
+    engine_config.scheduler_config.max_num_seqs = 1024
     heads_per_key(1)
     assert taken() and not taken(2) and not taken(None)
     for backend in (TRITON, None):
@@ -279,11 +280,15 @@ def test_where_contexts_are_read_once(
     assert not taken()
     text.sliding_window = None
     assert taken()
-    # One context again for each block behind the first: of 256 requests with these few heads.
-    numbers = model.get_num_kv_heads(engine_config.parallel_config) * model.get_head_size()
-    assert choice.parts_from(engine_config, 3) == 8 * 4096 // numbers
-    given["dllm"] = options | {"canvas_length": 3 * options["block_length"]}
-    assert choice.parts_from(engine_config, 3) == 4 * 4096 // numbers
+    # As many numbers per position as LLaDA-8B's 32 heads have: benchmarks/reports/attention.md.
+    text.head_dim = 4096 // model.get_num_kv_heads(engine_config.parallel_config)
+    model.model_arch_config.head_size = text.head_dim
+    for block, blocks, fewest in ((16, 2, 9), (32, 2, 27), (32, 4, 4), (32, 8, 2), (64, 2, None)):
+        given["dllm"] = options | {"block_length": block, "canvas_length": block * blocks}
+        assert choice.parts_from(engine_config, 3) == fewest
+    engine_config.scheduler_config.max_num_seqs = 1
+    given["dllm"] = options | {"block_length": 32, "canvas_length": 256}
+    assert choice.parts_from(engine_config, 3) is None
 
 
 def test_buffers_that_sleep_took_are_laid_out_again() -> None:
