@@ -128,9 +128,11 @@ class AttentionRows:
             sizes = (max_num_reqs, self.rows_per_request, self.canvas_length)
             self.parts = PartsBuffers(*sizes, states.device)
         self.block_tables: list[Tensor] = []
-        # What the buffers are laid out for: requests with padding, block lengths, and whose they
-        # are, since vLLM's sleep mode may take buffers where no request is left.
-        self.layout: tuple[int, bytes, tuple[str, ...]] = (0, b"", ())
+        # What each request is fed in captured steps.
+        self.captured_lengths = (self.canvas_length, states.config.block_length)
+        # What the buffers are laid out for: positions fed, requests with padding, block lengths,
+        # and whose they are, since vLLM's sleep mode may take buffers where no request is left.
+        self.layout: tuple[int, int, bytes, tuple[str, ...]] = (0, 0, b"", ())
         self.starts_cpu = torch.zeros(1, dtype=torch.int32)
         self.behind_RS = self.seq_lens.new_zeros(0, self.rows_per_request)
 
@@ -147,7 +149,8 @@ class AttentionRows:
         """Metadata of one step for vLLM's attention backends."""
         # Capture announces itself by `for_capture` alone; its mode argument is NONE.
         is_full = for_capture or cudagraph_mode == CUDAGraphMode.FULL
-        fewest = self.parts_from if is_full else None
+        whole = batch.num_tokens == batch.num_reqs * self.canvas_length
+        fewest = self.parts_from if is_full and whole else None
         in_parts = fewest is not None and batch.num_reqs_after_padding >= fewest
         # The other layout keeps one row, and so one table, per request; so do steps in two parts.
         tables = () if self.spans is not None or in_parts else block_tables
@@ -199,17 +202,22 @@ class AttentionRows:
         )
 
     def captured(self, batch: InputBatch, block_tables: tuple[Tensor, ...]) -> RowTensors:
-        """All rows of whole canvases, empty ones too, where graphs read them; then empty ones.
+        """All rows of canvases, empty ones too, where graphs read them; then empty ones.
 
-        Their number depends on the number of requests alone. Where they begin changes when requests
-        come or go; each step only computes how many keys they see.
+        All canvases are whole, or all are cut to one block of the configured length, which may be
+        several of a request's own, or a part of one. The number of rows depends on the number of
+        requests alone. Where they begin changes when requests come or go; each step only computes
+        how many keys they see.
         """
         canvases, padded = batch.num_reqs, batch.num_reqs_after_padding
-        assert batch.num_tokens == canvases * self.canvas_length, "captured steps feed all canvases"
+        fed, rest = divmod(batch.num_tokens, canvases)
+        assert not rest and fed in self.captured_lengths, (
+            f"{batch.num_tokens} tokens of {canvases} requests are neither canvases nor blocks."
+        )
         lengths = self.states.block_length.np[batch.idx_mapping_np[:canvases]]
-        layout = (padded, lengths.tobytes(), tuple(batch.req_ids))
+        layout = (fed, padded, lengths.tobytes(), tuple(batch.req_ids))
         if layout != self.layout:
-            self._lay_out(lengths, padded)
+            self._lay_out(fed, lengths, padded)
             self.layout = layout
         num_rows = padded * self.rows_per_request
         keys_RS = self.seq_lens[: self.behind_RS.numel()].view_as(self.behind_RS)
@@ -221,20 +229,19 @@ class AttentionRows:
             self._persistent(block_tables, padded) if block_tables else [],
             # A graph replays any block length, and kernels are chosen by the longest. Two at least,
             # as FlashAttention 2 takes one to mean that every row has one query.
-            max(self.canvas_length, 2),
+            max(fed, 2),
         )
 
-    def _lay_out(self, lengths: np.ndarray, padded: int) -> None:
-        fed = np.full(len(lengths), self.canvas_length)
-        stops = canvas_segments(fed, lengths, self.rows_per_request - 1)
-        starts = np.full(padded * self.rows_per_request + 1, fed.sum(), dtype=np.int32)
+    def _lay_out(self, fed: int, lengths: np.ndarray, padded: int) -> None:
+        stops = canvas_segments(np.full(len(lengths), fed), lengths, self.rows_per_request - 1)
+        starts = np.full(padded * self.rows_per_request + 1, fed * len(lengths), dtype=np.int32)
         starts[0] = 0
-        starts[1 : stops.size + 1] = (stops + (np.cumsum(fed) - fed)[:, None]).ravel()
+        starts[1 : stops.size + 1] = (stops + fed * np.arange(len(lengths))[:, None]).ravel()
         self.starts_cpu = torch.from_numpy(starts)
         async_tensor_h2d(starts, out=self.query_start_loc[: len(starts)])
         if self.parts is not None:
             self.parts.lay_out(stops)
-        behind = (self.canvas_length - stops).astype(np.int32)
+        behind = (fed - stops).astype(np.int32)
         self.behind_RS = async_tensor_h2d(behind, device=self.states.device)
         self.seq_lens[stops.size : len(starts) - 1] = 0
 

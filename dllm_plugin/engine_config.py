@@ -17,6 +17,7 @@ from dllm_plugin.config import (
     DecodeConfig,
     check_strategy_reads,
 )
+from dllm_plugin.graph_sizes import WORKER, capture_sizes, worker_for
 from dllm_plugin.layouts.choice import (
     flash_version,
     refuse_ignored,
@@ -337,8 +338,12 @@ def _set_piecewise_graphs(vllm_config: VllmConfig) -> None:
 
 
 def _set_graph_sizes(vllm_config: VllmConfig, config: DecodeConfig) -> None:
-    """Capture full graphs at whole canvases, up to what a step can hold, and piecewise ones."""
+    """Capture full graphs at whole canvases and blocks fed alone, and piecewise ones."""
     compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
+    parallel = vllm_config.parallel_config
+    can_capture = current_platform.is_cuda() and not vllm_config.model_config.enforce_eager
+    given = parallel.worker_cls
+    parallel.worker_cls = worker_for(config, given, compilation.cudagraph_mode, can_capture)
     if compilation.cudagraph_mode == CUDAGraphMode.FULL:
         raise ValueError(
             "cudagraph_mode FULL would replay prefills with the attention rows of canvases: use "
@@ -346,23 +351,19 @@ def _set_graph_sizes(vllm_config: VllmConfig, config: DecodeConfig) -> None:
         )
     chosen = compilation.cudagraph_capture_sizes is not None
     alone = config.commit_alone_from
-    if alone is not None and compilation.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY:
+    only_full = compilation.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
+    if alone is not None and only_full and parallel.worker_cls != WORKER:
         raise ValueError(
-            f"commit_alone_from {alone} feeds steps that only piecewise CUDA graphs hold: use "
-            "cudagraph_mode FULL_AND_PIECEWISE, or leave commit_alone_from out."
+            f"commit_alone_from {alone} feeds steps that full CUDA graphs hold only on CUDA GPUs, "
+            "with kv_cache_layout 'unified' and no worker_cls of your own: use cudagraph_mode "
+            "FULL_AND_PIECEWISE, or leave commit_alone_from out."
         )
     if chosen or compilation.max_cudagraph_capture_size is not None:
         return
     if current_platform.is_cpu() or compilation.cudagraph_mode == CUDAGraphMode.NONE:
         return
-    assert config.canvas_length is not None and config.block_length is not None
-    canvas_length = config.canvas_length
-    most = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens // canvas_length)
-    counts = [n for n in (1, 2, 4) if n < most] + list(range(8, most, 8)) + [most]
-    sizes = {n * canvas_length for n in counts}
-    if alone is not None:
-        sizes |= {n * config.block_length for n in counts if n >= alone}
-    compilation.cudagraph_capture_sizes = sorted(sizes)
+    limits = (scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+    compilation.cudagraph_capture_sizes = capture_sizes(config, *limits)
 
 
 def _set_attention_backend(vllm_config: VllmConfig) -> None:

@@ -3,7 +3,8 @@
 Captured FlashAttention 3 reads its schedule from a buffer, into which vLLM's builder copies that of
 every step, prefills included. vLLM sizes it by requests and graphs, which segments outnumber. What
 a graph bakes in is the same at capture and at replay: the number of rows, the longest query (a
-canvas), the longest context, and how often keys may be split; all else is read from tensors.
+canvas or a block), the longest context, and how often keys may be split; all else is read from
+tensors.
 """
 
 from dataclasses import dataclass

@@ -35,8 +35,10 @@ FOUR_BLOCKS = {"strategy": "d2f", "max_active_blocks": 4, "block_length": 16}
 TOLERANCE, BEFORE_TIES = 0.4, 0.4
 
 
-def graphs(canvas, *more):
+def graphs(canvas, *more, block=None):
     sizes = [canvas * n for n in (*range(1, REQUESTS + 1), *more)]
+    if block is not None:
+        sizes = sorted({*sizes, *(block * n for n in range(1, REQUESTS + 1))})
     return {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
 
 
@@ -88,10 +90,10 @@ def end(engine):
     engine.llm_engine.engine_core.shutdown()
 
 
-def long_sdar(compilation, **options):
+def long_sdar(compilation, dllm=SDAR, **options):
     """Rows for a prompt of 1,000 tokens in blocks of 4 tokens: 250, where 8 requests are served."""
     more = {"max_model_len": 2048, "hf_overrides": {"max_position_embeddings": 2048}} | options
-    return engine_of("tiny-sdar", SDAR, compilation, **more)
+    return engine_of("tiny-sdar", dllm, compilation, **more)
 
 
 def short_answers(engine):
@@ -180,6 +182,36 @@ def test_sdar_as_it_is_served(eager_sdar, in_parts):
     answers = [long_answers(engine) for _ in range(2)]
     end(engine)
     assert all(agree(one, eager_sdar[1]) > BEFORE_TIES for one in answers)
+
+
+def alone_answers(engine):
+    """Contexts of at most 128 tokens; one position after the other, so that ends are apart."""
+    prompts = [a_prompt(9 + 8 * n, n) for n in range(6)]
+    wishes = [params(20 + 8 * n, dllm_policy="sequential") for n in range(6)]
+    return [token_ids(output) for output in generate(engine, prompts, wishes)]
+
+
+@pytest.mark.parametrize("backend", ["FLASH_ATTN", "TRITON_ATTN"])
+def test_steps_of_one_block_each(backend, by_rows, monkeypatch):
+    """Graphs of one block for three requests and more, of whole canvases for fewer."""
+    dllm, answers = SDAR | {"block_length": 16, "commit_alone_from": 3}, []
+    for compilation in (EAGER, graphs(32, block=16)):
+        engine = long_sdar(compilation, backend=backend, dllm=dllm)
+        core = engine.llm_engine.engine_core.engine_core
+        manager = core.model_executor.driver_worker.worker.model_runner.cudagraph_manager
+        captured = {desc.num_reqs for desc in manager.graphs if desc.uniform_token_count == 16}
+        assert captured == (set() if compilation is EAGER else set(range(3, REQUESTS + 1)))
+        replayed, replay = set(), manager.run_fullgraph
+
+        def note(desc, replay=replay, replayed=replayed):
+            replayed.add((desc.num_reqs, desc.uniform_token_count))
+            return replay(desc)
+
+        monkeypatch.setattr(manager, "run_fullgraph", note)
+        answers.append([alone_answers(engine) for _ in range(2)])
+        end(engine)
+    assert answers[0] == answers[1]
+    assert replayed >= {(n, 16) for n in range(3, 7)} | {(1, 32), (2, 32)}
 
 
 def d2f_answers(engine):

@@ -13,7 +13,10 @@ def test_tokens_and_forwards_equal_the_reference(model):
 
 @pytest.mark.parametrize("model", ["sdar", "llada2.1"])
 def test_blocks_commit_alone_while_many_requests_run(model):
-    """Steps of one block each, by piecewise graphs, between steps of whole canvases."""
+    """Steps of one block each between steps of whole canvases.
+
+    Requests bring block lengths of their own here, so most of these steps are in piecewise graphs.
+    """
     passes = []
     for case, output in recorded.decode_blocks(model, {"commit_alone_from": 3}):
         completion = output.outputs[0]

@@ -154,8 +154,12 @@ def test_what_lies_behind_a_schedule_is_cleared(engine_config: VllmConfig) -> No
     assert builder._store_scheduler_metadata(None) is None
 
 
-def test_a_graph_sees_the_same_sizes_and_buffers(engine_config: VllmConfig) -> None:
-    """Other requests, blocks and contexts change the contents of tensors and nothing else."""
+@pytest.mark.parametrize("fed", [12, 4])
+def test_a_graph_sees_the_same_sizes_and_buffers(fed: int, engine_config: VllmConfig) -> None:
+    """Other requests, blocks and contexts change the contents of tensors and nothing else.
+
+    Nor do steps of the other length in between, canvases or single blocks.
+    """
     builder = builder_of(engine_config)
     # What its parent sets where FlashAttention 3 runs.
     builder.most_splits = engine_config.attention_config.flash_attn_max_num_splits_for_cuda_graph
@@ -170,24 +174,25 @@ def test_a_graph_sees_the_same_sizes_and_buffers(engine_config: VllmConfig) -> N
     ]
     loop.step()
     for count in (4, 2, 3):
-        batch = batch_of(loop, runs[:count])
-        batch.num_reqs_after_padding, batch.num_tokens_after_padding = 4, 48
+        rows.captured(loop.batch(runs, [16 - fed] * 4, []), ())
+        batch = loop.batch(runs[:count], [fed] * count, [])
+        batch.num_reqs_after_padding, batch.num_tokens_after_padding = 4, 4 * fed
         batch.seq_lens = torch.nn.functional.pad(batch.seq_lens, (0, 4 - count))
-        tables, slots = (torch.ones(4, 4, dtype=torch.int32),), torch.zeros(1, 48).long()
+        tables, slots = (torch.ones(4, 4, dtype=torch.int32),), torch.zeros(1, 4 * fed).long()
         for_capture, mode = count == 4, CUDAGraphMode.FULL
         metadata = rows.build(batch, mode, tables, slots, [[group]], cache, for_capture)["x"]
         tensors = (metadata.query_start_loc, metadata.seq_lens, metadata.block_table)
         sizes = [(tensor.shape, tensor.data_ptr()) for tensor in tensors]
         lengths = (metadata.max_query_len, metadata.max_seq_len, metadata.max_num_splits)
         seen.append((sizes, *lengths, metadata.num_actual_tokens, metadata.causal))
-        assert metadata.query_start_loc[-1] == 12 * count
+        assert metadata.query_start_loc[-1] == fed * count
         assert not metadata.seq_lens[3 * count :].any()
     # vLLM's profile of graph memory runs before the context is fitted to the cache.
     tables = (torch.ones(4, 3, dtype=torch.int32),)
     fitted = rows.build(batch, mode, tables, slots, [[group]], cache, True)["x"].block_table
     assert fitted.shape == (12, 3) and rows.block_tables[0].data_ptr() == fitted.data_ptr()
     assert seen[0] == seen[1] == seen[2]
-    assert seen[0][0][1][0] == (12,) and seen[0][1:] == (12, 64, 32, 48, False)
+    assert seen[0][0][1][0] == (12,) and seen[0][1:] == (fed, 64, 32, 4 * fed, False)
 
 
 @pytest.mark.parametrize("count", [4, 2, 3])
@@ -217,6 +222,9 @@ def test_a_context_and_a_canvas_apart_are_what_rows_see(
     both = AttentionRows(loop.states, 4, 64, parts_from=4)
     batch.num_reqs_after_padding = 3
     few = both.build(*step)["x"] if count < 4 else None
+    # Steps of one block each are rows, whatever their number.
+    single = loop.batch(runs, [4] * 4, [])
+    assert not isinstance(both.build(single, *step[1:])["x"], PartsMetadata)
     batch.num_reqs_after_padding = 4
     apart = both.build(*step)["x"]
     batch.num_reqs_after_padding = 3

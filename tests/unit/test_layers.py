@@ -95,12 +95,16 @@ ROOMS: dict[str, set[str]] = {
     "scheduler": {"config"},
     "refresh_scheduler": {"guidance", "scheduler", "strategies"},
     "admission": {"config", "strategies"},
-    "engine_config": {"admission", "config", "layouts.choice", "models", "special_tokens"},
+    "graph_sizes": {"config"},
+    "worker": {"config", "graph_sizes"},
+    "engine_config": {
+        *("admission", "config", "graph_sizes", "layouts.choice", "models", "special_tokens"),
+    },
     "metrics": {"models"},
 }
 SETTINGS = (
     *("choices", "special_tokens", "option_checks", "config", "registration", "engine_config"),
-    *("admission", "metrics", "layouts.choice"),
+    *("admission", "metrics", "layouts.choice", "graph_sizes"),
 )
 STEP = {name for name in ROOMS if name not in SETTINGS}
 COMMANDS = {"cli", "doctor", "evaluate", "evaluate_all", "host_bench", "offline", "report"}
@@ -122,7 +126,7 @@ ENGINE_SIDE = {
     *("logprobs", "admission", "metrics", "engine_config", "kernels.cpu"),
     *("rows", "proposals", "leads", "deciding", "refresh_scheduler", "slot_table"),
     *("layouts.choice", "layouts.spans", "layouts.distinct", "layouts.flex"),
-    *("layouts.flash", "layouts.parts"),
+    *("layouts.flash", "layouts.parts", "worker"),
 }
 # The one assignment to an attribute of vLLM: (module, function).
 PERMITTED = ("kernels.cpu", "_complete_triton_placeholder")

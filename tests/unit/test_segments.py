@@ -80,7 +80,11 @@ def test_rows_of_a_mixed_batch(captured: bool) -> None:
 
 
 def test_rows_that_are_laid_out_once_fit_every_step() -> None:
-    """Requests come, go and change places between captured steps, or stay and see more keys."""
+    """Requests come, go and change places between captured steps, or stay and see more keys.
+
+    Steps feed whole canvases or one block of the configured length each, which is a part of some
+    requests' own blocks, and several of others.
+    """
     dice = random.Random(3)
     options = {"block_length": 4, "canvas_length": 12, "max_active_blocks": 3}
     loop = Loop({"strategy": "d2f"} | options, max_model_len=256)
@@ -89,15 +93,17 @@ def test_rows_that_are_laid_out_once_fit_every_step() -> None:
         wish = sampling(200, None, dllm_block_length=dice.choice([1, 3, 4, 4, 12]))
         loop.start([1] * prompt, Hashed(prompt), wish, f"request-{prompt}")
     loop.step()
-    runs, layouts = loop.running[:4], set()
+    runs, fed, layouts = loop.running[:4], 12, set()
     for _ in range(60):
         if dice.random() < 0.5:
             runs = dice.sample(loop.running, dice.randint(1, len(loop.running)))
-        batch = loop.batch(runs, [12] * len(runs), [])
+        if dice.random() < 0.2:
+            fed = 16 - fed
+        batch = loop.batch(runs, [fed] * len(runs), [])
         batch.num_reqs_after_padding = dice.randint(len(runs), 8)
         rows, listed = attention.captured(batch, ()), batch_rows(batch, loop.states)
         layouts.add(attention.layout)
-        assert torch.equal(rows.query_start_loc, rows.starts_cpu)
+        assert torch.equal(rows.query_start_loc, rows.starts_cpu) and rows.longest == fed
         assert len(rows.seq_lens) == 4 * batch.num_reqs_after_padding
         lengths = rows.query_start_loc.diff().numpy()
         used = lengths > 0
@@ -108,6 +114,10 @@ def test_rows_that_are_laid_out_once_fit_every_step() -> None:
         assert not rows.seq_lens[4 * len(runs) :].any()
         loop.step()
     assert 10 < len(layouts) < 60
+    assert {layout[0] for layout in layouts} == {4, 12}
+    for fed in (5, 8):
+        with pytest.raises(AssertionError, match=f"{fed} tokens of 1 requests are neither canvas"):
+            attention.captured(loop.batch(runs[:1], [fed], []), ())
 
 
 PADDING = 3

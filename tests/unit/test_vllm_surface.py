@@ -102,14 +102,17 @@ vllm.v1.outputs: LogprobsTensors ModelRunnerOutput
 vllm.v1.request: Request RequestStatus
 vllm.v1.sample.ops.topk_topp_sampler: apply_top_k_top_p
 vllm.v1.spec_decode.metrics: SpecDecodingLogging SpecDecodingProm SpecDecodingStats
-vllm.v1.worker.gpu.attn_utils: build_attn_metadata
+vllm.v1.worker.gpu.attn_utils: FastPrefillHelper build_attn_metadata
 vllm.v1.worker.gpu.buffer_utils: UvaBackedTensor
+vllm.v1.worker.gpu.cudagraph_utils: BatchExecutionDescriptor ModelCudaGraphManager
 vllm.v1.worker.gpu.input_batch: InputBatch
 vllm.v1.worker.gpu.mm.encoder_cache: EncoderCache
 vllm.v1.worker.gpu.model_states.interface: ModelSpecificAttnMetadata ModelState
+vllm.v1.worker.gpu.model_runner: GPUModelRunner
 vllm.v1.worker.gpu.sample.logits_processor: LogitsContext LogitsProcessor
 vllm.v1.worker.gpu.sample.output: SamplerOutput
 vllm.v1.worker.gpu.states: RequestState
+vllm.v1.worker.gpu_worker: Worker
 vllm.v1.worker.utils: AttentionGroup
 """
 
@@ -288,7 +291,7 @@ FIELDS: dict[type, str] = {
     ParallelConfig: "decode_context_parallel_size enable_batch_sharded_sampling enable_dbo "
     "enable_ep_weight_filter enable_expert_parallel "
     "data_parallel_size data_parallel_size_local pipeline_parallel_size "
-    "prefill_context_parallel_size tensor_parallel_size world_size",
+    "prefill_context_parallel_size tensor_parallel_size worker_cls world_size",
     SamplingParams: "extra_args logit_bias allowed_token_ids logprobs max_tokens min_tokens "
     "stop_token_ids temperature top_p top_k min_p seed ignore_eos bad_words n",
 }

@@ -1,0 +1,167 @@
+"""Full CUDA graphs for steps of one block each: their sizes, their worker, their steps."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
+
+from dllm_plugin.config import DecodeConfig
+from dllm_plugin.graph_sizes import WORKER, block_counts, capture_sizes, worker_for
+from dllm_plugin.worker import BlockGraphManager, DiffusionWorker
+
+NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
+BOTH, ONLY_FULL = CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY
+BLOCK, CANVAS, ALONE, REQUESTS = 4, 8, 3, 20
+DLLM = {"block_length": BLOCK, "canvas_length": CANVAS, "commit_alone_from": ALONE}
+CPU = torch.device("cpu")
+
+
+def config_of(**options: Any) -> DecodeConfig:
+    dllm = {"strategy": "block_diffusion", "block_length": 16, "canvas_length": 32} | options
+    return DecodeConfig.from_user(dllm).resolve("LLaDAModelLM", 4096, 0)
+
+
+def test_sizes_of_canvases_alone() -> None:
+    assert capture_sizes(config_of(), 20, 8192) == [32 * n for n in (1, 2, 4, 8, 16, 20)]
+    # As many canvases as fit a step.
+    assert capture_sizes(config_of(), 64, 300) == [32 * n for n in (1, 2, 4, 8, 9)]
+
+
+def test_sizes_of_blocks_that_are_fed_alone() -> None:
+    canvases = {32 * n for n in (1, 2, 4, 8, 16, 20)}
+    sizes = capture_sizes(config_of(commit_alone_from=8), 20, 8192)
+    assert sizes == sorted(canvases | {16 * n for n in (8, 16, 20)})
+    assert block_counts(sizes, 16, 8, 20) == [8, 16, 20]
+    assert block_counts(sizes, 16, 1, 20) == [2, 4, 8, 16, 20]
+    # A step holds more blocks than canvases.
+    sizes = capture_sizes(config_of(commit_alone_from=8), 64, 512)
+    assert sizes[-1] == 512 and block_counts(sizes, 16, 8, 64) == [8, 16, 24, 32]
+    # So many never run.
+    assert capture_sizes(config_of(commit_alone_from=21), 20, 8192) == sorted(canvases)
+
+
+def test_counts_at_sizes_of_the_user() -> None:
+    """Rounded up to blocks as vLLM rounds up to canvases; never above the largest size."""
+    assert block_counts([50, 100], 16, 1, 64) == [4]
+    assert block_counts([48, 96, 1024], 16, 4, 8) == [6]
+    assert block_counts([], 16, 1, 64) == []
+
+
+def test_the_worker_is_taken_where_graphs_can_be_captured() -> None:
+    alone = config_of(commit_alone_from=8)
+    for mode in (BOTH, ONLY_FULL, None):
+        assert worker_for(alone, "auto", mode, True) == WORKER
+        assert worker_for(alone, WORKER, mode, True) == WORKER
+        assert worker_for(alone, "auto", mode, False) == "auto"
+        assert worker_for(config_of(), "auto", mode, True) == "auto"
+        distinct = config_of(commit_alone_from=8, kv_cache_layout="distinct")
+        assert worker_for(distinct, "auto", mode, True) == "auto"
+    for mode in (NONE, PIECEWISE):
+        assert worker_for(alone, "auto", mode, True) == "auto"
+    assert resolve_obj_by_qualname(WORKER) is DiffusionWorker
+
+
+def test_a_worker_of_the_users_own_stays(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", logger="vllm.dllm_plugin"):
+        assert worker_for(config_of(commit_alone_from=8), "a.Worker", BOTH, True) == "a.Worker"
+        assert worker_for(config_of(), "a.Worker", BOTH, True) == "a.Worker"
+    [record] = caplog.records
+    assert (
+        "(commit_alone_from 8) have no full CUDA graphs under worker_cls a.Worker"
+        in record.msg % (record.args)
+    )
+
+
+def test_full_graphs_alone_are_refused_without_that_worker(
+    vllm_config_for: Callable[..., Any], checkpoints: Path
+) -> None:
+    """On a CPU; eager steps would be all that is left."""
+    options = {"additional_config": {"dllm": DLLM}, "enforce_eager": False}
+    config = vllm_config_for(checkpoints / "tiny-sdar", **options)
+    assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
+    options["compilation_config"] = {"cudagraph_mode": "FULL_DECODE_ONLY"}
+    with pytest.raises(ValueError, match="commit_alone_from 3 feeds steps .* only on CUDA GPUs"):
+        vllm_config_for(checkpoints / "tiny-sdar", **options)
+
+
+@pytest.fixture
+def manager_of(vllm_config_for: Callable[..., Any], checkpoints: Path) -> Callable[..., Any]:
+    """Builds a graph manager as the runner does; nothing is captured, but all counts as if."""
+
+    def build(mode: CUDAGraphMode, kind: Any = BlockGraphManager, **more: Any) -> Any:
+        dllm = {"dllm": more.pop("dllm", DLLM)}
+        config = vllm_config_for(
+            checkpoints / "tiny-sdar", max_num_seqs=REQUESTS, additional_config=dllm
+        )
+        limits = REQUESTS, config.scheduler_config.max_num_batched_tokens
+        sizes = capture_sizes(DecodeConfig(**config.additional_config["dllm"]), *limits)
+        config.compilation_config.cudagraph_capture_sizes = sizes
+        config.compilation_config.max_cudagraph_capture_size = sizes[-1]
+        # Memory for graphs, which a mode makes it ask for, is what CPUs do not have.
+        manager = kind(config, CPU, NONE, CANVAS, **more)
+        manager.cudagraph_mode = mode
+        manager._init_candidates()
+        manager._graphs_captured = True
+        return manager
+
+    return build
+
+
+@pytest.mark.parametrize("mode", [BOTH, ONLY_FULL])
+def test_steps_of_one_block_each_find_their_graph(
+    mode: CUDAGraphMode, manager_of: Callable[..., Any]
+) -> None:
+    manager, vllms = manager_of(mode), manager_of(mode, ModelCudaGraphManager)
+    padded = dict.fromkeys(range(3, 5), 4) | dict.fromkeys(range(5, 9), 8)
+    padded |= dict.fromkeys(range(9, 17), 16) | dict.fromkeys(range(17, 21), 20)
+    for n, captured in padded.items():
+        expected = BatchExecutionDescriptor(FULL, captured * BLOCK, captured, BLOCK)
+        assert manager.dispatch(n, n * BLOCK, BLOCK, 0, BLOCK) == expected
+        assert expected in manager._capture_descs[FULL]
+    # Whatever is no batch of one block each finds what it found.
+    for n in range(1, REQUESTS + 1):
+        for step in ((n, n * CANVAS, CANVAS), (n, n * 2, 2), (n, n * BLOCK, None), (n, 7 * n, 7)):
+            assert manager.dispatch(*step, 0, 8) == vllms.dispatch(*step, 0, 8), step
+
+
+def test_the_largest_graph_is_captured_first(manager_of: Callable[..., Any]) -> None:
+    """Its results make the buffer of all, and vLLM's memory profile takes the first two."""
+    captured = manager_of(BOTH)._capture_descs[FULL]
+    tokens = [desc.num_tokens for desc in captured]
+    assert tokens == sorted(tokens, reverse=True) and len(set(captured)) == len(captured)
+    assert captured[0].uniform_token_count == CANVAS
+    for desc in captured:
+        assert desc.num_tokens == desc.num_reqs * desc.uniform_token_count
+        assert desc.num_reqs <= REQUESTS
+    blocks = [desc.num_reqs for desc in captured if desc.uniform_token_count == BLOCK]
+    assert blocks == [20, 16, 8, 4]
+
+
+def test_every_case_of_adapters_has_them(manager_of: Callable[..., Any]) -> None:
+    manager = manager_of(BOTH, lora_capture_cases=[0, 2])
+    for loras, case in ((0, 0), (1, 2), (2, 2)):
+        found = manager.dispatch(5, 5 * BLOCK, BLOCK, loras, BLOCK)
+        assert (found.cg_mode, found.num_reqs, found.num_active_loras) == (FULL, 8, case)
+    tokens = [desc.num_tokens for desc in manager._capture_descs[FULL]]
+    assert tokens == sorted(tokens, reverse=True)
+
+
+@pytest.mark.parametrize("mode", [PIECEWISE, NONE])
+def test_no_full_graphs_where_backends_have_none(
+    mode: CUDAGraphMode, manager_of: Callable[..., Any]
+) -> None:
+    manager, vllms = manager_of(mode), manager_of(mode, ModelCudaGraphManager)
+    assert manager._capture_descs == vllms._capture_descs
+    assert manager._candidates == vllms._candidates
+
+
+def test_nothing_is_added_where_blocks_are_not_fed_alone(manager_of: Callable[..., Any]) -> None:
+    dllm = {"block_length": BLOCK, "canvas_length": CANVAS}
+    manager, vllms = manager_of(BOTH, dllm=dllm), manager_of(BOTH, ModelCudaGraphManager, dllm=dllm)
+    assert manager._capture_descs == vllms._capture_descs
+    assert manager._candidates == vllms._candidates
