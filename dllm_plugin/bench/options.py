@@ -297,10 +297,5 @@ def _check_meaning(settings: Settings, input_len: int | None) -> None:
             f"--commit-alone-from {alone} needs the strategy block_diffusion and canvases of more "
             "than one block: leave it out."
         )
-    if settings.profile and alone is not None:
-        raise ValueError(
-            "--profile tells a step's parts apart by its one full graph, which steps with "
-            "--commit-alone-from do not have: leave one of them out."
-        )
     if settings.mode == "step" and "hf" in settings.versus:
         raise ValueError("--vs hf serves whole requests: use the mode latency, throughput or all.")

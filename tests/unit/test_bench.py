@@ -47,7 +47,6 @@ DUMMY = ["throughput", "--shapes", "tiny", "--tokens-per-forward"]
             "mean nothing on dummy weights",
         ),
         (["step", "--canvas", "32,64", "--max-positions", "32"], "leaves nothing of canvas 64"),
-        (["step", "--shapes", "tiny", "--profile", *ALONE], "--profile tells a step's parts apart"),
         (["step", "--block-length", "32", *ALONE], "--commit-alone-from 8 needs the strategy"),
         (["step", "--context", "0"], "--context must be at least 1"),
         (["latency", "--tensor-parallel-size", "0"], "--tensor-parallel-size must be at least 1"),

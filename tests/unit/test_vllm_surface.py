@@ -7,12 +7,11 @@ their defaults; annotations are vLLM's own affair.
 import ast
 import dataclasses
 import importlib
-import inspect
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from surface import arguments, fields_of, found_in_vllm
 from vllm.config import (
     CacheConfig,
     CompilationConfig,
@@ -329,40 +328,6 @@ def made_imports(omni: bool = False) -> Iterator[tuple[str, str]]:
                 yield from ((str(node.module), alias.name) for alias in node.names)
             elif isinstance(node, ast.Import):
                 yield from ((a.name, "") for a in node.names if a.name.split(".")[0] == "vllm")
-
-
-def arguments(function: Any) -> str:
-    """Argument names and defaults: ``self a b=None * c``."""
-    words, keyword_only = [], False
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind == parameter.KEYWORD_ONLY and not keyword_only:
-            words.append("*")
-            keyword_only = True
-        prefix = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}
-        has_default = parameter.default is not parameter.empty
-        default = f"={parameter.default!r}" if has_default else ""
-        words.append(prefix.get(parameter.kind, "") + parameter.name + default)
-    return " ".join(words)
-
-
-def found_in_vllm(name: str) -> Any:
-    """What `module:Class.attribute` names."""
-    module, _, path = name.partition(":")
-    found: Any = importlib.import_module(f"vllm.{module}")
-    for part in path.split("."):
-        found = getattr(found, part)
-    return found
-
-
-def fields_of(owner: type) -> set[str]:
-    """Fields of a dataclass, struct or named tuple, and attributes that the class assigns."""
-    names = set(getattr(owner, "__struct_fields__", ())) | set(getattr(owner, "_fields", ()))
-    if dataclasses.is_dataclass(owner):
-        names |= {f.name for f in dataclasses.fields(owner)}
-    for node in ast.walk(ast.parse(inspect.getsource(owner))):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            names.add(node.attr)
-    return names
 
 
 def test_imports_are_listed() -> None:

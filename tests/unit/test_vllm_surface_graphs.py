@@ -3,7 +3,7 @@
 import inspect
 
 import pytest
-from test_vllm_surface import arguments, fields_of, found_in_vllm
+from surface import arguments, fields_of, found_in_vllm
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner

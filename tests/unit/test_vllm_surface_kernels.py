@@ -4,7 +4,7 @@ import importlib
 import inspect
 
 import pytest
-from test_vllm_surface import arguments, fields_of, found_in_vllm
+from surface import arguments, fields_of, found_in_vllm
 from vllm.config.attention import AttentionConfig
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder

@@ -3,7 +3,8 @@
 import importlib
 
 import pytest
-from test_vllm_surface import arguments, fields_of, found_in_vllm, listed_imports, made_imports
+from surface import arguments, fields_of, found_in_vllm
+from test_vllm_surface import listed_imports, made_imports
 from vllm.config import (
     AuxOutputConfig,
     CacheConfig,

@@ -1,0 +1,41 @@
+"""What vLLM's classes and functions look like, for the lists of what we rely on."""
+
+import ast
+import dataclasses
+import importlib
+import inspect
+from typing import Any
+
+
+def arguments(function: Any) -> str:
+    """Argument names and defaults: ``self a b=None * c``."""
+    words, keyword_only = [], False
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind == parameter.KEYWORD_ONLY and not keyword_only:
+            words.append("*")
+            keyword_only = True
+        prefix = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}
+        has_default = parameter.default is not parameter.empty
+        default = f"={parameter.default!r}" if has_default else ""
+        words.append(prefix.get(parameter.kind, "") + parameter.name + default)
+    return " ".join(words)
+
+
+def found_in_vllm(name: str) -> Any:
+    """What `module:Class.attribute` names."""
+    module, _, path = name.partition(":")
+    found: Any = importlib.import_module(f"vllm.{module}")
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def fields_of(owner: type) -> set[str]:
+    """Fields of a dataclass, struct or named tuple, and attributes that the class assigns."""
+    names = set(getattr(owner, "__struct_fields__", ())) | set(getattr(owner, "_fields", ()))
+    if dataclasses.is_dataclass(owner):
+        names |= {f.name for f in dataclasses.fields(owner)}
+    for node in ast.walk(ast.parse(inspect.getsource(owner))):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr)
+    return names
