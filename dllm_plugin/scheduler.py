@@ -26,6 +26,7 @@ class DiffusionScheduler(AsyncScheduler):
         self.block_length: dict[str, int] = {}
         self._long: set[str] = set()  # requests that may come near the end of the context
         self._spare_tokens = 0
+        self._one_block_each = False
         self._bound_requests()
 
     def _bound_requests(self) -> None:
@@ -91,19 +92,21 @@ class DiffusionScheduler(AsyncScheduler):
         reserved = len(self.running) * self.num_spec_tokens
         self._spare_tokens = self.max_num_scheduled_tokens - reserved
         alone_from = self.decode_config.commit_alone_from
-        if alone_from is not None and len(self.running) >= alone_from:
-            self._feed_one_block_each()
+        self._one_block_each = alone_from is not None and len(self.running) >= alone_from
         return super().schedule(throttle_prefills)
 
-    def _feed_one_block_each(self) -> None:
-        """Leave out the block behind the first, which waits for the first one to be finished.
+    def _fed(self, request: Request) -> int:
+        """Positions of a request's canvas that this step takes.
 
-        To have it there saves a pass per block, and costs where the products of all fed positions
-        are what takes the time. What a step decides about the first one does not depend on it.
+        Where many run, not the block behind the first, which waits for the first one to be
+        finished: to have it there saves a pass per block, and costs where the products of all fed
+        positions are what takes the time. What a step decides about the first does not depend on
+        it.
         """
-        for request in self.running:
-            length = self.block_length[request.request_id]
-            request.spec_token_ids = request.spec_token_ids[:length]
+        drafts = len(request.spec_token_ids) or self.num_spec_tokens
+        if not (self._one_block_each and request.status == RequestStatus.RUNNING):
+            return drafts
+        return min(drafts, self.block_length[request.request_id])
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
@@ -115,6 +118,10 @@ class DiffusionScheduler(AsyncScheduler):
         its partial block; vLLM, which counts the prompt as computed, would cut that canvas where
         the context ends.
         """
+        if self._one_block_each and request.spec_token_ids:
+            in_flight = request.num_output_placeholders - num_computed_tokens
+            most = request.num_tokens + in_flight + self._fed(request)
+            num_new_tokens = min(num_new_tokens, most)
         if not (self.decode_config.family.absolute_grid and num_new_tokens):
             return num_new_tokens
         if request.status == RequestStatus.RUNNING and num_computed_tokens < request.num_tokens:
@@ -128,7 +135,7 @@ class DiffusionScheduler(AsyncScheduler):
         if num_computed_tokens != request.num_prompt_tokens:
             return num_new_tokens
         tail = request.num_prompt_tokens % self.block_length[request.request_id]
-        return min(num_new_tokens + tail, len(request.spec_token_ids) or self.num_spec_tokens)
+        return min(num_new_tokens + tail, self._fed(request))
 
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False

@@ -28,8 +28,8 @@ from test_golden_traces import ForwardSpy
 GOLDENS = Path(__file__).parents[1] / "goldens"
 FILES = {
     "llada2.1": ("llada21_joint",),
-    "fast-dllm-v2": ("fast_dllm_v2", "fast_dllm_v2_block_cache"),
-    "fast-dllm-v2-tied": ("fast_dllm_v2_tied",),
+    "fast-dllm-v2": ("fast_dllm", "fast_dllm_block_cache"),
+    "fast-dllm-v2-tied": ("fast_dllm_tied",),
 }
 CANVAS = {"llada2.1": {"canvas_length": 64}}
 Case = dict[str, Any]

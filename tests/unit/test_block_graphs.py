@@ -1,5 +1,6 @@
 """Full CUDA graphs for steps of one block each: their sizes, their worker, their steps."""
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from dllm_plugin.config import DecodeConfig
 from dllm_plugin.graph_sizes import WORKER, block_counts, capture_sizes, worker_for
@@ -165,3 +167,17 @@ def test_nothing_is_added_where_blocks_are_not_fed_alone(manager_of: Callable[..
     manager, vllms = manager_of(BOTH, dllm=dllm), manager_of(BOTH, ModelCudaGraphManager, dllm=dllm)
     assert manager._capture_descs == vllms._capture_descs
     assert manager._candidates == vllms._candidates
+
+
+def test_nobody_else_keeps_the_manager() -> None:
+    """What the runner hands on while it initialises: we hand on ours instead."""
+    source = inspect.getsource(GPUModelRunner.initialize_kv_cache)
+    assert source.count("self.cudagraph_manager") == 2  # made, and given to FastPrefillHelper
+    assert (
+        "FastPrefillHelper(\n                self.cudagraph_manager, self.max_num_tokens" in source
+    )
+
+
+def test_only_the_separate_modes_of_decodes_are_asked_for_full_graphs() -> None:
+    full = [mode for mode in CUDAGraphMode if mode.separate_routine()]
+    assert {mode.decode_mode() for mode in full} == {CUDAGraphMode.FULL}

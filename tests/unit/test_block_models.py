@@ -15,8 +15,8 @@ TRACES = {
     "sdar_moe_static": "tiny-sdar-moe",
     "llada2_threshold": "tiny-llada2.0",
     "llada21_joint": "tiny-llada2.1",
-    "fast_dllm_v2": "tiny-fast-dllm-v2",
-    "fast_dllm_v2_tied": "tiny-fast-dllm-v2-tied",
+    "fast_dllm": "tiny-fast-dllm-v2",
+    "fast_dllm_tied": "tiny-fast-dllm-v2-tied",
 }
 ALL = pytest.mark.parametrize("name", TRACES.values())
 LLADA2 = pytest.mark.parametrize("name", ["tiny-llada2.0", "tiny-llada2.1"])

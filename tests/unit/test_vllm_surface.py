@@ -36,12 +36,15 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import LogprobsTensors, ModelRunnerOutput
 from vllm.v1.request import Request
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.model_states.interface import ModelState
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.states import RequestState
+from vllm.v1.worker.gpu_worker import Worker
 
 PACKAGE = Path(__file__).parents[2] / "dllm_plugin"
 
@@ -126,7 +129,21 @@ METRICS = "v1.spec_decode.metrics:SpecDecoding"
 BACKEND = "v1.attention.backend:"
 REGISTRY = "v1.attention.backends.registry:"
 MODELS = "model_executor.models."
+GRAPHS = "v1.worker.gpu.cudagraph_utils:"
+RUNNER = "v1.worker.gpu.model_runner:GPUModelRunner"
 SIGNATURES = {
+    GRAPHS + "ModelCudaGraphManager": "vllm_config device cudagraph_mode decode_query_len "
+    "lora_capture_cases=None varlen_decode=False ubatch_runner=None",
+    GRAPHS + "ModelCudaGraphManager._init_candidates": "self",
+    GRAPHS + "BatchExecutionDescriptor": "cg_mode num_tokens num_reqs uniform_token_count=None "
+    "max_query_len=None num_active_loras=0 num_ubatches=1",
+    RUNNER: "vllm_config device",
+    RUNNER + ".initialize_kv_cache": "self kv_cache_config is_profiling=False "
+    "kv_cache_allocation_context=None",
+    "v1.worker.gpu.attn_utils:FastPrefillHelper": "cudagraph_manager max_num_tokens",
+    "v1.worker.gpu_worker:Worker._make_model_runner": "self",
+    "config.compilation:CUDAGraphMode.decode_mode": "self",
+    "config.compilation:CUDAGraphMode.separate_routine": "self",
     STATE + "__init__": "self vllm_config model encoder_cache device",
     STATE + "get_supported_generation_tasks": "self",
     STATE + "custom_sampler": "self sampler",
@@ -249,6 +266,11 @@ SIGNATURES = {
 
 # Read or set, per class: fields of a dataclass or attributes that its source assigns.
 FIELDS: dict[type, str] = {
+    CudaGraphManager: "vllm_config compilation_config cudagraph_mode decode_query_len "
+    "lora_capture_cases max_num_reqs ubatch_runner varlen_decode _candidates _capture_descs",
+    GPUModelRunner: "cudagraph_manager device fast_prefill lora_capture_cases max_num_tokens "
+    "vllm_config",
+    Worker: "model_runner use_v2_model_runner",
     SamplerOutput: "sampled_token_ids logprobs_tensors num_nans num_sampled num_rejected",
     LogprobsTensors: "logprob_token_ids logprobs selected_token_ranks cu_num_generated_tokens",
     InputBatch: "num_reqs num_reqs_after_padding idx_mapping idx_mapping_np expanded_idx_mapping "
