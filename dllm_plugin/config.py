@@ -82,7 +82,8 @@ class DecodeConfig:
     max_active_blocks        D2F: open blocks per request; None: what fits the canvas, at least 8.
                              block_diffusion: blocks that are denoised at once; None: 1
     commit_alone_from        block_diffusion: so many running requests are fed a block each, and
-                             finished blocks commit in a pass of their own; None: never
+                             finished blocks commit in a pass of their own; 0: never; None: as was
+                             measured (:func:`dllm_plugin.graph_sizes.alone_from`)
     steps                    denoising steps per block; None: block_length
     threshold                confidence from which a position is unmasked (tau_conf)
     factor                   Fast-dLLM's factor
@@ -91,7 +92,8 @@ class DecodeConfig:
     kv_cache_layout          `unified` is vLLM's own; `distinct` ours, with fused span attention
     compile_step             GPUs: compile what a step plans and decides around its logits; None:
                              where vLLM compiles the model
-    vocab_parallel           tensor parallelism: ranks exchange results per row, not the logits
+    vocab_parallel           tensor parallelism: ranks exchange results per row, not the logits;
+                             None: wherever it can
     lora_path                D2F adapter (PEFT folder) merged into the weights at load
     eps                      end of Dream's time schedule
     alg_temp                 Dream: temperature of the choice of positions; None or 0: the best
@@ -121,7 +123,7 @@ class DecodeConfig:
     decoded_token_threshold: float = 0.95
     kv_cache_layout: str = "auto"
     compile_step: bool | None = None
-    vocab_parallel: bool = False
+    vocab_parallel: bool | None = None
     lora_path: str | None = None
     eps: float = 1e-3
     alg_temp: float | None = None
@@ -170,6 +172,14 @@ class DecodeConfig:
         """
         family = self.family
         return family.absolute_grid and family.logits_shift and self.max_active_blocks == 1
+
+    @property
+    def feeds_ahead(self) -> bool:
+        """Whether a step feeds the one block that is denoised and masks behind it."""
+        assert self.canvas_length is not None and self.block_length is not None
+        one = self.strategy == BLOCK_DIFFUSION and self.max_active_blocks == 1
+        room = self.canvas_length >= 2 * self.block_length
+        return one and room and not self.commits_alone
 
     @property
     def block_slots(self) -> int:

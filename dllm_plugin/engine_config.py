@@ -17,7 +17,7 @@ from dllm_plugin.config import (
     DecodeConfig,
     check_strategy_reads,
 )
-from dllm_plugin.graph_sizes import WORKER, capture_sizes, worker_for
+from dllm_plugin.graph_sizes import WORKER, alone_from, capture_sizes, worker_for
 from dllm_plugin.layouts.choice import (
     flash_version,
     refuse_ignored,
@@ -139,13 +139,20 @@ def _settle_switches(vllm_config: VllmConfig, config: DecodeConfig) -> DecodeCon
     if config.vocab_parallel and vllm_config.parallel_config.tensor_parallel_size == 1:
         raise ValueError(
             "vocab_parallel needs a tensor_parallel_size of at least 2, got 1: leave "
-            "vocab_parallel at false."
+            "vocab_parallel out."
         )
     if config.vocab_parallel and vllm_config.lora_config is not None:
         raise ValueError(
             "vocab_parallel keeps the columns of the LM head apart, which enable_lora gathers: "
-            "leave vocab_parallel at false."
+            "leave vocab_parallel out."
         )
+    if config.commit_alone_from is None:
+        fewest = alone_from(config, vllm_config, _can_capture(vllm_config))
+        config = dataclasses.replace(config, commit_alone_from=fewest)
+    if config.vocab_parallel is None:
+        parts = vllm_config.parallel_config.tensor_parallel_size > 1
+        can_part = parts and vllm_config.lora_config is None
+        config = dataclasses.replace(config, vocab_parallel=can_part)
     if config.compile_step is None:
         mode, level = vllm_config.compilation_config.mode, vllm_config.optimization_level
         # What vLLM leaves open here becomes NONE at level 0.
@@ -341,9 +348,8 @@ def _set_graph_sizes(vllm_config: VllmConfig, config: DecodeConfig) -> None:
     """Capture full graphs at whole canvases and blocks fed alone, and piecewise ones."""
     compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
     parallel = vllm_config.parallel_config
-    can_capture = current_platform.is_cuda() and not vllm_config.model_config.enforce_eager
-    given = parallel.worker_cls
-    parallel.worker_cls = worker_for(config, given, compilation.cudagraph_mode, can_capture)
+    given, mode = parallel.worker_cls, compilation.cudagraph_mode
+    parallel.worker_cls = worker_for(config, given, mode, _can_capture(vllm_config))
     if compilation.cudagraph_mode == CUDAGraphMode.FULL:
         raise ValueError(
             "cudagraph_mode FULL would replay prefills with the attention rows of canvases: use "
@@ -352,7 +358,7 @@ def _set_graph_sizes(vllm_config: VllmConfig, config: DecodeConfig) -> None:
     chosen = compilation.cudagraph_capture_sizes is not None
     alone = config.commit_alone_from
     only_full = compilation.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
-    if alone is not None and only_full and parallel.worker_cls != WORKER:
+    if alone and only_full and parallel.worker_cls != WORKER:
         raise ValueError(
             f"commit_alone_from {alone} feeds steps that full CUDA graphs hold only on CUDA GPUs, "
             "with kv_cache_layout 'unified' and no worker_cls of your own: use cudagraph_mode "
@@ -366,10 +372,15 @@ def _set_graph_sizes(vllm_config: VllmConfig, config: DecodeConfig) -> None:
     compilation.cudagraph_capture_sizes = capture_sizes(config, *limits)
 
 
+def _can_capture(vllm_config: VllmConfig) -> bool:
+    """Whether there may be CUDA graphs."""
+    return current_platform.is_cuda() and not vllm_config.model_config.enforce_eager
+
+
 def _set_attention_backend(vllm_config: VllmConfig) -> None:
     """Choose what full CUDA graphs capture, unless the user chose a backend that they can."""
     attention, compilation = vllm_config.attention_config, vllm_config.compilation_config
-    if not current_platform.is_cuda() or vllm_config.model_config.enforce_eager:
+    if not _can_capture(vllm_config):
         return
     if compilation.cudagraph_mode in (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE):
         return

@@ -1,12 +1,13 @@
-"""At which sizes steps are captured as CUDA graphs, and which worker captures them.
+"""When steps are one block each, and at which sizes steps are captured as CUDA graphs, by whom.
 
-vLLM captures full graphs of one length per request, the canvas. Under `commit_alone_from` the steps
-of many requests are one block each; our worker captures those as well.
+vLLM captures full graphs of one length per request, the canvas. From `commit_alone_from` requests
+on steps are one block each; our worker captures those as well.
 """
 
 from collections.abc import Iterable
 
-from vllm.config import CUDAGraphMode
+from vllm import envs
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 
@@ -15,13 +16,36 @@ from dllm_plugin.config import DecodeConfig
 logger = init_logger("vllm.dllm_plugin")
 
 WORKER = "dllm_plugin.worker.DiffusionWorker"
+# From so many positions of single blocks on, a step takes so much less time than one of two blocks
+# each that this pays for the passes that only commit (benchmarks/reports/h200_steps.md); of short
+# blocks, which take few passes, twice as many.
+ALONE_POSITIONS, SHORT_BLOCK = 128, 8
+
+
+def alone_from(config: DecodeConfig, vllm_config: VllmConfig, can: bool) -> int:
+    """From how many running requests on a step feeds one block each, where nobody said; 0: never.
+
+    Only where steps have full CUDA graphs, and results may depend on how many run. Mixtures of
+    experts were not measured. `can`: on a CUDA GPU, and not eager.
+    """
+    assert config.block_length is not None
+    positions = ALONE_POSITIONS * (2 if config.block_length < SHORT_BLOCK else 1)
+    fewest, most = cdiv(positions, config.block_length), vllm_config.scheduler_config.max_num_seqs
+    level, mode = vllm_config.optimization_level, vllm_config.compilation_config.cudagraph_mode
+    # What vLLM leaves open here becomes FULL_AND_PIECEWISE at level 2.
+    full = level >= 2 if mode is None else mode.has_full_cudagraphs()
+    model_config, given = vllm_config.model_config, vllm_config.parallel_config.worker_cls
+    able = can and full and given in ("auto", WORKER)
+    able = able and config.feeds_ahead and config.kv_cache_layout == "unified"
+    measured = not model_config.is_moe and not envs.VLLM_BATCH_INVARIANT
+    return fewest if able and measured and fewest <= most else 0
 
 
 def capture_sizes(config: DecodeConfig, max_num_seqs: int, max_num_tokens: int) -> list[int]:
     """Tokens of canvases, up to what a step can hold; where blocks are fed alone, of those too."""
     assert config.canvas_length is not None and config.block_length is not None
     lengths = [(config.canvas_length, 1)]
-    if config.commit_alone_from is not None:
+    if config.commit_alone_from:
         lengths.append((config.block_length, config.commit_alone_from))
     sizes = set()
     for length, fewest in lengths:
@@ -50,7 +74,7 @@ def worker_for(config: DecodeConfig, given: str, mode: CUDAGraphMode | None, can
     none. A class of the user's own stays. `can`: on a CUDA GPU, and not eager.
     """
     alone, piecewise = config.commit_alone_from, (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE)
-    if alone is None or config.kv_cache_layout == "distinct" or mode in piecewise or not can:
+    if not alone or config.kv_cache_layout == "distinct" or mode in piecewise or not can:
         return given
     if given not in ("auto", WORKER):
         logger.warning(

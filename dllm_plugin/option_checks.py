@@ -16,10 +16,8 @@ KV_CACHE_LAYOUTS = ("auto", "unified", "distinct")
 MAX_STEPS = 4096
 MAX_TOP_K = 2**24  # more than any vocabulary, and exact in float32
 MAX_FACTOR = 1000.0  # keeps logits that are multiplied by it within float32
-SWITCHES = (
-    *("logits_eos_inf", "confidence_eos_eot_inf", "use_block_cache"),
-    *("compile_step", "vocab_parallel"),
-)
+LEFT_OPEN = ("compile_step", "vocab_parallel")  # None: the engine decides
+SWITCHES = ("logits_eos_inf", "confidence_eos_eot_inf", "use_block_cache", *LEFT_OPEN)
 
 
 def check_values(config: Any) -> None:
@@ -27,8 +25,9 @@ def check_values(config: Any) -> None:
     one_of("strategy", config.strategy, STRATEGIES)
     one_of("policy", config.policy, POLICIES)
     one_of("kv_cache_layout", config.kv_cache_layout, KV_CACHE_LAYOUTS)
-    for name in ("block_length", "canvas_length", "max_active_blocks", "commit_alone_from"):
+    for name in ("block_length", "canvas_length", "max_active_blocks"):
         whole_number(name, getattr(config, name))
+    whole_number("commit_alone_from", config.commit_alone_from, least=0)
     for name in ("steps", "sub_block_length"):
         whole_number(name, getattr(config, name))
     for name, low in (("num_to_transfer", 1), ("max_post_steps", 0)):
@@ -57,7 +56,7 @@ def check_values(config: Any) -> None:
     number("eps", config.eps, 0.0, 1.0)
     for name in SWITCHES:
         # JSON clients of vLLM turn true into 1 on its way through `vllm_xargs`.
-        allowed = (None, False, True) if name == "compile_step" else (False, True)
+        allowed = (None, False, True) if name in LEFT_OPEN else (False, True)
         if getattr(config, name) not in allowed:
             raise ValueError(f"{name} must be true or false, got {getattr(config, name)!r}.")
     if config.lora_path is not None and not isinstance(config.lora_path, str):
@@ -71,12 +70,12 @@ def one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
     raise ValueError(f"{name} {value!r} is unknown; choose one of: {', '.join(choices)}.")
 
 
-def whole_number(name: str, value: Any) -> None:
-    """Raise ValueError unless `value` is None or a whole number of at least 1."""
+def whole_number(name: str, value: Any, least: int = 1) -> None:
+    """Raise ValueError unless `value` is None or a whole number of at least `least`."""
     if value is None:
         return
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}.")
 
 
 def number(name: str, value: Any, low: float, high: float) -> None:
@@ -121,15 +120,14 @@ def check_block_cache(config: Any) -> None:
 def check_commit_alone(config: Any) -> None:
     """Refuse to feed blocks alone where they are, or where several are denoised at once."""
     given = config.commit_alone_from
-    if given is None:
+    if not given:
         return
     if config.commits_alone:
         raise ValueError(
             f"commit_alone_from {given} changes nothing where every block commits alone, as it "
             "does with this model at max_active_blocks 1: leave it out."
         )
-    one = config.strategy == BLOCK_DIFFUSION and config.max_active_blocks == 1
-    if not one or config.canvas_length < 2 * config.block_length:
+    if not config.feeds_ahead:
         raise ValueError(
             f"commit_alone_from {given} needs the strategy 'block_diffusion', max_active_blocks 1 "
             "and a canvas_length of two blocks at least: leave it out."

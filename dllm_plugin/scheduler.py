@@ -91,8 +91,8 @@ class DiffusionScheduler(AsyncScheduler):
         """As vLLM's, keeping a canvas of the budget free for every running request."""
         reserved = len(self.running) * self.num_spec_tokens
         self._spare_tokens = self.max_num_scheduled_tokens - reserved
-        alone_from = self.decode_config.commit_alone_from
-        self._one_block_each = alone_from is not None and len(self.running) >= alone_from
+        fewest = self.decode_config.commit_alone_from
+        self._one_block_each = fewest is not None and 0 < fewest <= len(self.running)
         return super().schedule(throttle_prefills)
 
     def _fed(self, request: Request) -> int:

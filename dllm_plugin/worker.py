@@ -32,7 +32,7 @@ class BlockGraphManager(ModelCudaGraphManager):
         sizes, alone = self.compilation_config.cudagraph_capture_sizes, config.commit_alone_from
         if not (mode.separate_routine() and mode.decode_mode() == CUDAGraphMode.FULL and sizes):
             return
-        if alone is None:
+        if not alone:
             return
         assert config.block_length is not None
         captured = self._capture_descs.setdefault(CUDAGraphMode.FULL, [])

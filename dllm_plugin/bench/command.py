@@ -61,8 +61,10 @@ def _measure(
     length = _length(settings, model)
     device = _device(settings)
     prompts = Prompts(model.config, settings.seed)
-    grid = [settings.fed(c, n) for c in settings.canvas for n in (1, *settings.at_once(c))]
-    limit = apart(floor.measure, sizes, grid, *device)
+    points = [(c, n) for c in settings.canvas for n in (1, *settings.at_once(c))]
+    # Which of the two holds, the engine decides later.
+    grid = {settings.fed(*point, alone) for point in points for alone in (0, settings.feeds_ahead)}
+    limit = apart(floor.measure, sizes, sorted(grid), *device)
     progress.done("floor")
     result: dict[str, Any] = {"floor": limit.record(), "engines": []}
     steps: list[dict[str, Any]] = []

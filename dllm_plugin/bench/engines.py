@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 DUMMY = {"load_format": "dummy", "skip_tokenizer_init": True}
+SETTLED = ("compile_step", "vocab_parallel", "commit_alone_from")
 DEFAULT_CANVASES = 64  # for more at once the token budget of a step has to be named
 
 
@@ -149,7 +150,7 @@ def describe(llm: "LLM") -> dict[str, Any]:
         "max_model_len": config.model_config.max_model_len,
         "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
         "async_scheduling": config.scheduler_config.async_scheduling,
-        "compile_step": _decoding(config).get("compile_step"),
+        **{name: decoding(llm).get(name) for name in SETTLED},
         "attention_backend": backend.name if backend else "vLLM's choice",
         "cudagraph_mode": mode.name if mode else "NONE",
         "cudagraph_capture_sizes": config.compilation_config.cudagraph_capture_sizes,
@@ -158,9 +159,9 @@ def describe(llm: "LLM") -> dict[str, Any]:
     }
 
 
-def _decoding(config: Any) -> dict[str, Any]:
+def decoding(llm: "LLM") -> dict[str, Any]:
     """Decode options as the engine resolved them; plain vLLM has none."""
-    given = config.additional_config
+    given = llm.llm_engine.vllm_config.additional_config
     return given.get("dllm", {}) if isinstance(given, dict) else {}
 
 

@@ -121,7 +121,7 @@ def _engine(
     }
     if ranks_of(settings) == 1:
         dllm.pop("vocab_parallel", None)
-    if settings.commit_alone_from is not None:
+    if settings.feeds_ahead and settings.commit_alone_from != 0:
         dllm["commit_alone_from"] = PROBLEMS - 1  # until answers end, and not behind that
     if settings.strategy == D2F:
         dllm |= {"lora_path": default_model.adapter_path(), "threshold": 0.9}

@@ -64,7 +64,7 @@ class Settings:
     tensor_parallel_size: int
     attention_backend: str | None
     compile_step: bool | None
-    vocab_parallel: bool
+    vocab_parallel: bool | None
     commit_alone_from: int | None
     seed: int
 
@@ -93,15 +93,24 @@ class Settings:
         """Decode options that change how a step is computed, and no token."""
         given = {
             "compile_step": self.compile_step,
-            "vocab_parallel": self.vocab_parallel or None,
+            "vocab_parallel": self.vocab_parallel,
             "commit_alone_from": self.commit_alone_from,
         }
         return {name: value for name, value in given.items() if value is not None}
 
-    def fed(self, canvas: int, requests: int) -> int:
-        """Positions of a step of so many requests that all denoise."""
-        alone = self.commit_alone_from is not None and requests >= self.commit_alone_from
+    def fed(self, canvas: int, requests: int, alone_from: int) -> int:
+        """Positions of a step of so many requests that all denoise.
+
+        `alone_from`: what the engine made of `commit_alone_from`.
+        """
+        alone = 0 < alone_from <= requests
         return requests * (self.block(canvas) if alone else canvas)
+
+    @property
+    def feeds_ahead(self) -> bool:
+        """Whether the engine may feed blocks alone, or with masks behind them."""
+        rides = all(canvas > self.block(canvas) for canvas in self.canvas)
+        return self.strategy == BLOCK_DIFFUSION and rides
 
     def at_once(self, canvas: int) -> tuple[int, ...]:
         """Numbers of requests that are measured with a canvas."""
@@ -162,7 +171,9 @@ def _add_options(parser: argparse.ArgumentParser, mode: str) -> None:
     parser.add_argument(
         "--compile-step", action=argparse.BooleanOptionalAction, help="as the decode option"
     )
-    parser.add_argument("--vocab-parallel", action="store_true", help="as the decode option")
+    parser.add_argument(
+        "--vocab-parallel", action=argparse.BooleanOptionalAction, help="as the decode option"
+    )
     parser.add_argument("--commit-alone-from", type=int, help="as the decode option")
     parser.add_argument("--seed", type=int, default=0)
 
@@ -291,8 +302,7 @@ def _check_meaning(settings: Settings, input_len: int | None) -> None:
         if settings.model is not None and "hf" in settings.versus:
             raise ValueError("--vs hf needs --shapes, or the bundled model: leave --model out.")
     alone = settings.commit_alone_from
-    rides = all(canvas > settings.block(canvas) for canvas in settings.canvas)
-    if alone is not None and (settings.strategy == D2F or not rides):
+    if alone and not settings.feeds_ahead:
         raise ValueError(
             f"--commit-alone-from {alone} needs the strategy block_diffusion and canvases of more "
             "than one block: leave it out."

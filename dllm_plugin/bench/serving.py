@@ -5,7 +5,7 @@ import statistics
 from typing import TYPE_CHECKING, Any
 
 from dllm_plugin.bench.drive import Answer, Ask, Run, serve
-from dllm_plugin.bench.engines import Model, Prompts
+from dllm_plugin.bench.engines import Model, Prompts, decoding
 from dllm_plugin.bench.floor import Floor
 from dllm_plugin.bench.options import Settings
 from dllm_plugin.bench.schedule import steps_of
@@ -85,7 +85,7 @@ def measure(
         _warm_up(llm, asks, at_once, WARMUP_BLOCKS * settings.block(canvas))
         run = serve(llm, asks, at_once)
         row = {"mode": mode, "requests": at_once, "canvas": canvas} | _times(run)
-        row["positions"] = settings.fed(canvas, at_once)
+        row["positions"] = settings.fed(canvas, at_once, decoding(llm)["commit_alone_from"])
         if model.is_real:
             ids = [answer.token_ids for answer in run.answers]
             row |= score(llm.get_tokenizer(), ids, problems, model.is_bundled)

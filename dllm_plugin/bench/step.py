@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dllm_plugin.bench.drive import Answer, Ask, Run, Window, serve, steady
-from dllm_plugin.bench.engines import Prompts, on_cpu
+from dllm_plugin.bench.engines import Prompts, decoding, on_cpu
 from dllm_plugin.bench.floor import Floor
 from dllm_plugin.bench.memory import logits_bytes, temporary_bytes
 from dllm_plugin.bench.options import Settings
@@ -91,11 +91,11 @@ def measure(llm: "LLM", settings: Settings, canvas: int, prompts: Prompts) -> li
         asks = _asks(llm, settings, canvas, prompts, requests)
         run = serve(llm, asks, requests)
         _check(run, asks[0].sampling["max_tokens"], settings, canvas)
-        positions = settings.fed(canvas, requests)
+        positions = settings.fed(canvas, requests, decoding(llm)["commit_alone_from"])
         row: dict[str, Any] = {"requests": requests, "canvas": canvas, "positions": positions}
         row |= _times(run) | _rates(run)
         row["forwards_per_s"] = requests * row["steps_per_second"]
-        row["logits_mb"] = logits_bytes(llm, positions, settings.vocab_parallel) / 1e6
+        row["logits_mb"] = logits_bytes(llm, positions, decoding(llm)["vocab_parallel"]) / 1e6
         if not on_cpu():
             # A run of its own: asking workers takes time.
             asks = _asks(llm, settings, canvas, prompts, requests, MEMORY_BLOCKS)

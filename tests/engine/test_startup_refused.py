@@ -37,7 +37,7 @@ WRONG_OPTIONS: list[tuple[Any, str]] = [
         {"strategy": "block_diffusion", "commit_alone_from": 8, "canvas_length": 40},
         "a canvas_length of two blocks at least: leave it out",
     ),
-    ({"commit_alone_from": 0}, "commit_alone_from must be a whole number of at least 1, got 0"),
+    ({"commit_alone_from": -1}, "commit_alone_from must be a whole number of at least 0, got -1"),
     ({"strategy": "dual_cache", "alg_temp": 0.5}, "alg_temp has no effect"),
     ({"logits_eos_inf": "no"}, "logits_eos_inf must be true or false, got 'no'"),
     ({"kv_cache_layout": "paged"}, "kv_cache_layout 'paged' is unknown; choose one of: auto"),

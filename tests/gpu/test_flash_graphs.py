@@ -214,6 +214,19 @@ def test_steps_of_one_block_each(backend, by_rows, monkeypatch):
     assert replayed >= {(n, 16) for n in range(3, 7)} | {(1, 32), (2, 32)}
 
 
+def test_many_requests_are_fed_one_block_each_by_default():
+    from vllm.engine.arg_utils import EngineArgs
+
+    from dllm_plugin.graph_sizes import WORKER
+
+    for most, fewest in ((8, 8), (7, 0)):
+        dllm = {"dllm": SDAR | {"block_length": 16}}
+        arguments = {"max_num_seqs": most, "additional_config": dllm}
+        config = EngineArgs(str(CHECKPOINTS / "tiny-sdar"), **arguments).create_engine_config()
+        assert config.additional_config["dllm"]["commit_alone_from"] == fewest
+        assert (config.parallel_config.worker_cls == WORKER) == bool(fewest)
+
+
 def d2f_answers(engine):
     """Alone, together, and the most requests that one step can hold, all alike.
 

@@ -86,7 +86,9 @@ def test_switches_reach_the_engine() -> None:
 def test_positions_of_a_step_are_those_that_are_fed() -> None:
     given = settings("step", "--shapes", "tiny", "--canvas", "64", "--requests", "4,8", *ALONE)
     assert given.dllm(64)["commit_alone_from"] == 8
-    assert [given.fed(64, n) for n in (4, 8)] == [4 * 64, 8 * 32]
+    assert [given.fed(64, n, 8) for n in (4, 8)] == [4 * 64, 8 * 32]
+    assert given.fed(64, 8, 0) == 8 * 64
+    assert given.feeds_ahead and not settings("step").feeds_ahead
 
 
 def test_strategy_follows_what_is_measured() -> None:

@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCu
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from dllm_plugin.config import DecodeConfig
-from dllm_plugin.graph_sizes import WORKER, block_counts, capture_sizes, worker_for
+from dllm_plugin.graph_sizes import WORKER, alone_from, block_counts, capture_sizes, worker_for
 from dllm_plugin.worker import BlockGraphManager, DiffusionWorker
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
@@ -66,6 +66,60 @@ def test_the_worker_is_taken_where_graphs_can_be_captured() -> None:
     for mode in (NONE, PIECEWISE):
         assert worker_for(alone, "auto", mode, True) == "auto"
     assert resolve_obj_by_qualname(WORKER) is DiffusionWorker
+
+
+@pytest.fixture
+def rule(vllm_config_for: Callable[..., Any], checkpoints: Path) -> Callable[..., int]:
+    """`commit_alone_from` of an engine on a GPU, where nobody said; a CPU's config else."""
+
+    def ask(
+        most: int = 64,
+        mode: CUDAGraphMode | None = BOTH,
+        level: int = 2,
+        worker: str = "auto",
+        checkpoint: str = "tiny-sdar",
+        can: bool = True,
+        **dllm: Any,
+    ) -> int:
+        config = vllm_config_for(checkpoints / checkpoint, max_num_seqs=most)
+        config.parallel_config.worker_cls, config.optimization_level = worker, level
+        config.compilation_config.cudagraph_mode = mode
+        return alone_from(config_of(**dllm), config, can)
+
+    return ask
+
+
+def test_blocks_are_fed_alone_by_default_where_that_was_measured(
+    rule: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for block, fewest in {4: 64, 8: 16, 16: 8, 20: 7, 32: 4}.items():
+        assert rule(block_length=block, canvas_length=2 * block) == fewest
+    for mode in (ONLY_FULL, None):
+        assert rule(mode=mode) == 8
+    assert (rule(most=8), rule(most=7), rule(worker=WORKER)) == (8, 0, 8)
+    for never in (
+        {"can": False},
+        {"mode": NONE},
+        {"mode": PIECEWISE},
+        {"mode": None, "level": 1},
+        {"worker": "a.Worker"},
+        {"checkpoint": "tiny-sdar-moe"},
+        {"kv_cache_layout": "distinct"},
+        {"max_active_blocks": 2},
+        {"canvas_length": 16},
+        {"strategy": "d2f", "block_length": 16, "canvas_length": 64},
+    ):
+        assert rule(**never) == 0, never
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert rule() == 0
+
+
+@pytest.mark.parametrize(("given", "resolved"), [({}, 0), ({"commit_alone_from": 0}, 0), (DLLM, 3)])
+def test_what_was_asked_for_is_kept(
+    given: dict[str, Any], resolved: int, vllm_config_for: Callable[..., Any], checkpoints: Path
+) -> None:
+    config = vllm_config_for(checkpoints / "tiny-sdar", additional_config={"dllm": given})
+    assert config.additional_config["dllm"]["commit_alone_from"] == resolved
 
 
 def test_a_worker_of_the_users_own_stays(caplog: pytest.LogCaptureFixture) -> None:

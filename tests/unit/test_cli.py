@@ -23,7 +23,12 @@ ENGINE = ["--dtype", "--gpu-memory-utilization", "--model"]
 MEASURED = ["--block-length", "--canvas", "--dtype", "--enforce-eager", "--gpu-memory-utilization"]
 MEASURED += ["--help", "--lora-path", "--model", "--seed", "--shapes", "--strategy", "--threshold"]
 MEASURED += ["--attention-backend", "--compile-step", "--no-compile-step"]
-MEASURED += ["--commit-alone-from", "--tensor-parallel-size", "--vocab-parallel"]
+MEASURED += [
+    "--commit-alone-from",
+    "--tensor-parallel-size",
+    "--vocab-parallel",
+    "--no-vocab-parallel",
+]
 MEASURED += ["--vs", "-h"]
 GRID = ["--max-positions", "--requests"]
 STEPS = ["--context", "--profile"]

@@ -110,3 +110,21 @@ def test_what_it_cannot_serve(given: dict[str, Any], sentence: str, checkpoints:
     arguments = EngineArgs(str(checkpoints / "tiny-sdar"), **options | given)
     with pytest.raises(ValueError, match=sentence):
         arguments.create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("given", "columns"),
+    [
+        ({}, True),
+        ({"additional_config": {"dllm": {"vocab_parallel": False}}}, False),
+        ({"enable_lora": True}, False),
+        ({"tensor_parallel_size": 1}, False),
+    ],
+    ids=["ranks", "refused", "lora", "one rank"],
+)
+def test_columns_stay_apart_by_default(
+    given: dict[str, Any], columns: bool, checkpoints: Path
+) -> None:
+    arguments = EngineArgs(str(checkpoints / "tiny-sdar"), **{"tensor_parallel_size": 2} | given)
+    config = arguments.create_engine_config()
+    assert config.additional_config["dllm"]["vocab_parallel"] is columns
