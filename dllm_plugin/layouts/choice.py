@@ -109,8 +109,8 @@ def flash_version(vllm_config: VllmConfig) -> int | None:
 def under_full_graphs(vllm_config: VllmConfig, version: int | None) -> AttentionBackendEnum:
     """The attention backend of captured steps, where FlashAttention has this version.
 
-    FlashAttention 3 where it can be: on our rows it is 1.7 to 9 times as fast as Triton
-    (benchmarks/reports/attention.md).
+    FlashAttention 3 where it can be: on our rows it is 1.1 to 15 times as fast as Triton from
+    contexts of 1,024 tokens on (benchmarks/reports/attention.md).
 
     Raises ValueError with one sentence if FLASH_ATTN was asked for and cannot be captured.
     """
