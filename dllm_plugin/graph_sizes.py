@@ -4,7 +4,7 @@ vLLM captures full graphs of one length per request, the canvas. From `commit_al
 on steps are one block each; our worker captures those as well.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from vllm import envs
 from vllm.config import CUDAGraphMode, VllmConfig
@@ -42,17 +42,25 @@ def alone_from(config: DecodeConfig, vllm_config: VllmConfig, can: bool) -> int:
 
 
 def capture_sizes(config: DecodeConfig, max_num_seqs: int, max_num_tokens: int) -> list[int]:
-    """Tokens of canvases, up to what a step can hold; where blocks are fed alone, of those too."""
+    """Tokens of canvases, up to what a step can hold; or of blocks, where those are fed alone."""
     assert config.canvas_length is not None and config.block_length is not None
-    lengths = [(config.canvas_length, 1)]
-    if config.commit_alone_from:
-        lengths.append((config.block_length, config.commit_alone_from))
-    sizes = set()
-    for length, fewest in lengths:
+    alone = config.commit_alone_from
+
+    def counts_of(length: int) -> list[int]:
         most = min(max_num_seqs, max_num_tokens // length)
-        counts = [n for n in (1, 2, 4) if n < most] + list(range(8, most, 8)) + [most]
-        sizes |= {n * length for n in counts if n >= fewest}
+        return [n for n in (1, 2, 4) if n < most] + list(range(8, most, 8)) + [most]
+
+    canvases, blocks = counts_of(config.canvas_length), []
+    if alone:
+        canvases = canvases[: needed(canvases, alone)]
+        blocks = [n for n in counts_of(config.block_length) if n >= alone]
+    sizes = {n * config.canvas_length for n in canvases} | {n * config.block_length for n in blocks}
     return sorted(sizes)
+
+
+def needed(counts: Sequence[int], alone: int) -> int:
+    """How many of these ascending numbers of canvases have room for fewer than `alone`."""
+    return sum(before < alone - 1 for before in (0, *counts[:-1])) if counts else 0
 
 
 def block_counts(sizes: Iterable[int], block_length: int, fewest: int, most: int) -> list[int]:

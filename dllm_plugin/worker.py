@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 from dllm_plugin.config import get_decode_config
-from dllm_plugin.graph_sizes import block_counts
+from dllm_plugin.graph_sizes import block_counts, needed
 
 
 class BlockGraphManager(ModelCudaGraphManager):
@@ -26,7 +26,10 @@ class BlockGraphManager(ModelCudaGraphManager):
     """
 
     def _init_candidates(self) -> None:
-        """As vLLM's, with a full graph for each number of requests that is fed one block each."""
+        """As vLLM's, with a full graph for each number of requests that is fed one block each.
+
+        And without those of more canvases than are then ever fed.
+        """
         super()._init_candidates()
         config, mode = get_decode_config(self.vllm_config), self.cudagraph_mode
         sizes, alone = self.compilation_config.cudagraph_capture_sizes, config.commit_alone_from
@@ -36,6 +39,10 @@ class BlockGraphManager(ModelCudaGraphManager):
             return
         assert config.block_length is not None
         captured = self._capture_descs.setdefault(CUDAGraphMode.FULL, [])
+        canvases = sorted({desc.num_reqs for desc in captured if desc.num_reqs is not None})
+        unused = set(canvases[needed(canvases, alone) :])
+        for descs in (captured, *self._candidates.values()):
+            descs[:] = [desc for desc in descs if desc.num_reqs not in unused]
         counts = block_counts(sizes, config.block_length, alone, self.max_num_reqs)
         for num_active_loras in self.lora_capture_cases:
             first = 0

@@ -35,16 +35,20 @@ def test_sizes_of_canvases_alone() -> None:
 
 
 def test_sizes_of_blocks_that_are_fed_alone() -> None:
-    canvases = {32 * n for n in (1, 2, 4, 8, 16, 20)}
     sizes = capture_sizes(config_of(commit_alone_from=8), 20, 8192)
-    assert sizes == sorted(canvases | {16 * n for n in (8, 16, 20)})
+    # Of canvases there are at most seven.
+    assert sizes == sorted({32 * n for n in (1, 2, 4, 8)} | {16 * n for n in (8, 16, 20)})
     assert block_counts(sizes, 16, 8, 20) == [8, 16, 20]
     assert block_counts(sizes, 16, 1, 20) == [2, 4, 8, 16, 20]
+    sizes = capture_sizes(config_of(commit_alone_from=5), 20, 8192)
+    assert sizes == sorted({32 * n for n in (1, 2, 4)} | {16 * n for n in (8, 16, 20)})
+    assert capture_sizes(config_of(commit_alone_from=1), 3, 8192) == [16, 32, 48]
     # A step holds more blocks than canvases.
     sizes = capture_sizes(config_of(commit_alone_from=8), 64, 512)
     assert sizes[-1] == 512 and block_counts(sizes, 16, 8, 64) == [8, 16, 24, 32]
     # So many never run.
-    assert capture_sizes(config_of(commit_alone_from=21), 20, 8192) == sorted(canvases)
+    sizes = capture_sizes(config_of(commit_alone_from=21), 20, 8192)
+    assert sizes == [32 * n for n in (1, 2, 4, 8, 16, 20)]
 
 
 def test_counts_at_sizes_of_the_user() -> None:
@@ -179,10 +183,15 @@ def test_steps_of_one_block_each_find_their_graph(
         expected = BatchExecutionDescriptor(FULL, captured * BLOCK, captured, BLOCK)
         assert manager.dispatch(n, n * BLOCK, BLOCK, 0, BLOCK) == expected
         assert expected in manager._capture_descs[FULL]
-    # Whatever is no batch of one block each finds what it found.
+    # Whatever is no batch of one block each finds what it found, but for canvases of so many.
     for n in range(1, REQUESTS + 1):
-        for step in ((n, n * CANVAS, CANVAS), (n, n * 2, 2), (n, n * BLOCK, None), (n, 7 * n, 7)):
+        canvases = [(n, n * CANVAS, CANVAS)] if n < ALONE else []
+        for step in (*canvases, (n, n * 2, 2), (n, n * BLOCK, None), (n, 7 * n, 7)):
             assert manager.dispatch(*step, 0, 8) == vllms.dispatch(*step, 0, 8), step
+        if n < ALONE:
+            assert manager.dispatch(*canvases[0], 0, 8).cg_mode == FULL
+        else:
+            assert manager.dispatch(n, n * CANVAS, CANVAS, 0, 8).cg_mode != FULL
 
 
 def test_the_largest_graph_is_captured_first(manager_of: Callable[..., Any]) -> None:
@@ -190,12 +199,12 @@ def test_the_largest_graph_is_captured_first(manager_of: Callable[..., Any]) -> 
     captured = manager_of(BOTH)._capture_descs[FULL]
     tokens = [desc.num_tokens for desc in captured]
     assert tokens == sorted(tokens, reverse=True) and len(set(captured)) == len(captured)
-    assert captured[0].uniform_token_count == CANVAS
     for desc in captured:
         assert desc.num_tokens == desc.num_reqs * desc.uniform_token_count
         assert desc.num_reqs <= REQUESTS
     blocks = [desc.num_reqs for desc in captured if desc.uniform_token_count == BLOCK]
     assert blocks == [20, 16, 8, 4]
+    assert [desc.num_reqs for desc in captured if desc.uniform_token_count == CANVAS] == [2, 1]
 
 
 def test_every_case_of_adapters_has_them(manager_of: Callable[..., Any]) -> None:
