@@ -4,7 +4,7 @@ import platform
 from typing import Any
 
 import dllm_plugin
-from dllm_plugin.choices import OFF, options_read
+from dllm_plugin.choices import BLOCK_DIFFUSION, OF_SEVERAL_BLOCKS, OFF, options_read
 from dllm_plugin.config import REQUEST_FIELDS, DecodeConfig, get_decode_config
 from dllm_plugin.layouts.choice import REASONS
 from dllm_plugin.models import ARCHITECTURES, FAMILIES
@@ -62,6 +62,10 @@ def _report_model(options: dict[str, Any]) -> int:
     _line("KV cache layout", f"{config.kv_cache_layout} ({REASONS[wanted]})")
     for name, value in _settings(config).items():
         _line("  " + name, value)
+    _line("step compiled", "yes" if config.compile_step else "no")
+    if config.feeds_ahead:
+        fewest = config.commit_alone_from
+        _line("one block each", f"from {fewest} requests on" if fewest else "never")
     return 0
 
 
@@ -69,6 +73,8 @@ def _settings(config: DecodeConfig) -> dict[str, Any]:
     """What requests get that say nothing: the numbers that this strategy and policy read."""
     request = config.for_request({}, config.canvas_length)
     read = options_read(config.strategy, config.policy, config.family) - {"policy"}
+    if config.strategy == BLOCK_DIFFUSION and config.max_active_blocks == 1:
+        read = read - set(OF_SEVERAL_BLOCKS)
     names = [name for name in REQUEST_FIELDS if name in read]
     names += ["canvas_length", "lora_path"]
     values = {name: getattr(request, name) for name in names}

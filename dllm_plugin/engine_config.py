@@ -1,10 +1,9 @@
 """The hook that turns a vLLM configuration into one that decodes by diffusion."""
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
-from vllm.config import CompilationMode, CUDAGraphMode, SchedulerConfig, VllmConfig
+from vllm.config import CUDAGraphMode, SchedulerConfig, VllmConfig
 from vllm.config.diffusion import DiffusionConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
@@ -17,7 +16,7 @@ from dllm_plugin.config import (
     DecodeConfig,
     check_strategy_reads,
 )
-from dllm_plugin.graph_sizes import WORKER, alone_from, capture_sizes, worker_for
+from dllm_plugin.graph_sizes import WORKER, capture_sizes, worker_for
 from dllm_plugin.layouts.choice import (
     flash_version,
     refuse_ignored,
@@ -27,6 +26,7 @@ from dllm_plugin.layouts.choice import (
 from dllm_plugin.models import FAMILIES, lora
 from dllm_plugin.models.blocks import trained_block_length, trained_to_edit
 from dllm_plugin.models.weights import check_readable, checkpoint_folder
+from dllm_plugin.settled import can_capture, settle
 from dllm_plugin.special_tokens import find_mask_token, find_turn_ends
 
 logger = init_logger("vllm.dllm_plugin")
@@ -93,7 +93,7 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
         )
         if not current_platform.is_cpu():
             config = _fit_warmup(config, user, model_config.max_model_len)
-        config = _settle_switches(vllm_config, config)
+        config = settle(vllm_config, config)
         check_strategy_reads(config, options)
         _check_files(vllm_config, config)
         logger.info(
@@ -128,48 +128,6 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
         else:
             refuse_ignored(vllm_config)
         _set_attention_backend(vllm_config)
-
-
-def _settle_switches(vllm_config: VllmConfig, config: DecodeConfig) -> DecodeConfig:
-    """Refuse what this machine or the other options leave nothing to do; fill what is open."""
-    cannot = current_platform.is_cpu() or vllm_config.model_config.enforce_eager
-    problem = next(uncompiled(config, cannot), None)
-    if config.compile_step and problem:
-        raise ValueError(f"compile_step {problem}: leave compile_step out.")
-    if config.vocab_parallel and vllm_config.parallel_config.tensor_parallel_size == 1:
-        raise ValueError(
-            "vocab_parallel needs a tensor_parallel_size of at least 2, got 1: leave "
-            "vocab_parallel out."
-        )
-    if config.vocab_parallel and vllm_config.lora_config is not None:
-        raise ValueError(
-            "vocab_parallel keeps the columns of the LM head apart, which enable_lora gathers: "
-            "leave vocab_parallel out."
-        )
-    if config.commit_alone_from is None:
-        fewest = alone_from(config, vllm_config, _can_capture(vllm_config))
-        config = dataclasses.replace(config, commit_alone_from=fewest)
-    if config.vocab_parallel is None:
-        parts = vllm_config.parallel_config.tensor_parallel_size > 1
-        can_part = parts and vllm_config.lora_config is None
-        config = dataclasses.replace(config, vocab_parallel=can_part)
-    if config.compile_step is None:
-        mode, level = vllm_config.compilation_config.mode, vllm_config.optimization_level
-        # What vLLM leaves open here becomes NONE at level 0.
-        wanted = mode != CompilationMode.NONE and (mode is not None or level > 0)
-        config = dataclasses.replace(config, compile_step=wanted and not problem)
-    return config
-
-
-def uncompiled(config: DecodeConfig, cannot: bool) -> Iterator[str]:
-    """Why a step is not compiled; `cannot`: for want of a GPU, or because nothing is."""
-    if cannot:
-        yield "needs a GPU and no enforce_eager"
-    if config.full_attention:
-        yield f"serves strategies that attend from block to block, not {config.strategy}"
-    if config.commits_alone:
-        # Each of their steps also decides the lead of the next block, which keeps its own state.
-        yield "does nothing for blocks that commit alone, as at max_active_blocks 1"
 
 
 def _fit_warmup(config: DecodeConfig, user: DecodeConfig, max_model_len: int) -> DecodeConfig:
@@ -349,7 +307,7 @@ def _set_graph_sizes(vllm_config: VllmConfig, config: DecodeConfig) -> None:
     compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
     parallel = vllm_config.parallel_config
     given, mode = parallel.worker_cls, compilation.cudagraph_mode
-    parallel.worker_cls = worker_for(config, given, mode, _can_capture(vllm_config))
+    parallel.worker_cls = worker_for(config, given, mode, can_capture(vllm_config))
     if compilation.cudagraph_mode == CUDAGraphMode.FULL:
         raise ValueError(
             "cudagraph_mode FULL would replay prefills with the attention rows of canvases: use "
@@ -372,15 +330,10 @@ def _set_graph_sizes(vllm_config: VllmConfig, config: DecodeConfig) -> None:
     compilation.cudagraph_capture_sizes = capture_sizes(config, *limits)
 
 
-def _can_capture(vllm_config: VllmConfig) -> bool:
-    """Whether there may be CUDA graphs."""
-    return current_platform.is_cuda() and not vllm_config.model_config.enforce_eager
-
-
 def _set_attention_backend(vllm_config: VllmConfig) -> None:
     """Choose what full CUDA graphs capture, unless the user chose a backend that they can."""
     attention, compilation = vllm_config.attention_config, vllm_config.compilation_config
-    if not _can_capture(vllm_config):
+    if not can_capture(vllm_config):
         return
     if compilation.cudagraph_mode in (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE):
         return

@@ -28,7 +28,11 @@ class Score(NamedTuple):
 def ways() -> dict[str, dict[str, Any]]:
     """The two ways of decoding that are compared, as ``dllm`` options."""
     return {
-        "one token per step": {"strategy": "block_diffusion", "policy": "low_confidence"},
+        "one token per step": {
+            "strategy": "block_diffusion",
+            "policy": "low_confidence",
+            "commit_alone_from": 0,  # else positions and forwards depend on the device
+        },
         "D2F, threshold 0.9": {
             "strategy": "d2f",
             "lora_path": default_model.adapter_path(),

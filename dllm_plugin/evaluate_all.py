@@ -7,7 +7,14 @@ from typing import Any
 
 import dllm_plugin
 from dllm_plugin import default_model, evaluate
-from dllm_plugin.choices import D2F, SCHEDULED, STRATEGIES, options_read, policies_of
+from dllm_plugin.choices import (
+    BLOCK_DIFFUSION,
+    D2F,
+    SCHEDULED,
+    STRATEGIES,
+    options_read,
+    policies_of,
+)
 from dllm_plugin.default_model.problems import eval_seeds, problem
 from dllm_plugin.models import FAMILIES
 from dllm_plugin.offline import processor
@@ -71,6 +78,8 @@ def score_strategy(strategy: str, dtype: str, limit: int) -> list[Row]:
     dllm: dict[str, Any] = {"block_length": BLOCK, "canvas_length": CANVAS, "strategy": strategy}
     if strategy == D2F:
         dllm["lora_path"] = default_model.adapter_path()
+    if strategy == BLOCK_DIFFUSION:
+        dllm["commit_alone_from"] = 0  # else positions and forwards depend on the device
     llm = evaluate.start(dllm, dtype)
     rows = []
     for way in ways(strategy):

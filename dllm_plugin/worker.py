@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 from dllm_plugin.config import get_decode_config
-from dllm_plugin.graph_sizes import block_counts, needed
+from dllm_plugin.graph_sizes import block_counts, canvases_needed
 
 
 class BlockGraphManager(ModelCudaGraphManager):
@@ -40,7 +40,7 @@ class BlockGraphManager(ModelCudaGraphManager):
         assert config.block_length is not None
         captured = self._capture_descs.setdefault(CUDAGraphMode.FULL, [])
         canvases = sorted({desc.num_reqs for desc in captured if desc.num_reqs is not None})
-        unused = set(canvases[needed(canvases, alone) :])
+        unused = set(canvases[canvases_needed(canvases, alone) :])
         for descs in (captured, *self._candidates.values()):
             descs[:] = [desc for desc in descs if desc.num_reqs not in unused]
         counts = block_counts(sizes, config.block_length, alone, self.max_num_reqs)

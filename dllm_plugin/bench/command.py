@@ -62,8 +62,9 @@ def _measure(
     device = _device(settings)
     prompts = Prompts(model.config, settings.seed)
     points = [(c, n) for c in settings.canvas for n in (1, *settings.at_once(c))]
-    # Which of the two holds, the engine decides later.
-    grid = {settings.fed(*point, alone) for point in points for alone in (0, settings.feeds_ahead)}
+    # Whether one block each is fed, the engine decides later.
+    ways = (0, 1) if settings.feeds_ahead else (0,)
+    grid = {settings.fed(*point, alone_from) for point in points for alone_from in ways}
     limit = apart(floor.measure, sizes, sorted(grid), *device)
     progress.done("floor")
     result: dict[str, Any] = {"floor": limit.record(), "engines": []}

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dllm_plugin import default_model
-from dllm_plugin.bench.drive import Ask, serve
+from dllm_plugin.bench.drive import Ask, Run, serve
 from dllm_plugin.bench.engines import describe, stop
 from dllm_plugin.bench.options import Settings
 from dllm_plugin.choices import D2F
 from dllm_plugin.offline import bundled_options, start_engine
 
 PROBLEMS = 4
+ALONE = PROBLEMS - 1  # so many at once are fed one block each, until answers end, and fewer are not
 BLOCKS = 2
 CONTEXT = 512
 MOST_THREADS = 8
@@ -39,8 +40,11 @@ def check(settings: Settings, canvas: int, reference: Path | None = None) -> Ver
         reference: folder of the weights that the plain loop reads; default: the engine's.
     """
     expected, prompts, stops = _plain(settings, canvas, reference or Path(default_model.path()))
-    got, chosen = _engine(settings, canvas, prompts, len(expected[0]))
-    wrong = [i for i, row in enumerate(got) if row != _until_stop(expected[i], stops)]
+    length = len(expected[0])
+    expected = [_until_stop(row, stops) for row in expected]
+    runs, chosen = _engine(settings, canvas, prompts, length)
+    got = [answer.token_ids for run in runs for answer in run.answers]
+    wrong = [i for i, row in enumerate(got) if row != expected[i % PROBLEMS]]
     record = {
         "model": "bundled",
         "dtype": "float32",
@@ -51,6 +55,7 @@ def check(settings: Settings, canvas: int, reference: Path | None = None) -> Ver
         "requests": len(got),
         "tokens": sum(map(len, got)),
         "requests_that_differ": len(wrong),
+        "positions_per_forward": [_fed(run) for run in runs],
         "engine": chosen,
     }
     sentence = (
@@ -68,6 +73,12 @@ def ranks_of(settings: Settings) -> int:
 
     heads = Shape.load(Path(default_model.path())).n_heads
     return math.gcd(settings.tensor_parallel_size, heads)
+
+
+def _fed(run: Run) -> float:
+    """Canvas positions of a request and forward, on average."""
+    forwards = sum(answer.forwards for answer in run.answers)
+    return sum(answer.canvas_positions for answer in run.answers) / forwards
 
 
 def _until_stop(tokens: Sequence[int], stops: set[int]) -> list[int]:
@@ -110,8 +121,11 @@ def _plain(
 
 def _engine(
     settings: Settings, canvas: int, prompts: list[list[int]], length: int
-) -> tuple[list[list[int]], dict[str, Any]]:
-    """Token rows of the engine, all requests at once, and what the engine chose."""
+) -> tuple[list[Run], dict[str, Any]]:
+    """A run of all requests, before it one of fewer at once if those differ; the engine's choices.
+
+    Many requests are fed one block each, few whole canvases: the first run is of few.
+    """
     block = settings.block(canvas)
     dllm: dict[str, Any] = {
         "strategy": settings.strategy,
@@ -121,8 +135,10 @@ def _engine(
     }
     if ranks_of(settings) == 1:
         dllm.pop("vocab_parallel", None)
+    at_once = [PROBLEMS]
     if settings.feeds_ahead and settings.commit_alone_from != 0:
-        dllm["commit_alone_from"] = PROBLEMS - 1  # until answers end, and not behind that
+        dllm["commit_alone_from"] = ALONE
+        at_once = [ALONE - 1, PROBLEMS]
     if settings.strategy == D2F:
         dllm |= {"lora_path": default_model.adapter_path(), "threshold": 0.9}
     else:
@@ -143,8 +159,8 @@ def _engine(
         }
     )
     chosen = describe(llm)
-    run = serve(llm, [Ask(p, {"max_tokens": length}) for p in prompts], PROBLEMS)
+    runs = [serve(llm, [Ask(p, {"max_tokens": length}) for p in prompts], n) for n in at_once]
     stop(llm)
     if not is_given:
         del os.environ["TRITON_F32_DEFAULT"]  # what is measured runs as it would without a gate
-    return [answer.token_ids for answer in run.answers], chosen
+    return runs, chosen

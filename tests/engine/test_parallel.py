@@ -17,7 +17,7 @@ D2F = {"strategy": "d2f"}
 FULL, CHECKED = "semi_autoregressive", "llada2.1"
 CASES = test_block_goldens.cases_of(CHECKED)
 VOCAB = 320
-BY_COLUMNS = {"llada", FULL}  # with `vocab_parallel`; the others gather whole rows
+BY_COLUMNS = {"llada", FULL, CHECKED}  # as by default; the others gather whole rows
 
 
 class NotingWorker(CPUWorker):
@@ -58,7 +58,8 @@ def on_two_ranks(
 ) -> dict[str, Any]:
     """A wish of :func:`processes.offline`; `notes` is made, and named as in `BY_COLUMNS`."""
     notes.mkdir()
-    dllm = dllm | {"vocab_parallel": notes.name in BY_COLUMNS}
+    if notes.name not in BY_COLUMNS:
+        dllm = dllm | {"vocab_parallel": False}
     engine = SETTINGS | {"model": str(CHECKPOINTS / f"tiny-{checkpoint}"), "enforce_eager": True}
     engine |= {"tensor_parallel_size": 2, "worker_cls": "test_parallel.NotingWorker"}
     engine |= {"additional_config": {"dllm": dllm, "notes": str(notes)}} | more
@@ -126,7 +127,7 @@ def test_tensor_parallel_blocks(answers: dict[str, list[list[int]]]) -> None:
 @pytest.mark.parametrize("name", ["llada", "dream", FULL, CHECKED])
 @pytest.mark.usefixtures("answers")
 def test_columns_of_a_rank(name: str, notes: Path) -> None:
-    """With `vocab_parallel` each computes and keeps its half of them, else it is given all."""
+    """By default each computes and keeps its half; without `vocab_parallel` it is given all."""
     half = VOCAB // 2
     expected = {f"{rank} {half} {rank * half}" for rank in range(2)}
     if name not in BY_COLUMNS:

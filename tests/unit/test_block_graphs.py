@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import CUDAGraphMode
+from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from dllm_plugin.config import DecodeConfig
-from dllm_plugin.graph_sizes import WORKER, alone_from, block_counts, capture_sizes, worker_for
+from dllm_plugin.graph_sizes import WORKER, block_counts, capture_sizes, worker_for
+from dllm_plugin.settled import fewest_alone, together
 from dllm_plugin.worker import BlockGraphManager, DiffusionWorker
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
@@ -23,9 +25,9 @@ DLLM = {"block_length": BLOCK, "canvas_length": CANVAS, "commit_alone_from": ALO
 CPU = torch.device("cpu")
 
 
-def config_of(**options: Any) -> DecodeConfig:
+def config_of(architecture: str = "LLaDAModelLM", **options: Any) -> DecodeConfig:
     dllm = {"strategy": "block_diffusion", "block_length": 16, "canvas_length": 32} | options
-    return DecodeConfig.from_user(dllm).resolve("LLaDAModelLM", 4096, 0)
+    return DecodeConfig.from_user(dllm).resolve(architecture, 4096, 0)
 
 
 def test_sizes_of_canvases_alone() -> None:
@@ -43,9 +45,9 @@ def test_sizes_of_blocks_that_are_fed_alone() -> None:
     sizes = capture_sizes(config_of(commit_alone_from=5), 20, 8192)
     assert sizes == sorted({32 * n for n in (1, 2, 4)} | {16 * n for n in (8, 16, 20)})
     assert capture_sizes(config_of(commit_alone_from=1), 3, 8192) == [16, 32, 48]
-    # A step holds more blocks than canvases.
+    # No more requests run than have room for a whole canvas.
     sizes = capture_sizes(config_of(commit_alone_from=8), 64, 512)
-    assert sizes[-1] == 512 and block_counts(sizes, 16, 8, 64) == [8, 16, 24, 32]
+    assert sizes[-1] == 256 and block_counts(sizes, 16, 8, 64) == [8, 16]
     # So many never run.
     sizes = capture_sizes(config_of(commit_alone_from=21), 20, 8192)
     assert sizes == [32 * n for n in (1, 2, 4, 8, 16, 20)]
@@ -74,46 +76,65 @@ def test_the_worker_is_taken_where_graphs_can_be_captured() -> None:
 
 @pytest.fixture
 def rule(vllm_config_for: Callable[..., Any], checkpoints: Path) -> Callable[..., int]:
-    """`commit_alone_from` of an engine on a GPU, where nobody said; a CPU's config else."""
+    """What `commit_alone_from` becomes on a GPU; of a configuration that was made on a CPU."""
 
     def ask(
         most: int = 64,
-        mode: CUDAGraphMode | None = BOTH,
-        level: int = 2,
-        worker: str = "auto",
         checkpoint: str = "tiny-sdar",
+        architecture: str = "LLaDAModelLM",
         can: bool = True,
-        **dllm: Any,
+        worker: str = "auto",
+        level: int = 2,
+        backend: Any = None,
+        dllm: dict[str, Any] | None = None,
+        **compilation: Any,
     ) -> int:
         config = vllm_config_for(checkpoints / checkpoint, max_num_seqs=most)
         config.parallel_config.worker_cls, config.optimization_level = worker, level
-        config.compilation_config.cudagraph_mode = mode
-        return alone_from(config_of(**dllm), config, can)
+        config.attention_config.backend = backend
+        left_open = dict.fromkeys(("mode", "cudagraph_mode", "cudagraph_capture_sizes"))
+        for name, value in (left_open | {"max_cudagraph_capture_size": None} | compilation).items():
+            setattr(config.compilation_config, name, value)
+        decode = config_of(architecture, **dllm or {})
+        return 0 if next(together(decode, config, can), None) else fewest_alone(decode)
 
     return ask
 
 
-def test_blocks_are_fed_alone_by_default_where_that_was_measured(
+def test_blocks_are_fed_alone_by_default_where_graphs_hold_them(
     rule: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for block, fewest in {4: 64, 8: 16, 16: 8, 20: 7, 32: 4}.items():
-        assert rule(block_length=block, canvas_length=2 * block) == fewest
-    for mode in (ONLY_FULL, None):
-        assert rule(mode=mode) == 8
-    assert (rule(most=8), rule(most=7), rule(worker=WORKER)) == (8, 0, 8)
-    for never in (
+        assert rule(dllm={"block_length": block, "canvas_length": 2 * block}) == fewest
+    whole = {"mode": CompilationMode.VLLM_COMPILE, "cudagraph_mode": BOTH}
+    for given in ({}, {"level": 3}, {"most": 8}, {"worker": WORKER}, whole | {"level": 0}):
+        assert rule(**given) == 8, given
+    assert rule(backend=AttentionBackendEnum.TRITON_ATTN) == 8
+    never: list[dict[str, Any]] = [
         {"can": False},
-        {"mode": NONE},
-        {"mode": PIECEWISE},
-        {"mode": None, "level": 1},
+        {"cudagraph_mode": NONE},
+        {"cudagraph_mode": PIECEWISE},
+        {"cudagraph_mode": ONLY_FULL},
+        {"cudagraph_mode": BOTH, "mode": CompilationMode.NONE},
+        {"cudagraph_mode": BOTH, "mode": CompilationMode.STOCK_TORCH_COMPILE},
+        {"cudagraph_mode": BOTH, "level": 0},
+        {"level": 1},
+        {"level": 0},
+        {"cudagraph_capture_sizes": [256]},
+        {"cudagraph_capture_sizes": []},
+        {"max_cudagraph_capture_size": 256},
+        {"backend": AttentionBackendEnum.FLEX_ATTENTION},
         {"worker": "a.Worker"},
         {"checkpoint": "tiny-sdar-moe"},
-        {"kv_cache_layout": "distinct"},
-        {"max_active_blocks": 2},
-        {"canvas_length": 16},
-        {"strategy": "d2f", "block_length": 16, "canvas_length": 64},
-    ):
-        assert rule(**never) == 0, never
+        {"most": 7},
+        {"dllm": {"kv_cache_layout": "distinct"}},
+        {"dllm": {"max_active_blocks": 2}},
+        {"dllm": {"canvas_length": 16}},
+        {"dllm": {"strategy": "d2f", "canvas_length": 64}},
+        {"architecture": "Fast_dLLM_QwenForCausalLM", "dllm": {"canvas_length": 64}},
+    ]
+    for given in never:
+        assert rule(**given) == 0, given
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert rule() == 0
 
@@ -124,6 +145,17 @@ def test_what_was_asked_for_is_kept(
 ) -> None:
     config = vllm_config_for(checkpoints / "tiny-sdar", additional_config={"dllm": given})
     assert config.additional_config["dllm"]["commit_alone_from"] == resolved
+
+
+def test_the_rule_is_asked_where_nobody_said(
+    vllm_config_for: Callable[..., Any], checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dllm_plugin.settled.can_capture", lambda vllm_config: True)
+    for given, resolved in (({}, 4), ({"commit_alone_from": 0}, 0), ({"commit_alone_from": 9}, 9)):
+        dllm = {"block_length": 32, "canvas_length": 64} | given
+        options = {"additional_config": {"dllm": dllm}, "enforce_eager": False}
+        config = vllm_config_for(checkpoints / "tiny-sdar", **options)
+        assert config.additional_config["dllm"]["commit_alone_from"] == resolved
 
 
 def test_a_worker_of_the_users_own_stays(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from dllm_plugin.config import DecodeConfig
-from dllm_plugin.engine_config import uncompiled
+from dllm_plugin.settled import uncompiled
 
 MASK = 300
 

@@ -97,14 +97,16 @@ ROOMS: dict[str, set[str]] = {
     "admission": {"config", "strategies"},
     "graph_sizes": {"config"},
     "worker": {"config", "graph_sizes"},
+    "settled": {"config", "graph_sizes"},
     "engine_config": {
-        *("admission", "config", "graph_sizes", "layouts.choice", "models", "special_tokens"),
+        *("admission", "config", "graph_sizes", "layouts.choice", "models", "settled"),
+        "special_tokens",
     },
     "metrics": {"models"},
 }
 SETTINGS = (
     *("choices", "special_tokens", "option_checks", "config", "registration", "engine_config"),
-    *("admission", "metrics", "layouts.choice", "graph_sizes"),
+    *("admission", "metrics", "layouts.choice", "graph_sizes", "settled"),
 )
 STEP = {name for name in ROOMS if name not in SETTINGS}
 COMMANDS = {"cli", "doctor", "evaluate", "evaluate_all", "host_bench", "offline", "report"}
