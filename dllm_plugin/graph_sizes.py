@@ -18,14 +18,16 @@ WORKER = "dllm_plugin.worker.DiffusionWorker"
 
 
 def capture_sizes(config: DecodeConfig, max_num_seqs: int, max_num_tokens: int) -> list[int]:
-    """Tokens of canvases, up to what a step can hold; or of blocks, where those are fed alone."""
+    """Tokens of canvases, up to what a step can hold, and of blocks, where those are fed alone.
+
+    Of many canvases too: piecewise graphs, which prompts take, have the same sizes.
+    """
     assert config.canvas_length is not None and config.block_length is not None
     # The scheduler keeps room for a whole canvas of every running request.
     most = min(max_num_seqs, max_num_tokens // config.canvas_length)
     counts = [n for n in (1, 2, 4) if n < most] + list(range(8, most, 8)) + [most]
     alone = config.commit_alone_from
-    canvases = counts[: canvases_needed(counts, alone)] if alone else counts
-    sizes = {n * config.canvas_length for n in canvases}
+    sizes = {n * config.canvas_length for n in counts}
     if alone:
         sizes |= {n * config.block_length for n in counts if n >= alone}
     return sorted(sizes)

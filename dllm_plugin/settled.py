@@ -15,16 +15,16 @@ from dllm_plugin.graph_sizes import WORKER
 logger = init_logger("vllm.dllm_plugin")
 
 # From so many positions of single blocks on, a step takes so much less time than one of two blocks
-# each that this pays for the passes that only commit (benchmarks/reports/h200_steps.md); of short
-# blocks, which take few passes, twice as many.
-ALONE_POSITIONS, SHORT_BLOCK = 128, 8
-BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
+# each that this pays for the passes that only commit (benchmarks/reports/h200_steps.md), unless
+# blocks are so short that they take hardly more passes than that one.
+ALONE_POSITIONS, SHORTEST_BLOCK = 128, 8
+BACKENDS = {"FLASH_ATTN", "TRITON_ATTN"}
 
 
 def settle(vllm_config: VllmConfig, config: DecodeConfig) -> DecodeConfig:
     """Fill what is open. Raises ValueError where a choice leaves nothing to do."""
-    can = can_capture(vllm_config)
-    problem = next(uncompiled(config, not can), None)
+    cannot = current_platform.is_cpu() or vllm_config.model_config.enforce_eager
+    problem = next(uncompiled(config, cannot), None)
     if config.compile_step and problem:
         raise ValueError(f"compile_step {problem}: leave compile_step out.")
     ranks = vllm_config.parallel_config.tensor_parallel_size
@@ -42,7 +42,7 @@ def settle(vllm_config: VllmConfig, config: DecodeConfig) -> DecodeConfig:
         columns = ranks > 1 and vllm_config.lora_config is None
         config = dataclasses.replace(config, vocab_parallel=columns)
     if config.commit_alone_from is None:
-        reason = next(together(config, vllm_config, can), None)
+        reason = next(together(config, vllm_config, can_capture(vllm_config)), None)
         fewest = 0 if reason else fewest_alone(config)
         config = dataclasses.replace(config, commit_alone_from=fewest)
         if config.feeds_ahead:
@@ -74,8 +74,7 @@ def uncompiled(config: DecodeConfig, cannot: bool) -> Iterator[str]:
 def fewest_alone(config: DecodeConfig) -> int:
     """From how many running requests on a step feeds one block each, where it may."""
     assert config.block_length is not None
-    short = config.block_length < SHORT_BLOCK
-    return cdiv(ALONE_POSITIONS * (2 if short else 1), config.block_length)
+    return cdiv(ALONE_POSITIONS, config.block_length)
 
 
 def together(config: DecodeConfig, vllm_config: VllmConfig, can: bool) -> Iterator[str]:
@@ -91,14 +90,19 @@ def together(config: DecodeConfig, vllm_config: VllmConfig, can: bool) -> Iterat
     both = mode in (None, CompilationMode.VLLM_COMPILE)
     both = both and graphs in (None, CUDAGraphMode.FULL_AND_PIECEWISE)
     both = both and (vllm_config.optimization_level >= 2 or None not in (mode, graphs))
+    # Those end in full graphs alone.
+    both = both and compilation.splitting_ops != [] and not compilation.pass_config.fuse_attn_quant
     worker, most = vllm_config.parallel_config.worker_cls, vllm_config.scheduler_config.max_num_seqs
     if not can or not both or sizes != (None, None):
-        yield "it needs full and piecewise CUDA graphs of vLLM's own sizes"
+        yield "it needs full and piecewise CUDA graphs, and their sizes left out"
     if not config.feeds_ahead:
         yield "a step feeds nothing behind a block"
-    backend = vllm_config.attention_config.backend
-    chosen = backend is not None and backend.name not in BACKENDS
-    if config.kv_cache_layout != "unified" or chosen:
+    assert config.block_length is not None
+    if config.block_length < SHORTEST_BLOCK:
+        yield f"it was not measured for blocks shorter than {SHORTEST_BLOCK}"
+    attention = vllm_config.attention_config
+    chosen = {attention.backend, *attention.backend_per_kind.values()} - {None}
+    if config.kv_cache_layout != "unified" or {one.name for one in chosen if one} - BACKENDS:
         yield "it needs kv_cache_layout 'unified' with FLASH_ATTN or TRITON_ATTN"
     if worker not in ("auto", WORKER):
         yield f"it needs another worker_cls than {worker}"

@@ -37,13 +37,16 @@ class BlockGraphManager(ModelCudaGraphManager):
             return
         if not alone:
             return
-        assert config.block_length is not None
+        assert config.block_length is not None and config.canvas_length is not None
         captured = self._capture_descs.setdefault(CUDAGraphMode.FULL, [])
         canvases = sorted({desc.num_reqs for desc in captured if desc.num_reqs is not None})
         unused = set(canvases[canvases_needed(canvases, alone) :])
         for descs in (captured, *self._candidates.values()):
             descs[:] = [desc for desc in descs if desc.num_reqs not in unused]
-        counts = block_counts(sizes, config.block_length, alone, self.max_num_reqs)
+        # The scheduler keeps room for a whole canvas of every running request.
+        tokens = self.vllm_config.scheduler_config.max_num_batched_tokens
+        most = min(self.max_num_reqs, tokens // config.canvas_length)
+        counts = block_counts(sizes, config.block_length, alone, most)
         for num_active_loras in self.lora_capture_cases:
             first = 0
             for num_reqs in counts:

@@ -5,6 +5,7 @@ import multiprocessing
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -61,10 +62,12 @@ def _measure(
     length = _length(settings, model)
     device = _device(settings)
     prompts = Prompts(model.config, settings.seed)
-    points = [(c, n) for c in settings.canvas for n in (1, *settings.at_once(c))]
-    # Whether one block each is fed, the engine decides later.
-    ways = (0, 1) if settings.feeds_ahead else (0,)
-    grid = {settings.fed(*point, alone_from) for point in points for alone_from in ways}
+    grid = set()
+    for canvas in settings.canvas:
+        # Whether one block each is fed, the engine decides later.
+        ways = (0, 1) if settings.feeds_ahead(canvas) else (0,)
+        points = product((1, *settings.at_once(canvas)), ways)
+        grid |= {settings.fed(canvas, requests, alone) for requests, alone in points}
     limit = apart(floor.measure, sizes, sorted(grid), *device)
     progress.done("floor")
     result: dict[str, Any] = {"floor": limit.record(), "engines": []}

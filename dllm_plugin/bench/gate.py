@@ -122,9 +122,9 @@ def _plain(
 def _engine(
     settings: Settings, canvas: int, prompts: list[list[int]], length: int
 ) -> tuple[list[Run], dict[str, Any]]:
-    """A run of all requests, before it one of fewer at once if those differ; the engine's choices.
+    """All requests at once, and the engine's choices.
 
-    Many requests are fed one block each, few whole canvases: the first run is of few.
+    Where many may be fed one block each, first two at a time, which are fed whole canvases.
     """
     block = settings.block(canvas)
     dllm: dict[str, Any] = {
@@ -136,7 +136,7 @@ def _engine(
     if ranks_of(settings) == 1:
         dllm.pop("vocab_parallel", None)
     at_once = [PROBLEMS]
-    if settings.feeds_ahead and settings.commit_alone_from != 0:
+    if settings.feeds_ahead(canvas) and settings.commit_alone_from != 0:
         dllm["commit_alone_from"] = ALONE
         at_once = [ALONE - 1, PROBLEMS]
     if settings.strategy == D2F:

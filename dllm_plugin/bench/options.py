@@ -106,11 +106,9 @@ class Settings:
         alone = 0 < alone_from <= requests
         return requests * (self.block(canvas) if alone else canvas)
 
-    @property
-    def feeds_ahead(self) -> bool:
+    def feeds_ahead(self, canvas: int) -> bool:
         """Whether the engine may feed blocks alone, or with masks behind them."""
-        rides = all(canvas > self.block(canvas) for canvas in self.canvas)
-        return self.strategy == BLOCK_DIFFUSION and rides
+        return self.strategy == BLOCK_DIFFUSION and canvas > self.block(canvas)
 
     def at_once(self, canvas: int) -> tuple[int, ...]:
         """Numbers of requests that are measured with a canvas."""
@@ -302,7 +300,7 @@ def _check_meaning(settings: Settings, input_len: int | None) -> None:
         if settings.model is not None and "hf" in settings.versus:
             raise ValueError("--vs hf needs --shapes, or the bundled model: leave --model out.")
     alone = settings.commit_alone_from
-    if alone and not settings.feeds_ahead:
+    if alone and not all(map(settings.feeds_ahead, settings.canvas)):
         raise ValueError(
             f"--commit-alone-from {alone} needs the strategy block_diffusion and canvases of more "
             "than one block: leave it out."

@@ -88,7 +88,9 @@ def test_positions_of_a_step_are_those_that_are_fed() -> None:
     assert given.dllm(64)["commit_alone_from"] == 8
     assert [given.fed(64, n, 8) for n in (4, 8)] == [4 * 64, 8 * 32]
     assert given.fed(64, 8, 0) == 8 * 64
-    assert given.feeds_ahead and not settings("step").feeds_ahead
+    assert given.feeds_ahead(64) and not settings("step").feeds_ahead(64)
+    mixed = settings("step", "--shapes", "tiny", "--canvas", "16,32", "--block-length", "16")
+    assert [mixed.feeds_ahead(canvas) for canvas in mixed.canvas] == [False, True]
 
 
 def test_strategy_follows_what_is_measured() -> None:

@@ -14,7 +14,13 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCu
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from dllm_plugin.config import DecodeConfig
-from dllm_plugin.graph_sizes import WORKER, block_counts, capture_sizes, worker_for
+from dllm_plugin.graph_sizes import (
+    WORKER,
+    block_counts,
+    canvases_needed,
+    capture_sizes,
+    worker_for,
+)
 from dllm_plugin.settled import fewest_alone, together
 from dllm_plugin.worker import BlockGraphManager, DiffusionWorker
 
@@ -37,20 +43,26 @@ def test_sizes_of_canvases_alone() -> None:
 
 
 def test_sizes_of_blocks_that_are_fed_alone() -> None:
+    canvases = {32 * n for n in (1, 2, 4, 8, 16, 20)}
     sizes = capture_sizes(config_of(commit_alone_from=8), 20, 8192)
-    # Of canvases there are at most seven.
-    assert sizes == sorted({32 * n for n in (1, 2, 4, 8)} | {16 * n for n in (8, 16, 20)})
+    assert sizes == sorted(canvases | {16 * n for n in (8, 16, 20)})
     assert block_counts(sizes, 16, 8, 20) == [8, 16, 20]
     assert block_counts(sizes, 16, 1, 20) == [2, 4, 8, 16, 20]
-    sizes = capture_sizes(config_of(commit_alone_from=5), 20, 8192)
-    assert sizes == sorted({32 * n for n in (1, 2, 4)} | {16 * n for n in (8, 16, 20)})
-    assert capture_sizes(config_of(commit_alone_from=1), 3, 8192) == [16, 32, 48]
     # No more requests run than have room for a whole canvas.
     sizes = capture_sizes(config_of(commit_alone_from=8), 64, 512)
-    assert sizes[-1] == 256 and block_counts(sizes, 16, 8, 64) == [8, 16]
+    assert sizes[-1] == 512 and block_counts(sizes, 16, 8, 16) == [8, 16]
     # So many never run.
-    sizes = capture_sizes(config_of(commit_alone_from=21), 20, 8192)
-    assert sizes == [32 * n for n in (1, 2, 4, 8, 16, 20)]
+    assert capture_sizes(config_of(commit_alone_from=21), 20, 8192) == sorted(canvases)
+
+
+def test_canvases_that_are_never_fed_have_no_graph() -> None:
+    counts = [1, 2, 4, 8, 16]
+    needed = {alone: counts[: canvases_needed(counts, alone)] for alone in (1, 2, 3, 5, 6, 9, 99)}
+    assert needed == {
+        **{1: [], 2: [1], 3: [1, 2], 5: [1, 2, 4], 6: [1, 2, 4, 8], 9: [1, 2, 4, 8]},
+        99: counts,
+    }
+    assert canvases_needed([], 3) == 0
 
 
 def test_counts_at_sizes_of_the_user() -> None:
@@ -92,7 +104,9 @@ def rule(vllm_config_for: Callable[..., Any], checkpoints: Path) -> Callable[...
         config = vllm_config_for(checkpoints / checkpoint, max_num_seqs=most)
         config.parallel_config.worker_cls, config.optimization_level = worker, level
         config.attention_config.backend = backend
-        left_open = dict.fromkeys(("mode", "cudagraph_mode", "cudagraph_capture_sizes"))
+        left_open = dict.fromkeys(
+            ("mode", "cudagraph_mode", "cudagraph_capture_sizes", "splitting_ops")
+        )
         for name, value in (left_open | {"max_cudagraph_capture_size": None} | compilation).items():
             setattr(config.compilation_config, name, value)
         decode = config_of(architecture, **dllm or {})
@@ -104,7 +118,7 @@ def rule(vllm_config_for: Callable[..., Any], checkpoints: Path) -> Callable[...
 def test_blocks_are_fed_alone_by_default_where_graphs_hold_them(
     rule: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for block, fewest in {4: 64, 8: 16, 16: 8, 20: 7, 32: 4}.items():
+    for block, fewest in {4: 0, 7: 0, 8: 16, 16: 8, 20: 7, 32: 4}.items():
         assert rule(dllm={"block_length": block, "canvas_length": 2 * block}) == fewest
     whole = {"mode": CompilationMode.VLLM_COMPILE, "cudagraph_mode": BOTH}
     for given in ({}, {"level": 3}, {"most": 8}, {"worker": WORKER}, whole | {"level": 0}):
@@ -123,6 +137,7 @@ def test_blocks_are_fed_alone_by_default_where_graphs_hold_them(
         {"cudagraph_capture_sizes": [256]},
         {"cudagraph_capture_sizes": []},
         {"max_cudagraph_capture_size": 256},
+        {"splitting_ops": []},
         {"backend": AttentionBackendEnum.FLEX_ATTENTION},
         {"worker": "a.Worker"},
         {"checkpoint": "tiny-sdar-moe"},
@@ -186,10 +201,12 @@ def manager_of(vllm_config_for: Callable[..., Any], checkpoints: Path) -> Callab
     """Builds a graph manager as the runner does; nothing is captured, but all counts as if."""
 
     def build(mode: CUDAGraphMode, kind: Any = BlockGraphManager, **more: Any) -> Any:
-        dllm = {"dllm": more.pop("dllm", DLLM)}
+        dllm, tokens = {"dllm": more.pop("dllm", DLLM)}, more.pop("tokens", None)
         config = vllm_config_for(
             checkpoints / "tiny-sdar", max_num_seqs=REQUESTS, additional_config=dllm
         )
+        if tokens is not None:
+            config.scheduler_config.max_num_batched_tokens = tokens
         limits = REQUESTS, config.scheduler_config.max_num_batched_tokens
         sizes = capture_sizes(DecodeConfig(**config.additional_config["dllm"]), *limits)
         config.compilation_config.cudagraph_capture_sizes = sizes
@@ -223,7 +240,8 @@ def test_steps_of_one_block_each_find_their_graph(
         if n < ALONE:
             assert manager.dispatch(*canvases[0], 0, 8).cg_mode == FULL
         else:
-            assert manager.dispatch(n, n * CANVAS, CANVAS, 0, 8).cg_mode != FULL
+            found = manager.dispatch(n, n * CANVAS, CANVAS, 0, 8)
+            assert found.cg_mode == (PIECEWISE if mode == BOTH else NONE)
 
 
 def test_the_largest_graph_is_captured_first(manager_of: Callable[..., Any]) -> None:
@@ -237,6 +255,13 @@ def test_the_largest_graph_is_captured_first(manager_of: Callable[..., Any]) -> 
     blocks = [desc.num_reqs for desc in captured if desc.uniform_token_count == BLOCK]
     assert blocks == [20, 16, 8, 4]
     assert [desc.num_reqs for desc in captured if desc.uniform_token_count == CANVAS] == [2, 1]
+
+
+def test_no_more_blocks_than_requests_that_can_run(manager_of: Callable[..., Any]) -> None:
+    """A step has to have room for a whole canvas of each."""
+    found = manager_of(BOTH, tokens=10 * CANVAS)._capture_descs[FULL]
+    counts = [desc.num_reqs for desc in found if desc.uniform_token_count == BLOCK]
+    assert counts == [10, 8, 4]
 
 
 def test_every_case_of_adapters_has_them(manager_of: Callable[..., Any]) -> None:
