@@ -82,8 +82,8 @@ class DecodeConfig:
     max_active_blocks        D2F: open blocks per request; None: what fits the canvas, at least 8.
                              block_diffusion: blocks that are denoised at once; None: 1
     commit_alone_from        block_diffusion: so many running requests are fed a block each, and
-                             finished blocks commit in a pass of their own; 0: never; None: see
-                             :func:`dllm_plugin.settled.fewest_alone`
+                             finished blocks commit in a pass of their own; 0: never; None: where
+                             it pays (:func:`dllm_plugin.settled.fewest_alone`)
     steps                    denoising steps per block; None: block_length
     threshold                confidence from which a position is unmasked (tau_conf)
     factor                   Fast-dLLM's factor

@@ -11,6 +11,7 @@ from vllm.utils.math_utils import cdiv
 
 from dllm_plugin.config import DecodeConfig
 from dllm_plugin.graph_sizes import WORKER
+from dllm_plugin.layouts.choice import FLASH_ATTN, TRITON_ATTN, asked_backends
 
 logger = init_logger("vllm.dllm_plugin")
 
@@ -18,7 +19,6 @@ logger = init_logger("vllm.dllm_plugin")
 # each that this pays for the passes that only commit (benchmarks/reports/h200_steps.md), unless
 # blocks are so short that they take hardly more passes than that one.
 ALONE_POSITIONS, SHORTEST_BLOCK = 128, 8
-BACKENDS = {"FLASH_ATTN", "TRITON_ATTN"}
 
 
 def settle(vllm_config: VllmConfig, config: DecodeConfig) -> DecodeConfig:
@@ -42,7 +42,7 @@ def settle(vllm_config: VllmConfig, config: DecodeConfig) -> DecodeConfig:
         columns = ranks > 1 and vllm_config.lora_config is None
         config = dataclasses.replace(config, vocab_parallel=columns)
     if config.commit_alone_from is None:
-        reason = next(together(config, vllm_config, can_capture(vllm_config)), None)
+        reason = next(never_alone(config, vllm_config, can_capture(vllm_config)), None)
         fewest = 0 if reason else fewest_alone(config)
         config = dataclasses.replace(config, commit_alone_from=fewest)
         if config.feeds_ahead:
@@ -77,11 +77,11 @@ def fewest_alone(config: DecodeConfig) -> int:
     return cdiv(ALONE_POSITIONS, config.block_length)
 
 
-def together(config: DecodeConfig, vllm_config: VllmConfig, can: bool) -> Iterator[str]:
-    """Why a step never does by itself; `can`: on a CUDA GPU, and not eager.
+def never_alone(config: DecodeConfig, vllm_config: VllmConfig, can: bool) -> Iterator[str]:
+    """Why no step feeds one block each unless it is told to; `can`: on a CUDA GPU, and not eager.
 
-    Steps have to have full CUDA graphs, and those with blocks of several lengths piecewise ones,
-    and results may depend on how many requests run.
+    Such steps need full CUDA graphs, and piecewise ones where blocks have several lengths, and
+    results then depend on how many requests run.
     """
     compilation = vllm_config.compilation_config
     mode, graphs = compilation.mode, compilation.cudagraph_mode
@@ -100,9 +100,8 @@ def together(config: DecodeConfig, vllm_config: VllmConfig, can: bool) -> Iterat
     assert config.block_length is not None
     if config.block_length < SHORTEST_BLOCK:
         yield f"it was not measured for blocks shorter than {SHORTEST_BLOCK}"
-    attention = vllm_config.attention_config
-    chosen = {attention.backend, *attention.backend_per_kind.values()} - {None}
-    if config.kv_cache_layout != "unified" or {one.name for one in chosen if one} - BACKENDS:
+    others = set(asked_backends(vllm_config.attention_config)) - {None, FLASH_ATTN, TRITON_ATTN}
+    if config.kv_cache_layout != "unified" or others:
         yield "it needs kv_cache_layout 'unified' with FLASH_ATTN or TRITON_ATTN"
     if worker not in ("auto", WORKER):
         yield f"it needs another worker_cls than {worker}"

@@ -133,7 +133,8 @@ def _engine(
         "block_length": block,
         **settings.switches,
     }
-    if ranks_of(settings) == 1:
+    ranks = ranks_of(settings)
+    if ranks == 1:
         dllm.pop("vocab_parallel", None)
     at_once = [PROBLEMS]
     if settings.feeds_ahead(canvas) and settings.commit_alone_from != 0:
@@ -154,7 +155,7 @@ def _engine(
             "max_num_seqs": PROBLEMS,
             "max_model_len": context,
             "enforce_eager": settings.enforce_eager,
-            "tensor_parallel_size": ranks_of(settings),
+            "tensor_parallel_size": ranks,
             "disable_log_stats": False,
         }
     )

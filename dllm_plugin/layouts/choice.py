@@ -76,7 +76,7 @@ def refuse_ignored(vllm_config: VllmConfig) -> None:
         block_size=None,
         use_mla=model.use_mla,
     )
-    for asked in filter(None, _asked(attention)):
+    for asked in filter(None, asked_backends(attention)):
         taken = current_platform.get_attn_backend_cls(asked, wish)
         # Names that only plugins fill have no path of their own.
         if not asked.value or asked.get_path() != taken:
@@ -92,7 +92,7 @@ def flash_version(vllm_config: VllmConfig) -> int | None:
     None as well where another backend is asked for: its libraries are left alone.
     """
     attention = vllm_config.attention_config
-    other = attention.backend is not None and FLASH_ATTN not in _asked(attention)
+    other = attention.backend is not None and FLASH_ATTN not in asked_backends(attention)
     if other or not current_platform.is_cuda():
         return None
     from vllm.v1.attention.backends.fa_utils import (
@@ -116,7 +116,7 @@ def under_full_graphs(vllm_config: VllmConfig, version: int | None) -> Attention
     """
     attention = vllm_config.attention_config
     problem = next(_flash_problems(vllm_config, version), None)
-    if problem and FLASH_ATTN in _asked(attention):
+    if problem and FLASH_ATTN in asked_backends(attention):
         raise ValueError(f"attention_backend FLASH_ATTN {problem}.")
     if attention.backend is not None:
         return attention.backend
@@ -128,7 +128,8 @@ def under_full_graphs(vllm_config: VllmConfig, version: int | None) -> Attention
     )
 
 
-def _asked(attention: AttentionConfig) -> tuple[AttentionBackendEnum | None, ...]:
+def asked_backends(attention: AttentionConfig) -> tuple[AttentionBackendEnum | None, ...]:
+    """Backends that the user named, None where the choice is open."""
     return (attention.backend, *attention.backend_per_kind.values())
 
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import CompilationMode, CUDAGraphMode
+from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
+from dllm_plugin import cli
 from dllm_plugin.config import DecodeConfig
 from dllm_plugin.graph_sizes import (
     WORKER,
@@ -21,7 +22,7 @@ from dllm_plugin.graph_sizes import (
     capture_sizes,
     worker_for,
 )
-from dllm_plugin.settled import fewest_alone, together
+from dllm_plugin.settled import fewest_alone, never_alone
 from dllm_plugin.worker import BlockGraphManager, DiffusionWorker
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
@@ -110,7 +111,7 @@ def rule(vllm_config_for: Callable[..., Any], checkpoints: Path) -> Callable[...
         for name, value in (left_open | {"max_cudagraph_capture_size": None} | compilation).items():
             setattr(config.compilation_config, name, value)
         decode = config_of(architecture, **dllm or {})
-        return 0 if next(together(decode, config, can), None) else fewest_alone(decode)
+        return 0 if next(never_alone(decode, config, can), None) else fewest_alone(decode)
 
     return ask
 
@@ -150,6 +151,8 @@ def test_blocks_are_fed_alone_by_default_where_graphs_hold_them(
     ]
     for given in never:
         assert rule(**given) == 0, given
+    fused = CompilationConfig(pass_config={"fuse_attn_quant": True}).pass_config
+    assert rule(pass_config=fused) == 0
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert rule() == 0
 
@@ -171,6 +174,23 @@ def test_the_rule_is_asked_where_nobody_said(
         options = {"additional_config": {"dllm": dllm}, "enforce_eager": False}
         config = vllm_config_for(checkpoints / "tiny-sdar", **options)
         assert config.additional_config["dllm"]["commit_alone_from"] == resolved
+
+
+@pytest.mark.parametrize(("can", "said"), [(True, "from 32 requests on"), (False, "never")])
+def test_doctor_tells(
+    can: bool,
+    said: str,
+    checkpoints: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """And no option of several open blocks, which one open block refuses."""
+    monkeypatch.setattr("dllm_plugin.settled.can_capture", lambda vllm_config: can)
+    monkeypatch.setattr("dllm_plugin.settled.SHORTEST_BLOCK", 4)
+    assert cli.main(["doctor", str(checkpoints / "tiny-sdar")]) == 0
+    printed = capsys.readouterr().out
+    assert f"one block each:             {said}" in printed and "block_length:" in printed
+    assert "block_add_threshold" not in printed
 
 
 def test_a_worker_of_the_users_own_stays(caplog: pytest.LogCaptureFixture) -> None:

@@ -200,6 +200,7 @@ def test_guidance_needs_the_uncached_loop() -> None:
         ("top_k", 2.5, "between 0 and 16777216"),
         ("top_k", 2**63, "between 0 and 16777216"),
         ("logits_eos_inf", "yes", "true or false"),
+        ("use_block_cache", None, "true or false"),
         ("confidence_eos_eot_inf", 2, "true or false"),
     ],
 )

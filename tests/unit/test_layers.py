@@ -97,7 +97,7 @@ ROOMS: dict[str, set[str]] = {
     "admission": {"config", "strategies"},
     "graph_sizes": {"config"},
     "worker": {"config", "graph_sizes"},
-    "settled": {"config", "graph_sizes"},
+    "settled": {"config", "graph_sizes", "layouts.choice"},
     "engine_config": {
         *("admission", "config", "graph_sizes", "layouts.choice", "models", "settled"),
         "special_tokens",
@@ -128,7 +128,7 @@ ENGINE_SIDE = {
     *("logprobs", "admission", "metrics", "engine_config", "kernels.cpu"),
     *("rows", "proposals", "leads", "deciding", "refresh_scheduler", "slot_table"),
     *("layouts.choice", "layouts.spans", "layouts.distinct", "layouts.flex"),
-    *("layouts.flash", "layouts.parts", "worker"),
+    *("layouts.flash", "layouts.parts", "worker", "settled"),
 }
 # The one assignment to an attribute of vLLM: (module, function).
 PERMITTED = ("kernels.cpu", "_complete_triton_placeholder")
