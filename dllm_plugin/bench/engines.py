@@ -102,6 +102,8 @@ def ours(
         options |= DUMMY
     if settings.attention_backend is not None:
         options["attention_backend"] = settings.attention_backend
+    if settings.compilation_config is not None:
+        options["compilation_config"] = settings.compilation_config
     if most > DEFAULT_CANVASES:
         options["max_num_batched_tokens"] = length + most * canvas
     if trace is not None:
@@ -142,7 +144,8 @@ def stop(llm: "LLM") -> None:
 def describe(llm: "LLM") -> dict[str, Any]:
     """What the engine chose, for the JSON line."""
     config = llm.llm_engine.vllm_config
-    backend, mode = config.attention_config.backend, config.compilation_config.cudagraph_mode
+    backend, compilation = config.attention_config.backend, config.compilation_config
+    mode = compilation.cudagraph_mode
     return {
         "architecture": config.model_config.architecture,
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
@@ -153,7 +156,8 @@ def describe(llm: "LLM") -> dict[str, Any]:
         **{name: decoding(llm).get(name) for name in SETTLED},
         "attention_backend": backend.name if backend else "vLLM's choice",
         "cudagraph_mode": mode.name if mode else "NONE",
-        "cudagraph_capture_sizes": config.compilation_config.cudagraph_capture_sizes,
+        "cudagraph_capture_sizes": compilation.cudagraph_capture_sizes,
+        "compile_sizes": compilation.compile_sizes or [],
         "kv_cache_tokens": (config.cache_config.num_gpu_blocks or 0)
         * config.cache_config.block_size,
     }

@@ -157,6 +157,7 @@ def _engine(
             "enforce_eager": settings.enforce_eager,
             "tensor_parallel_size": ranks,
             "disable_log_stats": False,
+            "compilation_config": settings.compilation_config or {},
         }
     )
     chosen = describe(llm)

@@ -1,6 +1,7 @@
 """Options of the measuring modes, and what they may not be combined with. Light imports only."""
 
 import argparse
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,7 @@ class Settings:
     tokens_per_forward on dummy weights: fixed by the schedule of `low_confidence`
     versus             baselines
     attention_backend  of what is measured, not of the gate: some take no float32
+    compilation_config vLLM's, of what is measured and of the gate
     """
 
     mode: str
@@ -63,6 +65,7 @@ class Settings:
     gpu_memory_utilization: float | None
     tensor_parallel_size: int
     attention_backend: str | None
+    compilation_config: dict[str, Any] | None
     compile_step: bool | None
     vocab_parallel: bool | None
     commit_alone_from: int | None
@@ -166,6 +169,7 @@ def _add_options(parser: argparse.ArgumentParser, mode: str) -> None:
     parser.add_argument("--gpu-memory-utilization", type=float, help="as in vLLM")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="as in vLLM")
     parser.add_argument("--attention-backend", help="as in vLLM")
+    parser.add_argument("--compilation-config", type=_json, help="a JSON object, as in vLLM")
     parser.add_argument(
         "--compile-step", action=argparse.BooleanOptionalAction, help="as the decode option"
     )
@@ -186,6 +190,16 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _names(text: str) -> tuple[str, ...]:
     return _list(str.strip)(text)
+
+
+def _json(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+    return value
 
 
 def _or(value: int | None, default: int) -> int:
@@ -229,6 +243,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         gpu_memory_utilization=args.gpu_memory_utilization,
         tensor_parallel_size=args.tensor_parallel_size,
         attention_backend=args.attention_backend,
+        compilation_config=args.compilation_config,
         compile_step=args.compile_step,
         vocab_parallel=args.vocab_parallel,
         commit_alone_from=args.commit_alone_from,

@@ -34,7 +34,8 @@ def line_of(printed: str) -> dict[str, Any]:
 
 
 def test_all_modes_and_baselines_on_dummy_weights(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", "all", *SHAPES, *LENGTHS, *QUICK]) == 0
+    more = ["--compilation-config", '{"compile_sizes": [32]}']
+    assert cli.main(["bench", "all", *SHAPES, *LENGTHS, *QUICK, *more]) == 0
     printed = capsys.readouterr().out
     line = line_of(printed)
     assert line["gate"] == "green" and line["gates"][0]["tokens"] > 200
@@ -43,6 +44,8 @@ def test_all_modes_and_baselines_on_dummy_weights(capsys: pytest.CaptureFixture[
     assert few == 32 and 16 <= many < 20
     assert line["seed"] == 3 and line["command"].startswith("diffuplug bench all --shapes tiny")
     assert line["ar"]["engine"]["architecture"] == "LlamaForCausalLM"
+    engines = [*line["engines"], line["gates"][0]["engine"], line["ar"]["engine"]]
+    assert [engine["compile_sizes"] for engine in engines] == [[32], [32], []]
     floor = {int(count): ms for count, ms in line["floor"]["products_ms"].items()}
 
     parts = ["gate, canvas 32", "floor", "engine start, canvas 32", "steps, canvas 32"]

@@ -70,6 +70,18 @@ def test_what_means_nothing_is_refused(
     assert sentence in printed.err and printed.err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("text", "sentence"), [("{", "'{' is no JSON: "), ("3", "'3' is no JSON object")]
+)
+def test_a_compilation_config_is_a_json_object(
+    text: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        settings("step", "--compilation-config", text)
+    assert ended.value.code == 2
+    assert f"argument --compilation-config: {sentence}" in capsys.readouterr().err
+
+
 def test_switches_reach_the_engine() -> None:
     given = settings("step", "--compile-step", "--vocab-parallel", "--tensor-parallel-size", "2")
     assert given.switches == {"compile_step": True, "vocab_parallel": True}

@@ -22,7 +22,7 @@ DECODE = [
 ENGINE = ["--dtype", "--gpu-memory-utilization", "--model"]
 MEASURED = ["--block-length", "--canvas", "--dtype", "--enforce-eager", "--gpu-memory-utilization"]
 MEASURED += ["--help", "--lora-path", "--model", "--seed", "--shapes", "--strategy", "--threshold"]
-MEASURED += ["--attention-backend", "--compile-step", "--no-compile-step"]
+MEASURED += ["--attention-backend", "--compilation-config", "--compile-step", "--no-compile-step"]
 MEASURED += [
     "--commit-alone-from",
     "--tensor-parallel-size",
