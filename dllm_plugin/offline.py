@@ -83,7 +83,10 @@ def processor() -> str:
 
 
 def one_sentence(error: Exception) -> str:
-    """The message of an error; of a failed validation only what was wrong, not the dump."""
+    """The message of an error; of a failed validation what was wrong and where, not the dump."""
     problems = getattr(error, "errors", None)
-    text = str(problems()[0]["msg"] if callable(problems) else error)
-    return " ".join(text.removeprefix("Value error, ").split())
+    first: dict[str, Any] = problems()[0] if callable(problems) else {"msg": error}
+    text, where = str(first["msg"]), ".".join(map(str, first.get("loc", ())))
+    # Checks of vLLM's or ours, unlike those of types, name what they are about.
+    checked = text.removeprefix("Value error, ")
+    return " ".join((checked if checked != text or not where else f"{where}: {text}").split())

@@ -106,7 +106,7 @@ def never_alone(config: DecodeConfig, vllm_config: VllmConfig, can: bool) -> Ite
     if worker not in ("auto", WORKER):
         yield f"it needs another worker_cls than {worker}"
     if vllm_config.model_config.is_moe:
-        yield "mixtures of experts lose by it with few requests"
+        yield "mixtures of experts may lose by it with few requests"
     if envs.VLLM_BATCH_INVARIANT:
         yield "VLLM_BATCH_INVARIANT is set"
     if fewest_alone(config) > most:

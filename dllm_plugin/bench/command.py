@@ -137,6 +137,7 @@ def _check(settings: Settings, model: Model) -> None:
         relative(model.config)
     if "hf" in settings.versus:
         published.check(model.config)
+    engines.check_compilation(settings)
     if settings.profile and engines.on_cpu():
         raise ValueError("--profile reads a GPU's kernels: there is no GPU here.")
 

@@ -12,7 +12,7 @@ from dllm_plugin.bench.options import Settings
 from dllm_plugin.bench.shapes import SHAPES, Config, relative, write
 from dllm_plugin.bench.worker import EXTENSION, fill_weights
 from dllm_plugin.models import ARCHITECTURES
-from dllm_plugin.offline import BUNDLED_MEMORY, start_engine
+from dllm_plugin.offline import BUNDLED_MEMORY, one_sentence, start_engine
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -71,6 +71,18 @@ def on_cpu() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
+
+
+def check_compilation(settings: Settings) -> None:
+    """Raise ValueError, which names the option, for a compilation config that vLLM refuses."""
+    from vllm.config import CompilationConfig
+
+    try:
+        CompilationConfig(**(settings.compilation_config or {}))
+    except ValueError as error:
+        raise ValueError(f"--compilation-config: {one_sentence(error)}") from error
+    except KeyError as error:  # a name of one of vLLM's enumerations
+        raise ValueError(f"--compilation-config: {error} is unknown to vLLM.") from error
 
 
 def _common(settings: Settings, length: int, at_once: int) -> dict[str, Any]:
@@ -143,9 +155,11 @@ def stop(llm: "LLM") -> None:
 
 def describe(llm: "LLM") -> dict[str, Any]:
     """What the engine chose, for the JSON line."""
+    from vllm.config import CompilationMode
+
     config = llm.llm_engine.vllm_config
     backend, compilation = config.attention_config.backend, config.compilation_config
-    mode = compilation.cudagraph_mode
+    mode, compiles = compilation.cudagraph_mode, compilation.mode == CompilationMode.VLLM_COMPILE
     return {
         "architecture": config.model_config.architecture,
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
@@ -157,7 +171,9 @@ def describe(llm: "LLM") -> dict[str, Any]:
         "attention_backend": backend.name if backend else "vLLM's choice",
         "cudagraph_mode": mode.name if mode else "NONE",
         "cudagraph_capture_sizes": compilation.cudagraph_capture_sizes,
-        "compile_sizes": compilation.compile_sizes or [],
+        "compilation_mode": compilation.mode.name if compilation.mode is not None else "NONE",
+        # Only what vLLM compiles itself is compiled for single sizes.
+        "compile_sizes": (compilation.compile_sizes or []) if compiles else [],
         "kv_cache_tokens": (config.cache_config.num_gpu_blocks or 0)
         * config.cache_config.block_size,
     }

@@ -81,6 +81,15 @@ def _fed(run: Run) -> float:
     return sum(answer.canvas_positions for answer in run.answers) / forwards
 
 
+def _compilation(settings: Settings) -> dict[str, Any]:
+    """vLLM's compilation config without numbers of tokens, which are those of larger batches."""
+    sizes = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
+    kept = {k: v for k, v in (settings.compilation_config or {}).items() if k not in sizes}
+    if kept.get("compile_sizes"):
+        kept["compile_sizes"] = [size for size in kept["compile_sizes"] if isinstance(size, str)]
+    return kept
+
+
 def _until_stop(tokens: Sequence[int], stops: set[int]) -> list[int]:
     end = next((i for i, token in enumerate(tokens) if token in stops), len(tokens) - 1)
     return list(tokens[: end + 1])
@@ -157,7 +166,7 @@ def _engine(
             "enforce_eager": settings.enforce_eager,
             "tensor_parallel_size": ranks,
             "disable_log_stats": False,
-            "compilation_config": settings.compilation_config or {},
+            "compilation_config": _compilation(settings),
         }
     )
     chosen = describe(llm)

@@ -40,7 +40,7 @@ class Settings:
     tokens_per_forward on dummy weights: fixed by the schedule of `low_confidence`
     versus             baselines
     attention_backend  of what is measured, not of the gate: some take no float32
-    compilation_config vLLM's, of what is measured and of the gate
+    compilation_config vLLM's, of what is measured and, but for numbers of tokens, of the gate
     """
 
     mode: str
@@ -319,6 +319,11 @@ def _check_meaning(settings: Settings, input_len: int | None) -> None:
         raise ValueError(
             f"--commit-alone-from {alone} needs the strategy block_diffusion and canvases of more "
             "than one block: leave it out."
+        )
+    if settings.compilation_config is not None and settings.enforce_eager:
+        raise ValueError(
+            "--compilation-config says how to compile, and --enforce-eager not to: leave one of "
+            "them out."
         )
     if settings.mode == "step" and "hf" in settings.versus:
         raise ValueError("--vs hf serves whole requests: use the mode latency, throughput or all.")

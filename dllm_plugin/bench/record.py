@@ -3,6 +3,7 @@
 import hashlib
 import os
 import platform
+import shlex
 import subprocess
 import time
 from collections.abc import Sequence
@@ -38,7 +39,7 @@ def surroundings(settings: Settings, command: Sequence[str]) -> Row:
     """Command, settings, hardware and versions."""
     return {
         "benchmark": settings.mode,
-        "command": " ".join(["diffuplug", *command]),
+        "command": shlex.join(["diffuplug", *command]),
         "seed": settings.seed,
         "settings": asdict(settings),
         "hardware": _hardware(),

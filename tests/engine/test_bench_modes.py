@@ -1,6 +1,7 @@
 """Every mode of `diffuplug bench` on the CPU: tiny shapes, the bundled model, and a red gate."""
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,7 @@ def line_of(printed: str) -> dict[str, Any]:
 
 
 def test_all_modes_and_baselines_on_dummy_weights(capsys: pytest.CaptureFixture[str]) -> None:
-    more = ["--compilation-config", '{"compile_sizes": [32]}']
-    assert cli.main(["bench", "all", *SHAPES, *LENGTHS, *QUICK, *more]) == 0
+    assert cli.main(["bench", "all", *SHAPES, *LENGTHS, *QUICK]) == 0
     printed = capsys.readouterr().out
     line = line_of(printed)
     assert line["gate"] == "green" and line["gates"][0]["tokens"] > 200
@@ -44,8 +44,6 @@ def test_all_modes_and_baselines_on_dummy_weights(capsys: pytest.CaptureFixture[
     assert few == 32 and 16 <= many < 20
     assert line["seed"] == 3 and line["command"].startswith("diffuplug bench all --shapes tiny")
     assert line["ar"]["engine"]["architecture"] == "LlamaForCausalLM"
-    engines = [*line["engines"], line["gates"][0]["engine"], line["ar"]["engine"]]
-    assert [engine["compile_sizes"] for engine in engines] == [[32], [32], []]
     floor = {int(count): ms for count, ms in line["floor"]["products_ms"].items()}
 
     parts = ["gate, canvas 32", "floor", "engine start, canvas 32", "steps, canvas 32"]
@@ -85,6 +83,19 @@ def test_all_modes_and_baselines_on_dummy_weights(capsys: pytest.CaptureFixture[
     assert list(line["served"][2]["speedup_vs_hf"].values()) == pytest.approx(
         [line["served"][2]["tokens_per_s"] / base["tokens_per_s"] for base in (one, three)]
     )
+
+
+def test_the_compilation_config_reaches_gate_and_engine(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """On a CPU vLLM traces the model where nothing is said."""
+    given = ["--compilation-config", '{"mode": 0, "compile_sizes": [32]}']
+    assert cli.main(["bench", "step", "--shapes", "tiny", "--context", "64", *given]) == 0
+    line = line_of(capsys.readouterr().out)
+    engines = [line["gates"][0]["engine"], *line["engines"]]
+    assert [engine["compilation_mode"] for engine in engines] == ["NONE", "NONE"]
+    assert [engine["compile_sizes"] for engine in engines] == [[], []], "nothing is compiled"
+    assert shlex.split(line["command"])[-2:] == given
 
 
 @pytest.mark.parametrize("whose", WHOSE)

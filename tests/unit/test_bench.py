@@ -12,7 +12,7 @@ from documented import ROOT
 from transformers import AutoTokenizer
 
 from dllm_plugin import cli, default_model
-from dllm_plugin.bench import floor, record, schedule, serving, step, trace, weights
+from dllm_plugin.bench import floor, gate, record, schedule, serving, step, trace, weights
 from dllm_plugin.bench.drive import Answer, Arrival, Run, all_decode, steady
 from dllm_plugin.bench.gate import ranks_of
 from dllm_plugin.bench.options import Settings, settings_of
@@ -29,6 +29,7 @@ def test_the_gate_runs_on_ranks_that_share_the_bundled_heads(ranks: int, shared_
 
 
 ALONE = ("--commit-alone-from", "8")
+COMPILED = ("--compilation-config",)
 DUMMY = ["throughput", "--shapes", "tiny", "--tokens-per-forward"]
 
 
@@ -59,6 +60,10 @@ DUMMY = ["throughput", "--shapes", "tiny", "--tokens-per-forward"]
         (["latency", "--tokens-per-forward", "2"], "is measured on a checkpoint"),
         (["latency", "--input-len", "64"], "is what the prompts have on a checkpoint"),
         (["latency", "--model", "some/model", "--vs", "hf"], "--vs hf needs --shapes"),
+        (["step", *COMPILED, "{}", "--enforce-eager"], "--compilation-config says how to compile"),
+        (["step", *COMPILED, '{"x": 1}'], "--compilation-config: "),
+        (["step", *COMPILED, '{"cudagraph_mode": "a"}'], "--compilation-config: 'A' is unknown"),
+        (["step", *COMPILED, '{"compile_sizes": 3}'], "--compilation-config: compile_sizes: Input"),
     ],
 )
 def test_what_means_nothing_is_refused(
@@ -80,6 +85,13 @@ def test_a_compilation_config_is_a_json_object(
         settings("step", "--compilation-config", text)
     assert ended.value.code == 2
     assert f"argument --compilation-config: {sentence}" in capsys.readouterr().err
+
+
+def test_the_gate_compiles_for_its_own_numbers_of_tokens() -> None:
+    sizes = '"compile_sizes": [4096, "cudagraph_capture_sizes"], "cudagraph_capture_sizes": [4096]'
+    given = settings("step", *COMPILED, f'{{"mode": 3, "max_cudagraph_capture_size": 9, {sizes}}}')
+    assert gate._compilation(given) == {"mode": 3, "compile_sizes": ["cudagraph_capture_sizes"]}
+    assert gate._compilation(settings("step")) == {}
 
 
 def test_switches_reach_the_engine() -> None:

@@ -51,8 +51,8 @@ PACKAGE = Path(__file__).parents[2] / "dllm_plugin"
 # What the package imports of vLLM; "" is the module itself.
 IMPORTS = """
 vllm: "" envs LLM ModelRegistry RequestOutput SamplingParams
-vllm.config: AttentionConfig CompilationMode CUDAGraphMode ModelConfig SchedulerConfig VllmConfig
-vllm.config: get_layers_from_vllm_config
+vllm.config: AttentionConfig CompilationConfig CompilationMode CUDAGraphMode ModelConfig
+vllm.config: SchedulerConfig VllmConfig get_layers_from_vllm_config
 vllm.config.cache: CacheDType
 vllm.config.compilation: CUDAGraphMode
 vllm.config.diffusion: DiffusionConfig
