@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
 # The measurements behind the speed targets, in the order of their worth, on a GPU.
-# usage: benchmarks/targets.sh FOLDER [llada | dream | latency | memory | short ...]
+# usage: benchmarks/targets.sh FOLDER [NAME ...]
 # Every measurement appends its JSON line to FOLDER/lines.jsonl and its log to FOLDER/NAME.log; one
-# that fails is reported and the next one runs. Without names: llada dream latency memory.
-# `short` is a first look in about two minutes.
+# that fails is reported and the next one runs. Without names: all but `short`, a first look in about
+# two minutes. `-whole` feeds whole canvases to any number of requests, as the targets say it;
+# without it engines feed what they do by default.
 set -u
 folder=${1:?usage: $0 FOLDER [NAME ...]}
 shift
 mkdir -p "$folder"
-[ $# -gt 0 ] || set -- llada dream latency memory
+[ $# -gt 0 ] || set -- llada dream llada-whole dream-whole llada-d2f latency memory-llada memory-dream \
+    distinct tuned-llada tuned-dream
 export VLLM_USE_FLASHINFER_SAMPLER=${VLLM_USE_FLASHINFER_SAMPLER:-0} HF_HUB_OFFLINE=1
 
 measure() {
@@ -29,15 +31,33 @@ measure() {
 
 # Grid points of more than 2,048 positions are left out: 64 requests are measured at canvas 32.
 grid=(--requests 1,16,64 --canvas 32,128 --max-positions 2048 --context 1024)
-whole=(--input-len 512 --output-len 256 --tokens-per-forward 3 --rounds 3 --vs ar,hf --profile)
+served=(--input-len 512 --output-len 256 --tokens-per-forward 3 --rounds 3 --vs ar,hf --profile)
+declare -A shapes=([llada]=llada-8b [dream]=dream-7b)
 for name in "$@"; do
+    of=${shapes[${name%%-*}]:-${shapes[${name##*-}]:-}}
     case $name in
     short) measure short step --shapes llada-8b --requests 1,64 --context 1024 --profile ;;
-    llada) measure llada all --shapes llada-8b "${grid[@]}" "${whole[@]}" ;;
-    dream) measure dream all --shapes dream-7b "${grid[@]}" "${whole[@]}" ;;
+    llada | dream) measure $name all --shapes $of "${grid[@]}" "${served[@]}" ;;
+    llada-whole | dream-whole)
+        measure $name step --shapes $of "${grid[@]}" --commit-alone-from 0 --vs ar --profile
+        ;;
+    llada-d2f)
+        measure $name step --shapes $of --strategy d2f --requests 1,4,16,64 --canvas 128 \
+            --context 1024 --profile
+        ;;
     latency) measure latency latency --vs ar,hf --rounds 8 ;;
-    memory) measure memory step --shapes dream-7b --requests 256 --canvas 128 --context 256 \
-        --gpu-memory-utilization 0.9 ;;
+    memory-llada | memory-dream)
+        measure $name step --shapes $of --requests 256 --canvas 128 --context 256 \
+            --gpu-memory-utilization 0.9 --commit-alone-from 0
+        ;;
+    distinct)
+        measure distinct step --shapes llada-8b --requests 16,64 --canvas 32 --context 1024 \
+            --commit-alone-from 0 --kv-cache-layout distinct
+        ;;
+    tuned-llada | tuned-dream)
+        measure $name step --shapes $of --requests 1 --canvas 32,128 --context 1024 --profile \
+            --compilation-config '{"compile_sizes": ["cudagraph_capture_sizes"]}'
+        ;;
     *) echo "unknown measurement $name" ;;
     esac
 done

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 DUMMY = {"load_format": "dummy", "skip_tokenizer_init": True}
-SETTLED = ("compile_step", "vocab_parallel", "commit_alone_from")
+SETTLED = ("compile_step", "vocab_parallel", "commit_alone_from", "kv_cache_layout")
 DEFAULT_CANVASES = 64  # for more at once the token budget of a step has to be named
 
 

@@ -69,6 +69,7 @@ class Settings:
     compile_step: bool | None
     vocab_parallel: bool | None
     commit_alone_from: int | None
+    kv_cache_layout: str | None
     seed: int
 
     def block(self, canvas: int) -> int:
@@ -98,6 +99,7 @@ class Settings:
             "compile_step": self.compile_step,
             "vocab_parallel": self.vocab_parallel,
             "commit_alone_from": self.commit_alone_from,
+            "kv_cache_layout": self.kv_cache_layout,
         }
         return {name: value for name, value in given.items() if value is not None}
 
@@ -177,6 +179,7 @@ def _add_options(parser: argparse.ArgumentParser, mode: str) -> None:
         "--vocab-parallel", action=argparse.BooleanOptionalAction, help="as the decode option"
     )
     parser.add_argument("--commit-alone-from", type=int, help="as the decode option")
+    parser.add_argument("--kv-cache-layout", help="as the decode option")
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -247,6 +250,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         compile_step=args.compile_step,
         vocab_parallel=args.vocab_parallel,
         commit_alone_from=args.commit_alone_from,
+        kv_cache_layout=args.kv_cache_layout,
         seed=args.seed,
     )
     _check_numbers(settings)

@@ -19,6 +19,7 @@ from dllm_plugin.bench.options import settings_of
 
 QUICK = ["--enforce-eager", "--seed", "3"]
 SHAPES = ["--shapes", "tiny", "--requests", "1,3", "--tokens-per-forward", "3", "--vs", "ar,hf"]
+ALONE = ("--commit-alone-from", "1")
 LENGTHS = ["--context", "128", "--input-len", "32", "--output-len", "48", "--rounds", "3"]
 
 
@@ -110,10 +111,12 @@ def test_engines_without_a_checkpoint_have_random_weights(whose: str, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("canvas", "more"), [("16", ()), ("32", ("--commit-alone-from", "1"))], ids=["canvas", "fed"]
+    ("canvas", "more", "layout"),
+    [("16", ("--kv-cache-layout", "distinct"), "distinct"), ("32", ALONE, "unified")],
+    ids=["canvas", "fed"],
 )
 def test_one_block_at_a_time(
-    canvas: str, more: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    canvas: str, more: tuple[str, ...], layout: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each block takes a step more, which stores it."""
     arguments = ["--shapes", "tiny", "--canvas", canvas, "--block-length", "16", "--context", "64"]
@@ -121,6 +124,8 @@ def test_one_block_at_a_time(
     assert cli.main(["bench", "all", *arguments, *output, "--rounds", "1", *more, *QUICK]) == 0
     line = line_of(capsys.readouterr().out)
     assert line["gate"] == "green" and line["gates"][0]["block_length"] == 16
+    engines = [line["gates"][0]["engine"], *line["engines"]]
+    assert [engine["kv_cache_layout"] for engine in engines] == [layout] * 2
     (step,) = line["step"]
     assert step["positions"] == 16 and step["steps"] >= 40
     for row in line["served"]:

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -374,14 +375,16 @@ def test_a_trace_without_graphs_is_refused() -> None:
 def test_target_script_asks_for_what_exists(tmp_path: Path) -> None:
     """Its commands, caught in place of Python, are accepted; a failing one stops no other."""
     caught = tmp_path / "python3"
-    caught.write_text('#!/bin/sh\nshift 3\necho "{\\"line\\": \\"$*\\"}"\n[ "$1" != latency ]\n')
+    script = 'print(json.dumps({"line": sys.argv[4:]})); sys.exit(sys.argv[4] == "latency")'
+    caught.write_text(f"#!{sys.executable}\nimport json, sys\n{script}\n")
     caught.chmod(0o755)
-    names = ["short", "llada", "latency", "dream", "memory"]
-    command = ["bash", str(ROOT / "benchmarks" / "targets.sh"), str(tmp_path / "out"), *names]
+    script = f"benchmarks/targets.sh {tmp_path}/out; benchmarks/targets.sh {tmp_path}/out short"
+    command = ["bash", "-c", f"cd {ROOT}; {script}"]
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert "FAILED with status 1" in done.stdout
     lines = (tmp_path / "out" / "lines.jsonl").read_text().splitlines()
-    asked = [settings(*json.loads(line)["line"].split()) for line in lines]
-    assert [s.mode for s in asked] == ["step", "all", "latency", "all", "step"]
+    asked = [settings(*json.loads(line)["line"]) for line in lines]
+    assert [s.mode for s in asked] == ["all"] * 2 + ["step"] * 3 + ["latency"] + ["step"] * 6
+    assert [s.shapes for s in asked[:5]] == ["llada-8b", "dream-7b"] * 2 + ["llada-8b"]
     assert all(s.at_once(canvas) for s in asked for canvas in s.canvas)

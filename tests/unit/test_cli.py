@@ -25,6 +25,7 @@ MEASURED += ["--help", "--lora-path", "--model", "--seed", "--shapes", "--strate
 MEASURED += ["--attention-backend", "--compilation-config", "--compile-step", "--no-compile-step"]
 MEASURED += [
     "--commit-alone-from",
+    "--kv-cache-layout",
     "--tensor-parallel-size",
     "--vocab-parallel",
     "--no-vocab-parallel",
