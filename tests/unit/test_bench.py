@@ -62,7 +62,7 @@ DUMMY = ["throughput", "--shapes", "tiny", "--tokens-per-forward"]
         (["latency", "--input-len", "64"], "is what the prompts have on a checkpoint"),
         (["latency", "--model", "some/model", "--vs", "hf"], "--vs hf needs --shapes"),
         (["step", *COMPILED, "{}", "--enforce-eager"], "--compilation-config says how to compile"),
-        (["step", *COMPILED, '{"x": 1}'], "--compilation-config: "),
+        (["step", *COMPILED, '{"x": 1}'], "--compilation-config: x: Unexpected"),
         (["step", *COMPILED, '{"cudagraph_mode": "a"}'], "--compilation-config: 'A' is unknown"),
         (["step", *COMPILED, '{"compile_sizes": 3}'], "--compilation-config: compile_sizes: Input"),
     ],
