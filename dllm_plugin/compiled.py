@@ -18,6 +18,9 @@ BACKEND = "inductor"
 WARMUP_REQUESTS = (1, 3)
 # No length of a warm-up tensor may equal another one's by chance: it would be taken for the same.
 WARMUP_ROWS = 11
+# What torch may compile of one function in a process: twice for each engine that differs from all
+# before it. Its default of eight would refuse the fifth.
+COMPILED_AT_MOST = 256
 
 
 def compiled(function: Callable[..., Any], backend: str = BACKEND) -> Any:

@@ -174,7 +174,10 @@ class CanvasRows:
         low_R, high_R = bounds[:count], bounds[1 : count + 1]
         of_any_length(slots_R, low_R, high_R)
         begun = self.begin(slots_R, low_R, high_R)
-        sizes = (begun.remaining_R, begun.drafts_R, torch.zeros_like(low_R))
+        with torch.inference_mode(False):
+            # As vLLM's buffer, which it makes before any step: another kind of tensor to compilers.
+            seq_lens_R = torch.zeros(count, dtype=torch.int32, device=device)
+        sizes = (begun.remaining_R, begun.drafts_R, seq_lens_R)
         return (slots_R, begun.canvas, begun.plan, begun.source_RC, *sizes)
 
     def begin_step(self, slots_R: Tensor, low_R: Tensor, high_R: Tensor) -> Begun:

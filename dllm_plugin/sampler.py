@@ -14,7 +14,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-from dllm_plugin.compiled import BACKEND, compiled
+from dllm_plugin.compiled import BACKEND, COMPILED_AT_MOST, compiled
 from dllm_plugin.config import DecodeConfig
 from dllm_plugin.deciding import Decided, Decider, Rest
 from dllm_plugin.guidance import partner_places
@@ -221,7 +221,8 @@ class DiffusionSampler:
         self.rows.begin = compiled(self.rows.begin_step, backend)
         self.states.apply_staged_writes()
         self.rules.apply_staged_writes()
-        self.decider.compile(backend, self.rows.example)
+        with torch._dynamo.config.patch(recompile_limit=COMPILED_AT_MOST):
+            self.decider.compile(backend, self.rows.example)
 
     def _warm_up_kernels(self, logits: Tensor) -> None:
         carry_NV = self.rows.carry_NV if isinstance(self.rows, CanvasRows) else None

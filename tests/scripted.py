@@ -182,6 +182,9 @@ class Loop:
         self.sampler = DiffusionSampler(
             owner, self.states, self.model_config, 4096, shard=self.shard
         )
+        # As vLLM's, made before any step: tensors that steps make are of another kind, and what is
+        # compiled for one serves no other.
+        self.seq_lens = torch.zeros(slots, dtype=torch.int32, device=DEVICE)
         self.free = list(range(slots))
         self.running: list[Run] = []
 
@@ -279,6 +282,7 @@ class Loop:
         local = [position for n in fed for position in range(n)]
         total, tokens = int(drafts.sum()), int(spans.sum())
         seq_lens = torch.from_numpy(computed + spans)
+        self.seq_lens[: len(runs)] = seq_lens
         return InputBatch(
             req_ids=[run.req_id for run in runs],
             num_reqs=len(runs),
@@ -294,7 +298,7 @@ class Loop:
             num_draft_tokens_per_req=drafts if canvases else None,
             query_start_loc=torch.from_numpy(bounds).to(DEVICE),
             query_start_loc_np=bounds,
-            seq_lens=seq_lens.to(DEVICE),
+            seq_lens=self.seq_lens[: len(runs)],
             seq_lens_cpu_upper_bound=seq_lens,
             dcp_local_seq_lens=None,
             num_computed_tokens_np=computed,

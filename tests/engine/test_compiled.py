@@ -4,22 +4,21 @@ from typing import Any
 
 import pytest
 import torch
-from mixed import BLOCK, D2F, ONE_BLOCK, SEVERAL, check_alike, check_steps
+from mixed import BLOCK, D2F, ONE_BLOCK, SEVERAL, check_alike, check_steps, fresh_compiler
+from scripted import Loop
 
 from dllm_plugin.kernels import reference
 
+KINDS = {
+    "d2f": (D2F, True),
+    "d2f-entropy": (D2F | {"policy": "entropy"}, False),
+    "one-block": (ONE_BLOCK, False),
+    "low_confidence": (BLOCK | {"policy": "low_confidence"}, False),
+    "factor": (BLOCK | {"policy": "factor"}, True),
+}
 
-@pytest.mark.parametrize(
-    ("dllm", "shift"),
-    [
-        (D2F, True),
-        (D2F | {"policy": "entropy"}, False),
-        (ONE_BLOCK, False),
-        (BLOCK | {"policy": "low_confidence"}, False),
-        (BLOCK | {"policy": "factor"}, True),
-    ],
-    ids=["d2f", "d2f-entropy", "one-block", "low_confidence", "factor"],
-)
+
+@pytest.mark.parametrize(("dllm", "shift"), KINDS.values(), ids=KINDS)
 def test_compiled_steps_take_the_same_decisions(dllm: dict[str, Any], shift: bool) -> None:
     """Traced and not translated, which takes minutes here; tests/gpu runs real code."""
     check_alike(dllm, shift, "eager")
@@ -29,6 +28,15 @@ def test_other_policies_run_uncompiled() -> None:
     """In between; steps before and behind them are compiled."""
     sizes, passes = check_steps(BLOCK, False, "eager", SEVERAL)
     assert len(sizes) > 10 and max(sizes) > 2 and sum(sizes) < passes
+
+
+def test_unlike_engines_in_one_process() -> None:
+    """Torch gives up on code that it has compiled too often: here twice for each engine."""
+    loops = [Loop(*KINDS[kind]) for kind in ("one-block", "low_confidence", "factor")]
+    limit = torch._dynamo.config.patch(recompile_limit=4)
+    with fresh_compiler(), torch.inference_mode(), limit:
+        for loop in loops:
+            loop.sampler.compile("eager")
 
 
 def test_both_forms_of_ranking_agree() -> None:

@@ -1,0 +1,46 @@
+"""No step waits for the device, and none compiles: by vLLM's own check of waits, and torch's.
+
+vLLM finds reading a value, `nonzero`, and copies from or to memory that is not pinned. That it
+waits for the event of a finished copy, elsewhere and on purpose, is none of them.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+D2F = {"strategy": "d2f"}
+ALONE = {"strategy": "block_diffusion", "commit_alone_from": 2}
+DISTINCT = D2F | {"kv_cache_layout": "distinct"}
+
+
+@pytest.mark.parametrize(
+    ("family", "dllm", "options"),
+    [
+        ("llada", D2F, {}),
+        ("dream", ALONE, {}),
+        ("sdar", {}, {}),
+        ("llada2.1", {}, {}),
+        ("dream", DISTINCT, {"attention_backend": None}),
+    ],
+    ids=["d2f", "blocks-alone", "sdar", "llada2.1", "distinct"],
+)
+def test_no_step_waits_or_compiles(family, dllm, options):
+    """An engine in a process of its own, where vLLM reads at start what it has to check."""
+    script = Path(__file__).with_name("watched_steps.py")
+    arguments = json.dumps({"dllm": dllm, "async_scheduling": True} | options)
+    watched = {"VLLM_GPU_SYNC_CHECK": "warn", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    done = subprocess.run(
+        [sys.executable, str(script), family, arguments],
+        env=os.environ | watched,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found.pop("control")) == 1
+    assert {kind: places for kind, places in found.items() if places} == {}

@@ -1,0 +1,74 @@
+"""Run as a script by test_watched_steps.py: what steps of an engine did that they should not.
+
+Arguments: a family, and the engine's options as JSON. The last line is JSON: kind of request ->
+where the host waited for the device. Raises if a step compiled anything.
+"""
+
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+
+import recorded
+from engines import a_prompt, params
+
+SLOW = {"dllm_threshold": 1.0}  # one token per pass: requests run on while others come
+KINDS = {
+    "plain": [SLOW, SLOW | {"temperature": 0.7, "seed": 3}, SLOW | {"temperature": 1.0}],
+    "filtered": [
+        SLOW | {"temperature": 0.8, "top_p": 0.9},
+        SLOW | {"temperature": 0.8, "top_k": 5},
+    ],
+    "ruled": [
+        SLOW | {"logit_bias": {70: 3.0}},
+        SLOW | {"allowed_token_ids": list(range(64, 90))},
+        SLOW | {"min_tokens": 20, "stop_token_ids": [7], "ignore_eos": False},
+        {"dllm_policy": "entropy"},
+    ],
+    "kept": [SLOW | {"logprobs": 2}, SLOW | {"bad_words": ["ab", "c"]}],
+}
+TOKENS, STEPS = 120, 20
+WAITS = ("called a synchronizing CUDA operation", "Implicit GPU<->CPU sync")
+
+
+def control() -> None:
+    """A wait, which has to be found."""
+    from vllm.utils.gpu_sync_debug import with_gpu_sync_check
+
+    with_gpu_sync_check(lambda: torch.ones(1, device="cuda").item())()
+
+
+def main(family, options) -> None:
+    """Requests of each kind, one of them after the others; then a wait on purpose."""
+    found = {kind: [] for kind in [*KINDS, "control"]}
+    current = "plain"
+
+    def note(message, category, filename, lineno, file=None, line=None):
+        if any(words in str(message) for words in WAITS):
+            found[current].append(f"{filename}:{lineno}")
+
+    warnings.showwarning = note
+    llm = recorded.start(f"checkpoints/tiny-{family}", options.pop("dllm"), **options)
+    engine = llm.llm_engine
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for current, wishes in KINDS.items():  # noqa: B007, which `note` reads
+            for i, wish in enumerate([*wishes, wishes[0]]):
+                prompt = {"prompt_token_ids": a_prompt(20 + 9 * i, i)}
+                engine.add_request(f"{current}-{i}", prompt, params(TOKENS, **wish))
+                for _ in range(STEPS if i >= len(wishes) - 1 else 1):
+                    engine.step()
+            assert engine.get_num_unfinished_requests() > 1, current
+            while engine.has_unfinished_requests():
+                engine.step()
+    current = "control"
+    control()
+    engine.engine_core.shutdown()
+    print(json.dumps({kind: sorted(set(places)) for kind, places in found.items()}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))
