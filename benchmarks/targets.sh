@@ -47,7 +47,8 @@ for name in "$@"; do
         ;;
     latency) measure latency latency --vs ar,hf --rounds 8 ;;
     memory-llada | memory-dream)
-        measure $name step --shapes $of --requests 256 --canvas 128 --context 256 \
+        # The KV of 256 answers of LLaDA's in blocks of 64 does not fit.
+        measure $name step --shapes $of --requests 256 --canvas 128 --block-length 32 --context 256 \
             --gpu-memory-utilization 0.9 --commit-alone-from 0
         ;;
     distinct)
