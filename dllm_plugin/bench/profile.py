@@ -54,6 +54,7 @@ def trace(llm: "LLM", asks: Sequence[Ask], folder: Path, step_ms: float) -> dict
         "timed_step_ms": step_ms,
         "timed_gap_ms": host,
         "timed_gap_share": host / step_ms,
+        "traced_gap_share": summary.gap_ms / summary.step_ms,
         "busy_share": summary.busy_ms / step_ms,
         "sampler_share": summary.sampler_ms / step_ms,
         **asdict(summary),
