@@ -190,11 +190,12 @@ class CanvasStates:
         if self._fresh:
             staged = async_tensor_h2d(np.array(self._fresh, dtype=np.int64), device=self.device)
             slots, starts, tails = staged.unbind(1)
+            # An assigned number would come from host memory that is not pinned, and be waited for.
             for row in self._rows:
-                row[slots] = 0
+                row.index_fill_(0, slots, 0)
             self.start_N[slots] = starts
             self.tail_N[slots] = tails.to(torch.int32)
-            self.canvas_NC[slots] = self.config.mask_token_id
+            self.canvas_NC.index_fill_(0, slots, self.config.mask_token_id)
             self._fresh.clear()
         if self._tails:
             staged = async_tensor_h2d(np.array(self._tails, dtype=np.int64), device=self.device)

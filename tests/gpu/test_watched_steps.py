@@ -1,4 +1,4 @@
-"""No step waits for the device, and none compiles: by vLLM's own check of waits, and torch's.
+"""No step waits for the device or compiles anew: by vLLM's own check of waits, and torch's.
 
 vLLM finds reading a value, `nonzero`, and copies from or to memory that is not pinned. That it
 waits for the event of a finished copy, elsewhere and on purpose, is none of them.
@@ -25,14 +25,16 @@ DISTINCT = D2F | {"kv_cache_layout": "distinct"}
         ("sdar", {}, {}),
         ("llada2.1", {}, {}),
         ("dream", DISTINCT, {"attention_backend": None}),
+        ("dream", D2F, {"attention_backend": "FLASH_ATTN", "dtype": "bfloat16"}),
     ],
-    ids=["d2f", "blocks-alone", "sdar", "llada2.1", "distinct"],
+    ids=["d2f", "blocks-alone", "sdar", "llada2.1", "distinct", "flash"],
 )
-def test_no_step_waits_or_compiles(family, dllm, options):
+def test_no_step_waits_or_compiles_anew(family, dllm, options):
     """An engine in a process of its own, where vLLM reads at start what it has to check."""
     script = Path(__file__).with_name("watched_steps.py")
     arguments = json.dumps({"dllm": dllm, "async_scheduling": True} | options)
     watched = {"VLLM_GPU_SYNC_CHECK": "warn", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    watched["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
     done = subprocess.run(
         [sys.executable, str(script), family, arguments],
         env=os.environ | watched,

@@ -1,7 +1,7 @@
 """Run as a script by test_watched_steps.py: what steps of an engine did that they should not.
 
 Arguments: a family, and the engine's options as JSON. The last line is JSON: kind of request ->
-where the host waited for the device. Raises if a step compiled anything.
+where the host waited for the device. Raises if a step compiled again what had been compiled.
 """
 
 import json
