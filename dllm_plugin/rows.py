@@ -13,6 +13,7 @@ from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
+from dllm_plugin.beside import Beside
 from dllm_plugin.compiled import of_any_length
 from dllm_plugin.guidance import GuidedRows, context_rows, pair_rows
 from dllm_plugin.kernels import move_rows, reference
@@ -121,6 +122,7 @@ class CanvasRows:
         self.begin: Callable[[Tensor, Tensor, Tensor], Begun] = self.begin_step
         self.carry_NV: Tensor | None = None
         self._move: CarryMove | None = None
+        self.beside = Beside(states.device)
         num_slots, self.num_positions = states.canvas_NC.shape
         self.shift = int(states.config.family.logits_shift)
         self.commits_alone = states.config.commits_alone
@@ -129,6 +131,7 @@ class CanvasRows:
 
     def request(self, batch: InputBatch) -> None:
         """Ask for the last row of each prefill when logits are shifted."""
+        self.beside.mark()
         canvases = count_canvases(batch)
         if not self.shift or not batch.is_prefilling_np[canvases:].any():
             return
@@ -149,6 +152,11 @@ class CanvasRows:
                 self.carry_NV[prefilled] = logits_TV[num_rows:].to(self.carry_NV.dtype)
         if not canvases:
             return None
+        with self.beside.run():
+            return self._known(logits_TV[:num_rows], batch, canvases)
+
+    def _known(self, logits_TV: Tensor, batch: InputBatch, canvases: int) -> StepRows:
+        """All of a step but what its logits say; it reads nothing that this forward writes."""
         slots_R, bounds = batch.idx_mapping[:canvases], batch.cu_num_logits
         begun = self.begin(slots_R, bounds[:canvases], bounds[1 : canvases + 1])
         return StepRows(
@@ -159,8 +167,8 @@ class CanvasRows:
             begun.remaining_R,
             begun.plan,
             begun.source_RC,
-            num_rows + (0 if self.carry_NV is None else canvases),
-            list(self._chunks(logits_TV[:num_rows], batch, slots_R, begun)),
+            len(logits_TV) + (0 if self.carry_NV is None else canvases),
+            list(self._chunks(logits_TV, batch, slots_R, begun)),
             begun.drafts_R,
             batch.seq_lens[:canvases],
             begun.last_row_R if self.commits_alone else None,
