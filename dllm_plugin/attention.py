@@ -181,6 +181,7 @@ class AttentionRows:
             slot_mappings=slot_mappings,
             kv_cache_config=kv_cache_config,
             for_cudagraph_capture=for_capture,
+            positions=batch.positions,
             causal=False,
         )
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.utils.math_utils import round_up
 from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -26,6 +27,7 @@ from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from dllm_plugin.config import get_decode_config
+from dllm_plugin.kernels.rotated_store import rotate_and_store
 from dllm_plugin.layouts.parts import CanvasParts
 from dllm_plugin.row_counts import most_rows
 
@@ -45,9 +47,13 @@ def schedule_size(num_rows: int) -> int:
 
 @dataclass
 class PartsMetadata(FlashAttentionMetadata):
-    """vLLM's, where `seq_lens` is the context alone if there are canvas rows."""
+    """vLLM's, where `seq_lens` is the context alone if there are canvas rows.
+
+    positions int64 ``[T]`` of the pass's tokens, for layers that rotate here; None of other models.
+    """
 
     canvas_rows: CanvasParts | None = None
+    positions: Tensor | None = None
 
 
 class SegmentFlashBuilder(FlashAttentionMetadataBuilder):
@@ -77,14 +83,13 @@ class SegmentFlashBuilder(FlashAttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
         canvas_rows: CanvasParts | None = None,
-    ) -> FlashAttentionMetadata:
+    ) -> PartsMetadata:
         """vLLM's, with the splits that this number of tokens allows; a graph's never changes."""
         allowed = SPLIT_TOKENS // max(common_attn_metadata.num_actual_tokens, 1)
         self.max_num_splits = min(self.most_splits, max(allowed, 1))
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        if canvas_rows is None:
-            return metadata
-        return PartsMetadata(**vars(metadata), canvas_rows=canvas_rows)
+        positions = common_attn_metadata.positions
+        return PartsMetadata(**vars(metadata), canvas_rows=canvas_rows, positions=positions)
 
     def _store_scheduler_metadata(self, scheduler_metadata: Tensor | None) -> Tensor | None:
         """Copy a step's schedule to where graphs read it; vLLM clears what lies behind it."""
@@ -108,7 +113,12 @@ def _rows_of(vllm_config: VllmConfig) -> int:
 
 
 class PartsImpl(FlashAttentionImpl):
-    """One layer's attention, of steps in two parts as well."""
+    """One layer's attention, of steps in two parts as well.
+
+    rotation: what is to be done to queries and keys before; None where the layer has done it.
+    """
+
+    rotation: RotaryEmbedding | None = None
 
     def forward(
         self,
@@ -122,8 +132,21 @@ class PartsImpl(FlashAttentionImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Attention of the pass's tokens ``[T, H, D]`` into `output`."""
-        rows = attn_metadata.canvas_rows if isinstance(attn_metadata, PartsMetadata) else None
+        """Attention of the pass's tokens ``[T, H, D]`` into `output`, and the store before it."""
+        if attn_metadata is None:  # vLLM's profile
+            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
+        assert isinstance(attn_metadata, PartsMetadata)
+        rows, slots = attn_metadata.canvas_rows, attn_metadata.slot_mapping
+        if self.rotation is not None:
+            assert attn_metadata.positions is not None
+            where = (attn_metadata.positions, self.rotation.cos_sin_cache, kv_cache, slots)
+            # Fresh keys are read beside the cache's only where canvases are apart.
+            turned = query.new_empty(query.shape)
+            turned_key = None if rows is None else key.new_empty(key.shape)
+            rotate_and_store(query, key, value, *where, turned, turned_key)
+            query, key = turned, key if turned_key is None else turned_key
+        elif self.kv_sharing_target_layer_name is None:
+            self.do_kv_cache_update(layer, key, value, kv_cache, slots)
         if rows is None:
             rest = (kv_cache, attn_metadata, output, output_scale, output_block_scale)
             return super().forward(layer, query, key, value, *rest)
@@ -174,6 +197,8 @@ class PartsImpl(FlashAttentionImpl):
 
 class SegmentFlashBackend(FlashAttentionBackend):
     """vLLM's FLASH_ATTN with that builder."""
+
+    forward_includes_kv_cache_update = True
 
     @staticmethod
     def get_impl_cls() -> type[PartsImpl]:

@@ -105,6 +105,7 @@ class PartsBuffers:
             max_query_len=self.length,
             seq_lens=self.context[:padded],
             causal=False,
+            positions=batch.positions,
             model_specific_attn_metadata=rows,
             max_seq_len=max_seq_len,
             block_tables=block_tables,

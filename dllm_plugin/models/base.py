@@ -37,9 +37,11 @@ class DiffusionModel:
         self.read_adapter(vllm_config)  # refuses a wrong one before any time is spent
         from dllm_plugin.config import get_decode_config
         from dllm_plugin.layouts.choice import offered
+        from dllm_plugin.layouts.rotation import defer
 
         with offered(vllm_config, get_decode_config(vllm_config).kv_cache_layout):
             super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+        defer(self)  # type: ignore[arg-type]
         self.vllm_config = vllm_config
         self.keeps_columns = get_decode_config(vllm_config).vocab_parallel
 

@@ -224,15 +224,16 @@ def test_a_context_and_a_canvas_apart_are_what_rows_see(
     few = both.build(*step)["x"] if count < 4 else None
     # Steps of one block each are rows, whatever their number.
     single = loop.batch(runs, [4] * 4, [])
-    assert not isinstance(both.build(single, *step[1:])["x"], PartsMetadata)
+    assert both.build(single, *step[1:])["x"].canvas_rows is None
     batch.num_reqs_after_padding = 4
     apart = both.build(*step)["x"]
     batch.num_reqs_after_padding = 3
     again = both.build(*step)["x"] if count < 4 else None
     # Graphs of few requests find their rows where they were.
-    assert few is None or few.block_table.data_ptr() == again.block_table.data_ptr()
-    assert few is None or not isinstance(few, PartsMetadata)
-    assert isinstance(apart, PartsMetadata) and not isinstance(rows, PartsMetadata)
+    same = few is None or few.block_table.data_ptr() == again.block_table.data_ptr()
+    assert same and (few is None or few.canvas_rows is None)
+    assert isinstance(apart, PartsMetadata) and rows.canvas_rows is None
+    assert {m.positions.data_ptr() for m in (rows, apart)} == {batch.positions.data_ptr()}
     canvas = apart.canvas_rows
     assert canvas is not None and canvas.length == apart.max_query_len == 12
     assert canvas.start_loc.tolist() == rows.query_start_loc.tolist()

@@ -63,10 +63,11 @@ vllm.exceptions: VLLMValidationError
 vllm.logger: init_logger
 vllm.model_executor.layers.attention: Attention
 vllm.model_executor.layers.logits_processor: LogitsProcessor
+vllm.model_executor.layers.rotary_embedding: RotaryEmbedding
 vllm.model_executor.models.config: MODELS_CONFIG_MAP VerifyAndUpdateConfig
 vllm.model_executor.models.bailing_moe: BailingMoE BailingMoeV2ForCausalLM
-vllm.model_executor.models.llama: LlamaForCausalLM
-vllm.model_executor.models.qwen2: Qwen2ForCausalLM
+vllm.model_executor.models.llama: LlamaAttention LlamaForCausalLM
+vllm.model_executor.models.qwen2: Qwen2Attention Qwen2ForCausalLM
 vllm.model_executor.models.qwen3: Qwen3ForCausalLM
 vllm.model_executor.models.qwen3_moe: Qwen3MoeForCausalLM
 vllm.model_executor.models.utils: WeightsMapper

@@ -52,6 +52,10 @@ FLASH_SIGNATURES = {
     "head_size_v=None has_sinks=False requires_softcap=False kv_cache_block_size=None "
     "supports_fa4_hd256=False",
     "utils.math_utils:round_up": "x y",
+    "v1.attention.backends.flash_attn:FlashAttentionImpl.do_kv_cache_update": "self layer key "
+    "value kv_cache slot_mapping",
+    "model_executor.layers.rotary_embedding:RotaryEmbedding": "head_size rotary_dim "
+    "max_position_embeddings base is_neox_style dtype init_cache=True",
 }
 FLASH_FIELDS = "aot_schedule max_cudagraph_size max_num_splits scheduler_metadata "
 FLASH_FIELDS += "use_full_cuda_graph"
