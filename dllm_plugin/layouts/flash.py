@@ -150,10 +150,24 @@ class PartsImpl(FlashAttentionImpl):
         if rows is None:
             rest = (kv_cache, attn_metadata, output, output_scale, output_block_scale)
             return super().forward(layer, query, key, value, *rest)
+        assert output_scale is None and output_block_scale is None
+        self._forward_in_parts(query, key, value, kv_cache, attn_metadata, rows, output)
+        return output
+
+    def _forward_in_parts(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: PartsMetadata,
+        rows: CanvasParts,
+        output: Tensor,
+    ) -> None:
+        """Contexts from the cache, canvases from what the pass has made, merged."""
         # Where there is none, on CPUs, this module is imported all the same.
         from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
-        assert output_scale is None and output_block_scale is None
         assert self.vllm_flash_attn_version is not None
         num_tokens = attn_metadata.num_actual_tokens
         fresh = (x[:num_tokens].unflatten(0, (-1, rows.length)) for x in (key, value))
@@ -192,7 +206,6 @@ class PartsImpl(FlashAttentionImpl):
             **both,
         )
         merge_attn_states(output[:num_tokens], context, context_lse, canvas, canvas_lse)
-        return output
 
 
 class SegmentFlashBackend(FlashAttentionBackend):

@@ -33,6 +33,8 @@ ROOMS: dict[str, set[str]] = {
     "kernels.paged_reference": set(),
     "kernels.paged_store": set(),
     "kernels.span_kernel": set(),
+    "kernels.rotated_store": set(),
+    "kernels.rotated_reference": set(),
     "kernels.paged_attention": {"kernels.span_kernel"},
     "policies": {"plan", "kernels.reference"},
     "strategies": {"plan", "kernels.reference", "policies"},
@@ -40,6 +42,7 @@ ROOMS: dict[str, set[str]] = {
     "special_tokens": {"models"},
     "guidance": set(),
     "compiled": set(),
+    "beside": set(),
     "slot_table": set(),
     "option_checks": {"choices", "models"},
     "config": {"choices", "models", "option_checks"},
@@ -54,13 +57,14 @@ ROOMS: dict[str, set[str]] = {
         "kernels.reference",
     },
     "rows": {
-        *("compiled", "guidance", "plan", "states", "strategies"),
+        *("beside", "compiled", "guidance", "plan", "states", "strategies"),
         *("kernels", "kernels.move_rows", "kernels.reference"),
     },
     "layouts": set(),
     "layouts.choice": {"layouts.parts"},
     "layouts.flex": set(),
-    "layouts.flash": {"config", "layouts.parts", "row_counts"},
+    "layouts.flash": {"config", "kernels.rotated_store", "layouts.parts", "row_counts"},
+    "layouts.rotation": {"layouts.flash"},
     "layouts.parts": {"config"},
     "layouts.spans": set(),
     "layouts.distinct": {
@@ -122,12 +126,13 @@ NO_VLLM = {
     "choices",
 }
 NO_VLLM |= {"kernels.paged_reference", "kernels.part_reference", "compiled", "row_counts"}
+NO_VLLM |= {"beside", "kernels.rotated_reference"}
 # What an upgrade of vLLM's engine can break.
 ENGINE_SIDE = {
     *("states", "attention", "sampler", "model_state", "scheduler", "token_rules", "bad_words"),
     *("logprobs", "admission", "metrics", "engine_config", "kernels.cpu"),
     *("rows", "proposals", "leads", "deciding", "refresh_scheduler", "slot_table"),
-    *("layouts.choice", "layouts.spans", "layouts.distinct", "layouts.flex"),
+    *("layouts.choice", "layouts.spans", "layouts.distinct", "layouts.flex", "layouts.rotation"),
     *("layouts.flash", "layouts.parts", "worker", "settled"),
 }
 # The one assignment to an attribute of vLLM: (module, function).
@@ -209,7 +214,7 @@ def test_vllm_stays_where_it_belongs(name: str) -> None:
 def test_models_know_no_strategy(name: str) -> None:
     """What drives them is named once, lazily, for vLLM's hook."""
     rest = {i for i in own(name) if i.split(".")[0] != "models"}
-    driven = {"config", "layouts.choice", "model_state"}
+    driven = {"config", "layouts.choice", "layouts.rotation", "model_state"}
     assert rest <= (driven if name == "models.base" else set())
 
 
