@@ -35,6 +35,8 @@ MAX_LOGPROBS = 100
 CONCURRENT_CANVASES = 64
 WARMUP_SLACK = 8
 PAGE = 32  # what attention on CPUs takes; on GPUs a multiple of their default of 16
+# vLLM finds compiled forwards again by configuration: to be raised when one is traced otherwise.
+TRACED = 1
 SCHEDULER = "dllm_plugin.scheduler.DiffusionScheduler"
 REFRESH_SCHEDULER = "dllm_plugin.refresh_scheduler.RefreshScheduler"
 
@@ -111,6 +113,7 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
         vllm_config.additional_config = {
             **_as_dict(vllm_config.additional_config),
             "dllm": dataclasses.asdict(config),
+            "dllm_traced": TRACED,
         }
         assert config.canvas_length is not None
         vllm_config.diffusion_config = DiffusionConfig(canvas_length=config.canvas_length)

@@ -72,7 +72,7 @@ def rotate_kernel(
         slot = tl.load(slot_ptr + token, mask=token < num_slots, other=-1).to(tl.int64)
         stored = mask & (slot + tl.zeros_like(head) >= 0)
         place = cache_ptr + slot // PAGE * page_stride + slot % PAGE * token_stride
-        place += head * head_stride + d
+        place += head.to(tl.int64) * head_stride + d
         tl.store(place, turned_low, mask=stored)
         tl.store(place + HALF, turned_high, mask=stored)
         row = value_ptr + token * value_stride + head * 2 * HALF + d

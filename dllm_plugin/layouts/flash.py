@@ -115,7 +115,7 @@ def _rows_of(vllm_config: VllmConfig) -> int:
 class PartsImpl(FlashAttentionImpl):
     """One layer's attention, of steps in two parts as well.
 
-    rotation: what is to be done to queries and keys before; None where the layer has done it.
+    rotation: of queries and keys, together with the store; None where the layer has seen to both.
     """
 
     rotation: RotaryEmbedding | None = None
@@ -132,21 +132,17 @@ class PartsImpl(FlashAttentionImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Attention of the pass's tokens ``[T, H, D]`` into `output`, and the store before it."""
-        if attn_metadata is None:  # vLLM's profile
-            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
-        assert isinstance(attn_metadata, PartsMetadata)
-        rows, slots = attn_metadata.canvas_rows, attn_metadata.slot_mapping
-        if self.rotation is not None:
-            assert attn_metadata.positions is not None
-            where = (attn_metadata.positions, self.rotation.cos_sin_cache, kv_cache, slots)
-            # Fresh keys are read beside the cache's only where canvases are apart.
+        """Attention of the pass's tokens ``[T, H, D]`` into `output`."""
+        rows = attn_metadata.canvas_rows if isinstance(attn_metadata, PartsMetadata) else None
+        if self.rotation is not None and attn_metadata is not None:  # there is none in a profile
+            assert isinstance(attn_metadata, PartsMetadata) and attn_metadata.positions is not None
+            table, slots = self.rotation.cos_sin_cache, attn_metadata.slot_mapping
+            where = (attn_metadata.positions, table, kv_cache, slots)
             turned = query.new_empty(query.shape)
+            # Fresh keys are read beside the cache's only where canvases are apart.
             turned_key = None if rows is None else key.new_empty(key.shape)
             rotate_and_store(query, key, value, *where, turned, turned_key)
             query, key = turned, key if turned_key is None else turned_key
-        elif self.kv_sharing_target_layer_name is None:
-            self.do_kv_cache_update(layer, key, value, kv_cache, slots)
         if rows is None:
             rest = (kv_cache, attn_metadata, output, output_scale, output_block_scale)
             return super().forward(layer, query, key, value, *rest)
@@ -160,7 +156,7 @@ class PartsImpl(FlashAttentionImpl):
         key: Tensor,
         value: Tensor,
         kv_cache: Tensor,
-        attn_metadata: PartsMetadata,
+        attn_metadata: FlashAttentionMetadata,
         rows: CanvasParts,
         output: Tensor,
     ) -> None:
@@ -211,8 +207,6 @@ class PartsImpl(FlashAttentionImpl):
 class SegmentFlashBackend(FlashAttentionBackend):
     """vLLM's FLASH_ATTN with that builder."""
 
-    forward_includes_kv_cache_update = True
-
     @staticmethod
     def get_impl_cls() -> type[PartsImpl]:
         """Per layer."""
@@ -222,3 +216,9 @@ class SegmentFlashBackend(FlashAttentionBackend):
     def get_builder_cls() -> type[SegmentFlashBuilder]:
         """Per KV cache group."""
         return SegmentFlashBuilder
+
+
+class RotatingFlashBackend(SegmentFlashBackend):
+    """Of layers whose attention rotates, and stores with that: no other model may be given it."""
+
+    forward_includes_kv_cache_update = True

@@ -8,6 +8,7 @@ from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.models.llama import LlamaAttention
 from vllm.model_executor.models.qwen2 import Qwen2Attention
 from vllm.utils.torch_utils import is_quantized_kv_cache
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 
 class Deferred(nn.Module):
@@ -22,16 +23,22 @@ class Deferred(nn.Module):
         return query, key
 
 
-def defer(model: nn.Module) -> None:
-    """Hand the rotations of a model's layers to their attention, where both can have that."""
-    from dllm_plugin.layouts.flash import PartsImpl
+def defer(model: nn.Module, backend: AttentionBackendEnum | None) -> None:
+    """Hand the rotations of a model's layers to their attention, where both can have that.
+
+    `backend`: what was selected; the libraries of others are left alone.
+    """
+    if backend != AttentionBackendEnum.FLASH_ATTN:
+        return
+    from dllm_plugin.layouts.flash import PartsImpl, RotatingFlashBackend
 
     for layer in model.modules():
         if not isinstance(layer, LlamaAttention | Qwen2Attention):
             continue
-        rotation, impl = layer.rotary_emb, layer.attn.impl
-        if isinstance(impl, PartsImpl) and _is_plain(rotation, layer):
-            impl.rotation = rotation
+        rotation, attention = layer.rotary_emb, layer.attn
+        if isinstance(attention.impl, PartsImpl) and _is_plain(rotation, layer):
+            attention.impl.rotation = rotation
+            attention.attn_backend = RotatingFlashBackend
             layer.register_module("rotary_emb", Deferred(rotation))
 
 

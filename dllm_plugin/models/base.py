@@ -41,7 +41,7 @@ class DiffusionModel:
 
         with offered(vllm_config, get_decode_config(vllm_config).kv_cache_layout):
             super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
-        defer(self)  # type: ignore[arg-type]
+        defer(self, vllm_config.attention_config.backend)  # type: ignore[arg-type]
         self.vllm_config = vllm_config
         self.keeps_columns = get_decode_config(vllm_config).vocab_parallel
 

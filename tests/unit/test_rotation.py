@@ -11,12 +11,14 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.models.llama import LlamaAttention
 from vllm.model_executor.models.qwen2 import Qwen2Attention
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from dllm_plugin.layouts.flash import PartsImpl
+from dllm_plugin.layouts.flash import PartsImpl, SegmentFlashBackend
 from dllm_plugin.layouts.rotation import Deferred, defer
 
 HEAD, HEADS, KV_HEADS = 8, 4, 2
 CLASSES = (LlamaAttention, Qwen2Attention)
+FLASH = AttentionBackendEnum.FLASH_ATTN
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -61,13 +63,15 @@ def test_attention_gets_what_the_products_made(kind: type) -> None:
     made.rotary_emb = rotary
     qkv, positions = torch.randn(3, (HEADS + 2 * KV_HEADS) * HEAD), torch.arange(5, 8)
     made(positions=positions, hidden_states=qkv)
-    defer(nn.ModuleList([made]))
+    defer(nn.ModuleList([made]), FLASH)
     made(positions=positions, hidden_states=qkv)
     (turned, _, _), as_they_were = made.seen
     wanted = qkv.split([made.q_size, made.kv_size, made.kv_size], dim=-1)
     assert all(torch.equal(got, want) for got, want in zip(as_they_were, wanted, strict=True))
     assert not torch.equal(turned, wanted[0])
     assert impl.rotation is rotary and isinstance(made.rotary_emb, Deferred)
+    assert made.attn.attn_backend.forward_includes_kv_cache_update
+    assert not SegmentFlashBackend.forward_includes_kv_cache_update
     assert "rotary_emb.rotation.cos_sin_cache" in dict(made.named_buffers())
 
 
@@ -79,12 +83,15 @@ def test_attention_gets_what_the_products_made(kind: type) -> None:
 def test_other_layers_rotate_as_before(how: dict[str, Any], cache: str) -> None:
     impl, rotary = PartsImpl.__new__(PartsImpl), rotation(**how)
     made = layer(LlamaAttention, rotary, impl, cache)
-    defer(nn.ModuleList([made]))
+    defer(nn.ModuleList([made]), FLASH)
     assert made.rotary_emb is rotary and impl.rotation is None
 
 
-def test_other_backends_get_rotated_queries() -> None:
-    made = layer(LlamaAttention, rotation(), SimpleNamespace())
+@pytest.mark.parametrize("backend", [None, AttentionBackendEnum.TRITON_ATTN, FLASH])
+def test_other_backends_get_rotated_queries(backend: AttentionBackendEnum | None) -> None:
+    """Also where FLASH_ATTN is asked for and a layer has another implementation of it."""
+    impl = SimpleNamespace() if backend == FLASH else PartsImpl.__new__(PartsImpl)
+    made = layer(LlamaAttention, rotation(), impl)
     before = made.rotary_emb
-    defer(nn.ModuleList([made]))
+    defer(nn.ModuleList([made]), backend)
     assert made.rotary_emb is before
