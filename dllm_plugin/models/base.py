@@ -36,9 +36,11 @@ class DiffusionModel:
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         self.read_adapter(vllm_config)  # refuses a wrong one before any time is spent
         from dllm_plugin.config import get_decode_config
+        from dllm_plugin.cublas import forgo_workspace
         from dllm_plugin.layouts.choice import offered
         from dllm_plugin.layouts.rotation import defer
 
+        forgo_workspace()
         with offered(vllm_config, get_decode_config(vllm_config).kv_cache_layout):
             super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         defer(self, vllm_config.attention_config.backend)  # type: ignore[arg-type]

@@ -43,6 +43,7 @@ ROOMS: dict[str, set[str]] = {
     "guidance": set(),
     "compiled": set(),
     "beside": set(),
+    "cublas": set(),
     "slot_table": set(),
     "option_checks": {"choices", "models"},
     "config": {"choices", "models", "option_checks"},
@@ -110,7 +111,7 @@ ROOMS: dict[str, set[str]] = {
 }
 SETTINGS = (
     *("choices", "special_tokens", "option_checks", "config", "registration", "engine_config"),
-    *("admission", "metrics", "layouts.choice", "graph_sizes", "settled"),
+    *("admission", "metrics", "layouts.choice", "graph_sizes", "settled", "cublas"),
 )
 STEP = {name for name in ROOMS if name not in SETTINGS}
 COMMANDS = {"cli", "doctor", "evaluate", "evaluate_all", "host_bench", "offline", "report"}
@@ -126,7 +127,7 @@ NO_VLLM = {
     "choices",
 }
 NO_VLLM |= {"kernels.paged_reference", "kernels.part_reference", "compiled", "row_counts"}
-NO_VLLM |= {"beside", "kernels.rotated_reference"}
+NO_VLLM |= {"beside", "cublas", "kernels.rotated_reference"}
 # What an upgrade of vLLM's engine can break.
 ENGINE_SIDE = {
     *("states", "attention", "sampler", "model_state", "scheduler", "token_rules", "bad_words"),
@@ -214,7 +215,7 @@ def test_vllm_stays_where_it_belongs(name: str) -> None:
 def test_models_know_no_strategy(name: str) -> None:
     """What drives them is named once, lazily, for vLLM's hook."""
     rest = {i for i in own(name) if i.split(".")[0] != "models"}
-    driven = {"config", "layouts.choice", "layouts.rotation", "model_state"}
+    driven = {"config", "cublas", "layouts.choice", "layouts.rotation", "model_state"}
     assert rest <= (driven if name == "models.base" else set())
 
 
