@@ -12,6 +12,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+# What that caches cannot be loaded again on CPUs: each process would compile for 25 s.
+os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
 # Tiny matrices: a second thread costs more than it computes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

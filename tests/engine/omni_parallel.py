@@ -1,6 +1,6 @@
 """Two ranks: `python omni_parallel.py FOLDER workers`, or torchrun with `launcher`.
 
-Hidden states of tensor-parallel models and tensors of a pipeline; or hidden states of a pipeline
+Hidden states of a tensor-parallel model and tensors of a pipeline; or hidden states of a pipeline
 whose ranks are engines. Prints `RESULT`, the rank, and largest errors and preemptions by model.
 """
 
@@ -67,8 +67,8 @@ def main(folder: Path, mode: str) -> None:
             compilation_config={"mode": 1},
         )
     else:
-        for name in ("llama", "qwen2"):
-            result[name] = hidden_states(folder / name, tensor_parallel_size=2, enforce_eager=True)
+        options = {"tensor_parallel_size": 2, "enforce_eager": True}
+        result["llama"] = hidden_states(folder / "llama", **options)
         result["tensors"] = tensors(folder / "sample", pipeline_parallel_size=2)
     print(f"RESULT {os.environ.get('RANK', 0)} {json.dumps(result)}", flush=True)
 

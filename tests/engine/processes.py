@@ -19,6 +19,7 @@ from engines import CHECKPOINTS
 HERE = Path(__file__).parent
 CORES = os.sched_getaffinity(0)  # an engine in this process may bind itself to one of them
 START_SECONDS = 180
+KILLED_SOON = {"VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1"}  # vLLM's CPU workers wait for it
 SETTINGS = {
     "dtype": "float32",
     "max_model_len": 256,

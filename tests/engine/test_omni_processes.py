@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 from omni_models import autoregressive
-from processes import end, environment, spawn
+from processes import KILLED_SOON, end, environment, spawn
 
 HERE = Path(__file__).parent
 SECONDS = 900
-KILLED_SOON = {"VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1"}  # vLLM's CPU workers wait for it
 
 
 def output_of(command: list[str], **variables: str) -> str:
@@ -35,8 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from omni_denoisers import checkpoint
 
     root = tmp_path_factory.mktemp("ranks")
-    for family in ("Llama", "Qwen2"):
-        autoregressive(root / family.lower(), family)
+    autoregressive(root / "llama", "Llama")
     checkpoint(root / "sample", "sample")
     return root
 
@@ -57,9 +55,8 @@ def test_two_ranks(folder: Path) -> None:
         **KILLED_SOON,
     )
     found = results(text)["0"]
-    for name in ("llama", "qwen2"):
-        error, preemptions = found[name]
-        assert error < 1e-4 and preemptions > 0, name
+    error, preemptions = found["llama"]
+    assert error < 1e-4 and preemptions > 0
     assert found["tensors"] < 1e-5
 
 

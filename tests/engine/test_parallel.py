@@ -10,14 +10,14 @@ import torch
 from engines import CHECKPOINTS, a_prompt
 from full_jobs import CONTEXT, FullJob
 from jobs import MIXED, Job
-from processes import SETTINGS, offline, serving
+from processes import KILLED_SOON, SETTINGS, offline, serving
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 D2F = {"strategy": "d2f"}
 FULL, CHECKED = "semi_autoregressive", "llada2.1"
 CASES = test_block_goldens.cases_of(CHECKED)
 VOCAB = 320
-BY_COLUMNS = {"llada", FULL, CHECKED}  # as by default; the others gather whole rows
+BY_COLUMNS = {"dream", FULL}  # as by default; the other one gathers whole rows
 
 
 class NotingWorker(CPUWorker):
@@ -76,10 +76,12 @@ def notes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers(notes: Path) -> dict[str, list[list[int]]]:
-    """Tokens of four engines, which one script starts after each other."""
+    """Tokens of three engines, which one script starts after each other."""
     mixed = [
         (list(j.prompt), {"max_tokens": j.max_tokens, "extra_args": numbers_of(j)}) for j in MIXED
     ]
+    # One request needs whole rows while it runs, and the others none behind it.
+    mixed[1][1]["logprobs"] = 1
     full = [
         (j.prompt, {"max_tokens": j.max_tokens, "extra_args": x})
         for j in full_jobs()
@@ -92,23 +94,19 @@ def answers(notes: Path) -> dict[str, list[list[int]]]:
         for wish in [test_block_goldens.wish(case)]
     ]
     canvas = {"strategy": FULL, "canvas_length": 48}
-    # One request needs whole rows while it runs, and the others none behind it.
-    some_whole = [*mixed]
-    some_whole[1] = (mixed[1][0], mixed[1][1] | {"logprobs": 1})
     wishes = {
-        "llada": on_two_ranks(notes / "llada", "llada", D2F, some_whole),
         "dream": on_two_ranks(notes / "dream", "dream", D2F, mixed),
         FULL: on_two_ranks(notes / FULL, "llada", canvas, full, max_model_len=CONTEXT),
         CHECKED: on_two_ranks(notes / CHECKED, CHECKED, {"canvas_length": 64}, checked),
     }
     variables = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    variables |= KILLED_SOON
     return dict(zip(wishes, offline(*wishes.values(), **variables), strict=True))
 
 
-@pytest.mark.parametrize("name", ["llada", "dream"])
-def test_tensor_parallel(name: str, answers: dict[str, list[list[int]]]) -> None:
-    """LLaDA's ranks exchange results per row, Dream's gather logits."""
-    assert answers[name] == [j.expected(name)[0] for j in MIXED]
+def test_tensor_parallel(answers: dict[str, list[list[int]]]) -> None:
+    """Ranks exchange results per row, and where the prompt ends, the row that is carried."""
+    assert answers["dream"] == [j.expected("dream")[0] for j in MIXED]
 
 
 def test_tensor_parallel_full_attention(answers: dict[str, list[list[int]]]) -> None:
@@ -120,11 +118,14 @@ def test_tensor_parallel_full_attention(answers: dict[str, list[list[int]]]) -> 
 
 
 def test_tensor_parallel_blocks(answers: dict[str, list[list[int]]]) -> None:
-    """Two ranks share each expert of a mixture; blocks are checked, edited and stored alike."""
+    """Two ranks share each expert of a mixture; blocks are checked, edited and stored alike.
+
+    The logits are gathered.
+    """
     assert answers[CHECKED] == [case["output_ids"] for case in CASES]
 
 
-@pytest.mark.parametrize("name", ["llada", "dream", FULL, CHECKED])
+@pytest.mark.parametrize("name", ["dream", FULL, CHECKED])
 @pytest.mark.usefixtures("answers")
 def test_columns_of_a_rank(name: str, notes: Path) -> None:
     """By default each computes and keeps its half; without `vocab_parallel` it is given all."""
