@@ -39,7 +39,7 @@ def test_the_kernel_and_its_twin(heads, kv_heads, tokens):
         torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-9)
 
 
-@pytest.mark.parametrize("family", ["llada", "dream"])
+@pytest.mark.parametrize("family", ["llada", "dream", "fast-dllm-v2"])
 def test_texts(family):
     """One position after the other; two forms of attention agree up to near ties.
 
