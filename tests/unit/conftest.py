@@ -14,6 +14,8 @@ GOLDENS = Path(__file__).parents[1] / "goldens"
 CHECKPOINTS = GOLDENS / "checkpoints"
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # unit tests never use the network
+# Tiny matrices: a second thread costs more than it computes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")

@@ -111,11 +111,12 @@ def test_bad_words_fuzz(dllm: dict[str, Any], shift: bool) -> None:
             tail = (run.prompt + run.output)[-24 - len(word) + 1 :]
             assert not holds(tail, word)
         changed += run.output != free.output
+    assert changed > 15
+    for free in plain[::4]:  # alone, one takes about as many steps as all of them together
         alone = Loop(dllm, shift)
         again = alone.start(free.prompt, free.script, sampling(24, None, **free.params.extra_args))
         alone.run()
         assert again.output == free.output
-    assert changed > 15
 
 
 def test_min_tokens_ban_every_stop_token() -> None:
