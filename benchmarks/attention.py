@@ -131,7 +131,7 @@ class Batch:
 
     def expected(self, requests: list[int], distinct: bool) -> Tensor:
         """The twin's result for a few requests on the first cache."""
-        from dllm_plugin.kernels import paged_reference as twin
+        from dllm_plugin.kernels.paged_attention import reference as twin
 
         pages = self.table[requests].long()
         local = torch.arange(pages.numel(), device=pages.device, dtype=torch.int32)
@@ -164,8 +164,8 @@ class Batch:
 
 def fused(batch: Batch, **constants):
     """The fused kernel of the `distinct` layout."""
-    from dllm_plugin.kernels.paged_attention import attend_spans
-    from dllm_plugin.kernels.paged_reference import split_cache
+    from dllm_plugin.kernels.paged_attention.kernel import attend_spans
+    from dllm_plugin.kernels.paged_attention.reference import split_cache
 
     units = torch.cuda.get_device_properties(0).multi_processor_count
     caches = [split_cache(layer, batch.head) for layer in batch.caches]

@@ -3,7 +3,7 @@
     python benchmarks/attention_tiles.py [PAGE]
 
 One line per shape: the choice and its microseconds, then the four best. The constants live in
-``dllm_plugin/kernels/paged_attention.py``.
+``dllm_plugin/kernels/paged_attention/kernel.py``.
 """
 
 import sys
@@ -14,7 +14,7 @@ import torch
 from attention import HEADS, Batch, Point, fused, measure
 from triton.runtime.errors import OutOfResources
 
-from dllm_plugin.kernels.paged_attention import Tile, choose_splits, choose_tile
+from dllm_plugin.kernels.paged_attention.kernel import Tile, choose_splits, choose_tile
 
 
 def tune(page: int) -> None:

@@ -26,11 +26,12 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.states import RequestState
 
-from dllm_plugin.config import DecodeConfig
-from dllm_plugin.kernels import reference, row_stats
-from dllm_plugin.kernels.reference import Draws
-from dllm_plugin.sampler import DiffusionSampler
-from dllm_plugin.states import CanvasStates
+from dllm_plugin.config.decode import DecodeConfig
+from dllm_plugin.engine.sampler import DiffusionSampler
+from dllm_plugin.kernels.confidence import kernel as row_stats
+from dllm_plugin.kernels.confidence import reference
+from dllm_plugin.kernels.confidence.reference import Draws
+from dllm_plugin.state.canvas_states import CanvasStates
 
 DEVICE = torch.device("cuda")
 SEED = 0

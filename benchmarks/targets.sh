@@ -18,7 +18,7 @@ measure() {
     shift
     echo "== $name: diffuplug bench $*"
     local start=$SECONDS
-    if python3 -m dllm_plugin.cli bench "$@" >"$folder/$name.out" 2>"$folder/$name.log"; then
+    if python3 -m dllm_plugin.commands.cli bench "$@" >"$folder/$name.out" 2>"$folder/$name.log"; then
         sed '$d' "$folder/$name.out"
     else
         echo "FAILED with status $?; the last lines of $folder/$name.log:"

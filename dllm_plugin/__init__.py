@@ -54,8 +54,8 @@ def register() -> None:
     """
     from vllm import ModelRegistry
 
+    from dllm_plugin.engine.registration import register_config_hooks, register_tokenizer_mode
     from dllm_plugin.models import ARCHITECTURES, register_configs
-    from dllm_plugin.registration import register_config_hooks, register_tokenizer_mode
 
     register_configs()
     register_tokenizer_mode()

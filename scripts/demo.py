@@ -20,7 +20,7 @@ from typing import Any
 from openai import OpenAI, OpenAIError
 from tqdm import tqdm
 
-from dllm_plugin.default_model.problems import eval_seeds, problem
+from dllm_plugin.commands.problems import eval_seeds, problem
 
 START_SECONDS = 600
 STOP_SECONDS = 30
@@ -85,7 +85,7 @@ def num_forwards(chunk: Any) -> int:
 def server() -> Iterator[str]:
     """A running server's address; the process is gone afterwards, its log shown on failure."""
     port = free_port()
-    command = [sys.executable, "-m", "dllm_plugin.cli", "serve"]
+    command = [sys.executable, "-m", "dllm_plugin.commands.cli", "serve"]
     command += ["--host", "127.0.0.1", "--port", str(port)]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     with tempfile.TemporaryDirectory() as folder:

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dllm_plugin.plan import Canvas, StepPlan
-from dllm_plugin.policies import PolicySettings
+from dllm_plugin.decoding.plan import Canvas, StepPlan
+from dllm_plugin.decoding.policies import PolicySettings
 
 MASK = 15
 

@@ -22,10 +22,10 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.states import RequestState
 
-from dllm_plugin.config import DecodeConfig
-from dllm_plugin.sampler import DiffusionSampler
-from dllm_plugin.states import CanvasStates
-from dllm_plugin.vocab_shard import VocabShard
+from dllm_plugin.config.decode import DecodeConfig
+from dllm_plugin.engine.sampler import DiffusionSampler
+from dllm_plugin.sampling.vocab_parallel import VocabShard
+from dllm_plugin.state.canvas_states import CanvasStates
 
 if current_platform.is_cpu():
     # What vLLM's CPU worker imports first: buffers without pinned memory.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dllm_plugin.kernels.paged_reference import split_cache, store_kv
+from dllm_plugin.kernels.paged_attention.reference import split_cache, store_kv
 
 BLOCK = 5  # length of the diffusion blocks, on purpose no divisor of anything
 NOWHERE = 10**8

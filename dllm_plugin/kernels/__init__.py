@@ -1,1 +1,1 @@
-"""Device kernels and their plain-torch twins."""
+"""Compute one operation a folder: Triton kernels beside their plain-torch reference."""

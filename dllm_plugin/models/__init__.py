@@ -1,74 +1,16 @@
-"""The models we serve: which class, and the facts that other rooms need without importing it."""
+"""Serve one model family a file: subclasses of vLLM's models, and what their checkpoints hold."""
 
-from dataclasses import dataclass
-from typing import Literal
-
-
-@dataclass(frozen=True)
-class Family:
-    """What sets one family of masked diffusion models apart from the others."""
-
-    name: str
-    logits_shift: bool  # True: row i of the logits predicts position i + 1
-    mask_tokens: tuple[str, ...]  # texts under which tokenizers know the mask
-    turn_end_tokens: tuple[str, ...]  # end a turn besides the configured EOS
-    # Where blocks start: behind the prompt, or at multiples of their length from position 0 on.
-    block_grid: Literal["prompt", "absolute"] = "prompt"
-    # Trained on an absolute grid: positions of a block, unless config.json has them as `block_key`.
-    block_length: int | None = None
-    block_key: str | None = None
-    threshold: float = 0.9  # confidence that its authors ask for
-    sub_block_length: int | None = None  # positions that are decoded at a time within a block
-    edits_pattern: str | None = None  # names of its checkpoints that were trained to edit
-
-    @property
-    def absolute_grid(self) -> bool:
-        """Whether blocks lie at multiples of their length, prompt included."""
-        return self.block_grid == "absolute"
-
-
-LLADA = Family("llada", False, ("<|mdm_mask|>",), ("<|eot_id|>",))
-# `<|dlm_pad|>` is how DiffuCoder, a Dream checkpoint, fills the rest of an answer.
-DREAM = Family("dream", True, ("<|mask|>",), ("<|im_end|>", "<|dlm_pad|>"))
-# Dense repositories spell the mask in both ways, in different files.
-SDAR = Family(
-    "sdar", False, ("<|MASK|>", "<MASK>"), ("<|im_end|>",), "absolute", 4, "block_size", 0.85
-)
-# Its config.json names no EOS.
-LLADA2 = Family(
-    *(
-        "llada2",
-        False,
-        ("<|mask|>",),
-        ("<|endoftext|>", "<|role_end|>"),
-        "absolute",
-        32,
-        None,
-        0.95,
-    ),
-    edits_pattern=r"(?i)llada2[._]?1",
-)
-FAST_DLLM = Family(
-    *("fast_dllm_v2", True, ("|<MASK>|",), ("<|im_end|>",), "absolute", 32, "bd_size", 0.9),
-    sub_block_length=8,
-)
-
-
-# Architecture name in config.json -> class and family.
-TABLE: dict[str, tuple[str, Family]] = {
-    "LLaDAModelLM": ("llada:LLaDAModelLM", LLADA),
-    "LLaDAForDiffusionLM": ("llada:LLaDAModelLM", LLADA),
-    "DreamModel": ("dream:DreamModel", DREAM),
-    "DreamForDiffusionLM": ("dream:DreamModel", DREAM),
-    "SDARForCausalLM": ("sdar:SDARForCausalLM", SDAR),
-    "SDARMoeForCausalLM": ("sdar:SDARMoeForCausalLM", SDAR),
-    "LLaDA2MoeModelLM": ("llada2:LLaDA2MoeModelLM", LLADA2),
-    "Fast_dLLM_QwenForCausalLM": ("fast_dllm:FastDLLMQwenForCausalLM", FAST_DLLM),
-}
+# Architecture name in config.json -> class.
 ARCHITECTURES: dict[str, str] = {
-    name: f"dllm_plugin.models.{path}" for name, (path, _) in TABLE.items()
+    "LLaDAModelLM": "dllm_plugin.models.llada:LLaDAModelLM",
+    "LLaDAForDiffusionLM": "dllm_plugin.models.llada:LLaDAModelLM",
+    "DreamModel": "dllm_plugin.models.dream:DreamModel",
+    "DreamForDiffusionLM": "dllm_plugin.models.dream:DreamModel",
+    "SDARForCausalLM": "dllm_plugin.models.sdar:SDARForCausalLM",
+    "SDARMoeForCausalLM": "dllm_plugin.models.sdar:SDARMoeForCausalLM",
+    "LLaDA2MoeModelLM": "dllm_plugin.models.llada2:LLaDA2MoeModelLM",
+    "Fast_dLLM_QwenForCausalLM": "dllm_plugin.models.fast_dllm:FastDLLMQwenForCausalLM",
 }
-FAMILIES: dict[str, Family] = {name: family for name, (_, family) in TABLE.items()}
 
 
 def register_configs() -> None:

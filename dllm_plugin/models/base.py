@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm.config import ModelConfig, VllmConfig
+from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from dllm_plugin.models import lora
-from dllm_plugin.models.weights import (
+from dllm_plugin.models.checkpoints import lora
+from dllm_plugin.models.checkpoints.weights import (
     Manifest,
     Shapes,
     Weights,
@@ -18,6 +19,10 @@ from dllm_plugin.models.weights import (
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.utils import WeightsMapper
+
+
+# By its name, as vLLM names schedulers and workers: the engine stands above the models.
+MODEL_STATE = "dllm_plugin.engine.model_state.DiffusionModelState"
 
 
 class DiffusionModel:
@@ -35,10 +40,10 @@ class DiffusionModel:
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         self.read_adapter(vllm_config)  # refuses a wrong one before any time is spent
-        from dllm_plugin.config import get_decode_config
-        from dllm_plugin.cublas import forgo_workspace
-        from dllm_plugin.layouts.choice import offered
-        from dllm_plugin.layouts.rotation import defer
+        from dllm_plugin.attention.backends import offered
+        from dllm_plugin.attention.rotary import defer
+        from dllm_plugin.config.decode import get_decode_config
+        from dllm_plugin.models.cublas import forgo_workspace
 
         forgo_workspace()
         with offered(vllm_config, get_decode_config(vllm_config).kv_cache_layout):
@@ -50,9 +55,8 @@ class DiffusionModel:
     @staticmethod
     def get_model_state_cls() -> type[Any]:
         """The ModelState through which model runner v2 drives diffusion."""
-        from dllm_plugin.model_state import DiffusionModelState
-
-        return DiffusionModelState
+        state: type[Any] = resolve_obj_by_qualname(MODEL_STATE)
+        return state
 
     @classmethod
     def checkpoint_shapes(cls, config: Any) -> Shapes:
@@ -86,7 +90,7 @@ class DiffusionModel:
     @classmethod
     def read_adapter(cls, vllm_config: VllmConfig) -> lora.LoraAdapter | None:
         """The adapter of `lora_path`, checked against this model; ValueError if it does not fit."""
-        from dllm_plugin.config import get_decode_config
+        from dllm_plugin.config.decode import get_decode_config
 
         path = get_decode_config(vllm_config).lora_path
         if path is None:

@@ -4,9 +4,9 @@ from typing import Any, ClassVar
 
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 
-from dllm_plugin.models import shapes
 from dllm_plugin.models.base import DiffusionModel
-from dllm_plugin.models.weights import Shapes
+from dllm_plugin.models.checkpoints import shapes
+from dllm_plugin.models.checkpoints.weights import Shapes
 
 
 class DreamModel(DiffusionModel, Qwen2ForCausalLM):

@@ -7,7 +7,7 @@ from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.utils import WeightsMapper
 
 from dllm_plugin.models.base import DiffusionModel
-from dllm_plugin.models.weights import Shapes
+from dllm_plugin.models.checkpoints.weights import Shapes
 
 BLOCK = r"^model\.transformer\.blocks\.(\d+)\."
 END = r"(?=\.|$)"  # layer lists of quantisation configs name modules without `.weight`

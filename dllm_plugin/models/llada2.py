@@ -6,9 +6,9 @@ import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.models.bailing_moe import BailingMoE, BailingMoeV2ForCausalLM
 
-from dllm_plugin.models import shapes
 from dllm_plugin.models.base import DiffusionModel
-from dllm_plugin.models.weights import Shapes
+from dllm_plugin.models.checkpoints import shapes
+from dllm_plugin.models.checkpoints.weights import Shapes
 
 
 class LLaDA2MoE(BailingMoE):

@@ -5,9 +5,9 @@ from typing import Any, ClassVar
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 
-from dllm_plugin.models import shapes
 from dllm_plugin.models.base import DiffusionModel
-from dllm_plugin.models.weights import Shapes
+from dllm_plugin.models.checkpoints import shapes
+from dllm_plugin.models.checkpoints.weights import Shapes
 
 
 class SDARForCausalLM(DiffusionModel, Qwen3ForCausalLM):

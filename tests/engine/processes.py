@@ -82,7 +82,7 @@ def serve_command(port: int, *options: str, model: Path = CHECKPOINTS / "tiny-ll
     """``diffuplug serve``, which becomes ``vllm serve``."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in SETTINGS.items()]
     return [
-        *(sys.executable, "-m", "dllm_plugin.cli", "serve", str(model)),
+        *(sys.executable, "-m", "dllm_plugin.commands.cli", "serve", str(model)),
         *("--host=127.0.0.1", f"--port={port}", "--enforce-eager"),
         *("--served-model-name=tiny", *flags, *options),
     ]

@@ -12,10 +12,11 @@ from dummies import WHOSE, without_checkpoint, worker_of
 from engines import EngineRoom
 from safetensors.torch import load_file, save_file
 
-from dllm_plugin import cli, default_model
-from dllm_plugin.bench import command
-from dllm_plugin.bench.engines import stop
-from dllm_plugin.bench.options import settings_of
+from dllm_plugin import default_model
+from dllm_plugin.commands import cli
+from dllm_plugin.commands.bench import command
+from dllm_plugin.commands.bench.engines import stop
+from dllm_plugin.commands.bench.options import settings_of
 
 QUICK = ["--enforce-eager", "--seed", "3"]
 SHAPES = ["--shapes", "tiny", "--requests", "1,3", "--tokens-per-forward", "3", "--vs", "ar,hf"]

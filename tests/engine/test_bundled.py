@@ -32,7 +32,7 @@ def test_readme_example(tmp_path: Path) -> None:
 
 
 def test_accuracy_and_tokens_per_forward() -> None:
-    output = run(sys.executable, "-m", "dllm_plugin.cli", "eval", "--limit", "8")
+    output = run(sys.executable, "-m", "dllm_plugin.commands.cli", "eval", "--limit", "8")
     rows = json.loads(output.strip().splitlines()[-1])["rows"]
     base, d2f = rows["one token per step"], rows["D2F, threshold 0.9"]
     assert base["accuracy"] >= 0.95 and base["tokens_per_forward"] <= 1
@@ -42,7 +42,7 @@ def test_accuracy_and_tokens_per_forward() -> None:
 
 def test_every_policy_of_a_strategy() -> None:
     program = (
-        "import json; from dllm_plugin.evaluate_all import score_strategy;"
+        "import json; from dllm_plugin.commands.evaluate_all import score_strategy;"
         "print(json.dumps([row._asdict() for row in score_strategy('dual_cache', 'auto', 2)]))"
     )
     rows = json.loads(run(sys.executable, "-c", program).strip().splitlines()[-1])

@@ -7,7 +7,7 @@ import torch
 from mixed import BLOCK, D2F, ONE_BLOCK, SEVERAL, check_alike, check_steps, fresh_compiler
 from scripted import Loop
 
-from dllm_plugin.kernels import reference
+from dllm_plugin.kernels.confidence import reference
 
 KINDS = {
     "d2f": (D2F, True),

@@ -99,8 +99,8 @@ def test_each_alone(
 
 def recorded_draws(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     """Let the plugin read a case's numbers where it would draw its own."""
-    from dllm_plugin import proposals
-    from dllm_plugin.kernels import reference
+    from dllm_plugin.kernels.confidence import reference
+    from dllm_plugin.sampling import proposer as proposals
 
     def uniform(seed: Any, position: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
         position, step = torch.broadcast_tensors(position, step)

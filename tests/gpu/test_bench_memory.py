@@ -2,10 +2,10 @@
 
 from dummies import without_checkpoint
 
-from dllm_plugin.bench.drive import Ask
-from dllm_plugin.bench.engines import stop
-from dllm_plugin.bench.memory import logits_bytes, temporary_bytes
-from dllm_plugin.offline import BUNDLED_MEMORY
+from dllm_plugin.commands.bench.drive import Ask
+from dllm_plugin.commands.bench.engines import stop
+from dllm_plugin.commands.bench.memory import logits_bytes, temporary_bytes
+from dllm_plugin.commands.offline import BUNDLED_MEMORY
 
 REQUESTS, CANVAS = 1, 32
 

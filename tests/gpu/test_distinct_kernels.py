@@ -7,7 +7,9 @@ import pytest
 import spans
 import torch
 
-from dllm_plugin.kernels import paged_attention, paged_reference, paged_store
+from dllm_plugin.kernels.paged_attention import kernel as paged_attention
+from dllm_plugin.kernels.paged_attention import reference as paged_reference
+from dllm_plugin.kernels.paged_attention import store as paged_store
 
 # The twin computes in fp32 from the same rounded inputs; the kernels round weights and results.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}

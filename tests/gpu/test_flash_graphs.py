@@ -19,8 +19,8 @@ import recorded
 import test_grid_goldens as grid
 from engines import CHECKPOINTS, a_prompt, generate, params, step_through, token_ids
 
-from dllm_plugin import evaluate
-from dllm_plugin.default_model.problems import eval_seeds, problem
+from dllm_plugin.commands import evaluate
+from dllm_plugin.commands.problems import eval_seeds, problem
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
@@ -75,7 +75,7 @@ def engine_of(checkpoint, dllm, compilation, backend="FLASH_ATTN", splits=32, **
 
 def check_builder(engine):
     """The graphs are there, and FlashAttention 3 schedules them by our builder."""
-    from dllm_plugin.layouts.flash import SegmentFlashBuilder
+    from dllm_plugin.attention.flash import SegmentFlashBuilder
 
     worker = engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     runner = worker.model_runner
@@ -152,14 +152,14 @@ def eager_sdar(in_process):
 @pytest.fixture
 def by_rows(monkeypatch):
     """No step reads contexts apart from canvases, which rounds differently."""
-    monkeypatch.setattr("dllm_plugin.layouts.parts.MOST_HEADS_PER_KEY", 0)
+    monkeypatch.setattr("dllm_plugin.attention.cascade.MOST_HEADS_PER_KEY", 0)
 
 
 @pytest.fixture
 def in_parts(monkeypatch):
     """Every captured step of two requests or more reads contexts apart from canvases."""
-    monkeypatch.setattr("dllm_plugin.layouts.parts.MOST_HEADS_PER_KEY", 2)
-    monkeypatch.setattr("dllm_plugin.layouts.parts.READ_AGAIN", 150)
+    monkeypatch.setattr("dllm_plugin.attention.cascade.MOST_HEADS_PER_KEY", 2)
+    monkeypatch.setattr("dllm_plugin.attention.cascade.READ_AGAIN", 150)
 
 
 @pytest.mark.parametrize("backend", ["FLASH_ATTN", "TRITON_ATTN"])
@@ -217,7 +217,7 @@ def test_steps_of_one_block_each(backend, by_rows, monkeypatch):
 def test_many_requests_are_fed_one_block_each_by_default():
     from vllm.engine.arg_utils import EngineArgs
 
-    from dllm_plugin.graph_sizes import WORKER
+    from dllm_plugin.config.cuda_graphs import WORKER
 
     for most, fewest in ((8, 8), (7, 0)):
         dllm = {"dllm": SDAR | {"block_length": 16}}

@@ -29,8 +29,8 @@ def test_parts(heads, length):
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
 
-    from dllm_plugin.layouts.flash import PartsImpl, PartsMetadata
-    from dllm_plugin.layouts.parts import CanvasParts
+    from dllm_plugin.attention.cascade import CanvasParts
+    from dllm_plugin.attention.flash import PartsImpl, PartsMetadata
 
     torch.manual_seed(length)
     requests, contexts = 5, [0, 3, 100, 17, 400]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from dummies import WHOSE, without_checkpoint, worker_of
 
-from dllm_plugin.bench.engines import stop
+from dllm_plugin.commands.bench.engines import stop
 
 LINEAR = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 

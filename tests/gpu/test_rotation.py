@@ -10,7 +10,8 @@ from test_flash_graphs import BEFORE_TIES, agree, end, engine_of, graphs
 from test_flash_graphs import in_process as in_process
 from test_flash_graphs import pytestmark as pytestmark
 
-from dllm_plugin.kernels import rotated_reference, rotated_store
+from dllm_plugin.kernels.rotate_and_store import kernel as rotated_store
+from dllm_plugin.kernels.rotate_and_store import reference as rotated_reference
 
 BLOCKS = {"strategy": "block_diffusion", "block_length": 8, "commit_alone_from": 0}
 
@@ -47,7 +48,7 @@ def test_texts(family):
     """
     from engines import a_prompt, params, step_through
 
-    from dllm_plugin.layouts.rotation import Deferred
+    from dllm_plugin.attention.rotary import Deferred
 
     wish = {"dllm_block_length": 1, "logprobs": 5}
     arrivals = {

@@ -6,8 +6,10 @@ import pytest
 import torch
 from mixed import BLOCK, D2F, ONE_BLOCK, SEVERAL, check_alike, check_steps
 
-from dllm_plugin.kernels import move_rows, reference, row_stats
-from dllm_plugin.kernels.reference import Columns, Draws, RowStats, propose_rows
+from dllm_plugin.kernels.confidence import kernel as row_stats
+from dllm_plugin.kernels.confidence import reference
+from dllm_plugin.kernels.confidence.reference import Columns, Draws, RowStats, propose_rows
+from dllm_plugin.kernels.move_rows import kernel as move_rows
 
 SLOTS = 64
 

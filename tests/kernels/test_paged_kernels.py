@@ -7,7 +7,7 @@ import pytest
 import spans
 import torch
 
-from dllm_plugin.kernels import paged_reference
+from dllm_plugin.kernels.paged_attention import reference as paged_reference
 
 KERNELS = "dllm_plugin.kernels"
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}

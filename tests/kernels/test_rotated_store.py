@@ -4,9 +4,9 @@ import pytest
 import torch
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-from dllm_plugin.kernels import rotated_reference
+from dllm_plugin.kernels.rotate_and_store import reference as rotated_reference
 
-KERNEL = "dllm_plugin.kernels.rotated_store.rotate_and_store"
+KERNEL = "dllm_plugin.kernels.rotate_and_store.kernel.rotate_and_store"
 PAGES, POSITIONS = 9, 300
 
 

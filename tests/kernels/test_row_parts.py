@@ -8,11 +8,11 @@ import torch
 from test_row_stats import CASES, Case, broken, broken_drawn, check
 from torch import Tensor
 
-from dllm_plugin.kernels import part_reference
-from dllm_plugin.kernels.reference import Columns, RowStats
+from dllm_plugin.kernels.confidence import partial_reference as part_reference
+from dllm_plugin.kernels.confidence.reference import Columns, RowStats
 
-SCAN = "dllm_plugin.kernels.row_stats.scan_rows"
-MERGE = "dllm_plugin.kernels.row_stats.merge_rows"
+SCAN = "dllm_plugin.kernels.confidence.kernel.scan_rows"
+MERGE = "dllm_plugin.kernels.confidence.kernel.merge_rows"
 RANKS = (2, 3)
 # What a pass over columns cannot be asked for: tokens chosen before, and logits tempered before.
 LEFT_OUT = ("chosen", "tempered_before")

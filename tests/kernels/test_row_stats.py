@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dllm_plugin.kernels.reference import Draws, RowStats, gumbel_uniform, propose_rows
+from dllm_plugin.kernels.confidence.random_numbers import gumbel_uniform
+from dllm_plugin.kernels.confidence.reference import Draws, RowStats, propose_rows
 
 INF, NAN = float("inf"), float("nan")
-KERNEL = "dllm_plugin.kernels.row_stats.propose_rows"
+KERNEL = "dllm_plugin.kernels.confidence.kernel.propose_rows"
 SLOTS = 9
 # Less than a tile, a whole one, one token more, and enough for parts of several tiles.
 PROGRAMS = (1, 6)  # rows as a whole, or cut into parts of a tile or two

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from vllm.sampling_params import SamplingParams
 
-from dllm_plugin.admission import request_rules
-from dllm_plugin.config import DecodeConfig
+from dllm_plugin.config.decode import DecodeConfig
+from dllm_plugin.engine.admission import request_rules
 
 RULES = request_rules(DecodeConfig().resolve("LLaDAModelLM", 512, 300))
 

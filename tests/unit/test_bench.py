@@ -12,12 +12,13 @@ import torch
 from documented import ROOT
 from transformers import AutoTokenizer
 
-from dllm_plugin import cli, default_model
-from dllm_plugin.bench import floor, gate, record, schedule, serving, step, trace, weights
-from dllm_plugin.bench.drive import Answer, Arrival, Run, all_decode, steady
-from dllm_plugin.bench.gate import ranks_of
-from dllm_plugin.bench.options import Settings, settings_of
-from dllm_plugin.bench.shapes import SHAPES, Sizes, relative
+from dllm_plugin import default_model
+from dllm_plugin.commands import cli
+from dllm_plugin.commands.bench import floor, gate, record, schedule, serving, step, trace, weights
+from dllm_plugin.commands.bench.drive import Answer, Arrival, Run, all_decode, steady
+from dllm_plugin.commands.bench.gate import ranks_of
+from dllm_plugin.commands.bench.options import Settings, settings_of
+from dllm_plugin.commands.bench.shapes import SHAPES, Sizes, relative
 
 
 def settings(*arguments: str) -> Settings:

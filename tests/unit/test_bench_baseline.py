@@ -10,9 +10,9 @@ import torch
 from vllm.engine.arg_utils import EngineArgs
 
 import dllm_plugin
-from dllm_plugin.bench import published
-from dllm_plugin.bench.shapes import RELATIVES, SHAPES, Sizes, relative, write
-from dllm_plugin.config import get_decode_config
+from dllm_plugin.commands.bench import published
+from dllm_plugin.commands.bench.shapes import RELATIVES, SHAPES, Sizes, relative, write
+from dllm_plugin.config.decode import get_decode_config
 
 TESTS = Path(__file__).parents[1]
 sys.path.insert(0, str(TESTS / "engine"))

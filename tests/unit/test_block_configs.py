@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoConfig
 
-from dllm_plugin.models import FAMILIES, FAST_DLLM, LLADA, LLADA2, SDAR
-from dllm_plugin.models.blocks import trained_block_length
-from dllm_plugin.special_tokens import find_mask_token, find_turn_ends
+from dllm_plugin.decoding.families import FAMILIES, FAST_DLLM, LLADA, LLADA2, SDAR
+from dllm_plugin.models.checkpoints.special_tokens import find_mask_token, find_turn_ends
+from dllm_plugin.models.checkpoints.training import trained_block_length
 
 pytestmark = pytest.mark.usefixtures("registered")
 

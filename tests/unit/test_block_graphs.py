@@ -13,17 +13,17 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from dllm_plugin import cli
-from dllm_plugin.config import DecodeConfig
-from dllm_plugin.graph_sizes import (
+from dllm_plugin.commands import cli
+from dllm_plugin.config.cuda_graphs import (
     WORKER,
     block_counts,
     canvases_needed,
     capture_sizes,
     worker_for,
 )
-from dllm_plugin.settled import fewest_alone, never_alone
-from dllm_plugin.worker import BlockGraphManager, DiffusionWorker
+from dllm_plugin.config.decode import DecodeConfig
+from dllm_plugin.config.resolution import fewest_alone, never_alone
+from dllm_plugin.engine.worker import BlockGraphManager, DiffusionWorker
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 BOTH, ONLY_FULL = CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY
@@ -168,7 +168,7 @@ def test_what_was_asked_for_is_kept(
 def test_the_rule_is_asked_where_nobody_said(
     vllm_config_for: Callable[..., Any], checkpoints: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dllm_plugin.settled.can_capture", lambda vllm_config: True)
+    monkeypatch.setattr("dllm_plugin.config.resolution.can_capture", lambda vllm_config: True)
     for given, resolved in (({}, 4), ({"commit_alone_from": 0}, 0), ({"commit_alone_from": 9}, 9)):
         dllm = {"block_length": 32, "canvas_length": 64} | given
         options = {"additional_config": {"dllm": dllm}, "enforce_eager": False}
@@ -185,8 +185,8 @@ def test_doctor_tells(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """And no option of several open blocks, which one open block refuses."""
-    monkeypatch.setattr("dllm_plugin.settled.can_capture", lambda vllm_config: can)
-    monkeypatch.setattr("dllm_plugin.settled.SHORTEST_BLOCK", 4)
+    monkeypatch.setattr("dllm_plugin.config.resolution.can_capture", lambda vllm_config: can)
+    monkeypatch.setattr("dllm_plugin.config.resolution.SHORTEST_BLOCK", 4)
     assert cli.main(["doctor", str(checkpoints / "tiny-sdar")]) == 0
     printed = capsys.readouterr().out
     assert f"one block each:             {said}" in printed and "block_length:" in printed

@@ -8,7 +8,7 @@ from forwards import forward
 from safetensors.torch import load_file, save_file
 from test_weights import rewrite
 
-from dllm_plugin.models import lora
+from dllm_plugin.models.checkpoints import lora
 
 TRACES = {
     "sdar_static": "tiny-sdar",

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from dllm_plugin.config import DecodeConfig, check_strategy_reads
-from dllm_plugin.models import FAMILIES
-from dllm_plugin.models.blocks import trained_to_edit
+from dllm_plugin.config.decode import DecodeConfig, check_strategy_reads
+from dllm_plugin.decoding.families import FAMILIES
+from dllm_plugin.models.checkpoints.training import trained_to_edit
 
 LLADA, SDAR, LLADA2 = "LLaDAModelLM", "SDARForCausalLM", "LLaDA2MoeModelLM"
 FAST = "Fast_dLLM_QwenForCausalLM"

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 import torch
 
-from dllm_plugin.kernels.reference import rank_in_block
-from dllm_plugin.plan import Proposal
-from dllm_plugin.policies import POLICIES, threshold_or_quota
-from dllm_plugin.strategies import plan_block_diffusion
+from dllm_plugin.decoding.block_causal import plan_block_diffusion
+from dllm_plugin.decoding.blocks import rank_in_block
+from dllm_plugin.decoding.plan import Proposal
+from dllm_plugin.decoding.policies import POLICIES, threshold_or_quota
 
 RNG = np.random.default_rng(7)
 MASK = handmade.MASK

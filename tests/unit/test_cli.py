@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from dllm_plugin import cli, default_model
-from dllm_plugin.offline import engine_options
+from dllm_plugin import default_model
+from dllm_plugin.commands import cli
+from dllm_plugin.commands.offline import engine_options
 
 DECODE = [
     "--block-length",
@@ -145,7 +146,7 @@ def test_serve_keeps_a_given_configuration(spelling: list[str]) -> None:
 def test_help_is_light() -> None:
     """Options are answered without importing torch or vLLM."""
     program = (
-        "import sys; from dllm_plugin import cli; cli.build_parser().format_help();"
+        "import sys; from dllm_plugin.commands import cli; cli.build_parser().format_help();"
         "sys.exit('torch' in sys.modules or 'vllm' in sys.modules)"
     )
     root = Path(cli.__file__).parent.parent

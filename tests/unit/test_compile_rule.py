@@ -2,8 +2,8 @@
 
 import pytest
 
-from dllm_plugin.config import DecodeConfig
-from dllm_plugin.settled import uncompiled
+from dllm_plugin.config.decode import DecodeConfig
+from dllm_plugin.config.resolution import uncompiled
 
 MASK = 300
 

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 
 import dllm_plugin
-from dllm_plugin import choices, option_checks
-from dllm_plugin import config as rooms
-from dllm_plugin.config import DecodeConfig, check_strategy_reads
-from dllm_plugin.policies import POLICIES
-from dllm_plugin.strategies import SPANS, STRATEGIES
+from dllm_plugin.config import decode as rooms
+from dllm_plugin.config import validation as option_checks
+from dllm_plugin.config.decode import DecodeConfig, check_strategy_reads
+from dllm_plugin.decoding import choices
+from dllm_plugin.decoding.methods import SPANS, STRATEGIES
+from dllm_plugin.decoding.policies import POLICIES
 
 LLADA, DREAM, MASK = "LLaDAModelLM", "DreamModel", 15
 

@@ -9,7 +9,8 @@ import sys
 import pytest
 from transformers import AutoConfig
 
-from dllm_plugin.models import ARCHITECTURES, FAMILIES, register_configs
+from dllm_plugin.decoding.families import FAMILIES
+from dllm_plugin.models import ARCHITECTURES, register_configs
 
 pytestmark = pytest.mark.usefixtures("registered")
 

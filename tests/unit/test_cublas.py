@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from dllm_plugin.cublas import VARIABLE, forgo_workspace
+from dllm_plugin.models.cublas import VARIABLE, forgo_workspace
 
 
 @pytest.mark.parametrize(

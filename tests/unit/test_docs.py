@@ -8,8 +8,8 @@ import textwrap
 import pytest
 from documented import PAGES, ROOT, Block, blocks
 
-from dllm_plugin import cli
-from dllm_plugin.config import REQUEST_FIELDS, REQUEST_PREFIX, DecodeConfig
+from dllm_plugin.commands import cli
+from dllm_plugin.config.decode import REQUEST_FIELDS, REQUEST_PREFIX, DecodeConfig
 
 COMMANDS = [
     (block.page, line)
@@ -85,19 +85,19 @@ def test_links_exist() -> None:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-def test_rooms_in_design_exist() -> None:
+def test_folders_in_design_exist() -> None:
     text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     tree = text.split("```")[1]
-    rooms = {name for name in re.findall(r"^  (\w+\.py|\w+/) ", tree, re.M)}
+    folders = {name for name in re.findall(r"^  (\w+\.py|\w+/) ", tree, re.M)}
     present = {path.name for path in (ROOT / "dllm_plugin").glob("*.py")}
     present |= {f"{path.parent.name}/" for path in (ROOT / "dllm_plugin").glob("*/__init__.py")}
-    assert rooms == present
+    assert folders == present
 
 
 def test_every_option_is_documented() -> None:
     import dataclasses
 
-    from dllm_plugin.config import DecodeConfig
+    from dllm_plugin.config.decode import DecodeConfig
 
     text = (ROOT / "docs" / "strategies.md").read_text()
     for field in dataclasses.fields(DecodeConfig):
@@ -109,10 +109,11 @@ def test_the_guide_shows_the_code_that_there_is() -> None:
     """The worked example of docs/add-a-model.md, word for word."""
     text = (ROOT / "docs" / "add-a-model.md").read_text(encoding="utf-8")
     shown = [textwrap.dedent(found) for found in re.findall(r"```python\n(.*?)```", text, re.S)]
-    models = ROOT / "dllm_plugin" / "models"
-    package = "\n".join(path.read_text(encoding="utf-8") for path in models.glob("*.py"))
+    folders = [ROOT / "dllm_plugin" / name for name in ("models", "decoding")]
+    sources = [path for folder in folders for path in folder.glob("*.py")]
+    package = "\n".join(path.read_text(encoding="utf-8") for path in sources)
     assert len(shown) == 3 and sum(code.count("\n") for code in shown) < 100
     for code in shown:
         assert code in package, code
-    for row in re.findall(r"`(\"?SDAR\w*\"?: .*)`", text):
+    for row in re.findall(r"`(\"?SDAR\w*\"?: [^`]*)`", text):
         assert f"    {row}," in package, row

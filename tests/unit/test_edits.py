@@ -8,9 +8,9 @@ import pytest
 import torch
 from scripted import Loop
 
-from dllm_plugin.plan import Canvas, Proposal, StepPlan
-from dllm_plugin.policies import joint_threshold
-from dllm_plugin.strategies import keep_edited, plan_edited_blocks, settle_blocks
+from dllm_plugin.decoding.block_causal import keep_edited, plan_edited_blocks, settle_blocks
+from dllm_plugin.decoding.plan import Canvas, Proposal, StepPlan
+from dllm_plugin.decoding.policies import joint_threshold
 
 MASK = handmade.MASK
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from dllm_plugin import evaluate, evaluate_all, report
-from dllm_plugin.choices import POLICIES, STRATEGIES
-from dllm_plugin.config import DecodeConfig
-from dllm_plugin.default_model.problems import eval_seeds, problem
-from dllm_plugin.report import Row, Way
+from dllm_plugin.commands import evaluate, evaluate_all
+from dllm_plugin.commands import evaluate_report as report
+from dllm_plugin.commands.evaluate_report import Row, Way
+from dllm_plugin.commands.problems import eval_seeds, problem
+from dllm_plugin.config.decode import DecodeConfig
+from dllm_plugin.decoding.choices import POLICIES, STRATEGIES
 
 WAYS = [way for strategy in STRATEGIES[1:] for way in evaluate_all.ways(strategy)]
 ROWS = [

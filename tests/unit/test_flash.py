@@ -15,18 +15,18 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.utils import AttentionGroup
 
-from dllm_plugin.attention import AttentionRows, batch_rows
-from dllm_plugin.config import get_decode_config
-from dllm_plugin.layouts import choice
-from dllm_plugin.layouts.flash import (
+from dllm_plugin.attention import backends as choice
+from dllm_plugin.attention.cascade import PartsBuffers
+from dllm_plugin.attention.flash import (
     SPLIT_TOKENS,
     PartsMetadata,
     SegmentFlashBackend,
     SegmentFlashBuilder,
     schedule_size,
 )
-from dllm_plugin.layouts.parts import PartsBuffers
-from dllm_plugin.row_counts import most_rows, rows_per_canvas
+from dllm_plugin.attention.sequence_counts import most_rows, rows_per_canvas
+from dllm_plugin.attention.sequences import AttentionRows, batch_rows
+from dllm_plugin.config.decode import get_decode_config
 
 FLASH, TRITON = AttentionBackendEnum.FLASH_ATTN, AttentionBackendEnum.TRITON_ATTN
 SPEC = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)

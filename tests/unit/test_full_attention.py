@@ -7,9 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from dllm_plugin import guidance
-from dllm_plugin.kernels.reference import counter_uniform, drawn_order, gumbel_uniform
-from dllm_plugin.strategies import SPANS, bounds
+from dllm_plugin.decoding.full_attention import bounds
+from dllm_plugin.decoding.methods import SPANS
+from dllm_plugin.kernels.confidence.random_numbers import (
+    counter_uniform,
+    drawn_order,
+    gumbel_uniform,
+)
+from dllm_plugin.sampling import guidance
 
 
 def place(prompt: int, start: int, end: int, length: int, canvas: int, context: int) -> Any:

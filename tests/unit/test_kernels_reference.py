@@ -5,18 +5,10 @@ import oracle
 import pytest
 import torch
 
-from dllm_plugin.kernels.reference import (
-    Draws,
-    at_positions,
-    best_per_block,
-    counter_uniform,
-    leading,
-    move_rows,
-    per_block,
-    propose_rows,
-    rank,
-    row_stats,
-)
+from dllm_plugin.decoding.blocks import at_positions, best_per_block, leading, per_block, rank
+from dllm_plugin.kernels.confidence.random_numbers import counter_uniform
+from dllm_plugin.kernels.confidence.reference import Draws, propose_rows, row_stats
+from dllm_plugin.kernels.move_rows.reference import move_rows
 
 NEGATIVE_INFINITY = float("-inf")
 

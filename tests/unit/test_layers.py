@@ -19,125 +19,28 @@ def _module(path: Path) -> str:
 SOURCES = {_module(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 TREES = {name: ast.parse(path.read_text()) for name, path in SOURCES.items()}
 
-# Rooms of a denoising step and of the configuration: what of our own they may import, anywhere.
-ROOMS: dict[str, set[str]] = {
-    "plan": set(),
+# What each folder may import of ours, anywhere; all below it, none above. Families, plan and
+# methods are facts that every folder may read.
+FOLDERS: dict[str, set[str]] = {
+    "decoding": set(),
     "kernels": set(),
-    "kernels.reference": {"plan"},
-    "kernels.cpu": set(),
-    "kernels.row_scan": set(),
-    "kernels.row_stats": {"kernels.reference", "kernels.row_scan"},
-    "kernels.part_reference": {"kernels.reference"},
-    "vocab_shard": {"kernels.reference"},
-    "kernels.move_rows": set(),
-    "kernels.paged_reference": set(),
-    "kernels.paged_store": set(),
-    "kernels.span_kernel": set(),
-    "kernels.rotated_store": set(),
-    "kernels.rotated_reference": set(),
-    "kernels.paged_attention": {"kernels.span_kernel"},
-    "policies": {"plan", "kernels.reference"},
-    "strategies": {"plan", "kernels.reference", "policies"},
-    "choices": {"models"},
-    "special_tokens": {"models"},
-    "guidance": set(),
-    "compiled": set(),
-    "beside": set(),
-    "cublas": set(),
-    "slot_table": set(),
-    "option_checks": {"choices", "models"},
-    "config": {"choices", "models", "option_checks"},
-    "registration": {"config", "engine_config"},
-    "states": {
-        "slot_table",
-        "choices",
-        "config",
-        "plan",
-        "policies",
-        "strategies",
-        "kernels.reference",
-    },
-    "rows": {
-        *("beside", "compiled", "guidance", "plan", "states", "strategies"),
-        *("kernels", "kernels.move_rows", "kernels.reference"),
-    },
-    "layouts": set(),
-    "layouts.choice": {"layouts.parts"},
-    "layouts.flex": set(),
-    "layouts.flash": {"config", "kernels.rotated_store", "layouts.parts", "row_counts"},
-    "layouts.rotation": {"layouts.flash"},
-    "layouts.parts": {"config"},
-    "layouts.spans": set(),
-    "layouts.distinct": {
-        *("kernels", "kernels.paged_attention", "kernels.paged_reference", "kernels.paged_store"),
-        "layouts.choice",
-    },
-    "row_counts": {"config"},
-    "attention": {
-        *("layouts.parts", "layouts.spans", "plan", "row_counts", "rows", "states", "strategies"),
-    },
-    "bad_words": {"plan", "states"},
-    "token_rules": {"bad_words", "plan", "slot_table", "states"},
-    "logprobs": {"plan", "states", "kernels.reference"},
-    "leads": {"logprobs", "plan", "rows", "states", "token_rules", "kernels.reference"},
-    "proposals": {
-        *("logprobs", "plan", "rows", "states", "token_rules", "vocab_shard"),
-        *("kernels", "kernels.part_reference", "kernels.reference", "kernels.row_stats"),
-    },
-    "deciding": {
-        *("choices", "compiled", "config", "kernels.reference", "leads", "logprobs", "plan"),
-        *("policies", "proposals", "rows", "states", "strategies", "token_rules"),
-    },
-    "sampler": {
-        "config",
-        *("compiled", "deciding", "guidance", "leads", "logprobs", "proposals", "rows", "states"),
-        *("kernels", "kernels.move_rows", "strategies", "token_rules", "vocab_shard"),
-    },
-    "model_state": {
-        *("attention", "config", "kernels.cpu", "layouts.choice", "sampler", "states"),
-        "vocab_shard",
-    },
-    "scheduler": {"config"},
-    "refresh_scheduler": {"guidance", "scheduler", "strategies"},
-    "admission": {"config", "strategies"},
-    "graph_sizes": {"config"},
-    "worker": {"config", "graph_sizes"},
-    "settled": {"config", "graph_sizes", "layouts.choice"},
-    "engine_config": {
-        *("admission", "config", "graph_sizes", "layouts.choice", "models", "settled"),
-        "special_tokens",
-    },
-    "metrics": {"models"},
+    "config": {"decoding"},
+    "state": {"decoding", "config"},
+    "attention": {"decoding", "config", "state", "kernels"},
+    "sampling": {"decoding", "config", "state", "kernels"},
+    "models": {"decoding", "config", "attention"},
+    "engine": {"decoding", "config", "state", "attention", "sampling", "kernels", "models"},
+    "default_model": set(),
+    "commands": {"decoding", "config", "attention", "models", "default_model"},
+    "omni": set(),
 }
-SETTINGS = (
-    *("choices", "special_tokens", "option_checks", "config", "registration", "engine_config"),
-    *("admission", "metrics", "layouts.choice", "graph_sizes", "settled", "cublas"),
-)
-STEP = {name for name in ROOMS if name not in SETTINGS}
-COMMANDS = {"cli", "doctor", "evaluate", "evaluate_all", "host_bench", "offline", "report"}
-COMMANDS |= {name for name in SOURCES if name.split(".")[0] == "bench"}
-NO_VLLM = {
-    "compiled",
-    "plan",
-    "kernels",
-    "kernels.reference",
-    "policies",
-    "strategies",
-    "guidance",
-    "choices",
-}
-NO_VLLM |= {"kernels.paged_reference", "kernels.part_reference", "compiled", "row_counts"}
-NO_VLLM |= {"beside", "cublas", "kernels.rotated_reference"}
-# What an upgrade of vLLM's engine can break.
-ENGINE_SIDE = {
-    *("states", "attention", "sampler", "model_state", "scheduler", "token_rules", "bad_words"),
-    *("logprobs", "admission", "metrics", "engine_config", "kernels.cpu"),
-    *("rows", "proposals", "leads", "deciding", "refresh_scheduler", "slot_table"),
-    *("layouts.choice", "layouts.spans", "layouts.distinct", "layouts.flex", "layouts.rotation"),
-    *("layouts.flash", "layouts.parts", "worker", "settled"),
-}
+# The package itself: version, and `register`, which vLLM calls.
+ROOT = {"engine", "models"}
+# Only these touch vLLM's engine at run time: what an upgrade of vLLM can break.
+ENGINE_SIDE = {"attention", "engine", "omni"}
+NO_VLLM = {"decoding", "default_model"}
 # The one assignment to an attribute of vLLM: (module, function).
-PERMITTED = ("kernels.cpu", "_complete_triton_placeholder")
+PERMITTED = ("kernels.runner.cpu", "_complete_triton_placeholder")
 
 
 class Import(NamedTuple):
@@ -189,64 +92,59 @@ def reaches_vllm(name: str, prefix: str, typing_too: bool = True) -> bool:
     return any(module == prefix or module.startswith(prefix + ".") for module in modules)
 
 
-def test_every_module_has_a_place() -> None:
-    placed = {name for name in SOURCES if name.split(".")[0] in ("models", "default_model", "omni")}
-    assert set(SOURCES) - placed - {""} - COMMANDS == set(ROOMS)
+def folder(name: str) -> str:
+    return name.split(".")[0]
 
 
-@pytest.mark.parametrize("name", ROOMS)
-def test_rooms_import_only_what_lies_below(name: str) -> None:
-    allowed = ROOMS[name]
-    extra = {i for i in own(name) if i not in allowed and i.split(".")[0] not in allowed}
+def test_the_top_level_is_short() -> None:
+    """The folders above, and `__init__.py`: no module lies beside them."""
+    entries = {p.name for p in PACKAGE.iterdir() if p.name != "__pycache__"}
+    assert entries == {*FOLDERS, "__init__.py"} and len(entries) <= 12
+
+
+def test_folders_are_in_order() -> None:
+    """No import runs back up: every folder is named before those that may import it."""
+    order = list(FOLDERS)
+    for name, below in FOLDERS.items():
+        assert {order.index(other) < order.index(name) for other in below} <= {True}, name
+
+
+@pytest.mark.parametrize("name", sorted(SOURCES))
+def test_folders_import_only_what_lies_below(name: str) -> None:
+    allowed = ROOT if not name else FOLDERS[folder(name)] | {folder(name)}
+    extra = {module for module in own(name) if folder(module) not in allowed}
     assert not extra, f"{name} may not import {sorted(extra)}"
+
+
+def test_modules_import_in_one_direction() -> None:
+    """Inside of a folder too: no two modules need each other."""
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " -> ".join([*path, name])
+        if name not in done:
+            for other in own(name) & set(SOURCES):
+                visit(other, (*path, name))
+            done.add(name)
+
+    for name in SOURCES:
+        visit(name, ())
 
 
 @pytest.mark.parametrize("name", sorted(SOURCES))
 def test_vllm_stays_where_it_belongs(name: str) -> None:
-    if name in NO_VLLM or name.split(".")[0] == "default_model":
+    if folder(name) in NO_VLLM:
         assert not reaches_vllm(name, "vllm")
-    if name not in ENGINE_SIDE and name.split(".")[0] != "omni":
+    if folder(name) not in ENGINE_SIDE:
         assert not reaches_vllm(name, "vllm.v1", typing_too=False)
-        if not name.startswith("models"):
-            assert not reaches_vllm(name, "vllm.v1")
+    if folder(name) != "omni":
+        assert not reaches_vllm(name, "vllm_omni")
 
 
-@pytest.mark.parametrize("name", [n for n in SOURCES if n.split(".")[0] == "models"])
-def test_models_know_no_strategy(name: str) -> None:
-    """What drives them is named once, lazily, for vLLM's hook."""
-    rest = {i for i in own(name) if i.split(".")[0] != "models"}
-    driven = {"config", "cublas", "layouts.choice", "layouts.rotation", "model_state"}
-    assert rest <= (driven if name == "models.base" else set())
-
-
-def test_strategies_know_no_model() -> None:
-    for name in STEP:
-        assert not any(i.split(".")[0] == "models" for i in own(name)), name
-
-
-def test_the_default_model_stands_alone() -> None:
-    for name in SOURCES:
-        inside = name.split(".")[0] == "default_model"
-        if inside:
-            assert all(i.split(".")[0] == "default_model" for i in own(name)), name
-        elif name in ROOMS or name.split(".")[0] == "models":
-            assert not any(i.split(".")[0] == "default_model" for i in own(name)), name
-
-
-def test_commands_use_no_room_of_the_step() -> None:
-    for name in COMMANDS:
-        assert not own(name) & STEP, name
-
-
-def test_text_and_omni_do_not_know_each_other() -> None:
-    for name in SOURCES:
-        others = {i.split(".")[0] for i in own(name)}
-        if name.split(".")[0] == "omni":
-            assert others <= {"omni"}, name
-        else:
-            assert "omni" not in others, name
-        if name.split(".")[0] != "omni":
-            assert not reaches_vllm(name, "vllm_omni"), name
+def test_folders_say_what_they_hold() -> None:
+    for name, path in SOURCES.items():
+        if path.name == "__init__.py":
+            assert ast.get_docstring(TREES[name]), name
 
 
 def rebindings(tree: ast.Module) -> Iterator[tuple[str, str]]:

@@ -14,11 +14,11 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from dllm_plugin.kernels.paged_reference import attend_spans
-from dllm_plugin.layouts import choice
-from dllm_plugin.layouts.distinct import DistinctBackend, DistinctImpl
-from dllm_plugin.layouts.flex import SegmentFlexBuilder
-from dllm_plugin.option_checks import KV_CACHE_LAYOUTS
+from dllm_plugin.attention import backends as choice
+from dllm_plugin.attention.distinct import DistinctBackend, DistinctImpl
+from dllm_plugin.attention.flex import SegmentFlexBuilder
+from dllm_plugin.config.validation import KV_CACHE_LAYOUTS
+from dllm_plugin.kernels.paged_attention.reference import attend_spans
 
 CUSTOM, CPU_ATTN = AttentionBackendEnum.CUSTOM, AttentionBackendEnum.CPU_ATTN
 SOMEONE = "somewhere.else.TheirBackend"

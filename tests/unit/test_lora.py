@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dllm_plugin.models import lora
+from dllm_plugin.models.checkpoints import lora
 
 pytestmark = pytest.mark.usefixtures("registered")
 

@@ -15,7 +15,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 import dllm_plugin
-from dllm_plugin.metrics import DenoisingMetrics
+from dllm_plugin.engine.metrics import DenoisingMetrics
 
 LLADA = {
     "architectures": ["LLaDAModelLM"],

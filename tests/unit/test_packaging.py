@@ -10,7 +10,7 @@ from documented import ROOT
 
 import dllm_plugin
 from dllm_plugin import default_model
-from dllm_plugin.metrics import DenoisingMetrics
+from dllm_plugin.engine.metrics import DenoisingMetrics
 from dllm_plugin.omni import images
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -38,7 +38,7 @@ def test_vllm_finds_the_plugin(group: str, name: str, target: object) -> None:
 
 
 def test_console_script() -> None:
-    assert entry_point("console_scripts", "diffuplug").value == "dllm_plugin.cli:main"
+    assert entry_point("console_scripts", "diffuplug").value == "dllm_plugin.commands.cli:main"
 
 
 def test_version_is_written_twice_and_equal() -> None:

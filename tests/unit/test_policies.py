@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dllm_plugin.plan import Proposal
-from dllm_plugin.policies import POLICIES
+from dllm_plugin.decoding.plan import Proposal
+from dllm_plugin.decoding.policies import POLICIES
 
 NAN = float("nan")
 

@@ -19,6 +19,7 @@ SKIPPED = (
     *("model.transformer.ff_out", "model.transformer.wte", "lm_head", "model.embed_tokens"),
     "model.word_embeddings",
 )
+LLADA2_ATTENTION = ("attention.query_key_value", "attention.dense")
 MIXTURES = ("tiny-sdar-moe", "tiny-llada2.0", "tiny-llada2.1")
 
 
@@ -60,35 +61,47 @@ def quantise(path: Path, name: str, kind: str, drop: str = "") -> Path:
     return path
 
 
+# vLLM's int8 kernel for CPUs with AMX takes no float32; those of other CPUs are exact with it.
+DTYPE = torch.bfloat16 if torch.cpu._is_amx_tile_supported() else torch.float32
+
+
+def assert_nearly_equal(ours, theirs, paths: tuple[str, ...]) -> None:
+    """Compare submodules of every layer on the same random rows."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.inference_mode():
+        for mine, other in zip(ours.model.layers, theirs.model.layers, strict=True):
+            for path in paths:
+                module = other.get_submodule(path)
+                width = getattr(module, "input_size", theirs.config.hidden_size)
+                rows = torch.randn(5, width, generator=generator).to(DTYPE)
+                found, wanted = (layer.get_submodule(path)(rows) for layer in (mine, other))
+                found, wanted = (y[0] if isinstance(y, tuple) else y for y in (found, wanted))
+                assert (found - wanted).norm() / wanted.norm() < 0.1, path
+
+
 @ALL
 @KINDS
 def test_quantised_checkpoint_computes_nearly_the_same(
     name, kind, checkpoint, load_model, checkpoints
 ):
-    quantised = load_model(quantise(checkpoint(name), name, kind))
-    plain = load_model(checkpoints / name)
+    quantised = load_model(quantise(checkpoint(name), name, kind), dtype=DTYPE)
+    plain = load_model(checkpoints / name, dtype=DTYPE)
     assert type(quantised.model.layers[0].mlp.down_proj.quant_method) is not type(
         plain.model.layers[0].mlp.down_proj.quant_method
     )
-    generator = torch.Generator().manual_seed(0)
-    with torch.inference_mode():
-        for ours, theirs in zip(quantised.model.layers, plain.model.layers, strict=True):
-            for path in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp"):
-                width = theirs.self_attn.o_proj.input_size if path.endswith("o_proj") else 128
-                rows = torch.randn(5, width, generator=generator)
-                found, wanted = (layer.get_submodule(path)(rows) for layer in (ours, theirs))
-                found, wanted = (y[0] if isinstance(y, tuple) else y for y in (found, wanted))
-                assert (found - wanted).norm() / wanted.norm() < 0.1, path
+    assert_nearly_equal(quantised, plain, ("self_attn.qkv_proj", "self_attn.o_proj", "mlp"))
 
 
 @pytest.mark.parametrize("name", MIXTURES)
 @KINDS
 def test_quantised_attention_beside_plain_experts(name, kind, checkpoint, load_model, checkpoints):
-    quantised = load_model(quantise(checkpoint(name), name, kind))
-    plain = load_model(checkpoints / name)
+    """By layer: behind a router, two roundings may take two experts and be far apart."""
+    quantised = load_model(quantise(checkpoint(name), name, kind), dtype=DTYPE)
+    plain = load_model(checkpoints / name, dtype=DTYPE)
+    ours = ("self_attn.qkv_proj", "self_attn.o_proj")
+    assert_nearly_equal(quantised, plain, ours if "sdar" in name else LLADA2_ATTENTION)
     found, wanted = (forward(model, [5, 6, 7, 8], [4]) for model in (quantised, plain))
-    assert not torch.equal(found, wanted)
-    assert (found - wanted).norm() / wanted.norm() < (0.1 if kind == "int" else 0.25)
+    assert found.isfinite().all() and not torch.equal(found, wanted)
 
 
 @BOTH

@@ -13,8 +13,8 @@ from vllm.model_executor.models.llama import LlamaAttention
 from vllm.model_executor.models.qwen2 import Qwen2Attention
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from dllm_plugin.layouts.flash import PartsImpl, SegmentFlashBackend
-from dllm_plugin.layouts.rotation import Deferred, defer
+from dllm_plugin.attention.flash import PartsImpl, SegmentFlashBackend
+from dllm_plugin.attention.rotary import Deferred, defer
 
 HEAD, HEADS, KV_HEADS = 8, 4, 2
 CLASSES = (LlamaAttention, Qwen2Attention)

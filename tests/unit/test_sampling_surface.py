@@ -2,7 +2,7 @@
 
 from vllm import SamplingParams
 
-from dllm_plugin.admission import REFUSED
+from dllm_plugin.engine.admission import REFUSED
 
 # All that a request may say to vLLM: a new one must be honoured or refused.
 SAMPLING_PARAMETERS = """

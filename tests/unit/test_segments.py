@@ -9,9 +9,9 @@ from scripted import Hashed, Loop, sampling, visible
 from torch import Tensor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from dllm_plugin.attention import AttentionRows, Rows, batch_rows
-from dllm_plugin.layouts.spans import SpanBuffers
-from dllm_plugin.strategies import canvas_segments, prefill_segments
+from dllm_plugin.attention.sequences import AttentionRows, Rows, batch_rows
+from dllm_plugin.attention.spans import SpanBuffers
+from dllm_plugin.decoding.segments import canvas_segments, prefill_segments
 
 
 def keys_of(stops: np.ndarray, span: range) -> list[int]:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from scripted import EOS, MASK, Hashed, Loop, Pass, Run, Script, Table, sampling
 
-from dllm_plugin import rows
-from dllm_plugin.choices import policies_of
-from dllm_plugin.models import FAMILIES
+from dllm_plugin.decoding.choices import policies_of
+from dllm_plugin.decoding.families import FAMILIES
+from dllm_plugin.sampling import logits_rows as rows
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 SCENARIOS: dict[str, dict[str, Any]] = {

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from dllm_plugin.strategies import plan_sub_blocks, sub_block_to_store
+from dllm_plugin.decoding.block_causal import plan_sub_blocks, sub_block_to_store
 
 MASK = handmade.MASK
 RNG = np.random.default_rng(11)

@@ -80,6 +80,7 @@ vllm.tokenizers: cached_tokenizer_from_config
 vllm.tokenizers.registry: TokenizerRegistry
 vllm.triton_utils: HAS_TRITON tl triton
 vllm.triton_utils.dispatcher: register_kernels
+vllm.utils.import_utils: resolve_obj_by_qualname
 vllm.utils.math_utils: cdiv next_power_of_2 round_up
 vllm.utils.torch_utils: async_tensor_h2d canonicalize_singleton_dim_strides
 vllm.utils.torch_utils: is_quantized_kv_cache
@@ -106,7 +107,6 @@ vllm.v1.request: Request RequestStatus
 vllm.v1.sample.ops.topk_topp_sampler: apply_top_k_top_p
 vllm.v1.spec_decode.metrics: SpecDecodingLogging SpecDecodingProm SpecDecodingStats
 vllm.v1.worker.gpu.attn_utils: FastPrefillHelper build_attn_metadata
-vllm.v1.worker.gpu.buffer_utils: UvaBackedTensor
 vllm.v1.worker.gpu.cudagraph_utils: BatchExecutionDescriptor ModelCudaGraphManager
 vllm.v1.worker.gpu.input_batch: InputBatch
 vllm.v1.worker.gpu.mm.encoder_cache: EncoderCache
@@ -201,8 +201,6 @@ SIGNATURES = {
     "num_heads=None",
     "v1.worker.utils:AttentionGroup.build_metadata": "self common_attn_metadata ubatch_idx=0 "
     "common_prefix_len=0 **kwargs",
-    "v1.worker.gpu.buffer_utils:UvaBackedTensor": "size dtype max_concurrency=None",
-    "v1.worker.gpu.buffer_utils:UvaBackedTensor.copy_to_uva": "self n=None",
     "utils.torch_utils:async_tensor_h2d": "data device=None dtype=None out=None",
     "utils.math_utils:next_power_of_2": "n",
     SCHEDULER + "__init__": "self *args **kwargs",

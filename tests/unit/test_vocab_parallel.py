@@ -11,8 +11,8 @@ from scripted import VOCAB, Hashed, Loop, sampling
 from torch import Tensor
 from vllm.engine.arg_utils import EngineArgs
 
-from dllm_plugin.kernels.reference import Columns
-from dllm_plugin.vocab_shard import VocabShard
+from dllm_plugin.kernels.confidence.reference import Columns
+from dllm_plugin.sampling.vocab_parallel import VocabShard
 
 D2F = {"strategy": "d2f", "block_length": 4, "canvas_length": 16, "max_active_blocks": 4}
 BLOCK = {"strategy": "block_diffusion", "block_length": 4, "canvas_length": 8}

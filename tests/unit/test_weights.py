@@ -9,7 +9,7 @@ import torch
 from forwards import forward
 from safetensors.torch import load_file, save_file
 
-from dllm_plugin.models.weights import check_readable, checkpoint_folder
+from dllm_plugin.models.checkpoints.weights import check_readable, checkpoint_folder
 
 BOTH = pytest.mark.parametrize("name", ["tiny-llada", "tiny-dream"])
 HEAD = {"tiny-llada": "model.transformer.ff_out.weight", "tiny-dream": "lm_head.weight"}

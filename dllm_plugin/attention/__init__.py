@@ -1,0 +1,1 @@
+"""Turn segments into attention metadata, before the forward, for vLLM's backends and ours."""

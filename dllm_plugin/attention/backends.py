@@ -1,0 +1,213 @@
+"""Which KV cache layout is used and why, and vLLM's doors through which a backend is selected."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from vllm import envs
+from vllm.config import AttentionConfig, VllmConfig, get_layers_from_vllm_config
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import is_quantized_kv_cache
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.selector import AttentionSelectorConfig
+
+CUSTOM, FLEX_ATTENTION = AttentionBackendEnum.CUSTOM, AttentionBackendEnum.FLEX_ATTENTION
+FLASH_ATTN, TRITON_ATTN = AttentionBackendEnum.FLASH_ATTN, AttentionBackendEnum.TRITON_ATTN
+DISTINCT = "dllm_plugin.attention.distinct.DistinctBackend"
+FLEX = "dllm_plugin.attention.flex.SegmentFlexBackend"
+FLASH = "dllm_plugin.attention.flash.SegmentFlashBackend"
+HEAD_SIZES = (32, 64, 128)
+PAGE_UNIT = 16
+# What `diffuplug doctor` says of a wish.
+REASONS = {
+    "auto": "auto: vLLM's own; on Hopper GPUs with FlashAttention 3 nothing faster on the whole "
+    "has been measured, and GPUs without it have not been measured",
+    "unified": "asked for: vLLM's own",
+    "distinct": "asked for: keys in pieces of 16 bytes, values along tokens, fused span attention",
+}
+
+
+def take_distinct(vllm_config: VllmConfig) -> None:
+    """Select the `distinct` layout's backend.
+
+    Raises ValueError with one sentence where this model, device or setting cannot have it.
+    """
+    for problem in _problems(vllm_config):
+        raise ValueError(f"kv_cache_layout 'distinct' {problem}; use kv_cache_layout 'unified'.")
+    vllm_config.attention_config.backend = CUSTOM
+
+
+def _problems(vllm_config: VllmConfig) -> Iterator[str]:
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    attention = vllm_config.attention_config
+    if not (current_platform.is_cpu() or current_platform.is_cuda()):
+        yield f"runs on CPUs and CUDA GPUs, not on {current_platform.device_name}"
+    elif current_platform.is_cuda() and not current_platform.has_device_capability(80):
+        yield "needs a GPU of compute capability 8.0 or later"
+    if attention.backend not in (None, CUSTOM) or attention.backend_per_kind:
+        chosen = attention.backend.name if attention.backend else "of its own for some layers"
+        yield f"brings its own attention, but attention_backend {chosen} is asked for"
+    if cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
+        yield f"stores keys as the model computes them, but kv_cache_dtype is {cache.cache_dtype}"
+    if model.use_mla:
+        yield "has no multi-head latent attention"
+    elif model.get_head_size() not in HEAD_SIZES:
+        sizes = ", ".join(map(str, HEAD_SIZES))
+        yield f"supports heads of {sizes}, but this model's have {model.get_head_size()}"
+    if model.get_sliding_window() is not None:
+        yield "has no sliding windows, but this model's layers do"
+    if cache.user_specified_block_size and cache.block_size % PAGE_UNIT:
+        yield f"needs pages of {PAGE_UNIT} tokens or a multiple, got block_size {cache.block_size}"
+
+
+def refuse_ignored(vllm_config: VllmConfig) -> None:
+    """Refuse attention backends that vLLM's CPU platform would replace and only log.
+
+    Other platforms refuse by themselves what they cannot run. Raises ValueError with one sentence.
+    """
+    if not current_platform.is_cpu():
+        return
+    model, attention = vllm_config.model_config, vllm_config.attention_config
+    assert isinstance(model.dtype, torch.dtype)  # "auto" is settled before
+    wish = AttentionSelectorConfig(
+        head_size=model.get_head_size(),
+        dtype=model.dtype,
+        kv_cache_dtype=vllm_config.cache_config.cache_dtype,
+        block_size=None,
+        use_mla=model.use_mla,
+    )
+    for asked in filter(None, asked_backends(attention)):
+        taken = current_platform.get_attn_backend_cls(asked, wish)
+        # Names that only plugins fill have no path of their own.
+        if not asked.value or asked.get_path() != taken:
+            raise ValueError(
+                f"attention_backend {asked.name} is not for CPUs, where vLLM takes "
+                f"{taken.rpartition('.')[2]} whatever is asked for: leave attention_backend out."
+            )
+
+
+def flash_version(vllm_config: VllmConfig) -> int | None:
+    """Which FlashAttention vLLM takes on this GPU for this model; None if it has none.
+
+    None as well where another backend is asked for: its libraries are left alone.
+    """
+    attention = vllm_config.attention_config
+    other = attention.backend is not None and FLASH_ATTN not in asked_backends(attention)
+    if other or not current_platform.is_cuda():
+        return None
+    from vllm.v1.attention.backends.fa_utils import (
+        get_flash_attn_version,
+        is_fa_version_supported,
+    )
+
+    pinned = attention.flash_attn_version
+    if pinned is not None:
+        return pinned if is_fa_version_supported(pinned) else None
+    return get_flash_attn_version(head_size=vllm_config.model_config.get_head_size())
+
+
+def under_full_graphs(vllm_config: VllmConfig, version: int | None) -> AttentionBackendEnum:
+    """The attention backend of captured steps, where FlashAttention has this version.
+
+    FlashAttention 3 where it can be: on our rows it is 1.1 to 15 times as fast as Triton from
+    contexts of 1,024 tokens on (benchmarks/reports/attention.md).
+
+    Raises ValueError with one sentence if FLASH_ATTN was asked for and cannot be captured.
+    """
+    attention = vllm_config.attention_config
+    problem = next(_flash_problems(vllm_config, version), None)
+    if problem and FLASH_ATTN in asked_backends(attention):
+        raise ValueError(f"attention_backend FLASH_ATTN {problem}.")
+    if attention.backend is not None:
+        return attention.backend
+    if problem or version != 3 or attention.backend_per_kind:
+        return TRITON_ATTN
+    # Quantised keys have not been measured.
+    return (
+        TRITON_ATTN if is_quantized_kv_cache(vllm_config.cache_config.cache_dtype) else FLASH_ATTN
+    )
+
+
+def asked_backends(attention: AttentionConfig) -> tuple[AttentionBackendEnum | None, ...]:
+    """Backends that the user named, None where the choice is open."""
+    return (attention.backend, *attention.backend_per_kind.values())
+
+
+def parts_from(vllm_config: VllmConfig, version: int | None) -> int | None:
+    """From how many requests on captured steps read each context once (:mod:`layouts.parts`).
+
+    None: never. Not where results may not depend on how many run (VLLM_BATCH_INVARIANT).
+    """
+    from dllm_plugin.attention.cascade import fewest_requests
+
+    chosen = vllm_config.attention_config.backend == FLASH_ATTN and version == 3
+    quantised = is_quantized_kv_cache(vllm_config.cache_config.cache_dtype)
+    able = chosen and not quantised and not envs.VLLM_BATCH_INVARIANT
+    return fewest_requests(vllm_config) if able else None
+
+
+def _flash_problems(vllm_config: VllmConfig, version: int | None) -> Iterator[str]:
+    model, head_size = vllm_config.model_config, vllm_config.model_config.get_head_size()
+    if version not in (2, 3):
+        found = f"FlashAttention {version}" if version else "none"
+        yield (
+            "can be captured where it is FlashAttention 2 or 3, but vLLM finds "
+            f"{found} for this GPU and model: set cudagraph_mode to PIECEWISE or choose TRITON_ATTN"
+        )
+    if model.dtype not in (torch.float16, torch.bfloat16):
+        dtype = str(model.dtype).removeprefix("torch.")
+        yield f"takes float16 and bfloat16, got dtype {dtype}: choose TRITON_ATTN"
+    if head_size % 8 or head_size > 256:
+        yield (
+            f"takes heads of a multiple of 8 up to 256, but this model's have {head_size}: choose "
+            "TRITON_ATTN"
+        )
+    if FLASH_ATTN in vllm_config.attention_config.backend_per_kind.values():
+        yield "cannot be captured for one kind of layers: ask for it by attention_backend alone"
+
+
+@contextmanager
+def offered(vllm_config: VllmConfig, layout: str) -> Iterator[None]:
+    """While a model is built, vLLM's registry answers with the backends of our own that it needs.
+
+    CPUs use one backend whatever is selected, and ask the registry for its class. vLLM keeps the
+    answer to CUSTOM, which other models of the process do not select; our forms of FlexAttention
+    and FlashAttention serve any model.
+    """
+    ours = _needed(vllm_config, layout)
+    before = {name: name.get_path() for name in ours if name.is_overridden()}
+    for name, path in ours.items():
+        register_backend(name, path)
+    try:
+        yield
+    finally:
+        for name in ours:
+            name.clear_override()
+            if name in before:
+                register_backend(name, before[name])
+    if ours:
+        _check_taken(vllm_config, set(ours.values()))
+
+
+def _needed(vllm_config: VllmConfig, layout: str) -> dict[AttentionBackendEnum, str]:
+    if layout == "distinct" and current_platform.is_cpu():
+        return {name: DISTINCT for name in (CUSTOM, AttentionBackendEnum.CPU_ATTN)}
+    if layout == "distinct":
+        return {CUSTOM: DISTINCT}
+    if current_platform.is_cpu():
+        return {}
+    chosen, ours = vllm_config.attention_config.backend, {FLEX_ATTENTION: FLEX, FLASH_ATTN: FLASH}
+    return {name: path for name, path in ours.items() if name == chosen}
+
+
+def _check_taken(vllm_config: VllmConfig, ours: set[str]) -> None:
+    from vllm.model_executor.layers.attention import Attention
+
+    for name, layer in get_layers_from_vllm_config(vllm_config, Attention).items():
+        taken = layer.get_attn_backend()
+        if f"{taken.__module__}.{taken.__qualname__}" not in ours:
+            raise ValueError(
+                f"vLLM gave layer {name} the attention backend {taken.__qualname__} where one of "
+                "DiffuPlug's was selected: another model of this process has it under the same "
+                "name; start this one in a process of its own."
+            )

@@ -1,0 +1,226 @@
+"""Attention backend of the `distinct` KV layout: keys in pieces of 16 bytes, values along tokens.
+
+A page keeps the size, and a KV head its place in it, that vLLM gives them; only what lies inside
+is ordered otherwise (:mod:`dllm_plugin.kernels.paged_attention.reference`). Prefix caching,
+preemption and whatever else moves whole pages see no difference. Triton on GPUs, the plain-torch
+reference implementation on CPUs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.config.cache import CacheDType
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import is_quantized_kv_cache
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionLayer,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.kv_cache_interface import KVCacheLayout, KVCacheSpec
+
+from dllm_plugin.attention.backends import HEAD_SIZES, PAGE_UNIT
+from dllm_plugin.kernels.paged_attention import kernel as paged_attention
+from dllm_plugin.kernels.paged_attention import reference as paged_reference
+from dllm_plugin.kernels.paged_attention import store as paged_store
+
+PAGE = 64  # one tile of keys
+
+
+@dataclass
+class DistinctMetadata(AttentionMetadata):
+    """What one pass of one KV cache group needs; R requests, T tokens.
+
+    query_start_loc  int32 [R + 1]
+    span_start       int32 [R], absolute position of each request's first token
+    keys_seen        int32 [T], each token sees the keys [0, keys_seen)
+    block_table      int32 [R, W]
+    max_query_len    no request has more tokens
+    """
+
+    query_start_loc: Tensor
+    span_start: Tensor
+    keys_seen: Tensor
+    block_table: Tensor
+    max_query_len: int
+
+
+class DistinctMetadataBuilder(AttentionMetadataBuilder[DistinctMetadata]):
+    """Passes tensors on; whoever owns them keeps them in place for captured graphs."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+
+    def __init__(
+        self,
+        kv_cache_spec: KVCacheSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+        span_start: Tensor | None = None,
+        keys_seen: Tensor | None = None,
+    ) -> DistinctMetadata:
+        """Metadata of one pass; the last two come from `layouts.spans`."""
+        assert span_start is not None and keys_seen is not None
+        return DistinctMetadata(
+            query_start_loc=common_attn_metadata.query_start_loc,
+            span_start=span_start,
+            keys_seen=keys_seen,
+            block_table=common_attn_metadata.block_table_tensor,
+            max_query_len=common_attn_metadata.max_query_len,
+        )
+
+
+class DistinctImpl(AttentionImpl[DistinctMetadata]):
+    """One layer's attention."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        **extra: Any,
+    ) -> None:
+        unsupported = {
+            "alibi slopes": alibi_slopes,
+            "sliding windows": sliding_window,
+            "logits soft caps": logits_soft_cap,
+            "encoder layers": attn_type != AttentionType.DECODER,
+            "KV sharing": kv_sharing_target_layer_name,
+            "quantised keys": is_quantized_kv_cache(kv_cache_dtype),
+        } | extra
+        for what, value in unsupported.items():
+            if value:
+                raise ValueError(
+                    f"kv_cache_layout 'distinct' does not support {what}; use kv_cache_layout "
+                    "'unified'."
+                )
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.head_size = head_size
+        self.scale = scale
+        self.kv_cache_dtype = kv_cache_dtype
+        self.attend: Callable[..., None]
+        if current_platform.is_cpu():
+            self.store, self.attend = paged_reference.store_kv, paged_reference.attend_spans
+        else:
+            units = current_platform.num_compute_units()
+            self.store = paged_store.store_kv
+            self.attend = partial(paged_attention.attend_spans, num_units=units)
+
+    def do_kv_cache_update(
+        self,
+        layer: AttentionLayer,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> None:
+        """Store the pass's keys and values ``[T, K, D]``; tokens with slot -1 are not stored."""
+        self.store(key, value, *paged_reference.split_cache(kv_cache, self.head_size), slot_mapping)
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: DistinctMetadata,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of the pass's tokens ``[T, H, D]`` into `output`."""
+        assert output_scale is None and output_block_scale is None
+        if attn_metadata is None:  # vLLM measures memory with empty passes
+            return output.zero_()
+        self.attend(
+            query,
+            key,
+            value,
+            *paged_reference.split_cache(kv_cache, self.head_size),
+            attn_metadata.query_start_loc,
+            attn_metadata.span_start,
+            attn_metadata.keys_seen,
+            attn_metadata.block_table,
+            self.scale,
+            output,
+            attn_metadata.max_query_len,
+        )
+        return output
+
+
+class DistinctBackend(AttentionBackend):
+    """What vLLM asks about the layout before it builds a model."""
+
+    forward_includes_kv_cache_update: bool = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = ["auto", "float16", "bfloat16"]
+
+    @staticmethod
+    def get_name() -> str:
+        """vLLM's name for backends from outside."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[DistinctImpl]:
+        """Per layer."""
+        return DistinctImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[DistinctMetadataBuilder]:
+        """Per KV cache group."""
+        return DistinctMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(
+        kv_cache_spec: KVCacheSpec | None = None,
+    ) -> list[int | MultipleOf]:
+        """Pages."""
+        return [MultipleOf(PAGE_UNIT)]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """Pages where the user does not say: no smaller than one tile of keys."""
+        return max(PAGE, -(-default_block_size // PAGE) * PAGE)
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """Numbers per head."""
+        return list(HEAD_SIZES)
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """Each head's part of a page in one piece, which is then ordered our way."""
+        return (KVCacheLayout.LBHNC,)
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        """What a token sees is said per token."""
+        return True

@@ -1,0 +1,202 @@
+"""Engines to measure: ours, and plain vLLM on an autoregressive model of the same shapes."""
+
+import os
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dllm_plugin import default_model
+from dllm_plugin.commands.bench.drive import Ask
+from dllm_plugin.commands.bench.options import Settings
+from dllm_plugin.commands.bench.shapes import SHAPES, Config, relative, write
+from dllm_plugin.commands.bench.worker import EXTENSION, fill_weights
+from dllm_plugin.commands.offline import BUNDLED_MEMORY, one_sentence, start_engine
+from dllm_plugin.models import ARCHITECTURES
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+DUMMY = {"load_format": "dummy", "skip_tokenizer_init": True}
+SETTLED = ("compile_step", "vocab_parallel", "commit_alone_from", "kv_cache_layout")
+DEFAULT_CANVASES = 64  # for more at once the token budget of a step has to be named
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is measured: a folder or hub name, its config, and whether its weights are real."""
+
+    path: str
+    config: Config
+    is_real: bool
+    is_bundled: bool = False
+
+
+def find_model(settings: Settings, scratch: Path) -> Model:
+    """The model of the settings; named shapes are written to a folder below `scratch`."""
+    if settings.model is None:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is fetched
+    if settings.shapes is not None:
+        config = SHAPES[settings.shapes]
+        return Model(write(config, scratch / settings.shapes), config, is_real=False)
+    from transformers import AutoConfig
+
+    import dllm_plugin
+
+    dllm_plugin.register()
+    path = settings.model or default_model.path()
+    if path.startswith(("/", ".", "~")) and not os.path.isdir(path):
+        raise ValueError(f"there is no folder {path}")
+    config = AutoConfig.from_pretrained(path).to_dict()
+    if not set(config.get("architectures") or ()) & set(ARCHITECTURES):
+        raise ValueError(
+            f"{path} is no diffusion model that DiffuPlug serves: see diffuplug doctor."
+        )
+    return Model(path, config, is_real=True, is_bundled=settings.model is None)
+
+
+def prepare() -> None:
+    """Set what vLLM reads when an engine is built, once for all engines of a run."""
+    from vllm.platforms import current_platform
+
+    # The plain loop has used torch's threads by then, which a forked engine would wait for.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    if current_platform.is_cpu():
+        # A second process only takes cores from the model.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+
+def on_cpu() -> bool:
+    """Whether vLLM runs on the CPU here."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def check_compilation(settings: Settings) -> None:
+    """Raise ValueError, which names the option, for a compilation config that vLLM refuses."""
+    from vllm.config import CompilationConfig
+
+    try:
+        CompilationConfig(**(settings.compilation_config or {}))
+    except ValueError as error:
+        raise ValueError(f"--compilation-config: {one_sentence(error)}") from error
+    except KeyError as error:  # a name of one of vLLM's enumerations
+        raise ValueError(f"--compilation-config: {error} is unknown to vLLM.") from error
+
+
+def _common(settings: Settings, length: int, at_once: int) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "dtype": settings.dtype,
+        "seed": settings.seed,
+        "enforce_eager": settings.enforce_eager,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "max_model_len": length,
+        "max_num_seqs": at_once,
+        "disable_log_stats": False,  # a server counts too, and messages then count steps
+        "worker_extension_cls": EXTENSION,
+    }
+    if settings.gpu_memory_utilization is not None:
+        options["gpu_memory_utilization"] = settings.gpu_memory_utilization
+    if on_cpu() or settings.shapes in (None, "tiny") and settings.model is None:
+        options |= BUNDLED_MEMORY
+    return options
+
+
+def ours(
+    settings: Settings, model: Model, canvas: int, length: int, trace: Path | None = None
+) -> "LLM":
+    """An engine that decodes canvases of `canvas` positions in a context of `length`."""
+    most = max(settings.at_once(canvas))
+    options = _common(settings, length, most) | {"model": model.path}
+    options["additional_config"] = {"dllm": settings.dllm(canvas)}
+    if not model.is_real:
+        options |= DUMMY
+    if settings.attention_backend is not None:
+        options["attention_backend"] = settings.attention_backend
+    if settings.compilation_config is not None:
+        options["compilation_config"] = settings.compilation_config
+    if most > DEFAULT_CANVASES:
+        options["max_num_batched_tokens"] = length + most * canvas
+    if trace is not None:
+        options["profiler_config"] = {
+            "profiler": "torch",
+            "torch_profiler_dir": str(trace),
+            "torch_profiler_activities": ["CUDA"],  # less for the host to write down
+            "torch_profiler_with_stack": False,
+            "torch_profiler_use_gzip": False,
+            "torch_profiler_dump_cuda_time_total": False,
+            "ignore_frontend": True,
+        }
+    return _started(settings, options)
+
+
+def autoregressive(settings: Settings, model: Model, length: int, scratch: Path) -> "LLM":
+    """Plain vLLM, its own defaults, dummy weights, the sizes of `model`."""
+    config = relative(model.config)
+    folder = write(config, scratch / "autoregressive")
+    dummy = {"model": folder} | DUMMY
+    if settings.dtype == "auto":
+        dummy["dtype"] = "bfloat16"
+    return _started(settings, _common(settings, length, max(settings.requests)) | dummy)
+
+
+def _started(settings: Settings, options: dict[str, Any]) -> "LLM":
+    llm = start_engine(options)
+    if options.get("load_format") == "dummy":
+        fill_weights(llm, settings.seed)
+    return llm
+
+
+def stop(llm: "LLM") -> None:
+    """End an engine: the next one needs its memory."""
+    llm.llm_engine.engine_core.shutdown()
+
+
+def describe(llm: "LLM") -> dict[str, Any]:
+    """What the engine chose, for the JSON line."""
+    from vllm.config import CompilationMode
+
+    config = llm.llm_engine.vllm_config
+    backend, compilation = config.attention_config.backend, config.compilation_config
+    mode, compiles = compilation.cudagraph_mode, compilation.mode == CompilationMode.VLLM_COMPILE
+    return {
+        "architecture": config.model_config.architecture,
+        "dtype": str(config.model_config.dtype).removeprefix("torch."),
+        "max_num_seqs": config.scheduler_config.max_num_seqs,
+        "max_model_len": config.model_config.max_model_len,
+        "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+        "async_scheduling": config.scheduler_config.async_scheduling,
+        **{name: decoding(llm).get(name) for name in SETTLED},
+        "attention_backend": backend.name if backend else "vLLM's choice",
+        "cudagraph_mode": mode.name if mode else "NONE",
+        "cudagraph_capture_sizes": compilation.cudagraph_capture_sizes,
+        "compilation_mode": compilation.mode.name if compilation.mode is not None else "NONE",
+        # Only what vLLM compiles itself is compiled for single sizes.
+        "compile_sizes": (compilation.compile_sizes or []) if compiles else [],
+        "kv_cache_tokens": (config.cache_config.num_gpu_blocks or 0)
+        * config.cache_config.block_size,
+    }
+
+
+def decoding(llm: "LLM") -> dict[str, Any]:
+    """Decode options as the engine resolved them; plain vLLM has none."""
+    given = llm.llm_engine.vllm_config.additional_config
+    return given.get("dllm", {}) if isinstance(given, dict) else {}
+
+
+class Prompts:
+    """Random prompts, never the same twice, so that no prefix is cached."""
+
+    def __init__(self, config: Config, seed: int) -> None:
+        special = {config.get("mask_token_id"), config.get("eos_token_id")}
+        self._draw = random.Random(seed)
+        self._top = min(i for i in [*special, config["vocab_size"]] if isinstance(i, int))
+
+    def take(self, length: int) -> list[int]:
+        """Token ids below every special token."""
+        return [self._draw.randrange(self._top) for _ in range(length)]
+
+    def ask(self, length: int, **sampling: Any) -> Ask:
+        """A request that is decoded to its last token."""
+        return Ask(self.take(length), {"ignore_eos": True} | sampling)

@@ -1,0 +1,157 @@
+"""What a step cannot be faster than: its matrix products alone, and its bytes of KV.
+
+Torch only; the suffixes are M positions, K inputs, N outputs. All products of one forward (merged
+QKV, output, merged gate and up, down per layer, LM head over every row) run back to back, as one
+CUDA graph where there is CUDA. Every layer has weights of its own, so no cache keeps them.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dllm_plugin.commands.bench.shapes import Sizes
+from dllm_plugin.commands.bench.weights import BOUND
+from dllm_plugin.models.cublas import forgo_workspace
+
+COPY_BYTES = {"cuda": 2 << 30, "cpu": 1 << 26}
+SECONDS = 0.3  # of repetitions per measurement
+
+
+@dataclass(frozen=True)
+class Floor:
+    """copy_bytes_per_s: read plus written by a large copy; products_ms: positions -> ms.
+
+    kv_item_bytes: of one number in the KV cache.
+    """
+
+    copy_bytes_per_s: float
+    products_ms: dict[int, float]
+    products_tflops: dict[int, float]
+    kv_item_bytes: int
+
+    def step_ms(self, sizes: Sizes, positions: int, kv_positions: int) -> tuple[float, float]:
+        """Milliseconds of the products of `positions`, and of reading `kv_positions` of KV."""
+        kv_bytes = sizes.kv_bytes(kv_positions, self.kv_item_bytes)
+        return self.products_ms[positions], 1e3 * kv_bytes / self.copy_bytes_per_s
+
+    def record(self) -> dict[str, Any]:
+        """For the JSON line."""
+        return asdict(self)
+
+
+@torch.inference_mode()
+def measure(sizes: Sizes, positions: list[int], device_name: str, dtype: torch.dtype) -> Floor:
+    """Time copies and, for each number of positions, the products of one forward."""
+    forgo_workspace()  # as engines do: the floor is of the faster products
+    device = torch.device(device_name)
+    rate = _copy_rate(device)
+    weights = _weights(sizes, device, dtype)
+    times, flops = {}, {}
+    for count in sorted(set(positions)):
+        run, work = _forward(sizes, weights, count)
+        if device.type == "cuda":
+            run = _as_graph(run)
+        times[count] = 1e3 * _seconds(run, device)
+        flops[count] = work / times[count] / 1e9
+    return Floor(rate, times, flops, dtype.itemsize)
+
+
+def _copy_rate(device: torch.device) -> float:
+    source = torch.ones(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / _seconds(lambda: target.copy_(source), device)
+
+
+def _weights(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> list[list[Tensor]]:
+    """Per layer, then for the head: ``[N, K]``, of experts ``[experts, N, K]``."""
+
+    def random(*shape: int) -> Tensor:
+        return torch.empty(shape, device=device, dtype=dtype).uniform_(-BOUND, BOUND)
+
+    layers = []
+    for layer in range(sizes.layers):
+        layers.append([random(*shape) for shape in sizes.attention_products])
+        if layer < sizes.dense_layers:
+            layers[-1] += [random(*shape) for shape in sizes.mlp_products(sizes.inner)]
+            continue
+        shared = sizes.mlp_products(sizes.shared_experts * sizes.expert_inner)
+        layers[-1] += [random(*shape) for shape in [(sizes.experts, sizes.width), *shared]]
+        experts = sizes.mlp_products(sizes.expert_inner)
+        layers[-1] += [random(sizes.experts, *shape) for shape in experts]
+    return [*layers, [random(sizes.vocab, sizes.width)]]
+
+
+def _forward(
+    sizes: Sizes, weights: list[list[Tensor]], count: int
+) -> tuple[Callable[[], Any], float]:
+    """All products over `count` positions, and how many operations they are."""
+    calls: list[tuple[Tensor, Tensor, Tensor]] = []
+    scratch: dict[tuple[Any, ...], Tensor] = {}
+
+    def buffer(role: str, *shape: int) -> Tensor:
+        like, key = weights[0][0], (role, *shape)
+        if key not in scratch:
+            scratch[key] = torch.empty(shape, device=like.device, dtype=like.dtype).normal_()
+        return scratch[key]
+
+    hit, rows = _experts_hit(sizes, count)
+    for weight in (w for layer in weights for w in layer):
+        outputs, inputs = weight.shape[-2:]
+        if weight.dim() == 3:
+            used = weight[:hit].transpose(1, 2)
+            calls.append((buffer("in", hit, rows, inputs), used, buffer("out", hit, rows, outputs)))
+        else:
+            calls.append((buffer("in", count, inputs), weight.t(), buffer("out", count, outputs)))
+
+    def run() -> None:
+        for x, w, out in calls:
+            torch.matmul(x, w, out=out)
+
+    return run, sum(2.0 * x.numel() * w.shape[-1] for x, w, _ in calls)
+
+
+def _experts_hit(sizes: Sizes, count: int) -> tuple[int, int]:
+    """Experts that `count` positions touch under uniform routing, and rows for each of them."""
+    if not sizes.experts:
+        return 0, 0
+    missed = (1 - sizes.experts_per_token / sizes.experts) ** count
+    hit = max(1, round(sizes.experts * (1 - missed)))
+    return hit, -(-count * sizes.experts_per_token // hit)
+
+
+def _as_graph(run: Callable[[], Any]) -> Callable[[], Any]:
+    run()  # cuBLAS chooses kernels and makes its workspace outside of the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def _seconds(run: Callable[[], Any], device: torch.device) -> float:
+    """Median time of one call, measured in groups that together take about `SECONDS`."""
+    if device.type != "cuda":
+        run()
+        stamps = [time.perf_counter()]
+        while len(stamps) < 4 or stamps[-1] - stamps[0] < SECONDS:
+            run()
+            stamps.append(time.perf_counter())
+        return statistics.median(b - a for a, b in zip(stamps, stamps[1:], strict=False))
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def group(calls: int) -> float:
+        start.record()
+        for _ in range(calls):
+            run()
+        stop.record()
+        stop.synchronize()
+        return start.elapsed_time(stop) / 1e3 / calls
+
+    group(1)
+    calls = max(1, round(SECONDS / 10 / group(2)))
+    return statistics.median(group(calls) for _ in range(10))

@@ -1,0 +1,127 @@
+"""``diffuplug bench host``: what a denoising step costs outside the model forward.
+
+The engine runs in this process. A step is one ``LLMEngine.step()``: schedule, prepare, forward,
+sample, settle, detokenise. Hooks on the model and on its logits processor time the forward; the
+rest is the host.
+"""
+
+import json
+import os
+import platform
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+import dllm_plugin
+from dllm_plugin.commands.offline import processor, start_engine
+
+if TYPE_CHECKING:
+    from torch import nn
+    from vllm import LLM
+
+CANVAS_AT_MOST = 256
+TEXT = "Tom has 3 boxes with 12 pencils each and gives 4 pencils to a friend. "
+
+
+class ForwardClock:
+    """Seconds spent in the hooked modules, and how often the model itself ran."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.forwards = 0
+        self._entered = 0.0
+
+    def attach(self, model: "nn.Module") -> None:
+        """Hook the model and its logits processors; runs in the worker, here the same process."""
+        from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+        model.register_forward_hook(self._count)
+        logits = [m for m in model.modules() if isinstance(m, LogitsProcessor)]
+        for module in [model, *logits]:
+            module.register_forward_pre_hook(self._enter)
+            module.register_forward_hook(self._leave)
+
+    def _enter(self, *_: Any) -> None:
+        self._entered = time.perf_counter()
+
+    def _leave(self, *_: Any) -> None:
+        self.seconds += time.perf_counter() - self._entered
+
+    def _count(self, *_: Any) -> None:
+        self.forwards += 1
+
+
+def run(options: dict[str, Any], requests: list[int], max_tokens: int, seed: int) -> int:
+    """Measure every number of concurrent requests, print a table and one JSON line."""
+    # Read by vLLM when the engine is built; only in one process can the forward be told apart.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    import torch
+    import vllm
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        raise ValueError(
+            f"bench host reads the host's clock around the forward, which on "
+            f"{current_platform.device_name} runs asynchronously: use it on a CPU"
+        )
+    most = max(requests)
+    # Enough tokens per step for all canvases, or some requests would only wait.
+    tokens = {"max_num_batched_tokens": most * CANVAS_AT_MOST}
+    llm = start_engine(options | {"seed": seed, "max_num_seqs": most} | tokens)
+    clock = ForwardClock()
+    llm.apply_model(clock.attach)
+    _measure(llm, clock, 1, max_tokens)  # warm-up
+    rows = [_measure(llm, clock, count, max_tokens) for count in requests]
+    hardware = f"{processor()}, {torch.get_num_threads()} threads"
+    print(f"{hardware}; vLLM {vllm.__version__}, torch {torch.__version__}, seed {seed}")
+    print(
+        f"{'requests':>8} {'steps':>6} {'host ms':>8} {'forward ms':>11} {'step ms':>8}  (median)"
+    )
+    for row in rows:
+        print(
+            f"{row['requests']:>8} {row['steps']:>6} {row['host_ms']:>8.2f} "
+            f"{row['forward_ms']:>11.2f} {row['step_ms']:>8.2f}"
+        )
+    record = {
+        "benchmark": "host",
+        "hardware": hardware,
+        "diffuplug": dllm_plugin.__version__,
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "model": os.path.basename(options["model"]),
+        "seed": seed,
+        "max_tokens": max_tokens,
+        "rows": rows,
+    }
+    print(json.dumps(record))
+    return 0
+
+
+def _measure(llm: "LLM", clock: ForwardClock, requests: int, max_tokens: int) -> dict[str, Any]:
+    """Median times of the steps in which all `requests` were being denoised."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    llm.enqueue([f"{TEXT}{i}" for i in range(requests)], sampling, use_tqdm=False)
+    engine = llm.llm_engine
+    steps = []
+    while engine.has_unfinished_requests():
+        alive = engine.get_num_unfinished_requests()
+        seconds, forwards = clock.seconds, clock.forwards
+        start = time.perf_counter()
+        engine.step()
+        total = time.perf_counter() - start
+        # Left out: steps that ran nothing, and the tail in which requests end one by one.
+        if alive == requests and clock.forwards > forwards:
+            steps.append((total, clock.seconds - seconds))
+    steps = steps[1:]  # the prompt
+    if not steps:
+        raise ValueError(f"no denoising step to measure: raise --max-tokens above {max_tokens}")
+    return {
+        "requests": requests,
+        "steps": len(steps),
+        "host_ms": 1e3 * statistics.median(total - forward for total, forward in steps),
+        "forward_ms": 1e3 * statistics.median(forward for _, forward in steps),
+        "step_ms": 1e3 * statistics.median(total for total, _ in steps),
+    }

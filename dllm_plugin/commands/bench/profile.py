@@ -1,0 +1,61 @@
+"""``diffuplug bench step --profile``: a traced run of every grid point, beside its timed one."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dllm_plugin.commands.bench.drive import Ask, Run, all_decode, serve
+from dllm_plugin.commands.bench.trace import summarise
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+STEPS = 16  # traced
+
+
+class Tracer:
+    """Switches vLLM's profiler on once every request is being decoded, and off again."""
+
+    def __init__(self, llm: "LLM", requests: int, name: str) -> None:
+        self.llm, self.requests, self.name = llm, requests, name
+        self.until: int | None = None
+        self.done = False
+
+    def tick(self, run: Run) -> None:
+        """Called after every message of the engine."""
+        if self.until is None:
+            if all_decode(run, self.requests):
+                self.llm.start_profile(self.name)
+                self.until = len(run.stamps) + STEPS
+        elif not self.done and len(run.stamps) >= self.until:
+            self.llm.stop_profile()
+            self.done = True
+
+
+def trace(llm: "LLM", asks: Sequence[Ask], folder: Path, step_ms: float) -> dict[str, Any]:
+    """Serve `asks` at once under the profiler; of several ranks the first one's trace is read.
+
+    Args:
+        step_ms: the same step without the profiler, which slows the host and so widens gaps.
+    """
+    name = f"step-{len(asks)}"
+    serve(llm, asks, len(asks), Tracer(llm, len(asks), name).tick)
+    files = sorted(folder.glob(f"{name}_*.json"))  # one per rank; they run alike
+    if not files:
+        raise ValueError("vLLM's profiler left no trace: measure without --profile.")
+    summary = summarise(json.loads(files[0].read_text(encoding="utf-8"))["traceEvents"])
+    for file in files:
+        file.unlink()
+    host = step_ms - summary.busy_ms
+    return {
+        "requests": len(asks),
+        "timed_step_ms": step_ms,
+        "timed_gap_ms": host,
+        "timed_gap_share": host / step_ms,
+        "traced_gap_share": summary.gap_ms / summary.step_ms,
+        "busy_share": summary.busy_ms / step_ms,
+        "sampler_share": summary.sampler_ms / step_ms,
+        **asdict(summary),
+    }

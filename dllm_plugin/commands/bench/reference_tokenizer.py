@@ -1,0 +1,19 @@
+"""Write prompts of the bundled model as its chat template does, and name its special tokens."""
+
+from tokenizers import Tokenizer
+
+BOS, EOS, MASK = "<|startoftext|>", "<|endoftext|>", "<|mdm_mask|>"
+HEAD, TAIL, EOT = "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"
+
+
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    """The id of a token that must be in the vocabulary."""
+    found = tokenizer.token_to_id(token)
+    if found is None:
+        raise ValueError(f"the tokenizer has no token {token!r}")
+    return int(found)
+
+
+def chat_prompt(question: str) -> str:
+    """The chat template applied to one user message."""
+    return f"{BOS}{HEAD}user{TAIL}\n\n{question.strip()}{EOT}{HEAD}assistant{TAIL}\n\n"

@@ -1,0 +1,196 @@
+"""``diffuplug bench step``: time of one denoising step in the running engine.
+
+All requests are decoded at once on a fixed schedule, so every engine step feeds every canvas; the
+time of a step is the length of a stretch of such steps by their number. Prompts, stragglers and
+the tail in which requests end lie outside of that stretch.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dllm_plugin.commands.bench.drive import Answer, Ask, Run, Window, serve, steady
+from dllm_plugin.commands.bench.engines import Prompts, decoding, on_cpu
+from dllm_plugin.commands.bench.floor import Floor
+from dllm_plugin.commands.bench.memory import logits_bytes, temporary_bytes
+from dllm_plugin.commands.bench.options import Settings
+from dllm_plugin.commands.bench.profile import trace
+from dllm_plugin.commands.bench.shapes import Sizes
+from dllm_plugin.decoding.choices import D2F
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+STEPS_PER_BLOCK = 8  # a block of any length; the number of steps does not change their cost
+BLOCKS = 6  # measured
+MEMORY_BLOCKS = 1  # of the run that counts memory
+D2F_BLOCKS = 3  # whose steps are as many as their positions
+AR_STEPS = 48
+LEAST_BUDGET = 2048  # tokens of a step: vLLM's own default, or all prompts fit one step anyhow
+SHIFT = 1.5  # prompts come in while others are decoded: more steps than they need alone
+
+
+def plan(
+    settings: Settings, canvas: int, requests: int, budget: int, measured: int | None = None
+) -> tuple[int, int]:
+    """Prompt length and output length of a grid point.
+
+    Args:
+        budget: tokens of a step; prompts beyond it come in later.
+        measured: blocks in which all requests run; default: as many as are timed.
+    """
+    per_block = steps_per_block(settings, canvas)
+    measured = measured or (D2F_BLOCKS if settings.strategy == D2F else BLOCKS)
+    late = int(SHIFT * requests * settings.context / budget / per_block) + 1
+    block = settings.block(canvas)
+    before = block * (1 + late) + block * measured // 2
+    return max(1, settings.context - before), block * (2 + late + measured)
+
+
+def steps_per_block(settings: Settings, canvas: int) -> int:
+    """Denoising steps that unmask a block."""
+    block = settings.block(canvas)
+    return block if settings.strategy == D2F else min(STEPS_PER_BLOCK, block)
+
+
+def sampling(settings: Settings, canvas: int) -> dict[str, Any]:
+    """Arguments that make every block take the same number of steps, whatever the weights."""
+    if settings.strategy == D2F:
+        # No confidence exceeds 1: one forced position per step, and every block is open.
+        return {"dllm_threshold": 1.0, "dllm_block_add_threshold": 0.0}
+    return {"dllm_policy": "low_confidence", "dllm_steps": steps_per_block(settings, canvas)}
+
+
+def longest(settings: Settings) -> int:
+    """Context that every grid point fits into."""
+    lengths = []
+    for canvas in settings.canvas:
+        for requests in settings.at_once(canvas):
+            prompt, output = plan(settings, canvas, requests, LEAST_BUDGET)
+            lengths.append(max(prompt, settings.context) + output + 2 * canvas)
+    return max(lengths)
+
+
+def _asks(
+    llm: "LLM",
+    settings: Settings,
+    canvas: int,
+    prompts: Prompts,
+    requests: int,
+    measured: int | None = None,
+) -> list[Ask]:
+    budget = llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
+    prompt, output = plan(settings, canvas, requests, budget, measured)
+    extra = sampling(settings, canvas)
+    return [prompts.ask(prompt, max_tokens=output, extra_args=extra) for _ in range(requests)]
+
+
+def measure(llm: "LLM", settings: Settings, canvas: int, prompts: Prompts) -> list[dict[str, Any]]:
+    """One row per number of requests."""
+    rows = []
+    for requests in settings.at_once(canvas):
+        asks = _asks(llm, settings, canvas, prompts, requests)
+        run = serve(llm, asks, requests)
+        _check(run, asks[0].sampling["max_tokens"], settings, canvas)
+        positions = settings.fed(canvas, requests, decoding(llm)["commit_alone_from"])
+        row: dict[str, Any] = {"requests": requests, "canvas": canvas, "positions": positions}
+        row |= _times(run) | _rates(run)
+        row["forwards_per_s"] = requests * row["steps_per_second"]
+        row["logits_mb"] = logits_bytes(llm, positions, decoding(llm)["vocab_parallel"]) / 1e6
+        if not on_cpu():
+            # A run of its own: asking workers takes time.
+            asks = _asks(llm, settings, canvas, prompts, requests, MEMORY_BLOCKS)
+            row["temporary_mb"] = temporary_bytes(llm, asks) / 1e6
+        rows.append(row)
+    return rows
+
+
+def profile(
+    llm: "LLM",
+    settings: Settings,
+    canvas: int,
+    prompts: Prompts,
+    rows: list[dict[str, Any]],
+    folder: Path,
+) -> list[dict[str, Any]]:
+    """The grid points of `rows` once more, traced into `folder`."""
+    found = []
+    for row in rows:
+        asks = _asks(llm, settings, canvas, prompts, row["requests"])
+        found.append({"canvas": canvas} | trace(llm, asks, folder, row["step_ms"]))
+    return found
+
+
+def measure_autoregressive(
+    llm: "LLM", settings: Settings, prompts: Prompts
+) -> dict[int, dict[str, Any]]:
+    """Requests -> times of a step that brings each request one token."""
+    budget = llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
+    rows = {}
+    for requests in settings.requests:
+        output = AR_STEPS + int(2 * SHIFT * requests * settings.context / budget) + 4
+        prompt = max(1, settings.context - output + AR_STEPS // 2)
+        asks = [prompts.ask(prompt, max_tokens=output) for _ in range(requests)]
+        rows[requests] = _times(serve(llm, asks, requests))
+    return rows
+
+
+def _times(run: Run) -> dict[str, Any]:
+    window = steady(run)
+    return {
+        "steps": window.last - window.first,
+        "context": round(_context(run, window)),
+        "step_ms": window.step_ms,
+        "step_ms_spread": list(window.spread_ms),
+        "steps_per_second": 1e3 / window.step_ms,
+    }
+
+
+def _rates(run: Run) -> dict[str, Any]:
+    """Of the fixed schedule, without prompts: they lie outside of what is timed."""
+    tokens = sum(len(answer.token_ids) for answer in run.answers)
+    return {
+        "tokens_per_forward": tokens / sum(answer.forwards for answer in run.answers),
+        "positions_per_token": sum(a.canvas_positions for a in run.answers) / tokens,
+    }
+
+
+def _context(run: Run, window: Window) -> float:
+    """Tokens before the canvas, averaged over requests, in the middle of the window."""
+    middle = (window.first + window.last) / 2
+
+    def known(answer: Answer) -> int:
+        return len(answer.prompt) + sum(a.tokens for a in answer.arrivals if a.step <= middle)
+
+    return sum(map(known, run.answers)) / len(run.answers)
+
+
+def _check(run: Run, output: int, settings: Settings, canvas: int) -> None:
+    """Raise ValueError unless every request ran its whole schedule without a pause."""
+    for answer in run.answers:
+        assert len(answer.token_ids) == output
+        span = answer.arrivals[-1].step - answer.arrivals[0].step
+        # A finished block arrives with the first step of the next one.
+        expected = answer.forwards - steps_per_block(settings, canvas) - 1
+        if span != expected:
+            raise ValueError(
+                f"a request took {span} engine steps for {expected} denoising steps: it was "
+                "preempted; raise --gpu-memory-utilization, or lower --requests or --context."
+            )
+
+
+def compare(row: dict[str, Any], floor: Floor, sizes: Sizes) -> dict[str, Any]:
+    """The row beside its floor."""
+    requests, positions = row["requests"], row["positions"]
+    products, kv = floor.step_ms(sizes, positions, requests * row["context"])
+    share = (products + kv) / row["step_ms"]
+    limits = {"products_ms": products, "kv_ms": kv, "floor_ms": products + kv}
+    shares = {"share_of_floor": share, "times_products": row["step_ms"] / products}
+    return row | limits | shares
+
+
+def beside(row: dict[str, Any], ar: dict[int, dict[str, Any]] | None) -> dict[str, Any]:
+    """The row beside the autoregressive step of as many requests, if that was measured."""
+    if ar is None:
+        return row
+    theirs = ar[row["requests"]]["step_ms"]
+    return row | {"ar_step_ms": theirs, "times_ar_step": row["step_ms"] / theirs}

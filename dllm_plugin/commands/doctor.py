@@ -1,0 +1,89 @@
+"""``diffuplug doctor``: what is installed, and what would be chosen for a model and why."""
+
+import platform
+from typing import Any
+
+import dllm_plugin
+from dllm_plugin.attention.backends import REASONS
+from dllm_plugin.commands.offline import one_sentence
+from dllm_plugin.config.decode import REQUEST_FIELDS, DecodeConfig, get_decode_config
+from dllm_plugin.decoding.choices import BLOCK_DIFFUSION, OF_SEVERAL_BLOCKS, OFF, options_read
+from dllm_plugin.decoding.families import FAMILIES
+from dllm_plugin.models import ARCHITECTURES
+from dllm_plugin.models.checkpoints.special_tokens import find_mask_token
+
+
+def run(options: dict[str, Any]) -> int:
+    """Print the report; 0 when the model could be served, 1 otherwise."""
+    import torch
+    import vllm
+    from vllm.platforms import current_platform
+    from vllm.triton_utils import HAS_TRITON
+
+    wanted = ".".join(map(str, dllm_plugin.SUPPORTED_VLLM))
+    device = current_platform.get_device_name()
+    _line("diffuplug", dllm_plugin.__version__)
+    _line("vLLM", f"{vllm.__version__} (supported: {wanted}.x)")
+    _line("Python, torch", f"{platform.python_version()}, {torch.__version__}")
+    _line("platform", f"{current_platform.device_name} ({device or platform.processor()})")
+    _line("kernels", "Triton" if HAS_TRITON else "torch (no Triton on this platform)")
+    dllm_plugin.register()
+    known = vllm.ModelRegistry.get_supported_archs()
+    missing = sorted(set(ARCHITECTURES) - set(known))
+    _line("registered", ", ".join(sorted(set(ARCHITECTURES) & set(known))) or "nothing")
+    if missing:
+        _line("NOT registered", ", ".join(missing))
+    print()
+    return _report_model(options) or bool(missing)
+
+
+def _report_model(options: dict[str, Any]) -> int:
+    from vllm.engine.arg_utils import EngineArgs
+
+    _line("model", options["model"])
+    try:
+        vllm_config = EngineArgs(**options).create_engine_config()
+    except (ValueError, OSError) as error:
+        _line("problem", one_sentence(error))
+        return 1
+    model_config = vllm_config.model_config
+    architecture = model_config.architecture
+    if architecture not in ARCHITECTURES:
+        _line("problem", f"{architecture} is not served by DiffuPlug (vLLM may serve it itself)")
+        return 1
+    family = FAMILIES[architecture]
+    mask_token_id, found_in = find_mask_token(model_config, family)
+    config = get_decode_config(vllm_config)
+    _line("architecture", f"{architecture}, family {family.name}")
+    _line("logits row i", "predicts position i + 1" if family.logits_shift else "is position i")
+    _line("mask token", f"{mask_token_id}, from {found_in}")
+    _line("dtype, context", f"{model_config.dtype}, {model_config.max_model_len} tokens")
+    _line("decoding", f"{config.strategy}, policy {config.policy}: {config.reason}")
+    wanted = (options.get("additional_config") or {}).get("dllm", {}).get("kv_cache_layout", "auto")
+    _line("KV cache layout", f"{config.kv_cache_layout} ({REASONS[wanted]})")
+    for name, value in _settings(config).items():
+        _line("  " + name, value)
+    _line("step compiled", "yes" if config.compile_step else "no")
+    if config.feeds_ahead:
+        fewest = config.commit_alone_from
+        _line("one block each", f"from {fewest} requests on" if fewest else "never")
+    return 0
+
+
+def _settings(config: DecodeConfig) -> dict[str, Any]:
+    """What requests get that say nothing: the numbers that this strategy and policy read."""
+    request = config.for_request({}, config.canvas_length)
+    read = options_read(config.strategy, config.policy, config.family) - {"policy"}
+    if config.strategy == BLOCK_DIFFUSION and config.max_active_blocks == 1:
+        read = read - set(OF_SEVERAL_BLOCKS)
+    names = [name for name in REQUEST_FIELDS if name in read]
+    names += ["canvas_length", "lora_path"]
+    values = {name: getattr(request, name) for name in names}
+    if config.whole_canvas:
+        values["block_length"] = "the whole canvas"
+        values["steps"] = config.steps or "one per position"
+    return {k: v for k, v in values.items() if v is not None and v not in OFF.get(k, ())}
+
+
+def _line(label: str, value: Any) -> None:
+    print(f"{label + ':':<28}{value}")

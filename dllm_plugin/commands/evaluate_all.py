@@ -1,0 +1,108 @@
+"""``diffuplug eval --all``: the bundled model under every strategy and policy."""
+
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import dllm_plugin
+from dllm_plugin import default_model
+from dllm_plugin.commands import evaluate
+from dllm_plugin.commands.evaluate_report import Row, Way, check_matplotlib, page, plot, table
+from dllm_plugin.commands.offline import processor
+from dllm_plugin.commands.problems import eval_seeds, problem
+from dllm_plugin.decoding.choices import (
+    BLOCK_DIFFUSION,
+    D2F,
+    SCHEDULED,
+    STRATEGIES,
+    options_read,
+    policies_of,
+)
+from dllm_plugin.decoding.families import FAMILIES
+
+LIMIT = 200
+FAMILY = FAMILIES["LLaDAModelLM"]  # of the bundled model
+# Two blocks for answers of up to 82 tokens; in blocks of 32 all policies tried were always right.
+BLOCK, CANVAS = 64, 128
+STEPS = (64, 8, 2)  # per block, for policies that follow a schedule
+FOLDER = Path("benchmarks/reports")
+
+
+def ways(strategy: str) -> list[Way]:
+    """Every policy that the bundled model takes under a strategy; scheduled ones at all `STEPS`."""
+    found = []
+    for policy in policies_of(strategy, FAMILY):
+        scheduled = policy in SCHEDULED and "steps" in options_read(strategy, policy, FAMILY)
+        found += [Way(strategy, policy, steps) for steps in (STEPS if scheduled else (None,))]
+    return found
+
+
+def run(limit: int | None, dtype: str, output: str | None) -> int:
+    """Decode `limit` problems in every way; write a page and a plot, print table and JSON line."""
+    check_matplotlib()
+    folder = _folder(output)
+    limit = limit or LIMIT
+    rows = []
+    for strategy in STRATEGIES:
+        if strategy != "auto":
+            rows += score_strategy(strategy, dtype, limit)
+    record = {
+        "benchmark": "eval_all",
+        "problems": limit,
+        "first_seed": eval_seeds(limit)[0],
+        "dtype": dtype,
+        "block_length": BLOCK,
+        "max_tokens": CANVAS,
+        **_versions(),
+        "rows": [row._asdict() for row in rows],
+    }
+    command = f"diffuplug eval --all --limit {limit} --dtype {dtype}"
+    (folder / "decoding.md").write_text(page(rows, record, command), encoding="utf-8")
+    plot(rows, folder / "decoding.png")
+    print(table(rows))
+    print(f"\nwritten: {folder / 'decoding.md'}, {folder / 'decoding.png'}")
+    print(json.dumps(record))
+    return 0
+
+
+def _folder(output: str | None) -> Path:
+    folder = Path(output) if output else FOLDER if FOLDER.is_dir() else Path()
+    if not folder.is_dir():
+        raise ValueError(f"--output {folder} is not a folder")
+    return folder
+
+
+def score_strategy(strategy: str, dtype: str, limit: int) -> list[Row]:
+    """All ways of one strategy, on one engine."""
+    problems = [problem(seed) for seed in eval_seeds(limit)]
+    dllm: dict[str, Any] = {"block_length": BLOCK, "canvas_length": CANVAS, "strategy": strategy}
+    if strategy == D2F:
+        dllm["lora_path"] = default_model.adapter_path()
+    if strategy == BLOCK_DIFFUSION:
+        dllm["commit_alone_from"] = 0  # else positions and forwards depend on the device
+    llm = evaluate.start(dllm, dtype)
+    rows = []
+    for way in ways(strategy):
+        extra_args: dict[str, Any] = {"dllm_policy": way.policy}
+        if way.steps:
+            extra_args["dllm_steps"] = way.steps
+        score = evaluate.decode(llm, way.name, problems, CANVAS, extra_args)
+        rows.append(Row(*way, *score))
+    evaluate.stop(llm)
+    return rows
+
+
+def _versions() -> dict[str, str]:
+    import torch
+    import vllm
+    from vllm.platforms import current_platform
+
+    threads = f"{processor()}, {torch.get_num_threads()} threads"
+    return {
+        "hardware": threads if current_platform.is_cpu() else current_platform.get_device_name(),
+        "diffuplug": dllm_plugin.__version__,
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }

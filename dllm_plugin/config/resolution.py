@@ -1,0 +1,114 @@
+"""Options that were left open: filled by what this machine and vLLM's own options allow."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from vllm import envs
+from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.utils.math_utils import cdiv
+
+from dllm_plugin.config.cuda_graphs import WORKER
+from dllm_plugin.config.decode import DecodeConfig
+
+logger = init_logger("vllm.dllm_plugin")
+
+# From so many positions of single blocks on, a step takes so much less time than one of two blocks
+# each that this pays for the passes that only commit (benchmarks/reports/h200_steps.md), unless
+# blocks are so short that they take hardly more passes than that one.
+ALONE_POSITIONS, SHORTEST_BLOCK = 128, 8
+
+
+def settle(vllm_config: VllmConfig, config: DecodeConfig) -> DecodeConfig:
+    """Fill what is open. Raises ValueError where a choice leaves nothing to do."""
+    cannot = current_platform.is_cpu() or vllm_config.model_config.enforce_eager
+    problem = next(uncompiled(config, cannot), None)
+    if config.compile_step and problem:
+        raise ValueError(f"compile_step {problem}: leave compile_step out.")
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    if config.vocab_parallel and ranks == 1:
+        raise ValueError(
+            "vocab_parallel needs a tensor_parallel_size of at least 2, got 1: leave "
+            "vocab_parallel out."
+        )
+    if config.vocab_parallel and vllm_config.lora_config is not None:
+        raise ValueError(
+            "vocab_parallel keeps the columns of the LM head apart, which enable_lora gathers: "
+            "leave vocab_parallel out."
+        )
+    if config.vocab_parallel is None:
+        columns = ranks > 1 and vllm_config.lora_config is None
+        config = dataclasses.replace(config, vocab_parallel=columns)
+    if config.commit_alone_from is None:
+        reason = next(never_alone(config, vllm_config, can_capture(vllm_config)), None)
+        fewest = 0 if reason else fewest_alone(config)
+        config = dataclasses.replace(config, commit_alone_from=fewest)
+        if config.feeds_ahead:
+            logger.info("commit_alone_from is %d%s.", fewest, f": {reason}" if reason else "")
+    if config.compile_step is None:
+        mode, level = vllm_config.compilation_config.mode, vllm_config.optimization_level
+        # What vLLM leaves open here becomes NONE at level 0.
+        wanted = mode != CompilationMode.NONE and (mode is not None or level > 0)
+        config = dataclasses.replace(config, compile_step=wanted and not problem)
+    return config
+
+
+def can_capture(vllm_config: VllmConfig) -> bool:
+    """Whether there may be CUDA graphs."""
+    return current_platform.is_cuda() and not vllm_config.model_config.enforce_eager
+
+
+def uncompiled(config: DecodeConfig, cannot: bool) -> Iterator[str]:
+    """Why a step is not compiled; `cannot`: for want of a GPU, or because nothing is."""
+    if cannot:
+        yield "needs a GPU and no enforce_eager"
+    if config.full_attention:
+        yield f"serves strategies that attend from block to block, not {config.strategy}"
+    if config.commits_alone:
+        # Each of their steps also decides the lead of the next block, which keeps its own state.
+        yield "does nothing for blocks that commit alone, as at max_active_blocks 1"
+
+
+def fewest_alone(config: DecodeConfig) -> int:
+    """From how many running requests on a step feeds one block each, where it may."""
+    assert config.block_length is not None
+    return cdiv(ALONE_POSITIONS, config.block_length)
+
+
+def never_alone(config: DecodeConfig, vllm_config: VllmConfig, can: bool) -> Iterator[str]:
+    """Why no step feeds one block each unless it is told to; `can`: on a CUDA GPU, and not eager.
+
+    Such steps need full CUDA graphs, and piecewise ones where blocks have several lengths, and
+    results then depend on how many requests run.
+    """
+    compilation = vllm_config.compilation_config
+    mode, graphs = compilation.mode, compilation.cudagraph_mode
+    sizes = compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size
+    # What vLLM leaves open becomes compiled at level 1, and gets both kinds of graphs at 2.
+    both = mode in (None, CompilationMode.VLLM_COMPILE)
+    both = both and graphs in (None, CUDAGraphMode.FULL_AND_PIECEWISE)
+    both = both and (vllm_config.optimization_level >= 2 or None not in (mode, graphs))
+    # Those end in full graphs alone.
+    both = both and compilation.splitting_ops != [] and not compilation.pass_config.fuse_attn_quant
+    worker, most = vllm_config.parallel_config.worker_cls, vllm_config.scheduler_config.max_num_seqs
+    if not can or not both or sizes != (None, None):
+        yield "it needs full and piecewise CUDA graphs, and their sizes left out"
+    if not config.feeds_ahead:
+        yield "a step feeds nothing behind a block"
+    assert config.block_length is not None
+    if config.block_length < SHORTEST_BLOCK:
+        yield f"it was not measured for blocks shorter than {SHORTEST_BLOCK}"
+    attention = vllm_config.attention_config
+    asked = filter(None, (attention.backend, *attention.backend_per_kind.values()))
+    others = {backend.name for backend in asked} - {"FLASH_ATTN", "TRITON_ATTN"}
+    if config.kv_cache_layout != "unified" or others:
+        yield "it needs kv_cache_layout 'unified' with FLASH_ATTN or TRITON_ATTN"
+    if worker not in ("auto", WORKER):
+        yield f"it needs another worker_cls than {worker}"
+    if vllm_config.model_config.is_moe:
+        yield "mixtures of experts may lose by it with few requests"
+    if envs.VLLM_BATCH_INVARIANT:
+        yield "VLLM_BATCH_INVARIANT is set"
+    if fewest_alone(config) > most:
+        yield f"it pays from {fewest_alone(config)} requests on, and max_num_seqs is {most}"

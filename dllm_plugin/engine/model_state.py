@@ -1,0 +1,117 @@
+"""DiffusionModelState: where vLLM's model runner meets the rooms of this package. Glue only."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
+from vllm.v1.worker.gpu.model_states.interface import ModelState
+from vllm.v1.worker.gpu.states import RequestState
+from vllm.v1.worker.utils import AttentionGroup
+
+from dllm_plugin.attention.backends import flash_version, parts_from
+from dllm_plugin.attention.sequences import AttentionRows
+from dllm_plugin.config.decode import get_decode_config
+from dllm_plugin.engine.sampler import DiffusionSampler
+from dllm_plugin.kernels.runner import cpu
+from dllm_plugin.sampling.vocab_parallel import VocabShard
+from dllm_plugin.state.canvas_states import CanvasStates
+
+
+class DiffusionModelState(ModelState):
+    """Prepares attention rows before the forward and replaces the sampler after it."""
+
+    num_new_sampled_tokens_per_step = 0
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        model: nn.Module,
+        encoder_cache: EncoderCache | None,
+        device: torch.device,
+    ) -> None:
+        super().__init__(vllm_config, model, encoder_cache, device)
+        cpu.install()
+        self.config = get_decode_config(vllm_config)
+        self.states: CanvasStates
+        self.rows: AttentionRows
+
+    def get_supported_generation_tasks(self) -> tuple[Any, ...]:
+        """Text generation only."""
+        return ("generate",)
+
+    def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
+        """Take vLLM's sampler's state and put ours in its place."""
+        draft_tokens = sampler.req_states.draft_tokens
+        self.states = CanvasStates(self.config, self.model_config, draft_tokens)
+        fewest = parts_from(self.vllm_config, flash_version(self.vllm_config))
+        self.rows = AttentionRows(self.states, self.max_num_reqs, self.max_num_tokens, fewest)
+        canvas_length = self.states.canvas_NC.shape[1]
+        max_rows = min(self.max_num_reqs * canvas_length, self.max_num_tokens)
+        shard = None
+        if self.config.vocab_parallel:
+            head: Any = self.model.lm_head
+            width = head.num_embeddings_per_partition
+            shard = VocabShard(width, self.model_config.get_vocab_size())
+        self.sampler = DiffusionSampler(
+            sampler, self.states, self.model_config, max_rows, bool(self.config.compile_step), shard
+        )
+        return self.sampler, None
+
+    def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
+        """Start a slot."""
+        self.states.add_request(req_index, new_req_data)
+
+    def remove_request(self, req_id: str) -> None:
+        """Free a slot, after a request's end or its preemption."""
+        self.states.remove_request(req_id)
+
+    def apply_staged_writes(self) -> None:
+        """Bring staged slot starts to the device."""
+        self.states.apply_staged_writes()
+
+    def prepare_inputs_embeds(
+        self,
+        scheduled_encoder_inputs: dict[str, list[int]],
+        input_batch: InputBatch,
+        req_states: RequestState,
+    ) -> Tensor | None:
+        """Token ids are the input."""
+        return None
+
+    def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
+        """The runner's own inputs serve as they are."""
+        return {}
+
+    def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
+        """As `prepare_inputs`, for warm-up and graph capture."""
+        return {}
+
+    def prepare_attn(
+        self,
+        input_batch: InputBatch,
+        cudagraph_mode: CUDAGraphMode,
+        block_tables: tuple[Tensor, ...],
+        slot_mappings: Tensor,
+        attn_groups: list[list[AttentionGroup]],
+        kv_cache_config: KVCacheConfig,
+        for_capture: bool = False,
+        ubatch_idx: int = 0,
+    ) -> dict[str, Any]:
+        """Turn the step's segments into attention metadata."""
+        self.sampler.request_logits(input_batch)
+        self.sampler.trust_block_cache(input_batch, slot_mappings)
+        return self.rows.build(
+            input_batch,
+            cudagraph_mode,
+            block_tables,
+            slot_mappings,
+            attn_groups,
+            kv_cache_config,
+            for_capture,
+        )

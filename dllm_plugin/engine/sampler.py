@@ -1,0 +1,253 @@
+"""Logits -> proposal -> StepOutcome -> SamplerOutput. One batched pass.
+
+No device sync, save what choosing full attention's rows costs
+(:mod:`dllm_plugin.sampling.logits_rows`). Shape letters as in :mod:`dllm_plugin.decoding.plan`.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import ModelConfig
+from vllm.sampling_params import SamplingParams
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+
+from dllm_plugin.config.decode import DecodeConfig
+from dllm_plugin.decoding.block_causal import (
+    plan_edited_blocks,
+    plan_sub_blocks,
+    sub_block_to_store,
+)
+from dllm_plugin.decoding.full_attention import plan_leading_position
+from dllm_plugin.decoding.methods import STRATEGIES, PlanFunction
+from dllm_plugin.kernels.move_rows import kernel as move_rows
+from dllm_plugin.sampling.compilation import BACKEND, COMPILED_AT_MOST, compiled
+from dllm_plugin.sampling.decider import Decided, Decider, Rest
+from dllm_plugin.sampling.first_token import BlockLeads
+from dllm_plugin.sampling.guidance import partner_places
+from dllm_plugin.sampling.logits_rows import (
+    CHUNK_ROWS,
+    CanvasRows,
+    MaskedRows,
+    StepRows,
+)
+from dllm_plugin.sampling.logprobs import LogprobStash
+from dllm_plugin.sampling.proposer import Proposer
+from dllm_plugin.sampling.token_rules import TokenRules
+from dllm_plugin.sampling.vocab_parallel import VocabShard
+from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
+
+NOT_STORED = -1  # slot of a position whose KV is not kept
+
+
+def plan_of(config: DecodeConfig) -> PlanFunction:
+    """What plans a step under the configured strategy, with no more than the family needs."""
+    if config.leads_with_one:
+        return plan_leading_position
+    if config.family.edits_pattern:
+        return plan_edited_blocks
+    return plan_sub_blocks if config.family.sub_block_length else STRATEGIES[config.strategy][0]
+
+
+class DiffusionSampler:
+    """Takes the place of vLLM's sampler in the model runner."""
+
+    def __init__(
+        self,
+        sampler: Any,
+        states: CanvasStates,
+        model_config: ModelConfig,
+        max_rows: int,
+        compiles: bool = False,
+        shard: VocabShard | None = None,
+    ) -> None:
+        """`compiles`: at the first call, which is vLLM's memory profile, compile the step.
+
+        `shard`: which columns the logits have; None for all of them.
+        """
+        config = states.config
+        self.states = states
+        self.sampling_states = sampler.sampling_states
+        self.penalties_state = SimpleNamespace(output_bin_counts=None)
+        plan = plan_of(config)
+        rows = MaskedRows if config.full_attention else CanvasRows
+        dtype, vocab_size = model_config.dtype, model_config.get_vocab_size()
+        assert isinstance(dtype, torch.dtype)
+        width = vocab_size if shard is None else shard.width
+        self.rows: MaskedRows | CanvasRows = rows(states, dtype, width, plan)
+        self.rules = TokenRules(states, sampler.req_states, vocab_size)
+        self.logprobs = LogprobStash(states, model_config)
+        owners = (self.rules, self.logprobs)
+        self.proposer = Proposer(
+            states, self.sampling_states, *owners, model_config, apply_top_k_top_p, shard
+        )
+        self.leads: BlockLeads | None = None
+        if config.commits_alone:
+            self.leads = BlockLeads(states, self.rules, self.logprobs, self.proposer.propose)
+        self.decider = Decider(states, self.proposer, self.rules, self.logprobs, self.leads)
+        self.compiles = compiles
+        self.reserved = False  # what a step allocates was shown to vLLM's memory profile
+        self.max_rows = max_rows
+        self.num_positions = states.canvas_NC.shape[1]
+
+    def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
+        """Stage a request's sampling parameters."""
+        self.sampling_states.add_request(req_idx, sampling_params)
+        self.rules.add_request(req_idx, sampling_params)
+        self.logprobs.add_request(req_idx, sampling_params)
+
+    def apply_staged_writes(self) -> None:
+        """Bring staged parameters to the device."""
+        self.sampling_states.apply_staged_writes()
+        self.rules.apply_staged_writes()
+
+    def request_logits(self, batch: InputBatch) -> None:
+        """Before the forward: choose the rows that become logits."""
+        self.rows.request(batch)
+
+    def trust_block_cache(self, batch: InputBatch, slot_mappings: Tensor) -> None:
+        """Before the forward: store no KV but that of the sub-block a request is decoding.
+
+        Fast-dLLM v2 with ``use_block_cache``: once every position of a block has KV, and the first
+        token of the sub-block is known, the other sub-blocks' KV stays as it was. They are computed
+        all the same, since a row of a canvas costs next to nothing at small batches, and not kept.
+        """
+        canvases = count_canvases(batch)
+        slots_np = batch.idx_mapping_np[:canvases]
+        if self.leads is None or not self.states.uses("use_block_cache", slots_np):
+            return
+        slots_R = batch.idx_mapping[:canvases]
+        stops = batch.query_start_loc[: canvases + 1].to(torch.int64)
+        canvas, _ = self.states.view(slots_R, stops.diff())
+        keep_RC = sub_block_to_store(
+            canvas, self.rows.plan(canvas, self.states.config.mask_token_id)
+        )
+        asks_R1 = (self.states.number("use_block_cache", slots_R) > 0)[:, None]
+        drop_RC = asks_R1 & self.states.cached_N[slots_R][:, None] & ~keep_RC
+        row_T = torch.arange(batch.num_tokens, device=stops.device)
+        request_T = torch.searchsorted(stops, row_T, right=True) - 1
+        inside_T = request_T < canvases
+        request_T = request_T.clamp_max(canvases - 1)
+        place_T = (row_T - stops[request_T]).clamp_max(self.num_positions - 1)
+        drop_T = inside_T & drop_RC[request_T, place_T]
+        slot_mappings[:, : batch.num_tokens].masked_fill_(drop_T, NOT_STORED)
+
+    def __call__(
+        self, logits: Tensor, batch: InputBatch, draft_logits: Tensor | None = None
+    ) -> SamplerOutput:
+        """Run the step behind the forward.
+
+        Args:
+            logits: ``[T, V]``, the rows that `request_logits` asked for; of a shard its columns.
+            batch: the runner's batch; requests with a canvas come first.
+        """
+        if logits.is_cuda and not self.reserved:
+            self.reserved = True
+            self._reserve_peak(logits)
+            if self.compiles:
+                self.compile()
+            self._warm_up_kernels(logits)
+        step = self.rows.read(logits, batch)
+        decided = None if step is None else self._denoise(step, logits, batch.num_reqs)
+        if decided is None or len(decided.emitted_R) < batch.num_reqs:
+            decided = self._for_whole_batch(batch, step, decided)
+        if self.leads is not None:
+            self.leads.after_prefill(logits, batch)
+        logprobs = None if decided.logprobs is None else LogprobsTensors(*decided.logprobs)
+        return SamplerOutput(
+            sampled_token_ids=decided.tokens_RC,
+            logprobs_tensors=logprobs,
+            num_nans=None,
+            num_sampled=decided.emitted_R,
+            num_rejected=decided.rejected_R,
+        )
+
+    def _for_whole_batch(
+        self, batch: InputBatch, step: StepRows | None, decided: Decided | None
+    ) -> Decided:
+        """Put results where their requests are in the batch; others emit nothing."""
+        num_reqs, device = batch.num_reqs, self.states.device
+        sampled = torch.zeros(num_reqs, self.num_positions, dtype=torch.int64, device=device)
+        num_sampled = torch.zeros(num_reqs, dtype=torch.int32, device=device)
+        num_rejected = torch.zeros(num_reqs, dtype=torch.int32, device=device)
+        if self.states.config.full_attention:
+            # A pass without a canvas stored nothing that a later one could use.
+            num_rejected.copy_(batch.query_start_loc[: num_reqs + 1].diff())
+        elif self.states.config.family.absolute_grid:
+            # The prompt's partial block is fed again with the rest of it: canvases begin there.
+            slots_R = batch.idx_mapping[:num_reqs]
+            tail_R = self.states.tail_N[slots_R]
+            ends_R = batch.seq_lens[:num_reqs] == self.states.start_N[slots_R] + tail_R
+            num_rejected.copy_(tail_R * ends_R)
+        results, logprobs = (sampled, num_sampled, num_rejected), None
+        if step is not None and decided is not None:
+            parts = (decided.tokens_RC, decided.emitted_R, decided.rejected_R)
+            for result, part in zip(results, parts, strict=True):
+                result[step.index_R] = part
+            logprobs = decided.logprobs
+            if self.states.config.full_attention:
+                self._mirror(batch, results)
+        return Decided(*results, logprobs)
+
+    def _mirror(self, batch: InputBatch, results: tuple[Tensor, ...]) -> None:
+        """Give hidden partners the results of the requests that they belong to."""
+        pairs = partner_places(batch.req_ids)
+        if not len(pairs):
+            return
+        leaders, partners = torch.from_numpy(pairs.T).to(self.states.device)
+        for result in results:
+            result[partners] = result[leaders]
+        self.states.copy_rows(batch.idx_mapping[leaders], batch.idx_mapping[partners])
+
+    def _reserve_peak(self, logits: Tensor) -> None:
+        """Let vLLM's memory profile, which runs no canvas, see what a full step allocates.
+
+        Float32 copies are made of CHUNK_ROWS rows at most: the copy, the tempered and filtered
+        one, and what top-p sorts (values, int64 indices, probabilities, mask and result). Of a
+        shard also what whole rows are gathered into.
+        """
+        num_rows, vocab_size, device = self.max_rows, self.rules.vocab_size, logits.device
+        held = [logits.new_empty(num_rows, logits.shape[1])]
+        chunk = min(num_rows, CHUNK_ROWS)
+        held += [torch.empty(chunk, vocab_size, device=device) for _ in range(8)]
+        if self.proposer.shard is not None:
+            held.append(logits.new_empty(chunk, vocab_size))
+        # The table of token biases is made when a request first needs one, and then stays.
+        held.append(torch.empty(len(self.states.open_N) + 1, vocab_size, device=device))
+        del held
+
+    def compile(self, backend: str = BACKEND) -> None:
+        """From here on run compiled what keeps no state beside the canvases; compile it now.
+
+        Of block-causal strategies only.
+        """
+        assert isinstance(self.rows, CanvasRows)
+        self.rows.begin = compiled(self.rows.begin_step, backend)
+        self.states.apply_staged_writes()
+        self.rules.apply_staged_writes()
+        with torch._dynamo.config.patch(recompile_limit=COMPILED_AT_MOST):
+            self.decider.compile(backend, self.rows.example)
+
+    def _warm_up_kernels(self, logits: Tensor) -> None:
+        carry_NV = self.rows.carry_NV if isinstance(self.rows, CanvasRows) else None
+        self.proposer.warm_up(logits, carry_NV is not None)
+        if carry_NV is not None:
+            nothing_R = torch.zeros(2, dtype=torch.int64, device=logits.device)
+            move_rows.move_rows(logits, nothing_R, carry_NV, nothing_R, nothing_R > 0)
+
+    def _denoise(self, step: StepRows, logits_TV: Tensor, num_reqs: int) -> Decided:
+        """One denoising step: propose, pick, settle, advance."""
+        self.rules.start_step(step.canvas, step.slots_R, step.slots_np, step.source_RC)
+        self.logprobs.start_step(step.slots_np)
+        rest = None
+        if self.logprobs.active or self.rules.bad_words.active or self.leads is not None:
+            rest = Rest(step, logits_TV, num_reqs)
+        decide, variant = self.decider.choose(step.slots_np, rest)
+        chunks, want_rank = step.chunks, variant.reads_ranks
+        stats = self.proposer.propose(chunks, step.slots_np, step.num_rows, want_rank)
+        self.rows.keep_carries()
+        return decide(*step.tensors(), stats, variant, rest)

@@ -1,0 +1,177 @@
+"""vLLM's asynchronous scheduler for requests that decode a canvas at a time."""
+
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
+from vllm.v1.request import Request, RequestStatus
+
+from dllm_plugin.config.decode import get_decode_config
+
+logger = init_logger("vllm.dllm_plugin")
+
+
+class DiffusionScheduler(AsyncScheduler):
+    """Canvas positions are scheduled as draft tokens; committed tokens are accepted drafts."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # The canvas alone is computed: no token is sampled behind it.
+        self.num_sampled_tokens_per_step = 0
+        self.decode_config = get_decode_config(self.vllm_config)
+        self.num_computed_positions = 0  # queries of all forwards, for `diffuplug eval`
+        self.block_length: dict[str, int] = {}
+        self._long: set[str] = set()  # requests that may come near the end of the context
+        self._spare_tokens = 0
+        self._one_block_each = False
+        self._bound_requests()
+
+    def _bound_requests(self) -> None:
+        # Every running request feeds a whole canvas per step; a prompt, or a part of one where it
+        # may be split, must fit beside.
+        chunked = self.scheduler_config.enable_chunked_prefill
+        beside = self.num_spec_tokens if chunked else self.max_model_len
+        room = self.max_num_scheduled_tokens - beside
+        fits = max(1, room // self.num_spec_tokens)
+        if fits < self.max_num_active_reqs:
+            logger.info(
+                "At most %d requests run at once: max_num_batched_tokens %d holds that many "
+                "canvases of %d positions beside a prompt.",
+                fits,
+                self.max_num_scheduled_tokens,
+                self.num_spec_tokens,
+            )
+            self.max_num_active_reqs = fits
+
+    def add_request(self, request: Request) -> None:
+        """Admit a request; its denoising steps are counted in ``spec_decode_metrics``."""
+        if request.resumable:
+            # Only here is it known, and here nothing may be raised: this is vLLM's list of
+            # requests to end with an error.
+            logger.error(
+                "Request %s ends with an error: diffusion decoding does not support "
+                "streaming-input sessions; send the whole prompt at once.",
+                request.request_id,
+            )
+            self.grammar_compile_error_reqs.add(request.request_id)
+        if request.spec_decode_metrics is None:
+            request.spec_decode_metrics = RequestSpecDecodeMetrics.new(self.num_spec_tokens)
+        params = request.sampling_params
+        assert params is not None
+        config = self.decode_config.for_request(params.extra_args, params.max_tokens)
+        assert config.block_length is not None
+        self.block_length[request.request_id] = config.block_length
+        # A canvas in flight, the one scheduled behind it, and the next.
+        reach = request.num_prompt_tokens + request.max_tokens + 3 * self.num_spec_tokens
+        if reach > self.max_model_len:
+            self._long.add(request.request_id)
+        if config.block_length != self.decode_config.block_length:
+            # Keys depend on where blocks end, so these pages are no one else's.
+            request.cache_salt = f"{request.cache_salt or ''}/block {config.block_length}"
+            request.block_hashes.clear()
+            request.update_block_hashes()
+        if not params.ignore_eos:
+            # Chat models end a turn with a token of their own that configs do not list as EOS;
+            # in a prompt without turns it is a token like any other.
+            known, prompt = params.stop_token_ids or [], request.prompt_token_ids or ()
+            ends = self.decode_config.turn_end_token_ids
+            if any(i in prompt for i in ends):
+                params.stop_token_ids = [*known, *(i for i in ends if i not in known)]
+        super().add_request(request)
+
+    def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
+        self.block_length.pop(request.request_id, None)
+        self._long.discard(request.request_id)
+        return super()._free_request(request, delay_free_blocks)
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """As vLLM's, keeping a canvas of the budget free for every running request."""
+        reserved = len(self.running) * self.num_spec_tokens
+        self._spare_tokens = self.max_num_scheduled_tokens - reserved
+        fewest = self.decode_config.commit_alone_from
+        self._one_block_each = fewest is not None and 0 < fewest <= len(self.running)
+        return super().schedule(throttle_prefills)
+
+    def _fed(self, request: Request) -> int:
+        """Positions of a request's canvas that this step takes.
+
+        Where many run, not the block behind the first, which waits for the first one to be
+        finished: to have it there saves a pass per block, and costs where the products of all fed
+        positions are what takes the time. What a step decides about the first does not depend on
+        it.
+        """
+        drafts = len(request.spec_token_ids) or self.num_spec_tokens
+        if not (self._one_block_each and request.status == RequestStatus.RUNNING):
+            return drafts
+        return min(drafts, self.block_length[request.request_id])
+
+    def _reserve_prefill_lookahead(
+        self, request: Request, num_computed_tokens: int, num_new_tokens: int
+    ) -> int:
+        """How many tokens of a request to compute; vLLM asks before it reserves pages.
+
+        On an absolute grid a prefill that does not fit the step is cut at the end of a block, and
+        leaves the canvases behind it whole. And the first canvas begins inside the prompt, with
+        its partial block; vLLM, which counts the prompt as computed, would cut that canvas where
+        the context ends.
+        """
+        if self._one_block_each and request.spec_token_ids:
+            in_flight = request.num_output_placeholders - num_computed_tokens
+            most = request.num_tokens + in_flight + self._fed(request)
+            num_new_tokens = min(num_new_tokens, most)
+        if not (self.decode_config.family.absolute_grid and num_new_tokens):
+            return num_new_tokens
+        if request.status == RequestStatus.RUNNING and num_computed_tokens < request.num_tokens:
+            num_new_tokens = min(num_new_tokens, self.num_spec_tokens + self._spare_tokens)
+            self._spare_tokens -= max(0, num_new_tokens - self.num_spec_tokens)
+        end = num_computed_tokens + num_new_tokens
+        if end < request.num_tokens:
+            whole = end // self.block_length[request.request_id]
+            end = whole * self.block_length[request.request_id]
+            return max(0, end - num_computed_tokens)
+        if num_computed_tokens != request.num_prompt_tokens:
+            return num_new_tokens
+        tail = request.num_prompt_tokens % self.block_length[request.request_id]
+        return min(num_new_tokens + tail, self._fed(request))
+
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], is_stale: bool = False
+    ) -> tuple[list[int], bool]:
+        """As vLLM's, but what ends a request is not cached: its block was not stored yet."""
+        if not self.kv_cache_manager.enable_caching:
+            return super()._update_request_with_output(request, new_token_ids, is_stale)
+        was_running = request.status == RequestStatus.RUNNING
+        new_token_ids, stopped = Scheduler._update_request_with_output(self, request, new_token_ids)
+        if not is_stale:
+            request.num_output_placeholders -= len(new_token_ids)
+        if was_running and not stopped:
+            computed = request.num_computed_tokens - request.num_output_placeholders
+            self.kv_cache_manager.cache_blocks(request, computed)
+        return new_token_ids, stopped
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Reset vLLM's prefix cache.
+
+        Under asynchronous scheduling running requests go on: vLLM would drop the step in flight,
+        which has moved their canvases on already. Without a cache there is no page to protect.
+        """
+        preempts = reset_running_requests and not self.scheduler_config.async_scheduling
+        done = super().reset_prefix_cache(preempts, reset_connector)
+        return done or (reset_running_requests and not self.kv_cache_manager.enable_caching)
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        super()._update_after_schedule(scheduler_output)
+        self.num_computed_positions += scheduler_output.total_num_scheduled_tokens
+        if not self.scheduler_config.async_scheduling:
+            return
+        for req_id in scheduler_output.num_scheduled_tokens.keys() & self._long:
+            request = self.requests[req_id]
+            # Scheduled before this step's commit is known, the next canvas would be cut at the
+            # end of the context although the request may not have moved: wait for the result.
+            if request.num_computed_tokens + self.num_spec_tokens > self.max_model_len:
+                request.next_decode_eligible_step = self.current_step + 2

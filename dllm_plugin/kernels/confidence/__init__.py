@@ -1,0 +1,1 @@
+"""Propose a token and its confidence from each logits row, in one read."""

@@ -1,0 +1,1 @@
+"""Move logits rows into rows kept per slot."""

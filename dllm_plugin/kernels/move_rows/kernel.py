@@ -1,0 +1,56 @@
+"""Triton: copy some rows of the logits into a table, and touch no others.
+
+The reference implementation is :func:`dllm_plugin.kernels.move_rows.reference.move_rows`. Which
+rows move is known to the device alone, so plain torch reads and writes all of them.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from torch import Tensor
+from vllm.triton_utils import tl, triton
+
+TILE = 8192
+
+
+@triton.jit
+def _move(
+    from_ptr,
+    from_stride,
+    from_row_ptr,
+    to_ptr,
+    to_stride,
+    slot_ptr,
+    moved_ptr,
+    vocab_size,
+    TILE: tl.constexpr,
+):
+    request = tl.program_id(0)
+    if tl.load(moved_ptr + request):
+        column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+        inside = column < vocab_size
+        row = tl.load(from_row_ptr + request).to(tl.int64)
+        slot = tl.load(slot_ptr + request).to(tl.int64)
+        x = tl.load(from_ptr + row * from_stride + column, mask=inside)
+        tl.store(to_ptr + slot * to_stride + column, x, mask=inside)
+
+
+def move_rows(
+    from_TV: Tensor, from_R: Tensor, to_NV: Tensor, slots_R: Tensor, moved_R: Tensor
+) -> None:
+    """As the twin; the last axis of both tables must be dense.
+
+    Reads and writes ``V`` values for each request that moved, and nothing for the others.
+    """
+    vocab_size = to_NV.shape[1]
+    _move[(len(slots_R), triton.cdiv(vocab_size, TILE))](
+        from_TV,
+        from_TV.stride(0),
+        from_R,
+        to_NV,
+        to_NV.stride(0),
+        slots_R,
+        moved_R,
+        vocab_size,
+        TILE=TILE,
+        num_warps=8,
+    )

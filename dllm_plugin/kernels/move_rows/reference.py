@@ -1,0 +1,12 @@
+"""Move logits rows into per-slot rows: the plain-torch reference implementation."""
+
+import torch
+from torch import Tensor
+
+
+def move_rows(
+    from_TV: Tensor, from_R: Tensor, to_NV: Tensor, slots_R: Tensor, moved_R: Tensor
+) -> None:
+    """``to_NV[slots] = from_TV[from]`` where `moved_R` says so."""
+    new_RV, old_RV = from_TV[from_R].to(to_NV.dtype), to_NV[slots_R]
+    to_NV[slots_R] = torch.where(moved_R[:, None], new_RV, old_RV)

@@ -1,0 +1,1 @@
+"""Attend over pages of the `distinct` KV cache layout, and store into them."""

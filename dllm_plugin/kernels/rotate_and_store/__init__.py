@@ -1,0 +1,1 @@
+"""Rotate queries and keys and store keys and values, in one kernel."""

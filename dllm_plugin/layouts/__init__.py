@@ -1,1 +1,0 @@
-"""KV cache layouts of our own, each with its attention backend."""

@@ -1,0 +1,250 @@
+"""D2F adapters: LoRA in PEFT's layout, merged into the base weights while they stream in.
+
+The merge sees checkpoint names and full matrices, before renaming, packing and sharding, so
+tensor parallelism and the packed query/key/value projection need no care of their own.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from dllm_plugin.models.checkpoints.weights import Shapes, Weights, is_plain, module_of
+
+# These loaders fill parameters from already sharded files and never call `load_weights`.
+FORMATS_WITHOUT_MERGE = ("ipc_cache", "runai_streamer_sharded", "sharded_state", "tensorizer")
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+TENSOR_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
+
+# PEFT options that change what a merge means: key -> the only value (or None) that we merge.
+FIXED: dict[str, Any] = {
+    "peft_type": "LORA",
+    "bias": "none",
+    "lora_bias": False,
+    "use_dora": False,
+    "use_qalora": False,
+    "fan_in_fan_out": False,
+    "modules_to_save": [],
+    "layers_to_transform": [],
+    "layers_pattern": [],
+    "layer_replication": [],
+    "exclude_modules": [],
+    "target_parameters": [],
+    "trainable_token_indices": [],
+    "alora_invocation_tokens": [],
+}
+
+
+@dataclass(frozen=True)
+class LoraPair:
+    """The low-rank update of one matrix [out, in]: `scale * b @ a`."""
+
+    a: torch.Tensor  # [rank, in]
+    b: torch.Tensor  # [out, rank]
+    scale: float
+
+
+@dataclass(frozen=True)
+class LoraAdapter:
+    """A checked adapter; `pairs` by the base checkpoint's module name."""
+
+    path: Path
+    base_name: str
+    targets: tuple[str, ...]
+    pairs: dict[str, LoraPair]
+
+
+def adapter_folder(path: str) -> Path:
+    """`path` if it is a directory, else the local copy of the Hub repository of that name.
+
+    Raises ValueError when there is neither.
+    """
+    if Path(path).is_dir():
+        return Path(path)
+    try:
+        return Path(snapshot_download(path, allow_patterns=[CONFIG_FILE, WEIGHTS_FILE]))
+    except (HFValidationError, OSError) as error:  # OSError: every network and cache failure
+        raise ValueError(
+            f"lora_path '{path}' is neither a directory nor a repository that can be fetched."
+        ) from error
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """adapter_config.json of the adapter in `path`; ValueError if we cannot merge such one."""
+    file = path / CONFIG_FILE
+    if not file.is_file():
+        raise ValueError(f"Adapter '{path}' holds no {CONFIG_FILE}: PEFT's format is needed.")
+    try:
+        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"Cannot read '{file}': it is not valid JSON ({error}).") from error
+    for key, supported in FIXED.items():
+        value = config.get(key)
+        if value is not None and value != supported and (value or supported):
+            raise ValueError(
+                f"Adapter '{path}' has {key}={value!r}; only {key}={supported!r} can be merged."
+            )
+    targets = config.get("target_modules")
+    if not isinstance(targets, list) or not targets:
+        raise ValueError(
+            f"Adapter '{path}' has target_modules={targets!r}; a list of module names is needed."
+        )
+    return config
+
+
+def pattern_value(patterns: dict[str, Any] | None, module: str, default: Any) -> Any:
+    """PEFT's rule for rank_pattern and alpha_pattern: the first key that ends the name wins."""
+    for key, value in (patterns or {}).items():
+        if re.fullmatch(rf"(.*\.)?({key})", module):
+            return value
+    return default
+
+
+def load_adapter(path: Path) -> LoraAdapter:
+    """Read and check the adapter in directory `path`.
+
+    Raises ValueError, naming file, key or tensor, for what cannot be merged exactly.
+    """
+    config = read_config(path)
+    file = path / WEIGHTS_FILE
+    if not file.is_file():
+        raise ValueError(f"Adapter '{path}' holds no {WEIGHTS_FILE}.")
+    try:
+        tensors = load_file(file)
+    except SafetensorError as error:
+        raise ValueError(f"Cannot read '{file}': it is truncated or damaged ({error}).") from error
+    halves: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        match = TENSOR_NAME.fullmatch(name)
+        if match is None:
+            raise ValueError(f"Adapter '{path}' holds '{name}', which is no LoRA matrix.")
+        halves.setdefault(match[1], {})[match[2]] = tensor
+    pairs = {module: make_pair(path, config, module, pair) for module, pair in halves.items()}
+    base_name = str(config.get("base_model_name_or_path") or "")
+    return LoraAdapter(path, base_name, tuple(config["target_modules"]), pairs)
+
+
+def make_pair(
+    path: Path, config: dict[str, Any], module: str, half: dict[str, torch.Tensor]
+) -> LoraPair:
+    """One module's update; ValueError if a half is missing or the rank is not the configured."""
+    if set(half) != {"A", "B"}:
+        lacking = ({"A", "B"} - set(half)).pop()
+        raise ValueError(f"Adapter '{path}' has no lora_{lacking} for '{module}'.")
+    rank = pattern_value(config.get("rank_pattern"), module, config.get("r", 8))
+    alpha = pattern_value(config.get("alpha_pattern"), module, config.get("lora_alpha", 8))
+    a, b = half["A"], half["B"]
+    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != rank or b.shape[1] != rank:
+        raise ValueError(
+            f"Adapter '{path}' has lora_A {tuple(a.shape)} and lora_B {tuple(b.shape)} for "
+            f"'{module}', but rank {rank} in {CONFIG_FILE}."
+        )
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return LoraPair(a, b, scale)
+
+
+def model_names(name: str | Path) -> set[str]:
+    """Names under which a path or repository id may be known: basename, Hub cache entry."""
+    parts = Path(str(name).rstrip("/")).parts
+    cached = [part.split("--")[-1] for part in parts if part.startswith("models--")]
+    return {part.casefold() for part in (*parts[-1:], *cached)}
+
+
+def check_mergeable(path: str, quantized: bool, load_format: Any) -> None:
+    """Raise ValueError when the weights that arrive are not the base's own full matrices."""
+    if quantized or load_format in FORMATS_WITHOUT_MERGE:
+        reason = (
+            "the checkpoint is already quantised"
+            if quantized
+            else f"load_format={load_format!r} reads ready-made parameters"
+        )
+        raise ValueError(
+            f"Cannot merge lora_path '{path}': {reason}; serve the unquantised base model "
+            "from its original safetensors files."
+        )
+
+
+def check_base(adapter: LoraAdapter, served: Iterable[str | None]) -> None:
+    """Raise ValueError unless the adapter was trained on the model we serve.
+
+    `served` are the names this model goes by (model argument, name in its config). An adapter
+    on the wrong base still talks, only worse, so nothing else would tell.
+    """
+    names = [name for name in served if name]
+    known = set().union(*(model_names(name) for name in names))
+    if adapter.base_name and model_names(adapter.base_name) & known:
+        return
+    raise ValueError(
+        f"Adapter '{adapter.path}' was trained on '{adapter.base_name or 'an unnamed model'}', "
+        f"but the model served is '{names[0] if names else ''}': serve that base model, or, if "
+        "it is the same model under another name, correct base_model_name_or_path in "
+        f"{CONFIG_FILE}."
+    )
+
+
+def check_coverage(adapter: LoraAdapter, shapes: Shapes) -> None:
+    """Raise ValueError unless the adapter updates exactly its target modules in every layer."""
+    matrices = {module_of(name): shape for name, shape in shapes.items() if len(shape) == 2}
+    wanted: dict[str, tuple[int, ...]] = {}
+    for target in adapter.targets:
+        hits = {m: s for m, s in matrices.items() if m == target or m.endswith(f".{target}")}
+        if not hits:
+            raise ValueError(
+                f"Adapter '{adapter.path}' targets '{target}', a module this model does not have."
+            )
+        wanted |= hits
+    for module, (rows, columns) in wanted.items():
+        if module not in adapter.pairs:
+            raise ValueError(
+                f"Adapter '{adapter.path}' has no matrices for '{module}': "
+                f"{len(adapter.pairs)} of {len(wanted)} target modules are there."
+            )
+        pair = adapter.pairs[module]
+        if (pair.b.shape[0], pair.a.shape[1]) != (rows, columns):
+            raise ValueError(
+                f"Adapter '{adapter.path}' updates '{module}' as "
+                f"{(pair.b.shape[0], pair.a.shape[1])}, but the weight is {(rows, columns)}."
+            )
+    surplus = [module for module in adapter.pairs if module not in wanted]
+    if surplus:
+        raise ValueError(
+            f"Adapter '{adapter.path}' has matrices for '{min(surplus)}', which is none of its "
+            f"target modules {list(adapter.targets)} in this model."
+        )
+
+
+def merge(weights: Weights, adapter: LoraAdapter) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pass `weights` on with `W + scale * B @ A` in place of each adapted W, of W's dtype.
+
+    Computed in float32. Raises ValueError at the end of the stream, naming the first module
+    whose update found no weight.
+    """
+    waiting = dict(adapter.pairs)
+    for name, weight in weights:
+        module = module_of(name)
+        if name.endswith(".weight") and module in waiting:
+            if not is_plain(weight):
+                raise ValueError(
+                    f"Cannot merge adapter '{adapter.path}' into '{name}': it is stored "
+                    f"quantised ({weight.dtype}); serve the unquantised base model."
+                )
+            pair = waiting.pop(module)
+            delta = pair.b.float() @ pair.a.float()
+            merged = weight.float() + pair.scale * delta.to(weight.device)
+            yield name, merged.to(weight.dtype)
+        else:
+            yield name, weight
+    if waiting:
+        raise ValueError(
+            f"{len(waiting)} of {len(adapter.pairs)} updates of adapter '{adapter.path}' found no "
+            f"weight; the first is '{next(iter(waiting))}'."
+        )

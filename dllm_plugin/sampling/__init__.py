@@ -1,0 +1,1 @@
+"""Turn logits into committed tokens: everything that runs behind the forward."""

@@ -1,0 +1,357 @@
+"""CanvasStates: what every request slot keeps between denoising steps.
+
+Slots are the runner's request indices. The canvas tokens themselves live in the runner's
+``req_states.draft_tokens``, where the next forward reads them. Shape letters as in
+:mod:`dllm_plugin.decoding.plan`; N is the number of slots. Writers: `add_request` and
+`apply_staged_writes` start a slot, `advance` moves it after a step.
+"""
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.config import ModelConfig
+from vllm.sampling_params import SamplingParams
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from dllm_plugin.config.decode import DecodeConfig
+from dllm_plugin.decoding.blocks import leading
+from dllm_plugin.decoding.choices import BLOCK_DIFFUSION
+from dllm_plugin.decoding.full_attention import Bounds, bounds
+from dllm_plugin.decoding.plan import Canvas, StepOutcome, StepPlan
+from dllm_plugin.decoding.policies import POLICIES, PolicySettings
+from dllm_plugin.state.slot_table import SlotTable
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import NewRequestData
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
+PARKED_PER_SLOT = 16
+POLICY_NAMES = tuple(POLICIES)
+POLICY_IDS = {name: i for i, name in enumerate(POLICIES)}
+# Columns of `numbers`: fields of DecodeConfig that the step reads per request.
+NUMBERS = (
+    *("threshold", "factor", "eps", "block_add_threshold", "decoded_token_threshold"),
+    *("alg_temp", "top_p", "top_k", "cfg_scale", "logits_eos_inf", "confidence_eos_eot_inf"),
+    *("editing_threshold", "max_post_steps", "num_to_transfer", "max_active_blocks"),
+    *("sub_block_length", "use_block_cache"),
+)
+
+
+class CanvasStates:
+    """Per-slot tensors; the `_np` mirrors are written by the host alone.
+
+    canvas_NC        int64, tokens from the first uncommitted position on, mask id if undecided
+    open_N           int32, open blocks
+    full_NS          bool, fully activated blocks
+    saw_stop_N       bool, a stop token was unmasked
+    ended_N          bool, the final text was emitted
+    block_step_N     int32, denoising steps of the first unfinished block
+    step_N           int64, denoising steps of the request: the counter of its random numbers
+    start_N          int64, absolute position of canvas position 0
+    tail_N           int32, leading canvas positions that belong to the prompt: never emitted
+    post_step_N      int32, steps that the first block has had without masks and not committed
+    cached_N         bool, every position of the first block has KV of this block's steps
+    counter_N        `step_N`, or `block_step_N` where a preempted block is decoded again
+    """
+
+    def __init__(
+        self, config: DecodeConfig, model_config: ModelConfig, draft_tokens_NC: Tensor
+    ) -> None:
+        self.config = config
+        self.canvas_NC = draft_tokens_NC
+        self.device = draft_tokens_NC.device
+        self.model_config = model_config
+        num_slots = draft_tokens_NC.shape[0]
+        blocks = config.block_slots
+        self.open_N = torch.zeros(num_slots, dtype=torch.int32, device=self.device)
+        self.full_NS = torch.zeros(num_slots, blocks, dtype=torch.bool, device=self.device)
+        self.saw_stop_N = torch.zeros(num_slots, dtype=torch.bool, device=self.device)
+        self.ended_N = torch.zeros(num_slots, dtype=torch.bool, device=self.device)
+        self.block_step_N = torch.zeros(num_slots, dtype=torch.int32, device=self.device)
+        self.step_N = torch.zeros(num_slots, dtype=torch.int64, device=self.device)
+        self.start_N = torch.zeros(num_slots, dtype=torch.int64, device=self.device)
+        self.tail_N = torch.zeros(num_slots, dtype=torch.int32, device=self.device)
+        self.post_step_N = torch.zeros(num_slots, dtype=torch.int32, device=self.device)
+        self.cached_N = torch.zeros(num_slots, dtype=torch.bool, device=self.device)
+
+        self.prompt_len_np = np.zeros(num_slots, dtype=np.int64)
+        self.origin = SlotTable(num_slots, torch.int64, self.device)
+        self.block_length = SlotTable(num_slots, torch.int64, self.device)
+        self.max_blocks = SlotTable(num_slots, torch.int64, self.device)
+        self.end = SlotTable(num_slots, torch.int64, self.device)
+        self.policy = SlotTable(num_slots, torch.int32, self.device)
+        self.steps = SlotTable(num_slots, torch.int32, self.device)
+        self.numbers = SlotTable((num_slots, len(NUMBERS)), torch.float32, self.device)
+        assert config.block_length is not None
+        self.block_length.np.fill(config.block_length)
+        self.steps.np.fill(1)
+        self._tables = (
+            *(self.origin, self.block_length, self.max_blocks, self.end),
+            *(self.policy, self.steps, self.numbers),
+        )
+        self._dirty = True
+        restarts = config.full_attention or config.commits_alone
+        self.counter_N = self.block_step_N if restarts else self.step_N
+
+        # Tables of other owners that move with the canvas: parked and restored like it.
+        self.companions: list[Tensor] = []
+        self.req_id_to_slot: dict[str, int] = {}
+        self._fresh: list[tuple[int, int, int]] = []
+        self._tails: list[tuple[int, int, int]] = []
+        self._restored: list[tuple[int, tuple[Tensor, ...]]] = []
+        self._origins: dict[str, tuple[list[int], SamplingParams]] = {}
+        self._parked: dict[str, tuple[Tensor, ...]] = {}
+
+    @property
+    def max_model_len(self) -> int:
+        """The context; vLLM may lower it after start to fit the KV cache."""
+        return self.model_config.max_model_len
+
+    @property
+    def _rows(self) -> tuple[Tensor, ...]:
+        return (
+            self.start_N,
+            self.ended_N,
+            self.canvas_NC,
+            self.open_N,
+            self.full_NS,
+            self.saw_stop_N,
+            self.block_step_N,
+            self.step_N,
+            self.tail_N,
+            self.post_step_N,
+            self.cached_N,
+            *self.companions,
+        )
+
+    def add_request(self, slot: int, data: "NewRequestData") -> None:
+        """Start `slot` for a new request, or for one that comes back from preemption."""
+        assert data.prompt_token_ids is not None and data.prefill_token_ids is not None
+        params = data.sampling_params
+        assert params is not None
+        request = self.config.for_request(params.extra_args, params.max_tokens)
+        prompt_len = len(data.prompt_token_ids)
+        num_tokens = len(data.prefill_token_ids)
+        assert params.max_tokens is not None
+        self.prompt_len_np[slot] = prompt_len
+        # Where blocks are counted from: some models were trained on multiples of their length.
+        absolute = self.config.family.absolute_grid
+        self.origin.np[slot] = 0 if absolute else prompt_len
+        self.block_length.np[slot] = request.block_length
+        several = self.config.strategy == BLOCK_DIFFUSION and not self.config.commits_alone
+        self.max_blocks.np[slot] = self.config.block_slots if several else request.max_active_blocks
+        self.end.np[slot] = min(prompt_len + params.max_tokens, self.max_model_len)
+        self.policy.np[slot] = POLICY_IDS[request.policy]
+        self.steps.np[slot] = request.steps
+        if params.temperature > 0:
+            # Filters of greedy requests; vLLM's own are in force here.
+            request = dataclasses.replace(request, top_p=1.0, top_k=0)
+        self.numbers.np[slot] = [float(getattr(request, name) or 0) for name in NUMBERS]
+        self.req_id_to_slot[data.req_id] = slot
+        assert request.block_length is not None
+        tail = num_tokens % request.block_length if absolute else 0
+        self._dirty = True
+        self._fresh.append((slot, num_tokens - tail, tail))
+        tokens = data.prefill_token_ids[num_tokens - tail :]
+        self._tails += [(slot, i, token) for i, token in enumerate(tokens)]
+        origin = (data.prompt_token_ids, params)
+        parked = self._parked.pop(data.req_id, None)
+        # A reused id is another request, whatever it finds under its name.
+        if parked is not None and self._origins[data.req_id] == origin:
+            self._restored.append((slot, parked))
+        self._origins[data.req_id] = origin
+
+    def remove_request(self, req_id: str) -> None:
+        """Free the slot, keeping its open blocks in case the request was only preempted.
+
+        Preemption and the end of a request look alike from here. First come, first served, at
+        most as many requests as there are slots can be waiting to resume; the bound leaves room
+        for priorities, under which more can.
+        A request that resumes from parked rows takes the steps it would have taken. Under full
+        attention, and with the cache of a block, the KV that the open block was decided on is
+        lost: it starts again.
+        """
+        slot = self.req_id_to_slot.pop(req_id, None)
+        if slot is None:
+            return
+        if self.config.full_attention or self.uses("use_block_cache", np.array([slot])):
+            self._origins.pop(req_id, None)
+            return
+        self._parked[req_id] = tuple(row[slot].clone() for row in self._rows)
+        while len(self._parked) > PARKED_PER_SLOT * self.open_N.shape[0]:
+            oldest = next(iter(self._parked))
+            del self._parked[oldest], self._origins[oldest]
+
+    def apply_staged_writes(self) -> None:
+        """Bring what `add_request` staged to the device."""
+        if self._dirty:
+            for table in self._tables:
+                table.copy_to_device()
+            self._dirty = False
+        if self._fresh:
+            staged = async_tensor_h2d(np.array(self._fresh, dtype=np.int64), device=self.device)
+            slots, starts, tails = staged.unbind(1)
+            # An assigned number would come from host memory that is not pinned, and be waited for.
+            for row in self._rows:
+                row.index_fill_(0, slots, 0)
+            self.start_N[slots] = starts
+            self.tail_N[slots] = tails.to(torch.int32)
+            self.canvas_NC.index_fill_(0, slots, self.config.mask_token_id)
+            self._fresh.clear()
+        if self._tails:
+            staged = async_tensor_h2d(np.array(self._tails, dtype=np.int64), device=self.device)
+            slots, places, tokens = staged.unbind(1)
+            self.canvas_NC[slots, places] = tokens
+            self._tails.clear()
+        for slot, parked in self._restored:
+            # Rows that do not continue these committed tokens belong to an earlier request.
+            start, ended = parked[:2]
+            continues = (start == self.start_N[slot]) & ~ended
+            # A companion that was created meanwhile has nothing to restore.
+            for row, saved in zip(self._rows, parked, strict=False):
+                row[slot] = torch.where(continues, saved, row[slot])
+        self._restored.clear()
+
+    def view(self, slots_R: Tensor, num_fed_R: Tensor) -> tuple[Canvas, Tensor]:
+        """Gather the canvases of a step.
+
+        Args:
+            slots_R: int64, slot of each request that has a canvas in this step.
+            num_fed_R: int64, canvas positions of each request in this forward.
+        Returns:
+            the canvas, and int32 ``[R]`` tokens each request may still emit.
+        """
+        num_positions, blocks = self.canvas_NC.shape[1], self.full_NS.shape[1]
+        start_R, end_R = self.start_N[slots_R], self.end.gpu[slots_R]
+        length_R1 = self.block_length.gpu[slots_R][:, None]
+        # The last block is decoded whole and trimmed, unless the context ends inside it.
+        origin_R = self.origin.gpu[slots_R]
+        asked_R = end_R - origin_R
+        whole_R = (asked_R + length_R1[:, 0] - 1) // length_R1[:, 0] * length_R1[:, 0]
+        limit_R1 = ((origin_R + whole_R).clamp_max(self.max_model_len) - start_R)[:, None]
+
+        slot_S = torch.arange(blocks, device=self.device)
+        low_RS = slot_S * length_R1
+        high_RS = torch.minimum(low_RS + length_R1, limit_R1)
+        exists_RS = (low_RS < high_RS) & (slot_S < self.max_blocks.gpu[slots_R][:, None])
+        # A block that the canvas would cut waits until a commit has moved the canvas on.
+        exists_RS &= high_RS <= num_positions
+        size_RS = torch.where(exists_RS, high_RS - low_RS, 0).to(torch.int32)
+
+        position_C = torch.arange(num_positions, device=self.device)
+        block_RC = (position_C // length_R1).clamp_max(blocks - 1)
+        inside_RC = position_C < (low_RS + size_RS).gather(1, block_RC)
+        block_RC = torch.where(inside_RC, block_RC, blocks)
+        canvas = Canvas(
+            tokens_RC=self.canvas_NC[slots_R],
+            size_RS=size_RS,
+            fed_RS=low_RS + size_RS <= num_fed_R[:, None],
+            block_RC=block_RC,
+            open_R=self.open_N[slots_R],
+            full_RS=self.full_NS[slots_R],
+            saw_stop_R=self.saw_stop_N[slots_R],
+            ended_R=self.ended_N[slots_R],
+            step_R=self.block_step_N[slots_R],
+            block_add_threshold_R=self.number("block_add_threshold", slots_R),
+            decoded_token_threshold_R=self.number("decoded_token_threshold", slots_R),
+            max_active_R=self.number("max_active_blocks", slots_R),
+            sub_length_R=self.number("sub_block_length", slots_R).to(torch.int64),
+            tail_R=self.tail_N[slots_R],
+            edits_R=self.policy.gpu[slots_R] == POLICY_IDS["joint_threshold"],
+            edits_left_R=self.number("max_post_steps", slots_R) - self.post_step_N[slots_R],
+        )
+        return canvas, (end_R - start_R).to(torch.int32)
+
+    def number(self, name: str, slots: Tensor) -> Tensor:
+        """One column of `numbers`, float32, for the given slots."""
+        return self.numbers.gpu[slots, NUMBERS.index(name)]
+
+    def policies(self, slots_np: np.ndarray) -> set[str]:
+        """Names of the policies of the given slots."""
+        return {POLICY_NAMES[i] for i in set(self.policy.np[slots_np].tolist())}
+
+    def uses(self, name: str, slots_np: np.ndarray) -> bool:
+        """Whether one of the given slots has set an option that is off by default."""
+        off = 1.0 if name == "top_p" else 0.0
+        return bool((self.numbers.np[slots_np, NUMBERS.index(name)] != off).any())
+
+    def bounds_np(self, slots_np: np.ndarray, start: np.ndarray) -> Bounds:
+        """Full attention: where canvases that start at `start` lie, on the host."""
+        length = self.canvas_NC.shape[1]
+        return bounds(
+            self.origin.np[slots_np],
+            start,
+            self.end.np[slots_np],
+            self.block_length.np[slots_np],
+            length,
+            self.max_model_len,
+        )
+
+    def policy_settings(self, slots_R: Tensor) -> PolicySettings:
+        """Numbers of the policies for the requests of a step."""
+        return PolicySettings(
+            threshold_R=self.number("threshold", slots_R),
+            factor_R=self.number("factor", slots_R),
+            eps_R=self.number("eps", slots_R),
+            steps_R=self.steps.gpu[slots_R],
+            block_length_R=self.block_length.gpu[slots_R],
+            editing_threshold_R=self.number("editing_threshold", slots_R),
+            num_to_transfer_R=self.number("num_to_transfer", slots_R),
+            time_schedule=self.config.time_schedule,
+        )
+
+    def advance(
+        self,
+        slots_R: Tensor,
+        plan: StepPlan,
+        outcome: StepOutcome,
+        tokens_RC: Tensor,
+        saw_stop_R: Tensor,
+    ) -> None:
+        """Write a step's result: shift committed positions and blocks out of the canvas."""
+        num_positions, blocks = self.canvas_NC.shape[1], self.full_NS.shape[1]
+        # What ends a request can be emitted from inside a block; its canvas goes no further.
+        moved_R = torch.where(outcome.ended_R, plan.num_committed_R, outcome.num_committed_R)
+        shift_R1 = moved_R.to(torch.int64)[:, None]
+        source_RC = torch.arange(num_positions, device=self.device) + shift_R1
+        shifted_RC = tokens_RC.gather(1, source_RC.clamp_max(num_positions - 1))
+        mask_id = self.config.mask_token_id
+        self.canvas_NC[slots_R] = shifted_RC.masked_fill(source_RC >= num_positions, mask_id)
+
+        stored_R1 = plan.num_stored_R[:, None]
+        source_RS = torch.arange(blocks, device=self.device) + stored_R1
+        full_RS = plan.full_RS.gather(1, source_RS.clamp_max(blocks - 1))
+        self.full_NS[slots_R] = full_RS & (source_RS < blocks)
+        self.open_N[slots_R] = plan.open_R - plan.num_stored_R.to(torch.int32)
+        self.saw_stop_N[slots_R] = saw_stop_R
+        self.ended_N[slots_R] = outcome.ended_R
+        denoised_R = plan.active_RS.any(dim=1)
+        # Steps are counted of the first unfinished block alone.
+        first_R = leading(~plan.active_RS) + 1
+        behind_R1 = (first_R * self.block_length.gpu[slots_R])[:, None]
+        position_C = torch.arange(num_positions, device=self.device)
+        left_RC = plan.candidates_RC & ~outcome.unmask_RC & (position_C < behind_R1)
+        unfinished_R = left_RC.any(dim=1)
+        block_step_R = self.block_step_N[slots_R] + denoised_R.to(torch.int32)
+        self.block_step_N[slots_R] = block_step_R.where(unfinished_R | ~denoised_R, 0)
+        self.start_N[slots_R] += moved_R
+        self.tail_N[slots_R] = (self.tail_N[slots_R] - moved_R).clamp_min(0)
+        waits_R = plan.checks_R & (plan.num_stored_R == 0)
+        self.post_step_N[slots_R] = (self.post_step_N[slots_R] + 1) * waits_R
+        # A check that replaced a token counts whether or not the next block rode along.
+        self.step_N[slots_R] += denoised_R | waits_R
+        self.cached_N[slots_R] = denoised_R
+
+    def copy_rows(self, from_slots: Tensor, to_slots: Tensor) -> None:
+        """Make the canvases of some slots equal to those of others."""
+        for row in self._rows:
+            row[to_slots] = row[from_slots]
+
+
+def count_canvases(batch: "InputBatch") -> int:
+    """Requests of a batch that bring a canvas; they come first."""
+    drafts = batch.num_draft_tokens_per_req
+    return 0 if drafts is None else int(np.count_nonzero(drafts))

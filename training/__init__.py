@@ -1,0 +1,1 @@
+"""Train the bundled model; not part of the wheel."""

@@ -1,0 +1,164 @@
+"""Training data: problems as token tensors, and batches with masks drawn on the device.
+
+Tensor suffixes: N problems, B rows of a batch, T positions. A row is
+``prompt | response canvas | padding``; the canvas is the answer, its EOS, and more EOS.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from multiprocessing import get_context
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from dllm_plugin.commands.bench.reference_decoding import PADDING_BLOCK
+from dllm_plugin.commands.bench.reference_tokenizer import EOS, MASK, chat_prompt, token_id
+from dllm_plugin.commands.problems import Problem, problem
+
+BLOCK_SIZES = (8, 16, 32, 32, 64)
+EOS_PADDING_WEIGHT = 0.1  # EOS after the first: learned, but it must not dominate
+LATER_BLOCK_WEIGHT = 0.3  # blocks after the one being decoded: nobody decodes them yet
+SMALLEST_RATIO = 0.03  # the loss divides by the mask ratio
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Tokenized problems on one device: ids (0 beyond the length) and lengths."""
+
+    prompts_NP: Tensor
+    prompt_lens_N: Tensor
+    responses_NR: Tensor  # answer and one EOS
+    response_lens_N: Tensor
+    eos: int
+    mask: int
+
+    def __len__(self) -> int:
+        return len(self.prompt_lens_N)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One training batch [B, T]. `weights` is 0 where nothing is to be predicted."""
+
+    inputs: Tensor
+    targets: Tensor
+    blocks: Tensor
+    weights: Tensor
+    scale: Tensor  # scalar: what the weighted loss is divided by
+
+
+def make_problems(seeds: range, processes: int) -> Iterator[Problem]:
+    """The problems of these seeds, in order, on several processes."""
+    if processes <= 1:
+        yield from map(problem, seeds)
+        return
+    with get_context("fork").Pool(processes) as pool:
+        yield from pool.imap(problem, seeds, chunksize=2000)
+
+
+def unseen(problems: Iterable[Problem], held_out: set[str]) -> Iterator[Problem]:
+    """Distinct problems whose question is not in `held_out`."""
+    seen = set(held_out)
+    for p in problems:
+        if p.question not in seen:
+            seen.add(p.question)
+            yield p
+
+
+def make_dataset(
+    problems: Iterable[Problem], tokenizer: Tokenizer, device: torch.device
+) -> Dataset:
+    """Tokenize problems, 20,000 at a time, into padded int64 tensors on `device`."""
+    prompts: list[Tensor] = []
+    responses: list[Tensor] = []
+    source = iter(problems)
+    while chunk := list(islice(source, 20_000)):
+        for encoded in tokenizer.encode_batch([chat_prompt(p.question) for p in chunk]):
+            prompts.append(torch.tensor(encoded.ids, dtype=torch.int16))
+        for encoded in tokenizer.encode_batch([p.answer + EOS for p in chunk]):
+            responses.append(torch.tensor(encoded.ids, dtype=torch.int16))
+
+    def pad(rows: list[Tensor]) -> Tensor:
+        return pad_sequence(rows, batch_first=True).long().to(device)
+
+    def lengths(rows: list[Tensor]) -> Tensor:
+        return torch.tensor([len(r) for r in rows], device=device)
+
+    eos, mask = token_id(tokenizer, EOS), token_id(tokenizer, MASK)
+    return Dataset(pad(prompts), lengths(prompts), pad(responses), lengths(responses), eos, mask)
+
+
+def _choose(values: tuple[int, ...], like_B: Tensor, rng: torch.Generator) -> Tensor:
+    """One of `values` per row."""
+    picks = torch.randint(len(values), like_B.shape, generator=rng, device=like_B.device)
+    return torch.tensor(values, device=like_B.device)[picks]
+
+
+def _uniform(*sizes: int, rng: torch.Generator) -> Tensor:
+    return torch.rand(*sizes, generator=rng, device=rng.device)
+
+
+def _mask_ratios(
+    index_BT: Tensor, count_B: Tensor, kinds_B: Tensor, rng: torch.Generator
+) -> Tensor:
+    """Mask probability [B, T] from the block index of each canvas position (0-based).
+
+    kind 0: one ratio everywhere (LLaDA). kind 1: decoding in progress: blocks before a random
+    frontier clean, the frontier block at a ratio, later ones all masked. kind 2: ratios that do
+    not fall from left to right (D2F). kind 3: as 2, behind a clean prefix.
+    """
+    rows = len(count_B)
+    even = (torch.arange(rows, device=rng.device) + _uniform(1, rng=rng)) / rows
+    ratio_B = even[torch.randperm(rows, generator=rng, device=rng.device)]
+    ratio_B = ratio_B.clamp(min=SMALLEST_RATIO)[:, None]
+    frontier_B = (_uniform(rows, rng=rng) * count_B).long()[:, None]
+    most = int(index_BT.shape[1]) // min(BLOCK_SIZES) + 1
+    steps = _uniform(rows, most, rng=rng)
+    columns = torch.arange(most, device=rng.device)
+    steps = steps.masked_fill(columns >= count_B[:, None], 1.0).sort(-1).values
+    rising = steps.clamp(min=SMALLEST_RATIO).gather(1, index_BT.clamp(0, most - 1))
+    before = index_BT < frontier_B
+    kinds = kinds_B[:, None]
+    ratios = torch.where(kinds == 0, ratio_B.expand_as(rising), rising)
+    decoding = torch.where(index_BT == frontier_B, ratio_B, torch.ones_like(rising))
+    ratios = torch.where(kinds == 1, decoding, ratios)
+    return ratios.masked_fill(before & ((kinds == 1) | (kinds == 3)), 0.0)
+
+
+def make_batch(
+    data: Dataset, rows_B: Tensor, length: int, adapter: bool, rng: torch.Generator
+) -> Batch:
+    """Rows of `data` as one batch of `length` positions; `adapter` selects the D2F mixture."""
+    at = torch.arange(length, device=rows_B.device)[None]
+    prompt_B = data.prompt_lens_N[rows_B][:, None]
+    answer_B = data.response_lens_N[rows_B][:, None]
+    room_B = length - prompt_B - answer_B
+    spare_B = (_uniform(len(rows_B), 1, rng=rng) * (room_B + 1)).long()
+    offset = at - prompt_B  # position inside the canvas
+    in_canvas = (offset >= 0) & (offset < answer_B + spare_B)
+    in_answer = (offset >= 0) & (offset < answer_B)
+    ids = data.prompts_NP[rows_B].gather(
+        1, at.expand(len(rows_B), -1).clamp(max=data.prompts_NP.shape[1] - 1)
+    )
+    answers = data.responses_NR[rows_B].gather(1, offset.clamp(0, data.responses_NR.shape[1] - 1))
+    targets = torch.where(offset < 0, ids, torch.where(in_answer, answers, data.eos))
+
+    size_B = _choose((16, 16, 16, 32) if adapter else BLOCK_SIZES, rows_B, rng)[:, None]
+    index = offset.div(size_B, rounding_mode="floor")
+    count_B = ((answer_B + size_B - 1) // size_B)[:, 0]
+    kinds = (2, 2, 3) if adapter else (0, 0, 0, 1, 1, 1, 1, 2, 3)
+    kinds_B = _choose(kinds, rows_B, rng)
+    ratios = _mask_ratios(index, count_B, kinds_B, rng)
+    hidden = in_canvas & (_uniform(*index.shape, rng=rng) < ratios)
+
+    causal_B = _uniform(len(rows_B), 1, rng=rng) < (1.0 if adapter else 0.55)
+    blocks = torch.where(causal_B, (index + 1).clamp(min=0), 0)
+    blocks = blocks.masked_fill(offset >= answer_B + spare_B, PADDING_BLOCK)
+    worth = torch.where(in_answer, 1.0, EOS_PADDING_WEIGHT) * in_canvas
+    later = (kinds_B[:, None] == 1) & (ratios == 1.0)
+    worth = torch.where(later, LATER_BLOCK_WEIGHT * worth, worth)
+    weights = torch.where(hidden, worth / ratios.clamp(min=SMALLEST_RATIO), 0.0)
+    return Batch(targets.masked_fill(hidden, data.mask), targets, blocks, weights, worth.sum())

@@ -1,0 +1,247 @@
+"""Train the bundled model and its D2F adapter, score both, and write every file.
+
+    python -m training.train --out OUT --report REPORT --seed 0
+
+Phase 1 trains the base (masked-diffusion SFT under full and block-causal attention), phase 2 the
+adapter (D2F: block-causal, rising mask ratios, data plus the frozen bidirectional teacher).
+"""
+
+import argparse
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor
+from tqdm import tqdm
+
+from dllm_plugin.commands.bench.reference_decoding import LOOPS, PADDING_BLOCK, make_canvas, score
+from dllm_plugin.commands.bench.reference_model import (
+    Shape,
+    Weights,
+    forward,
+    load_weights,
+    merge_adapter,
+)
+from dllm_plugin.commands.problems import eval_seeds, problem, train_seeds
+from training.checkpoint import initial_adapter, initial_weights, save_adapter, save_base
+from training.data import Batch, Dataset, make_batch, make_dataset, make_problems, unseen
+from training.report import plot_losses
+from training.tokenizer import build_tokenizer, save_tokenizer
+
+LENGTHS = (208, 336)  # positions per row: canvases of about 130 and about 260 tokens
+LONG_EVERY = 8  # every eighth step uses the second length, with fewer rows
+PHASES = ("base", "d2f")
+Loss = Callable[[Batch], Tensor]
+Curve = list[tuple[int, float]]
+
+
+def parse_args() -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
+    parser.add_argument("--report", type=Path, required=True, help="folder for JSON and loss curve")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        nargs=2,
+        default=(6.3, 1.9),
+        metavar="M",
+        help="time budget of the base phase and of the adapter phase",
+    )
+    parser.add_argument("--problems", type=int, default=500_000)
+    parser.add_argument("--eval-problems", type=int, default=500)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--rows", type=int, default=384, help="batch size")
+    parser.add_argument("--rate", type=float, nargs=2, default=(2e-3, 2e-3), metavar="LR")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--alpha", type=int, default=32)
+    parser.add_argument("--no-compile", action="store_true")
+    return parser.parse_args()
+
+
+def run_phase(
+    name: str,
+    params: list[Tensor],
+    loss_of: Loss,
+    data: Dataset,
+    args: argparse.Namespace,
+    rng: torch.Generator,
+) -> Curve:
+    """AdamW for the phase's minutes, linear decay over that time; (step, mean loss) points."""
+    which = PHASES.index(name)
+    minutes, rate = args.minutes[which], args.rate[which]
+    matrices = [p for p in params if p.ndim > 1]
+    groups = [
+        {"params": matrices, "weight_decay": 0.02 if name == "base" else 0.0},
+        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    cuda = params[0].is_cuda
+    optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.98), fused=cuda)
+    curve: Curve = []
+    recent = torch.zeros((), device=params[0].device)
+    begin = warm = time.monotonic()  # warm: after the first steps, which compile
+    bar = tqdm(total=round(60 * minutes), desc=name, unit="s", mininterval=10)
+    step = 0
+    while (passed := (time.monotonic() - begin) / (60 * minutes)) < 1:
+        for group in optimizer.param_groups:
+            group["lr"] = rate * min(1.0, (step + 1) / 200) * (1 - passed)
+        long = step % LONG_EVERY == LONG_EVERY - 1
+        rows = max(8, args.rows * LENGTHS[0] // LENGTHS[1] // 8 * 8) if long else args.rows
+        picks = torch.randint(len(data), (rows,), generator=rng, device=rng.device)
+        batch = make_batch(data, picks, LENGTHS[long], name == "d2f", rng)
+        loss = loss_of(batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        recent += loss.detach()
+        step += 1
+        if step % 50 == 0:
+            curve.append((step, recent.item() / 50))
+            recent.zero_()
+            bar.set_postfix(step=step, loss=f"{curve[-1][1]:.4f}", refresh=False)
+            bar.update(round(time.monotonic() - begin) - bar.n)
+        if step == 100:
+            warm = time.monotonic()
+    bar.close()
+    took = time.monotonic() - begin
+    print(f"{name}: {step} steps in {took:.0f} s, first 100 in {warm - begin:.0f} s", flush=True)
+    return curve
+
+
+def cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
+    """Weighted cross entropy of the masked positions, divided by the batch's scale."""
+    losses = F.cross_entropy(
+        logits.float().flatten(0, 1), batch.targets.flatten(), reduction="none"
+    )
+    return (losses * batch.weights.flatten()).sum() / batch.scale
+
+
+def base_loss(weights: Weights, shape: Shape, run: Callable[..., Tensor]) -> Loss:
+    """LLaDA's SFT loss for the base weights."""
+
+    def loss(batch: Batch) -> Tensor:
+        with torch.autocast(batch.inputs.device.type, torch.bfloat16):
+            logits = run(weights, shape, batch.inputs, batch.blocks)
+        return cross_entropy(logits, batch)
+
+    return loss
+
+
+def d2f_loss(
+    weights: Weights, adapter: Weights, scale: float, shape: Shape, run: Callable[..., Tensor]
+) -> Loss:
+    """D2F: cross entropy to the data plus KL to the base under full attention."""
+
+    def loss(batch: Batch) -> Tensor:
+        with torch.autocast(batch.inputs.device.type, torch.bfloat16):
+            padding = batch.blocks == PADDING_BLOCK
+            with torch.no_grad():
+                wanted = run(weights, shape, batch.inputs, padding.long())
+            logits = run(merge_adapter(weights, adapter, scale), shape, batch.inputs, batch.blocks)
+        goal = wanted.float().log_softmax(-1)
+        distance = F.kl_div(logits.float().log_softmax(-1), goal, reduction="none", log_target=True)
+        distance = (distance.sum(-1) * batch.weights).sum() / batch.scale
+        return cross_entropy(logits, batch) + 0.5 * distance
+
+    return loss
+
+
+def trainable(tensors: Weights, device: torch.device) -> dict[str, Tensor]:
+    """Copies of `tensors` on `device` that require gradients."""
+    return {name: t.to(device).requires_grad_() for name, t in tensors.items()}
+
+
+def evaluate(
+    out: Path, tokenizer: Tokenizer, args: argparse.Namespace, device: torch.device
+) -> dict[str, Any]:
+    """Score every loop on the held-out problems, from the files just written, in float32."""
+    problems = [problem(s) for s in eval_seeds(args.eval_problems)]
+    shape, scores = Shape.load(out), {}
+    base = {n: t.to(device) for n, t in load_weights(out).items()}
+    merged = {n: t.to(device) for n, t in load_weights(out, out / "d2f").items()}
+    for name, (loop, block, adapted) in LOOPS.items():
+        weights = merged if adapted else base
+        canvas = make_canvas(weights, shape, tokenizer, problems, args.max_new_tokens, block)
+        scores[name] = score(loop, canvas, problems, tokenizer)
+        print(name, json.dumps(scores[name]), flush=True)
+        if name in ("block_diffusion", "d2f"):  # as an engine computes: bfloat16 throughout
+            half = {n: t.bfloat16() for n, t in weights.items()}
+            canvas = make_canvas(half, shape, tokenizer, problems, args.max_new_tokens, block)
+            scores[f"{name}_bf16"] = score(loop, canvas, problems, tokenizer)
+    return scores
+
+
+def prepare(args: argparse.Namespace, device: torch.device) -> tuple[Tokenizer, Dataset]:
+    """The tokenizer, written to `args.out`, and the training problems without the held-out ones."""
+    held_out = {problem(s).question for s in eval_seeds(args.eval_problems)}
+    processes = min(16, len(os.sched_getaffinity(0)))
+    sample = [problem(s) for s in train_seeds(min(20_000, args.problems))]
+    tokenizer = build_tokenizer(text for p in sample for text in (p.question, p.answer))
+    save_tokenizer(tokenizer, args.out)
+    fresh = unseen(make_problems(train_seeds(args.problems), processes), held_out)
+    return tokenizer, make_dataset(fresh, tokenizer, device)
+
+
+def train(
+    args: argparse.Namespace, tokenizer: Tokenizer, data: Dataset, device: torch.device
+) -> dict[str, Curve]:
+    """Both phases; writes the base checkpoint and the adapter, returns their loss curves."""
+    cpu_rng = torch.Generator().manual_seed(args.seed)
+    rng = torch.Generator(device).manual_seed(args.seed)
+    shape = Shape()
+    run = forward if args.no_compile else torch.compile(forward, dynamic=False)
+
+    base = trainable(initial_weights(shape, cpu_rng), device)
+    loss = base_loss(base, shape, run)
+    curves = {"base": run_phase("base", list(base.values()), loss, data, args, rng)}
+    save_base(args.out, base, shape, tokenizer)
+
+    frozen = {n: t.to(device) for n, t in load_weights(args.out).items()}
+    adapter = trainable(initial_adapter(frozen, args.rank, cpu_rng), device)
+    loss = d2f_loss(frozen, adapter, args.alpha / args.rank, shape, run)
+    curves["d2f"] = run_phase("d2f", list(adapter.values()), loss, data, args, rng)
+    save_adapter(args.out / "d2f", adapter, args.rank, args.alpha)
+    return curves
+
+
+def main() -> None:
+    """Train, score, and write the files and the report's raw numbers."""
+    args = parse_args()
+    started = time.monotonic()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(args.seed)
+    args.out.mkdir(parents=True, exist_ok=True)
+    args.report.mkdir(parents=True, exist_ok=True)
+    tokenizer, data = prepare(args, device)
+    ready = time.monotonic() - started
+    print(f"{len(data)} distinct training problems after {ready:.0f} s", flush=True)
+    curves = train(args, tokenizer, data, device)
+    scores = evaluate(args.out, tokenizer, args, device)
+    settings = {n: v for n, v in vars(args).items() if n not in ("out", "report")}
+    summary = settings | {
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "distinct_problems": len(data),
+        "parameters": sum(t.numel() for t in load_weights(args.out).values()),
+        "steps": {name: curve[-1][0] if curve else 0 for name, curve in curves.items()},
+        "seconds": round(time.monotonic() - started),
+        "scores": scores,
+    }
+    text = json.dumps(summary | {"curves": curves})
+    (args.report / "default_model.json").write_text(text, encoding="utf-8")
+    plot_losses(curves, args.report / "default_model_loss.png")
+    print(json.dumps(summary), flush=True)
+
+
+if __name__ == "__main__":
+    main()
