@@ -26,7 +26,8 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.states import RequestState
 
-from dllm_plugin.config.decode import DecodeConfig
+from dllm_plugin.config.options import Options
+from dllm_plugin.config.resolution import resolve
 from dllm_plugin.engine.sampler import DiffusionSampler
 from dllm_plugin.kernels.confidence import kernel as row_stats
 from dllm_plugin.kernels.confidence import reference
@@ -132,7 +133,7 @@ class Bench:
         block = min(32, canvas)
         dllm = {"strategy": strategy, "block_length": block, "canvas_length": canvas}
         model_len, most_rows = 8192, most_requests * canvas
-        config = DecodeConfig.from_user(dllm).resolve(architecture, model_len, mask)
+        config = resolve(Options.from_user(dllm), architecture, model_len, mask)
         model_config: Any = SimpleNamespace(
             max_model_len=model_len,
             max_logprobs=20,

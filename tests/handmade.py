@@ -29,7 +29,7 @@ def canvas(
     made = Canvas(
         tokens_RC=torch.tensor(tokens).expand(num_requests, num_positions),
         size_RS=size_S.expand(num_requests, -1),
-        fed_RS=torch.ones(num_requests, num_slots, dtype=torch.bool),
+        computed_RS=torch.ones(num_requests, num_slots, dtype=torch.bool),
         block_RC=(torch.arange(num_positions) // length).expand(num_requests, -1),
         open_R=none_R + num_slots,
         full_RS=torch.tensor(full).expand(num_requests, num_slots),
@@ -62,10 +62,10 @@ def plan(canvas: Canvas, candidates_RC: Tensor, **fields: Any) -> StepPlan:
         candidates_RC=candidates_RC,
         num_stored_R=none_R.to(torch.int64),
         num_committed_R=none_R,
-        leads_R=none_R.bool(),
+        first_only_R=none_R.bool(),
         editable_RC=torch.zeros_like(candidates_RC),
         checks_R=none_R.bool(),
-        settled_R=torch.full_like(canvas.block_RC[:, 0], candidates_RC.shape[1]),
+        fixed_R=torch.full_like(canvas.block_RC[:, 0], candidates_RC.shape[1]),
     )
     return made._replace(
         **{
@@ -83,7 +83,6 @@ def settings(
     eps: float = 1e-3,
     editing_threshold: float = 0.5,
     num_to_transfer: int = 1,
-    time_schedule: bool = False,
 ) -> PolicySettings:
     """Numbers of policies; a whole block is as long as the first one of the canvas."""
     one_R = torch.ones(len(canvas.open_R))
@@ -95,5 +94,4 @@ def settings(
         block_length_R=canvas.size_RS[:, 0].to(torch.int64),
         editing_threshold_R=one_R * editing_threshold,
         num_to_transfer_R=one_R * num_to_transfer,
-        time_schedule=time_schedule,
     )

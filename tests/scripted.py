@@ -22,7 +22,8 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.states import RequestState
 
-from dllm_plugin.config.decode import DecodeConfig
+from dllm_plugin.config.options import Options
+from dllm_plugin.config.resolution import resolve
 from dllm_plugin.engine.sampler import DiffusionSampler
 from dllm_plugin.sampling.vocab_parallel import VocabShard
 from dllm_plugin.state.canvas_states import CanvasStates
@@ -160,9 +161,8 @@ class Loop:
         max_model_len: int = 64,
         shard: VocabShard | None = None,
     ) -> None:
-        config = DecodeConfig.from_user(dllm)
-        self.config = config.resolve(ARCHITECTURE[shift], max_model_len, MASK)
-        assert self.config.canvas_length is not None
+        options = Options.from_user(dllm)
+        self.config = resolve(options, ARCHITECTURE[shift], max_model_len, MASK)
         self.shift, self.canvas_length, self.shard = shift, self.config.canvas_length, shard
         # The few values that are read of vLLM's ModelConfig.
         self.model_config: Any = SimpleNamespace(

@@ -57,7 +57,7 @@ def fewest_requests(vllm_config: VllmConfig) -> int | None:
     assert config.canvas_length is not None and config.block_length is not None
     blocks = config.canvas_length // config.block_length
     saved = blocks - 1 - config.canvas_length / MERGED
-    apart = config.commits_alone or model.get_sliding_window() is not None
+    apart = config.dedicated_commit or model.get_sliding_window() is not None
     if apart or saved <= 0 or heads > MOST_HEADS_PER_KEY * kv_heads:
         return None
     fewest = math.ceil(READ_AGAIN / (saved * kv_heads * model.get_head_size()))

@@ -66,7 +66,7 @@ def batch_rows(batch: InputBatch, states: CanvasStates) -> Rows:
     lengths = states.block_length.np[batch.idx_mapping_np[: batch.num_reqs]]
     blocks = states.full_NS.shape[1]
     zeros = np.zeros_like(spans)
-    if states.config.full_attention:
+    if states.config.method.full_attention:
         return _whole_rows(batch, states, spans)
     num_canvases = count_canvases(batch)
     parts = []

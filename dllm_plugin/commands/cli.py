@@ -19,8 +19,7 @@ from dllm_plugin.commands.offline import (
     one_sentence,
     start_engine,
 )
-from dllm_plugin.config.validation import KV_CACHE_LAYOUTS
-from dllm_plugin.decoding.choices import POLICIES, STRATEGIES
+from dllm_plugin.config.options import KV_CACHE_LAYOUTS
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -101,8 +100,9 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_decode_options(parser: argparse.ArgumentParser) -> None:
     # Checked by DecodeConfig, whose sentence also says what is not implemented yet.
-    parser.add_argument("--strategy", help=", ".join(STRATEGIES))
-    parser.add_argument("--policy", help=", ".join(POLICIES))
+    # Their names are known to code that imports torch, which `--help` does not wait for.
+    parser.add_argument("--strategy", help="what a step computes (docs/strategies.md)")
+    parser.add_argument("--policy", help="which positions a step unmasks (docs/strategies.md)")
     parser.add_argument("--threshold", type=float)
     parser.add_argument("--block-length", type=int)
     parser.add_argument("--lora-path", help="D2F adapter to merge into the weights")

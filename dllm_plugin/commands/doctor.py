@@ -6,8 +6,10 @@ from typing import Any
 import dllm_plugin
 from dllm_plugin.attention.backends import REASONS
 from dllm_plugin.commands.offline import one_sentence
-from dllm_plugin.config.decode import REQUEST_FIELDS, DecodeConfig, get_decode_config
-from dllm_plugin.decoding.choices import BLOCK_DIFFUSION, OF_SEVERAL_BLOCKS, OFF, options_read
+from dllm_plugin.config.decode import DecodeConfig, get_decode_config
+from dllm_plugin.config.options import REQUEST_FIELDS, does_nothing
+from dllm_plugin.config.request import request_config
+from dllm_plugin.config.resolution import OF_SEVERAL_BLOCKS
 from dllm_plugin.decoding.families import FAMILIES
 from dllm_plugin.models import ARCHITECTURES
 from dllm_plugin.models.checkpoints.special_tokens import find_mask_token
@@ -64,7 +66,7 @@ def _report_model(options: dict[str, Any]) -> int:
     for name, value in _settings(config).items():
         _line("  " + name, value)
     _line("step compiled", "yes" if config.compile_step else "no")
-    if config.feeds_ahead:
+    if config.computes_next_block:
         fewest = config.commit_alone_from
         _line("one block each", f"from {fewest} requests on" if fewest else "never")
     return 0
@@ -72,17 +74,16 @@ def _report_model(options: dict[str, Any]) -> int:
 
 def _settings(config: DecodeConfig) -> dict[str, Any]:
     """What requests get that say nothing: the numbers that this strategy and policy read."""
-    request = config.for_request({}, config.canvas_length)
-    read = options_read(config.strategy, config.policy, config.family) - {"policy"}
-    if config.strategy == BLOCK_DIFFUSION and config.max_active_blocks == 1:
-        read = read - set(OF_SEVERAL_BLOCKS)
-    names = [name for name in REQUEST_FIELDS if name in read]
-    names += ["canvas_length", "lora_path"]
-    values = {name: getattr(request, name) for name in names}
+    request = request_config(config, {}, config.canvas_length)
+    read = config.method.options_read(config.policy) - {"policy"}
+    if config.method.next_block and config.max_active_blocks == 1:
+        read -= set(OF_SEVERAL_BLOCKS)
+    values = {name: getattr(request, name) for name in REQUEST_FIELDS if name in read}
+    values |= {"canvas_length": config.canvas_length, "lora_path": config.lora_path}
     if config.whole_canvas:
         values["block_length"] = "the whole canvas"
         values["steps"] = config.steps or "one per position"
-    return {k: v for k, v in values.items() if v is not None and v not in OFF.get(k, ())}
+    return {k: v for k, v in values.items() if v is not None and not does_nothing(k, v)}
 
 
 def _line(label: str, value: Any) -> None:

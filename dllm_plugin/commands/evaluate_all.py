@@ -11,18 +11,12 @@ from dllm_plugin.commands import evaluate
 from dllm_plugin.commands.evaluate_report import Row, Way, check_matplotlib, page, plot, table
 from dllm_plugin.commands.offline import processor
 from dllm_plugin.commands.problems import eval_seeds, problem
-from dllm_plugin.decoding.choices import (
-    BLOCK_DIFFUSION,
-    D2F,
-    SCHEDULED,
-    STRATEGIES,
-    options_read,
-    policies_of,
-)
-from dllm_plugin.decoding.families import FAMILIES
+from dllm_plugin.decoding.families import LLADA
+from dllm_plugin.decoding.methods import STRATEGIES, methods_of
+from dllm_plugin.decoding.policies import RANKINGS
 
 LIMIT = 200
-FAMILY = FAMILIES["LLaDAModelLM"]  # of the bundled model
+METHODS = methods_of(LLADA)  # of the bundled model
 # Two blocks for answers of up to 82 tokens; in blocks of 32 all policies tried were always right.
 BLOCK, CANVAS = 64, 128
 STEPS = (64, 8, 2)  # per block, for policies that follow a schedule
@@ -32,8 +26,9 @@ FOLDER = Path("benchmarks/reports")
 def ways(strategy: str) -> list[Way]:
     """Every policy that the bundled model takes under a strategy; scheduled ones at all `STEPS`."""
     found = []
-    for policy in policies_of(strategy, FAMILY):
-        scheduled = policy in SCHEDULED and "steps" in options_read(strategy, policy, FAMILY)
+    method = METHODS[strategy]
+    for policy in method.policies:
+        scheduled = policy in RANKINGS and "steps" in method.options_read(policy)
         found += [Way(strategy, policy, steps) for steps in (STEPS if scheduled else (None,))]
     return found
 
@@ -45,8 +40,7 @@ def run(limit: int | None, dtype: str, output: str | None) -> int:
     limit = limit or LIMIT
     rows = []
     for strategy in STRATEGIES:
-        if strategy != "auto":
-            rows += score_strategy(strategy, dtype, limit)
+        rows += score_strategy(strategy, dtype, limit)
     record = {
         "benchmark": "eval_all",
         "problems": limit,
@@ -77,9 +71,10 @@ def score_strategy(strategy: str, dtype: str, limit: int) -> list[Row]:
     """All ways of one strategy, on one engine."""
     problems = [problem(seed) for seed in eval_seeds(limit)]
     dllm: dict[str, Any] = {"block_length": BLOCK, "canvas_length": CANVAS, "strategy": strategy}
-    if strategy == D2F:
+    method = METHODS[strategy]
+    if method.uses_adapter:
         dllm["lora_path"] = default_model.adapter_path()
-    if strategy == BLOCK_DIFFUSION:
+    if method.next_block:
         dllm["commit_alone_from"] = 0  # else positions and forwards depend on the device
     llm = evaluate.start(dllm, dtype)
     rows = []

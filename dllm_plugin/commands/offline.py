@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from dllm_plugin import default_model
-from dllm_plugin.config.decode import DecodeConfig
+from dllm_plugin.config.options import Options
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
@@ -26,7 +26,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """
     names = ("strategy", "policy", "threshold", "block_length", "lora_path", "kv_cache_layout")
     dllm = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    DecodeConfig.from_user(dllm)
+    Options.from_user(dllm)
     engine_names = ("dtype", "gpu_memory_utilization")
     engine = {name: getattr(args, name, None) for name in engine_names}
     engine = {name: value for name, value in engine.items() if value is not None}

@@ -22,7 +22,6 @@ def capture_sizes(config: DecodeConfig, max_num_seqs: int, max_num_tokens: int) 
 
     Of many canvases too: piecewise graphs, which prompts take, have the same sizes.
     """
-    assert config.canvas_length is not None and config.block_length is not None
     # The scheduler keeps room for a whole canvas of every running request.
     most = min(max_num_seqs, max_num_tokens // config.canvas_length)
     counts = [n for n in (1, 2, 4) if n < most] + list(range(8, most, 8)) + [most]

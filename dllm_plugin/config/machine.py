@@ -1,4 +1,4 @@
-"""Options that were left open: filled by what this machine and vLLM's own options allow."""
+"""Fill in the options that the machine and vLLM's own options decide."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -11,6 +11,7 @@ from vllm.utils.math_utils import cdiv
 
 from dllm_plugin.config.cuda_graphs import WORKER
 from dllm_plugin.config.decode import DecodeConfig
+from dllm_plugin.config.options import Options
 
 logger = init_logger("vllm.dllm_plugin")
 
@@ -20,33 +21,35 @@ logger = init_logger("vllm.dllm_plugin")
 ALONE_POSITIONS, SHORTEST_BLOCK = 128, 8
 
 
-def settle(vllm_config: VllmConfig, config: DecodeConfig) -> DecodeConfig:
-    """Fill what is open. Raises ValueError where a choice leaves nothing to do."""
+def resolve_for_machine(
+    vllm_config: VllmConfig, options: Options, config: DecodeConfig
+) -> DecodeConfig:
+    """Fill what the machine decides. Raises ValueError where a choice leaves nothing to do."""
     cannot = current_platform.is_cpu() or vllm_config.model_config.enforce_eager
     problem = next(uncompiled(config, cannot), None)
-    if config.compile_step and problem:
+    if options.compile_step and problem:
         raise ValueError(f"compile_step {problem}: leave compile_step out.")
     ranks = vllm_config.parallel_config.tensor_parallel_size
-    if config.vocab_parallel and ranks == 1:
+    if options.vocab_parallel and ranks == 1:
         raise ValueError(
             "vocab_parallel needs a tensor_parallel_size of at least 2, got 1: leave "
             "vocab_parallel out."
         )
-    if config.vocab_parallel and vllm_config.lora_config is not None:
+    if options.vocab_parallel and vllm_config.lora_config is not None:
         raise ValueError(
             "vocab_parallel keeps the columns of the LM head apart, which enable_lora gathers: "
             "leave vocab_parallel out."
         )
-    if config.vocab_parallel is None:
+    if options.vocab_parallel is None:
         columns = ranks > 1 and vllm_config.lora_config is None
         config = dataclasses.replace(config, vocab_parallel=columns)
-    if config.commit_alone_from is None:
+    if options.commit_alone_from is None:
         reason = next(never_alone(config, vllm_config, can_capture(vllm_config)), None)
         fewest = 0 if reason else fewest_alone(config)
         config = dataclasses.replace(config, commit_alone_from=fewest)
-        if config.feeds_ahead:
+        if config.computes_next_block:
             logger.info("commit_alone_from is %d%s.", fewest, f": {reason}" if reason else "")
-    if config.compile_step is None:
+    if options.compile_step is None:
         mode, level = vllm_config.compilation_config.mode, vllm_config.optimization_level
         # What vLLM leaves open here becomes NONE at level 0.
         wanted = mode != CompilationMode.NONE and (mode is not None or level > 0)
@@ -63,16 +66,15 @@ def uncompiled(config: DecodeConfig, cannot: bool) -> Iterator[str]:
     """Why a step is not compiled; `cannot`: for want of a GPU, or because nothing is."""
     if cannot:
         yield "needs a GPU and no enforce_eager"
-    if config.full_attention:
+    if not config.method.compiles:
         yield f"serves strategies that attend from block to block, not {config.strategy}"
-    if config.commits_alone:
+    if config.dedicated_commit:
         # Each of their steps also decides the lead of the next block, which keeps its own state.
         yield "does nothing for blocks that commit alone, as at max_active_blocks 1"
 
 
 def fewest_alone(config: DecodeConfig) -> int:
     """From how many running requests on a step feeds one block each, where it may."""
-    assert config.block_length is not None
     return cdiv(ALONE_POSITIONS, config.block_length)
 
 
@@ -94,9 +96,8 @@ def never_alone(config: DecodeConfig, vllm_config: VllmConfig, can: bool) -> Ite
     worker, most = vllm_config.parallel_config.worker_cls, vllm_config.scheduler_config.max_num_seqs
     if not can or not both or sizes != (None, None):
         yield "it needs full and piecewise CUDA graphs, and their sizes left out"
-    if not config.feeds_ahead:
+    if not config.computes_next_block:
         yield "a step feeds nothing behind a block"
-    assert config.block_length is not None
     if config.block_length < SHORTEST_BLOCK:
         yield f"it was not measured for blocks shorter than {SHORTEST_BLOCK}"
     attention = vllm_config.attention_config

@@ -63,7 +63,7 @@ def _plan_blocks(
     done_RS = (canvas.size_RS - left_RS) / canvas.size_RS.clamp_min(1)
     predecessor_RS = torch.nn.functional.pad(done_RS[:, :-1], (1, 0), value=1.0)
 
-    add_RS = (slot_S == canvas.open_R[:, None]) & (canvas.size_RS > 0) & canvas.fed_RS
+    add_RS = (slot_S == canvas.open_R[:, None]) & (canvas.size_RS > 0) & canvas.computed_RS
     add_RS &= predecessor_RS >= add_threshold_R[:, None]
     add_RS &= ~canvas.saw_stop_R[:, None]
     if max_active_R is not None:
@@ -72,7 +72,7 @@ def _plan_blocks(
     open_R = canvas.open_R + add_RS.sum(dim=1, dtype=torch.int32)
     open_RS = slot_S < open_R[:, None]
     # A step that could not feed every open block decides nothing: their rows would be wrong.
-    whole_R1 = (canvas.fed_RS | ~open_RS).all(dim=1, keepdim=True)
+    whole_R1 = (canvas.computed_RS | ~open_RS).all(dim=1, keepdim=True)
 
     full_RS = canvas.full_RS | (predecessor_RS >= decoded_threshold_R[:, None])
     finished_RS = open_RS & (left_RS == 0) & whole_R1
@@ -94,10 +94,10 @@ def without_edits(canvas: Canvas, **decided: Tensor) -> StepPlan:
     nowhere_R = torch.zeros_like(canvas.saw_stop_R)
     return StepPlan(
         **decided,
-        leads_R=nowhere_R,
+        first_only_R=nowhere_R,
         editable_RC=nowhere_R[:, None].expand_as(canvas.block_RC),
         checks_R=nowhere_R,
-        settled_R=torch.full_like(canvas.block_RC[:, 0], canvas.block_RC.shape[1]),
+        fixed_R=torch.full_like(canvas.block_RC[:, 0], canvas.block_RC.shape[1]),
     )
 
 
@@ -109,7 +109,7 @@ def _allow_edits(canvas: Canvas, plan: StepPlan, mask_id: int) -> StepPlan:
     has_masks_R = plan.active_RS[:, 0]
     edits_R = canvas.edits_R & (has_masks_R | (canvas.edits_left_R > 0)) & ~canvas.ended_R
     # Rows of a block that was not fed whole are wrong.
-    edits_R &= canvas.fed_RS[:, 0]
+    edits_R &= canvas.computed_RS[:, 0]
     position_C = torch.arange(canvas.block_RC.shape[1], device=edits_R.device)
     editable_RC = (canvas.tokens_RC != mask_id) & (canvas.block_RC == 0)
     editable_RC &= (position_C >= canvas.tail_R[:, None]) & edits_R[:, None]
@@ -125,7 +125,7 @@ def _allow_edits(canvas: Canvas, plan: StepPlan, mask_id: int) -> StepPlan:
         num_committed_R=num_committed_R,
         editable_RC=editable_RC,
         checks_R=checks_R,
-        settled_R=torch.where(canvas.edits_R, num_committed_R.to(torch.int64), plan.settled_R),
+        fixed_R=torch.where(canvas.edits_R, num_committed_R.to(torch.int64), plan.fixed_R),
     )
 
 
@@ -137,7 +137,7 @@ def keep_edited(canvas: Canvas, plan: StepPlan, unmask_RC: Tensor) -> tuple[Step
     """
     edited_R = plan.checks_R & (unmask_RC & plan.editable_RC).any(dim=1)
     is_last_R = canvas.edits_left_R <= 1
-    settled_R = torch.where(is_last_R, canvas.size_RS[:, 0], 0).to(torch.int64)
+    fixed_R = torch.where(is_last_R, canvas.size_RS[:, 0], 0).to(torch.int64)
     drops_R = edited_R & (canvas.max_active_R == 1)
     plan = replaced(
         plan,
@@ -145,7 +145,7 @@ def keep_edited(canvas: Canvas, plan: StepPlan, unmask_RC: Tensor) -> tuple[Step
         open_R=plan.open_R.masked_fill(drops_R, 1),
         num_stored_R=plan.num_stored_R.masked_fill(edited_R, 0),
         num_committed_R=plan.num_committed_R.masked_fill(edited_R, 0),
-        settled_R=torch.where(edited_R, settled_R, plan.settled_R),
+        fixed_R=torch.where(edited_R, fixed_R, plan.fixed_R),
     )
     return plan, unmask_RC & ~(drops_R[:, None] & ~plan.editable_RC)
 
@@ -180,7 +180,7 @@ def sub_block_to_store(canvas: Canvas, plan: StepPlan) -> Tensor:
     return in_first_RC | whole_R1 | ~plan.candidates_RC.any(dim=1, keepdim=True)
 
 
-def settle_blocks(
+def commit_blocks(
     canvas: Canvas,
     plan: StepPlan,
     unmask_RC: Tensor,
@@ -223,7 +223,7 @@ def final_run(
     """Length of the leading run of decided tokens, and where in it the text would end."""
     position_C = torch.arange(tokens_RC.shape[1], device=tokens_RC.device)
     open_RC = canvas.block_RC < plan.open_R[:, None]
-    run_R = torch.minimum(leading(open_RC & (tokens_RC != mask_id)), plan.settled_R)
+    run_R = torch.minimum(leading(open_RC & (tokens_RC != mask_id)), plan.fixed_R)
     stop_RC = is_stop_RC & (position_C < run_R[:, None])
     first_stop_R = torch.where(stop_RC, position_C, tokens_RC.shape[1]).amin(dim=1)
     return run_R, torch.minimum(first_stop_R + 1, remaining_R)

@@ -16,7 +16,7 @@ from dllm_plugin.decoding.plan import Canvas, StepOutcome, StepPlan, replaced
 
 def plan_current_block(canvas: Canvas, mask_id: int) -> StepPlan:
     """One block of a canvas that is seen as a whole; the others wait as masks."""
-    active_RS = (canvas.size_RS > 0) & canvas.fed_RS
+    active_RS = (canvas.size_RS > 0) & canvas.computed_RS
     in_block_RC = at_positions(active_RS, canvas.block_RC)
     none_R = torch.zeros_like(canvas.open_R)
     return without_edits(
@@ -30,16 +30,16 @@ def plan_current_block(canvas: Canvas, mask_id: int) -> StepPlan:
     )
 
 
-def plan_leading_position(canvas: Canvas, mask_id: int) -> StepPlan:
+def plan_first_position(canvas: Canvas, mask_id: int) -> StepPlan:
     """As :func:`plan_current_block`, but a block's first step decides its first position alone.
 
     Fast-dLLM's decoder for shifted models: later steps of the block do not compute the row that
     predicts this position.
     """
-    return replaced(plan_current_block(canvas, mask_id), leads_R=canvas.step_R == 0)
+    return replaced(plan_current_block(canvas, mask_id), first_only_R=canvas.step_R == 0)
 
 
-def settle_refreshed(
+def commit_refreshed(
     canvas: Canvas,
     plan: StepPlan,
     unmask_RC: Tensor,
@@ -50,7 +50,7 @@ def settle_refreshed(
 ) -> StepOutcome:
     """Commit the block when it is decided; its KV and all others are then out of date.
 
-    Arguments and the exact early exit as in :func:`settle_blocks`.
+    Arguments and the exact early exit as in :func:`commit_blocks`.
     """
     run_R, final_R = final_run(canvas, plan, tokens_RC, is_stop_RC, remaining_R, mask_id)
     ends_R = run_R >= final_R
@@ -62,21 +62,6 @@ def settle_refreshed(
         done_R | ends_R,
         canvas.ended_R | ends_R,
     )
-
-
-def settle_uncached(
-    canvas: Canvas,
-    plan: StepPlan,
-    unmask_RC: Tensor,
-    tokens_RC: Tensor,
-    is_stop_RC: Tensor,
-    remaining_R: Tensor,
-    mask_id: int,
-) -> StepOutcome:
-    """As :func:`settle_refreshed`; every step is a refresh."""
-    outcome = settle_refreshed(canvas, plan, unmask_RC, tokens_RC, is_stop_RC, remaining_R, mask_id)
-    refresh_R = torch.ones_like(outcome.refresh_R)
-    return StepOutcome(outcome.unmask_RC, outcome.num_committed_R, refresh_R, outcome.ended_R)
 
 
 class Bounds(NamedTuple):

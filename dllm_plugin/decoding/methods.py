@@ -1,43 +1,247 @@
-"""Tables."""
+"""Say how each strategy decodes each model family: the one table of decoding methods.
+
+Whatever depends on strategy and family is a field of a row here, and is read from it elsewhere. A
+strategy is one function in :mod:`block_causal` or :mod:`full_attention` and one row for each family
+that it serves; a policy is one function and one row in :mod:`policies`.
+"""
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 from torch import Tensor
 
-from dllm_plugin.decoding.block_causal import plan_block_diffusion, plan_d2f, settle_blocks
+from dllm_plugin.decoding import policies
+from dllm_plugin.decoding.block_causal import (
+    commit_blocks,
+    plan_block_diffusion,
+    plan_d2f,
+    plan_edited_blocks,
+    plan_sub_blocks,
+)
+from dllm_plugin.decoding.families import Family
 from dllm_plugin.decoding.full_attention import (
     Bounds,
     Span,
+    commit_refreshed,
     plan_current_block,
-    settle_refreshed,
-    settle_uncached,
+    plan_first_position,
     span_dual_cache,
     span_prefix_cache,
     span_semi_autoregressive,
 )
 from dllm_plugin.decoding.plan import Canvas, StepOutcome, StepPlan
+from dllm_plugin.decoding.strategy_names import (
+    BLOCK_DIFFUSION,
+    D2F,
+    DUAL_CACHE,
+    PREFIX_CACHE,
+    SEMI_AUTOREGRESSIVE,
+)
 
 PlanFunction = Callable[[Canvas, int], StepPlan]
-
-
-SettleFunction = Callable[[Canvas, StepPlan, Tensor, Tensor, Tensor, Tensor, int], StepOutcome]
-
-
+CommitFunction = Callable[[Canvas, StepPlan, Tensor, Tensor, Tensor, Tensor, int], StepOutcome]
 SpanFunction = Callable[[Bounds, np.ndarray], Span]
 
 
-STRATEGIES: dict[str, tuple[PlanFunction, SettleFunction]] = {
-    "d2f": (plan_d2f, settle_blocks),
-    "block_diffusion": (plan_block_diffusion, settle_blocks),
-    "semi_autoregressive": (plan_current_block, settle_uncached),
-    "prefix_cache": (plan_current_block, settle_refreshed),
-    "dual_cache": (plan_current_block, settle_refreshed),
-}
+@dataclass(frozen=True)
+class Method:
+    """How one strategy decodes one model family.
+
+    plan            what a step computes and may unmask, before the forward
+    commit          what of it is final, behind the forward
+    policies        rule, ranking and numbers of each policy that has a meaning here
+    default_policy  what `auto` becomes; `edited_policy` for checkpoints that were trained to edit
+    span            full attention: where the next forward starts and stops; None: at the canvas
+    keeps_kv        whether a step may trust the KV of the step before it
+    logits          the rows of a forward that become logits: every canvas position, or masked ones
+    scheduler       "canvas": a canvas in every step; "refresh": forwards of several kinds and sizes
+    least_steps     denoising steps that a block takes at least
+    next_block      whether the block behind those that are denoised is computed in their forward
+    dedicated_commit  with one active block, a finished block commits in a forward of its own, whose
+                    last row predicts the first token of the next block
+    uses_adapter    whether the bundled model decodes so with its D2F adapter
+    edits           whether decided tokens may be replaced
+    whole_canvas    by default a block is as long as the canvas
+    blocks_by_default  active blocks; None: what fits the canvas, at least 8
+    canvas_by_default  positions of a canvas at least, and whole blocks in it at least
+    tempered        whether a confidence is read behind temperature and filters
+    top_p_first     filters of greedy requests by top-p before top-k; vLLM filters by top-k first
+    compiles        whether the step around the logits may be compiled
+    reads           options of a request that every policy reads
+    refuses         what vLLM may not do meanwhile: async_scheduling, full_graphs, chunked_prefill,
+                    prefix_caching
+    """
+
+    strategy: str
+    plan: PlanFunction
+    commit: CommitFunction
+    policies: policies.Table
+    default_policy: str = "threshold"
+    edited_policy: str = "threshold"
+    span: SpanFunction | None = None
+    keeps_kv: bool = True
+    logits: Literal["canvas", "masked"] = "canvas"
+    scheduler: Literal["canvas", "refresh"] = "canvas"
+    least_steps: int = 1
+    next_block: bool = False
+    dedicated_commit: bool = False
+    uses_adapter: bool = False
+    edits: bool = False
+    whole_canvas: bool = False
+    blocks_by_default: int | None = 1
+    canvas_by_default: tuple[int, int] = (0, 0)
+    tempered: bool = True
+    top_p_first: bool = False
+    compiles: bool = True
+    reads: frozenset[str] = frozenset()
+    refuses: frozenset[str] = frozenset()
+
+    @property
+    def full_attention(self) -> bool:
+        """Whether every position sees every other, so that KV has to be refreshed."""
+        return self.span is not None
+
+    def options_read(self, policy: str) -> frozenset[str]:
+        """Return the options that change a request's result under a policy."""
+        return self.reads | self.policies[policy].reads | {"policy", "block_length"}
+
+    @property
+    def options(self) -> frozenset[str]:
+        """Everything that some policy reads."""
+        return frozenset().union(*map(self.options_read, self.policies))
 
 
-SPANS: dict[str, SpanFunction] = {
-    "semi_autoregressive": span_semi_autoregressive,
-    "prefix_cache": span_prefix_cache,
-    "dual_cache": span_dual_cache,
+PROMPT = frozenset({"chunked_prefill", "prefix_caching"})  # a bidirectional prompt is one piece
+d2f = Method(
+    strategy=D2F,
+    plan=plan_d2f,
+    commit=commit_blocks,
+    policies=policies.D2F,
+    uses_adapter=True,
+    blocks_by_default=None,
+    canvas_by_default=(128, 4),
+    refuses=PROMPT,
+)
+prompt_blocks = Method(
+    strategy=BLOCK_DIFFUSION,
+    plan=plan_block_diffusion,
+    commit=commit_blocks,
+    policies=policies.PROMPT_BLOCKS,
+    next_block=True,
+    refuses=PROMPT,
+)
+grid_blocks = replace(prompt_blocks, policies=policies.GRID_BLOCKS, refuses=frozenset())
+edited_blocks = replace(
+    grid_blocks,
+    plan=plan_edited_blocks,
+    policies=policies.EDITED_BLOCKS,
+    edited_policy="joint_threshold",
+    edits=True,
+)
+sub_blocks = replace(
+    grid_blocks,
+    plan=plan_sub_blocks,
+    dedicated_commit=True,
+    reads=frozenset({"sub_block_length", "use_block_cache"}),
+)
+semi_autoregressive = Method(
+    strategy=SEMI_AUTOREGRESSIVE,
+    plan=plan_current_block,
+    commit=commit_refreshed,
+    policies=policies.FULL_ATTENTION,
+    default_policy="low_confidence",
+    span=span_semi_autoregressive,
+    keeps_kv=False,
+    logits="masked",
+    scheduler="refresh",
+    canvas_by_default=(256, 1),  # what one refresh computes behind the prompt
+    tempered=False,  # LLaDA `generate.py`
+    compiles=False,
+    reads=frozenset({"steps", "logits_eos_inf", "confidence_eos_eot_inf", "cfg_scale"}),
+    refuses=PROMPT | {"async_scheduling", "full_graphs"},
+)
+prefix_cache = replace(
+    semi_autoregressive,
+    strategy=PREFIX_CACHE,
+    default_policy="threshold",
+    span=span_prefix_cache,
+    keeps_kv=True,
+    reads=semi_autoregressive.reads - {"cfg_scale"},
+)
+dual_cache = replace(prefix_cache, strategy=DUAL_CACHE, span=span_dual_cache)
+DREAM_READS = frozenset({"steps", "top_p", "top_k"})
+dream_loop = replace(
+    semi_autoregressive,
+    policies=policies.DREAM_LOOP,
+    default_policy="entropy",
+    whole_canvas=True,  # its authors decode the whole text as one block
+    tempered=True,  # Dream `sample_tokens`
+    top_p_first=True,
+    reads=DREAM_READS,
+)
+
+
+def shifted(cached: Method) -> Method:
+    """Return the method for Dream, whose logits row i predicts position i + 1.
+
+    A refresh decides the first position of a block alone: later steps do not compute its row.
+    """
+    return replace(
+        cached,
+        plan=plan_first_position,
+        policies=policies.FULL_ATTENTION_IN_TIME,
+        least_steps=2,
+        tempered=dream_loop.tempered,
+        top_p_first=dream_loop.top_p_first,
+        reads=DREAM_READS,
+    )
+
+
+METHODS: dict[tuple[str, str], Method] = {
+    (D2F, "llada"): d2f,
+    (D2F, "dream"): d2f,
+    (BLOCK_DIFFUSION, "llada"): prompt_blocks,
+    (BLOCK_DIFFUSION, "dream"): replace(prompt_blocks, policies=policies.PROMPT_BLOCKS_IN_TIME),
+    (BLOCK_DIFFUSION, "sdar"): grid_blocks,
+    (BLOCK_DIFFUSION, "llada2"): edited_blocks,
+    (BLOCK_DIFFUSION, "fast_dllm_v2"): sub_blocks,
+    (SEMI_AUTOREGRESSIVE, "llada"): semi_autoregressive,
+    (SEMI_AUTOREGRESSIVE, "dream"): dream_loop,
+    (PREFIX_CACHE, "llada"): prefix_cache,
+    (PREFIX_CACHE, "dream"): shifted(prefix_cache),
+    (DUAL_CACHE, "llada"): dual_cache,
+    (DUAL_CACHE, "dream"): shifted(dual_cache),
 }
+STRATEGIES = tuple(dict.fromkeys(strategy for strategy, _ in METHODS))
+POLICIES = policies.POLICY_NAMES
+
+
+def methods_of(family: Family) -> dict[str, Method]:
+    """Return the strategies that decode a family as it was trained, or approximately so."""
+    return {strategy: row for (strategy, name), row in METHODS.items() if name == family.name}
+
+
+def choose_method(strategy: str, family: Family, adapted: bool) -> tuple[Method, str]:
+    """Return the method of a strategy, `auto` resolved, and why.
+
+    Raises ValueError if the strategy does not fit the family. `adapted`: whether there is a D2F
+    adapter.
+    """
+    known = methods_of(family)
+    if strategy in known:
+        return known[strategy], f"strategy {strategy!r} was asked for"
+    if strategy != "auto":
+        raise ValueError(
+            f"strategy {strategy!r} does not fit {family.name} models, which attend "
+            f"causally from block to block; choose one of: {', '.join(known)}."
+        )
+    if family.absolute_grid:
+        return known[BLOCK_DIFFUSION], f"{family.name} models are trained block by block"
+    if adapted:
+        return known[D2F], "a D2F adapter is given"
+    return known[DUAL_CACHE], (
+        "no adapter is given: full attention with KV reuse; the authors' own loop is strategy "
+        "semi_autoregressive"
+    )

@@ -19,7 +19,7 @@ class Canvas(NamedTuple):
 
     tokens_RC    int64, the mask id where undecided
     size_RS      int32, positions of each block slot; 0 when the slot holds no block
-    fed_RS       bool, all positions of the block slot are in this forward
+    computed_RS       bool, all positions of the block slot are in this forward
     block_RC     int64, block slot of a position; S for positions of no block
     open_R       int32, number of open blocks (committed ones have left the canvas)
     full_RS      bool, block is fully activated (must make progress every step)
@@ -37,7 +37,7 @@ class Canvas(NamedTuple):
 
     tokens_RC: Tensor
     size_RS: Tensor
-    fed_RS: Tensor
+    computed_RS: Tensor
     block_RC: Tensor
     open_R: Tensor
     full_RS: Tensor
@@ -62,10 +62,10 @@ class StepPlan(NamedTuple):
     candidates_RC   bool, masked positions of active blocks
     num_stored_R    int64, leading blocks fed without masks: their KV is final after the forward
     num_committed_R int32, positions of these blocks
-    leads_R         bool, this step decides the first position of its block and no other
+    first_only_R         bool, this step decides the first position of its block and no other
     editable_RC     bool, decided positions whose token may be replaced
     checks_R        bool, the first block has no masks and commits unless a token is replaced
-    settled_R       int64, leading positions that no later step can replace
+    fixed_R       int64, leading positions that no later step can replace
     """
 
     open_R: Tensor
@@ -74,10 +74,10 @@ class StepPlan(NamedTuple):
     candidates_RC: Tensor
     num_stored_R: Tensor
     num_committed_R: Tensor
-    leads_R: Tensor
+    first_only_R: Tensor
     editable_RC: Tensor
     checks_R: Tensor
-    settled_R: Tensor
+    fixed_R: Tensor
 
 
 def replaced(plan: StepPlan, **fields: Tensor) -> StepPlan:

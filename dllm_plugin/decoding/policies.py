@@ -1,12 +1,12 @@
-"""Policies: which candidates take their proposed token. Siblings with one signature.
+"""Choose which candidates take their proposed token. Siblings with one signature.
 
-Every policy maps ``(plan, canvas, proposal, settings)`` to a bool ``[R, C]`` subset of
+Every rule maps ``(plan, canvas, proposal, settings)`` to a bool ``[R, C]`` subset of
 ``plan.candidates_RC``. Shape letters as in :mod:`dllm_plugin.decoding.plan`. Ties are broken as
 higher score first, then lower position.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +20,7 @@ class PolicySettings(NamedTuple):
 
     threshold_R, factor_R, eps_R float32; steps_R int32, denoising steps per block;
     block_length_R int64, positions of a whole block;
-    editing_threshold_R, num_to_transfer_R float32, of :func:`joint_threshold`;
-    time_schedule whether ``steps`` are Dream's time steps instead of LLaDA's transfer quota.
+    editing_threshold_R, num_to_transfer_R float32, of :func:`joint_threshold`.
     """
 
     threshold_R: Tensor
@@ -31,10 +30,9 @@ class PolicySettings(NamedTuple):
     block_length_R: Tensor
     editing_threshold_R: Tensor
     num_to_transfer_R: Tensor
-    time_schedule: bool
 
 
-Policy = Callable[[StepPlan, Canvas, Proposal, PolicySettings], Tensor]
+Rule = Callable[[StepPlan, Canvas, Proposal, PolicySettings], Tensor]
 
 
 def threshold(
@@ -87,39 +85,51 @@ def threshold_released(
 def schedule(
     plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicySettings
 ) -> Tensor:
-    """The best-scored candidates, as many as the step schedule of the block says.
+    """Take the best-scored candidates, as many as LLaDA's quota of the step says.
 
-    Serves ``low_confidence``, ``entropy``, ``topk_margin`` and ``random``, which differ in what
-    the score holds. LLaDA's quota: ``m // s`` per step and one more in the first ``m % s``
-    (LLaDA ``generate.py`` ``get_num_transfer_tokens``). Dream's: ``int(left * (1 - t[i+1] /
-    t[i]))`` with ``t = linspace(1, eps, steps + 1)`` in float32, all that is left in the last
-    step (Dream ``generation_utils.py`` ``_sample``).
+    ``m // s`` per step and one more in the first ``m % s`` (LLaDA ``generate.py``
+    ``get_num_transfer_tokens``), all that is left in the last step.
     """
     left_R = plan.candidates_RC.sum(dim=1)
-    step_R, steps_R = canvas.step_R, settings.steps_R
-    if settings.time_schedule:
-        now_R = _time(step_R, steps_R, settings.eps_R)
-        then_R = _time(step_R + 1, steps_R, settings.eps_R)
-        quota_R = (left_R * (1.0 - then_R / now_R)).to(torch.int64)
-    else:
-        # What is left at step i already lacks the quotas of the steps before it.
-        remaining_R = (steps_R - step_R).clamp_min(1)
-        quota_R = (left_R + remaining_R - 1) // remaining_R
-    quota_R = torch.where(step_R >= steps_R - 1, left_R, quota_R)
-    return plan.candidates_RC & (rank(proposal.score_RC, plan.candidates_RC) < quota_R[:, None])
+    # What is left at step i already lacks the quotas of the steps before it.
+    remaining_R = (settings.steps_R - canvas.step_R).clamp_min(1)
+    quota_R = (left_R + remaining_R - 1) // remaining_R
+    return _best_until_the_last_step(plan, canvas, proposal, settings, quota_R)
 
 
-def schedule_of_block(
+def time_schedule(
     plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicySettings
 ) -> Tensor:
-    """As :func:`schedule`, with the quota of a whole block, however many masks it began with.
+    """Take the best-scored candidates, as many as Dream's time schedule says.
+
+    ``int(left * (1 - t[i+1] / t[i]))`` with ``t = linspace(1, eps, steps + 1)`` in float32, all
+    that is left in the last step (Dream ``generation_utils.py`` ``_sample``).
+    """
+    left_R = plan.candidates_RC.sum(dim=1)
+    now_R = _time(canvas.step_R, settings.steps_R, settings.eps_R)
+    then_R = _time(canvas.step_R + 1, settings.steps_R, settings.eps_R)
+    quota_R = (left_R * (1.0 - then_R / now_R)).to(torch.int64)
+    return _best_until_the_last_step(plan, canvas, proposal, settings, quota_R)
+
+
+def block_schedule(
+    plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicySettings
+) -> Tensor:
+    """Take the best-scored candidates by the quota of a whole block, whatever it began with.
 
     SDAR ``block_diffusion_generate`` and LLaDA2 ``generate``; serves SDAR's static and
     sequential order, which differ in the score.
     """
-    left_R = plan.candidates_RC.sum(dim=1)
     quota_R = _quota_of_block(canvas, settings)
-    quota_R = torch.where(canvas.step_R >= settings.steps_R - 1, left_R, quota_R)
+    return _best_until_the_last_step(plan, canvas, proposal, settings, quota_R)
+
+
+def _best_until_the_last_step(
+    plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicySettings, quota_R: Tensor
+) -> Tensor:
+    """Take the best-scored candidates of a quota; the last step of a block takes all."""
+    is_last_R = canvas.step_R >= settings.steps_R - 1
+    quota_R = torch.where(is_last_R, plan.candidates_RC.sum(dim=1), quota_R)
     return plan.candidates_RC & (rank(proposal.score_RC, plan.candidates_RC) < quota_R[:, None])
 
 
@@ -212,7 +222,7 @@ def origin(plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicyS
     return plan.candidates_RC & (proposal.score_RC < chance_R[:, None])
 
 
-def within_steps(rule: Policy) -> Policy:
+def within_steps(rule: Rule) -> Rule:
     """The rule, but the last step of a block takes everything that is left."""
 
     def bounded(
@@ -225,29 +235,103 @@ def within_steps(rule: Policy) -> Policy:
     return bounded
 
 
-POLICIES: dict[str, Policy] = {
-    "threshold": threshold,
-    "low_confidence": schedule,
-    "entropy": schedule,
-    "topk_margin": schedule,
-    "random": schedule,
-    "factor": factor,
-    "origin": origin,
-    "sequential": schedule,
-    "joint_threshold": joint_threshold,
+class Policy(NamedTuple):
+    """One policy under one strategy.
+
+    rule       which candidates take their proposal
+    ranks_by   what the score holds: confidence, entropy, margin, position, random or uniform
+    reads      options of a request that change its picks
+    defaults   options that are not the family's or the block's own by default
+    """
+
+    rule: Rule
+    ranks_by: str = "confidence"
+    reads: frozenset[str] = frozenset()
+    defaults: tuple[tuple[str, float], ...] = ()
+
+    def default(self, name: str, otherwise: Any) -> Any:
+        """Return the policy's own default of an option."""
+        return dict(self.defaults).get(name, otherwise)
+
+
+# Numbers of the policies that let several blocks be denoised at once.
+SEVERAL_BLOCKS = ("max_active_blocks", "block_add_threshold", "decoded_token_threshold")
+# Policies of one schedule, by what they rank by.
+RANKINGS = {
+    "low_confidence": "confidence",
+    "entropy": "entropy",
+    "topk_margin": "margin",
+    "random": "random",
+}
+# Those whose choice `alg_temp` may draw.
+DRAWN = ("low_confidence", "entropy", "topk_margin")
+Table = dict[str, Policy]
+
+
+def _by_schedule(rule: Rule, *reads: str, drawn: tuple[str, ...] = ()) -> Table:
+    """Return one schedule under every ranking; `drawn` is read by those that can draw."""
+    return {
+        name: Policy(rule, ranks_by, frozenset(reads + (drawn if name in DRAWN else ())))
+        for name, ranks_by in RANKINGS.items()
+    }
+
+
+def _reading(rule: Rule, *reads: str) -> Policy:
+    return Policy(rule, reads=frozenset(reads))
+
+
+# Block diffusion behind a prompt: LLaDA's quota, or Dream's time.
+PROMPT_BLOCKS: Table = {
+    "threshold": _reading(threshold, "threshold", *SEVERAL_BLOCKS),
+    "factor": _reading(factor, "factor"),
+    **_by_schedule(schedule, "steps"),
+}
+PROMPT_BLOCKS_IN_TIME: Table = PROMPT_BLOCKS | _by_schedule(time_schedule, "steps", "eps")
+# Block diffusion on an absolute grid.
+GRID_BLOCKS: Table = {
+    "threshold": _reading(threshold_or_quota, "threshold", "steps", *SEVERAL_BLOCKS),
+    "factor": _reading(factor, "factor"),
+    **_by_schedule(block_schedule, "steps"),
+    "sequential": Policy(block_schedule, "position", frozenset({"steps"})),
+}
+EDITED_BLOCKS: Table = GRID_BLOCKS | {
+    "joint_threshold": Policy(
+        joint_threshold,
+        reads=frozenset(
+            {
+                *("threshold", "editing_threshold", "max_post_steps", "num_to_transfer"),
+                *SEVERAL_BLOCKS,
+            }
+        ),
+        defaults=(("threshold", 0.7),),  # LLaDA2.1's quality mode, with editing_threshold 0.5
+    )
 }
 # D2F always accepts by confidence; its policies only rank the forced pick.
-D2F_RULES: dict[str, Policy] = dict.fromkeys(("threshold", "entropy", "topk_margin"), threshold)
-FULL_ATTENTION_RULES: dict[str, Policy] = POLICIES | {
-    "threshold": within_steps(threshold_or_equal),
-    "factor": within_steps(factor),
+D2F: Table = {
+    name: Policy(threshold, ranks_by, frozenset({"threshold", *SEVERAL_BLOCKS}))
+    for name, ranks_by in (
+        ("threshold", "confidence"),
+        ("entropy", "entropy"),
+        ("topk_margin", "margin"),
+    )
 }
-# Dream's own loop.
-TIMED_RULES: dict[str, Policy] = FULL_ATTENTION_RULES | {"threshold": threshold_released}
-# Models whose blocks lie on an absolute grid.
-GRID_RULES: dict[str, Policy] = {
-    **dict.fromkeys(POLICIES, schedule_of_block),
-    "threshold": threshold_or_quota,
-    "factor": factor,
-    "joint_threshold": joint_threshold,
+# Full attention: the last step of a block takes everything.
+FULL_ATTENTION: Table = {
+    "threshold": _reading(within_steps(threshold_or_equal), "threshold"),
+    "factor": _reading(within_steps(factor), "factor"),
+    **_by_schedule(schedule, "steps"),
 }
+FULL_ATTENTION_IN_TIME: Table = FULL_ATTENTION | _by_schedule(
+    time_schedule, "steps", "eps", drawn=("alg_temp",)
+)
+# Dream's own loop, which alone draws which positions to unmask. By threshold it releases positions
+# step by step; one step is all at once.
+DREAM_LOOP: Table = FULL_ATTENTION_IN_TIME | {
+    "threshold": Policy(
+        threshold_released, reads=frozenset({"threshold"}), defaults=(("steps", 1),)
+    ),
+    "origin": Policy(origin, "uniform", frozenset({"steps", "eps"})),
+}
+TABLES = (PROMPT_BLOCKS, DREAM_LOOP, GRID_BLOCKS, EDITED_BLOCKS, D2F, FULL_ATTENTION)
+POLICY_NAMES = tuple(dict.fromkeys(name for table in TABLES for name in table))
+RANKED_BY = {name: policy.ranks_by for table in TABLES for name, policy in table.items()}

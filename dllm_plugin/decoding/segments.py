@@ -3,7 +3,9 @@
 import numpy as np
 
 
-def canvas_segments(num_fed_R: np.ndarray, length_R: np.ndarray, max_blocks: int) -> np.ndarray:
+def canvas_segments(
+    num_computed_R: np.ndarray, length_R: np.ndarray, max_blocks: int
+) -> np.ndarray:
     """Stops of the query segments of a block-causal canvas: int ``[R, max_blocks + 1]``.
 
     Segment i is ``[stop[i - 1], stop[i])`` relative to the canvas start and sees every key up to
@@ -11,8 +13,8 @@ def canvas_segments(num_fed_R: np.ndarray, length_R: np.ndarray, max_blocks: int
     the last segment; segments may be empty.
     """
     stops = np.arange(1, max_blocks + 2) * length_R[:, None]
-    stops[:, -1] = num_fed_R
-    return np.minimum(stops, num_fed_R[:, None])
+    stops[:, -1] = num_computed_R
+    return np.minimum(stops, num_computed_R[:, None])
 
 
 def prefill_segments(origin_R: np.ndarray, end_R: np.ndarray, length_R: np.ndarray) -> np.ndarray:

@@ -13,7 +13,8 @@ from vllm.renderers.hf import HfRenderer
 from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcessor
 
-from dllm_plugin.config.decode import DecodeConfig, get_decode_config
+from dllm_plugin.config.decode import DecodeConfig, RequestConfig, get_decode_config
+from dllm_plugin.config.request import request_config
 
 # Parameter -> neutral value, and why diffusion decoding refuses anything else.
 REFUSED: dict[str, tuple[Any, str]] = {
@@ -91,7 +92,7 @@ class RequestRules(LogitsProcessor):
             if value is not None and value != neutral:
                 raise ValueError(f"{name} is not supported by diffusion decoding: {reason}.")
         _check_filters(sampling_params)
-        cls.config.for_request(sampling_params.extra_args, sampling_params.max_tokens)
+        request_config(cls.config, sampling_params.extra_args, sampling_params.max_tokens)
         _check_limits(sampling_params)
         _check_choices(sampling_params, cls.config.mask_token_id)
         _CHECKED.set(sampling_params)
@@ -161,23 +162,21 @@ class DiffusionRenderer(HfRenderer):
     def _check_largest_pass(self, prompt_len: int, params: SamplingParams) -> None:
         """Raise VLLMValidationError if the request's last refresh could never be scheduled."""
         config = get_decode_config(self.config)
-        request = config.for_request(params.extra_args, params.max_tokens)
-        if not config.full_attention:
+        request = request_config(config, params.extra_args, params.max_tokens)
+        if not config.method.full_attention:
             self._check_page(request)
             return
         context = self.model_config.max_model_len
         end = context if params.max_tokens is None else min(prompt_len + params.max_tokens, context)
         # As if the whole answer were one canvas: that is what the last one is computed with.
-        assert request.block_length is not None
         blocks = -(-(end - prompt_len) // request.block_length)
         positions = min(prompt_len + blocks * request.block_length, context)
         halves = 2 if request.cfg_scale > 0 else 1
         self._check_room(positions, halves)
 
-    def _check_page(self, request: DecodeConfig) -> None:
+    def _check_page(self, request: RequestConfig) -> None:
         """Raise VLLMValidationError for blocks that a cached page would cut."""
         cache = self.config.cache_config
-        assert request.block_length is not None
         if cache.enable_prefix_caching and cache.block_size % request.block_length:
             raise VLLMValidationError(
                 f"dllm_block_length {request.block_length} does not divide a page of "

@@ -17,12 +17,10 @@ from dllm_plugin.attention.backends import (
     under_full_graphs,
 )
 from dllm_plugin.config.cuda_graphs import WORKER, capture_sizes, worker_for
-from dllm_plugin.config.decode import (
-    TOKENIZER_MODE,
-    DecodeConfig,
-    check_strategy_reads,
-)
-from dllm_plugin.config.resolution import can_capture, settle
+from dllm_plugin.config.decode import TOKENIZER_MODE, DecodeConfig
+from dllm_plugin.config.machine import can_capture, resolve_for_machine
+from dllm_plugin.config.options import Options
+from dllm_plugin.config.resolution import check_options_read, resolve
 from dllm_plugin.decoding.families import FAMILIES
 from dllm_plugin.engine.admission import request_rules
 from dllm_plugin.models.checkpoints import lora
@@ -82,11 +80,12 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
         architecture = model_config.architecture
         family = FAMILIES[architecture]
         options = _user_options(vllm_config.additional_config)
-        user = DecodeConfig.from_user(options)
+        user = Options.from_user(options)
         mask_token_id, found_in = find_mask_token(model_config, family)
         turn_ends = find_turn_ends(model_config, family)
         block_length, _ = trained_block_length(model_config, family)
-        config = user.resolve(
+        config = resolve(
+            user,
             architecture,
             model_config.max_model_len,
             mask_token_id,
@@ -96,8 +95,8 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
         )
         if not current_platform.is_cpu():
             config = _fit_warmup(config, user, model_config.max_model_len)
-        config = settle(vllm_config, config)
-        check_strategy_reads(config, options)
+        config = resolve_for_machine(vllm_config, user, config)
+        check_options_read(config, options)
         _check_files(vllm_config, config)
         logger.info(
             "Decoding %s by %s with policy %s (%s); mask token %d from %s; canvas %d, block %d.",
@@ -113,14 +112,13 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
         vllm_config.__class__ = DiffusionVllmConfig
         vllm_config.additional_config = {
             **_as_dict(vllm_config.additional_config),
-            "dllm": dataclasses.asdict(config),
+            "dllm": config.to_json(),
             "dllm_traced": TRACED,
         }
-        assert config.canvas_length is not None
         vllm_config.diffusion_config = DiffusionConfig(canvas_length=config.canvas_length)
         model_config.tokenizer_mode = TOKENIZER_MODE
         model_config.logits_processors = [request_rules(config)]
-        if config.full_attention:
+        if config.method.scheduler == "refresh":
             _set_refresh_scheduler(vllm_config)
             _set_piecewise_graphs(vllm_config)
         else:
@@ -134,15 +132,14 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
         _set_attention_backend(vllm_config)
 
 
-def _fit_warmup(config: DecodeConfig, user: DecodeConfig, max_model_len: int) -> DecodeConfig:
+def _fit_warmup(config: DecodeConfig, user: Options, max_model_len: int) -> DecodeConfig:
     """Leave room for vLLM's GPU warm-up, which runs a canvas behind a prompt just as long."""
-    assert config.canvas_length is not None and config.max_active_blocks is not None
     fits = (max_model_len - WARMUP_SLACK) // 2
     if config.canvas_length <= fits:
         return config
-    assert config.block_length is not None
     if config.whole_canvas and user.canvas_length is None and fits > 0:
-        return dataclasses.replace(config, canvas_length=fits, block_length=fits)
+        defaults = dataclasses.replace(config.defaults, block_length=fits)
+        return dataclasses.replace(config, canvas_length=fits, defaults=defaults)
     if user.canvas_length is not None or fits < config.block_length:
         raise ValueError(
             f"canvas_length {config.canvas_length} needs max_model_len "
@@ -150,7 +147,8 @@ def _fit_warmup(config: DecodeConfig, user: DecodeConfig, max_model_len: int) ->
             "canvas_length or block_length, or raise max_model_len."
         )
     blocks = min(config.max_active_blocks, fits)
-    return dataclasses.replace(config, canvas_length=fits, max_active_blocks=blocks)
+    defaults = dataclasses.replace(config.defaults, max_active_blocks=blocks)
+    return dataclasses.replace(config, canvas_length=fits, defaults=defaults)
 
 
 def _check_files(vllm_config: VllmConfig, config: DecodeConfig) -> None:
@@ -217,10 +215,8 @@ def _refuse_unsupported(vllm_config: VllmConfig) -> None:
 
 def _set_scheduler(vllm_config: VllmConfig, config: DecodeConfig) -> None:
     scheduler, canvas_length = vllm_config.scheduler_config, config.canvas_length
-    assert canvas_length is not None
     scheduler.scheduler_cls = SCHEDULER
-    if not config.family.absolute_grid:
-        # A bidirectional prompt may not be split.
+    if "chunked_prefill" in config.method.refuses:
         scheduler.enable_chunked_prefill = False
     chunked = scheduler.enable_chunked_prefill
     canvases = min(scheduler.max_num_seqs, CONCURRENT_CANVASES)
@@ -240,8 +236,7 @@ def _set_scheduler(vllm_config: VllmConfig, config: DecodeConfig) -> None:
 def _set_prefix_caching(vllm_config: VllmConfig, config: DecodeConfig) -> None:
     """Only where the KV of a page depends on earlier pages alone: whole blocks on whole pages."""
     cache, block = vllm_config.cache_config, config.block_length
-    assert block is not None
-    if not (config.family.absolute_grid and cache.enable_prefix_caching):
+    if "prefix_caching" in config.method.refuses or not cache.enable_prefix_caching:
         cache.enable_prefix_caching = False
         return
     if not cache.user_specified_block_size:

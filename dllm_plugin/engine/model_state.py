@@ -59,7 +59,7 @@ class DiffusionModelState(ModelState):
             width = head.num_embeddings_per_partition
             shard = VocabShard(width, self.model_config.get_vocab_size())
         self.sampler = DiffusionSampler(
-            sampler, self.states, self.model_config, max_rows, bool(self.config.compile_step), shard
+            sampler, self.states, self.model_config, max_rows, self.config.compile_step, shard
         )
         return self.sampler, None
 

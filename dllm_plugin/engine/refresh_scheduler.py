@@ -18,8 +18,9 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
+from dllm_plugin.config.request import request_config
 from dllm_plugin.decoding.full_attention import Bounds, bounds
-from dllm_plugin.decoding.methods import SPANS
+from dllm_plugin.decoding.methods import SpanFunction
 from dllm_plugin.engine.scheduler import DiffusionScheduler
 from dllm_plugin.sampling.guidance import is_partner, leader_of, partner_of
 
@@ -31,7 +32,9 @@ class RefreshScheduler(DiffusionScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.span = SPANS[self.decode_config.strategy]
+        span = self.decode_config.method.span
+        assert span is not None, "only full attention is scheduled here"
+        self.span: SpanFunction = span
         self._placeholders = [-1] * self.num_spec_tokens
         self._left = 0  # tokens that this step may still compute
         self._guided: set[str] = set()  # guided requests that this step computes
@@ -41,7 +44,6 @@ class RefreshScheduler(DiffusionScheduler):
         """Passes differ in size; each is weighed against the budget when it is scheduled."""
 
     def _bounds(self, requests: Sequence[Request]) -> Bounds:
-        assert self.decode_config.canvas_length is not None
         lengths = self.block_length
         table = [
             (r.num_prompt_tokens, r.num_tokens, r.max_tokens, lengths[r.request_id])
@@ -64,8 +66,8 @@ class RefreshScheduler(DiffusionScheduler):
         params = request.sampling_params
         assert params is not None
         super().add_request(request)
-        scale = self.decode_config.for_request(params.extra_args, params.max_tokens).cfg_scale
-        if scale > 0 and not request.resumable:
+        asked = request_config(self.decode_config, params.extra_args, params.max_tokens)
+        if asked.cfg_scale > 0 and not request.resumable:
             self._partners.add(partner_of(request.request_id))
             super().add_request(self._partner(request, params))
 

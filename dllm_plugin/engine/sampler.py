@@ -16,14 +16,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-from dllm_plugin.config.decode import DecodeConfig
-from dllm_plugin.decoding.block_causal import (
-    plan_edited_blocks,
-    plan_sub_blocks,
-    sub_block_to_store,
-)
-from dllm_plugin.decoding.full_attention import plan_leading_position
-from dllm_plugin.decoding.methods import STRATEGIES, PlanFunction
+from dllm_plugin.decoding.block_causal import sub_block_to_store
 from dllm_plugin.kernels.move_rows import kernel as move_rows
 from dllm_plugin.sampling.compilation import BACKEND, COMPILED_AT_MOST, compiled
 from dllm_plugin.sampling.decider import Decided, Decider, Rest
@@ -42,15 +35,6 @@ from dllm_plugin.sampling.vocab_parallel import VocabShard
 from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
 
 NOT_STORED = -1  # slot of a position whose KV is not kept
-
-
-def plan_of(config: DecodeConfig) -> PlanFunction:
-    """What plans a step under the configured strategy, with no more than the family needs."""
-    if config.leads_with_one:
-        return plan_leading_position
-    if config.family.edits_pattern:
-        return plan_edited_blocks
-    return plan_sub_blocks if config.family.sub_block_length else STRATEGIES[config.strategy][0]
 
 
 class DiffusionSampler:
@@ -73,12 +57,12 @@ class DiffusionSampler:
         self.states = states
         self.sampling_states = sampler.sampling_states
         self.penalties_state = SimpleNamespace(output_bin_counts=None)
-        plan = plan_of(config)
-        rows = MaskedRows if config.full_attention else CanvasRows
+        method = config.method
+        rows = MaskedRows if method.logits == "masked" else CanvasRows
         dtype, vocab_size = model_config.dtype, model_config.get_vocab_size()
         assert isinstance(dtype, torch.dtype)
         width = vocab_size if shard is None else shard.width
-        self.rows: MaskedRows | CanvasRows = rows(states, dtype, width, plan)
+        self.rows: MaskedRows | CanvasRows = rows(states, dtype, width, method.plan)
         self.rules = TokenRules(states, sampler.req_states, vocab_size)
         self.logprobs = LogprobStash(states, model_config)
         owners = (self.rules, self.logprobs)
@@ -86,7 +70,7 @@ class DiffusionSampler:
             states, self.sampling_states, *owners, model_config, apply_top_k_top_p, shard
         )
         self.leads: BlockLeads | None = None
-        if config.commits_alone:
+        if config.dedicated_commit:
             self.leads = BlockLeads(states, self.rules, self.logprobs, self.proposer.propose)
         self.decider = Decider(states, self.proposer, self.rules, self.logprobs, self.leads)
         self.compiles = compiles
@@ -174,7 +158,7 @@ class DiffusionSampler:
         sampled = torch.zeros(num_reqs, self.num_positions, dtype=torch.int64, device=device)
         num_sampled = torch.zeros(num_reqs, dtype=torch.int32, device=device)
         num_rejected = torch.zeros(num_reqs, dtype=torch.int32, device=device)
-        if self.states.config.full_attention:
+        if self.states.config.method.full_attention:
             # A pass without a canvas stored nothing that a later one could use.
             num_rejected.copy_(batch.query_start_loc[: num_reqs + 1].diff())
         elif self.states.config.family.absolute_grid:
@@ -189,7 +173,7 @@ class DiffusionSampler:
             for result, part in zip(results, parts, strict=True):
                 result[step.index_R] = part
             logprobs = decided.logprobs
-            if self.states.config.full_attention:
+            if self.states.config.method.full_attention:
                 self._mirror(batch, results)
         return Decided(*results, logprobs)
 

@@ -10,6 +10,7 @@ from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.request import Request, RequestStatus
 
 from dllm_plugin.config.decode import get_decode_config
+from dllm_plugin.config.request import request_config
 
 logger = init_logger("vllm.dllm_plugin")
 
@@ -61,8 +62,7 @@ class DiffusionScheduler(AsyncScheduler):
             request.spec_decode_metrics = RequestSpecDecodeMetrics.new(self.num_spec_tokens)
         params = request.sampling_params
         assert params is not None
-        config = self.decode_config.for_request(params.extra_args, params.max_tokens)
-        assert config.block_length is not None
+        config = request_config(self.decode_config, params.extra_args, params.max_tokens)
         self.block_length[request.request_id] = config.block_length
         # A canvas in flight, the one scheduled behind it, and the next.
         reach = request.num_prompt_tokens + request.max_tokens + 3 * self.num_spec_tokens
@@ -92,7 +92,7 @@ class DiffusionScheduler(AsyncScheduler):
         reserved = len(self.running) * self.num_spec_tokens
         self._spare_tokens = self.max_num_scheduled_tokens - reserved
         fewest = self.decode_config.commit_alone_from
-        self._one_block_each = fewest is not None and 0 < fewest <= len(self.running)
+        self._one_block_each = 0 < fewest <= len(self.running)
         return super().schedule(throttle_prefills)
 
     def _fed(self, request: Request) -> int:

@@ -37,7 +37,6 @@ class BlockGraphManager(ModelCudaGraphManager):
             return
         if not alone:
             return
-        assert config.block_length is not None and config.canvas_length is not None
         captured = self._capture_descs.setdefault(CUDAGraphMode.FULL, [])
         canvases = sorted({desc.num_reqs for desc in captured if desc.num_reqs is not None})
         unused = set(canvases[canvases_needed(canvases, alone) :])

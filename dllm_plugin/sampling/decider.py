@@ -10,18 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.decoding.block_causal import keep_edited
-from dllm_plugin.decoding.methods import STRATEGIES
 from dllm_plugin.decoding.plan import Canvas, Proposal, StepPlan
-from dllm_plugin.decoding.policies import (
-    D2F_RULES,
-    FULL_ATTENTION_RULES,
-    GRID_RULES,
-    POLICIES,
-    TIMED_RULES,
-    Policy,
-)
+from dllm_plugin.decoding.policies import RANKED_BY, Rule
 from dllm_plugin.kernels.confidence.reference import RowStats
 from dllm_plugin.sampling.compilation import WARMUP_REQUESTS, WARMUP_ROWS, compiled, of_any_length
 from dllm_plugin.sampling.first_token import BlockLeads
@@ -54,7 +45,7 @@ class Variant(NamedTuple):
     @property
     def reads_ranks(self) -> bool:
         """Whether entropy and margin are needed."""
-        return bool({"entropy", "topk_margin"} & set(self.policies))
+        return any(RANKED_BY[name] in ("entropy", "margin") for name in self.policies)
 
 
 class Rest(NamedTuple):
@@ -63,15 +54,6 @@ class Rest(NamedTuple):
     step: StepRows
     logits_TV: Tensor
     num_reqs: int
-
-
-def rules_of(config: DecodeConfig) -> dict[str, Policy]:
-    """The function of each policy under the configured strategy."""
-    if not config.full_attention:
-        rules = GRID_RULES if config.family.absolute_grid else POLICIES
-        return D2F_RULES if config.strategy == "d2f" else rules
-    timed = config.strategy == "semi_autoregressive" and config.time_schedule
-    return TIMED_RULES if timed else FULL_ATTENTION_RULES
 
 
 class Decider:
@@ -90,8 +72,11 @@ class Decider:
         self.rules = rules
         self.logprobs = logprobs
         self.leads = leads
-        self.policies = rules_of(states.config)
-        self.settle = STRATEGIES[states.config.strategy][1]
+        method = states.config.method
+        self.policy_rules = {name: policy.rule for name, policy in method.policies.items()}
+        self.commit = method.commit
+        self.edits = method.edits
+        self.keeps_kv = method.keeps_kv
         self.num_positions = states.canvas_NC.shape[1]
         self.decide: Callable[..., Decided] = self.decide_step
         self.usual: Variant | None = None
@@ -109,7 +94,7 @@ class Decider:
         """Compile the configured policy for any number of requests, on steps `example` makes."""
         self.decide = compiled(self.decide_step, backend)
         config = self.states.config
-        self.usual = usual = Variant((config.policy,), bool(config.alg_temp))
+        self.usual = usual = Variant((config.policy,), bool(config.defaults.alg_temp))
         for count in WARMUP_REQUESTS:
             tensors = example(count)
             device = self.states.device
@@ -143,13 +128,13 @@ class Decider:
         unmask_RC = self._pick(slots_R, canvas, plan, proposal, variant.policies)
         if rest is not None:
             unmask_RC = self.rules.withhold(canvas, proposal, unmask_RC)
-        if states.config.family.edits_pattern:
+        if self.edits:
             plan, unmask_RC = keep_edited(canvas, plan, unmask_RC)
         tokens_RC = torch.where(unmask_RC, proposal.token_RC, canvas.tokens_RC)
         tail_R = states.tail_N[slots_R]
         position_C = torch.arange(self.num_positions, device=slots_R.device)
         is_stop_RC = self.rules.is_stop(tokens_RC, slots_R) & (position_C >= tail_R[:, None])
-        outcome = self.settle(canvas, plan, unmask_RC, tokens_RC, is_stop_RC, remaining_R, mask_id)
+        outcome = self.commit(canvas, plan, unmask_RC, tokens_RC, is_stop_RC, remaining_R, mask_id)
         # A stop token that was replaced is forgotten.
         saw_stop_R = (canvas.saw_stop_R & ~canvas.edits_R) | is_stop_RC.any(dim=1)
         emit_RC = (position_C + tail_R[:, None]).clamp_max(self.num_positions - 1)
@@ -165,7 +150,9 @@ class Decider:
         if self.leads is not None and lead is not None:
             self.leads.write(lead)
         committed_R = outcome.num_committed_R
-        rejected_R = torch.where(outcome.refresh_R, seq_lens_R, drafts_R - committed_R)
+        rejected_R = seq_lens_R
+        if self.keeps_kv:
+            rejected_R = torch.where(outcome.refresh_R, seq_lens_R, drafts_R - committed_R)
         return Decided(
             tokens_RC.gather(1, emit_RC),
             (committed_R - tail_R).clamp_min(0),
@@ -184,13 +171,13 @@ class Decider:
         """Apply each request's policy; one batched call per rule that may be asked for."""
         settings = self.states.policy_settings(slots_R)
         policy_R1 = self.states.policy.gpu[slots_R][:, None]
-        users: dict[Policy, list[str]] = {}
+        users: dict[Rule, list[str]] = {}
         for name in policies:
-            users.setdefault(self.policies[name], []).append(name)
+            users.setdefault(self.policy_rules[name], []).append(name)
         unmask_RC = torch.zeros_like(plan.candidates_RC)
         for rule, names in users.items():
             take_RC = rule(plan, canvas, proposal, settings)
             for name in names:
                 unmask_RC = torch.where(policy_R1 == POLICY_IDS[name], take_RC, unmask_RC)
         first_C = torch.arange(self.num_positions, device=slots_R.device) == 0
-        return torch.where(plan.leads_R[:, None], plan.candidates_RC & first_C, unmask_RC)
+        return torch.where(plan.first_only_R[:, None], plan.candidates_RC & first_C, unmask_RC)

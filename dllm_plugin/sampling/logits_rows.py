@@ -122,8 +122,8 @@ class CanvasRows:
         self.beside = Beside(states.device)
         num_slots, self.num_positions = states.canvas_NC.shape
         self.shift = int(states.config.family.logits_shift)
-        self.commits_alone = states.config.commits_alone
-        if self.shift and not self.commits_alone:
+        self.dedicated_commit = states.config.dedicated_commit
+        if self.shift and not self.dedicated_commit:
             self.carry_NV = torch.zeros(num_slots, width, dtype=dtype, device=states.device)
 
     def request(self, batch: "InputBatch") -> None:
@@ -168,7 +168,7 @@ class CanvasRows:
             list(self._chunks(logits_TV, batch, slots_R, begun)),
             begun.drafts_R,
             batch.seq_lens[:canvases],
-            begun.last_row_R if self.commits_alone else None,
+            begun.last_row_R if self.dedicated_commit else None,
         )
 
     def example(self, count: int) -> StepTensors:

@@ -16,6 +16,7 @@ from torch import Tensor
 from vllm.config import ModelConfig
 
 from dllm_plugin.decoding.plan import Proposal
+from dllm_plugin.decoding.policies import RANKED_BY
 from dllm_plugin.kernels.confidence import kernel as row_stats
 from dllm_plugin.kernels.confidence import partial_reference as part_reference
 from dllm_plugin.kernels.confidence import reference
@@ -58,9 +59,7 @@ class Proposer:
         ids = eos if isinstance(eos, list) else [eos]
         self.eos_ids = [i for i in ids if i is not None]
         self.turn_end_ids = list(states.config.turn_end_token_ids)
-        # LLaDA's confidence knows no temperature (`generate.py`); elsewhere it is that of the
-        # tempered, filtered distribution (Dream `sample_tokens`, D2F).
-        self.temper = not (states.config.full_attention and states.config.family.name == "llada")
+        self.temper = states.config.method.tempered
         self.on_cpu = states.device.type == "cpu"
         self.propose_rows = (reference if self.on_cpu else row_stats).propose_rows
         self.shard = shard
@@ -243,18 +242,21 @@ class Proposer:
         states = self.states
         policy_R1, raw_RC = states.policy.gpu[slots_R][:, None], stats.confidence_T[source_RC]
         position_C = torch.arange(source_RC.shape[1], device=source_RC.device)
+        ranked_by = {RANKED_BY[name] for name in policies}
         scores: dict[str, Tensor] = {}
         if stats.entropy_T is not None and stats.margin_T is not None:
             scores["entropy"] = stats.entropy_T[source_RC]
-            scores["topk_margin"] = stats.margin_T[source_RC]
-        if "sequential" in policies:
-            scores["sequential"] = -position_C.to(torch.float32)
-        for name, stream in (("random", RANDOM_ORDER), ("origin", ORIGIN_ORDER)):
-            if name in policies:
-                scores[name] = self._uniform(slots_R, stream)
+            scores["margin"] = stats.margin_T[source_RC]
+        if "position" in ranked_by:
+            scores["position"] = -position_C.to(torch.float32)
+        for ranking, stream in (("random", RANDOM_ORDER), ("uniform", ORIGIN_ORDER)):
+            if ranking in ranked_by:
+                scores[ranking] = self._uniform(slots_R, stream)
         score_RC = raw_RC
-        for name, value_RC in scores.items():
-            score_RC = torch.where(policy_R1 == POLICY_IDS[name], value_RC, score_RC)
+        for name in policies:
+            if RANKED_BY[name] in scores:
+                score = scores[RANKED_BY[name]]
+                score_RC = torch.where(policy_R1 == POLICY_IDS[name], score, score_RC)
         if draws_order:
             alg_temp_R1 = states.number("alg_temp", slots_R)[:, None]
             score_RC = drawn_order(score_RC, alg_temp_R1, self._uniform(slots_R, ALG_TEMP_ORDER))
@@ -296,9 +298,7 @@ class Proposer:
     def _top(self, logits_TV: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
         if not len(logits_TV) or (top_k is None and top_p is None):
             return logits_TV
-        config = self.states.config
-        if config.full_attention and config.time_schedule and top_k is not None:
-            # vLLM filters by top-k first, Dream by top-p.
+        if self.states.config.method.top_p_first and top_k is not None:
             logits_TV = self.keep_top(logits_TV, None, top_p)
             return self.keep_top(logits_TV, top_k, None)
         return self.keep_top(logits_TV, top_k, top_p)

@@ -17,11 +17,12 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from dllm_plugin.config.decode import DecodeConfig
+from dllm_plugin.config.options import COLUMNS
+from dllm_plugin.config.request import request_config
 from dllm_plugin.decoding.blocks import leading
-from dllm_plugin.decoding.choices import BLOCK_DIFFUSION
 from dllm_plugin.decoding.full_attention import Bounds, bounds
 from dllm_plugin.decoding.plan import Canvas, StepOutcome, StepPlan
-from dllm_plugin.decoding.policies import POLICIES, PolicySettings
+from dllm_plugin.decoding.policies import POLICY_NAMES, PolicySettings
 from dllm_plugin.state.slot_table import SlotTable
 
 if TYPE_CHECKING:
@@ -29,15 +30,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
 PARKED_PER_SLOT = 16
-POLICY_NAMES = tuple(POLICIES)
-POLICY_IDS = {name: i for i, name in enumerate(POLICIES)}
-# Columns of `numbers`: fields of DecodeConfig that the step reads per request.
-NUMBERS = (
-    *("threshold", "factor", "eps", "block_add_threshold", "decoded_token_threshold"),
-    *("alg_temp", "top_p", "top_k", "cfg_scale", "logits_eos_inf", "confidence_eos_eot_inf"),
-    *("editing_threshold", "max_post_steps", "num_to_transfer", "max_active_blocks"),
-    *("sub_block_length", "use_block_cache"),
-)
+POLICY_IDS = {name: i for i, name in enumerate(POLICY_NAMES)}
 
 
 class CanvasStates:
@@ -84,8 +77,7 @@ class CanvasStates:
         self.end = SlotTable(num_slots, torch.int64, self.device)
         self.policy = SlotTable(num_slots, torch.int32, self.device)
         self.steps = SlotTable(num_slots, torch.int32, self.device)
-        self.numbers = SlotTable((num_slots, len(NUMBERS)), torch.float32, self.device)
-        assert config.block_length is not None
+        self.numbers = SlotTable((num_slots, len(COLUMNS)), torch.float32, self.device)
         self.block_length.np.fill(config.block_length)
         self.steps.np.fill(1)
         self._tables = (
@@ -93,7 +85,7 @@ class CanvasStates:
             *(self.policy, self.steps, self.numbers),
         )
         self._dirty = True
-        restarts = config.full_attention or config.commits_alone
+        restarts = config.method.full_attention or config.dedicated_commit
         self.counter_N = self.block_step_N if restarts else self.step_N
 
         # Tables of other owners that move with the canvas: parked and restored like it.
@@ -132,7 +124,7 @@ class CanvasStates:
         assert data.prompt_token_ids is not None and data.prefill_token_ids is not None
         params = data.sampling_params
         assert params is not None
-        request = self.config.for_request(params.extra_args, params.max_tokens)
+        request = request_config(self.config, params.extra_args, params.max_tokens)
         prompt_len = len(data.prompt_token_ids)
         num_tokens = len(data.prefill_token_ids)
         assert params.max_tokens is not None
@@ -141,17 +133,17 @@ class CanvasStates:
         absolute = self.config.family.absolute_grid
         self.origin.np[slot] = 0 if absolute else prompt_len
         self.block_length.np[slot] = request.block_length
-        several = self.config.strategy == BLOCK_DIFFUSION and not self.config.commits_alone
-        self.max_blocks.np[slot] = self.config.block_slots if several else request.max_active_blocks
+        stores_too = self.config.method.next_block and not self.config.dedicated_commit
+        most = self.config.block_slots if stores_too else request.max_active_blocks
+        self.max_blocks.np[slot] = most
         self.end.np[slot] = min(prompt_len + params.max_tokens, self.max_model_len)
         self.policy.np[slot] = POLICY_IDS[request.policy]
         self.steps.np[slot] = request.steps
         if params.temperature > 0:
             # Filters of greedy requests; vLLM's own are in force here.
             request = dataclasses.replace(request, top_p=1.0, top_k=0)
-        self.numbers.np[slot] = [float(getattr(request, name) or 0) for name in NUMBERS]
+        self.numbers.np[slot] = [float(getattr(request, name) or 0) for name in COLUMNS]
         self.req_id_to_slot[data.req_id] = slot
-        assert request.block_length is not None
         tail = num_tokens % request.block_length if absolute else 0
         self._dirty = True
         self._fresh.append((slot, num_tokens - tail, tail))
@@ -177,7 +169,7 @@ class CanvasStates:
         slot = self.req_id_to_slot.pop(req_id, None)
         if slot is None:
             return
-        if self.config.full_attention or self.uses("use_block_cache", np.array([slot])):
+        if self.config.method.full_attention or self.uses("use_block_cache", np.array([slot])):
             self._origins.pop(req_id, None)
             return
         self._parked[req_id] = tuple(row[slot].clone() for row in self._rows)
@@ -215,12 +207,12 @@ class CanvasStates:
                 row[slot] = torch.where(continues, saved, row[slot])
         self._restored.clear()
 
-    def view(self, slots_R: Tensor, num_fed_R: Tensor) -> tuple[Canvas, Tensor]:
+    def view(self, slots_R: Tensor, num_computed_R: Tensor) -> tuple[Canvas, Tensor]:
         """Gather the canvases of a step.
 
         Args:
             slots_R: int64, slot of each request that has a canvas in this step.
-            num_fed_R: int64, canvas positions of each request in this forward.
+            num_computed_R: int64, canvas positions of each request in this forward.
         Returns:
             the canvas, and int32 ``[R]`` tokens each request may still emit.
         """
@@ -248,7 +240,7 @@ class CanvasStates:
         canvas = Canvas(
             tokens_RC=self.canvas_NC[slots_R],
             size_RS=size_RS,
-            fed_RS=low_RS + size_RS <= num_fed_R[:, None],
+            computed_RS=low_RS + size_RS <= num_computed_R[:, None],
             block_RC=block_RC,
             open_R=self.open_N[slots_R],
             full_RS=self.full_NS[slots_R],
@@ -267,7 +259,7 @@ class CanvasStates:
 
     def number(self, name: str, slots: Tensor) -> Tensor:
         """One column of `numbers`, float32, for the given slots."""
-        return self.numbers.gpu[slots, NUMBERS.index(name)]
+        return self.numbers.gpu[slots, COLUMNS.index(name)]
 
     def policies(self, slots_np: np.ndarray) -> set[str]:
         """Names of the policies of the given slots."""
@@ -276,7 +268,7 @@ class CanvasStates:
     def uses(self, name: str, slots_np: np.ndarray) -> bool:
         """Whether one of the given slots has set an option that is off by default."""
         off = 1.0 if name == "top_p" else 0.0
-        return bool((self.numbers.np[slots_np, NUMBERS.index(name)] != off).any())
+        return bool((self.numbers.np[slots_np, COLUMNS.index(name)] != off).any())
 
     def bounds_np(self, slots_np: np.ndarray, start: np.ndarray) -> Bounds:
         """Full attention: where canvases that start at `start` lie, on the host."""
@@ -300,7 +292,6 @@ class CanvasStates:
             block_length_R=self.block_length.gpu[slots_R],
             editing_threshold_R=self.number("editing_threshold", slots_R),
             num_to_transfer_R=self.number("num_to_transfer", slots_R),
-            time_schedule=self.config.time_schedule,
         )
 
     def advance(

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 from vllm.sampling_params import SamplingParams
 
-from dllm_plugin.config.decode import DecodeConfig
+from dllm_plugin.config.options import Options
+from dllm_plugin.config.resolution import resolve
 from dllm_plugin.engine.admission import request_rules
 
-RULES = request_rules(DecodeConfig().resolve("LLaDAModelLM", 512, 300))
+RULES = request_rules(resolve(Options(), "LLaDAModelLM", 512, 300))
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,10 @@ from dllm_plugin.config.cuda_graphs import (
     capture_sizes,
     worker_for,
 )
-from dllm_plugin.config.decode import DecodeConfig
-from dllm_plugin.config.resolution import fewest_alone, never_alone
+from dllm_plugin.config.decode import DecodeConfig, get_decode_config
+from dllm_plugin.config.machine import fewest_alone, never_alone
+from dllm_plugin.config.options import Options
+from dllm_plugin.config.resolution import resolve
 from dllm_plugin.engine.worker import BlockGraphManager, DiffusionWorker
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
@@ -34,7 +36,7 @@ CPU = torch.device("cpu")
 
 def config_of(architecture: str = "LLaDAModelLM", **options: Any) -> DecodeConfig:
     dllm = {"strategy": "block_diffusion", "block_length": 16, "canvas_length": 32} | options
-    return DecodeConfig.from_user(dllm).resolve(architecture, 4096, 0)
+    return resolve(Options.from_user(dllm), architecture, 4096, 0)
 
 
 def test_sizes_of_canvases_alone() -> None:
@@ -168,7 +170,7 @@ def test_what_was_asked_for_is_kept(
 def test_the_rule_is_asked_where_nobody_said(
     vllm_config_for: Callable[..., Any], checkpoints: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dllm_plugin.config.resolution.can_capture", lambda vllm_config: True)
+    monkeypatch.setattr("dllm_plugin.config.machine.can_capture", lambda vllm_config: True)
     for given, resolved in (({}, 4), ({"commit_alone_from": 0}, 0), ({"commit_alone_from": 9}, 9)):
         dllm = {"block_length": 32, "canvas_length": 64} | given
         options = {"additional_config": {"dllm": dllm}, "enforce_eager": False}
@@ -185,8 +187,8 @@ def test_doctor_tells(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """And no option of several open blocks, which one open block refuses."""
-    monkeypatch.setattr("dllm_plugin.config.resolution.can_capture", lambda vllm_config: can)
-    monkeypatch.setattr("dllm_plugin.config.resolution.SHORTEST_BLOCK", 4)
+    monkeypatch.setattr("dllm_plugin.config.machine.can_capture", lambda vllm_config: can)
+    monkeypatch.setattr("dllm_plugin.config.machine.SHORTEST_BLOCK", 4)
     assert cli.main(["doctor", str(checkpoints / "tiny-sdar")]) == 0
     printed = capsys.readouterr().out
     assert f"one block each:             {said}" in printed and "block_length:" in printed
@@ -228,7 +230,7 @@ def manager_of(vllm_config_for: Callable[..., Any], checkpoints: Path) -> Callab
         if tokens is not None:
             config.scheduler_config.max_num_batched_tokens = tokens
         limits = REQUESTS, config.scheduler_config.max_num_batched_tokens
-        sizes = capture_sizes(DecodeConfig(**config.additional_config["dllm"]), *limits)
+        sizes = capture_sizes(get_decode_config(config), *limits)
         config.compilation_config.cudagraph_capture_sizes = sizes
         config.compilation_config.max_cudagraph_capture_size = sizes[-1]
         # Memory for graphs, which a mode makes it ask for, is what CPUs do not have.

@@ -5,7 +5,10 @@ from typing import Any
 
 import pytest
 
-from dllm_plugin.config.decode import DecodeConfig, check_strategy_reads
+from dllm_plugin.config.decode import DecodeConfig
+from dllm_plugin.config.options import Options
+from dllm_plugin.config.request import request_config
+from dllm_plugin.config.resolution import check_options_read, resolve
 from dllm_plugin.decoding.families import FAMILIES
 from dllm_plugin.models.checkpoints.training import trained_to_edit
 
@@ -15,17 +18,17 @@ FAST = "Fast_dLLM_QwenForCausalLM"
 
 def resolved(architecture: str, edits: bool = False, **options: Any) -> DecodeConfig:
     trained = FAMILIES[architecture].block_length
-    config = DecodeConfig.from_user(options).resolve(
-        architecture, 1024, 15, block_length=trained, edits=edits
+    config = resolve(
+        Options.from_user(options), architecture, 1024, 15, block_length=trained, edits=edits
     )
-    check_strategy_reads(config, options)
+    check_options_read(config, options)
     return config
 
 
 def refusal(build: Any, **arguments: Any) -> str:
     """What a configuration (given by its options) or a request to it is refused with."""
     with pytest.raises(ValueError) as caught:
-        build(**arguments) if callable(build) else build.for_request(arguments)
+        build(**arguments) if callable(build) else request_config(build, arguments)
     message = str(caught.value)
     assert "\n" not in message and message.endswith(".") and len(message) < 450
     return message
@@ -34,18 +37,19 @@ def refusal(build: Any, **arguments: Any) -> str:
 @pytest.mark.parametrize(
     "architecture,edits,policy,threshold,block,sub",
     [
-        (SDAR, False, "threshold", 0.85, 4, None),
-        ("SDARMoeForCausalLM", False, "threshold", 0.85, 4, None),
-        (LLADA2, False, "threshold", 0.95, 32, None),
-        (LLADA2, True, "joint_threshold", 0.7, 32, None),
+        (SDAR, False, "threshold", 0.85, 4, 0),
+        ("SDARMoeForCausalLM", False, "threshold", 0.85, 4, 0),
+        (LLADA2, False, "threshold", 0.95, 32, 0),
+        (LLADA2, True, "joint_threshold", 0.7, 32, 0),
         (FAST, False, "threshold", 0.9, 32, 8),
     ],
 )
 def test_defaults(
-    architecture: str, edits: bool, policy: str, threshold: float, block: int, sub: int | None
+    architecture: str, edits: bool, policy: str, threshold: float, block: int, sub: int
 ) -> None:
-    config = resolved(architecture, edits)
-    assert (config.strategy, config.policy) == ("block_diffusion", policy)
+    engine = resolved(architecture, edits)
+    config = engine.defaults
+    assert (engine.strategy, config.policy) == ("block_diffusion", policy)
     assert (config.threshold, config.block_length) == (threshold, block)
     assert config.sub_block_length == sub and config.max_active_blocks == 1
     assert (config.editing_threshold, config.max_post_steps, config.num_to_transfer) == (0.5, 16, 1)
@@ -53,18 +57,20 @@ def test_defaults(
 
 
 def test_auto_is_the_same_for_a_request() -> None:
-    assert resolved(LLADA2, True).for_request({"dllm_policy": "auto"}).policy == "joint_threshold"
-    assert resolved(LLADA2, False).for_request({"dllm_policy": "auto"}).policy == "threshold"
+    assert (
+        request_config(resolved(LLADA2, True), {"dllm_policy": "auto"}).policy == "joint_threshold"
+    )
+    assert request_config(resolved(LLADA2, False), {"dllm_policy": "auto"}).policy == "threshold"
 
 
 def test_the_canvas_holds_the_block_that_is_stored_where_it_may_ride_along() -> None:
     assert resolved(SDAR).canvas_length == 8 and resolved(LLADA2).canvas_length == 64
-    assert resolved(FAST).canvas_length == 32 and resolved(FAST).commits_alone
+    assert resolved(FAST).canvas_length == 32 and resolved(FAST).dedicated_commit
     several = resolved(FAST, max_active_blocks=3)
-    assert several.canvas_length == 128 and not several.commits_alone
+    assert several.canvas_length == 128 and not several.dedicated_commit
     assert resolved(SDAR, max_active_blocks=4).canvas_length == 20
     assert resolved(LLADA, strategy="block_diffusion", max_active_blocks=2).canvas_length == 96
-    assert not resolved(SDAR).commits_alone
+    assert not resolved(SDAR).dedicated_commit
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.1, None, True, "0.5", float("nan"), [0.5]])
@@ -88,8 +94,9 @@ def test_whole_numbers_of_edits(name: str, value: Any, low: int) -> None:
 
 
 def test_no_edit_steps_and_big_transfers_are_values_like_others() -> None:
-    request = resolved(LLADA2, True).for_request(
-        {"dllm_max_post_steps": 0, "dllm_num_to_transfer": 99, "dllm_editing_threshold": 0}
+    request = request_config(
+        resolved(LLADA2, True),
+        {"dllm_max_post_steps": 0, "dllm_num_to_transfer": 99, "dllm_editing_threshold": 0},
     )
     assert (request.max_post_steps, request.num_to_transfer) == (0, 99)
     assert request.editing_threshold == 0
@@ -112,8 +119,8 @@ def test_use_block_cache_is_a_switch(value: Any) -> None:
 
 @pytest.mark.parametrize("on", [True, 1])
 def test_the_cache_of_a_block_is_that_of_one_block(on: Any) -> None:
-    assert resolved(FAST).for_request({"dllm_use_block_cache": on}).use_block_cache
-    assert resolved(FAST, use_block_cache=on).use_block_cache
+    assert request_config(resolved(FAST), {"dllm_use_block_cache": on}).use_block_cache
+    assert resolved(FAST, use_block_cache=on).defaults.use_block_cache
     says = "use_block_cache needs kv_cache_layout 'unified'"
     assert says in refusal(resolved(FAST, kv_cache_layout="distinct"), dllm_use_block_cache=on)
     says = "use_block_cache needs max_active_blocks 1, got 2"
@@ -140,14 +147,14 @@ def test_edits_are_those_of_llada2(architecture: str) -> None:
     assert message.startswith(f"policy '{joint}' has no meaning") and "threshold" in message
     message = refusal(resolved(architecture, **strategy), dllm_policy=joint)
     assert f"dllm_policy '{joint}' has no meaning" in message
-    assert resolved(LLADA2).for_request({"dllm_policy": joint}).policy == joint
+    assert request_config(resolved(LLADA2), {"dllm_policy": joint}).policy == joint
 
 
 @pytest.mark.parametrize("name", ["editing_threshold", "max_post_steps", "num_to_transfer"])
 def test_numbers_of_edits_need_the_policy_that_edits(name: str) -> None:
     value = 0.5 if name == "editing_threshold" else 3
     config = resolved(LLADA2, True)
-    assert getattr(config.for_request({f"dllm_{name}": value}), name) == value
+    assert getattr(request_config(config, {f"dllm_{name}": value}), name) == value
     message = refusal(config, **{f"dllm_{name}": value, "dllm_policy": "threshold"})
     assert f"dllm_{name} has no effect" in message
     assert f"{name} has no effect" in refusal(lambda **o: resolved(SDAR, **o), **{name: value})
@@ -159,15 +166,15 @@ def test_several_active_blocks(architecture: str) -> None:
     """Up to the engine's; schedules count the steps of one block and stay with one."""
     strategy = {"strategy": "block_diffusion"}
     config = resolved(architecture, max_active_blocks=3, **strategy)
-    assert config.for_request({}).max_active_blocks == 3
-    assert config.for_request({"dllm_max_active_blocks": 2}).max_active_blocks == 2
-    assert config.for_request({"dllm_policy": "low_confidence"}).max_active_blocks == 1
+    assert request_config(config, {}).max_active_blocks == 3
+    assert request_config(config, {"dllm_max_active_blocks": 2}).max_active_blocks == 2
+    assert request_config(config, {"dllm_policy": "low_confidence"}).max_active_blocks == 1
     for too_many in (4, None):
         message = refusal(config, dllm_max_active_blocks=too_many)
         assert f"dllm_max_active_blocks {too_many} exceeds the engine's 3" in message
     message = refusal(config, dllm_policy="factor", dllm_max_active_blocks=2)
     assert "dllm_max_active_blocks has no effect" in message
-    config.for_request({"dllm_policy": "factor", "dllm_max_active_blocks": 1})
+    request_config(config, {"dllm_policy": "factor", "dllm_max_active_blocks": 1})
     one = resolved(architecture, **strategy)
     assert "exceeds the engine's 1" in refusal(one, dllm_max_active_blocks=2)
 

@@ -8,7 +8,7 @@ import torch
 from dllm_plugin.decoding.block_causal import plan_block_diffusion
 from dllm_plugin.decoding.blocks import rank_in_block
 from dllm_plugin.decoding.plan import Proposal
-from dllm_plugin.decoding.policies import POLICIES, threshold_or_quota
+from dllm_plugin.decoding.policies import EDITED_BLOCKS
 
 RNG = np.random.default_rng(7)
 MASK = handmade.MASK
@@ -70,8 +70,7 @@ def test_sure_or_best_of_several_blocks(policy: str) -> None:
     plan = handmade.plan(canvas, candidates)._replace(active_RS=active)
     settings = handmade.settings(canvas, steps, threshold=0.7, num_to_transfer=2)
     proposal = Proposal(torch.zeros_like(canvas.tokens_RC), confidence, score.float())
-    rule = threshold_or_quota if policy == "threshold" else POLICIES[policy]
-    take = rule(plan, canvas, proposal, settings)
+    take = EDITED_BLOCKS[policy].rule(plan, canvas, proposal, settings)
     for row in range(requests):
         expected, is_first = set(), True
         for block, flag in zip(blocks, full[row], strict=True):

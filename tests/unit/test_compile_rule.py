@@ -2,8 +2,9 @@
 
 import pytest
 
-from dllm_plugin.config.decode import DecodeConfig
-from dllm_plugin.config.resolution import uncompiled
+from dllm_plugin.config.machine import uncompiled
+from dllm_plugin.config.options import Options
+from dllm_plugin.config.resolution import resolve
 
 MASK = 300
 
@@ -23,7 +24,7 @@ MASK = 300
 def test_what_is_compiled(
     architecture: str, options: dict[str, object], sentence: str | None
 ) -> None:
-    config = DecodeConfig.from_user(options).resolve(architecture, 512, MASK)
+    config = resolve(Options.from_user(options), architecture, 512, MASK)
     problem = next(uncompiled(config, cannot=False), None)
     assert problem is None if sentence is None else problem is not None and sentence in problem
     assert next(uncompiled(config, cannot=True)) == "needs a GPU and no enforce_eager"

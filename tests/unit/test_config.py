@@ -6,12 +6,18 @@ from typing import Any
 import pytest
 
 import dllm_plugin
-from dllm_plugin.config import decode as rooms
-from dllm_plugin.config import validation as option_checks
-from dllm_plugin.config.decode import DecodeConfig, check_strategy_reads
-from dllm_plugin.decoding import choices
-from dllm_plugin.decoding.methods import SPANS, STRATEGIES
-from dllm_plugin.decoding.policies import POLICIES
+from dllm_plugin.config.decode import DecodeConfig
+from dllm_plugin.config.options import (
+    KV_CACHE_LAYOUTS,
+    OPTIONS,
+    REQUEST_FIELDS,
+    REQUEST_PREFIX,
+    Options,
+)
+from dllm_plugin.config.request import request_config
+from dllm_plugin.config.resolution import check_options_read, resolve
+from dllm_plugin.config.validation import policy_choices, strategy_choices
+from dllm_plugin.decoding.methods import POLICIES, STRATEGIES
 
 LLADA, DREAM, MASK = "LLaDAModelLM", "DreamModel", 15
 
@@ -69,18 +75,18 @@ REQUEST_ARGUMENTS = [
 
 
 def resolved(architecture: str = LLADA, max_model_len: int = 1024, **options: Any) -> DecodeConfig:
-    return DecodeConfig.from_user(options).resolve(architecture, max_model_len, MASK)
+    return resolve(Options.from_user(options), architecture, max_model_len, MASK)
 
 
 def refusal(**options: Any) -> str:
     with pytest.raises(ValueError) as caught:
-        DecodeConfig.from_user(options)
+        Options.from_user(options)
     return one_sentence(caught.value)
 
 
 def request_refusal(config: DecodeConfig, **arguments: Any) -> str:
     with pytest.raises(ValueError) as caught:
-        config.for_request(arguments)
+        request_config(config, arguments)
     return one_sentence(caught.value)
 
 
@@ -92,24 +98,17 @@ def one_sentence(error: Exception) -> str:
 
 def test_public_surface_is_frozen() -> None:
     """Change these lists on purpose, with the changelog."""
-    public = [f.name for f in dataclasses.fields(DecodeConfig) if not f.metadata.get("internal")]
-    assert sorted(public) == FIELDS
+    assert sorted(f.name for f in dataclasses.fields(Options)) == FIELDS
     assert dllm_plugin.__all__ == ["__version__", "register"]
-    assert " ".join(choices.STRATEGIES) == (
+    assert " ".join(strategy_choices()) == (
         "auto d2f block_diffusion semi_autoregressive prefix_cache dual_cache"
     )
-    assert " ".join(choices.POLICIES) == (
+    assert " ".join(policy_choices()) == (
         "auto threshold factor low_confidence entropy topk_margin random origin sequential "
         "joint_threshold"
     )
-    assert option_checks.KV_CACHE_LAYOUTS == ("auto", "unified", "distinct")
-    assert sorted(rooms.REQUEST_PREFIX + f for f in rooms.REQUEST_FIELDS) == REQUEST_ARGUMENTS
-
-
-def test_every_name_has_its_function() -> None:
-    assert {*STRATEGIES, "auto"} == set(choices.STRATEGIES)
-    assert {*POLICIES, "auto"} == set(choices.POLICIES)
-    assert set(SPANS) == set(choices.FULL_ATTENTION)
+    assert KV_CACHE_LAYOUTS == ("auto", "unified", "distinct")
+    assert sorted(REQUEST_PREFIX + name for name in REQUEST_FIELDS) == REQUEST_ARGUMENTS
 
 
 def test_unknown_keys_are_refused_with_the_known_ones() -> None:
@@ -141,7 +140,7 @@ def test_numbers(name: str, high: float) -> None:
     for value in [-0.1, float("nan"), "0.5", True, [0.5], *none, 2 * high]:
         assert refusal(**{name: value}).startswith(f"{name} must be a number ")
     for value in (0, 0.0, 1, 1.0, high):
-        assert getattr(DecodeConfig.from_user({name: value}), name) == value
+        assert getattr(Options.from_user({name: value}), name) == value
 
 
 def test_choices() -> None:
@@ -169,18 +168,18 @@ def test_options_of_full_attention(strategy: str, architecture: str, name: str, 
     policy = {"dllm_policy": "low_confidence"}
     argument = policy | {f"dllm_{name}": value}
     config = resolved(architecture, strategy=strategy)
-    assert getattr(config.for_request(argument), name) == value
-    check_strategy_reads(config, {name: value})
+    assert getattr(request_config(config, argument), name) == value
+    check_options_read(config, {name: value})
     for wrong in (
         resolved(other, strategy=strategy),
         resolved(architecture, strategy="block_diffusion"),
     ):
         assert f"dllm_{name} has no effect" in request_refusal(wrong, **argument)
         with pytest.raises(ValueError, match=f"{name} has no effect"):
-            check_strategy_reads(wrong, {name: value})
-        off = choices.OFF[name][0]
-        wrong.for_request(policy | {f"dllm_{name}": off})
-        check_strategy_reads(wrong, {name: off})
+            check_options_read(wrong, {name: value})
+        off = OPTIONS[name].off[0]
+        request_config(wrong, policy | {f"dllm_{name}": off})
+        check_options_read(wrong, {name: off})
 
 
 def test_guidance_needs_the_uncached_loop() -> None:
@@ -211,14 +210,14 @@ def test_ranges_of_full_attention(name: str, value: Any, says: str) -> None:
     )
 
 
-@pytest.mark.parametrize("policy", choices.POLICIES[1:])
-@pytest.mark.parametrize("strategy", choices.STRATEGIES[1:])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("architecture", [LLADA, DREAM])
 def test_every_strategy_with_every_policy(architecture: str, strategy: str, policy: str) -> None:
     """Taken where it means something; refused with the list of those that do elsewhere."""
     config = resolved(architecture, strategy=strategy)
-    if policy in choices.policies_of(strategy, config.family):
-        assert config.for_request({"dllm_policy": policy}).policy == policy
+    if policy in config.method.policies:
+        assert request_config(config, {"dllm_policy": policy}).policy == policy
     else:
         message = request_refusal(config, dllm_policy=policy)
         assert f"{policy!r} has no meaning" in message and "threshold" in message
@@ -230,17 +229,17 @@ def test_the_authors_loops_are_one_setting_away() -> None:
     assert (llada.policy, llada.block_length, llada.whole_canvas) == ("low_confidence", 32, False)
     dream = resolved(DREAM, strategy="semi_autoregressive")
     assert (dream.policy, dream.whole_canvas) == ("entropy", True)
-    request = dream.for_request({}, max_tokens=48)
+    request = request_config(dream, {}, max_tokens=48)
     assert (request.block_length, request.steps) == (48, 48)
-    assert dream.for_request({}, max_tokens=5000).block_length == dream.canvas_length
-    assert dream.for_request({"dllm_block_length": 16}, max_tokens=48).block_length == 16
+    assert request_config(dream, {}, max_tokens=5000).block_length == dream.canvas_length
+    assert request_config(dream, {"dllm_block_length": 16}, max_tokens=48).block_length == 16
     # By threshold Dream's loop releases positions over `steps`; the default is all at once.
-    assert dream.for_request({"dllm_policy": "threshold"}, max_tokens=48).steps == 1
+    assert request_config(dream, {"dllm_policy": "threshold"}, max_tokens=48).steps == 1
 
 
 def test_a_cached_block_of_dream_takes_two_steps() -> None:
     with pytest.raises(ValueError, match="steps must be at least 2"):
-        check_strategy_reads(resolved(DREAM, strategy="dual_cache", steps=1), {"steps": 1})
+        check_options_read(resolved(DREAM, strategy="dual_cache", steps=1), {"steps": 1})
     config = resolved(DREAM, strategy="prefix_cache")
     assert "dllm_steps must be at least 2" in request_refusal(config, dllm_steps=1)
 
@@ -265,7 +264,6 @@ def test_auto_choices() -> None:
     assert "'d2f'" in resolved(strategy="d2f").reason
     assert plain.kv_cache_layout == "unified" and plain.mask_token_id == MASK
     assert resolved(kv_cache_layout="distinct").kv_cache_layout == "distinct"
-    assert not plain.time_schedule and resolved(DREAM).time_schedule
 
 
 @pytest.mark.parametrize(
@@ -310,20 +308,20 @@ def test_policies_without_meaning_for_d2f(policy: str) -> None:
 def test_a_request_without_arguments_takes_the_engine_numbers() -> None:
     config = resolved(strategy="d2f", threshold=0.7)
     for arguments in (None, {}, {"kv_transfer_params": 1}):
-        request = config.for_request(arguments)
-        assert request == dataclasses.replace(config, steps=config.block_length)
-    assert resolved(steps=5).for_request({}).steps == 5
+        request = request_config(config, arguments)
+        assert request == dataclasses.replace(config.defaults, steps=config.block_length)
+    assert request_config(resolved(steps=5), {}).steps == 5
 
 
 def test_a_request_overrides_numbers() -> None:
     config = resolved(strategy="d2f")
-    request = config.for_request({"dllm_threshold": 0.5, "dllm_block_length": 16})
+    request = request_config(config, {"dllm_threshold": 0.5, "dllm_block_length": 16})
     assert (request.threshold, request.block_length, request.steps) == (0.5, 16, 16)
-    assert config.threshold == 0.9
+    assert config.defaults.threshold == 0.9
     config = resolved(DREAM)
-    request = config.for_request({"dllm_policy": "entropy", "dllm_steps": 7, "dllm_eps": 0.01})
+    request = request_config(config, {"dllm_policy": "entropy", "dllm_steps": 7, "dllm_eps": 0.01})
     assert (request.policy, request.steps, request.eps) == ("entropy", 7, 0.01)
-    assert resolved(policy="factor").for_request({"dllm_policy": "auto"}).policy == "threshold"
+    assert request_config(resolved(policy="factor"), {"dllm_policy": "auto"}).policy == "threshold"
 
 
 @pytest.mark.parametrize(
@@ -376,21 +374,21 @@ def test_unknown_request_arguments(name: str) -> None:
 
 
 def test_options_that_the_strategy_never_reads_are_refused() -> None:
-    d2f = DecodeConfig(strategy="d2f").resolve("LLaDAModelLM", 512, 300)
-    block = DecodeConfig(strategy="block_diffusion").resolve("LLaDAModelLM", 512, 300)
-    several = DecodeConfig(strategy="block_diffusion", max_active_blocks=2)
+    d2f = resolve(Options(strategy="d2f"), "LLaDAModelLM", 512, 300)
+    block = resolve(Options(strategy="block_diffusion"), "LLaDAModelLM", 512, 300)
+    several = Options(strategy="block_diffusion", max_active_blocks=2)
     taken = {"threshold": 0.5, "block_add_threshold": 0.5, "block_length": 8}
-    check_strategy_reads(d2f, taken)
-    check_strategy_reads(several.resolve("LLaDAModelLM", 512, 300), taken)
+    check_options_read(d2f, taken)
+    check_options_read(resolve(several, "LLaDAModelLM", 512, 300), taken)
     with pytest.raises(ValueError, match="block_add_threshold has no effect with max_active_bl"):
-        check_strategy_reads(block, taken)
+        check_options_read(block, taken)
     for config, name in ((d2f, "steps"), (d2f, "factor"), (block, "num_to_transfer")):
         with pytest.raises(ValueError, match=f"{name} has no effect"):
-            check_strategy_reads(config, {name: 3})
+            check_options_read(config, {name: 3})
     with pytest.raises(ValueError, match="eps has no effect"):
-        check_strategy_reads(block, {"eps": 0.5})
+        check_options_read(block, {"eps": 0.5})
 
 
 def test_steps_are_bounded() -> None:
     with pytest.raises(ValueError, match="steps must be at most 4096"):
-        DecodeConfig.from_user({"steps": 3_000_000_000})
+        Options.from_user({"steps": 3_000_000_000})

@@ -8,7 +8,7 @@ import pytest
 import torch
 from scripted import Loop
 
-from dllm_plugin.decoding.block_causal import keep_edited, plan_edited_blocks, settle_blocks
+from dllm_plugin.decoding.block_causal import commit_blocks, keep_edited, plan_edited_blocks
 from dllm_plugin.decoding.plan import Canvas, Proposal, StepPlan
 from dllm_plugin.decoding.policies import joint_threshold
 
@@ -50,7 +50,7 @@ def test_edits_end_with_the_steps_that_may_make_them() -> None:
     assert done.checks_R.all() and places(done.editable_RC) == [0, 1, 2, 3]
     _, spent = planned([1, 1, 1, 1], edits_left_R=[0.0])
     assert not spent.checks_R.any() and not spent.editable_RC.any()
-    assert spent.num_committed_R.tolist() == [4] and spent.settled_R.tolist() == [4]
+    assert spent.num_committed_R.tolist() == [4] and spent.fixed_R.tolist() == [4]
     _, other = planned([1, 1, 1, 1], edits_R=[False])
     assert not other.checks_R.any() and not other.editable_RC.any()
     _, ended = planned([1, 1, 1, 1], ended_R=[True])
@@ -60,13 +60,13 @@ def test_edits_end_with_the_steps_that_may_make_them() -> None:
 def test_only_committed_positions_are_settled() -> None:
     """Decided tokens in front of a mask may still change, so they end no request."""
     canvas, plan = planned([1, 1, MASK, MASK])
-    assert plan.settled_R.tolist() == [0]
+    assert plan.fixed_R.tolist() == [0]
     stop = torch.tensor([[False, True, False, False]])
     nothing, tokens = torch.zeros(1, 4, dtype=torch.bool), canvas.tokens_RC
     asked = torch.tensor([2], dtype=torch.int32)
-    assert not settle_blocks(canvas, plan, nothing, tokens, stop, asked, MASK).ended_R.any()
+    assert not commit_blocks(canvas, plan, nothing, tokens, stop, asked, MASK).ended_R.any()
     free, plan = planned([1, 1, MASK, MASK], edits_R=[False])
-    assert settle_blocks(free, plan, nothing, tokens, stop, asked, MASK).ended_R.all()
+    assert commit_blocks(free, plan, nothing, tokens, stop, asked, MASK).ended_R.all()
 
 
 @pytest.mark.parametrize("active,kept", [(1, [1]), (2, [1, 5])])
@@ -79,10 +79,10 @@ def test_an_edit_keeps_the_block(active: int, kept: list[int]) -> None:
     unmask[0, [1, 5]] = True
     after, taken = keep_edited(canvas, plan, unmask)
     assert (after.num_stored_R.tolist(), after.num_committed_R.tolist()) == ([0], [0])
-    assert after.settled_R.tolist() == [0] and places(taken) == kept
+    assert after.fixed_R.tolist() == [0] and places(taken) == kept
     unmask[0, 1] = False
     after, taken = keep_edited(canvas, plan, unmask)
-    assert after.num_committed_R.tolist() == [4] and after.settled_R.tolist() == [4]
+    assert after.num_committed_R.tolist() == [4] and after.fixed_R.tolist() == [4]
     assert places(taken) == [5]
 
 
@@ -90,10 +90,10 @@ def test_the_last_step_that_may_edit_settles_the_block() -> None:
     canvas, plan = planned([1, 1, 1, 1], edits_left_R=[1.0])
     unmask = torch.tensor([[True, False, False, False]])
     after, taken = keep_edited(canvas, plan, unmask)
-    assert after.num_stored_R.tolist() == [0] and after.settled_R.tolist() == [4]
+    assert after.num_stored_R.tolist() == [0] and after.fixed_R.tolist() == [4]
     tokens = torch.tensor([[7, 1, 1, 1]])
     asked = torch.tensor([3], dtype=torch.int32)
-    outcome = settle_blocks(canvas, after, taken, tokens, tokens == 99, asked, MASK)
+    outcome = commit_blocks(canvas, after, taken, tokens, tokens == 99, asked, MASK)
     assert outcome.ended_R.all() and outcome.num_committed_R.tolist() == [3]
 
 

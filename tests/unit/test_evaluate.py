@@ -12,10 +12,12 @@ from dllm_plugin.commands import evaluate, evaluate_all
 from dllm_plugin.commands import evaluate_report as report
 from dllm_plugin.commands.evaluate_report import Row, Way
 from dllm_plugin.commands.problems import eval_seeds, problem
-from dllm_plugin.config.decode import DecodeConfig
-from dllm_plugin.decoding.choices import POLICIES, STRATEGIES
+from dllm_plugin.config.options import Options
+from dllm_plugin.config.request import request_config
+from dllm_plugin.config.resolution import resolve
+from dllm_plugin.decoding.methods import POLICIES, STRATEGIES
 
-WAYS = [way for strategy in STRATEGIES[1:] for way in evaluate_all.ways(strategy)]
+WAYS = [way for strategy in STRATEGIES for way in evaluate_all.ways(strategy)]
 ROWS = [
     Row(*way, 1 - 0.03 * (i % 3), 64 / (way.steps or 2), 3.0 * (way.steps or 1) + i, 1.0)
     for i, way in enumerate(WAYS)
@@ -24,19 +26,19 @@ ROWS = [
 
 def accepted(strategy: str, policy: str, **request: Any) -> bool:
     """Whether the bundled family takes a request with this policy."""
-    config = DecodeConfig(strategy=strategy, block_length=64, canvas_length=128)
-    resolved = config.resolve("LLaDAModelLM", 512, mask_token_id=1)
+    options = Options(strategy=strategy, block_length=64, canvas_length=128)
+    resolved = resolve(options, "LLaDAModelLM", 512, mask_token_id=1)
     try:
-        resolved.for_request({"dllm_policy": policy} | request)
+        request_config(resolved, {"dllm_policy": policy} | request)
     except ValueError:
         return False
     return True
 
 
-@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "auto"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_policy_that_fits_is_decoded(strategy: str) -> None:
     decoded = {way.policy for way in WAYS if way.strategy == strategy}
-    assert decoded == {p for p in POLICIES if p != "auto" and accepted(strategy, p)}
+    assert decoded == {p for p in POLICIES if accepted(strategy, p)}
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
@@ -87,7 +89,7 @@ def test_page_and_plot_are_written(
 
     monkeypatch.setattr(evaluate_all, "score_strategy", decoded)
     assert evaluate_all.run(None, "auto", str(tmp_path)) == 0
-    assert asked == [(strategy, "auto", 200) for strategy in STRATEGIES[1:]]
+    assert asked == [(strategy, "auto", 200) for strategy in STRATEGIES]
     printed = capsys.readouterr().out
     record = json.loads(printed.splitlines()[-1])
     assert [Row(**row) for row in record["rows"]] == ROWS and record["problems"] == 200

@@ -46,7 +46,11 @@ def random_batches(dllm: dict[str, Any], seed: int) -> list[tuple[Loop, InputBat
     for _ in range(6):
         while loop.free and dice.random() < 0.7:
             # The whole canvas of full attention is one block.
-            length = {} if loop.config.full_attention else {"dllm_block_length": dice.randint(1, 6)}
+            length = (
+                {}
+                if loop.config.method.full_attention
+                else {"dllm_block_length": dice.randint(1, 6)}
+            )
             wish = sampling(dice.randint(1, 40), None, **length)
             prompt = [1] * dice.randint(1, 20)
             run = loop.start(prompt, Hashed(seed), wish, f"request-{len(batches)}-{dice.random()}")
@@ -58,7 +62,7 @@ def random_batches(dllm: dict[str, Any], seed: int) -> list[tuple[Loop, InputBat
         rows = batch_rows(batches[-1][1], loop.states)
         check_rows(loop, batches[-1][1], len(rows.length_B))
         assert (rows.length_B > 0).all()
-        if loop.config.full_attention:
+        if loop.config.method.full_attention:
             break  # its passes are planned by the scheduler of an engine
         loop.step()
         for run in dice.sample(loop.running, len(loop.running) // 3):
@@ -256,6 +260,10 @@ def test_where_contexts_are_read_once(
     def taken(version: int | None = 3) -> bool:
         return choice.parts_from(engine_config, version) is not None
 
+    def in_blocks(block: int, canvas: int) -> dict[str, Any]:
+        defaults = options["defaults"] | {"block_length": block}
+        return options | {"defaults": defaults, "canvas_length": canvas}
+
     def heads_per_key(number: int) -> None:
         text.num_attention_heads = number * text.num_key_value_heads
         model.model_arch_config.total_num_attention_heads = text.num_attention_heads
@@ -272,7 +280,7 @@ def test_where_contexts_are_read_once(
     assert not taken()
     heads_per_key(1)
     for different in (
-        {"canvas_length": options["block_length"]},
+        {"canvas_length": options["defaults"]["block_length"]},
         # Shifted on an absolute grid, its blocks commit alone.
         {"architecture": "Fast_dLLM_QwenForCausalLM"},
     ):
@@ -293,10 +301,10 @@ def test_where_contexts_are_read_once(
     text.head_dim = 4096 // model.get_num_kv_heads(engine_config.parallel_config)
     model.model_arch_config.head_size = text.head_dim
     for block, blocks, fewest in ((16, 2, 9), (32, 2, 27), (32, 4, 4), (32, 8, 2), (64, 2, None)):
-        given["dllm"] = options | {"block_length": block, "canvas_length": block * blocks}
+        given["dllm"] = in_blocks(block, block * blocks)
         assert choice.parts_from(engine_config, 3) == fewest
     engine_config.scheduler_config.max_num_seqs = 1
-    given["dllm"] = options | {"block_length": 32, "canvas_length": 256}
+    given["dllm"] = in_blocks(32, 256)
     assert choice.parts_from(engine_config, 3) is None
 
 

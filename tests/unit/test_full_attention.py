@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from dllm_plugin.decoding.families import LLADA
 from dllm_plugin.decoding.full_attention import bounds
-from dllm_plugin.decoding.methods import SPANS
+from dllm_plugin.decoding.methods import methods_of
 from dllm_plugin.kernels.confidence.random_numbers import (
     counter_uniform,
     drawn_order,
@@ -62,7 +63,8 @@ def test_spans_are_those_of_the_design() -> None:
     cached = np.array([[False, False], [True, False], [False, True]])
     spans = {
         name: [[part.tolist() for part in span(canvas, keeps)] for keeps in cached]
-        for name, span in SPANS.items()
+        for name, method in methods_of(LLADA).items()
+        if (span := method.span) is not None
     }
     refresh = [[0, 0], [37, 42]]
     assert spans == {

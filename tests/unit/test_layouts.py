@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from dllm_plugin.attention import backends as choice
 from dllm_plugin.attention.distinct import DistinctBackend, DistinctImpl
 from dllm_plugin.attention.flex import SegmentFlexBuilder
-from dllm_plugin.config.validation import KV_CACHE_LAYOUTS
+from dllm_plugin.config.options import KV_CACHE_LAYOUTS
 from dllm_plugin.kernels.paged_attention.reference import attend_spans
 
 CUSTOM, CPU_ATTN = AttentionBackendEnum.CUSTOM, AttentionBackendEnum.CPU_ATTN

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from dllm_plugin.decoding.plan import Proposal
-from dllm_plugin.decoding.policies import POLICIES
+from dllm_plugin.decoding.policies import (
+    DREAM_LOOP,
+    EDITED_BLOCKS,
+    PROMPT_BLOCKS,
+    PROMPT_BLOCKS_IN_TIME,
+)
+
+# Every rule by one of its names; schedules are LLaDA's.
+RULES = {**EDITED_BLOCKS, **DREAM_LOOP, **PROMPT_BLOCKS}
 
 NAN = float("nan")
 
@@ -24,6 +32,7 @@ def pick(
     steps: Any = 1,
     block_length: int | None = None,
     full: Any = True,
+    time_schedule: bool = False,
     **options: Any,
 ) -> Tensor:
     """One policy over rows of scores, bool ``[R, C]``; all positions are candidates by default."""
@@ -34,7 +43,8 @@ def pick(
     sure = score_RC if confidence is None else torch.tensor(confidence, dtype=torch.float32)
     canvas = handmade.canvas(*score_RC.shape, block_length, full, step=step)
     proposal = Proposal(torch.zeros_like(canvas.tokens_RC), sure, score_RC)
-    return POLICIES[policy](
+    table = PROMPT_BLOCKS_IN_TIME if time_schedule else RULES
+    return table[policy].rule(
         handmade.plan(canvas, candidates_RC),
         canvas,
         proposal,
@@ -46,7 +56,7 @@ def taken(mask_RC: Tensor) -> list[list[int]]:
     return [row.nonzero().flatten().tolist() for row in mask_RC]
 
 
-@pytest.mark.parametrize("policy", list(POLICIES))
+@pytest.mark.parametrize("policy", list(RULES))
 def test_takes_only_candidates(policy: str) -> None:
     generator = torch.Generator().manual_seed(1)
     score = torch.rand(64, 12, generator=generator)
@@ -57,7 +67,7 @@ def test_takes_only_candidates(policy: str) -> None:
     assert policy == "origin" or result.any(dim=1)[candidates.any(dim=1)].all()
 
 
-@pytest.mark.parametrize("policy", list(POLICIES))
+@pytest.mark.parametrize("policy", list(RULES))
 def test_nothing_to_take(policy: str) -> None:
     none = [[False] * 4] * 2
     assert taken(pick(policy, [[0.99, 0.5, NAN, 0.1]] * 2, none, step=[0, 7], steps=3)) == [[], []]

@@ -10,8 +10,7 @@ import pytest
 import torch
 from scripted import EOS, MASK, Hashed, Loop, Pass, Run, Script, Table, sampling
 
-from dllm_plugin.decoding.choices import policies_of
-from dllm_plugin.decoding.families import FAMILIES
+from dllm_plugin.decoding.methods import METHODS
 from dllm_plugin.sampling import logits_rows as rows
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -314,7 +313,7 @@ def test_d2f_equals_the_oracle(shift: bool, canvas: int, blocks: int) -> None:
 def block_case(rng: np.random.Generator, seed: int, shift: bool) -> dict[str, Any]:
     """A random request for block diffusion, with any policy."""
     case = d2f_case(rng, seed, shift, context=40)
-    case["ranking"] = str(rng.choice(policies_of("block_diffusion", FAMILIES["DreamModel"])))
+    case["ranking"] = str(rng.choice(list(METHODS["block_diffusion", "dream"].policies)))
     case["steps"] = int(rng.integers(1, 13))
     case["eps"] = float(rng.choice([1e-3, 0.05]))
     case["factor"] = float(rng.choice([0.5, 1.0, 2.0]))

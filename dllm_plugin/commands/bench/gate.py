@@ -16,7 +16,7 @@ from dllm_plugin.commands.bench.drive import Ask, Run, serve
 from dllm_plugin.commands.bench.engines import describe, stop
 from dllm_plugin.commands.bench.options import Settings
 from dllm_plugin.commands.offline import bundled_options, start_engine
-from dllm_plugin.decoding.choices import D2F
+from dllm_plugin.decoding.strategy_names import D2F
 
 PROBLEMS = 4
 ALONE = PROBLEMS - 1  # so many at once are fed one block each, until answers end, and fewer are not

@@ -9,8 +9,8 @@ from typing import Any
 from dllm_plugin import default_model
 from dllm_plugin.commands.bench import schedule
 from dllm_plugin.commands.bench.shapes import SHAPES
-from dllm_plugin.config.decode import DecodeConfig
-from dllm_plugin.decoding.choices import BLOCK_DIFFUSION, D2F
+from dllm_plugin.config.options import Options
+from dllm_plugin.decoding.strategy_names import BLOCK_DIFFUSION, D2F
 
 MODES = {
     "step": "time per denoising step beside the floor of its matrix products",
@@ -256,7 +256,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     _check_numbers(settings)
     _check_meaning(settings, given.get("input_len"))
     for canvas in settings.canvas:
-        DecodeConfig.from_user(settings.dllm(canvas))
+        Options.from_user(settings.dllm(canvas))
     return settings
 
 

@@ -15,7 +15,7 @@ from dllm_plugin.commands.bench.memory import logits_bytes, temporary_bytes
 from dllm_plugin.commands.bench.options import Settings
 from dllm_plugin.commands.bench.profile import trace
 from dllm_plugin.commands.bench.shapes import Sizes
-from dllm_plugin.decoding.choices import D2F
+from dllm_plugin.decoding.strategy_names import D2F
 
 if TYPE_CHECKING:
     from vllm import LLM

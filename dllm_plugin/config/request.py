@@ -1,0 +1,103 @@
+"""Parse a request's ``dllm_*`` arguments: once in each process that asks."""
+
+import dataclasses
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from dllm_plugin.config.decode import DecodeConfig, RequestConfig
+from dllm_plugin.config.options import REQUEST_FIELDS, REQUEST_PREFIX, check_values, does_nothing
+from dllm_plugin.config.resolution import (
+    check_block_cache,
+    check_block_length,
+    check_one_block,
+    check_policy,
+    check_steps,
+)
+
+REMEMBERED = 1024  # arguments of so many requests, for the other parts of a process
+
+
+def request_config(
+    config: DecodeConfig, extra_args: Mapping[str, Any] | None, max_tokens: int | None = None
+) -> RequestConfig:
+    """Return what a request decodes with: the engine's defaults with its arguments applied.
+
+    Raises ValueError naming the argument that is unknown, out of range, or without effect under
+    the request's strategy and policy.
+    """
+    given = {k: v for k, v in (extra_args or {}).items() if str(k).startswith(REQUEST_PREFIX)}
+    length = max_tokens if config.whole_canvas else None
+    if not all(isinstance(v, (str, int, float, type(None))) for v in given.values()):
+        return _parse(config, given, length)
+    # Equal values of other types are other arguments: 0 is a number of tokens, False is none.
+    key = tuple((name, type(value), value) for name, value in given.items())
+    return _remembered(config, key, length)
+
+
+@lru_cache(maxsize=REMEMBERED)
+def _remembered(
+    config: DecodeConfig, key: tuple[tuple[str, type, Any], ...], max_tokens: int | None
+) -> RequestConfig:
+    return _parse(config, {name: value for name, _, value in key}, max_tokens)
+
+
+def _parse(config: DecodeConfig, given: Mapping[str, Any], max_tokens: int | None) -> RequestConfig:
+    fields = {key.removeprefix(REQUEST_PREFIX): value for key, value in given.items()}
+    unknown = sorted(set(fields) - set(REQUEST_FIELDS))
+    if unknown:
+        raise ValueError(
+            f"Unknown request argument {REQUEST_PREFIX + unknown[0]!r}; known: "
+            f"{', '.join(REQUEST_PREFIX + name for name in REQUEST_FIELDS)}."
+        )
+    if fields.get("policy") == "auto":
+        fields["policy"] = config.default_policy
+    try:
+        check_values(fields)
+        request = dataclasses.replace(config.defaults, **fields)
+        if fields:
+            _check(config, request, fields)
+    except ValueError as error:
+        raise ValueError(f"Request argument refused: {REQUEST_PREFIX}{error}") from None
+    block = request.block_length
+    if config.whole_canvas and "block_length" not in fields:
+        block = min(max_tokens or config.canvas_length, config.canvas_length)
+    method = config.method
+    steps = fields.get("steps", config.steps)
+    several = "max_active_blocks" in method.options_read(request.policy)
+    return dataclasses.replace(
+        request,
+        block_length=block,
+        steps=steps or method.policies[request.policy].default("steps", block),
+        max_active_blocks=request.max_active_blocks if several else 1,
+    )
+
+
+def _check(config: DecodeConfig, request: RequestConfig, fields: Mapping[str, Any]) -> None:
+    """Raise ValueError naming the first argument that the engine cannot honour."""
+    method = config.method
+    check_policy(method, request.policy, config.family)
+    open_lengths = ("block_length", "sub_block_length")
+    for name in open_lengths[: 2 if config.defaults.sub_block_length else 1]:
+        if fields.get(name, 1) is None:
+            raise ValueError(f"{name} must be a whole number of at least 1, got None.")
+    if fields.get("threshold", 1) is None:
+        raise ValueError("threshold must be a number between 0.0 and 1.0, got None.")
+    check_block_length(request.block_length, config.canvas_length)
+    most = config.max_active_blocks
+    if fields.get("max_active_blocks", 1) is None or request.max_active_blocks > most:
+        raise ValueError(
+            f"max_active_blocks {request.max_active_blocks} exceeds the engine's "
+            f"{most}: raise max_active_blocks in additional_config."
+        )
+    read = method.options_read(request.policy)
+    for name, value in fields.items():
+        if name not in read and not does_nothing(name, value):
+            raise ValueError(
+                f"{name} has no effect with strategy {config.strategy!r} and policy "
+                f"{request.policy!r} on {config.architecture}: remove it or choose another "
+                "policy."
+            )
+    check_steps(config, fields.get("steps", config.steps))
+    check_one_block(config, request, fields)
+    check_block_cache(config, request)

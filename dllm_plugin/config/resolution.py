@@ -1,0 +1,194 @@
+"""Fill in what users left open, from the model's family, its checkpoint and the context.
+
+What the machine and vLLM's own options decide is filled in by :mod:`dllm_plugin.config.machine`.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from dllm_plugin.config.decode import DecodeConfig, RequestConfig
+from dllm_plugin.config.options import REQUEST_FIELDS, Numbers, Options, does_nothing
+from dllm_plugin.decoding.families import FAMILIES, Family
+from dllm_plugin.decoding.methods import Method, choose_method
+from dllm_plugin.decoding.policies import SEVERAL_BLOCKS
+
+DEFAULT_BLOCK = 32
+LEAST_BLOCKS = 8  # that D2F may have open, unless users say otherwise
+OF_SEVERAL_BLOCKS = SEVERAL_BLOCKS[1:]
+
+
+def resolve(
+    options: Options,
+    architecture: str,
+    max_model_len: int,
+    mask_token_id: int,
+    turn_end_token_ids: tuple[int, ...] = (),
+    block_length: int | None = None,
+    edits: bool = False,
+) -> DecodeConfig:
+    """Fill every open choice for a served model.
+
+    `block_length` is what it was trained with, `edits` whether it was trained to edit. Raises
+    ValueError when the canvas does not fit the context or a policy does not fit the strategy.
+    """
+    family = FAMILIES[architecture]
+    method, reason = choose_method(options.strategy, family, options.lora_path is not None)
+    default_policy = method.edited_policy if edits else method.default_policy
+    policy = default_policy if options.policy == "auto" else options.policy
+    check_policy(method, policy, family)
+    whole = options.block_length is None and method.whole_canvas
+    block = options.block_length or block_length or DEFAULT_BLOCK
+    canvas = _choose_canvas(options, method, block, max_model_len)
+    if whole or options.block_length is None and method.full_attention:
+        block = canvas if whole else min(block, canvas)
+    check_block_length(block, canvas)
+    blocks = (
+        options.max_active_blocks or method.blocks_by_default or max(LEAST_BLOCKS, canvas // block)
+    )
+    rule = method.policies[policy]
+    threshold = options.threshold
+    if threshold is None:
+        threshold = rule.default("threshold", family.threshold)
+    defaults = RequestConfig(
+        **numbers_of(options),
+        policy=policy,
+        threshold=threshold,
+        steps=options.steps or rule.default("steps", block),
+        block_length=block,
+        max_active_blocks=1 if method.full_attention else min(blocks, canvas),
+        sub_block_length=options.sub_block_length or family.sub_block_length or 0,
+    )
+    return DecodeConfig(
+        architecture=architecture,
+        strategy=method.strategy,
+        defaults=defaults,
+        steps=options.steps,
+        canvas_length=canvas,
+        commit_alone_from=options.commit_alone_from or 0,
+        kv_cache_layout="distinct" if options.kv_cache_layout == "distinct" else "unified",
+        compile_step=bool(options.compile_step),
+        vocab_parallel=bool(options.vocab_parallel),
+        lora_path=options.lora_path,
+        mask_token_id=mask_token_id,
+        turn_end_token_ids=turn_end_token_ids,
+        reason=reason,
+        whole_canvas=whole,
+        edits=edits,
+    )
+
+
+def numbers_of(config: Numbers) -> dict[str, Any]:
+    """Return the fields that options and request configs share."""
+    return {f.name: getattr(config, f.name) for f in dataclasses.fields(Numbers)}
+
+
+def _choose_canvas(options: Options, method: Method, block: int, max_model_len: int) -> int:
+    """Positions of a canvas; ValueError if one was asked for that the context cannot hold."""
+    active = options.max_active_blocks or 1
+    if options.canvas_length is not None:
+        if options.canvas_length > max_model_len:
+            raise ValueError(
+                f"canvas_length {options.canvas_length} is longer than the context of "
+                f"{max_model_len} tokens: lower canvas_length or raise max_model_len."
+            )
+        if method.next_block and active > 1 and active * block > options.canvas_length:
+            raise ValueError(
+                f"max_active_blocks {active} of {block} positions do not fit canvas_length "
+                f"{options.canvas_length}: lower max_active_blocks or raise canvas_length."
+            )
+        return options.canvas_length
+    if method.next_block:
+        # The block that is stored is computed with the others, where it may.
+        alone = active == 1 and method.dedicated_commit
+        canvas = block if alone else (active + 1) * block
+    elif options.max_active_blocks is not None and not method.full_attention:
+        canvas = active * block
+    else:
+        positions, blocks = method.canvas_by_default
+        canvas = max(positions, blocks * block)
+    return min(canvas, max_model_len)
+
+
+def check_policy(method: Method, policy: str, family: Family) -> None:
+    """Raise ValueError unless the policy means something under the strategy."""
+    if policy not in method.policies:
+        raise ValueError(
+            f"policy {policy!r} has no meaning for strategy {method.strategy!r} on {family.name} "
+            f"models; choose one of: {', '.join(method.policies)}."
+        )
+
+
+def check_block_length(block_length: int, canvas_length: int) -> None:
+    """Raise ValueError unless a block fits the canvas."""
+    if block_length > canvas_length:
+        raise ValueError(
+            f"block_length {block_length} is longer than the canvas of {canvas_length} "
+            "positions: lower block_length or raise canvas_length in additional_config."
+        )
+
+
+def check_options_read(config: DecodeConfig, given: Mapping[str, Any]) -> None:
+    """Refuse given options that the resolved strategy or family can never read."""
+    read = config.method.options
+    for name in REQUEST_FIELDS:
+        if name in given and name not in read and not does_nothing(name, given[name]):
+            raise ValueError(
+                f"{name} has no effect with strategy {config.strategy!r} on "
+                f"{config.architecture}: remove it or choose another strategy."
+            )
+    check_steps(config, config.steps)
+    check_one_block(config, config.defaults, given)
+    check_block_cache(config, config.defaults)
+    check_commit_alone(config)
+
+
+def check_steps(config: DecodeConfig, steps: int | None) -> None:
+    """Refuse fewer steps than a block takes."""
+    if steps is not None and steps < config.method.least_steps:
+        raise ValueError(
+            f"steps must be at least {config.method.least_steps}: the first step of a block "
+            "decides one position."
+        )
+
+
+def check_one_block(config: DecodeConfig, request: RequestConfig, given: Mapping[str, Any]) -> None:
+    """Refuse a given option of several open blocks where at most one is open."""
+    one = config.method.next_block and request.max_active_blocks == 1
+    for name in OF_SEVERAL_BLOCKS:
+        if one and name in given:
+            raise ValueError(
+                f"{name} has no effect with max_active_blocks 1: remove it or raise "
+                "max_active_blocks."
+            )
+
+
+def check_block_cache(config: DecodeConfig, request: RequestConfig) -> None:
+    """Refuse the cache of a block where nothing keeps it."""
+    if request.use_block_cache and not config.dedicated_commit:
+        raise ValueError(
+            f"use_block_cache needs max_active_blocks 1, got {config.max_active_blocks}: the cache "
+            "of a block is that of one block at a time."
+        )
+    if request.use_block_cache and config.kv_cache_layout == "distinct":
+        raise ValueError(
+            "use_block_cache needs kv_cache_layout 'unified': the attention of 'distinct' takes "
+            "the keys of a canvas from its own pass."
+        )
+
+
+def check_commit_alone(config: DecodeConfig) -> None:
+    """Refuse single-block steps where all are, or where several blocks are denoised at once."""
+    given = config.commit_alone_from
+    if not given:
+        return
+    if config.dedicated_commit:
+        raise ValueError(
+            f"commit_alone_from {given} changes nothing where every block commits alone, as it "
+            "does with this model at max_active_blocks 1: leave it out."
+        )
+    if not config.computes_next_block:
+        raise ValueError(
+            f"commit_alone_from {given} needs the strategy 'block_diffusion', max_active_blocks 1 "
+            "and a canvas_length of two blocks at least: leave it out."
+        )
