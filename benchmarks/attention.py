@@ -1,4 +1,4 @@
-"""Attention of block-causal canvases, one layer: what vLLM has beside the fused kernel.
+"""Time attention of block-causal canvases, one layer: the fused kernel and what vLLM has.
 
     python benchmarks/attention.py [--full] [--variants fused,fa] [--page 64] [--splits 8]
         [--out results.json]
@@ -6,17 +6,17 @@
 Every request computes a canvas of 1 to 8 open blocks of 32 (or 16) behind a context; every block
 sees the context and the canvas up to its own end. Variants, each in a process of its own:
 
-    fa       one row per block on FlashAttention 3 (`unified` layout, pages of 16)
-    triton   the same rows on vLLM's Triton attention
-    parts    the context once on FlashAttention 3, the canvas apart, merged by log-sum-exp
+    fa       one sequence per block on FlashAttention 3 (`unified` layout, pages of 16)
+    triton   the same sequences on vLLM's Triton attention
+    cascade  cascade attention on FlashAttention 3: context as prefix, canvas as suffix
     fused    the kernel of the `distinct` layout (pages of 64; `fused16`: pages of 16)
     flex     torch's FlexAttention, compiled, on keys that are not paged (few points)
 
-Each is compared with the plain-torch twin before it is timed. A time is the median over replays of
-a CUDA graph that calls it on several caches in turn, together larger than the L2 cache, as the
-layers of a model are. The floor is the bytes that must move (cached and fresh keys and values,
-queries, results) over the copy bandwidth measured in the same run. What was expected stands in
-benchmarks/reports/attention.md. The last line is JSON.
+Each is compared with the plain-torch reference before it is timed. A time is the median over
+replays of a CUDA graph that calls it on several caches in turn, together larger than the L2 cache,
+as the layers of a model are. The floor is the bytes that must move (cached and fresh keys and
+values, queries, results) over the copy bandwidth measured in the same run. Results, and what was
+expected: benchmarks/reports/attention.md. The last line is JSON.
 """
 
 import argparse
@@ -33,15 +33,15 @@ from torch import Tensor
 
 # Query heads, KV heads, head size.
 HEADS = {"llada": (32, 32, 128), "dream": (28, 4, 128), "sdar": (32, 8, 128)}
-VARIANTS = ("fused", "fused16", "triton", "fa", "parts", "flex")
-MOST_BYTES = 12 << 30  # keys and values of one cache
+VARIANTS = ("fused", "fused16", "triton", "fa", "cascade", "flex")
+MAX_BYTES = 12 << 30  # keys and values of one cache
 COLD_BYTES = 256 << 20  # all caches together: more than any L2
 TOLERANCE = 2e-2
 
 
 @dataclass(frozen=True)
 class Point:
-    """One row of the table."""
+    """Name one row of the table."""
 
     model: str
     requests: int
@@ -51,42 +51,42 @@ class Point:
 
     @property
     def span(self) -> int:
-        """Positions of a canvas."""
+        """Return the positions of a canvas."""
         return self.blocks * self.block
 
     @property
     def kv_bytes(self) -> int:
-        """Cached and fresh keys and values that a pass reads once."""
+        """Return the bytes of cached and fresh keys and values, which a forward reads once."""
         _, kv_heads, head = HEADS[self.model]
         return self.requests * (self.context + self.span) * kv_heads * head * 4
 
     @property
     def bytes(self) -> int:
-        """Everything that a pass must move."""
+        """Return all bytes that a forward must move."""
         heads, _, head = HEADS[self.model]
         return self.kv_bytes + self.requests * self.span * heads * head * 4
 
     @property
     def flops(self) -> int:
-        """Products of visible pairs only."""
+        """Return the floating-point operations of visible pairs."""
         heads, _, head = HEADS[self.model]
         keys = sum(self.context + self.block * (i + 1) for i in range(self.blocks))
         return 4 * self.requests * self.block * keys * heads * head
 
 
 def points(full: bool) -> list[Point]:
-    """The default points: the grid's corners and what the rules of `layouts/parts.py` turn on."""
+    """Return the corners of the grid and what decides about a cascade, or the whole grid."""
     contexts = (256, 512, 1024, 2048, 4096, 8192) if full else (256, 1024, 8192)
     grid = [
         *product(("llada", "dream"), (1, 4, 16, 64, 256), (1, 2, 4, 8), contexts),
         *product(("sdar",), (4, 16, 64), (2, 4), (1024, 4096)),
         *product(("llada",), (4, 8, 16, 64), (2,), (256, 1024, 4096), (16,)),
     ]
-    return [p for p in (Point(*row) for row in grid) if p.kv_bytes <= MOST_BYTES]
+    return [p for p in (Point(*row) for row in grid) if p.kv_bytes <= MAX_BYTES]
 
 
 class Batch:
-    """Inputs of one point; the same numbers in whichever layout the variant reads."""
+    """Make the inputs of one point: the same numbers in whichever layout the variant reads."""
 
     def __init__(self, point: Point, page: int, distinct: bool) -> None:
         torch.manual_seed(0)
@@ -111,12 +111,12 @@ class Batch:
         if not distinct:
             shape = (layers, requests * width, page, kv_heads, 2 * self.head)
         self.caches = torch.randn(shape, **kwargs)
-        # Rows of one query segment each, and the canvas in the cache, which they read.
-        self.row_bounds = torch.arange(
+        # Sequences of one query segment each, and the canvas in the cache, which they read.
+        self.start_loc = torch.arange(
             0, requests * self.span + 1, point.block, device="cuda", dtype=torch.int32
         )
-        self.row_keys = self.seen[:: point.block].contiguous()
-        self.row_table = self.table.repeat_interleave(point.blocks, 0)
+        self.sequence_keys = self.seen[:: point.block].contiguous()
+        self.sequence_table = self.table.repeat_interleave(point.blocks, 0)
         self.reach = int(self.seen.max())
         if not distinct:
             place = self.start[:, None] + torch.arange(self.span, device="cuda")
@@ -126,29 +126,30 @@ class Batch:
                 keys[slots.flatten()], values[slots.flatten()] = self.fresh
 
     def halves(self, layer: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of a `unified` cache: ``[P, N, K, D]`` each."""
+        """Split a `unified` cache into keys and values, ``[P, N, K, D]`` each."""
         return layer.split(self.head, -1)
 
     def expected(self, requests: list[int], distinct: bool) -> Tensor:
-        """The twin's result for a few requests on the first cache."""
-        from dllm_plugin.kernels.paged_attention import reference as twin
+        """Compute the reference's result for a few requests on the first cache."""
+        from dllm_plugin.kernels.paged_attention.reference import attend_spans
+        from dllm_plugin.kernels.paged_store.reference import split_cache, store_kv
 
         pages = self.table[requests].long()
         local = torch.arange(pages.numel(), device=pages.device, dtype=torch.int32)
         cache = self.caches[0][pages.flatten()]
         if not distinct:
-            rows = cache.flatten(0, 1).split(self.head, -1)
+            halves = cache.flatten(0, 1).split(self.head, -1)
             cache = torch.empty_like(cache.transpose(1, 2), memory_format=torch.contiguous_format)
-            slots = torch.arange(len(rows[0]), device=pages.device)
-            twin.store_kv(*rows, *twin.split_cache(cache, self.head), slots)
-        keys, values = twin.split_cache(cache, self.head)
+            slots = torch.arange(len(halves[0]), device=pages.device)
+            store_kv(*halves, *split_cache(cache, self.head), slots)
+        keys, values = split_cache(cache, self.head)
         rows = (torch.tensor(requests, device="cuda")[:, None] * self.span).add(
             torch.arange(self.span, device="cuda")
         )
         rows = rows.flatten()
         out = torch.empty_like(self.query[rows])
         bounds = torch.arange(len(requests) + 1, device="cuda", dtype=torch.int32) * self.span
-        twin.attend_spans(
+        attend_spans(
             *(self.query[rows], self.fresh[0][rows], self.fresh[1][rows], keys, values, bounds),
             *(
                 self.start[requests],
@@ -163,9 +164,9 @@ class Batch:
 
 
 def fused(batch: Batch, **constants):
-    """The fused kernel of the `distinct` layout."""
+    """Prepare the fused kernel of the `distinct` layout."""
     from dllm_plugin.kernels.paged_attention.kernel import attend_spans
-    from dllm_plugin.kernels.paged_attention.reference import split_cache
+    from dllm_plugin.kernels.paged_store.reference import split_cache
 
     units = torch.cuda.get_device_properties(0).multi_processor_count
     caches = [split_cache(layer, batch.head) for layer in batch.caches]
@@ -181,16 +182,16 @@ def fused(batch: Batch, **constants):
 
 
 def fa(batch: Batch, splits: int):
-    """Rows of one block each on FlashAttention 3; 0 splits leaves their number to it."""
+    """Prepare one sequence per block on FlashAttention 3; with 0 splits it chooses their number."""
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
     caches = [batch.halves(layer) for layer in batch.caches]
 
     def call(layer: int) -> None:
         flash_attn_varlen_func(
-            *(batch.query, *caches[layer], batch.point.block, batch.row_bounds, batch.reach),
-            seqused_k=batch.row_keys,
-            block_table=batch.row_table,
+            *(batch.query, *caches[layer], batch.point.block, batch.start_loc, batch.reach),
+            seqused_k=batch.sequence_keys,
+            block_table=batch.sequence_table,
             causal=False,
             out=batch.out,
             fa_version=3,
@@ -201,32 +202,32 @@ def fa(batch: Batch, splits: int):
 
 
 def triton(batch: Batch):
-    """Rows of one block each on vLLM's Triton attention."""
+    """Prepare one sequence per block on vLLM's Triton attention."""
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
     caches = [batch.halves(layer) for layer in batch.caches]
-    ones = torch.ones(len(batch.row_keys), batch.fresh.shape[2], device="cuda")
+    ones = torch.ones(len(batch.sequence_keys), batch.fresh.shape[2], device="cuda")
     length = batch.point.block
 
     def call(layer: int) -> None:
         unified_attention(
-            *(batch.query, *caches[layer], batch.out, batch.row_bounds, length, batch.row_keys),
-            *(batch.reach, batch.head**-0.5, False, (-1, -1), batch.row_table, 0),
+            *(batch.query, *caches[layer], batch.out, batch.start_loc, length, batch.sequence_keys),
+            *(batch.reach, batch.head**-0.5, False, (-1, -1), batch.sequence_table, 0),
             *(None, ones, ones),
         )
 
     return call
 
 
-def parts(batch: Batch):
-    """The context once, the canvas from the fresh tensors as pages of one block, then merged."""
+def cascade(batch: Batch):
+    """Prepare a cascade: the context, the fresh canvas as pages of one block, and their merge."""
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
     from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 
     caches = [batch.halves(layer) for layer in batch.caches]
     blocks, requests = batch.point.blocks, batch.point.requests
     length = batch.point.block
-    canvas = [part.unflatten(0, (-1, length)) for part in batch.fresh]
+    canvas = [half.unflatten(0, (-1, length)) for half in batch.fresh]
     index = torch.arange(requests * blocks, device="cuda", dtype=torch.int32)
     table = index.view(requests, blocks).repeat_interleave(blocks, 0)
     keys = (index % blocks + 1) * length
@@ -239,20 +240,20 @@ def parts(batch: Batch):
             return_softmax_lse=True,
             fa_version=3,
         )
-        own, own_lse = flash_attn_varlen_func(
-            *(batch.query, *canvas, length, batch.row_bounds, batch.span),
+        suffix, suffix_lse = flash_attn_varlen_func(
+            *(batch.query, *canvas, length, batch.start_loc, batch.span),
             seqused_k=keys,
             block_table=table,
             return_softmax_lse=True,
             fa_version=3,
         )
-        merge_attn_states(batch.out, prefix, prefix_lse, own, own_lse)
+        merge_attn_states(batch.out, prefix, prefix_lse, suffix, suffix_lse)
 
     return call
 
 
 def flex(batch: Batch):
-    """FlexAttention on gathered keys: what gathering costs is left out."""
+    """Prepare FlexAttention on gathered keys, without the time that gathering takes."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch.compiler.reset()  # after eight shapes it would run uncompiled
@@ -276,7 +277,7 @@ def flex(batch: Batch):
 
 
 def measure(call, layers: int) -> float:
-    """Microseconds of one call."""
+    """Return the microseconds of one call."""
     calls = layers * max(1, 16 // layers)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -295,7 +296,7 @@ def measure(call, layers: int) -> float:
 
 
 def copy_bandwidth() -> float:
-    """Bytes per second of a device-to-device copy, read and written bytes counted."""
+    """Return the bytes per second of a copy on the device, read and written bytes counted."""
     source = torch.zeros(1 << 28, device="cuda")
     target = torch.empty_like(source)
     # A kernel: the copy engine, which a graph's copies go to, reaches two thirds of its speed.
@@ -304,13 +305,13 @@ def copy_bandwidth() -> float:
 
 
 def is_gathered(point: Point) -> bool:
-    """Whether `flex` is compiled for this point: some seconds each."""
+    """Return whether `flex` is compiled for this point, which takes some seconds."""
     few = point.requests in (1, 16) and point.blocks in (1, 4) and point.block == 32
     return few and point.kv_bytes <= 1 << 28
 
 
 def run_variant(name: str, full: bool, page: int, splits: int) -> None:
-    """Check and time one variant; prints one JSON line per point."""
+    """Check and time one variant; print one JSON line per point."""
     distinct = name.startswith("fused")
     build = fused if distinct else globals()[name]
     page = page if name == "fused" else 16
@@ -333,7 +334,7 @@ def run_variant(name: str, full: bool, page: int, splits: int) -> None:
 def collect(
     variants: list[str], full: bool, page: int, splits: int
 ) -> tuple[list[dict], dict[str, list[str]]]:
-    """Rows of every variant, and how those ended that died; one takes no other with it."""
+    """Run every variant in a process of its own; return results, and the last words of failures."""
     rows, died = [], {}
     for name in variants:
         command = [sys.executable, __file__, "--child", name, "--page", str(page)]

@@ -1,4 +1,4 @@
-"""Tiles and shares of the fused attention kernel, beside what it chooses by itself.
+"""Time tiles and splits of the fused attention kernel, with its own choice as baseline.
 
     python benchmarks/attention_tiles.py [PAGE]
 
@@ -18,7 +18,7 @@ from dllm_plugin.kernels.paged_attention.kernel import Tile, choose_splits, choo
 
 
 def tune(page: int) -> None:
-    """Times of the fused kernel, best first, over tiles (rows, keys, warps, stages) and shares."""
+    """Time the fused kernel over tiles (rows, keys, warps, stages) and splits; print the best."""
     shapes = [(32, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 8, 3), (128, 64, 8, 3)]
     shapes += [(128, 64, 8, 4), (128, 128, 8, 3), (32, 128, 4, 3), (16, 64, 4, 4)]
     units = torch.cuda.get_device_properties(0).multi_processor_count

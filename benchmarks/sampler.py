@@ -1,10 +1,11 @@
-"""What the sampler costs on a GPU, beside the bytes that it has to read: `python sampler.py`.
+"""Time the sampler on a GPU against the bytes that it has to read: `python sampler.py`.
 
-Part 1: one pass over the logits (`kernels/row_stats.py`) in each mode, its plain-torch twin, and
-the floor: the bytes of the logits over the copy bandwidth measured in the same run. Logits come
-from buffers larger than the cache, and a CUDA graph takes the host out of the figures.
-Part 2: whole sampler calls on real states, without a model: time of all kernels, host time until
-they are enqueued, and number of kernels. Needs CUDA and vLLM. Prints tables and one JSON line.
+First table: the kernel that reads the logits (`kernels/confidence`) in each mode, its plain-torch
+reference, and the floor: the bytes of the logits over the copy bandwidth measured in the same run.
+Logits come from buffers larger than the cache, and a CUDA graph takes the host out of the figures.
+Second table: whole sampler calls on real states, without a model: time of all kernels, host time
+until they are enqueued, and number of kernels. Needs CUDA and vLLM. Prints tables and one JSON
+line.
 """
 
 import argparse
@@ -29,9 +30,9 @@ from vllm.v1.worker.gpu.states import RequestState
 from dllm_plugin.config.options import Options
 from dllm_plugin.config.resolution import resolve
 from dllm_plugin.engine.sampler import DiffusionSampler
-from dllm_plugin.kernels.confidence import kernel as row_stats
+from dllm_plugin.kernels.confidence import kernel as confidence
 from dllm_plugin.kernels.confidence import reference
-from dllm_plugin.kernels.confidence.reference import Draws
+from dllm_plugin.kernels.confidence.reference import RowSampling
 from dllm_plugin.state.canvas_states import CanvasStates
 
 DEVICE = torch.device("cuda")
@@ -40,13 +41,13 @@ CACHE_BYTES = 256 << 20  # several times the second-level cache
 FAMILIES = {"LLaDA": ("LLaDAModelLM", 126464, 126336), "Dream": ("DreamModel", 152064, 151666)}
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
-    "entropy+margin": {"temperature": 0.0, "want_rank": True},
-    "drawn": {"temperature": 0.7},
+    "entropy+margin": {"temperature": 0.0, "want_ranking": True},
+    "sampled": {"temperature": 0.7},
 }
 
 
 def graph_ms(run: Callable[[int], Any], inner: int, repeats: int = 7) -> float:
-    """Median milliseconds of one call, `inner` calls being replayed as one CUDA graph."""
+    """Return the median milliseconds of one call; a CUDA graph replays `inner` calls."""
     run(0)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -65,7 +66,7 @@ def graph_ms(run: Callable[[int], Any], inner: int, repeats: int = 7) -> float:
 
 
 def copy_bandwidth() -> float:
-    """Bytes per second of a kernel that copies, read and write counted.
+    """Return the bytes per second of a kernel that copies, read and write counted.
 
     In a graph, a plain copy would go through the copy engine, which is slower.
     """
@@ -76,7 +77,7 @@ def copy_bandwidth() -> float:
 
 
 def measure_rows(rows: int, vocab: int, programs: int, bandwidth: float) -> list[dict[str, Any]]:
-    """Every mode at one size."""
+    """Time every mode at one size."""
     size = rows * vocab * 2
     buffers = max(1, -(-CACHE_BYTES // size))
     logits = torch.randn(buffers, rows, vocab, dtype=torch.bfloat16, device=DEVICE) * 3
@@ -86,28 +87,26 @@ def measure_rows(rows: int, vocab: int, programs: int, bandwidth: float) -> list
         options = dict(given)
         temperature = torch.full((64,), options.pop("temperature"), device=DEVICE)
         table = torch.arange(64, device=DEVICE)
-        draws = Draws(temperature, table, table, table, slots, 0) if temperature.any() else None
+        sampling = None
+        if temperature.any():
+            sampling = RowSampling(temperature, table, table, table, slots, 0)
         inner = max(buffers, 4)
 
-        def kernel(i: int, options: dict = options, draws: Any = draws) -> Any:
+        def kernel(i: int, options: dict = options, sampling: Any = sampling) -> Any:
             x = logits[i % buffers]
-            return row_stats.propose_rows(x, slots, 5, draws, programs=programs, **options)
+            return confidence.propose_rows(x, slots, 5, sampling, programs=programs, **options)
 
-        def twin(i: int, options: dict = options, draws: Any = draws) -> None:
+        def plain(i: int, options: dict = options, sampling: Any = sampling) -> None:
             for low in range(0, rows, 256):
-                part = slice(low, low + 256)
-                few = draws and draws._replace(offset_T=slots[part])
-                reference.propose_rows(logits[i % buffers][part], slots[part], 5, few, **options)
+                some = slice(low, low + 256)
+                few = sampling and sampling._replace(offset_T=slots[some])
+                reference.propose_rows(logits[i % buffers][some], slots[some], 5, few, **options)
 
-        got, want = (
-            kernel(0),
-            reference.propose_rows(
-                logits[0][:256], slots[:256], 5, draws and draws._replace(offset_T=slots[:256])
-            ),
-        )
+        few = sampling and sampling._replace(offset_T=slots[:256])
+        got, want = kernel(0), reference.propose_rows(logits[0][:256], slots[:256], 5, few)
         equal = bool(torch.equal(got.token_T[:256], want.token_T))
         kernel_ms = graph_ms(kernel, inner)
-        twin_ms = graph_ms(twin, 1, repeats=3)
+        reference_ms = graph_ms(plain, 1, repeats=3)
         floor_ms = size / bandwidth * 1e3
         found.append(
             {
@@ -116,7 +115,7 @@ def measure_rows(rows: int, vocab: int, programs: int, bandwidth: float) -> list
                 "mode": mode,
                 "kernel_ms": kernel_ms,
                 "floor_ms": floor_ms,
-                "twin_ms": twin_ms,
+                "reference_ms": reference_ms,
                 "same_tokens": equal,
             }
         )
@@ -124,7 +123,7 @@ def measure_rows(rows: int, vocab: int, programs: int, bandwidth: float) -> list
 
 
 class Bench:
-    """A sampler on real states with requests that never end; `prepare` makes a step's batch."""
+    """Hold a sampler on real states with endless requests; `prepare` makes a step's batch."""
 
     def __init__(
         self, family: str, strategy: str, most_requests: int, canvas: int, compiles: bool
@@ -158,9 +157,9 @@ class Bench:
         self.states.apply_staged_writes()
 
     def prepare(self, requests: int, temperature: float) -> None:
-        """The batch of the first so many requests, and logits that change nothing but one block.
+        """Make the batch of the first `requests` requests, and logits that change one block only.
 
-        At threshold 0.9 only the forced picks are taken, so requests go on for thousands of steps.
+        At threshold 0.9 only the best position is unmasked: requests go on for thousands of steps.
         """
         self.sampling.temperature.np.fill(temperature)
         self.sampler.apply_staged_writes()
@@ -183,7 +182,7 @@ class Bench:
         canvas = self.canvas
         slots, total = np.arange(requests), requests * canvas
         bounds = np.arange(requests + 1, dtype=np.int32) * canvas
-        fed = np.full(requests, canvas, dtype=np.int32)
+        lengths = np.full(requests, canvas, dtype=np.int32)
 
         def device(array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(array).to(DEVICE)
@@ -196,19 +195,19 @@ class Bench:
             idx_mapping_np=slots,
             expanded_idx_mapping=device(np.repeat(slots, canvas)),
             expanded_local_pos=device(np.tile(np.arange(canvas, dtype=np.int32), requests)),
-            num_scheduled_tokens=fed,
+            num_scheduled_tokens=lengths,
             num_tokens=total,
             num_tokens_after_padding=total,
             num_draft_tokens=total,
-            num_draft_tokens_per_req=fed,
+            num_draft_tokens_per_req=lengths,
             query_start_loc=device(bounds),
             query_start_loc_np=bounds,
-            seq_lens=device(fed + 256),
-            seq_lens_cpu_upper_bound=torch.from_numpy(fed + 256),
+            seq_lens=device(lengths + 256),
+            seq_lens_cpu_upper_bound=torch.from_numpy(lengths + 256),
             dcp_local_seq_lens=None,
-            num_computed_tokens_np=fed * 0 + 256,
-            prefill_len_np=fed * 0 + 256,
-            num_computed_prefill_tokens_np=fed * 0 + 256,
+            num_computed_tokens_np=lengths * 0 + 256,
+            prefill_len_np=lengths * 0 + 256,
+            num_computed_prefill_tokens_np=lengths * 0 + 256,
             is_prefilling_np=np.zeros(requests, dtype=bool),
             has_prefill=False,
             decode_graph_eligible=True,
@@ -223,14 +222,14 @@ class Bench:
         )
 
     def step(self) -> None:
-        """What the runner asks of us in one step, but for attention and forward."""
+        """Run what the runner asks of us in one step, without attention and forward."""
         self.states.apply_staged_writes()
         self.sampler.apply_staged_writes()
         self.sampler.request_logits(self.batch)
         self.sampler(self.logits, self.batch)
 
     def measure(self, steps: int = 10) -> dict[str, Any]:
-        """Medians over single steps; the profiler's own steps come after those for the host."""
+        """Return medians over single steps; the profiler runs steps of its own after those."""
         for _ in range(5):
             self.step()
         torch.cuda.synchronize()
@@ -254,19 +253,19 @@ class Bench:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Print both tables and the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rows", type=int, nargs="*", default=[32, 128, 512, 2048, 8192])
     parser.add_argument("--requests", type=int, nargs="*", default=[1, 16, 64, 256])
     parser.add_argument("--canvas", type=int, nargs="*", default=[32, 128])
     parser.add_argument("--families", nargs="*", default=list(FAMILIES))
     parser.add_argument("--strategies", nargs="*", default=["d2f", "block_diffusion"])
-    parser.add_argument("--programs", type=int, nargs="*", default=[row_stats.PROGRAMS])
-    parser.add_argument("--tile", type=int, default=row_stats.TILE)
-    parser.add_argument("--warps", type=int, default=row_stats.NUM_WARPS)
+    parser.add_argument("--programs", type=int, nargs="*", default=[confidence.PROGRAMS])
+    parser.add_argument("--tile", type=int, default=confidence.TILE)
+    parser.add_argument("--warps", type=int, default=confidence.NUM_WARPS)
     parser.add_argument("--uncompiled", action="store_true", help="the step as it is without")
     options = parser.parse_args()
-    row_stats.TILE, row_stats.NUM_WARPS = options.tile, options.warps
+    confidence.TILE, confidence.NUM_WARPS = options.tile, options.warps
     torch.manual_seed(SEED)
     bandwidth = copy_bandwidth()
     print(
@@ -274,7 +273,7 @@ def main() -> None:
         f"copy {bandwidth / 1e12:.2f} TB/s, tile {options.tile}, {options.warps} warps, seed {SEED}"
     )
     print(
-        f"{'rows':>6} {'vocab':>7} {'mode':>15} {'prog':>5} {'kernel':>8} {'floor':>8} {'twin':>8}"
+        f"{'rows':>6} {'vocab':>7} {'mode':>15} {'prog':>5} {'kernel':>8} {'floor':>8} {'plain':>8}"
     )
     rows = []
     for programs in options.programs:
@@ -284,7 +283,8 @@ def main() -> None:
                     rows.append(row | {"programs": programs})
                     print(
                         f"{count:>6} {vocab:>7} {row['mode']:>15} {programs:>5} "
-                        f"{row['kernel_ms']:>8.4f} {row['floor_ms']:>8.4f} {row['twin_ms']:>8.3f}"
+                        f"{row['kernel_ms']:>8.4f} {row['floor_ms']:>8.4f} "
+                        f"{row['reference_ms']:>8.3f}"
                         f"{'' if row['same_tokens'] else '  TOKENS DIFFER'}"
                     )
                 torch.cuda.empty_cache()

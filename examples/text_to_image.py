@@ -1,7 +1,7 @@
-"""Text to image: `python examples/text_to_image.py [MODEL] [--prompt TEXT] [--output FILE]`.
+"""Draw an image: `python examples/text_to_image.py [MODEL] [--prompt TEXT] [--output FILE]`.
 
-Without a model it writes a pipeline of a few kilobytes with random weights, whose pictures are
-noise, and draws with that: nothing is downloaded.
+Without a model it writes a pipeline of a few kilobytes with random weights and draws noise with it;
+nothing is downloaded.
 """
 
 import argparse
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def random_pipeline(folder: Path) -> Path:
-    """Write a tiny Stable Diffusion pipeline with random weights; returns its folder."""
+    """Write a tiny Stable Diffusion pipeline with random weights; return its folder."""
     import torch
     from diffusers import (
         AutoencoderKL,
@@ -71,6 +71,7 @@ def random_pipeline(folder: Path) -> Path:
 
 
 def main() -> None:
+    """Parse options, draw one image and write it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", help="folder or Hugging Face name of a pipeline")
     parser.add_argument("--prompt", default="a lighthouse in a storm")

@@ -20,7 +20,7 @@ from typing import Any
 from openai import OpenAI, OpenAIError
 from tqdm import tqdm
 
-from dllm_plugin.commands.problems import eval_seeds, problem
+from dllm_plugin.commands.problems.generator import eval_seeds, problem
 
 START_SECONDS = 600
 STOP_SECONDS = 30
@@ -28,7 +28,7 @@ MODEL = "diffuplug"
 
 
 def main() -> int:
-    """Run the demo; 0 if all three answers came."""
+    """Run the demo; return 0 if all three answers came."""
     questions = [problem(seed).question for seed in eval_seeds(3)]
     with server() as url:
         client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
@@ -46,7 +46,7 @@ def main() -> int:
 
 
 def ask(client: OpenAI, question: str) -> tuple[int, int, float]:
-    """Stream one answer to the terminal; returns tokens, forwards and seconds."""
+    """Stream one answer to the terminal; return tokens, forwards and seconds."""
     print(f"\nQ: {question}\nA: ", end="", flush=True)
     start = time.perf_counter()
     stream = client.chat.completions.create(
@@ -73,7 +73,7 @@ def ask(client: OpenAI, question: str) -> tuple[int, int, float]:
 
 
 def num_forwards(chunk: Any) -> int:
-    """Denoising forwards of a request, from the statistics on the last chunk of its stream."""
+    """Return a request's denoising forwards, from the statistics on its stream's last chunk."""
     metrics = (chunk.model_extra or {}).get("metrics") or {}
     forwards = int((metrics.get("speculative_decoding") or {}).get("num_spec_steps", 0))
     if not forwards:
@@ -83,7 +83,7 @@ def num_forwards(chunk: Any) -> int:
 
 @contextmanager
 def server() -> Iterator[str]:
-    """A running server's address; the process is gone afterwards, its log shown on failure."""
+    """Start a server and yield its address; stop it afterwards, and print its log on failure."""
     port = free_port()
     command = [sys.executable, "-m", "dllm_plugin.commands.cli", "serve"]
     command += ["--host", "127.0.0.1", "--port", str(port)]
@@ -106,7 +106,7 @@ def server() -> Iterator[str]:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on."""
+    """Return a TCP port that nobody listens on."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
@@ -124,7 +124,7 @@ def wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) ->
                 urllib.request.urlopen(f"{url}/health", timeout=2).close()
             except OSError:  # not listening yet
                 time.sleep(pause)
-                # The log's last line says what the server is at; its prefix is of no interest.
+                # The log's last line, without its prefix, says what the server is doing.
                 bar.set_postfix_str(" ".join(tail(log, 1)).rpartition("] ")[2][:60])
             else:
                 bar.set_postfix_str("ready")
@@ -133,28 +133,28 @@ def wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) ->
 
 
 def tail(log: Path, lines: int) -> list[str]:
-    """The last lines of a file."""
+    """Return the last lines of a file."""
     return log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]
 
 
 def print_tail(log: Path) -> None:
-    """Show the end of the server's log."""
+    """Print the end of the server's log."""
     print("\n--- end of the server log ---", *tail(log, 60), "-" * 29, sep="\n", file=sys.stderr)
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Ask the server to stop, and insist when it does not."""
+    """Ask the server to stop; kill it if it does not."""
     process.terminate()
     try:
         process.wait(STOP_SECONDS)
     except subprocess.TimeoutExpired:
-        # Its workers are in the session that was started for it.
+        # Its workers are in its own process session.
         os.killpg(process.pid, 9)
         process.wait()
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the server is stopped then too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the server is stopped too
     try:
         sys.exit(main())
     except KeyboardInterrupt:

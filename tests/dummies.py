@@ -17,8 +17,8 @@ def without_checkpoint(whose: str, folder: Path) -> Any:
     engines.prepare()
     model = engines.find_model(settings, folder)
     if whose == "ours":
-        return engines.ours(settings, model, 32, 256)
-    return engines.autoregressive(settings, model, 256, folder)
+        return engines.start_ours(settings, model, 32, 256)
+    return engines.start_autoregressive(settings, model, 256, folder)
 
 
 def worker_of(engine: Any) -> Any:

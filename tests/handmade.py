@@ -20,7 +20,7 @@ def canvas(
     step: Any = 0,
     **fields: Any,
 ) -> Canvas:
-    """A canvas whose blocks are all open and fed; `fields` by the names of :class:`Canvas`."""
+    """A canvas whose blocks are all open and computed; `fields` by the names of :class:`Canvas`."""
     length = block_length or num_positions
     num_slots = -(-num_positions // length)
     low_S = torch.arange(num_slots) * length

@@ -27,6 +27,7 @@ from dllm_plugin.config.resolution import resolve
 from dllm_plugin.engine.sampler import DiffusionSampler
 from dllm_plugin.sampling.vocab_parallel import VocabShard
 from dllm_plugin.state.canvas_states import CanvasStates
+from dllm_plugin.state.preempted import FinishedId, PreemptedId
 
 if current_platform.is_cpu():
     # What vLLM's CPU worker imports first: buffers without pinned memory.
@@ -205,6 +206,7 @@ class Loop:
             run.req_id, run.prompt, [], run.params, None, ((),), 0, None, prefill_token_ids=text
         )
         self.req_states.all_token_ids.gpu[run.slot, : len(text)] = _ids(text)
+        self.states.remove_request(run.req_id)  # as vLLM's runner does before it adds a request
         self.states.add_request(run.slot, data)
         self.sampler.add_request(run.slot, run.params)
         self.states.apply_staged_writes()
@@ -213,9 +215,17 @@ class Loop:
 
     def preempt(self, run: Run) -> None:
         """Take a request's slot away; :meth:`resume` brings it back."""
-        self.running.remove(run)
-        self.states.remove_request(run.req_id)
-        self.free.insert(0, run.slot)
+        self._leave(run, PreemptedId(run.req_id))
+
+    def finish(self, run: Run) -> None:
+        """End a running request, or abort one that was preempted."""
+        self._leave(run, FinishedId(run.req_id))
+
+    def _leave(self, run: Run, req_id: str) -> None:
+        if run in self.running:
+            self.running.remove(run)
+            self.free.insert(0, run.slot)
+        self.states.remove_request(req_id)
 
     def resume(self, run: Run) -> None:
         """Admit a preempted request again, its output so far being part of its prefill."""
@@ -375,7 +385,7 @@ class Loop:
         if ends or len(run.prompt + run.output) == run.end:
             assert bool(self.states.ended_N[run.slot])
             run.done = True
-            self.preempt(run)
+            self.finish(run)
 
 
 def _ids(values: Any) -> torch.Tensor:

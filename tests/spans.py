@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dllm_plugin.kernels.paged_attention.reference import split_cache, store_kv
+from dllm_plugin.kernels.paged_store.reference import split_cache, store_kv
 
 BLOCK = 5  # length of the diffusion blocks, on purpose no divisor of anything
 NOWHERE = 10**8
@@ -28,7 +28,7 @@ def bidirectional(start: int, length: int, behind: int) -> Tensor:
 
 
 def prompt_then_blocks(start: int, length: int, behind: int) -> Tensor:
-    """A prompt (all but the last 17 positions) is one block; blocks follow: D2F's fused pass."""
+    """A prompt (all but the last 17 positions) is one block; blocks follow: D2F's fused forward."""
     prompt = max(length - 17, 0)
     seen = prompt + block_causal(0, length - prompt, 0)
     return start + torch.cat([torch.full((prompt,), prompt), seen])
@@ -41,7 +41,7 @@ def absolute_grid(start: int, length: int, behind: int) -> Tensor:
 
 
 def nothing(start: int, length: int, behind: int) -> Tensor:
-    """Rows without keys, as padding has."""
+    """Queries without keys, as padding has."""
     return torch.zeros(length, dtype=torch.int64)
 
 
@@ -57,8 +57,8 @@ class Spans:
     page: int = 16
     rule: Callable[[int, int, int], Tensor] = block_causal
     behind: int = 0  # keys kept behind each span
-    padding: int = 0  # rows and requests at the end that belong to nobody
-    units: int = 1  # multiprocessors; 1 keeps contexts in one piece
+    padding: int = 0  # tokens and requests at the end that belong to nobody
+    units: int = 1  # multiprocessors; with 1 contexts are not split
     dtype: torch.dtype = torch.float32
 
 
@@ -66,13 +66,13 @@ def build(spans: Spans, seed: int = 0, device: str = "cpu") -> tuple[list, dict]
     """Arguments of `attend_spans`, and its keyword arguments."""
     rng = torch.Generator().manual_seed(seed)
     heads, head, page = spans.kv_heads, spans.head, spans.page
-    num_rows = sum(spans.lengths) + spans.padding
+    num_tokens = sum(spans.lengths) + spans.padding
 
     def numbers(*shape: int) -> Tensor:
         return torch.randn(shape, generator=rng).to(spans.dtype)
 
-    query = numbers(num_rows, heads * spans.group, head)
-    key, value = numbers(num_rows, heads, head), numbers(num_rows, heads, head)
+    query = numbers(num_tokens, heads * spans.group, head)
+    key, value = numbers(num_tokens, heads, head), numbers(num_tokens, heads, head)
     reach = [c + n + spans.behind for c, n in zip(spans.contexts, spans.lengths, strict=True)]
     width = max(-(-n // page) for n in reach) + 1
     num_pages = len(reach) * width + 2
@@ -117,27 +117,27 @@ def plain(arguments: list) -> Tensor:
     for r in range(len(start)):
         low, high, first = int(bounds[r]), int(bounds[r + 1]), int(start[r])
         for token in range(low, high):
-            rows = []
+            pairs = []
             for n in range(int(seen[token])):
                 if first <= n < first + high - low:
-                    rows.append((key[low + n - first], value[low + n - first]))
+                    pairs.append((key[low + n - first], value[low + n - first]))
                 else:
                     at, offset = int(table[r, n // page]), n % page
-                    rows.append(
+                    pairs.append(
                         (key_cache[at, :, :, offset].flatten(1), value_cache[at, ..., offset])
                     )
-            if not rows:
+            if not pairs:
                 expected[token] = 0
                 continue
-            keys, values = (torch.stack(part).double() for part in zip(*rows, strict=True))
+            keys, values = (torch.stack(half).double() for half in zip(*pairs, strict=True))
             q = query[token].double().unflatten(0, (-1, group))
             weights = (torch.einsum("kgd,nkd->kgn", q, keys) * scale).softmax(dim=-1)
             expected[token] = torch.einsum("kgn,nkd->kgd", weights, values).flatten(0, 1)
     return expected
 
 
-# How ancestors of this kernel failed (docs/design.md, "KV layouts"), and shapes that are easy to
-# get wrong. Every case runs against the twin; `plain` judges the twin itself.
+# How earlier kernels of this kind failed (`dllm_plugin/attention/distinct.py`), and shapes that are
+# easy to get wrong. Each case compares kernels with the reference, and that with `plain`.
 CASES: dict[str, Spans] = {
     "no context at all": Spans([13], [0]),
     "context is an exact multiple of the page": Spans([7, 3], [64, 32], page=32),
@@ -152,12 +152,12 @@ CASES: dict[str, Spans] = {
     ),
     "pages smaller than a key tile": Spans([9], [150], page=16),
     "page size that is no power of two": Spans([9], [130], page=48),
-    "second request's fresh keys lie at its own rows": Spans([4, 11, 6], [21, 0, 50]),
-    "every row is written": Spans([1, 2, 17], [3, 0, 19], kv_heads=2),
+    "second request's fresh keys lie at its own tokens": Spans([4, 11, 6], [21, 0, 50]),
+    "every token is written": Spans([1, 2, 17], [3, 0, 19], kv_heads=2),
     "borders of each request are its own": Spans([12, 12], [5, 8], rule=absolute_grid),
     "query length that no block divides": Spans([33], [40], group=4),
     "bidirectional prompt longer than a row tile": Spans([70], [0], rule=bidirectional),
-    "prompt and first blocks in one pass": Spans([61, 5], [0, 33], rule=prompt_then_blocks),
+    "prompt and first blocks in one forward": Spans([61, 5], [0, 33], rule=prompt_then_blocks),
     "seven query heads per KV head": Spans([32], [45], group=7),
     "seven query heads, head size 128": Spans([5, 1], [37, 80], group=7, head=128, page=32),
     "three KV heads": Spans([6], [18], kv_heads=3, group=2),
@@ -169,14 +169,14 @@ CASES: dict[str, Spans] = {
         [3], [5], behind=7, rule=bidirectional, page=64
     ),
     "kept keys behind a span that starts at 0": Spans([9], [0], behind=90, rule=bidirectional),
-    "rows that see nothing": Spans([4, 4], [0, 9], rule=nothing),
+    "queries that see nothing": Spans([4, 4], [0, 9], rule=nothing),
     "one long request among short ones": Spans([70, 1, 2, 0, 3], [0, 9, 40, 7, 16], padding=2),
-    "a request without rows between others": Spans([5, 0, 6], [7, 0, 20]),
-    "padded rows and requests": Spans([5, 8], [16, 33], padding=3),
-    "long context in shares": Spans([4], [700], group=7, units=16),
-    "shares that have nothing to do": Spans([5, 2], [40, 530], page=32, units=64),
-    "shares, keys kept behind the span": Spans([6], [300], behind=300, rule=bidirectional, units=8),
-    "shares, padded rows": Spans([5], [300], padding=4, units=8),
+    "a request without tokens between others": Spans([5, 0, 6], [7, 0, 20]),
+    "padded tokens and requests": Spans([5, 8], [16, 33], padding=3),
+    "long context in splits": Spans([4], [700], group=7, units=16),
+    "splits without keys": Spans([5, 2], [40, 530], page=32, units=64),
+    "splits, keys kept behind the span": Spans([6], [300], behind=300, rule=bidirectional, units=8),
+    "splits, padded tokens": Spans([5], [300], padding=4, units=8),
     "half precision": Spans([11], [77], group=4, head=128, dtype=torch.float16),
-    "half precision, small pages, shares": Spans([6], [400], page=16, units=8, dtype=torch.float16),
+    "half precision, small pages, splits": Spans([6], [400], page=16, units=8, dtype=torch.float16),
 }

@@ -1,1 +1,1 @@
-"""Train the bundled model; not part of the wheel."""
+"""Train the bundled model: ``python -m training.train``, from the repository root."""

@@ -1,4 +1,4 @@
-"""Initial weights, and writing the base checkpoint and the adapter in their real layouts."""
+"""Initialise weights, and write base checkpoint and adapter in the layouts of published ones."""
 
 import json
 import math
@@ -25,7 +25,7 @@ MAX_LENGTH = 1024
 
 
 def initial_weights(shape: Shape, generator: torch.Generator) -> dict[str, Tensor]:
-    """Float32 weights: scaled normal matrices, damped residual outputs, unit norms."""
+    """Create float32 weights: scaled normal matrices, damped residual outputs, unit norms."""
 
     def normal(out: int, inner: int, std: float) -> Tensor:
         return torch.randn(out, inner, generator=generator) * std
@@ -47,7 +47,7 @@ def initial_weights(shape: Shape, generator: torch.Generator) -> dict[str, Tenso
 
 
 def initial_adapter(weights: Weights, rank: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """LoRA pairs for the attention matrices: A random, B zero, so that training starts at base."""
+    """Create LoRA pairs of the attention matrices: A random, B zero, which change nothing yet."""
     adapter = {}
     for name, weight in weights.items():
         if name.split(".")[-2] in ADAPTED:
@@ -59,7 +59,7 @@ def initial_adapter(weights: Weights, rank: int, generator: torch.Generator) -> 
 
 
 def llada_config(shape: Shape, tokenizer: Tokenizer) -> dict[str, Any]:
-    """config.json under LLaDA's (OLMo style) keys."""
+    """Return config.json with LLaDA's (OLMo style) keys."""
     eos = token_id(tokenizer, EOS)
     return {
         "_name_or_path": NAME,
@@ -119,7 +119,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 def _write_tensors(path: Path, tensors: Weights) -> None:
     stored = {n: t.detach().to("cpu", torch.bfloat16).contiguous() for n, t in tensors.items()}
     save_file(stored, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # safetensors writes files only their owner may read
+    path.chmod(0o644)  # safetensors makes files that only their owner may read
 
 
 def save_base(folder: Path, weights: Weights, shape: Shape, tokenizer: Tokenizer) -> None:

@@ -1,6 +1,6 @@
-"""Training data: problems as token tensors, and batches with masks drawn on the device.
+"""Prepare training data: problems as token tensors, and batches with masks sampled on the device.
 
-Tensor suffixes: N problems, B rows of a batch, T positions. A row is
+Tensor suffixes: N problems, B sequences of a batch, T positions. A sequence is
 ``prompt | response canvas | padding``; the canvas is the answer, its EOS, and more EOS.
 """
 
@@ -16,17 +16,17 @@ from torch.nn.utils.rnn import pad_sequence
 
 from dllm_plugin.commands.bench.reference_decoding import PADDING_BLOCK
 from dllm_plugin.commands.bench.reference_tokenizer import EOS, MASK, chat_prompt, token_id
-from dllm_plugin.commands.problems import Problem, problem
+from dllm_plugin.commands.problems.generator import Problem, problem
 
 BLOCK_SIZES = (8, 16, 32, 32, 64)
-EOS_PADDING_WEIGHT = 0.1  # EOS after the first: learned, but it must not dominate
-LATER_BLOCK_WEIGHT = 0.3  # blocks after the one being decoded: nobody decodes them yet
+EOS_PADDING_WEIGHT = 0.1  # EOS after the first one: must be learned but not dominate the loss
+LATER_BLOCK_WEIGHT = 0.3  # blocks after the one that is being decoded
 SMALLEST_RATIO = 0.03  # the loss divides by the mask ratio
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Tokenized problems on one device: ids (0 beyond the length) and lengths."""
+    """Hold tokenised problems on one device: ids (0 beyond the length) and lengths."""
 
     prompts_NP: Tensor
     prompt_lens_N: Tensor
@@ -41,7 +41,7 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Batch:
-    """One training batch [B, T]. `weights` is 0 where nothing is to be predicted."""
+    """Hold one training batch [B, T]; `weights` is 0 where nothing is to be predicted."""
 
     inputs: Tensor
     targets: Tensor
@@ -51,7 +51,7 @@ class Batch:
 
 
 def make_problems(seeds: range, processes: int) -> Iterator[Problem]:
-    """The problems of these seeds, in order, on several processes."""
+    """Generate the problems of these seeds in order, on several processes."""
     if processes <= 1:
         yield from map(problem, seeds)
         return
@@ -60,7 +60,7 @@ def make_problems(seeds: range, processes: int) -> Iterator[Problem]:
 
 
 def unseen(problems: Iterable[Problem], held_out: set[str]) -> Iterator[Problem]:
-    """Distinct problems whose question is not in `held_out`."""
+    """Keep distinct problems whose question is not in `held_out`."""
     seen = set(held_out)
     for p in problems:
         if p.question not in seen:
@@ -71,7 +71,7 @@ def unseen(problems: Iterable[Problem], held_out: set[str]) -> Iterator[Problem]
 def make_dataset(
     problems: Iterable[Problem], tokenizer: Tokenizer, device: torch.device
 ) -> Dataset:
-    """Tokenize problems, 20,000 at a time, into padded int64 tensors on `device`."""
+    """Tokenise problems, 20,000 at a time, into padded int64 tensors on `device`."""
     prompts: list[Tensor] = []
     responses: list[Tensor] = []
     source = iter(problems)
@@ -92,7 +92,7 @@ def make_dataset(
 
 
 def _choose(values: tuple[int, ...], like_B: Tensor, rng: torch.Generator) -> Tensor:
-    """One of `values` per row."""
+    """Sample one of `values` for each sequence."""
     picks = torch.randint(len(values), like_B.shape, generator=rng, device=like_B.device)
     return torch.tensor(values, device=like_B.device)[picks]
 
@@ -104,11 +104,13 @@ def _uniform(*sizes: int, rng: torch.Generator) -> Tensor:
 def _mask_ratios(
     index_BT: Tensor, count_B: Tensor, kinds_B: Tensor, rng: torch.Generator
 ) -> Tensor:
-    """Mask probability [B, T] from the block index of each canvas position (0-based).
+    """Sample mask probabilities [B, T] from the block index (0-based) of each canvas position.
 
-    kind 0: one ratio everywhere (LLaDA). kind 1: decoding in progress: blocks before a random
-    frontier clean, the frontier block at a ratio, later ones all masked. kind 2: ratios that do
-    not fall from left to right (D2F). kind 3: as 2, behind a clean prefix.
+    kind 0: one ratio for all positions (LLaDA)
+    kind 1: a sequence that is being decoded: no masks before a random block, that block at a
+            ratio, later blocks all masked
+    kind 2: ratios that do not fall from left to right (D2F)
+    kind 3: as kind 2, after a prefix without masks
     """
     rows = len(count_B)
     even = (torch.arange(rows, device=rng.device) + _uniform(1, rng=rng)) / rows
@@ -131,7 +133,7 @@ def _mask_ratios(
 def make_batch(
     data: Dataset, rows_B: Tensor, length: int, adapter: bool, rng: torch.Generator
 ) -> Batch:
-    """Rows of `data` as one batch of `length` positions; `adapter` selects the D2F mixture."""
+    """Make a batch of `length` positions from entries of `data`; `adapter` selects D2F's masks."""
     at = torch.arange(length, device=rows_B.device)[None]
     prompt_B = data.prompt_lens_N[rows_B][:, None]
     answer_B = data.response_lens_N[rows_B][:, None]

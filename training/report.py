@@ -1,11 +1,11 @@
-"""The loss curve of a training run, as a PNG."""
+"""Draw the loss curves of a training run."""
 
 from importlib import import_module
 from pathlib import Path
 
 
 def plot_losses(curves: dict[str, list[tuple[int, float]]], path: Path) -> None:
-    """Plot (step, loss) points of each phase, one panel a phase; skipped without matplotlib."""
+    """Plot (step, loss) points, one panel per phase; skipped without matplotlib."""
     try:
         pyplot = import_module("matplotlib.pyplot")
     except ImportError:

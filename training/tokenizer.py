@@ -1,7 +1,7 @@
-"""The bundled tokenizer: whole words of our stories, single digits, and bytes for everything else.
+"""Build the bundled tokenizer: whole words of our stories, single digits, bytes for all other text.
 
-A BPE model without merges and with ``ignore_merges``: a piece that is in the vocabulary is one
-token, any other piece falls apart into its bytes, so every text can be encoded and
+It is a BPE model without merges and with ``ignore_merges``: a piece that is in the vocabulary is
+one token, any other piece is split into its bytes. So every text can be encoded, and
 ``decode(encode(text)) == text``. Special tokens and chat template are LLaDA's.
 """
 
@@ -15,18 +15,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from dllm_plugin.commands.bench.reference_tokenizer import BOS, EOS, EOT, HEAD, MASK, TAIL, token_id
 
 SPECIAL_TOKENS = (BOS, EOS, MASK, HEAD, TAIL, EOT)
-
-
 VOCAB_SIZE = 512
-
-
-# One digit; an operator with its spaces; a word, a sign or white space with what precedes it.
+# One digit; an operator with its spaces; a word or a sign with the space before it; white space.
 PIECES = r"\d| [-+*/=] | ?\p{L}+| ?[^\s\p{L}\d]+|\s+"
-
-
 EXTRA_PIECES = ("user", "assistant", "system", "\n\n", "\n", " ", "####")
-
-
 # LLaDA's template: an empty assistant header always follows, whatever add_generation_prompt says.
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if loop.first %}{{ bos_token }}{% endif %}"
@@ -42,7 +34,7 @@ def _pre_tokenizer() -> pre_tokenizers.PreTokenizer:
 
 
 def build_tokenizer(texts: Iterable[str]) -> Tokenizer:
-    """A tokenizer whose whole-word tokens are the most frequent pieces of `texts`."""
+    """Build a tokenizer whose whole-word tokens are the most frequent pieces of `texts`."""
     cut = _pre_tokenizer()
     counts = Counter(piece for text in texts for piece, _ in cut.pre_tokenize_str(text))
     wanted = [cut.pre_tokenize_str(piece)[0][0] for piece in EXTRA_PIECES]

@@ -2,8 +2,9 @@
 
     python -m training.train --out OUT --report REPORT --seed 0
 
-Phase 1 trains the base (masked-diffusion SFT under full and block-causal attention), phase 2 the
-adapter (D2F: block-causal, rising mask ratios, data plus the frozen bidirectional teacher).
+Run it from the repository root. Phase 1 trains the base: masked-diffusion SFT under full and
+block-causal attention. Phase 2 trains the adapter as D2F does: block-causal attention, rising mask
+ratios, and as targets the data and the frozen base under full attention.
 """
 
 import argparse
@@ -29,21 +30,21 @@ from dllm_plugin.commands.bench.reference_model import (
     load_weights,
     merge_adapter,
 )
-from dllm_plugin.commands.problems import eval_seeds, problem, train_seeds
+from dllm_plugin.commands.problems.generator import eval_seeds, problem, train_seeds
 from training.checkpoint import initial_adapter, initial_weights, save_adapter, save_base
 from training.data import Batch, Dataset, make_batch, make_dataset, make_problems, unseen
 from training.report import plot_losses
 from training.tokenizer import build_tokenizer, save_tokenizer
 
-LENGTHS = (208, 336)  # positions per row: canvases of about 130 and about 260 tokens
-LONG_EVERY = 8  # every eighth step uses the second length, with fewer rows
+LENGTHS = (208, 336)  # positions per sequence: canvases of about 130 and about 260 tokens
+LONG_EVERY = 8  # every eighth step uses the second length, with fewer sequences
 PHASES = ("base", "d2f")
 Loss = Callable[[Batch], Tensor]
 Curve = list[tuple[int, float]]
 
 
 def parse_args() -> argparse.Namespace:
-    """Command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
     parser.add_argument("--report", type=Path, required=True, help="folder for JSON and loss curve")
@@ -75,7 +76,7 @@ def run_phase(
     args: argparse.Namespace,
     rng: torch.Generator,
 ) -> Curve:
-    """AdamW for the phase's minutes, linear decay over that time; (step, mean loss) points."""
+    """Train one phase with AdamW and linear decay; return (step, mean loss) points."""
     which = PHASES.index(name)
     minutes, rate = args.minutes[which], args.rate[which]
     matrices = [p for p in params if p.ndim > 1]
@@ -87,7 +88,7 @@ def run_phase(
     optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.98), fused=cuda)
     curve: Curve = []
     recent = torch.zeros((), device=params[0].device)
-    begin = warm = time.monotonic()  # warm: after the first steps, which compile
+    begin = warm = time.monotonic()  # warm: when the first 100 steps, which compile, are done
     bar = tqdm(total=round(60 * minutes), desc=name, unit="s", mininterval=10)
     step = 0
     while (passed := (time.monotonic() - begin) / (60 * minutes)) < 1:
@@ -118,7 +119,7 @@ def run_phase(
 
 
 def cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
-    """Weighted cross entropy of the masked positions, divided by the batch's scale."""
+    """Compute the weighted cross entropy of masked positions, divided by the batch's scale."""
     losses = F.cross_entropy(
         logits.float().flatten(0, 1), batch.targets.flatten(), reduction="none"
     )
@@ -126,7 +127,7 @@ def cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
 
 
 def base_loss(weights: Weights, shape: Shape, run: Callable[..., Tensor]) -> Loss:
-    """LLaDA's SFT loss for the base weights."""
+    """Return LLaDA's SFT loss for the base weights."""
 
     def loss(batch: Batch) -> Tensor:
         with torch.autocast(batch.inputs.device.type, torch.bfloat16):
@@ -139,7 +140,7 @@ def base_loss(weights: Weights, shape: Shape, run: Callable[..., Tensor]) -> Los
 def d2f_loss(
     weights: Weights, adapter: Weights, scale: float, shape: Shape, run: Callable[..., Tensor]
 ) -> Loss:
-    """D2F: cross entropy to the data plus KL to the base under full attention."""
+    """Return D2F's loss: cross entropy to the data plus KL to the base under full attention."""
 
     def loss(batch: Batch) -> Tensor:
         with torch.autocast(batch.inputs.device.type, torch.bfloat16):
@@ -156,14 +157,14 @@ def d2f_loss(
 
 
 def trainable(tensors: Weights, device: torch.device) -> dict[str, Tensor]:
-    """Copies of `tensors` on `device` that require gradients."""
+    """Copy `tensors` to `device`, with gradients."""
     return {name: t.to(device).requires_grad_() for name, t in tensors.items()}
 
 
 def evaluate(
     out: Path, tokenizer: Tokenizer, args: argparse.Namespace, device: torch.device
 ) -> dict[str, Any]:
-    """Score every loop on the held-out problems, from the files just written, in float32."""
+    """Score every loop on the held-out problems in float32, from the files just written."""
     problems = [problem(s) for s in eval_seeds(args.eval_problems)]
     shape, scores = Shape.load(out), {}
     base = {n: t.to(device) for n, t in load_weights(out).items()}
@@ -173,7 +174,7 @@ def evaluate(
         canvas = make_canvas(weights, shape, tokenizer, problems, args.max_new_tokens, block)
         scores[name] = score(loop, canvas, problems, tokenizer)
         print(name, json.dumps(scores[name]), flush=True)
-        if name in ("block_diffusion", "d2f"):  # as an engine computes: bfloat16 throughout
+        if name in ("block_diffusion", "d2f"):  # bfloat16 throughout, as in an engine
             half = {n: t.bfloat16() for n, t in weights.items()}
             canvas = make_canvas(half, shape, tokenizer, problems, args.max_new_tokens, block)
             scores[f"{name}_bf16"] = score(loop, canvas, problems, tokenizer)
@@ -181,7 +182,7 @@ def evaluate(
 
 
 def prepare(args: argparse.Namespace, device: torch.device) -> tuple[Tokenizer, Dataset]:
-    """The tokenizer, written to `args.out`, and the training problems without the held-out ones."""
+    """Write the tokenizer to `args.out`; return it and the problems that are not held out."""
     held_out = {problem(s).question for s in eval_seeds(args.eval_problems)}
     processes = min(16, len(os.sched_getaffinity(0)))
     sample = [problem(s) for s in train_seeds(min(20_000, args.problems))]
@@ -194,7 +195,7 @@ def prepare(args: argparse.Namespace, device: torch.device) -> tuple[Tokenizer, 
 def train(
     args: argparse.Namespace, tokenizer: Tokenizer, data: Dataset, device: torch.device
 ) -> dict[str, Curve]:
-    """Both phases; writes the base checkpoint and the adapter, returns their loss curves."""
+    """Run both phases and write base checkpoint and adapter; return the loss curves."""
     cpu_rng = torch.Generator().manual_seed(args.seed)
     rng = torch.Generator(device).manual_seed(args.seed)
     shape = Shape()
@@ -214,7 +215,7 @@ def train(
 
 
 def main() -> None:
-    """Train, score, and write the files and the report's raw numbers."""
+    """Train, score, and write the checkpoint and the report's numbers."""
     args = parse_args()
     started = time.monotonic()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,24 +1,19 @@
-"""Which KV cache layout is used and why, and vLLM's doors through which a backend is selected."""
+"""Choose the KV cache layout and the attention backend, or refuse what was asked for."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
-from vllm import envs
-from vllm.config import AttentionConfig, VllmConfig, get_layers_from_vllm_config
+from vllm.config import AttentionConfig, VllmConfig
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import is_quantized_kv_cache
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
 CUSTOM, FLEX_ATTENTION = AttentionBackendEnum.CUSTOM, AttentionBackendEnum.FLEX_ATTENTION
 FLASH_ATTN, TRITON_ATTN = AttentionBackendEnum.FLASH_ATTN, AttentionBackendEnum.TRITON_ATTN
-DISTINCT = "dllm_plugin.attention.distinct.DistinctBackend"
-FLEX = "dllm_plugin.attention.flex.SegmentFlexBackend"
-FLASH = "dllm_plugin.attention.flash.SegmentFlashBackend"
 HEAD_SIZES = (32, 64, 128)
 PAGE_UNIT = 16
-# What `diffuplug doctor` says of a wish.
+# What `diffuplug doctor` prints for each value of `kv_cache_layout`.
 REASONS = {
     "auto": "auto: vLLM's own; on Hopper GPUs with FlashAttention 3 nothing faster on the whole "
     "has been measured, and GPUs without it have not been measured",
@@ -28,7 +23,7 @@ REASONS = {
 
 
 def take_distinct(vllm_config: VllmConfig) -> None:
-    """Select the `distinct` layout's backend.
+    """Select the backend of the `distinct` layout.
 
     Raises ValueError with one sentence where this model, device or setting cannot have it.
     """
@@ -68,7 +63,7 @@ def refuse_ignored(vllm_config: VllmConfig) -> None:
     if not current_platform.is_cpu():
         return
     model, attention = vllm_config.model_config, vllm_config.attention_config
-    assert isinstance(model.dtype, torch.dtype)  # "auto" is settled before
+    assert isinstance(model.dtype, torch.dtype)  # "auto" is resolved before
     wish = AttentionSelectorConfig(
         head_size=model.get_head_size(),
         dtype=model.dtype,
@@ -87,9 +82,9 @@ def refuse_ignored(vllm_config: VllmConfig) -> None:
 
 
 def flash_version(vllm_config: VllmConfig) -> int | None:
-    """Which FlashAttention vLLM takes on this GPU for this model; None if it has none.
+    """Return the version of FlashAttention that vLLM takes on this GPU for this model, or None.
 
-    None as well where another backend is asked for: its libraries are left alone.
+    It is None as well where another backend is asked for: finding out would import FlashAttention.
     """
     attention = vllm_config.attention_config
     other = attention.backend is not None and FLASH_ATTN not in asked_backends(attention)
@@ -106,11 +101,11 @@ def flash_version(vllm_config: VllmConfig) -> int | None:
     return get_flash_attn_version(head_size=vllm_config.model_config.get_head_size())
 
 
-def under_full_graphs(vllm_config: VllmConfig, version: int | None) -> AttentionBackendEnum:
-    """The attention backend of captured steps, where FlashAttention has this version.
+def backend_under_full_graphs(vllm_config: VllmConfig, version: int | None) -> AttentionBackendEnum:
+    """Return the attention backend of captured steps, given the version of FlashAttention.
 
-    FlashAttention 3 where it can be: on our rows it is 1.1 to 15 times as fast as Triton from
-    contexts of 1,024 tokens on (benchmarks/reports/attention.md).
+    It is FlashAttention 3 where possible: on our sequences that is 1.1 to 15 times as fast as
+    Triton from contexts of 1,024 tokens on (benchmarks/reports/attention.md).
 
     Raises ValueError with one sentence if FLASH_ATTN was asked for and cannot be captured.
     """
@@ -129,21 +124,8 @@ def under_full_graphs(vllm_config: VllmConfig, version: int | None) -> Attention
 
 
 def asked_backends(attention: AttentionConfig) -> tuple[AttentionBackendEnum | None, ...]:
-    """Backends that the user named, None where the choice is open."""
+    """Return the backends that the user named, None where the choice is open."""
     return (attention.backend, *attention.backend_per_kind.values())
-
-
-def parts_from(vllm_config: VllmConfig, version: int | None) -> int | None:
-    """From how many requests on captured steps read each context once (:mod:`layouts.parts`).
-
-    None: never. Not where results may not depend on how many run (VLLM_BATCH_INVARIANT).
-    """
-    from dllm_plugin.attention.cascade import fewest_requests
-
-    chosen = vllm_config.attention_config.backend == FLASH_ATTN and version == 3
-    quantised = is_quantized_kv_cache(vllm_config.cache_config.cache_dtype)
-    able = chosen and not quantised and not envs.VLLM_BATCH_INVARIANT
-    return fewest_requests(vllm_config) if able else None
 
 
 def _flash_problems(vllm_config: VllmConfig, version: int | None) -> Iterator[str]:
@@ -164,50 +146,3 @@ def _flash_problems(vllm_config: VllmConfig, version: int | None) -> Iterator[st
         )
     if FLASH_ATTN in vllm_config.attention_config.backend_per_kind.values():
         yield "cannot be captured for one kind of layers: ask for it by attention_backend alone"
-
-
-@contextmanager
-def offered(vllm_config: VllmConfig, layout: str) -> Iterator[None]:
-    """While a model is built, vLLM's registry answers with the backends of our own that it needs.
-
-    CPUs use one backend whatever is selected, and ask the registry for its class. vLLM keeps the
-    answer to CUSTOM, which other models of the process do not select; our forms of FlexAttention
-    and FlashAttention serve any model.
-    """
-    ours = _needed(vllm_config, layout)
-    before = {name: name.get_path() for name in ours if name.is_overridden()}
-    for name, path in ours.items():
-        register_backend(name, path)
-    try:
-        yield
-    finally:
-        for name in ours:
-            name.clear_override()
-            if name in before:
-                register_backend(name, before[name])
-    if ours:
-        _check_taken(vllm_config, set(ours.values()))
-
-
-def _needed(vllm_config: VllmConfig, layout: str) -> dict[AttentionBackendEnum, str]:
-    if layout == "distinct" and current_platform.is_cpu():
-        return {name: DISTINCT for name in (CUSTOM, AttentionBackendEnum.CPU_ATTN)}
-    if layout == "distinct":
-        return {CUSTOM: DISTINCT}
-    if current_platform.is_cpu():
-        return {}
-    chosen, ours = vllm_config.attention_config.backend, {FLEX_ATTENTION: FLEX, FLASH_ATTN: FLASH}
-    return {name: path for name, path in ours.items() if name == chosen}
-
-
-def _check_taken(vllm_config: VllmConfig, ours: set[str]) -> None:
-    from vllm.model_executor.layers.attention import Attention
-
-    for name, layer in get_layers_from_vllm_config(vllm_config, Attention).items():
-        taken = layer.get_attn_backend()
-        if f"{taken.__module__}.{taken.__qualname__}" not in ours:
-            raise ValueError(
-                f"vLLM gave layer {name} the attention backend {taken.__qualname__} where one of "
-                "DiffuPlug's was selected: another model of this process has it under the same "
-                "name; start this one in a process of its own."
-            )

@@ -1,40 +1,48 @@
-"""Captured canvases on FlashAttention in two parts: the context once, the canvas by rows, merged.
+"""Plan cascade attention of captured canvases: the context is the prefix, the canvas the suffix.
 
-Rows read the context of their request once per block. Where heads have keys of their own, several
-blocks are open and enough requests run, reading is what takes the time
-(benchmarks/reports/attention.md): here the whole canvas is one row on the context, each block a row
-on the keys of this pass, and both are merged by log-sum-exp (:mod:`layouts.flash`).
-R requests, B rows, T tokens, C canvas positions.
+Without a cascade, every block of a canvas is a sequence that reads the whole context. Where every
+query head has keys of its own, several blocks are open and enough requests run, these reads take
+most of the time (benchmarks/reports/attention.md). With a cascade, one call of FlashAttention 3
+attends from the whole canvas to the context, one sequence per request. A second call attends from
+each block to the keys that this forward computed, one sequence per block. Both results are merged
+by their log-sum-exp (:mod:`dllm_plugin.attention.flash`).
+
+R requests, B sequences, T tokens, C canvas positions.
 """
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from vllm import envs
 from vllm.config import VllmConfig
-from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.utils.torch_utils import async_tensor_h2d, is_quantized_kv_cache
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
-from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.interface import ModelSpecificAttnMetadata
-from vllm.v1.worker.utils import AttentionGroup
 
+from dllm_plugin.attention.backends import FLASH_ATTN
+from dllm_plugin.attention.kv_groups import KVGroups
 from dllm_plugin.config.decode import get_decode_config
 
-# Four query heads per KV head lose everywhere up to contexts of 4,096: products bound them.
-MOST_HEADS_PER_KEY = 1
-# At contexts of 1,024 tokens a second launch costs as much as reading again so many numbers per
-# position of a context, and the merge of so many canvas positions as much as one such reading.
-READ_AGAIN, MERGED = 21_845, 80
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
+# Four query heads per KV head lose everywhere up to contexts of 4,096: GEMMs bound them.
+MAX_HEADS_PER_KV_HEAD = 1
+# Measured at contexts of 1,024 tokens. A second launch costs as much as reading this many numbers
+# per context position once more.
+LAUNCH_COST = 21_845
+# Merging the results of this many canvas positions costs as much as reading the context once more.
+POSITIONS_PER_READ = 80
 
 
-class CanvasParts(ModelSpecificAttnMetadata):
-    """What vLLM hands on to the builder beside one row per request.
+class CanvasSuffix(ModelSpecificAttnMetadata):
+    """Describe the sequences of the suffix, for the backend's metadata builder.
 
-    start_loc int32 ``[B + 1]``, first query of each block; keys int32 ``[B]``, how much of its
-    canvas it sees; request int32 ``[B, 1]``; length of a canvas.
+    start_loc int32 ``[B + 1]``, first query of each block; keys int32 ``[B]``, how many positions
+    of its canvas a block sees; request int32 ``[B, 1]``; length, positions of a canvas.
     """
 
     def __init__(self, start_loc: Tensor, keys: Tensor, request: Tensor, length: int) -> None:
@@ -42,61 +50,61 @@ class CanvasParts(ModelSpecificAttnMetadata):
         self.length = length
 
     def get_extra_attn_kwargs(self, attn_metadata_builder: Any, num_reqs: int) -> dict[str, Any]:
-        """The same for every KV cache group."""
-        return {"canvas_rows": self}
+        """Return the same arguments for every KV cache group."""
+        return {"canvas_suffix": self}
 
 
-def fewest_requests(vllm_config: VllmConfig) -> int | None:
-    """From how many requests on this model's captured steps are faster in two parts; None: never.
+def cascade_min_requests(vllm_config: VllmConfig, flash_version: int | None) -> int | None:
+    """Return from how many requests on captured steps are faster with a cascade; None: never.
 
-    Where blocks commit alone, a step may see keys that earlier ones have left: rows read them.
+    It needs FlashAttention 3 and unquantised keys, and is left out where results may not depend on
+    how many requests run (VLLM_BATCH_INVARIANT). It is left out too where blocks commit in forwards
+    of their own: such a step may see canvas keys that earlier steps computed, and the suffix holds
+    those of this forward alone.
     """
+    chosen = vllm_config.attention_config.backend == FLASH_ATTN and flash_version == 3
+    quantised = is_quantized_kv_cache(vllm_config.cache_config.cache_dtype)
+    if not chosen or quantised or envs.VLLM_BATCH_INVARIANT:
+        return None
     model, config = vllm_config.model_config, get_decode_config(vllm_config)
     parallel = vllm_config.parallel_config
     heads, kv_heads = model.get_num_attention_heads(parallel), model.get_num_kv_heads(parallel)
-    assert config.canvas_length is not None and config.block_length is not None
     blocks = config.canvas_length // config.block_length
-    saved = blocks - 1 - config.canvas_length / MERGED
-    apart = config.dedicated_commit or model.get_sliding_window() is not None
-    if apart or saved <= 0 or heads > MOST_HEADS_PER_KEY * kv_heads:
+    reads_saved = blocks - 1 - config.canvas_length / POSITIONS_PER_READ
+    unsupported = config.dedicated_commit or model.get_sliding_window() is not None
+    if unsupported or reads_saved <= 0 or heads > MAX_HEADS_PER_KV_HEAD * kv_heads:
         return None
-    fewest = math.ceil(READ_AGAIN / (saved * kv_heads * model.get_head_size()))
+    fewest = math.ceil(LAUNCH_COST / (reads_saved * kv_heads * model.get_head_size()))
     return fewest if fewest <= vllm_config.scheduler_config.max_num_seqs else None
 
 
-class PartsBuffers:
-    """Builds metadata with one row per request; owns what captured CUDA graphs read beside it."""
+class CascadeBuffers:
+    """Build the metadata of a cascade; own the tensors that captured CUDA graphs read for it."""
 
-    def __init__(self, requests: int, rows_per_request: int, length: int, device: Any) -> None:
-        self.rows_per_request, self.length = rows_per_request, length
-        self.keys = torch.zeros(requests * rows_per_request, dtype=torch.int32, device=device)
+    def __init__(self, requests: int, sequences: int, length: int, device: torch.device) -> None:
+        """Allocate for canvases of `length` positions and so many `sequences` each."""
+        self.sequences_per_request, self.length = sequences, length
+        self.keys = torch.zeros(requests * sequences, dtype=torch.int32, device=device)
         self.context = torch.zeros(requests, dtype=torch.int32, device=device)
         self.request = self.keys.new_zeros(len(self.keys), 1)
 
     def lay_out(self, stops: np.ndarray) -> None:
-        """Take the canvas positions ``[R, rows per request]`` where each request's rows end."""
+        """Take the canvas positions ``[R, sequences per request]`` where the sequences end."""
         # All of it, since vLLM's sleep mode may have taken the buffers.
         every = torch.arange(len(self.context), dtype=torch.int32, device=self.request.device)
-        self.request.view(-1, self.rows_per_request).copy_(every[:, None])
+        self.request.view(-1, self.sequences_per_request).copy_(every[:, None])
         async_tensor_h2d(stops.ravel().astype(np.int32), out=self.keys[: stops.size])
         self.keys[stops.size :] = 0
         self.context[len(stops) :] = 0
 
     def build(
-        self,
-        batch: InputBatch,
-        start_loc: Tensor,
-        max_seq_len: int,
-        block_tables: tuple[Tensor, ...],
-        slot_mappings: Tensor,
-        attn_groups: list[list[AttentionGroup]],
-        kv_cache_config: KVCacheConfig,
+        self, batch: "InputBatch", start_loc: Tensor, max_seq_len: int, groups: KVGroups
     ) -> dict[str, Any]:
-        """Metadata of one captured step, whose rows begin at `start_loc`."""
+        """Build the metadata of one captured step, whose suffix sequences begin at `start_loc`."""
         canvases, padded = batch.num_reqs, batch.num_reqs_after_padding
         torch.sub(batch.seq_lens[:canvases], self.length, out=self.context[:canvases])
-        num_rows = padded * self.rows_per_request
-        rows = CanvasParts(start_loc, self.keys[:num_rows], self.request[:num_rows], self.length)
+        count = padded * self.sequences_per_request
+        suffix = CanvasSuffix(start_loc, self.keys[:count], self.request[:count], self.length)
         return build_attn_metadata(
             num_reqs=padded,
             num_tokens=batch.num_tokens_after_padding,
@@ -104,12 +112,9 @@ class PartsBuffers:
             query_start_loc_cpu=torch.from_numpy(batch.query_start_loc_np[: padded + 1]),
             max_query_len=self.length,
             seq_lens=self.context[:padded],
-            causal=False,
-            positions=batch.positions,
-            model_specific_attn_metadata=rows,
             max_seq_len=max_seq_len,
-            block_tables=block_tables,
-            slot_mappings=slot_mappings,
-            attn_groups=attn_groups,
-            kv_cache_config=kv_cache_config,
+            positions=batch.positions,
+            causal=False,
+            model_specific_attn_metadata=suffix,
+            **groups._asdict(),
         )

@@ -1,15 +1,29 @@
-"""Attention backend of the `distinct` KV layout: keys in pieces of 16 bytes, values along tokens.
+"""Serve the `distinct` KV layout: keys in pieces of 16 bytes, values along tokens.
 
-A page keeps the size, and a KV head its place in it, that vLLM gives them; only what lies inside
-is ordered otherwise (:mod:`dllm_plugin.kernels.paged_attention.reference`). Prefix caching,
-preemption and whatever else moves whole pages see no difference. Triton on GPUs, the plain-torch
-reference implementation on CPUs.
+A page keeps the size that vLLM gives it, and a KV head its place in the page; only what lies inside
+is ordered differently (:mod:`dllm_plugin.kernels.paged_store.reference`). Prefix caching,
+preemption and whatever else moves whole pages see no difference. GPUs run Triton kernels, CPUs the
+plain-torch reference implementation.
+
+One kernel serves prompts and canvases alike. A request is one span of fresh positions, and one
+integer per token says how many keys the token sees (:mod:`dllm_plugin.attention.spans`). That
+covers a bidirectional prompt, blocks from the prompt or on an absolute grid, ragged blocks and the
+dual cache without a mask tensor. The launch grid depends on numbers of tokens and requests alone,
+so one captured graph serves every length.
+
+Learned from experience: earlier kernels of this kind (D2F-vLLM, Diffulex) never gave correct
+results or could not run some models. Each of their failures is a named case of `tests/spans.py`,
+which every kernel is checked on: contexts that are an exact multiple of the page, pages larger or
+smaller than a key tile, offsets beyond the first page, fresh keys of the second request, borders of
+each request in a batch, masks reused between batches of one shape, query lengths that no block
+divides, a bidirectional prompt, seven query heads per KV head, KV heads times head size that are no
+power of two, a forward that stores nothing, outputs that were not written.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,32 +35,35 @@ from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
     AttentionImpl,
-    AttentionLayer,
     AttentionMetadata,
     AttentionMetadataBuilder,
     AttentionType,
-    CommonAttentionMetadata,
     MultipleOf,
 )
-from vllm.v1.kv_cache_interface import KVCacheLayout, KVCacheSpec
+from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from dllm_plugin.attention.backends import HEAD_SIZES, PAGE_UNIT
-from dllm_plugin.kernels.paged_attention import kernel as paged_attention
-from dllm_plugin.kernels.paged_attention import reference as paged_reference
-from dllm_plugin.kernels.paged_attention import store as paged_store
+from dllm_plugin.kernels.paged_attention import kernel as attention_kernel
+from dllm_plugin.kernels.paged_attention import reference as attention_reference
+from dllm_plugin.kernels.paged_store import kernel as store_kernel
+from dllm_plugin.kernels.paged_store import reference as store_reference
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import AttentionLayer, CommonAttentionMetadata
+    from vllm.v1.kv_cache_interface import KVCacheSpec
 
 PAGE = 64  # one tile of keys
 
 
 @dataclass
 class DistinctMetadata(AttentionMetadata):
-    """What one pass of one KV cache group needs; R requests, T tokens.
+    """Hold what one forward of one KV cache group needs; R requests, T tokens.
 
     query_start_loc  int32 [R + 1]
     span_start       int32 [R], absolute position of each request's first token
     keys_seen        int32 [T], each token sees the keys [0, keys_seen)
     block_table      int32 [R, W]
-    max_query_len    no request has more tokens
+    max_query_len    upper bound on the tokens of a request
     """
 
     query_start_loc: Tensor
@@ -57,13 +74,13 @@ class DistinctMetadata(AttentionMetadata):
 
 
 class DistinctMetadataBuilder(AttentionMetadataBuilder[DistinctMetadata]):
-    """Passes tensors on; whoever owns them keeps them in place for captured graphs."""
+    """Hand tensors on; their owner keeps them in place for captured graphs."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
 
     def __init__(
         self,
-        kv_cache_spec: KVCacheSpec,
+        kv_cache_spec: "KVCacheSpec",
         layer_names: list[str],
         vllm_config: VllmConfig,
         device: torch.device,
@@ -73,12 +90,15 @@ class DistinctMetadataBuilder(AttentionMetadataBuilder[DistinctMetadata]):
     def build(
         self,
         common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
+        common_attn_metadata: "CommonAttentionMetadata",
         fast_build: bool = False,
         span_start: Tensor | None = None,
         keys_seen: Tensor | None = None,
     ) -> DistinctMetadata:
-        """Metadata of one pass; the last two come from `layouts.spans`."""
+        """Build the metadata of one forward.
+
+        The last two arguments come from :class:`dllm_plugin.attention.spans.Spans`.
+        """
         assert span_start is not None and keys_seen is not None
         return DistinctMetadata(
             query_start_loc=common_attn_metadata.query_start_loc,
@@ -90,7 +110,7 @@ class DistinctMetadataBuilder(AttentionMetadataBuilder[DistinctMetadata]):
 
 
 class DistinctImpl(AttentionImpl[DistinctMetadata]):
-    """One layer's attention."""
+    """Compute the attention of one layer."""
 
     def __init__(
         self,
@@ -127,26 +147,26 @@ class DistinctImpl(AttentionImpl[DistinctMetadata]):
         self.kv_cache_dtype = kv_cache_dtype
         self.attend: Callable[..., None]
         if current_platform.is_cpu():
-            self.store, self.attend = paged_reference.store_kv, paged_reference.attend_spans
+            self.store, self.attend = store_reference.store_kv, attention_reference.attend_spans
         else:
             units = current_platform.num_compute_units()
-            self.store = paged_store.store_kv
-            self.attend = partial(paged_attention.attend_spans, num_units=units)
+            self.store = store_kernel.store_kv
+            self.attend = partial(attention_kernel.attend_spans, num_units=units)
 
     def do_kv_cache_update(
         self,
-        layer: AttentionLayer,
+        layer: "AttentionLayer",
         key: Tensor,
         value: Tensor,
         kv_cache: Tensor,
         slot_mapping: Tensor,
     ) -> None:
-        """Store the pass's keys and values ``[T, K, D]``; tokens with slot -1 are not stored."""
-        self.store(key, value, *paged_reference.split_cache(kv_cache, self.head_size), slot_mapping)
+        """Store the forward's keys and values ``[T, K, D]``; a slot of -1 is not stored."""
+        self.store(key, value, *store_reference.split_cache(kv_cache, self.head_size), slot_mapping)
 
     def forward(
         self,
-        layer: AttentionLayer,
+        layer: "AttentionLayer",
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -156,15 +176,15 @@ class DistinctImpl(AttentionImpl[DistinctMetadata]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Attention of the pass's tokens ``[T, H, D]`` into `output`."""
+        """Write the attention of the forward's tokens ``[T, H, D]`` to `output`."""
         assert output_scale is None and output_block_scale is None
-        if attn_metadata is None:  # vLLM measures memory with empty passes
+        if attn_metadata is None:  # vLLM profiles memory with forwards that have none
             return output.zero_()
         self.attend(
             query,
             key,
             value,
-            *paged_reference.split_cache(kv_cache, self.head_size),
+            *store_reference.split_cache(kv_cache, self.head_size),
             attn_metadata.query_start_loc,
             attn_metadata.span_start,
             attn_metadata.keys_seen,
@@ -177,7 +197,7 @@ class DistinctImpl(AttentionImpl[DistinctMetadata]):
 
 
 class DistinctBackend(AttentionBackend):
-    """What vLLM asks about the layout before it builds a model."""
+    """Answer what vLLM asks about the layout before it builds a model."""
 
     forward_includes_kv_cache_update: bool = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
@@ -185,42 +205,42 @@ class DistinctBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        """vLLM's name for backends from outside."""
+        """Return vLLM's name for backends from outside."""
         return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type[DistinctImpl]:
-        """Per layer."""
+        """Return the class of which vLLM makes one object per layer."""
         return DistinctImpl
 
     @staticmethod
     def get_builder_cls() -> type[DistinctMetadataBuilder]:
-        """Per KV cache group."""
+        """Return the class of which vLLM makes one object per KV cache group."""
         return DistinctMetadataBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(
-        kv_cache_spec: KVCacheSpec | None = None,
+        kv_cache_spec: "KVCacheSpec | None" = None,
     ) -> list[int | MultipleOf]:
-        """Pages."""
+        """Return the page sizes that the kernels support."""
         return [MultipleOf(PAGE_UNIT)]
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
-        """Pages where the user does not say: no smaller than one tile of keys."""
+        """Return the page size where the user gives none: whole tiles of keys."""
         return max(PAGE, -(-default_block_size // PAGE) * PAGE)
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        """Numbers per head."""
+        """Return the head sizes that the kernels support."""
         return list(HEAD_SIZES)
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """Each head's part of a page in one piece, which is then ordered our way."""
+        """Return the layout that keeps each head's share of a page in one piece."""
         return (KVCacheLayout.LBHNC,)
 
     @classmethod
     def supports_non_causal(cls) -> bool:
-        """What a token sees is said per token."""
+        """Return True: one integer per token says what it sees."""
         return True

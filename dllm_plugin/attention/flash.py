@@ -1,14 +1,16 @@
-"""FlashAttention on vLLM's own layout: one row per query segment in CUDA graphs, or two parts.
+"""Run FlashAttention on vLLM's own layout: one sequence per query segment, or a cascade.
 
 Captured FlashAttention 3 reads its schedule from a buffer, into which vLLM's builder copies that of
-every step, prefills included. vLLM sizes it by requests and graphs, which segments outnumber. What
-a graph bakes in is the same at capture and at replay: the number of rows, the longest query (a
-canvas or a block), the longest context, and how often keys may be split; all else is read from
-tensors.
+every step, prefills included. vLLM sizes the buffer by requests and graphs; a step has more query
+segments than that, so our builder makes a larger one.
+
+A CUDA graph fixes these numbers: how many sequences there are, the longest query (a canvas or a
+block), the longest context, and how often keys may be split. They are the same at capture and at
+replay. Everything else is read from tensors.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,7 +18,6 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.utils.math_utils import round_up
 from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
-from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
     FlashAttentionImpl,
@@ -24,98 +25,111 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
-from vllm.v1.kv_cache_interface import AttentionSpec
 
-from dllm_plugin.attention.cascade import CanvasParts
-from dllm_plugin.attention.sequence_counts import most_rows
+from dllm_plugin.attention.cascade import CanvasSuffix
+from dllm_plugin.attention.sequence_counts import max_sequences
 from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.kernels.rotate_and_store.kernel import rotate_and_store
 
-# Tokens times splits. Split keys need float32 results for each split, of all tokens: as many as
-# vLLM's own largest graph of 512 tokens and 32 splits, where 8,192 tokens would take 16 times that.
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+# Limit of tokens times splits: each split stores float32 results of all tokens. It is what vLLM's
+# own largest graph needs, 512 tokens in 32 splits; 8,192 tokens would take 16 times that.
 SPLIT_TOKENS = 32 * 512
 
 
-def schedule_size(num_rows: int) -> int:
-    """int32 entries of a FlashAttention 3 schedule: at most four per row, and a counter of tiles.
+def schedule_size(num_sequences: int) -> int:
+    """Return how many int32 entries a FlashAttention 3 schedule has at most.
 
-    Rows are counted in fours (``mha_fwd_get_scheduler_metadata`` in FlashAttention's
-    ``hopper/flash_api.cpp``, which takes one to four entries, depending on mask and splits).
+    There are one to four entries per sequence, depending on mask and splits, and one counter of
+    tiles; the number of sequences is rounded up to a multiple of four
+    (``mha_fwd_get_scheduler_metadata`` in FlashAttention's ``hopper/flash_api.cpp``).
     """
-    return 4 * round_up(num_rows, 4) + 1
+    return 4 * round_up(num_sequences, 4) + 1
 
 
 @dataclass
-class PartsMetadata(FlashAttentionMetadata):
-    """vLLM's, where `seq_lens` is the context alone if there are canvas rows.
+class SegmentFlashMetadata(FlashAttentionMetadata):
+    """Extend vLLM's metadata by what a cascade and a deferred rotation need.
 
-    positions int64 ``[T]`` of the pass's tokens, for layers that rotate here; None of other models.
+    canvas_suffix: the suffix of a cascade; vLLM's fields then describe the prefix alone, so
+    `seq_lens` are the contexts. None without a cascade.
+    positions: int64 ``[T]`` of the forward's tokens, for layers that rotate here; None where the
+    runner hands none over.
     """
 
-    canvas_rows: CanvasParts | None = None
+    canvas_suffix: CanvasSuffix | None = None
     positions: Tensor | None = None
 
 
 class SegmentFlashBuilder(FlashAttentionMetadataBuilder):
-    """Room for the schedule of every step, and memory for splits that does not grow with graphs.
+    """Build metadata with a buffer for the schedule of every step, and with bounded splits.
 
-    Serves any model: vLLM keeps the class of a backend that it has once looked up.
+    It serves any model, since vLLM caches the class of a backend that it has looked up once.
     """
 
     scheduler_metadata: Tensor
 
     def __init__(
         self,
-        kv_cache_spec: AttentionSpec,
+        kv_cache_spec: "AttentionSpec",
         layer_names: list[str],
         vllm_config: VllmConfig,
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.most_splits = self.max_num_splits
+        self.splits_limit = self.max_num_splits
         if self.use_full_cuda_graph:
-            size = schedule_size(_rows_of(vllm_config))
+            size = schedule_size(_max_sequences_of(vllm_config))
             self.scheduler_metadata = torch.zeros(size, dtype=torch.int32, device=device)
 
     def build(
         self,
         common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
+        common_attn_metadata: "CommonAttentionMetadata",
         fast_build: bool = False,
-        canvas_rows: CanvasParts | None = None,
-    ) -> PartsMetadata:
-        """vLLM's, with the splits that this number of tokens allows; a graph's never changes."""
+        canvas_suffix: CanvasSuffix | None = None,
+    ) -> SegmentFlashMetadata:
+        """Build vLLM's metadata with as many splits as this number of tokens allows.
+
+        A graph always has the same number of tokens, and so the same number of splits.
+        """
         allowed = SPLIT_TOKENS // max(common_attn_metadata.num_actual_tokens, 1)
-        self.max_num_splits = min(self.most_splits, max(allowed, 1))
+        self.max_num_splits = min(self.splits_limit, max(allowed, 1))
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         positions = common_attn_metadata.positions
-        return PartsMetadata(**vars(metadata), canvas_rows=canvas_rows, positions=positions)
+        return SegmentFlashMetadata(
+            **vars(metadata), canvas_suffix=canvas_suffix, positions=positions
+        )
 
     def _store_scheduler_metadata(self, scheduler_metadata: Tensor | None) -> Tensor | None:
-        """Copy a step's schedule to where graphs read it; vLLM clears what lies behind it."""
+        """Copy a step's schedule into the buffer that graphs read; vLLM clears the rest of it."""
         if self.use_full_cuda_graph and scheduler_metadata is not None:
-            needed, room = len(scheduler_metadata), len(self.scheduler_metadata)
-            assert needed <= room, (
-                f"FlashAttention's schedule of this step takes {needed} entries, but `most_rows` "
-                f"made room for {room}."
+            needed, size = len(scheduler_metadata), len(self.scheduler_metadata)
+            assert needed <= size, (
+                f"FlashAttention's schedule of this step takes {needed} entries, but the buffer "
+                f"sized by `max_sequences` holds {size}."
             )
         return super()._store_scheduler_metadata(scheduler_metadata)
 
 
-def _rows_of(vllm_config: VllmConfig) -> int:
+def _max_sequences_of(vllm_config: VllmConfig) -> int:
     scheduler = vllm_config.scheduler_config
     requests, tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
     given = vllm_config.additional_config
     if not isinstance(given, dict) or "dllm" not in given:
-        # Another model's, which has one row per request.
+        # The configuration of another model, which has one sequence per request.
         return max(requests, tokens)
-    return most_rows(get_decode_config(vllm_config), requests, tokens)
+    return max_sequences(get_decode_config(vllm_config), requests, tokens)
 
 
-class PartsImpl(FlashAttentionImpl):
-    """One layer's attention, of steps in two parts as well.
+class SegmentFlashImpl(FlashAttentionImpl):
+    """Compute the attention of one layer, with a cascade where the metadata has a suffix.
 
-    rotation: of queries and keys, together with the store; None where the layer has seen to both.
+    rotation: rotates queries and keys here, in the kernel that stores keys and values; None where
+    the layer rotates before, and vLLM stores.
     """
 
     rotation: RotaryEmbedding | None = None
@@ -132,54 +146,55 @@ class PartsImpl(FlashAttentionImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Attention of the pass's tokens ``[T, H, D]`` into `output`."""
-        rows = attn_metadata.canvas_rows if isinstance(attn_metadata, PartsMetadata) else None
-        if self.rotation is not None and attn_metadata is not None:  # there is none in a profile
-            assert isinstance(attn_metadata, PartsMetadata) and attn_metadata.positions is not None
+        """Write the attention of the forward's tokens ``[T, H, D]`` to `output`."""
+        ours = attn_metadata if isinstance(attn_metadata, SegmentFlashMetadata) else None
+        suffix = None if ours is None else ours.canvas_suffix
+        if self.rotation is not None and attn_metadata is not None:  # memory profiles have none
+            assert ours is not None and ours.positions is not None
             table, slots = self.rotation.cos_sin_cache, attn_metadata.slot_mapping
-            where = (attn_metadata.positions, table, kv_cache, slots)
-            turned = query.new_empty(query.shape)
-            # Fresh keys are read beside the cache's only where canvases are apart.
-            turned_key = None if rows is None else key.new_empty(key.shape)
-            rotate_and_store(query, key, value, *where, turned, turned_key)
-            query, key = turned, key if turned_key is None else turned_key
-        if rows is None:
+            rotated = query.new_empty(query.shape)
+            # Only a cascade reads fresh keys from anywhere but the cache.
+            rotated_key = None if suffix is None else key.new_empty(key.shape)
+            where = (ours.positions, table, kv_cache, slots)
+            rotate_and_store(query, key, value, *where, rotated, rotated_key)
+            query, key = rotated, key if rotated_key is None else rotated_key
+        if suffix is None:
             rest = (kv_cache, attn_metadata, output, output_scale, output_block_scale)
             return super().forward(layer, query, key, value, *rest)
         assert output_scale is None and output_block_scale is None
-        self._forward_in_parts(query, key, value, kv_cache, attn_metadata, rows, output)
+        self._forward_cascade(query, key, value, kv_cache, attn_metadata, suffix, output)
         return output
 
-    def _forward_in_parts(
+    def _forward_cascade(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         kv_cache: Tensor,
         attn_metadata: FlashAttentionMetadata,
-        rows: CanvasParts,
+        suffix: CanvasSuffix,
         output: Tensor,
     ) -> None:
-        """Contexts from the cache, canvases from what the pass has made, merged."""
-        # Where there is none, on CPUs, this module is imported all the same.
+        """Attend to contexts in the cache and to fresh canvas keys, and merge both results."""
+        # Imported here: CPUs import this module but have no FlashAttention.
         from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
         assert self.vllm_flash_attn_version is not None
         num_tokens = attn_metadata.num_actual_tokens
-        fresh = (x[:num_tokens].unflatten(0, (-1, rows.length)) for x in (key, value))
+        fresh = (x[:num_tokens].unflatten(0, (-1, suffix.length)) for x in (key, value))
         pages = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         # One KV head per rank leaves strides that FlashAttention's bulk copies refuse.
         keys, values, new_keys, new_values = map(
             canonicalize_singleton_dim_strides, (*pages, *fresh)
         )
-        both: dict[str, Any] = {
+        shared: dict[str, Any] = {
             "q": query[:num_tokens],
-            "max_seqlen_q": rows.length,
+            "max_seqlen_q": suffix.length,
             "softmax_scale": self.scale,
             "return_softmax_lse": True,
             "fa_version": self.vllm_flash_attn_version,
         }
-        context, context_lse = flash_attn_varlen_func(
+        prefix_out, prefix_lse = flash_attn_varlen_func(
             k=keys,
             v=values,
             cu_seqlens_q=attn_metadata.query_start_loc,
@@ -188,37 +203,40 @@ class PartsImpl(FlashAttentionImpl):
             block_table=attn_metadata.block_table,
             scheduler_metadata=attn_metadata.scheduler_metadata,
             num_splits=attn_metadata.max_num_splits,
-            **both,
+            **shared,
         )
-        # A canvas is one page.
-        canvas, canvas_lse = flash_attn_varlen_func(
+        # Each canvas is a page: a block table of one entry, the request, leads to it.
+        suffix_out, suffix_lse = flash_attn_varlen_func(
             k=new_keys,
             v=new_values,
-            cu_seqlens_q=rows.start_loc,
-            seqused_k=rows.keys,
-            max_seqlen_k=rows.length,
-            block_table=rows.request,
+            cu_seqlens_q=suffix.start_loc,
+            seqused_k=suffix.keys,
+            max_seqlen_k=suffix.length,
+            block_table=suffix.request,
             num_splits=1,
-            **both,
+            **shared,
         )
-        merge_attn_states(output[:num_tokens], context, context_lse, canvas, canvas_lse)
+        merge_attn_states(output[:num_tokens], prefix_out, prefix_lse, suffix_out, suffix_lse)
 
 
 class SegmentFlashBackend(FlashAttentionBackend):
-    """vLLM's FLASH_ATTN with that builder."""
+    """Extend vLLM's FLASH_ATTN by our builder and implementation."""
 
     @staticmethod
-    def get_impl_cls() -> type[PartsImpl]:
-        """Per layer."""
-        return PartsImpl
+    def get_impl_cls() -> type[SegmentFlashImpl]:
+        """Return the class of which vLLM makes one object per layer."""
+        return SegmentFlashImpl
 
     @staticmethod
     def get_builder_cls() -> type[SegmentFlashBuilder]:
-        """Per KV cache group."""
+        """Return the class of which vLLM makes one object per KV cache group."""
         return SegmentFlashBuilder
 
 
 class RotatingFlashBackend(SegmentFlashBackend):
-    """Of layers whose attention rotates, and stores with that: no other model may be given it."""
+    """Store keys and values inside of attention, for layers whose rotation is deferred.
+
+    No other layer may have this backend: vLLM would leave the store to it, and nobody would store.
+    """
 
     forward_includes_kv_cache_update = True

@@ -1,12 +1,12 @@
-"""FlexAttention on vLLM's own layout, with room for one row per query segment.
+"""Run FlexAttention on vLLM's own layout, with buffers for one sequence per query segment.
 
-The readable reference path of GPUs: what a token sees is a mask function there, not an integer in a
-kernel. vLLM's builder keeps buffers of one row per request, which segments outnumber, and cannot
-be captured from our rows; both are said here, the rest is vLLM's.
+This is the readable reference path of GPUs: what a token sees is a mask function, not an integer in
+a kernel. Two things differ from vLLM's builder. Its buffers hold one sequence per request, and a
+step has more query segments than requests. And our steps cannot be captured with it.
 """
 
 import copy
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from vllm.config import VllmConfig
@@ -15,11 +15,13 @@ from vllm.v1.attention.backends.flex_attention import (
     FlexAttentionBackend,
     FlexAttentionMetadataBuilder,
 )
-from vllm.v1.kv_cache_interface import AttentionSpec
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import AttentionSpec
 
 
 class SegmentFlexBuilder(FlexAttentionMetadataBuilder):
-    """A step has at most one segment per token.
+    """Build metadata with buffers for one sequence per token: a step never has more.
 
     vLLM then keeps 8 bytes per token of a step and page of the cache: lower
     `max_num_batched_tokens` or the cache where that does not fit.
@@ -29,21 +31,21 @@ class SegmentFlexBuilder(FlexAttentionMetadataBuilder):
 
     def __init__(
         self,
-        kv_cache_spec: AttentionSpec,
+        kv_cache_spec: "AttentionSpec",
         layer_names: list[str],
         vllm_config: VllmConfig,
         device: torch.device,
     ) -> None:
-        roomy = copy.copy(vllm_config)
-        roomy.scheduler_config = copy.copy(vllm_config.scheduler_config)
-        roomy.scheduler_config.max_num_seqs = vllm_config.scheduler_config.max_num_batched_tokens
-        super().__init__(kv_cache_spec, layer_names, roomy, device)
+        widened = copy.copy(vllm_config)
+        widened.scheduler_config = copy.copy(vllm_config.scheduler_config)
+        widened.scheduler_config.max_num_seqs = vllm_config.scheduler_config.max_num_batched_tokens
+        super().__init__(kv_cache_spec, layer_names, widened, device)
 
 
 class SegmentFlexBackend(FlexAttentionBackend):
-    """vLLM's FLEX_ATTENTION with that builder."""
+    """Extend vLLM's FLEX_ATTENTION by that builder."""
 
     @staticmethod
     def get_builder_cls() -> type[SegmentFlexBuilder]:
-        """Per KV cache group."""
+        """Return the class of which vLLM makes one object per KV cache group."""
         return SegmentFlexBuilder

@@ -1,6 +1,13 @@
-"""Rotary positions that FlashAttention's backend applies, instead of the layer before it.
+"""Defer rotary positions from a model's layers to FlashAttention's backend.
 
-There they come with the store of keys and values in one kernel (:mod:`kernels.rotated_store`).
+The backend rotates queries and keys in the kernel that stores keys and values
+(:mod:`dllm_plugin.kernels.rotate_and_store`), which saves a launch or two per layer. This is done
+for LLaDA, Dream and Fast-dLLM v2, which are built of vLLM's Llama and Qwen2 layers.
+
+Learned from experience: the layers keep a rotation that does nothing, so the compiled forward of
+such a model differs from vLLM's own. vLLM finds compiled forwards in its cache by the
+configuration, so the number `TRACED` in :mod:`dllm_plugin.engine.config_hook` is part of that
+configuration. It must be raised whenever what is traced changes.
 """
 
 from torch import Tensor, nn
@@ -12,38 +19,39 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 
 class Deferred(nn.Module):
-    """In the place of a rotation; it stays a part of the model, whose buffers may be moved."""
+    """Replace a rotation, and keep it in the model: vLLM moves the buffers of its modules."""
 
     def __init__(self, rotation: RotaryEmbedding) -> None:
         super().__init__()
         self.rotation = rotation
 
     def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """As they are."""
+        """Return queries and keys without rotating them."""
         return query, key
 
 
 def defer(model: nn.Module, backend: AttentionBackendEnum | None) -> None:
-    """Hand the rotations of a model's layers to their attention, where both can have that.
+    """Move the rotations of a model's layers into their attention, where both support that.
 
-    `backend`: what was selected; the libraries of others are left alone.
+    `backend` is the one that was selected. Without FLASH_ATTN its module is not even imported,
+    since importing it loads FlashAttention's libraries.
     """
     if backend != AttentionBackendEnum.FLASH_ATTN:
         return
-    from dllm_plugin.attention.flash import PartsImpl, RotatingFlashBackend
+    from dllm_plugin.attention.flash import RotatingFlashBackend, SegmentFlashImpl
 
     for layer in model.modules():
         if not isinstance(layer, LlamaAttention | Qwen2Attention):
             continue
         rotation, attention = layer.rotary_emb, layer.attn
-        if isinstance(attention.impl, PartsImpl) and _is_plain(rotation, layer):
+        if isinstance(attention.impl, SegmentFlashImpl) and _is_supported(rotation, layer):
             attention.impl.rotation = rotation
             attention.attn_backend = RotatingFlashBackend
             layer.register_module("rotary_emb", Deferred(rotation))
 
 
-def _is_plain(rotation: nn.Module, layer: LlamaAttention | Qwen2Attention) -> bool:
-    """Whole heads by halves, and keys stored as they are."""
+def _is_supported(rotation: nn.Module, layer: LlamaAttention | Qwen2Attention) -> bool:
+    """Return whether whole heads are rotated by halves, and keys stored unquantised."""
     return (
         type(rotation) is RotaryEmbedding
         and rotation.is_neox_style

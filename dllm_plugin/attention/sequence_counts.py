@@ -1,19 +1,26 @@
-"""How many attention rows a step can have: what buffers of one entry per row must hold."""
+"""Count the attention sequences of a step: what buffers with one entry per sequence must hold.
+
+A sequence is a run of queries with keys of its own, as variable-length attention takes it. Each
+query segment is one, so a step can have more sequences than requests.
+"""
 
 from dllm_plugin.config.decode import DecodeConfig
 
 
-def rows_per_canvas(config: DecodeConfig) -> int:
-    """Rows of a canvas in a CUDA graph: one per block slot, and one for what lies behind them."""
+def sequences_per_canvas(config: DecodeConfig) -> int:
+    """Return how many sequences a canvas has in a CUDA graph.
+
+    There is one per block slot, and one for the positions behind the last block slot.
+    """
     return config.block_slots + 1
 
 
-def most_rows(config: DecodeConfig, max_num_reqs: int, max_num_tokens: int) -> int:
-    """An upper bound on the rows of any step.
+def max_sequences(config: DecodeConfig, max_num_reqs: int, max_num_tokens: int) -> int:
+    """Return an upper bound on the sequences of any step.
 
-    A captured graph holds every row of a canvas, empty or not, for each request of the padded
-    batch. In all other steps each row has a query of its own (:func:`batch_rows` leaves empty ones
-    out), so there are at most as many rows as tokens: a prompt or a resumed text of n blocks is n
-    rows, and blocks may be one token long.
+    A captured graph holds every sequence of a canvas, empty or not, for each request of the padded
+    batch. In all other steps each sequence has a query of its own (:func:`batch_sequences` leaves
+    empty ones out), so there are at most as many sequences as tokens: a prompt or a resumed text of
+    n blocks is n sequences, and blocks may be one token long.
     """
-    return max(max_num_reqs * rows_per_canvas(config), max_num_tokens)
+    return max(max_num_reqs * sequences_per_canvas(config), max_num_tokens)

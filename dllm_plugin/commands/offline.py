@@ -1,9 +1,7 @@
-"""What the offline commands share: engine options, starting the engine, reading its results."""
+"""Start engines for commands, stop them, and read their results."""
 
 import argparse
 import os
-import platform
-import sys
 from typing import TYPE_CHECKING, Any
 
 from dllm_plugin import default_model
@@ -13,16 +11,16 @@ if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
     from vllm.renderers.chat_utils import ChatCompletionMessageParam
 
-# A model of a few megabytes should not claim the memory that vLLM takes by default, and on a CPU
-# vLLM does not even start unless the share it may use is free.
+# vLLM reserves a share of all memory by default. A model of a few megabytes needs far less, and on
+# a CPU vLLM does not start unless that share is free.
 BUNDLED_MEMORY = {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.2}
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments for ``vllm.LLM`` from the model and decode options of a command.
+    """Return keyword arguments for ``vllm.LLM`` from the model and decode options of a command.
 
-    The bundled model brings its adapter unless the strategy asked for has no use for one.
-    Raises ValueError for a wrong decode option, before anything heavy is imported.
+    The bundled model gets its adapter if the strategy is D2F or `auto`. Raises ValueError for a
+    wrong decode option, before anything heavy is imported.
     """
     names = ("strategy", "policy", "threshold", "block_length", "lora_path", "kv_cache_layout")
     dllm = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
@@ -31,16 +29,29 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     engine = {name: getattr(args, name, None) for name in engine_names}
     engine = {name: value for name, value in engine.items() if value is not None}
     if args.model is not None:
-        if args.model.startswith(("/", ".", "~")) and not os.path.isdir(args.model):
-            raise ValueError(f"there is no folder {args.model}")
+        check_folder(args.model)
         return {"model": args.model, "additional_config": {"dllm": dllm}, **engine}
-    if args.strategy in (None, "auto", "d2f"):
+    if uses_adapter(args.strategy):
         dllm.setdefault("lora_path", default_model.adapter_path())
     return bundled_options(dllm) | engine
 
 
+def uses_adapter(strategy: str | None) -> bool:
+    """Return whether the bundled model decodes by this strategy with its adapter."""
+    from dllm_plugin.decoding.families import LLADA
+    from dllm_plugin.decoding.methods import choose_method
+
+    return choose_method(strategy or "auto", LLADA, adapted=True)[0].uses_adapter
+
+
+def check_folder(model: str) -> None:
+    """Raise ValueError if `model` is written like a path and there is no such folder."""
+    if model.startswith(("/", ".", "~")) and not os.path.isdir(model):
+        raise ValueError(f"there is no folder {model}")
+
+
 def bundled_options(dllm: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments for the bundled model, for which nothing is ever fetched."""
+    """Return keyword arguments for the bundled model; nothing is downloaded."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     return {
         "model": default_model.path(),
@@ -50,7 +61,7 @@ def bundled_options(dllm: dict[str, Any]) -> dict[str, Any]:
 
 
 def start_engine(options: dict[str, Any]) -> "LLM":
-    """An engine, or ValueError when it does not come up."""
+    """Start an engine. Raises ValueError if it does not start."""
     from vllm import LLM
 
     try:
@@ -60,33 +71,28 @@ def start_engine(options: dict[str, Any]) -> "LLM":
         raise ValueError(f"the engine did not start ({error}); the cause is above") from error
 
 
+def stop_engine(llm: "LLM") -> None:
+    """Stop an engine and give back its memory and threads, which the next engine needs."""
+    llm.llm_engine.engine_core.shutdown()
+
+
 def conversation(question: str) -> "list[ChatCompletionMessageParam]":
-    """One user turn."""
+    """Return a chat of one user message."""
     return [{"role": "user", "content": question}]
 
 
 def num_forwards(output: "RequestOutput") -> int:
-    """Denoising forwards of a finished request: the histogram has one entry for each."""
+    """Count the denoising forwards of a finished request: each is one entry of the histogram."""
     metrics = output.outputs[0].spec_decode_metrics
     assert metrics is not None, "the scheduler fills it for every request"
     return sum(metrics.histogram)
 
 
-def processor() -> str:
-    """What this machine's processor is called."""
-    if sys.platform == "linux":
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            for line in lines:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
 def one_sentence(error: Exception) -> str:
-    """The message of an error; of a failed validation what was wrong and where, not the dump."""
+    """Return an error's message; of pydantic's errors the first problem and the field it is in."""
     problems = getattr(error, "errors", None)
     first: dict[str, Any] = problems()[0] if callable(problems) else {"msg": error}
     text, where = str(first["msg"]), ".".join(map(str, first.get("loc", ())))
-    # Checks of vLLM's or ours, unlike those of types, name what they are about.
+    # Checks that vLLM or we wrote name the field themselves; checks of types do not.
     checked = text.removeprefix("Value error, ")
     return " ".join((checked if checked != text or not where else f"{where}: {text}").split())

@@ -1,13 +1,14 @@
-"""At which sizes steps are captured as CUDA graphs, and which worker captures them.
+"""Choose the sizes at which steps are captured as CUDA graphs, and the worker that captures them.
 
 vLLM captures full graphs of one length per request, the canvas. From `commit_alone_from` requests
-on steps are one block each; our worker captures those as well.
+on, a step computes a single block of each; our worker captures those steps as well.
 """
 
 from collections.abc import Iterable, Sequence
 
-from vllm.config import CUDAGraphMode
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.utils.math_utils import cdiv
 
 from dllm_plugin.config.decode import DecodeConfig
@@ -18,7 +19,7 @@ WORKER = "dllm_plugin.engine.worker.DiffusionWorker"
 
 
 def capture_sizes(config: DecodeConfig, max_num_seqs: int, max_num_tokens: int) -> list[int]:
-    """Tokens of canvases, up to what a step can hold, and of blocks, where those are fed alone.
+    """Return the tokens of whole canvases, and of single blocks where steps compute those.
 
     Of many canvases too: piecewise graphs, which prompts take, have the same sizes.
     """
@@ -33,12 +34,12 @@ def capture_sizes(config: DecodeConfig, max_num_seqs: int, max_num_tokens: int) 
 
 
 def canvases_needed(counts: Sequence[int], alone: int) -> int:
-    """How many of these ascending numbers of canvases it takes to hold fewer than `alone`."""
+    """Count how many of these ascending numbers of canvases hold fewer than `alone` requests."""
     return sum(before < alone - 1 for before in (0, *counts[:-1])) if counts else 0
 
 
 def block_counts(sizes: Iterable[int], block_length: int, fewest: int, most: int) -> list[int]:
-    """How many requests of one block each have a full graph: `fewest` to `most`, ascending.
+    """Return for how many requests of a single block there is a full graph, ascending.
 
     As vLLM turns capture sizes (tokens) into numbers of canvases: rounded up, and none above the
     largest size, for which backends have made room.
@@ -50,9 +51,9 @@ def block_counts(sizes: Iterable[int], block_length: int, fewest: int, most: int
 
 
 def worker_for(config: DecodeConfig, given: str, mode: CUDAGraphMode | None, can: bool) -> str:
-    """The `worker_cls`: ours where steps of one block each can have full graphs.
+    """Return the `worker_cls`: ours where single-block steps can have full graphs.
 
-    vLLM settles "auto" and an open mode after this; where it then takes no full graphs, ours adds
+    vLLM resolves "auto" and an open mode after this; where it then takes no full graphs, ours adds
     none. A class of the user's own stays. `can`: on a CUDA GPU, and not eager.
     """
     alone, piecewise = config.commit_alone_from, (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE)
@@ -68,3 +69,48 @@ def worker_for(config: DecodeConfig, given: str, mode: CUDAGraphMode | None, can
         )
         return given
     return WORKER
+
+
+def can_capture(vllm_config: VllmConfig) -> bool:
+    """Return whether there may be CUDA graphs: on a CUDA GPU, and not eager."""
+    return current_platform.is_cuda() and not vllm_config.model_config.enforce_eager
+
+
+def set_piecewise_graphs(vllm_config: VllmConfig) -> None:
+    """Capture piecewise graphs alone: forwards of several kinds share a step of full attention."""
+    compilation = vllm_config.compilation_config
+    if compilation.cudagraph_mode in (CUDAGraphMode.FULL, CUDAGraphMode.FULL_DECODE_ONLY):
+        raise ValueError(
+            "cudagraph_mode with full graphs alone cannot be combined with full-attention "
+            "decoding: use PIECEWISE or NONE."
+        )
+    if compilation.cudagraph_mode in (None, CUDAGraphMode.FULL_AND_PIECEWISE):
+        compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
+
+
+def set_graph_sizes(vllm_config: VllmConfig, config: DecodeConfig) -> None:
+    """Capture full graphs of whole canvases and of single blocks, and piecewise ones."""
+    compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
+    parallel = vllm_config.parallel_config
+    given, mode = parallel.worker_cls, compilation.cudagraph_mode
+    parallel.worker_cls = worker_for(config, given, mode, can_capture(vllm_config))
+    if compilation.cudagraph_mode == CUDAGraphMode.FULL:
+        raise ValueError(
+            "cudagraph_mode FULL would replay prefills with the attention rows of canvases: use "
+            "FULL_AND_PIECEWISE or FULL_DECODE_ONLY."
+        )
+    chosen = compilation.cudagraph_capture_sizes is not None
+    alone = config.commit_alone_from
+    only_full = compilation.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
+    if alone and only_full and parallel.worker_cls != WORKER:
+        raise ValueError(
+            f"commit_alone_from {alone} feeds steps that full CUDA graphs hold only on CUDA GPUs, "
+            "with kv_cache_layout 'unified' and no worker_cls of your own: use cudagraph_mode "
+            "FULL_AND_PIECEWISE, or leave commit_alone_from out."
+        )
+    if chosen or compilation.max_cudagraph_capture_size is not None:
+        return
+    if current_platform.is_cpu() or compilation.cudagraph_mode == CUDAGraphMode.NONE:
+        return
+    limits = (scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+    compilation.cudagraph_capture_sizes = capture_sizes(config, *limits)

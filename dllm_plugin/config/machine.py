@@ -9,15 +9,15 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.math_utils import cdiv
 
-from dllm_plugin.config.cuda_graphs import WORKER
+from dllm_plugin.config.cuda_graphs import WORKER, can_capture
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.options import Options
 
 logger = init_logger("vllm.dllm_plugin")
 
 # From so many positions of single blocks on, a step takes so much less time than one of two blocks
-# each that this pays for the passes that only commit (benchmarks/reports/h200_steps.md), unless
-# blocks are so short that they take hardly more passes than that one.
+# each that this pays for the forwards that only commit (benchmarks/reports/h200_steps.md), unless
+# blocks are so short that they take hardly more forwards than that one.
 ALONE_POSITIONS, SHORTEST_BLOCK = 128, 8
 
 
@@ -57,29 +57,24 @@ def resolve_for_machine(
     return config
 
 
-def can_capture(vllm_config: VllmConfig) -> bool:
-    """Whether there may be CUDA graphs."""
-    return current_platform.is_cuda() and not vllm_config.model_config.enforce_eager
-
-
 def uncompiled(config: DecodeConfig, cannot: bool) -> Iterator[str]:
-    """Why a step is not compiled; `cannot`: for want of a GPU, or because nothing is."""
+    """Yield why a step is not compiled; `cannot`: without a GPU, or where nothing is compiled."""
     if cannot:
         yield "needs a GPU and no enforce_eager"
     if not config.method.compiles:
         yield f"serves strategies that attend from block to block, not {config.strategy}"
     if config.dedicated_commit:
-        # Each of their steps also decides the lead of the next block, which keeps its own state.
+        # Each of their steps also decides the first token of the next block, which keeps state.
         yield "does nothing for blocks that commit alone, as at max_active_blocks 1"
 
 
 def fewest_alone(config: DecodeConfig) -> int:
-    """From how many running requests on a step feeds one block each, where it may."""
+    """Return from how many running requests on a step computes a single block of each."""
     return cdiv(ALONE_POSITIONS, config.block_length)
 
 
 def never_alone(config: DecodeConfig, vllm_config: VllmConfig, can: bool) -> Iterator[str]:
-    """Why no step feeds one block each unless it is told to; `can`: on a CUDA GPU, and not eager.
+    """Yield why no step computes single blocks unless asked to; `can`: see `can_capture`.
 
     Such steps need full CUDA graphs, and piecewise ones where blocks have several lengths, and
     results then depend on how many requests run.

@@ -1,6 +1,10 @@
-"""Plan and commit steps of block-causal strategies. Siblings with one signature.
+"""Plan and commit the steps of block-causal strategies. Siblings with one signature.
 
-Doc.
+``plan_*`` reads the state before the forward, ``commit_*`` writes the outcome behind it; both are
+batched over the requests of a step and stay on the device. Shape letters as in
+:mod:`dllm_plugin.decoding.plan`. Definitions: D2F (arXiv 2508.09192) and its reference code
+(``eval_dream.py``, ``eval_llada.py``); LLaDA2 and Fast-dLLM v2 ``generate``; restated with their
+traps in ``docs/strategies.md``.
 """
 
 import torch
@@ -11,7 +15,7 @@ from dllm_plugin.decoding.plan import Canvas, StepOutcome, StepPlan, replaced
 
 
 def plan_d2f(canvas: Canvas, mask_id: int) -> StepPlan:
-    """Discrete diffusion forcing: several blocks are denoised at once (paper, algorithm 2).
+    """Plan discrete diffusion forcing: several blocks at once (D2F paper, algorithm 2).
 
     At most one block is opened per step, when the last one is decided far enough; a block whose
     predecessor is decided far enough is fully activated for good; ratios compare with ``>=``.
@@ -22,11 +26,11 @@ def plan_d2f(canvas: Canvas, mask_id: int) -> StepPlan:
 
 
 def plan_block_diffusion(canvas: Canvas, mask_id: int) -> StepPlan:
-    """One block after the other; a finished block commits while the next one is denoised.
+    """Plan one block after the other; a finished block commits while the next one is denoised.
 
-    Feeding the finished block and the first step of its successor in one pass is exact: keys of
-    the finished block do not depend on later positions. Where more than one block may be active,
-    blocks are opened and activated as in D2F.
+    To compute the finished block and the first step of its successor in one forward is exact: keys
+    of the finished block do not depend on later positions. Where more than one block may be
+    active, blocks are opened and activated as in D2F.
     """
     one_R = canvas.max_active_R == 1
     return _plan_blocks(
@@ -39,12 +43,12 @@ def plan_block_diffusion(canvas: Canvas, mask_id: int) -> StepPlan:
 
 
 def plan_edited_blocks(canvas: Canvas, mask_id: int) -> StepPlan:
-    """As :func:`plan_block_diffusion`, and tokens of the first block may be replaced (LLaDA2.1)."""
+    """Plan as :func:`plan_block_diffusion`; tokens of the first block may be edited (LLaDA2.1)."""
     return _allow_edits(canvas, plan_block_diffusion(canvas, mask_id), mask_id)
 
 
 def plan_sub_blocks(canvas: Canvas, mask_id: int) -> StepPlan:
-    """As :func:`plan_block_diffusion`, sub-block after sub-block (Fast-dLLM v2)."""
+    """Plan as :func:`plan_block_diffusion`, sub-block after sub-block (Fast-dLLM v2)."""
     return _first_sub_blocks(canvas, plan_block_diffusion(canvas, mask_id))
 
 
@@ -55,6 +59,7 @@ def _plan_blocks(
     decoded_threshold_R: Tensor,
     max_active_R: Tensor | None = None,
 ) -> StepPlan:
+    """Open and activate blocks by the shares of them that are decided."""
     num_slots = canvas.size_RS.shape[1]
     slot_S = torch.arange(num_slots, device=canvas.open_R.device)
     masked_RC = canvas.tokens_RC == mask_id
@@ -71,7 +76,7 @@ def _plan_blocks(
         add_RS &= (active_R < max_active_R)[:, None]
     open_R = canvas.open_R + add_RS.sum(dim=1, dtype=torch.int32)
     open_RS = slot_S < open_R[:, None]
-    # A step that could not feed every open block decides nothing: their rows would be wrong.
+    # A step that did not compute every open block decides nothing: their rows would be wrong.
     whole_R1 = (canvas.computed_RS | ~open_RS).all(dim=1, keepdim=True)
 
     full_RS = canvas.full_RS | (predecessor_RS >= decoded_threshold_R[:, None])
@@ -90,7 +95,7 @@ def _plan_blocks(
 
 
 def without_edits(canvas: Canvas, **decided: Tensor) -> StepPlan:
-    """A plan under which decided tokens stay as they are, and no position leads."""
+    """Return a plan that edits no token and does not restrict a step to its first position."""
     nowhere_R = torch.zeros_like(canvas.saw_stop_R)
     return StepPlan(
         **decided,
@@ -102,13 +107,13 @@ def without_edits(canvas: Canvas, **decided: Tensor) -> StepPlan:
 
 
 def _allow_edits(canvas: Canvas, plan: StepPlan, mask_id: int) -> StepPlan:
-    """Let tokens of the first block be replaced until a step without masks replaces none.
+    """Allow edits of the first block until a step without masks replaces no token.
 
     LLaDA2.1 ``generate``: at most so many steps without masks as ``max_post_steps`` says.
     """
     has_masks_R = plan.active_RS[:, 0]
     edits_R = canvas.edits_R & (has_masks_R | (canvas.edits_left_R > 0)) & ~canvas.ended_R
-    # Rows of a block that was not fed whole are wrong.
+    # Rows of a block that was not computed whole are wrong.
     edits_R &= canvas.computed_RS[:, 0]
     position_C = torch.arange(canvas.block_RC.shape[1], device=edits_R.device)
     editable_RC = (canvas.tokens_RC != mask_id) & (canvas.block_RC == 0)
@@ -130,10 +135,10 @@ def _allow_edits(canvas: Canvas, plan: StepPlan, mask_id: int) -> StepPlan:
 
 
 def keep_edited(canvas: Canvas, plan: StepPlan, unmask_RC: Tensor) -> tuple[StepPlan, Tensor]:
-    """What the plan becomes when tokens of a block that was to commit are replaced.
+    """Return the plan, and what is unmasked, once tokens of a finished block were replaced.
 
-    The block is kept for another step, and what the step decided behind it was decided on the
-    tokens before: one block at a time it is dropped, which makes riding along exact.
+    The block is kept for another step. What the step decided behind it, it decided on the replaced
+    tokens: with one active block that is dropped, so that computing two blocks at once is exact.
     """
     edited_R = plan.checks_R & (unmask_RC & plan.editable_RC).any(dim=1)
     is_last_R = canvas.edits_left_R <= 1
@@ -151,7 +156,7 @@ def keep_edited(canvas: Canvas, plan: StepPlan, unmask_RC: Tensor) -> tuple[Step
 
 
 def _first_sub_blocks(canvas: Canvas, plan: StepPlan) -> StepPlan:
-    """Of each block only its first sub-block with masks is denoised (Fast-dLLM v2)."""
+    """Restrict a plan to the first sub-block with masks of each block (Fast-dLLM v2)."""
     num_positions, num_slots = canvas.block_RC.shape[1], plan.full_RS.shape[1]
     position_RC = torch.arange(num_positions, device=canvas.block_RC.device)
     start_RS = torch.nn.functional.pad(canvas.size_RS.cumsum(dim=1), (1, 0))
@@ -166,10 +171,10 @@ def _first_sub_blocks(canvas: Canvas, plan: StepPlan) -> StepPlan:
 
 
 def sub_block_to_store(canvas: Canvas, plan: StepPlan) -> Tensor:
-    """Positions whose KV a step with the cache of a block stores, bool ``[R, C]``.
+    """Return the positions whose KV is stored under ``use_block_cache``, bool ``[R, C]``.
 
-    Fast-dLLM v2 ``generate`` (``use_block_cache``): the sub-block alone once its first token is
-    known, everything before that and when the block is stored.
+    Fast-dLLM v2 ``generate``: the sub-block alone once its first token is known, everything before
+    that and when the block is stored.
     """
     position_C = torch.arange(canvas.block_RC.shape[1], device=canvas.block_RC.device)
     sub_RC = position_C // canvas.sub_length_R.clamp_min(1)[:, None]
@@ -191,10 +196,10 @@ def commit_blocks(
 ) -> StepOutcome:
     """Commit finished blocks, or end the request as soon as its text is final.
 
-    A written token changes only where the plan allows edits, so a leading run of decided, settled
-    tokens that holds a stop token (or all the tokens asked for) is the final text: it is emitted
-    at once, up to and including the stop token, although the KV of its last block was never
-    stored (exact early exit).
+    A decided token changes only where the plan allows edits. So a leading run of decided tokens
+    that no edit can reach, if it holds a stop token or all the tokens asked for, is the final text:
+    it is emitted at once, up to and including the stop token, although the KV of its last block was
+    never stored (exact early exit).
 
     Args:
         tokens_RC: the canvas after `unmask_RC` was applied.
@@ -220,7 +225,7 @@ def final_run(
     remaining_R: Tensor,
     mask_id: int,
 ) -> tuple[Tensor, Tensor]:
-    """Length of the leading run of decided tokens, and where in it the text would end."""
+    """Return the length of the leading run of decided tokens, and where the text would end."""
     position_C = torch.arange(tokens_RC.shape[1], device=tokens_RC.device)
     open_RC = canvas.block_RC < plan.open_R[:, None]
     run_R = torch.minimum(leading(open_RC & (tokens_RC != mask_id)), plan.fixed_R)

@@ -20,14 +20,14 @@ def per_block(mask_RC: Tensor, block_RC: Tensor, num_slots: int) -> Tensor:
 
 
 def at_positions(value_RS: Tensor, block_RC: Tensor) -> Tensor:
-    """Spread a bool per block slot over its positions: ``[R, S] -> [R, C]``; no block is False."""
+    """Spread a bool per block slot over its positions: ``[R, S] -> [R, C]``; False in no block."""
     # Not by padding: compiled by torch 2.11 for GPUs, a padded bool of one element becomes True.
     num_slots = value_RS.shape[1]
     return value_RS.gather(1, block_RC.clamp_max(num_slots - 1)) & (block_RC < num_slots)
 
 
 def leading(flag_RX: Tensor) -> Tensor:
-    """Length of the leading run of True along the last axis, int64 ``[R]``."""
+    """Return the length of the leading run of True along the last axis, int64 ``[R]``."""
     position_X = torch.arange(flag_RX.shape[1], device=flag_RX.device)
     return torch.where(flag_RX, flag_RX.shape[1], position_X).amin(dim=1)
 
@@ -51,7 +51,7 @@ def best_per_block(
 
 
 def rank(score_RC: Tensor, candidates_RC: Tensor) -> Tensor:
-    """Rank of each candidate by falling score, int64 ``[R, C]``; ties go to the lower position.
+    """Rank each candidate by falling score, int64 ``[R, C]``; ties go to the lower position.
 
     Positions that are no candidates rank behind all candidates.
     """
@@ -70,7 +70,7 @@ def rank(score_RC: Tensor, candidates_RC: Tensor) -> Tensor:
 def rank_in_block(
     score_RC: Tensor, candidates_RC: Tensor, block_RC: Tensor, num_slots: int
 ) -> Tensor:
-    """As :func:`rank`, counted anew in each block slot; int64 ``[R, C]``."""
+    """Rank as :func:`rank`, counted anew in each block slot; int64 ``[R, C]``."""
     block_RC = block_RC.where(candidates_RC, num_slots)
     if torch.compiler.is_compiling():
         return _rank_by_counting(score_RC, candidates_RC, block_RC)
@@ -86,7 +86,7 @@ def rank_in_block(
 
 
 def _rank_by_counting(score_RC: Tensor, candidates_RC: Tensor, group_RC: Tensor | None) -> Tensor:
-    """How many positions (of its group) come before each one. No score may be NaN.
+    """Count the positions (of its group) that come before each one. No score may be NaN.
 
     The form of :func:`rank` that compiles to one kernel; uncompiled it needs ``R * C * C`` bytes.
     """

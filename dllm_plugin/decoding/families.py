@@ -6,7 +6,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Family:
-    """What sets one family of masked diffusion models apart from the others."""
+    """Hold what sets one family of masked diffusion models apart from the others."""
 
     name: str
     logits_shift: bool  # True: row i of the logits predicts position i + 1

@@ -1,6 +1,11 @@
-"""Plan and commit steps of strategies with full attention, and place their next forward.
+"""Plan and commit the steps of full attention, and say where the next forward starts and stops.
 
-Doc.
+Every position sees every other, so KV is refreshed: recomputed, at the latest when a block is
+done. ``plan_*`` and ``commit_*`` as in :mod:`dllm_plugin.decoding.block_causal`. ``span_*`` say on
+the host what the next forward of a request computes; the host learns where the canvas starts from
+what was committed, by the same functions (:func:`bounds`) from which the device derives its canvas.
+Definitions: LLaDA ``generate.py``, Dream ``generation_utils.py`` and Fast-dLLM (arXiv 2505.22618)
+``generate.py``, ``generation_utils_block.py``.
 """
 
 from typing import NamedTuple
@@ -15,7 +20,7 @@ from dllm_plugin.decoding.plan import Canvas, StepOutcome, StepPlan, replaced
 
 
 def plan_current_block(canvas: Canvas, mask_id: int) -> StepPlan:
-    """One block of a canvas that is seen as a whole; the others wait as masks."""
+    """Plan the current block of a canvas that is seen as a whole; other blocks wait as masks."""
     active_RS = (canvas.size_RS > 0) & canvas.computed_RS
     in_block_RC = at_positions(active_RS, canvas.block_RC)
     none_R = torch.zeros_like(canvas.open_R)
@@ -31,7 +36,7 @@ def plan_current_block(canvas: Canvas, mask_id: int) -> StepPlan:
 
 
 def plan_first_position(canvas: Canvas, mask_id: int) -> StepPlan:
-    """As :func:`plan_current_block`, but a block's first step decides its first position alone.
+    """Plan as :func:`plan_current_block`, but a block's first step decides only its first position.
 
     Fast-dLLM's decoder for shifted models: later steps of the block do not compute the row that
     predicts this position.
@@ -50,7 +55,7 @@ def commit_refreshed(
 ) -> StepOutcome:
     """Commit the block when it is decided; its KV and all others are then out of date.
 
-    Arguments and the exact early exit as in :func:`commit_blocks`.
+    Arguments and exact early exit as in :func:`dllm_plugin.decoding.block_causal.commit_blocks`.
     """
     run_R, final_R = final_run(canvas, plan, tokens_RC, is_stop_RC, remaining_R, mask_id)
     ends_R = run_R >= final_R
@@ -65,7 +70,7 @@ def commit_refreshed(
 
 
 class Bounds(NamedTuple):
-    """Absolute positions of full-attention requests, int ``[R]``.
+    """Hold absolute positions of full-attention requests, int ``[R]``.
 
     first      where the text of this canvas begins; everything before is its prompt
     start      first undecided position: where the canvas starts
@@ -87,7 +92,7 @@ def bounds(
     canvas_length: int,
     max_model_len: int,
 ) -> Bounds:
-    """Where a canvas lies; `end` is where the text may end at most, prompt included.
+    """Place a canvas; `end` is where the text may end at most, prompt included.
 
     What was asked for is rounded up to whole blocks. More than `canvas_length` positions are
     decoded canvas by canvas, each with everything before it as its prompt.
@@ -99,19 +104,19 @@ def bounds(
     return Bounds(first, start, np.minimum(start + block_length, stop), stop)
 
 
-Span = tuple[np.ndarray, np.ndarray]  # where next passes start and stop, int ``[R]``
+Span = tuple[np.ndarray, np.ndarray]  # where next forwards start and stop, int ``[R]``
 
 
 def span_semi_autoregressive(canvas: Bounds, keeps_kv: np.ndarray) -> Span:
-    """Everything in every step (LLaDA ``generate.py``, Dream ``generation_utils.py``)."""
+    """Compute everything in every step (LLaDA ``generate.py``, Dream ``generation_utils.py``)."""
     return np.zeros_like(canvas.stop), canvas.stop
 
 
 def span_prefix_cache(canvas: Bounds, keeps_kv: np.ndarray) -> Span:
-    """After a refresh, the current block and everything behind it."""
+    """Compute the current block and everything behind it, after a refresh."""
     return np.where(keeps_kv, canvas.start, 0), canvas.stop
 
 
 def span_dual_cache(canvas: Bounds, keeps_kv: np.ndarray) -> Span:
-    """After a refresh, the current block alone."""
+    """Compute the current block alone, after a refresh."""
     return np.where(keeps_kv, canvas.start, 0), np.where(keeps_kv, canvas.block_stop, canvas.stop)

@@ -47,7 +47,7 @@ SpanFunction = Callable[[Bounds, np.ndarray], Span]
 
 @dataclass(frozen=True)
 class Method:
-    """How one strategy decodes one model family.
+    """Hold how one strategy decodes one model family.
 
     plan            what a step computes and may unmask, before the forward
     commit          what of it is final, behind the forward

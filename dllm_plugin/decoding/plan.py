@@ -1,4 +1,4 @@
-"""The vocabulary of one denoising step. Torch only.
+"""Define the tensors that describe one denoising step. Torch only.
 
 Shape letters, here and in every file that uses them:
 R requests of the step that have a canvas, C canvas positions, S block slots of a canvas,
@@ -15,11 +15,11 @@ from torch import Tensor
 
 
 class Canvas(NamedTuple):
-    """What a strategy sees of the requests of a step, before and after the forward.
+    """Hold what a strategy sees of the requests of a step, before and after the forward.
 
     tokens_RC    int64, the mask id where undecided
     size_RS      int32, positions of each block slot; 0 when the slot holds no block
-    computed_RS       bool, all positions of the block slot are in this forward
+    computed_RS  bool, all positions of the block slot are in this forward
     block_RC     int64, block slot of a position; S for positions of no block
     open_R       int32, number of open blocks (committed ones have left the canvas)
     full_RS      bool, block is fully activated (must make progress every step)
@@ -54,18 +54,18 @@ class Canvas(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """Decided from the state before the forward.
+    """Hold what is decided from the state before the forward.
 
     open_R          int32, open blocks of this step
     active_RS       bool, blocks that are denoised: open and not finished
     full_RS         bool, active blocks that must unmask at least one position
     candidates_RC   bool, masked positions of active blocks
-    num_stored_R    int64, leading blocks fed without masks: their KV is final after the forward
+    num_stored_R    int64, leading blocks computed without masks: the forward makes their KV final
     num_committed_R int32, positions of these blocks
-    first_only_R         bool, this step decides the first position of its block and no other
+    first_only_R    bool, this step decides the first position of its block and no other
     editable_RC     bool, decided positions whose token may be replaced
     checks_R        bool, the first block has no masks and commits unless a token is replaced
-    fixed_R       int64, leading positions that no later step can replace
+    fixed_R         int64, leading positions that no later step can edit
     """
 
     open_R: Tensor
@@ -81,13 +81,13 @@ class StepPlan(NamedTuple):
 
 
 def replaced(plan: StepPlan, **fields: Tensor) -> StepPlan:
-    """The plan with other values in some fields; ``_replace`` in a form that torch compiles."""
+    """Return the plan with other values in some fields, in a form that torch compiles."""
     pairs = zip(StepPlan._fields, plan, strict=True)
     return StepPlan(*[fields.get(name, value) for name, value in pairs])
 
 
 class Proposal(NamedTuple):
-    """What the model proposes per canvas position.
+    """Hold what the model proposes for each canvas position.
 
     token_RC      int64
     confidence_RC float32, probability of the token after temperature and filters
@@ -100,7 +100,7 @@ class Proposal(NamedTuple):
 
 
 class StepOutcome(NamedTuple):
-    """Decided after the forward.
+    """Hold what is decided after the forward.
 
     unmask_RC       bool, positions that take their proposed token, edits included
     num_committed_R int32, leading positions that are final and emitted; the canvas moves behind

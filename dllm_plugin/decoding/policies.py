@@ -16,7 +16,7 @@ from dllm_plugin.decoding.plan import Canvas, Proposal, StepPlan
 
 
 class PolicySettings(NamedTuple):
-    """Per-request numbers that policies read.
+    """Hold the numbers that policies read, one per request.
 
     threshold_R, factor_R, eps_R float32; steps_R int32, denoising steps per block;
     block_length_R int64, positions of a whole block;
@@ -38,7 +38,7 @@ Rule = Callable[[StepPlan, Canvas, Proposal, PolicySettings], Tensor]
 def threshold(
     plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicySettings
 ) -> Tensor:
-    """Candidates whose confidence exceeds the threshold; else the best one of a full block.
+    """Take candidates whose confidence exceeds the threshold; else the best of a full block.
 
     D2F's acceptance (``eval_dream.py``): the comparison is strict and always reads the
     confidence; the score only ranks the forced pick.
@@ -56,7 +56,7 @@ def threshold(
 def threshold_or_equal(
     plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicySettings
 ) -> Tensor:
-    """Candidates whose confidence reaches the threshold, and the best one always.
+    """Take candidates whose confidence reaches the threshold, and the best one always.
 
     Fast-dLLM's acceptance (``get_transfer_index`` with a threshold); the comparison is ``>=``.
     """
@@ -68,7 +68,7 @@ def threshold_or_equal(
 def threshold_released(
     plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicySettings
 ) -> Tensor:
-    """As :func:`threshold_or_equal`, among the best of what the steps have released so far.
+    """Take as :func:`threshold_or_equal`, among the best of what the steps released so far.
 
     Dream with ``alg="confidence_threshold"`` and no cache (Fast-dLLM ``generation_utils.py``):
     each step releases an even share of the block, and what an earlier step rejected.
@@ -136,7 +136,7 @@ def _best_until_the_last_step(
 def threshold_or_quota(
     plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicySettings
 ) -> Tensor:
-    """Of each block the candidates above the threshold if they make up its quota, else the best.
+    """Take the candidates above the threshold if they make up the block's quota, else the best.
 
     SDAR ``low_confidence_dynamic`` and LLaDA2.0 (``threshold``); the comparison is strict. The
     schedule is that of the first unfinished block.
@@ -149,7 +149,7 @@ def threshold_or_quota(
 def joint_threshold(
     plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicySettings
 ) -> Tensor:
-    """As :func:`threshold_or_quota` with one quota for all steps, and edits.
+    """Take as :func:`threshold_or_quota` with one quota for all steps, and edit.
 
     LLaDA2.1 ``generate`` (mask-to-token and token-to-token): beside the candidates, editable
     positions whose proposal is another token with a confidence above the editing threshold.
@@ -163,7 +163,7 @@ def joint_threshold(
 def _sure_or_best(
     plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicySettings, quota_R: Tensor
 ) -> Tensor:
-    """Candidates above the threshold; of blocks with fewer than their quota the best instead.
+    """Take candidates above the threshold; of blocks with fewer than their quota the best.
 
     The quota is that of the first unfinished block; of those behind it, fully activated ones have
     a quota of one and others none.
@@ -180,12 +180,13 @@ def _sure_or_best(
 
 
 def _quota_of_block(canvas: Canvas, settings: PolicySettings) -> Tensor:
+    """Return LLaDA's quota of this step for a whole block."""
     length_R, steps_R = settings.block_length_R, settings.steps_R
     return length_R // steps_R + (canvas.step_R < length_R % steps_R).to(torch.int64)
 
 
 def _time(index_R: Tensor, steps_R: Tensor, eps_R: Tensor) -> Tensor:
-    """``torch.linspace(1, eps, steps + 1)[index]`` in float32, rounding as torch does."""
+    """Return ``torch.linspace(1, eps, steps + 1)[index]`` in float32, rounded as torch does."""
     stride_R = (eps_R - 1.0) / steps_R
     # torch fills the second half from the end; the truncation above sees the difference.
     from_start_R, from_end_R = 1.0 + stride_R * index_R, eps_R - stride_R * (steps_R - index_R)
@@ -193,7 +194,7 @@ def _time(index_R: Tensor, steps_R: Tensor, eps_R: Tensor) -> Tensor:
 
 
 def factor(plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicySettings) -> Tensor:
-    """Fast-dLLM's factor rule over the candidates (``get_transfer_index_dynamic``).
+    """Take candidates by Fast-dLLM's factor rule (``get_transfer_index_dynamic``).
 
     With confidences c[0] >= c[1] >= ... of n candidates and ``t[j] = 1 - factor / (j + 2)``,
     the first j >= 1 with ``c[j] < t[j]`` (n - 1 if none) is how many are taken; a failure at the
@@ -210,7 +211,7 @@ def factor(plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicyS
 
 
 def origin(plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicySettings) -> Tensor:
-    """Each candidate by itself, with the probability that the time schedule gives to the step.
+    """Take each candidate with the probability that the time schedule gives to the step.
 
     Dream with ``alg="origin"``: ``1 - t[i+1] / t[i]``, 1 in the last step; the score holds a
     uniform number per position.
@@ -223,7 +224,7 @@ def origin(plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicyS
 
 
 def within_steps(rule: Rule) -> Rule:
-    """The rule, but the last step of a block takes everything that is left."""
+    """Return the rule, but with a last step of a block that takes everything that is left."""
 
     def bounded(
         plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicySettings
@@ -236,7 +237,7 @@ def within_steps(rule: Rule) -> Rule:
 
 
 class Policy(NamedTuple):
-    """One policy under one strategy.
+    """Hold one policy under one strategy.
 
     rule       which candidates take their proposal
     ranks_by   what the score holds: confidence, entropy, margin, position, random or uniform

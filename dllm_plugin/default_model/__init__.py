@@ -1,13 +1,13 @@
-"""The bundled checkpoint (a small LLaDA and its D2F adapter) and the scripts that trained it."""
+"""Locate the bundled checkpoint (a small LLaDA) and its D2F adapter; hold data only."""
 
 from pathlib import Path
 
 
 def path() -> str:
-    """Folder of the checkpoint."""
+    """Return the folder of the checkpoint."""
     return str(Path(__file__).parent)
 
 
 def adapter_path() -> str:
-    """Folder of the D2F adapter (PEFT layout) for it."""
+    """Return the folder of the checkpoint's D2F adapter, in PEFT's layout."""
     return str(Path(__file__).parent / "d2f")

@@ -1,104 +1,57 @@
-"""What a request may ask for: checked in the front end, before anything runs.
+"""Hook the checks of requests into vLLM's front end, before anything runs.
 
-vLLM's two doors: a logits processor class has a `validate_params` hook for sampling parameters,
-and the renderer of a tokenizer mode sees every prompt as token ids.
+A logits processor class has a `validate_params` hook for sampling parameters, and the renderer of
+a tokenizer mode sees every prompt as token ids. The checks are in
+:mod:`dllm_plugin.config.request_checks`.
 """
 
 import copyreg
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm.exceptions import VLLMValidationError
 from vllm.renderers.hf import HfRenderer
 from vllm.sampling_params import SamplingParams
-from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcessor
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
 
 from dllm_plugin.config.decode import DecodeConfig, RequestConfig, get_decode_config
 from dllm_plugin.config.request import request_config
+from dllm_plugin.config.request_checks import (
+    check_fits,
+    check_prompt_length,
+    check_prompt_tokens,
+    check_sampling_params,
+)
 
-# Parameter -> neutral value, and why diffusion decoding refuses anything else.
-REFUSED: dict[str, tuple[Any, str]] = {
-    "presence_penalty": (0.0, "penalties count tokens in order of generation"),
-    "frequency_penalty": (0.0, "penalties count tokens in order of generation"),
-    "repetition_penalty": (1.0, "penalties count tokens in order of generation"),
-    "structured_outputs": (None, "a grammar needs tokens from left to right"),
-    "prompt_logprobs": (None, "a bidirectional prompt predicts no next token"),
-    "prompt_logprob_token_ids": (None, "a bidirectional prompt predicts no next token"),
-    "prompt_logprob_start": (None, "a bidirectional prompt predicts no next token"),
-    "logprob_token_ids": (None, "only top log-probabilities are kept per position"),
-    "thinking_token_budget": (None, "thinking is not counted from left to right"),
-    "repetition_detection": (None, "repetition is not detected out of order"),
-    "trace_decode_token_ids": (None, "tokens are not decoded in order"),
-}
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
+
+
+class Checked(NamedTuple):
+    """Hold the parameters of a request that were checked."""
+
+    request: RequestConfig
+    max_tokens: int | None
 
 
 # vLLM checks a request's parameters and, next in the same call, its prompt.
-_CHECKED: ContextVar[SamplingParams | None] = ContextVar("checked", default=None)
-
-MAX_STOP_TOKENS = 128
-MAX_BAD_WORD = 64
-
-
-def _check_limits(params: SamplingParams) -> None:
-    """Refuse what one request could slow the whole batch down with."""
-    if len(params.stop_token_ids or ()) > MAX_STOP_TOKENS:
-        raise ValueError(
-            f"stop_token_ids holds {len(params.stop_token_ids or ())} ids; at most "
-            f"{MAX_STOP_TOKENS} are supported."
-        )
-    longest = max(map(len, params.bad_words or ()), default=0)
-    if longest > MAX_BAD_WORD:
-        raise ValueError(
-            f"bad_words holds a word of {longest} characters; at most {MAX_BAD_WORD} are supported."
-        )
-    # With n > 1 vLLM counts the seed up, and its own storage is 64 bits wide.
-    if params.seed is not None and not -(2**63) <= params.seed <= 2**63 - params.n:
-        raise ValueError(f"seed must lie in [-2**63, 2**63 - n], got {params.seed}.")
-
-
-def _check_filters(params: SamplingParams) -> None:
-    """Refuse our greedy filters where vLLM's own ones are in force."""
-    given = [name for name in ("dllm_top_p", "dllm_top_k") if name in (params.extra_args or {})]
-    if given and params.temperature > 0:
-        raise ValueError(
-            f"{given[0]} filters greedy requests: with temperature {params.temperature} use "
-            f"{given[0].removeprefix('dllm_')}."
-        )
-
-
-def _check_choices(params: SamplingParams, mask_token_id: int) -> None:
-    """Refuse token rules that leave a position nothing to choose."""
-    if not params.allowed_token_ids:
-        return
-    allowed = set(params.allowed_token_ids) - {mask_token_id}
-    if not allowed:
-        raise ValueError("allowed_token_ids leaves no token to choose beside the mask token.")
-    if params.min_tokens and not allowed - set(params.stop_token_ids or ()):
-        raise ValueError(
-            "min_tokens cannot be reached: allowed_token_ids holds nothing but stop tokens."
-        )
+_CHECKED: ContextVar[Checked | None] = ContextVar("checked", default=None)
 
 
 class RequestRules(LogitsProcessor):
-    """Per-request rules of one engine; never applied to logits (see :mod:`sampler`)."""
+    """Check the parameters of one engine's requests; never applied to logits."""
 
     config: DecodeConfig
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
         """Raise ValueError naming the first parameter that cannot be honoured."""
-        for name, (neutral, reason) in REFUSED.items():
-            value = getattr(sampling_params, name)
-            if value is not None and value != neutral:
-                raise ValueError(f"{name} is not supported by diffusion decoding: {reason}.")
-        _check_filters(sampling_params)
-        request_config(cls.config, sampling_params.extra_args, sampling_params.max_tokens)
-        _check_limits(sampling_params)
-        _check_choices(sampling_params, cls.config.mask_token_id)
-        _CHECKED.set(sampling_params)
+        max_tokens = sampling_params.max_tokens
+        check_sampling_params(sampling_params, cls.config.mask_token_id)
+        request = request_config(cls.config, sampling_params.extra_args, max_tokens)
+        _CHECKED.set(Checked(request, max_tokens))
 
-    def apply(self, logits: Any, ctx: LogitsContext) -> Any:
-        """Unused: our sampler replaces vLLM's."""
+    def apply(self, logits: Any, ctx: "LogitsContext") -> Any:
+        """Never called: our sampler replaces vLLM's."""
         raise AssertionError("the diffusion sampler applies no logits processors")
 
 
@@ -119,106 +72,27 @@ copyreg.pickle(_RulesType, _rebuild)
 
 
 class DiffusionRenderer(HfRenderer):
-    """vLLM's renderer, refusing prompts that a diffusion model could not continue."""
+    """Render prompts as vLLM does, and refuse those that a diffusion model could not continue."""
 
     def process_for_engine(self, prompt: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the parent's, after a check of the prompt's length."""
+        """Do as the parent, after a check of the prompt's length."""
         self._check_length(prompt)
         return super().process_for_engine(prompt, *args, **kwargs)
 
     async def process_for_engine_async(self, prompt: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the parent's, after a check of the prompt's length."""
+        """Do as the parent, after a check of the prompt's length."""
         self._check_length(prompt)
         return await super().process_for_engine_async(prompt, *args, **kwargs)
 
     def _check_length(self, prompt: Any) -> None:
-        """Raise VLLMValidationError for a prompt that leaves no room in the context."""
-        length, context = len(prompt["prompt_token_ids"]), self.model_config.max_model_len
-        # vLLM would blame max_tokens, which it has lowered to 0 by then.
-        if length >= context:
-            raise VLLMValidationError(
-                f"The prompt has {length} tokens, but the context of {context} tokens must hold "
-                "the prompt and at least one new token: shorten the prompt or raise "
-                "max_model_len.",
-                parameter="prompt",
-            )
+        check_prompt_length(len(prompt["prompt_token_ids"]), self.model_config.max_model_len)
 
     def validate_token_ids(self, token_ids: Any, *args: Any, **kwargs: Any) -> None:
-        """Raise VLLMValidationError for a prompt that holds the mask token."""
+        """Raise VLLMValidationError for prompts with the mask token, or without room to run."""
         super().validate_token_ids(token_ids, *args, **kwargs)
-        mask_token_id = get_decode_config(self.config).mask_token_id
-        if mask_token_id in token_ids:
-            raise VLLMValidationError(
-                f"The prompt contains the mask token (id {mask_token_id}), which marks the "
-                "positions to generate: remove it from the prompt.",
-                parameter="prompt",
-            )
-        params = _CHECKED.get()
+        check_prompt_tokens(token_ids, get_decode_config(self.config).mask_token_id)
+        checked = _CHECKED.get()
         _CHECKED.set(None)
         # Other callers name the parameter that holds the ids, and have checked no request.
-        if params is not None and kwargs.get("parameter") is None:
-            self._check_largest_pass(len(token_ids), params)
-
-    def _check_largest_pass(self, prompt_len: int, params: SamplingParams) -> None:
-        """Raise VLLMValidationError if the request's last refresh could never be scheduled."""
-        config = get_decode_config(self.config)
-        request = request_config(config, params.extra_args, params.max_tokens)
-        if not config.method.full_attention:
-            self._check_page(request)
-            return
-        context = self.model_config.max_model_len
-        end = context if params.max_tokens is None else min(prompt_len + params.max_tokens, context)
-        # As if the whole answer were one canvas: that is what the last one is computed with.
-        blocks = -(-(end - prompt_len) // request.block_length)
-        positions = min(prompt_len + blocks * request.block_length, context)
-        halves = 2 if request.cfg_scale > 0 else 1
-        self._check_room(positions, halves)
-
-    def _check_page(self, request: RequestConfig) -> None:
-        """Raise VLLMValidationError for blocks that a cached page would cut."""
-        cache = self.config.cache_config
-        if cache.enable_prefix_caching and cache.block_size % request.block_length:
-            raise VLLMValidationError(
-                f"dllm_block_length {request.block_length} does not divide a page of "
-                f"{cache.block_size} tokens, so prefix caching would not be exact: choose another "
-                "length or start with --no-enable-prefix-caching.",
-                parameter="dllm_block_length",
-            )
-
-    def _check_room(self, positions: int, halves: int) -> None:
-        scheduler, cache = self.config.scheduler_config, self.config.cache_config
-        guided = " twice, since cfg_scale is set," if halves == 2 else ""
-        shorter = "shorten the prompt, lower max_tokens or raise"
-        if halves > scheduler.max_num_seqs:
-            raise VLLMValidationError(
-                f"cfg_scale needs two of max_num_seqs {scheduler.max_num_seqs}: raise "
-                "max_num_seqs or leave cfg_scale at 0.",
-                parameter="dllm_cfg_scale",
-            )
-        budget = scheduler.max_num_batched_tokens
-        if positions * halves > budget:
-            raise VLLMValidationError(
-                f"A step of this request computes prompt and answer, {positions} positions,"
-                f"{guided} at once, but max_num_batched_tokens is {budget}: {shorter} "
-                "max_num_batched_tokens.",
-                parameter="max_tokens",
-            )
-        parallel = self.config.parallel_config
-        engines = (
-            parallel.data_parallel_size_local
-            if parallel.local_engines_only
-            else parallel.data_parallel_size
-        )
-        # One page is vLLM's own; the number is unknown until the engine is up.
-        total = (cache.num_gpu_blocks or 0) // engines
-        # What vLLM keeps free of new requests while others run, and the second half is never first.
-        kept = int(scheduler.watermark * total) if halves == 2 else 0
-        pages = max(total - 1 - kept, 0)
-        needed = halves * -(-positions // cache.block_size)
-        if total and pages < needed:
-            raise VLLMValidationError(
-                f"This request needs {needed} pages of {cache.block_size} tokens of KV cache for "
-                f"{positions} positions{guided.rstrip(',')}, but there are {pages}: {shorter} the "
-                "KV cache (kv_cache_memory_bytes or gpu_memory_utilization).",
-                parameter="max_tokens",
-            )
+        if checked is not None and kwargs.get("parameter") is None:
+            check_fits(self.config, checked.request, len(token_ids), checked.max_tokens)

@@ -1,4 +1,4 @@
-"""Denoising counters on /metrics: vLLM's own diffusion metrics, for our architectures.
+"""Count denoising steps on /metrics: vLLM's own diffusion metrics, for our architectures.
 
 vLLM exports them only where ``ModelConfig.is_diffusion`` holds, which our models must not set (its
 front end would then refuse ordinary sampling parameters). The scheduler's numbers are the same, so
@@ -15,7 +15,7 @@ from dllm_plugin.models import ARCHITECTURES
 
 
 class DenoisingMetrics(AggregateStatLoggerBase):
-    """One object for all engines of a front end.
+    """Log the denoising steps of all engines of a front end.
 
     The counters appear in :meth:`log_engine_initialized`, after every logger has been built: vLLM's
     Prometheus logger is built after the plugins and removes all ``vllm:`` metrics that it finds,

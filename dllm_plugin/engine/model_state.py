@@ -1,4 +1,4 @@
-"""DiffusionModelState: where vLLM's model runner meets the rooms of this package. Glue only."""
+"""Connect vLLM's model runner with state, attention and sampling. Glue only."""
 
 from typing import Any
 
@@ -14,8 +14,9 @@ from vllm.v1.worker.gpu.model_states.interface import ModelState
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
-from dllm_plugin.attention.backends import flash_version, parts_from
-from dllm_plugin.attention.sequences import AttentionRows
+from dllm_plugin.attention.backends import flash_version
+from dllm_plugin.attention.cascade import cascade_min_requests
+from dllm_plugin.attention.sequences import AttentionSequences
 from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.engine.sampler import DiffusionSampler
 from dllm_plugin.kernels.runner import cpu
@@ -24,7 +25,7 @@ from dllm_plugin.state.canvas_states import CanvasStates
 
 
 class DiffusionModelState(ModelState):
-    """Prepares attention rows before the forward and replaces the sampler after it."""
+    """Prepare attention metadata before the forward and replace the sampler behind it."""
 
     num_new_sampled_tokens_per_step = 0
 
@@ -39,18 +40,19 @@ class DiffusionModelState(ModelState):
         cpu.install()
         self.config = get_decode_config(vllm_config)
         self.states: CanvasStates
-        self.rows: AttentionRows
+        self.sequences: AttentionSequences
 
     def get_supported_generation_tasks(self) -> tuple[Any, ...]:
-        """Text generation only."""
+        """Return that we generate text, and nothing else."""
         return ("generate",)
 
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
         """Take vLLM's sampler's state and put ours in its place."""
         draft_tokens = sampler.req_states.draft_tokens
         self.states = CanvasStates(self.config, self.model_config, draft_tokens)
-        fewest = parts_from(self.vllm_config, flash_version(self.vllm_config))
-        self.rows = AttentionRows(self.states, self.max_num_reqs, self.max_num_tokens, fewest)
+        fewest = cascade_min_requests(self.vllm_config, flash_version(self.vllm_config))
+        limits = (self.max_num_reqs, self.max_num_tokens)
+        self.sequences = AttentionSequences(self.states, *limits, fewest)
         canvas_length = self.states.canvas_NC.shape[1]
         max_rows = min(self.max_num_reqs * canvas_length, self.max_num_tokens)
         shard = None
@@ -81,15 +83,15 @@ class DiffusionModelState(ModelState):
         input_batch: InputBatch,
         req_states: RequestState,
     ) -> Tensor | None:
-        """Token ids are the input."""
+        """Return None: token ids are the input."""
         return None
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
-        """The runner's own inputs serve as they are."""
+        """Return nothing: the runner's own inputs serve as they are."""
         return {}
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
-        """As `prepare_inputs`, for warm-up and graph capture."""
+        """Return nothing, as `prepare_inputs`, for warm-up and graph capture."""
         return {}
 
     def prepare_attn(
@@ -106,7 +108,7 @@ class DiffusionModelState(ModelState):
         """Turn the step's segments into attention metadata."""
         self.sampler.request_logits(input_batch)
         self.sampler.trust_block_cache(input_batch, slot_mappings)
-        return self.rows.build(
+        return self.sequences.build(
             input_batch,
             cudagraph_mode,
             block_tables,

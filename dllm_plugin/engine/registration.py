@@ -1,4 +1,4 @@
-"""Entries that we make in vLLM's own registries, once per process."""
+"""Register our config hook and tokenizer mode with vLLM, once per process."""
 
 from collections.abc import Iterable
 

@@ -1,7 +1,7 @@
 """Logits -> proposal -> StepOutcome -> SamplerOutput. One batched pass.
 
 No device sync, save what choosing full attention's rows costs
-(:mod:`dllm_plugin.sampling.logits_rows`). Shape letters as in :mod:`dllm_plugin.decoding.plan`.
+(:mod:`dllm_plugin.sampling.masked_rows`). Shape letters as in :mod:`dllm_plugin.decoding.plan`.
 """
 
 from types import SimpleNamespace
@@ -18,18 +18,16 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from dllm_plugin.decoding.block_causal import sub_block_to_store
 from dllm_plugin.kernels.move_rows import kernel as move_rows
+from dllm_plugin.sampling.canvas_rows import CanvasRows
 from dllm_plugin.sampling.compilation import BACKEND, COMPILED_AT_MOST, compiled
-from dllm_plugin.sampling.decider import Decided, Decider, Rest
-from dllm_plugin.sampling.first_token import BlockLeads
-from dllm_plugin.sampling.guidance import partner_places
-from dllm_plugin.sampling.logits_rows import (
-    CHUNK_ROWS,
-    CanvasRows,
-    MaskedRows,
-    StepRows,
-)
+from dllm_plugin.sampling.decider import Decider, EmittedTokens
+from dllm_plugin.sampling.first_token import FirstTokenDecoder
+from dllm_plugin.sampling.guidance import guided_pairs
 from dllm_plugin.sampling.logprobs import LogprobStash
+from dllm_plugin.sampling.masked_rows import MaskedRows
 from dllm_plugin.sampling.proposer import Proposer
+from dllm_plugin.sampling.ranking import Ranking
+from dllm_plugin.sampling.rows import CHUNK_ROWS, StepRows
 from dllm_plugin.sampling.token_rules import TokenRules
 from dllm_plugin.sampling.vocab_parallel import VocabShard
 from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
@@ -69,10 +67,11 @@ class DiffusionSampler:
         self.proposer = Proposer(
             states, self.sampling_states, *owners, model_config, apply_top_k_top_p, shard
         )
-        self.leads: BlockLeads | None = None
+        self.first_tokens: FirstTokenDecoder | None = None
         if config.dedicated_commit:
-            self.leads = BlockLeads(states, self.rules, self.logprobs, self.proposer.propose)
-        self.decider = Decider(states, self.proposer, self.rules, self.logprobs, self.leads)
+            self.first_tokens = FirstTokenDecoder(states, *owners, self.proposer.propose)
+        ranking = Ranking(states, self.sampling_states)
+        self.decider = Decider(states, ranking, *owners, self.first_tokens)
         self.compiles = compiles
         self.reserved = False  # what a step allocates was shown to vLLM's memory profile
         self.max_rows = max_rows
@@ -91,7 +90,7 @@ class DiffusionSampler:
 
     def request_logits(self, batch: InputBatch) -> None:
         """Before the forward: choose the rows that become logits."""
-        self.rows.request(batch)
+        self.rows.choose(batch)
 
     def trust_block_cache(self, batch: InputBatch, slot_mappings: Tensor) -> None:
         """Before the forward: store no KV but that of the sub-block a request is decoding.
@@ -102,7 +101,7 @@ class DiffusionSampler:
         """
         canvases = count_canvases(batch)
         slots_np = batch.idx_mapping_np[:canvases]
-        if self.leads is None or not self.states.uses("use_block_cache", slots_np):
+        if self.first_tokens is None or not self.states.uses("use_block_cache", slots_np):
             return
         slots_R = batch.idx_mapping[:canvases]
         stops = batch.query_start_loc[: canvases + 1].to(torch.int64)
@@ -139,8 +138,8 @@ class DiffusionSampler:
         decided = None if step is None else self._denoise(step, logits, batch.num_reqs)
         if decided is None or len(decided.emitted_R) < batch.num_reqs:
             decided = self._for_whole_batch(batch, step, decided)
-        if self.leads is not None:
-            self.leads.after_prefill(logits, batch)
+        if self.first_tokens is not None:
+            self.first_tokens.decide_after_prefill(logits, batch)
         logprobs = None if decided.logprobs is None else LogprobsTensors(*decided.logprobs)
         return SamplerOutput(
             sampled_token_ids=decided.tokens_RC,
@@ -151,8 +150,8 @@ class DiffusionSampler:
         )
 
     def _for_whole_batch(
-        self, batch: InputBatch, step: StepRows | None, decided: Decided | None
-    ) -> Decided:
+        self, batch: InputBatch, step: StepRows | None, decided: EmittedTokens | None
+    ) -> EmittedTokens:
         """Put results where their requests are in the batch; others emit nothing."""
         num_reqs, device = batch.num_reqs, self.states.device
         sampled = torch.zeros(num_reqs, self.num_positions, dtype=torch.int64, device=device)
@@ -175,17 +174,18 @@ class DiffusionSampler:
             logprobs = decided.logprobs
             if self.states.config.method.full_attention:
                 self._mirror(batch, results)
-        return Decided(*results, logprobs)
+        return EmittedTokens(*results, logprobs)
 
     def _mirror(self, batch: InputBatch, results: tuple[Tensor, ...]) -> None:
-        """Give hidden partners the results of the requests that they belong to."""
-        pairs = partner_places(batch.req_ids)
+        """Give unconditional requests the results of the conditional ones that they belong to."""
+        pairs = guided_pairs(batch.req_ids)
         if not len(pairs):
             return
-        leaders, partners = torch.from_numpy(pairs.T).to(self.states.device)
+        conditional, unconditional = torch.from_numpy(pairs.T).to(self.states.device)
         for result in results:
-            result[partners] = result[leaders]
-        self.states.copy_rows(batch.idx_mapping[leaders], batch.idx_mapping[partners])
+            result[unconditional] = result[conditional]
+        slots_R = batch.idx_mapping
+        self.states.copy_rows(slots_R[conditional], slots_R[unconditional])
 
     def _reserve_peak(self, logits: Tensor) -> None:
         """Let vLLM's memory profile, which runs no canvas, see what a full step allocates.
@@ -223,15 +223,14 @@ class DiffusionSampler:
             nothing_R = torch.zeros(2, dtype=torch.int64, device=logits.device)
             move_rows.move_rows(logits, nothing_R, carry_NV, nothing_R, nothing_R > 0)
 
-    def _denoise(self, step: StepRows, logits_TV: Tensor, num_reqs: int) -> Decided:
-        """One denoising step: propose, pick, settle, advance."""
+    def _denoise(self, step: StepRows, logits_TV: Tensor, num_reqs: int) -> EmittedTokens:
+        """Run one denoising step: propose, unmask, commit, advance."""
         self.rules.start_step(step.canvas, step.slots_R, step.slots_np, step.source_RC)
         self.logprobs.start_step(step.slots_np)
-        rest = None
-        if self.logprobs.active or self.rules.bad_words.active or self.leads is not None:
-            rest = Rest(step, logits_TV, num_reqs)
-        decide, variant = self.decider.choose(step.slots_np, rest)
-        chunks, want_rank = step.chunks, variant.reads_ranks
-        stats = self.proposer.propose(chunks, step.slots_np, step.num_rows, want_rank)
-        self.rows.keep_carries()
-        return decide(*step.tensors(), stats, variant, rest)
+        policies = self.decider.policies_of(step.slots_np)
+        stateful = self.decider.stateful_inputs(step, logits_TV, num_reqs)
+        stats = self.proposer.propose(
+            step.chunks, step.slots_np, step.num_rows, policies.want_ranking
+        )
+        self.rows.keep_carry_rows()
+        return self.decider.run(step, stats, policies, stateful)

@@ -1,4 +1,11 @@
-"""vLLM's asynchronous scheduler for requests that decode a canvas at a time."""
+"""Schedule requests that decode a canvas at a time, asynchronously as vLLM does.
+
+Methods of vLLM's scheduler are overridden and call their parents; only
+`_update_request_with_output` repeats the few lines of its asynchronous parent, to leave a page out
+of the prefix cache. `_reserve_prefill_lookahead` is used for something else than its name says:
+vLLM asks it, for running and waiting requests alike, how many tokens to compute, after weighing the
+budget and before reserving pages.
+"""
 
 from typing import Any
 
@@ -11,12 +18,23 @@ from vllm.v1.request import Request, RequestStatus
 
 from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.config.request import request_config
+from dllm_plugin.state.preempted import FinishedId, PreemptedId
 
 logger = init_logger("vllm.dllm_plugin")
 
 
+def _mark_removed(output: SchedulerOutput) -> None:
+    """Tell workers which of the requests that this step removes were only preempted."""
+    finished, preempted = output.finished_req_ids, output.preempted_req_ids
+    if preempted:
+        # Between two steps a request can be preempted and then aborted.
+        output.preempted_req_ids = {PreemptedId(i) for i in preempted - finished}
+    if finished:
+        output.finished_req_ids = {FinishedId(i) for i in finished}
+
+
 class DiffusionScheduler(AsyncScheduler):
-    """Canvas positions are scheduled as draft tokens; committed tokens are accepted drafts."""
+    """Schedule canvas positions as draft tokens; committed tokens are accepted drafts."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -27,15 +45,15 @@ class DiffusionScheduler(AsyncScheduler):
         self.block_length: dict[str, int] = {}
         self._long: set[str] = set()  # requests that may come near the end of the context
         self._spare_tokens = 0
-        self._one_block_each = False
+        self._single_blocks = False
         self._bound_requests()
 
     def _bound_requests(self) -> None:
-        # Every running request feeds a whole canvas per step; a prompt, or a part of one where it
-        # may be split, must fit beside.
+        # Every running request computes a whole canvas per step; a prompt, or a part of one where
+        # it may be split, must fit as well.
         chunked = self.scheduler_config.enable_chunked_prefill
-        beside = self.num_spec_tokens if chunked else self.max_model_len
-        room = self.max_num_scheduled_tokens - beside
+        prompt = self.num_spec_tokens if chunked else self.max_model_len
+        room = self.max_num_scheduled_tokens - prompt
         fits = max(1, room // self.num_spec_tokens)
         if fits < self.max_num_active_reqs:
             logger.info(
@@ -88,39 +106,41 @@ class DiffusionScheduler(AsyncScheduler):
         return super()._free_request(request, delay_free_blocks)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """As vLLM's, keeping a canvas of the budget free for every running request."""
+        """Schedule as vLLM does, keeping a canvas of the budget free for every running request."""
         reserved = len(self.running) * self.num_spec_tokens
         self._spare_tokens = self.max_num_scheduled_tokens - reserved
         fewest = self.decode_config.commit_alone_from
-        self._one_block_each = 0 < fewest <= len(self.running)
-        return super().schedule(throttle_prefills)
+        self._single_blocks = 0 < fewest <= len(self.running)
+        output = super().schedule(throttle_prefills)
+        _mark_removed(output)
+        return output
 
-    def _fed(self, request: Request) -> int:
-        """Positions of a request's canvas that this step takes.
+    def _canvas_tokens(self, request: Request) -> int:
+        """Return how many positions of a request's canvas this step computes.
 
-        Where many run, not the block behind the first, which waits for the first one to be
-        finished: to have it there saves a pass per block, and costs where the products of all fed
-        positions are what takes the time. What a step decides about the first does not depend on
-        it.
+        Where many requests run, the first block alone. The block behind it waits for the first to
+        be finished: to compute both saves a forward per block, and costs where the GEMMs over all
+        positions are what takes the time. What a step decides about the first block does not
+        depend on it.
         """
         drafts = len(request.spec_token_ids) or self.num_spec_tokens
-        if not (self._one_block_each and request.status == RequestStatus.RUNNING):
+        if not (self._single_blocks and request.status == RequestStatus.RUNNING):
             return drafts
         return min(drafts, self.block_length[request.request_id])
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
-        """How many tokens of a request to compute; vLLM asks before it reserves pages.
+        """Return how many tokens of a request to compute; vLLM asks before it reserves pages.
 
         On an absolute grid a prefill that does not fit the step is cut at the end of a block, and
         leaves the canvases behind it whole. And the first canvas begins inside the prompt, with
         its partial block; vLLM, which counts the prompt as computed, would cut that canvas where
         the context ends.
         """
-        if self._one_block_each and request.spec_token_ids:
+        if self._single_blocks and request.spec_token_ids:
             in_flight = request.num_output_placeholders - num_computed_tokens
-            most = request.num_tokens + in_flight + self._fed(request)
+            most = request.num_tokens + in_flight + self._canvas_tokens(request)
             num_new_tokens = min(num_new_tokens, most)
         if not (self.decode_config.family.absolute_grid and num_new_tokens):
             return num_new_tokens
@@ -135,12 +155,12 @@ class DiffusionScheduler(AsyncScheduler):
         if num_computed_tokens != request.num_prompt_tokens:
             return num_new_tokens
         tail = request.num_prompt_tokens % self.block_length[request.request_id]
-        return min(num_new_tokens + tail, self._fed(request))
+        return min(num_new_tokens + tail, self._canvas_tokens(request))
 
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
     ) -> tuple[list[int], bool]:
-        """As vLLM's, but what ends a request is not cached: its block was not stored yet."""
+        """Do as vLLM, but do not cache what ends a request: its block was not stored yet."""
         if not self.kv_cache_manager.enable_caching:
             return super()._update_request_with_output(request, new_token_ids, is_stale)
         was_running = request.status == RequestStatus.RUNNING

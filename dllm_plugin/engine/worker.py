@@ -1,4 +1,4 @@
-"""vLLM's GPU worker, with full CUDA graphs also for steps that feed each request one block.
+"""Capture full CUDA graphs also of single-block steps: vLLM's GPU worker with our graph manager.
 
 Otherwise only piecewise graphs would hold them, and the host's launches take longer than the
 kernels. :mod:`dllm_plugin.config.cuda_graphs` says when this worker is taken.
@@ -19,16 +19,16 @@ from dllm_plugin.config.decode import get_decode_config
 
 
 class BlockGraphManager(ModelCudaGraphManager):
-    """Captures and finds full graphs of canvases and, where they are fed alone, of single blocks.
+    """Capture and find full graphs of whole canvases and of single blocks.
 
     Requests with a block length of their own make no uniform batch of the configured one and go on
     in piecewise graphs.
     """
 
     def _init_candidates(self) -> None:
-        """As vLLM's, with a full graph for each number of requests that is fed one block each.
+        """List vLLM's graphs, and a full graph of single blocks for each number of requests.
 
-        And without those of more canvases than are then ever fed.
+        Without those of more whole canvases than steps then ever compute.
         """
         super()._init_candidates()
         config, mode = get_decode_config(self.vllm_config), self.cudagraph_mode
@@ -66,7 +66,7 @@ class BlockGraphManager(ModelCudaGraphManager):
 
 
 class DiffusionRunner(GPUModelRunner):
-    """vLLM's runner with that manager."""
+    """Run vLLM's model runner with that manager."""
 
     def initialize_kv_cache(
         self,
@@ -74,7 +74,7 @@ class DiffusionRunner(GPUModelRunner):
         is_profiling: bool = False,
         kv_cache_allocation_context: AbstractContextManager | None = None,
     ) -> None:
-        """As vLLM's, which makes a graph manager for the mode that backends allow.
+        """Initialize as vLLM does, which makes a graph manager for the mode that backends allow.
 
         Called twice: vLLM's profile of graph memory captures with a manager of its own.
         """
@@ -95,9 +95,9 @@ class DiffusionRunner(GPUModelRunner):
 
 
 class DiffusionWorker(Worker):
-    """vLLM's worker with that runner."""
+    """Run vLLM's worker with that runner."""
 
     def _make_model_runner(self) -> Any:
-        """Of version 2, as everywhere in this package."""
+        """Return the runner, of version 2 as everywhere in this package."""
         assert self.use_v2_model_runner and self.device is not None
         return DiffusionRunner(self.vllm_config, self.device)

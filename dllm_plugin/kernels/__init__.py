@@ -1,1 +1,1 @@
-"""Compute one operation a folder: Triton kernels beside their plain-torch reference."""
+"""Compute one operation a folder: a plain-torch reference and a Triton kernel, one signature."""

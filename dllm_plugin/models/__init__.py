@@ -1,4 +1,4 @@
-"""Serve one model family a file: subclasses of vLLM's models, and what their checkpoints hold."""
+"""Subclass vLLM's models, one file per model family; `checkpoints` reads what lies on disk."""
 
 # Architecture name in config.json -> class.
 ARCHITECTURES: dict[str, str] = {
@@ -14,10 +14,10 @@ ARCHITECTURES: dict[str, str] = {
 
 
 def register_configs() -> None:
-    """Teach transformers our config classes and their tokenizers; may be called again.
+    """Register our config classes and their tokenizers with transformers; may be called again.
 
-    Must run before any config or tokenizer of these models is loaded: with nothing registered,
-    transformers wants the repository's own Python code and asks for it on the terminal.
+    Must run before any config or tokenizer of these models is loaded. Otherwise transformers asks
+    on the terminal whether it may run the repository's own Python code.
     """
     from transformers import AutoConfig, AutoTokenizer
 

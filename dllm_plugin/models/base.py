@@ -1,4 +1,4 @@
-"""What our model classes add to the vLLM class they inherit from."""
+"""Extend vLLM's model classes: strict loading, adapter merge, our attention and model state."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -21,32 +21,31 @@ if TYPE_CHECKING:
     from vllm.model_executor.models.utils import WeightsMapper
 
 
-# By its name, as vLLM names schedulers and workers: the engine stands above the models.
+# A name instead of an import, because `engine/` imports `models/`; vLLM names schedulers alike.
 MODEL_STATE = "dllm_plugin.engine.model_state.DiffusionModelState"
 
 
 class DiffusionModel:
-    """Mixin before a vLLM causal LM: strict loading, adapter merge, diffusion model state.
+    """Turn a causal LM of vLLM into a diffusion model; the first base class of our models.
 
-    Attention layers stay the parent's: whether they look both ways is decided per step by the
-    attention metadata.
+    Attention layers stay the parent's. The attention metadata of each step decides which keys a
+    position sees.
     """
 
-    logits_shift: ClassVar[bool]
     rename: ClassVar["WeightsMapper | None"] = None  # checkpoint names to the parent's names
     config: Any
     lm_head: Any
     logits_processor: Any
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        self.read_adapter(vllm_config)  # refuses a wrong one before any time is spent
-        from dllm_plugin.attention.backends import offered
+        self.read_adapter(vllm_config)  # raises for a wrong adapter before weights are loaded
+        from dllm_plugin.attention.registry import registered
         from dllm_plugin.attention.rotary import defer
         from dllm_plugin.config.decode import get_decode_config
         from dllm_plugin.models.cublas import forgo_workspace
 
         forgo_workspace()
-        with offered(vllm_config, get_decode_config(vllm_config).kv_cache_layout):
+        with registered(vllm_config, get_decode_config(vllm_config).kv_cache_layout):
             super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         defer(self, vllm_config.attention_config.backend)  # type: ignore[arg-type]
         self.vllm_config = vllm_config
@@ -54,23 +53,23 @@ class DiffusionModel:
 
     @staticmethod
     def get_model_state_cls() -> type[Any]:
-        """The ModelState through which model runner v2 drives diffusion."""
+        """Return the ModelState class, which vLLM's model runner v2 calls in every step."""
         state: type[Any] = resolve_obj_by_qualname(MODEL_STATE)
         return state
 
     @classmethod
     def checkpoint_shapes(cls, config: Any) -> Shapes:
-        """Every tensor of a checkpoint with this config: name -> full shape."""
+        """Return every tensor of a checkpoint with this config: name -> full shape."""
         raise NotImplementedError
 
     @classmethod
     def head_name(cls) -> str:
-        """Checkpoint name of the LM head, which tied checkpoints may leave out."""
+        """Return the checkpoint name of the LM head; checkpoints with tied weights may omit it."""
         return "lm_head.weight"
 
     @classmethod
     def manifest(cls, model_config: ModelConfig) -> Manifest:
-        """What to expect of the checkpoint's files."""
+        """Return what the checkpoint's files must hold."""
         config = model_config.hf_config
         return Manifest(
             cls.checkpoint_shapes(config),
@@ -79,17 +78,20 @@ class DiffusionModel:
         )
 
     def _expected_here(self, model_config: ModelConfig) -> Manifest:
-        """The manifest as far as vLLM's loader passes it on to this rank."""
+        """Return the manifest of the tensors that vLLM's loader passes to this rank."""
         manifest, parallel = self.manifest(model_config), self.vllm_config.parallel_config
         if not (parallel.enable_expert_parallel and parallel.enable_ep_weight_filter):
             return manifest
-        # The loader then leaves the experts of other ranks unread.
+        # The loader then does not read the experts of other ranks.
         experts = {name for name in manifest.shapes if ".mlp.experts." in name}
         return replace(manifest, optional=manifest.optional | experts)
 
     @classmethod
     def read_adapter(cls, vllm_config: VllmConfig) -> lora.LoraAdapter | None:
-        """The adapter of `lora_path`, checked against this model; ValueError if it does not fit."""
+        """Read the adapter of `lora_path` and check it against this model.
+
+        Returns None if there is no `lora_path`; raises ValueError if the adapter does not fit.
+        """
         from dllm_plugin.config.decode import get_decode_config
 
         path = get_decode_config(vllm_config).lora_path
@@ -105,12 +107,12 @@ class DiffusionModel:
         return adapter
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """[rows, hidden] -> [rows, vocab]; None on ranks that do not gather.
+        """Compute logits: [rows, hidden] -> [rows, vocab]; None on ranks that do not gather.
 
-        With `vocab_parallel` the columns of this rank's share of the LM head, padding included.
+        With `vocab_parallel` the columns are this rank's share of the LM head, padding included.
         """
         if hidden_states.shape[0] == 0:
-            # A prefill step has no canvas rows, and vLLM's CPU gather dies on an empty tensor.
+            # A prefill step needs no logits, and vLLM's CPU gather fails on an empty tensor.
             head, vocab_size = self.lm_head, self.config.vocab_size
             width = head.num_embeddings_per_partition if self.keeps_columns else vocab_size
             return hidden_states.new_empty((0, width))
@@ -122,10 +124,10 @@ class DiffusionModel:
         return super().compute_logits(hidden_states)  # type: ignore[misc]
 
     def load_weights(self, weights: Weights) -> set[str]:
-        """Load full tensors under checkpoint names; returns the names of the parameters filled.
+        """Load full tensors by checkpoint names; return the names of the filled parameters.
 
-        Raises ValueError naming the weight that is missing, surplus or mis-shaped, or the file
-        that is damaged.
+        Raises ValueError with the name of a missing, surplus or mis-shaped weight, or of a damaged
+        file.
         """
         model_config, cache = (
             self.vllm_config.model_config,
@@ -133,7 +135,7 @@ class DiffusionModel:
         )
         folder = checkpoint_folder(model_config.model, model_config.revision, cache)
         weights = checked(readable(weights, folder), self._expected_here(model_config))
-        adapter = self.read_adapter(self.vllm_config)  # read again, not held: 100 MB at 8B
+        adapter = self.read_adapter(self.vllm_config)  # again: kept, it would take 100 MB at 8B
         if adapter is not None:
             weights = lora.merge(weights, adapter)
         if self.rename is not None:

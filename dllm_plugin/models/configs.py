@@ -1,6 +1,6 @@
-"""Hugging Face configs of our models, shaped so that vLLM's own models can read them.
+"""Define Hugging Face configs of our models under the names that vLLM's parent models read.
 
-At module level because vLLM pickles configs to its workers.
+The classes are at module level because vLLM pickles configs to its workers.
 """
 
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-# Variants that the training code knows and no published checkpoint uses: key -> what we serve.
+# Options of the training code that no published checkpoint uses: key -> the value that we serve.
 # `None` (key absent or null) always means the published default.
 LLADA_FIXED: dict[str, Any] = {
     "activation_type": "silu",
@@ -38,7 +38,7 @@ LLADA2_FIXED: dict[str, Any] = {
     "moe_router_enable_expert_bias": True,
     "norm_head": False,
     "norm_softmax": False,
-    "norm_topk_prob": True,  # the authors' code normalises without looking at it
+    "norm_topk_prob": True,  # the authors' code normalises whatever it says
     "router_dtype": "fp32",
     "score_function": "sigmoid",
     "use_bias": False,
@@ -51,7 +51,7 @@ LLADA2_FIXED: dict[str, Any] = {
 
 
 def refuse_variants(model: str, values: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
-    """Raise ValueError naming the first key of `values` that differs from `fixed`."""
+    """Raise ValueError for the first key of `values` that differs from `fixed`."""
     for key, supported in fixed.items():
         value = values.get(key)
         if value is not None and value != supported:
@@ -62,7 +62,7 @@ def refuse_variants(model: str, values: Mapping[str, Any], fixed: Mapping[str, A
 
 
 class DiffusionConfig(PreTrainedConfig):
-    """What every config of ours has; to be mixed in before the config of the parent model.
+    """Check a config and hold what all our configs have; comes before the parent's config class.
 
     Raises ValueError for variants of the architecture that we do not serve.
     """
@@ -81,7 +81,7 @@ class DiffusionConfig(PreTrainedConfig):
 
 
 class LLaDAConfig(DiffusionConfig):
-    """LLaDA's OLMo-style keys, readable under Llama's names; defaults are LLaDA-8B's."""
+    """Read LLaDA's OLMo-style keys under Llama's names; defaults are LLaDA-8B's."""
 
     model_type = "llada"
     label = "LLaDA"
@@ -131,7 +131,7 @@ class LLaDAConfig(DiffusionConfig):
 
 
 class DreamConfig(DiffusionConfig, Qwen2Config):
-    """Dream and DiffuCoder: Qwen2's keys and a mask token."""
+    """Read Dream and DiffuCoder: Qwen2's keys and a mask token."""
 
     model_type = "Dream"
     label = "Dream"
@@ -140,7 +140,7 @@ class DreamConfig(DiffusionConfig, Qwen2Config):
 
 
 class FastDLLMConfig(DiffusionConfig, Qwen2Config):
-    """Fast-dLLM v2: Qwen2's keys and the length of a block."""
+    """Read Fast-dLLM v2: Qwen2's keys and the length of a block."""
 
     model_type = "Fast_dLLM_Qwen"
     label = "Fast-dLLM v2"
@@ -151,7 +151,7 @@ class FastDLLMConfig(DiffusionConfig, Qwen2Config):
 
 
 class SDARConfig(DiffusionConfig, Qwen3Config):
-    """SDAR: Qwen3's keys and, in some copies, a mask token and the length of a block."""
+    """Read SDAR: Qwen3's keys and, in some repositories, a mask token and the block length."""
 
     model_type = "sdar"
     label = "SDAR"
@@ -162,20 +162,20 @@ class SDARConfig(DiffusionConfig, Qwen3Config):
 
 
 class SDARMoeConfig(DiffusionConfig, Qwen3MoeConfig):
-    """SDAR with experts: Qwen3-MoE's keys, as for the dense model."""
+    """Read SDAR with experts: Qwen3-MoE's keys, otherwise like the dense model."""
 
     model_type = "sdar_moe"
     label = "SDAR"
     fixed = SDAR_FIXED
     default_theta = 1000000.0
 
-    head_dim: int = 128  # its parent has none, and dividing the widths would be wrong
+    head_dim: int = 128  # the parent has none, and hidden size / heads would be wrong
     norm_topk_prob: bool = True
     block_size: int | None = None
 
     @property
     def sparse_layers(self) -> frozenset[int]:
-        """Layers with experts; the others have one dense MLP."""
+        """Return the layers with experts; the others have one dense MLP."""
         step, dense = self.decoder_sparse_step, self.mlp_only_layers or ()
         return frozenset(
             layer
@@ -185,7 +185,7 @@ class SDARMoeConfig(DiffusionConfig, Qwen3MoeConfig):
 
 
 class LLaDA2Config(DiffusionConfig):
-    """LLaDA2.0 and 2.1 (Ling 2.0's keys); defaults are LLaDA2-mini's."""
+    """Read LLaDA2.0 and 2.1: Ling 2.0's keys; defaults are LLaDA2-mini's."""
 
     model_type = "llada2_moe"
     label = "LLaDA2"
@@ -208,7 +208,7 @@ class LLaDA2Config(DiffusionConfig):
     use_sliding_window: bool = False
     sliding_window: int | None = None
     embedding_dropout: float = 0.0
-    # Read by vLLM's model, whose own defaults for absent keys are those of Ling 1.
+    # vLLM's model reads these; its own defaults for absent keys are Ling 1's.
     use_bias: bool = False
     use_qkv_bias: bool = False
     use_qk_norm: bool = True
@@ -230,7 +230,7 @@ class LLaDA2Config(DiffusionConfig):
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        # Published with a window of 4096 that the model was not trained with; vLLM would use it.
+        # The published window of 4096 was not used in training, but vLLM would apply it.
         self.sliding_window = self.sliding_window if self.use_sliding_window else None
         if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
@@ -238,13 +238,13 @@ class LLaDA2Config(DiffusionConfig):
 
 
 class LLaDA2VeomniConfig(LLaDA2Config):
-    """The model type that dFactory, the authors' training code, writes."""
+    """Read the model type that dFactory, the authors' training code, writes."""
 
     model_type = "llada2_moe_veomni"
 
 
 class LLaDA21Config(LLaDA2Config):
-    """The model type of a repackaged LLaDA2.1."""
+    """Read the model type of a repackaged LLaDA2.1."""
 
     model_type = "llada21_moe"
 

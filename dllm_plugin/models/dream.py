@@ -1,6 +1,6 @@
-"""Dream and DiffuCoder: a Qwen2 whose logits row i predicts position i + 1."""
+"""Serve Dream and DiffuCoder: a Qwen2 whose logits at i predict position i + 1."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 
@@ -10,9 +10,7 @@ from dllm_plugin.models.checkpoints.weights import Shapes
 
 
 class DreamModel(DiffusionModel, Qwen2ForCausalLM):
-    """Dream-org/Dream-v0, apple/DiffuCoder-7B and checkpoints of their layout."""
-
-    logits_shift: ClassVar[bool] = True
+    """Serve Dream-org/Dream-v0, apple/DiffuCoder-7B and checkpoints of their layout."""
 
     @classmethod
     def checkpoint_shapes(cls, config: Any) -> Shapes:

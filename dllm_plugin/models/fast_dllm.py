@@ -1,6 +1,6 @@
-"""Fast-dLLM v2: a Qwen2, at 1.5B with tied embeddings, whose row i predicts position i + 1."""
+"""Serve Fast-dLLM v2: a Qwen2 whose logits at i predict position i + 1; 1.5B ties embeddings."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 
@@ -10,9 +10,7 @@ from dllm_plugin.models.checkpoints.weights import Shapes
 
 
 class FastDLLMQwenForCausalLM(DiffusionModel, Qwen2ForCausalLM):
-    """Efficient-Large-Model/Fast_dLLM_v2_7B, _1.5B and checkpoints of their layout."""
-
-    logits_shift: ClassVar[bool] = True
+    """Serve Efficient-Large-Model/Fast_dLLM_v2_7B, _1.5B and checkpoints of their layout."""
 
     @classmethod
     def checkpoint_shapes(cls, config: Any) -> Shapes:

@@ -1,6 +1,6 @@
-"""LLaDA: a Llama under OLMo's weight names (checked against GSAI-ML/LLaDA-8B-Instruct's index)."""
+"""Serve LLaDA: a Llama under OLMo's weight names, as in GSAI-ML/LLaDA-8B-Instruct's index."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import regex as re
 from vllm.model_executor.models.llama import LlamaForCausalLM
@@ -12,7 +12,7 @@ from dllm_plugin.models.checkpoints.weights import Shapes
 BLOCK = r"^model\.transformer\.blocks\.(\d+)\."
 END = r"(?=\.|$)"  # layer lists of quantisation configs name modules without `.weight`
 
-# Anchored patterns, because `ff_out` is the down projection in a block and the LM head outside.
+# Anchored patterns: `ff_out` is the down projection inside a layer and the LM head outside.
 RENAME = WeightsMapper(
     orig_to_new_regex={
         re.compile(rf"^model\.transformer\.wte{END}"): "model.embed_tokens",
@@ -30,9 +30,8 @@ RENAME = WeightsMapper(
 
 
 class LLaDAModelLM(DiffusionModel, LlamaForCausalLM):
-    """GSAI-ML/LLaDA-8B and checkpoints of its layout."""
+    """Serve GSAI-ML/LLaDA-8B and checkpoints of its layout."""
 
-    logits_shift: ClassVar[bool] = False
     rename = RENAME
     hf_to_vllm_mapper = RENAME | LlamaForCausalLM.hf_to_vllm_mapper  # for LoRA and quantisation
 

@@ -1,6 +1,12 @@
-"""LLaDA2.0 and 2.1: a Ling 2.0 (BailingMoeV2) under that model's own weight names."""
+"""Serve LLaDA2.0 and 2.1: a Ling 2.0 (BailingMoeV2) under that model's own weight names.
 
-from typing import Any, ClassVar
+vLLM's MoE layer rounds the router's logits to the activations' dtype, and in bfloat16 the scores of
+256 experts tie. vLLM's decoder layer constructs that MoE layer by name and has no parameter for
+another class. So we exchange the class of each MoE layer after construction. Nothing of vLLM is
+assigned to, and other models in the same process keep vLLM's class.
+"""
+
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig
@@ -12,28 +18,21 @@ from dllm_plugin.models.checkpoints.weights import Shapes
 
 
 class LLaDA2MoE(BailingMoE):
-    """A mixture whose router stays in float32 up to the choice of experts, as in training.
-
-    vLLM's block rounds the router's logits to the activations' dtype, and in bfloat16 scores of
-    256 experts tie.
-    """
+    """Route tokens by float32 logits up to the choice of experts, as in training."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[tokens, hidden] -> [tokens, hidden]."""
+        """Compute the layer: [tokens, hidden] -> [tokens, hidden]."""
         router_logits, _ = self.gate(hidden_states)
         return self.experts(hidden_states=hidden_states, router_logits=router_logits)
 
 
 class LLaDA2MoeModelLM(DiffusionModel, BailingMoeV2ForCausalLM):
-    """inclusionAI/LLaDA2.0-mini, -flash, LLaDA2.1 and checkpoints of their layout."""
-
-    logits_shift: ClassVar[bool] = False
+    """Serve inclusionAI/LLaDA2.0-mini, -flash, LLaDA2.1 and checkpoints of their layout."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         for layer in self.model.layers:
             if isinstance(layer.mlp, BailingMoE):
-                # The parent's block names its class itself and offers no place to give another.
                 layer.mlp.__class__ = LLaDA2MoE
 
     @classmethod
@@ -41,7 +40,7 @@ class LLaDA2MoeModelLM(DiffusionModel, BailingMoeV2ForCausalLM):
         width, head = config.hidden_size, config.head_dim
         q_width, kv_width = head * config.num_attention_heads, head * config.num_key_value_heads
         shared = config.moe_intermediate_size * config.num_shared_experts
-        found = shapes.ends(config, embedding="model.word_embeddings")
+        found = shapes.embedding_and_head(config, embedding="model.word_embeddings")
         for layer in range(config.num_hidden_layers):
             block = f"model.layers.{layer}"
             found |= shapes.layer_norms(block, config)

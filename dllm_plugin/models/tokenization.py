@@ -1,4 +1,4 @@
-"""Tokenizers without the repositories' own code."""
+"""Choose tokenizer classes that need no Python code from the repositories."""
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase, Qwen2Tokenizer
 
@@ -6,17 +6,17 @@ from dllm_plugin.models.configs import DreamConfig, FastDLLMConfig, SDARConfig, 
 
 
 class DreamTokenizer(Qwen2Tokenizer):
-    """Qwen2's byte-level BPE under the class name that Dream's tokenizer_config.json asks for.
+    """Provide Qwen2's byte-level BPE under the class name in Dream's tokenizer_config.json.
 
-    The repositories hold vocab.json and merges.txt only; the added tokens (`<|beginoftext|>`,
-    `<|mask|>`) and which of them are special come from tokenizer_config.json.
+    The repositories hold only vocab.json and merges.txt. The added tokens (`<|beginoftext|>`,
+    `<|mask|>`), and which of them are special, come from tokenizer_config.json.
     """
 
 
-# What is not listed here names a class of transformers itself in tokenizer_config.json.
+# For all other configs, tokenizer_config.json names a class of transformers.
 TOKENIZERS: dict[type[PreTrainedConfig], type[PreTrainedTokenizerBase]] = {
     DreamConfig: DreamTokenizer,
-    SDARConfig: Qwen2Tokenizer,  # dense repositories bring code for it all the same
+    SDARConfig: Qwen2Tokenizer,  # these repositories ship Python code, which we do not need
     SDARMoeConfig: Qwen2Tokenizer,
     FastDLLMConfig: Qwen2Tokenizer,
 }

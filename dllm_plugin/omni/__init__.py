@@ -1,33 +1,32 @@
-"""Runners for more than text tokens, see docs/omni.md: hidden states beside generated tokens,
-tensors from non-autoregressive models, images from diffusers pipelines. Every vLLM process imports
-this file, so what only one of them needs is imported there."""
+"""Return more than text tokens: hidden states, tensors of non-autoregressive models, images. See
+docs/omni.md. Every vLLM process imports this module, so it imports no other one of this folder."""
 
 from typing import Any, NamedTuple
 
 import torch
 
-WANTED = "return_hidden_states"  # the request's switch, a key of SamplingParams.extra_args
-REFUSED = b"\x00refused\x00"  # a result of bytes that starts so is a refusal, and says why
-Runner: Any = object  # base of what stands in front of whichever runner of vLLM
-OPTIONS: dict[str, Any] = {  # entries of additional_config["omni"], and whether a value fits
+WANTED = "return_hidden_states"  # key of SamplingParams.extra_args by which a request asks
+REFUSED = b"\x00refused\x00"  # a tensor whose bytes start with it is a refusal with its reason
+Runner: Any = object  # base class of mixins for vLLM's model runners
+OPTIONS: dict[str, Any] = {  # entry of additional_config["omni"] -> whether a value is valid
     "hidden_state_layers": lambda x: isinstance(x, list),
     "max_pixels": lambda x: type(x) is int and x > 0,
 }
 
 
 class HiddenStates(NamedTuple):
-    """Float32 array ``[positions, hidden]``, or ``[positions, layers, hidden]`` if layers were
-    chosen. Row i belongs to position start + i of prompt plus completion, whose last token was
-    never an input; the `start` positions before were not computed (read from the prefix cache)."""
+    """Hold float32 ``[positions, hidden]``, or ``[positions, layers, hidden]`` for chosen layers.
+    Row i belongs to position start + i of prompt plus completion. The last token was never an
+    input and has no row. The first `start` positions came from the prefix cache and have none."""
 
     rows: Any
     start: int
 
 
 def hidden_state_args(layers: list[int] | None = None) -> dict[str, Any]:
-    """Engine arguments for hidden states: ``LLM(model, **hidden_state_args())``. `layers` as in
-    transformers' ``output_hidden_states``: 0 is the embedding, k the output of layer k, and the
-    last one follows the final norm (``None`` returns it alone)."""
+    """Return engine arguments for hidden states: ``LLM(model, **hidden_state_args())``. `layers`
+    are numbered as in transformers' ``output_hidden_states``: 0 is the embedding, k the output of
+    layer k, and the last one comes after the final norm. ``None``: only the last."""
     engine: dict[str, Any] = {
         "worker_cls": "dllm_plugin.omni.workers.ARWorker",
         "scheduler_cls": "dllm_plugin.omni.scheduler.HiddenStatesScheduler",
@@ -39,7 +38,7 @@ def hidden_state_args(layers: list[int] | None = None) -> dict[str, Any]:
 
 
 def hidden_state_params(**sampling: Any) -> Any:
-    """SamplingParams that ask for hidden states, of positions in the prefix cache as well."""
+    """Return SamplingParams that ask for hidden states and do not read the prefix cache."""
     from vllm import SamplingParams
 
     sampling["extra_args"] = {**(sampling.get("extra_args") or {}), WANTED: True}
@@ -47,8 +46,9 @@ def hidden_state_params(**sampling: Any) -> Any:
 
 
 def hidden_states_of(output: Any, index: int = 0) -> HiddenStates | None:
-    """Of completion `index` of a finished RequestOutput, or None; they travel as routed_experts,
-    vLLM's channel for arrays by position. Raises ValueError if the prompt was not of tokens."""
+    """Return the hidden states of completion `index` of a finished RequestOutput, or None. They
+    arrive as `routed_experts`, vLLM's field for arrays by position. Raises ValueError if the prompt
+    was given as embeddings."""
     completion = output.outputs[index]
     if completion.routed_experts is None:
         return None
@@ -59,12 +59,12 @@ def hidden_states_of(output: Any, index: int = 0) -> HiddenStates | None:
 
 
 def tensor_args() -> dict[str, Any]:
-    """Engine arguments for a :class:`dllm_plugin.omni.diffusion.NonARModel`."""
+    """Return engine arguments for a :class:`dllm_plugin.omni.diffusion.NonARModel`."""
     return {"runner": "pooling", "worker_cls": "dllm_plugin.omni.workers.DiffusionWorker"}
 
 
 def tensor_of(output: Any, error: type[Exception] = ValueError, entry: str = "") -> Any:
-    """The tensor of a PoolingRequestOutput; raises `error` if the request (`entry`) was refused."""
+    """Return the tensor of a PoolingRequestOutput, or raise `error` with `entry` and the reason."""
     tensor = output.outputs.data
     start = tensor.flatten()[:1024].numpy().tobytes() if tensor.dtype == torch.uint8 else b""
     if start.startswith(REFUSED):
@@ -73,7 +73,7 @@ def tensor_of(output: Any, error: type[Exception] = ValueError, entry: str = "")
 
 
 def pipeline_args(max_num_seqs: int = 4) -> dict[str, Any]:
-    """Engine arguments for a diffusers pipeline; so many requests take turns, others wait."""
+    """Return engine arguments for a pipeline that denoises `max_num_seqs` requests in turns."""
     return {
         "config_format": "diffusers",
         "runner": "pooling",
@@ -85,7 +85,7 @@ def pipeline_args(max_num_seqs: int = 4) -> dict[str, Any]:
 
 
 def option(config: Any, name: str, default: Any = None) -> Any:
-    """An entry of vLLM's ``additional_config["omni"]``. Raises ValueError if any is wrong."""
+    """Return an entry of vLLM's ``additional_config["omni"]``; raise ValueError if any is wrong."""
     given = config.additional_config
     chosen = given.get("omni", {}) if isinstance(given, dict) else {}
     fits = isinstance(chosen, dict) and set(chosen) <= set(OPTIONS)
@@ -103,12 +103,12 @@ def refuse(subject: str, faults: dict[str, Any]) -> None:
 
 
 def check_scheduler(subject: str, config: Any, wanted: str) -> None:
-    """Refuse an engine that has our worker or executor, but not the scheduler of it."""
+    """Raise ValueError for an engine with our worker or executor but another scheduler."""
     found = config.scheduler_config.get_scheduler_cls()
     name = f"{found.__module__}.{found.__qualname__}"
     refuse(subject, {f"scheduler_cls={name!r}; use {wanted!r}": name != wanted})
 
 
 def refusal(sentence: str) -> Any:
-    """A request's refusal on its only way back, as its tensor: uint8 ``[bytes]``."""
+    """Encode a request's refusal as its tensor, uint8 ``[bytes]``: nothing else is sent back."""
     return torch.frombuffer(bytearray(REFUSED + sentence.encode()), dtype=torch.uint8)

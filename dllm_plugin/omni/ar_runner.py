@@ -1,5 +1,5 @@
-"""vLLM's model runners, which also hand over hidden states of the requests that asked: rows of the
-positions ``[start, N - 1)`` of N known tokens. Those of an unfinished prompt wait for its end."""
+"""Return hidden states from vLLM's model runners, for requests that ask. A request with N known
+tokens gets positions ``[start, N - 1)``; those of prompt chunks wait for the step that samples."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -9,39 +9,39 @@ import torch
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.model_executor.models.interfaces import supports_eagle3
-from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from dllm_plugin.omni import WANTED, Runner, option, refuse
 
 
 @dataclass
 class Life:
-    """A request until it ends or is preempted; resuming starts another life."""
+    """Collect the rows of one request until it ends or is preempted; resuming starts anew."""
 
-    computed: int  # next position to be computed, as of the last step whose result is known
-    sent: int  # positions below were handed over, in this life or an earlier one
-    pending: list[torch.Tensor] = field(default_factory=list)  # of prompt chunks, on the host
+    computed: int  # next position to compute, after the last step whose result is known
+    sent: int  # positions below it were sent, now or before a preemption
+    pending: list[torch.Tensor] = field(default_factory=list)  # rows of prompt chunks, on the host
 
     def take(self, rows: torch.Tensor, num_sampled: int) -> torch.Tensor | None:
-        """Account for one step's valid rows; what is due, if the step sampled."""
-        again = max(0, self.sent - self.computed)  # recomputed after preemption
+        """Add one step's valid rows; return all rows to send, None if the step did not sample."""
+        recomputed = max(0, self.sent - self.computed)  # after a preemption
         self.computed += len(rows)
-        self.pending.append(rows[again:])
+        self.pending.append(rows[recomputed:])
         if not num_sampled:
             return None
-        due = torch.cat(self.pending)  # also copies: a view would be sent with its whole storage
+        to_send = torch.cat(self.pending)  # a copy: a view would be sent with its whole storage
         self.pending, self.sent = [], self.computed
-        return due
+        return to_send
 
 
 class StepRows(AsyncModelRunnerOutput):
-    """The wanted rows of one step, ``[wanted, hidden]`` or ``[wanted, layers, hidden]``."""
+    """Hold the wanted rows of one step, ``[wanted, hidden]`` or ``[wanted, layers, hidden]``."""
 
     def __init__(self, rows: torch.Tensor, owners: list[tuple[Life | None, int, int]]) -> None:
         self.rows, self.owners = rows, owners  # by place: numbers of rows and of draft tokens
 
     def follow(self, output: AsyncModelRunnerOutput, copy_stream: Any) -> "StepRows":
-        """Start the copy to the host, beside that of vLLM's own `output`."""
+        """Start the copy to the host, parallel to vLLM's copy of its own `output`."""
         self._output, self._on_device = output, self.rows
         self._copied = torch.cuda.Event(blocking=True)
         copy_stream.wait_stream(torch.cuda.current_stream())
@@ -50,12 +50,13 @@ class StepRows(AsyncModelRunnerOutput):
             self._copied.record(copy_stream)
         return self
 
-    def get_output(self) -> ModelRunnerOutput:
+    def get_output(self) -> Any:
         output = self._output.get_output()  # vLLM calls in the order of the steps
         self._copied.synchronize()
         return self.deliver(output)
 
-    def deliver(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
+    def deliver(self, output: Any) -> Any:
+        """Write the rows to send into `output.pooler_output`, without those of rejected drafts."""
         output.pooler_output, first = [None] * len(self.owners), 0
         for i, (life, length, drafts) in enumerate(self.owners):
             if life is not None:
@@ -68,7 +69,7 @@ class StepRows(AsyncModelRunnerOutput):
 
 
 def chosen_layers(config: VllmConfig) -> list[int] | None:
-    """Layers that the engine returns; None is the last one. Raises ValueError."""
+    """Return the layers that the engine returns; None: the last. Raises ValueError."""
     layers = option(config, "hidden_state_layers")
     last = config.model_config.get_total_num_hidden_layers()
     wrong = layers is not None and [n for n in range(last + 1) if n in layers] != (layers or None)
@@ -77,7 +78,7 @@ def chosen_layers(config: VllmConfig) -> list[int] | None:
 
 
 def check_generation(config: VllmConfig) -> None:
-    """Raise ValueError with one sentence for what hidden states cannot be combined with."""
+    """Raise ValueError with one sentence for settings that do not go with hidden states."""
     model, parallel = config.model_config, config.parallel_config
     policy = config.kv_transfer_config and config.kv_transfer_config.kv_load_failure_policy
     layers, use = chosen_layers(config) or [], "hidden_state_args() without layers"
@@ -100,7 +101,7 @@ def check_generation(config: VllmConfig) -> None:
     refuse("ARWorker", faults)
 
 
-class _HiddenStates(Runner):  # what both mixins share
+class _HiddenStates(Runner):  # what the mixins for both model runners share
     _lives: dict[str, Life] = cached_property(lambda self: {})  # type: ignore[assignment]
     _rows_stream: Any = cached_property(lambda self: torch.cuda.Stream())
     _layers: Any = cached_property(lambda self: chosen_layers(self.vllm_config))
@@ -116,7 +117,7 @@ class _HiddenStates(Runner):  # what both mixins share
             self.model.set_aux_hidden_state_layers(inner)
 
     def _start(self, request: Any, prompt: int, sampled: int = 0) -> None:
-        """A new or resumed request, with so many tokens of its prompt and sampled ones."""
+        """Start to collect a new or resumed request, given its numbers of tokens."""
         self._lives.pop(request.req_id, None)
         params = request.sampling_params
         if params is not None and (params.extra_args or {}).get(WANTED):
@@ -135,22 +136,22 @@ class _HiddenStates(Runner):  # what both mixins share
         return step.deliver(output)
 
     def _copy_rows(self, state: Any) -> StepRows | None:
-        """The wanted rows, copied at once: with full CUDA graphs a replay overwrites them."""
+        """Copy the wanted rows at once: with full CUDA graphs the next replay overwrites them."""
         parallel, final = self.vllm_config.parallel_config, state.hidden_states
-        # torchrun: each rank is an engine, and samples from broadcast logits.
+        # Under torchrun each rank is an engine and samples from broadcast logits.
         everywhere = parallel.distributed_executor_backend == "external_launcher"
         relay = everywhere and parallel.pipeline_parallel_size > 1
         here = isinstance(final, torch.Tensor)  # on the last rank of a pipeline
         places = [(self._lives.get(req_id), *rest) for req_id, *rest in self._places(state)]
-        parts = [slice(first, first + n) for life, first, n, _ in places if life is not None]
-        if not parts or not (here or relay) or not (everywhere or get_tp_group().is_first_rank):
+        slices = [slice(first, first + n) for life, first, n, _ in places if life is not None]
+        if not slices or not (here or relay) or not (everywhere or get_tp_group().is_first_rank):
             return None
         rows: Any = None
         if here and self._layers is None:
-            rows = torch.cat([final[part] for part in parts])
+            rows = torch.cat([final[s] for s in slices])
         elif here:
             chosen = [*(state.aux_hidden_states or ()), final][: len(self._layers)]
-            rows = torch.stack([torch.cat([layer[p] for p in parts]) for layer in chosen], dim=1)
+            rows = torch.stack([torch.cat([layer[s] for s in slices]) for layer in chosen], dim=1)
         if relay:
             group, sent = get_pp_group(), {"rows": rows} if here else None
             received: Any = group.broadcast_tensor_dict(sent, src=group.world_size - 1)
@@ -158,7 +159,7 @@ class _HiddenStates(Runner):  # what both mixins share
         return StepRows(rows, [(life, n, drafts) for life, _, n, drafts in places])
 
 
-class HiddenStatesV1(_HiddenStates):  # in front of v1/worker/gpu_model_runner.py
+class HiddenStatesV1(_HiddenStates):  # a mixin for v1/worker/gpu_model_runner.py
     def _update_states(self, scheduler_output: Any) -> Any:
         correct = super()._update_states(scheduler_output)
         for req_id in scheduler_output.finished_req_ids:
@@ -173,14 +174,14 @@ class HiddenStatesV1(_HiddenStates):  # in front of v1/worker/gpu_model_runner.p
         return correct
 
     def _places(self, state: Any) -> list[tuple[str, int, int, int]]:
-        """Of the batch: request, first row, number of rows, number of draft tokens."""
+        """List the batch: request, first row, number of rows, number of draft tokens."""
         starts, scheduled = self.query_start_loc.np.tolist(), state.scheduler_output
         lengths, drafts = scheduled.num_scheduled_tokens, scheduled.scheduled_spec_decode_tokens
         ids = enumerate(self.input_batch.req_ids)
         return [(r, starts[i], lengths[r], len(drafts.get(r, ()))) for i, r in ids]
 
 
-class HiddenStatesV2(_HiddenStates):  # in front of v1/worker/gpu/model_runner.py
+class HiddenStatesV2(_HiddenStates):  # a mixin for v1/worker/gpu/model_runner.py
     def add_requests(self, scheduler_output: Any) -> None:
         super().add_requests(scheduler_output)
         for new in scheduler_output.scheduled_new_reqs:  # a resumed request is a new one here

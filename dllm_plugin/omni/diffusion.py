@@ -1,9 +1,9 @@
-"""Non-autoregressive models: one tensor per request, no logits, no sampling and no KV cache.
+"""Run non-autoregressive models: one tensor per request, no logits, no sampling and no KV cache.
 
-Of ``sample``, ``forward`` and ``diffuse`` the first that a model has, as decided at load, is
-called. It takes, by keyword, what vLLM prepared over all tokens of the step (``input_ids``,
+A step calls the model's entry point: the first of ``sample``, ``forward`` and ``diffuse`` that it
+has at load. Its keyword arguments are vLLM's inputs over all tokens of the step (``input_ids``,
 ``positions``, ``intermediate_tensors``, ``inputs_embeds``) and ``condition``, a list of
-:class:`Condition`; it returns a tensor of any dtype and shape for each, as a list or stacked."""
+:class:`Condition`. It returns a tensor of any dtype and shape for each, as a list or stacked."""
 
 import zlib
 from collections.abc import Hashable, Set
@@ -24,25 +24,25 @@ TASK: Literal["plugin"] = "plugin"
 
 @dataclass(frozen=True)
 class Condition:
-    """What one request asks for."""
+    """Hold what one request asks for."""
 
     req_id: str
-    params: dict[str, Any]  # ``PoolingParams.extra_kwargs``; what they mean is the model's affair
-    span: tuple[int, int]  # rows ``[start, end)`` of the step's inputs, this request's prompt
+    params: dict[str, Any]  # ``PoolingParams.extra_kwargs``; their meaning is the model's
+    span: tuple[int, int]  # the request's prompt: rows ``[start, end)`` of the step's inputs
 
     def generator(self, device: torch.device | str = "cpu") -> torch.Generator:
-        """Randomness from the request's ``seed``, or from its id, alike on all ranks."""
+        """Return a generator seeded by ``seed`` or by the request's id, the same on all ranks."""
         seed = self.params.get("seed", zlib.crc32(self.req_id.encode()))
         return torch.Generator(device).manual_seed(seed)
 
 
 class TensorPooler(Pooler):
-    """What vLLM calls after the forward: hands out what the entry point returned."""
+    """Return what the entry point returned; vLLM calls it after the forward."""
 
     outputs: list[torch.Tensor]
 
     def get_supported_tasks(self) -> Set[PoolingTask]:
-        return {TASK, "embed"}  # runner v2 constructs its pooling part only for a task it knows
+        return {TASK, "embed"}  # model runner v2 pools only for tasks that it knows
 
     def get_pooling_updates(self, task: PoolingTask) -> PoolingParamsUpdate:
         return PoolingParamsUpdate()
@@ -52,10 +52,10 @@ class TensorPooler(Pooler):
 
 
 class NonARModel(nn.Module):
-    """Base of the models that DiffusionWorker runs."""
+    """Be the base class of models that DiffusionWorker runs."""
 
     is_pooling_model: ClassVar[Literal[True]] = True
-    attn_type: ClassVar[str] = "encoder_only"  # a prompt is never split, no part of it is cached
+    attn_type: ClassVar[str] = "encoder_only"  # a prompt is never split or cached
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,19 +65,19 @@ class NonARModel(nn.Module):
         raise NotImplementedError  # vLLM wants every model to have it
 
     def forward(self, input_ids: Any = None, positions: Any = None, **inputs: Any) -> Any:
-        """Not overridden counts as not there. Ranks before the last one of a pipeline call it,
-        without ``condition``, for IntermediateTensors."""
+        """Compute the model. It is no entry point unless overridden. Ranks before the last one of a
+        pipeline call it without ``condition`` and expect IntermediateTensors."""
         raise NotImplementedError(f"{type(self).__name__}: start the engine with {tensor_args()}.")
 
     def check_params(self, params: dict[str, Any]) -> None:
-        """Raise ValueError or TypeError with a sentence to refuse a request; the others go on."""
+        """Raise ValueError or TypeError with a sentence to refuse this request alone."""
 
     def batch_key(self, condition: Condition) -> Hashable:
-        """Conditions with equal keys are computed in one call; by default all of a step."""
+        """Return a key; conditions with equal keys are computed in one call, by default all."""
 
 
 def entry_point(model: nn.Module) -> str:
-    """``sample``, ``forward`` or ``diffuse``, in this order. Raises ValueError."""
+    """Return the first of ``sample``, ``forward``, ``diffuse`` that a model has, or raise."""
     own_forward = type(model).forward not in (NonARModel.forward, nn.Module.forward)
     for name in ("sample", "forward", "diffuse"):
         if own_forward if name == "forward" else callable(getattr(model, name, None)):
@@ -86,7 +86,7 @@ def entry_point(model: nn.Module) -> str:
 
 
 class EntryPoint:
-    """Stands where the runner has its model, whose ``forward`` stays: ``sample`` may call it."""
+    """Replace the runner's model: a call runs the entry point, which may call ``forward``."""
 
     def __init__(self, model: nn.Module) -> None:
         if not isinstance(model, NonARModel):
@@ -124,7 +124,7 @@ class EntryPoint:
         return [done[condition.req_id] for condition in conditions]
 
 
-class _Diffusion(Runner):  # what both mixins share
+class _Diffusion(Runner):  # what the mixins for both model runners share
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         self.model: Any = EntryPoint(self.model)
@@ -136,7 +136,7 @@ class _Diffusion(Runner):  # what both mixins share
         return (TASK,)
 
     def _dummy_pooler_run(self, hidden_states: torch.Tensor) -> None:
-        """Nothing to warm up."""
+        """Skip vLLM's warm-up of the pooler."""
 
     def _expect(self, req_ids: list[str], params: list[Any], starts: Any) -> None:
         spans = pairwise(starts[: len(req_ids) + 1].tolist())
@@ -144,7 +144,7 @@ class _Diffusion(Runner):  # what both mixins share
         self.model.conditions = [Condition(r, dict(p.extra_kwargs or {}), s) for r, p, s in rows]
 
 
-class DiffusionV1(_Diffusion):  # in front of v1/worker/gpu_model_runner.py
+class DiffusionV1(_Diffusion):  # a mixin for v1/worker/gpu_model_runner.py
     def _model_forward(self, **inputs: Any) -> Any:  # real steps only
         req_ids = list(self.input_batch.req_ids)
         params = [self.requests[req_id].pooling_params for req_id in req_ids]
@@ -152,7 +152,7 @@ class DiffusionV1(_Diffusion):  # in front of v1/worker/gpu_model_runner.py
         return super()._model_forward(**inputs)
 
 
-class DiffusionV2(_Diffusion):  # in front of v1/worker/gpu/model_runner.py
+class DiffusionV2(_Diffusion):  # a mixin for v1/worker/gpu/model_runner.py
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         if self.pooling_runner is not None:  # the last rank of a pipeline

@@ -1,5 +1,5 @@
-"""Pipelines in the front end: how vLLM reads their folder, takes requests and returns images. A
-request is a dictionary in diffusers' own words, whose JSON travels as the prompt."""
+"""Serve diffusers pipelines in the front end: read their folder, check requests, return images. A
+request is a dictionary with diffusers' argument names; the engine gets its JSON as the prompt."""
 
 import base64
 import io
@@ -19,10 +19,10 @@ from vllm.transformers_utils.config_parser_base import ConfigParserBase
 
 from dllm_plugin.omni import option, tensor_of
 
-# What vLLM asks of every model. A prompt is bytes, hence 256 words.
+# Config entries that vLLM reads of every model. A prompt is bytes, hence a vocabulary of 256.
 SETTINGS = {"vocab_size": 256, "max_position_embeddings": 8192, "num_hidden_layers": 0}
 SETTINGS |= dict.fromkeys(("hidden_size", "num_attention_heads", "num_key_value_heads"), 1)
-SIDE = 1024  # largest width and height that a usual pipeline chooses by itself
+SIDE = 1024  # largest default width and height of common pipelines
 COUNT = ("an integer from 1 to 9999", lambda x: type(x) is int and 0 < x < 10_000)
 RULES: dict[str, tuple[str, Any]] = {  # name -> what its value must be, and the test of it
     "prompt": ("a string", lambda x: isinstance(x, str)),
@@ -35,7 +35,7 @@ RULES: dict[str, tuple[str, Any]] = {  # name -> what its value must be, and the
 
 
 class DiffusersConfigParser(ConfigParserBase):
-    """``config_format="diffusers"``: a folder without config.json is a model without layers."""
+    """Parse ``config_format="diffusers"``: a pipeline's folder becomes a model without layers."""
 
     def parse(self, model: str | Path, trust_remote_code: bool, *args: Any, **kwargs: Any) -> Any:
         if Path(model).is_dir() and not (Path(model) / "model_index.json").is_file():
@@ -47,17 +47,17 @@ class DiffusersConfigParser(ConfigParserBase):
 
 @cache
 def register() -> None:
-    """Register the format, and the architecture, never built, under which vLLM files pipelines."""
+    """Register the format, and an architecture for pipelines, which is never built."""
     ModelRegistry.register_model("DiffusersPipelineModel", "dllm_plugin.omni.diffusion:NonARModel")
     register_config_parser("diffusers")(DiffusersConfigParser)
 
 
 def plugin() -> str:
-    return "dllm_plugin.omni.images.ImageProcessor"  # what vLLM asks IO processor plugins for
+    return "dllm_plugin.omni.images.ImageProcessor"  # what vLLM asks of IO processor plugins
 
 
 def check_request(request: Any, config: VllmConfig, entry: str = "") -> None:
-    """Raise VLLMValidationError for what no pipeline could honour, of this entry of a list."""
+    """Raise VLLMValidationError, with `entry` first, for a request that no pipeline can serve."""
     if not isinstance(request, dict) or "prompt" not in request:
         raise VLLMValidationError(f"{entry}A request is a dictionary with a prompt, got {request}.")
     for name, value in request.items():
@@ -72,7 +72,7 @@ def check_request(request: Any, config: VllmConfig, entry: str = "") -> None:
 
 
 def picture(pixels: Any, encoded: bool) -> Any:
-    """uint8 ``[height, width, 3]`` as a PIL image, or as base64 of a PNG file."""
+    """Convert uint8 ``[height, width, 3]`` to a PIL image, or to base64 of a PNG file."""
     image, file = Image.fromarray(pixels.numpy()), io.BytesIO()
     if not encoded:
         return image
@@ -81,7 +81,7 @@ def picture(pixels: Any, encoded: bool) -> Any:
 
 
 class ImageProcessor(IOProcessor[Any, Any]):
-    """``LLM.encode({"data": request or list of them})`` and the server's ``/pooling``."""
+    """Handle ``LLM.encode({"data": request or list of them})`` and the server's ``/pooling``."""
 
     def parse_data(self, data: object) -> list[Any]:
         requests = data if isinstance(data, list) else [data]
@@ -93,7 +93,7 @@ class ImageProcessor(IOProcessor[Any, Any]):
         return [{"prompt_token_ids": list(json.dumps(one).encode())} for one in prompt]
 
     def post_process(self, model_output: Any, request_id: str | None = None, **kwargs: Any) -> Any:
-        """Of each request a tensor or its images, in a server (with a request_id) as base64 PNG."""
+        """Return each request's tensor or images; in a server (request_id given) base64 PNG."""
         found, several = enumerate(model_output), len(model_output) > 1
         error, served = VLLMValidationError, request_id is not None
         tensors = [tensor_of(output, error, f"data[{i}]: " * several) for i, output in found]

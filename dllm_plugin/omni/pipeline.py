@@ -1,5 +1,5 @@
-"""An executor that runs a diffusers pipeline in the engine's process, without workers. A request
-that was begun has a thread that calls the pipeline as anybody would; after a denoising step its
+"""Run a diffusers pipeline in the engine's process, as an executor without workers. Each running
+request has a thread that calls the pipeline as usual. After a denoising step the pipeline's
 callback waits for the engine's next step. So one thread runs at a time, and aborts are seen."""
 
 import copy
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.worker.worker_base import CompilationTimes
@@ -25,7 +24,7 @@ from dllm_plugin.omni.diffusion import TASK
 from dllm_plugin.omni.images import check_request
 
 logger = init_logger("vllm.dllm_plugin.omni")
-# What vLLM asks of its workers, and what holds where there is no KV cache.
+# Questions that vLLM asks its workers, with the answers of a model without a KV cache.
 LAYOUTS = [layout.name for layout in get_supported_kv_cache_layouts([])]
 ANSWERS: dict[str, Any] = {"get_kv_cache_spec": {}, "get_supported_kv_cache_layouts": LAYOUTS}
 ANSWERS |= {"get_supported_tasks": (TASK,), "compile_or_warm_up_model": CompilationTimes(0, 0)}
@@ -35,7 +34,7 @@ CALLS = ("sleep", "wake_up", "progress")
 
 
 class Job(AbstractContextManager[Any]):
-    """One call of a pipeline, a denoising step at a time, in a thread that no exit waits for."""
+    """Call a pipeline in a daemon thread, one denoising step at a time."""
 
     def __init__(self, call: Any) -> None:
         self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
@@ -51,7 +50,7 @@ class Job(AbstractContextManager[Any]):
         self._stopped.release()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        """Whatever ends the call ends this request alone; as text it keeps no frame alive."""
+        """Keep an error as text, which holds no frames; it ends this request alone."""
         if error is not None:
             self.result = refusal(f"{type(error).__name__}: {error}")
             self.error = "".join(traceback.format_exception(error))
@@ -69,21 +68,21 @@ class Job(AbstractContextManager[Any]):
         return tensors
 
     def advance(self, cancel: bool = False) -> None:
-        """Run to the next callback or the end; `cancel` ends the call where it stands."""
+        """Run to the next callback or the end; `cancel` ends the call at once."""
         self._cancelled = cancel
         self._go.release()
         self._stopped.acquire()
 
 
 class DiffusersPipelineExecutor(Executor):
-    """Selected by ``distributed_executor_backend``, see :func:`dllm_plugin.omni.pipeline_args`."""
+    """Run the pipeline's requests; selected by :func:`dllm_plugin.omni.pipeline_args`."""
 
     supports_pp = False
 
     def _init_executor(self) -> None:
         name, parallel, model = type(self).__name__, self.parallel_config, self.model_config
         check_scheduler(name, self.vllm_config, pipeline_args()["scheduler_cls"])
-        option(self.vllm_config, "max_pixels")  # refuses a wrong one
+        option(self.vllm_config, "max_pixels")  # raises for a wrong value
         size = max(parallel.world_size, parallel.data_parallel_index + 1)  # its size became 1
         faults = {
             f"runner={model.runner_type!r}; use 'pooling'": model.runner_type != "pooling",
@@ -108,9 +107,9 @@ class DiffusersPipelineExecutor(Executor):
         self.pipe = DiffusionPipeline.from_pretrained(model.model, **options).to(self.device)
         self.pipe.set_progress_bar_config(disable=True)
         self.accepts = inspect.signature(self.pipe.__call__).parameters
-        parts = vars(self.pipe).items()
-        self.schedulers = [name for name, part in parts if isinstance(part, SchedulerMixin)]
-        nested = any(isinstance(part, DiffusionPipeline) for _, part in parts)
+        components = vars(self.pipe).items()
+        self.schedulers = [name for name, c in components if isinstance(c, SchedulerMixin)]
+        nested = any(isinstance(c, DiffusionPipeline) for _, c in components)
         blind = "callback_on_step_end" not in self.accepts
         faults = {"max_num_seqs > 1": nested and self.scheduler_config.max_num_seqs > 1}
         refuse(type(self.pipe).__name__, faults | {"aborts, without callback_on_step_end": blind})
@@ -118,7 +117,7 @@ class DiffusersPipelineExecutor(Executor):
     def collective_rpc(  # type: ignore[override]
         self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None, **_: Any
     ) -> Any:
-        """What vLLM asks at start, one of CALLS, or a function, called with this executor."""
+        """Answer a question of ANSWERS, run one of CALLS, or call a function with this executor."""
         if method in ANSWERS:
             return [ANSWERS[method]]
         if isinstance(method, str) and method not in CALLS:
@@ -127,13 +126,13 @@ class DiffusersPipelineExecutor(Executor):
         return [call(self, *args, **(kwargs or {}))]
 
     def check_health(self) -> None:
-        """If the engine's process answers, so does the pipeline in it."""
+        """Do nothing: the pipeline is in the engine's process and fails with it."""
 
-    def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
-        """One denoising step of every running request; the images of those that are done."""
+    def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
+        """Run one denoising step of every request; return the images of those that are done."""
         for req_id in scheduler_output.finished_req_ids:
             self._forget(req_id)
-        for new in scheduler_output.scheduled_new_reqs:  # kept: sleep level 2 makes it start again
+        for new in scheduler_output.scheduled_new_reqs:  # kept, because sleep level 2 restarts it
             self.requests[new.req_id] = new.prompt_token_ids, secrets.randbits(63)
         ids = list(scheduler_output.num_scheduled_tokens)
         places = {req_id: i for i, req_id in enumerate(ids)}
@@ -166,7 +165,7 @@ class DiffusersPipelineExecutor(Executor):
             job.advance(cancel=True)
 
     def _call(self, job: Job, prompt: Any, seed: int) -> torch.Tensor:
-        """Images as uint8 ``[n, height, width, 3]``, or float32 as of `output_type`."""
+        """Return images as uint8 ``[n, height, width, 3]``, or float32 by `output_type`."""
         request = json.loads(bytes(prompt))
         check_request(request, self.vllm_config)
         seed, kind = request.pop("seed", seed), request.pop("output_type", "pil")
@@ -174,7 +173,7 @@ class DiffusersPipelineExecutor(Executor):
         for name in request:
             if name not in self.accepts or name in options or name.startswith("callback"):
                 raise ValueError(f"{type(self.pipe).__name__} takes no {name}.")
-        pipe = copy.copy(self.pipe)  # the state of a call lies in the pipeline and its scheduler
+        pipe = copy.copy(self.pipe)  # calls keep state in the pipeline and its schedulers
         for name in self.schedulers:
             setattr(pipe, name, copy.deepcopy(getattr(pipe, name)))
         request["output_type"] = "pt" if kind == "pil" else kind
@@ -186,7 +185,7 @@ class DiffusersPipelineExecutor(Executor):
     def _sleep(self, level: int) -> None:
         if level == 1:
             self.pipe.to("cpu")
-        else:  # drops the weights, and the work begun
+        else:  # drops the weights and all running calls
             for job in self.jobs.values():
                 job.advance(cancel=True)
             self.jobs, self.pipe = {}, None

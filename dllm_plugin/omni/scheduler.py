@@ -1,4 +1,4 @@
-"""vLLM's schedulers with one change each, and what a request for hidden states may say."""
+"""Extend vLLM's schedulers by one change each, and check requests for hidden states."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from dllm_plugin.omni import WANTED
 
 
 class HiddenStatesScheduler(Scheduler):
-    """Sends hidden states to the front end as ``EngineCoreOutput.routed_experts``, which vLLM joins
+    """Send hidden states to the front end as ``EngineCoreOutput.routed_experts``, which vLLM joins
     over the steps of a request. The instance is asynchronous if the engine's scheduling is."""
 
     def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> "HiddenStatesScheduler":
@@ -22,7 +22,7 @@ class HiddenStatesScheduler(Scheduler):
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         due, model_runner_output.pooler_output = model_runner_output.pooler_output or [], None
-        # A stop may cut accepted draft tokens, in place: count what was sampled before it does.
+        # A stop removes accepted draft tokens in place, so count the sampled tokens first.
         sampled = [len(tokens) for tokens in model_runner_output.sampled_token_ids if due]
         rows = dict(zip(model_runner_output.req_ids, zip(due, sampled, strict=True), strict=False))
         outputs = super().update_from_output(scheduler_output, model_runner_output)
@@ -35,12 +35,12 @@ class HiddenStatesScheduler(Scheduler):
 
 
 class _AsyncHiddenStatesScheduler(HiddenStatesScheduler, AsyncScheduler):
-    """The same on vLLM's asynchronous scheduler."""
+    """Send hidden states on vLLM's asynchronous scheduler."""
 
 
 class PipelineScheduler(Scheduler):
-    """Keeps an image request scheduled until it has its images: until then the last token of its
-    prompt counts as not computed. So each step of the engine is one denoising step."""
+    """Schedule an image request in every step until it has its images. Until then the last token
+    of its prompt counts as not computed. So each step of the engine is one denoising step."""
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         outputs = super().update_from_output(scheduler_output, model_runner_output)
@@ -52,8 +52,8 @@ class PipelineScheduler(Scheduler):
 
 
 class HiddenStatesRules(LogitsProcessorV1, LogitsProcessorV2):  # type: ignore[misc]
-    """vLLM's door to check a request in the front end, for both model runners. In a worker it would
-    cost every step and exclude drafts on runner v1: ARWorker takes it out there."""
+    """Check requests in the front end, for both model runners. In a worker it would cost time in
+    every step and exclude drafts on model runner v1, so ARWorker removes it there."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:

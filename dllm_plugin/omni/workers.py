@@ -1,6 +1,6 @@
-"""Workers that differ from vLLM's in the runner they construct, selected by ``worker_cls``. The
-runner's class is exchanged on the object that vLLM constructed: its CPU worker has no hook for it,
-and so both platforms and both of vLLM's model runners do alike."""
+"""Define workers with other model runners than vLLM's; `worker_cls` selects them. vLLM's CPU worker
+has no hook for a runner class. So, on all platforms, the class of the runner that vLLM has just
+constructed is exchanged: a mixin goes before vLLM's class. No attribute of vLLM is assigned to."""
 
 from typing import Any
 
@@ -9,15 +9,15 @@ from vllm.platforms import current_platform
 
 from dllm_plugin.omni import ar_runner, check_scheduler, diffusion, hidden_state_args, refuse
 
-if current_platform.is_cpu():  # the CPU worker replaces parts of torch.cuda when it is imported
+if current_platform.is_cpu():  # importing the CPU worker replaces functions of torch.cuda
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
 else:
     from vllm.v1.worker.gpu_worker import Worker  # type: ignore[assignment]
 
 
 class _Worker(Worker):
-    check: Any  # raises ValueError with one sentence for a combination that does not work
-    runners: tuple[type, type]  # in front of model runner v1 and v2
+    check: Any  # raises ValueError with one sentence for settings that do not go together
+    runners: tuple[type, type]  # mixins for model runner v1 and v2
 
     def init_device(self) -> None:
         self.check()
@@ -27,7 +27,7 @@ class _Worker(Worker):
 
 
 class ARWorker(_Worker):
-    """Autoregressive generation with hidden states."""
+    """Generate autoregressively and return hidden states."""
 
     runners = (ar_runner.HiddenStatesV1, ar_runner.HiddenStatesV2)
 
@@ -41,7 +41,7 @@ class ARWorker(_Worker):
 
 
 class DiffusionWorker(_Worker):
-    """Non-autoregressive models; a denoising loop is not captured as a graph."""
+    """Run non-autoregressive models, without CUDA graphs: they cannot hold a denoising loop."""
 
     runners = (diffusion.DiffusionV1, diffusion.DiffusionV2)
 

@@ -1,10 +1,12 @@
-"""The small part of a step as compiled code: what is planned before the logits, and decided after.
+"""Compile the part of a step that is neither the forward nor the read of its logits.
 
-With ``compile_step`` some two hundred operations on ``[R, C]`` tensors become a few kernels
-(torch.compile, each function one graph, for any number of requests), compiled at start for the
-configured policy. Steps in which a request asks for another one run uncompiled: a graph of all
-policies takes three times as long to compile as the rest together. So does what keeps state of its
-own (bad words, log-probabilities, leads).
+Planning a step and deciding it are some 250 to 300 operations on ``[R, C]`` tensors. With
+``compile_step``, the default of block-causal strategies on GPUs, torch.compile makes a few kernels
+of them: each function is one graph that serves any number of requests, and is compiled at start,
+from the same code that runs otherwise, for the configured policy. A graph of all policies would
+take three times as long to compile as everything else together, so a step in which a request asks
+for another policy runs uncompiled. So does a step in which a feature has state of its own: see
+:class:`dllm_plugin.sampling.decider.StatefulInputs`.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,11 +26,11 @@ COMPILED_AT_MOST = 256
 
 
 def compiled(function: Callable[..., Any], backend: str = BACKEND) -> Any:
-    """The function as one graph; what cannot be one raises when it is first called."""
+    """Return the function as one graph; what cannot be one raises when it is first called."""
     return torch.compile(function, fullgraph=True, backend=backend)
 
 
-def of_any_length(*values: Any) -> None:
+def allow_any_length(*values: Any) -> None:
     """Mark all tensors in nested tuples: code compiled with them serves other lengths, too."""
     for tensor in _tensors_in(values):
         if tensor.shape[0] > 1:

@@ -1,6 +1,7 @@
-"""Proposals -> picks -> outcome -> the states: what a step decides, compiled where that pays.
+"""Decide a step: which positions are unmasked, what commits, and how the canvases move on.
 
-Shape letters as in :mod:`dllm_plugin.decoding.plan`.
+From the rows' proposals to the states, compiled where that pays. Shape letters as in
+:mod:`dllm_plugin.decoding.plan`.
 """
 
 from collections.abc import Callable
@@ -11,23 +12,29 @@ import torch
 from torch import Tensor
 
 from dllm_plugin.decoding.block_causal import keep_edited
-from dllm_plugin.decoding.plan import Canvas, Proposal, StepPlan
-from dllm_plugin.decoding.policies import RANKED_BY, Rule
+from dllm_plugin.decoding.plan import Canvas, Proposal, StepOutcome, StepPlan
+from dllm_plugin.decoding.policies import Rule
 from dllm_plugin.kernels.confidence.reference import RowStats
-from dllm_plugin.sampling.compilation import WARMUP_REQUESTS, WARMUP_ROWS, compiled, of_any_length
-from dllm_plugin.sampling.first_token import BlockLeads
-from dllm_plugin.sampling.logits_rows import StepRows, StepTensors
+from dllm_plugin.sampling.compilation import (
+    WARMUP_REQUESTS,
+    WARMUP_ROWS,
+    allow_any_length,
+    compiled,
+)
+from dllm_plugin.sampling.first_token import FirstTokenDecoder, FirstTokens
 from dllm_plugin.sampling.logprobs import EmittedLogprobs, LogprobStash
-from dllm_plugin.sampling.proposer import Proposer
+from dllm_plugin.sampling.ranking import Ranking, StepPolicies
+from dllm_plugin.sampling.rows import StepRows, StepTensors
 from dllm_plugin.sampling.token_rules import TokenRules
 from dllm_plugin.state.canvas_states import POLICY_IDS, CanvasStates
 
 
-class Decided(NamedTuple):
-    """What a step emits per request: see vLLM's SamplerOutput.
+class EmittedTokens(NamedTuple):
+    """Hold what a step emits per request: see vLLM's SamplerOutput.
 
-    tokens_RC int64, from position 0 on; emitted_R int32, how many of them; rejected_R int32, by
-    how much the computed positions fall back.
+    tokens_RC   int64, from position 0 on
+    emitted_R   int32, how many of them are emitted
+    rejected_R  int32, by how much the request's computed positions fall back
     """
 
     tokens_RC: Tensor
@@ -36,20 +43,12 @@ class Decided(NamedTuple):
     logprobs: EmittedLogprobs | None
 
 
-class Variant(NamedTuple):
-    """What the requests of a step may ask for: names of policies, and whether `alg_temp`."""
+class StatefulInputs(NamedTuple):
+    """Hold what features with state of their own need. A step that has any runs uncompiled.
 
-    policies: tuple[str, ...]
-    draws_order: bool
-
-    @property
-    def reads_ranks(self) -> bool:
-        """Whether entropy and margin are needed."""
-        return any(RANKED_BY[name] in ("entropy", "margin") for name in self.policies)
-
-
-class Rest(NamedTuple):
-    """What only steps with bad words, log-probabilities or leads need."""
+    They are bad words of several tokens, log-probabilities, and Fast-dLLM v2's first tokens:
+    :meth:`Decider.stateful_inputs` is the one place that says so.
+    """
 
     step: StepRows
     logits_TV: Tensor
@@ -57,52 +56,74 @@ class Rest(NamedTuple):
 
 
 class Decider:
-    """Decides steps. `usual`: what all requests of a step must ask for to run compiled code."""
+    """Decide steps, and write what is decided to the states.
+
+    decide        `decide_step`, or the compiled form of it
+    compiled_for  what all requests of a step must ask for to run compiled; None: nothing is
+    """
 
     def __init__(
         self,
         states: CanvasStates,
-        proposer: Proposer,
+        ranking: Ranking,
         rules: TokenRules,
         logprobs: LogprobStash,
-        leads: BlockLeads | None,
+        first_tokens: FirstTokenDecoder | None,
     ) -> None:
         self.states = states
-        self.proposer = proposer
+        self.ranking = ranking
         self.rules = rules
         self.logprobs = logprobs
-        self.leads = leads
+        self.first_tokens = first_tokens
         method = states.config.method
         self.policy_rules = {name: policy.rule for name, policy in method.policies.items()}
         self.commit = method.commit
         self.edits = method.edits
         self.keeps_kv = method.keeps_kv
         self.num_positions = states.canvas_NC.shape[1]
-        self.decide: Callable[..., Decided] = self.decide_step
-        self.usual: Variant | None = None
+        self.decide: Callable[..., EmittedTokens] = self.decide_step
+        self.compiled_for: StepPolicies | None = None
 
-    def choose(
-        self, slots_np: np.ndarray, rest: Rest | None
-    ) -> tuple[Callable[..., Decided], Variant]:
-        """The function that decides a step of these requests, and what it has to be told."""
+    def policies_of(self, slots_np: np.ndarray) -> StepPolicies:
+        """Return what the requests of a step ask for."""
         names = tuple(sorted(self.states.policies(slots_np)))
-        variant = Variant(names, self.states.uses("alg_temp", slots_np))
-        is_usual = rest is None and variant == self.usual
-        return self.decide if is_usual else self.decide_step, variant
+        return StepPolicies(names, self.states.uses("alg_temp", slots_np))
+
+    def stateful_inputs(
+        self, step: StepRows, logits_TV: Tensor, num_reqs: int
+    ) -> StatefulInputs | None:
+        """Return what features with state of their own need; None if the step has none of them."""
+        has_state = (
+            self.logprobs.active or self.rules.bad_words.active or self.first_tokens is not None
+        )
+        return StatefulInputs(step, logits_TV, num_reqs) if has_state else None
+
+    def run(
+        self,
+        step: StepRows,
+        stats: RowStats,
+        policies: StepPolicies,
+        stateful: StatefulInputs | None,
+    ) -> EmittedTokens:
+        """Decide a step, by compiled code where that was compiled for such a step."""
+        is_compiled = stateful is None and policies == self.compiled_for
+        decide = self.decide if is_compiled else self.decide_step
+        return decide(*step.tensors(), stats, policies, stateful)
 
     def compile(self, backend: str, example: Callable[[int], StepTensors]) -> None:
         """Compile the configured policy for any number of requests, on steps `example` makes."""
         self.decide = compiled(self.decide_step, backend)
         config = self.states.config
-        self.usual = usual = Variant((config.policy,), bool(config.defaults.alg_temp))
+        policies = StepPolicies((config.policy,), bool(config.defaults.alg_temp))
+        self.compiled_for = policies
         for count in WARMUP_REQUESTS:
             tensors = example(count)
             device = self.states.device
             columns = [torch.zeros(WARMUP_ROWS, device=device) for _ in RowStats._fields]
             columns[0] = columns[0].to(torch.int64)
-            stats = RowStats(*columns[: 4 if usual.reads_ranks else 2])
-            of_any_length(tensors, stats)
-            self.decide(*tensors, stats, usual, None)
+            stats = RowStats(*columns[: 4 if policies.want_ranking else 2])
+            allow_any_length(tensors, stats)
+            self.decide(*tensors, stats, policies, None)
 
     def decide_step(
         self,
@@ -114,19 +135,14 @@ class Decider:
         drafts_R: Tensor,
         seq_lens_R: Tensor,
         stats: RowStats,
-        variant: Variant,
-        rest: Rest | None,
-    ) -> Decided:
-        """Pick, settle and advance: tensors to tensors, and to the states.
-
-        Args:
-            rest: for bad words, log-probabilities and leads, which keep state of their own; None
-                where no request of the step needs any of them.
-        """
+        policies: StepPolicies,
+        stateful: StatefulInputs | None,
+    ) -> EmittedTokens:
+        """Rank, unmask, commit and advance; the first arguments are those of StepTensors."""
         states, mask_id = self.states, self.states.config.mask_token_id
-        proposal = self.proposer.score(stats, slots_R, source_RC, *variant)
-        unmask_RC = self._pick(slots_R, canvas, plan, proposal, variant.policies)
-        if rest is not None:
+        proposal = self.ranking.rank(stats, slots_R, source_RC, policies)
+        unmask_RC = self._apply_policies(slots_R, canvas, plan, proposal, policies.names)
+        if stateful is not None:
             unmask_RC = self.rules.withhold(canvas, proposal, unmask_RC)
         if self.edits:
             plan, unmask_RC = keep_edited(canvas, plan, unmask_RC)
@@ -138,46 +154,58 @@ class Decider:
         # A stop token that was replaced is forgotten.
         saw_stop_R = (canvas.saw_stop_R & ~canvas.edits_R) | is_stop_RC.any(dim=1)
         emit_RC = (position_C + tail_R[:, None]).clamp_max(self.num_positions - 1)
-        logprobs = lead = None
-        if rest is not None:
-            step, logits_TV, num_reqs = rest
-            logprobs = self.logprobs.settle(
-                source_RC, step.num_rows, outcome, emit_RC, slots_R, step.index_R, num_reqs
-            )
-            if self.leads is not None:
-                lead = self.leads.after_commit(step, logits_TV, outcome, tokens_RC)
+        logprobs = first = None
+        if stateful is not None:
+            logprobs, first = self._commit_stateful(stateful, outcome, tokens_RC, emit_RC)
         states.advance(slots_R, plan, outcome, tokens_RC, saw_stop_R)
-        if self.leads is not None and lead is not None:
-            self.leads.write(lead)
-        committed_R = outcome.num_committed_R
-        rejected_R = seq_lens_R
-        if self.keeps_kv:
-            rejected_R = torch.where(outcome.refresh_R, seq_lens_R, drafts_R - committed_R)
-        return Decided(
+        if self.first_tokens is not None and first is not None:
+            self.first_tokens.write(first)
+        return EmittedTokens(
             tokens_RC.gather(1, emit_RC),
-            (committed_R - tail_R).clamp_min(0),
-            rejected_R.to(torch.int32),
+            (outcome.num_committed_R - tail_R).clamp_min(0),
+            self._rejected(outcome, drafts_R, seq_lens_R),
             logprobs,
         )
 
-    def _pick(
+    def _apply_policies(
         self,
         slots_R: Tensor,
         canvas: Canvas,
         plan: StepPlan,
         proposal: Proposal,
-        policies: tuple[str, ...],
+        names: tuple[str, ...],
     ) -> Tensor:
-        """Apply each request's policy; one batched call per rule that may be asked for."""
+        """Return what each request's policy unmasks; one batched call per rule of the step."""
         settings = self.states.policy_settings(slots_R)
         policy_R1 = self.states.policy.gpu[slots_R][:, None]
         users: dict[Rule, list[str]] = {}
-        for name in policies:
+        for name in names:
             users.setdefault(self.policy_rules[name], []).append(name)
         unmask_RC = torch.zeros_like(plan.candidates_RC)
-        for rule, names in users.items():
+        for rule, policies in users.items():
             take_RC = rule(plan, canvas, proposal, settings)
-            for name in names:
+            for name in policies:
                 unmask_RC = torch.where(policy_R1 == POLICY_IDS[name], take_RC, unmask_RC)
         first_C = torch.arange(self.num_positions, device=slots_R.device) == 0
         return torch.where(plan.first_only_R[:, None], plan.candidates_RC & first_C, unmask_RC)
+
+    def _commit_stateful(
+        self, stateful: StatefulInputs, outcome: StepOutcome, tokens_RC: Tensor, emit_RC: Tensor
+    ) -> tuple[EmittedLogprobs | None, FirstTokens | None]:
+        """Commit log-probabilities, and propose first tokens of the blocks that come next."""
+        step, logits_TV, num_reqs = stateful
+        logprobs = self.logprobs.commit(
+            step.source_RC, step.num_rows, outcome, emit_RC, step.slots_R, step.index_R, num_reqs
+        )
+        if self.first_tokens is None:
+            return logprobs, None
+        first = self.first_tokens.propose_after_commit(step, logits_TV, outcome, tokens_RC)
+        return logprobs, first
+
+    def _rejected(self, outcome: StepOutcome, drafts_R: Tensor, seq_lens_R: Tensor) -> Tensor:
+        """Return by how much computed positions fall back: to the canvas, or to 0 on a refresh."""
+        rejected_R = seq_lens_R
+        if self.keeps_kv:
+            uncommitted_R = drafts_R - outcome.num_committed_R
+            rejected_R = torch.where(outcome.refresh_R, seq_lens_R, uncommitted_R)
+        return rejected_R.to(torch.int32)

@@ -1,8 +1,8 @@
-"""The first token of a block, predicted by the last row of what is stored before it.
+"""Decide the first token of a block from the last row of what is stored before it.
 
-Fast-dLLM v2 (``generate``): a block is stored by a pass of its own, whose last row decides the
-first position of the next block before that is fed. Shape letters
-as in :mod:`dllm_plugin.decoding.plan`.
+Fast-dLLM v2 (``generate``): a finished block commits in a forward of its own. Its last row predicts
+the first position of the next block, which is decided before that block is computed; so does the
+last row of a prompt that ends with a block. Shape letters as in :mod:`dllm_plugin.decoding.plan`.
 """
 
 from collections.abc import Callable
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from dllm_plugin.decoding.plan import Canvas, StepOutcome
 from dllm_plugin.kernels.confidence.reference import RowStats
-from dllm_plugin.sampling.logits_rows import RowChunk, StepRows
 from dllm_plugin.sampling.logprobs import LogprobStash
+from dllm_plugin.sampling.rows import RowChunk, StepRows
 from dllm_plugin.sampling.token_rules import TokenRules
 from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
 
@@ -25,16 +25,19 @@ if TYPE_CHECKING:
 NO_ROW = -1
 
 
-class Lead(NamedTuple):
-    """A proposal for the first position of some canvases: token_R int64, take_R bool."""
+class FirstTokens(NamedTuple):
+    """Hold a proposal for the first position of some canvases: token_R int64, take_R bool."""
 
     slots_R: Tensor
     token_R: Tensor
     take_R: Tensor
 
 
-class BlockLeads:
-    """Decides first positions; owns nothing."""
+class FirstTokenDecoder:
+    """Decide first positions, and write them to the canvases; keep no state.
+
+    `propose` is that of the Proposer.
+    """
 
     def __init__(
         self,
@@ -48,10 +51,10 @@ class BlockLeads:
         self.logprobs = logprobs
         self.propose = propose
 
-    def after_commit(
+    def propose_after_commit(
         self, step: StepRows, logits_TV: Tensor, outcome: StepOutcome, tokens_RC: Tensor
-    ) -> Lead:
-        """Propose behind the blocks that a step stored; before the canvases move on."""
+    ) -> FirstTokens:
+        """Propose a token after each block that a step stored, before the canvases move on."""
         assert step.last_row_R is not None
         place_R = step.plan.num_committed_R.to(torch.int64)
         hole_R1 = tokens_RC.new_full((len(tokens_RC), 1), self.states.config.mask_token_id)
@@ -62,13 +65,13 @@ class BlockLeads:
         chunk = RowChunk(rows_R, logits_TV, step.last_row_R, step.slots_R, place_R, 0)
         token_R = self._propose(chunk, canvas, step.slots_np, source_RC)
         stored_R = step.plan.num_stored_R > 0
-        return Lead(step.slots_R, token_R, stored_R & ~outcome.ended_R)
+        return FirstTokens(step.slots_R, token_R, stored_R & ~outcome.ended_R)
 
-    def after_prefill(self, logits_TV: Tensor, batch: "InputBatch") -> None:
+    def decide_after_prefill(self, logits_TV: Tensor, batch: "InputBatch") -> None:
         """Decide the first position of requests whose prefill ends at a block's border."""
         first, last = count_canvases(batch), batch.num_reqs
         if logits_TV.shape[0] - batch.num_draft_tokens != last - first or first == last:
-            return  # nothing was prefilled, or warm-up brought rows that no prefill asked for
+            return  # nothing was prefilled, or these are warm-up rows that no prefill asked for
         slots_R, slots_np = batch.idx_mapping[first:last], batch.idx_mapping_np[first:last]
         states = self.states
         canvas, _ = states.view(slots_R, torch.zeros_like(states.start_N[slots_R]))
@@ -80,17 +83,18 @@ class BlockLeads:
         token_R = self._propose(chunk, canvas, slots_np, source_RC)
         is_open_R = canvas.tokens_RC[:, 0] == states.config.mask_token_id
         is_whole_R = (batch.seq_lens[first:last] == start_R) & (states.tail_N[slots_R] == 0)
-        self.write(Lead(slots_R, token_R, is_open_R & is_whole_R))
+        self.write(FirstTokens(slots_R, token_R, is_open_R & is_whole_R))
 
     def _propose(
         self, chunk: RowChunk, canvas: Canvas, slots_np: np.ndarray, source_RC: Tensor
     ) -> Tensor:
+        """Return the proposed token of each row, under the rules of its request."""
         self.rules.start_step(canvas, chunk.slot_T, slots_np, source_RC)
         self.logprobs.start_step(slots_np)
         return self.propose([chunk], slots_np, len(chunk.rows_T)).token_T
 
-    def write(self, lead: Lead) -> None:
-        """Put the tokens that are to be taken at the head of their canvases."""
-        column_R = self.states.canvas_NC[lead.slots_R, 0]
-        self.states.canvas_NC[lead.slots_R, 0] = torch.where(lead.take_R, lead.token_R, column_R)
-        self.logprobs.write_first(lead.slots_R, lead.take_R)
+    def write(self, first: FirstTokens) -> None:
+        """Put the tokens that are to be taken on the first position of their canvases."""
+        canvas_NC, slots_R = self.states.canvas_NC, first.slots_R
+        canvas_NC[slots_R, 0] = torch.where(first.take_R, first.token_R, canvas_NC[slots_R, 0])
+        self.logprobs.write_first(slots_R, first.take_R)

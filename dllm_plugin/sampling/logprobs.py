@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens at the step that unmasked them, kept until they are emitted.
+"""Keep log-probabilities of tokens, as they were when each was unmasked, until it is emitted.
 
 Shape letters as in :mod:`dllm_plugin.decoding.plan`; N slots, K columns: the token itself, then
 the most likely ones.
@@ -13,12 +13,12 @@ from vllm.config import ModelConfig
 from vllm.sampling_params import SamplingParams
 
 from dllm_plugin.decoding.plan import StepOutcome
-from dllm_plugin.sampling.logits_rows import at_rows
+from dllm_plugin.sampling.rows import scatter_rows
 from dllm_plugin.state.canvas_states import CanvasStates
 
 
 class EmittedLogprobs(NamedTuple):
-    """Log-probabilities of what a step emits: the fields of vLLM's LogprobsTensors."""
+    """Hold log-probabilities of what a step emits: the fields of vLLM's LogprobsTensors."""
 
     logprob_token_ids: Tensor
     logprobs: Tensor
@@ -27,11 +27,17 @@ class EmittedLogprobs(NamedTuple):
 
 
 class LogprobStash:
-    """ids_NCK int32, values_NCK float32, ranks_NC int64; made when a request first asks."""
+    """Keep, per slot and canvas position, ids, log-probabilities and the rank of the token.
+
+    tables           ids int32 and values float32 ``[N, C, K]``, ranks int64 ``[N, C]``; made when
+                     a request first asks
+    num_logprobs_np  most likely tokens that a slot's request wants; -1 for no log-probabilities
+    active           whether a request of this step wants any
+    """
 
     def __init__(self, states: CanvasStates, model_config: ModelConfig) -> None:
         self.states = states
-        self.most = min(model_config.max_logprobs, model_config.get_vocab_size())
+        self.max_logprobs = min(model_config.max_logprobs, model_config.get_vocab_size())
         self.num_logprobs_np = np.full(states.canvas_NC.shape[0], -1, dtype=np.int64)
         self.tables: tuple[Tensor, Tensor, Tensor] | None = None
         self.active = False
@@ -41,10 +47,14 @@ class LogprobStash:
 
     def add_request(self, slot: int, params: SamplingParams) -> None:
         """Note how many log-probabilities a request wants; -1 in `params` means all."""
-        wanted = params.logprobs
-        self.num_logprobs_np[slot] = -1 if wanted is None else wanted if wanted >= 0 else self.most
-        if wanted is not None and self.tables is None:
-            shape, device = (*self.states.canvas_NC.shape, self.most + 1), self.states.device
+        if params.logprobs is None:
+            self.num_logprobs_np[slot] = -1
+            return
+        wants_all = params.logprobs < 0
+        self.num_logprobs_np[slot] = self.max_logprobs if wants_all else params.logprobs
+        if self.tables is None:
+            shape = (*self.states.canvas_NC.shape, self.max_logprobs + 1)
+            device = self.states.device
             self.tables = (
                 torch.zeros(shape, dtype=torch.int32, device=device),
                 torch.zeros(shape, dtype=torch.float32, device=device),
@@ -53,7 +63,7 @@ class LogprobStash:
             self.states.companions.extend(self.tables)
 
     def start_step(self, slots_np: np.ndarray) -> None:
-        """Decide whether this step has to be scored."""
+        """Forget the rows of the last step, and see whether this one has to be scored."""
         most = int(self.num_logprobs_np[slots_np].max())
         self.active = most >= 0
         self._columns = most + 1
@@ -71,7 +81,7 @@ class LogprobStash:
         self._scored.append((ids_TK, torch.cat([chosen_T1, top.values], dim=1), rank_T))
         self._rows.append(rows_T)
 
-    def settle(
+    def commit(
         self,
         source_RC: Tensor,
         num_rows: int,
@@ -81,53 +91,49 @@ class LogprobStash:
         index_R: Tensor,
         num_reqs: int,
     ) -> EmittedLogprobs | None:
-        """Keep what was unmasked, hand out what is emitted, and move on with the canvas.
+        """Keep what was unmasked, return what is emitted, and move on with the canvas.
 
-        Returns rows for all canvas positions of all requests of the step; a request's rows start
-        at a fixed offset, so that nothing has to be counted on the host.
+        The result has rows for all canvas positions of all requests of the step; a request's rows
+        start at a fixed offset, so that nothing has to be counted on the host.
         """
         if not self.active:
             return None
-        assert self.tables is not None
-        num_positions, columns = source_RC.shape[1], self._columns
-        scored = zip(*self._scored, strict=True)
-        fresh = [at_rows(part, self._rows, num_rows)[source_RC] for part in scored]
-        unmask_RC = outcome.unmask_RC
+        num_positions = source_RC.shape[1]
         moved_R1 = outcome.num_committed_R.to(torch.int64)[:, None]
-        index_RC = torch.arange(num_positions, device=source_RC.device) + moved_R1
-        index_RC = index_RC.clamp_max(num_positions - 1)
-        current = []
-        for table, value in zip(self.tables, fresh, strict=True):
-            # Tables hold more columns than a step with modest requests fills.
-            view = table if table.dim() == 2 else table[:, :, :columns]
-            mask = unmask_RC if value.dim() == 2 else unmask_RC[:, :, None]
-            now = torch.where(mask, value, view[slots_R])
-            index = index_RC if now.dim() == 2 else index_RC[:, :, None].expand_as(now)
-            view[slots_R] = now.gather(1, index)
-            emit = emit_RC if now.dim() == 2 else emit_RC[:, :, None].expand_as(now)
-            current.append(now.gather(1, emit))
-        ids, values, ranks = current
-        return EmittedLogprobs(
-            logprob_token_ids=_all_requests(ids, index_R, num_reqs),
-            logprobs=_all_requests(values, index_R, num_reqs),
-            selected_token_ranks=_all_requests(ranks, index_R, num_reqs),
-            cu_num_generated_tokens=[i * num_positions for i in range(num_reqs + 1)],
-        )
+        next_RC = torch.arange(num_positions, device=source_RC.device) + moved_R1
+        next_RC = next_RC.clamp_max(num_positions - 1)
+        scored = zip(*self._scored, strict=True)
+        emitted = []
+        for table, values in zip(self._used_tables(), scored, strict=True):
+            new = scatter_rows(values, self._rows, num_rows)[source_RC]
+            now = torch.where(_like(outcome.unmask_RC, new), new, table[slots_R])
+            table[slots_R] = now.gather(1, _like(next_RC, now))
+            emitted.append(_in_batch(now.gather(1, _like(emit_RC, now)), index_R, num_reqs))
+        ids, logprobs, ranks = emitted
+        offsets = [i * num_positions for i in range(num_reqs + 1)]
+        return EmittedLogprobs(ids, logprobs, ranks, offsets)
 
     def write_first(self, slots_R: Tensor, take_R: Tensor) -> None:
         """Keep what was scored last for the first position of some canvases."""
         if not self.active:
             return
+        scored = zip(*self._scored, strict=True)
+        for table, values in zip(self._used_tables(), map(torch.cat, scored), strict=True):
+            table[slots_R, 0] = torch.where(_like(take_R, values), values, table[slots_R, 0])
+
+    def _used_tables(self) -> list[Tensor]:
+        """Return the tables, cut to as many columns as the requests of this step fill."""
         assert self.tables is not None
-        columns = zip(*self._scored, strict=True)
-        for table, values in zip(self.tables, map(torch.cat, columns), strict=True):
-            view = table if table.dim() == 2 else table[:, :, : self._columns]
-            mask = take_R if values.dim() == 1 else take_R[:, None]
-            view[slots_R, 0] = torch.where(mask, values, view[slots_R, 0])
+        return [t if t.dim() == 2 else t[:, :, : self._columns] for t in self.tables]
 
 
-def _all_requests(rows: Tensor, index_R: Tensor, num_reqs: int) -> Tensor:
-    """Put rows where their requests are in the batch and flatten requests and positions."""
-    placed = rows.new_zeros(num_reqs, *rows.shape[1:])
-    placed[index_R] = rows
+def _like(value: Tensor, other: Tensor) -> Tensor:
+    """Return `value`, which is per position, repeated for each column that `other` has."""
+    return value if value.dim() == other.dim() else value[..., None].expand_as(other)
+
+
+def _in_batch(values: Tensor, index_R: Tensor, num_reqs: int) -> Tensor:
+    """Put values where their requests are in the batch and flatten requests and positions."""
+    placed = values.new_zeros(num_reqs, *values.shape[1:])
+    placed[index_R] = values
     return placed.flatten(0, 1)

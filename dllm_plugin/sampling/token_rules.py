@@ -1,7 +1,8 @@
-"""Per-request rules about token ids: stop tokens, min_tokens, biases, allowed ids, bad words.
+"""Apply a request's rules about token ids: stop tokens, min_tokens, biases, allowed ids, bad words.
 
-Definitions under out-of-order decoding are in ``docs/strategies.md``. Shape letters as in
-:mod:`dllm_plugin.decoding.plan`; N slots, K stop tokens of a slot, M rows of the bias table.
+``docs/strategies.md`` defines them for tokens that are decided in any order. Shape letters as in
+:mod:`dllm_plugin.decoding.plan`; N slots, K stop tokens of a slot, M rows of the bias table, X rows
+of a logits tensor.
 """
 
 from typing import TYPE_CHECKING
@@ -13,21 +14,20 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from dllm_plugin.decoding.plan import Canvas, Proposal
-from dllm_plugin.sampling.bad_words import BadWords
+from dllm_plugin.kernels.confidence.reference import NEGATIVE_INFINITY
+from dllm_plugin.sampling.bad_words import UNUSED, BadWords
 from dllm_plugin.state.canvas_states import CanvasStates
 from dllm_plugin.state.slot_table import SlotTable
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.states import RequestState
 
-NEGATIVE_INFINITY = float("-inf")
-UNUSED = -1
 MAX_STOPS = 136  # what admission lets pass, EOS and the family's end-of-turn tokens
-EARLY_ONLY = -2  # `EARLY_ONLY - id` in the stop table: held back by min_tokens, ends nothing
+EARLY_ONLY = -2  # `EARLY_ONLY - id` in the stop table: banned by min_tokens, ends nothing
 
 
 class TokenRules:
-    """Bans and biases ids per slot and position, and knows which tokens end a request.
+    """Ban and bias ids per slot and position, and tell which tokens end a request.
 
     stop       int64 ``[N, K]``, UNUSED or see EARLY_ONLY where it is no stop token
     min_end    int64 ``[N]``, first absolute position where a stop token is allowed
@@ -52,16 +52,8 @@ class TokenRules:
 
     def add_request(self, slot: int, params: SamplingParams) -> None:
         """Stage the rules of a request; its prompt length is already known to the states."""
-        ends = set(params.stop_token_ids or ())
-        if params.eos_token_id is not None:
-            ends.add(params.eos_token_id)
-        # `min_tokens` also holds back an EOS that `ignore_eos` keeps from ending the request.
-        early_only = params.all_stop_token_ids - ends
-        # Masked positions hold the mask id, and no position can hold an id that does not exist.
-        ends = {i for i in ends if self._exists(i)}
-        stop_ids = [*ends, *(EARLY_ONLY - i for i in early_only if self._exists(i))]
-        stop_ids = stop_ids[:MAX_STOPS]
         self._dirty = True
+        stop_ids = self._stop_ids(params)
         self.stop.np[slot] = UNUSED
         self.stop.np[slot, : len(stop_ids)] = stop_ids
         self.min_tokens_np[slot] = params.min_tokens
@@ -74,10 +66,23 @@ class TokenRules:
         if bias is not None:
             self._new_biases.append((slot + 1, bias))
 
+    def _stop_ids(self, params: SamplingParams) -> list[int]:
+        """Return a request's row of the stop table."""
+        ends = set(params.stop_token_ids or ())
+        if params.eos_token_id is not None:
+            ends.add(params.eos_token_id)
+        # `min_tokens` also bans an EOS that `ignore_eos` keeps from ending the request.
+        early_only = params.all_stop_token_ids - ends
+        # Masked positions hold the mask id, and no position can hold an id that does not exist.
+        ends = {i for i in ends if self._exists(i)}
+        stop_ids = [*ends, *(EARLY_ONLY - i for i in early_only if self._exists(i))]
+        return stop_ids[:MAX_STOPS]
+
     def _exists(self, token_id: int) -> bool:
         return 0 <= token_id < self.vocab_size and token_id != self.states.config.mask_token_id
 
     def _bias(self, params: SamplingParams, banned: list[int]) -> Tensor | None:
+        """Return a request's row of the bias table; None if it needs none."""
         if not (params.logit_bias or params.allowed_token_ids or banned):
             return None
         bias_V = torch.zeros(self.vocab_size, dtype=torch.float32)
@@ -91,7 +96,7 @@ class TokenRules:
         return bias_V
 
     def apply_staged_writes(self) -> None:
-        """Bring what `add_request` staged to the device."""
+        """Copy what `add_request` staged to the device."""
         if self._dirty:
             for tensor in (self.stop, self.min_end, self.bias_row):
                 tensor.copy_to_device()
@@ -126,26 +131,26 @@ class TokenRules:
         if biases is not None:
             logits_TV += biases[0][biases[1][slot_T]]
         logits_TV[:, mask_id] = NEGATIVE_INFINITY
-        if self.holds_back(slots_np):
-            self.hold_back(logits_TV, None, slot_T, position_T)
+        if self.uses_min_tokens(slots_np):
+            self.ban_early_stops(logits_TV, None, slot_T, position_T)
         self.bad_words.apply(logits_TV, rows_T)
 
     def biases(self, slots_np: np.ndarray) -> tuple[Tensor, Tensor] | None:
-        """The table of biases and each slot's row of it, if one of the slots has any."""
+        """Return the table of biases and each slot's row of it, if one of the slots has any."""
         if self.bias_MV is None or not self.bias_row.np[slots_np].any():
             return None
         return self.bias_MV, self.bias_row.gpu
 
-    def holds_back(self, slots_np: np.ndarray) -> bool:
-        """Whether one of the slots has set `min_tokens`."""
+    def uses_min_tokens(self, slots_np: np.ndarray) -> bool:
+        """Tell whether one of the slots has set `min_tokens`."""
         return bool(self.min_tokens_np[slots_np].any())
 
-    def hold_back(
+    def ban_early_stops(
         self, logits_XV: Tensor, source_T: Tensor | None, slot_T: Tensor, position_T: Tensor
     ) -> None:
         """Ban stop tokens in place where a row predicts one of the first `min_tokens` positions.
 
-        A carry row that is changed with the others predicts the same position in every step.
+        A carry row keeps its bans: it predicts the same position in every step.
         """
         if source_T is None:
             source_T = torch.arange(len(slot_T), device=slot_T.device)
@@ -158,9 +163,9 @@ class TokenRules:
         logits_XV.index_put_((source_T.to(torch.int64)[:, None], stop_TK), banned)
 
     def withhold(self, canvas: Canvas, proposal: Proposal, unmask_RC: Tensor) -> Tensor:
-        """Drop picks that would complete a bad word together."""
+        """Take back positions that would complete a bad word together."""
         return self.bad_words.withhold(canvas, proposal, unmask_RC)
 
     def is_stop(self, tokens_RC: Tensor, slots_R: Tensor) -> Tensor:
-        """Positions whose token ends the request, bool ``[R, C]``."""
+        """Return the positions whose token ends the request, bool ``[R, C]``."""
         return (tokens_RC[:, :, None] == self.stop.gpu[slots_R][:, None, :]).any(dim=-1)

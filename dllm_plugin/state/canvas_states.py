@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import ModelConfig
-from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from dllm_plugin.config.decode import DecodeConfig
@@ -23,13 +22,14 @@ from dllm_plugin.decoding.blocks import leading
 from dllm_plugin.decoding.full_attention import Bounds, bounds
 from dllm_plugin.decoding.plan import Canvas, StepOutcome, StepPlan
 from dllm_plugin.decoding.policies import POLICY_NAMES, PolicySettings
+from dllm_plugin.state.preempted import FinishedId, PreemptedId, PreemptedRows
 from dllm_plugin.state.slot_table import SlotTable
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
-PARKED_PER_SLOT = 16
+PREEMPTED_PER_SLOT = 16
 POLICY_IDS = {name: i for i, name in enumerate(POLICY_NAMES)}
 
 
@@ -88,14 +88,12 @@ class CanvasStates:
         restarts = config.method.full_attention or config.dedicated_commit
         self.counter_N = self.block_step_N if restarts else self.step_N
 
-        # Tables of other owners that move with the canvas: parked and restored like it.
+        # Tables of other owners that move with the canvas: kept and restored like it.
         self.companions: list[Tensor] = []
         self.req_id_to_slot: dict[str, int] = {}
         self._fresh: list[tuple[int, int, int]] = []
         self._tails: list[tuple[int, int, int]] = []
-        self._restored: list[tuple[int, tuple[Tensor, ...]]] = []
-        self._origins: dict[str, tuple[list[int], SamplingParams]] = {}
-        self._parked: dict[str, tuple[Tensor, ...]] = {}
+        self.preempted = PreemptedRows(PREEMPTED_PER_SLOT * num_slots)
 
     @property
     def max_model_len(self) -> int:
@@ -149,33 +147,23 @@ class CanvasStates:
         self._fresh.append((slot, num_tokens - tail, tail))
         tokens = data.prefill_token_ids[num_tokens - tail :]
         self._tails += [(slot, i, token) for i, token in enumerate(tokens)]
-        origin = (data.prompt_token_ids, params)
-        parked = self._parked.pop(data.req_id, None)
-        # A reused id is another request, whatever it finds under its name.
-        if parked is not None and self._origins[data.req_id] == origin:
-            self._restored.append((slot, parked))
-        self._origins[data.req_id] = origin
+        self.preempted.bring_back(data.req_id, slot)
 
     def remove_request(self, req_id: str) -> None:
-        """Free the slot, keeping its open blocks in case the request was only preempted.
+        """Free the slot; a preempted request's open blocks are kept until it comes back.
 
-        Preemption and the end of a request look alike from here. First come, first served, at
-        most as many requests as there are slots can be waiting to resume; the bound leaves room
-        for priorities, under which more can.
-        A request that resumes from parked rows takes the steps it would have taken. Under full
-        attention, and with the cache of a block, the KV that the open block was decided on is
-        lost: it starts again.
+        It then takes the steps that it would have taken. Under full attention, and with the cache
+        of a block, the KV that the open block was decided on is lost: it starts again.
         """
         slot = self.req_id_to_slot.pop(req_id, None)
-        if slot is None:
+        if isinstance(req_id, FinishedId):
+            self.preempted.forget(req_id)
+        if slot is None or not isinstance(req_id, PreemptedId):
             return
-        if self.config.method.full_attention or self.uses("use_block_cache", np.array([slot])):
-            self._origins.pop(req_id, None)
+        restarts = self.config.method.full_attention
+        if restarts or self.uses("use_block_cache", np.array([slot])):
             return
-        self._parked[req_id] = tuple(row[slot].clone() for row in self._rows)
-        while len(self._parked) > PARKED_PER_SLOT * self.open_N.shape[0]:
-            oldest = next(iter(self._parked))
-            del self._parked[oldest], self._origins[oldest]
+        self.preempted.keep(req_id, self._rows, slot)
 
     def apply_staged_writes(self) -> None:
         """Bring what `add_request` staged to the device."""
@@ -198,14 +186,7 @@ class CanvasStates:
             slots, places, tokens = staged.unbind(1)
             self.canvas_NC[slots, places] = tokens
             self._tails.clear()
-        for slot, parked in self._restored:
-            # Rows that do not continue these committed tokens belong to an earlier request.
-            start, ended = parked[:2]
-            continues = (start == self.start_N[slot]) & ~ended
-            # A companion that was created meanwhile has nothing to restore.
-            for row, saved in zip(self._rows, parked, strict=False):
-                row[slot] = torch.where(continues, saved, row[slot])
-        self._restored.clear()
+        self.preempted.restore(self._rows)
 
     def view(self, slots_R: Tensor, num_computed_R: Tensor) -> tuple[Canvas, Tensor]:
         """Gather the canvases of a step.

@@ -87,6 +87,12 @@ def scheduler(llm: Any) -> Any:
     return llm.llm_engine.engine_core.engine_core.scheduler
 
 
+def canvas_states(llm: Any) -> Any:
+    """What the worker of an in-process engine keeps of its requests."""
+    executor = llm.llm_engine.engine_core.engine_core.model_executor
+    return executor.driver_worker.worker.model_runner.model_state.states
+
+
 def free_pages(llm: Any) -> int:
     """Pages of the KV cache that no request holds."""
     return int(scheduler(llm).kv_cache_manager.block_pool.get_num_free_blocks())

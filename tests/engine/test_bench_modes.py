@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from dllm_plugin import default_model
 from dllm_plugin.commands import cli
 from dllm_plugin.commands.bench import command
-from dllm_plugin.commands.bench.engines import stop
 from dllm_plugin.commands.bench.options import settings_of
+from dllm_plugin.commands.offline import stop_engine
 
 QUICK = ["--enforce-eager", "--seed", "3"]
 SHAPES = ["--shapes", "tiny", "--requests", "1,3", "--tokens-per-forward", "3", "--vs", "ar,hf"]
@@ -105,7 +105,7 @@ def test_engines_without_a_checkpoint_have_random_weights(whose: str, tmp_path: 
     """Those that vLLM has not packed for the CPU; tests/gpu has the others."""
     engine = without_checkpoint(whose, tmp_path)
     found = dict(worker_of(engine).get_model().named_parameters())
-    stop(engine)
+    stop_engine(engine)
     assert found["model.embed_tokens.weight"].float().std().item() == pytest.approx(0.02, rel=0.02)
     norms = [values for name, values in found.items() if "norm" in name]
     assert len(norms) >= 5 and all((values == 1).all() for values in norms)

@@ -42,7 +42,7 @@ def test_accuracy_and_tokens_per_forward() -> None:
 
 def test_every_policy_of_a_strategy() -> None:
     program = (
-        "import json; from dllm_plugin.commands.evaluate_all import score_strategy;"
+        "import json; from dllm_plugin.commands.eval.every_policy import score_strategy;"
         "print(json.dumps([row._asdict() for row in score_strategy('dual_cache', 'auto', 2)]))"
     )
     rows = json.loads(run(sys.executable, "-c", program).strip().splitlines()[-1])

@@ -7,7 +7,7 @@ import torch
 from mixed import BLOCK, D2F, ONE_BLOCK, SEVERAL, check_alike, check_steps, fresh_compiler
 from scripted import Loop
 
-from dllm_plugin.kernels.confidence import reference
+from dllm_plugin.decoding import blocks
 
 KINDS = {
     "d2f": (D2F, True),
@@ -47,12 +47,12 @@ def test_both_forms_of_ranking_agree() -> None:
         score[score == 0] = -float("inf")
         candidates = torch.rand(40, positions, generator=generator) < 0.6
         block = torch.randint(0, slots + 1, (40, positions), generator=generator)
-        counted = reference._rank_by_counting(score, candidates, None)
-        assert torch.equal(counted, reference.rank(score, candidates))
+        counted = blocks._rank_by_counting(score, candidates, None)
+        assert torch.equal(counted, blocks.rank(score, candidates))
         of_none = block.where(candidates, slots)
-        counted = reference._rank_by_counting(score, candidates, of_none)
-        sorted_ranks = reference.rank_in_block(score, candidates, block, slots)
+        counted = blocks._rank_by_counting(score, candidates, of_none)
+        sorted_ranks = blocks.rank_in_block(score, candidates, block, slots)
         assert torch.equal(counted[candidates], sorted_ranks[candidates])
-        best = reference.best_per_block(score, candidates & (block < slots), block, slots)
+        best = blocks.best_per_block(score, candidates & (block < slots), block, slots)
         first = candidates & (block < slots) & (counted == 0)
         assert torch.equal(best, first)

@@ -100,7 +100,7 @@ def test_each_alone(
 def recorded_draws(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     """Let the plugin read a case's numbers where it would draw its own."""
     from dllm_plugin.kernels.confidence import reference
-    from dllm_plugin.sampling import proposer as proposals
+    from dllm_plugin.sampling import ranking
 
     def uniform(seed: Any, position: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
         position, step = torch.broadcast_tensors(position, step)
@@ -121,7 +121,7 @@ def recorded_draws(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     if case.record.get("noise_kind") == "gumbel":
         monkeypatch.setattr(reference, "gumbel_uniform", gumbel)
     else:
-        monkeypatch.setattr(proposals, "counter_uniform", uniform)
+        monkeypatch.setattr(ranking, "counter_uniform", uniform)
 
 
 @every_decoder

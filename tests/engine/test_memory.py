@@ -5,15 +5,19 @@ from typing import Any
 import pytest
 from engines import (
     EngineRoom,
+    canvas_states,
     forwards,
     free_pages,
     generate,
     num_preemptions,
     params,
+    scheduler,
     step_through,
     token_ids,
 )
+from held import Held, held
 from jobs import MIXED, check, job
+from vllm.v1.request import RequestStatus
 
 
 def test_preemption_under_pressure(family: str, overlapped: bool, room: EngineRoom) -> None:
@@ -100,3 +104,46 @@ def test_every_way_to_end_gives_every_page_back(overlapped: bool, room: EngineRo
         assert free_pages(llm) == pages
     step_through(llm, {0: [("a", list(one.prompt), wishes[1])], 3: [("b", [5], wishes[0])]})
     assert free_pages(llm) == pages
+
+
+def test_finished_requests_leave_nothing_on_the_worker(overlapped: bool, room: EngineRoom) -> None:
+    """Hundreds that end by length, stop token or abort, in any state, most preempted before."""
+    dllm = {"strategy": "d2f", "block_length": 8, "canvas_length": 16}
+    tight: Any = {"block_size": 32, "num_gpu_blocks_override": 9}
+    llm = room.start("llada", dllm, async_scheduling=overlapped, **tight)
+    before, pages, held_after = num_preemptions(llm), free_pages(llm), list[Held]()
+    for part in range(3):
+        many_short_requests(llm, part)
+        states = canvas_states(llm)
+        assert not states.req_id_to_slot and not states.preempted._kept
+        # A dictionary that was emptied keeps its size, which is that of the most it had.
+        states.req_id_to_slot, states.preempted._kept = {}, {}
+        held_after.append(held(states, states.config, states.model_config))
+        assert free_pages(llm) == pages
+    assert num_preemptions(llm) - before > 50
+    assert held_after[0] == held_after[1] == held_after[2]
+
+
+def many_short_requests(llm: Any, part: int, count: int = 80) -> None:
+    """Keep ten requests in the engine until `count` have come and gone; abort every seventh."""
+    engine, core, states, started = llm.llm_engine, scheduler(llm), canvas_states(llm), 0
+    step = 0
+    while started < count or engine.has_unfinished_requests():
+        while started < count and len(core.requests) < 10:
+            one = job(15 + 7 * started % 20, 10 + started % 16, seed=started)
+            stops = {"stop_token_ids": [0, 2, 5, 9]} if started % 3 == 0 else {}
+            scores = {"logprobs": 2} if started % 5 == 0 else {}
+            wish = params(one.max_tokens, **stops, **scores)
+            engine.add_request(f"{part}-{started}", {"prompt_token_ids": list(one.prompt)}, wish)
+            started += 1
+        engine.step()
+        step += 1
+        # Between two steps, so that the worker hears of preemptions and aborts at once.
+        if step % 5 == 0:
+            llm.reset_prefix_cache(reset_running_requests=True)
+        waiting = {i for i, r in core.requests.items() if r.status == RequestStatus.PREEMPTED}
+        assert states.preempted._kept.keys() <= waiting
+        chosen = [i for i in core.requests if int(i.split("-")[1]) % 7 == 3]
+        preempted = [i for i in chosen if i in waiting]
+        engine.abort_request(preempted or chosen[:1], internal=True)
+    engine.step()  # nobody is left: it tells the worker who came last

@@ -2,10 +2,9 @@
 
 from dummies import without_checkpoint
 
-from dllm_plugin.commands.bench.drive import Ask
-from dllm_plugin.commands.bench.engines import stop
-from dllm_plugin.commands.bench.memory import logits_bytes, temporary_bytes
-from dllm_plugin.commands.offline import BUNDLED_MEMORY
+from dllm_plugin.commands.bench.request_loop import Ask
+from dllm_plugin.commands.bench.step_memory import logits_bytes, temporary_bytes
+from dllm_plugin.commands.offline import BUNDLED_MEMORY, stop_engine
 
 REQUESTS, CANVAS = 1, 32
 
@@ -17,6 +16,6 @@ def test_a_step_allocates_its_logits_and_no_cache(tmp_path):
     asks = [Ask([1 + i for i in range(160)], sampling)] * REQUESTS
     found = temporary_bytes(engine, asks)
     logits = logits_bytes(engine, REQUESTS * CANVAS, vocab_parallel=False)
-    stop(engine)
+    stop_engine(engine)
     assert logits == REQUESTS * CANVAS * 512 * 2
     assert logits <= found < BUNDLED_MEMORY["kv_cache_memory_bytes"] / 100

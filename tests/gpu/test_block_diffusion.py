@@ -1,7 +1,7 @@
 """Block diffusion on LLaDA and Dream, as `diffuplug bench` runs it, on a GPU: fp32, Triton, async.
 
-Full CUDA graphs of whole canvases, and of single blocks where those commit alone, against the loop
-in plain torch on the CPU. Random orders are kept: they come of 64-bit integers, alike everywhere.
+Full CUDA graphs of whole canvases, and of single blocks where many requests run, against the loop
+in plain torch on the CPU. Random orders are the same there: they come from 64-bit integers.
 """
 
 import os
@@ -61,38 +61,38 @@ def differences(runs):
         got, want = token_ids(output), text.answer()
         if got != want:
             at = len(os.path.commonprefix([got, want]))
-            parts = f"{got[at : at + 3]} for {want[at : at + 3]} from {at} on"
-            wrong.append(f"{name}: {parts}, nearest tie of tokens {text.margin:.1e}")
+            found = f"{got[at : at + 3]} for {want[at : at + 3]} from {at} on"
+            wrong.append(f"{name}: {found}, nearest tie of tokens {text.margin:.1e}")
     return wrong
 
 
-def extra_passes(runs):
-    """By name: forwards beyond the loop's denoising passes, and its passes that only store."""
+def extra_forwards(runs):
+    """By name: forwards beyond the loop's denoising ones, and its forwards that only store."""
     return {name: (forwards(out) - text.passes, text.commit_passes) for name, text, out in runs}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_whole_canvases(family, monkeypatch):
-    """Requests with block lengths of their own are fed whole canvases like the others."""
+    """Requests with block lengths of their own compute whole canvases like the others."""
     engine, lengths = start(family, {"commit_alone_from": 0}, monkeypatch)
     shapes = [(16, 48), (8, 20), (32, 40)]
     jobs = [(a_prompt(5 + 9 * i, i), *shapes[i % 3], wish) for i, wish in enumerate(WISHES)]
     runs = decode(engine, family, jobs)
     assert differences(runs) == []
-    assert {name: extra for name, extra in extra_passes(runs).items() if extra[0]} == {}
+    assert {name: extra for name, extra in extra_forwards(runs).items() if extra[0]} == {}
     # Only prompts are computed in other graphs.
     assert lengths.keys() == {None, 64} and lengths[None] <= 2 * len(jobs), lengths
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_single_blocks_where_many_requests_run(family, monkeypatch):
-    """Answers of several lengths, so that the last three of the batch ride along again."""
+    """Answers of several lengths: once three requests are left, commits share forwards again."""
     dllm = {"block_length": 16, "commit_alone_from": 4}
     engine, lengths = start(family, dllm, monkeypatch)
     jobs = [(a_prompt(5 + 9 * i, i), 16, 16 + 8 * i, wish) for i, wish in enumerate(WISHES)]
     runs = decode(engine, family, jobs)
     assert differences(runs) == []
-    alone, together = extra_passes(runs[: len(jobs)]), extra_passes(runs[len(jobs) :])
+    alone, together = extra_forwards(runs[: len(jobs)]), extra_forwards(runs[len(jobs) :])
     assert {name: extra for name, extra in alone.items() if extra[0]} == {}
     assert all(0 <= extra <= most for extra, most in together.values()), together
     assert sum(extra for extra, _ in together.values()) > 0, together

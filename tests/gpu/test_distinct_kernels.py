@@ -1,4 +1,4 @@
-"""Kernels of the `distinct` KV layout on a GPU against their twins, in three number formats."""
+"""Kernels of the `distinct` KV layout on a GPU against their references, in three dtypes."""
 
 import random
 from dataclasses import replace
@@ -7,22 +7,23 @@ import pytest
 import spans
 import torch
 
-from dllm_plugin.kernels.paged_attention import kernel as paged_attention
-from dllm_plugin.kernels.paged_attention import reference as paged_reference
-from dllm_plugin.kernels.paged_attention import store as paged_store
+from dllm_plugin.kernels.paged_attention import kernel as attention_kernel
+from dllm_plugin.kernels.paged_attention import reference as attention_reference
+from dllm_plugin.kernels.paged_store import kernel as store_kernel
+from dllm_plugin.kernels.paged_store import reference as store_reference
 
-# The twin computes in fp32 from the same rounded inputs; the kernels round weights and results.
+# References compute in fp32 from the same rounded inputs; kernels round weights and results.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 DTYPES = list(TOLERANCE)
 
 
 def compare(case, seed=0):
     arguments, constants = spans.build(case, seed, "cuda")
-    paged_attention.attend_spans(*arguments, **constants, num_units=case.units)
-    twin = [*arguments[:-1], torch.full_like(arguments[-1], torch.nan)]
-    paged_reference.attend_spans(*twin, **constants)
+    attention_kernel.attend_spans(*arguments, **constants, num_units=case.units)
+    expected = [*arguments[:-1], torch.full_like(arguments[-1], torch.nan)]
+    attention_reference.attend_spans(*expected, **constants)
     torch.testing.assert_close(
-        *(arguments[-1], twin[-1]), atol=TOLERANCE[case.dtype], rtol=0, equal_nan=True
+        *(arguments[-1], expected[-1]), atol=TOLERANCE[case.dtype], rtol=0, equal_nan=True
     )
 
 
@@ -69,7 +70,7 @@ def test_sweep(group, head, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_long_contexts_in_every_number_of_shares(dtype):
+def test_long_contexts_in_every_number_of_splits(dtype):
     for units in (1, 4, 8, 16, 32, 64, 132):
         case = spans.Spans([32, 9], [8192, 3000], 4, 7, 128, 64, units=units, dtype=dtype)
         compare(case, units)
@@ -86,9 +87,9 @@ def test_store(heads, head, page, dtype):
         slots = torch.randperm(40 * page, generator=rng)[:tokens]
         slots[torch.rand(tokens, generator=rng) < 0.3] = -1
         caches = []
-        for store in (paged_store.store_kv, paged_reference.store_kv):
+        for store in (store_kernel.store_kv, store_reference.store_kv):
             cache = torch.full((40, heads, page, 2 * head), torch.nan, dtype=dtype, device="cuda")
-            store(key, value, *paged_reference.split_cache(cache, head), slots.cuda())
+            store(key, value, *store_reference.split_cache(cache, head), slots.cuda())
             caches.append(cache)
         torch.testing.assert_close(*caches, atol=0, rtol=0, equal_nan=True)
 
@@ -107,7 +108,7 @@ def test_a_captured_graph_follows_its_inputs(units):
     pages = max(len(arguments[3]) for arguments in built)
     cache = torch.full((pages, 2, 64, 256), torch.nan, dtype=torch.bfloat16, device="cuda")
     buffers = [torch.zeros_like(tensor) for tensor in built[0][:3]]
-    caches = paged_reference.split_cache(cache, 128)
+    caches = store_reference.split_cache(cache, 128)
     bounds, start = (torch.zeros(n, dtype=torch.int32, device="cuda") for n in (5, 4))
     seen = torch.zeros(193, dtype=torch.int32, device="cuda")
     table = torch.zeros(4, width, dtype=torch.int32, device="cuda")
@@ -129,13 +130,13 @@ def test_a_captured_graph_follows_its_inputs(units):
         out.fill_(torch.nan)
 
     fill(built[0])
-    paged_attention.attend_spans(*inputs, 64, num_units=units)
+    attention_kernel.attend_spans(*inputs, 64, num_units=units)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        paged_attention.attend_spans(*inputs, 64, num_units=units)
+        attention_kernel.attend_spans(*inputs, 64, num_units=units)
     for arguments in built:
         fill(arguments)
         graph.replay()
-        twin = [*arguments[:-1], torch.full_like(arguments[-1], torch.nan)]
-        paged_reference.attend_spans(*twin, 64)
-        torch.testing.assert_close(out, twin[-1], atol=3e-2, rtol=0, equal_nan=True)
+        expected = [*arguments[:-1], torch.full_like(arguments[-1], torch.nan)]
+        attention_reference.attend_spans(*expected, 64)
+        torch.testing.assert_close(out, expected[-1], atol=3e-2, rtol=0, equal_nan=True)

@@ -19,8 +19,8 @@ import recorded
 import test_grid_goldens as grid
 from engines import CHECKPOINTS, a_prompt, generate, params, step_through, token_ids
 
-from dllm_plugin.commands import evaluate
-from dllm_plugin.commands.problems import eval_seeds, problem
+from dllm_plugin.commands.eval import command as evaluate
+from dllm_plugin.commands.problems.generator import eval_seeds, problem
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
@@ -91,7 +91,7 @@ def end(engine):
 
 
 def long_sdar(compilation, dllm=SDAR, **options):
-    """Rows for a prompt of 1,000 tokens in blocks of 4 tokens: 250, where 8 requests are served."""
+    """A prompt of 1,000 tokens in blocks of 4 is 250 sequences, where 8 requests are served."""
     more = {"max_model_len": 2048, "hf_overrides": {"max_position_embeddings": 2048}} | options
     return engine_of("tiny-sdar", dllm, compilation, **more)
 
@@ -150,20 +150,20 @@ def eager_sdar(in_process):
 
 
 @pytest.fixture
-def by_rows(monkeypatch):
-    """No step reads contexts apart from canvases, which rounds differently."""
-    monkeypatch.setattr("dllm_plugin.attention.cascade.MOST_HEADS_PER_KEY", 0)
+def no_cascade(monkeypatch):
+    """No step uses cascade attention, which rounds differently."""
+    monkeypatch.setattr("dllm_plugin.attention.cascade.MAX_HEADS_PER_KV_HEAD", 0)
 
 
 @pytest.fixture
-def in_parts(monkeypatch):
-    """Every captured step of two requests or more reads contexts apart from canvases."""
-    monkeypatch.setattr("dllm_plugin.attention.cascade.MOST_HEADS_PER_KEY", 2)
-    monkeypatch.setattr("dllm_plugin.attention.cascade.READ_AGAIN", 150)
+def cascade(monkeypatch):
+    """Every captured step of two requests or more uses cascade attention."""
+    monkeypatch.setattr("dllm_plugin.attention.cascade.MAX_HEADS_PER_KV_HEAD", 2)
+    monkeypatch.setattr("dllm_plugin.attention.cascade.LAUNCH_COST", 150)
 
 
 @pytest.mark.parametrize("backend", ["FLASH_ATTN", "TRITON_ATTN"])
-def test_sdar(backend, eager_sdar, by_rows):
+def test_sdar(backend, eager_sdar, no_cascade):
     short, long = eager_sdar
     engine = long_sdar(graphs(32), backend=backend)
     before, between, behind = short_answers(engine), long_answers(engine), short_answers(engine)
@@ -175,16 +175,16 @@ def test_sdar(backend, eager_sdar, by_rows):
     assert agree(between, long) > BEFORE_TIES
 
 
-def test_sdar_as_it_is_served(eager_sdar, in_parts):
-    """Compiled, with piecewise graphs for prompts; contexts apart."""
+def test_sdar_as_it_is_served(eager_sdar, cascade):
+    """Compiled, with piecewise graphs for prompts; with a cascade."""
     engine = long_sdar({}, async_scheduling=True)
-    assert check_builder(engine).model_state.rows.parts_from <= 4
+    assert check_builder(engine).model_state.sequences.cascade_min_requests <= 4
     answers = [long_answers(engine) for _ in range(2)]
     end(engine)
     assert all(agree(one, eager_sdar[1]) > BEFORE_TIES for one in answers)
 
 
-def alone_answers(engine):
+def block_answers(engine):
     """Contexts of at most 128 tokens; one position after the other, so that ends are apart."""
     prompts = [a_prompt(9 + 8 * n, n) for n in range(6)]
     wishes = [params(20 + 8 * n, dllm_policy="sequential") for n in range(6)]
@@ -192,7 +192,7 @@ def alone_answers(engine):
 
 
 @pytest.mark.parametrize("backend", ["FLASH_ATTN", "TRITON_ATTN"])
-def test_steps_of_one_block_each(backend, by_rows, monkeypatch):
+def test_steps_of_one_block_each(backend, no_cascade, monkeypatch):
     """Graphs of one block for three requests and more, of whole canvases for fewer."""
     dllm, answers = SDAR | {"block_length": 16, "commit_alone_from": 3}, []
     for compilation in (EAGER, graphs(32, block=16)):
@@ -208,13 +208,13 @@ def test_steps_of_one_block_each(backend, by_rows, monkeypatch):
             return replay(desc)
 
         monkeypatch.setattr(manager, "run_fullgraph", note)
-        answers.append([alone_answers(engine) for _ in range(2)])
+        answers.append([block_answers(engine) for _ in range(2)])
         end(engine)
     assert answers[0] == answers[1]
     assert replayed >= {(n, 16) for n in range(3, 7)} | {(1, 32), (2, 32)}
 
 
-def test_many_requests_are_fed_one_block_each_by_default():
+def test_many_requests_compute_one_block_each_by_default():
     from vllm.engine.arg_utils import EngineArgs
 
     from dllm_plugin.config.cuda_graphs import WORKER
@@ -230,7 +230,7 @@ def test_many_requests_are_fed_one_block_each_by_default():
 def d2f_answers(engine):
     """Alone, together, and the most requests that one step can hold, all alike.
 
-    The last have more rows than FlashAttention 3 plans with one block of threads (992).
+    The last have more sequences than FlashAttention 3 plans with one block of threads (992).
     """
     cases = json.loads((recorded.GOLDENS / "d2f_llada.json").read_text())["cases"]
     cases = [case for case in cases if case["settings"]["block_size"] <= 16]
@@ -246,7 +246,7 @@ def d2f_answers(engine):
     ]
 
 
-def test_d2f_with_four_active_blocks(by_rows):
+def test_d2f_with_four_active_blocks(no_cascade):
     """Contexts of at most 512 tokens, which eager steps never split: exact with one split."""
     options = {"max_model_len": 512, "max_num_seqs": MANY, "splits": 1}
     options["max_num_batched_tokens"] = MANY * 64 + 512
@@ -260,13 +260,13 @@ def test_d2f_with_four_active_blocks(by_rows):
     assert len({tuple(tokens) for tokens in eager[-1]}) == 1
 
 
-def test_the_bundled_model_as_it_is_served(in_parts):
-    """Contexts apart, as heads with keys of their own have them where enough requests run."""
+def test_the_bundled_model_as_it_is_served(cascade):
+    """With a cascade, as for heads with keys of their own where enough requests run."""
     engine = evaluate.start(evaluate.ways()["D2F, threshold 0.9"], "bfloat16")
-    parts = check_builder(engine).model_state.rows.parts
-    before = parts.context.clone()
+    buffers = check_builder(engine).model_state.sequences.cascade
+    before = buffers.context.clone()
     problems = [problem(seed) for seed in eval_seeds(100)]
-    score = evaluate.decode(engine, "in parts", problems, evaluate.MAX_TOKENS)
-    assert (parts.context != before).any()
+    score = evaluate.decode(engine, "cascade", problems, evaluate.MAX_TOKENS)
+    assert (buffers.context != before).any()
     end(engine)
     assert score.accuracy == 1 and score.tokens_per_forward > 20

@@ -12,15 +12,15 @@ def test_tokens_and_forwards_equal_the_reference(model):
 
 
 @pytest.mark.parametrize("model", ["sdar", "llada2.1"])
-def test_blocks_commit_alone_while_many_requests_run(model):
+def test_single_block_steps_while_many_requests_run(model):
     """Steps of one block each between steps of whole canvases.
 
     Requests bring block lengths of their own here, so most of these steps are in piecewise graphs.
     """
-    passes = []
+    counts = []
     for case, output in recorded.decode_blocks(model, {"commit_alone_from": 3}):
         completion = output.outputs[0]
         assert list(completion.token_ids) == case["output_ids"], case["id"]
-        passes.append(sum(completion.spec_decode_metrics.histogram))
-    # The same cases alone, where commits ride along, and together.
-    assert sum(passes[: len(passes) // 2]) < sum(passes[len(passes) // 2 :])
+        counts.append(sum(completion.spec_decode_metrics.histogram))
+    # Alone, a commit shares its forward with the next block; together, it takes one of its own.
+    assert sum(counts[: len(counts) // 2]) < sum(counts[len(counts) // 2 :])

@@ -1,4 +1,4 @@
-"""Rotation inside of FlashAttention's backend: the kernel, and texts beside Triton's backend.
+"""Rotation inside of FlashAttention's backend: the kernel, and texts against Triton's backend.
 
 Needs a Hopper GPU. Under TRITON_ATTN the model's own layers rotate.
 """
@@ -10,28 +10,27 @@ from test_flash_graphs import BEFORE_TIES, agree, end, engine_of, graphs
 from test_flash_graphs import in_process as in_process
 from test_flash_graphs import pytestmark as pytestmark
 
-from dllm_plugin.kernels.rotate_and_store import kernel as rotated_store
-from dllm_plugin.kernels.rotate_and_store import reference as rotated_reference
+from dllm_plugin.kernels.rotate_and_store import kernel, reference
 
 BLOCKS = {"strategy": "block_diffusion", "block_length": 8, "commit_alone_from": 0}
 
 
 @pytest.mark.parametrize("tokens", [1, 32, 128, 5000])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 32), (28, 4), (3, 1)])
-def test_the_kernel_and_its_twin(heads, kv_heads, tokens):
-    """Results may differ by a rounding, where products were rounded before they were added."""
+def test_the_kernel_and_its_reference(heads, kv_heads, tokens):
+    """Results may differ by a rounding, where products are rounded before they are added."""
     make = {"device": "cuda", "dtype": torch.bfloat16}
     torch.manual_seed(tokens)
     sizes = [heads * 128, kv_heads * 128, kv_heads * 128]
-    parts = torch.randn(tokens, sum(sizes), **make).split(sizes, dim=1)
-    query, key, value = (part.unflatten(1, (-1, 128)) for part in parts)
+    qkv = torch.randn(tokens, sum(sizes), **make).split(sizes, dim=1)
+    query, key, value = (x.unflatten(1, (-1, 128)) for x in qkv)
     positions = torch.randint(0, 9000, (tokens,), device="cuda")
     angles = torch.outer(torch.arange(9000), 1e4 ** -torch.linspace(0, 1, 64)).cuda()
     table = torch.cat([angles.cos(), angles.sin()], dim=1).bfloat16()
     slots = torch.randperm(16 * 400, device="cuda")[:tokens]
     slots[::7] = -1
     results = []
-    for module in (rotated_store, rotated_reference):
+    for module in (kernel, reference):
         cache = torch.zeros(400, kv_heads, 16, 256, **make)
         outs = [torch.empty(x.shape, **make) for x in (query, key)]
         module.rotate_and_store(query, key, value, positions, table, cache, slots, *outs)

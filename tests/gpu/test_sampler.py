@@ -1,4 +1,4 @@
-"""The pass over the logits on a GPU, at the vocabularies of LLaDA and Dream, against its twin."""
+"""Tokens and confidence on a GPU, at the vocabularies of LLaDA and Dream, against the reference."""
 
 import math
 
@@ -6,15 +6,15 @@ import pytest
 import torch
 from mixed import BLOCK, D2F, ONE_BLOCK, SEVERAL, check_alike, check_steps
 
-from dllm_plugin.kernels.confidence import kernel as row_stats
-from dllm_plugin.kernels.confidence import reference
-from dllm_plugin.kernels.confidence.reference import Columns, Draws, RowStats, propose_rows
-from dllm_plugin.kernels.move_rows import kernel as move_rows
+from dllm_plugin.kernels.confidence import kernel as confidence
+from dllm_plugin.kernels.confidence.reference import Columns, RowSampling, RowStats, propose_rows
+from dllm_plugin.kernels.move_rows import kernel as move_kernel
+from dllm_plugin.kernels.move_rows import reference as move_reference
 
 SLOTS = 64
 
 
-def draws_of(rows: int, temperatures: list[float]) -> tuple[torch.Tensor, Draws]:
+def sampling_of(rows: int, temperatures: list[float]) -> tuple[torch.Tensor, RowSampling]:
     generator = torch.Generator(device="cuda").manual_seed(rows)
 
     def integers(low: int, high: int, size: int) -> torch.Tensor:
@@ -22,17 +22,17 @@ def draws_of(rows: int, temperatures: list[float]) -> tuple[torch.Tensor, Draws]
 
     temperature = torch.tensor(temperatures * SLOTS, device="cuda")[:SLOTS]
     tables = (integers(-(2**62), 2**62, SLOTS), integers(0, 99, SLOTS), integers(0, 9999, SLOTS))
-    return integers(0, SLOTS, rows), Draws(temperature, *tables, integers(0, 128, rows), 1)
+    return integers(0, SLOTS, rows), RowSampling(temperature, *tables, integers(0, 128, rows), 1)
 
 
-def twin(logits, slots, mask, draws, **options) -> RowStats:
-    """The twin, a few rows at a time: it needs eight bytes and more for every logit."""
-    parts = []
+def expected(logits, slots, mask, sampling, **options) -> RowStats:
+    """The reference, a few rows at a time: it needs eight bytes and more for every logit."""
+    found = []
     for low in range(0, len(slots), 128):
-        part = slice(low, low + 128)
-        few = draws and draws._replace(offset_T=draws.offset_T[part])
-        parts.append(propose_rows(logits[part], slots[part], mask, few, **options))
-    return RowStats(*(None if x[0] is None else torch.cat(x) for x in zip(*parts, strict=True)))
+        rows = slice(low, low + 128)
+        few = sampling and sampling._replace(offset_T=sampling.offset_T[rows])
+        found.append(propose_rows(logits[rows], slots[rows], mask, few, **options))
+    return RowStats(*(None if x[0] is None else torch.cat(x) for x in zip(*found, strict=True)))
 
 
 def check(got: RowStats, want: RowStats, vocab: int) -> None:
@@ -51,24 +51,24 @@ def check(got: RowStats, want: RowStats, vocab: int) -> None:
 @pytest.mark.parametrize("vocab", [2, 1025, 32000, 126464, 152064, 151669])
 @pytest.mark.parametrize("rows", [1, 33])
 def test_every_size(rows, vocab, dtype, temperatures, temper):
-    slots, draws = draws_of(rows, temperatures)
+    slots, sampling = sampling_of(rows, temperatures)
     logits = (torch.randn(rows, vocab, device="cuda") * 4).to(dtype)
-    arguments = (logits, slots, vocab // 2, draws if any(temperatures) else None)
+    arguments = (logits, slots, vocab // 2, sampling if any(temperatures) else None)
     for programs in (1, 300, 100_000):
-        options = {"temper": temper, "want_rank": True}
-        got = row_stats.propose_rows(*arguments, programs=programs, **options)
-        check(got, twin(*arguments, **options), vocab)
+        options = {"temper": temper, "want_ranking": True}
+        got = confidence.propose_rows(*arguments, programs=programs, **options)
+        check(got, expected(*arguments, **options), vocab)
 
 
 @pytest.mark.parametrize("temperatures", [[0.0], [0.7], [1.0, 0.0]], ids=str)
 def test_a_full_step_takes_the_same_tokens(temperatures):
     """64 requests of 32 rows at Dream's vocabulary; logits as flat as bf16 makes ties of them."""
-    slots, draws = draws_of(2048, temperatures)
+    slots, sampling = sampling_of(2048, temperatures)
     logits = torch.randn(2048, 152064, device="cuda", dtype=torch.bfloat16)
     logits[::3] *= 6
-    arguments = (logits, slots, 151666, draws if any(temperatures) else None)
+    arguments = (logits, slots, 151666, sampling if any(temperatures) else None)
     before = logits.clone()
-    check(row_stats.propose_rows(*arguments), twin(*arguments), 152064)
+    check(confidence.propose_rows(*arguments), expected(*arguments), 152064)
     assert torch.equal(before, logits)
 
 
@@ -78,36 +78,36 @@ def test_a_full_step_takes_the_same_tokens(temperatures):
 def test_columns_of_ranks_merge_to_whole_rows(rows, ranks, temperatures):
     """As under `vocab_parallel`, with padding behind an odd vocabulary."""
     vocab, padded = 151669, 151680
-    slots, draws = draws_of(rows, temperatures)
+    slots, sampling = sampling_of(rows, temperatures)
     logits = torch.randn(rows, padded, device="cuda").to(torch.bfloat16)
     logits[:, vocab:] = 99.0
-    draws, width = draws if any(temperatures) else None, padded // ranks
-    parts = [
-        row_stats.scan_rows(
+    sampling, width = sampling if any(temperatures) else None, padded // ranks
+    partials = [
+        confidence.scan_rows(
             logits[:, first : first + width].contiguous(),
-            *(slots, 77, draws),
+            *(slots, 77, sampling),
             columns=Columns(first, vocab, ranks),
-            want_rank=True,
+            want_ranking=True,
         )
         for first in range(0, padded, width)
     ]
-    got = row_stats.merge_rows(torch.stack(parts), want_rank=True, num_rows=rows)
-    check(got, twin(logits[:, :vocab], slots, 77, draws, want_rank=True), vocab)
+    got = confidence.merge_rows(torch.stack(partials), want_ranking=True, num_rows=rows)
+    check(got, expected(logits[:, :vocab], slots, 77, sampling, want_ranking=True), vocab)
 
 
 def test_nothing_large_is_allocated():
-    slots, draws = draws_of(2048, [0.7])
+    slots, sampling = sampling_of(2048, [0.7])
     logits = torch.randn(2048, 152064, device="cuda", dtype=torch.bfloat16)
-    row_stats.propose_rows(logits, slots, 5, draws, want_rank=True)
+    confidence.propose_rows(logits, slots, 5, sampling, want_ranking=True)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    row_stats.propose_rows(logits, slots, 5, draws, want_rank=True)
+    confidence.propose_rows(logits, slots, 5, sampling, want_ranking=True)
     assert torch.cuda.max_memory_allocated() - before < 2 << 20
 
 
 def test_rows_that_are_broken():
-    """NaN, infinities, banned rows, ties across parts; biases; rows of a table; given tokens."""
+    """NaN, infinities, banned rows, ties across ranges; biases; rows of a table; given tokens."""
     nan, inf, vocab = float("nan"), float("inf"), 100_000
     logits = torch.randn(10, vocab, device="cuda")
     logits[0, [70_000, 80_000]] = nan
@@ -117,30 +117,30 @@ def test_rows_that_are_broken():
     logits[4, [5, 60_000, 99_999]] = 30.0
     logits[5] = 1.0
     logits[6, 3], logits[6, 99_998] = inf, nan
-    slots, draws = draws_of(10, [0.0, 0.7])
+    slots, sampling = sampling_of(10, [0.0, 0.7])
     bias = torch.zeros(3, vocab, device="cuda")
     bias[1, ::2], bias[2, 7] = -inf, 50.0
     table = (bias, torch.arange(SLOTS, device="cuda") % 3)
     source = torch.tensor([9, 0, 3, 3, 6, 1], device="cuda")
     tokens = torch.arange(10, device="cuda") * 9999
-    for noise in (None, draws):
+    for noise in (None, sampling):
         for options in ({}, {"bias": table}, {"token_T": tokens}):
-            got = row_stats.propose_rows(logits, slots, 6, noise, want_rank=True, **options)
-            check(got, propose_rows(logits, slots, 6, noise, want_rank=True, **options), vocab)
+            got = confidence.propose_rows(logits, slots, 6, noise, want_ranking=True, **options)
+            check(got, propose_rows(logits, slots, 6, noise, want_ranking=True, **options), vocab)
         few = noise and noise._replace(offset_T=noise.offset_T[:6])
         options = {"source_T": source, "num_rows": 8}
-        got = row_stats.propose_rows(logits, slots[:6], 6, few, **options)
+        got = confidence.propose_rows(logits, slots[:6], 6, few, **options)
         check(got, propose_rows(logits, slots[:6], 6, few, **options), vocab)
 
 
-def test_draws_follow_the_softmax():
+def test_samples_follow_the_softmax():
     rows, vocab, kinds = 200_000, 1200, 40
     row = torch.full((vocab,), -float("inf"), device="cuda")
     row[torch.arange(kinds) * 30] = torch.randn(kinds, device="cuda")
     slots = torch.zeros(rows, dtype=torch.int64, device="cuda")
     table = [torch.tensor([x], device="cuda") for x in (0.8, 3, 4, 5)]
-    draws = Draws(*table, torch.arange(rows, device="cuda"), 0)
-    tokens = row_stats.propose_rows(row.expand(rows, -1), slots, 1, draws).token_T
+    sampling = RowSampling(*table, torch.arange(rows, device="cuda"), 0)
+    tokens = confidence.propose_rows(row.expand(rows, -1), slots, 1, sampling).token_T
     wanted = rows * (row.double() / 0.8).softmax(0)
     counts = tokens.bincount(minlength=vocab)
     assert counts[wanted == 0].sum() == 0
@@ -157,8 +157,8 @@ def test_carry_rows_move_alone(vocab):
     slots = torch.randperm(32, device="cuda")[:20]
     source = torch.randint(0, rows, (20,), device="cuda", dtype=torch.int32)
     moved = torch.rand(20, device="cuda") < 0.4
-    move_rows.move_rows(logits, source, first, slots, moved)
-    reference.move_rows(logits, source, second, slots, moved)
+    move_kernel.move_rows(logits, source, first, slots, moved)
+    move_reference.move_rows(logits, source, second, slots, moved)
     assert torch.equal(first, second)
 
 
@@ -179,5 +179,5 @@ def test_compiled_steps_take_the_same_decisions(dllm, shift):
 
 
 def test_other_policies_run_uncompiled():
-    sizes, passes = check_steps(BLOCK, True, "inductor", SEVERAL)
-    assert len(sizes) > 10 and max(sizes) > 2 and sum(sizes) < passes
+    sizes, forwards = check_steps(BLOCK, True, "inductor", SEVERAL)
+    assert len(sizes) > 10 and max(sizes) > 2 and sum(sizes) < forwards

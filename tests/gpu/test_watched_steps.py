@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 D2F = {"strategy": "d2f"}
-ALONE = {"strategy": "block_diffusion", "commit_alone_from": 2}
+SINGLE_BLOCKS = {"strategy": "block_diffusion", "commit_alone_from": 2}
 DISTINCT = D2F | {"kv_cache_layout": "distinct"}
 
 
@@ -21,13 +21,13 @@ DISTINCT = D2F | {"kv_cache_layout": "distinct"}
     ("family", "dllm", "options"),
     [
         ("llada", D2F, {}),
-        ("dream", ALONE, {}),
+        ("dream", SINGLE_BLOCKS, {}),
         ("sdar", {}, {}),
         ("llada2.1", {}, {}),
         ("dream", DISTINCT, {"attention_backend": None}),
         ("dream", D2F, {"attention_backend": "FLASH_ATTN", "dtype": "bfloat16"}),
     ],
-    ids=["d2f", "blocks-alone", "sdar", "llada2.1", "distinct", "flash"],
+    ids=["d2f", "single-blocks", "sdar", "llada2.1", "distinct", "flash"],
 )
 def test_no_step_waits_or_compiles_anew(family, dllm, options):
     """An engine in a process of its own, where vLLM reads at start what it has to check."""

@@ -1,4 +1,4 @@
-"""Run as a script by test_watched_steps.py: what steps of an engine did that they should not.
+"""Run as a script by test_watched_steps.py: report waits and compilations in steps of an engine.
 
 Arguments: a family, and the engine's options as JSON. The last line is JSON: kind of request ->
 where the host waited for the device. Raises if a step compiled again what had been compiled.
@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 import recorded
 from engines import a_prompt, params
 
-SLOW = {"dllm_threshold": 1.0}  # one token per pass: requests run on while others come
+SLOW = {"dllm_threshold": 1.0}  # one token per forward: requests run on while others come
 KINDS = {
     "plain": [SLOW, SLOW | {"temperature": 0.7, "seed": 3}, SLOW | {"temperature": 1.0}],
     "filtered": [

@@ -1,4 +1,4 @@
-"""The `distinct` KV layout: its twins against a plain loop, its Triton kernels against the twins.
+"""The `distinct` KV layout: references against a plain loop, Triton kernels against references.
 
 The kernels run in Triton's interpreter, in a process of its own.
 """
@@ -7,9 +7,11 @@ import pytest
 import spans
 import torch
 
-from dllm_plugin.kernels.paged_attention import reference as paged_reference
+from dllm_plugin.kernels.paged_attention import reference as attention_reference
+from dllm_plugin.kernels.paged_store import reference as store_reference
 
-KERNELS = "dllm_plugin.kernels"
+STORE = "dllm_plugin.kernels.paged_store.kernel.store_kv"
+ATTEND = "dllm_plugin.kernels.paged_attention.kernel.attend_spans"
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
 
 
@@ -18,9 +20,9 @@ def store_case(kv_heads, head, page, slots, seed=0):
     rng = torch.Generator().manual_seed(seed)
     size = kv_heads * head
     fused = torch.randn(len(slots), 3 * size, generator=rng)
-    key, value = (part.unflatten(1, (kv_heads, head)) for part in fused.split(size, dim=1)[1:])
+    key, value = (x.unflatten(1, (kv_heads, head)) for x in fused.split(size, dim=1)[1:])
     cache = torch.full((9, kv_heads, page, 2 * head), torch.nan)
-    return [key, value, *paged_reference.split_cache(cache, head), torch.tensor(slots)]
+    return [key, value, *store_reference.split_cache(cache, head), torch.tensor(slots)]
 
 
 STORES = {
@@ -37,28 +39,28 @@ STORES = {
 @pytest.fixture(scope="module")
 def interpreted(interpreter):
     """(case is a store, its name) -> arguments after the kernels' run."""
-    launches = [(f"{KERNELS}.paged_store.store_kv", None, case, {}) for case in STORES.values()]
+    launches = [(STORE, None, case, {}) for case in STORES.values()]
     for case in spans.CASES.values():
         arguments, constants = spans.build(case)
         constants["num_units"] = case.units
-        launches.append((f"{KERNELS}.paged_attention.attend_spans", None, arguments, constants))
+        launches.append((ATTEND, None, arguments, constants))
     results = [arguments for _, arguments in interpreter.run(launches)]
     keys = [*((True, name) for name in STORES), *((False, name) for name in spans.CASES)]
     return dict(zip(keys, results, strict=True))
 
 
 @pytest.mark.parametrize("name", STORES)
-def test_store_writes_what_its_twin_writes(name, interpreted):
+def test_store_writes_what_the_reference_writes(name, interpreted):
     key, value, key_cache, value_cache, slots = STORES[name]
     keys, values = key_cache.clone(), value_cache.clone()
-    paged_reference.store_kv(key, value, keys, values, slots)
+    store_reference.store_kv(key, value, keys, values, slots)
     for got, want in zip(interpreted[True, name][2:4], (keys, values), strict=True):
         assert torch.equal(got.nan_to_num(7e7), want.nan_to_num(7e7))
 
 
 def test_a_stored_token_lies_where_the_layout_says():
     key, value, key_cache, value_cache, _ = store_case(2, 64, 16, [37])
-    paged_reference.store_kv(key, value, key_cache, value_cache, torch.tensor([37]))
+    store_reference.store_kv(key, value, key_cache, value_cache, torch.tensor([37]))
     assert key_cache.shape == (9, 2, 16, 16, 4) and value_cache.shape == (9, 2, 64, 16)
     for d in (0, 3, 4, 63):
         assert key_cache[2, 1, d // 4, 5, d % 4] == key[0, 1, d]
@@ -67,10 +69,10 @@ def test_a_stored_token_lies_where_the_layout_says():
 
 
 @pytest.mark.parametrize("name", spans.CASES)
-def test_the_twin_agrees_with_a_plain_loop(name):
+def test_the_reference_agrees_with_a_plain_loop(name):
     case = spans.CASES[name]
     arguments, constants = spans.build(case)
-    paged_reference.attend_spans(*arguments, **constants)
+    attention_reference.attend_spans(*arguments, **constants)
     torch.testing.assert_close(
         *(arguments[-1], spans.plain(arguments)),
         **dict(atol=TOLERANCE[case.dtype], rtol=0, equal_nan=True),
@@ -78,10 +80,10 @@ def test_the_twin_agrees_with_a_plain_loop(name):
 
 
 @pytest.mark.parametrize("name", spans.CASES)
-def test_the_kernel_agrees_with_its_twin(name, interpreted):
+def test_the_kernel_agrees_with_the_reference(name, interpreted):
     case = spans.CASES[name]
     arguments, constants = spans.build(case)
-    paged_reference.attend_spans(*arguments, **constants)
+    attention_reference.attend_spans(*arguments, **constants)
     torch.testing.assert_close(
         *(interpreted[False, name][-1], arguments[-1]),
         **dict(atol=TOLERANCE[case.dtype], rtol=0, equal_nan=True),
@@ -89,24 +91,24 @@ def test_the_kernel_agrees_with_its_twin(name, interpreted):
 
 
 def test_batches_of_one_size_but_other_borders_do_not_share_a_mask():
-    """Ancestors kept block masks by shape alone."""
+    """Earlier kernels of this kind cached block masks by shape alone."""
     first, constants = spans.build(spans.Spans([6, 10], [20, 12]))
     other, _ = spans.build(spans.Spans([6, 10], [20, 12], rule=spans.absolute_grid))
     for arguments in (first, other):
-        paged_reference.attend_spans(*arguments, **constants)
+        attention_reference.attend_spans(*arguments, **constants)
     assert not torch.allclose(first[-1], other[-1])
     torch.testing.assert_close(other[-1], spans.plain(other), atol=2e-6, rtol=0)
 
 
-def test_what_is_computed_in_two_passes_equals_one():
-    """Keys that one pass stores are the next one's context: the layout round trip."""
+def test_what_two_forwards_compute_equals_one():
+    """Keys that one forward stores are the next one's context: the layout round trip."""
     arguments, constants = spans.build(spans.Spans([30], [0], group=2, rule=spans.absolute_grid))
-    paged_reference.attend_spans(*arguments, **constants)
+    attention_reference.attend_spans(*arguments, **constants)
     query, key, value, key_cache, value_cache, _, _, seen, table, scale, whole = arguments
     slots = table[0, torch.arange(20) // 16].long() * 16 + torch.arange(20) % 16
-    paged_reference.store_kv(key[:20], value[:20], key_cache, value_cache, slots)
+    store_reference.store_kv(key[:20], value[:20], key_cache, value_cache, slots)
     out = torch.full_like(whole[20:], torch.nan)
     bounds, start = torch.tensor([0, 10]).int(), torch.tensor([20]).int()
     rest = [query[20:], key[20:], value[20:], key_cache, value_cache, bounds, start, seen[20:]]
-    paged_reference.attend_spans(*rest, table, scale, out, 10)
+    attention_reference.attend_spans(*rest, table, scale, out, 10)
     torch.testing.assert_close(out, whole[20:], atol=2e-6, rtol=0)

@@ -1,4 +1,4 @@
-"""Run vLLM's Triton kernels, or ours, on the CPU: a process that serves whoever writes to it.
+"""Run Triton kernels, vLLM's or ours, on the CPU, in a process that is asked by its standard input.
 
 A line `LAUNCHES RESULTS` names two files. LAUNCHES is a saved list of (kernel name, grid,
 arguments, constants); a tuple among the arguments stands for an array of pointers to its tensors;

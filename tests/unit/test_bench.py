@@ -1,4 +1,4 @@
-"""The measuring modes without an engine: refusals, windows, shapes, floor."""
+"""Test the measuring modes without an engine: refusals, windows, shapes, floor."""
 
 import json
 import os
@@ -14,11 +14,20 @@ from transformers import AutoTokenizer
 
 from dllm_plugin import default_model
 from dllm_plugin.commands import cli
-from dllm_plugin.commands.bench import floor, gate, record, schedule, serving, step, trace, weights
-from dllm_plugin.commands.bench.drive import Answer, Arrival, Run, all_decode, steady
+from dllm_plugin.commands.bench import (
+    floor,
+    gate,
+    random_weights,
+    report,
+    step,
+    step_schedule,
+    trace_summary,
+)
+from dllm_plugin.commands.bench import throughput_latency as serving
 from dllm_plugin.commands.bench.gate import ranks_of
+from dllm_plugin.commands.bench.model_shapes import SHAPES, Sizes, autoregressive_config
 from dllm_plugin.commands.bench.options import Settings, settings_of
-from dllm_plugin.commands.bench.shapes import SHAPES, Sizes, relative
+from dllm_plugin.commands.bench.request_loop import Answer, Arrival, Run, all_decode, steady_window
 
 
 def settings(*arguments: str) -> Settings:
@@ -103,20 +112,20 @@ def test_switches_reach_the_engine() -> None:
     assert given.switches.items() <= given.dllm(128).items()
     assert not settings("step").switches
     # Each rank multiplies its share of the weights.
-    whole, half = Sizes.of(SHAPES["dream-7b"]), Sizes.of(SHAPES["dream-7b"]).share(2)
+    whole, half = Sizes.of(SHAPES["dream-7b"]), Sizes.of(SHAPES["dream-7b"]).per_rank(2)
     assert 2 * half.kv_bytes(3, 2) == whole.kv_bytes(3, 2)
-    outputs = [sum(n for n, _ in sizes.mlp_products(sizes.inner)[:1]) for sizes in (whole, half)]
+    outputs = [sum(n for n, _ in sizes.mlp_gemms(sizes.inner)[:1]) for sizes in (whole, half)]
     assert outputs[0] == 2 * outputs[1] and whole.vocab == 2 * half.vocab
 
 
-def test_positions_of_a_step_are_those_that_are_fed() -> None:
+def test_positions_of_a_step_are_those_that_are_computed() -> None:
     given = settings("step", "--shapes", "tiny", "--canvas", "64", "--requests", "4,8", *ALONE)
     assert given.dllm(64)["commit_alone_from"] == 8
-    assert [given.fed(64, n, 8) for n in (4, 8)] == [4 * 64, 8 * 32]
-    assert given.fed(64, 8, 0) == 8 * 64
-    assert given.feeds_ahead(64) and not settings("step").feeds_ahead(64)
+    assert [given.positions_of_step(64, n, 8) for n in (4, 8)] == [4 * 64, 8 * 32]
+    assert given.positions_of_step(64, 8, 0) == 8 * 64
+    assert given.computes_next_block(64) and not settings("step").computes_next_block(64)
     mixed = settings("step", "--shapes", "tiny", "--canvas", "16,32", "--block-length", "16")
-    assert [mixed.feeds_ahead(canvas) for canvas in mixed.canvas] == [False, True]
+    assert [mixed.computes_next_block(canvas) for canvas in mixed.canvas] == [False, True]
 
 
 def test_strategy_follows_what_is_measured() -> None:
@@ -133,7 +142,7 @@ def test_strategy_follows_what_is_measured() -> None:
 def test_grid_leaves_large_points_out() -> None:
     grid = ("--requests", "1,16,64", "--canvas", "32,128", "--max-positions", "2048")
     chosen = settings("step", "--shapes", "tiny", *grid)
-    assert {canvas: chosen.at_once(canvas) for canvas in chosen.canvas} == {
+    assert {canvas: chosen.grid_requests(canvas) for canvas in chosen.canvas} == {
         32: (1, 16, 64),
         128: (1, 16),
     }
@@ -150,7 +159,7 @@ def test_window_holds_steps_of_all_requests_only() -> None:
     for i in range(16):
         seconds += 0.1 if i in slow else 0.001
         run.stamps.append(seconds)
-    window = steady(run)
+    window = steady_window(run)
     assert (window.first, window.last) == (4, 12)
     assert window.step_ms == pytest.approx(1.0)
     assert step._context(run, window) == 10 + (8 + 8) / 2
@@ -167,7 +176,7 @@ def test_all_decode_once_the_last_one_has_tokens() -> None:
 def test_requests_that_never_met_have_no_window() -> None:
     run = Run([answer((2, 4), (6, 4)), answer((8, 4), (12, 4))], [0.1 * i for i in range(13)])
     with pytest.raises(ValueError, match="never ran all at once"):
-        steady(run)
+        steady_window(run)
 
 
 @pytest.mark.parametrize(
@@ -178,18 +187,18 @@ def test_requests_that_never_met_have_no_window() -> None:
         ("sdar-8b", 7.57, 2 * 36 * 1024 * 2),
     ],
 )
-def test_products_are_the_weights_that_the_models_have(
+def test_gemms_are_the_weights_that_the_models_have(
     name: str, billions: float, kv_bytes: int
 ) -> None:
-    """Published sizes, less the embedding (and norms), which is no product."""
+    """Published sizes, less the embedding (and norms), which is no GEMM."""
     sizes = Sizes.of(SHAPES[name])
-    layer = [*sizes.attention_products, *sizes.mlp_products(sizes.inner)]
+    layer = [*sizes.attention_gemms, *sizes.mlp_gemms(sizes.inner)]
     weights = sizes.layers * sum(n * k for n, k in layer) + sizes.vocab * sizes.width
     assert weights / 1e9 == pytest.approx(billions, rel=0.01)
     assert sizes.kv_bytes(1, 2) == kv_bytes
 
 
-def test_floor_counts_every_product_once() -> None:
+def test_floor_counts_every_gemm_once() -> None:
     sizes = Sizes.of(SHAPES["tiny"])
     weights = floor._weights(sizes, torch.device("cpu"), torch.float32)
     run, work = floor._forward(sizes, weights, count=3)
@@ -210,45 +219,45 @@ def test_random_weights_have_the_size_of_trained_ones() -> None:
     matrix, bias, norm = model.parameters()
     for values in (bias, norm):
         values.data.fill_(7.0)
-    weights.fill(model, 5)
+    random_weights.fill(model, 5)
     first = matrix.detach().clone()
     assert first.std().item() == pytest.approx(0.02, rel=0.02)
     assert not bias.any() and (norm == 1).all()
-    weights.fill(model, 6)
+    random_weights.fill(model, 6)
     assert (first != matrix).any()
-    weights.fill(model, 5)
+    random_weights.fill(model, 5)
     assert torch.equal(first, matrix)
 
 
-def test_relatives_are_of_the_same_size() -> None:
+def test_autoregressive_models_are_of_the_same_size() -> None:
     for name in ("llada-8b", "dream-7b", "sdar-8b", "tiny"):
         config: dict[str, Any] = SHAPES[name]
-        assert Sizes.of(relative(config)) == Sizes.of(config)
+        assert Sizes.of(autoregressive_config(config)) == Sizes.of(config)
     with pytest.raises(ValueError, match="llada2_moe"):
-        relative(SHAPES["llada2-mini"])
+        autoregressive_config(SHAPES["llada2-mini"])
 
 
 def test_fractional_rates_are_an_average_of_whole_schedules() -> None:
-    assert schedule.steps_of(6, block=16, rate=3.0) == [5, 5, 6, 5, 5, 6]
-    assert schedule.steps_of(2, block=16, rate=3.0) == [5, 6]
-    assert set(schedule.steps_of(50, block=32, rate=4.0)) == {8}
-    assert sum(schedule.steps_of(270, block=16, rate=2.7)) == 1600
-    assert set(schedule.steps_of(5, block=16, rate=16.0)) == {1}
+    assert step_schedule.steps_of(6, block=16, rate=3.0) == [5, 5, 6, 5, 5, 6]
+    assert step_schedule.steps_of(2, block=16, rate=3.0) == [5, 6]
+    assert set(step_schedule.steps_of(50, block=32, rate=4.0)) == {8}
+    assert sum(step_schedule.steps_of(270, block=16, rate=2.7)) == 1600
+    assert set(step_schedule.steps_of(5, block=16, rate=16.0)) == {1}
 
 
 @pytest.mark.parametrize("block", [1, 4, 16, 32, 64, 128])
 def test_schedules_give_what_is_asked_for_or_are_refused(block: int) -> None:
     """Of any rate that a block can have, and so of the rounds that the refusal names."""
     for rate in (1 + (block - 1) * i / 60 for i in range(61)):
-        for rounds in (1, 2, 3, schedule.MOST_REQUESTS):
-            found = rounds * block / sum(schedule.steps_of(rounds, block, rate))
+        for rounds in (1, 2, 3, step_schedule.MOST_REQUESTS):
+            found = rounds * block / sum(step_schedule.steps_of(rounds, block, rate))
             close = abs(found / rate - 1) <= 0.02
-            assert close or rounds < schedule.MOST_REQUESTS
+            assert close or rounds < step_schedule.MOST_REQUESTS
             try:
-                schedule.check(rate, 2 * block, rounds, [(block, (1, 4))])
+                step_schedule.check(rate, 2 * block, rounds, [(block, (1, 4))])
             except ValueError as error:
                 named = int(str(error).rsplit("--rounds ", 1)[1].rstrip("."))
-                schedule.check(rate, 2 * block, named, [(block, (1, 4))])
+                step_schedule.check(rate, 2 * block, named, [(block, (1, 4))])
                 assert not close
             else:
                 assert close
@@ -257,7 +266,7 @@ def test_schedules_give_what_is_asked_for_or_are_refused(block: int) -> None:
 def test_only_what_is_served_has_to_be_met() -> None:
     """Two rounds of 16 requests are enough requests; a request alone is not."""
     arguments = (*DUMMY[1:], "3", "--rounds", "2", "--requests", "16")
-    assert settings("throughput", *arguments).served_at_once(32) == (16,)
+    assert settings("throughput", *arguments).served_requests(32) == (16,)
     with pytest.raises(ValueError, match="for 1 at once"):
         settings("all", *arguments)
 
@@ -269,15 +278,15 @@ def test_sources_are_told_apart(tmp_path: Path) -> None:
         (tmp_path / "inner").mkdir(exist_ok=True)
         (tmp_path / "inner" / "one.py").write_bytes(one)
         (tmp_path / "two.py").write_bytes(two)
-        found.append(record.hash_of_sources(tmp_path))
+        found.append(report.hash_of_sources(tmp_path))
     (tmp_path / "note.txt").write_text("no source")
-    assert record.hash_of_sources(tmp_path) == found[-1]
+    assert report.hash_of_sources(tmp_path) == found[-1]
     (tmp_path / "two.py").rename(tmp_path / "three.py")
-    found.append(record.hash_of_sources(tmp_path))
+    found.append(report.hash_of_sources(tmp_path))
     assert len(set(found)) == 4
     # Of the package that is measured, whatever the working folder.
-    written = record._versions()["sources"]
-    assert written == record.hash_of_sources(ROOT / "dllm_plugin") and len(written) == 12
+    written = report._versions()["sources"]
+    assert written == report.hash_of_sources(ROOT / "dllm_plugin") and len(written) == 12
 
 
 def test_any_model_with_a_chat_template_is_scored() -> None:
@@ -287,14 +296,14 @@ def test_any_model_with_a_chat_template_is_scored() -> None:
     answers = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     for is_bundled in (True, False):
         assert serving.score(tokenizer, answers, problems, is_bundled) == {"accuracy": 0.75}
-    for prompt, item in zip(serving.real(tokenizer, problems), problems, strict=True):
+    for prompt, item in zip(serving.problem_prompts(tokenizer, problems), problems, strict=True):
         assert item.question in tokenizer.decode(prompt) != item.question
     # Without a template there is no telling how to ask.
     tokenizer.chat_template = None
-    assert tokenizer.decode(serving.real(tokenizer, problems)[0]) == problems[0].question
+    assert tokenizer.decode(serving.problem_prompts(tokenizer, problems)[0]) == problems[0].question
     unscored = serving.score(tokenizer, answers, problems, False)
     assert unscored["accuracy"] is None and "no chat template" in unscored["accuracy_note"]
-    assert record.table_of("served", [unscored]).split() == ["accuracy", "-"]
+    assert report.table_of("served", [unscored]).split() == ["accuracy", "-"]
 
 
 @pytest.mark.parametrize(
@@ -340,7 +349,7 @@ def a_trace(steps: int) -> list[dict[str, Any]]:
 
 
 def test_trace_is_split_by_what_launched_a_kernel() -> None:
-    summary = trace.summarise(a_trace(5))
+    summary = trace_summary.summarise(a_trace(5))
     assert summary.steps == 4
     parts = (summary.forward_ms, summary.lm_head_ms, summary.sampler_ms, summary.copy_ms)
     assert parts == pytest.approx((0.595, 0.1, 0.15, 0.01))
@@ -355,22 +364,22 @@ def test_trace_is_split_by_what_launched_a_kernel() -> None:
 
 def test_overlapping_kernels_are_busy_once() -> None:
     events = a_trace(5)
-    events += [event("kernel", "beside", 1000.0 * i + 700, 60, 900 + i) for i in range(5)]
-    summary = trace.summarise(events)
+    events += [event("kernel", "side", 1000.0 * i + 700, 60, 900 + i) for i in range(5)]
+    summary = trace_summary.summarise(events)
     assert summary.busy_ms == pytest.approx(0.855) and summary.sampler_ms == pytest.approx(0.21)
 
 
 def test_exchange_between_ranks_stands_apart() -> None:
     events = a_trace(5)
     events += [event("kernel", "ncclDevKernel_x", 1000.0 * i + 910, 40, 900 + i) for i in range(5)]
-    summary = trace.summarise(events)
+    summary = trace_summary.summarise(events)
     assert summary.exchange_ms == pytest.approx(0.04) and summary.sampler_ms == pytest.approx(0.15)
 
 
 def test_a_trace_without_graphs_is_refused() -> None:
     eager = [e for e in a_trace(5) if e["name"] != "cudaGraphLaunch"]
     with pytest.raises(ValueError, match="holds 0 replays"):
-        trace.summarise(eager)
+        trace_summary.summarise(eager)
 
 
 def test_target_script_asks_for_what_exists(tmp_path: Path) -> None:
@@ -388,4 +397,4 @@ def test_target_script_asks_for_what_exists(tmp_path: Path) -> None:
     asked = [settings(*json.loads(line)["line"]) for line in lines]
     assert [s.mode for s in asked] == ["all"] * 2 + ["step"] * 3 + ["latency"] + ["step"] * 6
     assert [s.shapes for s in asked[:5]] == ["llada-8b", "dream-7b"] * 2 + ["llada-8b"]
-    assert all(s.at_once(canvas) for s in asked for canvas in s.canvas)
+    assert all(s.grid_requests(canvas) for s in asked for canvas in s.canvas)

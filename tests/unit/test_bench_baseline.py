@@ -1,4 +1,4 @@
-"""The authors' loops that `--vs hf` runs, on transformers, against recorded traces of theirs."""
+"""Compare the loops that `--vs hf` runs on transformers with recorded traces of the authors'."""
 
 import json
 import sys
@@ -10,8 +10,14 @@ import torch
 from vllm.engine.arg_utils import EngineArgs
 
 import dllm_plugin
-from dllm_plugin.commands.bench import published
-from dllm_plugin.commands.bench.shapes import RELATIVES, SHAPES, Sizes, relative, write
+from dllm_plugin.commands.bench import published_loops
+from dllm_plugin.commands.bench.model_shapes import (
+    AUTOREGRESSIVE,
+    SHAPES,
+    Sizes,
+    autoregressive_config,
+    write_config,
+)
 from dllm_plugin.config.decode import get_decode_config
 
 TESTS = Path(__file__).parents[1]
@@ -30,7 +36,9 @@ def config_of(folder: Path) -> dict[str, Any]:
 def is_default(settings: dict[str, Any]) -> bool:
     """Blocks as published, and nothing but greedy decoding."""
     known = {"alg", "max_new_tokens", "steps", "gen_length", "block_length"}
-    return settings.get("block_length", published.LLADA_BLOCK) == 32 and set(settings) <= known
+    return (
+        settings.get("block_length", published_loops.LLADA_BLOCK) == 32 and set(settings) <= known
+    )
 
 
 @torch.no_grad()
@@ -38,15 +46,15 @@ def is_default(settings: dict[str, Any]) -> bool:
 def test_loop_decodes_what_the_authors_do(family: str) -> None:
     record = json.loads((TESTS / "goldens" / f"{RECORDS[family]}.json").read_text())
     folder = TESTS / "goldens" / record["checkpoint"]
-    model = published.build(config_of(folder), torch.device("cpu"), torch.float32)
+    model = published_loops.build(config_of(folder), torch.device("cpu"), torch.float32)
     model.load_state_dict(PlainModel.load(folder).weights)
-    logits = published.both_ways(model)
+    logits = published_loops.bidirectional_logits(model)
     cases = [case for case in record["cases"] if is_default(case["settings"])]
     assert len(cases) >= 3
     for case in cases:
         length, steps = len(case["output_ids"]), case["settings"]["steps"]
         arguments = (logits, case["prompt_ids"], length, steps, record["mask_id"])
-        got = published.LOOPS[family](*arguments, torch.device("cpu"))
+        got = published_loops.LOOPS[family](*arguments, torch.device("cpu"))
         assert got == (case["output_ids"], case["num_forwards"]), case["id"]
 
 
@@ -61,39 +69,39 @@ def test_a_causal_model_is_refused() -> None:
             return type("Output", (), {"logits": hidden})
 
     with pytest.raises(ValueError, match="attends causally"):
-        published.both_ways(Causal())
+        published_loops.bidirectional_logits(Causal())
 
 
 def test_models_without_a_loop_are_refused() -> None:
     with pytest.raises(ValueError, match="not of 'sdar'"):
-        published.check({"model_type": "sdar"})
+        published_loops.check({"model_type": "sdar"})
 
 
 def test_rates_become_steps() -> None:
     config = config_of(TESTS / "goldens" / "checkpoints" / "tiny-llada")
-    one, three = published.measure(config, [1, 2, 3], 64, [1.0, 3.0], "cpu", torch.float32)
+    one, three = published_loops.measure(config, [1, 2, 3], 64, [1.0, 3.0], "cpu", torch.float32)
     assert (one["tokens"], one["forwards"], one["tokens_per_forward"]) == (64, 64, 1.0)
     assert (three["tokens"], three["forwards"]) == (64, 21)
     assert three["ms_per_forward"] == pytest.approx(1e3 * three["seconds"] / 21)
 
 
 @pytest.mark.parametrize("name", [name for name in SHAPES if name != "tiny"])
-def test_vllm_takes_the_shapes_and_their_relatives(name: str, tmp_path: Path) -> None:
-    """Without loading anything: ours resolved by our hook, the relative by vLLM alone."""
+def test_vllm_takes_the_shapes_and_their_autoregressive_models(name: str, tmp_path: Path) -> None:
+    """Without loading anything: ours resolved by our hook, the autoregressive one by vLLM alone."""
     dllm_plugin.register()
     dummy = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 2048}
     decode = {"strategy": "block_diffusion", "canvas_length": 32, "block_length": 16}
-    folder = write(SHAPES[name], tmp_path / "ours")
+    folder = write_config(SHAPES[name], tmp_path / "ours")
     ours = EngineArgs(folder, additional_config={"dllm": decode}, **dummy).create_engine_config()
     assert get_decode_config(ours).canvas_length == 32
     config = ours.model_config
     sizes = Sizes.of(SHAPES[name])
     assert (config.get_head_size(), config.get_vocab_size()) == (sizes.head, sizes.vocab)
-    if SHAPES[name]["model_type"] not in RELATIVES:
+    if SHAPES[name]["model_type"] not in AUTOREGRESSIVE:
         return
-    folder = write(relative(SHAPES[name]), tmp_path / "relative")
+    folder = write_config(autoregressive_config(SHAPES[name]), tmp_path / "autoregressive")
     theirs = EngineArgs(folder, **dummy).create_engine_config().model_config
-    assert theirs.architecture == RELATIVES[SHAPES[name]["model_type"]][0]
+    assert theirs.architecture == AUTOREGRESSIVE[SHAPES[name]["model_type"]][0]
     parallel = ours.parallel_config
     for count in ("get_num_kv_heads", "get_num_attention_heads", "get_num_layers"):
         assert getattr(theirs, count)(parallel) == getattr(config, count)(parallel)

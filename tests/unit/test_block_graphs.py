@@ -45,20 +45,20 @@ def test_sizes_of_canvases_alone() -> None:
     assert capture_sizes(config_of(), 64, 300) == [32 * n for n in (1, 2, 4, 8, 9)]
 
 
-def test_sizes_of_blocks_that_are_fed_alone() -> None:
+def test_sizes_of_single_block_steps() -> None:
     canvases = {32 * n for n in (1, 2, 4, 8, 16, 20)}
     sizes = capture_sizes(config_of(commit_alone_from=8), 20, 8192)
     assert sizes == sorted(canvases | {16 * n for n in (8, 16, 20)})
     assert block_counts(sizes, 16, 8, 20) == [8, 16, 20]
     assert block_counts(sizes, 16, 1, 20) == [2, 4, 8, 16, 20]
-    # No more requests run than have room for a whole canvas.
+    # No more requests run than whole canvases fit a step.
     sizes = capture_sizes(config_of(commit_alone_from=8), 64, 512)
     assert sizes[-1] == 512 and block_counts(sizes, 16, 8, 16) == [8, 16]
     # So many never run.
     assert capture_sizes(config_of(commit_alone_from=21), 20, 8192) == sorted(canvases)
 
 
-def test_canvases_that_are_never_fed_have_no_graph() -> None:
+def test_canvases_that_are_never_scheduled_have_no_graph() -> None:
     counts = [1, 2, 4, 8, 16]
     needed = {alone: counts[: canvases_needed(counts, alone)] for alone in (1, 2, 3, 5, 6, 9, 99)}
     assert needed == {
@@ -118,7 +118,7 @@ def rule(vllm_config_for: Callable[..., Any], checkpoints: Path) -> Callable[...
     return ask
 
 
-def test_blocks_are_fed_alone_by_default_where_graphs_hold_them(
+def test_single_block_steps_are_the_default_where_graphs_hold_them(
     rule: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for block, fewest in {4: 0, 7: 0, 8: 16, 16: 8, 20: 7, 32: 4}.items():
@@ -280,7 +280,7 @@ def test_the_largest_graph_is_captured_first(manager_of: Callable[..., Any]) -> 
 
 
 def test_no_more_blocks_than_requests_that_can_run(manager_of: Callable[..., Any]) -> None:
-    """A step has to have room for a whole canvas of each."""
+    """A whole canvas of each has to fit a step."""
     found = manager_of(BOTH, tokens=10 * CANVAS)._capture_descs[FULL]
     counts = [desc.num_reqs for desc in found if desc.uniform_token_count == BLOCK]
     assert counts == [10, 8, 4]
@@ -304,7 +304,7 @@ def test_no_full_graphs_where_backends_have_none(
     assert manager._candidates == vllms._candidates
 
 
-def test_nothing_is_added_where_blocks_are_not_fed_alone(manager_of: Callable[..., Any]) -> None:
+def test_nothing_is_added_without_single_block_steps(manager_of: Callable[..., Any]) -> None:
     dllm = {"block_length": BLOCK, "canvas_length": CANVAS}
     manager, vllms = manager_of(BOTH, dllm=dllm), manager_of(BOTH, ModelCudaGraphManager, dllm=dllm)
     assert manager._capture_descs == vllms._capture_descs

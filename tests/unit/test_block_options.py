@@ -10,7 +10,7 @@ from dllm_plugin.config.options import Options
 from dllm_plugin.config.request import request_config
 from dllm_plugin.config.resolution import check_options_read, resolve
 from dllm_plugin.decoding.families import FAMILIES
-from dllm_plugin.models.checkpoints.training import trained_to_edit
+from dllm_plugin.models.checkpoints.trained_for import trained_to_edit
 
 LLADA, SDAR, LLADA2 = "LLaDAModelLM", "SDARForCausalLM", "LLaDA2MoeModelLM"
 FAST = "Fast_dLLM_QwenForCausalLM"

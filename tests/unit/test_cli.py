@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dllm_plugin import default_model
-from dllm_plugin.commands import cli
+from dllm_plugin.commands import cli, serve
 from dllm_plugin.commands.offline import engine_options
 
 DECODE = [
@@ -117,19 +117,19 @@ def test_bundled_model_without_its_adapter() -> None:
 
 
 def test_serve_passes_everything_through() -> None:
-    command = cli.serve_command(["some/model", "--port", "1", "--additional-config", "{}"])
+    command = serve.server_command(["some/model", "--port", "1", "--additional-config", "{}"])
     assert command[0] == sys.executable
     assert command[-5:] == ["some/model", "--port", "1", "--additional-config", "{}"]
 
 
 @pytest.mark.parametrize("option", [["--model", "m"], ["--model=m"]])
 def test_serve_with_a_model_option_adds_nothing(option: list[str]) -> None:
-    assert cli.serve_command(option)[-len(option) :] == option
-    assert default_model.path() not in cli.serve_command(option)
+    assert serve.server_command(option)[-len(option) :] == option
+    assert default_model.path() not in serve.server_command(option)
 
 
 def test_serve_without_a_model_fills_in_the_bundled_one() -> None:
-    command = cli.serve_command(["--port", "1"])
+    command = serve.server_command(["--port", "1"])
     assert default_model.path() in command
     config = json.loads(command[command.index("--additional-config") + 1])
     assert config == {"dllm": {"lora_path": default_model.adapter_path()}}
@@ -140,7 +140,7 @@ def test_serve_without_a_model_fills_in_the_bundled_one() -> None:
     [["--additional-config", "{}"], ["--additional_config={}"], ["--additional-config.dllm", "{}"]],
 )
 def test_serve_keeps_a_given_configuration(spelling: list[str]) -> None:
-    assert default_model.adapter_path() not in " ".join(cli.serve_command(spelling))
+    assert default_model.adapter_path() not in " ".join(serve.server_command(spelling))
 
 
 def test_help_is_light() -> None:

@@ -7,7 +7,7 @@ import shlex
 import pytest
 from documented import PAGES, ROOT, Block, blocks
 
-from dllm_plugin.commands import cli
+from dllm_plugin.commands import cli, serve
 from dllm_plugin.config.options import OPTIONS, REQUEST_FIELDS, REQUEST_PREFIX, Options
 
 COMMANDS = [
@@ -36,7 +36,7 @@ def test_command(page: str, line: str) -> None:
     if arguments[0] != "serve":
         cli.build_parser().parse_args(arguments)
         return
-    command = cli.serve_command(arguments[1:])
+    command = serve.server_command(arguments[1:])
     config = (
         json.loads(command[command.index("--additional-config") + 1])
         if ("--additional-config" in command)
@@ -97,3 +97,13 @@ def test_every_option_is_documented() -> None:
     text = (ROOT / "docs" / "strategies.md").read_text()
     for name in OPTIONS:
         assert f"`{name}`" in text, name
+
+
+def test_pages_are_short() -> None:
+    """A page that nobody finishes says nothing: README, and a page a report."""
+    lengths = {page: len(page.read_text(encoding="utf-8").splitlines()) for page in PAGES}
+    reports = (ROOT / "benchmarks" / "reports").glob("*.md")
+    lengths |= {page: len(page.read_text(encoding="utf-8").splitlines()) for page in reports}
+    assert lengths[ROOT / "README.md"] <= 160
+    long = {p.name: n for p, n in lengths.items() if p.parent.name == "reports" and n > 120}
+    assert long == {}

@@ -1,4 +1,4 @@
-"""What ``diffuplug eval --all`` decodes and what it writes; the decoding has engine tests."""
+"""Test what ``diffuplug eval --all`` decodes and writes; engine tests cover the decoding."""
 
 import json
 import sys
@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 
-from dllm_plugin.commands import evaluate, evaluate_all
-from dllm_plugin.commands import evaluate_report as report
-from dllm_plugin.commands.evaluate_report import Row, Way
-from dllm_plugin.commands.problems import eval_seeds, problem
+from dllm_plugin.commands.eval import command, every_policy, report
+from dllm_plugin.commands.eval.report import Row, Way
+from dllm_plugin.commands.problems.generator import eval_seeds, problem
 from dllm_plugin.config.options import Options
 from dllm_plugin.config.request import request_config
 from dllm_plugin.config.resolution import resolve
 from dllm_plugin.decoding.methods import POLICIES, STRATEGIES
 
-WAYS = [way for strategy in STRATEGIES for way in evaluate_all.ways(strategy)]
+WAYS = [way for strategy in STRATEGIES for way in every_policy.ways(strategy)]
 ROWS = [
     Row(*way, 1 - 0.03 * (i % 3), 64 / (way.steps or 2), 3.0 * (way.steps or 1) + i, 1.0)
     for i, way in enumerate(WAYS)
@@ -49,11 +48,11 @@ def test_every_way_is_accepted(way: Way) -> None:
 
 def test_schedules_run_from_one_token_per_step_to_few_steps() -> None:
     by_policy: dict[str, list[int | None]] = {}
-    for way in evaluate_all.ways("block_diffusion"):
+    for way in every_policy.ways("block_diffusion"):
         by_policy.setdefault(way.policy, []).append(way.steps)
     assert by_policy["threshold"] == by_policy["factor"] == [None]
-    assert by_policy["random"] == by_policy["entropy"] == list(evaluate_all.STEPS)
-    assert evaluate_all.STEPS[0] == evaluate_all.BLOCK
+    assert by_policy["random"] == by_policy["entropy"] == list(every_policy.STEPS)
+    assert every_policy.STEPS[0] == every_policy.BLOCK
 
 
 def test_score() -> None:
@@ -66,8 +65,8 @@ def test_score() -> None:
         )
         for text in texts
     ]
-    got = evaluate.score(outputs, problems, positions=400, seconds=2.0)
-    assert got == evaluate.Score(0.5, 2.0, 20.0, 2.0)
+    got = command.score(outputs, problems, positions=400, seconds=2.0)
+    assert got == command.Score(0.5, 2.0, 20.0, 2.0)
 
 
 def test_table_has_a_line_per_row() -> None:
@@ -87,8 +86,8 @@ def test_page_and_plot_are_written(
         asked.append((strategy, dtype, limit))
         return [row for row in ROWS if row.strategy == strategy]
 
-    monkeypatch.setattr(evaluate_all, "score_strategy", decoded)
-    assert evaluate_all.run(None, "auto", str(tmp_path)) == 0
+    monkeypatch.setattr(every_policy, "score_strategy", decoded)
+    assert every_policy.run(None, "auto", str(tmp_path)) == 0
     assert asked == [(strategy, "auto", 200) for strategy in STRATEGIES]
     printed = capsys.readouterr().out
     record = json.loads(printed.splitlines()[-1])
@@ -132,9 +131,9 @@ def test_results_go_to_the_reports_of_a_clone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert evaluate_all._folder(None) == Path()
+    assert every_policy._folder(None) == Path()
     (tmp_path / "benchmarks" / "reports").mkdir(parents=True)
-    assert evaluate_all._folder(None) == Path("benchmarks/reports")
+    assert every_policy._folder(None) == Path("benchmarks/reports")
 
 
 def test_without_matplotlib_nothing_is_decoded(
@@ -142,4 +141,4 @@ def test_without_matplotlib_nothing_is_decoded(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ValueError, match=r"pip install '\.\[plot\]'"):
-        evaluate_all.run(1, "auto", str(tmp_path))
+        every_policy.run(1, "auto", str(tmp_path))

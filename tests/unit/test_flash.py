@@ -1,4 +1,4 @@
-"""FlashAttention under full CUDA graphs: which rows it must have room for, and when it is taken."""
+"""FlashAttention under full CUDA graphs: sizes of its buffers, and when it is taken."""
 
 import random
 from pathlib import Path
@@ -10,22 +10,24 @@ import torch
 from scripted import Hashed, Loop, Run, sampling
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.utils import AttentionGroup
 
 from dllm_plugin.attention import backends as choice
-from dllm_plugin.attention.cascade import PartsBuffers
+from dllm_plugin.attention import registry
+from dllm_plugin.attention.cascade import CascadeBuffers, cascade_min_requests
 from dllm_plugin.attention.flash import (
     SPLIT_TOKENS,
-    PartsMetadata,
     SegmentFlashBackend,
     SegmentFlashBuilder,
+    SegmentFlashMetadata,
     schedule_size,
 )
-from dllm_plugin.attention.sequence_counts import most_rows, rows_per_canvas
-from dllm_plugin.attention.sequences import AttentionRows, batch_rows
+from dllm_plugin.attention.sequence_counts import max_sequences, sequences_per_canvas
+from dllm_plugin.attention.sequences import AttentionSequences, batch_sequences
 from dllm_plugin.config.decode import get_decode_config
 
 FLASH, TRITON = AttentionBackendEnum.FLASH_ATTN, AttentionBackendEnum.TRITON_ATTN
@@ -46,24 +48,21 @@ def random_batches(dllm: dict[str, Any], seed: int) -> list[tuple[Loop, InputBat
     for _ in range(6):
         while loop.free and dice.random() < 0.7:
             # The whole canvas of full attention is one block.
-            length = (
-                {}
-                if loop.config.method.full_attention
-                else {"dllm_block_length": dice.randint(1, 6)}
-            )
+            whole = loop.config.method.full_attention
+            length = {} if whole else {"dllm_block_length": dice.randint(1, 6)}
             wish = sampling(dice.randint(1, 40), None, **length)
             prompt = [1] * dice.randint(1, 20)
             run = loop.start(prompt, Hashed(seed), wish, f"request-{len(batches)}-{dice.random()}")
-            # On an absolute grid a prompt has as many rows as blocks.
+            # On an absolute grid a prompt has as many sequences as blocks.
             loop.states.origin.np[run.slot] = dice.choice([0, len(prompt)])
         if not loop.running:
             continue
         batches.append((loop, batch_of(loop, loop.running)))
-        rows = batch_rows(batches[-1][1], loop.states)
-        check_rows(loop, batches[-1][1], len(rows.length_B))
-        assert (rows.length_B > 0).all()
+        sequences = batch_sequences(batches[-1][1], loop.states)
+        check_sequences(loop, batches[-1][1], len(sequences.length_B))
+        assert (sequences.length_B > 0).all()
         if loop.config.method.full_attention:
-            break  # its passes are planned by the scheduler of an engine
+            break  # its forwards are planned by the scheduler of an engine
         loop.step()
         for run in dice.sample(loop.running, len(loop.running) // 3):
             loop.preempt(run)
@@ -75,38 +74,38 @@ def batch_of(loop: Loop, runs: list[Run]) -> InputBatch:
     starts = loop.states.start_N.tolist()
     canvases = [run for run in runs if run.prefilled]
     context = loop.model_config.max_model_len
-    fed = [min(loop.canvas_length, context - starts[run.slot]) for run in canvases]
-    return loop.batch(canvases, fed, [run for run in runs if not run.prefilled])
+    lengths = [min(loop.canvas_length, context - starts[run.slot]) for run in canvases]
+    return loop.batch(canvases, lengths, [run for run in runs if not run.prefilled])
 
 
-def check_rows(loop: Loop, batch: InputBatch, found: int) -> None:
-    assert found <= most_rows(loop.config, batch.num_reqs, batch.num_tokens)
+def check_sequences(loop: Loop, batch: InputBatch, found: int) -> None:
+    assert found <= max_sequences(loop.config, batch.num_reqs, batch.num_tokens)
     assert found <= batch.num_tokens
 
 
 @pytest.mark.parametrize("dllm", FAMILIES, ids=lambda dllm: f"{dllm['strategy']}-{len(dllm)}")
-def test_no_step_has_more_rows(dllm: dict[str, Any]) -> None:
+def test_no_step_has_more_sequences(dllm: dict[str, Any]) -> None:
     more_than_requests = 0
     for seed in range(6):
         for loop, batch in random_batches(dllm, seed):
-            eager = batch_rows(batch, loop.states)
+            eager = batch_sequences(batch, loop.states)
             more_than_requests += len(eager.length_B) > len(loop.states.open_N)
             if not batch.has_prefill:
-                captured = batch.num_reqs * rows_per_canvas(loop.config)
-                assert captured <= most_rows(loop.config, batch.num_reqs, 0)
+                captured = batch.num_reqs * sequences_per_canvas(loop.config)
+                assert captured <= max_sequences(loop.config, batch.num_reqs, 0)
     # What vLLM's buffer, sized by requests, would not hold.
     assert (more_than_requests > 0) != (dllm["strategy"] == "dual_cache")
 
 
 def test_the_bound_is_reached() -> None:
-    """A prompt of blocks of one token is as many rows as tokens."""
+    """A prompt of blocks of one token is as many sequences as tokens."""
     loop = Loop({"strategy": "d2f", "block_length": 4, "canvas_length": 16})
     run = loop.start([1] * 40, Hashed(0), sampling(8, None, dllm_block_length=1))
     loop.states.origin.np[run.slot] = 0
-    rows = batch_rows(batch_of(loop, [run]), loop.states)
-    assert len(rows.length_B) == 40 == most_rows(loop.config, 1, 40)
-    with pytest.raises(AssertionError, match="40 attention rows in a step of 40 tokens and 1 req"):
-        AttentionRows(loop.states, 1, 39).build(
+    sequences = batch_sequences(batch_of(loop, [run]), loop.states)
+    assert len(sequences.length_B) == 40 == max_sequences(loop.config, 1, 40)
+    with pytest.raises(AssertionError, match="40 attention sequences in a step of 40 tokens and 1"):
+        AttentionSequences(loop.states, 1, 39).build(
             batch_of(loop, [run]),
             CUDAGraphMode.NONE,
             (),
@@ -129,14 +128,14 @@ def builder_of(config: VllmConfig) -> SegmentFlashBuilder:
     return SegmentFlashBuilder(SPEC, ["x"], config, torch.device("cpu"))
 
 
-def test_room_for_the_longest_schedule(engine_config: VllmConfig) -> None:
+def test_the_buffer_holds_the_longest_schedule(engine_config: VllmConfig) -> None:
     scheduler = engine_config.scheduler_config
     for requests, tokens in ((64, 100), (2, 8192)):
         scheduler.max_num_seqs, scheduler.max_num_batched_tokens = requests, tokens
-        rows = most_rows(get_decode_config(engine_config), requests, tokens)
-        assert rows == max(3 * requests, tokens)  # one block, the one behind it, and the rest
-        assert len(builder_of(engine_config).scheduler_metadata) == schedule_size(rows)
-    # Another model's may find our class under vLLM's name, and has a row per request.
+        most = max_sequences(get_decode_config(engine_config), requests, tokens)
+        assert most == max(3 * requests, tokens)  # one block, the one behind it, and the rest
+        assert len(builder_of(engine_config).scheduler_metadata) == schedule_size(most)
+    # Another model may find our class under vLLM's name, and has one sequence per request.
     engine_config.additional_config = {}
     assert len(builder_of(engine_config).scheduler_metadata) == schedule_size(8192)
     engine_config.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE
@@ -145,75 +144,70 @@ def test_room_for_the_longest_schedule(engine_config: VllmConfig) -> None:
 
 def test_what_lies_behind_a_schedule_is_cleared(engine_config: VllmConfig) -> None:
     builder = builder_of(engine_config)
-    room = builder.scheduler_metadata
-    for entries in (1000, 8, len(room), 0):
+    buffer = builder.scheduler_metadata
+    for entries in (1000, 8, len(buffer), 0):
         stored = builder._store_scheduler_metadata(torch.arange(1, entries + 1).int())
-        assert stored is not None and stored.data_ptr() in (room.data_ptr(), 0)
-        assert room[:entries].tolist() == list(range(1, entries + 1)) == stored.tolist()
-        assert not room[entries:].any()
-    with pytest.raises(
-        AssertionError, match=f"takes {len(room) + 1} entries, but `most_rows` made"
-    ):
-        builder._store_scheduler_metadata(torch.ones(len(room) + 1).int())
+        assert stored is not None and stored.data_ptr() in (buffer.data_ptr(), 0)
+        assert buffer[:entries].tolist() == list(range(1, entries + 1)) == stored.tolist()
+        assert not buffer[entries:].any()
+    with pytest.raises(AssertionError, match=f"takes {len(buffer) + 1} entries, but the buffer"):
+        builder._store_scheduler_metadata(torch.ones(len(buffer) + 1).int())
     assert builder._store_scheduler_metadata(None) is None
 
 
-@pytest.mark.parametrize("fed", [12, 4])
-def test_a_graph_sees_the_same_sizes_and_buffers(fed: int, engine_config: VllmConfig) -> None:
+def four_requests() -> tuple[Loop, list[Run]]:
+    """Requests with prompts and block lengths of their own, after a step of D2F."""
+    loop = Loop({"strategy": "d2f", "block_length": 4, "canvas_length": 12, "max_active_blocks": 2})
+    runs = [
+        loop.start([1] * prompt, Hashed(prompt), sampling(40, None, dllm_block_length=block))
+        for prompt, block in ((3, 4), (9, 3), (17, 1), (2, 12))
+    ]
+    loop.step()
+    return loop, runs
+
+
+@pytest.mark.parametrize("length", [12, 4])
+def test_a_graph_sees_the_same_sizes_and_buffers(length: int, engine_config: VllmConfig) -> None:
     """Other requests, blocks and contexts change the contents of tensors and nothing else.
 
     Nor do steps of the other length in between, canvases or single blocks.
     """
     builder = builder_of(engine_config)
     # What its parent sets where FlashAttention 3 runs.
-    builder.most_splits = engine_config.attention_config.flash_attn_max_num_splits_for_cuda_graph
+    builder.splits_limit = engine_config.attention_config.flash_attn_max_num_splits_for_cuda_graph
     group = AttentionGroup(SegmentFlashBackend, ["x"], SPEC, 0, metadata_builders=[builder])
     cache = KVCacheConfig(8, [], [KVCacheGroupSpec(["x"], SPEC)])
-    loop = Loop({"strategy": "d2f", "block_length": 4, "canvas_length": 12, "max_active_blocks": 2})
-    rows, seen = AttentionRows(loop.states, 4, 64), []
-    wishes = [(3, 4), (9, 3), (17, 1), (2, 12)]
-    runs = [
-        loop.start([1] * prompt, Hashed(prompt), sampling(40, None, dllm_block_length=length))
-        for prompt, length in wishes
-    ]
-    loop.step()
+    loop, runs = four_requests()
+    sequences, seen = AttentionSequences(loop.states, 4, 64), []
     for count in (4, 2, 3):
-        rows.captured(loop.batch(runs, [16 - fed] * 4, []), ())
-        batch = loop.batch(runs[:count], [fed] * count, [])
-        batch.num_reqs_after_padding, batch.num_tokens_after_padding = 4, 4 * fed
+        sequences.captured(loop.batch(runs, [16 - length] * 4, []), ())
+        batch = loop.batch(runs[:count], [length] * count, [])
+        batch.num_reqs_after_padding, batch.num_tokens_after_padding = 4, 4 * length
         batch.seq_lens = torch.nn.functional.pad(batch.seq_lens, (0, 4 - count))
-        tables, slots = (torch.ones(4, 4, dtype=torch.int32),), torch.zeros(1, 4 * fed).long()
+        tables, slots = (torch.ones(4, 4, dtype=torch.int32),), torch.zeros(1, 4 * length).long()
         for_capture, mode = count == 4, CUDAGraphMode.FULL
-        metadata = rows.build(batch, mode, tables, slots, [[group]], cache, for_capture)["x"]
+        metadata = sequences.build(batch, mode, tables, slots, [[group]], cache, for_capture)["x"]
         tensors = (metadata.query_start_loc, metadata.seq_lens, metadata.block_table)
         sizes = [(tensor.shape, tensor.data_ptr()) for tensor in tensors]
         lengths = (metadata.max_query_len, metadata.max_seq_len, metadata.max_num_splits)
         seen.append((sizes, *lengths, metadata.num_actual_tokens, metadata.causal))
-        assert metadata.query_start_loc[-1] == fed * count
+        assert metadata.query_start_loc[-1] == length * count
         assert not metadata.seq_lens[3 * count :].any()
     # vLLM's profile of graph memory runs before the context is fitted to the cache.
     tables = (torch.ones(4, 3, dtype=torch.int32),)
-    fitted = rows.build(batch, mode, tables, slots, [[group]], cache, True)["x"].block_table
-    assert fitted.shape == (12, 3) and rows.block_tables[0].data_ptr() == fitted.data_ptr()
+    fitted = sequences.build(batch, mode, tables, slots, [[group]], cache, True)["x"].block_table
+    assert fitted.shape == (12, 3) and sequences.block_tables[0].data_ptr() == fitted.data_ptr()
     assert seen[0] == seen[1] == seen[2]
-    assert seen[0][0][1][0] == (12,) and seen[0][1:] == (fed, 64, 32, 4 * fed, False)
+    assert seen[0][0][1][0] == (12,) and seen[0][1:] == (length, 64, 32, 4 * length, False)
 
 
 @pytest.mark.parametrize("count", [4, 2, 3])
-def test_a_context_and_a_canvas_apart_are_what_rows_see(
-    count: int, engine_config: VllmConfig
-) -> None:
-    """Row by row the same queries and as many keys, the first of them the context."""
+def test_prefix_and_suffix_are_what_sequences_see(count: int, engine_config: VllmConfig) -> None:
+    """Sequence by sequence the same queries and as many keys, the first of them the context."""
     builder = builder_of(engine_config)
     group = AttentionGroup(SegmentFlashBackend, ["x"], SPEC, 0, metadata_builders=[builder])
     cache = KVCacheConfig(8, [], [KVCacheGroupSpec(["x"], SPEC)])
-    loop = Loop({"strategy": "d2f", "block_length": 4, "canvas_length": 12, "max_active_blocks": 2})
-    wishes = [(3, 4), (9, 3), (17, 1), (2, 12)]
-    runs = [
-        loop.start([1] * prompt, Hashed(prompt), sampling(40, None, dllm_block_length=length))
-        for prompt, length in wishes
-    ]
-    loop.step()
+    loop, runs = four_requests()
     batch = batch_of(loop, runs[:count])
     batch.num_reqs_after_padding, batch.num_tokens_after_padding = 4, 48
     bounds = [min(i, count) * 12 for i in range(5)]
@@ -222,43 +216,43 @@ def test_a_context_and_a_canvas_apart_are_what_rows_see(
     batch.seq_lens = torch.nn.functional.pad(batch.seq_lens, (0, 4 - count)).int()
     tables, slots = (torch.arange(16, dtype=torch.int32).view(4, 4),), torch.zeros(1, 48).long()
     step = (batch, CUDAGraphMode.FULL, tables, slots, [[group]], cache, False)
-    rows = AttentionRows(loop.states, 4, 64).build(*step)["x"]
-    both = AttentionRows(loop.states, 4, 64, parts_from=4)
+    plain = AttentionSequences(loop.states, 4, 64).build(*step)["x"]
+    both = AttentionSequences(loop.states, 4, 64, cascade_min_requests=4)
     batch.num_reqs_after_padding = 3
     few = both.build(*step)["x"] if count < 4 else None
-    # Steps of one block each are rows, whatever their number.
+    # Steps of one block each have no cascade, whatever their number.
     single = loop.batch(runs, [4] * 4, [])
-    assert both.build(single, *step[1:])["x"].canvas_rows is None
+    assert both.build(single, *step[1:])["x"].canvas_suffix is None
     batch.num_reqs_after_padding = 4
-    apart = both.build(*step)["x"]
+    cascade = both.build(*step)["x"]
     batch.num_reqs_after_padding = 3
     again = both.build(*step)["x"] if count < 4 else None
-    # Graphs of few requests find their rows where they were.
+    # Graphs of few requests find their sequences where they were.
     same = few is None or few.block_table.data_ptr() == again.block_table.data_ptr()
-    assert same and (few is None or few.canvas_rows is None)
-    assert isinstance(apart, PartsMetadata) and rows.canvas_rows is None
-    assert {m.positions.data_ptr() for m in (rows, apart)} == {batch.positions.data_ptr()}
-    canvas = apart.canvas_rows
-    assert canvas is not None and canvas.length == apart.max_query_len == 12
-    assert canvas.start_loc.tolist() == rows.query_start_loc.tolist()
-    request = canvas.request.squeeze(1)
-    assert torch.equal(apart.block_table[request], rows.block_table)
-    assert apart.query_start_loc.tolist() == bounds
-    used = rows.query_start_loc.diff() > 0
-    seen = apart.seq_lens[request] + canvas.keys
-    assert seen[used].tolist() == rows.seq_lens[used].tolist()
-    assert not apart.seq_lens[count:].any() and not canvas.keys[3 * count :].any()
+    assert same and (few is None or few.canvas_suffix is None)
+    assert isinstance(cascade, SegmentFlashMetadata) and plain.canvas_suffix is None
+    assert {m.positions.data_ptr() for m in (plain, cascade)} == {batch.positions.data_ptr()}
+    suffix = cascade.canvas_suffix
+    assert suffix is not None and suffix.length == cascade.max_query_len == 12
+    assert suffix.start_loc.tolist() == plain.query_start_loc.tolist()
+    request = suffix.request.squeeze(1)
+    assert torch.equal(cascade.block_table[request], plain.block_table)
+    assert cascade.query_start_loc.tolist() == bounds
+    used = plain.query_start_loc.diff() > 0
+    seen = cascade.seq_lens[request] + suffix.keys
+    assert seen[used].tolist() == plain.seq_lens[used].tolist()
+    assert not cascade.seq_lens[count:].any() and not suffix.keys[3 * count :].any()
 
 
-def test_where_contexts_are_read_once(
+def test_where_a_cascade_is_taken(
     engine_config: VllmConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Version 3, one head per key, two blocks in a canvas, and none of the reasons against it."""
+    """FlashAttention 3, one query head per KV head, two blocks, and no reason against it."""
     model, given = engine_config.model_config, engine_config.additional_config
     attention, options, text = engine_config.attention_config, given["dllm"], model.hf_text_config
 
     def taken(version: int | None = 3) -> bool:
-        return choice.parts_from(engine_config, version) is not None
+        return cascade_min_requests(engine_config, version) is not None
 
     def in_blocks(block: int, canvas: int) -> dict[str, Any]:
         defaults = options["defaults"] | {"block_length": block}
@@ -281,7 +275,7 @@ def test_where_contexts_are_read_once(
     heads_per_key(1)
     for different in (
         {"canvas_length": options["defaults"]["block_length"]},
-        # Shifted on an absolute grid, its blocks commit alone.
+        # Shifted on an absolute grid, its blocks commit in forwards of their own.
         {"architecture": "Fast_dLLM_QwenForCausalLM"},
     ):
         given["dllm"] = options | different
@@ -302,14 +296,14 @@ def test_where_contexts_are_read_once(
     model.model_arch_config.head_size = text.head_dim
     for block, blocks, fewest in ((16, 2, 9), (32, 2, 27), (32, 4, 4), (32, 8, 2), (64, 2, None)):
         given["dllm"] = in_blocks(block, block * blocks)
-        assert choice.parts_from(engine_config, 3) == fewest
+        assert cascade_min_requests(engine_config, 3) == fewest
     engine_config.scheduler_config.max_num_seqs = 1
     given["dllm"] = in_blocks(32, 256)
-    assert choice.parts_from(engine_config, 3) is None
+    assert cascade_min_requests(engine_config, 3) is None
 
 
 def test_buffers_that_sleep_took_are_laid_out_again() -> None:
-    buffers = PartsBuffers(3, 2, 8, torch.device("cpu"))
+    buffers = CascadeBuffers(3, 2, 8, torch.device("cpu"))
     stops = np.array([[4, 8], [8, 8]])
     for left_behind in (0, 77):
         for buffer in (buffers.request, buffers.keys, buffers.context):
@@ -322,8 +316,8 @@ def test_buffers_that_sleep_took_are_laid_out_again() -> None:
 def test_splits_take_no_more_memory_in_larger_graphs(engine_config: VllmConfig) -> None:
     engine_config.compilation_config.max_cudagraph_capture_size = 32768
     builder = builder_of(engine_config)
-    assert builder.most_splits == 0  # on the CPU, where nothing is scheduled
-    builder.most_splits = 32
+    assert builder.splits_limit == 0  # on the CPU, where nothing is scheduled
+    builder.splits_limit = 32
     for tokens, splits in ((8, 32), (512, 32), (1024, 16), (8192, 2), (32768, 1), (32769, 0)):
         bounds = torch.tensor([0, tokens], dtype=torch.int32)
         common = spans_of(bounds, tokens)
@@ -332,8 +326,6 @@ def test_splits_take_no_more_memory_in_larger_graphs(engine_config: VllmConfig) 
 
 
 def spans_of(bounds: torch.Tensor, tokens: int) -> Any:
-    from vllm.v1.attention.backend import CommonAttentionMetadata
-
     return CommonAttentionMetadata(
         query_start_loc=bounds,
         query_start_loc_cpu=bounds,
@@ -349,11 +341,11 @@ def spans_of(bounds: torch.Tensor, tokens: int) -> Any:
 
 
 def test_version_3_is_the_default(engine_config: VllmConfig) -> None:
-    assert choice.under_full_graphs(engine_config, 3) == FLASH
+    assert choice.backend_under_full_graphs(engine_config, 3) == FLASH
     for version in (2, 4, None):
-        assert choice.under_full_graphs(engine_config, version) == TRITON
+        assert choice.backend_under_full_graphs(engine_config, version) == TRITON
     engine_config.cache_config.cache_dtype = "fp8"
-    assert choice.under_full_graphs(engine_config, 3) == TRITON
+    assert choice.backend_under_full_graphs(engine_config, 3) == TRITON
 
 
 def test_no_version_without_a_gpu(engine_config: VllmConfig) -> None:
@@ -368,7 +360,7 @@ def test_a_backend_for_one_kind_of_layers_keeps_the_others_as_they_were(
     engine_config: VllmConfig,
 ) -> None:
     engine_config.attention_config.backend_per_kind = {"full_attention": TRITON}
-    assert choice.under_full_graphs(engine_config, 3) == TRITON
+    assert choice.backend_under_full_graphs(engine_config, 3) == TRITON
 
 
 def test_what_was_asked_for_is_taken_or_refused(engine_config: VllmConfig) -> None:
@@ -376,18 +368,18 @@ def test_what_was_asked_for_is_taken_or_refused(engine_config: VllmConfig) -> No
     for asked in (TRITON, AttentionBackendEnum.FLASHINFER, FLASH):
         attention.backend = asked
         for version in (2, 3):
-            taken = choice.under_full_graphs(engine_config, version)
+            taken = choice.backend_under_full_graphs(engine_config, version)
             assert taken == asked
     for version, found in ((4, "FlashAttention 4"), (None, "none")):
         with pytest.raises(ValueError, match=f"vLLM finds {found} for this .* cudagraph_mode to"):
-            choice.under_full_graphs(engine_config, version)
+            choice.backend_under_full_graphs(engine_config, version)
     model.dtype = torch.float32
     with pytest.raises(ValueError, match="attention_backend FLASH_ATTN .* got dtype float32: choo"):
-        choice.under_full_graphs(engine_config, 3)
+        choice.backend_under_full_graphs(engine_config, 3)
     model.dtype, attention.backend = torch.bfloat16, None
     attention.backend_per_kind = {"full_attention": FLASH}
     with pytest.raises(ValueError, match="for one kind of layers: ask for it by attention_backend"):
-        choice.under_full_graphs(engine_config, 3)
+        choice.backend_under_full_graphs(engine_config, 3)
 
 
 @pytest.mark.parametrize("head_size", [20, 288])
@@ -396,13 +388,13 @@ def test_heads_that_it_cannot_take(head_size: int, engine_config: VllmConfig) ->
     engine_config.model_config.model_arch_config.head_size = head_size
     engine_config.attention_config.backend = FLASH
     with pytest.raises(ValueError, match=f"but this model's have {head_size}: choose TRITON_ATTN"):
-        choice.under_full_graphs(engine_config, 3)
+        choice.backend_under_full_graphs(engine_config, 3)
     engine_config.attention_config.backend = None
-    assert choice.under_full_graphs(engine_config, 3) == TRITON
+    assert choice.backend_under_full_graphs(engine_config, 3) == TRITON
 
 
 def test_the_registered_path_names_the_backend() -> None:
-    module, name = choice.FLASH.rsplit(".", 1)
+    module, name = registry.FLASH.rsplit(".", 1)
     assert (module, name) == (SegmentFlashBackend.__module__, SegmentFlashBackend.__qualname__)
     assert SegmentFlashBackend.get_builder_cls() is SegmentFlashBuilder
     assert SegmentFlashBackend.get_name() == FLASH.name

@@ -12,8 +12,8 @@ from dllm_plugin.decoding.full_attention import bounds
 from dllm_plugin.decoding.methods import methods_of
 from dllm_plugin.kernels.confidence.random_numbers import (
     counter_uniform,
-    drawn_order,
     gumbel_uniform,
+    sampled_order,
 )
 from dllm_plugin.sampling import guidance
 
@@ -76,13 +76,13 @@ def test_spans_are_those_of_the_design() -> None:
 
 def test_pairs_in_a_batch() -> None:
     """Only leaders decide; who has no partner is its own."""
-    batch = ["b", guidance.partner_of("a"), "a", "c"]
-    leaders, partners = guidance.pair_rows(batch)
+    batch = ["b", guidance.unconditional_id("a"), "a", "c"]
+    leaders, partners = guidance.pair_requests(batch)
     assert (leaders.tolist(), partners.tolist()) == ([0, 2, 3], [0, 1, 3])
-    assert guidance.partner_places(batch).tolist() == [[2, 1]]
-    alone = ["b", guidance.partner_of("a")]
-    assert guidance.partner_places(alone).tolist() == []
-    for rows in guidance.pair_rows(["b", "c"]):
+    assert guidance.guided_pairs(batch).tolist() == [[2, 1]]
+    alone = ["b", guidance.unconditional_id("a")]
+    assert guidance.guided_pairs(alone).tolist() == []
+    for rows in guidance.pair_requests(["b", "c"]):
         assert rows.tolist() == [0, 1]
 
 
@@ -134,7 +134,7 @@ def test_alg_temp_draws_positions_without_replacement() -> None:
     score, draws = torch.tensor([0.9, 0.5, 0.7, 0.2]), 40_000
     step = torch.arange(draws)[:, None]
     uniform = counter_uniform(torch.tensor(3), torch.arange(4)[None, :], step)
-    order = drawn_order(score.expand(draws, 4), torch.tensor(0.3), uniform).argsort(1).flip(1)
+    order = sampled_order(score.expand(draws, 4), torch.tensor(0.3), uniform).argsort(1).flip(1)
     first = (score.double() / 0.3).softmax(0)
     second = torch.stack([first * p / (1 - p) for p in first]) * (1 - torch.eye(4))
     expected = draws * second.flatten()[~torch.eye(4, dtype=torch.bool).flatten()]
@@ -142,5 +142,5 @@ def test_alg_temp_draws_positions_without_replacement() -> None:
     counts = counts[~torch.eye(4, dtype=torch.bool).flatten()]
     assert int(counts.sum()) == draws
     assert float(((counts - expected) ** 2 / expected).sum()) < 31.3  # 99.9 % of 11 degrees
-    kept = drawn_order(score, torch.zeros(4), torch.full((4,), 0.5))
+    kept = sampled_order(score, torch.zeros(4), torch.full((4,), 0.5))
     assert torch.equal(kept, score)

@@ -1,4 +1,7 @@
-"""The plain-torch kernels: row statistics, draws, the counter-based generator, block helpers."""
+"""The plain-torch kernels: row statistics, sampling, random numbers, block helpers."""
+
+import importlib
+import inspect
 
 import numpy as np
 import oracle
@@ -7,10 +10,35 @@ import torch
 
 from dllm_plugin.decoding.blocks import at_positions, best_per_block, leading, per_block, rank
 from dllm_plugin.kernels.confidence.random_numbers import counter_uniform
-from dllm_plugin.kernels.confidence.reference import Draws, propose_rows, row_stats
+from dllm_plugin.kernels.confidence.reference import RowSampling, propose_rows, row_stats
 from dllm_plugin.kernels.move_rows.reference import move_rows
 
 NEGATIVE_INFINITY = float("-inf")
+# Function, the module of its reference; kernels are in the `kernel` module of the same folder.
+SIBLINGS = [
+    ("propose_rows", "confidence.reference"),
+    ("scan_rows", "confidence.partial_reference"),
+    ("merge_rows", "confidence.partial_reference"),
+    ("move_rows", "move_rows.reference"),
+    ("attend_spans", "paged_attention.reference"),
+    ("store_kv", "paged_store.reference"),
+    ("rotate_and_store", "rotate_and_store.reference"),
+]
+
+
+@pytest.mark.parametrize(("name", "module"), SIBLINGS, ids=lambda value: value)
+def test_a_kernel_has_the_signature_of_its_reference(name: str, module: str) -> None:
+    """Only numbers that tune the launch come on top, and they have defaults."""
+    folder = f"dllm_plugin.kernels.{module.split('.')[0]}"
+    reference = importlib.import_module(f"dllm_plugin.kernels.{module}")
+    kernel = importlib.import_module(f"{folder}.kernel")
+    expected = inspect.signature(getattr(reference, name))
+    found = inspect.signature(getattr(kernel, name))
+    shared = [found.parameters[name] for name in expected.parameters]
+    assert shared == list(expected.parameters.values())
+    assert found.return_annotation == expected.return_annotation
+    more = [p for p in found.parameters.values() if p.name not in expected.parameters]
+    assert all(p.default is not inspect.Parameter.empty for p in more)
 
 
 def logits(rows: int, columns: int, scale: float = 3.0) -> torch.Tensor:
@@ -22,7 +50,7 @@ def logits(rows: int, columns: int, scale: float = 3.0) -> torch.Tensor:
 def test_row_stats_against_float64(columns: int, scale: float) -> None:
     rows = logits(33, columns, scale)
     rows[::3, 1:2] = NEGATIVE_INFINITY
-    stats = propose_rows(rows, torch.zeros(33, dtype=torch.int64), -1, want_rank=True)
+    stats = propose_rows(rows, torch.zeros(33, dtype=torch.int64), -1, want_ranking=True)
     p = torch.softmax(rows.double(), dim=-1)
     top = p.topk(2, dim=-1).values
     assert stats.entropy_T is not None and stats.margin_T is not None
@@ -48,18 +76,18 @@ def test_row_stats_ties_and_certainty() -> None:
 
 def test_confidence_of_given_tokens() -> None:
     p = torch.tensor([[0.1, 0.2, 0.7]]).repeat(3, 1)
-    stats = row_stats(p.log(), torch.tensor([0, 1, 2]), want_rank=False)
+    stats = row_stats(p.log(), torch.tensor([0, 1, 2]), want_ranking=False)
     torch.testing.assert_close(stats.confidence_T, torch.tensor([0.1, 0.2, 0.7]))
 
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**62, -(2**63), 2**63 - 1])
-def test_drawn_tokens_equal_their_definition(seed: int) -> None:
+def test_sampled_tokens_equal_their_definition(seed: int) -> None:
     """The largest of tempered logits and noise, computed in Python integers and float64."""
     rows, temperature = logits(6, 50, 2.0), 0.7
     slots = torch.zeros(6, dtype=torch.int64)
     offsets, step = torch.arange(6) * 1000, 999
-    draws = Draws(*(torch.tensor([x]) for x in (temperature, seed, step, 5)), offsets, 1)
-    stats = propose_rows(rows, slots, -1, draws)
+    sampling = RowSampling(*(torch.tensor([x]) for x in (temperature, seed, step, 5)), offsets, 1)
+    stats = propose_rows(rows, slots, -1, sampling)
     for row, position, token in zip(rows, (offsets + 6).tolist(), stats.token_T, strict=True):
         noise = oracle.gumbel(seed & oracle.WORD, position, step, 50)
         assert int(token) == int((row.double().numpy() / temperature + noise).argmax())
@@ -77,9 +105,9 @@ def test_counter_uniform_equals_its_definition() -> None:
     for seed in seeds:
         for position in (0, 5, 131071):
             for step in (0, 1, 999):
-                drawn = counter_uniform(*map(torch.tensor, (seed, position, step)))
+                numbers = counter_uniform(*map(torch.tensor, (seed, position, step)))
                 expected = oracle.uniform(seed & oracle.WORD, position, step)
-                assert float(drawn) == np.float32(expected)
+                assert float(numbers) == np.float32(expected)
 
 
 def test_counter_uniform_knows_no_batch() -> None:
@@ -96,19 +124,19 @@ def test_counter_uniform_is_uniform_along_every_argument(axis: int) -> None:
     """And neighbours along it, or along two of them, are independent."""
     count, arguments = 65_536, [torch.tensor(11), torch.tensor(3), torch.tensor(2)]
     arguments[axis] = torch.arange(count)
-    drawn = counter_uniform(*arguments).double().numpy()
-    counts = np.histogram(drawn, bins=64, range=(0, 1))[0]
+    numbers = counter_uniform(*arguments).double().numpy()
+    counts = np.histogram(numbers, bins=64, range=(0, 1))[0]
     assert abs(chi_square(counts, np.full(64, count / 64))) < 4
-    pairs = np.histogram2d(drawn[:-1], drawn[1:], bins=16, range=[(0, 1)] * 2)[0].ravel()
+    pairs = np.histogram2d(numbers[:-1], numbers[1:], bins=16, range=[(0, 1)] * 2)[0].ravel()
     assert abs(chi_square(pairs, np.full(256, (count - 1) / 256))) < 4
     for other in range(3):
         moved = list(arguments)
         moved[other] = moved[other] + 1
         neighbour = counter_uniform(*moved).double().numpy()
-        assert abs(np.corrcoef(drawn, neighbour)[0, 1]) < 4 / np.sqrt(count)
+        assert abs(np.corrcoef(numbers, neighbour)[0, 1]) < 4 / np.sqrt(count)
 
 
-def test_draws_do_not_repeat() -> None:
+def test_random_numbers_do_not_repeat() -> None:
     seed, position, step = torch.meshgrid(*[torch.arange(20)] * 3, indexing="ij")
     assert counter_uniform(seed, position, step).unique().numel() > 7990  # of 8000, in 24 bits
 

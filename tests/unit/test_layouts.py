@@ -15,6 +15,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from dllm_plugin.attention import backends as choice
+from dllm_plugin.attention import registry
 from dllm_plugin.attention.distinct import DistinctBackend, DistinctImpl
 from dllm_plugin.attention.flex import SegmentFlexBuilder
 from dllm_plugin.config.options import KV_CACHE_LAYOUTS
@@ -32,9 +33,9 @@ def test_every_layout_has_its_reason() -> None:
 def test_the_registry_is_changed_while_a_model_is_built(layout: str) -> None:
     register_backend(CUSTOM, SOMEONE)
     try:
-        with pytest.raises(ZeroDivisionError), choice.offered(VllmConfig(), layout):
+        with pytest.raises(ZeroDivisionError), registry.registered(VllmConfig(), layout):
             ours = layout == "distinct"
-            assert (CUSTOM.get_path() == choice.DISTINCT) == ours
+            assert (CUSTOM.get_path() == registry.DISTINCT) == ours
             assert CPU_ATTN.is_overridden() == ours
             assert not ours or CPU_ATTN.get_class() is DistinctBackend
             raise ZeroDivisionError
@@ -48,7 +49,7 @@ def test_a_layer_with_another_backend_is_noticed(single_rank: None, checkpoints:
     config = EngineArgs(str(checkpoints / "tiny-llada"), dtype="float32").create_engine_config()
     with (
         pytest.raises(ValueError, match="layer model.0 the attention backend CPUAttentionBackend"),
-        choice.offered(config, "distinct"),
+        registry.registered(config, "distinct"),
         set_current_vllm_config(config),
     ):
         backend = CPU_ATTN.get_class()
@@ -97,8 +98,8 @@ def test_preferred_pages_hold_whole_tiles() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch: not compiled; that is what we want
-def test_flex_attention_takes_more_rows_than_requests(checkpoints: Path) -> None:
-    """vLLM's own metadata, from segments as rows, means what the twin says of the same keys."""
+def test_flex_attention_takes_more_sequences_than_requests(checkpoints: Path) -> None:
+    """vLLM's own metadata, one sequence per segment, gives what the reference gives."""
     config = EngineArgs(str(checkpoints / "tiny-llada"), dtype="float32").create_engine_config()
     page, heads, head, group = 16, 2, 32, 2
     arguments, constants = spans.build(
@@ -124,14 +125,14 @@ def test_flex_attention_takes_more_rows_than_requests(checkpoints: Path) -> None
             key[bounds[r] : bounds[r + 1]],
             value[bounds[r] : bounds[r + 1]],
         )
-    rows = torch.cat([torch.tensor([0]), (seen.diff() != 0).nonzero()[:, 0] + 1]).int()
-    row_bounds = torch.cat([rows, torch.tensor([24])]).int()
-    request = torch.searchsorted(bounds[1:], rows, right=True)
+    starts = torch.cat([torch.tensor([0]), (seen.diff() != 0).nonzero()[:, 0] + 1]).int()
+    start_loc = torch.cat([starts, torch.tensor([24])]).int()
+    request = torch.searchsorted(bounds[1:], starts, right=True)
     common = CommonAttentionMetadata(
-        query_start_loc=row_bounds,
-        query_start_loc_cpu=row_bounds,
-        seq_lens=seen[rows.long()],
-        num_reqs=len(rows),
+        query_start_loc=start_loc,
+        query_start_loc_cpu=start_loc,
+        seq_lens=seen[starts.long()],
+        num_reqs=len(starts),
         num_actual_tokens=24,
         max_query_len=spans.BLOCK,
         max_seq_len=64,
@@ -139,7 +140,7 @@ def test_flex_attention_takes_more_rows_than_requests(checkpoints: Path) -> None
         slot_mapping=torch.zeros(24, dtype=torch.int64),
         causal=False,
     )
-    assert len(rows) > config.scheduler_config.max_num_seqs
+    assert len(starts) > config.scheduler_config.max_num_seqs
     metadata = builder.build(0, common)
     q, k, v = (t[None].transpose(1, 2) for t in (query, *flat))
     got = flex_attention(q, k, v, None, metadata.block_mask, scale, enable_gqa=True)

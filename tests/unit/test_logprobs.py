@@ -1,4 +1,4 @@
-"""Log-probabilities: raw, of the token at the step that unmasked it, handed out on emission."""
+"""Compare log-probabilities with the raw row that each emitted token was unmasked from."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ Rows = list[tuple[np.ndarray, np.ndarray, int]]
 
 
 def decode(loop: Loop, runs: list[Run], preempt_at: int = -1) -> dict[str, Rows]:
-    """Run to the end; per request, ids, values and rank of every emitted token."""
+    """Run to the end; return ids, values and rank of every emitted token, per request."""
     rows: dict[str, Rows] = {run.req_id: [] for run in runs}
     for step in range(200):
         canvases = [run for run in loop.running if run.prefilled]
@@ -36,7 +36,7 @@ def decode(loop: Loop, runs: list[Run], preempt_at: int = -1) -> dict[str, Rows]
 
 
 def expected(run: Run, loop: Loop) -> list[np.ndarray]:
-    """Raw log-probabilities of the row that each emitted token was unmasked from."""
+    """Return raw log-probabilities of the row that each emitted token was unmasked from."""
     assert run.params.extra_args is not None
     length = run.params.extra_args.get("dllm_block_length", 4)
     rows: dict[int, np.ndarray] = {}

@@ -1,7 +1,12 @@
-"""What the distribution declares and carries."""
+"""Test what the distribution declares and what its wheel contains."""
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
+import zipfile
 from importlib import metadata
 from pathlib import Path
 
@@ -15,6 +20,26 @@ from dllm_plugin.omni import images
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 MAX_MODEL_BYTES = 6 << 20
+# Files of the bundled model; the wheel has no other data.
+MODEL_FILES = {
+    "README.md",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "d2f/adapter_config.json",
+    "d2f/adapter_model.safetensors",
+}
+METADATA = {
+    "METADATA",
+    "RECORD",
+    "WHEEL",
+    "entry_points.txt",
+    "licenses/LICENSE",
+    "top_level.txt",
+}
+NOT_SOURCE = (".*", "__pycache__", "*.egg-info", "build", "dist", "goldens", "reports")
 
 
 def entry_point(group: str, name: str) -> metadata.EntryPoint:
@@ -47,6 +72,39 @@ def test_version_is_written_twice_and_equal() -> None:
 
 def test_installing_the_package_pulls_nothing() -> None:
     assert PROJECT["dependencies"] == []
+
+
+def contents_of_wheel(folder: Path) -> set[str]:
+    """Build the wheel of a copy of the source tree in `folder`; return the names in it."""
+    source = folder / "source"
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*NOT_SOURCE))
+    cache = source / "dllm_plugin" / "default_model" / "__pycache__"
+    cache.mkdir()
+    (cache / "stale.cpython-311.pyc").touch()
+    program = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+    command = [sys.executable, "-c", program, str(folder)]
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=source, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (wheel,) = folder.glob("*.whl")
+    return set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_wheel_holds_the_package_and_the_bundled_model(tmp_path: Path) -> None:
+    """Neither training nor tests, reports or caches, whatever lies in the tree."""
+    package = ROOT / "dllm_plugin"
+    modules = {path.relative_to(ROOT).as_posix() for path in package.rglob("*.py")}
+    model = {f"dllm_plugin/default_model/{name}" for name in MODEL_FILES}
+    metadata_of = f"{PROJECT['name']}-{PROJECT['version']}.dist-info"
+    expected = modules | model | {f"{metadata_of}/{name}" for name in METADATA}
+    found = contents_of_wheel(tmp_path)
+    assert (found - expected, expected - found) == (set(), set())
+
+
+def test_the_bundled_model_is_data_only() -> None:
+    """Its one module says where it lies."""
+    folder = Path(default_model.path())
+    assert [path.name for path in folder.rglob("*.py")] == ["__init__.py"]
 
 
 def test_default_model_is_small() -> None:

@@ -1,4 +1,4 @@
-"""Rotations that attention applies: which layers hand them over, and what attention then gets."""
+"""Rotations deferred to attention: of which layers, and what attention then gets."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from vllm.model_executor.models.llama import LlamaAttention
 from vllm.model_executor.models.qwen2 import Qwen2Attention
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from dllm_plugin.attention.flash import PartsImpl, SegmentFlashBackend
+from dllm_plugin.attention.flash import SegmentFlashBackend, SegmentFlashImpl
 from dllm_plugin.attention.rotary import Deferred, defer
 
 HEAD, HEADS, KV_HEADS = 8, 4, 2
@@ -46,9 +46,9 @@ def layer(kind: Any, rotary: nn.Module, impl: Any, cache: str = "auto") -> Any:
     made.rotary_emb = rotary
     seen: list[tuple[torch.Tensor, ...]] = []
 
-    def attend(*parts: torch.Tensor) -> torch.Tensor:
-        seen.append(parts)
-        return parts[0]
+    def attend(*inputs: torch.Tensor) -> torch.Tensor:
+        seen.append(inputs)
+        return inputs[0]
 
     attend.impl, attend.kv_cache_dtype = impl, cache  # type: ignore[attr-defined]
     made.attn, made.seen = attend, seen
@@ -57,18 +57,18 @@ def layer(kind: Any, rotary: nn.Module, impl: Any, cache: str = "auto") -> Any:
 
 
 @pytest.mark.parametrize("kind", CLASSES)
-def test_attention_gets_what_the_products_made(kind: type) -> None:
-    impl = PartsImpl.__new__(PartsImpl)
+def test_attention_gets_queries_and_keys_that_are_not_rotated(kind: type) -> None:
+    impl = SegmentFlashImpl.__new__(SegmentFlashImpl)
     made, rotary = layer(kind, rotation(), impl), rotation()
     made.rotary_emb = rotary
     qkv, positions = torch.randn(3, (HEADS + 2 * KV_HEADS) * HEAD), torch.arange(5, 8)
     made(positions=positions, hidden_states=qkv)
     defer(nn.ModuleList([made]), FLASH)
     made(positions=positions, hidden_states=qkv)
-    (turned, _, _), as_they_were = made.seen
+    (rotated, _, _), not_rotated = made.seen
     wanted = qkv.split([made.q_size, made.kv_size, made.kv_size], dim=-1)
-    assert all(torch.equal(got, want) for got, want in zip(as_they_were, wanted, strict=True))
-    assert not torch.equal(turned, wanted[0])
+    assert all(torch.equal(got, want) for got, want in zip(not_rotated, wanted, strict=True))
+    assert not torch.equal(rotated, wanted[0])
     assert impl.rotation is rotary and isinstance(made.rotary_emb, Deferred)
     assert made.attn.attn_backend.forward_includes_kv_cache_update
     assert not SegmentFlashBackend.forward_includes_kv_cache_update
@@ -81,7 +81,7 @@ def test_attention_gets_what_the_products_made(kind: type) -> None:
     ids=["other angles", "part of a head", "pairs", "quantised keys"],
 )
 def test_other_layers_rotate_as_before(how: dict[str, Any], cache: str) -> None:
-    impl, rotary = PartsImpl.__new__(PartsImpl), rotation(**how)
+    impl, rotary = SegmentFlashImpl.__new__(SegmentFlashImpl), rotation(**how)
     made = layer(LlamaAttention, rotary, impl, cache)
     defer(nn.ModuleList([made]), FLASH)
     assert made.rotary_emb is rotary and impl.rotation is None
@@ -90,7 +90,7 @@ def test_other_layers_rotate_as_before(how: dict[str, Any], cache: str) -> None:
 @pytest.mark.parametrize("backend", [None, AttentionBackendEnum.TRITON_ATTN, FLASH])
 def test_other_backends_get_rotated_queries(backend: AttentionBackendEnum | None) -> None:
     """Also where FLASH_ATTN is asked for and a layer has another implementation of it."""
-    impl = SimpleNamespace() if backend == FLASH else PartsImpl.__new__(PartsImpl)
+    impl = SimpleNamespace() if backend == FLASH else SegmentFlashImpl.__new__(SegmentFlashImpl)
     made = layer(LlamaAttention, rotation(), impl)
     before = made.rotary_emb
     defer(nn.ModuleList([made]), backend)

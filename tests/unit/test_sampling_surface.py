@@ -1,8 +1,8 @@
-"""Every sampling parameter that vLLM has was considered: honoured, or refused by name."""
+"""Check that every sampling parameter of vLLM is honoured, or refused by name."""
 
 from vllm import SamplingParams
 
-from dllm_plugin.engine.admission import REFUSED
+from dllm_plugin.config.request_checks import REFUSED
 
 # All that a request may say to vLLM: a new one must be honoured or refused.
 SAMPLING_PARAMETERS = """

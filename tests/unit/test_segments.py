@@ -1,4 +1,4 @@
-"""Query segments and attention rows against the mask they stand for."""
+"""Query segments and attention sequences against the mask that they stand for."""
 
 import random
 
@@ -9,7 +9,7 @@ from scripted import Hashed, Loop, sampling, visible
 from torch import Tensor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from dllm_plugin.attention.sequences import AttentionRows, Rows, batch_rows
+from dllm_plugin.attention.sequences import AttentionSequences, Sequences, batch_sequences
 from dllm_plugin.attention.spans import SpanBuffers
 from dllm_plugin.decoding.segments import canvas_segments, prefill_segments
 
@@ -20,13 +20,13 @@ def keys_of(stops: np.ndarray, span: range) -> list[int]:
 
 
 def test_canvas_segments() -> None:
-    for fed in range(1, 20):
+    for computed in range(1, 20):
         for length in range(1, 10):
             for blocks in range(1, 6):
-                stops = canvas_segments(np.array([fed]), np.array([length]), blocks)[0]
-                assert len(stops) == blocks + 1 and stops[-1] == fed
-                inside = range(min(fed, blocks * length))
-                assert keys_of(stops, inside) == [visible(p, 0, length, fed) for p in inside]
+                stops = canvas_segments(np.array([computed]), np.array([length]), blocks)[0]
+                assert len(stops) == blocks + 1 and stops[-1] == computed
+                inside = range(min(computed, blocks * length))
+                assert keys_of(stops, inside) == [visible(p, 0, length, computed) for p in inside]
 
 
 def test_prefill_segments() -> None:
@@ -41,10 +41,10 @@ def test_prefill_segments() -> None:
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_rows_of_a_mixed_batch(captured: bool) -> None:
+def test_sequences_of_a_mixed_batch(captured: bool) -> None:
     """Canvases in every phase and, in an eager step, prefills new and resumed.
 
-    The rows, and what every token sees where a request stays one row.
+    The sequences, and what every token sees where a request stays one sequence.
     """
     options = {"block_length": 4, "canvas_length": 12, "max_active_blocks": 3}
     loop = Loop({"strategy": "d2f"} | options)
@@ -56,17 +56,17 @@ def test_rows_of_a_mixed_batch(captured: bool) -> None:
         loop.step()
     canvases = [run for run in runs if not run.done]
     prefills = [] if captured else [canvases.pop(1)]
-    fed = [min(12, 64 - len(run.prompt + run.output)) for run in canvases]
-    batch = loop.batch(canvases, fed, prefills)
-    rows = captured_rows(loop, batch) if captured else batch_rows(batch, loop.states)
-    assert rows.length_B.sum() == batch.num_tokens
-    assert captured or (rows.length_B > 0).all()
-    assert not captured or len(rows.length_B) == len(canvases) * 4
+    lengths = [min(12, 64 - len(run.prompt + run.output)) for run in canvases]
+    batch = loop.batch(canvases, lengths, prefills)
+    sequences = captured_sequences(loop, batch) if captured else batch_sequences(batch, loop.states)
+    assert sequences.length_B.sum() == batch.num_tokens
+    assert captured or (sequences.length_B > 0).all()
+    assert not captured or len(sequences.length_B) == len(canvases) * 4
     seq_lens = batch.seq_lens.tolist()
-    spans = spans_of(rows, batch)
+    spans = spans_of(sequences, batch)
     for index, run in enumerate(canvases + prefills):
-        mine = rows.request_B == index
-        keys = np.repeat(seq_lens[index] - rows.behind_B[mine], rows.length_B[mine])
+        mine = sequences.request_B == index
+        keys = np.repeat(seq_lens[index] - sequences.unseen_B[mine], sequences.length_B[mine])
         start, prompt = seq_lens[index] - len(keys), len(run.prompt)
         length = int(loop.states.block_length.np[run.slot])
         most = seq_lens[index] if index >= len(canvases) else start + 3 * length
@@ -79,78 +79,80 @@ def test_rows_of_a_mixed_batch(captured: bool) -> None:
     assert spans["keys_seen"][batch.num_tokens :].tolist() == [0] * PADDING
 
 
-def test_rows_that_are_laid_out_once_fit_every_step() -> None:
+def test_sequences_that_are_laid_out_once_fit_every_step() -> None:
     """Requests come, go and change places between captured steps, or stay and see more keys.
 
-    Steps feed whole canvases or one block of the configured length each, which is a part of some
-    requests' own blocks, and several of others.
+    Steps compute whole canvases or one block of the configured length each, which is a share of
+    some requests' own blocks, and several of others.
     """
     dice = random.Random(3)
     options = {"block_length": 4, "canvas_length": 12, "max_active_blocks": 3}
     loop = Loop({"strategy": "d2f"} | options, max_model_len=256)
-    attention = AttentionRows(loop.states, 8, 96)
+    attention = AttentionSequences(loop.states, 8, 96)
     for prompt in range(1, 9):
         wish = sampling(200, None, dllm_block_length=dice.choice([1, 3, 4, 4, 12]))
         loop.start([1] * prompt, Hashed(prompt), wish, f"request-{prompt}")
     loop.step()
-    runs, fed, layouts = loop.running[:4], 12, set()
+    runs, length, layouts = loop.running[:4], 12, set()
     for _ in range(60):
         if dice.random() < 0.5:
             runs = dice.sample(loop.running, dice.randint(1, len(loop.running)))
         if dice.random() < 0.2:
-            fed = 16 - fed
-        batch = loop.batch(runs, [fed] * len(runs), [])
+            length = 16 - length
+        batch = loop.batch(runs, [length] * len(runs), [])
         batch.num_reqs_after_padding = dice.randint(len(runs), 8)
-        rows, listed = attention.captured(batch, ()), batch_rows(batch, loop.states)
+        captured, listed = attention.captured(batch, ()), batch_sequences(batch, loop.states)
         layouts.add(attention.layout)
-        assert torch.equal(rows.query_start_loc, rows.starts_cpu) and rows.longest == fed
-        assert len(rows.seq_lens) == 4 * batch.num_reqs_after_padding
-        lengths = rows.query_start_loc.diff().numpy()
+        assert torch.equal(captured.query_start_loc, captured.query_start_loc_cpu)
+        assert captured.max_query_len == length
+        assert len(captured.seq_lens) == 4 * batch.num_reqs_after_padding
+        lengths = captured.query_start_loc.diff().numpy()
         used = lengths > 0
         assert lengths[used].tolist() == listed.length_B.tolist()
         assert (used.nonzero()[0] // 4).tolist() == listed.request_B.tolist()
-        keys = batch.seq_lens.numpy()[listed.request_B] - listed.behind_B
-        assert rows.seq_lens.numpy()[used].tolist() == keys.tolist()
-        assert not rows.seq_lens[4 * len(runs) :].any()
+        keys = batch.seq_lens.numpy()[listed.request_B] - listed.unseen_B
+        assert captured.seq_lens.numpy()[used].tolist() == keys.tolist()
+        assert not captured.seq_lens[4 * len(runs) :].any()
         loop.step()
     assert 10 < len(layouts) < 60
     assert {layout[0] for layout in layouts} == {4, 12}
-    for fed in (5, 8):
-        with pytest.raises(AssertionError, match=f"{fed} tokens of 1 requests are neither canvas"):
-            attention.captured(loop.batch(runs[:1], [fed], []), ())
+    for length in (5, 8):
+        error = f"{length} tokens of 1 requests are neither canvas"
+        with pytest.raises(AssertionError, match=error):
+            attention.captured(loop.batch(runs[:1], [length], []), ())
 
 
 PADDING = 3
 
 
-def captured_rows(loop: Loop, batch: InputBatch) -> Rows:
-    """What the device computes for a graph that is padded by a request, as the host lists rows."""
-    attention = AttentionRows(loop.states, batch.num_reqs + 2, batch.num_tokens)
+def captured_sequences(loop: Loop, batch: InputBatch) -> Sequences:
+    """What the device computes for a graph padded by a request, as the host lists sequences."""
+    attention = AttentionSequences(loop.states, batch.num_reqs + 2, batch.num_tokens)
     for left_behind in (attention.query_start_loc[1:], attention.seq_lens):
         left_behind.fill_(77)
     batch.num_reqs_after_padding = batch.num_reqs + 1
-    each, pages = attention.rows_per_request, 5
+    each, pages = attention.sequences_per_request, 5
     table = torch.arange((batch.num_reqs + 1) * pages, dtype=torch.int32).view(-1, pages)
-    rows = attention.captured(batch, (table,))
-    assert torch.equal(rows.tables[0], table.repeat_interleave(each, 0))
-    assert torch.equal(rows.query_start_loc, rows.starts_cpu)
+    captured = attention.captured(batch, (table,))
+    assert torch.equal(captured.block_tables[0], table.repeat_interleave(each, 0))
+    assert torch.equal(captured.query_start_loc, captured.query_start_loc_cpu)
     used = batch.num_reqs * each
-    assert rows.query_start_loc.tolist()[used:] == [batch.num_tokens] * (each + 1)
-    assert rows.seq_lens.tolist()[used:] == [0] * each
+    assert captured.query_start_loc.tolist()[used:] == [batch.num_tokens] * (each + 1)
+    assert captured.seq_lens.tolist()[used:] == [0] * each
     request = np.arange(batch.num_reqs).repeat(each)
-    lengths = rows.query_start_loc[: used + 1].diff().numpy()
-    behind = batch.seq_lens.numpy()[request] - rows.seq_lens[:used].numpy()
-    assert rows.longest >= lengths.max()
-    return Rows(request, lengths, behind)
+    lengths = captured.query_start_loc[: used + 1].diff().numpy()
+    unseen = batch.seq_lens.numpy()[request] - captured.seq_lens[:used].numpy()
+    assert captured.max_query_len >= lengths.max()
+    return Sequences(request, lengths, unseen)
 
 
-def spans_of(rows: Rows, batch: InputBatch) -> dict[str, Tensor]:
+def spans_of(sequences: Sequences, batch: InputBatch) -> dict[str, Tensor]:
     """As a captured graph needs them: empty segments and tokens of nobody included."""
-    request = torch.from_numpy(rows.request_B)
-    keys = batch.seq_lens[request] - torch.from_numpy(rows.behind_B)
-    starts = torch.from_numpy(np.concatenate([[0], rows.length_B.cumsum()])).to(torch.int32)
+    request = torch.from_numpy(sequences.request_B)
+    keys = batch.seq_lens[request] - torch.from_numpy(sequences.unseen_B)
+    starts = torch.from_numpy(np.concatenate([[0], sequences.length_B.cumsum()])).to(torch.int32)
     buffers = SpanBuffers(batch.num_reqs, batch.num_tokens + PADDING, torch.device("cpu"))
     segments = (starts, keys.to(torch.int32))
     query_start_loc = batch.query_start_loc[: batch.num_reqs + 1].to(torch.int32)
-    reached = batch.seq_lens[: batch.num_reqs].to(torch.int32)
-    return buffers.fill(*segments, query_start_loc, reached, batch.num_tokens + PADDING).tensors
+    stop = batch.seq_lens[: batch.num_reqs].to(torch.int32)
+    return buffers.fill(*segments, query_start_loc, stop, batch.num_tokens + PADDING).tensors

@@ -11,7 +11,7 @@ import torch
 from scripted import EOS, MASK, Hashed, Loop, Pass, Run, Script, Table, sampling
 
 from dllm_plugin.decoding.methods import METHODS
-from dllm_plugin.sampling import logits_rows as rows
+from dllm_plugin.sampling import rows
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 SCENARIOS: dict[str, dict[str, Any]] = {

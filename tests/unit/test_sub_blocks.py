@@ -1,4 +1,4 @@
-"""Fast-dLLM v2: the part of a block that is decoded, and the part whose KV is kept."""
+"""Check which positions of a Fast-dLLM v2 block are decoded, and which have their KV stored."""
 
 import handmade
 import numpy as np

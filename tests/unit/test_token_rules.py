@@ -1,4 +1,4 @@
-"""Stop tokens, min_tokens, biases, allowed ids and bad words while tokens come out of order."""
+"""Check stop tokens, min_tokens, biases, allowed ids and bad words under decoding in any order."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ SURE = Table(count, lambda q: 0.99)  # everything of an open block is taken at o
 
 
 def worded(words: list[list[int]], max_tokens: int, **options: Any) -> SamplingParams:
-    """Parameters with bad words, already tokenised as vLLM's front end does it."""
+    """Return parameters with bad words, already tokenised as vLLM's front end does it."""
     params = sampling(max_tokens, None, **options)
     params._bad_words_token_ids = words
     return params
@@ -83,7 +83,7 @@ def test_bad_word_that_begins_in_the_prompt() -> None:
     assert decode(worded([[2, 4]], 4), prompt=[1, 2, 9, 3]).output == [4, 5, 6, 7]
 
 
-def test_bad_word_behind_the_limit_is_no_word() -> None:
+def test_bad_word_beyond_the_limit_is_no_word() -> None:
     """A last block is decoded whole, but what is trimmed off does not count as text."""
     assert decode(worded([[6, 7]], 3)).output == [4, 5, 6]
 
@@ -133,7 +133,7 @@ def test_min_tokens_count_positions_not_steps() -> None:
     assert run.output[-1] == EOS and run.output.index(EOS) == 6
 
 
-def test_min_tokens_hold_back_an_eos_that_is_ignored() -> None:
+def test_min_tokens_ban_an_eos_that_is_ignored() -> None:
     """As in vLLM: `ignore_eos` keeps EOS from ending the request, not from being banned early."""
     params = sampling(8, None, min_tokens=2)
     params._all_stop_token_ids = {EOS}
@@ -168,13 +168,13 @@ def test_allowed_ids_bias_and_bad_words_together() -> None:
 
 @pytest.mark.parametrize("where", range(4, 12))
 def test_stop_token_anywhere(where: int) -> None:
-    """The text ends with it, whichever block it is in; what lies behind is never emitted."""
+    """The text ends with it, whichever block it is in; what follows is never emitted."""
     script = Table(lambda q: EOS if q == where else count(q), lambda q: 0.99 if q > 6 else 0.5)
     run = decode(sampling(8), script)
     assert run.output == [count(q) for q in range(4, where)] + [EOS]
 
 
-def test_many_stop_tokens_beside_few() -> None:
+def test_many_stop_tokens_and_few() -> None:
     """The table of stop tokens grows without forgetting those of running requests."""
     loop = Loop(D2F)
     few = loop.start([1] * 4, SURE, sampling(12, stop_token_ids=[9]), req_id="few")
@@ -212,7 +212,7 @@ def test_a_row_of_nan_does_not_stop_progress() -> None:
         assert other.output == [4, 5, 6, 7, 8, 9, 10, 11]
 
 
-def test_draws_depend_on_the_request_alone() -> None:
+def test_sampling_depends_on_the_request_alone() -> None:
     """Seeded: the same text alone, in a batch, in another slot; another seed, another text."""
     options: dict[str, Any] = {"temperature": 1.0, "dllm_threshold": 0.6}
     texts = []

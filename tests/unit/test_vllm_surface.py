@@ -139,6 +139,7 @@ SIGNATURES = {
     GRAPHS + "BatchExecutionDescriptor": "cg_mode num_tokens num_reqs uniform_token_count=None "
     "max_query_len=None num_active_loras=0 num_ubatches=1",
     RUNNER: "vllm_config device",
+    RUNNER + ".finish_requests": "self scheduler_output",
     RUNNER + ".initialize_kv_cache": "self kv_cache_config is_profiling=False "
     "kv_cache_allocation_context=None",
     "v1.worker.gpu.attn_utils:FastPrefillHelper": "cudagraph_manager max_num_tokens",
@@ -279,7 +280,7 @@ FIELDS: dict[type, str] = {
     CommonAttentionMetadata: "query_start_loc block_table_tensor max_query_len",
     NewRequestData: "req_id prompt_token_ids prefill_token_ids sampling_params",
     SchedulerOutput: "num_scheduled_tokens scheduled_new_reqs scheduled_spec_decode_tokens "
-    "total_num_scheduled_tokens",
+    "total_num_scheduled_tokens finished_req_ids preempted_req_ids",
     ModelRunnerOutput: "req_id_to_index sampled_token_ids",
     EngineCoreOutputs: "outputs",
     KVCacheManager: "block_pool enable_caching watermark_blocks",

@@ -49,7 +49,6 @@ vllm.transformers_utils.config: register_config_parser
 vllm.transformers_utils.config_parser_base: ConfigParserBase
 vllm.v1.attention.backends.utils: get_supported_kv_cache_layouts
 vllm.v1.core.sched.async_scheduler: AsyncScheduler
-vllm.v1.core.sched.output: SchedulerOutput
 vllm.v1.core.sched.scheduler: Scheduler
 vllm.v1.executor.abstract: Executor
 vllm.v1.outputs: AsyncModelRunnerOutput EMPTY_MODEL_RUNNER_OUTPUT ModelRunnerOutput

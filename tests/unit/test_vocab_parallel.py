@@ -1,4 +1,4 @@
-"""Ranks that hold columns of the logits each, against one that holds whole rows."""
+"""Compare ranks that hold columns of the logits with one rank that holds whole rows."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +20,7 @@ Wants = list[dict[str, Any]]
 
 
 class Exchange:
-    """Ranks in threads of this process: everybody waits until all have put in their tensor."""
+    """Exchange tensors between ranks that are threads of this process; each waits for all."""
 
     def __init__(self, ranks: int) -> None:
         self.barrier = threading.Barrier(ranks, timeout=60)
@@ -37,22 +37,22 @@ class Exchange:
 
 
 class ThreadShard(VocabShard):
-    """The columns of a rank that is a thread."""
+    """Gather over ranks that are threads."""
 
     def __init__(self, rank: int, ranks: int, exchange: Exchange) -> None:
         self.rank, self.all = rank, exchange
         self.width = -(-VOCAB // ranks) + 1
         self.columns = Columns(rank * self.width, VOCAB, ranks)
 
-    def exchange(self, parts_KTP: Tensor) -> Tensor:
-        return torch.stack(self.all(self.rank, "parts", parts_KTP))
+    def gather_partials(self, partials_KTP: Tensor) -> Tensor:
+        return torch.stack(self.all(self.rank, "partials", partials_KTP))
 
-    def whole(self, logits_TV: Tensor) -> Tensor:
+    def gather_rows(self, logits_TV: Tensor) -> Tensor:
         return torch.cat(self.all(self.rank, "rows", logits_TV), dim=1)[:, :VOCAB]
 
 
 def text_of(dllm: dict[str, Any], shift: bool, wants: Wants, shard: Any = None) -> list[Any]:
-    """What requests that run together emit, step by step."""
+    """Return what requests that run together emit, step by step."""
     loop = Loop(dllm, shift, shard=shard)
     runs = []
     for seed, want in enumerate(wants):
@@ -94,7 +94,7 @@ def test_ranks_decide_as_one(dllm: dict[str, Any], shift: bool, ranks: int, extr
         texts = list(pool.map(lambda shard: text_of(dllm, shift, wants, shard), shards))
     assert texts == [text_of(dllm, shift, wants)] * ranks
     assert exchange.calls == [exchange.calls[0]] * ranks
-    assert set(exchange.calls[0]) == ({"parts", "rows"} if WHOLE[extra] else {"parts"})
+    assert set(exchange.calls[0]) == ({"partials", "rows"} if WHOLE[extra] else {"partials"})
 
 
 @pytest.mark.parametrize(

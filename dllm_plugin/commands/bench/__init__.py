@@ -1,1 +1,4 @@
-"""``diffuplug bench step | throughput | latency | all``: speed beside its limit and baselines."""
+"""Measure speed against the hardware's limit and against baselines: ``diffuplug bench MODE``.
+
+`command` runs the modes step, throughput, latency and all; `host` runs the mode host.
+"""

@@ -1,4 +1,4 @@
-"""One measurement from the gate to the JSON line."""
+"""Run ``diffuplug bench step | throughput | latency | all``, from the gate to the JSON line."""
 
 import json
 import multiprocessing
@@ -9,20 +9,33 @@ from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dllm_plugin.commands.bench import engines, floor, gate, published, record, serving, step
-from dllm_plugin.commands.bench.drive import Answer
+from dllm_plugin.commands.bench import (
+    engines,
+    floor,
+    gate,
+    published_loops,
+    report,
+    step,
+    throughput_latency,
+)
 from dllm_plugin.commands.bench.engines import Model, Prompts
+from dllm_plugin.commands.bench.model_shapes import Sizes, autoregressive_config
 from dllm_plugin.commands.bench.options import Settings
-from dllm_plugin.commands.bench.shapes import Sizes, relative
+from dllm_plugin.commands.bench.request_loop import Answer
+from dllm_plugin.commands.offline import stop_engine
 
 Result = TypeVar("Result")
 
 
 def run(settings: Settings, command: Sequence[str], reference: Path | None = None) -> int:
-    """Gate, floor, engines, baselines; 1 if the gate is red. `reference` as in :mod:`gate`."""
+    """Run gate, floor, engines and baselines; return 1 if the gate is red.
+
+    Args:
+        reference: as in :func:`gate.check`.
+    """
     engines.prepare()
-    progress = record.Progress()
-    line: dict[str, Any] = record.surroundings(settings, command) | {"gate": "green"}
+    progress = report.Progress()
+    line: dict[str, Any] = report.surroundings(settings, command) | {"gate": "green"}
     with tempfile.TemporaryDirectory(prefix="diffuplug-") as folder:
         scratch = Path(folder)
         model = engines.find_model(settings, scratch)
@@ -42,10 +55,10 @@ def run(settings: Settings, command: Sequence[str], reference: Path | None = Non
     return 0
 
 
-def apart(function: Callable[..., Result], *arguments: Any) -> Result:
-    """Call in a process of its own, which gives the GPU's memory back; on a CPU right here.
+def in_own_process(function: Callable[..., Result], *arguments: Any) -> Result:
+    """Call a function in a new process, which gives the GPU's memory back; on a CPU in this one.
 
-    This process never touches the GPU: engines that it starts could then not be forked from it.
+    This process must not initialise CUDA, or the engines that it starts could not be forked.
     """
     if engines.on_cpu():
         return function(*arguments)
@@ -55,74 +68,83 @@ def apart(function: Callable[..., Result], *arguments: Any) -> Result:
 
 
 def _measure(
-    settings: Settings, model: Model, scratch: Path, progress: record.Progress
+    settings: Settings, model: Model, scratch: Path, progress: report.Progress
 ) -> dict[str, Any]:
-    """Floor, our engines, baselines, one after the other; prints the tables."""
-    sizes = Sizes.of(model.config).share(settings.tensor_parallel_size)
+    """Measure floor, our engines and baselines, one after the other; print the tables."""
+    sizes = Sizes.of(model.config).per_rank(settings.tensor_parallel_size)
     length = _length(settings, model)
-    device = _device(settings)
     prompts = Prompts(model.config, settings.seed)
-    grid = set()
-    for canvas in settings.canvas:
-        # Whether one block each is fed, the engine decides later.
-        ways = (0, 1) if settings.feeds_ahead(canvas) else (0,)
-        points = product((1, *settings.at_once(canvas)), ways)
-        grid |= {settings.fed(canvas, requests, alone) for requests, alone in points}
-    limit = apart(floor.measure, sizes, sorted(grid), *device)
+    limit = _measure_floor(settings, sizes)
     progress.done("floor")
     result: dict[str, Any] = {"floor": limit.record(), "engines": []}
     steps: list[dict[str, Any]] = []
     served: list[tuple[dict[str, Any], list[Answer]]] = []
     traces: list[dict[str, Any]] = []
+    trace_folder = scratch if settings.profile else None
     for canvas in settings.canvas:
-        llm = engines.ours(settings, model, canvas, length, scratch if settings.profile else None)
+        llm = engines.start_ours(settings, model, canvas, length, trace_folder)
         result["engines"].append(engines.describe(llm))
         progress.done(f"engine start, canvas {canvas}")
-        if settings.steps:
+        if settings.measures_steps:
             rows = step.measure(llm, settings, canvas, prompts)
-            steps += [step.compare(row, limit, sizes) for row in rows]
-            progress.done(f"steps, canvas {canvas}", record.table_of("step", steps))
+            steps += [step.add_floor(row, limit, sizes) for row in rows]
+            progress.done(f"steps, canvas {canvas}", report.table_of("step", steps))
             if settings.profile:
                 traces += step.profile(llm, settings, canvas, prompts, rows, scratch)
-                progress.done(f"profile, canvas {canvas}", record.table_of("profile", traces))
-        if settings.served:
-            served += serving.measure(llm, settings, model, canvas, prompts)
-            found = record.table_of("served", [row for row, _ in served])
+                progress.done(f"profile, canvas {canvas}", report.table_of("profile", traces))
+        if settings.request_modes:
+            served += throughput_latency.measure(llm, settings, model, canvas, prompts)
+            found = report.table_of("served", [row for row, _ in served])
             progress.done(f"requests, canvas {canvas}", found)
-        engines.stop(llm)
+        stop_engine(llm)
     ar_steps, ar_served = None, None
     if "ar" in settings.versus:
-        llm = engines.autoregressive(settings, model, length, scratch)
+        llm = engines.start_autoregressive(settings, model, length, scratch)
         result["ar"] = {"engine": engines.describe(llm)}
-        if settings.steps:
+        if settings.measures_steps:
             ar_steps = result["ar"]["step"] = step.measure_autoregressive(llm, settings, prompts)
-        ar_served = result["ar"]["served"] = serving.measure_autoregressive(llm, served)
-        engines.stop(llm)
+        ar_served = result["ar"]["served"] = throughput_latency.measure_autoregressive(llm, served)
+        stop_engine(llm)
         progress.done("plain vLLM")
-    authors = None
+    published = None
     if "hf" in settings.versus:
-        authors = result["hf"] = _published(settings, model, prompts, device)
+        published = result["hf"] = _measure_published(settings, model, prompts)
         progress.done("the model's own loop")
-    result["step"] = [step.beside(row, ar_steps) for row in steps]
-    result["served"] = [
-        serving.compare(row, limit, sizes, ar_served[i] if ar_served else None, authors)
-        for i, (row, _) in enumerate(served)
-    ]
+    result["step"] = [step.add_baseline(row, ar_steps) for row in steps]
+    result["served"] = []
+    for i, (row, _) in enumerate(served):
+        ar = ar_served[i] if ar_served else None
+        row = throughput_latency.add_baselines(row, limit, sizes, ar, published)
+        result["served"].append(row)
     result["profile"] = traces
-    for name in record.COLUMNS:
+    for name in report.COLUMNS:
         if result.get(name):
-            print(f"{name}:\n{record.table_of(name, result[name])}", flush=True)
-    return {name: part for name, part in result.items() if part}
+            print(f"{name}:\n{report.table_of(name, result[name])}", flush=True)
+    return {name: found for name, found in result.items() if found}
 
 
-def _published(
-    settings: Settings, model: Model, prompts: Prompts, device: tuple[str, Any]
-) -> list[dict[str, Any]]:
+def _measure_floor(settings: Settings, sizes: Sizes) -> floor.Floor:
+    """Measure the floor at every number of positions that a step of the grid may compute."""
+    grid = set()
+    for canvas in settings.canvas:
+        # The engine decides later whether its steps compute one block of each request.
+        single_block_from = (0, 1) if settings.computes_next_block(canvas) else (0,)
+        points = product((1, *settings.grid_requests(canvas)), single_block_from)
+        grid |= {settings.positions_of_step(canvas, *point) for point in points}
+    return in_own_process(floor.measure, sizes, sorted(grid), *_device(settings))
+
+
+def _measure_published(settings: Settings, model: Model, prompts: Prompts) -> list[dict[str, Any]]:
+    device = _device(settings)
     if model.is_bundled:
-        return apart(published.measure_bundled, settings.rounds, settings.output_len, *device)
+        return in_own_process(
+            published_loops.measure_bundled, settings.rounds, settings.output_len, *device
+        )
     rates = sorted({1.0, settings.tokens_per_forward or 1.0})
     ask = prompts.take(settings.input_len)
-    return apart(published.measure, model.config, ask, settings.output_len, rates, *device)
+    return in_own_process(
+        published_loops.measure, model.config, ask, settings.output_len, rates, *device
+    )
 
 
 def _check(settings: Settings, model: Model) -> None:
@@ -134,9 +156,9 @@ def _check(settings: Settings, model: Model) -> None:
             "--context, --input-len, --output-len or --canvas."
         )
     if "ar" in settings.versus:
-        relative(model.config)
+        autoregressive_config(model.config)
     if "hf" in settings.versus:
-        published.check(model.config)
+        published_loops.check(model.config)
     engines.check_compilation(settings)
     if settings.profile and engines.on_cpu():
         raise ValueError("--profile reads a GPU's kernels: there is no GPU here.")
@@ -144,8 +166,10 @@ def _check(settings: Settings, model: Model) -> None:
 
 def _length(settings: Settings, model: Model) -> int:
     lengths = [2 * canvas + 8 for canvas in settings.canvas]
-    lengths += [step.longest(settings)] if settings.steps else []
-    lengths += [serving.longest(settings, model)] if settings.served else []
+    lengths += [step.context_needed(settings)] if settings.measures_steps else []
+    lengths += (
+        [throughput_latency.context_needed(settings, model)] if settings.request_modes else []
+    )
     return max(lengths)
 
 

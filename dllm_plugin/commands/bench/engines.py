@@ -1,4 +1,4 @@
-"""Engines to measure: ours, and plain vLLM on an autoregressive model of the same shapes."""
+"""Start the engines that are measured: ours, and plain vLLM on a model of the same shapes."""
 
 import os
 import random
@@ -7,24 +7,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dllm_plugin import default_model
-from dllm_plugin.commands.bench.drive import Ask
+from dllm_plugin.commands.bench.model_shapes import (
+    SHAPES,
+    Config,
+    autoregressive_config,
+    write_config,
+)
 from dllm_plugin.commands.bench.options import Settings
-from dllm_plugin.commands.bench.shapes import SHAPES, Config, relative, write
-from dllm_plugin.commands.bench.worker import EXTENSION, fill_weights
-from dllm_plugin.commands.offline import BUNDLED_MEMORY, one_sentence, start_engine
+from dllm_plugin.commands.bench.request_loop import Ask
+from dllm_plugin.commands.bench.worker_extension import EXTENSION, fill_weights
+from dllm_plugin.commands.offline import BUNDLED_MEMORY, check_folder, one_sentence, start_engine
 from dllm_plugin.models import ARCHITECTURES
 
 if TYPE_CHECKING:
     from vllm import LLM
 
 DUMMY = {"load_format": "dummy", "skip_tokenizer_init": True}
-SETTLED = ("compile_step", "vocab_parallel", "commit_alone_from", "kv_cache_layout")
-DEFAULT_CANVASES = 64  # for more at once the token budget of a step has to be named
+RESOLVED = ("compile_step", "vocab_parallel", "commit_alone_from", "kv_cache_layout")
+DEFAULT_CANVASES = 64  # more at once need a larger token budget per step than vLLM's default
 
 
 @dataclass(frozen=True)
 class Model:
-    """What is measured: a folder or hub name, its config, and whether its weights are real."""
+    """Name the model that is measured: folder or hub name, config, and whether weights are real."""
 
     path: str
     config: Config
@@ -33,20 +38,19 @@ class Model:
 
 
 def find_model(settings: Settings, scratch: Path) -> Model:
-    """The model of the settings; named shapes are written to a folder below `scratch`."""
+    """Return the model of the settings; write the config of named shapes below `scratch`."""
     if settings.model is None:
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is fetched
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
     if settings.shapes is not None:
         config = SHAPES[settings.shapes]
-        return Model(write(config, scratch / settings.shapes), config, is_real=False)
+        return Model(write_config(config, scratch / settings.shapes), config, is_real=False)
     from transformers import AutoConfig
 
     import dllm_plugin
 
     dllm_plugin.register()
     path = settings.model or default_model.path()
-    if path.startswith(("/", ".", "~")) and not os.path.isdir(path):
-        raise ValueError(f"there is no folder {path}")
+    check_folder(path)
     config = AutoConfig.from_pretrained(path).to_dict()
     if not set(config.get("architectures") or ()) & set(ARCHITECTURES):
         raise ValueError(
@@ -56,32 +60,32 @@ def find_model(settings: Settings, scratch: Path) -> Model:
 
 
 def prepare() -> None:
-    """Set what vLLM reads when an engine is built, once for all engines of a run."""
+    """Set environment variables that vLLM reads when it builds an engine, once per run."""
     from vllm.platforms import current_platform
 
-    # The plain loop has used torch's threads by then, which a forked engine would wait for.
+    # The gate's reference uses torch's threads first; a forked engine would wait for them forever.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     if current_platform.is_cpu():
-        # A second process only takes cores from the model.
+        # A second process would only take cores from the model.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 
 def on_cpu() -> bool:
-    """Whether vLLM runs on the CPU here."""
+    """Return whether vLLM runs on the CPU."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
 
 
 def check_compilation(settings: Settings) -> None:
-    """Raise ValueError, which names the option, for a compilation config that vLLM refuses."""
+    """Raise ValueError, which names our option, for a compilation config that vLLM refuses."""
     from vllm.config import CompilationConfig
 
     try:
         CompilationConfig(**(settings.compilation_config or {}))
     except ValueError as error:
         raise ValueError(f"--compilation-config: {one_sentence(error)}") from error
-    except KeyError as error:  # a name of one of vLLM's enumerations
+    except KeyError as error:  # vLLM looks the name up in an enumeration
         raise ValueError(f"--compilation-config: {error} is unknown to vLLM.") from error
 
 
@@ -93,7 +97,7 @@ def _common(settings: Settings, length: int, at_once: int) -> dict[str, Any]:
         "tensor_parallel_size": settings.tensor_parallel_size,
         "max_model_len": length,
         "max_num_seqs": at_once,
-        "disable_log_stats": False,  # a server counts too, and messages then count steps
+        "disable_log_stats": False,  # as in a server; each step then sends a message
         "worker_extension_cls": EXTENSION,
     }
     if settings.gpu_memory_utilization is not None:
@@ -103,11 +107,11 @@ def _common(settings: Settings, length: int, at_once: int) -> dict[str, Any]:
     return options
 
 
-def ours(
+def start_ours(
     settings: Settings, model: Model, canvas: int, length: int, trace: Path | None = None
 ) -> "LLM":
-    """An engine that decodes canvases of `canvas` positions in a context of `length`."""
-    most = max(settings.at_once(canvas))
+    """Start our engine for canvases of `canvas` positions in a context of `length`."""
+    most = max(settings.grid_requests(canvas))
     options = _common(settings, length, most) | {"model": model.path}
     options["additional_config"] = {"dllm": settings.dllm(canvas)}
     if not model.is_real:
@@ -122,39 +126,34 @@ def ours(
         options["profiler_config"] = {
             "profiler": "torch",
             "torch_profiler_dir": str(trace),
-            "torch_profiler_activities": ["CUDA"],  # less for the host to write down
+            "torch_profiler_activities": ["CUDA"],  # less work for the host
             "torch_profiler_with_stack": False,
             "torch_profiler_use_gzip": False,
             "torch_profiler_dump_cuda_time_total": False,
             "ignore_frontend": True,
         }
-    return _started(settings, options)
+    return _start(settings, options)
 
 
-def autoregressive(settings: Settings, model: Model, length: int, scratch: Path) -> "LLM":
-    """Plain vLLM, its own defaults, dummy weights, the sizes of `model`."""
-    config = relative(model.config)
-    folder = write(config, scratch / "autoregressive")
+def start_autoregressive(settings: Settings, model: Model, length: int, scratch: Path) -> "LLM":
+    """Start plain vLLM with its own defaults and dummy weights, in the sizes of `model`."""
+    config = autoregressive_config(model.config)
+    folder = write_config(config, scratch / "autoregressive")
     dummy = {"model": folder} | DUMMY
     if settings.dtype == "auto":
         dummy["dtype"] = "bfloat16"
-    return _started(settings, _common(settings, length, max(settings.requests)) | dummy)
+    return _start(settings, _common(settings, length, max(settings.requests)) | dummy)
 
 
-def _started(settings: Settings, options: dict[str, Any]) -> "LLM":
+def _start(settings: Settings, options: dict[str, Any]) -> "LLM":
     llm = start_engine(options)
     if options.get("load_format") == "dummy":
         fill_weights(llm, settings.seed)
     return llm
 
 
-def stop(llm: "LLM") -> None:
-    """End an engine: the next one needs its memory."""
-    llm.llm_engine.engine_core.shutdown()
-
-
 def describe(llm: "LLM") -> dict[str, Any]:
-    """What the engine chose, for the JSON line."""
+    """Return the engine's choices for the JSON line."""
     from vllm.config import CompilationMode
 
     config = llm.llm_engine.vllm_config
@@ -167,12 +166,12 @@ def describe(llm: "LLM") -> dict[str, Any]:
         "max_model_len": config.model_config.max_model_len,
         "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
         "async_scheduling": config.scheduler_config.async_scheduling,
-        **{name: decoding(llm).get(name) for name in SETTLED},
+        **{name: decoding(llm).get(name) for name in RESOLVED},
         "attention_backend": backend.name if backend else "vLLM's choice",
         "cudagraph_mode": mode.name if mode else "NONE",
         "cudagraph_capture_sizes": compilation.cudagraph_capture_sizes,
         "compilation_mode": compilation.mode.name if compilation.mode is not None else "NONE",
-        # Only what vLLM compiles itself is compiled for single sizes.
+        # Only vLLM's own compilation compiles for single sizes.
         "compile_sizes": (compilation.compile_sizes or []) if compiles else [],
         "kv_cache_tokens": (config.cache_config.num_gpu_blocks or 0)
         * config.cache_config.block_size,
@@ -180,23 +179,23 @@ def describe(llm: "LLM") -> dict[str, Any]:
 
 
 def decoding(llm: "LLM") -> dict[str, Any]:
-    """Decode options as the engine resolved them; plain vLLM has none."""
+    """Return the decode options as the engine resolved them; plain vLLM has none."""
     given = llm.llm_engine.vllm_config.additional_config
     return given.get("dllm", {}) if isinstance(given, dict) else {}
 
 
 class Prompts:
-    """Random prompts, never the same twice, so that no prefix is cached."""
+    """Generate random prompts, never the same twice, so that no prefix is cached."""
 
     def __init__(self, config: Config, seed: int) -> None:
         special = {config.get("mask_token_id"), config.get("eos_token_id")}
-        self._draw = random.Random(seed)
+        self._random = random.Random(seed)
         self._top = min(i for i in [*special, config["vocab_size"]] if isinstance(i, int))
 
     def take(self, length: int) -> list[int]:
-        """Token ids below every special token."""
-        return [self._draw.randrange(self._top) for _ in range(length)]
+        """Return token ids below every special token."""
+        return [self._random.randrange(self._top) for _ in range(length)]
 
     def ask(self, length: int, **sampling: Any) -> Ask:
-        """A request that is decoded to its last token."""
+        """Return a request that is decoded up to `max_tokens`."""
         return Ask(self.take(length), {"ignore_eos": True} | sampling)

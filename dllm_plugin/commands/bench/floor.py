@@ -1,8 +1,8 @@
-"""What a step cannot be faster than: its matrix products alone, and its bytes of KV.
+"""Measure the lower bound of a step's time: its GEMMs alone, plus reading its bytes of KV.
 
-Torch only; the suffixes are M positions, K inputs, N outputs. All products of one forward (merged
-QKV, output, merged gate and up, down per layer, LM head over every row) run back to back, as one
-CUDA graph where there is CUDA. Every layer has weights of its own, so no cache keeps them.
+Torch only. All GEMMs of one forward (merged QKV, output, merged gate and up, down per layer, LM
+head over every position) run back to back, on CUDA as one graph. Every layer has its own weights,
+so that no cache holds them. Shapes: M positions, K inputs, N outputs.
 """
 
 import statistics
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dllm_plugin.commands.bench.shapes import Sizes
-from dllm_plugin.commands.bench.weights import BOUND
+from dllm_plugin.commands.bench.model_shapes import Sizes
+from dllm_plugin.commands.bench.random_weights import BOUND
 from dllm_plugin.models.cublas import forgo_workspace
 
 COPY_BYTES = {"cuda": 2 << 30, "cpu": 1 << 26}
@@ -24,9 +24,12 @@ SECONDS = 0.3  # of repetitions per measurement
 
 @dataclass(frozen=True)
 class Floor:
-    """copy_bytes_per_s: read plus written by a large copy; products_ms: positions -> ms.
+    """Hold what limits a step on this device.
 
-    kv_item_bytes: of one number in the KV cache.
+    copy_bytes_per_s   bytes read plus bytes written per second by a large copy
+    products_ms        milliseconds of the GEMMs of a forward, by number of positions
+    products_tflops    their rate
+    kv_item_bytes      bytes of one number in the KV cache
     """
 
     copy_bytes_per_s: float
@@ -35,19 +38,19 @@ class Floor:
     kv_item_bytes: int
 
     def step_ms(self, sizes: Sizes, positions: int, kv_positions: int) -> tuple[float, float]:
-        """Milliseconds of the products of `positions`, and of reading `kv_positions` of KV."""
+        """Return milliseconds of the GEMMs of `positions`, and of reading `kv_positions` of KV."""
         kv_bytes = sizes.kv_bytes(kv_positions, self.kv_item_bytes)
         return self.products_ms[positions], 1e3 * kv_bytes / self.copy_bytes_per_s
 
     def record(self) -> dict[str, Any]:
-        """For the JSON line."""
+        """Return the entries of the JSON line."""
         return asdict(self)
 
 
 @torch.inference_mode()
 def measure(sizes: Sizes, positions: list[int], device_name: str, dtype: torch.dtype) -> Floor:
-    """Time copies and, for each number of positions, the products of one forward."""
-    forgo_workspace()  # as engines do: the floor is of the faster products
+    """Time copies and, for each number of positions, the GEMMs of one forward."""
+    forgo_workspace()  # as engines do
     device = torch.device(device_name)
     rate = _copy_rate(device)
     weights = _weights(sizes, device, dtype)
@@ -68,20 +71,20 @@ def _copy_rate(device: torch.device) -> float:
 
 
 def _weights(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> list[list[Tensor]]:
-    """Per layer, then for the head: ``[N, K]``, of experts ``[experts, N, K]``."""
+    """Create weights per layer, then of the head: ``[N, K]``, of experts ``[experts, N, K]``."""
 
     def random(*shape: int) -> Tensor:
         return torch.empty(shape, device=device, dtype=dtype).uniform_(-BOUND, BOUND)
 
     layers = []
     for layer in range(sizes.layers):
-        layers.append([random(*shape) for shape in sizes.attention_products])
+        layers.append([random(*shape) for shape in sizes.attention_gemms])
         if layer < sizes.dense_layers:
-            layers[-1] += [random(*shape) for shape in sizes.mlp_products(sizes.inner)]
+            layers[-1] += [random(*shape) for shape in sizes.mlp_gemms(sizes.inner)]
             continue
-        shared = sizes.mlp_products(sizes.shared_experts * sizes.expert_inner)
+        shared = sizes.mlp_gemms(sizes.shared_experts * sizes.expert_inner)
         layers[-1] += [random(*shape) for shape in [(sizes.experts, sizes.width), *shared]]
-        experts = sizes.mlp_products(sizes.expert_inner)
+        experts = sizes.mlp_gemms(sizes.expert_inner)
         layers[-1] += [random(sizes.experts, *shape) for shape in experts]
     return [*layers, [random(sizes.vocab, sizes.width)]]
 
@@ -89,7 +92,7 @@ def _weights(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> list[lis
 def _forward(
     sizes: Sizes, weights: list[list[Tensor]], count: int
 ) -> tuple[Callable[[], Any], float]:
-    """All products over `count` positions, and how many operations they are."""
+    """Return a function that runs all GEMMs over `count` positions, and their operations."""
     calls: list[tuple[Tensor, Tensor, Tensor]] = []
     scratch: dict[tuple[Any, ...], Tensor] = {}
 
@@ -116,7 +119,7 @@ def _forward(
 
 
 def _experts_hit(sizes: Sizes, count: int) -> tuple[int, int]:
-    """Experts that `count` positions touch under uniform routing, and rows for each of them."""
+    """Return how many experts `count` positions reach if routed evenly, and rows of each."""
     if not sizes.experts:
         return 0, 0
     missed = (1 - sizes.experts_per_token / sizes.experts) ** count
@@ -125,7 +128,7 @@ def _experts_hit(sizes: Sizes, count: int) -> tuple[int, int]:
 
 
 def _as_graph(run: Callable[[], Any]) -> Callable[[], Any]:
-    run()  # cuBLAS chooses kernels and makes its workspace outside of the capture
+    run()  # before the capture, cuBLAS chooses kernels and allocates its workspace
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -134,7 +137,7 @@ def _as_graph(run: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _seconds(run: Callable[[], Any], device: torch.device) -> float:
-    """Median time of one call, measured in groups that together take about `SECONDS`."""
+    """Return the median time of one call, measured in groups that take about `SECONDS` in all."""
     if device.type != "cuda":
         run()
         stamps = [time.perf_counter()]

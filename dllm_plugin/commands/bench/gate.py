@@ -1,8 +1,9 @@
-"""The correctness gate: the bundled model through the engine against its plain loop.
+"""Check that the engine decodes correctly before it is measured.
 
-Same kind of devices, strategy, canvas, block length, graphs and scheduling as what is measured, in
-float32, where both must agree on every token, so with an attention that takes it. The loop
-recomputes everything in every step, on the CPU.
+The engine decodes the bundled model with the device, strategy, canvas, block length, graphs and
+scheduling of the measurement, but in float32 and so with an attention backend that takes float32.
+The reference implementation is a plain loop on the CPU, which recomputes everything in every step.
+Both must agree on every token.
 """
 
 import math
@@ -12,21 +13,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dllm_plugin import default_model
-from dllm_plugin.commands.bench.drive import Ask, Run, serve
-from dllm_plugin.commands.bench.engines import describe, stop
+from dllm_plugin.commands.bench.engines import describe
 from dllm_plugin.commands.bench.options import Settings
-from dllm_plugin.commands.offline import bundled_options, start_engine
-from dllm_plugin.decoding.strategy_names import D2F
+from dllm_plugin.commands.bench.request_loop import Ask, Run, serve
+from dllm_plugin.commands.offline import bundled_options, start_engine, stop_engine
 
 PROBLEMS = 4
-ALONE = PROBLEMS - 1  # so many at once are fed one block each, until answers end, and fewer are not
+SINGLE_BLOCK_FROM = PROBLEMS - 1  # requests at once from which a step computes one block of each
 BLOCKS = 2
 CONTEXT = 512
 MOST_THREADS = 8
 
 
 class Verdict(NamedTuple):
-    """Whether the engine may be timed; `record` is for the JSON line."""
+    """Say whether the engine may be measured; `record` goes into the JSON line."""
 
     green: bool
     sentence: str
@@ -34,15 +34,17 @@ class Verdict(NamedTuple):
 
 
 def check(settings: Settings, canvas: int, reference: Path | None = None) -> Verdict:
-    """Decode `PROBLEMS` problems in both ways and compare all tokens.
+    """Decode `PROBLEMS` problems with engine and reference, and compare all tokens.
 
     Args:
-        reference: folder of the weights that the plain loop reads; default: the engine's.
+        reference: folder of the weights that the reference reads; default: the engine's.
     """
-    expected, prompts, stops = _plain(settings, canvas, reference or Path(default_model.path()))
+    expected, prompts, stops = _decode_reference(
+        settings, canvas, reference or Path(default_model.path())
+    )
     length = len(expected[0])
     expected = [_until_stop(row, stops) for row in expected]
-    runs, chosen = _engine(settings, canvas, prompts, length)
+    runs, chosen = _decode_engine(settings, canvas, prompts, length)
     got = [answer.token_ids for run in runs for answer in run.answers]
     wrong = [i for i, row in enumerate(got) if row != expected[i % PROBLEMS]]
     record = {
@@ -55,7 +57,7 @@ def check(settings: Settings, canvas: int, reference: Path | None = None) -> Ver
         "requests": len(got),
         "tokens": sum(map(len, got)),
         "requests_that_differ": len(wrong),
-        "positions_per_forward": [_fed(run) for run in runs],
+        "positions_per_forward": [_positions_per_forward(run) for run in runs],
         "engine": chosen,
     }
     sentence = (
@@ -68,21 +70,21 @@ def check(settings: Settings, canvas: int, reference: Path | None = None) -> Ver
 
 
 def ranks_of(settings: Settings) -> int:
-    """As many ranks as share the bundled model's heads evenly: 2 of 4, since it has 6."""
+    """Return how many ranks can share the bundled model's 6 heads evenly: for 4 asked, 2."""
     from dllm_plugin.commands.bench.reference_model import Shape
 
     heads = Shape.load(Path(default_model.path())).n_heads
     return math.gcd(settings.tensor_parallel_size, heads)
 
 
-def _fed(run: Run) -> float:
-    """Canvas positions of a request and forward, on average."""
+def _positions_per_forward(run: Run) -> float:
+    """Return the mean number of canvas positions per request and forward."""
     forwards = sum(answer.forwards for answer in run.answers)
     return sum(answer.canvas_positions for answer in run.answers) / forwards
 
 
 def _compilation(settings: Settings) -> dict[str, Any]:
-    """vLLM's compilation config without numbers of tokens, which are those of larger batches."""
+    """Return vLLM's compilation config without sizes, which are those of larger batches."""
     sizes = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
     kept = {k: v for k, v in (settings.compilation_config or {}).items() if k not in sizes}
     if kept.get("compile_sizes"):
@@ -95,19 +97,19 @@ def _until_stop(tokens: Sequence[int], stops: set[int]) -> list[int]:
     return list(tokens[: end + 1])
 
 
-def _plain(
+def _decode_reference(
     settings: Settings, canvas_length: int, folder: Path
 ) -> tuple[list[list[int]], list[list[int]], set[int]]:
-    """Token rows of the plain loop, the prompts, and the tokens that end an answer."""
+    """Return the reference's tokens, the prompts, and the tokens that end an answer."""
     import torch
     from tokenizers import Tokenizer
 
     from dllm_plugin.commands.bench import reference_decoding as decoding
     from dllm_plugin.commands.bench.reference_model import Shape, load_weights
     from dllm_plugin.commands.bench.reference_tokenizer import EOT, chat_prompt, token_id
-    from dllm_plugin.commands.problems import eval_seeds, problem
+    from dllm_plugin.commands.problems.generator import eval_seeds, problem
 
-    is_d2f = settings.strategy == D2F
+    is_d2f = settings.measured.by_confidence
     weights = load_weights(folder, Path(default_model.adapter_path()) if is_d2f else None)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     problems = [problem(seed) for seed in eval_seeds(PROBLEMS)]
@@ -117,7 +119,7 @@ def _plain(
     canvas = decoding.make_canvas(weights, Shape.load(folder), tokenizer, problems, length, block)
     loop = decoding.d2f if is_d2f else decoding.block_diffusion
     threads = torch.get_num_threads()
-    # Products of a tiny model: on 64 cores most of the time would go to waiting for one another.
+    # The GEMMs are tiny: 64 threads would mostly wait for one another.
     torch.set_num_threads(min(threads, MOST_THREADS))
     try:
         with torch.no_grad():
@@ -128,12 +130,13 @@ def _plain(
     return tokens_BC.tolist(), prompts, {canvas.eos, token_id(tokenizer, EOT)}
 
 
-def _engine(
+def _decode_engine(
     settings: Settings, canvas: int, prompts: list[list[int]], length: int
 ) -> tuple[list[Run], dict[str, Any]]:
-    """All requests at once, and the engine's choices.
+    """Decode all requests at once; return the runs and the engine's choices.
 
-    Where many may be fed one block each, first two at a time, which are fed whole canvases.
+    If the engine may compute one block of each request, it first decodes fewer at a time, whose
+    steps compute whole canvases.
     """
     block = settings.block(canvas)
     dllm: dict[str, Any] = {
@@ -146,15 +149,15 @@ def _engine(
     if ranks == 1:
         dllm.pop("vocab_parallel", None)
     at_once = [PROBLEMS]
-    if settings.feeds_ahead(canvas) and settings.commit_alone_from != 0:
-        dllm["commit_alone_from"] = ALONE
-        at_once = [ALONE - 1, PROBLEMS]
-    if settings.strategy == D2F:
+    if settings.computes_next_block(canvas) and settings.commit_alone_from != 0:
+        dllm["commit_alone_from"] = SINGLE_BLOCK_FROM
+        at_once = [SINGLE_BLOCK_FROM - 1, PROBLEMS]
+    if settings.measured.by_confidence:
         dllm |= {"lora_path": default_model.adapter_path(), "threshold": 0.9}
     else:
         dllm |= {"policy": "low_confidence"}
     context = max(CONTEXT, 2 * canvas + 8, max(map(len, prompts)) + length + canvas)
-    # Triton's default for float32 products is tf32, whose error flips near ties.
+    # Triton's default for float32 GEMMs is tf32, whose rounding changes tokens at near ties.
     is_given = "TRITON_F32_DEFAULT" in os.environ
     os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
     llm = start_engine(
@@ -171,7 +174,7 @@ def _engine(
     )
     chosen = describe(llm)
     runs = [serve(llm, [Ask(p, {"max_tokens": length}) for p in prompts], n) for n in at_once]
-    stop(llm)
+    stop_engine(llm)
     if not is_given:
-        del os.environ["TRITON_F32_DEFAULT"]  # what is measured runs as it would without a gate
+        del os.environ["TRITON_F32_DEFAULT"]  # the measurement runs as it would without a gate
     return runs, chosen

@@ -1,19 +1,18 @@
-"""``diffuplug bench host``: what a denoising step costs outside the model forward.
+"""Run ``diffuplug bench host``: measure what a denoising step costs outside the model forward.
 
 The engine runs in this process. A step is one ``LLMEngine.step()``: schedule, prepare, forward,
-sample, settle, detokenise. Hooks on the model and on its logits processor time the forward; the
+sample, commit, detokenise. Hooks on the model and on its logits processor time the forward; the
 rest is the host.
 """
 
 import json
 import os
-import platform
 import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
-import dllm_plugin
-from dllm_plugin.commands.offline import processor, start_engine
+from dllm_plugin.commands.machine import installation
+from dllm_plugin.commands.offline import start_engine
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,7 +23,7 @@ TEXT = "Tom has 3 boxes with 12 pencils each and gives 4 pencils to a friend. "
 
 
 class ForwardClock:
-    """Seconds spent in the hooked modules, and how often the model itself ran."""
+    """Time the hooked modules and count the forwards of the model."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -32,7 +31,7 @@ class ForwardClock:
         self._entered = 0.0
 
     def attach(self, model: "nn.Module") -> None:
-        """Hook the model and its logits processors; runs in the worker, here the same process."""
+        """Add hooks to the model and its logits processors; the worker calls this."""
         from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
         model.register_forward_hook(self._count)
@@ -53,10 +52,8 @@ class ForwardClock:
 
 def run(options: dict[str, Any], requests: list[int], max_tokens: int, seed: int) -> int:
     """Measure every number of concurrent requests, print a table and one JSON line."""
-    # Read by vLLM when the engine is built; only in one process can the forward be told apart.
+    # vLLM reads it when the engine is built. Hooks can time the forward only in this process.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    import torch
-    import vllm
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -65,15 +62,15 @@ def run(options: dict[str, Any], requests: list[int], max_tokens: int, seed: int
             f"{current_platform.device_name} runs asynchronously: use it on a CPU"
         )
     most = max(requests)
-    # Enough tokens per step for all canvases, or some requests would only wait.
+    # Enough tokens per step for all canvases, otherwise some requests would wait.
     tokens = {"max_num_batched_tokens": most * CANVAS_AT_MOST}
     llm = start_engine(options | {"seed": seed, "max_num_seqs": most} | tokens)
     clock = ForwardClock()
     llm.apply_model(clock.attach)
     _measure(llm, clock, 1, max_tokens)  # warm-up
     rows = [_measure(llm, clock, count, max_tokens) for count in requests]
-    hardware = f"{processor()}, {torch.get_num_threads()} threads"
-    print(f"{hardware}; vLLM {vllm.__version__}, torch {torch.__version__}, seed {seed}")
+    machine = installation()
+    print(f"{machine['hardware']}; vLLM {machine['vllm']}, torch {machine['torch']}, seed {seed}")
     print(
         f"{'requests':>8} {'steps':>6} {'host ms':>8} {'forward ms':>11} {'step ms':>8}  (median)"
     )
@@ -84,11 +81,7 @@ def run(options: dict[str, Any], requests: list[int], max_tokens: int, seed: int
         )
     record = {
         "benchmark": "host",
-        "hardware": hardware,
-        "diffuplug": dllm_plugin.__version__,
-        "vllm": vllm.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
+        **machine,
         "model": os.path.basename(options["model"]),
         "seed": seed,
         "max_tokens": max_tokens,
@@ -99,7 +92,7 @@ def run(options: dict[str, Any], requests: list[int], max_tokens: int, seed: int
 
 
 def _measure(llm: "LLM", clock: ForwardClock, requests: int, max_tokens: int) -> dict[str, Any]:
-    """Median times of the steps in which all `requests` were being denoised."""
+    """Return median times of the steps in which all `requests` were denoised."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
@@ -112,7 +105,7 @@ def _measure(llm: "LLM", clock: ForwardClock, requests: int, max_tokens: int) ->
         start = time.perf_counter()
         engine.step()
         total = time.perf_counter() - start
-        # Left out: steps that ran nothing, and the tail in which requests end one by one.
+        # Steps without a forward and the tail, in which requests end one by one, do not count.
         if alive == requests and clock.forwards > forwards:
             steps.append((total, clock.seconds - seconds))
     steps = steps[1:]  # the prompt

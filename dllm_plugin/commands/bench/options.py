@@ -1,4 +1,4 @@
-"""Options of the measuring modes, and what they may not be combined with. Light imports only."""
+"""Parse and check the options of ``diffuplug bench``'s measuring modes. Light imports only."""
 
 import argparse
 import json
@@ -7,40 +7,37 @@ from dataclasses import dataclass
 from typing import Any
 
 from dllm_plugin import default_model
-from dllm_plugin.commands.bench import schedule
-from dllm_plugin.commands.bench.shapes import SHAPES
+from dllm_plugin.commands.bench import step_schedule
+from dllm_plugin.commands.bench.model_shapes import SHAPES
+from dllm_plugin.commands.bench.strategies import MEASURED, Measured, default_strategy
 from dllm_plugin.config.options import Options
-from dllm_plugin.decoding.strategy_names import BLOCK_DIFFUSION, D2F
 
 MODES = {
-    "step": "time per denoising step beside the floor of its matrix products",
+    "step": "time per denoising step, against the lower bound of its GEMMs",
     "throughput": "tokens per second, all requests at once",
     "latency": "seconds per request, one request at a time",
     "all": "step, throughput and latency on the same engines",
 }
 BASELINES = ("ar", "hf")
-STRATEGIES = (BLOCK_DIFFUSION, D2F)
-D2F_BLOCK = 32
-DEFAULT_CANVAS = {BLOCK_DIFFUSION: (32,), D2F: (128,)}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """One measurement; units are tokens unless said otherwise.
+    """Hold the settings of one measurement; units are tokens unless said otherwise.
 
     mode               key of `MODES`
     shapes, model      dummy weights of a named shape, or a checkpoint; neither: the bundled model
     requests           running at once; every number is a grid point
-    canvas             positions fed per request and step; every length is an engine
-    max_positions      grid points that would feed more per step are left out
-    context            of `step`: tokens before the canvas, in the middle of the measurement
+    canvas             positions computed per request and step; every length is an engine
+    max_positions      grid points that would compute more per step are left out
+    context            of mode step: tokens before the canvas, halfway through the measurement
     input_len          of the other modes, on dummy weights
     output_len         tokens that a request may generate
     rounds             of the other modes: requests that are answered one after another
     tokens_per_forward on dummy weights: fixed by the schedule of `low_confidence`
     versus             baselines
-    attention_backend  of what is measured, not of the gate: some take no float32
-    compilation_config vLLM's, of what is measured and, but for numbers of tokens, of the gate
+    attention_backend  of the measured engine, not of the gate's: some take no float32
+    compilation_config vLLM's, for the measured engine and, without sizes, for the gate's
     """
 
     mode: str
@@ -72,18 +69,24 @@ class Settings:
     kv_cache_layout: str | None
     seed: int
 
+    @property
+    def measured(self) -> Measured:
+        """How the strategy is measured."""
+        return MEASURED[self.strategy]
+
     def block(self, canvas: int) -> int:
-        """Positions of a block: D2F's, or half a canvas, so that a commit can ride along."""
+        """Return the block length: the strategy's longest, or half a canvas."""
         if self.block_length is not None:
             return self.block_length
-        return min(D2F_BLOCK, canvas) if self.strategy == D2F else canvas // 2
+        longest = self.measured.longest_block
+        return canvas // 2 if longest is None else min(longest, canvas)
 
     def dllm(self, canvas: int) -> dict[str, Any]:
-        """Decode options of an engine."""
-        scheduled = self.strategy == BLOCK_DIFFUSION and (self.shapes or self.mode == "step")
+        """Return the decode options of an engine."""
+        scheduled = not self.measured.by_confidence and (self.shapes or self.mode == "step")
         options = {
             "strategy": self.strategy,
-            # What the requests of a fixed schedule ask for: it is this policy that is compiled.
+            # Requests with a fixed schedule ask for this policy, so the engine compiles it.
             "policy": "low_confidence" if scheduled else None,
             "canvas_length": canvas,
             "block_length": self.block(canvas),
@@ -94,7 +97,7 @@ class Settings:
 
     @property
     def switches(self) -> dict[str, Any]:
-        """Decode options that change how a step is computed, and no token."""
+        """Return the decode options that change how a step is computed but no token."""
         given = {
             "compile_step": self.compile_step,
             "vocab_parallel": self.vocab_parallel,
@@ -103,51 +106,52 @@ class Settings:
         }
         return {name: value for name, value in given.items() if value is not None}
 
-    def fed(self, canvas: int, requests: int, alone_from: int) -> int:
-        """Positions of a step of so many requests that all denoise.
+    def positions_of_step(self, canvas: int, requests: int, single_block_from: int) -> int:
+        """Return the positions that a step computes when so many requests denoise.
 
-        `alone_from`: what the engine made of `commit_alone_from`.
+        Args:
+            single_block_from: the option `commit_alone_from` as the engine resolved it.
         """
-        alone = 0 < alone_from <= requests
-        return requests * (self.block(canvas) if alone else canvas)
+        single_block = 0 < single_block_from <= requests
+        return requests * (self.block(canvas) if single_block else canvas)
 
-    def feeds_ahead(self, canvas: int) -> bool:
-        """Whether the engine may feed blocks alone, or with masks behind them."""
-        return self.strategy == BLOCK_DIFFUSION and canvas > self.block(canvas)
+    def computes_next_block(self, canvas: int) -> bool:
+        """Return whether a step may compute the next block too, or one block of each request."""
+        return self.measured.next_block and canvas > self.block(canvas)
 
-    def at_once(self, canvas: int) -> tuple[int, ...]:
-        """Numbers of requests that are measured with a canvas."""
+    def grid_requests(self, canvas: int) -> tuple[int, ...]:
+        """Return the numbers of requests that are measured with a canvas."""
         most = self.max_positions
         return tuple(n for n in self.requests if most is None or n * canvas <= most)
 
-    def served_at_once(self, canvas: int) -> tuple[int, ...]:
-        """Numbers of requests at once in the modes that serve whole requests."""
-        several = self.at_once(canvas) if "throughput" in self.served else ()
-        return tuple(sorted({*several, *((1,) if "latency" in self.served else ())}))
+    def served_requests(self, canvas: int) -> tuple[int, ...]:
+        """Return the numbers of requests at once in the modes that serve whole requests."""
+        several = self.grid_requests(canvas) if "throughput" in self.request_modes else ()
+        return tuple(sorted({*several, *((1,) if "latency" in self.request_modes else ())}))
 
     @property
-    def steps(self) -> bool:
-        """Whether single steps are measured."""
+    def measures_steps(self) -> bool:
+        """Return whether single steps are measured."""
         return self.mode in ("step", "all")
 
     @property
-    def served(self) -> tuple[str, ...]:
-        """Modes that serve whole requests."""
+    def request_modes(self) -> tuple[str, ...]:
+        """Return the chosen modes that serve whole requests."""
         return tuple(m for m in ("throughput", "latency") if self.mode in (m, "all"))
 
 
 def add_modes(modes: Any) -> None:
-    """Add a parser per mode to the subparsers of ``diffuplug bench``."""
+    """Add a parser for each mode to the subparsers of ``diffuplug bench``."""
     for mode, text in MODES.items():
         _add_options(modes.add_parser(mode, help=text), mode)
 
 
 def _add_options(parser: argparse.ArgumentParser, mode: str) -> None:
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--shapes", choices=SHAPES, help="dummy weights of these shapes")
-    what.add_argument("--model", help="folder or hub name (default: the bundled model)")
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--shapes", choices=SHAPES, help="dummy weights of these shapes")
+    model.add_argument("--model", help="folder or hub name (default: the bundled model)")
     parser.add_argument(
-        "--strategy", help=f"{' or '.join(STRATEGIES)} (default: d2f with an adapter)"
+        "--strategy", help=f"{' or '.join(MEASURED)} (default: d2f with an adapter)"
     )
     one = () if mode == "latency" else (1,)
     if one:
@@ -183,16 +187,16 @@ def _add_options(parser: argparse.ArgumentParser, mode: str) -> None:
     parser.add_argument("--seed", type=int, default=0)
 
 
-def _list(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
-    return lambda text: tuple(dict.fromkeys(kind(part) for part in text.split(",")))
+def _list_of(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    return lambda text: tuple(dict.fromkeys(kind(item) for item in text.split(",")))
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(sorted(_list(int)(text)))
+    return tuple(sorted(_list_of(int)(text)))
 
 
 def _names(text: str) -> tuple[str, ...]:
-    return _list(str.strip)(text)
+    return _list_of(str.strip)(text)
 
 
 def _json(text: str) -> dict[str, Any]:
@@ -210,18 +214,19 @@ def _or(value: int | None, default: int) -> int:
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    """The settings of parsed options. Raises ValueError with one sentence for what means nothing.
+    """Return the settings of parsed options; import nothing heavy.
 
-    Nothing heavy is imported before all that can be refused is refused.
+    Raises ValueError with one sentence for options that do not fit together.
     """
     given = vars(args)
     is_dummy, is_bundled = args.shapes is not None, args.shapes is None and args.model is None
     lora = default_model.adapter_path() if is_bundled and args.lora_path is None else args.lora_path
-    strategy = args.strategy or (D2F if lora and not is_dummy else BLOCK_DIFFUSION)
-    if strategy not in STRATEGIES:
+    strategy = args.strategy or default_strategy(bool(lora) and not is_dummy)
+    measured = MEASURED.get(strategy)
+    if measured is None:
         raise ValueError(
-            f"--strategy {strategy} is not measured, as neither gate nor floor knows its passes: "
-            f"use {' or '.join(STRATEGIES)}."
+            f"--strategy {strategy} is not measured, as neither gate nor floor knows its forwards: "
+            f"use {' or '.join(MEASURED)}."
         )
     settings = Settings(
         mode=args.mode,
@@ -229,11 +234,11 @@ def settings_of(args: argparse.Namespace) -> Settings:
         model=args.model,
         strategy=strategy,
         requests=given.get("requests", (1,)),
-        canvas=args.canvas or DEFAULT_CANVAS[strategy],
+        canvas=args.canvas or measured.canvas,
         max_positions=given.get("max_positions"),
         block_length=args.block_length,
         threshold=args.threshold,
-        lora_path=lora if strategy == D2F else args.lora_path,
+        lora_path=lora if measured.by_confidence else args.lora_path,
         context=_or(given.get("context"), 1024 if is_dummy else 256),
         input_len=_or(given.get("input_len"), 512),
         output_len=given.get("output_len", 0),
@@ -254,7 +259,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         seed=args.seed,
     )
     _check_numbers(settings)
-    _check_meaning(settings, given.get("input_len"))
+    _check_combinations(settings, given.get("input_len"))
     for canvas in settings.canvas:
         Options.from_user(settings.dllm(canvas))
     return settings
@@ -264,8 +269,8 @@ def _check_numbers(settings: Settings) -> None:
     for name in ("requests", "canvas"):
         if min(getattr(settings, name)) < 1:
             raise ValueError(f"--{name} must be whole numbers of at least 1.")
-    names = ["tensor_parallel_size"] + (["context"] if settings.steps else [])
-    names += ["input_len", "output_len", "rounds"] if settings.served else []
+    names = ["tensor_parallel_size"] + (["context"] if settings.measures_steps else [])
+    names += ["input_len", "output_len", "rounds"] if settings.request_modes else []
     for name in names:
         if getattr(settings, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1.")
@@ -273,7 +278,7 @@ def _check_numbers(settings: Settings) -> None:
     if unknown:
         raise ValueError(f"--vs {unknown[0]} is unknown; baselines: {', '.join(BASELINES)}.")
     for canvas in settings.canvas:
-        if not settings.at_once(canvas):
+        if not settings.grid_requests(canvas):
             raise ValueError(
                 f"--max-positions {settings.max_positions} leaves nothing of canvas {canvas} to "
                 "measure: raise it."
@@ -283,7 +288,7 @@ def _check_numbers(settings: Settings) -> None:
             raise ValueError(f"--canvas {canvas} is no whole number of blocks of {block}.")
 
 
-def _check_meaning(settings: Settings, input_len: int | None) -> None:
+def _check_combinations(settings: Settings, input_len: int | None) -> None:
     rate, is_dummy = settings.tokens_per_forward, settings.shapes is not None
     if settings.mode == "step" and settings.threshold is not None:
         raise ValueError(
@@ -296,12 +301,12 @@ def _check_meaning(settings: Settings, input_len: int | None) -> None:
                 "--threshold and --lora-path mean nothing on dummy weights, whose confidences are "
                 "noise: use --tokens-per-forward, or --model."
             )
-        if settings.served and settings.strategy == D2F:
+        if settings.request_modes and settings.measured.by_confidence:
             raise ValueError(
                 "--strategy d2f accepts by confidence, which dummy weights do not have: use "
                 "block_diffusion with --tokens-per-forward, or --model."
             )
-        if settings.served and rate is None:
+        if settings.request_modes and rate is None:
             raise ValueError("--shapes needs --tokens-per-forward: dummy weights accept nothing.")
         smallest = min(settings.block(canvas) for canvas in settings.canvas)
         if rate is not None and not 1 <= rate <= smallest:
@@ -309,8 +314,8 @@ def _check_meaning(settings: Settings, input_len: int | None) -> None:
                 f"--tokens-per-forward {rate:g} must lie between 1 and a block of {smallest}."
             )
         if rate is not None:
-            grid = [(settings.block(c), settings.served_at_once(c)) for c in settings.canvas]
-            schedule.check(rate, settings.output_len, settings.rounds, grid)
+            grid = [(settings.block(c), settings.served_requests(c)) for c in settings.canvas]
+            step_schedule.check(rate, settings.output_len, settings.rounds, grid)
     else:
         if rate is not None:
             raise ValueError("--tokens-per-forward is measured on a checkpoint: use --shapes.")
@@ -318,11 +323,11 @@ def _check_meaning(settings: Settings, input_len: int | None) -> None:
             raise ValueError("--input-len is what the prompts have on a checkpoint: use --shapes.")
         if settings.model is not None and "hf" in settings.versus:
             raise ValueError("--vs hf needs --shapes, or the bundled model: leave --model out.")
-    alone = settings.commit_alone_from
-    if alone and not all(map(settings.feeds_ahead, settings.canvas)):
+    single_block_from = settings.commit_alone_from
+    if single_block_from and not all(map(settings.computes_next_block, settings.canvas)):
         raise ValueError(
-            f"--commit-alone-from {alone} needs the strategy block_diffusion and canvases of more "
-            "than one block: leave it out."
+            f"--commit-alone-from {single_block_from} needs the strategy block_diffusion and "
+            "canvases of more than one block: leave it out."
         )
     if settings.compilation_config is not None and settings.enforce_eager:
         raise ValueError(

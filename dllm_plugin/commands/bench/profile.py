@@ -1,4 +1,4 @@
-"""``diffuplug bench step --profile``: a traced run of every grid point, beside its timed one."""
+"""Run ``diffuplug bench step --profile``: trace every grid point again after timing it."""
 
 import json
 from collections.abc import Sequence
@@ -6,8 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dllm_plugin.commands.bench.drive import Ask, Run, all_decode, serve
-from dllm_plugin.commands.bench.trace import summarise
+from dllm_plugin.commands.bench.request_loop import Ask, Run, all_decode, serve
+from dllm_plugin.commands.bench.trace_summary import summarise
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -16,7 +16,7 @@ STEPS = 16  # traced
 
 
 class Tracer:
-    """Switches vLLM's profiler on once every request is being decoded, and off again."""
+    """Start vLLM's profiler when every request is being decoded, and stop it after `STEPS`."""
 
     def __init__(self, llm: "LLM", requests: int, name: str) -> None:
         self.llm, self.requests, self.name = llm, requests, name
@@ -24,7 +24,7 @@ class Tracer:
         self.done = False
 
     def tick(self, run: Run) -> None:
-        """Called after every message of the engine."""
+        """Start or stop the profiler; called after every message of the engine."""
         if self.until is None:
             if all_decode(run, self.requests):
                 self.llm.start_profile(self.name)
@@ -34,11 +34,11 @@ class Tracer:
             self.done = True
 
 
-def trace(llm: "LLM", asks: Sequence[Ask], folder: Path, step_ms: float) -> dict[str, Any]:
-    """Serve `asks` at once under the profiler; of several ranks the first one's trace is read.
+def trace_steps(llm: "LLM", asks: Sequence[Ask], folder: Path, step_ms: float) -> dict[str, Any]:
+    """Serve `asks` at once under the profiler and summarise the first rank's trace.
 
     Args:
-        step_ms: the same step without the profiler, which slows the host and so widens gaps.
+        step_ms: time of the same step without the profiler, which slows the host.
     """
     name = f"step-{len(asks)}"
     serve(llm, asks, len(asks), Tracer(llm, len(asks), name).tick)

@@ -1,7 +1,8 @@
-"""Three plain decoding loops over `reference.forward`, batched over problems, and their scores.
+"""Decode with three plain loops, the reference implementations, and score them.
 
-They recompute everything in every step, so they are slow and easy to check. Greedy throughout.
-Tensor suffixes: B rows, C canvas positions, K canvas blocks, T positions, V vocabulary.
+They run `reference_model.forward` over a batch of problems and recompute everything in every step,
+so they are slow and easy to check. Greedy throughout.
+Tensor suffixes: B requests, C canvas positions, K canvas blocks, T positions, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -15,16 +16,16 @@ from torch.nn.utils.rnn import pad_sequence
 
 from dllm_plugin.commands.bench.reference_model import Shape, Weights, forward
 from dllm_plugin.commands.bench.reference_tokenizer import EOS, EOT, MASK, chat_prompt, token_id
-from dllm_plugin.commands.problems import Problem, extract_answer
+from dllm_plugin.commands.problems.generator import Problem, extract_answer
 
-PADDING_BLOCK = 1 << 20  # the block of positions that hold nothing, which no other sees
+PADDING_BLOCK = 1 << 20  # block number of padding, which no other position sees
 
 Loop = Callable[["Canvas"], tuple[Tensor, Tensor]]
 
 
 @dataclass
 class Canvas:
-    """A batch of prompts followed by `canvas` masks, and the model that fills them."""
+    """Hold a batch of prompts, each followed by `canvas` masks, and the model that fills them."""
 
     weights: Weights
     shape: Shape
@@ -36,7 +37,7 @@ class Canvas:
     eos: int
 
     def logits(self, tokens_BC: Tensor, causal: bool) -> Tensor:
-        """Logits [B, C, V] of the canvas, under full or block-causal attention, in float32."""
+        """Compute float32 logits [B, C, V] of the canvas under full or block-causal attention."""
         offset = torch.arange(self.ids_BT.shape[1], device=self.ids_BT.device)[None]
         offset = offset - self.prompt_lens_B[:, None]
         inside = (offset >= 0) & (offset < self.canvas)
@@ -49,14 +50,14 @@ class Canvas:
         return logits.gather(1, rows[..., None].expand(-1, -1, logits.shape[-1])).float()
 
     def empty(self) -> Tensor:
-        """A canvas of masks [B, C]."""
+        """Return a canvas of masks [B, C]."""
         return torch.full(
             (len(self.prompt_lens_B), self.canvas), self.mask, device=self.ids_BT.device
         )
 
 
 def _one_token_per_step(canvas: Canvas, causal: bool) -> tuple[Tensor, Tensor]:
-    """Block after block, the most confident masked position of the block in each step."""
+    """Decode block after block; each step unmasks the block's most confident position."""
     tokens = canvas.empty()
     position = torch.arange(canvas.canvas, device=tokens.device)
     for step in range(canvas.canvas):
@@ -69,17 +70,17 @@ def _one_token_per_step(canvas: Canvas, causal: bool) -> tuple[Tensor, Tensor]:
 
 
 def semi_autoregressive(canvas: Canvas) -> tuple[Tensor, Tensor]:
-    """LLaDA's own loop: low confidence, steps = gen_length, full attention."""
+    """Run LLaDA's own loop: low confidence, steps = gen_length, full attention."""
     return _one_token_per_step(canvas, causal=False)
 
 
 def block_diffusion(canvas: Canvas) -> tuple[Tensor, Tensor]:
-    """The same choice under block-causal attention: later blocks are not seen."""
+    """Choose alike under block-causal attention, where later blocks are not seen."""
     return _one_token_per_step(canvas, causal=True)
 
 
-def _settled(tokens_BC: Tensor, canvas: Canvas) -> Tensor:
-    """[B] bool: an EOS is there and nothing before it is masked: the text is final."""
+def _is_final(tokens_BC: Tensor, canvas: Canvas) -> Tensor:
+    """Return [B] bool: there is an EOS and no mask before it, so the text is final."""
     masked = (tokens_BC == canvas.mask).cumsum(-1) > 0
     return ((tokens_BC == canvas.eos) & ~masked).any(-1)
 
@@ -87,11 +88,12 @@ def _settled(tokens_BC: Tensor, canvas: Canvas) -> Tensor:
 def d2f(
     canvas: Canvas, add: float = 0.1, act: float = 0.95, conf: float = 0.9
 ) -> tuple[Tensor, Tensor]:
-    """D2F: blocks open one per forward, and fill in parallel; tokens [B, C], forwards [B].
+    """Decode as D2F does: at most one block opens per forward, and open blocks fill in parallel.
 
-    `add`, `act`, `conf` are the papers' tau_add, tau_act, tau_conf. Under the block-causal mask a
-    recompute equals a cached run, and unopened blocks are not seen by open ones, so the whole
-    canvas is fed each time. A row ends, and its forwards stop counting, when its text is final.
+    Returns tokens [B, C] and forwards [B]. `add`, `act`, `conf` are the paper's tau_add, tau_act,
+    tau_conf. The whole canvas is computed each time: under the block-causal mask that equals a run
+    with a cache, and open blocks do not see unopened ones. A request ends, and its forwards stop
+    counting, when its text is final.
     """
     tokens = canvas.empty()
     rows, device = len(tokens), tokens.device
@@ -121,7 +123,7 @@ def d2f(
         take |= forced & usable & (full_BK & ~take.any(-1))[..., None]
         take &= running[:, None, None]
         tokens = torch.where(take.view(rows, -1), choice, tokens)
-        running &= ~_settled(tokens, canvas)
+        running &= ~_is_final(tokens, canvas)
     return tokens, forwards
 
 
@@ -142,7 +144,7 @@ def make_canvas(
     max_new_tokens: int,
     block: int,
 ) -> Canvas:
-    """The prompts of `problems` as one right-padded batch, on the device of the weights."""
+    """Make one right-padded batch of the prompts of `problems`, on the device of the weights."""
     device = next(iter(weights.values())).device
     texts = [chat_prompt(p.question) for p in problems]
     rows = [torch.tensor(e.ids, device=device) for e in tokenizer.encode_batch(texts)]
@@ -157,7 +159,7 @@ def make_canvas(
 def score(
     loop: Loop, canvas: Canvas, problems: list[Problem], tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """Accuracy, exact texts, and tokens (up to and including EOS) per forward of one loop."""
+    """Score one loop: accuracy, exact texts, and tokens (including EOS) per forward."""
     tokens_BC, forwards_B = loop(canvas)
     stops = {canvas.eos, token_id(tokenizer, EOT)}
     right = exact = generated = 0

@@ -1,7 +1,7 @@
-"""LLaDA in plain torch: weights by their checkpoint names, one forward function, LoRA merging.
+"""Compute LLaDA in plain torch, the reference implementation, with weights by checkpoint names.
 
-Tensor suffixes: B rows, T positions, D d_model, V vocabulary. Training, evaluation and the tests
-share this forward. Architecture: GSAI-ML/LLaDA-8B-Instruct (RMSNorm, half-split RoPE in float32,
+Tensor suffixes: B requests, T positions, D d_model, V vocabulary. Training, gate and tests share
+this forward. Architecture: GSAI-ML/LLaDA-8B-Instruct (RMSNorm, half-split RoPE in float32,
 silu(ff_proj x) * up_proj x, no biases, untied head, no mask of its own).
 """
 
@@ -23,7 +23,7 @@ ADAPTED = ("q_proj", "k_proj", "v_proj", "attn_out")
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a LLaDA model, under the names of its config.json."""
+    """Hold the sizes of a LLaDA model under the names of its config.json."""
 
     d_model: int = 192
     n_heads: int = 6
@@ -41,7 +41,7 @@ class Shape:
 
 
 def linear_names(shape: Shape) -> dict[str, tuple[int, int]]:
-    """Checkpoint name (without PREFIX) -> (out, in) of every matrix of the blocks."""
+    """Return (out, in) of every matrix of the layers, by checkpoint name without PREFIX."""
     d, m = shape.d_model, shape.mlp_hidden_size
     sizes = {name: (d, d) for name in ADAPTED}
     sizes |= {"ff_proj": (m, d), "up_proj": (m, d), "ff_out": (d, m)}
@@ -49,14 +49,14 @@ def linear_names(shape: Shape) -> dict[str, tuple[int, int]]:
 
 
 def _norm(x_BTD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """RMSNorm: normalised in float32, cast back, then scaled."""
+    """Apply RMSNorm: normalise in float32, cast back, then scale."""
     x32 = x_BTD.float()
     x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
     return x32.to(x_BTD.dtype) * weight_D
 
 
 def _rope_tables(length: int, head_size: int, theta: float, device: torch.device) -> Tensor:
-    """[2, T, head_size]: cos and sin for positions 0..T-1, float32, half-split layout."""
+    """Return float32 [2, T, head_size]: cos and sin of positions 0..T-1 in half-split layout."""
     exponents = torch.arange(0, head_size, 2, device=device, dtype=torch.float32) / head_size
     positions = torch.arange(length, device=device, dtype=torch.float32)
     angles = torch.outer(positions, theta**-exponents)
@@ -65,23 +65,23 @@ def _rope_tables(length: int, head_size: int, theta: float, device: torch.device
 
 
 def _rotate(x: Tensor, tables: Tensor) -> Tensor:
-    """Apply RoPE to x [B, heads, T, head_size] in float32; returns x's dtype."""
+    """Rotate x [B, heads, T, head_size] in float32 (RoPE); return x's dtype."""
     x32 = x.float()
     left, right = x32.chunk(2, -1)
     return (x32 * tables[0] + torch.cat([-right, left], -1) * tables[1]).to(x.dtype)
 
 
 def visibility(blocks_BT: Tensor) -> Tensor:
-    """[B, 1, T, T] bool: position i sees position j iff block(i) >= block(j).
+    """Return bool [B, 1, T, T]: position i sees position j iff block(i) >= block(j).
 
-    All zeros is full attention; prompt 0 and response blocks 1, 2, ... is block-causal; padding
-    takes a number above all others, so that no real position sees it.
+    Zeros give full attention. Prompt 0 and blocks 1, 2, ... give block-causal attention. Padding
+    has the largest number, so that no other position sees it.
     """
     return (blocks_BT[:, :, None] >= blocks_BT[:, None, :])[:, None]
 
 
 def forward(weights: Weights, shape: Shape, ids_BT: Tensor, blocks_BT: Tensor) -> Tensor:
-    """Logits [B, T, V]; row p predicts position p (LLaDA does not shift)."""
+    """Compute logits [B, T, V]; those at p predict position p (LLaDA does not shift)."""
 
     def weight(name: str) -> Tensor:
         return weights[f"{PREFIX}{name}.weight"]
@@ -112,13 +112,13 @@ def forward(weights: Weights, shape: Shape, ids_BT: Tensor, blocks_BT: Tensor) -
 
 
 def adapter_names(name: str) -> tuple[str, str]:
-    """PEFT's names of lora_A and lora_B for the checkpoint weight `name`."""
+    """Return PEFT's names of lora_A and lora_B for the checkpoint weight `name`."""
     stem = ADAPTER_PREFIX + name.removesuffix(".weight")
     return f"{stem}.lora_A.weight", f"{stem}.lora_B.weight"
 
 
 def merge_adapter(weights: Weights, adapter: Weights, scale: float) -> dict[str, Tensor]:
-    """Weights with W + scale * B @ A wherever the adapter has a pair; differentiable."""
+    """Replace W by W + scale * B @ A where the adapter has a pair; differentiable."""
     merged = dict(weights)
     pairs = 0
     for name, weight in weights.items():
@@ -132,7 +132,7 @@ def merge_adapter(weights: Weights, adapter: Weights, scale: float) -> dict[str,
 
 
 def load_weights(folder: Path, adapter: Path | None = None) -> dict[str, Tensor]:
-    """Checkpoint weights as float32, with the adapter of `adapter` merged in when given."""
+    """Load checkpoint weights as float32 and merge the adapter in the folder `adapter`, if any."""
     weights = {n: t.float() for n, t in load_file(folder / "model.safetensors").items()}
     if adapter is None:
         return weights

@@ -1,4 +1,4 @@
-"""Write prompts of the bundled model as its chat template does, and name its special tokens."""
+"""Format prompts of the bundled model like its chat template, and name its special tokens."""
 
 from tokenizers import Tokenizer
 
@@ -7,7 +7,7 @@ HEAD, TAIL, EOT = "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"
 
 
 def token_id(tokenizer: Tokenizer, token: str) -> int:
-    """The id of a token that must be in the vocabulary."""
+    """Return the id of a token that must be in the vocabulary."""
     found = tokenizer.token_to_id(token)
     if found is None:
         raise ValueError(f"the tokenizer has no token {token!r}")
@@ -15,5 +15,5 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def chat_prompt(question: str) -> str:
-    """The chat template applied to one user message."""
+    """Apply the chat template to one user message."""
     return f"{BOS}{HEAD}user{TAIL}\n\n{question.strip()}{EOT}{HEAD}assistant{TAIL}\n\n"

@@ -1,45 +1,42 @@
-"""``diffuplug bench step``: time of one denoising step in the running engine.
+"""Run ``diffuplug bench step``: time one denoising step in the running engine.
 
-All requests are decoded at once on a fixed schedule, so every engine step feeds every canvas; the
-time of a step is the length of a stretch of such steps by their number. Prompts, stragglers and
-the tail in which requests end lie outside of that stretch.
+All requests are decoded at once on a fixed schedule, so every engine step computes every canvas.
+The time of a step is the duration of a window of such steps, divided by their number. The window
+starts after the last prompt and ends before the first request does.
 """
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dllm_plugin.commands.bench.drive import Answer, Ask, Run, Window, serve, steady
 from dllm_plugin.commands.bench.engines import Prompts, decoding, on_cpu
 from dllm_plugin.commands.bench.floor import Floor
-from dllm_plugin.commands.bench.memory import logits_bytes, temporary_bytes
+from dllm_plugin.commands.bench.model_shapes import Sizes
 from dllm_plugin.commands.bench.options import Settings
-from dllm_plugin.commands.bench.profile import trace
-from dllm_plugin.commands.bench.shapes import Sizes
-from dllm_plugin.decoding.strategy_names import D2F
+from dllm_plugin.commands.bench.profile import trace_steps
+from dllm_plugin.commands.bench.request_loop import Answer, Ask, Run, Window, serve, steady_window
+from dllm_plugin.commands.bench.step_memory import logits_bytes, temporary_bytes
 
 if TYPE_CHECKING:
     from vllm import LLM
 
-STEPS_PER_BLOCK = 8  # a block of any length; the number of steps does not change their cost
-BLOCKS = 6  # measured
-MEMORY_BLOCKS = 1  # of the run that counts memory
-D2F_BLOCKS = 3  # whose steps are as many as their positions
+STEPS_PER_BLOCK = 8  # for any block length: a step costs the same whatever their number
+MEMORY_BLOCKS = 1  # blocks of the run that measures memory
 AR_STEPS = 48
-LEAST_BUDGET = 2048  # tokens of a step: vLLM's own default, or all prompts fit one step anyhow
-SHIFT = 1.5  # prompts come in while others are decoded: more steps than they need alone
+LEAST_BUDGET = 2048  # tokens of a step, vLLM's smallest default
+SHIFT = 1.5  # prompts share steps with requests that decode, so they take more steps
 
 
 def plan(
     settings: Settings, canvas: int, requests: int, budget: int, measured: int | None = None
 ) -> tuple[int, int]:
-    """Prompt length and output length of a grid point.
+    """Return the prompt length and the output length of a grid point.
 
     Args:
-        budget: tokens of a step; prompts beyond it come in later.
-        measured: blocks in which all requests run; default: as many as are timed.
+        budget: tokens of a step; prompts beyond it start later.
+        measured: blocks during which all requests run; default: as many as are timed.
     """
     per_block = steps_per_block(settings, canvas)
-    measured = measured or (D2F_BLOCKS if settings.strategy == D2F else BLOCKS)
+    measured = measured or settings.measured.timed_blocks
     late = int(SHIFT * requests * settings.context / budget / per_block) + 1
     block = settings.block(canvas)
     before = block * (1 + late) + block * measured // 2
@@ -47,24 +44,24 @@ def plan(
 
 
 def steps_per_block(settings: Settings, canvas: int) -> int:
-    """Denoising steps that unmask a block."""
+    """Return the number of denoising steps that unmask a block."""
     block = settings.block(canvas)
-    return block if settings.strategy == D2F else min(STEPS_PER_BLOCK, block)
+    return block if settings.measured.by_confidence else min(STEPS_PER_BLOCK, block)
 
 
 def sampling(settings: Settings, canvas: int) -> dict[str, Any]:
-    """Arguments that make every block take the same number of steps, whatever the weights."""
-    if settings.strategy == D2F:
-        # No confidence exceeds 1: one forced position per step, and every block is open.
+    """Return request arguments under which every block takes the same number of steps."""
+    if settings.measured.by_confidence:
+        # No confidence exceeds 1, so each step unmasks one position; every block opens at once.
         return {"dllm_threshold": 1.0, "dllm_block_add_threshold": 0.0}
     return {"dllm_policy": "low_confidence", "dllm_steps": steps_per_block(settings, canvas)}
 
 
-def longest(settings: Settings) -> int:
-    """Context that every grid point fits into."""
+def context_needed(settings: Settings) -> int:
+    """Return the context that every grid point fits into."""
     lengths = []
     for canvas in settings.canvas:
-        for requests in settings.at_once(canvas):
+        for requests in settings.grid_requests(canvas):
             prompt, output = plan(settings, canvas, requests, LEAST_BUDGET)
             lengths.append(max(prompt, settings.context) + output + 2 * canvas)
     return max(lengths)
@@ -85,19 +82,19 @@ def _asks(
 
 
 def measure(llm: "LLM", settings: Settings, canvas: int, prompts: Prompts) -> list[dict[str, Any]]:
-    """One row per number of requests."""
+    """Measure each number of requests; return one row for each."""
     rows = []
-    for requests in settings.at_once(canvas):
+    for requests in settings.grid_requests(canvas):
         asks = _asks(llm, settings, canvas, prompts, requests)
         run = serve(llm, asks, requests)
         _check(run, asks[0].sampling["max_tokens"], settings, canvas)
-        positions = settings.fed(canvas, requests, decoding(llm)["commit_alone_from"])
+        positions = settings.positions_of_step(canvas, requests, decoding(llm)["commit_alone_from"])
         row: dict[str, Any] = {"requests": requests, "canvas": canvas, "positions": positions}
         row |= _times(run) | _rates(run)
         row["forwards_per_s"] = requests * row["steps_per_second"]
         row["logits_mb"] = logits_bytes(llm, positions, decoding(llm)["vocab_parallel"]) / 1e6
         if not on_cpu():
-            # A run of its own: asking workers takes time.
+            # In a second run, because the calls to the workers take time.
             asks = _asks(llm, settings, canvas, prompts, requests, MEMORY_BLOCKS)
             row["temporary_mb"] = temporary_bytes(llm, asks) / 1e6
         rows.append(row)
@@ -112,18 +109,18 @@ def profile(
     rows: list[dict[str, Any]],
     folder: Path,
 ) -> list[dict[str, Any]]:
-    """The grid points of `rows` once more, traced into `folder`."""
+    """Run the grid points of `rows` again and trace them into `folder`."""
     found = []
     for row in rows:
         asks = _asks(llm, settings, canvas, prompts, row["requests"])
-        found.append({"canvas": canvas} | trace(llm, asks, folder, row["step_ms"]))
+        found.append({"canvas": canvas} | trace_steps(llm, asks, folder, row["step_ms"]))
     return found
 
 
 def measure_autoregressive(
     llm: "LLM", settings: Settings, prompts: Prompts
 ) -> dict[int, dict[str, Any]]:
-    """Requests -> times of a step that brings each request one token."""
+    """Measure plain vLLM's steps, each of which brings every request one token, by requests."""
     budget = llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
     rows = {}
     for requests in settings.requests:
@@ -135,7 +132,7 @@ def measure_autoregressive(
 
 
 def _times(run: Run) -> dict[str, Any]:
-    window = steady(run)
+    window = steady_window(run)
     return {
         "steps": window.last - window.first,
         "context": round(_context(run, window)),
@@ -146,7 +143,7 @@ def _times(run: Run) -> dict[str, Any]:
 
 
 def _rates(run: Run) -> dict[str, Any]:
-    """Of the fixed schedule, without prompts: they lie outside of what is timed."""
+    """Return the rates of the fixed schedule, without prompts."""
     tokens = sum(len(answer.token_ids) for answer in run.answers)
     return {
         "tokens_per_forward": tokens / sum(answer.forwards for answer in run.answers),
@@ -155,7 +152,7 @@ def _rates(run: Run) -> dict[str, Any]:
 
 
 def _context(run: Run, window: Window) -> float:
-    """Tokens before the canvas, averaged over requests, in the middle of the window."""
+    """Return the tokens before the canvas, averaged over requests, halfway through the window."""
     middle = (window.first + window.last) / 2
 
     def known(answer: Answer) -> int:
@@ -178,18 +175,18 @@ def _check(run: Run, output: int, settings: Settings, canvas: int) -> None:
             )
 
 
-def compare(row: dict[str, Any], floor: Floor, sizes: Sizes) -> dict[str, Any]:
-    """The row beside its floor."""
+def add_floor(row: dict[str, Any], floor: Floor, sizes: Sizes) -> dict[str, Any]:
+    """Add the floor to a row."""
     requests, positions = row["requests"], row["positions"]
-    products, kv = floor.step_ms(sizes, positions, requests * row["context"])
-    share = (products + kv) / row["step_ms"]
-    limits = {"products_ms": products, "kv_ms": kv, "floor_ms": products + kv}
-    shares = {"share_of_floor": share, "times_products": row["step_ms"] / products}
+    gemms, kv = floor.step_ms(sizes, positions, requests * row["context"])
+    share = (gemms + kv) / row["step_ms"]
+    limits = {"products_ms": gemms, "kv_ms": kv, "floor_ms": gemms + kv}
+    shares = {"share_of_floor": share, "times_products": row["step_ms"] / gemms}
     return row | limits | shares
 
 
-def beside(row: dict[str, Any], ar: dict[int, dict[str, Any]] | None) -> dict[str, Any]:
-    """The row beside the autoregressive step of as many requests, if that was measured."""
+def add_baseline(row: dict[str, Any], ar: dict[int, dict[str, Any]] | None) -> dict[str, Any]:
+    """Add the autoregressive step of as many requests to a row, if it was measured."""
     if ar is None:
         return row
     theirs = ar[row["requests"]]["step_ms"]

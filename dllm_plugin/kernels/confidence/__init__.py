@@ -1,1 +1,1 @@
-"""Propose a token and its confidence from each logits row, in one read."""
+"""Propose a token and its confidence from each logits row, in one read of the logits."""

@@ -1,12 +1,13 @@
-"""Plain-torch twin of a pass over some columns of the rows: what they say, and what that makes.
+"""Scan some columns of the rows and merge the partials: the plain-torch reference implementation.
 
-With tensor parallelism each rank scans its own columns, and all ranks merge the same parts in the
-same order, so that they decide alike. A part is K float64 numbers, logarithms being to base 2 and
-behind the temperature where the confidence is read there:
+With tensor parallelism each rank scans its own columns, and all ranks merge the same partials in
+the same order, so that they decide alike. A partial is what some columns of a row contribute to its
+softmax and its token: K float64 numbers. Logarithms are to base 2; logits are divided by the
+temperature where the confidence is.
 
 - the score by which its token won, and the token; NaN, and the first token that has it
 - the logit of that token, the largest logit, and the sum of ``2 ** (logit - largest)``
-- with `want_rank` the second largest logit, and the sum of ``2 ** gap * gap``, where gap is the
+- with `want_ranking` the second largest logit, and the sum of ``2 ** gap * gap``, where gap is the
   logit minus the largest one
 
 Equal to :func:`dllm_plugin.kernels.confidence.reference.propose_rows` in tokens, and in
@@ -22,7 +23,7 @@ from torch import Tensor
 from dllm_plugin.kernels.confidence.reference import (
     NEGATIVE_INFINITY,
     Columns,
-    Draws,
+    RowSampling,
     RowStats,
     choose,
     tempered,
@@ -36,17 +37,17 @@ def scan_rows(
     logits_XV: Tensor,
     slot_T: Tensor,
     mask_id: int,
-    draws: Draws | None = None,
+    sampling: RowSampling | None = None,
     *,
     columns: Columns,
     temper: bool = True,
-    want_rank: bool = False,
+    want_ranking: bool = False,
     bias: tuple[Tensor, Tensor] | None = None,
     source_T: Tensor | None = None,
 ) -> Tensor:
-    """One part of each row, float64 ``[K, T, 1]``, from the columns that are here.
+    """Compute one partial of each row, float64 ``[K, T, 1]``, from the columns that are here.
 
-    Arguments as `propose_rows` has them; the bias table is that of the whole vocabulary.
+    Arguments are those of `propose_rows`; the bias table is that of the whole vocabulary.
     """
     first, width = columns.first, logits_XV.shape[1]
     inside = min(max(columns.vocab_size - first, 0), width)
@@ -57,15 +58,15 @@ def scan_rows(
     logits_TV[:, inside:] = NEGATIVE_INFINITY
     if first <= mask_id < first + width:
         logits_TV[:, mask_id - first] = NEGATIVE_INFINITY
-    tempered_TV = logits_TV if draws is None else tempered(logits_TV, slot_T, draws)
-    column_T, best_T = choose(logits_TV, tempered_TV, slot_T, draws, first)
+    tempered_TV = logits_TV if sampling is None else tempered(logits_TV, slot_T, sampling)
+    column_T, best_T = choose(logits_TV, tempered_TV, slot_T, sampling, first)
     if temper:
         logits_TV = tempered_TV
     top_T1 = logits_TV.amax(dim=-1, keepdim=True).clamp_min(LOWEST)
     share_TV = (logits_TV - top_T1).exp()
     x_T1 = logits_TV.gather(1, column_T[:, None])
     numbers = [best_T, column_T + first, *(_to_log2(x) for x in (x_T1, top_T1)), share_TV.sum(-1)]
-    if want_rank:
+    if want_ranking:
         two_T2 = logits_TV.topk(min(2, width), dim=-1).values
         second_T = torch.nn.functional.pad(two_T2, (0, 1), value=LOWEST)[:, 1].clamp_min(LOWEST)
         weight_T = torch.xlogy(share_TV, share_TV).sum(-1)
@@ -74,22 +75,22 @@ def scan_rows(
 
 
 def merge_rows(
-    parts_SKTP: Tensor, want_rank: bool = False, num_rows: int | None = None
+    partials_SKTP: Tensor, want_ranking: bool = False, num_rows: int | None = None
 ) -> RowStats:
-    """What the parts of all shards make together; shards in the order of their columns."""
-    best, token, x, top, mass, *rank = parts_SKTP.permute(1, 2, 0, 3).flatten(2)
+    """Merge the partials of all shards, which are in the order of their columns."""
+    best, token, x, top, mass, *ranking = partials_SKTP.permute(1, 2, 0, 3).flatten(2)
     winner_T1 = best.argmax(dim=-1, keepdim=True)
-    highest_T1, leader_T1 = top.max(dim=-1, keepdim=True)
+    highest_T1, top_lane_T1 = top.max(dim=-1, keepdim=True)
     gap = top - highest_T1
     factor = gap.exp2()
     total_T = (mass * factor).sum(-1)
     share_T = (x.gather(1, winner_T1) - highest_T1).exp2().squeeze(1)
     token_T = token.gather(1, winner_T1).squeeze(1).to(torch.int64)
     stats = RowStats(token_T, (share_T / total_T).to(torch.float32))
-    if want_rank:
-        second, weight = rank
+    if want_ranking:
+        second, weight = ranking
         entropy_T = ((weight + gap * mass) * factor).sum(-1) / total_T - total_T.log2()
-        others = torch.maximum(second, top.scatter(1, leader_T1, NEGATIVE_INFINITY)).amax(-1)
+        others = torch.maximum(second, top.scatter(1, top_lane_T1, NEGATIVE_INFINITY)).amax(-1)
         margin_T = (1 - (others - highest_T1.squeeze(1)).exp2()) / total_T
         pair = [x.to(torch.float32) for x in (entropy_T * math.log(2), margin_T)]
         stats = RowStats(*stats[:2], *pair)

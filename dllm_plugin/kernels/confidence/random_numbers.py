@@ -1,4 +1,4 @@
-"""Draw random numbers that depend on counters alone (SplitMix64), in plain torch.
+"""Compute random numbers from counters alone (SplitMix64), in plain torch.
 
 Shape letters as in :mod:`dllm_plugin.decoding.plan`.
 """
@@ -11,21 +11,21 @@ _MIX_2 = -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
 _GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15
 
 
-def drawn_order(score_T: Tensor, temperature_T: Tensor, uniform_T: Tensor) -> Tensor:
-    """Scores whose k largest are k draws without replacement from ``softmax(score / T)``.
+def sampled_order(score_T: Tensor, temperature_T: Tensor, uniform_T: Tensor) -> Tensor:
+    """Return scores whose k largest are a sample without replacement from ``softmax(score / T)``.
 
-    Gumbel's top-k trick; rows with temperature 0 keep their score. All float32, `uniform_T` in
-    (0, 1).
+    This is the Gumbel-top-k trick; rows with temperature 0 keep their score. All tensors are
+    float32, `uniform_T` in (0, 1).
     """
-    drawn_T = score_T / temperature_T.where(temperature_T > 0, 1.0) - (-uniform_T.log()).log()
-    return torch.where(temperature_T > 0, drawn_T, score_T)
+    sampled_T = score_T / temperature_T.where(temperature_T > 0, 1.0) - (-uniform_T.log()).log()
+    return torch.where(temperature_T > 0, sampled_T, score_T)
 
 
 def counter_uniform(seed: Tensor, position: Tensor, step: Tensor) -> Tensor:
-    """Uniform float32 in (0, 1) that depends on (seed, position, step) alone.
+    """Return uniform float32 in (0, 1) that depend on (seed, position, step) alone.
 
     Three rounds of the SplitMix64 finaliser (Steele, Lea, Flood 2014) over int64, so a request
-    draws the same numbers alone and inside any batch. Arguments broadcast; all int64.
+    gets the same numbers in every batch. Arguments broadcast; all int64.
     """
     state = _mix64(seed + _GOLDEN)
     state = _mix64(state ^ (position * _GOLDEN))
@@ -37,9 +37,9 @@ def counter_uniform(seed: Tensor, position: Tensor, step: Tensor) -> Tensor:
 def gumbel_uniform(
     seed_T: Tensor, position_T: Tensor, step_T: Tensor, width: int, first: int = 0
 ) -> Tensor:
-    """Uniform float64 ``[T, width]`` in (0, 1): one number per token of (seed, position, step).
+    """Return uniform float64 ``[T, width]`` in (0, 1), one per row and token id.
 
-    As :func:`counter_uniform`, with the token id, from `first` on, as a fourth counter and 52 bits.
+    It is :func:`counter_uniform` with 52 bits and a fourth counter: the token id, from `first` on.
     """
     token_V = torch.arange(first, first + width, device=seed_T.device)
     state = _mix64(seed_T + _GOLDEN)
@@ -50,7 +50,7 @@ def gumbel_uniform(
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64."""
+    """Shift int64 right, filling with zeros."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 

@@ -1,10 +1,11 @@
-"""Triton: the first half of :mod:`dllm_plugin.kernels.confidence.kernel`, which reads the logits.
+"""Scan the logits for partials of each row: the first of the two Triton kernels.
 
-Every lane keeps its own running softmax (maximum, sum, best token); lanes meet once, at the end of
-a part of a row. A draw is decided in float64 as in the twin, but float64 logarithms for every
-token would cost ten times the pass: lanes rank tokens by a float32 form of the noise that is off
-by less than `slack` below, and only what a lane kept is computed in float64. If some lane dropped
-a token so near the best that the order could differ, the part is read again in float64.
+Every lane keeps its own running softmax (maximum, sum, best token); lanes are merged once, when the
+program has read its columns. A sampled token is decided in float64, as in the reference. But
+float64 logarithms for every token would take ten times as long as reading the logits. So lanes rank
+tokens by a float32 approximation of the noise, whose error is bounded, and only the token that a
+lane kept is computed in float64. If some lane dropped a token so near the best that the order could
+differ, the columns are read again in float64.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -21,7 +22,7 @@ def _mix64(x):
 
 @triton.jit
 def _noise_state(seed_ptr, counter_ptr, start_ptr, offset_ptr, slot, row, shift):
-    """What `gumbel_uniform` makes of all counters of a row but the token."""
+    """Mix all counters of a row but the token, as `gumbel_uniform` does."""
     position = tl.load(start_ptr + slot) + tl.load(offset_ptr + row).to(tl.int64) + shift
     step = tl.load(counter_ptr + slot).to(tl.uint64)
     state = _mix64(tl.load(seed_ptr + slot).to(tl.uint64) + 0x9E3779B97F4A7C15)
@@ -37,11 +38,11 @@ def _noise_bits(state, token):
 
 @triton.jit
 def _quick_gumbel(bits):
-    """``-ln(-ln u)`` in float32, off by less than 1e-4 at either end of the interval too."""
+    """Approximate ``-ln(-ln u)`` in float32; the error is below 1e-4, also near 0 and 1."""
     rest = 0xFFFFFFFFFFFFF - bits
     is_low = bits <= rest
     near = (tl.where(is_low, bits, rest).to(tl.float32) + 0.5) * 2.220446049250313e-16
-    # Near u = 1 the logarithm of 1 - x has lost x.
+    # Near u = 1 the logarithm of 1 - x loses the digits of x: a series instead.
     series = near * (1.0 + near * (0.5 + near * (0.33333333 + near * 0.25)))
     log2_u = tl.log2(tl.where(is_low, near, 1.0 - near))
     minus_ln = tl.where((near < 0.0078125) & (bits > rest), series, log2_u * -0.6931471805599453)
@@ -58,7 +59,7 @@ def _exact_score(x, bits, temperature, DIVIDE: tl.constexpr):
 
 @triton.jit
 def _load(logits_ptr, bias_ptr, token, end, mask_id):
-    """Logits of some tokens of a row, in float32, under the rules; -inf from `end` on."""
+    """Load logits of a row in float32, biased, the mask token banned; -inf from `end` on."""
     inside = token < end
     x = tl.load(logits_ptr + token, mask=inside, other=float("-inf")).to(tl.float32)
     if bias_ptr is not None:
@@ -76,7 +77,7 @@ def _first_nan(
     mask_id,
     TILE: tl.constexpr,
 ):
-    """First token of a part whose logit is NaN; some number behind `end` if none is."""
+    """Return the first token whose logit is NaN; a number behind `end` if none is."""
     earliest = tl.full([TILE], 0x7FFFFFFF, tl.int32)
     for begin in range(first, stop, TILE):
         here = begin + tl.arange(0, TILE)
@@ -97,7 +98,7 @@ def _read_again(
     DIVIDE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The best token of each lane and its score, decided in float64."""
+    """Return the best token of each lane and its score, decided in float64."""
     best = tl.full([TILE], float("-inf"), tl.float64)
     token = first + tl.arange(0, TILE)
     for begin in range(first, stop, TILE):
@@ -111,14 +112,14 @@ def _read_again(
 
 @triton.jit
 def _divisor(temperature_ptr, slot):
-    """What logits are divided by; temperature 0 leaves them as they are."""
+    """Return what logits are divided by: 1 at temperature 0."""
     temperature = tl.load(temperature_ptr + slot)
     return tl.where(temperature > 0, temperature, 1.0)
 
 
 @triton.jit
 def _weigh(weight, mass, factor, gap):
-    """The sum of ``e ** (x - top) * (x - top)``, in units of log2, with one more x in it."""
+    """Add one x to the sum of ``e ** (x - top) * (x - top)``, in units of log2."""
     moved = factor * (weight - mass * gap)
     added = tl.where(factor > 0, weight + factor * gap, weight)
     return tl.where(gap > 0, moved, added)
@@ -140,45 +141,45 @@ def scan(
     bias_stride,
     bias_row_ptr,
     given_ptr,
-    part_ptr,
+    partial_ptr,
     first_column,
     end,
     mask_id,
-    part_size,
-    DRAW: tl.constexpr,
+    num_columns,
+    SAMPLE: tl.constexpr,
     DIVIDE: tl.constexpr,
     TEMPER: tl.constexpr,
-    RANK: tl.constexpr,
+    RANKING: tl.constexpr,
     TILE: tl.constexpr,
 ):
+    """Reduce one range of columns of one row per program to a partial."""
     row = tl.program_id(0).to(tl.int64)
-    part_ptr += row * tl.num_programs(1) + tl.program_id(1)
-    part_stride = tl.num_programs(0) * tl.num_programs(1)
+    partial_ptr += row * tl.num_programs(1) + tl.program_id(1)
+    partial_stride = tl.num_programs(0) * tl.num_programs(1)
     slot = tl.load(slot_ptr + row).to(tl.int64)
     source = row if source_ptr is None else tl.load(source_ptr + row).to(tl.int64)
     logits_ptr += source * row_stride - first_column  # tokens are absolute ids from here on
     if bias_ptr is not None:
         bias_ptr += tl.load(bias_row_ptr + slot) * bias_stride
     scale = 1.4426950408889634  # exp2 instead of exp
-    if TEMPER:  # also of tokens that were chosen already
+    if TEMPER:  # also where tokens are given
         scale = scale / _divisor(temperature_ptr, slot)
-    draws = False
-    if DRAW:
-        draws = tl.load(temperature_ptr + slot) > 0
+    is_sampled = False
+    if SAMPLE:
+        is_sampled = tl.load(temperature_ptr + slot) > 0
         temperature = _divisor(temperature_ptr, slot)
         inverse = 1.0 / temperature if DIVIDE else 1.0
         state = _noise_state(seed_ptr, counter_ptr, start_ptr, offset_ptr, slot, row, shift)
-
-    first = first_column + tl.program_id(1) * part_size
-    stop = tl.minimum(first + part_size, end)
+    first = first_column + tl.program_id(1) * num_columns
+    stop = tl.minimum(first + num_columns, end)
     lane = tl.arange(0, TILE)
     top = tl.full([TILE], -1e30, tl.float32)  # finite: -inf minus -inf is no number
     mass = tl.zeros([TILE], tl.float32)
     token = first + lane
-    if RANK:
+    if RANKING:
         second = tl.full([TILE], -1e30, tl.float32)
         weight = tl.zeros([TILE], tl.float32)
-    if DRAW:
+    if SAMPLE:
         best = tl.full([TILE], float("-inf"), tl.float32)
         runner_up = tl.full([TILE], float("-inf"), tl.float32)
 
@@ -188,14 +189,14 @@ def scan(
         above = x > top
         gap = x - top
         factor = tl.exp2(-tl.abs(gap) * scale)
-        if RANK:
+        if RANKING:
             second = tl.maximum(second, tl.minimum(top, x))
             weight = _weigh(weight, mass, factor, gap * scale)
         mass = tl.where(above, mass * factor + 1.0, mass + factor)
         top = tl.where(above, x, top)
-        if DRAW:
+        if SAMPLE:
             score = x
-            if draws:
+            if is_sampled:
                 score = x * inverse + _quick_gumbel(_noise_bits(state, here))
             better = score > best
             runner_up = tl.maximum(runner_up, tl.minimum(best, score))
@@ -207,15 +208,15 @@ def scan(
     highest = tl.max(top, 0)
     factor = tl.exp2((top - highest) * scale)
     total = tl.sum(mass * factor, 0)
-    if RANK:
+    if RANKING:
         shifted = weight + (top - highest) * scale * mass
-        tl.store(part_ptr + 6 * part_stride, tl.sum(shifted * factor, 0))
-        leader = tl.min(tl.where(top == highest, lane, TILE), 0)
-        others = tl.maximum(second, tl.where(lane == leader, -1e30, top))
-        tl.store(part_ptr + 5 * part_stride, tl.max(others, 0).to(tl.float64) * scale)
-    if DRAW:
+        tl.store(partial_ptr + 6 * partial_stride, tl.sum(shifted * factor, 0))
+        top_lane = tl.min(tl.where(top == highest, lane, TILE), 0)
+        others = tl.maximum(second, tl.where(lane == top_lane, -1e30, top))
+        tl.store(partial_ptr + 5 * partial_stride, tl.max(others, 0).to(tl.float64) * scale)
+    if SAMPLE:
         exact = _load(logits_ptr, bias_ptr, token, end, mask_id).to(tl.float64)
-        if draws:
+        if is_sampled:
             kept = exact.to(tl.float32)
             exact = _exact_score(kept, _noise_bits(state, token), temperature, DIVIDE)
             most = tl.max(best, 0)
@@ -224,7 +225,7 @@ def scan(
                 token, exact = _read_again(
                     logits_ptr, bias_ptr, state, temperature, first, stop, mask_id, DIVIDE, TILE
                 )
-        # Lanes behind the last token have kept nothing.
+        # Lanes that only saw columns behind the last token have kept nothing.
         exact = tl.where(token < end, exact, float("-inf"))
         winner = tl.max(exact, 0)
         chosen = tl.min(tl.where((exact == winner) & (token < end), token, end), 0)
@@ -240,8 +241,8 @@ def scan(
         chosen = tl.load(given_ptr + row).to(tl.int32)
         winner = 0.0
     won = _load(logits_ptr, bias_ptr, chosen, end, mask_id)
-    tl.store(part_ptr, winner)
-    tl.store(part_ptr + part_stride, chosen)
-    tl.store(part_ptr + 2 * part_stride, won.to(tl.float64) * scale)
-    tl.store(part_ptr + 3 * part_stride, highest.to(tl.float64) * scale)
-    tl.store(part_ptr + 4 * part_stride, total)
+    tl.store(partial_ptr, winner)
+    tl.store(partial_ptr + partial_stride, chosen)
+    tl.store(partial_ptr + 2 * partial_stride, won.to(tl.float64) * scale)
+    tl.store(partial_ptr + 3 * partial_stride, highest.to(tl.float64) * scale)
+    tl.store(partial_ptr + 4 * partial_stride, total)

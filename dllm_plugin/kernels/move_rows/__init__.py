@@ -1,1 +1,1 @@
-"""Move logits rows into rows kept per slot."""
+"""Copy logits rows into rows that are kept per request slot."""

@@ -1,7 +1,7 @@
-"""Triton: copy some rows of the logits into a table, and touch no others.
+"""Copy logits rows into rows kept per slot: the Triton kernel.
 
-The reference implementation is :func:`dllm_plugin.kernels.move_rows.reference.move_rows`. Which
-rows move is known to the device alone, so plain torch reads and writes all of them.
+Which rows move is known to the device alone: plain torch reads and writes all of them, this kernel
+only those that move.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -37,9 +37,9 @@ def _move(
 def move_rows(
     from_TV: Tensor, from_R: Tensor, to_NV: Tensor, slots_R: Tensor, moved_R: Tensor
 ) -> None:
-    """As the twin; the last axis of both tables must be dense.
+    """Copy as the reference does; the last axis of both tables must be dense.
 
-    Reads and writes ``V`` values for each request that moved, and nothing for the others.
+    It reads and writes V values for each request that moved, and nothing for the others.
     """
     vocab_size = to_NV.shape[1]
     _move[(len(slots_R), triton.cdiv(vocab_size, TILE))](

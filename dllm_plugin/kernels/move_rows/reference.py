@@ -1,4 +1,4 @@
-"""Move logits rows into per-slot rows: the plain-torch reference implementation."""
+"""Copy logits rows into rows kept per slot: the plain-torch reference implementation."""
 
 import torch
 from torch import Tensor
@@ -7,6 +7,6 @@ from torch import Tensor
 def move_rows(
     from_TV: Tensor, from_R: Tensor, to_NV: Tensor, slots_R: Tensor, moved_R: Tensor
 ) -> None:
-    """``to_NV[slots] = from_TV[from]`` where `moved_R` says so."""
+    """Copy row `from_R` of `from_TV` to row `slots_R` of `to_NV`, where `moved_R` is true."""
     new_RV, old_RV = from_TV[from_R].to(to_NV.dtype), to_NV[slots_R]
     to_NV[slots_R] = torch.where(moved_R[:, None], new_RV, old_RV)

@@ -1,1 +1,1 @@
-"""Attend over pages of the `distinct` KV cache layout, and store into them."""
+"""Attend over pages of the `distinct` KV cache layout."""

@@ -1,15 +1,16 @@
-"""Fused attention of spans on the `distinct` KV layout (Triton); its twin is in `paged_reference`.
+"""Attend to spans on the `distinct` KV layout: the Triton kernel, fused and split.
 
-One program owns BLOCK_M rows, a row being one query head of one token: all heads that share a KV
-head lie together, so 7 heads per KV head cost one row in 64 and not one in 8. It walks over the
-keys that its rows see, first the cached ones (page by page, around the span), then the span's own,
-which are read from the pass and never from the cache, with one online softmax in fp32. What is
-visible follows from ``keys_seen`` alone; tiles that every row sees whole are not masked.
+One program owns ROWS rows; a row is one query head of one token. All heads that share a KV head lie
+together, so with 7 heads per KV head one row in 64 is wasted, and not one in 8. A program walks
+over the keys that its rows see with one online softmax in fp32: first the cached ones, page by page
+around the span, then the span's own, which are read from this forward's tensors and never from the
+cache. What is visible follows from ``keys_seen`` alone; tiles that every row sees whole are not
+masked.
 
-With few rows and long contexts the tiles of one row block are divided among SPLITS programs, whose
-results are merged by their log-sum-exp. The grid depends on the numbers of tokens and requests, not
-on lengths, which stay on the device: a captured graph serves every batch of its size, and programs
-without work return at once.
+With few rows and long contexts the key tiles of one row block are divided among SPLITS programs,
+whose partials are merged by their log-sum-exp. The launch grid depends on the numbers of tokens and
+requests, not on lengths, which stay on the device: a captured graph serves every batch of its size,
+and programs without work return at once.
 """
 
 # Kernels have no Python types to annotate.
@@ -31,7 +32,7 @@ LOOKUP = 256  # requests looked through at once
 
 
 class Tile(NamedTuple):
-    """Launch constants: rows and keys of a tile, warps, stages of the load pipeline."""
+    """Name the launch constants: rows and keys of a tile, warps, stages of the load pipeline."""
 
     rows: int
     keys: int
@@ -39,7 +40,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-# Smallest first. Below 64 rows Hopper's warp-group products do not apply; at 128 rows keys are read
+# Smallest first. Below 64 rows Hopper's warp-group GEMMs do not apply; at 128 rows keys are read
 # half as often. Stages count the read of the page number, which runs ahead of the keys: 3 stages
 # hold two tiles of 64 keys, at head size 128 in 16 bits 64 KiB, so that two programs fit one
 # multiprocessor; with 128 rows the registers allow one program alone, and it gets three tiles.
@@ -49,7 +50,7 @@ TILES_32 = (Tile(16, 32, 4, 2), Tile(32, 32, 8, 2))
 
 @triton.jit(do_not_specialize=["num_requests"])
 def merge_kernel(
-    part_ptr,
+    partial_ptr,
     lse_ptr,
     query_start_loc_ptr,
     out_ptr,
@@ -59,7 +60,7 @@ def merge_kernel(
     HEAD: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """One program adds up the shares of one head of one token."""
+    """Merge the partials of one head of one token per program."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if token >= tl.load(query_start_loc_ptr + num_requests):
         return
@@ -69,22 +70,22 @@ def merge_kernel(
     lse = tl.load(lse_ptr + split * split_stride + place)
     most = tl.max(lse, 0)
     weights = tl.exp2(lse - tl.where(most == float("-inf"), 0.0, most))
-    rows = part_ptr + (split * split_stride + place)[:, None] * HEAD + d[None, :]
-    # Shares without keys were never written.
-    parts = tl.load(rows, mask=(weights > 0)[:, None], other=0.0)
+    rows = partial_ptr + (split * split_stride + place)[:, None] * HEAD + d[None, :]
+    # Partials of splits without keys were never written.
+    partials = tl.load(rows, mask=(weights > 0)[:, None], other=0.0)
     total = tl.sum(weights, 0)
-    result = tl.sum(parts * weights[:, None], 0) / tl.where(total == 0, 1.0, total)
+    result = tl.sum(partials * weights[:, None], 0) / tl.where(total == 0, 1.0, total)
     tl.store(out_ptr + token * out_stride + head * HEAD + d, result.to(out_ptr.dtype.element_ty))
 
 
 def choose_tile(num_rows: int, itemsize: int) -> Tile:
-    """The smallest tile that holds the rows of a request, or the largest there is."""
+    """Return the smallest tile that holds the rows of a request, or the largest there is."""
     tiles = TILES_32 if itemsize == 4 else TILES_16
     return next((tile for tile in tiles if num_rows <= tile.rows), tiles[-1])
 
 
 def choose_splits(num_programs: int, num_units: int) -> int:
-    """A power of two that fills the device without a second wave."""
+    """Return the power of two that fills the device without a second wave of programs."""
     wanted = PROGRAMS_PER_SM * num_units // num_programs
     return 1 << min(max(wanted, 1), MAX_SPLITS).bit_length() - 1
 
@@ -106,10 +107,10 @@ def attend_spans(
     tile: Tile | None = None,
     splits: int | None = None,
 ) -> None:
-    """As its twin. Page sizes are multiples of 16, head sizes powers of two from 16 on.
+    """Attend as the reference does; pages are multiples of 16, heads powers of two from 16 on.
 
     Args:
-        num_units: multiprocessors of the device, which the shares of long contexts fill.
+        num_units: multiprocessors of the device; long contexts are split to fill them.
         tile, splits: other launch constants than those chosen here, to measure them.
     """
     num_tokens, num_heads, head_size = query.shape
@@ -124,10 +125,10 @@ def attend_spans(
     per_request = per_request if requests * per_request <= blocks else 0
     blocks = requests * per_request or blocks
     splits = splits or choose_splits(blocks * kv_heads, num_units)
-    part, lse = out, out
+    partial, lse = out, out
     if splits > 1:
-        part = out.new_empty(splits, num_tokens, num_heads, head_size, dtype=torch.float32)
-        lse = part.new_empty(part.shape[:-1])
+        partial = out.new_empty(splits, num_tokens, num_heads, head_size, dtype=torch.float32)
+        lse = partial.new_empty(partial.shape[:-1])
     span_kernel[(blocks, kv_heads, splits)](
         query,
         key,
@@ -138,7 +139,7 @@ def attend_spans(
         span_start,
         keys_seen,
         block_table,
-        part,
+        partial,
         lse,
         scale * LOG2_E,
         requests,
@@ -146,7 +147,7 @@ def attend_spans(
         query.stride(0),
         key.stride(0),
         value.stride(0),
-        part.stride(-3),
+        partial.stride(-3),
         num_tokens * num_heads,
         block_table.stride(0),
         key_cache.stride(0),
@@ -168,7 +169,7 @@ def attend_spans(
     )
     if splits > 1:
         merge_kernel[(num_tokens, num_heads)](
-            part,
+            partial,
             lse,
             query_start_loc,
             out,

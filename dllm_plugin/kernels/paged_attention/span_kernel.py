@@ -1,4 +1,4 @@
-"""Device code of `paged_attention`: one program's walk over the keys of its rows."""
+"""Walk over the keys of a program's rows: the device code of the Triton kernel."""
 
 # Kernels have no Python types to annotate.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -16,10 +16,10 @@ def _find_rows(
     ROWS: tl.constexpr,
     LOOKUP: tl.constexpr,
 ):
-    """Request and first row of a row block.
+    """Return the request and the first row of a row block.
 
-    Every request has `blocks_per_request` blocks; or, if that is 0, request r begins at block
-    (its first row of the batch) // ROWS + r.
+    Every request has `blocks_per_request` row blocks. If that is 0, requests have as many as they
+    need, and those of request r begin at (its first row in the batch) // ROWS + r.
     """
     if blocks_per_request > 0:
         request = block // blocks_per_request
@@ -40,7 +40,7 @@ def _find_rows(
 def _attend(
     q, k, v, visible, acc, row_max, row_sum, scale, MASKED: tl.constexpr, DOT: tl.constexpr
 ):
-    """One tile of the online softmax (FlashAttention-2, arXiv 2307.08691); k and v are [D, N]."""
+    """Take one tile into the online softmax (FlashAttention-2, arXiv 2307.08691); k, v [D, N]."""
     scores = tl.dot(q, k, input_precision=DOT) * scale
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
@@ -69,10 +69,10 @@ def _cached(
     PIECE: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Keys and values ``[D, N]`` of the cached positions from `first` on.
+    """Load keys and values ``[D, N]`` of the cached positions from `first` on.
 
-    With MASKED no page behind `most` is touched, and values that are not `kept` are zero: what
-    lies there may be NaN, and weights of zero do not remove that. Tiles begin at multiples of 16
+    With MASKED no page behind `most` is read, and values that are not `kept` are zero: what
+    lies there may be NaN, which weights of zero do not remove. Tiles begin at multiples of 16
     positions and pages are multiples of 16, so masks that are constant over 16 keep loads wide.
     """
     n = first + tl.arange(0, KEYS)
@@ -102,7 +102,7 @@ def _cached(
 
 @triton.jit
 def _fresh(rows_ptr, stride, token, kept, HEAD: tl.constexpr):
-    """Keys or values ``[D, N]`` of the pass itself."""
+    """Load keys or values ``[D, N]`` of this forward."""
     d = tl.arange(0, HEAD)
     rows = rows_ptr + token.to(tl.int64)[None, :] * stride + d[:, None]
     return tl.load(rows, mask=kept[None, :], other=0.0)
@@ -146,9 +146,9 @@ def span_kernel(
     STAGES: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Rows of one request and KV head over their keys, or over one of SPLITS shares of them.
+    """Attend from rows of one request and KV head to their keys, or to one split of them.
 
-    With shares, `out` is fp32 ``[SPLITS, T, H, D]`` and `lse` holds the logarithms to base 2.
+    With several SPLITS, `out` is fp32 ``[SPLITS, T, H, D]`` and `lse` holds log-sum-exps to base 2.
     """
     block, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
 
@@ -179,9 +179,9 @@ def span_kernel(
     own = tl.cdiv(tl.minimum(tl.maximum(most - start, 0), length), KEYS)
     low, high = 0, cached + own
     if SPLITS > 1:
-        share = tl.maximum(tl.cdiv(high, SPLITS), MIN_TILES)
-        low = split * share
-        high = tl.minimum(low + share, high)
+        tiles = tl.maximum(tl.cdiv(high, SPLITS), MIN_TILES)
+        low = split * tiles
+        high = tl.minimum(low + tiles, high)
         lse_ptr += split.to(tl.int64) * split_stride
         lse = lse_ptr + token * (tl.num_programs(1) * GROUP) + query_head
         if low >= high:

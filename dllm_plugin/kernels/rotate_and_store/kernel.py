@@ -1,7 +1,7 @@
-"""Triton: rotate queries and keys, and store keys and values, in one launch for a layer.
+"""Rotate queries and keys, store keys and values: the Triton kernel, one launch per layer.
 
-vLLM does it in two, or three where the compiler rotates queries and keys apart. At few positions a
-launch takes 2 us and the gap before it 0.4, whatever it moves.
+vLLM needs two launches, or three where the compiler rotates queries and keys separately. At few
+positions a launch takes 2 us and the gap before it 0.4 us, whatever it moves.
 """
 
 # Kernels have no Python types to annotate.
@@ -39,7 +39,7 @@ def rotate_kernel(
     TILE: tl.constexpr,
     QUERY_TILES: tl.constexpr,
 ):
-    """One program has one token, and TILE query heads, or TILE heads of keys and values."""
+    """Handle one token per program, and TILE query heads or TILE heads of keys and values."""
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, LANES)[None, :]
     inside = d < HALF
@@ -64,17 +64,17 @@ def rotate_kernel(
         row = key_ptr + token * key_stride + head * 2 * HALF + d
         low = tl.load(row, mask=mask).to(tl.float32)
         high = tl.load(row + HALF, mask=mask).to(tl.float32)
-        turned_low, turned_high = low * cos - high * sin, high * cos + low * sin
+        rotated_low, rotated_high = low * cos - high * sin, high * cos + low * sin
         if key_out_ptr is not None:
             out = key_out_ptr + (token * KV_HEADS + head) * 2 * HALF + d
-            tl.store(out, turned_low, mask=mask)
-            tl.store(out + HALF, turned_high, mask=mask)
+            tl.store(out, rotated_low, mask=mask)
+            tl.store(out + HALF, rotated_high, mask=mask)
         slot = tl.load(slot_ptr + token, mask=token < num_slots, other=-1).to(tl.int64)
         stored = mask & (slot + tl.zeros_like(head) >= 0)
         place = cache_ptr + slot // PAGE * page_stride + slot % PAGE * token_stride
         place += head.to(tl.int64) * head_stride + d
-        tl.store(place, turned_low, mask=stored)
-        tl.store(place + HALF, turned_high, mask=stored)
+        tl.store(place, rotated_low, mask=stored)
+        tl.store(place + HALF, rotated_high, mask=stored)
         row = value_ptr + token * value_stride + head * 2 * HALF + d
         tl.store(place + 2 * HALF, tl.load(row, mask=stored), mask=stored)
         tl.store(place + 3 * HALF, tl.load(row + HALF, mask=stored), mask=stored)
@@ -91,7 +91,7 @@ def rotate_and_store(
     query_out: Tensor,
     key_out: Tensor | None,
 ) -> None:
-    """As its twin; the cache has any order of its first three axes."""
+    """Rotate and store as the reference does; the cache's last axis must be dense."""
     num_tokens, heads, head = query.shape
     kv_heads, half = key.shape[1], head // 2
     for x in (query, key, value):

@@ -1,7 +1,7 @@
-"""Rotary positions and the KV store of vLLM's own layout, in plain torch. Twin of `rotated_store`.
+"""Rotate queries and keys, store keys and values: the plain-torch reference implementation.
 
-Shape letters: T tokens of the pass, H query heads, K KV heads, D head size, N tokens of a page,
-P pages, M positions of the table.
+The cache has vLLM's own layout. Shape letters: T tokens of the forward, H query heads, K KV heads,
+D head size, N tokens of a page, P pages, M positions of the table.
 """
 
 import torch
@@ -19,16 +19,18 @@ def rotate_and_store(
     query_out: Tensor,
     key_out: Tensor | None,
 ) -> None:
-    """Rotate queries and keys by halves (RoFormer, eq. 34; GPT-NeoX's order), store keys, values.
+    """Rotate queries and keys by halves, and store keys and values.
+
+    The rotation is RoFormer's (eq. 34) in GPT-NeoX's order of elements.
 
     Args:
-        query: ``[T, H, D]``; key, value: ``[T, K, D]``; they stay as they are.
+        query: ``[T, H, D]``; key, value: ``[T, K, D]``; they are not changed.
         position_T: int64.
         table_MD: cosines of a position's D / 2 angles, then their sines, as vLLM has them.
         cache: ``[P, K, N, 2 * D]``, keys before values.
         slot_T: int64, token of the cache; -1 is not stored. May be shorter than T: the rest is not
             stored either.
-        query_out, key_out: what the rotated ones are written to; None: keys are only stored.
+        query_out, key_out: receive the rotated queries and keys; None: keys are only stored.
     """
     cos, sin = table_MD[position_T].to(query.dtype).float()[:, None].chunk(2, dim=-1)
     rotated_query, rotated_key = (_rotate(x, cos, sin) for x in (query, key))

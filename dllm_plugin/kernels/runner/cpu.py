@@ -1,9 +1,10 @@
-"""NumPy stand-ins for the nine Triton kernels of vLLM's model runner v2, for CPUs without Triton.
+"""Replace the nine Triton kernels of vLLM's model runner v2 by NumPy, on CPUs without Triton.
 
-Each takes the arguments of the kernel it stands in for, by the same names in the same order (long
-lists are wrapped by hand); `BLOCK_SIZE` and its like only steer Triton. vLLM keeps the launch grid
-to itself, so counts come from shapes. Pointers arrive as CPU tensors and are written in place
-through NumPy views: these run in every step, and NumPy's cost per call is a fraction of torch's.
+Each function takes the arguments of the kernel that it replaces, by the same names in the same
+order (long lists are wrapped by hand); `BLOCK_SIZE` and its like only tune Triton. vLLM does not
+hand over the launch grid, so counts come from shapes. Pointers arrive as CPU tensors and are
+written in place through NumPy views: these run in every step, and NumPy's cost per call is a
+fraction of torch's.
 
 Rows of `idx_mapping` below zero own no request: they read nothing and write nothing but padding.
 
@@ -25,7 +26,7 @@ from vllm.utils.math_utils import next_power_of_2
 
 
 def _flat(tensor: Tensor) -> np.ndarray:
-    """The tensor's memory as one line, gaps between rows included: index it by row * stride."""
+    """Return the tensor's memory as one axis, gaps included: index it by row * stride."""
     if tensor.is_contiguous():
         return tensor.numpy().reshape(-1)
     extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -33,7 +34,7 @@ def _flat(tensor: Tensor) -> np.ndarray:
 
 
 def _spans(starts: np.ndarray | int, lengths: np.ndarray) -> np.ndarray:
-    """Concatenation of `arange(start, start + length)` over the pairs; [sum of lengths]."""
+    """Concatenate `arange(start, start + length)` over the pairs; [sum of lengths]."""
     ends = lengths.cumsum()
     shift = starts - ends + lengths
     if len(ends) == 1:
@@ -43,13 +44,13 @@ def _spans(starts: np.ndarray | int, lengths: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(maxsize=256)
 def _memory(address: int, rows: int, stride: int) -> np.ndarray:
-    """int32 [rows, stride] at `address`, which is the key too: a cached view cannot go stale."""
+    """View the memory at `address` as int32 [rows, stride]; cached by address, so never stale."""
     memory = (ctypes.c_int32 * (rows * stride)).from_address(address)
     return np.ctypeslib.as_array(memory).reshape(rows, stride)
 
 
 def _tables(pointers: Tensor, strides: Tensor, rows: int) -> Iterator[np.ndarray]:
-    """The first `rows` rows of each group's int32 table, [rows, stride]."""
+    """Yield the first `rows` rows of each group's int32 table, [rows, stride]."""
     for address, stride in zip(pointers.tolist(), strides.tolist(), strict=True):
         yield _memory(address, rows, stride)
 
@@ -109,7 +110,10 @@ def compute_slot_mappings(
     slot_mappings_stride: int, cp_rank: int, CP_SIZE: int, CP_INTERLEAVE: int, PAD_ID: int,
     TRITON_BLOCK_SIZE: int
 ) -> None:  # fmt: skip
-    """KV slot of every token, [G, max_num_tokens]; PAD_ID past the last and for absent requests."""
+    """Compute every token's KV slot, [G, max_num_tokens]; PAD_ID behind the last token.
+
+    Tokens of absent requests get PAD_ID too.
+    """
     if CP_SIZE != 1:
         raise ValueError(
             f"context parallelism (size {CP_SIZE}) is not supported on a CPU without Triton: "
@@ -146,7 +150,7 @@ def prepare_prefill_inputs(
     all_token_ids_ptr: Tensor, all_token_ids_stride: int, prefill_lens_ptr: Tensor,
     num_computed_tokens_ptr: Tensor, BLOCK_SIZE: int, LOOKAHEAD_BLOCK: int
 ) -> None:  # fmt: skip
-    """Input ids of the requests still in prefill, and the prompt tokens that follow, [L, N]."""
+    """Write input ids of requests still in prefill, and the prompt tokens that follow, [L, N]."""
     idx_R = idx_mapping_ptr.numpy()
     left_R = (prefill_lens_ptr.numpy() - num_computed_tokens_ptr.numpy())[idx_R]
     rows = np.flatnonzero((left_R > 0) & (idx_R >= 0))
@@ -168,7 +172,7 @@ def prepare_pos_seq_lens(
     pos_ptr: Tensor, seq_lens_ptr: Tensor, idx_mapping_ptr: Tensor, query_start_loc_ptr: Tensor,
     num_computed_tokens_ptr: Tensor, max_num_reqs: int, BLOCK_SIZE: int
 ) -> None:  # fmt: skip
-    """Positions [T] and sequence lengths [N] of the step, the lengths of unused rows zero."""
+    """Write positions [T] and sequence lengths [N] of the step; lengths of unused rows are zero."""
     idx_R = idx_mapping_ptr.numpy()
     num_reqs = len(idx_R)
     bounds = query_start_loc_ptr.numpy()[: num_reqs + 1]
@@ -186,7 +190,7 @@ def combine_sampled_and_draft_tokens(
     draft_tokens_ptr: Tensor, draft_tokens_stride: int, cu_num_logits_ptr: Tensor,
     logits_indices_ptr: Tensor, BLOCK_SIZE: int, NUM_NEW_SAMPLED_TOKENS: int = 1
 ) -> None:  # fmt: skip
-    """Rows that need logits, and the last sampled and draft tokens as input ids, right-aligned."""
+    """Write which rows need logits, and sampled and draft tokens as right-aligned input ids."""
     idx_R = idx_mapping_ptr.numpy()
     num_reqs = len(idx_R)
     cu_num_logits = cu_num_logits_ptr.numpy()[: num_reqs + 1]
@@ -214,7 +218,7 @@ def post_update(
     sampled_tokens_ptr: Tensor, sampled_tokens_stride: int, num_sampled_ptr: Tensor,
     num_rejected_ptr: Tensor, query_start_loc_ptr: Tensor | None, all_token_ids_ptr: Tensor,
     all_token_ids_stride: int, total_len_ptr: Tensor,
-    num_warps: int = 1,  # a launch option that vLLM passes beside the kernel's arguments
+    num_warps: int = 1,  # a launch option that vLLM passes with the arguments
 ) -> None:  # fmt: skip
     """Append the sampled tokens [R, S] to their requests and advance the computed tokens [N]."""
     rows = np.flatnonzero(idx_mapping_ptr.numpy() >= 0)
@@ -247,7 +251,7 @@ def expand_idx_mapping(
     idx_mapping_ptr: Tensor, expanded_idx_mapping_ptr: Tensor, expanded_local_pos_ptr: Tensor,
     cu_num_logits_ptr: Tensor, BLOCK_SIZE: int
 ) -> None:  # fmt: skip
-    """For every logits row, its request slot and its place among the request's logits rows."""
+    """Write each logits row's request slot and its place among the request's logits rows."""
     idx_R = idx_mapping_ptr.numpy()
     bounds = cu_num_logits_ptr.numpy()[: len(idx_R) + 1]
     lengths = bounds[1:] - bounds[:-1]
@@ -291,7 +295,7 @@ def _complete_triton_placeholder() -> None:
 
 @functools.cache
 def install() -> None:
-    """Serve model runner v2's kernels from here, once per process, on a CPU without Triton."""
+    """Register these as model runner v2's kernels, once per process, on a CPU without Triton."""
     if HAS_TRITON or not current_platform.is_cpu():
         return
     _complete_triton_placeholder()

@@ -1,1 +1,1 @@
-"""Read what lies on disk: weights, adapters, special tokens, what a checkpoint was trained for."""
+"""Read checkpoints on disk: weights, adapters, special tokens, what a model was trained for."""

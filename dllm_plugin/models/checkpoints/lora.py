@@ -1,7 +1,7 @@
-"""D2F adapters: LoRA in PEFT's layout, merged into the base weights while they stream in.
+"""Read D2F adapters (LoRA in PEFT's layout) and merge them into the base weights at load.
 
-The merge sees checkpoint names and full matrices, before renaming, packing and sharding, so
-tensor parallelism and the packed query/key/value projection need no care of their own.
+The merge sees checkpoint names and full matrices, before renaming, packing and sharding. So it is
+the same under tensor parallelism and for packed query/key/value projections.
 """
 
 import json
@@ -20,12 +20,12 @@ from safetensors.torch import load_file
 
 from dllm_plugin.models.checkpoints.weights import Shapes, Weights, is_plain, module_of
 
-# These loaders fill parameters from already sharded files and never call `load_weights`.
+# These loaders read sharded files into parameters and never call `load_weights`.
 FORMATS_WITHOUT_MERGE = ("ipc_cache", "runai_streamer_sharded", "sharded_state", "tensorizer")
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 TENSOR_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
 
-# PEFT options that change what a merge means: key -> the only value (or None) that we merge.
+# PEFT options that change the merge: key -> the only value, besides None, that we merge.
 FIXED: dict[str, Any] = {
     "peft_type": "LORA",
     "bias": "none",
@@ -46,7 +46,7 @@ FIXED: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class LoraPair:
-    """The low-rank update of one matrix [out, in]: `scale * b @ a`."""
+    """Hold the low-rank update of one matrix [out, in]: `scale * b @ a`."""
 
     a: torch.Tensor  # [rank, in]
     b: torch.Tensor  # [out, rank]
@@ -55,7 +55,7 @@ class LoraPair:
 
 @dataclass(frozen=True)
 class LoraAdapter:
-    """A checked adapter; `pairs` by the base checkpoint's module name."""
+    """Hold a checked adapter; keys of `pairs` are module names of the base checkpoint."""
 
     path: Path
     base_name: str
@@ -64,9 +64,9 @@ class LoraAdapter:
 
 
 def adapter_folder(path: str) -> Path:
-    """`path` if it is a directory, else the local copy of the Hub repository of that name.
+    """Return `path` if it is a directory, otherwise a local copy of that repository of the Hub.
 
-    Raises ValueError when there is neither.
+    Raises ValueError if there is neither.
     """
     if Path(path).is_dir():
         return Path(path)
@@ -79,7 +79,7 @@ def adapter_folder(path: str) -> Path:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """adapter_config.json of the adapter in `path`; ValueError if we cannot merge such one."""
+    """Read adapter_config.json in `path`; raise ValueError if we cannot merge such an adapter."""
     file = path / CONFIG_FILE
     if not file.is_file():
         raise ValueError(f"Adapter '{path}' holds no {CONFIG_FILE}: PEFT's format is needed.")
@@ -102,7 +102,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def pattern_value(patterns: dict[str, Any] | None, module: str, default: Any) -> Any:
-    """PEFT's rule for rank_pattern and alpha_pattern: the first key that ends the name wins."""
+    """Look up a module in rank_pattern or alpha_pattern; as in PEFT, the first match wins."""
     for key, value in (patterns or {}).items():
         if re.fullmatch(rf"(.*\.)?({key})", module):
             return value
@@ -112,7 +112,7 @@ def pattern_value(patterns: dict[str, Any] | None, module: str, default: Any) ->
 def load_adapter(path: Path) -> LoraAdapter:
     """Read and check the adapter in directory `path`.
 
-    Raises ValueError, naming file, key or tensor, for what cannot be merged exactly.
+    Raises ValueError, with the file, key or tensor, for an adapter that cannot be merged exactly.
     """
     config = read_config(path)
     file = path / WEIGHTS_FILE
@@ -136,7 +136,7 @@ def load_adapter(path: Path) -> LoraAdapter:
 def make_pair(
     path: Path, config: dict[str, Any], module: str, half: dict[str, torch.Tensor]
 ) -> LoraPair:
-    """One module's update; ValueError if a half is missing or the rank is not the configured."""
+    """Return one module's update; raise ValueError for a missing matrix or another rank."""
     if set(half) != {"A", "B"}:
         lacking = ({"A", "B"} - set(half)).pop()
         raise ValueError(f"Adapter '{path}' has no lora_{lacking} for '{module}'.")
@@ -153,14 +153,14 @@ def make_pair(
 
 
 def model_names(name: str | Path) -> set[str]:
-    """Names under which a path or repository id may be known: basename, Hub cache entry."""
+    """Return the names by which a path or repository id is known: basename, Hub cache entry."""
     parts = Path(str(name).rstrip("/")).parts
     cached = [part.split("--")[-1] for part in parts if part.startswith("models--")]
     return {part.casefold() for part in (*parts[-1:], *cached)}
 
 
 def check_mergeable(path: str, quantized: bool, load_format: Any) -> None:
-    """Raise ValueError when the weights that arrive are not the base's own full matrices."""
+    """Raise ValueError unless the loader passes the base's own full matrices."""
     if quantized or load_format in FORMATS_WITHOUT_MERGE:
         reason = (
             "the checkpoint is already quantised"
@@ -174,10 +174,10 @@ def check_mergeable(path: str, quantized: bool, load_format: Any) -> None:
 
 
 def check_base(adapter: LoraAdapter, served: Iterable[str | None]) -> None:
-    """Raise ValueError unless the adapter was trained on the model we serve.
+    """Raise ValueError unless the adapter was trained on the model that is served.
 
-    `served` are the names this model goes by (model argument, name in its config). An adapter
-    on the wrong base still talks, only worse, so nothing else would tell.
+    `served` are the names of this model (model argument, name in its config). With an adapter of
+    another base the model still answers, only worse, so nobody would notice.
     """
     names = [name for name in served if name]
     known = set().union(*(model_names(name) for name in names))
@@ -223,10 +223,10 @@ def check_coverage(adapter: LoraAdapter, shapes: Shapes) -> None:
 
 
 def merge(weights: Weights, adapter: LoraAdapter) -> Iterator[tuple[str, torch.Tensor]]:
-    """Pass `weights` on with `W + scale * B @ A` in place of each adapted W, of W's dtype.
+    """Replace each adapted W in the stream by `W + scale * B @ A`, in W's dtype.
 
-    Computed in float32. Raises ValueError at the end of the stream, naming the first module
-    whose update found no weight.
+    The sum is computed in float32. Raises ValueError at the end of the stream if an update found no
+    weight.
     """
     waiting = dict(adapter.pairs)
     for name, weight in weights:

@@ -1,4 +1,4 @@
-"""Shapes of the checkpoint tensors that several architectures share, by Qwen's names.
+"""List the shapes of checkpoint tensors that several architectures share, under Qwen's names.
 
 Every function returns name -> full shape; `config` is a Hugging Face config.
 """
@@ -8,8 +8,8 @@ from typing import Any
 from dllm_plugin.models.checkpoints.weights import Shapes
 
 
-def ends(config: Any, embedding: str = "model.embed_tokens") -> Shapes:
-    """Embedding, final norm and LM head."""
+def embedding_and_head(config: Any, embedding: str = "model.embed_tokens") -> Shapes:
+    """Return the shapes of embedding, final norm and LM head."""
     width, vocab = config.hidden_size, config.vocab_size
     return {
         f"{embedding}.weight": (vocab, width),
@@ -19,7 +19,7 @@ def ends(config: Any, embedding: str = "model.embed_tokens") -> Shapes:
 
 
 def layer_norms(block: str, config: Any) -> Shapes:
-    """The norms before attention and before the MLP."""
+    """Return the shapes of the norms before attention and before the MLP."""
     width = config.hidden_size
     return {
         f"{block}.input_layernorm.weight": (width,),
@@ -28,7 +28,7 @@ def layer_norms(block: str, config: Any) -> Shapes:
 
 
 def gated_mlp(name: str, width: int, inner: int) -> Shapes:
-    """Gate, up and down projection."""
+    """Return the shapes of gate, up and down projection."""
     return {
         f"{name}.gate_proj.weight": (inner, width),
         f"{name}.up_proj.weight": (inner, width),
@@ -37,7 +37,7 @@ def gated_mlp(name: str, width: int, inner: int) -> Shapes:
 
 
 def experts(name: str, config: Any) -> Shapes:
-    """Router and every expert of a mixture."""
+    """Return the shapes of the router and every expert of an MoE layer."""
     width, inner = config.hidden_size, config.moe_intermediate_size
     shapes: Shapes = {f"{name}.gate.weight": (config.num_experts, width)}
     for expert in range(config.num_experts):
@@ -46,23 +46,23 @@ def experts(name: str, config: Any) -> Shapes:
 
 
 def attention(name: str, config: Any, head: int, bias: bool, qk_norm: bool) -> Shapes:
-    """Query, key, value and output projection, and per-head norms of queries and keys."""
+    """Return the shapes of query, key, value and output projection and of per-head norms."""
     width = config.hidden_size
     q_width, kv_width = head * config.num_attention_heads, head * config.num_key_value_heads
     shapes: Shapes = {f"{name}.o_proj.weight": (width, q_width)}
-    for part, rows in (("q", q_width), ("k", kv_width), ("v", kv_width)):
-        shapes[f"{name}.{part}_proj.weight"] = (rows, width)
+    for letter, outputs in (("q", q_width), ("k", kv_width), ("v", kv_width)):
+        shapes[f"{name}.{letter}_proj.weight"] = (outputs, width)
         if bias:
-            shapes[f"{name}.{part}_proj.bias"] = (rows,)
+            shapes[f"{name}.{letter}_proj.bias"] = (outputs,)
     if qk_norm:
         shapes |= {f"{name}.q_norm.weight": (head,), f"{name}.k_norm.weight": (head,)}
     return shapes
 
 
 def qwen2(config: Any) -> Shapes:
-    """A Qwen2: biased query, key and value, dense MLPs."""
+    """Return the shapes of a Qwen2: query, key and value have biases, MLPs are dense."""
     head = config.hidden_size // config.num_attention_heads
-    shapes = ends(config)
+    shapes = embedding_and_head(config)
     for layer in range(config.num_hidden_layers):
         block = f"model.layers.{layer}"
         shapes |= layer_norms(block, config)
@@ -72,8 +72,8 @@ def qwen2(config: Any) -> Shapes:
 
 
 def qwen3(config: Any, sparse_layers: frozenset[int] = frozenset()) -> Shapes:
-    """A Qwen3: head size of its own, normed queries and keys; experts in `sparse_layers`."""
-    shapes = ends(config)
+    """Return the shapes of a Qwen3: own head size, query and key norms, maybe experts."""
+    shapes = embedding_and_head(config)
     for layer in range(config.num_hidden_layers):
         block = f"model.layers.{layer}"
         shapes |= layer_norms(block, config)

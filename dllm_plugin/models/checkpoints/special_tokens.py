@@ -1,4 +1,4 @@
-"""Where a checkpoint says which token is the mask and which ones end a turn."""
+"""Find a checkpoint's mask token and the tokens that end a turn."""
 
 from typing import TYPE_CHECKING
 
@@ -9,10 +9,10 @@ if TYPE_CHECKING:
 
 
 def find_mask_token(model_config: "ModelConfig", family: Family) -> tuple[int, str]:
-    """Id of the mask token and where it was found.
+    """Return the id of the mask token and where it was found.
 
-    Looked up in the HF config, then the tokenizer's mask_token, then the family's known token
-    texts. Raises ValueError when none of them has it.
+    Looks in the HF config, then for the family's mask token texts in the tokenizer. Raises
+    ValueError if neither has it.
     """
     from vllm.tokenizers import cached_tokenizer_from_config
 
@@ -39,7 +39,7 @@ def find_mask_token(model_config: "ModelConfig", family: Family) -> tuple[int, s
 
 
 def find_turn_ends(model_config: "ModelConfig", family: Family) -> tuple[int, ...]:
-    """Ids of the family's end-of-turn tokens, which end a chat answer besides EOS."""
+    """Return the ids of the family's end-of-turn tokens, which end an answer like EOS."""
     from vllm.tokenizers import cached_tokenizer_from_config
 
     tokenizer = cached_tokenizer_from_config(model_config)

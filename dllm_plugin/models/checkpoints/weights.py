@@ -1,8 +1,8 @@
-"""Strict reading of checkpoints: every tensor that a model needs, no other, each of its shape.
+"""Check that a checkpoint holds exactly the tensors that a model needs, each with its shape.
 
-vLLM's own loader forgives a missing linear weight, one missing part of a packed one and any
-surplus bias; a diffusion model with such a hole talks nonsense, so we count ourselves, on the
-checkpoint's names and full shapes: before renaming, packing and sharding, alike on every rank.
+vLLM's own loader accepts a missing linear weight, a packed weight with one matrix missing, and
+surplus biases. A model loaded like that generates nonsense. So we check the checkpoint's names and
+full shapes, before renaming, packing and sharding, in the same way on every rank.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,33 +17,33 @@ from safetensors import SafetensorError, safe_open
 Weights = Iterable[tuple[str, torch.Tensor]]
 Shapes = dict[str, tuple[int, ...]]
 
-# Buffers that old exports carry along and that vLLM computes itself.
-HARMLESS = (".rotary_emb.", "rotary_pos_emb.inv_freq")
+# Buffers in old checkpoints that vLLM computes itself.
+IGNORED = (".rotary_emb.", "rotary_pos_emb.inv_freq")
 
 SCALED_DTYPES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds."""
+    """List the tensors that a checkpoint must or may hold."""
 
     shapes: Shapes  # every needed tensor and its full shape
-    optional: frozenset[str] = frozenset()  # may be there, need not
+    optional: frozenset[str] = frozenset()  # may be absent
     quantized: bool = False  # stored quantised: tensors have their own names and shapes
 
 
 def module_of(name: str) -> str:
-    """`a.b.weight` -> `a.b`."""
+    """Return the module of a weight: `a.b.weight` -> `a.b`."""
     return name.rpartition(".")[0]
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the values are stored as they are (float32, bfloat16, float16)."""
+    """Return whether a tensor is stored unquantised (float32, bfloat16, float16)."""
     return tensor.is_floating_point() and tensor.element_size() >= 2
 
 
 def check_tensor(name: str, tensor: torch.Tensor, manifest: Manifest) -> None:
-    """Raise ValueError if the model has no use for this tensor or wants another shape."""
+    """Raise ValueError if the model does not have this tensor or needs another shape."""
     if name in manifest.shapes:
         found, wanted = tuple(tensor.shape), manifest.shapes[name]
         if found != wanted and (is_plain(tensor) or not manifest.quantized):
@@ -51,12 +51,12 @@ def check_tensor(name: str, tensor: torch.Tensor, manifest: Manifest) -> None:
                 f"Weight '{name}' in the checkpoint has shape {found}, "
                 f"but config.json asks for {wanted}."
             )
-    elif name not in manifest.optional and not manifest.quantized:  # else vLLM knows the scales
+    elif name not in manifest.optional and not manifest.quantized:  # vLLM checks the scales
         raise ValueError(f"The checkpoint holds a weight '{name}' that this model does not have.")
 
 
 def check_complete(seen: set[str], manifest: Manifest) -> None:
-    """Raise ValueError naming a needed weight that is not in `seen`."""
+    """Raise ValueError with the name of a needed weight that is not in `seen`."""
     present = seen
     if manifest.quantized:  # `x.weight` may be stored as `x.weight_packed` or `x.qweight`
         quantized = {module_of(n) for n in seen if not n.endswith(".bias")}
@@ -68,15 +68,15 @@ def check_complete(seen: set[str], manifest: Manifest) -> None:
 
 
 def checked(weights: Weights, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-    """Pass `weights` on, full tensors under checkpoint names, and hold them to `manifest`.
+    """Yield `weights`, full tensors under checkpoint names, and check them against `manifest`.
 
-    Raises ValueError on a surplus or mis-shaped weight when it comes by, on a missing one (or a
-    missing scale of a quantised one) at the end of the stream.
+    Raises ValueError at once for a surplus or mis-shaped weight, and at the end of the stream for a
+    missing weight or a missing scale of a quantised one.
     """
     seen: set[str] = set()
-    scaled: set[str] = set()  # modules whose stored weight means nothing without a scale
+    scaled: set[str] = set()  # modules whose stored weight needs a scale
     for name, tensor in weights:
-        if any(part in name for part in HARMLESS):
+        if any(text in name for text in IGNORED):
             continue
         check_tensor(name, tensor, manifest)
         seen.add(name)
@@ -90,7 +90,7 @@ def checked(weights: Weights, manifest: Manifest) -> Iterator[tuple[str, torch.T
 
 
 def checkpoint_folder(model: str, revision: str | None, cache: str | None) -> Path | None:
-    """Where the checkpoint lies on this machine, without asking the network; None if unknown."""
+    """Return the checkpoint's folder on this machine, without network access; None if unknown."""
     if Path(model).is_dir():
         return Path(model)
     try:
@@ -102,7 +102,7 @@ def checkpoint_folder(model: str, revision: str | None, cache: str | None) -> Pa
 
 
 def check_readable(folder: Path) -> None:
-    """Raise ValueError naming the first safetensors file whose header and length disagree."""
+    """Raise ValueError with the first safetensors file whose header and length disagree."""
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt"):
@@ -115,7 +115,7 @@ def check_readable(folder: Path) -> None:
 
 
 def readable(weights: Weights, folder: Path | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Pass `weights` on; raises ValueError naming the file in `folder` that is damaged."""
+    """Yield `weights`; raise ValueError with the name of a damaged file in `folder`."""
     try:
         yield from weights
     except SafetensorError as error:

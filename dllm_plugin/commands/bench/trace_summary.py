@@ -1,0 +1,136 @@
+"""Sum up where a step's time goes: group the kernels of a Chrome trace by what launched them.
+
+The model's forward is one CUDA graph per step: its kernels have the correlation id of a
+``cudaGraphLaunch``. Of the other kernels, GEMMs are the LM head, collectives of NCCL and vLLM
+exchange logits between ranks, and the rest is sampler, policy, plan and the preparation by vLLM's
+runner. Times in a trace are microseconds.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+GEMM = re.compile(r"gemm|gemv|nvjet|cutlass|cublas|xmma|wgmma", re.IGNORECASE)
+EXCHANGE = re.compile(r"nccl|cross_device", re.IGNORECASE)
+LARGEST = 12
+
+
+class Kernel(NamedTuple):
+    """Hold one interval on the device."""
+
+    start: float
+    stop: float
+    name: str
+    group: str  # forward, lm_head, exchange, sampler, copy
+    graph: Any  # the graph replay that it belongs to; None if it was launched by itself
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Hold means per step over `steps` whole steps, in milliseconds unless said otherwise.
+
+    step_ms lasts from the first kernel of a forward to that of the next. The device worked for
+    busy_ms and idled for gap_ms. forward_gap_ms is the idle time between kernels of the graph. The
+    groups add up to busy_ms unless they overlap.
+    """
+
+    steps: int
+    step_ms: float
+    busy_ms: float
+    gap_ms: float
+    forward_gap_ms: float
+    forward_ms: float
+    lm_head_ms: float
+    exchange_ms: float  # between ranks, outside of the graph
+    sampler_ms: float  # sampler, policy, plan, and the preparation by vLLM's runner
+    copy_ms: float
+    kernels: float  # launched outside of the graph
+    largest: dict[str, float]  # name -> ms, outside of the graph
+    forward_kernels: float
+    forward_largest: dict[str, float]
+
+
+def summarise(events: Iterable[dict[str, Any]]) -> Summary:
+    """Summarise the steps in the ``traceEvents`` of one device.
+
+    Raises ValueError if the trace holds fewer than three replays of a forward.
+    """
+    launches, found = set(), []
+    for event in events:
+        if event.get("ph") != "X":
+            continue
+        number = event.get("args", {}).get("correlation")
+        if event["name"].startswith(("cudaGraphLaunch", "cuGraphLaunch")):
+            launches.add(number)
+        elif event.get("cat") in ON_DEVICE:
+            found.append((event["ts"], event["ts"] + event["dur"], event, number))
+    sizes = Counter(number for *_, number in found if number in launches)
+    # Graphs that are much smaller, if any, are not the model.
+    forwards = {n for n, size in sizes.items() if 2 * size > max(sizes.values())}
+    starts: dict[Any, float] = {}
+    kernels = []
+    for start, stop, event, number in sorted(found, key=lambda item: item[0]):
+        graph = number if number in forwards else None
+        kernels.append(Kernel(start, stop, event["name"], _group(event, graph is not None), graph))
+        if graph is not None:
+            starts.setdefault(graph, start)
+    if len(starts) < 3:
+        raise ValueError(
+            f"the profile holds {len(starts)} replays of a CUDA graph: without full graphs "
+            "(--enforce-eager?) forward and sampler cannot be told apart."
+        )
+    # The first and the last step may be incomplete.
+    edges = sorted(starts.values())
+    return _means(kernels, edges[0], edges[-1], len(edges) - 1)
+
+
+def _group(event: dict[str, Any], is_forward: bool) -> str:
+    if is_forward:
+        return "forward"
+    if event["cat"] != "kernel":
+        return "copy"
+    if EXCHANGE.search(event["name"]):
+        return "exchange"
+    return "lm_head" if GEMM.search(event["name"]) else "sampler"
+
+
+def _means(kernels: Sequence[Kernel], first: float, last: float, steps: int) -> Summary:
+    inside = [k for k in kernels if first <= k.start < last]
+    scale = 1e-3 / steps
+    times: dict[str, float] = defaultdict(float)
+    names: dict[bool, dict[str, float]] = {True: defaultdict(float), False: defaultdict(float)}
+    busy, reached = 0.0, first
+    forward_gap, ends = 0.0, dict[Any, float]()
+    for kernel in inside:
+        times[kernel.group] += kernel.stop - kernel.start
+        names[kernel.graph is not None][kernel.name[:80]] += (kernel.stop - kernel.start) * scale
+        busy += max(0.0, min(kernel.stop, last) - max(kernel.start, reached))
+        reached = max(reached, kernel.stop)
+        if kernel.graph is not None:
+            end = ends.get(kernel.graph, kernel.start)
+            forward_gap += max(0.0, kernel.start - end)
+            ends[kernel.graph] = max(end, kernel.stop)
+    of_forwards = sum(k.graph is not None for k in inside)
+    return Summary(
+        steps=steps,
+        step_ms=(last - first) * scale,
+        busy_ms=busy * scale,
+        gap_ms=(last - first - busy) * scale,
+        forward_gap_ms=forward_gap * scale,
+        forward_ms=times["forward"] * scale,
+        lm_head_ms=times["lm_head"] * scale,
+        exchange_ms=times["exchange"] * scale,
+        sampler_ms=times["sampler"] * scale,
+        copy_ms=times["copy"] * scale,
+        kernels=(len(inside) - of_forwards) / steps,
+        largest=_largest(names[False]),
+        forward_kernels=of_forwards / steps,
+        forward_largest=_largest(names[True]),
+    )
+
+
+def _largest(names: dict[str, float]) -> dict[str, float]:
+    return dict(sorted(names.items(), key=lambda item: -item[1])[:LARGEST])

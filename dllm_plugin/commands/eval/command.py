@@ -1,0 +1,124 @@
+"""Run ``diffuplug eval``: score the bundled model on problems that it was not trained on."""
+
+import json
+import os
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dllm_plugin import default_model
+from dllm_plugin.commands.offline import (
+    bundled_options,
+    conversation,
+    num_forwards,
+    start_engine,
+    stop_engine,
+)
+from dllm_plugin.commands.problems.generator import Problem, eval_seeds, extract_answer, problem
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput
+
+LIMIT = 500
+MAX_TOKENS = 256
+
+
+class Score(NamedTuple):
+    """Hold the results of one way of decoding."""
+
+    accuracy: float  # share of problems whose final number is right
+    tokens_per_forward: float
+    positions_per_token: float  # every position that was computed, prompts too
+    seconds: float  # for all problems in one batch, without loading the model
+
+
+def ways() -> dict[str, dict[str, Any]]:
+    """Return the two ways of decoding that are compared, as ``dllm`` options."""
+    return {
+        "one token per step": {
+            "strategy": "block_diffusion",
+            "policy": "low_confidence",
+            "commit_alone_from": 0,  # otherwise positions and forwards depend on the device
+        },
+        "D2F, threshold 0.9": {
+            "strategy": "d2f",
+            "lora_path": default_model.adapter_path(),
+            "threshold": 0.9,
+        },
+    }
+
+
+def run(limit: int | None, dtype: str) -> int:
+    """Decode `limit` problems in both ways; print a table and one JSON line."""
+    problems = [problem(seed) for seed in eval_seeds(limit or LIMIT)]
+    scores = {name: _evaluate(name, dllm, dtype, problems) for name, dllm in ways().items()}
+    print(f"{'':<20} {'accuracy':>9} {'tokens/forward':>15} {'positions/token':>16} {'seconds':>8}")
+    for name, score in scores.items():
+        print(
+            f"{name:<20} {score.accuracy:>8.1%} {score.tokens_per_forward:>15.2f} "
+            f"{score.positions_per_token:>16.1f} {score.seconds:>8.1f}"
+        )
+    rows = {name: score._asdict() for name, score in scores.items()}
+    print(
+        json.dumps({"benchmark": "eval", "problems": len(problems), "dtype": dtype, "rows": rows})
+    )
+    return 0
+
+
+def _evaluate(name: str, dllm: dict[str, Any], dtype: str, problems: list[Problem]) -> Score:
+    llm = start(dllm, dtype)
+    score = decode(llm, name, problems, MAX_TOKENS)
+    stop_engine(llm)
+    return score
+
+
+def start(dllm: dict[str, Any], dtype: str) -> "LLM":
+    """Start the bundled model in this process, where the scheduler's counter can be read."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read when the engine is built
+    return start_engine(bundled_options(dllm) | {"dtype": dtype})
+
+
+def decode(
+    llm: "LLM",
+    name: str,
+    problems: list[Problem],
+    max_tokens: int,
+    extra_args: dict[str, Any] | None = None,
+) -> Score:
+    """Answer all problems in one batch, with a progress bar that shows `name`."""
+    from tqdm import tqdm
+    from vllm import RequestOutput, SamplingParams
+
+    sampling = [
+        # Some policies sample, so each request has a seed.
+        SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=i, extra_args=extra_args)
+        for i in range(len(problems))
+    ]
+    llm.enqueue_chat([conversation(p.question) for p in problems], sampling, use_tqdm=False)
+
+    def progress(*args: Any, **kwargs: Any) -> "tqdm[Any]":
+        return tqdm(*args, **kwargs | {"desc": name})
+
+    before, start = _num_positions(llm), time.perf_counter()
+    outputs = llm.wait_for_completion(RequestOutput, use_tqdm=progress)
+    seconds = time.perf_counter() - start
+    return score(outputs, problems, _num_positions(llm) - before, seconds)
+
+
+def score(
+    outputs: "list[RequestOutput]", problems: list[Problem], positions: int, seconds: float
+) -> Score:
+    """Compute the score; tokens count up to and including the end of the answer."""
+    right = sum(
+        extract_answer(output.outputs[0].text) == item.result
+        for output, item in zip(outputs, problems, strict=True)
+    )
+    tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    forwards = sum(num_forwards(output) for output in outputs)
+    per_token = positions / max(tokens, 1)
+    return Score(right / len(problems), tokens / max(forwards, 1), per_token, seconds)
+
+
+def _num_positions(llm: "LLM") -> int:
+    """Return the positions computed so far, from the scheduler of an engine in this process."""
+    core: Any = llm.llm_engine.engine_core
+    return core.engine_core.scheduler.num_computed_positions

@@ -1,0 +1,54 @@
+"""Generate word problems: everyday stories with exact integer arithmetic in several steps.
+
+`problem(seed)` is deterministic. A problem is a story of 2 to 4 arithmetic steps; its answer has
+one short sentence per step and ends with the line ``#### RESULT``. Training and evaluation seeds
+come from disjoint ranges (`train_seeds`, `eval_seeds`). Standard library only.
+"""
+
+import random
+import re
+from dataclasses import dataclass
+
+from dllm_plugin.commands.problems.stories import Draft, bus, pages, shop, trip, work
+from dllm_plugin.commands.problems.things import things
+
+EVAL_BASE = 1 << 40
+_STORIES = {things: 10, shop: 3, work: 2, pages: 2, bus: 2, trip: 2}  # story: relative frequency
+_RESULT = re.compile(r"####\s*(-?\d+)")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Hold one word problem: the question, the worked answer, and the number it ends with."""
+
+    question: str
+    answer: str
+    result: int
+
+
+def problem(seed: int) -> Problem:
+    """Generate the problem of this seed; the same seed always gives the same problem."""
+    rng = random.Random(seed)
+    story = rng.choices(list(_STORIES), weights=list(_STORIES.values()))[0]
+    draft = Draft(rng)
+    story(draft, rng.choice((2, 2, 3, 3, 4)))
+    answer = "\n".join([*draft.steps, f"#### {draft.value}"])
+    return Problem(" ".join(draft.sentences), answer, draft.value)
+
+
+def train_seeds(count: int, start: int = 0) -> range:
+    """Return seeds for training, all below `EVAL_BASE`."""
+    if not 0 <= start <= start + count <= EVAL_BASE:
+        raise ValueError(f"training seeds must lie in [0, {EVAL_BASE}), got {start} + {count}")
+    return range(start, start + count)
+
+
+def eval_seeds(count: int) -> range:
+    """Return seeds for evaluation, from `EVAL_BASE` on; training never uses them."""
+    return range(EVAL_BASE, EVAL_BASE + count)
+
+
+def extract_answer(text: str) -> int | None:
+    """Return the number after the last ``####``, or None if there is none."""
+    found = _RESULT.findall(text)
+    return int(found[-1]) if found else None

@@ -1,0 +1,170 @@
+"""Refuse what a request may not ask for: every check of a request, before anything runs.
+
+vLLM calls them in its front end, by the hooks of :mod:`dllm_plugin.engine.admission`.
+"""
+
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams
+
+from dllm_plugin.config.decode import RequestConfig, get_decode_config
+
+# Parameter -> neutral value, and why diffusion decoding refuses anything else.
+REFUSED: dict[str, tuple[Any, str]] = {
+    "presence_penalty": (0.0, "penalties count tokens in order of generation"),
+    "frequency_penalty": (0.0, "penalties count tokens in order of generation"),
+    "repetition_penalty": (1.0, "penalties count tokens in order of generation"),
+    "structured_outputs": (None, "a grammar needs tokens from left to right"),
+    "prompt_logprobs": (None, "a bidirectional prompt predicts no next token"),
+    "prompt_logprob_token_ids": (None, "a bidirectional prompt predicts no next token"),
+    "prompt_logprob_start": (None, "a bidirectional prompt predicts no next token"),
+    "logprob_token_ids": (None, "only top log-probabilities are kept per position"),
+    "thinking_token_budget": (None, "thinking is not counted from left to right"),
+    "repetition_detection": (None, "repetition is not detected out of order"),
+    "trace_decode_token_ids": (None, "tokens are not decoded in order"),
+}
+
+MAX_STOP_TOKENS = 128
+MAX_BAD_WORD = 64
+
+
+def check_sampling_params(params: SamplingParams, mask_token_id: int) -> None:
+    """Raise ValueError naming the first of vLLM's parameters that cannot be honoured."""
+    for name, (neutral, reason) in REFUSED.items():
+        value = getattr(params, name)
+        if value is not None and value != neutral:
+            raise ValueError(f"{name} is not supported by diffusion decoding: {reason}.")
+    _check_filters(params)
+    _check_limits(params)
+    _check_choices(params, mask_token_id)
+
+
+def _check_limits(params: SamplingParams) -> None:
+    """Refuse what one request could slow the whole batch down with."""
+    if len(params.stop_token_ids or ()) > MAX_STOP_TOKENS:
+        raise ValueError(
+            f"stop_token_ids holds {len(params.stop_token_ids or ())} ids; at most "
+            f"{MAX_STOP_TOKENS} are supported."
+        )
+    longest = max(map(len, params.bad_words or ()), default=0)
+    if longest > MAX_BAD_WORD:
+        raise ValueError(
+            f"bad_words holds a word of {longest} characters; at most {MAX_BAD_WORD} are supported."
+        )
+    # With n > 1 vLLM counts the seed up, and its own storage is 64 bits wide.
+    if params.seed is not None and not -(2**63) <= params.seed <= 2**63 - params.n:
+        raise ValueError(f"seed must lie in [-2**63, 2**63 - n], got {params.seed}.")
+
+
+def _check_filters(params: SamplingParams) -> None:
+    """Refuse our greedy filters where vLLM's own ones are in force."""
+    given = [name for name in ("dllm_top_p", "dllm_top_k") if name in (params.extra_args or {})]
+    if given and params.temperature > 0:
+        raise ValueError(
+            f"{given[0]} filters greedy requests: with temperature {params.temperature} use "
+            f"{given[0].removeprefix('dllm_')}."
+        )
+
+
+def _check_choices(params: SamplingParams, mask_token_id: int) -> None:
+    """Refuse token rules that leave a position nothing to choose."""
+    if not params.allowed_token_ids:
+        return
+    allowed = set(params.allowed_token_ids) - {mask_token_id}
+    if not allowed:
+        raise ValueError("allowed_token_ids leaves no token to choose beside the mask token.")
+    if params.min_tokens and not allowed - set(params.stop_token_ids or ()):
+        raise ValueError(
+            "min_tokens cannot be reached: allowed_token_ids holds nothing but stop tokens."
+        )
+
+
+def check_prompt_length(length: int, context: int) -> None:
+    """Raise VLLMValidationError for a prompt that leaves no room in the context."""
+    # vLLM would blame max_tokens, which it has lowered to 0 by then.
+    if length >= context:
+        raise VLLMValidationError(
+            f"The prompt has {length} tokens, but the context of {context} tokens must hold "
+            "the prompt and at least one new token: shorten the prompt or raise "
+            "max_model_len.",
+            parameter="prompt",
+        )
+
+
+def check_prompt_tokens(token_ids: Any, mask_token_id: int) -> None:
+    """Raise VLLMValidationError for a prompt that holds the mask token."""
+    if mask_token_id in token_ids:
+        raise VLLMValidationError(
+            f"The prompt contains the mask token (id {mask_token_id}), which marks the "
+            "positions to generate: remove it from the prompt.",
+            parameter="prompt",
+        )
+
+
+def check_fits(
+    vllm_config: VllmConfig, request: RequestConfig, prompt_len: int, max_tokens: int | None
+) -> None:
+    """Raise VLLMValidationError if a forward of the request could never be scheduled."""
+    if not get_decode_config(vllm_config).method.full_attention:
+        _check_page(vllm_config, request)
+        return
+    context = vllm_config.model_config.max_model_len
+    end = context if max_tokens is None else min(prompt_len + max_tokens, context)
+    # As if the whole answer were one canvas: that is what the last one is computed with.
+    blocks = -(-(end - prompt_len) // request.block_length)
+    positions = min(prompt_len + blocks * request.block_length, context)
+    _check_room(vllm_config, positions, 2 if request.cfg_scale > 0 else 1)
+
+
+def _check_page(vllm_config: VllmConfig, request: RequestConfig) -> None:
+    """Raise VLLMValidationError for blocks that a cached page would cut."""
+    cache = vllm_config.cache_config
+    if cache.enable_prefix_caching and cache.block_size % request.block_length:
+        raise VLLMValidationError(
+            f"dllm_block_length {request.block_length} does not divide a page of "
+            f"{cache.block_size} tokens, so prefix caching would not be exact: choose another "
+            "length or start with --no-enable-prefix-caching.",
+            parameter="dllm_block_length",
+        )
+
+
+def _check_room(vllm_config: VllmConfig, positions: int, halves: int) -> None:
+    """Raise VLLMValidationError if a refresh fits neither the step's budget nor the KV cache."""
+    scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+    guided = " twice, since cfg_scale is set," if halves == 2 else ""
+    shorter = "shorten the prompt, lower max_tokens or raise"
+    if halves > scheduler.max_num_seqs:
+        raise VLLMValidationError(
+            f"cfg_scale needs two of max_num_seqs {scheduler.max_num_seqs}: raise "
+            "max_num_seqs or leave cfg_scale at 0.",
+            parameter="dllm_cfg_scale",
+        )
+    budget = scheduler.max_num_batched_tokens
+    if positions * halves > budget:
+        raise VLLMValidationError(
+            f"A step of this request computes prompt and answer, {positions} positions,"
+            f"{guided} at once, but max_num_batched_tokens is {budget}: {shorter} "
+            "max_num_batched_tokens.",
+            parameter="max_tokens",
+        )
+    parallel = vllm_config.parallel_config
+    engines = (
+        parallel.data_parallel_size_local
+        if parallel.local_engines_only
+        else parallel.data_parallel_size
+    )
+    # One page is vLLM's own; the number is unknown until the engine is up.
+    total = (cache.num_gpu_blocks or 0) // engines
+    # What vLLM keeps free of new requests while others run, and the second half is never first.
+    kept = int(scheduler.watermark * total) if halves == 2 else 0
+    pages = max(total - 1 - kept, 0)
+    needed = halves * -(-positions // cache.block_size)
+    if total and pages < needed:
+        raise VLLMValidationError(
+            f"This request needs {needed} pages of {cache.block_size} tokens of KV cache for "
+            f"{positions} positions{guided.rstrip(',')}, but there are {pages}: {shorter} the "
+            "KV cache (kv_cache_memory_bytes or gpu_memory_utilization).",
+            parameter="max_tokens",
+        )

@@ -1,0 +1,1 @@
+"""Store keys and values in pages of the `distinct` KV cache layout."""

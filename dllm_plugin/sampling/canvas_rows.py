@@ -1,0 +1,201 @@
+"""Find the logits rows of whole canvases: block-causal attention.
+
+Shape letters as in :mod:`dllm_plugin.decoding.plan`; N slots.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dllm_plugin.decoding.methods import PlanFunction
+from dllm_plugin.decoding.plan import Canvas, StepPlan
+from dllm_plugin.kernels.move_rows import kernel as move_rows
+from dllm_plugin.kernels.move_rows import reference
+from dllm_plugin.sampling.compilation import allow_any_length
+from dllm_plugin.sampling.rows import RowChunk, StepRows, StepTensors
+from dllm_plugin.sampling.side_stream import SideStream
+from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
+WARMUP_PREFIX = "_warmup_"
+
+
+class PlannedCanvases(NamedTuple):
+    """Hold what is known of a step's canvases before its logits; fields as in StepRows.
+
+    commits_R bool, the row `last_row_R` becomes the carry row
+    """
+
+    canvas: Canvas
+    remaining_R: Tensor
+    plan: StepPlan
+    source_RC: Tensor
+    drafts_R: Tensor
+    last_row_R: Tensor
+    commits_R: Tensor
+
+
+class CarryUpdate(NamedTuple):
+    """Hold the rows of this forward that become carry rows: `from_R` int64, where `moved_R`."""
+
+    logits_TV: Tensor
+    from_R: Tensor
+    slots_R: Tensor
+    moved_R: Tensor
+
+
+class CanvasRows:
+    """Find the rows of all computed canvas positions: nothing has to be known before the forward.
+
+    With shifted logits one row is missing, that of the last committed position. It is kept, as the
+    *carry row* of the slot, from the forward that committed the position. Where a finished block
+    commits in a forward of its own no row is kept: it has decided its position by then, see
+    :mod:`dllm_plugin.sampling.first_token`.
+    """
+
+    def __init__(
+        self, states: CanvasStates, dtype: torch.dtype, width: int, plan: PlanFunction
+    ) -> None:
+        """Make the carry rows; `dtype` and `width` are those of the logits."""
+        self.states = states
+        self.plan = plan
+        self.begin: Callable[[Tensor, Tensor, Tensor], PlannedCanvases] = self.begin_step
+        self.carry_NV: Tensor | None = None
+        self._update: CarryUpdate | None = None
+        self.side_stream = SideStream(states.device)
+        num_slots, self.num_positions = states.canvas_NC.shape
+        self.shift = int(states.config.family.logits_shift)
+        self.dedicated_commit = states.config.dedicated_commit
+        if self.shift and not self.dedicated_commit:
+            self.carry_NV = torch.zeros(num_slots, width, dtype=dtype, device=states.device)
+
+    def choose(self, batch: "InputBatch") -> None:
+        """Ask for the last row of each prefill, too, when logits are shifted."""
+        self.side_stream.mark()
+        canvases = count_canvases(batch)
+        if not self.shift or not batch.is_prefilling_np[canvases:].any():
+            return
+        # vLLM's warm-up hands a grammar to its prefills and expects them to have no rows.
+        # Ids of clients end in what vLLM appends to them, never in "_".
+        if batch.req_ids[0].startswith(WARMUP_PREFIX) and batch.req_ids[0].endswith("_"):
+            return
+        last = batch.query_start_loc[canvases + 1 : batch.num_reqs + 1] - 1
+        batch.logits_indices = torch.cat([batch.logits_indices, last.to(torch.int64)])
+
+    def read(self, logits_TV: Tensor, batch: "InputBatch") -> StepRows | None:
+        """Return the rows of the canvases, or None without canvases; keep those of prefills.
+
+        Shifted logits hold one row for each prefill after those of the canvases.
+        """
+        canvases, num_rows = count_canvases(batch), batch.num_draft_tokens
+        if self.carry_NV is not None and num_rows < logits_TV.shape[0]:
+            prefilled = batch.idx_mapping[canvases : batch.num_reqs]
+            # Warm-up batches have rows that no prefill asked for.
+            if len(prefilled) == logits_TV.shape[0] - num_rows:
+                self.carry_NV[prefilled] = logits_TV[num_rows:].to(self.carry_NV.dtype)
+        if not canvases:
+            return None
+        with self.side_stream.run():
+            return self._planned_step(logits_TV[:num_rows], batch, canvases)
+
+    def _planned_step(self, logits_TV: Tensor, batch: "InputBatch", canvases: int) -> StepRows:
+        """Return all of a step but what its logits say; read nothing that this forward writes."""
+        slots_R, bounds = batch.idx_mapping[:canvases], batch.cu_num_logits
+        planned = self.begin(slots_R, bounds[:canvases], bounds[1 : canvases + 1])
+        num_rows = len(logits_TV)
+        if self.carry_NV is not None:
+            num_rows += canvases
+            self._update = CarryUpdate(logits_TV, planned.last_row_R, slots_R, planned.commits_R)
+        return StepRows(
+            torch.arange(canvases, device=self.states.device),
+            slots_R,
+            batch.idx_mapping_np[:canvases],
+            planned.canvas,
+            planned.remaining_R,
+            planned.plan,
+            planned.source_RC,
+            num_rows,
+            list(self._chunks(logits_TV, batch, slots_R, planned)),
+            planned.drafts_R,
+            batch.seq_lens[:canvases],
+            planned.last_row_R if self.dedicated_commit else None,
+        )
+
+    def example(self, count: int) -> StepTensors:
+        """Make up a step of some slots with two rows each, with tensors as `read` returns them."""
+        device = self.states.device
+        slots_R = torch.arange(count, device=device) % len(self.states.open_N)
+        bounds = 2 * torch.arange(count + 1, dtype=torch.int32, device=device)
+        low_R, high_R = bounds[:count], bounds[1 : count + 1]
+        allow_any_length(slots_R, low_R, high_R)
+        planned = self.begin(slots_R, low_R, high_R)
+        with torch.inference_mode(False):
+            # As vLLM's buffer, which it makes before any step: another kind of tensor to compilers.
+            seq_lens_R = torch.zeros(count, dtype=torch.int32, device=device)
+        return StepTensors(
+            slots_R,
+            planned.canvas,
+            planned.plan,
+            planned.source_RC,
+            planned.remaining_R,
+            planned.drafts_R,
+            seq_lens_R,
+        )
+
+    def begin_step(self, slots_R: Tensor, low_R: Tensor, high_R: Tensor) -> PlannedCanvases:
+        """View and plan the canvases whose rows of this forward are ``[low, high)``."""
+        drafts_R = (high_R - low_R).to(torch.int64)
+        canvas, remaining_R = self.states.view(slots_R, drafts_R)
+        plan = self.plan(canvas, self.states.config.mask_token_id)
+        position_C = torch.arange(self.num_positions, device=slots_R.device)
+        source_RC = low_R.to(torch.int64)[:, None] + (position_C - self.shift).clamp_min(0)
+        # Positions that were not computed share the last row.
+        source_RC = torch.minimum(source_RC, high_R.to(torch.int64)[:, None] - 1)
+        if self.carry_NV is not None:
+            # The carry rows stand after the rows of this forward.
+            carry_R1 = (high_R[-1] + torch.arange(len(slots_R), device=slots_R.device))[:, None]
+            source_RC = torch.where(position_C == 0, carry_R1, source_RC)
+        last_row_R = low_R + plan.num_committed_R.clamp_min(1).to(torch.int64) - 1
+        commits_R = plan.num_committed_R > 0
+        return PlannedCanvases(
+            canvas, remaining_R, plan, source_RC, drafts_R, last_row_R, commits_R
+        )
+
+    def keep_carry_rows(self) -> None:
+        """Keep the row of the last position that commits in this step, once carry rows were read.
+
+        It serves the next steps.
+        """
+        update, self._update = self._update, None
+        if update is not None:
+            assert self.carry_NV is not None
+            logits_TV, from_R, slots_R, moved_R = update
+            module = move_rows if self.carry_NV.is_cuda else reference
+            module.move_rows(logits_TV, from_R, self.carry_NV, slots_R, moved_R)
+
+    def _chunks(
+        self, logits_TV: Tensor, batch: "InputBatch", slots_R: Tensor, planned: PlannedCanvases
+    ) -> Iterator[RowChunk]:
+        """Yield the rows to propose from: those of this forward, then the carry rows."""
+        device = self.states.device
+        slot_T, offset_T = batch.expanded_idx_mapping, batch.expanded_local_pos
+        rows_T = torch.arange(len(slot_T), device=device)
+        chunks = [RowChunk(rows_T, logits_TV, None, slot_T, offset_T, self.shift)]
+        if self.carry_NV is not None:
+            rows_R = torch.arange(len(slot_T), len(slot_T) + len(slots_R), device=device)
+            nowhere_R = torch.zeros_like(slots_R, dtype=torch.int32)
+            chunks.append(RowChunk(rows_R, self.carry_NV, slots_R, slots_R, nowhere_R, 0))
+        if device.type != "cpu":
+            yield from chunks
+            return
+        # There is no device to wait for, so rows that propose for nothing are left out.
+        wanted_RC = planned.plan.candidates_RC | planned.plan.editable_RC
+        wanted = planned.source_RC[wanted_RC]
+        for rows, logits, source, slots, offsets, shift in chunks:
+            chosen = torch.isin(rows, wanted).nonzero().squeeze(1)
+            source = chosen if source is None else source[chosen]
+            yield RowChunk(rows[chosen], logits, source, slots[chosen], offsets[chosen], shift)

@@ -1,0 +1,67 @@
+"""Filter logits by min_p, top-k and top-p. Shape letters as in :mod:`dllm_plugin.decoding.plan`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dllm_plugin.kernels.confidence.reference import NEGATIVE_INFINITY
+from dllm_plugin.state.canvas_states import CanvasStates
+
+TopFilter = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
+
+
+class Filters:
+    """Filter rows by the numbers of their requests; `keep_top` is vLLM's filter by both tops."""
+
+    def __init__(self, states: CanvasStates, sampling_states: Any, keep_top: TopFilter) -> None:
+        self.states = states
+        self.sampling_states = sampling_states
+        self.keep_top = keep_top
+
+    def wanted(self, slots_np: np.ndarray, samples: bool) -> bool:
+        """Tell whether one of the slots filters; `samples`: whether one has a temperature."""
+        sampling, states = self.sampling_states, self.states
+        if states.uses("top_k", slots_np) or states.uses("top_p", slots_np):
+            return True
+        return samples and bool(
+            sampling.min_p.np[slots_np].any()
+            or (sampling.top_k.np[slots_np] != sampling.vocab_size).any()
+            or (sampling.top_p.np[slots_np] != 1.0).any()
+        )
+
+    def apply(self, logits_TV: Tensor, slot_T: Tensor, slots_np: np.ndarray) -> Tensor:
+        """Filter rows of sampling requests, in place where that is possible."""
+        sampling = self.sampling_states
+        if not len(logits_TV):
+            return logits_TV
+        if sampling.min_p.np[slots_np].any():
+            floor_T = logits_TV.amax(dim=-1) + sampling.min_p.gpu[slot_T].log()
+            logits_TV.masked_fill_(logits_TV < floor_T[:, None], NEGATIVE_INFINITY)
+        top_k, top_p = sampling.get_top_k_top_p(slot_T, slots_np)
+        return self._keep(logits_TV, top_k, top_p)
+
+    def apply_greedy(self, logits_TV: Tensor, slot_T: Tensor, slots_np: np.ndarray) -> Tensor:
+        """Filter rows of greedy requests as Dream does: it changes the confidence, not the token.
+
+        Sampling requests have no such filters: their numbers are neutral here.
+        """
+        states, vocab_size = self.states, logits_TV.shape[1]
+        top_k = top_p = None
+        if states.uses("top_k", slots_np):
+            top_k = states.number("top_k", slot_T).to(torch.int32)
+            top_k = top_k.where(top_k > 0, vocab_size).clamp_max(vocab_size)
+        if states.uses("top_p", slots_np):
+            top_p = states.number("top_p", slot_T)
+        return self._keep(logits_TV, top_k, top_p)
+
+    def _keep(self, logits_TV: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
+        """Filter by top-k and top-p in the order of the method."""
+        if not len(logits_TV) or (top_k is None and top_p is None):
+            return logits_TV
+        if self.states.config.method.top_p_first and top_k is not None:
+            logits_TV = self.keep_top(logits_TV, None, top_p)
+            return self.keep_top(logits_TV, top_k, None)
+        return self.keep_top(logits_TV, top_k, top_p)

@@ -1,0 +1,110 @@
+"""Hold the logits rows of a step, and which request and canvas position each of them serves.
+
+Two siblings find them: :mod:`dllm_plugin.sampling.canvas_rows` under block-causal attention and
+:mod:`dllm_plugin.sampling.masked_rows` under full attention. Their `choose` runs before the forward
+and may change which hidden states become logits; their `read` runs after it. Shape letters as in
+:mod:`dllm_plugin.decoding.plan`; X rows of a logits tensor.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dllm_plugin.decoding.plan import Canvas, StepPlan
+
+# Rows that are processed at once where a step needs float32 copies of the logits.
+CHUNK_ROWS = 256
+
+
+class RowChunk(NamedTuple):
+    """Hold some logits rows of a step.
+
+    rows_T    int64, index among all rows of the step
+    logits_XV dtype of the model
+    source_T  int, row of `logits_XV` of each row; None if they are the same ones, in order
+    slot_T    int, slot of each row's request
+    offset_T  int; start of the slot's canvas + offset + `shift` is the position that a row predicts
+    """
+
+    rows_T: Tensor
+    logits_XV: Tensor
+    source_T: Tensor | None
+    slot_T: Tensor
+    offset_T: Tensor
+    shift: int
+
+
+class StepTensors(NamedTuple):
+    """Hold what compiled code reads of a step; fields as in :class:`StepRows`.
+
+    From step to step only values and the number of requests differ, never what the fields are.
+    """
+
+    slots_R: Tensor
+    canvas: Canvas
+    plan: StepPlan
+    source_RC: Tensor
+    remaining_R: Tensor
+    drafts_R: Tensor
+    seq_lens_R: Tensor
+
+
+class StepRows(NamedTuple):
+    """Hold one step of the requests that have a canvas in it.
+
+    index_R     int64, place of a request in the batch
+    slots_R     int64, its slot; slots_np the same on the host
+    remaining_R int32, tokens that it may still emit
+    source_RC   int64, row of each canvas position
+    num_rows    number of values that source_RC can have
+    drafts_R    int64, canvas positions of a request in this forward
+    seq_lens_R  int32, keys of a request after this forward
+    last_row_R  int64, row of the last position whose KV becomes final; None where that row does
+                not predict the first token of the next block
+    """
+
+    index_R: Tensor
+    slots_R: Tensor
+    slots_np: np.ndarray
+    canvas: Canvas
+    remaining_R: Tensor
+    plan: StepPlan
+    source_RC: Tensor
+    num_rows: int
+    chunks: list[RowChunk]
+    drafts_R: Tensor
+    seq_lens_R: Tensor
+    last_row_R: Tensor | None = None
+
+    def tensors(self) -> StepTensors:
+        """Return what compiled code reads."""
+        return StepTensors(
+            self.slots_R,
+            self.canvas,
+            self.plan,
+            self.source_RC,
+            self.remaining_R,
+            self.drafts_R,
+            self.seq_lens_R,
+        )
+
+
+def scatter_rows(values: Sequence[Tensor], rows: Sequence[Tensor], num_rows: int) -> Tensor:
+    """Scatter values of each chunk to ``[num_rows, ...]``; rows of no chunk are zero."""
+    values_T, index_T = torch.cat(list(values)), torch.cat(list(rows))
+    return values_T.new_zeros(num_rows, *values_T.shape[1:]).index_copy_(0, index_T, values_T)
+
+
+def split_rows(chunk: RowChunk) -> Iterator[RowChunk]:
+    """Cut a chunk into chunks of at most CHUNK_ROWS rows; no rows make one empty chunk."""
+    rows_T, logits_XV, source_T, slot_T, offset_T, shift = chunk
+    for low in range(0, max(len(rows_T), 1), CHUNK_ROWS):
+        cut = slice(low, low + CHUNK_ROWS)
+        if source_T is None:
+            logits, source = logits_XV[cut], None
+        else:
+            logits, source = logits_XV, source_T[cut]
+        yield RowChunk(rows_T[cut], logits, source, slot_T[cut], offset_T[cut], shift)

@@ -1,0 +1,99 @@
+"""The diffs in the guides apply to the package as it is, and touch as little as the guides say."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+from documented import ROOT
+from guides import EXAMPLES, Example, contents, copy_package, examples, pages
+
+LONGEST_PAGE = 112
+NAMES = """
+import json, dllm_plugin
+from dllm_plugin.config.options import Options, REQUEST_FIELDS
+from dllm_plugin.decoding.families import FAMILIES
+from dllm_plugin.decoding.methods import METHODS
+options = Options.from_user({"strategy": "window_cache", "policy": "nearest", "reach": 2})
+methods = {f"{s} on {f}": [*row.policies] for (s, f), row in METHODS.items()}
+print(json.dumps([dllm_plugin.__file__, methods, [*REQUEST_FIELDS], [*FAMILIES]]))
+"""
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the package with all examples."""
+    folder = copy_package(tmp_path_factory.mktemp("guides"))
+    for example in examples():
+        example.apply(folder)
+    return folder
+
+
+def test_each_page_has_its_examples() -> None:
+    assert [(one.page, one.heading) for one in examples()] == sorted(EXAMPLES, key=_place)
+
+
+def _place(key: tuple[str, str]) -> tuple[str, int]:
+    return key[0], pages()[key[0]].index(f"## {key[1]}\n")
+
+
+@pytest.mark.parametrize("example", examples(), ids=lambda one: f"{one.page}: {one.heading}")
+def test_an_example_touches_the_files_that_it_names(example: Example, tmp_path: Path) -> None:
+    """One file for a policy, three with a number of its own, two for a strategy."""
+    before = contents(copy_package(tmp_path))
+    example.apply(tmp_path)
+    after = contents(tmp_path)
+    touched = {name for name in after if before.get(name) != after[name]}
+    assert touched == EXAMPLES[example.page, example.heading] and before.keys() <= after.keys()
+    assert len(example.diffs) == len(touched), "one block for each file"
+
+
+def test_the_changed_package_is_linted(changed: Path) -> None:
+    """The examples follow the rules for code here."""
+    ruff = Path(sysconfig.get_path("scripts")) / "ruff"
+    files = sorted({f"dllm_plugin/{name}" for names in EXAMPLES.values() for name in names})
+    config = ["--no-cache", "--config", str(ROOT / "pyproject.toml")]
+    for command in (["check"], ["format", "--check"]):
+        done = subprocess.run(
+            [str(ruff), *command, *config, *files], cwd=changed, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_changed_package_knows_them(changed: Path) -> None:
+    """Every table that lists strategies, policies, options or families has the new row."""
+    done = subprocess.run(
+        [sys.executable, "-c", NAMES],
+        cwd=changed.parent,
+        env=os.environ | {"PYTHONPATH": str(changed)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    file, methods, fields, architectures = json.loads(done.stdout)
+    assert Path(file) == changed / "dllm_plugin" / "__init__.py"
+    assert {"window_cache on llada", "window_cache on dream", "block_diffusion on toy"} < {*methods}
+    holders = {
+        policy: {method for method in methods if policy in methods[method]}
+        for policy in ("rightmost", "nearest")
+    }
+    strategies = ("semi_autoregressive", "prefix_cache", "dual_cache", "window_cache")
+    assert holders == {
+        "rightmost": {f"{s} on {family}" for s in strategies for family in ("llada", "dream")},
+        "nearest": {"block_diffusion on llada", "block_diffusion on dream"},
+    }
+    assert "reach" in fields and "ToyForDiffusionLM" in architectures
+
+
+@pytest.mark.parametrize("page", pages())
+def test_a_page_is_short_and_its_places_exist(page: str) -> None:
+    text = pages()[page]
+    assert len(text.splitlines()) <= LONGEST_PAGE
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M)
+    for name in re.findall(r"`((?:[\w-]+/)+(?:\w+\.(?:py|md))?)`", prose):
+        homes = [ROOT / name, ROOT / "dllm_plugin" / name]
+        assert any(home.exists() for home in homes) or "NAME" in name, f"{page}: {name}"

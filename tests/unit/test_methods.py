@@ -1,0 +1,127 @@
+"""The table of methods is the one place that knows a strategy or a family by its name."""
+
+import ast
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dllm_plugin.config import options
+from dllm_plugin.config.decode import DecodeConfig, RequestConfig
+from dllm_plugin.config.options import COLUMNS, OPTIONS, REQUEST_FIELDS, Numbers, Options
+from dllm_plugin.config.request import _remembered, request_config
+from dllm_plugin.config.resolution import resolve
+from dllm_plugin.decoding import strategy_names
+from dllm_plugin.decoding.families import FAMILIES
+from dllm_plugin.decoding.methods import METHODS, POLICIES, STRATEGIES, methods_of
+
+PACKAGE = Path(__file__).parents[2] / "dllm_plugin"
+TABLE = PACKAGE / "decoding" / "methods.py"
+STRATEGY_NAMES = {value: name for name, value in vars(strategy_names).items() if name.isupper()}
+FAMILY_NAMES = {family.name for family in FAMILIES.values()}
+
+
+def decisions(tree: ast.AST) -> Iterator[str]:
+    """Comparisons in which a strategy, its name, or the name of a family stands."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+        elif isinstance(node, ast.MatchValue):
+            sides = [node.value]
+        else:
+            continue
+        members = [getattr(side, "elts", [side]) for side in sides]
+        if any(names_one(member) for group in members for member in group):
+            yield ast.unparse(node)
+
+
+def names_one(node: ast.expr) -> bool:
+    """Whether an expression is a strategy or a family by its name."""
+    if isinstance(node, ast.Constant):
+        return node.value in STRATEGY_NAMES.keys() | FAMILY_NAMES
+    text = ast.unparse(node)
+    return text in STRATEGY_NAMES.values() or text.endswith(("family.name", ".strategy"))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "if config.family.name == 'x': pass",
+        "a = settings.strategy in b",
+        "a = strategy == D2F",
+        "a = name != 'dual_cache'",
+        "match strategy:\n    case 'd2f': pass",
+    ],
+)
+def test_the_check_sees_decisions(source: str) -> None:
+    assert len(list(decisions(ast.parse(source)))) == 1
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.stem)
+def test_nobody_else_asks_for_a_strategy_or_a_family(path: Path) -> None:
+    if path != TABLE:
+        assert list(decisions(ast.parse(path.read_text(encoding="utf-8")))) == []
+
+
+def test_every_row_is_whole() -> None:
+    """Names agree, defaults are policies of the row, full attention is scheduled as such."""
+    for (strategy, family), method in METHODS.items():
+        assert method.strategy == strategy and family in FAMILY_NAMES
+        assert {method.default_policy, method.edited_policy} <= set(method.policies)
+        refreshed = (method.scheduler == "refresh", method.logits == "masked")
+        assert set(refreshed) == {method.full_attention}
+        assert method.full_attention == ("async_scheduling" in method.refuses)
+        assert method.options <= set(REQUEST_FIELDS)
+    assert {strategy for strategy, _ in METHODS} == set(STRATEGIES) == set(STRATEGY_NAMES)
+    assert {name for method in METHODS.values() for name in method.policies} == set(POLICIES)
+
+
+def test_every_family_has_a_method() -> None:
+    assert {name for _, name in METHODS} == FAMILY_NAMES
+    for family in FAMILIES.values():
+        blocks = {"block_diffusion"} if family.absolute_grid else set(STRATEGIES)
+        assert set(methods_of(family)) == blocks
+
+
+def test_every_option_is_read_by_some_method_or_by_the_engine() -> None:
+    read = set().union(*(method.options for method in METHODS.values()))
+    assert read == set(REQUEST_FIELDS)
+    assert set(COLUMNS) <= set(REQUEST_FIELDS)
+
+
+def test_config_classes_share_what_is_a_number() -> None:
+    """A new number is one field: options and requests inherit it."""
+    numbers = {field.name for field in dataclasses.fields(Numbers)}
+    of_request = {field.name for field in dataclasses.fields(RequestConfig)}
+    of_engine = {field.name for field in dataclasses.fields(DecodeConfig)}
+    assert of_request == set(REQUEST_FIELDS) and numbers <= of_request <= set(OPTIONS)
+    # A user's steps hold for blocks of any length, and are kept beside the defaults.
+    assert of_engine & of_request == {"steps"}
+    assert (len(numbers), len(OPTIONS), len(of_request), len(of_engine)) == (14, 27, 20, 15)
+
+
+def test_arguments_are_parsed_once() -> None:
+    """The front end asks, then the scheduler, then the worker: the second one finds the answer."""
+    config = resolve(Options(strategy="block_diffusion"), "LLaDAModelLM", 512, 300)
+    arguments = {"dllm_threshold": 0.123, "other": [1]}
+    before = _remembered.cache_info()
+    first, second = (request_config(config, dict(arguments), 40 + i) for i in range(2))
+    after = _remembered.cache_info()
+    assert first is second and after.misses == before.misses + 1
+    assert after.maxsize is not None, "what is remembered has a bound"
+    # Equal keys are not equal arguments.
+    assert request_config(config, {"dllm_max_active_blocks": 1}).max_active_blocks == 1
+    with pytest.raises(ValueError, match="got True"):
+        request_config(config, {"dllm_max_active_blocks": True})
+
+
+def test_options_import_nothing_heavy() -> None:
+    tree = ast.parse(Path(options.__file__).read_text(encoding="utf-8"))
+    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert imported == {
+        "collections.abc",
+        "dataclasses",
+        "typing",
+        "dllm_plugin.config.validation",
+    }
