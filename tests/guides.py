@@ -15,7 +15,7 @@ EXAMPLES = {
     ("add-a-policy.md", "With a number of its own"): {
         "config/options.py",
         "decoding/policies.py",
-        "state/canvas_states.py",
+        "state/request_table.py",
     },
     ("add-a-strategy.md", "The diff"): {"decoding/full_attention.py", "decoding/methods.py"},
     ("add-a-model.md", "The diff"): {

@@ -334,7 +334,7 @@ class Loop:
         return min(prompt + whole, self.model_config.max_model_len)
 
     def _block_length(self, run: Run) -> int:
-        return int(self.states.block_length.np[run.slot])
+        return int(self.states.requests.block_length.np[run.slot])
 
     def _rows(self, run: Run, fed: int) -> Iterable[np.ndarray]:
         """Logits of a canvas; NaN where no open block can be, for nobody may read that."""

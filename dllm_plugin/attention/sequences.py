@@ -88,7 +88,7 @@ def batch_sequences(batch: "InputBatch", states: CanvasStates) -> Sequences:
     That is canvases first, then prefills.
     """
     spans = np.diff(batch.query_start_loc_np[: batch.num_reqs + 1])
-    lengths = states.block_length.np[batch.idx_mapping_np[: batch.num_reqs]]
+    lengths = states.requests.block_length.np[batch.idx_mapping_np[: batch.num_reqs]]
     blocks = states.full_NS.shape[1]
     zeros = np.zeros_like(spans)
     if states.config.method.full_attention:
@@ -102,7 +102,7 @@ def batch_sequences(batch: "InputBatch", states: CanvasStates) -> Sequences:
     if num_canvases < batch.num_reqs:
         rest = slice(num_canvases, batch.num_reqs)
         starts = batch.num_computed_tokens_np[rest].astype(np.int64)
-        origin = states.origin.np[batch.idx_mapping_np[rest]]
+        origin = states.requests.origin.np[batch.idx_mapping_np[rest]]
         # Warm-up steps also run requests that are neither prefills nor canvases: one segment.
         origin = np.where(batch.is_prefilling_np[rest], origin, starts + spans[rest])
         stops = prefill_segments(origin, starts + spans[rest], lengths[rest])
@@ -243,7 +243,7 @@ class AttentionSequences:
         assert not rest and length in self.captured_lengths, (
             f"{batch.num_tokens} tokens of {canvases} requests are neither canvases nor blocks."
         )
-        block_lengths = self.states.block_length.np[batch.idx_mapping_np[:canvases]]
+        block_lengths = self.states.requests.block_length.np[batch.idx_mapping_np[:canvases]]
         layout = (length, padded, block_lengths.tobytes(), tuple(batch.req_ids))
         if layout != self.layout:
             self._lay_out(length, block_lengths, padded)

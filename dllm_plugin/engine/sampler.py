@@ -101,7 +101,7 @@ class DiffusionSampler:
         """
         canvases = count_canvases(batch)
         slots_np = batch.idx_mapping_np[:canvases]
-        if self.first_tokens is None or not self.states.uses("use_block_cache", slots_np):
+        if self.first_tokens is None or not self.states.requests.uses("use_block_cache", slots_np):
             return
         slots_R = batch.idx_mapping[:canvases]
         stops = batch.query_start_loc[: canvases + 1].to(torch.int64)
@@ -109,7 +109,7 @@ class DiffusionSampler:
         keep_RC = sub_block_to_store(
             canvas, self.rows.plan(canvas, self.states.config.mask_token_id)
         )
-        asks_R1 = (self.states.number("use_block_cache", slots_R) > 0)[:, None]
+        asks_R1 = (self.states.requests.number("use_block_cache", slots_R) > 0)[:, None]
         drop_RC = asks_R1 & self.states.cached_N[slots_R][:, None] & ~keep_RC
         row_T = torch.arange(batch.num_tokens, device=stops.device)
         request_T = torch.searchsorted(stops, row_T, right=True) - 1

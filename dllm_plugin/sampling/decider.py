@@ -26,7 +26,8 @@ from dllm_plugin.sampling.logprobs import EmittedLogprobs, LogprobStash
 from dllm_plugin.sampling.ranking import Ranking, StepPolicies
 from dllm_plugin.sampling.rows import StepRows, StepTensors
 from dllm_plugin.sampling.token_rules import TokenRules
-from dllm_plugin.state.canvas_states import POLICY_IDS, CanvasStates
+from dllm_plugin.state.canvas_states import CanvasStates
+from dllm_plugin.state.request_table import POLICY_IDS
 
 
 class EmittedTokens(NamedTuple):
@@ -86,8 +87,8 @@ class Decider:
 
     def policies_of(self, slots_np: np.ndarray) -> StepPolicies:
         """Return what the requests of a step ask for."""
-        names = tuple(sorted(self.states.policies(slots_np)))
-        return StepPolicies(names, self.states.uses("alg_temp", slots_np))
+        names = tuple(sorted(self.states.requests.policies(slots_np)))
+        return StepPolicies(names, self.states.requests.uses("alg_temp", slots_np))
 
     def stateful_inputs(
         self, step: StepRows, logits_TV: Tensor, num_reqs: int
@@ -176,8 +177,8 @@ class Decider:
         names: tuple[str, ...],
     ) -> Tensor:
         """Return what each request's policy unmasks; one batched call per rule of the step."""
-        settings = self.states.policy_settings(slots_R)
-        policy_R1 = self.states.policy.gpu[slots_R][:, None]
+        settings = self.states.requests.policy_settings(slots_R)
+        policy_R1 = self.states.requests.policy.gpu[slots_R][:, None]
         users: dict[Rule, list[str]] = {}
         for name in names:
             users.setdefault(self.policy_rules[name], []).append(name)

@@ -28,7 +28,9 @@ class EosBans:
 
     def wanted(self, slots_np: np.ndarray) -> bool:
         """Tell whether one of the slots has set one of the options."""
-        return any(self.states.uses(name, slots_np) for name in (NO_PROPOSAL, NO_CONFIDENCE))
+        return any(
+            self.states.requests.uses(name, slots_np) for name in (NO_PROPOSAL, NO_CONFIDENCE)
+        )
 
     def ban_proposals(self, logits_TV: Tensor, slot_T: Tensor, slots_np: np.ndarray) -> None:
         """Ban what may not be proposed."""
@@ -55,9 +57,9 @@ class EosBans:
         among_T: Tensor | None = None,
     ) -> None:
         """Ban ids in the rows (of `among_T`, if given) whose requests have set an option."""
-        if not self.states.uses(option, slots_np):
+        if not self.states.requests.uses(option, slots_np):
             return
-        rows_T = self.states.number(option, slot_T) > 0
+        rows_T = self.states.requests.number(option, slot_T) > 0
         if among_T is not None:
             rows_T &= among_T
         for i in ids:

@@ -24,7 +24,7 @@ class Filters:
     def wanted(self, slots_np: np.ndarray, samples: bool) -> bool:
         """Tell whether one of the slots filters; `samples`: whether one has a temperature."""
         sampling, states = self.sampling_states, self.states
-        if states.uses("top_k", slots_np) or states.uses("top_p", slots_np):
+        if states.requests.uses("top_k", slots_np) or states.requests.uses("top_p", slots_np):
             return True
         return samples and bool(
             sampling.min_p.np[slots_np].any()
@@ -50,11 +50,11 @@ class Filters:
         """
         states, vocab_size = self.states, logits_TV.shape[1]
         top_k = top_p = None
-        if states.uses("top_k", slots_np):
-            top_k = states.number("top_k", slot_T).to(torch.int32)
+        if states.requests.uses("top_k", slots_np):
+            top_k = states.requests.number("top_k", slot_T).to(torch.int32)
             top_k = top_k.where(top_k > 0, vocab_size).clamp_max(vocab_size)
-        if states.uses("top_p", slots_np):
-            top_p = states.number("top_p", slot_T)
+        if states.requests.uses("top_p", slots_np):
+            top_p = states.requests.number("top_p", slot_T)
         return self._keep(logits_TV, top_k, top_p)
 
     def _keep(self, logits_TV: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:

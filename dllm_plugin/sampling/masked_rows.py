@@ -46,7 +46,7 @@ class MaskedRows:
         if not canvases:
             return
         states = self.states
-        is_guided = states.uses("cfg_scale", batch.idx_mapping_np[:canvases])
+        is_guided = states.requests.uses("cfg_scale", batch.idx_mapping_np[:canvases])
         index_np = unconditional_np = np.arange(canvases)
         if is_guided:
             index_np, unconditional_np = pair_requests(batch.req_ids[:canvases])
@@ -63,7 +63,7 @@ class MaskedRows:
         first_row = ends - drafts_R - self.shift
         rows = [first_row[index_R][request_T] + place_T]
         if is_guided:
-            scale_T = states.number("cfg_scale", slots_R)[request_T]
+            scale_T = states.requests.number("cfg_scale", slots_R)[request_T]
             guided_T = scale_T > 0
             rows.append((first_row[unconditional_R][request_T] + place_T)[guided_T])
             self._guided = GuidedRows(guided_T, scale_T[guided_T])

@@ -12,7 +12,8 @@ from dllm_plugin.decoding.plan import Proposal
 from dllm_plugin.decoding.policies import RANKED_BY
 from dllm_plugin.kernels.confidence.random_numbers import counter_uniform, sampled_order
 from dllm_plugin.kernels.confidence.reference import RowStats
-from dllm_plugin.state.canvas_states import POLICY_IDS, CanvasStates
+from dllm_plugin.state.canvas_states import CanvasStates
+from dllm_plugin.state.request_table import POLICY_IDS
 
 # Separate the random numbers of a request by their use: xor-ed into its seed. Tokens use the seed
 # as it is.
@@ -45,7 +46,7 @@ class Ranking:
     ) -> Proposal:
         """Return token, confidence and score of every canvas position."""
         states = self.states
-        policy_R1 = states.policy.gpu[slots_R][:, None]
+        policy_R1 = states.requests.policy.gpu[slots_R][:, None]
         confidence_RC = stats.confidence_T[source_RC]
         scores = self._scores(stats, slots_R, source_RC, policies)
         score_RC = confidence_RC
@@ -54,7 +55,7 @@ class Ranking:
                 score = scores[RANKED_BY[name]]
                 score_RC = torch.where(policy_R1 == POLICY_IDS[name], score, score_RC)
         if policies.samples_order:
-            alg_temp_R1 = states.number("alg_temp", slots_R)[:, None]
+            alg_temp_R1 = states.requests.number("alg_temp", slots_R)[:, None]
             score_RC = sampled_order(score_RC, alg_temp_R1, self._uniform(slots_R, ALG_TEMP_ORDER))
         # A row of NaN or of banned ids alone must not stop the request's progress.
         return Proposal(

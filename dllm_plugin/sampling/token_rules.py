@@ -57,7 +57,7 @@ class TokenRules:
         self.stop.np[slot] = UNUSED
         self.stop.np[slot, : len(stop_ids)] = stop_ids
         self.min_tokens_np[slot] = params.min_tokens
-        self.min_end.np[slot] = self.states.prompt_len_np[slot] + params.min_tokens
+        self.min_end.np[slot] = self.states.requests.prompt_len_np[slot] + params.min_tokens
         bad_words = params.bad_words_token_ids or []
         single = [words[0] for words in bad_words if len(words) == 1]
         self.bad_words.add_request(slot, [words for words in bad_words if len(words) > 1])

@@ -1,4 +1,4 @@
-"""CanvasStates: what every request slot keeps between denoising steps.
+"""Keep the canvas of every request slot between denoising steps.
 
 Slots are the runner's request indices. The canvas tokens themselves live in the runner's
 ``req_states.draft_tokens``, where the next forward reads them. Shape letters as in
@@ -6,7 +6,6 @@ Slots are the runner's request indices. The canvas tokens themselves live in the
 `apply_staged_writes` start a slot, `advance` moves it after a step.
 """
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,25 +15,22 @@ from vllm.config import ModelConfig
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from dllm_plugin.config.decode import DecodeConfig
-from dllm_plugin.config.options import COLUMNS
 from dllm_plugin.config.request import request_config
 from dllm_plugin.decoding.blocks import leading
 from dllm_plugin.decoding.full_attention import Bounds, bounds
 from dllm_plugin.decoding.plan import Canvas, StepOutcome, StepPlan
-from dllm_plugin.decoding.policies import POLICY_NAMES, PolicySettings
 from dllm_plugin.state.preempted import FinishedId, PreemptedId, PreemptedRows
-from dllm_plugin.state.slot_table import SlotTable
+from dllm_plugin.state.request_table import POLICY_IDS, RequestTable
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
 PREEMPTED_PER_SLOT = 16
-POLICY_IDS = {name: i for i, name in enumerate(POLICY_NAMES)}
 
 
 class CanvasStates:
-    """Per-slot tensors; the `_np` mirrors are written by the host alone.
+    """Hold the canvases: tensors with a row per slot, which steps move on the device.
 
     canvas_NC        int64, tokens from the first uncommitted position on, mask id if undecided
     open_N           int32, open blocks
@@ -70,21 +66,7 @@ class CanvasStates:
         self.post_step_N = torch.zeros(num_slots, dtype=torch.int32, device=self.device)
         self.cached_N = torch.zeros(num_slots, dtype=torch.bool, device=self.device)
 
-        self.prompt_len_np = np.zeros(num_slots, dtype=np.int64)
-        self.origin = SlotTable(num_slots, torch.int64, self.device)
-        self.block_length = SlotTable(num_slots, torch.int64, self.device)
-        self.max_blocks = SlotTable(num_slots, torch.int64, self.device)
-        self.end = SlotTable(num_slots, torch.int64, self.device)
-        self.policy = SlotTable(num_slots, torch.int32, self.device)
-        self.steps = SlotTable(num_slots, torch.int32, self.device)
-        self.numbers = SlotTable((num_slots, len(COLUMNS)), torch.float32, self.device)
-        self.block_length.np.fill(config.block_length)
-        self.steps.np.fill(1)
-        self._tables = (
-            *(self.origin, self.block_length, self.max_blocks, self.end),
-            *(self.policy, self.steps, self.numbers),
-        )
-        self._dirty = True
+        self.requests = RequestTable(config, num_slots, self.device)
         restarts = config.method.full_attention or config.dedicated_commit
         self.counter_N = self.block_step_N if restarts else self.step_N
 
@@ -123,27 +105,14 @@ class CanvasStates:
         params = data.sampling_params
         assert params is not None
         request = request_config(self.config, params.extra_args, params.max_tokens)
-        prompt_len = len(data.prompt_token_ids)
-        num_tokens = len(data.prefill_token_ids)
+        prompt_len, num_tokens = len(data.prompt_token_ids), len(data.prefill_token_ids)
         assert params.max_tokens is not None
-        self.prompt_len_np[slot] = prompt_len
-        # Where blocks are counted from: some models were trained on multiples of their length.
-        absolute = self.config.family.absolute_grid
-        self.origin.np[slot] = 0 if absolute else prompt_len
-        self.block_length.np[slot] = request.block_length
-        stores_too = self.config.method.next_block and not self.config.dedicated_commit
-        most = self.config.block_slots if stores_too else request.max_active_blocks
-        self.max_blocks.np[slot] = most
-        self.end.np[slot] = min(prompt_len + params.max_tokens, self.max_model_len)
-        self.policy.np[slot] = POLICY_IDS[request.policy]
-        self.steps.np[slot] = request.steps
-        if params.temperature > 0:
-            # Filters of greedy requests; vLLM's own are in force here.
-            request = dataclasses.replace(request, top_p=1.0, top_k=0)
-        self.numbers.np[slot] = [float(getattr(request, name) or 0) for name in COLUMNS]
+        end = min(prompt_len + params.max_tokens, self.max_model_len)
+        self.requests.fill(slot, prompt_len, end, request, params)
         self.req_id_to_slot[data.req_id] = slot
+        # On an absolute grid the first block begins inside the prompt.
+        absolute = self.config.family.absolute_grid
         tail = num_tokens % request.block_length if absolute else 0
-        self._dirty = True
         self._fresh.append((slot, num_tokens - tail, tail))
         tokens = data.prefill_token_ids[num_tokens - tail :]
         self._tails += [(slot, i, token) for i, token in enumerate(tokens)]
@@ -161,16 +130,13 @@ class CanvasStates:
         if slot is None or not isinstance(req_id, PreemptedId):
             return
         restarts = self.config.method.full_attention
-        if restarts or self.uses("use_block_cache", np.array([slot])):
+        if restarts or self.requests.uses("use_block_cache", np.array([slot])):
             return
         self.preempted.keep(req_id, self._rows, slot)
 
     def apply_staged_writes(self) -> None:
         """Bring what `add_request` staged to the device."""
-        if self._dirty:
-            for table in self._tables:
-                table.copy_to_device()
-            self._dirty = False
+        self.requests.copy_to_device()
         if self._fresh:
             staged = async_tensor_h2d(np.array(self._fresh, dtype=np.int64), device=self.device)
             slots, starts, tails = staged.unbind(1)
@@ -198,10 +164,10 @@ class CanvasStates:
             the canvas, and int32 ``[R]`` tokens each request may still emit.
         """
         num_positions, blocks = self.canvas_NC.shape[1], self.full_NS.shape[1]
-        start_R, end_R = self.start_N[slots_R], self.end.gpu[slots_R]
-        length_R1 = self.block_length.gpu[slots_R][:, None]
+        start_R, end_R = self.start_N[slots_R], self.requests.end.gpu[slots_R]
+        length_R1 = self.requests.block_length.gpu[slots_R][:, None]
         # The last block is decoded whole and trimmed, unless the context ends inside it.
-        origin_R = self.origin.gpu[slots_R]
+        origin_R = self.requests.origin.gpu[slots_R]
         asked_R = end_R - origin_R
         whole_R = (asked_R + length_R1[:, 0] - 1) // length_R1[:, 0] * length_R1[:, 0]
         limit_R1 = ((origin_R + whole_R).clamp_max(self.max_model_len) - start_R)[:, None]
@@ -209,7 +175,7 @@ class CanvasStates:
         slot_S = torch.arange(blocks, device=self.device)
         low_RS = slot_S * length_R1
         high_RS = torch.minimum(low_RS + length_R1, limit_R1)
-        exists_RS = (low_RS < high_RS) & (slot_S < self.max_blocks.gpu[slots_R][:, None])
+        exists_RS = (low_RS < high_RS) & (slot_S < self.requests.max_blocks.gpu[slots_R][:, None])
         # A block that the canvas would cut waits until a commit has moved the canvas on.
         exists_RS &= high_RS <= num_positions
         size_RS = torch.where(exists_RS, high_RS - low_RS, 0).to(torch.int32)
@@ -228,51 +194,27 @@ class CanvasStates:
             saw_stop_R=self.saw_stop_N[slots_R],
             ended_R=self.ended_N[slots_R],
             step_R=self.block_step_N[slots_R],
-            block_add_threshold_R=self.number("block_add_threshold", slots_R),
-            decoded_token_threshold_R=self.number("decoded_token_threshold", slots_R),
-            max_active_R=self.number("max_active_blocks", slots_R),
-            sub_length_R=self.number("sub_block_length", slots_R).to(torch.int64),
+            block_add_threshold_R=self.requests.number("block_add_threshold", slots_R),
+            decoded_token_threshold_R=self.requests.number("decoded_token_threshold", slots_R),
+            max_active_R=self.requests.number("max_active_blocks", slots_R),
+            sub_length_R=self.requests.number("sub_block_length", slots_R).to(torch.int64),
             tail_R=self.tail_N[slots_R],
-            edits_R=self.policy.gpu[slots_R] == POLICY_IDS["joint_threshold"],
-            edits_left_R=self.number("max_post_steps", slots_R) - self.post_step_N[slots_R],
+            edits_R=self.requests.policy.gpu[slots_R] == POLICY_IDS["joint_threshold"],
+            edits_left_R=self.requests.number("max_post_steps", slots_R)
+            - self.post_step_N[slots_R],
         )
         return canvas, (end_R - start_R).to(torch.int32)
-
-    def number(self, name: str, slots: Tensor) -> Tensor:
-        """One column of `numbers`, float32, for the given slots."""
-        return self.numbers.gpu[slots, COLUMNS.index(name)]
-
-    def policies(self, slots_np: np.ndarray) -> set[str]:
-        """Names of the policies of the given slots."""
-        return {POLICY_NAMES[i] for i in set(self.policy.np[slots_np].tolist())}
-
-    def uses(self, name: str, slots_np: np.ndarray) -> bool:
-        """Whether one of the given slots has set an option that is off by default."""
-        off = 1.0 if name == "top_p" else 0.0
-        return bool((self.numbers.np[slots_np, COLUMNS.index(name)] != off).any())
 
     def bounds_np(self, slots_np: np.ndarray, start: np.ndarray) -> Bounds:
         """Full attention: where canvases that start at `start` lie, on the host."""
         length = self.canvas_NC.shape[1]
         return bounds(
-            self.origin.np[slots_np],
+            self.requests.origin.np[slots_np],
             start,
-            self.end.np[slots_np],
-            self.block_length.np[slots_np],
+            self.requests.end.np[slots_np],
+            self.requests.block_length.np[slots_np],
             length,
             self.max_model_len,
-        )
-
-    def policy_settings(self, slots_R: Tensor) -> PolicySettings:
-        """Numbers of the policies for the requests of a step."""
-        return PolicySettings(
-            threshold_R=self.number("threshold", slots_R),
-            factor_R=self.number("factor", slots_R),
-            eps_R=self.number("eps", slots_R),
-            steps_R=self.steps.gpu[slots_R],
-            block_length_R=self.block_length.gpu[slots_R],
-            editing_threshold_R=self.number("editing_threshold", slots_R),
-            num_to_transfer_R=self.number("num_to_transfer", slots_R),
         )
 
     def advance(
@@ -303,7 +245,7 @@ class CanvasStates:
         denoised_R = plan.active_RS.any(dim=1)
         # Steps are counted of the first unfinished block alone.
         first_R = leading(~plan.active_RS) + 1
-        behind_R1 = (first_R * self.block_length.gpu[slots_R])[:, None]
+        behind_R1 = (first_R * self.requests.block_length.gpu[slots_R])[:, None]
         position_C = torch.arange(num_positions, device=self.device)
         left_RC = plan.candidates_RC & ~outcome.unmask_RC & (position_C < behind_R1)
         unfinished_R = left_RC.any(dim=1)

@@ -54,7 +54,7 @@ def random_batches(dllm: dict[str, Any], seed: int) -> list[tuple[Loop, InputBat
             prompt = [1] * dice.randint(1, 20)
             run = loop.start(prompt, Hashed(seed), wish, f"request-{len(batches)}-{dice.random()}")
             # On an absolute grid a prompt has as many sequences as blocks.
-            loop.states.origin.np[run.slot] = dice.choice([0, len(prompt)])
+            loop.states.requests.origin.np[run.slot] = dice.choice([0, len(prompt)])
         if not loop.running:
             continue
         batches.append((loop, batch_of(loop, loop.running)))
@@ -101,7 +101,7 @@ def test_the_bound_is_reached() -> None:
     """A prompt of blocks of one token is as many sequences as tokens."""
     loop = Loop({"strategy": "d2f", "block_length": 4, "canvas_length": 16})
     run = loop.start([1] * 40, Hashed(0), sampling(8, None, dllm_block_length=1))
-    loop.states.origin.np[run.slot] = 0
+    loop.states.requests.origin.np[run.slot] = 0
     sequences = batch_sequences(batch_of(loop, [run]), loop.states)
     assert len(sequences.length_B) == 40 == max_sequences(loop.config, 1, 40)
     with pytest.raises(AssertionError, match="40 attention sequences in a step of 40 tokens and 1"):

@@ -39,7 +39,7 @@ def decisions(tree: ast.AST) -> Iterator[str]:
 def names_one(node: ast.expr) -> bool:
     """Whether an expression is a strategy or a family by its name."""
     if isinstance(node, ast.Constant):
-        return node.value in STRATEGY_NAMES.keys() | FAMILY_NAMES
+        return node.value in {*STRATEGIES, *FAMILY_NAMES}
     text = ast.unparse(node)
     return text in STRATEGY_NAMES.values() or text.endswith(("family.name", ".strategy"))
 
@@ -73,7 +73,8 @@ def test_every_row_is_whole() -> None:
         assert set(refreshed) == {method.full_attention}
         assert method.full_attention == ("async_scheduling" in method.refuses)
         assert method.options <= set(REQUEST_FIELDS)
-    assert {strategy for strategy, _ in METHODS} == set(STRATEGIES) == set(STRATEGY_NAMES)
+    assert {strategy for strategy, _ in METHODS} == set(STRATEGIES)
+    assert set(STRATEGY_NAMES) <= set(STRATEGIES), "names that code without torch needs"
     assert {name for method in METHODS.values() for name in method.policies} == set(POLICIES)
 
 

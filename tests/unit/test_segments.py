@@ -68,7 +68,7 @@ def test_sequences_of_a_mixed_batch(captured: bool) -> None:
         mine = sequences.request_B == index
         keys = np.repeat(seq_lens[index] - sequences.unseen_B[mine], sequences.length_B[mine])
         start, prompt = seq_lens[index] - len(keys), len(run.prompt)
-        length = int(loop.states.block_length.np[run.slot])
+        length = int(loop.states.requests.block_length.np[run.slot])
         most = seq_lens[index] if index >= len(canvases) else start + 3 * length
         span = range(start, min(seq_lens[index], most))
         expected = [visible(p, prompt, length, seq_lens[index]) for p in span]

@@ -12,7 +12,6 @@ from dllm_plugin.commands.offline import stop_engine
 from dllm_plugin.commands.problems.generator import eval_seeds, problem
 from dllm_plugin.decoding.families import LLADA
 from dllm_plugin.decoding.methods import STRATEGIES, methods_of
-from dllm_plugin.decoding.policies import RANKINGS
 
 LIMIT = 200
 METHODS = methods_of(LLADA)  # of the bundled model
@@ -27,7 +26,7 @@ def ways(strategy: str) -> list[Way]:
     found = []
     method = METHODS[strategy]
     for policy in method.policies:
-        scheduled = policy in RANKINGS and "steps" in method.options_read(policy)
+        scheduled = "steps" in method.policies[policy].reads
         found += [Way(strategy, policy, steps) for steps in (STEPS if scheduled else (None,))]
     return found
 
