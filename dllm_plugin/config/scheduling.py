@@ -11,8 +11,10 @@ logger = init_logger("vllm.dllm_plugin")
 MAX_LOGPROBS = 100
 CONCURRENT_CANVASES = 64
 PAGE = 32  # what attention on CPUs takes; on GPUs a multiple of their default of 16
-SCHEDULER = "dllm_plugin.engine.scheduler.DiffusionScheduler"
-REFRESH_SCHEDULER = "dllm_plugin.engine.refresh_scheduler.RefreshScheduler"
+SCHEDULERS = {
+    "canvas": "dllm_plugin.engine.scheduler.DiffusionScheduler",
+    "refresh": "dllm_plugin.engine.refresh_scheduler.RefreshScheduler",
+}
 
 
 def refuse_unsupported(vllm_config: VllmConfig) -> None:
@@ -49,11 +51,25 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
 
 
 def set_scheduler(vllm_config: VllmConfig, config: DecodeConfig) -> None:
-    """Take our scheduler of canvases, with a budget that holds a prompt and many canvases."""
-    scheduler, canvas_length = vllm_config.scheduler_config, config.canvas_length
-    scheduler.scheduler_cls = SCHEDULER
-    if "chunked_prefill" in config.method.refuses:
+    """Take the method's scheduler, without what the method refuses, and room in its budget."""
+    scheduler, method = vllm_config.scheduler_config, config.method
+    if "async_scheduling" in method.refuses:
+        if scheduler.async_scheduling:
+            raise ValueError(
+                "async_scheduling cannot be combined with full-attention decoding, whose next pass "
+                "depends on the result of this one: leave it at its default."
+            )
+        scheduler.async_scheduling = False
+    if "chunked_prefill" in method.refuses:
         scheduler.enable_chunked_prefill = False
+    scheduler.scheduler_cls = SCHEDULERS[method.scheduler]
+    raise_budget = {"canvas": _raise_for_canvases, "refresh": _raise_for_refresh}[method.scheduler]
+    raise_budget(vllm_config, config.canvas_length)
+
+
+def _raise_for_canvases(vllm_config: VllmConfig, canvas_length: int) -> None:
+    """Make room in a step for a prompt, or a part of one, and many canvases."""
+    scheduler = vllm_config.scheduler_config
     chunked = scheduler.enable_chunked_prefill
     canvases = min(scheduler.max_num_seqs, CONCURRENT_CANVASES)
     prompt = canvas_length if chunked else vllm_config.model_config.max_model_len
@@ -65,6 +81,22 @@ def set_scheduler(vllm_config: VllmConfig, config: DecodeConfig) -> None:
             needed,
             "a part of a prompt" if chunked else "a whole prompt",
             canvases,
+        )
+        scheduler.max_num_batched_tokens = needed
+
+
+def _raise_for_refresh(vllm_config: VllmConfig, canvas_length: int) -> None:
+    """Make room in a step for the longest refresh: a whole context, its canvas included.
+
+    A budget that the user chose stays, and requests that cannot fit it are refused.
+    """
+    scheduler, needed = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
+    if scheduler.max_num_batched_tokens < needed and _is_default_budget(vllm_config):
+        logger.info(
+            "max_num_batched_tokens raised from %d to %d: a refresh computes prompt and canvas "
+            "in one step.",
+            scheduler.max_num_batched_tokens,
+            needed,
         )
         scheduler.max_num_batched_tokens = needed
 
@@ -87,30 +119,6 @@ def set_prefix_caching(vllm_config: VllmConfig, config: DecodeConfig) -> None:
             block,
         )
         cache.enable_prefix_caching = False
-
-
-def set_refresh_scheduler(vllm_config: VllmConfig) -> None:
-    """Take our synchronous scheduler of refreshes, with room for the longest unless refused."""
-    scheduler = vllm_config.scheduler_config
-    if scheduler.async_scheduling:
-        raise ValueError(
-            "async_scheduling cannot be combined with full-attention decoding, whose next pass "
-            "depends on the result of this one: leave it at its default."
-        )
-    scheduler.async_scheduling = False
-    scheduler.scheduler_cls = REFRESH_SCHEDULER
-    scheduler.enable_chunked_prefill = False
-    vllm_config.cache_config.enable_prefix_caching = False
-    needed = vllm_config.model_config.max_model_len
-    # A budget that the user chose stays, and admission refuses what cannot fit.
-    if scheduler.max_num_batched_tokens < needed and _is_default_budget(vllm_config):
-        logger.info(
-            "max_num_batched_tokens raised from %d to %d: a refresh computes prompt and canvas "
-            "in one step.",
-            scheduler.max_num_batched_tokens,
-            needed,
-        )
-        scheduler.max_num_batched_tokens = needed
 
 
 def _is_default_budget(vllm_config: VllmConfig) -> bool:

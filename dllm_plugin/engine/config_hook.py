@@ -23,7 +23,6 @@ from dllm_plugin.config.resolution import check_options_read, resolve
 from dllm_plugin.config.scheduling import (
     refuse_unsupported,
     set_prefix_caching,
-    set_refresh_scheduler,
     set_scheduler,
 )
 from dllm_plugin.decoding.families import FAMILIES
@@ -119,12 +118,11 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
         vllm_config.diffusion_config = DiffusionConfig(canvas_length=config.canvas_length)
         model_config.tokenizer_mode = TOKENIZER_MODE
         model_config.logits_processors = [request_rules(config)]
-        if config.method.scheduler == "refresh":
-            set_refresh_scheduler(vllm_config)
+        set_scheduler(vllm_config, config)
+        set_prefix_caching(vllm_config, config)
+        if "full_graphs" in config.method.refuses:
             set_piecewise_graphs(vllm_config)
         else:
-            set_scheduler(vllm_config, config)
-            set_prefix_caching(vllm_config, config)
             set_graph_sizes(vllm_config, config)
         if config.kv_cache_layout == "distinct":
             take_distinct(vllm_config)

@@ -1,6 +1,6 @@
-"""Logits -> proposal -> StepOutcome -> SamplerOutput. One batched pass.
+"""Sample a denoising step where vLLM's runner calls its sampler: propose, unmask, commit, emit.
 
-No device sync, save what choosing full attention's rows costs
+Nothing waits for the device, except the choice of full attention's rows
 (:mod:`dllm_plugin.sampling.masked_rows`). Shape letters as in :mod:`dllm_plugin.decoding.plan`.
 """
 
@@ -36,7 +36,7 @@ NOT_STORED = -1  # slot of a position whose KV is not kept
 
 
 class DiffusionSampler:
-    """Takes the place of vLLM's sampler in the model runner."""
+    """Take the place of vLLM's sampler in the model runner."""
 
     def __init__(
         self,
@@ -47,9 +47,12 @@ class DiffusionSampler:
         compiles: bool = False,
         shard: VocabShard | None = None,
     ) -> None:
-        """`compiles`: at the first call, which is vLLM's memory profile, compile the step.
+        """Build what a step needs.
 
-        `shard`: which columns the logits have; None for all of them.
+        Args:
+            max_rows: the most logits rows of a step.
+            compiles: compile the step at the first call, which is vLLM's memory profile.
+            shard: the columns that the logits have; None for all of them.
         """
         config = states.config
         self.states = states
@@ -89,15 +92,15 @@ class DiffusionSampler:
         self.rules.apply_staged_writes()
 
     def request_logits(self, batch: InputBatch) -> None:
-        """Before the forward: choose the rows that become logits."""
+        """Choose the rows that become logits, before the forward."""
         self.rows.choose(batch)
 
     def trust_block_cache(self, batch: InputBatch, slot_mappings: Tensor) -> None:
-        """Before the forward: store no KV but that of the sub-block a request is decoding.
+        """Store no KV but that of the sub-block a request is decoding; called before the forward.
 
         Fast-dLLM v2 with ``use_block_cache``: once every position of a block has KV, and the first
         token of the sub-block is known, the other sub-blocks' KV stays as it was. They are computed
-        all the same, since a row of a canvas costs next to nothing at small batches, and not kept.
+        all the same, since a position costs next to nothing at small batches, and not kept.
         """
         canvases = count_canvases(batch)
         slots_np = batch.idx_mapping_np[:canvases]
@@ -122,7 +125,7 @@ class DiffusionSampler:
     def __call__(
         self, logits: Tensor, batch: InputBatch, draft_logits: Tensor | None = None
     ) -> SamplerOutput:
-        """Run the step behind the forward.
+        """Run the part of a step that comes after the forward.
 
         Args:
             logits: ``[T, V]``, the rows that `request_logits` asked for; of a shard its columns.
@@ -158,19 +161,19 @@ class DiffusionSampler:
         num_sampled = torch.zeros(num_reqs, dtype=torch.int32, device=device)
         num_rejected = torch.zeros(num_reqs, dtype=torch.int32, device=device)
         if self.states.config.method.full_attention:
-            # A pass without a canvas stored nothing that a later one could use.
+            # A forward without a canvas stored nothing that a later one could use.
             num_rejected.copy_(batch.query_start_loc[: num_reqs + 1].diff())
         elif self.states.config.family.absolute_grid:
-            # The prompt's partial block is fed again with the rest of it: canvases begin there.
+            # The prompt's partial block is computed again with its rest: canvases begin there.
             slots_R = batch.idx_mapping[:num_reqs]
             tail_R = self.states.tail_N[slots_R]
             ends_R = batch.seq_lens[:num_reqs] == self.states.start_N[slots_R] + tail_R
             num_rejected.copy_(tail_R * ends_R)
         results, logprobs = (sampled, num_sampled, num_rejected), None
         if step is not None and decided is not None:
-            parts = (decided.tokens_RC, decided.emitted_R, decided.rejected_R)
-            for result, part in zip(results, parts, strict=True):
-                result[step.index_R] = part
+            of_step = (decided.tokens_RC, decided.emitted_R, decided.rejected_R)
+            for result, value in zip(results, of_step, strict=True):
+                result[step.index_R] = value
             logprobs = decided.logprobs
             if self.states.config.method.full_attention:
                 self._mirror(batch, results)
@@ -205,10 +208,7 @@ class DiffusionSampler:
         del held
 
     def compile(self, backend: str = BACKEND) -> None:
-        """From here on run compiled what keeps no state beside the canvases; compile it now.
-
-        Of block-causal strategies only.
-        """
+        """Compile the part of a block-causal step that keeps no state but the canvases."""
         assert isinstance(self.rows, CanvasRows)
         self.rows.begin = compiled(self.rows.begin_step, backend)
         self.states.apply_staged_writes()
@@ -217,6 +217,7 @@ class DiffusionSampler:
             self.decider.compile(backend, self.rows.example)
 
     def _warm_up_kernels(self, logits: Tensor) -> None:
+        """Compile the kernels that real steps launch, so that no request waits for that."""
         carry_NV = self.rows.carry_NV if isinstance(self.rows, CanvasRows) else None
         self.proposer.warm_up(logits, carry_NV is not None)
         if carry_NV is not None:

@@ -14,7 +14,7 @@ from dllm_plugin.config.request import _remembered, request_config
 from dllm_plugin.config.resolution import resolve
 from dllm_plugin.decoding import strategy_names
 from dllm_plugin.decoding.families import FAMILIES
-from dllm_plugin.decoding.methods import METHODS, POLICIES, STRATEGIES, methods_of
+from dllm_plugin.decoding.methods import METHODS, POLICIES, STRATEGIES, Method, methods_of
 
 PACKAGE = Path(__file__).parents[2] / "dllm_plugin"
 TABLE = PACKAGE / "decoding" / "methods.py"
@@ -126,3 +126,19 @@ def test_options_import_nothing_heavy() -> None:
         "typing",
         "dllm_plugin.config.validation",
     }
+
+
+def test_every_field_of_a_row_is_read() -> None:
+    """And everything that a method refuses is asked for by whoever sets vLLM's options."""
+    sources = [path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py") if path != TABLE]
+    nodes = [node for source in sources for node in ast.walk(ast.parse(source))]
+    attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    assert {field.name for field in dataclasses.fields(Method)} <= attributes
+    asked = {
+        node.left.value
+        for node in nodes
+        if isinstance(node, ast.Compare)
+        and isinstance(node.left, ast.Constant)
+        and ast.unparse(node.comparators[0]).endswith(".refuses")
+    }
+    assert asked == set().union(*(method.refuses for method in METHODS.values()))
