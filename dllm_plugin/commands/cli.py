@@ -95,7 +95,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_decode_options(parser: argparse.ArgumentParser) -> None:
-    # Checked by DecodeConfig, whose sentence also says what is not implemented yet.
+    # `Options.from_user` checks them and names the known values.
     # Their names are known to code that imports torch, which `--help` does not wait for.
     parser.add_argument("--strategy", help="what a step computes (docs/strategies.md)")
     parser.add_argument("--policy", help="which positions a step unmasks (docs/strategies.md)")

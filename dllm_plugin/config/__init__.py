@@ -1,1 +1,1 @@
-"""Check options, and fill in what was left open: what an engine and a request run with."""
+"""Check options and requests, refuse what cannot be honoured, fill in what was left open."""

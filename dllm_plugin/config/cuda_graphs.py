@@ -39,7 +39,7 @@ def canvases_needed(counts: Sequence[int], alone: int) -> int:
 
 
 def block_counts(sizes: Iterable[int], block_length: int, fewest: int, most: int) -> list[int]:
-    """Return for how many requests of a single block there is a full graph, ascending.
+    """Return the numbers of requests for which single-block steps have a full graph, ascending.
 
     As vLLM turns capture sizes (tokens) into numbers of canvases: rounded up, and none above the
     largest size, for which backends have made room.
@@ -96,17 +96,17 @@ def set_graph_sizes(vllm_config: VllmConfig, config: DecodeConfig) -> None:
     parallel.worker_cls = worker_for(config, given, mode, can_capture(vllm_config))
     if compilation.cudagraph_mode == CUDAGraphMode.FULL:
         raise ValueError(
-            "cudagraph_mode FULL would replay prefills with the attention rows of canvases: use "
-            "FULL_AND_PIECEWISE or FULL_DECODE_ONLY."
+            "cudagraph_mode FULL would replay prefills with the attention sequences of canvases: "
+            "use FULL_AND_PIECEWISE or FULL_DECODE_ONLY."
         )
     chosen = compilation.cudagraph_capture_sizes is not None
     alone = config.commit_alone_from
     only_full = compilation.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
     if alone and only_full and parallel.worker_cls != WORKER:
         raise ValueError(
-            f"commit_alone_from {alone} feeds steps that full CUDA graphs hold only on CUDA GPUs, "
-            "with kv_cache_layout 'unified' and no worker_cls of your own: use cudagraph_mode "
-            "FULL_AND_PIECEWISE, or leave commit_alone_from out."
+            f"commit_alone_from {alone} takes single-block steps, which full CUDA graphs hold "
+            "only on CUDA GPUs, with kv_cache_layout 'unified' and no worker_cls of your own: use "
+            "cudagraph_mode FULL_AND_PIECEWISE, or leave commit_alone_from out."
         )
     if chosen or compilation.max_cudagraph_capture_size is not None:
         return

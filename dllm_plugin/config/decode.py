@@ -6,6 +6,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from dllm_plugin.config.options import Numbers
@@ -20,7 +21,7 @@ TOKENIZER_MODE = "dllm"  # vLLM's tokenizer of Hugging Face with our renderer
 
 @dataclass(frozen=True, kw_only=True)
 class RequestConfig(Numbers):
-    """What a request decodes with; the fields are explained at :class:`Options`.
+    """Hold what a request decodes with; fields as in :mod:`dllm_plugin.config.options`.
 
     sub_block_length  0 where blocks have no sub-blocks
     """
@@ -35,7 +36,7 @@ class RequestConfig(Numbers):
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig:
-    """What an engine decodes with; options are explained at :class:`Options`.
+    """Hold what an engine decodes with; options as in :mod:`dllm_plugin.config.options`.
 
     defaults        what a request decodes with that asks for nothing
     steps           of every block, where the user has set them; None: as many as it has positions
@@ -60,54 +61,58 @@ class DecodeConfig:
     whole_canvas: bool
     edits: bool
 
-    @property
+    @cached_property
     def family(self) -> Family:
-        """Facts about the served model's family."""
+        """Return the facts about the served model's family."""
         return FAMILIES[self.architecture]
 
-    @property
+    @cached_property
     def method(self) -> Method:
-        """How the strategy decodes this family."""
+        """Return how the strategy decodes this family."""
         return METHODS[self.strategy, self.family.name]
 
     @property
     def policy(self) -> str:
-        """The policy of requests that name none."""
+        """Return the policy of requests that name none."""
         return self.defaults.policy
 
     @property
     def block_length(self) -> int:
-        """Positions of a block, where a request asks for no length of its own."""
+        """Return the positions of a block, where a request asks for no length of its own."""
         return self.defaults.block_length
 
     @property
     def max_active_blocks(self) -> int:
-        """Most blocks of a request that are denoised at once."""
+        """Return the most blocks of a request that are denoised at once."""
         return self.defaults.max_active_blocks
 
     @property
     def dedicated_commit(self) -> bool:
-        """Whether a finished block commits in a forward of its own, which starts the next one."""
+        """Return whether finished blocks commit in a forward of their own, see `Method`."""
         return self.method.dedicated_commit and self.max_active_blocks == 1
 
     @property
     def computes_next_block(self) -> bool:
-        """Whether a step computes the one block that is denoised and masks behind it."""
+        """Return whether a step computes the block being denoised and, as masks, the next one."""
         one = self.method.next_block and self.max_active_blocks == 1
         return one and self.canvas_length >= 2 * self.block_length and not self.dedicated_commit
 
     @property
     def block_slots(self) -> int:
-        """Most blocks of a request that a step looks at."""
+        """Return the most blocks of a request that a step looks at."""
         if not self.method.next_block or self.dedicated_commit:
             return self.max_active_blocks
-        # A block that is stored is computed with those that are denoised.
+        # The block that commits is computed in the same forward.
         return min(self.max_active_blocks + 1, self.canvas_length)
 
     @property
     def default_policy(self) -> str:
-        """What the policy `auto` becomes."""
+        """Return what the policy `auto` becomes."""
         return self.method.edited_policy if self.edits else self.method.default_policy
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields alone: a method's functions do not pickle."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def to_json(self) -> dict[str, Any]:
         """Return this as plain data, which vLLM hashes, pickles and hands to every process."""

@@ -15,16 +15,16 @@ from dllm_plugin.config.options import Options
 
 logger = init_logger("vllm.dllm_plugin")
 
-# From so many positions of single blocks on, a step takes so much less time than one of two blocks
-# each that this pays for the forwards that only commit (benchmarks/reports/h200_steps.md), unless
-# blocks are so short that they take hardly more forwards than that one.
+# With this many positions in single blocks, steps are so much shorter than with two blocks each
+# that dedicated commit forwards pay (benchmarks/reports/h200_steps.md). Not for short blocks, which
+# take few forwards anyway.
 ALONE_POSITIONS, SHORTEST_BLOCK = 128, 8
 
 
 def resolve_for_machine(
     vllm_config: VllmConfig, options: Options, config: DecodeConfig
 ) -> DecodeConfig:
-    """Fill what the machine decides. Raises ValueError where a choice leaves nothing to do."""
+    """Fill what the machine decides. Raises ValueError for an option that could have no effect."""
     cannot = current_platform.is_cpu() or vllm_config.model_config.enforce_eager
     problem = next(uncompiled(config, cannot), None)
     if options.compile_step and problem:
@@ -65,11 +65,14 @@ def uncompiled(config: DecodeConfig, cannot: bool) -> Iterator[str]:
         yield f"serves strategies that attend from block to block, not {config.strategy}"
     if config.dedicated_commit:
         # Each of their steps also decides the first token of the next block, which keeps state.
-        yield "does nothing for blocks that commit alone, as at max_active_blocks 1"
+        yield (
+            "has no effect where finished blocks commit in a forward of their own, as at "
+            "max_active_blocks 1"
+        )
 
 
 def fewest_alone(config: DecodeConfig) -> int:
-    """Return from how many running requests on a step computes a single block of each."""
+    """Return the smallest number of running requests at which steps compute single blocks."""
     return cdiv(ALONE_POSITIONS, config.block_length)
 
 
@@ -86,13 +89,13 @@ def never_alone(config: DecodeConfig, vllm_config: VllmConfig, can: bool) -> Ite
     both = mode in (None, CompilationMode.VLLM_COMPILE)
     both = both and graphs in (None, CUDAGraphMode.FULL_AND_PIECEWISE)
     both = both and (vllm_config.optimization_level >= 2 or None not in (mode, graphs))
-    # Those end in full graphs alone.
+    # With these settings vLLM captures full graphs only.
     both = both and compilation.splitting_ops != [] and not compilation.pass_config.fuse_attn_quant
     worker, most = vllm_config.parallel_config.worker_cls, vllm_config.scheduler_config.max_num_seqs
     if not can or not both or sizes != (None, None):
         yield "it needs full and piecewise CUDA graphs, and their sizes left out"
     if not config.computes_next_block:
-        yield "a step feeds nothing behind a block"
+        yield "a step computes no block after the one that is denoised"
     if config.block_length < SHORTEST_BLOCK:
         yield f"it was not measured for blocks shorter than {SHORTEST_BLOCK}"
     attention = vllm_config.attention_config

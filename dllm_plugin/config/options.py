@@ -30,12 +30,12 @@ REQUEST_PREFIX = "dllm_"
 
 @dataclass(frozen=True)
 class Option:
-    """What is known of a field beside its default.
+    """Hold what is known of a field besides its default.
 
     check    raises ValueError for a value out of range
     request  a request may set it, as ``dllm_`` and its name
-    column   the step reads it per request, from `CanvasStates.numbers`
-    off      values at which it does nothing, so that it may stand beside any strategy
+    column   the step reads it per request, from `RequestTable.numbers`
+    off      values at which it does nothing, so that it may be given with any strategy
     """
 
     check: Check
@@ -56,7 +56,7 @@ def number(default: Any, check: Check, *off: Any) -> Any:
 
 @dataclass(frozen=True)
 class Numbers:
-    """Numbers and switches with a default that suits every strategy; a request may set them.
+    """Hold numbers and switches with a default for every strategy; a request may set them.
 
     factor                   Fast-dLLM's factor
     eps                      end of Dream's time schedule
@@ -91,7 +91,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Options(Numbers):
-    """What users may write: ``additional_config={"dllm": {...}}``.
+    """Hold what users may write: ``additional_config={"dllm": {...}}``.
 
     policy                   which masked positions take their proposal; `auto`: threshold, in the
                              authors' own loop (semi_autoregressive) theirs, for checkpoints trained
@@ -158,5 +158,5 @@ COLUMNS = tuple(name for name, known in OPTIONS.items() if known.column)
 
 
 def does_nothing(name: str, value: Any) -> bool:
-    """Whether an option does nothing at this value."""
+    """Return whether an option does nothing at this value."""
     return value in OPTIONS[name].off

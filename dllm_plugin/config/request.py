@@ -15,7 +15,7 @@ from dllm_plugin.config.resolution import (
     check_steps,
 )
 
-REMEMBERED = 1024  # arguments of so many requests, for the other parts of a process
+REMEMBERED = 1024  # parsed requests that a process remembers
 
 
 def request_config(

@@ -1,4 +1,4 @@
-"""Refuse what a request may not ask for: every check of a request, before anything runs.
+"""Refuse prompts and sampling parameters that diffusion decoding cannot honour.
 
 vLLM calls them in its front end, by the hooks of :mod:`dllm_plugin.engine.admission`.
 """
@@ -9,7 +9,7 @@ from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
-from dllm_plugin.config.decode import RequestConfig, get_decode_config
+from dllm_plugin.config.decode import DecodeConfig, RequestConfig
 
 # Parameter -> neutral value, and why diffusion decoding refuses anything else.
 REFUSED: dict[str, tuple[Any, str]] = {
@@ -74,7 +74,7 @@ def _check_choices(params: SamplingParams, mask_token_id: int) -> None:
         return
     allowed = set(params.allowed_token_ids) - {mask_token_id}
     if not allowed:
-        raise ValueError("allowed_token_ids leaves no token to choose beside the mask token.")
+        raise ValueError("allowed_token_ids leaves no token to choose but the mask token.")
     if params.min_tokens and not allowed - set(params.stop_token_ids or ()):
         raise ValueError(
             "min_tokens cannot be reached: allowed_token_ids holds nothing but stop tokens."
@@ -104,10 +104,14 @@ def check_prompt_tokens(token_ids: Any, mask_token_id: int) -> None:
 
 
 def check_fits(
-    vllm_config: VllmConfig, request: RequestConfig, prompt_len: int, max_tokens: int | None
+    vllm_config: VllmConfig,
+    config: DecodeConfig,
+    request: RequestConfig,
+    prompt_len: int,
+    max_tokens: int | None,
 ) -> None:
     """Raise VLLMValidationError if a forward of the request could never be scheduled."""
-    if not get_decode_config(vllm_config).method.full_attention:
+    if not config.method.full_attention:
         _check_page(vllm_config, request)
         return
     context = vllm_config.model_config.max_model_len
@@ -130,19 +134,19 @@ def _check_page(vllm_config: VllmConfig, request: RequestConfig) -> None:
         )
 
 
-def _check_room(vllm_config: VllmConfig, positions: int, halves: int) -> None:
+def _check_room(vllm_config: VllmConfig, positions: int, copies: int) -> None:
     """Raise VLLMValidationError if a refresh fits neither the step's budget nor the KV cache."""
     scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
-    guided = " twice, since cfg_scale is set," if halves == 2 else ""
+    guided = " twice, since cfg_scale is set," if copies == 2 else ""
     shorter = "shorten the prompt, lower max_tokens or raise"
-    if halves > scheduler.max_num_seqs:
+    if copies > scheduler.max_num_seqs:
         raise VLLMValidationError(
             f"cfg_scale needs two of max_num_seqs {scheduler.max_num_seqs}: raise "
             "max_num_seqs or leave cfg_scale at 0.",
             parameter="dllm_cfg_scale",
         )
     budget = scheduler.max_num_batched_tokens
-    if positions * halves > budget:
+    if positions * copies > budget:
         raise VLLMValidationError(
             f"A step of this request computes prompt and answer, {positions} positions,"
             f"{guided} at once, but max_num_batched_tokens is {budget}: {shorter} "
@@ -157,10 +161,11 @@ def _check_room(vllm_config: VllmConfig, positions: int, halves: int) -> None:
     )
     # One page is vLLM's own; the number is unknown until the engine is up.
     total = (cache.num_gpu_blocks or 0) // engines
-    # What vLLM keeps free of new requests while others run, and the second half is never first.
-    kept = int(scheduler.watermark * total) if halves == 2 else 0
+    # vLLM keeps these pages free when it admits a request while others run, which is always so for
+    # the unconditional one.
+    kept = int(scheduler.watermark * total) if copies == 2 else 0
     pages = max(total - 1 - kept, 0)
-    needed = halves * -(-positions // cache.block_size)
+    needed = copies * -(-positions // cache.block_size)
     if total and pages < needed:
         raise VLLMValidationError(
             f"This request needs {needed} pages of {cache.block_size} tokens of KV cache for "

@@ -84,7 +84,7 @@ def numbers_of(config: Numbers) -> dict[str, Any]:
 
 
 def _choose_canvas(options: Options, method: Method, block: int, max_model_len: int) -> int:
-    """Positions of a canvas; ValueError if one was asked for that the context cannot hold."""
+    """Return the positions of a canvas; ValueError if the context cannot hold what was asked."""
     active = options.max_active_blocks or 1
     if options.canvas_length is not None:
         if options.canvas_length > max_model_len:
@@ -99,7 +99,7 @@ def _choose_canvas(options: Options, method: Method, block: int, max_model_len: 
             )
         return options.canvas_length
     if method.next_block:
-        # The block that is stored is computed with the others, where it may.
+        # The block that commits is computed in the same forward.
         alone = active == 1 and method.dedicated_commit
         canvas = block if alone else (active + 1) * block
     elif options.max_active_blocks is not None and not method.full_attention:
@@ -172,8 +172,8 @@ def check_block_cache(config: DecodeConfig, request: RequestConfig) -> None:
         )
     if request.use_block_cache and config.kv_cache_layout == "distinct":
         raise ValueError(
-            "use_block_cache needs kv_cache_layout 'unified': the attention of 'distinct' takes "
-            "the keys of a canvas from its own pass."
+            "use_block_cache needs kv_cache_layout 'unified': the attention of 'distinct' reads "
+            "the canvas's keys from the same forward, not from the cache."
         )
 
 
@@ -184,8 +184,8 @@ def check_commit_alone(config: DecodeConfig) -> None:
         return
     if config.dedicated_commit:
         raise ValueError(
-            f"commit_alone_from {given} changes nothing where every block commits alone, as it "
-            "does with this model at max_active_blocks 1: leave it out."
+            f"commit_alone_from {given} changes nothing where every block commits in a forward of "
+            "its own, as with this model at max_active_blocks 1: leave it out."
         )
     if not config.computes_next_block:
         raise ValueError(

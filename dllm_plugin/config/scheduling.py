@@ -56,8 +56,8 @@ def set_scheduler(vllm_config: VllmConfig, config: DecodeConfig) -> None:
     if "async_scheduling" in method.refuses:
         if scheduler.async_scheduling:
             raise ValueError(
-                "async_scheduling cannot be combined with full-attention decoding, whose next pass "
-                "depends on the result of this one: leave it at its default."
+                "async_scheduling cannot be combined with full-attention decoding, whose next "
+                "forward depends on the result of this one: leave it at its default."
             )
         scheduler.async_scheduling = False
     if "chunked_prefill" in method.refuses:
@@ -68,7 +68,7 @@ def set_scheduler(vllm_config: VllmConfig, config: DecodeConfig) -> None:
 
 
 def _raise_for_canvases(vllm_config: VllmConfig, canvas_length: int) -> None:
-    """Make room in a step for a prompt, or a part of one, and many canvases."""
+    """Make room in a step for a prompt, or a chunk of one, and many canvases."""
     scheduler = vllm_config.scheduler_config
     chunked = scheduler.enable_chunked_prefill
     canvases = min(scheduler.max_num_seqs, CONCURRENT_CANVASES)
@@ -76,10 +76,10 @@ def _raise_for_canvases(vllm_config: VllmConfig, canvas_length: int) -> None:
     needed = prompt + canvases * canvas_length
     if scheduler.max_num_batched_tokens < needed:
         logger.info(
-            "max_num_batched_tokens raised from %d to %d: %s must fit one step beside %d canvases.",
+            "max_num_batched_tokens raised from %d to %d: %s must fit one step with %d canvases.",
             scheduler.max_num_batched_tokens,
             needed,
-            "a part of a prompt" if chunked else "a whole prompt",
+            "a chunk of a prompt" if chunked else "a whole prompt",
             canvases,
         )
         scheduler.max_num_batched_tokens = needed

@@ -9,7 +9,7 @@ Check = Callable[[str, Any], None]
 
 @dataclass(frozen=True)
 class Choice:
-    """One of several words; `known` returns them, since some are known to torch code alone."""
+    """Accept one of several words; `known` returns them, since torch code alone knows some."""
 
     known: Callable[[], tuple[str, ...]]
 
@@ -37,7 +37,7 @@ def policy_choices() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Number:
-    """A number in [low, high]; `above`: greater than low; `optional`: None is allowed."""
+    """Accept a number in [low, high]; `above`: greater than low; `optional`: None is allowed."""
 
     low: float
     high: float
@@ -59,7 +59,7 @@ class Number:
 
 @dataclass(frozen=True)
 class WholeNumber:
-    """A whole number of at least `low`, at most `high`; `open`: None is filled in later."""
+    """Accept a whole number of at least `low`, at most `high`; `open`: None is filled in later."""
 
     low: int
     high: int | None = None
@@ -87,7 +87,7 @@ class WholeNumber:
 
 @dataclass(frozen=True)
 class Flag:
-    """True or false; JSON clients of vLLM turn true into 1 on its way through `vllm_xargs`."""
+    """Accept true or false, also as 1 and 0: what JSON becomes on its way through `vllm_xargs`."""
 
     optional: bool = False
 
@@ -100,7 +100,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class Text:
-    """The name of a folder, or None."""
+    """Accept the name of a folder, or None."""
 
     def __call__(self, name: str, value: Any) -> None:
         """Raise ValueError unless `value` is text or None."""

@@ -1,6 +1,6 @@
 """Plan and commit the steps of block-causal strategies. Siblings with one signature.
 
-``plan_*`` reads the state before the forward, ``commit_*`` writes the outcome behind it; both are
+``plan_*`` reads the state before the forward, ``commit_*`` writes the outcome after it; both are
 batched over the requests of a step and stay on the device. Shape letters as in
 :mod:`dllm_plugin.decoding.plan`. Definitions: D2F (arXiv 2508.09192) and its reference code
 (``eval_dream.py``, ``eval_llada.py``); LLaDA2 and Fast-dLLM v2 ``generate``; restated with their
@@ -146,7 +146,7 @@ def keep_edited(canvas: Canvas, plan: StepPlan, unmask_RC: Tensor) -> tuple[Step
     drops_R = edited_R & (canvas.max_active_R == 1)
     plan = replaced(
         plan,
-        # A block left open would have to be fed by every step from here on.
+        # A block left open would have to be computed by every step from here on.
         open_R=plan.open_R.masked_fill(drops_R, 1),
         num_stored_R=plan.num_stored_R.masked_fill(edited_R, 0),
         num_committed_R=plan.num_committed_R.masked_fill(edited_R, 0),

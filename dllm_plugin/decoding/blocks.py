@@ -1,6 +1,7 @@
 """Count, spread and rank canvas positions, by block. Torch only.
 
-Shape letters as in :mod:`dllm_plugin.decoding.plan`. Compiled code takes other forms of the same.
+Shape letters as in :mod:`dllm_plugin.decoding.plan`. Compiled code uses
+other forms of the same functions, such as `_rank_by_counting`.
 """
 
 import torch

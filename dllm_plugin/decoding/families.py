@@ -23,7 +23,7 @@ class Family:
 
     @property
     def absolute_grid(self) -> bool:
-        """Whether blocks lie at multiples of their length, prompt included."""
+        """Return whether blocks lie at multiples of their length, prompt included."""
         return self.block_grid == "absolute"
 
 

@@ -50,7 +50,7 @@ class Method:
     """Hold how one strategy decodes one model family.
 
     plan            what a step computes and may unmask, before the forward
-    commit          what of it is final, behind the forward
+    commit          what of it is final, after the forward
     policies        rule, ranking and numbers of each policy that has a meaning here
     default_policy  what `auto` becomes; `edited_policy` for checkpoints that were trained to edit
     span            full attention: where the next forward starts and stops; None: at the canvas
@@ -65,13 +65,13 @@ class Method:
     edits           whether decided tokens may be replaced
     whole_canvas    by default a block is as long as the canvas
     blocks_by_default  active blocks; None: what fits the canvas, at least 8
-    canvas_by_default  positions of a canvas at least, and whole blocks in it at least
-    tempered        whether a confidence is read behind temperature and filters
+    canvas_by_default  (least positions, least whole blocks)
+    tempered        whether a confidence is read after temperature and filters
     top_p_first     filters of greedy requests by top-p before top-k; vLLM filters by top-k first
     compiles        whether the step around the logits may be compiled
     reads           options of a request that every policy reads
-    refuses         what vLLM may not do meanwhile: async_scheduling, full_graphs, chunked_prefill,
-                    prefix_caching
+    refuses         features of vLLM that must be off: async_scheduling, full_graphs,
+                    chunked_prefill, prefix_caching
     """
 
     strategy: str
@@ -100,7 +100,7 @@ class Method:
 
     @property
     def full_attention(self) -> bool:
-        """Whether every position sees every other, so that KV has to be refreshed."""
+        """Return whether every position sees every other, so that KV has to be refreshed."""
         return self.span is not None
 
     def options_read(self, policy: str) -> frozenset[str]:
@@ -109,7 +109,7 @@ class Method:
 
     @property
     def options(self) -> frozenset[str]:
-        """Everything that some policy reads."""
+        """Return everything that some policy reads."""
         return frozenset().union(*map(self.options_read, self.policies))
 
 

@@ -32,7 +32,7 @@ class Canvas(NamedTuple):
     sub_length_R int64, positions of a sub-block; 0 where blocks have none
     tail_R       int32, leading positions that belong to the prompt
     edits_R      bool, tokens of the first block may be replaced
-    edits_left_R float32, how many more steps without masks may do so
+    edits_left_R float32, how many more steps without masks may replace tokens
     """
 
     tokens_RC: Tensor

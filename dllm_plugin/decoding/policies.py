@@ -151,7 +151,7 @@ def joint_threshold(
 ) -> Tensor:
     """Take as :func:`threshold_or_quota` with one quota for all steps, and edit.
 
-    LLaDA2.1 ``generate`` (mask-to-token and token-to-token): beside the candidates, editable
+    LLaDA2.1 ``generate`` (mask-to-token and token-to-token): it also takes editable
     positions whose proposal is another token with a confidence above the editing threshold.
     """
     quota_R = settings.num_to_transfer_R.to(torch.int64)
@@ -265,14 +265,14 @@ RANKINGS = {
     "random": "random",
 }
 # Those whose choice `alg_temp` may draw.
-DRAWN = ("low_confidence", "entropy", "topk_margin")
+SAMPLED = ("low_confidence", "entropy", "topk_margin")
 Table = dict[str, Policy]
 
 
-def _by_schedule(rule: Rule, *reads: str, drawn: tuple[str, ...] = ()) -> Table:
-    """Return one schedule under every ranking; `drawn` is read by those that can draw."""
+def _by_schedule(rule: Rule, *reads: str, sampled: tuple[str, ...] = ()) -> Table:
+    """Return one schedule under every ranking; `sampled` is read by those that can draw."""
     return {
-        name: Policy(rule, ranks_by, frozenset(reads + (drawn if name in DRAWN else ())))
+        name: Policy(rule, ranks_by, frozenset(reads + (sampled if name in SAMPLED else ())))
         for name, ranks_by in RANKINGS.items()
     }
 
@@ -323,7 +323,7 @@ FULL_ATTENTION: Table = {
     **_by_schedule(schedule, "steps"),
 }
 FULL_ATTENTION_IN_TIME: Table = FULL_ATTENTION | _by_schedule(
-    time_schedule, "steps", "eps", drawn=("alg_temp",)
+    time_schedule, "steps", "eps", sampled=("alg_temp",)
 )
 # Dream's own loop, which alone draws which positions to unmask. By threshold it releases positions
 # step by step; one step is all at once.

@@ -1,1 +1,1 @@
-"""Extend vLLM where it calls us: config hook, admission, schedulers, model state, sampler."""
+"""Extend vLLM where it calls us: hooks, schedulers, model state, sampler, worker, metrics."""

@@ -2,11 +2,12 @@
 
 A logits processor class has a `validate_params` hook for sampling parameters, and the renderer of
 a tokenizer mode sees every prompt as token ids. The checks are in
-:mod:`dllm_plugin.config.request_checks`.
+:mod:`dllm_plugin.config.request_checks` and :mod:`dllm_plugin.config.request`.
 """
 
 import copyreg
 from contextvars import ContextVar
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.renderers.hf import HfRenderer
@@ -51,7 +52,7 @@ class RequestRules(LogitsProcessor):
         _CHECKED.set(Checked(request, max_tokens))
 
     def apply(self, logits: Any, ctx: "LogitsContext") -> Any:
-        """Never called: our sampler replaces vLLM's."""
+        """Raise: our sampler replaces vLLM's, so nobody calls this."""
         raise AssertionError("the diffusion sampler applies no logits processors")
 
 
@@ -74,6 +75,11 @@ copyreg.pickle(_RulesType, _rebuild)
 class DiffusionRenderer(HfRenderer):
     """Render prompts as vLLM does, and refuse those that a diffusion model could not continue."""
 
+    @cached_property
+    def decode_config(self) -> DecodeConfig:
+        """Return what the engine decodes with."""
+        return get_decode_config(self.config)
+
     def process_for_engine(self, prompt: Any, *args: Any, **kwargs: Any) -> Any:
         """Do as the parent, after a check of the prompt's length."""
         self._check_length(prompt)
@@ -90,9 +96,10 @@ class DiffusionRenderer(HfRenderer):
     def validate_token_ids(self, token_ids: Any, *args: Any, **kwargs: Any) -> None:
         """Raise VLLMValidationError for prompts with the mask token, or without room to run."""
         super().validate_token_ids(token_ids, *args, **kwargs)
-        check_prompt_tokens(token_ids, get_decode_config(self.config).mask_token_id)
+        check_prompt_tokens(token_ids, self.decode_config.mask_token_id)
         checked = _CHECKED.get()
         _CHECKED.set(None)
         # Other callers name the parameter that holds the ids, and have checked no request.
         if checked is not None and kwargs.get("parameter") is None:
-            check_fits(self.config, checked.request, len(token_ids), checked.max_tokens)
+            request, max_tokens = checked
+            check_fits(self.config, self.decode_config, request, len(token_ids), max_tokens)

@@ -41,10 +41,10 @@ TRACED = 1
 
 
 class DiffusionVllmConfig(VllmConfig):
-    """A VllmConfig that always takes model runner v2, also on a CPU without Triton.
+    """Take model runner v2 always, also on a CPU without Triton.
 
     vLLM asks for Triton because runner v2 launches Triton kernels; on the CPU
-    :mod:`dllm_plugin.kernels.runner.cpu` supplies torch forms of those that are launched. The class
+    :mod:`dllm_plugin.kernels.runner.cpu` supplies NumPy forms of those that are launched. The class
     travels with the pickled configuration, so every process of this engine, and no other model,
     sees the choice.
     """

@@ -25,7 +25,7 @@ from dllm_plugin.state.canvas_states import CanvasStates
 
 
 class DiffusionModelState(ModelState):
-    """Prepare attention metadata before the forward and replace the sampler behind it."""
+    """Prepare attention metadata before the forward and replace the sampler after it."""
 
     num_new_sampled_tokens_per_step = 0
 

@@ -113,7 +113,7 @@ class RefreshScheduler(DiffusionScheduler):
     def _reunite(self) -> None:
         """Send a request back to wait if the other one of its pair is not running.
 
-        Both hold pages; two lone ones could wait for each other's for ever.
+        Both hold pages; alone they could wait for each other's for ever.
         """
         if not self._unconditional:
             return
@@ -169,7 +169,7 @@ class RefreshScheduler(DiffusionScheduler):
         return slots >= halves and free >= halves * cdiv(wanted, self.block_size)
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        """Say which positions of first forwards are canvas; a lone one of a pair has none."""
+        """Say which positions of first forwards are canvas; of half a pair none are."""
         scheduled = scheduler_output.num_scheduled_tokens
         canvases = scheduler_output.scheduled_spec_decode_tokens
         for data in scheduler_output.scheduled_new_reqs:

@@ -49,7 +49,7 @@ class DiffusionScheduler(AsyncScheduler):
         self._bound_requests()
 
     def _bound_requests(self) -> None:
-        # Every running request computes a whole canvas per step; a prompt, or a part of one where
+        # Every running request computes a whole canvas per step; a prompt, or a chunk of one where
         # it may be split, must fit as well.
         chunked = self.scheduler_config.enable_chunked_prefill
         prompt = self.num_spec_tokens if chunked else self.max_model_len
@@ -58,7 +58,7 @@ class DiffusionScheduler(AsyncScheduler):
         if fits < self.max_num_active_reqs:
             logger.info(
                 "At most %d requests run at once: max_num_batched_tokens %d holds that many "
-                "canvases of %d positions beside a prompt.",
+                "canvases of %d positions and a prompt.",
                 fits,
                 self.max_num_scheduled_tokens,
                 self.num_spec_tokens,
@@ -68,8 +68,8 @@ class DiffusionScheduler(AsyncScheduler):
     def add_request(self, request: Request) -> None:
         """Admit a request; its denoising steps are counted in ``spec_decode_metrics``."""
         if request.resumable:
-            # Only here is it known, and here nothing may be raised: this is vLLM's list of
-            # requests to end with an error.
+            # vLLM tells only here that the prompt is a stream, and a scheduler may not raise:
+            # this is its list of requests that end with an error.
             logger.error(
                 "Request %s ends with an error: diffusion decoding does not support "
                 "streaming-input sessions; send the whole prompt at once.",

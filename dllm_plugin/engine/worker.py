@@ -28,7 +28,8 @@ class BlockGraphManager(ModelCudaGraphManager):
     def _init_candidates(self) -> None:
         """List vLLM's graphs, and a full graph of single blocks for each number of requests.
 
-        Without those of more whole canvases than steps then ever compute.
+        Leave out graphs of more whole canvases than any step computes once steps take single
+        blocks.
         """
         super()._init_candidates()
         config, mode = get_decode_config(self.vllm_config), self.cudagraph_mode

@@ -11,7 +11,7 @@ from dllm_plugin.models.checkpoints.weights import Shapes
 
 
 class SDARForCausalLM(DiffusionModel, Qwen3ForCausalLM):
-    """JetLM/SDAR-1.7B, -4B, -8B and checkpoints of their layout."""
+    """Serve JetLM/SDAR-1.7B, -4B, -8B and checkpoints of their layout."""
 
     @classmethod
     def checkpoint_shapes(cls, config: Any) -> Shapes:

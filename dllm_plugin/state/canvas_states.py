@@ -3,7 +3,8 @@
 Slots are the runner's request indices. The canvas tokens themselves live in the runner's
 ``req_states.draft_tokens``, where the next forward reads them. Shape letters as in
 :mod:`dllm_plugin.decoding.plan`; N is the number of slots. Writers: `add_request` and
-`apply_staged_writes` start a slot, `advance` moves it after a step.
+`apply_staged_writes` start a slot, `advance` moves it after a step, `FirstTokenDecoder.write`
+decides its position 0, `copy_rows` mirrors guidance, `PreemptedRows` brings rows back.
 """
 
 from typing import TYPE_CHECKING
@@ -255,7 +256,7 @@ class CanvasStates:
         self.tail_N[slots_R] = (self.tail_N[slots_R] - moved_R).clamp_min(0)
         waits_R = plan.checks_R & (plan.num_stored_R == 0)
         self.post_step_N[slots_R] = (self.post_step_N[slots_R] + 1) * waits_R
-        # A check that replaced a token counts whether or not the next block rode along.
+        # A check that replaced a token counts, whatever else its forward computed.
         self.step_N[slots_R] += denoised_R | waits_R
         self.cached_N[slots_R] = denoised_R
 

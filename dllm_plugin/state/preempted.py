@@ -27,9 +27,8 @@ class FinishedId(str):
 class PreemptedRows:
     """Keep one row of each state table per preempted request.
 
-    Requests are few: first come, first served, as many as there are slots at most. Priorities
-    allow more; beyond `most` the rows kept longest are dropped, and that request decodes its open
-    blocks again.
+    First come, first served preempts few requests. Priorities may preempt more: beyond `most` the
+    oldest rows are dropped, and their request decodes its open blocks again.
     """
 
     def __init__(self, most: int) -> None:

@@ -24,7 +24,7 @@ POLICY_IDS = {name: i for i, name in enumerate(POLICY_NAMES)}
 class RequestTable:
     """Hold one row per slot, in tables that the host fills and copies.
 
-    prompt_len_np  int64, of the host alone
+    prompt_len_np  int64, on the host only
     origin         int64, absolute position from which blocks are counted
     block_length   int64, positions of a block
     max_blocks     int64, block slots that a step looks at

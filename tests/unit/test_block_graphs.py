@@ -214,7 +214,7 @@ def test_full_graphs_alone_are_refused_without_that_worker(
     config = vllm_config_for(checkpoints / "tiny-sdar", **options)
     assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
     options["compilation_config"] = {"cudagraph_mode": "FULL_DECODE_ONLY"}
-    with pytest.raises(ValueError, match="commit_alone_from 3 feeds steps .* only on CUDA GPUs"):
+    with pytest.raises(ValueError, match="commit_alone_from 3 takes .* only on CUDA GPUs"):
         vllm_config_for(checkpoints / "tiny-sdar", **options)
 
 

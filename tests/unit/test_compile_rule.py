@@ -17,7 +17,7 @@ MASK = 300
         ("SDARForCausalLM", {}, None),
         ("Fast_dLLM_QwenForCausalLM", {"max_active_blocks": 2}, None),
         ("LLaDAModelLM", {"strategy": "dual_cache"}, "from block to block, not dual_cache"),
-        ("Fast_dLLM_QwenForCausalLM", {}, "blocks that commit alone, as at max_active_blocks 1"),
+        ("Fast_dLLM_QwenForCausalLM", {}, "a forward of their own, as at max_active_blocks 1"),
         ("LLaDAModelLM", {"strategy": "d2f", "max_active_blocks": 1}, None),
     ],
 )
