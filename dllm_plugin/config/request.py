@@ -15,6 +15,7 @@ from dllm_plugin.config.resolution import (
     check_steps,
 )
 
+HASHED = (str, bool, int, float, type(None))
 REMEMBERED = 1024  # parsed requests that a process remembers
 
 
@@ -28,7 +29,7 @@ def request_config(
     """
     given = {k: v for k, v in (extra_args or {}).items() if str(k).startswith(REQUEST_PREFIX)}
     length = max_tokens if config.whole_canvas else None
-    if not all(isinstance(v, (str, int, float, type(None))) for v in given.values()):
+    if not all(type(value) in HASHED for value in given.values()):
         return _parse(config, given, length)
     # Equal values of other types are other arguments: 0 is a number of tokens, False is none.
     key = tuple((name, type(value), value) for name, value in given.items())

@@ -33,7 +33,7 @@ def resolve(
     ValueError when the canvas does not fit the context or a policy does not fit the strategy.
     """
     family = FAMILIES[architecture]
-    method, reason = choose_method(options.strategy, family, options.lora_path is not None)
+    method, reason = choose_method(options.strategy, family, bool(options.lora_path))
     default_policy = method.edited_policy if edits else method.default_policy
     policy = default_policy if options.policy == "auto" else options.policy
     check_policy(method, policy, family)

@@ -94,7 +94,7 @@ class Flag:
     def __call__(self, name: str, value: Any) -> None:
         """Raise ValueError unless `value` is a truth value, or None where the engine may decide."""
         allowed = (None, False, True) if self.optional else (False, True)
-        if value not in allowed:
+        if type(value) not in (bool, int, float, type(None)) or value not in allowed:
             raise ValueError(f"{name} must be true or false, got {value!r}.")
 
 

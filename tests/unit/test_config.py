@@ -244,6 +244,10 @@ def test_a_cached_block_of_dream_takes_two_steps() -> None:
     assert "dllm_steps must be at least 2" in request_refusal(config, dllm_steps=1)
 
 
+def test_no_adapter_is_given_by_an_empty_name() -> None:
+    assert resolved(lora_path="").strategy == resolved().strategy
+
+
 def test_lora_path_is_a_folder_name() -> None:
     assert refusal(lora_path=3).startswith("lora_path must be a folder name")
 
