@@ -33,6 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_eval(commands)
     doctor = commands.add_parser("doctor", help="what is installed and what would be chosen")
     doctor.add_argument("model", nargs="?", help="folder or hub name (default: the bundled one)")
+    doctor.add_argument("--dtype", default="auto", help="as in vLLM")
     _add_decode_options(doctor)
     _add_bench(commands)
     return parser

@@ -59,7 +59,8 @@ def _report_model(options: dict[str, Any]) -> int:
     _line("architecture", f"{architecture}, family {family.name}")
     _line("logits row i", "predicts position i + 1" if family.logits_shift else "is position i")
     _line("mask token", f"{mask_token_id}, from {found_in}")
-    _line("dtype, context", f"{model_config.dtype}, {model_config.max_model_len} tokens")
+    dtype = f"{model_config.dtype} ({_dtype_reason(options, vllm_config.additional_config)})"
+    _line("dtype, context", f"{dtype}, {model_config.max_model_len} tokens")
     _line("decoding", f"{config.strategy}, policy {config.policy}: {config.reason}")
     wanted = (options.get("additional_config") or {}).get("dllm", {}).get("kv_cache_layout", "auto")
     _line("KV cache layout", f"{config.kv_cache_layout} ({REASONS[wanted]})")
@@ -70,6 +71,13 @@ def _report_model(options: dict[str, Any]) -> int:
         fewest = config.commit_alone_from
         _line("one block each", f"from {fewest} requests on" if fewest else "never")
     return 0
+
+
+def _dtype_reason(options: dict[str, Any], additional_config: Any) -> str:
+    """Say who chose the dtype: the user, the hook for CPUs without bfloat16 units, or vLLM."""
+    if options.get("dtype", "auto") != "auto":
+        return "as asked"
+    return "auto: " + additional_config.get("dllm_dtype", "what vLLM takes for this checkpoint")
 
 
 def _settings(config: DecodeConfig) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.config import CUDAGraphMode, ModelConfig, VllmConfig
 from vllm.config.diffusion import DiffusionConfig
 from vllm.logger import init_logger
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
@@ -26,11 +26,16 @@ from dllm_plugin.config.scheduling import (
     set_scheduler,
 )
 from dllm_plugin.decoding.families import FAMILIES
+from dllm_plugin.engine import auto_dtype
 from dllm_plugin.engine.admission import request_rules
 from dllm_plugin.models.checkpoints import lora
 from dllm_plugin.models.checkpoints.special_tokens import find_mask_token, find_turn_ends
 from dllm_plugin.models.checkpoints.trained_for import trained_block_length, trained_to_edit
-from dllm_plugin.models.checkpoints.weights import check_readable, checkpoint_folder
+from dllm_plugin.models.checkpoints.weights import (
+    check_readable,
+    checkpoint_folder,
+    count_parameters,
+)
 
 logger = init_logger("vllm.dllm_plugin")
 
@@ -70,12 +75,18 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
     """Resolve our options when vLLM checks the configuration of one of our architectures."""
 
     @staticmethod
+    def verify_and_update_model_config(model_config: ModelConfig) -> None:
+        """Remember whether the user left the dtype open."""
+        auto_dtype.close(model_config)
+
+    @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
         """Resolve the ``dllm`` options and set what diffusion decoding needs.
 
         Raises ValueError with one sentence for options that are wrong or cannot be honoured.
         """
         refuse_unsupported(vllm_config)
+        dtype = _resolve_for_cpu(vllm_config) if current_platform.is_cpu() else {}
         model_config = vllm_config.model_config
         architecture = model_config.architecture
         family = FAMILIES[architecture]
@@ -98,22 +109,13 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
         config = resolve_for_machine(vllm_config, user, config)
         check_options_read(config, options)
         _check_files(vllm_config, config)
-        logger.info(
-            "Decoding %s by %s with policy %s (%s); mask token %d from %s; canvas %d, block %d.",
-            architecture,
-            config.strategy,
-            config.policy,
-            config.reason,
-            mask_token_id,
-            found_in,
-            config.canvas_length,
-            config.block_length,
-        )
+        _log_decoding(config, found_in)
         vllm_config.__class__ = DiffusionVllmConfig
         vllm_config.additional_config = {
             **_as_dict(vllm_config.additional_config),
             "dllm": config.to_json(),
             "dllm_traced": TRACED,
+            **dtype,
         }
         vllm_config.diffusion_config = DiffusionConfig(canvas_length=config.canvas_length)
         model_config.tokenizer_mode = TOKENIZER_MODE
@@ -129,6 +131,30 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
         else:
             refuse_ignored(vllm_config)
         _set_attention_backend(vllm_config)
+
+
+def _log_decoding(config: DecodeConfig, found_in: str) -> None:
+    logger.info(
+        "Decoding %s by %s with policy %s (%s); mask token %d from %s; canvas %d, block %d.",
+        config.architecture,
+        config.strategy,
+        config.policy,
+        config.reason,
+        config.mask_token_id,
+        found_in,
+        config.canvas_length,
+        config.block_length,
+    )
+
+
+def _resolve_for_cpu(vllm_config: VllmConfig) -> dict[str, str]:
+    """Choose the dtype where the user did not; return an entry that says why."""
+    model_config = vllm_config.model_config
+    if not model_config.hf_config.dtype_left_open:
+        return {}
+    parameters = count_parameters(model_config.model, model_config.revision)
+    reason = auto_dtype.resolve_dtype(vllm_config, parameters)
+    return {auto_dtype.REASON: reason} if reason else {}
 
 
 def _fit_warmup(config: DecodeConfig, user: Options, max_model_len: int) -> DecodeConfig:

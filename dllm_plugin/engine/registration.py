@@ -6,11 +6,16 @@ from dllm_plugin.config.decode import TOKENIZER_MODE
 
 
 def register_config_hooks(architectures: Iterable[str]) -> None:
-    """Enter our hook for each architecture into vLLM's map of model config hooks."""
+    """Enter our hook for each architecture into vLLM's map of model config hooks.
+
+    With it goes the converter that tells it which dtypes the user left open.
+    """
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
+    from dllm_plugin.engine.auto_dtype import register_convertors
     from dllm_plugin.engine.config_hook import DiffusionConfigHook
 
+    register_convertors()
     for architecture in architectures:
         MODELS_CONFIG_MAP[architecture] = DiffusionConfigHook
 

@@ -72,6 +72,8 @@ class DiffusionConfig(PreTrainedConfig):
 
     mask_token_id: int | None = None
     source_name: str | None = None  # `_name_or_path` as the checkpoint's author saved it
+    # Whether `--dtype` is `auto`; None where vLLM's own choice stays (`engine/auto_dtype.py`).
+    dtype_left_open: bool | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         refuse_variants(self.label, {**kwargs, **vars(self)}, self.fixed)

@@ -45,7 +45,7 @@ OPTIONS = {
     "bench latency": sorted([*MEASURED, *SERVED]),
     "bench step": sorted([*MEASURED, *GRID, *STEPS]),
     "bench throughput": sorted([*MEASURED, *GRID, *SERVED]),
-    "doctor": sorted([*DECODE, "--help", "-h"]),
+    "doctor": sorted([*DECODE, "--dtype", "--help", "-h"]),
     "eval": ["--all", "--dtype", "--help", "--limit", "--output", "-h"],
     "generate": sorted(
         [*DECODE, *ENGINE, "--chat", "--help", "--max-tokens", "--raw", "--seed", "--temperature"]

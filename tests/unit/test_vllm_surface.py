@@ -54,6 +54,7 @@ vllm: "" envs LLM ModelRegistry RequestOutput SamplingParams
 vllm.config: AttentionConfig CompilationConfig CompilationMode CUDAGraphMode ModelConfig
 vllm.config: SchedulerConfig VllmConfig get_layers_from_vllm_config
 vllm.config.cache: CacheDType
+vllm.config.model_arch: ModelArchitectureConfig
 vllm.config.compilation: CUDAGraphMode
 vllm.config.diffusion: DiffusionConfig
 vllm.distributed: get_tensor_model_parallel_rank get_tensor_model_parallel_world_size
@@ -78,8 +79,12 @@ vllm.renderers.registry: RENDERER_REGISTRY
 vllm.sampling_params: RequestOutputKind SamplingParams
 vllm.tokenizers: cached_tokenizer_from_config
 vllm.tokenizers.registry: TokenizerRegistry
+vllm.transformers_utils.config: get_safetensors_params_metadata
+vllm.transformers_utils.model_arch_config_convertor: MODEL_ARCH_CONFIG_CONVERTORS
+vllm.transformers_utils.model_arch_config_convertor: ModelArchConfigConvertorBase
 vllm.triton_utils: HAS_TRITON tl triton
 vllm.triton_utils.dispatcher: register_kernels
+vllm.utils.cpu_resource_utils: get_memory_node_info get_visible_memory_node
 vllm.utils.import_utils: resolve_obj_by_qualname
 vllm.utils.math_utils: cdiv next_power_of_2 round_up
 vllm.utils.torch_utils: async_tensor_h2d canonicalize_singleton_dim_strides
@@ -243,6 +248,9 @@ SIGNATURES = {
     "model_executor.layers.logits_processor:LogitsProcessor.forward": "self lm_head hidden_states "
     "embedding_bias=None skip_gather=False",
     MODELS + "config:VerifyAndUpdateConfig.verify_and_update_config": "vllm_config",
+    MODELS + "config:VerifyAndUpdateConfig.verify_and_update_model_config": "model_config",
+    "transformers_utils.model_arch_config_convertor:ModelArchConfigConvertorBase.convert": "self "
+    "supports_multimodal=True",
     MODELS + "llama:LlamaForCausalLM.load_weights": "self weights",
     MODELS + "llama:LlamaForCausalLM.compute_logits": "self hidden_states",
     MODELS + "qwen2:Qwen2ForCausalLM": "* vllm_config prefix=''",

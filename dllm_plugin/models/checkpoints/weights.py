@@ -5,6 +5,7 @@ surplus biases. A model loaded like that generates nonsense. So we check the che
 full shapes, before renaming, packing and sharding, in the same way on every rank.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
+from vllm.transformers_utils.config import get_safetensors_params_metadata
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 Shapes = dict[str, tuple[int, ...]]
@@ -99,6 +101,14 @@ def checkpoint_folder(model: str, revision: str | None, cache: str | None) -> Pa
         )
     except (HFValidationError, LocalEntryNotFoundError):
         return None
+
+
+def count_parameters(model: str, revision: str | None) -> int | None:
+    """Return how many numbers a checkpoint's tensors hold; None if their shapes are unknown."""
+    entries = get_safetensors_params_metadata(model, revision=revision).values()
+    # A file's own remarks are an entry too, without a shape.
+    shapes = [entry["shape"] for entry in entries if "shape" in entry]
+    return sum(math.prod(shape) for shape in shapes) if shapes else None
 
 
 def check_readable(folder: Path) -> None:

@@ -1,0 +1,117 @@
+"""Decide which dtype `auto` becomes on a CPU that does not multiply bfloat16 natively.
+
+There a forward in bfloat16 takes several times as long as in float32, so float32 is taken wherever
+it fits. Everything but :func:`multiplies_bf16_here` is a function of its arguments.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.utils.math_utils import cdiv
+
+# Any of these flags of `torch.cpu.get_capabilities` means products of bfloat16 in hardware.
+UNITS = ("amx_bf16", "avx512_bf16", "avx10_2", "bf16", "sve_bf16")
+# Architectures of which we know the flags: one of these keys is there, true or not.
+KNOWN = ("avx2", "neon")
+# Values of ONEDNN_MAX_CPU_ISA that keep oneDNN, which multiplies for vLLM, from these units.
+WITHOUT = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
+FLOAT32_BYTES = 4
+NO_UNITS = "this CPU does not multiply bfloat16 natively (no AMX, AVX512_BF16 or Arm BF16)"
+COST = (
+    "a forward takes about 4 to 5 times as long as in float32 (measured on two AVX2 cores: 52 "
+    "against 11.4 ms with one request, 766 against 198 ms with 16)"
+)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Say what a memory node has and what its workers keep beside the weights; all in bytes.
+
+    total        main memory of the node
+    share        gpu_memory_utilization: the part of it that vLLM may use
+    kv_asked     KV cache of all its workers if its size was asked for, which vLLM takes outside of
+                 `share`; else None
+    kv_least     KV cache of one request as long as the context, without which vLLM does not start
+    """
+
+    total: int
+    share: float
+    kv_asked: int | None
+    kv_least: int
+
+    def holds(self, weights: int) -> bool:
+        """Return whether weights of so many bytes fit beside the KV cache."""
+        if self.kv_asked is None:
+            return weights + self.kv_least <= self.total * self.share
+        return weights <= self.total * self.share and weights + self.kv_asked <= self.total
+
+
+@dataclass(frozen=True)
+class DtypeChoice:
+    """A dtype, why in a few words, and the line for the log."""
+
+    dtype: torch.dtype
+    reason: str
+    line: str
+
+
+def multiplies_bf16(capabilities: Mapping[str, Any], isa_limit: str | None) -> bool:
+    """Return whether bfloat16 is multiplied in hardware; True for architectures we do not know."""
+    if not any(name in capabilities for name in KNOWN):
+        return True
+    if isa_limit is not None and isa_limit.upper() in WITHOUT:
+        return False
+    return any(capabilities.get(name) is True for name in UNITS)
+
+
+def multiplies_bf16_here() -> bool:
+    """Return whether this machine does, as torch and oneDNN's own variable say."""
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA"))
+    return multiplies_bf16(torch.cpu.get_capabilities(), limit)
+
+
+def per_node(size: int, workers: int, ranks: int, nodes: int) -> int:
+    """Return the bytes on the fullest of `nodes` for weights of `size` split over `ranks`.
+
+    `workers` are all processes on this machine: `ranks` for each replica.
+    """
+    return cdiv(size, ranks) * cdiv(workers, nodes)
+
+
+def choose_dtype(
+    native: bool, stored: torch.dtype, fixed_by: str | None, weights: int | None, memory: Memory
+) -> DtypeChoice:
+    """Choose what `auto` becomes where vLLM alone would take `stored`.
+
+    `fixed_by`: what forbids another dtype. `weights`: their bytes in float32 on the fullest memory
+    node, None if unknown.
+    """
+    kept = str(stored).removeprefix("torch.")
+    if native:
+        return DtypeChoice(stored, "the checkpoint's", "")
+    if fixed_by is not None:
+        line = f"dtype stays {kept} ({fixed_by}) although {NO_UNITS}: {COST}."
+        return DtypeChoice(stored, fixed_by, line)
+    if weights is not None and memory.holds(weights):
+        line = f"dtype is float32: {NO_UNITS}; --dtype {kept} keeps the checkpoint's."
+        return DtypeChoice(torch.float32, NO_UNITS, line)
+    size = (
+        "the size of the weights is not known" if weights is None else _too_large(weights, memory)
+    )
+    line = (
+        f"dtype stays {kept} although {NO_UNITS}: {COST}. {size}: --dtype float32 takes it "
+        "all the same."
+    )
+    why = "float32 does not fit" if weights is not None else "its size is not known"
+    return DtypeChoice(stored, f"{why}, and {NO_UNITS}", line)
+
+
+def _too_large(weights: int, memory: Memory) -> str:
+    gib, kv = 1 << 30, memory.kv_least if memory.kv_asked is None else memory.kv_asked
+    return (
+        f"float32 needs {weights / gib:.1f} GiB beside a KV cache of {kv / gib:.1f}, and vLLM may "
+        f"use {memory.share:g} of {memory.total / gib:.1f} (gpu_memory_utilization)"
+    )

@@ -1,0 +1,142 @@
+"""Tell a dtype that was left at `auto` from one that the user named, and resolve it on CPUs.
+
+vLLM resolves `auto` inside of ModelConfig and keeps no word of it. Of what it reads there, the
+config's dtype is ours: on a CPU without bfloat16 units, our converter puts an :class:`OpenDtype`
+in its place, `auto` hands it on as it is, and a dtype that the user named does not. The hook of our
+architectures, which the same ModelConfig calls a few lines later, takes it out again.
+"""
+
+import torch
+from vllm.config import ModelConfig, VllmConfig
+from vllm.config.model_arch import ModelArchitectureConfig
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.transformers_utils.model_arch_config_convertor import (
+    MODEL_ARCH_CONFIG_CONVERTORS,
+    ModelArchConfigConvertorBase,
+)
+from vllm.utils.cpu_resource_utils import get_memory_node_info, get_visible_memory_node
+
+from dllm_plugin.config.cpu_dtype import (
+    FLOAT32_BYTES,
+    DtypeChoice,
+    Memory,
+    choose_dtype,
+    multiplies_bf16_here,
+    per_node,
+)
+from dllm_plugin.decoding.families import FAMILIES
+from dllm_plugin.models.configs import CONFIGS, DiffusionConfig
+
+logger = init_logger("vllm.dllm_plugin")
+
+REASON = "dllm_dtype"  # key of `additional_config`, for `doctor`
+
+
+class OpenDtype:
+    """Stand for the dtype that `auto` would become, equal to it, until the hook is called."""
+
+    def __init__(self, dtype: torch.dtype, stored: torch.dtype | str | None) -> None:
+        self.dtype = dtype
+        self.stored = stored  # what the config said
+
+    def __eq__(self, other: object) -> bool:
+        return other == self.dtype
+
+    def __hash__(self) -> int:
+        return hash(self.dtype)
+
+    def __repr__(self) -> str:
+        return str(self.dtype)
+
+
+class DiffusionArchConvertor(ModelArchConfigConvertorBase):
+    """Convert a config of ours as vLLM does, and leave its dtype open where we choose it."""
+
+    def convert(self, supports_multimodal: bool = True) -> ModelArchitectureConfig:
+        """Return the architecture's numbers, as vLLM's own converter does."""
+        config = self.hf_config
+        if isinstance(config, DiffusionConfig) and _chooses_dtype(config):
+            leave_open(config, self.revision)
+        return super().convert(supports_multimodal)
+
+
+def _chooses_dtype(config: DiffusionConfig) -> bool:
+    ours = set(config.architectures or ()) & set(FAMILIES)
+    undecided = config.dtype_left_open is None
+    return bool(ours) and undecided and current_platform.is_cpu() and not multiplies_bf16_here()
+
+
+def leave_open(config: DiffusionConfig, revision: str | None = None) -> None:
+    """Put a mark in place of the config's dtype: equal to what vLLM would make of `auto`."""
+    stored = ModelArchConfigConvertorBase.get_torch_dtype(
+        config, config._name_or_path, revision=revision, config_format="hf"
+    )
+    known = current_platform.supported_dtypes
+    kept = stored if stored in known and stored != torch.float32 else known[0]
+    # Not typed as a dtype, and gone before anything but ModelConfig sees it.
+    vars(config)["dtype"] = OpenDtype(kept, config.dtype)
+
+
+def register_convertors() -> None:
+    """Enter our converter for each of our model types. Idempotent."""
+    for config in CONFIGS:
+        MODEL_ARCH_CONFIG_CONVERTORS[config.model_type] = DiffusionArchConvertor
+
+
+def close(model_config: ModelConfig) -> None:
+    """Take the mark out of the config; remember whether the user left the dtype open."""
+    config, dtype = model_config.hf_config, model_config.dtype
+    mark = config.dtype
+    if not isinstance(mark, OpenDtype):
+        return
+    config.dtype = mark.stored
+    config.dtype_left_open = isinstance(dtype, OpenDtype)
+    if config.dtype_left_open:
+        model_config.dtype = mark.dtype
+
+
+def resolve_dtype(vllm_config: VllmConfig, parameters: int | None) -> str | None:
+    """Set the dtype where it was left open; return why, or None where vLLM's own stays.
+
+    `parameters`: how many the checkpoint has, if that is known.
+    """
+    model_config = vllm_config.model_config
+    if not model_config.hf_config.dtype_left_open:
+        return None
+    choice = _choose(vllm_config, parameters)
+    model_config.dtype = choice.dtype
+    if choice.dtype == torch.float32:
+        logger.info(choice.line)
+    else:
+        logger.warning(choice.line)
+    return choice.reason
+
+
+def _choose(vllm_config: VllmConfig, parameters: int | None) -> DtypeChoice:
+    model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
+    ranks = parallel.tensor_parallel_size
+    nodes = get_visible_memory_node()
+    workers = ranks * max(1, parallel.data_parallel_size_local)
+    arch, cache = model_config.model_arch_config, vllm_config.cache_config
+    token = 2 * arch.total_num_hidden_layers * arch.total_num_kv_heads * arch.head_size
+    asked = cache.kv_cache_memory_bytes
+    memory = Memory(
+        total=min(get_memory_node_info(node).total_memory for node in nodes),
+        share=cache.gpu_memory_utilization,
+        kv_asked=None if asked is None else per_node(asked * ranks, workers, ranks, len(nodes)),
+        kv_least=per_node(
+            token * FLOAT32_BYTES * model_config.max_model_len, workers, ranks, len(nodes)
+        ),
+    )
+    fixed_by = None
+    if model_config.quantization is not None or arch.quantization_config is not None:
+        fixed_by = "its weights are quantised"
+    elif cache.cache_dtype not in ("auto", "float32"):
+        fixed_by = f"kv_cache_dtype is {cache.cache_dtype}"
+    weights = None
+    if parameters is not None:
+        weights = per_node(parameters * FLOAT32_BYTES, workers, ranks, len(nodes))
+    dtype = model_config.dtype
+    assert isinstance(dtype, torch.dtype), "vLLM resolves names before it calls our hook"
+    return choose_dtype(False, dtype, fixed_by, weights, memory)

@@ -1,0 +1,20 @@
+"""Engines on a CPU that does not multiply bfloat16 natively, as oneDNN's own variable makes it."""
+
+import pytest
+import torch
+from engines import EngineRoom, generate, letters, params, results
+
+
+def test_auto_decodes_in_float32(room: EngineRoom, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token for token what `--dtype float32` gives; a bfloat16 of the user's own stays."""
+    prompts, wish = [letters(9, seed) for seed in range(3)], params(24)
+    asked = results(generate(room.start(dtype="float32"), prompts, wish))
+    room.close()
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    llm = room.start(dtype="auto")
+    assert llm.llm_engine.model_config.dtype == torch.float32
+    assert results(generate(llm, prompts, wish)) == asked
+    llm = room.start(dtype="bfloat16")
+    assert llm.llm_engine.model_config.dtype == torch.bfloat16
+    assert all(len(tokens) == 24 for tokens, _ in results(generate(llm, prompts, wish)))
+    room.close()
