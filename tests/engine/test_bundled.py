@@ -26,9 +26,31 @@ def run(*command: str, **variables: str) -> str:
 def test_readme_example(tmp_path: Path) -> None:
     program = tmp_path / "example.py"
     program.write_text(readme_example())
-    output = run(sys.executable, str(program), VLLM_USE_AOT_COMPILE="1")  # as for users
+    output = run(sys.executable, str(program))
     assert re.search(r"#### 29\n", output)
     assert re.search(r"^\d+ tokens in \d+ forwards$", output, re.MULTILINE)
+
+
+COMPILED = """
+from vllm import LLM, SamplingParams
+from dllm_plugin.commands.offline import bundled_options
+
+if __name__ == "__main__":
+    llm = LLM(**bundled_options({}), compilation_config={"mode": 3})
+    question = "Omar has 7 pencils. Anna has 48 pencils and hands them all to Omar. "
+    question += "Omar sells 26 pencils at the market. How many pencils does Omar have now?"
+    sampling = SamplingParams(temperature=0, max_tokens=200)
+    (output,) = llm.chat([{"role": "user", "content": question}], sampling)
+    print(output.outputs[0].text, llm.llm_engine.vllm_config.compilation_config.mode.name)
+"""
+
+
+def test_compiled_where_asked(tmp_path: Path) -> None:
+    """What nobody gets any more who asks for nothing."""
+    program = tmp_path / "compiled.py"
+    program.write_text(COMPILED)
+    output = run(sys.executable, str(program), VLLM_USE_AOT_COMPILE="1")  # as for users
+    assert re.search(r"#### 29\b", output) and "DYNAMO_TRACE_ONCE" in output
 
 
 def test_accuracy_and_tokens_per_forward() -> None:

@@ -1,6 +1,7 @@
 """The command line's surface, and what people see when they get it wrong."""
 
 import argparse
+import gc
 import json
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 
 from dllm_plugin import default_model
 from dllm_plugin.commands import cli, serve
-from dllm_plugin.commands.offline import engine_options
+from dllm_plugin.commands.offline import collecting_later, engine_options
 
 DECODE = [
     "--block-length",
@@ -151,3 +152,18 @@ def test_help_is_light() -> None:
     )
     root = Path(cli.__file__).parent.parent
     assert subprocess.run([sys.executable, "-c", program], cwd=root, check=False).returncode == 0
+
+
+def test_garbage_is_collected_again() -> None:
+    """Also behind an error, and not where somebody had switched it off."""
+    with pytest.raises(ValueError), collecting_later():
+        assert not gc.isenabled()
+        raise ValueError
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with collecting_later():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

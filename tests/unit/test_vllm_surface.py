@@ -56,6 +56,7 @@ vllm.config: SchedulerConfig VllmConfig get_layers_from_vllm_config
 vllm.config.cache: CacheDType
 vllm.config.model_arch: ModelArchitectureConfig
 vllm.config.compilation: CUDAGraphMode
+vllm.config.vllm: OptimizationLevel
 vllm.config.diffusion: DiffusionConfig
 vllm.distributed: get_tensor_model_parallel_rank get_tensor_model_parallel_world_size
 vllm.distributed: tensor_model_parallel_all_gather
