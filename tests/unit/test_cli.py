@@ -2,15 +2,18 @@
 
 import argparse
 import gc
+import importlib.util
+import io
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from dllm_plugin import default_model
-from dllm_plugin.commands import cli, serve
+from dllm_plugin.commands import cli, phases, serve
 from dllm_plugin.commands.offline import collecting_later, engine_options
 
 DECODE = [
@@ -47,10 +50,10 @@ OPTIONS = {
     "bench step": sorted([*MEASURED, *GRID, *STEPS]),
     "bench throughput": sorted([*MEASURED, *GRID, *SERVED]),
     "doctor": sorted([*DECODE, "--dtype", "--help", "-h"]),
-    "eval": ["--all", "--dtype", "--help", "--limit", "--output", "-h"],
+    "eval": ["--all", "--dtype", "--help", "--limit", "--output", "--verbose", "-h", "-v"],
     "generate": sorted(
         [*DECODE, *ENGINE, "--chat", "--help", "--max-tokens", "--raw", "--seed", "--temperature"]
-        + ["--top-p", "-h"]
+        + ["--top-p", "--verbose", "-h", "-v"]
     ),
     "serve": ["--help", "-h"],
 }
@@ -120,7 +123,9 @@ def test_bundled_model_without_its_adapter() -> None:
 def test_serve_passes_everything_through() -> None:
     command = serve.server_command(["some/model", "--port", "1", "--additional-config", "{}"])
     assert command[0] == sys.executable
-    assert command[-5:] == ["some/model", "--port", "1", "--additional-config", "{}"]
+    assert command[-4:] == ["--port", "1", "--additional-config", "{}"]
+    # `vllm serve` wants the model first; only the line that says "ready" comes in between.
+    assert command[-7:-4] == ["some/model", "--middleware", serve.READY_LINE]
 
 
 @pytest.mark.parametrize("option", [["--model", "m"], ["--model=m"]])
@@ -167,3 +172,49 @@ def test_garbage_is_collected_again() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_the_server_says_when_it_is_ready() -> None:
+    for arguments in (["some/model", "--port", "1"], ["--port", "1"]):
+        command = serve.server_command(arguments)
+        middleware = command[command.index("--middleware") + 1]
+        module, _, name = middleware.rpartition(".")
+        assert isinstance(getattr(importlib.import_module(module), name), type)
+
+
+def test_phases_are_found_in_the_log_of_vllm() -> None:
+    """Each marker stands in vLLM's source, where the step begins."""
+    folder = Path(importlib.util.find_spec("vllm").submodule_search_locations[0])  # type: ignore
+    sources = ("v1/engine/core.py", "v1/worker/gpu/model_runner.py")
+    text = "".join((folder / source).read_text(encoding="utf-8") for source in sources)
+    for marker in phases.MARKERS:
+        assert marker in text, marker
+
+
+def test_phases_are_a_line_each_in_a_log(tmp_path: Path) -> None:
+    log, err = tmp_path / "log", io.StringIO()
+    log.touch()
+    with phases.Screen(err, io.StringIO(), log) as screen:
+        for marker in phases.MARKERS:
+            with log.open("a") as stream:
+                stream.write(f"(Worker pid=1) INFO [x.py:1] {marker} ...\n")
+            while list(phases.MARKERS.values())[-1] not in err.getvalue():
+                if phases.MARKERS[marker] in err.getvalue():
+                    break
+                time.sleep(0.01)
+        assert screen.bar("decoding") is False
+        screen.end("done")
+    shown = [line.partition("] ")[2] for line in err.getvalue().splitlines()]
+    assert shown == [phases.FIRST, *phases.MARKERS.values(), "decoding", "done"]
+
+
+def test_the_cause_of_a_failure_is_the_last_error_that_is_no_consequence(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(
+        "ERROR [core.py:1] Traceback\n"
+        "ERROR [core.py:2] ValueError: Not enough memory: lower it\n"
+        "RuntimeError: Engine core initialization failed. See root cause above.\n"
+    )
+    assert phases.cause(log) == "Not enough memory: lower it"
+    log.write_text("all is well\n")
+    assert phases.cause(log) is None

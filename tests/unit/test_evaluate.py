@@ -82,7 +82,7 @@ def test_page_and_plot_are_written(
     """The whole command, with scores from the list above in place of the engines."""
     asked = []
 
-    def decoded(strategy: str, dtype: str, limit: int) -> list[Row]:
+    def decoded(strategy: str, dtype: str, limit: int, verbose: bool) -> list[Row]:
         asked.append((strategy, dtype, limit))
         return [row for row in ROWS if row.strategy == strategy]
 

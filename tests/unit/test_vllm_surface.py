@@ -74,6 +74,7 @@ vllm.model_executor.models.qwen3: Qwen3ForCausalLM
 vllm.model_executor.models.qwen3_moe: Qwen3MoeForCausalLM
 vllm.model_executor.models.utils: WeightsMapper
 vllm.platforms: current_platform
+vllm.renderers: ChatParams
 vllm.renderers.chat_utils: ChatCompletionMessageParam
 vllm.renderers.hf: HfRenderer
 vllm.renderers.registry: RENDERER_REGISTRY
@@ -236,6 +237,10 @@ SIGNATURES = {
     METRICS + "Logging.observe": "self spec_decoding_stats",
     "v1.metrics.stats:RequestSpecDecodeMetrics.new": "num_spec_tokens",
     "renderers.hf:HfRenderer.validate_token_ids": "self token_ids * parameter=None",
+    "renderers:BaseRenderer.render_chat": "self conversations chat_params tok_params=None * "
+    "prompt_extras=None skip_mm_cache=False",
+    "renderers:BaseRenderer.render_cmpl": "self prompts tok_params=None * "
+    "prompt_extras=None skip_mm_cache=False",
     "renderers.registry:RENDERER_REGISTRY.register": "renderer_mode module class_name",
     "tokenizers.registry:TokenizerRegistry.register": "tokenizer_mode module class_name",
     "tokenizers:cached_tokenizer_from_config": "model_config **kwargs",

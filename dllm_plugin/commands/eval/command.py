@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dllm_plugin import default_model
@@ -16,6 +17,7 @@ from dllm_plugin.commands.offline import (
 from dllm_plugin.commands.problems.generator import Problem, eval_seeds, extract_answer, problem
 
 if TYPE_CHECKING:
+    from tqdm import tqdm
     from vllm import LLM, RequestOutput
 
 LIMIT = 500
@@ -47,10 +49,17 @@ def ways() -> dict[str, dict[str, Any]]:
     }
 
 
-def run(limit: int | None, dtype: str) -> int:
+def run(limit: int | None, dtype: str, verbose: bool) -> int:
     """Decode `limit` problems in both ways; print a table and one JSON line."""
+    from dllm_plugin.commands.phases import screen
+
     problems = [problem(seed) for seed in eval_seeds(limit or LIMIT)]
-    scores = {name: _evaluate(name, dllm, dtype, problems) for name, dllm in ways().items()}
+    scores = {}
+    for name, dllm in ways().items():
+        with screen(verbose) as shown:
+            llm = start(dllm, dtype)
+            scores[name] = decode(llm, problems, MAX_TOKENS, shown.bar(name))
+            stop_engine(llm)
     print(f"{'':<20} {'accuracy':>9} {'tokens/forward':>15} {'positions/token':>16} {'seconds':>8}")
     for name, score in scores.items():
         print(
@@ -64,13 +73,6 @@ def run(limit: int | None, dtype: str) -> int:
     return 0
 
 
-def _evaluate(name: str, dllm: dict[str, Any], dtype: str, problems: list[Problem]) -> Score:
-    llm = start(dllm, dtype)
-    score = decode(llm, name, problems, MAX_TOKENS)
-    stop_engine(llm)
-    return score
-
-
 def start(dllm: dict[str, Any], dtype: str) -> "LLM":
     """Start the bundled model in this process, where the scheduler's counter can be read."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read when the engine is built
@@ -79,13 +81,12 @@ def start(dllm: dict[str, Any], dtype: str) -> "LLM":
 
 def decode(
     llm: "LLM",
-    name: str,
     problems: list[Problem],
     max_tokens: int,
+    bar: "Callable[..., tqdm[Any]] | bool",
     extra_args: dict[str, Any] | None = None,
 ) -> Score:
-    """Answer all problems in one batch, with a progress bar that shows `name`."""
-    from tqdm import tqdm
+    """Answer all problems in one batch; `bar` is vLLM's `use_tqdm`."""
     from vllm import RequestOutput, SamplingParams
 
     sampling = [
@@ -95,11 +96,8 @@ def decode(
     ]
     llm.enqueue_chat([conversation(p.question) for p in problems], sampling, use_tqdm=False)
 
-    def progress(*args: Any, **kwargs: Any) -> "tqdm[Any]":
-        return tqdm(*args, **kwargs | {"desc": name})
-
     before, start = _num_positions(llm), time.perf_counter()
-    outputs = llm.wait_for_completion(RequestOutput, use_tqdm=progress)
+    outputs = llm.wait_for_completion(RequestOutput, use_tqdm=bar)
     seconds = time.perf_counter() - start
     return score(outputs, problems, _num_positions(llm) - before, seconds)
 

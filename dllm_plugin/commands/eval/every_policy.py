@@ -31,14 +31,14 @@ def ways(strategy: str) -> list[Way]:
     return found
 
 
-def run(limit: int | None, dtype: str, output: str | None) -> int:
+def run(limit: int | None, dtype: str, output: str | None, verbose: bool = False) -> int:
     """Decode `limit` problems in every way; write page and plot, print table and JSON line."""
     check_matplotlib()
     folder = _folder(output)
     limit = limit or LIMIT
     rows = []
     for strategy in STRATEGIES:
-        rows += score_strategy(strategy, dtype, limit)
+        rows += score_strategy(strategy, dtype, limit, verbose)
     record = {
         "benchmark": "eval_all",
         "problems": limit,
@@ -65,8 +65,10 @@ def _folder(output: str | None) -> Path:
     return folder
 
 
-def score_strategy(strategy: str, dtype: str, limit: int) -> list[Row]:
+def score_strategy(strategy: str, dtype: str, limit: int, verbose: bool = False) -> list[Row]:
     """Score all ways of one strategy on one engine."""
+    from dllm_plugin.commands.phases import screen
+
     problems = [problem(seed) for seed in eval_seeds(limit)]
     dllm: dict[str, Any] = {"block_length": BLOCK, "canvas_length": CANVAS, "strategy": strategy}
     method = METHODS[strategy]
@@ -74,13 +76,14 @@ def score_strategy(strategy: str, dtype: str, limit: int) -> list[Row]:
         dllm["lora_path"] = default_model.adapter_path()
     if method.next_block:
         dllm["commit_alone_from"] = 0  # otherwise positions and forwards depend on the device
-    llm = start(dllm, dtype)
     rows = []
-    for way in ways(strategy):
-        extra_args: dict[str, Any] = {"dllm_policy": way.policy}
-        if way.steps:
-            extra_args["dllm_steps"] = way.steps
-        score = decode(llm, way.name, problems, CANVAS, extra_args)
-        rows.append(Row(*way, *score))
-    stop_engine(llm)
+    with screen(verbose) as shown:
+        llm = start(dllm, dtype)
+        for way in ways(strategy):
+            extra_args: dict[str, Any] = {"dllm_policy": way.policy}
+            if way.steps:
+                extra_args["dllm_steps"] = way.steps
+            score = decode(llm, problems, CANVAS, shown.bar(way.name), extra_args)
+            rows.append(Row(*way, *score))
+        stop_engine(llm)
     return rows

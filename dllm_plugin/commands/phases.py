@@ -1,0 +1,176 @@
+"""Show what a command is doing, while a file takes what vLLM prints."""
+
+import os
+import re
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Self, TextIO
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from tqdm import tqdm
+
+# What vLLM logs when a phase of its start begins, in order; a test finds them in its source.
+MARKERS = {
+    "Initializing a V1 LLM engine": "starting the engine",
+    "Loading model from scratch": "loading the model",
+    "Model loading took": "warming up",
+}
+FIRST = "starting vLLM"
+LOOK_SECONDS = 0.2
+_ERROR = re.compile(r"\b[\w.]*(?:Error|Exception): (.+)")
+# Errors that only say that there was another one.
+_CONSEQUENCES = ("initialization failed", "root cause", "Cancelled", "EngineCore encountered")
+
+
+class Screen:
+    """Show one phase at a time: a spinner on a terminal, a line each elsewhere.
+
+    `err` takes the phases and `out` the results. While the screen is entered, a thread reads `log`
+    and shows the phases of vLLM's start that it finds there.
+    """
+
+    def __init__(self, err: TextIO, out: TextIO, log: Path | None) -> None:
+        self.out = out
+        self.log = log
+        self._err = err
+        self._console = Console(file=err, highlight=False)
+        self._start = time.monotonic()
+        self._phase: tuple[str, float] | None = None
+        self._spinner: Progress | None = None
+        self._lock = threading.RLock()
+        self._leave = threading.Event()
+        self._watcher: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        self.phase(FIRST)
+        if self.log is not None:
+            self._watcher = threading.Thread(target=self._watch, args=(self.log,), daemon=True)
+            self._watcher.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def phase(self, text: str) -> None:
+        """Begin a phase; the one before is over."""
+        with self._lock:
+            self._finish()
+            self._phase = (text, time.monotonic())
+            if self._console.is_terminal:
+                columns = (SpinnerColumn("line"), TextColumn("{task.description}"))
+                self._spinner = Progress(
+                    *columns,
+                    TimeElapsedColumn(),
+                    console=self._console,
+                    transient=True,
+                    redirect_stdout=False,
+                    redirect_stderr=False,
+                )
+                self._spinner.add_task(text, total=None)
+                self._spinner.start()
+            else:
+                self._line(text, time.monotonic() - self._start)
+
+    def end(self, text: str | None = None) -> None:
+        """End the last phase, with a line that says so; the log is not read any further."""
+        self._leave.set()
+        if self._watcher is not None:
+            self._watcher.join()
+        with self._lock:
+            self._finish()
+            if text is not None:
+                self._line(text, time.monotonic() - self._start)
+
+    def note(self, text: str) -> None:
+        """Write a line that is no result."""
+        self._err.write(text + "\n")
+        self._err.flush()
+
+    def bar(self, name: str) -> Callable[..., "tqdm[Any]"] | bool:
+        """Return what draws a progress bar for vLLM on a terminal, else False and a line."""
+        self.end()
+        if not self._console.is_terminal:
+            self._line(name, time.monotonic() - self._start)
+            return False
+        form = "{desc}: {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}"
+        return partial(_named_bar, name=name, file=self._err, bar_format=form, leave=False)
+
+    def _line(self, text: str, seconds: float) -> None:
+        self.note(f"[{seconds:3.0f} s] {text}")
+
+    def _finish(self) -> None:
+        if self._spinner is not None and self._phase is not None:
+            self._spinner.stop()
+            self._spinner = None
+            text, since = self._phase
+            self._line(text, time.monotonic() - since)
+        self._phase = None
+
+    def _watch(self, log: Path) -> None:
+        waiting = dict(MARKERS)
+        with log.open(encoding="utf-8", errors="replace") as lines:
+            while not self._leave.wait(LOOK_SECONDS):
+                new = lines.read()
+                found = [marker for marker in waiting if marker in new]
+                for marker in found:
+                    self.phase(waiting.pop(marker))
+
+
+def _named_bar(*args: Any, name: str, **kwargs: Any) -> "tqdm[Any]":
+    return tqdm(*args, **kwargs | {"desc": name})
+
+
+@contextmanager
+def screen(verbose: bool) -> Iterator[Screen]:
+    """Send what this process and its children print to a file, and yield the screen.
+
+    The file is removed when all went well and its path printed when not. With `verbose` there is no
+    file: everything comes out on standard error.
+    """
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with os.fdopen(os.dup(1), "w") as out, os.fdopen(os.dup(2), "w") as err:
+        if verbose:
+            with Screen(err, out, None) as shown:
+                yield shown
+            return
+        descriptor, name = tempfile.mkstemp(prefix="diffuplug-", suffix=".log")
+        log = Path(name)
+        done = False
+        try:
+            for stream in (1, 2):
+                os.dup2(descriptor, stream)
+            with Screen(err, out, log) as shown:
+                yield shown
+            done = True
+        except KeyboardInterrupt:
+            done = True
+            raise
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os.dup2(out.fileno(), 1)
+            os.dup2(err.fileno(), 2)
+            os.close(descriptor)
+            if done:
+                log.unlink()
+            else:
+                err.write(f"diffuplug: vLLM's log: {log}\n")
+
+
+def cause(log: Path) -> str | None:
+    """Return the message of the last error in a log that is no consequence of another one."""
+    found = None
+    for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
+        match = _ERROR.search(line)
+        if match and not any(words in line for words in _CONSEQUENCES):
+            found = match[1].strip()
+    return found
