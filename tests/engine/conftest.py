@@ -18,7 +18,8 @@ os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from engines import CHECKPOINTS, FAMILIES, EngineRoom  # noqa: E402
-from plain import PlainModel  # noqa: E402
+
+from dllm_plugin.commands.verify.plain.model import PlainModel  # noqa: E402
 
 HERE = Path(__file__).parent
 

@@ -6,13 +6,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from plain import PlainModel
-from plain_full import FullText, Rules, decode
 from safetensors.torch import load_file
 from torch import Tensor
 
+from dllm_plugin.commands.verify.plain.full_attention import decode
+from dllm_plugin.commands.verify.plain.full_text import FullText, Rules
+from dllm_plugin.commands.verify.plain.model import PlainModel
+
 GOLDENS = Path(__file__).parents[1] / "goldens"
 CANVAS = 64  # no recorded text is longer
+EOS, EOT = 257, 312  # of tiny-llada
 FILES = {
     ("llada", "semi_autoregressive"): ("vanilla", "fast_nocache", "stochastic"),
     ("llada", "prefix_cache"): ("prefix_cache", "prefix_cache_threshold", "prefix_cache_factor"),
@@ -103,7 +106,9 @@ class Case:
 
     def decode(self, model: PlainModel) -> FullText:
         """The same by the plain loops."""
-        rules = Rules(self.strategy, temperature=self.temperature, **self.numbers())
+        rules = Rules(
+            self.strategy, eos=EOS, eot=EOT, temperature=self.temperature, **self.numbers()
+        )
         text = FullText(model, self.prompt, self.max_tokens, rules, CANVAS)
         text.uniform, text.noise = self.uniform, self.noise
         return decode(text)

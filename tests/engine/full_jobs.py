@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from engines import EngineRoom, a_prompt, forwards, generate, params, token_ids
 from jobs import plain_model
-from plain_full import FullText, Rules, decode
+
+from dllm_plugin.commands.verify.plain.full_attention import decode
+from dllm_plugin.commands.verify.plain.full_text import FullText, Rules
 
 DECODERS = [
     (family, strategy)
@@ -19,6 +21,7 @@ DECODERS = [
 every_decoder = pytest.mark.parametrize("decoder", DECODERS, ids="-".join, scope="module")
 Decoder = tuple[str, str]  # family and strategy
 CANVAS, CONTEXT = 48, 160
+EOS, EOT = 257, 312  # of tiny-llada
 TOO_CLOSE = 3e-4  # a decision that float32 may make either way
 OF_VLLM = ("temperature", "seed")
 
@@ -41,7 +44,7 @@ class FullJob:
     def decode(self, decoder: Decoder, canvas: int = CANVAS) -> FullText:
         """By the plain loops."""
         family, strategy = decoder
-        rules = Rules(strategy, **self.numbers)
+        rules = Rules(strategy, eos=EOS, eot=EOT, **self.numbers)
         text = FullText(
             plain_model(family), self.prompt, self.max_tokens, rules, canvas, self.stop, CONTEXT
         )

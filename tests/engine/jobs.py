@@ -6,8 +6,9 @@ from functools import cache
 from typing import Any
 
 from engines import CHECKPOINTS, a_prompt, generate, params, results
-from plain import PlainModel
-from plain_loops import Text, d2f
+
+from dllm_plugin.commands.verify.plain.model import PlainModel
+from dllm_plugin.commands.verify.plain.prompt_blocks import Text, d2f
 
 CANVAS = 128  # the engine's default at block lengths up to 32
 

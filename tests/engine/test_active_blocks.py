@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import test_grid_goldens as grid
 from engines import CHECKPOINTS, EngineRoom, a_prompt, generate, params, results, token_ids
-from plain import PlainModel
-from plain_blocks import GridText, Rules, active_blocks
-from plain_models import BlockModel
+
+from dllm_plugin.commands.verify.plain.grid_blocks import GridText, Rules, active_blocks
+from dllm_plugin.commands.verify.plain.model import PlainModel
 
 # Model -> block length, most active blocks, and what its rules add.
 SHAPES: dict[str, tuple[int, int, dict[str, Any]]] = {
@@ -36,8 +36,7 @@ def model(request: pytest.FixtureRequest) -> str:
 
 @cache
 def plain(model: str) -> PlainModel:
-    folder = CHECKPOINTS / f"tiny-{model}"
-    return (PlainModel if model in ("llada", "dream") else BlockModel).load(folder)
+    return PlainModel.load(CHECKPOINTS / f"tiny-{model}")
 
 
 def start(room: EngineRoom, model: str) -> Any:

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from engines import EngineRoom, a_prompt, forwards, generate, params, step_through, token_ids
 from jobs import CANVAS, MIXED, check, job, plain_model
-from plain_loops import Text, d2f
+
+from dllm_plugin.commands.verify.plain.prompt_blocks import Text, d2f
 
 
 def test_a_mixed_batch(family: str, overlapped: bool, room: EngineRoom) -> None:

@@ -21,9 +21,10 @@ from engines import (
     scheduler,
     token_ids,
 )
-from plain_models import BlockModel
 from safetensors.torch import load_file
 from test_golden_traces import ForwardSpy
+
+from dllm_plugin.commands.verify.plain.model import PlainModel
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 FILES = {
@@ -359,7 +360,7 @@ def test_preempted_requests_find_their_pages(model: str, room: EngineRoom) -> No
 def test_logprobs_of_the_first_tokens_of_blocks(room: EngineRoom) -> None:
     """They are read from the last row of the block before, fed without masks."""
     llm, prompt = small_steps(room, "fast-dllm-v2"), letters(30, 1)
-    plain = BlockModel.load(GOLDENS / "checkpoints" / "tiny-fast-dllm-v2")
+    plain = PlainModel.load(GOLDENS / "checkpoints" / "tiny-fast-dllm-v2")
     [output] = generate(llm, [prompt], params(100, logprobs=1))
     text = prompt + token_ids(output)
     rows = plain.rows(text, [p // 32 for p in range(len(text))]).log_softmax(-1)

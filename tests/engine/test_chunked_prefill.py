@@ -15,9 +15,10 @@ from engines import (
     results,
     scheduler,
 )
-from plain_blocks import GridText, Rules, active_blocks
-from plain_models import BlockModel
 from test_golden_traces import ForwardSpy
+
+from dllm_plugin.commands.verify.plain.grid_blocks import GridText, Rules, active_blocks
+from dllm_plugin.commands.verify.plain.model import PlainModel
 
 SIZE, BUDGET = 8, 50  # three canvases of two blocks, and a remainder that holds no block
 LENGTHS = (180, 2, 190, 1, 48, 49, 47, 200, 3, 90)
@@ -25,8 +26,8 @@ RULES = Rules(threshold=0.5)
 
 
 @cache
-def plain() -> BlockModel:
-    return BlockModel.load(CHECKPOINTS / "tiny-sdar")
+def plain() -> PlainModel:
+    return PlainModel.load(CHECKPOINTS / "tiny-sdar")
 
 
 @cache

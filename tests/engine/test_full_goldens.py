@@ -8,8 +8,9 @@ import torch
 from engines import MASK_IDS, EngineRoom, forwards, generate, num_preemptions, params, token_ids
 from full_goldens import CANVAS, Case, cases_of
 from full_jobs import Decoder, every_decoder, run_interrupted
-from plain import PlainModel
-from plain_full import Pass
+
+from dllm_plugin.commands.verify.plain.full_text import Pass
+from dllm_plugin.commands.verify.plain.model import PlainModel
 
 IN_FLIGHT = (16, 4)
 

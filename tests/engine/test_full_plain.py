@@ -3,7 +3,8 @@
 import torch
 from full_goldens import cases_of
 from full_jobs import Decoder, every_decoder
-from plain import PlainModel
+
+from dllm_plugin.commands.verify.plain.model import PlainModel
 
 
 @every_decoder

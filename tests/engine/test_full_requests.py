@@ -16,7 +16,9 @@ from full_jobs import (
     start,
 )
 from jobs import plain_model
-from plain_full import FullText, Rules, decode
+
+from dllm_plugin.commands.verify.plain.full_attention import decode
+from dllm_plugin.commands.verify.plain.full_text import FullText, Rules
 
 PROMPTS = [a_prompt(length, length) for length in (3, 20, 33, 40, 60, 64)]
 

@@ -8,8 +8,10 @@ import pytest
 from engines import LETTERS, a_prompt, letters
 from full_jobs import FullJob
 from jobs import plain_model
-from plain_full import FullText, Rules, decode
 from processes import SETTINGS, Server, serving
+
+from dllm_plugin.commands.verify.plain.full_attention import decode
+from dllm_plugin.commands.verify.plain.full_text import FullText, Rules
 
 DECODER = ("llada", "dual_cache")
 CANVAS = 256

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from engines import EngineRoom, forwards, generate, params, token_ids
-from plain import PlainModel
-from plain_loops import Text, d2f
 from safetensors.torch import load_file
+
+from dllm_plugin.commands.verify.plain.model import PlainModel
+from dllm_plugin.commands.verify.plain.prompt_blocks import Text, d2f
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 POLICY = {"default": "threshold", "neg_entropy": "entropy", "margin_confidence": "topk_margin"}

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 from engines import CHECKPOINTS, a_prompt
 from guides import copy_package, examples
-from plain import PlainModel, llada_quota
-from plain_blocks import GridText, active_blocks
-from plain_blocks import Rules as GridRules
-from plain_loops import Text
-from plain_models import BlockModel
 from processes import HERE, SETTINGS, START_SECONDS, end, environment, spawn
 from safetensors.torch import load_file, save_file
+
+from dllm_plugin.commands.verify.plain.grid_blocks import GridText, active_blocks
+from dllm_plugin.commands.verify.plain.grid_blocks import Rules as GridRules
+from dllm_plugin.commands.verify.plain.model import PlainModel
+from dllm_plugin.commands.verify.plain.numbers import llada_quota
+from dllm_plugin.commands.verify.plain.prompt_blocks import Text
 
 BLOCK, TOKENS, STEPS, THRESHOLD, REACH = 8, 32, 3, 0.3, 3
 GRID_BLOCK = 8  # of the toy family
@@ -173,6 +174,6 @@ def test_a_policy_with_the_numbers_that_there_are(
 
 def test_a_model(decoded: dict[str, list[list[int]]]) -> None:
     """Its family's blocks of 8 and threshold of 0.9, on the weights of tiny-sdar."""
-    model, rules = BlockModel.load(CHECKPOINTS / "tiny-sdar"), GridRules()
+    model, rules = PlainModel.load(CHECKPOINTS / "tiny-sdar"), GridRules()
     texts = [GridText(model, prompt, TOKENS, GRID_BLOCK) for prompt in PROMPTS]
     assert decoded["toy"] == [active_blocks(text, rules, 2 * GRID_BLOCK).answer() for text in texts]

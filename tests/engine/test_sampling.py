@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from engines import EngineRoom, a_prompt, generate, num_preemptions, params, results, token_ids
 from jobs import plain_model
-from plain_loops import Text, d2f
+
+from dllm_plugin.commands.verify.plain.prompt_blocks import Text, d2f
 
 ROOMY: dict[str, Any] = {"max_model_len": 256}
 TIGHT: dict[str, Any] = {"block_size": 32, "num_gpu_blocks_override": 14}

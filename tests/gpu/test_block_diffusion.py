@@ -14,7 +14,8 @@ from dummies import worker_of
 # By its folder: the plain name is that of this file. What it imports `recorded` has made known.
 from engine.test_block_diffusion import BLOCKS, WISHES, request, two_pass
 from engines import CHECKPOINTS, FAMILIES, a_prompt, forwards, token_ids
-from plain import PlainModel
+
+from dllm_plugin.commands.verify.plain.model import PlainModel
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,6 @@
 """Compare the loops that `--vs hf` runs on transformers with recorded traces of the authors'."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,10 @@ from dllm_plugin.commands.bench.model_shapes import (
     autoregressive_config,
     write_config,
 )
+from dllm_plugin.commands.verify.plain.model import PlainModel
 from dllm_plugin.config.decode import get_decode_config
 
 TESTS = Path(__file__).parents[1]
-sys.path.insert(0, str(TESTS / "engine"))
-
-from plain import PlainModel  # noqa: E402
-
 RECORDS = {"llada": "llada_vanilla", "Dream": "dream_maskgit_plus"}
 
 

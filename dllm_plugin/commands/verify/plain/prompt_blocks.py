@@ -1,26 +1,34 @@
-"""Decode loops over :class:`plain.PlainModel`: every pass computes the whole text again."""
+"""Decode blocks behind a prompt: D2F and block diffusion; every pass computes the whole text."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
-from plain import PlainModel, counter_uniform, dream_quota, factor_count, llada_quota
 from torch import Tensor
 
-RANDOM_ORDER = 0x5D2F  # the plugin's stream of policy `random`; part of its seeded results
+from dllm_plugin.commands.verify.plain.model import Forward
+from dllm_plugin.commands.verify.plain.numbers import (
+    RANDOM_ORDER,
+    counter_uniform,
+    dream_quota,
+    factor_count,
+    float32,
+    llada_quota,
+    ranking,
+)
+from dllm_plugin.commands.verify.plain.watch import Watched
 
 
 @dataclass
-class Text:
-    """A text being decoded, and what happened on the way.
+class Text(Watched):
+    """Hold a text being decoded, and what happened on the way.
 
     bounds   first positions of the response blocks and the end of the last one
     raw      per position: raw logits of the row that predicted it when it was unmasked
     passes   denoising passes; commit_passes: passes that only stored a finished block
-    margin   how close the closest decision was, in logits or probability
     """
 
-    model: PlainModel
+    model: Forward
     prompt: list[int]
     max_tokens: int
     block_length: int
@@ -31,7 +39,6 @@ class Text:
     raw: dict[int, Tensor] = field(default_factory=dict)
     passes: int = 0
     commit_passes: int = 0
-    margin: float = float("inf")
 
     def __post_init__(self) -> None:
         start = len(self.prompt)
@@ -43,7 +50,7 @@ class Text:
 
     @property
     def num_blocks(self) -> int:
-        """Response blocks of the whole text."""
+        """How many response blocks the whole text has."""
         return len(self.bounds) - 1
 
     def open_block(self, index: int) -> None:
@@ -51,12 +58,12 @@ class Text:
         self.tokens += [self.model.mask_id] * (self.bounds[index + 1] - self.bounds[index])
 
     def masked(self, index: int) -> list[int]:
-        """Undecided positions of a block."""
+        """Return the undecided positions of a block."""
         span = range(self.bounds[index], self.bounds[index + 1])
         return [p for p in span if self.tokens[p] == self.model.mask_id]
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Raw logits per position, and probabilities with the mask token banned."""
+        """Compute raw logits per position, and probabilities with the mask token banned."""
         start = len(self.prompt)
         block = [0] * start + [
             1 + (p - start) // self.block_length for p in range(start, len(self.tokens))
@@ -71,12 +78,13 @@ class Text:
         for p in positions:
             self.tokens[p] = int(probs[p].argmax())
             self.raw[p] = logits[p]
+            self.written[p] = self.tokens[p]
             best = probs[p].log().topk(2).values
-            self.margin = min(self.margin, float(best[0] - best[1]))
+            self.close_call(float(best[0] - best[1]))
         return any(self.tokens[p] in self.stop for p in positions)
 
     def final(self) -> list[int] | None:
-        """The answer, once a leading run of decided tokens holds all of it."""
+        """Return the answer, once a leading run of decided tokens holds all of it."""
         answer: list[int] = []
         for token in self.tokens[len(self.prompt) :]:
             if token == self.model.mask_id:
@@ -87,20 +95,10 @@ class Text:
         return None
 
     def answer(self) -> list[int]:
-        """The answer of a finished text."""
+        """Return the answer of a finished text."""
         answer = self.final()
         assert answer is not None
         return answer
-
-
-def ranking(probs: Tensor, policy: str) -> Tensor:
-    """Score per position: larger is more certain."""
-    if policy == "entropy":
-        return (probs * (probs + 1e-10).log()).sum(-1)
-    if policy == "topk_margin":
-        best = probs.topk(2, dim=-1).values
-        return best[:, 0] - best[:, 1]
-    return probs.amax(-1)
 
 
 def d2f(
@@ -112,7 +110,7 @@ def d2f(
     canvas_length: int = 10**9,
     max_active_blocks: int = 10**9,
 ) -> Text:
-    """D2F (spec d2f 1.3), ending as soon as the answer is known."""
+    """Decode by D2F (arXiv 2508.09192), ending as soon as the answer is known."""
     opened, stored, saw_stop = 0, 0, False
     full: set[int] = {0}
 
@@ -128,14 +126,15 @@ def d2f(
             text.bounds[opened + 1] - text.bounds[stored] <= canvas_length
             and opened - stored < max_active_blocks
         )
-        if fits and not saw_stop and done(opened - 1) >= _float32(block_add_threshold):
+        if fits and not saw_stop and done(opened - 1) >= float32(block_add_threshold):
             text.open_block(opened)
             opened += 1
-        full |= {i + 1 for i in range(-1, opened) if done(i) >= _float32(decoded_token_threshold)}
+        full |= {i + 1 for i in range(-1, opened) if done(i) >= float32(decoded_token_threshold)}
         finished = [not text.masked(i) for i in range(stored, opened)]
         text.passes += 1
         logits, probs = text.forward()
         confidence, score = probs.amax(-1), ranking(probs, policy)
+        open_positions: list[int] = []
         for i in range(stored, opened):
             masked = text.masked(i)
             take = [p for p in masked if confidence[p] > threshold]
@@ -144,8 +143,10 @@ def d2f(
                 order = sorted(masked, key=lambda p: (-float(score[p]), p))
                 take = order[:1]
                 gaps += [float(score[order[0]] - score[p]) for p in order[1:2]]
-            text.margin = min(text.margin, *gaps, text.margin)
+            text.close_choice(*gaps)
+            open_positions += masked
             saw_stop |= text.write(take, logits, probs)
+        text.tell(logits, open_positions)
         stored += (finished + [False]).index(False)
     return text
 
@@ -159,7 +160,7 @@ def block_diffusion(
     eps: float = 1e-3,
     seed: int = 0,
 ) -> Text:
-    """Block diffusion in its two-pass form: denoise a block to its end, then store it."""
+    """Decode by block diffusion in two passes: denoise a block to its end, then store it."""
     for block in range(text.num_blocks):
         text.open_block(block)
         size = len(text.masked(block))
@@ -177,14 +178,16 @@ def block_diffusion(
             order = sorted(left, key=lambda p: (-float(score[p]), p))
             ranked = [float(score[p]) for p in order]
             if policy == "threshold":
-                count = max(1, sum(c > _float32(threshold) for c in ranked))
+                count = max(1, sum(c > float32(threshold) for c in ranked))
             elif policy == "factor":
                 count = factor_count(ranked, factor)
             elif text.model.shift:
                 count = dream_quota(len(left), num_steps, step, eps)
             else:
                 count = llada_quota(size, num_steps, step)
+            text.close_choice(*_gaps(ranked, count, policy, threshold, factor))
             text.write(order[:count], logits, probs)
+            text.tell(logits, left)
             step += 1
             text.passes += 1
             if text.final() is not None:
@@ -193,5 +196,12 @@ def block_diffusion(
     return text
 
 
-def _float32(value: float) -> float:
-    return float(torch.tensor(value))
+def _gaps(
+    ranked: list[float], count: int, policy: str, threshold: float, factor: float
+) -> list[float]:
+    """Return how far the falling scores were from another count."""
+    if policy == "threshold":
+        return [score - threshold for score in ranked[1:]]
+    if policy == "factor":
+        return [ranked[j] - (1 - factor / (j + 2)) for j in range(1, len(ranked))]
+    return [ranked[count - 1] - ranked[count]] if 0 < count < len(ranked) else []

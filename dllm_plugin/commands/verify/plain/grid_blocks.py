@@ -1,22 +1,28 @@
-"""Several active blocks over a plain model, on either grid: every pass computes the whole text.
+"""Decode one or several active blocks, on either grid; every pass computes the whole text.
 
-What :mod:`plain_loops` is for D2F: sub-blocks, edits and quotas included, nothing shared with the
-plugin.
+Sub-blocks, edits and quotas are included.
 """
 
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from plain_loops import Text
 from torch import Tensor
+
+from dllm_plugin.commands.verify.plain.numbers import (
+    RANDOM_ORDER,
+    counter_uniform,
+    factor_count,
+    ranking,
+)
+from dllm_plugin.commands.verify.plain.prompt_blocks import Text
 
 ANYWHERE = 10**9
 
 
 @dataclass
 class GridText(Text):
-    """A text whose blocks are counted from `origin`; the first may begin inside the prompt."""
+    """Hold a text whose blocks are counted from `origin`; the first may begin inside the prompt."""
 
     origin: int = 0
     lows: list[int] = field(init=False)
@@ -32,11 +38,12 @@ class GridText(Text):
         self.bounds = [start, *self.lows[1:]]
 
     def done(self, index: int) -> Tensor:
-        """Decided share of a block in float32, as the plugin compares."""
+        """Return the decided share of a block in float32, as the plugin compares."""
         size = self.lows[index + 1] - self.lows[index]
         return torch.tensor((size - len(self.masked(index))) / size)
 
     def forward(self) -> tuple[Tensor, Tensor]:
+        """Compute as the parent, with blocks counted from `origin`."""
         block = [max(-1, p - self.origin) // self.block_length for p in range(len(self.tokens))]
         logits = self.model.predictions(self.tokens, block)
         banned = logits.clone()
@@ -46,7 +53,10 @@ class GridText(Text):
 
 @dataclass(frozen=True)
 class Rules:
-    """How many blocks, and what each step takes; by the names of the plugin's options."""
+    """Say how many blocks, and what each step takes; by the names of the plugin's options.
+
+    Policies other than `threshold` and `joint_threshold` are for one active block.
+    """
 
     max_active_blocks: int = 1
     threshold: float = 0.9
@@ -57,10 +67,14 @@ class Rules:
     editing_threshold: float | None = None
     max_post_steps: int = 16
     num_to_transfer: int = 1
+    policy: str = "threshold"
+    factor: float = 1.0
+    seed: int = 0
 
     def options(self) -> dict[str, Any]:
-        """As a request's arguments."""
-        given = {f"dllm_{k}": v for k, v in vars(self).items() if v is not None}
+        """Return these as a request's arguments; the policy is the engine's."""
+        own = ("policy", "factor", "seed")
+        given = {f"dllm_{k}": v for k, v in vars(self).items() if v is not None and k not in own}
         if self.editing_threshold is None:
             del given["dllm_max_post_steps"], given["dllm_num_to_transfer"]
         if self.max_active_blocks == 1:
@@ -97,9 +111,12 @@ def active_blocks(text: GridText, rules: Rules, canvas_length: int) -> Text:
         if edits and (stored == 0 or post < rules.max_post_steps):
             replaced = edited(text, probs, first, rules)
         written: list[int] = []
+        could = [p for p in range(text.bounds[first], text.lows[first + 1])] if edits else []
         for i in active:
             quota = quota_of(rules, text.block_length, step) if i == active[0] else int(i in full)
-            written += sure_or_best(text, candidates(text, i, rules), probs, quota, rules)
+            allowed = candidates(text, i, rules)
+            could += allowed
+            written += picked(text, allowed, probs, quota, rules, text.passes - 1)
         keeps = stored > 0 and bool(replaced)
         if keeps:
             stored, written = 0, [] if one else written
@@ -107,6 +124,7 @@ def active_blocks(text: GridText, rules: Rules, canvas_length: int) -> Text:
         if active:
             step = step + 1 if set(candidates(text, active[0], rules)) - set(written) else 0
         text.write(replaced + written, logits, probs)
+        text.tell(logits, could)
         span = range(text.bounds[first], text.lows[opened])
         saw_stop = (saw_stop and not edits) or any(text.tokens[p] in text.stop for p in span)
         if edits:
@@ -116,7 +134,7 @@ def active_blocks(text: GridText, rules: Rules, canvas_length: int) -> Text:
 
 
 def final(text: GridText, settled: int) -> list[int] | None:
-    """The answer, if it lies before a position behind which tokens may still change."""
+    """Return the answer, if it lies before a position behind which tokens may still change."""
     everything = text.tokens
     text.tokens = everything[:settled]
     answer, text.tokens = text.final(), everything
@@ -124,36 +142,59 @@ def final(text: GridText, settled: int) -> list[int] | None:
 
 
 def candidates(text: GridText, index: int, rules: Rules) -> list[int]:
-    """Masked positions of a block's first sub-block that has any."""
+    """Return the masked positions of a block's first sub-block that has any."""
     masked, low = text.masked(index), text.lows[index]
     size = rules.sub_block_length or text.block_length
     return [p for p in masked if (p - low) // size == (masked[0] - low) // size]
 
 
 def quota_of(rules: Rules, size: int, step: int) -> int:
-    """How many positions the first unfinished block takes at least."""
+    """Count the positions that the first unfinished block takes at least."""
     if rules.editing_threshold is not None:
         return rules.num_to_transfer
     steps = rules.steps or size
     return size if step >= steps - 1 else size // steps + (step < size % steps)
 
 
+def picked(
+    text: GridText, masked: list[int], probs: Tensor, quota: int, rules: Rules, step: int
+) -> list[int]:
+    """Return the positions that a block's policy takes; `step` counts its random numbers."""
+    if rules.policy in ("threshold", "joint_threshold"):
+        return sure_or_best(text, masked, probs, quota, rules)
+    if not masked:
+        return []
+    scores = dict(zip(masked, ranking(probs[masked], rules.policy).tolist(), strict=True))
+    if rules.policy == "random":
+        scores = {p: counter_uniform(rules.seed ^ RANDOM_ORDER, p, step) for p in masked}
+    if rules.policy == "sequential":
+        scores = {p: -float(p) for p in masked}
+    order = sorted(masked, key=lambda p: (-scores[p], p))
+    ranked = [scores[p] for p in order]
+    if rules.policy == "factor":
+        quota = factor_count(ranked, rules.factor)
+        text.close_choice(*(ranked[j] - (1 - rules.factor / (j + 2)) for j in range(1, len(order))))
+    elif quota < len(order):
+        text.close_choice(ranked[quota - 1] - ranked[quota])
+    return order[:quota]
+
+
 def sure_or_best(
     text: GridText, masked: list[int], probs: Tensor, quota: int, rules: Rules
 ) -> list[int]:
-    """Positions above the threshold if they make up the quota, else the best ones."""
+    """Return the positions above the threshold if they make up the quota, else the best ones."""
     confidence = {p: float(probs[p].amax()) for p in masked}
     order = sorted(masked, key=lambda p: (-confidence[p], p))
     sure = [p for p in masked if confidence[p] > float(torch.tensor(rules.threshold))]
     gaps = [abs(c - rules.threshold) for c in confidence.values()]
     if len(sure) < quota < len(order):
         gaps.append(confidence[order[quota - 1]] - confidence[order[quota]])
-    text.margin = min(text.margin, *gaps, text.margin)
+    text.close_choice(*gaps)
     return sure if len(sure) >= quota else order[:quota]
 
 
 def edited(text: GridText, probs: Tensor, index: int, rules: Rules) -> list[int]:
-    """Decided positions of a block for which the model is sure of another token."""
+    """Return decided positions of a block for which the model is sure of another token."""
     span = range(text.bounds[index], text.lows[index + 1])
     assert rules.editing_threshold is not None
     floor = float(torch.tensor(rules.editing_threshold))
@@ -163,8 +204,8 @@ def edited(text: GridText, probs: Tensor, index: int, rules: Rules) -> list[int]
             continue
         best = probs[p].topk(2)
         if int(best.indices[0]) != text.tokens[p]:
-            text.margin = min(text.margin, abs(float(best.values[0]) - floor))
+            text.close_choice(float(best.values[0]) - floor)
             found += [p] if float(best.values[0]) > floor else []
         elif float(best.values[0]) > floor - 1e-3:
-            text.margin = min(text.margin, float(best.values[0] - best.values[1]))
+            text.close_call(float(best.values[0] - best.values[1]))
     return found
