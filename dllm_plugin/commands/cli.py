@@ -35,6 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_argument("model", nargs="?", help="folder or hub name (default: the bundled one)")
     doctor.add_argument("--dtype", default="auto", help="as in vLLM")
     _add_decode_options(doctor)
+    _add_verify(commands)
     _add_bench(commands)
     return parser
 
@@ -82,6 +83,21 @@ def _add_verbose(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="show vLLM's log (default: a file, named when something fails)",
     )
+
+
+def _add_verify(commands: Any) -> None:
+    parser = commands.add_parser("verify", help="compare a checkpoint with a second implementation")
+    parser.add_argument("model", nargs="?", help="folder or hub name (default: the bundled one)")
+    parser.add_argument("--prompts", metavar="FILE", help="one prompt a line (default: five)")
+    parser.add_argument("--limit", type=_positive, help="number of prompts (default: all)")
+    parser.add_argument("--dtype", default="auto", help="as in vLLM")
+    parser.add_argument("--tensor-parallel-size", type=_positive, default=1, help="as in vLLM")
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="compare with the checkpoint's own code, if it has some",
+    )
+    _add_decode_options(parser)
 
 
 def _add_bench(commands: Any) -> None:
@@ -161,6 +177,10 @@ def _run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
             from dllm_plugin.commands import doctor
 
             return doctor.run(options)
+    if args.command == "verify":
+        from dllm_plugin.commands.verify import command as verify_command
+
+        return verify_command.run(args)
     if args.mode in MODES:
         settings = settings_of(args)
         from dllm_plugin.commands.bench import command as bench_command

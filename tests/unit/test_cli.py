@@ -56,6 +56,10 @@ OPTIONS = {
         + ["--top-p", "--verbose", "-h", "-v"]
     ),
     "serve": ["--help", "-h"],
+    "verify": sorted(
+        [*DECODE, "--dtype", "--help", "--limit", "--prompts", "--tensor-parallel-size", "-h"]
+        + ["--trust-remote-code"]
+    ),
 }
 
 
@@ -84,6 +88,9 @@ def test_options_are_frozen() -> None:
         (["generate", "x", "--model", "/no/such/folder"], "there is no folder /no/such/folder"),
         (["generate", " "], "the prompt is empty"),
         (["doctor", "./none"], "there is no folder ./none"),
+        (["verify", "./none"], "there is no folder ./none"),
+        (["verify", "--policy", "best"], "policy 'best' is unknown"),
+        (["verify", "--prompts", "/no/such/file"], "No such file or directory"),
         (["eval", "--output", "."], "--output is where --all writes: add --all"),
         (["eval", "--all", "--output", "/no/such/folder"], "/no/such/folder is not a folder"),
     ],

@@ -60,7 +60,8 @@ def test_the_check_sees_decisions(source: str) -> None:
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.stem)
 def test_nobody_else_asks_for_a_strategy_or_a_family(path: Path) -> None:
-    if path != TABLE:
+    # The plain loops are a second opinion, which may not read the table.
+    if path != TABLE and path.parent.name != "plain":
         assert list(decisions(ast.parse(path.read_text(encoding="utf-8")))) == []
 
 

@@ -5,7 +5,8 @@ own names and layouts are brought to Qwen's when it is read.
 """
 
 import json
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -77,11 +78,27 @@ class Router:
         return shares * self.scale
 
 
+class InFloat32(Mapping[str, Tensor]):
+    """Hand out weights in float32, each when it is asked for."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self.weights = weights
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.weights[name].float()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.weights)
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+
 @dataclass(frozen=True)
 class PlainModel:
     """Hold a LLaDA, Dream, SDAR, LLaDA2 or Fast-dLLM v2, and compute it."""
 
-    weights: dict[str, Tensor]
+    weights: Mapping[str, Tensor]
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -131,7 +148,7 @@ class PlainModel:
         if f"{name}.q_norm.weight" in self.weights:
             q, k = self._norm(q, f"{name}.q_norm"), self._norm(k, f"{name}.k_norm")
         half = self.rotary_dim // 2
-        frequency = self.theta ** (-torch.arange(half, device=x.device) / half)
+        frequency = 1.0 / self.theta ** (torch.arange(half, device=x.device) / half)
         angle = torch.arange(start, start + len(x), device=x.device)[:, None] * frequency
         return [rotate(q, angle), rotate(k, angle), v]
 
@@ -197,6 +214,10 @@ class PlainModel:
         """Compute the hidden states behind the embedding and every layer, and logits."""
         states = self._states(tokens, self._visible(block))
         return states, self._head(states[-1])
+
+    def exact_states(self, tokens: list[int], block: list[int]) -> tuple[list[Tensor], Tensor]:
+        """Compute as `states`, in float32 from the same weights."""
+        return replace(self, weights=InFloat32(self.weights)).states(tokens, block)
 
     def rows(self, tokens: list[int], block: list[int]) -> Tensor:
         """Compute logits ``[N, V]``; the query at i sees the key at j if block[i] >= block[j]."""

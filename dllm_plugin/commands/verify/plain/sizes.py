@@ -43,7 +43,7 @@ class Sizes:
             if config.get(name):
                 raise ValueError(f"{name} in config.json is nothing that the plain model computes.")
         if kind == LLADA:
-            return cls(*_llada_sizes(config), config)
+            return cls(*_llada_sizes(config))
         heads, width = config["num_attention_heads"], config["hidden_size"]
         head = config.get("head_dim") or (128 if kind == "sdar_moe" else width // heads)
         share = config.get("partial_rotary_factor", 0.5 if kind in LLADA2 else 1.0)
@@ -122,6 +122,7 @@ def _llada_sizes(config: dict[str, Any]) -> tuple[Any, ...]:
         *(config["n_layers"], heads, config.get("n_kv_heads") or heads, head),
         *(config.get("rms_norm_eps", 1e-5), _theta(config, 5e5), head),
         bool(config.get("weight_tying")),
+        config,
     )
 
 

@@ -1,0 +1,150 @@
+"""Run ``diffuplug verify``: does the engine decode a checkpoint as a second implementation does?"""
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dllm_plugin.commands.offline import conversation, engine_options, stop_engine
+from dllm_plugin.commands.verify import engine_side, report, second_opinion
+from dllm_plugin.commands.verify.compare import Watcher, compare_first_forward
+from dllm_plugin.commands.verify.engine_side import Decode
+from dllm_plugin.commands.verify.reference import Reference, folder_of, load
+from dllm_plugin.commands.verify.report import Verdict
+from dllm_plugin.commands.verify.second_opinion import Job
+from dllm_plugin.config.decode import DecodeConfig
+from dllm_plugin.decoding.families import FAMILIES
+
+if TYPE_CHECKING:
+    import torch
+    from tqdm import tqdm
+    from vllm import LLM
+    from vllm.config import ModelConfig
+
+MAX_TOKENS = 128
+PROMPTS = (
+    "Why is the sky blue?",
+    "Write a Python function that reverses a string.",
+    "Anna has 48 pencils and gives 26 of them to Omar. How many does she have now?",
+    "List three differences between rivers and lakes.",
+    "Translate into German: The train leaves at seven.",
+)
+
+
+class EngineSide(NamedTuple):
+    """Hold everything of an engine that has ended."""
+
+    config: DecodeConfig
+    dtype: "torch.dtype"
+    jobs: list[Job]
+    decodes: list[Decode]
+    spell: report.Spell
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a line per prompt and one JSON line; 0 when both sides agree everywhere, else 1."""
+    from tqdm import tqdm
+
+    options = engine_options(args)
+    texts = read_prompts(args.prompts)[: args.limit]
+    # Triton's default for float32 GEMMs is tf32, which is no rounding of float32.
+    os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
+    folder = folder_of(options["model"], args.trust_remote_code)
+    with tqdm(total=2 * len(texts), unit="decode") as bar:
+        bar.set_description("engine")
+        side = _decode_by_engine(options, args.tensor_parallel_size, texts, bar)
+        bar.set_description("reference")
+        # The engine's memory is the second implementation's now.
+        num_layers = len(side.decodes[0].first.states) - 1
+        reference = load(folder, side.config, side.dtype, args.trust_remote_code, num_layers)
+        bar.clear()
+        name = args.model or "the bundled model"
+        print(f"{name}: {side.config.strategy}, policy {side.config.policy}")
+        print(f"engine against {reference.name} on {reference.device}, {side.dtype}\n", flush=True)
+        verdicts = []
+        for number, (job, found) in enumerate(zip(side.jobs, side.decodes, strict=True), 1):
+            verdicts.append(_compare(reference, job, found, side.dtype))
+            bar.clear()
+            report.print_prompt(number, verdicts[-1], side.spell)
+            bar.update()
+    machine = {
+        "dtype": str(side.dtype).removeprefix("torch."),
+        "tensor_parallel_size": args.tensor_parallel_size,
+        "reference": reference.name,
+        "reference_device": reference.device,
+    }
+    print(f"\n{report.summary(verdicts)}")
+    print(report.json_line(args.model or "bundled", side.config, machine, verdicts))
+    return 0 if all(verdict.agrees for verdict in verdicts) else 1
+
+
+def read_prompts(file: str | None) -> list[str]:
+    """Read one prompt a line; without a file, return a few of our own."""
+    if file is None:
+        return list(PROMPTS)
+    lines = Path(file).read_text(encoding="utf-8").splitlines()
+    if prompts := [line for line in lines if line.strip()]:
+        return prompts
+    raise ValueError(f"{file} has no prompt: write one a line")
+
+
+def _decode_by_engine(
+    options: dict[str, Any], ranks: int, texts: list[str], bar: "tqdm[Any]"
+) -> EngineSide:
+    """Decode all prompts by an engine that has ended when this returns."""
+    llm = engine_side.start(options, ranks)
+    try:
+        model_config = llm.llm_engine.model_config
+        if model_config.architecture not in FAMILIES:
+            raise ValueError(f"{model_config.architecture} is not served by DiffuPlug")
+        jobs, decodes = [_job(llm, text) for text in texts], []
+        for i, job in enumerate(jobs):
+            found = engine_side.decode(llm, str(i), job.prompt, job.max_tokens, set(job.stop))
+            decodes.append(found)
+            bar.update()
+        dtype: torch.dtype = model_config.dtype  # type: ignore[assignment]
+        config, spell = engine_side.config_of(llm), llm.get_tokenizer().decode
+        return EngineSide(config, dtype, jobs, decodes, spell)
+    finally:
+        stop_engine(llm)
+
+
+def _job(llm: "LLM", text: str) -> Job:
+    tokenizer: Any = llm.get_tokenizer()
+    if getattr(tokenizer, "chat_template", None) is not None:
+        text = tokenizer.apply_chat_template(
+            conversation(text), add_generation_prompt=True, tokenize=False
+        )
+        prompt = tokenizer.encode(text, add_special_tokens=False)
+    else:
+        prompt = tokenizer.encode(text)
+    model_config, config = llm.llm_engine.model_config, engine_side.config_of(llm)
+    room = model_config.max_model_len - len(prompt)
+    if room < 1:
+        raise ValueError(
+            f"a prompt of {len(prompt)} tokens leaves no room in a context of "
+            f"{model_config.max_model_len}: {text[:40]!r}"
+        )
+    stops = _ends(model_config, tokenizer) | set(config.turn_end_token_ids)
+    return Job(prompt, min(MAX_TOKENS, room), config, stops, model_config.max_model_len)
+
+
+def _ends(model_config: "ModelConfig", tokenizer: Any) -> set[int]:
+    """Return the tokens that end an answer."""
+    ends = {tokenizer.eos_token_id}
+    generation = model_config.try_get_generation_config().get("eos_token_id")
+    ends |= set(generation) if isinstance(generation, list) else {generation}
+    return ends - {None}
+
+
+def _compare(reference: Reference, job: Job, theirs: Decode, dtype: "torch.dtype") -> Verdict:
+    first, model = theirs.first, reference.model
+    stop = min(second_opinion.first_stop(job), max(first.ids) + 1)
+    text = [first.ids[p] for p in range(stop)], second_opinion.blocks_of(job, stop)
+    ours = model.states(*text)
+    exact = ours if dtype.itemsize == 4 else model.exact_states(*text)
+    seen = (first.states, first.logits)
+    compared = compare_first_forward(seen, ours, exact, stop, reference.is_mixture)
+    end = len(job.prompt) + len(theirs.tokens)
+    watcher = Watcher(theirs.decided, end, job.config.mask_token_id, compared.rounding)
+    return Verdict(theirs, second_opinion.decode(model, job, watcher), compared, watcher.difference)

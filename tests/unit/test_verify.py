@@ -1,0 +1,125 @@
+"""What `diffuplug verify` calls a difference, and what a near tie; no engine."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_layers import TREES, imports
+
+from dllm_plugin.commands.verify.command import PROMPTS, read_prompts
+from dllm_plugin.commands.verify.compare import Watcher, compare_first_forward
+from dllm_plugin.commands.verify.engine_side import Decided
+from dllm_plugin.commands.verify.plain.checkpoint import load_weights
+from dllm_plugin.commands.verify.plain.sizes import Sizes
+from dllm_plugin.commands.verify.plain.watch import Step
+
+MASK = 3
+ROW = torch.tensor([10.0, 9.99, 2.0, 50.0])
+
+
+def watch(engine: dict[int, int], ours: dict[int, int], closest: float, row: torch.Tensor = ROW):
+    decided = [Decided(engine, {5: (1, 0.5)})]
+    watcher = Watcher(decided, 10, MASK, 0.1)
+    watcher(Step({}, {}, 1.0))  # decides nothing
+    watcher(Step(ours, {p: row for p in {*engine, *ours}}, closest))
+    return watcher.difference
+
+
+def test_the_same_is_no_difference() -> None:
+    assert watch({5: 0, 12: 2}, {5: 0, 13: 1}, 0.0) is None, "behind the answer's end"
+
+
+@pytest.mark.parametrize(("second", "near"), [(9.99, True), (9.0, False)])
+def test_two_tokens(second: float, near: bool) -> None:
+    """The mask is never proposed, however large its logit."""
+    row = torch.tensor([10.0, second, 2.0, 50.0])
+    found = watch({5: 1}, {5: 0}, 1.0, row)
+    assert found is not None and found.decided_by == "both" and found.near_tie is near
+    assert found.reference == (0, pytest.approx(float(row[:3].softmax(-1)[0])))
+    assert (found.engine, found.position, found.forward) == ((1, 0.5), 5, 1)
+
+
+@pytest.mark.parametrize(("closest", "near"), [(0.001, True), (0.2, False)])
+def test_other_positions(closest: float, near: bool) -> None:
+    found = watch({5: 0, 6: 1}, {5: 0}, closest)
+    assert found is not None and found.decided_by == "engine" and found.near_tie is near
+    found = watch({}, {5: 0}, closest)
+    assert found is not None and found.decided_by == "reference" and found.near_tie is near
+
+
+def test_every_difference_of_a_forward_has_to_be_near() -> None:
+    found = watch({5: 1, 6: 2}, {5: 0, 6: 0}, 1.0)
+    assert found is not None and not found.near_tie
+
+
+def compared(change, dtype: torch.dtype, is_mixture: bool, rows: int = 1, exact=None):
+    states = [torch.ones(20, 8), torch.ones(20, 8), torch.ones(20, 8)]
+    theirs = [state.clone() for state in states]
+    if change is not None:
+        theirs[change][:rows] += 0.5
+    by_position = [dict(enumerate(state)) for state in theirs]
+    found = (by_position[:2], by_position[2])
+    ours = ([state.to(dtype) for state in states[:2]], states[2])
+    return compare_first_forward(found, ours, exact or ours, 18, is_mixture)
+
+
+def test_what_rounding_does_to_the_checkpoint_is_allowed() -> None:
+    """Four times as far as the second implementation is from itself in float32."""
+    exact = ([torch.ones(20, 8), torch.full((20, 8), 1.2)], torch.ones(20, 8))
+    assert compared(1, torch.bfloat16, False).first == "layer 0"
+    assert compared(1, torch.bfloat16, False, exact=exact).first is None
+
+
+def test_where_numbers_first_differ() -> None:
+    places = [compared(change, torch.float32, False).first for change in (None, 0, 1, 2)]
+    assert places == [None, "the embedding", "layer 0", "the logits (final norm or LM head)"]
+    assert compared(2, torch.float32, False).logits == 0.5
+
+
+def test_a_router_may_differ_in_few_rows_of_16_bits() -> None:
+    assert compared(1, torch.bfloat16, True).first is None
+    assert compared(1, torch.bfloat16, True, rows=5).first == "layer 0"
+    assert compared(1, torch.bfloat16, False).first == compared(1, torch.float32, True).first
+
+
+def test_prompts(tmp_path: Path) -> None:
+    file = tmp_path / "prompts"
+    file.write_text("one\n\n two \n")
+    assert read_prompts(str(file)) == ["one", " two "] and read_prompts(None) == list(PROMPTS)
+    file.write_text("\n \n")
+    with pytest.raises(ValueError, match="has no prompt"):
+        read_prompts(str(file))
+
+
+@pytest.mark.parametrize("name", sorted(n for n in TREES if n.startswith("commands.verify.plain")))
+def test_the_plain_side_imports_nothing_else_of_ours(name: str) -> None:
+    ours = {i.module for i in imports(name) if i.module.startswith("dllm_plugin")}
+    assert all(module.startswith("dllm_plugin.commands.verify.plain") for module in ours)
+    assert not {
+        i.module for i in imports(name) if i.module.split(".")[0] in ("vllm", "transformers")
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ("missing", "has no weight for model.norm.weight"),
+        ("surplus", "holds model.other.weight, which its model does not have"),
+        ("shape", r"lm_head.weight has shape \(319, 128\)"),
+    ],
+)
+def test_weights_are_read_strictly(
+    change: str, sentence: str, checkpoints: Path, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(checkpoints / "tiny-sdar" / "model.safetensors")
+    if change == "missing":
+        del weights["model.norm.weight"]
+    elif change == "surplus":
+        weights["model.other.weight"] = torch.ones(1)
+    else:
+        weights["lm_head.weight"] = weights["lm_head.weight"][:-1].clone()
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=sentence):
+        load_weights(tmp_path, Sizes.load(checkpoints / "tiny-sdar"))
