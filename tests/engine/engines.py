@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 CHECKPOINTS = Path(__file__).parents[1] / "goldens" / "checkpoints"
 FAMILIES = ("llada", "dream")
 MASK_IDS = {"llada": 300, "dream": 279}
+STARTS: list[float] = []  # seconds of each start in this process, for `sums.py`
 NEVER = 319  # a token that the tiny checkpoints never predict
 
 
@@ -47,8 +49,10 @@ class EngineRoom:
         } | options
         # A start collects garbage ten times; without this each walks through all of vLLM.
         gc.freeze()
+        began = time.monotonic()
         with _async_on_cpu() if async_scheduling else contextlib.nullcontext():
             self.llm = LLM(**settings)
+        STARTS.append(time.monotonic() - began)
         assert self.llm.llm_engine.vllm_config.scheduler_config.async_scheduling is async_scheduling
         self.wish = wish
         return self.llm
