@@ -81,10 +81,15 @@ class Case:
                 numbers |= {"policy": name, name: settings[name]}
         return numbers
 
+    def forward_of(self, position: int, step: int) -> int:
+        """Index among the forwards of the whole text, of which every block takes as many."""
+        numbers = self.numbers()
+        block = (position - len(self.prompt)) // numbers.get("block_length", self.max_tokens)
+        return int(block * numbers["steps"] + step)
+
     def uniform(self, position: int, step: int) -> float:
         """The number drawn for a masked position in a step of its block."""
-        block, start = self.numbers().get("block_length", self.max_tokens), len(self.prompt)
-        index = (position - start) // block * self.numbers()["steps"] + step
+        start, index = len(self.prompt), self.forward_of(position, step)
         draws = self.record["uniform_draws"][index]
         if len(draws) == start + self.max_tokens:
             return draws[position]
@@ -95,8 +100,9 @@ class Case:
         return draws[position - start - sum(p < position for p in done)]
 
     def noise(self, position: int, step: int) -> Tensor:
-        """The numbers drawn for a row's vocabulary; the only such case has one block."""
-        return logits_of(self.file)[f"{self.record['id']}/uniform_noise_{step}"][position]
+        """The numbers drawn for a row's vocabulary in a step of its block."""
+        index = self.forward_of(position, step)
+        return logits_of(self.file)[f"{self.record['id']}/uniform_noise_{index}"][position]
 
     def first_logits(self) -> dict[int, Tensor]:
         """Rows of the first forward, by position."""

@@ -1,16 +1,28 @@
 """Recorded traces of the full-attention reference decoders on the real engine, call by call."""
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engines import MASK_IDS, EngineRoom, forwards, generate, num_preemptions, params, token_ids
+from engines import (
+    MASK_IDS,
+    EngineRoom,
+    a_prompt,
+    forwards,
+    generate,
+    num_preemptions,
+    params,
+    token_ids,
+)
 from full_goldens import CANVAS, Case, cases_of
 from full_jobs import Decoder, every_decoder, run_interrupted
+from safetensors.torch import save_file
 
 from dllm_plugin.commands.verify.plain.full_text import Pass
 from dllm_plugin.commands.verify.plain.model import PlainModel
+from dllm_plugin.commands.verify.plain.numbers import llada_quota
 
 IN_FLIGHT = (16, 4)
 
@@ -141,6 +153,55 @@ def test_recorded_random_numbers(
             [output] = generate(llm, [case.prompt], wish_for(case))
         check(case, output)
         check_passes(case, spy, case.decode(plain_models[family]).passes)
+
+
+def gumbel_case(file: Path, model: PlainModel, prompt: list[int], shape: dict[str, Any]) -> Case:
+    """What LLaDA's loop makes of a prompt, recorded as the references' calls are."""
+    draw = torch.Generator().manual_seed(5)
+    tokens = prompt + [model.mask_id] * shape["gen_length"]
+    blocks = shape["gen_length"] // shape["block_length"]
+    steps, forwards, rows = shape["steps"] // blocks, [], {}
+    for low in range(len(prompt), len(tokens), shape["block_length"]):
+        block = range(low, low + shape["block_length"])
+        for step in range(steps):
+            logits = model.rows_at(0, tokens, {})
+            noise = torch.rand(logits.shape, dtype=torch.float64, generator=draw)
+            rows[f"made/uniform_noise_{len(forwards)}"] = noise
+            rows.setdefault("made/first_logits", logits.clone())
+            logits[:, model.mask_id] = float("-inf")
+            noisy = logits.double().exp() / (-noise.log()) ** shape["temperature"]
+            best, sure = noisy.argmax(-1), logits.softmax(-1)
+            left = [p for p in block if tokens[p] == model.mask_id]
+            left.sort(key=lambda p: -float(sure[p, best[p]]))
+            new = [[p, int(best[p])] for p in left[: llada_quota(len(block), steps, step)]]
+            for position, token in new:
+                tokens[position] = token
+            size = len(tokens)
+            forwards.append({"q_start": 0, "q_len": size, "kv_len": size, "new": sorted(new)})
+    rows["made/first_logits_rows"] = torch.arange(len(tokens))
+    save_file(rows, f"{file}.logits.safetensors")
+    record = {"id": "made", "prompt_ids": prompt, "settings": shape, "forwards": forwards}
+    record |= {"output_ids": tokens[len(prompt) :], "num_forwards": len(forwards)}
+    return Case(str(file), "semi_autoregressive", record | {"noise_kind": "gumbel"})
+
+
+def test_recorded_noise_of_several_blocks(
+    room: EngineRoom,
+    plain_models: dict[str, PlainModel],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Made by hand: the noise is numbered by the forwards of the whole text."""
+    model, shape = plain_models["llada"], {"gen_length": 24, "block_length": 8, "steps": 12}
+    case = gumbel_case(tmp_path / "made", model, a_prompt(7, 3), shape | {"temperature": 0.7})
+    text = case.decode(model)
+    assert text.answer() == case.record["output_ids"] and text.margin > 1e-4
+    llm = start(room, ("llada", "semi_autoregressive"), max_num_seqs=16)
+    with PassSpy(llm, MASK_IDS["llada"]) as spy:
+        recorded_draws(monkeypatch, case)
+        [output] = generate(llm, [case.prompt], wish_for(case))
+    check(case, output)
+    check_passes(case, spy, text.passes)
 
 
 def shuffled(decoder: Decoder, seed: int) -> list[Case]:

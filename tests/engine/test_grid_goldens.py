@@ -7,7 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import EngineRoom, forwards, free_pages, generate, num_preemptions, params, token_ids
+from engines import (
+    NEVER,
+    EngineRoom,
+    forwards,
+    free_pages,
+    generate,
+    num_preemptions,
+    params,
+    token_ids,
+)
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 FILES = {
@@ -20,6 +29,8 @@ SDAR_POLICIES = {
     "low_confidence_dynamic": "threshold",
     "sequential": "sequential",
 }
+SDAR_MASK = 282
+STOPPING = "stopping_criteria_idx"
 CANVAS = {"canvas_length": 64}  # two of the longest recorded blocks
 Case = dict[str, Any]
 
@@ -34,20 +45,29 @@ def cases_of(model: str) -> list[Case]:
     ]
 
 
-def stop_of(case: Case) -> int | None:
-    """LLaDA2's loop takes its EOS as an argument; SDAR's stops at none of its own."""
-    return case["settings"].get("eos_id")
+def stops_of(case: Case) -> list[int]:
+    """LLaDA2's loop takes its EOS as an argument, SDAR's any ids; neither has one of its own."""
+    settings = case["settings"]
+    stops = settings.get(STOPPING) or [settings.get("eos_id")]
+    return [stop for stop in stops if stop is not None]
+
+
+def answer_of(case: Case) -> list[int]:
+    """To the first id that SDAR stops at: it decodes no block behind it, and keeps the masks."""
+    answer = list(case["output_ids"])
+    ends = [i for i, t in enumerate(answer) if t in case["settings"].get(STOPPING, ())]
+    return answer[: ends[0] + 1] if ends else answer
 
 
 def wish(case: Case) -> Any:
-    settings, stop = case["settings"], stop_of(case)
+    settings = case["settings"]
     policy = SDAR_POLICIES[settings.get("remasking_strategy", "low_confidence_dynamic")]
     numbers: dict[str, Any] = {"dllm_policy": policy, "dllm_block_length": settings["block_length"]}
     numbers["dllm_steps"] = settings.get("denoising_steps") or settings["steps"]
     if policy == "threshold":
         numbers["dllm_threshold"] = settings.get("threshold") or settings["confidence_threshold"]
     # To the end of the last block, where the reference decodes it whole.
-    return params(len(case["output_ids"]), stop_token_ids=[stop] if stop else [], **numbers)
+    return params(len(case["output_ids"]), stop_token_ids=stops_of(case), **numbers)
 
 
 def denoising(case: Case) -> int:
@@ -56,8 +76,8 @@ def denoising(case: Case) -> int:
 
 
 def check(case: Case, output: Any) -> None:
-    assert token_ids(output) == case["output_ids"], case["id"]
-    ends_inside = len(case["output_ids"] + case["prompt_ids"]) % case["settings"]["block_length"]
+    assert token_ids(output) == answer_of(case), case["id"]
+    ends_inside = len(answer_of(case) + case["prompt_ids"]) % case["settings"]["block_length"]
     if ends_inside:
         # Cut behind a stop token or at `gen_length`: the rest of the block is not decoded.
         assert forwards(output) <= denoising(case), case["id"]
@@ -89,6 +109,34 @@ def test_each_alone(model: str, room: EngineRoom) -> None:
         check(case, output)
 
 
+def stopped_at(case: Case, place: int) -> Case:
+    """As SDAR's loop records a case that stops at the token in `place` of its answer."""
+    first, stop = len(case["prompt_ids"]), case["output_ids"][place]
+    place = case["output_ids"].index(stop)
+    length = case["settings"]["block_length"]
+    end = (first + place) // length * length + length
+    answer = case["output_ids"]
+    kept = answer[: end - first] + [SDAR_MASK] * (len(answer) - (end - first))
+    return case | {
+        "output_ids": kept,
+        "settings": case["settings"] | {STOPPING: [stop, NEVER]},
+        "forwards": [one for one in case["forwards"] if one["q_start"] < end],
+    }
+
+
+def test_stopping_criteria(overlapped: bool, room: EngineRoom) -> None:
+    """Made by hand from recorded cases; ids that never come change nothing."""
+    llm = room.start("sdar", CANVAS, async_scheduling=overlapped)
+    whole = cases_of("sdar")
+    cases = [stopped_at(case, len(case["output_ids"]) // 2) for case in whole]
+    cases += [case | {"settings": case["settings"] | {STOPPING: [NEVER]}} for case in whole[:3]]
+    assert sum(SDAR_MASK in case["output_ids"] for case in cases) > 5
+    assert not any(SDAR_MASK in answer_of(case) for case in cases)
+    outputs = generate(llm, [c["prompt_ids"] for c in cases], [wish(c) for c in cases])
+    for case, output in zip(cases, outputs, strict=True):
+        check(case, output)
+
+
 def test_preemption_under_pressure(model: str, overlapped: bool, room: EngineRoom) -> None:
     """The prompt's partial block is recomputed with the tokens that it had."""
     llm = room.start(
@@ -97,7 +145,7 @@ def test_preemption_under_pressure(model: str, overlapped: bool, room: EngineRoo
     before, pages, cases = num_preemptions(llm), free_pages(llm), cases_of(model)
     outputs = generate(llm, [c["prompt_ids"] for c in cases], [wish(c) for c in cases])
     for case, output in zip(cases, outputs, strict=True):
-        assert token_ids(output) == case["output_ids"], case["id"]
+        assert token_ids(output) == answer_of(case), case["id"]
     assert num_preemptions(llm) > before
     assert free_pages(llm) == pages
 
@@ -123,7 +171,7 @@ def test_a_canvas_of_one_block(overlapped: bool, room: EngineRoom) -> None:
     outputs = generate(llm, [c["prompt_ids"] for c in cases], [wish(c) for c in cases])
     for case, output in zip(cases, outputs, strict=True):
         first, last = len(case["prompt_ids"]), len(case["prompt_ids"] + case["output_ids"])
-        assert token_ids(output) == case["output_ids"], case["id"]
+        assert token_ids(output) == answer_of(case), case["id"]
         assert forwards(output) == denoising(case) + last // 16 - first // 16 - 1, case["id"]
 
 
@@ -136,7 +184,7 @@ def test_blocks_commit_alone_where_many_requests_run(model: str, room: EngineRoo
         before = scheduler.num_computed_positions
         outputs = generate(llm, [c["prompt_ids"] for c in cases], [wish(c) for c in cases])
         for case, output in zip(cases, outputs, strict=True):
-            assert token_ids(output) == case["output_ids"], case["id"]
+            assert token_ids(output) == answer_of(case), case["id"]
         passes = sum(forwards(output) for output in outputs)
         counts.append((passes, scheduler.num_computed_positions - before))
     (together, all_of_them), (apart, fewer) = counts
