@@ -100,21 +100,23 @@ def server(verbose: bool) -> Iterator[str]:
     process = subprocess.Popen(
         command, stdout=output, stderr=output, env=environment, start_new_session=True
     )
+    failed = False
     try:
         url = f"http://127.0.0.1:{port}"
-        with Screen(sys.stderr, sys.stdout, log) as screen:
+        with Screen(sys.stderr, sys.stdout, None if verbose else log) as screen:
             wait_until_healthy(process, url, log)
             screen.end(f"ready at {url}")
         yield url
     except (RuntimeError, OpenAIError):
-        if not verbose:
-            print(f"demo: the server's log: {log}", file=sys.stderr)
+        failed = not verbose
         raise
-    else:
-        log.unlink()
     finally:
         os.close(descriptor)
         stop(process)
+        if failed:
+            print(f"demo: the server's log: {log}", file=sys.stderr)
+        else:
+            log.unlink()
 
 
 def free_port() -> int:

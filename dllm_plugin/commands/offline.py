@@ -79,10 +79,10 @@ def collecting_later() -> Iterator[None]:
 def start_engine(options: dict[str, Any], log: Path | None = None) -> "LLM":
     """Start an engine. Raises ValueError if it does not start, with the cause from its log."""
     try:
+        # Not while it starts: processes that it forks would never collect either.
         with collecting_later():
             from vllm import LLM
-
-            return LLM(**options)
+        return LLM(**options)
     except RuntimeError as error:
         # vLLM has printed the cause from the process where it happened.
         why = f"({error}); the cause is above"

@@ -114,11 +114,11 @@ class Screen:
         self._phase = None
 
     def _watch(self, log: Path) -> None:
-        waiting = dict(MARKERS)
+        waiting, text = dict(MARKERS), ""
         with log.open(encoding="utf-8", errors="replace") as lines:
             while not self._leave.wait(LOOK_SECONDS):
-                new = lines.read()
-                found = [marker for marker in waiting if marker in new]
+                text += lines.read()  # a marker may come in two pieces
+                found = [marker for marker in waiting if marker in text]
                 for marker in found:
                     self.phase(waiting.pop(marker))
 
@@ -135,9 +135,8 @@ def screen(verbose: bool) -> Iterator[Screen]:
     file: everything comes out on standard error.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with os.fdopen(os.dup(1), "w") as out, os.fdopen(os.dup(2), "w") as err:
+    streams = [_opened(number) for number in (1, 2)]
+    with _duplicate(1, streams[0]) as out, _duplicate(2, streams[1]) as err:
         if verbose:
             with Screen(err, out, None) as shown:
                 yield shown
@@ -151,12 +150,12 @@ def screen(verbose: bool) -> Iterator[Screen]:
             with Screen(err, out, log) as shown:
                 yield shown
             done = True
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, BrokenPipeError):  # nobody reads on: nothing failed
             done = True
             raise
         finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            for standard in streams:
+                standard.flush()
             os.dup2(out.fileno(), 1)
             os.dup2(err.fileno(), 2)
             os.close(descriptor)
@@ -164,6 +163,25 @@ def screen(verbose: bool) -> Iterator[Screen]:
                 log.unlink()
             else:
                 err.write(f"diffuplug: vLLM's log: {log}\n")
+
+
+def _opened(number: int) -> TextIO:
+    """Return standard output or error, opened on nothing where it was closed."""
+    name = {1: "stdout", 2: "stderr"}[number]
+    if getattr(sys, name) is None:
+        null = os.open(os.devnull, os.O_WRONLY)
+        if null != number:
+            os.dup2(null, number)
+            os.close(null)
+        setattr(sys, name, os.fdopen(number, "w", closefd=False))
+    stream: TextIO = getattr(sys, name)
+    stream.flush()
+    return stream
+
+
+def _duplicate(number: int, stream: TextIO) -> TextIO:
+    """Open a copy of a descriptor that writes text as the stream does."""
+    return os.fdopen(os.dup(number), "w", encoding=stream.encoding, errors=stream.errors)
 
 
 def cause(log: Path) -> str | None:

@@ -18,7 +18,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
-POLL_SECONDS = 0.05
+POLL_SECONDS, POLLS = 0.05, 1200  # for a minute
 ANY_ADDRESS = {"": "localhost", "0.0.0.0": "localhost", "::": "localhost"}
 
 
@@ -49,7 +49,7 @@ async def _announce(state: Any) -> None:
     """Print the line when the server accepts a connection, which it does after this start."""
     arguments = state.args
     host = ANY_ADDRESS.get(arguments.host or "", arguments.host)
-    while not arguments.uds:
+    for _ in range(0 if arguments.uds else POLLS):
         try:
             _, writer = await asyncio.open_connection(host, arguments.port)
         except OSError:  # not listening yet

@@ -22,6 +22,7 @@ def user_chose(vllm_config: VllmConfig) -> bool:
         vllm_config.model_config.enforce_eager
         or compilation.mode is not None
         or compilation.backend != current_platform.get_compile_backend()
+        or bool(compilation.compile_sizes or compilation.custom_ops or compilation.splitting_ops)
         or vllm_config.optimization_level != OptimizationLevel.O2
     )
 

@@ -21,8 +21,8 @@ WITHOUT = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "A
 FLOAT32_BYTES = 4
 NO_UNITS = "this CPU does not multiply bfloat16 natively (no AMX, AVX512_BF16 or Arm BF16)"
 COST = (
-    "a forward takes about 4 to 5 times as long as in float32 (measured on two AVX2 cores: 52 "
-    "against 11.4 ms with one request, 766 against 198 ms with 16)"
+    "a forward takes about 4 to 5 times as long as in float32 (the bundled model on two AVX2 "
+    "cores: 52 against 11.4 ms with one request, 766 against 198 ms with 16)"
 )
 
 
@@ -96,7 +96,7 @@ def choose_dtype(
         line = f"dtype stays {kept} ({fixed_by}) although {NO_UNITS}: {COST}."
         return DtypeChoice(stored, fixed_by, line)
     if weights is not None and memory.holds(weights):
-        line = f"dtype is float32: {NO_UNITS}; --dtype {kept} keeps the checkpoint's."
+        line = f"dtype is float32: {NO_UNITS}; --dtype {kept} takes what vLLM would choose."
         return DtypeChoice(torch.float32, NO_UNITS, line)
     size = (
         "the size of the weights is not known" if weights is None else _too_large(weights, memory)

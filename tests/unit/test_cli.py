@@ -205,7 +205,9 @@ def test_phases_are_a_line_each_in_a_log(tmp_path: Path) -> None:
         for marker in phases.MARKERS:
             with log.open("a") as stream:
                 stream.write(f"(Worker pid=1) INFO [x.py:1] {marker} ...\n")
+            deadline = time.monotonic() + 10
             while list(phases.MARKERS.values())[-1] not in err.getvalue():
+                assert time.monotonic() < deadline, marker
                 if phases.MARKERS[marker] in err.getvalue():
                     break
                 time.sleep(0.01)

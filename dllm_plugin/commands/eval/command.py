@@ -4,6 +4,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dllm_plugin import default_model
@@ -57,7 +58,7 @@ def run(limit: int | None, dtype: str, verbose: bool) -> int:
     scores = {}
     for name, dllm in ways().items():
         with screen(verbose) as shown:
-            llm = start(dllm, dtype)
+            llm = start(dllm, dtype, shown.log)
             scores[name] = decode(llm, problems, MAX_TOKENS, shown.bar(name))
             stop_engine(llm)
     print(f"{'':<20} {'accuracy':>9} {'tokens/forward':>15} {'positions/token':>16} {'seconds':>8}")
@@ -73,10 +74,10 @@ def run(limit: int | None, dtype: str, verbose: bool) -> int:
     return 0
 
 
-def start(dllm: dict[str, Any], dtype: str) -> "LLM":
+def start(dllm: dict[str, Any], dtype: str, log: Path | None = None) -> "LLM":
     """Start the bundled model in this process, where the scheduler's counter can be read."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read when the engine is built
-    return start_engine(bundled_options(dllm) | {"dtype": dtype})
+    return start_engine(bundled_options(dllm) | {"dtype": dtype}, log)
 
 
 def decode(

@@ -78,7 +78,7 @@ def score_strategy(strategy: str, dtype: str, limit: int, verbose: bool = False)
         dllm["commit_alone_from"] = 0  # otherwise positions and forwards depend on the device
     rows = []
     with screen(verbose) as shown:
-        llm = start(dllm, dtype)
+        llm = start(dllm, dtype, shown.log)
         for way in ways(strategy):
             extra_args: dict[str, Any] = {"dllm_policy": way.policy}
             if way.steps:

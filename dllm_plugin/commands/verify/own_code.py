@@ -42,6 +42,8 @@ class OwnCode:
             )
         self.watched = [embedding, *layers]
         self.exact: OwnCode | None = None
+        # Code of block-causal models may be causal without a mask, so it always gets one.
+        self.always_masks = False
 
     @classmethod
     def load(
@@ -65,7 +67,7 @@ class OwnCode:
             model_class = get_class_from_dynamic_module(str(_class_of(folder)), str(folder))
             config = config_class.from_pretrained(str(folder))
             model = model_class.from_pretrained(str(folder), config=config, dtype=dtype)
-        except (ImportError, AttributeError, KeyError, TypeError) as error:
+        except (ImportError, AttributeError, KeyError, TypeError, RuntimeError) as error:
             raise ValueError(
                 f"The checkpoint's own code does not run with the installed transformers ({error}):"
                 " leave out --trust-remote-code."
@@ -77,7 +79,7 @@ class OwnCode:
         """Compute logits ``[N, V]``; the query at i sees the key at j if block[i] >= block[j]."""
         device = self.model.device
         ids, given = torch.tensor([tokens], device=device), {}
-        if len(set(block)) > 1:
+        if self.always_masks or len(set(block)) > 1:
             block_N = torch.tensor(block, device=device)
             hidden = block_N[:, None] < block_N[None, :]
             least = torch.finfo(self.model.dtype).min
@@ -107,6 +109,7 @@ class OwnCode:
         if self.exact is None:
             model, num_layers = copy.deepcopy(self.model).float(), len(self.watched) - 1
             self.exact = OwnCode(model, self.shift, self.mask_id, num_layers)
+            self.exact.always_masks = self.always_masks
         return self.exact.states(tokens, block)
 
     def check(self, full_attention: bool, keeps_kv: bool) -> None:
@@ -116,6 +119,7 @@ class OwnCode:
                 "A checkpoint's own code keeps no KV as prefix_cache and dual_cache do: pass "
                 "--strategy semi_autoregressive, or leave out --trust-remote-code."
             )
+        self.always_masks = not full_attention
         tokens = [1, 2, 3, self.mask_id]
         block = [0, 0, 0, 0] if full_attention else [0, 0, 1, 1]
         changed = [1, 2, 3, 4]

@@ -1,6 +1,7 @@
 """Say what was compared: a line per prompt, a summary, and one JSON line."""
 
 import json
+import math
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,8 +51,9 @@ class Verdict:
         }
 
 
-def _short(number: float) -> float:
-    return float(f"{number:.3g}")
+def _short(number: float) -> float | None:
+    """Round for the report; None where JSON has no number."""
+    return float(f"{number:.3g}") if math.isfinite(number) else None
 
 
 def print_prompt(number: int, verdict: Verdict, spell: Spell) -> None:
@@ -68,7 +70,7 @@ def print_prompt(number: int, verdict: Verdict, spell: Spell) -> None:
     )
     if verdict.compared.first is not None:
         _note(f"hidden states first differ at {verdict.compared.first}")
-    if verdict.difference is not None and not (verdict.same_tokens and verdict.agrees):
+    if verdict.difference is not None and not verdict.agrees:
         _note(_sentence(verdict, verdict.difference, spell))
 
 
