@@ -1,7 +1,6 @@
 """Every symbol, signature and field of vLLM that we rely on, in one list.
 
-An upgrade fails here first, and the difference says what moved. Signatures are argument names with
-their defaults; annotations are vLLM's own affair.
+An upgrade fails here first. Signatures are argument names with defaults, without annotations.
 """
 
 import ast
@@ -133,12 +132,9 @@ SAMPLING = "v1.worker.gpu.sample.states:SamplingStates."
 SCHEDULER = "v1.core.sched.async_scheduler:AsyncScheduler."
 PROCESSOR = "v1.worker.gpu.sample.logits_processor:LogitsProcessor."
 LOGGER = "v1.metrics.loggers:AggregateStatLoggerBase."
-METRICS = "v1.spec_decode.metrics:SpecDecoding"
-BACKEND = "v1.attention.backend:"
-REGISTRY = "v1.attention.backends.registry:"
-MODELS = "model_executor.models."
-GRAPHS = "v1.worker.gpu.cudagraph_utils:"
-RUNNER = "v1.worker.gpu.model_runner:GPUModelRunner"
+METRICS, BACKEND = "v1.spec_decode.metrics:SpecDecoding", "v1.attention.backend:"
+REGISTRY, MODELS = "v1.attention.backends.registry:", "model_executor.models."
+GRAPHS, RUNNER = "v1.worker.gpu.cudagraph_utils:", "v1.worker.gpu.model_runner:GPUModelRunner"
 SIGNATURES = {
     GRAPHS + "ModelCudaGraphManager": "vllm_config device cudagraph_mode decode_query_len "
     "lora_capture_cases=None varlen_decode=False ubatch_runner=None",
@@ -313,8 +309,7 @@ FIELDS: dict[type, str] = {
     AsyncScheduler: "_spec_token_placeholders",
     VllmConfig: "additional_config attention_config cache_config compilation_config "
     "diffusion_config kv_transfer_config load_config lora_config model_config "
-    "optimization_level parallel_config "
-    "scheduler_config speculative_config watermark_config",
+    "optimization_level parallel_config scheduler_config speculative_config watermark_config",
     ModelConfig: "dtype enable_prompt_embeds enable_trace_replay enforce_eager hf_config "
     "logits_processors logprobs_mode max_logprobs max_model_len model return_sampling_mask "
     "revision runner_type served_model_name tokenizer_mode",
@@ -324,9 +319,9 @@ FIELDS: dict[type, str] = {
     "user_specified_block_size",
     CompilationConfig: "cudagraph_capture_sizes cudagraph_mode max_cudagraph_capture_size",
     ParallelConfig: "decode_context_parallel_size enable_batch_sharded_sampling enable_dbo "
-    "enable_ep_weight_filter enable_expert_parallel "
-    "data_parallel_size data_parallel_size_local pipeline_parallel_size "
-    "prefill_context_parallel_size tensor_parallel_size worker_cls world_size",
+    "enable_ep_weight_filter enable_expert_parallel data_parallel_size data_parallel_size_local "
+    "pipeline_parallel_size prefill_context_parallel_size tensor_parallel_size worker_cls "
+    "world_size",
     SamplingParams: "extra_args logit_bias allowed_token_ids logprobs max_tokens min_tokens "
     "stop_token_ids temperature top_p top_k min_p seed ignore_eos bad_words n",
 }
