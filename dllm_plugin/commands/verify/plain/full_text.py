@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from dllm_plugin.commands.verify.plain.model import Forward, Slots
+from dllm_plugin.commands.verify.plain.numbers import final_answer
 from dllm_plugin.commands.verify.plain.watch import Watched
 
 CACHED = ("prefix_cache", "dual_cache")
@@ -91,14 +92,8 @@ class FullText(Watched):
 
     def final(self) -> list[int] | None:
         """Return the answer, once a leading run of decided tokens holds all of it."""
-        answer: list[int] = []
-        for token in self.tokens[len(self.prompt) :]:
-            if token == self.model.mask_id:
-                return None
-            answer.append(token)
-            if token in self.stop or len(answer) == self.max_tokens:
-                return answer
-        return None
+        decided = self.tokens[len(self.prompt) :]
+        return final_answer(decided, self.model.mask_id, self.stop, self.max_tokens)
 
     def answer(self) -> list[int]:
         """Return the answer of a finished text."""
@@ -107,7 +102,7 @@ class FullText(Watched):
         return answer
 
     def computed(self) -> int:
-        """Count the positions that all passes computed; guided ones count twice."""
+        """Count the positions that all forwards computed; guided ones count twice."""
         rows = 2 if self.rules.cfg_scale > 0 else 1
         return rows * sum(one.q_len for one in self.passes)
 

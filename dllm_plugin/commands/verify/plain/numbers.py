@@ -1,5 +1,7 @@
 """Draw the random numbers of a position and count the positions of a step, one at a time."""
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
@@ -69,3 +71,17 @@ def ranking(probs: Tensor, policy: str) -> Tensor:
 def float32(value: float) -> float:
     """Round a number as the engine's options are rounded."""
     return float(torch.tensor(value))
+
+
+def final_answer(
+    tokens: list[int], mask_id: int, stop: Collection[int], max_tokens: int
+) -> list[int] | None:
+    """Return the answer, once the leading run of decided tokens holds all of it; else None."""
+    answer: list[int] = []
+    for token in tokens:
+        if token == mask_id:
+            return None
+        answer.append(token)
+        if token in stop or len(answer) == max_tokens:
+            return answer
+    return None

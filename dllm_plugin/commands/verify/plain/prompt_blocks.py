@@ -12,6 +12,7 @@ from dllm_plugin.commands.verify.plain.numbers import (
     counter_uniform,
     dream_quota,
     factor_count,
+    final_answer,
     float32,
     llada_quota,
     ranking,
@@ -85,14 +86,8 @@ class Text(Watched):
 
     def final(self) -> list[int] | None:
         """Return the answer, once a leading run of decided tokens holds all of it."""
-        answer: list[int] = []
-        for token in self.tokens[len(self.prompt) :]:
-            if token == self.model.mask_id:
-                return None
-            answer.append(token)
-            if token in self.stop or len(answer) == self.max_tokens:
-                return answer
-        return None
+        decided = self.tokens[len(self.prompt) :]
+        return final_answer(decided, self.model.mask_id, self.stop, self.max_tokens)
 
     def answer(self) -> list[int]:
         """Return the answer of a finished text."""
