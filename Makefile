@@ -1,17 +1,19 @@
-# demo: serve the bundled model and ask it three questions.  test: what CI runs.
+# demo: serve the bundled model and ask it three questions.  test: what a change has to pass.
+# test-slow: tests that carry the marker `slow`, which CI runs too.
 # Each installs what it needs first: install what runs, install-test the test tools too.
+# KEEP=1 leaves the demo's server running, with its viewer.
 # Variables: VENV (folder), PYTHON (interpreter), DIFFUPLUG_DEVICE (cpu or cuda), PYTEST_ARGS,
 # WORKERS (processes that share the test files; each holds an engine of its own).
 VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest
-# By file: the tests of a file share engines.
-SPREAD = -n $(WORKERS) --dist loadfile
+# By file, for the tests of a file share engines, in the order of tests/spread.py.
+SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+QUICK = -m 'not slow'
 export HF_HUB_OFFLINE := 1
 
-.NOTPARALLEL:
-.PHONY: install install-test demo test lint types unit kernels engine
+.PHONY: install install-test demo test test-slow lint types tests unit kernels engine
 
 install:
 	@scripts/install.sh $(VENV)
@@ -20,7 +22,7 @@ install-test:
 	@scripts/install.sh $(VENV) test
 
 demo: install
-	@$(BIN)/python scripts/demo.py
+	@$(BIN)/python scripts/demo.py $(if $(KEEP),--keep)
 
 lint: install-test
 	@$(BIN)/ruff check .
@@ -30,14 +32,22 @@ types: install-test
 	@$(BIN)/mypy
 
 unit: install-test
-	@$(PYTEST) $(SPREAD) $(PYTEST_ARGS) tests/unit
+	@$(PYTEST) $(SPREAD) $(QUICK) $(PYTEST_ARGS) tests/unit
 
-# In one process, which starts another one that interprets: more would import vLLM again and again.
 kernels: install-test
-	@$(PYTEST) $(PYTEST_ARGS) tests/kernels
+	@$(PYTEST) $(QUICK) $(PYTEST_ARGS) tests/kernels
 
 engine: install-test
-	@$(PYTEST) $(SPREAD) $(PYTEST_ARGS) tests/engine
+	@$(PYTEST) $(SPREAD) $(QUICK) $(PYTEST_ARGS) tests/engine
 
-# Units first, and apart: they build models in their own process, as an engine does.
-test: lint types unit kernels engine
+# Engines apart: units build models in their own process, as an engine does.
+tests: install-test
+	@$(PYTEST) $(SPREAD) $(QUICK) $(PYTEST_ARGS) tests/unit tests/kernels
+	@$(MAKE) --no-print-directory engine
+
+# Types are checked beside the tests; both print what they find when they end.
+test: install-test
+	@$(MAKE) --no-print-directory -j2 lint types tests
+
+test-slow: install-test
+	@$(PYTEST) $(SPREAD) -m slow $(PYTEST_ARGS)

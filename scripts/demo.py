@@ -1,10 +1,10 @@
 """Serve the bundled model with `diffuplug serve` and ask it three questions over HTTP.
 
-    python scripts/demo.py [--verbose]
+    python scripts/demo.py [--verbose] [--keep]
 
 Prints every answer while it streams, then what it cost. The server listens on 127.0.0.1 at a free
-port, fetches nothing, and is stopped however the demo ends. Its log is a file, whose path is
-printed when something fails; with --verbose it is shown.
+port, fetches nothing, and is stopped however the demo ends, unless all went well and --keep was
+given. Its log is a file, whose path is printed when something fails; with --verbose it is shown.
 """
 
 import os
@@ -34,18 +34,24 @@ Try next:
   {bin}diffuplug generate "Anna has 48 pencils and loses 5. How many pencils does Anna have now?"
   {bin}diffuplug serve
   {bin}diffuplug eval --limit 50
+  make demo KEEP=1, which leaves the server running, with a page that shows each forward
+"""
+KEPT = """
+Watch each forward in a browser: {url}/viewer
+The server goes on as process {pid} (kill {pid} ends it); its log: {log}
 """
 
 
 def main() -> int:
     """Run the demo; return 0 if all three answers came."""
     questions = [problem(seed).question for seed in eval_seeds(3)]
-    with server("--verbose" in sys.argv[1:]) as url:
+    keep = "--keep" in sys.argv[1:]
+    with server("--verbose" in sys.argv[1:], keep) as (url, kept):
         client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         counts = [ask(client, question) for question in questions]
     tokens, forwards, seconds = map(sum, zip(*counts, strict=True))
     print(f"\n{len(questions)} answers: {summary(int(tokens), int(forwards), seconds)}")
-    print(NEXT.format(bin=folder_of_commands()), end="")
+    print(kept if keep else NEXT.format(bin=folder_of_commands()), end="")
     return 0
 
 
@@ -63,8 +69,9 @@ def ask(client: OpenAI, question: str) -> tuple[int, int, float]:
         messages=[{"role": "user", "content": question}],
         temperature=0,
         stream=True,
-        # The last chunk then carries the token count and the request's own decoding statistics.
+        # The last chunk then carries the token count, and what the request took.
         stream_options={"include_usage": True},
+        extra_body={"diffusion": {}},
     )
     tokens = forwards = 0
     for chunk in stream:
@@ -79,17 +86,19 @@ def ask(client: OpenAI, question: str) -> tuple[int, int, float]:
 
 
 def num_forwards(chunk: Any) -> int:
-    """Return a request's denoising forwards, from the statistics on its stream's last chunk."""
+    """Return a request's forwards, from what its stream's last chunk says it took."""
     metrics = (chunk.model_extra or {}).get("metrics") or {}
-    forwards = int((metrics.get("speculative_decoding") or {}).get("num_spec_steps", 0))
-    if not forwards:
-        raise RuntimeError("the server sent no denoising statistics with the answer")
-    return forwards
+    if "diffusion" not in metrics:
+        raise RuntimeError("the server did not say what the answer took")
+    return int(metrics["diffusion"]["forwards"])
 
 
 @contextmanager
-def server(verbose: bool) -> Iterator[str]:
-    """Start a server and yield its address; stop it afterwards, and keep its log on failure."""
+def server(verbose: bool, keep: bool) -> Iterator[tuple[str, str]]:
+    """Start a server, yield its address and what to say if it goes on; stop it afterwards.
+
+    With `keep` it goes on, unless something failed. Its log is kept where it is needed.
+    """
     port = free_port()
     command = [sys.executable, "-m", "dllm_plugin.commands.cli", "serve"]
     command += ["--host", "127.0.0.1", "--port", str(port)]
@@ -100,22 +109,24 @@ def server(verbose: bool) -> Iterator[str]:
     process = subprocess.Popen(
         command, stdout=output, stderr=output, env=environment, start_new_session=True
     )
-    failed = False
+    failed, done = False, False
     try:
         url = f"http://127.0.0.1:{port}"
         with Screen(sys.stderr, sys.stdout, None if verbose else log) as screen:
             wait_until_healthy(process, url, log)
             screen.end(f"ready at {url}")
-        yield url
+        yield url, KEPT.format(url=url, pid=process.pid, log="above" if verbose else log)
+        done = True
     except (RuntimeError, OpenAIError):
         failed = not verbose
         raise
     finally:
         os.close(descriptor)
-        stop(process)
+        if not (keep and done):
+            stop(process)
         if failed:
             print(f"demo: the server's log: {log}", file=sys.stderr)
-        else:
+        elif verbose or not (keep and done):
             log.unlink()
 
 

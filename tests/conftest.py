@@ -2,8 +2,10 @@
 
 import gc
 from collections.abc import Generator
+from typing import Any
 
 import pytest
+import spread
 import sums
 
 
@@ -23,3 +25,13 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The same order in every worker."""
+    spread.sort(items)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> spread.LongestFirst | None:
+    """Spread files by a rule of our own; other ways of `--dist` stay xdist's."""
+    return spread.LongestFirst(config, log) if config.option.dist == "loadfile" else None

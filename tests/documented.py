@@ -28,7 +28,7 @@ def blocks(language: str) -> list[Block]:
     ]
 
 
-def readme_example() -> str:
-    """README's complete Python program, for the engine test that runs it as a file."""
-    (example,) = [block.text for block in blocks("python") if block.page == "README.md"]
+def example_of(page: str) -> str:
+    """The complete Python program of a page, for the engine test that runs it as a file."""
+    (example,) = [block.text for block in blocks("python") if block.page == page]
     return example

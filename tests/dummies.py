@@ -18,7 +18,7 @@ def without_checkpoint(whose: str, folder: Path) -> Any:
     model = engines.find_model(settings, folder)
     if whose == "ours":
         return engines.start_ours(settings, model, 32, 256)
-    return engines.start_autoregressive(settings, model, 256, folder)
+    return engines.start_autoregressive(settings, model, 256, folder, compiled=True)
 
 
 def worker_of(engine: Any) -> Any:

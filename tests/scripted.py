@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from bank import rows_far_apart
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import NewRequestData
@@ -67,6 +68,7 @@ class Run:
     texts: list[list[int]] = field(default_factory=list)  # what each pass was fed, prompt first
     prefilled: bool = False
     done: bool = False
+    broken: int = 0  # positions whose logits were no numbers, as the sampler counts them
 
 
 def sampling(max_tokens: int, eos: int | None = EOS, **options: Any) -> SamplingParams:
@@ -98,29 +100,7 @@ class Table:
         return row
 
 
-def _bank(size: int = 241, gap: float = 3e-5) -> np.ndarray:
-    """Rows whose confidences, margins and entropies are far apart, so that float32 can order them.
-
-    Some have the mask id on top, some are exactly certain.
-    """
-    rng = np.random.default_rng(5)
-    kept: list[tuple[np.ndarray, np.ndarray]] = []
-    while len(kept) < size - 5:
-        p = rng.dirichlet(np.full(VOCAB, rng.choice([0.03, 0.1, 0.3])))
-        p = np.maximum(p, 1e-6)
-        allowed = np.delete(p, MASK) / np.delete(p, MASK).sum()
-        top = np.sort(allowed)
-        numbers = np.array([top[-1], top[-1] - top[-2], (allowed * np.log(allowed + 1e-10)).sum()])
-        far = all(np.abs(numbers - other).min() > gap for _, other in kept)
-        clear = np.abs(numbers[0] - np.array([0.3, 0.5, 0.6, 0.9, 1.0])).min() > gap
-        if far and clear and numbers[1] > gap:
-            kept.append((np.log(p), numbers))
-    certain = np.full((5, VOCAB), -np.inf)
-    certain[np.arange(5), [0, 3, 6, 9, 12]] = 0.0
-    return np.concatenate([[row for row, _ in kept], certain]).astype(np.float32)
-
-
-BANK = _bank()
+BANK = rows_far_apart(VOCAB, MASK)
 
 
 class Hashed:
@@ -154,6 +134,8 @@ def one_thread() -> Iterator[None]:
 class Loop:
     """Continuous batching in miniature: prefill, then a step per call until all are done."""
 
+    vocab, mask, eos = VOCAB, MASK, EOS
+
     def __init__(
         self,
         dllm: dict[str, Any],
@@ -163,22 +145,22 @@ class Loop:
         shard: VocabShard | None = None,
     ) -> None:
         options = Options.from_user(dllm)
-        self.config = resolve(options, ARCHITECTURE[shift], max_model_len, MASK)
+        self.config = resolve(options, ARCHITECTURE[shift], max_model_len, self.mask)
         self.shift, self.canvas_length, self.shard = shift, self.config.canvas_length, shard
         # The few values that are read of vLLM's ModelConfig.
         self.model_config: Any = SimpleNamespace(
             max_model_len=max_model_len,
-            max_logprobs=VOCAB,
+            max_logprobs=self.vocab,
             dtype=torch.float32,
-            get_vocab_size=lambda: VOCAB,
-            hf_config=SimpleNamespace(eos_token_id=EOS),
+            get_vocab_size=lambda: self.vocab,
+            hf_config=SimpleNamespace(eos_token_id=self.eos),
         )
         self.req_states = RequestState(
-            slots, max_model_len, 4096, self.canvas_length, VOCAB, DEVICE
+            slots, max_model_len, 4096, self.canvas_length, self.vocab, DEVICE
         )
         self.states = CanvasStates(self.config, self.model_config, self.req_states.draft_tokens)
         owner = SimpleNamespace(
-            req_states=self.req_states, sampling_states=SamplingStates(slots, VOCAB)
+            req_states=self.req_states, sampling_states=SamplingStates(slots, self.vocab)
         )
         self.sampler = DiffusionSampler(
             owner, self.states, self.model_config, 4096, shard=self.shard
@@ -225,7 +207,9 @@ class Loop:
         if run in self.running:
             self.running.remove(run)
             self.free.insert(0, run.slot)
-        self.states.remove_request(req_id)
+        slot = self.states.remove_request(req_id)
+        if slot is not None:
+            self.sampler.remove_request(slot)
 
     def resume(self, run: Run) -> None:
         """Admit a preempted request again, its output so far being part of its prefill."""
@@ -260,22 +244,34 @@ class Loop:
         before = [self._look(run) for run in canvases]
         for run, look in zip(canvases, before, strict=True):
             run.texts.append(run.prompt + run.output + look[2])
-        logits = torch.from_numpy(np.array(rows, dtype=np.float32).reshape(-1, VOCAB)).to(DEVICE)
+        logits = torch.from_numpy(np.array(rows, dtype=np.float32).reshape(-1, self.vocab)).to(
+            DEVICE
+        )
         if self.shard is not None:  # behind the vocabulary stands what nobody may read
             (first, vocab, ranks), width = self.shard.columns, self.shard.width
             logits = torch.nn.functional.pad(logits, (0, ranks * width - vocab), value=float("nan"))
             logits = logits[:, first : first + width].contiguous()
+        self.before_sampling(canvases, prefills)
         with one_thread():
             output = self.sampler(logits, batch)
         for index, (run, look) in enumerate(zip(canvases, before, strict=True)):
             sampled = output.sampled_token_ids[index, : int(output.num_sampled[index])].tolist()
             assert int(output.num_rejected[index]) == fed[index] - len(sampled)
             run.passes.append(self._trace(run, (look[0], look[2]), sampled))
+            self.after_sampling(run, output.sampled_token_ids[index].tolist(), sampled)
+            run.broken += int(output.num_nans[index])
             self._emit(run, sampled)
-        for run in prefills:
+        for index, run in enumerate(prefills, len(canvases)):
             run.prefilled = True
+            run.broken += int(output.num_nans[index])
         assert not output.num_sampled[len(canvases) : len(runs)].any()
         return output
+
+    def before_sampling(self, canvases: list[Run], prefills: list[Run]) -> None:
+        """Nothing here: what else a runner hands to the sampler."""
+
+    def after_sampling(self, run: Run, canvas: list[int], emitted: list[int]) -> None:
+        """Nothing here: what else a runner keeps of a result."""
 
     def batch(self, canvases: list[Run], fed: list[int], prefills: list[Run]) -> InputBatch:
         """What vLLM's runner would hand to the sampler."""
@@ -343,7 +339,7 @@ class Loop:
         text = run.prompt + run.output + canvas
         for query in range(start, start + fed):
             if query >= min(start + (open_blocks + 1) * length, limit):
-                yield np.full(VOCAB, np.nan, dtype=np.float32)
+                yield np.full(self.vocab, np.nan, dtype=np.float32)
                 continue
             yield run.script(text[: visible(query, prompt, length, limit)], query + self.shift)
 
@@ -364,7 +360,7 @@ class Loop:
         accepted = [
             (old_start + i, new[i - commit])
             for i in range(commit, len(fed))
-            if fed[i] == MASK and new[i - commit] != MASK
+            if fed[i] == self.mask and new[i - commit] != self.mask
         ]
         flags = "".join("F" if flag else "s" for flag in full[:num_open])
         hi = min(old_start + blocks * length, self._limit(run))
@@ -373,7 +369,7 @@ class Loop:
 
     def _emit(self, run: Run, sampled: list[int]) -> None:
         """What vLLM's runner and scheduler do with emitted tokens."""
-        assert MASK not in sampled
+        assert self.mask not in sampled
         first = len(run.prompt + run.output)
         run.output += sampled
         tokens = self.req_states.all_token_ids.gpu[run.slot]

@@ -1,7 +1,7 @@
 """Print what a test run spent besides its tests: engine starts, and imports of vLLM.
 
-Printed as three sums at the end. A process counts as an import of vLLM when vLLM's compiled code is
-mapped into it.
+Printed as sums at the end. A process has imported vLLM when vLLM's compiled code is mapped into it;
+where two have it at the same random address, one was forked from the other and imported nothing.
 """
 
 import contextlib
@@ -36,6 +36,9 @@ class Worker:
     def __init__(self, output: dict[str, Any]) -> None:
         self.output = output
 
+    def pytest_deselected(self, items: list[pytest.Item]) -> None:
+        self.output["left_out"] = self.output.get("left_out", 0) + len(items)
+
     def pytest_sessionfinish(self) -> None:
         self.output["engine_starts"] = engine_starts()
 
@@ -46,7 +49,8 @@ class Sums:
     def __init__(self) -> None:
         self.starts: list[float] = []
         self.seconds = 0.0
-        self.imported: set[int] = set()  # process ids
+        self.left_out = 0  # tests
+        self.mapped: dict[int, str] = {}  # address of vLLM's code by process
         self.ended = threading.Event()
         self.watcher = threading.Thread(target=self._watch, daemon=True)
 
@@ -57,24 +61,45 @@ class Sums:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds += report.duration
 
+    def pytest_deselected(self, items: list[pytest.Item]) -> None:
+        self.left_out += len(items)
+
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        self.starts += getattr(node, "workeroutput", {}).get("engine_starts", [])
+        output = getattr(node, "workeroutput", {})
+        self.starts += output.get("engine_starts", [])
+        self.left_out = output.get("left_out", 0)  # each worker leaves out the same
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         self.ended.set()
         starts = self.starts + engine_starts()
+        imports, forks = self.processes()
         terminalreporter.write_line(
             f"tests took {self.seconds:.0f} s in all; {len(starts)} engine starts in their own "
-            f"processes {sum(starts):.0f} s of it; {len(self.imported)} processes "
-            "imported vLLM"
+            f"processes {sum(starts):.0f} s of it; {imports} processes "
+            f"imported vLLM, and {forks} were forked from one that had"
         )
+        if self.left_out:
+            terminalreporter.write_line(
+                f"{self.left_out} tests left out, as asked for with -m or -k; "
+                "`make test-slow` runs those that are marked as slow"
+            )
+
+    def processes(self) -> tuple[int, int]:
+        """Processes that imported vLLM, and those that came to it by a fork."""
+        imports = len(set(self.mapped.values()))
+        return imports, len(self.mapped) - imports
+
+    def look(self) -> None:
+        """Note the processes that there are now."""
+        for process in _descendants(_parents()):
+            address = "" if process in self.mapped else _address(process)
+            if address:
+                self.mapped[process] = address
 
     def _watch(self) -> None:
         while not self.ended.wait(EVERY):
-            for process in _descendants(_parents()):
-                if process not in self.imported and _maps_vllm(process):
-                    self.imported.add(process)
+            self.look()
 
 
 def _parents() -> dict[int, int]:
@@ -96,8 +121,10 @@ def _descendants(parents: dict[int, int]) -> list[int]:
     return sorted(known)
 
 
-def _maps_vllm(process: int) -> bool:
+def _address(process: int) -> str:
+    """Where vLLM's compiled code lies in a process, if it has it."""
     try:
-        return COMPILED in (PROC / str(process) / "maps").read_text()
+        lines = (PROC / str(process) / "maps").read_text().splitlines()
     except OSError:
-        return False  # it has ended
+        return ""  # it has ended
+    return next((line.partition("-")[0] for line in lines if COMPILED in line), "")

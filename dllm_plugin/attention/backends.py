@@ -62,16 +62,8 @@ def refuse_ignored(vllm_config: VllmConfig) -> None:
     """
     if not current_platform.is_cpu():
         return
-    model, attention = vllm_config.model_config, vllm_config.attention_config
-    assert isinstance(model.dtype, torch.dtype)  # "auto" is resolved before
-    wish = AttentionSelectorConfig(
-        head_size=model.get_head_size(),
-        dtype=model.dtype,
-        kv_cache_dtype=vllm_config.cache_config.cache_dtype,
-        block_size=None,
-        use_mla=model.use_mla,
-    )
-    for asked in filter(None, asked_backends(attention)):
+    wish = _wish(vllm_config)
+    for asked in filter(None, asked_backends(vllm_config.attention_config)):
         taken = current_platform.get_attn_backend_cls(asked, wish)
         # Names that only plugins fill have no path of their own.
         if not asked.value or asked.get_path() != taken:
@@ -79,6 +71,29 @@ def refuse_ignored(vllm_config: VllmConfig) -> None:
                 f"attention_backend {asked.name} is not for CPUs, where vLLM takes "
                 f"{taken.rpartition('.')[2]} whatever is asked for: leave attention_backend out."
             )
+
+
+def backend_name(vllm_config: VllmConfig) -> str:
+    """Return the name of the attention backend that a model gets: the one chosen, or vLLM's."""
+    chosen = vllm_config.attention_config.backend
+    if chosen is not None:
+        return chosen.name
+    # None is what vLLM's own selector passes where nothing was chosen.
+    found = current_platform.get_attn_backend_cls(None, _wish(vllm_config))  # type: ignore[arg-type]
+    return found.rpartition(".")[2]
+
+
+def _wish(vllm_config: VllmConfig) -> AttentionSelectorConfig:
+    """Return what vLLM's platforms choose an attention backend by."""
+    model = vllm_config.model_config
+    assert isinstance(model.dtype, torch.dtype)  # "auto" is resolved before
+    return AttentionSelectorConfig(
+        head_size=model.get_head_size(),
+        dtype=model.dtype,
+        kv_cache_dtype=vllm_config.cache_config.cache_dtype,
+        block_size=None,
+        use_mla=model.use_mla,
+    )
 
 
 def flash_version(vllm_config: VllmConfig) -> int | None:

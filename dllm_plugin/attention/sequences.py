@@ -214,17 +214,19 @@ class AttentionSequences:
 
     def eager(self, batch: "InputBatch", block_tables: tuple[Tensor, ...]) -> SequenceTensors:
         """List the sequences of any batch on the host and copy them to the device."""
-        sequences = batch_sequences(batch, self.states)
+        sequences, limit = batch_sequences(batch, self.states), self.states.max_model_len
         count = len(sequences.length_B)
         packed = np.zeros((3, count + 1), dtype=np.int32)
         packed[0, 1:] = np.cumsum(sequences.length_B)
         packed[1, :-1], packed[2, :-1] = sequences.request_B, sequences.unseen_B
         on_device = async_tensor_h2d(packed, device=self.states.device)
         request_B = on_device[1, :count].to(torch.int64)
+        # An idle data-parallel rank computes one dummy request longer than a block table's row.
+        keys_B = (batch.seq_lens[request_B] - on_device[2, :count]).clamp(0, limit)
         return SequenceTensors(
             on_device[0],
             torch.from_numpy(packed[0]),
-            (batch.seq_lens[request_B] - on_device[2, :count]).clamp_min(0),
+            keys_B,
             [table.index_select(0, request_B) for table in block_tables],
             int(sequences.length_B.max()),
         )

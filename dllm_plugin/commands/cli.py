@@ -2,12 +2,13 @@
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import dllm_plugin
-from dllm_plugin.commands import generate, serve
+from dllm_plugin.commands import generate, infill, serve, watch
 from dllm_plugin.commands.bench.options import MODES, add_modes, settings_of
 from dllm_plugin.commands.offline import collecting_later, engine_options, one_sentence
 from dllm_plugin.config.options import KV_CACHE_LAYOUTS
@@ -22,6 +23,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     _add_generate(commands)
+    _add_infill(commands)
     commands.add_parser(
         "serve",
         help="vllm serve; without a model, the bundled one",
@@ -30,6 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
         "it serves the bundled model with its D2F adapter under the name 'diffuplug'.",
     )
 
+    _add_watch(commands)
     _add_eval(commands)
     doctor = commands.add_parser("doctor", help="what is installed and what would be chosen")
     doctor.add_argument("model", nargs="?", help="folder or hub name (default: the bundled one)")
@@ -48,6 +51,10 @@ def _add_generate(commands: Any) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=None)
+    shape = parser.add_mutually_exclusive_group()
+    shape.add_argument("--json-schema", metavar="FILE", help="answer in JSON that fits a schema")
+    shape.add_argument("--regex", metavar="R", help="answer what a regular expression matches")
+    shape.add_argument("--choice", metavar="A,B", help="answer one of these words")
     _add_verbose(parser)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--chat", dest="chat", action="store_true", default=None)
@@ -57,6 +64,26 @@ def _add_generate(commands: Any) -> None:
         action="store_false",
         help="do not apply the chat template (default: apply it if there is one)",
     )
+
+
+def _add_infill(commands: Any) -> None:
+    parser = commands.add_parser("infill", help="fill the gaps of a text, offline")
+    parser.add_argument("text", help=f'text with gaps: "{infill.EXAMPLE}"')
+    parser.add_argument("--question", help="the text answers it, behind the chat template")
+    _add_model_options(parser)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    parser.add_argument("--seed", type=int, default=None)
+    _add_verbose(parser)
+
+
+def _add_watch(commands: Any) -> None:
+    parser = commands.add_parser("watch", help="show which positions each forward decides")
+    parser.add_argument("prompt", nargs="?", default=watch.EXAMPLE, help="default: a word problem")
+    parser.add_argument("--url", help="a running `diffuplug serve` (default: an engine of its own)")
+    parser.add_argument("--api-key", help="of the server")
+    _add_model_options(parser)
+    parser.add_argument("--max-tokens", type=_positive, default=128)
+    _add_verbose(parser)
 
 
 def _add_eval(commands: Any) -> None:
@@ -148,20 +175,46 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(arguments)
     # Standard output is for results. vLLM logs there, at INFO, unless told otherwise.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    if args.command not in ("generate", "eval"):  # they show phases in place of the log
+    if args.command not in (
+        "generate",
+        "infill",
+        "eval",
+        "watch",
+    ):  # they show phases in place of the log
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     try:
         return _run(args, arguments)
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError as error:
+        if not _output_is_cut():
+            print(f"diffuplug: error: {one_sentence(error)}", file=sys.stderr)
+            return 1
+        return 128 + signal.SIGPIPE
     except (ValueError, OSError) as error:
         print(f"diffuplug: error: {one_sentence(error)}", file=sys.stderr)
         return 1
 
 
+def _output_is_cut() -> bool:
+    """Return whether nobody reads standard output; Python's last flush then goes nowhere."""
+    from dllm_plugin.commands.phases import reader_has_gone
+
+    cut = reader_has_gone(1)
+    if cut:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.close(nowhere)
+    return cut
+
+
 def _run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     if args.command == "generate":
         return generate.run(args)
+    if args.command == "infill":
+        return infill.run(args)
+    if args.command == "watch":
+        return watch.run(args)
     if args.command == "eval":
         from dllm_plugin.commands.eval import command as eval_command
         from dllm_plugin.commands.eval import every_policy

@@ -1,10 +1,10 @@
 """``diffuplug doctor``: what is installed, and what would be chosen for a model and why."""
 
 import platform
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dllm_plugin
-from dllm_plugin.attention.backends import REASONS
+from dllm_plugin.attention.backends import REASONS, backend_name
 from dllm_plugin.commands.offline import one_sentence
 from dllm_plugin.config.decode import DecodeConfig, get_decode_config
 from dllm_plugin.config.options import REQUEST_FIELDS, does_nothing
@@ -13,6 +13,9 @@ from dllm_plugin.config.resolution import OF_SEVERAL_BLOCKS
 from dllm_plugin.decoding.families import FAMILIES
 from dllm_plugin.models import ARCHITECTURES
 from dllm_plugin.models.checkpoints.special_tokens import find_mask_token
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 
 def run(options: dict[str, Any]) -> int:
@@ -40,6 +43,7 @@ def run(options: dict[str, Any]) -> int:
 
 
 def _report_model(options: dict[str, Any]) -> int:
+    from vllm.config import CompilationMode
     from vllm.engine.arg_utils import EngineArgs
 
     _line("model", options["model"])
@@ -66,11 +70,26 @@ def _report_model(options: dict[str, Any]) -> int:
     _line("KV cache layout", f"{config.kv_cache_layout} ({REASONS[wanted]})")
     for name, value in _settings(config).items():
         _line("  " + name, value)
+    _line("attention", backend_name(vllm_config))
+    _line("CUDA graphs", _graphs(vllm_config))
+    mode = vllm_config.compilation_config.mode
+    _line("model compiled", "no" if mode in (None, CompilationMode.NONE) else mode.name)
     _line("step compiled", "yes" if config.compile_step else "no")
     if config.computes_next_block:
         fewest = config.commit_alone_from
         _line("one block each", f"from {fewest} requests on" if fewest else "never")
     return 0
+
+
+def _graphs(vllm_config: "VllmConfig") -> str:
+    """Say which CUDA graphs are captured, and for how many positions at most."""
+    from vllm.config import CUDAGraphMode
+
+    compilation = vllm_config.compilation_config
+    if compilation.cudagraph_mode in (None, CUDAGraphMode.NONE):
+        return "none"
+    most = compilation.max_cudagraph_capture_size
+    return f"{compilation.cudagraph_mode.name}, up to {most} positions"
 
 
 def _dtype_reason(options: dict[str, Any], additional_config: Any) -> str:

@@ -1,8 +1,11 @@
 """Run ``diffuplug generate``: answer one prompt with an engine in this process."""
 
 import argparse
+import json
 import sys
 import time
+from pathlib import Path
+from typing import Any
 
 from dllm_plugin.commands.offline import (
     collecting_later,
@@ -20,17 +23,20 @@ def run(args: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     if not prompt.strip():
         raise ValueError("the prompt is empty")
+    grammar = grammar_of(args)
     from dllm_plugin.commands.phases import screen
 
     with screen(args.verbose) as shown:
         with collecting_later():
             from vllm import SamplingParams
+            from vllm.sampling_params import StructuredOutputsParams
 
         sampling = SamplingParams(
             max_tokens=args.max_tokens,
             temperature=args.temperature,
             top_p=args.top_p,
             seed=args.seed,
+            structured_outputs=StructuredOutputsParams(**grammar) if grammar else None,
         )
         llm = start_engine(options, shown.log)
         shown.end("ready")
@@ -48,6 +54,26 @@ def run(args: argparse.Namespace) -> int:
         shown.note(summary(tokens, forwards, time.perf_counter() - start))
         stop_engine(llm)
     return 0
+
+
+def grammar_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what the answer has to be, by vLLM's names; nothing if it is free."""
+    if args.json_schema is not None:
+        try:
+            schema = json.loads(Path(args.json_schema).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--json-schema {args.json_schema}: {error}") from None
+        if not isinstance(schema, dict):
+            raise ValueError(f"--json-schema {args.json_schema} holds no JSON object")
+        return {"json": schema}
+    if args.regex is not None:
+        return {"regex": args.regex}
+    if args.choice is None:
+        return {}
+    words = [word for word in args.choice.split(",") if word]
+    if not words:
+        raise ValueError(f"--choice {args.choice!r} holds no word: write words with commas between")
+    return {"choice": words}
 
 
 def summary(tokens: int, forwards: int, seconds: float) -> str:

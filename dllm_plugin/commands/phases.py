@@ -2,6 +2,7 @@
 
 import os
 import re
+import select
 import sys
 import tempfile
 import threading
@@ -150,8 +151,11 @@ def screen(verbose: bool) -> Iterator[Screen]:
             with Screen(err, out, log) as shown:
                 yield shown
             done = True
-        except (KeyboardInterrupt, BrokenPipeError):  # nobody reads on: nothing failed
+        except KeyboardInterrupt:  # nothing failed
             done = True
+            raise
+        except BrokenPipeError:  # of the output, or of one that vLLM has inside
+            done = reader_has_gone(out.fileno()) or reader_has_gone(err.fileno())
             raise
         finally:
             for standard in streams:
@@ -163,6 +167,13 @@ def screen(verbose: bool) -> Iterator[Screen]:
                 log.unlink()
             else:
                 err.write(f"diffuplug: vLLM's log: {log}\n")
+
+
+def reader_has_gone(descriptor: int) -> bool:
+    """Return whether a descriptor is a pipe, or a socket, that nobody reads any more."""
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _opened(number: int) -> TextIO:

@@ -37,27 +37,38 @@ class ReadyLine:
 
         async def watching(message: Message) -> None:
             await send(message)
-            if message["type"] == "lifespan.startup.complete":
-                self._announcement = asyncio.create_task(_announce(scope["app"].state))
+            state = scope["app"].state
+            if message["type"] == "lifespan.startup.complete" and _speaks(state):
+                self._announcement = asyncio.create_task(_announce(state))
 
         await self.app(scope, receive, watching)
         if self._announcement is not None:
             self._announcement.cancel()
 
 
+def _speaks(state: Any) -> bool:
+    """Return whether this is the first, or the only one, of the processes that serve."""
+    return state.vllm_config.parallel_config._api_process_rank <= 0
+
+
 async def _announce(state: Any) -> None:
     """Print the line when the server accepts a connection, which it does after this start."""
-    arguments = state.args
-    host = ANY_ADDRESS.get(arguments.host or "", arguments.host)
-    for _ in range(0 if arguments.uds else POLLS):
+    for _ in range(POLLS):
         try:
-            _, writer = await asyncio.open_connection(host, arguments.port)
+            _, writer = await _connect(state.args)
         except OSError:  # not listening yet
             await asyncio.sleep(POLL_SECONDS)
         else:
             writer.close()
             break
     print(ready_line(state), file=sys.stderr, flush=True)
+
+
+async def _connect(arguments: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    if arguments.uds:
+        return await asyncio.open_unix_connection(arguments.uds)
+    host = ANY_ADDRESS.get(arguments.host or "", arguments.host)
+    return await asyncio.open_connection(host, arguments.port)
 
 
 def ready_line(state: Any) -> str:

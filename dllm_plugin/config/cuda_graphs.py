@@ -16,6 +16,9 @@ from dllm_plugin.config.decode import DecodeConfig
 logger = init_logger("vllm.dllm_plugin")
 
 WORKER = "dllm_plugin.engine.worker.DiffusionWorker"
+GRAMMAR_WORKER = "dllm_plugin.engine.worker.GrammarWorker"
+CPU_WORKER = "dllm_plugin.engine.cpu_worker.DiffusionCPUWorker"
+OUR_WORKERS = ("auto", WORKER, GRAMMAR_WORKER, CPU_WORKER)
 
 
 def capture_sizes(config: DecodeConfig, max_num_seqs: int, max_num_tokens: int) -> list[int]:
@@ -69,6 +72,13 @@ def worker_for(config: DecodeConfig, given: str, mode: CUDAGraphMode | None, can
         )
         return given
     return WORKER
+
+
+def set_worker(vllm_config: VllmConfig) -> None:
+    """Take a worker that applies grammars, where vLLM's own would be."""
+    if vllm_config.parallel_config.worker_cls == "auto":
+        own = CPU_WORKER if current_platform.is_cpu() else GRAMMAR_WORKER
+        vllm_config.parallel_config.worker_cls = own
 
 
 def can_capture(vllm_config: VllmConfig) -> bool:

@@ -43,6 +43,8 @@ class DecodeConfig:
     reason          why this strategy was chosen
     whole_canvas    a request's block is as long as its answer
     edits           the checkpoint was trained to replace tokens
+    no_grammars     why requests with a grammar are refused; empty: they are not
+    no_traces       why requests with a trace are refused; empty: they are not
     """
 
     architecture: str
@@ -55,11 +57,14 @@ class DecodeConfig:
     compile_step: bool
     vocab_parallel: bool
     lora_path: str | None
+    merged_updates: bool
     mask_token_id: int
     turn_end_token_ids: tuple[int, ...]
     reason: str
     whole_canvas: bool
     edits: bool
+    no_grammars: str = ""
+    no_traces: str = ""
 
     @cached_property
     def family(self) -> Family:
@@ -90,6 +95,11 @@ class DecodeConfig:
     def dedicated_commit(self) -> bool:
         """Return whether finished blocks commit in a forward of their own, see `Method`."""
         return self.method.dedicated_commit and self.max_active_blocks == 1
+
+    @property
+    def restarts_blocks(self) -> bool:
+        """Return whether a request that was preempted decodes its open blocks again."""
+        return self.method.full_attention or self.dedicated_commit
 
     @property
     def computes_next_block(self) -> bool:

@@ -18,14 +18,19 @@ from dllm_plugin.config.validation import (
     Text,
     WholeNumber,
     policy_choices,
+    shown,
     strategy_choices,
 )
 
 KV_CACHE_LAYOUTS = ("auto", "unified", "distinct")
 MAX_STEPS = 4096
 MAX_TOP_K = 2**24  # more than any vocabulary, and exact in float32
+MAX_POSITIONS = 2**31 - 1  # more than any context
 MAX_FACTOR = 1000.0  # keeps logits that are multiplied by it within float32
 REQUEST_PREFIX = "dllm_"
+TEMPLATE = REQUEST_PREFIX + "template"  # see :mod:`dllm_plugin.config.template`
+FILL = -1  # a position to fill in a template
+TARGETS = REQUEST_PREFIX + "targets"  # see :mod:`dllm_plugin.config.targets`
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,12 @@ def number(default: Any, check: Check, *off: Any) -> Any:
     return option(default, check, request=True, column=True, off=off)
 
 
+def positions() -> Any:
+    """Declare a number of positions that a request may set and the host alone reads; None: all."""
+    check = WholeNumber(0, MAX_POSITIONS, open=True)
+    return option(None, check, request=True, off=(None,))
+
+
 @dataclass(frozen=True)
 class Numbers:
     """Hold numbers and switches with a default for every strategy; a request may set them.
@@ -71,6 +82,10 @@ class Numbers:
     max_post_steps           joint_threshold: most steps of a block without masks that may edit
     num_to_transfer          joint_threshold: how many positions a step unmasks at least
     use_block_cache          Fast-dLLM v2: trust the KV of other sub-blocks within a block
+    full_refresh_every       prefix_cache, dual_cache: of so many refreshes one computes everything
+    refresh_before           the others start so far before their block; None: with the answer
+    suffix_window            full attention: positions behind the current block that exist; None:
+                             the whole canvas
     """
 
     factor: float = number(1.0, Number(0.0, MAX_FACTOR))
@@ -87,6 +102,9 @@ class Numbers:
     max_post_steps: int = number(16, WholeNumber(0, MAX_STEPS))
     num_to_transfer: int = number(1, WholeNumber(1, MAX_STEPS))
     use_block_cache: bool = number(False, Flag(), False)
+    full_refresh_every: int = option(1, WholeNumber(1, MAX_STEPS), request=True, off=(1,))
+    refresh_before: int | None = positions()
+    suffix_window: int | None = positions()
 
 
 @dataclass(frozen=True)
@@ -118,6 +136,7 @@ class Options(Numbers):
     vocab_parallel           tensor parallelism: ranks exchange results per row, not the logits;
                              None: wherever it can
     lora_path                D2F adapter (PEFT folder) merged into the weights at load
+    merged_updates           weights sent to the running model contain the adapter of lora_path
     """
 
     policy: str = option("auto", Choice(policy_choices), request=True)
@@ -133,6 +152,7 @@ class Options(Numbers):
     compile_step: bool | None = option(None, Flag(optional=True))
     vocab_parallel: bool | None = option(None, Flag(optional=True))
     lora_path: str | None = option(None, Text())
+    merged_updates: bool = option(False, Flag())
 
     @classmethod
     def from_user(cls, given: Mapping[str, Any]) -> "Options":
@@ -140,7 +160,8 @@ class Options(Numbers):
         unknown = sorted(set(given) - set(OPTIONS))
         if unknown:
             raise ValueError(
-                f"Unknown dllm option {unknown[0]!r}; known options: {', '.join(sorted(OPTIONS))}."
+                f"Unknown dllm option {shown(unknown[0])}; "
+                f"known options: {', '.join(sorted(OPTIONS))}."
             )
         check_values(given)
         return cls(**given)

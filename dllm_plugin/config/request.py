@@ -6,17 +6,30 @@ from functools import lru_cache
 from typing import Any
 
 from dllm_plugin.config.decode import DecodeConfig, RequestConfig
-from dllm_plugin.config.options import REQUEST_FIELDS, REQUEST_PREFIX, check_values, does_nothing
+from dllm_plugin.config.options import (
+    REQUEST_FIELDS,
+    REQUEST_PREFIX,
+    TARGETS,
+    TEMPLATE,
+    check_values,
+    does_nothing,
+)
+from dllm_plugin.config.reporting import REPORT_ARGUMENTS
 from dllm_plugin.config.resolution import (
     check_block_cache,
     check_block_length,
     check_one_block,
     check_policy,
+    check_refresh_before,
     check_steps,
 )
+from dllm_plugin.config.validation import shown
 
 HASHED = (str, bool, int, float, type(None))
+FORWARDS_PER_POSITION = 4  # of a block that a request may ask for: more only occupy a slot
+FORWARDS = 64  # that it may ask for however short its blocks are
 REMEMBERED = 1024  # parsed requests that a process remembers
+NOT_DECODING = REPORT_ARGUMENTS | {TEMPLATE, TARGETS}  # arguments that are read elsewhere
 
 
 def request_config(
@@ -27,29 +40,40 @@ def request_config(
     Raises ValueError naming the argument that is unknown, out of range, or without effect under
     the request's strategy and policy.
     """
-    given = {k: v for k, v in (extra_args or {}).items() if str(k).startswith(REQUEST_PREFIX)}
-    length = max_tokens if config.whole_canvas else None
+    given = {
+        name: value
+        for name, value in (extra_args or {}).items()
+        if str(name).startswith(REQUEST_PREFIX) and name not in NOT_DECODING
+    }
+    has_template = TEMPLATE in (extra_args or {})
+    length = max_tokens if config.whole_canvas or has_template else None
     if not all(type(value) in HASHED for value in given.values()):
-        return _parse(config, given, length)
+        return _parse(config, given, length, has_template)
     # Equal values of other types are other arguments: 0 is a number of tokens, False is none.
     key = tuple((name, type(value), value) for name, value in given.items())
-    return _remembered(config, key, length)
+    return _remembered(config, key, length, has_template)
 
 
 @lru_cache(maxsize=REMEMBERED)
 def _remembered(
-    config: DecodeConfig, key: tuple[tuple[str, type, Any], ...], max_tokens: int | None
+    config: DecodeConfig,
+    key: tuple[tuple[str, type, Any], ...],
+    max_tokens: int | None,
+    has_template: bool,
 ) -> RequestConfig:
-    return _parse(config, {name: value for name, _, value in key}, max_tokens)
+    return _parse(config, {name: value for name, _, value in key}, max_tokens, has_template)
 
 
-def _parse(config: DecodeConfig, given: Mapping[str, Any], max_tokens: int | None) -> RequestConfig:
+def _parse(
+    config: DecodeConfig, given: Mapping[str, Any], max_tokens: int | None, has_template: bool
+) -> RequestConfig:
     fields = {key.removeprefix(REQUEST_PREFIX): value for key, value in given.items()}
     unknown = sorted(set(fields) - set(REQUEST_FIELDS))
     if unknown:
+        known = [*(REQUEST_PREFIX + name for name in REQUEST_FIELDS), *sorted(NOT_DECODING)]
         raise ValueError(
-            f"Unknown request argument {REQUEST_PREFIX + unknown[0]!r}; known: "
-            f"{', '.join(REQUEST_PREFIX + name for name in REQUEST_FIELDS)}."
+            f"Unknown request argument {shown(REQUEST_PREFIX + unknown[0])}; known: "
+            f"{', '.join(known)}."
         )
     if fields.get("policy") == "auto":
         fields["policy"] = config.default_policy
@@ -58,10 +82,12 @@ def _parse(config: DecodeConfig, given: Mapping[str, Any], max_tokens: int | Non
         request = dataclasses.replace(config.defaults, **fields)
         if fields:
             _check(config, request, fields)
+        if has_template:
+            request = _seen_whole(request, fields)
     except ValueError as error:
         raise ValueError(f"Request argument refused: {REQUEST_PREFIX}{error}") from None
     block = request.block_length
-    if config.whole_canvas and "block_length" not in fields:
+    if (config.whole_canvas or has_template) and "block_length" not in fields:
         block = min(max_tokens or config.canvas_length, config.canvas_length)
     method = config.method
     steps = fields.get("steps", config.steps)
@@ -72,6 +98,13 @@ def _parse(config: DecodeConfig, given: Mapping[str, Any], max_tokens: int | Non
         steps=steps or method.policies[request.policy].default("steps", block),
         max_active_blocks=request.max_active_blocks if several else 1,
     )
+
+
+def _seen_whole(request: RequestConfig, fields: Mapping[str, Any]) -> RequestConfig:
+    """Return the request without the engine's suffix window, which would hide its template."""
+    if fields.get("suffix_window") is not None:
+        raise ValueError(f"suffix_window cannot be combined with {TEMPLATE}, which is seen whole.")
+    return dataclasses.replace(request, suffix_window=None)
 
 
 def _check(config: DecodeConfig, request: RequestConfig, fields: Mapping[str, Any]) -> None:
@@ -88,7 +121,7 @@ def _check(config: DecodeConfig, request: RequestConfig, fields: Mapping[str, An
     most = config.max_active_blocks
     if fields.get("max_active_blocks", 1) is None or request.max_active_blocks > most:
         raise ValueError(
-            f"max_active_blocks {request.max_active_blocks} exceeds the engine's "
+            f"max_active_blocks {shown(request.max_active_blocks)} exceeds the engine's "
             f"{most}: raise max_active_blocks in additional_config."
         )
     read = method.options_read(request.policy)
@@ -100,5 +133,27 @@ def _check(config: DecodeConfig, request: RequestConfig, fields: Mapping[str, An
                 "policy."
             )
     check_steps(config, fields.get("steps", config.steps))
+    _check_forwards(config, request, fields)
     check_one_block(config, request, fields)
     check_block_cache(config, request)
+    check_refresh_before(config, request)
+    if fields.get("refresh_before") is not None and request.full_refresh_every == 1:
+        raise ValueError(
+            "refresh_before has no effect with full_refresh_every 1: remove it or raise "
+            "full_refresh_every."
+        )
+
+
+def _check_forwards(
+    config: DecodeConfig, request: RequestConfig, fields: Mapping[str, Any]
+) -> None:
+    """Refuse many more forwards of a block than it has positions, unless the engine takes them."""
+    own = {"steps": config.steps or 0, "max_post_steps": config.defaults.max_post_steps}
+    for name, engines in own.items():
+        most = max(FORWARDS_PER_POSITION * request.block_length, FORWARDS, engines)
+        if (fields.get(name) or 0) > most:
+            raise ValueError(
+                f"{name} {shown(fields[name])} exceeds {most}, the largest of {FORWARDS}, "
+                f"{FORWARDS_PER_POSITION} for each of the block's {request.block_length} positions "
+                f"and the engine's own {engines}: lower {name} or raise it in additional_config."
+            )

@@ -3,6 +3,7 @@
 vLLM calls them in its front end, by the hooks of :mod:`dllm_plugin.engine.admission`.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -10,14 +11,16 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
 from dllm_plugin.config.decode import DecodeConfig, RequestConfig
+from dllm_plugin.config.options import TEMPLATE
+from dllm_plugin.config.validation import shown
 
+SCORED_BY = "to score a text, use /v1/likelihood or dllm_plugin.commands.harness"
 # Parameter -> neutral value, and why diffusion decoding refuses anything else.
 REFUSED: dict[str, tuple[Any, str]] = {
     "presence_penalty": (0.0, "penalties count tokens in order of generation"),
     "frequency_penalty": (0.0, "penalties count tokens in order of generation"),
     "repetition_penalty": (1.0, "penalties count tokens in order of generation"),
-    "structured_outputs": (None, "a grammar needs tokens from left to right"),
-    "prompt_logprobs": (None, "a bidirectional prompt predicts no next token"),
+    "prompt_logprobs": (None, f"a bidirectional prompt predicts no next token; {SCORED_BY}"),
     "prompt_logprob_token_ids": (None, "a bidirectional prompt predicts no next token"),
     "prompt_logprob_start": (None, "a bidirectional prompt predicts no next token"),
     "logprob_token_ids": (None, "only top log-probabilities are kept per position"),
@@ -28,6 +31,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 MAX_STOP_TOKENS = 128
 MAX_BAD_WORD = 64
+MAX_WORD_TOKENS = 16
+MAX_WORDS_TOKENS = 1024  # words of several tokens, times the tokens of the longest
 
 
 def check_sampling_params(params: SamplingParams, mask_token_id: int) -> None:
@@ -36,9 +41,23 @@ def check_sampling_params(params: SamplingParams, mask_token_id: int) -> None:
         value = getattr(params, name)
         if value is not None and value != neutral:
             raise ValueError(f"{name} is not supported by diffusion decoding: {reason}.")
+    _check_beams(params)
     _check_filters(params)
     _check_limits(params)
     _check_choices(params, mask_token_id)
+
+
+def _check_beams(params: SamplingParams) -> None:
+    """Refuse what vLLM's beam search asks for at each token, over HTTP and offline.
+
+    Its own parameters come to no hook; no caller but it forbids watermarks of one token.
+    """
+    asked = (params.max_tokens, params.detokenize, params.watermarking)
+    if asked == (1, False, False) and (params.logprobs or 0) >= 2:
+        raise ValueError(
+            "use_beam_search is not supported by diffusion decoding: beams grow from left to "
+            "right, a token at a time."
+        )
 
 
 def _check_limits(params: SamplingParams) -> None:
@@ -55,7 +74,26 @@ def _check_limits(params: SamplingParams) -> None:
         )
     # With n > 1 vLLM counts the seed up, and its own storage is 64 bits wide.
     if params.seed is not None and not -(2**63) <= params.seed <= 2**63 - params.n:
-        raise ValueError(f"seed must lie in [-2**63, 2**63 - n], got {params.seed}.")
+        raise ValueError(f"seed must lie in [-2**63, 2**63 - n], got {shown(params.seed)}.")
+
+
+def check_bad_words(words: Sequence[Sequence[int]]) -> None:
+    """Refuse words of more tokens than the tables and the steps are made for."""
+    several = [len(word) for word in words if len(word) > 1]
+    longest = max(several, default=0)
+    if longest > MAX_WORD_TOKENS:
+        raise VLLMValidationError(
+            f"bad_words holds a word of {longest} tokens; at most {MAX_WORD_TOKENS} are supported: "
+            "ban a shorter part of it.",
+            parameter="bad_words",
+        )
+    if len(several) * longest > MAX_WORDS_TOKENS:
+        raise VLLMValidationError(
+            f"bad_words holds {len(several)} words of up to {longest} tokens, with and without a "
+            f"space in front; words times tokens of the longest may be {MAX_WORDS_TOKENS} at most: "
+            "ban fewer or shorter words.",
+            parameter="bad_words",
+        )
 
 
 def _check_filters(params: SamplingParams) -> None:
@@ -103,18 +141,37 @@ def check_prompt_tokens(token_ids: Any, mask_token_id: int) -> None:
         )
 
 
+def check_given_tokens(name: str, token_ids: list[int], vocab_size: int) -> None:
+    """Raise VLLMValidationError for an argument with a token that the model does not have."""
+    if (highest := max(token_ids)) >= vocab_size:
+        raise VLLMValidationError(
+            f"{name} holds the token id {highest}, but the vocabulary has {vocab_size} tokens.",
+            parameter=name,
+        )
+
+
 def check_fits(
     vllm_config: VllmConfig,
     config: DecodeConfig,
     request: RequestConfig,
     prompt_len: int,
     max_tokens: int | None,
+    template_length: int | None,
 ) -> None:
     """Raise VLLMValidationError if a forward of the request could never be scheduled."""
     if not config.method.full_attention:
         _check_page(vllm_config, request)
         return
     context = vllm_config.model_config.max_model_len
+    if template_length is not None:
+        if prompt_len + template_length > context:
+            raise VLLMValidationError(
+                f"The prompt has {prompt_len} tokens and {TEMPLATE} {template_length} positions, "
+                f"but the context holds {context}: shorten one of them or raise max_model_len.",
+                parameter=TEMPLATE,
+            )
+        _check_room(vllm_config, prompt_len + template_length, 1)
+        return
     end = context if max_tokens is None else min(prompt_len + max_tokens, context)
     # As if the whole answer were one canvas: that is what the last one is computed with.
     blocks = -(-(end - prompt_len) // request.block_length)

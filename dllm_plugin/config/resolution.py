@@ -9,6 +9,7 @@ from typing import Any
 
 from dllm_plugin.config.decode import DecodeConfig, RequestConfig
 from dllm_plugin.config.options import REQUEST_FIELDS, Numbers, Options, does_nothing
+from dllm_plugin.config.validation import shown
 from dllm_plugin.decoding.families import FAMILIES, Family
 from dllm_plugin.decoding.methods import Method, choose_method
 from dllm_plugin.decoding.policies import SEVERAL_BLOCKS
@@ -70,6 +71,7 @@ def resolve(
         compile_step=bool(options.compile_step),
         vocab_parallel=bool(options.vocab_parallel),
         lora_path=options.lora_path,
+        merged_updates=bool(options.merged_updates),
         mask_token_id=mask_token_id,
         turn_end_token_ids=turn_end_token_ids,
         reason=reason,
@@ -123,7 +125,7 @@ def check_block_length(block_length: int, canvas_length: int) -> None:
     """Raise ValueError unless a block fits the canvas."""
     if block_length > canvas_length:
         raise ValueError(
-            f"block_length {block_length} is longer than the canvas of {canvas_length} "
+            f"block_length {shown(block_length)} is longer than the canvas of {canvas_length} "
             "positions: lower block_length or raise canvas_length in additional_config."
         )
 
@@ -140,7 +142,9 @@ def check_options_read(config: DecodeConfig, given: Mapping[str, Any]) -> None:
     check_steps(config, config.steps)
     check_one_block(config, config.defaults, given)
     check_block_cache(config, config.defaults)
+    check_refresh_before(config, config.defaults)
     check_commit_alone(config)
+    check_merged_updates(config)
 
 
 def check_steps(config: DecodeConfig, steps: int | None) -> None:
@@ -177,6 +181,15 @@ def check_block_cache(config: DecodeConfig, request: RequestConfig) -> None:
         )
 
 
+def check_refresh_before(config: DecodeConfig, request: RequestConfig) -> None:
+    """Refuse refreshes that do not compute the row which decides a block's first position."""
+    if config.family.logits_shift and request.refresh_before == 0:
+        raise ValueError(
+            f"refresh_before must be at least 1 on {config.architecture}, got 0: the row of the "
+            "position before a block predicts its first token."
+        )
+
+
 def check_commit_alone(config: DecodeConfig) -> None:
     """Refuse single-block steps where all are, or where several blocks are denoised at once."""
     given = config.commit_alone_from
@@ -192,3 +205,9 @@ def check_commit_alone(config: DecodeConfig) -> None:
             f"commit_alone_from {given} needs the strategy 'block_diffusion', max_active_blocks 1 "
             "and a canvas_length of two blocks at least: leave it out."
         )
+
+
+def check_merged_updates(config: DecodeConfig) -> None:
+    """Refuse updates that contain an adapter where there is none."""
+    if config.merged_updates and not config.lora_path:
+        raise ValueError("merged_updates has no effect without lora_path: leave it out.")

@@ -6,6 +6,14 @@ from typing import Any
 
 Check = Callable[[str, Any], None]
 
+ECHOED = 80  # characters of a value that errors and logs repeat; a request may send megabytes
+
+
+def shown(value: Any) -> str:
+    """Return a value as Python writes it, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= ECHOED else text[: ECHOED - 3] + "..."
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -18,7 +26,7 @@ class Choice:
         choices = self.known()
         if isinstance(value, str) and value in choices:
             return
-        raise ValueError(f"{name} {value!r} is unknown; choose one of: {', '.join(choices)}.")
+        raise ValueError(f"{name} {shown(value)} is unknown; choose one of: {', '.join(choices)}.")
 
 
 def strategy_choices() -> tuple[str, ...]:
@@ -51,7 +59,7 @@ class Number:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or not self.low <= value <= self.high:
             raise ValueError(
-                f"{name} must be a number between {self.low} and {self.high}, got {value!r}."
+                f"{name} must be a number between {self.low} and {self.high}, got {shown(value)}."
             )
         if self.above and value == self.low:
             raise ValueError(f"{name} must be greater than {self.low:g}, got {self.low:g}.")
@@ -74,15 +82,15 @@ class WholeNumber:
             if not is_whole or not self.low <= value <= self.high:
                 raise ValueError(
                     f"{name} must be a whole number between {self.low} and {self.high}, "
-                    f"got {value!r}."
+                    f"got {shown(value)}."
                 )
             return
         if not is_whole or value < self.low:
             raise ValueError(
-                f"{name} must be a whole number of at least {self.low}, got {value!r}."
+                f"{name} must be a whole number of at least {self.low}, got {shown(value)}."
             )
         if self.high is not None and value > self.high:
-            raise ValueError(f"{name} must be at most {self.high}, got {value}.")
+            raise ValueError(f"{name} must be at most {self.high}, got {shown(value)}.")
 
 
 @dataclass(frozen=True)
@@ -95,7 +103,7 @@ class Flag:
         """Raise ValueError unless `value` is a truth value, or None where the engine may decide."""
         allowed = (None, False, True) if self.optional else (False, True)
         if type(value) not in (bool, int, float, type(None)) or value not in allowed:
-            raise ValueError(f"{name} must be true or false, got {value!r}.")
+            raise ValueError(f"{name} must be true or false, got {shown(value)}.")
 
 
 @dataclass(frozen=True)
@@ -105,4 +113,4 @@ class Text:
     def __call__(self, name: str, value: Any) -> None:
         """Raise ValueError unless `value` is text or None."""
         if value is not None and not isinstance(value, str):
-            raise ValueError(f"{name} must be a folder name, got {value!r}.")
+            raise ValueError(f"{name} must be a folder name, got {shown(value)}.")

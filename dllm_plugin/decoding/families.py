@@ -20,6 +20,8 @@ class Family:
     threshold: float = 0.9  # confidence that its authors ask for
     sub_block_length: int | None = None  # positions that are decoded at a time within a block
     edits_pattern: str | None = None  # names of its checkpoints that were trained to edit
+    title: str = ""  # as its authors write it
+    suffix_ends: bool = False  # trained with an EOS behind the text that follows a gap
 
     @property
     def absolute_grid(self) -> bool:
@@ -27,12 +29,15 @@ class Family:
         return self.block_grid == "absolute"
 
 
-LLADA = Family("llada", False, ("<|mdm_mask|>",), ("<|eot_id|>",))
+LLADA = Family("llada", False, ("<|mdm_mask|>",), ("<|eot_id|>",), title="LLaDA")
 # `<|dlm_pad|>` is how DiffuCoder, a Dream checkpoint, fills the rest of an answer.
-DREAM = Family("dream", True, ("<|mask|>",), ("<|im_end|>", "<|dlm_pad|>"))
+DREAM = Family(
+    *("dream", True, ("<|mask|>",), ("<|im_end|>", "<|dlm_pad|>")), title="Dream", suffix_ends=True
+)
 # Dense repositories spell the mask in both ways, in different files.
 SDAR = Family(
-    "sdar", False, ("<|MASK|>", "<MASK>"), ("<|im_end|>",), "absolute", 4, "block_size", 0.85
+    *("sdar", False, ("<|MASK|>", "<MASK>"), ("<|im_end|>",), "absolute", 4, "block_size", 0.85),
+    title="SDAR",
 )
 # Its config.json names no EOS.
 LLADA2 = Family(
@@ -47,10 +52,12 @@ LLADA2 = Family(
         0.95,
     ),
     edits_pattern=r"(?i)llada2[._]?1",
+    title="LLaDA2",
 )
 FAST_DLLM = Family(
     *("fast_dllm_v2", True, ("|<MASK>|",), ("<|im_end|>",), "absolute", 32, "bd_size", 0.9),
     sub_block_length=8,
+    title="Fast-dLLM v2",
 )
 
 

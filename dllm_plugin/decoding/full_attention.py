@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dllm_plugin.decoding.block_causal import final_run, without_edits
-from dllm_plugin.decoding.blocks import at_positions
+from dllm_plugin.decoding.blocks import at_positions, leading
 from dllm_plugin.decoding.plan import Canvas, StepOutcome, StepPlan, replaced
 
 
@@ -69,6 +69,57 @@ def commit_refreshed(
     )
 
 
+NO_LIMIT = 2**40  # positions: as many as there are
+NO_TEMPLATE = -1  # default of :attr:`Layout.tail`
+
+
+def limit(positions: int | None) -> int:
+    """Return a number of positions as arrays hold it."""
+    return NO_LIMIT if positions is None else positions
+
+
+def without_given(plan: StepPlan, canvas: Canvas, given_RC: Tensor) -> tuple[StepPlan, Canvas]:
+    """Return a plan and a canvas for policies, which count what the block has to decide.
+
+    A block whose first position is given needs no step of its own for it.
+    """
+    given_R = (given_RC & (canvas.block_RC == 0)).sum(dim=1, dtype=torch.int32)
+    plan = replaced(plan, first_only_R=plan.first_only_R & ~given_RC[:, 0])
+    return plan, canvas._replace(size_RS=canvas.size_RS - given_R[:, None])
+
+
+def commit_given(
+    canvas: Canvas, outcome: StepOutcome, tokens_RC: Tensor, mask_id: int
+) -> StepOutcome:
+    """Commit blocks without a gap together with the block before them: they need no forward."""
+    goes_on_R = outcome.refresh_R & ~outcome.ended_R
+    size_R = canvas.size_RS[:, 0].clamp_min(1)
+    blocks_R = leading(tokens_RC != mask_id) // size_R
+    num_committed_R = torch.where(goes_on_R, blocks_R * size_R, outcome.num_committed_R)
+    return outcome._replace(num_committed_R=num_committed_R.to(torch.int32))
+
+
+class Layout(NamedTuple):
+    """Hold what decides where a request's forwards lie, int64 ``[R]``.
+
+    prompt_len         where its answer begins
+    end                where its text may end at most, prompt included
+    block_length       positions of a block
+    full_refresh_every of so many refreshes one starts at 0
+    refresh_before     how far before their block the others start
+    suffix_window      positions behind the current block that exist
+    tail               tokens that are given behind `end`; NO_TEMPLATE where nothing is given
+    """
+
+    prompt_len: np.ndarray
+    end: np.ndarray
+    block_length: np.ndarray
+    full_refresh_every: np.ndarray
+    refresh_before: np.ndarray
+    suffix_window: np.ndarray
+    tail: np.ndarray = np.array(-1)
+
+
 class Bounds(NamedTuple):
     """Hold absolute positions of full-attention requests, int ``[R]``.
 
@@ -76,32 +127,53 @@ class Bounds(NamedTuple):
     start      first undecided position: where the canvas starts
     block_stop end of its current block
     stop       end of everything that is computed
+    refresh    where the refresh starts that the current block begins with
     """
 
     first: np.ndarray
     start: np.ndarray
     block_stop: np.ndarray
     stop: np.ndarray
+    refresh: np.ndarray
 
 
-def bounds(
-    prompt_len: np.ndarray,
-    start: np.ndarray,
-    end: np.ndarray,
-    block_length: np.ndarray,
-    canvas_length: int,
-    max_model_len: int,
-) -> Bounds:
-    """Place a canvas; `end` is where the text may end at most, prompt included.
+def bounds(layout: Layout, start: np.ndarray, canvas_length: int, max_model_len: int) -> Bounds:
+    """Place canvases that begin at `start`.
 
     What was asked for is rounded up to whole blocks. More than `canvas_length` positions are
-    decoded canvas by canvas, each with everything before it as its prompt.
+    decoded canvas by canvas, each with everything before it as its prompt. A template is a single
+    canvas, whose last block ends with its last gap.
     """
+    prompt_len, block_length = layout.prompt_len, layout.block_length
     most = canvas_length // block_length * block_length
     first = prompt_len + (start - prompt_len) // most * most
-    whole = -((first - end) // block_length) * block_length
+    whole = -((first - layout.end) // block_length) * block_length
     stop = np.minimum(first + np.minimum(whole, most), max_model_len)
-    return Bounds(first, start, np.minimum(start + block_length, stop), stop)
+    has_template = layout.tail != NO_TEMPLATE
+    if has_template.any():
+        first = np.where(has_template, prompt_len, first)
+        stop = np.where(has_template, layout.end, stop)
+    block_stop = np.minimum(start + block_length, stop)
+    if has_template.any():
+        stop = np.where(has_template, layout.end + layout.tail, stop)
+    window_stop = np.minimum(stop, block_stop + layout.suffix_window)
+    return Bounds(first, start, block_stop, window_stop, refresh_start(layout, start))
+
+
+def refresh_start(layout: Layout, start: np.ndarray) -> np.ndarray:
+    """Return where the refresh in front of the block at `start` begins; no KV before it changes.
+
+    One of `full_refresh_every` blocks of an answer begins with a refresh of everything. The others
+    trust keys and values before their refresh as earlier forwards left them (vicinity refresh of
+    dInfer, arXiv 2510.08666; with the answer alone, dLLM-Cache, arXiv 2506.06295).
+    """
+    block = (start - layout.prompt_len) // layout.block_length
+    near = np.where(
+        layout.refresh_before < NO_LIMIT,
+        np.maximum(start - layout.refresh_before, 0),
+        np.minimum(layout.prompt_len, start),
+    )
+    return np.where(block % layout.full_refresh_every == 0, 0, near)
 
 
 Span = tuple[np.ndarray, np.ndarray]  # where next forwards start and stop, int ``[R]``
@@ -114,9 +186,10 @@ def span_semi_autoregressive(canvas: Bounds, keeps_kv: np.ndarray) -> Span:
 
 def span_prefix_cache(canvas: Bounds, keeps_kv: np.ndarray) -> Span:
     """Compute the current block and everything behind it, after a refresh."""
-    return np.where(keeps_kv, canvas.start, 0), canvas.stop
+    return np.where(keeps_kv, canvas.start, canvas.refresh), canvas.stop
 
 
 def span_dual_cache(canvas: Bounds, keeps_kv: np.ndarray) -> Span:
     """Compute the current block alone, after a refresh."""
-    return np.where(keeps_kv, canvas.start, 0), np.where(keeps_kv, canvas.block_stop, canvas.stop)
+    starts, _ = span_prefix_cache(canvas, keeps_kv)
+    return starts, np.where(keeps_kv, canvas.block_stop, canvas.stop)

@@ -104,7 +104,7 @@ class StepOutcome(NamedTuple):
 
     unmask_RC       bool, positions that take their proposed token, edits included
     num_committed_R int32, leading positions that are final and emitted; the canvas moves behind
-    refresh_R       bool, no KV is trusted: the next span starts at 0, not at the canvas
+    refresh_R       bool, the next span is a refresh: it starts before the canvas
     ended_R         bool, what is emitted ends the request
     """
 

@@ -10,18 +10,26 @@ from contextvars import ContextVar
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vllm.exceptions import VLLMValidationError
 from vllm.renderers.hf import HfRenderer
 from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
 
 from dllm_plugin.config.decode import DecodeConfig, RequestConfig, get_decode_config
+from dllm_plugin.config.options import TARGETS, TEMPLATE
+from dllm_plugin.config.reporting import check_reporting
 from dllm_plugin.config.request import request_config
 from dllm_plugin.config.request_checks import (
+    check_bad_words,
     check_fits,
+    check_given_tokens,
     check_prompt_length,
     check_prompt_tokens,
     check_sampling_params,
 )
+from dllm_plugin.config.structured_outputs import check_structured_outputs
+from dllm_plugin.config.targets import check_targets, read_targets, targets_of
+from dllm_plugin.config.template import Template, check_template, read_template
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
@@ -31,7 +39,8 @@ class Checked(NamedTuple):
     """Hold the parameters of a request that were checked."""
 
     request: RequestConfig
-    max_tokens: int | None
+    params: SamplingParams
+    template: Template | None
 
 
 # vLLM checks a request's parameters and, next in the same call, its prompt.
@@ -46,10 +55,18 @@ class RequestRules(LogitsProcessor):
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
         """Raise ValueError naming the first parameter that cannot be honoured."""
-        max_tokens = sampling_params.max_tokens
+        template = read_template(cls.config, sampling_params.extra_args)
+        targets = read_targets(cls.config, sampling_params.extra_args, template)
         check_sampling_params(sampling_params, cls.config.mask_token_id)
-        request = request_config(cls.config, sampling_params.extra_args, max_tokens)
-        _CHECKED.set(Checked(request, max_tokens))
+        extra_args, max_tokens = sampling_params.extra_args, sampling_params.max_tokens
+        request = request_config(cls.config, extra_args, max_tokens)
+        check_reporting(extra_args, cls.config, request.policy)
+        check_structured_outputs(sampling_params, cls.config, request)
+        if template is not None:
+            check_template(template, sampling_params, request)
+        if targets is not None:
+            check_targets(sampling_params)
+        _CHECKED.set(Checked(request, sampling_params, template))
 
     def apply(self, logits: Any, ctx: "LogitsContext") -> Any:
         """Raise: our sampler replaces vLLM's, so nobody calls this."""
@@ -73,7 +90,17 @@ copyreg.pickle(_RulesType, _rebuild)
 
 
 class DiffusionRenderer(HfRenderer):
-    """Render prompts as vLLM does, and refuse those that a diffusion model could not continue."""
+    """Render prompts as vLLM does, and refuse those that a diffusion model could not continue.
+
+    is_shut_down  whether vLLM was asked to end, which a dead engine also looks like
+    """
+
+    is_shut_down = False
+
+    def shutdown(self) -> None:
+        """End as the parent, and remember it."""
+        self.is_shut_down = True
+        super().shutdown()
 
     @cached_property
     def decode_config(self) -> DecodeConfig:
@@ -93,6 +120,13 @@ class DiffusionRenderer(HfRenderer):
     def _check_length(self, prompt: Any) -> None:
         check_prompt_length(len(prompt["prompt_token_ids"]), self.model_config.max_model_len)
 
+    def render_completion_suffix(self, prompt: str, suffix: str) -> str | None:
+        """Raise VLLMValidationError: our endpoints render a suffix before vLLM would ask."""
+        raise VLLMValidationError(
+            "suffix is served by the endpoints of DiffuPlug: use diffuplug serve, or name "
+            "diffuplug_api in VLLM_PLUGINS."
+        )
+
     def validate_token_ids(self, token_ids: Any, *args: Any, **kwargs: Any) -> None:
         """Raise VLLMValidationError for prompts with the mask token, or without room to run."""
         super().validate_token_ids(token_ids, *args, **kwargs)
@@ -101,5 +135,26 @@ class DiffusionRenderer(HfRenderer):
         _CHECKED.set(None)
         # Other callers name the parameter that holds the ids, and have checked no request.
         if checked is not None and kwargs.get("parameter") is None:
-            request, max_tokens = checked
-            check_fits(self.config, self.decode_config, request, len(token_ids), max_tokens)
+            request, params, template = checked
+            positions = None
+            if template is not None:
+                vocab_size = self.model_config.get_vocab_size()
+                check_given_tokens(TEMPLATE, template.token_ids, vocab_size)
+                check_given_tokens(TARGETS, targets_of(params.extra_args) or [0], vocab_size)
+                positions = len(template.token_ids)
+            fitting = (request, len(token_ids), params.max_tokens, positions)
+            check_fits(self.config, self.decode_config, *fitting)
+            if params.bad_words:
+                self._check_bad_words(params.clone())
+
+    def _check_bad_words(self, params: SamplingParams) -> None:
+        """Refuse too many tokens of words: vLLM makes tokens of them after its last hook."""
+        tokenizer: Any = self.tokenizer
+        if tokenizer is None:
+            raise VLLMValidationError(
+                "bad_words needs a tokenizer, and skip_tokenizer_init is set: leave one of them "
+                "out.",
+                parameter="bad_words",
+            )
+        params.update_from_tokenizer(tokenizer)
+        check_bad_words(params.bad_words_token_ids or [])

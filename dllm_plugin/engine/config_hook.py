@@ -15,17 +15,25 @@ from dllm_plugin.attention.backends import (
     refuse_ignored,
     take_distinct,
 )
+from dllm_plugin.config.adapters import refuse_adapters
 from dllm_plugin.config.cpu_compile import choose_compilation, user_chose
-from dllm_plugin.config.cuda_graphs import set_graph_sizes, set_piecewise_graphs
+from dllm_plugin.config.cuda_graphs import (
+    set_graph_sizes,
+    set_piecewise_graphs,
+    set_worker,
+)
 from dllm_plugin.config.decode import TOKENIZER_MODE, DecodeConfig
 from dllm_plugin.config.machine import can_capture, resolve_for_machine
+from dllm_plugin.config.mixtures import refuse_for_mixtures
 from dllm_plugin.config.options import Options
+from dllm_plugin.config.reporting import no_traces
 from dllm_plugin.config.resolution import check_options_read, resolve
 from dllm_plugin.config.scheduling import (
     refuse_unsupported,
     set_prefix_caching,
     set_scheduler,
 )
+from dllm_plugin.config.structured_outputs import no_grammars
 from dllm_plugin.decoding.families import FAMILIES
 from dllm_plugin.engine import auto_dtype
 from dllm_plugin.engine.admission import request_rules
@@ -87,6 +95,7 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
         Raises ValueError with one sentence for options that are wrong or cannot be honoured.
         """
         refuse_unsupported(vllm_config)
+        refuse_for_mixtures(vllm_config)
         dtype = _resolve_dtype(vllm_config)
         model_config = vllm_config.model_config
         architecture = model_config.architecture
@@ -110,8 +119,12 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
         config = resolve_for_machine(vllm_config, user, config)
         _choose_compilation(vllm_config)
         check_options_read(config, options)
+        refuse_adapters(vllm_config, config.lora_path)
         _check_files(vllm_config, config)
         _log_decoding(config, found_in)
+        config = dataclasses.replace(
+            config, no_grammars=no_grammars(vllm_config), no_traces=no_traces(vllm_config)
+        )
         vllm_config.__class__ = DiffusionVllmConfig
         vllm_config.additional_config = {
             **_as_dict(vllm_config.additional_config),
@@ -128,11 +141,26 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
             set_piecewise_graphs(vllm_config)
         else:
             set_graph_sizes(vllm_config, config)
+        set_worker(vllm_config)
         if config.kv_cache_layout == "distinct":
             take_distinct(vllm_config)
         else:
             refuse_ignored(vllm_config)
         _set_attention_backend(vllm_config)
+
+
+class LeftToRightRefusal(VerifyAndUpdateConfig):
+    """Refuse to run a model of ours by vLLM's backend for transformers, which decodes in order."""
+
+    @staticmethod
+    def verify_and_update_model_config(model_config: ModelConfig) -> None:
+        """Raise ValueError if the architecture is one of ours; all others pass."""
+        ours = set(model_config.architectures) & set(FAMILIES)
+        if ours:
+            raise ValueError(
+                f"model_impl 'transformers' would decode {ours.pop()} from left to right, for "
+                "which it was not trained: leave model_impl out."
+            )
 
 
 def _log_decoding(config: DecodeConfig, found_in: str) -> None:
@@ -147,6 +175,8 @@ def _log_decoding(config: DecodeConfig, found_in: str) -> None:
         config.canvas_length,
         config.block_length,
     )
+    if config.lora_path is None and config.method.untrained:
+        logger.warning(config.method.untrained)
 
 
 def _resolve_dtype(vllm_config: VllmConfig) -> dict[str, str]:

@@ -3,15 +3,53 @@
 vLLM exports them only where ``ModelConfig.is_diffusion`` holds, which our models must not set (its
 front end would then refuse ordinary sampling parameters). The scheduler's numbers are the same, so
 this stat-logger plugin (entry point group ``vllm.stat_logger_plugins``) hands them to vLLM's own
-``SpecDecodingProm``. For every other model it does nothing.
+``SpecDecodingProm``. Three histograms of ours say what each request took. For every other model it
+does nothing.
 """
 
+from functools import cache
+from typing import NamedTuple
+
+from prometheus_client import Histogram
 from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingProm
 
 from dllm_plugin.models import ARCHITECTURES
+
+LABELS = ["model_name", "engine"]
+
+
+class RequestHistograms(NamedTuple):
+    """Hold the histograms of what requests took, labelled as all vLLM metrics are."""
+
+    forwards: Histogram
+    tokens_per_forward: Histogram
+    positions_per_token: Histogram
+
+    def observe(self, ended: list[int], labels: list[object]) -> None:
+        """Count requests: forwards, tokens and positions of each."""
+        for i in range(0, len(ended), 3):
+            forwards, tokens, positions = ended[i : i + 3]
+            self.forwards.labels(*labels).observe(forwards)
+            self.tokens_per_forward.labels(*labels).observe(tokens / forwards)
+            self.positions_per_token.labels(*labels).observe(positions / max(tokens, 1))
+
+
+@cache
+def request_histograms() -> RequestHistograms:
+    """Register the histograms, once in a process."""
+    return RequestHistograms(
+        _powers_of_two("request_forwards", "Forwards of a request.", 0, 12),
+        _powers_of_two("request_tokens_per_forward", "Its tokens per forward.", -3, 8),
+        _powers_of_two("request_positions_per_token", "Its computed positions per token.", 0, 14),
+    )
+
+
+def _powers_of_two(name: str, documentation: str, low: int, high: int) -> Histogram:
+    buckets = [2.0**power for power in range(low, high + 1)]
+    return Histogram(f"diffuplug:{name}", documentation, LABELS, buckets=buckets)
 
 
 class DenoisingMetrics(AggregateStatLoggerBase):
@@ -26,6 +64,7 @@ class DenoisingMetrics(AggregateStatLoggerBase):
         model_config = vllm_config.model_config
         self.enabled = model_config is not None and model_config.architecture in ARCHITECTURES
         self._prom: SpecDecodingProm | None = None
+        self._of_requests: RequestHistograms | None = None
         self._logging = SpecDecodingLogging(is_diffusion=True)
         self._labels: dict[int, list[object]] = {}
         if self.enabled:
@@ -35,9 +74,11 @@ class DenoisingMetrics(AggregateStatLoggerBase):
     def log_engine_initialized(self) -> None:
         """Register the counters, labelled as all other vLLM metrics are."""
         if self.enabled and self._prom is None:
-            self._prom = SpecDecodingProm(
-                None, ["model_name", "engine"], self._labels, is_diffusion=True
-            )
+            self._prom = SpecDecodingProm(None, LABELS, self._labels, is_diffusion=True)
+            self._of_requests = request_histograms()
+            for labels in self._labels.values():
+                for histogram in self._of_requests:
+                    histogram.labels(*labels)  # shown before the first request ends
 
     def record(
         self,
@@ -53,6 +94,8 @@ class DenoisingMetrics(AggregateStatLoggerBase):
         if stats is not None:
             self._prom.observe(stats, engine_idx)
             self._logging.observe(stats)
+            if stats.num_draft_tokens_per_pos and self._of_requests is not None:
+                self._of_requests.observe(stats.num_draft_tokens_per_pos, self._labels[engine_idx])
 
     def log(self) -> None:
         """Print committed tokens per denoising step since the last call, if there were any."""

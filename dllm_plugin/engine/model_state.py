@@ -16,12 +16,15 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from dllm_plugin.attention.backends import flash_version
 from dllm_plugin.attention.cascade import cascade_min_requests
+from dllm_plugin.attention.pages import clear_pages
 from dllm_plugin.attention.sequences import AttentionSequences
 from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.engine.sampler import DiffusionSampler
 from dllm_plugin.kernels.runner import cpu
 from dllm_plugin.sampling.vocab_parallel import VocabShard
 from dllm_plugin.state.canvas_states import CanvasStates
+from dllm_plugin.state.preempted import BrokenId
+from dllm_plugin.state.refreshed import write_committed
 
 
 class DiffusionModelState(ModelState):
@@ -71,7 +74,11 @@ class DiffusionModelState(ModelState):
 
     def remove_request(self, req_id: str) -> None:
         """Free a slot, after a request's end or its preemption."""
-        self.states.remove_request(req_id)
+        if isinstance(req_id, BrokenId):
+            clear_pages(self.vllm_config, req_id.pages, self.device)
+        slot = self.states.remove_request(req_id)
+        if slot is not None:
+            self.sampler.remove_request(slot)
 
     def apply_staged_writes(self) -> None:
         """Bring staged slot starts to the device."""
@@ -87,7 +94,9 @@ class DiffusionModelState(ModelState):
         return None
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
-        """Return nothing: the runner's own inputs serve as they are."""
+        """Return nothing: the runner's own inputs serve, but for some refreshes."""
+        if not self.states.requests.refresh_all(input_batch.idx_mapping_np):
+            write_committed(input_batch, req_states.all_token_ids.gpu)
         return {}
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:

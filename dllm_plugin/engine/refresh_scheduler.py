@@ -4,9 +4,13 @@ A request's first forward computes prompt and canvas, so its pages for both are 
 it waits. Later forwards start where the strategy says. One that does not fit the step's budget of
 tokens waits for the next step, for none may be cut.
 
+A block that is preempted starts again. So that a stream of more urgent requests cannot hold another
+one up for ever, a request that loses the same block twice goes first until it has committed it.
+
 With classifier-free guidance a request is conditional, and has a hidden unconditional request.
 """
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,14 +19,18 @@ from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
+from dllm_plugin.config.decode import RequestConfig
 from dllm_plugin.config.request import request_config
-from dllm_plugin.decoding.full_attention import Bounds, bounds
+from dllm_plugin.config.template import Template, template_of
+from dllm_plugin.decoding.full_attention import NO_TEMPLATE, Bounds, Layout, bounds, limit
 from dllm_plugin.decoding.methods import SpanFunction
+from dllm_plugin.engine.given_starts import GivenStarts
 from dllm_plugin.engine.scheduler import DiffusionScheduler
 from dllm_plugin.sampling.guidance import conditional_id, is_unconditional, unconditional_id
 
@@ -41,25 +49,19 @@ class RefreshScheduler(DiffusionScheduler):
         self._left = 0  # tokens that this step may still compute
         self._guided: set[str] = set()  # conditional requests that this step computes
         self._unconditional: set[str] = set()  # all hidden requests
+        self._layouts: dict[str, tuple[int, ...]] = {}  # fields of `Layout`, of each request
+        self._lost_at: dict[str, int] = {}  # tokens that a request had when it was preempted
+        self._raised: dict[str, int] = {}  # requests that go first, and their own priority
+        self._given_starts = GivenStarts()
 
     def _bound_requests(self) -> None:
         """Do nothing: forwards differ in size, and each is weighed when it is scheduled."""
 
     def _bounds(self, requests: Sequence[Request]) -> Bounds:
-        lengths = self.block_length
-        table = [
-            (r.num_prompt_tokens, r.num_tokens, r.max_tokens, lengths[r.request_id])
-            for r in requests
-        ]
-        prompt_len, num_tokens, max_tokens, block_length = np.array(table, dtype=np.int64).T
-        return bounds(
-            prompt_len,
-            num_tokens,
-            np.minimum(prompt_len + max_tokens, self.max_model_len),
-            block_length,
-            self.decode_config.canvas_length,
-            self.max_model_len,
-        )
+        layouts = np.array([self._layouts[r.request_id] for r in requests], dtype=np.int64)
+        start = np.array([r.num_tokens for r in requests], dtype=np.int64)
+        canvas_length = self.decode_config.canvas_length
+        return bounds(Layout(*layouts.T), start, canvas_length, self.max_model_len)
 
     # Requests come and go; a conditional one brings its unconditional request.
 
@@ -67,16 +69,43 @@ class RefreshScheduler(DiffusionScheduler):
         """Admit a request, and behind it the unconditional request that guidance needs."""
         params = request.sampling_params
         assert params is not None
-        super().add_request(request)
         asked = request_config(self.decode_config, params.extra_args, params.max_tokens)
+        template = template_of(params.extra_args)
+        super().add_request(request)
+        self._lay_out(request, asked, template)
+        if template is not None:
+            self._begin_behind(request, template.given_blocks(asked.block_length))
         if asked.cfg_scale > 0 and not request.resumable:
             self._unconditional.add(unconditional_id(request.request_id))
-            super().add_request(self._hidden_request(request, params))
+            hidden = self._hidden_request(request, params)
+            super().add_request(hidden)
+            self._lay_out(hidden, asked)
+
+    def _begin_behind(self, request: Request, given: list[int]) -> None:
+        if given:
+            self._given_starts.add(request, given)
+            if request.request_id in self._watches:
+                self._watches[request.request_id].sent = len(given)
+
+    def _lay_out(
+        self, request: Request, asked: RequestConfig, template: Template | None = None
+    ) -> None:
+        end = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
+        self._layouts[request.request_id] = (
+            request.num_prompt_tokens,
+            end,
+            asked.block_length,
+            asked.full_refresh_every,
+            limit(asked.refresh_before),
+            limit(asked.suffix_window),
+            NO_TEMPLATE if template is None else template.tail,
+        )
 
     def _hidden_request(self, request: Request, params: SamplingParams) -> Request:
         """Return the unconditional request: the same, but its prompt becomes masks."""
         params = params.clone()
         params.logprobs = None
+        params.structured_outputs = None  # it copies what the conditional one decides
         return Request(
             request_id=unconditional_id(request.request_id),
             prompt_token_ids=request.prompt_token_ids,
@@ -99,6 +128,9 @@ class RefreshScheduler(DiffusionScheduler):
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         self._unconditional.discard(request.request_id)
+        self._layouts.pop(request.request_id, None)
+        self._lost_at.pop(request.request_id, None)
+        self._raised.pop(request.request_id, None)
         return super()._free_request(request, delay_free_blocks)
 
     # One step.
@@ -123,12 +155,22 @@ class RefreshScheduler(DiffusionScheduler):
             if other is None or other in running:
                 continue
             self.running.remove(request)
-            self._preempt_request(request, request.arrival_time)
+            self._preempt_request(request, time.monotonic())
             if is_unconditional(request.request_id):
                 # The conditional one waits in front, whichever came back first.
                 conditional = self.requests[other]
                 self.waiting.remove_request(conditional)
                 self.waiting.prepend_request(conditional)
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        """Preempt as vLLM does; under priorities a block is lost to more urgent requests once."""
+        name = request.request_id
+        if self.policy == SchedulingPolicy.PRIORITY and name not in self._raised:
+            if self._lost_at.get(name) == request.num_tokens:
+                self._raised[name] = request.priority
+                request.priority = min([request.priority, *(r.priority for r in self.running)])
+            self._lost_at[name] = request.num_tokens
+        super()._preempt_request(request, *args, **kwargs)
 
     def _other_of_pair(self, request_id: str) -> str | None:
         if is_unconditional(request_id):
@@ -198,6 +240,7 @@ class RefreshScheduler(DiffusionScheduler):
         going_on = [r for r in known if r is not None and r.status == RequestStatus.RUNNING]
         if going_on:
             self._place_next_forwards(going_on, scheduler_output, model_runner_output)
+        self._given_starts.put(outputs, self.requests)
         for of_client in outputs.values():
             # A pair that ended in this step is unknown by now, but its hidden one has an output.
             shown = [o for o in of_client.outputs if not is_unconditional(o.request_id)]
@@ -217,8 +260,17 @@ class RefreshScheduler(DiffusionScheduler):
             r.request_id in canvases and not committed[index[r.request_id]] for r in requests
         ]
         canvas = self._bounds(requests)
+        if self._raised:
+            self._lower(requests)
         starts, stops = self.span(canvas, np.array(keeps_kv))
         drafts = (stops - canvas.start).tolist()
         for request, start, num_drafts in zip(requests, starts.tolist(), drafts, strict=True):
             request.num_computed_tokens = start
             request.spec_token_ids = self._placeholders[:num_drafts]
+
+    def _lower(self, requests: list[Request]) -> None:
+        """Give requests that have committed what they had lost their own priority again."""
+        for request in requests:
+            name = request.request_id
+            if name in self._raised and request.num_tokens > self._lost_at[name]:
+                request.priority = self._raised.pop(name)

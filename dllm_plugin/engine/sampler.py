@@ -22,14 +22,17 @@ from dllm_plugin.sampling.canvas_rows import CanvasRows
 from dllm_plugin.sampling.compilation import BACKEND, COMPILED_AT_MOST, compiled
 from dllm_plugin.sampling.decider import Decider, EmittedTokens
 from dllm_plugin.sampling.first_token import FirstTokenDecoder
+from dllm_plugin.sampling.grammars import StagedChecks
 from dllm_plugin.sampling.guidance import guided_pairs
 from dllm_plugin.sampling.logprobs import LogprobStash
 from dllm_plugin.sampling.masked_rows import MaskedRows
 from dllm_plugin.sampling.proposer import Proposer
 from dllm_plugin.sampling.ranking import Ranking
 from dllm_plugin.sampling.rows import CHUNK_ROWS, StepRows
+from dllm_plugin.sampling.targets import Targets
 from dllm_plugin.sampling.token_rules import TokenRules
 from dllm_plugin.sampling.vocab_parallel import VocabShard
+from dllm_plugin.sampling.watched_rows import WatchedRows
 from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
 
 NOT_STORED = -1  # slot of a position whose KV is not kept
@@ -66,15 +69,27 @@ class DiffusionSampler:
         self.rows: MaskedRows | CanvasRows = rows(states, dtype, width, method.plan)
         self.rules = TokenRules(states, sampler.req_states, vocab_size)
         self.logprobs = LogprobStash(states, model_config)
+        self.watched = WatchedRows(states)
+        self.targets = Targets(states)
         owners = (self.rules, self.logprobs)
         self.proposer = Proposer(
-            states, self.sampling_states, *owners, model_config, apply_top_k_top_p, shard
+            states,
+            self.sampling_states,
+            *owners,
+            self.targets,
+            model_config,
+            apply_top_k_top_p,
+            shard,
         )
+        self.checks = StagedChecks(states)
         self.first_tokens: FirstTokenDecoder | None = None
         if config.dedicated_commit:
-            self.first_tokens = FirstTokenDecoder(states, *owners, self.proposer.propose)
+            propose = self.proposer.propose
+            self.first_tokens = FirstTokenDecoder(states, *owners, propose, self.checks)
         ranking = Ranking(states, self.sampling_states)
-        self.decider = Decider(states, ranking, *owners, self.first_tokens)
+        self.decider = Decider(
+            states, ranking, *owners, self.first_tokens, self.watched, self.targets
+        )
         self.compiles = compiles
         self.reserved = False  # what a step allocates was shown to vLLM's memory profile
         self.max_rows = max_rows
@@ -85,15 +100,23 @@ class DiffusionSampler:
         self.sampling_states.add_request(req_idx, sampling_params)
         self.rules.add_request(req_idx, sampling_params)
         self.logprobs.add_request(req_idx, sampling_params)
+        self.watched.add_request(req_idx, sampling_params)
+        self.targets.add_request(req_idx, sampling_params)
+
+    def remove_request(self, slot: int) -> None:
+        """Forget a slot's request."""
+        self.rules.remove_request(slot)
 
     def apply_staged_writes(self) -> None:
         """Bring staged parameters to the device."""
         self.sampling_states.apply_staged_writes()
         self.rules.apply_staged_writes()
+        self.targets.apply_staged_writes()
 
     def request_logits(self, batch: InputBatch) -> None:
         """Choose the rows that become logits, before the forward."""
-        self.rows.choose(batch)
+        slots_np = batch.idx_mapping_np[: count_canvases(batch)]
+        self.rows.choose(batch, self.proposer.is_mixed(slots_np))
 
     def trust_block_cache(self, batch: InputBatch, slot_mappings: Tensor) -> None:
         """Store no KV but that of the sub-block a request is decoding; called before the forward.
@@ -141,13 +164,19 @@ class DiffusionSampler:
         decided = None if step is None else self._denoise(step, logits, batch.num_reqs)
         if decided is None or len(decided.emitted_R) < batch.num_reqs:
             decided = self._for_whole_batch(batch, step, decided)
+        if self.checks.payload is not None:
+            self.checks.write_prefilled(batch.idx_mapping_np[count_canvases(batch) :])
         if self.first_tokens is not None:
-            self.first_tokens.decide_after_prefill(logits, batch)
-        logprobs = None if decided.logprobs is None else LogprobsTensors(*decided.logprobs)
+            broken = self.first_tokens.decide_after_prefill(logits, batch)
+            if broken is not None:
+                decided.broken_R[-len(broken) :] += broken
+        self.checks.stage(None)
+        rows = self.watched.behind(decided.logprobs, batch.num_reqs)
+        logprobs = None if rows is None else LogprobsTensors(*rows)
         return SamplerOutput(
             sampled_token_ids=decided.tokens_RC,
             logprobs_tensors=logprobs,
-            num_nans=None,
+            num_nans=decided.broken_R,
             num_sampled=decided.emitted_R,
             num_rejected=decided.rejected_R,
         )
@@ -160,6 +189,7 @@ class DiffusionSampler:
         sampled = torch.zeros(num_reqs, self.num_positions, dtype=torch.int64, device=device)
         num_sampled = torch.zeros(num_reqs, dtype=torch.int32, device=device)
         num_rejected = torch.zeros(num_reqs, dtype=torch.int32, device=device)
+        num_nans = torch.zeros(num_reqs, dtype=torch.int32, device=device)
         if self.states.config.method.full_attention:
             # A forward without a canvas stored nothing that a later one could use.
             num_rejected.copy_(batch.query_start_loc[: num_reqs + 1].diff())
@@ -169,10 +199,9 @@ class DiffusionSampler:
             tail_R = self.states.tail_N[slots_R]
             ends_R = batch.seq_lens[:num_reqs] == self.states.start_N[slots_R] + tail_R
             num_rejected.copy_(tail_R * ends_R)
-        results, logprobs = (sampled, num_sampled, num_rejected), None
+        results, logprobs = (sampled, num_sampled, num_rejected, num_nans), None
         if step is not None and decided is not None:
-            of_step = (decided.tokens_RC, decided.emitted_R, decided.rejected_R)
-            for result, value in zip(results, of_step, strict=True):
+            for result, value in zip(results, decided[:4], strict=True):
                 result[step.index_R] = value
             logprobs = decided.logprobs
             if self.states.config.method.full_attention:
@@ -203,8 +232,10 @@ class DiffusionSampler:
         held += [torch.empty(chunk, vocab_size, device=device) for _ in range(8)]
         if self.proposer.shard is not None:
             held.append(logits.new_empty(chunk, vocab_size))
-        # The table of token biases is made when a request first needs one, and then stays.
+        # Tables that are made when a request first needs them.
         held.append(torch.empty(len(self.states.open_N) + 1, vocab_size, device=device))
+        most = self.rules.bad_words.most_bytes() + self.logprobs.most_bytes(num_rows)
+        held.append(torch.empty(most, dtype=torch.uint8, device=device))
         del held
 
     def compile(self, backend: str = BACKEND) -> None:
@@ -226,10 +257,16 @@ class DiffusionSampler:
 
     def _denoise(self, step: StepRows, logits_TV: Tensor, num_reqs: int) -> EmittedTokens:
         """Run one denoising step: propose, unmask, commit, advance."""
+        constraint = None
+        if self.checks.payload is not None:
+            step, constraint = self.checks.constrain(step, logits_TV, self.rows)
         self.rules.start_step(step.canvas, step.slots_R, step.slots_np, step.source_RC)
         self.logprobs.start_step(step.slots_np)
+        self.watched.start_step(step.slots_np)
+        self.targets.start_step(step.slots_np)
+        self.states.templates.start_step(step.slots_np)
         policies = self.decider.policies_of(step.slots_np)
-        stateful = self.decider.stateful_inputs(step, logits_TV, num_reqs)
+        stateful = self.decider.stateful_inputs(step, logits_TV, num_reqs, constraint)
         stats = self.proposer.propose(
             step.chunks, step.slots_np, step.num_rows, policies.want_ranking
         )

@@ -10,14 +10,18 @@ budget and before reserving pages.
 from typing import Any
 
 from vllm.logger import init_logger
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.config.request import request_config
+from dllm_plugin.config.template import template_of
+from dllm_plugin.config.validation import shown
+from dllm_plugin.engine.broken_requests import BrokenRequests
+from dllm_plugin.engine.grammar_scheduler import GrammarScheduler
+from dllm_plugin.engine.reporting import ReportingScheduler
 from dllm_plugin.state.preempted import FinishedId, PreemptedId
 
 logger = init_logger("vllm.dllm_plugin")
@@ -33,19 +37,18 @@ def _mark_removed(output: SchedulerOutput) -> None:
         output.finished_req_ids = {FinishedId(i) for i in finished}
 
 
-class DiffusionScheduler(AsyncScheduler):
+class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
     """Schedule canvas positions as draft tokens; committed tokens are accepted drafts."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # The canvas alone is computed: no token is sampled behind it.
         self.num_sampled_tokens_per_step = 0
-        self.decode_config = get_decode_config(self.vllm_config)
         self.num_computed_positions = 0  # queries of all forwards, for `diffuplug eval`
-        self.block_length: dict[str, int] = {}
         self._long: set[str] = set()  # requests that may come near the end of the context
         self._spare_tokens = 0
         self._single_blocks = False
+        self.broken = BrokenRequests(self)
         self._bound_requests()
 
     def _bound_requests(self) -> None:
@@ -66,18 +69,16 @@ class DiffusionScheduler(AsyncScheduler):
             self.max_num_active_reqs = fits
 
     def add_request(self, request: Request) -> None:
-        """Admit a request; its denoising steps are counted in ``spec_decode_metrics``."""
+        """Admit a request: its block length, its pages and what ends it."""
         if request.resumable:
             # vLLM tells only here that the prompt is a stream, and a scheduler may not raise:
             # this is its list of requests that end with an error.
             logger.error(
                 "Request %s ends with an error: diffusion decoding does not support "
                 "streaming-input sessions; send the whole prompt at once.",
-                request.request_id,
+                shown(request.request_id),
             )
             self.grammar_compile_error_reqs.add(request.request_id)
-        if request.spec_decode_metrics is None:
-            request.spec_decode_metrics = RequestSpecDecodeMetrics.new(self.num_spec_tokens)
         params = request.sampling_params
         assert params is not None
         config = request_config(self.decode_config, params.extra_args, params.max_tokens)
@@ -91,11 +92,17 @@ class DiffusionScheduler(AsyncScheduler):
             request.cache_salt = f"{request.cache_salt or ''}/block {config.block_length}"
             request.block_hashes.clear()
             request.update_block_hashes()
+        ends = list(self.decode_config.turn_end_token_ids)
+        template = template_of(params.extra_args)
+        if template is not None:
+            ends = template.ends(ends)
+            params.stop_token_ids = template.ends(params.stop_token_ids or [])
+            if params.eos_token_id is not None and not template.ends([params.eos_token_id]):
+                params._eos_token_id = None
         if not params.ignore_eos:
             # Chat models end a turn with a token of their own that configs do not list as EOS;
             # in a prompt without turns it is a token like any other.
             known, prompt = params.stop_token_ids or [], request.prompt_token_ids or ()
-            ends = self.decode_config.turn_end_token_ids
             if any(i in prompt for i in ends):
                 params.stop_token_ids = [*known, *(i for i in ends if i not in known)]
         super().add_request(request)
@@ -113,6 +120,7 @@ class DiffusionScheduler(AsyncScheduler):
         self._single_blocks = 0 < fewest <= len(self.running)
         output = super().schedule(throttle_prefills)
         _mark_removed(output)
+        self.broken.mark(output)
         return output
 
     def _canvas_tokens(self, request: Request) -> int:
@@ -171,6 +179,15 @@ class DiffusionScheduler(AsyncScheduler):
             computed = request.num_computed_tokens - request.num_output_placeholders
             self.kv_cache_manager.cache_blocks(request, computed)
         return new_token_ids, stopped
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """Update as vLLM does; requests whose logits are no numbers end with an error."""
+        broken = self.broken.end(model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self.broken.count(broken, outputs)
+        return outputs
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False

@@ -1,7 +1,8 @@
-"""Capture full CUDA graphs also of single-block steps: vLLM's GPU worker with our graph manager.
+"""Run vLLM's GPU worker with our model runner, which hands grammars to the sampler.
 
-Otherwise only piecewise graphs would hold them, and the host's launches take longer than the
-kernels. :mod:`dllm_plugin.config.cuda_graphs` says when this worker is taken.
+And capture full CUDA graphs also of single-block steps, by our graph manager: otherwise
+only piecewise graphs would hold them, and the host's launches take longer than the kernels.
+:mod:`dllm_plugin.config.cuda_graphs` says when that worker is taken.
 """
 
 from contextlib import AbstractContextManager
@@ -11,11 +12,12 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.attn_utils import FastPrefillHelper
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
-from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-from vllm.v1.worker.gpu_worker import Worker
 
 from dllm_plugin.config.cuda_graphs import block_counts, canvases_needed
 from dllm_plugin.config.decode import get_decode_config
+from dllm_plugin.engine.adapters import AdapterWorker
+from dllm_plugin.engine.grammar_runner import GrammarRunner
+from dllm_plugin.engine.weight_updates import UpdatingWorker
 
 
 class BlockGraphManager(ModelCudaGraphManager):
@@ -66,8 +68,8 @@ class BlockGraphManager(ModelCudaGraphManager):
         captured.sort(key=lambda desc: desc.num_tokens, reverse=True)
 
 
-class DiffusionRunner(GPUModelRunner):
-    """Run vLLM's model runner with that manager."""
+class DiffusionRunner(GrammarRunner):
+    """Run the model runner with that manager."""
 
     def initialize_kv_cache(
         self,
@@ -95,7 +97,16 @@ class DiffusionRunner(GPUModelRunner):
             self.fast_prefill = FastPrefillHelper(self.cudagraph_manager, self.max_num_tokens)
 
 
-class DiffusionWorker(Worker):
+class GrammarWorker(AdapterWorker, UpdatingWorker):
+    """Run vLLM's worker with grammars on canvases, and with its own graphs."""
+
+    def _make_model_runner(self) -> Any:
+        """Return the runner, of version 2 as everywhere in this package."""
+        assert self.use_v2_model_runner and self.device is not None
+        return GrammarRunner(self.vllm_config, self.device)
+
+
+class DiffusionWorker(AdapterWorker, UpdatingWorker):
     """Run vLLM's worker with that runner."""
 
     def _make_model_runner(self) -> Any:

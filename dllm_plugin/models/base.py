@@ -5,9 +5,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm.config import ModelConfig, VllmConfig
+from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from dllm_plugin.models.checkpoints import lora
+from dllm_plugin.models.checkpoints.request_adapters import check_layers_alone, check_strategy
+from dllm_plugin.models.checkpoints.updates import (
+    PARTIAL_BACKENDS,
+    WeightUpdate,
+    check_packing,
+    check_updatable,
+)
 from dllm_plugin.models.checkpoints.weights import (
     Manifest,
     Shapes,
@@ -32,6 +40,9 @@ class DiffusionModel:
     position sees.
     """
 
+    update: WeightUpdate | None = None  # in progress: weights come in parts
+    # vLLM takes an adapted head to compute one row a request, and a canvas has many.
+    embedding_modules: ClassVar[dict[str, str]] = {}
     rename: ClassVar["WeightsMapper | None"] = None  # checkpoint names to the parent's names
     config: Any
     lm_head: Any
@@ -98,13 +109,25 @@ class DiffusionModel:
         if path is None:
             return None
         model_config, load_format = vllm_config.model_config, vllm_config.load_config.load_format
-        manifest = cls.manifest(model_config)
-        lora.check_mergeable(path, manifest.quantized, load_format)
+        lora.check_mergeable(path, cls.manifest(model_config).quantized, load_format)
+        return cls._fitting_adapter(path, model_config)
+
+    @classmethod
+    def _fitting_adapter(cls, path: str, model_config: ModelConfig) -> lora.LoraAdapter:
+        """Read an adapter; raise ValueError unless it was trained on this model, as a whole."""
         adapter = lora.load_adapter(lora.adapter_folder(path))
         config = model_config.hf_config
         lora.check_base(adapter, (model_config.model, config._name_or_path, config.source_name))
-        lora.check_coverage(adapter, manifest.shapes)
+        lora.check_coverage(adapter, cls.manifest(model_config).shapes)
         return adapter
+
+    def check_adapter(self, name: str, path: str) -> None:
+        """Raise ValueError if requests cannot choose the adapter in `path` by `name`."""
+        from dllm_plugin.config.decode import get_decode_config
+
+        adapter = self._fitting_adapter(path, self.vllm_config.model_config)
+        check_layers_alone(adapter)
+        check_strategy(adapter, name, get_decode_config(self.vllm_config).method)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """Compute logits: [rows, hidden] -> [rows, vocab]; None on ranks that do not gather.
@@ -123,12 +146,35 @@ class DiffusionModel:
             return logits
         return super().compute_logits(hidden_states)  # type: ignore[misc]
 
+    def check_packing(self) -> None:
+        """Raise ValueError if new weights cannot be packed as those were that are served."""
+        model_config = self.vllm_config.model_config
+        quantized = self.manifest(model_config).quantized or model_config.quantization is not None
+        check_packing(quantized, current_platform.is_cpu())
+
+    def new_update(self, backend: str) -> WeightUpdate:
+        """Return what checks an update of the weights that `backend` of vLLM brings."""
+        from dllm_plugin.config.decode import get_decode_config
+
+        config = get_decode_config(self.vllm_config)
+        self.check_packing()
+        check_updatable(config.lora_path, config.merged_updates)
+        manifest = self._expected_here(self.vllm_config.model_config)
+        return WeightUpdate(manifest, partial=backend in PARTIAL_BACKENDS)
+
     def load_weights(self, weights: Weights) -> set[str]:
         """Load full tensors by checkpoint names; return the names of the filled parameters.
 
         Raises ValueError with the name of a missing, surplus or mis-shaped weight, or of a damaged
-        file.
+        file. Within an update a call brings a part, and :class:`WeightUpdate` sees what is missing.
         """
+        weights = self._whole(weights) if self.update is None else self.update.part(weights)
+        if self.rename is not None:
+            weights = self.rename.apply(weights)
+        return super().load_weights(weights)  # type: ignore[misc]
+
+    def _whole(self, weights: Weights) -> Weights:
+        """Check the checkpoint that vLLM's loader reads, and merge the adapter into it."""
         model_config, cache = (
             self.vllm_config.model_config,
             self.vllm_config.load_config.download_dir,
@@ -136,8 +182,4 @@ class DiffusionModel:
         folder = checkpoint_folder(model_config.model, model_config.revision, cache)
         weights = checked(readable(weights, folder), self._expected_here(model_config))
         adapter = self.read_adapter(self.vllm_config)  # again: kept, it would take 100 MB at 8B
-        if adapter is not None:
-            weights = lora.merge(weights, adapter)
-        if self.rename is not None:
-            weights = self.rename.apply(weights)
-        return super().load_weights(weights)  # type: ignore[misc]
+        return weights if adapter is None else lora.merge(weights, adapter)

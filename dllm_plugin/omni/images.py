@@ -6,6 +6,7 @@ import io
 import json
 from functools import cache
 from pathlib import Path
+from reprlib import repr as cut
 from typing import Any
 
 from PIL import Image
@@ -25,8 +26,7 @@ SETTINGS |= dict.fromkeys(("hidden_size", "num_attention_heads", "num_key_value_
 SIDE = 1024  # largest default width and height of common pipelines
 COUNT = ("an integer from 1 to 9999", lambda x: type(x) is int and 0 < x < 10_000)
 RULES: dict[str, tuple[str, Any]] = {  # name -> what its value must be, and the test of it
-    "prompt": ("a string", lambda x: isinstance(x, str)),
-    "negative_prompt": ("a string", lambda x: isinstance(x, str)),
+    **dict.fromkeys(("prompt", "negative_prompt"), ("a string", lambda x: isinstance(x, str))),
     "guidance_scale": ("a number", lambda x: type(x) in (int, float)),
     "seed": ("an integer from 0 to 2**63 - 1", lambda x: type(x) is int and 0 <= x < 2**63),
     "output_type": ("'pil', 'pt' or 'latent'", lambda x: x in ("pil", "pt", "latent")),
@@ -59,11 +59,11 @@ def plugin() -> str:
 def check_request(request: Any, config: VllmConfig, entry: str = "") -> None:
     """Raise VLLMValidationError, with `entry` first, for a request that no pipeline can serve."""
     if not isinstance(request, dict) or "prompt" not in request:
-        raise VLLMValidationError(f"{entry}A request is a dictionary with a prompt, got {request}.")
+        raise VLLMValidationError(f"{entry}A request is a dict with a prompt, got {cut(request)}.")
     for name, value in request.items():
         must, fits = RULES.get(name, ("", lambda x: True))
         if not fits(value):
-            raise VLLMValidationError(f"{entry}{name} must be {must}, got {value!r}.")
+            raise VLLMValidationError(f"{entry}{name} must be {must}, got {cut(value)}.")
     limit, count = option(config, "max_pixels", 1 << 22), request.get("num_images_per_prompt", 1)
     pixels = count * request.get("width", SIDE) * request.get("height", SIDE)
     if pixels > limit:

@@ -6,6 +6,7 @@ Shape letters as in :mod:`dllm_plugin.decoding.plan`; N slots.
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,6 +67,7 @@ class CanvasRows:
         self.begin: Callable[[Tensor, Tensor, Tensor], PlannedCanvases] = self.begin_step
         self.carry_NV: Tensor | None = None
         self._update: CarryUpdate | None = None
+        self._mixed = False
         self.side_stream = SideStream(states.device)
         num_slots, self.num_positions = states.canvas_NC.shape
         self.shift = int(states.config.family.logits_shift)
@@ -73,9 +75,14 @@ class CanvasRows:
         if self.shift and not self.dedicated_commit:
             self.carry_NV = torch.zeros(num_slots, width, dtype=dtype, device=states.device)
 
-    def choose(self, batch: "InputBatch") -> None:
-        """Ask for the last row of each prefill, too, when logits are shifted."""
+    def choose(self, batch: "InputBatch", mixed: bool) -> None:
+        """Ask for the last row of each prefill, too, when logits are shifted.
+
+        Args:
+            mixed: requests of the step differ in how their rows are read.
+        """
         self.side_stream.mark()
+        self._mixed = mixed
         canvases = count_canvases(batch)
         if not self.shift or not batch.is_prefilling_np[canvases:].any():
             return
@@ -112,6 +119,7 @@ class CanvasRows:
             self._update = CarryUpdate(logits_TV, planned.last_row_R, slots_R, planned.commits_R)
         return StepRows(
             torch.arange(canvases, device=self.states.device),
+            np.arange(canvases),
             slots_R,
             batch.idx_mapping_np[:canvases],
             planned.canvas,
@@ -144,6 +152,7 @@ class CanvasRows:
             planned.remaining_R,
             planned.drafts_R,
             seq_lens_R,
+            None,
         )
 
     def begin_step(self, slots_R: Tensor, low_R: Tensor, high_R: Tensor) -> PlannedCanvases:
@@ -165,6 +174,29 @@ class CanvasRows:
             canvas, remaining_R, plan, source_RC, drafts_R, last_row_R, commits_R
         )
 
+    def has_row(self, step: StepRows) -> Tensor:
+        """Return the positions that a row of this step predicts, bool ``[R, C]``."""
+        position_C = torch.arange(self.num_positions, device=step.drafts_R.device)
+        return position_C < step.drafts_R[:, None]
+
+    def gather(self, step: StepRows, logits_TV: Tensor, row_G: Tensor, slot_G: Tensor) -> Tensor:
+        """Return some rows of the step, ``[G, V]``; rows behind the logits are carry rows."""
+        rows_GV = logits_TV[row_G.clamp_max(len(logits_TV) - 1)]
+        if self.carry_NV is None:
+            return rows_GV
+        is_carry_G1 = (row_G >= len(logits_TV))[:, None]
+        return torch.where(is_carry_G1, self.carry_NV[slot_G].to(rows_GV.dtype), rows_GV)
+
+    def replan(self, step: StepRows, plan: StepPlan) -> StepRows:
+        """Return the step with another plan; the row that is kept or read behind it moves along."""
+        moved_R = plan.num_committed_R.clamp_min(1) - step.plan.num_committed_R.clamp_min(1)
+        if self._update is not None:
+            self._update = self._update._replace(
+                from_R=self._update.from_R + moved_R, moved_R=plan.num_committed_R > 0
+            )
+        last_row_R = None if step.last_row_R is None else step.last_row_R + moved_R
+        return step._replace(plan=plan, last_row_R=last_row_R)
+
     def keep_carry_rows(self) -> None:
         """Keep the row of the last position that commits in this step, once carry rows were read.
 
@@ -184,18 +216,26 @@ class CanvasRows:
         device = self.states.device
         slot_T, offset_T = batch.expanded_idx_mapping, batch.expanded_local_pos
         rows_T = torch.arange(len(slot_T), device=device)
-        chunks = [RowChunk(rows_T, logits_TV, None, slot_T, offset_T, self.shift)]
+        owner_np = owner_R = None
+        if self._mixed:
+            owner_R = np.arange(len(slots_R))
+            assert batch.num_draft_tokens_per_req is not None
+            owner_np = np.repeat(owner_R, batch.num_draft_tokens_per_req[: len(slots_R)])
+        chunks = [RowChunk(rows_T, logits_TV, None, slot_T, offset_T, self.shift, None, owner_np)]
         if self.carry_NV is not None:
             rows_R = torch.arange(len(slot_T), len(slot_T) + len(slots_R), device=device)
             nowhere_R = torch.zeros_like(slots_R, dtype=torch.int32)
-            chunks.append(RowChunk(rows_R, self.carry_NV, slots_R, slots_R, nowhere_R, 0))
+            carry = (rows_R, self.carry_NV, slots_R, slots_R, nowhere_R, 0)
+            chunks.append(RowChunk(*carry, None, owner_R))
         if device.type != "cpu":
             yield from chunks
             return
         # There is no device to wait for, so rows that propose for nothing are left out.
         wanted_RC = planned.plan.candidates_RC | planned.plan.editable_RC
         wanted = planned.source_RC[wanted_RC]
-        for rows, logits, source, slots, offsets, shift in chunks:
+        for rows, logits, source, slots, offsets, shift, _, owner in chunks:
             chosen = torch.isin(rows, wanted).nonzero().squeeze(1)
             source = chosen if source is None else source[chosen]
-            yield RowChunk(rows[chosen], logits, source, slots[chosen], offsets[chosen], shift)
+            owner = None if owner is None else owner[chosen.numpy()]
+            places = (slots[chosen], offsets[chosen])
+            yield RowChunk(rows[chosen], logits, source, *places, shift, None, owner)

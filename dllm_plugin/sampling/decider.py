@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from dllm_plugin.decoding.block_causal import keep_edited
+from dllm_plugin.decoding.full_attention import commit_given, without_given
 from dllm_plugin.decoding.plan import Canvas, Proposal, StepOutcome, StepPlan
 from dllm_plugin.decoding.policies import Rule
+from dllm_plugin.grammar.step import Constraint, fix_stop, take_frontier
 from dllm_plugin.kernels.confidence.reference import RowStats
 from dllm_plugin.sampling.compilation import (
     WARMUP_REQUESTS,
@@ -25,7 +27,9 @@ from dllm_plugin.sampling.first_token import FirstTokenDecoder, FirstTokens
 from dllm_plugin.sampling.logprobs import EmittedLogprobs, LogprobStash
 from dllm_plugin.sampling.ranking import Ranking, StepPolicies
 from dllm_plugin.sampling.rows import StepRows, StepTensors
+from dllm_plugin.sampling.targets import Targets
 from dllm_plugin.sampling.token_rules import TokenRules
+from dllm_plugin.sampling.watched_rows import WatchedRows
 from dllm_plugin.state.canvas_states import CanvasStates
 from dllm_plugin.state.request_table import POLICY_IDS
 
@@ -36,24 +40,27 @@ class EmittedTokens(NamedTuple):
     tokens_RC   int64, from position 0 on
     emitted_R   int32, how many of them are emitted
     rejected_R  int32, by how much the request's computed positions fall back
+    broken_R    int32, positions whose logits were NaN or infinite where a token was wanted
     """
 
     tokens_RC: Tensor
     emitted_R: Tensor
     rejected_R: Tensor
+    broken_R: Tensor
     logprobs: EmittedLogprobs | None
 
 
 class StatefulInputs(NamedTuple):
     """Hold what features with state of their own need. A step that has any runs uncompiled.
 
-    They are bad words of several tokens, log-probabilities, and Fast-dLLM v2's first tokens:
-    :meth:`Decider.stateful_inputs` is the one place that says so.
+    They are bad words of several tokens, log-probabilities, grammars, watched requests, and
+    Fast-dLLM v2's first tokens: :meth:`Decider.stateful_inputs` is the one place that says so.
     """
 
     step: StepRows
     logits_TV: Tensor
     num_reqs: int
+    constraint: Constraint | None
 
 
 class Decider:
@@ -70,12 +77,16 @@ class Decider:
         rules: TokenRules,
         logprobs: LogprobStash,
         first_tokens: FirstTokenDecoder | None,
+        watched: WatchedRows,
+        targets: Targets,
     ) -> None:
         self.states = states
         self.ranking = ranking
         self.rules = rules
         self.logprobs = logprobs
         self.first_tokens = first_tokens
+        self.watched = watched
+        self.targets = targets
         method = states.config.method
         self.policy_rules = {name: policy.rule for name, policy in method.policies.items()}
         self.commit = method.commit
@@ -91,13 +102,21 @@ class Decider:
         return StepPolicies(names, self.states.requests.uses("alg_temp", slots_np))
 
     def stateful_inputs(
-        self, step: StepRows, logits_TV: Tensor, num_reqs: int
+        self,
+        step: StepRows,
+        logits_TV: Tensor,
+        num_reqs: int,
+        constraint: Constraint | None = None,
     ) -> StatefulInputs | None:
         """Return what features with state of their own need; None if the step has none of them."""
         has_state = (
-            self.logprobs.active or self.rules.bad_words.active or self.first_tokens is not None
+            self.logprobs.active
+            or self.rules.bad_words.active
+            or self.first_tokens is not None
+            or constraint is not None
+            or self.watched.active
         )
-        return StatefulInputs(step, logits_TV, num_reqs) if has_state else None
+        return StatefulInputs(step, logits_TV, num_reqs, constraint) if has_state else None
 
     def run(
         self,
@@ -121,8 +140,8 @@ class Decider:
             tensors = example(count)
             device = self.states.device
             columns = [torch.zeros(WARMUP_ROWS, device=device) for _ in RowStats._fields]
-            columns[0] = columns[0].to(torch.int64)
-            stats = RowStats(*columns[: 4 if policies.want_ranking else 2])
+            columns[0], columns[2] = columns[0].to(torch.int64), columns[2].to(torch.int32)
+            stats = RowStats(*columns[: 5 if policies.want_ranking else 3])
             allow_any_length(tensors, stats)
             self.decide(*tensors, stats, policies, None)
 
@@ -135,6 +154,7 @@ class Decider:
         remaining_R: Tensor,
         drafts_R: Tensor,
         seq_lens_R: Tensor,
+        refresh_R: Tensor | None,
         stats: RowStats,
         policies: StepPolicies,
         stateful: StatefulInputs | None,
@@ -142,29 +162,47 @@ class Decider:
         """Rank, unmask, commit and advance; the first arguments are those of StepTensors."""
         states, mask_id = self.states, self.states.config.mask_token_id
         proposal = self.ranking.rank(stats, slots_R, source_RC, policies)
-        unmask_RC = self._apply_policies(slots_R, canvas, plan, proposal, policies.names)
+        given_RC, to_decide = None, canvas
+        if states.templates.active:
+            given_RC = states.given(slots_R)
+            plan, to_decide = without_given(plan, canvas, given_RC)
+        unmask_RC = self._apply_policies(slots_R, to_decide, plan, proposal, policies.names)
+        constraint = None if stateful is None else stateful.constraint
         if stateful is not None:
+            unmask_RC = self.targets.take(slots_R, plan.candidates_RC, unmask_RC)
             unmask_RC = self.rules.withhold(canvas, proposal, unmask_RC)
+        if constraint is not None:
+            unmask_RC = take_frontier(constraint, plan, unmask_RC)
         if self.edits:
             plan, unmask_RC = keep_edited(canvas, plan, unmask_RC)
         tokens_RC = torch.where(unmask_RC, proposal.token_RC, canvas.tokens_RC)
         tail_R = states.tail_N[slots_R]
         position_C = torch.arange(self.num_positions, device=slots_R.device)
         is_stop_RC = self.rules.is_stop(tokens_RC, slots_R) & (position_C >= tail_R[:, None])
+        if constraint is not None:
+            plan = fix_stop(constraint, plan, unmask_RC, is_stop_RC)
         outcome = self.commit(canvas, plan, unmask_RC, tokens_RC, is_stop_RC, remaining_R, mask_id)
+        if given_RC is not None:
+            outcome = commit_given(canvas, outcome, tokens_RC, mask_id)
         # A stop token that was replaced is forgotten.
         saw_stop_R = (canvas.saw_stop_R & ~canvas.edits_R) | is_stop_RC.any(dim=1)
         emit_RC = (position_C + tail_R[:, None]).clamp_max(self.num_positions - 1)
+        wanted_RC = plan.candidates_RC | plan.editable_RC
+        broken_R = (stats.broken_T[source_RC] * wanted_RC).sum(dim=1, dtype=torch.int32)
         logprobs = first = None
         if stateful is not None:
-            logprobs, first = self._commit_stateful(stateful, outcome, tokens_RC, emit_RC)
+            logprobs, first = self._commit_stateful(stateful, outcome, tokens_RC, emit_RC, given_RC)
+            certain_RC, index_R = proposal.confidence_RC, stateful.step.index_R
+            self.watched.commit(slots_R, outcome, certain_RC, tokens_RC, emit_RC, tail_R, index_R)
         states.advance(slots_R, plan, outcome, tokens_RC, saw_stop_R)
         if self.first_tokens is not None and first is not None:
             self.first_tokens.write(first)
+            broken_R = broken_R + first.broken_R
         return EmittedTokens(
             tokens_RC.gather(1, emit_RC),
             (outcome.num_committed_R - tail_R).clamp_min(0),
-            self._rejected(outcome, drafts_R, seq_lens_R),
+            self._rejected(outcome, drafts_R, seq_lens_R, refresh_R),
+            broken_R,
             logprobs,
         )
 
@@ -191,22 +229,32 @@ class Decider:
         return torch.where(plan.first_only_R[:, None], plan.candidates_RC & first_C, unmask_RC)
 
     def _commit_stateful(
-        self, stateful: StatefulInputs, outcome: StepOutcome, tokens_RC: Tensor, emit_RC: Tensor
+        self,
+        stateful: StatefulInputs,
+        outcome: StepOutcome,
+        tokens_RC: Tensor,
+        emit_RC: Tensor,
+        given_RC: Tensor | None,
     ) -> tuple[EmittedLogprobs | None, FirstTokens | None]:
         """Commit log-probabilities, and propose first tokens of the blocks that come next."""
-        step, logits_TV, num_reqs = stateful
-        logprobs = self.logprobs.commit(
-            step.source_RC, step.num_rows, outcome, emit_RC, step.slots_R, step.index_R, num_reqs
-        )
+        step, logits_TV, num_reqs, _ = stateful
+        given = None if given_RC is None else (given_RC, tokens_RC)
+        logprobs = self.logprobs.commit(step, outcome, emit_RC, num_reqs, given)
         if self.first_tokens is None:
             return logprobs, None
         first = self.first_tokens.propose_after_commit(step, logits_TV, outcome, tokens_RC)
         return logprobs, first
 
-    def _rejected(self, outcome: StepOutcome, drafts_R: Tensor, seq_lens_R: Tensor) -> Tensor:
-        """Return by how much computed positions fall back: to the canvas, or to 0 on a refresh."""
-        rejected_R = seq_lens_R
+    def _rejected(
+        self,
+        outcome: StepOutcome,
+        drafts_R: Tensor,
+        seq_lens_R: Tensor,
+        refresh_R: Tensor | None,
+    ) -> Tensor:
+        """Return by how much computed positions fall back: to the canvas, or to the refresh."""
+        rejected_R = seq_lens_R if refresh_R is None else seq_lens_R - refresh_R
         if self.keeps_kv:
             uncommitted_R = drafts_R - outcome.num_committed_R
-            rejected_R = torch.where(outcome.refresh_R, seq_lens_R, uncommitted_R)
+            rejected_R = torch.where(outcome.refresh_R, rejected_R, uncommitted_R)
         return rejected_R.to(torch.int32)

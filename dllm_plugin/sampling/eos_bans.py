@@ -26,11 +26,10 @@ class EosBans:
         self.eos_ids = [i for i in ids if i is not None]
         self.turn_end_ids = list(states.config.turn_end_token_ids)
 
-    def wanted(self, slots_np: np.ndarray) -> bool:
-        """Tell whether one of the slots has set one of the options."""
-        return any(
-            self.states.requests.uses(name, slots_np) for name in (NO_PROPOSAL, NO_CONFIDENCE)
-        )
+    def users(self, slots_np: np.ndarray) -> np.ndarray:
+        """Return which of the slots have set one of the options, bool."""
+        requests = self.states.requests
+        return requests.users(NO_PROPOSAL, slots_np) | requests.users(NO_CONFIDENCE, slots_np)
 
     def ban_proposals(self, logits_TV: Tensor, slot_T: Tensor, slots_np: np.ndarray) -> None:
         """Ban what may not be proposed."""

@@ -21,16 +21,16 @@ class Filters:
         self.sampling_states = sampling_states
         self.keep_top = keep_top
 
-    def wanted(self, slots_np: np.ndarray, samples: bool) -> bool:
-        """Tell whether one of the slots filters; `samples`: whether one has a temperature."""
-        sampling, states = self.sampling_states, self.states
-        if states.requests.uses("top_k", slots_np) or states.requests.uses("top_p", slots_np):
-            return True
-        return samples and bool(
-            sampling.min_p.np[slots_np].any()
-            or (sampling.top_k.np[slots_np] != sampling.vocab_size).any()
-            or (sampling.top_p.np[slots_np] != 1.0).any()
+    def users(self, slots_np: np.ndarray) -> np.ndarray:
+        """Return which of the slots filter, bool."""
+        sampling, requests = self.sampling_states, self.states.requests
+        sampled = (
+            (sampling.min_p.np[slots_np] != 0)
+            | (sampling.top_k.np[slots_np] != sampling.vocab_size)
+            | (sampling.top_p.np[slots_np] != 1.0)
         )
+        greedy = requests.users("top_k", slots_np) | requests.users("top_p", slots_np)
+        return greedy | (sampled & (sampling.temperature.np[slots_np] > 0))
 
     def apply(self, logits_TV: Tensor, slot_T: Tensor, slots_np: np.ndarray) -> Tensor:
         """Filter rows of sampling requests, in place where that is possible."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dllm_plugin.decoding.plan import Canvas, StepOutcome
 from dllm_plugin.kernels.confidence.reference import RowStats
+from dllm_plugin.sampling.grammars import StagedChecks
 from dllm_plugin.sampling.logprobs import LogprobStash
 from dllm_plugin.sampling.rows import RowChunk, StepRows
 from dllm_plugin.sampling.token_rules import TokenRules
@@ -26,11 +27,15 @@ NO_ROW = -1
 
 
 class FirstTokens(NamedTuple):
-    """Hold a proposal for the first position of some canvases: token_R int64, take_R bool."""
+    """Hold a proposal for the first position of some canvases: token_R int64, take_R bool.
+
+    broken_R int32, 1 where it is taken from logits that are NaN or infinite
+    """
 
     slots_R: Tensor
     token_R: Tensor
     take_R: Tensor
+    broken_R: Tensor
 
 
 class FirstTokenDecoder:
@@ -45,11 +50,13 @@ class FirstTokenDecoder:
         rules: TokenRules,
         logprobs: LogprobStash,
         propose: Callable[[list[RowChunk], np.ndarray, int], RowStats],
+        checks: StagedChecks,
     ) -> None:
         self.states = states
         self.rules = rules
         self.logprobs = logprobs
         self.propose = propose
+        self.checks = checks
 
     def propose_after_commit(
         self, step: StepRows, logits_TV: Tensor, outcome: StepOutcome, tokens_RC: Tensor
@@ -62,16 +69,21 @@ class FirstTokenDecoder:
         rows_R = torch.arange(len(tokens_RC), device=tokens_RC.device)
         source_RC = torch.full_like(canvas.tokens_RC, NO_ROW)
         source_RC.scatter_(1, place_R[:, None], rows_R[:, None])
-        chunk = RowChunk(rows_R, logits_TV, step.last_row_R, step.slots_R, place_R, 0)
-        token_R = self._propose(chunk, canvas, step.slots_np, source_RC)
-        stored_R = step.plan.num_stored_R > 0
-        return FirstTokens(step.slots_R, token_R, stored_R & ~outcome.ended_R)
+        allowed_RW = self.checks.allowed_first(step.slots_np, place_R)
+        which = (step.last_row_R, step.slots_R, place_R, 0)
+        chunk = RowChunk(rows_R, logits_TV, *which, allowed_RW, np.arange(len(tokens_RC)))
+        stats = self._propose(chunk, canvas, step.slots_np, source_RC)
+        take_R = (step.plan.num_stored_R > 0) & ~outcome.ended_R
+        return FirstTokens(step.slots_R, stats.token_T, take_R, stats.broken_T * take_R)
 
-    def decide_after_prefill(self, logits_TV: Tensor, batch: "InputBatch") -> None:
-        """Decide the first position of requests whose prefill ends at a block's border."""
+    def decide_after_prefill(self, logits_TV: Tensor, batch: "InputBatch") -> Tensor | None:
+        """Decide the first position of requests whose prefill ends at a block's border.
+
+        Returns int32 for each prefill of the batch, 1 where its logits are NaN or infinite.
+        """
         first, last = count_canvases(batch), batch.num_reqs
         if logits_TV.shape[0] - batch.num_draft_tokens != last - first or first == last:
-            return  # nothing was prefilled, or these are warm-up rows that no prefill asked for
+            return None  # nothing was prefilled, or these are warm-up rows nobody asked for
         slots_R, slots_np = batch.idx_mapping[first:last], batch.idx_mapping_np[first:last]
         states = self.states
         canvas, _ = states.view(slots_R, torch.zeros_like(states.start_N[slots_R]))
@@ -79,19 +91,25 @@ class FirstTokenDecoder:
         source_RC = torch.full_like(canvas.tokens_RC, NO_ROW)
         source_RC[:, 0] = rows_R
         start_R, last_TV = states.start_N[slots_R], logits_TV[batch.num_draft_tokens :]
-        chunk = RowChunk(rows_R, last_TV, None, slots_R, torch.zeros_like(rows_R), 0)
-        token_R = self._propose(chunk, canvas, slots_np, source_RC)
+        nowhere_R = torch.zeros_like(rows_R)
+        allowed_RW = self.checks.allowed_first(slots_np, nowhere_R)
+        which = (None, slots_R, nowhere_R, 0)
+        chunk = RowChunk(rows_R, last_TV, *which, allowed_RW, np.arange(last - first))
+        stats = self._propose(chunk, canvas, slots_np, source_RC)
         is_open_R = canvas.tokens_RC[:, 0] == states.config.mask_token_id
         is_whole_R = (batch.seq_lens[first:last] == start_R) & (states.tail_N[slots_R] == 0)
-        self.write(FirstTokens(slots_R, token_R, is_open_R & is_whole_R))
+        take_R = is_open_R & is_whole_R
+        tokens = FirstTokens(slots_R, stats.token_T, take_R, stats.broken_T * take_R)
+        self.write(tokens)
+        return tokens.broken_R
 
     def _propose(
         self, chunk: RowChunk, canvas: Canvas, slots_np: np.ndarray, source_RC: Tensor
-    ) -> Tensor:
-        """Return the proposed token of each row, under the rules of its request."""
+    ) -> RowStats:
+        """Propose a token from each row, under the rules of its request."""
         self.rules.start_step(canvas, chunk.slot_T, slots_np, source_RC)
         self.logprobs.start_step(slots_np)
-        return self.propose([chunk], slots_np, len(chunk.rows_T)).token_T
+        return self.propose([chunk], slots_np, len(chunk.rows_T))
 
     def write(self, first: FirstTokens) -> None:
         """Put the tokens that are to be taken on the first position of their canvases."""

@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 from vllm.config import ModelConfig
 from vllm.sampling_params import SamplingParams
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from dllm_plugin.decoding.plan import StepOutcome
-from dllm_plugin.sampling.rows import scatter_rows
+from dllm_plugin.sampling.rows import StepRows, scatter_rows
 from dllm_plugin.state.canvas_states import CanvasStates
+
+ROWS_AT_ONCE = 8  # copies of a row's entries while they are scored, kept and emitted
 
 
 class EmittedLogprobs(NamedTuple):
@@ -62,6 +65,12 @@ class LogprobStash:
             )
             self.states.companions.extend(self.tables)
 
+    def most_bytes(self, num_rows: int) -> int:
+        """Return how much memory the tables take, and a step of `num_rows` rows at most."""
+        cell = torch.int32.itemsize + torch.float32.itemsize
+        entry = cell * (self.max_logprobs + 1) + torch.int64.itemsize
+        return entry * (self.states.canvas_NC.numel() + ROWS_AT_ONCE * num_rows)
+
     def start_step(self, slots_np: np.ndarray) -> None:
         """Forget the rows of the last step, and see whether this one has to be scored."""
         most = int(self.num_logprobs_np[slots_np].max())
@@ -71,8 +80,6 @@ class LogprobStash:
 
     def score(self, logits_TV: Tensor, token_T: Tensor, rows_T: Tensor) -> None:
         """Score some rows: raw log-probabilities of the proposal and of the most likely tokens."""
-        if not self.active:
-            return
         logprobs_TV = logits_TV.to(torch.float32).log_softmax(dim=-1)
         chosen_T1 = logprobs_TV.gather(1, token_T[:, None])
         rank_T = (logprobs_TV >= chosen_T1).sum(dim=1)
@@ -83,40 +90,52 @@ class LogprobStash:
 
     def commit(
         self,
-        source_RC: Tensor,
-        num_rows: int,
+        step: StepRows,
         outcome: StepOutcome,
         emit_RC: Tensor,
-        slots_R: Tensor,
-        index_R: Tensor,
         num_reqs: int,
+        given: tuple[Tensor, Tensor] | None = None,
     ) -> EmittedLogprobs | None:
         """Keep what was unmasked, return what is emitted, and move on with the canvas.
 
-        The result has rows for all canvas positions of all requests of the step; a request's rows
+        The result has rows for all canvas positions of the requests that asked; a request's rows
         start at a fixed offset, so that nothing has to be counted on the host.
+
+        Args:
+            given: which positions a template gives, and the canvas: these tokens are certain.
         """
         if not self.active:
             return None
+        asks_np = np.flatnonzero(self.num_logprobs_np[step.slots_np] >= 0)
+        asks_R = async_tensor_h2d(asks_np, device=self.states.device)
+        source_RC, slots_R = step.source_RC[asks_R], step.slots_R[asks_R]
+        unmask_RC, emit_RC = outcome.unmask_RC[asks_R], emit_RC[asks_R]
         num_positions = source_RC.shape[1]
-        moved_R1 = outcome.num_committed_R.to(torch.int64)[:, None]
+        moved_R1 = outcome.num_committed_R[asks_R].to(torch.int64)[:, None]
         next_RC = torch.arange(num_positions, device=source_RC.device) + moved_R1
         next_RC = next_RC.clamp_max(num_positions - 1)
         scored = zip(*self._scored, strict=True)
         emitted = []
-        for table, values in zip(self._used_tables(), scored, strict=True):
-            new = scatter_rows(values, self._rows, num_rows)[source_RC]
-            now = torch.where(_like(outcome.unmask_RC, new), new, table[slots_R])
+        for place, (table, values) in enumerate(zip(self._used_tables(), scored, strict=True)):
+            new = scatter_rows(values, self._rows, step.num_rows)[source_RC]
+            now = torch.where(_like(unmask_RC, new), new, table[slots_R])
+            if given is not None:
+                certain = (given[1][asks_R, :, None].to(torch.int32), 0.0, 1)
+                now = torch.where(_like(given[0][asks_R], now), certain[place], now)
             table[slots_R] = now.gather(1, _like(next_RC, now))
-            emitted.append(_in_batch(now.gather(1, _like(emit_RC, now)), index_R, num_reqs))
+            emitted.append(now.gather(1, _like(emit_RC, now)).flatten(0, 1))
         ids, logprobs, ranks = emitted
-        offsets = [i * num_positions for i in range(num_reqs + 1)]
-        return EmittedLogprobs(ids, logprobs, ranks, offsets)
+        # vLLM looks up the rows of a request by its place in the batch: nobody else's are read.
+        offsets_np = np.zeros(num_reqs + 1, dtype=np.int64)
+        offsets_np[step.index_np[asks_np]] = np.arange(len(asks_np)) * num_positions
+        return EmittedLogprobs(ids, logprobs, ranks, offsets_np.tolist())
 
     def write_first(self, slots_R: Tensor, take_R: Tensor) -> None:
         """Keep what was scored last for the first position of some canvases."""
         if not self.active:
             return
+        rows_T = torch.cat(self._rows)
+        slots_R, take_R = slots_R[rows_T], take_R[rows_T]
         scored = zip(*self._scored, strict=True)
         for table, values in zip(self._used_tables(), map(torch.cat, scored), strict=True):
             table[slots_R, 0] = torch.where(_like(take_R, values), values, table[slots_R, 0])
@@ -130,10 +149,3 @@ class LogprobStash:
 def _like(value: Tensor, other: Tensor) -> Tensor:
     """Return `value`, which is per position, repeated for each column that `other` has."""
     return value if value.dim() == other.dim() else value[..., None].expand_as(other)
-
-
-def _in_batch(values: Tensor, index_R: Tensor, num_reqs: int) -> Tensor:
-    """Put values where their requests are in the batch and flatten requests and positions."""
-    placed = values.new_zeros(num_reqs, *values.shape[1:])
-    placed[index_R] = values
-    return placed.flatten(0, 1)

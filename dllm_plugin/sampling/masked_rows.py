@@ -11,6 +11,7 @@ from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from dllm_plugin.decoding.methods import PlanFunction
+from dllm_plugin.decoding.plan import StepPlan
 from dllm_plugin.sampling.guidance import GuidedRows, context_rows, pair_requests
 from dllm_plugin.sampling.rows import RowChunk, StepRows
 from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
@@ -36,10 +37,14 @@ class MaskedRows:
         self._step: StepRows | None = None
         self._guided: GuidedRows | None = None
 
-    def choose(self, batch: "InputBatch") -> None:
+    def choose(self, batch: "InputBatch", mixed: bool) -> None:
         """Ask for the rows of this step; with guidance, for those of unconditional requests, too.
 
         The rows of unconditional requests stand after all others.
+
+        Args:
+            mixed: requests of the step differ in how their rows are read: whose they are is read
+                from the device, too.
         """
         self._step = self._guided = None
         canvases = count_canvases(batch)
@@ -50,9 +55,9 @@ class MaskedRows:
         index_np = unconditional_np = np.arange(canvases)
         if is_guided:
             index_np, unconditional_np = pair_requests(batch.req_ids[:canvases])
-        index_R, unconditional_R = async_tensor_h2d(
-            np.stack([index_np, unconditional_np]), device=states.device
-        )
+        refresh_np = self._next_refresh(batch, index_np)
+        known = [index_np, unconditional_np, *([] if refresh_np is None else [refresh_np])]
+        index_R, unconditional_R, *refresh = async_tensor_h2d(np.stack(known), device=states.device)
         slots_R = batch.idx_mapping[index_R]
         drafts_R = batch.cu_num_logits[: canvases + 1].diff().to(torch.int64)
         canvas_drafts_R = drafts_R[index_R]
@@ -73,8 +78,12 @@ class MaskedRows:
         num_rows = len(request_T)
         source_RC = torch.full_like(canvas.block_RC, num_rows)
         source_RC[request_T, place_T] = torch.arange(num_rows, device=states.device)
+        chunk = self._without_logits(slots_R[request_T], place_T)
+        if mixed:
+            chunk = chunk._replace(owner_np=request_T.cpu().numpy())
         self._step = StepRows(
             index_R,
+            index_np,
             slots_R,
             batch.idx_mapping_np[index_np],
             canvas,
@@ -82,10 +91,20 @@ class MaskedRows:
             plan,
             source_RC,
             num_rows + 1,
-            [self._without_logits(slots_R[request_T], place_T)],
+            [chunk],
             canvas_drafts_R,
             batch.seq_lens[index_R],
+            refresh_R=refresh[0] if refresh else None,
         )
+
+    def _next_refresh(self, batch: "InputBatch", index: np.ndarray) -> np.ndarray | None:
+        """Return where refreshes start once the current blocks are done; None: all at 0."""
+        slots, drafts = batch.idx_mapping_np[index], batch.num_draft_tokens_per_req
+        if drafts is None or self.states.requests.refresh_all(slots):
+            return None
+        queries = np.diff(batch.query_start_loc_np)[index]
+        starts = batch.num_computed_tokens_np[index].astype(np.int64) + queries - drafts[index]
+        return self.states.next_refresh_np(slots, starts)
 
     def _without_logits(self, slot_T: Tensor, place_T: Tensor) -> RowChunk:
         """Return the rows of a step as one chunk that `read` gives its logits."""
@@ -114,6 +133,19 @@ class MaskedRows:
         if self._guided is not None:
             logits_TV = self._guided.combine(logits_TV, len(step.chunks[0].rows_T))
         return step._replace(chunks=[step.chunks[0]._replace(logits_XV=logits_TV)])
+
+    def has_row(self, step: StepRows) -> Tensor:
+        """Return the positions that a row of this step predicts, bool ``[R, C]``."""
+        return step.source_RC < step.num_rows - 1
+
+    def gather(self, step: StepRows, logits_TV: Tensor, row_G: Tensor, slot_G: Tensor) -> Tensor:
+        """Return some rows of the step, ``[G, V]``, guided ones as they are combined."""
+        rows_TV = step.chunks[0].logits_XV
+        return rows_TV[row_G.clamp_max(len(rows_TV) - 1)]
+
+    def replan(self, step: StepRows, plan: StepPlan) -> StepRows:
+        """Return the step with another plan."""
+        return step._replace(plan=plan)
 
     def keep_carry_rows(self) -> None:
         """Do nothing: a refresh computes the row that a shifted model needs."""

@@ -1,10 +1,10 @@
 """Propose a token and its confidence from each logits row.
 
 The logits of a step are read once, in their own type (:mod:`dllm_plugin.kernels.confidence`): no
-float32 copy, no softmax and no noise of their size is ever stored. Only a step in which a request
-asks for top-p, top-k, min_p, bad words, log-probabilities or LLaDA's EOS options makes float32
-copies, of 256 rows at a time, and vLLM's memory profile is shown exactly these
-(``DiffusionSampler._reserve_peak``). Which way a step takes is read from host mirrors. Shape
+float32 copy, no softmax and no noise of their size is ever stored. Only for rows of requests that
+ask for top-p, top-k, min_p, bad words, log-probabilities or LLaDA's EOS options float32 copies are
+made, of 256 rows at a time, and vLLM's memory profile is shown exactly these
+(``DiffusionSampler._reserve_peak``). Which rows these are is read from host mirrors. Shape
 letters as in :mod:`dllm_plugin.decoding.plan`; X rows of a logits tensor.
 """
 
@@ -16,31 +16,37 @@ import torch
 from torch import Tensor
 from vllm.config import ModelConfig
 
+from dllm_plugin.grammar.step import unpack
 from dllm_plugin.kernels.confidence import kernel as row_stats
 from dllm_plugin.kernels.confidence import partial_reference, reference
-from dllm_plugin.kernels.confidence.reference import RowSampling, RowStats
+from dllm_plugin.kernels.confidence.reference import NEGATIVE_INFINITY, RowSampling, RowStats
 from dllm_plugin.sampling.eos_bans import EosBans
 from dllm_plugin.sampling.filters import Filters, TopFilter
 from dllm_plugin.sampling.logprobs import LogprobStash
-from dllm_plugin.sampling.rows import RowChunk, scatter_rows, split_rows
+from dllm_plugin.sampling.rows import RowChunk, scatter_rows, split_rows, take_rows
+from dllm_plugin.sampling.targets import Targets
 from dllm_plugin.sampling.token_rules import TokenRules
 from dllm_plugin.sampling.vocab_parallel import VocabShard
 from dllm_plugin.state.canvas_states import CanvasStates
 
 NO_MASK = -1  # the mask id of rows in which it is banned already
+# How the rows of a request are read: once, from copies, or from copies that are scored, too.
+ONCE, COPIED, SCORED = range(3)
 
 
 class Wanted(NamedTuple):
-    """Hold what a step wants of its rows.
+    """Hold what is wanted of the rows of requests that are read in one way.
 
-    slots_np   the slots of its requests
+    slots_np   the slots of these requests
     samples    whether one of them has a temperature
+    scored     whether they want log-probabilities
     want_ranking  whether entropy and margin are wanted
     num_rows   length of the result, with zeros after the rows; None: as many as the rows
     """
 
     slots_np: np.ndarray
     samples: bool
+    scored: bool
     want_ranking: bool
     num_rows: int | None
 
@@ -54,6 +60,7 @@ class Proposer:
         sampling_states: Any,
         rules: TokenRules,
         logprobs: LogprobStash,
+        targets: Targets,
         model_config: ModelConfig,
         keep_top: TopFilter,
         shard: VocabShard | None = None,
@@ -65,6 +72,7 @@ class Proposer:
         self.eos_bans = EosBans(states, model_config)
         self.rules = rules
         self.logprobs = logprobs
+        self.targets = targets
         self.temper = states.config.method.tempered
         self.on_cpu = states.device.type == "cpu"
         self.propose_rows = (reference if self.on_cpu else row_stats).propose_rows
@@ -84,21 +92,52 @@ class Proposer:
         Args:
             want_ranking: also return entropy and margin.
         """
-        samples = bool(self.sampling_states.temperature.np[slots_np].any())
-        copies, num_whole = self._needs_copies(slots_np, samples), len(chunks)
-        if copies or self.on_cpu:
-            chunks = [piece for chunk in chunks for piece in split_rows(chunk)]
-        propose_chunk = self._from_copies if copies else self._from_logits
-        wanted = Wanted(slots_np, samples, want_ranking, num_rows)
-        if len(chunks) == 1 and not self.on_cpu:
-            return propose_chunk(chunks[0], wanted)
-        wanted = wanted._replace(num_rows=None)
-        stats = [propose_chunk(chunk, wanted) for chunk in chunks]
+        ways_np = self.ways(slots_np)
+        whole = (ways_np == ONCE).all() and not any(map(self._is_cut, chunks))
+        if whole and len(chunks) == 1:
+            wanted = self._wanted(slots_np, ONCE, want_ranking, num_rows)
+            return self._from_logits(chunks[0], wanted)
+        stats: list[RowStats] = []
+        rows: list[Tensor] = []
+        for way in np.unique(ways_np).tolist():
+            mine_np = ways_np == way
+            wanted = self._wanted(slots_np[mine_np], way, want_ranking, None)
+            for chunk in chunks:
+                taken = chunk if mine_np.all() else take_rows(chunk, mine_np)
+                # From copies where the request needs them, or where a grammar bans most ids.
+                is_copied = way != ONCE or chunk.allowed_TW is not None
+                propose_chunk = self._from_copies if is_copied else self._from_logits
+                pieces = list(split_rows(taken)) if is_copied or self._is_cut(chunk) else [taken]
+                stats += [propose_chunk(piece, wanted) for piece in pieces]
+                rows += [piece.rows_T for piece in pieces]
         columns = [column for column in zip(*stats, strict=True) if column[0] is not None]
-        if len(chunks) == num_whole and not self.on_cpu:
+        if whole:
             return RowStats(*map(torch.cat, columns))  # whole chunks, in the order of their rows
-        rows = [chunk.rows_T for chunk in chunks]
         return RowStats(*(scatter_rows(column, rows, num_rows) for column in columns))
+
+    def _is_cut(self, chunk: RowChunk) -> bool:
+        return self.on_cpu or chunk.allowed_TW is not None
+
+    def _wanted(
+        self, slots_np: np.ndarray, way: int, want_ranking: bool, num_rows: int | None
+    ) -> Wanted:
+        samples = bool(self.sampling_states.temperature.np[slots_np].any())
+        return Wanted(slots_np, samples, way == SCORED, want_ranking, num_rows)
+
+    def ways(self, slots_np: np.ndarray) -> np.ndarray:
+        """Return how the rows of each slot's request are read; the host knows."""
+        rules = self.rules
+        copied = self.filters.users(slots_np) | self.eos_bans.users(slots_np)
+        copied |= rules.bad_words.users(slots_np)
+        if self.shard is not None:
+            # The ids that `min_tokens` bans may be in another rank's columns.
+            copied |= rules.min_tokens_np[slots_np] > 0
+        return np.where(self.logprobs.num_logprobs_np[slots_np] >= 0, SCORED, copied * COPIED)
+
+    def is_mixed(self, slots_np: np.ndarray) -> bool:
+        """Tell whether the rows of these slots are read in more than one way."""
+        ways_np = self.ways(slots_np)
+        return bool((ways_np != ways_np[:1]).any())
 
     def warm_up(self, logits_TV: Tensor, with_carry: bool) -> None:
         """Compile the kernels for all that a step without copies may ask for."""
@@ -106,24 +145,13 @@ class Proposer:
         slot_T, offset_T = torch.zeros_like(rows_T), rows_T.to(torch.int32)
         shift = int(self.states.config.family.logits_shift)
         bias = torch.zeros(1, self.rules.vocab_size, device=rows_T.device), slot_T
-        sources = ((None, shift), (rows_T, 0)) if with_carry else ((None, shift),)
+        # Whole rows, those of some requests, and carry rows.
+        sources = ((None, shift), (rows_T, shift), *(((rows_T, 0),) if with_carry else ()))
         for (source_T, added), want_ranking in itertools.product(sources, (False, True)):
             chunk = RowChunk(rows_T, logits_TV, source_T, slot_T, offset_T, added)
             samplings = (None, self._row_sampling(chunk))
             for sampling, biases in itertools.product(samplings, (None, bias)):
                 self._read_once(chunk, sampling, biases, want_ranking, None)
-
-    def _needs_copies(self, slots_np: np.ndarray, samples: bool) -> bool:
-        """Tell whether a request of the step asks for what one read of the logits cannot do."""
-        rules = self.rules
-        return bool(
-            self.filters.wanted(slots_np, samples)
-            or self.eos_bans.wanted(slots_np)
-            or self.logprobs.active
-            or rules.bad_words.active
-            # The ids that `min_tokens` bans may be in another rank's columns.
-            or (self.shard is not None and rules.uses_min_tokens(slots_np))
-        )
 
     def _from_logits(self, chunk: RowChunk, wanted: Wanted) -> RowStats:
         """Propose from the logits themselves; ids that `min_tokens` bans are banned in place."""
@@ -154,7 +182,8 @@ class Proposer:
     def _from_copies(self, chunk: RowChunk, wanted: Wanted) -> RowStats:
         """Propose from float32 copies of the rows.
 
-        Order: banned and biased ids, temperature, min_p, top-k and top-p, sampling, softmax.
+        Order: banned and biased ids, what a grammar bans, temperature, min_p, top-k and top-p,
+        sampling, softmax.
         """
         raw_TV, slot_T, slots_np = chunk.logits_XV, chunk.slot_T, wanted.slots_np
         if chunk.source_T is not None:
@@ -164,6 +193,10 @@ class Proposer:
         logits_TV = raw_TV.to(torch.float32, copy=True)
         self.rules.apply(logits_TV, chunk.rows_T, slot_T, self._position(chunk), slots_np)
         self.eos_bans.ban_proposals(logits_TV, slot_T, slots_np)
+        if chunk.allowed_TW is not None:
+            allowed_TV = unpack(chunk.allowed_TW, logits_TV.shape[1])
+            logits_TV.masked_fill_(~allowed_TV, NEGATIVE_INFINITY)
+        broken_T = reference.is_broken(logits_TV.amax(dim=-1))  # filters may do anything with a NaN
         tempered_TV = logits_TV
         if wanted.samples:
             temperature_T = self.sampling_states.temperature.gpu[slot_T]
@@ -182,7 +215,10 @@ class Proposer:
         )
         if not self.temper:
             stats = self._with_own_confidence(logits_TV, stats, slot_T, wanted)
-        self.logprobs.score(raw_TV, stats.token_T[: len(slot_T)], chunk.rows_T)
+        stats.broken_T[: len(slot_T)] = broken_T
+        if wanted.scored:
+            stats = self.targets.put(stats, chunk)
+            self.logprobs.score(raw_TV, stats.token_T[: len(slot_T)], chunk.rows_T)
         return stats
 
     def _with_own_confidence(

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from dllm_plugin.decoding.plan import Canvas, StepPlan
 
@@ -27,6 +28,9 @@ class RowChunk(NamedTuple):
     source_T  int, row of `logits_XV` of each row; None if they are the same ones, in order
     slot_T    int, slot of each row's request
     offset_T  int; start of the slot's canvas + offset + `shift` is the position that a row predicts
+    allowed_TW int32, bits of the ids that a grammar allows; None where there is no grammar
+    owner_np  int64, on the host: place of each row's request among the step's; None where all
+              requests of the step ask for the same
     """
 
     rows_T: Tensor
@@ -35,6 +39,8 @@ class RowChunk(NamedTuple):
     slot_T: Tensor
     offset_T: Tensor
     shift: int
+    allowed_TW: Tensor | None = None
+    owner_np: np.ndarray | None = None
 
 
 class StepTensors(NamedTuple):
@@ -50,12 +56,13 @@ class StepTensors(NamedTuple):
     remaining_R: Tensor
     drafts_R: Tensor
     seq_lens_R: Tensor
+    refresh_R: Tensor | None
 
 
 class StepRows(NamedTuple):
     """Hold one step of the requests that have a canvas in it.
 
-    index_R     int64, place of a request in the batch
+    index_R     int64, place of a request in the batch; index_np the same on the host
     slots_R     int64, its slot; slots_np the same on the host
     remaining_R int32, tokens that it may still emit
     source_RC   int64, row of each canvas position
@@ -64,9 +71,11 @@ class StepRows(NamedTuple):
     seq_lens_R  int32, keys of a request after this forward
     last_row_R  int64, row of the last position whose KV becomes final; None where that row does
                 not predict the first token of the next block
+    refresh_R   int64, where the refresh behind this block starts; None: no refresh, or at 0
     """
 
     index_R: Tensor
+    index_np: np.ndarray
     slots_R: Tensor
     slots_np: np.ndarray
     canvas: Canvas
@@ -78,6 +87,7 @@ class StepRows(NamedTuple):
     drafts_R: Tensor
     seq_lens_R: Tensor
     last_row_R: Tensor | None = None
+    refresh_R: Tensor | None = None
 
     def tensors(self) -> StepTensors:
         """Return what compiled code reads."""
@@ -89,6 +99,7 @@ class StepRows(NamedTuple):
             self.remaining_R,
             self.drafts_R,
             self.seq_lens_R,
+            self.refresh_R,
         )
 
 
@@ -100,11 +111,25 @@ def scatter_rows(values: Sequence[Tensor], rows: Sequence[Tensor], num_rows: int
 
 def split_rows(chunk: RowChunk) -> Iterator[RowChunk]:
     """Cut a chunk into chunks of at most CHUNK_ROWS rows; no rows make one empty chunk."""
-    rows_T, logits_XV, source_T, slot_T, offset_T, shift = chunk
+    rows_T, logits_XV, source_T, slot_T, offset_T, shift, allowed_TW, _ = chunk
     for low in range(0, max(len(rows_T), 1), CHUNK_ROWS):
         cut = slice(low, low + CHUNK_ROWS)
         if source_T is None:
             logits, source = logits_XV[cut], None
         else:
             logits, source = logits_XV, source_T[cut]
-        yield RowChunk(rows_T[cut], logits, source, slot_T[cut], offset_T[cut], shift)
+        allowed = None if allowed_TW is None else allowed_TW[cut]
+        yield RowChunk(rows_T[cut], logits, source, slot_T[cut], offset_T[cut], shift, allowed)
+
+
+def take_rows(chunk: RowChunk, wanted_np: np.ndarray) -> RowChunk:
+    """Return the rows of the wanted requests, bool per request of the step."""
+    assert chunk.owner_np is not None, "a step of requests that differ knows whose its rows are"
+    index_np = np.flatnonzero(wanted_np[chunk.owner_np])
+    index = async_tensor_h2d(index_np, device=chunk.rows_T.device)
+    rows_T, logits_XV, source_T, slot_T, offset_T, shift, allowed_TW, _ = chunk
+    source = index if source_T is None else source_T[index]
+    allowed = None if allowed_TW is None else allowed_TW[index]
+    return RowChunk(
+        rows_T[index], logits_XV, source, slot_T[index], offset_T[index], shift, allowed
+    )

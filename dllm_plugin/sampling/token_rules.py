@@ -15,7 +15,8 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from dllm_plugin.decoding.plan import Canvas, Proposal
 from dllm_plugin.kernels.confidence.reference import NEGATIVE_INFINITY
-from dllm_plugin.sampling.bad_words import UNUSED, BadWords
+from dllm_plugin.sampling.bad_words import BadWords
+from dllm_plugin.sampling.word_table import UNUSED
 from dllm_plugin.state.canvas_states import CanvasStates
 from dllm_plugin.state.slot_table import SlotTable
 
@@ -60,11 +61,15 @@ class TokenRules:
         self.min_end.np[slot] = self.states.requests.prompt_len_np[slot] + params.min_tokens
         bad_words = params.bad_words_token_ids or []
         single = [words[0] for words in bad_words if len(words) == 1]
-        self.bad_words.add_request(slot, [words for words in bad_words if len(words) > 1])
+        self.bad_words.table.add(slot, [words for words in bad_words if len(words) > 1])
         bias = self._bias(params, single)
         self.bias_row.np[slot] = 0 if bias is None else slot + 1
         if bias is not None:
             self._new_biases.append((slot + 1, bias))
+
+    def remove_request(self, slot: int) -> None:
+        """Forget what a slot's request may have had a lot of."""
+        self.bad_words.table.remove(slot)
 
     def _stop_ids(self, params: SamplingParams) -> list[int]:
         """Return a request's row of the stop table."""
@@ -110,7 +115,7 @@ class TokenRules:
             # Rows of a whole vocabulary: without pinned memory their copy waits for the stream.
             self.bias_MV[index] = async_tensor_h2d(torch.stack(biases), device=device)
             self._new_biases.clear()
-        self.bad_words.apply_staged_writes()
+        self.bad_words.table.apply_staged_writes()
 
     def start_step(
         self, canvas: Canvas, slots_R: Tensor, slots_np: np.ndarray, source_RC: Tensor

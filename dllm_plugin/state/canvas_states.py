@@ -16,12 +16,16 @@ from vllm.config import ModelConfig
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from dllm_plugin.config.decode import DecodeConfig
+from dllm_plugin.config.options import FILL
+from dllm_plugin.config.reporting import reporting
 from dllm_plugin.config.request import request_config
+from dllm_plugin.config.template import template_of
 from dllm_plugin.decoding.blocks import leading
-from dllm_plugin.decoding.full_attention import Bounds, bounds
+from dllm_plugin.decoding.full_attention import Bounds, bounds, refresh_start
 from dllm_plugin.decoding.plan import Canvas, StepOutcome, StepPlan
 from dllm_plugin.state.preempted import FinishedId, PreemptedId, PreemptedRows
 from dllm_plugin.state.request_table import POLICY_IDS, RequestTable
+from dllm_plugin.state.templates import Templates
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData
@@ -68,14 +72,15 @@ class CanvasStates:
         self.cached_N = torch.zeros(num_slots, dtype=torch.bool, device=self.device)
 
         self.requests = RequestTable(config, num_slots, self.device)
-        restarts = config.method.full_attention or config.dedicated_commit
-        self.counter_N = self.block_step_N if restarts else self.step_N
+        self.templates = Templates(self.canvas_NC)
+        self.counter_N = self.block_step_N if config.restarts_blocks else self.step_N
 
         # Tables of other owners that move with the canvas: kept and restored like it.
         self.companions: list[Tensor] = []
+        self.early_text_np = np.zeros(num_slots, dtype=np.bool_)
         self.req_id_to_slot: dict[str, int] = {}
         self._fresh: list[tuple[int, int, int]] = []
-        self._tails: list[tuple[int, int, int]] = []
+        self._given: list[tuple[int, int, int]] = []
         self.preempted = PreemptedRows(PREEMPTED_PER_SLOT * num_slots)
 
     @property
@@ -109,31 +114,53 @@ class CanvasStates:
         prompt_len, num_tokens = len(data.prompt_token_ids), len(data.prefill_token_ids)
         assert params.max_tokens is not None
         end = min(prompt_len + params.max_tokens, self.max_model_len)
-        self.requests.fill(slot, prompt_len, end, request, params)
+        template = template_of(params.extra_args)
+        self.requests.fill(slot, prompt_len, end, request, params, self.max_model_len, template)
+        self.templates.add_request(slot, template)
+        self.early_text_np[slot] = reporting(params.extra_args).early_text
         self.req_id_to_slot[data.req_id] = slot
         # On an absolute grid the first block begins inside the prompt.
         absolute = self.config.family.absolute_grid
         tail = num_tokens % request.block_length if absolute else 0
         self._fresh.append((slot, num_tokens - tail, tail))
         tokens = data.prefill_token_ids[num_tokens - tail :]
-        self._tails += [(slot, i, token) for i, token in enumerate(tokens)]
+        if template is not None:
+            tokens = template.token_ids[num_tokens - prompt_len :]
+        self._given += [(slot, i, token) for i, token in enumerate(tokens) if token != FILL]
         self.preempted.bring_back(data.req_id, slot)
 
-    def remove_request(self, req_id: str) -> None:
-        """Free the slot; a preempted request's open blocks are kept until it comes back.
+    def remove_request(self, req_id: str) -> int | None:
+        """Free and return the slot; a preempted request's open blocks are kept until it is back.
 
         It then takes the steps that it would have taken. Under full attention, and with the cache
-        of a block, the KV that the open block was decided on is lost: it starts again.
+        of a block, the KV that the open block was decided on is lost: it starts again, but for
+        tokens that were sent already.
         """
         slot = self.req_id_to_slot.pop(req_id, None)
         if isinstance(req_id, FinishedId):
             self.preempted.forget(req_id)
         if slot is None or not isinstance(req_id, PreemptedId):
-            return
+            return slot
         restarts = self.config.method.full_attention
-        if restarts or self.requests.uses("use_block_cache", np.array([slot])):
-            return
-        self.preempted.keep(req_id, self._rows, slot)
+        if not (restarts or self.requests.uses("use_block_cache", np.array([slot]))):
+            self.preempted.keep(req_id, self._rows, slot)
+        elif self.early_text_np[slot]:
+            self.preempted.keep(req_id, self._rows, slot, self._sent_run)
+        return slot
+
+    def _sent_run(self, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the row of a slot that starts its block again, but for what was sent of it."""
+        # Where the block starts, and tables that move with the canvas and tell of its tokens.
+        stays = (self.start_N, self.ended_N, self.tail_N, *self.companions)
+        kept = []
+        for table, row in zip(self._rows, rows, strict=True):
+            if table is self.canvas_NC:
+                mask_id = self.config.mask_token_id
+                row = row.where((row != mask_id).cumprod(dim=0) > 0, mask_id)
+            elif not any(table is other for other in stays):
+                row = torch.zeros_like(row)
+            kept.append(row)
+        return tuple(kept)
 
     def apply_staged_writes(self) -> None:
         """Bring what `add_request` staged to the device."""
@@ -148,12 +175,14 @@ class CanvasStates:
             self.tail_N[slots] = tails.to(torch.int32)
             self.canvas_NC.index_fill_(0, slots, self.config.mask_token_id)
             self._fresh.clear()
-        if self._tails:
-            staged = async_tensor_h2d(np.array(self._tails, dtype=np.int64), device=self.device)
+        self.preempted.restore(self._rows)
+        # What is given is given again behind what was sent of a block.
+        if self._given:
+            staged = async_tensor_h2d(np.array(self._given, dtype=np.int64), device=self.device)
             slots, places, tokens = staged.unbind(1)
             self.canvas_NC[slots, places] = tokens
-            self._tails.clear()
-        self.preempted.restore(self._rows)
+            self._given.clear()
+        self.templates.copy_to_device()
 
     def view(self, slots_R: Tensor, num_computed_R: Tensor) -> tuple[Canvas, Tensor]:
         """Gather the canvases of a step.
@@ -167,11 +196,7 @@ class CanvasStates:
         num_positions, blocks = self.canvas_NC.shape[1], self.full_NS.shape[1]
         start_R, end_R = self.start_N[slots_R], self.requests.end.gpu[slots_R]
         length_R1 = self.requests.block_length.gpu[slots_R][:, None]
-        # The last block is decoded whole and trimmed, unless the context ends inside it.
-        origin_R = self.requests.origin.gpu[slots_R]
-        asked_R = end_R - origin_R
-        whole_R = (asked_R + length_R1[:, 0] - 1) // length_R1[:, 0] * length_R1[:, 0]
-        limit_R1 = ((origin_R + whole_R).clamp_max(self.max_model_len) - start_R)[:, None]
+        limit_R1 = (self.requests.blocks_end.gpu[slots_R] - start_R)[:, None]
 
         slot_S = torch.arange(blocks, device=self.device)
         low_RS = slot_S * length_R1
@@ -208,15 +233,20 @@ class CanvasStates:
 
     def bounds_np(self, slots_np: np.ndarray, start: np.ndarray) -> Bounds:
         """Full attention: where canvases that start at `start` lie, on the host."""
-        length = self.canvas_NC.shape[1]
-        return bounds(
-            self.requests.origin.np[slots_np],
-            start,
-            self.requests.end.np[slots_np],
-            self.requests.block_length.np[slots_np],
-            length,
-            self.max_model_len,
-        )
+        layout = self.requests.layout(slots_np)
+        return bounds(layout, start, self.canvas_NC.shape[1], self.max_model_len)
+
+    def given(self, slots_R: Tensor) -> Tensor:
+        """Return the canvas positions that templates give, bool ``[R, C]``."""
+        first_R = self.start_N[slots_R] - self.requests.origin.gpu[slots_R]
+        return self.templates.given(slots_R, first_R)
+
+    def next_refresh_np(self, slots_np: np.ndarray, start: np.ndarray) -> np.ndarray:
+        """Full attention: where the refresh behind the block at `start` begins, on the host."""
+        layout = self.requests.layout(slots_np)
+        origin, length = layout.prompt_len, layout.block_length
+        following = self.templates.next_block_np(slots_np, start + length - origin, length)
+        return refresh_start(layout, origin + following)
 
     def advance(
         self,

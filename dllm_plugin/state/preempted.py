@@ -6,10 +6,12 @@ given an id and nothing else. The scheduler knows which is which, so it sends th
 (vLLM first removes what has its name) or of vLLM's own warm-up: for neither is anything kept.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
+Change = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 
 
 class PreemptedId(str):
@@ -24,6 +26,18 @@ class FinishedId(str):
     __slots__ = ()
 
 
+class BrokenId(FinishedId):
+    """Name a request whose logits were no numbers; `pages` are those that it alone held."""
+
+    pages: tuple[int, ...]
+
+    def __new__(cls, req_id: str, pages: tuple[int, ...] = ()) -> "BrokenId":
+        """Make the id; a copy in another process gets its pages behind it."""
+        made = super().__new__(cls, req_id)
+        made.pages = pages
+        return made
+
+
 class PreemptedRows:
     """Keep one row of each state table per preempted request.
 
@@ -36,9 +50,12 @@ class PreemptedRows:
         self._kept: dict[str, tuple[Tensor, ...]] = {}
         self._returning: list[tuple[int, tuple[Tensor, ...]]] = []
 
-    def keep(self, req_id: str, tables: Sequence[Tensor], slot: int) -> None:
-        """Copy the rows of `slot`, before another request takes it."""
-        self._kept[str(req_id)] = tuple(table[slot].clone() for table in tables)
+    def keep(
+        self, req_id: str, tables: Sequence[Tensor], slot: int, change: Change | None = None
+    ) -> None:
+        """Copy the rows of `slot`, before another request takes it; `change` may replace them."""
+        rows = tuple(table[slot].clone() for table in tables)
+        self._kept[str(req_id)] = rows if change is None else change(rows)
         if len(self._kept) > self.most:
             del self._kept[next(iter(self._kept))]
 

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from dllm_plugin.config.decode import DecodeConfig, RequestConfig
 from dllm_plugin.config.options import COLUMNS
+from dllm_plugin.config.template import Template
+from dllm_plugin.decoding.full_attention import NO_LIMIT, NO_TEMPLATE, Layout, limit
 from dllm_plugin.decoding.policies import POLICY_NAMES, PolicySettings
 from dllm_plugin.state.slot_table import SlotTable
 
@@ -24,11 +26,14 @@ POLICY_IDS = {name: i for i, name in enumerate(POLICY_NAMES)}
 class RequestTable:
     """Hold one row per slot, in tables that the host fills and copies.
 
-    prompt_len_np  int64, on the host only
+    prompt_len_np  int64, on the host only; so are the next four, see `Layout`
+    full_refresh_every_np, refresh_before_np, suffix_window_np, template_tail_np
     origin         int64, absolute position from which blocks are counted
     block_length   int64, positions of a block
     max_blocks     int64, block slots that a step looks at
     end            int64, absolute position where the text ends at most
+    blocks_end     int64, the same of its blocks: the last one is decoded whole and trimmed, unless
+                   the context or a template ends inside it
     policy         int32, index into POLICY_IDS
     steps          int32, denoising steps of a block
     numbers        float32 ``[N, len(COLUMNS)]``
@@ -37,17 +42,22 @@ class RequestTable:
     def __init__(self, config: DecodeConfig, num_slots: int, device: torch.device) -> None:
         self.config = config
         self.prompt_len_np = np.zeros(num_slots, dtype=np.int64)
+        self.full_refresh_every_np = np.ones(num_slots, dtype=np.int64)
+        self.refresh_before_np = np.full(num_slots, NO_LIMIT)
+        self.suffix_window_np = np.full(num_slots, NO_LIMIT)
+        self.template_tail_np = np.full(num_slots, NO_TEMPLATE, dtype=np.int64)
         self.origin = SlotTable(num_slots, torch.int64, device)
         self.block_length = SlotTable(num_slots, torch.int64, device)
         self.max_blocks = SlotTable(num_slots, torch.int64, device)
         self.end = SlotTable(num_slots, torch.int64, device)
+        self.blocks_end = SlotTable(num_slots, torch.int64, device)
         self.policy = SlotTable(num_slots, torch.int32, device)
         self.steps = SlotTable(num_slots, torch.int32, device)
         self.numbers = SlotTable((num_slots, len(COLUMNS)), torch.float32, device)
         self.block_length.np.fill(config.block_length)
         self.steps.np.fill(1)
         self._tables = (
-            *(self.origin, self.block_length, self.max_blocks, self.end),
+            *(self.origin, self.block_length, self.max_blocks, self.end, self.blocks_end),
             *(self.policy, self.steps, self.numbers),
         )
         self._dirty = True
@@ -59,12 +69,22 @@ class RequestTable:
         end: int,
         request: RequestConfig,
         params: "SamplingParams",
+        context: int,
+        template: Template | None = None,
     ) -> None:
         """Write the row of a request; `copy_to_device` brings it to the device."""
         config = self.config
         self.prompt_len_np[slot] = prompt_len
+        self.full_refresh_every_np[slot] = request.full_refresh_every
+        self.refresh_before_np[slot] = limit(request.refresh_before)
+        self.suffix_window_np[slot] = limit(request.suffix_window)
         # Where blocks are counted from: some models were trained on multiples of their length.
-        self.origin.np[slot] = 0 if config.family.absolute_grid else prompt_len
+        origin = 0 if config.family.absolute_grid else prompt_len
+        self.origin.np[slot] = origin
+        blocks = -(-(end - origin) // request.block_length)
+        last = min(origin + blocks * request.block_length, context)
+        self.blocks_end.np[slot] = last if template is None else end
+        self.template_tail_np[slot] = NO_TEMPLATE if template is None else template.tail
         self.block_length.np[slot] = request.block_length
         stores_too = config.method.next_block and not config.dedicated_commit
         most = config.block_slots if stores_too else request.max_active_blocks
@@ -95,8 +115,28 @@ class RequestTable:
 
     def uses(self, name: str, slots_np: np.ndarray) -> bool:
         """Return whether one of the given slots has set an option that is off by default."""
+        return bool(self.users(name, slots_np).any())
+
+    def users(self, name: str, slots_np: np.ndarray) -> np.ndarray:
+        """Return which of the given slots have set an option that is off by default, bool."""
         off = 1.0 if name == "top_p" else 0.0
-        return bool((self.numbers.np[slots_np, COLUMNS.index(name)] != off).any())
+        return self.numbers.np[slots_np, COLUMNS.index(name)] != off
+
+    def refresh_all(self, slots_np: np.ndarray) -> bool:
+        """Return whether every refresh of the given slots computes everything from 0."""
+        return bool((self.full_refresh_every_np[slots_np] == 1).all())
+
+    def layout(self, slots_np: np.ndarray) -> Layout:
+        """Return where forwards of full attention lie, on the host."""
+        return Layout(
+            self.origin.np[slots_np],
+            self.end.np[slots_np],
+            self.block_length.np[slots_np],
+            self.full_refresh_every_np[slots_np],
+            self.refresh_before_np[slots_np],
+            self.suffix_window_np[slots_np],
+            self.template_tail_np[slots_np],
+        )
 
     def policy_settings(self, slots_R: Tensor) -> PolicySettings:
         """Return the numbers of the policies for the requests of a step."""

@@ -17,6 +17,8 @@ os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
 # Tiny matrices: a second thread costs more than it computes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import forked  # noqa: E402
+import heap  # noqa: E402
 from engines import CHECKPOINTS, FAMILIES, EngineRoom  # noqa: E402
 
 from dllm_plugin.commands.verify.plain.model import PlainModel  # noqa: E402
@@ -31,6 +33,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.filterwarnings("default"))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """It imports vLLM while the first tests run."""
+    wanted = any("template" in getattr(item, "fixturenames", ()) for item in session.items)
+    if wanted and not session.config.option.collectonly:
+        forked.start()
+
+
+def pytest_sessionfinish() -> None:
+    forked.stop()
+
+
+@pytest.fixture(scope="session")
+def template() -> None:
+    """Asked for by modules whose processes, or those of vLLM, are forks of the template."""
+    forked.start()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
     """Also when torch was imported, and had counted the cores, before this file."""
@@ -38,6 +57,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def frozen() -> None:
+    """Engines of this process end without a walk through all that was imported."""
+    heap.freeze()
+    heap.keep_frozen()
 
 
 @pytest.fixture(scope="session")

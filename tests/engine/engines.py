@@ -1,11 +1,14 @@
 """Real engines for the tests: one alive at a time, in this process."""
 
 import contextlib
+import copy
 import gc
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import heap
 
 CHECKPOINTS = Path(__file__).parents[1] / "goldens" / "checkpoints"
 FAMILIES = ("llada", "dream")
@@ -29,14 +32,6 @@ class EngineRoom:
         **options: Any,
     ) -> Any:
         """An ``LLM`` on a tiny checkpoint, or on the folder given as `model`."""
-        wish = (family, dllm, async_scheduling, options)
-        # An engine that a failed test left in the middle of its work is not used again.
-        usable = self.llm is not None and not self.llm.llm_engine.has_unfinished_requests()
-        if usable and wish == self.wish:
-            return self.llm
-        self.close()
-        from vllm import LLM
-
         settings: dict[str, Any] = {
             "model": str(CHECKPOINTS / f"tiny-{family}"),
             "dtype": "float32",
@@ -47,11 +42,20 @@ class EngineRoom:
             "disable_log_stats": False,
             "additional_config": {"dllm": {"strategy": "d2f"} if dllm is None else dllm},
         } | options
-        # A start collects garbage ten times; without this each walks through all of vLLM.
-        gc.freeze()
+        wish = (settings, async_scheduling)
+        # An engine that a failed test left in the middle of its work is not used again.
+        usable = self.llm is not None and not self.llm.llm_engine.has_unfinished_requests()
+        if usable and wish == self.wish:
+            return self.llm
+        self.close()
+        from vllm import LLM
+
+        # Now and then, for a test may have held what an engine left behind.
+        (heap.freeze if len(STARTS) % 25 else heap.collect_all)()
         began = time.monotonic()
         with _async_on_cpu() if async_scheduling else contextlib.nullcontext():
-            self.llm = LLM(**settings)
+            # A copy, for our hooks note things in `additional_config`.
+            self.llm = LLM(**copy.deepcopy(settings))
         STARTS.append(time.monotonic() - began)
         assert self.llm.llm_engine.vllm_config.scheduler_config.async_scheduling is async_scheduling
         self.wish = wish
@@ -89,6 +93,17 @@ def _async_on_cpu() -> Iterator[None]:
 def scheduler(llm: Any) -> Any:
     """The scheduler of an in-process engine."""
     return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+@contextlib.contextmanager
+def at_most(llm: Any, in_flight: int) -> Iterator[None]:
+    """Admit so many requests at a time: what `max_num_seqs` does, without an engine of its own."""
+    ours = scheduler(llm)
+    before, ours.max_num_active_reqs = ours.max_num_active_reqs, in_flight
+    try:
+        yield
+    finally:
+        ours.max_num_active_reqs = before
 
 
 def canvas_states(llm: Any) -> Any:

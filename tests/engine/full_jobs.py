@@ -1,12 +1,12 @@
 """Full-attention requests with what the plain loops make of them."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from engines import EngineRoom, a_prompt, forwards, generate, params, token_ids
+from engines import EngineRoom, a_prompt, forwards, generate, params, scheduler, token_ids
 from jobs import plain_model
 
 from dllm_plugin.commands.verify.plain.full_attention import decode
@@ -41,14 +41,21 @@ class FullJob:
         options |= {names[name]: value for name, value in self.numbers.items()}
         return params(self.max_tokens, stop_token_ids=list(self.stop), **options)
 
-    def decode(self, decoder: Decoder, canvas: int = CANVAS) -> FullText:
-        """By the plain loops."""
+    def decode(
+        self, decoder: Decoder, canvas: int = CANVAS, lost: Collection[int] = ()
+    ) -> FullText:
+        """By the plain loops; `lost`: lengths of the answer at which the cache is lost."""
+        return decode(self.text(decoder, canvas, lost))
+
+    def text(self, decoder: Decoder, canvas: int, lost: Collection[int]) -> FullText:
+        """The text that the plain loops decode."""
         family, strategy = decoder
         rules = Rules(strategy, eos=EOS, eot=EOT, **self.numbers)
         text = FullText(
             plain_model(family), self.prompt, self.max_tokens, rules, canvas, self.stop, CONTEXT
         )
-        return decode(text)
+        text.lost = lost
+        return text
 
 
 def start(room: EngineRoom, decoder: Decoder, canvas: int = CANVAS, **options: Any) -> Any:
@@ -63,8 +70,16 @@ def run(llm: Any, jobs: Sequence[FullJob], **options: Any) -> list[Any]:
     return generate(llm, [job.prompt for job in jobs], [job.wish(**options) for job in jobs])
 
 
-def run_interrupted(llm: Any, jobs: Sequence[tuple[list[int], Any]], every: int) -> list[Any]:
-    """Outputs of (prompt, wish) pairs; all that is running is preempted every so many steps."""
+def run_interrupted(
+    llm: Any,
+    jobs: Sequence[tuple[list[int], Any]],
+    every: int,
+    lost: list[set[int]] | None = None,
+) -> list[Any]:
+    """Outputs of (prompt, wish) pairs; all that is running is preempted every so many steps.
+
+    `lost` receives the lengths that each answer had whenever its request lost its cache.
+    """
     engine, step, done = llm.llm_engine, 0, {}
     for i, (prompt, wish) in enumerate(jobs):
         engine.add_request(str(i), {"prompt_token_ids": prompt}, wish)
@@ -73,6 +88,8 @@ def run_interrupted(llm: Any, jobs: Sequence[tuple[list[int], Any]], every: int)
         step += 1
         assert step < 1000, "no progress"
         if step % every == 0:
+            for request in scheduler(llm).running if lost is not None else ():
+                lost[int(request.request_id.partition("-")[0])].add(request.num_output_tokens)
             llm.reset_prefix_cache(reset_running_requests=True)
     return [done[str(i)] for i in range(len(jobs))]
 
@@ -113,11 +130,25 @@ def numbers_for(decoder: Decoder, draw: random.Random) -> dict[str, Any]:
     return numbers
 
 
-def random_jobs(decoder: Decoder, wanted: int, seed: int = 0) -> list[tuple[FullJob, FullText]]:
+def approximations_for(decoder: Decoder, draw: random.Random) -> dict[str, Any]:
+    """Random settings of refreshes that cost less."""
+    numbers = {"suffix_window": draw.choice([0, 3, 16, 200])} if draw.random() < 0.7 else {}
+    if decoder[1] != "semi_autoregressive" and draw.random() < 0.8:
+        numbers["full_refresh_every"] = draw.choice([2, 3, 8])
+        if draw.random() < 0.7:
+            numbers["refresh_before"] = draw.choice([1, 4, 32, 500])
+    return numbers
+
+
+def random_jobs(
+    decoder: Decoder, wanted: int, seed: int = 0, approximate: bool = False
+) -> list[tuple[FullJob, FullText]]:
     """Jobs without close calls: short and long ones, some ended by a stop or the context."""
     draw, found = random.Random(f"{decoder} {seed}"), []
     for trial in range(4 * wanted):
         numbers = numbers_for(decoder, draw)
+        if approximate and "cfg_scale" not in numbers:
+            numbers |= approximations_for(decoder, draw)
         length = draw.randint(1, 60) if draw.random() < 0.8 else draw.randint(120, CONTEXT - 1)
         job = FullJob(a_prompt(length, trial), draw.randint(1, 70), numbers)
         text = job.decode(decoder)

@@ -26,4 +26,4 @@ if __name__ == "__main__":
     tokens = [tokens_of(wish) for wish in wishes]
     loaded = [m for m in list(sys.modules.values()) if m.__name__.startswith("dllm_plugin")]
     files = sorted({str(m.__file__) for m in loaded})
-    print("RESULT " + json.dumps({"files": files, "tokens": tokens}))
+    Path(sys.argv[2]).write_text(json.dumps({"files": files, "tokens": tokens}))

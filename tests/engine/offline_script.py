@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 
@@ -13,12 +14,19 @@ def tokens_of(wish: dict[str, Any]) -> list[list[int]]:
         dllm_plugin.register()
         dllm_plugin.register()
     from vllm import LLM, SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
 
     llm = LLM(**wish["engine"])
     requests = wish["requests"]
+    params = [
+        SamplingParams(**{"temperature": 0, "ignore_eos": True} | r["params"]) for r in requests
+    ]
+    for given in params:
+        if given.structured_outputs is not None:
+            given.structured_outputs = StructuredOutputsParams(**given.structured_outputs)
     outputs = llm.generate(
         [{"prompt_token_ids": request["prompt"]} for request in requests],
-        [SamplingParams(temperature=0, ignore_eos=True, **r["params"]) for r in requests],
+        params,
         use_tqdm=False,
     )
     llm.llm_engine.engine_core.shutdown()
@@ -26,4 +34,4 @@ def tokens_of(wish: dict[str, Any]) -> list[list[int]]:
 
 
 if __name__ == "__main__":
-    print("RESULT " + json.dumps([tokens_of(wish) for wish in json.loads(sys.argv[1])]))
+    Path(sys.argv[2]).write_text(json.dumps([tokens_of(wish) for wish in json.loads(sys.argv[1])]))

@@ -3,22 +3,25 @@
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
-import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import forked
 import httpx
 from engines import CHECKPOINTS
+from forked import PYTHON
 
 HERE = Path(__file__).parent
 CORES = os.sched_getaffinity(0)  # an engine in this process may bind itself to one of them
-START_SECONDS = 180
+START_SECONDS = 420  # several front ends import vLLM at the same time on two cores
 KILLED_SOON = {"VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1"}  # vLLM's CPU workers wait for it
 SETTINGS = {
     "dtype": "float32",
@@ -78,11 +81,13 @@ class Server:
         return values
 
 
-def serve_command(port: int, *options: str, model: Path = CHECKPOINTS / "tiny-llada") -> list[str]:
+def serve_command(
+    port: int, *options: str, model: Path = CHECKPOINTS / "tiny-llada", python: str = PYTHON
+) -> list[str]:
     """``diffuplug serve``, which becomes ``vllm serve``."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in SETTINGS.items()]
     return [
-        *(sys.executable, "-m", "dllm_plugin.commands.cli", "serve", str(model)),
+        *(python, "-m", "dllm_plugin.commands.cli", "serve", str(model)),
         *("--host=127.0.0.1", f"--port={port}", "--enforce-eager"),
         *("--served-model-name=tiny", *flags, *options),
     ]
@@ -90,6 +95,8 @@ def serve_command(port: int, *options: str, model: Path = CHECKPOINTS / "tiny-ll
 
 def spawn(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
     """Start a process, in a session of its own, that may use every core."""
+    if command[0] == PYTHON:
+        forked.start()
     return subprocess.Popen(
         command,
         start_new_session=True,
@@ -109,13 +116,36 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def free_port() -> int:
+    """A port that nobody listens on, nor is given as that of an outgoing connection meanwhile."""
+    lowest_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(10_000, lowest_given)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 @contextlib.contextmanager
-def serving(log: Path, *options: str, **variables: str) -> Iterator[Server]:
+def serving(
+    log: Path,
+    *options: str,
+    model: Path = CHECKPOINTS / "tiny-llada",
+    python: str = PYTHON,
+    port: int = 0,
+    **variables: str,
+) -> Iterator[Server]:
+    """``diffuplug serve``, ready; port 0 is any one."""
+    port = port or free_port()
+    command = serve_command(port, *options, model=model, python=python)
+    with ready(command, port, log, **variables) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def ready(command: list[str], port: int, log: Path, **variables: str) -> Iterator[Server]:
     """A server that is ready; its log is shown when it does not get there."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command, deadline = serve_command(port, *options), time.monotonic() + START_SECONDS
+    deadline = time.monotonic() + START_SECONDS
     with log.open("wb") as file:
         process = spawn(
             command, stdout=file, stderr=subprocess.STDOUT, env=environment(**variables)
@@ -138,18 +168,28 @@ def _healthy(server: Server) -> bool:
     return False
 
 
+def result_of(script: str, *arguments: str, seconds: float, **options: Any) -> Any:
+    """What a script of this folder writes, as JSON, to the file that it is told last.
+
+    Not to its output: other processes of vLLM's write there at the same time.
+    """
+    with tempfile.NamedTemporaryFile("r", suffix=".json") as file:
+        process = spawn(
+            [PYTHON, str(HERE / script), *arguments, file.name],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            **options,
+        )
+        try:
+            output = process.communicate(timeout=seconds)[0].decode()
+        finally:
+            end(process)
+        assert process.returncode == 0, output[-6000:]
+        return json.load(file)
+
+
 def offline(*wishes: dict[str, Any], **variables: str) -> list[list[list[int]]]:
     """Run ``offline_script.py``: tokens of each prompt for each wish, engine after engine."""
-    process = spawn(
-        [sys.executable, str(HERE / "offline_script.py"), json.dumps(wishes)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=environment(**variables),
-    )
-    try:
-        output = process.communicate(timeout=START_SECONDS * len(wishes))[0].decode()
-    finally:
-        end(process)
-    assert process.returncode == 0, output[-6000:]
-    [line] = [line for line in output.splitlines() if line.startswith("RESULT ")]
-    return list(json.loads(line.removeprefix("RESULT ")))
+    seconds = START_SECONDS * len(wishes)
+    env = environment(**variables)
+    return list(result_of("offline_script.py", json.dumps(wishes), seconds=seconds, env=env))

@@ -4,7 +4,17 @@ import random
 from typing import Any
 
 import pytest
-from engines import EngineRoom, a_prompt, forwards, generate, params, step_through, token_ids
+from engines import (
+    EngineRoom,
+    a_prompt,
+    at_most,
+    forwards,
+    generate,
+    params,
+    scheduler,
+    step_through,
+    token_ids,
+)
 from jobs import CANVAS, MIXED, check, job, plain_model
 
 from dllm_plugin.commands.verify.plain.prompt_blocks import Text, d2f
@@ -36,6 +46,19 @@ def test_equal_total_lengths_in_another_composition(overlapped: bool, room: Engi
     check(llm, "llada", [job(10, 32, seed=1), job(30, 32, seed=2)])
     check(llm, "llada", [job(30, 32, seed=3), job(10, 32, seed=4)])
     check(llm, "llada", [job(20, 32, seed=5), job(20, 32, seed=6)])
+
+
+def test_at_most_so_many_run_at_once(room: EngineRoom) -> None:
+    """A knob of the tests: fewer requests in flight without an engine of their own."""
+    llm, engine = room.start("llada"), room.start("llada").llm_engine
+    with at_most(llm, 2):
+        for i, one in enumerate(MIXED[:4]):
+            engine.add_request(str(i), {"prompt_token_ids": list(one.prompt)}, one.wish())
+        running = []
+        while engine.has_unfinished_requests():
+            engine.step()
+            running.append(len(scheduler(llm).running))
+    assert max(running) == 2
 
 
 def test_many_more_requests_than_slots(overlapped: bool, room: EngineRoom) -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from dllm_plugin import default_model
 from dllm_plugin.commands import cli
-from dllm_plugin.commands.bench import command
+from dllm_plugin.commands.bench import command, engines
 from dllm_plugin.commands.bench.options import settings_of
 from dllm_plugin.commands.offline import stop_engine
 
@@ -87,17 +87,33 @@ def test_all_modes_and_baselines_on_dummy_weights(capsys: pytest.CaptureFixture[
     )
 
 
+@pytest.mark.slow
 def test_the_compilation_config_reaches_gate_and_engine(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """On a CPU vLLM traces the model where nothing is said."""
+    """On a CPU vLLM traces the model where nothing is said: plain vLLM is not compiled then."""
     given = ["--compilation-config", '{"mode": 0, "compile_sizes": [32]}']
+    given = ["--vs", "ar", "--dtype", "float32", *given]
     assert cli.main(["bench", "step", "--shapes", "tiny", "--context", "64", *given]) == 0
-    line = line_of(capsys.readouterr().out)
-    engines = [line["gates"][0]["engine"], *line["engines"]]
-    assert [engine["compilation_mode"] for engine in engines] == ["NONE", "NONE"]
-    assert [engine["compile_sizes"] for engine in engines] == [[], []], "nothing is compiled"
-    assert shlex.split(line["command"])[-2:] == given
+    printed = capsys.readouterr().out
+    line = line_of(printed)
+    assert "it and our engine: float32, not compiled" in printed
+    assert line["engines"][0]["dtype"] == line["ar"]["engine"]["dtype"] == "float32"
+    assert line["ar"]["engine"]["compilation_mode"] == "NONE"
+    assert line["floor"]["kv_item_bytes"] == 4
+    ours = [line["gates"][0]["engine"], *line["engines"]]
+    assert [engine["compilation_mode"] for engine in ours] == ["NONE", "NONE"]
+    assert [engine["compile_sizes"] for engine in ours] == [[], []], "nothing is compiled"
+    assert shlex.split(line["command"])[-6:] == given
+
+
+def test_auto_is_the_dtype_of_our_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a CPU without bfloat16 units too; no engine is started."""
+    arguments = ["bench", "throughput", "--dtype", "auto", "--vs", "ar"]
+    settings = settings_of(cli.build_parser().parse_args(arguments))
+    model = engines.find_model(settings, tmp_path)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert engines.with_dtype(settings, model, 256).dtype == "float32"
 
 
 @pytest.mark.parametrize("whose", WHOSE)
@@ -111,6 +127,7 @@ def test_engines_without_a_checkpoint_have_random_weights(whose: str, tmp_path: 
     assert len(norms) >= 5 and all((values == 1).all() for values in norms)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("canvas", "more", "layout"),
     [("16", ("--kv-cache-layout", "distinct"), "distinct"), ("32", ALONE, "unified")],
@@ -125,13 +142,47 @@ def test_one_block_at_a_time(
     assert cli.main(["bench", "all", *arguments, *output, "--rounds", "1", *more, *QUICK]) == 0
     line = line_of(capsys.readouterr().out)
     assert line["gate"] == "green" and line["gates"][0]["block_length"] == 16
-    engines = [line["gates"][0]["engine"], *line["engines"]]
-    assert [engine["kv_cache_layout"] for engine in engines] == [layout] * 2
+    ours = [line["gates"][0]["engine"], *line["engines"]]
+    assert [engine["kv_cache_layout"] for engine in ours] == [layout] * 2
     (step,) = line["step"]
     assert step["positions"] == 16 and step["steps"] >= 40
     for row in line["served"]:
         # Three blocks in four steps each, and two that are stored.
         assert row["forwards"] == 14 and row["positions_per_token"] == (32 + 14 * 16) / 48
+
+
+SLOW = pytest.mark.slow
+REFRESHES = ("--full-refresh-every", "2", "--refresh-before", "16", "--suffix-window", "16")
+FULL = ["--canvas", "64", "--block-length", "16", "--rounds", "1", "--output-len", "64"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "more", "computed"),
+    [
+        # Four blocks of four forwards each behind a prompt of 32.
+        ("dual_cache", (), 4 * (32 + 64 + 3 * 16)),
+        ("dual_cache", REFRESHES, (64 + 48 + 96 + 32) + 4 * 3 * 16),
+        pytest.param("prefix_cache", (), 4 * (32 + 64) + 3 * (64 + 48 + 32 + 16), marks=SLOW),
+        pytest.param("semi_autoregressive", (), 16 * (32 + 64), marks=SLOW),
+    ],
+    ids=["dual", "refreshes", "prefix", "semi"],
+)
+def test_full_attention(
+    strategy: str, more: tuple[str, ...], computed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Forwards of several sizes: the floor is that of what each step computed."""
+    arguments = ["--strategy", strategy, "--shapes", "tiny", "--requests", "2", "--context", "64"]
+    arguments += ["--tokens-per-forward", "4", "--input-len", "32", *FULL, *more]
+    assert cli.main(["bench", "all", *arguments, *QUICK]) == 0
+    line = line_of(capsys.readouterr().out)
+    assert line["gate"] == "green" and line["gates"][0]["strategy"] == strategy
+    assert line["floor"]["products_ms"] == {} and line["floor"]["layers_ms"]
+    (step,) = line["step"]
+    assert step["steps"] >= 40 and 2 * 16 <= step["positions"] <= 2 * (64 + 2 * 64)
+    assert step["floor_ms"] == pytest.approx(step["products_ms"] + step["kv_ms"])
+    assert step["logits_mb"] == 2 * 16 * 512 * 2 / 1e6
+    for row in line["served"]:
+        assert row["positions_per_token"] == computed / 64 and row["share_of_floor"] > 0
 
 
 def test_bundled_model_has_measured_acceptance(capsys: pytest.CaptureFixture[str]) -> None:

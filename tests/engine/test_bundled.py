@@ -7,9 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from documented import readme_example
+import pytest
+from documented import example_of
+from forked import PYTHON
 
 from dllm_plugin.commands.phases import FIRST, MARKERS
+
+pytestmark = pytest.mark.usefixtures("template")
 
 
 def run(*command: str, **variables: str) -> str:
@@ -27,10 +31,22 @@ def run(*command: str, **variables: str) -> str:
 
 def test_readme_example(tmp_path: Path) -> None:
     program = tmp_path / "example.py"
-    program.write_text(readme_example())
+    program.write_text(example_of("README.md"))
+    # By Python itself: one of the tests that no fork could stand in for.
     output = run(sys.executable, str(program))
     assert re.search(r"#### 29\n", output)
     assert re.search(r"^\d+ tokens in \d+ forwards$", output, re.MULTILINE)
+
+
+def test_replay_of_a_trace(tmp_path: Path) -> None:
+    """The example of docs/surface.md: every token once, in the step that decided it."""
+    program = tmp_path / "replay.py"
+    program.write_text(example_of("surface.md"))
+    lines = re.findall(r"^(\d+) (\[.*\]) (\[.*\]) (-?[\d.]+)$", run(PYTHON, str(program)), re.M)
+    assert [int(step) for step, *_ in lines] == list(range(1, len(lines) + 1))
+    places = [place for _, decided, *_ in lines for place in json.loads(decided)]
+    assert sorted(places) == list(range(len(places))) and len(places) > 3 * len(lines)
+    assert all(len(json.loads(a)) == len(json.loads(b)) for _, a, b, _ in lines)
 
 
 COMPILED = """
@@ -47,11 +63,12 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_compiled_where_asked(tmp_path: Path) -> None:
     """What nobody gets any more who asks for nothing."""
     program = tmp_path / "compiled.py"
     program.write_text(COMPILED)
-    output = run(sys.executable, str(program), VLLM_USE_AOT_COMPILE="1")  # as for users
+    output = run(PYTHON, str(program), VLLM_USE_AOT_COMPILE="1")  # as for users
     assert re.search(r"#### 29\b", output) and "DYNAMO_TRACE_ONCE" in output
 
 
@@ -59,7 +76,7 @@ def test_generate_keeps_the_answer_apart(tmp_path: Path) -> None:
     """Standard output holds the answer alone, standard error our phases and no log of vLLM's."""
     question = "Anna has 48 pencils and loses 5. How many pencils does Anna have now?"
     done = subprocess.run(
-        [sys.executable, "-m", "dllm_plugin.commands.cli", "generate", question],
+        [PYTHON, "-m", "dllm_plugin.commands.cli", "generate", question],
         capture_output=True,
         text=True,
         timeout=400,
@@ -76,8 +93,16 @@ def test_generate_keeps_the_answer_apart(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("diffuplug-*.log"))
 
 
+def test_generate_in_a_given_form(tmp_path: Path) -> None:
+    (tmp_path / "schema.json").write_text('{"type": "array", "items": {"type": "integer"}}')
+    question = "Anna has 48 pencils and loses 5. How many pencils does Anna have now?"
+    command = [PYTHON, "-m", "dllm_plugin.commands.cli", "generate", question]
+    output = run(*command, "--max-tokens", "24", "--json-schema", str(tmp_path / "schema.json"))
+    assert all(isinstance(item, int) for item in json.loads(output))
+
+
 def test_accuracy_and_tokens_per_forward() -> None:
-    output = run(sys.executable, "-m", "dllm_plugin.commands.cli", "eval", "--limit", "8")
+    output = run(PYTHON, "-m", "dllm_plugin.commands.cli", "eval", "--limit", "8")
     rows = json.loads(output.strip().splitlines()[-1])["rows"]
     base, d2f = rows["one token per step"], rows["D2F, threshold 0.9"]
     assert base["accuracy"] >= 0.95 and base["tokens_per_forward"] <= 1
@@ -91,7 +116,7 @@ def test_every_policy_of_a_strategy() -> None:
         "rows = score_strategy('dual_cache', 'auto', 2);"
         "print(json.dumps([row._asdict() for row in rows]))"
     )
-    rows = json.loads(run(sys.executable, "-c", program).strip().splitlines()[-1])
+    rows = json.loads(run(PYTHON, "-c", program).strip().splitlines()[-1])
     one_token = [row for row in rows if row["steps"] == 64]
     free = [row for row in rows if row["steps"] is None]
     assert len(one_token) == 4 and len(free) == 2

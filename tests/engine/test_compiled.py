@@ -30,6 +30,7 @@ def test_other_policies_run_uncompiled() -> None:
     assert len(sizes) > 10 and max(sizes) > 2 and sum(sizes) < passes
 
 
+@pytest.mark.slow
 def test_unlike_engines_in_one_process() -> None:
     """Torch gives up on code that it has compiled too often: here twice for each engine."""
     loops = [Loop(*KINDS[kind]) for kind in ("one-block", "low_confidence", "factor")]

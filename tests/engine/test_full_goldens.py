@@ -10,6 +10,7 @@ from engines import (
     MASK_IDS,
     EngineRoom,
     a_prompt,
+    at_most,
     forwards,
     generate,
     num_preemptions,
@@ -213,9 +214,9 @@ def shuffled(decoder: Decoder, seed: int) -> list[Case]:
 @every_decoder
 @pytest.mark.parametrize("in_flight", IN_FLIGHT)
 def test_together_in_shuffled_order(decoder: Decoder, in_flight: int, room: EngineRoom) -> None:
-    llm = start(room, decoder, max_num_seqs=in_flight)
-    cases = shuffled(decoder, in_flight)
-    outputs = generate(llm, [case.prompt for case in cases], [wish_for(case) for case in cases])
+    llm, cases = start(room, decoder, max_num_seqs=16), shuffled(decoder, in_flight)
+    with at_most(llm, in_flight):
+        outputs = generate(llm, [case.prompt for case in cases], [wish_for(case) for case in cases])
     for case, output in zip(cases, outputs, strict=True):
         check(case, output)
 

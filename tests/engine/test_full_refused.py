@@ -21,6 +21,10 @@ LLADA: list[tuple[dict[str, Any], str]] = [
     ({"dllm_max_active_blocks": 2}, "dllm_max_active_blocks 2 exceeds"),
     ({"dllm_block_length": 49}, "dllm_block_length 49 is longer than the canvas of 48"),
     ({"dllm_strategy": "dual_cache"}, "Unknown request argument 'dllm_strategy'"),
+    ({"dllm_full_refresh_every": 2}, "dllm_full_refresh_every has no effect"),
+    ({"dllm_refresh_before": 4}, "dllm_refresh_before has no effect"),
+    ({"dllm_suffix_window": -1}, "dllm_suffix_window must be a whole number of at least 0"),
+    ({"dllm_suffix_window": 2**40}, "dllm_suffix_window must be at most"),
     ({"presence_penalty": 0.5}, "presence_penalty is not supported"),
     ({"prompt_logprobs": 1}, "prompt_logprobs is not supported"),
 ]
@@ -31,6 +35,12 @@ DREAM: list[tuple[dict[str, Any], str]] = [
     ({"dllm_steps": 1}, "dllm_steps must be at least 2"),
     ({"dllm_top_p": 0.0}, "dllm_top_p must be greater than 0"),
     ({"dllm_top_k": -1}, "dllm_top_k must be a whole number"),
+    ({"dllm_full_refresh_every": 0}, "dllm_full_refresh_every must be a whole number between 1"),
+    ({"dllm_refresh_before": 4}, "dllm_refresh_before has no effect with full_refresh_every 1"),
+    (
+        {"dllm_full_refresh_every": 2, "dllm_refresh_before": 0},
+        "dllm_refresh_before must be at least 1 on DreamModel, got 0",
+    ),
     ({"dllm_top_p": 0.9, "temperature": 0.5}, "dllm_top_p filters greedy requests"),
     ({"prompt_logprobs": 1}, "prompt_logprobs is not supported"),
 ]

@@ -1,25 +1,41 @@
 """Full attention: whatever else is in the batch, a request gets its own tokens and forwards."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from engines import EngineRoom, a_prompt, generate, params, results, scheduler, step_through
+from engines import (
+    EngineRoom,
+    a_prompt,
+    generate,
+    params,
+    results,
+    scheduler,
+    step_through,
+    token_ids,
+)
 from full_jobs import (
     CONTEXT,
     DECODERS,
+    TOO_CLOSE,
     Decoder,
     FullJob,
     check,
     every_decoder,
     random_jobs,
     run,
+    run_interrupted,
     start,
 )
 from jobs import plain_model
 
 from dllm_plugin.commands.verify.plain.full_attention import decode
 from dllm_plugin.commands.verify.plain.full_text import FullText, Rules
+from dllm_plugin.engine import model_state
+from dllm_plugin.state.canvas_states import CanvasStates
 
+DEFAULT = {"policy": "threshold"}
+APPROXIMATE = ("full_refresh_every", "refresh_before", "suffix_window")
 PROMPTS = [a_prompt(length, length) for length in (3, 20, 33, 40, 60, 64)]
 
 
@@ -29,9 +45,16 @@ def computed(llm: Any) -> int:
 
 
 @every_decoder
-def test_random_settings_in_one_batch(decoder: Decoder, room: EngineRoom) -> None:
-    """Also: a mixed batch computes as many positions as its requests alone, and no more."""
+def test_random_settings_in_one_batch(
+    decoder: Decoder, room: EngineRoom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also: a mixed batch computes as many positions as its requests alone, and no more.
+
+    Requests without approximations pay nothing for those that others could ask for.
+    """
     llm, jobs = start(room, decoder), random_jobs(decoder, 24)
+    monkeypatch.delattr(model_state, "write_committed")
+    monkeypatch.delattr(CanvasStates, "next_refresh_np")
     before = computed(llm)
     outputs = run(llm, [job for job, _ in jobs])
     for (job, text), output in zip(jobs, outputs, strict=True):
@@ -39,6 +62,62 @@ def test_random_settings_in_one_batch(decoder: Decoder, room: EngineRoom) -> Non
         ends = "stop" if text.answer()[-1] in job.stop else "length"
         assert output.outputs[0].finish_reason == ends, job
     assert computed(llm) - before == sum(text.computed() for _, text in jobs)
+
+
+@every_decoder
+def test_refreshes_that_cost_less(decoder: Decoder, room: EngineRoom) -> None:
+    """Each request has its own; they compute what the plain loop does, alone and in a batch."""
+    llm, jobs = start(room, decoder), random_jobs(decoder, 24, seed=2, approximate=True)
+    before = computed(llm)
+    for (job, text), output in zip(jobs, run(llm, [job for job, _ in jobs]), strict=True):
+        check(job, text, output)
+    assert computed(llm) - before == sum(text.computed() for _, text in jobs)
+    for job, text in jobs[:3]:
+        check(job, text, run(llm, [job])[0])
+    exact = [replace(job, numbers=exactly(job.numbers)).decode(decoder) for job, _ in jobs]
+    assert sum(text.computed() for _, text in jobs) < sum(text.computed() for text in exact)
+    assert any(a.answer() != b.answer() for (_, a), b in zip(jobs, exact, strict=True))
+
+
+@pytest.mark.parametrize("decoder", DECODERS[2:6:3], ids="-".join, scope="module")
+def test_an_engine_whose_refreshes_cost_less(decoder: Decoder, room: EngineRoom) -> None:
+    """Requests that say nothing get the engine's; one that says otherwise decodes exactly."""
+    cheap = {"full_refresh_every": 3, "refresh_before": 5, "suffix_window": 8}
+    family, strategy = decoder
+    dllm = {"strategy": strategy, "canvas_length": 48, "block_length": 8, **cheap}
+    llm = room.start(family, dllm, max_model_len=CONTEXT)
+    exact = {"full_refresh_every": 1, "suffix_window": 48}
+    for given, meant in (({}, cheap), (exact, exact), ({"refresh_before": 9}, cheap)):
+        job = FullJob(PROMPTS[3], 60, {"block_length": 8, **meant, **given})
+        [output] = generate(llm, [job.prompt], FullJob(job.prompt, 60, given).wish())
+        check(job, replace(job, numbers=job.numbers | DEFAULT).decode(decoder), output)
+
+
+def exactly(numbers: dict[str, Any]) -> dict[str, Any]:
+    """The same settings without approximations."""
+    return {k: v for k, v in numbers.items() if k not in APPROXIMATE}
+
+
+@every_decoder
+def test_preempted_requests_begin_with_a_full_refresh(decoder: Decoder, room: EngineRoom) -> None:
+    """Whatever their refreshes trusted is gone; the plain loop loses its cache in the same place.
+
+    A block takes three steps at most, since one that is preempted more often gets nowhere.
+    """
+    llm, lost = start(room, decoder), [set[int]() for _ in range(8)]
+    jobs = [
+        replace(job, numbers=job.numbers | {"steps": 3, "block_length": 8})
+        for job, _ in random_jobs(decoder, len(lost), seed=3, approximate=True)
+    ]
+    outputs = run_interrupted(llm, [(job.prompt, job.wish()) for job in jobs], 4, lost)
+    assert sum(map(len, lost)) > len(jobs) // 2
+    compared = 0
+    for job, output, places in zip(jobs, outputs, lost, strict=True):
+        text = job.decode(decoder, lost=places)
+        if text.margin > TOO_CLOSE:
+            assert token_ids(output) == text.answer(), (job, places)
+            compared += 1
+    assert compared > len(jobs) // 2
 
 
 @every_decoder

@@ -27,7 +27,10 @@ JOBS = [
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"vllm_xargs": {"dllm_cfg_scale": 0.5}}, "dllm_cfg_scale has no effect"),
     ({"vllm_xargs": {"dllm_threshold": 2}}, "dllm_threshold must be a number between"),
-    ({"response_format": {"type": "json_object"}}, "structured_outputs is not supported"),
+    (
+        {"response_format": {"type": "json_object"}, "min_tokens": 3},
+        "min_tokens 3 can contradict the grammar of structured_outputs",
+    ),
     ({"prompt": [1, 300, 2]}, "The prompt contains the mask token (id 300)"),
     ({"prompt": a_prompt(256)}, "256"),
 ]

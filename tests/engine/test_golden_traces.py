@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import EngineRoom, forwards, generate, params, token_ids
+from engines import EngineRoom, at_most, forwards, generate, params, token_ids
 from safetensors.torch import load_file
 
 from dllm_plugin.commands.verify.plain.model import PlainModel
@@ -77,11 +77,12 @@ def test_plain_loop_reproduces_them(family: str, plain_models: dict[str, PlainMo
 
 @pytest.mark.parametrize("in_flight", IN_FLIGHT)
 def test_together_in_shuffled_order(family: str, in_flight: int, room: EngineRoom) -> None:
-    llm = room.start(family, max_num_seqs=in_flight)
+    llm = room.start(family)
     for seed in range(2):
         cases = cases_of(family)
         random.Random(seed).shuffle(cases)
-        outputs = generate(llm, [c["prompt_ids"] for c in cases], [wish_for(c) for c in cases])
+        with at_most(llm, in_flight):
+            outputs = generate(llm, [c["prompt_ids"] for c in cases], [wish_for(c) for c in cases])
         for case, output in zip(cases, outputs, strict=True):
             check(case, output)
 

@@ -10,6 +10,7 @@ import pytest
 from engines import (
     NEVER,
     EngineRoom,
+    at_most,
     forwards,
     free_pages,
     generate,
@@ -95,9 +96,10 @@ def model(request: pytest.FixtureRequest) -> str:
 def test_together_in_shuffled_order(
     model: str, overlapped: bool, in_flight: int, room: EngineRoom
 ) -> None:
-    llm = room.start(model, CANVAS, async_scheduling=overlapped, max_num_seqs=in_flight)
+    llm = room.start(model, CANVAS, async_scheduling=overlapped)
     cases = random.Random(in_flight).sample(cases_of(model), len(cases_of(model)))
-    outputs = generate(llm, [c["prompt_ids"] for c in cases], [wish(c) for c in cases])
+    with at_most(llm, in_flight):
+        outputs = generate(llm, [c["prompt_ids"] for c in cases], [wish(c) for c in cases])
     for case, output in zip(cases, outputs, strict=True):
         check(case, output)
 

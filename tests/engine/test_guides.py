@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 from engines import CHECKPOINTS, a_prompt
 from guides import copy_package, examples
-from processes import HERE, SETTINGS, START_SECONDS, end, environment, spawn
+from processes import SETTINGS, START_SECONDS, environment, result_of
 from safetensors.torch import load_file, save_file
 
 from dllm_plugin.commands.verify.plain.grid_blocks import GridText, active_blocks
@@ -79,20 +77,13 @@ def decoded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int
         {"engine": engine(toy), "requests": requests()},
     ]
     variables = {"PYTHONPATH": str(folder), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    process = spawn(
-        [sys.executable, str(HERE / "guide_script.py"), json.dumps(wishes)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+    result = result_of(
+        "guide_script.py",
+        json.dumps(wishes),
+        seconds=START_SECONDS,
         env=environment(**variables),
         cwd=folder,  # processes that vLLM starts look there first
     )
-    try:
-        output = process.communicate(timeout=START_SECONDS)[0].decode()
-    finally:
-        end(process)
-    assert process.returncode == 0, output[-6000:]
-    [line] = [line for line in output.splitlines() if line.startswith("RESULT ")]
-    result = json.loads(line.removeprefix("RESULT "))
     # The engine ran in that process, and no module of it came from the checkout.
     assert all(Path(file).is_relative_to(folder) for file in result["files"]), result["files"]
     assert str(folder / "dllm_plugin" / "engine" / "model_state.py") in result["files"]

@@ -1,5 +1,7 @@
 """Pages: their borders, preemption when they run out, and that all of them come back."""
 
+import itertools
+import time
 from typing import Any
 
 import pytest
@@ -26,6 +28,17 @@ def test_preemption_under_pressure(family: str, overlapped: bool, room: EngineRo
     check(llm, family, [*MIXED, job(50, 100, 16, seed=8), job(55, 100, 16, seed=9)])
     assert num_preemptions(llm) > before
     assert free_pages(llm) == pages
+
+
+def test_a_clock_that_jumps(
+    family: str, overlapped: bool, room: EngineRoom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An hour to and fro: what is decided, and who is preempted, hangs on no clock."""
+    llm = room.start(family, async_scheduling=overlapped, block_size=32, num_gpu_blocks_override=14)
+    before, now, hours = num_preemptions(llm), time.time, itertools.cycle((0, 1, -1))
+    monkeypatch.setattr(time, "time", lambda: now() + 3600 * next(hours))
+    check(llm, family, [*MIXED, job(50, 100, 16, seed=8), job(55, 100, 16, seed=9)])
+    assert num_preemptions(llm) > before
 
 
 @pytest.mark.parametrize("every", [2, 3, 7])

@@ -12,6 +12,8 @@ from omni_models import Reference, autoregressive, largest_error, prompt, twenty
 
 from dllm_plugin.omni import hidden_state_args, hidden_state_params, hidden_states_of
 
+pytestmark = pytest.mark.usefixtures("template")
+
 TOLERANCE = 1e-4
 ENGINE: dict[str, Any] = {
     "skip_tokenizer_init": True,

@@ -2,7 +2,6 @@
 
 import asyncio
 import subprocess
-import sys
 import time
 import weakref
 from pathlib import Path
@@ -11,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 from engines import EngineRoom
+from forked import PYTHON
 from omni_models import pipeline
 from processes import START_SECONDS, end, environment, spawn
 
 from dllm_plugin.omni import pipeline_args
+
+pytestmark = pytest.mark.usefixtures("template")
 
 REQUESTS = [
     {
@@ -224,7 +226,7 @@ def test_a_process_ends_though_an_image_is_half_done(folder: Path) -> None:
     variables = environment(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="WARNING")
     here = Path(__file__).parent
     process = spawn(
-        [sys.executable, "-c", "\n".join(lines), str(folder), str(here), str(here.parent)],
+        [PYTHON, "-c", "\n".join(lines), str(folder), str(here), str(here.parent)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env=variables,

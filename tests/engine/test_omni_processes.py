@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import PYTHON
 from omni_models import autoregressive
 from processes import KILLED_SOON, end, environment, spawn
+
+pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 SECONDS = 900
@@ -47,7 +50,7 @@ def results(text: str) -> dict[str, dict[str, Any]]:
 
 def test_two_ranks(folder: Path) -> None:
     """Twenty requests under preemption, tensor-parallel, and a denoiser whose first rank embeds."""
-    command = [sys.executable, str(HERE / "omni_parallel.py"), str(folder), "workers"]
+    command = [PYTHON, str(HERE / "omni_parallel.py"), str(folder), "workers"]
     text = output_of(
         command,
         VLLM_CPU_OMP_THREADS_BIND="0|1",

@@ -3,7 +3,6 @@
 import base64
 import io
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,14 @@ import numpy as np
 import pytest
 import torch
 from engines import CHECKPOINTS
+from forked import PYTHON
 from omni_models import Reference, autoregressive, pipeline
 from omni_server import serving
 from processes import START_SECONDS, Server, end, environment, spawn
 
 from dllm_plugin.omni import hidden_state_args, pipeline_args
+
+pytestmark = pytest.mark.usefixtures("template")
 
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
@@ -93,7 +95,7 @@ def test_the_example_writes_an_image(tmp_path: Path) -> None:
     commands = [block.text for block in blocks("bash") if block.page == "omni.md"]
     [line] = [x for text in commands for x in text.splitlines() if "--output image.png" in x]
     process = spawn(
-        [sys.executable, str(ROOT / shlex.split(line)[1]), *shlex.split(line)[2:]],
+        [PYTHON, str(ROOT / shlex.split(line)[1]), *shlex.split(line)[2:]],
         cwd=tmp_path,
         env=environment(),
     )

@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import test_block_goldens
 import torch
@@ -11,7 +12,12 @@ from engines import CHECKPOINTS, a_prompt
 from full_jobs import CONTEXT, FullJob
 from jobs import MIXED, Job
 from processes import KILLED_SOON, SETTINGS, offline, serving
-from vllm.v1.worker.cpu_worker import CPUWorker
+from template_jobs import gap_job
+
+from dllm_plugin.commands.verify.plain.full_text import FILL
+from dllm_plugin.engine.cpu_worker import DiffusionCPUWorker
+
+pytestmark = pytest.mark.usefixtures("template")
 
 D2F = {"strategy": "d2f"}
 FULL, CHECKED = "semi_autoregressive", "llada2.1"
@@ -20,7 +26,7 @@ VOCAB = 320
 BY_COLUMNS = {"dream", FULL}  # as by default; the other one gathers whole rows
 
 
-class NotingWorker(CPUWorker):
+class NotingWorker(DiffusionCPUWorker):
     """Leaves a file per kind of logits: this rank, their width, and the sampler's first column."""
 
     def load_model(self, **options: Any) -> None:
@@ -35,18 +41,35 @@ class NotingWorker(CPUWorker):
         self.get_model().logits_processor.register_forward_hook(note)
 
 
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+WITH_GRAMMAR: list[tuple[list[int], dict[str, Any]]] = [
+    (
+        a_prompt(9 + i, i),
+        {"max_tokens": 24, "ignore_eos": False, "structured_outputs": grammar} | more,
+    )
+    for i, (grammar, more) in enumerate(
+        [
+            ({"json": SCHEMA}, {}),
+            ({"regex": "[a-f]{5,20}z"}, {"logprobs": 1}),
+            ({"regex": "[a-f]{5,20}z"}, {"temperature": 1.0, "seed": 3}),
+        ]
+    )
+]
+
+
 def numbers_of(one: Job) -> dict[str, Any]:
     return {"dllm_block_length": one.block_length} | {f"dllm_{k}": v for k, v in one.numbers}
 
 
 def full_jobs() -> list[FullJob]:
-    """Full attention, one of them guided."""
+    """Full attention, one of them guided, and one with gaps to fill."""
     jobs = [
         FullJob(a_prompt(9 + 11 * i, i), 40 + 8 * i, {"policy": policy, "block_length": 16})
         for i, policy in enumerate(("threshold", "entropy", "factor"))
     ]
     jobs[1].numbers["cfg_scale"] = 0.6
-    return jobs
+    gaps = [FILL] * 9 + [70, 71] + [FILL] * 12 + a_prompt(7, 2)
+    return [*jobs, gap_job(a_prompt(17, 5), gaps, {"policy": "entropy", "block_length": 8})]
 
 
 def on_two_ranks(
@@ -85,7 +108,7 @@ def answers(notes: Path) -> dict[str, list[list[int]]]:
     full = [
         (j.prompt, {"max_tokens": j.max_tokens, "extra_args": x})
         for j in full_jobs()
-        for x in [{f"dllm_{k}": v for k, v in j.numbers.items()}]
+        for x in [j.wish().extra_args]
     ]
     fields = ("max_tokens", "extra_args", "stop_token_ids")
     checked = [
@@ -95,10 +118,20 @@ def answers(notes: Path) -> dict[str, list[list[int]]]:
     ]
     canvas = {"strategy": FULL, "canvas_length": 48}
     wishes = {
-        "dream": on_two_ranks(notes / "dream", "dream", D2F, mixed),
+        "dream": on_two_ranks(notes / "dream", "dream", D2F, mixed + WITH_GRAMMAR),
         FULL: on_two_ranks(notes / FULL, "llada", canvas, full, max_model_len=CONTEXT),
-        CHECKED: on_two_ranks(notes / CHECKED, CHECKED, {"canvas_length": 64}, checked),
+        CHECKED: on_two_ranks(
+            notes / CHECKED, CHECKED, {"canvas_length": 64}, checked + WITH_GRAMMAR
+        ),
     }
+    for name, checkpoint, dllm in (
+        ("dream", "dream", D2F),
+        (CHECKED, CHECKED, {"canvas_length": 64}),
+    ):
+        alone = on_two_ranks(notes / f"{name} alone", checkpoint, dllm, WITH_GRAMMAR)
+        alone["engine"] |= {"tensor_parallel_size": 1, "additional_config": {"dllm": dllm}}
+        del alone["engine"]["worker_cls"]
+        wishes[f"{name} alone"] = alone
     variables = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     variables |= KILLED_SOON
     return dict(zip(wishes, offline(*wishes.values(), **variables), strict=True))
@@ -106,7 +139,13 @@ def answers(notes: Path) -> dict[str, list[list[int]]]:
 
 def test_tensor_parallel(answers: dict[str, list[list[int]]]) -> None:
     """Ranks exchange results per row, and where the prompt ends, the row that is carried."""
-    assert answers["dream"] == [j.expected("dream")[0] for j in MIXED]
+    assert answers["dream"][: len(MIXED)] == [j.expected("dream")[0] for j in MIXED]
+
+
+@pytest.mark.parametrize("name", ["dream", CHECKED])
+def test_tensor_parallel_grammars(name: str, answers: dict[str, list[list[int]]]) -> None:
+    """With the columns of a rank, and with whole rows."""
+    assert answers[name][-len(WITH_GRAMMAR) :] == answers[f"{name} alone"]
 
 
 def test_tensor_parallel_full_attention(answers: dict[str, list[list[int]]]) -> None:
@@ -122,7 +161,7 @@ def test_tensor_parallel_blocks(answers: dict[str, list[list[int]]]) -> None:
 
     The logits are gathered.
     """
-    assert answers[CHECKED] == [case["output_ids"] for case in CASES]
+    assert answers[CHECKED][: len(CASES)] == [case["output_ids"] for case in CASES]
 
 
 @pytest.mark.parametrize("name", ["dream", FULL, CHECKED])
@@ -137,8 +176,12 @@ def test_columns_of_a_rank(name: str, notes: Path) -> None:
 
 
 def test_data_parallel(tmp_path: Path) -> None:
-    """Both engines take part, and each answers as a single one."""
-    options = ("--data-parallel-size=2", '--additional-config={"dllm": {"strategy": "d2f"}}')
+    """Both engines take part, and each answers as a single one.
+
+    vLLM starts as many front ends; one says that the server is ready, and other middleware works.
+    """
+    options = ["--data-parallel-size=2", '--additional-config={"dllm": {"strategy": "d2f"}}']
+    options += ["--middleware=starlette.middleware.gzip.GZipMiddleware"]
     variables = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
     with serving(tmp_path / "log", *options, **variables) as server:
 
@@ -155,6 +198,10 @@ def test_data_parallel(tmp_path: Path) -> None:
         with ThreadPoolExecutor(8) as pool:
             tokens = list(pool.map(ask, MIXED))
         steps = server.metrics("vllm:diffusion_num_denoising_steps_total")
+        page = httpx.get(f"{server.url}/metrics", timeout=60)
+        lines = server.log.read_text().splitlines()
+    assert page.headers["Content-Encoding"] == "gzip"
+    assert len([line for line in lines if line.startswith("diffuplug: ready")]) == 1
     assert tokens == [j.expected("llada")[0] for j in MIXED]
     assert sorted(steps) == ["0", "1"]
     assert min(steps.values()) > 0

@@ -12,6 +12,7 @@ D2F = {"strategy": "d2f"}
 BLOCKS = {"strategy": "block_diffusion"}
 
 WRONG_PARAMETERS: list[tuple[dict[str, Any], str]] = [
+    ({"bad_words": ["q" * 17]}, "bad_words holds a word of 17 tokens"),
     ({"presence_penalty": 0.5}, "presence_penalty"),
     ({"frequency_penalty": 0.5}, "frequency_penalty"),
     ({"repetition_penalty": 1.1}, "repetition_penalty"),
@@ -46,6 +47,7 @@ WITHOUT_EFFECT: list[tuple[dict[str, Any], str]] = [
     ({"dllm_steps": 4}, "dllm_steps"),
     ({"dllm_policy": "low_confidence", "dllm_threshold": 0.5}, "dllm_threshold"),
     ({"dllm_policy": "low_confidence", "dllm_steps": 0}, "dllm_steps"),
+    ({"dllm_policy": "low_confidence", "dllm_steps": 4000}, "dllm_steps 4000 exceeds"),
     ({"dllm_policy": "low_confidence", "dllm_eps": 0.1}, "dllm_eps"),
     ({"dllm_policy": "factor", "dllm_factor": -1.0}, "dllm_factor"),
     ({"dllm_policy": "threshold", "dllm_factor": 1.0}, "dllm_factor"),
@@ -81,7 +83,7 @@ def test_parameter(options: dict[str, Any], name: str, room: EngineRoom) -> None
     llm = room.start("llada", D2F)
     message = refusal(llm, TEXT, params(20, **options))
     assert name in message
-    assert message.endswith(".")
+    assert message.removesuffix(" (parameter=bad_words)").endswith(".")
 
 
 def test_they_left_the_engine_unharmed(room: EngineRoom) -> None:
@@ -94,13 +96,30 @@ def test_parameter_without_effect(options: dict[str, Any], name: str, room: Engi
     assert name in refusal(room.start("llada", BLOCKS), TEXT, params(20, **options))
 
 
-def test_structured_outputs(room: EngineRoom) -> None:
+CONTRADICTING: list[dict[str, Any]] = [
+    {"min_tokens": 3},
+    {"ignore_eos": True},
+    {"bad_words": ["no"]},
+    {"allowed_token_ids": [64, 65]},
+    {"logit_bias": {64: float("-inf")}},
+    {"dllm_early_text": 1},
+]
+
+
+def test_parameters_that_contradict_a_grammar(room: EngineRoom) -> None:
     from vllm.sampling_params import StructuredOutputsParams
 
     llm = room.start("llada", D2F)
-    for kind in ({"regex": "[a-z]+"}, {"json": {"type": "object"}}, {"choice": ["a", "b"]}):
-        wish = params(20, structured_outputs=StructuredOutputsParams(**kind))
-        assert "structured_outputs" in refusal(llm, TEXT, wish)
+    for options in CONTRADICTING:
+        asked = StructuredOutputsParams(regex="[a-z]+")
+        wish = params(20, **{"ignore_eos": False, "structured_outputs": asked} | options)
+        [name] = options
+        message = refusal(llm, TEXT, wish)
+        assert name in message and "structured_outputs" in message
+    # xgrammar and guidance refuse this one, so vLLM would take a backend that cannot go back.
+    schema = {"type": "object", "patternProperties": {"^a": {"type": "integer", "multipleOf": 3}}}
+    asked = StructuredOutputsParams(json=schema)
+    assert "outlines" in refusal(llm, TEXT, params(20, ignore_eos=False, structured_outputs=asked))
     assert_unharmed(llm)
 
 
@@ -114,6 +133,18 @@ def test_prompts(room: EngineRoom) -> None:
         assert "context" in message or "maximum" in message
     with pytest.raises(refused(), match="mask token"):
         llm.generate("before <|mdm_mask|> after", params(20), use_tqdm=False)
+    assert_unharmed(llm)
+
+
+def test_beam_search(room: EngineRoom) -> None:
+    """It would decode from left to right, a token at a time."""
+    from vllm.sampling_params import BeamSearchParams
+
+    llm = room.start("llada", D2F)
+    for temperature in (0.0, 0.7):
+        wish = BeamSearchParams(beam_width=2, max_tokens=4, temperature=temperature)
+        with pytest.raises(refused(), match="use_beam_search is not supported"):
+            llm.beam_search([{"prompt_token_ids": TEXT}], wish)
     assert_unharmed(llm)
 
 

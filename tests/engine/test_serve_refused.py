@@ -4,9 +4,12 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pytest
 from engines import CHECKPOINTS
 from processes import START_SECONDS, end, environment, serve_command, spawn
 from safetensors.torch import load_file, save_file
+
+pytestmark = pytest.mark.usefixtures("template")
 
 
 def log_of(log: Path, command: list[str]) -> str:

@@ -1,5 +1,7 @@
 """The OpenAI server: ``vllm serve`` with the plugin, over HTTP."""
 
+import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -9,8 +11,11 @@ from typing import Any
 import httpx
 import pytest
 from engines import LETTERS, a_prompt, letters
+from grammar_cases import schema_case
 from jobs import MIXED, Job
 from processes import Server, serving
+
+pytestmark = pytest.mark.usefixtures("template")
 
 PROMPT = letters(20, 2)
 READABLE = {"allowed_token_ids": LETTERS, "ignore_eos": True, "max_tokens": 80}
@@ -21,7 +26,8 @@ MESSAGES = [{"role": "user", "content": "What is 2+2?"}]
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "log"
-    with serving(log, '--additional-config={"dllm": {"strategy": "d2f"}}') as server:
+    options = ('--additional-config={"dllm": {"strategy": "d2f"}}', "--tool-call-parser=hermes")
+    with serving(log, *options, "--enable-auto-tool-choice") as server:
         yield server
 
 
@@ -57,7 +63,7 @@ def test_concurrent_requests_with_their_own_numbers(server: Server) -> None:
         assert usage["prompt_tokens"] == len(one.prompt)
         assert usage["completion_tokens"] == one.max_tokens
     forwards = sum(one.expected("llada")[1] for one in MIXED)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while sum(server.metrics(name).values()) - before < forwards and time.monotonic() < deadline:
         time.sleep(0.2)
     assert sum(server.metrics(name).values()) - before == forwards
@@ -146,8 +152,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"vllm_xargs": {"dllm_speed": 9}}, "Unknown request argument 'dllm_speed'"),
     ({"vllm_xargs": {"dllm_policy": "factor"}}, "dllm_policy 'factor' has no meaning"),
     ({"presence_penalty": 0.5}, "presence_penalty is not supported"),
-    ({"response_format": {"type": "json_object"}}, "structured_outputs is not supported"),
+    (
+        {"response_format": {"type": "json_object"}, "min_tokens": 3},
+        "min_tokens 3 can contradict the grammar of structured_outputs",
+    ),
     ({"prompt_logprobs": 1}, "prompt_logprobs is not supported"),
+    ({"use_beam_search": True, "n": 2}, "use_beam_search is not supported by diffusion decoding"),
     ({"prompt": [1, 300, 2]}, "The prompt contains the mask token (id 300)"),
     ({"prompt": "a <|mdm_mask|> b"}, "The prompt contains the mask token (id 300)"),
     ({"prompt": []}, "prompt"),
@@ -155,6 +165,46 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prompt": a_prompt(256)}, "256"),
     ({"prompt": a_prompt(300)}, "256"),
 ]
+
+
+def test_structured_output(server: Server) -> None:
+    """A schema by `response_format`, streamed and not, and a regular expression."""
+    schema = schema_case("answer")
+    form = {"type": "json_schema", "json_schema": {"name": "a", "strict": True}}
+    form["json_schema"]["schema"] = schema.spec
+    body = {"messages": MESSAGES, "max_tokens": 40, "temperature": 0, "response_format": form}
+    body["vllm_xargs"] = {"dllm_block_length": 8}
+    [choice] = server.post("chat/completions", body).json()["choices"]
+    assert schema.judge(choice["message"]["content"])
+    chunks = list(server.stream("chat/completions", body))
+    texts = [chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks]
+    assert "".join(texts) == choice["message"]["content"] and len([t for t in texts if t]) > 1
+    any_object = body | {"response_format": {"type": "json_object"}}
+    answer = server.post("chat/completions", any_object).json()["choices"][0]["message"]
+    assert isinstance(json.loads(answer["content"]), dict)
+    [answer] = server.complete(PROMPT, max_tokens=20, structured_outputs={"regex": "[xy]{3}z"})[
+        "choices"
+    ]
+    assert re.fullmatch("[xy]{3}z", answer["text"]) and answer["finish_reason"] == "stop"
+
+
+def test_tools(server: Server) -> None:
+    """A tool that is named, and one of several that is required; vLLM makes a structural tag."""
+    shapes = {"look": schema_case("range").spec, "stop": schema_case("empty").spec}
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": shape, "strict": True}}
+        for name, shape in shapes.items()
+    ]
+    named = {"type": "function", "function": {"name": "look"}}
+    for choice in (named, "required"):
+        body = {"messages": MESSAGES, "max_tokens": 130, "tools": tools, "tool_choice": choice}
+        response = server.post("chat/completions", body)
+        assert response.status_code == 200, response.text
+        message = response.json()["choices"][0]["message"]
+        for call in message["tool_calls"]:
+            arguments = json.loads(call["function"]["arguments"])
+            assert set(arguments) == set(shapes[call["function"]["name"]]["properties"])
+        assert message["tool_calls"]
 
 
 def test_wrong_requests_while_neighbours_finish(server: Server) -> None:
@@ -184,7 +234,7 @@ def test_clients_that_go_away(server: Server) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while sum(server.metrics("vllm:num_requests_running").values()):
         assert time.monotonic() < deadline, "aborted requests still run"
         time.sleep(0.2)

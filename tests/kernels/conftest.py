@@ -5,15 +5,15 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import xdist
 
 
 class Interpreter:
-    """The process that runs Triton kernels on the CPU; it imports while tests are collected."""
+    """The process that runs Triton kernels on the CPU."""
 
     def __init__(self) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="triton")
@@ -46,26 +46,11 @@ class Interpreter:
         self.folder.cleanup()
 
 
-STARTED: list[Interpreter] = []
-
-
-def pytest_collection(session: pytest.Session) -> None:
-    # Started before the tests are even read, since its imports take longer than its work.
-    idle = session.config.option.collectonly or xdist.is_xdist_controller(session)
-    if not idle and importlib.util.find_spec("triton"):
-        STARTED.append(Interpreter())
-
-
-def pytest_sessionfinish() -> None:
-    while STARTED:
-        STARTED.pop().close()
-
-
 @pytest.fixture(scope="session")
-def interpreter() -> Interpreter:
+def interpreter() -> Iterator[Interpreter]:
     """Runs Triton kernels on the CPU."""
     if not importlib.util.find_spec("triton"):
         pytest.skip("Triton is needed for its interpreter")
-    if not STARTED:  # `pytest tests` reads this file when it has begun to collect
-        STARTED.append(Interpreter())
-    return STARTED[0]
+    started = Interpreter()
+    yield started
+    started.close()

@@ -151,6 +151,7 @@ def check(case: Case, got: RowStats, name: str) -> None:
     """Equal tokens and near numbers: what the reference computes from whole rows."""
     want = propose_rows(*case.arguments, **case.options)
     assert torch.equal(got.token_T, want.token_T), name
+    assert torch.equal(got.broken_T, want.broken_T), name
     close = {"rtol": 2e-5, "atol": 1e-6, "equal_nan": True}
     torch.testing.assert_close(got.confidence_T, want.confidence_T, **close)
     assert (got.entropy_T is None) == (want.entropy_T is None)
@@ -205,6 +206,7 @@ def test_the_cases_hold_what_they_promise() -> None:
     assert stats.token_T.tolist()[:4] == [700, 1800, 5, 0]
     assert stats.token_T.tolist()[6:9] == [40, 0, 2100]
     assert stats.confidence_T.isnan().tolist() == [i in (0, 1, 2, 3, 8) for i in range(11)]
+    assert stats.broken_T.tolist() == [i in (0, 1, 2, 8) for i in range(11)]  # 3: banned ids alone
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 3.0])

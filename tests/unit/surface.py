@@ -4,7 +4,12 @@ import ast
 import dataclasses
 import importlib
 import inspect
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+
+PACKAGE = Path(__file__).parents[2] / "dllm_plugin"
+LISTED_ELSEWHERE = ("omni", "api", "engine/grammar", "engine/weight_updates", "engine/adapters")
 
 
 def arguments(function: Any) -> str:
@@ -39,3 +44,22 @@ def fields_of(owner: type) -> set[str]:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             names.add(node.attr)
     return names
+
+
+def listed_imports(table: str) -> set[tuple[str, str]]:
+    """Modules and names of a table; no name is the module itself."""
+    rows = [line.split(": ", 1) for line in table.strip().splitlines()]
+    return {(module, name.strip('"')) for module, names in rows for name in names.split()}
+
+
+def made_imports(prefix: str = "") -> Iterator[tuple[str, str]]:
+    """What modules import of vLLM: those of a prefix with a list of its own, or all others."""
+    for path in PACKAGE.rglob("*.py"):
+        name = path.relative_to(PACKAGE).as_posix()
+        if not (name.startswith(prefix) if prefix else not name.startswith(LISTED_ELSEWHERE)):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+                yield from ((str(node.module), alias.name) for alias in node.names)
+            elif isinstance(node, ast.Import):
+                yield from ((a.name, "") for a in node.names if a.name.split(".")[0] == "vllm")

@@ -11,6 +11,8 @@ from dllm_plugin.config.resolution import resolve
 from dllm_plugin.engine.admission import request_rules
 
 RULES = request_rules(resolve(Options(), "LLaDAModelLM", 512, 300))
+# What vLLM's beam search asks for, but for the log-probabilities of its width.
+BEAM = {"max_tokens": 1, "logprobs": 4, "watermarking": False, "detokenize": False}
 
 
 @pytest.mark.parametrize(
@@ -24,6 +26,7 @@ RULES = request_rules(resolve(Options(), "LLaDAModelLM", 512, 300))
         ({"seed": 2**63 - 1, "n": 2}, "seed"),
         ({"allowed_token_ids": [300]}, "allowed_token_ids"),
         ({"allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 3}, "min_tokens"),
+        (BEAM, "use_beam_search is not supported"),
         ({"extra_args": {"dllm_steps": 3_000_000_000}}, "dllm_steps"),
     ],
 )
@@ -40,6 +43,8 @@ def test_refused_by_name(options: dict[str, Any], named: str) -> None:
         {"seed": 2**63 - 2, "n": 2},
         {"allowed_token_ids": [5, 300], "min_tokens": 3},
         {"extra_args": {"other": 1, 3: 1}},
+        BEAM | {"watermarking": None},
+        BEAM | {"logprobs": None},
     ],
 )
 def test_accepted(options: dict[str, Any]) -> None:

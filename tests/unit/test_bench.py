@@ -49,7 +49,7 @@ DUMMY = ["throughput", "--shapes", "tiny", "--tokens-per-forward"]
     [
         (["step", "--shapes", "tiny", "--vs", "hf"], "--vs hf serves whole requests"),
         (["step", "--vs", "tgi"], "--vs tgi is unknown; baselines: ar, hf"),
-        (["latency", "--strategy", "dual_cache"], "--strategy dual_cache is not measured"),
+        (["latency", "--strategy", "dual"], "--strategy dual is unknown: use block_diffusion, d2f"),
         (["step", "--requests", "0,1"], "--requests must be whole numbers of at least 1"),
         (["step", "--canvas", "33", "--block-length", "16"], "--canvas 33 is no whole number"),
         (["step", "--shapes", "tiny", "--block-length", "64"], "--canvas 32 is no whole number"),

@@ -15,6 +15,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from dllm_plugin.commands import cli
 from dllm_plugin.config.cuda_graphs import (
+    CPU_WORKER,
     WORKER,
     block_counts,
     canvases_needed,
@@ -193,6 +194,10 @@ def test_doctor_tells(
     printed = capsys.readouterr().out
     assert f"one block each:             {said}" in printed and "block_length:" in printed
     assert "block_add_threshold" not in printed
+    lines = [line.split(":", 1) for line in printed.splitlines() if ":" in line]
+    report = {name.strip(): value.strip() for name, value in lines}
+    assert report["attention"] == "CPUAttentionBackend" and report["CUDA graphs"] == "none"
+    assert report["model compiled"] == report["step compiled"] == "no"
 
 
 def test_a_worker_of_the_users_own_stays(caplog: pytest.LogCaptureFixture) -> None:
@@ -212,7 +217,7 @@ def test_full_graphs_alone_are_refused_without_that_worker(
     """On a CPU; eager steps would be all that is left."""
     options = {"additional_config": {"dllm": DLLM}, "enforce_eager": False}
     config = vllm_config_for(checkpoints / "tiny-sdar", **options)
-    assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
+    assert config.parallel_config.worker_cls == CPU_WORKER
     options["compilation_config"] = {"cudagraph_mode": "FULL_DECODE_ONLY"}
     with pytest.raises(ValueError, match="commit_alone_from 3 takes .* only on CUDA GPUs"):
         vllm_config_for(checkpoints / "tiny-sdar", **options)

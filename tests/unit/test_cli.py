@@ -4,6 +4,7 @@ import argparse
 import gc
 import importlib.util
 import io
+import itertools
 import json
 import subprocess
 import sys
@@ -31,6 +32,9 @@ MEASURED += ["--attention-backend", "--compilation-config", "--compile-step", "-
 MEASURED += [
     "--commit-alone-from",
     "--kv-cache-layout",
+    "--full-refresh-every",
+    "--refresh-before",
+    "--suffix-window",
     "--tensor-parallel-size",
     "--vocab-parallel",
     "--no-vocab-parallel",
@@ -53,9 +57,16 @@ OPTIONS = {
     "eval": ["--all", "--dtype", "--help", "--limit", "--output", "--verbose", "-h", "-v"],
     "generate": sorted(
         [*DECODE, *ENGINE, "--chat", "--help", "--max-tokens", "--raw", "--seed", "--temperature"]
-        + ["--top-p", "--verbose", "-h", "-v"]
+        + ["--top-p", "--verbose", "-h", "-v", "--json-schema", "--regex", "--choice"]
+    ),
+    "infill": sorted(
+        [*DECODE, *ENGINE, "--help", "--question", "--seed", "--temperature", "--verbose", "-h"]
+        + ["-v"]
     ),
     "serve": ["--help", "-h"],
+    "watch": sorted(
+        [*DECODE, *ENGINE, "--api-key", "--help", "--max-tokens", "--url", "--verbose", "-h", "-v"]
+    ),
     "verify": sorted(
         [*DECODE, "--dtype", "--help", "--limit", "--prompts", "--tensor-parallel-size", "-h"]
         + ["--trust-remote-code"]
@@ -87,6 +98,9 @@ def test_options_are_frozen() -> None:
         (["generate", "x", "--block-length", "0"], "block_length must be a whole number"),
         (["generate", "x", "--model", "/no/such/folder"], "there is no folder /no/such/folder"),
         (["generate", " "], "the prompt is empty"),
+        (["generate", "x", "--json-schema", "/no/such/file"], "No such file or directory"),
+        (["generate", "x", "--json-schema", __file__], "--json-schema"),
+        (["generate", "x", "--choice", ","], "--choice ',' holds no word"),
         (["doctor", "./none"], "there is no folder ./none"),
         (["verify", "./none"], "there is no folder ./none"),
         (["verify", "--policy", "best"], "policy 'best' is unknown"),
@@ -131,8 +145,9 @@ def test_serve_passes_everything_through() -> None:
     command = serve.server_command(["some/model", "--port", "1", "--additional-config", "{}"])
     assert command[0] == sys.executable
     assert command[-4:] == ["--port", "1", "--additional-config", "{}"]
-    # `vllm serve` wants the model first; only the line that says "ready" comes in between.
-    assert command[-7:-4] == ["some/model", "--middleware", serve.READY_LINE]
+    # `vllm serve` wants the model first; only our middleware comes in between.
+    between = [part for name in serve.MIDDLEWARE for part in ("--middleware", name)]
+    assert command[-9:-4] == ["some/model", *between]
 
 
 @pytest.mark.parametrize("option", [["--model", "m"], ["--model=m"]])
@@ -181,12 +196,14 @@ def test_garbage_is_collected_again() -> None:
         gc.enable()
 
 
-def test_the_server_says_when_it_is_ready() -> None:
+def test_the_servers_middleware_exists() -> None:
     for arguments in (["some/model", "--port", "1"], ["--port", "1"]):
         command = serve.server_command(arguments)
-        middleware = command[command.index("--middleware") + 1]
-        module, _, name = middleware.rpartition(".")
-        assert isinstance(getattr(importlib.import_module(module), name), type)
+        given = [b for a, b in itertools.pairwise(command) if a == "--middleware"]
+        assert given == list(serve.MIDDLEWARE)
+        for middleware in given:
+            module, _, name = middleware.rpartition(".")
+            assert isinstance(getattr(importlib.import_module(module), name), type)
 
 
 def test_phases_are_found_in_the_log_of_vllm() -> None:
@@ -205,7 +222,7 @@ def test_phases_are_a_line_each_in_a_log(tmp_path: Path) -> None:
         for marker in phases.MARKERS:
             with log.open("a") as stream:
                 stream.write(f"(Worker pid=1) INFO [x.py:1] {marker} ...\n")
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 60
             while list(phases.MARKERS.values())[-1] not in err.getvalue():
                 assert time.monotonic() < deadline, marker
                 if phases.MARKERS[marker] in err.getvalue():

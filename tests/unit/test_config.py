@@ -1,12 +1,12 @@
-"""Every decode option and request argument: known, in range, honoured or refused by name."""
+"""Every decode option: known, in range, honoured or refused by name."""
 
 import dataclasses
 from typing import Any
 
 import pytest
+from refusals import DREAM, LLADA, MASK, refusal, request_refusal, resolved
 
 import dllm_plugin
-from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.options import (
     KV_CACHE_LAYOUTS,
     OPTIONS,
@@ -14,12 +14,11 @@ from dllm_plugin.config.options import (
     REQUEST_PREFIX,
     Options,
 )
+from dllm_plugin.config.reporting import REPORT_ARGUMENTS
 from dllm_plugin.config.request import request_config
 from dllm_plugin.config.resolution import check_options_read, resolve
 from dllm_plugin.config.validation import policy_choices, strategy_choices
 from dllm_plugin.decoding.methods import POLICIES, STRATEGIES
-
-LLADA, DREAM, MASK = "LLaDAModelLM", "DreamModel", 15
 
 FIELDS = [
     "alg_temp",
@@ -34,16 +33,20 @@ FIELDS = [
     "editing_threshold",
     "eps",
     "factor",
+    "full_refresh_every",
     "kv_cache_layout",
     "logits_eos_inf",
     "lora_path",
     "max_active_blocks",
     "max_post_steps",
+    "merged_updates",
     "num_to_transfer",
     "policy",
+    "refresh_before",
     "steps",
     "strategy",
     "sub_block_length",
+    "suffix_window",
     "threshold",
     "top_k",
     "top_p",
@@ -60,40 +63,21 @@ REQUEST_ARGUMENTS = [
     "dllm_editing_threshold",
     "dllm_eps",
     "dllm_factor",
+    "dllm_full_refresh_every",
     "dllm_logits_eos_inf",
     "dllm_max_active_blocks",
     "dllm_max_post_steps",
     "dllm_num_to_transfer",
     "dllm_policy",
+    "dllm_refresh_before",
     "dllm_steps",
     "dllm_sub_block_length",
+    "dllm_suffix_window",
     "dllm_threshold",
     "dllm_top_k",
     "dllm_top_p",
     "dllm_use_block_cache",
 ]
-
-
-def resolved(architecture: str = LLADA, max_model_len: int = 1024, **options: Any) -> DecodeConfig:
-    return resolve(Options.from_user(options), architecture, max_model_len, MASK)
-
-
-def refusal(**options: Any) -> str:
-    with pytest.raises(ValueError) as caught:
-        Options.from_user(options)
-    return one_sentence(caught.value)
-
-
-def request_refusal(config: DecodeConfig, **arguments: Any) -> str:
-    with pytest.raises(ValueError) as caught:
-        request_config(config, arguments)
-    return one_sentence(caught.value)
-
-
-def one_sentence(error: Exception) -> str:
-    message = str(error)
-    assert "\n" not in message and message.endswith(".") and len(message) < 450
-    return message
 
 
 def test_public_surface_is_frozen() -> None:
@@ -109,6 +93,12 @@ def test_public_surface_is_frozen() -> None:
     )
     assert KV_CACHE_LAYOUTS == ("auto", "unified", "distinct")
     assert sorted(REQUEST_PREFIX + name for name in REQUEST_FIELDS) == REQUEST_ARGUMENTS
+    assert sorted(REPORT_ARGUMENTS) == [
+        "dllm_early_text",
+        "dllm_frames",
+        "dllm_statistics",
+        "dllm_trace",
+    ]
 
 
 def test_unknown_keys_are_refused_with_the_known_ones() -> None:
@@ -248,6 +238,12 @@ def test_no_adapter_is_given_by_an_empty_name() -> None:
     assert resolved(lora_path="").strategy == resolved().strategy
 
 
+def test_merged_updates_need_an_adapter() -> None:
+    check_options_read(resolved(lora_path="somewhere", merged_updates=True), {})
+    with pytest.raises(ValueError, match="merged_updates has no effect without lora_path"):
+        check_options_read(resolved(merged_updates=True), {})
+
+
 def test_lora_path_is_a_folder_name() -> None:
     assert refusal(lora_path=3).startswith("lora_path must be a folder name")
 
@@ -309,74 +305,6 @@ def test_policies_without_meaning_for_d2f(policy: str) -> None:
     assert f"dllm_policy '{policy}' has no meaning" in message
 
 
-def test_a_request_without_arguments_takes_the_engine_numbers() -> None:
-    config = resolved(strategy="d2f", threshold=0.7)
-    for arguments in (None, {}, {"kv_transfer_params": 1}):
-        request = request_config(config, arguments)
-        assert request == dataclasses.replace(config.defaults, steps=config.block_length)
-    assert request_config(resolved(steps=5), {}).steps == 5
-
-
-def test_a_request_overrides_numbers() -> None:
-    config = resolved(strategy="d2f")
-    request = request_config(config, {"dllm_threshold": 0.5, "dllm_block_length": 16})
-    assert (request.threshold, request.block_length, request.steps) == (0.5, 16, 16)
-    assert config.defaults.threshold == 0.9
-    config = resolved(DREAM)
-    request = request_config(config, {"dllm_policy": "entropy", "dllm_steps": 7, "dllm_eps": 0.01})
-    assert (request.policy, request.steps, request.eps) == ("entropy", 7, 0.01)
-    assert request_config(resolved(policy="factor"), {"dllm_policy": "auto"}).policy == "threshold"
-
-
-@pytest.mark.parametrize(
-    "argument,value,says",
-    [
-        ("dllm_threshold", 1.5, "between 0.0 and 1.0, got 1.5"),
-        ("dllm_threshold", "high", "got 'high'"),
-        ("dllm_block_length", 0, "at least 1, got 0"),
-        ("dllm_block_length", 200, "longer than the canvas of 128"),
-        ("dllm_max_active_blocks", 9, "exceeds the engine's 8"),
-        ("dllm_max_active_blocks", None, "exceeds the engine's 8"),
-        ("dllm_block_add_threshold", -1, "between 0.0 and 1.0"),
-        ("dllm_decoded_token_threshold", 2, "between 0.0 and 1.0"),
-        ("dllm_policy", "nonsense", "is unknown"),
-        ("dllm_policy", "origin", "has no meaning"),
-        ("dllm_factor", 1.0, "has no effect with strategy 'd2f'"),
-        ("dllm_steps", 4, "has no effect with strategy 'd2f'"),
-        ("dllm_eps", 0.5, "has no effect with strategy 'd2f'"),
-    ],
-)
-def test_refused_request_arguments_of_d2f(argument: str, value: Any, says: str) -> None:
-    message = request_refusal(resolved(strategy="d2f"), **{argument: value})
-    assert message.startswith(f"Request argument refused: {argument} ") and says in message
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"dllm_threshold": 0.5, "dllm_policy": "low_confidence"},
-        {"dllm_eps": 0.5, "dllm_policy": "low_confidence"},
-        {"dllm_factor": 1.0},
-        {"dllm_steps": 4, "dllm_policy": "factor"},
-        {"dllm_block_add_threshold": 0.5, "dllm_policy": "factor"},
-        {"dllm_decoded_token_threshold": 0.5, "dllm_policy": "random"},
-        {"dllm_editing_threshold": 0.5},
-        {"dllm_sub_block_length": 8},
-    ],
-)
-def test_numbers_without_effect_on_block_diffusion(arguments: dict[str, Any]) -> None:
-    """The first argument of each is what the strategy or policy never reads."""
-    message = request_refusal(resolved(strategy="block_diffusion"), **arguments)
-    assert message.startswith(f"Request argument refused: {next(iter(arguments))} has no effect")
-
-
-@pytest.mark.parametrize("name", ["strategy", "canvas_length", "lora_path", "mask_token_id", "x"])
-def test_unknown_request_arguments(name: str) -> None:
-    message = request_refusal(resolved(strategy="d2f"), **{f"dllm_{name}": 1})
-    assert message.startswith(f"Unknown request argument 'dllm_{name}'")
-    assert all(argument in message for argument in REQUEST_ARGUMENTS)
-
-
 def test_options_that_the_strategy_never_reads_are_refused() -> None:
     d2f = resolve(Options(strategy="d2f"), "LLaDAModelLM", 512, 300)
     block = resolve(Options(strategy="block_diffusion"), "LLaDAModelLM", 512, 300)
@@ -396,3 +324,10 @@ def test_options_that_the_strategy_never_reads_are_refused() -> None:
 def test_steps_are_bounded() -> None:
     with pytest.raises(ValueError, match="steps must be at most 4096"):
         Options.from_user({"steps": 3_000_000_000})
+
+
+@pytest.mark.parametrize("name", ["strategy", "canvas_length", "lora_path", "mask_token_id", "x"])
+def test_unknown_request_arguments(name: str) -> None:
+    message = request_refusal(resolved(strategy="d2f"), **{f"dllm_{name}": 1})
+    assert message.startswith(f"Unknown request argument 'dllm_{name}'")
+    assert all(argument in message for argument in REQUEST_ARGUMENTS)

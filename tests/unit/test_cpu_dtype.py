@@ -177,3 +177,31 @@ def test_other_architectures_are_left_alone(
     model = checkpoint("tiny-sdar", architectures=["Qwen3ForCausalLM"], torch_dtype="bfloat16")
     assert json.loads((model / "config.json").read_text())["model_type"] == "sdar"
     assert vllm_config_for(model, dtype="auto").model_config.dtype == torch.bfloat16
+
+
+CODE = """
+import transformers
+
+
+class Model(transformers.PreTrainedModel):
+    config_class = transformers.PreTrainedConfig
+    _supports_attention_backend = True
+"""
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_no_model_of_ours_is_decoded_from_left_to_right(
+    dtype: str,
+    avx2: None,
+    vllm_config_for: Callable[..., Any],
+    checkpoint: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Under `auto` nothing took the mark out, and the engine did not start."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "hf"))
+    model = checkpoint("tiny-sdar", auto_map={"AutoModelForCausalLM": "modeling.Model"})
+    (model / "modeling.py").write_text(CODE)
+    options = {"dtype": dtype, "model_impl": "transformers", "trust_remote_code": True}
+    with pytest.raises(ValueError, match="model_impl 'transformers' would decode SDARForCausalLM"):
+        vllm_config_for(model, **options)

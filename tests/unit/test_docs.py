@@ -9,6 +9,7 @@ from documented import PAGES, ROOT, Block, blocks
 
 from dllm_plugin.commands import cli, serve
 from dllm_plugin.config.options import OPTIONS, REQUEST_FIELDS, REQUEST_PREFIX, Options
+from dllm_plugin.config.request import NOT_DECODING
 
 COMMANDS = [
     (block.page, line)
@@ -71,7 +72,7 @@ def test_python_compiles(block: Block) -> None:
 
 def test_request_arguments_exist() -> None:
     """Every `dllm_*` name in the pages is one that a request may set."""
-    known = {REQUEST_PREFIX + name for name in REQUEST_FIELDS} | {"dllm_plugin"}
+    known = {REQUEST_PREFIX + name for name in REQUEST_FIELDS} | NOT_DECODING | {"dllm_plugin"}
     for page in PAGES:
         named = set(re.findall(r"\bdllm_[a-z_]*[a-z]", page.read_text(encoding="utf-8")))
         assert named <= known, f"{page.name}: {sorted(named - known)}"

@@ -112,8 +112,8 @@ def written(tokens: list[int], offer: list[int], words: list[list[int]]) -> list
     """The text behind a step that would take every offered token."""
     loop = Loop({"strategy": "block_diffusion", "block_length": 8, "canvas_length": 8})
     rule, slot = loop.sampler.rules.bad_words, np.array([2])
-    rule.add_request(2, words)
-    rule.apply_staged_writes()
+    rule.table.add(2, words)
+    rule.table.apply_staged_writes()
     canvas = handmade.canvas(1, len(tokens), tokens=[tokens])
     rule.start_step(canvas, torch.from_numpy(slot), slot, torch.arange(len(tokens))[None])
     take = torch.tensor([offer]) != canvas.tokens_RC

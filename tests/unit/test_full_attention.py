@@ -1,14 +1,17 @@
 """Where canvases lie, what each pass computes, guided pairs, and LLaDA's noise."""
 
 import math
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from dllm_plugin import default_model
 from dllm_plugin.decoding.families import LLADA
-from dllm_plugin.decoding.full_attention import bounds
+from dllm_plugin.decoding.full_attention import NO_LIMIT, Layout, bounds
 from dllm_plugin.decoding.methods import methods_of
 from dllm_plugin.kernels.confidence.random_numbers import (
     counter_uniform,
@@ -18,11 +21,15 @@ from dllm_plugin.kernels.confidence.random_numbers import (
 from dllm_plugin.sampling import guidance
 
 
+def layout(prompt: Any, end: Any, length: Any, *approximate: int) -> Layout:
+    """Exact, unless the last three numbers are given."""
+    numbers = approximate or (1, NO_LIMIT, NO_LIMIT)
+    return Layout(*map(np.array, (prompt, end, length, *numbers)))
+
+
 def place(prompt: int, start: int, end: int, length: int, canvas: int, context: int) -> Any:
-    found = bounds(
-        np.array(prompt), np.array(start), np.array(end), np.array(length), canvas, context
-    )
-    return tuple(int(part) for part in found)
+    found = bounds(layout(prompt, end, length), np.array(start), canvas, context)
+    return tuple(int(part) for part in found[:4])
 
 
 @pytest.mark.parametrize(
@@ -51,15 +58,46 @@ def test_bounds_of_many_requests_at_once() -> None:
     prompt, length = rng.integers(1, 30, 200), rng.integers(1, 20, 200)
     start = prompt + length * rng.integers(0, 5, 200)
     end = start + rng.integers(1, 60, 200)
-    many = bounds(prompt, start, end, length, 40, 90)
+    many = bounds(layout(prompt, end, length), start, 40, 90)
     for i in range(200):
         row = (int(prompt[i]), int(start[i]), int(end[i]), int(length[i]), 40, 90)
-        assert tuple(int(part[i]) for part in many) == place(*row)
+        assert tuple(int(part[i]) for part in many[:4]) == place(*row)
+    assert not many.refresh.any()
+
+
+@pytest.mark.parametrize(
+    ("given", "start", "wanted"),
+    [
+        # every, before, window -> refresh, stop; a prompt of 10, an answer of 64 in blocks of 8
+        ((1, 5, NO_LIMIT), 26, (0, 74)),
+        ((2, 5, NO_LIMIT), 10, (0, 74)),
+        ((2, 5, NO_LIMIT), 18, (13, 74)),
+        ((2, 5, NO_LIMIT), 26, (0, 74)),
+        ((2, 0, NO_LIMIT), 18, (18, 74)),
+        ((3, 90, NO_LIMIT), 26, (0, 74)),  # farther than there is text
+        ((3, NO_LIMIT, NO_LIMIT), 26, (10, 74)),  # from the start of the answer
+        ((1, NO_LIMIT, 0), 26, (0, 34)),
+        ((1, NO_LIMIT, 13), 26, (0, 47)),
+        ((1, NO_LIMIT, 50), 26, (0, 74)),
+        ((4, 8, 8), 66, (58, 74)),
+    ],
+)
+def test_refreshes_that_cost_less(
+    given: tuple[int, ...], start: int, wanted: tuple[int, int]
+) -> None:
+    found = bounds(layout(10, 74, 8, *given), np.array(start), 64, 100)
+    assert (int(found.refresh), int(found.stop)) == wanted
+
+
+def test_counting_of_refreshes_goes_on_from_canvas_to_canvas() -> None:
+    starts = np.arange(10, 74, 8)
+    found = bounds(layout(10, 74, 8, 3, 4, NO_LIMIT), starts, 20, 100)
+    assert found.first.tolist() == [10, 10, 26, 26, 42, 42, 58, 58]
+    assert found.refresh.tolist() == [0, 14, 22, 0, 38, 46, 0, 62]
 
 
 def test_spans_are_those_of_the_design() -> None:
-    given = (np.array(pair) for pair in ([5, 10], [13, 26], [37, 42], [8, 16]))
-    canvas = bounds(*given, 64, 100)
+    canvas = bounds(layout([5, 10], [37, 42], [8, 16]), np.array([13, 26]), 64, 100)
     cached = np.array([[False, False], [True, False], [False, True]])
     spans = {
         name: [[part.tolist() for part in span(canvas, keeps)] for keeps in cached]
@@ -144,3 +182,30 @@ def test_alg_temp_draws_positions_without_replacement() -> None:
     assert float(((counts - expected) ** 2 / expected).sum()) < 31.3  # 99.9 % of 11 degrees
     kept = sampled_order(score, torch.zeros(4), torch.full((4,), 0.5))
     assert torch.equal(kept, score)
+
+
+ADAPTED = {"strategy": "d2f", "lora_path": default_model.adapter_path()}
+
+
+@pytest.mark.parametrize(
+    ("folder", "dllm", "times"),
+    [
+        ("tiny-llada", {"strategy": "block_diffusion"}, 1),
+        ("tiny-dream", {"strategy": "d2f"}, 1),
+        ("tiny-llada", {}, 0),
+        ("tiny-sdar", {"strategy": "block_diffusion"}, 0),
+        ("bundled", ADAPTED, 0),
+    ],
+)
+def test_blocks_without_training_for_them_are_warned_of(
+    folder: str,
+    dllm: dict[str, Any],
+    times: int,
+    vllm_config_for: Callable[..., Any],
+    checkpoints: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = Path(default_model.path()) if folder == "bundled" else checkpoints / folder
+    with caplog.at_level("WARNING", logger="vllm.dllm_plugin"):
+        vllm_config_for(path, additional_config={"dllm": dllm})
+    assert sum("instead of 77.5 %" in record.getMessage() for record in caplog.records) == times

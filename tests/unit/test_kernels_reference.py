@@ -76,7 +76,8 @@ def test_row_stats_ties_and_certainty() -> None:
 
 def test_confidence_of_given_tokens() -> None:
     p = torch.tensor([[0.1, 0.2, 0.7]]).repeat(3, 1)
-    stats = row_stats(p.log(), torch.tensor([0, 1, 2]), want_ranking=False)
+    tokens = torch.tensor([0, 1, 2])
+    stats = row_stats(p.log(), tokens, tokens, want_ranking=False)
     torch.testing.assert_close(stats.confidence_T, torch.tensor([0.1, 0.2, 0.7]))
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import vllm
 from prometheus_client import REGISTRY
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -71,10 +72,9 @@ def manager(config: VllmConfig, engines: list[int]) -> StatLoggerManager:
     return built
 
 
-def step(committed: int) -> SchedulerStats:
+def step(committed: int, *ended: int) -> SchedulerStats:
     """A scheduler step in which one request with a canvas of 8 committed tokens."""
-    stats = SpecDecodingStats.new(8)
-    stats.observe_draft(num_draft_tokens=8, num_accepted_tokens=committed)
+    stats = SpecDecodingStats(8, 1, 8, committed, [], [*ended])
     return SchedulerStats(spec_decoding_stats=stats)
 
 
@@ -99,6 +99,32 @@ def test_a_second_engine_in_the_process_starts_again(tmp_path: Path) -> None:
     manager(config, [0]).record(step(3), None)
     manager(config, [0]).record(step(4), None)
     assert counters(0) == [1, 8, 4]
+
+
+def test_histograms_of_requests_that_ended(tmp_path: Path) -> None:
+    def sums(engine: int) -> list[float | None]:
+        labels = {"model_name": "m", "engine": str(engine)}
+        samples = (
+            REGISTRY.get_sample_value(f"diffuplug:request_{name}_{of}", labels)
+            for name in ("forwards", "tokens_per_forward", "positions_per_token")
+            for of in ("count", "sum")
+        )
+        return [*samples]
+
+    loggers = manager(vllm_config(tmp_path, LLADA), [2, 3])
+    assert sums(2) == sums(3) == [0] * 6
+    loggers.record(step(3, 4, 10, 80, 2, 1, 16), None, engine_idx=3)
+    loggers.record(step(3), None, engine_idx=3)
+    assert sums(3) == [2, 6, 2, 3.0, 2, 24.0] and sums(2) == [0] * 6
+
+
+def test_nobody_else_reads_the_list_that_carries_them() -> None:
+    """Only vLLM's own loop writes `num_draft_tokens_per_pos`, and ours takes its place."""
+    root = Path(vllm.__file__).parent
+    users = {file.relative_to(root): file.read_text() for file in root.rglob("*.py")}
+    found = {str(file) for file, text in users.items() if "num_draft_tokens_per_pos" in text}
+    assert found == {"v1/spec_decode/metrics.py"}
+    assert users[Path("v1/spec_decode/metrics.py")].count("num_draft_tokens_per_pos") == 3
 
 
 def test_unknown_engine_is_ignored(tmp_path: Path) -> None:

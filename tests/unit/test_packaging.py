@@ -96,7 +96,8 @@ def test_wheel_holds_the_package_and_the_bundled_model(tmp_path: Path) -> None:
     modules = {path.relative_to(ROOT).as_posix() for path in package.rglob("*.py")}
     model = {f"dllm_plugin/default_model/{name}" for name in MODEL_FILES}
     metadata_of = f"{PROJECT['name']}-{PROJECT['version']}.dist-info"
-    expected = modules | model | {f"{metadata_of}/{name}" for name in METADATA}
+    page = {"dllm_plugin/api/viewer.html"}
+    expected = modules | page | model | {f"{metadata_of}/{name}" for name in METADATA}
     found = contents_of_wheel(tmp_path)
     assert (found - expected, expected - found) == (set(), set())
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from scripted import Hashed, Loop, sampling, visible
 from torch import Tensor
-from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
 from dllm_plugin.attention.sequences import AttentionSequences, Sequences, batch_sequences
 from dllm_plugin.attention.spans import SpanBuffers
@@ -156,3 +156,15 @@ def spans_of(sequences: Sequences, batch: InputBatch) -> dict[str, Tensor]:
     query_start_loc = batch.query_start_loc[: batch.num_reqs + 1].to(torch.int32)
     stop = batch.seq_lens[: batch.num_reqs].to(torch.int32)
     return buffers.fill(*segments, query_start_loc, stop, batch.num_tokens + PADDING).tensors
+
+
+@pytest.mark.parametrize("strategy", ["d2f", "dual_cache"])
+def test_a_dummy_batch_stays_in_its_block_table(strategy: str) -> None:
+    """An idle data-parallel rank computes what the busy one does, as one request: 4,096 tokens."""
+    dllm = {"strategy": strategy, "block_length": 8, "canvas_length": 8}
+    loop = Loop(dllm, max_model_len=64)
+    attention = AttentionSequences(loop.states, 1, 4096)
+    dummy = InputBatch.make_dummy(1, 4096, InputBuffers(1, 4096, loop.states.device))
+    listed = attention.eager(dummy, (torch.zeros(1, 4, dtype=torch.int32),))  # pages of 16 tokens
+    assert int(listed.seq_lens.max()) == 64
+    assert int(listed.query_start_loc[-1]) == 4096

@@ -197,21 +197,6 @@ def test_rules_do_not_outlive_their_request() -> None:
     assert plain.output == [4, 5, 6, 7, 8, 9, 10, 11]
 
 
-def test_a_row_of_nan_does_not_stop_progress() -> None:
-    """Nor its neighbours."""
-
-    def broken(visible: list[int], position: int) -> np.ndarray:
-        return np.full(VOCAB, np.nan, dtype=np.float32)
-
-    for dllm in (D2F, BLOCK):
-        loop = Loop(dllm)
-        run = loop.start([1], broken, sampling(8), req_id="broken")
-        other = loop.start([1] * 4, SURE, sampling(8), req_id="healthy")
-        loop.run()
-        assert len(run.output) == 8
-        assert other.output == [4, 5, 6, 7, 8, 9, 10, 11]
-
-
 def test_sampling_depends_on_the_request_alone() -> None:
     """Seeded: the same text alone, in a batch, in another slot; another seed, another text."""
     options: dict[str, Any] = {"temperature": 1.0, "dllm_threshold": 0.6}

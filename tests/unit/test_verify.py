@@ -1,6 +1,7 @@
 """What `diffuplug verify` calls a difference, and what a near tie; no engine."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from test_layers import TREES, imports
 from dllm_plugin.commands.verify.command import PROMPTS, read_prompts
 from dllm_plugin.commands.verify.compare import Watcher, compare_first_forward
 from dllm_plugin.commands.verify.engine_side import Decided
+from dllm_plugin.commands.verify.own_code import OwnCode
 from dllm_plugin.commands.verify.plain.checkpoint import load_weights
 from dllm_plugin.commands.verify.plain.sizes import Sizes
 from dllm_plugin.commands.verify.plain.watch import Step
@@ -123,3 +125,39 @@ def test_weights_are_read_strictly(
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=sentence):
         load_weights(tmp_path, Sizes.load(checkpoints / "tiny-sdar"))
+
+
+class Unmasked(torch.nn.Module):
+    """Code of a checkpoint that takes no mask: position i reads all, or those up to itself."""
+
+    dtype, device = torch.float32, torch.device("cpu")
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.causal = causal
+        self.embedding = torch.nn.Embedding(8, 8)
+        self.layers = torch.nn.ModuleList([torch.nn.Identity()])
+
+    def forward(self, input_ids: torch.Tensor) -> SimpleNamespace:
+        seen = torch.ones(2 * [input_ids.shape[1]])
+        return SimpleNamespace(
+            logits=(seen.tril() if self.causal else seen) @ self.embedding(input_ids)
+        )
+
+
+@pytest.mark.parametrize(
+    ("causal", "full_attention", "sentence"),
+    [
+        (False, True, None),
+        (True, True, "attends causally without a mask"),
+        (True, False, "takes no attention_mask"),
+        (False, False, "takes no attention_mask"),
+    ],
+)
+def test_own_code_without_a_mask(causal: bool, full_attention: bool, sentence: str | None) -> None:
+    code = OwnCode(Unmasked(causal), shift=False, mask_id=5, num_layers=1)
+    if sentence is None:
+        code.check(full_attention, keeps_kv=False)
+        return
+    with pytest.raises(ValueError, match=f"own code {sentence}.*leave out --trust-remote-code"):
+        code.check(full_attention, keeps_kv=False)

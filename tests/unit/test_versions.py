@@ -1,5 +1,8 @@
 """The one version of vLLM that is taken, and the sentence for every other."""
 
+import ast
+from pathlib import Path
+
 import pytest
 
 import dllm_plugin
@@ -24,3 +27,21 @@ def test_missing_vllm() -> None:
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.32.0+cpu", "0.32.0rc2", "0.32"])
 def test_right_vllm_version(version: str) -> None:
     dllm_plugin.check_vllm_version(version)
+
+
+def test_one_module_asks_for_the_version() -> None:
+    """Others print versions; what differs between releases is decided in one place."""
+    folder = Path(dllm_plugin.__file__).parent
+    asking = set()
+    for file in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Compare | ast.If) and _reads_a_version(node):
+                asking.add(file.relative_to(folder).as_posix())
+    assert asking == {"__init__.py"}
+
+
+def _reads_a_version(node: ast.Compare | ast.If) -> bool:
+    tested = node.test if isinstance(node, ast.If) else node
+    names = {n.attr for n in ast.walk(tested) if isinstance(n, ast.Attribute)}
+    names |= {n.id for n in ast.walk(tested) if isinstance(n, ast.Name)}
+    return bool(names & {"__version__", "version_tuple", "SUPPORTED_VLLM", "VLLM_VERSION"})

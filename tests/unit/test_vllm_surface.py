@@ -3,14 +3,11 @@
 An upgrade fails here first. Signatures are argument names with defaults, without annotations.
 """
 
-import ast
 import dataclasses
 import importlib
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from surface import arguments, fields_of, found_in_vllm
+from surface import arguments, fields_of, found_in_vllm, listed_imports, made_imports
 from vllm.config import (
     CacheConfig,
     CompilationConfig,
@@ -31,10 +28,11 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.outputs import LogprobsTensors, ModelRunnerOutput
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics, SchedulerStats
+from vllm.v1.outputs import LogprobsLists, LogprobsTensors, ModelRunnerOutput
 from vllm.v1.request import Request
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
@@ -44,8 +42,6 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.gpu_worker import Worker
-
-PACKAGE = Path(__file__).parents[2] / "dllm_plugin"
 
 # What the package imports of vLLM; "" is the module itself.
 IMPORTS = """
@@ -57,6 +53,7 @@ vllm.config.model_arch: ModelArchitectureConfig
 vllm.config.compilation: CUDAGraphMode
 vllm.config.vllm: OptimizationLevel
 vllm.config.diffusion: DiffusionConfig
+vllm.config.quantization: resolve_quantization_config
 vllm.distributed: get_tensor_model_parallel_rank get_tensor_model_parallel_world_size
 vllm.distributed: tensor_model_parallel_all_gather
 vllm.engine.arg_utils: EngineArgs
@@ -64,6 +61,7 @@ vllm.exceptions: VLLMValidationError
 vllm.logger: init_logger
 vllm.model_executor.layers.attention: Attention
 vllm.model_executor.layers.logits_processor: LogitsProcessor
+vllm.model_executor.layers.quantization.utils.quant_utils: kFp8StaticTensorSym
 vllm.model_executor.layers.rotary_embedding: RotaryEmbedding
 vllm.model_executor.models.config: MODELS_CONFIG_MAP VerifyAndUpdateConfig
 vllm.model_executor.models.bailing_moe: BailingMoE BailingMoeV2ForCausalLM
@@ -77,7 +75,7 @@ vllm.renderers: ChatParams
 vllm.renderers.chat_utils: ChatCompletionMessageParam
 vllm.renderers.hf: HfRenderer
 vllm.renderers.registry: RENDERER_REGISTRY
-vllm.sampling_params: RequestOutputKind SamplingParams
+vllm.sampling_params: RequestOutputKind SamplingParams StructuredOutputsParams
 vllm.tokenizers: cached_tokenizer_from_config
 vllm.tokenizers.registry: TokenizerRegistry
 vllm.transformers_utils.config: get_safetensors_params_metadata
@@ -86,6 +84,7 @@ vllm.transformers_utils.model_arch_config_convertor: ModelArchConfigConvertorBas
 vllm.triton_utils: HAS_TRITON tl triton
 vllm.triton_utils.dispatcher: register_kernels
 vllm.utils.cpu_resource_utils: get_memory_node_info get_visible_memory_node
+vllm.utils.import_utils: resolve_obj_by_qualname
 vllm.utils.import_utils: resolve_obj_by_qualname
 vllm.utils.math_utils: cdiv next_power_of_2 round_up
 vllm.utils.torch_utils: async_tensor_h2d canonicalize_singleton_dim_strides
@@ -103,12 +102,13 @@ vllm.v1.attention.ops.merge_attn_states: merge_attn_states
 vllm.v1.attention.selector: AttentionSelectorConfig
 vllm.v1.core.sched.async_scheduler: AsyncScheduler
 vllm.v1.core.sched.output: NewRequestData SchedulerOutput
+vllm.v1.core.sched.request_queue: SchedulingPolicy
 vllm.v1.core.sched.scheduler: Scheduler
-vllm.v1.engine: EngineCoreOutputs
+vllm.v1.engine: EngineCoreOutput EngineCoreOutputs
 vllm.v1.kv_cache_interface: AttentionSpec KVCacheConfig KVCacheLayout KVCacheSpec
 vllm.v1.metrics.loggers: AggregateStatLoggerBase
 vllm.v1.metrics.stats: IterationStats MultiModalCacheStats RequestSpecDecodeMetrics SchedulerStats
-vllm.v1.outputs: LogprobsTensors ModelRunnerOutput
+vllm.v1.outputs: LogprobsLists LogprobsTensors ModelRunnerOutput
 vllm.v1.request: Request RequestStatus
 vllm.v1.sample.ops.topk_topp_sampler: apply_top_k_top_p
 vllm.v1.spec_decode.metrics: SpecDecodingLogging SpecDecodingProm SpecDecodingStats
@@ -117,11 +117,10 @@ vllm.v1.worker.gpu.cudagraph_utils: BatchExecutionDescriptor ModelCudaGraphManag
 vllm.v1.worker.gpu.input_batch: InputBatch
 vllm.v1.worker.gpu.mm.encoder_cache: EncoderCache
 vllm.v1.worker.gpu.model_states.interface: ModelSpecificAttnMetadata ModelState
-vllm.v1.worker.gpu.model_runner: GPUModelRunner
+vllm.v1.worker.cpu_worker: CPUWorker
 vllm.v1.worker.gpu.sample.logits_processor: LogitsContext LogitsProcessor
 vllm.v1.worker.gpu.sample.output: SamplerOutput
 vllm.v1.worker.gpu.states: RequestState
-vllm.v1.worker.gpu_worker: Worker
 vllm.v1.worker.utils: AttentionGroup
 """
 
@@ -231,7 +230,10 @@ SIGNATURES = {
     METRICS + "Prom.observe": "self spec_decoding_stats engine_idx=0",
     METRICS + "Logging": "is_diffusion=False",
     METRICS + "Logging.observe": "self spec_decoding_stats",
-    "v1.metrics.stats:RequestSpecDecodeMetrics.new": "num_spec_tokens",
+    "v1.metrics.stats:RequestSpecDecodeMetrics.observe": "self num_draft_tokens num_accepted "
+    "detailed=False",
+    SCHEDULER + "make_stats": "self spec_decoding_stats=None kv_connector_stats=None "
+    "cudagraph_stats=None perf_stats=None ec_connector_stats=None",
     "renderers.hf:HfRenderer.validate_token_ids": "self token_ids * parameter=None",
     "renderers:BaseRenderer.render_chat": "self conversations chat_params tok_params=None * "
     "prompt_extras=None skip_mm_cache=False",
@@ -288,13 +290,20 @@ FIELDS: dict[type, str] = {
     "num_draft_tokens_per_req query_start_loc query_start_loc_np seq_lens num_computed_tokens_np "
     "is_prefilling_np logits_indices cu_num_logits input_ids max_query_len",
     CommonAttentionMetadata: "query_start_loc block_table_tensor max_query_len",
-    NewRequestData: "req_id prompt_token_ids prefill_token_ids sampling_params",
+    NewRequestData: "req_id prompt_token_ids prefill_token_ids sampling_params num_computed_tokens",
     SchedulerOutput: "num_scheduled_tokens scheduled_new_reqs scheduled_spec_decode_tokens "
     "total_num_scheduled_tokens finished_req_ids preempted_req_ids",
     ModelRunnerOutput: "req_id_to_index sampled_token_ids",
     EngineCoreOutputs: "outputs",
+    EngineCoreOutput: "request_id new_token_ids new_logprobs kv_transfer_params prefill_stats "
+    "finish_reason events trace_headers spec_decode_metrics routed_experts",
+    LogprobsLists: "logprob_token_ids logprobs sampled_token_ranks cu_num_generated_tokens",
     KVCacheManager: "block_pool enable_caching watermark_blocks",
     SchedulerStats: "spec_decoding_stats",
+    RequestSpecDecodeMetrics: "num_spec_tokens histogram num_draft_tokens per_step_accepted "
+    "per_step_drafted",
+    SpecDecodingStats: "num_spec_tokens num_drafts num_draft_tokens num_accepted_tokens "
+    "num_draft_tokens_per_pos",
     ModelState: "model model_config max_num_reqs max_num_tokens",
     RequestState: "all_token_ids draft_tokens",
     Sampler: "req_states sampling_states",
@@ -323,7 +332,7 @@ FIELDS: dict[type, str] = {
     "pipeline_parallel_size prefill_context_parallel_size tensor_parallel_size worker_cls "
     "world_size",
     SamplingParams: "extra_args logit_bias allowed_token_ids logprobs max_tokens min_tokens "
-    "stop_token_ids temperature top_p top_k min_p seed ignore_eos bad_words n",
+    "stop stop_token_ids temperature top_p top_k min_p seed ignore_eos bad_words n _eos_token_id",
 }
 # What gives the columns of the logits that a rank computes.
 FIELDS |= {
@@ -344,36 +353,21 @@ PROPERTIES = {
 }
 
 
-def listed_imports(table: str = IMPORTS) -> set[tuple[str, str]]:
-    rows = [line.split(": ", 1) for line in table.strip().splitlines()]
-    return {(module, name.strip('"')) for module, names in rows for name in names.split()}
-
-
-def made_imports(omni: bool = False) -> Iterator[tuple[str, str]]:
-    """What the text side imports of vLLM, or the omni side, whose list is in a file of its own."""
-    for path in PACKAGE.rglob("*.py"):
-        if (path.parent.name == "omni") != omni:
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
-                yield from ((str(node.module), alias.name) for alias in node.names)
-            elif isinstance(node, ast.Import):
-                yield from ((a.name, "") for a in node.names if a.name.split(".")[0] == "vllm")
-
-
 def test_imports_are_listed() -> None:
-    assert set(made_imports()) <= listed_imports(), "list what is new, with its signature below"
+    assert set(made_imports()) <= listed_imports(IMPORTS), (
+        "list what is new, with its signature below"
+    )
 
 
 def test_listed_imports_are_made() -> None:
-    assert listed_imports() <= set(made_imports()), "strike what is no longer used"
+    assert listed_imports(IMPORTS) <= set(made_imports()), "strike what is no longer used"
 
 
 # Imported where it is called, since only builds for GPUs have it.
 GPU_ONLY = {("vllm.v1.attention.backends.fa_utils", "flash_attn_varlen_func")}
 
 
-@pytest.mark.parametrize("module,name", sorted(listed_imports() - GPU_ONLY))
+@pytest.mark.parametrize("module,name", sorted(listed_imports(IMPORTS) - GPU_ONLY))
 def test_import(module: str, name: str) -> None:
     found = importlib.import_module(module)
     assert not name or hasattr(found, name), f"{name} is gone from {module}"

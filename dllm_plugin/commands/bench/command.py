@@ -25,6 +25,7 @@ from dllm_plugin.commands.bench.request_loop import Answer
 from dllm_plugin.commands.offline import stop_engine
 
 Result = TypeVar("Result")
+MOST_POSITIONS = 16384  # of a step whose floor is timed; larger ones take time in proportion
 
 
 def run(settings: Settings, command: Sequence[str], reference: Path | None = None) -> int:
@@ -40,6 +41,7 @@ def run(settings: Settings, command: Sequence[str], reference: Path | None = Non
         scratch = Path(folder)
         model = engines.find_model(settings, scratch)
         _check(settings, model)
+        settings = engines.with_dtype(settings, model, _length(settings, model))
         verdicts = []
         for canvas in settings.canvas:
             verdicts.append(gate.check(settings, canvas, reference))
@@ -74,7 +76,7 @@ def _measure(
     sizes = Sizes.of(model.config).per_rank(settings.tensor_parallel_size)
     length = _length(settings, model)
     prompts = Prompts(model.config, settings.seed)
-    limit = _measure_floor(settings, sizes)
+    limit = _measure_floor(settings, model, sizes)
     progress.done("floor")
     result: dict[str, Any] = {"floor": limit.record(), "engines": []}
     steps: list[dict[str, Any]] = []
@@ -99,13 +101,14 @@ def _measure(
         stop_engine(llm)
     ar_steps, ar_served = None, None
     if "ar" in settings.versus:
-        llm = engines.start_autoregressive(settings, model, length, scratch)
+        compiled = result["engines"][-1]["compilation_mode"] != "NONE"
+        llm = engines.start_autoregressive(settings, model, length, scratch, compiled)
         result["ar"] = {"engine": engines.describe(llm)}
         if settings.measures_steps:
             ar_steps = result["ar"]["step"] = step.measure_autoregressive(llm, settings, prompts)
         ar_served = result["ar"]["served"] = throughput_latency.measure_autoregressive(llm, served)
         stop_engine(llm)
-        progress.done("plain vLLM")
+        progress.done("plain vLLM", _of_both(settings, compiled))
     published = None
     if "hf" in settings.versus:
         published = result["hf"] = _measure_published(settings, model, prompts)
@@ -123,15 +126,21 @@ def _measure(
     return {name: found for name, found in result.items() if found}
 
 
-def _measure_floor(settings: Settings, sizes: Sizes) -> floor.Floor:
+def _measure_floor(settings: Settings, model: Model, sizes: Sizes) -> floor.Floor:
     """Measure the floor at every number of positions that a step of the grid may compute."""
+    if settings.measured.full_attention:
+        rows = max(max(settings.grid_requests(c)) * settings.block(c) for c in settings.canvas)
+        most = max(settings.requests) * _length(settings, model)
+        wanted = floor.Wanted((), (min(most, MOST_POSITIONS), rows))
+        return in_own_process(floor.measure, sizes, wanted, *_device(settings))
     grid = set()
     for canvas in settings.canvas:
         # The engine decides later whether its steps compute one block of each request.
         single_block_from = (0, 1) if settings.computes_next_block(canvas) else (0,)
         points = product((1, *settings.grid_requests(canvas)), single_block_from)
         grid |= {settings.positions_of_step(canvas, *point) for point in points}
-    return in_own_process(floor.measure, sizes, sorted(grid), *_device(settings))
+    wanted = floor.Wanted(tuple(sorted(grid)))
+    return in_own_process(floor.measure, sizes, wanted, *_device(settings))
 
 
 def _measure_published(settings: Settings, model: Model, prompts: Prompts) -> list[dict[str, Any]]:
@@ -177,4 +186,9 @@ def _device(settings: Settings) -> tuple[str, Any]:
     import torch
 
     name = "cpu" if engines.on_cpu() else "cuda"
-    return name, torch.float32 if settings.dtype == "float32" else torch.bfloat16
+    return name, getattr(torch, settings.dtype)
+
+
+def _of_both(settings: Settings, compiled: bool) -> str:
+    how = "compiled" if compiled else "not compiled"
+    return f"it and our engine: {settings.dtype}, {how}"

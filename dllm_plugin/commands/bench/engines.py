@@ -2,7 +2,7 @@
 
 import os
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from dllm_plugin.models import ARCHITECTURES
 
 if TYPE_CHECKING:
     from vllm import LLM
+    from vllm.config import VllmConfig
 
 DUMMY = {"load_format": "dummy", "skip_tokenizer_init": True}
 RESOLVED = ("compile_step", "vocab_parallel", "commit_alone_from", "kv_cache_layout")
@@ -111,6 +112,23 @@ def start_ours(
     settings: Settings, model: Model, canvas: int, length: int, trace: Path | None = None
 ) -> "LLM":
     """Start our engine for canvases of `canvas` positions in a context of `length`."""
+    return _start(settings, _options_of_ours(settings, model, canvas, length, trace))
+
+
+def with_dtype(settings: Settings, model: Model, length: int) -> Settings:
+    """Return the settings with the dtype of our engine, which floor and baselines share.
+
+    Raises ValueError for what vLLM refuses, before anything is measured.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    options = _options_of_ours(settings, model, settings.canvas[0], length)
+    return replace(settings, dtype=_dtype_of(EngineArgs(**options).create_engine_config()))
+
+
+def _options_of_ours(
+    settings: Settings, model: Model, canvas: int, length: int, trace: Path | None = None
+) -> dict[str, Any]:
     most = max(settings.grid_requests(canvas))
     options = _common(settings, length, most) | {"model": model.path}
     options["additional_config"] = {"dllm": settings.dllm(canvas)}
@@ -132,17 +150,22 @@ def start_ours(
             "torch_profiler_dump_cuda_time_total": False,
             "ignore_frontend": True,
         }
-    return _start(settings, options)
+    return options
 
 
-def start_autoregressive(settings: Settings, model: Model, length: int, scratch: Path) -> "LLM":
-    """Start plain vLLM with its own defaults and dummy weights, in the sizes of `model`."""
+def start_autoregressive(
+    settings: Settings, model: Model, length: int, scratch: Path, compiled: bool
+) -> "LLM":
+    """Start plain vLLM with its own defaults and dummy weights, in the sizes of `model`.
+
+    `compiled` says whether our engine is: on a CPU plain vLLM compiles what ours does not.
+    """
     config = autoregressive_config(model.config)
     folder = write_config(config, scratch / "autoregressive")
-    dummy = {"model": folder} | DUMMY
-    if settings.dtype == "auto":
-        dummy["dtype"] = "bfloat16"
-    return _start(settings, _common(settings, length, max(settings.requests)) | dummy)
+    options = _common(settings, length, max(settings.requests)) | {"model": folder} | DUMMY
+    if on_cpu() and not compiled:
+        options["enforce_eager"] = True
+    return _start(settings, options)
 
 
 def _start(settings: Settings, options: dict[str, Any]) -> "LLM":
@@ -161,7 +184,7 @@ def describe(llm: "LLM") -> dict[str, Any]:
     mode, compiles = compilation.cudagraph_mode, compilation.mode == CompilationMode.VLLM_COMPILE
     return {
         "architecture": config.model_config.architecture,
-        "dtype": str(config.model_config.dtype).removeprefix("torch."),
+        "dtype": _dtype_of(config),
         "max_num_seqs": config.scheduler_config.max_num_seqs,
         "max_model_len": config.model_config.max_model_len,
         "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
@@ -176,6 +199,10 @@ def describe(llm: "LLM") -> dict[str, Any]:
         "kv_cache_tokens": (config.cache_config.num_gpu_blocks or 0)
         * config.cache_config.block_size,
     }
+
+
+def _dtype_of(config: "VllmConfig") -> str:
+    return str(config.model_config.dtype).removeprefix("torch.")
 
 
 def decoding(llm: "LLM") -> dict[str, Any]:

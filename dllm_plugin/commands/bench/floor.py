@@ -1,16 +1,17 @@
 """Measure the lower bound of a step's time: its GEMMs alone, plus reading its bytes of KV.
 
-Torch only. All GEMMs of one forward (merged QKV, output, merged gate and up, down per layer, LM
+All GEMMs of one forward (merged QKV, output, merged gate and up, down per layer, LM
 head over every position) run back to back, on CUDA as one graph. Every layer has its own weights,
 so that no cache holds them. Shapes: M positions, K inputs, N outputs.
 """
 
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +23,18 @@ COPY_BYTES = {"cuda": 2 << 30, "cpu": 1 << 26}
 SECONDS = 0.3  # of repetitions per measurement
 
 
+class StepSize(NamedTuple):
+    """Hold the sums over the requests of a step: positions, their keys, and logits rows."""
+
+    positions: int = 0
+    keys: int = 0
+    rows: int = 0
+
+    def plus(self, other: "StepSize") -> "StepSize":
+        """Return the sums of both."""
+        return StepSize(*map(sum, zip(self, other, strict=True)))
+
+
 @dataclass(frozen=True)
 class Floor:
     """Hold what limits a step on this device.
@@ -30,38 +43,86 @@ class Floor:
     products_ms        milliseconds of the GEMMs of a forward, by number of positions
     products_tflops    their rate
     kv_item_bytes      bytes of one number in the KV cache
+    layers_ms          milliseconds of the layers alone, by positions: for steps of any size
+    head_ms            milliseconds of the LM head alone, by logits rows
     """
 
     copy_bytes_per_s: float
     products_ms: dict[int, float]
     products_tflops: dict[int, float]
     kv_item_bytes: int
+    layers_ms: dict[int, float] = field(default_factory=dict)
+    head_ms: dict[int, float] = field(default_factory=dict)
 
     def step_ms(self, sizes: Sizes, positions: int, kv_positions: int) -> tuple[float, float]:
         """Return milliseconds of the GEMMs of `positions`, and of reading `kv_positions` of KV."""
         kv_bytes = sizes.kv_bytes(kv_positions, self.kv_item_bytes)
         return self.products_ms[positions], 1e3 * kv_bytes / self.copy_bytes_per_s
 
+    def steps_ms(self, sizes: Sizes, steps: Sequence[StepSize]) -> tuple[float, float]:
+        """Return the sums over steps of any size: GEMMs, and reading their keys and values."""
+        kept = [step for step in steps if step.positions]
+        gemms = sum(_between(self.layers_ms, step.positions) for step in kept)
+        gemms += sum(_between(self.head_ms, step.rows) for step in kept)
+        kv_bytes = sizes.kv_bytes(sum(step.keys for step in kept), self.kv_item_bytes)
+        return gemms, 1e3 * kv_bytes / self.copy_bytes_per_s
+
     def record(self) -> dict[str, Any]:
         """Return the entries of the JSON line."""
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """Say which sizes are timed: whole forwards of equal positions and rows, or parts.
+
+    positions   of whole forwards
+    most        positions and logits rows of a step at most, where steps differ in size
+    """
+
+    positions: tuple[int, ...]
+    most: tuple[int, int] | None = None
+
+
 @torch.inference_mode()
-def measure(sizes: Sizes, positions: list[int], device_name: str, dtype: torch.dtype) -> Floor:
-    """Time copies and, for each number of positions, the GEMMs of one forward."""
+def measure(sizes: Sizes, wanted: Wanted, device_name: str, dtype: torch.dtype) -> Floor:
+    """Time copies and GEMMs."""
     forgo_workspace()  # as engines do
     device = torch.device(device_name)
     rate = _copy_rate(device)
     weights = _weights(sizes, device, dtype)
-    times, flops = {}, {}
-    for count in sorted(set(positions)):
-        run, work = _forward(sizes, weights, count)
-        if device.type == "cuda":
-            run = _as_graph(run)
-        times[count] = 1e3 * _seconds(run, device)
-        flops[count] = work / times[count] / 1e9
-    return Floor(rate, times, flops, dtype.itemsize)
+
+    def timed(layers: list[list[Tensor]], counts: Iterable[int]) -> dict[int, tuple[float, float]]:
+        found = {}
+        for count in counts:
+            run, work = _forward(sizes, layers, count)
+            if device.type == "cuda":
+                run = _as_graph(run)
+            milliseconds = 1e3 * _seconds(run, device)
+            found[count] = milliseconds, work / milliseconds / 1e9
+        return found
+
+    whole = timed(weights, sorted(set(wanted.positions)))
+    most_positions, most_rows = wanted.most or (0, 0)
+    layers = timed(weights[:-1], grid_up_to(most_positions))
+    head = timed(weights[-1:], grid_up_to(most_rows))
+    times, rates = ({n: found[i] for n, found in whole.items()} for i in (0, 1))
+    parts = ({n: found[0] for n, found in part.items()} for part in (layers, head))
+    return Floor(rate, times, rates, dtype.itemsize, *parts)
+
+
+def grid_up_to(most: int) -> list[int]:
+    """Return sizes between which time is interpolated: three for each doubling, up to `most`."""
+    grid = {round(8 * 2 ** (i / 3)) for i in range(64)}
+    return sorted({n for n in grid if n < most} | ({most} if most else set()))
+
+
+def _between(times: dict[int, float], count: int) -> float:
+    """Interpolate linearly; beyond the largest size time grows in proportion."""
+    known = list(times)
+    if count > known[-1]:
+        return times[known[-1]] * count / known[-1]
+    return float(np.interp(count, known, list(times.values())))
 
 
 def _copy_rate(device: torch.device) -> float:

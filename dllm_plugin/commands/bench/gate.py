@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dllm_plugin import default_model
 from dllm_plugin.commands.bench.engines import describe
@@ -18,9 +18,13 @@ from dllm_plugin.commands.bench.options import Settings
 from dllm_plugin.commands.bench.request_loop import Ask, Run, serve
 from dllm_plugin.commands.offline import bundled_options, start_engine, stop_engine
 
+if TYPE_CHECKING:
+    from dllm_plugin.commands.problems.generator import Problem
+
 PROBLEMS = 4
 SINGLE_BLOCK_FROM = PROBLEMS - 1  # requests at once from which a step computes one block of each
 BLOCKS = 2
+LEAST_TOKENS = 64
 CONTEXT = 512
 MOST_THREADS = 8
 
@@ -39,12 +43,8 @@ def check(settings: Settings, canvas: int, reference: Path | None = None) -> Ver
     Args:
         reference: folder of the weights that the reference reads; default: the engine's.
     """
-    expected, prompts, stops = _decode_reference(
-        settings, canvas, reference or Path(default_model.path())
-    )
-    length = len(expected[0])
-    expected = [_until_stop(row, stops) for row in expected]
-    runs, chosen = _decode_engine(settings, canvas, prompts, length)
+    expected, prompts = _decode_reference(settings, canvas, reference or Path(default_model.path()))
+    runs, chosen = _decode_engine(settings, canvas, prompts, answer_length(settings, canvas))
     got = [answer.token_ids for run in runs for answer in run.answers]
     wrong = [i for i, row in enumerate(got) if row != expected[i % PROBLEMS]]
     record = {
@@ -67,6 +67,12 @@ def check(settings: Settings, canvas: int, reference: Path | None = None) -> Ver
         else f"{record['tokens']} tokens of {len(got)} answers equal the plain loop's."
     )
     return Verdict(not wrong, sentence, record)
+
+
+def answer_length(settings: Settings, canvas: int) -> int:
+    """Return the most tokens of an answer: at least two blocks, and 64 tokens."""
+    block = settings.block(canvas)
+    return -(-max(BLOCKS * block, LEAST_TOKENS) // block) * block
 
 
 def ranks_of(settings: Settings) -> int:
@@ -99,35 +105,70 @@ def _until_stop(tokens: Sequence[int], stops: set[int]) -> list[int]:
 
 def _decode_reference(
     settings: Settings, canvas_length: int, folder: Path
-) -> tuple[list[list[int]], list[list[int]], set[int]]:
-    """Return the reference's tokens, the prompts, and the tokens that end an answer."""
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the reference's answers, each up to its stop token, and the prompts."""
     import torch
     from tokenizers import Tokenizer
 
-    from dllm_plugin.commands.bench import reference_decoding as decoding
-    from dllm_plugin.commands.bench.reference_model import Shape, load_weights
-    from dllm_plugin.commands.bench.reference_tokenizer import EOT, chat_prompt, token_id
+    from dllm_plugin.commands.bench.reference_tokenizer import EOS, EOT, chat_prompt, token_id
     from dllm_plugin.commands.problems.generator import eval_seeds, problem
 
-    is_d2f = settings.measured.by_confidence
-    weights = load_weights(folder, Path(default_model.adapter_path()) if is_d2f else None)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     problems = [problem(seed) for seed in eval_seeds(PROBLEMS)]
-    block = settings.block(canvas_length)
-    length = max(BLOCKS * block, 64)
-    length = -(-length // block) * block
-    canvas = decoding.make_canvas(weights, Shape.load(folder), tokenizer, problems, length, block)
-    loop = decoding.d2f if is_d2f else decoding.block_diffusion
+    prompts = [tokenizer.encode(chat_prompt(p.question)).ids for p in problems]
+    stops = {token_id(tokenizer, EOS), token_id(tokenizer, EOT)}
     threads = torch.get_num_threads()
     # The GEMMs are tiny: 64 threads would mostly wait for one another.
     torch.set_num_threads(min(threads, MOST_THREADS))
     try:
         with torch.no_grad():
-            tokens_BC, _ = loop(canvas)
+            if settings.measured.full_attention:
+                answers = _full_attention(settings, canvas_length, folder, prompts, stops)
+            else:
+                answers = _block_causal(settings, canvas_length, folder, problems)
     finally:
         torch.set_num_threads(threads)
-    prompts = [tokenizer.encode(chat_prompt(p.question)).ids for p in problems]
-    return tokens_BC.tolist(), prompts, {canvas.eos, token_id(tokenizer, EOT)}
+    return [_until_stop(row, stops) for row in answers], prompts
+
+
+def _block_causal(
+    settings: Settings, canvas_length: int, folder: Path, problems: "list[Problem]"
+) -> list[list[int]]:
+    from tokenizers import Tokenizer
+
+    from dllm_plugin.commands.bench import reference_decoding as decoding
+    from dllm_plugin.commands.bench.reference_model import Shape, load_weights
+
+    is_d2f = settings.measured.by_confidence
+    weights = load_weights(folder, Path(default_model.adapter_path()) if is_d2f else None)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    length, block = answer_length(settings, canvas_length), settings.block(canvas_length)
+    canvas = decoding.make_canvas(weights, Shape.load(folder), tokenizer, problems, length, block)
+    tokens_BC, _ = (decoding.d2f if is_d2f else decoding.block_diffusion)(canvas)
+    answers: list[list[int]] = tokens_BC.tolist()
+    return answers
+
+
+def _full_attention(
+    settings: Settings,
+    canvas_length: int,
+    folder: Path,
+    prompts: list[list[int]],
+    stops: set[int],
+) -> list[list[int]]:
+    """Decode one prompt after the other by the plain loop of ``diffuplug verify``."""
+    from dllm_plugin.commands.verify.plain.full_attention import decode
+    from dllm_plugin.commands.verify.plain.full_text import FullText, Rules
+    from dllm_plugin.commands.verify.plain.model import PlainModel
+
+    model, length = PlainModel.load(folder), answer_length(settings, canvas_length)
+    rules = Rules(
+        strategy=settings.strategy,
+        block_length=settings.block(canvas_length),
+        **settings.refreshes,
+    )
+    texts = [FullText(model, p, length, rules, canvas_length, stops) for p in prompts]
+    return [decode(text).answer() for text in texts]
 
 
 def _decode_engine(
@@ -143,6 +184,7 @@ def _decode_engine(
         "strategy": settings.strategy,
         "canvas_length": canvas,
         "block_length": block,
+        **settings.refreshes,
         **settings.switches,
     }
     ranks = ranks_of(settings)

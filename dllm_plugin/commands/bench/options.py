@@ -67,6 +67,9 @@ class Settings:
     vocab_parallel: bool | None
     commit_alone_from: int | None
     kv_cache_layout: str | None
+    full_refresh_every: int | None
+    refresh_before: int | None
+    suffix_window: int | None
     seed: int
 
     @property
@@ -93,7 +96,18 @@ class Settings:
             "threshold": self.threshold,
             "lora_path": self.lora_path,
         }
-        return {k: v for k, v in options.items() if v is not None} | self.switches
+        given = {k: v for k, v in options.items() if v is not None}
+        return given | self.refreshes | self.switches
+
+    @property
+    def refreshes(self) -> dict[str, Any]:
+        """Return the approximations of full attention that were asked for."""
+        given = {
+            "full_refresh_every": self.full_refresh_every,
+            "refresh_before": self.refresh_before,
+            "suffix_window": self.suffix_window,
+        }
+        return {name: value for name, value in given.items() if value is not None}
 
     @property
     def switches(self) -> dict[str, Any]:
@@ -151,13 +165,18 @@ def _add_options(parser: argparse.ArgumentParser, mode: str) -> None:
     model.add_argument("--shapes", choices=SHAPES, help="dummy weights of these shapes")
     model.add_argument("--model", help="folder or hub name (default: the bundled model)")
     parser.add_argument(
-        "--strategy", help=f"{' or '.join(MEASURED)} (default: d2f with an adapter)"
+        "--strategy",
+        help=f"{', '.join(MEASURED)} (default: block_diffusion; with an adapter d2f)",
     )
     one = () if mode == "latency" else (1,)
     if one:
         parser.add_argument("--requests", type=_numbers, default=one, help="at once: 1,16,64")
         parser.add_argument("--max-positions", type=int, help="leave larger grid points out")
-    parser.add_argument("--canvas", type=_numbers, help="positions: 32,128 (default: 32, d2f: 128)")
+    parser.add_argument(
+        "--canvas",
+        type=_numbers,
+        help="positions: 32,128 (default: 32, d2f 128, full attention 256)",
+    )
     parser.add_argument("--block-length", type=int)
     parser.add_argument("--threshold", type=float, help="with a checkpoint")
     parser.add_argument("--lora-path", help="D2F adapter of --model")
@@ -184,6 +203,8 @@ def _add_options(parser: argparse.ArgumentParser, mode: str) -> None:
     )
     parser.add_argument("--commit-alone-from", type=int, help="as the decode option")
     parser.add_argument("--kv-cache-layout", help="as the decode option")
+    for name in ("--full-refresh-every", "--refresh-before", "--suffix-window"):
+        parser.add_argument(name, type=int, help="as the decode option, under full attention")
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -224,10 +245,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     strategy = args.strategy or default_strategy(bool(lora) and not is_dummy)
     measured = MEASURED.get(strategy)
     if measured is None:
-        raise ValueError(
-            f"--strategy {strategy} is not measured, as neither gate nor floor knows its forwards: "
-            f"use {' or '.join(MEASURED)}."
-        )
+        raise ValueError(f"--strategy {strategy} is unknown: use {', '.join(MEASURED)}.")
     settings = Settings(
         mode=args.mode,
         shapes=args.shapes,
@@ -256,6 +274,9 @@ def settings_of(args: argparse.Namespace) -> Settings:
         vocab_parallel=args.vocab_parallel,
         commit_alone_from=args.commit_alone_from,
         kv_cache_layout=args.kv_cache_layout,
+        full_refresh_every=args.full_refresh_every,
+        refresh_before=args.refresh_before,
+        suffix_window=args.suffix_window,
         seed=args.seed,
     )
     _check_numbers(settings)

@@ -27,7 +27,10 @@ class Arrival(NamedTuple):
 
 @dataclass
 class Answer:
-    """Record one request. Seconds are of the same clock as `Run.stamps`."""
+    """Record one request. Seconds are of the same clock as `Run.stamps`.
+
+    snapshots   (step, vLLM's ``kv_transfer_params``) of each forward, if the request asked for them
+    """
 
     prompt: list[int]
     sent: float
@@ -36,6 +39,8 @@ class Answer:
     finished: bool = False
     forwards: int = 0  # denoising forwards; for autoregressive models the tokens
     canvas_positions: int = 0  # canvas positions that these forwards computed
+    sampling: dict[str, Any] = field(default_factory=dict)
+    snapshots: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
 
 
 @dataclass
@@ -71,7 +76,7 @@ def serve(llm: "LLM", asks: Sequence[Ask], at_once: int, tick: Tick | None = Non
         while waiting and len(open_by_id) < at_once:
             ask = waiting.pop(0)
             sampling = SamplingParams(temperature=0.0, output_kind=kind, **ask.sampling)
-            answer = Answer(ask.prompt, time.perf_counter())
+            answer = Answer(ask.prompt, time.perf_counter(), sampling=ask.sampling)
             run.answers.append(answer)
             name = f"bench-{len(run.answers)}"
             engine.add_request(name, {"prompt_token_ids": ask.prompt}, sampling)
@@ -98,11 +103,15 @@ def _note(answer: Answer, output: Any, step: int) -> bool:
     if tokens:
         answer.arrivals.append(Arrival(step, len(tokens)))
         answer.token_ids += tokens
+    if output.kv_transfer_params is not None:
+        answer.snapshots.append((step, output.kv_transfer_params))
     if output.finished:
         answer.finished = True
         metrics = completion.spec_decode_metrics
         answer.forwards = sum(metrics.histogram) if metrics else len(answer.token_ids)
-        answer.canvas_positions = metrics.num_draft_tokens if metrics else answer.forwards - 1
+        # Our metrics count the prompt's positions too.
+        computed = metrics.num_draft_tokens if metrics else len(answer.prompt) + answer.forwards - 1
+        answer.canvas_positions = computed - len(answer.prompt)
     return bool(output.finished)
 
 

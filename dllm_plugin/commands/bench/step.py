@@ -1,10 +1,12 @@
 """Run ``diffuplug bench step``: time one denoising step in the running engine.
 
-All requests are decoded at once on a fixed schedule, so every engine step computes every canvas.
-The time of a step is the duration of a window of such steps, divided by their number. The window
-starts after the last prompt and ends before the first request does.
+All requests are decoded at once on a fixed schedule, so every engine step computes every canvas;
+under full attention, blocks of some requests and refreshes of others. The time of a step is the
+duration of a window of such steps, divided by their number. The window starts after the last prompt
+and ends before the first request does.
 """
 
+import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,7 @@ from dllm_plugin.commands.bench.options import Settings
 from dllm_plugin.commands.bench.profile import trace_steps
 from dllm_plugin.commands.bench.request_loop import Answer, Ask, Run, Window, serve, steady_window
 from dllm_plugin.commands.bench.step_memory import logits_bytes, temporary_bytes
+from dllm_plugin.commands.bench.step_sizes import run_again, sizes_of
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -88,17 +91,34 @@ def measure(llm: "LLM", settings: Settings, canvas: int, prompts: Prompts) -> li
         asks = _asks(llm, settings, canvas, prompts, requests)
         run = serve(llm, asks, requests)
         _check(run, asks[0].sampling["max_tokens"], settings, canvas)
-        positions = settings.positions_of_step(canvas, requests, decoding(llm)["commit_alone_from"])
-        row: dict[str, Any] = {"requests": requests, "canvas": canvas, "positions": positions}
-        row |= _times(run) | _rates(run)
+        row: dict[str, Any] = {"requests": requests, "canvas": canvas}
+        row |= _positions(llm, settings, canvas, asks) | _times(run) | _rates(run)
         row["forwards_per_s"] = requests * row["steps_per_second"]
-        row["logits_mb"] = logits_bytes(llm, positions, decoding(llm)["vocab_parallel"]) / 1e6
+        logits_rows = row.pop("logits_rows")
+        row["logits_mb"] = logits_bytes(llm, logits_rows, decoding(llm)["vocab_parallel"]) / 1e6
         if not on_cpu():
             # In a second run, because the calls to the workers take time.
             asks = _asks(llm, settings, canvas, prompts, requests, MEMORY_BLOCKS)
             row["temporary_mb"] = temporary_bytes(llm, asks) / 1e6
         rows.append(row)
     return rows
+
+
+def _positions(llm: "LLM", settings: Settings, canvas: int, asks: list[Ask]) -> dict[str, Any]:
+    """Return the positions of a step and its most logits rows; where steps differ, their sizes."""
+    requests = len(asks)
+    if not settings.measured.full_attention:
+        alone_from = decoding(llm)["commit_alone_from"]
+        positions = settings.positions_of_step(canvas, requests, alone_from)
+        return {"positions": positions, "logits_rows": positions}
+    again = run_again(llm, asks, requests)
+    window = steady_window(again)
+    sizes = sizes_of(llm, again)[window.first + 1 : window.last + 1]
+    return {
+        "positions": round(statistics.mean(size.positions for size in sizes)),
+        "logits_rows": max(size.rows for size in sizes),
+        "step_sizes": sizes,
+    }
 
 
 def profile(
@@ -162,9 +182,14 @@ def _context(run: Run, window: Window) -> float:
 
 
 def _check(run: Run, output: int, settings: Settings, canvas: int) -> None:
-    """Raise ValueError unless every request ran its whole schedule without a pause."""
+    """Raise ValueError unless every request ran its whole schedule without a pause.
+
+    Under full attention a refresh that does not fit a step waits; what is computed is counted.
+    """
     for answer in run.answers:
         assert len(answer.token_ids) == output
+        if settings.measured.full_attention:
+            continue
         span = answer.arrivals[-1].step - answer.arrivals[0].step
         # A finished block arrives with the first step of the next one.
         expected = answer.forwards - steps_per_block(settings, canvas) - 1
@@ -178,7 +203,11 @@ def _check(run: Run, output: int, settings: Settings, canvas: int) -> None:
 def add_floor(row: dict[str, Any], floor: Floor, sizes: Sizes) -> dict[str, Any]:
     """Add the floor to a row."""
     requests, positions = row["requests"], row["positions"]
-    gemms, kv = floor.step_ms(sizes, positions, requests * row["context"])
+    steps = row.pop("step_sizes", None)
+    if steps is None:
+        gemms, kv = floor.step_ms(sizes, positions, requests * row["context"])
+    else:
+        gemms, kv = (total / len(steps) for total in floor.steps_ms(sizes, steps))
     share = (gemms + kv) / row["step_ms"]
     limits = {"products_ms": gemms, "kv_ms": kv, "floor_ms": gemms + kv}
     shares = {"share_of_floor": share, "times_products": row["step_ms"] / gemms}

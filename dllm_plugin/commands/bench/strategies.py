@@ -2,7 +2,13 @@
 
 from dataclasses import dataclass
 
-from dllm_plugin.decoding.strategy_names import BLOCK_DIFFUSION, D2F
+from dllm_plugin.decoding.strategy_names import (
+    BLOCK_DIFFUSION,
+    D2F,
+    DUAL_CACHE,
+    PREFIX_CACHE,
+    SEMI_AUTOREGRESSIVE,
+)
 
 
 @dataclass(frozen=True)
@@ -14,6 +20,7 @@ class Measured:
     timed_blocks   blocks during which all requests are timed
     next_block     a step may compute the block behind the denoised one
     by_confidence  positions are accepted by confidence alone, with a D2F adapter; else by schedule
+    full_attention forwards differ in size, which is counted in a second run
     """
 
     canvas: tuple[int, ...]
@@ -21,12 +28,18 @@ class Measured:
     timed_blocks: int
     next_block: bool
     by_confidence: bool
+    full_attention: bool = False
 
+
+FULL_ATTENTION = Measured((256,), 32, 6, next_block=False, by_confidence=False, full_attention=True)
 
 MEASURED = {
     BLOCK_DIFFUSION: Measured((32,), None, 6, next_block=True, by_confidence=False),
     # Fewer blocks, because one takes as many steps as it has positions.
     D2F: Measured((128,), 32, 3, next_block=False, by_confidence=True),
+    DUAL_CACHE: FULL_ATTENTION,
+    PREFIX_CACHE: FULL_ATTENTION,
+    SEMI_AUTOREGRESSIVE: FULL_ATTENTION,
 }
 
 

@@ -10,6 +10,7 @@ from dllm_plugin.commands.bench.model_shapes import Sizes
 from dllm_plugin.commands.bench.options import Settings
 from dllm_plugin.commands.bench.request_loop import Answer, Ask, Run, serve
 from dllm_plugin.commands.bench.step_schedule import steps_of
+from dllm_plugin.commands.bench.step_sizes import run_again, sizes_of
 from dllm_plugin.commands.offline import conversation
 from dllm_plugin.commands.problems.generator import Problem, eval_seeds, extract_answer, problem
 
@@ -88,9 +89,12 @@ def measure(
         _warm_up(llm, asks, at_once, WARMUP_BLOCKS * settings.block(canvas))
         run = serve(llm, asks, at_once)
         row = {"mode": mode, "requests": at_once, "canvas": canvas} | _times(run)
-        row["positions"] = settings.positions_of_step(
-            canvas, at_once, decoding(llm)["commit_alone_from"]
-        )
+        if settings.measured.full_attention:
+            row["step_sizes"] = sizes_of(llm, run_again(llm, asks, at_once))
+        else:
+            row["positions"] = settings.positions_of_step(
+                canvas, at_once, decoding(llm)["commit_alone_from"]
+            )
         if model.is_real:
             ids = [answer.token_ids for answer in run.answers]
             row |= score(llm.get_tokenizer(), ids, problems, model.is_bundled)
@@ -177,10 +181,14 @@ def add_baselines(
     published: list[dict[str, Any]] | None,
 ) -> dict[str, Any]:
     """Add the floor and the baselines to a row."""
-    middle = row["input_len"] + row["tokens"] / row["answered"] / 2
-    requests = row["requests"]
-    limit = sum(floor.step_ms(sizes, row["positions"], round(requests * middle)))
-    row["share_of_floor"] = row["steps"] * limit / 1e3 / row["seconds"]
+    steps = row.pop("step_sizes", None)
+    if steps is None:
+        middle = row["input_len"] + row["tokens"] / row["answered"] / 2
+        keys = round(row["requests"] * middle)
+        limit = row["steps"] * sum(floor.step_ms(sizes, row["positions"], keys))
+    else:
+        limit = sum(floor.steps_ms(sizes, steps))
+    row["share_of_floor"] = limit / 1e3 / row["seconds"]
     if ar is not None:
         row["ar_tokens_per_s"] = ar["tokens_per_s"]
         row["speedup_vs_ar"] = row["tokens_per_s"] / ar["tokens_per_s"]

@@ -123,7 +123,13 @@ class OwnCode:
         tokens = [1, 2, 3, self.mask_id]
         block = [0, 0, 0, 0] if full_attention else [0, 0, 1, 1]
         changed = [1, 2, 3, 4]
-        same = torch.equal(self.rows(tokens, block)[0], self.rows(changed, block)[0])
+        try:
+            same = torch.equal(self.rows(tokens, block)[0], self.rows(changed, block)[0])
+        except TypeError as error:  # what Python raises for an argument that there is not
+            raise ValueError(
+                f"The checkpoint's own code takes no attention_mask ({error}), so it cannot be "
+                "compared under this strategy: leave out --trust-remote-code."
+            ) from error
         if same is full_attention:
             asked = "attends causally without a mask" if same else "ignores a mask of blocks"
             raise ValueError(

@@ -75,6 +75,9 @@ def _full_attention(model: Forward, job: Job, watch: Callable[[Step], None]) -> 
         request.threshold,
         request.factor,
         request.eps,
+        full_refresh_every=request.full_refresh_every,
+        refresh_before=request.refresh_before,
+        suffix_window=request.suffix_window,
     )
     text = FullText(
         *(model, job.prompt, job.max_tokens, rules, job.config.canvas_length, job.stop),

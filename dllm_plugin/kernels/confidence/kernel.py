@@ -38,6 +38,7 @@ def _merge(
     partial_ptr,
     out_token_ptr,
     confidence_ptr,
+    broken_ptr,
     entropy_ptr,
     margin_ptr,
     num_rows,
@@ -52,6 +53,7 @@ def _merge(
         # Rows without logits: positions for which nothing is proposed read them.
         tl.store(out_token_ptr + row, 0)
         tl.store(confidence_ptr + row, 0.0)
+        tl.store(broken_ptr + row, 0)
         if RANKING:
             tl.store(entropy_ptr + row, 0.0)
             tl.store(margin_ptr + row, 0.0)
@@ -76,6 +78,8 @@ def _merge(
         token = tl.where(broken < 0x7FFFFFFF, broken, token)
         xs = tl.load(own_ptr + 2 * partial_stride, mask=used, other=float("-inf"))
         x = tl.max(tl.where(tokens == token, xs, float("-inf")), 0)
+        no_number = (xs != xs) | (xs == float("inf"))
+        tl.store(broken_ptr + row, tl.max(tl.where((tokens == token) & no_number, 1, 0), 0))
         top = tl.load(own_ptr + 3 * partial_stride, mask=used, other=-1e38)
         mass = tl.load(own_ptr + 4 * partial_stride, mask=used, other=0.0).to(tl.float32)
         highest = tl.max(top, 0)
@@ -212,12 +216,16 @@ def merge_rows(
     shards, _, rows, num_partials = partials_SKTP.shape
     total, device = rows if num_rows is None else num_rows, partials_SKTP.device
     tokens = torch.empty(total, dtype=torch.int64, device=device)
-    out = [torch.empty(total, device=device) for _ in range(3 if want_ranking else 1)]
+    confidence_T = torch.empty(total, device=device)
+    broken_T = torch.empty(total, dtype=torch.int32, device=device)
+    ranking = [torch.empty(total, device=device) for _ in range(2 if want_ranking else 0)]
     if total:
         _merge[(total,)](
             partials_SKTP,
             tokens,
-            *(out if want_ranking else (*out, None, None)),
+            confidence_T,
+            broken_T,
+            *(ranking or (None, None)),
             rows,
             num_partials,
             shards,
@@ -225,4 +233,4 @@ def merge_rows(
             num_warps=1,
             RANKING=want_ranking,
         )
-    return RowStats(tokens, *out)
+    return RowStats(tokens, confidence_T, broken_T, *ranking)

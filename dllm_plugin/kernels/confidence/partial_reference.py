@@ -25,7 +25,9 @@ from dllm_plugin.kernels.confidence.reference import (
     Columns,
     RowSampling,
     RowStats,
+    add_bias,
     choose,
+    is_broken,
     tempered,
     with_missing,
 )
@@ -54,7 +56,7 @@ def scan_rows(
     logits_TV = logits_XV if source_T is None else logits_XV[source_T]
     logits_TV = logits_TV.to(torch.float32, copy=True)
     if bias is not None:
-        logits_TV[:, :inside] += bias[0][bias[1][slot_T], first : first + inside]
+        add_bias(logits_TV[:, :inside], bias, slot_T, first)
     logits_TV[:, inside:] = NEGATIVE_INFINITY
     if first <= mask_id < first + width:
         logits_TV[:, mask_id - first] = NEGATIVE_INFINITY
@@ -84,16 +86,18 @@ def merge_rows(
     gap = top - highest_T1
     factor = gap.exp2()
     total_T = (mass * factor).sum(-1)
-    share_T = (x.gather(1, winner_T1) - highest_T1).exp2().squeeze(1)
+    won_T1 = x.gather(1, winner_T1)
+    share_T = (won_T1 - highest_T1).exp2().squeeze(1)
     token_T = token.gather(1, winner_T1).squeeze(1).to(torch.int64)
-    stats = RowStats(token_T, (share_T / total_T).to(torch.float32))
+    confidence_T = (share_T / total_T).to(torch.float32)
+    stats = RowStats(token_T, confidence_T, is_broken(won_T1.squeeze(1)))
     if want_ranking:
         second, weight = ranking
         entropy_T = ((weight + gap * mass) * factor).sum(-1) / total_T - total_T.log2()
         others = torch.maximum(second, top.scatter(1, top_lane_T1, NEGATIVE_INFINITY)).amax(-1)
         margin_T = (1 - (others - highest_T1.squeeze(1)).exp2()) / total_T
         pair = [x.to(torch.float32) for x in (entropy_T * math.log(2), margin_T)]
-        stats = RowStats(*stats[:2], *pair)
+        stats = RowStats(*stats[:3], *pair)
     return with_missing(stats, num_rows)
 
 

@@ -16,13 +16,15 @@ NEGATIVE_INFINITY = float("-inf")
 class RowStats(NamedTuple):
     """Hold the proposed token of each logits row, and how sure the model is of it.
 
-    token_T int64; confidence_T float32, probability of the token; where asked for, entropy_T
+    token_T int64; confidence_T float32, probability of the token; broken_T int32, 1 where the
+    largest logit is NaN or infinite (not where all ids are banned); where asked for, entropy_T
     float32 ``sum p ln(p + 1e-10)`` (D2F ``neg_entropy``) and margin_T float32, the difference of
-    the two largest probabilities. NaN where a row holds a NaN or nothing but banned ids.
+    the two largest probabilities. NaN where a row is broken or holds nothing but banned ids.
     """
 
     token_T: Tensor
     confidence_T: Tensor
+    broken_T: Tensor
     entropy_T: Tensor | None = None
     margin_T: Tensor | None = None
 
@@ -84,22 +86,41 @@ def propose_rows(
         divide: whether the temperature still has to divide the logits before the noise is added.
         temper: whether the confidence, too, is that of the logits divided by the temperature.
         want_ranking: also return entropy and margin, of the same distribution as the confidence.
-        bias: float32 ``[M, V]`` that is added, and int64 per slot the row of it that counts.
+        bias: float32 ``[M, V]`` that is added, and int64 per slot the row of it that counts; row 0
+            is zero.
         source_T: int, which row of `logits_XV` each row is; None if all of them in order.
-        token_T: int64, tokens that were chosen before: only their confidence is computed.
+        token_T: int64, tokens that were chosen before: only their confidence is computed, and
+            rows are broken where these tokens' logits are.
         num_rows: length of the result; entries behind the rows are zero.
     """
     logits_TV = logits_XV if source_T is None else logits_XV[source_T]
     logits_TV = logits_TV.to(torch.float32, copy=True)
     if bias is not None:
-        logits_TV += bias[0][bias[1][slot_T]]
+        add_bias(logits_TV, bias, slot_T)
     if mask_id >= 0:
         logits_TV[:, mask_id] = NEGATIVE_INFINITY
     tempered_TV = logits_TV if sampling is None else tempered(logits_TV, slot_T, sampling)
     if token_T is None:
         token_T, _ = choose(logits_TV, tempered_TV if divide else logits_TV, slot_T, sampling)
-    stats = row_stats(tempered_TV if temper else logits_TV, token_T, want_ranking)
+    broken_T = is_broken(logits_TV.gather(1, token_T[:, None]).squeeze(1))
+    stats = row_stats(tempered_TV if temper else logits_TV, token_T, broken_T, want_ranking)
     return with_missing(stats, num_rows)
+
+
+def add_bias(
+    logits_TV: Tensor, bias: tuple[Tensor, Tensor], slot_T: Tensor, first: int = 0
+) -> None:
+    """Add, in place, to the rows of requests with biases; column 0 is token `first`."""
+    bias_MV, row_N = bias
+    row_T = row_N[slot_T]
+    rows = row_T.nonzero().squeeze(1)
+    columns = slice(first, first + logits_TV.shape[1])
+    logits_TV.index_add_(0, rows, bias_MV[row_T[rows], columns])
+
+
+def is_broken(largest_T: Tensor) -> Tensor:
+    """Return, as int32, where the largest number of a row is NaN or infinite."""
+    return (~(largest_T < float("inf"))).to(torch.int32)
 
 
 def tempered(logits_TV: Tensor, slot_T: Tensor, sampling: RowSampling) -> Tensor:
@@ -120,16 +141,17 @@ def choose(
     best_T = logits_TV.gather(1, token_T[:, None]).squeeze(1).to(torch.float64)
     if sampling is None:
         return token_T, best_T
+    # A request that samples shall cost its own rows; on CPUs nothing waits for this.
+    rows = (sampling.temperature_N[slot_T] > 0).nonzero().squeeze(1)
+    slot_T, divided_TV = slot_T[rows], divided_TV[rows]
     step_T = sampling.counter_N[slot_T].to(torch.int64)
-    position_T = sampling.start_N[slot_T] + sampling.offset_T + sampling.shift
+    position_T = sampling.start_N[slot_T] + sampling.offset_T[rows] + sampling.shift
     counter = (sampling.seed_N[slot_T], position_T, step_T)
     uniform_TV = gumbel_uniform(*counter, logits_TV.shape[1], first)
     noisy_TV = divided_TV.to(torch.float64) - (-uniform_TV.log()).log()
     sampled_T = noisy_TV.argmax(dim=-1)
     noisy_T = noisy_TV.gather(1, sampled_T[:, None]).squeeze(1)
-    is_sampled_T = sampling.temperature_N[slot_T] > 0
-    token_T = torch.where(is_sampled_T, sampled_T, token_T)
-    return token_T, torch.where(is_sampled_T, noisy_T, best_T)
+    return token_T.index_copy(0, rows, sampled_T), best_T.index_copy(0, rows, noisy_T)
 
 
 def with_missing(stats: RowStats, num_rows: int | None) -> RowStats:
@@ -141,12 +163,12 @@ def with_missing(stats: RowStats, num_rows: int | None) -> RowStats:
     return RowStats(*padded)  # type: ignore[arg-type]
 
 
-def row_stats(logits_TV: Tensor, token_T: Tensor, want_ranking: bool) -> RowStats:
+def row_stats(logits_TV: Tensor, token_T: Tensor, broken_T: Tensor, want_ranking: bool) -> RowStats:
     """Compute how sure the model is of given tokens; `logits_TV` float32, banned ids at -inf."""
     probs_TV = torch.softmax(logits_TV, dim=-1)
     confidence_T = probs_TV.gather(1, token_T[:, None]).squeeze(1)
     if not want_ranking:
-        return RowStats(token_T, confidence_T)
+        return RowStats(token_T, confidence_T, broken_T)
     entropy_T = (probs_TV * (probs_TV + 1e-10).log()).sum(dim=-1)
     top2 = probs_TV.topk(2, dim=-1).values
-    return RowStats(token_T, confidence_T, entropy_T, top2[:, 0] - top2[:, 1])
+    return RowStats(token_T, confidence_T, broken_T, entropy_T, top2[:, 0] - top2[:, 1])

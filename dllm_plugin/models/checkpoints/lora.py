@@ -7,22 +7,26 @@ the same under tensor parallelism and for packed query/key/value projections.
 import json
 import math
 import re
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import regex
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from dllm_plugin.config.validation import shown
 from dllm_plugin.models.checkpoints.weights import Shapes, Weights, is_plain, module_of
 
 # These loaders read sharded files into parameters and never call `load_weights`.
 FORMATS_WITHOUT_MERGE = ("ipc_cache", "runai_streamer_sharded", "sharded_state", "tensorizer")
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+PATTERN_SECONDS = 0.5  # for all patterns and modules of an adapter
 TENSOR_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
 
 # PEFT options that change the merge: key -> the only value, besides None, that we merge.
@@ -101,12 +105,33 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def pattern_value(patterns: dict[str, Any] | None, module: str, default: Any) -> Any:
-    """Look up a module in rank_pattern or alpha_pattern; as in PEFT, the first match wins."""
-    for key, value in (patterns or {}).items():
-        if re.fullmatch(rf"(.*\.)?({key})", module):
-            return value
-    return default
+@dataclass(frozen=True)
+class Patterns:
+    """Look modules up in an adapter's rank_pattern and alpha_pattern, until `deadline` at most."""
+
+    path: Path
+    config: dict[str, Any]
+    deadline: float  # on the monotonic clock: a pattern can take exponential time
+
+    def value(self, name: str, module: str, default: Any) -> Any:
+        """Return the value for a module; as in PEFT, the first match wins."""
+        for key, value in (self.config.get(name) or {}).items():
+            if self._matches(name, key, module):
+                return value
+        return default
+
+    def _matches(self, name: str, key: str, module: str) -> bool:
+        where = f"Adapter '{self.path}' has, in {name} of {CONFIG_FILE}, {shown(key)}"
+        left = max(self.deadline - time.monotonic(), 1e-3)
+        try:
+            return regex.fullmatch(rf"(.*\.)?({key})", module, timeout=left) is not None
+        except regex.error as error:
+            raise ValueError(f"{where}, which is no regular expression: {error}.") from error
+        except TimeoutError:
+            raise ValueError(
+                f"{where}: matching the names of modules took longer than {PATTERN_SECONDS:g} "
+                "seconds. Write the names out."
+            ) from None
 
 
 def load_adapter(path: Path) -> LoraAdapter:
@@ -128,20 +153,20 @@ def load_adapter(path: Path) -> LoraAdapter:
         if match is None:
             raise ValueError(f"Adapter '{path}' holds '{name}', which is no LoRA matrix.")
         halves.setdefault(match[1], {})[match[2]] = tensor
-    pairs = {module: make_pair(path, config, module, pair) for module, pair in halves.items()}
+    patterns = Patterns(path, config, time.monotonic() + PATTERN_SECONDS)
+    pairs = {module: make_pair(patterns, module, pair) for module, pair in halves.items()}
     base_name = str(config.get("base_model_name_or_path") or "")
     return LoraAdapter(path, base_name, tuple(config["target_modules"]), pairs)
 
 
-def make_pair(
-    path: Path, config: dict[str, Any], module: str, half: dict[str, torch.Tensor]
-) -> LoraPair:
+def make_pair(patterns: Patterns, module: str, half: dict[str, torch.Tensor]) -> LoraPair:
     """Return one module's update; raise ValueError for a missing matrix or another rank."""
+    path, config = patterns.path, patterns.config
     if set(half) != {"A", "B"}:
         lacking = ({"A", "B"} - set(half)).pop()
         raise ValueError(f"Adapter '{path}' has no lora_{lacking} for '{module}'.")
-    rank = pattern_value(config.get("rank_pattern"), module, config.get("r", 8))
-    alpha = pattern_value(config.get("alpha_pattern"), module, config.get("lora_alpha", 8))
+    rank = patterns.value("rank_pattern", module, config.get("r", 8))
+    alpha = patterns.value("alpha_pattern", module, config.get("lora_alpha", 8))
     a, b = half["A"], half["B"]
     if a.ndim != 2 or b.ndim != 2 or a.shape[0] != rank or b.shape[1] != rank:
         raise ValueError(

@@ -32,6 +32,7 @@ class Manifest:
     shapes: Shapes  # every needed tensor and its full shape
     optional: frozenset[str] = frozenset()  # may be absent
     quantized: bool = False  # stored quantised: tensors have their own names and shapes
+    source: str = "checkpoint"  # what errors call that which holds them
 
 
 def module_of(name: str) -> str:
@@ -50,11 +51,13 @@ def check_tensor(name: str, tensor: torch.Tensor, manifest: Manifest) -> None:
         found, wanted = tuple(tensor.shape), manifest.shapes[name]
         if found != wanted and (is_plain(tensor) or not manifest.quantized):
             raise ValueError(
-                f"Weight '{name}' in the checkpoint has shape {found}, "
+                f"Weight '{name}' in the {manifest.source} has shape {found}, "
                 f"but config.json asks for {wanted}."
             )
     elif name not in manifest.optional and not manifest.quantized:  # vLLM checks the scales
-        raise ValueError(f"The checkpoint holds a weight '{name}' that this model does not have.")
+        raise ValueError(
+            f"The {manifest.source} holds a weight '{name}' that this model does not have."
+        )
 
 
 def check_complete(seen: set[str], manifest: Manifest) -> None:
@@ -66,29 +69,44 @@ def check_complete(seen: set[str], manifest: Manifest) -> None:
     missing = [n for n in manifest.shapes if n not in present and n not in manifest.optional]
     if missing:
         others = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        raise ValueError(f"The checkpoint has no weight '{missing[0]}'{others}.")
+        raise ValueError(f"The {manifest.source} has no weight '{missing[0]}'{others}.")
+
+
+class CheckedWeights:
+    """Check full tensors under checkpoint names, which come at once or in parts."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.seen: set[str] = set()
+        self.scaled: set[str] = set()  # modules whose stored weight needs a scale
+
+    def part(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield `weights`; raise ValueError at once for a surplus or mis-shaped one."""
+        for name, tensor in weights:
+            if any(text in name for text in IGNORED):
+                continue
+            check_tensor(name, tensor, self.manifest)
+            self.seen.add(name)
+            if name.endswith(".weight") and tensor.dtype in SCALED_DTYPES:
+                self.scaled.add(module_of(name))
+            yield name, tensor
+
+    def finish(self) -> None:
+        """Raise ValueError for a missing weight or a missing scale of a quantised one."""
+        check_complete(self.seen, self.manifest)
+        scales = {module_of(name) for name in self.seen if "scale" in name.rpartition(".")[2]}
+        unscaled = self.scaled - scales
+        if unscaled:
+            raise ValueError(
+                f"The {self.manifest.source} has no scale for quantised weight '{min(unscaled)}'."
+            )
 
 
 def checked(weights: Weights, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield `weights`, full tensors under checkpoint names, and check them against `manifest`.
-
-    Raises ValueError at once for a surplus or mis-shaped weight, and at the end of the stream for a
-    missing weight or a missing scale of a quantised one.
-    """
-    seen: set[str] = set()
-    scaled: set[str] = set()  # modules whose stored weight needs a scale
-    for name, tensor in weights:
-        if any(text in name for text in IGNORED):
-            continue
-        check_tensor(name, tensor, manifest)
-        seen.add(name)
-        if name.endswith(".weight") and tensor.dtype in SCALED_DTYPES:
-            scaled.add(module_of(name))
-        yield name, tensor
-    check_complete(seen, manifest)
-    unscaled = scaled - {module_of(name) for name in seen if "scale" in name.rpartition(".")[2]}
-    if unscaled:
-        raise ValueError(f"The checkpoint has no scale for quantised weight '{min(unscaled)}'.")
+    """Yield a whole checkpoint; raise ValueError for a surplus, mis-shaped or missing weight."""
+    whole = CheckedWeights(manifest)
+    yield from whole.part(weights)
+    whole.finish()
 
 
 def checkpoint_folder(model: str, revision: str | None, cache: str | None) -> Path | None:

@@ -29,17 +29,21 @@ def decode(text: FullText) -> FullText:
 
 def _denoise(text: FullText, low: int, high: int) -> None:
     """Decode one block, to its end or the end of the answer."""
-    step, end, size = 0, len(text.tokens), high - low
+    step, end, size = 0, text.end_of(high), len(text.masked(low, high))
+    refreshed_from = text.refreshed_from(low)
     windows = {
         "semi_autoregressive": (0, end),
         "prefix_cache": (low, end),
         "dual_cache": (low, high),
     }
     while (left := text.masked(low, high)) and text.final() is None:
-        first, last = windows[text.rules.strategy] if step else (0, end)
+        first, last = windows[text.rules.strategy] if step else (refreshed_from, end)
         logits = text.forward(first, last, left)
         tokens, confidence, score = _propose(text, logits, left, step)
-        take = _choose(text, left, size, step, confidence, score)
+        # Later steps compute no row that predicts the first position.
+        by_itself = text.model.shift and left[0] == low and text.rules.strategy in CACHED
+        first_only = by_itself and step == 0
+        take = [0] if first_only else _choose(text, left, size, step, confidence, score)
         for k in take:
             text.tokens[left[k]] = text.written[left[k]] = tokens[k]
             text.raw[left[k]] = logits[k]
@@ -124,8 +128,6 @@ def _choose(
 ) -> list[int]:
     """Return which of the masked positions take their token, as indices into `left`."""
     rules, shift = text.rules, text.model.shift
-    if shift and step == 0 and rules.strategy in CACHED:
-        return [0]
     if rules.policy == "origin":
         return _transfers(text, left, step)
     ranked = sorted(range(len(left)), key=lambda k: (-float(score[k]), left[k]))

@@ -13,6 +13,7 @@ from dllm_plugin.commands.verify.plain.model import Forward, Slots
 from dllm_plugin.commands.verify.plain.numbers import final_answer
 from dllm_plugin.commands.verify.plain.watch import Watched
 
+FILL = -1
 CACHED = ("prefix_cache", "dual_cache")
 
 
@@ -40,6 +41,9 @@ class Rules:
     seed: int = 0
     eos: int = -1
     eot: int = -1
+    full_refresh_every: int = 1
+    refresh_before: int | None = None  # None: from the start of the answer
+    suffix_window: int | None = None  # None: the whole canvas
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,9 @@ class Pass:
 class FullText(Watched):
     """Hold a text being decoded and the passes it took.
 
+    template         what stands behind the prompt, with FILL for a position to fill; its answer
+                     ends with its last gap
+    lost             lengths of the answer at which the cache was lost before the next block
     uniform, noise   random numbers of (position, step in the block), unless recorded ones
     raw              per position: raw logits of the row that predicted it when it was unmasked
     """
@@ -71,6 +78,8 @@ class FullText(Watched):
     canvas_length: int = 10**9
     stop: Collection[int] = ()
     max_model_len: int = 10**9
+    lost: Collection[int] = ()
+    template: list[int] | None = None
     uniform: Callable[[int, int], float] | None = None
     noise: Callable[[int, int], Tensor] | None = None
     tokens: list[int] = field(init=False)
@@ -113,12 +122,33 @@ class FullText(Watched):
     def open_canvas(self) -> list[tuple[int, int]]:
         """Append the masks of a canvas; return its blocks."""
         start, length = len(self.tokens), self.block_length
+        if self.template is not None:
+            mask_id, end = self.model.mask_id, start + self.max_tokens
+            self.tokens += [mask_id if token == FILL else token for token in self.template]
+            self.canvas_start = start
+            return [(low, min(low + length, end)) for low in range(start, end, length)]
         left = self.max_tokens - (start - len(self.prompt))
         blocks = min(-(-left // length), max(self.canvas_length // length, 1))
         end = min(start + blocks * length, self.max_model_len)
         self.tokens += [self.model.mask_id] * (end - start)
-        self.slots, self.canvas_start = {}, start
+        self.canvas_start = start
         return [(low, min(low + length, end)) for low in range(start, end, length)]
+
+    def end_of(self, high: int) -> int:
+        """Return the end of what exists while the block that ends at `high` is decoded."""
+        window = self.rules.suffix_window
+        return len(self.tokens) if window is None else min(high + window, len(self.tokens))
+
+    def refreshed_from(self, low: int) -> int:
+        """Return where the refresh starts that the block at `low` begins with."""
+        decided = low - len(self.prompt)
+        if decided in self.lost:
+            self.slots = {}
+            return 0
+        if decided // self.block_length % self.rules.full_refresh_every == 0:
+            return 0
+        before = self.rules.refresh_before
+        return len(self.prompt) if before is None else max(0, low - before)
 
     def forward(self, first: int, last: int, rows: list[int]) -> Tensor:
         """Compute logits of rows that predict `rows`, by a pass over the queries [first, last)."""

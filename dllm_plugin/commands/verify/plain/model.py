@@ -157,10 +157,7 @@ class PlainModel:
     ) -> Tensor:
         q, k, v = self._heads(x, name, start)
         if slots is not None:
-            kept = slots.setdefault(name, (k, v))
-            for old, new in zip(kept, (k, v), strict=True):
-                old[:, start : start + len(x)] = new
-            k, v = kept
+            k, v = slots[name] = _written(slots.get(name), (k, v), start)
         groups = self.num_heads // self.num_kv_heads
         k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
         scores = (q @ k.transpose(1, 2)).float() / q.shape[-1] ** 0.5
@@ -226,7 +223,7 @@ class PlainModel:
     def rows_at(self, start: int, tokens: list[int], slots: Slots) -> Tensor:
         """Compute logits ``[N, V]`` of tokens from `start` on, which see every slot.
 
-        Each writes its own slot before anyone looks; the first call fills all of them.
+        Each writes its own slot before anyone looks. Slots are as many as were ever written.
         """
         everything = torch.tensor(True, device=self.device)
         return self._head(self._states(tokens, everything, start, slots)[-1])
@@ -243,6 +240,23 @@ def _mask_id(folder: Path, sizes: Sizes) -> int:
     text = (folder / "tokenizer_config.json").read_text(encoding="utf-8")
     added = json.loads(text)["added_tokens_decoder"]
     return next(int(n) for n, t in added.items() if t["content"] == MASKS[sizes.kind])
+
+
+def _written(
+    kept: tuple[Tensor, Tensor] | None, computed: tuple[Tensor, Tensor], start: int
+) -> tuple[Tensor, Tensor]:
+    """Write keys and values into their slots, in place where there are so many; return all."""
+    stop = start + computed[0].shape[1]
+    if kept is None:
+        return computed
+    if stop > kept[0].shape[1]:
+        k, v = (
+            torch.cat([old[:, :start], new], dim=1) for old, new in zip(kept, computed, strict=True)
+        )
+        return k, v
+    for old, new in zip(kept, computed, strict=True):
+        old[:, start:stop] = new
+    return kept
 
 
 def rotate(x: Tensor, angle: Tensor) -> Tensor:

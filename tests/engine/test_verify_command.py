@@ -1,6 +1,5 @@
 """`diffuplug verify` on every family: it agrees, and finds and names what was changed."""
 
-import gc
 import json
 import os
 import shutil
@@ -10,8 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import heap
 import pytest
 from engines import CHECKPOINTS
+from forked import PYTHON
 from safetensors.torch import load_file, save_file
 
 from dllm_plugin.commands import cli
@@ -27,7 +28,7 @@ def verify(
 ) -> Verify:
     """Run the command in this process: exit status, its JSON line, and what it printed."""
     room.close()
-    gc.freeze()
+    heap.freeze()
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     # vLLM keeps the stream that it finds at its import, and that of `capsys` is closed soon.
     monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.__stderr__")
@@ -260,9 +261,10 @@ def test_bfloat16_says_what_rounding_explains(verify: Verify) -> None:
     assert status == (0 if all(same) else 1)
 
 
+@pytest.mark.usefixtures("template")
 def test_the_command_line_itself() -> None:
     """In a process of its own, on two ranks: results on standard output, the bar on the other."""
-    program = [str(Path(sys.executable).parent / "diffuplug"), "verify"]
+    program = [PYTHON, str(Path(sys.executable).parent / "diffuplug"), "verify"]
     options = ["--limit", "1", "--dtype", "float32", "--tensor-parallel-size", "2"]
     done = subprocess.run(
         [*program, str(CHECKPOINTS / "tiny-llada"), "--strategy", "d2f", *options],

@@ -1,0 +1,51 @@
+"""Say what a request took: forwards, tokens, positions, for each choice and together."""
+
+from typing import Any, NamedTuple
+
+from vllm.outputs import CompletionOutput
+
+
+class Counts(NamedTuple):
+    """Hold what one choice took.
+
+    forwards            denoising steps, those that only commit included
+    tokens              completion tokens
+    computed_positions  queries of all forwards: prompt, refreshes and guidance included
+    wasted_positions    those beyond one for each token of answer and uncached prompt
+    """
+
+    forwards: int
+    tokens: int
+    computed_positions: int
+    wasted_positions: int
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields, and tokens per forward."""
+        per_forward = round(self.tokens / self.forwards, 2) if self.forwards else 0.0
+        fields = self._asdict()
+        return {
+            "forwards": fields.pop("forwards"),
+            "tokens": fields.pop("tokens"),
+            "tokens_per_forward": per_forward,
+            **fields,
+        }
+
+
+def counts_of(completion: CompletionOutput, tokens: int, prompt_tokens: int) -> Counts | None:
+    """Return the counts of a choice that ended, of the numbers that the scheduler sent with it.
+
+    Args:
+        tokens: completion tokens of the choice.
+        prompt_tokens: of the prompt, cached ones included.
+    """
+    sent = completion.spec_decode_metrics
+    if sent is None:  # aborted before the engine answered
+        return None
+    computed, cached = sent.num_draft_tokens, sum(sent.per_step_drafted)
+    wasted = computed - (prompt_tokens - cached) - tokens
+    return Counts(sum(sent.histogram), tokens, computed, max(wasted, 0))
+
+
+def total(of_choices: list[Counts]) -> Counts:
+    """Return the sum over the choices of a request."""
+    return Counts(*map(sum, zip(*of_choices, strict=True)))

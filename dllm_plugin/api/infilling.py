@@ -1,0 +1,187 @@
+"""Fill gaps over HTTP: the FIM route of code editors, and any gaps of a text."""
+
+import json
+from collections.abc import AsyncGenerator
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from pydantic import ValidationError
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.entrypoints.serve.utils.api_utils import (
+    load_aware_call,
+    validate_json_request,
+    with_cancellation,
+)
+
+from dllm_plugin.api.encoding import Encoder
+from dllm_plugin.api.routes import FIELD, Endpoints, Reply, as_response, endpoints, reply_to
+from dllm_plugin.config.gaps import Gapped, filled, parts_of, place, together
+from dllm_plugin.config.options import FILL, TEMPLATE
+from dllm_plugin.config.template import check_length, no_template
+
+router = APIRouter()
+EVENT, END = "data: ", "[DONE]"
+OF_INFILL = ("text", "parts", "messages", "draft", "rewrite", "slack")
+NOT_OURS = "This server's model is no diffusion language model."
+Body = dict[str, Any]
+
+
+class FimRequest(CompletionRequest):
+    """Read what clients of FIM send: completions, with a seed of another name."""
+
+    random_seed: int | None = None
+
+
+@router.post("/v1/fim/completions", dependencies=[Depends(validate_json_request)])
+@with_cancellation
+@load_aware_call
+async def create_fim_completion(request: FimRequest, raw_request: Request) -> Response:
+    """Fill the gap between a prompt and a suffix; without a suffix, complete the prompt."""
+    if endpoints(raw_request) is None:
+        return as_response(_refused(NOT_OURS, HTTPStatus.NOT_FOUND), raw_request)
+    request.seed = request.random_seed if request.seed is None else request.seed
+    reply = await reply_to(request, raw_request)
+    if isinstance(reply, dict):
+        reply = _with_messages(reply, "message")
+    elif not isinstance(reply, ErrorResponse):
+        reply = _rewritten(reply, lambda chunk: _with_messages(chunk, "delta"))
+    return as_response(reply, raw_request)
+
+
+def _with_messages(body: Body, name: str) -> Body:
+    """Give each choice its text in the second form that clients read."""
+    for choice in body.get("choices", ()):
+        choice[name] = {"role": "assistant", "content": choice["text"]}
+    return body
+
+
+@router.post("/v1/infill", dependencies=[Depends(validate_json_request)])
+@with_cancellation
+@load_aware_call
+async def create_infill(body: Body, raw_request: Request) -> Response:
+    """Fill the gaps of a text."""
+    ours = endpoints(raw_request)
+    if ours is None:
+        return as_response(_refused(NOT_OURS, HTTPStatus.NOT_FOUND), raw_request)
+    try:
+        gapped, request = await _read(body, ours, raw_request)
+    except ValueError as error:
+        return as_response(_refused(str(error)), raw_request)
+    given = [token for token in gapped.template if token != FILL]
+    reply = await reply_to(request, raw_request, given)
+    if isinstance(reply, dict):
+        reply = _infilled(reply, gapped, ours, _encoder(ours, raw_request))
+    elif not isinstance(reply, ErrorResponse):
+        reply = _rewritten(reply, lambda chunk: chunk | {"object": "infill"})
+    return as_response(reply, raw_request)
+
+
+async def _read(
+    body: Body, ours: Endpoints, raw_request: Request
+) -> tuple[Gapped, CompletionRequest]:
+    """Return the gaps and vLLM's request. Raises ValueError with one sentence."""
+    if refusal := no_template(ours.config, "infill"):
+        raise ValueError(refusal)
+    encode = _encoder(ours, raw_request)
+    parts = parts_of(body, encode)
+    prompt = await _prompt_of(body["messages"], raw_request) if body.get("messages") else None
+    gapped = place(parts, prompt, encode.first, encode)
+    check_length(ours.config, len(gapped.template))
+    for name in ("stop", "stream"):
+        if body.get(name) and gapped.num_gaps > 1:
+            raise ValueError(f"{name} needs a single gap, got {gapped.num_gaps}.")
+    for name in ("prompt", "suffix", "max_tokens", "echo", "use_beam_search"):
+        if body.get(name) is not None:
+            raise ValueError(f"{name} has no effect on /v1/infill: leave it out.")
+    xargs = dict(body.get("vllm_xargs") or {})
+    fields = {key: value for key, value in body.items() if key not in OF_INFILL} | {
+        "prompt": gapped.prompt,
+        "max_tokens": gapped.end,
+        "return_token_ids": not body.get("stream"),
+        FIELD: body.get(FIELD, {}),
+    }
+    if not body.get("stream"):
+        fields["logprobs"] = 1
+    try:
+        request = CompletionRequest.model_validate(fields)
+    except ValidationError as error:
+        raise RequestValidationError(error.errors()) from None
+    # Behind pydantic, which would read each of the ids.
+    request.vllm_xargs = xargs | {TEMPLATE: gapped.template}
+    return gapped, request
+
+
+async def _prompt_of(messages: Any, raw_request: Request) -> list[int]:
+    """Return messages as the chat template writes them, up to where the assistant's turn begins."""
+    handler = raw_request.app.state.openai_serving_chat
+    try:
+        request = ChatCompletionRequest.model_validate({"messages": messages})
+    except ValidationError as error:
+        raise RequestValidationError(error.errors()) from None
+    rendered = await handler.render_chat_request(request)
+    if isinstance(rendered, ErrorResponse):
+        raise ValueError(rendered.error.message)
+    [prompt] = rendered[1]
+    return list(prompt["prompt_token_ids"])
+
+
+def _infilled(reply: Body, gapped: Gapped, ours: Endpoints, encode: Encoder) -> Body:
+    """Return a reply in the form of this route."""
+    ends = {encode.tokenizer.eos_token_id, *ours.config.turn_end_token_ids}
+    choices, completed = [], 0
+    for choice in reply["choices"]:
+        gaps = filled(gapped, choice["token_ids"], ends, encode.decode)
+        scores = choice["logprobs"]["token_logprobs"]
+        told = []
+        for gap in gaps:
+            of_gap = scores[gap.first : gap.first + len(gap.tokens)]
+            mean = sum(of_gap) / len(of_gap) if of_gap else None
+            told.append({"text": gap.text, "tokens": len(gap.tokens), "logprob": mean})
+        completed += sum(token == FILL for token in gapped.template[: len(choice["token_ids"])])
+        choices.append(
+            {
+                "index": choice["index"],
+                "text": together(gapped, gaps),
+                "finish_reason": "stop",
+                "gaps": told,
+                "diffusion": choice["diffusion"],
+            }
+        )
+    given = len(gapped.prompt) + sum(token != FILL for token in gapped.template)
+    usage = {"prompt_tokens": given, "completion_tokens": completed}
+    return {
+        "id": reply["id"].replace("cmpl", "infill"),
+        "object": "infill",
+        "created": reply["created"],
+        "model": reply["model"],
+        "choices": choices,
+        "usage": usage | {"total_tokens": given + completed},
+    }
+
+
+async def _rewritten(events: AsyncGenerator[str, None], change: Any) -> AsyncGenerator[str, None]:
+    """Pass a stream on with every chunk changed."""
+    async for event in events:
+        body = event.removeprefix(EVENT).rstrip("\n")
+        if not event.startswith(EVENT) or body == END:
+            yield event
+            continue
+        chunk = json.loads(body)
+        if "choices" in chunk:
+            chunk = change(chunk)
+        yield f"{EVENT}{json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+def _encoder(ours: Endpoints, raw_request: Request) -> Encoder:
+    return ours.encoder(raw_request.app.state.openai_serving_completion.renderer.get_tokenizer())
+
+
+def _refused(sentence: str, code: int = HTTPStatus.BAD_REQUEST) -> Reply:
+    kind = "NotFoundError" if code == HTTPStatus.NOT_FOUND else "BadRequestError"
+    return create_error_response(sentence, kind, HTTPStatus(code))

@@ -1,0 +1,39 @@
+"""Attach our routes to vLLM's server (entry point group ``vllm.endpoint_plugins``)."""
+
+from argparse import Namespace
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.datastructures import State
+from vllm.engine.protocol import EngineClient
+
+from dllm_plugin.api import infilling, likelihood_route, viewer
+from dllm_plugin.api.routes import Endpoints, router
+from dllm_plugin.config.decode import get_decode_config
+from dllm_plugin.decoding.families import FAMILIES
+
+
+class EndpointPlugin:
+    """Add routes; vLLM loads it only where ``VLLM_PLUGINS`` names it."""
+
+    name = "diffuplug_api"
+    required_tasks: tuple[Any, ...] | None = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Put our routes before vLLM's of the same paths."""
+        app.include_router(router)
+        app.include_router(infilling.router)
+        app.include_router(likelihood_route.router)
+        app.include_router(viewer.router)
+
+    async def init_state(
+        self, engine_client: EngineClient | None, state: State, args: Namespace
+    ) -> None:
+        """Keep what the routes need; nothing where the served model is not ours."""
+        state.diffuplug = None
+        if engine_client is None:
+            return
+        config = engine_client.vllm_config
+        if config.model_config.architecture in FAMILIES:
+            tracing = await engine_client.is_tracing_enabled()
+            state.diffuplug = Endpoints(engine_client, get_decode_config(config), tracing)

@@ -1,0 +1,24 @@
+"""Clear pages of the KV cache."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.utils.torch_utils import async_tensor_h2d
+
+
+def clear_pages(vllm_config: VllmConfig, pages: Sequence[int], device: torch.device) -> None:
+    """Write zeros into some pages of every layer, in the order of the stream.
+
+    Kernels may cut a page into several: then as many rows of a layer's cache are one page.
+    """
+    num_pages = vllm_config.cache_config.num_gpu_blocks
+    if not pages or not num_pages:
+        return
+    for layer in get_layers_from_vllm_config(vllm_config, Attention).values():
+        cache = layer.kv_cache.view(torch.uint8)
+        rows = cache.shape[0] // num_pages
+        index_np = (np.array(pages)[:, None] * rows + np.arange(rows)).reshape(-1)
+        cache.index_fill_(0, async_tensor_h2d(index_np, device=device), 0)

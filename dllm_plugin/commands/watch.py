@@ -1,0 +1,186 @@
+"""Run ``diffuplug watch``: show in a terminal which positions each forward decides."""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TextIO
+
+from dllm_plugin.commands.generate import summary
+from dllm_plugin.commands.offline import (
+    engine_options,
+    num_forwards,
+    start_engine,
+    stop_engine,
+    stream_answer,
+)
+from dllm_plugin.config.reporting import FRAMES, SNAPSHOT, UNKNOWN_CONFIDENCE
+
+if TYPE_CHECKING:
+    from rich.text import Text
+    from vllm import LLM
+
+EXAMPLE = (
+    "Omar has 7 pencils. Anna has 48 pencils and hands them all to Omar. "
+    "Omar sells 26 pencils at the market. How many pencils does Omar have now?"
+)
+UNCERTAIN, CERTAIN = (205, 60, 60), (60, 170, 80)
+
+
+@dataclass
+class Shown:
+    """Hold what is on the screen: text that is final, and the canvas behind it.
+
+    canvas  token and confidence of each position; None for a mask
+    """
+
+    text: str = ""
+    canvas: list[tuple[str, float | None] | None] = field(default_factory=list)
+    tokens: int = 0
+    forwards: int = 0
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show an answer while it forms, or print it where standard output is no terminal."""
+    try:
+        import rich  # noqa: F401
+    except ImportError as error:
+        raise ValueError("diffuplug watch needs the package rich: pip install rich") from error
+    if args.url:
+        show(from_server(args), sys.stdout, lambda line: print(line, file=sys.stderr))
+        return 0
+    options = engine_options(args)
+    from dllm_plugin.commands.phases import screen
+
+    with screen(args.verbose) as started:
+        llm = start_engine(options, started.log)
+        started.end("ready")
+        show(from_engine(llm, args), started.out, started.note)
+        stop_engine(llm)
+    return 0
+
+
+def show(states: Iterator[Shown], out: TextIO, note: Callable[[str], None]) -> None:
+    """Draw each state over the one before; `note` gets what the answer took."""
+    from rich.console import Console
+    from rich.live import Live
+
+    shown, console = Shown(), Console(file=out, highlight=False)
+    live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+    start = time.perf_counter()
+    with live if console.is_terminal else nullcontext() as drawing:
+        for shown in states:
+            if drawing is not None:
+                drawing.update(drawn(shown), refresh=True)
+    if not console.is_terminal:
+        print(shown.text, file=out, flush=True)
+    note(summary(shown.tokens, shown.forwards, time.perf_counter() - start))
+
+
+def drawn(shown: Shown) -> "Text":
+    """Return final text as it is, decided tokens in a colour, and masks as dots."""
+    from rich.text import Text
+
+    text = Text(shown.text)
+    for entry in shown.canvas:
+        if entry is None:
+            text.append("\N{MIDDLE DOT}", style="dim")
+        else:
+            part, confidence = entry
+            text.append(part, style="" if confidence is None else colour(confidence))
+    return text
+
+
+def colour(confidence: float) -> str:
+    """Return a colour between that of no and that of full confidence, as rich names it."""
+    mixed = [
+        round(low + confidence * (high - low)) for low, high in zip(UNCERTAIN, CERTAIN, strict=True)
+    ]
+    return f"rgb({','.join(map(str, mixed))})"
+
+
+def from_engine(llm: "LLM", args: argparse.Namespace) -> Iterator[Shown]:
+    """Decode with an engine of this process."""
+    import numpy as np
+    from vllm import SamplingParams
+
+    tokenizer, shown = llm.get_tokenizer(), Shown()
+    sampling = SamplingParams(max_tokens=args.max_tokens, temperature=0, extra_args={FRAMES: 1})
+    for output in stream_answer(llm, args.prompt, None, sampling):
+        piece = output.outputs[0]
+        shown.text += piece.text
+        shown.tokens += len(piece.token_ids)
+        told = (output.kv_transfer_params or {}).get(SNAPSHOT)
+        if told is not None:
+            ids = np.frombuffer(told["ids"], dtype=np.int32)[
+                max(0, told["final"] - told["start"]) :
+            ]
+            certain = told["confidences"][-len(ids) :] if len(ids) else b""
+            shown.canvas = [
+                None if i < 0 else (tokenizer.decode([i]), _share(c))
+                for i, c in zip(ids.tolist(), certain, strict=True)
+            ]
+            shown.forwards = told["forward"]
+        if output.finished:
+            shown.canvas, shown.forwards = [], num_forwards(output)
+        yield shown
+
+
+def _share(hundredths: int) -> float | None:
+    return None if hundredths == UNKNOWN_CONFIDENCE else hundredths / 100
+
+
+def from_server(args: argparse.Namespace) -> Iterator[Shown]:
+    """Read the frames of a running server."""
+    from openai import OpenAI, OpenAIError
+
+    numbers = {"dllm_threshold": args.threshold, "dllm_policy": args.policy}
+    numbers |= {"dllm_block_length": args.block_length}
+    extra: dict[str, Any] = {"diffusion": {"frames": True}}
+    if given := {name: value for name, value in numbers.items() if value is not None}:
+        extra["vllm_xargs"] = given
+    shown, positions = Shown(), dict[int, tuple[str, float | None]]()
+    try:
+        base = f"{args.url.rstrip('/').removesuffix('/v1')}/v1"
+        client = OpenAI(base_url=base, api_key=args.api_key or "none", max_retries=0)
+        stream = client.chat.completions.create(
+            model=args.model or client.models.list().data[0].id,
+            messages=[{"role": "user", "content": args.prompt}],
+            max_tokens=args.max_tokens,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body=extra,
+        )
+        for chunk in stream:
+            for choice in chunk.choices:
+                shown.text += choice.delta.content or ""
+                if frame := (choice.model_extra or {}).get("diffusion"):
+                    _apply(frame, positions, shown)
+            if took := ((chunk.model_extra or {}).get("metrics") or {}).get("diffusion"):
+                shown.canvas, shown.tokens, shown.forwards = [], took["tokens"], took["forwards"]
+            yield shown
+    except OpenAIError as error:
+        raise ValueError(_sentence(error)) from error
+
+
+def _apply(
+    frame: dict[str, Any], positions: dict[int, tuple[str, float | None]], shown: Shown
+) -> None:
+    """Bring the canvas up to a frame; a choice that ends has counts in place of one."""
+    if "set" not in frame:
+        return
+    for position in frame["unset"]:
+        positions.pop(position, None)
+    positions.update({position: (text, certain) for position, text, certain in frame["set"]})
+    end = frame["start"] + frame["length"]
+    shown.canvas = [positions.get(position) for position in range(frame["final"], end)]
+    shown.forwards = frame["forward"]
+
+
+def _sentence(error: Exception) -> str:
+    body = getattr(error, "body", None)
+    message = body.get("message") if isinstance(body, dict) else body
+    return str(message or error)

@@ -1,0 +1,170 @@
+"""Turn text with gaps into a prompt and a template, and the tokens of an answer into gaps again."""
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from dllm_plugin.config.options import FILL
+from dllm_plugin.config.validation import shown
+
+Part = str | int  # text, or how many positions to fill
+Encode = Callable[[str], list[int]]
+Decode = Callable[[list[int]], str]
+MARK = re.compile(r"\[MASK:(\d+)\]")
+SOURCES = ("text", "parts", "draft")
+
+
+class Gapped(NamedTuple):
+    """Hold a text with gaps as the engine takes it.
+
+    pieces  what follows the prompt: tokens and text of a part, or no tokens where it is a gap
+    """
+
+    parts: list[Part]
+    prompt: list[int]
+    pieces: list[list[int]]
+
+    @property
+    def template(self) -> list[int]:
+        """Return the positions behind the prompt."""
+        return [token for piece in self.pieces for token in piece]
+
+    @property
+    def end(self) -> int:
+        """Return where the last gap stops."""
+        template = self.template
+        return len(template) - template[::-1].index(FILL)
+
+    @property
+    def num_gaps(self) -> int:
+        """Return how many gaps there are."""
+        return sum(isinstance(part, int) for part in self.parts)
+
+
+class Filled(NamedTuple):
+    """Hold what one gap got: its text up to the first end token, its tokens and their places."""
+
+    text: str
+    tokens: list[int]
+    first: int
+
+
+def parts_of(body: dict[str, Any], encode: Encode) -> list[Part]:
+    """Return the parts of a request. Raises ValueError with one sentence."""
+    given = [name for name in SOURCES if body.get(name) is not None]
+    if len(given) != 1:
+        raise ValueError(f"infill needs one of {', '.join(SOURCES)}, got {len(given)} of them.")
+    for name in ("rewrite", "slack"):
+        if body.get(name) is not None and given != ["draft"]:
+            raise ValueError(f"{name} has no effect without draft: leave it out.")
+    parts = {"text": _of_text, "parts": _of_parts, "draft": _of_draft}[given[0]](body, encode)
+    return _checked(parts, given[0])
+
+
+def parts_of_text(text: str) -> list[Part]:
+    """Return the parts of a text with [MASK:n]. Raises ValueError with one sentence."""
+    return _checked(_of_text({"text": text}, lambda _: []), "text")
+
+
+def _checked(parts: list[Part], source: str) -> list[Part]:
+    parts = _joined([part for part in parts if part != ""])
+    if not any(isinstance(part, int) for part in parts):
+        raise ValueError(f"{source} holds no gap: nothing is to be filled.")
+    return parts
+
+
+def _of_text(body: dict[str, Any], encode: Encode) -> list[Part]:
+    if not isinstance(body["text"], str):
+        raise ValueError(f"text must be text with [MASK:n], got {shown(body['text'])}.")
+    pieces = MARK.split(body["text"])
+    return [_length(int(piece)) if i % 2 else piece for i, piece in enumerate(pieces)]
+
+
+def _of_parts(body: dict[str, Any], encode: Encode) -> list[Part]:
+    parts = body["parts"]
+    if not isinstance(parts, list):
+        raise ValueError(f'parts must be a list of texts and {{"mask": n}}, got {shown(parts)}.')
+    read: list[Part] = []
+    for part in parts:
+        if isinstance(part, dict) and set(part) == {"mask"}:
+            read.append(_length(part["mask"]))
+        elif isinstance(part, str):
+            read.append(part)
+        else:
+            raise ValueError(f'parts must hold texts and {{"mask": n}}, got {shown(part)}.')
+    return read
+
+
+def _of_draft(body: dict[str, Any], encode: Encode) -> list[Part]:
+    draft, spans, slack = body["draft"], body.get("rewrite"), body.get("slack", 0)
+    if not isinstance(draft, str):
+        raise ValueError(f"draft must be text, got {shown(draft)}.")
+    if type(slack) is not int or slack < 0:
+        raise ValueError(f"slack must be a whole number of at least 0, got {shown(slack)}.")
+    parts: list[Part] = []
+    at = 0
+    for span in spans if isinstance(spans, list) else [spans]:
+        known = isinstance(span, list) and [type(end) for end in span] == [int, int]
+        if not known or not at <= span[0] < span[1] <= len(draft):  # type: ignore[index]
+            raise ValueError(
+                f"rewrite must be a list of [start, stop] in order and within the {len(draft)} "
+                f"characters of draft, got {shown(span)}."
+            )
+        start, stop = span  # type: ignore[misc]
+        parts += [draft[at:start], _length(len(encode(draft[start:stop])) + slack)]
+        at = stop
+    return [*parts, draft[at:]]
+
+
+def _length(given: Any) -> int:
+    if type(given) is not int or given < 1:
+        raise ValueError(f"A gap must have a whole number of positions, got {shown(given)}.")
+    return given
+
+
+def _joined(parts: list[Part]) -> list[Part]:
+    """Join neighbours of one kind: two gaps without text between them are one."""
+    joined: list[Part] = []
+    for part in parts:
+        if joined and type(joined[-1]) is type(part):
+            joined[-1] += part  # type: ignore[operator]
+        else:
+            joined.append(part)
+    return joined
+
+
+def place(parts: list[Part], prompt: list[int] | None, first: Encode, rest: Encode) -> Gapped:
+    """Return where everything stands.
+
+    Args:
+        prompt: what a chat template made of messages; None: text before the first gap is the
+            prompt.
+        first, rest: encode the first part, with special tokens, and later ones, without.
+    """
+    if prompt is None:
+        lead = parts[0] if isinstance(parts[0], str) else ""
+        prompt, parts_behind = first(lead), parts[1:] if lead else parts
+    else:
+        parts_behind = parts
+    if not prompt:
+        raise ValueError("infill needs text or messages in front of its first gap.")
+    pieces = [[FILL] * part if isinstance(part, int) else rest(part) for part in parts_behind]
+    return Gapped(parts, prompt, pieces)
+
+
+def filled(gapped: Gapped, token_ids: list[int], ends: set[int], decode: Decode) -> list[Filled]:
+    """Return what the gaps got, in order."""
+    found, at = [], 0
+    for piece in gapped.pieces:
+        if FILL in piece:
+            tokens = token_ids[at : at + len(piece)]
+            stop = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
+            found.append(Filled(decode(tokens[:stop]), tokens[:stop], at))
+        at += len(piece)
+    return found
+
+
+def together(gapped: Gapped, gaps: list[Filled]) -> str:
+    """Return the whole text."""
+    texts = iter(gaps)
+    return "".join(part if isinstance(part, str) else next(texts).text for part in gapped.parts)

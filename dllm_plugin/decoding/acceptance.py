@@ -1,0 +1,63 @@
+"""Estimate how many tokens a forward commits at each width, from what past forwards committed.
+
+In a forward m masks accept ``S(m) = p0 (1 - exp(-m / lam)) / (1 - exp(-1 / lam))`` tokens: p0 is
+the share of first masks that are accepted, lam says how fast it falls with their rank. Numpy only.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+P0 = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
+LAMBDA = (0.7, 1.5, 2.5, 4.0, 7.0, 12.0)
+# Narrow windows teach nothing about wide ones, so the first guess is an optimistic one.
+PRIOR, PRIOR_STEPS = (0.9, 4.0), 60.0
+MOST_STEPS = 20_000.0  # what came before them is forgotten
+
+
+def accepted(masks: float, p0: float, lam: float) -> float:
+    """Return how many tokens so many masks accept in a forward."""
+    return float(p0 * -np.expm1(-max(masks, 0.0) / lam) / -np.expm1(-1 / lam))
+
+
+def tokens_per_forward(width: int, p0: float, lam: float, shift: bool) -> float:
+    """Return what a request commits per forward, with run and window as steps go on.
+
+    A token is computed once as a mask and once decided, so windows are narrower by what commits.
+    """
+    if width == 1 and not shift:
+        return 0.5
+    low, high = 1.0, float(width)
+    for _ in range(40):
+        middle = (low + high) / 2
+        if accepted(width - middle + shift, p0, lam) > middle:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+class Acceptance:
+    """Fit (p0, lam) to counts of forwards and committed tokens at each width."""
+
+    def __init__(self, widths: Sequence[int], shift: bool) -> None:
+        self.pairs = [(p0, lam) for p0 in P0 for lam in LAMBDA]
+        curves = [[tokens_per_forward(w, *pair, shift) for w in widths] for pair in self.pairs]
+        self.curves = np.array(curves)
+        self.places = {width: i for i, width in enumerate(widths)}
+        self.steps = np.full(len(widths), PRIOR_STEPS / len(widths))
+        self.tokens = self.steps * self.curves[self.pairs.index(PRIOR)]
+
+    def observe(self, width: int, steps: int, tokens: int) -> None:
+        """Count what forwards of requests committed."""
+        self.steps[self.places[width]] += steps
+        self.tokens[self.places[width]] += tokens
+        total = self.steps.sum()
+        if total > MOST_STEPS:
+            self.steps *= MOST_STEPS / total
+            self.tokens *= MOST_STEPS / total
+
+    def best(self) -> int:
+        """Return which pair fits best."""
+        error = (self.curves - self.tokens / self.steps) ** 2
+        return int((error * self.steps).sum(axis=1).argmin())

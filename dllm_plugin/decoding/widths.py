@@ -1,0 +1,117 @@
+"""Choose how many positions of every canvas a step computes, by load. Numpy only.
+
+No clock is read and no random number drawn: equal histories choose equal widths.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from dllm_plugin.decoding.acceptance import PRIOR, Acceptance
+
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+EVERY = 8  # steps between two choices
+LOAD_CHANGE = 1 / 8  # of the running requests, which brings a choice about at once
+MARGIN = 1.03  # what another width has to promise
+CYCLE, TRIALS = 64, 6  # of so many steps, how many try the width beside the chosen one
+GOOD_ENOUGH = 0.9  # `balanced`: the widest with this share of the best rate
+SETTLES = 2  # what a step commits, the one before has decided
+
+
+class Costs(NamedTuple):
+    """Model the time of a step; by default in units of a small one.
+
+    base          of a step of few positions
+    free          positions up to which a step costs no more
+    per_position  of each further one
+    per_key       of a position of context, each time that it is read
+    reads         how often run and window read their context together
+    """
+
+    base: float = 1.0
+    free: int = 128
+    per_position: float = 1 / 213
+    per_key: float = 0.0
+    reads: float = 1.0
+
+    def step(self, requests: int, width: int, context: int) -> float:
+        """Return the time of a step; `context` is that of all requests together."""
+        positions = self.per_position * max(0, requests * width - self.free)
+        reads = self.reads if width > 1 else 1.0
+        return self.base + positions + self.per_key * context * reads
+
+
+def widths_between(fewest: int, most: int) -> tuple[int, ...]:
+    """Return the widths to choose from, both ends included."""
+    return tuple(sorted({fewest, most} | {w for w in WIDTHS if fewest <= w <= most}))
+
+
+def choose(rates: np.ndarray, current: int | None, balanced: bool, margin: float = MARGIN) -> int:
+    """Choose an index into rates of ascending widths; the current one unless another is better."""
+    # Of widths that promise the same, the widest: each of its decisions sees most.
+    best = len(rates) - 1 - int(rates[::-1].argmax())
+    if not balanced:
+        stays = current is not None and rates[best] <= margin * rates[current]
+        return current if current is not None and stays else best
+    widest = _widest(rates, GOOD_ENOUGH)
+    if current is None:
+        return widest
+    if widest < current and rates[current] * margin >= GOOD_ENOUGH * rates[best]:
+        return current
+    return max(current, _widest(rates, GOOD_ENOUGH * margin)) if widest > current else widest
+
+
+def _widest(rates: np.ndarray, share: float) -> int:
+    return int(np.flatnonzero(rates >= share * rates.max())[-1])
+
+
+class WidthController:
+    """Choose the width of each step, and learn from what steps committed.
+
+    changes  how often another width was chosen
+    fitted   p0 and lambda by which the width was chosen
+    """
+
+    def __init__(
+        self, widths: Sequence[int], shift: bool, costs: Costs, balanced: bool = False
+    ) -> None:
+        self.widths = tuple(widths)
+        self.costs = costs
+        self.balanced = balanced
+        self.acceptance = Acceptance(widths, shift)
+        self.current: int | None = None
+        self.changes = 0
+        self.fitted = PRIOR
+        self._steps = 0
+        self._requests = 0
+        self._observed = (0, 0)  # width of the steps whose results came last, and how many
+
+    def rates(self, requests: int, context: int) -> np.ndarray:
+        """Return the tokens per time that each width promises."""
+        times = [self.costs.step(requests, width, context) for width in self.widths]
+        best = self.acceptance.best()
+        self.fitted, tokens = self.acceptance.pairs[best], self.acceptance.curves[best]
+        return requests * tokens / np.array(times)
+
+    def width(self, requests: int, context: int) -> int:
+        """Return the width of the next step."""
+        moved = abs(requests - self._requests) > LOAD_CHANGE * self._requests
+        place = self._steps % CYCLE
+        self._steps += 1
+        if self.current is None or moved or (place % EVERY == 0 and place < CYCLE - TRIALS):
+            chosen = choose(self.rates(requests, context), self.current, self.balanced)
+            self.changes += self.current is not None and chosen != self.current
+            self.current, self._requests = chosen, requests
+        if place < CYCLE - TRIALS or requests == 1:
+            return self.widths[self.current]
+        beside = self.current + (1 if (self._steps - 1) // CYCLE % 2 == 0 else -1)
+        return self.widths[min(max(beside, 0), len(self.widths) - 1)]
+
+    def observe(self, width: int, requests: int, tokens: int) -> None:
+        """Take the result of a step of one width, in the order of the steps."""
+        last, count = self._observed
+        count = count + 1 if width == last else 1
+        self._observed = (width, count)
+        if count > SETTLES and requests > 0:
+            self.acceptance.observe(width, requests, tokens)

@@ -1,0 +1,22 @@
+"""Say what scheduler and workers send each other about canvases with a grammar."""
+
+from dataclasses import dataclass, field
+
+from vllm.v1.core.sched.output import GrammarOutput
+from vllm.v1.outputs import ModelRunnerOutput
+
+from dllm_plugin.grammar.payload import GrammarPayload
+
+
+@dataclass
+class CanvasChecks(GrammarOutput):
+    """Send checks of canvases to the workers, in place of bitmasks."""
+
+    payload: GrammarPayload | None = None
+
+
+@dataclass
+class CanvasOutput(ModelRunnerOutput):
+    """Return canvases beside what vLLM returns: ids from the first uncommitted position on."""
+
+    canvases: dict[str, list[int]] = field(default_factory=dict)

@@ -1,0 +1,207 @@
+"""Connect vLLM's structured outputs with the state of grammars on canvases.
+
+vLLM compiles a request's grammar, in its own threads and with its own caches. Here the compiled
+one is replaced, before the request is first scheduled, by one that vLLM feeds what is emitted and
+that checks canvases.
+"""
+
+import json
+from collections import OrderedDict
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.logger import init_logger
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
+from vllm.v1.structured_output.backend_types import (
+    StructuredOutputGrammar,
+    StructuredOutputOptions,
+)
+from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
+
+from dllm_plugin.config.validation import shown
+from dllm_plugin.grammar.matchers import GuidanceMatcher, Matcher, XgrammarMatcher
+from dllm_plugin.grammar.state import DeadEnd, GrammarState
+from dllm_plugin.grammar.vocabulary import Vocabulary
+
+logger = init_logger("vllm.dllm_plugin")
+
+REMEMBERED = 256  # first closings that are kept for later requests with the same grammar
+
+
+class CanvasGrammar(StructuredOutputGrammar):
+    """Be a request's grammar for vLLM, and keep what its canvas was last known to hold.
+
+    canvas   ids from the first uncommitted position on, -1 where undecided
+    is_kept  workers keep this canvas also while the request is preempted
+    """
+
+    def __init__(self, state: GrammarState) -> None:
+        self.state = state
+        self.canvas: list[int] = []
+        self.is_kept = False
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        """Go on by ids that were emitted."""
+        return self.state.commit(tokens)
+
+    def validate_tokens(self, tokens: list[int]) -> list[int]:
+        """Raise: vLLM validates drafts of a speculator, and there is none."""
+        raise AssertionError("a canvas is checked as a whole")
+
+    def rollback(self, num_tokens: int) -> None:
+        """Raise: what was emitted is never taken back."""
+        raise AssertionError("committed text is final")
+
+    def fill_bitmask(self, bitmask: torch.Tensor, batch_index: int) -> None:
+        """Raise: the step is told what may stand at one position of the canvas."""
+        raise AssertionError("a canvas has a bitmask for its frontier alone")
+
+    def is_terminated(self) -> bool:
+        """Tell whether the text has ended."""
+        return self.state.ended
+
+    def reset(self) -> None:
+        """Raise: a grammar serves one request."""
+        raise AssertionError("a grammar serves one request")
+
+
+class Grammars:
+    """Make the grammars of one engine's requests."""
+
+    def __init__(self, manager: StructuredOutputManager, mask_token_id: int, context: int) -> None:
+        self.manager = manager
+        self.mask_token_id = mask_token_id
+        self.context = context
+        self.vocabulary: Vocabulary | None = None
+        # Room in which none was found, and one that was.
+        self._closings: OrderedDict[Any, tuple[int, list[int] | None]] = OrderedDict()
+
+    def prepare(self, request: Request) -> None:
+        """Replace a grammar that vLLM has compiled; the first closing is searched in a thread."""
+        ours = request.structured_output_request
+        assert ours is not None
+        compiled = ours.grammar
+        if compiled is None or isinstance(compiled, (Exception, CanvasGrammar)):
+            return
+        if self.manager.vllm_config.parallel_config.distributed_executor_backend == (
+            "external_launcher"
+        ):
+            # Every rank schedules for itself there, so all have to be ready in the same step.
+            done: Future[StructuredOutputGrammar] = Future()
+            done.set_result(self._make(request, compiled))
+            ours.grammar = done
+        else:
+            ours.grammar = self.manager.executor.submit(self._make, request, compiled)
+
+    def _make(self, request: Request, compiled: StructuredOutputGrammar) -> CanvasGrammar:
+        params = request.sampling_params
+        assert params is not None and params.max_tokens is not None
+        if self.vocabulary is None:
+            self.vocabulary = read_vocabulary(
+                self.manager.tokenizer,
+                self.manager.vllm_config.model_config.get_vocab_size(),
+                self.mask_token_id,
+            )
+        vocabulary = self.vocabulary
+        ends = [params.eos_token_id, *(params.stop_token_ids or ())]
+        stops = [i for i in dict.fromkeys(ends) if i is not None and 0 <= i < vocabulary.size]
+        if not stops:
+            raise ValueError(
+                "structured_outputs needs a token that ends the text: give stop_token_ids, or "
+                "serve a checkpoint with an EOS token."
+            )
+        usable = ~vocabulary.never
+        usable[self._special_ids_of(request)] = True
+        usable[[*stops, self.mask_token_id]] = False
+        left = min(params.max_tokens, self.context - request.num_prompt_tokens)
+        state = GrammarState(
+            matcher_of(compiled, usable),
+            vocabulary,
+            stops,
+            left,
+            writes=params.logprobs is None,
+        )
+        self._find_closing(request, state)
+        return CanvasGrammar(state)
+
+    def _find_closing(self, request: Request, state: GrammarState) -> None:
+        """Find the first closing, or take that of an earlier request with this grammar."""
+        ours = request.structured_output_request
+        assert ours is not None
+        key = (ours.structured_output_key, tuple(state.stops))
+        failed, known = self._closings.get(key, (0, None))
+        try:
+            # What was not found in as much room is not searched again.
+            state.find_closing(known, searches=state.left > failed)
+        except DeadEnd as error:
+            raise ValueError(f"structured_outputs cannot be honoured: {error}.") from None
+        if state.completes:
+            self._closings[key] = failed, state.witness
+        else:
+            self._closings[key] = max(failed, state.left), known
+        while len(self._closings) > REMEMBERED:
+            self._closings.popitem(last=False)
+        if not state.completes:
+            logger.warning(
+                "Request %s: no text of its grammar was found that fits max_tokens %d, so what it "
+                "gets may be the beginning of one: raise max_tokens.",
+                shown(request.request_id),
+                state.left,
+            )
+
+    def _special_ids_of(self, request: Request) -> list[int]:
+        """Return special ids that a structural tag spells out."""
+        ours = request.structured_output_request
+        assert ours is not None
+        kind, spec = ours.structured_output_key
+        if kind != StructuredOutputOptions.STRUCTURAL_TAG:
+            return []
+        named = _strings_of(json.loads(spec))
+        added = self.manager.tokenizer.get_added_vocab()
+        return [i for token, i in added.items() if any(token in text for text in named)]
+
+
+def _strings_of(value: Any) -> list[str]:
+    """Return all strings in nested JSON."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return [text for item in value for text in _strings_of(item)]
+    return [value] if isinstance(value, str) else []
+
+
+def matcher_of(grammar: StructuredOutputGrammar, usable: np.ndarray) -> Matcher:
+    """Return the matcher of a compiled grammar of vLLM's."""
+    if isinstance(grammar, XgrammarGrammar):
+        return XgrammarMatcher(grammar.matcher, usable)
+    if isinstance(grammar, GuidanceGrammar):
+        return GuidanceMatcher(grammar.ll_matcher, usable)
+    raise ValueError(
+        f"structured_outputs backend {type(grammar).__name__} cannot go back, which a canvas that "
+        "is decided out of order needs: serve with --structured-outputs-config.backend xgrammar "
+        "or guidance."
+    )
+
+
+def read_vocabulary(tokenizer: Any, vocab_size: int, mask_token_id: int) -> Vocabulary:
+    """Read the bytes of every id from a tokenizer of Hugging Face."""
+    import xgrammar
+
+    pieces = list(
+        xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size).decoded_vocab
+    )
+    pieces += [b""] * (vocab_size - len(pieces))
+    added = tokenizer.added_tokens_decoder
+    special = {i for i, token in added.items() if token.special} | {mask_token_id}
+    special |= set(tokenizer.all_special_ids)
+    spelled = tokenizer.convert_ids_to_tokens(range(min(len(tokenizer), vocab_size)))
+    fallbacks = [i for i, token in enumerate(spelled) if (token or "").startswith("<0x")]
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    return Vocabulary(pieces[:vocab_size], special, encode, fallbacks)

@@ -1,0 +1,134 @@
+"""Give the grammar backends of vLLM one signature. Siblings: xgrammar, llguidance.
+
+A matcher stands at a place in a text. Stop tokens are none of its business, and not usable: a text
+may end where `complete` says so.
+"""
+
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+
+from dllm_plugin.grammar.vocabulary import WORD, pack
+
+if TYPE_CHECKING:
+    import llguidance
+    import xgrammar
+
+
+Buffer = tuple[torch.Tensor, np.ndarray]
+
+
+class Matcher(Protocol):
+    """What checks and closings ask of a grammar."""
+
+    def accept(self, token: int) -> bool:
+        """Go on by an id, if the grammar takes it here; else stay."""
+
+    def rollback(self, count: int) -> None:
+        """Go back by so many ids."""
+
+    def complete(self) -> bool:
+        """Tell whether the text so far may end."""
+
+    def allowed(self) -> np.ndarray:
+        """Return which ids may follow, as packed bits; unusable ids may not. A view: copy it."""
+
+    def fork(self) -> "Matcher":
+        """Return a matcher of its own at the same place."""
+
+
+class XgrammarMatcher:
+    """Match by an xgrammar matcher, which this object then owns."""
+
+    def __init__(
+        self,
+        matcher: "xgrammar.GrammarMatcher",
+        usable: np.ndarray,
+        buffer: Buffer | None = None,
+    ) -> None:
+        """Take over a matcher; `usable`: bool per id, whether a text may hold it."""
+        self.matcher, self.usable = matcher, usable
+        self._buffer = buffer or _make_buffer(usable)
+
+    def accept(self, token: int) -> bool:
+        """Go on by an id, if the grammar takes it here; else stay."""
+        if not self.usable[token]:
+            return False
+        return bool(self.matcher.accept_token(token))
+
+    def rollback(self, count: int) -> None:
+        """Go back by so many ids."""
+        if count:
+            self.matcher.rollback(count)
+
+    def complete(self) -> bool:
+        """Tell whether the text so far may end."""
+        return bool(self.matcher.is_completed())
+
+    def allowed(self) -> np.ndarray:
+        """Return which ids may follow, as packed bits; unusable ids may not. A view: copy it."""
+        bits, keep = self._buffer
+        self.matcher.fill_next_token_bitmask(bits, 0)
+        row = bits[0].numpy()
+        row &= keep
+        return row
+
+    def fork(self) -> "XgrammarMatcher":
+        """Return a matcher of its own at the same place."""
+        return XgrammarMatcher(self.matcher.fork(), self.usable, self._buffer)
+
+
+class GuidanceMatcher:
+    """Match by an llguidance matcher, which this object then owns."""
+
+    def __init__(
+        self,
+        matcher: "llguidance.LLMatcher",
+        usable: np.ndarray,
+        buffer: Buffer | None = None,
+    ) -> None:
+        """Take over a matcher; `usable`: bool per id, whether a text may hold it."""
+        self.matcher, self.usable = matcher, usable
+        self._buffer = buffer or _make_buffer(usable)
+
+    def accept(self, token: int) -> bool:
+        """Go on by an id, if the grammar takes it here; else stay."""
+        if not self.usable[token]:
+            return False
+        # A matcher that has met an error stays there; one that has stopped takes nothing.
+        if self.matcher.is_stopped() or self.matcher.validate_tokens([token]) != 1:
+            return False
+        return bool(self.matcher.consume_token(token))
+
+    def rollback(self, count: int) -> None:
+        """Go back by so many ids."""
+        if count:
+            self.matcher.rollback(count)
+
+    def complete(self) -> bool:
+        """Tell whether the text so far may end."""
+        return bool(self.matcher.is_accepting())
+
+    def allowed(self) -> np.ndarray:
+        """Return which ids may follow, as packed bits; unusable ids may not. A view: copy it."""
+        from llguidance.torch import fill_next_token_bitmask
+
+        bits, keep = self._buffer
+        row = bits[0].numpy()
+        if self.matcher.is_stopped():
+            row.fill(0)
+        else:
+            fill_next_token_bitmask(self.matcher, bits, 0)
+        row &= keep
+        return row
+
+    def fork(self) -> "GuidanceMatcher":
+        """Return a matcher of its own at the same place."""
+        return GuidanceMatcher(self.matcher.deep_copy(), self.usable, self._buffer)
+
+
+def _make_buffer(usable: np.ndarray) -> Buffer:
+    """Return a row for a backend's bits, and the bits that may stay set in it."""
+    keep = pack(usable, -(-len(usable) // WORD))
+    return torch.zeros(1, len(keep), dtype=torch.int32), keep

@@ -1,0 +1,248 @@
+"""Follow one request's grammar: check its canvas from left to right, and keep a way to its end.
+
+*Run*: leading decided positions that the grammar takes. *Settled*: leading positions of the run
+behind which a closing fits the budget. *Frontier*: the position behind settled and forced ids.
+*Draft*: a decided position behind the frontier; it is checked when the run reaches it.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from dllm_plugin.grammar.closings import Limits, Searcher, closes, go, taken
+from dllm_plugin.grammar.matchers import Matcher
+from dllm_plugin.grammar.vocabulary import Vocabulary, pack
+
+NODES = 400  # places that each part of a search beside a step looks at
+FIRST = 20  # so many times more for the first closing, which is searched before anything runs
+FIRST_SECONDS = 2.0
+STEP_SECONDS = 0.1
+REQUEST_SECONDS = 2.0  # all searches of a request beside its steps
+
+
+class GrammarCheck(NamedTuple):
+    """Hold what a step may rely on, as ids from the first uncommitted position on.
+
+    settled   ids of the leading positions, whatever the canvas holds
+    forced    ids of the positions behind them
+    allowed   packed bits of the ids of the frontier; None if nothing is left to choose
+    must      the frontier has to be decided by the step
+    rejected  a draft was refused: what is decided behind the forced ids is dropped
+    """
+
+    settled: list[int]
+    forced: list[int]
+    allowed: np.ndarray | None
+    must: bool
+    rejected: bool
+
+
+class DeadEnd(ValueError):
+    """Say that no id may follow, and that the text cannot end."""
+
+
+class GrammarState:
+    """Hold one request's grammar at its committed text.
+
+    matcher      stands behind the committed text between two calls
+    left         ids that may still be emitted
+    completes    the text will be complete: `witness` is known
+    witness      ids that complete the text behind what is committed, at most `left` of them
+    careful      a draft of the first block was refused: the frontier is decided in every step
+    num_refused  drafts that were refused; `searches` and `seconds` what closings took
+    """
+
+    def __init__(
+        self,
+        matcher: Matcher,
+        vocabulary: Vocabulary,
+        stops: Sequence[int],
+        left: int,
+        *,
+        jumps: bool = True,
+        writes: bool = True,
+    ) -> None:
+        """Start before the first id.
+
+        Args:
+            stops: ids that end a text; the first one is taken where there is a choice.
+            jumps: whether text that must follow is written without asking the model.
+            writes: whether forced ids are written at all, or are the frontier's only choice.
+        """
+        self.matcher, self.vocabulary = matcher, vocabulary
+        self.searcher = Searcher(vocabulary)
+        self.stops = list(stops)
+        self.left = left
+        self.jumps, self.writes = jumps and writes, writes
+        flags = np.zeros(vocabulary.size, dtype=bool)
+        flags[self.stops] = True
+        self._stop_bits = pack(flags, vocabulary.words)
+        self.ended = False
+        self.completes = False
+        self.witness: list[int] = []
+        self.careful = False
+        self.num_refused = self.searches = 0
+        self.seconds = 0.0
+        self._chosen_at = -1  # the frontier whose choice has not been checked yet
+        self._closes_at = -1  # a place where a choice left no room, so the closing goes on there
+
+    def find_closing(self, known: list[int] | None = None, searches: bool = True) -> None:
+        """Take a closing that another request with this grammar has found, or search one."""
+        if known is not None and not (len(known) <= self.left and closes(self.matcher, known)):
+            known = None
+        if known is None and searches:
+            limits = Limits(NODES * FIRST, time.monotonic() + FIRST_SECONDS)
+            known = self.searcher.search(self.matcher, self.left, limits)
+        self.completes = known is not None and len(known) <= self.left
+        self.witness = known if known is not None and self.completes else []
+        if not self.matcher.complete() and not self._allowed().any():
+            raise DeadEnd("the grammar allows no text that this tokenizer can spell")
+
+    def check(self, canvas: Sequence[int]) -> GrammarCheck:
+        """Check a canvas: ids from the first uncommitted position on, -1 where undecided."""
+        run, stopped = self._run(canvas)
+        if stopped:
+            self.matcher.rollback(run - 1)
+            return GrammarCheck(list(canvas[:run]), [], None, False, False)
+        at = self._settle(canvas, run)
+        settled = list(canvas[:at])
+        forced, final = self._forced(settled, run)
+        front = at + len(forced)
+        allowed = None
+        if not final and front < self.left:
+            go(self.matcher, forced)
+            allowed = self._allowed().copy()
+            self.matcher.rollback(len(forced))
+        self.matcher.rollback(at)
+        refused = at < min(len(canvas), self.left) and canvas[at] >= 0
+        rejected = refused and not (forced and forced[0] == canvas[at])
+        self.careful = self.careful or rejected
+        self.num_refused += rejected
+        if forced and not self.writes:
+            front, allowed, forced = at, self._only(forced[0]), []
+            must = True
+        else:
+            must = self.careful
+        if allowed is not None and not allowed.any():
+            raise DeadEnd("the grammar allows no id here that this tokenizer can spell")
+        self._chosen_at = front
+        return GrammarCheck(settled, forced, allowed, must, rejected)
+
+    def commit(self, ids: Sequence[int]) -> bool:
+        """Go on by ids that were emitted; tell whether all of them were settled or forced."""
+        for token in ids:
+            if self.ended:
+                return False
+            if token in self.stops and self.matcher.complete():
+                self.ended = True
+            elif not self.matcher.accept(token):
+                return False
+        if self.completes and not self.ended:
+            if self.witness[: len(ids)] != list(ids):
+                return False  # neither settled nor forced: nobody knows a closing any more
+            self.witness = self.witness[len(ids) :]
+        self.left -= len(ids)
+        self._chosen_at -= len(ids)
+        self._closes_at -= len(ids)
+        self.careful = self.careful and not ids
+        return True
+
+    def _run(self, canvas: Sequence[int]) -> tuple[int, bool]:
+        """Go on by leading ids; return how many, and whether the last one ends the text."""
+        run = 0
+        for token in canvas[: self.left]:
+            if token < 0:
+                break
+            if token in self.stops and self.matcher.complete():
+                return run + 1, True
+            if token >= self.vocabulary.size or not self.matcher.accept(token):
+                break
+            run += 1
+        return run, False
+
+    def _settle(self, canvas: Sequence[int], run: int) -> int:
+        """Go back to the last place of the run behind which a closing fits; return that place."""
+        if not self.completes:
+            return run
+        limits, common = self._limits(), 0
+        while common < min(run, len(self.witness)) and canvas[common] == self.witness[common]:
+            common += 1
+        known = self.witness[common:]
+        while run > common:
+            found = self._close(known, list(canvas[common:run]), self.left - run, limits)
+            if found is not None:
+                self.witness = [*canvas[:run], *found]
+                break
+            self.matcher.rollback(1)
+            run -= 1
+        return run
+
+    def _limits(self) -> Limits:
+        seconds = min(STEP_SECONDS, REQUEST_SECONDS - self.seconds)
+        return Limits(NODES, time.monotonic() + seconds)
+
+    def _close(
+        self, known: list[int], added: list[int], room: int, limits: Limits
+    ) -> list[int] | None:
+        """Return a closing here: what is left of a known one, or one that is searched."""
+        found = self.searcher.remainder(self.matcher, known, added, room)
+        if found is None and room >= 0 and not limits.over() and self.seconds < REQUEST_SECONDS:
+            began = time.monotonic()
+            found = self.searcher.search(self.matcher, room, limits)
+            self.searches += 1
+            self.seconds += time.monotonic() - began
+        return found if found is not None and len(found) <= room else None
+
+    def _forced(self, settled: list[int], run: int) -> tuple[list[int], bool]:
+        """Return ids that the step writes behind the settled ones, and whether they end the text.
+
+        The stop token, where nothing else may follow; the closing, where it takes what is left of
+        the budget, or where the model's choice left no room for one; else text that must follow.
+        """
+        at = len(settled)
+        room = self.left - at
+        if room <= 0:
+            return [], True
+        complete = self.matcher.complete()
+        if complete and not (self._allowed() & ~self._stop_bits).any():
+            return self.stops[:1], True
+        if self.completes:
+            closing = self.witness[at:]
+            if len(closing) == room:
+                return closing, True
+            if (run > at and self._chosen_at == at) or self._closes_at == at:
+                self._closes_at = at
+                return (closing[:1], False) if closing else (self.stops[:1], True)
+        return ([], False) if complete or not self.jumps else (self._jump(settled, room), False)
+
+    def _jump(self, settled: list[int], room: int) -> list[int]:
+        """Return the ids of text that must follow, less the last, which may merge with more."""
+        text = self.searcher.forced_text(self.matcher)
+        if len(text) < 2:
+            return []
+        ids = (self.vocabulary.encode(text) or self.vocabulary.cut(text))[:-1]
+        ids = ids[: min(taken(self.matcher, ids), room)]
+        if not ids or not self.completes:
+            return ids
+        closing = self.witness[len(settled) :]
+        go(self.matcher, ids)
+        behind = self._close(closing, ids, room - len(ids), self._limits())
+        self.matcher.rollback(len(ids))
+        if behind is None:
+            return []
+        self.witness = [*settled, *ids, *behind]
+        return ids
+
+    def _allowed(self) -> np.ndarray:
+        """Return what may follow here, stop tokens included where the text may end."""
+        row = self.matcher.allowed()
+        if self.matcher.complete():
+            row |= self._stop_bits
+        return row
+
+    def _only(self, token: int) -> np.ndarray:
+        flags = np.zeros(self.vocabulary.size, dtype=bool)
+        flags[token] = True
+        return pack(flags, self.vocabulary.words)

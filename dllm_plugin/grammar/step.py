@@ -1,0 +1,189 @@
+"""Apply checks of grammars in a denoising step, on the device.
+
+The forward was launched before the checks were made, on a canvas that may hold drafts which they
+refuse. So a step is planned first as if there were no grammar, and this plan is then made to fit.
+Shape letters as in :mod:`dllm_plugin.decoding.plan`; G requests of the step with a grammar, W words
+of packed bits, K ids that a check names.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dllm_plugin.decoding.blocks import at_positions, leading, per_block
+from dllm_plugin.decoding.plan import Canvas, StepPlan, replaced
+
+NO_ID = -1
+
+
+class Checks(NamedTuple):
+    """Hold the checks of a step's requests.
+
+    row_G       int64, request of the step
+    known_GK    int64, settled and forced ids of the text, NO_ID behind them
+    settled_G   int64, how many are settled
+    front_G     int64, how many there are: the place of the frontier in the text
+    rejected_G  bool, a draft was refused
+    must_G      bool, the frontier has to be decided
+    writes_G    bool, known ids are written where the canvas lacks them
+    chooses_G   bool, something is left to choose at the frontier
+    allowed_GW  int32, bits of the ids that may stand there
+    """
+
+    row_G: Tensor
+    known_GK: Tensor
+    settled_G: Tensor
+    front_G: Tensor
+    rejected_G: Tensor
+    must_G: Tensor
+    writes_G: Tensor
+    chooses_G: Tensor
+    allowed_GW: Tensor
+
+
+class Constraint(NamedTuple):
+    """Hold what the rest of a step needs of its grammars.
+
+    drop_R      bool, what was decided or proposed behind the frontier is gone
+    must_R      bool, the frontier has to be decided
+    front_RC    bool, the frontier, where the step may decide it
+    behind_RC   bool, positions behind the frontier
+    """
+
+    drop_R: Tensor
+    must_R: Tensor
+    front_RC: Tensor
+    behind_RC: Tensor
+
+
+class _Agreed(NamedTuple):
+    """Hold what became of the canvases with a grammar.
+
+    tokens_GC   int64, with known ids written and refused drafts gone
+    settled_G   int64, leading canvas positions that were computed as they are settled
+    front_G     int64, canvas position of the frontier
+    drop_G      bool, what was decided behind the frontier is gone
+    lacks_G     bool, known ids are missing and are not written
+    """
+
+    tokens_GC: Tensor
+    settled_G: Tensor
+    front_G: Tensor
+    drop_G: Tensor
+    lacks_G: Tensor
+
+
+def _agree(canvas: Canvas, checks: Checks, mask_id: int) -> _Agreed:
+    """Compare canvases with what is known of them, and make them agree."""
+    tail_G1 = canvas.tail_R[checks.row_G].to(torch.int64)[:, None]
+    most = checks.known_GK.shape[1]
+    position_C = torch.arange(canvas.tokens_RC.shape[1], device=tail_G1.device)
+    place_GC = position_C - tail_G1
+    known_GC = checks.known_GK.gather(1, place_GC.clamp(0, most - 1))
+    known_GC = known_GC.where((place_GC >= 0) & (place_GC < most), NO_ID)
+    tokens_GC = canvas.tokens_RC[checks.row_G]
+    differs_GC = (known_GC != NO_ID) & (tokens_GC != known_GC)
+    agreed_G = leading(~(differs_GC & (place_GC < checks.settled_G[:, None])))
+    settled_G = torch.minimum(agreed_G, tail_G1[:, 0] + checks.settled_G)
+    drop_G = checks.rejected_G | (differs_GC & (tokens_GC != mask_id)).any(dim=1)
+    # Log-probabilities are those of choices: where ids were lost, they are chosen again.
+    lacks_G = differs_GC.any(dim=1) & ~checks.writes_G
+    tokens_GC = torch.where(differs_GC & ~lacks_G[:, None], known_GC, tokens_GC)
+    front_G = tail_G1[:, 0] + checks.front_G
+    gone_GC = (position_C >= front_G[:, None]) & drop_G[:, None]
+    return _Agreed(tokens_GC.masked_fill(gone_GC, mask_id), settled_G, front_G, drop_G, lacks_G)
+
+
+def constrain(
+    canvas: Canvas, plan: StepPlan, has_row_RC: Tensor, checks: Checks, mask_id: int
+) -> tuple[Canvas, StepPlan, Constraint]:
+    """Make canvas and plan of a step fit its grammars, after the forward.
+
+    Stored are only blocks that were computed as the grammars have settled them. Forced ids are
+    written. Where a draft was refused, everything decided behind the frontier becomes masks.
+
+    Args:
+        has_row_RC: positions that a logits row of this step predicts.
+    """
+    agreed = _agree(canvas, checks, mask_id)
+
+    def of_step(value_G: Tensor, fill: int | bool) -> Tensor:
+        whole_R = value_G.new_full((len(canvas.tokens_RC),), fill)
+        return whole_R.index_copy_(0, checks.row_G, value_G)
+
+    has_R, drop_R = of_step(torch.ones_like(agreed.drop_G), False), of_step(agreed.drop_G, False)
+    front_R = of_step(agreed.front_G, 0)
+    canvas = canvas._replace(
+        tokens_RC=canvas.tokens_RC.index_copy(0, checks.row_G, agreed.tokens_GC),
+        saw_stop_R=canvas.saw_stop_R & ~has_R,
+    )
+    num_positions, num_slots = canvas.tokens_RC.shape[1], canvas.size_RS.shape[1]
+    plan = _store_settled(canvas, plan, of_step(agreed.settled_G, num_positions), has_R)
+
+    position_C = torch.arange(num_positions, device=front_R.device)
+    behind_RC = (position_C > front_R[:, None]) & has_R[:, None]
+    open_RS = torch.arange(num_slots, device=front_R.device) < plan.open_R[:, None]
+    whole_R1 = (canvas.computed_RS | ~open_RS).all(dim=1, keepdim=True)
+    free_RC = at_positions(open_RS & whole_R1 & (canvas.size_RS > 0), canvas.block_RC)
+    free_RC &= canvas.tokens_RC == mask_id
+    chooses_R = of_step(checks.chooses_G & ~agreed.lacks_G, False) & ~canvas.ended_R
+    front_RC = (position_C == front_R[:, None]) & chooses_R[:, None] & has_row_RC & free_RC
+    kept_RC = ~has_R[:, None] | (behind_RC & free_RC & ~drop_R[:, None])
+    plan = replaced(
+        plan,
+        active_RS=plan.active_RS | (per_block(front_RC, canvas.block_RC, num_slots) > 0),
+        candidates_RC=(plan.candidates_RC & kept_RC) | front_RC,
+        editable_RC=plan.editable_RC & ~drop_R[:, None] & (behind_RC | ~has_R[:, None]),
+        fixed_R=torch.where(has_R, front_R, plan.fixed_R),
+    )
+    must_R = of_step(checks.must_G, False) | drop_R
+    return canvas, plan, Constraint(drop_R, must_R, front_RC, behind_RC)
+
+
+def _store_settled(canvas: Canvas, plan: StepPlan, settled_R: Tensor, has_R: Tensor) -> StepPlan:
+    """Store only blocks that lie before `settled_R`; keep the others open for another step."""
+    slot_S = torch.arange(canvas.size_RS.shape[1], device=settled_R.device)
+    stored_RS = slot_S < plan.num_stored_R[:, None]
+    stored_RS &= canvas.size_RS.cumsum(dim=1) <= settled_R[:, None]
+    num_stored_R = stored_RS.sum(dim=1)
+    fewer_R = has_R & (num_stored_R < plan.num_stored_R)
+    num_stored_R = torch.where(has_R, num_stored_R, plan.num_stored_R)
+    num_committed_R = (canvas.size_RS * stored_RS).sum(dim=1, dtype=torch.int32)
+    # With one active block the next one waits, as it does for a block that is not finished.
+    back_R = fewer_R & (canvas.max_active_R == 1)
+    return replaced(
+        plan,
+        open_R=torch.where(back_R, canvas.open_R.clamp_min(1), plan.open_R),
+        num_stored_R=num_stored_R,
+        num_committed_R=torch.where(has_R, num_committed_R, plan.num_committed_R),
+        checks_R=plan.checks_R & ~fewer_R,
+    )
+
+
+def take_frontier(constraint: Constraint, plan: StepPlan, unmask_RC: Tensor) -> Tensor:
+    """Return what a step unmasks: no drafts beside what is gone, and the frontier where it has to.
+
+    It has to be decided also if the policy takes nothing of the request.
+    """
+    unmask_RC = unmask_RC & ~(constraint.drop_R[:, None] & constraint.behind_RC)
+    none_R = ~(unmask_RC & plan.candidates_RC).any(dim=1)
+    return unmask_RC | (constraint.front_RC & (constraint.must_R | none_R)[:, None])
+
+
+def fix_stop(
+    constraint: Constraint, plan: StepPlan, unmask_RC: Tensor, is_stop_RC: Tensor
+) -> StepPlan:
+    """Return the plan once the frontier may have taken a stop token, with which the text is final.
+
+    The grammar allows a stop token only where the text may end.
+    """
+    ends_R = (unmask_RC & constraint.front_RC & is_stop_RC).any(dim=1)
+    return replaced(plan, fixed_R=plan.fixed_R + ends_R)
+
+
+def unpack(allowed_TW: Tensor, vocab_size: int) -> Tensor:
+    """Return packed bits as a bool per id, ``[T, W] -> [T, V]``."""
+    bit_32 = torch.arange(32, dtype=torch.int32, device=allowed_TW.device)
+    flags = (allowed_TW[:, :, None] >> bit_32) & 1
+    return flags.flatten(1)[:, :vocab_size].to(torch.bool)

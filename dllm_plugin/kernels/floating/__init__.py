@@ -1,0 +1,1 @@
+"""Split canvases into a decided run, a window of masks and a rest."""

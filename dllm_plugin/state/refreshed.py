@@ -1,0 +1,35 @@
+"""Bring committed tokens to the inputs of refreshes that start behind the prompt.
+
+vLLM writes a request's tokens into a forward's inputs where the forward starts inside of its
+prompt, and drafts alone where it does not. A refresh that starts behind the prompt computes
+committed tokens, too.
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import Tensor
+from vllm.utils.torch_utils import async_tensor_h2d
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
+
+def write_committed(batch: "InputBatch", all_token_ids_NL: Tensor) -> None:
+    """Write them into ``batch.input_ids``, from each slot's tokens by position."""
+    num_reqs, drafts = batch.num_reqs, batch.num_draft_tokens_per_req
+    if drafts is None:
+        return
+    first_row = batch.query_start_loc_np[:num_reqs].astype(np.int64)
+    computed = batch.num_computed_tokens_np[:num_reqs].astype(np.int64)
+    queries = np.diff(batch.query_start_loc_np[: num_reqs + 1])
+    behind = computed >= batch.prefill_len_np[:num_reqs]
+    counts = np.where(behind, queries - drafts[:num_reqs], 0)
+    if not counts.any():
+        return
+    offset = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+    table = [first_row, computed, batch.idx_mapping_np[:num_reqs]]
+    rows, positions, slots = (np.repeat(column, counts) for column in table)
+    packed = np.stack([rows + offset, positions + offset, slots]).astype(np.int64)
+    row_T, position_T, slot_T = async_tensor_h2d(packed, device=all_token_ids_NL.device)
+    batch.input_ids[row_T] = all_token_ids_NL[slot_T, position_T].to(batch.input_ids.dtype)

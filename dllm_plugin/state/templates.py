@@ -1,0 +1,67 @@
+"""Keep which positions of an answer its request gave, by a template.
+
+Shape letters as in :mod:`dllm_plugin.decoding.plan`; N is the number of slots.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dllm_plugin.config.options import FILL
+from dllm_plugin.config.template import Template
+from dllm_plugin.state.slot_table import SlotTable
+
+
+class Templates:
+    """Hold what is given of each slot's answer.
+
+    table   bool ``[N, C]``, by position of the answer; made when a request first has a template
+    has_np  bool, whether a slot's request has one
+    active  whether a request of this step does
+    """
+
+    def __init__(self, canvas_NC: Tensor) -> None:
+        self.shape, self.device = canvas_NC.shape, canvas_NC.device
+        self.has_np = np.zeros(self.shape[0], dtype=np.bool_)
+        self.table: SlotTable | None = None
+        self.active = False
+        self._dirty = False
+
+    def add_request(self, slot: int, template: Template | None) -> None:
+        """Note the template of a request that starts at `slot`, or that it has none."""
+        if template is None and not self.has_np[slot]:
+            return
+        if self.table is None:
+            self.table = SlotTable((self.shape[0], self.shape[1]), torch.bool, self.device)
+        self.has_np[slot], self._dirty = template is not None, True
+        self.table.np[slot] = False
+        if template is not None:
+            ids = np.array(template.token_ids)
+            self.table.np[slot, : len(ids)] = ids != FILL
+
+    def copy_to_device(self) -> None:
+        """Bring what was noted since the last call to the device."""
+        if self._dirty and self.table is not None:
+            self.table.copy_to_device()
+            self._dirty = False
+
+    def start_step(self, slots_np: np.ndarray) -> None:
+        """See whether a request of this step has a template."""
+        self.active = self.table is not None and bool(self.has_np[slots_np].any())
+
+    def given(self, slots_R: Tensor, first_R: Tensor) -> Tensor:
+        """Return what is given of canvases that begin at answer position `first_R`, bool [R, C]."""
+        assert self.table is not None
+        place_RC = first_R[:, None] + torch.arange(self.shape[1], device=self.device)
+        given_RC = self.table.gpu[slots_R].gather(1, place_RC.clamp_max(self.shape[1] - 1))
+        return given_RC & (place_RC < self.shape[1])
+
+    def next_block_np(
+        self, slots_np: np.ndarray, place: np.ndarray, block_length: np.ndarray
+    ) -> np.ndarray:
+        """Return where the first block with a gap starts, from answer position `place` on."""
+        if self.table is None or not self.has_np[slots_np].any():
+            return place
+        is_gap = ~self.table.np[slots_np] & (np.arange(self.shape[1]) >= place[:, None])
+        start = is_gap.argmax(axis=1) // block_length * block_length
+        return np.where(self.has_np[slots_np] & is_gap.any(axis=1), start, place)

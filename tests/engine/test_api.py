@@ -1,0 +1,310 @@
+"""Our endpoints over HTTP: what a request took, in replies, streams and on /metrics."""
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from engines import LETTERS, letters
+from processes import serving
+
+from dllm_plugin.commands import cli, watch
+
+KEY, ROOT = "secret", "/behind/a/proxy"
+PROMPT = letters(20, 2)
+MESSAGES = [{"role": "user", "content": "What is 2+2?"}]
+READABLE = {"allowed_token_ids": LETTERS, "ignore_eos": True, "max_tokens": 48, "temperature": 0}
+SMALL = {"dllm_block_length": 8, "dllm_threshold": 0.4}
+BODY = READABLE | {"model": "tiny", "vllm_xargs": SMALL}
+CHAT, COMPLETION = {"messages": MESSAGES}, {"prompt": PROMPT}
+COUNTS = ("forwards", "tokens", "computed_positions", "wasted_positions")
+HISTOGRAMS = ("request_forwards", "request_tokens_per_forward", "request_positions_per_token")
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """Dual cache, with a key, behind a proxy's path; nothing said about VLLM_PLUGINS."""
+    log = tmp_path_factory.mktemp("server") / "log"
+    with serving(log, f"--api-key={KEY}", f"--root-path={ROOT}") as server:
+        headers = {"Authorization": f"Bearer {KEY}"}
+        with httpx.Client(base_url=server.url, headers=headers, timeout=120) as client:
+            yield client
+
+
+def post(client: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
+    reply = client.post(f"/v1/{path}", json=BODY | body)
+    assert reply.status_code == 200, reply.text
+    return dict(reply.json())
+
+
+def stream(client: httpx.Client, path: str, **body: Any) -> list[dict[str, Any]]:
+    """Chunks of a stream with usage."""
+    body = BODY | {"stream": True, "stream_options": {"include_usage": True}} | body
+    with client.stream("POST", f"/v1/{path}", json=body) as reply:
+        assert reply.status_code == 200, reply.read()
+        events = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
+    assert events.pop() == "[DONE]"
+    return [json.loads(event) for event in events]
+
+
+def metrics(client: httpx.Client) -> dict[str, float]:
+    """Every sample of /metrics without its labels."""
+    lines = [line for line in client.get("/metrics").text.splitlines() if line[:1] != "#"]
+    return {line.split("{")[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
+
+
+def check_counts(whole: dict[str, Any], choices: list[dict[str, Any]], prompt: int) -> None:
+    for counts in choices:
+        assert counts["tokens"] == 48 and 6 <= counts["forwards"] <= 48
+        # Each forward computes a block at least; block by block, prompt and canvas once more.
+        assert counts["computed_positions"] >= 8 * counts["forwards"] + 6 * prompt
+        waste = counts["computed_positions"] - prompt - counts["tokens"]
+        assert counts["wasted_positions"] == waste
+        assert counts["tokens_per_forward"] == round(48 / counts["forwards"], 2)
+    for name in COUNTS:
+        assert whole[name] == sum(counts[name] for counts in choices)
+    assert (whole["strategy"], whole["policy"]) == ("dual_cache", "threshold")
+
+
+@pytest.mark.parametrize("path,prompt", [("chat/completions", CHAT), ("completions", COMPLETION)])
+def test_counts_of_each_choice(client: httpx.Client, path: str, prompt: Any) -> None:
+    """The same in a reply and in a stream, and the same text as without."""
+    hot = prompt | {"n": 2, "temperature": 1.5, "seed": 7}
+    plain = post(client, path, **hot)
+    whole = post(client, path, **hot, diffusion={})
+    length = whole["usage"]["prompt_tokens"]
+    counts = [choice.pop("diffusion") for choice in whole["choices"]]
+    assert whole["choices"] == plain["choices"] and whole["usage"] == plain["usage"]
+    check_counts(whole["metrics"]["diffusion"], counts, length)
+    assert list(whole["metrics"]) == ["diffusion"]
+    chunks = stream(client, path, **hot, diffusion={})
+    told = {c["index"]: c["diffusion"] for k in chunks for c in k["choices"] if "diffusion" in c}
+    ends = {c["index"] for k in chunks for c in k["choices"] if c["finish_reason"]}
+    assert ends == {0, 1} and [told[0], told[1]] == counts
+    assert chunks[-1]["metrics"]["diffusion"] == whole["metrics"]["diffusion"]
+    untouched = stream(client, path, **hot)
+    assert [chunk for chunk in untouched if "diffusion" in json.dumps(chunk)] == []
+
+
+def test_several_prompts_in_one_body(client: httpx.Client) -> None:
+    body = {"prompt": [PROMPT, PROMPT[:12]], "n": 2, "temperature": 1.5, "seed": 7}
+    whole = post(client, "completions", **body, diffusion={})
+    counts = [choice["diffusion"] for choice in whole["choices"]]
+    single = post(client, "completions", **body | {"prompt": PROMPT[:12]}, diffusion={})
+    assert counts[2:] == [choice["diffusion"] for choice in single["choices"]]
+
+
+def test_no_statistics_unless_asked_for(client: httpx.Client) -> None:
+    """Hundreds of zeros in every reply say nothing."""
+    assert post(client, "completions", **COMPLETION)["metrics"] is None
+    assert "metrics" not in stream(client, "chat/completions", **CHAT)[-1]
+    told = post(client, "completions", **COMPLETION, vllm_xargs=SMALL | {"dllm_statistics": 1})
+    statistics = told["metrics"]["speculative_decoding"]
+    asked = post(client, "completions", **COMPLETION, diffusion={})["metrics"]["diffusion"]
+    assert statistics["num_spec_steps"] == asked["forwards"]
+    assert statistics["num_draft_tokens"] == asked["computed_positions"]
+
+
+def test_a_stop_string_ends_the_counting(client: httpx.Client) -> None:
+    text = post(client, "completions", **COMPLETION, temperature=1.5, seed=3)["choices"][0]["text"]
+    wish = COMPLETION | {"temperature": 1.5, "seed": 3, "stop": [text[20:23]]}
+    whole = post(client, "completions", **wish, diffusion={})
+    assert whole["choices"][0]["finish_reason"] == "stop"
+    counts = whole["choices"][0]["diffusion"]
+    assert 0 < counts["tokens"] == whole["usage"]["completion_tokens"] < 48
+    assert 3 <= counts["forwards"] < 48
+
+
+def test_histograms_count_every_request_once(client: httpx.Client) -> None:
+    before, names = metrics(client), [f"diffuplug:{name}_count" for name in HISTOGRAMS]
+    time.sleep(0.5)
+    while (now := metrics(client))[names[0]] > before[names[0]]:  # of the tests before
+        before = now
+        time.sleep(0.5)
+    whole = post(client, "completions", **COMPLETION, diffusion={})["metrics"]["diffusion"]
+    post(client, "chat/completions", **CHAT)
+    stream(client, "completions", **COMPLETION)
+    wish = {"temperature": 1.5, "seed": 3, "stop": ["a", "b", "c", "d"]}
+    post(client, "completions", **COMPLETION | wish)
+    deadline = time.monotonic() + 60
+    while metrics(client)[names[0]] - before[names[0]] < 4 and time.monotonic() < deadline:
+        time.sleep(0.2)
+    after = metrics(client)
+    assert [after[name] - before[name] for name in names] == [4, 4, 4]
+    name = "diffuplug:request_forwards_sum"
+    steps = "vllm:diffusion_num_denoising_steps_total"
+    assert after[name] - before[name] == after[steps] - before[steps] >= whole["forwards"]
+
+
+def test_the_board_shows_metrics_that_exist(client: httpx.Client) -> None:
+    """Every metric that examples/grafana.json names is on /metrics."""
+    board = json.loads((Path(__file__).parents[2] / "examples" / "grafana.json").read_text())
+    queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    queries += [variable["query"] for variable in board["templating"]["list"]]
+    named = set(re.findall(r"(?:vllm|diffuplug):\w+", " ".join(queries)))
+    post(client, "completions", **COMPLETION)
+    assert len(named) >= 8 and named <= set(metrics(client))
+
+
+@pytest.mark.parametrize("path,prompt", [("chat/completions", CHAT), ("completions", COMPLETION)])
+@pytest.mark.parametrize("early", [False, True])
+def test_frames_in_a_stream(client: httpx.Client, path: str, prompt: Any, early: bool) -> None:
+    """A client that reads text alone reads the same; frames replayed are the text of tokens."""
+    hot = prompt | {"n": 3, "temperature": 1.5, "seed": 5, "return_token_ids": True}
+    plain = stream(client, path, **hot)
+    watched = stream(client, path, **hot, diffusion={"frames": True, "early_text": early})
+    frames = [chunk for chunk in watched if is_frame(chunk)]
+    others = [chunk for chunk in watched if not is_frame(chunk)]
+    assert text_of(others) == text_of(plain) == text_of(watched)
+    assert {chunk["id"] for chunk in watched} == {watched[0]["id"]}
+    assert all(chunk["choices"] or chunk["usage"] for chunk in watched)
+    shown: list[dict[int, str]] = [{}, {}, {}]
+    final = [0, 0, 0]
+    for chunk in frames:
+        [choice] = chunk["choices"]
+        frame, index = choice["diffusion"], choice["index"]
+        assert choice["finish_reason"] is None
+        assert choice.get("delta", {}) == {} and not choice.get("text")
+        for position in frame["unset"]:
+            del shown[index][position]
+        shown[index] |= {position: text for position, text, _ in frame["set"]}
+        assert final[index] <= frame["final"] <= frame["start"] + frame["length"]
+        final[index] = frame["final"]
+    assert final == [48, 48, 48]
+    for index, texts in enumerate(shown):
+        assert "".join(texts[i] for i in range(48)) == text_of(plain)[index]
+    told = watched[-1]["metrics"]["diffusion"]
+    assert told["tokens"] == 144 and len(frames) > 5
+
+
+@pytest.mark.parametrize("path,prompt", [("chat/completions", CHAT), ("completions", COMPLETION)])
+def test_traces_of_each_choice(client: httpx.Client, path: str, prompt: Any) -> None:
+    """The same in a reply and in a stream, also with frames; cut where a stop string cuts."""
+    hot = prompt | {"n": 2, "temperature": 1.5, "seed": 7, "diffusion": {"trace": True}}
+    whole = post(client, path, **hot, return_token_ids=True)
+    told = [choice["diffusion"].pop("trace") for choice in whole["choices"]]
+    plain = post(client, path, **hot | {"diffusion": {}}, return_token_ids=True)
+    assert whole["choices"] == plain["choices"], "nothing else is another"
+    for choice, trace in zip(whole["choices"], told, strict=True):
+        steps, certain = trace["steps"], trace["confidences"]
+        assert len(steps) == len(certain) == len(choice["token_ids"]) == 48
+        assert min(steps) == 1 and max(steps) == choice["diffusion"]["forwards"]
+        assert all(0 < value <= 1 for value in certain)
+    for more in ({}, {"frames": True, "early_text": True}):
+        chunks = stream(client, path, **hot | {"diffusion": {"trace": True} | more})
+        fields = [(c["index"], c.get("diffusion", {})) for k in chunks for c in k["choices"]]
+        assert {i: f["trace"] for i, f in fields if "trace" in f} == dict(enumerate(told))
+    text = whole["choices"][0].get("text") or whole["choices"][0]["message"]["content"]
+    cut = post(client, path, **hot | {"stop": [text[20:23]]}, return_token_ids=True)["choices"][0]
+    kept, steps = len(cut["token_ids"]), cut["diffusion"]["trace"]["steps"]
+    assert 0 < kept < 48 and steps == told[0]["steps"][:kept]
+
+
+def is_frame(chunk: dict[str, Any]) -> bool:
+    return any("set" in choice.get("diffusion", {}) for choice in chunk["choices"])
+
+
+def text_of(chunks: list[dict[str, Any]]) -> list[str]:
+    """Text of each choice as old clients read it."""
+    texts = ["", "", ""]
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            piece = choice["text"] if "text" in choice else choice["delta"].get("content")
+            texts[choice["index"]] += piece or ""
+    return texts
+
+
+@pytest.mark.parametrize("seconds", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_reader_that_sleeps_loses_frames_and_no_text(client: httpx.Client, seconds: int) -> None:
+    """Nor does it hold anybody up: others are answered meanwhile."""
+    slow = BODY | COMPLETION | {"max_tokens": 200, "stream": True, "diffusion": {"frames": True}}
+    slow["vllm_xargs"] = SMALL | {"dllm_threshold": 1.0}
+    whole = post(client, "completions", **slow | {"stream": False, "diffusion": {}})
+    chunks = []
+    with client.stream("POST", "/v1/completions", json=slow) as reply:
+        lines = (line for line in reply.iter_lines() if line)
+        chunks.append(next(lines))
+        other = httpx.Client(base_url=client.base_url, headers=client.headers, timeout=60)
+        with other:
+            post(other, "completions", **COMPLETION)
+            time.sleep(seconds)
+        chunks += lines
+    read = [json.loads(chunk.removeprefix("data: ")) for chunk in chunks[:-1]]
+    assert text_of(read)[0] == whole["choices"][0]["text"]
+    told = whole["choices"][0]["diffusion"]
+    assert sum(map(is_frame, read)) <= told["forwards"]
+
+
+WRONG: list[tuple[Any, str]] = [
+    (
+        {"frame": True},
+        "Unknown field 'frame' in diffusion; known: early_text, frames, lengths, trace.",
+    ),
+    ({"frames": True}, 'diffusion.frames needs "stream": true.'),
+    ({"early_text": True}, 'diffusion.early_text needs "stream": true.'),
+    ({"frames": {"every": 0}}, "diffusion.frames.every must be at least 1, got 0."),
+    ({"frames": 3}, "diffusion.frames must be true, false or"),
+    ({"trace": 1}, "diffusion.trace must be true or false, got 1."),
+    (True, "diffusion must be an object, got True."),
+]
+
+
+@pytest.mark.parametrize("field,sentence", WRONG)
+def test_refused_by_name(client: httpx.Client, field: Any, sentence: str) -> None:
+    for path, prompt in (("chat/completions", CHAT), ("completions", COMPLETION)):
+        reply = client.post(f"/v1/{path}", json=BODY | prompt | {"diffusion": field})
+        assert reply.status_code == 400 and sentence in reply.json()["error"]["message"]
+    wrong = BODY | COMPLETION | {"diffusion": {}, "vllm_xargs": {"dllm_threshold": 2}}
+    reply = client.post("/v1/completions", json=wrong)
+    assert reply.status_code == 400 and "dllm_threshold must be" in reply.text
+
+
+def test_the_key_guards_and_the_path_in_front_is_taken_off(client: httpx.Client) -> None:
+    body = BODY | COMPLETION | {"diffusion": {}}
+    reply = httpx.post(f"{client.base_url}/v1/completions", json=body)
+    assert reply.status_code == 401
+    reply = client.post(f"{ROOT}/v1/completions", json=body)
+    assert reply.status_code == 200 and "diffusion" in reply.json()["metrics"]
+
+
+@pytest.mark.parametrize("asked", [{}, {"frames": True, "early_text": True, "trace": True}])
+def test_a_reader_that_leaves_frees_the_request(
+    client: httpx.Client, asked: dict[str, Any]
+) -> None:
+    slow = BODY | COMPLETION | {"max_tokens": 200, "stream": True, "diffusion": asked}
+    slow["vllm_xargs"] = SMALL | {"dllm_threshold": 1.0}
+    with client.stream("POST", "/v1/completions", json=slow) as reply:
+        next(reply.iter_lines())
+    deadline = time.monotonic() + 60
+    while metrics(client)["vllm:num_requests_running"]:
+        assert time.monotonic() < deadline, "the request still runs"
+        time.sleep(0.2)
+
+
+def test_the_viewer_needs_no_key(client: httpx.Client) -> None:
+    """And it lies under the path in front too; it asks for the key itself."""
+    for path in ("/viewer", f"{ROOT}/viewer"):
+        reply = httpx.get(f"{client.base_url}{path}")
+        assert reply.status_code == 200 and "sha256-" in reply.headers["content-security-policy"]
+
+
+def test_watch_in_a_terminal(client: httpx.Client, capsys: pytest.CaptureFixture[str]) -> None:
+    """`diffuplug watch --url`: the answer as text where standard output is no terminal."""
+    words = ["watch", "What is 2+2?", f"--url={client.base_url}", "--max-tokens=24"]
+    words += ["--block-length=8", "--threshold=0.4"]
+    assert cli.main([*words, f"--api-key={KEY}"]) == 0
+    printed = capsys.readouterr()
+    body = {"messages": MESSAGES, "max_tokens": 24, "temperature": 0, "model": "tiny"}
+    plain = client.post("/v1/chat/completions", json=body | {"vllm_xargs": SMALL}).json()
+    assert printed.out.strip() == plain["choices"][0]["message"]["content"].strip()
+    tokens = plain["usage"]["completion_tokens"]
+    assert re.fullmatch(rf"{tokens} tokens, \d+ forwards, .* seconds\n", printed.err)
+    args = cli.build_parser().parse_args([*words, f"--api-key={KEY}"])
+    seen = [[entry is None for entry in state.canvas] for state in watch.from_server(args)]
+    assert any(True in masks[: masks[::-1].index(False)] for masks in seen if False in masks)
+    assert cli.main([*words, "--api-key=wrong"]) == 1
+    assert "Unauthorized" in capsys.readouterr().err

@@ -1,0 +1,200 @@
+"""Programs of docs/clients.md, and requests as chat programs send them, on the bundled model.
+
+`CLIENTS_PYTHON` may name the interpreter of another environment that has the clients: what they pin
+need not agree with what vLLM pins.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from documented import ROOT
+from processes import Server, serving
+
+from dllm_plugin import default_model
+from dllm_plugin.commands.problems.generator import eval_seeds, problem
+
+PYTHON = os.environ.get("CLIENTS_PYTHON", sys.executable)
+PROGRAMS = re.findall(
+    r"<!-- test: ([\w.]+) -->\n```python\n(.*?)^```$",
+    (ROOT / "docs" / "clients.md").read_text(encoding="utf-8"),
+    re.DOTALL | re.MULTILINE,
+)
+QUESTION = (
+    "Omar has 7 pencils. Anna has 48 pencils and hands them all to Omar. "
+    "Omar sells 26 pencils at the market. How many pencils does Omar have now?"
+)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log, model = tmp_path_factory.mktemp("clients") / "log", Path(default_model.path())
+    with serving(
+        log, "--served-model-name=diffuplug", "--max-model-len=512", model=model
+    ) as server:
+        yield server
+
+
+def run(program: str) -> str:
+    done = subprocess.run([PYTHON, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("package,program", PROGRAMS, ids=[name for name, _ in PROGRAMS])
+def test_program(package: str, program: str, server: Server) -> None:
+    found = subprocess.run([PYTHON, "-c", f"import {package}"], capture_output=True, text=True)
+    if "ModuleNotFoundError" in found.stderr:
+        pytest.skip(f"{package} is not installed")
+    assert re.search(r"#### 29\b", run(program.replace("http://localhost:8000", server.url)))
+
+
+def test_there_are_programs() -> None:
+    assert len(PROGRAMS) >= 4
+
+
+def events(server: Server, body: dict[str, Any]) -> tuple[str, list[str]]:
+    """Text of a streamed chat, and its raw lines."""
+    text, lines = "", []
+    url = f"{server.url}/v1/chat/completions"
+    with httpx.stream("POST", url, json=body, timeout=120) as reply:
+        assert reply.status_code == 200, reply.read()
+        lines = [line for line in reply.iter_lines() if line]
+    for line in lines[:-1]:
+        for choice in httpx.Response(200, content=line.removeprefix("data: ")).json()["choices"]:
+            text += choice["delta"].get("content") or ""
+    assert lines[-1] == "data: [DONE]"
+    return text, lines
+
+
+def test_what_open_webui_sends(server: Server) -> None:
+    """A chat with usage, and behind it the request for a title."""
+    body = {
+        "stream": True,
+        "model": "diffuplug",
+        "messages": [{"role": "user", "content": QUESTION}],
+        "temperature": 0,
+        "max_tokens": 128,
+        "stream_options": {"include_usage": True},
+    }
+    text, lines = events(server, body)
+    assert re.search(r"#### 29\b", text) and '"usage":{' in lines[-2]
+    history = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": text}]
+    task = {"role": "user", "content": "Create a concise, 3-5 word title of this chat as JSON."}
+    title = {"model": "diffuplug", "messages": [*history, task], "stream": False}
+    reply = httpx.post(
+        f"{server.url}/v1/chat/completions", json=title | {"max_completion_tokens": 40}, timeout=120
+    )
+    assert reply.status_code == 200
+    assert reply.json()["choices"][0]["message"]["role"] == "assistant"
+
+
+def test_what_aider_sends(server: Server) -> None:
+    """System prompt and examples before the question, no stop string, no limit of tokens."""
+    body = {
+        "model": "diffuplug",
+        "messages": [
+            {"role": "system", "content": "Act as an expert software developer."},
+            {"role": "user", "content": "Change the greeting."},
+            {"role": "assistant", "content": "hello.py\n<<<<<<< SEARCH\nhi\n=======\nbye\n"},
+            {"role": "user", "content": QUESTION},
+        ],
+        "temperature": 0,
+        "stream": True,
+    }
+    text, lines = events(server, body)
+    assert text and '"finish_reason":"' in lines[-2]
+
+
+def test_penalties_are_refused_by_name(server: Server) -> None:
+    body = {"model": "diffuplug", "prompt": "def area(r):", "max_tokens": 16}
+    url = f"{server.url}/v1/completions"
+    assert httpx.post(url, json=body | {"presence_penalty": 0.0}, timeout=60).status_code == 200
+    reply = httpx.post(url, json=body | {"presence_penalty": 1.5}, timeout=60)
+    assert reply.status_code == 400 and "presence_penalty is not supported" in reply.text
+
+
+TASK = """
+task: word_problems
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {data}
+output_type: generate_until
+test_split: test
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs:
+  max_gen_toks: 128
+  until: []
+  temperature: 0
+metric_list:
+  - metric: exact_match
+    aggregation: mean
+    higher_is_better: true
+filter_list:
+  - name: number
+    filter:
+      - function: regex
+        regex_pattern: "#### (-?[0-9]+)"
+      - function: take_first
+"""
+
+
+@pytest.mark.slow
+def test_lm_evaluation_harness(server: Server, tmp_path: Path) -> None:
+    """Ten of its generated answers are right."""
+    found = subprocess.run([PYTHON, "-c", "import lm_eval"], capture_output=True)
+    if found.returncode:
+        pytest.skip("lm_eval is not installed")
+    problems = [problem(seed) for seed in eval_seeds(10)]
+    rows = [json.dumps({"question": p.question, "answer": str(p.result)}) for p in problems]
+    (tmp_path / "data.jsonl").write_text("\n".join(rows) + "\n")
+    (tmp_path / "task.yaml").write_text(TASK.format(data=tmp_path / "data.jsonl"))
+    address = f"base_url={server.url}/v1/chat/completions,model=diffuplug,num_concurrent=2"
+    words = ["--model", "local-chat-completions", "--model_args", address, "--apply_chat_template"]
+    words += ["--tasks", "word_problems", "--include_path", str(tmp_path)]
+    done = subprocess.run(
+        [PYTHON, "-m", "lm_eval", *words, "--output_path", str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"OPENAI_API_KEY": "none", "HF_HOME": str(tmp_path / "hf")},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    [report] = (tmp_path / "out").rglob("results*.json")
+    results = json.loads(report.read_text())["results"]["word_problems"]
+    assert results["exact_match,number"] == 1.0
+
+
+@pytest.mark.slow
+def test_vllm_bench_serve(server: Server) -> None:
+    """vLLM's own benchmark, whose requests the server counts."""
+    name = "vllm:diffusion_num_committed_tokens_total"
+    before = sum(server.metrics(name).values())
+    options = {
+        "backend": "openai",
+        "base-url": server.url,
+        "endpoint": "/v1/completions",
+        "model": "diffuplug",
+        "tokenizer": default_model.path(),
+        "dataset-name": "random",
+        "random-input-len": "32",
+        "random-output-len": "32",
+        "num-prompts": "20",
+    }
+    words = [word for key, value in options.items() for word in (f"--{key}", value)]
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--ignore-eos"]
+    done = subprocess.run(
+        [*command, *words], capture_output=True, text=True, timeout=400, env=os.environ
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.search(r"Successful requests: +20\b", done.stdout)
+    assert sum(server.metrics(name).values()) - before >= 20 * 32

@@ -1,0 +1,203 @@
+"""Processes that are killed or asked to end, clients that vanish: nobody waits, nothing is left."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from engines import EngineRoom
+from processes import KILLED_SOON, Server, serving
+from streams import join, slow_request, start_streams
+
+from dllm_plugin import default_model
+from dllm_plugin.engine.cpu_worker import DiffusionCPUWorker
+
+pytestmark = pytest.mark.slow
+
+OPTIONS = (
+    '--additional-config={"dllm": {"strategy": "d2f"}}',
+    "--max-model-len=512",
+    f"--kv-cache-memory-bytes={32 << 20}",
+)
+LONG = 440  # tokens, and as many forwards: seconds
+ERROR_SECONDS = 10.0
+END_SECONDS = 60.0  # vLLM's watchdog looks every five
+READERS = 200
+
+
+def own(server: Server) -> psutil.Process:
+    return psutil.Process(server.process.pid)
+
+
+def named(server: Server, name: str) -> list[psutil.Process]:
+    """The server's processes of a name that vLLM gives them."""
+    return [p for p in own(server).children(recursive=True) if name in " ".join(p.cmdline())]
+
+
+def plain_texts(server: Server, count: int) -> list[str]:
+    """What streams say that nobody disturbs."""
+    streams = start_streams(server.url, count, LONG)
+    join(streams, 120)
+    assert {stream.reason for stream in streams} == {"length"}
+    return [stream.text for stream in streams]
+
+
+def end_of(server: Server) -> int:
+    return server.process.wait(timeout=END_SECONDS)
+
+
+def assert_gone(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=END_SECONDS)
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE], alive
+
+
+def killed(server: Server, victim: psutil.Process) -> None:
+    """Kill a process while eight streams run; every client has an error soon, nothing is left."""
+    streams = start_streams(server.url, 8, LONG)
+    processes = own(server).children(recursive=True)
+    victim.send_signal(signal.SIGKILL)
+    began = time.monotonic()
+    join(streams, ERROR_SECONDS)
+    assert all(stream.error for stream in streams), [s.reason for s in streams]
+    assert max(stream.ended for stream in streams) - began < ERROR_SECONDS
+    assert end_of(server) not in (0, None)
+    assert_gone(processes)
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"{server.url}/health", timeout=5)
+
+
+def test_the_engine_is_killed(tmp_path: Path) -> None:
+    """And another server takes the port at once."""
+    with serving(tmp_path / "log", *OPTIONS, python=sys.executable, **KILLED_SOON) as server:
+        texts = plain_texts(server, 2)
+        [engine] = named(server, "EngineCore")
+        killed(server, engine)
+        assert "diffuplug: the engine has died" in server.log.read_text()
+        port = int(server.url.rpartition(":")[2])
+        log = tmp_path / "again"
+        with serving(log, *OPTIONS, port=port, python=sys.executable, **KILLED_SOON) as again:
+            assert again.url == server.url
+            assert plain_texts(again, 2) == texts
+
+
+def test_a_rank_is_killed(tmp_path: Path) -> None:
+    options = (*OPTIONS, "--tensor-parallel-size=2")
+    variables = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} | KILLED_SOON
+    with serving(tmp_path / "log", *options, python=sys.executable, **variables) as server:
+        ranks = named(server, "VLLM::Worker")
+        assert len(ranks) == 2
+        killed(server, ranks[1])
+
+
+@pytest.fixture(scope="module")
+def drained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that drains for a minute when it is asked to end."""
+    log = tmp_path_factory.mktemp("faults") / "log"
+    options = (*OPTIONS, "--shutdown-timeout=60")
+    with serving(log, *options, python=sys.executable, **KILLED_SOON) as server:
+        yield server
+
+
+def connect(server: Server, body: dict[str, Any]) -> socket.socket:
+    """Send a request and read its first bytes, no more."""
+    request = httpx.Request("POST", f"{server.url}/v1/completions", json={"model": "tiny"} | body)
+    head = f"POST {request.url.path} HTTP/1.1\r\n"
+    head += "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    connection = socket.create_connection((host, int(port)), timeout=120)
+    connection.sendall(head.encode() + b"\r\n" + request.read())
+    return connection
+
+
+def test_readers_that_stop_or_vanish(drained: Server) -> None:
+    """Half of them go after their first bytes, the others stay and read no more."""
+    [expected] = plain_texts(drained, 1)
+    readers = [connect(drained, slow_request(i, 64) | {"stream": True}) for i in range(READERS)]
+    for reader in readers[::2]:
+        assert reader.recv(16)
+        reader.close()
+    try:
+        began = time.monotonic()
+        [text] = plain_texts(drained, 1)
+        assert text == expected and time.monotonic() - began < 60
+        for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+            while sum(drained.metrics(f"vllm:{name}").values()):
+                assert time.monotonic() - began < 120, f"{name} is not 0"
+                time.sleep(0.2)
+    finally:
+        for reader in readers:
+            reader.close()
+
+
+def test_drained(drained: Server) -> None:
+    """What runs ends as if nobody had asked, what comes is refused, and the status is 0."""
+    texts = plain_texts(drained, 8)
+    streams = start_streams(drained.url, 8, LONG)
+    processes = own(drained).children(recursive=True)
+    drained.process.send_signal(signal.SIGTERM)
+    join(streams, 120)
+    assert [stream.text for stream in streams] == texts
+    assert {stream.reason for stream in streams} == {"length"}
+    assert end_of(drained) == 0
+    assert_gone(processes)
+
+
+class TruncatingWorker(DiffusionCPUWorker):
+    """Cuts the adapter short behind the check at start, before it is merged."""
+
+    def load_model(self, **options: Any) -> None:
+        folder = Path(self.vllm_config.additional_config["dllm"]["lora_path"])
+        os.truncate(folder / "adapter_model.safetensors", 1000)
+        super().load_model(**options)
+
+
+def test_an_adapter_is_truncated_behind_its_check(tmp_path: Path, room: EngineRoom) -> None:
+    folder = shutil.copytree(default_model.adapter_path(), tmp_path / "adapter")
+    options = {"model": default_model.path(), "worker_cls": "test_faults.TruncatingWorker"}
+    with pytest.raises(ValueError, match=r"'.*/adapter_model.safetensors': it is truncated"):
+        room.start("bundled", {"lora_path": str(folder)}, **options)
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB."""
+    folder = tmp_path / "full"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", folder], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+def test_the_compile_cache_is_full(tmp_path: Path, full_disk: Path) -> None:
+    """The server starts and answers all the same: only the next start compiles again."""
+    compiled = (*OPTIONS, '--compilation-config={"mode": 3}')
+    where = {"VLLM_CACHE_ROOT": str(full_disk), "TORCHINDUCTOR_CACHE_DIR": str(full_disk / "i")}
+    with serving(tmp_path / "log", *compiled, python=sys.executable, **where) as server:
+        assert plain_texts(server, 1)
+
+
+def test_not_drained(tmp_path: Path) -> None:
+    """By default every stream ends soon, with what it has and an error; the status is 0."""
+    with serving(tmp_path / "log", *OPTIONS, python=sys.executable, **KILLED_SOON) as server:
+        texts = plain_texts(server, 8)
+        streams = start_streams(server.url, 8, LONG)
+        processes = own(server).children(recursive=True)
+        server.process.send_signal(signal.SIGTERM)
+        join(streams, ERROR_SECONDS)
+        assert all(stream.error or stream.reason == "abort" for stream in streams)
+        for stream, text in zip(streams, texts, strict=True):
+            assert text.startswith(stream.text) and stream.text != text
+        assert end_of(server) == 0
+        assert_gone(processes)

@@ -1,0 +1,238 @@
+"""Gaps over HTTP: the suffix of completions, the FIM route, and any gaps of a text."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from engines import CHECKPOINTS
+from processes import serving
+from transformers import AutoTokenizer
+
+KEY, ROOT = "secret", "/behind/a/proxy"
+PREFIX, SUFFIX = "def area(r):\n    return ", " * r * r\n"
+GREEDY = {"model": "tiny", "temperature": 0, "ignore_eos": True}
+FIM = GREEDY | {"prompt": PREFIX, "suffix": SUFFIX, "max_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """Dual cache, with a key, behind a proxy's path."""
+    log = tmp_path_factory.mktemp("server") / "log"
+    with serving(log, f"--api-key={KEY}", f"--root-path={ROOT}") as server:
+        headers = {"Authorization": f"Bearer {KEY}"}
+        with httpx.Client(base_url=server.url, headers=headers, timeout=120) as client:
+            yield client
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(CHECKPOINTS / "tiny-llada")
+
+
+def post(client: httpx.Client, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    reply = client.post(f"/v1/{path}", json=body)
+    assert reply.status_code == 200, reply.text
+    return dict(reply.json())
+
+
+def stream(client: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Chunks of a stream."""
+    with client.stream("POST", f"/v1/{path}", json=body | {"stream": True}) as reply:
+        assert reply.status_code == 200, reply.read()
+        events = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
+    assert events.pop() == "[DONE]"
+    return [json.loads(event) for event in events]
+
+
+def by_template(client: httpx.Client, prompt: list[int], template: list[int], **more: Any) -> Any:
+    """What the engine makes of the ids."""
+    end = len(template) - template[::-1].index(-1)
+    body = GREEDY | {"prompt": prompt, "max_tokens": end, "return_token_ids": True}
+    return post(client, "completions", body | {"vllm_xargs": {"dllm_template": template}} | more)
+
+
+@pytest.mark.parametrize("path", ["completions", "fim/completions"])
+def test_a_suffix(client: httpx.Client, tokenizer: Any, path: str) -> None:
+    """The text in front of a suffix, whole and streamed; the suffix counts as prompt."""
+    prompt, tail = tokenizer.encode(PREFIX), tokenizer.encode(SUFFIX, add_special_tokens=False)
+    wanted = by_template(client, prompt, [-1] * 12 + tail)["choices"][0]["text"]
+    reply = post(client, path, FIM | {"diffusion": {}})
+    [choice] = reply["choices"]
+    assert choice["text"] == wanted and choice["finish_reason"] == "length"
+    assert reply["usage"]["prompt_tokens"] == len(prompt) + len(tail)
+    assert reply["usage"]["completion_tokens"] == 12 == choice["diffusion"]["tokens"]
+    chunks = stream(client, path, FIM)
+    assert "".join(c["text"] for chunk in chunks for c in chunk["choices"]) == wanted
+    of_fim = path != "completions"
+    assert ("message" in choice) == of_fim == ("delta" in chunks[0]["choices"][0])
+    if of_fim:
+        assert choice["message"] == {"role": "assistant", "content": wanted}
+        assert all(c["choices"][0]["delta"]["content"] == c["choices"][0]["text"] for c in chunks)
+    other = post(client, path, FIM | {"suffix": "!!\n"})["choices"][0]["text"]
+    assert other != wanted, "the suffix is seen"
+    short = post(client, path, FIM | {"diffusion": {"lengths": 5}})
+    assert short["usage"]["completion_tokens"] == 5
+
+
+@pytest.mark.parametrize("path", ["completions", "fim/completions"])
+def test_without_a_suffix(client: httpx.Client, path: str) -> None:
+    """An ordinary completion, also where the suffix is empty."""
+    body = GREEDY | {"prompt": PREFIX, "max_tokens": 12}
+    wanted = post(client, "completions", body)["choices"][0]["text"]
+    for more in ({}, {"suffix": ""}):
+        assert post(client, path, body | more)["choices"][0]["text"] == wanted
+
+
+def test_what_clients_of_fim_send(client: httpx.Client) -> None:
+    """Mistral's `random_seed`, and a penalty that says nothing; one that does is refused."""
+    hot = FIM | {"temperature": 1.0}
+    seeded = [post(client, "fim/completions", hot | {"random_seed": i}) for i in (1, 1, 2)]
+    texts = [reply["choices"][0]["message"]["content"] for reply in seeded]
+    assert texts[0] == texts[1] != texts[2]
+    assert post(client, "fim/completions", hot | {"seed": 1})["choices"][0]["text"] == texts[0]
+    editor = FIM | {"presence_penalty": 0, "frequency_penalty": 0, "top_p": 1, "stop": ["\n\n"]}
+    assert stream(client, "fim/completions", editor)
+    reply = client.post("/v1/fim/completions", json=editor | {"presence_penalty": 1.5})
+    assert reply.status_code == 400
+    assert "presence_penalty is not supported by diffusion decoding" in reply.text
+
+
+TEXT = "The capital of [MASK:3] is [MASK:8]."
+PARTS = ["The capital of ", {"mask": 3}, " is ", {"mask": 8}, "."]
+
+
+def test_gaps_of_a_text(client: httpx.Client, tokenizer: Any) -> None:
+    """What each gap got, and the whole text; parts say the same."""
+    prompt = tokenizer.encode("The capital of ")
+    middle = tokenizer.encode(" is ", add_special_tokens=False)
+    tail = tokenizer.encode(".", add_special_tokens=False)
+    template = [-1] * 3 + middle + [-1] * 8 + tail
+    wanted = by_template(client, prompt, template, logprobs=1)["choices"][0]
+    reply = post(client, "infill", {"model": "tiny", "temperature": 0, "text": TEXT})
+    [choice] = reply["choices"]
+    ends = {tokenizer.eos_token_id, 312}
+    spans = [(0, 3), (3 + len(middle), 11 + len(middle))]
+    for gap, (start, stop) in zip(choice["gaps"], spans, strict=True):
+        tokens = wanted["token_ids"][start:stop]
+        cut = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
+        assert gap["tokens"] == cut
+        assert gap["text"] == tokenizer.decode(tokens[:cut], skip_special_tokens=True)
+        scores = wanted["logprobs"]["token_logprobs"][start : start + cut]
+        assert gap["logprob"] == pytest.approx(sum(scores) / cut) if cut else None
+    first, second = (gap["text"] for gap in choice["gaps"])
+    assert choice["text"] == f"The capital of {first} is {second}."
+    given = len(prompt) + len(middle) + len(tail)
+    usage = {"prompt_tokens": given, "completion_tokens": 11, "total_tokens": given + 11}
+    assert (reply["object"], reply["usage"]) == ("infill", usage)
+    assert reply["id"].startswith("infill-") and choice["diffusion"]["forwards"] >= 1
+    same = post(client, "infill", {"model": "tiny", "temperature": 0, "parts": PARTS})
+    assert same["choices"] == reply["choices"]
+    hot = {"model": "tiny", "text": TEXT, "temperature": 1.5, "seed": 3, "n": 2}
+    assert len({choice["text"] for choice in post(client, "infill", hot)["choices"]}) == 2
+
+
+def test_an_answer_behind_messages(client: httpx.Client, tokenizer: Any) -> None:
+    """The parts are the assistant's turn."""
+    messages = [{"role": "user", "content": "What is 2+2?"}]
+    prompt = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    tail = tokenizer.encode(" since", add_special_tokens=False)
+    wanted = by_template(client, prompt, [-1] * 4 + tail)["choices"][0]["text"]
+    body = GREEDY | {"messages": messages, "parts": [{"mask": 4}, " since"]}
+    assert post(client, "infill", body)["choices"][0]["text"] == wanted + " since"
+
+
+def test_a_draft_is_rewritten(client: httpx.Client, tokenizer: Any) -> None:
+    """A gap has as many positions as the piece had tokens, and `slack` more."""
+    draft = "The sky is green today."
+    length = len(tokenizer.encode("green", add_special_tokens=False))
+    body = GREEDY | {"draft": draft, "rewrite": [[11, 16]], "slack": 2}
+    reply = post(client, "infill", body)
+    assert reply["usage"]["completion_tokens"] == length + 2
+    parts = ["The sky is ", {"mask": length + 2}, " today."]
+    same = post(client, "infill", GREEDY | {"parts": parts})
+    assert reply["choices"] == same["choices"]
+
+
+def test_one_gap_streams(client: httpx.Client, tokenizer: Any) -> None:
+    """Of whole characters, since a stream holds the bytes of others back."""
+    words = tokenizer.encode("blue and so very bright", add_special_tokens=False)
+    body = GREEDY | {"text": "The sky is [MASK:9] today.", "allowed_token_ids": words}
+    [gap] = post(client, "infill", body)["choices"][0]["gaps"]
+    chunks = stream(client, "infill", body)
+    assert {chunk["object"] for chunk in chunks} == {"infill"}
+    assert "".join(c["text"] for chunk in chunks for c in chunk["choices"]) == gap["text"]
+
+
+TWO = {"text": TEXT}
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("completions", FIM | {"prompt": [PREFIX, PREFIX]}, "suffix needs one prompt of text."),
+    ("completions", FIM | {"prompt": [5, 6]}, "suffix needs one prompt of text."),
+    ("completions", FIM | {"echo": True}, "echo cannot be combined with suffix."),
+    (
+        "fim/completions",
+        FIM | {"diffusion": {"lengths": [64]}},
+        "lengths must be an integer from 1 to max_tokens 12, got [64].",
+    ),
+    ("completions", FIM | {"suffix": None, "diffusion": {"lengths": 3}}, "lengths needs a suffix"),
+    ("completions", FIM | {"suffix": "x" * 400}, "canvas_length is 256: shorten the suffix or"),
+    ("fim/completions", FIM | {"suffix": "x" * 10**6}, "A text of 1000000 characters has at least"),
+    ("infill", {"text": "a [MASK:3]" + "x" * 10**6}, "A text of 1000000 characters has at least"),
+    ("infill", TWO | {"stop": ["a"]}, "stop needs a single gap, got 2."),
+    ("infill", TWO | {"stream": True}, "stream needs a single gap, got 2."),
+    ("infill", {"text": "no gap"}, "text holds no gap: nothing is to be filled."),
+    ("infill", {"text": "a [MASK:0]"}, "A gap must have a whole number of positions, got 0."),
+    ("infill", {}, "infill needs one of text, parts, draft, got 0 of them."),
+    ("infill", TWO | {"parts": PARTS}, "got 2 of them."),
+    ("infill", TWO | {"slack": 1}, "slack has no effect without draft"),
+    ("infill", {"parts": [["a"]]}, "parts must hold texts and"),
+    ("infill", {"parts": ["a", {"mask": "9"}]}, "got '9'."),
+    ("infill", {"draft": "abc", "rewrite": [[2, 9]]}, "within the 3 characters of draft"),
+    ("infill", {"text": "[MASK:4] b"}, "infill needs text or messages in front of its first gap."),
+    ("infill", TWO | {"max_tokens": 9}, "max_tokens has no effect on /v1/infill"),
+    ("infill", {"text": "a [MASK:999]"}, "canvas_length is 256"),
+    ("infill", TWO | {"presence_penalty": 1.0}, "presence_penalty is not supported"),
+    ("infill", TWO | {"diffusion": {"lenghts": 1}}, "Unknown field 'lenghts' in diffusion"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "sentence"), REFUSED, ids=lambda value: str(value)[:40])
+def test_refused_by_name(
+    client: httpx.Client, path: str, body: dict[str, Any], sentence: str
+) -> None:
+    reply = client.post(f"/v1/{path}", json=body)
+    assert reply.status_code == 400, reply.text
+    assert sentence in reply.json()["error"]["message"]
+
+
+def test_a_key_is_needed(client: httpx.Client) -> None:
+    for path in ("fim/completions", "infill"):
+        reply = client.post(f"/v1/{path}", json=FIM, headers={"Authorization": "Bearer wrong"})
+        assert reply.status_code == 401
+
+
+def test_templates_over_http(client: httpx.Client) -> None:
+    """A hostile one is a 400 with one sentence, and the server goes on."""
+    body = GREEDY | {"prompt": PREFIX, "max_tokens": 2}
+    for template in ([-1] * 10**6, [-1, -2], [1.5, -1], ["x", -1], [-1, -1, 10**6], 7):
+        reply = client.post(
+            "/v1/completions", json=body | {"vllm_xargs": {"dllm_template": template}}
+        )
+        assert reply.status_code == 400, reply.text
+        assert reply.json()["error"]["message"].count("dllm_template") or "positions" in reply.text
+    assert post(client, "completions", body)["choices"]
+
+
+def test_without_our_endpoints(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """vLLM's own route says where a suffix is served."""
+    log = tmp_path_factory.mktemp("plain") / "log"
+    with serving(log, VLLM_PLUGINS="register_dllm_models,register_omni,diffuplug") as server:
+        reply = httpx.post(f"{server.url}/v1/completions", json=FIM, timeout=60)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["message"] == (
+        "suffix is served by the endpoints of DiffuPlug: use diffuplug serve, or name "
+        "diffuplug_api in VLLM_PLUGINS."
+    )

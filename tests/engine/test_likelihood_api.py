@@ -1,0 +1,203 @@
+"""POST /v1/likelihood: what LLaDA's estimate and chain rules make of plain torch's forwards."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from engines import CHECKPOINTS, a_prompt, letters
+from processes import serving
+from test_targets import plain_logprobs
+
+from dllm_plugin.api.likelihood import METHODS, estimate
+from dllm_plugin.commands.verify.plain.model import PlainModel
+
+KEY, ROOT = "secret", "/behind/a/proxy"
+PAIRS = [
+    {"context": a_prompt(20, 1), "continuation": a_prompt(7, 2)},
+    {"context": a_prompt(9, 3), "continuation": [65]},
+    {"context": letters(12, 1), "continuation": letters(12, 3)},
+]
+TEXT = {"context": "How many pencils are left? ", "continuation": "There are 29."}
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    log = tmp_path_factory.mktemp("server") / "log"
+    options = (f"--api-key={KEY}", f"--root-path={ROOT}", "--max-num-seqs=4")
+    with serving(log, *options) as server:
+        headers = {"Authorization": f"Bearer {KEY}"}
+        with httpx.Client(base_url=server.url, headers=headers, timeout=120) as client:
+            yield client
+
+
+@pytest.fixture(scope="module")
+def model() -> PlainModel:
+    return PlainModel.load(CHECKPOINTS / "tiny-llada")
+
+
+def ask(client: httpx.Client, path: str = "/v1/likelihood", **body: Any) -> dict[str, Any]:
+    reply = client.post(path, json={"model": "tiny"} | body)
+    assert reply.status_code == 200, reply.text
+    return dict(reply.json())
+
+
+def expected(model: PlainModel, pair: dict[str, Any], method: str, *drawn: int) -> Any:
+    context, text = pair["context"], pair["continuation"]
+    samples = METHODS[method](len(text), *(drawn or (0, 0)))
+    scored = [plain_logprobs(model, context, text, one.masked) for one in samples]
+    return estimate(method, samples, scored), len(samples)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_estimates_of_plain_torch(client: httpx.Client, model: PlainModel, method: str) -> None:
+    drawn = {"samples": 24, "seed": 5} if method == "monte_carlo" else {}
+    told = ask(client, pairs=PAIRS, method=method, **drawn)
+    forwards = 0
+    for pair, result in zip(PAIRS, told["results"], strict=True):
+        found, count = expected(model, pair, method, *drawn.values())
+        assert result["logprob"] == pytest.approx(found.logprob, abs=1e-3)
+        error = found.standard_error
+        assert result["standard_error"] == (error and pytest.approx(error, abs=1e-3))
+        assert (result["samples"], result["tokens"]) == (count, len(pair["continuation"]))
+        assert result["greedy"] is None
+        forwards += count
+    positions = sum(len(pair["context"] + pair["continuation"]) for pair in PAIRS)
+    usage = {"prompt_tokens": positions, "completion_tokens": 0, "total_tokens": positions}
+    assert told["usage"] == usage and told["object"] == "likelihood" and told["model"] == "tiny"
+    assert told["metrics"]["diffusion"]["forwards"] == forwards
+    assert told["id"].startswith("likelihood-")
+
+
+def test_texts_are_cut_where_the_context_ends(client: httpx.Client) -> None:
+    """A space at the end of a context belongs to the word behind it."""
+    whole = tokens(client, TEXT["context"] + TEXT["continuation"])
+    before = tokens(client, TEXT["context"].rstrip())
+    ids = {"context": before, "continuation": whole[len(before) :]}
+    told = ask(client, pairs=[TEXT, ids], method="pseudo")["results"]
+    assert told[0] == told[1] and told[0]["tokens"] == len(whole) - len(before)
+    moved = {"context": TEXT["context"].rstrip(), "continuation": " " + TEXT["continuation"]}
+    assert ask(client, pairs=[moved], method="pseudo")["results"] == told[:1]
+
+
+def test_a_text_without_context(client: httpx.Client) -> None:
+    """It stands behind the token that begins or ends texts."""
+    text = TEXT["continuation"]
+    card = json.loads((CHECKPOINTS / "tiny-llada" / "tokenizer_config.json").read_text())
+    [first] = tokens(client, card.get("bos_token") or card["eos_token"])
+    ids = {"context": [first], "continuation": tokens(client, text)}
+    told = ask(client, pairs=[{"continuation": text}, ids], method="left_to_right")["results"]
+    assert told[0] == told[1]
+
+
+def tokens(client: httpx.Client, text: str) -> list[int]:
+    reply = client.post("/tokenize", json={"model": "tiny", "prompt": text})
+    return list(reply.json()["tokens"])
+
+
+def test_greedy(client: httpx.Client) -> None:
+    """Whether one token a forward, the surest first, writes the continuation."""
+    context = PAIRS[0]["context"]
+    body = {"model": "tiny", "prompt": context, "max_tokens": 8, "temperature": 0}
+    decode = {"dllm_template": [-1] * 8, "dllm_policy": "low_confidence", "dllm_steps": 8}
+    body |= {"ignore_eos": True, "return_token_ids": True, "vllm_xargs": decode}
+    written = client.post("/v1/completions", json=body).json()["choices"][0]["token_ids"]
+    other = [*written[:-1], written[-1] - 1]
+    pairs = [{"context": context, "continuation": text} for text in (written, other)]
+    told = ask(client, pairs=pairs, method="pseudo", greedy=True)
+    assert [result["greedy"] for result in told["results"]] == [True, False]
+    assert told["metrics"]["diffusion"]["forwards"] == 4 * 8
+
+
+def test_the_same_seed_says_the_same(client: httpx.Client) -> None:
+    one, again, other = (
+        ask(client, pairs=PAIRS[:1], samples=8, seed=seed)["results"] for seed in (3, 3, 4)
+    )
+    assert one == again != other
+
+
+ONE = {"context": [5], "continuation": [6]}
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"pairs": []}, "pairs must hold at least one pair"),
+    ({"pairs": [{"context": "a", "continuation": ""}]}, "pairs[0].continuation holds no token."),
+    ({"pairs": [{"context": "a", "continuation": [5]}]}, "pairs[0] mixes text and token ids"),
+    ({"pairs": [ONE], "method": "beam"}, "method must be one of monte_carlo, pseudo, left_to_"),
+    ({"pairs": [ONE], "samples": 0}, "samples must be from 1 to 1024, got 0."),
+    ({"pairs": [ONE], "samples": 1025}, "samples must be from 1 to 1024, got 1025."),
+    ({"pairs": [ONE], "seed": -1}, "seed must be from 0 to 9223372036854775807, got -1."),
+    ({"pairs": [ONE], "method": "pseudo", "seed": 1}, "seed has no effect with method pseudo"),
+    (
+        {"pairs": [{"context": [5], "continuation": [6, 7]}] * 8, "samples": 1024},
+        "This call needs 8192 forwards, at most 4096 are allowed: fewer samples or pairs.",
+    ),
+    ({"pairs": [ONE] * 5000}, "This call needs 5000 forwards, at most 4096 are allowed"),
+    ({"pairs": [{"context": [5], "continuation": [300]}]}, "dllm_targets holds the mask token"),
+    ({"pairs": [{"context": [300], "continuation": [5]}]}, "The prompt contains the mask token"),
+    ({"pairs": [{"context": [5], "continuation": [10**9]}]}, "but the vocabulary has 320 tokens"),
+    ({"pairs": [{"context": [5] * 300, "continuation": [6]}]}, "contains 300 input tokens"),
+    ({"pairs": [{"context": [5], "continuation": [6] * 10**6}]}, "1000000 positions, canvas_leng"),
+    ({"pairs": [ONE], "model": "other"}, "The model `other` does not exist."),
+    ({"pairs": [ONE], "temperature": 1}, "temperature"),
+    ({"pairs": [ONE], "samples": True}, "samples"),
+]
+
+
+@pytest.mark.parametrize("body,sentence", WRONG, ids=lambda value: str(value)[:40])
+def test_refused_by_name(client: httpx.Client, body: dict[str, Any], sentence: str) -> None:
+    reply = client.post("/v1/likelihood", json={"model": "tiny"} | body)
+    assert reply.status_code in (400, 404) and sentence in reply.json()["error"]["message"]
+
+
+def test_scores_of_a_prompt_name_the_way(client: httpx.Client) -> None:
+    body = {"model": "tiny", "prompt": "ab", "max_tokens": 1, "echo": True, "logprobs": 1}
+    reply = client.post("/v1/completions", json=body)
+    assert reply.status_code == 400
+    assert "use /v1/likelihood or dllm_plugin.commands.harness." in reply.text
+
+
+def test_the_key_guards_and_the_path_in_front_is_taken_off(client: httpx.Client) -> None:
+    body = {"model": "tiny", "pairs": [ONE], "method": "pseudo"}
+    assert httpx.post(f"{client.base_url}/v1/likelihood", json=body).status_code == 401
+    ask(client, f"{ROOT}/v1/likelihood", pairs=[ONE], method="pseudo")
+
+
+def test_a_reader_that_leaves_ends_its_forwards(client: httpx.Client) -> None:
+    """A call of thousands is queued here, so that others are answered meanwhile and soon."""
+    long = {"model": "tiny", "pairs": [{"context": [5], "continuation": [6] * 32}] * 4}
+    headers = dict(client.headers)
+
+    def leave() -> None:
+        with pytest.raises(httpx.TimeoutException):
+            url = f"{client.base_url}/v1/likelihood"
+            httpx.post(url, json=long | {"samples": 1024}, headers=headers, timeout=2)
+
+    leaving = threading.Thread(target=leave)
+    leaving.start()
+    time.sleep(1)
+    began = time.monotonic()
+    ask(client, pairs=[ONE], method="pseudo")
+    assert time.monotonic() - began < 5
+    leaving.join()
+    deadline = time.monotonic() + 20
+    while running(client):
+        assert time.monotonic() < deadline, "its requests still run"
+        time.sleep(0.2)
+
+
+def running(client: httpx.Client) -> float:
+    """Requests that run or wait."""
+    lines = client.get("/metrics").text.splitlines()
+    names = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(names))
+
+
+def test_refused_where_blocks_see_nothing_behind_them(tmp_path: Path) -> None:
+    options = '{"dllm": {"strategy": "d2f"}}'
+    with serving(tmp_path / "log", f"--additional-config={options}") as server:
+        reply = server.post("likelihood", {"pairs": [ONE]})
+    assert reply.status_code == 400
+    assert "likelihood needs full attention: under strategy 'd2f' a block never sees" in reply.text

@@ -1,0 +1,111 @@
+"""Every request ends, whatever runs beside it: few pages, urgent requests, long queues."""
+
+from statistics import median
+from time import process_time
+from typing import Any
+
+import pytest
+from engines import (
+    EngineRoom,
+    a_prompt,
+    forwards,
+    free_pages,
+    num_preemptions,
+    params,
+    scheduler,
+    token_ids,
+)
+from full_jobs import FullJob, run, start
+
+DECODERS = [("llada", "dual_cache"), ("dream", "prefix_cache"), ("llada", "semi_autoregressive")]
+each_decoder = pytest.mark.parametrize("decoder", DECODERS, ids="-".join, scope="module")
+NUMBERS = {"policy": "low_confidence", "steps": 4, "block_length": 16}
+PAGES = {"canvas": 32, "block_size": 32}
+URGENT, USUAL = 0, 9
+
+
+def whole_text(index: int, tokens: int = 96) -> FullJob:
+    """A request of four pages at its end."""
+    return FullJob(a_prompt(24 + index % 3, index), tokens, NUMBERS)
+
+
+@each_decoder
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_forwards_with_pages_for_one_and_a_half(
+    decoder: tuple[str, str], policy: str, room: EngineRoom
+) -> None:
+    """What preemptions repeat is bounded, and texts stay their own."""
+    options = PAGES | {"num_gpu_blocks_override": 7, "scheduling_policy": policy}
+    llm = start(room, decoder, **options)
+    before, pages = num_preemptions(llm), free_pages(llm)
+    jobs = [whole_text(i) for i in range(16)]
+    outputs = run(llm, jobs)
+    texts = [job.decode(decoder, canvas=32) for job in jobs]
+    assert [token_ids(output) for output in outputs] == [text.answer() for text in texts]
+    assert num_preemptions(llm) > before and free_pages(llm) == pages
+    undisturbed = sum(len(text.passes) for text in texts)
+    assert sum(map(forwards, outputs)) <= 3 * undisturbed
+
+
+@each_decoder
+def test_a_usual_request_among_urgent_ones(decoder: tuple[str, str], room: EngineRoom) -> None:
+    """A new urgent one comes whenever one ends, and takes the pages of the usual one."""
+    options = PAGES | {"num_gpu_blocks_override": 7, "scheduling_policy": "priority"}
+    llm = start(room, decoder, **options)
+    engine, pages = llm.llm_engine, free_pages(llm)
+    usual, urgent = whole_text(1), whole_text(2, tokens=40)
+    prompt = {"prompt_token_ids": usual.prompt}
+    engine.add_request("usual", prompt, usual.wish(), priority=USUAL)
+    text, lasts = usual.decode(decoder, canvas=32), len(urgent.decode(decoder, canvas=32).passes)
+    done: dict[str, Any] = {}
+    came = 0
+    for step in range(20 * lasts):
+        if step >= 3 and len(done) == came:
+            prompt = {"prompt_token_ids": urgent.prompt}
+            engine.add_request(f"urgent {came}", prompt, urgent.wish(), priority=URGENT)
+            came += 1
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+        if "usual" in done:
+            break
+    assert "usual" in done, f"{came} urgent requests went by"
+    assert came >= 2 and token_ids(done["usual"]) == text.answer()
+    engine.abort_request([f"urgent {i}" for i in range(came)])
+    engine.step()
+    assert free_pages(llm) == pages
+    assert not scheduler(llm)._raised and not scheduler(llm)._lost_at
+
+
+LONG, SLOTS = 10_000, 64
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["d2f", "dual_cache"])
+def test_a_long_queue_costs_no_step_time(
+    strategy: str, room: EngineRoom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten thousand wait: steps are scheduled as fast as with a tenth of them, in their order."""
+    dllm = {"strategy": strategy, "canvas_length": 32}
+    llm = room.start("llada", dllm, max_num_seqs=SLOTS, max_model_len=128)
+    engine, core, pages = llm.llm_engine, scheduler(llm), free_pages(llm)
+    wish = params(4, dllm_block_length=4, dllm_threshold=0.0)
+    seconds: dict[str, list[float]] = {"long": [], "short": []}
+    plain = core.schedule
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        waiting, began = len(core.waiting), process_time()
+        output = plain(*args, **kwargs)
+        if waiting > LONG // 2 or SLOTS < waiting < LONG // 10:
+            seconds["long" if waiting > LONG // 2 else "short"].append(process_time() - began)
+        return output
+
+    monkeypatch.setattr(core, "schedule", timed)
+    for i in range(LONG):
+        engine.add_request(str(i), {"prompt_token_ids": [i % 250] * (1 + i % 3)}, wish)
+    order: list[int] = []
+    while engine.has_unfinished_requests():
+        order += [int(output.request_id) for output in engine.step() if output.finished]
+    assert len(order) == LONG
+    assert max(abs(place - i) for place, i in enumerate(order)) < 3 * SLOTS
+    assert min(map(len, seconds.values())) >= 10
+    assert median(seconds["long"]) < 1.5 * median(seconds["short"])
+    assert free_pages(llm) == pages and not core.requests and not core.block_length

@@ -1,0 +1,229 @@
+"""Structured output on real engines: valid, complete where the budget allows, and harmless."""
+
+import json
+import random
+import re
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+from engines import (
+    EngineRoom,
+    free_pages,
+    generate,
+    letters,
+    num_preemptions,
+    params,
+    scheduler,
+    token_ids,
+)
+from grammar_cases import SCHEMAS, Case, choice_case, grammar_case, regex_case, schema_case
+
+EOS = {"llada": 257, "dream": 256}
+# checkpoint, strategy, asynchronous scheduling: every way to plan a step once.
+WAYS = [
+    ("llada", "d2f", True),
+    ("dream", "block_diffusion", False),
+    ("sdar", "block_diffusion", True),
+    ("fast-dllm-v2", "block_diffusion", False),
+    ("llada2.1", "block_diffusion", False),
+    ("llada", "semi_autoregressive", False),
+    ("dream", "dual_cache", False),
+    ("llada", "prefix_cache", False),
+]
+TAG = {
+    "structures": [{"begin": "<call>", "schema": {"type": "integer"}, "end": "</call>"}],
+    "triggers": ["<call>"],
+}
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches end by their counts: how far one gets in seconds depends on what else runs here."""
+    for name in ("FIRST_SECONDS", "STEP_SECONDS", "REQUEST_SECONDS"):
+        monkeypatch.setattr(f"dllm_plugin.grammar.state.{name}", 60.0)
+
+
+def wish(kind: str, spec: Any, max_tokens: int, **options: Any) -> Any:
+    """Parameters of a request with a grammar."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    asked = StructuredOutputsParams(**{kind: spec})
+    return params(max_tokens, ignore_eos=False, structured_outputs=asked, **options)
+
+
+def cases() -> list[Case]:
+    """One of each kind, and some schemas."""
+    rng = random.Random(3)
+    names = ("answer", "nested", "optional", "any_of", "bounded_list", "recursive", "nothing_long")
+    return [
+        *map(schema_case, names),
+        *(regex_case(rng), choice_case(rng), grammar_case(rng), grammar_case(rng)),
+        Case("json_object", True, lambda text: isinstance(json.loads(text), dict)),
+    ]
+
+
+def test_nobody_asks_nobody_pays(room: EngineRoom, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request without a grammar calls nothing of this, and its results travel as before."""
+    from dllm_plugin.engine import grammar_runner, grammar_scheduler, grammars
+    from dllm_plugin.grammar import step
+    from dllm_plugin.sampling import grammars as sampling
+
+    calls: Counter[str] = Counter()
+
+    def counted(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def count(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, count)
+
+    counted(grammar_runner, "AsyncCanvasOutput")
+    counted(grammar_scheduler, "pack_checks")
+    counted(grammars.Grammars, "prepare")
+    counted(sampling.StagedChecks, "constrain")
+    counted(sampling.StagedChecks, "write_prefilled")
+    counted(sampling, "constrain")
+    counted(step.Constraint, "__new__")
+    for overlapped in (False, True):
+        llm = room.start("llada", {"strategy": "d2f"}, async_scheduling=overlapped)
+        generate(llm, [letters(9), letters(12)], params(40))
+        assert not calls
+    generate(llm, [letters(9), letters(12)], [params(40), wish("regex", "[a-c]{9}", 20)])
+    assert all(calls[name] for name in ("AsyncCanvasOutput", "pack_checks", "prepare"))
+    assert calls["constrain"] and calls["write_prefilled"]
+
+
+def test_hostile_grammars(room: EngineRoom) -> None:
+    """A refusal or a valid text within ten seconds, and neighbours as if nothing were there."""
+    from vllm.exceptions import VLLMValidationError
+
+    llm = room.start("llada", {"strategy": "d2f"})
+    free = letters(9), params(40)
+    [alone] = generate(llm, [free[0]], free[1])
+    deep: dict[str, Any] = {"type": "integer"}
+    for _ in range(200):
+        deep = {"type": "array", "items": deep, "minItems": 1}
+    nested = {"type": "object", "properties": {"a": deep}, "required": ["a"]}
+    words = [f"word {i} of many" for i in range(10_000)]
+    hostile: list[tuple[str, Any, Any]] = [
+        ("json", {"type": "object", "properties": {"s": {"enum": []}}, "required": ["s"]}, None),
+        ("choice", words, lambda text: text in words),
+        ("json", {"type": "string", "enum": words}, lambda text: json.loads(text) in words),
+        ("json", nested, None),
+        ("json", SCHEMAS["long_text"], lambda text: text.startswith("{")),
+        ("json", SCHEMAS["unicode"], schema_case("unicode").judge),
+        ("json", SCHEMAS["nothing_long"], schema_case("nothing_long").judge),
+        ("regex", "([a-z]+)+$", None),
+        ("regex", "a{60}", lambda text: set(text) == {"a"}),
+        ("grammar", "root ::= root", None),
+        ("grammar", 'root ::= "a" root', lambda text: set(text) == {"a"}),
+    ]
+    for kind, spec, judge in hostile:
+        began = time.process_time()  # of all threads; other processes may keep this one waiting
+        engine = llm.llm_engine
+        engine.add_request("free", {"prompt_token_ids": free[0]}, free[1])
+        try:
+            asked = wish(kind, spec, 40)
+            engine.add_request("hostile", {"prompt_token_ids": letters(5)}, asked)
+        except (ValueError, VLLMValidationError) as error:
+            assert "\n" not in str(error).strip(), spec
+        done: dict[str, Any] = {}
+        while engine.has_unfinished_requests():
+            done |= {output.request_id: output for output in engine.step() if output.finished}
+        # Two threads: this one asks again and again while the other one compiles.
+        assert time.process_time() - began < 20, (kind, str(spec)[:60])
+        assert token_ids(done["free"]) == token_ids(alone)
+        text = done["hostile"].outputs[0].text if "hostile" in done else ""
+        reason = done["hostile"].outputs[0].finish_reason if "hostile" in done else "refused"
+        print(kind, str(spec)[:50], reason, repr(text[:40]), round(time.process_time() - began, 1))
+        if judge is not None:
+            assert text and judge(text), (kind, str(spec)[:60], text)
+
+
+@pytest.mark.parametrize(("checkpoint", "strategy", "overlapped"), WAYS)
+def test_every_text_is_complete(
+    checkpoint: str, strategy: str, overlapped: bool, room: EngineRoom
+) -> None:
+    """Mixed with free requests, whose tokens stay; greedy, sampled, and with log-probabilities."""
+    llm = room.start(checkpoint, {"strategy": strategy}, async_scheduling=overlapped)
+    free = [(letters(9 + i, i), params(24)) for i in range(2)]
+    alone = [token_ids(output) for output in generate(llm, *zip(*free, strict=True))]
+    pages = free_pages(llm)
+    for options in ({}, {"temperature": 1.0, "seed": 5}, {"logprobs": 2}):
+        asked = cases()
+        prompts = [letters(5 + i, i) for i in range(len(asked))]
+        wishes = [wish(case.kind, case.spec, 48, **options) for case in asked]
+        both = [*zip(prompts, wishes, strict=True), *free]
+        outputs = generate(llm, *map(list, zip(*both, strict=True)))
+        for case, output in zip(asked, outputs, strict=False):
+            [completion] = output.outputs
+            assert len(completion.token_ids) <= 48
+            assert case.judge(completion.text), (case.kind, case.spec, completion.text)
+            for place, token in enumerate(completion.token_ids if "logprobs" in options else ()):
+                assert token in completion.logprobs[place]
+        assert [token_ids(output) for output in outputs[len(asked) :]] == alone
+    assert free_pages(llm) == pages
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("overlapped", [False, True], ids=["sync", "async"])
+def test_preempted_aborted_and_several(overlapped: bool, room: EngineRoom) -> None:
+    """n texts of a request, a batch that does not fit its pages, and requests that go away."""
+    dllm = {"strategy": "d2f", "block_length": 8, "canvas_length": 32}
+    roomy = room.start("llada", dllm, async_scheduling=overlapped)
+    asked = [schema_case("answer"), schema_case("flat"), regex_case(random.Random(5))] * 3
+    prompts = [letters(30 + i, i) for i in range(len(asked))]
+    wishes = [wish(case.kind, case.spec, 60 + 4 * i) for i, case in enumerate(asked)]
+    expected = [token_ids(output) for output in generate(roomy, prompts, wishes)]
+    several = wish("regex", "[a-z ]{4,15}", 20, n=3, temperature=2.0, seed=2)
+    [output] = generate(roomy, [letters(9)], several)
+    assert all(re.fullmatch("[a-z ]{4,15}", one.text) for one in output.outputs)
+    assert len({one.text for one in output.outputs}) > 1
+    engine = roomy.llm_engine
+    for i, (prompt, one) in enumerate(zip(prompts, wishes, strict=True)):
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, one)
+    done: dict[str, Any] = {}
+    aborted = False
+    while engine.has_unfinished_requests():
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+        if not aborted and scheduler(roomy).running:
+            engine.abort_request(["0", "3"])
+            aborted = True
+    assert aborted
+    left = [str(i) for i in range(len(asked)) if i not in (0, 3)]
+    assert [token_ids(done[i]) for i in left] == [expected[int(i)] for i in left]
+    assert not scheduler(roomy)._with_grammar
+    tight = room.start("llada", dllm, overlapped, block_size=32, num_gpu_blocks_override=14)
+    outputs = generate(tight, prompts, wishes)
+    assert num_preemptions(tight) > 0
+    for case, output in zip(asked, outputs, strict=True):
+        assert case.judge(output.outputs[0].text), (case.spec, output.outputs[0].text)
+    assert [token_ids(output) for output in outputs] == expected
+
+
+def test_a_turn_may_end_a_text(room: EngineRoom) -> None:
+    """Chat models end a turn with a token of their own, which grammars know nothing of."""
+    llm = room.start("llada", {"strategy": "d2f"})
+    tokenizer = llm.get_tokenizer()
+    end, start = (tokenizer.convert_tokens_to_ids(t) for t in ("<|eot_id|>", "<|start_header_id|>"))
+    prompt = [start, *letters(8), end, start, *letters(5)]
+    for bias, reason in ((100, end), (-100, None)):
+        asked = wish("regex", "[a-c]{2,9}", 20, logit_bias={end: bias})
+        [completion] = generate(llm, [prompt], asked)[0].outputs
+        assert re.fullmatch("[a-c]{2,9}", completion.text)
+        assert (completion.finish_reason, completion.stop_reason) == ("stop", reason)
+        assert len(completion.text) == 2 or reason is None
+
+
+def test_guided_requests(room: EngineRoom) -> None:
+    """The hidden unconditional request has no grammar: it copies what the other one decides."""
+    llm = room.start("llada", {"strategy": "semi_autoregressive"})
+    asked = [schema_case("flat"), regex_case(random.Random(7))]
+    wishes = [wish(case.kind, case.spec, 50, dllm_cfg_scale=0.7) for case in asked]
+    for case, output in zip(asked, generate(llm, [letters(8), letters(9)], wishes), strict=True):
+        assert case.judge(output.outputs[0].text), output.outputs[0].text
+    assert not llm.llm_engine.has_unfinished_requests()

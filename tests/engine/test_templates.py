@@ -1,0 +1,308 @@
+"""Gaps to fill: tokens and forwards are those of the plain loops, whatever else is in the batch."""
+
+from typing import Any
+
+import pytest
+from engines import (
+    EngineRoom,
+    a_prompt,
+    canvas_states,
+    forwards,
+    generate,
+    params,
+    results,
+    scheduler,
+    token_ids,
+)
+from full_jobs import (
+    DECODERS,
+    TOO_CLOSE,
+    Decoder,
+    FullJob,
+    check,
+    every_decoder,
+    random_jobs,
+    run,
+    run_interrupted,
+    start,
+)
+from template_jobs import gap_job, random_gap_jobs
+
+from dllm_plugin.commands.verify.plain.full_text import FILL
+
+GAP = [FILL] * 12
+TAIL = a_prompt(9, 4)
+
+
+@every_decoder
+def test_gaps_are_filled_as_in_plain_torch(decoder: Decoder, room: EngineRoom) -> None:
+    """Alone, and in one batch with ordinary requests."""
+    llm, gaps, jobs = start(room, decoder), random_gap_jobs(decoder, 24), random_jobs(decoder, 4)
+    before = scheduler(llm).num_computed_positions
+    both = [found for pair in zip(gaps, jobs, strict=False) for found in pair] + gaps[4:]
+    for (job, text), output in zip(both, run(llm, [job for job, _ in both]), strict=True):
+        check(job, text, output)
+    wanted = sum(text.computed() for _, text in both)
+    assert scheduler(llm).num_computed_positions - before == wanted
+    for job, text in gaps[:6]:
+        check(job, text, run(llm, [job])[0])
+    given = [gap_job(job.prompt, [*job.template[: job.max_tokens]]) for job, _ in gaps]
+    fills = zip(run(llm, given), gaps, strict=True)
+    assert any(token_ids(output) != text.answer() for output, (_, text) in fills), "tails matter"
+
+
+@every_decoder
+def test_refreshes_that_cost_less_see_the_tail(decoder: Decoder, room: EngineRoom) -> None:
+    """A block without a gap counts among the blocks, of which some begin with a full refresh."""
+    llm, gaps = start(room, decoder), random_gap_jobs(decoder, 16, seed=2, approximate=True)
+    for (job, text), output in zip(gaps, run(llm, [job for job, _ in gaps]), strict=True):
+        check(job, text, output)
+
+
+@every_decoder
+def test_preempted_gaps_are_filled_again(decoder: Decoder, room: EngineRoom) -> None:
+    """A block takes three steps at most, since one that is preempted more often gets nowhere."""
+    llm, lost = start(room, decoder), [set[int]() for _ in range(12)]
+    jobs = [
+        gap_job(job.prompt, list(job.template), job.numbers | {"steps": 3, "block_length": 8})
+        for job, _ in random_gap_jobs(decoder, len(lost), seed=3)
+    ]
+    outputs = run_interrupted(llm, [(job.prompt, job.wish()) for job in jobs], 4, lost)
+    assert sum(map(len, lost)) >= 4
+    compared = 0
+    for job, output, places in zip(jobs, outputs, lost, strict=True):
+        text = job.decode(decoder, lost=places)
+        if text.margin > TOO_CLOSE:
+            assert token_ids(output) == text.answer(), (job, places)
+            compared += 1
+    assert compared > len(jobs) // 2
+
+
+@every_decoder
+def test_one_gap_and_no_tail_is_an_ordinary_request(decoder: Decoder, room: EngineRoom) -> None:
+    """Also above temperature 0, and with an EOS inside."""
+    llm = start(room, decoder)
+    for job, text in random_jobs(decoder, 12, seed=5):
+        length = min(job.max_tokens, 48)
+        numbers = {k: v for k, v in job.numbers.items() if k != "cfg_scale"}
+        numbers["block_length"] = length
+        for options in ({}, {"temperature": 0.8, "seed": 7}):
+            plain = {k: v for k, v in numbers.items() if k not in ("top_p", "top_k", "seed")}
+            given = (plain | options) if options else numbers
+            stop = (text.answer()[0],)
+            if len(job.prompt) + length > 160:
+                continue
+            ours = gap_job(job.prompt, [FILL] * length, given, stop)
+            ordinary = FullJob(job.prompt, length, given, stop)
+            assert results(run(llm, [ours])) == results(run(llm, [ordinary]))
+
+
+@every_decoder
+def test_a_seed_fills_gaps_alike(decoder: Decoder, room: EngineRoom) -> None:
+    """Alone, in a batch, and each of several choices by itself."""
+    llm, template = start(room, decoder), [*GAP, 65, 66, *GAP, *TAIL]
+    wishes = [
+        params(26, temperature=0.7, seed=i, dllm_template=template, dllm_block_length=8, n=2)
+        for i in range(4)
+    ]
+    prompts = [a_prompt(20 + i, i) for i in range(4)]
+    together = generate(llm, prompts, wishes)
+    for i in (0, 3):
+        alone = generate(llm, [prompts[i]], wishes[i])[0]
+        assert [c.token_ids for c in alone.outputs] == [c.token_ids for c in together[i].outputs]
+    fills = {tuple(c.token_ids) for output in together for c in output.outputs}
+    assert len(fills) == 8
+    assert all(fill[12:14] == (65, 66) and len(fill) == 26 for fill in fills)
+
+
+def test_rules_about_tokens_hold_in_gaps(room: EngineRoom) -> None:
+    """Log-probabilities, biases, bans and bad words; a given token is certain and stays."""
+    decoder = DECODERS[2]
+    llm, prompt = start(room, decoder), a_prompt(21)
+    template = [*[70] * 9, *GAP, 71, 72, *GAP, *TAIL]
+    job = gap_job(prompt, template, {"policy": "low_confidence", "block_length": 8})
+    text, [output] = job.decode(decoder), run(llm, [job], logprobs=2)
+    check(job, text, output)
+    for i, entry in enumerate(output.outputs[0].logprobs):
+        token = text.answer()[i]
+        if template[i] != FILL:
+            assert {k: v.logprob for k, v in entry.items()} == {token: 0.0}
+        else:
+            row = text.raw[len(prompt) + i].log_softmax(-1)
+            assert abs(entry[token].logprob - float(row[token])) < 1e-3
+            assert set(entry) == {token, *row.topk(2).indices.tolist()}
+    [output] = run(llm, [job], logit_bias={65: 100.0})
+    assert token_ids(output) == [65 if token == FILL else token for token in template[:35]]
+    [output] = run(llm, [job], allowed_token_ids=[64, 65])
+    assert set(token_ids(output)) == {64, 65, 70, 71, 72}
+    seen = set(text.answer()[9:21])
+    [output] = run(llm, [job], logit_bias={token: -100.0 for token in seen})
+    assert not seen & set(token_ids(output)[9:21])
+
+
+def test_what_ends_an_answer(room: EngineRoom) -> None:
+    """EOS in a single gap; with several gaps it is a token like any other, as in what is given."""
+    decoder, eos = DECODERS[2], 257
+    llm, prompt, bias = start(room, decoder), a_prompt(21), {257: 100.0}
+    wish = params(12, dllm_template=[*GAP, *TAIL], ignore_eos=False, logit_bias=bias)
+    [output] = generate(llm, [prompt], wish)
+    assert (token_ids(output), output.outputs[0].finish_reason) == ([eos], "stop")
+    wish = params(12, dllm_template=[*GAP, *TAIL], ignore_eos=False, logit_bias=bias, min_tokens=5)
+    [output] = generate(llm, [prompt], wish)
+    assert eos not in token_ids(output)[:5]
+    assert token_ids(output)[5:] == [eos]
+    for template in ([*GAP, eos, *GAP, *TAIL], [65, eos, *GAP, *TAIL]):
+        end = len(template) - len(TAIL)
+        wish = params(end, dllm_template=template, ignore_eos=False, logit_bias=bias)
+        [output] = generate(llm, [prompt], wish)
+        assert output.outputs[0].finish_reason == "length"
+        assert token_ids(output) == [eos if t == FILL else t for t in template[:end]]
+
+
+def snapshots(llm: Any, prompt: list[int], wish: Any) -> tuple[list[Any], list[list[int]]]:
+    """What a request that is read output by output is told, and its pieces of text."""
+    from vllm.sampling_params import RequestOutputKind
+
+    wish.output_kind = RequestOutputKind.DELTA
+    engine, told, pieces = llm.llm_engine, [], []
+    engine.add_request("watched", {"prompt_token_ids": prompt}, wish)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            told.append((output.kv_transfer_params or {}).get("dllm"))
+            pieces.append(list(output.outputs[0].token_ids))
+    return [one for one in told if one], pieces
+
+
+@pytest.mark.parametrize("early", [0, 1])
+def test_gaps_are_watched_and_sent_early(early: int, room: EngineRoom) -> None:
+    """Given tokens stand in the first frame without a confidence; no tail is told."""
+    import numpy as np
+
+    decoder = DECODERS[2]
+    llm, prompt = start(room, decoder), a_prompt(21)
+    template = [*[70] * 9, *GAP, 71, 72, *GAP, *TAIL]
+    job = gap_job(prompt, template, {"policy": "low_confidence", "block_length": 8})
+    wish = job.wish(dllm_frames=1, dllm_early_text=early)
+    told, pieces = snapshots(llm, prompt, wish)
+    answer = job.decode(decoder).answer()
+    assert [token for piece in pieces for token in piece] == answer
+    assert len(told) == forwards(run(llm, [job])[0])
+    first = np.frombuffer(told[0]["ids"], dtype=np.int32)
+    sure = np.frombuffer(told[0]["confidences"], dtype=np.uint8)
+    start_ = told[0]["start"]
+    assert start_ + len(first) == len(answer)
+    for i, token in enumerate(template[start_ : len(answer)]):
+        if token != FILL:
+            assert (first[i], sure[i]) == (token, 255)
+    assert (pieces[0][:9] == [70] * 9) == bool(early)
+    [traced] = run(llm, [job], dllm_trace=1)
+    steps, sure_when_taken = traced.outputs[0].routed_experts.T
+    given = np.array(template[: len(answer)]) != FILL
+    assert ((steps == 0) == given).all()
+    assert (np.isnan(sure_when_taken) == given).all()
+
+
+def test_who_gives_nothing_pays_nothing(room: EngineRoom, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No table exists before the first template, and later ordinary steps do not read it."""
+    from dllm_plugin.sampling import decider
+    from dllm_plugin.state.templates import Templates
+
+    decoder = DECODERS[2]
+    room.close()
+    llm, prompt = start(room, decoder), a_prompt(21)
+    run(llm, [FullJob(prompt, 40)])
+    states = canvas_states(llm)
+    assert states.templates.table is None
+    assert not scheduler(llm)._given_starts._of
+    run(llm, [gap_job(prompt, [*GAP, *TAIL])])
+    assert states.templates.table is not None
+    for owner, name in ((Templates, "given"), (decider, "commit_given")):
+        monkeypatch.delattr(owner, name)
+    run(llm, [FullJob(prompt, 40)])
+    assert not states.templates.active
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"dllm_template": 5}, "dllm_template must be a list of token ids"),
+    ({"dllm_template": "[-1]"}, "dllm_template must be a list of token ids"),
+    ({"dllm_template": []}, "dllm_template holds no position to fill (-1)."),
+    ({"dllm_template": [5, 6]}, "dllm_template holds no position to fill (-1)."),
+    ({"dllm_template": [-1, -2]}, "got -2 at place 1"),
+    ({"dllm_template": [-1, 1.0]}, "got 1.0 at place 1"),
+    ({"dllm_template": [-1, True]}, "got True at place 1"),
+    ({"dllm_template": ["-1"]}, "got '-1' at place 0"),
+    ({"dllm_template": [[-1]]}, "got [-1] at place 0"),
+    ({"dllm_template": [-1] * 10**6}, "The gaps and the text behind them take 1000000 positions"),
+    ({"dllm_template": [-1] * 4 + [300]}, "holds the mask token (id 300): write -1"),
+    ({"dllm_template": [-1] * 4 + [320]}, "token id 320, but the vocabulary has 320 tokens"),
+    (
+        {"dllm_template": [-1] * 4, "max_tokens": 7},
+        "max_tokens is 7, but the last gap of dllm_template ends at 4: they must be equal.",
+    ),
+    (
+        {"dllm_template": [-1] * 4, "dllm_cfg_scale": 0.5},
+        "dllm_cfg_scale cannot be combined with dllm_template.",
+    ),
+    ({"dllm_template": [-1] * 4, "dllm_suffix_window": 3}, "suffix_window cannot be combined with"),
+    ({"dllm_template": [-1, 5, -1], "stop": ["a"]}, "stop needs a single gap, got 2."),
+    ({"dllm_template": [-1, 5, -1], "stop_token_ids": [7]}, "stop_token_ids needs a single gap"),
+    ({"dllm_template": [7, -1], "stop_token_ids": [7]}, "in front of its gap"),
+]
+
+
+def refusal(llm: Any, prompt: list[int], options: dict[str, Any]) -> str:
+    """The sentence of a request that is refused."""
+    given = options.get("dllm_template")
+    end = len(given) if isinstance(given, list) and len(given) < 50 else 4
+    if isinstance(given, list) and FILL in given:
+        end = len(given) - given[::-1].index(FILL)
+    from vllm.exceptions import VLLMValidationError
+
+    with pytest.raises(VLLMValidationError) as caught:
+        generate(llm, [prompt], params(**{"max_tokens": max(end, 1), **options}))
+    return str(caught.value)
+
+
+def test_refused_by_name(room: EngineRoom) -> None:
+    """One sentence; the next request is served."""
+    decoder, job = DECODERS[0], gap_job(a_prompt(9), [*GAP, *TAIL])
+    llm = start(room, decoder)
+    for options, sentence in REFUSED:
+        assert sentence in refusal(llm, a_prompt(9), options), options
+    message = refusal(llm, a_prompt(150), {"dllm_template": [*GAP, *TAIL]})
+    assert "The prompt has 150 tokens and dllm_template 21 positions, but the context" in message
+    check(job, job.decode(decoder), run(llm, [job])[0])
+
+
+@pytest.mark.parametrize(
+    ("family", "dllm", "sentence"),
+    [
+        (
+            "llada",
+            {"strategy": "d2f"},
+            "dllm_template needs full attention: under strategy 'd2f' a block never sees what "
+            "stands behind it. Serve with strategy dual_cache, prefix_cache or "
+            "semi_autoregressive.",
+        ),
+        (
+            "sdar",
+            {},
+            "dllm_template needs a model that sees the text behind a gap; SDAR models attend "
+            "causally from block to block. LLaDA, Dream and DiffuCoder can.",
+        ),
+    ],
+)
+def test_models_that_see_nothing_behind_a_gap(
+    family: str, dllm: dict[str, Any], sentence: str, room: EngineRoom
+) -> None:
+    llm = room.start(family, dllm, max_model_len=160)
+    assert sentence in refusal(llm, a_prompt(9), {"dllm_template": [*GAP, *TAIL]})
+
+
+def test_an_engine_with_a_suffix_window_shows_the_tail(room: EngineRoom) -> None:
+    """The engine's default would hide what a template is for."""
+    dllm = {"strategy": "dual_cache", "canvas_length": 48, "suffix_window": 3}
+    llm = room.start("llada", dllm, max_model_len=160)
+    numbers = {"policy": "threshold", "block_length": 6}
+    job = gap_job(a_prompt(21), [*GAP, *TAIL], numbers)
+    check(job, job.decode(("llada", "dual_cache")), run(llm, [job])[0])

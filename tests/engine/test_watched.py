@@ -1,0 +1,158 @@
+"""Frames and early text: what is decided reaches the host, and no token is another for it."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from engines import EngineRoom, a_prompt, canvas_states, num_preemptions, params, scheduler
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import RequestOutputKind
+
+from dllm_plugin.api.frames import Frames
+
+LENGTH = 40
+PROMPTS = [a_prompt(9, 1), a_prompt(30, 2), a_prompt(45, 3)]
+ENGINES: dict[str, dict[str, Any]] = {
+    "d2f-async": {"async_scheduling": True},
+    "llada-dual": {"dllm": {"strategy": "dual_cache"}},
+    "dream-dual": {"family": "dream", "dllm": {"strategy": "dual_cache"}},
+    "dream-own": {"family": "dream", "dllm": {"strategy": "semi_autoregressive"}},
+    "sdar-async": {"family": "sdar", "dllm": {}, "async_scheduling": True},
+    "fast-dllm": {"family": "fast-dllm-v2", "dllm": {}},
+}
+every_engine = pytest.mark.parametrize("name", ENGINES, scope="module")
+Pieces = list[tuple[int, Any]]  # (engine step, output)
+
+
+def stream(llm: Any, *wishes: dict[str, Any], preempt: int = 0) -> tuple[list[Pieces], list[Any]]:
+    """Outputs as they come, and the tokens that the engine ends with."""
+    engine, step = llm.llm_engine, 0
+    for i, wish in enumerate(wishes):
+        wish = params(LENGTH, output_kind=RequestOutputKind.DELTA, **wish)
+        engine.add_request(str(i), {"prompt_token_ids": PROMPTS[i]}, wish)
+    requests = {r.split("-")[0]: q for r, q in scheduler(llm).requests.items()}
+    pieces: list[Pieces] = [[] for _ in wishes]
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            pieces[int(output.request_id)].append((step, output))
+        step += 1
+        assert step < 1000
+        if preempt and step % preempt == 0:
+            llm.reset_prefix_cache(reset_running_requests=True)
+    return pieces, [list(requests[str(i)].output_token_ids) for i in range(len(wishes))]
+
+
+def tokens(pieces: Pieces) -> list[int]:
+    return [token for _, output in pieces for token in output.outputs[0].token_ids]
+
+
+def arrivals(pieces: Pieces) -> list[int]:
+    """The engine step in which each token came."""
+    return [step for step, output in pieces for _ in output.outputs[0].token_ids]
+
+
+def snapshots(pieces: Pieces) -> list[dict[str, Any]]:
+    told = [(output.kv_transfer_params or {}).get("dllm") for _, output in pieces]
+    return [snapshot for snapshot in told if snapshot]
+
+
+def replay(pieces: Pieces) -> list[dict[str, Any]]:
+    """Frames of a request, which come out as its text: a token's name is its number."""
+    frames, text, shown, out = Frames(lambda ids: f"<{ids[0]}>"), [], {}, []
+    for _, output in pieces:
+        frames.tokens.extend(output.outputs[0].token_ids)
+        for snapshot in snapshots([(0, output)]):
+            out.append(frame := frames.frame(snapshot))
+            for position in frame["unset"]:
+                del shown[position]
+            shown |= {position: text for position, text, _ in frame["set"]}
+    text = [f"<{token}>" for token in tokens(pieces)]
+    assert [shown[i] for i in range(LENGTH)] == text
+    return out
+
+
+@every_engine
+def test_frames_and_early_text(name: str, room: EngineRoom) -> None:
+    llm = room.start(**ENGINES[name])
+    plain, ends = stream(llm, {}, {}, {"logprobs": 1})
+    both = {"dllm_frames": 1, "dllm_early_text": 1}
+    asked, _ = stream(llm, {"dllm_frames": 3}, both, both | {"logprobs": 1})
+    for before, after, end in zip(plain, asked, ends, strict=True):
+        assert tokens(before) == tokens(after) == end
+        ended = [pieces[-1][1].outputs[0] for pieces in (before, after)]
+        assert ended[0].finish_reason == ended[1].finish_reason == "length"
+    # Without early text no piece moves, and a snapshot comes every third forward.
+    texts = [(step, o) for step, o in asked[0] if o.outputs[0].token_ids]
+    assert [tokens([piece]) for piece in texts] == [tokens([piece]) for piece in plain[0]]
+    forwards = [snapshot["forward"] for snapshot in snapshots(asked[0])]
+    assert min(np.diff(forwards[:-1]), default=3) >= 3
+    for pieces in asked:
+        frames = replay(pieces)
+        finals = [frame["final"] for frame in frames]
+        assert finals == sorted(finals) and finals[-1] == LENGTH
+        certain = [entry[2] for frame in frames for entry in frame["set"]]
+        assert sum(value is not None for value in certain) > LENGTH // 2
+        assert all(value is None or 0 < value <= 1 for value in certain)
+    # Every token comes no later, measured in forwards of a step that all three share.
+    early, late = arrivals(asked[1]), arrivals(plain[1])
+    assert [a - b for a, b in zip(early, late, strict=True) if a > b + 2] == []
+    assert sum(early) < sum(late)
+    scored = [
+        [entry[token].logprob for entry, token in zip(o.logprobs, o.token_ids, strict=True)]
+        for pieces in (plain[2], asked[2])
+        for o in (output.outputs[0] for _, output in pieces)
+        if o.token_ids
+    ]
+    flat = np.array([value for piece in scored for value in piece]).reshape(2, LENGTH)
+    np.testing.assert_allclose(flat[0], flat[1], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["dream-dual", "dream-own", "llada-dual"])
+@pytest.mark.parametrize("every", [5, 7])
+def test_what_was_sent_survives_preemption(name: str, every: int, room: EngineRoom) -> None:
+    """A block that starts again keeps the run that was handed out."""
+    llm = room.start(**ENGINES[name])
+    before = num_preemptions(llm)
+    wish = {"dllm_frames": 1, "dllm_early_text": 1, "dllm_policy": "low_confidence"}
+    wish |= {"dllm_block_length": 20, "dllm_steps": 4}
+    pieces, ends = stream(llm, wish, wish, wish, preempt=every)
+    assert num_preemptions(llm) > before
+    for piece, end in zip(pieces, ends, strict=True):
+        assert tokens(piece) == end
+        finals = [snapshot["final"] for snapshot in snapshots(piece)]
+        assert finals == sorted(finals)
+        for told in snapshots(piece)[:-1]:  # what was sent is never a mask again
+            ids = np.frombuffer(told["ids"], dtype=np.int32)
+            assert (ids[: told["final"] - told["start"]] >= 0).all()
+    assert sum(len(set(arrivals(piece))) for piece in pieces) > 6, "more pieces than blocks"
+
+
+def test_nobody_asks_and_nobody_pays(room: EngineRoom) -> None:
+    """No table, no rows behind log-probabilities, no message, no trace."""
+    llm = room.start(dllm={"strategy": "prefix_cache"})
+    before = len(canvas_states(llm).companions)
+    results: list[Any] = []
+    update = scheduler(llm).update_from_output
+
+    def noting(planned: Any, result: Any) -> Any:
+        results.append(result.logprobs)
+        outputs = update(planned, result)
+        for output in (o for each in outputs.values() for o in each.outputs):
+            results.extend((output.kv_transfer_params, output.routed_experts))
+        return outputs
+
+    scheduler(llm).update_from_output = noting
+    pieces, _ = stream(llm, {}, {}, {})
+    del scheduler(llm).update_from_output
+    assert len(results) > 5 and set(results) == {None}
+    assert len(canvas_states(llm).companions) == before == 0
+    assert all(o.outputs[0].token_ids for piece in pieces for _, o in piece)
+
+
+def test_refused_where_tokens_may_be_replaced(room: EngineRoom) -> None:
+    llm = room.start("llada2.1", {"policy": "joint_threshold"})
+    sentence = "dllm_early_text cannot be combined with policy joint_threshold, which may still"
+    with pytest.raises(VLLMValidationError, match=sentence):
+        stream(llm, {"dllm_early_text": 1})
+    pieces, ends = stream(llm, {"dllm_frames": 1})
+    assert tokens(pieces[0]) == ends[0] and replay(pieces[0])[-1]["final"] == LENGTH

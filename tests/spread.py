@@ -1,0 +1,64 @@
+"""Spread test files over workers: what takes longest first, so that the workers end together.
+
+The tests of a file stay together, for they share engines; those of kernels, in all of their files,
+share the process that interprets.
+"""
+
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+TOGETHER = "tests/kernels/"
+# From about 10 s on, by what they spend on processors; a file that is not here comes behind these.
+LONGEST = (
+    "engine/test_grid_goldens.py",
+    "engine/test_full_requests.py",
+    "engine/test_verify_command.py",
+    "engine/test_memory.py",
+    "engine/test_full_memory.py",
+    "engine/test_block_goldens.py",
+    "engine/test_parallel.py",
+    "engine/test_bundled.py",
+    "engine/test_full_goldens.py",
+    "engine/test_bench_modes.py",
+    "engine/test_batching.py",
+    "engine/test_omni_hidden_states.py",
+    "engine/test_sampling.py",
+    "engine/test_adapters.py",
+    "engine/test_weight_updates.py",
+    "engine/test_stops_and_bans.py",
+    "engine/test_structured_outputs.py",
+    "engine/test_active_blocks.py",
+    "engine/test_grid_prefix.py",
+    "engine/test_full_server.py",
+    "engine/test_guides.py",
+    "engine/test_watched.py",
+    "engine/test_server.py",
+    "engine/test_context_end.py",
+    "engine/test_compiled.py",
+    "engine/test_omni_pipelines.py",
+)
+
+
+def rank(file: str) -> int:
+    """Where a file comes, by its path below `tests`; kernels are one large scope."""
+    if file.startswith("kernels/"):
+        return -1
+    return LONGEST.index(file) if file in LONGEST else len(LONGEST)
+
+
+def scope_of(nodeid: str) -> str:
+    """What is given to one worker as a whole."""
+    file = nodeid.split("::", 1)[0]
+    return TOGETHER if file.startswith(TOGETHER) else file
+
+
+class LongestFirst(LoadScopeScheduling):  # type: ignore[misc]
+    """Hands scopes out in the order in which tests were collected."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return scope_of(nodeid)
+
+
+def sort(items: list[pytest.Item]) -> None:
+    """Put what takes longest first; the order within a file stays."""
+    items.sort(key=lambda item: rank("/".join(item.path.parts[-2:])))

@@ -1,0 +1,35 @@
+"""Which worker of a test run is given what, and in which order."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import spread
+
+TESTS = Path(__file__).parents[1]
+
+
+def test_listed_files_are_there_and_listed_once() -> None:
+    assert all((TESTS / file).is_file() for file in spread.LONGEST)
+    assert len(set(spread.LONGEST)) == len(spread.LONGEST)
+
+
+def test_what_takes_longest_comes_first_and_the_rest_stays() -> None:
+    names = ["unit/a.py", spread.LONGEST[1], "unit/b.py", spread.LONGEST[0], spread.LONGEST[1]]
+    names.append("kernels/test_partials.py")
+    items: list[Any] = [SimpleNamespace(path=TESTS / name, at=i) for i, name in enumerate(names)]
+    spread.sort(items)
+    assert [item.at for item in items] == [5, 3, 1, 4, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("nodeid", "scope"),
+    [
+        ("tests/kernels/test_confidence.py::test_a[1]", "tests/kernels/"),
+        ("tests/kernels/test_partials.py::test_b", "tests/kernels/"),
+        ("tests/unit/test_bench.py::test_c[x/y::z]", "tests/unit/test_bench.py"),
+    ],
+)
+def test_kernels_share_a_worker(nodeid: str, scope: str) -> None:
+    assert spread.scope_of(nodeid) == scope

@@ -1,0 +1,101 @@
+"""Every symbol of vLLM, xgrammar and llguidance that grammars on canvases rely on."""
+
+import importlib
+
+import llguidance
+import pytest
+import xgrammar
+from surface import arguments, fields_of, found_in_vllm, listed_imports, made_imports
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
+from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
+from vllm.v1.structured_output.request import StructuredOutputRequest
+from vllm.v1.worker.gpu.async_utils import AsyncOutput
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+IMPORTS = """
+vllm.logger: init_logger
+vllm.v1.core.sched.async_scheduler: AsyncScheduler
+vllm.v1.core.sched.output: GrammarOutput SchedulerOutput
+vllm.v1.engine: EngineCoreOutputs
+vllm.v1.outputs: AsyncModelRunnerOutput ModelRunnerOutput
+vllm.v1.request: Request RequestStatus
+vllm.v1.structured_output: StructuredOutputManager
+vllm.v1.structured_output.backend_guidance: GuidanceGrammar
+vllm.v1.structured_output.backend_types: StructuredOutputGrammar StructuredOutputOptions
+vllm.v1.structured_output.backend_xgrammar: XgrammarGrammar
+vllm.v1.worker.gpu.async_utils: AsyncOutput
+vllm.v1.worker.gpu.model_runner: GPUModelRunner
+"""
+SCHEDULER = "v1.core.sched.async_scheduler:AsyncScheduler."
+SIGNATURES = {
+    SCHEDULER + "get_grammar_bitmask": "self scheduler_output",
+    SCHEDULER + "_handle_blocked_waiting_request": "self request",
+    SCHEDULER + "_update_after_schedule": "self scheduler_output",
+    SCHEDULER + "update_from_output": "self scheduler_output model_runner_output",
+    "v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens": "self grammar_output",
+    "v1.worker.gpu.async_utils:AsyncOutput.get_output": "self",
+    "v1.structured_output:StructuredOutputManager.grammar_init": "self request",
+    "sampling_params:StructuredOutputsParams.all_constraints_none": "self",
+}
+FIELDS = {
+    AsyncOutput: "sampled_token_ids",
+    GPUModelRunner: "sampler execute_model_state",
+    GrammarOutput: "structured_output_request_ids grammar_bitmask num_acceptable_drafts",
+    GuidanceGrammar: "ll_matcher",
+    ModelRunnerOutput: "req_id_to_index sampled_token_ids",
+    Request: "structured_output_request is_prefill_chunk num_prompt_tokens",
+    SamplingParams: "stop_token_ids structured_outputs logprobs",
+    SchedulerOutput: "has_structured_output_requests pending_structured_output_tokens "
+    "num_scheduled_tokens scheduled_spec_decode_tokens",
+    StructuredOutputManager: "executor tokenizer vllm_config",
+    StructuredOutputsParams: "_backend",
+    XgrammarGrammar: "matcher",
+}
+PROPERTIES = {
+    Request: "use_structured_output num_tokens",
+    StructuredOutputRequest: "grammar structured_output_key",
+}
+XGRAMMAR = "accept_token rollback is_completed fill_next_token_bitmask fork"
+LLGUIDANCE = "validate_tokens consume_token rollback is_accepting is_stopped deep_copy"
+
+
+def test_imports_are_listed() -> None:
+    assert set(made_imports("engine/grammar")) == listed_imports(IMPORTS)
+
+
+@pytest.mark.parametrize("module,name", sorted(listed_imports(IMPORTS)))
+def test_import(module: str, name: str) -> None:
+    assert hasattr(importlib.import_module(module), name), f"{name} is gone from {module}"
+
+
+@pytest.mark.parametrize("name", list(SIGNATURES))
+def test_signature(name: str) -> None:
+    assert arguments(found_in_vllm(name)) == SIGNATURES[name]
+
+
+@pytest.mark.parametrize("owner", list(FIELDS), ids=lambda owner: owner.__name__)
+def test_fields(owner: type) -> None:
+    assert set(FIELDS[owner].split()) - fields_of(owner) == set()
+
+
+@pytest.mark.parametrize("owner", list(PROPERTIES), ids=lambda owner: owner.__name__)
+def test_properties(owner: type) -> None:
+    assert [name for name in PROPERTIES[owner].split() if not hasattr(owner, name)] == []
+
+
+def test_a_grammar_of_vllm_has_just_these_methods() -> None:
+    """More of them would have to be written, or vLLM could not build ours."""
+    assert set(StructuredOutputGrammar.__abstractmethods__) == {
+        *("accept_tokens", "fill_bitmask", "is_terminated", "reset", "rollback", "validate_tokens"),
+    }
+
+
+def test_matchers() -> None:
+    assert [name for name in XGRAMMAR.split() if not hasattr(xgrammar.GrammarMatcher, name)] == []
+    assert [name for name in LLGUIDANCE.split() if not hasattr(llguidance.LLMatcher, name)] == []

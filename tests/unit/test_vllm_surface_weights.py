@@ -1,0 +1,77 @@
+"""Every symbol of vLLM that updates of weights and adapters of requests rely on."""
+
+import importlib
+
+import pytest
+from surface import arguments, fields_of, found_in_vllm, listed_imports, made_imports
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.lora.model_manager import LoRAModelManager
+from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
+from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
+from vllm.v1.worker.worker_base import WorkerBase
+
+from dllm_plugin.models.checkpoints.updates import PARTIAL_BACKENDS
+
+IMPORTS = """
+vllm.config: ModelConfig set_current_vllm_config
+vllm.model_executor.layers.fused_moe.routed_experts: RoutedExperts
+vllm.model_executor.model_loader.reload.layerwise: finalize_layerwise_reload get_layerwise_info
+vllm.lora.punica_wrapper.punica_cpu: PunicaWrapperCPU
+vllm.lora.request: LoRARequest
+vllm.v1.worker.gpu.model_runner: GPUModelRunner
+vllm.v1.worker.gpu_worker: Worker
+"""
+WORKER, RELOAD = "v1.worker.gpu_worker:Worker.", "model_executor.model_loader.reload.layerwise:"
+RUNNER = "v1.worker.gpu.model_runner:GPUModelRunner."
+PUNICA = "lora.punica_wrapper.punica_cpu:PunicaWrapperCPU."
+SIGNATURES = {
+    WORKER + "start_weight_update": "self",
+    WORKER + "update_weights": "self update_info",
+    WORKER + "finish_weight_update": "self",
+    WORKER + "reload_weights": "self *args **kwargs",
+    WORKER + "get_model": "self",
+    WORKER + "add_lora": "self lora_request",
+    RUNNER + "load_lora_model": "self model vllm_config device",
+    PUNICA + "_shrink_prefill": "self y x w_t_all scale",
+    RELOAD + "finalize_layerwise_reload": "*args **kwargs",
+    RELOAD + "get_layerwise_info": "layer",
+}
+FIELDS = {
+    LayerReloadingInfo: "load_numel loaded_weights",
+    LoRAModelManager: "punica_wrapper_mapping",
+    LoRARequest: "lora_name lora_path",
+    UnquantizedFusedMoEMethod: "moe_kernel",
+    WeightTransferConfig: "backend",
+    WorkerBase: "model_config vllm_config",
+}
+WHOLE_BACKENDS = {"nccl", "ipc"}
+
+
+def test_imports_are_listed() -> None:
+    made = {*made_imports("engine/weight_updates"), *made_imports("engine/adapters")}
+    assert made == listed_imports(IMPORTS)
+
+
+@pytest.mark.parametrize("module,name", sorted(listed_imports(IMPORTS)))
+def test_import(module: str, name: str) -> None:
+    assert hasattr(importlib.import_module(module), name), f"{name} is gone from {module}"
+
+
+@pytest.mark.parametrize("name", list(SIGNATURES))
+def test_signature(name: str) -> None:
+    assert arguments(found_in_vllm(name)) == SIGNATURES[name]
+
+
+@pytest.mark.parametrize("owner", list(FIELDS), ids=lambda owner: owner.__name__)
+def test_fields(owner: type) -> None:
+    assert set(FIELDS[owner].split()) - fields_of(owner) == set()
+
+
+def test_every_backend_is_known() -> None:
+    """One more has to be read: does it hand all weights, each once, to `load_weights`?"""
+    registered = set(WeightTransferEngineFactory._registry) - {"files"}
+    assert registered == WHOLE_BACKENDS | set(PARTIAL_BACKENDS)

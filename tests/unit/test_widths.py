@@ -1,0 +1,139 @@
+"""The choice of widths: costs, acceptance, hysteresis and convergence, on numbers alone."""
+
+import numpy as np
+import pytest
+
+from dllm_plugin.decoding.acceptance import accepted, tokens_per_forward
+from dllm_plugin.decoding.widths import Costs, WidthController, choose, widths_between
+
+H200 = Costs(base=4.6, free=128, per_position=0.0215)
+LOADS = (1, 4, 8, 16, 32, 64, 128, 256)
+CHOSEN = {
+    ("throughput", False): (32, 32, 16, 8, 4, 4, 2, 2),
+    ("throughput", True): (32, 32, 16, 8, 4, 2, 1, 1),
+    ("balanced", False): (32, 32, 16, 8, 8, 6, 4, 3),
+    ("balanced", True): (32, 32, 16, 8, 6, 4, 1, 1),
+}
+
+
+def rates(requests: int, widths: tuple[int, ...], shift: bool) -> np.ndarray:
+    tokens = [tokens_per_forward(width, 0.9, 2.5, shift) for width in widths]
+    times = [H200.step(requests, width, 0) for width in widths]
+    return requests * np.array(tokens) / np.array(times)
+
+
+@pytest.mark.parametrize(("mode", "shift"), CHOSEN)
+def test_widths_by_load(mode: str, shift: bool) -> None:
+    widths = widths_between(1 if shift else 2, 32)
+    for requests, wanted in zip(LOADS, CHOSEN[mode, shift], strict=True):
+        promised = rates(requests, widths, shift)
+        assert widths[choose(promised, None, mode == "balanced")] == wanted, requests
+    narrow = widths_between(4, 32)
+    assert narrow[choose(rates(256, narrow, shift), None, False)] == 4
+
+
+def test_tokens_per_forward() -> None:
+    """Within what a width can bring, growing with it, and what its masks accept."""
+    for shift in (False, True):
+        for p0 in (0.3, 0.9):
+            got = [tokens_per_forward(width, p0, 2.5, shift) for width in range(2, 129)]
+            assert (np.diff(got) > -1e-9).all() and got[0] >= 1
+            for width, tokens in zip(range(2, 129), got, strict=True):
+                bound = accepted(width - tokens + shift, p0, 2.5)
+                assert tokens == pytest.approx(max(1.0, bound), abs=1e-6)
+    assert tokens_per_forward(1, 0.9, 4, False) == 0.5 and tokens_per_forward(1, 0.9, 4, True) == 1
+
+
+class Requests:
+    """Requests whose masks are accepted with a probability that falls with their rank."""
+
+    def __init__(self, count: int, shift: bool, seed: int = 0) -> None:
+        self.decided = np.zeros((count, 160), dtype=bool)
+        self.shift, self.rng = shift, np.random.default_rng(seed)
+
+    def step(self, width: int, p0: float, lam: float) -> int:
+        """Run one step of all; return the tokens that it committed."""
+        place = np.arange(160)
+        run = np.minimum((~self.decided).argmax(axis=1), width)
+        masks = ~self.decided & (place < width + self.shift) & (place >= run[:, None])
+        rank = masks.cumsum(axis=1) - 1
+        take = masks & (self.rng.random(masks.shape) < p0 * np.exp(-rank / lam))
+        stuck = ~take.any(axis=1) & masks.any(axis=1)
+        take[stuck, masks.argmax(axis=1)[stuck]] = True
+        self.decided |= take
+        moved = place + run[:, None]
+        kept = np.take_along_axis(self.decided, np.minimum(moved, 159), axis=1)
+        self.decided = kept & (moved < 160)
+        return int(run.sum())
+
+
+def true_rates(
+    widths: tuple[int, ...], shift: bool, truth: tuple[float, float]
+) -> dict[int, float]:
+    """What each width really brings 64 requests."""
+    rate = {}
+    for width in widths:
+        crowd = Requests(64, shift, 2)
+        tokens = sum(crowd.step(width, *truth) for _ in range(200)) / 200
+        rate[width] = tokens / H200.step(64, width, 0)
+    return rate
+
+
+@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize("truth", [(0.9, 2.5), (0.5, 1.5)])
+def test_the_best_width_is_found(truth: tuple[float, float], shift: bool) -> None:
+    widths = widths_between(1 if shift else 2, 32)
+    controller, requests = WidthController(widths, shift, H200), Requests(64, shift)
+    for _ in range(400):
+        width = controller.width(64, 0)
+        controller.observe(width, 64, requests.step(width, *truth))
+    rate = true_rates(widths, shift, truth)
+    best = max(widths, key=lambda w: rate[w])
+    assert controller.current is not None
+    chosen = controller.widths[controller.current]
+    assert abs(widths.index(chosen) - widths.index(best)) <= 1
+    assert rate[chosen] >= 0.95 * rate[best]
+
+
+def test_a_change_of_acceptance_is_followed() -> None:
+    widths = widths_between(2, 32)
+    controller, requests = WidthController(widths, False, H200), Requests(64, False)
+    for truth in ((0.97, 12.0), (0.4, 0.7), (0.97, 12.0)):
+        for _ in range(2000):
+            width = controller.width(64, 0)
+            controller.observe(width, 64, requests.step(width, *truth))
+        rate = true_rates(widths, False, truth)
+        assert controller.current is not None
+        assert rate[widths[controller.current]] >= 0.95 * max(rate.values()), truth
+
+
+def test_few_changes_at_a_border() -> None:
+    """One request more or less does not turn the width back and forth."""
+    controller, requests = WidthController(widths_between(2, 32), False, H200), Requests(64, False)
+    for step in range(1000):
+        width = controller.width(63 + step % 2, 0)
+        controller.observe(width, 64, requests.step(width, 0.9, 2.5))
+    assert controller.changes < 20
+
+
+def test_trials() -> None:
+    """Six of 64 steps use the width beside, never outside of the limits, never for one request."""
+    controller = WidthController((4, 8), False, Costs())
+    used = [controller.width(2, 0) for _ in range(256)]
+    assert used.count(4) == 12 and set(used) == {4, 8}  # 8 has no wider one
+    alone = WidthController((4, 8), False, Costs())
+    assert {alone.width(1, 0) for _ in range(256)} == {8}
+
+
+def test_what_is_learned() -> None:
+    """Nothing from the two steps behind a change of width."""
+    controller = WidthController((4, 8), False, Costs())
+    before = controller.acceptance.steps.copy()
+    for width in (8, 8, 4, 4, 8, 8):
+        controller.observe(width, 10, 20)
+    assert (controller.acceptance.steps == before).all()
+    controller.observe(8, 10, 20)
+    assert (controller.acceptance.steps - before).tolist() == [0, 10]
+    for _ in range(5000):
+        controller.observe(8, 10, 20)
+    assert controller.acceptance.steps.sum() <= 20_000 + 10
