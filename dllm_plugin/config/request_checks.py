@@ -3,7 +3,7 @@
 vLLM calls them in its front end, by the hooks of :mod:`dllm_plugin.engine.admission`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -41,10 +41,38 @@ def check_sampling_params(params: SamplingParams, mask_token_id: int) -> None:
         value = getattr(params, name)
         if value is not None and value != neutral:
             raise ValueError(f"{name} is not supported by diffusion decoding: {reason}.")
+    _check_text(params)
     _check_beams(params)
     _check_filters(params)
     _check_limits(params)
     _check_choices(params, mask_token_id)
+
+
+def _check_text(params: SamplingParams) -> None:
+    """Refuse half a surrogate pair: vLLM sends requests to its engine as UTF-8, which has none."""
+    given = {"stop": params.stop, "bad_words": params.bad_words, "extra_args": params.extra_args}
+    for name, value in given.items():
+        for text in _texts(value):
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                half = shown(text[error.start])
+                raise ValueError(
+                    f"{name} holds {half} in {shown(text)}, half of a surrogate pair, which UTF-8 "
+                    "cannot carry: send whole characters."
+                ) from None
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every string that lists and dictionaries hold, keys too."""
+    pending, seen = [value], set()
+    while pending:
+        value = pending.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
+            seen.add(id(value))
+            pending += [*value, *value.values()] if isinstance(value, dict) else value
 
 
 def _check_beams(params: SamplingParams) -> None:

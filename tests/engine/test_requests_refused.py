@@ -8,6 +8,7 @@ from jobs import job
 
 GOOD = job(20, 40, 16, seed=1, threshold=0.6)
 TEXT = a_prompt(6)
+HALF = "\ud800"  # of a surrogate pair
 D2F = {"strategy": "d2f"}
 BLOCKS = {"strategy": "block_diffusion"}
 
@@ -84,6 +85,24 @@ def test_parameter(options: dict[str, Any], name: str, room: EngineRoom) -> None
     message = refusal(llm, TEXT, params(20, **options))
     assert name in message
     assert message.removesuffix(" (parameter=bad_words)").endswith(".")
+
+
+HALVES: list[tuple[dict[str, Any], str]] = [
+    ({"extra_args": {"dllm_block_length": 24, "other": HALF}}, "extra_args holds '\\ud800' in"),
+    ({"extra_args": {"dllm_policy": HALF}}, "extra_args holds '\\ud800' in"),
+    ({"extra_args": {"other": [1, ["a", f"b{HALF}"]]}}, "'\\ud800' in 'b\\ud800', half of"),
+    ({"extra_args": {HALF: 1}}, "extra_args holds '\\ud800' in"),
+    ({"stop": ["a", HALF]}, "stop holds '\\ud800' in"),
+    ({"bad_words": [f"{HALF}a"]}, "bad_words holds '\\ud800' in '\\ud800a'"),
+]
+
+
+@pytest.mark.parametrize(("options", "name"), HALVES, ids=ascii)
+def test_half_of_a_surrogate_pair(options: dict[str, Any], name: str, room: EngineRoom) -> None:
+    """Nothing carries it to the engine's process, whichever string holds it."""
+    from vllm import SamplingParams
+
+    assert name in refusal(room.start("llada", D2F), TEXT, SamplingParams(max_tokens=9, **options))
 
 
 def test_they_left_the_engine_unharmed(room: EngineRoom) -> None:

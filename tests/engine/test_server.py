@@ -167,6 +167,30 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+HALF = "\ud800"  # of a surrogate pair: JSON can say it, UTF-8 cannot
+HALVES: list[dict[str, Any]] = [
+    {"vllm_xargs": {"dllm_block_length": 24, "other": HALF}},
+    {"vllm_xargs": {HALF: [HALF]}},
+    {"vllm_xargs": {"dllm_policy": HALF}},
+    {"kv_transfer_params": {"a": {HALF: 1}}},
+    {"stop": [HALF]},
+    {"bad_words": [HALF]},
+    {"prompt": HALF},
+    {"suffix": HALF},
+    {"logit_bias": {HALF: 1}},
+    {"diffusion": {HALF: 1}},
+]
+
+
+@pytest.mark.parametrize("half", HALVES, ids=ascii)
+def test_half_of_a_surrogate_pair_is_refused(server: Server, half: dict[str, Any]) -> None:
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 3} | half
+    headers = {"Content-Type": "application/json"}
+    url, content = f"{server.url}/v1/completions", json.dumps(body)
+    answer = httpx.post(url, content=content, headers=headers, timeout=60)
+    assert answer.status_code == 400 and answer.json()["error"]["message"]
+
+
 def test_structured_output(server: Server) -> None:
     """A schema by `response_format`, streamed and not, and a regular expression."""
     schema = schema_case("answer")
