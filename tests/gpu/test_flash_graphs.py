@@ -266,7 +266,7 @@ def test_the_bundled_model_as_it_is_served(cascade):
     buffers = check_builder(engine).model_state.sequences.cascade
     before = buffers.context.clone()
     problems = [problem(seed) for seed in eval_seeds(100)]
-    score = evaluate.decode(engine, "cascade", problems, evaluate.MAX_TOKENS)
+    score = evaluate.decode(engine, problems, evaluate.MAX_TOKENS, False)
     assert (buffers.context != before).any()
     end(engine)
     assert score.accuracy == 1 and score.tokens_per_forward > 20
