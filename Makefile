@@ -12,6 +12,9 @@ PYTEST = $(BIN)/python -m pytest
 SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 QUICK = -m 'not slow'
 export HF_HUB_OFFLINE := 1
+# Bytecode is kept, also where the environment says no: without it each import of vLLM, which every
+# server and engine process begins with, compiles thousands of files again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: install install-test demo test test-slow lint types tests unit kernels engine
 

@@ -1,12 +1,19 @@
 """For all tests."""
 
 import gc
+import os
+import sys
 from collections.abc import Generator
 from typing import Any
 
 import pytest
 import spread
 import sums
+
+# Bytecode is kept, also where the environment says no: tests start dozens of processes, each of
+# which would compile thousands of files again.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def pytest_configure(config: pytest.Config) -> None:
