@@ -9,7 +9,7 @@ from typing import Any
 
 import dllm_plugin
 from dllm_plugin.commands import generate, infill, serve, watch
-from dllm_plugin.commands.bench.options import MODES, add_modes, settings_of
+from dllm_plugin.commands.bench.options import MODES, WATCHED, add_modes, settings_of
 from dllm_plugin.commands.offline import collecting_later, engine_options, one_sentence
 from dllm_plugin.config.options import KV_CACHE_LAYOUTS
 
@@ -236,6 +236,10 @@ def _run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         return verify_command.run(args)
     if args.mode in MODES:
         settings = settings_of(args)
+        if args.mode == WATCHED:
+            from dllm_plugin.commands.bench import watched
+
+            return watched.run(settings, arguments)
         from dllm_plugin.commands.bench import command as bench_command
 
         return bench_command.run(settings, arguments)

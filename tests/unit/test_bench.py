@@ -42,6 +42,7 @@ def test_the_gate_runs_on_ranks_that_share_the_bundled_heads(ranks: int, shared_
 ALONE = ("--commit-alone-from", "8")
 COMPILED = ("--compilation-config",)
 DUMMY = ["throughput", "--shapes", "tiny", "--tokens-per-forward"]
+WATCHED = ["watched", "--shapes", "tiny", "--requests", "4", "--tokens-per-forward", "2"]
 
 
 @pytest.mark.parametrize(
@@ -68,6 +69,13 @@ DUMMY = ["throughput", "--shapes", "tiny", "--tokens-per-forward"]
         ([*DUMMY, "3", "--rounds", "2"], "would be 2.91 for 1 at once"),
         ([*DUMMY, "3", "--rounds", "1"], "steps per block of 16: use --rounds 3."),
         ([*DUMMY, "3", "--output-len", "40"], "is no whole number of blocks of 16: use 48."),
+        (
+            [*WATCHED, "--watched", "1,5"],
+            "--watched must be numbers from 0 to --requests, which is 4",
+        ),
+        ([*WATCHED, "--output-len", "48"], "at least four whole blocks of 16: use 64."),
+        ([*WATCHED[:-1], "3"], "no whole number of steps for a block of 16: use 3.2."),
+        (WATCHED[:-2], "--shapes needs --tokens-per-forward"),
         (["latency", "--tokens-per-forward", "2"], "is measured on a checkpoint"),
         (["latency", "--input-len", "64"], "is what the prompts have on a checkpoint"),
         (["latency", "--model", "some/model", "--vs", "hf"], "--vs hf needs --shapes"),

@@ -40,6 +40,7 @@ MEASURED += [
     "--no-vocab-parallel",
 ]
 MEASURED += ["--vs", "-h"]
+CHECKPOINT = {"--lora-path", "--model", "--threshold", "--vs"}
 GRID = ["--max-positions", "--requests"]
 STEPS = ["--context", "--profile"]
 SERVED = ["--input-len", "--output-len", "--rounds", "--tokens-per-forward"]
@@ -53,6 +54,7 @@ OPTIONS = {
     "bench latency": sorted([*MEASURED, *SERVED]),
     "bench step": sorted([*MEASURED, *GRID, *STEPS]),
     "bench throughput": sorted([*MEASURED, *GRID, *SERVED]),
+    "bench watched": sorted({*MEASURED, *GRID, *SERVED, "--watched"} - CHECKPOINT),
     "doctor": sorted([*DECODE, "--dtype", "--help", "-h"]),
     "eval": ["--all", "--dtype", "--help", "--limit", "--output", "--verbose", "-h", "-v"],
     "generate": sorted(

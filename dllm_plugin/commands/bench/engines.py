@@ -112,7 +112,7 @@ def start_ours(
     settings: Settings, model: Model, canvas: int, length: int, trace: Path | None = None
 ) -> "LLM":
     """Start our engine for canvases of `canvas` positions in a context of `length`."""
-    return _start(settings, _options_of_ours(settings, model, canvas, length, trace))
+    return _start(settings, options_of_ours(settings, model, canvas, length, trace))
 
 
 def with_dtype(settings: Settings, model: Model, length: int) -> Settings:
@@ -122,13 +122,14 @@ def with_dtype(settings: Settings, model: Model, length: int) -> Settings:
     """
     from vllm.engine.arg_utils import EngineArgs
 
-    options = _options_of_ours(settings, model, settings.canvas[0], length)
+    options = options_of_ours(settings, model, settings.canvas[0], length)
     return replace(settings, dtype=_dtype_of(EngineArgs(**options).create_engine_config()))
 
 
-def _options_of_ours(
+def options_of_ours(
     settings: Settings, model: Model, canvas: int, length: int, trace: Path | None = None
 ) -> dict[str, Any]:
+    """Return keyword arguments of ``vllm.LLM`` for our engine."""
     most = max(settings.grid_requests(canvas))
     options = _common(settings, length, most) | {"model": model.path}
     options["additional_config"] = {"dllm": settings.dllm(canvas)}

@@ -12,11 +12,13 @@ from dllm_plugin.commands.bench.model_shapes import SHAPES
 from dllm_plugin.commands.bench.strategies import MEASURED, Measured, default_strategy
 from dllm_plugin.config.options import Options
 
+WATCHED = "watched"
 MODES = {
     "step": "time per denoising step, against the lower bound of its GEMMs",
     "throughput": "tokens per second, all requests at once",
     "latency": "seconds per request, one request at a time",
     "all": "step, throughput and latency on the same engines",
+    WATCHED: "tokens per second of a server while some requests stream their frames",
 }
 BASELINES = ("ar", "hf")
 
@@ -35,6 +37,7 @@ class Settings:
     output_len         tokens that a request may generate
     rounds             of the other modes: requests that are answered one after another
     tokens_per_forward on dummy weights: fixed by the schedule of `low_confidence`
+    watched            of mode watched: requests that stream frames; every number is a grid point
     versus             baselines
     attention_backend  of the measured engine, not of the gate's: some take no float32
     compilation_config vLLM's, for the measured engine and, without sizes, for the gate's
@@ -55,6 +58,7 @@ class Settings:
     output_len: int
     rounds: int
     tokens_per_forward: float | None
+    watched: tuple[int, ...]
     versus: tuple[str, ...]
     profile: bool
     dtype: str
@@ -151,7 +155,13 @@ class Settings:
     @property
     def request_modes(self) -> tuple[str, ...]:
         """Return the chosen modes that serve whole requests."""
-        return tuple(m for m in ("throughput", "latency") if self.mode in (m, "all"))
+        served = ("throughput", "latency")
+        return served if self.mode == "all" else (self.mode,) * (self.mode in (*served, WATCHED))
+
+    def steps_of_block(self, canvas: int) -> float:
+        """Return the denoising steps that a block takes at `tokens_per_forward`."""
+        assert self.tokens_per_forward is not None
+        return self.block(canvas) / self.tokens_per_forward
 
 
 def add_modes(modes: Any) -> None:
@@ -161,9 +171,17 @@ def add_modes(modes: Any) -> None:
 
 
 def _add_options(parser: argparse.ArgumentParser, mode: str) -> None:
-    model = parser.add_mutually_exclusive_group()
+    model = parser.add_mutually_exclusive_group(required=mode == WATCHED)
     model.add_argument("--shapes", choices=SHAPES, help="dummy weights of these shapes")
-    model.add_argument("--model", help="folder or hub name (default: the bundled model)")
+    if mode == WATCHED:
+        parser.add_argument("--watched", type=_numbers, default=(1,), help="of them: 1,16")
+    else:
+        model.add_argument("--model", help="folder or hub name (default: the bundled model)")
+        parser.add_argument("--threshold", type=float, help="with a checkpoint")
+        parser.add_argument("--lora-path", help="D2F adapter of --model")
+        parser.add_argument(
+            "--vs", type=_names, default=(), help=f"baselines: {','.join(BASELINES)}"
+        )
     parser.add_argument(
         "--strategy",
         help=f"{', '.join(MEASURED)} (default: block_diffusion; with an adapter d2f)",
@@ -178,8 +196,6 @@ def _add_options(parser: argparse.ArgumentParser, mode: str) -> None:
         help="positions: 32,128 (default: 32, d2f 128, full attention 256)",
     )
     parser.add_argument("--block-length", type=int)
-    parser.add_argument("--threshold", type=float, help="with a checkpoint")
-    parser.add_argument("--lora-path", help="D2F adapter of --model")
     if mode in ("step", "all"):
         parser.add_argument("--context", type=int, help="default: 1024; of a checkpoint 256")
         parser.add_argument("--profile", action="store_true", help="where a step's time goes")
@@ -188,7 +204,6 @@ def _add_options(parser: argparse.ArgumentParser, mode: str) -> None:
         parser.add_argument("--output-len", type=int, default=256)
         parser.add_argument("--rounds", type=int, default=3, help="requests after one another")
         parser.add_argument("--tokens-per-forward", type=float, help="with --shapes")
-    parser.add_argument("--vs", type=_names, default=(), help=f"baselines: {','.join(BASELINES)}")
     parser.add_argument("--dtype", default="bfloat16", help="as in vLLM")
     parser.add_argument("--enforce-eager", action="store_true", help="as in vLLM")
     parser.add_argument("--gpu-memory-utilization", type=float, help="as in vLLM")
@@ -240,8 +255,10 @@ def settings_of(args: argparse.Namespace) -> Settings:
     Raises ValueError with one sentence for options that do not fit together.
     """
     given = vars(args)
-    is_dummy, is_bundled = args.shapes is not None, args.shapes is None and args.model is None
-    lora = default_model.adapter_path() if is_bundled and args.lora_path is None else args.lora_path
+    is_dummy, model = args.shapes is not None, given.get("model")
+    own_lora = lora = given.get("lora_path")
+    if not is_dummy and model is None and lora is None:
+        lora = default_model.adapter_path()
     strategy = args.strategy or default_strategy(bool(lora) and not is_dummy)
     measured = MEASURED.get(strategy)
     if measured is None:
@@ -249,20 +266,21 @@ def settings_of(args: argparse.Namespace) -> Settings:
     settings = Settings(
         mode=args.mode,
         shapes=args.shapes,
-        model=args.model,
+        model=model,
         strategy=strategy,
         requests=given.get("requests", (1,)),
         canvas=args.canvas or measured.canvas,
         max_positions=given.get("max_positions"),
         block_length=args.block_length,
-        threshold=args.threshold,
-        lora_path=lora if measured.by_confidence else args.lora_path,
+        threshold=given.get("threshold"),
+        lora_path=lora if measured.by_confidence else own_lora,
         context=_or(given.get("context"), 1024 if is_dummy else 256),
         input_len=_or(given.get("input_len"), 512),
         output_len=given.get("output_len", 0),
         rounds=given.get("rounds", 0),
         tokens_per_forward=given.get("tokens_per_forward"),
-        versus=args.vs,
+        watched=given.get("watched", ()),
+        versus=given.get("vs", ()),
         profile=given.get("profile", False),
         dtype=args.dtype,
         enforce_eager=args.enforce_eager,
@@ -337,6 +355,8 @@ def _check_combinations(settings: Settings, input_len: int | None) -> None:
         if rate is not None:
             grid = [(settings.block(c), settings.served_requests(c)) for c in settings.canvas]
             step_schedule.check(rate, settings.output_len, settings.rounds, grid)
+        if settings.mode == WATCHED:
+            _check_watched(settings)
     else:
         if rate is not None:
             raise ValueError("--tokens-per-forward is measured on a checkpoint: use --shapes.")
@@ -357,3 +377,22 @@ def _check_combinations(settings: Settings, input_len: int | None) -> None:
         )
     if settings.mode == "step" and "hf" in settings.versus:
         raise ValueError("--vs hf serves whole requests: use the mode latency, throughput or all.")
+
+
+def _check_watched(settings: Settings) -> None:
+    """Raise ValueError unless steps can be counted in a stream, whose text comes by block."""
+    most = max(settings.requests)
+    if settings.watched[0] < 0 or settings.watched[-1] > most:
+        raise ValueError(f"--watched must be numbers from 0 to --requests, which is {most}.")
+    for canvas in settings.canvas:
+        block = settings.block(canvas)
+        if settings.output_len % block or settings.output_len < 4 * block:
+            raise ValueError(
+                f"--output-len {settings.output_len} is not at least four whole blocks of {block}: "
+                f"use {max(4, -(-settings.output_len // block)) * block}."
+            )
+        if (steps := settings.steps_of_block(canvas)) % 1:
+            raise ValueError(
+                f"--tokens-per-forward {settings.tokens_per_forward:g} takes no whole number of "
+                f"steps for a block of {block}: use {block / round(steps):g}."
+            )

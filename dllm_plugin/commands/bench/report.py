@@ -149,6 +149,11 @@ COLUMNS = {
         **{"request_s": ".3f", "first_tokens_s": ".3f", "share_of_floor": ".1%"},
         **{"accuracy": ".1%", "ar_tokens_per_s": ".1f", "speedup_vs_ar": ".2f"},
     },
+    "watched": {
+        **{"requests": "d", "watched": "d", "canvas": "d", "tokens_per_s": ".1f"},
+        **{"share_of_unwatched": ".1%", "step_ms": ".3f", "first_text_s": ".3f"},
+        **{"forwards_per_request": ".1f", "frames_per_request": ".1f", "kb_per_request": ".1f"},
+    },
     "hf": {
         **{"tokens_per_forward": ".2f", "ms_per_forward": ".2f", "tokens_per_s": ".2f"},
         **{"accuracy": ".1%"},

@@ -1,0 +1,105 @@
+"""Start ``diffuplug serve`` for the benchmark, in a process of its own, and stop it."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from dllm_plugin.commands.phases import cause
+
+MODEL = "diffuplug"  # as requests name it
+START_SECONDS, STOP_SECONDS, CALL_SECONDS = 600, 30, 120
+
+
+def command_of(options: dict[str, Any], port: int) -> list[str]:
+    """Return the command that serves a model with the keyword arguments of ``vllm.LLM``."""
+    options = dict(options)
+    arguments = [options.pop("model"), "--served-model-name", MODEL]
+    arguments += ["--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"]
+    for name, value in options.items():
+        option = name.replace("_", "-")
+        if value is True:
+            arguments.append(f"--{option}")
+        elif value is not False:  # which is the default of each of these
+            text = json.dumps(value) if isinstance(value, dict) else str(value)
+            arguments += [f"--{option}", text]
+    return [sys.executable, "-m", "dllm_plugin.commands.cli", "serve", *arguments]
+
+
+@contextmanager
+def serving(options: dict[str, Any], log: Path) -> Iterator[str]:
+    """Serve a model as long as the context is open; yield the server's address.
+
+    Raises ValueError with the cause if it does not start; its log goes to a file.
+    """
+    port = _free_port()
+    # The route by which weights are filled exists in vLLM's development mode alone.
+    environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    environment |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment.pop("VLLM_PLUGINS", None)  # ours has to be among them
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command_of(options, port),
+            stdout=output,
+            stderr=output,
+            env=environment,
+            start_new_session=True,
+        )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _wait(process, url, log)
+        yield url
+    finally:
+        _stop(process)
+
+
+def fill_weights(url: str, seed: int) -> None:
+    """Fill the model of a server whose workers have the benchmark's extension."""
+    body = json.dumps({"method": "fill_weights", "args": [seed]}).encode()
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/collective_rpc", body, headers)
+    urllib.request.urlopen(request, timeout=CALL_SECONDS).close()
+
+
+def forwards_of(url: str) -> float:
+    """Return the forwards of all requests that a server has answered, from its metrics."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=CALL_SECONDS) as answer:
+        lines = answer.read().decode().splitlines()
+    sums = [line for line in lines if line.startswith("diffuplug:request_forwards_sum")]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in sums)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _wait(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
+    end = time.monotonic() + START_SECONDS
+    while time.monotonic() < end:
+        if process.poll() is not None:
+            last = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
+            raise ValueError(f"the server did not start: {cause(log) or last}")
+        with suppress(OSError):  # not listening yet
+            urllib.request.urlopen(f"{url}/health", timeout=2).close()
+            return
+        time.sleep(0.2)
+    raise ValueError(f"the server was not up after {START_SECONDS} seconds.")
+
+
+def _stop(process: "subprocess.Popen[bytes]") -> None:
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_SECONDS)
+    with suppress(ProcessLookupError):  # its workers are in its session
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
