@@ -41,7 +41,9 @@ def counts_of(completion: CompletionOutput, tokens: int, prompt_tokens: int) -> 
     sent = completion.spec_decode_metrics
     if sent is None:  # aborted before the engine answered
         return None
-    computed, cached = sent.num_draft_tokens, sum(sent.per_step_drafted)
+    # Where canvases float the list has the widths of the forwards, and nothing is cached.
+    cached = 0 if sent.per_step_accepted else sum(sent.per_step_drafted)
+    computed = sent.num_draft_tokens
     wasted = computed - (prompt_tokens - cached) - tokens
     return Counts(sum(sent.histogram), tokens, computed, max(wasted, 0))
 

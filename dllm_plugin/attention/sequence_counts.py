@@ -22,6 +22,8 @@ def max_sequences(config: DecodeConfig, max_num_reqs: int, max_num_tokens: int) 
     batch. In all other steps each sequence has a query of its own
     (:func:`dllm_plugin.attention.sequences.batch_sequences` leaves empty ones out), so there are at
     most as many sequences as tokens: a prompt or a resumed text of n blocks is n sequences, and
-    blocks may be one token long.
+    blocks may be one token long. Where canvases float the device alone knows which are empty.
     """
+    if config.method.floats:
+        return max_num_reqs * sequences_per_canvas(config) + max_num_tokens
     return max(max_num_reqs * sequences_per_canvas(config), max_num_tokens)

@@ -22,7 +22,7 @@ Learned from experience:
 Shape letters: R requests, B sequences.
 """
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -32,54 +32,18 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
 
 from dllm_plugin.attention.cascade import CascadeBuffers
+from dllm_plugin.attention.floating import floating_sequences
 from dllm_plugin.attention.kv_groups import KVGroups
+from dllm_plugin.attention.prefills import Sequences, SequenceTensors, of_segments, prefills
 from dllm_plugin.attention.sequence_counts import max_sequences, sequences_per_canvas
 from dllm_plugin.attention.spans import SpanBuffers
-from dllm_plugin.decoding.segments import canvas_segments, prefill_segments
+from dllm_plugin.decoding.segments import canvas_segments
 from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.utils import AttentionGroup
-
-
-class SequenceTensors(NamedTuple):
-    """Hold the sequences of a step as backends take them.
-
-    query_start_loc int32 ``[B + 1]``, query_start_loc_cpu the same on the host; seq_lens int32
-    ``[B]``; block_tables int32 ``[B, pages]``, one for each KV cache group; max_query_len, an upper
-    bound on the queries of a sequence.
-    """
-
-    query_start_loc: Tensor
-    query_start_loc_cpu: Tensor
-    seq_lens: Tensor
-    block_tables: list[Tensor]
-    max_query_len: int
-
-
-class Sequences(NamedTuple):
-    """Hold the sequences of a step on the host.
-
-    request_B int64, index in the batch; length_B int64, queries of the sequence; unseen_B int64,
-    how many positions at the end of its request's span the sequence does not see. That is negative
-    where it sees keys behind the span, which earlier steps computed.
-    """
-
-    request_B: np.ndarray
-    length_B: np.ndarray
-    unseen_B: np.ndarray
-
-
-def _sequences(
-    first_request: int, stops: np.ndarray, starts: np.ndarray, spans: np.ndarray
-) -> Sequences:
-    """Make the sequences of requests whose segments end at `stops`."""
-    lengths = np.diff(stops, axis=1, prepend=starts[:, None])
-    request = np.repeat(np.arange(first_request, first_request + len(stops)), stops.shape[1])
-    unseen = (starts + spans)[:, None] - stops
-    return Sequences(request, lengths.ravel(), unseen.ravel())
 
 
 def batch_sequences(batch: "InputBatch", states: CanvasStates) -> Sequences:
@@ -98,16 +62,9 @@ def batch_sequences(batch: "InputBatch", states: CanvasStates) -> Sequences:
     if num_canvases:
         canvas, length = spans[:num_canvases], lengths[:num_canvases]
         stops = canvas_segments(canvas, length, blocks)
-        groups.append(_sequences(0, stops, zeros[:num_canvases], canvas))
+        groups.append(of_segments(0, stops, zeros[:num_canvases], canvas))
     if num_canvases < batch.num_reqs:
-        rest = slice(num_canvases, batch.num_reqs)
-        starts = batch.num_computed_tokens_np[rest].astype(np.int64)
-        origin = states.requests.origin.np[batch.idx_mapping_np[rest]]
-        # Warm-up steps also run requests that are neither prefills nor canvases: one segment.
-        origin = np.where(batch.is_prefilling_np[rest], origin, starts + spans[rest])
-        stops = prefill_segments(origin, starts + spans[rest], lengths[rest])
-        stops = np.maximum(stops, starts[:, None])
-        groups.append(_sequences(num_canvases, stops, starts, spans[rest]))
+        groups.append(prefills(batch, states, num_canvases))
     sequences = Sequences(*(np.concatenate(field) for field in zip(*groups, strict=True)))
     filled = sequences.length_B > 0
     return Sequences(*(field[filled] for field in sequences))
@@ -185,7 +142,11 @@ class AttentionSequences:
         use_cascade = fewest is not None and batch.num_reqs_after_padding >= fewest
         # One row of the block table per request is enough for spans and for a cascade.
         tables = () if self.spans is not None or use_cascade else block_tables
-        sequences = self.captured(batch, tables) if is_full else self.eager(batch, tables)
+        if self.states.floating is not None:
+            assert not is_full, "steps of floating canvases are not captured as a whole"
+            sequences = floating_sequences(batch, self.states, tables, self.sequences_per_request)
+        else:
+            sequences = self.captured(batch, tables) if is_full else self.eager(batch, tables)
         count, num_tokens = len(sequences.seq_lens), batch.num_tokens
         assert count <= self.max_sequences, (
             f"{count} attention sequences in a step of {num_tokens} tokens and {batch.num_reqs} "

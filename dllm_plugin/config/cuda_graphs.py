@@ -87,12 +87,16 @@ def can_capture(vllm_config: VllmConfig) -> bool:
 
 
 def set_piecewise_graphs(vllm_config: VllmConfig) -> None:
-    """Capture piecewise graphs alone: forwards of several kinds share a step of full attention."""
+    """Capture piecewise graphs alone.
+
+    Forwards of several kinds share a step of full attention, and of several widths one of floating
+    canvases.
+    """
     compilation = vllm_config.compilation_config
     if compilation.cudagraph_mode in (CUDAGraphMode.FULL, CUDAGraphMode.FULL_DECODE_ONLY):
         raise ValueError(
             "cudagraph_mode with full graphs alone cannot be combined with full-attention "
-            "decoding: use PIECEWISE or NONE."
+            "decoding or adaptive: use PIECEWISE or NONE."
         )
     if compilation.cudagraph_mode in (None, CUDAGraphMode.FULL_AND_PIECEWISE):
         compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dllm_plugin.config.options import Numbers
 from dllm_plugin.decoding.families import FAMILIES, Family
-from dllm_plugin.decoding.methods import METHODS, Method
+from dllm_plugin.decoding.methods import METHODS, Method, floating
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -53,6 +53,9 @@ class DecodeConfig:
     steps: int | None
     canvas_length: int
     commit_alone_from: int
+    adaptive: str
+    min_window: int
+    max_window: int
     kv_cache_layout: str
     compile_step: bool
     vocab_parallel: bool
@@ -74,7 +77,8 @@ class DecodeConfig:
     @cached_property
     def method(self) -> Method:
         """Return how the strategy decodes this family."""
-        return METHODS[self.strategy, self.family.name]
+        method = METHODS[self.strategy, self.family.name]
+        return method if self.adaptive == "off" else floating(method)
 
     @property
     def policy(self) -> str:
@@ -110,6 +114,9 @@ class DecodeConfig:
     @property
     def block_slots(self) -> int:
         """Return the most blocks of a request that a step looks at."""
+        if self.method.floats:
+            # What is decided, and the parts of the window behind it.
+            return 1 - -self.canvas_length // self.block_length
         if not self.method.next_block or self.dedicated_commit:
             return self.max_active_blocks
         # The block that commits is computed in the same forward.

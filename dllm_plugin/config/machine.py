@@ -29,6 +29,11 @@ def resolve_for_machine(
     problem = next(uncompiled(config, cannot), None)
     if options.compile_step and problem:
         raise ValueError(f"compile_step {problem}: leave compile_step out.")
+    if config.method.floats and envs.VLLM_BATCH_INVARIANT:
+        raise ValueError(
+            f"adaptive {config.adaptive!r} chooses widths by load, which VLLM_BATCH_INVARIANT "
+            "forbids: leave one of them out."
+        )
     ranks = vllm_config.parallel_config.tensor_parallel_size
     if options.vocab_parallel and ranks == 1:
         raise ValueError(
@@ -61,6 +66,8 @@ def uncompiled(config: DecodeConfig, cannot: bool) -> Iterator[str]:
     """Yield why a step is not compiled; `cannot`: without a GPU, or where nothing is compiled."""
     if cannot:
         yield "needs a GPU and no enforce_eager"
+    if config.method.floats:
+        yield f"is not supported with adaptive {config.adaptive!r}"
     if not config.method.compiles:
         yield f"serves strategies that attend from block to block, not {config.strategy}"
     if config.dedicated_commit:

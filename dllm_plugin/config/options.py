@@ -23,6 +23,7 @@ from dllm_plugin.config.validation import (
 )
 
 KV_CACHE_LAYOUTS = ("auto", "unified", "distinct")
+ADAPTIVE = ("off", "throughput", "balanced")
 MAX_STEPS = 4096
 MAX_TOP_K = 2**24  # more than any vocabulary, and exact in float32
 MAX_POSITIONS = 2**31 - 1  # more than any context
@@ -31,6 +32,7 @@ REQUEST_PREFIX = "dllm_"
 TEMPLATE = REQUEST_PREFIX + "template"  # see :mod:`dllm_plugin.config.template`
 FILL = -1  # a position to fill in a template
 TARGETS = REQUEST_PREFIX + "targets"  # see :mod:`dllm_plugin.config.targets`
+SCHEDULE = REQUEST_PREFIX + "schedule"  # see :mod:`dllm_plugin.config.adaptive`
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,9 @@ class Options(Numbers):
                              single block each, and finished blocks commit in a forward of their
                              own; 0: never; None: where it pays
                              (:func:`dllm_plugin.config.machine.fewest_alone`)
+    adaptive                 block-causal strategies: `throughput` and `balanced` choose by load how
+                             many canvas positions steps compute (:mod:`config.adaptive`)
+    min_window, max_window   the fewest and the most of them; None: see `windows`
     kv_cache_layout          `unified` is vLLM's own; `distinct` ours, with fused span attention
     compile_step             GPUs: compile what a step plans and decides around its logits; None:
                              where vLLM compiles the model
@@ -148,6 +153,9 @@ class Options(Numbers):
     strategy: str = option("auto", Choice(strategy_choices))
     canvas_length: int | None = option(None, WholeNumber(1, open=True))
     commit_alone_from: int | None = option(None, WholeNumber(0, open=True))
+    adaptive: str = option("off", Choice(lambda: ADAPTIVE))
+    min_window: int | None = option(None, WholeNumber(1, open=True))
+    max_window: int | None = option(None, WholeNumber(1, open=True))
     kv_cache_layout: str = option("auto", Choice(lambda: KV_CACHE_LAYOUTS))
     compile_step: bool | None = option(None, Flag(optional=True))
     vocab_parallel: bool | None = option(None, Flag(optional=True))

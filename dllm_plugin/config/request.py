@@ -5,10 +5,12 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from dllm_plugin.config.adaptive import check_one_length
 from dllm_plugin.config.decode import DecodeConfig, RequestConfig
 from dllm_plugin.config.options import (
     REQUEST_FIELDS,
     REQUEST_PREFIX,
+    SCHEDULE,
     TARGETS,
     TEMPLATE,
     check_values,
@@ -29,7 +31,7 @@ HASHED = (str, bool, int, float, type(None))
 FORWARDS_PER_POSITION = 4  # of a block that a request may ask for: more only occupy a slot
 FORWARDS = 64  # that it may ask for however short its blocks are
 REMEMBERED = 1024  # parsed requests that a process remembers
-NOT_DECODING = REPORT_ARGUMENTS | {TEMPLATE, TARGETS}  # arguments that are read elsewhere
+NOT_DECODING = REPORT_ARGUMENTS | {TEMPLATE, TARGETS, SCHEDULE}  # arguments that are read elsewhere
 
 
 def request_config(
@@ -125,6 +127,7 @@ def _check(config: DecodeConfig, request: RequestConfig, fields: Mapping[str, An
             f"{most}: raise max_active_blocks in additional_config."
         )
     read = method.options_read(request.policy)
+    check_one_length(config, fields)
     for name, value in fields.items():
         if name not in read and not does_nothing(name, value):
             raise ValueError(

@@ -7,11 +7,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from dllm_plugin.config.adaptive import check_adaptive, check_windows, windows
 from dllm_plugin.config.decode import DecodeConfig, RequestConfig
 from dllm_plugin.config.options import REQUEST_FIELDS, Numbers, Options, does_nothing
 from dllm_plugin.config.validation import shown
 from dllm_plugin.decoding.families import FAMILIES, Family
-from dllm_plugin.decoding.methods import Method, choose_method
+from dllm_plugin.decoding.methods import Method, choose_method, floating
 from dllm_plugin.decoding.policies import SEVERAL_BLOCKS
 
 DEFAULT_BLOCK = 32
@@ -34,16 +35,14 @@ def resolve(
     ValueError when the canvas does not fit the context or a policy does not fit the strategy.
     """
     family = FAMILIES[architecture]
-    method, reason = choose_method(options.strategy, family, bool(options.lora_path))
-    default_policy = method.edited_policy if edits else method.default_policy
-    policy = default_policy if options.policy == "auto" else options.policy
-    check_policy(method, policy, family)
+    method, policy, reason = _choose_method(options, family, edits)
     whole = options.block_length is None and method.whole_canvas
     block = options.block_length or block_length or DEFAULT_BLOCK
     canvas = _choose_canvas(options, method, block, max_model_len)
     if whole or options.block_length is None and method.full_attention:
         block = canvas if whole else min(block, canvas)
     check_block_length(block, canvas)
+    narrowest, widest = windows(options, method, family, block, canvas)
     blocks = (
         options.max_active_blocks or method.blocks_by_default or max(LEAST_BLOCKS, canvas // block)
     )
@@ -67,6 +66,9 @@ def resolve(
         steps=options.steps,
         canvas_length=canvas,
         commit_alone_from=options.commit_alone_from or 0,
+        adaptive=options.adaptive,
+        min_window=narrowest,
+        max_window=widest,
         kv_cache_layout="distinct" if options.kv_cache_layout == "distinct" else "unified",
         compile_step=bool(options.compile_step),
         vocab_parallel=bool(options.vocab_parallel),
@@ -78,6 +80,18 @@ def resolve(
         whole_canvas=whole,
         edits=edits,
     )
+
+
+def _choose_method(options: Options, family: Family, edits: bool) -> tuple[Method, str, str]:
+    """Return how a model is decoded, by which policy, and why."""
+    method, reason = choose_method(options.strategy, family, bool(options.lora_path))
+    default_policy = method.edited_policy if edits else method.default_policy
+    check_adaptive(options, method, family, default_policy)
+    if options.adaptive != "off":
+        method = floating(method)
+    policy = default_policy if options.policy == "auto" else options.policy
+    check_policy(method, policy, family)
+    return method, policy, reason
 
 
 def numbers_of(config: Numbers) -> dict[str, Any]:
@@ -145,6 +159,7 @@ def check_options_read(config: DecodeConfig, given: Mapping[str, Any]) -> None:
     check_refresh_before(config, config.defaults)
     check_commit_alone(config)
     check_merged_updates(config)
+    check_windows(config, given)
 
 
 def check_steps(config: DecodeConfig, steps: int | None) -> None:

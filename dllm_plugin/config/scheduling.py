@@ -14,6 +14,7 @@ PAGE = 32  # what attention on CPUs takes; on GPUs a multiple of their default o
 SCHEDULERS = {
     "canvas": "dllm_plugin.engine.scheduler.DiffusionScheduler",
     "refresh": "dllm_plugin.engine.refresh_scheduler.RefreshScheduler",
+    "floating": "dllm_plugin.engine.adaptive_scheduler.AdaptiveScheduler",
 }
 
 
@@ -63,7 +64,7 @@ def set_scheduler(vllm_config: VllmConfig, config: DecodeConfig) -> None:
     if "chunked_prefill" in method.refuses:
         scheduler.enable_chunked_prefill = False
     scheduler.scheduler_cls = SCHEDULERS[method.scheduler]
-    raise_budget = {"canvas": _raise_for_canvases, "refresh": _raise_for_refresh}[method.scheduler]
+    raise_budget = _raise_for_refresh if method.full_attention else _raise_for_canvases
     raise_budget(vllm_config, config.canvas_length)
 
 

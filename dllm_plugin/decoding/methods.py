@@ -21,6 +21,7 @@ from dllm_plugin.decoding.block_causal import (
     plan_sub_blocks,
 )
 from dllm_plugin.decoding.families import Family
+from dllm_plugin.decoding.floating import plan_floating
 from dllm_plugin.decoding.full_attention import (
     Bounds,
     Span,
@@ -56,7 +57,9 @@ class Method:
     span            full attention: where the next forward starts and stops; None: at the canvas
     keeps_kv        whether a step may trust the KV of the step before it
     logits          the rows of a forward that become logits: every canvas position, or masked ones
-    scheduler       "canvas": a canvas in every step; "refresh": forwards of several kinds and sizes
+    scheduler       "canvas": a canvas in every step; "refresh": forwards of several kinds and
+                    sizes; "floating": as many positions of a canvas as load or a request says
+    floats          what is decided of a canvas commits in the next step, see `floating`
     least_steps     denoising steps that a block takes at least
     next_block      whether the block behind those that are denoised is computed in their forward
     dedicated_commit  with one active block, a finished block commits in a forward of its own, whose
@@ -85,7 +88,8 @@ class Method:
     span: SpanFunction | None = None
     keeps_kv: bool = True
     logits: Literal["canvas", "masked"] = "canvas"
-    scheduler: Literal["canvas", "refresh"] = "canvas"
+    scheduler: Literal["canvas", "refresh", "floating"] = "canvas"
+    floats: bool = False
     least_steps: int = 1
     next_block: bool = False
     dedicated_commit: bool = False
@@ -211,6 +215,27 @@ def shifted(cached: Method) -> Method:
         tempered=dream_loop.tempered,
         top_p_first=dream_loop.top_p_first,
         reads=DREAM_READS | OF_REFRESHES,
+    )
+
+
+def floating(method: Method) -> Method:
+    """Return a block-causal method with floating canvases: see :mod:`decoding.floating`."""
+    return replace(
+        method,
+        plan=plan_floating,
+        policies=policies.FLOATING,
+        default_policy="threshold",
+        edited_policy="threshold",
+        scheduler="floating",
+        floats=True,
+        next_block=False,
+        dedicated_commit=False,
+        edits=False,
+        blocks_by_default=1,
+        canvas_by_default=(method.canvas_by_default[0], max(1, method.canvas_by_default[1])),
+        compiles=False,
+        reads=frozenset(),
+        refuses=method.refuses | {"prefix_caching", "full_graphs"},
     )
 
 

@@ -316,6 +316,8 @@ D2F: Table = {
         ("topk_margin", "margin"),
     )
 }
+# Floating canvases: their window has no number of steps.
+FLOATING: Table = {"threshold": _reading(threshold, "threshold")}
 # Full attention: the last step of a block takes everything.
 FULL_ATTENTION: Table = {
     "threshold": _reading(within_steps(threshold_or_equal), "threshold"),

@@ -15,6 +15,7 @@ from vllm.renderers.hf import HfRenderer
 from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
 
+from dllm_plugin.config.adaptive import read_schedule
 from dllm_plugin.config.decode import DecodeConfig, RequestConfig, get_decode_config
 from dllm_plugin.config.options import TARGETS, TEMPLATE
 from dllm_plugin.config.reporting import check_reporting
@@ -57,6 +58,7 @@ class RequestRules(LogitsProcessor):
         """Raise ValueError naming the first parameter that cannot be honoured."""
         template = read_template(cls.config, sampling_params.extra_args)
         targets = read_targets(cls.config, sampling_params.extra_args, template)
+        read_schedule(cls.config, sampling_params.extra_args)
         check_sampling_params(sampling_params, cls.config.mask_token_id)
         extra_args, max_tokens = sampling_params.extra_args, sampling_params.max_tokens
         request = request_config(cls.config, extra_args, max_tokens)

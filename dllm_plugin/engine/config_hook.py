@@ -16,6 +16,7 @@ from dllm_plugin.attention.backends import (
     take_distinct,
 )
 from dllm_plugin.config.adapters import refuse_adapters
+from dllm_plugin.config.adaptive import CONTRACT, fit_canvas, without_grammars
 from dllm_plugin.config.cpu_compile import choose_compilation, user_chose
 from dllm_plugin.config.cuda_graphs import (
     set_graph_sizes,
@@ -123,7 +124,9 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
         _check_files(vllm_config, config)
         _log_decoding(config, found_in)
         config = dataclasses.replace(
-            config, no_grammars=no_grammars(vllm_config), no_traces=no_traces(vllm_config)
+            config,
+            no_grammars=no_grammars(vllm_config) or without_grammars(config),
+            no_traces=no_traces(vllm_config),
         )
         vllm_config.__class__ = DiffusionVllmConfig
         vllm_config.additional_config = {
@@ -175,6 +178,8 @@ def _log_decoding(config: DecodeConfig, found_in: str) -> None:
         config.canvas_length,
         config.block_length,
     )
+    if config.method.floats:
+        logger.info(CONTRACT, config.adaptive, config.min_window, config.max_window)
     if config.lora_path is None and config.method.untrained:
         logger.warning(config.method.untrained)
 
@@ -213,7 +218,7 @@ def _fit_warmup(config: DecodeConfig, user: Options, max_model_len: int) -> Deco
         )
     blocks = min(config.max_active_blocks, fits)
     defaults = dataclasses.replace(config.defaults, max_active_blocks=blocks)
-    return dataclasses.replace(config, canvas_length=fits, defaults=defaults)
+    return fit_canvas(dataclasses.replace(config, canvas_length=fits, defaults=defaults))
 
 
 def _check_files(vllm_config: VllmConfig, config: DecodeConfig) -> None:

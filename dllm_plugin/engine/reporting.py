@@ -26,6 +26,8 @@ class RequestCounts(RequestSpecDecodeMetrics):
 
     `per_step_drafted` holds one number, how many prompt tokens were cached: vLLM tells that of one
     choice of a request alone, and shows the list to nobody while `per_step_accepted` is empty.
+    Where canvases float it holds what vLLM means by it, the widths of the forwards, and
+    `per_step_accepted` what they committed: nothing is cached there.
     """
 
     def observe(self, num_draft_tokens: int, num_accepted: int, detailed: bool = False) -> None:
@@ -34,6 +36,9 @@ class RequestCounts(RequestSpecDecodeMetrics):
 
 class ReportingScheduler(AsyncScheduler):
     """Count the forwards and positions of every request."""
+
+    counts_class = RequestCounts
+    counts_steps = False  # whether steps are counted also where nobody logs them
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -46,7 +51,7 @@ class ReportingScheduler(AsyncScheduler):
         """Admit a request; it is told its counts in ``spec_decode_metrics`` unless it objects."""
         params = request.sampling_params
         assert params is not None
-        counts = RequestCounts(self.num_spec_tokens, [0] * (self.num_spec_tokens + 1))
+        counts = self.counts_class(self.num_spec_tokens, [0] * (self.num_spec_tokens + 1))
         self._counts[request.request_id] = counts
         asked = reporting(params.extra_args)
         if asked.watches and not is_unconditional(request.request_id):
@@ -63,14 +68,17 @@ class ReportingScheduler(AsyncScheduler):
         super()._update_after_schedule(scheduler_output)
         counts = self._counts
         for data in scheduler_output.scheduled_new_reqs:
-            cached = counts[data.req_id].per_step_drafted
-            if not cached:  # one that was preempted may come as a new one
-                cached.append(data.num_computed_tokens)
+            self._note_cached(counts[data.req_id], data.num_computed_tokens)
         for request_id, num_positions in scheduler_output.num_scheduled_tokens.items():
             # What guides a request is computed for it.
             asking = conditional_id(request_id) if is_unconditional(request_id) else request_id
             if asking in counts:
                 counts[asking].num_draft_tokens += num_positions
+
+    def _note_cached(self, counts: RequestCounts, num_tokens: int) -> None:
+        """Note how many tokens of a prompt were cached."""
+        if not counts.per_step_drafted:  # one that was preempted may come as a new one
+            counts.per_step_drafted.append(num_tokens)
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         self._with_stop_strings.discard(request.request_id)
@@ -93,7 +101,7 @@ class ReportingScheduler(AsyncScheduler):
     ) -> SpecDecodingStats | None:
         """Count one forward as vLLM does, without its loops over positions."""
         self._counts[request_id].histogram[num_accepted_tokens] += 1
-        if not self.log_stats:
+        if not (self.log_stats or self.counts_steps):
             return None
         stats = spec_decoding_stats or SpecDecodingStats(self.num_spec_tokens)
         stats.num_drafts += 1

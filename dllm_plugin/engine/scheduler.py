@@ -146,7 +146,7 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
         its partial block; vLLM, which counts the prompt as computed, would cut that canvas where
         the context ends.
         """
-        if self._single_blocks and request.spec_token_ids:
+        if request.spec_token_ids and self._takes_part(request):
             in_flight = request.num_output_placeholders - num_computed_tokens
             most = request.num_tokens + in_flight + self._canvas_tokens(request)
             num_new_tokens = min(num_new_tokens, most)
@@ -162,8 +162,15 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
             return max(0, end - num_computed_tokens)
         if num_computed_tokens != request.num_prompt_tokens:
             return num_new_tokens
-        tail = request.num_prompt_tokens % self.block_length[request.request_id]
-        return min(num_new_tokens + tail, self._canvas_tokens(request))
+        return min(num_new_tokens + self._first_tail(request), self._canvas_tokens(request))
+
+    def _takes_part(self, request: Request) -> bool:
+        """Return whether this step computes a share of the request's canvas alone."""
+        return self._single_blocks
+
+    def _first_tail(self, request: Request) -> int:
+        """Return how many positions of the prompt the first canvas begins with."""
+        return request.num_prompt_tokens % self.block_length[request.request_id]
 
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False

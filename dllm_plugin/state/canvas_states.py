@@ -23,7 +23,8 @@ from dllm_plugin.config.template import template_of
 from dllm_plugin.decoding.blocks import leading
 from dllm_plugin.decoding.full_attention import Bounds, bounds, refresh_start
 from dllm_plugin.decoding.plan import Canvas, StepOutcome, StepPlan
-from dllm_plugin.state.preempted import FinishedId, PreemptedId, PreemptedRows
+from dllm_plugin.state.floating import FloatingView
+from dllm_plugin.state.preempted import FinishedId, PreemptedId, PreemptedRows, ResumedId
 from dllm_plugin.state.request_table import POLICY_IDS, RequestTable
 from dllm_plugin.state.templates import Templates
 
@@ -73,6 +74,9 @@ class CanvasStates:
 
         self.requests = RequestTable(config, num_slots, self.device)
         self.templates = Templates(self.canvas_NC)
+        self.floating: FloatingView | None = None
+        if config.method.floats:
+            self.floating = FloatingView(config, self.canvas_NC, self.start_N, self.requests)
         self.counter_N = self.block_step_N if config.restarts_blocks else self.step_N
 
         # Tables of other owners that move with the canvas: kept and restored like it.
@@ -118,9 +122,12 @@ class CanvasStates:
         self.requests.fill(slot, prompt_len, end, request, params, self.max_model_len, template)
         self.templates.add_request(slot, template)
         self.early_text_np[slot] = reporting(params.extra_args).early_text
-        self.req_id_to_slot[data.req_id] = slot
+        self.req_id_to_slot[str(data.req_id)] = slot
+        if self.floating is not None:
+            pieces = data.req_id.pieces if isinstance(data.req_id, ResumedId) else ()
+            self.floating.pieces[slot] = np.array([prompt_len, *pieces], dtype=np.int64)
         # On an absolute grid the first block begins inside the prompt.
-        absolute = self.config.family.absolute_grid
+        absolute = self.config.family.absolute_grid and self.floating is None
         tail = num_tokens % request.block_length if absolute else 0
         self._fresh.append((slot, num_tokens - tail, tail))
         tokens = data.prefill_token_ids[num_tokens - tail :]
@@ -193,8 +200,19 @@ class CanvasStates:
         Returns:
             the canvas, and int32 ``[R]`` tokens each request may still emit.
         """
-        num_positions, blocks = self.canvas_NC.shape[1], self.full_NS.shape[1]
         start_R, end_R = self.start_N[slots_R], self.requests.end.gpu[slots_R]
+        if self.floating is None:
+            slots = self._blocks_of(slots_R, start_R, num_computed_R)
+        else:
+            slots = self.floating.slots(slots_R, num_computed_R, self.max_model_len)
+        canvas = self._canvas(slots_R, *slots)
+        return canvas, (end_R - start_R).to(torch.int32)
+
+    def _blocks_of(
+        self, slots_R: Tensor, start_R: Tensor, num_computed_R: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return size and whether it is computed of each block, and the block of each position."""
+        num_positions, blocks = self.canvas_NC.shape[1], self.full_NS.shape[1]
         length_R1 = self.requests.block_length.gpu[slots_R][:, None]
         limit_R1 = (self.requests.blocks_end.gpu[slots_R] - start_R)[:, None]
 
@@ -210,10 +228,16 @@ class CanvasStates:
         block_RC = (position_C // length_R1).clamp_max(blocks - 1)
         inside_RC = position_C < (low_RS + size_RS).gather(1, block_RC)
         block_RC = torch.where(inside_RC, block_RC, blocks)
-        canvas = Canvas(
+        return size_RS, low_RS + size_RS <= num_computed_R[:, None], block_RC
+
+    def _canvas(
+        self, slots_R: Tensor, size_RS: Tensor, computed_RS: Tensor, block_RC: Tensor
+    ) -> Canvas:
+        """Gather the rest of what a strategy sees."""
+        return Canvas(
             tokens_RC=self.canvas_NC[slots_R],
             size_RS=size_RS,
-            computed_RS=low_RS + size_RS <= num_computed_R[:, None],
+            computed_RS=computed_RS,
             block_RC=block_RC,
             open_R=self.open_N[slots_R],
             full_RS=self.full_NS[slots_R],
@@ -229,7 +253,6 @@ class CanvasStates:
             edits_left_R=self.requests.number("max_post_steps", slots_R)
             - self.post_step_N[slots_R],
         )
-        return canvas, (end_R - start_R).to(torch.int32)
 
     def bounds_np(self, slots_np: np.ndarray, start: np.ndarray) -> Bounds:
         """Full attention: where canvases that start at `start` lie, on the host."""

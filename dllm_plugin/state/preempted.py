@@ -20,6 +20,21 @@ class PreemptedId(str):
     __slots__ = ()
 
 
+class ResumedId(str):
+    """Name a request that comes back; `pieces` are the ends of what it had committed, absolute.
+
+    Where canvases float, the keys of a text depend on the pieces in which it was committed.
+    """
+
+    pieces: tuple[int, ...]
+
+    def __new__(cls, req_id: str, pieces: tuple[int, ...] = ()) -> "ResumedId":
+        """Make the id; a copy in another process gets its pieces behind it."""
+        made = super().__new__(cls, req_id)
+        made.pieces = pieces
+        return made
+
+
 class FinishedId(str):
     """Name a request that ended or was aborted, running or waiting; equal to its plain id."""
 

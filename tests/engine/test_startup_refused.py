@@ -11,6 +11,7 @@ from engines import CHECKPOINTS, EngineRoom
 from jobs import MIXED, check
 from safetensors.torch import load_file, save_file
 
+FLOATING = {"strategy": "d2f", "adaptive": "throughput"}
 WRONG_OPTIONS: list[tuple[Any, str]] = [
     ({"strategy": "diffuse"}, "strategy 'diffuse' is unknown; choose one of: auto, d2f"),
     ({"block_size": 8}, "Unknown dllm option 'block_size'; known options: "),
@@ -40,6 +41,24 @@ WRONG_OPTIONS: list[tuple[Any, str]] = [
     ({"commit_alone_from": -1}, "commit_alone_from must be a whole number of at least 0, got -1"),
     ({"strategy": "dual_cache", "alg_temp": 0.5}, "alg_temp has no effect"),
     ({"logits_eos_inf": "no"}, "logits_eos_inf must be true or false, got 'no'"),
+    ({"adaptive": "on"}, "adaptive 'on' is unknown; choose one of: off, throughput, balanced"),
+    ({"min_window": 4}, "min_window 4 has no effect with adaptive 'off'"),
+    ({"adaptive": "balanced"}, "adaptive 'balanced' needs a strategy that attends from block to"),
+    (FLOATING | {"policy": "entropy"}, "cannot be combined with policy 'entropy'"),
+    (FLOATING | {"max_active_blocks": 4}, "max_active_blocks 4 cannot be combined with adaptive"),
+    (FLOATING | {"commit_alone_from": 8}, "commit_alone_from 8 cannot be combined with adaptive"),
+    (FLOATING | {"use_block_cache": True}, "use_block_cache True cannot be combined with adapt"),
+    (FLOATING | {"sub_block_length": 4}, "sub_block_length 4 cannot be combined with adaptive"),
+    (FLOATING | {"min_window": 8, "max_window": 4}, "min_window 8 is wider than max_window 4"),
+    (FLOATING | {"max_window": 129}, "max_window 129 is wider than canvas_length 128"),
+    (FLOATING | {"min_window": 1}, "min_window 1 brings half a token a forward on LLaDA models"),
+    (FLOATING | {"block_add_threshold": 0.2}, "block_add_threshold has no effect"),
+    (FLOATING | {"compile_step": True}, "compile_step needs a GPU"),
+    (
+        {"strategy": "block_diffusion", "adaptive": "balanced", "max_window": 33}
+        | {"canvas_length": 64},
+        "max_window 33 is wider than block_length 32",
+    ),
     ({"kv_cache_layout": "paged"}, "kv_cache_layout 'paged' is unknown; choose one of: auto"),
     ({"strategy": "d2f", "policy": "factor"}, "policy 'factor' has no meaning"),
     ({"cfg_scale": 1.0}, "cfg_scale"),

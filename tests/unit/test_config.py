@@ -21,6 +21,7 @@ from dllm_plugin.config.validation import policy_choices, strategy_choices
 from dllm_plugin.decoding.methods import POLICIES, STRATEGIES
 
 FIELDS = [
+    "adaptive",
     "alg_temp",
     "block_add_threshold",
     "block_length",
@@ -39,7 +40,9 @@ FIELDS = [
     "lora_path",
     "max_active_blocks",
     "max_post_steps",
+    "max_window",
     "merged_updates",
+    "min_window",
     "num_to_transfer",
     "policy",
     "refresh_before",

@@ -25,7 +25,7 @@ FOLDERS: dict[str, set[str]] = {
     "decoding": set(),
     "kernels": set(),
     "config": {"decoding"},
-    "state": {"decoding", "config"},
+    "state": {"decoding", "config", "kernels"},
     "grammar": {"decoding"},
     "attention": {"decoding", "config", "state", "kernels"},
     "sampling": {"decoding", "config", "state", "kernels", "grammar"},

@@ -100,7 +100,7 @@ def test_config_classes_share_what_is_a_number() -> None:
     assert of_request == set(REQUEST_FIELDS) and numbers <= of_request <= set(OPTIONS)
     # A user's steps hold for blocks of any length, and are kept beside the defaults.
     assert of_engine & of_request == {"steps"}
-    assert (len(numbers), len(OPTIONS), len(of_request), len(of_engine)) == (17, 31, 23, 18)
+    assert (len(numbers), len(OPTIONS), len(of_request), len(of_engine)) == (17, 34, 23, 21)
 
 
 def test_arguments_are_parsed_once() -> None:

@@ -1,0 +1,68 @@
+"""List the attention sequences of floating canvases, which the device alone knows.
+
+A canvas has a sequence for its run, one for each part of its window and one for its rest, some of
+them empty: how many positions a step computes is known on the host, where the run ends is not.
+Shapes as in :mod:`dllm_plugin.attention.sequences`.
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from dllm_plugin.attention.prefills import SequenceTensors, prefills
+from dllm_plugin.kernels.floating import kernel, reference
+from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
+
+def floating_sequences(
+    batch: "InputBatch", states: CanvasStates, block_tables: tuple[Tensor, ...], per_canvas: int
+) -> SequenceTensors:
+    """List the sequences of any batch: canvases first, then prefills without empty ones."""
+    assert states.floating is not None
+    canvases, device = count_canvases(batch), states.device
+    spans = np.diff(batch.query_start_loc_np[: batch.num_reqs + 1])
+    request = np.repeat(np.arange(canvases), per_canvas)
+    # As if nothing were decided: backends read bounds of lengths from the host's copy.
+    lengths = np.zeros((canvases, per_canvas), dtype=np.int64)
+    lengths[:, 1] = spans[:canvases]
+    unseen = np.zeros(request.shape, dtype=np.int64)
+    parts = [request], [lengths.ravel()], [unseen]
+    if canvases < batch.num_reqs:
+        behind = prefills(batch, states, canvases)
+        filled = behind.length_B > 0
+        for part, field in zip(parts, behind, strict=True):
+            part.append(field[filled])
+    request_B, length_B, unseen_B = (np.concatenate(part) for part in parts)
+    packed = np.zeros((3, len(request_B) + 1), dtype=np.int32)
+    packed[0, 1:] = np.cumsum(length_B)
+    packed[1, :-1], packed[2, :-1] = request_B, unseen_B
+    on_device = async_tensor_h2d(packed, device=device)
+    rows = on_device[1, :-1].to(torch.int64)
+    keys_B = (batch.seq_lens[rows] - on_device[2, :-1]).clamp(0, states.max_model_len)
+    count = canvases * per_canvas
+    if canvases:
+        module = kernel if device.type == "cuda" else reference
+        module.lay_out(
+            states.canvas_NC,
+            batch.idx_mapping[:canvases].to(torch.int64),
+            states.floating.texts,
+            batch.query_start_loc[: canvases + 1],
+            batch.seq_lens[:canvases],
+            states.floating.rules(states.max_model_len),
+            on_device[0, : count + 1],
+            keys_B[:count],
+        )
+    on_host = on_device[0] if device.type == "cpu" else torch.from_numpy(packed[0])
+    return SequenceTensors(
+        on_device[0],
+        on_host,
+        keys_B,
+        [table.index_select(0, rows) for table in block_tables],
+        int(spans.max()),
+    )

@@ -1,0 +1,69 @@
+"""List the attention sequences of prompts and resumed texts, on the host.
+
+Shape letters: B sequences.
+"""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from dllm_plugin.decoding.segments import prefill_segments
+from dllm_plugin.state.canvas_states import CanvasStates
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
+
+class SequenceTensors(NamedTuple):
+    """Hold the sequences of a step as backends take them.
+
+    query_start_loc int32 ``[B + 1]``, query_start_loc_cpu the same on the host; seq_lens int32
+    ``[B]``; block_tables int32 ``[B, pages]``, one for each KV cache group; max_query_len, an upper
+    bound on the queries of a sequence.
+    """
+
+    query_start_loc: Tensor
+    query_start_loc_cpu: Tensor
+    seq_lens: Tensor
+    block_tables: list[Tensor]
+    max_query_len: int
+
+
+class Sequences(NamedTuple):
+    """Hold the sequences of a step on the host.
+
+    request_B int64, index in the batch; length_B int64, queries of the sequence; unseen_B int64,
+    how many positions at the end of its request's span the sequence does not see. That is negative
+    where it sees keys behind the span, which earlier steps computed.
+    """
+
+    request_B: np.ndarray
+    length_B: np.ndarray
+    unseen_B: np.ndarray
+
+
+def of_segments(
+    first_request: int, stops: np.ndarray, starts: np.ndarray, spans: np.ndarray
+) -> Sequences:
+    """Return the sequences of requests whose segments end at `stops`."""
+    lengths = np.diff(stops, axis=1, prepend=starts[:, None])
+    request = np.repeat(np.arange(first_request, first_request + len(stops)), stops.shape[1])
+    unseen = (starts + spans)[:, None] - stops
+    return Sequences(request, lengths.ravel(), unseen.ravel())
+
+
+def prefills(batch: "InputBatch", states: CanvasStates, first: int) -> Sequences:
+    """Return the sequences of a batch's requests from `first` on, which bring no canvas."""
+    rest = slice(first, batch.num_reqs)
+    slots = batch.idx_mapping_np[rest]
+    spans = np.diff(batch.query_start_loc_np[first : batch.num_reqs + 1])
+    starts = batch.num_computed_tokens_np[rest].astype(np.int64)
+    ends, origin = starts + spans, states.requests.origin.np[slots]
+    is_prefill = batch.is_prefilling_np[rest]
+    # Warm-up steps also run requests that are neither prefills nor canvases: one segment.
+    origin = np.where(is_prefill, origin, ends)
+    stops = prefill_segments(origin, ends, states.requests.block_length.np[slots])
+    if states.floating is not None:
+        stops = states.floating.prefill_stops(slots, is_prefill, ends, stops)
+    return of_segments(first, np.maximum(stops, starts[:, None]), starts, spans)

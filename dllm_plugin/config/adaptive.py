@@ -1,0 +1,161 @@
+"""Resolve and check what floating canvases are decoded with: windows, schedules, refusals.
+
+With `adaptive` the strategies that attend from block to block commit whatever is decided and
+decode a window of masks behind it (:mod:`dllm_plugin.decoding.floating`). How many positions a step
+computes is chosen by load, or by the schedule of a request.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from dllm_plugin.config.options import MAX_STEPS, SCHEDULE, Options
+from dllm_plugin.config.validation import shown
+from dllm_plugin.decoding.families import Family
+from dllm_plugin.decoding.methods import Method
+
+if TYPE_CHECKING:
+    from dllm_plugin.config.decode import DecodeConfig
+
+CONTRACT = (
+    "adaptive %s: steps compute %d to %d positions of each canvas, chosen by load, so a text "
+    "depends on load too; its widths are recorded, and dllm_schedule replays them."
+)
+UNTRAINED_WINDOW, TRAINED_WINDOW = 8, 4  # narrowest by default, without and with block training
+PARTS = 4  # of a window by default, where several blocks may be denoised at once
+
+
+def check_adaptive(options: Options, method: Method, family: Family, default_policy: str) -> None:
+    """Refuse what cannot be had together with `adaptive`, and its options without it."""
+    asked = f"adaptive {options.adaptive!r}"
+    if options.adaptive == "off":
+        for name in ("min_window", "max_window"):
+            if getattr(options, name) is not None:
+                raise ValueError(
+                    f"{name} {getattr(options, name)} has no effect with adaptive 'off': leave it "
+                    "out, or set adaptive to 'throughput' or 'balanced'."
+                )
+        return
+    if method.full_attention:
+        raise ValueError(
+            f"{asked} needs a strategy that attends from block to block, not {method.strategy!r}, "
+            "under which nothing that is decided has final keys: set strategy to 'd2f' or "
+            "'block_diffusion', or leave adaptive out."
+        )
+    policy = default_policy if options.policy == "auto" else options.policy
+    if policy != "threshold":
+        raise ValueError(
+            f"{asked} cannot be combined with policy {policy!r}, since a window has neither a "
+            "number of steps nor tokens to replace: set policy to 'threshold' or leave adaptive "
+            "out."
+        )
+    own = {
+        "max_active_blocks": options.max_active_blocks not in (None, 1),
+        "commit_alone_from": bool(options.commit_alone_from),
+        "sub_block_length": options.sub_block_length not in (None, family.sub_block_length),
+        "use_block_cache": options.use_block_cache,
+    }
+    for name, is_set in own.items():
+        if is_set:
+            raise ValueError(
+                f"{name} {shown(getattr(options, name))} cannot be combined with {asked}, where a "
+                "window takes the place of blocks: leave one of them out."
+            )
+
+
+def windows(
+    options: Options, method: Method, family: Family, block: int, canvas: int
+) -> tuple[int, int]:
+    """Return the narrowest and the widest window; zeros where canvases do not float."""
+    if not method.floats:
+        return 0, 0
+    # Only where several blocks are denoised at once does a window have several parts.
+    most = canvas if method.uses_adapter else min(block, canvas)
+    usual = min(PARTS * block, most)
+    widest = usual if options.max_window is None else options.max_window
+    if widest > most:
+        what = "canvas_length" if most == canvas else "block_length"
+        raise ValueError(
+            f"max_window {widest} is wider than {what} {most}: lower max_window or raise {what}."
+        )
+    untrained = method.untrained and not options.lora_path
+    least = UNTRAINED_WINDOW if untrained else TRAINED_WINDOW
+    narrowest = min(least, widest) if options.min_window is None else options.min_window
+    if narrowest > widest:
+        raise ValueError(
+            f"min_window {narrowest} is wider than max_window {widest}: lower min_window or raise "
+            "max_window."
+        )
+    if narrowest == 1 and not family.logits_shift:
+        raise ValueError(
+            f"min_window 1 brings half a token a forward on {family.title} models, whose logits "
+            "row i is position i: set min_window to 2, which decodes from left to right too."
+        )
+    return narrowest, widest
+
+
+def fit_canvas(config: "DecodeConfig") -> "DecodeConfig":
+    """Return the configuration with windows that fit its canvas, once that was shortened."""
+    widest = min(config.max_window, config.canvas_length)
+    return dataclasses.replace(config, max_window=widest, min_window=min(config.min_window, widest))
+
+
+def check_windows(config: "DecodeConfig", given: Mapping[str, Any]) -> None:
+    """Refuse a window that was asked for and that the canvas, shortened meanwhile, cannot hold."""
+    for name in ("min_window", "max_window"):
+        asked = given.get(name)
+        if asked is not None and asked != getattr(config, name):
+            raise ValueError(
+                f"{name} {asked} does not fit the canvas of {config.canvas_length} positions that "
+                "the context has room for: lower it or raise max_model_len."
+            )
+
+
+def check_one_length(config: "DecodeConfig", fields: Mapping[str, Any]) -> None:
+    """Refuse a block length of a request's own where windows are cut by that of the engine."""
+    asked = fields.get("block_length")
+    if config.method.floats and asked not in (None, config.block_length):
+        raise ValueError(
+            f"block_length has no effect with adaptive {config.adaptive!r}, whose windows "
+            "dllm_schedule sets: remove it."
+        )
+
+
+def without_grammars(config: "DecodeConfig") -> str:
+    """Return why floating canvases have no grammars; empty where canvases do not float."""
+    if not config.method.floats:
+        return ""
+    return f"cannot be combined with adaptive {config.adaptive!r}: start with adaptive 'off'"
+
+
+def read_schedule(config: "DecodeConfig", extra_args: Mapping[str, Any] | None) -> list[int] | None:
+    """Return the widths that a request asks for, step by step; None if it asks for none.
+
+    Raises ValueError naming what is wrong with them.
+    """
+    if SCHEDULE not in (extra_args or {}):
+        return None
+    assert extra_args is not None
+    given, most = extra_args[SCHEDULE], config.canvas_length
+    if not config.method.floats:
+        raise ValueError(
+            f"{SCHEDULE} has no effect with adaptive 'off': leave it out, or start with adaptive "
+            "'throughput' or 'balanced', which d2f and block_diffusion have."
+        )
+    if not isinstance(given, list) or not 1 <= len(given) <= MAX_STEPS:
+        raise ValueError(
+            f"{SCHEDULE} must be a list of 1 to {MAX_STEPS} widths, got {shown(given)}."
+        )
+    for place, width in enumerate(given):
+        if type(width) is not int or not 1 <= width <= most:
+            raise ValueError(
+                f"{SCHEDULE} must hold whole numbers between 1 and canvas_length {most}, got "
+                f"{shown(width)} at place {place}."
+            )
+    return given
+
+
+def schedule_of(extra_args: Mapping[str, Any] | None) -> list[int] | None:
+    """Return the widths of a request that was admitted; None if it has none."""
+    widths: list[int] | None = (extra_args or {}).get(SCHEDULE)
+    return widths

@@ -1,0 +1,134 @@
+"""Schedule floating canvases: as many positions of each as load says, or its own schedule.
+
+What a step committed is known on the host two steps later, and only teaches the controller: where a
+canvas goes on is read on the device. Nothing here runs where `adaptive` is off.
+"""
+
+from typing import Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+from dllm_plugin.config.adaptive import schedule_of
+from dllm_plugin.decoding.widths import Costs, WidthController, widths_between
+from dllm_plugin.engine.reporting import RequestCounts
+from dllm_plugin.engine.scheduler import DiffusionScheduler
+from dllm_plugin.state.preempted import ResumedId
+
+
+class RecordedCounts(RequestCounts):
+    """Record the width of each forward of a request, and what it committed."""
+
+    def observe(self, num_draft_tokens: int, num_accepted: int, detailed: bool = False) -> None:
+        """Record a forward, asked for or not: `dllm_schedule` and preemption need it."""
+        self.per_step_drafted.append(num_draft_tokens)
+        self.per_step_accepted.append(num_accepted)
+
+
+class AdaptiveScheduler(DiffusionScheduler):
+    """Schedule a share of every canvas; record the widths of each request.
+
+    _next    of requests with a schedule of their own, how many of their forwards were scheduled
+    _untold  requests that asked for no statistics
+    """
+
+    counts_class = RecordedCounts
+    counts_steps = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = self.decode_config
+        self.controller = WidthController(
+            widths_between(config.min_window, config.max_window),
+            config.family.logits_shift,
+            Costs(),
+            config.adaptive == "balanced",
+        )
+        self._width = config.max_window
+        self._schedules: dict[str, list[int]] = {}
+        self._next: dict[str, int] = {}
+        self._untold: set[str] = set()
+
+    def add_request(self, request: Request) -> None:
+        """Admit a request, with the schedule that it may bring."""
+        params = request.sampling_params
+        assert params is not None
+        schedule = schedule_of(params.extra_args)
+        if schedule is not None:
+            self._schedules[request.request_id] = schedule
+            self._next[request.request_id] = 0
+        super().add_request(request)
+        if request.spec_decode_metrics is None:
+            # vLLM records what a request is told.
+            self._untold.add(request.request_id)
+            request.spec_decode_metrics = self._counts[request.request_id]
+
+    def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
+        self._schedules.pop(request.request_id, None)
+        self._next.pop(request.request_id, None)
+        if request.request_id in self._untold:
+            self._untold.discard(request.request_id)
+            request.spec_decode_metrics = None
+        return super()._free_request(request, delay_free_blocks)
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """Choose the width of the step, then schedule."""
+        if self.running:
+            self._width = self.controller.width(len(self.running), 0)
+        output = super().schedule(throttle_prefills)
+        for data in output.scheduled_new_reqs:
+            counts = self._counts[data.req_id]
+            if counts.per_step_accepted:
+                data.req_id = ResumedId(data.req_id, self._pieces(data.req_id, counts))
+        return output
+
+    def _pieces(self, request_id: str, counts: RequestCounts) -> tuple[int, ...]:
+        """Return where the pieces of a request that comes back end, absolute."""
+        end, ends = self.requests[request_id].num_prompt_tokens, []
+        for tokens in filter(None, counts.per_step_accepted):
+            end += tokens
+            ends.append(end)
+        return tuple(ends)
+
+    def _canvas_tokens(self, request: Request) -> int:
+        """Return how many positions of a request's canvas this step computes."""
+        drafts = len(request.spec_token_ids) or self.num_spec_tokens
+        if request.status != RequestStatus.RUNNING:
+            return drafts
+        widths = self._schedules.get(request.request_id)
+        if widths is None:
+            return min(drafts, self._width)
+        return min(drafts, widths[min(self._next[request.request_id], len(widths) - 1)])
+
+    def _takes_part(self, request: Request) -> bool:
+        """Return True: no step computes a canvas as a whole."""
+        return True
+
+    def _first_tail(self, request: Request) -> int:
+        """Return 0: the prompt's partial block is final when it is prefilled."""
+        return 0
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        super()._update_after_schedule(scheduler_output)
+        if self._next:
+            for request_id in scheduler_output.scheduled_spec_decode_tokens.keys() & self._next:
+                self._next[request_id] += 1
+
+    def _note_cached(self, counts: RequestCounts, num_tokens: int) -> None:
+        """Note nothing: no prompt is cached, and the list holds widths."""
+
+    def make_stats(
+        self, spec_decoding_stats: SpecDecodingStats | None = None, *args: Any, **kwargs: Any
+    ) -> SchedulerStats | None:
+        """Return vLLM's numbers of a step, and learn from them what its width brings."""
+        if spec_decoding_stats is not None:
+            self._learn(spec_decoding_stats)
+        return super().make_stats(spec_decoding_stats, *args, **kwargs)
+
+    def _learn(self, step: SpecDecodingStats) -> None:
+        """Teach the controller what a step committed, if all its canvases had one known width."""
+        width, rest = divmod(step.num_draft_tokens, step.num_drafts)
+        if not rest and not self._next and width in self.controller.acceptance.places:
+            self.controller.observe(width, step.num_drafts, step.num_accepted_tokens)
