@@ -154,7 +154,7 @@ def test_one_block_at_a_time(
 def test_a_watched_stream_over_http(capsys: pytest.CaptureFixture[str]) -> None:
     """The row without watched requests is measured unasked, and frames change no token."""
     arguments = ["--shapes", "tiny", "--requests", "3", "--watched", "1,3", "--rounds", "1"]
-    arguments += ["--tokens-per-forward", "2", "--input-len", "32", "--output-len", "128"]
+    arguments += ["--tokens-per-forward", "2", "--input-len", "32", "--output-len", "512"]
     assert cli.main(["bench", "watched", *arguments, *QUICK]) == 0
     printed = capsys.readouterr().out
     line = line_of(printed)
@@ -162,13 +162,13 @@ def test_a_watched_stream_over_http(capsys: pytest.CaptureFixture[str]) -> None:
     none, one, all_of_them = line["watched"]
     assert [row["watched"] for row in line["watched"]] == [0, 1, 3]
     for row in line["watched"]:
-        assert row["requests"] == 3 and row["canvas"] == 32 and row["tokens"] == 3 * 128
-        assert row["forwards_per_request"] == 64, "eight blocks of eight forwards"
+        assert row["requests"] == 3 and row["canvas"] == 32 and row["tokens"] == 3 * 512
+        assert row["forwards_per_request"] == 256, "32 blocks of eight forwards"
         assert row["tokens_per_s"] == pytest.approx(row["tokens"] / row["seconds"])
         assert 0 < row["step_ms"] < 1e3 * row["seconds"] / 10
     assert none["share_of_unwatched"] == 1 and "frames_per_request" not in none
     for row in (one, all_of_them):
-        assert 8 < row["frames_per_request"] <= 70
+        assert 32 < row["frames_per_request"] <= 257
     assert all_of_them["kb_per_request"] > one["kb_per_request"] > none["kb_per_request"]
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import EngineRoom, a_prompt, canvas_states, num_preemptions, params, scheduler
+from engines import LETTERS, EngineRoom, a_prompt, canvas_states, num_preemptions, params, scheduler
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind
 
@@ -105,6 +105,38 @@ def test_frames_and_early_text(name: str, room: EngineRoom) -> None:
     ]
     flat = np.array([value for piece in scored for value in piece]).reshape(2, LENGTH)
     np.testing.assert_allclose(flat[0], flat[1], atol=1e-4)
+
+
+ONE_BLOCK = {"dllm_policy": "low_confidence", "dllm_block_length": LENGTH}
+
+
+@pytest.mark.parametrize("name", ["dream-own", "dream-dual"])
+def test_time_to_first_text_of_one_block(name: str, room: EngineRoom) -> None:
+    """A block that is the whole answer comes with its last forward, or as it forms."""
+    llm = room.start(**ENGINES[name])
+    late, _ = stream(llm, ONE_BLOCK)
+    early, _ = stream(llm, ONE_BLOCK | {"dllm_early_text": 1})
+    assert tokens(early[0]) == tokens(late[0])
+    assert set(arrivals(late[0])) == {arrivals(late[0])[-1]} and arrivals(late[0])[0] == LENGTH - 1
+    assert arrivals(early[0])[0] < arrivals(late[0])[0] and len(set(arrivals(early[0]))) > 3
+
+
+@pytest.mark.parametrize("name", ["dream-own", "sdar-async"])
+def test_a_stop_inside_of_a_run(name: str, room: EngineRoom) -> None:
+    """A stop string or a stop token ends the text where it does without early text, no later."""
+    llm = room.start(**ENGINES[name])
+    wish = {"allowed_token_ids": LETTERS, "temperature": 1.0, "seed": 4}
+    wish |= ONE_BLOCK if name == "dream-own" else {}
+    whole = "".join(o.outputs[0].text for _, o in stream(llm, wish)[0][0])
+    ends = {}
+    for stop in ({"stop": [whole[20:23]]}, {"stop_token_ids": [LETTERS[0] + ord(whole[30]) - 97]}):
+        for early in (0, 1):
+            [pieces], _ = stream(llm, wish | stop | {"dllm_early_text": early})
+            text, last = "".join(o.outputs[0].text for _, o in pieces), pieces[-1]
+            ends[early] = (text, last[1].outputs[0].finish_reason, last[1].outputs[0].stop_reason)
+            ends[early + 2] = last[0]
+        assert ends[0] == ends[1] and ends[0][1] == "stop" and ends[3] <= ends[2]
+        assert ends[0][0] and whole.startswith(ends[0][0]) and len(ends[0][0]) < LENGTH
 
 
 @pytest.mark.parametrize("name", ["dream-dual", "dream-own", "llada-dual"])

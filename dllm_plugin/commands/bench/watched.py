@@ -97,7 +97,7 @@ def _row(
         "tokens": len(answers) * length,
         "seconds": sum(seconds),
         "tokens_per_s": len(answers) * length / sum(seconds),
-        "step_ms": statistics.median(_step_ms(found, steps_per_token) for found in rounds),
+        "step_ms": _step_ms(rounds, steps_per_token),
         "first_text_s": statistics.median(s.texts[0][0] - s.sent for s in answers),
         "kb_per_request": statistics.mean(s.received for s in answers) / 1e3,
     }
@@ -108,20 +108,21 @@ def _row(
     return row
 
 
-def _step_ms(found: list[Stream], steps_per_token: float) -> float:
-    """Return the time of a step while all requests run, from the times of texts.
+def _step_ms(rounds: list[list[Stream]], steps_per_token: float) -> float:
+    """Return the time of a step while all requests run, the median of the rounds' streams.
 
     A block's text comes with the step that commits it.
     """
-    first, last = max(s.texts[0][0] for s in found), min(s.texts[-1][0] for s in found)
     pace = []
-    for stream in found:
-        inside = [(at, tokens) for at, tokens in stream.texts if first <= at <= last]
-        if len(inside) > 1:
-            steps = steps_per_token * sum(tokens for _, tokens in inside[1:])
-            pace.append((inside[-1][0] - inside[0][0]) / steps)
+    for found in rounds:
+        first, last = max(s.texts[0][0] for s in found), min(s.texts[-1][0] for s in found)
+        for stream in found:
+            inside = [(at, tokens) for at, tokens in stream.texts if first <= at <= last]
+            if len(inside) > 1:
+                steps = steps_per_token * sum(tokens for _, tokens in inside[1:])
+                pace.append((inside[-1][0] - inside[0][0]) / steps)
     if not pace:
         raise ValueError(
             "the requests never ran all at once: raise --output-len, or lower --requests."
         )
-    return 1e3 * statistics.mean(pace)
+    return 1e3 * statistics.median(pace)

@@ -1,0 +1,43 @@
+"""`make demo KEEP=1`: three answers, and a server that goes on, with its viewer."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from documented import ROOT
+
+
+@pytest.mark.slow
+def test_the_demo_leaves_its_server_running(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "demo.py"), "--keep"],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env=os.environ | {"TMPDIR": str(tmp_path), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+    )
+    kept = re.search(r"browser: (\S+/viewer)\n.* as process (\d+) ", done.stdout)
+    assert done.returncode == 0 and kept, done.stderr[-3000:]
+    process = int(kept[2])
+    try:
+        assert done.stdout.count("####") >= 3 and "forwards" in done.stdout.splitlines()[-4]
+        page = httpx.get(kept[1], timeout=60)
+        assert page.status_code == 200 and 'id="replay"' in page.text
+    finally:
+        os.kill(process, signal.SIGTERM)
+    deadline = time.monotonic() + 60
+    while is_alive(process) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not is_alive(process), "kill ends it, as the demo says"
+
+
+def is_alive(process: int) -> bool:
+    """Whether a process runs that is no child of ours; one that nobody waits for has ended too."""
+    status = Path(f"/proc/{process}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
