@@ -10,7 +10,12 @@ from typing import Any
 import dllm_plugin
 from dllm_plugin.commands import generate, infill, serve, watch
 from dllm_plugin.commands.bench.options import MODES, WATCHED, add_modes, settings_of
-from dllm_plugin.commands.offline import collecting_later, engine_options, one_sentence
+from dllm_plugin.commands.offline import (
+    DECODE_OPTIONS,
+    collecting_later,
+    engine_options,
+    one_sentence,
+)
 from dllm_plugin.config.options import KV_CACHE_LAYOUTS
 
 
@@ -37,6 +42,10 @@ def build_parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="what is installed and what would be chosen")
     doctor.add_argument("model", nargs="?", help="folder or hub name (default: the bundled one)")
     doctor.add_argument("--dtype", default="auto", help="as in vLLM")
+    doctor.add_argument("--requests", type=_positive, help="say which width so many would get")
+    doctor.add_argument("--context", type=_positive, help="tokens of each (default: 1024)")
+    doctor.add_argument("--acceptance", help="docs/adaptive.md (default: 0.9:2.5)")
+    doctor.add_argument("--step-ms", type=float, help="time of a step of one request")
     _add_decode_options(doctor)
     _add_verify(commands)
     _add_bench(commands)
@@ -100,6 +109,14 @@ def _add_eval(commands: Any) -> None:
         help="with --all, where to (default: benchmarks/reports if there is one, else here)",
     )
     parser.add_argument("--dtype", default="auto", help="as in vLLM")
+    parser.add_argument(
+        "--schedule", metavar="WIDTHS", help="score windows of these widths: 32,16,8,4,2"
+    )
+    parser.add_argument("--model", help="with --schedule, folder or hub name")
+    parser.add_argument(
+        "--questions", metavar="FILE", help="with --schedule, JSON lines with question and answer"
+    )
+    _add_decode_options(parser)
     _add_verbose(parser)
 
 
@@ -216,20 +233,13 @@ def _run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     if args.command == "watch":
         return watch.run(args)
     if args.command == "eval":
-        from dllm_plugin.commands.eval import command as eval_command
-        from dllm_plugin.commands.eval import every_policy
-
-        if args.all:
-            return every_policy.run(args.limit, args.dtype, args.output, args.verbose)
-        if args.output is not None:
-            raise ValueError("--output is where --all writes: add --all")
-        return eval_command.run(args.limit, args.dtype, args.verbose)
+        return _run_eval(args)
     if args.command == "doctor":
         options = engine_options(args)
         with collecting_later():
-            from dllm_plugin.commands import doctor
+            from dllm_plugin.commands import doctor, forecast
 
-            return doctor.run(options)
+            return doctor.run(options, forecast.read_load(args))
     if args.command == "verify":
         from dllm_plugin.commands.verify import command as verify_command
 
@@ -246,6 +256,26 @@ def _run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     from dllm_plugin.commands.bench import host
 
     return host.run(engine_options(args), args.requests, args.max_tokens, args.seed)
+
+
+def _run_eval(args: argparse.Namespace) -> int:
+    from dllm_plugin.commands.eval import command as eval_command
+    from dllm_plugin.commands.eval import every_policy, schedules
+
+    if args.schedule is not None:
+        if args.all:
+            raise ValueError("--all has policies of its own: leave it or --schedule out")
+        widths = schedules.read_widths(args.schedule)
+        questions = schedules.read_questions(args.questions, args.limit)
+        return schedules.run(engine_options(args), widths, questions, args.verbose)
+    for name in (*schedules.OPTIONS, *DECODE_OPTIONS):
+        if getattr(args, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} needs --schedule")
+    if args.all:
+        return every_policy.run(args.limit, args.dtype, args.output, args.verbose)
+    if args.output is not None:
+        raise ValueError("--output is where --all writes: add --all")
+    return eval_command.run(args.limit, args.dtype, args.verbose)
 
 
 if __name__ == "__main__":

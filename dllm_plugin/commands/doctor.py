@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import dllm_plugin
 from dllm_plugin.attention.backends import REASONS, backend_name
+from dllm_plugin.commands.forecast import Load, forecast
 from dllm_plugin.commands.offline import one_sentence
 from dllm_plugin.config.decode import DecodeConfig, get_decode_config
 from dllm_plugin.config.options import REQUEST_FIELDS, does_nothing
@@ -13,12 +14,13 @@ from dllm_plugin.config.resolution import OF_SEVERAL_BLOCKS
 from dllm_plugin.decoding.families import FAMILIES
 from dllm_plugin.models import ARCHITECTURES
 from dllm_plugin.models.checkpoints.special_tokens import find_mask_token
+from dllm_plugin.models.checkpoints.step_costs import step_costs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-def run(options: dict[str, Any]) -> int:
+def run(options: dict[str, Any], load: Load | None = None) -> int:
     """Print the report; 0 when the model could be served, 1 otherwise."""
     import torch
     import vllm
@@ -39,7 +41,31 @@ def run(options: dict[str, Any]) -> int:
     if missing:
         _line("NOT registered", ", ".join(missing))
     print()
-    return _report_model(options) or bool(missing)
+    failed = _report_model(options)
+    if load is not None and not failed:
+        _report_width(options, load)
+    return failed or bool(missing)
+
+
+def _report_width(options: dict[str, Any], load: Load) -> None:
+    """Say which width `adaptive` would choose for a load, and what that would bring."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    dllm = options["additional_config"]["dllm"] | {"adaptive": "throughput"}
+    wanted = options | {"additional_config": {"dllm": dllm}}
+    try:
+        vllm_config = EngineArgs(**wanted).create_engine_config()
+    except ValueError as error:
+        _line("width", f"none: {one_sentence(error)}")
+        return
+    config = get_decode_config(vllm_config)
+    found = forecast(config, load, step_costs(vllm_config, config))
+    _line("width", f"{found.width} of {config.min_window} to {config.max_window}, with adaptive")
+    _line("  tokens per forward", f"{found.tokens:.2f} of each request")
+    what = "tokens/s" if load.step_ms else "tokens in a small step's time"
+    unit = 1000 / load.step_ms if load.step_ms else 1.0
+    widest = f"at width {config.max_window}: {unit * found.widest:.1f}"
+    _line("  " + what, f"{unit * found.rate:.1f} ({widest})")
 
 
 def _report_model(options: dict[str, Any]) -> int:

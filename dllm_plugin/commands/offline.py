@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
     from vllm.renderers.chat_utils import ChatCompletionMessageParam
 
+# What users of a command may say of decoding.
+DECODE_OPTIONS = ("strategy", "policy", "threshold", "block_length", "lora_path", "kv_cache_layout")
 # vLLM reserves a share of all memory by default. A model of a few megabytes needs far less, and on
 # a CPU vLLM does not start unless that share is free.
 BUNDLED_MEMORY = {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.2}
@@ -26,8 +28,8 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     The bundled model gets its adapter if the strategy is D2F or `auto`. Raises ValueError for a
     wrong decode option, before anything heavy is imported.
     """
-    names = ("strategy", "policy", "threshold", "block_length", "lora_path", "kv_cache_layout")
-    dllm = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    given = {name: getattr(args, name) for name in DECODE_OPTIONS}
+    dllm = {name: value for name, value in given.items() if value is not None}
     Options.from_user(dllm)
     engine_names = ("dtype", "gpu_memory_utilization")
     engine = {name: getattr(args, name, None) for name in engine_names}

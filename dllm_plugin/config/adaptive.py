@@ -6,6 +6,7 @@ computes is chosen by load, or by the schedule of a request.
 """
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,12 @@ CONTRACT = (
     "adaptive %s: steps compute %d to %d positions of each canvas, chosen by load, so a text "
     "depends on load too; its widths are recorded, and dllm_schedule replays them."
 )
+UNMEASURED = (
+    "Nobody has published how accurate %s is with windows of %d positions: diffuplug eval "
+    "--schedule measures it, and min_window can be set by that."
+)
+# Names of checkpoints, and the narrowest windows whose accuracy was published (docs/adaptive.md).
+PUBLISHED = ((r"(?i)llada-8b-base", 2), (r"(?i)sdar-8b", 6), (r"(?i)llada2\.0-mini", 6))
 UNTRAINED_WINDOW, TRAINED_WINDOW = 8, 4  # narrowest by default, without and with block training
 PARTS = 4  # of a window by default, where several blocks may be denoised at once
 
@@ -92,6 +99,12 @@ def windows(
             "row i is position i: set min_window to 2, which decodes from left to right too."
         )
     return narrowest, widest
+
+
+def is_published(model: str, adapter: str | None, window: int) -> bool:
+    """Return whether the accuracy of a checkpoint with windows so narrow was published."""
+    known = (least for name, least in PUBLISHED if re.search(name, model))
+    return adapter is None and window >= min(known, default=window + 1)
 
 
 def fit_canvas(config: "DecodeConfig") -> "DecodeConfig":

@@ -12,9 +12,11 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from dllm_plugin.config.adaptive import schedule_of
-from dllm_plugin.decoding.widths import Costs, WidthController, widths_between
+from dllm_plugin.decoding.widths import WidthController, widths_between
+from dllm_plugin.engine.adaptive_metrics import told
 from dllm_plugin.engine.reporting import RequestCounts
 from dllm_plugin.engine.scheduler import DiffusionScheduler
+from dllm_plugin.models.checkpoints.step_costs import step_costs
 from dllm_plugin.state.preempted import ResumedId
 
 
@@ -43,13 +45,14 @@ class AdaptiveScheduler(DiffusionScheduler):
         self.controller = WidthController(
             widths_between(config.min_window, config.max_window),
             config.family.logits_shift,
-            Costs(),
+            step_costs(self.vllm_config, config),
             config.adaptive == "balanced",
         )
         self._width = config.max_window
         self._schedules: dict[str, list[int]] = {}
         self._next: dict[str, int] = {}
         self._untold: set[str] = set()
+        self._told_changes = 0
 
     def add_request(self, request: Request) -> None:
         """Admit a request, with the schedule that it may bring."""
@@ -76,7 +79,10 @@ class AdaptiveScheduler(DiffusionScheduler):
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Choose the width of the step, then schedule."""
         if self.running:
-            self._width = self.controller.width(len(self.running), 0)
+            # By pages, which are counted anyway: nothing is asked of each request.
+            pages = self.kv_cache_manager.usage * (self.cache_config.num_gpu_blocks or 0)
+            context = int(pages * self.block_size)
+            self._width = self.controller.width(len(self.running), context)
         output = super().schedule(throttle_prefills)
         for data in output.scheduled_new_reqs:
             counts = self._counts[data.req_id]
@@ -125,6 +131,9 @@ class AdaptiveScheduler(DiffusionScheduler):
         """Return vLLM's numbers of a step, and learn from them what its width brings."""
         if spec_decoding_stats is not None:
             self._learn(spec_decoding_stats)
+            changes = self.controller.changes
+            self._ended += told(self._width, changes - self._told_changes, self.controller.fitted)
+            self._told_changes = changes
         return super().make_stats(spec_decoding_stats, *args, **kwargs)
 
     def _learn(self, step: SpecDecodingStats) -> None:

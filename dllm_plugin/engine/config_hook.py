@@ -16,7 +16,13 @@ from dllm_plugin.attention.backends import (
     take_distinct,
 )
 from dllm_plugin.config.adapters import refuse_adapters
-from dllm_plugin.config.adaptive import CONTRACT, fit_canvas, without_grammars
+from dllm_plugin.config.adaptive import (
+    CONTRACT,
+    UNMEASURED,
+    fit_canvas,
+    is_published,
+    without_grammars,
+)
 from dllm_plugin.config.cpu_compile import choose_compilation, user_chose
 from dllm_plugin.config.cuda_graphs import (
     set_graph_sizes,
@@ -122,7 +128,7 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
         check_options_read(config, options)
         refuse_adapters(vllm_config, config.lora_path)
         _check_files(vllm_config, config)
-        _log_decoding(config, found_in)
+        _log_decoding(config, found_in, model_config.model)
         config = dataclasses.replace(
             config,
             no_grammars=no_grammars(vllm_config) or without_grammars(config),
@@ -166,7 +172,7 @@ class LeftToRightRefusal(VerifyAndUpdateConfig):
             )
 
 
-def _log_decoding(config: DecodeConfig, found_in: str) -> None:
+def _log_decoding(config: DecodeConfig, found_in: str, model: str) -> None:
     logger.info(
         "Decoding %s by %s with policy %s (%s); mask token %d from %s; canvas %d, block %d.",
         config.architecture,
@@ -180,6 +186,8 @@ def _log_decoding(config: DecodeConfig, found_in: str) -> None:
     )
     if config.method.floats:
         logger.info(CONTRACT, config.adaptive, config.min_window, config.max_window)
+        if not is_published(model, config.lora_path, config.min_window):
+            logger.warning(UNMEASURED, model, config.min_window)
     if config.lora_path is None and config.method.untrained:
         logger.warning(config.method.untrained)
 

@@ -16,6 +16,8 @@ from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingProm
 
+from dllm_plugin.config.decode import get_decode_config
+from dllm_plugin.engine.adaptive_metrics import WidthMetrics, width_metrics
 from dllm_plugin.models import ARCHITECTURES
 
 LABELS = ["model_name", "engine"]
@@ -32,6 +34,8 @@ class RequestHistograms(NamedTuple):
         """Count requests: forwards, tokens and positions of each."""
         for i in range(0, len(ended), 3):
             forwards, tokens, positions = ended[i : i + 3]
+            if forwards < 0:  # not a request: see `WidthMetrics`
+                continue
             self.forwards.labels(*labels).observe(forwards)
             self.tokens_per_forward.labels(*labels).observe(tokens / forwards)
             self.positions_per_token.labels(*labels).observe(positions / max(tokens, 1))
@@ -65,6 +69,8 @@ class DenoisingMetrics(AggregateStatLoggerBase):
         self.enabled = model_config is not None and model_config.architecture in ARCHITECTURES
         self._prom: SpecDecodingProm | None = None
         self._of_requests: RequestHistograms | None = None
+        self._of_widths: WidthMetrics | None = None
+        self._floats = self.enabled and get_decode_config(vllm_config).method.floats
         self._logging = SpecDecodingLogging(is_diffusion=True)
         self._labels: dict[int, list[object]] = {}
         if self.enabled:
@@ -79,6 +85,8 @@ class DenoisingMetrics(AggregateStatLoggerBase):
             for labels in self._labels.values():
                 for histogram in self._of_requests:
                     histogram.labels(*labels)  # shown before the first request ends
+            if self._floats:
+                self._of_widths = width_metrics(tuple(LABELS))
 
     def record(
         self,
@@ -94,8 +102,11 @@ class DenoisingMetrics(AggregateStatLoggerBase):
         if stats is not None:
             self._prom.observe(stats, engine_idx)
             self._logging.observe(stats)
-            if stats.num_draft_tokens_per_pos and self._of_requests is not None:
-                self._of_requests.observe(stats.num_draft_tokens_per_pos, self._labels[engine_idx])
+            told, labels = stats.num_draft_tokens_per_pos, self._labels[engine_idx]
+            if told and self._of_requests is not None:
+                self._of_requests.observe(told, labels)
+                if self._of_widths is not None:
+                    self._of_widths.observe(told, labels)
 
     def log(self) -> None:
         """Print committed tokens per denoising step since the last call, if there were any."""

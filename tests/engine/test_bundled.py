@@ -12,6 +12,7 @@ from documented import example_of
 from forked import PYTHON
 
 from dllm_plugin.commands.phases import FIRST, MARKERS
+from dllm_plugin.commands.problems.generator import eval_seeds, problem
 
 pytestmark = pytest.mark.usefixtures("template")
 
@@ -125,3 +126,31 @@ def test_every_policy_of_a_strategy() -> None:
         # At least what each forward computes, at most prompt and canvas every time.
         assert 64 < row["positions_per_token"] * row["tokens_per_forward"] < 200
     assert {row["policy"]: row["accuracy"] for row in one_token}["low_confidence"] == 1
+
+
+def test_accuracy_by_width(tmp_path: Path) -> None:
+    """Of the bundled model's problems, and of questions in a file."""
+    command = [PYTHON, "-m", "dllm_plugin.commands.cli", "eval", "--schedule", "32,2"]
+    output = run(*command, "--limit", "6")
+    record = json.loads(output.strip().splitlines()[-1])
+    wide, narrow = record["rows"]["32"], record["rows"]["2"]
+    assert wide["accuracy"] >= 0.8 and wide["tokens_per_forward"] >= 3
+    assert narrow["tokens_per_forward"] <= 1.01
+    asked = problem(eval_seeds(1)[0])
+    lines = [{"question": asked.question, "answer": a} for a in (asked.answer, "none of it")]
+    (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    output = run(*command[:-1], "8", "--questions", str(tmp_path / "q.jsonl"))
+    assert json.loads(output.strip().splitlines()[-1])["rows"]["8"]["accuracy"] == 0.5
+
+
+def test_doctor_says_which_width_a_load_would_get() -> None:
+    command = [PYTHON, "-m", "dllm_plugin.commands.cli", "doctor", "--requests"]
+    found = [
+        int(re.search(r"^width: +(\d+) of 4 to 128, with adaptive$", run(*command, n), re.M)[1])  # type: ignore[index]
+        for n in ("1", "256")
+    ]
+    assert found[0] > found[1] >= 4
+    refused = run(*command, "8", "--strategy", "dual_cache")
+    assert re.search(r"^width: +none: adaptive 'throughput' needs a strategy", refused, re.M)
+    timed = run(*command, "64", "--context", "2048", "--acceptance", "0.9:2.5", "--step-ms", "4.6")
+    assert re.search(r"^  tokens/s: +[\d.]+ \(at width 128: [\d.]+\)$", timed, re.M)

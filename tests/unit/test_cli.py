@@ -55,8 +55,13 @@ OPTIONS = {
     "bench step": sorted([*MEASURED, *GRID, *STEPS]),
     "bench throughput": sorted([*MEASURED, *GRID, *SERVED]),
     "bench watched": sorted({*MEASURED, *GRID, *SERVED, "--watched"} - CHECKPOINT),
-    "doctor": sorted([*DECODE, "--dtype", "--help", "-h"]),
-    "eval": ["--all", "--dtype", "--help", "--limit", "--output", "--verbose", "-h", "-v"],
+    "doctor": sorted(
+        [*DECODE, "--acceptance", "--context", "--dtype", "--help", "--requests", "--step-ms", "-h"]
+    ),
+    "eval": sorted(
+        [*DECODE, "--all", "--dtype", "--help", "--limit", "--model", "--output", "--questions"]
+        + ["--schedule", "--verbose", "-h", "-v"]
+    ),
     "generate": sorted(
         [*DECODE, *ENGINE, "--chat", "--help", "--max-tokens", "--raw", "--seed", "--temperature"]
         + ["--top-p", "--verbose", "-h", "-v", "--json-schema", "--regex", "--choice"]
@@ -107,6 +112,13 @@ def test_options_are_frozen() -> None:
         (["verify", "./none"], "there is no folder ./none"),
         (["verify", "--policy", "best"], "policy 'best' is unknown"),
         (["verify", "--prompts", "/no/such/file"], "No such file or directory"),
+        (["doctor", "--context", "8"], "--context needs --requests"),
+        (["doctor", "--requests", "8", "--acceptance", "2"], "--acceptance must be"),
+        (["eval", "--model", "x"], "--model needs --schedule"),
+        (["eval", "--threshold", "0.5"], "--threshold needs --schedule"),
+        (["eval", "--schedule", "8,x"], "--schedule must be widths"),
+        (["eval", "--schedule", "8", "--all"], "--all has policies of its own"),
+        (["eval", "--schedule", "8", "--questions", "/no/such/file"], "No such file or directory"),
         (["eval", "--output", "."], "--output is where --all writes: add --all"),
         (["eval", "--all", "--output", "/no/such/folder"], "/no/such/folder is not a folder"),
     ],

@@ -16,6 +16,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 import dllm_plugin
+from dllm_plugin.engine.adaptive_metrics import told
 from dllm_plugin.engine.metrics import DenoisingMetrics
 
 LLADA = {
@@ -54,12 +55,15 @@ def clean_registry() -> Iterator[None]:
     unregister_vllm_metrics()
 
 
-def vllm_config(folder: Path, values: dict[str, Any]) -> VllmConfig:
+def vllm_config(folder: Path, values: dict[str, Any], **dllm: Any) -> VllmConfig:
     """A real configuration of a model that has no weights."""
     dllm_plugin.register()
     (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
     return EngineArgs(
-        model=str(folder), skip_tokenizer_init=True, served_model_name="m"
+        model=str(folder),
+        skip_tokenizer_init=True,
+        served_model_name="m",
+        additional_config={"dllm": dllm} if dllm else {},
     ).create_engine_config()
 
 
@@ -116,6 +120,25 @@ def test_histograms_of_requests_that_ended(tmp_path: Path) -> None:
     loggers.record(step(3, 4, 10, 80, 2, 1, 16), None, engine_idx=3)
     loggers.record(step(3), None, engine_idx=3)
     assert sums(3) == [2, 6, 2, 3.0, 2, 24.0] and sums(2) == [0] * 6
+
+
+def test_widths(tmp_path: Path) -> None:
+    """Of floating canvases alone; other engines have none of these metrics."""
+
+    def value(name: str, engine: int) -> float | None:
+        labels = {"model_name": "m", "engine": str(engine)}
+        return REGISTRY.get_sample_value(f"diffuplug:{name}", labels)
+
+    names = ("width_sum", "width_changes_total", "acceptance_p0", "acceptance_lambda")
+    off = manager(vllm_config(tmp_path, LLADA), [4])
+    off.record(step(3, *told(8, 0, (0.9, 4.0))), None, engine_idx=4)
+    assert [value(name, 4) for name in names] == [None] * 4
+    unregister_vllm_metrics()
+    on = manager(vllm_config(tmp_path, LLADA, strategy="d2f", adaptive="throughput"), [5])
+    on.record(step(3, 4, 10, 80, *told(8, 0, (0.9, 4.0))), None, engine_idx=5)
+    on.record(step(3, *told(6, 1, (0.5, 1.5))), None, engine_idx=5)
+    assert [value(name, 5) for name in names] == [14, 1, 0.5, 1.5]
+    assert value("request_forwards_count", 5) == 1
 
 
 def test_nobody_else_reads_the_list_that_carries_them() -> None:

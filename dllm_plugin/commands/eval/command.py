@@ -3,9 +3,9 @@
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from dllm_plugin import default_model
 from dllm_plugin.commands.offline import (
@@ -15,7 +15,7 @@ from dllm_plugin.commands.offline import (
     start_engine,
     stop_engine,
 )
-from dllm_plugin.commands.problems.generator import Problem, eval_seeds, extract_answer, problem
+from dllm_plugin.commands.problems.generator import eval_seeds, problem
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -23,6 +23,17 @@ if TYPE_CHECKING:
 
 LIMIT = 500
 MAX_TOKENS = 256
+
+
+class Asked(Protocol):
+    """What is asked, and whether a text answers it."""
+
+    @property
+    def question(self) -> str:
+        """Return the question."""
+
+    def is_right(self, text: str) -> bool:
+        """Return whether a text answers it."""
 
 
 class Score(NamedTuple):
@@ -76,13 +87,18 @@ def run(limit: int | None, dtype: str, verbose: bool) -> int:
 
 def start(dllm: dict[str, Any], dtype: str, log: Path | None = None) -> "LLM":
     """Start the bundled model in this process, where the scheduler's counter can be read."""
+    return start_in_process(bundled_options(dllm) | {"dtype": dtype}, log)
+
+
+def start_in_process(options: dict[str, Any], log: Path | None = None) -> "LLM":
+    """Start an engine in this process, for the same reason."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read when the engine is built
-    return start_engine(bundled_options(dllm) | {"dtype": dtype}, log)
+    return start_engine(options, log)
 
 
 def decode(
     llm: "LLM",
-    problems: list[Problem],
+    problems: Sequence[Asked],
     max_tokens: int,
     bar: "Callable[..., tqdm[Any]] | bool",
     extra_args: dict[str, Any] | None = None,
@@ -104,11 +120,11 @@ def decode(
 
 
 def score(
-    outputs: "list[RequestOutput]", problems: list[Problem], positions: int, seconds: float
+    outputs: "list[RequestOutput]", problems: Sequence[Asked], positions: int, seconds: float
 ) -> Score:
     """Compute the score; tokens count up to and including the end of the answer."""
     right = sum(
-        extract_answer(output.outputs[0].text) == item.result
+        item.is_right(output.outputs[0].text)
         for output, item in zip(outputs, problems, strict=True)
     )
     tokens = sum(len(output.outputs[0].token_ids) for output in outputs)

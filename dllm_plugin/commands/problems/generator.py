@@ -25,6 +25,10 @@ class Problem:
     answer: str
     result: int
 
+    def is_right(self, text: str) -> bool:
+        """Return whether a text ends with the number that is asked for."""
+        return extract_answer(text) == self.result
+
 
 def problem(seed: int) -> Problem:
     """Generate the problem of this seed; the same seed always gives the same problem."""

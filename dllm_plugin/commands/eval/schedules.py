@@ -1,0 +1,101 @@
+"""Run ``diffuplug eval --schedule 32,16,8``: how accurate is a model with windows so narrow?
+
+Any model and any file of questions: a JSON line each, with ``question`` and ``answer``. An answer
+with a number is right when the text ends with that number, as answers to GSM8K do, and any other
+when the text holds it.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dllm_plugin.commands.eval.command import (
+    LIMIT,
+    MAX_TOKENS,
+    Asked,
+    Score,
+    decode,
+    start_in_process,
+)
+from dllm_plugin.commands.offline import stop_engine
+from dllm_plugin.commands.problems.generator import eval_seeds, problem
+
+OPTIONS = ("model", "questions")  # that `eval` reads with --schedule alone
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+class Question(NamedTuple):
+    """Hold a question and the answer that its file gives."""
+
+    question: str
+    answer: str
+
+    def is_right(self, text: str) -> bool:
+        """Return whether a text answers the question."""
+        wanted, found = last_number(self.answer), last_number(text)
+        if wanted is None:
+            return self.answer.strip().casefold() in text.casefold()
+        return found == wanted
+
+
+def last_number(text: str) -> float | None:
+    """Return the last number of a text, thousands separated by commas or not."""
+    found = _NUMBER.findall(text)
+    return float(found[-1].replace(",", "")) if found else None
+
+
+def read_widths(text: str) -> list[int]:
+    """Return the widths of ``32,16,8``. Raises ValueError naming what is wrong."""
+    words = text.split(",")
+    if not all(word.isdecimal() and int(word) >= 1 for word in words):
+        raise ValueError(f"--schedule must be widths of at least 1, as in 32,16,8, got {text!r}")
+    return sorted({int(word) for word in words}, reverse=True)
+
+
+def read_questions(file: str | None, limit: int | None) -> Sequence[Asked]:
+    """Return the questions of a file, or those of the bundled model."""
+    if file is None:
+        return [problem(seed) for seed in eval_seeds(limit or LIMIT)]
+    questions = []
+    for place, line in enumerate(Path(file).read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            given = json.loads(line)
+            questions.append(Question(str(given["question"]), str(given["answer"])))
+        except (json.JSONDecodeError, KeyError, TypeError):
+            raise ValueError(
+                f"--questions {file}, line {place}, must be a JSON object with question and answer"
+            ) from None
+    if not questions:
+        raise ValueError(f"--questions {file} holds no question")
+    return questions[:limit]
+
+
+def run(
+    options: dict[str, Any], widths: list[int], questions: Sequence[Asked], verbose: bool
+) -> int:
+    """Decode all questions at each width; print a table and one JSON line."""
+    from dllm_plugin.commands.phases import screen
+
+    dllm = options["additional_config"]["dllm"]
+    dllm |= {"adaptive": "throughput", "max_window": max(widths)}
+    scores: dict[int, Score] = {}
+    with screen(verbose) as shown:
+        llm = start_in_process(options, shown.log)
+        for width in widths:
+            bar = shown.bar(f"width {width}")
+            scores[width] = decode(llm, questions, MAX_TOKENS, bar, {"dllm_schedule": [width]})
+        stop_engine(llm)
+    print(f"{'width':>6} {'accuracy':>9} {'tokens/forward':>15} {'positions/token':>16}")
+    for width, score in scores.items():
+        print(
+            f"{width:>6} {score.accuracy:>9.1%} {score.tokens_per_forward:>15.2f} "
+            f"{score.positions_per_token:>16.1f}"
+        )
+    rows = {str(width): score._asdict() for width, score in scores.items()}
+    record = {"benchmark": "eval_schedule", "model": options["model"], "problems": len(questions)}
+    print(json.dumps(record | {"dtype": options.get("dtype", "auto"), "rows": rows}))
+    return 0

@@ -1,0 +1,79 @@
+"""Say which width load would choose, and what it would bring: a forecast, nothing is run."""
+
+import argparse
+from typing import NamedTuple
+
+import numpy as np
+
+from dllm_plugin.config.decode import DecodeConfig
+from dllm_plugin.decoding.acceptance import tokens_per_forward
+from dllm_plugin.decoding.widths import Costs, choose, widths_between
+
+EXAMPLE, CONTEXT = "0.9:2.5", 1024
+
+
+class Load(NamedTuple):
+    """Hold what is asked about.
+
+    context  tokens of each request
+    p0, lam  acceptance, see :mod:`dllm_plugin.decoding.acceptance`
+    step_ms  time of a small step; None: not known
+    """
+
+    requests: int
+    context: int
+    p0: float
+    lam: float
+    step_ms: float | None = None
+
+
+def read_load(args: argparse.Namespace) -> Load | None:
+    """Return what a command asks about, if it asks. Raises ValueError naming what is wrong."""
+    if args.requests is None:
+        for name in ("context", "acceptance", "step_ms"):
+            if getattr(args, name) is not None:
+                raise ValueError(f"--{name.replace('_', '-')} needs --requests")
+        return None
+    if args.step_ms is not None and not 0 < args.step_ms <= 1e6:
+        raise ValueError(f"--step-ms must be a time in milliseconds, got {args.step_ms}")
+    p0, lam = read_acceptance(args.acceptance or EXAMPLE)
+    return Load(args.requests, args.context or CONTEXT, p0, lam, args.step_ms)
+
+
+def read_acceptance(text: str) -> tuple[float, float]:
+    """Return p0 and lambda of ``0.9:2.5``. Raises ValueError."""
+    try:
+        p0, lam = (float(word) for word in text.split(":"))
+    except ValueError:
+        p0 = lam = 0.0
+    if not (0 < p0 <= 1 and 0 < lam <= 1000):
+        raise ValueError(
+            "--acceptance must be the share of first masks that are accepted and how fast it "
+            f"falls, as in {EXAMPLE}, got {text!r}"
+        )
+    return p0, lam
+
+
+class Forecast(NamedTuple):
+    """Hold what a load would get.
+
+    tokens  of a request, in a forward
+    rate    tokens of all requests in the time of a step of few positions
+    widest  the same at the widest window
+    """
+
+    width: int
+    tokens: float
+    rate: float
+    widest: float
+
+
+def forecast(config: DecodeConfig, load: Load, costs: Costs) -> Forecast:
+    """Return what the controller would choose once it had learned this acceptance."""
+    shift = config.family.logits_shift
+    widths = widths_between(config.min_window, config.max_window)
+    tokens = np.array([tokens_per_forward(w, load.p0, load.lam, shift) for w in widths])
+    times = [costs.step(load.requests, w, load.requests * load.context) for w in widths]
+    rates = load.requests * tokens / np.array(times)
+    place = choose(rates, None, config.adaptive == "balanced")
+    return Forecast(widths[place], float(tokens[place]), float(rates[place]), float(rates[-1]))

@@ -1,0 +1,87 @@
+"""What commands say of widths without decoding: questions, schedules, loads and forecasts."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from refusals import resolved
+
+from dllm_plugin.commands.eval.schedules import Question, read_questions, read_widths
+from dllm_plugin.commands.forecast import Load, forecast, read_load
+from dllm_plugin.config.adaptive import is_published
+from dllm_plugin.decoding.widths import Costs
+from dllm_plugin.engine.adaptive_metrics import FITTED, WIDTH, told
+
+FLOATING = resolved(strategy="d2f", adaptive="throughput", min_window=2)
+
+
+def arguments(**given: Any) -> argparse.Namespace:
+    names = ("requests", "context", "acceptance", "step_ms")
+    return argparse.Namespace(**dict.fromkeys(names) | given)
+
+
+def test_few_requests_get_wide_windows_and_many_narrow_ones() -> None:
+    found = [forecast(FLOATING, Load(n, 512, 0.9, 2.5), Costs()) for n in (1, 16, 64, 256)]
+    widths = [one.width for one in found]
+    assert widths == sorted(widths, reverse=True) and widths[0] > 16 and widths[-1] <= 4
+    assert all(one.rate >= one.widest for one in found)
+
+
+def test_long_contexts_get_wider_windows() -> None:
+    """They are read once for all that a forward commits."""
+    costs = Costs(per_key=1e-5, reads=2.0)
+    short, long = (forecast(FLOATING, Load(64, n, 0.9, 2.5), costs) for n in (512, 32_768))
+    assert long.width > short.width and long.rate < short.rate
+
+
+def test_loads() -> None:
+    assert read_load(arguments()) is None
+    assert read_load(arguments(requests=8)) == Load(8, 1024, 0.9, 2.5)
+    asked = arguments(requests=8, context=64, acceptance="0.5:1.5", step_ms=4.6)
+    assert read_load(asked) == Load(8, 64, 0.5, 1.5, 4.6)
+    for name, value in (("context", 8), ("acceptance", "1:1"), ("step_ms", 2.0)):
+        with pytest.raises(ValueError, match="needs --requests"):
+            read_load(arguments(**{name: value}))
+    for wrong in ("0.9", "1.5:2", "0.9:0", "x:y", "0.5:nan"):
+        with pytest.raises(ValueError, match="--acceptance must be"):
+            read_load(arguments(requests=1, acceptance=wrong))
+    with pytest.raises(ValueError, match="--step-ms must be"):
+        read_load(arguments(requests=1, step_ms=-1.0))
+
+
+def test_widths() -> None:
+    assert read_widths("2,32,8,8") == [32, 8, 2]
+    for wrong in ("", "8,", "0", "-1", "8.5", "wide"):
+        with pytest.raises(ValueError, match="--schedule must be widths"):
+            read_widths(wrong)
+
+
+def test_questions(tmp_path: Path) -> None:
+    file = tmp_path / "questions.jsonl"
+    rows = [{"question": f"{n}?", "answer": f"{n} and so #### 1,00{n}"} for n in range(4)]
+    file.write_text("\n".join(map(json.dumps, rows)) + "\n\n", encoding="utf-8")
+    found = read_questions(str(file), 3)
+    assert len(found) == 3 and found[0].question == "0?"
+    assert found[2].is_right("2 plus 1000 is 1002.") and not found[2].is_right("1002 or 1003")
+    assert Question("?", "Paris").is_right("It is paris, I think.")
+    assert not Question("?", "Paris").is_right("It is Rome.")
+    assert len(read_questions(None, 2)) == 2
+    for wrong, sentence in (("", "holds no question"), ("[1]\n", "line 1"), ("{\n", "line 1")):
+        file.write_text(wrong, encoding="utf-8")
+        with pytest.raises(ValueError, match=sentence):
+            read_questions(str(file), None)
+
+
+def test_what_was_published() -> None:
+    assert is_published("GSAI-ML/LLaDA-8B-Base", None, 2)
+    assert not is_published("GSAI-ML/LLaDA-8B-Base", "adapter", 8)
+    assert is_published("JetLM/SDAR-8B-Chat", None, 8)
+    assert not is_published("JetLM/SDAR-8B-Chat", None, 4)
+    assert not is_published("Dream-org/Dream-v0-Instruct-7B", None, 8)
+
+
+def test_what_a_step_tells() -> None:
+    """Integers alone: vLLM carries no others between its processes."""
+    assert told(8, 1, (0.97, 2.5)) == [WIDTH, 8, 1, FITTED, 970, 2500]
