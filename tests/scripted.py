@@ -231,7 +231,7 @@ class Loop:
         runs = canvases + prefills
         starts = self.states.start_N.tolist()
         fed = [
-            min(self.canvas_length, self.model_config.max_model_len - starts[run.slot])
+            min(self.width(run), self.model_config.max_model_len - starts[run.slot])
             for run in canvases
         ]
         batch = self.batch(canvases, fed, prefills)
@@ -266,6 +266,10 @@ class Loop:
             run.broken += int(output.num_nans[index])
         assert not output.num_sampled[len(canvases) : len(runs)].any()
         return output
+
+    def width(self, run: Run) -> int:
+        """How many positions of its canvas a request is fed."""
+        return self.canvas_length
 
     def before_sampling(self, canvases: list[Run], prefills: list[Run]) -> None:
         """Nothing here: what else a runner hands to the sampler."""

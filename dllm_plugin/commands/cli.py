@@ -9,6 +9,7 @@ from typing import Any
 
 import dllm_plugin
 from dllm_plugin.commands import generate, infill, serve, watch
+from dllm_plugin.commands.bench import adaptive_options
 from dllm_plugin.commands.bench.options import MODES, WATCHED, add_modes, settings_of
 from dllm_plugin.commands.offline import (
     DECODE_OPTIONS,
@@ -155,6 +156,7 @@ def _add_bench(commands: Any) -> None:
     host.add_argument("--max-tokens", type=_positive, default=128)
     host.add_argument("--seed", type=int, default=0)
     add_modes(modes)
+    adaptive_options.add_mode(modes)
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -244,6 +246,10 @@ def _run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         from dllm_plugin.commands.verify import command as verify_command
 
         return verify_command.run(args)
+    if args.mode == adaptive_options.MODE:
+        from dllm_plugin.commands.bench import adaptive
+
+        return adaptive.run(args, arguments)
     if args.mode in MODES:
         settings = settings_of(args)
         if args.mode == WATCHED:

@@ -58,6 +58,8 @@ def resolve_for_machine(
         mode, level = vllm_config.compilation_config.mode, vllm_config.optimization_level
         # What vLLM leaves open here becomes NONE at level 0.
         wanted = mode != CompilationMode.NONE and (mode is not None or level > 0)
+        # Floating canvases were compiled on CPUs alone so far: only who asks gets that.
+        wanted = wanted and not config.method.floats
         config = dataclasses.replace(config, compile_step=wanted and not problem)
     return config
 
@@ -66,8 +68,6 @@ def uncompiled(config: DecodeConfig, cannot: bool) -> Iterator[str]:
     """Yield why a step is not compiled; `cannot`: without a GPU, or where nothing is compiled."""
     if cannot:
         yield "needs a GPU and no enforce_eager"
-    if config.method.floats:
-        yield f"is not supported with adaptive {config.adaptive!r}"
     if not config.method.compiles:
         yield f"serves strategies that attend from block to block, not {config.strategy}"
     if config.dedicated_commit:

@@ -233,7 +233,6 @@ def floating(method: Method) -> Method:
         edits=False,
         blocks_by_default=1,
         canvas_by_default=(method.canvas_by_default[0], max(1, method.canvas_by_default[1])),
-        compiles=False,
         reads=frozenset(),
         refuses=method.refuses | {"prefix_caching", "full_graphs"},
     )

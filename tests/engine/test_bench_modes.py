@@ -236,3 +236,19 @@ def test_a_red_gate_stops_everything(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert line["problem"] in printed.splitlines()[-2]
     assert not {"served", "step", "ar", "hf", "floor", "profile"} & set(line)
     assert "speedup" not in printed and "times_ar" not in printed
+
+
+def test_tokens_per_second_by_width(capsys: pytest.CaptureFixture[str]) -> None:
+    """Drawn acceptance: wide windows bring more tokens a forward, and a width is kept to."""
+    options = ["--acceptance", "0.9:4", "--widths", "2,8,32", "--min-window", "2", "--vs", "ar"]
+    lengths = ["--input-len", "24", "--output-len", "32", "--rounds", "1", "--requests", "2"]
+    command = ["bench", "adaptive", "--shapes", "tiny", *options, *lengths, *QUICK]
+    assert cli.main(command) == 0
+    line = line_of(capsys.readouterr().out)
+    rows = {row["width"]: row for row in line["rows"]}
+    assert list(rows) == [2, 8, 32, "by load"] and line["benchmark"] == "adaptive"
+    assert rows[2]["mean_width"] == 2 and rows[2]["tokens_per_forward"] <= 1
+    assert rows[8]["mean_width"] == 8 and rows[32]["mean_width"] == 32
+    found = [rows[width]["tokens_per_forward"] for width in (2, 8, 32)]
+    assert found == sorted(found) and found[2] > 1.5
+    assert all(row["speedup_vs_ar"] > 0 for row in rows.values())

@@ -145,6 +145,22 @@ def test_preempted_requests(name: str, overlapped: bool, room: EngineRoom) -> No
     assert check(name, outputs, wanted) >= 3
 
 
+def test_from_left_to_right(room: EngineRoom) -> None:
+    """The narrowest widths decide one token a forward, and feed each as a mask and decided."""
+    prompt, count = a_prompt(30, 2), 20
+    for name, widths, positions in (
+        ("llada-d2f", [1, 2], 2 * count - 1),
+        ("llada2.0", [1, 2], 2 * count - 1),
+        ("dream-d2f", [1], count),
+        ("fast-dllm-v2", [1], count),
+    ):
+        llm = start(room, name, overlapped=True)
+        (output,) = generate(llm, [prompt], [params(count, dllm_schedule=widths)])
+        fed = output.outputs[0].spec_decode_metrics.per_step_drafted
+        assert (forwards(output), sum(fed)) == (count, positions), name
+        check(name, [output], [(prompt, count, widths)])
+
+
 def test_the_end_of_the_context(room: EngineRoom) -> None:
     """Windows end with the context, whatever the schedule says."""
     for name in ("dream-d2f", "llada2.0"):

@@ -188,3 +188,11 @@ def test_an_adapter_of_zeros_selects_d2f(tmp_path: Path, room: EngineRoom) -> No
 def test_the_next_engine_starts(room: EngineRoom) -> None:
     """Nothing of the failed starts is left in the process."""
     check(room.start("llada"), "llada", MIXED[:2])
+
+
+def test_widths_by_load_are_not_batch_invariant(
+    room: EngineRoom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    said = reason(room, dllm=FLOATING)
+    assert "adaptive 'throughput' chooses widths by load, which VLLM_BATCH_INVARIANT" in said

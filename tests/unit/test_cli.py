@@ -50,6 +50,9 @@ OPTIONS = {
     "bench host": sorted(
         [*DECODE, *ENGINE, "--help", "--max-tokens", "--requests", "--seed", "-h"]
     ),
+    "bench adaptive": sorted(
+        [*MEASURED, *GRID, *SERVED, "--acceptance", "--adaptive", "--min-window", "--widths"]
+    ),
     "bench all": sorted([*MEASURED, *GRID, *STEPS, *SERVED]),
     "bench latency": sorted([*MEASURED, *SERVED]),
     "bench step": sorted([*MEASURED, *GRID, *STEPS]),
@@ -114,6 +117,12 @@ def test_options_are_frozen() -> None:
         (["verify", "--prompts", "/no/such/file"], "No such file or directory"),
         (["doctor", "--context", "8"], "--context needs --requests"),
         (["doctor", "--requests", "8", "--acceptance", "2"], "--acceptance must be"),
+        (["bench", "adaptive", "--acceptance", "0.9:2"], "--acceptance needs --shapes"),
+        (["bench", "adaptive", "--widths", "2,x"], "--widths must be whole numbers"),
+        (
+            ["bench", "adaptive", "--shapes", "tiny", "--widths", "64"],
+            "--canvas must be one length of at least 64",
+        ),
         (["eval", "--model", "x"], "--model needs --schedule"),
         (["eval", "--threshold", "0.5"], "--threshold needs --schedule"),
         (["eval", "--schedule", "8,x"], "--schedule must be widths"),

@@ -112,7 +112,7 @@ def start_ours(
     settings: Settings, model: Model, canvas: int, length: int, trace: Path | None = None
 ) -> "LLM":
     """Start our engine for canvases of `canvas` positions in a context of `length`."""
-    return _start(settings, options_of_ours(settings, model, canvas, length, trace))
+    return start(settings, options_of_ours(settings, model, canvas, length, trace))
 
 
 def with_dtype(settings: Settings, model: Model, length: int) -> Settings:
@@ -166,10 +166,11 @@ def start_autoregressive(
     options = _common(settings, length, max(settings.requests)) | {"model": folder} | DUMMY
     if on_cpu() and not compiled:
         options["enforce_eager"] = True
-    return _start(settings, options)
+    return start(settings, options)
 
 
-def _start(settings: Settings, options: dict[str, Any]) -> "LLM":
+def start(settings: Settings, options: dict[str, Any]) -> "LLM":
+    """Start an engine; dummy weights are filled."""
     llm = start_engine(options)
     if options.get("load_format") == "dummy":
         fill_weights(llm, settings.seed)

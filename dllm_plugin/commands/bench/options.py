@@ -167,10 +167,11 @@ class Settings:
 def add_modes(modes: Any) -> None:
     """Add a parser for each mode to the subparsers of ``diffuplug bench``."""
     for mode, text in MODES.items():
-        _add_options(modes.add_parser(mode, help=text), mode)
+        add_options(modes.add_parser(mode, help=text), mode)
 
 
-def _add_options(parser: argparse.ArgumentParser, mode: str) -> None:
+def add_options(parser: argparse.ArgumentParser, mode: str) -> None:
+    """Add the options of a mode to its parser."""
     model = parser.add_mutually_exclusive_group(required=mode == WATCHED)
     model.add_argument("--shapes", choices=SHAPES, help="dummy weights of these shapes")
     if mode == WATCHED:

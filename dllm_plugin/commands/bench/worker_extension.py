@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dllm_plugin.commands.bench.acceptance import drawn
 from dllm_plugin.commands.bench.random_weights import fill
 
 if TYPE_CHECKING:
@@ -17,6 +18,12 @@ class BenchWorker:
         """Fill the model; same seed on all ranks, as some weights (routers) are replicated."""
         worker: Any = self
         fill(worker.get_model(), seed)
+
+    def accept(self, p0: float, lam: float, seed: int) -> None:
+        """Accept masks by drawn numbers, the same on all ranks, in place of confidences."""
+        worker: Any = self
+        decider = worker.model_runner.model_state.sampler.decider
+        decider.policy_rules["threshold"] = drawn(p0, lam, seed, worker.device)
 
     def reset_peak_bytes(self) -> int:
         """Reset the peak of allocated memory and return what is allocated now. CUDA only."""
