@@ -12,17 +12,27 @@ from pydantic import ValidationError
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.utils.api_utils import (
     load_aware_call,
     validate_json_request,
     with_cancellation,
 )
 
+from dllm_plugin.api.answers import (
+    FIELD,
+    Endpoints,
+    as_response,
+    encoder,
+    endpoints,
+    refusal,
+)
+from dllm_plugin.api.chosen import fill
 from dllm_plugin.api.encoding import Encoder
-from dllm_plugin.api.routes import FIELD, Endpoints, Reply, as_response, endpoints, reply_to
-from dllm_plugin.config.gaps import Gapped, filled, parts_of, place, together
-from dllm_plugin.config.options import FILL, TEMPLATE
+from dllm_plugin.api.request_fields import Asked, read_fields
+from dllm_plugin.api.routes import reply_to
+from dllm_plugin.config.gaps import Gapped, filled, parts_of, together
+from dllm_plugin.config.lengths import most_positions, place_each
+from dllm_plugin.config.options import FILL
 from dllm_plugin.config.template import check_length, no_template
 
 router = APIRouter()
@@ -44,7 +54,7 @@ class FimRequest(CompletionRequest):
 async def create_fim_completion(request: FimRequest, raw_request: Request) -> Response:
     """Fill the gap between a prompt and a suffix; without a suffix, complete the prompt."""
     if endpoints(raw_request) is None:
-        return as_response(_refused(NOT_OURS, HTTPStatus.NOT_FOUND), raw_request)
+        return as_response(refusal(NOT_OURS, HTTPStatus.NOT_FOUND), raw_request)
     request.seed = request.random_seed if request.seed is None else request.seed
     reply = await reply_to(request, raw_request)
     if isinstance(reply, dict):
@@ -68,15 +78,14 @@ async def create_infill(body: Body, raw_request: Request) -> Response:
     """Fill the gaps of a text."""
     ours = endpoints(raw_request)
     if ours is None:
-        return as_response(_refused(NOT_OURS, HTTPStatus.NOT_FOUND), raw_request)
+        return as_response(refusal(NOT_OURS, HTTPStatus.NOT_FOUND), raw_request)
     try:
-        gapped, request = await _read(body, ours, raw_request)
+        request, choices, fields = await _read(body, ours, raw_request)
     except ValueError as error:
-        return as_response(_refused(str(error)), raw_request)
-    given = [token for token in gapped.template if token != FILL]
-    reply = await reply_to(request, raw_request, given)
+        return as_response(refusal(str(error)), raw_request)
+    reply, gapped = await fill(request, choices, raw_request, fields)
     if isinstance(reply, dict):
-        reply = _infilled(reply, gapped, ours, _encoder(ours, raw_request))
+        reply = _infilled(reply, gapped, ours, encoder(raw_request))
     elif not isinstance(reply, ErrorResponse):
         reply = _rewritten(reply, lambda chunk: chunk | {"object": "infill"})
     return as_response(reply, raw_request)
@@ -84,37 +93,37 @@ async def create_infill(body: Body, raw_request: Request) -> Response:
 
 async def _read(
     body: Body, ours: Endpoints, raw_request: Request
-) -> tuple[Gapped, CompletionRequest]:
-    """Return the gaps and vLLM's request. Raises ValueError with one sentence."""
-    if refusal := no_template(ours.config, "infill"):
-        raise ValueError(refusal)
-    encode = _encoder(ours, raw_request)
+) -> tuple[CompletionRequest, list[Gapped], Asked]:
+    """Return vLLM's request, what it may fill, and what it asks of us.
+
+    Raises ValueError with one sentence.
+    """
+    if refused := no_template(ours.config, "infill"):
+        raise ValueError(refused)
+    encode = encoder(raw_request)
     parts = parts_of(body, encode)
+    check_length(ours.config, most_positions(parts))
     prompt = await _prompt_of(body["messages"], raw_request) if body.get("messages") else None
-    gapped = place(parts, prompt, encode.first, encode)
-    check_length(ours.config, len(gapped.template))
+    canvas = ours.config.canvas_length
+    choices = place_each(parts, prompt, encode.first, encode, canvas, encode.context)
+    check_length(ours.config, max(len(gapped.template) for gapped in choices))
     for name in ("stop", "stream"):
-        if body.get(name) and gapped.num_gaps > 1:
-            raise ValueError(f"{name} needs a single gap, got {gapped.num_gaps}.")
+        if body.get(name) and choices[0].num_gaps > 1:
+            raise ValueError(f"{name} needs a single gap, got {choices[0].num_gaps}.")
     for name in ("prompt", "suffix", "max_tokens", "echo", "use_beam_search"):
         if body.get(name) is not None:
             raise ValueError(f"{name} has no effect on /v1/infill: leave it out.")
-    xargs = dict(body.get("vllm_xargs") or {})
-    fields = {key: value for key, value in body.items() if key not in OF_INFILL} | {
-        "prompt": gapped.prompt,
-        "max_tokens": gapped.end,
-        "return_token_ids": not body.get("stream"),
-        FIELD: body.get(FIELD, {}),
-    }
+    fields = read_fields(body.get(FIELD, {}), bool(body.get("stream")))
+    if fields.lengths is not None:
+        raise ValueError("lengths has no effect on /v1/infill, where gaps name their own.")
+    asked = {key: value for key, value in body.items() if key not in (*OF_INFILL, FIELD)}
     if not body.get("stream"):
-        fields["logprobs"] = 1
+        asked |= {"logprobs": 1, "return_token_ids": True}
     try:
-        request = CompletionRequest.model_validate(fields)
+        request = CompletionRequest.model_validate(asked | {"prompt": choices[0].prompt})
     except ValidationError as error:
         raise RequestValidationError(error.errors()) from None
-    # Behind pydantic, which would read each of the ids.
-    request.vllm_xargs = xargs | {TEMPLATE: gapped.template}
-    return gapped, request
+    return request, choices, fields
 
 
 async def _prompt_of(messages: Any, raw_request: Request) -> list[int]:
@@ -133,7 +142,7 @@ async def _prompt_of(messages: Any, raw_request: Request) -> list[int]:
 
 def _infilled(reply: Body, gapped: Gapped, ours: Endpoints, encode: Encoder) -> Body:
     """Return a reply in the form of this route."""
-    ends = {encode.tokenizer.eos_token_id, *ours.config.turn_end_token_ids}
+    ends = ours.ends(encode)
     choices, completed = [], 0
     for choice in reply["choices"]:
         gaps = filled(gapped, choice["token_ids"], ends, encode.decode)
@@ -143,6 +152,8 @@ def _infilled(reply: Body, gapped: Gapped, ours: Endpoints, encode: Encoder) -> 
             of_gap = scores[gap.first : gap.first + len(gap.tokens)]
             mean = sum(of_gap) / len(of_gap) if of_gap else None
             told.append({"text": gap.text, "tokens": len(gap.tokens), "logprob": mean})
+        if (trace := choice["diffusion"].get("trace")) is not None:
+            trace["tokens"] = choice["logprobs"]["tokens"]
         completed += sum(token == FILL for token in gapped.template[: len(choice["token_ids"])])
         choices.append(
             {
@@ -153,7 +164,7 @@ def _infilled(reply: Body, gapped: Gapped, ours: Endpoints, encode: Encoder) -> 
                 "diffusion": choice["diffusion"],
             }
         )
-    given = len(gapped.prompt) + sum(token != FILL for token in gapped.template)
+    given = len(gapped.prompt) + len(gapped.given)
     usage = {"prompt_tokens": given, "completion_tokens": completed}
     return {
         "id": reply["id"].replace("cmpl", "infill"),
@@ -176,12 +187,3 @@ async def _rewritten(events: AsyncGenerator[str, None], change: Any) -> AsyncGen
         if "choices" in chunk:
             chunk = change(chunk)
         yield f"{EVENT}{json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
-
-
-def _encoder(ours: Endpoints, raw_request: Request) -> Encoder:
-    return ours.encoder(raw_request.app.state.openai_serving_completion.renderer.get_tokenizer())
-
-
-def _refused(sentence: str, code: int = HTTPStatus.BAD_REQUEST) -> Reply:
-    kind = "NotFoundError" if code == HTTPStatus.NOT_FOUND else "BadRequestError"
-    return create_error_response(sentence, kind, HTTPStatus(code))

@@ -1,10 +1,11 @@
 """Read the body of a likelihood call: limits, texts to tokens, and the forwards that it needs."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, StrictBool, StrictInt, StrictStr
 
 from dllm_plugin.api.likelihood import METHODS, Sample
+from dllm_plugin.api.scorer import Text
 from dllm_plugin.config.validation import shown
 
 MOST_SAMPLES, MOST_FORWARDS = 1024, 4096
@@ -30,13 +31,6 @@ class LikelihoodRequest(BaseModel):
     samples: StrictInt | None = None
     seed: StrictInt | None = None
     greedy: StrictBool = False
-
-
-class Text(NamedTuple):
-    """Hold the token ids of a pair."""
-
-    context: list[int]
-    continuation: list[int]
 
 
 def check_limits(request: LikelihoodRequest) -> None:

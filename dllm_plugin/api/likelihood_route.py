@@ -1,23 +1,13 @@
 """Answer POST /v1/likelihood: every forward of an estimate is one completion request.
 
-A request's template masks some tokens of the text, and its targets say which ones they must take.
 vLLM's own handler serves it, and batches it with all others.
 """
 
-import asyncio
 import copy
-from collections.abc import Awaitable, Iterable
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response
-from vllm.entrypoints.openai.completion.protocol import (
-    CompletionRequest,
-    CompletionResponse,
-    CompletionResponseChoice,
-)
-from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import (
     load_aware_call,
     validate_json_request,
@@ -25,94 +15,17 @@ from vllm.entrypoints.serve.utils.api_utils import (
 )
 from vllm.utils import random_uuid
 
+from dllm_plugin.api.answers import as_response, endpoints
 from dllm_plugin.api.counts import total
 from dllm_plugin.api.likelihood import Sample, estimate
-from dllm_plugin.api.likelihood_request import LikelihoodRequest, Text, plan, read_pairs
-from dllm_plugin.api.routes import as_response, endpoints
+from dllm_plugin.api.likelihood_request import LikelihoodRequest, plan, read_pairs
+from dllm_plugin.api.scorer import Refused, Scorer, Text, together
 from dllm_plugin.api.viewer import not_ours
 from dllm_plugin.api.watched_engine import WatchedEngine
-from dllm_plugin.config.options import FILL, TARGETS, TEMPLATE
-from dllm_plugin.config.reporting import STATISTICS
+from dllm_plugin.config.options import FILL, TEMPLATE
 from dllm_plugin.config.template import no_template, read_template
 
 router = APIRouter()
-
-
-class Refused(Exception):
-    """Carry the reply of a request that vLLM refused."""
-
-    def __init__(self, reply: ErrorResponse) -> None:
-        super().__init__(reply.error.message)
-        self.reply = reply
-
-
-class Scorer:
-    """Ask the handler for the forwards of one call, as many at a time as run in a batch."""
-
-    def __init__(
-        self, handler: OpenAIServingCompletion, model: str | None, most: int, raw_request: Request
-    ) -> None:
-        self.handler = handler
-        self.model = model
-        self.raw_request = raw_request
-        self.slots = asyncio.Semaphore(most)
-
-    async def logprobs(self, text: Text, sample: Sample) -> list[float]:
-        """Return the log-probabilities of the tokens that a sample masks."""
-        targets = [text.continuation[place] for place in sample.masked]
-        arguments = {TEMPLATE: masked(text, sample.masked), TARGETS: targets}
-        choice = await self._complete(text, sample.masked[-1] + 1, arguments)
-        assert choice.logprobs is not None
-        scored = choice.logprobs.token_logprobs
-        return [score for place in sample.masked if (score := scored[place]) is not None]
-
-    async def is_greedy(self, text: Text) -> bool:
-        """Return whether a decode of one token a forward writes the continuation."""
-        length = len(text.continuation)
-        arguments = {TEMPLATE: [FILL] * length, "dllm_policy": "low_confidence"}
-        choice = await self._complete(text, length, arguments | {"dllm_steps": length})
-        return bool(choice.token_ids == text.continuation)
-
-    async def _complete(
-        self, text: Text, max_tokens: int, arguments: dict[str, Any]
-    ) -> CompletionResponseChoice:
-        request = CompletionRequest(
-            model=self.model,
-            prompt=text.context,
-            max_tokens=max_tokens,
-            temperature=0,
-            seed=None,
-            ignore_eos=True,
-            logprobs=0,
-            return_token_ids=True,
-            vllm_xargs=arguments | {STATISTICS: 1},
-        )
-        async with self.slots:
-            reply = await self.handler.create_completion(request, self.raw_request)
-        if isinstance(reply, ErrorResponse):
-            raise Refused(reply)
-        assert isinstance(reply, CompletionResponse), "not a stream"
-        [choice] = reply.choices
-        return choice
-
-
-def masked(text: Text, places: Iterable[int]) -> list[int]:
-    """Return the continuation as a template."""
-    template = list(text.continuation)
-    for place in places:
-        template[place] = FILL
-    return template
-
-
-async def together(calls: Iterable[Awaitable[Any]]) -> list[Any]:
-    """Await all calls; the first that fails, or the reader's leaving, ends the others."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @router.post("/v1/likelihood", dependencies=[Depends(validate_json_request)])
@@ -138,7 +51,7 @@ async def create_likelihood(request: LikelihoodRequest, raw_request: Request) ->
         scored, greedy = await together(
             (
                 together(
-                    scorer.logprobs(text, one)
+                    scorer.logprobs(text, one.masked)
                     for text, of_text in zip(texts, samples, strict=True)
                     for one in of_text
                 ),

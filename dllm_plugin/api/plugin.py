@@ -8,7 +8,8 @@ from starlette.datastructures import State
 from vllm.engine.protocol import EngineClient
 
 from dllm_plugin.api import infilling, likelihood_route, viewer
-from dllm_plugin.api.routes import Endpoints, router
+from dllm_plugin.api.answers import Endpoints
+from dllm_plugin.api.routes import router
 from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.decoding.families import FAMILIES
 

@@ -1,4 +1,4 @@
-"""Turn a completion request with a suffix into one with a template."""
+"""Put the suffix of a completion request behind a gap."""
 
 from typing import Any
 
@@ -6,24 +6,22 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 from dllm_plugin.api.encoding import Encoder
 from dllm_plugin.config.decode import DecodeConfig
-from dllm_plugin.config.options import FILL, TEMPLATE
-from dllm_plugin.config.template import no_template
-from dllm_plugin.config.validation import shown
+from dllm_plugin.config.gaps import AUTO, Gapped
+from dllm_plugin.config.lengths import lengths_of
+from dllm_plugin.config.options import FILL
+from dllm_plugin.config.template import check_length, no_template
 
 
 def place_suffix(
-    request: CompletionRequest, length: Any, encode: Encoder, config: DecodeConfig
-) -> list[int]:
-    """Put the suffix behind as many positions as are to be filled; return its tokens.
+    request: CompletionRequest, suffix: str, asked: Any, encode: Encoder, config: DecodeConfig
+) -> list[Gapped]:
+    """Return the prompt with each gap that is to be tried, and the suffix behind it.
 
     Args:
-        length: what the request asks for; None: `max_tokens`.
+        asked: lengths of the gap; None: `auto`.
     Raises:
         ValueError: naming what the request cannot have beside a suffix.
     """
-    suffix, request.suffix = request.suffix, None
-    if not suffix:
-        return []
     if refusal := no_template(config, "suffix"):
         raise ValueError(refusal)
     if not isinstance(request.prompt, str):
@@ -31,17 +29,18 @@ def place_suffix(
     for name in ("echo", "use_beam_search", "truncate_prompt_tokens"):
         if getattr(request, name):
             raise ValueError(f"{name} cannot be combined with suffix.")
-    most = request.max_tokens
-    length = most if length is None else length
-    if most is None or type(length) is not int or not 1 <= length <= most:
-        raise ValueError(
-            f"lengths must be an integer from 1 to max_tokens {most}, got {shown(length)}."
-        )
+    if request.max_tokens is None:
+        raise ValueError("suffix needs max_tokens.")
     tail = encode(suffix)
     if config.family.suffix_ends:
         tail = [*tail, encode.tokenizer.eos_token_id]
     starts = encode.first if request.add_special_tokens else encode
-    request.prompt, request.max_tokens = starts(request.prompt), length
-    xargs: dict[str, Any] = (request.vllm_xargs or {}) | {TEMPLATE: [FILL] * length + tail}
-    request.vllm_xargs = xargs
-    return tail
+    prompt = starts(request.prompt)
+    room = min(config.canvas_length, encode.context - len(prompt)) - len(tail)
+    fewest = max(request.min_tokens or 0, 1)
+    lengths = lengths_of(AUTO if asked is None else asked, request.max_tokens, fewest, room)
+    check_length(config, lengths[-1] + len(tail))
+    return [
+        Gapped([request.prompt, length, suffix], prompt, [[FILL] * length, tail])
+        for length in lengths
+    ]

@@ -78,7 +78,8 @@ def _add_generate(commands: Any) -> None:
 
 def _add_infill(commands: Any) -> None:
     parser = commands.add_parser("infill", help="fill the gaps of a text, offline")
-    parser.add_argument("text", help=f'text with gaps: "{infill.EXAMPLE}"')
+    lengths = "or several lengths to choose from: [MASK:2,4], [MASK:auto]"
+    parser.add_argument("text", help=f'text with gaps: "{infill.EXAMPLE}", {lengths}')
     parser.add_argument("--question", help="the text answers it, behind the chat template")
     _add_model_options(parser)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")

@@ -2,19 +2,24 @@
 
 import argparse
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from dllm_plugin.commands.generate import summary
 from dllm_plugin.commands.offline import (
-    collecting_later,
     conversation,
     engine_options,
     num_forwards,
     start_engine,
     stop_engine,
 )
-from dllm_plugin.config.gaps import filled, parts_of_text, place, together
-from dllm_plugin.config.options import TEMPLATE
+from dllm_plugin.config.gaps import Filled, Gapped, filled, parts_of_text, together
+from dllm_plugin.config.lengths import best_of, place_each, score_of, scoring_of, told
+from dllm_plugin.config.options import TARGETS, TEMPLATE
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput
+    from vllm.inputs import TokensPrompt
 
 STRATEGY = "dual_cache"  # where nothing is asked for: a gap needs full attention
 EXAMPLE = "The capital of [MASK:3] is [MASK:8]."
@@ -25,37 +30,107 @@ def run(args: argparse.Namespace) -> int:
     args.strategy = args.strategy or STRATEGY
     options, parts = engine_options(args), parts_of_text(args.text)
     from dllm_plugin.commands.phases import screen
+    from dllm_plugin.config.decode import get_decode_config
 
     with screen(args.verbose) as shown:
-        with collecting_later():
-            from vllm import SamplingParams
         llm = start_engine(options, shown.log)
         shown.end("ready")
         tokenizer: Any = llm.get_tokenizer()
+        config = llm.llm_engine.vllm_config
         prompt = None if args.question is None else _chat(args.question, tokenizer)
-        gapped = place(
+        choices = place_each(
             parts,
             prompt,
             lambda part: list(tokenizer.encode(part)),
             lambda part: list(tokenizer.encode(part, add_special_tokens=False)),
+            get_decode_config(config).canvas_length,
+            config.model_config.max_model_len,
         )
-        sampling = SamplingParams(
+        start = time.perf_counter()
+        outputs = _decoded(llm, choices, args)
+        ends = {tokenizer.eos_token_id}
+        fills = [
+            filled(one, _tokens(output), ends, lambda ids: str(tokenizer.decode(ids)))
+            for one, output in zip(choices, outputs, strict=True)
+        ]
+        best = 0
+        if len(choices) > 1:
+            scores = _scores(llm, choices, fills, outputs)
+            best = best_of(scores)
+            for entry in told(choices, scores):
+                shown.note(f"length {entry['length']}: score {entry['score']:.2f}")
+        seconds = time.perf_counter() - start
+        shown.out.write(together(choices[best], fills[best]) + "\n")
+        shown.out.flush()
+        shown.note(summary(len(_tokens(outputs[best])), num_forwards(outputs[best]), seconds))
+        stop_engine(llm)
+    return 0
+
+
+def _decoded(
+    llm: "LLM", choices: list[Gapped], args: argparse.Namespace
+) -> "Sequence[RequestOutput]":
+    """Return what each choice of lengths gets, all in one batch."""
+    from vllm import SamplingParams
+
+    wishes = [
+        SamplingParams(
             max_tokens=gapped.end,
             temperature=args.temperature,
             seed=args.seed,
+            logprobs=0 if len(choices) > 1 else None,
             extra_args={TEMPLATE: gapped.template},
         )
-        start = time.perf_counter()
-        (output,) = llm.generate({"prompt_token_ids": gapped.prompt}, sampling, use_tqdm=False)
-        seconds = time.perf_counter() - start
-        tokens = list(output.outputs[0].token_ids)
-        ends = {tokenizer.eos_token_id}
-        gaps = filled(gapped, tokens, ends, lambda ids: str(tokenizer.decode(ids)))
-        shown.out.write(together(gapped, gaps) + "\n")
-        shown.out.flush()
-        shown.note(summary(len(tokens), num_forwards(output), seconds))
-        stop_engine(llm)
-    return 0
+        for gapped in choices
+    ]
+    return llm.generate(_prompts(choices), wishes, use_tqdm=False)
+
+
+def _scores(
+    llm: "LLM",
+    choices: list[Gapped],
+    fills: list[list[Filled]],
+    outputs: "Sequence[RequestOutput]",
+) -> list[float]:
+    """Return the score of each choice, from one more batch of a forward each."""
+    from vllm import SamplingParams
+
+    scorings = [scoring_of(gapped, gaps) for gapped, gaps in zip(choices, fills, strict=True)]
+    of_tails: list[list[float]] = [[] for _ in choices]
+    if scorings[0].places:  # one tail stands behind all choices
+        wishes = [
+            SamplingParams(
+                max_tokens=scoring.places[-1] + 1,
+                temperature=0,
+                ignore_eos=True,
+                logprobs=0,
+                extra_args={TEMPLATE: scoring.template, TARGETS: scoring.targets},
+            )
+            for scoring in scorings
+        ]
+        found = map(_logprobs, llm.generate(_prompts(choices), wishes, use_tqdm=False))
+        of_tails = [
+            [logprobs[place] for place in scoring.places]
+            for scoring, logprobs in zip(scorings, found, strict=True)
+        ]
+    each = zip(fills, outputs, of_tails, strict=True)
+    return [score_of(gaps, _logprobs(output), of_tail) for gaps, output, of_tail in each]
+
+
+def _prompts(choices: list[Gapped]) -> "list[TokensPrompt]":
+    return [{"prompt_token_ids": gapped.prompt} for gapped in choices]
+
+
+def _tokens(output: "RequestOutput") -> list[int]:
+    return list(output.outputs[0].token_ids)
+
+
+def _logprobs(output: "RequestOutput") -> list[float]:
+    """Return the log-probability of each token of an answer."""
+    answer = output.outputs[0]
+    assert answer.logprobs is not None, "they were asked for"
+    rows = zip(answer.token_ids, answer.logprobs, strict=True)
+    return [row[token].logprob for token, row in rows if row is not None]
 
 
 def _chat(question: str, tokenizer: Any) -> list[int]:

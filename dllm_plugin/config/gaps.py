@@ -1,21 +1,25 @@
 """Turn text with gaps into a prompt and a template, and the tokens of an answer into gaps again."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from dllm_plugin.config.options import FILL
 from dllm_plugin.config.validation import shown
 
-Part = str | int  # text, or how many positions to fill
+Lengths = tuple[int, ...]  # one of them is chosen; none are named: any that fits
+Part = str | int | Lengths  # text, or how many positions to fill
 Encode = Callable[[str], list[int]]
 Decode = Callable[[list[int]], str]
-MARK = re.compile(r"\[MASK:(\d+)\]")
+AUTO = "auto"
+ANY: Lengths = ()
+MOST_LENGTHS = 16
+MARK = re.compile(rf"\[MASK:(\d+(?:,\d+)*|{AUTO})\]")
 SOURCES = ("text", "parts", "draft")
 
 
 class Gapped(NamedTuple):
-    """Hold a text with gaps as the engine takes it.
+    """Hold a text with gaps as the engine takes it; every gap has its length.
 
     pieces  what follows the prompt: tokens and text of a part, or no tokens where it is a gap
     """
@@ -34,6 +38,16 @@ class Gapped(NamedTuple):
         """Return where the last gap stops."""
         template = self.template
         return len(template) - template[::-1].index(FILL)
+
+    @property
+    def tail(self) -> list[int]:
+        """Return what stands behind the last gap."""
+        return self.template[self.end :]
+
+    @property
+    def given(self) -> list[int]:
+        """Return the tokens behind the prompt that are no gap."""
+        return [token for token in self.template if token != FILL]
 
     @property
     def num_gaps(self) -> int:
@@ -68,7 +82,7 @@ def parts_of_text(text: str) -> list[Part]:
 
 def _checked(parts: list[Part], source: str) -> list[Part]:
     parts = _joined([part for part in parts if part != ""])
-    if not any(isinstance(part, int) for part in parts):
+    if all(isinstance(part, str) for part in parts):
         raise ValueError(f"{source} holds no gap: nothing is to be filled.")
     return parts
 
@@ -77,7 +91,14 @@ def _of_text(body: dict[str, Any], encode: Encode) -> list[Part]:
     if not isinstance(body["text"], str):
         raise ValueError(f"text must be text with [MASK:n], got {shown(body['text'])}.")
     pieces = MARK.split(body["text"])
-    return [_length(int(piece)) if i % 2 else piece for i, piece in enumerate(pieces)]
+    return [_marked(piece) if i % 2 else piece for i, piece in enumerate(pieces)]
+
+
+def _marked(written: str) -> Part:
+    if written == AUTO:
+        return ANY
+    lengths = [int(length) for length in written.split(",")]
+    return _length(lengths if len(lengths) > 1 else lengths[0])
 
 
 def _of_parts(body: dict[str, Any], encode: Encode) -> list[Part]:
@@ -87,7 +108,7 @@ def _of_parts(body: dict[str, Any], encode: Encode) -> list[Part]:
     read: list[Part] = []
     for part in parts:
         if isinstance(part, dict) and set(part) == {"mask"}:
-            read.append(_length(part["mask"]))
+            read.append(ANY if part["mask"] == AUTO else _length(part["mask"]))
         elif isinstance(part, str):
             read.append(part)
         else:
@@ -116,27 +137,48 @@ def _of_draft(body: dict[str, Any], encode: Encode) -> list[Part]:
     return [*parts, draft[at:]]
 
 
-def _length(given: Any) -> int:
-    if type(given) is not int or given < 1:
-        raise ValueError(f"A gap must have a whole number of positions, got {shown(given)}.")
-    return given
+def _length(given: Any) -> int | Lengths:
+    for length in given if isinstance(given, list) else [given]:
+        if type(length) is not int or length < 1:
+            raise ValueError(f"A gap must have a whole number of positions, got {shown(length)}.")
+    if not isinstance(given, list):
+        return int(given)
+    if not 1 <= len(given) <= MOST_LENGTHS:
+        raise ValueError(f"A gap must have 1 to {MOST_LENGTHS} lengths, got {len(given)}.")
+    return _one_or_many(given)
+
+
+def _one_or_many(lengths: Iterable[int]) -> int | Lengths:
+    first, *others = sorted(set(lengths))
+    return (first, *others) if others else first
 
 
 def _joined(parts: list[Part]) -> list[Part]:
     """Join neighbours of one kind: two gaps without text between them are one."""
     joined: list[Part] = []
     for part in parts:
-        if joined and type(joined[-1]) is type(part):
-            joined[-1] += part  # type: ignore[operator]
-        else:
+        last = joined[-1] if joined else None
+        if isinstance(last, str) and isinstance(part, str):
+            joined[-1] = last + part
+        elif last is None or isinstance(last, str) or isinstance(part, str):
             joined.append(part)
+        else:
+            joined[-1] = _sum(last, part)
     return joined
+
+
+def _sum(one: int | Lengths, other: int | Lengths) -> int | Lengths:
+    if ANY in (one, other):
+        raise ValueError(f"A gap of length {AUTO} needs text between it and another gap.")
+    ones, others = ((part,) if isinstance(part, int) else part for part in (one, other))
+    return _one_or_many(a + b for a in ones for b in others)
 
 
 def place(parts: list[Part], prompt: list[int] | None, first: Encode, rest: Encode) -> Gapped:
     """Return where everything stands.
 
     Args:
+        parts: text, and gaps of one length.
         prompt: what a chat template made of messages; None: text before the first gap is the
             prompt.
         first, rest: encode the first part, with special tokens, and later ones, without.
@@ -148,7 +190,10 @@ def place(parts: list[Part], prompt: list[int] | None, first: Encode, rest: Enco
         parts_behind = parts
     if not prompt:
         raise ValueError("infill needs text or messages in front of its first gap.")
-    pieces = [[FILL] * part if isinstance(part, int) else rest(part) for part in parts_behind]
+    pieces = []
+    for part in parts_behind:
+        assert not isinstance(part, tuple), "a length is chosen"
+        pieces.append(rest(part) if isinstance(part, str) else [FILL] * part)
     return Gapped(parts, prompt, pieces)
 
 

@@ -3,12 +3,13 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from documented import example_of
+from documented import blocks, example_of
 from forked import PYTHON
 
 from dllm_plugin.commands.phases import FIRST, MARKERS
@@ -92,6 +93,23 @@ def test_generate_keeps_the_answer_apart(tmp_path: Path) -> None:
     assert shown == [FIRST, *MARKERS.values(), "ready"]
     assert re.match(r"\d+ tokens, \d+ forwards, [\d.]+ tokens per forward, [\d.]+ sec", counts)
     assert not list(tmp_path.glob("diffuplug-*.log"))
+
+
+def test_a_gap_in_a_worked_solution() -> None:
+    """README's own command: of four lengths the right one is taken, and scores are told."""
+    [command] = [
+        line
+        for block in blocks("bash")
+        for line in block.text.splitlines()
+        if block.page == "README.md" and line.startswith("diffuplug infill")
+    ]
+    words = [PYTHON, "-m", "dllm_plugin.commands.cli", *shlex.split(command)[1:]]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "With the pencils from Anna, Omar has 7 + 48 = 55 pencils.\n"
+    scores = re.findall(r"length (\d): score (-[\d.]+)", done.stderr)
+    assert [length for length, _ in scores] == ["1", "2", "3", "4"]
+    assert max(scores, key=lambda pair: float(pair[1]))[0] == "2"
 
 
 def test_generate_in_a_given_form(tmp_path: Path) -> None:

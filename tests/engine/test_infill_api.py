@@ -13,7 +13,8 @@ from transformers import AutoTokenizer
 KEY, ROOT = "secret", "/behind/a/proxy"
 PREFIX, SUFFIX = "def area(r):\n    return ", " * r * r\n"
 GREEDY = {"model": "tiny", "temperature": 0, "ignore_eos": True}
-FIM = GREEDY | {"prompt": PREFIX, "suffix": SUFFIX, "max_tokens": 12}
+CHOSEN = GREEDY | {"prompt": PREFIX, "suffix": SUFFIX, "max_tokens": 12}
+FIM = CHOSEN | {"diffusion": {"lengths": 12}}
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def test_a_suffix(client: httpx.Client, tokenizer: Any, path: str) -> None:
     """The text in front of a suffix, whole and streamed; the suffix counts as prompt."""
     prompt, tail = tokenizer.encode(PREFIX), tokenizer.encode(SUFFIX, add_special_tokens=False)
     wanted = by_template(client, prompt, [-1] * 12 + tail)["choices"][0]["text"]
-    reply = post(client, path, FIM | {"diffusion": {}})
+    reply = post(client, path, FIM)
     [choice] = reply["choices"]
     assert choice["text"] == wanted and choice["finish_reason"] == "length"
     assert reply["usage"]["prompt_tokens"] == len(prompt) + len(tail)
@@ -92,7 +93,7 @@ def test_what_clients_of_fim_send(client: httpx.Client) -> None:
     texts = [reply["choices"][0]["message"]["content"] for reply in seeded]
     assert texts[0] == texts[1] != texts[2]
     assert post(client, "fim/completions", hot | {"seed": 1})["choices"][0]["text"] == texts[0]
-    editor = FIM | {"presence_penalty": 0, "frequency_penalty": 0, "top_p": 1, "stop": ["\n\n"]}
+    editor = CHOSEN | {"presence_penalty": 0, "frequency_penalty": 0, "top_p": 1, "stop": ["\n\n"]}
     assert stream(client, "fim/completions", editor)
     reply = client.post("/v1/fim/completions", json=editor | {"presence_penalty": 1.5})
     assert reply.status_code == 400
@@ -167,6 +168,84 @@ def test_one_gap_streams(client: httpx.Client, tokenizer: Any) -> None:
     assert "".join(c["text"] for chunk in chunks for c in chunk["choices"]) == gap["text"]
 
 
+def by_hand(client: httpx.Client, prompt: list[int], length: int, tail: list[int]) -> Any:
+    """A fill of one length, and its score by one more request."""
+    filled = by_template(client, prompt, [-1] * length + tail, logprobs=0)["choices"][0]
+    assert filled["token_ids"] and len(filled["token_ids"]) == length, "no end token in there"
+    targets = {"dllm_template": [*filled["token_ids"], *[-1] * 4, *tail[4:]]}
+    targets["dllm_targets"] = tail[:4]
+    body = GREEDY | {"prompt": prompt, "max_tokens": length + 4, "logprobs": 0}
+    scored = post(client, "completions", body | {"vllm_xargs": targets})["choices"][0]
+    of_tail = scored["logprobs"]["token_logprobs"][length:]
+    of_fill = filled["logprobs"]["token_logprobs"]
+    return filled["text"], sum(of_tail) / 4 + sum(of_fill) / length
+
+
+LENGTHS = [2, 5, 12]
+
+
+def test_lengths_are_tried_and_scored(client: httpx.Client, tokenizer: Any) -> None:
+    """The best is the reply, as if it had been asked for alone; the scores of all are told."""
+    prompt, tail = tokenizer.encode(PREFIX), tokenizer.encode(SUFFIX, add_special_tokens=False)
+    wanted = [by_hand(client, prompt, length, tail) for length in LENGTHS]
+    best = max(range(3), key=lambda i: wanted[i][1])
+    body = CHOSEN | {"diffusion": {"lengths": LENGTHS}}
+    reply = post(client, "completions", body)
+    [choice] = reply["choices"]
+    scores = choice["diffusion"].pop("lengths")
+    assert [one["length"] for one in scores] == LENGTHS
+    for one, (_, score) in zip(scores, wanted, strict=True):
+        assert one["score"] == pytest.approx(score, abs=1e-4)
+    assert choice["text"] == wanted[best][0]
+    alone = post(client, "completions", CHOSEN | {"diffusion": {"lengths": LENGTHS[best]}})
+    assert choice == alone["choices"][0]
+    assert reply["usage"] == alone["usage"]
+    took, least = reply["metrics"]["diffusion"], alone["metrics"]["diffusion"]
+    assert took["forwards"] >= least["forwards"] + 2 + 3, "other lengths, and a pass for each"
+    chunks = stream(client, "fim/completions", body | {"stream_options": {"include_usage": True}})
+    assert [c["text"] for chunk in chunks for c in chunk["choices"]] == [wanted[best][0]]
+    assert chunks[0]["choices"][0]["delta"]["content"] == wanted[best][0]
+    assert chunks[0]["choices"][0]["diffusion"]["lengths"] == scores
+    assert chunks[-1]["usage"] == reply["usage"] and chunks[-1]["metrics"] == reply["metrics"]
+
+
+def test_lengths_that_nobody_names(client: httpx.Client) -> None:
+    """What fits of 4, 8, 16 and so on, `max_tokens`, and nothing below `min_tokens`."""
+    reply = post(client, "fim/completions", CHOSEN)
+    [choice] = reply["choices"]
+    assert [one["length"] for one in choice["diffusion"]["lengths"]] == [4, 8, 12]
+    assert set(choice["diffusion"]) == {"lengths"} and reply["metrics"] is None
+    assert choice["logprobs"] is None and choice["token_ids"] is None
+    assert choice["message"]["content"] == choice["text"]
+    for body, lengths in (
+        ({"min_tokens": 6}, [8, 12]),
+        ({"max_tokens": 4096}, [4, 8, 16, 32, 64, 128]),
+        ({"suffix": "?", "max_tokens": 5}, [4, 5]),
+    ):
+        [choice] = post(client, "completions", CHOSEN | body)["choices"]
+        assert [one["length"] for one in choice["diffusion"]["lengths"]] == lengths
+    [choice] = post(client, "completions", CHOSEN | {"max_tokens": 4})["choices"]
+    assert "diffusion" not in choice, "a single length is not chosen"
+
+
+def test_lengths_of_several_gaps(client: httpx.Client) -> None:
+    """Each combination; the reply is that of the best, and has its gaps."""
+    body = GREEDY | {"parts": ["The sky is ", {"mask": [2, 4]}, " and ", {"mask": [3, 5]}]}
+    [choice] = post(client, "infill", body)["choices"]
+    scores = choice["diffusion"].pop("lengths")
+    assert [one["length"] for one in scores] == [[2, 3], [2, 5], [4, 3], [4, 5]]
+    first, second = max(scores, key=lambda one: one["score"])["length"]
+    text = f"The sky is [MASK:{first}] and [MASK:{second}]"
+    assert post(client, "infill", GREEDY | {"text": text})["choices"] == [choice]
+    of_gaps = [gap["logprob"] * gap["tokens"] for gap in choice["gaps"] if gap["tokens"]]
+    tokens = sum(gap["tokens"] for gap in choice["gaps"])
+    best = max(one["score"] for one in scores)
+    assert best == pytest.approx(sum(of_gaps) / tokens, abs=1e-6), "no tail: the fill alone"
+    [any_length] = post(client, "infill", GREEDY | {"text": "The sky is [MASK:auto]!"})["choices"]
+    lengths = [one["length"] for one in any_length["diffusion"]["lengths"]]
+    assert lengths == [4, 8, 16, 32, 64, 128]
+
+
 TWO = {"text": TEXT}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("completions", FIM | {"prompt": [PREFIX, PREFIX]}, "suffix needs one prompt of text."),
@@ -175,9 +254,21 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "fim/completions",
         FIM | {"diffusion": {"lengths": [64]}},
-        "lengths must be an integer from 1 to max_tokens 12, got [64].",
+        'lengths must be an integer, "auto" or at most 16 integers from 1 to max_tokens 12, got '
+        "[64].",
     ),
     ("completions", FIM | {"suffix": None, "diffusion": {"lengths": 3}}, "lengths needs a suffix"),
+    ("completions", CHOSEN | {"n": 4}, "n must be 1 where a length is chosen, got 4."),
+    (
+        "completions",
+        CHOSEN | {"stream": True, "diffusion": {"frames": True}},
+        "diffusion.frames needs one length: give it as an integer.",
+    ),
+    ("infill", {"text": "a [MASK:2,4] b", "n": 4}, "n must be 1 where a length is chosen, got 4."),
+    ("infill", {"text": "a[MASK:auto]b[MASK:auto]c"}, "make 36 combinations, at most 16 are tried"),
+    ("infill", TWO | {"diffusion": {"lengths": 3}}, "lengths has no effect on /v1/infill"),
+    ("infill", {"text": "a [MASK:999999999]"}, "gaps and the text behind them take 999999999 pos"),
+    ("completions", FIM | {"max_tokens": 10**9, "diffusion": {"lengths": 10**9}}, "take 10000000"),
     ("completions", FIM | {"suffix": "x" * 400}, "canvas_length is 256: shorten the suffix or"),
     ("fim/completions", FIM | {"suffix": "x" * 10**6}, "A text of 1000000 characters has at least"),
     ("infill", {"text": "a [MASK:3]" + "x" * 10**6}, "A text of 1000000 characters has at least"),
@@ -193,7 +284,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("infill", {"draft": "abc", "rewrite": [[2, 9]]}, "within the 3 characters of draft"),
     ("infill", {"text": "[MASK:4] b"}, "infill needs text or messages in front of its first gap."),
     ("infill", TWO | {"max_tokens": 9}, "max_tokens has no effect on /v1/infill"),
-    ("infill", {"text": "a [MASK:999]"}, "canvas_length is 256"),
+    (
+        "infill",
+        {"text": "a [MASK:300]"},
+        "The gaps and the text behind them take 300 positions, canvas_length is 256: shorten the "
+        "suffix or the gaps, or start the server with a larger canvas_length.",
+    ),
     ("infill", TWO | {"presence_penalty": 1.0}, "presence_penalty is not supported"),
     ("infill", TWO | {"diffusion": {"lenghts": 1}}, "Unknown field 'lenghts' in diffusion"),
 ]

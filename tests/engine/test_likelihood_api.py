@@ -196,8 +196,20 @@ def running(client: httpx.Client) -> float:
 
 
 def test_refused_where_blocks_see_nothing_behind_them(tmp_path: Path) -> None:
+    """Gaps as likelihoods, by the words of the specification."""
     options = '{"dllm": {"strategy": "d2f"}}'
+    fim = {"prompt": "a", "suffix": "b"}
     with serving(tmp_path / "log", f"--additional-config={options}") as server:
-        reply = server.post("likelihood", {"pairs": [ONE]})
-    assert reply.status_code == 400
-    assert "likelihood needs full attention: under strategy 'd2f' a block never sees" in reply.text
+        for path, wanted, body in (
+            ("likelihood", "likelihood", {"pairs": [ONE]}),
+            ("completions", "suffix", fim),
+            ("fim/completions", "suffix", fim),
+            ("infill", "infill", {"text": "a[MASK:2]b"}),
+        ):
+            reply = server.post(path, body)
+            assert reply.status_code == 400
+            assert reply.json()["error"]["message"] == (
+                f"{wanted} needs full attention: under strategy 'd2f' a block never sees what "
+                "stands behind it. Serve with strategy dual_cache, prefix_cache or "
+                "semi_autoregressive."
+            )

@@ -84,6 +84,43 @@ def test_watch_an_answer(server: Server, browser: Any) -> None:
     assert problems == [] and origins == {server.url.removeprefix("http://")}
 
 
+QUESTION = (
+    "Omar has 7 pencils. Anna has 48 pencils and hands them all to Omar. "
+    "Omar sells 26 pencils at the market. How many pencils does Omar have now?"
+)
+GAPS = "With the pencils from Anna, Omar has [MASK:2] + 48 = [MASK:1,2,3] pencils."
+
+
+def test_watch_an_infill(server: Server, browser: Any) -> None:
+    """Gaps of a text: what is given stands from the start, and the replay ends with the fill."""
+    page, problems = browser.new_page(), []
+    page.on("console", lambda message: problems.append(message.text))
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.goto(f"{server.url}/viewer")
+    page.fill("#key", KEY)
+    page.fill("#policy", "low_confidence")
+    page.fill("#question", QUESTION)
+    page.fill("#prompt", GAPS)
+    page.click("#run")
+    page.wait_for_selector("#left[data-state=done]", timeout=120_000)
+    assert page.inner_text("#left .error") == ""
+    told = page.get_attribute("#left", "data-text")
+    assert told.startswith("With the pencils from Anna, Omar has ") and told.endswith("pencils.")
+    assert "".join(part for part, _ in spans(page)).startswith(told[:30])
+    assert "scores of lengths 2,1: -" in page.inner_text("#left .numbers")
+    assert not any(masked for _, masked in spans(page))
+    page.eval_on_selector(
+        "#replay", "el => { el.value = 1; el.dispatchEvent(new Event('input')); }"
+    )
+    first = spans(page)
+    assert sum(masked for _, masked in first) >= 3, "the gaps are open"
+    given = "".join(part for part, masked in first if not masked)
+    assert given == GAPS.replace("[MASK:2]", "").replace("[MASK:1,2,3]", "")
+    if folder := os.environ.get("SCREENSHOTS"):
+        page.screenshot(path=f"{folder}/infill.png")
+    assert problems == []
+
+
 def test_a_wrong_key_shows_the_sentence(server: Server, browser: Any) -> None:
     page = browser.new_page()
     page.goto(f"{server.url}/viewer")

@@ -54,3 +54,26 @@ def test_the_painter_applies_frames() -> None:
     ]
     assert (canvas["forward"], canvas["length"], canvas["final"]) == (5, 6, 2)
     assert in_node("EMPTY.tokens.size") == 0
+
+
+INFILLED = {
+    "diffusion": {
+        "trace": {"tokens": ["x", " is ", "y"], "steps": [3, 0, 1], "confidences": [0.5, None, 0.9]}
+    }
+}
+
+
+@needs_node
+@pytest.mark.parametrize(
+    ("answers", "lead"), [("false", "The "), ("true", "")], ids=["text", "answer"]
+)
+def test_an_infill_becomes_frames(answers: str, lead: str) -> None:
+    """What is given stands in the first one; an answer's first part is among its tokens."""
+    text = json.dumps("The [MASK:1] is [MASK:1,2]!")
+    frames = in_node(f"framesOfInfill({text}, {answers}, {json.dumps(INFILLED)})")
+    assert [(frame["forward"], frame["set"]) for frame in frames] == [
+        (0, [[0, lead, None], [4, "!", None], [2, " is ", None]]),
+        (1, [[3, "y", 0.9]]),
+        (3, [[1, "x", 0.5]]),
+    ]
+    assert [(frame["length"], frame["final"]) for frame in frames] == [(5, 0), (5, 0), (5, 5)]

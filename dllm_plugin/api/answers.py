@@ -1,0 +1,129 @@
+"""Let copies of vLLM's handlers answer requests, whose engine is watched."""
+
+import copy
+from collections.abc import AsyncGenerator, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from vllm.engine.protocol import EngineClient
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.entrypoints.serve.utils.orca_metrics import metrics_header
+from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
+
+from dllm_plugin.api.encoding import Encoder
+from dllm_plugin.api.frame_stream import (
+    CHAT_CHUNK,
+    COMPLETION_CHUNK,
+    FrameSource,
+    with_frames,
+)
+from dllm_plugin.api.replies import add_counts, with_counts
+from dllm_plugin.api.request_fields import Asked
+from dllm_plugin.api.watched_engine import WatchedEngine
+from dllm_plugin.config.decode import DecodeConfig
+from dllm_plugin.config.reporting import STATISTICS
+from dllm_plugin.config.request import request_config
+
+Body = ChatCompletionRequest | CompletionRequest
+Reply = ErrorResponse | dict[str, Any] | AsyncGenerator[str, None]
+FIELD = "diffusion"
+
+
+class Endpoints:
+    """Hold what the routes need of a server whose model is a diffusion language model."""
+
+    def __init__(self, engine: EngineClient, config: DecodeConfig, tracing: bool) -> None:
+        self.engine = engine
+        self.config = config
+        self.tracing = tracing
+
+    def is_asked(self, body: Body) -> bool:
+        """Return whether a request is for us: it has our field, or every request is traced."""
+        return FIELD in (body.model_extra or {}) or self.tracing
+
+    def ends(self, encode: Encoder) -> set[int]:
+        """Return the tokens that end the text of a gap."""
+        return {encode.tokenizer.eos_token_id, *self.config.turn_end_token_ids}
+
+    def method(self, body: Body) -> dict[str, str]:
+        """Return by which strategy and policy a request is decoded."""
+        request = request_config(self.config, body.vllm_xargs, body.max_tokens)
+        return {"strategy": self.config.strategy, "policy": request.policy}
+
+
+def endpoints(raw_request: Request) -> Endpoints | None:
+    """Return the state that the plugin made; None if the served model is not ours."""
+    found: Endpoints | None = raw_request.app.state.diffuplug
+    return found
+
+
+def encoder(raw_request: Request) -> Encoder:
+    """Return what makes tokens of texts."""
+    ours = endpoints(raw_request)
+    assert ours is not None
+    tokenizer = raw_request.app.state.openai_serving_completion.renderer.get_tokenizer()
+    return Encoder(tokenizer, ours.engine.vllm_config.model_config.max_model_len)
+
+
+async def answer(
+    request: Body, raw_request: Request, fields: Asked | None, given: Sequence[int] = ()
+) -> tuple[Reply, WatchedEngine]:
+    """Return what a copy of vLLM's handler replies, and its engine, which has counted.
+
+    Args:
+        fields: what the request asks for in its field of ours; None if it has none.
+        given: token ids of the request's template that are not filled.
+    """
+    state, ours = raw_request.app.state, endpoints(raw_request)
+    assert ours is not None
+    of_chat = isinstance(request, ChatCompletionRequest)
+    handler = copy.copy(state.openai_serving_chat if of_chat else state.openai_serving_completion)
+    if handler is None:
+        raise NotImplementedError("The model does not support this API")
+    shows, asked = fields is not None, fields or Asked()
+    arguments = request.vllm_xargs or {}
+    frames = FrameSource(handler.renderer.get_tokenizer().decode) if asked.every else None
+    strips = not arguments.get(STATISTICS)
+    engine = WatchedEngine(ours.engine, ours.tracing, strips, frames, asked.trace, given)
+    try:
+        method = ours.method(request)
+    except ValueError as error:
+        return refusal(str(error), param=FIELD), engine
+    request.vllm_xargs = arguments | asked.arguments()
+    handler.engine_client = engine
+    create = handler.create_chat_completion if of_chat else handler.create_completion
+    reply = await create(request, raw_request)
+    if isinstance(reply, ErrorResponse):
+        return reply, engine
+    if not request.stream:
+        content: dict[str, Any] = reply.model_dump()
+        return (add_counts(content, engine, method) if shows else content), engine
+    events: AsyncGenerator[str, None] = with_counts(reply, engine, method) if shows else reply
+    if frames is not None:
+        kind = CHAT_CHUNK if of_chat else COMPLETION_CHUNK
+        events = with_frames(events, frames, kind, request.model or handler.models.model_name())
+    return events, engine
+
+
+def refusal(
+    sentence: str, code: int = HTTPStatus.BAD_REQUEST, param: str | None = None
+) -> ErrorResponse:
+    """Return the reply to what cannot be honoured."""
+    kind = "NotFoundError" if code == HTTPStatus.NOT_FOUND else "BadRequestError"
+    return create_error_response(sentence, kind, HTTPStatus(code), param)
+
+
+def as_response(reply: Reply, raw_request: Request) -> Response:
+    """Return what goes out over HTTP."""
+    if isinstance(reply, ErrorResponse):
+        return JSONResponse(reply.model_dump(), status_code=reply.error.code)
+    if isinstance(reply, dict):
+        headers = metrics_header(raw_request.headers.get("endpoint-load-metrics-format", ""))
+        return JSONResponse(reply, headers=dict(headers) if headers else None)
+    interval = float(raw_request.app.state.args.sse_keep_alive_interval)
+    return StreamingResponse(with_sse_keep_alive(reply, interval), media_type="text/event-stream")

@@ -1,0 +1,104 @@
+"""Ask vLLM's handler for forwards that score given tokens, each of which is one request.
+
+A request's template masks some tokens of a text, and its targets say which ones they must take.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from fastapi import Request
+from vllm.entrypoints.openai.completion.protocol import (
+    CompletionRequest,
+    CompletionResponse,
+    CompletionResponseChoice,
+)
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+
+from dllm_plugin.config.options import FILL, TARGETS, TEMPLATE
+from dllm_plugin.config.reporting import STATISTICS
+
+
+class Text(NamedTuple):
+    """Hold the token ids of a text whose end is scored."""
+
+    context: list[int]
+    continuation: list[int]
+
+
+class Refused(Exception):
+    """Carry the reply of a request that was refused."""
+
+    def __init__(self, reply: ErrorResponse) -> None:
+        super().__init__(reply.error.message)
+        self.reply = reply
+
+
+class Scorer:
+    """Ask the handler for the forwards of one call, as many at a time as run in a batch."""
+
+    def __init__(
+        self, handler: OpenAIServingCompletion, model: str | None, most: int, raw_request: Request
+    ) -> None:
+        self.handler = handler
+        self.model = model
+        self.raw_request = raw_request
+        self.slots = asyncio.Semaphore(most)
+
+    async def logprobs(self, text: Text, places: Sequence[int]) -> list[float]:
+        """Return the log-probabilities of the tokens at these places, which are masked."""
+        targets = [text.continuation[place] for place in places]
+        arguments = {TEMPLATE: masked(text, places), TARGETS: targets}
+        choice = await self._complete(text, places[-1] + 1, arguments)
+        assert choice.logprobs is not None
+        scored = choice.logprobs.token_logprobs
+        return [score for place in places if (score := scored[place]) is not None]
+
+    async def is_greedy(self, text: Text) -> bool:
+        """Return whether a decode of one token a forward writes the continuation."""
+        length = len(text.continuation)
+        arguments = {TEMPLATE: [FILL] * length, "dllm_policy": "low_confidence"}
+        choice = await self._complete(text, length, arguments | {"dllm_steps": length})
+        return bool(choice.token_ids == text.continuation)
+
+    async def _complete(
+        self, text: Text, max_tokens: int, arguments: dict[str, Any]
+    ) -> CompletionResponseChoice:
+        request = CompletionRequest(
+            model=self.model,
+            prompt=text.context,
+            max_tokens=max_tokens,
+            temperature=0,
+            seed=None,
+            ignore_eos=True,
+            logprobs=0,
+            return_token_ids=True,
+            vllm_xargs=arguments | {STATISTICS: 1},
+        )
+        async with self.slots:
+            reply = await self.handler.create_completion(request, self.raw_request)
+        if isinstance(reply, ErrorResponse):
+            raise Refused(reply)
+        assert isinstance(reply, CompletionResponse), "not a stream"
+        [choice] = reply.choices
+        return choice
+
+
+def masked(text: Text, places: Iterable[int]) -> list[int]:
+    """Return the continuation as a template."""
+    template = list(text.continuation)
+    for place in places:
+        template[place] = FILL
+    return template
+
+
+async def together(calls: Iterable[Awaitable[Any]]) -> list[Any]:
+    """Await all calls; the first that fails, or the reader's leaving, ends the others."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
