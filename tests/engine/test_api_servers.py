@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import ClassVar
 
 import httpx
+import psutil
 import pytest
 from engines import CHECKPOINTS, letters
-from processes import serving
+from processes import Server, serving
 
 BODY = {"model": "tiny", "prompt": letters(20, 2), "max_tokens": 24, "ignore_eos": True}
 OFF = "The endpoints of DiffuPlug are off: VLLM_PLUGINS does not name diffuplug_api."
@@ -40,6 +41,26 @@ def collector() -> Iterator[str]:
         server.shutdown()
 
 
+def fill(server: Server) -> tuple[int, tuple[str, str]]:
+    """The process that filled gaps, and a gap before a suffix; and what it filled in."""
+    gaps = {"text": "The capital of [MASK:3] is [MASK:2,4].", "temperature": 0}
+    fim = {"prompt": "def area(r):", "suffix": "r * r", "max_tokens": 8, "temperature": 0}
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        [choice] = client.post("/v1/infill", json=gaps).json()["choices"]
+        assert [one["length"] for one in choice["diffusion"]["lengths"]] == [[3, 2], [3, 4]]
+        reply = client.post("/v1/fim/completions", json=fim)
+        [told] = reply.json()["choices"]
+        assert [one["length"] for one in told["diffusion"]["lengths"]] == [4, 8]
+        stream = reply.extensions["network_stream"]
+        ours, theirs = stream.get_extra_info("client_addr"), stream.get_extra_info("server_addr")
+        [process] = [
+            connection.pid
+            for connection in psutil.net_connections("tcp")
+            if connection.raddr and (connection.laddr, connection.raddr) == (theirs, ours)
+        ]
+    return process, (choice["text"], told["text"])
+
+
 @pytest.mark.slow
 def test_two_api_server_processes_and_spans(tmp_path: Path, collector: str) -> None:
     """Each counts its own requests; both answer on the one address, and trace every request."""
@@ -64,6 +85,11 @@ def test_two_api_server_processes_and_spans(tmp_path: Path, collector: str) -> N
         while (spans := b"".join(Spans.posted)).count(b"diffusion_decode") < 8:
             assert time.monotonic() < deadline, "not every request has a span"
             time.sleep(0.5)
+        filled = [fill(server) for _ in range(8)]
+        while len({process for process, _ in filled}) < 2 and len(filled) < 40:
+            filled.append(fill(server))
+    assert len({process for process, _ in filled}) == 2, "both have answered"
+    assert len({texts for _, texts in filled}) == 1
     assert spans.count(bytes.fromhex("0af7651916cd43dd8448eb211c80319c")) >= 7
     assert spans.count(b"diffuplug.wasted_positions") == 8
 
