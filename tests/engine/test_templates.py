@@ -140,6 +140,18 @@ def test_rules_about_tokens_hold_in_gaps(room: EngineRoom) -> None:
     assert not seen & set(token_ids(output)[9:21])
 
 
+def test_bad_words_hold_across_the_ends_of_a_gap(room: EngineRoom) -> None:
+    """A word that a given token begins, or that the tail ends, stands nowhere either."""
+    decoder, (a, b, c) = DECODERS[2], (64, 65, 66)  # by their letters in the tokenizer
+    llm, template = start(room, decoder), [a, *GAP, a, *GAP, b, *TAIL]
+    job = gap_job(a_prompt(21), template, {"policy": "threshold", "threshold": 0.0})
+    only = {"allowed_token_ids": [a, b, c]}
+    free, bound = (token_ids(run(llm, [job], bad_words=words, **only)[0]) for words in ([], ["ab"]))
+    assert (a, b) in zip(free, free[1:], strict=False)
+    assert set(bound) <= {a, b, c} and [bound[0], bound[13]] == [a, a]
+    assert (a, b) not in zip(bound, [*bound[1:], b], strict=True)
+
+
 def test_what_ends_an_answer(room: EngineRoom) -> None:
     """EOS in a single gap; with several gaps it is a token like any other, as in what is given."""
     decoder, eos = DECODERS[2], 257
@@ -232,8 +244,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"dllm_template": [-1, True]}, "got True at place 1"),
     ({"dllm_template": ["-1"]}, "got '-1' at place 0"),
     ({"dllm_template": [[-1]]}, "got [-1] at place 0"),
-    ({"dllm_template": [-1] * 10**6}, "The gaps and the text behind them take 1000000 positions"),
-    ({"dllm_template": [-1] * 4 + [300]}, "holds the mask token (id 300): write -1"),
+    (
+        {"dllm_template": [-1] * 10**6},
+        "The gaps and the text behind them take 1000000 positions, canvas_length is 48: shorten "
+        "the suffix or the gaps, or start the server with a larger canvas_length.",
+    ),
+    (
+        {"dllm_template": [-1] * 4 + [300]},
+        "dllm_template holds the mask token (id 300): write -1 for a position to fill.",
+    ),
     ({"dllm_template": [-1] * 4 + [320]}, "token id 320, but the vocabulary has 320 tokens"),
     (
         {"dllm_template": [-1] * 4, "max_tokens": 7},
@@ -242,6 +261,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"dllm_template": [-1] * 4, "dllm_cfg_scale": 0.5},
         "dllm_cfg_scale cannot be combined with dllm_template.",
+    ),
+    (
+        {
+            "dllm_template": [-1] * 4,
+            "structured_outputs": {"regex": "a+"},
+            "ignore_eos": False,
+        },
+        "structured_outputs cannot be combined with dllm_template.",
     ),
     ({"dllm_template": [-1] * 4, "dllm_suffix_window": 3}, "suffix_window cannot be combined with"),
     ({"dllm_template": [-1, 5, -1], "stop": ["a"]}, "stop needs a single gap, got 2."),
@@ -257,7 +284,11 @@ def refusal(llm: Any, prompt: list[int], options: dict[str, Any]) -> str:
     if isinstance(given, list) and FILL in given:
         end = len(given) - given[::-1].index(FILL)
     from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import StructuredOutputsParams
 
+    if "structured_outputs" in options:
+        grammar = StructuredOutputsParams(**options["structured_outputs"])
+        options = options | {"structured_outputs": grammar}
     with pytest.raises(VLLMValidationError) as caught:
         generate(llm, [prompt], params(**{"max_tokens": max(end, 1), **options}))
     return str(caught.value)
