@@ -145,6 +145,24 @@ def test_preempted_requests(name: str, overlapped: bool, room: EngineRoom) -> No
     assert check(name, outputs, wanted) >= 3
 
 
+@pytest.mark.parametrize("name", ["llada-d2f", "dream-d2f", "sdar"])
+@pytest.mark.parametrize("every", [1, 2, 5])
+def test_preempted_again_and_again(name: str, every: int, room: EngineRoom) -> None:
+    llm, wanted = start(room, name), requests(name)[1:]
+    engine, before, step, done = llm.llm_engine, num_preemptions(llm), 0, {}
+    for i, (prompt, tokens, widths) in enumerate(wanted):
+        wish = params(tokens, dllm_schedule=widths)
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, wish)
+    while engine.has_unfinished_requests():
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+        step += 1
+        # Every step would never get behind the prefill.
+        if step % (every + 1) == 0:
+            llm.reset_prefix_cache(reset_running_requests=True)
+    assert num_preemptions(llm) > before + 4
+    assert check(name, [done[str(i)] for i in range(len(wanted))], wanted) >= 3
+
+
 def test_from_left_to_right(room: EngineRoom) -> None:
     """The narrowest widths decide one token a forward, and feed each as a mask and decided."""
     prompt, count = a_prompt(30, 2), 20

@@ -14,6 +14,11 @@ LENGTH = 40
 PROMPTS = [a_prompt(9, 1), a_prompt(30, 2), a_prompt(45, 3)]
 ENGINES: dict[str, dict[str, Any]] = {
     "d2f-async": {"async_scheduling": True},
+    # A width that load cannot change.
+    "floating-async": {
+        "dllm": {"strategy": "d2f", "adaptive": "throughput", "min_window": 8, "max_window": 8},
+        "async_scheduling": True,
+    },
     "llada-dual": {"dllm": {"strategy": "dual_cache"}},
     "dream-dual": {"family": "dream", "dllm": {"strategy": "dual_cache"}},
     "dream-own": {"family": "dream", "dllm": {"strategy": "semi_autoregressive"}},
