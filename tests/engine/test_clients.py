@@ -48,16 +48,79 @@ def run(program: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("package,program", PROGRAMS, ids=[name for name, _ in PROGRAMS])
-def test_program(package: str, program: str, server: Server) -> None:
+def skip_without(package: str) -> None:
     found = subprocess.run([PYTHON, "-c", f"import {package}"], capture_output=True, text=True)
     if "ModuleNotFoundError" in found.stderr:
         pytest.skip(f"{package} is not installed")
+
+
+@pytest.mark.parametrize("package,program", PROGRAMS, ids=[name for name, _ in PROGRAMS])
+def test_program(package: str, program: str, server: Server) -> None:
+    skip_without(package)
     assert re.search(r"#### 29\b", run(program.replace("http://localhost:8000", server.url)))
 
 
 def test_there_are_programs() -> None:
     assert len(PROGRAMS) >= 4
+
+
+# What the programs of the page leave out. Each says the same in several ways of asking.
+COMPARED = {
+    "openai": """
+from openai import OpenAI
+client = OpenAI(base_url=URL, api_key="none")
+asked = {"model": "diffuplug", "messages": [{"role": "user", "content": QUESTION}], "n": 3}
+asked |= {"max_tokens": 96, "temperature": 2.0, "seed": 5}
+whole = [choice.message.content for choice in client.chat.completions.create(**asked).choices]
+assert all(whole), whole
+for extra in ({}, {"frames": True}, {"frames": {"every": 2}, "early_text": True}):
+    read = ["", "", ""]
+    stream = client.chat.completions.create(**asked, stream=True, extra_body={"diffusion": extra})
+    for chunk in stream:
+        for choice in chunk.choices:
+            read[choice.index] += choice.delta.content or ""
+    assert read == whole, (extra, read, whole)
+""",
+    "langchain_openai": """
+from langchain_openai import ChatOpenAI
+def chat(**more):
+    asked = {"base_url": URL, "api_key": "none", "model": "diffuplug", "max_tokens": 128}
+    return ChatOpenAI(**asked, temperature=0, **more)
+whole = chat().invoke(QUESTION).content
+for extra in (None, {"diffusion": {"frames": True}}):
+    pieces = list(chat(stream_usage=True, extra_body=extra).stream(QUESTION))
+    assert "".join(piece.content for piece in pieces) == whole
+    assert sum((piece.usage_metadata or {}).get("output_tokens", 0) for piece in pieces) > 20
+""",
+    "llama_index.llms.openai_like": """
+from llama_index.llms.openai_like import OpenAILike
+asked = {"api_base": URL, "api_key": "none", "model": "diffuplug", "max_tokens": 96}
+turn = "<|start_header_id|>%s<|end_header_id|>\\n\\n"
+prompt = turn % "user" + QUESTION + "<|eot_id|>" + turn % "assistant"
+for is_chat_model, asks in ((True, QUESTION), (False, prompt)):
+    llm = OpenAILike(**asked, temperature=0, is_chat_model=is_chat_model)
+    whole = llm.complete(asks).text
+    read = "".join(piece.delta for piece in llm.stream_complete(asks))
+    assert "29" in whole and read == whole, (is_chat_model, whole, read)
+""",
+    "litellm": """
+import litellm
+asked = {"api_base": URL, "api_key": "none", "max_tokens": 96, "temperature": 0}
+asked["messages"] = [{"role": "user", "content": QUESTION}]
+whole = litellm.completion("openai/diffuplug", **asked).choices[0].message.content
+extra = {"diffusion": {"frames": True}}
+stream = litellm.completion("openai/diffuplug", **asked, stream=True, extra_body=extra)
+assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole
+""",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", COMPARED)
+def test_the_same_text_however_asked(package: str, server: Server) -> None:
+    """Whole and in a stream, with frames and without."""
+    skip_without(package)
+    run(f"URL, QUESTION = {server.url + '/v1'!r}, {QUESTION!r}\n{COMPARED[package]}")
 
 
 def events(server: Server, body: dict[str, Any]) -> tuple[str, list[str]]:
@@ -151,9 +214,7 @@ filter_list:
 @pytest.mark.slow
 def test_lm_evaluation_harness(server: Server, tmp_path: Path) -> None:
     """Ten of its generated answers are right."""
-    found = subprocess.run([PYTHON, "-c", "import lm_eval"], capture_output=True)
-    if found.returncode:
-        pytest.skip("lm_eval is not installed")
+    skip_without("lm_eval")
     problems = [problem(seed) for seed in eval_seeds(10)]
     rows = [json.dumps({"question": p.question, "answer": str(p.result)}) for p in problems]
     (tmp_path / "data.jsonl").write_text("\n".join(rows) + "\n")
@@ -176,9 +237,17 @@ def test_lm_evaluation_harness(server: Server, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_vllm_bench_serve(server: Server) -> None:
-    """vLLM's own benchmark, whose requests the server counts."""
-    name = "vllm:diffusion_num_committed_tokens_total"
-    before = sum(server.metrics(name).values())
+    """vLLM's own benchmark, whose lines about diffusion are what the server counts."""
+    shown = {
+        "Committed tokens": "committed_tokens",
+        "Canvas positions evaluated": "canvas_positions",
+    }
+
+    def counted() -> list[int]:
+        names = (f"vllm:diffusion_num_{name}_total" for name in shown.values())
+        return [int(sum(server.metrics(name).values())) for name in names]
+
+    before = counted()
     options = {
         "backend": "openai",
         "base-url": server.url,
@@ -189,6 +258,7 @@ def test_vllm_bench_serve(server: Server) -> None:
         "random-input-len": "32",
         "random-output-len": "32",
         "num-prompts": "20",
+        "ready-check-timeout-sec": "0",
     }
     words = [word for key, value in options.items() for word in (f"--{key}", value)]
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--ignore-eos"]
@@ -197,4 +267,6 @@ def test_vllm_bench_serve(server: Server) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert re.search(r"Successful requests: +20\b", done.stdout)
-    assert sum(server.metrics(name).values()) - before >= 20 * 32
+    told = [int(re.findall(rf"^{label}: +(\d+)", done.stdout, re.M)[0]) for label in shown]
+    assert told == [now - was for now, was in zip(counted(), before, strict=True)]
+    assert told[0] >= 20 * 32

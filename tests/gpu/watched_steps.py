@@ -30,6 +30,7 @@ KINDS = {
         {"dllm_policy": "entropy"},
     ],
     "kept": [SLOW | {"logprobs": 2}, SLOW | {"bad_words": ["ab", "c"]}],
+    "streamed": [SLOW | {"dllm_frames": 1}, SLOW | {"dllm_trace": 1}],
 }
 TOKENS, STEPS = 120, 20
 WAITS = ("called a synchronizing CUDA operation", "Implicit GPU<->CPU sync")
