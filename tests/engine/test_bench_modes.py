@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import heap
 import pytest
 import torch
 from dummies import WHOSE, without_checkpoint, worker_of
@@ -26,8 +27,11 @@ LENGTHS = ["--context", "128", "--input-len", "32", "--output-len", "48", "--rou
 
 @pytest.fixture(autouse=True)
 def alone(room: EngineRoom) -> None:
-    """The commands start engines of their own."""
+    """The commands start engines of their own, and collect garbage around each."""
+    import vllm.v1.worker.cpu_worker  # noqa: F401 - what it imports is frozen, too
+
     room.close()
+    heap.freeze()
 
 
 def line_of(printed: str) -> dict[str, Any]:

@@ -38,21 +38,35 @@ def registered() -> None:
     register_configs()
 
 
-@pytest.fixture(scope="module")  # not longer: other tests may start engines in this process
-def single_rank(registered: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A vLLM world of one CPU rank."""
+# What configs of tests name besides our architectures.
+OF_VLLM = {
+    "LlamaForCausalLM": "vllm.model_executor.models.llama:LlamaForCausalLM",
+    "Qwen2ForCausalLM": "vllm.model_executor.models.qwen2:Qwen2ForCausalLM",
+    "Qwen3ForCausalLM": "vllm.model_executor.models.qwen3:Qwen3ForCausalLM",
+    "TransformersForCausalLM": "vllm.model_executor.models.transformers:TransformersForCausalLM",
+}
+
+
+@pytest.fixture(scope="session")
+def model_classes(registered: None) -> None:
+    """Classes, not names: vLLM inspects a named class in a new process, seconds each."""
     from vllm import ModelRegistry
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import parallel_state
 
     import dllm_plugin
     from dllm_plugin.models import ARCHITECTURES
 
-    # Classes, not names: vLLM inspects a named class in a new process, ten seconds each.
-    for architecture, path in ARCHITECTURES.items():
+    for architecture, path in (ARCHITECTURES | OF_VLLM).items():
         module, _, name = path.partition(":")
         ModelRegistry.register_model(architecture, getattr(import_module(module), name))
     dllm_plugin.register()
+
+
+@pytest.fixture(scope="module")  # not longer: other tests may start engines in this process
+def single_rank(model_classes: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A vLLM world of one CPU rank."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+
     store = tmp_path_factory.mktemp("vllm") / "store"
     with set_current_vllm_config(VllmConfig()):
         parallel_state.init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")

@@ -8,7 +8,6 @@ import pytest
 import torch
 from vllm.engine.arg_utils import EngineArgs
 
-import dllm_plugin
 from dllm_plugin.commands.bench import published_loops
 from dllm_plugin.commands.bench.model_shapes import (
     AUTOREGRESSIVE,
@@ -81,10 +80,10 @@ def test_rates_become_steps() -> None:
     assert three["ms_per_forward"] == pytest.approx(1e3 * three["seconds"] / 21)
 
 
+@pytest.mark.usefixtures("model_classes")
 @pytest.mark.parametrize("name", [name for name in SHAPES if name != "tiny"])
 def test_vllm_takes_the_shapes_and_their_autoregressive_models(name: str, tmp_path: Path) -> None:
     """Without loading anything: ours resolved by our hook, the autoregressive one by vLLM alone."""
-    dllm_plugin.register()
     dummy = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 2048}
     decode = {"strategy": "block_diffusion", "canvas_length": 32, "block_length": 16}
     folder = write_config(SHAPES[name], tmp_path / "ours")

@@ -31,7 +31,7 @@ from dllm_plugin.grammar.state import GrammarState
 pytestmark = pytest.mark.filterwarnings("ignore:max_rollback_tokens:DeprecationWarning")
 
 TRIALS = int(os.environ.get("DIFFUPLUG_GRAMMAR_TRIALS", "300"))
-QUICK = 100
+QUICK = 40
 TOGETHER = 7  # requests of a batch, besides a free one
 BUDGETS = (8, 16, 24, 40, 64, 96)
 
@@ -101,7 +101,7 @@ def left_to_right(state: GrammarState, script: ByPosition, most: int) -> list[in
 def test_one_position_after_the_other_is_plain_decoding(compiler: Compiler) -> None:
     """Blocks of one position, nothing written ahead, and a budget that does not press."""
     compared = 0
-    for seed in range(40):
+    for seed in range(20):
         rng = random.Random(seed)
         case = random_case(rng)
         loop = GrammarLoop({"strategy": "block_diffusion", "block_length": 1, "canvas_length": 4})
@@ -115,7 +115,7 @@ def test_one_position_after_the_other_is_plain_decoding(compiler: Compiler) -> N
         if EOS in expected:
             assert run.output == expected, (seed, case.spec)
             compared += 1
-    assert compared > 15
+    assert compared > 7
 
 
 @pytest.mark.parametrize("trials", [QUICK, pytest.param(TRIALS, marks=pytest.mark.slow)])

@@ -18,6 +18,7 @@ from dllm_plugin.commands.verify.plain.checkpoint import load_weights
 from dllm_plugin.commands.verify.plain.sizes import LLADA2, MASKS, SHIFTED, Sizes
 
 Slots = dict[str, tuple[Tensor, Tensor]]  # K and V of each layer, by position
+Turns = tuple[Tensor, Tensor]  # cosine and sine, by position
 
 
 class Forward(Protocol):
@@ -138,7 +139,14 @@ class PlainModel:
     def _linear(self, x: Tensor, name: str) -> Tensor:
         return linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
 
-    def _heads(self, x: Tensor, name: str, start: int) -> list[Tensor]:
+    def _turns(self, start: int, count: int) -> Turns:
+        """Return cosine and sine ``[N, rotary / 2]`` of the angles of positions."""
+        half = self.rotary_dim // 2
+        frequency = 1.0 / self.theta ** (torch.arange(half, device=self.device) / half)
+        angle = torch.arange(start, start + count, device=self.device)[:, None] * frequency
+        return angle.cos(), angle.sin()
+
+    def _heads(self, x: Tensor, name: str, turns: Turns) -> list[Tensor]:
         """Return query, key and value ``[heads, N, head]``, the first two rotated."""
         heads = {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
         q, k, v = (
@@ -147,21 +155,26 @@ class PlainModel:
         )
         if f"{name}.q_norm.weight" in self.weights:
             q, k = self._norm(q, f"{name}.q_norm"), self._norm(k, f"{name}.k_norm")
-        half = self.rotary_dim // 2
-        frequency = 1.0 / self.theta ** (torch.arange(half, device=x.device) / half)
-        angle = torch.arange(start, start + len(x), device=x.device)[:, None] * frequency
-        return [rotate(q, angle), rotate(k, angle), v]
+        return [rotate(q, turns), rotate(k, turns), v]
 
     def _attend(
-        self, x: Tensor, name: str, visible: Tensor, start: int, slots: Slots | None
+        self,
+        x: Tensor,
+        name: str,
+        visible: Tensor | None,
+        turns: Turns,
+        start: int,
+        slots: Slots | None,
     ) -> Tensor:
-        q, k, v = self._heads(x, name, start)
+        q, k, v = self._heads(x, name, turns)
         if slots is not None:
             k, v = slots[name] = _written(slots.get(name), (k, v), start)
         groups = self.num_heads // self.num_kv_heads
-        k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
+        if groups > 1:
+            k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
         scores = (q @ k.transpose(1, 2)).float() / q.shape[-1] ** 0.5
-        scores = scores.masked_fill(~visible, float("-inf"))
+        if visible is not None:
+            scores = scores.masked_fill(~visible, float("-inf"))
         out = (scores.softmax(-1).to(v.dtype) @ v).transpose(0, 1).reshape(len(x), -1)
         return self._linear(out, f"{name}.o_proj")
 
@@ -186,14 +199,15 @@ class PlainModel:
 
     @torch.no_grad()
     def _states(
-        self, tokens: list[int], visible: Tensor, start: int = 0, slots: Slots | None = None
+        self, tokens: list[int], visible: Tensor | None, start: int = 0, slots: Slots | None = None
     ) -> list[Tensor]:
+        """Compute the states behind the embedding and every layer; None: all see everything."""
         x = self.weights["model.embed_tokens.weight"][tokens]
-        states = [x]
+        states, turns = [x], self._turns(start, len(tokens))
         for i in range(self.num_layers):
             layer = f"model.layers.{i}"
             inner = self._norm(x, f"{layer}.input_layernorm")
-            x = x + self._attend(inner, f"{layer}.self_attn", visible, start, slots)
+            x = x + self._attend(inner, f"{layer}.self_attn", visible, turns, start, slots)
             inner = self._norm(x, f"{layer}.post_attention_layernorm")
             x = x + self._mlp(inner, f"{layer}.mlp")
             states.append(x)
@@ -225,8 +239,7 @@ class PlainModel:
 
         Each writes its own slot before anyone looks. Slots are as many as were ever written.
         """
-        everything = torch.tensor(True, device=self.device)
-        return self._head(self._states(tokens, everything, start, slots)[-1])
+        return self._head(self._states(tokens, None, start, slots)[-1])
 
     def predictions(self, tokens: list[int], block: list[int]) -> Tensor:
         """Compute as `rows`, but row p predicts the token at position p."""
@@ -259,10 +272,10 @@ def _written(
     return kept
 
 
-def rotate(x: Tensor, angle: Tensor) -> Tensor:
+def rotate(x: Tensor, turns: Turns) -> Tensor:
     """Rotate the pairs (i, i + half) of the first positions of the last axis, in float32."""
-    turned, kept = x.float().split([2 * angle.shape[-1], x.shape[-1] - 2 * angle.shape[-1]], -1)
-    first, second = turned.chunk(2, dim=-1)
-    cos, sin = angle.cos(), angle.sin()
+    cos, sin = turns
+    half, size = cos.shape[-1], x.shape[-1]
+    first, second, kept = x.float().split([half, half, size - 2 * half], -1)
     parts = [first * cos - second * sin, second * cos + first * sin, kept]
     return torch.cat(parts, dim=-1).to(x.dtype)
