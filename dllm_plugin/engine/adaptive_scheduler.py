@@ -38,6 +38,7 @@ class AdaptiveScheduler(DiffusionScheduler):
 
     counts_class = RecordedCounts
     counts_steps = True
+    takes_parts = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -107,10 +108,6 @@ class AdaptiveScheduler(DiffusionScheduler):
         if widths is None:
             return min(drafts, self._width)
         return min(drafts, widths[min(self._next[request.request_id], len(widths) - 1)])
-
-    def _takes_part(self, request: Request) -> bool:
-        """Return True: no step computes a canvas as a whole."""
-        return True
 
     def _first_tail(self, request: Request) -> int:
         """Return 0: the prompt's partial block is final when it is prefilled."""

@@ -40,6 +40,8 @@ def _mark_removed(output: SchedulerOutput) -> None:
 class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
     """Schedule canvas positions as draft tokens; committed tokens are accepted drafts."""
 
+    takes_parts = False  # whether no step computes a canvas as a whole
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # The canvas alone is computed: no token is sampled behind it.
@@ -117,7 +119,7 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
         reserved = len(self.running) * self.num_spec_tokens
         self._spare_tokens = self.max_num_scheduled_tokens - reserved
         fewest = self.decode_config.commit_alone_from
-        self._single_blocks = 0 < fewest <= len(self.running)
+        self._single_blocks = self.takes_parts or 0 < fewest <= len(self.running)
         output = super().schedule(throttle_prefills)
         _mark_removed(output)
         self.broken.mark(output)
@@ -146,7 +148,7 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
         its partial block; vLLM, which counts the prompt as computed, would cut that canvas where
         the context ends.
         """
-        if request.spec_token_ids and self._takes_part(request):
+        if self._single_blocks and request.spec_token_ids:
             in_flight = request.num_output_placeholders - num_computed_tokens
             most = request.num_tokens + in_flight + self._canvas_tokens(request)
             num_new_tokens = min(num_new_tokens, most)
@@ -163,10 +165,6 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
         if num_computed_tokens != request.num_prompt_tokens:
             return num_new_tokens
         return min(num_new_tokens + self._first_tail(request), self._canvas_tokens(request))
-
-    def _takes_part(self, request: Request) -> bool:
-        """Return whether this step computes a share of the request's canvas alone."""
-        return self._single_blocks
 
     def _first_tail(self, request: Request) -> int:
         """Return how many positions of the prompt the first canvas begins with."""

@@ -1,7 +1,9 @@
 """Floating canvases: the engine against a plain loop that computes everything in every pass."""
 
 import random
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,6 +106,7 @@ def test_schedules_equal_the_plain_loop(name: str, overlapped: bool, room: Engin
 
 def replays(llm: Any, prompts: Sequence[list[int]], wishes: Sequence[dict[str, Any]]) -> None:
     """Each request arrives over time, and its record gives the same text alone."""
+    used = set()
     arrivals: dict[int, list[Any]] = {}
     for i, (prompt, wish) in enumerate(zip(prompts, wishes, strict=True)):
         arrivals.setdefault(2 * i, []).append((str(i), prompt, params(**wish)))
@@ -113,10 +116,12 @@ def replays(llm: Any, prompts: Sequence[list[int]], wishes: Sequence[dict[str, A
         counts = first.outputs[0].spec_decode_metrics
         assert sum(counts.per_step_accepted) == len(token_ids(first))
         widths = list(counts.per_step_drafted)
+        used |= set(widths)
         (again,) = generate(llm, [prompt], [params(**wish, dllm_schedule=widths)])
         assert token_ids(again) == token_ids(first), (i, widths)
         assert forwards(again) == forwards(first) == len(widths), i
         assert again.outputs[0].spec_decode_metrics.per_step_drafted == widths
+    assert len(used) > 1, "load changes the width"
 
 
 @every_engine
@@ -124,7 +129,7 @@ def test_a_record_replays(name: str, room: EngineRoom) -> None:
     """Widths chosen by load, greedy and seeded, in a batch and alone."""
     # Narrow windows from few requests on, as on a device that is full early.
     llm = start(room, name, overlapped=True, dllm={"min_window": 2})
-    scheduler(llm).controller.costs = Costs(free=8)
+    scheduler(llm).controller.costs = Costs(free=8, per_position=0.1)
     prompts = [a_prompt(5 + 7 * i, i) for i in range(8)]
     wishes: list[dict[str, Any]] = [{"max_tokens": 20 + i} for i in range(4)]
     wishes += [{"max_tokens": 20 + i, "temperature": 0.8, "seed": i} for i in range(4)]
@@ -257,12 +262,20 @@ def test_refused_requests(room: EngineRoom) -> None:
 
 
 def test_nothing_of_it_runs_where_it_is_off(room: EngineRoom) -> None:
-    """No scheduler, view or kernel of floating canvases; a schedule is refused by name."""
+    """No scheduler, view, kernel or count of floating canvases; a schedule is refused by name."""
     llm = room.start("llada", {"strategy": "d2f"}, async_scheduling=True)
     assert type(scheduler(llm)) is DiffusionScheduler
     assert canvas_states(llm).floating is None
     with pytest.raises(VLLMValidationError, match="no effect with adaptive 'off'"):
         generate(llm, [a_prompt(5)], [params(8, dllm_schedule=[4])])
-    (output,) = generate(llm, [a_prompt(5)], [params(8)])
+    called: set[str] = set()
+    sys.setprofile(lambda frame, event, _: called.add(frame.f_code.co_filename))
+    try:
+        (output,) = generate(llm, [a_prompt(5)], [params(8)])
+    finally:
+        sys.setprofile(None)
+    ours = {Path(name).stem for name in called if "dllm_plugin" in name}
+    assert {"scheduler", "reporting", "sequences", "block_causal"} <= ours
+    assert not ours & {"floating", "widths", "acceptance", "adaptive_scheduler", "adaptive_metrics"}
     counts = output.outputs[0].spec_decode_metrics
     assert not counts.per_step_accepted and len(counts.per_step_drafted) == 1

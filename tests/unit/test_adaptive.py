@@ -1,6 +1,7 @@
 """Options of floating canvases: what is chosen, what is refused, and what stays as it was."""
 
 import dataclasses
+import pickle
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from dllm_plugin.config.options import Options
 from dllm_plugin.config.resolution import resolve
 from dllm_plugin.decoding.methods import METHODS
 from dllm_plugin.state.floating import FloatingView
+from dllm_plugin.state.preempted import ResumedId
 from dllm_plugin.state.request_table import RequestTable
 
 SDAR, LLADA2, FAST = "SDARForCausalLM", "LLaDA2MoeModelLM", "Fast_dLLM_QwenForCausalLM"
@@ -102,3 +104,8 @@ def test_resumed_texts_are_cut_at_their_pieces() -> None:
     assert [sorted(set(row)) for row in found.tolist()] == [[4, 6], [4, 6, 7, 8, 10], [4, 6, 8]]
     alone = view.prefill_stops(slots[:1], np.array([True]), ends[:1], stops[:1])
     assert alone.tolist() == [[4, 6, 6]]
+
+
+def test_pieces_travel_to_workers() -> None:
+    sent = pickle.loads(pickle.dumps(ResumedId("a", (7, 9))))
+    assert sent == "a" and sent.pieces == (7, 9) and isinstance(sent, ResumedId)
