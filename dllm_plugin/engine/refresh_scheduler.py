@@ -5,7 +5,7 @@ it waits. Later forwards start where the strategy says. One that does not fit th
 tokens waits for the next step, for none may be cut.
 
 A block that is preempted starts again. So that a stream of more urgent requests cannot hold another
-one up for ever, a request that loses the same block twice goes first until it has committed it.
+one up for ever, a request that was preempted is as urgent as the most urgent one that ran then.
 
 With classifier-free guidance a request is conditional, and has a hidden unconditional request.
 """
@@ -50,8 +50,6 @@ class RefreshScheduler(DiffusionScheduler):
         self._guided: set[str] = set()  # conditional requests that this step computes
         self._unconditional: set[str] = set()  # all hidden requests
         self._layouts: dict[str, tuple[int, ...]] = {}  # fields of `Layout`, of each request
-        self._lost_at: dict[str, int] = {}  # tokens that a request had when it was preempted
-        self._raised: dict[str, int] = {}  # requests that go first, and their own priority
         self._given_starts = GivenStarts()
 
     def _bound_requests(self) -> None:
@@ -129,8 +127,6 @@ class RefreshScheduler(DiffusionScheduler):
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         self._unconditional.discard(request.request_id)
         self._layouts.pop(request.request_id, None)
-        self._lost_at.pop(request.request_id, None)
-        self._raised.pop(request.request_id, None)
         return super()._free_request(request, delay_free_blocks)
 
     # One step.
@@ -163,13 +159,9 @@ class RefreshScheduler(DiffusionScheduler):
                 self.waiting.prepend_request(conditional)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
-        """Preempt as vLLM does; under priorities a block is lost to more urgent requests once."""
-        name = request.request_id
-        if self.policy == SchedulingPolicy.PRIORITY and name not in self._raised:
-            if self._lost_at.get(name) == request.num_tokens:
-                self._raised[name] = request.priority
-                request.priority = min([request.priority, *(r.priority for r in self.running)])
-            self._lost_at[name] = request.num_tokens
+        """Preempt as vLLM does; under priorities a request yields to more urgent ones once."""
+        if self.policy == SchedulingPolicy.PRIORITY:
+            request.priority = min([request.priority, *(r.priority for r in self.running)])
         super()._preempt_request(request, *args, **kwargs)
 
     def _other_of_pair(self, request_id: str) -> str | None:
@@ -260,17 +252,8 @@ class RefreshScheduler(DiffusionScheduler):
             r.request_id in canvases and not committed[index[r.request_id]] for r in requests
         ]
         canvas = self._bounds(requests)
-        if self._raised:
-            self._lower(requests)
         starts, stops = self.span(canvas, np.array(keeps_kv))
         drafts = (stops - canvas.start).tolist()
         for request, start, num_drafts in zip(requests, starts.tolist(), drafts, strict=True):
             request.num_computed_tokens = start
             request.spec_token_ids = self._placeholders[:num_drafts]
-
-    def _lower(self, requests: list[Request]) -> None:
-        """Give requests that have committed what they had lost their own priority again."""
-        for request in requests:
-            name = request.request_id
-            if name in self._raised and request.num_tokens > self._lost_at[name]:
-                request.priority = self._raised.pop(name)
