@@ -169,7 +169,8 @@ def test_a_watched_stream_over_http(capsys: pytest.CaptureFixture[str]) -> None:
         assert row["requests"] == 3 and row["canvas"] == 32 and row["tokens"] == 3 * 512
         assert row["forwards_per_request"] == 256, "32 blocks of eight forwards"
         assert row["tokens_per_s"] == pytest.approx(row["tokens"] / row["seconds"])
-        assert 0 < row["step_ms"] < 1e3 * row["seconds"] / 10
+        # A reader that gets no core meanwhile finds all texts at the end.
+        assert row["step_ms"] is None or 0 < row["step_ms"] < 1e3 * row["seconds"] / 10
     assert none["share_of_unwatched"] == 1 and "frames_per_request" not in none
     for row in (one, all_of_them):
         assert 32 < row["frames_per_request"] <= 257
