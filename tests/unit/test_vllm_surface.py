@@ -58,6 +58,7 @@ vllm.distributed: get_tensor_model_parallel_rank get_tensor_model_parallel_world
 vllm.distributed: tensor_model_parallel_all_gather
 vllm.engine.arg_utils: EngineArgs
 vllm.exceptions: VLLMValidationError
+vllm.inputs: TokensPrompt
 vllm.logger: init_logger
 vllm.model_executor.layers.attention: Attention
 vllm.model_executor.layers.logits_processor: LogitsProcessor
