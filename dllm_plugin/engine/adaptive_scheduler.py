@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from dllm_plugin.config.adaptive import schedule_of
@@ -38,7 +38,6 @@ class AdaptiveScheduler(DiffusionScheduler):
 
     counts_class = RecordedCounts
     counts_steps = True
-    takes_parts = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -78,12 +77,7 @@ class AdaptiveScheduler(DiffusionScheduler):
         return super()._free_request(request, delay_free_blocks)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """Choose the width of the step, then schedule."""
-        if self.running:
-            # By pages, which are counted anyway: nothing is asked of each request.
-            pages = self.kv_cache_manager.usage * (self.cache_config.num_gpu_blocks or 0)
-            context = int(pages * self.block_size)
-            self._width = self.controller.width(len(self.running), context)
+        """Schedule, and say of requests that come back in which pieces they were committed."""
         output = super().schedule(throttle_prefills)
         for data in output.scheduled_new_reqs:
             counts = self._counts[data.req_id]
@@ -99,25 +93,31 @@ class AdaptiveScheduler(DiffusionScheduler):
             ends.append(end)
         return tuple(ends)
 
-    def _canvas_tokens(self, request: Request) -> int:
-        """Return how many positions of a request's canvas this step computes."""
-        drafts = len(request.spec_token_ids) or self.num_spec_tokens
-        if request.status != RequestStatus.RUNNING:
-            return drafts
-        widths = self._schedules.get(request.request_id)
-        if widths is None:
-            return min(drafts, self._width)
-        return min(drafts, widths[min(self._next[request.request_id], len(widths) - 1)])
-
     def _first_tail(self, request: Request) -> int:
         """Return 0: the prompt's partial block is final when it is prefilled."""
         return 0
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        """Choose how many positions of each canvas the next step computes."""
         super()._update_after_schedule(scheduler_output)
-        if self._next:
-            for request_id in scheduler_output.scheduled_spec_decode_tokens.keys() & self._next:
-                self._next[request_id] += 1
+        if self.running:
+            # By pages, which are counted anyway: nothing is asked of each request.
+            pages = self.kv_cache_manager.usage * (self.cache_config.num_gpu_blocks or 0)
+            context = int(pages * self.block_size)
+            self._width = self.controller.width(len(self.running), context)
+        # The drafts of all requests of this step are this one list, which is new in each step.
+        del self._spec_token_placeholders[self._width :]
+        for request_id in scheduler_output.num_scheduled_tokens.keys() & self._next:
+            self._take_own_width(request_id, scheduler_output)
+
+    def _take_own_width(self, request_id: str, scheduler_output: SchedulerOutput) -> None:
+        """Give a request with a schedule as many drafts as that says."""
+        if request_id in scheduler_output.scheduled_spec_decode_tokens:
+            self._next[request_id] += 1
+        request, widths = self.requests[request_id], self._schedules[request_id]
+        if request.spec_token_ids:  # not in front of the last chunk of a prompt
+            width = widths[min(self._next[request_id], len(widths) - 1)]
+            request.spec_token_ids = [-1] * width
 
     def _note_cached(self, counts: RequestCounts, num_tokens: int) -> None:
         """Note nothing: no prompt is cached, and the list holds widths."""

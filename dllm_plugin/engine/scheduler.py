@@ -40,8 +40,6 @@ def _mark_removed(output: SchedulerOutput) -> None:
 class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
     """Schedule canvas positions as draft tokens; committed tokens are accepted drafts."""
 
-    takes_parts = False  # whether no step computes a canvas as a whole
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # The canvas alone is computed: no token is sampled behind it.
@@ -119,7 +117,7 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
         reserved = len(self.running) * self.num_spec_tokens
         self._spare_tokens = self.max_num_scheduled_tokens - reserved
         fewest = self.decode_config.commit_alone_from
-        self._single_blocks = self.takes_parts or 0 < fewest <= len(self.running)
+        self._single_blocks = 0 < fewest <= len(self.running)
         output = super().schedule(throttle_prefills)
         _mark_removed(output)
         self.broken.mark(output)
