@@ -82,15 +82,16 @@ def _parse(
     try:
         check_values(fields)
         request = dataclasses.replace(config.defaults, **fields)
+        block = request.block_length
+        if (config.whole_canvas or has_template) and "block_length" not in fields:
+            block = min(max_tokens or config.canvas_length, config.canvas_length)
         if fields:
             _check(config, request, fields)
+            _check_forwards(config, max(block, request.block_length), fields)
         if has_template:
             request = _seen_whole(request, fields)
     except ValueError as error:
         raise ValueError(f"Request argument refused: {REQUEST_PREFIX}{error}") from None
-    block = request.block_length
-    if (config.whole_canvas or has_template) and "block_length" not in fields:
-        block = min(max_tokens or config.canvas_length, config.canvas_length)
     method = config.method
     steps = fields.get("steps", config.steps)
     several = "max_active_blocks" in method.options_read(request.policy)
@@ -136,7 +137,6 @@ def _check(config: DecodeConfig, request: RequestConfig, fields: Mapping[str, An
                 "policy."
             )
     check_steps(config, fields.get("steps", config.steps))
-    _check_forwards(config, request, fields)
     check_one_block(config, request, fields)
     check_block_cache(config, request)
     check_refresh_before(config, request)
@@ -147,16 +147,14 @@ def _check(config: DecodeConfig, request: RequestConfig, fields: Mapping[str, An
         )
 
 
-def _check_forwards(
-    config: DecodeConfig, request: RequestConfig, fields: Mapping[str, Any]
-) -> None:
+def _check_forwards(config: DecodeConfig, block_length: int, fields: Mapping[str, Any]) -> None:
     """Refuse many more forwards of a block than it has positions, unless the engine takes them."""
     own = {"steps": config.steps or 0, "max_post_steps": config.defaults.max_post_steps}
     for name, engines in own.items():
-        most = max(FORWARDS_PER_POSITION * request.block_length, FORWARDS, engines)
+        most = max(FORWARDS_PER_POSITION * block_length, FORWARDS, engines)
         if (fields.get(name) or 0) > most:
             raise ValueError(
                 f"{name} {shown(fields[name])} exceeds {most}, the largest of {FORWARDS}, "
-                f"{FORWARDS_PER_POSITION} for each of the block's {request.block_length} positions "
+                f"{FORWARDS_PER_POSITION} for each of the block's {block_length} positions "
                 f"and the engine's own {engines}: lower {name} or raise it in additional_config."
             )

@@ -1,6 +1,7 @@
 """Gaps over HTTP: the suffix of completions, the FIM route, and any gaps of a text."""
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -244,6 +245,25 @@ def test_lengths_of_several_gaps(client: httpx.Client) -> None:
     [any_length] = post(client, "infill", GREEDY | {"text": "The sky is [MASK:auto]!"})["choices"]
     lengths = [one["length"] for one in any_length["diffusion"]["lengths"]]
     assert lengths == [4, 8, 16, 32, 64, 128]
+
+
+def running(client: httpx.Client) -> float:
+    """Requests that run or wait."""
+    names = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
+    lines = client.get("/metrics").text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(names))
+
+
+def test_a_reader_that_leaves_ends_all_lengths(client: httpx.Client) -> None:
+    """Sixteen of them, of as many forwards as positions."""
+    body = CHOSEN | {"max_tokens": 200, "diffusion": {"lengths": list(range(185, 201))}}
+    body["vllm_xargs"] = {"dllm_policy": "low_confidence", "dllm_steps": 200}
+    with pytest.raises(httpx.TimeoutException):
+        client.post("/v1/completions", json=body, timeout=0.3)
+    deadline = time.monotonic() + 5
+    while running(client):
+        assert time.monotonic() < deadline, "its requests still run"
+        time.sleep(0.1)
 
 
 TWO = {"text": TEXT}

@@ -96,3 +96,12 @@ def test_what_a_request_reports() -> None:
     assert reporting({"dllm_statistics": 0, "session_id": "x"}) == Reporting(statistics=0)
     with pytest.raises(ValueError, match="dllm_statistics must be a whole number between 0 and 1"):
         reporting({"dllm_statistics": 2})
+
+
+def test_steps_of_one_block_of_gaps() -> None:
+    """All gaps are one block by default, so it may take as many steps as it has positions."""
+    config = resolved(strategy="dual_cache")
+    asked = {"dllm_template": [-1] * 200, "dllm_steps": 200}
+    assert request_config(config, asked, 200).steps == 200
+    with pytest.raises(ValueError, match="dllm_steps 801 exceeds 800"):
+        request_config(config, asked | {"dllm_steps": 801}, 200)
