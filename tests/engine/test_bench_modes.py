@@ -257,3 +257,10 @@ def test_tokens_per_second_by_width(capsys: pytest.CaptureFixture[str]) -> None:
     found = [rows[width]["tokens_per_forward"] for width in (2, 8, 32)]
     assert found == sorted(found) and found[2] > 1.5
     assert all(row["speedup_vs_ar"] > 0 for row in rows.values())
+
+
+def test_decode_options_reach_the_engine_of_widths(capsys: pytest.CaptureFixture[str]) -> None:
+    """What floating canvases cannot have is refused, not left out."""
+    command = ["bench", "adaptive", "--shapes", "tiny", "--commit-alone-from", "2", *QUICK]
+    assert cli.main(command) != 0
+    assert "commit_alone_from" in capsys.readouterr().err

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
         asks = _Asks(settings, model, llm)
         found = [
             (n, width, _serve(llm, settings, asks, n, width))
-            for n in settings.requests
+            for n in settings.grid_requests(canvas)
             for width in (*widths, None)
         ]
         line |= {"engine": engines.describe(llm), "acceptance": accepted}
@@ -89,9 +89,9 @@ def _dllm(settings: Settings, canvas: int, args: argparse.Namespace) -> dict[str
         "block_length": settings.block_length or canvas,
         "threshold": settings.threshold,
         "lora_path": settings.lora_path,
-        "kv_cache_layout": settings.kv_cache_layout,
     }
-    return {name: value for name, value in options.items() if value is not None}
+    given = {name: value for name, value in options.items() if value is not None}
+    return given | settings.switches | settings.refreshes
 
 
 class _Asks:
