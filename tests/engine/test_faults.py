@@ -62,8 +62,8 @@ def assert_gone(processes: list[psutil.Process]) -> None:
 
 def killed(server: Server, victim: psutil.Process) -> None:
     """Kill a process while eight streams run; every client has an error soon, nothing is left."""
+    processes = own(server).children(recursive=True)  # a search that a stream might not outlast
     streams = start_streams(server.url, 8, LONG)
-    processes = own(server).children(recursive=True)
     victim.send_signal(signal.SIGKILL)
     began = time.monotonic()
     join(streams, ERROR_SECONDS)
