@@ -23,12 +23,16 @@ from dllm_plugin.engine.cpu_worker import DiffusionCPUWorker
 
 pytestmark = pytest.mark.slow
 
-OPTIONS = (
+PLAIN = (
     '--additional-config={"dllm": {"strategy": "d2f"}}',
-    "--max-model-len=512",
     f"--kv-cache-memory-bytes={32 << 20}",
 )
+OPTIONS = (*PLAIN, "--max-model-len=512")
 LONG = 440  # tokens, and as many forwards: seconds
+# Of streams that do not end before what serves them is killed; longer than the checkpoint says.
+ENDLESS = 4000
+UNBOUND = (*PLAIN, "--max-model-len=4096")
+ANY_LENGTH = KILLED_SOON | {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
 ERROR_SECONDS = 10.0
 END_SECONDS = 60.0  # vLLM's watchdog looks every five
 READERS = 200
@@ -63,7 +67,7 @@ def assert_gone(processes: list[psutil.Process]) -> None:
 def killed(server: Server, victim: psutil.Process) -> None:
     """Kill a process while eight streams run; every client has an error soon, nothing is left."""
     processes = own(server).children(recursive=True)  # a search that a stream might not outlast
-    streams = start_streams(server.url, 8, LONG)
+    streams = start_streams(server.url, 8, ENDLESS)
     victim.send_signal(signal.SIGKILL)
     began = time.monotonic()
     join(streams, ERROR_SECONDS)
@@ -77,21 +81,21 @@ def killed(server: Server, victim: psutil.Process) -> None:
 
 def test_the_engine_is_killed(tmp_path: Path) -> None:
     """And another server takes the port at once."""
-    with serving(tmp_path / "log", *OPTIONS, python=sys.executable, **KILLED_SOON) as server:
+    with serving(tmp_path / "log", *UNBOUND, python=sys.executable, **ANY_LENGTH) as server:
         texts = plain_texts(server, 2)
         [engine] = named(server, "EngineCore")
         killed(server, engine)
         assert "diffuplug: the engine has died" in server.log.read_text()
         port = int(server.url.rpartition(":")[2])
         log = tmp_path / "again"
-        with serving(log, *OPTIONS, port=port, python=sys.executable, **KILLED_SOON) as again:
+        with serving(log, *UNBOUND, port=port, python=sys.executable, **ANY_LENGTH) as again:
             assert again.url == server.url
             assert plain_texts(again, 2) == texts
 
 
 def test_a_rank_is_killed(tmp_path: Path) -> None:
-    options = (*OPTIONS, "--tensor-parallel-size=2")
-    variables = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} | KILLED_SOON
+    options = (*UNBOUND, "--tensor-parallel-size=2")
+    variables = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} | ANY_LENGTH
     with serving(tmp_path / "log", *options, python=sys.executable, **variables) as server:
         ranks = named(server, "VLLM::Worker")
         assert len(ranks) == 2
