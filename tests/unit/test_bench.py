@@ -21,7 +21,6 @@ from dllm_plugin.commands.bench import (
     report,
     step,
     step_schedule,
-    trace_summary,
 )
 from dllm_plugin.commands.bench import throughput_latency as serving
 from dllm_plugin.commands.bench.gate import ranks_of
@@ -329,65 +328,6 @@ def test_result_of_an_answer(text: str, number: int | None) -> None:
     """The bundled model was taught a mark, and without it has not answered."""
     assert serving.number_of(text, is_bundled=False) == number
     assert serving.number_of(text, is_bundled=True) == (number if "####" in text else None)
-
-
-def launch(number: int, time: float) -> dict[str, Any]:
-    return event("cuda_runtime", "cudaGraphLaunch", time, 5.0, number)
-
-
-def event(kind: str, name: str, time: float, length: float, number: int) -> dict[str, Any]:
-    args = {"correlation": number}
-    return {"ph": "X", "cat": kind, "name": name, "ts": time, "dur": length, "args": args}
-
-
-def a_trace(steps: int) -> list[dict[str, Any]]:
-    """Steps of 1,000 us: 595 forward in two kernels, 100 head, 150 sampler, 10 copy, 145 idle."""
-    events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "args": {}}]
-    for i in range(steps):
-        at, graph = 1000.0 * i, 10 * i
-        events += [launch(graph, at - 50), event("kernel", "norm", at, 195, graph)]
-        events += [event("kernel", "sm90_gemm", at + 200, 400, graph)]
-        events += [event("kernel", "nvjet_hsh_128", at + 640, 100, graph + 1)]
-        events += [event("kernel", "propose", at + 740, 100, graph + 2)]
-        events += [event("kernel", "pick", at + 850, 50, graph + 3)]
-        events += [event("gpu_memcpy", "Memcpy DtoH", at + 900, 10, graph + 4)]
-        # A small graph of someone else.
-        events += [launch(graph + 5, at + 860), event("kernel", "tiny", at + 990, 0, graph + 5)]
-    return events
-
-
-def test_trace_is_split_by_what_launched_a_kernel() -> None:
-    summary = trace_summary.summarise(a_trace(5))
-    assert summary.steps == 4
-    parts = (summary.forward_ms, summary.lm_head_ms, summary.sampler_ms, summary.copy_ms)
-    assert parts == pytest.approx((0.595, 0.1, 0.15, 0.01))
-    assert summary.step_ms == pytest.approx(1.0)
-    assert summary.busy_ms == pytest.approx(sum(parts))
-    assert summary.gap_ms == pytest.approx(0.145)
-    assert summary.forward_gap_ms == pytest.approx(0.005)
-    assert summary.kernels == 5 and summary.forward_kernels == 2
-    assert summary.forward_largest == pytest.approx({"sm90_gemm": 0.4, "norm": 0.195})
-    assert list(summary.largest) == ["nvjet_hsh_128", "propose", "pick", "Memcpy DtoH", "tiny"]
-
-
-def test_overlapping_kernels_are_busy_once() -> None:
-    events = a_trace(5)
-    events += [event("kernel", "side", 1000.0 * i + 700, 60, 900 + i) for i in range(5)]
-    summary = trace_summary.summarise(events)
-    assert summary.busy_ms == pytest.approx(0.855) and summary.sampler_ms == pytest.approx(0.21)
-
-
-def test_exchange_between_ranks_stands_apart() -> None:
-    events = a_trace(5)
-    events += [event("kernel", "ncclDevKernel_x", 1000.0 * i + 910, 40, 900 + i) for i in range(5)]
-    summary = trace_summary.summarise(events)
-    assert summary.exchange_ms == pytest.approx(0.04) and summary.sampler_ms == pytest.approx(0.15)
-
-
-def test_a_trace_without_graphs_is_refused() -> None:
-    eager = [e for e in a_trace(5) if e["name"] != "cudaGraphLaunch"]
-    with pytest.raises(ValueError, match="holds 0 replays"):
-        trace_summary.summarise(eager)
 
 
 def test_target_script_asks_for_what_exists(tmp_path: Path) -> None:
