@@ -53,4 +53,5 @@ test: install-test
 	@$(MAKE) --no-print-directory -j2 lint types tests
 
 test-slow: install-test
-	@$(PYTEST) $(SPREAD) -m slow $(PYTEST_ARGS)
+	@$(PYTEST) $(SPREAD) -m slow $(PYTEST_ARGS) tests/unit tests/kernels
+	@$(PYTEST) $(SPREAD) -m slow $(PYTEST_ARGS) tests/engine

@@ -269,6 +269,8 @@ def _run_eval(args: argparse.Namespace) -> int:
     from dllm_plugin.commands.eval import command as eval_command
     from dllm_plugin.commands.eval import every_policy, schedules
 
+    if args.output is not None and not args.all:
+        raise ValueError("--output is where --all writes: add --all")
     if args.schedule is not None:
         if args.all:
             raise ValueError("--all has policies of its own: leave it or --schedule out")
@@ -280,8 +282,6 @@ def _run_eval(args: argparse.Namespace) -> int:
             raise ValueError(f"--{name.replace('_', '-')} needs --schedule")
     if args.all:
         return every_policy.run(args.limit, args.dtype, args.output, args.verbose)
-    if args.output is not None:
-        raise ValueError("--output is where --all writes: add --all")
     return eval_command.run(args.limit, args.dtype, args.verbose)
 
 

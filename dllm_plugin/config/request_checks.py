@@ -103,6 +103,9 @@ def _check_limits(params: SamplingParams) -> None:
     # With n > 1 vLLM counts the seed up, and its own storage is 64 bits wide.
     if params.seed is not None and not -(2**63) <= params.seed <= 2**63 - params.n:
         raise ValueError(f"seed must lie in [-2**63, 2**63 - n], got {shown(params.seed)}.")
+    # vLLM's messages to its engine hold 64 bits; other integers are bounded elsewhere.
+    if params.top_k >= 2**63:
+        raise ValueError(f"top_k must be at most 2**63 - 1, got {shown(params.top_k)}.")
 
 
 def check_bad_words(words: Sequence[Sequence[int]]) -> None:

@@ -160,9 +160,21 @@ class RefreshScheduler(DiffusionScheduler):
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         """Preempt as vLLM does; under priorities a request yields to more urgent ones once."""
-        if self.policy == SchedulingPolicy.PRIORITY:
-            request.priority = min([request.priority, *(r.priority for r in self.running)])
+        resets_caches = kwargs.get("drop_stale_output", False)
+        if self.policy == SchedulingPolicy.PRIORITY and not resets_caches:
+            self._make_urgent(request)
         super()._preempt_request(request, *args, **kwargs)
+
+    def _make_urgent(self, request: Request) -> None:
+        """Make a request, and the other one of its pair, as urgent as any that runs."""
+        request.priority = min([request.priority, *(r.priority for r in self.running)])
+        other = self.requests.get(self._other_of_pair(request.request_id) or "")
+        if other is None:
+            return
+        other.priority = request.priority
+        if other in list(self.waiting):  # which is sorted by priority
+            self.waiting.remove_request(other)
+            self.waiting.add_request(other)
 
     def _other_of_pair(self, request_id: str) -> str | None:
         if is_unconditional(request_id):

@@ -74,6 +74,32 @@ def test_a_usual_request_among_urgent_ones(decoder: tuple[str, str], room: Engin
     assert free_pages(llm) == pages
 
 
+def test_a_guided_request_among_urgent_ones(room: EngineRoom) -> None:
+    """Both requests of its pair become urgent together: half of it in front holds others up."""
+    decoder = ("llada", "semi_autoregressive")
+    options = PAGES | {"num_gpu_blocks_override": 7, "max_model_len": 128}
+    llm = start(room, decoder, scheduling_policy="priority", **options)
+    engine, core, pages = llm.llm_engine, scheduler(llm), free_pages(llm)
+    guided = FullJob(a_prompt(25, 1), 64, NUMBERS | {"cfg_scale": 0.7})
+    urgent = whole_text(2, tokens=40)
+    engine.add_request("guided", {"prompt_token_ids": guided.prompt}, guided.wish(), priority=USUAL)
+    done: dict[str, Any] = {}
+    came = preempted = 0
+    while "guided" not in done and came < 20:
+        if len(done) == came:
+            prompt = {"prompt_token_ids": urgent.prompt}
+            engine.add_request(f"urgent {came}", prompt, urgent.wish(), priority=URGENT)
+            came += 1
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+        pairs = [r for r in core.requests.values() if "guided" in r.request_id]
+        assert len({request.priority for request in pairs}) <= 1
+        preempted = max(preempted, *(request.num_preemptions for request in pairs), 0)
+    assert preempted and token_ids(done["guided"]) == guided.decode(decoder, canvas=32).answer()
+    engine.abort_request([f"urgent {i}" for i in range(came)])
+    engine.step()
+    assert free_pages(llm) == pages
+
+
 LONG, SLOTS = 10_000, 64
 
 

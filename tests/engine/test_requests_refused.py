@@ -87,19 +87,20 @@ def test_parameter(options: dict[str, Any], name: str, room: EngineRoom) -> None
     assert message.removesuffix(" (parameter=bad_words)").endswith(".")
 
 
-HALVES: list[tuple[dict[str, Any], str]] = [
+UNSENDABLE: list[tuple[dict[str, Any], str]] = [
     ({"extra_args": {"dllm_block_length": 24, "other": HALF}}, "extra_args holds '\\ud800' in"),
     ({"extra_args": {"dllm_policy": HALF}}, "extra_args holds '\\ud800' in"),
     ({"extra_args": {"other": [1, ["a", f"b{HALF}"]]}}, "'\\ud800' in 'b\\ud800', half of"),
     ({"extra_args": {HALF: 1}}, "extra_args holds '\\ud800' in"),
     ({"stop": ["a", HALF]}, "stop holds '\\ud800' in"),
     ({"bad_words": [f"{HALF}a"]}, "bad_words holds '\\ud800' in '\\ud800a'"),
+    ({"top_k": 2**63}, "top_k must be at most 2**63 - 1, got 9223372036854775808"),
 ]
 
 
-@pytest.mark.parametrize(("options", "name"), HALVES, ids=ascii)
-def test_half_of_a_surrogate_pair(options: dict[str, Any], name: str, room: EngineRoom) -> None:
-    """Nothing carries it to the engine's process, whichever string holds it."""
+@pytest.mark.parametrize(("options", "name"), UNSENDABLE, ids=ascii)
+def test_what_cannot_be_sent(options: dict[str, Any], name: str, room: EngineRoom) -> None:
+    """Half a surrogate pair, wherever it stands, and integers of more than 64 bits."""
     from vllm import SamplingParams
 
     assert name in refusal(room.start("llada", D2F), TEXT, SamplingParams(max_tokens=9, **options))

@@ -179,6 +179,7 @@ HALVES: list[dict[str, Any]] = [
     {"suffix": HALF},
     {"logit_bias": {HALF: 1}},
     {"diffusion": {HALF: 1}},
+    {"top_k": 2**70},
 ]
 
 

@@ -154,14 +154,16 @@ KNOWN: dict[str, Callable[[Outcome], bool]] = {
     # Whatever the model is: vLLM's MsgpackEncoder raises, and nothing looks at them before.
     "half of a surrogate pair in request_id or session_id": lambda o: (
         '"message":""' in o.text.replace(" ", "")
-        and any(
-            "\\ud8" in ascii(body_of(o.request).get(name)) for name in ("request_id", "session_id")
-        )
+        and any(is_half(body_of(o.request).get(name)) for name in ("request_id", "session_id"))
     ),
     "/v1/systemone, which says that it is not implemented": lambda o: (
         o.status == 501 and o.request.path == "/v1/systemone"
     ),
 }
+
+
+def is_half(text: Any) -> bool:
+    return isinstance(text, str) and any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def is_error(outcome: Outcome) -> bool:

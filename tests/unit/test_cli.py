@@ -129,6 +129,7 @@ def test_options_are_frozen() -> None:
         (["eval", "--schedule", "8", "--all"], "--all has policies of its own"),
         (["eval", "--schedule", "8", "--questions", "/no/such/file"], "No such file or directory"),
         (["eval", "--output", "."], "--output is where --all writes: add --all"),
+        (["eval", "--schedule", "8", "--output", "."], "--output is where --all writes: add --all"),
         (["eval", "--all", "--output", "/no/such/folder"], "/no/such/folder is not a folder"),
     ],
 )

@@ -17,6 +17,8 @@ from dllm_plugin.commands.phases import cause
 
 MODEL = "diffuplug"  # as requests name it
 START_SECONDS, STOP_SECONDS, CALL_SECONDS = 600, 30, 120
+# By no proxy, which would look for the server on its own machine.
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def command_of(options: dict[str, Any], port: int) -> list[str]:
@@ -66,12 +68,12 @@ def fill_weights(url: str, seed: int) -> None:
     body = json.dumps({"method": "fill_weights", "args": [seed]}).encode()
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{url}/collective_rpc", body, headers)
-    urllib.request.urlopen(request, timeout=CALL_SECONDS).close()
+    _DIRECT.open(request, timeout=CALL_SECONDS).close()
 
 
 def forwards_of(url: str) -> float:
     """Return the forwards of all requests that a server has answered, from its metrics."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=CALL_SECONDS) as answer:
+    with _DIRECT.open(f"{url}/metrics", timeout=CALL_SECONDS) as answer:
         lines = answer.read().decode().splitlines()
     sums = [line for line in lines if line.startswith("diffuplug:request_forwards_sum")]
     return sum(float(line.rsplit(" ", 1)[1]) for line in sums)
@@ -90,7 +92,7 @@ def _wait(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
             last = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
             raise ValueError(f"the server did not start: {cause(log) or last}")
         with suppress(OSError):  # not listening yet
-            urllib.request.urlopen(f"{url}/health", timeout=2).close()
+            _DIRECT.open(f"{url}/health", timeout=2).close()
             return
         time.sleep(0.2)
     raise ValueError(f"the server was not up after {START_SECONDS} seconds.")

@@ -1,8 +1,8 @@
 """Run ``diffuplug eval --schedule 32,16,8``: how accurate is a model with windows so narrow?
 
 Any model and any file of questions: a JSON line each, with ``question`` and ``answer``. An answer
-with a number is right when the text ends with that number, as answers to GSM8K do, and any other
-when the text holds it.
+with a number is right when that is the last number of the text, as of answers to GSM8K, and any
+other when the text holds it.
 """
 
 import json
@@ -23,7 +23,7 @@ from dllm_plugin.commands.offline import stop_engine
 from dllm_plugin.commands.problems.generator import eval_seeds, problem
 
 OPTIONS = ("model", "questions")  # that `eval` reads with --schedule alone
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_NUMBER = re.compile(r"(?<!\d)-?\d[\d,]*(?:\.\d+)?")
 
 
 class Question(NamedTuple):
