@@ -171,7 +171,19 @@ def _sum(one: int | Lengths, other: int | Lengths) -> int | Lengths:
     if ANY in (one, other):
         raise ValueError(f"A gap of length {AUTO} needs text between it and another gap.")
     ones, others = ((part,) if isinstance(part, int) else part for part in (one, other))
-    return _one_or_many(a + b for a in ones for b in others)
+    sums = {a + b for a in ones for b in others}
+    if len(sums) > MOST_LENGTHS:
+        raise too_many(len(sums))
+    return _one_or_many(sums)
+
+
+def too_many(count: int) -> ValueError:
+    """Return what to raise for more lengths than are tried."""
+    written = str(count) if count < 10**9 else "over a billion"
+    return ValueError(
+        f"The lengths of the gaps make {written} combinations, at most {MOST_LENGTHS} are "
+        "tried: name fewer."
+    )
 
 
 def place(parts: list[Part], prompt: list[int] | None, first: Encode, rest: Encode) -> Gapped:

@@ -4,7 +4,6 @@ A model that was trained on fixed positions fills exactly as many as it is given
 decoded, and what fits the text behind it best is taken.
 """
 
-import itertools
 import math
 from collections.abc import Sequence
 from functools import cache
@@ -20,6 +19,7 @@ from dllm_plugin.config.gaps import (
     Gapped,
     Part,
     place,
+    too_many,
 )
 from dllm_plugin.config.options import FILL
 from dllm_plugin.config.validation import shown
@@ -54,8 +54,10 @@ def lengths_of(asked: Any, most: int, fewest: int, room: int) -> list[int]:
         fewest: `min_tokens`.
         room: positions that a canvas holds beside the suffix.
     Raises:
-        ValueError: if it is none of these.
+        ValueError: if it is none of these, or `most` leaves no position.
     """
+    if most < 1:
+        raise ValueError(f"suffix needs max_tokens of at least 1, got {shown(most)}.")
     if asked == AUTO:
         found = [length for length in (*STEPS, most) if fewest <= length <= most]
         # None fits: the longest says so.
@@ -72,29 +74,51 @@ def lengths_of(asked: Any, most: int, fewest: int, room: int) -> list[int]:
 
 
 def each_choice(parts: list[Part], room: int) -> list[list[Part]]:
-    """Return the parts with each combination of lengths.
+    """Return the parts with each combination of lengths; with `auto` each that fits.
 
     Args:
-        room: positions of a canvas that gaps may take.
+        room: positions of a canvas that gaps may take. None fits: the shortest says so.
     Raises:
         ValueError: for more combinations than are tried.
     """
-    room -= most_positions(parts) - STEPS[0]
+    beside = room - (most_positions(parts) - STEPS[0])
     choices: list[tuple[Part, ...]] = []
     for part in parts:
         if isinstance(part, str | int):
             choices.append((part,))
         elif part == ANY:
-            fits = tuple(length for length in STEPS if length <= room)
+            fits = tuple(length for length in STEPS if length <= beside)
             choices.append(fits or STEPS[:1])
         else:
             choices.append(part)
-    if (count := math.prod(map(len, choices))) > MOST_LENGTHS:
-        raise ValueError(
-            f"The lengths of the gaps make {count} combinations, at most {MOST_LENGTHS} are tried: "
-            "name fewer."
-        )
-    return [list(chosen) for chosen in itertools.product(*choices)]
+    found = _combined(choices, room if ANY in parts else math.inf)
+    if len(found) > MOST_LENGTHS:
+        raise too_many(math.prod(map(len, choices)))
+    return found or [[choice[0] for choice in choices]]
+
+
+def _combined(choices: list[tuple[Part, ...]], room: float) -> list[list[Part]]:
+    """Return the combinations that fit; if they are too many, some of what they begin with."""
+    left = room - sum(_positions(choice[0]) for choice in choices)
+    if left < 0:
+        return []
+    found: list[tuple[float, list[Part]]] = [(left, [])]
+    for choice in choices:
+        longer = [(_positions(part) - _positions(choice[0]), part) for part in choice]
+        # What is kept fits with the shortest of the others: each leads to a combination.
+        found = [
+            (left - more, [*chosen, part])
+            for left, chosen in found
+            for more, part in longer
+            if more <= left
+        ]
+        if len(found) > MOST_LENGTHS:
+            break
+    return [chosen for _, chosen in found]
+
+
+def _positions(part: Part) -> int:
+    return part if isinstance(part, int) else 0
 
 
 def most_positions(parts: list[Part]) -> int:
@@ -110,13 +134,22 @@ def place_each(
     rest: Encode,
     canvas: int,
     context: int,
+    fewest: int = 0,
 ) -> list[Gapped]:
-    """Return where everything stands, for each combination of lengths (see `place`)."""
+    """Return where everything stands, for each combination of lengths (see `place`).
+
+    Args:
+        fewest: `min_tokens`; of `auto` only answers of as many positions are tried.
+    """
     first, rest = cache(first), cache(rest)
     least: list[Part] = [part if isinstance(part, str) else 1 for part in parts]
     short = place(least, prompt, first, rest)
     room = min(canvas, context - len(short.prompt)) - len(short.given)
-    return [place(one, prompt, first, rest) for one in each_choice(parts, room)]
+    placed = [place(one, prompt, first, rest) for one in each_choice(parts, room)]
+    if ANY not in parts:
+        return placed
+    # None is long enough: the longest says so.
+    return [one for one in placed if one.end >= fewest] or placed[-1:]
 
 
 def scoring_of(gapped: Gapped, gaps: list[Filled]) -> Scoring:

@@ -70,6 +70,8 @@ def test_there_and_back() -> None:
         ({"parts": [{"mask": [4, 0]}]}, "A gap must have a whole number of positions, got 0."),
         ({"parts": [{"mask": "automatic"}]}, "whole number of positions, got 'automatic'."),
         ({"text": "[MASK:auto][MASK:2]"}, "A gap of length auto needs text between it and"),
+        ({"text": "[MASK:1,3][MASK:10,20,30,40,50,60,70,80,90]"}, "gaps make 18 combinations"),
+        ({"text": "[MASK:1,20,300]" * 5}, "The lengths of the gaps make 21 combinations, at most"),
         ({"parts": [{"mask": 1, "x": 2}]}, "parts must hold texts and"),
         ({"draft": "abc", "rewrite": [[1, 1]]}, "within the 3 characters of draft, got [1, 1]."),
         ({"draft": "abc", "rewrite": [[1, 3], [0, 1]]}, "got [0, 1]."),

@@ -43,6 +43,14 @@ def test_refused(asked: Any) -> None:
     assert str(caught.value).startswith(f"{expected}, got ")
 
 
+@pytest.mark.parametrize("asked", ["auto", 4])
+@pytest.mark.parametrize("most", [0, -5])
+def test_no_position(asked: Any, most: int) -> None:
+    with pytest.raises(ValueError) as caught:
+        lengths_of(asked, most, 1, 100)
+    assert str(caught.value) == f"suffix needs max_tokens of at least 1, got {most}."
+
+
 def test_none_fits() -> None:
     """The longest is left, so that the refusal says how much it takes."""
     assert lengths_of("auto", 300, 1, room=-5) == [300]
@@ -62,6 +70,30 @@ def test_each_choice() -> None:
     assert str(caught.value) == (
         "The lengths of the gaps make 36 combinations, at most 16 are tried: name fewer."
     )
+    with pytest.raises(ValueError, match="make over a billion combinations"):
+        each_choice(["a", *[(1, 2), "b"] * 20000], 300)
+
+
+def test_what_does_not_fit_is_left_out() -> None:
+    """Of `auto` only: lengths that somebody names are refused if they do not fit."""
+    two = [[one[1], one[3]] for one in each_choice(["a", (), "b", ()], 20)]
+    assert two == [[4, 4], [4, 8], [4, 16], [8, 4], [8, 8], [16, 4]]
+    named = [[one[1], one[3]] for one in each_choice(["a", (2, 12), "b", ()], 20)]
+    assert named == [[2, 4], [2, 8], [12, 4], [12, 8]]
+    assert [one[1] for one in each_choice(["a", (2, 40)], 20)] == [2, 40]
+    assert each_choice(["a", (), "b", (), "c"], 7) == [["a", 4, "b", 4, "c"]], "refused later"
+
+
+def test_lengths_of_at_least_min_tokens() -> None:
+    """The answer ends with the last gap, and what is given between gaps is in it."""
+    parts = parts_of_text("ab[MASK:auto]cde")
+    for fewest, lengths in ((4, [4, 8, 16]), (5, [8, 16]), (99, [16])):
+        places = place_each(parts, None, with_start, encode, 20, 99, fewest)
+        assert [one.parts[1] for one in places] == lengths
+    named = place_each(parts_of_text("ab[MASK:2,4]"), None, with_start, encode, 20, 99, 3)
+    assert [one.parts[1] for one in named] == [2, 4], "vLLM refuses the shorter by name"
+    two = place_each(parts_of_text("a[MASK:auto]bc[MASK:3]"), None, with_start, encode, 20, 99, 10)
+    assert [one.parts[1] for one in two] == [8]
 
 
 def test_lengths_that_fit() -> None:
