@@ -30,14 +30,19 @@ from dllm_plugin.api.chosen import fill
 from dllm_plugin.api.encoding import Encoder
 from dllm_plugin.api.request_fields import Asked, read_fields
 from dllm_plugin.api.routes import reply_to
-from dllm_plugin.config.gaps import Gapped, filled, parts_of, together
+from dllm_plugin.config.gaps import Gapped, cut, filled, parts_of, together
 from dllm_plugin.config.lengths import most_positions, place_each
 from dllm_plugin.config.options import FILL
 from dllm_plugin.config.template import check_length, no_template
+from dllm_plugin.config.validation import shown
 
 router = APIRouter()
 EVENT, END = "data: ", "[DONE]"
 OF_INFILL = ("text", "parts", "messages", "draft", "rewrite", "slack")
+# Fields of completions that this route has no use for; a stream has those of the second row.
+NO_EFFECT = ("prompt", "suffix", "max_tokens", "echo", "use_beam_search")
+NO_EFFECT += ("add_special_tokens", "truncate_prompt_tokens")
+OF_WHOLE = ("logprobs", "return_token_ids")
 NOT_OURS = "This server's model is no diffusion language model."
 Body = dict[str, Any]
 
@@ -85,7 +90,8 @@ async def create_infill(body: Body, raw_request: Request) -> Response:
         return as_response(refusal(str(error)), raw_request)
     reply, gapped = await fill(request, choices, raw_request, fields)
     if isinstance(reply, dict):
-        reply = _infilled(reply, gapped, ours, encoder(raw_request))
+        keeps = request.include_stop_str_in_output
+        reply = _infilled(reply, gapped, ours, encoder(raw_request), keeps)
     elif not isinstance(reply, ErrorResponse):
         reply = _rewritten(reply, lambda chunk: chunk | {"object": "infill"})
     return as_response(reply, raw_request)
@@ -103,31 +109,46 @@ async def _read(
     encode = encoder(raw_request)
     parts = parts_of(body, encode)
     check_length(ours.config, most_positions(parts))
-    prompt = await _prompt_of(body["messages"], raw_request) if body.get("messages") else None
-    canvas = ours.config.canvas_length
-    choices = place_each(parts, prompt, encode.first, encode, canvas, encode.context)
+    _check_names(body)
+    fields = read_fields(body.get(FIELD, {}), bool(body.get("stream")))
+    if fields.lengths is not None:
+        raise ValueError("lengths has no effect on /v1/infill, where gaps name their own.")
+    request, messages = _completion(body), body.get("messages")
+    prompt = None if messages is None else await _prompt_of(messages, raw_request)
+    canvas, context = ours.config.canvas_length, encode.context
+    choices = place_each(parts, prompt, encode.first, encode, canvas, context, request.min_tokens)
     check_length(ours.config, max(len(gapped.template) for gapped in choices))
     for name in ("stop", "stream"):
         if body.get(name) and choices[0].num_gaps > 1:
             raise ValueError(f"{name} needs a single gap, got {choices[0].num_gaps}.")
-    for name in ("prompt", "suffix", "max_tokens", "echo", "use_beam_search"):
+    return request, choices, fields
+
+
+def _check_names(body: Body) -> None:
+    """Raise ValueError naming a field that would change nothing."""
+    for name in NO_EFFECT:
         if body.get(name) is not None:
             raise ValueError(f"{name} has no effect on /v1/infill: leave it out.")
-    fields = read_fields(body.get(FIELD, {}), bool(body.get("stream")))
-    if fields.lengths is not None:
-        raise ValueError("lengths has no effect on /v1/infill, where gaps name their own.")
+    for name in OF_WHOLE:
+        if body.get(name) is not None and not body.get("stream"):
+            raise ValueError(f'{name} has no effect on /v1/infill without "stream": true.')
+
+
+def _completion(body: Body) -> CompletionRequest:
+    """Return vLLM's request, whose prompt follows."""
     asked = {key: value for key, value in body.items() if key not in (*OF_INFILL, FIELD)}
     if not body.get("stream"):
         asked |= {"logprobs": 1, "return_token_ids": True}
     try:
-        request = CompletionRequest.model_validate(asked | {"prompt": choices[0].prompt})
+        return CompletionRequest.model_validate(asked | {"prompt": [0]})
     except ValidationError as error:
         raise RequestValidationError(error.errors()) from None
-    return request, choices, fields
 
 
 async def _prompt_of(messages: Any, raw_request: Request) -> list[int]:
     """Return messages as the chat template writes them, up to where the assistant's turn begins."""
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"messages must be a list of at least one message, got {shown(messages)}.")
     handler = raw_request.app.state.openai_serving_chat
     try:
         request = ChatCompletionRequest.model_validate({"messages": messages})
@@ -140,12 +161,14 @@ async def _prompt_of(messages: Any, raw_request: Request) -> list[int]:
     return list(prompt["prompt_token_ids"])
 
 
-def _infilled(reply: Body, gapped: Gapped, ours: Endpoints, encode: Encoder) -> Body:
+def _infilled(reply: Body, gapped: Gapped, ours: Endpoints, encode: Encoder, keeps: bool) -> Body:
     """Return a reply in the form of this route."""
     ends = ours.ends(encode)
     choices, completed = [], 0
     for choice in reply["choices"]:
         gaps = filled(gapped, choice["token_ids"], ends, encode.decode)
+        if isinstance(stop := choice["stop_reason"], str):
+            gaps = [cut(gap, stop, keeps) for gap in gaps]
         scores = choice["logprobs"]["token_logprobs"]
         told = []
         for gap in gaps:

@@ -221,6 +221,12 @@ def filled(gapped: Gapped, token_ids: list[int], ends: set[int], decode: Decode)
     return found
 
 
+def cut(gap: Filled, stop: str, keeps: bool) -> Filled:
+    """Return a gap that a stop string ended, with its text up to there."""
+    before, found, _ = gap.text.partition(stop)
+    return gap._replace(text=before + found if keeps else before)
+
+
 def together(gapped: Gapped, gaps: list[Filled]) -> str:
     """Return the whole text."""
     texts = iter(gaps)

@@ -169,6 +169,22 @@ def test_one_gap_streams(client: httpx.Client, tokenizer: Any) -> None:
     assert "".join(c["text"] for chunk in chunks for c in chunk["choices"]) == gap["text"]
 
 
+def test_a_stop_string_ends_the_fill(client: httpx.Client, tokenizer: Any) -> None:
+    """As in completions: it is cut, or kept where that is asked for."""
+    words = tokenizer.encode("blue and so very bright", add_special_tokens=False)
+    body = GREEDY | {"text": "The sky is [MASK:9] today.", "allowed_token_ids": words}
+    whole = post(client, "infill", body)["choices"][0]["gaps"][0]["text"]
+    stop = whole[len(whole) // 2 :][:2]
+    before = whole[: whole.index(stop)]
+    for keeps, wanted in ((False, before), (True, before + stop)):
+        asked = body | {"stop": [stop], "include_stop_str_in_output": keeps}
+        [choice] = post(client, "infill", asked)["choices"]
+        assert choice["gaps"][0]["text"] == wanted
+        assert choice["text"] == f"The sky is {wanted} today."
+        chunks = stream(client, "infill", asked)
+        assert "".join(c["text"] for chunk in chunks for c in chunk["choices"]) == wanted
+
+
 def by_hand(client: httpx.Client, prompt: list[int], length: int, tail: list[int]) -> Any:
     """A fill of one length, and its score by one more request."""
     filled = by_template(client, prompt, [-1] * length + tail, logprobs=0)["choices"][0]
@@ -245,6 +261,9 @@ def test_lengths_of_several_gaps(client: httpx.Client) -> None:
     [any_length] = post(client, "infill", GREEDY | {"text": "The sky is [MASK:auto]!"})["choices"]
     lengths = [one["length"] for one in any_length["diffusion"]["lengths"]]
     assert lengths == [4, 8, 16, 32, 64, 128]
+    longer = GREEDY | {"text": "The sky is [MASK:auto]!", "min_tokens": 33}
+    [choice] = post(client, "infill", longer)["choices"]
+    assert [one["length"] for one in choice["diffusion"]["lengths"]] == [64, 128]
 
 
 def running(client: httpx.Client) -> float:
@@ -303,6 +322,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("infill", {"parts": ["a", {"mask": "9"}]}, "got '9'."),
     ("infill", {"draft": "abc", "rewrite": [[2, 9]]}, "within the 3 characters of draft"),
     ("infill", {"text": "[MASK:4] b"}, "infill needs text or messages in front of its first gap."),
+    ("infill", TWO | {"add_special_tokens": False}, "add_special_tokens has no effect on /v1/inf"),
+    ("infill", TWO | {"truncate_prompt_tokens": 3}, "truncate_prompt_tokens has no effect on"),
+    ("infill", TWO | {"logprobs": 3}, 'logprobs has no effect on /v1/infill without "stream": t'),
+    ("infill", TWO | {"return_token_ids": True}, "return_token_ids has no effect on /v1/infill"),
+    ("infill", TWO | {"messages": []}, "messages must be a list of at least one message, got []."),
+    ("infill", TWO | {"messages": 0}, "messages must be a list of at least one message, got 0."),
+    ("infill", {"text": "a" + "[MASK:1,9]" * 99}, "combinations, at most 16 are tried: name fewer"),
+    ("completions", CHOSEN | {"max_tokens": -5}, "suffix needs max_tokens of at least 1, got -5."),
     ("infill", TWO | {"max_tokens": 9}, "max_tokens has no effect on /v1/infill"),
     (
         "infill",

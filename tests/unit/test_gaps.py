@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from dllm_plugin.config.gaps import filled, parts_of, parts_of_text, place, together
+from dllm_plugin.config.gaps import cut, filled, parts_of, parts_of_text, place, together
 from dllm_plugin.config.options import FILL
 
 END = 3
@@ -51,6 +51,8 @@ def test_there_and_back() -> None:
     gaps = filled(gapped, [*encode("x"), END, *encode("zcdvw")], {END}, decode)
     assert [(gap.text, gap.first, len(gap.tokens)) for gap in gaps] == [("x", 0, 1), ("vw", 5, 2)]
     assert together(gapped, gaps) == "abxcdvwe"
+    stopped = [cut(gaps[1], "w", keeps).text for keeps in (False, True)]
+    assert stopped == ["v", "vw"] and cut(gaps[1], "q", False) == gaps[1]
     behind_messages = place([2, "e"], [7, 8], with_start, encode)
     assert (behind_messages.prompt, behind_messages.end) == ([7, 8], 2)
 
