@@ -39,9 +39,11 @@ from dllm_plugin.config.validation import shown
 router = APIRouter()
 EVENT, END = "data: ", "[DONE]"
 OF_INFILL = ("text", "parts", "messages", "draft", "rewrite", "slack")
-# Fields of completions that this route has no use for; a stream has those of the second row.
-NO_EFFECT = ("prompt", "suffix", "max_tokens", "echo", "use_beam_search")
-NO_EFFECT += ("add_special_tokens", "truncate_prompt_tokens")
+# Fields of completions that this route has no use for; of the latter a stream has.
+NO_EFFECT = (
+    *("prompt", "suffix", "max_tokens", "echo", "use_beam_search"),
+    *("add_special_tokens", "truncate_prompt_tokens"),
+)
 OF_WHOLE = ("logprobs", "return_token_ids")
 NOT_OURS = "This server's model is no diffusion language model."
 Body = dict[str, Any]
