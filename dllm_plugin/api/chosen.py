@@ -8,15 +8,17 @@ from typing import Any
 from fastapi import Request
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.utils.api_utils import should_include_usage
 
 from dllm_plugin.api.answers import FIELD, Reply, answer, encoder, endpoints, refusal
 from dllm_plugin.api.counts import Counts, total
 from dllm_plugin.api.request_fields import Asked
-from dllm_plugin.api.scorer import Refused, Scorer, Text, together
+from dllm_plugin.api.scorer import Refused, Scorer, Text, check_ended, together
 from dllm_plugin.api.watched_engine import WatchedEngine
 from dllm_plugin.config.gaps import Gapped, filled
 from dllm_plugin.config.lengths import best_of, score_of, scoring_of, told
 from dllm_plugin.config.options import TEMPLATE
+from dllm_plugin.config.reporting import EARLY_TEXT, FRAMES
 from dllm_plugin.config.validation import shown
 
 # Fields of a whole reply's choice that a stream has, too.
@@ -27,12 +29,15 @@ async def fill(
     request: CompletionRequest, choices: list[Gapped], raw_request: Request, fields: Asked | None
 ) -> tuple[Reply, Gapped]:
     """Return the reply, and which of the choices it is of."""
-    if len(choices) == 1:
-        one = _of_length(request, choices[0])
-        reply, _ = await answer(one, raw_request, fields, choices[0].given)
-        return reply, choices[0]
     try:
-        check(request, fields)
+        check_arguments(request)
+        if len(choices) > 1:
+            check(request, fields)
+    except ValueError as error:
+        return refusal(str(error)), choices[0]
+    if len(choices) == 1:
+        return await _alone(request, choices[0], raw_request, fields), choices[0]
+    try:
         return await _best(request, choices, raw_request, fields)
     except ValueError as error:
         return refusal(str(error)), choices[0]
@@ -40,13 +45,36 @@ async def fill(
         return error.reply, choices[0]
 
 
+def check_arguments(request: CompletionRequest) -> None:
+    """Raise ValueError for a template beside gaps, which make one."""
+    if TEMPLATE in (request.vllm_xargs or {}):
+        raise ValueError(f"{TEMPLATE} cannot be combined with suffix or gaps: leave it out.")
+
+
 def check(request: CompletionRequest, fields: Asked | None) -> None:
     """Raise ValueError naming what cannot be had where a length is chosen."""
     if request.n != 1:
-        raise ValueError(f"n must be 1 where a length is chosen, got {shown(request.n)}.")
+        raise ValueError(
+            f"n must be 1 where a length is chosen, got {shown(request.n)}: give "
+            "diffusion.lengths, or on /v1/infill each gap, as an integer."
+        )
     for name, asked in zip(("frames", "early_text"), (fields or Asked())[:2], strict=True):
         if asked:
             raise ValueError(f"diffusion.{name} needs one length: give it as an integer.")
+    for name in (FRAMES, EARLY_TEXT):
+        if (request.vllm_xargs or {}).get(name):
+            raise ValueError(f"{name} needs one length: give it as an integer.")
+
+
+async def _alone(
+    request: CompletionRequest, gapped: Gapped, raw_request: Request, fields: Asked | None
+) -> Reply:
+    reply, _ = await answer(_of_length(request, gapped), raw_request, fields, gapped.given)
+    try:
+        _check_ended(reply)
+    except Refused as error:
+        return error.reply
+    return reply
 
 
 async def _best(
@@ -67,7 +95,10 @@ async def _best(
     if fields is not None:
         counts += [one for _, engine in attempts for one in engine.counts.values()]
         reply["metrics"][FIELD] |= total(counts).as_json()
-    return (_in_one_piece(reply, request) if request.stream else reply), choices[best]
+    if not request.stream:
+        return reply, choices[best]
+    forced = raw_request.app.state.openai_serving_completion.enable_force_include_usage
+    return in_one_piece(reply, request, forced), choices[best]
 
 
 def _of_length(request: CompletionRequest, gapped: Gapped) -> CompletionRequest:
@@ -85,7 +116,13 @@ async def _decoded(
     if isinstance(reply, ErrorResponse):
         raise Refused(reply)
     assert isinstance(reply, dict), "no stream was asked for"
+    _check_ended(reply)
     return reply, engine
+
+
+def _check_ended(reply: Reply) -> None:
+    for choice in reply["choices"] if isinstance(reply, dict) else ():
+        check_ended(choice["finish_reason"])
 
 
 async def _scores(
@@ -100,7 +137,7 @@ async def _scores(
     handler = copy.copy(raw_request.app.state.openai_serving_completion)
     engine = WatchedEngine(ours.engine, ours.tracing, strips=True)
     handler.engine_client = engine
-    scorer = Scorer(handler, request.model, len(choices), raw_request)
+    scorer = Scorer(handler, request.model, len(choices), raw_request, request.priority)
     ends = ours.ends(encode)
     answers = [reply["choices"][0] for reply in replies]
     fills = [
@@ -122,17 +159,21 @@ async def _scores(
     return scores, list(engine.counts.values())
 
 
-async def _in_one_piece(
-    reply: dict[str, Any], request: CompletionRequest
+async def in_one_piece(
+    reply: dict[str, Any], request: CompletionRequest, forced: bool
 ) -> AsyncGenerator[str, None]:
-    """Yield a whole reply as a stream."""
-    options, [choice] = request.stream_options, reply["choices"]
+    """Yield a whole reply as a stream.
+
+    Args:
+        forced: the server adds usage to every stream.
+    """
+    [choice] = reply["choices"]
+    at_end, every = should_include_usage(request.stream_options, forced)
     head = {name: reply[name] for name in ("id", "object", "created", "model")}
     text = {name: choice[name] for name in OF_STREAM}
-    every = options is not None and bool(options.continuous_usage_stats)
     usage = {"usage": reply["usage"]}
     yield _event(head | {"choices": [text]} | (usage if every else {}))
-    if options is not None and options.include_usage:
+    if at_end:
         metrics = {"metrics": reply["metrics"]} if reply["metrics"] else {}
         yield _event(head | {"choices": []} | usage | metrics)
     yield "data: [DONE]\n\n"

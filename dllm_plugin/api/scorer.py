@@ -5,6 +5,7 @@ A request's template masks some tokens of a text, and its targets say which ones
 
 import asyncio
 from collections.abc import Awaitable, Iterable, Sequence
+from http import HTTPStatus
 from typing import Any, NamedTuple
 
 from fastapi import Request
@@ -15,6 +16,7 @@ from vllm.entrypoints.openai.completion.protocol import (
 )
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
 from dllm_plugin.config.options import FILL, TARGETS, TEMPLATE
 from dllm_plugin.config.reporting import STATISTICS
@@ -35,15 +37,29 @@ class Refused(Exception):
         self.reply = reply
 
 
+def check_ended(finish_reason: str | None) -> None:
+    """Raise Refused for an answer that the server broke off, which lacks tokens and counts."""
+    if finish_reason == "abort":
+        sentence = "The server aborted this request before its answer was whole: send it again."
+        busy = HTTPStatus.SERVICE_UNAVAILABLE
+        raise Refused(create_error_response(sentence, "ServiceUnavailableError", busy))
+
+
 class Scorer:
     """Ask the handler for the forwards of one call, as many at a time as run in a batch."""
 
     def __init__(
-        self, handler: OpenAIServingCompletion, model: str | None, most: int, raw_request: Request
+        self,
+        handler: OpenAIServingCompletion,
+        model: str | None,
+        most: int,
+        raw_request: Request,
+        priority: int = 0,
     ) -> None:
         self.handler = handler
         self.model = model
         self.raw_request = raw_request
+        self.priority = priority
         self.slots = asyncio.Semaphore(most)
 
     async def logprobs(self, text: Text, places: Sequence[int]) -> list[float]:
@@ -65,7 +81,19 @@ class Scorer:
     async def _complete(
         self, text: Text, max_tokens: int, arguments: dict[str, Any]
     ) -> CompletionResponseChoice:
-        request = CompletionRequest(
+        request = self.request(text, max_tokens, arguments)
+        async with self.slots:
+            reply = await self.handler.create_completion(request, self.raw_request)
+        if isinstance(reply, ErrorResponse):
+            raise Refused(reply)
+        assert isinstance(reply, CompletionResponse), "not a stream"
+        [choice] = reply.choices
+        check_ended(choice.finish_reason)
+        return choice
+
+    def request(self, text: Text, max_tokens: int, arguments: dict[str, Any]) -> CompletionRequest:
+        """Return the request of one forward, of the priority of the call."""
+        return CompletionRequest(
             model=self.model,
             prompt=text.context,
             max_tokens=max_tokens,
@@ -74,15 +102,9 @@ class Scorer:
             ignore_eos=True,
             logprobs=0,
             return_token_ids=True,
+            priority=self.priority,
             vllm_xargs=arguments | {STATISTICS: 1},
         )
-        async with self.slots:
-            reply = await self.handler.create_completion(request, self.raw_request)
-        if isinstance(reply, ErrorResponse):
-            raise Refused(reply)
-        assert isinstance(reply, CompletionResponse), "not a stream"
-        [choice] = reply.choices
-        return choice
 
 
 def masked(text: Text, places: Iterable[int]) -> list[int]:

@@ -24,6 +24,7 @@ vllm.entrypoints.openai.completion.protocol: CompletionResponseChoice
 vllm.entrypoints.openai.completion.serving: OpenAIServingCompletion
 vllm.entrypoints.serve.engine.protocol: ErrorResponse
 vllm.entrypoints.serve.exception_handling.error_response: create_error_response
+vllm.entrypoints.serve.utils.api_utils: should_include_usage
 vllm.entrypoints.serve.utils.api_utils: load_aware_call validate_json_request with_cancellation
 vllm.entrypoints.serve.utils.orca_metrics: metrics_header
 vllm.entrypoints.serve.utils.sse_keep_alive: with_sse_keep_alive
@@ -42,6 +43,7 @@ SIGNATURES: dict[str, str] = {
     OPENAI + "completion.serving:OpenAIServingCompletion.create_completion": "self request "
     "raw_request=None",
     UTILS + "sse_keep_alive:with_sse_keep_alive": "generator interval",
+    UTILS + "api_utils:should_include_usage": "stream_options enable_force_include_usage",
     UTILS + "orca_metrics:metrics_header": "metrics_format",
     OPENAI + "chat_completion.serving:OpenAIServingChat.render_chat_request": "self request",
     "entrypoints.serve.exception_handling.error_response:create_error_response": "message "

@@ -1,0 +1,64 @@
+"""What trying several lengths asks of a server, and says where it broke off."""
+
+import asyncio
+from http import HTTPStatus
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+from dllm_plugin.api.chosen import OF_STREAM, check, check_arguments, in_one_piece
+from dllm_plugin.api.request_fields import Asked
+from dllm_plugin.api.scorer import Refused, Scorer, Text, check_ended
+
+STATE: Any = SimpleNamespace()  # of a server that is not asked
+
+
+def test_forwards_have_the_priority_of_the_call() -> None:
+    scorer = Scorer(STATE, "tiny", 2, STATE, priority=-3)
+    assert scorer.request(Text([1], [2]), 1, {}).priority == -3
+    assert Scorer(STATE, "tiny", 2, STATE).request(Text([1], [2]), 1, {}).priority == 0
+
+
+def test_an_aborted_answer_is_refused() -> None:
+    for reason in ("stop", "length", None):
+        check_ended(reason)
+    with pytest.raises(Refused, match="The server aborted this request") as caught:
+        check_ended("abort")
+    assert caught.value.reply.error.code == HTTPStatus.SERVICE_UNAVAILABLE
+
+
+@pytest.mark.parametrize("name", ["dllm_frames", "dllm_early_text"])
+def test_arguments_that_need_one_length(name: str) -> None:
+    request = CompletionRequest(prompt="a", vllm_xargs={name: 1})
+    check_arguments(request)
+    with pytest.raises(ValueError) as caught:
+        check(request, None)
+    assert str(caught.value) == f"{name} needs one length: give it as an integer."
+    check(CompletionRequest(prompt="a", vllm_xargs={name: 0}), Asked())
+
+
+@pytest.mark.parametrize(
+    ("options", "forced", "first", "last"),
+    [
+        (None, False, False, False),
+        (None, True, True, True),
+        ({"include_usage": True}, False, False, True),
+        ({"include_usage": True, "continuous_usage_stats": True}, False, True, True),
+        ({"continuous_usage_stats": True}, False, False, False),
+    ],
+    ids=str,
+)
+def test_usage_of_a_stream(options: Any, forced: bool, first: bool, last: bool) -> None:
+    """As in vLLM's own streams, also where the server forces it."""
+    request = CompletionRequest(prompt="a", stream=True, stream_options=options)
+    reply: dict[str, Any] = dict.fromkeys(("id", "object", "created", "model", "metrics"))
+    reply |= {"choices": [dict.fromkeys(OF_STREAM)], "usage": {"total_tokens": 3}}
+
+    async def events() -> list[str]:
+        return [event async for event in in_one_piece(reply, request, forced)]
+
+    sent = asyncio.run(events())
+    assert ("usage" in sent[0]) == first and len(sent) == 2 + last
+    assert ("usage" in sent[-2]) == (first or last) and "[DONE]" in sent[-1]
