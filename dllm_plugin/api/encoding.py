@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from dllm_plugin.config.request_checks import check_characters
+
 
 class Encoder:
     """Encode texts with a server's tokenizer, each as a part of a prompt."""
@@ -26,6 +28,7 @@ class Encoder:
                 f"A text of {len(text)} characters has at least {fewest} tokens, but the context "
                 f"holds {self.context}: shorten it."
             )
+        check_characters("A text of the request", text)
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special)
         return ids
 

@@ -53,14 +53,19 @@ def _check_text(params: SamplingParams) -> None:
     given = {"stop": params.stop, "bad_words": params.bad_words, "extra_args": params.extra_args}
     for name, value in given.items():
         for text in _texts(value):
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                half = shown(text[error.start])
-                raise ValueError(
-                    f"{name} holds {half} in {shown(text)}, half of a surrogate pair, which UTF-8 "
-                    "cannot carry: send whole characters."
-                ) from None
+            check_characters(name, text)
+
+
+def check_characters(name: str, text: str) -> None:
+    """Raise ValueError for half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = shown(text[error.start])
+        raise ValueError(
+            f"{name} holds {half} in {shown(text)}, half of a surrogate pair, which UTF-8 "
+            "cannot carry: send whole characters."
+        ) from None
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -325,6 +325,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("infill", {"parts": ["a", {"mask": "9"}]}, "got '9'."),
     ("infill", {"draft": "abc", "rewrite": [[2, 9]]}, "within the 3 characters of draft"),
     ("infill", {"text": "[MASK:4] b"}, "infill needs text or messages in front of its first gap."),
+    ("infill", {"text": "a\ud800 [MASK:2]"}, "holds '\\ud800' in 'a\\ud800 ', half of a surrogate"),
+    ("infill", {"text": "a [MASK:2]\udfff"}, "half of a surrogate pair, which UTF-8 cannot carry"),
+    ("completions", FIM | {"prompt": "\ud800"}, "half of a surrogate pair, which UTF-8 cannot"),
     ("infill", TWO | {"add_special_tokens": False}, "add_special_tokens has no effect on /v1/inf"),
     ("infill", TWO | {"truncate_prompt_tokens": 3}, "truncate_prompt_tokens has no effect on"),
     ("infill", TWO | {"logprobs": 3}, 'logprobs has no effect on /v1/infill without "stream": t'),
@@ -345,11 +348,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "body", "sentence"), REFUSED, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("path", "body", "sentence"), REFUSED, ids=lambda value: ascii(value)[:40])
 def test_refused_by_name(
     client: httpx.Client, path: str, body: dict[str, Any], sentence: str
 ) -> None:
-    reply = client.post(f"/v1/{path}", json=body)
+    headers = {"Content-Type": "application/json"}
+    reply = client.post(f"/v1/{path}", content=json.dumps(body), headers=headers)
     assert reply.status_code == 400, reply.text
     assert sentence in reply.json()["error"]["message"]
 
