@@ -152,6 +152,8 @@ class Template:
 
     def hear(self, child: Child) -> None:
         """Pass a signal on; a stand-in that was killed takes its fork with it."""
+        if child.pid not in self.children:
+            return  # both were ready at once, and its end came first
         try:
             numbers = child.connection.recv(16)
         except ConnectionError:

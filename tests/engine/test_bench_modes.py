@@ -155,6 +155,7 @@ def test_one_block_at_a_time(
         assert row["forwards"] == 14 and row["positions_per_token"] == (32 + 14 * 16) / 48
 
 
+@pytest.mark.slow
 def test_a_watched_stream_over_http(capsys: pytest.CaptureFixture[str]) -> None:
     """The row without watched requests is measured unasked, and frames change no token."""
     arguments = ["--shapes", "tiny", "--requests", "3", "--watched", "1,3", "--rounds", "1"]
@@ -187,7 +188,7 @@ FULL = ["--canvas", "64", "--block-length", "16", "--rounds", "1", "--output-len
     [
         # Four blocks of four forwards each behind a prompt of 32.
         ("dual_cache", (), 4 * (32 + 64 + 3 * 16)),
-        ("dual_cache", REFRESHES, (64 + 48 + 96 + 32) + 4 * 3 * 16),
+        pytest.param("dual_cache", REFRESHES, (64 + 48 + 96 + 32) + 4 * 3 * 16, marks=SLOW),
         pytest.param("prefix_cache", (), 4 * (32 + 64) + 3 * (64 + 48 + 32 + 16), marks=SLOW),
         pytest.param("semi_autoregressive", (), 16 * (32 + 64), marks=SLOW),
     ],

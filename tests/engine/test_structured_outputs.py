@@ -97,6 +97,7 @@ def test_nobody_asks_nobody_pays(room: EngineRoom, monkeypatch: pytest.MonkeyPat
     assert calls["constrain"] and calls["write_prefilled"]
 
 
+@pytest.mark.slow
 def test_hostile_grammars(room: EngineRoom) -> None:
     """A refusal or a valid text within ten seconds, and neighbours as if nothing were there."""
     from vllm.exceptions import VLLMValidationError

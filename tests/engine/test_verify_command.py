@@ -261,6 +261,7 @@ def test_bfloat16_says_what_rounding_explains(verify: Verify) -> None:
     assert status == (0 if all(same) else 1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("template")
 def test_the_command_line_itself() -> None:
     """In a process of its own, on two ranks: results on standard output, the bar on the other."""
