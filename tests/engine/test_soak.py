@@ -27,7 +27,8 @@ AT_ONCE = 16
 PROBE_EVERY = 125
 SECONDS = 900  # for all of them; about a third of it where nothing else runs
 ANSWER_SECONDS = 120
-MOST_GROWTH = 16 << 20  # bytes, the last quarter of the requests against the one before it
+# The heap of a front end steps once by 23 MB in some runs; what creeps grew 90 MB in a quarter.
+MOST_GROWTH = 32 << 20
 ADAPTED = {"lora_path": default_model.adapter_path(), "canvas_length": 32}
 VARIABLES = {
     "VLLM_MAX_N_SEQUENCES": "8",  # vLLM lets a request ask for 16,384 answers
@@ -211,7 +212,7 @@ def test_memory_is_flat(seen: Soak) -> None:
     quarter = COUNT // PROBE_EVERY // 4
     for name, sizes in seen.memory.items():
         third, last = sizes[2 * quarter : 3 * quarter], sizes[3 * quarter :]
-        assert median(last) - median(third) < MOST_GROWTH, (name, [s >> 20 for s in sizes])
+        assert median(last) - median(third) < MOST_GROWTH, f"{name}: {[s >> 20 for s in sizes]}"
 
 
 @pytest.mark.usefixtures("seen")
