@@ -5,7 +5,7 @@ Tensor suffixes: N problems, B sequences of a batch, T positions. A sequence is
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from multiprocessing import get_context
 
@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from dllm_plugin.commands.bench.reference_decoding import PADDING_BLOCK
 from dllm_plugin.commands.bench.reference_tokenizer import EOS, MASK, chat_prompt, token_id
-from dllm_plugin.commands.problems.generator import Problem, problem
+from dllm_plugin.commands.problems.generator import Problem, ask_in_json, problem
 
 BLOCK_SIZES = (8, 16, 32, 32, 64)
 EOS_PADDING_WEIGHT = 0.1  # EOS after the first one: must be learned but not dominate the loss
@@ -32,6 +32,8 @@ class Dataset:
     prompt_lens_N: Tensor
     responses_NR: Tensor  # answer and one EOS
     response_lens_N: Tensor
+    given_N: Tensor  # leading answer tokens that are never masked
+    num_problems: int  # rows less those that ask a problem again
     eos: int
     mask: int
 
@@ -68,18 +70,37 @@ def unseen(problems: Iterable[Problem], held_out: set[str]) -> Iterator[Problem]
             yield p
 
 
+def forms(problems: Iterable[Problem]) -> Iterator[tuple[Problem, int]]:
+    """Yield each problem, and most of them a second time with an answer in JSON.
+
+    The number is that of leading answer tokens that are given: a schema that nobody spoke of in the
+    question writes the opening brace, and the model is to go on from there.
+    """
+    for i, p in enumerate(problems):
+        yield p, 0
+        asked = ask_in_json(p)
+        if i % 10 < 5:
+            yield asked, 0
+        elif i % 10 < 7:
+            yield replace(asked, question=p.question), 1
+
+
 def make_dataset(
-    problems: Iterable[Problem], tokenizer: Tokenizer, device: torch.device
+    problems: Iterable[tuple[Problem, int]], tokenizer: Tokenizer, device: torch.device
 ) -> Dataset:
     """Tokenise problems, 20,000 at a time, into padded int64 tensors on `device`."""
     prompts: list[Tensor] = []
     responses: list[Tensor] = []
+    given: list[int] = []
+    num_problems = 0
     source = iter(problems)
     while chunk := list(islice(source, 20_000)):
-        for encoded in tokenizer.encode_batch([chat_prompt(p.question) for p in chunk]):
+        for encoded in tokenizer.encode_batch_fast([chat_prompt(p.question) for p, _ in chunk]):
             prompts.append(torch.tensor(encoded.ids, dtype=torch.int16))
-        for encoded in tokenizer.encode_batch([p.answer + EOS for p in chunk]):
+        for encoded in tokenizer.encode_batch_fast([p.answer + EOS for p, _ in chunk]):
             responses.append(torch.tensor(encoded.ids, dtype=torch.int16))
+        given += [number for _, number in chunk]
+        num_problems += sum(not p.in_json for p, _ in chunk)
 
     def pad(rows: list[Tensor]) -> Tensor:
         return pad_sequence(rows, batch_first=True).long().to(device)
@@ -88,7 +109,16 @@ def make_dataset(
         return torch.tensor([len(r) for r in rows], device=device)
 
     eos, mask = token_id(tokenizer, EOS), token_id(tokenizer, MASK)
-    return Dataset(pad(prompts), lengths(prompts), pad(responses), lengths(responses), eos, mask)
+    return Dataset(
+        pad(prompts),
+        lengths(prompts),
+        pad(responses),
+        lengths(responses),
+        torch.tensor(given, device=device),
+        num_problems,
+        eos,
+        mask,
+    )
 
 
 def _choose(values: tuple[int, ...], like_B: Tensor, rng: torch.Generator) -> Tensor:
@@ -155,6 +185,7 @@ def make_batch(
     kinds_B = _choose(kinds, rows_B, rng)
     ratios = _mask_ratios(index, count_B, kinds_B, rng)
     hidden = in_canvas & (_uniform(*index.shape, rng=rng) < ratios)
+    hidden &= offset >= data.given_N[rows_B][:, None]
 
     causal_B = _uniform(len(rows_B), 1, rng=rng) < (1.0 if adapter else 0.55)
     blocks = torch.where(causal_B, (index + 1).clamp(min=0), 0)

@@ -1,7 +1,11 @@
-"""Draw the loss curves of a training run."""
+"""Draw the loss curves of a training run; ``python -m training.report REPORT`` draws them later."""
 
+import argparse
+import json
 from importlib import import_module
 from pathlib import Path
+
+NUMBERS, CURVE = "default_model.json", "default_model_loss.png"
 
 
 def plot_losses(curves: dict[str, list[tuple[int, float]]], path: Path) -> None:
@@ -18,3 +22,10 @@ def plot_losses(curves: dict[str, list[tuple[int, float]]], path: Path) -> None:
         panel.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, dpi=100)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("report", type=Path, help="folder that training wrote its JSON to")
+    folder = parser.parse_args().report
+    plot_losses(json.loads((folder / NUMBERS).read_text())["curves"], folder / CURVE)

@@ -30,10 +30,10 @@ from dllm_plugin.commands.bench.reference_model import (
     load_weights,
     merge_adapter,
 )
-from dllm_plugin.commands.problems.generator import eval_seeds, problem, train_seeds
+from dllm_plugin.commands.problems.generator import ask_in_json, eval_seeds, problem, train_seeds
 from training.checkpoint import initial_adapter, initial_weights, save_adapter, save_base
-from training.data import Batch, Dataset, make_batch, make_dataset, make_problems, unseen
-from training.report import plot_losses
+from training.data import Batch, Dataset, forms, make_batch, make_dataset, make_problems, unseen
+from training.report import CURVE, NUMBERS, plot_losses
 from training.tokenizer import build_tokenizer, save_tokenizer
 
 LENGTHS = (208, 336)  # positions per sequence: canvases of about 130 and about 260 tokens
@@ -53,7 +53,7 @@ def parse_args() -> argparse.Namespace:
         "--minutes",
         type=float,
         nargs=2,
-        default=(6.3, 1.9),
+        default=(6.0, 1.5),
         metavar="M",
         help="time budget of the base phase and of the adapter phase",
     )
@@ -165,19 +165,20 @@ def evaluate(
     out: Path, tokenizer: Tokenizer, args: argparse.Namespace, device: torch.device
 ) -> dict[str, Any]:
     """Score every loop on the held-out problems in float32, from the files just written."""
-    problems = [problem(s) for s in eval_seeds(args.eval_problems)]
+    free = [problem(s) for s in eval_seeds(args.eval_problems)]
     shape, scores = Shape.load(out), {}
     base = {n: t.to(device) for n, t in load_weights(out).items()}
     merged = {n: t.to(device) for n, t in load_weights(out, out / "d2f").items()}
-    for name, (loop, block, adapted) in LOOPS.items():
-        weights = merged if adapted else base
-        canvas = make_canvas(weights, shape, tokenizer, problems, args.max_new_tokens, block)
-        scores[name] = score(loop, canvas, problems, tokenizer)
-        print(name, json.dumps(scores[name]), flush=True)
-        if name in ("block_diffusion", "d2f"):  # bfloat16 throughout, as in an engine
-            half = {n: t.bfloat16() for n, t in weights.items()}
-            canvas = make_canvas(half, shape, tokenizer, problems, args.max_new_tokens, block)
-            scores[f"{name}_bf16"] = score(loop, canvas, problems, tokenizer)
+    for suffix, problems in (("", free), ("_json", [ask_in_json(p) for p in free])):
+        for name, (loop, block, adapted) in LOOPS.items():
+            weights = merged if adapted else base
+            tried = {name + suffix: weights}
+            if name in ("block_diffusion", "d2f"):  # bfloat16 throughout, as in an engine
+                tried[f"{name}{suffix}_bf16"] = {n: t.bfloat16() for n, t in weights.items()}
+            for label, these in tried.items():
+                canvas = make_canvas(these, shape, tokenizer, problems, args.max_new_tokens, block)
+                scores[label] = score(loop, canvas, problems, tokenizer)
+                print(label, json.dumps(scores[label]), flush=True)
     return scores
 
 
@@ -189,7 +190,7 @@ def prepare(args: argparse.Namespace, device: torch.device) -> tuple[Tokenizer, 
     tokenizer = build_tokenizer(text for p in sample for text in (p.question, p.answer))
     save_tokenizer(tokenizer, args.out)
     fresh = unseen(make_problems(train_seeds(args.problems), processes), held_out)
-    return tokenizer, make_dataset(fresh, tokenizer, device)
+    return tokenizer, make_dataset(forms(fresh), tokenizer, device)
 
 
 def train(
@@ -224,7 +225,7 @@ def main() -> None:
     args.report.mkdir(parents=True, exist_ok=True)
     tokenizer, data = prepare(args, device)
     ready = time.monotonic() - started
-    print(f"{len(data)} distinct training problems after {ready:.0f} s", flush=True)
+    print(f"{len(data)} training rows after {ready:.0f} s", flush=True)
     curves = train(args, tokenizer, data, device)
     scores = evaluate(args.out, tokenizer, args, device)
     settings = {n: v for n, v in vars(args).items() if n not in ("out", "report")}
@@ -232,15 +233,16 @@ def main() -> None:
         "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "distinct_problems": len(data),
+        "training_rows": len(data),
+        "distinct_problems": data.num_problems,
         "parameters": sum(t.numel() for t in load_weights(args.out).values()),
         "steps": {name: curve[-1][0] if curve else 0 for name, curve in curves.items()},
         "seconds": round(time.monotonic() - started),
         "scores": scores,
     }
     text = json.dumps(summary | {"curves": curves})
-    (args.report / "default_model.json").write_text(text, encoding="utf-8")
-    plot_losses(curves, args.report / "default_model_loss.png")
+    (args.report / NUMBERS).write_text(text, encoding="utf-8")
+    plot_losses(curves, args.report / CURVE)
     print(json.dumps(summary), flush=True)
 
 

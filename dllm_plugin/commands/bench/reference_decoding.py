@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from dllm_plugin.commands.bench.reference_model import Shape, Weights, forward
 from dllm_plugin.commands.bench.reference_tokenizer import EOS, EOT, MASK, chat_prompt, token_id
-from dllm_plugin.commands.problems.generator import Problem, extract_answer
+from dllm_plugin.commands.problems.generator import Problem
 
 PADDING_BLOCK = 1 << 20  # block number of padding, which no other position sees
 
@@ -166,7 +166,7 @@ def score(
     for row, p in zip(tokens_BC.tolist(), problems, strict=True):
         end = next((i for i, token in enumerate(row) if token in stops), len(row))
         text = tokenizer.decode(row[:end])
-        right += extract_answer(text) == p.result
+        right += p.is_right(text)
         exact += text == p.answer
         generated += min(end + 1, len(row))
     forwards = int(forwards_B.sum())

@@ -1,20 +1,34 @@
 """Generate word problems: everyday stories with exact integer arithmetic in several steps.
 
 `problem(seed)` is deterministic. A problem is a story of 2 to 4 arithmetic steps; its answer has
-one short sentence per step and ends with the line ``#### RESULT``. Training and evaluation seeds
-come from disjoint ranges (`train_seeds`, `eval_seeds`). Standard library only.
+one short sentence per step and ends with the line ``#### RESULT``; `ask_in_json` asks for the same
+equations as JSON. Training and evaluation seeds come from disjoint ranges (`train_seeds`,
+`eval_seeds`). Standard library only.
 """
 
+import json
 import random
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from dllm_plugin.commands.problems.stories import Draft, bus, pages, shop, trip, work
 from dllm_plugin.commands.problems.things import things
 
 EVAL_BASE = 1 << 40
 _STORIES = {things: 10, shop: 3, work: 2, pages: 2, bus: 2, trip: 2}  # story: relative frequency
+JSON_REQUEST = " Answer in JSON."  # what a question ends with that wants ANSWER_SCHEMA
+ANSWER_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "steps": {"type": "array", "items": {"type": "string"}},
+        "answer": {"type": "integer"},
+    },
+    "required": ["steps", "answer"],
+    "additionalProperties": False,
+}
 _RESULT = re.compile(r"####\s*(-?\d+)")
+_EQUATION = re.compile(r"\d+ [-+*/] \d+ = \d+")
 
 
 @dataclass(frozen=True)
@@ -24,10 +38,12 @@ class Problem:
     question: str
     answer: str
     result: int
+    in_json: bool = False
 
     def is_right(self, text: str) -> bool:
-        """Return whether a text ends with the number that is asked for."""
-        return extract_answer(text) == self.result
+        """Return whether a text gives the number that is asked for, in the form asked for."""
+        read = extract_json_answer if self.in_json else extract_answer
+        return read(text) == self.result
 
 
 def problem(seed: int) -> Problem:
@@ -38,6 +54,13 @@ def problem(seed: int) -> Problem:
     story(draft, rng.choice((2, 2, 3, 3, 4)))
     answer = "\n".join([*draft.steps, f"#### {draft.value}"])
     return Problem(" ".join(draft.sentences), answer, draft.value)
+
+
+def ask_in_json(asked: Problem) -> Problem:
+    """Ask a problem for ``{"steps": ["40 - 7 = 33", ...], "answer": 12}``, spaced as json.dumps."""
+    steps = _EQUATION.findall(asked.answer)
+    answer = json.dumps({"steps": steps, "answer": asked.result})
+    return Problem(asked.question + JSON_REQUEST, answer, asked.result, in_json=True)
 
 
 def train_seeds(count: int, start: int = 0) -> range:
@@ -56,3 +79,13 @@ def extract_answer(text: str) -> int | None:
     """Return the number after the last ``####``, or None if there is none."""
     found = _RESULT.findall(text)
     return int(found[-1]) if found else None
+
+
+def extract_json_answer(text: str) -> int | None:
+    """Return the answer of a JSON object, or None if the text is none or has no whole number."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    answer = found.get("answer") if isinstance(found, dict) else None
+    return answer if type(answer) is int else None
