@@ -1,7 +1,8 @@
 """Choose the sizes at which steps are captured as CUDA graphs, and the worker that captures them.
 
-vLLM captures full graphs of one length per request, the canvas. From `commit_alone_from` requests
-on, a step computes a single block of each; our worker captures those steps as well.
+vLLM captures full graphs of one length per request, the canvas. Our worker captures steps of other
+uniform lengths: single blocks from `commit_alone_from` requests on, and of full attention the
+forwards of one block each.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,6 +20,8 @@ WORKER = "dllm_plugin.engine.worker.DiffusionWorker"
 GRAMMAR_WORKER = "dllm_plugin.engine.worker.GrammarWorker"
 CPU_WORKER = "dllm_plugin.engine.cpu_worker.DiffusionCPUWorker"
 OUR_WORKERS = ("auto", WORKER, GRAMMAR_WORKER, CPU_WORKER)
+# Sizes of piecewise graphs where steps have any size: those that vLLM takes by itself.
+ANY_SIZE = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 
 
 def capture_sizes(config: DecodeConfig, max_num_seqs: int, max_num_tokens: int) -> list[int]:
@@ -26,14 +29,20 @@ def capture_sizes(config: DecodeConfig, max_num_seqs: int, max_num_tokens: int) 
 
     Of many canvases too: piecewise graphs, which prompts take, have the same sizes.
     """
+    if config.method.full_attention:
+        most = min(max_num_seqs, max_num_tokens // config.block_length)
+        return sorted({*ANY_SIZE, *(n * config.block_length for n in _counts(most))})
     # The scheduler keeps room for a whole canvas of every running request.
     most = min(max_num_seqs, max_num_tokens // config.canvas_length)
-    counts = [n for n in (1, 2, 4) if n < most] + list(range(8, most, 8)) + [most]
-    alone = config.commit_alone_from
+    counts, alone = _counts(most), config.commit_alone_from
     sizes = {n * config.canvas_length for n in counts}
     if alone:
         sizes |= {n * config.block_length for n in counts if n >= alone}
     return sorted(sizes)
+
+
+def _counts(most: int) -> list[int]:
+    return [n for n in (1, 2, 4) if n < most] + list(range(8, most, 8)) + [most]
 
 
 def canvases_needed(counts: Sequence[int], alone: int) -> int:
@@ -53,20 +62,49 @@ def block_counts(sizes: Iterable[int], block_length: int, fewest: int, most: int
     return sorted(n for n in counts if fewest <= n <= min(most, room))
 
 
+def uniform_graphs(
+    config: DecodeConfig, sizes: Iterable[int], max_num_seqs: int, max_num_tokens: int
+) -> dict[int, list[int]]:
+    """Return the full graphs: positions of each request to ascending numbers of requests.
+
+    Those of whole canvases are vLLM's own. `sizes`: tokens that are captured.
+    """
+    sizes, block, canvas = list(sizes), config.block_length, config.canvas_length
+    if config.method.full_attention:
+        # Refreshes, which differ in length, have piecewise graphs.
+        return {block: block_counts(sizes, block, 1, min(max_num_seqs, max_num_tokens // block))}
+    canvases, alone = block_counts(sizes, canvas, 1, max_num_seqs), config.commit_alone_from
+    if not alone:
+        return {canvas: canvases}
+    # The scheduler keeps room for a whole canvas of every running request.
+    most = min(max_num_seqs, max_num_tokens // canvas)
+    # No graphs of more whole canvases than any step computes once steps take single blocks.
+    needed = canvases[: canvases_needed(canvases, alone)]
+    return {canvas: needed} | {block: block_counts(sizes, block, alone, most)}
+
+
+def own_lengths(config: DecodeConfig) -> bool:
+    """Return whether there may be full graphs of other lengths than the canvas."""
+    if "full_graphs" in config.method.refuses:
+        return False
+    return config.method.full_attention or config.commit_alone_from > 0
+
+
 def worker_for(config: DecodeConfig, given: str, mode: CUDAGraphMode | None, can: bool) -> str:
-    """Return the `worker_cls`: ours where single-block steps can have full graphs.
+    """Return the `worker_cls`: ours where steps of other lengths can have full graphs.
 
     vLLM resolves "auto" and an open mode after this; where it then takes no full graphs, ours adds
     none. A class of the user's own stays. `can`: on a CUDA GPU, and not eager.
     """
     alone, piecewise = config.commit_alone_from, (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE)
-    if not alone or config.kv_cache_layout == "distinct" or mode in piecewise or not can:
+    distinct = config.kv_cache_layout == "distinct"
+    if not own_lengths(config) or distinct or mode in piecewise or not can:
         return given
     if given not in ("auto", WORKER):
         logger.warning(
-            "Steps of one block each (commit_alone_from %d) have no full CUDA graphs under "
-            "worker_cls %s: derive it from %s to have them.",
-            alone,
+            "Steps of one block each%s have no full CUDA graphs under worker_cls %s: derive it "
+            "from %s to have them.",
+            f" (commit_alone_from {alone})" if alone else "",
             given,
             WORKER,
         )
@@ -102,12 +140,23 @@ def set_piecewise_graphs(vllm_config: VllmConfig) -> None:
         compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
 
 
+def set_graphs(vllm_config: VllmConfig, config: DecodeConfig) -> None:
+    """Choose which graphs are captured, of what sizes and by which worker."""
+    parallel = vllm_config.parallel_config
+    given, mode = parallel.worker_cls, vllm_config.compilation_config.cudagraph_mode
+    parallel.worker_cls = worker_for(config, given, mode, can_capture(vllm_config))
+    # vLLM's graphs of whole canvases serve block-causal strategies alone.
+    without = config.method.full_attention and parallel.worker_cls != WORKER
+    if without or "full_graphs" in config.method.refuses:
+        set_piecewise_graphs(vllm_config)
+    else:
+        set_graph_sizes(vllm_config, config)
+
+
 def set_graph_sizes(vllm_config: VllmConfig, config: DecodeConfig) -> None:
-    """Capture full graphs of whole canvases and of single blocks, and piecewise ones."""
+    """Capture full graphs of uniform steps, and piecewise ones."""
     compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
     parallel = vllm_config.parallel_config
-    given, mode = parallel.worker_cls, compilation.cudagraph_mode
-    parallel.worker_cls = worker_for(config, given, mode, can_capture(vllm_config))
     if compilation.cudagraph_mode == CUDAGraphMode.FULL:
         raise ValueError(
             "cudagraph_mode FULL would replay prefills with the attention sequences of canvases: "

@@ -24,11 +24,7 @@ from dllm_plugin.config.adaptive import (
     without_grammars,
 )
 from dllm_plugin.config.cpu_compile import choose_compilation, user_chose
-from dllm_plugin.config.cuda_graphs import (
-    set_graph_sizes,
-    set_piecewise_graphs,
-    set_worker,
-)
+from dllm_plugin.config.cuda_graphs import set_graphs, set_worker
 from dllm_plugin.config.decode import TOKENIZER_MODE, DecodeConfig
 from dllm_plugin.config.machine import can_capture, resolve_for_machine
 from dllm_plugin.config.mixtures import refuse_for_mixtures
@@ -146,10 +142,7 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
         model_config.logits_processors = [request_rules(config)]
         set_scheduler(vllm_config, config)
         set_prefix_caching(vllm_config, config)
-        if "full_graphs" in config.method.refuses:
-            set_piecewise_graphs(vllm_config)
-        else:
-            set_graph_sizes(vllm_config, config)
+        set_graphs(vllm_config, config)
         set_worker(vllm_config)
         if config.kv_cache_layout == "distinct":
             take_distinct(vllm_config)

@@ -20,6 +20,7 @@ from dllm_plugin.config.cuda_graphs import (
     block_counts,
     canvases_needed,
     capture_sizes,
+    uniform_graphs,
     worker_for,
 )
 from dllm_plugin.config.decode import DecodeConfig, get_decode_config
@@ -67,6 +68,22 @@ def test_canvases_that_are_never_scheduled_have_no_graph() -> None:
         99: counts,
     }
     assert canvases_needed([], 3) == 0
+
+
+def test_tables_of_uniform_lengths() -> None:
+    """Canvases, single blocks from some number of requests on, or blocks of full attention."""
+    sizes = capture_sizes(config_of(), 20, 8192)
+    assert uniform_graphs(config_of(), sizes, 20, 8192) == {32: [1, 2, 4, 8, 16, 20]}
+    alone = config_of(commit_alone_from=8)
+    sizes = capture_sizes(alone, 20, 8192)
+    assert uniform_graphs(alone, sizes, 20, 8192) == {32: [1, 2, 4, 8], 16: [8, 16, 20]}
+    full = config_of(strategy="dual_cache", block_length=32, canvas_length=96)
+    sizes = capture_sizes(full, 64, 8192)
+    [(length, counts)] = uniform_graphs(full, sizes, 64, 8192).items()
+    assert length == 32 and counts == [*range(1, 17), *range(24, 65, 8)]
+    assert {1, 8, 496, 512, 2048} <= set(sizes) and max(sizes) == 64 * 32
+    # As many as fit a step.
+    assert uniform_graphs(full, sizes, 64, 320) == {32: list(range(1, 11))}
 
 
 def test_counts_at_sizes_of_the_user() -> None:
