@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import dllm_plugin
 from dllm_plugin.commands import generate, infill, serve, watch
@@ -203,7 +203,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     ):  # they show phases in place of the log
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     try:
-        return _run(args, arguments)
+        status = _run(args, arguments)
+        if argv is None and args.command == "doctor":
+            _end_process(status)
+        return status
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError as error:
@@ -214,6 +217,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"diffuplug: error: {one_sentence(error)}", file=sys.stderr)
         return 1
+
+
+def _end_process(status: int) -> NoReturn:
+    """End a process that has started nothing, without freeing module by module what it imported.
+
+    That would take a quarter of the time of `doctor`.
+    """
+    sys.stdout.flush()
+    os._exit(status)
 
 
 def _output_is_cut() -> bool:
