@@ -85,6 +85,8 @@ class Grammars:
         ours = request.structured_output_request
         assert ours is not None
         compiled = ours.grammar
+        if isinstance(compiled, Exception):  # vLLM ends the request without saying why
+            logger.error("Request %s ends with an error: %s", shown(request.request_id), compiled)
         if compiled is None or isinstance(compiled, (Exception, CanvasGrammar)):
             return
         if self.manager.vllm_config.parallel_config.distributed_executor_backend == (

@@ -1,7 +1,6 @@
 """The OpenAI server: ``vllm serve`` with the plugin, over HTTP."""
 
 import json
-import re
 import threading
 import time
 from collections.abc import Iterator
@@ -11,7 +10,6 @@ from typing import Any
 import httpx
 import pytest
 from engines import LETTERS, a_prompt, letters
-from grammar_cases import schema_case
 from jobs import MIXED, Job
 from processes import Server, serving
 
@@ -26,8 +24,7 @@ MESSAGES = [{"role": "user", "content": "What is 2+2?"}]
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "log"
-    options = ('--additional-config={"dllm": {"strategy": "d2f"}}', "--tool-call-parser=hermes")
-    with serving(log, *options, "--enable-auto-tool-choice") as server:
+    with serving(log, '--additional-config={"dllm": {"strategy": "d2f"}}') as server:
         yield server
 
 
@@ -190,46 +187,6 @@ def test_half_of_a_surrogate_pair_is_refused(server: Server, half: dict[str, Any
     url, content = f"{server.url}/v1/completions", json.dumps(body)
     answer = httpx.post(url, content=content, headers=headers, timeout=60)
     assert answer.status_code == 400 and answer.json()["error"]["message"]
-
-
-def test_structured_output(server: Server) -> None:
-    """A schema by `response_format`, streamed and not, and a regular expression."""
-    schema = schema_case("answer")
-    form = {"type": "json_schema", "json_schema": {"name": "a", "strict": True}}
-    form["json_schema"]["schema"] = schema.spec
-    body = {"messages": MESSAGES, "max_tokens": 40, "temperature": 0, "response_format": form}
-    body["vllm_xargs"] = {"dllm_block_length": 8}
-    [choice] = server.post("chat/completions", body).json()["choices"]
-    assert schema.judge(choice["message"]["content"])
-    chunks = list(server.stream("chat/completions", body))
-    texts = [chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks]
-    assert "".join(texts) == choice["message"]["content"] and len([t for t in texts if t]) > 1
-    any_object = body | {"response_format": {"type": "json_object"}}
-    answer = server.post("chat/completions", any_object).json()["choices"][0]["message"]
-    assert isinstance(json.loads(answer["content"]), dict)
-    [answer] = server.complete(PROMPT, max_tokens=20, structured_outputs={"regex": "[xy]{3}z"})[
-        "choices"
-    ]
-    assert re.fullmatch("[xy]{3}z", answer["text"]) and answer["finish_reason"] == "stop"
-
-
-def test_tools(server: Server) -> None:
-    """A tool that is named, and one of several that is required; vLLM makes a structural tag."""
-    shapes = {"look": schema_case("range").spec, "stop": schema_case("empty").spec}
-    tools = [
-        {"type": "function", "function": {"name": name, "parameters": shape, "strict": True}}
-        for name, shape in shapes.items()
-    ]
-    named = {"type": "function", "function": {"name": "look"}}
-    for choice in (named, "required"):
-        body = {"messages": MESSAGES, "max_tokens": 130, "tools": tools, "tool_choice": choice}
-        response = server.post("chat/completions", body)
-        assert response.status_code == 200, response.text
-        message = response.json()["choices"][0]["message"]
-        for call in message["tool_calls"]:
-            arguments = json.loads(call["function"]["arguments"])
-            assert set(arguments) == set(shapes[call["function"]["name"]]["properties"])
-        assert message["tool_calls"]
 
 
 def test_wrong_requests_while_neighbours_finish(server: Server) -> None:
