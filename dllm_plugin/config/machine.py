@@ -68,8 +68,6 @@ def uncompiled(config: DecodeConfig, cannot: bool) -> Iterator[str]:
     """Yield why a step is not compiled; `cannot`: without a GPU, or where nothing is compiled."""
     if cannot:
         yield "needs a GPU and no enforce_eager"
-    if not config.method.compiles:
-        yield f"serves strategies that attend from block to block, not {config.strategy}"
     if config.dedicated_commit:
         # Each of their steps also decides the first token of the next block, which keeps state.
         yield (

@@ -73,7 +73,6 @@ class Method:
     canvas_by_default  (least positions, least whole blocks)
     tempered        whether a confidence is read after temperature and filters
     top_p_first     filters of greedy requests by top-p before top-k; vLLM filters by top-k first
-    compiles        whether the step around the logits may be compiled
     reads           options of a request that every policy reads
     refuses         features of vLLM that must be off: async_scheduling, full_graphs,
                     chunked_prefill, prefix_caching
@@ -101,7 +100,6 @@ class Method:
     canvas_by_default: tuple[int, int] = (0, 0)
     tempered: bool = True
     top_p_first: bool = False
-    compiles: bool = True
     reads: frozenset[str] = frozenset()
     refuses: frozenset[str] = frozenset()
 
@@ -175,7 +173,6 @@ semi_autoregressive = Method(
     scheduler="refresh",
     canvas_by_default=(256, 1),  # what one refresh computes behind the prompt
     tempered=False,  # LLaDA `generate.py`
-    compiles=False,
     reads=frozenset(
         {"steps", "logits_eos_inf", "confidence_eos_eot_inf", "cfg_scale", "suffix_window"}
     ),

@@ -1,7 +1,6 @@
 """Sample a denoising step where vLLM's runner calls its sampler: propose, unmask, commit, emit.
 
-Nothing waits for the device, except the choice of full attention's rows
-(:mod:`dllm_plugin.sampling.masked_rows`). Shape letters as in :mod:`dllm_plugin.decoding.plan`.
+Nothing waits for the device. Shape letters as in :mod:`dllm_plugin.decoding.plan`.
 """
 
 from types import SimpleNamespace
@@ -106,6 +105,7 @@ class DiffusionSampler:
     def remove_request(self, slot: int) -> None:
         """Forget a slot's request."""
         self.rules.remove_request(slot)
+        self.rows.forget(slot)
 
     def apply_staged_writes(self) -> None:
         """Bring staged parameters to the device."""
@@ -239,8 +239,7 @@ class DiffusionSampler:
         del held
 
     def compile(self, backend: str = BACKEND) -> None:
-        """Compile the part of a block-causal step that keeps no state but the canvases."""
-        assert isinstance(self.rows, CanvasRows)
+        """Compile the part of a step that keeps no state but the canvases."""
         self.rows.begin = compiled(self.rows.begin_step, backend)
         self.states.apply_staged_writes()
         self.rules.apply_staged_writes()
@@ -271,4 +270,6 @@ class DiffusionSampler:
             step.chunks, step.slots_np, step.num_rows, policies.want_ranking
         )
         self.rows.keep_carry_rows()
-        return self.decider.run(step, stats, policies, stateful)
+        decided = self.decider.run(step, stats, policies, stateful)
+        self.rows.keep_counts(step, decided.left_R)
+        return decided

@@ -209,6 +209,12 @@ class CanvasRows:
             module = move_rows if self.carry_NV.is_cuda else reference
             module.move_rows(logits_TV, from_R, self.carry_NV, slots_R, moved_R)
 
+    def keep_counts(self, step: StepRows, left_R: Tensor | None) -> None:
+        """Do nothing: every canvas position has a row, masked or not."""
+
+    def forget(self, slot: int) -> None:
+        """Do nothing: a carry row is written before it is read."""
+
     def _chunks(
         self, logits_TV: Tensor, batch: "InputBatch", slots_R: Tensor, planned: PlannedCanvases
     ) -> Iterator[RowChunk]:

@@ -41,6 +41,8 @@ class EmittedTokens(NamedTuple):
     emitted_R   int32, how many of them are emitted
     rejected_R  int32, by how much the request's computed positions fall back
     broken_R    int32, positions whose logits were NaN or infinite where a token was wanted
+    left_R      int32, positions that are still masked in blocks that go on, 0 in others; None where
+                nobody counts them
     """
 
     tokens_RC: Tensor
@@ -48,13 +50,14 @@ class EmittedTokens(NamedTuple):
     rejected_R: Tensor
     broken_R: Tensor
     logprobs: EmittedLogprobs | None
+    left_R: Tensor | None = None
 
 
 class StatefulInputs(NamedTuple):
     """Hold what features with state of their own need. A step that has any runs uncompiled.
 
-    They are bad words of several tokens, log-probabilities, grammars, watched requests, and
-    Fast-dLLM v2's first tokens: :meth:`Decider.stateful_inputs` is the one place that says so.
+    They are bad words of several tokens, log-probabilities, grammars, watched requests, templates,
+    and Fast-dLLM v2's first tokens: :meth:`Decider.stateful_inputs` is the one place that says so.
     """
 
     step: StepRows
@@ -92,6 +95,7 @@ class Decider:
         self.commit = method.commit
         self.edits = method.edits
         self.keeps_kv = method.keeps_kv
+        self.counts_masks = method.logits == "masked"
         self.num_positions = states.canvas_NC.shape[1]
         self.decide: Callable[..., EmittedTokens] = self.decide_step
         self.compiled_for: StepPolicies | None = None
@@ -115,6 +119,7 @@ class Decider:
             or self.first_tokens is not None
             or constraint is not None
             or self.watched.active
+            or self.states.templates.active
         )
         return StatefulInputs(step, logits_TV, num_reqs, constraint) if has_state else None
 
@@ -187,8 +192,7 @@ class Decider:
         # A stop token that was replaced is forgotten.
         saw_stop_R = (canvas.saw_stop_R & ~canvas.edits_R) | is_stop_RC.any(dim=1)
         emit_RC = (position_C + tail_R[:, None]).clamp_max(self.num_positions - 1)
-        wanted_RC = plan.candidates_RC | plan.editable_RC
-        broken_R = (stats.broken_T[source_RC] * wanted_RC).sum(dim=1, dtype=torch.int32)
+        broken_R = _count_broken(stats, source_RC, plan)
         logprobs = first = None
         if stateful is not None:
             logprobs, first = self._commit_stateful(stateful, outcome, tokens_RC, emit_RC, given_RC)
@@ -204,7 +208,14 @@ class Decider:
             self._rejected(outcome, drafts_R, seq_lens_R, refresh_R),
             broken_R,
             logprobs,
+            self._left(canvas, outcome, tokens_RC) if self.counts_masks else None,
         )
+
+    def _left(self, canvas: Canvas, outcome: StepOutcome, tokens_RC: Tensor) -> Tensor:
+        """Count what is still masked of the current blocks; nothing of those that are done."""
+        is_left_RC = (tokens_RC == self.states.config.mask_token_id) & (canvas.block_RC == 0)
+        is_left_RC = is_left_RC & ~outcome.refresh_R[:, None]
+        return is_left_RC.sum(dim=1, dtype=torch.int32)
 
     def _apply_policies(
         self,
@@ -258,3 +269,9 @@ class Decider:
             uncommitted_R = drafts_R - outcome.num_committed_R
             rejected_R = torch.where(outcome.refresh_R, rejected_R, uncommitted_R)
         return rejected_R.to(torch.int32)
+
+
+def _count_broken(stats: RowStats, source_RC: Tensor, plan: StepPlan) -> Tensor:
+    """Count positions whose logits were NaN or infinite where a token was wanted."""
+    wanted_RC = plan.candidates_RC | plan.editable_RC
+    return (stats.broken_T[source_RC] * wanted_RC).sum(dim=1, dtype=torch.int32)

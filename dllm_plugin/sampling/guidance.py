@@ -70,17 +70,16 @@ def context_rows(bounds_np: np.ndarray, unconditional: np.ndarray, first: np.nda
 class GuidedRows(NamedTuple):
     """Hold which rows of a step are guided, and how strongly.
 
-    guided_T bool, among the rows of the requests that decide; scale_G float32, of those
+    place_G int64, among the rows of the requests that decide; scale_G float32, of those
     """
 
-    guided_T: Tensor
+    place_G: Tensor
     scale_G: Tensor
 
     def combine(self, logits_TV: Tensor, num_rows: int) -> Tensor:
         """Return the guided logits of the `num_rows` first rows; unconditional rows follow them."""
         conditional_TV, unconditional_GV = logits_TV[:num_rows], logits_TV[num_rows:]
         scale_G1 = (self.scale_G + 1.0)[:, None].to(logits_TV.dtype)
-        difference_GV = conditional_TV[self.guided_T] - unconditional_GV
+        difference_GV = conditional_TV[self.place_G] - unconditional_GV
         guided_GV = unconditional_GV + scale_G1 * difference_GV
-        place_G = self.guided_T.nonzero().squeeze(1)
-        return torch.index_copy(conditional_TV, 0, place_G, guided_GV)
+        return torch.index_copy(conditional_TV, 0, self.place_G, guided_GV)

@@ -3,7 +3,8 @@
 Shape letters as in :mod:`dllm_plugin.decoding.plan`.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -11,31 +12,86 @@ from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from dllm_plugin.decoding.methods import PlanFunction
-from dllm_plugin.decoding.plan import StepPlan
+from dllm_plugin.decoding.plan import Canvas, StepPlan
+from dllm_plugin.sampling.compilation import allow_any_length
 from dllm_plugin.sampling.guidance import GuidedRows, context_rows, pair_requests
-from dllm_plugin.sampling.rows import RowChunk, StepRows
+from dllm_plugin.sampling.mask_counts import MaskCounts
+from dllm_plugin.sampling.rows import RowChunk, StepRows, StepTensors
 from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
 
+KNOWN_TO_HOST = 7  # columns of the first argument of `MaskedRows.begin_step`
+
+
+class PlannedBlocks(NamedTuple):
+    """Hold what is known of a step's blocks before its logits; fields as in StepRows.
+
+    place_RC  int64, canvas position of each masked position, counted within a request
+    row_RC    int64, the row of the batch that predicts it
+    """
+
+    index_R: Tensor
+    slots_R: Tensor
+    canvas: Canvas
+    remaining_R: Tensor
+    plan: StepPlan
+    source_RC: Tensor
+    drafts_R: Tensor
+    seq_lens_R: Tensor
+    refresh_R: Tensor
+    place_RC: Tensor
+    row_RC: Tensor
+
+
+class HostRows(NamedTuple):
+    """Hold the rows of a step as the host lays them out: as many as a request has masks at most.
+
+    index_np          places in the batch of the requests that decide
+    unconditional_np  places of what guides them, their own without guidance
+    starts_np         where their canvases start
+    request_T         whose row each is: place among the deciding requests
+    rank_T            its number within the request
+    known_RK          see :meth:`MaskedRows.begin_step`
+    first_row         row of the batch that predicts the first canvas position, of each canvas
+    """
+
+    index_np: np.ndarray
+    unconditional_np: np.ndarray
+    starts_np: np.ndarray
+    request_T: np.ndarray
+    rank_T: np.ndarray
+    known_RK: np.ndarray
+    first_row: np.ndarray
+
+
 class MaskedRows:
     """Find the rows of the masked positions of each current block: no other ones become logits.
 
-    How many they are is read from the device before the forward. That waits for nothing: the
-    scheduler has already waited for the step before, and only input preparation is queued.
+    The host does not know which they are, and how many only at most. Rows that it counted and
+    nobody needs serve position 0; nothing reads what they propose.
     """
 
     def __init__(
-        self, states: CanvasStates, dtype: torch.dtype, width: int, plan: PlanFunction
+        self,
+        states: CanvasStates,
+        dtype: torch.dtype,
+        width: int,
+        plan: PlanFunction,
+        steps_in_flight: int = 0,
     ) -> None:
         """Take the arguments of CanvasRows; no logits are kept here."""
         self.states = states
         self.plan = plan
+        self.begin: Callable[[Tensor], PlannedBlocks] = self.begin_step
+        num_slots, self.num_positions = states.canvas_NC.shape
+        self.counts = MaskCounts(num_slots, steps_in_flight)
         self.shift = int(states.config.family.logits_shift)
         self._step: StepRows | None = None
         self._guided: GuidedRows | None = None
+        self._starts_np = np.zeros(0, dtype=np.int64)
 
     def choose(self, batch: "InputBatch", mixed: bool) -> None:
         """Ask for the rows of this step; with guidance, for those of unconditional requests, too.
@@ -43,74 +99,148 @@ class MaskedRows:
         The rows of unconditional requests stand after all others.
 
         Args:
-            mixed: requests of the step differ in how their rows are read: whose they are is read
-                from the device, too.
+            mixed: requests of the step differ in how their rows are read.
         """
         self._step = self._guided = None
         canvases = count_canvases(batch)
         if not canvases:
             return
-        states = self.states
-        is_guided = states.requests.uses("cfg_scale", batch.idx_mapping_np[:canvases])
-        index_np = unconditional_np = np.arange(canvases)
-        if is_guided:
-            index_np, unconditional_np = pair_requests(batch.req_ids[:canvases])
-        refresh_np = self._next_refresh(batch, index_np)
-        known = [index_np, unconditional_np, *([] if refresh_np is None else [refresh_np])]
-        index_R, unconditional_R, *refresh = async_tensor_h2d(np.stack(known), device=states.device)
-        slots_R = batch.idx_mapping[index_R]
-        drafts_R = batch.cu_num_logits[: canvases + 1].diff().to(torch.int64)
-        canvas_drafts_R = drafts_R[index_R]
-        canvas, remaining_R = states.view(slots_R, canvas_drafts_R)
-        plan = self.plan(canvas, states.config.mask_token_id)
-        request_T, place_T = plan.candidates_RC.nonzero(as_tuple=True)
-        ends = batch.query_start_loc[1 : canvases + 1].to(torch.int64)
-        first_row = ends - drafts_R - self.shift
-        rows = [first_row[index_R][request_T] + place_T]
-        if is_guided:
-            scale_T = states.requests.number("cfg_scale", slots_R)[request_T]
-            guided_T = scale_T > 0
-            rows.append((first_row[unconditional_R][request_T] + place_T)[guided_T])
-            self._guided = GuidedRows(guided_T, scale_T[guided_T])
-            self._hide_context(batch, unconditional_np[unconditional_np != index_np])
-        batch.logits_indices = torch.cat(rows)
-        # Positions without a row of their own share one after the last.
-        num_rows = len(request_T)
-        source_RC = torch.full_like(canvas.block_RC, num_rows)
-        source_RC[request_T, place_T] = torch.arange(num_rows, device=states.device)
-        chunk = self._without_logits(slots_R[request_T], place_T)
-        if mixed:
-            chunk = chunk._replace(owner_np=request_T.cpu().numpy())
+        rows = self._lay_out(batch, canvases)
+        request_T, index_np = rows.request_T, rows.index_np
+        slots_np = batch.idx_mapping_np[index_np]
+        num_known, num_rows = rows.known_RK.size, len(request_T)
+        flat_T = request_T * self.num_positions + rows.rank_T
+        packed = np.concatenate([rows.known_RK.ravel(), flat_T, slots_np[request_T]])
+        on_device = async_tensor_h2d(packed, device=self.states.device)
+        known_RK = on_device[:num_known].view(rows.known_RK.shape)
+        flat, slot_T = on_device[num_known:].view(2, num_rows)
+        planned = self.begin(known_RK)
+        place_T, row_T = planned.place_RC.flatten()[flat], planned.row_RC.flatten()[flat]
+        batch.logits_indices = row_T
+        if self.states.requests.uses("cfg_scale", slots_np):
+            batch.logits_indices = self._guide(batch, rows, slots_np, row_T)
+        self._starts_np = rows.starts_np
         self._step = StepRows(
-            index_R,
+            planned.index_R,
             index_np,
-            slots_R,
-            batch.idx_mapping_np[index_np],
+            planned.slots_R,
+            slots_np,
+            planned.canvas,
+            planned.remaining_R,
+            planned.plan,
+            planned.source_RC,
+            num_rows + 1,
+            [self._without_logits(slot_T, place_T, request_T if mixed else None)],
+            planned.drafts_R,
+            planned.seq_lens_R,
+            refresh_R=planned.refresh_R,
+        )
+
+    def _lay_out(self, batch: "InputBatch", canvases: int) -> HostRows:
+        """Count rows, each request's behind those of the one before it."""
+        assert batch.num_draft_tokens_per_req is not None
+        states, drafts = self.states, batch.num_draft_tokens_per_req[:canvases].astype(np.int64)
+        index = unconditional = np.arange(canvases)
+        if states.requests.uses("cfg_scale", batch.idx_mapping_np[:canvases]):
+            index, unconditional = pair_requests(batch.req_ids[:canvases])
+        bounds = batch.query_start_loc_np[: canvases + 1].astype(np.int64)
+        first_row = bounds[1:] - drafts - self.shift
+        queries, slots = np.diff(bounds), batch.idx_mapping_np[index]
+        starts = (batch.num_computed_tokens_np[:canvases] + queries - drafts)[index]
+        refresh = np.zeros_like(starts)
+        if not states.requests.refresh_all(slots):
+            refresh = states.next_refresh_np(slots, starts)
+        sizes = np.minimum(states.requests.block_length.np[slots], drafts[index])
+        most = self.counts.most(slots, starts, sizes)
+        offset = np.cumsum(most) - most
+        request = np.repeat(np.arange(len(index)), most)
+        number = np.full_like(offset, len(request))
+        places = (first_row[index], offset, number)
+        known = np.stack([index, slots, drafts[index], refresh, *places], axis=1)
+        rank = np.arange(len(request)) - offset[request]
+        return HostRows(index, unconditional, starts, request, rank, known, first_row)
+
+    def begin_step(self, known_RK: Tensor) -> PlannedBlocks:
+        """View and plan blocks, and number their masked positions.
+
+        Args:
+            known_RK: what the host knows, int64: place in the batch, slot, canvas positions of this
+                forward, where the refresh behind this block starts, row of the batch that predicts
+                the first position, number of the request's first row, and number of all rows.
+        """
+        index_R, slots_R, drafts_R, refresh_R, *numbers = known_RK.unbind(1)
+        first_row_R, offset_R, number_R = numbers
+        canvas, remaining_R = self.states.view(slots_R, drafts_R)
+        plan = self.plan(canvas, self.states.config.mask_token_id)
+        candidates_RC = plan.candidates_RC
+        rank_RC = candidates_RC.cumsum(dim=1) - 1
+        # Positions without a row of their own share one after the last.
+        source_RC = torch.where(candidates_RC, offset_R[:, None] + rank_RC, number_R[:, None])
+        position_RC = torch.arange(self.num_positions, device=slots_R.device).expand_as(rank_RC)
+        place_RC = torch.zeros_like(torch.nn.functional.pad(rank_RC, (0, 1)))
+        into_RC = torch.where(candidates_RC, rank_RC, self.num_positions)
+        place_RC = place_RC.scatter(1, into_RC, position_RC)[:, : self.num_positions]
+        return PlannedBlocks(
+            index_R.clone(),
+            slots_R.clone(),
             canvas,
             remaining_R,
             plan,
             source_RC,
-            num_rows + 1,
-            [chunk],
-            canvas_drafts_R,
-            batch.seq_lens[index_R],
-            refresh_R=refresh[0] if refresh else None,
+            drafts_R.clone(),
+            self.states.start_N[slots_R] + drafts_R,
+            refresh_R.clone(),
+            place_RC.contiguous(),
+            (first_row_R[:, None] + place_RC).clamp_min(0),
         )
 
-    def _next_refresh(self, batch: "InputBatch", index: np.ndarray) -> np.ndarray | None:
-        """Return where refreshes start once the current blocks are done; None: all at 0."""
-        slots, drafts = batch.idx_mapping_np[index], batch.num_draft_tokens_per_req
-        if drafts is None or self.states.requests.refresh_all(slots):
-            return None
-        queries = np.diff(batch.query_start_loc_np)[index]
-        starts = batch.num_computed_tokens_np[index].astype(np.int64) + queries - drafts[index]
-        return self.states.next_refresh_np(slots, starts)
+    def example(self, count: int) -> StepTensors:
+        """Make up a step of some slots, with tensors as `choose` makes them."""
+        known = np.zeros((count, KNOWN_TO_HOST), dtype=np.int64)
+        known[:, 1] = np.arange(count) % len(self.states.open_N)
+        known[:, 2] = self.states.config.block_length
+        known_RK = async_tensor_h2d(known.ravel(), device=self.states.device).view(known.shape)
+        allow_any_length(known_RK)
+        planned = self.begin(known_RK)
+        return StepTensors(
+            planned.slots_R,
+            planned.canvas,
+            planned.plan,
+            planned.source_RC,
+            planned.remaining_R,
+            planned.drafts_R,
+            planned.seq_lens_R,
+            planned.refresh_R,
+        )
 
-    def _without_logits(self, slot_T: Tensor, place_T: Tensor) -> RowChunk:
+    def keep_counts(self, step: StepRows, left_R: Tensor | None) -> None:
+        """Note how many masks the step has left in each block."""
+        assert left_R is not None
+        self.counts.record(step.slots_np, self._starts_np, left_R)
+
+    def _guide(
+        self, batch: "InputBatch", rows: HostRows, slots_np: np.ndarray, row_T: Tensor
+    ) -> Tensor:
+        """Return the rows of the step with those of unconditional requests behind them."""
+        scales = self.states.requests.users("cfg_scale", slots_np)
+        place_G = np.flatnonzero(scales[rows.request_T])
+        request_G = rows.request_T[place_G]
+        behind = rows.first_row[rows.unconditional_np] - rows.first_row[rows.index_np]
+        packed = np.stack([place_G, behind[request_G], slots_np[request_G]])
+        place, behind_G, slot_G = async_tensor_h2d(packed, device=row_T.device)
+        self._guided = GuidedRows(place, self.states.requests.number("cfg_scale", slot_G))
+        hidden = rows.unconditional_np[rows.unconditional_np != rows.index_np]
+        self._hide_context(batch, hidden)
+        return torch.cat([row_T, row_T[place] + behind_G])
+
+    def _without_logits(
+        self, slot_T: Tensor, place_T: Tensor, owner_np: np.ndarray | None
+    ) -> RowChunk:
         """Return the rows of a step as one chunk that `read` gives its logits."""
         rows_T = torch.arange(len(slot_T), device=slot_T.device)
         nothing_T0 = self.states.canvas_NC.new_empty(len(slot_T), 0)
-        return RowChunk(rows_T, nothing_T0, None, slot_T, place_T.to(torch.int32), 0)
+        places = (slot_T, place_T.to(torch.int32))
+        return RowChunk(rows_T, nothing_T0, None, *places, 0, None, owner_np)
 
     def _hide_context(self, batch: "InputBatch", unconditional: np.ndarray) -> None:
         """Put masks into unconditional requests where the conditional ones have their context."""
@@ -121,9 +251,12 @@ class MaskedRows:
         slots = batch.idx_mapping_np[unconditional]
         first = self.states.bounds_np(slots, starts.astype(np.int64)).first
         rows = context_rows(bounds_np, unconditional, first)
-        batch.input_ids[torch.from_numpy(rows).to(self.states.device)] = (
-            self.states.config.mask_token_id
-        )
+        rows_T = async_tensor_h2d(rows, device=self.states.device)
+        batch.input_ids.index_fill_(0, rows_T, self.states.config.mask_token_id)
+
+    def forget(self, slot: int) -> None:
+        """Forget what is known of a slot's request."""
+        self.counts.forget(slot)
 
     def read(self, logits_TV: Tensor, batch: "InputBatch") -> StepRows | None:
         """Return the rows that `choose` asked for; None if there were none."""

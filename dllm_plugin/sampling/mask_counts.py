@@ -1,0 +1,76 @@
+"""Know on the host how many masked positions a block has at most, without waiting for the device.
+
+Shape letters as in :mod:`dllm_plugin.decoding.plan`; N slots.
+"""
+
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+NO_SLOT = -1
+
+
+class CopiedCounts(NamedTuple):
+    """Hold what a step left, on its way to the host.
+
+    slots_np   slots of its requests; NO_SLOT where the request is gone
+    starts_np  where the host took their canvases to start
+    left_R     masked positions of their current blocks behind the step; 0 where those are done
+    event      when the copy has arrived; None on CPUs, where it is no copy
+    """
+
+    slots_np: np.ndarray
+    starts_np: np.ndarray
+    left_R: Tensor
+    event: torch.cuda.Event | None
+
+
+class MaskCounts:
+    """Remember what the last steps left, by slot.
+
+    A step whose result the scheduler has not seen yet is not waited for: masks only become fewer.
+    How many steps that is must not depend on time, because all ranks count the same rows.
+    """
+
+    def __init__(self, num_slots: int, steps_in_flight: int) -> None:
+        """Make the tables; `steps_in_flight`: steps that may be queued behind the last known."""
+        self.steps_in_flight = steps_in_flight
+        self.left_N = np.zeros(num_slots, dtype=np.int64)
+        self.start_N = np.zeros(num_slots, dtype=np.int64)
+        self._copied: deque[CopiedCounts] = deque()
+
+    def record(self, slots_np: np.ndarray, starts_np: np.ndarray, left_R: Tensor) -> None:
+        """Start the copy of what a step left."""
+        event = None
+        if left_R.is_cuda:
+            left_R = left_R.to("cpu", non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        self._copied.append(CopiedCounts(slots_np.copy(), starts_np, left_R, event))
+
+    def forget(self, slot: int) -> None:
+        """Forget a slot, whose request is another one from now on."""
+        self.left_N[slot] = 0
+        for copied in self._copied:
+            copied.slots_np[copied.slots_np == slot] = NO_SLOT
+
+    def most(self, slots_np: np.ndarray, starts_np: np.ndarray, sizes_np: np.ndarray) -> np.ndarray:
+        """Return how many masks the blocks that start there have at most; one at least.
+
+        Args:
+            sizes_np: positions of these blocks, the answer where no step of a block is known.
+        """
+        while len(self._copied) > self.steps_in_flight:
+            copied = self._copied.popleft()
+            if copied.event is not None:
+                copied.event.synchronize()  # the scheduler has seen this step's result
+            known = copied.slots_np != NO_SLOT
+            slots = copied.slots_np[known]
+            self.left_N[slots] = copied.left_R.numpy()[known]
+            self.start_N[slots] = copied.starts_np[known]
+        left = self.left_N[slots_np]
+        is_known = (left > 0) & (self.start_N[slots_np] == starts_np)
+        return np.maximum(np.where(is_known, left, sizes_np), 1)

@@ -1,0 +1,43 @@
+"""The compiled step of full attention: the recorded text, and nothing compiled late."""
+
+from typing import Any
+
+import pytest
+import torch
+from engines import EngineRoom, generate
+from full_goldens import CANVAS, cases_of
+from full_jobs import Decoder, every_decoder
+from mixed import Counted, fresh_compiler
+from test_full_goldens import check, wish_for
+
+
+def sampler_of(llm: Any) -> Any:
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    return worker.model_runner.sampler
+
+
+@every_decoder
+@pytest.mark.parametrize("policy", ["threshold", "low_confidence"])
+def test_compiled_steps_take_the_same_decisions(
+    decoder: Decoder, policy: str, room: EngineRoom
+) -> None:
+    """Traced and not translated, which takes minutes here; tests/gpu runs real code."""
+    family, strategy = decoder
+    cases = [c for c in cases_of(*decoder) if not c.is_random and c.numbers()["policy"] == policy]
+    if not cases:
+        pytest.skip(f"no reference of {family} {strategy} was recorded with {policy}")
+    dllm = {"strategy": strategy, "canvas_length": CANVAS, "policy": policy}
+    llm = room.start(family, dllm, max_num_seqs=16)
+    sampler = sampler_of(llm)
+    uncompiled = sampler.rows.begin, sampler.decider.decide
+    with fresh_compiler():
+        with torch.inference_mode():
+            sampler.compile("eager")
+        sampler.decider.decide = counted = Counted(sampler.decider.decide)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            outputs = generate(llm, [c.prompt for c in cases], [wish_for(c) for c in cases])
+    sampler.rows.begin, sampler.decider.decide = uncompiled
+    sampler.decider.compiled_for = None
+    for case, output in zip(cases, outputs, strict=True):
+        check(case, output)
+    assert sum(counted.sizes) == sum(case.record["num_forwards"] for case in cases)
