@@ -71,7 +71,7 @@ def cascade_min_requests(vllm_config: VllmConfig, flash_version: int | None) -> 
     heads, kv_heads = model.get_num_attention_heads(parallel), model.get_num_kv_heads(parallel)
     blocks = config.canvas_length // config.block_length
     reads_saved = blocks - 1 - config.canvas_length / POSITIONS_PER_READ
-    unsupported = config.dedicated_commit or config.method.floats
+    unsupported = config.dedicated_commit or config.method.floats or config.method.full_attention
     unsupported |= model.get_sliding_window() is not None
     if unsupported or reads_saved <= 0 or heads > MAX_HEADS_PER_KV_HEAD * kv_heads:
         return None

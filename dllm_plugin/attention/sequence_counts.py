@@ -10,8 +10,11 @@ from dllm_plugin.config.decode import DecodeConfig
 def sequences_per_canvas(config: DecodeConfig) -> int:
     """Return how many sequences a canvas has in a CUDA graph.
 
-    There is one per block slot, and one for the positions behind the last block slot.
+    There is one per block slot, and one for the positions behind the last block slot. Under full
+    attention all positions see the same keys.
     """
+    if config.method.full_attention:
+        return 1
     return config.block_slots + 1
 
 

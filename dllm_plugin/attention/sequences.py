@@ -14,10 +14,10 @@ Learned from experience:
   captured temporary tensors replays whatever their memory holds later
   (benchmarks/reports/attention.md: what looked like a fault of FlashAttention 3 was this).
 - A full CUDA graph has one query length for all requests: the canvas, or one block where many
-  requests compute a single block each (`commit_alone_from`). The number of sequences per request is
-  the same for both. Only this module knows the difference
-  (:meth:`AttentionSequences.captured`); the rest of a step reads the number of computed positions
-  from the batch, as in eager steps.
+  requests compute a single block each (`commit_alone_from`, and full attention between its
+  refreshes). The number of sequences per request is the same for both. Only this module knows the
+  difference (:meth:`AttentionSequences.captured`); the rest of a step reads the number of computed
+  positions from the batch, as in eager steps.
 
 Shape letters: R requests, B sequences.
 """
@@ -211,6 +211,10 @@ class AttentionSequences:
         if layout != self.layout:
             self._lay_out(length, block_lengths, padded)
             self.layout = layout
+        if self.states.config.method.full_attention:
+            # Keys reach to the end of the canvas, which the block draws near step by step.
+            unseen = batch_sequences(batch, self.states).unseen_B.astype(np.int32)[:, None]
+            self.unseen_RS = async_tensor_h2d(unseen, device=self.states.device)
         count = padded * self.sequences_per_request
         keys_RS = self.seq_lens[: self.unseen_RS.numel()].view_as(self.unseen_RS)
         torch.sub(batch.seq_lens[:canvases, None], self.unseen_RS, out=keys_RS)
@@ -227,7 +231,11 @@ class AttentionSequences:
     def _lay_out(self, length: int, block_lengths: np.ndarray, padded: int) -> None:
         """Write where sequences begin, for requests that compute `length` positions each."""
         num_reqs, slots = len(block_lengths), self.sequences_per_request
-        stops = canvas_segments(np.full(num_reqs, length), block_lengths, slots - 1)
+        whole = np.full(num_reqs, length)
+        if self.states.config.method.full_attention:
+            stops = whole[:, None]
+        else:
+            stops = canvas_segments(whole, block_lengths, slots - 1)
         starts = np.full(padded * slots + 1, length * num_reqs, dtype=np.int32)
         starts[0] = 0
         starts[1 : stops.size + 1] = (stops + length * np.arange(num_reqs)[:, None]).ravel()

@@ -186,7 +186,12 @@ prefix_cache = replace(
     keeps_kv=True,
     reads=semi_autoregressive.reads - {"cfg_scale"} | OF_REFRESHES,
 )
-dual_cache = replace(prefix_cache, strategy=DUAL_CACHE, span=span_dual_cache)
+dual_cache = replace(
+    prefix_cache,
+    strategy=DUAL_CACHE,
+    span=span_dual_cache,
+    refuses=prefix_cache.refuses - {"full_graphs"},
+)
 DREAM_READS = frozenset({"steps", "top_p", "top_k", "suffix_window"})
 dream_loop = replace(
     semi_autoregressive,

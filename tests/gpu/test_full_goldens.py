@@ -1,4 +1,4 @@
-"""Full-attention decodes on a GPU: fp32, Triton attention, piecewise CUDA graphs and eager."""
+"""Full-attention decodes on a GPU: fp32, Triton attention, CUDA graphs and eager."""
 
 import pytest
 import recorded
@@ -9,3 +9,17 @@ from full_goldens import FILES
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
 def test_tokens_and_forwards_equal_the_reference(family, strategy, eager):
     recorded.check_full(family, strategy, enforce_eager=eager)
+
+
+KINDS = {
+    "blocks of 16": {},
+    "uncompiled": {"compile_step": False},
+    "schedule": {"policy": "low_confidence"},
+}
+
+
+@pytest.mark.parametrize("family", ["llada", "dream"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_in_full_graphs(family, kind):
+    """Blocks of the engine's length, by default 32, have full graphs; others piecewise ones."""
+    recorded.check_full(family, "dual_cache", {"block_length": 16} | KINDS[kind])

@@ -122,6 +122,33 @@ def test_sequences_that_are_laid_out_once_fit_every_step() -> None:
             attention.captured(loop.batch(runs[:1], [length], []), ())
 
 
+def test_blocks_in_full_graphs_see_the_whole_canvas() -> None:
+    """Full attention, with canvases that began at different times and windows of their own."""
+    dice, options = random.Random(4), {"block_length": 4, "canvas_length": 12}
+    loop = Loop({"strategy": "dual_cache"} | options, max_model_len=256)
+    attention = AttentionSequences(loop.states, 8, 96)
+    for prompt in range(1, 9):
+        window = {"dllm_suffix_window": dice.randint(0, 9)} if prompt % 2 else {}
+        loop.start([1] * prompt, Hashed(prompt), sampling(40, None, **window), f"request-{prompt}")
+    seen = set()
+    for _ in range(30):
+        runs = dice.sample(loop.running, dice.randint(1, 8))
+        batch = loop.batch(runs, [4] * len(runs), [])
+        padded = batch.num_reqs_after_padding = dice.randint(len(runs), 8)
+        slots = batch.idx_mapping_np[: len(runs)]
+        start = loop.states.requests.prompt_len_np[slots] + 4 * dice.randint(0, 2)
+        batch.num_computed_tokens_np = start
+        batch.seq_lens = torch.from_numpy(start + 4)
+        captured, listed = attention.captured(batch, ()), batch_sequences(batch, loop.states)
+        lengths = captured.query_start_loc.diff().tolist()
+        assert lengths == [4] * len(runs) + [0] * (padded - len(runs))
+        stop = loop.states.bounds_np(slots, start).stop.tolist()
+        assert captured.seq_lens.tolist() == stop + [0] * (padded - len(runs))
+        assert (start + 4 - listed.unseen_B).tolist() == stop
+        seen.update((stop - start).tolist())
+    assert len(seen) > 3
+
+
 PADDING = 3
 
 
