@@ -17,17 +17,14 @@ from typing import Any
 from dllm_plugin import default_model
 from dllm_plugin.commands.eval.command import start
 from dllm_plugin.commands.offline import conversation, num_forwards, stop_engine
-from dllm_plugin.commands.problems.generator import eval_seeds, extract_answer, problem
+from dllm_plugin.commands.problems.generator import (
+    ANSWER_SCHEMA,
+    ask_in_json,
+    eval_seeds,
+    extract_answer,
+    problem,
+)
 
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "steps": {"type": "array", "items": {"type": "string"}},
-        "answer": {"type": "integer"},
-    },
-    "required": ["steps", "answer"],
-    "additionalProperties": False,
-}
 OWN_FORM = r"([^\n#{}]+\n){1,6}#### -?[0-9]{1,6}"  # what the model was trained to answer
 MAX_TOKENS = 160
 
@@ -58,13 +55,16 @@ def from_own_form(text: str) -> int | None:
     return extract_answer(text)
 
 
-def measure(llm: Any, problems: list[Any], grammar: dict[str, Any] | None, read: Any) -> Any:
+def measure(
+    llm: Any, problems: list[Any], grammar: dict[str, Any] | None, read: Any, **options: Any
+) -> Any:
     """Decode all problems in one batch; return a row of the table."""
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
     asked = None if grammar is None else StructuredOutputsParams(**grammar)
-    params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, structured_outputs=asked)
+    options |= {"temperature": 0.0, "max_tokens": MAX_TOKENS, "structured_outputs": asked}
+    params = SamplingParams(**options)
     counts = llm.llm_engine.engine_core.engine_core.scheduler.grammar_counts
     before = dict(vars(counts))
     began = time.perf_counter()
@@ -78,7 +78,7 @@ def measure(llm: Any, problems: list[Any], grammar: dict[str, Any] | None, read:
         try:
             right += read(output.outputs[0].text) == one.result
             valid += 1
-        except ValueError:
+        except (ValueError, KeyError, TypeError):  # no JSON, or none of this schema
             continue
     return {
         "accuracy": right / len(problems),
@@ -132,11 +132,16 @@ def main() -> None:
     problems = [problem(seed) for seed in eval_seeds(limit)]
     dllm = {"strategy": "d2f", "lora_path": default_model.adapter_path(), "threshold": 0.9}
     llm = start(dllm, "float32")
-    measure(llm, problems[:4], {"json": SCHEMA}, from_json)  # compiles the grammar
+    asked, schema = [ask_in_json(one) for one in problems], {"json": ANSWER_SCHEMA}
+    measure(llm, problems[:4], schema, from_json)  # compiles the grammar
     rows = {
         "free text": measure(llm, problems, None, extract_answer),
         "its own form as a regex": measure(llm, problems, {"regex": OWN_FORM}, from_own_form),
-        "JSON": measure(llm, problems, {"json": SCHEMA}, from_json),
+        "JSON, no grammar": measure(llm, asked, None, from_json),
+        "JSON": measure(llm, asked, schema, from_json),
+        # Who asks for log-probabilities has every token chosen.
+        "JSON, no forced text": measure(llm, asked, schema, from_json, logprobs=1),
+        "JSON, not asked for": measure(llm, problems, schema, from_json),
     }
     small = [{"json": schema} for schema in eight_schemas()]
     for grammar in small:  # compiles them

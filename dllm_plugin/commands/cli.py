@@ -112,6 +112,9 @@ def _add_eval(commands: Any) -> None:
     )
     parser.add_argument("--dtype", default="auto", help="as in vLLM")
     parser.add_argument(
+        "--json", action="store_true", help="ask for answers in JSON, held to a schema"
+    )
+    parser.add_argument(
         "--schedule", metavar="WIDTHS", help="score windows of these widths: 32,16,8,4,2"
     )
     parser.add_argument("--model", help="with --schedule, folder or hub name")
@@ -281,6 +284,8 @@ def _run_eval(args: argparse.Namespace) -> int:
     from dllm_plugin.commands.eval import command as eval_command
     from dllm_plugin.commands.eval import every_policy, schedules
 
+    if args.json and (args.all or args.schedule is not None):
+        raise ValueError("--json is for the two ways of decoding: leave --all and --schedule out")
     if args.output is not None and not args.all:
         raise ValueError("--output is where --all writes: add --all")
     if args.schedule is not None:
@@ -294,7 +299,7 @@ def _run_eval(args: argparse.Namespace) -> int:
             raise ValueError(f"--{name.replace('_', '-')} needs --schedule")
     if args.all:
         return every_policy.run(args.limit, args.dtype, args.output, args.verbose)
-    return eval_command.run(args.limit, args.dtype, args.verbose)
+    return eval_command.run(args.limit, args.dtype, args.verbose, args.json)
 
 
 if __name__ == "__main__":

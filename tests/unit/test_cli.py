@@ -62,8 +62,8 @@ OPTIONS = {
         [*DECODE, "--acceptance", "--context", "--dtype", "--help", "--requests", "--step-ms", "-h"]
     ),
     "eval": sorted(
-        [*DECODE, "--all", "--dtype", "--help", "--limit", "--model", "--output", "--questions"]
-        + ["--schedule", "--verbose", "-h", "-v"]
+        [*DECODE, "--all", "--dtype", "--help", "--json", "--limit", "--model", "--output"]
+        + ["--questions", "--schedule", "--verbose", "-h", "-v"]
     ),
     "generate": sorted(
         [*DECODE, *ENGINE, "--chat", "--help", "--max-tokens", "--raw", "--seed", "--temperature"]
@@ -128,6 +128,7 @@ def test_options_are_frozen() -> None:
         (["eval", "--schedule", "8,x"], "--schedule must be widths"),
         (["eval", "--schedule", "8", "--all"], "--all has policies of its own"),
         (["eval", "--schedule", "8", "--questions", "/no/such/file"], "No such file or directory"),
+        (["eval", "--schedule", "8", "--json"], "leave --all and --schedule out"),
         (["eval", "--output", "."], "--output is where --all writes: add --all"),
         (["eval", "--schedule", "8", "--output", "."], "--output is where --all writes: add --all"),
         (["eval", "--all", "--output", "/no/such/folder"], "/no/such/folder is not a folder"),

@@ -15,7 +15,7 @@ from dllm_plugin.commands.offline import (
     start_engine,
     stop_engine,
 )
-from dllm_plugin.commands.problems.generator import eval_seeds, problem
+from dllm_plugin.commands.problems.generator import ANSWER_SCHEMA, ask_in_json, eval_seeds, problem
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -61,16 +61,22 @@ def ways() -> dict[str, dict[str, Any]]:
     }
 
 
-def run(limit: int | None, dtype: str, verbose: bool) -> int:
-    """Decode `limit` problems in both ways; print a table and one JSON line."""
+def run(limit: int | None, dtype: str, verbose: bool, in_json: bool = False) -> int:
+    """Decode `limit` problems in both ways; print a table and one JSON line.
+
+    With `in_json` the questions ask for JSON, and a schema holds the answers to it.
+    """
     from dllm_plugin.commands.phases import screen
 
     problems = [problem(seed) for seed in eval_seeds(limit or LIMIT)]
+    if in_json:
+        problems = [ask_in_json(one) for one in problems]
+    schema = ANSWER_SCHEMA if in_json else None
     scores = {}
     for name, dllm in ways().items():
         with screen(verbose) as shown:
             llm = start(dllm, dtype, shown.log)
-            scores[name] = decode(llm, problems, MAX_TOKENS, shown.bar(name))
+            scores[name] = decode(llm, problems, MAX_TOKENS, shown.bar(name), schema=schema)
             stop_engine(llm)
     print(f"{'':<20} {'accuracy':>9} {'tokens/forward':>15} {'positions/token':>16} {'seconds':>8}")
     for name, score in scores.items():
@@ -79,9 +85,8 @@ def run(limit: int | None, dtype: str, verbose: bool) -> int:
             f"{score.positions_per_token:>16.1f} {score.seconds:>8.1f}"
         )
     rows = {name: score._asdict() for name, score in scores.items()}
-    print(
-        json.dumps({"benchmark": "eval", "problems": len(problems), "dtype": dtype, "rows": rows})
-    )
+    record = {"benchmark": "eval", "problems": len(problems), "dtype": dtype, "json": in_json}
+    print(json.dumps(record | {"rows": rows}))
     return 0
 
 
@@ -102,13 +107,20 @@ def decode(
     max_tokens: int,
     bar: "Callable[..., tqdm[Any]] | bool",
     extra_args: dict[str, Any] | None = None,
+    schema: dict[str, Any] | None = None,
 ) -> Score:
-    """Answer all problems in one batch; `bar` is vLLM's `use_tqdm`."""
+    """Answer all problems in one batch, held to `schema`; `bar` is vLLM's `use_tqdm`."""
     from vllm import RequestOutput, SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
 
     sampling = [
-        # Some policies sample, so each request has a seed.
-        SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=i, extra_args=extra_args)
+        SamplingParams(
+            max_tokens=max_tokens,
+            temperature=0.0,
+            seed=i,  # some policies sample
+            extra_args=extra_args,
+            structured_outputs=None if schema is None else StructuredOutputsParams(json=schema),
+        )
         for i in range(len(problems))
     ]
     llm.enqueue_chat([conversation(p.question) for p in problems], sampling, use_tqdm=False)
