@@ -13,7 +13,7 @@ import torch
 from engines import CHECKPOINTS
 from forked import PYTHON
 from omni_models import Reference, autoregressive, pipeline
-from omni_server import serving
+from omni_server import DIFFUPLUG, serving
 from processes import START_SECONDS, Server, end, environment, spawn
 
 from dllm_plugin.omni import hidden_state_args, pipeline_args
@@ -113,8 +113,9 @@ def test_images_over_http(tmp_path: Path) -> None:
 
     folder = pipeline(tmp_path)
     pipe = DiffusionPipeline.from_pretrained(folder)
-    options = {"dtype": "float32", "max_model_len": 2048} | pipeline_args()
-    with serving(folder, tmp_path / "log", *flags(options)) as server:
+    options = {"dtype": "float32", "max_model_len": 2048, "api_key": "secret"} | pipeline_args()
+    key = {"Authorization": "Bearer secret"}
+    with serving(folder, tmp_path / "log", *flags(options), program=DIFFUPLUG) as server:
         request = {"prompt": "a cat", "num_inference_steps": 2, "width": 16, "height": 16}
         data = [request | {"seed": 1}, request | {"seed": 2, "num_images_per_prompt": 2}]
         url = f"{server.url}/pooling"
@@ -137,5 +138,7 @@ def test_images_over_http(tmp_path: Path) -> None:
         ):
             refused = httpx.post(url, json={"model": "tiny", "data": bad}, timeout=60)
             assert refused.status_code == 400 and sentence in json.dumps(refused.json())
-        again = httpx.post(url, json={"model": "tiny", "data": data}, timeout=60)
+        url, body = f"{server.url}/v1/pooling", {"model": "tiny", "data": data}
+        assert httpx.post(url, json=body, timeout=60).status_code == 401
+        again = httpx.post(url, json=body, timeout=60, headers=key)
         assert again.json()["data"] == answer.json()["data"]

@@ -30,7 +30,7 @@ def test_command(page: str, line: str) -> None:
     if program == "python":  # an engine test runs it
         assert (ROOT / arguments[0]).is_file()
         return
-    if program == "vllm":
+    if program == "vllm" or "--config-format" in arguments:
         serve_with_omni(arguments)
         return
     assert program == "diffuplug", f"{page}: no rule to check {line!r}"

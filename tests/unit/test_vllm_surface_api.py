@@ -12,6 +12,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.plugins import ENDPOINT_PLUGINS_GROUP
 from vllm.plugins.endpoint_plugins.interface import EndpointPlugin as Interface
 
+from dllm_plugin.api.images import ImagesPlugin
 from dllm_plugin.api.plugin import EndpointPlugin
 
 IMPORTS = """
@@ -22,6 +23,7 @@ vllm.entrypoints.openai.completion: api_router
 vllm.entrypoints.openai.completion.protocol: CompletionRequest CompletionResponse
 vllm.entrypoints.openai.completion.protocol: CompletionResponseChoice
 vllm.entrypoints.openai.completion.serving: OpenAIServingCompletion
+vllm.entrypoints.pooling.pooling: api_router
 vllm.entrypoints.serve.engine.protocol: ErrorResponse
 vllm.entrypoints.serve.exception_handling.error_response: create_error_response
 vllm.entrypoints.serve.utils.api_utils: should_include_usage
@@ -86,7 +88,7 @@ def test_signature(name: str) -> None:
 
 def test_the_plugin_is_one() -> None:
     assert ENDPOINT_PLUGINS_GROUP == "vllm.endpoint_plugins"
-    assert isinstance(EndpointPlugin(), Interface)
+    assert isinstance(EndpointPlugin(), Interface) and isinstance(ImagesPlugin(), Interface)
 
 
 def test_fields() -> None:
