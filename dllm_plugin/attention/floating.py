@@ -24,15 +24,12 @@ def floating_sequences(
     batch: "InputBatch", states: CanvasStates, block_tables: tuple[Tensor, ...], per_canvas: int
 ) -> SequenceTensors:
     """List the sequences of any batch: canvases first, then prefills without empty ones."""
-    assert states.floating is not None
     canvases, device = count_canvases(batch), states.device
     spans = np.diff(batch.query_start_loc_np[: batch.num_reqs + 1])
     request = np.repeat(np.arange(canvases), per_canvas)
-    # As if nothing were decided: backends read bounds of lengths from the host's copy.
-    lengths = np.zeros((canvases, per_canvas), dtype=np.int64)
-    lengths[:, 1] = spans[:canvases]
+    lengths = _undecided(spans[:canvases], per_canvas)
     unseen = np.zeros(request.shape, dtype=np.int64)
-    parts = [request], [lengths.ravel()], [unseen]
+    parts = [request], [lengths], [unseen]
     if canvases < batch.num_reqs:
         behind = prefills(batch, states, canvases)
         filled = behind.length_B > 0
@@ -47,17 +44,7 @@ def floating_sequences(
     keys_B = (batch.seq_lens[rows] - on_device[2, :-1]).clamp(0, states.max_model_len)
     count = canvases * per_canvas
     if canvases:
-        module = kernel if device.type == "cuda" else reference
-        module.lay_out(
-            states.canvas_NC,
-            batch.idx_mapping[:canvases].to(torch.int64),
-            states.floating.texts,
-            batch.query_start_loc[: canvases + 1],
-            batch.seq_lens[:canvases],
-            states.floating.rules(states.max_model_len),
-            on_device[0, : count + 1],
-            keys_B[:count],
-        )
+        _lay_out(batch, states, canvases, on_device[0, : count + 1], keys_B[:count])
     on_host = on_device[0] if device.type == "cpu" else torch.from_numpy(packed[0])
     return SequenceTensors(
         on_device[0],
@@ -65,4 +52,54 @@ def floating_sequences(
         keys_B,
         [table.index_select(0, rows) for table in block_tables],
         int(spans.max()),
+    )
+
+
+def captured_floating(
+    batch: "InputBatch", states: CanvasStates, query_start_loc: Tensor, seq_lens: Tensor
+) -> Tensor:
+    """Write the sequences of a captured step to the buffers that its graph reads, all of them.
+
+    Every request computes as many positions; those of the padding compute and see nothing. Returns
+    where sequences begin on the host, as if nothing were decided.
+    """
+    canvases, num_tokens = batch.num_reqs, batch.num_tokens
+    width, rest = divmod(num_tokens, canvases)
+    assert not rest, f"{num_tokens} tokens of {canvases} requests are no uniform step."
+    per_canvas = len(seq_lens) // batch.num_reqs_after_padding
+    count = canvases * per_canvas
+    if count < len(seq_lens):
+        query_start_loc[count + 1 :].fill_(num_tokens)
+        seq_lens[count:].zero_()
+    _lay_out(batch, states, canvases, query_start_loc[: count + 1], seq_lens[:count])
+    if states.device.type == "cpu":
+        return query_start_loc
+    starts = np.full(len(query_start_loc), num_tokens, dtype=np.int32)
+    starts[0] = 0
+    starts[1 : count + 1] = np.cumsum(_undecided(np.full(canvases, width), per_canvas))
+    return torch.from_numpy(starts)
+
+
+def _undecided(spans: np.ndarray, per_canvas: int) -> np.ndarray:
+    """Return lengths of sequences as if nothing were decided; backends read bounds from them."""
+    lengths = np.zeros((len(spans), per_canvas), dtype=np.int64)
+    lengths[:, 1] = spans
+    return lengths.ravel()
+
+
+def _lay_out(
+    batch: "InputBatch", states: CanvasStates, canvases: int, starts_B: Tensor, keys_B: Tensor
+) -> None:
+    """Compute on the device where sequences of canvases begin and how many keys each sees."""
+    assert states.floating is not None
+    module = kernel if states.device.type == "cuda" else reference
+    module.lay_out(
+        states.canvas_NC,
+        batch.idx_mapping[:canvases].to(torch.int64),
+        states.floating.texts,
+        batch.query_start_loc[: canvases + 1],
+        batch.seq_lens[:canvases],
+        states.floating.rules(states.max_model_len),
+        starts_B,
+        keys_B,
     )

@@ -13,11 +13,11 @@ Learned from experience:
   handed out then has to lie in persistent buffers, as it does for the mode FULL. A graph that
   captured temporary tensors replays whatever their memory holds later
   (benchmarks/reports/attention.md: what looked like a fault of FlashAttention 3 was this).
-- A full CUDA graph has one query length for all requests: the canvas, or one block where many
+- A full CUDA graph has one query length for all requests: the canvas, one block where many
   requests compute a single block each (`commit_alone_from`, and full attention between its
-  refreshes). The number of sequences per request is the same for both. Only this module knows the
-  difference (:meth:`AttentionSequences.captured`); the rest of a step reads the number of computed
-  positions from the batch, as in eager steps.
+  refreshes), or a width of floating canvases. The number of sequences per request is the same for
+  all. Only this module knows the difference (:meth:`AttentionSequences.captured`); the rest of a
+  step reads the number of computed positions from the batch, as in eager steps.
 
 Shape letters: R requests, B sequences.
 """
@@ -32,7 +32,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
 
 from dllm_plugin.attention.cascade import CascadeBuffers
-from dllm_plugin.attention.floating import floating_sequences
+from dllm_plugin.attention.floating import captured_floating, floating_sequences
 from dllm_plugin.attention.kv_groups import KVGroups
 from dllm_plugin.attention.prefills import Sequences, SequenceTensors, of_segments, prefills
 from dllm_plugin.attention.sequence_counts import max_sequences, sequences_per_canvas
@@ -142,11 +142,7 @@ class AttentionSequences:
         use_cascade = fewest is not None and batch.num_reqs_after_padding >= fewest
         # One row of the block table per request is enough for spans and for a cascade.
         tables = () if self.spans is not None or use_cascade else block_tables
-        if self.states.floating is not None:
-            assert not is_full, "steps of floating canvases are not captured as a whole"
-            sequences = floating_sequences(batch, self.states, tables, self.sequences_per_request)
-        else:
-            sequences = self.captured(batch, tables) if is_full else self.eager(batch, tables)
+        sequences = self.captured(batch, tables) if is_full else self.eager(batch, tables)
         count, num_tokens = len(sequences.seq_lens), batch.num_tokens
         assert count <= self.max_sequences, (
             f"{count} attention sequences in a step of {num_tokens} tokens and {batch.num_reqs} "
@@ -175,6 +171,8 @@ class AttentionSequences:
 
     def eager(self, batch: "InputBatch", block_tables: tuple[Tensor, ...]) -> SequenceTensors:
         """List the sequences of any batch on the host and copy them to the device."""
+        if self.states.floating is not None:
+            return floating_sequences(batch, self.states, block_tables, self.sequences_per_request)
         sequences, limit = batch_sequences(batch, self.states), self.states.max_model_len
         count = len(sequences.length_B)
         packed = np.zeros((3, count + 1), dtype=np.int32)
@@ -201,6 +199,8 @@ class AttentionSequences:
         they begin changes when requests come or go; each step only computes how many keys they
         see.
         """
+        if self.states.floating is not None:
+            return self._captured_floating(batch, block_tables)
         canvases, padded = batch.num_reqs, batch.num_reqs_after_padding
         length, rest = divmod(batch.num_tokens, canvases)
         assert not rest and length in self.captured_lengths, (
@@ -226,6 +226,20 @@ class AttentionSequences:
             # A graph replays any block length, and kernels are chosen by the longest query. Two at
             # least: FlashAttention 2 takes one to mean that every sequence has one query.
             max(length, 2),
+        )
+
+    def _captured_floating(
+        self, batch: "InputBatch", block_tables: tuple[Tensor, ...]
+    ) -> SequenceTensors:
+        """Fill those buffers for floating canvases, whose sequences the device alone knows."""
+        padded = batch.num_reqs_after_padding
+        count = padded * self.sequences_per_request
+        starts, keys = self.query_start_loc[: count + 1], self.seq_lens[:count]
+        on_host = captured_floating(batch, self.states, starts, keys)
+        tables = self._persistent(block_tables, padded) if block_tables else []
+        # Two at least: as in `captured`.
+        return SequenceTensors(
+            starts, on_host, keys, tables, max(batch.num_tokens // batch.num_reqs, 2)
         )
 
     def _lay_out(self, length: int, block_lengths: np.ndarray, padded: int) -> None:

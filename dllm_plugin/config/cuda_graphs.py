@@ -13,15 +13,19 @@ from vllm.platforms import current_platform
 from vllm.utils.math_utils import cdiv
 
 from dllm_plugin.config.decode import DecodeConfig
+from dllm_plugin.decoding.captured_widths import allowed, widths_worth
+from dllm_plugin.decoding.widths import widths_between
 
 logger = init_logger("vllm.dllm_plugin")
 
 WORKER = "dllm_plugin.engine.worker.DiffusionWorker"
+FINE = 64  # requests up to which floating canvases have a graph for every eighth number
 GRAMMAR_WORKER = "dllm_plugin.engine.worker.GrammarWorker"
 CPU_WORKER = "dllm_plugin.engine.cpu_worker.DiffusionCPUWorker"
 OUR_WORKERS = ("auto", WORKER, GRAMMAR_WORKER, CPU_WORKER)
-# Sizes of piecewise graphs where steps have any size: those that vLLM takes by itself.
-ANY_SIZE = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
+# Sizes of graphs where steps have any size: those that vLLM takes by itself, and some larger ones.
+# Steps of more positions take the device longer than the host.
+ANY_SIZE = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16), *range(576, 1025, 64))
 
 
 def capture_sizes(config: DecodeConfig, max_num_seqs: int, max_num_tokens: int) -> list[int]:
@@ -29,9 +33,8 @@ def capture_sizes(config: DecodeConfig, max_num_seqs: int, max_num_tokens: int) 
 
     Of many canvases too: piecewise graphs, which prompts take, have the same sizes.
     """
-    if config.method.full_attention:
-        most = min(max_num_seqs, max_num_tokens // config.block_length)
-        return sorted({*ANY_SIZE, *(n * config.block_length for n in _counts(most))})
+    if config.method.scheduler != "canvas":
+        return [size for size in ANY_SIZE if size <= max_num_tokens]
     # The scheduler keeps room for a whole canvas of every running request.
     most = min(max_num_seqs, max_num_tokens // config.canvas_length)
     counts, alone = _counts(most), config.commit_alone_from
@@ -41,8 +44,10 @@ def capture_sizes(config: DecodeConfig, max_num_seqs: int, max_num_tokens: int) 
     return sorted(sizes)
 
 
-def _counts(most: int) -> list[int]:
-    return [n for n in (1, 2, 4) if n < most] + list(range(8, most, 8)) + [most]
+def _counts(most: int, fine: int = 0) -> list[int]:
+    """Return numbers of requests to capture; above `fine`, if that is given, every other one."""
+    counts = [n for n in (1, 2, 4) if n < most] + list(range(8, most, 8)) + [most]
+    return [n for n in counts if not fine or n <= fine or n % 16 == 0 or n == most]
 
 
 def canvases_needed(counts: Sequence[int], alone: int) -> int:
@@ -73,21 +78,48 @@ def uniform_graphs(
     if config.method.full_attention:
         # Refreshes, which differ in length, have piecewise graphs.
         return {block: block_counts(sizes, block, 1, min(max_num_seqs, max_num_tokens // block))}
+    # The scheduler keeps room for a whole canvas of every running request.
+    most = min(max_num_seqs, max_num_tokens // canvas)
+    if config.method.floats:
+        return _floating_graphs(config, max(sizes, default=0), most)
     canvases, alone = block_counts(sizes, canvas, 1, max_num_seqs), config.commit_alone_from
     if not alone:
         return {canvas: canvases}
-    # The scheduler keeps room for a whole canvas of every running request.
-    most = min(max_num_seqs, max_num_tokens // canvas)
     # No graphs of more whole canvases than any step computes once steps take single blocks.
     needed = canvases[: canvases_needed(canvases, alone)]
     return {canvas: needed} | {block: block_counts(sizes, block, alone, most)}
+
+
+def _floating_graphs(config: DecodeConfig, room: int, most: int) -> dict[int, list[int]]:
+    """Return the numbers of requests that each width of floating canvases is captured for."""
+    widths = widths_between(config.min_window, config.max_window)
+    graphs: dict[int, list[int]] = {}
+    for count in _counts(most, fine=FINE):
+        for width in widths_worth(count, widths, config.family.logits_shift):
+            if count * width <= room:
+                graphs.setdefault(width, []).append(count)
+    return graphs
+
+
+def allowed_widths(
+    vllm_config: VllmConfig, config: DecodeConfig, widths: Sequence[int]
+) -> dict[int, tuple[bool, ...]]:
+    """Return which widths load may choose, by numbers of requests; empty: all of them."""
+    compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
+    mode, sizes = compilation.cudagraph_mode, compilation.cudagraph_capture_sizes
+    if vllm_config.parallel_config.worker_cls != WORKER or not sizes:
+        return {}
+    if mode is None or not (mode.separate_routine() and mode.has_full_cudagraphs()):
+        return {}
+    limits = (scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+    return allowed(uniform_graphs(config, sizes, *limits), widths, max(sizes))
 
 
 def own_lengths(config: DecodeConfig) -> bool:
     """Return whether there may be full graphs of other lengths than the canvas."""
     if "full_graphs" in config.method.refuses:
         return False
-    return config.method.full_attention or config.commit_alone_from > 0
+    return config.method.scheduler != "canvas" or config.commit_alone_from > 0
 
 
 def worker_for(config: DecodeConfig, given: str, mode: CUDAGraphMode | None, can: bool) -> str:
@@ -97,7 +129,8 @@ def worker_for(config: DecodeConfig, given: str, mode: CUDAGraphMode | None, can
     none. A class of the user's own stays. `can`: on a CUDA GPU, and not eager.
     """
     alone, piecewise = config.commit_alone_from, (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE)
-    distinct = config.kv_cache_layout == "distinct"
+    # Not measured there for blocks.
+    distinct = config.kv_cache_layout == "distinct" and not config.method.floats
     if not own_lengths(config) or distinct or mode in piecewise or not can:
         return given
     if given not in ("auto", WORKER):
@@ -127,8 +160,8 @@ def can_capture(vllm_config: VllmConfig) -> bool:
 def set_piecewise_graphs(vllm_config: VllmConfig) -> None:
     """Capture piecewise graphs alone.
 
-    Forwards of several kinds share a step of full attention, and of several widths one of floating
-    canvases.
+    Forwards of several kinds share a step of full attention. Of floating canvases our worker alone
+    captures those steps that have one width.
     """
     compilation = vllm_config.compilation_config
     if compilation.cudagraph_mode in (CUDAGraphMode.FULL, CUDAGraphMode.FULL_DECODE_ONLY):
@@ -145,8 +178,8 @@ def set_graphs(vllm_config: VllmConfig, config: DecodeConfig) -> None:
     parallel = vllm_config.parallel_config
     given, mode = parallel.worker_cls, vllm_config.compilation_config.cudagraph_mode
     parallel.worker_cls = worker_for(config, given, mode, can_capture(vllm_config))
-    # vLLM's graphs of whole canvases serve block-causal strategies alone.
-    without = config.method.full_attention and parallel.worker_cls != WORKER
+    # vLLM's graphs of whole canvases serve no other steps.
+    without = config.method.scheduler != "canvas" and parallel.worker_cls != WORKER
     if without or "full_graphs" in config.method.refuses:
         set_piecewise_graphs(vllm_config)
     else:

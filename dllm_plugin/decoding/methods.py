@@ -236,7 +236,7 @@ def floating(method: Method) -> Method:
         blocks_by_default=1,
         canvas_by_default=(method.canvas_by_default[0], max(1, method.canvas_by_default[1])),
         reads=frozenset(),
-        refuses=method.refuses | {"prefix_caching", "full_graphs"},
+        refuses=method.refuses | {"prefix_caching"},
     )
 
 

@@ -3,7 +3,8 @@
 No clock is read and no random number drawn: equal histories choose equal widths.
 """
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -74,9 +75,23 @@ class WidthController:
     """
 
     def __init__(
-        self, widths: Sequence[int], shift: bool, costs: Costs, balanced: bool = False
+        self,
+        widths: Sequence[int],
+        shift: bool,
+        costs: Costs,
+        balanced: bool = False,
+        allowed: Mapping[int, Sequence[bool]] | None = None,
     ) -> None:
+        """Begin without history.
+
+        Args:
+            allowed: which widths may be chosen for at most so many requests, ascending; all for
+                more, and where nothing is said.
+        """
         self.widths = tuple(widths)
+        self._most = sorted(allowed or {})
+        every = np.ones(len(self.widths), dtype=bool)
+        self._allowed = [np.array((allowed or {})[most]) for most in self._most] + [every]
         self.costs = costs
         self.balanced = balanced
         self.acceptance = Acceptance(widths, shift)
@@ -92,7 +107,10 @@ class WidthController:
         times = [self.costs.step(requests, width, context) for width in self.widths]
         best = self.acceptance.best()
         self.fitted, tokens = self.acceptance.pairs[best], self.acceptance.curves[best]
-        return requests * tokens / np.array(times)
+        return np.where(self._may(requests), requests * tokens / np.array(times), 0.0)
+
+    def _may(self, requests: int) -> np.ndarray:
+        return self._allowed[bisect_left(self._most, requests)]
 
     def width(self, requests: int, context: int) -> int:
         """Return the width of the next step."""
@@ -105,8 +123,9 @@ class WidthController:
             self.current, self._requests = chosen, requests
         if place < CYCLE - TRIALS or requests == 1:
             return self.widths[self.current]
-        beside = self.current + (1 if (self._steps - 1) // CYCLE % 2 == 0 else -1)
-        return self.widths[min(max(beside, 0), len(self.widths) - 1)]
+        may = np.flatnonzero(self._may(requests))
+        beside = bisect_left(may, self.current) + (1 if (self._steps - 1) // CYCLE % 2 == 0 else -1)
+        return self.widths[int(may[min(max(beside, 0), len(may) - 1)])]
 
     def observe(self, width: int, requests: int, tokens: int) -> None:
         """Take the result of a step of one width, in the order of the steps."""

@@ -12,6 +12,7 @@ from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from dllm_plugin.config.adaptive import schedule_of
+from dllm_plugin.config.cuda_graphs import allowed_widths
 from dllm_plugin.decoding.widths import WidthController, widths_between
 from dllm_plugin.engine.adaptive_metrics import told
 from dllm_plugin.engine.reporting import RequestCounts
@@ -42,11 +43,13 @@ class AdaptiveScheduler(DiffusionScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = self.decode_config
+        widths = widths_between(config.min_window, config.max_window)
         self.controller = WidthController(
-            widths_between(config.min_window, config.max_window),
+            widths,
             config.family.logits_shift,
             step_costs(self.vllm_config, config),
             config.adaptive == "balanced",
+            allowed_widths(self.vllm_config, config, widths),
         )
         self._width = config.max_window
         self._schedules: dict[str, list[int]] = {}

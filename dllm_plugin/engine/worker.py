@@ -28,7 +28,7 @@ class BlockGraphManager(ModelCudaGraphManager):
     """
 
     def _init_candidates(self) -> None:
-        """List vLLM's graphs without canvases that no step computes, and add the other lengths."""
+        """List vLLM's graphs, of uniform steps those that our table has in place of canvases."""
         super()._init_candidates()
         config, mode = get_decode_config(self.vllm_config), self.cudagraph_mode
         sizes = self.compilation_config.cudagraph_capture_sizes
@@ -36,10 +36,9 @@ class BlockGraphManager(ModelCudaGraphManager):
             return
         tokens = self.vllm_config.scheduler_config.max_num_batched_tokens
         table = uniform_graphs(config, sizes, self.max_num_reqs, tokens)
-        canvases = {None, *table.pop(self.decode_query_len, ())}
         captured = self._capture_descs.setdefault(CUDAGraphMode.FULL, [])
         for descs in (captured, *self._candidates.values()):
-            descs[:] = [desc for desc in descs if desc.num_reqs in canvases]
+            descs[:] = [desc for desc in descs if desc.cg_mode != CUDAGraphMode.FULL]
         for length, counts in table.items():
             self._add(length, counts)
         # The largest first: it makes the buffer of results, and vLLM's profile counts on it.

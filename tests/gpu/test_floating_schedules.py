@@ -6,7 +6,8 @@ from engines import generate, params
 from test_schedules import ENGINES, THRESHOLD, check, requests
 
 HOW = {
-    "piecewise": {},
+    "full": {},
+    "piecewise": {"compilation_config": {"cudagraph_mode": "PIECEWISE"}},
     "eager": {"enforce_eager": True},
     "compiled": {"dllm": {"compile_step": True}},
     "distinct": {"dllm": {"kv_cache_layout": "distinct"}, "attention_backend": None},

@@ -80,8 +80,8 @@ def test_tables_of_uniform_lengths() -> None:
     full = config_of(strategy="dual_cache", block_length=32, canvas_length=96)
     sizes = capture_sizes(full, 64, 8192)
     [(length, counts)] = uniform_graphs(full, sizes, 64, 8192).items()
-    assert length == 32 and counts == [*range(1, 17), *range(24, 65, 8)]
-    assert {1, 8, 496, 512, 2048} <= set(sizes) and max(sizes) == 64 * 32
+    assert length == 32 and counts == [*range(1, 17), *range(18, 33, 2)]
+    assert {1, 8, 496, 512, 576} <= set(sizes) and max(sizes) == 1024
     # As many as fit a step.
     assert uniform_graphs(full, sizes, 64, 320) == {32: list(range(1, 11))}
 

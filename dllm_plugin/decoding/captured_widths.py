@@ -1,0 +1,63 @@
+"""Choose the widths of floating canvases that full CUDA graphs are captured for. Numpy only.
+
+A graph for every width and number of requests would take too much memory, and most of them would
+never be replayed.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+
+import numpy as np
+
+from dllm_plugin.decoding.acceptance import Acceptance
+from dllm_plugin.decoding.widths import MARGIN, Costs
+
+MOST_WIDTHS = 4  # for each number of requests
+WORTH = 0.8  # of the best rate, at some acceptance and context
+CONTEXTS = (0, 1, 4)  # what reading all contexts twice costs, in units of a small step
+
+
+def widths_worth(requests: int, widths: Sequence[int], shift: bool) -> tuple[int, ...]:
+    """Return the widths, ascending, that so many requests may want.
+
+    Of those that come near the best one at some acceptance and some context, as few as lose nothing
+    that a controller would change its width for, else the four that lose least where they lose
+    most.
+    """
+    curves_PW, costs = Acceptance(widths, shift).curves, Costs(per_key=1.0)
+    shares = []
+    for context in CONTEXTS:
+        times_W = [costs.step(requests, width, context) for width in widths]
+        rates_PW = curves_PW / np.array(times_W)
+        shares.append(rates_PW / rates_PW.max(axis=1, keepdims=True))
+    share_LW = np.concatenate(shares)
+    worth = np.flatnonzero(share_LW.max(axis=0) >= WORTH).tolist()
+    chosen: tuple[int, ...] = ()
+    for count in range(1, min(MOST_WIDTHS, len(worth)) + 1):
+        chosen = max(combinations(worth, count), key=lambda some: _least(share_LW[:, some]))
+        if _least(share_LW[:, chosen]) * MARGIN >= 1:
+            break
+    return tuple(widths[i] for i in chosen)
+
+
+def _least(share_LW: np.ndarray) -> float:
+    return float(share_LW.max(axis=1).min())
+
+
+def allowed(
+    graphs: Mapping[int, Sequence[int]], widths: Sequence[int], most: int
+) -> dict[int, tuple[bool, ...]]:
+    """Return which widths a controller may choose, by ascending numbers of requests.
+
+    Those with a graph, and those that compute more than `most` positions: such steps take the
+    device longer than the host, whatever they run in. For more requests than all of these every
+    width may be chosen.
+
+    Args:
+        graphs: ascending numbers of requests that are captured, of each width.
+    """
+    counts = sorted({count for counts in graphs.values() for count in counts})
+    return {
+        count: tuple(w * count > most or count in graphs.get(w, ()) for w in widths)
+        for count in counts
+    }
