@@ -43,8 +43,12 @@ class Endpoints:
         self.tracing = tracing
 
     def is_asked(self, body: Body) -> bool:
-        """Return whether a request is for us: it has our field, or every request is traced."""
-        return FIELD in (body.model_extra or {}) or self.tracing
+        """Return whether a request is for us.
+
+        It has our field, or a grammar, which may be refused while it is compiled, or every request
+        is traced.
+        """
+        return FIELD in (body.model_extra or {}) or _has_grammar(body) or self.tracing
 
     def ends(self, encode: Encoder) -> set[int]:
         """Return the tokens that end the text of a gap."""
@@ -54,6 +58,14 @@ class Endpoints:
         """Return by which strategy and policy a request is decoded."""
         request = request_config(self.config, body.vllm_xargs, body.max_tokens)
         return {"strategy": self.config.strategy, "policy": request.policy}
+
+
+def _has_grammar(body: Body) -> bool:
+    """Return whether the form of an answer is asked for, or tools that may give it one."""
+    form = body.response_format
+    if body.structured_outputs is not None or (form is not None and form.type != "text"):
+        return True
+    return isinstance(body, ChatCompletionRequest) and bool(body.tools)
 
 
 def endpoints(raw_request: Request) -> Endpoints | None:

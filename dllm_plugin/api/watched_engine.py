@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from vllm.engine.protocol import EngineClient
+from vllm.exceptions import VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -112,6 +113,9 @@ class WatchedEngine:
         """Count tokens, and keep the counts of choices that end."""
         prompt_tokens = len(output.prompt_token_ids or ())
         for completion in output.outputs:
+            if completion.finish_reason == "error" and isinstance(completion.stop_reason, str):
+                # A grammar at which its compiler failed; vLLM's handlers know no reasons.
+                raise VLLMValidationError(completion.stop_reason, parameter="structured_outputs")
             index = first + completion.index
             before = self._tokens.get(index, 0) if delta else 0
             self._tokens[index] = before + len(completion.token_ids)

@@ -5,6 +5,7 @@ for bitmasks and only then lets the workers sample, if a request of the step has
 tokens in flight. That is the deferral that canvases need, so it is left as it is.
 """
 
+import re
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +44,7 @@ class GrammarScheduler(AsyncScheduler):
         self.decode_config = get_decode_config(self.vllm_config)
         self.block_length: dict[str, int] = {}
         self._with_grammar: set[str] = set()
+        self._refused: dict[str, str] = {}  # requests that are about to end with an error: why
         self.grammar_counts = GrammarCounts()
         self._grammars = Grammars(
             self.structured_output_manager, self.decode_config.mask_token_id, self.max_model_len
@@ -62,7 +64,19 @@ class GrammarScheduler(AsyncScheduler):
         """Let a request wait until its first closing was searched, behind its compilation."""
         if request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
             self._grammars.prepare(request)
+            ours = request.structured_output_request
+            if ours is not None and isinstance(ours.grammar, Exception):
+                self._refuse(request.request_id, ours.grammar)
         return super()._handle_blocked_waiting_request(request)
+
+    def _refuse(self, req_id: str, error: Exception) -> None:
+        """Note why a request ends, which vLLM keeps to itself."""
+        # A compiler's time and source file come first, and a line break last.
+        why = re.sub(r"^\[[\d:]+\] \S+: ", "", str(error).strip()).rstrip(".")
+        if not why.startswith("structured_outputs "):
+            why = f"structured_outputs cannot be honoured: {why}"
+        self._refused[req_id] = f"{why}."
+        logger.error("Request %s ends with an error: %s", shown(req_id), self._refused[req_id])
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)
@@ -88,7 +102,7 @@ class GrammarScheduler(AsyncScheduler):
                 # A canvas that outlives preemption goes on as if nothing had been.
                 grammar.is_kept = not self.decode_config.restarts_blocks
             except DeadEnd as error:
-                logger.error("Request %s ends with an error: %s.", shown(req_id), error)
+                self._refuse(req_id, error)
                 self.grammar_compile_error_reqs.add(req_id)
         if not checks:
             return None
@@ -107,6 +121,18 @@ class GrammarScheduler(AsyncScheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """Update as vLLM does, and keep what canvases of requests with a grammar hold."""
+        outputs = self._update_canvases(scheduler_output, model_runner_output)
+        if self._refused:
+            for of_client in outputs.values():
+                for output in of_client.outputs:
+                    if output.finish_reason is not None and output.request_id in self._refused:
+                        output.stop_reason = self._refused[output.request_id]
+            self._refused.clear()
+        return outputs
+
+    def _update_canvases(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
         if not isinstance(model_runner_output, CanvasOutput):
             return super().update_from_output(scheduler_output, model_runner_output)
         before = {

@@ -24,7 +24,7 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 
 from dllm_plugin.config.validation import shown
 from dllm_plugin.grammar.matchers import GuidanceMatcher, Matcher, XgrammarMatcher
-from dllm_plugin.grammar.state import DeadEnd, GrammarState
+from dllm_plugin.grammar.state import GrammarState
 from dllm_plugin.grammar.vocabulary import Vocabulary
 
 logger = init_logger("vllm.dllm_plugin")
@@ -85,8 +85,6 @@ class Grammars:
         ours = request.structured_output_request
         assert ours is not None
         compiled = ours.grammar
-        if isinstance(compiled, Exception):  # vLLM ends the request without saying why
-            logger.error("Request %s ends with an error: %s", shown(request.request_id), compiled)
         if compiled is None or isinstance(compiled, (Exception, CanvasGrammar)):
             return
         if self.manager.vllm_config.parallel_config.distributed_executor_backend == (
@@ -136,11 +134,8 @@ class Grammars:
         assert ours is not None
         key = (ours.structured_output_key, tuple(state.stops))
         failed, known = self._closings.get(key, (0, None))
-        try:
-            # What was not found in as much room is not searched again.
-            state.find_closing(known, searches=state.left > failed)
-        except DeadEnd as error:
-            raise ValueError(f"structured_outputs cannot be honoured: {error}.") from None
+        # What was not found in as much room is not searched again.
+        state.find_closing(known, searches=state.left > failed)
         if state.completes:
             self._closings[key] = failed, state.witness
         else:

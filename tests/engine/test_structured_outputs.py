@@ -140,6 +140,8 @@ def test_hostile_grammars(room: EngineRoom) -> None:
         assert token_ids(done["free"]) == token_ids(alone)
         text = done["hostile"].outputs[0].text if "hostile" in done else ""
         reason = done["hostile"].outputs[0].finish_reason if "hostile" in done else "refused"
+        if reason == "error":
+            assert "cannot be honoured" in done["hostile"].outputs[0].stop_reason
         print(kind, str(spec)[:50], reason, repr(text[:40]), round(time.process_time() - began, 1))
         if judge is not None:
             assert text and judge(text), (kind, str(spec)[:60], text)

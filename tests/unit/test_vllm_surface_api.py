@@ -17,6 +17,7 @@ from dllm_plugin.api.plugin import EndpointPlugin
 
 IMPORTS = """
 vllm.engine.protocol: EngineClient
+vllm.exceptions: VLLMValidationError
 vllm.entrypoints.openai.chat_completion: api_router
 vllm.entrypoints.openai.chat_completion.protocol: ChatCompletionRequest
 vllm.entrypoints.openai.completion: api_router
@@ -93,14 +94,15 @@ def test_the_plugin_is_one() -> None:
 
 def test_fields() -> None:
     for body in (ChatCompletionRequest, CompletionRequest):
-        assert {"vllm_xargs", "max_tokens", "stream", "n"} <= set(body.model_fields)
+        fields = {"vllm_xargs", "max_tokens", "stream", "n", "structured_outputs"}
+        assert fields | {"response_format"} <= set(body.model_fields)
         assert body.model_config["extra"] == "allow"
     completions = {"prompt", "suffix", "echo", "return_token_ids", "logprobs", "seed"}
     assert completions <= set(CompletionRequest.model_fields)
     output = {"prompt_token_ids", "outputs", "kv_transfer_params"}
     assert output <= fields_of(RequestOutput)
-    completion = {"index", "token_ids", "finish_reason", "spec_decode_metrics", "routed_experts"}
-    assert completion <= fields_of(CompletionOutput)
+    completion = {"index", "token_ids", "finish_reason", "stop_reason", "spec_decode_metrics"}
+    assert completion | {"routed_experts"} <= fields_of(CompletionOutput)
 
 
 def test_a_handler_finds_its_engine_by_this_name() -> None:
