@@ -62,8 +62,10 @@ def _report_width(options: dict[str, Any], load: Load) -> None:
     found = forecast(config, load, step_costs(vllm_config, config))
     _line("width", f"{found.width} of {config.min_window} to {config.max_window}, with adaptive")
     _line("  tokens per forward", f"{found.tokens:.2f} of each request")
-    what = "tokens/s" if load.step_ms else "tokens in a small step's time"
-    unit = 1000 / load.step_ms if load.step_ms else 1.0
+    _line("  step costs", "measured on this machine" if found.measured else "a model of large GPUs")
+    step_ms = 1.0 if found.measured else load.step_ms
+    what = "tokens/s" if step_ms else "tokens in a small step's time"
+    unit = 1000 / step_ms if step_ms else 1.0
     widest = f"at width {config.max_window}: {unit * found.widest:.1f}"
     _line("  " + what, f"{unit * found.rate:.1f} ({widest})")
 

@@ -7,7 +7,8 @@ import numpy as np
 
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.decoding.acceptance import tokens_per_forward
-from dllm_plugin.decoding.widths import Costs, choose, widths_between
+from dllm_plugin.decoding.step_costs import MeasuredCosts, StepCosts
+from dllm_plugin.decoding.widths import choose, widths_between
 
 EXAMPLE, CONTEXT = "0.9:2.5", 1024
 
@@ -57,18 +58,20 @@ def read_acceptance(text: str) -> tuple[float, float]:
 class Forecast(NamedTuple):
     """Hold what a load would get.
 
-    tokens  of a request, in a forward
-    rate    tokens of all requests in the time of a step of few positions
-    widest  the same at the widest window
+    tokens    of a request, in a forward
+    rate      tokens of all requests in the time of a step of few positions, or in a ms
+    widest    the same at the widest window
+    measured  whether steps were measured on this machine
     """
 
     width: int
     tokens: float
     rate: float
     widest: float
+    measured: bool = False
 
 
-def forecast(config: DecodeConfig, load: Load, costs: Costs) -> Forecast:
+def forecast(config: DecodeConfig, load: Load, costs: StepCosts) -> Forecast:
     """Return what the controller would choose once it had learned this acceptance."""
     shift = config.family.logits_shift
     widths = widths_between(config.min_window, config.max_window)
@@ -76,4 +79,6 @@ def forecast(config: DecodeConfig, load: Load, costs: Costs) -> Forecast:
     times = [costs.step(load.requests, w, load.requests * load.context) for w in widths]
     rates = load.requests * tokens / np.array(times)
     place = choose(rates, None, config.adaptive == "balanced")
-    return Forecast(widths[place], float(tokens[place]), float(rates[place]), float(rates[-1]))
+    measured = isinstance(costs, MeasuredCosts)
+    brings = float(tokens[place]), float(rates[place]), float(rates[-1])
+    return Forecast(widths[place], *brings, measured)

@@ -101,10 +101,8 @@ def _floating_graphs(config: DecodeConfig, room: int, most: int) -> dict[int, li
     return graphs
 
 
-def allowed_widths(
-    vllm_config: VllmConfig, config: DecodeConfig, widths: Sequence[int]
-) -> dict[int, tuple[bool, ...]]:
-    """Return which widths load may choose, by numbers of requests; empty: all of them."""
+def captured_graphs(vllm_config: VllmConfig, config: DecodeConfig) -> dict[int, list[int]]:
+    """Return the full graphs that our worker captures, as `uniform_graphs`; empty: none."""
     compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
     mode, sizes = compilation.cudagraph_mode, compilation.cudagraph_capture_sizes
     if vllm_config.parallel_config.worker_cls != WORKER or not sizes:
@@ -112,7 +110,16 @@ def allowed_widths(
     if mode is None or not (mode.separate_routine() and mode.has_full_cudagraphs()):
         return {}
     limits = (scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-    return allowed(uniform_graphs(config, sizes, *limits), widths, max(sizes))
+    return uniform_graphs(config, sizes, *limits)
+
+
+def allowed_widths(
+    vllm_config: VllmConfig, config: DecodeConfig, widths: Sequence[int]
+) -> dict[int, tuple[bool, ...]]:
+    """Return which widths load may choose, by numbers of requests; empty: all of them."""
+    graphs = captured_graphs(vllm_config, config)
+    sizes = vllm_config.compilation_config.cudagraph_capture_sizes or [0]
+    return allowed(graphs, widths, max(sizes))
 
 
 def own_lengths(config: DecodeConfig) -> bool:

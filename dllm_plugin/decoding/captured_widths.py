@@ -10,7 +10,8 @@ from itertools import combinations
 import numpy as np
 
 from dllm_plugin.decoding.acceptance import Acceptance
-from dllm_plugin.decoding.widths import MARGIN, Costs
+from dllm_plugin.decoding.step_costs import Costs
+from dllm_plugin.decoding.widths import MARGIN
 
 MOST_WIDTHS = 4  # for each number of requests
 WORTH = 0.8  # of the best rate, at some acceptance and context

@@ -5,11 +5,11 @@ No clock is read and no random number drawn: equal histories choose equal widths
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from dllm_plugin.decoding.acceptance import PRIOR, Acceptance
+from dllm_plugin.decoding.step_costs import StepCosts
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 EVERY = 8  # steps between two choices
@@ -18,29 +18,6 @@ MARGIN = 1.03  # what another width has to promise
 CYCLE, TRIALS = 64, 6  # of so many steps, how many try the width beside the chosen one
 GOOD_ENOUGH = 0.9  # `balanced`: the widest with this share of the best rate
 SETTLES = 2  # what a step commits, the one before has decided
-
-
-class Costs(NamedTuple):
-    """Model the time of a step; by default in units of a small one.
-
-    base          of a step of few positions
-    free          positions up to which a step costs no more
-    per_position  of each further one
-    per_key       of a position of context, each time that it is read
-    reads         how often run and window read their context together
-    """
-
-    base: float = 1.0
-    free: int = 128
-    per_position: float = 1 / 213
-    per_key: float = 0.0
-    reads: float = 1.0
-
-    def step(self, requests: int, width: int, context: int) -> float:
-        """Return the time of a step; `context` is that of all requests together."""
-        positions = self.per_position * max(0, requests * width - self.free)
-        reads = self.reads if width > 1 else 1.0
-        return self.base + positions + self.per_key * context * reads
 
 
 def widths_between(fewest: int, most: int) -> tuple[int, ...]:
@@ -78,7 +55,7 @@ class WidthController:
         self,
         widths: Sequence[int],
         shift: bool,
-        costs: Costs,
+        costs: StepCosts,
         balanced: bool = False,
         allowed: Mapping[int, Sequence[bool]] | None = None,
     ) -> None:

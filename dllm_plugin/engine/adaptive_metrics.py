@@ -7,7 +7,11 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from dllm_plugin.decoding.widths import WIDTHS
 
-WIDTH, FITTED = -1, -2  # in the place of a request's forwards: what the next two integers are
+WIDTH, FITTED, SCALE = (
+    -1,
+    -2,
+    -3,
+)  # in the place of a request's forwards: what the next two integers are
 MILLI = 1000
 
 
@@ -18,6 +22,7 @@ class WidthMetrics(NamedTuple):
     changes: Counter
     p0: Gauge
     lam: Gauge
+    scale: Gauge
 
     def observe(self, numbers: list[int], labels: list[object]) -> None:
         """Take what :func:`told` made of a step."""
@@ -29,12 +34,21 @@ class WidthMetrics(NamedTuple):
             elif kind == FITTED:
                 self.p0.labels(*labels).set(first / MILLI)
                 self.lam.labels(*labels).set(second / MILLI)
+            elif kind == SCALE:
+                self.scale.labels(*labels).set(first / MILLI)
 
 
-def told(width: int, changes: int, fitted: tuple[float, float]) -> list[int]:
-    """Return a step's width, how often it has changed, and the fitted acceptance, as integers."""
+def told(
+    width: int, changes: int, fitted: tuple[float, float], scale: float | None = None
+) -> list[int]:
+    """Return what is told of a step, as integers.
+
+    Its width, how often that has changed, the fitted acceptance and, where steps were measured, how
+    their times compare with that.
+    """
     p0, lam = fitted
-    return [WIDTH, width, changes, FITTED, round(MILLI * p0), round(MILLI * lam)]
+    numbers = [WIDTH, width, changes, FITTED, round(MILLI * p0), round(MILLI * lam)]
+    return numbers if scale is None else [*numbers, SCALE, round(MILLI * scale), 0]
 
 
 @cache
@@ -46,6 +60,7 @@ def width_metrics(names: tuple[str, ...]) -> WidthMetrics:
         Counter("diffuplug:width_changes", "How often another width was chosen.", names),
         _gauge("acceptance_p0", "Share of first masks that are accepted, as fitted.", names),
         _gauge("acceptance_lambda", "How fast that falls with the rank of a mask.", names),
+        _gauge("step_cost_scale", "Time of steps by what was measured at capture.", names),
     )
 
 

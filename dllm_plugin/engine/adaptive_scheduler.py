@@ -6,19 +6,29 @@ canvas goes on is read on the device. Nothing here runs where `adaptive` is off.
 
 from typing import Any
 
+from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from dllm_plugin.config.adaptive import schedule_of
 from dllm_plugin.config.cuda_graphs import allowed_widths
+from dllm_plugin.decoding.step_costs import MeasuredCosts
 from dllm_plugin.decoding.widths import WidthController, widths_between
 from dllm_plugin.engine.adaptive_metrics import told
 from dllm_plugin.engine.reporting import RequestCounts
 from dllm_plugin.engine.scheduler import DiffusionScheduler
+from dllm_plugin.engine.step_clock import StepClock
 from dllm_plugin.models.checkpoints.step_costs import step_costs
 from dllm_plugin.state.preempted import ResumedId
+
+logger = init_logger("vllm.dllm_plugin")
+
+MEASURED = "Widths are chosen by the times of steps, measured when their graphs were captured."
+MODELLED = "Widths are chosen by a model of step costs: there are no full CUDA graphs to measure."
 
 
 class RecordedCounts(RequestCounts):
@@ -44,10 +54,14 @@ class AdaptiveScheduler(DiffusionScheduler):
         super().__init__(*args, **kwargs)
         config = self.decode_config
         widths = widths_between(config.min_window, config.max_window)
+        costs = step_costs(self.vllm_config, config)
+        # Times are compared where they were measured: a model counts in units.
+        self.clock = StepClock() if isinstance(costs, MeasuredCosts) else None
+        logger.info(MODELLED if self.clock is None else MEASURED)
         self.controller = WidthController(
             widths,
             config.family.logits_shift,
-            step_costs(self.vllm_config, config),
+            costs,
             config.adaptive == "balanced",
             allowed_widths(self.vllm_config, config, widths),
         )
@@ -103,15 +117,32 @@ class AdaptiveScheduler(DiffusionScheduler):
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         """Choose how many positions of each canvas the next step computes."""
         super()._update_after_schedule(scheduler_output)
+        # By pages, which are counted anyway: nothing is asked of each request.
+        pages = self.kv_cache_manager.usage * (self.cache_config.num_gpu_blocks or 0)
+        context = int(pages * self.block_size)
+        if self.clock is not None:
+            self.clock.scheduled(self._predicted(scheduler_output, context))
         if self.running:
-            # By pages, which are counted anyway: nothing is asked of each request.
-            pages = self.kv_cache_manager.usage * (self.cache_config.num_gpu_blocks or 0)
-            context = int(pages * self.block_size)
             self._width = self.controller.width(len(self.running), context)
         # The drafts of all requests of this step are this one list, which is new in each step.
         del self._spec_token_placeholders[self._width :]
         for request_id in scheduler_output.num_scheduled_tokens.keys() & self._next:
             self._take_own_width(request_id, scheduler_output)
+
+    def _predicted(self, output: SchedulerOutput, context: int) -> float | None:
+        """Return the time that a step should take; None if not all of it is canvases of a width."""
+        requests, total = len(output.num_scheduled_tokens), output.total_num_scheduled_tokens
+        if not requests or len(output.scheduled_spec_decode_tokens) < requests or total % requests:
+            return None
+        return self.controller.costs.step(requests, total // requests, context)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """Update as ever, and take the step's time."""
+        if self.clock is not None:
+            self.clock.finished()
+        return super().update_from_output(scheduler_output, model_runner_output)
 
     def _take_own_width(self, request_id: str, scheduler_output: SchedulerOutput) -> None:
         """Give a request with a schedule as many drafts as that says."""
@@ -132,7 +163,9 @@ class AdaptiveScheduler(DiffusionScheduler):
         if spec_decoding_stats is not None:
             self._learn(spec_decoding_stats)
             changes = self.controller.changes
-            self._ended += told(self._width, changes - self._told_changes, self.controller.fitted)
+            scale = None if self.clock is None else self.clock.scale
+            moved = changes - self._told_changes
+            self._ended += told(self._width, moved, self.controller.fitted, scale)
             self._told_changes = changes
         return super().make_stats(spec_decoding_stats, *args, **kwargs)
 

@@ -24,7 +24,7 @@ from dllm_plugin.config.adaptive import (
     without_grammars,
 )
 from dllm_plugin.config.cpu_compile import choose_compilation, user_chose
-from dllm_plugin.config.cuda_graphs import set_graphs, set_worker
+from dllm_plugin.config.cuda_graphs import WORKER, set_graphs, set_worker
 from dllm_plugin.config.decode import TOKENIZER_MODE, DecodeConfig
 from dllm_plugin.config.machine import can_capture, resolve_for_machine
 from dllm_plugin.config.mixtures import refuse_for_mixtures
@@ -36,6 +36,7 @@ from dllm_plugin.config.scheduling import (
     set_prefix_caching,
     set_scheduler,
 )
+from dllm_plugin.config.step_times import KEY, path_for
 from dllm_plugin.config.structured_outputs import no_grammars
 from dllm_plugin.decoding.families import FAMILIES
 from dllm_plugin.engine import auto_dtype
@@ -149,6 +150,7 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
         else:
             refuse_ignored(vllm_config)
         _set_attention_backend(vllm_config)
+        _keep_step_times(vllm_config, config)
 
 
 class LeftToRightRefusal(VerifyAndUpdateConfig):
@@ -250,6 +252,16 @@ def _user_options(additional_config: Any) -> dict[str, Any]:
     if not isinstance(options, dict):
         raise ValueError(f"additional_config['dllm'] must be a dictionary, got {options!r}.")
     return options
+
+
+def _keep_step_times(vllm_config: VllmConfig, config: DecodeConfig) -> None:
+    """Say where workers keep the times of steps, where widths are chosen by them."""
+    if config.method.floats and vllm_config.parallel_config.worker_cls == WORKER:
+        path = path_for(vllm_config, config)
+        vllm_config.additional_config = {
+            **_as_dict(vllm_config.additional_config),
+            KEY: str(path),
+        }
 
 
 def _set_attention_backend(vllm_config: VllmConfig) -> None:

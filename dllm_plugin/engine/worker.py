@@ -18,6 +18,7 @@ from dllm_plugin.config.cuda_graphs import uniform_graphs
 from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.engine.adapters import AdapterWorker
 from dllm_plugin.engine.grammar_runner import GrammarRunner
+from dllm_plugin.engine.graph_times import measure
 from dllm_plugin.engine.weight_updates import UpdatingWorker
 
 
@@ -90,6 +91,13 @@ class DiffusionRunner(GrammarRunner):
         )
         if self.fast_prefill is not None:
             self.fast_prefill = FastPrefillHelper(self.cudagraph_manager, self.max_num_tokens)
+
+    def capture_model(self, *, profile_only: bool = False) -> int:
+        """Capture as vLLM does; then measure what steps take, where widths are chosen by it."""
+        taken = super().capture_model(profile_only=profile_only)
+        if not profile_only and self.cudagraph_manager and self.cudagraph_manager.graphs:
+            measure(self)
+        return taken
 
 
 class GrammarWorker(AdapterWorker, UpdatingWorker):

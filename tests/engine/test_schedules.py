@@ -25,7 +25,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from dllm_plugin.commands.verify.plain.floating import FloatingText, floating
 from dllm_plugin.commands.verify.plain.model import PlainModel
-from dllm_plugin.decoding.widths import Costs
+from dllm_plugin.decoding.step_costs import Costs
 from dllm_plugin.engine.scheduler import DiffusionScheduler
 
 # Name: checkpoint, strategy, block length, canvas, on a grid.

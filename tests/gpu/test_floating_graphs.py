@@ -10,6 +10,8 @@ import torch
 from engines import a_prompt, forwards, generate, params, token_ids
 from test_schedules import ENGINES, THRESHOLD, plain
 
+from dllm_plugin.decoding.step_costs import MeasuredCosts
+
 REQUESTS = 8
 COUNTS = (1, 3, 8)  # 3 are padded to 4
 FULL = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 256]}
@@ -73,6 +75,15 @@ def check_replayed(captured, replayed):
     assert len(wanted) >= 9 and replayed >= wanted
 
 
+def check_costs(engine):
+    """The scheduler chooses by what the worker has measured, and kept in a file."""
+    core = engine.llm_engine.engine_core.engine_core
+    costs = core.scheduler.controller.costs
+    assert isinstance(costs, MeasuredCosts) and core.scheduler.clock is not None
+    assert 0 < costs.ms[0] <= costs.ms[-1] < 1000 and costs.per_key >= 0
+    assert len(costs.ms) == len(costs.positions) > 5 and max(costs.positions) <= 256
+
+
 @hopper
 @pytest.mark.parametrize("name", ["llada-d2f", "dream-d2f", "sdar"])
 def test_flash_equals_eager_steps(name, monkeypatch):
@@ -97,6 +108,7 @@ def test_triton_equals_the_plain_loop(name, layout, monkeypatch):
     dllm = {"kv_cache_layout": layout}
     engine = start(name, FULL, backend, dtype="float32", async_scheduling=True, dllm=dllm)
     captured, replayed = noted(engine, monkeypatch)
+    check_costs(engine)
     found = answers(engine, sorted({width for _, width in captured}))
     flash.end(engine)
     check_replayed(captured, replayed)

@@ -11,7 +11,7 @@ from refusals import resolved
 from dllm_plugin.commands.eval.schedules import Question, read_questions, read_widths
 from dllm_plugin.commands.forecast import Load, forecast, read_load
 from dllm_plugin.config.adaptive import is_published
-from dllm_plugin.decoding.widths import Costs
+from dllm_plugin.decoding.step_costs import Costs
 from dllm_plugin.engine.adaptive_metrics import FITTED, WIDTH, told
 
 FLOATING = resolved(strategy="d2f", adaptive="throughput", min_window=2)

@@ -56,6 +56,7 @@ vllm.config.diffusion: DiffusionConfig
 vllm.config.quantization: resolve_quantization_config
 vllm.distributed: get_tensor_model_parallel_rank get_tensor_model_parallel_world_size
 vllm.distributed: tensor_model_parallel_all_gather
+vllm.distributed.parallel_state: is_global_first_rank
 vllm.engine.arg_utils: EngineArgs
 vllm.exceptions: VLLMValidationError
 vllm.inputs: TokensPrompt
@@ -115,8 +116,9 @@ vllm.v1.sample.ops.topk_topp_sampler: apply_top_k_top_p
 vllm.v1.spec_decode.metrics: SpecDecodingLogging SpecDecodingProm SpecDecodingStats
 vllm.v1.worker.gpu.attn_utils: FastPrefillHelper build_attn_metadata
 vllm.v1.worker.gpu.cudagraph_utils: BatchExecutionDescriptor ModelCudaGraphManager
-vllm.v1.worker.gpu.input_batch: InputBatch
+vllm.v1.worker.gpu.input_batch: InputBatch set_dummy_context
 vllm.v1.worker.gpu.mm.encoder_cache: EncoderCache
+vllm.v1.worker.gpu.model_runner: GPUModelRunner
 vllm.v1.worker.gpu.model_states.interface: ModelSpecificAttnMetadata ModelState
 vllm.v1.worker.cpu_worker: CPUWorker
 vllm.v1.worker.gpu.sample.logits_processor: LogitsContext LogitsProcessor
@@ -142,7 +144,15 @@ SIGNATURES = {
     GRAPHS + "BatchExecutionDescriptor": "cg_mode num_tokens num_reqs uniform_token_count=None "
     "max_query_len=None num_active_loras=0 num_ubatches=1",
     RUNNER: "vllm_config device",
+    RUNNER + ".capture_model": "self * profile_only=False",
     RUNNER + ".finish_requests": "self scheduler_output",
+    GRAPHS + "ModelCudaGraphManager.run_fullgraph": "self desc",
+    "v1.worker.gpu.input_batch:InputBatch.make_dummy": "num_reqs num_tokens input_buffers "
+    "max_query_len=None is_padding=True",
+    "v1.worker.gpu.input_batch:set_dummy_context": "input_batch block_tables context_len "
+    "num_kv_blocks max_model_len input_block_tables=None",
+    "v1.worker.gpu.block_table:BlockTables.get_dummy_block_tables": "self num_reqs",
+    "v1.worker.gpu.block_table:BlockTables.get_dummy_slot_mappings": "self num_tokens",
     RUNNER + ".initialize_kv_cache": "self kv_cache_config is_profiling=False "
     "kv_cache_allocation_context=None",
     "v1.worker.gpu.attn_utils:FastPrefillHelper": "cudagraph_manager max_num_tokens",

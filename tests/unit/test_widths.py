@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from dllm_plugin.decoding.acceptance import accepted, tokens_per_forward
-from dllm_plugin.decoding.widths import Costs, WidthController, choose, widths_between
+from dllm_plugin.decoding.step_costs import Costs
+from dllm_plugin.decoding.widths import WidthController, choose, widths_between
 
 H200 = Costs(base=4.6, free=128, per_position=0.0215)
 LOADS = (1, 4, 8, 16, 32, 64, 128, 256)

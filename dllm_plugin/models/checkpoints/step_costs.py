@@ -1,28 +1,51 @@
-"""Model what a step costs, in units of a small one, from the sizes of a checkpoint.
+"""Say what a step costs: as measured when its graphs were captured, or by a model of large GPUs.
 
-A small step reads the weights; one more token of context is read beside them at the same speed.
-Nothing is measured: :class:`dllm_plugin.decoding.widths.Costs` says how positions are counted.
+The model counts in units of a small step, from the sizes of a checkpoint. Such a step reads the
+weights; one more token of context is read beside them at the same speed.
 """
+
+from pathlib import Path
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig
 
+from dllm_plugin.config.cuda_graphs import captured_graphs
 from dllm_plugin.config.decode import DecodeConfig
-from dllm_plugin.decoding.widths import Costs
+from dllm_plugin.config.step_times import KEY, load
+from dllm_plugin.decoding.step_costs import Costs, MeasuredCosts, StepCosts
 from dllm_plugin.models.checkpoints.weights import checkpoint_folder
 
 
-def step_costs(vllm_config: VllmConfig, config: DecodeConfig) -> Costs:
-    """Return the costs of a model's steps; contexts are free where its weights have no files."""
+def step_costs(vllm_config: VllmConfig, config: DecodeConfig) -> StepCosts:
+    """Return the costs of steps: measured ones, or else those of the model."""
+    given: dict[str, Any] = vllm_config.additional_config  # type: ignore[assignment]
+    times = load(Path(given[KEY])) if KEY in given else None
+    if times is None:
+        return model_costs(vllm_config, config)
+    return MeasuredCosts(
+        times.positions,
+        times.ms,
+        times.per_key,
+        _reads(config),
+        captured_graphs(vllm_config, config),
+    )
+
+
+def model_costs(vllm_config: VllmConfig, config: DecodeConfig) -> Costs:
+    """Return what the model says; contexts are free where weights have no files."""
     model_config, load_config = vllm_config.model_config, vllm_config.load_config
     folder = checkpoint_folder(model_config.model, model_config.revision, load_config.download_dir)
     files = [] if folder is None else folder.glob("*.safetensors")
     weights = sum(file.stat().st_size for file in files)
     if not weights:
         return Costs()
-    # Run and window are sequences of their own, and each reads its context.
-    reads = 1.0 if config.kv_cache_layout == "distinct" else 2.0
-    return Costs(per_key=_bytes_per_token(vllm_config) / weights, reads=reads)
+    return Costs(per_key=_bytes_per_token(vllm_config) / weights, reads=_reads(config))
+
+
+def _reads(config: DecodeConfig) -> float:
+    """Return how often a context is read: run and window are sequences of their own."""
+    return 1.0 if config.kv_cache_layout == "distinct" else 2.0
 
 
 def _bytes_per_token(vllm_config: VllmConfig) -> int:

@@ -1,0 +1,81 @@
+"""Keep the times of captured steps in a file: workers measure them, schedulers choose by them.
+
+They are measured anew whenever graphs are captured. The file's name says for what: a model, how it
+is run, and on which device.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import vllm
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+
+from dllm_plugin.config.decode import DecodeConfig
+
+logger = init_logger("vllm.dllm_plugin")
+
+KEY = "dllm_step_times"  # of `additional_config`: the path, where full graphs are measured
+FOLDER = "dllm_plugin_step_times"
+
+
+class StepTimes(NamedTuple):
+    """Hold what captured steps take.
+
+    positions  computed in a step, of all requests together, ascending
+    ms         times at empty contexts, never falling
+    per_key    ms of a position of context, each time that it is read
+    """
+
+    positions: tuple[int, ...]
+    ms: tuple[float, ...]
+    per_key: float
+
+
+def path_for(vllm_config: VllmConfig, config: DecodeConfig) -> Path:
+    """Return where the times of this configuration's steps are kept on this machine."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
+    facts = [
+        *(vllm.__version__, current_platform.get_device_name(), config.to_json()),
+        *(model.model, model.revision, str(model.dtype), model.quantization, model.max_model_len),
+        *(cache.cache_dtype, scheduler.max_num_seqs, scheduler.max_num_batched_tokens),
+        *(parallel.tensor_parallel_size, parallel.data_parallel_size),
+        str(vllm_config.attention_config.backend),
+    ]
+    name = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:24]
+    return Path(envs.VLLM_CACHE_ROOT) / FOLDER / f"{name}.json"
+
+
+def save(path: Path, times: StepTimes) -> None:
+    """Write the file as a whole, so that no reader finds half of it."""
+    content = {"ms": dict(zip(times.positions, times.ms, strict=True)), "per_key": times.per_key}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(handle, "w") as file:
+            json.dump(content, file)
+        os.replace(name, path)
+    except OSError as error:
+        logger.warning("The times of steps were not kept in %s: %s", path, error)
+
+
+def load(path: Path) -> StepTimes | None:
+    """Return the times that were kept; None where there are none, or no times."""
+    try:
+        content = json.loads(path.read_text())
+        times = sorted((int(positions), float(ms)) for positions, ms in content["ms"].items())
+        positions, ms = ([entry[i] for entry in times] for i in range(2))
+        found = StepTimes(tuple(map(int, positions)), tuple(ms), float(content["per_key"]))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        logger.warning("The times of steps in %s are not read: %s", path, error)
+        return None
+    return found if found.ms and found.ms[0] > 0 and found.per_key >= 0 else None

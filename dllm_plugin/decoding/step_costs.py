@@ -1,0 +1,74 @@
+"""Say what a step of floating canvases costs: by a model, or as it was measured."""
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+
+class StepCosts(Protocol):
+    """Know the time of a step, in any unit."""
+
+    def step(self, requests: int, width: int, context: int) -> float:
+        """Return the time of a step; `context` is that of all requests together."""
+        ...
+
+
+class Costs(NamedTuple):
+    """Model the time of a step; by default in units of a small one.
+
+    base          of a step of few positions
+    free          positions up to which a step costs no more
+    per_position  of each further one
+    per_key       of a position of context, each time that it is read
+    reads         how often run and window read their context together
+    """
+
+    base: float = 1.0
+    free: int = 128
+    per_position: float = 1 / 213
+    per_key: float = 0.0
+    reads: float = 1.0
+
+    def step(self, requests: int, width: int, context: int) -> float:
+        """Return the time of a step; `context` is that of all requests together."""
+        positions = self.per_position * max(0, requests * width - self.free)
+        reads = self.reads if width > 1 else 1.0
+        return self.base + positions + self.per_key * context * reads
+
+
+class MeasuredCosts(NamedTuple):
+    """Interpolate measured times, in ms.
+
+    positions  computed in a captured step, ascending
+    ms         what it takes at empty contexts
+    per_key    of a position of context, each time that it is read
+    reads      how often run and window read their context together
+    graphs     ascending numbers of requests that are captured, of each width
+    """
+
+    positions: Sequence[int]
+    ms: Sequence[float]
+    per_key: float
+    reads: float
+    graphs: Mapping[int, Sequence[int]]
+
+    def step(self, requests: int, width: int, context: int) -> float:
+        """Return the time of a step, padded as its graph is."""
+        counts = self.graphs.get(width, ())
+        place = bisect_left(counts, requests)
+        padded = width * (counts[place] if place < len(counts) else requests)
+        reads = self.reads if width > 1 else 1.0
+        return self._empty(padded) + self.per_key * context * reads
+
+    def _empty(self, positions: int) -> float:
+        place = bisect_left(self.positions, positions)
+        if place == 0:
+            return self.ms[0]
+        if place == len(self.positions):
+            # Beyond what is captured as the second half of it goes on.
+            low, high = bisect_left(self.positions, self.positions[-1] / 2), place - 1
+        else:
+            low, high = place - 1, place
+        before, after = self.positions[low], self.positions[high]
+        slope = (self.ms[high] - self.ms[low]) / max(after - before, 1)
+        return self.ms[high] + (positions - after) * slope

@@ -1,0 +1,123 @@
+"""Measure what captured steps take: replay full CUDA graphs, at empty and at long contexts.
+
+All ranks replay them together, as steps do. What requests hold is not touched: measuring comes
+before the first of them.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.distributed.parallel_state import is_global_first_rank
+from vllm.logger import init_logger
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+from vllm.v1.worker.gpu.input_batch import InputBatch, set_dummy_context
+
+from dllm_plugin.config.decode import get_decode_config
+from dllm_plugin.config.step_times import KEY, StepTimes, save
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+logger = init_logger("vllm.dllm_plugin")
+
+REPLAYS = 3
+LONG, REQUESTS = 4096, 64  # at most so much context of so many requests, to measure its cost
+
+
+def measure(runner: "GPUModelRunner") -> None:
+    """Measure the captured steps and keep their times, where the configuration says where."""
+    given: dict[str, Any] = runner.vllm_config.additional_config  # type: ignore[assignment]
+    if KEY not in given:
+        return
+    manager = runner.cudagraph_manager
+    assert manager is not None
+    descs = [desc for desc in manager.graphs if not desc.num_active_loras]
+    empty = time_graphs(runner, descs, 0)
+    most = max(n for desc in descs if (n := desc.num_reqs or 0) <= REQUESTS)
+    many = [desc for desc in descs if desc.num_reqs == most]
+    pages = runner.kv_cache_config.num_blocks * runner.block_tables.block_sizes[0]
+    context = min(LONG, runner.max_model_len // 2, pages // most)
+    long = time_graphs(runner, many, context)
+    layout = get_decode_config(runner.vllm_config).kv_cache_layout
+    times = step_times(empty, long, context, layout)
+    logger.info(
+        "Full CUDA graphs take %.2f ms for %d positions and %.2f ms for %d, and 1,000 tokens of "
+        "context %.4f ms.",
+        times.ms[0],
+        times.positions[0],
+        times.ms[-1],
+        times.positions[-1],
+        1000 * times.per_key,
+    )
+    if is_global_first_rank():
+        save(Path(given[KEY]), times)
+
+
+Times = dict[BatchExecutionDescriptor, float]
+
+
+def step_times(empty: Times, long: Times, context: int, layout: str) -> StepTimes:
+    """Return the table of times at empty contexts, and what a key adds to those at long ones."""
+    by_positions: dict[int, list[float]] = {}
+    for desc, ms in empty.items():
+        by_positions.setdefault(desc.num_tokens, []).append(ms)
+    positions = sorted(by_positions)
+    medians = [float(np.median(by_positions[n])) for n in positions]
+    added = []
+    for desc, ms in long.items():
+        # Run and window are sequences of their own, and each reads its context.
+        twice = layout != "distinct" and (desc.uniform_token_count or 1) > 1
+        keys = (desc.num_reqs or 1) * context * (2 if twice else 1)
+        added.append((ms - empty[desc]) / max(keys, 1))
+    monotone = np.maximum.accumulate(medians).tolist()
+    return StepTimes(tuple(positions), tuple(monotone), max(float(np.median(added)), 0.0))
+
+
+@torch.inference_mode()
+def time_graphs(
+    runner: "GPUModelRunner", descs: Iterable[BatchExecutionDescriptor], context: int
+) -> Times:
+    """Return the median ms of replays of each graph, with so much context for every request."""
+    found = {}
+    for desc in descs:
+        _prepare(runner, desc, context)
+        found[desc] = _replay(runner, desc)
+    # No page of a context stays where padding is read from.
+    runner.block_tables.get_dummy_block_tables(runner.max_num_reqs)
+    return found
+
+
+def _prepare(runner: "GPUModelRunner", desc: BatchExecutionDescriptor, context: int) -> None:
+    """Fill the buffers that a graph reads: half of every canvas is decided."""
+    num_reqs, width, tables = desc.num_reqs, desc.uniform_token_count, runner.block_tables
+    assert num_reqs is not None and width is not None
+    batch = InputBatch.make_dummy(num_reqs, desc.num_tokens, runner.input_buffers)
+    given = tables.get_dummy_block_tables(num_reqs)
+    slots = tables.get_dummy_slot_mappings(desc.num_tokens)
+    pages, most = runner.kv_cache_config.num_blocks, runner.max_model_len
+    set_dummy_context(batch, tables, context, pages, most, given)
+    state: Any = runner.model_state
+    canvas_NC = state.states.canvas_NC
+    canvas_NC.fill_(state.config.mask_token_id)
+    canvas_NC[:, : width // 2] = 0
+    groups, cache = runner.attn_groups, runner.kv_cache_config
+    state.prepare_attn(batch, CUDAGraphMode.FULL, given, slots, groups, cache)
+
+
+def _replay(runner: "GPUModelRunner", desc: BatchExecutionDescriptor) -> float:
+    manager = runner.cudagraph_manager
+    assert manager is not None
+    manager.run_fullgraph(desc)
+    taken = []
+    for _ in range(REPLAYS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        manager.run_fullgraph(desc)
+        end.record()
+        end.synchronize()
+        taken.append(begin.elapsed_time(end))
+    return float(np.median(taken))

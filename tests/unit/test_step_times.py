@@ -1,0 +1,142 @@
+"""Measured times of steps: their file, what is made of them, and what the scheduler compares."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+
+from dllm_plugin.config.cuda_graphs import WORKER
+from dllm_plugin.config.decode import get_decode_config
+from dllm_plugin.config.step_times import KEY, StepTimes, load, path_for, save
+from dllm_plugin.decoding.step_costs import Costs, MeasuredCosts
+from dllm_plugin.decoding.widths import WidthController, widths_between
+from dllm_plugin.engine.graph_times import step_times
+from dllm_plugin.engine.step_clock import StepClock
+from dllm_plugin.models.checkpoints.step_costs import step_costs
+
+TIMES = StepTimes((2, 128, 512, 1024), (4.0, 4.6, 13.0, 24.0), 1e-5)
+
+
+def test_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "times.json"
+    assert load(path) is None
+    save(path, TIMES)
+    assert load(path) == TIMES and [file.name for file in path.parent.iterdir()] == [path.name]
+    save(path, TIMES._replace(per_key=0.0))
+    found = load(path)
+    assert found is not None and found.per_key == 0
+    for wrong in ("", "[]", "{}", '{"ms": {}, "per_key": 1}', '{"ms": {"a": 1}, "per_key": 1}'):
+        path.write_text(wrong)
+        assert load(path) is None, wrong
+
+
+def test_where_it_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    with caplog.at_level("WARNING", logger="vllm.dllm_plugin"):
+        save(tmp_path / "file" / "times.json", TIMES)
+    assert "The times of steps were not kept" in caplog.text
+
+
+def test_measured_costs() -> None:
+    """Padded as graphs are, between measured sizes, and beyond them."""
+    costs = MeasuredCosts(TIMES.positions, TIMES.ms, 1e-5, 2.0, {8: [1, 4, 16]})
+    assert costs.step(1, 2, 0) == 4.0 and costs.step(1, 1, 0) == 4.0
+    assert costs.step(16, 8, 0) == costs.step(5, 8, 0) == 4.6
+    assert costs.step(160, 2, 0) == pytest.approx(4.6 + (13 - 4.6) * 192 / 384)
+    assert costs.step(17, 8, 0) == pytest.approx(4.6 + (13 - 4.6) * 8 / 384)
+    assert costs.step(256, 8, 0) == pytest.approx(24 + 1024 * 11 / 512)
+    # A width of one has no window that reads the context again.
+    assert costs.step(2, 2, 100_000) - costs.step(2, 2, 0) == pytest.approx(2.0)
+    assert costs.step(2, 1, 100_000) == 5.0
+    assert MeasuredCosts((8,), (3.0,), 0.0, 1.0, {}).step(4, 8, 0) == 3.0
+
+
+def test_measured_costs_choose_as_the_model_of_the_same_times() -> None:
+    model = Costs(base=4.6, free=128, per_position=0.0215)
+    positions = sorted({n * w for n in (1, 8, 64, 128, 256) for w in (2, 4, 8, 16, 32)})
+    ms = [model.step(n, 1, 0) for n in positions]
+    measured = MeasuredCosts(positions, ms, 0.0, 1.0, {})
+    widths = widths_between(2, 32)
+    for requests in (1, 8, 64, 128, 256):
+        both = [WidthController(widths, False, c) for c in (model, measured)]
+        one, other = (controller.rates(requests, 0) for controller in both)
+        assert one == pytest.approx(other, rel=0.01)
+
+
+def desc(requests: int, width: int) -> BatchExecutionDescriptor:
+    return BatchExecutionDescriptor(CUDAGraphMode.FULL, requests * width, requests, width)
+
+
+def test_what_is_made_of_replays() -> None:
+    """Medians of each size, never falling; keys are read twice but at widths of one."""
+    empty = {desc(8, 4): 5.0, desc(16, 2): 6.0, desc(1, 2): 4.5, desc(64, 2): 4.0}
+    long = {desc(8, 4): 5.0 + 8 * 100 * 2 * 0.001}
+    found = step_times(empty, long, 100, "unified")
+    assert found[:2] == ((2, 32, 128), (4.5, 5.5, 5.5)) and found.per_key == pytest.approx(0.001)
+    once = step_times(empty, long, 100, "distinct")
+    assert once.per_key == pytest.approx(0.002)
+    narrow = step_times({desc(8, 1): 5.0}, {desc(8, 1): 5.8}, 100, "unified")
+    assert narrow.per_key == pytest.approx(0.001)
+    assert step_times(empty, {desc(8, 4): 4.9}, 100, "unified").per_key == 0
+
+
+def test_the_scheduler_takes_the_file(
+    vllm_config_for: Any, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    dllm = {"additional_config": {"dllm": {"adaptive": "throughput"}}}
+    config = vllm_config_for(checkpoints / "tiny-sdar", **dllm)
+    decode = get_decode_config(config)
+    assert KEY not in config.additional_config  # a CPU has no graphs to measure
+    assert isinstance(step_costs(config, decode), Costs)
+    path = path_for(config, decode)
+    assert tmp_path in path.parents
+    config.additional_config[KEY] = str(path)
+    assert isinstance(step_costs(config, decode), Costs)
+    save(path, TIMES)
+    found = step_costs(config, decode)
+    assert isinstance(found, MeasuredCosts) and found.graphs == {} and found.reads == 2
+    config.parallel_config.worker_cls = WORKER
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    config.compilation_config.cudagraph_capture_sizes = [1, 64]
+    captured = step_costs(config, decode)
+    assert isinstance(captured, MeasuredCosts) and captured.graphs
+    other = vllm_config_for(checkpoints / "tiny-sdar", max_num_seqs=3, **dllm)
+    assert path_for(other, get_decode_config(other)) != path
+
+
+def test_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of steps without prompts that were queued behind others."""
+    now = [0.0]
+    monkeypatch.setattr("dllm_plugin.engine.step_clock.time.perf_counter", lambda: now[0])
+    clock = StepClock()
+    clock.finished()  # of a step before the clock was there
+    for predicted in (10.0, None, 10.0):
+        clock.scheduled(predicted)
+    for seconds in (7.0, 0.02, 0.015):
+        now[0] += seconds
+        clock.finished()
+    assert clock.scale == pytest.approx(1 + 0.5 / 64)
+    clock.scheduled(10.0)  # behind nothing
+    now[0] += 3
+    clock.finished()
+    assert clock.scale == pytest.approx(1 + 0.5 / 64)
+    for _ in range(1000):
+        clock.scheduled(10.0)
+        clock.scheduled(10.0)
+        now[0] += 1
+        clock.finished()
+        clock.finished()
+    assert 0.5 <= clock.scale <= 2
+
+
+def test_times_never_reach_a_table_of_torch(tmp_path: Path) -> None:
+    """Plain numbers, whatever replays return."""
+    ms = {desc(1, 2): float(np.float64(4.5)), desc(2, 2): torch.tensor(5.0).item()}
+    save(tmp_path / "times.json", step_times(ms, {desc(2, 2): 5.1}, 10, "unified"))
+    assert json.loads((tmp_path / "times.json").read_text())["ms"] == {"2": 4.5, "4": 5.0}
