@@ -57,7 +57,7 @@ def set_scheduler(vllm_config: VllmConfig, config: DecodeConfig) -> None:
     if "async_scheduling" in method.refuses:
         if scheduler.async_scheduling:
             raise ValueError(
-                "async_scheduling cannot be combined with full-attention decoding, whose next "
+                f"async_scheduling cannot be combined with strategy {config.strategy}, whose next "
                 "forward depends on the result of this one: leave it at its default."
             )
         scheduler.async_scheduling = False

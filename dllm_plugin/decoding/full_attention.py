@@ -78,6 +78,20 @@ def limit(positions: int | None) -> int:
     return NO_LIMIT if positions is None else positions
 
 
+def without_void(plan: StepPlan, is_void_R: Tensor) -> StepPlan:
+    """Return a plan in which forwards decide nothing that were launched for a block that is done.
+
+    Nothing of the canvas changes then, and computed positions fall back to where they were.
+    """
+    goes_on_R1 = ~is_void_R[:, None]
+    return replaced(
+        plan,
+        active_RS=plan.active_RS & goes_on_R1,
+        full_RS=plan.full_RS & goes_on_R1,
+        candidates_RC=plan.candidates_RC & goes_on_R1,
+    )
+
+
 def without_given(plan: StepPlan, canvas: Canvas, given_RC: Tensor) -> tuple[StepPlan, Canvas]:
     """Return a plan and a canvas for policies, which count what the block has to decide.
 

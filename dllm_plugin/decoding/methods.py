@@ -185,6 +185,7 @@ prefix_cache = replace(
     span=span_prefix_cache,
     keeps_kv=True,
     reads=semi_autoregressive.reads - {"cfg_scale"} | OF_REFRESHES,
+    refuses=semi_autoregressive.refuses - {"async_scheduling"},
 )
 dual_cache = replace(
     prefix_cache,

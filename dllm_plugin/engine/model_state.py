@@ -64,7 +64,13 @@ class DiffusionModelState(ModelState):
             width = head.num_embeddings_per_partition
             shard = VocabShard(width, self.model_config.get_vocab_size())
         self.sampler = DiffusionSampler(
-            sampler, self.states, self.model_config, max_rows, self.config.compile_step, shard
+            sampler,
+            self.states,
+            self.model_config,
+            max_rows,
+            self.config.compile_step,
+            shard,
+            bool(self.vllm_config.scheduler_config.async_scheduling),
         )
         return self.sampler, None
 

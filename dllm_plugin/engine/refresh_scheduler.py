@@ -20,6 +20,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -30,6 +31,7 @@ from dllm_plugin.config.request import request_config
 from dllm_plugin.config.template import Template, template_of
 from dllm_plugin.decoding.full_attention import NO_TEMPLATE, Bounds, Layout, bounds, limit
 from dllm_plugin.decoding.methods import SpanFunction
+from dllm_plugin.engine.forwards_in_flight import ForwardsInFlight, take_left
 from dllm_plugin.engine.given_starts import GivenStarts
 from dllm_plugin.engine.scheduler import DiffusionScheduler
 from dllm_plugin.sampling.guidance import conditional_id, is_unconditional, unconditional_id
@@ -38,7 +40,11 @@ logger = init_logger("vllm.dllm_plugin")
 
 
 class RefreshScheduler(DiffusionScheduler):
-    """Schedule refreshes and cached forwards of different requests in one step, synchronously."""
+    """Schedule refreshes and cached forwards of different requests in one step.
+
+    Asynchronously, forwards of a block are launched before the result of the one before is known,
+    see :mod:`dllm_plugin.engine.forwards_in_flight`; a refresh always waits for that result.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -51,6 +57,7 @@ class RefreshScheduler(DiffusionScheduler):
         self._unconditional: set[str] = set()  # all hidden requests
         self._layouts: dict[str, tuple[int, ...]] = {}  # fields of `Layout`, of each request
         self._given_starts = GivenStarts()
+        self.in_flight = ForwardsInFlight()
 
     def _bound_requests(self) -> None:
         """Do nothing: forwards differ in size, and each is weighed when it is scheduled."""
@@ -70,6 +77,8 @@ class RefreshScheduler(DiffusionScheduler):
         asked = request_config(self.decode_config, params.extra_args, params.max_tokens)
         template = template_of(params.extra_args)
         super().add_request(request)
+        # No canvas is cut at the end of the context: the next one is placed behind its result.
+        self._long.discard(request.request_id)
         self._lay_out(request, asked, template)
         if template is not None:
             self._begin_behind(request, template.given_blocks(asked.block_length))
@@ -127,6 +136,7 @@ class RefreshScheduler(DiffusionScheduler):
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         self._unconditional.discard(request.request_id)
         self._layouts.pop(request.request_id, None)
+        self.in_flight.forget(request.request_id)
         return super()._free_request(request, delay_free_blocks)
 
     # One step.
@@ -191,6 +201,8 @@ class RefreshScheduler(DiffusionScheduler):
         vLLM asks here, running or waiting, between weighing the budget and reserving pages.
         """
         if request.status == RequestStatus.RUNNING:
+            if self._waits_for_result(request):
+                return 0
             wanted = request.num_tokens_with_spec - num_computed_tokens
         else:
             wanted = int(self._bounds([request]).stop[0])
@@ -204,6 +216,16 @@ class RefreshScheduler(DiffusionScheduler):
         if halves == 2:
             self._guided.add(request.request_id)
         return wanted
+
+    def _waits_for_result(self, request: Request) -> bool:
+        """Return whether a request's next forward depends on a result that is not known yet."""
+        request_id, start = request.request_id, request.num_tokens
+        if not self.in_flight.count(request_id, start):
+            return False
+        # These are told, or checked, step by step.
+        by_step = request_id in self._watches or request_id in self._with_grammar
+        has_template = self._layouts[request_id][-1] != NO_TEMPLATE
+        return by_step or has_template or not self.in_flight.expects_another(request_id, start)
 
     def _has_room(self, request: Request, wanted: int, halves: int) -> bool:
         """Return whether a waiting conditional request can enter with its unconditional one."""
@@ -226,6 +248,18 @@ class RefreshScheduler(DiffusionScheduler):
             if other is not None and other not in canvases:
                 del canvases[request_id]
         super()._update_after_schedule(scheduler_output)
+        requests = [self.requests[request_id] for request_id in canvases]
+        self.in_flight.launch({request.request_id: request.num_tokens for request in requests})
+        for request in requests:
+            request.num_output_placeholders = 0  # of no use where forwards differ in size
+        if self.scheduler_config.async_scheduling and requests:
+            self._place_forwards(requests, np.ones(len(requests), dtype=np.bool_))
+
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], is_stale: bool = False
+    ) -> tuple[list[int], bool]:
+        """Do as vLLM's synchronous scheduler: there are neither placeholders nor cached pages."""
+        return Scheduler._update_request_with_output(self, request, new_token_ids)
 
     def make_spec_decoding_stats(
         self, spec_decoding_stats: SpecDecodingStats | None, *args: Any, **kwargs: Any
@@ -239,11 +273,15 @@ class RefreshScheduler(DiffusionScheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """Update as vLLM does; then decide from what was committed where next forwards start."""
+        left = take_left(model_runner_output)
+        void = self._drop_void(scheduler_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        known = (self.requests.get(i) for i in scheduler_output.num_scheduled_tokens)
+        known = (
+            self.requests.get(i) for i in scheduler_output.num_scheduled_tokens if i not in void
+        )
         going_on = [r for r in known if r is not None and r.status == RequestStatus.RUNNING]
         if going_on:
-            self._place_next_forwards(going_on, scheduler_output, model_runner_output)
+            self._place_next_forwards(going_on, scheduler_output, model_runner_output, left)
         self._given_starts.put(outputs, self.requests)
         for of_client in outputs.values():
             # A pair that ended in this step is unknown by now, but its hidden one has an output.
@@ -251,11 +289,21 @@ class RefreshScheduler(DiffusionScheduler):
             of_client.outputs[:] = shown
         return outputs
 
+    def _drop_void(self, scheduler_output: SchedulerOutput) -> set[str]:
+        """Take forwards that were launched for a block that is done out of a step's results."""
+        launched, requests = self.in_flight.land(), self.requests
+        void = {i for i, at in launched.items() if i in requests and requests[i].num_tokens != at}
+        for request_id in void:
+            del scheduler_output.scheduled_spec_decode_tokens[request_id]
+        self.in_flight.num_void += len(void)
+        return void
+
     def _place_next_forwards(
         self,
         requests: list[Request],
         scheduler_output: SchedulerOutput,
         model_runner_output: ModelRunnerOutput,
+        left: dict[str, int],
     ) -> None:
         canvases = scheduler_output.scheduled_spec_decode_tokens
         index = model_runner_output.req_id_to_index
@@ -263,9 +311,19 @@ class RefreshScheduler(DiffusionScheduler):
         keeps_kv = [
             r.request_id in canvases and not committed[index[r.request_id]] for r in requests
         ]
+        canvas = self._place_forwards(requests, np.array(keeps_kv))
+        sizes = (canvas.block_stop - canvas.start).tolist()
+        for request, goes_on, size in zip(requests, keeps_kv, sizes, strict=True):
+            if goes_on:
+                self.in_flight.note(request.request_id, left.get(request.request_id, 0))
+            else:
+                self.in_flight.begin_block(request.request_id, size)
+
+    def _place_forwards(self, requests: list[Request], keeps_kv: np.ndarray) -> Bounds:
         canvas = self._bounds(requests)
-        starts, stops = self.span(canvas, np.array(keeps_kv))
+        starts, stops = self.span(canvas, keeps_kv)
         drafts = (stops - canvas.start).tolist()
         for request, start, num_drafts in zip(requests, starts.tolist(), drafts, strict=True):
             request.num_computed_tokens = start
             request.spec_token_ids = self._placeholders[:num_drafts]
+        return canvas

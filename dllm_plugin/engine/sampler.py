@@ -48,6 +48,7 @@ class DiffusionSampler:
         max_rows: int,
         compiles: bool = False,
         shard: VocabShard | None = None,
+        is_async: bool = False,
     ) -> None:
         """Build what a step needs.
 
@@ -55,17 +56,18 @@ class DiffusionSampler:
             max_rows: the most logits rows of a step.
             compiles: compile the step at the first call, which is vLLM's memory profile.
             shard: the columns that the logits have; None for all of them.
+            is_async: steps are launched before the result of the one before is known.
         """
         config = states.config
         self.states = states
         self.sampling_states = sampler.sampling_states
         self.penalties_state = SimpleNamespace(output_bin_counts=None)
         method = config.method
-        rows = MaskedRows if method.logits == "masked" else CanvasRows
         dtype, vocab_size = model_config.dtype, model_config.get_vocab_size()
         assert isinstance(dtype, torch.dtype)
         width = vocab_size if shard is None else shard.width
-        self.rows: MaskedRows | CanvasRows = rows(states, dtype, width, method.plan)
+        rows = MaskedRows if method.logits == "masked" else CanvasRows
+        self.rows: MaskedRows | CanvasRows = rows(states, dtype, width, method.plan, int(is_async))
         self.rules = TokenRules(states, sampler.req_states, vocab_size)
         self.logprobs = LogprobStash(states, model_config)
         self.watched = WatchedRows(states)
@@ -87,7 +89,7 @@ class DiffusionSampler:
             self.first_tokens = FirstTokenDecoder(states, *owners, propose, self.checks)
         ranking = Ranking(states, self.sampling_states)
         self.decider = Decider(
-            states, ranking, *owners, self.first_tokens, self.watched, self.targets
+            states, ranking, *owners, self.first_tokens, self.watched, self.targets, is_async
         )
         self.compiles = compiles
         self.reserved = False  # what a step allocates was shown to vLLM's memory profile

@@ -59,9 +59,17 @@ class CanvasRows:
     """
 
     def __init__(
-        self, states: CanvasStates, dtype: torch.dtype, width: int, plan: PlanFunction
+        self,
+        states: CanvasStates,
+        dtype: torch.dtype,
+        width: int,
+        plan: PlanFunction,
+        steps_in_flight: int = 0,
     ) -> None:
-        """Make the carry rows; `dtype` and `width` are those of the logits."""
+        """Make the carry rows; `dtype` and `width` are those of the logits.
+
+        No result is needed before the next forward, however many `steps_in_flight`.
+        """
         self.states = states
         self.plan = plan
         self.begin: Callable[[Tensor, Tensor, Tensor], PlannedCanvases] = self.begin_step

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from vllm import envs
 
 from dllm_plugin.decoding.block_causal import keep_edited
 from dllm_plugin.decoding.full_attention import commit_given, without_given
@@ -41,6 +42,7 @@ class EmittedTokens(NamedTuple):
     emitted_R   int32, how many of them are emitted
     rejected_R  int32, by how much the request's computed positions fall back
     broken_R    int32, positions whose logits were NaN or infinite where a token was wanted
+                Asynchronous full attention sends `-left_R` along in it where there are none.
     left_R      int32, positions that are still masked in blocks that go on, 0 in others; None where
                 nobody counts them
     """
@@ -82,6 +84,7 @@ class Decider:
         first_tokens: FirstTokenDecoder | None,
         watched: WatchedRows,
         targets: Targets,
+        is_async: bool = False,
     ) -> None:
         self.states = states
         self.ranking = ranking
@@ -96,6 +99,8 @@ class Decider:
         self.edits = method.edits
         self.keeps_kv = method.keeps_kv
         self.counts_masks = method.logits == "masked"
+        # vLLM would take what is left for broken positions.
+        self.sends_left = is_async and not envs.VLLM_RAISE_ON_LOGIT_NANS
         self.num_positions = states.canvas_NC.shape[1]
         self.decide: Callable[..., EmittedTokens] = self.decide_step
         self.compiled_for: StepPolicies | None = None
@@ -202,7 +207,7 @@ class Decider:
         if self.first_tokens is not None and first is not None:
             self.first_tokens.write(first)
             broken_R = broken_R + first.broken_R
-        return EmittedTokens(
+        return self._sent(
             tokens_RC.gather(1, emit_RC),
             (outcome.num_committed_R - tail_R).clamp_min(0),
             self._rejected(outcome, drafts_R, seq_lens_R, refresh_R),
@@ -210,6 +215,20 @@ class Decider:
             logprobs,
             self._left(canvas, outcome, tokens_RC) if self.counts_masks else None,
         )
+
+    def _sent(
+        self,
+        tokens_RC: Tensor,
+        emitted_R: Tensor,
+        rejected_R: Tensor,
+        broken_R: Tensor,
+        logprobs: EmittedLogprobs | None,
+        left_R: Tensor | None,
+    ) -> EmittedTokens:
+        """Return what the host is told: what is left as well, where it launches ahead."""
+        if self.sends_left and left_R is not None:
+            broken_R = torch.where(broken_R > 0, broken_R, -left_R)
+        return EmittedTokens(tokens_RC, emitted_R, rejected_R, broken_R, logprobs, left_R)
 
     def _left(self, canvas: Canvas, outcome: StepOutcome, tokens_RC: Tensor) -> Tensor:
         """Count what is still masked of the current blocks; nothing of those that are done."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
+from dllm_plugin.decoding.full_attention import without_void
 from dllm_plugin.decoding.methods import PlanFunction
 from dllm_plugin.decoding.plan import Canvas, StepPlan
 from dllm_plugin.sampling.compilation import allow_any_length
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
 
-KNOWN_TO_HOST = 7  # columns of the first argument of `MaskedRows.begin_step`
+KNOWN_TO_HOST = 8  # columns of the first argument of `MaskedRows.begin_step`
 
 
 class PlannedBlocks(NamedTuple):
@@ -156,7 +157,7 @@ class MaskedRows:
         request = np.repeat(np.arange(len(index)), most)
         number = np.full_like(offset, len(request))
         places = (first_row[index], offset, number)
-        known = np.stack([index, slots, drafts[index], refresh, *places], axis=1)
+        known = np.stack([index, slots, starts, drafts[index], refresh, *places], axis=1)
         rank = np.arange(len(request)) - offset[request]
         return HostRows(index, unconditional, starts, request, rank, known, first_row)
 
@@ -164,14 +165,16 @@ class MaskedRows:
         """View and plan blocks, and number their masked positions.
 
         Args:
-            known_RK: what the host knows, int64: place in the batch, slot, canvas positions of this
-                forward, where the refresh behind this block starts, row of the batch that predicts
-                the first position, number of the request's first row, and number of all rows.
+            known_RK: what the host knows, int64: place in the batch, slot, where it takes the
+                canvas to start, canvas positions of this forward, where the refresh behind this
+                block starts, row of the batch that predicts the first position, number of the
+                request's first row, and number of all rows.
         """
-        index_R, slots_R, drafts_R, refresh_R, *numbers = known_RK.unbind(1)
+        index_R, slots_R, start_R, drafts_R, refresh_R, *numbers = known_RK.unbind(1)
         first_row_R, offset_R, number_R = numbers
         canvas, remaining_R = self.states.view(slots_R, drafts_R)
-        plan = self.plan(canvas, self.states.config.mask_token_id)
+        is_void_R = self.states.start_N[slots_R] != start_R
+        plan = without_void(self.plan(canvas, self.states.config.mask_token_id), is_void_R)
         candidates_RC = plan.candidates_RC
         rank_RC = candidates_RC.cumsum(dim=1) - 1
         # Positions without a row of their own share one after the last.
@@ -198,7 +201,7 @@ class MaskedRows:
         """Make up a step of some slots, with tensors as `choose` makes them."""
         known = np.zeros((count, KNOWN_TO_HOST), dtype=np.int64)
         known[:, 1] = np.arange(count) % len(self.states.open_N)
-        known[:, 2] = self.states.config.block_length
+        known[:, 3] = self.states.config.block_length
         known_RK = async_tensor_h2d(known.ravel(), device=self.states.device).view(known.shape)
         allow_any_length(known_RK)
         planned = self.begin(known_RK)

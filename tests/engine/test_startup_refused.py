@@ -107,8 +107,14 @@ def test_asynchronous_full_attention(room: EngineRoom) -> None:
     from vllm import LLM
 
     room.close()
-    with pytest.raises(ValueError, match="async_scheduling cannot be combined with full-attention"):
-        LLM(str(CHECKPOINTS / "tiny-llada"), async_scheduling=True, max_model_len=256)
+    dllm = {"strategy": "semi_autoregressive"}
+    with pytest.raises(ValueError, match="async_scheduling cannot be combined with strategy semi"):
+        LLM(
+            str(CHECKPOINTS / "tiny-llada"),
+            async_scheduling=True,
+            max_model_len=256,
+            additional_config={"dllm": dllm},
+        )
 
 
 def test_no_mask_token(checkpoint: Path, room: EngineRoom) -> None:

@@ -12,14 +12,15 @@ def test_tokens_and_forwards_equal_the_reference(family, strategy, eager):
 
 
 KINDS = {
-    "blocks of 16": {},
-    "uncompiled": {"compile_step": False},
-    "schedule": {"policy": "low_confidence"},
+    "asynchronous": ({}, {}),
+    "synchronous": ({}, {"async_scheduling": False}),
+    "uncompiled": ({"compile_step": False}, {}),
+    "schedule": ({"policy": "low_confidence"}, {}),
 }
 
 
 @pytest.mark.parametrize("family", ["llada", "dream"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_blocks_in_full_graphs(family, kind):
+@pytest.mark.parametrize(("dllm", "options"), KINDS.values(), ids=KINDS)
+def test_blocks_in_full_graphs(family, dllm, options):
     """Blocks of the engine's length, by default 32, have full graphs; others piecewise ones."""
-    recorded.check_full(family, "dual_cache", {"block_length": 16} | KINDS[kind])
+    recorded.check_full(family, "dual_cache", {"block_length": 16} | dllm, **options)

@@ -1,0 +1,110 @@
+"""Full attention under asynchronous scheduling: forwards are launched before a result is known."""
+
+from typing import Any
+
+import pytest
+import torch
+from engines import EngineRoom, at_most, free_pages, generate, num_preemptions, scheduler, token_ids
+from full_goldens import CANVAS
+from full_jobs import DECODERS, Decoder, check, random_jobs, run
+from full_jobs import start as start_jobs
+from mixed import Counted, fresh_compiler
+from template_jobs import random_gap_jobs
+from test_full_compiled import sampler_of
+from test_full_goldens import check as check_case
+from test_full_goldens import shuffled, wish_for
+from test_full_memory import check_text, small_blocks
+
+CACHED = [decoder for decoder in DECODERS if decoder[1] != "semi_autoregressive"]
+every_cached_decoder = pytest.mark.parametrize("decoder", CACHED, ids="-".join, scope="module")
+AHEAD = {"async_scheduling": True}
+
+
+def void(llm: Any) -> int:
+    """Forwards that were launched for nothing so far."""
+    return int(scheduler(llm).in_flight.num_void)
+
+
+@every_cached_decoder
+@pytest.mark.parametrize("in_flight", [1, pytest.param(4, marks=pytest.mark.slow), 16])
+def test_tokens_and_forwards(decoder: Decoder, in_flight: int, room: EngineRoom) -> None:
+    """Void forwards count nowhere, and there are few of them."""
+    family, strategy = decoder
+    dllm = {"strategy": strategy, "canvas_length": CANVAS}
+    llm = room.start(family, dllm, max_num_seqs=16, **AHEAD)
+    cases, before = shuffled(decoder, in_flight), void(llm)
+    with at_most(llm, in_flight):
+        outputs = generate(llm, [case.prompt for case in cases], [wish_for(c) for c in cases])
+    for case, output in zip(cases, outputs, strict=True):
+        check_case(case, output)
+    needed = sum(case.record["num_forwards"] for case in cases)
+    assert 0 < void(llm) - before < 0.35 * needed
+
+
+@every_cached_decoder
+@pytest.mark.parametrize("approximate", [False, True], ids=["exact", "approximate"])
+def test_requests_of_all_kinds_in_one_batch(
+    decoder: Decoder, approximate: bool, room: EngineRoom
+) -> None:
+    """Policies, block lengths, seeds, stop tokens, gaps; a void forward stores nothing for good."""
+    llm = start_jobs(room, decoder, **AHEAD)
+    before = scheduler(llm).num_computed_positions
+    jobs = random_jobs(decoder, 20, seed=2 * approximate, approximate=approximate)
+    jobs += random_gap_jobs(decoder, 8, seed=2 * approximate, approximate=approximate)
+    for (job, text), output in zip(jobs, run(llm, [job for job, _ in jobs]), strict=True):
+        check(job, text, output)
+    computed = scheduler(llm).num_computed_positions - before
+    assert computed >= sum(text.computed() for _, text in jobs)
+
+
+@every_cached_decoder
+def test_preempted_with_forwards_in_flight(decoder: Decoder, room: EngineRoom) -> None:
+    """Pages for two whole texts, while requests enter with the pages of their first canvas."""
+    pages_of = {"canvas": 32, "block_size": 32, "num_gpu_blocks_override": 10}
+    llm = start_jobs(room, decoder, **pages_of, **AHEAD)
+    before, pages, jobs = num_preemptions(llm), free_pages(llm), small_blocks(decoder, 10)
+    check_text(decoder, jobs, run(llm, jobs), canvas=32)
+    assert num_preemptions(llm) > before
+    assert free_pages(llm) == pages
+
+
+@every_cached_decoder
+def test_aborted_with_forwards_in_flight(decoder: Decoder, room: EngineRoom) -> None:
+    """Whoever takes the slots and pages next, under the same names, gets its own text."""
+    llm, jobs = start_jobs(room, decoder, **AHEAD), small_blocks(decoder, 6)
+    engine, pages = llm.llm_engine, free_pages(llm)
+    for steps in (1, 2, 3, 5, 8):
+        for i, job in enumerate(jobs):
+            engine.add_request(str(i), {"prompt_token_ids": job.prompt}, job.wish())
+        for _ in range(steps):
+            engine.step()
+        engine.abort_request([str(i) for i in range(len(jobs))])
+        if steps % 2:
+            for job, output in zip(jobs[:3], run(llm, jobs[:3]), strict=True):
+                assert token_ids(output) == job.decode(decoder).answer(), (job, steps)
+    for job, output in zip(jobs, run(llm, jobs), strict=True):
+        check(job, job.decode(decoder), output)
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert free_pages(llm) == pages
+
+
+@every_cached_decoder
+def test_compiled(decoder: Decoder, room: EngineRoom) -> None:
+    """As in `test_full_compiled`: traced and not translated."""
+    family, strategy = decoder
+    dllm = {"strategy": strategy, "canvas_length": CANVAS}
+    llm = room.start(family, dllm, max_num_seqs=16, **AHEAD)
+    sampler = sampler_of(llm)
+    uncompiled = sampler.rows.begin, sampler.decider.decide
+    cases = [case for case in shuffled(decoder, 3) if case.numbers()["policy"] == "threshold"]
+    with fresh_compiler():
+        with torch.inference_mode():
+            sampler.compile("eager")
+        sampler.decider.decide = counted = Counted(sampler.decider.decide)
+        outputs = generate(llm, [case.prompt for case in cases], [wish_for(c) for c in cases])
+    sampler.rows.begin, sampler.decider.decide = uncompiled
+    sampler.decider.compiled_for = None
+    for case, output in zip(cases, outputs, strict=True):
+        check_case(case, output)
+    assert sum(counted.sizes) >= sum(case.record["num_forwards"] for case in cases)
