@@ -44,7 +44,13 @@ def check_vllm_version(version: str | None) -> None:
         )
 
 
-check_vllm_version(_vllm_version())
+def check_installed_vllm() -> None:
+    """Raise ImportError with one sentence unless vLLM is installed, in a release that we take."""
+    check_vllm_version(_vllm_version())
+
+
+if _vllm_version() is not None:  # what does without, as training does, may go on without
+    check_installed_vllm()
 
 
 def register() -> None:
@@ -52,6 +58,7 @@ def register() -> None:
 
     Idempotent; called in every vLLM process before its configuration is built.
     """
+    check_installed_vllm()
     from vllm import ModelRegistry
 
     from dllm_plugin.engine.registration import register_config_hooks, register_tokenizer_mode

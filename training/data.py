@@ -71,7 +71,7 @@ def unseen(problems: Iterable[Problem], held_out: set[str]) -> Iterator[Problem]
 
 
 def forms(problems: Iterable[Problem]) -> Iterator[tuple[Problem, int]]:
-    """Yield each problem, and most of them a second time with an answer in JSON.
+    """Yield each problem, and half of them a second time with an answer in JSON.
 
     The number is that of leading answer tokens that are given: a schema that nobody spoke of in the
     question writes the opening brace, and the model is to go on from there.
@@ -79,9 +79,9 @@ def forms(problems: Iterable[Problem]) -> Iterator[tuple[Problem, int]]:
     for i, p in enumerate(problems):
         yield p, 0
         asked = ask_in_json(p)
-        if i % 10 < 5:
+        if i % 10 < 4:
             yield asked, 0
-        elif i % 10 < 7:
+        elif i % 10 < 5:
             yield replace(asked, question=p.question), 1
 
 

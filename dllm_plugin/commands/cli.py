@@ -193,6 +193,11 @@ def _positive(text: str) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return 0, or 1 for an error of the user's. Wrong options exit with 2."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        dllm_plugin.check_installed_vllm()
+    except ImportError as error:
+        print(f"diffuplug: error: {one_sentence(error)}", file=sys.stderr)
+        return 1
     if arguments[:1] == ["serve"] and not {"-h", "--help"} & set(arguments[1:2]):
         serve.run(arguments[1:])
     args = build_parser().parse_args(arguments)

