@@ -271,6 +271,10 @@ def _run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         from dllm_plugin.commands.bench import adaptive
 
         return adaptive.run(args, arguments)
+    if args.mode == adaptive_options.MAP:
+        from dllm_plugin.commands.bench import load_map
+
+        return load_map.run(args, arguments)
     if args.mode in MODES:
         settings = settings_of(args)
         if args.mode == WATCHED:

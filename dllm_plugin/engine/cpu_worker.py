@@ -10,10 +10,11 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from dllm_plugin.engine.adapters import AdapterWorker
 from dllm_plugin.engine.adapters_cpu import AdapterRunner
 from dllm_plugin.engine.grammar_runner import GrammarRunner
+from dllm_plugin.engine.step_timer import TimingWorker
 from dllm_plugin.engine.weight_updates_cpu import PackingWorker
 
 
-class DiffusionCPUWorker(AdapterWorker, PackingWorker, CPUWorker):
+class DiffusionCPUWorker(AdapterWorker, PackingWorker, TimingWorker, CPUWorker):
     """Run vLLM's CPU worker with grammars on canvases, adapters and new weights."""
 
     def init_device(self) -> None:

@@ -4,7 +4,8 @@ All ranks replay them together, as steps do. What requests hold is not touched: 
 before the first of them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,22 +83,32 @@ def time_graphs(
     runner: "GPUModelRunner", descs: Iterable[BatchExecutionDescriptor], context: int
 ) -> Times:
     """Return the median ms of replays of each graph, with so much context for every request."""
-    found = {}
+    manager, found = runner.cudagraph_manager, {}
+    assert manager is not None
     for desc in descs:
-        _prepare(runner, desc, context)
-        found[desc] = _replay(runner, desc)
+        assert desc.num_reqs is not None and desc.uniform_token_count is not None
+        uniform = (desc.num_reqs, desc.uniform_token_count)
+        prepare(runner, *uniform, context, CUDAGraphMode.FULL)
+        found[desc] = median_ms(partial(manager.run_fullgraph, desc))
     # No page of a context stays where padding is read from.
     runner.block_tables.get_dummy_block_tables(runner.max_num_reqs)
     return found
 
 
-def _prepare(runner: "GPUModelRunner", desc: BatchExecutionDescriptor, context: int) -> None:
-    """Fill the buffers that a graph reads: half of every canvas is decided."""
-    num_reqs, width, tables = desc.num_reqs, desc.uniform_token_count, runner.block_tables
-    assert num_reqs is not None and width is not None
-    batch = InputBatch.make_dummy(num_reqs, desc.num_tokens, runner.input_buffers)
+def prepare(
+    runner: "GPUModelRunner", num_reqs: int, width: int, context: int, mode: CUDAGraphMode
+) -> tuple[InputBatch, dict[str, Any], torch.Tensor]:
+    """Fill the buffers of a step of one width: half of every canvas is decided.
+
+    Returns the batch, its attention metadata and its slots.
+    """
+    tables, buffers = runner.block_tables, runner.input_buffers
+    num_tokens = num_reqs * width
+    batch = InputBatch.make_dummy(num_reqs, num_tokens, buffers, is_padding=False)
+    # Equal tokens would all be routed to the same experts.
+    batch.input_ids.random_(0, runner.vocab_size)
     given = tables.get_dummy_block_tables(num_reqs)
-    slots = tables.get_dummy_slot_mappings(desc.num_tokens)
+    slots = tables.get_dummy_slot_mappings(num_tokens)
     pages, most = runner.kv_cache_config.num_blocks, runner.max_model_len
     set_dummy_context(batch, tables, context, pages, most, given)
     state: Any = runner.model_state
@@ -105,18 +116,17 @@ def _prepare(runner: "GPUModelRunner", desc: BatchExecutionDescriptor, context: 
     canvas_NC.fill_(state.config.mask_token_id)
     canvas_NC[:, : width // 2] = 0
     groups, cache = runner.attn_groups, runner.kv_cache_config
-    state.prepare_attn(batch, CUDAGraphMode.FULL, given, slots, groups, cache)
+    return batch, state.prepare_attn(batch, mode, given, slots, groups, cache), slots
 
 
-def _replay(runner: "GPUModelRunner", desc: BatchExecutionDescriptor) -> float:
-    manager = runner.cudagraph_manager
-    assert manager is not None
-    manager.run_fullgraph(desc)
+def median_ms(run: Callable[[], Any]) -> float:
+    """Return the median time of what a GPU is given, after one run that does not count."""
+    run()
     taken = []
     for _ in range(REPLAYS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        manager.run_fullgraph(desc)
+        run()
         end.record()
         end.synchronize()
         taken.append(begin.elapsed_time(end))

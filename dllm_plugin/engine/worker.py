@@ -19,6 +19,7 @@ from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.engine.adapters import AdapterWorker
 from dllm_plugin.engine.grammar_runner import GrammarRunner
 from dllm_plugin.engine.graph_times import measure
+from dllm_plugin.engine.step_timer import TimingWorker
 from dllm_plugin.engine.weight_updates import UpdatingWorker
 
 
@@ -100,7 +101,7 @@ class DiffusionRunner(GrammarRunner):
         return taken
 
 
-class GrammarWorker(AdapterWorker, UpdatingWorker):
+class GrammarWorker(AdapterWorker, UpdatingWorker, TimingWorker):
     """Run vLLM's worker with grammars on canvases, and with its own graphs."""
 
     def _make_model_runner(self) -> Any:
@@ -109,7 +110,7 @@ class GrammarWorker(AdapterWorker, UpdatingWorker):
         return GrammarRunner(self.vllm_config, self.device)
 
 
-class DiffusionWorker(AdapterWorker, UpdatingWorker):
+class DiffusionWorker(AdapterWorker, UpdatingWorker, TimingWorker):
     """Run vLLM's worker with that runner."""
 
     def _make_model_runner(self) -> Any:

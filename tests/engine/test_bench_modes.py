@@ -260,6 +260,24 @@ def test_tokens_per_second_by_width(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(row["speedup_vs_ar"] > 0 for row in rows.values())
 
 
+def test_a_map_of_loads(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Every load is timed at every width, and drawn."""
+    picture, grid = tmp_path / "map.png", ["--requests", "1,4", "--contexts", "16,256"]
+    more = ["--widths", "2,8", "--acceptance", "0.9:4", "--picture", str(picture)]
+    assert cli.main(["bench", "map", "--shapes", "tiny", *grid, *more, *QUICK]) == 0
+    printed = capsys.readouterr().out
+    line = line_of(printed)
+    timed = {(s["requests"], s["context"], s["width"]) for s in line["steps"]}
+    assert timed == {(n, c, w) for n in (1, 4) for c in (16, 256) for w in (1, 2, 8, 32)}
+    assert all(step["ms"] > 0 for step in line["steps"]) and len(line["model_ms"]) == len(timed)
+    points = {(p["requests"], p["context"]): p for p in line["map"]}
+    assert set(points) == {(n, c) for n in (1, 4) for c in (16, 256)}
+    for point in points.values():
+        assert point["adaptive"] >= point["fixed"] > 0 and point["width"] in (2, 8, 32)
+        assert point["fits"]
+    assert picture.read_bytes().startswith(b"\x89PNG") and "by plain" in printed
+
+
 def test_decode_options_reach_the_engine_of_widths(capsys: pytest.CaptureFixture[str]) -> None:
     """What floating canvases cannot have is refused, not left out."""
     command = ["bench", "adaptive", "--shapes", "tiny", "--commit-alone-from", "2", *QUICK]

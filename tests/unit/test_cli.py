@@ -54,6 +54,9 @@ OPTIONS = {
         [*MEASURED, *GRID, *SERVED, "--acceptance", "--adaptive", "--min-window", "--widths"]
     ),
     "bench all": sorted([*MEASURED, *GRID, *STEPS, *SERVED]),
+    "bench map": sorted(
+        [*MEASURED, *GRID, *SERVED, "--acceptance", "--contexts", "--picture", "--widths"]
+    ),
     "bench latency": sorted([*MEASURED, *SERVED]),
     "bench step": sorted([*MEASURED, *GRID, *STEPS]),
     "bench throughput": sorted([*MEASURED, *GRID, *SERVED]),
@@ -123,6 +126,10 @@ def test_options_are_frozen() -> None:
             ["bench", "adaptive", "--shapes", "tiny", "--widths", "64"],
             "--canvas must be one length of at least 64",
         ),
+        (["bench", "map", "--requests", "1,2"], "bench map needs --shapes"),
+        (["bench", "map", "--shapes", "tiny", "--widths", "64"], "--widths must be whole numbers"),
+        (["bench", "map", "--shapes", "tiny", "--contexts", "0"], "--contexts must be whole"),
+        (["bench", "map", "--shapes", "tiny", "--contexts", "5000"], "but the model has 4096"),
         (["eval", "--model", "x"], "--model needs --schedule"),
         (["eval", "--threshold", "0.5"], "--threshold needs --schedule"),
         (["eval", "--schedule", "8,x"], "--schedule must be widths"),

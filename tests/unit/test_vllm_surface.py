@@ -56,9 +56,10 @@ vllm.config.diffusion: DiffusionConfig
 vllm.config.quantization: resolve_quantization_config
 vllm.distributed: get_tensor_model_parallel_rank get_tensor_model_parallel_world_size
 vllm.distributed: tensor_model_parallel_all_gather
-vllm.distributed.parallel_state: is_global_first_rank
+vllm.distributed.parallel_state: graph_capture is_global_first_rank
 vllm.engine.arg_utils: EngineArgs
 vllm.exceptions: VLLMValidationError
+vllm.forward_context: set_forward_context
 vllm.inputs: TokensPrompt
 vllm.logger: init_logger
 vllm.model_executor.layers.attention: Attention
@@ -114,7 +115,7 @@ vllm.v1.outputs: LogprobsLists LogprobsTensors ModelRunnerOutput
 vllm.v1.request: Request RequestStatus
 vllm.v1.sample.ops.topk_topp_sampler: apply_top_k_top_p
 vllm.v1.spec_decode.metrics: SpecDecodingLogging SpecDecodingProm SpecDecodingStats
-vllm.v1.worker.gpu.attn_utils: FastPrefillHelper build_attn_metadata
+vllm.v1.worker.gpu.attn_utils: FastPrefillHelper build_attn_metadata build_slot_mappings_by_layer
 vllm.v1.worker.gpu.cudagraph_utils: BatchExecutionDescriptor ModelCudaGraphManager
 vllm.v1.worker.gpu.input_batch: InputBatch set_dummy_context
 vllm.v1.worker.gpu.mm.encoder_cache: EncoderCache
@@ -124,6 +125,7 @@ vllm.v1.worker.cpu_worker: CPUWorker
 vllm.v1.worker.gpu.sample.logits_processor: LogitsContext LogitsProcessor
 vllm.v1.worker.gpu.sample.output: SamplerOutput
 vllm.v1.worker.gpu.states: RequestState
+vllm.v1.worker.gpu_worker: Worker
 vllm.v1.worker.utils: AttentionGroup
 """
 
@@ -147,6 +149,12 @@ SIGNATURES = {
     RUNNER + ".capture_model": "self * profile_only=False",
     RUNNER + ".finish_requests": "self scheduler_output",
     GRAPHS + "ModelCudaGraphManager.run_fullgraph": "self desc",
+    "v1.worker.gpu.attn_utils:build_slot_mappings_by_layer": "slot_mappings kv_cache_config",
+    "distributed.parallel_state:graph_capture": "device",
+    "forward_context:set_forward_context": "attn_metadata vllm_config num_tokens=None "
+    "num_tokens_across_dp=None cudagraph_runtime_mode=<CUDAGraphMode.NONE: 0> "
+    "batch_descriptor=None ubatch_slices=None slot_mapping=None skip_compiled=False "
+    "is_padding=None",
     "v1.worker.gpu.input_batch:InputBatch.make_dummy": "num_reqs num_tokens input_buffers "
     "max_query_len=None is_padding=True",
     "v1.worker.gpu.input_batch:set_dummy_context": "input_batch block_tables context_len "

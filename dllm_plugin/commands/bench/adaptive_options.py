@@ -1,18 +1,26 @@
-"""Add the options of ``diffuplug bench adaptive``. Light imports only."""
+"""Add the options of ``diffuplug bench adaptive`` and ``map``. Light imports only."""
 
+from pathlib import Path
 from typing import Any
 
 from dllm_plugin.commands.bench.options import add_options
 
-MODE = "adaptive"
+MODE, MAP = "adaptive", "map"
 LIKE = "throughput"  # the mode whose options and requests are shared
+WIDTHS = "1,2,3,4,6,8,12,16,24,32"
 
 
 def add_mode(modes: Any) -> None:
-    """Add the parser of the mode to the subparsers of ``diffuplug bench``."""
+    """Add the parsers of both modes to the subparsers of ``diffuplug bench``."""
     parser = modes.add_parser(MODE, help="tokens per second by width, and by load")
     add_options(parser, LIKE)
     parser.add_argument("--adaptive", default="throughput", help="as the decode option")
     parser.add_argument("--min-window", type=int, help="as the decode option")
     parser.add_argument("--widths", default="2,4,8,16,32", help="fixed ones, beside those by load")
     parser.add_argument("--acceptance", help="with --shapes, p0:lambda (default: 0.9:2.5)")
+    parser = modes.add_parser(MAP, help="for which loads diffusion is faster than left to right")
+    add_options(parser, LIKE)
+    parser.add_argument("--contexts", default="512,2048,8192,32768", help="tokens of each request")
+    parser.add_argument("--widths", default=WIDTHS, help="to choose from, beside the canvas")
+    parser.add_argument("--acceptance", help="p0:lambda (default: 0.9:2.5)")
+    parser.add_argument("--picture", type=Path, help="draw the map as a PNG")

@@ -1,0 +1,52 @@
+"""The map of loads: what is made of timed steps."""
+
+import pytest
+
+from dllm_plugin.commands.bench import load_map
+from dllm_plugin.commands.bench.load_map import Step, modelled, ratios
+from dllm_plugin.commands.bench.model_shapes import SHAPES, Sizes
+from dllm_plugin.decoding.acceptance import tokens_per_forward
+
+ACCEPTED = (0.9, 2.5)
+
+
+def steps() -> list[Step]:
+    """Steps that cost 4 ms up to 128 positions and 0.02 ms for each further one."""
+    grid = [(n, w, c) for n in (1, 256) for c in (512, 32_768) for w in (1, 2, 8, 32)]
+    return [Step(n, w, c, 4.0 + 0.02 * max(0, n * w - 128)) for n, w, c in grid]
+
+
+@pytest.mark.parametrize("shift", [False, True])
+def test_ratios(shift: bool) -> None:
+    """Few requests gain by wide windows; at many only shifted rows keep up."""
+    points = {(p.requests, p.context): p for p in ratios(steps(), ACCEPTED, shift, 32, 300_000)}
+    few, many = points[1, 512], points[256, 512]
+    brings = tokens_per_forward(32, *ACCEPTED, shift)
+    assert few.width == 32 and few.fixed == few.adaptive == pytest.approx(brings)
+    assert many.width == (1 if shift else 2) and many.fixed < many.adaptive <= 1
+    assert shift == (many.adaptive == 1)
+    assert many.fits and not points[256, 32_768].fits and points[1, 32_768].fits
+
+
+def test_the_model() -> None:
+    """In ms of the smallest step; keys are read beside the weights, twice for wide steps."""
+    dense = Sizes.of(SHAPES["dream-7b"])
+    timed = [Step(1, 1, 1, 4.0), Step(64, 32, 8, 40.0), Step(64, 2, 8192, 9.0)]
+    small, wide, long = modelled(timed, dense, 2)
+    assert small == pytest.approx(4.0, rel=1e-3)
+    assert wide == pytest.approx(4 + (2048 - 128) * 4 / 213, rel=1e-2)
+    # 57,344 bytes a position, 7.6e9 parameters.
+    assert long - 4.0 == pytest.approx(2 * 4 * 64 * 8192 * 57_344 / 15.2e9, rel=0.02)
+    # A mixture reads all its experts sooner or later.
+    mixture = Sizes.of(SHAPES["llada2-mini"])
+    assert modelled(timed, mixture, 2)[2] < long
+
+
+def test_the_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_module(name: str) -> None:
+        raise ImportError(name)
+
+    load_map.check_matplotlib()
+    monkeypatch.setattr(load_map, "import_module", no_module)
+    with pytest.raises(ValueError, match="bench map --picture draws with matplotlib"):
+        load_map.check_matplotlib()
