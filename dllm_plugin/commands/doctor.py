@@ -7,6 +7,7 @@ import dllm_plugin
 from dllm_plugin.attention.backends import REASONS, backend_name
 from dllm_plugin.commands.forecast import Load, forecast
 from dllm_plugin.commands.offline import one_sentence
+from dllm_plugin.config.cuda_graphs import captured_graphs
 from dllm_plugin.config.decode import DecodeConfig, get_decode_config
 from dllm_plugin.config.options import REQUEST_FIELDS, does_nothing
 from dllm_plugin.config.request import request_config
@@ -100,6 +101,10 @@ def _report_model(options: dict[str, Any]) -> int:
         _line("  " + name, value)
     _line("attention", backend_name(vllm_config))
     _line("CUDA graphs", _graphs(vllm_config))
+    if config.method.floats:
+        graphs = captured_graphs(vllm_config, config)
+        for width, counts in sorted(graphs.items()):
+            _line(f"  width {width}", f"for up to {counts[-1]} requests, {len(counts)} graphs")
     mode = vllm_config.compilation_config.mode
     _line("model compiled", "no" if mode in (None, CompilationMode.NONE) else mode.name)
     _line("step compiled", "yes" if config.compile_step else "no")

@@ -216,4 +216,12 @@ def set_graph_sizes(vllm_config: VllmConfig, config: DecodeConfig) -> None:
     if current_platform.is_cpu() or compilation.cudagraph_mode == CUDAGraphMode.NONE:
         return
     limits = (scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-    compilation.cudagraph_capture_sizes = capture_sizes(config, *limits)
+    sizes = compilation.cudagraph_capture_sizes = capture_sizes(config, *limits)
+    if config.method.floats:
+        graphs = uniform_graphs(config, sizes, *limits)
+        logger.info(
+            "Floating canvases have %d full CUDA graphs: of widths %s, for up to %d requests.",
+            sum(map(len, graphs.values())),
+            ", ".join(map(str, sorted(graphs))),
+            max((counts[-1] for counts in graphs.values()), default=0),
+        )

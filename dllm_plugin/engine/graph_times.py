@@ -36,7 +36,9 @@ def measure(runner: "GPUModelRunner") -> None:
         return
     manager = runner.cudagraph_manager
     assert manager is not None
-    descs = [desc for desc in manager.graphs if not desc.num_active_loras]
+    # Where adapters are served, every graph may be of some.
+    least = min(desc.num_active_loras for desc in manager.graphs)
+    descs = [desc for desc in manager.graphs if desc.num_active_loras == least]
     empty = time_graphs(runner, descs, 0)
     most = max(n for desc in descs if (n := desc.num_reqs or 0) <= REQUESTS)
     many = [desc for desc in descs if desc.num_reqs == most]

@@ -13,7 +13,9 @@ from dllm_plugin.attention.sequences import AttentionSequences
 from dllm_plugin.config.cuda_graphs import (
     ANY_SIZE,
     WORKER,
+    allowed_widths,
     capture_sizes,
+    captured_graphs,
     set_graphs,
     uniform_graphs,
 )
@@ -151,6 +153,33 @@ def test_the_manager_finds_every_width(vllm_config_for: Any, checkpoints: Any) -
                 assert desc.cg_mode == CUDAGraphMode.PIECEWISE
     # Requests with widths of their own.
     assert manager.dispatch(3, 12, None, 0, 6).cg_mode == CUDAGraphMode.PIECEWISE
+
+
+def test_the_log_says_how_many(
+    vllm_config_for: Any,
+    checkpoints: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    dllm = {"adaptive": "throughput", "block_length": 8, "canvas_length": 8, "min_window": 2}
+    config = vllm_config_for(
+        checkpoints / "tiny-sdar", max_num_seqs=20, additional_config={"dllm": dllm}
+    )
+    for name in ("can_capture", "current_platform.is_cpu"):
+        answer = name == "can_capture"
+        monkeypatch.setattr(f"dllm_plugin.config.cuda_graphs.{name}", lambda *_, a=answer: a)
+    config.parallel_config.worker_cls, compilation = "auto", config.compilation_config
+    compilation.cudagraph_mode, compilation.cudagraph_capture_sizes = BOTH, None
+    compilation.max_cudagraph_capture_size = None
+    decode = get_decode_config(config)
+    with caplog.at_level("INFO", logger="vllm.dllm_plugin"):
+        set_graphs(config, decode)
+    graphs = captured_graphs(config, decode)
+    assert compilation.cudagraph_capture_sizes == list(ANY_SIZE) and max(graphs) == 8
+    assert f"have {sum(map(len, graphs.values()))} full CUDA graphs" in caplog.text
+    assert "for up to 20 requests" in caplog.text
+    widths = widths_between(2, 8)
+    assert set(allowed_widths(config, decode, widths)) == {n for c in graphs.values() for n in c}
 
 
 @pytest.mark.parametrize("worker", ["auto", "a.Worker"])

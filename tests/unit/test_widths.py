@@ -1,11 +1,13 @@
 """The choice of widths: costs, acceptance, hysteresis and convergence, on numbers alone."""
 
+import time
+
 import numpy as np
 import pytest
 
 from dllm_plugin.decoding.acceptance import accepted, tokens_per_forward
-from dllm_plugin.decoding.step_costs import Costs
-from dllm_plugin.decoding.widths import WidthController, choose, widths_between
+from dllm_plugin.decoding.step_costs import Costs, MeasuredCosts, StepCosts
+from dllm_plugin.decoding.widths import CYCLE, WidthController, choose, widths_between
 
 H200 = Costs(base=4.6, free=128, per_position=0.0215)
 LOADS = (1, 4, 8, 16, 32, 64, 128, 256)
@@ -138,3 +140,20 @@ def test_what_is_learned() -> None:
     for _ in range(5000):
         controller.observe(8, 10, 20)
     assert controller.acceptance.steps.sum() <= 20_000 + 10
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_a_choice_costs_little(measured: bool) -> None:
+    """Of host time, at 256 requests: less than 20 us a step, whatever else the machine does."""
+    sizes = range(8, 1025, 8)
+    costs: StepCosts = Costs(per_key=1e-6, reads=2.0)
+    if measured:
+        graphs = {width: list(range(8, 257, 8)) for width in (2, 4, 8)}
+        costs = MeasuredCosts(sizes, [4 + n / 50 for n in sizes], 1e-6, 2.0, graphs)
+    controller, taken = WidthController(widths_between(2, 32), False, costs), []
+    for _ in range(10):
+        begin = time.perf_counter()
+        for _ in range(10 * CYCLE):
+            controller.observe(controller.width(256, 200_000), 256, 500)
+        taken.append((time.perf_counter() - begin) / (10 * CYCLE))
+    assert min(taken) < 20e-6
