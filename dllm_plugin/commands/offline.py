@@ -84,6 +84,9 @@ def start_engine(options: dict[str, Any], log: Path | None = None) -> "LLM":
         # Not while it starts: processes that it forks would never collect either.
         with collecting_later():
             from vllm import LLM
+        # A start collects a dozen times, and each time would walk all that was imported.
+        gc.collect()
+        gc.freeze()
         return LLM(**options)
     except RuntimeError as error:
         # vLLM has printed the cause from the process where it happened.
@@ -98,6 +101,7 @@ def start_engine(options: dict[str, Any], log: Path | None = None) -> "LLM":
 def stop_engine(llm: "LLM") -> None:
     """Stop an engine and give back its memory and threads, which the next engine needs."""
     llm.llm_engine.engine_core.shutdown()
+    gc.unfreeze()
 
 
 def stream_answer(

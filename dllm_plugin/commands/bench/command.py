@@ -99,6 +99,7 @@ def _measure(
             found = report.table_of("served", [row for row, _ in served])
             progress.done(f"requests, canvas {canvas}", found)
         stop_engine(llm)
+        del llm  # the next start takes what is still there out of collections
     ar_steps, ar_served = None, None
     if "ar" in settings.versus:
         compiled = result["engines"][-1]["compilation_mode"] != "NONE"
