@@ -18,10 +18,11 @@ def sampler_of(llm: Any) -> Any:
 
 @every_decoder
 @pytest.mark.parametrize("policy", ["threshold", "low_confidence"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_steps_take_the_same_decisions(
-    decoder: Decoder, policy: str, room: EngineRoom
+    decoder: Decoder, policy: str, backend: str, room: EngineRoom
 ) -> None:
-    """Traced and not translated, which takes minutes here; tests/gpu runs real code."""
+    """Traced alone, or translated as well."""
     family, strategy = decoder
     cases = [c for c in cases_of(*decoder) if not c.is_random and c.numbers()["policy"] == policy]
     if not cases:
@@ -32,7 +33,7 @@ def test_compiled_steps_take_the_same_decisions(
     uncompiled = sampler.rows.begin, sampler.decider.decide
     with fresh_compiler():
         with torch.inference_mode():
-            sampler.compile("eager")
+            sampler.compile(backend)
         sampler.decider.decide = counted = Counted(sampler.decider.decide)
         with torch._dynamo.config.patch(error_on_recompile=True):
             outputs = generate(llm, [c.prompt for c in cases], [wish_for(c) for c in cases])

@@ -246,9 +246,8 @@ def manager_of(vllm_config_for: Callable[..., Any], checkpoints: Path) -> Callab
 
     def build(mode: CUDAGraphMode, kind: Any = BlockGraphManager, **more: Any) -> Any:
         dllm, tokens = {"dllm": more.pop("dllm", DLLM)}, more.pop("tokens", None)
-        config = vllm_config_for(
-            checkpoints / "tiny-sdar", max_num_seqs=REQUESTS, additional_config=dllm
-        )
+        checkpoint = checkpoints / more.pop("checkpoint", "tiny-sdar")
+        config = vllm_config_for(checkpoint, max_num_seqs=REQUESTS, additional_config=dllm)
         if tokens is not None:
             config.scheduler_config.max_num_batched_tokens = tokens
         limits = REQUESTS, config.scheduler_config.max_num_batched_tokens
@@ -286,6 +285,18 @@ def test_steps_of_one_block_each_find_their_graph(
         else:
             found = manager.dispatch(n, n * CANVAS, CANVAS, 0, 8)
             assert found.cg_mode == (PIECEWISE if mode == BOTH else NONE)
+
+
+def test_steps_of_full_attention_find_their_graph(manager_of: Callable[..., Any]) -> None:
+    """Blocks alone have full graphs; steps with a refresh, or of other lengths, piecewise ones."""
+    dllm = {"strategy": "dual_cache", "block_length": BLOCK, "canvas_length": CANVAS}
+    manager = manager_of(BOTH, dllm=dllm, checkpoint="tiny-llada")
+    for n in range(1, REQUESTS + 1):
+        found = manager.dispatch(n, n * BLOCK, BLOCK, 0, BLOCK)
+        assert (found.cg_mode, found.uniform_token_count) == (FULL, BLOCK)
+        assert n <= found.num_reqs == found.num_tokens // BLOCK <= max(n + 7, 4)
+        for step in ((n, n * BLOCK + 9, None), (n, n * 3, 3), (n, n * CANVAS, CANVAS)):
+            assert manager.dispatch(*step, 0, CANVAS).cg_mode == PIECEWISE, step
 
 
 def test_the_largest_graph_is_captured_first(manager_of: Callable[..., Any]) -> None:
