@@ -22,6 +22,7 @@ Learned from experience:
 Shape letters: R requests, B sequences.
 """
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -116,7 +117,10 @@ class AttentionSequences:
             self.cascade = CascadeBuffers(*sizes, states.device)
         self.block_tables: list[Tensor] = []
         # How many positions captured steps compute for each request.
-        self.captured_lengths = (self.canvas_length, states.config.block_length)
+        block = states.config.block_length
+        self.captured_lengths: Collection[int] = (self.canvas_length, block)
+        if states.config.method.full_attention:
+            self.captured_lengths = range(block, self.canvas_length + 1, block)
         # What the buffers are laid out for: positions per request, requests with padding, block
         # lengths, and names of the requests. The last are compared because vLLM's sleep mode may
         # take the buffers while no request is left.

@@ -26,6 +26,9 @@ OUR_WORKERS = ("auto", WORKER, GRAMMAR_WORKER, CPU_WORKER)
 # Sizes of graphs where steps have any size: those that vLLM takes by itself, and some larger ones.
 # Steps of more positions take the device longer than the host.
 ANY_SIZE = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16), *range(576, 1025, 64))
+# How many requests have full graphs of forwards that reach to the end of their canvas. More are
+# seldom equally far from it.
+FEW_REQUESTS = 2
 
 
 def capture_sizes(config: DecodeConfig, max_num_seqs: int, max_num_tokens: int) -> list[int]:
@@ -77,7 +80,11 @@ def uniform_graphs(
     sizes, block, canvas = list(sizes), config.block_length, config.canvas_length
     if config.method.full_attention:
         # Refreshes, which differ in length, have piecewise graphs.
-        return {block: block_counts(sizes, block, 1, min(max_num_seqs, max_num_tokens // block))}
+        lengths: tuple[int, ...] = (block,)
+        few = max_num_seqs
+        if config.method.computes_rest:
+            lengths, few = tuple(range(block, canvas + 1, block)), min(FEW_REQUESTS, max_num_seqs)
+        return {n: block_counts(sizes, n, 1, min(few, max_num_tokens // n)) for n in lengths}
     # The scheduler keeps room for a whole canvas of every running request.
     most = min(max_num_seqs, max_num_tokens // canvas)
     if config.method.floats:

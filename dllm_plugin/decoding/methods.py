@@ -56,6 +56,7 @@ class Method:
     default_policy  what `auto` becomes; `edited_policy` for checkpoints that were trained to edit
     span            full attention: where the next forward starts and stops; None: at the canvas
     keeps_kv        whether a step may trust the KV of the step before it
+    computes_rest   full attention: whether a forward with a cache reaches to the end of the canvas
     logits          the rows of a forward that become logits: every canvas position, or masked ones
     scheduler       "canvas": a canvas in every step; "refresh": forwards of several kinds and
                     sizes; "floating": as many positions of a canvas as load or a request says
@@ -86,6 +87,7 @@ class Method:
     edited_policy: str = "threshold"
     span: SpanFunction | None = None
     keeps_kv: bool = True
+    computes_rest: bool = False
     logits: Literal["canvas", "masked"] = "canvas"
     scheduler: Literal["canvas", "refresh", "floating"] = "canvas"
     floats: bool = False
@@ -185,14 +187,10 @@ prefix_cache = replace(
     span=span_prefix_cache,
     keeps_kv=True,
     reads=semi_autoregressive.reads - {"cfg_scale"} | OF_REFRESHES,
-    refuses=semi_autoregressive.refuses - {"async_scheduling"},
+    computes_rest=True,
+    refuses=PROMPT,
 )
-dual_cache = replace(
-    prefix_cache,
-    strategy=DUAL_CACHE,
-    span=span_dual_cache,
-    refuses=prefix_cache.refuses - {"full_graphs"},
-)
+dual_cache = replace(prefix_cache, strategy=DUAL_CACHE, span=span_dual_cache, computes_rest=False)
 DREAM_READS = frozenset({"steps", "top_p", "top_k", "suffix_window"})
 dream_loop = replace(
     semi_autoregressive,

@@ -16,6 +16,7 @@ KINDS = {
     "synchronous": ({}, {"async_scheduling": False}),
     "uncompiled": ({"compile_step": False}, {}),
     "schedule": ({"policy": "low_confidence"}, {}),
+    "to the end of the canvas": ({"strategy": "prefix_cache"}, {}),
 }
 
 
@@ -23,4 +24,5 @@ KINDS = {
 @pytest.mark.parametrize(("dllm", "options"), KINDS.values(), ids=KINDS)
 def test_blocks_in_full_graphs(family, dllm, options):
     """Blocks of the engine's length, by default 32, have full graphs; others piecewise ones."""
-    recorded.check_full(family, "dual_cache", {"block_length": 16} | dllm, **options)
+    dllm = {"strategy": "dual_cache", "block_length": 16, "canvas_length": 64} | dllm
+    recorded.check_full(family, dllm["strategy"], dllm, **options)

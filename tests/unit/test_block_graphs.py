@@ -82,6 +82,10 @@ def test_tables_of_uniform_lengths() -> None:
     [(length, counts)] = uniform_graphs(full, sizes, 64, 8192).items()
     assert length == 32 and counts == [*range(1, 17), *range(18, 33, 2)]
     assert {1, 8, 496, 512, 576} <= set(sizes) and max(sizes) == 1024
+    # To the end of the canvas, from the first block or a later one.
+    rest = config_of(strategy="prefix_cache", block_length=32, canvas_length=96)
+    few = [1, 2]
+    assert uniform_graphs(rest, sizes, 64, 8192) == {32: few, 64: few, 96: few}
     # As many as fit a step.
     assert uniform_graphs(full, sizes, 64, 320) == {32: list(range(1, 11))}
 
