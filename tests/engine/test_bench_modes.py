@@ -260,6 +260,16 @@ def test_tokens_per_second_by_width(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(row["speedup_vs_ar"] > 0 for row in rows.values())
 
 
+def test_the_usual_blocks_beside_widths(capsys: pytest.CaptureFixture[str]) -> None:
+    """With `--adaptive off`, by the same drawn acceptance."""
+    lengths = ["--input-len", "24", "--output-len", "64", "--rounds", "1", "--requests", "4"]
+    command = ["bench", "adaptive", "--shapes", "tiny", "--adaptive", "off", *lengths, *QUICK]
+    assert cli.main([*command, "--acceptance", "0.9:4"]) == 0
+    (row,) = line_of(capsys.readouterr().out)["rows"]
+    assert row["width"] == "blocks" and row["tokens_per_s"] > 0
+    assert 1.5 < row["tokens_per_forward"] < 8
+
+
 def test_a_map_of_loads(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Every load is timed at every width, and drawn."""
     picture, grid = tmp_path / "map.png", ["--requests", "1,4", "--contexts", "16,256"]

@@ -27,12 +27,13 @@ from dllm_plugin.commands.offline import stop_engine
 if TYPE_CHECKING:
     from vllm import LLM
 
-BY_LOAD = "by load"
+BY_LOAD, BLOCKS = "by load", "blocks"
 
 
 def run(args: argparse.Namespace, command: Sequence[str]) -> int:
     """Measure every width at every number of requests; print a table and one JSON line."""
-    widths = _widths(args.widths)
+    # Without floating canvases nothing has a width: the usual blocks are measured.
+    widths = [] if args.adaptive == "off" else _widths(args.widths)
     is_dummy, args.mode = args.shapes is not None, LIKE
     if args.acceptance is not None and not is_dummy:
         raise ValueError("--acceptance needs --shapes: a checkpoint accepts by its confidence")
@@ -44,8 +45,10 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
     if "hf" in settings.versus or settings.versus and not is_dummy:
         raise ValueError("--vs ar is the one baseline here, and it needs --shapes: leave --vs out")
     canvas = settings.canvas[0]
-    if len(settings.canvas) > 1 or max(widths) > canvas:
-        raise ValueError(f"--canvas must be one length of at least {max(widths)} positions")
+    if len(settings.canvas) > 1 or max(widths, default=1) > canvas:
+        raise ValueError(
+            f"--canvas must be one length of at least {max(widths, default=1)} positions"
+        )
     engines.prepare()
     line: dict[str, Any] = report.surroundings(settings, command) | {"benchmark": MODE}
     with tempfile.TemporaryDirectory(prefix="diffuplug-") as folder:
@@ -66,7 +69,8 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
         line |= {"engine": engines.describe(llm), "acceptance": accepted}
         stop_engine(llm)
         plain = _plain(settings, model, length, Path(folder)) if "ar" in settings.versus else {}
-    rows = [_row(n, width, run, plain.get(n)) for n, width, run in found]
+    rest = BY_LOAD if widths else BLOCKS
+    rows = [_row(n, width or rest, run, plain.get(n)) for n, width, run in found]
     print(_table(rows))
     print(json.dumps(line | {"rows": rows}))
     return 0
@@ -80,13 +84,14 @@ def _widths(text: str) -> list[int]:
 
 
 def _dllm(settings: Settings, canvas: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the decode options of the engine; a block is as long as the canvas by default."""
+    """Return the decode options of the engine; by default a window may be a whole canvas."""
+    usual = settings.block(canvas) if args.adaptive == "off" else canvas
     options = {
         "strategy": settings.strategy,
         "adaptive": args.adaptive,
         "min_window": args.min_window,
         "canvas_length": canvas,
-        "block_length": settings.block_length or canvas,
+        "block_length": settings.block_length or usual,
         "threshold": settings.threshold,
         "lora_path": settings.lora_path,
     }
@@ -134,13 +139,13 @@ def _tokens(run: Run) -> int:
     return sum(len(answer.token_ids) for answer in run.answers)
 
 
-def _row(n: int, width: int | None, run: Run, plain: float | None) -> dict[str, Any]:
+def _row(n: int, width: int | str, run: Run, plain: float | None) -> dict[str, Any]:
     """Return what is said of a run."""
     tokens, forwards = _tokens(run), sum(answer.forwards for answer in run.answers)
     positions = sum(answer.canvas_positions for answer in run.answers)
     row = {
         "requests": n,
-        "width": width or BY_LOAD,
+        "width": width,
         "tokens_per_s": tokens / run.seconds,
         "tokens_per_forward": tokens / forwards,
         "mean_width": positions / forwards,
