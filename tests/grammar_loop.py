@@ -12,12 +12,16 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from dllm_plugin.config.decode import get_decode_config
+from dllm_plugin.config.grammar_way import DRAFTS
+from dllm_plugin.config.options import GRAMMAR
+from dllm_plugin.engine.grammar_automata import AutomatonGrammar, OwnGrammar
 from dllm_plugin.engine.grammars import CanvasGrammar, Grammars
 from dllm_plugin.grammar.payload import pack_checks
 from dllm_plugin.grammar.state import GrammarState
 
 MODEL = Path(__file__).parents[1] / "dllm_plugin" / "default_model"
-EOS, MASK, VOCAB = 485, 486, 490
+EOS, MASK, VOCAB = 485, 486, 512
 CONTEXT = 256
 
 
@@ -29,16 +33,24 @@ class GrammarLoop(Loop):
     def __init__(self, dllm: dict[str, Any], shift: bool = False) -> None:
         super().__init__(dllm, shift, max_model_len=CONTEXT)
         self.grammars: dict[str, CanvasGrammar] = {}
+        self.automata: dict[str, AutomatonGrammar] = {}
 
-    def begin(self, script: Script, params: Any, grammar: CanvasGrammar | None) -> Run:
+    def begin(self, script: Script, params: Any, grammar: OwnGrammar | None) -> Run:
         """Admit a request."""
         run = self.start([5, 6, 7], script, params)
-        if grammar is not None:
+        if isinstance(grammar, CanvasGrammar):
             self.grammars[run.req_id] = grammar
+        elif isinstance(grammar, AutomatonGrammar):
+            self.automata[run.req_id] = grammar
         return run
 
     def before_sampling(self, canvases: list[Run], prefills: list[Run]) -> None:
         """Check the canvases as the scheduler does."""
+        starts = [
+            self.automata[r.req_id].start(r.req_id) for r in prefills if r.req_id in self.automata
+        ]
+        if starts:
+            self.sampler.automata.start(starts)
         ids = [run.req_id for run in canvases + prefills if run.req_id in self.grammars]
         if not ids:
             return
@@ -54,6 +66,8 @@ class GrammarLoop(Loop):
         if grammar is not None:
             grammar.canvas = [-1 if i == MASK else i for i in canvas[len(emitted) :]]
             assert grammar.accept_tokens(run.req_id, emitted)
+        if run.req_id in self.automata:
+            assert self.automata[run.req_id].accept_tokens(run.req_id, emitted)
 
 
 class Compiler:
@@ -65,13 +79,15 @@ class Compiler:
         ).create_engine_config()
         self.backend = backend
         self.manager = StructuredOutputManager(config)
-        self.grammars = Grammars(self.manager, MASK, CONTEXT)
+        self.grammars = Grammars(self.manager, get_decode_config(config), CONTEXT)
 
-    def compile(self, kind: str, spec: Any, params: Any) -> CanvasGrammar:
-        """Return the grammar of a request with these parameters.
+    def compile(self, kind: str, spec: Any, params: Any) -> Any:
+        """Return the grammar of a request with these parameters: an OwnGrammar.
 
         Raises what the compilation raises.
         """
+        # What tests of checks and drafts ask for, unless they say otherwise.
+        params.extra_args.setdefault(GRAMMAR, DRAFTS)
         asked = StructuredOutputsParams(**{kind: spec})
         asked._backend = self.backend
         params.structured_outputs = asked
@@ -83,7 +99,7 @@ class Compiler:
         self.manager.grammar_init(request)
         ours = request.structured_output_request
         assert ours is not None
-        while not isinstance(ours.grammar, CanvasGrammar):
+        while not isinstance(ours.grammar, OwnGrammar):
             if isinstance(ours.grammar, Exception):
                 raise ours.grammar
             self.grammars.prepare(request)

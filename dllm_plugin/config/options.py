@@ -33,6 +33,7 @@ TEMPLATE = REQUEST_PREFIX + "template"  # see :mod:`dllm_plugin.config.template`
 FILL = -1  # a position to fill in a template
 TARGETS = REQUEST_PREFIX + "targets"  # see :mod:`dllm_plugin.config.targets`
 SCHEDULE = REQUEST_PREFIX + "schedule"  # see :mod:`dllm_plugin.config.adaptive`
+GRAMMAR = REQUEST_PREFIX + "grammar"  # see :mod:`dllm_plugin.config.grammar_way`
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 from dllm_plugin.config.adaptive import check_one_length
 from dllm_plugin.config.decode import DecodeConfig, RequestConfig
 from dllm_plugin.config.options import (
+    GRAMMAR,
     REQUEST_FIELDS,
     REQUEST_PREFIX,
     SCHEDULE,
@@ -31,7 +32,8 @@ HASHED = (str, bool, int, float, type(None))
 FORWARDS_PER_POSITION = 4  # of a block that a request may ask for: more only occupy a slot
 FORWARDS = 64  # that it may ask for however short its blocks are
 REMEMBERED = 1024  # parsed requests that a process remembers
-NOT_DECODING = REPORT_ARGUMENTS | {TEMPLATE, TARGETS, SCHEDULE}  # arguments that are read elsewhere
+# Arguments that are read elsewhere.
+NOT_DECODING = REPORT_ARGUMENTS | {TEMPLATE, TARGETS, SCHEDULE, GRAMMAR}
 
 
 def request_config(

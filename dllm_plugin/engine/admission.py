@@ -17,6 +17,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
 
 from dllm_plugin.config.adaptive import read_schedule
 from dllm_plugin.config.decode import DecodeConfig, RequestConfig, get_decode_config
+from dllm_plugin.config.grammar_way import check_grammar_way
 from dllm_plugin.config.options import TARGETS, TEMPLATE
 from dllm_plugin.config.reporting import check_reporting
 from dllm_plugin.config.request import request_config
@@ -64,6 +65,7 @@ class RequestRules(LogitsProcessor):
         request = request_config(cls.config, extra_args, max_tokens)
         check_reporting(extra_args, cls.config, request.policy)
         check_structured_outputs(sampling_params, cls.config, request)
+        check_grammar_way(sampling_params, cls.config)
         if template is not None:
             check_template(template, sampling_params, request)
         if targets is not None:

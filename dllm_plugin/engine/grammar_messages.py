@@ -5,14 +5,15 @@ from dataclasses import dataclass, field
 from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
-from dllm_plugin.grammar.payload import GrammarPayload
+from dllm_plugin.grammar.payload import AutomatonStart, GrammarPayload
 
 
 @dataclass
 class CanvasChecks(GrammarOutput):
-    """Send checks of canvases to the workers, in place of bitmasks."""
+    """Send checks of canvases to the workers, in place of bitmasks, and automata that start."""
 
     payload: GrammarPayload | None = None
+    starts: list[AutomatonStart] = field(default_factory=list)
 
 
 @dataclass

@@ -40,10 +40,11 @@ class GrammarRunner(GPUModelRunner):
         if not isinstance(grammar_output, CanvasChecks):
             return super().sample_tokens(grammar_output)
         payload = grammar_output.payload
-        assert payload is not None
         sampler: Any = self.sampler
+        if grammar_output.starts:
+            sampler.automata.start(grammar_output.starts)
         sampler.checks.stage(payload)
         output = super().sample_tokens(None)
-        if isinstance(output, AsyncOutput):
+        if payload is not None and isinstance(output, AsyncOutput):
             return AsyncCanvasOutput(output, payload.req_ids)
         return output

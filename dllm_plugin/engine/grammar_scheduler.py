@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -19,12 +20,15 @@ from vllm.v1.request import Request, RequestStatus
 
 from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.config.validation import shown
+from dllm_plugin.engine.grammar_automata import AutomatonGrammar
 from dllm_plugin.engine.grammar_messages import CanvasChecks, CanvasOutput
 from dllm_plugin.engine.grammars import CanvasGrammar, Grammars
-from dllm_plugin.grammar.payload import pack_checks
+from dllm_plugin.grammar.payload import AutomatonStart, pack_checks
 from dllm_plugin.grammar.state import DeadEnd, GrammarCheck
 
 logger = init_logger("vllm.dllm_plugin")
+
+NO_BITS = np.zeros((0, 0), dtype=np.int32)  # of a step without a canvas to check
 
 
 @dataclass
@@ -47,7 +51,7 @@ class GrammarScheduler(AsyncScheduler):
         self._refused: dict[str, str] = {}  # requests that are about to end with an error: why
         self.grammar_counts = GrammarCounts()
         self._grammars = Grammars(
-            self.structured_output_manager, self.decode_config.mask_token_id, self.max_model_len
+            self.structured_output_manager, self.decode_config, self.max_model_len
         )
 
     def add_request(self, request: Request) -> None:
@@ -82,6 +86,11 @@ class GrammarScheduler(AsyncScheduler):
         super()._update_after_schedule(scheduler_output)
         # Workers would copy drafts to the host for vLLM's own check, which nobody asks for.
         scheduler_output.has_structured_output_requests = False
+        if scheduler_output.pending_structured_output_tokens:
+            # An automaton knows on the device what canvases hold: nothing waits for it.
+            ids = self._with_grammar & scheduler_output.num_scheduled_tokens.keys()
+            drafts = any(_grammar_of(self.requests[req_id]) is not None for req_id in ids)
+            scheduler_output.pending_structured_output_tokens = drafts
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         """Return checks of the canvases of a step, or None if none of them has a grammar."""
@@ -104,8 +113,9 @@ class GrammarScheduler(AsyncScheduler):
             except DeadEnd as error:
                 self._refuse(req_id, error)
                 self.grammar_compile_error_reqs.add(req_id)
+        starts = self._starts(scheduler_output)
         if not checks:
-            return None
+            return CanvasChecks([], NO_BITS, [], None, starts) if starts else None
         grammars, found = zip(*checks.values(), strict=True)
         writes = [grammar.state.writes for grammar in grammars]
         words = grammars[0].state.vocabulary.words
@@ -115,7 +125,17 @@ class GrammarScheduler(AsyncScheduler):
         counts.seconds += time.perf_counter() - began
         counts.refused += sum(check.rejected for check in found)
         # Without ids of its own vLLM applies no bitmask.
-        return CanvasChecks([], payload.allowed_GW, [], payload)
+        return CanvasChecks([], payload.allowed_GW, [], payload, starts)
+
+    def _starts(self, scheduler_output: SchedulerOutput) -> list[AutomatonStart]:
+        """Return the automata of requests that workers hear of in this step, anew or again."""
+        starts = []
+        for data in scheduler_output.scheduled_new_reqs:
+            request = self.requests.get(data.req_id)
+            ours = None if request is None else request.structured_output_request
+            if ours is not None and isinstance(ours.grammar, AutomatonGrammar):
+                starts.append(ours.grammar.start(str(data.req_id)))
+        return starts
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

@@ -11,7 +11,6 @@ from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
-import torch
 from vllm.logger import init_logger
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
@@ -22,7 +21,12 @@ from vllm.v1.structured_output.backend_types import (
 )
 from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 
+from dllm_plugin.config.decode import DecodeConfig
+from dllm_plugin.config.grammar_way import AUTOMATON, DRAFTS, grammar_way, no_automaton
+from dllm_plugin.config.options import GRAMMAR
 from dllm_plugin.config.validation import shown
+from dllm_plugin.engine.grammar_automata import AutomatonCache, AutomatonGrammar, OwnGrammar
+from dllm_plugin.grammar.automaton import TooLarge
 from dllm_plugin.grammar.matchers import GuidanceMatcher, Matcher, XgrammarMatcher
 from dllm_plugin.grammar.state import GrammarState
 from dllm_plugin.grammar.vocabulary import Vocabulary
@@ -32,7 +36,7 @@ logger = init_logger("vllm.dllm_plugin")
 REMEMBERED = 256  # first closings that are kept for later requests with the same grammar
 
 
-class CanvasGrammar(StructuredOutputGrammar):
+class CanvasGrammar(OwnGrammar):
     """Be a request's grammar for vLLM, and keep what its canvas was last known to hold.
 
     canvas   ids from the first uncommitted position on, -1 where undecided
@@ -48,34 +52,23 @@ class CanvasGrammar(StructuredOutputGrammar):
         """Go on by ids that were emitted."""
         return self.state.commit(tokens)
 
-    def validate_tokens(self, tokens: list[int]) -> list[int]:
-        """Raise: vLLM validates drafts of a speculator, and there is none."""
-        raise AssertionError("a canvas is checked as a whole")
-
-    def rollback(self, num_tokens: int) -> None:
-        """Raise: what was emitted is never taken back."""
-        raise AssertionError("committed text is final")
-
-    def fill_bitmask(self, bitmask: torch.Tensor, batch_index: int) -> None:
-        """Raise: the step is told what may stand at one position of the canvas."""
-        raise AssertionError("a canvas has a bitmask for its frontier alone")
-
     def is_terminated(self) -> bool:
         """Tell whether the text has ended."""
         return self.state.ended
-
-    def reset(self) -> None:
-        """Raise: a grammar serves one request."""
-        raise AssertionError("a grammar serves one request")
 
 
 class Grammars:
     """Make the grammars of one engine's requests."""
 
-    def __init__(self, manager: StructuredOutputManager, mask_token_id: int, context: int) -> None:
+    def __init__(
+        self, manager: StructuredOutputManager, config: DecodeConfig, context: int
+    ) -> None:
         self.manager = manager
-        self.mask_token_id = mask_token_id
+        self.config = config
+        self.mask_token_id = config.mask_token_id
         self.context = context
+        settings = manager.vllm_config.structured_outputs_config
+        self.automata = AutomatonCache(not settings.disable_any_whitespace)
         self.vocabulary: Vocabulary | None = None
         # Room in which none was found, and one that was.
         self._closings: OrderedDict[Any, tuple[int, list[int] | None]] = OrderedDict()
@@ -85,7 +78,7 @@ class Grammars:
         ours = request.structured_output_request
         assert ours is not None
         compiled = ours.grammar
-        if compiled is None or isinstance(compiled, (Exception, CanvasGrammar)):
+        if compiled is None or isinstance(compiled, (Exception, OwnGrammar)):
             return
         if self.manager.vllm_config.parallel_config.distributed_executor_backend == (
             "external_launcher"
@@ -97,7 +90,7 @@ class Grammars:
         else:
             ours.grammar = self.manager.executor.submit(self._make, request, compiled)
 
-    def _make(self, request: Request, compiled: StructuredOutputGrammar) -> CanvasGrammar:
+    def _make(self, request: Request, compiled: StructuredOutputGrammar) -> OwnGrammar:
         params = request.sampling_params
         assert params is not None and params.max_tokens is not None
         if self.vocabulary is None:
@@ -114,10 +107,13 @@ class Grammars:
                 "structured_outputs needs a token that ends the text: give stop_token_ids, or "
                 "serve a checkpoint with an EOS token."
             )
+        left = min(params.max_tokens, self.context - request.num_prompt_tokens)
+        automaton = self._automaton(request, stops, left)
+        if automaton is not None:
+            return automaton
         usable = ~vocabulary.never
         usable[self._special_ids_of(request)] = True
         usable[[*stops, self.mask_token_id]] = False
-        left = min(params.max_tokens, self.context - request.num_prompt_tokens)
         state = GrammarState(
             matcher_of(compiled, usable),
             vocabulary,
@@ -143,12 +139,29 @@ class Grammars:
         while len(self._closings) > REMEMBERED:
             self._closings.popitem(last=False)
         if not state.completes:
-            logger.warning(
-                "Request %s: no text of its grammar was found that fits max_tokens %d, so what it "
-                "gets may be the beginning of one: raise max_tokens.",
-                shown(request.request_id),
-                state.left,
-            )
+            _warn_of_beginning(request, state.left)
+
+    def _automaton(self, request: Request, stops: list[int], left: int) -> AutomatonGrammar | None:
+        """Return the automaton of a request that shall decode by one; None if it shall not."""
+        params, ours = request.sampling_params, request.structured_output_request
+        assert params is not None and ours is not None and self.vocabulary is not None
+        way = grammar_way(params.extra_args)
+        if way == DRAFTS:
+            return None
+        refusal = no_automaton(params, self.config)
+        if not refusal:
+            try:
+                named = ours.structured_output_key
+                grammar = self.automata.grammar(named, self.vocabulary, stops, left)
+            except TooLarge as error:
+                refusal = str(error)
+            else:
+                if not grammar.completes:
+                    _warn_of_beginning(request, left)
+                return grammar
+        if way == AUTOMATON:
+            raise ValueError(f"{GRAMMAR} {AUTOMATON!r} cannot be honoured: {refusal}.")
+        return None
 
     def _special_ids_of(self, request: Request) -> list[int]:
         """Return special ids that a structural tag spells out."""
@@ -160,6 +173,15 @@ class Grammars:
         named = _strings_of(json.loads(spec))
         added = self.manager.tokenizer.get_added_vocab()
         return [i for token, i in added.items() if any(token in text for text in named)]
+
+
+def _warn_of_beginning(request: Request, left: int) -> None:
+    logger.warning(
+        "Request %s: no text of its grammar was found that fits max_tokens %d, so what it "
+        "gets may be the beginning of one: raise max_tokens.",
+        shown(request.request_id),
+        left,
+    )
 
 
 def _strings_of(value: Any) -> list[str]:

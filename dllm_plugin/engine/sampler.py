@@ -17,6 +17,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from dllm_plugin.decoding.block_causal import sub_block_to_store
 from dllm_plugin.kernels.move_rows import kernel as move_rows
+from dllm_plugin.sampling.automata import Automata
 from dllm_plugin.sampling.canvas_rows import CanvasRows
 from dllm_plugin.sampling.compilation import BACKEND, COMPILED_AT_MOST, compiled
 from dllm_plugin.sampling.decider import Decider, EmittedTokens
@@ -88,8 +89,13 @@ class DiffusionSampler:
             propose = self.proposer.propose
             self.first_tokens = FirstTokenDecoder(states, *owners, propose, self.checks)
         ranking = Ranking(states, self.sampling_states)
+        self.automata = Automata(states, self.sampling_states, self.rules)
         self.decider = Decider(
-            states, ranking, *owners, self.first_tokens, self.watched, self.targets, is_async
+            *(states, ranking, *owners, self.first_tokens),
+            watched=self.watched,
+            targets=self.targets,
+            automata=self.automata,
+            is_async=is_async,
         )
         self.compiles = compiles
         self.reserved = False  # what a step allocates was shown to vLLM's memory profile
@@ -108,6 +114,7 @@ class DiffusionSampler:
         """Forget a slot's request."""
         self.rules.remove_request(slot)
         self.rows.forget(slot)
+        self.automata.remove_request(slot)
 
     def apply_staged_writes(self) -> None:
         """Bring staged parameters to the device."""
@@ -267,7 +274,8 @@ class DiffusionSampler:
         self.targets.start_step(step.slots_np)
         self.states.templates.start_step(step.slots_np)
         policies = self.decider.policies_of(step.slots_np)
-        stateful = self.decider.stateful_inputs(step, logits_TV, num_reqs, constraint)
+        step, automata = self.automata.propose(step, self.rows)
+        stateful = self.decider.stateful_inputs(step, logits_TV, num_reqs, constraint, automata)
         stats = self.proposer.propose(
             step.chunks, step.slots_np, step.num_rows, policies.want_ranking
         )

@@ -1,10 +1,11 @@
 """Carry the checks of a step from the scheduler to the workers, as a few arrays."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from dllm_plugin.grammar.automaton import TokenAutomaton
 from dllm_plugin.grammar.state import GrammarCheck
 
 NO_ID = -1
@@ -21,6 +22,21 @@ class GrammarPayload(NamedTuple):
     known_GK: np.ndarray
     numbers_GN: np.ndarray
     allowed_GW: np.ndarray
+
+
+class AutomatonStart(NamedTuple):
+    """Hand the automaton of a request to the workers, in the step with which it starts.
+
+    key        equal for equal automata, which workers hold once
+    state      behind the text that was emitted before
+    completes  whether its text has to be complete
+    """
+
+    req_id: str
+    key: Hashable
+    automaton: TokenAutomaton
+    state: int
+    completes: bool
 
 
 def pack_checks(

@@ -189,11 +189,16 @@ class CanvasRows:
 
     def gather(self, step: StepRows, logits_TV: Tensor, row_G: Tensor, slot_G: Tensor) -> Tensor:
         """Return some rows of the step, ``[G, V]``; rows behind the logits are carry rows."""
+        logits_TV = step.chunks[0].logits_XV  # without the rows of prefills
         rows_GV = logits_TV[row_G.clamp_max(len(logits_TV) - 1)]
         if self.carry_NV is None:
             return rows_GV
         is_carry_G1 = (row_G >= len(logits_TV))[:, None]
         return torch.where(is_carry_G1, self.carry_NV[slot_G].to(rows_GV.dtype), rows_GV)
+
+    def sources(self, step: StepRows) -> tuple[Tensor, Tensor | None]:
+        """Return the logits of canvases, and the carry rows by slot; these count behind them."""
+        return step.chunks[0].logits_XV, self.carry_NV
 
     def replan(self, step: StepRows, plan: StepPlan) -> StepRows:
         """Return the step with another plan; the row that is kept or read behind it moves along."""
@@ -247,7 +252,7 @@ class CanvasRows:
         # There is no device to wait for, so rows that propose for nothing are left out.
         wanted_RC = planned.plan.candidates_RC | planned.plan.editable_RC
         wanted = planned.source_RC[wanted_RC]
-        for rows, logits, source, slots, offsets, shift, _, owner in chunks:
+        for rows, logits, source, slots, offsets, shift, _, owner, _ in chunks:
             chosen = torch.isin(rows, wanted).nonzero().squeeze(1)
             source = chosen if source is None else source[chosen]
             owner = None if owner is None else owner[chosen.numpy()]

@@ -18,6 +18,7 @@ from dllm_plugin.decoding.plan import Canvas, Proposal, StepOutcome, StepPlan
 from dllm_plugin.decoding.policies import Rule
 from dllm_plugin.grammar.step import Constraint, fix_stop, take_frontier
 from dllm_plugin.kernels.confidence.reference import RowStats
+from dllm_plugin.sampling.automata import Automata, AutomatonStep
 from dllm_plugin.sampling.compilation import (
     WARMUP_REQUESTS,
     WARMUP_ROWS,
@@ -66,6 +67,7 @@ class StatefulInputs(NamedTuple):
     logits_TV: Tensor
     num_reqs: int
     constraint: Constraint | None
+    automata: AutomatonStep | None
 
 
 class Decider:
@@ -84,6 +86,7 @@ class Decider:
         first_tokens: FirstTokenDecoder | None,
         watched: WatchedRows,
         targets: Targets,
+        automata: Automata,
         is_async: bool = False,
     ) -> None:
         self.states = states
@@ -93,6 +96,7 @@ class Decider:
         self.first_tokens = first_tokens
         self.watched = watched
         self.targets = targets
+        self.automata = automata
         method = states.config.method
         self.policy_rules = {name: policy.rule for name, policy in method.policies.items()}
         self.commit = method.commit
@@ -116,6 +120,7 @@ class Decider:
         logits_TV: Tensor,
         num_reqs: int,
         constraint: Constraint | None = None,
+        automata: AutomatonStep | None = None,
     ) -> StatefulInputs | None:
         """Return what features with state of their own need; None if the step has none of them."""
         has_state = (
@@ -123,10 +128,13 @@ class Decider:
             or self.rules.bad_words.active
             or self.first_tokens is not None
             or constraint is not None
+            or automata is not None
             or self.watched.active
             or self.states.templates.active
         )
-        return StatefulInputs(step, logits_TV, num_reqs, constraint) if has_state else None
+        if not has_state:
+            return None
+        return StatefulInputs(step, logits_TV, num_reqs, constraint, automata)
 
     def run(
         self,
@@ -266,8 +274,10 @@ class Decider:
         emit_RC: Tensor,
         given_RC: Tensor | None,
     ) -> tuple[EmittedLogprobs | None, FirstTokens | None]:
-        """Commit log-probabilities, and propose first tokens of the blocks that come next."""
-        step, logits_TV, num_reqs, _ = stateful
+        """Commit log-probabilities and states, and propose first tokens of the next blocks."""
+        step, logits_TV, num_reqs, _, automata = stateful
+        if automata is not None:
+            self.automata.advance(automata, step, outcome)
         given = None if given_RC is None else (given_RC, tokens_RC)
         logprobs = self.logprobs.commit(step, outcome, emit_RC, num_reqs, given)
         if self.first_tokens is None:

@@ -29,6 +29,9 @@ class LogitsRows(Protocol):
     def gather(self, step: StepRows, logits_TV: Tensor, row_G: Tensor, slot_G: Tensor) -> Tensor:
         """Return some rows of the step, ``[G, V]``."""
 
+    def sources(self, step: StepRows) -> tuple[Tensor, Tensor | None]:
+        """Return the tensor whose rows positions count, and the rows by slot that come behind."""
+
     def replan(self, step: StepRows, plan: StepPlan) -> StepRows:
         """Return the step with another plan."""
 

@@ -272,12 +272,16 @@ class MaskedRows:
 
     def has_row(self, step: StepRows) -> Tensor:
         """Return the positions that a row of this step predicts, bool ``[R, C]``."""
-        return step.source_RC < step.num_rows - 1
+        return step.source_RC != len(step.chunks[0].rows_T)
 
     def gather(self, step: StepRows, logits_TV: Tensor, row_G: Tensor, slot_G: Tensor) -> Tensor:
         """Return some rows of the step, ``[G, V]``, guided ones as they are combined."""
         rows_TV = step.chunks[0].logits_XV
         return rows_TV[row_G.clamp_max(len(rows_TV) - 1)]
+
+    def sources(self, step: StepRows) -> tuple[Tensor, Tensor | None]:
+        """Return the logits of masked positions; there are no others."""
+        return step.chunks[0].logits_XV, None
 
     def replan(self, step: StepRows, plan: StepPlan) -> StepRows:
         """Return the step with another plan."""

@@ -175,7 +175,7 @@ class Proposer:
         how: dict[str, Any] = {"temper": self.temper, "want_ranking": want_ranking}
         how |= {"bias": bias, "source_T": chunk.source_T}
         if self.shard is None:
-            return self.propose_rows(*arguments, num_rows=num_rows, **how)
+            return self.propose_rows(*arguments, num_rows=num_rows, token_T=chunk.token_T, **how)
         partials_KTP = self.scan_rows(*arguments, columns=self.shard.columns, **how)
         return self.merge_rows(self.shard.gather_partials(partials_KTP), want_ranking, num_rows)
 
@@ -211,6 +211,7 @@ class Proposer:
             divide=False,
             temper=False,
             want_ranking=wanted.want_ranking,
+            token_T=chunk.token_T,
             num_rows=wanted.num_rows,
         )
         if not self.temper:

@@ -31,6 +31,7 @@ class RowChunk(NamedTuple):
     allowed_TW int32, bits of the ids that a grammar allows; None where there is no grammar
     owner_np  int64, on the host: place of each row's request among the step's; None where all
               requests of the step ask for the same
+    token_T   int64, tokens that were chosen before; None where the rows choose
     """
 
     rows_T: Tensor
@@ -41,6 +42,7 @@ class RowChunk(NamedTuple):
     shift: int
     allowed_TW: Tensor | None = None
     owner_np: np.ndarray | None = None
+    token_T: Tensor | None = None
 
 
 class StepTensors(NamedTuple):
@@ -111,7 +113,7 @@ def scatter_rows(values: Sequence[Tensor], rows: Sequence[Tensor], num_rows: int
 
 def split_rows(chunk: RowChunk) -> Iterator[RowChunk]:
     """Cut a chunk into chunks of at most CHUNK_ROWS rows; no rows make one empty chunk."""
-    rows_T, logits_XV, source_T, slot_T, offset_T, shift, allowed_TW, _ = chunk
+    rows_T, logits_XV, source_T, slot_T, offset_T, shift, allowed_TW, _, token_T = chunk
     for low in range(0, max(len(rows_T), 1), CHUNK_ROWS):
         cut = slice(low, low + CHUNK_ROWS)
         if source_T is None:
@@ -119,7 +121,9 @@ def split_rows(chunk: RowChunk) -> Iterator[RowChunk]:
         else:
             logits, source = logits_XV, source_T[cut]
         allowed = None if allowed_TW is None else allowed_TW[cut]
-        yield RowChunk(rows_T[cut], logits, source, slot_T[cut], offset_T[cut], shift, allowed)
+        token = None if token_T is None else token_T[cut]
+        places = slot_T[cut], offset_T[cut]
+        yield RowChunk(rows_T[cut], logits, source, *places, shift, allowed, token_T=token)
 
 
 def take_rows(chunk: RowChunk, wanted_np: np.ndarray) -> RowChunk:
@@ -127,9 +131,9 @@ def take_rows(chunk: RowChunk, wanted_np: np.ndarray) -> RowChunk:
     assert chunk.owner_np is not None, "a step of requests that differ knows whose its rows are"
     index_np = np.flatnonzero(wanted_np[chunk.owner_np])
     index = async_tensor_h2d(index_np, device=chunk.rows_T.device)
-    rows_T, logits_XV, source_T, slot_T, offset_T, shift, allowed_TW, _ = chunk
+    rows_T, logits_XV, source_T, slot_T, offset_T, shift, allowed_TW, _, token_T = chunk
     source = index if source_T is None else source_T[index]
     allowed = None if allowed_TW is None else allowed_TW[index]
-    return RowChunk(
-        rows_T[index], logits_XV, source, slot_T[index], offset_T[index], shift, allowed
-    )
+    token = None if token_T is None else token_T[index]
+    places = slot_T[index], offset_T[index]
+    return RowChunk(rows_T[index], logits_XV, source, *places, shift, allowed, token_T=token)

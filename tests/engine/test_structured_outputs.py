@@ -68,6 +68,7 @@ def test_nobody_asks_nobody_pays(room: EngineRoom, monkeypatch: pytest.MonkeyPat
     """A request without a grammar calls nothing of this, and its results travel as before."""
     from dllm_plugin.engine import grammar_runner, grammar_scheduler, grammars
     from dllm_plugin.grammar import step
+    from dllm_plugin.sampling import automata
     from dllm_plugin.sampling import grammars as sampling
 
     calls: Counter[str] = Counter()
@@ -88,13 +89,20 @@ def test_nobody_asks_nobody_pays(room: EngineRoom, monkeypatch: pytest.MonkeyPat
     counted(sampling.StagedChecks, "write_prefilled")
     counted(sampling, "constrain")
     counted(step.Constraint, "__new__")
+    counted(automata.Automata, "start")
+    counted(automata.AutomatonStep, "__new__")
     for overlapped in (False, True):
         llm = room.start("llada", {"strategy": "d2f"}, async_scheduling=overlapped)
         generate(llm, [letters(9), letters(12)], params(40))
         assert not calls
-    generate(llm, [letters(9), letters(12)], [params(40), wish("regex", "[a-c]{9}", 20)])
+    prompts, asked = [letters(9), letters(12)], ("regex", "[a-c]{9}", 20)
+    generate(llm, prompts, [params(40), wish(*asked)])
+    # An automaton is handed over once, and no canvas is checked.
+    assert calls["start"] == 1 and calls["prepare"] and not calls["pack_checks"]
+    assert not (calls["AsyncCanvasOutput"] or calls["constrain"])
+    generate(llm, prompts, [params(40), wish(*asked, dllm_grammar="drafts")])
     assert all(calls[name] for name in ("AsyncCanvasOutput", "pack_checks", "prepare"))
-    assert calls["constrain"] and calls["write_prefilled"]
+    assert calls["constrain"] and calls["write_prefilled"] and calls["start"] == 1
 
 
 @pytest.mark.slow
@@ -156,7 +164,8 @@ def test_every_text_is_complete(
     free = [(letters(9 + i, i), params(24)) for i in range(2)]
     alone = [token_ids(output) for output in generate(llm, *zip(*free, strict=True))]
     pages = free_pages(llm)
-    for options in ({}, {"temperature": 1.0, "seed": 5}, {"logprobs": 2}):
+    scored = {"logprobs": 2, "dllm_grammar": "drafts"}
+    for options in ({}, {"temperature": 1.0, "seed": 5}, scored):
         asked = cases()
         prompts = [letters(5 + i, i) for i in range(len(asked))]
         wishes = [wish(case.kind, case.spec, 48, **options) for case in asked]
@@ -180,7 +189,11 @@ def test_preempted_aborted_and_several(overlapped: bool, room: EngineRoom) -> No
     roomy = room.start("llada", dllm, async_scheduling=overlapped)
     asked = [schema_case("answer"), schema_case("flat"), regex_case(random.Random(5))] * 3
     prompts = [letters(30 + i, i) for i in range(len(asked))]
-    wishes = [wish(case.kind, case.spec, 60 + 4 * i) for i, case in enumerate(asked)]
+    ways = ["drafts", "auto", "automaton"]
+    wishes = [
+        wish(case.kind, case.spec, 60 + 4 * i, dllm_grammar=ways[i // 3])
+        for i, case in enumerate(asked)
+    ]
     expected = [token_ids(output) for output in generate(roomy, prompts, wishes)]
     several = wish("regex", "[a-z ]{4,15}", 20, n=3, temperature=2.0, seed=2)
     [output] = generate(roomy, [letters(9)], several)
@@ -225,8 +238,61 @@ def test_a_turn_may_end_a_text(room: EngineRoom) -> None:
 def test_guided_requests(room: EngineRoom) -> None:
     """The hidden unconditional request has no grammar: it copies what the other one decides."""
     llm = room.start("llada", {"strategy": "semi_autoregressive"})
-    asked = [schema_case("flat"), regex_case(random.Random(7))]
-    wishes = [wish(case.kind, case.spec, 50, dllm_cfg_scale=0.7) for case in asked]
-    for case, output in zip(asked, generate(llm, [letters(8), letters(9)], wishes), strict=True):
+    asked = [schema_case("flat"), regex_case(random.Random(7))] * 2
+    wishes = [
+        wish(case.kind, case.spec, 50, dllm_cfg_scale=0.7, dllm_grammar=way)
+        for case, way in zip(asked, ["auto", "auto", "drafts", "drafts"], strict=True)
+    ]
+    prompts = [letters(8), letters(9)] * 2
+    for case, output in zip(asked, generate(llm, prompts, wishes), strict=True):
         assert case.judge(output.outputs[0].text), output.outputs[0].text
     assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_automata_beside_drafts_and_free_requests(room: EngineRoom) -> None:
+    """Each gets what it gets alone, greedy and sampled; nothing waits for an automaton."""
+    dllm = {"strategy": "d2f", "block_length": 8, "canvas_length": 32}
+    llm = room.start("dream", dllm, async_scheduling=True)
+    ways = ["automaton", "drafts", None] * 2
+    cold, warm = {"temperature": 0.0}, {"temperature": 0.8, "seed": 4}
+    wishes = [
+        wish("json", SCHEMAS["flat"], 40, dllm_grammar=way, **(warm if i > 2 else cold))
+        if way
+        else params(40, **(warm if i > 2 else cold))
+        for i, way in enumerate(ways)
+    ]
+    prompts = [letters(9 + i, i) for i in range(len(ways))]
+    alone = [token_ids(generate(llm, [p], w)[0]) for p, w in zip(prompts, wishes, strict=True)]
+    assert [token_ids(one) for one in generate(llm, prompts, wishes)] == alone
+    engine, pending = llm.llm_engine, []
+    update = scheduler(llm)._update_after_schedule
+
+    def watch(output: Any) -> None:
+        update(output)
+        pending.append(output.pending_structured_output_tokens)
+
+    scheduler(llm)._update_after_schedule = watch
+    try:
+        generate(llm, prompts, [wishes[0]] * len(prompts))
+        assert pending and not any(pending)
+        generate(llm, prompts, wishes)
+        assert any(pending)
+    finally:
+        del scheduler(llm)._update_after_schedule
+    assert not engine.has_unfinished_requests()
+
+
+def test_what_has_no_automaton(room: EngineRoom) -> None:
+    """Drafts where nothing was asked for; by name a refusal, before anything runs or at once."""
+    from vllm.exceptions import VLLMValidationError
+
+    llm = room.start("fast-dllm-v2", {"strategy": "block_diffusion"})
+    with pytest.raises((ValueError, VLLMValidationError), match="row of its own: ask for 'drafts'"):
+        generate(llm, [letters(5)], wish("regex", "a+b", 9, dllm_grammar="automaton"))
+    llm = room.start("llada", {"strategy": "d2f"})
+    bounded = {"type": "integer", "minimum": 0, "maximum": 9}
+    for way, reason in (("automaton", "error"), ("auto", "stop")):
+        asked = wish("json", bounded, 9, dllm_grammar=way)
+        [completion] = generate(llm, [letters(5)], asked)[0].outputs
+        assert completion.finish_reason == reason
+    assert json.loads(completion.text) in range(10)

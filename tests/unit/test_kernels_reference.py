@@ -22,6 +22,10 @@ SIBLINGS = [
     ("move_rows", "move_rows.reference"),
     ("attend_spans", "paged_attention.reference"),
     ("store_kv", "paged_store.reference"),
+    ("score_rows", "automaton.reference"),
+    ("choose_ids", "automaton.reference"),
+    ("forward", "automaton.reference"),
+    ("backtrack", "automaton.reference"),
     ("rotate_and_store", "rotate_and_store.reference"),
 ]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grammar_cases import random_case
+from grammar_cases import SCHEMAS, choice_case, random_case, regex_case, schema_case
 from grammar_loop import (
     EOS,
     MASK,
@@ -25,6 +25,7 @@ from grammar_loop import (
     text_of,
 )
 
+from dllm_plugin.grammar.automaton import END, START, TokenAutomaton
 from dllm_plugin.grammar.state import GrammarState
 
 # vLLM gives xgrammar an argument that it no longer reads.
@@ -75,6 +76,45 @@ def request(compiler: Compiler, loop: GrammarLoop, rng: random.Random) -> tuple[
     completes = grammar.state.completes
     run = loop.begin(Wants(rng.randint(0, 1 << 30), wants, fault), params, grammar)
     return case, grammar.state, completes, run, budget
+
+
+def random_path(automaton: TokenAutomaton, rng: random.Random, most: int) -> list[int]:
+    """A random text of an automaton, or its beginning."""
+    state, ids = START, []
+    while len(ids) < most and state != END:
+        edge = rng.choice(np.flatnonzero(automaton.source_E == state).tolist())
+        low, high = automaton.bound_K1[automaton.class_E[edge] :][:2].tolist()
+        ids.append(int(automaton.order_V[rng.randrange(low, high)]))
+        state = int(automaton.target_E[edge])
+    return ids
+
+
+def automaton_request(
+    compiler: Compiler, loop: GrammarLoop, rng: random.Random
+) -> tuple[Any, ...] | None:
+    """Start a random request that decodes by an automaton; None if it has none."""
+    kind, budget = rng.random(), rng.choice(BUDGETS)
+    case = schema_case(rng.choice(list(SCHEMAS))) if kind < 0.4 else regex_case(rng)
+    case = choice_case(rng) if kind > 0.8 else case
+    policy = rng.choice(sorted(loop.config.method.policies))
+    options: dict[str, Any] = {"dllm_policy": policy, "dllm_grammar": "automaton"}
+    if policy == "threshold":
+        options["dllm_threshold"] = rng.choice([0.0, 0.5, 0.9])
+    if rng.random() < 0.3:
+        options |= {"temperature": 1.0, "seed": rng.randint(0, 99)}
+    if rng.random() < 0.2:
+        options["logprobs"] = 2
+    if rng.random() < 0.2:
+        options["logit_bias"] = {rng.randrange(480): rng.choice([-5.0, 5.0])}
+    params = ask(budget, **options)
+    compiler.grammars.config = loop.config
+    try:
+        grammar = compiler.compile(case.kind, case.spec, params)
+    except (RuntimeError, ValueError):
+        return None
+    wants = random_path(grammar.automaton, rng, 120) if rng.random() < 0.7 else None
+    script = Wants(rng.randint(0, 1 << 30), wants, rng.choice([0.0, 0.05, 0.3]))
+    return case, grammar, loop.begin(script, params, grammar), budget
 
 
 class ByPosition:
@@ -153,4 +193,41 @@ def test_every_text_is_valid(compiler: Compiler, trials: int) -> None:
     print(compiler.backend, dict(tally))
     assert tally["refused drafts"] > 0
     for kind in ("json", "regex", "grammar"):
+        assert tally[f"{kind}, complete"] > 0
+
+
+@pytest.mark.parametrize("trials", [QUICK, pytest.param(TRIALS, marks=pytest.mark.slow)])
+def test_every_text_of_an_automaton_is_valid(compiler: Compiler, trials: int) -> None:
+    """G1 to G6 as above. Nothing is dropped: a block takes as many forwards as it has positions."""
+    tally: Counter[str] = Counter()
+    share = trials // 2
+    seed = 0
+    while tally["trials"] < share:
+        seed += 1
+        rng = random.Random(f"automaton {compiler.backend} {seed}")
+        options, shift = shape(rng)
+        loop = GrammarLoop(options, shift)
+        started = [automaton_request(compiler, loop, rng) for _ in range(min(TOGETHER, share))]
+        requests = [one for one in started if one is not None]
+        tally["without one"] += len(started) - len(requests)
+        free = loop.begin(Wants(seed, None, 0.0), ask(24), None)
+        loop.run(limit=600)
+        assert free.done
+        for case, grammar, run, budget in requests:
+            label = (seed, options, case.kind, case.spec, budget, run.output)
+            tally["trials"] += 1
+            tally[f"{case.kind}, {'complete' if grammar.completes else 'beginning'}"] += 1
+            assert len(run.output) <= budget and MASK not in run.output, label
+            assert EOS not in run.output[:-1], label
+            blocks = -(-budget // options["block_length"]) * options["block_length"]
+            assert len(run.passes) <= 2 * blocks + 8, label
+            vocabulary = compiler.grammars.vocabulary
+            assert vocabulary is not None
+            text = vocabulary.text(i for i in run.output if i != EOS).decode("utf-8", "replace")
+            if grammar.completes:
+                assert judged(case, text), (text, *label)
+            elif run.output[-1:] != [EOS]:
+                assert len(run.output) == budget, label
+    print(compiler.backend, dict(tally))
+    for kind in ("json", "regex", "choice"):
         assert tally[f"{kind}, complete"] > 0

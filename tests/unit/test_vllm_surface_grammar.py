@@ -27,7 +27,8 @@ vllm.v1.outputs: AsyncModelRunnerOutput ModelRunnerOutput
 vllm.v1.request: Request RequestStatus
 vllm.v1.structured_output: StructuredOutputManager
 vllm.v1.structured_output.backend_guidance: GuidanceGrammar
-vllm.v1.structured_output.backend_types: StructuredOutputGrammar StructuredOutputOptions
+vllm.v1.structured_output.backend_types: StructuredOutputGrammar StructuredOutputKey
+vllm.v1.structured_output.backend_types: StructuredOutputOptions
 vllm.v1.structured_output.backend_xgrammar: XgrammarGrammar
 vllm.v1.worker.gpu.async_utils: AsyncOutput
 vllm.v1.worker.gpu.model_runner: GPUModelRunner

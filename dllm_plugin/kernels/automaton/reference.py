@@ -1,0 +1,214 @@
+"""Find the likeliest text of a token automaton for each canvas: the plain-torch reference.
+
+It is what CPUs run. Scores of a class of ids are those of its best id, so a step of the Viterbi
+algorithm looks at classes alone (DINGO, arXiv 2505.23061). Where a request samples, classes score
+the sum of their probabilities, states are summed instead of maximised (forward filtering), and the
+text is drawn from its end (backward sampling): an exact draw from the product of the rows'
+distributions, given that the text is valid.
+
+Shape letters as in :mod:`dllm_plugin.decoding.plan`; G canvases, A automata that tables hold, Q
+states, K classes, E edges, X rows of a logits tensor.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dllm_plugin.kernels.confidence.random_numbers import gumbel_uniform
+from dllm_plugin.kernels.confidence.reference import add_bias
+
+END = 0  # state behind a stop token
+OPEN = -1  # class of an undecided position
+OUTSIDE = -2  # class of a position that holds no token of the text
+FAR = 2**30  # ids that a text lacks that can never be complete
+LOW, HIGH = -1e30, 1e30  # what infinite logits count as
+NEVER = float("-inf")
+# Separate random numbers by their use: xor-ed into the seed. Tokens use the seed as it is.
+EDGE, LAST = 0xED6E, 0x1A57
+
+
+class Tables(NamedTuple):
+    """Hold automata, each padded to the largest; int32.
+
+    class_AV, order_AV  class of each id, and ids by class
+    bound_AK            where classes start in `order_AV`; K + 1 columns
+    source_AE, class_AE, target_AE  edges by target; padding leads from END to END by class 0
+    first_AQ            where edges into a state start; Q + 1 columns
+    far_AQ              ids that a text lacks at least; FAR for padding
+    """
+
+    class_AV: Tensor
+    order_AV: Tensor
+    bound_AK: Tensor
+    source_AE: Tensor
+    class_AE: Tensor
+    target_AE: Tensor
+    first_AQ: Tensor
+    far_AQ: Tensor
+
+
+class Canvases(NamedTuple):
+    """Hold canvases with an automaton.
+
+    which_G      int64, its place in the tables
+    state_G      int64, state in front of the first position
+    given_GC     int64, class of a decided token, OPEN or OUTSIDE
+    room_G       int64, ids that may follow the canvas; FAR where the text need not be complete
+    temperature_G float32, 0 where the best text is wanted
+    seed_G, step_G int64, counters of random numbers
+    position_G   int64, absolute position of the first canvas position
+    """
+
+    which_G: Tensor
+    state_G: Tensor
+    given_GC: Tensor
+    room_G: Tensor
+    temperature_G: Tensor
+    seed_G: Tensor
+    step_G: Tensor
+    position_G: Tensor
+
+
+class Rows(NamedTuple):
+    """Hold logits rows, T of them, and how they are read.
+
+    source_T     int64, row of `logits_XV`
+    which_T      int64, place of its automaton in the tables
+    temperature_T float32, 0 where the best id is wanted
+    seed_T, position_T, step_T  int64, counters of random numbers
+    mask_id      the id that is always banned
+    bias         as in :func:`dllm_plugin.kernels.confidence.reference.propose_rows`, by `slot_T`
+    """
+
+    logits_XV: Tensor
+    source_T: Tensor
+    slot_T: Tensor
+    which_T: Tensor
+    temperature_T: Tensor
+    seed_T: Tensor
+    position_T: Tensor
+    step_T: Tensor
+    mask_id: int
+    bias: tuple[Tensor, Tensor] | None
+
+
+class Path(NamedTuple):
+    """Hold a text per canvas: int64 class of each position, and the states in front of them.
+
+    state_GC1 int64, C + 1 of them; the last is the one behind the canvas.
+    """
+
+    class_GC: Tensor
+    state_GC1: Tensor
+
+
+def _read(rows: Rows) -> Tensor:
+    """Return rows as float32 ``[T, V]``, finite, divided by their temperature; the mask is banned.
+
+    NaN and infinity become the largest number, so that a broken row is chosen, and then noticed.
+    """
+    logits_TV = rows.logits_XV[rows.source_T].to(torch.float32, copy=True)
+    if rows.bias is not None:
+        add_bias(logits_TV, rows.bias, rows.slot_T)
+    logits_TV = logits_TV.nan_to_num(HIGH, HIGH, LOW).clamp(LOW, HIGH)
+    logits_TV[:, rows.mask_id] = LOW
+    return logits_TV / rows.temperature_T.where(rows.temperature_T > 0, 1.0)[:, None]
+
+
+def score_rows(tables: Tables, rows: Rows) -> Tensor:
+    """Return the log-probability of the best id of each class, or of all its ids: ``[T, K]``.
+
+    Of all its ids where the row samples. Classes without ids are never looked at.
+    """
+    logits_TV, class_TV = _read(rows), tables.class_AV[rows.which_T].to(torch.int64)
+    shape = (len(logits_TV), tables.bound_AK.shape[1] - 1)
+    top_TK = logits_TV.new_full(shape, NEVER).scatter_reduce_(1, class_TV, logits_TV, "amax")
+    share_TV = (logits_TV - top_TK.gather(1, class_TV)).exp()
+    mass_TK = logits_TV.new_zeros(shape).scatter_add_(1, class_TV, share_TV).log() + top_TK
+    score_TK = torch.where(rows.temperature_T[:, None] > 0, mass_TK, top_TK)
+    return (score_TK - mass_TK.logsumexp(dim=1, keepdim=True)).clamp_min(LOW)
+
+
+def choose_ids(tables: Tables, rows: Rows, class_T: Tensor) -> Tensor:
+    """Return the best id of a class in each row, or one that is sampled from it, int64 ``[T]``."""
+    logits_TV = _read(rows)
+    logits_TV.masked_fill_(tables.class_AV[rows.which_T] != class_T[:, None], NEVER)
+    token_T = logits_TV.argmax(dim=1)
+    sampled = (rows.temperature_T > 0).nonzero().squeeze(1)
+    counters = (rows.seed_T[sampled], rows.position_T[sampled], rows.step_T[sampled])
+    uniform_TV = gumbel_uniform(*counters, logits_TV.shape[1])
+    noisy_TV = logits_TV[sampled].to(torch.float64) - (-uniform_TV.log()).log()
+    return token_T.index_copy(0, sampled, noisy_TV.argmax(dim=1))
+
+
+def forward(tables: Tables, canvases: Canvases, score_GCK: Tensor) -> Tensor:
+    """Return what each state in front of each position is worth, float32 ``[G, C + 1, Q]``.
+
+    That is the score of the best text which leads there, or the logarithm of the sum over all.
+    """
+    which_G = canvases.which_G
+    target_GE = tables.target_AE[which_G].to(torch.int64)
+    value_GQ = score_GCK.new_full((len(which_G), tables.far_AQ.shape[1]), NEVER)
+    value_GQ.scatter_(1, canvases.state_G[:, None], 0.0)
+    values = [value_GQ]
+    for place in range(score_GCK.shape[1]):
+        total_GE = _totals(tables, canvases, score_GCK[:, place], place, value_GQ)
+        best_GQ = torch.full_like(value_GQ, NEVER).scatter_reduce_(1, target_GE, total_GE, "amax")
+        base_GQ = best_GQ.where(best_GQ > NEVER, 0.0)
+        share_GE = (total_GE - base_GQ.gather(1, target_GE)).exp()
+        sum_GQ = torch.zeros_like(value_GQ).scatter_add_(1, target_GE, share_GE).log() + base_GQ
+        next_GQ = torch.where(canvases.temperature_G[:, None] > 0, sum_GQ, best_GQ)
+        is_outside_G1 = canvases.given_GC[:, place, None] == OUTSIDE
+        value_GQ = torch.where(is_outside_G1, value_GQ, next_GQ)
+        values.append(value_GQ)
+    return torch.stack(values, dim=1)
+
+
+def _totals(
+    tables: Tables, canvases: Canvases, score_GK: Tensor, place: int, value_GQ: Tensor
+) -> Tensor:
+    """Return what each edge is worth at a position, float32 ``[G, E]``."""
+    which_G, given_G1 = canvases.which_G, canvases.given_GC[:, place, None]
+    source_GE, class_GE = (t[which_G].to(torch.int64) for t in (tables.source_AE, tables.class_AE))
+    # What stands behind the end is no text: it costs nothing.
+    is_free_GE = (source_GE == END) | (given_G1 != OPEN)
+    gain_GE = score_GK.gather(1, class_GE).masked_fill(is_free_GE, 0.0)
+    differs_GE = (given_G1 != OPEN) & (class_GE != given_G1)
+    # Padding leads from END by class 0.
+    gain_GE = gain_GE.masked_fill(differs_GE | (class_GE == 0), NEVER)
+    return value_GQ.gather(1, source_GE) + gain_GE
+
+
+def backtrack(tables: Tables, canvases: Canvases, score_GCK: Tensor, value_GCQ: Tensor) -> Path:
+    """Return the best text of each canvas that leaves room for what it lacks, or a sampled one."""
+    which_G = canvases.which_G
+    target_GE = tables.target_AE[which_G].to(torch.int64)
+    fits_GQ = tables.far_AQ[which_G] <= canvases.room_G[:, None]
+    last_GQ = value_GCQ[:, -1].masked_fill(~fits_GQ, NEVER)
+    behind_G = canvases.position_G + score_GCK.shape[1]
+    state_G = _choose(canvases, last_GQ, behind_G, LAST)
+    classes, states = [], [state_G]
+    for place in range(score_GCK.shape[1] - 1, -1, -1):
+        total_GE = _totals(tables, canvases, score_GCK[:, place], place, value_GCQ[:, place])
+        total_GE = total_GE.masked_fill(target_GE != state_G[:, None], NEVER)
+        edge_G1 = _choose(canvases, total_GE, canvases.position_G + place, EDGE)[:, None]
+        is_outside_G = canvases.given_GC[:, place] == OUTSIDE
+        class_G, source_G = (
+            table[which_G].gather(1, edge_G1).squeeze(1).to(torch.int64)
+            for table in (tables.class_AE, tables.source_AE)
+        )
+        state_G = torch.where(is_outside_G, state_G, source_G)
+        classes.append(class_G.masked_fill(is_outside_G, OUTSIDE))
+        states.append(state_G)
+    return Path(torch.stack(classes[::-1], dim=1), torch.stack(states[::-1], dim=1))
+
+
+def _choose(canvases: Canvases, total_GN: Tensor, position_G: Tensor, use: int) -> Tensor:
+    """Return the first of the best, or one that is drawn in proportion to ``exp(total)``."""
+    best_G = total_GN.argmax(dim=1)
+    sampled = (canvases.temperature_G > 0).nonzero().squeeze(1)
+    counters = (canvases.seed_G[sampled] ^ use, position_G[sampled], canvases.step_G[sampled])
+    uniform_GN = gumbel_uniform(*counters, total_GN.shape[1])
+    noisy_GN = total_GN[sampled].to(torch.float64) - (-uniform_GN.log()).log()
+    return best_G.index_copy(0, sampled, noisy_GN.argmax(dim=1))
