@@ -31,7 +31,8 @@ STOP_SECONDS = 30
 MODEL = "diffuplug"
 NEXT = """
 Try next:
-  {bin}diffuplug generate "Anna has 48 pencils and loses 5. How many pencils does Anna have now?"
+  {bin}diffuplug generate "Anna has 48 pencils. Then Anna loses 5 of the pencils. \
+Anna buys 12 more pencils. How many pencils does Anna have now?"
   {bin}diffuplug serve
   {bin}diffuplug eval --limit 50
   make demo KEEP=1, which leaves the server running, with a page that shows each forward

@@ -1,11 +1,21 @@
-"""Draw the loss curves of a training run; ``python -m training.report REPORT`` draws them later."""
+"""Write up a training run: loss curves, and its scores as a Markdown table.
+
+    python -m training.report REPORT
+
+prints the table and the numbers of a run that wrote to the folder REPORT, draws its curves again,
+and ends with 1 if a loop answers too few problems for the model to be shipped.
+"""
 
 import argparse
 import json
+import sys
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 NUMBERS, CURVE = "default_model.json", "default_model_loss.png"
+LEAST = {False: 0.99, True: 0.95}  # accuracy of every loop, by whether it answers in JSON
+COLUMNS = ("loop", "block", "correct", "exact", "tokens", "forwards", "tokens per forward")
 
 
 def plot_losses(curves: dict[str, list[tuple[int, float]]], path: Path) -> None:
@@ -24,8 +34,49 @@ def plot_losses(curves: dict[str, list[tuple[int, float]]], path: Path) -> None:
     figure.savefig(path, dpi=100)
 
 
-if __name__ == "__main__":
+def score_table(scores: dict[str, dict[str, Any]]) -> str:
+    """Format scores as a Markdown table, a row per loop, form and precision."""
+    lines = [" | ".join(COLUMNS), " | ".join(["---"] * len(COLUMNS))]
+    for name, score in scores.items():
+        count = score["problems"]
+        cells = [
+            name.replace("_", " "),
+            score["block"],
+            round(score["accuracy"] * count),
+            round(score["exact_text"] * count),
+            f"{score['tokens']:,}",
+            f"{score['forwards']:,}",
+            f"{score['tokens_per_forward']:.1f}",
+        ]
+        if score["forwards"] == count * score["max_new_tokens"]:  # whole canvases, token by token
+            cells[-2:] = [f"{score['max_new_tokens']} each", "1 by construction"]
+        lines.append(" | ".join(map(str, cells)))
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def shortfalls(scores: dict[str, dict[str, Any]]) -> list[str]:
+    """Name the loops whose accuracy is too low."""
+    least = {name: LEAST["_json" in name] for name in scores}
+    return [
+        f"{name}: {score['accuracy']:.1%}, at least {least[name]:.0%} wanted"
+        for name, score in scores.items()
+        if score["accuracy"] < least[name]
+    ]
+
+
+def main() -> int:
+    """Print table, numbers and shortfalls, and draw the curves."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("report", type=Path, help="folder that training wrote its JSON to")
+    parser.add_argument("report", type=Path, help="folder that training wrote to")
     folder = parser.parse_args().report
-    plot_losses(json.loads((folder / NUMBERS).read_text())["curves"], folder / CURVE)
+    numbers = json.loads((folder / NUMBERS).read_text(encoding="utf-8"))
+    curves = numbers.pop("curves")
+    plot_losses(curves, folder / CURVE)
+    print(f"{score_table(numbers['scores'])}\n\n```json\n{json.dumps(numbers)}\n```")
+    found = shortfalls(numbers["scores"])
+    print("\n".join(found))
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

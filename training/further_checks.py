@@ -1,0 +1,63 @@
+"""Check a trained checkpoint with other blocks, canvases and thresholds than its report's.
+
+    python -m training.further_checks dllm_plugin/default_model
+
+prints a Markdown table: plain loops in float32 on evaluation problems that the report leaves out.
+"""
+
+import argparse
+from functools import partial
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from dllm_plugin.commands.bench.reference_decoding import (
+    Loop,
+    block_diffusion,
+    d2f,
+    make_canvas,
+    score,
+    semi_autoregressive,
+)
+from dllm_plugin.commands.bench.reference_model import Shape, load_weights
+from dllm_plugin.commands.problems.generator import ask_in_json, eval_seeds, problem
+
+SKIPPED = 600  # evaluation problems that the report may have used
+# name: loop, block length, canvas, problems; D2F runs with the adapter.
+CHECKS: dict[str, tuple[Loop, int, int, int]] = {
+    "D2F": (d2f, 32, 128, 300),
+    "D2F, long canvas": (d2f, 32, 256, 60),
+    "D2F, long blocks": (d2f, 64, 256, 60),
+    "D2F, short blocks": (d2f, 8, 128, 60),
+    "D2F, threshold 0.99": (partial(d2f, conf=0.99), 32, 128, 60),
+    "D2F, threshold 0.999": (partial(d2f, conf=0.999), 32, 128, 60),
+    "D2F, threshold 1": (partial(d2f, conf=1.0), 32, 128, 40),
+    "block diffusion, short blocks": (block_diffusion, 8, 96, 16),
+    "block diffusion, long blocks": (block_diffusion, 64, 128, 10),
+    "semi-autoregressive, short blocks": (semi_autoregressive, 8, 96, 10),
+    "semi-autoregressive, long blocks": (semi_autoregressive, 64, 256, 6),
+}
+
+
+def main() -> None:
+    """Score every check, free and in JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path, help="folder of the checkpoint, with its adapter d2f")
+    folder = parser.parse_args().model
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    shape, base = Shape.load(folder), load_weights(folder)
+    merged = load_weights(folder, folder / "d2f")
+    free = [problem(seed) for seed in eval_seeds(1000)[SKIPPED:]]
+    print("| loop | form | block | canvas | correct | tokens per forward |\n" + "| --- " * 6 + "|")
+    for form, problems in (("free", free), ("JSON", [ask_in_json(one) for one in free])):
+        for name, (loop, block, length, count) in CHECKS.items():
+            weights = merged if name.startswith("D2F") else base
+            canvas = make_canvas(weights, shape, tokenizer, problems[:count], length, block)
+            found = score(loop, canvas, problems[:count], tokenizer)
+            right = f"{round(found['accuracy'] * count)} of {count}"
+            speed = found["tokens_per_forward"]
+            print(f"| {name} | {form} | {block} | {length} | {right} | {speed:.1f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
