@@ -11,8 +11,9 @@ from refusals import resolved
 from dllm_plugin.commands.eval.schedules import Question, read_questions, read_widths
 from dllm_plugin.commands.forecast import Load, forecast, read_load
 from dllm_plugin.config.adaptive import is_published
-from dllm_plugin.decoding.step_costs import Costs
-from dllm_plugin.engine.adaptive_metrics import FITTED, WIDTH, told
+from dllm_plugin.decoding.step_costs import Costs, MeasuredCosts
+from dllm_plugin.engine.adaptive_metrics import FITTED, SCALE, WIDTH, told, width_metrics
+from dllm_plugin.engine.metrics import LABELS
 
 FLOATING = resolved(strategy="d2f", adaptive="throughput", min_window=2)
 
@@ -84,4 +85,17 @@ def test_what_was_published() -> None:
 
 def test_what_a_step_tells() -> None:
     """Integers alone: vLLM carries no others between its processes."""
-    assert told(8, 1, (0.97, 2.5)) == [WIDTH, 8, 1, FITTED, 970, 2500]
+    numbers = [WIDTH, 8, 1, FITTED, 970, 2500]
+    assert told(8, 1, (0.97, 2.5)) == numbers
+    assert told(8, 1, (0.97, 2.5), 1.25) == [*numbers, SCALE, 1250, 0]
+    metrics, labels = width_metrics(tuple(LABELS)), ["forecast", "0"]
+    metrics.observe(told(8, 1, (0.97, 2.5), 1.25), labels)
+    assert metrics.scale.labels(*labels)._value.get() == 1.25
+
+
+def test_a_forecast_by_measured_steps() -> None:
+    """Tokens of all requests in a ms, and said to be measured."""
+    measured = MeasuredCosts((8, 1024), (4.0, 24.0), 0.0, 1.0, {})
+    found = forecast(FLOATING, Load(64, 512, 0.9, 2.5), measured)
+    assert found.measured and not forecast(FLOATING, Load(64, 512, 0.9, 2.5), Costs()).measured
+    assert found.rate == pytest.approx(64 * found.tokens / measured.step(64, found.width, 0))
