@@ -187,7 +187,7 @@ FULL = ["--canvas", "64", "--block-length", "16", "--rounds", "1", "--output-len
     ("strategy", "more", "computed"),
     [
         # Four blocks of four forwards each behind a prompt of 32.
-        ("dual_cache", (), 4 * (32 + 64 + 3 * 16)),
+        pytest.param("dual_cache", (), 4 * (32 + 64 + 3 * 16), marks=SLOW),
         pytest.param("dual_cache", REFRESHES, (64 + 48 + 96 + 32) + 4 * 3 * 16, marks=SLOW),
         pytest.param("prefix_cache", (), 4 * (32 + 64) + 3 * (64 + 48 + 32 + 16), marks=SLOW),
         pytest.param("semi_autoregressive", (), 16 * (32 + 64), marks=SLOW),

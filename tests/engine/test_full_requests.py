@@ -22,6 +22,7 @@ from full_jobs import (
     FullJob,
     check,
     every_decoder,
+    every_decoder_at_length,
     random_jobs,
     run,
     run_interrupted,
@@ -44,7 +45,7 @@ def computed(llm: Any) -> int:
     return scheduler(llm).num_computed_positions
 
 
-@every_decoder
+@every_decoder_at_length
 def test_random_settings_in_one_batch(
     decoder: Decoder, room: EngineRoom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,7 +65,7 @@ def test_random_settings_in_one_batch(
     assert computed(llm) - before == sum(text.computed() for _, text in jobs)
 
 
-@every_decoder
+@every_decoder_at_length
 def test_refreshes_that_cost_less(decoder: Decoder, room: EngineRoom) -> None:
     """Each request has its own; they compute what the plain loop does, alone and in a batch."""
     llm, jobs = start(room, decoder), random_jobs(decoder, 24, seed=2, approximate=True)
@@ -185,7 +186,7 @@ def seeded(i: int, **options: Any) -> Any:
     return params(60, **shape | filters[i % 4] | options)
 
 
-@every_decoder
+@every_decoder_at_length
 def test_a_seed_gives_one_text(decoder: Decoder, room: EngineRoom) -> None:
     """Alone, in a batch, and in a batch in another order; other seeds give other texts."""
     llm, wishes = start(room, decoder), [seeded(i) for i in range(len(PROMPTS))]

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from trained_adapters import merged, write_adapter
 from trained_weights import trained
 
-pytestmark = pytest.mark.usefixtures("template")
+pytestmark = [pytest.mark.usefixtures("template"), pytest.mark.slow]
 
 BASE, DLLM = CHECKPOINTS / "tiny-llada", {"strategy": "dual_cache"}
 TEMPLATES = [[-1] * 9, [-1] * 5 + [70, 71] + [-1] * 6 + a_prompt(7, 2)]
