@@ -5,6 +5,7 @@ never be replayed.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import combinations
 
 import numpy as np
@@ -18,14 +19,15 @@ WORTH = 0.8  # of the best rate, at some acceptance and context
 CONTEXTS = (0, 1, 4)  # what reading all contexts twice costs, in units of a small step
 
 
-def widths_worth(requests: int, widths: Sequence[int], shift: bool) -> tuple[int, ...]:
+@cache
+def widths_worth(requests: int, widths: tuple[int, ...], shift: bool) -> tuple[int, ...]:
     """Return the widths, ascending, that so many requests may want.
 
     Of those that come near the best one at some acceptance and some context, as few as lose nothing
     that a controller would change its width for, else the four that lose least where they lose
     most.
     """
-    curves_PW, costs = Acceptance(widths, shift).curves, Costs(per_key=1.0)
+    curves_PW, costs = _curves(widths, shift), Costs(per_key=1.0)
     shares = []
     for context in CONTEXTS:
         times_W = [costs.step(requests, width, context) for width in widths]
@@ -33,16 +35,19 @@ def widths_worth(requests: int, widths: Sequence[int], shift: bool) -> tuple[int
         shares.append(rates_PW / rates_PW.max(axis=1, keepdims=True))
     share_LW = np.concatenate(shares)
     worth = np.flatnonzero(share_LW.max(axis=0) >= WORTH).tolist()
-    chosen: tuple[int, ...] = ()
+    chosen = np.array([], dtype=np.int64)
     for count in range(1, min(MOST_WIDTHS, len(worth)) + 1):
-        chosen = max(combinations(worth, count), key=lambda some: _least(share_LW[:, some]))
-        if _least(share_LW[:, chosen]) * MARGIN >= 1:
+        some = np.array(list(combinations(worth, count)))
+        least = share_LW[:, some].max(axis=2).min(axis=0)
+        chosen = some[least.argmax()]
+        if least.max() * MARGIN >= 1:
             break
-    return tuple(widths[i] for i in chosen)
+    return tuple(widths[i] for i in chosen.tolist())
 
 
-def _least(share_LW: np.ndarray) -> float:
-    return float(share_LW.max(axis=1).min())
+@cache
+def _curves(widths: tuple[int, ...], shift: bool) -> np.ndarray:
+    return Acceptance(widths, shift).curves
 
 
 def allowed(
