@@ -109,6 +109,7 @@ class DiffusionSampler:
         self.logprobs.add_request(req_idx, sampling_params)
         self.watched.add_request(req_idx, sampling_params)
         self.targets.add_request(req_idx, sampling_params)
+        self.rows.add_request(req_idx, sampling_params)
 
     def remove_request(self, slot: int) -> None:
         """Forget a slot's request."""

@@ -20,6 +20,7 @@ from dllm_plugin.sampling.side_stream import SideStream
 from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
 
 if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
 WARMUP_PREFIX = "_warmup_"
@@ -224,6 +225,9 @@ class CanvasRows:
 
     def keep_counts(self, step: StepRows, left_R: Tensor | None) -> None:
         """Do nothing: every canvas position has a row, masked or not."""
+
+    def add_request(self, slot: int, params: "SamplingParams") -> None:
+        """Do nothing: all requests have the same rows."""
 
     def forget(self, slot: int) -> None:
         """Do nothing: a carry row is written before it is read."""

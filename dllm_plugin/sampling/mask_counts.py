@@ -31,8 +31,12 @@ class CopiedCounts(NamedTuple):
 class MaskCounts:
     """Remember what the last steps left, by slot.
 
-    A step whose result the scheduler has not seen yet is not waited for: masks only become fewer.
-    How many steps that is must not depend on time, because all ranks count the same rows.
+    A step whose result the scheduler has not seen yet is not waited for: masks only become fewer,
+    but where a grammar takes tokens back. How many steps that is must not depend on time, because
+    all ranks count the same rows.
+
+    grows_np  whether a slot's masks may become more; its blocks count as a whole while steps are
+              in flight
     """
 
     def __init__(self, num_slots: int, steps_in_flight: int) -> None:
@@ -40,6 +44,7 @@ class MaskCounts:
         self.steps_in_flight = steps_in_flight
         self.left_N = np.zeros(num_slots, dtype=np.int64)
         self.start_N = np.zeros(num_slots, dtype=np.int64)
+        self.grows_np = np.zeros(num_slots, dtype=np.bool_)
         self._copied: deque[CopiedCounts] = deque()
 
     def record(self, slots_np: np.ndarray, starts_np: np.ndarray, left_R: Tensor) -> None:
@@ -73,4 +78,6 @@ class MaskCounts:
             self.start_N[slots] = copied.starts_np[known]
         left = self.left_N[slots_np]
         is_known = (left > 0) & (self.start_N[slots_np] == starts_np)
+        if self.steps_in_flight:
+            is_known &= ~self.grows_np[slots_np]
         return np.maximum(np.where(is_known, left, sizes_np), 1)

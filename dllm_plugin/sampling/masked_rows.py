@@ -21,6 +21,7 @@ from dllm_plugin.sampling.rows import RowChunk, StepRows, StepTensors
 from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
 
 if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
 
@@ -256,6 +257,10 @@ class MaskedRows:
         rows = context_rows(bounds_np, unconditional, first)
         rows_T = async_tensor_h2d(rows, device=self.states.device)
         batch.input_ids.index_fill_(0, rows_T, self.states.config.mask_token_id)
+
+    def add_request(self, slot: int, params: "SamplingParams") -> None:
+        """Note what becomes of the masks of a slot's request."""
+        self.counts.grows_np[slot] = params.structured_outputs is not None
 
     def forget(self, slot: int) -> None:
         """Forget what is known of a slot's request."""

@@ -29,8 +29,8 @@ WAYS = [
     ("fast-dllm-v2", "block_diffusion", False),
     ("llada2.1", "block_diffusion", False),
     ("llada", "semi_autoregressive", False),
-    ("dream", "dual_cache", False),
-    ("llada", "prefix_cache", False),
+    ("dream", "dual_cache", True),
+    ("llada", "prefix_cache", True),
 ]
 TAG = {
     "structures": [{"begin": "<call>", "schema": {"type": "integer"}, "end": "</call>"}],

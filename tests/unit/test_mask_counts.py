@@ -27,6 +27,14 @@ def test_results_in_flight_are_not_waited_for(steps_in_flight: int, known: list[
     assert counts.most(SLOTS, STARTS, SIZES).tolist() == known
 
 
+def test_grammars_take_tokens_back() -> None:
+    """A result that is not known yet may have made masks more; a known one tells."""
+    for steps_in_flight, known in ((0, [2, 3]), (1, [8, 4])):
+        counts = counts_after(steps_in_flight, [5, 4], [2, 3])
+        counts.grows_np[3] = True
+        assert counts.most(SLOTS, STARTS, SIZES).tolist() == known
+
+
 def test_another_block_starts_with_all_its_positions() -> None:
     counts = counts_after(0, [5, 0])
     assert counts.most(SLOTS, STARTS, SIZES).tolist() == [5, 6], "0 are left: the block is done"
