@@ -97,7 +97,8 @@ def mixed(llm: Any, problems: list[Any], grammars: list[Any]) -> dict[str, float
     from vllm.sampling_params import StructuredOutputsParams
 
     rates = {}
-    for name, given in (("free", [None]), ("constrained", grammars)):
+    ways = {"free": [None], "drafts": grammars, "automaton": grammars}
+    for name, given in ways.items():
         engine, counts = llm.llm_engine, llm.llm_engine.engine_core.engine_core.scheduler
         spent = counts.grammar_counts.seconds
         texts = [
@@ -110,6 +111,8 @@ def mixed(llm: Any, problems: list[Any], grammars: list[Any]) -> dict[str, float
             grammar = given[i // 2 % len(given)] if i % 2 else None
             asked = None if grammar is None else StructuredOutputsParams(**grammar)
             params = SamplingParams(temperature=0.0, max_tokens=64, structured_outputs=asked)
+            if grammar is not None:
+                params.extra_args = {"dllm_grammar": name}
             engine.add_request(str(i), {"prompt": text}, params)
         began, tokens, last, steps = time.perf_counter(), 0, 0.0, 0
         while engine.has_unfinished_requests():
@@ -133,19 +136,27 @@ def main() -> None:
     dllm = {"strategy": "d2f", "lora_path": default_model.adapter_path(), "threshold": 0.9}
     llm = start(dllm, "float32")
     asked, schema = [ask_in_json(one) for one in problems], {"json": ANSWER_SCHEMA}
-    measure(llm, problems[:4], schema, from_json)  # compiles the grammar
+    own_form = {"regex": OWN_FORM}
+    drafts, automaton = ({"extra_args": {"dllm_grammar": way}} for way in ("drafts", "automaton"))
+    for way in (drafts, automaton):  # compiles the grammars
+        measure(llm, problems[:4], schema, from_json, **way)
+        measure(llm, problems[:4], own_form, from_own_form, **way)
     rows = {
         "free text": measure(llm, problems, None, extract_answer),
-        "its own form as a regex": measure(llm, problems, {"regex": OWN_FORM}, from_own_form),
+        "its own form, drafts": measure(llm, problems, own_form, from_own_form, **drafts),
+        "its own form, automaton": measure(llm, problems, own_form, from_own_form, **automaton),
         "JSON, no grammar": measure(llm, asked, None, from_json),
-        "JSON": measure(llm, asked, schema, from_json),
+        "JSON": measure(llm, asked, schema, from_json, **drafts),
         # Who asks for log-probabilities has every token chosen.
-        "JSON, no forced text": measure(llm, asked, schema, from_json, logprobs=1),
-        "JSON, not asked for": measure(llm, problems, schema, from_json),
+        "JSON, no forced text": measure(llm, asked, schema, from_json, logprobs=1, **drafts),
+        "JSON, automaton": measure(llm, asked, schema, from_json, **automaton),
+        "JSON, not asked for": measure(llm, problems, schema, from_json, **drafts),
+        "not asked for, automaton": measure(llm, problems, schema, from_json, **automaton),
     }
     small = [{"json": schema} for schema in eight_schemas()]
     for grammar in small:  # compiles them
-        measure(llm, problems[:1], grammar, lambda text: len(json.loads(text, strict=False)))
+        for way in (drafts, automaton):
+            measure(llm, problems[:1], grammar, lambda text: len(json.loads(text)), **way)
     beside = mixed(llm, problems[:64], small)
     stop_engine(llm)
     columns = list(rows["JSON"])
