@@ -7,12 +7,13 @@ import dllm_plugin
 from dllm_plugin.attention.backends import REASONS, backend_name
 from dllm_plugin.commands.forecast import Load, forecast
 from dllm_plugin.commands.offline import one_sentence
-from dllm_plugin.config.cuda_graphs import captured_graphs
+from dllm_plugin.config.cuda_graphs import allowed_widths, captured_graphs
 from dllm_plugin.config.decode import DecodeConfig, get_decode_config
 from dllm_plugin.config.options import REQUEST_FIELDS, does_nothing
 from dllm_plugin.config.request import request_config
 from dllm_plugin.config.resolution import OF_SEVERAL_BLOCKS
 from dllm_plugin.decoding.families import FAMILIES
+from dllm_plugin.decoding.widths import widths_between
 from dllm_plugin.models import ARCHITECTURES
 from dllm_plugin.models.checkpoints.special_tokens import find_mask_token
 from dllm_plugin.models.checkpoints.step_costs import step_costs
@@ -60,7 +61,9 @@ def _report_width(options: dict[str, Any], load: Load) -> None:
         _line("width", f"none: {one_sentence(error)}")
         return
     config = get_decode_config(vllm_config)
-    found = forecast(config, load, step_costs(vllm_config, config))
+    widths = widths_between(config.min_window, config.max_window)
+    allowed = allowed_widths(vllm_config, config, widths)
+    found = forecast(config, load, step_costs(vllm_config, config), allowed)
     _line("width", f"{found.width} of {config.min_window} to {config.max_window}, with adaptive")
     _line("  tokens per forward", f"{found.tokens:.2f} of each request")
     _line("  step costs", "measured on this machine" if found.measured else "a model of large GPUs")

@@ -1,6 +1,7 @@
 """Say which width load would choose, and what it would bring: a forecast, nothing is run."""
 
 import argparse
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -8,7 +9,7 @@ import numpy as np
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.decoding.acceptance import tokens_per_forward
 from dllm_plugin.decoding.step_costs import MeasuredCosts, StepCosts
-from dllm_plugin.decoding.widths import choose, widths_between
+from dllm_plugin.decoding.widths import WidthController, choose, widths_between
 
 EXAMPLE, CONTEXT = "0.9:2.5", 1024
 
@@ -71,14 +72,21 @@ class Forecast(NamedTuple):
     measured: bool = False
 
 
-def forecast(config: DecodeConfig, load: Load, costs: StepCosts) -> Forecast:
+def forecast(
+    config: DecodeConfig,
+    load: Load,
+    costs: StepCosts,
+    allowed: Mapping[int, Sequence[bool]] | None = None,
+) -> Forecast:
     """Return what the controller would choose once it had learned this acceptance."""
     shift = config.family.logits_shift
     widths = widths_between(config.min_window, config.max_window)
+    controller = WidthController(widths, shift, costs, config.adaptive == "balanced", allowed)
     tokens = np.array([tokens_per_forward(w, load.p0, load.lam, shift) for w in widths])
     times = [costs.step(load.requests, w, load.requests * load.context) for w in widths]
     rates = load.requests * tokens / np.array(times)
-    place = choose(rates, None, config.adaptive == "balanced")
+    may_be_chosen = np.where(controller.may(load.requests), rates, 0.0)
+    place = choose(may_be_chosen, None, controller.balanced)
     measured = isinstance(costs, MeasuredCosts)
     brings = float(tokens[place]), float(rates[place]), float(rates[-1])
     return Forecast(widths[place], *brings, measured)

@@ -58,10 +58,12 @@ def save(path: Path, times: StepTimes) -> None:
     content = {"ms": dict(zip(times.positions, times.ms, strict=True)), "per_key": times.per_key}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "w") as file:
-            json.dump(content, file)
-        os.replace(name, path)
+        # Times of an earlier start must not pass for those that cannot be kept.
+        path.unlink(missing_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            written = Path(folder) / path.name
+            written.write_text(json.dumps(content))
+            os.replace(written, path)
     except OSError as error:
         logger.warning("The times of steps were not kept in %s: %s", path, error)
 

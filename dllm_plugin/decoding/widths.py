@@ -84,9 +84,10 @@ class WidthController:
         times = [self.costs.step(requests, width, context) for width in self.widths]
         best = self.acceptance.best()
         self.fitted, tokens = self.acceptance.pairs[best], self.acceptance.curves[best]
-        return np.where(self._may(requests), requests * tokens / np.array(times), 0.0)
+        return np.where(self.may(requests), requests * tokens / np.array(times), 0.0)
 
-    def _may(self, requests: int) -> np.ndarray:
+    def may(self, requests: int) -> np.ndarray:
+        """Return which widths may be chosen for so many requests."""
         return self._allowed[bisect_left(self._most, requests)]
 
     def width(self, requests: int, context: int) -> int:
@@ -100,7 +101,7 @@ class WidthController:
             self.current, self._requests = chosen, requests
         if place < CYCLE - TRIALS or requests == 1:
             return self.widths[self.current]
-        may = np.flatnonzero(self._may(requests))
+        may = np.flatnonzero(self.may(requests))
         beside = bisect_left(may, self.current) + (1 if (self._steps - 1) // CYCLE % 2 == 0 else -1)
         return self.widths[int(may[min(max(beside, 0), len(may) - 1)])]
 

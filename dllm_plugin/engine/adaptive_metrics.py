@@ -7,11 +7,8 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from dllm_plugin.decoding.widths import WIDTHS
 
-WIDTH, FITTED, SCALE = (
-    -1,
-    -2,
-    -3,
-)  # in the place of a request's forwards: what the next two integers are
+# In the place of a request's forwards: what the next two integers are.
+WIDTH, FITTED, SCALE = -1, -2, -3
 MILLI = 1000
 
 

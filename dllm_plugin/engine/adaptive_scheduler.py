@@ -28,7 +28,7 @@ from dllm_plugin.state.preempted import ResumedId
 logger = init_logger("vllm.dllm_plugin")
 
 MEASURED = "Widths are chosen by the times of steps, measured when their graphs were captured."
-MODELLED = "Widths are chosen by a model of step costs: there are no full CUDA graphs to measure."
+MODELLED = "Widths are chosen by a model of step costs: no measured times were found."
 
 
 class RecordedCounts(RequestCounts):
@@ -132,7 +132,9 @@ class AdaptiveScheduler(DiffusionScheduler):
     def _predicted(self, output: SchedulerOutput, context: int) -> float | None:
         """Return the time that a step should take; None if not all of it is canvases of a width."""
         requests, total = len(output.num_scheduled_tokens), output.total_num_scheduled_tokens
-        if not requests or len(output.scheduled_spec_decode_tokens) < requests or total % requests:
+        if self._next or not requests or total % requests:
+            return None
+        if len(output.scheduled_spec_decode_tokens) < requests:
             return None
         return self.controller.costs.step(requests, total // requests, context)
 

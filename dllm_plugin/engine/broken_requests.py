@@ -35,7 +35,7 @@ class BrokenRequests:
         """Have vLLM end these requests in this step; returns how many positions each counted."""
         requests, manager = self.scheduler.requests, self.scheduler.kv_cache_manager
         counts = results.num_nans_in_logits or {}
-        broken = {i: n for i, n in counts.items() if n and i in requests}
+        broken = {i: n for i, n in counts.items() if n > 0 and i in requests}
         if not broken:
             return broken
         pages = {i: [p for group in manager.get_block_ids(i) for p in group] for i in broken}

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
@@ -22,7 +23,13 @@ from vllm.v1.structured_output.backend_types import (
 from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 
 from dllm_plugin.config.decode import DecodeConfig
-from dllm_plugin.config.grammar_way import AUTOMATON, DRAFTS, grammar_way, no_automaton
+from dllm_plugin.config.grammar_way import (
+    AUTO,
+    AUTOMATON,
+    DRAFTS,
+    grammar_way,
+    no_automaton,
+)
 from dllm_plugin.config.options import GRAMMAR
 from dllm_plugin.config.validation import shown
 from dllm_plugin.engine.grammar_automata import AutomatonCache, AutomatonGrammar, OwnGrammar
@@ -146,7 +153,8 @@ class Grammars:
         params, ours = request.sampling_params, request.structured_output_request
         assert params is not None and ours is not None and self.vocabulary is not None
         way = grammar_way(params.extra_args)
-        if way == DRAFTS:
+        # The kernels of automata were not run on a GPU yet: there they have to be asked for.
+        if way == DRAFTS or way == AUTO and current_platform.is_cuda():
             return None
         refusal = no_automaton(params, self.config)
         if not refusal:

@@ -224,8 +224,12 @@ class RefreshScheduler(DiffusionScheduler):
             return False
         # These are told, or checked, step by step.
         by_step = request_id in self._watches or request_id in self._with_grammar
-        has_template = self._layouts[request_id][-1] != NO_TEMPLATE
-        return by_step or has_template or not self.in_flight.expects_another(request_id, start)
+        _, _, block_length, every, before, _, tail = self._layouts[request_id]
+        # A void forward lies where the next refresh starts: inside of what is reserved, it must.
+        may_overshoot = every > 1 and before < block_length
+        if by_step or may_overshoot or tail != NO_TEMPLATE:
+            return True
+        return not self.in_flight.expects_another(request_id, start)
 
     def _has_room(self, request: Request, wanted: int, halves: int) -> bool:
         """Return whether a waiting conditional request can enter with its unconditional one."""

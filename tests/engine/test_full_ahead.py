@@ -6,7 +6,7 @@ import pytest
 import torch
 from engines import EngineRoom, at_most, free_pages, generate, num_preemptions, scheduler, token_ids
 from full_goldens import CANVAS
-from full_jobs import DECODERS, Decoder, check, random_jobs, run
+from full_jobs import DECODERS, TOO_CLOSE, Decoder, FullJob, check, random_jobs, run
 from full_jobs import start as start_jobs
 from mixed import Counted, fresh_compiler
 from template_jobs import random_gap_jobs
@@ -55,6 +55,24 @@ def test_requests_of_all_kinds_in_one_batch(
         check(job, text, output)
     computed = scheduler(llm).num_computed_positions - before
     assert computed >= sum(text.computed() for _, text in jobs)
+
+
+@every_cached_decoder
+def test_no_forward_is_void_where_it_would_leave_its_pages(
+    decoder: Decoder, room: EngineRoom
+) -> None:
+    """It lies where the next refresh starts: inside of the block that is done, here."""
+    llm, near = start_jobs(room, decoder, **AHEAD), {"full_refresh_every": 8, "refresh_before": 1}
+    exact = [job for job, _ in random_jobs(decoder, 12) if job.numbers.get("block_length", 8) > 1]
+    before = void(llm)
+    run(llm, exact)
+    assert void(llm) > before
+    jobs = [FullJob(job.prompt, job.max_tokens, job.numbers | near, job.stop) for job in exact]
+    before = void(llm)
+    for job, output in zip(jobs, run(llm, jobs), strict=True):
+        if (text := job.decode(decoder)).margin > TOO_CLOSE:
+            check(job, text, output)
+    assert void(llm) == before
 
 
 @every_cached_decoder
