@@ -138,35 +138,14 @@ PROCESSOR = "v1.worker.gpu.sample.logits_processor:LogitsProcessor."
 LOGGER = "v1.metrics.loggers:AggregateStatLoggerBase."
 METRICS, BACKEND = "v1.spec_decode.metrics:SpecDecoding", "v1.attention.backend:"
 REGISTRY, MODELS = "v1.attention.backends.registry:", "model_executor.models."
-GRAPHS, RUNNER = "v1.worker.gpu.cudagraph_utils:", "v1.worker.gpu.model_runner:GPUModelRunner"
+RUNNER = "v1.worker.gpu.model_runner:GPUModelRunner"
 SIGNATURES = {
-    GRAPHS + "ModelCudaGraphManager": "vllm_config device cudagraph_mode decode_query_len "
-    "lora_capture_cases=None varlen_decode=False ubatch_runner=None",
-    GRAPHS + "ModelCudaGraphManager._init_candidates": "self",
-    GRAPHS + "BatchExecutionDescriptor": "cg_mode num_tokens num_reqs uniform_token_count=None "
-    "max_query_len=None num_active_loras=0 num_ubatches=1",
     RUNNER: "vllm_config device",
     RUNNER + ".capture_model": "self * profile_only=False",
     RUNNER + ".finish_requests": "self scheduler_output",
-    GRAPHS + "ModelCudaGraphManager.run_fullgraph": "self desc",
-    "v1.worker.gpu.attn_utils:build_slot_mappings_by_layer": "slot_mappings kv_cache_config",
-    "distributed.parallel_state:graph_capture": "device",
-    "forward_context:set_forward_context": "attn_metadata vllm_config num_tokens=None "
-    "num_tokens_across_dp=None cudagraph_runtime_mode=<CUDAGraphMode.NONE: 0> "
-    "batch_descriptor=None ubatch_slices=None slot_mapping=None skip_compiled=False "
-    "is_padding=None",
-    "v1.worker.gpu.input_batch:InputBatch.make_dummy": "num_reqs num_tokens input_buffers "
-    "max_query_len=None is_padding=True",
-    "v1.worker.gpu.input_batch:set_dummy_context": "input_batch block_tables context_len "
-    "num_kv_blocks max_model_len input_block_tables=None",
-    "v1.worker.gpu.block_table:BlockTables.get_dummy_block_tables": "self num_reqs",
-    "v1.worker.gpu.block_table:BlockTables.get_dummy_slot_mappings": "self num_tokens",
     RUNNER + ".initialize_kv_cache": "self kv_cache_config is_profiling=False "
     "kv_cache_allocation_context=None",
-    "v1.worker.gpu.attn_utils:FastPrefillHelper": "cudagraph_manager max_num_tokens",
     "v1.worker.gpu_worker:Worker._make_model_runner": "self",
-    "config.compilation:CUDAGraphMode.decode_mode": "self",
-    "config.compilation:CUDAGraphMode.separate_routine": "self",
     STATE + "__init__": "self vllm_config model encoder_cache device",
     STATE + "get_supported_generation_tasks": "self",
     STATE + "custom_sampler": "self sampler",
