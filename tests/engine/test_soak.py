@@ -152,6 +152,12 @@ KNOWN: dict[str, Callable[[Outcome], bool]] = {
     "an assistant's refusal as input of /v1/responses": lambda o: (
         o.status == 500 and "'ResponseOutputRefusal' object has no attribute" in o.text
     ),
+    "an assistant's message without content as input of /v1/responses": lambda o: (
+        o.status == 500
+        and o.request.path == "/v1/responses"
+        and "list index out of range" in o.text
+        and has_empty_message(body_of(o.request).get("input"))
+    ),
     # Whatever the model is: vLLM's MsgpackEncoder raises, and nothing looks at them before.
     "half of a surrogate pair in request_id or session_id": lambda o: (
         '"message":""' in o.text.replace(" ", "")
@@ -161,6 +167,12 @@ KNOWN: dict[str, Callable[[Outcome], bool]] = {
         o.status == 501 and o.request.path == "/v1/systemone"
     ),
 }
+
+
+def has_empty_message(items: Any) -> bool:
+    return isinstance(items, list) and any(
+        isinstance(item, dict) and item.get("content") == [] for item in items
+    )
 
 
 def is_half(text: Any) -> bool:
