@@ -53,7 +53,7 @@ def parse_args() -> argparse.Namespace:
         "--minutes",
         type=float,
         nargs=2,
-        default=(6.7, 1.2),
+        default=(7.2, 2.0),
         metavar="M",
         help="time budget of the base phase and of the adapter phase",
     )
