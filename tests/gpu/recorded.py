@@ -15,11 +15,10 @@ GOLDENS = Path(__file__).parents[1] / "goldens"
 RANKING = {"default": "threshold", "neg_entropy": "entropy", "margin_confidence": "topk_margin"}
 
 
-def start(checkpoint, dllm, **options):
-    """An engine in float32, where the reference's tokens are exact."""
-    from vllm import LLM
-
+def settings_of(checkpoint, dllm, **options):
+    """Options of an engine in float32, where the reference's tokens are exact."""
     settings = {
+        "model": str(GOLDENS / checkpoint),
         "dtype": "float32",
         "max_model_len": 512,
         "max_num_seqs": 16,
@@ -28,7 +27,14 @@ def start(checkpoint, dllm, **options):
         "attention_backend": "TRITON_ATTN",
         "additional_config": {"dllm": dllm},
     }
-    return LLM(str(GOLDENS / checkpoint), **settings | options)
+    return settings | options
+
+
+def start(checkpoint, dllm, **options):
+    """An engine of :func:`settings_of`."""
+    from vllm import LLM
+
+    return LLM(**settings_of(checkpoint, dllm, **options))
 
 
 def decode(engine, cases, prompt_of, wish_of):
