@@ -4,7 +4,8 @@
 
 The same requests are decoded again and again, with more and more of them held to one of eight
 schemas. Free requests decode by a schedule, so they take the same forwards in every run. Every
-second request is free in all runs: their tokens per second are printed.
+second request is free in all runs: their tokens per second are printed. `--grammar` says how the
+others decode: by `drafts` or by the `automaton`.
 """
 
 import argparse
@@ -66,7 +67,7 @@ def start(shapes: str, requests: int, scratch: Path) -> Any:
     return llm
 
 
-def measure(llm: Any, prompts: list[list[int]], constrained: int) -> dict[str, float]:
+def measure(llm: Any, prompts: list[list[int]], constrained: int, way: str) -> dict[str, float]:
     """Decode all prompts; of those with odd numbers the first `constrained` have a grammar."""
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
@@ -78,13 +79,13 @@ def measure(llm: Any, prompts: list[list[int]], constrained: int) -> dict[str, f
     for i, prompt in enumerate(prompts):
         schema = held.get(str(i))
         asked = None if schema is None else StructuredOutputsParams(json=schema)
-        steps = {} if asked else {"dllm_steps": OUTPUT // TOKENS_PER_FORWARD}
+        ours = {"dllm_grammar": way} if asked else {"dllm_steps": OUTPUT // TOKENS_PER_FORWARD}
         params = SamplingParams(
             temperature=0.0,
             max_tokens=OUTPUT,
             ignore_eos=asked is None,
             structured_outputs=asked,
-            extra_args=steps,
+            extra_args=ours,
         )
         engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
     began, tokens, last, steps_until = time.perf_counter(), 0, 0.0, 0
@@ -110,6 +111,7 @@ def main() -> None:
     parser.add_argument("--shapes", choices=sorted(SHAPES), default="llada-8b")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--constrained", default="0,1,8,32")
+    parser.add_argument("--grammar", choices=["drafts", "automaton"], default="drafts")
     args = parser.parse_args()
     grid = [int(n) for n in args.constrained.split(",")]
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -117,16 +119,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         llm = start(args.shapes, args.requests, Path(scratch))
         prompts = Prompts(SHAPES[args.shapes], 0)
-        measure(llm, [prompts.take(INPUT) for _ in range(args.requests)], max(grid))  # compiles
+        first = [prompts.take(INPUT) for _ in range(args.requests)]
+        measure(llm, first, max(grid), args.grammar)  # compiles
         rows = []
         for constrained in grid:
             batch = [prompts.take(INPUT) for _ in range(args.requests)]
-            rows.append(measure(llm, batch, constrained))
+            rows.append(measure(llm, batch, constrained, args.grammar))
             shown = {name: round(value, 2) for name, value in rows[-1].items()}
             print(json.dumps(shown), flush=True)
         stop_engine(llm)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    line = {"benchmark": "structured_load", "shapes": args.shapes, "device": device, "rows": rows}
+    line = {"benchmark": "structured_load", "shapes": args.shapes, "device": device}
+    line |= {"grammar": args.grammar, "rows": rows}
     print(json.dumps(line))
 
 

@@ -17,6 +17,24 @@ SINGLE_BLOCKS = {"strategy": "block_diffusion", "commit_alone_from": 2}
 DISTINCT = D2F | {"kv_cache_layout": "distinct"}
 
 
+def watch(family, options):
+    """Where an engine's steps waited, by kind; in a process, for vLLM reads at start what to do."""
+    script = Path(__file__).with_name("watched_steps.py")
+    watched = {"VLLM_GPU_SYNC_CHECK": "warn", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    watched["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
+    done = subprocess.run(
+        [sys.executable, str(script), family, json.dumps(options)],
+        env=os.environ | watched,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found.pop("control")) == 1
+    return {kind: places for kind, places in found.items() if places}
+
+
 @pytest.mark.parametrize(
     ("family", "dllm", "options"),
     [
@@ -30,19 +48,4 @@ DISTINCT = D2F | {"kv_cache_layout": "distinct"}
     ids=["d2f", "single-blocks", "sdar", "llada2.1", "distinct", "flash"],
 )
 def test_no_step_waits_or_compiles_anew(family, dllm, options):
-    """An engine in a process of its own, where vLLM reads at start what it has to check."""
-    script = Path(__file__).with_name("watched_steps.py")
-    arguments = json.dumps({"dllm": dllm, "async_scheduling": True} | options)
-    watched = {"VLLM_GPU_SYNC_CHECK": "warn", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    watched["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
-    done = subprocess.run(
-        [sys.executable, str(script), family, arguments],
-        env=os.environ | watched,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found.pop("control")) == 1
-    assert {kind: places for kind, places in found.items() if places} == {}
+    assert watch(family, {"dllm": dllm, "async_scheduling": True} | options) == {}

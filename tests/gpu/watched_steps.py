@@ -1,4 +1,4 @@
-"""Run as a script by test_watched_steps.py: report waits and compilations in steps of an engine.
+"""Run as a script by tests of watched steps: report waits and compilations in steps of an engine.
 
 Arguments: a family, and the engine's options as JSON. The last line is JSON: kind of request ->
 where the host waited for the device. Raises if a step compiled again what had been compiled.
@@ -32,6 +32,8 @@ KINDS = {
     "kept": [SLOW | {"logprobs": 2}, SLOW | {"bad_words": ["ab", "c"]}],
     "streamed": [SLOW | {"dllm_frames": 1}, SLOW | {"dllm_trace": 1}],
 }
+# Decoded by token automata; only where `kinds` names it.
+HELD = [SLOW, SLOW | {"temperature": 0.7, "seed": 3}, {"dllm_policy": "entropy"}]
 TOKENS, STEPS = 120, 20
 WAITS = ("called a synchronizing CUDA operation", "Implicit GPU<->CPU sync")
 
@@ -43,10 +45,23 @@ def control() -> None:
     with_gpu_sync_check(lambda: torch.ones(1, device="cuda").item())()
 
 
+def wish_of(kind, wish):
+    """Parameters of a request of a kind."""
+    if kind != "held":
+        return params(TOKENS, **wish)
+    from vllm.sampling_params import StructuredOutputsParams
+
+    asked = StructuredOutputsParams(regex="[a-z ]{90,}")
+    held = {"dllm_grammar": "automaton", "ignore_eos": False, "structured_outputs": asked}
+    return params(TOKENS, **wish | held)
+
+
 def main(family, options) -> None:
     """Requests of each kind, one of them after the others; then a wait on purpose."""
-    found = {kind: [] for kind in [*KINDS, "control"]}
-    current = "plain"
+    every = KINDS | {"held": HELD}
+    kinds = {kind: every[kind] for kind in options.pop("kinds", KINDS)}
+    found = {kind: [] for kind in [*kinds, "control"]}
+    current = next(iter(kinds))
 
     def note(message, category, filename, lineno, file=None, line=None):
         if any(words in str(message) for words in WAITS):
@@ -56,10 +71,10 @@ def main(family, options) -> None:
     llm = recorded.start(f"checkpoints/tiny-{family}", options.pop("dllm"), **options)
     engine = llm.llm_engine
     with torch._dynamo.config.patch(error_on_recompile=True):
-        for current, wishes in KINDS.items():  # noqa: B007, which `note` reads
+        for current, wishes in kinds.items():  # noqa: B007, which `note` reads
             for i, wish in enumerate([*wishes, wishes[0]]):
                 prompt = {"prompt_token_ids": a_prompt(20 + 9 * i, i)}
-                engine.add_request(f"{current}-{i}", prompt, params(TOKENS, **wish))
+                engine.add_request(f"{current}-{i}", prompt, wish_of(current, wish))
                 for _ in range(STEPS if i >= len(wishes) - 1 else 1):
                     engine.step()
             assert engine.get_num_unfinished_requests() > 1, current
