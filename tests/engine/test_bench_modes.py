@@ -250,9 +250,14 @@ def test_tokens_per_second_by_width(capsys: pytest.CaptureFixture[str]) -> None:
     lengths = ["--input-len", "24", "--output-len", "32", "--rounds", "1", "--requests", "2"]
     command = ["bench", "adaptive", "--shapes", "tiny", *options, *lengths, *QUICK]
     assert cli.main(command) == 0
-    line = line_of(capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    line = line_of(printed)
     rows = {row["width"]: row for row in line["rows"]}
-    assert list(rows) == [2, 8, 32, "by load"] and line["benchmark"] == "adaptive"
+    assert list(rows) == ["by load", 2, 8, 32] and line["benchmark"] == "adaptive"
+    found = [json.loads(text) for text in printed.splitlines() if text.startswith('{"requests"')]
+    assert [row["width"] for row in found] == list(rows), "each row once it is measured"
+    assert all(rows[row["width"]].items() >= row.items() for row in found)
+    assert "engine start, plain vLLM" in line["seconds"]
     assert rows[2]["mean_width"] == 2 and rows[2]["tokens_per_forward"] <= 1
     assert rows[8]["mean_width"] == 8 and rows[32]["mean_width"] == 32
     found = [rows[width]["tokens_per_forward"] for width in (2, 8, 32)]
@@ -285,6 +290,7 @@ def test_a_map_of_loads(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     for point in points.values():
         assert point["adaptive"] >= point["fixed"] > 0 and point["width"] in (2, 8, 32)
         assert point["fits"]
+    assert {"engine start", "steps of 1 requests", "steps of 4 requests"} <= set(line["seconds"])
     assert picture.read_bytes().startswith(b"\x89PNG") and "by plain" in printed
 
 

@@ -2,6 +2,7 @@
 
 One engine with floating canvases serves all of it: a fixed width is a schedule of requests. Dummy
 weights accept masks by drawn numbers (``--acceptance``), checkpoints by what they are certain of.
+Each row is printed once it is measured, as JSON.
 """
 
 import argparse
@@ -27,7 +28,8 @@ from dllm_plugin.commands.offline import stop_engine
 if TYPE_CHECKING:
     from vllm import LLM
 
-BY_LOAD, BLOCKS = "by load", "blocks"
+BY_LOAD, BLOCKS, NO_WIDTHS = "by load", "blocks", "none"
+WARMUP_PROMPT, WARMUP_TOKENS = 512, 32  # at most, of requests that only warm an engine up
 
 
 def run(args: argparse.Namespace, command: Sequence[str]) -> int:
@@ -50,6 +52,7 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
             f"--canvas must be one length of at least {max(widths, default=1)} positions"
         )
     engines.prepare()
+    progress = report.Progress()
     line: dict[str, Any] = report.surroundings(settings, command) | {"benchmark": MODE}
     with tempfile.TemporaryDirectory(prefix="diffuplug-") as folder:
         model = engines.find_model(settings, Path(folder))
@@ -58,29 +61,43 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
         options = engines.options_of_ours(settings, model, canvas, length)
         options["additional_config"] = {"dllm": _dllm(settings, canvas, args)}
         llm = engines.start(settings, options)
+        progress.done("engine start")
         if accepted is not None:
             llm.collective_rpc("accept", args=(*accepted, settings.seed))
         asks = _Asks(settings, model, llm)
-        found = [
-            (n, width, _serve(llm, settings, asks, n, width))
-            for n in settings.grid_requests(canvas)
-            for width in (*widths, None)
-        ]
+        rest, rows = BLOCKS if args.adaptive == "off" else BY_LOAD, []
+        grid = settings.grid_requests(canvas)
+        for n in grid:
+            # Widths by load first: they are asked for most, and a run may be interrupted.
+            for width in (None, *widths):
+                teaches = rest == BY_LOAD and width is None and n == grid[0]
+                done = _serve(llm, settings, asks, n, width, teaches)
+                rows.append(_row(n, width or rest, done))
+                progress.done(f"{n} requests, {_named(width or rest)}", json.dumps(rows[-1]))
         line |= {"engine": engines.describe(llm), "acceptance": accepted}
         stop_engine(llm)
-        plain = _plain(settings, model, length, Path(folder)) if "ar" in settings.versus else {}
-    rest = BY_LOAD if widths else BLOCKS
-    rows = [_row(n, width or rest, run, plain.get(n)) for n, width, run in found]
+        del llm  # the next start takes what is still there out of collections
+        if "ar" in settings.versus:
+            plain = _plain(settings, model, length, Path(folder), progress)
+            rows = [row | _beside(row, plain) for row in rows]
     print(_table(rows))
-    print(json.dumps(line | {"rows": rows}))
+    print(json.dumps(line | {"rows": rows, "seconds": progress.seconds}))
     return 0
 
 
 def _widths(text: str) -> list[int]:
+    if text == NO_WIDTHS:
+        return []
     words = text.split(",")
     if not all(word.isdecimal() and int(word) >= 1 for word in words):
-        raise ValueError(f"--widths must be whole numbers of at least 1, as in 2,8, got {text!r}")
+        raise ValueError(
+            f"--widths must be {NO_WIDTHS}, or whole numbers of at least 1 as in 2,8, got {text!r}"
+        )
     return sorted({int(word) for word in words})
+
+
+def _named(width: int | str) -> str:
+    return width if isinstance(width, str) else f"width {width}"
 
 
 def _dllm(settings: Settings, canvas: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -106,51 +123,74 @@ class _Asks:
         self.settings, self.is_real = settings, model.is_real
         self.prompts, self.llm = Prompts(model.config, settings.seed), llm
 
-    def take(self, count: int, width: int | None) -> list[Ask]:
+    def take(self, count: int, width: int | None, only_warms: bool = False) -> list[Ask]:
         """Return so many requests of a fixed width, or of widths by load."""
-        sampling: dict[str, Any] = {"max_tokens": self.settings.output_len}
+        settings = self.settings
+        most = WARMUP_TOKENS if only_warms else settings.output_len
+        sampling: dict[str, Any] = {"max_tokens": min(most, settings.output_len)}
         if width is not None:
             sampling["extra_args"] = {"dllm_schedule": [width]}
         if not self.is_real:
-            length = self.settings.input_len
+            longest = WARMUP_PROMPT if only_warms else settings.input_len
+            length = min(longest, settings.input_len)
             return [self.prompts.ask(length, **sampling) for _ in range(count)]
         found = problem_prompts(self.llm.get_tokenizer(), problems_of(count))
         return [Ask(prompt, sampling) for prompt in found]
 
 
-def _serve(llm: "LLM", settings: Settings, asks: _Asks, at_once: int, width: int | None) -> Run:
-    """Serve requests of one width; once before that is measured, which teaches the controller."""
-    serve(llm, asks.take(at_once, width), at_once)
+def _serve(
+    llm: "LLM",
+    settings: Settings,
+    asks: _Asks,
+    at_once: int,
+    width: int | None,
+    teaches: bool = False,
+) -> Run:
+    """Serve requests of one width; before them a few tokens, or what teaches the controller.
+
+    It keeps what it learned, so the first number of requests teaches it for all.
+    """
+    serve(llm, asks.take(at_once, width, only_warms=not teaches), at_once)
     return serve(llm, asks.take(at_once * settings.rounds, width), at_once)
 
 
-def _plain(settings: Settings, model: Model, length: int, scratch: Path) -> dict[int, float]:
+def _plain(
+    settings: Settings, model: Model, length: int, scratch: Path, progress: report.Progress
+) -> dict[int, float]:
     """Return the tokens per second of plain vLLM, by requests at once."""
     llm = engines.start_autoregressive(settings, model, length, scratch, not engines.on_cpu())
+    progress.done("engine start, plain vLLM")
     asks, rates = _Asks(settings, model, llm), {}
     for n in settings.requests:
         done = _serve(llm, settings, asks, n, None)
         rates[n] = _tokens(done) / done.seconds
+        progress.done(f"{n} requests, plain vLLM", f"{rates[n]:.1f} tokens/s")
     stop_engine(llm)
     return rates
+
+
+def _beside(row: dict[str, Any], plain: dict[int, float]) -> dict[str, float]:
+    """Return a row's columns about plain vLLM at as many requests."""
+    rate = plain[row["requests"]]
+    return {"ar_tokens_per_s": rate, "speedup_vs_ar": row["tokens_per_s"] / rate}
 
 
 def _tokens(run: Run) -> int:
     return sum(len(answer.token_ids) for answer in run.answers)
 
 
-def _row(n: int, width: int | str, run: Run, plain: float | None) -> dict[str, Any]:
+def _row(n: int, width: int | str, run: Run) -> dict[str, Any]:
     """Return what is said of a run."""
     tokens, forwards = _tokens(run), sum(answer.forwards for answer in run.answers)
     positions = sum(answer.canvas_positions for answer in run.answers)
-    row = {
+    return {
         "requests": n,
         "width": width,
         "tokens_per_s": tokens / run.seconds,
         "tokens_per_forward": tokens / forwards,
         "mean_width": positions / forwards,
+        "seconds": run.seconds,
     }
-    return row if plain is None else row | {"speedup_vs_ar": tokens / run.seconds / plain}
 
 
 def _table(rows: list[dict[str, Any]]) -> str:

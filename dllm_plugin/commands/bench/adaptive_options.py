@@ -18,7 +18,9 @@ def add_mode(modes: Any) -> None:
         "--adaptive", default="throughput", help="as the decode option; off: blocks"
     )
     parser.add_argument("--min-window", type=int, help="as the decode option")
-    parser.add_argument("--widths", default="2,4,8,16,32", help="fixed ones, beside those by load")
+    parser.add_argument(
+        "--widths", default="2,4,8,16,32", help="fixed ones beside those by load, or none"
+    )
     parser.add_argument("--acceptance", help="with --shapes, p0:lambda (default: 0.9:2.5)")
     parser = modes.add_parser(MAP, help="for which loads diffusion is faster than left to right")
     add_options(parser, LIKE)

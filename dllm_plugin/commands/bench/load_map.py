@@ -61,6 +61,7 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
     canvas = settings.canvas[0]
     widths = sorted({1, *_widths(args.widths, canvas)})
     engines.prepare()
+    progress = report.Progress()
     line: dict[str, Any] = report.surroundings(settings, command) | {"benchmark": MAP}
     with tempfile.TemporaryDirectory(prefix="diffuplug-") as folder:
         model = engines.find_model(settings, Path(folder))
@@ -72,26 +73,34 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
             )
         options = _options(settings, engines.options_of_ours(settings, model, canvas, most), canvas)
         llm = engines.start(settings, options)
-        timed = llm.collective_rpc("time_steps", args=(settings.requests, widths, contexts))
+        progress.done("engine start")
+        steps: list[Step] = []
+        for n in settings.requests:
+            timed = llm.collective_rpc("time_steps", args=([n], widths, contexts))[0]
+            steps += [Step(*row) for row in timed]
+            model_ms = modelled(steps, sizes, 2)
+            new = slice(len(steps) - len(timed), None)
+            progress.done(f"steps of {n} requests", _steps_table(steps[new], model_ms[new]))
         line["engine"] = engines.describe(llm)
         shift = bool(_shifted(llm))
         stop_engine(llm)
-    steps = [Step(*row) for row in timed[0]]
-    model_ms = modelled(steps, sizes, 2)
     points = ratios(steps, accepted, shift, canvas, line["engine"]["kv_cache_tokens"])
-    print(_steps_table(steps, model_ms))
     print(_points_table(points))
     if args.picture is not None:
         draw(points, args.picture, f"{args.shapes}, acceptance {accepted[0]:g}:{accepted[1]:g}")
     line |= {"acceptance": accepted, "fixed_width": canvas}
     line |= {"steps": [step._asdict() for step in steps], "model_ms": model_ms}
-    print(json.dumps(line | {"map": [point._asdict() for point in points]}))
+    line |= {"map": [point._asdict() for point in points], "seconds": progress.seconds}
+    print(json.dumps(line))
     return 0
 
 
 def _options(settings: Settings, options: dict[str, Any], canvas: int) -> dict[str, Any]:
-    """Return the engine's options; on a GPU with room for graphs of the largest step."""
-    narrow = {"adaptive": "throughput", "min_window": 2, "block_length": canvas}
+    """Return the engine's options; on a GPU with room for graphs of the largest step.
+
+    It serves nothing, so the graphs of its own are few: those of one narrow width.
+    """
+    narrow = {"adaptive": "throughput", "min_window": 2, "max_window": 2, "block_length": canvas}
     switches = settings.switches | {"strategy": settings.strategy, "canvas_length": canvas}
     options["additional_config"] = {"dllm": narrow | switches}
     most = max(settings.requests) * canvas
