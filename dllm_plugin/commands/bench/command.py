@@ -5,6 +5,7 @@ import multiprocessing
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
@@ -88,14 +89,15 @@ def _measure(
         result["engines"].append(engines.describe(llm))
         progress.done(f"engine start, canvas {canvas}")
         if settings.measures_steps:
-            rows = step.measure(llm, settings, canvas, prompts)
+            rows = step.measure(llm, settings, canvas, prompts, partial(report.tell, "step"))
             steps += [step.add_floor(row, limit, sizes) for row in rows]
             progress.done(f"steps, canvas {canvas}", report.table_of("step", steps))
             if settings.profile:
                 traces += step.profile(llm, settings, canvas, prompts, rows, scratch)
                 progress.done(f"profile, canvas {canvas}", report.table_of("profile", traces))
         if settings.request_modes:
-            served += throughput_latency.measure(llm, settings, model, canvas, prompts)
+            tell = partial(report.tell, "served")
+            served += throughput_latency.measure(llm, settings, model, canvas, prompts, tell)
             found = report.table_of("served", [row for row, _ in served])
             progress.done(f"requests, canvas {canvas}", found)
         stop_engine(llm)

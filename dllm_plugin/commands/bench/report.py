@@ -36,6 +36,11 @@ class Progress:
         print(f"{stage}: {seconds:.0f} s", result, sep="\n" if result else "", flush=True)
 
 
+def tell(name: str, row: Row) -> None:
+    """Print one row as a table, so that a run that is interrupted leaves what it had measured."""
+    print(table_of(name, [row]), flush=True)
+
+
 def surroundings(settings: Settings, command: Sequence[str]) -> Row:
     """Return command, settings, hardware and versions."""
     return {

@@ -7,6 +7,7 @@ and ends before the first request does.
 """
 
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,16 +85,27 @@ def _asks(
     return [prompts.ask(prompt, max_tokens=output, extra_args=extra) for _ in range(requests)]
 
 
-def measure(llm: "LLM", settings: Settings, canvas: int, prompts: Prompts) -> list[dict[str, Any]]:
-    """Measure each number of requests; return one row for each."""
+def measure(
+    llm: "LLM",
+    settings: Settings,
+    canvas: int,
+    prompts: Prompts,
+    tell: Callable[[dict[str, Any]], None],
+) -> list[dict[str, Any]]:
+    """Measure each number of requests; return one row for each.
+
+    Args:
+        tell: called with each row as soon as its times are known.
+    """
     rows = []
     for requests in settings.grid_requests(canvas):
         asks = _asks(llm, settings, canvas, prompts, requests)
         run = serve(llm, asks, requests)
         _check(run, asks[0].sampling["max_tokens"], settings, canvas)
-        row: dict[str, Any] = {"requests": requests, "canvas": canvas}
-        row |= _positions(llm, settings, canvas, asks) | _times(run) | _rates(run)
+        row: dict[str, Any] = {"requests": requests, "canvas": canvas} | _times(run) | _rates(run)
         row["forwards_per_s"] = requests * row["steps_per_second"]
+        tell(row)
+        row |= _positions(llm, settings, canvas, asks)
         logits_rows = row.pop("logits_rows")
         row["logits_mb"] = logits_bytes(llm, logits_rows, decoding(llm)["vocab_parallel"]) / 1e6
         if not on_cpu():

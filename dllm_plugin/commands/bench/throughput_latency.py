@@ -2,6 +2,7 @@
 
 import re
 import statistics
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from dllm_plugin.commands.bench.engines import Model, Prompts, decoding
@@ -74,9 +75,18 @@ def problem_prompts(tokenizer: Any, problems: list[Problem]) -> list[list[int]]:
 
 
 def measure(
-    llm: "LLM", settings: Settings, model: Model, canvas: int, prompts: Prompts
+    llm: "LLM",
+    settings: Settings,
+    model: Model,
+    canvas: int,
+    prompts: Prompts,
+    tell: Callable[[dict[str, Any]], None],
 ) -> list[tuple[dict[str, Any], list[Answer]]]:
-    """Measure every grid point; return rows, each with its answers."""
+    """Measure every grid point; return rows, each with its answers.
+
+    Args:
+        tell: called with each row as soon as its time is known, before anything is counted.
+    """
     rows = []
     for mode, at_once in grid(settings, canvas):
         count = at_once * settings.rounds
@@ -89,6 +99,7 @@ def measure(
         _warm_up(llm, asks, at_once, WARMUP_BLOCKS * settings.block(canvas))
         run = serve(llm, asks, at_once)
         row = {"mode": mode, "requests": at_once, "canvas": canvas} | _times(run)
+        tell(row)
         if settings.measured.full_attention:
             row["step_sizes"] = sizes_of(llm, run_again(llm, asks, at_once))
         else:
