@@ -4,6 +4,8 @@ from typing import Any, NamedTuple
 
 from vllm.outputs import CompletionOutput
 
+from dllm_plugin.config.grammar_way import WAYS
+
 
 class Counts(NamedTuple):
     """Hold what one choice took.
@@ -12,23 +14,26 @@ class Counts(NamedTuple):
     tokens              completion tokens
     computed_positions  queries of all forwards: prompt, refreshes and guidance included
     wasted_positions    those beyond one for each token of answer and uncached prompt
+    grammar             how it kept to its grammar; None without one
     """
 
     forwards: int
     tokens: int
     computed_positions: int
     wasted_positions: int
+    grammar: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields, and tokens per forward."""
         per_forward = round(self.tokens / self.forwards, 2) if self.forwards else 0.0
         fields = self._asdict()
-        return {
+        ordered = {
             "forwards": fields.pop("forwards"),
             "tokens": fields.pop("tokens"),
             "tokens_per_forward": per_forward,
             **fields,
         }
+        return {name: value for name, value in ordered.items() if value is not None}
 
 
 def counts_of(completion: CompletionOutput, tokens: int, prompt_tokens: int) -> Counts | None:
@@ -41,13 +46,15 @@ def counts_of(completion: CompletionOutput, tokens: int, prompt_tokens: int) -> 
     sent = completion.spec_decode_metrics
     if sent is None:  # aborted before the engine answered
         return None
-    # Where canvases float the list has the widths of the forwards, and nothing is cached.
-    cached = 0 if sent.per_step_accepted else sum(sent.per_step_drafted)
+    # Where canvases float the list has the widths of the forwards: no cache and no grammar then.
+    cached, *way = [0] if sent.per_step_accepted else sent.per_step_drafted or [0]
     computed = sent.num_draft_tokens
     wasted = computed - (prompt_tokens - cached) - tokens
-    return Counts(sum(sent.histogram), tokens, computed, max(wasted, 0))
+    grammar = WAYS[way[0]] if way else None
+    return Counts(sum(sent.histogram), tokens, computed, max(wasted, 0), grammar)
 
 
 def total(of_choices: list[Counts]) -> Counts:
-    """Return the sum over the choices of a request."""
-    return Counts(*map(sum, zip(*of_choices, strict=True)))
+    """Return the sum over the choices of a request, which has one grammar at most."""
+    forwards, tokens, computed, wasted, _ = zip(*of_choices, strict=True)
+    return Counts(sum(forwards), sum(tokens), sum(computed), sum(wasted), of_choices[0].grammar)

@@ -155,7 +155,7 @@ class AdaptiveScheduler(DiffusionScheduler):
             width = widths[min(self._next[request_id], len(widths) - 1)]
             request.spec_token_ids = [-1] * width
 
-    def _note_cached(self, counts: RequestCounts, num_tokens: int) -> None:
+    def _note_start(self, request_id: str, counts: RequestCounts, num_tokens: int) -> None:
         """Note nothing: no prompt is cached, and the list holds widths."""
 
     def make_stats(

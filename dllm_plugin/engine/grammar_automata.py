@@ -13,6 +13,7 @@ from vllm.v1.structured_output.backend_types import (
     StructuredOutputKey,
 )
 
+from dllm_plugin.config.grammar_way import AUTOMATON
 from dllm_plugin.grammar.automaton import DEAD, END, START, TokenAutomaton, TooLarge, build
 from dllm_plugin.grammar.payload import AutomatonStart
 from dllm_plugin.grammar.regular import expression
@@ -23,6 +24,8 @@ REMEMBERED = 64  # automata that are kept for later requests with the same gramm
 
 class OwnGrammar(StructuredOutputGrammar):
     """Be a request's grammar for vLLM, which feeds it what is emitted and asks nothing else."""
+
+    way: str  # how the request decodes: DRAFTS or AUTOMATON
 
     def validate_tokens(self, tokens: list[int]) -> list[int]:
         """Raise: vLLM validates drafts of a speculator, and there is none."""
@@ -47,6 +50,8 @@ class AutomatonGrammar(OwnGrammar):
     state      behind the emitted text
     completes  the text will be complete: one fits what is asked for
     """
+
+    way = AUTOMATON
 
     def __init__(self, key: str, automaton: TokenAutomaton, left: int) -> None:
         self.key, self.automaton = key, automaton

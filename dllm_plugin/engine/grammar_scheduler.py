@@ -20,7 +20,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.config.validation import shown
-from dllm_plugin.engine.grammar_automata import AutomatonGrammar
+from dllm_plugin.engine.grammar_automata import AutomatonGrammar, OwnGrammar
 from dllm_plugin.engine.grammar_messages import CanvasChecks, CanvasOutput
 from dllm_plugin.engine.grammars import CanvasGrammar, Grammars
 from dllm_plugin.grammar.payload import AutomatonStart, pack_checks
@@ -126,6 +126,12 @@ class GrammarScheduler(AsyncScheduler):
         counts.refused += sum(check.rejected for check in found)
         # Without ids of its own vLLM applies no bitmask.
         return CanvasChecks([], payload.allowed_GW, [], payload, starts)
+
+    def grammar_way(self, req_id: str) -> str | None:
+        """Return how a request that runs keeps to its grammar; None if it has none."""
+        ours = self.requests[req_id].structured_output_request
+        grammar = None if ours is None else ours.grammar
+        return grammar.way if isinstance(grammar, OwnGrammar) else None
 
     def _starts(self, scheduler_output: SchedulerOutput) -> list[AutomatonStart]:
         """Return the automata of requests that workers hear of in this step, anew or again."""

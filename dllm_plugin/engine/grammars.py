@@ -50,6 +50,8 @@ class CanvasGrammar(OwnGrammar):
     is_kept  workers keep this canvas also while the request is preempted
     """
 
+    way = DRAFTS
+
     def __init__(self, state: GrammarState) -> None:
         self.state = state
         self.canvas: list[int] = []

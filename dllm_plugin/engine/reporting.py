@@ -24,10 +24,11 @@ from dllm_plugin.sampling.guidance import conditional_id, is_unconditional
 class RequestCounts(RequestSpecDecodeMetrics):
     """Count forwards by what they committed, and positions; the scheduler writes both.
 
-    `per_step_drafted` holds one number, how many prompt tokens were cached: vLLM tells that of one
-    choice of a request alone, and shows the list to nobody while `per_step_accepted` is empty.
-    Where canvases float it holds what vLLM means by it, the widths of the forwards, and
-    `per_step_accepted` what they committed: nothing is cached there.
+    `per_step_drafted` holds how many prompt tokens were cached, which vLLM tells of one choice of
+    a request alone, and the place in WAYS of how a request with a grammar keeps to it; vLLM shows
+    the list to nobody while `per_step_accepted` is empty. Where canvases float it holds what vLLM
+    means by it, the widths of the forwards, and `per_step_accepted` what they committed: nothing is
+    cached there.
     """
 
     def observe(self, num_draft_tokens: int, num_accepted: int, detailed: bool = False) -> None:
@@ -68,14 +69,14 @@ class ReportingScheduler(AsyncScheduler):
         super()._update_after_schedule(scheduler_output)
         counts = self._counts
         for data in scheduler_output.scheduled_new_reqs:
-            self._note_cached(counts[data.req_id], data.num_computed_tokens)
+            self._note_start(data.req_id, counts[data.req_id], data.num_computed_tokens)
         for request_id, num_positions in scheduler_output.num_scheduled_tokens.items():
             # What guides a request is computed for it.
             asking = conditional_id(request_id) if is_unconditional(request_id) else request_id
             if asking in counts:
                 counts[asking].num_draft_tokens += num_positions
 
-    def _note_cached(self, counts: RequestCounts, num_tokens: int) -> None:
+    def _note_start(self, request_id: str, counts: RequestCounts, num_tokens: int) -> None:
         """Note how many tokens of a prompt were cached."""
         if not counts.per_step_drafted:  # one that was preempted may come as a new one
             counts.per_step_drafted.append(num_tokens)

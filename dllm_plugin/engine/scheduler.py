@@ -16,12 +16,13 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from dllm_plugin.config.grammar_way import WAYS
 from dllm_plugin.config.request import request_config
 from dllm_plugin.config.template import template_of
 from dllm_plugin.config.validation import shown
 from dllm_plugin.engine.broken_requests import BrokenRequests
 from dllm_plugin.engine.grammar_scheduler import GrammarScheduler
-from dllm_plugin.engine.reporting import ReportingScheduler
+from dllm_plugin.engine.reporting import ReportingScheduler, RequestCounts
 from dllm_plugin.state.preempted import FinishedId, PreemptedId
 
 logger = init_logger("vllm.dllm_plugin")
@@ -203,6 +204,14 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
         preempts = reset_running_requests and not self.scheduler_config.async_scheduling
         done = super().reset_prefix_cache(preempts, reset_connector)
         return done or (reset_running_requests and not self.kv_cache_manager.enable_caching)
+
+    def _note_start(self, request_id: str, counts: RequestCounts, num_tokens: int) -> None:
+        """Note also how a request keeps to its grammar."""
+        is_new = not counts.per_step_drafted
+        super()._note_start(request_id, counts, num_tokens)
+        way = self.grammar_way(request_id)
+        if is_new and way is not None:
+            counts.per_step_drafted.append(WAYS.index(way))
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)

@@ -77,6 +77,27 @@ def test_a_schema_through_the_openai_client(server: Server) -> None:
     assert re.fullmatch("[xy]{3}z", message_of(server, regex)["content"])
 
 
+def test_counts_say_which_way_was_taken(server: Server) -> None:
+    """In a reply and in a stream; free requests have no such field."""
+    ways = {"auto": "automaton", "automaton": "automaton", "drafts": "drafts"}
+    asked = {"max_tokens": 20, "diffusion": {}, "structured_outputs": {"regex": "[xy]{3}z"}}
+    for way, taken in ways.items():
+        body = body_of(PROBLEMS[3], vllm_xargs={"dllm_grammar": way}, **asked)
+        reply = server.post("chat/completions", body).json()
+        [choice] = reply["choices"]
+        assert choice["diffusion"]["grammar"] == taken
+        assert reply["metrics"]["diffusion"]["grammar"] == taken
+        chunks = server.stream("chat/completions", body)
+        last = [c for chunk in chunks for c in chunk["choices"] if c.get("finish_reason")]
+        assert [one["diffusion"] for one in last] == [choice["diffusion"]]
+    # Two choices of a grammar that has no automaton.
+    tagged = asked | {"structured_outputs": {"json_object": True}, "n": 2, "temperature": 1.0}
+    reply = server.post("chat/completions", body_of(PROBLEMS[3], **tagged)).json()
+    assert [choice["diffusion"]["grammar"] for choice in reply["choices"]] == ["drafts"] * 2
+    free = server.post("chat/completions", body_of(PROBLEMS[3], max_tokens=20, diffusion={})).json()
+    assert "grammar" not in free["metrics"]["diffusion"]
+
+
 def test_structural_tags(server: Server) -> None:
     """In both of vLLM's spellings; free text comes first only where a tag is not forced."""
     tag = {"type": "tag", "begin": "<call>", "end": "</call>"}
