@@ -1,5 +1,6 @@
 """Split profiler traces of steps without an engine: kernels, gaps, and exchange between ranks."""
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -51,6 +52,22 @@ def test_overlapping_kernels_are_busy_once() -> None:
     events += [event("kernel", "side", 1000.0 * i + 700, 60, 900 + i) for i in range(5)]
     summary = trace_summary.summarise(events)
     assert summary.busy_ms == pytest.approx(0.855) and summary.sampler_ms == pytest.approx(0.21)
+
+
+def test_steps_that_a_refresh_ran_in_are_left_out() -> None:
+    """It is launched in pieces, between two graphs of a forward."""
+    pieces = [event("kernel", f"gemm_{k}", 2700 + 30 * k, 25, 800 + k) for k in range(20)]
+    later = [
+        event(e["cat"], e["name"], e["ts"] + 3500, e["dur"], e["args"]["correlation"] + 1000)
+        for e in a_trace(3)
+        if "cat" in e
+    ]
+    found = asdict(trace_summary.summarise(a_trace(3) + pieces + later))
+    wanted = asdict(trace_summary.summarise(a_trace(5)))
+    assert found.pop("steps") == wanted.pop("steps") == 4
+    for largest in ("largest", "forward_largest"):
+        assert found.pop(largest) == pytest.approx(wanted.pop(largest))
+    assert found == pytest.approx(wanted)
 
 
 def test_exchange_between_ranks_stands_apart() -> None:

@@ -103,6 +103,8 @@ def measure(
         run = serve(llm, asks, requests)
         _check(run, asks[0].sampling["max_tokens"], settings, canvas)
         row: dict[str, Any] = {"requests": requests, "canvas": canvas} | _times(run) | _rates(run)
+        if settings.measured.full_attention:
+            row["block_step_ms"] = median_ms(run)
         row["forwards_per_s"] = requests * row["steps_per_second"]
         tell(row)
         row |= _positions(llm, settings, canvas, asks)
@@ -145,7 +147,8 @@ def profile(
     found = []
     for row in rows:
         asks = _asks(llm, settings, canvas, prompts, row["requests"])
-        found.append({"canvas": canvas} | trace_steps(llm, asks, folder, row["step_ms"]))
+        timed = row["block_step_ms" if settings.measured.full_attention else "step_ms"]
+        found.append({"canvas": canvas} | trace_steps(llm, asks, folder, timed))
     return found
 
 
@@ -161,6 +164,13 @@ def measure_autoregressive(
         asks = [prompts.ask(prompt, max_tokens=output) for _ in range(requests)]
         rows[requests] = _times(serve(llm, asks, requests))
     return rows
+
+
+def median_ms(run: Run) -> float:
+    """Return the median step: that of forwards of a block each, if few of them are refreshes."""
+    window = steady_window(run)
+    stamps = run.stamps[window.first : window.last + 1]
+    return 1e3 * statistics.median(b - a for a, b in zip(stamps, stamps[1:], strict=False))
 
 
 def _times(run: Run) -> dict[str, Any]:

@@ -3,10 +3,13 @@
 The model's forward is one CUDA graph per step: its kernels have the correlation id of a
 ``cudaGraphLaunch``. Of the other kernels, GEMMs are the LM head, collectives of NCCL and vLLM
 exchange logits between ranks, and the rest is sampler, policy, plan and the preparation by vLLM's
-runner. Times in a trace are microseconds.
+runner. A refresh of full attention is no such graph: the step that it ran in is left out. Times in
+a trace are microseconds.
 """
 
 import re
+import statistics
+from bisect import bisect
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -83,8 +86,7 @@ def summarise(events: Iterable[dict[str, Any]]) -> Summary:
             "(--enforce-eager?) forward and sampler cannot be told apart."
         )
     # The first and the last step may be incomplete.
-    edges = sorted(starts.values())
-    return _means(kernels, edges[0], edges[-1], len(edges) - 1)
+    return _means(kernels, sorted(starts.values()))
 
 
 def _group(event: dict[str, Any], is_forward: bool) -> str:
@@ -97,39 +99,54 @@ def _group(event: dict[str, Any], is_forward: bool) -> str:
     return "lm_head" if GEMM.search(event["name"]) else "sampler"
 
 
-def _means(kernels: Sequence[Kernel], first: float, last: float, steps: int) -> Summary:
-    inside = [k for k in kernels if first <= k.start < last]
-    scale = 1e-3 / steps
+def _means(kernels: Sequence[Kernel], edges: Sequence[float]) -> Summary:
+    """Average over the steps between `edges`, but for those with a forward outside of a graph."""
+    steps = _steps_of(kernels, edges)
+    alone = Counter(step for kernel, step in steps if kernel.graph is None)
+    per_graph = Counter(step for kernel, step in steps if kernel.graph is not None)
+    # A refresh launches about as many kernels as the graph of a forward holds.
+    most = statistics.median(alone[i] for i in per_graph) + max(per_graph.values()) / 2
+    kept = [i for i in per_graph if alone[i] <= most]
+    inside = [kernel for kernel, step in steps if alone[step] <= most]
+    length, scale = sum(edges[i + 1] - edges[i] for i in kept), 1e-3 / len(kept)
     times: dict[str, float] = defaultdict(float)
     names: dict[bool, dict[str, float]] = {True: defaultdict(float), False: defaultdict(float)}
-    busy, reached = 0.0, first
+    busy, reached = 0.0, edges[0]
     forward_gap, ends = 0.0, dict[Any, float]()
+    for kernel, step in steps:
+        if alone[step] <= most:
+            busy += max(0.0, min(kernel.stop, edges[-1]) - max(kernel.start, reached))
+        reached = max(reached, kernel.stop)
     for kernel in inside:
         times[kernel.group] += kernel.stop - kernel.start
         names[kernel.graph is not None][kernel.name[:80]] += (kernel.stop - kernel.start) * scale
-        busy += max(0.0, min(kernel.stop, last) - max(kernel.start, reached))
-        reached = max(reached, kernel.stop)
         if kernel.graph is not None:
             end = ends.get(kernel.graph, kernel.start)
             forward_gap += max(0.0, kernel.start - end)
             ends[kernel.graph] = max(end, kernel.stop)
     of_forwards = sum(k.graph is not None for k in inside)
     return Summary(
-        steps=steps,
-        step_ms=(last - first) * scale,
+        steps=len(kept),
+        step_ms=length * scale,
         busy_ms=busy * scale,
-        gap_ms=(last - first - busy) * scale,
+        gap_ms=(length - busy) * scale,
         forward_gap_ms=forward_gap * scale,
         forward_ms=times["forward"] * scale,
         lm_head_ms=times["lm_head"] * scale,
         exchange_ms=times["exchange"] * scale,
         sampler_ms=times["sampler"] * scale,
         copy_ms=times["copy"] * scale,
-        kernels=(len(inside) - of_forwards) / steps,
+        kernels=(len(inside) - of_forwards) / len(kept),
         largest=_largest(names[False]),
-        forward_kernels=of_forwards / steps,
+        forward_kernels=of_forwards / len(kept),
         forward_largest=_largest(names[True]),
     )
+
+
+def _steps_of(kernels: Sequence[Kernel], edges: Sequence[float]) -> list[tuple[Kernel, int]]:
+    """Return the kernels between the first and the last edge, each with its step's number."""
+    inside = (kernel for kernel in kernels if edges[0] <= kernel.start < edges[-1])
+    return [(kernel, bisect(edges, kernel.start) - 1) for kernel in inside]
 
 
 def _largest(names: dict[str, float]) -> dict[str, float]:
