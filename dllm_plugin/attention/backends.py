@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import torch
 from vllm.config import AttentionConfig, VllmConfig
 from vllm.platforms import current_platform
-from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
+from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 CUSTOM, FLEX_ATTENTION = AttentionBackendEnum.CUSTOM, AttentionBackendEnum.FLEX_ATTENTION
 FLASH_ATTN, TRITON_ATTN = AttentionBackendEnum.FLASH_ATTN, AttentionBackendEnum.TRITON_ATTN

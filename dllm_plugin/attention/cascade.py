@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from vllm import envs
 from vllm.config import VllmConfig
-from vllm.utils.torch_utils import async_tensor_h2d, is_quantized_kv_cache
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
 from vllm.v1.worker.gpu.model_states.interface import ModelSpecificAttnMetadata
 

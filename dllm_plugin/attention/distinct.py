@@ -30,7 +30,6 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.config.cache import CacheDType
 from vllm.platforms import current_platform
-from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -40,7 +39,7 @@ from vllm.v1.attention.backend import (
     AttentionType,
     MultipleOf,
 )
-from vllm.v1.kv_cache_interface import KVCacheLayout
+from vllm.v1.kv_cache_interface import KVCacheLayout, is_quantized_kv_cache
 
 from dllm_plugin.attention.backends import HEAD_SIZES, PAGE_UNIT
 from dllm_plugin.kernels.paged_attention import kernel as attention_kernel

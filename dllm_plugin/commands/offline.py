@@ -13,7 +13,7 @@ from dllm_plugin.config.options import Options
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
-    from vllm.renderers.chat_utils import ChatCompletionMessageParam
+    from vllm.entrypoints.llm import ChatCompletionMessageParam
 
 # What users of a command may say of decoding.
 DECODE_OPTIONS = ("strategy", "policy", "threshold", "block_length", "lora_path", "kv_cache_layout")

@@ -15,6 +15,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 
 from dllm_plugin.config.validation import shown
+from dllm_plugin.engine.vllm_versions import end_with_error
 from dllm_plugin.sampling.guidance import is_unconditional
 from dllm_plugin.state.preempted import BrokenId
 
@@ -48,7 +49,7 @@ class BrokenRequests:
             self._pages[request_id] = tuple(p for p in alone if not blocks[p].is_null)
             results.sampled_token_ids[results.req_id_to_index[request_id]] = []
             # vLLM's list of requests that end with an error in `update_from_output`.
-            self.scheduler.grammar_compile_error_reqs.add(request_id)
+            end_with_error(self.scheduler, request_id)
             if not is_unconditional(request_id):
                 _log(request_id, count)
         return broken

@@ -23,6 +23,7 @@ from dllm_plugin.config.validation import shown
 from dllm_plugin.engine.grammar_automata import AutomatonGrammar, OwnGrammar
 from dllm_plugin.engine.grammar_messages import CanvasChecks, CanvasOutput
 from dllm_plugin.engine.grammars import CanvasGrammar, Grammars
+from dllm_plugin.engine.vllm_versions import end_with_error
 from dllm_plugin.grammar.payload import AutomatonStart, pack_checks
 from dllm_plugin.grammar.state import DeadEnd, GrammarCheck
 
@@ -71,7 +72,10 @@ class GrammarScheduler(AsyncScheduler):
             ours = request.structured_output_request
             if ours is not None and isinstance(ours.grammar, Exception):
                 self._refuse(request.request_id, ours.grammar)
-        return super()._handle_blocked_waiting_request(request)
+        ready = super()._handle_blocked_waiting_request(request)
+        if request.request_id in self._refused:
+            end_with_error(self, request.request_id)  # vLLM 0.33 would give its own reason
+        return ready
 
     def _refuse(self, req_id: str, error: Exception) -> None:
         """Note why a request ends, which vLLM keeps to itself."""
@@ -112,7 +116,7 @@ class GrammarScheduler(AsyncScheduler):
                 grammar.is_kept = not self.decode_config.restarts_blocks
             except DeadEnd as error:
                 self._refuse(req_id, error)
-                self.grammar_compile_error_reqs.add(req_id)
+                end_with_error(self, req_id)
         starts = self._starts(scheduler_output)
         if not checks:
             return CanvasChecks([], NO_BITS, [], None, starts) if starts else None

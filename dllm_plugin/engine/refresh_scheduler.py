@@ -142,7 +142,7 @@ class RefreshScheduler(DiffusionScheduler):
     # One step.
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """Schedule as vLLM does, in forwards as :meth:`_reserve_prefill_lookahead` sizes them."""
+        """Schedule as vLLM does, in forwards as :meth:`_tokens_to_compute` sizes them."""
         self._left = self.max_num_scheduled_tokens
         self._guided.clear()
         self._reunite()
@@ -193,13 +193,10 @@ class RefreshScheduler(DiffusionScheduler):
         unconditional = unconditional_id(request_id)
         return unconditional if unconditional in self._unconditional else None
 
-    def _reserve_prefill_lookahead(
+    def _tokens_to_compute(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
-        """Return how many tokens of a request to compute: its whole forward, or 0 to let it wait.
-
-        vLLM asks here, running or waiting, between weighing the budget and reserving pages.
-        """
+        """Return how many tokens of a request to compute: its whole forward, or 0."""
         if request.status == RequestStatus.RUNNING:
             if self._waits_for_result(request):
                 return 0
@@ -263,7 +260,7 @@ class RefreshScheduler(DiffusionScheduler):
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
     ) -> tuple[list[int], bool]:
         """Do as vLLM's synchronous scheduler: there are neither placeholders nor cached pages."""
-        return Scheduler._update_request_with_output(self, request, new_token_ids)
+        return Scheduler._update_request_with_output(self, request, new_token_ids, is_stale)
 
     def make_spec_decoding_stats(
         self, spec_decoding_stats: SpecDecodingStats | None, *args: Any, **kwargs: Any

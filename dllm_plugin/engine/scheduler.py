@@ -1,17 +1,14 @@
 """Schedule requests that decode a canvas at a time, asynchronously as vLLM does.
 
-Methods of vLLM's scheduler are overridden and call their parents; only
-`_update_request_with_output` repeats the few lines of its asynchronous parent, to leave a page out
-of the prefix cache. `_reserve_prefill_lookahead` is used for something else than its name says:
-vLLM asks it, for running and waiting requests alike, how many tokens to compute, after weighing the
-budget and before reserving pages.
+Methods of vLLM's scheduler are overridden and call their parents. `_reserve_prefill_lookahead` is
+used for something else than its name says: vLLM asks it, for running and waiting requests alike,
+how many tokens to compute, after weighing the budget and before reserving pages.
 """
 
 from typing import Any
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -23,6 +20,7 @@ from dllm_plugin.config.validation import shown
 from dllm_plugin.engine.broken_requests import BrokenRequests
 from dllm_plugin.engine.grammar_scheduler import GrammarScheduler
 from dllm_plugin.engine.reporting import ReportingScheduler, RequestCounts
+from dllm_plugin.engine.vllm_versions import end_with_error
 from dllm_plugin.state.preempted import FinishedId, PreemptedId
 
 logger = init_logger("vllm.dllm_plugin")
@@ -79,7 +77,7 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
                 "streaming-input sessions; send the whole prompt at once.",
                 shown(request.request_id),
             )
-            self.grammar_compile_error_reqs.add(request.request_id)
+            end_with_error(self, request.request_id)
         params = request.sampling_params
         assert params is not None
         config = request_config(self.decode_config, params.extra_args, params.max_tokens)
@@ -119,7 +117,9 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
         self._spare_tokens = self.max_num_scheduled_tokens - reserved
         fewest = self.decode_config.commit_alone_from
         self._single_blocks = 0 < fewest <= len(self.running)
+        most = self.max_num_active_reqs
         output = super().schedule(throttle_prefills)
+        self.max_num_active_reqs = most
         _mark_removed(output)
         self.broken.mark(output)
         return output
@@ -140,7 +140,20 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
-        """Return how many tokens of a request to compute; vLLM asks before it reserves pages.
+        """Return how many tokens of a request to compute, 0 to let it wait.
+
+        One that waits holds up those behind it: they would overtake it for ever, and vLLM 0.33
+        would ask for each of ten thousand in every step.
+        """
+        wanted = self._tokens_to_compute(request, num_computed_tokens, num_new_tokens)
+        if not wanted and request.status != RequestStatus.RUNNING:
+            self.max_num_active_reqs = 0  # until the end of this step
+        return wanted
+
+    def _tokens_to_compute(
+        self, request: Request, num_computed_tokens: int, num_new_tokens: int
+    ) -> int:
+        """Return how many tokens of a request fit this step.
 
         On an absolute grid a prefill that does not fit the step is cut at the end of a block, and
         leaves the canvases behind it whole. And the first canvas begins inside the prompt, with
@@ -172,14 +185,17 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
     ) -> tuple[list[int], bool]:
-        """Do as vLLM, but do not cache what ends a request: its block was not stored yet."""
-        if not self.kv_cache_manager.enable_caching:
+        """Do as vLLM, but do not cache what ends a request: its block was not stored yet.
+
+        vLLM 0.32 caches pages in here, a later one behind it: neither counts what stays taken off.
+        """
+        was_running, num_new = request.status == RequestStatus.RUNNING, len(new_token_ids)
+        if is_stale or not (was_running and self.kv_cache_manager.enable_caching):
             return super()._update_request_with_output(request, new_token_ids, is_stale)
-        was_running = request.status == RequestStatus.RUNNING
-        new_token_ids, stopped = Scheduler._update_request_with_output(self, request, new_token_ids)
-        if not is_stale:
-            request.num_output_placeholders -= len(new_token_ids)
-        if was_running and not stopped:
+        request.num_computed_tokens -= num_new
+        new_token_ids, stopped = super()._update_request_with_output(request, new_token_ids)
+        if not stopped:
+            request.num_computed_tokens += num_new
             computed = request.num_computed_tokens - request.num_output_placeholders
             self.kv_cache_manager.cache_blocks(request, computed)
         return new_token_ids, stopped

@@ -40,7 +40,11 @@ class Filters:
         if sampling.min_p.np[slots_np].any():
             floor_T = logits_TV.amax(dim=-1) + sampling.min_p.gpu[slot_T].log()
             logits_TV.masked_fill_(logits_TV < floor_T[:, None], NEGATIVE_INFINITY)
-        top_k, top_p = sampling.get_top_k_top_p(slot_T, slots_np)
+        top_k = top_p = None
+        if (sampling.top_k.np[slots_np] != sampling.vocab_size).any():
+            top_k = sampling.top_k.gpu[slot_T]
+        if (sampling.top_p.np[slots_np] != 1.0).any():
+            top_p = sampling.top_p.gpu[slot_T]
         return self._keep(logits_TV, top_k, top_p)
 
     def apply_greedy(self, logits_TV: Tensor, slot_T: Tensor, slots_np: np.ndarray) -> Tensor:

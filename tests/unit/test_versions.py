@@ -1,4 +1,4 @@
-"""The one version of vLLM that is taken, and the sentence for every other."""
+"""The versions of vLLM that are taken, and the sentence for every other."""
 
 import ast
 import os
@@ -13,13 +13,14 @@ from documented import ROOT
 import dllm_plugin
 
 
-@pytest.mark.parametrize("version", ["0.31.0", "0.33.0", "0.33.0rc1", "1.32.0", "0.3.2", "0.320"])
+@pytest.mark.parametrize("version", ["0.31.0", "0.34.0", "0.34.0rc1", "1.32.0", "0.3.2", "0.320"])
 def test_wrong_vllm_version(version: str) -> None:
     with pytest.raises(ImportError) as caught:
         dllm_plugin.check_vllm_version(version)
     message = str(caught.value)
     assert "\n" not in message and message.endswith(".")
-    assert f"vLLM {version} is installed" in message and "vLLM 0.32.x" in message
+    assert f"vLLM {version} is installed" in message and "vLLM 0.32.x and 0.33.x" in message
+    assert "'vllm>=0.32,<0.34'" in message
 
 
 def test_missing_vllm() -> None:
@@ -52,7 +53,9 @@ def test_commands_say_that_vllm_is_missing(without_vllm: dict[str, str]) -> None
     assert done.stderr.startswith("diffuplug: error: ") and "no vLLM is installed" in done.stderr
 
 
-@pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.32.0+cpu", "0.32.0rc2", "0.32"])
+@pytest.mark.parametrize(
+    "version", ["0.32.0", "0.32.1", "0.32.0+cpu", "0.32.0rc2", "0.32", "0.33.0"]
+)
 def test_right_vllm_version(version: str) -> None:
     dllm_plugin.check_vllm_version(version)
 
@@ -65,11 +68,11 @@ def test_one_module_asks_for_the_version() -> None:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Compare | ast.If) and _reads_a_version(node):
                 asking.add(file.relative_to(folder).as_posix())
-    assert asking == {"__init__.py"}
+    assert asking == {"__init__.py", "engine/vllm_versions.py"}
 
 
 def _reads_a_version(node: ast.Compare | ast.If) -> bool:
     tested = node.test if isinstance(node, ast.If) else node
     names = {n.attr for n in ast.walk(tested) if isinstance(n, ast.Attribute)}
     names |= {n.id for n in ast.walk(tested) if isinstance(n, ast.Name)}
-    return bool(names & {"__version__", "version_tuple", "SUPPORTED_VLLM", "VLLM_VERSION"})
+    return bool(names & {"__version__", "__version_tuple__", "SUPPORTED_VLLM", "KEEPS_REASONS"})

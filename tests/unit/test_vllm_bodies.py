@@ -35,7 +35,6 @@ v1.worker.gpu.states:RequestState add_request
 v1.worker.gpu.dp_utils: sync_cudagraph_and_dp_padding
 v1.worker.gpu.cudagraph_utils:CudaGraphManager _init_candidates dispatch
 v1.worker.gpu.block_table:BlockTables append_block_ids gather_block_tables compute_slot_mappings
-v1.worker.gpu.sample.states:SamplingStates get_top_k_top_p
 v1.engine.input_processor:InputProcessor process_inputs _validate_params
 sampling_params:SamplingParams update_from_tokenizer
 entrypoints.launchers.launcher: serve_http watchdog_loop terminate_if_errored

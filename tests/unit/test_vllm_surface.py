@@ -58,6 +58,7 @@ vllm.distributed: get_tensor_model_parallel_rank get_tensor_model_parallel_world
 vllm.distributed: tensor_model_parallel_all_gather
 vllm.distributed.parallel_state: graph_capture is_global_first_rank
 vllm.engine.arg_utils: EngineArgs
+vllm.entrypoints.llm: ChatCompletionMessageParam
 vllm.exceptions: VLLMValidationError
 vllm.forward_context: set_forward_context
 vllm.inputs: TokensPrompt
@@ -75,7 +76,6 @@ vllm.model_executor.models.qwen3_moe: Qwen3MoeForCausalLM
 vllm.model_executor.models.utils: WeightsMapper
 vllm.platforms: current_platform
 vllm.renderers: ChatParams
-vllm.renderers.chat_utils: ChatCompletionMessageParam
 vllm.renderers.hf: HfRenderer
 vllm.renderers.registry: RENDERER_REGISTRY
 vllm.sampling_params: RequestOutputKind SamplingParams StructuredOutputsParams
@@ -90,8 +90,8 @@ vllm.utils.cpu_resource_utils: get_memory_node_info get_visible_memory_node
 vllm.utils.import_utils: resolve_obj_by_qualname
 vllm.utils.import_utils: resolve_obj_by_qualname
 vllm.utils.math_utils: cdiv next_power_of_2 round_up
+vllm.version: __version_tuple__
 vllm.utils.torch_utils: async_tensor_h2d canonicalize_singleton_dim_strides
-vllm.utils.torch_utils: is_quantized_kv_cache
 vllm.v1.attention.backend: AttentionBackend AttentionCGSupport AttentionImpl AttentionLayer
 vllm.v1.attention.backend: AttentionMetadata AttentionMetadataBuilder AttentionType
 vllm.v1.attention.backend: CommonAttentionMetadata MultipleOf
@@ -108,6 +108,7 @@ vllm.v1.core.sched.output: NewRequestData SchedulerOutput
 vllm.v1.core.sched.request_queue: SchedulingPolicy
 vllm.v1.core.sched.scheduler: Scheduler
 vllm.v1.engine: EngineCoreOutput EngineCoreOutputs
+vllm.v1.kv_cache_interface: is_quantized_kv_cache
 vllm.v1.kv_cache_interface: AttentionSpec KVCacheConfig KVCacheLayout KVCacheSpec
 vllm.v1.metrics.loggers: AggregateStatLoggerBase
 vllm.v1.metrics.stats: IterationStats MultiModalCacheStats RequestSpecDecodeMetrics SchedulerStats
@@ -163,7 +164,6 @@ SIGNATURES = {
     SAMPLER + "__call__": "self logits input_batch",
     SAMPLING + "add_request": "self req_idx sampling_params",
     SAMPLING + "apply_staged_writes": "self",
-    SAMPLING + "get_top_k_top_p": "self expanded_idx_mapping idx_mapping_np",
     "v1.sample.ops.topk_topp_sampler:apply_top_k_top_p": "logits k p",
     "v1.worker.gpu.attn_utils:build_attn_metadata": "attn_groups num_reqs num_tokens "
     "query_start_loc_gpu query_start_loc_cpu max_query_len seq_lens max_seq_len block_tables "
@@ -187,7 +187,7 @@ SIGNATURES = {
     "fast_build=False",
     "v1.attention.backends.flex_attention:FlexAttentionMetadataBuilder.__init__": "self "
     "kv_cache_spec layer_names vllm_config device",
-    "utils.torch_utils:is_quantized_kv_cache": "kv_cache_dtype",
+    "v1.kv_cache_interface:is_quantized_kv_cache": "kv_cache_dtype",
     BACKEND + "AttentionImpl.__init__": "self num_heads head_size scale num_kv_heads=None "
     "alibi_slopes=None sliding_window=None kv_cache_dtype='auto' logits_soft_cap=None "
     "attn_type=<AttentionType.DECODER: 'decoder'> kv_sharing_target_layer_name=None",

@@ -1,0 +1,21 @@
+"""Ask which vLLM is installed, for what no one form of ours does on every release that we take."""
+
+from typing import Any
+
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.version import __version_tuple__
+
+KEEPS_REASONS = __version_tuple__[:2] >= (0, 33)
+
+
+def end_with_error(scheduler: Scheduler, request_id: str) -> None:
+    """Have vLLM end a request with an error in its next `update_from_output`.
+
+    vLLM 0.33 keeps a reason with it, which it would raise in the front end before the output that
+    carries ours gets there.
+    """
+    ends: Any = scheduler.grammar_compile_error_reqs
+    if KEEPS_REASONS:
+        ends[request_id] = None
+    else:
+        ends.add(request_id)
