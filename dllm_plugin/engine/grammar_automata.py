@@ -15,6 +15,7 @@ from vllm.v1.structured_output.backend_types import (
 
 from dllm_plugin.config.grammar_way import AUTOMATON
 from dllm_plugin.grammar.automaton import DEAD, END, START, TokenAutomaton, TooLarge, build
+from dllm_plugin.grammar.guide import Guide
 from dllm_plugin.grammar.payload import AutomatonStart
 from dllm_plugin.grammar.regular import expression
 from dllm_plugin.grammar.vocabulary import Vocabulary
@@ -83,11 +84,33 @@ class AutomatonCache:
         """Make it; `whitespace`: whether JSON may hold blanks between its tokens."""
         self.whitespace = whitespace
         self._known: OrderedDict[str, TokenAutomaton | str] = OrderedDict()
+        self._guides: OrderedDict[str, Guide] = OrderedDict()
 
     def grammar(
         self, named: StructuredOutputKey, vocabulary: Vocabulary, stops: list[int], left: int
     ) -> AutomatonGrammar:
         """Return the grammar of a request. Raises TooLarge where it has no automaton."""
+        key, automaton = self._find(named, vocabulary, stops)
+        return AutomatonGrammar(key, automaton, left)
+
+    def guide(
+        self, named: StructuredOutputKey, vocabulary: Vocabulary, stops: list[int]
+    ) -> Guide | None:
+        """Return what knows closings of a grammar; None where that has no automaton."""
+        try:
+            key, automaton = self._find(named, vocabulary, stops)
+        except TooLarge:
+            return None
+        if key not in self._guides:
+            self._guides[key] = Guide(automaton)
+            while len(self._guides) > REMEMBERED:
+                self._guides.popitem(last=False)
+        return self._guides[key]
+
+    def _find(
+        self, named: StructuredOutputKey, vocabulary: Vocabulary, stops: list[int]
+    ) -> tuple[str, TokenAutomaton]:
+        """Return an automaton and its name. Raises TooLarge where there is none."""
         key = hashlib.sha256(repr((named, sorted(stops))).encode()).hexdigest()
         found = self._known.get(key)
         if found is None:
@@ -97,7 +120,7 @@ class AutomatonCache:
                 self._known.popitem(last=False)
         if isinstance(found, str):
             raise TooLarge(found)
-        return AutomatonGrammar(key, found, left)
+        return key, found
 
     def _build(
         self, named: StructuredOutputKey, vocabulary: Vocabulary, stops: list[int]

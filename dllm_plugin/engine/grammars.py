@@ -34,6 +34,7 @@ from dllm_plugin.config.options import GRAMMAR
 from dllm_plugin.config.validation import shown
 from dllm_plugin.engine.grammar_automata import AutomatonCache, AutomatonGrammar, OwnGrammar
 from dllm_plugin.grammar.automaton import TooLarge
+from dllm_plugin.grammar.guide import Guide
 from dllm_plugin.grammar.matchers import GuidanceMatcher, Matcher, XgrammarMatcher
 from dllm_plugin.grammar.state import GrammarState
 from dllm_plugin.grammar.vocabulary import Vocabulary
@@ -129,9 +130,16 @@ class Grammars:
             stops,
             left,
             writes=params.logprobs is None,
+            guide=self._guide(request, stops),
         )
         self._find_closing(request, state)
         return CanvasGrammar(state)
+
+    def _guide(self, request: Request, stops: list[int]) -> Guide | None:
+        """Return what knows the closings of a request that decodes by drafts."""
+        ours = request.structured_output_request
+        assert ours is not None and self.vocabulary is not None
+        return self.automata.guide(ours.structured_output_key, self.vocabulary, stops)
 
     def _find_closing(self, request: Request, state: GrammarState) -> None:
         """Find the first closing, or take that of an earlier request with this grammar."""

@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dllm_plugin.grammar.automaton import DEAD, START
 from dllm_plugin.grammar.closings import Limits, Searcher, closes, go, taken
+from dllm_plugin.grammar.guide import Guide
 from dllm_plugin.grammar.matchers import Matcher
 from dllm_plugin.grammar.vocabulary import Vocabulary, pack
 
@@ -63,6 +65,7 @@ class GrammarState:
         *,
         jumps: bool = True,
         writes: bool = True,
+        guide: Guide | None = None,
     ) -> None:
         """Start before the first id.
 
@@ -70,9 +73,12 @@ class GrammarState:
             stops: ids that end a text; the first one is taken where there is a choice.
             jumps: whether text that must follow is written without asking the model.
             writes: whether forced ids are written at all, or are the frontier's only choice.
+            guide: what knows closings without a search, where the grammar is regular.
         """
         self.matcher, self.vocabulary = matcher, vocabulary
         self.searcher = Searcher(vocabulary)
+        self.guide = guide
+        self._place = DEAD if guide is None else START  # of the guide, behind the committed text
         self.stops = list(stops)
         self.left = left
         self.jumps, self.writes = jumps and writes, writes
@@ -90,6 +96,8 @@ class GrammarState:
 
     def find_closing(self, known: list[int] | None = None, searches: bool = True) -> None:
         """Take a closing that another request with this grammar has found, or search one."""
+        guided = self._guided(self._place, self.left)
+        known = known if guided is None else guided
         if known is not None and not (len(known) <= self.left and closes(self.matcher, known)):
             known = None
         if known is None and searches:
@@ -143,6 +151,7 @@ class GrammarState:
             if self.witness[: len(ids)] != list(ids):
                 return False  # neither settled nor forced: nobody knows a closing any more
             self.witness = self.witness[len(ids) :]
+        self._place = self._places(ids)[-1]
         self.left -= len(ids)
         self._chosen_at -= len(ids)
         self._closes_at -= len(ids)
@@ -169,9 +178,10 @@ class GrammarState:
         limits, common = self._limits(), 0
         while common < min(run, len(self.witness)) and canvas[common] == self.witness[common]:
             common += 1
-        known = self.witness[common:]
+        known, places = self.witness[common:], self._places(canvas[:run])
         while run > common:
-            found = self._close(known, list(canvas[common:run]), self.left - run, limits)
+            added, room = list(canvas[common:run]), self.left - run
+            found = self._close(known, added, room, limits, places[run])
             if found is not None:
                 self.witness = [*canvas[:run], *found]
                 break
@@ -183,11 +193,28 @@ class GrammarState:
         seconds = min(STEP_SECONDS, REQUEST_SECONDS - self.seconds)
         return Limits(NODES, time.monotonic() + seconds)
 
+    def _places(self, ids: Sequence[int]) -> list[int]:
+        """Return where the guide stands behind the committed text and each of some ids."""
+        if self.guide is None:
+            return [DEAD] * (len(ids) + 1)
+        return [self._place, *self.guide.follow(self._place, ids)]
+
+    def _guided(self, place: int, room: int) -> list[int] | None:
+        """Return the shortest closing; None if it does not fit, or the guide does not know it."""
+        if self.guide is None or place == DEAD or self.guide.distance(place) > room:
+            return None
+        found = self.guide.closing(place)
+        return found if closes(self.matcher, found) else None
+
     def _close(
-        self, known: list[int], added: list[int], room: int, limits: Limits
+        self, known: list[int], added: list[int], room: int, limits: Limits, place: int
     ) -> list[int] | None:
-        """Return a closing here: what is left of a known one, or one that is searched."""
-        found = self.searcher.remainder(self.matcher, known, added, room)
+        """Return a closing here: the guide's, what is left of a known one, or a searched one."""
+        found = self._guided(place, room)
+        if found is None:
+            found = self.searcher.remainder(self.matcher, known, added, room)
+        if self.guide is not None and place != DEAD and self.guide.distance(place) > room:
+            return found  # none is that short
         if found is None and room >= 0 and not limits.over() and self.seconds < REQUEST_SECONDS:
             began = time.monotonic()
             found = self.searcher.search(self.matcher, room, limits)
@@ -228,7 +255,8 @@ class GrammarState:
             return ids
         closing = self.witness[len(settled) :]
         go(self.matcher, ids)
-        behind = self._close(closing, ids, room - len(ids), self._limits())
+        place = self._places([*settled, *ids])[-1]
+        behind = self._close(closing, ids, room - len(ids), self._limits(), place)
         self.matcher.rollback(len(ids))
         if behind is None:
             return []
