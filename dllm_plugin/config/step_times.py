@@ -9,7 +9,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import vllm
 from vllm import envs
@@ -51,6 +51,18 @@ def path_for(vllm_config: VllmConfig, config: DecodeConfig) -> Path:
     ]
     name = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:24]
     return Path(envs.VLLM_CACHE_ROOT) / FOLDER / f"{name}.json"
+
+
+def own_path(vllm_config: VllmConfig) -> Path | None:
+    """Return where this engine keeps its times; None where steps are not measured.
+
+    Engines of data parallelism have a file each: one that starts later begins by deleting its own.
+    """
+    given: dict[str, Any] = vllm_config.additional_config  # type: ignore[assignment]
+    if KEY not in given:
+        return None
+    path, engine = Path(given[KEY]), vllm_config.parallel_config.data_parallel_index
+    return path.with_stem(f"{path.stem}-{engine}") if engine else path
 
 
 def save(path: Path, times: StepTimes) -> None:

@@ -6,19 +6,18 @@ before the first of them.
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from vllm.config import CUDAGraphMode
-from vllm.distributed.parallel_state import is_global_first_rank
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.distributed.parallel_state import get_world_group
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.input_batch import InputBatch, set_dummy_context
 
 from dllm_plugin.config.decode import get_decode_config
-from dllm_plugin.config.step_times import KEY, StepTimes, save
+from dllm_plugin.config.step_times import StepTimes, own_path, save
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
@@ -31,8 +30,7 @@ LONG, REQUESTS = 4096, 64  # at most so much context of so many requests, to mea
 
 def measure(runner: "GPUModelRunner") -> None:
     """Measure the captured steps and keep their times, where the configuration says where."""
-    given: dict[str, Any] = runner.vllm_config.additional_config  # type: ignore[assignment]
-    if KEY not in given:
+    if own_path(runner.vllm_config) is None:
         return
     manager = runner.cudagraph_manager
     assert manager is not None
@@ -56,8 +54,20 @@ def measure(runner: "GPUModelRunner") -> None:
         times.positions[-1],
         1000 * times.per_key,
     )
-    if is_global_first_rank():
-        save(Path(given[KEY]), times)
+    keep(runner.vllm_config, times)
+
+
+def keep(vllm_config: VllmConfig, times: StepTimes) -> None:
+    """Keep the first rank's times for every engine: all ranks call this together.
+
+    The experts of a mixture are spread over engines of data parallelism, whose steps take equally
+    long, so all of them choose widths by the same times.
+    """
+    world, path = get_world_group(), own_path(vllm_config)
+    assert path is not None
+    shared = world.broadcast_object(times)
+    if world.rank_in_group % vllm_config.parallel_config.world_size == 0:
+        save(path, StepTimes(*shared))
 
 
 Times = dict[BatchExecutionDescriptor, float]

@@ -56,7 +56,7 @@ vllm.config.diffusion: DiffusionConfig
 vllm.config.quantization: resolve_quantization_config
 vllm.distributed: get_tensor_model_parallel_rank get_tensor_model_parallel_world_size
 vllm.distributed: tensor_model_parallel_all_gather
-vllm.distributed.parallel_state: graph_capture is_global_first_rank
+vllm.distributed.parallel_state: get_world_group graph_capture
 vllm.engine.arg_utils: EngineArgs
 vllm.entrypoints.llm: ChatCompletionMessageParam
 vllm.exceptions: VLLMValidationError

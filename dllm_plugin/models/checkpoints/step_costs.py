@@ -4,23 +4,20 @@ The model counts in units of a small step, from the sizes of a checkpoint. Such 
 weights; one more token of context is read beside them at the same speed.
 """
 
-from pathlib import Path
-from typing import Any
-
 import torch
 from vllm.config import VllmConfig
 
 from dllm_plugin.config.cuda_graphs import captured_graphs
 from dllm_plugin.config.decode import DecodeConfig
-from dllm_plugin.config.step_times import KEY, load
+from dllm_plugin.config.step_times import load, own_path
 from dllm_plugin.decoding.step_costs import Costs, MeasuredCosts, StepCosts
 from dllm_plugin.models.checkpoints.weights import checkpoint_folder
 
 
 def step_costs(vllm_config: VllmConfig, config: DecodeConfig) -> StepCosts:
     """Return the costs of steps: measured ones, or else those of the model."""
-    given: dict[str, Any] = vllm_config.additional_config  # type: ignore[assignment]
-    times = load(Path(given[KEY])) if KEY in given else None
+    path = own_path(vllm_config)
+    times = None if path is None else load(path)
     if times is None:
         return model_costs(vllm_config, config)
     return MeasuredCosts(
