@@ -91,7 +91,7 @@ def _widths(text: str) -> list[int]:
     words = text.split(",")
     if not all(word.isdecimal() and int(word) >= 1 for word in words):
         raise ValueError(
-            f"--widths must be {NO_WIDTHS}, or whole numbers of at least 1 as in 2,8, got {text!r}"
+            f"--widths must be whole numbers of at least 1 as in 2,8, or {NO_WIDTHS}, got {text!r}"
         )
     return sorted({int(word) for word in words})
 
