@@ -106,9 +106,14 @@ def _add_eval(commands: Any) -> None:
         "--all", action="store_true", help="every strategy and policy; writes decoding.md and .png"
     )
     parser.add_argument(
+        "--refreshes",
+        action="store_true",
+        help="the part of --all about refreshes that cost less; writes refreshes.md",
+    )
+    parser.add_argument(
         "--output",
         metavar="FOLDER",
-        help="with --all, where to (default: benchmarks/reports if there is one, else here)",
+        help="of --all and --refreshes (default: benchmarks/reports if there is one, else here)",
     )
     parser.add_argument("--dtype", default="auto", help="as in vLLM")
     parser.add_argument(
@@ -291,12 +296,14 @@ def _run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 def _run_eval(args: argparse.Namespace) -> int:
     from dllm_plugin.commands.eval import command as eval_command
-    from dllm_plugin.commands.eval import every_policy, schedules
+    from dllm_plugin.commands.eval import every_policy, refreshes, schedules
 
+    if args.refreshes and (args.all or args.json or args.schedule is not None):
+        raise ValueError("--refreshes is alone, or a part of --all: leave the other options out")
     if args.json and (args.all or args.schedule is not None):
         raise ValueError("--json is for the two ways of decoding: leave --all and --schedule out")
-    if args.output is not None and not args.all:
-        raise ValueError("--output is where --all writes: add --all")
+    if args.output is not None and not (args.all or args.refreshes):
+        raise ValueError("--output is where --all writes: add --all, or --refreshes")
     if args.schedule is not None:
         if args.all:
             raise ValueError("--all has policies of its own: leave it or --schedule out")
@@ -308,6 +315,8 @@ def _run_eval(args: argparse.Namespace) -> int:
             raise ValueError(f"--{name.replace('_', '-')} needs --schedule")
     if args.all:
         return every_policy.run(args.limit, args.dtype, args.output, args.verbose)
+    if args.refreshes:
+        return refreshes.run(args.limit, args.dtype, args.output, args.verbose)
     return eval_command.run(args.limit, args.dtype, args.verbose, args.json)
 
 

@@ -147,6 +147,20 @@ def test_every_policy_of_a_strategy() -> None:
     assert {row["policy"]: row["accuracy"] for row in one_token}["low_confidence"] == 1
 
 
+def test_refreshes_that_cost_less() -> None:
+    program = (
+        "import json; from dllm_plugin.commands.eval.refreshes import score_strategy;"
+        "rows = score_strategy('dual_cache', 'auto', 6);"
+        "print(json.dumps([row._asdict() for row in rows]))"
+    )
+    rows = json.loads(run(PYTHON, "-c", program).strip().splitlines()[-1])
+    exact, *others = (row for row in rows if row["questions_per_prompt"] == 1)
+    assert exact["options"] == {} and exact["same_text"] == 1 and exact["accuracy"] >= 0.8
+    assert all(row["positions_per_token"] < exact["positions_per_token"] for row in others)
+    long = [row for row in rows if row["questions_per_prompt"] == 3]
+    assert long[0]["prompt_tokens"] > 2 * exact["prompt_tokens"]
+
+
 def test_accuracy_by_width(tmp_path: Path) -> None:
     """Of the bundled model's problems, and of questions in a file."""
     command = [PYTHON, "-m", "dllm_plugin.commands.cli", "eval", "--schedule", "32,2"]

@@ -66,7 +66,7 @@ OPTIONS = {
     ),
     "eval": sorted(
         [*DECODE, "--all", "--dtype", "--help", "--json", "--limit", "--model", "--output"]
-        + ["--questions", "--schedule", "--verbose", "-h", "-v"]
+        + ["--questions", "--refreshes", "--schedule", "--verbose", "-h", "-v"]
     ),
     "generate": sorted(
         [*DECODE, *ENGINE, "--chat", "--help", "--max-tokens", "--raw", "--seed", "--temperature"]
@@ -138,6 +138,7 @@ def test_options_are_frozen() -> None:
         (["eval", "--schedule", "8", "--json"], "leave --all and --schedule out"),
         (["eval", "--output", "."], "--output is where --all writes: add --all"),
         (["eval", "--schedule", "8", "--output", "."], "--output is where --all writes: add --all"),
+        (["eval", "--all", "--refreshes"], "--refreshes is alone, or a part of --all"),
         (["eval", "--all", "--output", "/no/such/folder"], "/no/such/folder is not a folder"),
     ],
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dllm_plugin.commands.eval import command, every_policy, report
+from dllm_plugin.commands.eval import command, every_policy, refreshes, report
 from dllm_plugin.commands.eval.report import Row, Way
 from dllm_plugin.commands.problems.generator import eval_seeds, problem
 from dllm_plugin.config.options import Options
@@ -86,17 +86,40 @@ def test_page_and_plot_are_written(
         asked.append((strategy, dtype, limit))
         return [row for row in ROWS if row.strategy == strategy]
 
+    def saved(strategy: str, dtype: str, limit: int, verbose: bool) -> list[refreshes.Row]:
+        asked.append((strategy, dtype, limit))
+        ways = refreshes.WAYS[strategy]
+        return [refreshes.Row(strategy, way, 3, 150.0, 0.1, 0.2, 4.0, 9.0) for way in ways]
+
     monkeypatch.setattr(every_policy, "score_strategy", decoded)
+    monkeypatch.setattr(refreshes, "score_strategy", saved)
     assert every_policy.run(None, "auto", str(tmp_path)) == 0
-    assert asked == [(strategy, "auto", 200) for strategy in STRATEGIES]
+    assert asked == [(name, "auto", 200) for name in (*STRATEGIES, *refreshes.WAYS)]
     printed = capsys.readouterr().out
-    record = json.loads(printed.splitlines()[-1])
+    records = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    record, of_refreshes = records
+    assert of_refreshes["rows"][0]["options"] == {} and of_refreshes["problems"] == 200
+    cell = "| dual_cache | full_refresh_every 8, refresh_before 32 | 150 | 10.0% | 20.0% | 4.00 |"
+    assert cell in printed and cell in (tmp_path / "refreshes.md").read_text()
     assert [Row(**row) for row in record["rows"]] == ROWS and record["problems"] == 200
     text = (tmp_path / "decoding.md").read_text()
     assert report.table(ROWS) in text and report.table(ROWS) in printed
     for word in ("`diffuplug eval --all --limit 200", record["hardware"], str(eval_seeds(200)[-1])):
         assert word in text
     assert (tmp_path / "decoding.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "way"), [(name, way) for name, ways in refreshes.WAYS.items() for way in ways]
+)
+def test_refreshes_that_cost_less_are_accepted(strategy: str, way: dict[str, int]) -> None:
+    assert accepted(strategy, "threshold", **{f"dllm_{name}": n for name, n in way.items()})
+
+
+def test_prompts_three_times_as_long_hold_the_question_three_times() -> None:
+    short, long = (refreshes.problems_of(2, repeats)[1] for repeats in refreshes.REPEATS)
+    assert long.question == f"{short.question} {short.question} {short.question}"
+    assert long.result == short.result and short == problem(eval_seeds(2)[1])
 
 
 def test_labels_stay_apart() -> None:
@@ -131,9 +154,9 @@ def test_results_go_to_the_reports_of_a_clone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert every_policy._folder(None) == Path()
+    assert report.reports_folder(None) == Path()
     (tmp_path / "benchmarks" / "reports").mkdir(parents=True)
-    assert every_policy._folder(None) == Path("benchmarks/reports")
+    assert report.reports_folder(None) == Path("benchmarks/reports")
 
 
 def test_without_matplotlib_nothing_is_decoded(

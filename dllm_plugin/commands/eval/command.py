@@ -36,6 +36,14 @@ class Asked(Protocol):
         """Return whether a text answers it."""
 
 
+class Answers(NamedTuple):
+    """Hold what an engine answered."""
+
+    outputs: "list[RequestOutput]"
+    positions: int  # that it computed
+    seconds: float
+
+
 class Score(NamedTuple):
     """Hold the results of one way of decoding."""
 
@@ -110,6 +118,19 @@ def decode(
     extra_args: dict[str, Any] | None = None,
     schema: dict[str, Any] | None = None,
 ) -> Score:
+    """Answer and score all problems; arguments as in :func:`answers`."""
+    found = answers(llm, problems, max_tokens, bar, extra_args, schema)
+    return score(found.outputs, problems, found.positions, found.seconds)
+
+
+def answers(
+    llm: "LLM",
+    problems: Sequence[Asked],
+    max_tokens: int,
+    bar: "Callable[..., tqdm[Any]] | bool",
+    extra_args: dict[str, Any] | None = None,
+    schema: dict[str, Any] | None = None,
+) -> Answers:
     """Answer all problems in one batch, held to `schema`; `bar` is vLLM's `use_tqdm`."""
     from vllm import RequestOutput, SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
@@ -129,7 +150,7 @@ def decode(
     before, start = _num_positions(llm), time.perf_counter()
     outputs = llm.wait_for_completion(RequestOutput, use_tqdm=bar)
     seconds = time.perf_counter() - start
-    return score(outputs, problems, _num_positions(llm) - before, seconds)
+    return Answers(outputs, _num_positions(llm) - before, seconds)
 
 
 def score(

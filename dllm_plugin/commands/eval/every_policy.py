@@ -1,12 +1,20 @@
 """Run ``diffuplug eval --all``: score the bundled model under every strategy and policy."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 from dllm_plugin import default_model
+from dllm_plugin.commands.eval import refreshes
 from dllm_plugin.commands.eval.command import decode, start
-from dllm_plugin.commands.eval.report import Row, Way, check_matplotlib, page, plot, table
+from dllm_plugin.commands.eval.report import (
+    Row,
+    Way,
+    check_matplotlib,
+    page,
+    plot,
+    reports_folder,
+    table,
+)
 from dllm_plugin.commands.machine import installation
 from dllm_plugin.commands.offline import stop_engine
 from dllm_plugin.commands.problems.generator import eval_seeds, problem
@@ -18,7 +26,6 @@ METHODS = methods_of(LLADA)  # of the bundled model
 # Answers have up to 82 tokens: two blocks. With blocks of 32, all policies were always right.
 BLOCK, CANVAS = 64, 128
 STEPS = (64, 8, 2)  # per block, for policies that follow a schedule
-FOLDER = Path("benchmarks/reports")
 
 
 def ways(strategy: str) -> list[Way]:
@@ -32,9 +39,9 @@ def ways(strategy: str) -> list[Way]:
 
 
 def run(limit: int | None, dtype: str, output: str | None, verbose: bool = False) -> int:
-    """Decode `limit` problems in every way; write page and plot, print table and JSON line."""
+    """Decode `limit` problems in every way; write pages and plot, print tables and JSON lines."""
     check_matplotlib()
-    folder = _folder(output)
+    folder = reports_folder(output)
     limit = limit or LIMIT
     rows = []
     for strategy in STRATEGIES:
@@ -55,14 +62,7 @@ def run(limit: int | None, dtype: str, output: str | None, verbose: bool = False
     print(table(rows))
     print(f"\nwritten: {folder / 'decoding.md'}, {folder / 'decoding.png'}")
     print(json.dumps(record))
-    return 0
-
-
-def _folder(output: str | None) -> Path:
-    folder = Path(output) if output else FOLDER if FOLDER.is_dir() else Path()
-    if not folder.is_dir():
-        raise ValueError(f"--output {folder} is not a folder")
-    return folder
+    return refreshes.run(limit, dtype, output, verbose)
 
 
 def score_strategy(strategy: str, dtype: str, limit: int, verbose: bool = False) -> list[Row]:

@@ -34,6 +34,7 @@ class Row(NamedTuple):
     seconds: float
 
 
+FOLDER = Path("benchmarks/reports")
 PANELS = {
     "tokens_per_forward": "tokens per forward (more is better)",
     "positions_per_token": "computed positions per token (fewer is better)",
@@ -53,6 +54,14 @@ ended. *Steps* are denoising steps per block for policies that follow a schedule
 block is long: one token per step); the others take as many as they need. *Seconds* are those of the
 whole batch and depend on what else the machine did. In the plot *all but X* are all policies with a
 schedule but X, and a label in black names points of several strategies."""
+
+
+def reports_folder(output: str | None) -> Path:
+    """Return where pages are written. Raises ValueError if it is no folder."""
+    folder = Path(output) if output else FOLDER if FOLDER.is_dir() else Path()
+    if not folder.is_dir():
+        raise ValueError(f"--output {folder} is not a folder")
+    return folder
 
 
 def check_matplotlib() -> None:
