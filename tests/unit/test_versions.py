@@ -11,6 +11,7 @@ import pytest
 from documented import ROOT
 
 import dllm_plugin
+from dllm_plugin.engine.vllm_versions import refuse_platform
 
 
 @pytest.mark.parametrize("version", ["0.31.0", "0.34.0", "0.34.0rc1", "1.32.0", "0.3.2", "0.320"])
@@ -58,6 +59,13 @@ def test_commands_say_that_vllm_is_missing(without_vllm: dict[str, str]) -> None
 )
 def test_right_vllm_version(version: str) -> None:
     dllm_plugin.check_vllm_version(version)
+
+
+def test_the_next_release_runs_on_gpus_alone() -> None:
+    """Kernels for CPUs stand in for those of one release."""
+    refuse_platform((0, 32, 5))
+    with pytest.raises(ValueError, match=r"vLLM 0\.33 is supported on GPUs only.*0\.32\.0"):
+        refuse_platform((0, 33, 0))
 
 
 def test_one_module_asks_for_the_version() -> None:
