@@ -163,10 +163,12 @@ class Grammars:
         params, ours = request.sampling_params, request.structured_output_request
         assert params is not None and ours is not None and self.vocabulary is not None
         way = grammar_way(params.extra_args)
-        # The kernels of automata were not run on a GPU yet: there they have to be asked for.
+        # The kernels of automata have run little on GPUs: there they have to be asked for.
         if way == DRAFTS or way == AUTO and current_platform.is_cuda():
             return None
         refusal = no_automaton(params, self.config)
+        if self.config.method.full_attention and current_platform.is_cuda():
+            refusal = "under full attention its texts are wrong on GPUs: ask for 'drafts'"
         if not refusal:
             try:
                 named = ours.structured_output_key
