@@ -11,10 +11,13 @@ import pytest
 import torch
 from documented import ROOT
 from transformers import AutoTokenizer
+from vllm.engine.arg_utils import EngineArgs
+from vllm.usage.usage_lib import UsageContext
 
 from dllm_plugin import default_model
 from dllm_plugin.commands import cli
 from dllm_plugin.commands.bench import (
+    engines,
     floor,
     gate,
     random_weights,
@@ -123,6 +126,17 @@ def test_switches_reach_the_engine() -> None:
     assert 2 * half.kv_bytes(3, 2) == whole.kv_bytes(3, 2)
     outputs = [sum(n for n, _ in sizes.mlp_gemms(sizes.inner)[:1]) for sizes in (whole, half)]
     assert outputs[0] == 2 * outputs[1] and whole.vocab == 2 * half.vocab
+
+
+def test_prompts_enter_as_fast_as_those_of_plain_vllm() -> None:
+    """A budget of tokens that many canvases need is never below vLLM's own default."""
+    model = engines.Model("a-model", {}, is_real=False)
+    defaults, _ = EngineArgs.get_batch_defaults(1)
+    default = defaults[UsageContext.LLM_CLASS]
+    for requests, budget in ((64, None), (65, default), (8192, 128 + 8192 * 32)):
+        given = settings("throughput", "--shapes", "tiny", "--requests", str(requests))
+        options = engines.options_of_ours(given, model, 32, 128)
+        assert options.get("max_num_batched_tokens") == budget
 
 
 def test_positions_of_a_step_are_those_that_are_computed() -> None:

@@ -86,6 +86,7 @@ vllm.transformers_utils.model_arch_config_convertor: MODEL_ARCH_CONFIG_CONVERTOR
 vllm.transformers_utils.model_arch_config_convertor: ModelArchConfigConvertorBase
 vllm.triton_utils: HAS_TRITON tl triton
 vllm.triton_utils.dispatcher: register_kernels
+vllm.usage.usage_lib: UsageContext
 vllm.utils.cpu_resource_utils: get_memory_node_info get_visible_memory_node
 vllm.utils.import_utils: resolve_obj_by_qualname
 vllm.utils.import_utils: resolve_obj_by_qualname

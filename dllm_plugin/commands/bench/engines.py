@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 DUMMY = {"load_format": "dummy", "skip_tokenizer_init": True}
 RESOLVED = ("compile_step", "vocab_parallel", "commit_alone_from", "kv_cache_layout")
-DEFAULT_CANVASES = 64  # more at once need a larger token budget per step than vLLM's default
+DEFAULT_CANVASES = 64  # for more at once, an engine does not raise vLLM's token budget of a step
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def options_of_ours(
     if settings.compilation_config is not None:
         options["compilation_config"] = settings.compilation_config
     if most > DEFAULT_CANVASES:
-        options["max_num_batched_tokens"] = length + most * canvas
+        options["max_num_batched_tokens"] = _budget(settings, length + most * canvas)
     if trace is not None:
         options["profiler_config"] = {
             "profiler": "torch",
@@ -152,6 +152,15 @@ def options_of_ours(
             "ignore_frontend": True,
         }
     return options
+
+
+def _budget(settings: Settings, needed: int) -> int:
+    """Return tokens per step: at least vLLM's default, by which plain vLLM takes its prompts."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    defaults, _ = EngineArgs.get_batch_defaults(settings.tensor_parallel_size)
+    return max(defaults[UsageContext.LLM_CLASS], needed)
 
 
 def start_autoregressive(
