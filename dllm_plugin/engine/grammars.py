@@ -167,8 +167,6 @@ class Grammars:
         if way == DRAFTS or way == AUTO and current_platform.is_cuda():
             return None
         refusal = no_automaton(params, self.config)
-        if self.config.method.full_attention and current_platform.is_cuda():
-            refusal = "under full attention its texts are wrong on GPUs: ask for 'drafts'"
         if not refusal:
             try:
                 named = ours.structured_output_key

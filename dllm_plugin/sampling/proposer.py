@@ -111,8 +111,8 @@ class Proposer:
                 stats += [propose_chunk(piece, wanted) for piece in pieces]
                 rows += [piece.rows_T for piece in pieces]
         columns = [column for column in zip(*stats, strict=True) if column[0] is not None]
-        if whole:
-            return RowStats(*map(torch.cat, columns))  # whole chunks, in the order of their rows
+        if whole and sum(map(len, rows)) == num_rows:
+            return RowStats(*map(torch.cat, columns))  # all rows of the step, in their order
         return RowStats(*(scatter_rows(column, rows, num_rows) for column in columns))
 
     def _is_cut(self, chunk: RowChunk) -> bool:

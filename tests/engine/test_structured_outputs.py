@@ -19,6 +19,7 @@ from engines import (
     token_ids,
 )
 from grammar_cases import SCHEMAS, Case, choice_case, grammar_case, regex_case, schema_case
+from test_full_compiled import sampler_of
 
 EOS = {"llada": 257, "dream": 256}
 # checkpoint, strategy, asynchronous scheduling: every way to plan a step once.
@@ -280,6 +281,27 @@ def test_automata_beside_drafts_and_free_requests(room: EngineRoom) -> None:
     finally:
         del scheduler(llm)._update_after_schedule
     assert not engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("family", ["llada", "dream"])
+def test_automata_among_rows_as_gpus_read_them(
+    family: str, room: EngineRoom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All rows of a chunk at once, whether anybody wants them or not: the same texts."""
+    strategy = {"llada": "dual_cache", "dream": "d2f"}[family]
+    llm = room.start(family, {"strategy": strategy}, async_scheduling=True)
+    asked = [schema_case("answer"), schema_case("nested"), regex_case(random.Random(4))] * 2
+    warm = {"temperature": 1.0, "seed": 5}
+    wishes = [
+        wish(case.kind, case.spec, 64, dllm_grammar="automaton", **(warm if i > 2 else {}))
+        for i, case in enumerate(asked)
+    ]
+    prompts = [letters(9 + 3 * i, i) for i in range(len(asked))]
+    expected = [token_ids(output) for output in generate(llm, prompts, wishes)]
+    sampler = sampler_of(llm)
+    for owner in (sampler.automata, sampler.proposer):
+        monkeypatch.setattr(owner, "on_cpu", False)
+    assert [token_ids(output) for output in generate(llm, prompts, wishes)] == expected
 
 
 def test_what_has_no_automaton(room: EngineRoom) -> None:

@@ -170,6 +170,7 @@ BUNDLED = {
 ENGINES = {
     "bundled": BUNDLED,
     "bundled-eager": BUNDLED | {"enforce_eager": True},
+    "full attention": {"checkpoint": "checkpoints/tiny-llada", "dllm": {"strategy": "dual_cache"}},
     "shifted": {"checkpoint": "checkpoints/tiny-dream", "dllm": {"strategy": "d2f"}},
     "grid": {"checkpoint": "checkpoints/tiny-sdar", "dllm": {}},
 }
