@@ -134,7 +134,8 @@ def test_prompts_enter_as_fast_as_those_of_plain_vllm() -> None:
     defaults, _ = EngineArgs.get_batch_defaults(1)
     default = defaults[UsageContext.LLM_CLASS]
     for requests, budget in ((64, None), (65, default), (8192, 128 + 8192 * 32)):
-        given = settings("throughput", "--shapes", "tiny", "--requests", str(requests))
+        asked = ("--shapes", "tiny", "--requests", str(requests), "--tokens-per-forward", "2")
+        given = settings("throughput", *asked)
         options = engines.options_of_ours(given, model, 32, 128)
         assert options.get("max_num_batched_tokens") == budget
 
