@@ -19,11 +19,11 @@ from typing import NamedTuple
 import numpy as np
 
 from dllm_plugin.commands.forecast import read_acceptance
-from dllm_plugin.decoding.step_costs import Costs, MeasuredCosts, StepCosts
+from dllm_plugin.decoding.step_costs import READS, Costs, MeasuredCosts, StepCosts
 from dllm_plugin.decoding.widths import WIDTHS
 
 CANVAS, STEPS, WARMUP = 64, 400, 50
-MODEL = Costs(4.6, 128, 0.022, 1.34e-5, reads=2.0)  # ms, Dream-7B shapes on an H200, as estimated
+MODEL = Costs(4.6, 128, 0.022, 1.2e-5, READS)  # ms, Dream-7B shapes on an H200, rounded
 FADES = 1 / 8  # of an ease in a step
 CHOICES = 33  # numbers of masks that are tried in a step
 
@@ -49,7 +49,7 @@ def read_costs(line: dict) -> MeasuredCosts:
     least = min(step["context"] for step in line["steps"])
     steps = {(s["requests"], s["width"], s["context"]): s["ms"] for s in line["steps"]}
     added = [
-        (ms - steps[n, w, least]) / (n * (context - least) * (2 if w > 1 else 1))
+        (ms - steps[n, w, least]) / (n * (context - least) * (READS if w > 1 else 1))
         for (n, w, context), ms in steps.items()
         if context > least and n >= 32
     ]
@@ -57,11 +57,11 @@ def read_costs(line: dict) -> MeasuredCosts:
     empty: dict[int, list[float]] = {}
     for (n, w, context), ms in steps.items():
         if context == least:
-            keys = n * context * (2 if w > 1 else 1)
+            keys = n * context * (READS if w > 1 else 1)
             empty.setdefault(n * w, []).append(ms - per_key * keys)
     positions = sorted(empty)
     ms = np.maximum.accumulate([np.median(empty[n]) for n in positions]).tolist()
-    return MeasuredCosts(positions, ms, per_key, 2.0, {})
+    return MeasuredCosts(positions, ms, per_key, READS, {})
 
 
 class Canvases:
@@ -104,9 +104,9 @@ class Canvases:
 def step_ms(costs: StepCosts, load: Load, fed: np.ndarray) -> float:
     """Return the time of a step that computes so many positions of each request."""
     requests, total = int((fed > 0).sum()), int(fed.sum())
-    # Widths differ, so the number of positions stands for a width of one; contexts are read twice
+    # Widths differ, so the number of positions stands for a width of one; contexts are read again
     # where there is a window behind a run.
-    reads = 2.0 if total > requests else 1.0
+    reads = READS if total > requests else 1.0
     return (
         costs.step(total, 1, 0)
         + costs.step(1, 1, round(load.context * requests * reads))
@@ -147,8 +147,9 @@ def best_widths(costs: StepCosts, canvases: Canvases) -> np.ndarray:
         # Each token is computed once more when it is decided, except where a window has no run.
         masks = int((fed - run).sum())
         total = np.full(1, masks + round(gained[count - 1]))
-        reads = load.context * load.requests * (2 if total[0] > load.requests else 1)
-        ms = costs.step(int(total[0]), 1, 0) + costs.step(1, 1, reads) - costs.step(1, 1, 0)
+        reads = READS if total[0] > load.requests else 1.0
+        keys = round(load.context * load.requests * reads)
+        ms = costs.step(int(total[0]), 1, 0) + costs.step(1, 1, keys) - costs.step(1, 1, 0)
         if gained[count - 1] / ms > best:
             best, found = gained[count - 1] / ms, fed
     return found

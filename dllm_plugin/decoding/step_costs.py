@@ -4,6 +4,22 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+# Both by Dream-7B's shapes on an H200, FlashAttention 3 (benchmarks/reports/adaptive.md).
+# How often run and window, two sequences, read their context: the second finds some of it cached.
+READS = 1.4
+# What a key costs, by its share of the weights' bytes: a small step does more than read weights.
+KEY_SHARE = 0.75
+
+
+def reads_of(kv_cache_layout: str) -> float:
+    """Return how often run and window read their context together."""
+    return 1.0 if kv_cache_layout == "distinct" else READS
+
+
+def key_cost(key_bytes: float, weight_bytes: float) -> float:
+    """Return what reading a position of context costs, in units of a small step."""
+    return KEY_SHARE * key_bytes / weight_bytes
+
 
 class StepCosts(Protocol):
     """Know the time of a step, in any unit."""

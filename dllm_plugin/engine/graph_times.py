@@ -18,6 +18,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch, set_dummy_context
 
 from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.config.step_times import StepTimes, own_path, save
+from dllm_plugin.decoding.step_costs import reads_of
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
@@ -83,8 +84,8 @@ def step_times(empty: Times, long: Times, context: int, layout: str) -> StepTime
     added = []
     for desc, ms in long.items():
         # Run and window are sequences of their own, and each reads its context.
-        twice = layout != "distinct" and (desc.uniform_token_count or 1) > 1
-        keys = (desc.num_reqs or 1) * context * (2 if twice else 1)
+        reads = reads_of(layout) if (desc.uniform_token_count or 1) > 1 else 1.0
+        keys = (desc.num_reqs or 1) * context * reads
         added.append((ms - empty[desc]) / max(keys, 1))
     monotone = np.maximum.accumulate(medians).tolist()
     return StepTimes(tuple(positions), tuple(monotone), max(float(np.median(added)), 0.0))

@@ -130,9 +130,9 @@ def test_a_record_replays(name: str, room: EngineRoom) -> None:
     # Narrow windows from few requests on, as on a device that is full early.
     llm = start(room, name, overlapped=True, dllm={"min_window": 2})
     scheduler(llm).controller.costs = Costs(free=8, per_position=0.1)
-    prompts = [a_prompt(5 + 7 * i, i) for i in range(8)]
-    wishes: list[dict[str, Any]] = [{"max_tokens": 20 + i} for i in range(4)]
-    wishes += [{"max_tokens": 20 + i, "temperature": 0.8, "seed": i} for i in range(4)]
+    prompts = [a_prompt(5 + 7 * i, i) for i in range(12)]
+    wishes: list[dict[str, Any]] = [{"max_tokens": 20 + i} for i in range(6)]
+    wishes += [{"max_tokens": 20 + i, "temperature": 0.8, "seed": i} for i in range(6)]
     replays(llm, prompts, wishes)
 
 
@@ -247,6 +247,7 @@ def test_refused_requests(room: EngineRoom) -> None:
     wrong += [
         ({"dllm_block_length": 16}, "dllm_block_length has no effect with adaptive 'throughput'"),
         ({"dllm_policy": "entropy"}, "policy 'entropy' has no meaning"),
+        ({"dllm_steps": 8}, "steps has no effect"),
         ({"dllm_max_active_blocks": 2}, "max_active_blocks 2 exceeds the engine's 1"),
         ({"dllm_block_add_threshold": 0.5}, "block_add_threshold has no effect"),
         ({"dllm_schedule": [4], "dllm_template": [-1]}, "dllm_template needs full attention"),

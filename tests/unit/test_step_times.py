@@ -13,11 +13,11 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from dllm_plugin.config.cuda_graphs import WORKER
 from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.config.step_times import KEY, StepTimes, load, path_for, save
-from dllm_plugin.decoding.step_costs import Costs, MeasuredCosts
+from dllm_plugin.decoding.step_costs import KEY_SHARE, READS, Costs, MeasuredCosts
 from dllm_plugin.decoding.widths import WidthController, widths_between
 from dllm_plugin.engine.graph_times import step_times
 from dllm_plugin.engine.step_clock import StepClock
-from dllm_plugin.models.checkpoints.step_costs import step_costs
+from dllm_plugin.models.checkpoints.step_costs import model_costs, step_costs
 
 TIMES = StepTimes((2, 128, 512, 1024), (4.0, 4.6, 13.0, 24.0), 1e-5)
 
@@ -73,13 +73,13 @@ def desc(requests: int, width: int) -> BatchExecutionDescriptor:
 
 
 def test_what_is_made_of_replays() -> None:
-    """Medians of each size, never falling; keys are read twice but at widths of one."""
+    """Medians of each size, never falling; keys are read again but at widths of one."""
     empty = {desc(8, 4): 5.0, desc(16, 2): 6.0, desc(1, 2): 4.5, desc(64, 2): 4.0}
-    long = {desc(8, 4): 5.0 + 8 * 100 * 2 * 0.001}
+    long = {desc(8, 4): 5.0 + 8 * 100 * 1.4 * 0.001}
     found = step_times(empty, long, 100, "unified")
     assert found[:2] == ((2, 32, 128), (4.5, 5.5, 5.5)) and found.per_key == pytest.approx(0.001)
     once = step_times(empty, long, 100, "distinct")
-    assert once.per_key == pytest.approx(0.002)
+    assert once.per_key == pytest.approx(0.0014)
     narrow = step_times({desc(8, 1): 5.0}, {desc(8, 1): 5.8}, 100, "unified")
     assert narrow.per_key == pytest.approx(0.001)
     assert step_times(empty, {desc(8, 4): 4.9}, 100, "unified").per_key == 0
@@ -100,7 +100,7 @@ def test_the_scheduler_takes_the_file(
     assert isinstance(step_costs(config, decode), Costs)
     save(path, TIMES)
     found = step_costs(config, decode)
-    assert isinstance(found, MeasuredCosts) and found.graphs == {} and found.reads == 2
+    assert isinstance(found, MeasuredCosts) and found.graphs == {} and found.reads == READS
     config.parallel_config.worker_cls = WORKER
     config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
     config.compilation_config.cudagraph_capture_sizes = [1, 64]
@@ -108,6 +108,20 @@ def test_the_scheduler_takes_the_file(
     assert isinstance(captured, MeasuredCosts) and captured.graphs
     other = vllm_config_for(checkpoints / "tiny-sdar", max_num_seqs=3, **dllm)
     assert path_for(other, get_decode_config(other)) != path
+
+
+def test_the_model_of_a_checkpoint(vllm_config_for: Any, checkpoints: Path) -> None:
+    """A key costs its share of the weights' bytes, by what was measured; more for two sequences."""
+    folder = checkpoints / "tiny-sdar"
+    weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    given = json.loads((folder / "config.json").read_text())
+    heads = given["num_key_value_heads"] * given["head_dim"]
+    for layout, reads in (("unified", READS), ("distinct", 1.0)):
+        dllm = {"adaptive": "throughput", "kv_cache_layout": layout}
+        config = vllm_config_for(folder, additional_config={"dllm": dllm}, dtype="float32")
+        costs = model_costs(config, get_decode_config(config))
+        assert costs.per_key == KEY_SHARE * 2 * 4 * heads * given["num_hidden_layers"] / weights
+        assert costs.reads == reads and costs.step(1, 1, 0) == 1
 
 
 def test_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:

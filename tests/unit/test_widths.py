@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dllm_plugin.decoding.acceptance import accepted, tokens_per_forward
-from dllm_plugin.decoding.step_costs import Costs, MeasuredCosts, StepCosts
+from dllm_plugin.decoding.step_costs import READS, Costs, MeasuredCosts, StepCosts
 from dllm_plugin.decoding.widths import CYCLE, WidthController, choose, widths_between
 
 H200 = Costs(base=4.6, free=128, per_position=0.0215)
@@ -108,6 +108,43 @@ def test_a_change_of_acceptance_is_followed() -> None:
         rate = true_rates(widths, False, truth)
         assert controller.current is not None
         assert rate[widths[controller.current]] >= 0.95 * max(rate.values()), truth
+
+
+def blocks(requests: int, length: int, costs: Costs, truth: tuple[float, float]) -> float:
+    """What the usual blocks bring: one commits together with the next, or alone, where many run."""
+    rng, together = np.random.default_rng(3), requests * length < 128
+    decided, tokens = np.zeros((requests, length), dtype=bool), 0
+    for _ in range(120):
+        done = decided.all(axis=1)
+        tokens += length * int(done.sum())
+        decided[done] = False
+        masks = ~decided & (together | ~done[:, None])
+        rank = masks.cumsum(axis=1) - 1
+        take = masks & (rng.random(masks.shape) < truth[0] * np.exp(-rank / truth[1]))
+        stuck = ~take.any(axis=1) & masks.any(axis=1)
+        take[stuck, masks.argmax(axis=1)[stuck]] = True
+        decided |= take
+    return tokens / 120 / costs.step(requests, length * (2 if together else 1), 640 * requests)
+
+
+@pytest.mark.parametrize("narrowest", [2, 8])
+@pytest.mark.parametrize("truth", [(0.91, 2.5), (0.95, 7.0), (0.6, 1.5)])
+def test_no_load_is_slower_than_blocks(truth: tuple[float, float], narrowest: int) -> None:
+    """By more than a hundredth, with keys that cost little or much, and with what trials cost."""
+    for per_key, length in ((1.2e-5, 16), (1.2e-4, 16), (1.2e-5, 32)):
+        costs = Costs(H200.base, H200.free, H200.per_position, per_key, READS)
+        for count in (1, 8, 32, 256):
+            controller = WidthController(widths_between(narrowest, length), False, costs)
+            # So many stand for all of them.
+            few, crowd, tokens, taken = 16, Requests(16, False), 0.0, 0.0
+            for step in range(250):
+                width = controller.width(count, 640 * count)
+                committed = crowd.step(width, *truth)
+                controller.observe(width, few, committed)
+                if step >= 100:
+                    tokens += committed * count / few
+                    taken += costs.step(count, width, 640 * count)
+            assert tokens / taken >= 0.99 * blocks(count, length, costs, truth), count
 
 
 def test_few_changes_at_a_border() -> None:

@@ -21,7 +21,7 @@ from dllm_plugin.commands.bench.options import Settings, settings_of
 from dllm_plugin.commands.forecast import EXAMPLE, read_acceptance
 from dllm_plugin.commands.offline import stop_engine
 from dllm_plugin.decoding.acceptance import tokens_per_forward
-from dllm_plugin.decoding.step_costs import Costs
+from dllm_plugin.decoding.step_costs import READS, Costs, key_cost
 
 MODEL_FREE, MODEL_PER_POSITION = 128, 1 / 213
 
@@ -143,8 +143,8 @@ def modelled(steps: Sequence[Step], sizes: Sizes, item: int) -> list[float]:
         one = sum(a * b for a, b in sizes.mlp_gemms(sizes.expert_inner))
         dense = sum(a * b for a, b in sizes.mlp_gemms(sizes.inner))
         weights += (sizes.layers - sizes.dense_layers) * (sizes.experts * one - dense)
-    per_key = base * sizes.kv_bytes(1, item) / (weights * item)
-    costs = Costs(base, MODEL_FREE, base * MODEL_PER_POSITION, per_key, reads=2.0)
+    per_key = base * key_cost(sizes.kv_bytes(1, item), weights * item)
+    costs = Costs(base, MODEL_FREE, base * MODEL_PER_POSITION, per_key, READS)
     return [costs.step(s.requests, s.width, s.requests * s.context) for s in steps]
 
 

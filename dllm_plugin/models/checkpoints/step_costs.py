@@ -1,7 +1,7 @@
 """Say what a step costs: as measured when its graphs were captured, or by a model of large GPUs.
 
 The model counts in units of a small step, from the sizes of a checkpoint. Such a step reads the
-weights; one more token of context is read beside them at the same speed.
+weights, and one more token of context is read beside them.
 """
 
 import torch
@@ -10,7 +10,7 @@ from vllm.config import VllmConfig
 from dllm_plugin.config.cuda_graphs import captured_graphs
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.step_times import load, own_path
-from dllm_plugin.decoding.step_costs import Costs, MeasuredCosts, StepCosts
+from dllm_plugin.decoding.step_costs import Costs, MeasuredCosts, StepCosts, key_cost, reads_of
 from dllm_plugin.models.checkpoints.weights import checkpoint_folder
 
 
@@ -24,7 +24,7 @@ def step_costs(vllm_config: VllmConfig, config: DecodeConfig) -> StepCosts:
         times.positions,
         times.ms,
         times.per_key,
-        _reads(config),
+        reads_of(config.kv_cache_layout),
         captured_graphs(vllm_config, config),
     )
 
@@ -37,12 +37,8 @@ def model_costs(vllm_config: VllmConfig, config: DecodeConfig) -> Costs:
     weights = sum(file.stat().st_size for file in files)
     if not weights:
         return Costs()
-    return Costs(per_key=_bytes_per_token(vllm_config) / weights, reads=_reads(config))
-
-
-def _reads(config: DecodeConfig) -> float:
-    """Return how often a context is read: run and window are sequences of their own."""
-    return 1.0 if config.kv_cache_layout == "distinct" else 2.0
+    per_key = key_cost(_bytes_per_token(vllm_config), weights)
+    return Costs(per_key=per_key, reads=reads_of(config.kv_cache_layout))
 
 
 def _bytes_per_token(vllm_config: VllmConfig) -> int:

@@ -1,0 +1,38 @@
+"""The narrowest widths of the plain loop against loops that know nothing of widths."""
+
+from pathlib import Path
+
+import torch
+
+from dllm_plugin.commands.verify.plain.floating import FloatingText, floating
+from dllm_plugin.commands.verify.plain.model import PlainModel
+from dllm_plugin.commands.verify.plain.prompt_blocks import Text, block_diffusion
+
+PROMPT, COUNT = [30 + 7 * i % 90 for i in range(25)], 12
+
+
+def narrowest(model: PlainModel, widths: list[int]) -> FloatingText:
+    return floating(FloatingText(model, PROMPT, COUNT, 32, 32), widths)
+
+
+def test_plain_rows_decode_blocks_of_one(checkpoints: Path) -> None:
+    """Each token is computed as a mask and then decided, in the forward of the next."""
+    model = PlainModel.load(checkpoints / "tiny-llada")
+    text = narrowest(model, [1, 2])
+    assert text.answer() == block_diffusion(Text(model, PROMPT, COUNT, 1)).answer()
+    assert (text.passes, sum(text.widths)) == (COUNT, 2 * COUNT - 1)
+
+
+@torch.no_grad()
+def test_shifted_rows_decode_as_a_causal_model(checkpoints: Path) -> None:
+    """Behind a prompt that sees itself: the last token's row predicts the next, no mask is fed."""
+    model = PlainModel.load(checkpoints / "tiny-dream")
+    text, tokens = narrowest(model, [1]), list(PROMPT)
+    for i in range(COUNT):
+        # Nothing sees the mask, which only stands where the prediction is asked for.
+        visible = [0] * len(PROMPT) + list(range(1, i + 2))
+        row = model.predictions([*tokens, model.mask_id], visible)[-1]
+        row[model.mask_id] = float("-inf")
+        tokens.append(int(row.argmax()))
+    assert text.answer() == tokens[len(PROMPT) :]
+    assert (text.passes, sum(text.widths)) == (COUNT, COUNT)
