@@ -1,6 +1,7 @@
 """Scripted models decoded under grammars of vLLM's own backends, by the real states and sampler."""
 
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,7 @@ class Compiler:
         ours = request.structured_output_request
         assert ours is not None
         while not isinstance(ours.grammar, OwnGrammar):
+            time.sleep(0.001)
             if isinstance(ours.grammar, Exception):
                 raise ours.grammar
             self.grammars.prepare(request)

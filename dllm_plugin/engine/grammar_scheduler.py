@@ -29,6 +29,7 @@ from dllm_plugin.grammar.state import DeadEnd, GrammarCheck
 
 logger = init_logger("vllm.dllm_plugin")
 
+IDLE_SECONDS = 0.001
 NO_BITS = np.zeros((0, 0), dtype=np.int32)  # of a step without a canvas to check
 
 
@@ -88,6 +89,9 @@ class GrammarScheduler(AsyncScheduler):
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)
+        if self._with_grammar and not self.running:
+            # A caller that asks again at once would keep Python's lock from what they wait for.
+            time.sleep(IDLE_SECONDS)
         # Workers would copy drafts to the host for vLLM's own check, which nobody asks for.
         scheduler_output.has_structured_output_requests = False
         if scheduler_output.pending_structured_output_tokens:

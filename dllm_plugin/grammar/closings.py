@@ -6,7 +6,7 @@ have limits of nodes and of time, since a grammar can be such that none succeeds
 """
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -19,22 +19,37 @@ SIBLINGS = 48  # ids of several bytes that are tried at one place
 SHORT = 8  # ids of a closing that no other search would make much shorter
 ALIKE = 6  # with more bytes of a kind allowed (digits, letters) one of them stands for all
 KINDS = (b"0123456789", bytes(range(97, 123)), bytes(range(65, 91)), bytes(range(128, 256)))
+LOOKS = (1, 4, 16)  # places that look alike, of which a search by breadth goes on from so many
 MOST_FORCED = 64  # bytes of forced text that one look goes on for
 SUFFIX_WORK = 1500  # ids that a look at what is left of the last closing may try
 
 
-class Limits(NamedTuple):
-    """Bound a search: `nodes` places of each of its parts, and the clock's time when it ends.
+Look = tuple[bytes, bool]  # what may follow a place, and whether the text may end there
 
-    The time is a last resort: with the places alone a search finds the same on any machine.
+
+class Limits(NamedTuple):
+    """Bound a search: `nodes` places of each of its parts, and when it ends.
+
+    The time is a last resort: with the places alone a search finds the same on any machine. It is
+    that of this thread's processor, for beside a busy thread a search mostly waits for Python's
+    lock; by the clock it may take longer, but not without end.
+
+    deadline  by `time.thread_time`
+    latest    by `time.monotonic`
     """
 
     nodes: int
     deadline: float
+    latest: float
+
+    @classmethod
+    def within(cls, nodes: int, seconds: float, clock: float = 1.0) -> "Limits":
+        """Return those of a search that begins now, `clock` times as long by the clock."""
+        return cls(nodes, time.thread_time() + seconds, time.monotonic() + clock * seconds)
 
     def over(self) -> bool:
         """Tell whether the time is up."""
-        return time.monotonic() > self.deadline
+        return time.thread_time() > self.deadline or time.monotonic() > self.latest
 
 
 class Searcher:
@@ -92,16 +107,16 @@ class Searcher:
         shorter its closing is.
         """
         best: list[int] | None = None
-        attempts = (self._dive, self._spread, self._deepen)
+        attempts = (self._dive, self._seek, self._spread, self._deepen)
         for i, attempt in enumerate(attempts):
-            now = time.monotonic()
+            now = time.thread_time()
             share = (limits.deadline - now) / (len(attempts) - i)
             found = attempt(matcher, room, limits._replace(deadline=now + share))
             if found is not None:
                 found = self.shorten(matcher, found)
                 if len(found) <= room and (best is None or len(found) < len(best)):
                     best = found
-            if best is not None and (len(best) <= SHORT or attempt != self._dive):
+            if best is not None and (len(best) <= SHORT or i > 1):
                 return best
         return best
 
@@ -170,27 +185,71 @@ class Searcher:
             steps.append(self._steps(place))
         return None
 
+    def _seek(self, matcher: Matcher, room: int, limits: Limits) -> list[int] | None:
+        """Go down to what was seen least, which leaves soon what may be repeated without end."""
+        nodes, most = limits.nodes, 8 * room + 64
+        seen: Counter[Look] = Counter()
+        levels: list[list[tuple[Matcher, list[int], Look]]] = [
+            [(matcher.fork(), [], _look(matcher))]
+        ]
+        while levels and nodes > 0 and not limits.over():
+            if not levels[-1]:
+                levels.pop()
+                continue
+            place, path, look = levels[-1].pop()
+            if look[1]:
+                return path
+            seen[look] += 1
+            if len(path) >= most:
+                continue
+            children: dict[Look, tuple[Matcher, list[int], Look]] = {}
+            for step in self._steps(place):
+                after = place.fork()
+                nodes -= 1
+                if go(after, step):
+                    found = _look(after)
+                    children.setdefault(found, (after, [*path, *step], found))
+            # Of equals the first is taken first: it ends soonest.
+            ordered = sorted(children.values(), key=lambda child: seen[child[2]])
+            levels.append(ordered[::-1])
+        return None
+
     def _spread(self, matcher: Matcher, room: int, limits: Limits) -> list[int] | None:
-        """Go by breadth; places that allow the same ids are one."""
+        """Go by breadth; places that allow the same ids are one, or a few where that finds none."""
+        nodes = limits.nodes
+        for most in LOOKS:
+            found, nodes = self._spread_over(matcher, most, limits._replace(nodes=nodes))
+            if found is not None:
+                return found
+        return None
+
+    def _spread_over(
+        self, matcher: Matcher, most: int, limits: Limits
+    ) -> tuple[list[int] | None, int]:
+        """Return a closing by breadth, and how many places are left to look at.
+
+        Two places that allow the same ids may differ: what follows a bracket and what follows a
+        colon both begin with a quote.
+        """
         start = matcher.fork()
         queue: deque[tuple[Matcher, list[int]]] = deque([(start, [])])
-        seen, nodes = {_look(start)}, limits.nodes
+        seen, nodes = Counter([_look(start)]), limits.nodes
         while queue and nodes > 0 and not limits.over():
             place, path = queue.popleft()
             if place.complete():
-                return path
-            for step in self._steps(place, every=True):
+                return path, nodes
+            for step in self._steps(place, every=most == 1):
                 after = place.fork()
                 nodes -= 1
                 if not go(after, step):
                     continue
                 if after.complete():
-                    return [*path, *step]
+                    return [*path, *step], nodes
                 look = _look(after)
-                if look not in seen:
-                    seen.add(look)
+                seen[look] += 1
+                if seen[look] <= most:
                     queue.append((after, [*path, *step]))
-        return None
+        return None, nodes
 
     def _deepen(self, matcher: Matcher, room: int, limits: Limits) -> list[int] | None:
         """Go down to a depth that doubles; siblings that look alike are one."""
@@ -234,7 +293,7 @@ def _suffixes(length: int, likely: int, consumed: int) -> Iterator[int]:
     yield from (start for start in range(length - 1, -1, -1) if start not in first)
 
 
-def _look(matcher: Matcher) -> tuple[bytes, bool]:
+def _look(matcher: Matcher) -> Look:
     return matcher.allowed().tobytes(), matcher.complete()
 
 

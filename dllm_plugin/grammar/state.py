@@ -20,6 +20,7 @@ from dllm_plugin.grammar.vocabulary import Vocabulary, pack
 NODES = 400  # places that each part of a search beside a step looks at
 FIRST = 20  # so many times more for the first closing, which is searched before anything runs
 FIRST_SECONDS = 2.0
+FIRST_CLOCK = 3.0  # times as long by the clock
 STEP_SECONDS = 0.1
 REQUEST_SECONDS = 2.0  # all searches of a request beside its steps
 
@@ -101,7 +102,7 @@ class GrammarState:
         if known is not None and not (len(known) <= self.left and closes(self.matcher, known)):
             known = None
         if known is None and searches:
-            limits = Limits(NODES * FIRST, time.monotonic() + FIRST_SECONDS)
+            limits = Limits.within(NODES * FIRST, FIRST_SECONDS, FIRST_CLOCK)
             known = self.searcher.search(self.matcher, self.left, limits)
         self.completes = known is not None and len(known) <= self.left
         self.witness = known if known is not None and self.completes else []
@@ -190,8 +191,7 @@ class GrammarState:
         return run
 
     def _limits(self) -> Limits:
-        seconds = min(STEP_SECONDS, REQUEST_SECONDS - self.seconds)
-        return Limits(NODES, time.monotonic() + seconds)
+        return Limits.within(NODES, min(STEP_SECONDS, REQUEST_SECONDS - self.seconds))
 
     def _places(self, ids: Sequence[int]) -> list[int]:
         """Return where the guide stands behind the committed text and each of some ids."""
@@ -216,10 +216,10 @@ class GrammarState:
         if self.guide is not None and place != DEAD and self.guide.distance(place) > room:
             return found  # none is that short
         if found is None and room >= 0 and not limits.over() and self.seconds < REQUEST_SECONDS:
-            began = time.monotonic()
+            began = time.thread_time()
             found = self.searcher.search(self.matcher, room, limits)
             self.searches += 1
-            self.seconds += time.monotonic() - began
+            self.seconds += time.thread_time() - began
         return found if found is not None and len(found) <= room else None
 
     def _forced(self, settled: list[int], run: int) -> tuple[list[int], bool]:

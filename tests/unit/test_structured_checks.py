@@ -1,6 +1,7 @@
 """What a check says of a canvas, case by case, and what a step makes of it."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import handmade
@@ -10,6 +11,8 @@ import torch
 from grammar_loop import EOS, Compiler, ask
 
 from dllm_plugin.decoding.block_causal import plan_block_diffusion, plan_d2f
+from dllm_plugin.grammar import closings
+from dllm_plugin.grammar.closings import Limits, closes
 from dllm_plugin.grammar.payload import pack_checks
 from dllm_plugin.grammar.state import DeadEnd, GrammarCheck, GrammarState
 from dllm_plugin.grammar.step import Checks, constrain, take_frontier, unpack
@@ -115,6 +118,43 @@ def test_no_text_at_all(compiler: Compiler) -> None:
     assert shown(state, state.check(ids(state, "ab")))[0] == "ab"
     with pytest.raises((DeadEnd, ValueError, RuntimeError)):
         compiler.compile("grammar", "root ::= root", ask(9))
+
+
+CODE = {"type": "string", "pattern": "^[A-Z]{3}[0-9]+x$"}
+AT = {"type": "string", "format": "date-time"}
+MAIL = {"type": "string", "format": "email"}
+
+
+def _closed(properties: dict[str, Any]) -> dict[str, Any]:
+    fixed = {"type": "object", "required": list(properties), "additionalProperties": False}
+    return fixed | {"properties": properties}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        _closed({name: CODE for name in "abcd"}),
+        {"type": "array", "items": _closed({"at": AT, "who": MAIL}), "minItems": 2},
+        _closed({"count": {"type": "integer", "minimum": 0, "maximum": 150}, "who": MAIL}),
+    ],
+)
+def test_closings_without_an_automaton(compiler: Compiler, schema: dict[str, Any]) -> None:
+    """What may be repeated is left again, and fields that look alike are told apart."""
+    state = compiler.compile("json", schema, ask(150)).state
+    assert state.guide is None and state.completes and closes(state.matcher, state.witness)
+
+
+def test_a_search_waits_for_the_lock_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other threads take of the processor counts less than this thread's own time."""
+    now = {"thread_time": 5.0, "monotonic": 50.0}
+    monkeypatch.setattr(closings, "time", SimpleNamespace(**{k: lambda k=k: now[k] for k in now}))
+    limits = Limits.within(9, 2.0, 3.0)
+    assert limits == Limits(9, 7.0, 56.0)
+    for name, passed, over in (("monotonic", 55.0, False), ("monotonic", 57.0, True)):
+        now[name] = passed
+        assert limits.over() is over
+    now |= {"thread_time": 7.5, "monotonic": 52.0}
+    assert limits.over()
 
 
 def test_bytes_within_a_character(compiler: Compiler) -> None:
