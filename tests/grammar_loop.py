@@ -82,21 +82,24 @@ class Compiler:
         self.manager = StructuredOutputManager(config)
         self.grammars = Grammars(self.manager, get_decode_config(config), CONTEXT)
 
-    def compile(self, kind: str, spec: Any, params: Any) -> Any:
+    def compile(self, kind: str, spec: Any, params: Any, backend: str = "") -> Any:
         """Return the grammar of a request with these parameters: an OwnGrammar.
+
+        `backend`: what vLLM has chosen for the request; by default the engine's.
 
         Raises what the compilation raises.
         """
         # What tests of checks and drafts ask for, unless they say otherwise.
         params.extra_args.setdefault(GRAMMAR, DRAFTS)
         asked = StructuredOutputsParams(**{kind: spec})
-        asked._backend = self.backend
+        asked._backend, asked._backend_was_auto = backend or self.backend, True
         params.structured_outputs = asked
         if kind == "choice" and self.backend == "xgrammar":
             from vllm.v1.structured_output.utils import choice_as_grammar
 
             asked.grammar, asked.choice = choice_as_grammar(spec), None
         request = Request("a", [5, 6, 7], params, None)
+        self.grammars.forget(request.request_id)  # they all have one id
         self.manager.grammar_init(request)
         ours = request.structured_output_request
         assert ours is not None

@@ -1,5 +1,6 @@
 """Refuse requests for structured output that a canvas cannot honour."""
 
+import json
 import math
 
 from vllm.config import VllmConfig
@@ -10,6 +11,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from dllm_plugin.config.cuda_graphs import CPU_WORKER, GRAMMAR_WORKER, OUR_WORKERS
 from dllm_plugin.config.decode import DecodeConfig, RequestConfig
 from dllm_plugin.config.reporting import EARLY_TEXT, reporting
+from dllm_plugin.config.schema_keywords import ignored_keyword
 from dllm_plugin.config.validation import shown
 
 BACKENDS = ("xgrammar", "guidance")  # they can go back, which drafts need
@@ -63,6 +65,14 @@ def check_structured_outputs(
             f"when a draft is refused, but this request would get {asked._backend!r}: simplify "
             "the schema or start with --structured-outputs-config.backend guidance."
         )
+    if asked.json and asked._backend == "xgrammar" and not asked._backend_was_auto:
+        schema = json.loads(asked.json) if isinstance(asked.json, str) else asked.json
+        ignored = ignored_keyword(schema)
+        if ignored:
+            raise ValueError(
+                f"structured_outputs json has {ignored}, which xgrammar ignores: start with "
+                "--structured-outputs-config.backend auto or guidance."
+            )
     for name, neutral in CONTRADICTING.items():
         value = getattr(params, name)
         if value is not None and value != neutral:

@@ -64,6 +64,7 @@ class GrammarScheduler(AsyncScheduler):
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         self._with_grammar.discard(request.request_id)
+        self._grammars.forget(request.request_id)
         return super()._free_request(request, delay_free_blocks)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:

@@ -33,6 +33,7 @@ from dllm_plugin.config.grammar_way import (
 from dllm_plugin.config.options import GRAMMAR
 from dllm_plugin.config.validation import shown
 from dllm_plugin.engine.grammar_automata import AutomatonCache, AutomatonGrammar, OwnGrammar
+from dllm_plugin.engine.grammar_backends import Backends
 from dllm_plugin.grammar.automaton import TooLarge
 from dllm_plugin.grammar.guide import Guide
 from dllm_plugin.grammar.matchers import GuidanceMatcher, Matcher, XgrammarMatcher
@@ -79,6 +80,8 @@ class Grammars:
         self.context = context
         settings = manager.vllm_config.structured_outputs_config
         self.automata = AutomatonCache(not settings.disable_any_whitespace)
+        self.backends = Backends(manager)
+        self._prepared: set[str] = set()  # waiting requests whose grammar is ours, or its error
         self.vocabulary: Vocabulary | None = None
         # Room in which none was found, and one that was.
         self._closings: OrderedDict[Any, tuple[int, list[int] | None]] = OrderedDict()
@@ -88,8 +91,11 @@ class Grammars:
         ours = request.structured_output_request
         assert ours is not None
         compiled = ours.grammar
-        if compiled is None or isinstance(compiled, (Exception, OwnGrammar)):
+        if compiled is None or request.request_id in self._prepared:
             return
+        if isinstance(compiled, Exception) and not self.backends.is_other(request):
+            return
+        self._prepared.add(request.request_id)
         if self.manager.vllm_config.parallel_config.distributed_executor_backend == (
             "external_launcher"
         ):
@@ -100,7 +106,11 @@ class Grammars:
         else:
             ours.grammar = self.manager.executor.submit(self._make, request, compiled)
 
-    def _make(self, request: Request, compiled: StructuredOutputGrammar) -> OwnGrammar:
+    def forget(self, req_id: str) -> None:
+        """Forget a request that runs no more."""
+        self._prepared.discard(req_id)
+
+    def _make(self, request: Request, compiled: StructuredOutputGrammar | Exception) -> OwnGrammar:
         params = request.sampling_params
         assert params is not None and params.max_tokens is not None
         if self.vocabulary is None:
@@ -121,6 +131,8 @@ class Grammars:
         automaton = self._automaton(request, stops, left)
         if automaton is not None:
             return automaton
+        if isinstance(compiled, Exception) or self.backends.is_other(request):
+            compiled = self.backends.compile(request)
         usable = ~vocabulary.never
         usable[self._special_ids_of(request)] = True
         usable[[*stops, self.mask_token_id]] = False
@@ -216,6 +228,8 @@ def matcher_of(grammar: StructuredOutputGrammar, usable: np.ndarray) -> Matcher:
     if isinstance(grammar, XgrammarGrammar):
         return XgrammarMatcher(grammar.matcher, usable)
     if isinstance(grammar, GuidanceGrammar):
+        if grammar.ll_matcher.is_error():
+            raise ValueError(grammar.ll_matcher.get_error().partition("\n")[0])
         return GuidanceMatcher(grammar.ll_matcher, usable)
     raise ValueError(
         f"structured_outputs backend {type(grammar).__name__} cannot go back, which a canvas that "

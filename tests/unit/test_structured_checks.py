@@ -8,11 +8,14 @@ import handmade
 import numpy as np
 import pytest
 import torch
+from grammar_cases import SCHEMAS
 from grammar_loop import EOS, Compiler, ask
 
+from dllm_plugin.config.schema_keywords import ignored_keyword
 from dllm_plugin.decoding.block_causal import plan_block_diffusion, plan_d2f
 from dllm_plugin.grammar import closings
 from dllm_plugin.grammar.closings import Limits, closes
+from dllm_plugin.grammar.matchers import GuidanceMatcher, XgrammarMatcher
 from dllm_plugin.grammar.payload import pack_checks
 from dllm_plugin.grammar.state import DeadEnd, GrammarCheck, GrammarState
 from dllm_plugin.grammar.step import Checks, constrain, take_frontier, unpack
@@ -142,6 +145,55 @@ def test_closings_without_an_automaton(compiler: Compiler, schema: dict[str, Any
     """What may be repeated is left again, and fields that look alike are told apart."""
     state = compiler.compile("json", schema, ask(150)).state
     assert state.guide is None and state.completes and closes(state.matcher, state.witness)
+
+
+ALL_OF = {"allOf": [_closed({"a": AT}), {"type": "object", "required": ["a"]}]}
+
+
+def test_requests_have_backends_of_their_own(compiler: Compiler) -> None:
+    """vLLM compiles by the backend of its first request whatever another one names."""
+    kinds = {"xgrammar": XgrammarMatcher, "guidance": GuidanceMatcher}
+    state_of(compiler, "[a-c]{4}", 9)
+    for name, kind in kinds.items():
+        state = compiler.compile("json", _closed({"a": AT}), ask(80), name).state
+        assert isinstance(state.matcher, kind) and state.completes
+    # What xgrammar ignores is guidance's as well.
+    for schema in (
+        ALL_OF | {"type": "object"},
+        {"type": "string", "pattern": "^a+$", "enum": ["aa"]},
+    ):
+        state = compiler.compile("json", schema, ask(80), "xgrammar").state
+        assert isinstance(state.matcher, GuidanceMatcher) and state.completes
+    with pytest.raises(ValueError, match="if"):
+        compiler.compile("json", {"type": "object", "if": {"required": ["a"]}}, ask(80), "xgrammar")
+
+
+IGNORED: list[tuple[dict[str, Any], str]] = [
+    ({"type": "object", "if": {"required": ["a"]}}, "if"),
+    ({"type": "array", "items": {"not": {"type": "null"}}}, "not"),
+    (_closed({"a": AT}) | {"anyOf": [{"required": ["a"]}]}, "properties beside anyOf"),
+    ({"anyOf": [{"$ref": "#/$defs/x", "minimum": 3}]}, "minimum beside $ref"),
+    ({"$ref": "#name"}, "a $ref that is no path in the schema"),
+    ({"type": "string", "enum": ["a", 1]}, "type beside values of another one"),
+    ({"type": "integer", "const": True}, "type beside values of another one"),
+    ({"type": "string", "enum": ["a"], "minLength": 2}, "minLength beside enum"),
+    ({"minimum": 3}, "minimum without type"),
+    ({"type": "object", "properties": {}, "required": ["z"]}, "required of what properties lacks"),
+    (_closed({"not": AT, "if": {"type": "integer", "minimum": 3}, "required": AT}), ""),
+    ({"type": "string", "enum": ["not", "if"], "default": {"not": 1}, "description": "if"}, ""),
+    ({"type": ["string", "null"], "const": None}, ""),
+    ({"$defs": {"x": AT}, "anyOf": [{"$ref": "#/$defs/x"}, {"$ref": "#"}], "title": "T"}, ""),
+]
+
+
+@pytest.mark.parametrize(("schema", "ignored"), IGNORED)
+def test_what_xgrammar_ignores(schema: dict[str, Any], ignored: str) -> None:
+    assert ignored_keyword(schema) == ignored
+
+
+@pytest.mark.parametrize("name", sorted(SCHEMAS))
+def test_nothing_is_ignored_of_the_schemas_of_the_tests(name: str) -> None:
+    assert ignored_keyword(SCHEMAS[name]) == ""
 
 
 def test_a_search_waits_for_the_lock_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

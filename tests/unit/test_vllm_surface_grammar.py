@@ -27,10 +27,10 @@ vllm.v1.engine: EngineCoreOutputs
 vllm.v1.outputs: AsyncModelRunnerOutput ModelRunnerOutput
 vllm.v1.request: Request RequestStatus
 vllm.v1.structured_output: StructuredOutputManager
-vllm.v1.structured_output.backend_guidance: GuidanceGrammar
-vllm.v1.structured_output.backend_types: StructuredOutputGrammar StructuredOutputKey
-vllm.v1.structured_output.backend_types: StructuredOutputOptions
-vllm.v1.structured_output.backend_xgrammar: XgrammarGrammar
+vllm.v1.structured_output.backend_guidance: GuidanceBackend GuidanceGrammar
+vllm.v1.structured_output.backend_types: StructuredOutputBackend StructuredOutputGrammar
+vllm.v1.structured_output.backend_types: StructuredOutputKey StructuredOutputOptions
+vllm.v1.structured_output.backend_xgrammar: XgrammarBackend XgrammarGrammar
 vllm.v1.worker.gpu.async_utils: AsyncOutput
 vllm.v1.worker.gpu.model_runner: GPUModelRunner
 """
@@ -55,8 +55,8 @@ FIELDS = {
     SamplingParams: "stop_token_ids structured_outputs logprobs",
     SchedulerOutput: "has_structured_output_requests pending_structured_output_tokens "
     "num_scheduled_tokens scheduled_spec_decode_tokens",
-    StructuredOutputManager: "executor tokenizer vllm_config",
-    StructuredOutputsParams: "_backend",
+    StructuredOutputManager: "backend executor tokenizer vllm_config",
+    StructuredOutputsParams: "_backend _backend_was_auto",
     XgrammarGrammar: "matcher",
 }
 PROPERTIES = {
