@@ -48,6 +48,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
     parser.add_argument("--report", type=Path, required=True, help="folder for JSON and loss curve")
+    parser.add_argument("--base", type=Path, help="trained base: only its adapter is trained")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--minutes",
@@ -126,11 +127,17 @@ def cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
     return (losses * batch.weights.flatten()).sum() / batch.scale
 
 
+def mixed_precision(batch: Batch) -> torch.autocast:
+    """Return the context of a forward: bfloat16 on a GPU, which many CPUs lack."""
+    kind = batch.inputs.device.type
+    return torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda")
+
+
 def base_loss(weights: Weights, shape: Shape, run: Callable[..., Tensor]) -> Loss:
     """Return LLaDA's SFT loss for the base weights."""
 
     def loss(batch: Batch) -> Tensor:
-        with torch.autocast(batch.inputs.device.type, torch.bfloat16):
+        with mixed_precision(batch):
             logits = run(weights, shape, batch.inputs, batch.blocks)
         return cross_entropy(logits, batch)
 
@@ -143,7 +150,7 @@ def d2f_loss(
     """Return D2F's loss: cross entropy to the data plus KL to the base under full attention."""
 
     def loss(batch: Batch) -> Tensor:
-        with torch.autocast(batch.inputs.device.type, torch.bfloat16):
+        with mixed_precision(batch):
             padding = batch.blocks == PADDING_BLOCK
             with torch.no_grad():
                 wanted = run(weights, shape, batch.inputs, padding.long())
@@ -171,6 +178,8 @@ def evaluate(
     merged = {n: t.to(device) for n, t in load_weights(out, out / "d2f").items()}
     for suffix, problems in (("", free), ("_json", [ask_in_json(p) for p in free])):
         for name, (loop, block, adapted) in LOOPS.items():
+            if args.base is not None and not adapted:
+                continue  # what was said of the base stays true
             weights = merged if adapted else base
             tried = {name + suffix: weights}
             if name in ("block_diffusion", "d2f"):  # bfloat16 throughout, as in an engine
@@ -202,9 +211,13 @@ def train(
     shape = Shape()
     run = forward if args.no_compile else torch.compile(forward, dynamic=False)
 
-    base = trainable(initial_weights(shape, cpu_rng), device)
-    loss = base_loss(base, shape, run)
-    curves = {"base": run_phase("base", list(base.values()), loss, data, args, rng)}
+    curves = {}
+    if args.base is None:
+        base = trainable(initial_weights(shape, cpu_rng), device)
+        loss = base_loss(base, shape, run)
+        curves["base"] = run_phase("base", list(base.values()), loss, data, args, rng)
+    else:
+        base = {n: t.to(device) for n, t in load_weights(args.base).items()}
     save_base(args.out, base, shape, tokenizer)
 
     frozen = {n: t.to(device) for n, t in load_weights(args.out).items()}
@@ -228,7 +241,7 @@ def main() -> None:
     print(f"{len(data)} training rows after {ready:.0f} s", flush=True)
     curves = train(args, tokenizer, data, device)
     scores = evaluate(args.out, tokenizer, args, device)
-    settings = {n: v for n, v in vars(args).items() if n not in ("out", "report")}
+    settings = {n: v for n, v in vars(args).items() if n not in ("out", "report", "base")}
     summary = settings | {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),
         "torch": torch.__version__,
