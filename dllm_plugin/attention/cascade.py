@@ -1,11 +1,12 @@
-"""Plan cascade attention of captured canvases: the context is the prefix, the canvas the suffix.
+"""Plan cascade attention of canvases: the context is the prefix, the canvas the suffix.
 
-Without a cascade, every block of a canvas is a sequence that reads the whole context. Where every
-query head has keys of its own, several blocks are open and enough requests run, these reads take
-most of the time (benchmarks/reports/attention.md). With a cascade, one call of FlashAttention 3
-attends from the whole canvas to the context, one sequence per request. A second call attends from
-each block to the keys that this forward computed, one sequence per block. Both results are merged
-by their log-sum-exp (:mod:`dllm_plugin.attention.flash`).
+Without a cascade, every block of a canvas is a sequence that reads the whole context, as are run
+and window of a canvas that floats. Where every query head has keys of its own, several blocks are
+open and enough requests run, these reads take most of the time (benchmarks/reports/attention.md).
+With a cascade, one call of FlashAttention 3 attends from the whole canvas to the context, one
+sequence per request. A second call attends from each block to the keys that this forward computed,
+one sequence per block. Both results are merged by their log-sum-exp
+(:mod:`dllm_plugin.attention.flash`).
 
 R requests, B sequences, T tokens, C canvas positions.
 """
@@ -43,7 +44,8 @@ class CanvasSuffix(ModelSpecificAttnMetadata):
     """Describe the sequences of the suffix, for the backend's metadata builder.
 
     start_loc int32 ``[B + 1]``, first query of each block; keys int32 ``[B]``, how many positions
-    of its canvas a block sees; request int32 ``[B, 1]``; length, positions of a canvas.
+    of its canvas a block sees; request int32 ``[B, 1]``; length, positions that each canvas
+    computes.
     """
 
     def __init__(self, start_loc: Tensor, keys: Tensor, request: Tensor, length: int) -> None:
@@ -55,8 +57,11 @@ class CanvasSuffix(ModelSpecificAttnMetadata):
         return {"canvas_suffix": self}
 
 
-def cascade_min_requests(vllm_config: VllmConfig, flash_version: int | None) -> int | None:
-    """Return from how many requests on captured steps are faster with a cascade; None: never.
+def cascade_from(vllm_config: VllmConfig, flash_version: int | None) -> dict[int, int]:
+    """Return from how many requests on steps are faster with a cascade, by positions of each.
+
+    Of blocks those that compute whole canvases in full graphs, of floating canvases those in which
+    each computes as many positions. Empty: none is.
 
     It needs FlashAttention 3 and unquantised keys, and is left out where results may not depend on
     how many requests run (VLLM_BATCH_INVARIANT). It is left out too where blocks commit in forwards
@@ -66,53 +71,95 @@ def cascade_min_requests(vllm_config: VllmConfig, flash_version: int | None) -> 
     chosen = vllm_config.attention_config.backend == FLASH_ATTN and flash_version == 3
     quantised = is_quantized_kv_cache(vllm_config.cache_config.cache_dtype)
     if not chosen or quantised or envs.VLLM_BATCH_INVARIANT:
-        return None
+        return {}
     model, config = vllm_config.model_config, get_decode_config(vllm_config)
     parallel = vllm_config.parallel_config
     heads, kv_heads = model.get_num_attention_heads(parallel), model.get_num_kv_heads(parallel)
-    blocks = config.canvas_length // config.block_length
-    reads_saved = blocks - 1 - config.canvas_length / POSITIONS_PER_READ
-    unsupported = config.dedicated_commit or config.method.floats or config.method.full_attention
+    unsupported = config.dedicated_commit or config.method.full_attention
     unsupported |= model.get_sliding_window() is not None
-    if unsupported or reads_saved <= 0 or heads > MAX_HEADS_PER_KV_HEAD * kv_heads:
-        return None
-    fewest = math.ceil(LAUNCH_COST / (reads_saved * kv_heads * model.get_head_size()))
-    return fewest if fewest <= vllm_config.scheduler_config.max_num_seqs else None
+    unsupported |= config.kv_cache_layout == "distinct"
+    if unsupported or heads > MAX_HEADS_PER_KV_HEAD * kv_heads:
+        return {}
+    blocks = {config.canvas_length: config.canvas_length // config.block_length}
+    if config.method.floats:
+        # Run and window; a window of several parts only saves more.
+        blocks = dict.fromkeys(range(2, config.canvas_length + 1), 2)
+    numbers, most = kv_heads * model.get_head_size(), vllm_config.scheduler_config.max_num_seqs
+    found = {}
+    for length, sequences in blocks.items():
+        reads_saved = sequences - 1 - length / POSITIONS_PER_READ
+        if reads_saved > 0 and math.ceil(LAUNCH_COST / (reads_saved * numbers)) <= most:
+            found[length] = math.ceil(LAUNCH_COST / (reads_saved * numbers))
+    return found
 
 
 class CascadeBuffers:
     """Build the metadata of a cascade; own the tensors that captured CUDA graphs read for it."""
 
-    def __init__(self, requests: int, sequences: int, length: int, device: torch.device) -> None:
-        """Allocate for canvases of `length` positions and so many `sequences` each."""
-        self.sequences_per_request, self.length = sequences, length
+    def __init__(self, requests: int, sequences: int, device: torch.device) -> None:
+        """Allocate for canvases of so many `sequences` each."""
+        self.sequences_per_request = sequences
+        self.named: tuple[str, ...] | None = None
         self.keys = torch.zeros(requests * sequences, dtype=torch.int32, device=device)
         self.context = torch.zeros(requests, dtype=torch.int32, device=device)
         self.request = self.keys.new_zeros(len(self.keys), 1)
 
     def lay_out(self, stops: np.ndarray) -> None:
         """Take the canvas positions ``[R, sequences per request]`` where the sequences end."""
-        # All of it, since vLLM's sleep mode may have taken the buffers.
-        every = torch.arange(len(self.context), dtype=torch.int32, device=self.request.device)
-        self.request.view(-1, self.sequences_per_request).copy_(every[:, None])
+        self._number_requests()
         async_tensor_h2d(stops.ravel().astype(np.int32), out=self.keys[: stops.size])
         self.keys[stops.size :] = 0
         self.context[len(stops) :] = 0
 
+    def _number_requests(self) -> None:
+        """Write whose sequences they are: all of them, since sleep mode may have taken the buffer.
+
+        vLLM's sleep mode does so while no request is left, so names of requests tell.
+        """
+        every = torch.arange(len(self.context), dtype=torch.int32, device=self.request.device)
+        self.request.view(-1, self.sequences_per_request).copy_(every[:, None])
+
+    def take_floating(self, batch: "InputBatch", length: int, seq_lens: Tensor) -> None:
+        """Take how many keys, context included, run, parts of the window and rest see.
+
+        Args:
+            length: positions that each canvas computes.
+            seq_lens: int32 ``[B]``; of padding nothing is seen.
+        """
+        names = tuple(batch.req_ids)
+        if names != self.named:
+            self._number_requests()
+            self.named = names
+        canvases, slots = batch.num_reqs, self.sequences_per_request
+        padded = len(seq_lens) // slots
+        self.context[canvases:padded].zero_()
+        torch.sub(batch.seq_lens[:canvases], length, out=self.context[:canvases])
+        keys_RS = self.keys[: len(seq_lens)].view(padded, slots)
+        torch.sub(seq_lens.view(padded, slots), self.context[:padded, None], out=keys_RS)
+
     def build(
-        self, batch: "InputBatch", start_loc: Tensor, max_seq_len: int, groups: KVGroups
+        self,
+        batch: "InputBatch",
+        length: int,
+        start_loc: Tensor,
+        max_seq_len: int,
+        groups: KVGroups,
     ) -> dict[str, Any]:
-        """Build the metadata of one captured step, whose suffix sequences begin at `start_loc`."""
-        canvases, padded = batch.num_reqs, batch.num_reqs_after_padding
-        torch.sub(batch.seq_lens[:canvases], self.length, out=self.context[:canvases])
-        count = padded * self.sequences_per_request
-        suffix = CanvasSuffix(start_loc, self.keys[:count], self.request[:count], self.length)
+        """Build the metadata of a step of `length` positions each.
+
+        Args:
+            start_loc: int32 ``[B + 1]`` where the sequences of the suffix begin, padding included.
+        """
+        count = len(start_loc) - 1
+        canvases, padded = batch.num_reqs, count // self.sequences_per_request
+        torch.sub(batch.seq_lens[:canvases], length, out=self.context[:canvases])
+        suffix = CanvasSuffix(start_loc, self.keys[:count], self.request[:count], length)
         return build_attn_metadata(
             num_reqs=padded,
-            num_tokens=batch.num_tokens_after_padding,
+            num_tokens=padded * length,
             query_start_loc_gpu=batch.query_start_loc[: padded + 1],
             query_start_loc_cpu=torch.from_numpy(batch.query_start_loc_np[: padded + 1]),
-            max_query_len=self.length,
+            max_query_len=length,
             seq_lens=self.context[:padded],
             max_seq_len=max_seq_len,
             positions=batch.positions,

@@ -2,7 +2,7 @@
 
 Every query segment becomes one sequence of ordinary variable-length attention without a causal
 mask: its own ``query_start_loc``, ``seq_lens`` = the keys it sees, and its request's row of the
-block table. Two kinds of steps deviate from that. Captured steps may use cascade attention, which
+block table. Two kinds of steps deviate from that. Some steps use cascade attention, which
 reads each context once for all sequences of a canvas (:mod:`dllm_plugin.attention.cascade`). And
 under the `distinct` KV layout a request stays one sequence, while the segments say what each of its
 tokens sees (:mod:`dllm_plugin.attention.spans`).
@@ -22,7 +22,7 @@ Learned from experience:
 Shape letters: R requests, B sequences.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -94,11 +94,13 @@ class AttentionSequences:
         states: CanvasStates,
         max_num_reqs: int,
         max_num_tokens: int,
-        cascade_min_requests: int | None = None,
+        cascade_from: Mapping[int, int] | None = None,
     ) -> None:
         """Allocate buffers.
 
-        Captured steps of at least `cascade_min_requests` use cascade attention; None: none does.
+        Args:
+            cascade_from: from how many requests on steps use cascade attention, by the positions
+                that each request computes; empty: none does.
         """
         self.states = states
         self.spans: SpanBuffers | None = None
@@ -111,10 +113,9 @@ class AttentionSequences:
         self.query_start_loc = torch.zeros(captured + 1, dtype=torch.int32, device=states.device)
         self.seq_lens = torch.zeros(captured, dtype=torch.int32, device=states.device)
         self.cascade: CascadeBuffers | None = None
-        self.cascade_min_requests = cascade_min_requests
-        if cascade_min_requests is not None:
-            sizes = (max_num_reqs, self.sequences_per_request, self.canvas_length)
-            self.cascade = CascadeBuffers(*sizes, states.device)
+        self.cascade_from = cascade_from or {}
+        if cascade_from:
+            self.cascade = CascadeBuffers(max_num_reqs, self.sequences_per_request, states.device)
         self.block_tables: list[Tensor] = []
         # How many positions captured steps compute for each request.
         block = states.config.block_length
@@ -141,9 +142,9 @@ class AttentionSequences:
         """Build the metadata of one step for vLLM's attention backends."""
         # Capture announces itself by `for_capture` alone; its mode argument is NONE.
         is_full = for_capture or cudagraph_mode == CUDAGraphMode.FULL
-        whole = batch.num_tokens == batch.num_reqs * self.canvas_length
-        fewest = self.cascade_min_requests if is_full and whole else None
-        use_cascade = fewest is not None and batch.num_reqs_after_padding >= fewest
+        length = self._uniform_length(batch, is_full)
+        requests = batch.num_reqs_after_padding if is_full else batch.num_reqs
+        use_cascade = length in self.cascade_from and requests >= self.cascade_from[length]
         # One row of the block table per request is enough for spans and for a cascade.
         tables = () if self.spans is not None or use_cascade else block_tables
         sequences = self.captured(batch, tables) if is_full else self.eager(batch, tables)
@@ -158,7 +159,9 @@ class AttentionSequences:
             segments = (sequences.query_start_loc, sequences.seq_lens)
             return self.spans.build(batch, is_full, segments, limit, groups)
         if self.cascade is not None and use_cascade:
-            return self.cascade.build(batch, sequences.query_start_loc, limit, groups)
+            if self.states.floating is not None:
+                self.cascade.take_floating(batch, length, sequences.seq_lens)
+            return self.cascade.build(batch, length, sequences.query_start_loc, limit, groups)
         return build_attn_metadata(
             num_reqs=count,
             num_tokens=batch.num_tokens_after_padding if is_full else num_tokens,
@@ -172,6 +175,19 @@ class AttentionSequences:
             causal=False,
             **groups._replace(block_tables=sequences.block_tables)._asdict(),
         )
+
+    def _uniform_length(self, batch: "InputBatch", is_full: bool) -> int:
+        """Return how many positions each canvas computes in a step that may have a cascade, else 0.
+
+        Blocks have one in full graphs. Floating canvases have one in any step without prompts in
+        which all of them have one width: where they are many, such steps are too large for graphs.
+        """
+        if not self.cascade_from or not (is_full or self.states.floating is not None):
+            return 0
+        length, rest = divmod(batch.num_tokens, batch.num_reqs)
+        spans = np.diff(batch.query_start_loc_np[: batch.num_reqs + 1])
+        alike = is_full or count_canvases(batch) == batch.num_reqs and (spans == length).all()
+        return length if alike and not rest else 0
 
     def eager(self, batch: "InputBatch", block_tables: tuple[Tensor, ...]) -> SequenceTensors:
         """List the sequences of any batch on the host and copy them to the device."""

@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
 from dllm_plugin.attention.backends import flash_version
-from dllm_plugin.attention.cascade import cascade_min_requests
+from dllm_plugin.attention.cascade import cascade_from
 from dllm_plugin.attention.pages import clear_pages
 from dllm_plugin.attention.sequences import AttentionSequences
 from dllm_plugin.config.decode import get_decode_config
@@ -53,7 +53,7 @@ class DiffusionModelState(ModelState):
         """Take vLLM's sampler's state and put ours in its place."""
         draft_tokens = sampler.req_states.draft_tokens
         self.states = CanvasStates(self.config, self.model_config, draft_tokens)
-        fewest = cascade_min_requests(self.vllm_config, flash_version(self.vllm_config))
+        fewest = cascade_from(self.vllm_config, flash_version(self.vllm_config))
         limits = (self.max_num_reqs, self.max_num_tokens)
         self.sequences = AttentionSequences(self.states, *limits, fewest)
         canvas_length = self.states.canvas_NC.shape[1]

@@ -85,9 +85,16 @@ def check_costs(engine):
 
 
 @hopper
+@pytest.mark.parametrize("cascade", [False, True])
 @pytest.mark.parametrize("name", ["llada-d2f", "dream-d2f", "sdar"])
-def test_flash_equals_eager_steps(name, monkeypatch):
+def test_flash_equals_eager_steps(name, cascade, monkeypatch):
+    """Both with a cascade from two requests on, or both without."""
+    monkeypatch.setattr("dllm_plugin.attention.cascade.MAX_HEADS_PER_KV_HEAD", 9 * cascade)
+    monkeypatch.setattr("dllm_plugin.attention.cascade.LAUNCH_COST", 60)
     engine = start(name, FULL, "FLASH_ATTN")
+    core = engine.llm_engine.engine_core.engine_core
+    runner = core.model_executor.driver_worker.worker.model_runner
+    assert bool(runner.model_state.sequences.cascade_from) == cascade
     captured, replayed = noted(engine, monkeypatch)
     widths = sorted({width for _, width in captured})
     found = answers(engine, widths)

@@ -18,7 +18,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from dllm_plugin.attention import backends as choice
 from dllm_plugin.attention import registry
-from dllm_plugin.attention.cascade import CascadeBuffers, cascade_min_requests
+from dllm_plugin.attention.cascade import CascadeBuffers, cascade_from
 from dllm_plugin.attention.flash import (
     SPLIT_TOKENS,
     SegmentFlashBackend,
@@ -217,7 +217,7 @@ def test_prefix_and_suffix_are_what_sequences_see(count: int, engine_config: Vll
     tables, slots = (torch.arange(16, dtype=torch.int32).view(4, 4),), torch.zeros(1, 48).long()
     step = (batch, CUDAGraphMode.FULL, tables, slots, [[group]], cache, False)
     plain = AttentionSequences(loop.states, 4, 64).build(*step)["x"]
-    both = AttentionSequences(loop.states, 4, 64, cascade_min_requests=4)
+    both = AttentionSequences(loop.states, 4, 64, cascade_from={12: 4})
     batch.num_reqs_after_padding = 3
     few = both.build(*step)["x"] if count < 4 else None
     # Steps of one block each have no cascade, whatever their number.
@@ -252,7 +252,7 @@ def test_where_a_cascade_is_taken(
     attention, options, text = engine_config.attention_config, given["dllm"], model.hf_text_config
 
     def taken(version: int | None = 3) -> bool:
-        return cascade_min_requests(engine_config, version) is not None
+        return bool(cascade_from(engine_config, version))
 
     def in_blocks(block: int, canvas: int) -> dict[str, Any]:
         defaults = options["defaults"] | {"block_length": block}
@@ -296,14 +296,15 @@ def test_where_a_cascade_is_taken(
     model.model_arch_config.head_size = text.head_dim
     for block, blocks, fewest in ((16, 2, 9), (32, 2, 27), (32, 4, 4), (32, 8, 2), (64, 2, None)):
         given["dllm"] = in_blocks(block, block * blocks)
-        assert cascade_min_requests(engine_config, 3) == fewest
+        found = cascade_from(engine_config, 3)
+        assert found == ({} if fewest is None else {block * blocks: fewest})
     engine_config.scheduler_config.max_num_seqs = 1
     given["dllm"] = in_blocks(32, 256)
-    assert cascade_min_requests(engine_config, 3) is None
+    assert not cascade_from(engine_config, 3)
 
 
 def test_buffers_that_sleep_took_are_laid_out_again() -> None:
-    buffers = CascadeBuffers(3, 2, 8, torch.device("cpu"))
+    buffers = CascadeBuffers(3, 2, torch.device("cpu"))
     stops = np.array([[4, 8], [8, 8]])
     for left_behind in (0, 77):
         for buffer in (buffers.request, buffers.keys, buffers.context):
