@@ -138,7 +138,8 @@ def page(rows: Sequence[Row], record: dict[str, Any], command: str) -> str:
     return (
         "# Refreshes that cost less, on the bundled model\n\n"
         f"`{command}`: {record['problems']} problems from seed {record['first_seed']} on, none of "
-        f"which it was trained on; greedy, threshold 0.9, blocks of {BLOCK}, canvases of {CANVAS}; "
-        f"{record['hardware']}, {software}.\n\n"
+        f"which it was trained on; greedy, `{DUAL_CACHE}` with threshold 0.9 and "
+        f"`{SEMI_AUTOREGRESSIVE}` with one token per step, blocks of {BLOCK}, "
+        f"canvases of {CANVAS}; {record['hardware']}, {software}.\n\n"
         f"{table(rows)}\n\n{READING}\n\n```json\n{json.dumps(record)}\n```\n"
     )
