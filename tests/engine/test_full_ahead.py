@@ -4,7 +4,16 @@ from typing import Any
 
 import pytest
 import torch
-from engines import EngineRoom, at_most, free_pages, generate, num_preemptions, scheduler, token_ids
+from engines import (
+    EngineRoom,
+    a_prompt,
+    at_most,
+    free_pages,
+    generate,
+    num_preemptions,
+    scheduler,
+    token_ids,
+)
 from full_goldens import CANVAS
 from full_jobs import DECODERS, TOO_CLOSE, Decoder, FullJob, check, random_jobs, run
 from full_jobs import start as start_jobs
@@ -72,6 +81,34 @@ def test_no_forward_is_void_where_it_would_leave_its_pages(
     for job, output in zip(jobs, run(llm, jobs), strict=True):
         if (text := job.decode(decoder)).margin > TOO_CLOSE:
             check(job, text, output)
+    assert void(llm) == before
+
+
+@pytest.mark.parametrize("decoder", CACHED[:2], ids="-".join)  # LLaDA's schedule is even
+def test_only_refreshes_wait_for_a_result(decoder: Decoder, room: EngineRoom) -> None:
+    """On a schedule all other forwards are launched before the result of the one before is known.
+
+    A refresh for nothing would not be void: it writes over the keys that its block still trusts.
+    """
+    llm, steps = start_jobs(room, decoder, **AHEAD), 4
+    core, launched = scheduler(llm), list[tuple[int, bool]]()
+    in_flight, launch = core.in_flight, core.in_flight.launch
+
+    def noted(starts: dict[str, int]) -> None:
+        for request_id, start in starts.items():
+            launched.append((start, in_flight.count(request_id, start) > 0))
+        launch(starts)
+
+    numbers = {"policy": "low_confidence", "steps": steps, "block_length": 16}
+    job, before = FullJob(a_prompt(24, 1), CANVAS, numbers), void(llm)
+    in_flight.launch = noted
+    try:
+        check(job, job.decode(decoder), run(llm, [job])[0])
+    finally:
+        in_flight.launch = launch
+    of_block = [False] + [True] * (steps - 1)
+    blocks = range(24, 24 + CANVAS, 16)
+    assert launched == [(start, ahead) for start in blocks for ahead in of_block]
     assert void(llm) == before
 
 
