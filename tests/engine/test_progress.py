@@ -16,6 +16,8 @@ from engines import (
     token_ids,
 )
 from full_jobs import FullJob, run, start
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 
 DECODERS = [("llada", "dual_cache"), ("dream", "prefix_cache"), ("llada", "semi_autoregressive")]
 each_decoder = pytest.mark.parametrize("decoder", DECODERS, ids="-".join, scope="module")
@@ -98,6 +100,55 @@ def test_a_guided_request_among_urgent_ones(room: EngineRoom) -> None:
     engine.abort_request([f"urgent {i}" for i in range(came)])
     engine.step()
     assert free_pages(llm) == pages
+
+
+@pytest.mark.parametrize("decoder", [DECODERS[0], ("sdar", "block_diffusion")], ids="-".join)
+def test_who_may_not_enter_holds_up_those_behind(
+    decoder: tuple[str, str], room: EngineRoom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the end of the step, in a loop like that of vLLM 0.33 too, which skips who is refused.
+
+    They would overtake it for ever, and each of ten thousand would be asked in every step.
+    """
+    family, strategy = decoder
+    dllm = {"strategy": strategy} | ({"canvas_length": 48} if family == "llada" else {})
+    llm = room.start(family, dllm, max_model_len=160, max_num_batched_tokens=160, max_num_seqs=4)
+    engine, core, pages = llm.llm_engine, scheduler(llm), free_pages(llm)
+    prompts = [a_prompt(length, 1) for length in (70, 90, 2, 2)]
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, params(40))
+    most, asked, budget = core.max_num_active_reqs, list[str](), core.max_num_scheduled_tokens
+
+    def skip_refused(core: Any, throttle_prefills: bool = False) -> SchedulerOutput:
+        left = budget
+        for request in core.waiting:
+            if len(core.running) >= core.max_num_active_reqs:
+                break
+            asked.append(request.request_id.partition("-")[0])
+            # Room for less than a block of the second prompt is none.
+            wanted = min(request.num_tokens, left)
+            left -= core._reserve_prefill_lookahead(request, 0, wanted)
+            left = min(left, 2)
+        return SchedulerOutput.make_empty()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Scheduler, "schedule", skip_refused)
+        for _ in range(3):
+            asked.clear()
+            core.schedule()
+            assert asked == ["0", "1"], "and nobody behind the first who is refused"
+            assert core.max_num_active_reqs == most > 0, "the next step asks again"
+    plain, entered = core.schedule, list[str]()
+
+    def noted(*args: Any) -> SchedulerOutput:
+        output = plain(*args)
+        entered.extend(r.req_id.partition("-")[0] for r in output.scheduled_new_reqs)
+        return output
+
+    monkeypatch.setattr(core, "schedule", noted)
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert entered == ["0", "1", "2", "3"] and free_pages(llm) == pages
 
 
 LONG, SLOTS = 10_000, 64
