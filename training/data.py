@@ -22,6 +22,14 @@ BLOCK_SIZES = (8, 16, 32, 32, 64)
 EOS_PADDING_WEIGHT = 0.1  # EOS after the first one: must be learned but not dominate the loss
 LATER_BLOCK_WEIGHT = 0.3  # blocks after the one that is being decoded
 SMALLEST_RATIO = 0.03  # the loss divides by the mask ratio
+SYSTEM_EVERY = 12  # rows; without such rows any system prompt is answered by nothing
+SYSTEM_PROMPTS = (
+    "You are a helpful assistant.",
+    "Answer briefly.",
+    "Be brief.",
+    "Act as an expert.",
+    "You solve word problems.",
+)
 
 
 @dataclass(frozen=True)
@@ -85,6 +93,12 @@ def forms(problems: Iterable[Problem]) -> Iterator[tuple[Problem, int]]:
             yield replace(asked, question=p.question), 1
 
 
+def system_prompt(row: int) -> str | None:
+    """Return the system prompt of a row; most have none."""
+    which, rest = divmod(row, SYSTEM_EVERY)
+    return None if rest else SYSTEM_PROMPTS[which % len(SYSTEM_PROMPTS)]
+
+
 def make_dataset(
     problems: Iterable[tuple[Problem, int]], tokenizer: Tokenizer, device: torch.device
 ) -> Dataset:
@@ -95,7 +109,8 @@ def make_dataset(
     num_problems = 0
     source = iter(problems)
     while chunk := list(islice(source, 20_000)):
-        for encoded in tokenizer.encode_batch_fast([chat_prompt(p.question) for p, _ in chunk]):
+        asked = [chat_prompt(p.question, system_prompt(i)) for i, (p, _) in enumerate(chunk)]
+        for encoded in tokenizer.encode_batch_fast(asked):
             prompts.append(torch.tensor(encoded.ids, dtype=torch.int16))
         for encoded in tokenizer.encode_batch_fast([p.answer + EOS for p, _ in chunk]):
             responses.append(torch.tensor(encoded.ids, dtype=torch.int16))

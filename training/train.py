@@ -51,12 +51,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--base", type=Path, help="trained base: only its adapter is trained")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--minutes",
-        type=float,
+        "--steps",
+        type=int,
         nargs=2,
-        default=(7.2, 2.0),
-        metavar="M",
-        help="time budget of the base phase and of the adapter phase",
+        default=(25_000, 5_000),
+        metavar="N",
+        help="optimiser steps of the base phase and of the adapter phase",
     )
     parser.add_argument("--problems", type=int, default=500_000)
     parser.add_argument("--eval-problems", type=int, default=500)
@@ -79,7 +79,7 @@ def run_phase(
 ) -> Curve:
     """Train one phase with AdamW and linear decay; return (step, mean loss) points."""
     which = PHASES.index(name)
-    minutes, rate = args.minutes[which], args.rate[which]
+    steps, rate = args.steps[which], args.rate[which]
     matrices = [p for p in params if p.ndim > 1]
     groups = [
         {"params": matrices, "weight_decay": 0.02 if name == "base" else 0.0},
@@ -89,12 +89,11 @@ def run_phase(
     optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.98), fused=cuda)
     curve: Curve = []
     recent = torch.zeros((), device=params[0].device)
-    begin = warm = time.monotonic()  # warm: when the first 100 steps, which compile, are done
-    bar = tqdm(total=round(60 * minutes), desc=name, unit="s", mininterval=10)
-    step = 0
-    while (passed := (time.monotonic() - begin) / (60 * minutes)) < 1:
+    begin = time.monotonic()
+    bar = tqdm(range(steps), desc=name, mininterval=10)
+    for step in bar:
         for group in optimizer.param_groups:
-            group["lr"] = rate * min(1.0, (step + 1) / 200) * (1 - passed)
+            group["lr"] = rate * min(1.0, (step + 1) / 200) * (1 - step / steps)
         long = step % LONG_EVERY == LONG_EVERY - 1
         rows = max(8, args.rows * LENGTHS[0] // LENGTHS[1] // 8 * 8) if long else args.rows
         picks = torch.randint(len(data), (rows,), generator=rng, device=rng.device)
@@ -105,17 +104,11 @@ def run_phase(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         recent += loss.detach()
-        step += 1
-        if step % 50 == 0:
-            curve.append((step, recent.item() / 50))
+        if step % 50 == 49:
+            curve.append((step + 1, recent.item() / 50))
             recent.zero_()
-            bar.set_postfix(step=step, loss=f"{curve[-1][1]:.4f}", refresh=False)
-            bar.update(round(time.monotonic() - begin) - bar.n)
-        if step == 100:
-            warm = time.monotonic()
-    bar.close()
-    took = time.monotonic() - begin
-    print(f"{name}: {step} steps in {took:.0f} s, first 100 in {warm - begin:.0f} s", flush=True)
+            bar.set_postfix(loss=f"{curve[-1][1]:.4f}", refresh=False)
+    print(f"{name}: {steps} steps in {time.monotonic() - begin:.0f} s", flush=True)
     return curve
 
 
@@ -249,7 +242,7 @@ def main() -> None:
         "training_rows": len(data),
         "distinct_problems": data.num_problems,
         "parameters": sum(t.numel() for t in load_weights(args.out).values()),
-        "steps": {name: curve[-1][0] if curve else 0 for name, curve in curves.items()},
+        "steps": {name: args.steps[PHASES.index(name)] for name in curves},
         "seconds": round(time.monotonic() - started),
         "scores": scores,
     }

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer
+from transformers import AutoTokenizer
 
 from dllm_plugin import default_model
 from dllm_plugin.commands.problems.generator import ask_in_json, problem, train_seeds
-from training.data import forms, make_batch, make_dataset
+from training.data import SYSTEM_EVERY, SYSTEM_PROMPTS, forms, make_batch, make_dataset
 from training.report import score_table, shortfalls
 from training.tokenizer import SPECIAL_TOKENS, build_tokenizer
+from training.train import LENGTHS
 
 SAMPLE = [problem(seed) for seed in train_seeds(20_000)]  # as many as training takes
 
@@ -49,6 +51,21 @@ def test_what_is_given_is_never_masked(tokenizer: Tokenizer) -> None:
         hidden = (batch.inputs == data.mask).gather(1, first)[:, 0]
         assert not hidden[data.given_N == 1].any() and hidden[data.given_N == 0].any()
         assert torch.equal(batch.inputs == data.mask, batch.weights > 0)
+
+
+def test_some_rows_have_a_system_prompt(tokenizer: Tokenizer) -> None:
+    """As the chat template writes it; the longest row fits the shorter of both lengths."""
+    rows = list(islice(forms(SAMPLE), 600))
+    data = make_dataset(rows, tokenizer, torch.device("cpu"))
+    template = AutoTokenizer.from_pretrained(default_model.path())
+    for row, system in ((0, SYSTEM_PROMPTS[0]), (SYSTEM_EVERY, SYSTEM_PROMPTS[1]), (1, None)):
+        messages = [{"role": "user", "content": rows[row][0].question}]
+        if system is not None:
+            messages.insert(0, {"role": "system", "content": system})
+        text = template.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        ids = data.prompts_NP[row, : data.prompt_lens_N[row]].tolist()
+        assert ids == tokenizer.encode(text).ids
+    assert (data.prompt_lens_N + data.response_lens_N).max() <= min(LENGTHS)
 
 
 def test_a_run_is_held_to_its_scores() -> None:

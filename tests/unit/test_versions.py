@@ -44,7 +44,7 @@ def test_training_does_without_vllm(without_vllm: dict[str, str]) -> None:
     """All that it imports, up to its options."""
     command = [sys.executable, "-S", "-m", "training.train", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, env=without_vllm)
-    assert done.returncode == 0 and "--minutes" in done.stdout, done.stderr
+    assert done.returncode == 0 and "--steps" in done.stdout, done.stderr
 
 
 def test_commands_say_that_vllm_is_missing(without_vllm: dict[str, str]) -> None:

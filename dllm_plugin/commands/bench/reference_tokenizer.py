@@ -14,6 +14,7 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
     return int(found)
 
 
-def chat_prompt(question: str) -> str:
-    """Apply the chat template to one user message."""
-    return f"{BOS}{HEAD}user{TAIL}\n\n{question.strip()}{EOT}{HEAD}assistant{TAIL}\n\n"
+def chat_prompt(question: str, system: str | None = None) -> str:
+    """Apply the chat template to one user message, behind a system prompt if there is one."""
+    before = "" if system is None else f"{HEAD}system{TAIL}\n\n{system}{EOT}"
+    return f"{BOS}{before}{HEAD}user{TAIL}\n\n{question.strip()}{EOT}{HEAD}assistant{TAIL}\n\n"
