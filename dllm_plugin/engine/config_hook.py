@@ -38,6 +38,7 @@ from dllm_plugin.config.scheduling import (
 )
 from dllm_plugin.config.step_times import KEY, path_for
 from dllm_plugin.config.structured_outputs import no_grammars
+from dllm_plugin.config.warm_up import warm_up_context
 from dllm_plugin.decoding.families import FAMILIES
 from dllm_plugin.engine import auto_dtype
 from dllm_plugin.engine.admission import request_rules
@@ -53,7 +54,6 @@ from dllm_plugin.models.checkpoints.weights import (
 
 logger = init_logger("vllm.dllm_plugin")
 
-WARMUP_SLACK = 8
 # vLLM's cache of compiled forwards knows the configuration, not our sources: raise this number when
 # a model is traced otherwise.
 TRACED = 1
@@ -209,7 +209,7 @@ def _choose_compilation(vllm_config: VllmConfig) -> None:
 
 def _fit_warmup(config: DecodeConfig, user: Options, max_model_len: int) -> DecodeConfig:
     """Leave room for vLLM's GPU warm-up, which runs a canvas behind a prompt just as long."""
-    fits = (max_model_len - WARMUP_SLACK) // 2
+    fits = (max_model_len - warm_up_context(0)) // 2
     if config.canvas_length <= fits:
         return config
     if config.whole_canvas and user.canvas_length is None and fits > 0:
@@ -218,7 +218,7 @@ def _fit_warmup(config: DecodeConfig, user: Options, max_model_len: int) -> Deco
     if user.canvas_length is not None or fits < config.block_length:
         raise ValueError(
             f"canvas_length {config.canvas_length} needs max_model_len "
-            f"{2 * config.canvas_length + WARMUP_SLACK} on a GPU, got {max_model_len}: lower "
+            f"{warm_up_context(config.canvas_length)} on a GPU, got {max_model_len}: lower "
             "canvas_length or block_length, or raise max_model_len."
         )
     blocks = min(config.max_active_blocks, fits)

@@ -53,7 +53,8 @@ def test_all_modes_and_baselines_on_dummy_weights(capsys: pytest.CaptureFixture[
     floor = {int(count): ms for count, ms in line["floor"]["products_ms"].items()}
 
     parts = ["gate, canvas 32", "floor", "engine start, canvas 32", "steps, canvas 32"]
-    parts += ["requests, canvas 32", "plain vLLM", "the model's own loop"]
+    parts += ["requests, canvas 32", "engine start, plain vLLM", "plain vLLM"]
+    parts += ["the model's own loop"]
     assert list(line["seconds"]) == parts
     # What was found is said before the next part begins.
     assert printed.index("share_of_floor") < printed.index("answered") < printed.index(parts[-2])
@@ -180,6 +181,7 @@ def test_a_watched_stream_over_http(capsys: pytest.CaptureFixture[str]) -> None:
 
 SLOW = pytest.mark.slow
 REFRESHES = ("--full-refresh-every", "2", "--refresh-before", "16", "--suffix-window", "16")
+CHEAPER = (64 + 48 + 96 + 32) + 4 * 3 * 16  # positions that these compute
 FULL = ["--canvas", "64", "--block-length", "16", "--rounds", "1", "--output-len", "64"]
 
 
@@ -188,11 +190,14 @@ FULL = ["--canvas", "64", "--block-length", "16", "--rounds", "1", "--output-len
     [
         # Four blocks of four forwards each behind a prompt of 32.
         pytest.param("dual_cache", (), 4 * (32 + 64 + 3 * 16), marks=SLOW),
-        pytest.param("dual_cache", REFRESHES, (64 + 48 + 96 + 32) + 4 * 3 * 16, marks=SLOW),
+        pytest.param("dual_cache", REFRESHES, CHEAPER, marks=SLOW),
+        pytest.param(
+            "dual_cache", ("--approximations", "2:16:16"), 4 * (32 + 64 + 3 * 16), marks=SLOW
+        ),
         pytest.param("prefix_cache", (), 4 * (32 + 64) + 3 * (64 + 48 + 32 + 16), marks=SLOW),
         pytest.param("semi_autoregressive", (), 16 * (32 + 64), marks=SLOW),
     ],
-    ids=["dual", "refreshes", "prefix", "semi"],
+    ids=["dual", "refreshes", "beside", "prefix", "semi"],
 )
 def test_full_attention(
     strategy: str, more: tuple[str, ...], computed: int, capsys: pytest.CaptureFixture[str]
@@ -209,7 +214,13 @@ def test_full_attention(
     assert step["floor_ms"] == pytest.approx(step["products_ms"] + step["kv_ms"])
     assert step["logits_mb"] == 2 * 16 * 512 * 2 / 1e6
     for row in line["served"]:
-        assert row["positions_per_token"] == computed / 64 and row["share_of_floor"] > 0
+        expected = CHEAPER if "approximation" in row else computed
+        assert row["positions_per_token"] == expected / 64 and row["share_of_floor"] > 0
+    kinds = ["2:16:16"] * ("--approximations" in more)
+    assert [row.get("approximation") for row in line["served"]] == [
+        kind for kind in [None, *kinds] for _ in ("throughput", "latency")
+    ]
+    assert line["gates"][0]["requests"] == 4 * (1 + len(kinds))
 
 
 def test_bundled_model_has_measured_acceptance(capsys: pytest.CaptureFixture[str]) -> None:

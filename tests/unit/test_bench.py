@@ -28,8 +28,9 @@ from dllm_plugin.commands.bench import (
 from dllm_plugin.commands.bench import throughput_latency as serving
 from dllm_plugin.commands.bench.gate import ranks_of
 from dllm_plugin.commands.bench.model_shapes import SHAPES, Sizes, autoregressive_config
-from dllm_plugin.commands.bench.options import Settings, settings_of
+from dllm_plugin.commands.bench.options import settings_of
 from dllm_plugin.commands.bench.request_loop import Answer, Arrival, Run, all_decode, steady_window
+from dllm_plugin.commands.bench.settings import Settings
 
 
 def settings(*arguments: str) -> Settings:
@@ -78,6 +79,20 @@ WATCHED = ["watched", "--shapes", "tiny", "--requests", "4", "--tokens-per-forwa
         ([*WATCHED, "--output-len", "48"], "at least four whole blocks of 16: use 64."),
         ([*WATCHED[:-1], "3"], "no whole number of steps for a block of 16: use 3.2."),
         (WATCHED[:-2], "--shapes needs --tokens-per-forward"),
+        (
+            ["latency", "--strategy", "dual_cache", "--approximations", "8:32"],
+            "--approximations 8:32 must be full_refresh_every:refresh_before:suffix_window",
+        ),
+        (
+            ["latency", "--strategy", "semi_autoregressive", "--approximations", "8::32"],
+            "can have a suffix_window alone",
+        ),
+        (["latency", "--strategy", "dual_cache", "--approximations", "::"], "as in 8:32:32"),
+        (["latency", "--approximations", "8::"], "are of full attention, not of --strategy d2f"),
+        (
+            ["latency", "--strategy", "dual_cache", "--approximations", "0::"],
+            "full_refresh_every",
+        ),
         (["latency", "--tokens-per-forward", "2"], "is measured on a checkpoint"),
         (["latency", "--input-len", "64"], "is what the prompts have on a checkpoint"),
         (["latency", "--model", "some/model", "--vs", "hf"], "--vs hf needs --shapes"),

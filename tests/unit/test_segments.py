@@ -9,6 +9,7 @@ from scripted import Hashed, Loop, sampling, visible
 from torch import Tensor
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
+from dllm_plugin.attention import sequences
 from dllm_plugin.attention.sequences import AttentionSequences, Sequences, batch_sequences
 from dllm_plugin.attention.spans import SpanBuffers
 from dllm_plugin.decoding.segments import canvas_segments, prefill_segments
@@ -149,6 +150,28 @@ def test_blocks_in_full_graphs_see_the_whole_canvas() -> None:
     assert len(seen) > 3
 
 
+def test_where_a_block_is_seen_to_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the same blocks go on, nothing of it is copied to the device again."""
+    loop = Loop({"strategy": "dual_cache", "block_length": 4, "canvas_length": 12})
+    attention = AttentionSequences(loop.states, 8, 96)
+    for prompt in (1, 2):
+        loop.start([1] * prompt, Hashed(prompt), sampling(12, None), f"request-{prompt}")
+    copies, copy = [], sequences.async_tensor_h2d
+    monkeypatch.setattr(
+        sequences, "async_tensor_h2d", lambda *a, **k: copies.append(a) or copy(*a, **k)
+    )
+    counts = []
+    for blocks in ([0, 0], [0, 0], [0, 1], [0, 1], [1, 1], [1, 1], [2, 2], [0, 0]):
+        batch = loop.batch(loop.running, [4, 4], [])
+        start = np.array([1, 2]) + 4 * np.array(blocks)
+        batch.num_computed_tokens_np, batch.seq_lens = start, torch.from_numpy(start + 4)
+        copies.clear()
+        captured = attention.captured(batch, ())
+        counts.append(len(copies))
+        assert captured.seq_lens.tolist() == [13, 14]
+    assert counts[1:] == [0, 1, 0, 1, 0, 1, 1]
+
+
 PADDING = 3
 
 
@@ -185,7 +208,9 @@ def spans_of(sequences: Sequences, batch: InputBatch) -> dict[str, Tensor]:
     return buffers.fill(*segments, query_start_loc, stop, batch.num_tokens + PADDING).tensors
 
 
-@pytest.mark.parametrize("strategy", ["d2f", "dual_cache"])
+@pytest.mark.parametrize(
+    "strategy", ["d2f", "block_diffusion", "dual_cache", "semi_autoregressive"]
+)
 def test_a_dummy_batch_stays_in_its_block_table(strategy: str) -> None:
     """An idle data-parallel rank computes what the busy one does, as one request: 4,096 tokens."""
     dllm = {"strategy": strategy, "block_length": 8, "canvas_length": 8}

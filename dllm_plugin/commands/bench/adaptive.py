@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 from dllm_plugin.commands.bench import engines, report
 from dllm_plugin.commands.bench.adaptive_options import LIKE, MODE
 from dllm_plugin.commands.bench.engines import Model, Prompts
-from dllm_plugin.commands.bench.options import Settings, settings_of
+from dllm_plugin.commands.bench.options import settings_of
 from dllm_plugin.commands.bench.request_loop import Ask, Run, serve
+from dllm_plugin.commands.bench.settings import Settings
 from dllm_plugin.commands.bench.throughput_latency import (
     context_needed,
     problem_prompts,

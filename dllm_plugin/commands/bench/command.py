@@ -21,9 +21,10 @@ from dllm_plugin.commands.bench import (
 )
 from dllm_plugin.commands.bench.engines import Model, Prompts
 from dllm_plugin.commands.bench.model_shapes import Sizes, autoregressive_config
-from dllm_plugin.commands.bench.options import Settings
 from dllm_plugin.commands.bench.request_loop import Answer
+from dllm_plugin.commands.bench.settings import Settings
 from dllm_plugin.commands.offline import stop_engine
+from dllm_plugin.config.warm_up import warm_up_context
 
 Result = TypeVar("Result")
 MOST_POSITIONS = 16384  # of a step whose floor is timed; larger ones take time in proportion
@@ -106,6 +107,7 @@ def _measure(
     if "ar" in settings.versus:
         compiled = result["engines"][-1]["compilation_mode"] != "NONE"
         llm = engines.start_autoregressive(settings, model, length, scratch, compiled)
+        progress.done("engine start, plain vLLM")
         result["ar"] = {"engine": engines.describe(llm)}
         if settings.measures_steps:
             ar_steps = result["ar"]["step"] = step.measure_autoregressive(llm, settings, prompts)
@@ -177,7 +179,7 @@ def _check(settings: Settings, model: Model) -> None:
 
 
 def _length(settings: Settings, model: Model) -> int:
-    lengths = [2 * canvas + 8 for canvas in settings.canvas]
+    lengths = [warm_up_context(canvas) for canvas in settings.canvas]
     lengths += [step.context_needed(settings)] if settings.measures_steps else []
     lengths += (
         [throughput_latency.context_needed(settings, model)] if settings.request_modes else []

@@ -13,8 +13,8 @@ from dllm_plugin.commands.bench.model_shapes import (
     autoregressive_config,
     write_config,
 )
-from dllm_plugin.commands.bench.options import Settings
 from dllm_plugin.commands.bench.request_loop import Ask
+from dllm_plugin.commands.bench.settings import Settings
 from dllm_plugin.commands.bench.worker_extension import EXTENSION, fill_weights
 from dllm_plugin.commands.offline import BUNDLED_MEMORY, check_folder, one_sentence, start_engine
 from dllm_plugin.models import ARCHITECTURES
@@ -101,11 +101,13 @@ def _common(settings: Settings, length: int, at_once: int) -> dict[str, Any]:
         "disable_log_stats": False,  # as in a server; each step then sends a message
         "worker_extension_cls": EXTENSION,
     }
-    if settings.gpu_memory_utilization is not None:
-        options["gpu_memory_utilization"] = settings.gpu_memory_utilization
     if on_cpu() or settings.shapes in (None, "tiny") and settings.model is None:
         options |= BUNDLED_MEMORY
-    return options
+    given = {
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "kv_cache_memory_bytes": settings.kv_cache_memory_bytes,
+    }
+    return options | {name: value for name, value in given.items() if value is not None}
 
 
 def start_ours(

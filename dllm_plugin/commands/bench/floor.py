@@ -21,6 +21,7 @@ from dllm_plugin.models.cublas import forgo_workspace
 
 COPY_BYTES = {"cuda": 2 << 30, "cpu": 1 << 26}
 SECONDS = 0.3  # of repetitions per measurement
+GROUPS = 10  # of calls, fewer where one call takes longer than its share of the time
 
 
 class StepSize(NamedTuple):
@@ -217,5 +218,7 @@ def _seconds(run: Callable[[], Any], device: torch.device) -> float:
         return start.elapsed_time(stop) / 1e3 / calls
 
     group(1)
-    calls = max(1, round(SECONDS / 10 / group(2)))
-    return statistics.median(group(calls) for _ in range(10))
+    one = group(2)
+    groups = min(GROUPS, max(3, round(SECONDS / one)))
+    calls = max(1, round(SECONDS / groups / one))
+    return statistics.median(group(calls) for _ in range(groups))

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dllm_plugin import default_model
 from dllm_plugin.commands.bench.engines import describe
-from dllm_plugin.commands.bench.options import Settings
-from dllm_plugin.commands.bench.request_loop import Ask, Run, serve
+from dllm_plugin.commands.bench.request_loop import Ask, Run, asking_for, serve
+from dllm_plugin.commands.bench.settings import Settings, refreshes_of
 from dllm_plugin.commands.offline import bundled_options, start_engine, stop_engine
+from dllm_plugin.config.warm_up import warm_up_context
 
 if TYPE_CHECKING:
     from dllm_plugin.commands.problems.generator import Problem
@@ -48,7 +49,12 @@ def check(settings: Settings, canvas: int, reference: Path | None = None) -> Ver
     expected, prompts = _decode_reference(settings, canvas, reference or Path(default_model.path()))
     runs, chosen = _decode_engine(settings, canvas, prompts, answer_length(settings, canvas))
     got = [answer.token_ids for run in runs for answer in run.answers]
-    wrong = [i for i, row in enumerate(got) if row != expected[i % PROBLEMS]]
+    per_variant = len(got) // len(settings.variants)  # several runs of each, perhaps
+    wrong = [
+        i
+        for i, row in enumerate(got)
+        if row != expected[i // per_variant * PROBLEMS + i % PROBLEMS]
+    ]
     record = {
         "model": "bundled",
         "dtype": "float32",
@@ -108,7 +114,10 @@ def _until_stop(tokens: Sequence[int], stops: set[int]) -> list[int]:
 def _decode_reference(
     settings: Settings, canvas_length: int, folder: Path
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the reference's answers, each up to its stop token, and the prompts."""
+    """Return the reference's answers, each up to its stop token, and the prompts.
+
+    Answers of approximations stand behind those without.
+    """
     import torch
     from tokenizers import Tokenizer
 
@@ -125,7 +134,13 @@ def _decode_reference(
     try:
         with torch.no_grad():
             if settings.measured.full_attention:
-                answers = _full_attention(settings, canvas_length, folder, prompts, stops)
+                answers = [
+                    answer
+                    for variant in settings.variants
+                    for answer in _full_attention(
+                        settings, canvas_length, folder, prompts, stops, variant
+                    )
+                ]
             else:
                 answers = _block_causal(settings, canvas_length, folder, problems)
     finally:
@@ -157,6 +172,7 @@ def _full_attention(
     folder: Path,
     prompts: list[list[int]],
     stops: set[int],
+    variant: str | None,
 ) -> list[list[int]]:
     """Decode one prompt after the other by the plain loop of ``diffuplug verify``."""
     from dllm_plugin.commands.verify.plain.full_attention import decode
@@ -167,7 +183,7 @@ def _full_attention(
     rules = Rules(
         strategy=settings.strategy,
         block_length=settings.block(canvas_length),
-        **settings.refreshes,
+        **settings.refreshes | refreshes_of(variant),
     )
     texts = [FullText(model, p, length, rules, canvas_length, stops) for p in prompts]
     return [decode(text).answer() for text in texts]
@@ -200,7 +216,7 @@ def _decode_engine(
         dllm |= {"lora_path": default_model.adapter_path(), "threshold": 0.9}
     else:
         dllm |= {"policy": "low_confidence"}
-    context = max(CONTEXT, 2 * canvas + 8, max(map(len, prompts)) + length + canvas)
+    context = max(CONTEXT, warm_up_context(canvas), max(map(len, prompts)) + length + canvas)
     # Triton's default for float32 GEMMs is tf32, whose rounding changes tokens at near ties.
     is_given = "TRITON_F32_DEFAULT" in os.environ
     os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
@@ -217,7 +233,11 @@ def _decode_engine(
         }
     )
     chosen = describe(llm)
-    runs = [serve(llm, [Ask(p, {"max_tokens": length}) for p in prompts], n) for n in at_once]
+    runs = [
+        serve(llm, [asking_for(Ask(p, {"max_tokens": length}), variant) for p in prompts], n)
+        for variant in settings.variants
+        for n in at_once
+    ]
     stop_engine(llm)
     if not is_given:
         del os.environ["TRITON_F32_DEFAULT"]  # the measurement runs as it would without a gate

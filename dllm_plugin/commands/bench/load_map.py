@@ -17,9 +17,11 @@ from typing import Any, NamedTuple
 from dllm_plugin.commands.bench import engines, report
 from dllm_plugin.commands.bench.adaptive_options import LIKE, MAP
 from dllm_plugin.commands.bench.model_shapes import Sizes
-from dllm_plugin.commands.bench.options import Settings, settings_of
+from dllm_plugin.commands.bench.options import settings_of
+from dllm_plugin.commands.bench.settings import Settings
 from dllm_plugin.commands.forecast import EXAMPLE, read_acceptance
 from dllm_plugin.commands.offline import stop_engine
+from dllm_plugin.config.warm_up import warm_up_context
 from dllm_plugin.decoding.acceptance import tokens_per_forward
 from dllm_plugin.decoding.step_costs import READS, Costs, key_cost
 
@@ -65,7 +67,7 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
     line: dict[str, Any] = report.surroundings(settings, command) | {"benchmark": MAP}
     with tempfile.TemporaryDirectory(prefix="diffuplug-") as folder:
         model = engines.find_model(settings, Path(folder))
-        sizes, most = Sizes.of(model.config), max(contexts) + 2 * canvas + 8
+        sizes, most = Sizes.of(model.config), max(contexts) + warm_up_context(canvas)
         if most > sizes.context:
             raise ValueError(
                 f"--contexts {max(contexts)} needs a context of {most} tokens, but the model has "

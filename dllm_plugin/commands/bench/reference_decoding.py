@@ -143,11 +143,15 @@ def make_canvas(
     problems: list[Problem],
     max_new_tokens: int,
     block: int,
+    prompts: list[str] | None = None,
 ) -> Canvas:
-    """Make one right-padded batch of the prompts of `problems`, on the device of the weights."""
+    """Make one right-padded batch on the device of the weights.
+
+    `prompts` are those of `problems` in chats; without, each is a chat's only message.
+    """
     device = next(iter(weights.values())).device
-    texts = [chat_prompt(p.question) for p in problems]
-    rows = [torch.tensor(e.ids, device=device) for e in tokenizer.encode_batch(texts)]
+    prompts = prompts or [chat_prompt(p.question) for p in problems]
+    rows = [torch.tensor(e.ids, device=device) for e in tokenizer.encode_batch(prompts)]
     lengths = torch.tensor([len(r) for r in rows], device=device)
     room = torch.zeros(int(lengths.max()) + max_new_tokens, dtype=torch.long, device=device)
     ids_BT = pad_sequence([*rows, room], batch_first=True)[:-1]

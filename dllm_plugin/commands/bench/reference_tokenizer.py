@@ -1,5 +1,7 @@
 """Format prompts of the bundled model like its chat template, and name its special tokens."""
 
+from collections.abc import Sequence
+
 from tokenizers import Tokenizer
 
 BOS, EOS, MASK = "<|startoftext|>", "<|endoftext|>", "<|mdm_mask|>"
@@ -14,7 +16,13 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
     return int(found)
 
 
-def chat_prompt(question: str, system: str | None = None) -> str:
-    """Apply the chat template to one user message, behind a system prompt if there is one."""
-    before = "" if system is None else f"{HEAD}system{TAIL}\n\n{system}{EOT}"
-    return f"{BOS}{before}{HEAD}user{TAIL}\n\n{question.strip()}{EOT}{HEAD}assistant{TAIL}\n\n"
+def chat_prompt(
+    question: str, system: str | None = None, earlier: Sequence[tuple[str, str]] = ()
+) -> str:
+    """Apply the chat template to a question behind a system prompt and (question, answer) pairs."""
+    messages = [] if system is None else [("system", system)]
+    for asked, answered in earlier:
+        messages += [("user", asked), ("assistant", answered)]
+    messages.append(("user", question))
+    turns = [f"{HEAD}{role}{TAIL}\n\n{text.strip()}{EOT}" for role, text in messages]
+    return f"{BOS}{''.join(turns)}{HEAD}assistant{TAIL}\n\n"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import dllm_plugin
-from dllm_plugin.commands.bench.options import Settings
+from dllm_plugin.commands.bench.settings import Settings
 from dllm_plugin.commands.machine import processor
 
 Row = dict[str, Any]
@@ -150,8 +150,9 @@ COLUMNS = {
         **{"ar_step_ms": ".3f", "times_ar_step": ".2f"},
     },
     "served": {
-        **{"mode": "s", "requests": "d", "canvas": "d", "answered": "d", "tokens_per_s": ".1f"},
-        **{"tokens_per_forward": ".2f", "forwards_per_s": ".1f", "positions_per_token": ".1f"},
+        **{"mode": "s", "requests": "d", "canvas": "d", "approximation": "s", "answered": "d"},
+        **{"tokens_per_s": ".1f", "tokens_per_forward": ".2f", "forwards_per_s": ".1f"},
+        **{"positions_per_token": ".1f"},
         **{"request_s": ".3f", "first_tokens_s": ".3f", "share_of_floor": ".1%"},
         **{"accuracy": ".1%", "ar_tokens_per_s": ".1f", "speedup_vs_ar": ".2f"},
     },

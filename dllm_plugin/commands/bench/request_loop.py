@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from dllm_plugin.commands.bench.settings import requests_of
+
 if TYPE_CHECKING:
     from vllm import LLM
 
@@ -62,6 +64,14 @@ class Ask(NamedTuple):
 
     prompt: list[int]
     sampling: dict[str, Any]
+
+
+def asking_for(ask: Ask, variant: str | None) -> Ask:
+    """Return a request that asks for an approximation as well, if one is named."""
+    if variant is None:
+        return ask
+    extra = ask.sampling.get("extra_args", {}) | requests_of(variant)
+    return ask._replace(sampling=ask.sampling | {"extra_args": extra})
 
 
 def serve(llm: "LLM", asks: Sequence[Ask], at_once: int, tick: Tick | None = None) -> Run:

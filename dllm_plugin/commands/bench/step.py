@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from dllm_plugin.commands.bench.engines import Prompts, decoding, on_cpu
 from dllm_plugin.commands.bench.floor import Floor
 from dllm_plugin.commands.bench.model_shapes import Sizes
-from dllm_plugin.commands.bench.options import Settings
 from dllm_plugin.commands.bench.profile import trace_steps
 from dllm_plugin.commands.bench.request_loop import Answer, Ask, Run, Window, serve, steady_window
+from dllm_plugin.commands.bench.settings import Settings
 from dllm_plugin.commands.bench.step_memory import logits_bytes, temporary_bytes
 from dllm_plugin.commands.bench.step_sizes import run_again, sizes_of
 

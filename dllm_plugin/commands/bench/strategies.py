@@ -1,6 +1,6 @@
 """Say what the benchmark needs to know of each strategy that it measures. Light imports only."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dllm_plugin.decoding.strategy_names import (
     BLOCK_DIFFUSION,
@@ -21,6 +21,7 @@ class Measured:
     next_block     a step may compute the block behind the denoised one
     by_confidence  positions are accepted by confidence alone, with a D2F adapter; else by schedule
     full_attention forwards differ in size, which is counted in a second run
+    refreshes      some forwards compute everything, others trust the keys before a block
     """
 
     canvas: tuple[int, ...]
@@ -29,6 +30,7 @@ class Measured:
     next_block: bool
     by_confidence: bool
     full_attention: bool = False
+    refreshes: bool = True
 
 
 FULL_ATTENTION = Measured((256,), 32, 6, next_block=False, by_confidence=False, full_attention=True)
@@ -39,7 +41,7 @@ MEASURED = {
     D2F: Measured((128,), 32, 3, next_block=False, by_confidence=True),
     DUAL_CACHE: FULL_ATTENTION,
     PREFIX_CACHE: FULL_ATTENTION,
-    SEMI_AUTOREGRESSIVE: FULL_ATTENTION,
+    SEMI_AUTOREGRESSIVE: replace(FULL_ATTENTION, refreshes=False),
 }
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from dllm_plugin.commands.bench.engines import Model, Prompts, decoding
 from dllm_plugin.commands.bench.floor import Floor
 from dllm_plugin.commands.bench.model_shapes import Sizes
-from dllm_plugin.commands.bench.options import Settings
-from dllm_plugin.commands.bench.request_loop import Answer, Ask, Run, serve
+from dllm_plugin.commands.bench.request_loop import Answer, Ask, Run, asking_for, serve
+from dllm_plugin.commands.bench.settings import Settings
 from dllm_plugin.commands.bench.step_schedule import steps_of
 from dllm_plugin.commands.bench.step_sizes import run_again, sizes_of
 from dllm_plugin.commands.offline import conversation
@@ -33,14 +33,15 @@ def context_needed(settings: Settings, model: Model) -> int:
     return settings.input_len + after_prompt
 
 
-def grid(settings: Settings, canvas: int) -> list[tuple[str, int]]:
-    """Return (mode, requests at once) of every grid point of a canvas."""
+def grid(settings: Settings, canvas: int) -> list[tuple[str, int, str | None]]:
+    """Return (mode, requests at once, approximation) of every grid point of a canvas."""
     points = [
         ("throughput", n)
         for n in settings.grid_requests(canvas)
         if "throughput" in settings.request_modes
     ]
-    return points + [("latency", 1)] * ("latency" in settings.request_modes)
+    points += [("latency", 1)] * ("latency" in settings.request_modes)
+    return [(*point, variant) for variant in settings.variants for point in points]
 
 
 def synthetic_requests(settings: Settings, canvas: int, prompts: Prompts, count: int) -> list[Ask]:
@@ -88,7 +89,7 @@ def measure(
         tell: called with each row as soon as its time is known, before anything is counted.
     """
     rows = []
-    for mode, at_once in grid(settings, canvas):
+    for mode, at_once, variant in grid(settings, canvas):
         count = at_once * settings.rounds
         problems = problems_of(count) if model.is_real else []
         if model.is_real:
@@ -96,9 +97,12 @@ def measure(
             asks = [Ask(prompt, {"max_tokens": settings.output_len}) for prompt in found]
         else:
             asks = synthetic_requests(settings, canvas, prompts, count)
+        asks = [asking_for(ask, variant) for ask in asks]
         _warm_up(llm, asks, at_once, WARMUP_BLOCKS * settings.block(canvas))
         run = serve(llm, asks, at_once)
         row = {"mode": mode, "requests": at_once, "canvas": canvas} | _times(run)
+        if variant is not None:
+            row["approximation"] = variant
         tell(row)
         if settings.measured.full_attention:
             row["step_sizes"] = sizes_of(llm, run_again(llm, asks, at_once))
@@ -116,18 +120,25 @@ def measure(
 def measure_autoregressive(
     llm: "LLM", rows: list[tuple[dict[str, Any], list[Answer]]]
 ) -> list[dict[str, Any]]:
-    """Measure the same prompts and numbers of tokens on plain vLLM, row by row."""
-    found = []
+    """Measure the same prompts and numbers of tokens on plain vLLM, row by row.
+
+    Rows of equal sizes, such as those of approximations on dummy weights, are measured once.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    sizes = []
     for row, answers in rows:
+        place = {name: row[name] for name in ("mode", "requests", "canvas")}
+        lengths = [(len(answer.prompt), len(answer.token_ids)) for answer in answers]
+        sizes.append(f"{place} {lengths}")
+        if sizes[-1] in found:
+            continue
         asks = [
             Ask(answer.prompt, {"max_tokens": len(answer.token_ids), "ignore_eos": True})
             for answer in answers
         ]
         _warm_up(llm, asks, row["requests"], AR_WARMUP)
-        run = serve(llm, asks, row["requests"])
-        place = {name: row[name] for name in ("mode", "requests", "canvas")}
-        found.append(place | _times(run))
-    return found
+        found[sizes[-1]] = place | _times(serve(llm, asks, row["requests"]))
+    return [found[size] for size in sizes]
 
 
 def _warm_up(llm: "LLM", asks: list[Ask], at_once: int, tokens: int) -> None:

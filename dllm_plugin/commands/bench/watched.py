@@ -13,10 +13,10 @@ from typing import Any
 
 from dllm_plugin.commands.bench import engines, report, streams
 from dllm_plugin.commands.bench.engines import Model, Prompts
-from dllm_plugin.commands.bench.options import Settings
 from dllm_plugin.commands.bench.random_tokenizer import write_tokenizer
 from dllm_plugin.commands.bench.request_loop import Ask
 from dllm_plugin.commands.bench.server import fill_weights, forwards_of, serving
+from dllm_plugin.commands.bench.settings import Settings
 from dllm_plugin.commands.bench.streams import Stream
 from dllm_plugin.commands.bench.throughput_latency import context_needed
 
