@@ -127,6 +127,7 @@ class AttentionSequences:
         # take the buffers while no request is left.
         self.layout: tuple[int, int, bytes, tuple[str, ...]] = (0, 0, b"", ())
         self.query_start_loc_cpu = torch.zeros(1, dtype=torch.int32)
+        self._unseen_of: tuple[bytes, bytes] | None = None  # full attention, within a layout
         self.unseen_RS = self.seq_lens.new_zeros(0, self.sequences_per_request)
 
     def build(
@@ -232,9 +233,7 @@ class AttentionSequences:
             self._lay_out(length, block_lengths, padded)
             self.layout = layout
         if self.states.config.method.full_attention:
-            # Keys reach to the end of the canvas, which the block draws near step by step.
-            unseen = batch_sequences(batch, self.states).unseen_B.astype(np.int32)[:, None]
-            self.unseen_RS = async_tensor_h2d(unseen, device=self.states.device)
+            self._find_unseen(batch)
         count = padded * self.sequences_per_request
         keys_RS = self.seq_lens[: self.unseen_RS.numel()].view_as(self.unseen_RS)
         torch.sub(batch.seq_lens[:canvases, None], self.unseen_RS, out=keys_RS)
@@ -247,6 +246,19 @@ class AttentionSequences:
             # least: FlashAttention 2 takes one to mean that every sequence has one query.
             max(length, 2),
         )
+
+    def forget(self) -> None:
+        """Forget what was found of a block, for a request may have taken another one's name."""
+        self._unseen_of = None
+
+    def _find_unseen(self, batch: "InputBatch") -> None:
+        """Say how far behind a forward keys reach: to the end of the canvas, alike for a block."""
+        drafts = batch.num_draft_tokens_per_req
+        of = (batch.num_computed_tokens_np.tobytes(), b"" if drafts is None else drafts.tobytes())
+        if of != self._unseen_of:
+            self._unseen_of = of
+            unseen = batch_sequences(batch, self.states).unseen_B.astype(np.int32)[:, None]
+            self.unseen_RS = async_tensor_h2d(unseen, device=self.states.device)
 
     def _captured_floating(
         self, batch: "InputBatch", block_tables: tuple[Tensor, ...]
@@ -277,7 +289,7 @@ class AttentionSequences:
         async_tensor_h2d(starts, out=self.query_start_loc[: len(starts)])
         if self.cascade is not None:
             self.cascade.lay_out(stops)
-        unseen = (length - stops).astype(np.int32)
+        unseen, self._unseen_of = (length - stops).astype(np.int32), None
         self.unseen_RS = async_tensor_h2d(unseen, device=self.states.device)
         self.seq_lens[stops.size : len(starts) - 1] = 0
 

@@ -196,6 +196,8 @@ def set_graphs(vllm_config: VllmConfig, config: DecodeConfig) -> None:
     without = config.method.scheduler != "canvas" and parallel.worker_cls != WORKER
     if without or "full_graphs" in config.method.refuses:
         set_piecewise_graphs(vllm_config)
+        if config.method.full_attention and can_capture(vllm_config):
+            set_capture_sizes(vllm_config, config)
     else:
         set_graph_sizes(vllm_config, config)
 
@@ -209,7 +211,6 @@ def set_graph_sizes(vllm_config: VllmConfig, config: DecodeConfig) -> None:
             "cudagraph_mode FULL would replay prefills with the attention sequences of canvases: "
             "use FULL_AND_PIECEWISE or FULL_DECODE_ONLY."
         )
-    chosen = compilation.cudagraph_capture_sizes is not None
     alone = config.commit_alone_from
     only_full = compilation.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
     if alone and only_full and parallel.worker_cls != WORKER:
@@ -218,13 +219,11 @@ def set_graph_sizes(vllm_config: VllmConfig, config: DecodeConfig) -> None:
             "only on CUDA GPUs, with kv_cache_layout 'unified' and no worker_cls of your own: use "
             "cudagraph_mode FULL_AND_PIECEWISE, or leave commit_alone_from out."
         )
-    if chosen or compilation.max_cudagraph_capture_size is not None:
+    if current_platform.is_cpu() or not set_capture_sizes(vllm_config, config):
         return
-    if current_platform.is_cpu() or compilation.cudagraph_mode == CUDAGraphMode.NONE:
-        return
-    limits = (scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-    sizes = compilation.cudagraph_capture_sizes = capture_sizes(config, *limits)
     if config.method.floats:
+        sizes = compilation.cudagraph_capture_sizes or []
+        limits = (scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
         graphs = uniform_graphs(config, sizes, *limits)
         logger.info(
             "Floating canvases have %d full CUDA graphs: of widths %s, for up to %d requests.",
@@ -232,3 +231,14 @@ def set_graph_sizes(vllm_config: VllmConfig, config: DecodeConfig) -> None:
             ", ".join(map(str, sorted(graphs))),
             max((counts[-1] for counts in graphs.values()), default=0),
         )
+
+
+def set_capture_sizes(vllm_config: VllmConfig, config: DecodeConfig) -> bool:
+    """Choose the sizes of graphs where the user did not; return whether that is so."""
+    compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
+    given = compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size
+    if given != (None, None) or compilation.cudagraph_mode == CUDAGraphMode.NONE:
+        return False
+    limits = (scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+    compilation.cudagraph_capture_sizes = capture_sizes(config, *limits)
+    return True

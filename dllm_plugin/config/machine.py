@@ -58,8 +58,6 @@ def resolve_for_machine(
         mode, level = vllm_config.compilation_config.mode, vllm_config.optimization_level
         # What vLLM leaves open here becomes NONE at level 0.
         wanted = mode != CompilationMode.NONE and (mode is not None or level > 0)
-        # Floating canvases were compiled on CPUs alone so far: only who asks gets that.
-        wanted = wanted and not config.method.floats
         config = dataclasses.replace(config, compile_step=wanted and not problem)
     return config
 

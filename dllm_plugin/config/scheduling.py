@@ -54,13 +54,6 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
 def set_scheduler(vllm_config: VllmConfig, config: DecodeConfig) -> None:
     """Take the method's scheduler, without what the method refuses, and room in its budget."""
     scheduler, method = vllm_config.scheduler_config, config.method
-    if "async_scheduling" in method.refuses:
-        if scheduler.async_scheduling:
-            raise ValueError(
-                f"async_scheduling cannot be combined with strategy {config.strategy}, whose next "
-                "forward depends on the result of this one: leave it at its default."
-            )
-        scheduler.async_scheduling = False
     if "chunked_prefill" in method.refuses:
         scheduler.enable_chunked_prefill = False
     scheduler.scheduler_cls = SCHEDULERS[method.scheduler]

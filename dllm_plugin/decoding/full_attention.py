@@ -64,7 +64,8 @@ def commit_refreshed(
     return StepOutcome(
         unmask_RC,
         num_committed_R.masked_fill(canvas.ended_R, 0).to(torch.int32),
-        done_R | ends_R,
+        # A forward of a text that has ended leaves no trace: it may lie anywhere.
+        (done_R | ends_R) & ~canvas.ended_R,
         canvas.ended_R | ends_R,
     )
 

@@ -75,8 +75,7 @@ class Method:
     tempered        whether a confidence is read after temperature and filters
     top_p_first     filters of greedy requests by top-p before top-k; vLLM filters by top-k first
     reads           options of a request that every policy reads
-    refuses         features of vLLM that must be off: async_scheduling, full_graphs,
-                    chunked_prefill, prefix_caching
+    refuses         features of vLLM that must be off: full_graphs, chunked_prefill, prefix_caching
     """
 
     strategy: str
@@ -178,7 +177,7 @@ semi_autoregressive = Method(
     reads=frozenset(
         {"steps", "logits_eos_inf", "confidence_eos_eot_inf", "cfg_scale", "suffix_window"}
     ),
-    refuses=PROMPT | {"async_scheduling", "full_graphs"},
+    refuses=PROMPT | {"full_graphs"},
 )
 prefix_cache = replace(
     semi_autoregressive,

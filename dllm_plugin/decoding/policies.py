@@ -243,12 +243,14 @@ class Policy(NamedTuple):
     ranks_by   what the score holds: confidence, entropy, margin, position, random or uniform
     reads      options of a request that change its picks
     defaults   options that are not the family's or the block's own by default
+    takes_rest whether the last of a block's steps takes all that is left
     """
 
     rule: Rule
     ranks_by: str = "confidence"
     reads: frozenset[str] = frozenset()
     defaults: tuple[tuple[str, float], ...] = ()
+    takes_rest: bool = True
 
     def default(self, name: str, otherwise: Any) -> Any:
         """Return the policy's own default of an option."""
@@ -331,7 +333,10 @@ FULL_ATTENTION_IN_TIME: Table = FULL_ATTENTION | _by_schedule(
 # step by step; one step is all at once.
 DREAM_LOOP: Table = FULL_ATTENTION_IN_TIME | {
     "threshold": Policy(
-        threshold_released, reads=frozenset({"threshold"}), defaults=(("steps", 1),)
+        threshold_released,
+        reads=frozenset({"threshold"}),
+        defaults=(("steps", 1),),
+        takes_rest=False,
     ),
     "origin": Policy(origin, "uniform", frozenset({"steps", "eps"})),
 }

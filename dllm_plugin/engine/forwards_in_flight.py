@@ -3,7 +3,8 @@
 The scheduler assumes that the block goes on. If it turns out to be done, the forward behind it is
 void: the device sees that the canvas does not start where the host took it to, decides nothing and
 counts nothing, and what keys and values it wrote are computed again by the refresh that follows. A
-forward is launched so only where the block is expected to need it.
+forward is launched so only where the block is expected to need it. Where a step in flight is sure
+to end the block, the refresh of the next one is launched, which nothing would repair.
 """
 
 from collections import deque
@@ -17,10 +18,12 @@ class OpenBlock(NamedTuple):
 
     left   masked positions behind the last known step
     taken  masked positions that this step decided
+    known  steps of this block whose results are known
     """
 
     left: int
     taken: int
+    known: int
 
 
 class ForwardsInFlight:
@@ -51,6 +54,12 @@ class ForwardsInFlight:
         block = self._blocks.get(request_id)
         return block is None or block.left > ahead * block.taken
 
+    def is_last(self, request_id: str, start: int, steps: int) -> bool:
+        """Return whether the last of `steps`, which takes all that is left, is in flight."""
+        block = self._blocks.get(request_id)
+        known = 0 if block is None else block.known
+        return known + self.count(request_id, start) == steps
+
     def count(self, request_id: str, start: int) -> int:
         """Return how many forwards of the block at `start` are in flight."""
         return sum(step.get(request_id) == start for step in self._steps)
@@ -59,16 +68,17 @@ class ForwardsInFlight:
         """Note how many masked positions a step has left in a block that goes on."""
         before = self._blocks.get(request_id)
         taken = 0 if before is None else max(before.left - left, 0)
-        self._blocks[request_id] = OpenBlock(left, taken)
+        known = 1 if before is None else before.known + 1
+        self._blocks[request_id] = OpenBlock(left, taken, known)
 
     def begin_block(self, request_id: str, size: int) -> None:
         """Note that a block is done and the next one has `size` positions."""
         before = self._blocks.get(request_id)
         # The last step has decided all that was left.
-        self._blocks[request_id] = OpenBlock(size, size if before is None else before.left)
+        self._blocks[request_id] = OpenBlock(size, size if before is None else before.left, 0)
 
     def forget(self, request_id: str) -> None:
-        """Forget a request that has ended."""
+        """Forget a request that has ended, or starts its block again."""
         self._blocks.pop(request_id, None)
 
 

@@ -77,6 +77,7 @@ class DiffusionModelState(ModelState):
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         """Start a slot."""
         self.states.add_request(req_index, new_req_data)
+        self.sequences.forget()
 
     def remove_request(self, req_id: str) -> None:
         """Free a slot, after a request's end or its preemption."""

@@ -31,19 +31,22 @@ from dllm_plugin.config.request import request_config
 from dllm_plugin.config.template import Template, template_of
 from dllm_plugin.decoding.full_attention import NO_TEMPLATE, Bounds, Layout, bounds, limit
 from dllm_plugin.decoding.methods import SpanFunction
+from dllm_plugin.engine.block_spans import BlockSpans
 from dllm_plugin.engine.forwards_in_flight import ForwardsInFlight, take_left
 from dllm_plugin.engine.given_starts import GivenStarts
 from dllm_plugin.engine.scheduler import DiffusionScheduler
 from dllm_plugin.sampling.guidance import conditional_id, is_unconditional, unconditional_id
 
 logger = init_logger("vllm.dllm_plugin")
+UNKNOWN = 0  # steps of blocks whose last step may leave something
 
 
 class RefreshScheduler(DiffusionScheduler):
     """Schedule refreshes and cached forwards of different requests in one step.
 
     Asynchronously, forwards of a block are launched before the result of the one before is known,
-    see :mod:`dllm_plugin.engine.forwards_in_flight`; a refresh always waits for that result.
+    see :mod:`dllm_plugin.engine.forwards_in_flight`. A refresh waits for that result, unless a step
+    is in flight that takes all that its block has left: launched for nothing it would spoil keys.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -56,6 +59,8 @@ class RefreshScheduler(DiffusionScheduler):
         self._guided: set[str] = set()  # conditional requests that this step computes
         self._unconditional: set[str] = set()  # all hidden requests
         self._layouts: dict[str, tuple[int, ...]] = {}  # fields of `Layout`, of each request
+        self._steps: dict[str, int] = {}  # that a block of each request takes at most
+        self._spans: dict[str, BlockSpans] = {}
         self._given_starts = GivenStarts()
         self.in_flight = ForwardsInFlight()
 
@@ -64,7 +69,7 @@ class RefreshScheduler(DiffusionScheduler):
 
     def _bounds(self, requests: Sequence[Request]) -> Bounds:
         layouts = np.array([self._layouts[r.request_id] for r in requests], dtype=np.int64)
-        start = np.array([r.num_tokens for r in requests], dtype=np.int64)
+        start = np.array([_start_of(r) for r in requests], dtype=np.int64)
         canvas_length = self.decode_config.canvas_length
         return bounds(Layout(*layouts.T), start, canvas_length, self.max_model_len)
 
@@ -86,6 +91,7 @@ class RefreshScheduler(DiffusionScheduler):
             self._unconditional.add(unconditional_id(request.request_id))
             hidden = self._hidden_request(request, params)
             super().add_request(hidden)
+            self._long.discard(hidden.request_id)
             self._lay_out(hidden, asked)
 
     def _begin_behind(self, request: Request, given: list[int]) -> None:
@@ -98,6 +104,11 @@ class RefreshScheduler(DiffusionScheduler):
         self, request: Request, asked: RequestConfig, template: Template | None = None
     ) -> None:
         end = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
+        policy = self.decode_config.method.policies[asked.policy]
+        assert request.sampling_params is not None
+        # Bad words take positions back behind the policy, in the last step as well.
+        knows_last = policy.takes_rest and not request.sampling_params.bad_words_token_ids
+        self._steps[request.request_id] = asked.steps if knows_last else UNKNOWN
         self._layouts[request.request_id] = (
             request.num_prompt_tokens,
             end,
@@ -136,6 +147,8 @@ class RefreshScheduler(DiffusionScheduler):
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         self._unconditional.discard(request.request_id)
         self._layouts.pop(request.request_id, None)
+        self._steps.pop(request.request_id, None)
+        self._spans.pop(request.request_id, None)
         self.in_flight.forget(request.request_id)
         return super()._free_request(request, delay_free_blocks)
 
@@ -200,7 +213,7 @@ class RefreshScheduler(DiffusionScheduler):
         if request.status == RequestStatus.RUNNING:
             if self._waits_for_result(request):
                 return 0
-            wanted = request.num_tokens_with_spec - num_computed_tokens
+            wanted = _start_of(request) + len(request.spec_token_ids) - request.num_computed_tokens
         else:
             wanted = int(self._bounds([request]).stop[0])
         if is_unconditional(request.request_id):
@@ -219,14 +232,37 @@ class RefreshScheduler(DiffusionScheduler):
         request_id, start = request.request_id, request.num_tokens
         if not self.in_flight.count(request_id, start):
             return False
-        # These are told, or checked, step by step.
+        # These are told, or checked, step by step; of a pair, half may turn out to have no room.
         by_step = request_id in self._watches or request_id in self._with_grammar
+        by_step |= self._other_of_pair(request_id) is not None
         _, _, block_length, every, before, _, tail = self._layouts[request_id]
         # A void forward lies where the next refresh starts: inside of what is reserved, it must.
         may_overshoot = every > 1 and before < block_length
         if by_step or may_overshoot or tail != NO_TEMPLATE:
             return True
+        if self.in_flight.is_last(request_id, start, self._steps[request_id]):
+            return not self._go_on_behind(request)
         return not self.in_flight.expects_another(request_id, start)
+
+    def _go_on_behind(self, request: Request) -> bool:
+        """Place a request behind its block, which ends with what is in flight, if it goes on there.
+
+        What the block commits counts as placeholders, as vLLM counts what it has not seen yet.
+        """
+        self._find_spans([request])
+        size = self._spans[request.request_id].size
+        behind = request.num_tokens + size
+        end = self._layouts[request.request_id][1]
+        if behind >= end or self.in_flight.count(request.request_id, behind):
+            return False
+        request.num_output_placeholders = size
+        self._find_spans([request])
+        start, num_drafts = self._spans[request.request_id].refresh
+        if behind + num_drafts - start > self._left:
+            request.num_output_placeholders = 0
+            return False
+        self._place_forwards([request], [False])
+        return True
 
     def _has_room(self, request: Request, wanted: int, halves: int) -> bool:
         """Return whether a waiting conditional request can enter with its unconditional one."""
@@ -242,19 +278,20 @@ class RefreshScheduler(DiffusionScheduler):
         scheduled = scheduler_output.num_scheduled_tokens
         canvases = scheduler_output.scheduled_spec_decode_tokens
         for data in scheduler_output.scheduled_new_reqs:
+            self.in_flight.forget(data.req_id)
             num_drafts = scheduled[data.req_id] - self.requests[data.req_id].num_tokens
             canvases[data.req_id] = self._placeholders[:num_drafts]
         for request_id in list(canvases) if self._unconditional else ():
             other = self._other_of_pair(request_id)
             if other is not None and other not in canvases:
                 del canvases[request_id]
+        self.in_flight.launch({i: _start_of(self.requests[i]) for i in canvases})
         super()._update_after_schedule(scheduler_output)
         requests = [self.requests[request_id] for request_id in canvases]
-        self.in_flight.launch({request.request_id: request.num_tokens for request in requests})
         for request in requests:
             request.num_output_placeholders = 0  # of no use where forwards differ in size
         if self.scheduler_config.async_scheduling and requests:
-            self._place_forwards(requests, np.ones(len(requests), dtype=np.bool_))
+            self._place_forwards(requests, [True] * len(requests))
 
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
@@ -309,22 +346,44 @@ class RefreshScheduler(DiffusionScheduler):
         canvases = scheduler_output.scheduled_spec_decode_tokens
         index = model_runner_output.req_id_to_index
         committed = model_runner_output.sampled_token_ids
-        keeps_kv = [
+        in_block = [
             r.request_id in canvases and not committed[index[r.request_id]] for r in requests
         ]
-        canvas = self._place_forwards(requests, np.array(keeps_kv))
-        sizes = (canvas.block_stop - canvas.start).tolist()
-        for request, goes_on, size in zip(requests, keeps_kv, sizes, strict=True):
+        # The refresh behind a last step may be in flight already.
+        ahead = [self.in_flight.count(r.request_id, r.num_tokens) > 0 for r in requests]
+        self._place_forwards(requests, [a or b for a, b in zip(in_block, ahead, strict=True)])
+        for request, goes_on in zip(requests, in_block, strict=True):
             if goes_on:
                 self.in_flight.note(request.request_id, left.get(request.request_id, 0))
             else:
+                size = self._spans[request.request_id].size
                 self.in_flight.begin_block(request.request_id, size)
 
-    def _place_forwards(self, requests: list[Request], keeps_kv: np.ndarray) -> Bounds:
-        canvas = self._bounds(requests)
-        starts, stops = self.span(canvas, keeps_kv)
-        drafts = (stops - canvas.start).tolist()
-        for request, start, num_drafts in zip(requests, starts.tolist(), drafts, strict=True):
+    def _place_forwards(self, requests: list[Request], keeps_kv: list[bool]) -> None:
+        self._find_spans(requests)
+        for request, keeps in zip(requests, keeps_kv, strict=True):
+            spans = self._spans[request.request_id]
+            start, num_drafts = spans.of_block if keeps else spans.refresh
             request.num_computed_tokens = start
             request.spec_token_ids = self._placeholders[:num_drafts]
-        return canvas
+
+    def _find_spans(self, requests: list[Request]) -> None:
+        """Find the spans of requests that have begun another block."""
+        spans = ((request, self._spans.get(request.request_id)) for request in requests)
+        begun = [r for r, known in spans if known is None or known.start != _start_of(r)]
+        if not begun:
+            return
+        canvas, forwards = self._bounds(begun), []
+        for keeps_kv in (False, True):
+            starts, stops = self.span(canvas, np.full(len(begun), keeps_kv))
+            drafts = stops - canvas.start
+            forwards.append(list(zip(starts.tolist(), drafts.tolist(), strict=True)))
+        starts, sizes = canvas.start.tolist(), (canvas.block_stop - canvas.start).tolist()
+        columns = zip(begun, starts, sizes, *forwards, strict=True)
+        for request, *fields in columns:
+            self._spans[request.request_id] = BlockSpans(*fields)
+
+
+def _start_of(request: Request) -> int:
+    """Return where a request's next forward takes its canvas to start."""
+    return int(request.num_tokens + request.num_output_placeholders)

@@ -72,16 +72,10 @@ class DiffusionSampler:
         self.rules = TokenRules(states, sampler.req_states, vocab_size)
         self.logprobs = LogprobStash(states, model_config)
         self.watched = WatchedRows(states)
-        self.targets = Targets(states)
+        targets = self.targets = Targets(states)
         owners = (self.rules, self.logprobs)
         self.proposer = Proposer(
-            states,
-            self.sampling_states,
-            *owners,
-            self.targets,
-            model_config,
-            apply_top_k_top_p,
-            shard,
+            states, self.sampling_states, *owners, targets, model_config, apply_top_k_top_p, shard
         )
         self.checks = StagedChecks(states)
         self.first_tokens: FirstTokenDecoder | None = None
@@ -97,6 +91,7 @@ class DiffusionSampler:
             automata=self.automata,
             is_async=is_async,
         )
+        self._dirty = True  # whether `sampling_states` has something for the device
         self.compiles = compiles
         self.reserved = False  # what a step allocates was shown to vLLM's memory profile
         self.max_rows = max_rows
@@ -105,11 +100,13 @@ class DiffusionSampler:
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
         """Stage a request's sampling parameters."""
         self.sampling_states.add_request(req_idx, sampling_params)
+        self._dirty = True
         self.rules.add_request(req_idx, sampling_params)
         self.logprobs.add_request(req_idx, sampling_params)
         self.watched.add_request(req_idx, sampling_params)
         self.targets.add_request(req_idx, sampling_params)
         self.rows.add_request(req_idx, sampling_params)
+        self.proposer.add_request(req_idx)
 
     def remove_request(self, slot: int) -> None:
         """Forget a slot's request."""
@@ -118,8 +115,10 @@ class DiffusionSampler:
         self.automata.remove_request(slot)
 
     def apply_staged_writes(self) -> None:
-        """Bring staged parameters to the device."""
-        self.sampling_states.apply_staged_writes()
+        """Bring staged parameters to the device; vLLM's runner asks for it in every step."""
+        if self._dirty:
+            self.sampling_states.apply_staged_writes()
+            self._dirty = False
         self.rules.apply_staged_writes()
         self.targets.apply_staged_writes()
 

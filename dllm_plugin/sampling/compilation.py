@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 
 BACKEND = "inductor"
+# Numbers of a few requests share too little memory for torch to put them into one kernel, which it
+# would for one request least of all; there the launches of kernels take longer than the kernels.
+FUSED = {"aggressive_fusion": True, "score_fusion_memory_threshold": 0}
 # Compiled code is specialised for a length of one; other lengths share the code of the second.
 WARMUP_REQUESTS = (1, 3)
 # No length of a warm-up tensor may equal another one's by chance: it would be taken for the same.
@@ -27,7 +30,8 @@ COMPILED_AT_MOST = 256
 
 def compiled(function: Callable[..., Any], backend: str = BACKEND) -> Any:
     """Return the function as one graph; what cannot be one raises when it is first called."""
-    return torch.compile(function, fullgraph=True, backend=backend)
+    options: dict[str, Any] | None = FUSED if backend == BACKEND else None
+    return torch.compile(function, fullgraph=True, backend=backend, options=options)
 
 
 def allow_any_length(*values: Any) -> None:

@@ -74,7 +74,7 @@ class Decider:
     """Decide steps, and write what is decided to the states.
 
     decide        `decide_step`, or the compiled form of it
-    compiled_for  what all requests of a step must ask for to run compiled; None: nothing is
+    compiled_for  what requests of a step may ask for to run compiled; None: nothing is
     """
 
     def __init__(
@@ -144,16 +144,17 @@ class Decider:
         stateful: StatefulInputs | None,
     ) -> EmittedTokens:
         """Decide a step, by compiled code where that was compiled for such a step."""
-        is_compiled = stateful is None and policies == self.compiled_for
-        decide = self.decide if is_compiled else self.decide_step
-        return decide(*step.tensors(), stats, policies, stateful)
+        usual = self.compiled_for
+        if stateful is None and usual is not None and policies.are_among(usual):
+            return self.decide(*step.tensors(), stats, usual, None)
+        return self.decide_step(*step.tensors(), stats, policies, stateful)
 
     def compile(self, backend: str, example: Callable[[int], StepTensors]) -> None:
-        """Compile the configured policy for any number of requests, on steps `example` makes."""
+        """Compile the usual policies for any number of requests, on steps `example` makes."""
         self.decide = compiled(self.decide_step, backend)
         config = self.states.config
         policies = StepPolicies((config.policy,), bool(config.defaults.alg_temp))
-        self.compiled_for = policies
+        policies = self.compiled_for = policies.with_usual(self.policy_rules)
         for count in WARMUP_REQUESTS:
             tensors = example(count)
             device = self.states.device
@@ -221,7 +222,7 @@ class Decider:
             self._rejected(outcome, drafts_R, seq_lens_R, refresh_R),
             broken_R,
             logprobs,
-            self._left(canvas, outcome, tokens_RC) if self.counts_masks else None,
+            self._left(canvas, plan, outcome, tokens_RC) if self.counts_masks else None,
         )
 
     def _sent(
@@ -238,10 +239,13 @@ class Decider:
             broken_R = torch.where(broken_R > 0, broken_R, -left_R)
         return EmittedTokens(tokens_RC, emitted_R, rejected_R, broken_R, logprobs, left_R)
 
-    def _left(self, canvas: Canvas, outcome: StepOutcome, tokens_RC: Tensor) -> Tensor:
-        """Count what is still masked of the current blocks; nothing of those that are done."""
+    def _left(
+        self, canvas: Canvas, plan: StepPlan, outcome: StepOutcome, tokens_RC: Tensor
+    ) -> Tensor:
+        """Count what is still masked of current blocks; nothing of those done, or of void steps."""
         is_left_RC = (tokens_RC == self.states.config.mask_token_id) & (canvas.block_RC == 0)
-        is_left_RC = is_left_RC & ~outcome.refresh_R[:, None]
+        counts_R = plan.active_RS.any(dim=1) & ~outcome.refresh_R
+        is_left_RC = is_left_RC & counts_R[:, None]
         return is_left_RC.sum(dim=1, dtype=torch.int32)
 
     def _apply_policies(

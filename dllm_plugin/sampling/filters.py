@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dllm_plugin.kernels.confidence.reference import NEGATIVE_INFINITY
+from dllm_plugin.sampling.top_filter import keep_by_order
 from dllm_plugin.state.canvas_states import CanvasStates
 
 TopFilter = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
@@ -20,6 +21,7 @@ class Filters:
         self.states = states
         self.sampling_states = sampling_states
         self.keep_top = keep_top
+        self.on_cpu = states.device.type == "cpu"
 
     def users(self, slots_np: np.ndarray) -> np.ndarray:
         """Return which of the slots filter, bool."""
@@ -66,6 +68,12 @@ class Filters:
         if not len(logits_TV) or (top_k is None and top_p is None):
             return logits_TV
         if self.states.config.method.top_p_first and top_k is not None:
-            logits_TV = self.keep_top(logits_TV, None, top_p)
-            return self.keep_top(logits_TV, top_k, None)
+            logits_TV = self._keep_top(logits_TV, None, top_p)
+            return self._keep_top(logits_TV, top_k, None)
+        return self._keep_top(logits_TV, top_k, top_p)
+
+    def _keep_top(self, logits_TV: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
+        """Filter by top-k, then top-p."""
+        if self.on_cpu and top_p is not None:
+            return keep_by_order(logits_TV, top_k, top_p)
         return self.keep_top(logits_TV, top_k, top_p)

@@ -28,6 +28,13 @@ class CopiedCounts(NamedTuple):
     event: torch.cuda.Event | None
 
 
+class Arrival(NamedTuple):
+    """Hold where a copy arrives: pinned memory for all slots, and when it has."""
+
+    left_N: Tensor
+    event: torch.cuda.Event
+
+
 class MaskCounts:
     """Remember what the last steps left, by slot.
 
@@ -46,15 +53,25 @@ class MaskCounts:
         self.start_N = np.zeros(num_slots, dtype=np.int64)
         self.grows_np = np.zeros(num_slots, dtype=np.bool_)
         self._copied: deque[CopiedCounts] = deque()
+        self._arrivals: deque[Arrival] = deque()  # used in turn, more than are in flight
 
     def record(self, slots_np: np.ndarray, starts_np: np.ndarray, left_R: Tensor) -> None:
         """Start the copy of what a step left."""
         event = None
         if left_R.is_cuda:
-            left_R = left_R.to("cpu", non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
+            left_R, event = self._copy(left_R)
         self._copied.append(CopiedCounts(slots_np.copy(), starts_np, left_R, event))
+
+    def _copy(self, left_R: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+        """Start the copy to memory that no copy in flight uses."""
+        if len(self._arrivals) <= len(self._copied):
+            left_N = torch.empty(len(self.left_N), dtype=left_R.dtype, pin_memory=True)
+            self._arrivals.appendleft(Arrival(left_N, torch.cuda.Event()))
+        arrival = self._arrivals[0]
+        self._arrivals.rotate(-1)
+        copied_R = arrival.left_N[: len(left_R)].copy_(left_R, non_blocking=True)
+        arrival.event.record()
+        return copied_R, arrival.event
 
     def forget(self, slot: int) -> None:
         """Forget a slot, whose request is another one from now on."""

@@ -31,8 +31,8 @@ KNOWN_TO_HOST = 8  # columns of the first argument of `MaskedRows.begin_step`
 class PlannedBlocks(NamedTuple):
     """Hold what is known of a step's blocks before its logits; fields as in StepRows.
 
-    place_RC  int64, canvas position of each masked position, counted within a request
-    row_RC    int64, the row of the batch that predicts it
+    found_2X  int64 ``[2, R * C]``: canvas position of each masked position, counted within a
+              request, and the row of the batch that predicts it
     """
 
     index_R: Tensor
@@ -42,10 +42,8 @@ class PlannedBlocks(NamedTuple):
     plan: StepPlan
     source_RC: Tensor
     drafts_R: Tensor
-    seq_lens_R: Tensor
     refresh_R: Tensor
-    place_RC: Tensor
-    row_RC: Tensor
+    found_2X: Tensor
 
 
 class HostRows(NamedTuple):
@@ -53,19 +51,20 @@ class HostRows(NamedTuple):
 
     index_np          places in the batch of the requests that decide
     unconditional_np  places of what guides them, their own without guidance
+    slots_np          their slots
     starts_np         where their canvases start
     request_T         whose row each is: place among the deciding requests
-    rank_T            its number within the request
-    known_RK          see :meth:`MaskedRows.begin_step`
+    packed            all that the device has to know, int64: see :meth:`MaskedRows.begin_step` of
+                      each request, then of each row its place in `found_2X`, then its slot
     first_row         row of the batch that predicts the first canvas position, of each canvas
     """
 
     index_np: np.ndarray
     unconditional_np: np.ndarray
+    slots_np: np.ndarray
     starts_np: np.ndarray
     request_T: np.ndarray
-    rank_T: np.ndarray
-    known_RK: np.ndarray
+    packed: np.ndarray
     first_row: np.ndarray
 
 
@@ -94,6 +93,9 @@ class MaskedRows:
         self._step: StepRows | None = None
         self._guided: GuidedRows | None = None
         self._starts_np = np.zeros(0, dtype=np.int64)
+        most_rows = num_slots * self.num_positions
+        self._rows_X = torch.arange(most_rows, device=states.device)
+        self._nothing_T0 = states.canvas_NC.new_empty(0, 0)  # for logits before there are any
 
     def choose(self, batch: "InputBatch", mixed: bool) -> None:
         """Ask for the rows of this step; with guidance, for those of unconditional requests, too.
@@ -108,16 +110,12 @@ class MaskedRows:
         if not canvases:
             return
         rows = self._lay_out(batch, canvases)
-        request_T, index_np = rows.request_T, rows.index_np
-        slots_np = batch.idx_mapping_np[index_np]
-        num_known, num_rows = rows.known_RK.size, len(request_T)
-        flat_T = request_T * self.num_positions + rows.rank_T
-        packed = np.concatenate([rows.known_RK.ravel(), flat_T, slots_np[request_T]])
-        on_device = async_tensor_h2d(packed, device=self.states.device)
-        known_RK = on_device[:num_known].view(rows.known_RK.shape)
-        flat, slot_T = on_device[num_known:].view(2, num_rows)
-        planned = self.begin(known_RK)
-        place_T, row_T = planned.place_RC.flatten()[flat], planned.row_RC.flatten()[flat]
+        request_T, index_np, slots_np = rows.request_T, rows.index_np, rows.slots_np
+        num_rows, num_known = len(request_T), len(index_np) * KNOWN_TO_HOST
+        on_device = async_tensor_h2d(rows.packed, device=self.states.device)
+        known, flat, slot_T = on_device.split_with_sizes((num_known, num_rows, num_rows))
+        planned = self.begin(known.view(-1, KNOWN_TO_HOST))
+        place_T, row_T = planned.found_2X[:, flat].unbind()
         batch.logits_indices = row_T
         if self.states.requests.uses("cfg_scale", slots_np):
             batch.logits_indices = self._guide(batch, rows, slots_np, row_T)
@@ -134,33 +132,43 @@ class MaskedRows:
             num_rows + 1,
             [self._without_logits(slot_T, place_T, request_T if mixed else None)],
             planned.drafts_R,
-            planned.seq_lens_R,
+            # Not start plus canvas: vLLM's warm-up decodes a canvas that it does not put there.
+            batch.seq_lens[planned.index_R],
             refresh_R=planned.refresh_R,
         )
 
     def _lay_out(self, batch: "InputBatch", canvases: int) -> HostRows:
         """Count rows, each request's behind those of the one before it."""
         assert batch.num_draft_tokens_per_req is not None
-        states, drafts = self.states, batch.num_draft_tokens_per_req[:canvases].astype(np.int64)
+        states, drafts = self.states, batch.num_draft_tokens_per_req[:canvases]
+        slots, bounds = batch.idx_mapping_np[:canvases], batch.query_start_loc_np[: canvases + 1]
+        # In front of a canvas lies what is computed before it, here or earlier.
+        before = bounds[1:] - drafts
+        starts = batch.num_computed_tokens_np[:canvases] + (before - bounds[:-1])
+        first_row = before - self.shift
         index = unconditional = np.arange(canvases)
-        if states.requests.uses("cfg_scale", batch.idx_mapping_np[:canvases]):
+        given = (slots, starts, drafts, first_row)
+        if states.requests.uses("cfg_scale", slots):
             index, unconditional = pair_requests(batch.req_ids[:canvases])
-        bounds = batch.query_start_loc_np[: canvases + 1].astype(np.int64)
-        first_row = bounds[1:] - drafts - self.shift
-        queries, slots = np.diff(bounds), batch.idx_mapping_np[index]
-        starts = (batch.num_computed_tokens_np[:canvases] + queries - drafts)[index]
-        refresh = np.zeros_like(starts)
-        if not states.requests.refresh_all(slots):
-            refresh = states.next_refresh_np(slots, starts)
-        sizes = np.minimum(states.requests.block_length.np[slots], drafts[index])
+            given = tuple(column[index] for column in given)
+        slots, starts, drafts, row = given
+        sizes = np.minimum(states.requests.block_length.np[slots], drafts)
         most = self.counts.most(slots, starts, sizes)
-        offset = np.cumsum(most) - most
         request = np.repeat(np.arange(len(index)), most)
-        number = np.full_like(offset, len(request))
-        places = (first_row[index], offset, number)
-        known = np.stack([index, slots, starts, drafts[index], refresh, *places], axis=1)
-        rank = np.arange(len(request)) - offset[request]
-        return HostRows(index, unconditional, starts, request, rank, known, first_row)
+        num_rows, num_known = len(request), len(index) * KNOWN_TO_HOST
+        packed = np.empty(num_known + 2 * num_rows, dtype=np.int64)
+        known_KR = packed[:num_known].reshape(-1, KNOWN_TO_HOST).T
+        offset = known_KR[6]
+        offset[:] = np.cumsum(most) - most
+        known_KR[0], known_KR[1], known_KR[2], known_KR[3] = index, slots, starts, drafts
+        known_KR[4], known_KR[5], known_KR[7] = 0, row, num_rows
+        if not states.requests.refresh_all(slots):
+            known_KR[4] = states.next_refresh_np(slots, starts)
+        # Rows are numbered within a request, and requests by the positions of a canvas.
+        flat = np.arange(num_rows) + (np.arange(len(index)) * self.num_positions - offset)[request]
+        packed[num_known : num_known + num_rows] = flat
+        packed[num_known + num_rows :] = slots[request]
+        return HostRows(index, unconditional, slots, starts, request, packed, first_row)
 
     def begin_step(self, known_RK: Tensor) -> PlannedBlocks:
         """View and plan blocks, and number their masked positions.
@@ -184,6 +192,7 @@ class MaskedRows:
         place_RC = torch.zeros_like(torch.nn.functional.pad(rank_RC, (0, 1)))
         into_RC = torch.where(candidates_RC, rank_RC, self.num_positions)
         place_RC = place_RC.scatter(1, into_RC, position_RC)[:, : self.num_positions]
+        row_RC = (first_row_R[:, None] + place_RC).clamp_min(0)
         return PlannedBlocks(
             index_R.clone(),
             slots_R.clone(),
@@ -192,10 +201,8 @@ class MaskedRows:
             plan,
             source_RC,
             drafts_R.clone(),
-            self.states.start_N[slots_R] + drafts_R,
             refresh_R.clone(),
-            place_RC.contiguous(),
-            (first_row_R[:, None] + place_RC).clamp_min(0),
+            torch.stack([place_RC, row_RC]).flatten(1),
         )
 
     def example(self, count: int) -> StepTensors:
@@ -213,7 +220,7 @@ class MaskedRows:
             planned.source_RC,
             planned.remaining_R,
             planned.drafts_R,
-            planned.seq_lens_R,
+            planned.index_R.new_zeros(count, dtype=torch.int32),
             planned.refresh_R,
         )
 
@@ -241,10 +248,8 @@ class MaskedRows:
         self, slot_T: Tensor, place_T: Tensor, owner_np: np.ndarray | None
     ) -> RowChunk:
         """Return the rows of a step as one chunk that `read` gives its logits."""
-        rows_T = torch.arange(len(slot_T), device=slot_T.device)
-        nothing_T0 = self.states.canvas_NC.new_empty(len(slot_T), 0)
-        places = (slot_T, place_T.to(torch.int32))
-        return RowChunk(rows_T, nothing_T0, None, *places, 0, None, owner_np)
+        rows_T, places = self._rows_X[: len(slot_T)], (slot_T, place_T.to(torch.int32))
+        return RowChunk(rows_T, self._nothing_T0, None, *places, 0, None, owner_np)
 
     def _hide_context(self, batch: "InputBatch", unconditional: np.ndarray) -> None:
         """Put masks into unconditional requests where the conditional ones have their context."""

@@ -52,7 +52,10 @@ class Wanted(NamedTuple):
 
 
 class Proposer:
-    """Propose by the sampling parameters of each row's request."""
+    """Propose by the sampling parameters of each row's request.
+
+    way_np  int64, how the rows of each slot's request are read
+    """
 
     def __init__(
         self,
@@ -79,6 +82,7 @@ class Proposer:
         self.shard = shard
         partials = partial_reference if self.on_cpu else row_stats
         self.scan_rows, self.merge_rows = partials.scan_rows, partials.merge_rows
+        self.way_np = np.zeros(states.canvas_NC.shape[0], dtype=np.int64)
 
     def propose(
         self,
@@ -92,8 +96,8 @@ class Proposer:
         Args:
             want_ranking: also return entropy and margin.
         """
-        ways_np = self.ways(slots_np)
-        whole = (ways_np == ONCE).all() and not any(map(self._is_cut, chunks))
+        ways_np = self.way_np[slots_np]
+        whole = not ways_np.any() and not any(map(self._is_cut, chunks))
         if whole and len(chunks) == 1:
             wanted = self._wanted(slots_np, ONCE, want_ranking, num_rows)
             return self._from_logits(chunks[0], wanted)
@@ -124,19 +128,20 @@ class Proposer:
         samples = bool(self.sampling_states.temperature.np[slots_np].any())
         return Wanted(slots_np, samples, way == SCORED, want_ranking, num_rows)
 
-    def ways(self, slots_np: np.ndarray) -> np.ndarray:
-        """Return how the rows of each slot's request are read; the host knows."""
-        rules = self.rules
+    def add_request(self, slot: int) -> None:
+        """Note how the rows of a slot's request are read, once all else is known of it."""
+        rules, slots_np = self.rules, np.array([slot])
         copied = self.filters.users(slots_np) | self.eos_bans.users(slots_np)
         copied |= rules.bad_words.users(slots_np)
         if self.shard is not None:
             # The ids that `min_tokens` bans may be in another rank's columns.
             copied |= rules.min_tokens_np[slots_np] > 0
-        return np.where(self.logprobs.num_logprobs_np[slots_np] >= 0, SCORED, copied * COPIED)
+        scored = self.logprobs.num_logprobs_np[slot] >= 0
+        self.way_np[slot] = SCORED if scored else COPIED if copied.any() else ONCE
 
     def is_mixed(self, slots_np: np.ndarray) -> bool:
         """Tell whether the rows of these slots are read in more than one way."""
-        ways_np = self.ways(slots_np)
+        ways_np = self.way_np[slots_np]
         return bool((ways_np != ways_np[:1]).any())
 
     def warm_up(self, logits_TV: Tensor, with_carry: bool) -> None:

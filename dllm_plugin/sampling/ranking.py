@@ -3,6 +3,7 @@
 Part of what ``compile_step`` compiles. Shape letters as in :mod:`dllm_plugin.decoding.plan`.
 """
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from dllm_plugin.state.request_table import POLICY_IDS
 RANDOM_ORDER = 0x5D2F
 ORIGIN_ORDER = 0x0B16
 ALG_TEMP_ORDER = 0xA16
+USUAL = {"threshold", "low_confidence"}  # policies that most requests ask for
 
 
 class StepPolicies(NamedTuple):
@@ -32,6 +34,20 @@ class StepPolicies(NamedTuple):
     def want_ranking(self) -> bool:
         """Tell whether a policy ranks by entropy or margin."""
         return any(RANKED_BY[name] in ("entropy", "margin") for name in self.names)
+
+    def with_usual(self, known: Collection[str]) -> "StepPolicies":
+        """Return these and the usual policies that are known, where they read the same of a row."""
+        if self.want_ranking or self.samples_order:
+            return self
+        return self._replace(names=tuple(sorted({*self.names, *(USUAL & set(known))})))
+
+    def are_among(self, others: "StepPolicies") -> bool:
+        """Tell whether a step that serves the others serves these."""
+        return (
+            set(self.names) <= set(others.names)
+            and self.samples_order == others.samples_order
+            and self.want_ranking == others.want_ranking
+        )
 
 
 class Ranking:

@@ -37,6 +37,8 @@ class RequestTable:
     policy         int32, index into POLICY_IDS
     steps          int32, denoising steps of a block
     numbers        float32 ``[N, len(COLUMNS)]``
+    asked          options of `numbers` that any request has set so far: others need no look
+    refreshes_vary  whether any request so far has asked for refreshes of two kinds
     """
 
     def __init__(self, config: DecodeConfig, num_slots: int, device: torch.device) -> None:
@@ -56,6 +58,8 @@ class RequestTable:
         self.numbers = SlotTable((num_slots, len(COLUMNS)), torch.float32, device)
         self.block_length.np.fill(config.block_length)
         self.steps.np.fill(1)
+        self.asked: set[str] = set()
+        self.refreshes_vary = False
         self._tables = (
             *(self.origin, self.block_length, self.max_blocks, self.end, self.blocks_end),
             *(self.policy, self.steps, self.numbers),
@@ -76,6 +80,7 @@ class RequestTable:
         config = self.config
         self.prompt_len_np[slot] = prompt_len
         self.full_refresh_every_np[slot] = request.full_refresh_every
+        self.refreshes_vary |= request.full_refresh_every != 1
         self.refresh_before_np[slot] = limit(request.refresh_before)
         self.suffix_window_np[slot] = limit(request.suffix_window)
         # Where blocks are counted from: some models were trained on multiples of their length.
@@ -95,7 +100,9 @@ class RequestTable:
         if params.temperature > 0:
             # Filters of greedy requests; vLLM's own are in force here.
             request = dataclasses.replace(request, top_p=1.0, top_k=0)
-        self.numbers.np[slot] = [float(getattr(request, name) or 0) for name in COLUMNS]
+        numbers = {name: float(getattr(request, name) or 0) for name in COLUMNS}
+        self.numbers.np[slot] = list(numbers.values())
+        self.asked |= {name for name, number in numbers.items() if number != _off(name)}
         self._dirty = True
 
     def copy_to_device(self) -> None:
@@ -115,15 +122,16 @@ class RequestTable:
 
     def uses(self, name: str, slots_np: np.ndarray) -> bool:
         """Return whether one of the given slots has set an option that is off by default."""
-        return bool(self.users(name, slots_np).any())
+        return name in self.asked and bool(self.users(name, slots_np).any())
 
     def users(self, name: str, slots_np: np.ndarray) -> np.ndarray:
         """Return which of the given slots have set an option that is off by default, bool."""
-        off = 1.0 if name == "top_p" else 0.0
-        return self.numbers.np[slots_np, COLUMNS.index(name)] != off
+        return self.numbers.np[slots_np, COLUMNS.index(name)] != _off(name)
 
     def refresh_all(self, slots_np: np.ndarray) -> bool:
         """Return whether every refresh of the given slots computes everything from 0."""
+        if not self.refreshes_vary:
+            return True
         return bool((self.full_refresh_every_np[slots_np] == 1).all())
 
     def layout(self, slots_np: np.ndarray) -> Layout:
@@ -149,3 +157,8 @@ class RequestTable:
             editing_threshold_R=self.number("editing_threshold", slots_R),
             num_to_transfer_R=self.number("num_to_transfer", slots_R),
         )
+
+
+def _off(name: str) -> float:
+    """Return the number with which an option that is off by default does nothing."""
+    return 1.0 if name == "top_p" else 0.0

@@ -102,21 +102,6 @@ def test_engine_setting(settings: dict[str, Any], sentence: str, room: EngineRoo
     assert sentence in reason(room, **settings)
 
 
-def test_asynchronous_full_attention(room: EngineRoom) -> None:
-    """Asked of vLLM itself: the engine room switches it on behind the configuration's back."""
-    from vllm import LLM
-
-    room.close()
-    dllm = {"strategy": "semi_autoregressive"}
-    with pytest.raises(ValueError, match="async_scheduling cannot be combined with strategy semi"):
-        LLM(
-            str(CHECKPOINTS / "tiny-llada"),
-            async_scheduling=True,
-            max_model_len=256,
-            additional_config={"dllm": dllm},
-        )
-
-
 def test_no_mask_token(checkpoint: Path, room: EngineRoom) -> None:
     edit_json(checkpoint / "config.json", mask_token_id=None)
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):

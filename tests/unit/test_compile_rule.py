@@ -1,8 +1,13 @@
 """Where a step is compiled, and what is said where it cannot be."""
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from dllm_plugin.config.machine import uncompiled
+from dllm_plugin.config.decode import get_decode_config
+from dllm_plugin.config.machine import resolve_for_machine, uncompiled
 from dllm_plugin.config.options import Options
 from dllm_plugin.config.resolution import resolve
 
@@ -29,3 +34,20 @@ def test_what_is_compiled(
     problem = next(uncompiled(config, cannot=False), None)
     assert problem is None if sentence is None else problem is not None and sentence in problem
     assert next(uncompiled(config, cannot=True)) == "needs a GPU and no enforce_eager"
+
+
+@pytest.mark.parametrize("dllm", [{}, {"adaptive": "throughput"}, {"compile_step": False}], ids=str)
+def test_steps_are_compiled_by_default_on_gpus(
+    dllm: dict[str, Any],
+    vllm_config_for: Callable[..., Any],
+    checkpoints: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = vllm_config_for(checkpoints / "tiny-sdar", additional_config={"dllm": dict(dllm)})
+    config.compilation_config.mode, config.optimization_level = None, 2
+    config.model_config.enforce_eager = False
+    decode, options = get_decode_config(config), Options.from_user(dllm)
+    assert not resolve_for_machine(config, options, decode).compile_step
+    monkeypatch.setattr("dllm_plugin.config.machine.current_platform.is_cpu", lambda: False)
+    compiled = resolve_for_machine(config, options, decode).compile_step
+    assert compiled == dllm.get("compile_step", True)

@@ -395,7 +395,6 @@ def test_heads_that_it_cannot_take(head_size: int, engine_config: VllmConfig) ->
 
 
 def test_the_registered_path_names_the_backend() -> None:
-    module, name = registry.FLASH.rsplit(".", 1)
-    assert (module, name) == (SegmentFlashBackend.__module__, SegmentFlashBackend.__qualname__)
-    assert SegmentFlashBackend.get_builder_cls() is SegmentFlashBuilder
-    assert SegmentFlashBackend.get_name() == FLASH.name
+    backend = SegmentFlashBackend
+    assert f"{backend.__module__}.{backend.__qualname__}" == registry.FLASH
+    assert (backend.get_builder_cls(), backend.get_name()) == (SegmentFlashBuilder, FLASH.name)

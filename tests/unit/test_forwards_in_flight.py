@@ -57,6 +57,25 @@ def test_forwards_of_other_blocks_do_not_count() -> None:
     assert [flight.count(name, 8) for name in "abc"] == [1, 0, 0]
 
 
+def test_the_last_step_of_a_block() -> None:
+    """Known steps and those in flight; a block that takes more steps than that has no last one."""
+    flight, last = ForwardsInFlight(), list[int]()
+    for step in range(1, 7):
+        flight.launch({"a": 8})
+        if flight.is_last("a", 8, 4):
+            last.append(step)
+        flight.land()
+        flight.note("a", 30 - step)
+    assert last == [4]
+    flight.begin_block("a", 32)
+    flight.launch({"a": 40})
+    assert flight.is_last("a", 40, 1) and not flight.is_last("a", 40, 2)
+    flight.note("a", 30)
+    assert flight.is_last("a", 40, 2)
+    flight.forget("a")
+    assert flight.is_last("a", 40, 1), "a block that starts again has no known step"
+
+
 def test_what_is_left_travels_below_zero() -> None:
     results: Any = SimpleNamespace(num_nans_in_logits={"a": -7, "b": 0, "c": 2})
     assert take_left(results) == {"a": 7}

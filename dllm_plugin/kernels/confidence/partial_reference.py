@@ -27,8 +27,8 @@ from dllm_plugin.kernels.confidence.reference import (
     RowStats,
     add_bias,
     choose,
+    hot_rows,
     is_broken,
-    tempered,
     with_missing,
 )
 
@@ -54,16 +54,16 @@ def scan_rows(
     first, width = columns.first, logits_XV.shape[1]
     inside = min(max(columns.vocab_size - first, 0), width)
     logits_TV = logits_XV if source_T is None else logits_XV[source_T]
-    logits_TV = logits_TV.to(torch.float32, copy=True)
+    logits_TV = logits_TV.to(torch.float32, copy=source_T is None)  # changed below
     if bias is not None:
         add_bias(logits_TV[:, :inside], bias, slot_T, first)
     logits_TV[:, inside:] = NEGATIVE_INFINITY
     if first <= mask_id < first + width:
         logits_TV[:, mask_id - first] = NEGATIVE_INFINITY
-    tempered_TV = logits_TV if sampling is None else tempered(logits_TV, slot_T, sampling)
-    column_T, best_T = choose(logits_TV, tempered_TV, slot_T, sampling, first)
-    if temper:
-        logits_TV = tempered_TV
+    hot = None if sampling is None else hot_rows(logits_TV, slot_T, sampling)
+    column_T, best_T = choose(logits_TV, hot, slot_T, sampling, first)
+    if hot is not None and temper:
+        logits_TV.index_copy_(0, *hot)
     top_T1 = logits_TV.amax(dim=-1, keepdim=True).clamp_min(LOWEST)
     share_TV = (logits_TV - top_T1).exp()
     x_T1 = logits_TV.gather(1, column_T[:, None])

@@ -45,6 +45,17 @@ class RowSampling(NamedTuple):
     shift: int
 
 
+class HotRows(NamedTuple):
+    """Hold the rows that sample: a request with a temperature shall cost its own rows alone.
+
+    rows_S      int64
+    divided_SV  float32, their logits divided by the temperature
+    """
+
+    rows_S: Tensor
+    divided_SV: Tensor
+
+
 class Columns(NamedTuple):
     """Say which columns of the vocabulary a rank holds, of rows that `shards` ranks hold together.
 
@@ -94,16 +105,19 @@ def propose_rows(
         num_rows: length of the result; entries behind the rows are zero.
     """
     logits_TV = logits_XV if source_T is None else logits_XV[source_T]
-    logits_TV = logits_TV.to(torch.float32, copy=True)
+    logits_TV = logits_TV.to(torch.float32, copy=source_T is None)  # changed below
     if bias is not None:
         add_bias(logits_TV, bias, slot_T)
     if mask_id >= 0:
         logits_TV[:, mask_id] = NEGATIVE_INFINITY
-    tempered_TV = logits_TV if sampling is None else tempered(logits_TV, slot_T, sampling)
+    hot = None if sampling is None else hot_rows(logits_TV, slot_T, sampling)
     if token_T is None:
-        token_T, _ = choose(logits_TV, tempered_TV if divide else logits_TV, slot_T, sampling)
+        noisy = hot if hot is None or divide else hot._replace(divided_SV=logits_TV[hot.rows_S])
+        token_T, _ = choose(logits_TV, noisy, slot_T, sampling)
     broken_T = is_broken(logits_TV.gather(1, token_T[:, None]).squeeze(1))
-    stats = row_stats(tempered_TV if temper else logits_TV, token_T, broken_T, want_ranking)
+    if hot is not None and temper:
+        logits_TV.index_copy_(0, *hot)
+    stats = row_stats(logits_TV, token_T, broken_T, want_ranking)
     return with_missing(stats, num_rows)
 
 
@@ -123,15 +137,16 @@ def is_broken(largest_T: Tensor) -> Tensor:
     return (~(largest_T < float("inf"))).to(torch.int32)
 
 
-def tempered(logits_TV: Tensor, slot_T: Tensor, sampling: RowSampling) -> Tensor:
-    """Divide the logits of sampled rows by their temperature."""
+def hot_rows(logits_TV: Tensor, slot_T: Tensor, sampling: RowSampling) -> HotRows:
+    """Find the rows that sample; on CPUs nothing waits for how many they are."""
     temperature_T = sampling.temperature_N[slot_T]
-    return logits_TV / temperature_T.where(temperature_T > 0, 1.0)[:, None]
+    rows_S = (temperature_T > 0).nonzero().squeeze(1)
+    return HotRows(rows_S, logits_TV[rows_S] / temperature_T[rows_S, None])
 
 
 def choose(
     logits_TV: Tensor,
-    divided_TV: Tensor,
+    hot: HotRows | None,
     slot_T: Tensor,
     sampling: RowSampling | None,
     first: int = 0,
@@ -139,19 +154,18 @@ def choose(
     """Return each row's winning column int64, and its score float64; column 0 is token `first`."""
     token_T = logits_TV.argmax(dim=-1)
     best_T = logits_TV.gather(1, token_T[:, None]).squeeze(1).to(torch.float64)
-    if sampling is None:
+    if hot is None or sampling is None:
         return token_T, best_T
-    # A request that samples shall cost its own rows; on CPUs nothing waits for this.
-    rows = (sampling.temperature_N[slot_T] > 0).nonzero().squeeze(1)
-    slot_T, divided_TV = slot_T[rows], divided_TV[rows]
-    step_T = sampling.counter_N[slot_T].to(torch.int64)
-    position_T = sampling.start_N[slot_T] + sampling.offset_T[rows] + sampling.shift
-    counter = (sampling.seed_N[slot_T], position_T, step_T)
-    uniform_TV = gumbel_uniform(*counter, logits_TV.shape[1], first)
-    noisy_TV = divided_TV.to(torch.float64) - (-uniform_TV.log()).log()
-    sampled_T = noisy_TV.argmax(dim=-1)
-    noisy_T = noisy_TV.gather(1, sampled_T[:, None]).squeeze(1)
-    return token_T.index_copy(0, rows, sampled_T), best_T.index_copy(0, rows, noisy_T)
+    rows_S, divided_SV = hot
+    slot_S = slot_T[rows_S]
+    step_S = sampling.counter_N[slot_S].to(torch.int64)
+    position_S = sampling.start_N[slot_S] + sampling.offset_T[rows_S] + sampling.shift
+    counter = (sampling.seed_N[slot_S], position_S, step_S)
+    uniform_SV = gumbel_uniform(*counter, logits_TV.shape[1], first)
+    noisy_SV = divided_SV.to(torch.float64) - (-uniform_SV.log()).log()
+    sampled_S = noisy_SV.argmax(dim=-1)
+    noisy_S = noisy_SV.gather(1, sampled_S[:, None]).squeeze(1)
+    return token_T.index_copy(0, rows_S, sampled_S), best_T.index_copy(0, rows_S, noisy_S)
 
 
 def with_missing(stats: RowStats, num_rows: int | None) -> RowStats:
