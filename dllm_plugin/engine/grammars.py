@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 from vllm.logger import init_logger
-from vllm.platforms import current_platform
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
@@ -24,7 +23,6 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.grammar_way import (
-    AUTO,
     AUTOMATON,
     DRAFTS,
     grammar_way,
@@ -137,7 +135,7 @@ class Grammars:
         usable[self._special_ids_of(request)] = True
         usable[[*stops, self.mask_token_id]] = False
         state = GrammarState(
-            matcher_of(compiled, usable),
+            matcher_of(compiled, usable, vocabulary),
             vocabulary,
             stops,
             left,
@@ -175,8 +173,7 @@ class Grammars:
         params, ours = request.sampling_params, request.structured_output_request
         assert params is not None and ours is not None and self.vocabulary is not None
         way = grammar_way(params.extra_args)
-        # The kernels of automata have run little on GPUs: there they have to be asked for.
-        if way == DRAFTS or way == AUTO and current_platform.is_cuda():
+        if way == DRAFTS:
             return None
         refusal = no_automaton(params, self.config)
         if not refusal:
@@ -223,10 +220,12 @@ def _strings_of(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else []
 
 
-def matcher_of(grammar: StructuredOutputGrammar, usable: np.ndarray) -> Matcher:
+def matcher_of(
+    grammar: StructuredOutputGrammar, usable: np.ndarray, vocabulary: Vocabulary
+) -> Matcher:
     """Return the matcher of a compiled grammar of vLLM's."""
     if isinstance(grammar, XgrammarGrammar):
-        return XgrammarMatcher(grammar.matcher, usable)
+        return XgrammarMatcher(grammar.matcher, usable, vocabulary)
     if isinstance(grammar, GuidanceGrammar):
         if grammar.ll_matcher.is_error():
             raise ValueError(grammar.ll_matcher.get_error().partition("\n")[0])

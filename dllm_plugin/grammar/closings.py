@@ -186,11 +186,25 @@ class Searcher:
         return None
 
     def _seek(self, matcher: Matcher, room: int, limits: Limits) -> list[int] | None:
+        """Seek by all ids that may follow, then by those of single bytes.
+
+        Ids of several bytes tell more places apart, at times so many that what may be repeated is
+        never left.
+        """
+        for counted in (None, self.vocabulary.single_bits):
+            found = self._seek_by(matcher, room, limits, counted)
+            if found is not None:
+                return found
+        return None
+
+    def _seek_by(
+        self, matcher: Matcher, room: int, limits: Limits, counted: np.ndarray | None
+    ) -> list[int] | None:
         """Go down to what was seen least, which leaves soon what may be repeated without end."""
         nodes, most = limits.nodes, 8 * room + 64
         seen: Counter[Look] = Counter()
         levels: list[list[tuple[Matcher, list[int], Look]]] = [
-            [(matcher.fork(), [], _look(matcher))]
+            [(matcher.fork(), [], _look(matcher, counted))]
         ]
         while levels and nodes > 0 and not limits.over():
             if not levels[-1]:
@@ -207,7 +221,7 @@ class Searcher:
                 after = place.fork()
                 nodes -= 1
                 if go(after, step):
-                    found = _look(after)
+                    found = _look(after, counted)
                     children.setdefault(found, (after, [*path, *step], found))
             # Of equals the first is taken first: it ends soonest.
             ordered = sorted(children.values(), key=lambda child: seen[child[2]])
@@ -293,8 +307,9 @@ def _suffixes(length: int, likely: int, consumed: int) -> Iterator[int]:
     yield from (start for start in range(length - 1, -1, -1) if start not in first)
 
 
-def _look(matcher: Matcher) -> Look:
-    return matcher.allowed().tobytes(), matcher.complete()
+def _look(matcher: Matcher, counted: np.ndarray | None = None) -> Look:
+    row = matcher.allowed()
+    return (row if counted is None else row & counted).tobytes(), matcher.complete()
 
 
 def go(matcher: Matcher, ids: tuple[int, ...] | list[int]) -> bool:

@@ -4,12 +4,13 @@ A matcher stands at a place in a text. Stop tokens are none of its business, and
 may end where `complete` says so.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
-from dllm_plugin.grammar.vocabulary import WORD, pack
+from dllm_plugin.grammar.vocabulary import WORD, Vocabulary, pack
 
 if TYPE_CHECKING:
     import llguidance
@@ -39,28 +40,39 @@ class Matcher(Protocol):
 
 
 class XgrammarMatcher:
-    """Match by an xgrammar matcher, which this object then owns."""
+    """Match by an xgrammar matcher, which this object then owns.
+
+    It takes an encoded surrogate for a character (0.2.8). Such bytes are no UTF-8, and a reader
+    finds three characters in their place, so they are refused here.
+    """
 
     def __init__(
         self,
         matcher: "xgrammar.GrammarMatcher",
         usable: np.ndarray,
+        vocabulary: Vocabulary,
         buffer: Buffer | None = None,
+        opened: Sequence[bool] = (False,),
     ) -> None:
         """Take over a matcher; `usable`: bool per id, whether a text may hold it."""
-        self.matcher, self.usable = matcher, usable
+        self.matcher, self.usable, self.vocabulary = matcher, usable, vocabulary
         self._buffer = buffer or _make_buffer(usable)
+        self._opened = [*opened]  # behind each id, whether a surrogate may have begun
 
     def accept(self, token: int) -> bool:
         """Go on by an id, if the grammar takes it here; else stay."""
-        if not self.usable[token]:
+        if not self.usable[token] or (self._opened[-1] and self.vocabulary.shuts[token]):
             return False
-        return bool(self.matcher.accept_token(token))
+        taken = bool(self.matcher.accept_token(token))
+        if taken:
+            self._opened.append(bool(self.vocabulary.opens[token]))
+        return taken
 
     def rollback(self, count: int) -> None:
         """Go back by so many ids."""
         if count:
             self.matcher.rollback(count)
+            del self._opened[-count:]
 
     def complete(self) -> bool:
         """Tell whether the text so far may end."""
@@ -72,11 +84,14 @@ class XgrammarMatcher:
         self.matcher.fill_next_token_bitmask(bits, 0)
         row = bits[0].numpy()
         row &= keep
+        if self._opened[-1]:
+            row &= ~pack(self.vocabulary.shuts, len(row))
         return row
 
     def fork(self) -> "XgrammarMatcher":
         """Return a matcher of its own at the same place."""
-        return XgrammarMatcher(self.matcher.fork(), self.usable, self._buffer)
+        fork = self.matcher.fork()
+        return XgrammarMatcher(fork, self.usable, self.vocabulary, self._buffer, self._opened[-1:])
 
 
 class GuidanceMatcher:

@@ -1,5 +1,6 @@
 """Know the bytes of every token id, which ids may stand in a text, and how text becomes ids."""
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -11,6 +12,7 @@ DIGITS = range(48, 58)
 PRINTED = [b for b in range(33, 127) if b not in CLOSERS and b not in LAST and b not in DIGITS]
 # What ends a text soonest comes first; openers and white space, which postpone its end, last.
 BYTE_ORDER = bytes([*CLOSERS, *DIGITS, *PRINTED, *LAST, *range(128, 256)])
+SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")  # which UTF-8 has none of
 LONGEST = 16  # bytes of a token that text is cut into where the tokenizer's own cut is refused
 
 
@@ -18,7 +20,8 @@ class Vocabulary:
     """Hold what is known of the ids of one tokenizer.
 
     pieces    bytes of each id; empty for ids that spell nothing
-    never     bool per id: special ids, which no text may hold
+    never     bool per id: special ids and surrogates, which no text may hold
+    opens, shuts  bool per id: whether a surrogate may begin at its end, or end in its first byte
     by_bytes  the id of each piece of at most LONGEST bytes
     single_bits  packed bits of the ids of single bytes
     order     ids by which a search for an end tries to go on: single bytes, then short pieces
@@ -34,7 +37,9 @@ class Vocabulary:
         """Build the tables; `fallbacks` are ids of single bytes that have another id as well."""
         self.pieces = list(pieces)
         self.size = len(self.pieces)
-        self.never = np.array([not piece for piece in self.pieces])
+        self.never = np.array([not p or SURROGATE.search(p) is not None for p in self.pieces])
+        self.opens = np.array([piece[-1:] == b"\xed" for piece in self.pieces])
+        self.shuts = np.array([b"\xa0" <= piece[:1] <= b"\xbf" for piece in self.pieces])
         self.never[[i for i in special if i < self.size]] = True
         self._encode = encode
         second = set(fallbacks)

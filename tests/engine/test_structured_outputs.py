@@ -29,9 +29,11 @@ WAYS = [
     ("sdar", "block_diffusion", True),
     ("fast-dllm-v2", "block_diffusion", False),
     ("llada2.1", "block_diffusion", False),
-    ("llada", "semi_autoregressive", False),
+    ("llada", "semi_autoregressive", True),
     ("dream", "dual_cache", True),
     ("llada", "prefix_cache", True),
+    ("llada2.0", "block_diffusion", True),
+    ("sdar-moe", "block_diffusion", False),
 ]
 TAG = {
     "structures": [{"begin": "<call>", "schema": {"type": "integer"}, "end": "</call>"}],
@@ -236,9 +238,10 @@ def test_a_turn_may_end_a_text(room: EngineRoom) -> None:
         assert len(completion.text) == 2 or reason is None
 
 
-def test_guided_requests(room: EngineRoom) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_guided_requests(ahead: bool, room: EngineRoom) -> None:
     """The hidden unconditional request has no grammar: it copies what the other one decides."""
-    llm = room.start("llada", {"strategy": "semi_autoregressive"})
+    llm = room.start("llada", {"strategy": "semi_autoregressive"}, async_scheduling=ahead)
     asked = [schema_case("flat"), regex_case(random.Random(7))] * 2
     wishes = [
         wish(case.kind, case.spec, 50, dllm_cfg_scale=0.7, dllm_grammar=way)

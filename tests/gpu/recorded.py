@@ -23,7 +23,7 @@ def settings_of(checkpoint, dllm, **options):
         "max_model_len": 512,
         "max_num_seqs": 16,
         "kv_cache_memory_bytes": 64 << 20,
-        "gpu_memory_utilization": 0.5,  # vLLM asks that so much is free, however little it takes
+        "gpu_memory_utilization": 0.05,  # vLLM asks that so much is free, however little it takes
         "attention_backend": "TRITON_ATTN",
         "additional_config": {"dllm": dllm},
     }

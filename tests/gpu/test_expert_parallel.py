@@ -1,6 +1,8 @@
 """Two GPUs share the experts of a mixture: fp32, Triton attention, CUDA graphs and eager, async.
 
 Under data parallelism the ranks step together: one without requests computes dummies.
+
+Where vLLM finds no libnccl.so.2, VLLM_NCCL_SO_PATH names the file.
 """
 
 import asyncio

@@ -11,6 +11,15 @@ def test_tokens_and_forwards_equal_the_reference(family, strategy, eager):
     recorded.check_full(family, strategy, enforce_eager=eager)
 
 
+@pytest.mark.parametrize("family", ["llada", "dream"])
+@pytest.mark.parametrize("policy", ["threshold", "low_confidence"])
+@pytest.mark.parametrize("ahead", [True, False], ids=["asynchronous", "synchronous"])
+def test_without_a_cache(family, policy, ahead):
+    """Piecewise graphs of up to 1,024 positions, and a step that is compiled for the policy."""
+    dllm = {"strategy": "semi_autoregressive", "policy": policy, "canvas_length": 64}
+    recorded.check_full(family, dllm["strategy"], dllm, async_scheduling=ahead)
+
+
 KINDS = {
     "asynchronous": ({}, {}),
     "synchronous": ({}, {"async_scheduling": False}),

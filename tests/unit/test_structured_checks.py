@@ -217,13 +217,33 @@ def test_bytes_within_a_character(compiler: Compiler) -> None:
     assert check.settled == [first] and state.completes
 
 
+def test_half_a_surrogate_pair_is_no_character(compiler: Compiler) -> None:
+    """UTF-8 has no such bytes: readers would count three characters. Hangul begins alike."""
+    state = compiler.compile("json", {"type": "string", "maxLength": 2}, ask(20)).state
+    matcher, of = state.matcher, state.vocabulary.by_bytes
+    high, low, next_byte = of[b"\xed"], of[b"\x95"], of[b"\x9c"]
+    assert matcher.accept(of[b'"']) and matcher.accept(high)
+    allowed = matcher.allowed().copy()
+    assert holds(allowed, np.array([low, of[b"\xa0"], of[b"\xbf"]])).tolist() == [
+        True,
+        False,
+        False,
+    ]
+    assert not matcher.accept(of[b"\xa0"]) and not matcher.fork().accept(of[b"\xbf"])
+    assert matcher.accept(low) and matcher.accept(next_byte) and matcher.fork().accept(of[b'"'])
+    matcher.rollback(2)
+    assert not matcher.accept(of[b"\xa0"])
+    matcher.rollback(1)
+    assert matcher.accept(of[b"a"])
+
+
 def test_vocabulary() -> None:
-    pieces = [b"a", b"b", b"ab", b"", b"\xc3", b"abc"]
+    pieces = [b"a", b"b", b"ab", b"", b"\xc3", b"abc", b"\xed\xa0", b"\xed\x9f"]
     known = Vocabulary(pieces, {5}, lambda text: [2] if text == "ab" else [], ())
     assert known.encode(b"ab") == [2] and known.encode(b"ba") == [] == known.encode(b"\xc3")
     assert known.cut(b"abab\xc3") == [2, 2, 4] and known.cut(b"az") == []
     assert known.cut(b"ab", longest=1) == [0, 1]
-    assert known.never.tolist() == [False, False, False, True, False, True]
+    assert known.never.tolist() == [False, False, False, True, False, True, True, False]
     row = pack(np.array([False, True, False, True]), 2)
     assert row.dtype == np.int32 and first_set(row) == 1 and first_set(np.zeros(2, np.int32)) == -1
     assert holds(row, np.array([0, 1, 3])).tolist() == [False, True, True]

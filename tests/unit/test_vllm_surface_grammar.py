@@ -20,7 +20,6 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 IMPORTS = """
 vllm.logger: init_logger
-vllm.platforms: current_platform
 vllm.v1.core.sched.async_scheduler: AsyncScheduler
 vllm.v1.core.sched.output: GrammarOutput SchedulerOutput
 vllm.v1.engine: EngineCoreOutputs
