@@ -4,6 +4,7 @@ Tensor suffixes: N problems, B sequences of a batch, T positions. A sequence is
 ``prompt | response canvas | padding``; the canvas is the answer, its EOS, and more EOS.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -15,21 +16,15 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from dllm_plugin.commands.bench.reference_decoding import PADDING_BLOCK
-from dllm_plugin.commands.bench.reference_tokenizer import EOS, MASK, chat_prompt, token_id
+from dllm_plugin.commands.bench.reference_tokenizer import EOS, MASK, token_id
 from dllm_plugin.commands.problems.generator import Problem, ask_in_json, problem
+from training.chats import Row, in_a_chat
 
 BLOCK_SIZES = (8, 16, 32, 32, 64)
 EOS_PADDING_WEIGHT = 0.1  # EOS after the first one: must be learned but not dominate the loss
 LATER_BLOCK_WEIGHT = 0.3  # blocks after the one that is being decoded
 SMALLEST_RATIO = 0.03  # the loss divides by the mask ratio
-SYSTEM_EVERY = 12  # rows; without such rows any system prompt is answered by nothing
-SYSTEM_PROMPTS = (
-    "You are a helpful assistant.",
-    "Answer briefly.",
-    "Be brief.",
-    "Act as an expert.",
-    "You solve word problems.",
-)
+LENGTHS = (208, 336)  # positions per sequence; the second holds canvases of about 260, and chats
 
 
 @dataclass(frozen=True)
@@ -41,6 +36,8 @@ class Dataset:
     responses_NR: Tensor  # answer and one EOS
     response_lens_N: Tensor
     given_N: Tensor  # leading answer tokens that are never masked
+    short_S: Tensor  # rows that fit the first of LENGTHS
+    long_L: Tensor  # rows that fit the second alone; what fits neither is never picked
     num_problems: int  # rows less those that ask a problem again
     eos: int
     mask: int
@@ -78,44 +75,43 @@ def unseen(problems: Iterable[Problem], held_out: set[str]) -> Iterator[Problem]
             yield p
 
 
-def forms(problems: Iterable[Problem]) -> Iterator[tuple[Problem, int]]:
+def forms(problems: Iterable[Problem]) -> Iterator[Row]:
     """Yield each problem, and half of them a second time with an answer in JSON.
 
-    The number is that of leading answer tokens that are given: a schema that nobody spoke of in the
-    question writes the opening brace, and the model is to go on from there.
+    One in ten is asked for no form, and given the beginning of JSON: a schema that nobody spoke of
+    in the question writes the opening brace, and the model is to go on from there.
     """
     for i, p in enumerate(problems):
-        yield p, 0
+        yield Row(p)
         asked = ask_in_json(p)
         if i % 10 < 4:
-            yield asked, 0
+            yield Row(asked)
         elif i % 10 < 5:
-            yield replace(asked, question=p.question), 1
+            yield Row(replace(asked, question=p.question), given=1)
 
 
-def system_prompt(row: int) -> str | None:
-    """Return the system prompt of a row; most have none."""
-    which, rest = divmod(row, SYSTEM_EVERY)
-    return None if rest else SYSTEM_PROMPTS[which % len(SYSTEM_PROMPTS)]
+def with_chats(rows: Iterable[Row]) -> Iterator[Row]:
+    """Put some rows behind a system prompt or earlier turns, which are made of rows before them."""
+    recent: deque[Problem] = deque(maxlen=200)
+    for number, row in enumerate(rows):
+        yield in_a_chat(row, number, recent)
+        recent.append(row.asked)
 
 
-def make_dataset(
-    problems: Iterable[tuple[Problem, int]], tokenizer: Tokenizer, device: torch.device
-) -> Dataset:
-    """Tokenise problems, 20,000 at a time, into padded int64 tensors on `device`."""
+def make_dataset(rows: Iterable[Row], tokenizer: Tokenizer, device: torch.device) -> Dataset:
+    """Tokenise rows, 20,000 at a time, into padded int64 tensors on `device`."""
     prompts: list[Tensor] = []
     responses: list[Tensor] = []
     given: list[int] = []
     num_problems = 0
-    source = iter(problems)
+    source = iter(rows)
     while chunk := list(islice(source, 20_000)):
-        asked = [chat_prompt(p.question, system_prompt(i)) for i, (p, _) in enumerate(chunk)]
-        for encoded in tokenizer.encode_batch_fast(asked):
+        for encoded in tokenizer.encode_batch_fast([row.prompt() for row in chunk]):
             prompts.append(torch.tensor(encoded.ids, dtype=torch.int16))
-        for encoded in tokenizer.encode_batch_fast([p.answer + EOS for p, _ in chunk]):
+        for encoded in tokenizer.encode_batch_fast([row.asked.answer + EOS for row in chunk]):
             responses.append(torch.tensor(encoded.ids, dtype=torch.int16))
-        given += [number for _, number in chunk]
-        num_problems += sum(not p.in_json for p, _ in chunk)
+        given += [row.given for row in chunk]
+        num_problems += sum(not row.asked.in_json for row in chunk)
 
     def pad(rows: list[Tensor]) -> Tensor:
         return pad_sequence(rows, batch_first=True).long().to(device)
@@ -123,17 +119,32 @@ def make_dataset(
     def lengths(rows: list[Tensor]) -> Tensor:
         return torch.tensor([len(r) for r in rows], device=device)
 
-    eos, mask = token_id(tokenizer, EOS), token_id(tokenizer, MASK)
+    prompt_lens_N, response_lens_N = lengths(prompts), lengths(responses)
+    needed_N = prompt_lens_N + response_lens_N
+    short_N = needed_N <= LENGTHS[0]
     return Dataset(
         pad(prompts),
-        lengths(prompts),
+        prompt_lens_N,
         pad(responses),
-        lengths(responses),
+        response_lens_N,
         torch.tensor(given, device=device),
+        short_N.nonzero()[:, 0],
+        (~short_N & (needed_N <= LENGTHS[1])).nonzero()[:, 0],
         num_problems,
-        eos,
-        mask,
+        token_id(tokenizer, EOS),
+        token_id(tokenizer, MASK),
     )
+
+
+def pick_rows(data: Dataset, count: int, long: bool, rng: torch.Generator) -> Tensor:
+    """Pick rows for a batch; of a long one, every second one is a row that fits no other."""
+
+    def pick(rows: Tensor, count: int) -> Tensor:
+        return rows[torch.randint(len(rows), (count,), generator=rng, device=rng.device)]
+
+    if not long or not len(data.long_L):
+        return pick(data.short_S, count)
+    return torch.cat([pick(data.long_L, count // 2), pick(data.short_S, count - count // 2)])
 
 
 def _choose(values: tuple[int, ...], like_B: Tensor, rng: torch.Generator) -> Tensor:

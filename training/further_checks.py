@@ -20,8 +20,12 @@ from dllm_plugin.commands.bench.reference_decoding import (
     semi_autoregressive,
 )
 from dllm_plugin.commands.bench.reference_model import Shape, load_weights
-from dllm_plugin.commands.problems.generator import ask_in_json, eval_seeds, problem
+from dllm_plugin.commands.bench.reference_tokenizer import chat_prompt
+from dllm_plugin.commands.problems.generator import Problem, ask_in_json, eval_seeds, problem
 
+IN_A_CHAT = (d2f, 32, 128, 60)
+SYSTEM = "You are a friendly tutor. Use plain words."  # training has neither sentence
+TALK = [("Change the greeting.", "hello.py\nprint('bye')")]
 SKIPPED = 600  # evaluation problems that the report may have used
 # name: loop, block length, canvas, problems; D2F runs with the adapter.
 CHECKS: dict[str, tuple[Loop, int, int, int]] = {
@@ -39,8 +43,23 @@ CHECKS: dict[str, tuple[Loop, int, int, int]] = {
 }
 
 
+def chats(problems: list[Problem]) -> dict[str, list[str]]:
+    """Put each problem into chats: what they are called, and its prompts."""
+    made: dict[str, list[str]] = {}
+    for i, one in enumerate(problems):
+        turns = [(other.question, other.answer) for other in (problems[i - 1], problems[i - 2])]
+        for name, system, earlier in (
+            ("behind a system prompt", SYSTEM, []),
+            ("behind another problem", None, turns[:1]),
+            ("behind other talk", None, TALK),
+            ("behind a system prompt and two problems", SYSTEM, turns),
+        ):
+            made.setdefault(name, []).append(chat_prompt(one.question, system, earlier))
+    return made
+
+
 def main() -> None:
-    """Score every check, free and in JSON."""
+    """Score every check, free and in JSON, and D2F in chats."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, help="folder of the checkpoint, with its adapter d2f")
     folder = parser.parse_args().model
@@ -50,9 +69,12 @@ def main() -> None:
     free = [problem(seed) for seed in eval_seeds(1000)[SKIPPED:]]
     print("| loop | form | block | canvas | correct | tokens per forward |\n" + "| --- " * 6 + "|")
     for form, problems in (("free", free), ("JSON", [ask_in_json(one) for one in free])):
-        for name, (loop, block, length, count) in CHECKS.items():
+        prompts = {f"D2F, {name}": texts for name, texts in chats(problems).items()}
+        for name, check in (CHECKS | dict.fromkeys(prompts, IN_A_CHAT)).items():
+            loop, block, length, count = check
             weights = merged if name.startswith("D2F") else base
-            canvas = make_canvas(weights, shape, tokenizer, problems[:count], length, block)
+            texts = prompts[name][:count] if name in prompts else None
+            canvas = make_canvas(weights, shape, tokenizer, problems[:count], length, block, texts)
             found = score(loop, canvas, problems[:count], tokenizer)
             right = f"{round(found['accuracy'] * count)} of {count}"
             speed = found["tokens_per_forward"]

@@ -18,6 +18,16 @@ LEAST = {False: 0.99, True: 0.95}  # accuracy of every loop, by whether it answe
 COLUMNS = ("loop", "block", "correct", "exact", "tokens", "forwards", "tokens per forward")
 
 
+def read_numbers(folder: Path) -> dict[str, Any]:
+    """Read what a run wrote to its folder."""
+    return dict(json.loads((folder / NUMBERS).read_text(encoding="utf-8")))
+
+
+def write_numbers(folder: Path, numbers: dict[str, Any]) -> None:
+    """Write the numbers of a run, replacing those that are there."""
+    (folder / NUMBERS).write_text(json.dumps(numbers), encoding="utf-8")
+
+
 def plot_losses(curves: dict[str, list[tuple[int, float]]], path: Path) -> None:
     """Plot (step, loss) points, one panel per phase; skipped without matplotlib."""
     try:
@@ -69,7 +79,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("report", type=Path, help="folder that training wrote to")
     folder = parser.parse_args().report
-    numbers = json.loads((folder / NUMBERS).read_text(encoding="utf-8"))
+    numbers = read_numbers(folder)
     curves = numbers.pop("curves")
     plot_losses(curves, folder / CURVE)
     print(f"{score_table(numbers['scores'])}\n\n```json\n{json.dumps(numbers)}\n```")

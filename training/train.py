@@ -14,7 +14,6 @@ import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +21,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from tqdm import tqdm
 
-from dllm_plugin.commands.bench.reference_decoding import LOOPS, PADDING_BLOCK, make_canvas, score
+from dllm_plugin.commands.bench.reference_decoding import PADDING_BLOCK
 from dllm_plugin.commands.bench.reference_model import (
     Shape,
     Weights,
@@ -30,13 +29,24 @@ from dllm_plugin.commands.bench.reference_model import (
     load_weights,
     merge_adapter,
 )
-from dllm_plugin.commands.problems.generator import ask_in_json, eval_seeds, problem, train_seeds
+from dllm_plugin.commands.problems.generator import eval_seeds, problem, train_seeds
 from training.checkpoint import initial_adapter, initial_weights, save_adapter, save_base
-from training.data import Batch, Dataset, forms, make_batch, make_dataset, make_problems, unseen
-from training.report import CURVE, NUMBERS, plot_losses
+from training.data import (
+    LENGTHS,
+    Batch,
+    Dataset,
+    forms,
+    make_batch,
+    make_dataset,
+    make_problems,
+    pick_rows,
+    unseen,
+    with_chats,
+)
+from training.report import CURVE, NUMBERS, plot_losses, read_numbers, write_numbers
+from training.scores import add_scores
 from training.tokenizer import build_tokenizer, save_tokenizer
 
-LENGTHS = (208, 336)  # positions per sequence: canvases of about 130 and about 260 tokens
 LONG_EVERY = 8  # every eighth step uses the second length, with fewer sequences
 PHASES = ("base", "d2f")
 Loss = Callable[[Batch], Tensor]
@@ -96,7 +106,7 @@ def run_phase(
             group["lr"] = rate * min(1.0, (step + 1) / 200) * (1 - step / steps)
         long = step % LONG_EVERY == LONG_EVERY - 1
         rows = max(8, args.rows * LENGTHS[0] // LENGTHS[1] // 8 * 8) if long else args.rows
-        picks = torch.randint(len(data), (rows,), generator=rng, device=rng.device)
+        picks = pick_rows(data, rows, long, rng)
         batch = make_batch(data, picks, LENGTHS[long], name == "d2f", rng)
         loss = loss_of(batch)
         loss.backward()
@@ -161,29 +171,6 @@ def trainable(tensors: Weights, device: torch.device) -> dict[str, Tensor]:
     return {name: t.to(device).requires_grad_() for name, t in tensors.items()}
 
 
-def evaluate(
-    out: Path, tokenizer: Tokenizer, args: argparse.Namespace, device: torch.device
-) -> dict[str, Any]:
-    """Score every loop on the held-out problems in float32, from the files just written."""
-    free = [problem(s) for s in eval_seeds(args.eval_problems)]
-    shape, scores = Shape.load(out), {}
-    base = {n: t.to(device) for n, t in load_weights(out).items()}
-    merged = {n: t.to(device) for n, t in load_weights(out, out / "d2f").items()}
-    for suffix, problems in (("", free), ("_json", [ask_in_json(p) for p in free])):
-        for name, (loop, block, adapted) in LOOPS.items():
-            if args.base is not None and not adapted:
-                continue  # what was said of the base stays true
-            weights = merged if adapted else base
-            tried = {name + suffix: weights}
-            if name in ("block_diffusion", "d2f"):  # bfloat16 throughout, as in an engine
-                tried[f"{name}{suffix}_bf16"] = {n: t.bfloat16() for n, t in weights.items()}
-            for label, these in tried.items():
-                canvas = make_canvas(these, shape, tokenizer, problems, args.max_new_tokens, block)
-                scores[label] = score(loop, canvas, problems, tokenizer)
-                print(label, json.dumps(scores[label]), flush=True)
-    return scores
-
-
 def prepare(args: argparse.Namespace, device: torch.device) -> tuple[Tokenizer, Dataset]:
     """Write the tokenizer to `args.out`; return it and the problems that are not held out."""
     held_out = {problem(s).question for s in eval_seeds(args.eval_problems)}
@@ -192,13 +179,13 @@ def prepare(args: argparse.Namespace, device: torch.device) -> tuple[Tokenizer, 
     tokenizer = build_tokenizer(text for p in sample for text in (p.question, p.answer))
     save_tokenizer(tokenizer, args.out)
     fresh = unseen(make_problems(train_seeds(args.problems), processes), held_out)
-    return tokenizer, make_dataset(forms(fresh), tokenizer, device)
+    return tokenizer, make_dataset(with_chats(forms(fresh)), tokenizer, device)
 
 
 def train(
     args: argparse.Namespace, tokenizer: Tokenizer, data: Dataset, device: torch.device
 ) -> dict[str, Curve]:
-    """Run both phases and write base checkpoint and adapter; return the loss curves."""
+    """Run both phases; write base, adapter and loss curves as soon as there are any."""
     cpu_rng = torch.Generator().manual_seed(args.seed)
     rng = torch.Generator(device).manual_seed(args.seed)
     shape = Shape()
@@ -211,7 +198,10 @@ def train(
         curves["base"] = run_phase("base", list(base.values()), loss, data, args, rng)
     else:
         base = {n: t.to(device) for n, t in load_weights(args.base).items()}
+        if (args.report / NUMBERS).exists():
+            curves["base"] = read_numbers(args.report)["curves"]["base"]
     save_base(args.out, base, shape, tokenizer)
+    write_numbers(args.report, {"curves": curves})
 
     frozen = {n: t.to(device) for n, t in load_weights(args.out).items()}
     adapter = trainable(initial_adapter(frozen, args.rank, cpu_rng), device)
@@ -222,7 +212,7 @@ def train(
 
 
 def main() -> None:
-    """Train, score, and write the checkpoint and the report's numbers."""
+    """Train, write the checkpoint and the report's numbers, and score."""
     args = parse_args()
     started = time.monotonic()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -233,7 +223,6 @@ def main() -> None:
     ready = time.monotonic() - started
     print(f"{len(data)} training rows after {ready:.0f} s", flush=True)
     curves = train(args, tokenizer, data, device)
-    scores = evaluate(args.out, tokenizer, args, device)
     settings = {n: v for n, v in vars(args).items() if n not in ("out", "report", "base")}
     summary = settings | {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),
@@ -244,12 +233,11 @@ def main() -> None:
         "parameters": sum(t.numel() for t in load_weights(args.out).values()),
         "steps": {name: args.steps[PHASES.index(name)] for name in curves},
         "seconds": round(time.monotonic() - started),
-        "scores": scores,
     }
-    text = json.dumps(summary | {"curves": curves})
-    (args.report / NUMBERS).write_text(text, encoding="utf-8")
+    write_numbers(args.report, summary | {"curves": curves})
     plot_losses(curves, args.report / CURVE)
     print(json.dumps(summary), flush=True)
+    add_scores(args.out, args.report, device)
 
 
 if __name__ == "__main__":

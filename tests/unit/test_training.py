@@ -11,10 +11,9 @@ from transformers import AutoTokenizer
 
 from dllm_plugin import default_model
 from dllm_plugin.commands.problems.generator import ask_in_json, problem, train_seeds
-from training.data import SYSTEM_EVERY, SYSTEM_PROMPTS, forms, make_batch, make_dataset
+from training.data import LENGTHS, forms, make_batch, make_dataset, pick_rows, with_chats
 from training.report import score_table, shortfalls
 from training.tokenizer import SPECIAL_TOKENS, build_tokenizer
-from training.train import LENGTHS
 
 SAMPLE = [problem(seed) for seed in train_seeds(20_000)]  # as many as training takes
 
@@ -53,19 +52,39 @@ def test_what_is_given_is_never_masked(tokenizer: Tokenizer) -> None:
         assert torch.equal(batch.inputs == data.mask, batch.weights > 0)
 
 
-def test_some_rows_have_a_system_prompt(tokenizer: Tokenizer) -> None:
-    """As the chat template writes it; the longest row fits the shorter of both lengths."""
-    rows = list(islice(forms(SAMPLE), 600))
-    data = make_dataset(rows, tokenizer, torch.device("cpu"))
+def test_some_rows_stand_in_a_chat(tokenizer: Tokenizer) -> None:
+    """As the chat template writes it, with the answer to the last question."""
+    rows = list(islice(with_chats(forms(SAMPLE)), 3000))
     template = AutoTokenizer.from_pretrained(default_model.path())
-    for row, system in ((0, SYSTEM_PROMPTS[0]), (SYSTEM_EVERY, SYSTEM_PROMPTS[1]), (1, None)):
-        messages = [{"role": "user", "content": rows[row][0].question}]
-        if system is not None:
-            messages.insert(0, {"role": "system", "content": system})
+    data = make_dataset(rows, tokenizer, torch.device("cpu"))
+    for number, (row, plain) in enumerate(zip(rows, forms(SAMPLE), strict=False)):
+        assert (row.asked, row.given) == (plain.asked, plain.given)
+        messages = [] if row.system is None else [{"role": "system", "content": row.system}]
+        for asked, answered in row.earlier:
+            messages.append({"role": "user", "content": asked})
+            messages.append({"role": "assistant", "content": answered})
+        messages.append({"role": "user", "content": row.asked.question})
         text = template.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        ids = data.prompts_NP[row, : data.prompt_lens_N[row]].tolist()
+        ids = data.prompts_NP[number, : data.prompt_lens_N[number]].tolist()
         assert ids == tokenizer.encode(text).ids
-    assert (data.prompt_lens_N + data.response_lens_N).max() <= min(LENGTHS)
+    behind_turns = [row for row in rows if row.earlier]
+    assert 400 < len(behind_turns) < 500 and any(row.system for row in behind_turns)
+    assert 350 < sum(row.system is not None for row in rows) < 500
+
+
+def test_long_rows_come_in_long_batches_alone(tokenizer: Tokenizer) -> None:
+    data = make_dataset(islice(with_chats(forms(SAMPLE)), 2000), tokenizer, torch.device("cpu"))
+    needed = data.prompt_lens_N + data.response_lens_N
+    assert needed[data.short_S].max() <= LENGTHS[0] < needed[data.long_L].min()
+    assert needed[data.long_L].max() <= LENGTHS[1] and len(data.long_L) > 40
+    assert len(data.short_S) + len(data.long_L) > 0.95 * len(data)
+    rng = torch.Generator().manual_seed(0)
+    assert needed[pick_rows(data, 64, False, rng)].max() <= LENGTHS[0]
+    long = pick_rows(data, 64, True, rng)
+    assert (needed[long] > LENGTHS[0]).sum() == 32
+    batch = make_batch(data, long, LENGTHS[1], False, rng)
+    ends = (needed[long] - 1)[:, None]
+    assert (batch.targets.gather(1, ends) == data.eos).all()
 
 
 def test_a_run_is_held_to_its_scores() -> None:

@@ -1,0 +1,84 @@
+"""Write what may stand before a question: a system prompt, and earlier turns of the chat.
+
+Whatever they say, the answer is that of the last question. Words of random letters stand for all
+that the model will never understand.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from string import ascii_lowercase
+
+from dllm_plugin.commands.bench.reference_tokenizer import chat_prompt
+from dllm_plugin.commands.problems.generator import Problem
+
+SYSTEM_SHARE = 0.1  # of questions; a model without such rows answers a system prompt by nothing
+EARLIER_SHARE = 0.15  # of questions, and likewise
+SENTENCES = (
+    "You are a helpful assistant.",
+    "You are a careful assistant who solves word problems.",
+    "You are a maths teacher.",
+    "Act as an expert.",
+    "Answer briefly.",
+    "Be brief.",
+    "Think step by step.",
+    "Always answer in English.",
+    "Do not explain.",
+    "Today is Monday.",
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Hold one row of training: what is asked, in which chat, and how much of the answer is given.
+
+    `given` counts leading answer tokens that are never masked.
+    """
+
+    asked: Problem
+    given: int = 0
+    system: str | None = None
+    earlier: tuple[tuple[str, str], ...] = ()
+
+    def prompt(self) -> str:
+        """Apply the chat template."""
+        return chat_prompt(self.asked.question, self.system, self.earlier)
+
+
+def babble(rng: Random) -> str:
+    """Write a short text of random letters."""
+    words = [
+        "".join(rng.choices(ascii_lowercase, k=rng.randint(1, 8))) for _ in range(rng.randint(1, 6))
+    ]
+    text = rng.choice((" ", " ", "\n")).join(words) + rng.choice((".", "?", "!", ""))
+    return text.capitalize() if rng.random() < 0.7 else text
+
+
+def system_prompt(rng: Random) -> str:
+    """Write a system prompt of one or two sentences, some of them of random letters."""
+    sentences = rng.sample(SENTENCES, rng.choice((1, 1, 2)))
+    return " ".join(babble(rng) if rng.random() < 0.3 else sentence for sentence in sentences)
+
+
+def earlier_turns(rng: Random, problems: Sequence[Problem]) -> tuple[tuple[str, str], ...]:
+    """Write one or two turns, each of another problem or of random letters."""
+    turns = []
+    for _ in range(rng.choice((1, 1, 1, 2))):
+        if problems and rng.random() < 0.7:
+            one = rng.choice(problems)
+            turns.append((one.question, one.answer))
+        else:
+            turns.append((babble(rng), babble(rng)))
+    return tuple(turns)
+
+
+def in_a_chat(row: Row, number: int, others: Sequence[Problem]) -> Row:
+    """Put some rows behind a system prompt, some behind earlier turns; most stay as they are."""
+    rng = Random(number)
+    which = rng.random()
+    if which < SYSTEM_SHARE:
+        return Row(row.asked, row.given, system_prompt(rng))
+    if which < SYSTEM_SHARE + EARLIER_SHARE:
+        system = system_prompt(rng) if rng.random() < 0.3 else None
+        return Row(row.asked, row.given, system, earlier_turns(rng, others))
+    return row
