@@ -15,6 +15,8 @@ export HF_HUB_OFFLINE := 1
 # Bytecode is kept, also where the environment says no: without it each import of vLLM, which every
 # server and engine process begins with, compiles thousands of files again.
 export PYTHONDONTWRITEBYTECODE :=
+# As our commands set it: a process whose OpenMP has other settings cannot be forked from one that runs.
+export GOMP_SPINCOUNT ?= 1000
 
 .PHONY: install install-test demo test test-slow lint types tests unit kernels engine
 
@@ -52,6 +54,6 @@ tests: install-test
 test: install-test
 	@$(MAKE) --no-print-directory -j2 lint types tests
 
+# In one session, units first, so that no core waits for the last of them.
 test-slow: install-test
-	@$(PYTEST) $(SPREAD) -m slow $(PYTEST_ARGS) tests/unit tests/kernels
-	@$(PYTEST) $(SPREAD) -m slow $(PYTEST_ARGS) tests/engine
+	@$(PYTEST) $(SPREAD) -m slow $(PYTEST_ARGS) tests/unit tests/kernels tests/engine

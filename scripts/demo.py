@@ -2,7 +2,8 @@
 
     python scripts/demo.py [--verbose] [--keep]
 
-Prints every answer while it streams, then what it cost. The server listens on 127.0.0.1 at a free
+Prints every answer while it streams, then what it cost. The third is asked for JSON, and held to a
+schema. The server listens on 127.0.0.1 at a free
 port, fetches nothing, and is stopped however the demo ends, unless all went well and --keep was
 given. Its log is a file, whose path is printed when something fails; with --verbose it is shown.
 """
@@ -24,7 +25,13 @@ from openai import OpenAI, OpenAIError
 
 from dllm_plugin.commands.generate import summary
 from dllm_plugin.commands.phases import Screen, cause
-from dllm_plugin.commands.problems.generator import eval_seeds, problem
+from dllm_plugin.commands.problems.generator import (
+    ANSWER_SCHEMA,
+    Problem,
+    ask_in_json,
+    eval_seeds,
+    problem,
+)
 
 START_SECONDS = 600
 STOP_SECONDS = 30
@@ -45,13 +52,14 @@ The server goes on as process {pid} (kill {pid} ends it); its log: {log}
 
 def main() -> int:
     """Run the demo; return 0 if all three answers came."""
-    questions = [problem(seed).question for seed in eval_seeds(3)]
+    *problems, last = [problem(seed) for seed in eval_seeds(3)]
+    problems.append(ask_in_json(last))
     keep = "--keep" in sys.argv[1:]
     with server("--verbose" in sys.argv[1:], keep) as (url, kept):
         client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        counts = [ask(client, question) for question in questions]
+        counts = [ask(client, asked) for asked in problems]
     tokens, forwards, seconds = map(sum, zip(*counts, strict=True))
-    print(f"\n{len(questions)} answers: {summary(int(tokens), int(forwards), seconds)}")
+    print(f"\n{len(problems)} answers: {summary(int(tokens), int(forwards), seconds)}")
     print(kept if keep else NEXT.format(bin=folder_of_commands()), end="")
     return 0
 
@@ -61,18 +69,25 @@ def folder_of_commands() -> str:
     return f"{Path(sys.executable).parent}/".removeprefix(f"{Path.cwd()}/")
 
 
-def ask(client: OpenAI, question: str) -> tuple[int, int, float]:
+def ask(client: OpenAI, asked: Problem) -> tuple[int, int, float]:
     """Stream one answer to the terminal; return tokens, forwards and seconds."""
-    print(f"\nQ: {question}\nA: ", end="", flush=True)
+    print(f"\nQ: {asked.question}")
+    held: dict[str, Any] = {}
+    if asked.in_json:
+        schema = {"name": "answer", "schema": ANSWER_SCHEMA}
+        held["response_format"] = {"type": "json_schema", "json_schema": schema}
+        print("   (with a JSON schema: a list of steps and a whole number)")
+    print("A: ", end="", flush=True)
     start = time.perf_counter()
     stream = client.chat.completions.create(
         model=MODEL,
-        messages=[{"role": "user", "content": question}],
+        messages=[{"role": "user", "content": asked.question}],
         temperature=0,
         stream=True,
         # The last chunk then carries the token count, and what the request took.
         stream_options={"include_usage": True},
         extra_body={"diffusion": {}},
+        **held,
     )
     tokens = forwards = 0
     for chunk in stream:

@@ -84,10 +84,13 @@ install() {
     exit 1
 }
 
-if ! "$venv/bin/python" -c 'import pip' 2>/dev/null; then
+# Packages of the other device would count as installed.
+if { [ -f "$venv/.device" ] && ! holds .device "$device"; } ||
+    ! "$venv/bin/python" -c 'import pip' 2>/dev/null; then
     step "creating $venv with Python $version"
     "$python" -m venv --clear "$venv"
 fi
+echo "$device" >"$venv/.device"
 log=$venv/install.log
 : >"$log"
 
@@ -123,6 +126,15 @@ if ! holds .installed "$run_key"; then
     step "DiffuPlug"
     install --no-deps --no-build-isolation --editable .
     "$venv/bin/python" -c 'import torch, vllm'
+    # Other indexes may hold the same version for CPUs, where vLLM for CUDA starts with errors.
+    build='import torch; print(torch.__version__, torch.version.cuda or "")'
+    found=$("$venv/bin/python" -c "$build")
+    if [ "$device" = cuda ] && [ "${found##* }" = "" ]; then
+        "${pip[@]}" uninstall --yes --quiet torch
+        echo "torch ${found}is a build without CUDA: take the source of CPU wheels out of pip's" \
+            "settings (\`pip config list\`) and run this again" >&2
+        exit 1
+    fi
     echo "$run_key" >"$venv/.installed"
 fi
 if [ -n "$tools" ] && ! holds .installed-test "$test_key"; then

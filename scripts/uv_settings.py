@@ -32,6 +32,7 @@ WITHOUT_EFFECT = {
     "break-system-packages",
     "cache-dir",
     "compile",
+    "config-file",
     "disable-pip-version-check",
     "no-color",
     "no-compile",

@@ -1,15 +1,17 @@
 """Spread test files over workers: what takes longest first, so that the workers end together.
 
 The tests of a file stay together, for they share engines; those of kernels, in all of their files,
-share the process that interprets.
+share the process that interprets. Tests that share nothing and take long go one by one.
 """
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 TOGETHER = "tests/kernels/"
+ALONE = ("tests/unit/test_structured_random.py",)
 # From about 10 s on, by what they spend on processors; a file that is not here comes behind these.
 LONGEST = (
+    "unit/test_structured_random.py",  # first: it wants a world of ranks that no engine has built
     "engine/test_soak.py",
     "engine/test_faults.py",
     "engine/test_full_requests.py",
@@ -59,6 +61,8 @@ def rank(file: str) -> int:
 def scope_of(nodeid: str) -> str:
     """What is given to one worker as a whole."""
     file = nodeid.split("::", 1)[0]
+    if file in ALONE:
+        return nodeid
     return TOGETHER if file.startswith(TOGETHER) else file
 
 

@@ -10,14 +10,18 @@ from typing import Any, NoReturn
 import dllm_plugin
 from dllm_plugin.commands import generate, infill, serve, watch
 from dllm_plugin.commands.bench import adaptive_options
-from dllm_plugin.commands.bench.options import MODES, WATCHED, add_modes, settings_of
+from dllm_plugin.commands.bench.options import add_modes, settings_of
+from dllm_plugin.commands.bench.settings import MODES, WATCHED
 from dllm_plugin.commands.offline import (
     DECODE_OPTIONS,
     collecting_later,
     engine_options,
     one_sentence,
+    spin_briefly,
 )
 from dllm_plugin.config.options import KV_CACHE_LAYOUTS
+
+OFFLINE = ("generate", "infill", "eval", "watch")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -208,12 +212,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(arguments)
     # Standard output is for results. vLLM logs there, at INFO, unless told otherwise.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    if args.command not in (
-        "generate",
-        "infill",
-        "eval",
-        "watch",
-    ):  # they show phases in place of the log
+    if args.command in OFFLINE:  # they show phases in place of the log
+        if args.model is None:
+            spin_briefly()
+    else:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     try:
         status = _run(args, arguments)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import dllm_plugin
 from dllm_plugin.attention.backends import REASONS, backend_name
 from dllm_plugin.commands.forecast import Load, forecast
-from dllm_plugin.commands.offline import one_sentence
+from dllm_plugin.commands.offline import missing_device, one_sentence
 from dllm_plugin.config.cuda_graphs import allowed_widths, captured_graphs
 from dllm_plugin.config.decode import DecodeConfig, get_decode_config
 from dllm_plugin.config.options import REQUEST_FIELDS, does_nothing
@@ -29,11 +29,14 @@ def run(options: dict[str, Any], load: Load | None = None) -> int:
     from vllm.platforms import current_platform
     from vllm.triton_utils import HAS_TRITON
 
-    wanted = ".".join(map(str, dllm_plugin.SUPPORTED_VLLM))
-    device = current_platform.get_device_name()
+    taken = " and ".join(f"{major}.{minor}.x" for major, minor in dllm_plugin.SUPPORTED_VLLM)
     _line("diffuplug", dllm_plugin.__version__)
-    _line("vLLM", f"{vllm.__version__} (supported: {wanted}.x)")
+    _line("vLLM", f"{vllm.__version__} (supported: {taken})")
     _line("Python, torch", f"{platform.python_version()}, {torch.__version__}")
+    if (problem := missing_device()) is not None:
+        _line("problem", problem)
+        return 1
+    device = current_platform.get_device_name()
     _line("platform", f"{current_platform.device_name} ({device or platform.processor()})")
     _line("kernels", "Triton" if HAS_TRITON else "torch (no Triton on this platform)")
     dllm_plugin.register()

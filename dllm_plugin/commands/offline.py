@@ -21,6 +21,20 @@ DECODE_OPTIONS = ("strategy", "policy", "threshold", "block_length", "lora_path"
 # a CPU vLLM does not start unless that share is free.
 BUNDLED_MEMORY = {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.2}
 
+# How often threads look whether there is work before they sleep: what libgomp takes by itself where
+# threads outnumber cores. Its usual 300,000 keep a core that another process could use, at each of
+# the many short pieces of work of a small model.
+SPIN_COUNT = "1000"
+
+
+def spin_briefly() -> None:
+    """Let threads of the bundled model share cores, unless the user says how they wait.
+
+    Read when torch is loaded, here and in processes that are started from here.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return keyword arguments for ``vllm.LLM`` from the model and decode options of a command.
@@ -78,12 +92,27 @@ def collecting_later() -> Iterator[None]:
             gc.enable()
 
 
+def missing_device() -> str | None:
+    """Say that this machine has no device that the installed vLLM is built for; None if it has."""
+    import vllm
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_unspecified():
+        return None
+    return (
+        f"vLLM {vllm.__version__} finds no device that it is built for: does `nvidia-smi` list a "
+        "GPU? For CPUs, install the CPU build (DIFFUPLUG_DEVICE=cpu make install)"
+    )
+
+
 def start_engine(options: dict[str, Any], log: Path | None = None) -> "LLM":
     """Start an engine. Raises ValueError if it does not start, with the cause from its log."""
     try:
         # Not while it starts: processes that it forks would never collect either.
         with collecting_later():
             from vllm import LLM
+        if missing := missing_device():
+            raise ValueError(missing)
         # A start collects a dozen times, and each time would walk all that was imported.
         gc.collect()
         gc.freeze()

@@ -8,7 +8,7 @@ from importlib import metadata
 from typing import NoReturn
 
 from dllm_plugin import default_model
-from dllm_plugin.commands.offline import BUNDLED_MEMORY
+from dllm_plugin.commands.offline import BUNDLED_MEMORY, spin_briefly
 
 # Named here and not imported: it is the server that needs them.
 MIDDLEWARE = (
@@ -62,6 +62,7 @@ def server_command(arguments: Sequence[str]) -> list[str]:
             config = {"dllm": {"lora_path": default_model.adapter_path()}}
             arguments += ["--additional-config", json.dumps(config)]
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        spin_briefly()
     # Behind the model, which vLLM expects first; it comes on top of middleware of the user.
     first_option = bool(arguments) and not arguments[0].startswith("-")
     ours = [part for name in MIDDLEWARE for part in ("--middleware", name)]

@@ -1,4 +1,4 @@
-"""`make demo KEEP=1`: three answers, and a server that goes on, with its viewer."""
+"""`make demo KEEP=1`: three right answers, one in JSON; a server that goes on, with its viewer."""
 
 import os
 import re
@@ -13,6 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 from documented import ROOT
+
+from dllm_plugin.commands.problems.generator import ask_in_json, eval_seeds, problem
 
 
 @pytest.fixture
@@ -35,7 +37,11 @@ def test_the_demo_leaves_its_server_running(folder: str) -> None:
     assert done.returncode == 0 and kept, done.stderr[-3000:]
     process = int(kept[2])
     try:
-        assert done.stdout.count("####") >= 3 and "forwards" in done.stdout.splitlines()[-4]
+        *free, last = [problem(seed) for seed in eval_seeds(3)]
+        assert all(one.answer in done.stdout for one in free)
+        found = re.search(r"^A: ({.*})$", done.stdout, re.MULTILINE)
+        assert found and ask_in_json(last).is_right(found[1]), done.stdout
+        assert "forwards" in done.stdout.splitlines()[-4]
         page = httpx.get(kept[1], timeout=60)
         assert page.status_code == 200 and 'id="replay"' in page.text
     finally:

@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 from engines import EngineRoom
-from processes import KILLED_SOON, Server, serving
+from processes import KILLED_SOON, START_SECONDS, Server, serving
 from streams import join, slow_request, start_streams
 
 from dllm_plugin import default_model
@@ -51,7 +51,7 @@ def plain_texts(server: Server, count: int) -> list[str]:
     """What streams say that nobody disturbs."""
     streams = start_streams(server.url, count, LONG)
     join(streams, 120)
-    assert {stream.reason for stream in streams} == {"length"}
+    assert [(stream.error, stream.reason) for stream in streams] == [("", "length")] * count
     return [stream.text for stream in streams]
 
 
@@ -150,7 +150,7 @@ def test_drained(drained: Server) -> None:
     drained.process.send_signal(signal.SIGTERM)
     join(streams, 120)
     assert [stream.text for stream in streams] == texts
-    assert {stream.reason for stream in streams} == {"length"}
+    assert [(stream.error, stream.reason) for stream in streams] == [("", "length")] * count
     assert end_of(drained) == 0
     assert_gone(processes)
 
@@ -185,11 +185,14 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
 def test_the_compile_cache_is_full(tmp_path: Path, full_disk: Path) -> None:
-    """The server starts and answers all the same: only the next start compiles again."""
-    compiled = (*OPTIONS, '--compilation-config={"mode": 3}')
+    """What compiles cannot start without a place for it: the server ends soon and says why."""
+    compiled = (*OPTIONS, "--no-enforce-eager", '--compilation-config={"mode": 3}')
     where = {"VLLM_CACHE_ROOT": str(full_disk), "TORCHINDUCTOR_CACHE_DIR": str(full_disk / "i")}
-    with serving(tmp_path / "log", *compiled, python=sys.executable, **where) as server:
-        assert plain_texts(server, 1)
+    log, began = tmp_path / "log", time.monotonic()
+    with pytest.raises(AssertionError, match="did not start"), serving(log, *compiled, **where):
+        pass
+    assert "No space left on device" in log.read_text()
+    assert time.monotonic() - began < START_SECONDS / 2
 
 
 def test_not_drained(tmp_path: Path) -> None:

@@ -76,10 +76,12 @@ def test_a_usual_request_among_urgent_ones(decoder: tuple[str, str], room: Engin
     assert free_pages(llm) == pages
 
 
-def test_a_guided_request_among_urgent_ones(room: EngineRoom) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_guided_request_among_urgent_ones(ahead: bool, room: EngineRoom) -> None:
     """Both requests of its pair become urgent together: half of it in front holds others up."""
     decoder = ("llada", "semi_autoregressive")
     options = PAGES | {"num_gpu_blocks_override": 7, "max_model_len": 128}
+    options |= {"async_scheduling": ahead}
     llm = start(room, decoder, scheduling_policy="priority", **options)
     engine, core, pages = llm.llm_engine, scheduler(llm), free_pages(llm)
     guided = FullJob(a_prompt(25, 1), 64, NUMBERS | {"cfg_scale": 0.7})

@@ -6,10 +6,13 @@ import importlib.util
 import io
 import itertools
 import json
+import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,6 +35,7 @@ MEASURED += ["--attention-backend", "--compilation-config", "--compile-step", "-
 MEASURED += [
     "--commit-alone-from",
     "--kv-cache-layout",
+    "--kv-cache-memory-bytes",
     "--full-refresh-every",
     "--refresh-before",
     "--suffix-window",
@@ -40,10 +44,10 @@ MEASURED += [
     "--no-vocab-parallel",
 ]
 MEASURED += ["--vs", "-h"]
-CHECKPOINT = {"--lora-path", "--model", "--threshold", "--vs"}
+CHECKPOINT = {"--approximations", "--lora-path", "--model", "--threshold", "--vs"}
 GRID = ["--max-positions", "--requests"]
 STEPS = ["--context", "--profile"]
-SERVED = ["--input-len", "--output-len", "--rounds", "--tokens-per-forward"]
+SERVED = ["--input-len", "--output-len", "--rounds", "--tokens-per-forward", "--approximations"]
 OPTIONS = {
     "": ["--help", "--version", "-h"],
     "bench": ["--help", "-h"],
@@ -204,6 +208,44 @@ def test_serve_keeps_a_given_configuration(spelling: list[str]) -> None:
     assert default_model.adapter_path() not in " ".join(serve.server_command(spelling))
 
 
+@pytest.mark.parametrize(
+    ("set_by_the_user", "count"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "0")],
+)
+def test_how_threads_wait(set_by_the_user: dict[str, str], count: str) -> None:
+    """As libgomp itself says, which reads it when torch is loaded."""
+    # vLLM has libgomp loaded ahead in the processes of a process that has built an engine.
+    names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "LD_PRELOAD")
+    ours = {name: value for name, value in os.environ.items() if name not in names}
+    command = [sys.executable, "-m", "dllm_plugin.commands.cli", "generate", " "]
+    done = subprocess.run(
+        command,
+        env=ours | {"OMP_DISPLAY_ENV": "verbose"} | set_by_the_user,
+        capture_output=True,
+        text=True,
+    )
+    assert "the prompt is empty" in done.stderr
+    assert f"GOMP_SPINCOUNT = '{count}'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("start", "count"),
+    [
+        (lambda: serve.server_command([]), "1000"),
+        (lambda: serve.server_command(["some/model"]), None),
+        (lambda: cli.main(["generate", " ", "--model", default_model.path()]), None),
+    ],
+)
+def test_how_threads_of_a_server_or_another_model_wait(
+    start: Callable[[], Any], count: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")  # so that it is as before afterwards
+        monkeypatch.delenv(name)
+    start()
+    assert os.environ.get("GOMP_SPINCOUNT") == count
+
+
 def test_help_is_light() -> None:
     """Options are answered without importing torch or vLLM."""
     program = (
@@ -277,3 +319,18 @@ def test_the_cause_of_a_failure_is_the_last_error_that_is_no_consequence(tmp_pat
     assert phases.cause(log) == "Not enough memory: lower it"
     log.write_text("all is well\n")
     assert phases.cause(log) is None
+
+
+@pytest.mark.parametrize("command", [["doctor"], ["generate", "x"]])
+def test_a_build_for_devices_that_are_not_there(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As vLLM for CUDA finds a machine that has no GPU."""
+    from vllm import platforms
+    from vllm.platforms.interface import UnspecifiedPlatform
+
+    monkeypatch.setattr(platforms, "current_platform", UnspecifiedPlatform())
+    assert cli.main(command) == 1
+    written = capsys.readouterr()
+    said = written.out if command == ["doctor"] else written.err
+    assert "finds no device that it is built for: does `nvidia-smi` list a GPU?" in said

@@ -146,6 +146,7 @@ def test_uv_gets_the_indexes_of_pip() -> None:
         "global.find-links='/a /b'\n"
         "install.index-url='file:///of-install/simple'\n"
         ":env:.find-links='/c /d'\n"
+        ":env:.config-file='/dev/null'\n"
         "list.format='columns'\n"
     )
     done = uv_variables(listed)

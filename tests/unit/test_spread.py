@@ -12,6 +12,7 @@ TESTS = Path(__file__).parents[1]
 
 def test_listed_files_are_there_and_listed_once() -> None:
     assert all((TESTS / file).is_file() for file in spread.LONGEST)
+    assert all((TESTS.parent / file).is_file() for file in spread.ALONE)
     assert len(set(spread.LONGEST)) == len(spread.LONGEST)
 
 
@@ -29,7 +30,12 @@ def test_what_takes_longest_comes_first_and_the_rest_stays() -> None:
         ("tests/kernels/test_confidence.py::test_a[1]", "tests/kernels/"),
         ("tests/kernels/test_partials.py::test_b", "tests/kernels/"),
         ("tests/unit/test_bench.py::test_c[x/y::z]", "tests/unit/test_bench.py"),
+        *[
+            (f"{file}::test_d[{i}]", f"{file}::test_d[{i}]")
+            for file in spread.ALONE
+            for i in (1, 2)
+        ],
     ],
 )
-def test_kernels_share_a_worker(nodeid: str, scope: str) -> None:
+def test_what_goes_to_one_worker_as_a_whole(nodeid: str, scope: str) -> None:
     assert spread.scope_of(nodeid) == scope

@@ -80,13 +80,15 @@ def run(limit: int | None, dtype: str, verbose: bool, in_json: bool = False) -> 
     if in_json:
         problems = [ask_in_json(one) for one in problems]
     schema = ANSWER_SCHEMA if in_json else None
-    scores = {}
+    scores, llm = {}, None
     for name, dllm in ways().items():
         with screen(verbose) as shown:
+            if llm is not None:
+                stop_engine(llm)
+                llm = None  # the next start takes what is still there out of collections
             llm = start(dllm, dtype, shown.log)
             scores[name] = decode(llm, problems, MAX_TOKENS, shown.bar(name), schema=schema)
-            stop_engine(llm)
-            del llm  # the next start takes what is still there out of collections
+    # The last engine ends with the process: to take it apart takes a second more.
     print(f"{'':<20} {'accuracy':>9} {'tokens/forward':>15} {'positions/token':>16} {'seconds':>8}")
     for name, score in scores.items():
         print(

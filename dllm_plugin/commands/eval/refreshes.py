@@ -32,7 +32,7 @@ READING = """\
 *Positions per token* are all that were computed, prompts too, over tokens up to and including the
 end of the answer. *Same text* is the share of answers that equal those of the strategy without an
 option, token for token. Prompts three times as long hold the same question three times. The bundled
-model was trained on one question per prompt and answers them wrongly with every strategy: there
+model was trained on one question per prompt and answers most of them wrongly: there
 *same text* says how much an option changes, and accuracy says nothing."""
 
 
