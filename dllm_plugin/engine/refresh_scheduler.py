@@ -211,7 +211,7 @@ class RefreshScheduler(DiffusionScheduler):
     ) -> int:
         """Return how many tokens of a request to compute: its whole forward, or 0."""
         if request.status == RequestStatus.RUNNING:
-            if self._waits_for_result(request):
+            if not self._prepare_forward(request):
                 return 0
             wanted = _start_of(request) + len(request.spec_token_ids) - request.num_computed_tokens
         else:
@@ -227,11 +227,11 @@ class RefreshScheduler(DiffusionScheduler):
             self._guided.add(request.request_id)
         return wanted
 
-    def _waits_for_result(self, request: Request) -> bool:
-        """Return whether a request's next forward depends on a result that is not known yet."""
+    def _prepare_forward(self, request: Request) -> bool:
+        """Prepare a request's next forward, unless it depends on a result that is not known yet."""
         request_id, start = request.request_id, request.num_tokens
         if not self.in_flight.count(request_id, start):
-            return False
+            return True
         # These are told, or checked, step by step; of a pair, half may turn out to have no room.
         by_step = request_id in self._watches or request_id in self._with_grammar
         by_step |= self._other_of_pair(request_id) is not None
@@ -239,10 +239,10 @@ class RefreshScheduler(DiffusionScheduler):
         # A void forward lies where the next refresh starts: inside of what is reserved, it must.
         may_overshoot = every > 1 and before < block_length
         if by_step or may_overshoot or tail != NO_TEMPLATE:
-            return True
+            return False
         if self.in_flight.is_last(request_id, start, self._steps[request_id]):
-            return not self._go_on_behind(request)
-        return not self.in_flight.expects_another(request_id, start)
+            return self._go_on_behind(request)
+        return self.in_flight.expects_another(request_id, start)
 
     def _go_on_behind(self, request: Request) -> bool:
         """Place a request behind its block, which ends with what is in flight, if it goes on there.

@@ -191,8 +191,9 @@ class Searcher:
         Ids of several bytes tell more places apart, at times so many that what may be repeated is
         never left.
         """
-        for counted in (None, self.vocabulary.single_bits):
-            found = self._seek_by(matcher, room, limits, counted)
+        half = limits._replace(deadline=(time.thread_time() + limits.deadline) / 2)
+        for counted, within in ((None, half), (self.vocabulary.single_bits, limits)):
+            found = self._seek_by(matcher, room, within, counted)
             if found is not None:
                 return found
         return None

@@ -22,6 +22,8 @@ from dllm_plugin.models.cublas import forgo_workspace
 COPY_BYTES = {"cuda": 2 << 30, "cpu": 1 << 26}
 SECONDS = 0.3  # of repetitions per measurement
 GROUPS = 10  # of calls, fewer where one call takes longer than its share of the time
+# Positions that kernels of large GEMMs compute together: between its multiples time is no line.
+TILE, LARGE = 128, 256
 
 
 class StepSize(NamedTuple):
@@ -113,8 +115,12 @@ def measure(sizes: Sizes, wanted: Wanted, device_name: str, dtype: torch.dtype) 
 
 
 def grid_up_to(most: int) -> list[int]:
-    """Return sizes between which time is interpolated: three for each doubling, up to `most`."""
-    grid = {round(8 * 2 ** (i / 3)) for i in range(64)}
+    """Return sizes between which time is interpolated: three for each doubling, up to `most`.
+
+    Large ones are whole tiles, so that steps in between are counted as what they fill of a tile.
+    """
+    sizes = (round(8 * 2 ** (i / 3)) for i in range(64))
+    grid = {n if n <= LARGE else round(n / TILE) * TILE for n in sizes}
     return sorted({n for n in grid if n < most} | ({most} if most else set()))
 
 
