@@ -25,12 +25,13 @@ def place_suffix(
     if refusal := no_template(config, "suffix"):
         raise ValueError(refusal)
     if not isinstance(request.prompt, str):
-        raise ValueError("suffix needs one prompt of text.")
+        kind = f"{type(request.prompt).__name__} of {len(request.prompt)}"
+        raise ValueError(f"suffix needs one prompt of text, got a {kind}: send a string.")
     for name in ("echo", "use_beam_search", "truncate_prompt_tokens"):
         if getattr(request, name):
             raise ValueError(f"{name} cannot be combined with suffix.")
     if request.max_tokens is None:
-        raise ValueError("suffix needs max_tokens.")
+        raise ValueError("suffix needs max_tokens, which bounds its gap: give it.")
     tail = encode(suffix)
     if config.family.suffix_ends:
         tail = [*tail, encode.tokenizer.eos_token_id]

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import dllm_plugin
 from dllm_plugin.commands import generate, infill, serve, watch
 from dllm_plugin.commands.bench import adaptive_options
-from dllm_plugin.commands.bench.options import add_modes, settings_of
+from dllm_plugin.commands.bench.options import add_modes, numbers, settings_of
 from dllm_plugin.commands.bench.settings import MODES, WATCHED
 from dllm_plugin.commands.offline import (
     DECODE_OPTIONS,
@@ -61,9 +61,9 @@ def _add_generate(commands: Any) -> None:
     parser = commands.add_parser("generate", help="answer one prompt, offline")
     parser.add_argument("prompt", help="text, or - to read standard input")
     _add_model_options(parser)
-    parser.add_argument("--max-tokens", type=_positive, default=256)
+    parser.add_argument("--max-tokens", type=_positive, default=256, help="default: 256")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--top-p", type=float, default=1.0, help="as in vLLM")
     parser.add_argument("--seed", type=int, default=None)
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--json-schema", metavar="FILE", help="answer in JSON that fits a schema")
@@ -71,7 +71,9 @@ def _add_generate(commands: Any) -> None:
     shape.add_argument("--choice", metavar="A,B", help="answer one of these words")
     _add_verbose(parser)
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--chat", dest="chat", action="store_true", default=None)
+    form.add_argument(
+        "--chat", dest="chat", action="store_true", default=None, help="apply the chat template"
+    )
     form.add_argument(
         "--raw",
         dest="chat",
@@ -97,7 +99,7 @@ def _add_watch(commands: Any) -> None:
     parser.add_argument("--url", help="a running `diffuplug serve` (default: an engine of its own)")
     parser.add_argument("--api-key", help="of the server")
     _add_model_options(parser)
-    parser.add_argument("--max-tokens", type=_positive, default=128)
+    parser.add_argument("--max-tokens", type=_positive, default=128, help="default: 128")
     _add_verbose(parser)
 
 
@@ -163,10 +165,8 @@ def _add_bench(commands: Any) -> None:
     modes = bench.add_subparsers(dest="mode", required=True, metavar="MODE")
     host = modes.add_parser("host", help="time per denoising step outside the model forward")
     _add_model_options(host)
-    host.add_argument(
-        "--requests", type=_positive, nargs="+", default=[1, 64], help="concurrent requests"
-    )
-    host.add_argument("--max-tokens", type=_positive, default=128)
+    host.add_argument("--requests", type=numbers, default=(1, 64), help="at once: 1,64")
+    host.add_argument("--max-tokens", type=_positive, default=128, help="default: 128")
     host.add_argument("--seed", type=int, default=0)
     add_modes(modes)
     adaptive_options.add_mode(modes)
@@ -186,8 +186,8 @@ def _add_decode_options(parser: argparse.ArgumentParser) -> None:
     # Their names are known to code that imports torch, which `--help` does not wait for.
     parser.add_argument("--strategy", help="what a step computes (docs/strategies.md)")
     parser.add_argument("--policy", help="which positions a step unmasks (docs/strategies.md)")
-    parser.add_argument("--threshold", type=float)
-    parser.add_argument("--block-length", type=int)
+    parser.add_argument("--threshold", type=float, help="confidence that a position needs")
+    parser.add_argument("--block-length", type=int, help="positions of a block")
     parser.add_argument("--lora-path", help="D2F adapter to merge into the weights")
     parser.add_argument("--kv-cache-layout", help=", ".join(KV_CACHE_LAYOUTS))
 
@@ -293,7 +293,11 @@ def _run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         return bench_command.run(settings, arguments)
     from dllm_plugin.commands.bench import host
 
-    return host.run(engine_options(args), args.requests, args.max_tokens, args.seed)
+    if min(args.requests) < 1:
+        raise ValueError(
+            f"--requests must be whole numbers of at least 1, got {min(args.requests)}"
+        )
+    return host.run(engine_options(args), args.requests, args.max_tokens, args.seed, arguments)
 
 
 def _run_eval(args: argparse.Namespace) -> int:

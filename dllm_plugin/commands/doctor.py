@@ -116,7 +116,7 @@ def _report_model(options: dict[str, Any]) -> int:
     _line("step compiled", "yes" if config.compile_step else "no")
     if config.computes_next_block:
         fewest = config.commit_alone_from
-        _line("one block each", f"from {fewest} requests on" if fewest else "never")
+        _line("single-block steps", f"from {fewest} requests on" if fewest else "never")
     return 0
 
 
@@ -139,7 +139,7 @@ def _dtype_reason(options: dict[str, Any], additional_config: Any) -> str:
 
 
 def _settings(config: DecodeConfig) -> dict[str, Any]:
-    """What requests get that say nothing: the numbers that this strategy and policy read."""
+    """Return the request arguments that this strategy and policy read, at their defaults."""
     request = request_config(config, {}, config.canvas_length)
     read = config.method.options_read(config.policy) - {"policy"}
     if config.method.next_block and config.max_active_blocks == 1:

@@ -26,6 +26,7 @@ EXAMPLE = (
     "Omar has 7 pencils. Anna has 48 pencils and hands them all to Omar. "
     "Omar sells 26 pencils at the market. How many pencils does Omar have now?"
 )
+OF_ENGINE = ("strategy", "lora_path", "kv_cache_layout", "gpu_memory_utilization", "verbose")
 UNCERTAIN, CERTAIN = (205, 60, 60), (60, 170, 80)
 
 
@@ -49,8 +50,11 @@ def run(args: argparse.Namespace) -> int:
     except ImportError as error:
         raise ValueError("diffuplug watch needs the package rich: pip install rich") from error
     if args.url:
+        _refuse_engine_options(args)
         show(from_server(args), sys.stdout, lambda line: print(line, file=sys.stderr))
         return 0
+    if args.api_key is not None:
+        raise ValueError("--api-key is that of a server: give its --url, or leave it out")
     options = engine_options(args)
     from dllm_plugin.commands.phases import screen
 
@@ -60,6 +64,18 @@ def run(args: argparse.Namespace) -> int:
         show(from_engine(llm, args), started.out, started.note)
         stop_engine(llm)
     return 0
+
+
+def _refuse_engine_options(args: argparse.Namespace) -> None:
+    """Raise ValueError for options of an engine of its own: a server has been given its own."""
+    given = {name: getattr(args, name) for name in OF_ENGINE}
+    given["dtype"] = None if args.dtype == "auto" else args.dtype
+    for name, value in given.items():
+        if value:
+            raise ValueError(
+                f"--{name.replace('_', '-')} has no effect with --url, whose server has its own: "
+                "leave it out"
+            )
 
 
 def show(states: Iterator[Shown], out: TextIO, note: Callable[[str], None]) -> None:

@@ -51,7 +51,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class DtypeChoice:
-    """A dtype, why in a few words, and the line for the log."""
+    """Hold a dtype, why in a few words, and the line for the log."""
 
     dtype: torch.dtype
     reason: str

@@ -180,8 +180,8 @@ def set_piecewise_graphs(vllm_config: VllmConfig) -> None:
     compilation = vllm_config.compilation_config
     if compilation.cudagraph_mode in (CUDAGraphMode.FULL, CUDAGraphMode.FULL_DECODE_ONLY):
         raise ValueError(
-            "cudagraph_mode with full graphs alone cannot be combined with full-attention "
-            "decoding or adaptive: use PIECEWISE or NONE."
+            f"cudagraph_mode {compilation.cudagraph_mode.name} needs full graphs of every step, "
+            "which this strategy has not, or not under this worker_cls: use PIECEWISE or NONE."
         )
     if compilation.cudagraph_mode in (None, CUDAGraphMode.FULL_AND_PIECEWISE):
         compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE

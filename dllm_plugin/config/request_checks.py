@@ -40,7 +40,10 @@ def check_sampling_params(params: SamplingParams, mask_token_id: int) -> None:
     for name, (neutral, reason) in REFUSED.items():
         value = getattr(params, name)
         if value is not None and value != neutral:
-            raise ValueError(f"{name} is not supported by diffusion decoding: {reason}.")
+            raise ValueError(
+                f"{name} is not supported by diffusion decoding: {reason}. Leave it at {neutral}, "
+                f"got {shown(value)}."
+            )
     _check_text(params)
     _check_beams(params)
     _check_filters(params)
@@ -69,7 +72,7 @@ def check_characters(name: str, text: str) -> None:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Every string that lists and dictionaries hold, keys too."""
+    """Yield every string that lists and dictionaries hold, keys too."""
     pending, seen = [value], set()
     while pending:
         value = pending.pop()
@@ -152,6 +155,23 @@ def _check_choices(params: SamplingParams, mask_token_id: int) -> None:
     if params.min_tokens and not allowed - set(params.stop_token_ids or ()):
         raise ValueError(
             "min_tokens cannot be reached: allowed_token_ids holds nothing but stop tokens."
+        )
+
+
+def check_allowed(params: SamplingParams, mask_token_id: int) -> None:
+    """Refuse allowed ids of which the tokens of words, or all that ends a text, leave none."""
+    banned = {word[0] for word in params.bad_words_token_ids or [] if len(word) == 1}
+    left = set(params.allowed_token_ids or ()) - {mask_token_id} - banned
+    if not left:
+        raise VLLMValidationError(
+            "bad_words bans every token of allowed_token_ids: leave one of them.",
+            parameter="bad_words",
+        )
+    if params.min_tokens and not left - params.all_stop_token_ids:
+        raise VLLMValidationError(
+            f"min_tokens {params.min_tokens} cannot be reached: allowed_token_ids leaves nothing "
+            "but tokens that end a text.",
+            parameter="min_tokens",
         )
 
 

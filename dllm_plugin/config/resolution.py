@@ -166,8 +166,8 @@ def check_steps(config: DecodeConfig, steps: int | None) -> None:
     """Refuse fewer steps than a block takes."""
     if steps is not None and steps < config.method.least_steps:
         raise ValueError(
-            f"steps must be at least {config.method.least_steps}: the first step of a block "
-            "decides one position."
+            f"steps must be at least {config.method.least_steps}, got {steps}: the first step of a "
+            "block decides one position."
         )
 
 

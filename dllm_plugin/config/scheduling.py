@@ -34,7 +34,6 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
         "logits_processors": bool(model_config.logits_processors),
         "enable_prompt_embeds": model_config.enable_prompt_embeds,
         "logprobs_mode": model_config.logprobs_mode != "raw_logprobs",
-        "max_logprobs": not 0 <= model_config.max_logprobs <= MAX_LOGPROBS,
         "return_sampling_mask": model_config.return_sampling_mask,
         "enable_trace_replay": model_config.enable_trace_replay,
         "long_prefill_token_threshold": scheduler.long_prefill_token_threshold > 0,
@@ -49,6 +48,11 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
                 f"{option} as given cannot be combined with diffusion decoding: leave it at its "
                 "default."
             )
+    if not 0 <= model_config.max_logprobs <= MAX_LOGPROBS:
+        raise ValueError(
+            f"max_logprobs must be from 0 to {MAX_LOGPROBS} with diffusion decoding, got "
+            f"{model_config.max_logprobs}."
+        )
 
 
 def set_scheduler(vllm_config: VllmConfig, config: DecodeConfig) -> None:

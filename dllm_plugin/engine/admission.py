@@ -22,6 +22,7 @@ from dllm_plugin.config.options import TARGETS, TEMPLATE
 from dllm_plugin.config.reporting import check_reporting
 from dllm_plugin.config.request import request_config
 from dllm_plugin.config.request_checks import (
+    check_allowed,
     check_bad_words,
     check_fits,
     check_given_tokens,
@@ -78,11 +79,11 @@ class RequestRules(LogitsProcessor):
 
 
 class _RulesType(type(RequestRules)):  # type: ignore[misc]
-    """Type of per-engine rule classes, so that pickle rebuilds them from their config."""
+    """Create the rule class of an engine, so that pickle rebuilds it from its config."""
 
 
 def request_rules(config: DecodeConfig) -> Any:
-    """The rules of one engine as a class, the form in which vLLM takes them."""
+    """Return the rules of one engine as a class, the form in which vLLM takes them."""
     return _RulesType("RequestRules", (RequestRules,), {"config": config})
 
 
@@ -148,13 +149,17 @@ class DiffusionRenderer(HfRenderer):
                 positions = len(template.token_ids)
             fitting = (request, len(token_ids), params.max_tokens, positions)
             check_fits(self.config, self.decode_config, *fitting)
-            if params.bad_words:
-                self._check_bad_words(params.clone())
+            if params.bad_words or params.allowed_token_ids:
+                self._check_choices(params.clone())
 
-    def _check_bad_words(self, params: SamplingParams) -> None:
-        """Refuse too many tokens of words: vLLM makes tokens of them after its last hook."""
+    @cached_property
+    def _generation_config(self) -> dict[str, Any]:
+        return dict(self.model_config.try_get_generation_config())
+
+    def _check_choices(self, params: SamplingParams) -> None:
+        """Refuse words and allowed ids by their tokens, which vLLM knows after its last hook."""
         tokenizer: Any = self.tokenizer
-        if tokenizer is None:
+        if params.bad_words and tokenizer is None:
             raise VLLMValidationError(
                 "bad_words needs a tokenizer, and skip_tokenizer_init is set: leave one of them "
                 "out.",
@@ -162,3 +167,7 @@ class DiffusionRenderer(HfRenderer):
             )
         params.update_from_tokenizer(tokenizer)
         check_bad_words(params.bad_words_token_ids or [])
+        if params.allowed_token_ids:
+            eos = None if tokenizer is None else tokenizer.eos_token_id
+            params.update_from_generation_config(self._generation_config, eos)
+            check_allowed(params, self.decode_config.mask_token_id)

@@ -54,18 +54,17 @@ class AutomatonGrammar(OwnGrammar):
 
     way = AUTOMATON
 
-    def __init__(self, key: str, automaton: TokenAutomaton, left: int) -> None:
-        self.key, self.automaton = key, automaton
+    def __init__(self, key: str, guide: Guide, left: int) -> None:
+        self.key, self.guide = key, guide
         self.state = START
-        self.completes = bool(automaton.far_Q[START] <= left)
+        self.completes = guide.distance(START) <= left
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
         """Go on by ids that were emitted; tell whether the automaton takes them."""
-        for token in tokens:
-            state = DEAD if self.state == END else self.automaton.follow(self.state, token)
-            if state == DEAD:
-                return False
-            self.state = state
+        states = self.guide.follow(self.state, tokens)  # from END nothing goes on
+        if DEAD in states:
+            return False
+        self.state = states[-1] if states else self.state
         return True
 
     def is_terminated(self) -> bool:
@@ -74,7 +73,7 @@ class AutomatonGrammar(OwnGrammar):
 
     def start(self, req_id: str) -> AutomatonStart:
         """Return what workers are handed when the request starts, or comes back."""
-        return AutomatonStart(req_id, self.key, self.automaton, self.state, self.completes)
+        return AutomatonStart(req_id, self.key, self.guide.automaton, self.state, self.completes)
 
 
 class AutomatonCache:
@@ -91,7 +90,7 @@ class AutomatonCache:
     ) -> AutomatonGrammar:
         """Return the grammar of a request. Raises TooLarge where it has no automaton."""
         key, automaton = self._find(named, vocabulary, stops)
-        return AutomatonGrammar(key, automaton, left)
+        return AutomatonGrammar(key, self._guide_of(key, automaton), left)
 
     def guide(
         self, named: StructuredOutputKey, vocabulary: Vocabulary, stops: list[int]
@@ -101,6 +100,9 @@ class AutomatonCache:
             key, automaton = self._find(named, vocabulary, stops)
         except TooLarge:
             return None
+        return self._guide_of(key, automaton)
+
+    def _guide_of(self, key: str, automaton: TokenAutomaton) -> Guide:
         if key not in self._guides:
             self._guides[key] = Guide(automaton)
             while len(self._guides) > REMEMBERED:

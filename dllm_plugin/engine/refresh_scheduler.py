@@ -314,6 +314,10 @@ class RefreshScheduler(DiffusionScheduler):
         left = take_left(model_runner_output)
         void = self._drop_void(scheduler_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        # vLLM ends a request whose text its grammar refuses by itself: the hidden one goes along.
+        left_alone = [i for i in self._unconditional if conditional_id(i) not in self.requests]
+        if left_alone:
+            self.finish_requests(left_alone, RequestStatus.FINISHED_ABORTED)
         known = (
             self.requests.get(i) for i in scheduler_output.num_scheduled_tokens if i not in void
         )

@@ -59,13 +59,6 @@ class TokenAutomaton(NamedTuple):
         """Return how many states, classes and edges there are."""
         return len(self.far_Q), len(self.bound_K1) - 1, len(self.source_E)
 
-    def follow(self, state: int, token: int) -> int:
-        """Return the state behind an id, DEAD where it may not follow."""
-        if not 0 <= token < len(self.class_V):
-            return DEAD
-        places = np.flatnonzero((self.class_E == self.class_V[token]) & (self.source_E == state))
-        return int(self.target_E[places[0]]) if len(places) else DEAD
-
 
 class ByteAutomaton(NamedTuple):
     """Hold an automaton over bytes: int32 ``[S, 256]`` successors, bool ``[S]`` complete states."""

@@ -14,11 +14,13 @@ from dllm_plugin.grammar.automaton import DEAD, START, TokenAutomaton
 class Guide:
     """Follow an automaton, and close texts by it.
 
+    automaton what is followed
     key_E     source and class of each edge as one number, in their order
     target_E  the state that the edge leads to
     """
 
     def __init__(self, automaton: TokenAutomaton) -> None:
+        self.automaton = automaton
         self._class_V, self._far_Q = automaton.class_V, automaton.far_Q
         self._first_K = automaton.order_V[automaton.bound_K1[:-1] % len(automaton.order_V)]
         self._num_classes = len(automaton.bound_K1) - 1

@@ -21,7 +21,7 @@ Buffer = tuple[torch.Tensor, np.ndarray]
 
 
 class Matcher(Protocol):
-    """What checks and closings ask of a grammar."""
+    """Describe what checks and closings ask of a grammar."""
 
     def accept(self, token: int) -> bool:
         """Go on by an id, if the grammar takes it here; else stay."""

@@ -26,17 +26,18 @@ from dllm_plugin.sampling.token_rules import TokenRules
 from dllm_plugin.state.canvas_states import CanvasStates
 
 NONE = -1
+SCORES_AT_ONCE = 1 << 25  # float32 numbers of canvases that are looked at together
 
 
 class AutomatonStep(NamedTuple):
     """Hold the requests of a step that have an automaton, and their texts.
 
-    row_G  int64, request of the step
-    path   states of their texts
+    row_G       int64, request of the step
+    state_GC1   int64, states in front of each position of their texts, and behind the last
     """
 
     row_G: Tensor
-    path: Path
+    state_GC1: Tensor
 
 
 class _Asking(NamedTuple):
@@ -117,6 +118,24 @@ class Automata:
         row_np = np.flatnonzero(self.place_np[step.slots_np] != NONE)
         if not len(row_np):
             return step, None
+        parts = []
+        for some_np in np.array_split(row_np, self._num_parts(len(row_np), step)):
+            step, part = self._propose_some(step, rows, some_np)
+            parts.append(part)
+        return step, AutomatonStep(*map(torch.cat, zip(*parts, strict=True)))
+
+    def _num_parts(self, num_canvases: int, step: StepRows) -> int:
+        """Return in how many parts canvases are looked at, so that memory has a bound."""
+        tables = self.held.tables
+        assert tables is not None
+        per_position = tables.bound_AK.shape[1] - 1 + tables.far_AQ.shape[1]
+        numbers = num_canvases * step.canvas.tokens_RC.shape[1] * per_position
+        return min(num_canvases, -(-numbers // SCORES_AT_ONCE))
+
+    def _propose_some(
+        self, step: StepRows, rows: LogitsRows, row_np: np.ndarray
+    ) -> tuple[StepRows, AutomatonStep]:
+        """Do as `propose` for some requests of the step."""
         row_G = async_tensor_h2d(row_np, device=self.states.device)
         canvases, tables = self._canvases(step, row_G, step.slots_np[row_np]), self.held.tables
         assert tables is not None
@@ -136,7 +155,7 @@ class Automata:
         path = self.backtrack(tables, canvases, score_GCK, value_GCQ)
         for one in found:
             step = self._with_chosen(step, asking, one, path)
-        return step, AutomatonStep(row_G, path)
+        return step, AutomatonStep(row_G, path.state_GC1)
 
     def _canvases(self, step: StepRows, row_G: Tensor, slots_np: np.ndarray) -> Canvases:
         """Return the canvases of a step's requests as kernels take them."""
@@ -167,7 +186,9 @@ class Automata:
     def _find(self, asking: _Asking, step: StepRows, rows: LogitsRows) -> Iterator[_Found]:
         """Yield the rows of the canvases, then the carry rows, which predict first positions."""
         logits_XV, carry_NV = rows.sources(step)
-        source_GC = step.source_RC[asking.row_G]
+        columns = rows.num_columns(step)
+        masked_GC = asking.masked_GC[:, :columns]
+        source_GC = step.source_RC[asking.row_G, :columns]
         is_here_GC = source_GC < len(logits_XV)
         if len(logits_XV):
             yield self._rows(
@@ -175,11 +196,11 @@ class Automata:
                 step,
                 logits_XV,
                 source_GC.clamp_max(len(logits_XV) - 1),
-                asking.masked_GC & is_here_GC,
+                masked_GC & is_here_GC,
             )
         if carry_NV is not None:
             slot_G1 = step.slots_R[asking.row_G, None]
-            wanted_G1 = (asking.masked_GC & ~is_here_GC)[:, :1]
+            wanted_G1 = (masked_GC & ~is_here_GC)[:, :1]
             yield self._rows(asking, step, carry_NV, slot_G1, wanted_G1)
 
     def _rows(
@@ -243,11 +264,11 @@ class Automata:
     def advance(self, found: AutomatonStep, step: StepRows, outcome: StepOutcome) -> None:
         """Move the states on with what the canvases committed."""
         assert self.state_N is not None
-        row_G, path = found
+        row_G, state_GC1 = found
         planned_R = step.plan.num_committed_R  # of these requests nothing is edited
         moved_R = torch.where(outcome.ended_R, planned_R, outcome.num_committed_R)
         moved_G1 = moved_R[row_G, None].to(torch.int64)
-        self.state_N[step.slots_R[row_G]] = path.state_GC1.gather(1, moved_G1).squeeze(1) + 1
+        self.state_N[step.slots_R[row_G]] = state_GC1.gather(1, moved_G1).squeeze(1) + 1
 
 
 def _pieces(found: _Found) -> Iterator[tuple[slice, Rows]]:

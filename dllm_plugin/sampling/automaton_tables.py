@@ -9,9 +9,12 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from dllm_plugin.grammar.automaton import FAR, TokenAutomaton
 from dllm_plugin.kernels.automaton.reference import Tables
 
+# Room so many times what is needed is given up: each step computes all of it.
+SPARE = 4
+
 
 class AutomatonTables:
-    """Hold automata by a key, padded to the largest; made anew when one is larger than all before.
+    """Hold automata by a key, padded alike; made anew where they no longer fit, or far too well.
 
     tables  what kernels read; None before the first automaton
     """
@@ -36,10 +39,11 @@ class AutomatonTables:
         place = self._held.index(None)
         self._held[place], self._users[place] = (key, automaton), 1
         self._places[key] = place
-        sizes = tuple(map(max, self._sizes, automaton.sizes))
+        needed = [max(s) for s in zip(*(one[1].sizes for one in self._held if one), strict=True)]
         grows = self.tables is None or place >= len(self.tables.far_AQ)
-        if grows or sizes != self._sizes:
-            states, classes, edges = (1 << (size - 1).bit_length() for size in sizes)
+        pairs = list(zip(needed, self._sizes, strict=True))
+        if grows or any(size > room or size * SPARE < room for size, room in pairs):
+            states, classes, edges = (1 << (size - 1).bit_length() for size in needed)
             self._sizes = states, classes, edges
             self._make()
         else:

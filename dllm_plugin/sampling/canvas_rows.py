@@ -188,6 +188,10 @@ class CanvasRows:
         position_C = torch.arange(self.num_positions, device=step.drafts_R.device)
         return position_C < step.drafts_R[:, None]
 
+    def num_columns(self, step: StepRows) -> int:
+        """Return how many leading positions of canvases can have a row, as the host knows."""
+        return self.num_positions
+
     def gather(self, step: StepRows, logits_TV: Tensor, row_G: Tensor, slot_G: Tensor) -> Tensor:
         """Return some rows of the step, ``[G, V]``; rows behind the logits are carry rows."""
         logits_TV = step.chunks[0].logits_XV  # without the rows of prefills

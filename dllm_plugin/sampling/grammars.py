@@ -21,10 +21,13 @@ NO_ROW = -1
 
 
 class LogitsRows(Protocol):
-    """What grammars ask of the two ways to find logits rows."""
+    """Describe what grammars ask of the two ways to find logits rows."""
 
     def has_row(self, step: StepRows) -> Tensor:
         """Return the positions that a row of this step predicts, bool ``[R, C]``."""
+
+    def num_columns(self, step: StepRows) -> int:
+        """Return how many leading positions of canvases can have a row, as the host knows."""
 
     def gather(self, step: StepRows, logits_TV: Tensor, row_G: Tensor, slot_G: Tensor) -> Tensor:
         """Return some rows of the step, ``[G, V]``."""

@@ -284,6 +284,11 @@ class MaskedRows:
         """Return the positions that a row of this step predicts, bool ``[R, C]``."""
         return step.source_RC != len(step.chunks[0].rows_T)
 
+    def num_columns(self, step: StepRows) -> int:
+        """Return how many leading positions of canvases can have a row, as the host knows."""
+        longest = int(self.states.requests.block_length.np[step.slots_np].max())
+        return min(longest, self.num_positions)
+
     def gather(self, step: StepRows, logits_TV: Tensor, row_G: Tensor, slot_G: Tensor) -> Tensor:
         """Return some rows of the step, ``[G, V]``, guided ones as they are combined."""
         rows_TV = step.chunks[0].logits_XV

@@ -320,6 +320,6 @@ class CanvasStates:
 
 
 def count_canvases(batch: "InputBatch") -> int:
-    """Requests of a batch that bring a canvas; they come first."""
+    """Count the requests of a batch that bring a canvas; they come first."""
     drafts = batch.num_draft_tokens_per_req
     return 0 if drafts is None else int(np.count_nonzero(drafts))

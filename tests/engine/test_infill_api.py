@@ -287,8 +287,16 @@ def test_a_reader_that_leaves_ends_all_lengths(client: httpx.Client) -> None:
 
 TWO = {"text": TEXT}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("completions", FIM | {"prompt": [PREFIX, PREFIX]}, "suffix needs one prompt of text."),
-    ("completions", FIM | {"prompt": [5, 6]}, "suffix needs one prompt of text."),
+    (
+        "completions",
+        FIM | {"prompt": [PREFIX, PREFIX]},
+        "suffix needs one prompt of text, got a list of 2: send a string.",
+    ),
+    (
+        "completions",
+        FIM | {"prompt": [5, 6]},
+        "suffix needs one prompt of text, got a list of 2: send a string.",
+    ),
     ("completions", FIM | {"echo": True}, "echo cannot be combined with suffix."),
     (
         "fim/completions",

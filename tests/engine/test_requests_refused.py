@@ -143,6 +143,26 @@ def test_parameters_that_contradict_a_grammar(room: EngineRoom) -> None:
     assert_unharmed(llm)
 
 
+def test_rules_that_leave_no_token(room: EngineRoom) -> None:
+    """Words and ends of texts are known as tokens only to the tokenizer."""
+    llm = room.start("llada", D2F)
+    tokenizer = llm.get_tokenizer()
+    [letter] = tokenizer.encode("a", add_special_tokens=False)
+    end = tokenizer.eos_token_id
+    banned = {"bad_words": ["a"], "allowed_token_ids": [letter]}
+    assert "bad_words bans every token of allowed_token_ids" in refusal(
+        llm, TEXT, params(9, **banned)
+    )
+    early = {"allowed_token_ids": [end], "min_tokens": 2}
+    assert "min_tokens 2 cannot be reached" in refusal(llm, TEXT, params(9, **early))
+    for ids in ({"allowed_token_ids": [letter, letter + 1]}, {"allowed_token_ids": [end, letter]}):
+        [output] = llm.generate(
+            [{"prompt_token_ids": TEXT}], params(9, **early | ids), use_tqdm=False
+        )
+        assert set(output.outputs[0].token_ids) <= {end, *ids["allowed_token_ids"]}
+    assert_unharmed(llm)
+
+
 def test_prompts(room: EngineRoom) -> None:
     llm = room.start("llada", D2F)
     assert "mask token (id 300)" in refusal(llm, [1, 300, 2], params(20))

@@ -253,6 +253,23 @@ def test_guided_requests(ahead: bool, room: EngineRoom) -> None:
     assert not llm.llm_engine.has_unfinished_requests()
 
 
+def test_a_guided_text_that_its_grammar_refuses(
+    room: EngineRoom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cannot happen, says vLLM, which ends the request itself: the hidden one goes along."""
+    from dllm_plugin.engine.grammar_automata import AutomatonGrammar
+
+    llm = room.start("llada", {"strategy": "semi_autoregressive"}, async_scheduling=False)
+    monkeypatch.setattr(AutomatonGrammar, "accept_tokens", lambda *_: False)
+    asked = wish("regex", "[a-c]{20,30}", 50, dllm_cfg_scale=0.7)
+    engine = llm.llm_engine
+    engine.add_request("refused", {"prompt_token_ids": letters(8)}, asked)
+    assert set(scheduler(llm).requests) != {"refused"}
+    for _ in range(60):
+        engine.step()
+    assert not engine.has_unfinished_requests() and not scheduler(llm).requests
+
+
 def test_automata_beside_drafts_and_free_requests(room: EngineRoom) -> None:
     """Each gets what it gets alone, greedy and sampled; nothing waits for an automaton."""
     dllm = {"strategy": "d2f", "block_length": 8, "canvas_length": 32}
@@ -304,6 +321,9 @@ def test_automata_among_rows_as_gpus_read_them(
     sampler = sampler_of(llm)
     for owner in (sampler.automata, sampler.proposer):
         monkeypatch.setattr(owner, "on_cpu", False)
+    assert [token_ids(output) for output in generate(llm, prompts, wishes)] == expected
+    # As where memory holds the scores of one canvas alone.
+    monkeypatch.setattr("dllm_plugin.sampling.automata.SCORES_AT_ONCE", 1)
     assert [token_ids(output) for output in generate(llm, prompts, wishes)] == expected
 
 

@@ -18,6 +18,7 @@ from vllm.v1.structured_output.utils import choice_as_grammar
 from dllm_plugin.config.grammar_way import check_grammar_way
 from dllm_plugin.grammar import automaton as module
 from dllm_plugin.grammar.automaton import END, START, TokenAutomaton, TooLarge, build
+from dllm_plugin.grammar.guide import Guide
 from dllm_plugin.grammar.regular import expression
 from dllm_plugin.grammar.vocabulary import Vocabulary
 from dllm_plugin.sampling.automaton_tables import AutomatonTables
@@ -40,12 +41,7 @@ def of_regex(vocabulary: Vocabulary, pattern: str) -> TokenAutomaton:
 
 def takes(automaton: TokenAutomaton, ids: list[int]) -> bool:
     """Whether ids are a whole text, its stop token included."""
-    state = START
-    for token in ids:
-        state = automaton.follow(state, token)
-        if state < 0:
-            return False
-    return state == END
+    return bool(ids) and Guide(automaton).follow(START, ids)[-1] == END
 
 
 def walk(automaton: TokenAutomaton, rng: random.Random) -> list[int]:
@@ -225,6 +221,21 @@ def test_tables_hold_each_automaton_once(vocabulary: Vocabulary) -> None:
     held.release(places[0])
     assert held.add("again", large) == places[0]
     check(places[0], large)
+
+
+def test_tables_shrink(vocabulary: Vocabulary) -> None:
+    """Once nobody uses a large automaton: steps compute all that tables have room for."""
+    held = AutomatonTables(torch.device("cpu"))
+    small = of_regex(vocabulary, "ab")
+    first, large = held.add("s", small), held.add("l", of_regex(vocabulary, "[a-f]{90}x"))
+    tables = held.tables
+    held.add("t", small)
+    assert held.tables is not None and tables is not None
+    assert held.tables.far_AQ.shape[1] == tables.far_AQ.shape[1] > 4 * small.sizes[0]
+    held.release(large)
+    again = held.add("u", of_regex(vocabulary, "xy"))
+    assert again == large and held.tables.far_AQ.shape[1] < 2 * small.sizes[0]
+    assert held.tables.far_AQ[first, : small.sizes[0]].tolist() == small.far_Q.tolist()
 
 
 def wish(kind: str = "regex", spec: Any = "a+", **options: Any) -> Any:

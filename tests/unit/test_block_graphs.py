@@ -213,7 +213,7 @@ def test_doctor_tells(
     monkeypatch.setattr("dllm_plugin.config.machine.SHORTEST_BLOCK", 4)
     assert cli.main(["doctor", str(checkpoints / "tiny-sdar")]) == 0
     printed = capsys.readouterr().out
-    assert f"one block each:             {said}" in printed and "block_length:" in printed
+    assert f"single-block steps:         {said}" in printed and "block_length:" in printed
     assert "block_add_threshold" not in printed
     lines = [line.split(":", 1) for line in printed.splitlines() if ":" in line]
     report = {name.strip(): value.strip() for name, value in lines}

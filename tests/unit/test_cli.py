@@ -29,6 +29,7 @@ DECODE = [
     "--threshold",
 ]
 ENGINE = ["--dtype", "--gpu-memory-utilization", "--model"]
+REFRESHES = ["--full-refresh-every", "--refresh-before", "--suffix-window"]
 MEASURED = ["--block-length", "--canvas", "--dtype", "--enforce-eager", "--gpu-memory-utilization"]
 MEASURED += ["--help", "--lora-path", "--model", "--seed", "--shapes", "--strategy", "--threshold"]
 MEASURED += ["--attention-backend", "--compilation-config", "--compile-step", "--no-compile-step"]
@@ -36,9 +37,7 @@ MEASURED += [
     "--commit-alone-from",
     "--kv-cache-layout",
     "--kv-cache-memory-bytes",
-    "--full-refresh-every",
-    "--refresh-before",
-    "--suffix-window",
+    *REFRESHES,
     "--tensor-parallel-size",
     "--vocab-parallel",
     "--no-vocab-parallel",
@@ -59,7 +58,8 @@ OPTIONS = {
     ),
     "bench all": sorted([*MEASURED, *GRID, *STEPS, *SERVED]),
     "bench map": sorted(
-        [*MEASURED, *GRID, *SERVED, "--acceptance", "--contexts", "--picture", "--widths"]
+        {*MEASURED, "--requests", "--acceptance", "--contexts", "--picture", "--widths"}
+        - {*CHECKPOINT, *REFRESHES, "--block-length"}
     ),
     "bench latency": sorted([*MEASURED, *SERVED]),
     "bench step": sorted([*MEASURED, *GRID, *STEPS]),
@@ -128,8 +128,18 @@ def test_options_are_frozen() -> None:
         (["bench", "adaptive", "--widths", "2,x"], "--widths must be whole numbers"),
         (
             ["bench", "adaptive", "--shapes", "tiny", "--widths", "64"],
-            "--canvas must be one length of at least 64",
+            "--canvas must be one length of at least 64 positions, got 32",
         ),
+        (["bench", "adaptive", "--adaptive", "off", "--widths", "2"], "--widths 2 has no effect"),
+        (["bench", "adaptive", "--approximations", "::32"], "--approximations are of full"),
+        (["bench", "host", "--requests", "0,1"], "--requests must be whole numbers of at least 1"),
+        (["bench", "map", "--shapes", "tiny", "--canvas", "8,16"], "--canvas must be one length"),
+        (
+            ["watch", "--url", "http://x", "--strategy", "d2f"],
+            "--strategy has no effect with --url",
+        ),
+        (["watch", "--url", "http://x", "--dtype", "half"], "--dtype has no effect with --url"),
+        (["watch", "--api-key", "k"], "--api-key is that of a server"),
         (["bench", "map", "--requests", "1,2"], "bench map needs --shapes"),
         (["bench", "map", "--shapes", "tiny", "--widths", "64"], "--widths must be whole numbers"),
         (["bench", "map", "--shapes", "tiny", "--contexts", "0"], "--contexts must be whole"),

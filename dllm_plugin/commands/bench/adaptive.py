@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dllm_plugin.commands.bench import engines, report
-from dllm_plugin.commands.bench.adaptive_options import LIKE, MODE
+from dllm_plugin.commands.bench.adaptive_options import FIXED, LIKE, MODE
 from dllm_plugin.commands.bench.engines import Model, Prompts
 from dllm_plugin.commands.bench.options import settings_of
 from dllm_plugin.commands.bench.request_loop import Ask, Run, serve
@@ -36,7 +36,15 @@ WARMUP_PROMPT, WARMUP_TOKENS = 512, 32  # at most, of requests that only warm an
 def run(args: argparse.Namespace, command: Sequence[str]) -> int:
     """Measure every width at every number of requests; print a table and one JSON line."""
     # Without floating canvases nothing has a width: the usual blocks are measured.
-    widths = [] if args.adaptive == "off" else _widths(args.widths)
+    if args.adaptive == "off" and args.widths is not None:
+        raise ValueError(
+            f"--widths {args.widths} has no effect with --adaptive off: leave one of them out"
+        )
+    if args.approximations:
+        raise ValueError(
+            "--approximations are of full attention, which has no widths: leave it out"
+        )
+    widths = [] if args.adaptive == "off" else _widths(args.widths or FIXED)
     is_dummy, args.mode = args.shapes is not None, LIKE
     if args.acceptance is not None and not is_dummy:
         raise ValueError("--acceptance needs --shapes: a checkpoint accepts by its confidence")
@@ -50,7 +58,8 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
     canvas = settings.canvas[0]
     if len(settings.canvas) > 1 or max(widths, default=1) > canvas:
         raise ValueError(
-            f"--canvas must be one length of at least {max(widths, default=1)} positions"
+            f"--canvas must be one length of at least {max(widths, default=1)} positions, got "
+            f"{','.join(map(str, settings.canvas))}"
         )
     engines.prepare()
     progress = report.Progress()

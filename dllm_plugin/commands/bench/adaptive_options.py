@@ -4,9 +4,11 @@ from pathlib import Path
 from typing import Any
 
 from dllm_plugin.commands.bench.options import add_options
+from dllm_plugin.commands.bench.settings import MAP
 
-MODE, MAP = "adaptive", "map"
+MODE = "adaptive"
 LIKE = "throughput"  # the mode whose options and requests are shared
+FIXED = "2,4,8,16,32"
 WIDTHS = "1,2,3,4,6,8,12,16,24,32"
 
 
@@ -19,11 +21,11 @@ def add_mode(modes: Any) -> None:
     )
     parser.add_argument("--min-window", type=int, help="as the decode option")
     parser.add_argument(
-        "--widths", default="2,4,8,16,32", help="fixed ones beside those by load, or none"
+        "--widths", help=f"fixed ones beside those by load, or none (default: {FIXED})"
     )
     parser.add_argument("--acceptance", help="with --shapes, p0:lambda (default: 0.9:2.5)")
     parser = modes.add_parser(MAP, help="for which loads diffusion is faster than left to right")
-    add_options(parser, LIKE)
+    add_options(parser, MAP)
     parser.add_argument("--contexts", default="512,2048,8192,32768", help="tokens of each request")
     parser.add_argument("--widths", default=WIDTHS, help="to choose from, beside the canvas")
     parser.add_argument("--acceptance", help="p0:lambda (default: 0.9:2.5)")

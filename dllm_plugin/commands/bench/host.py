@@ -7,8 +7,10 @@ rest is the host.
 
 import json
 import os
+import shlex
 import statistics
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dllm_plugin.commands.machine import installation
@@ -50,7 +52,13 @@ class ForwardClock:
         self.forwards += 1
 
 
-def run(options: dict[str, Any], requests: list[int], max_tokens: int, seed: int) -> int:
+def run(
+    options: dict[str, Any],
+    requests: Sequence[int],
+    max_tokens: int,
+    seed: int,
+    command: Sequence[str],
+) -> int:
     """Measure every number of concurrent requests, print a table and one JSON line."""
     # vLLM reads it when the engine is built. Hooks can time the forward only in this process.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -81,8 +89,10 @@ def run(options: dict[str, Any], requests: list[int], max_tokens: int, seed: int
         )
     record = {
         "benchmark": "host",
+        "command": shlex.join(["diffuplug", *command]),
         **machine,
         "model": os.path.basename(options["model"]),
+        "settings": options["additional_config"]["dllm"],
         "seed": seed,
         "max_tokens": max_tokens,
         "rows": rows,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dllm_plugin.commands.bench import engines, report
-from dllm_plugin.commands.bench.adaptive_options import LIKE, MAP
+from dllm_plugin.commands.bench.adaptive_options import MAP
 from dllm_plugin.commands.bench.model_shapes import Sizes
 from dllm_plugin.commands.bench.options import settings_of
 from dllm_plugin.commands.bench.settings import Settings
@@ -56,10 +56,12 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
     if args.picture is not None:
         check_matplotlib()
     accepted = read_acceptance(args.acceptance or EXAMPLE)
-    if args.shapes is None or args.vs:
-        raise ValueError("bench map needs --shapes, and is its own baseline: leave --vs out")
-    args.mode, args.tokens_per_forward = LIKE, 1.0
+    if args.shapes is None:
+        raise ValueError("bench map needs --shapes: it times dummy weights alone")
+    args.mode = "step"
     settings, contexts = settings_of(args), _contexts(args.contexts)
+    if len(settings.canvas) > 1:
+        raise ValueError(f"--canvas must be one length, got {','.join(map(str, settings.canvas))}")
     canvas = settings.canvas[0]
     widths = sorted({1, *_widths(args.widths, canvas)})
     engines.prepare()

@@ -9,6 +9,7 @@ from dllm_plugin import default_model
 from dllm_plugin.commands.bench.model_shapes import SHAPES
 from dllm_plugin.commands.bench.settings import (
     BASELINES,
+    MAP,
     MODES,
     REFRESHES,
     WATCHED,
@@ -29,29 +30,33 @@ def add_options(parser: argparse.ArgumentParser, mode: str) -> None:
     model = parser.add_mutually_exclusive_group(required=mode == WATCHED)
     model.add_argument("--shapes", choices=SHAPES, help="dummy weights of these shapes")
     if mode == WATCHED:
-        parser.add_argument("--watched", type=_numbers, default=(1,), help="of them: 1,16")
-    else:
+        parser.add_argument("--watched", type=numbers, default=(1,), help="of them: 1,16")
+    elif mode != MAP:
         model.add_argument("--model", help="folder or hub name (default: the bundled model)")
         parser.add_argument("--threshold", type=float, help="with a checkpoint")
         parser.add_argument("--lora-path", help="D2F adapter of --model")
-        parser.add_argument("--vs", type=_names, default=(), help=" or ".join(BASELINES))
+        parser.add_argument(
+            "--vs", type=_names, default=(), help=f"baselines: {','.join(BASELINES)}"
+        )
     parser.add_argument(
         "--strategy",
         help=f"{', '.join(MEASURED)} (default: block_diffusion; with an adapter d2f)",
     )
     if mode != "latency":
-        parser.add_argument("--requests", type=_numbers, default=(1,), help="at once: 1,16,64")
-        parser.add_argument("--max-positions", type=int, help="leave larger grid points out")
+        parser.add_argument("--requests", type=numbers, default=(1,), help="at once: 1,16,64")
+        if mode != MAP:
+            parser.add_argument("--max-positions", type=int, help="leave larger grid points out")
     parser.add_argument(
         "--canvas",
-        type=_numbers,
+        type=numbers,
         help="positions: 32,128 (default: 32, d2f 128, full attention 256)",
     )
-    parser.add_argument("--block-length", type=int)
+    if mode != MAP:
+        parser.add_argument("--block-length", type=int, help="default: 32, or half a canvas")
     if mode in ("step", "all"):
         parser.add_argument("--context", type=int, help="default: 1024; of a checkpoint 256")
         parser.add_argument("--profile", action="store_true", help="where a step's time goes")
-    if mode != "step":
+    if mode not in ("step", MAP):
         parser.add_argument("--input-len", type=int, help="default: 512; with a checkpoint, none")
         parser.add_argument("--output-len", type=int, default=256)
         parser.add_argument("--rounds", type=int, default=3, help="requests after one another")
@@ -78,7 +83,7 @@ def add_options(parser: argparse.ArgumentParser, mode: str) -> None:
     )
     parser.add_argument("--commit-alone-from", type=int, help="as the decode option")
     parser.add_argument("--kv-cache-layout", help="as the decode option")
-    for name in REFRESHES:
+    for name in REFRESHES if mode != MAP else ():
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(option, type=int, help="as the decode option, under full attention")
     parser.add_argument("--seed", type=int, default=0)
@@ -88,7 +93,8 @@ def _list_of(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
     return lambda text: tuple(dict.fromkeys(kind(item) for item in text.split(",")))
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def numbers(text: str) -> tuple[int, ...]:
+    """Return numbers written as in ``1,16,64``, in order, each once."""
     return tuple(sorted(_list_of(int)(text)))
 
 
@@ -132,7 +138,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         requests=given.get("requests", (1,)),
         canvas=args.canvas or measured.canvas,
         max_positions=given.get("max_positions"),
-        block_length=args.block_length,
+        block_length=given.get("block_length"),
         threshold=given.get("threshold"),
         lora_path=lora if measured.by_confidence else own_lora,
         context=_or(given.get("context"), 1024 if is_dummy else 256),
@@ -154,9 +160,9 @@ def settings_of(args: argparse.Namespace) -> Settings:
         vocab_parallel=args.vocab_parallel,
         commit_alone_from=args.commit_alone_from,
         kv_cache_layout=args.kv_cache_layout,
-        full_refresh_every=args.full_refresh_every,
-        refresh_before=args.refresh_before,
-        suffix_window=args.suffix_window,
+        full_refresh_every=given.get("full_refresh_every"),
+        refresh_before=given.get("refresh_before"),
+        suffix_window=given.get("suffix_window"),
         approximations=given.get("approximations", ()),
         seed=args.seed,
     )

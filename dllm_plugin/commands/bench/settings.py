@@ -7,7 +7,7 @@ from dllm_plugin.commands.bench import step_schedule
 from dllm_plugin.commands.bench.strategies import MEASURED, Measured
 from dllm_plugin.config.options import Options
 
-WATCHED = "watched"
+WATCHED, MAP = "watched", "map"
 MODES = {
     "step": "time per denoising step, against the lower bound of its GEMMs",
     "throughput": "tokens per second, all requests at once",
@@ -77,7 +77,7 @@ class Settings:
 
     @property
     def measured(self) -> Measured:
-        """How the strategy is measured."""
+        """Return how the strategy is measured."""
         return MEASURED[self.strategy]
 
     def block(self, canvas: int) -> int:
@@ -196,13 +196,13 @@ def check(settings: Settings, input_len: int | None) -> None:
 
 def _check_numbers(settings: Settings) -> None:
     for name in ("requests", "canvas"):
-        if min(getattr(settings, name)) < 1:
-            raise ValueError(f"--{name} must be whole numbers of at least 1.")
+        if (least := min(getattr(settings, name))) < 1:
+            raise ValueError(f"--{name} must be whole numbers of at least 1, got {least}.")
     names = ["tensor_parallel_size"] + (["context"] if settings.measures_steps else [])
     names += ["input_len", "output_len", "rounds"] if settings.request_modes else []
     for name in names:
-        if getattr(settings, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1.")
+        if (value := getattr(settings, name)) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}.")
     unknown = [name for name in settings.versus if name not in BASELINES]
     if unknown:
         raise ValueError(f"--vs {unknown[0]} is unknown; baselines: {', '.join(BASELINES)}.")
@@ -282,7 +282,10 @@ def _check_watched(settings: Settings) -> None:
     """Raise ValueError unless steps can be counted in a stream, whose text comes by block."""
     most = max(settings.requests)
     if settings.watched[0] < 0 or settings.watched[-1] > most:
-        raise ValueError(f"--watched must be numbers from 0 to --requests, which is {most}.")
+        raise ValueError(
+            f"--watched must be numbers from 0 to --requests, which is {most}, got "
+            f"{','.join(map(str, settings.watched))}."
+        )
     for canvas in settings.canvas:
         block = settings.block(canvas)
         if settings.output_len % block or settings.output_len < 4 * block:

@@ -26,7 +26,7 @@ MAX_TOKENS = 256
 
 
 class Asked(Protocol):
-    """What is asked, and whether a text answers it."""
+    """Describe a question: its text, and whether an answer is right."""
 
     @property
     def question(self) -> str:

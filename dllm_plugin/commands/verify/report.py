@@ -27,7 +27,7 @@ class Verdict:
 
     @property
     def same_tokens(self) -> bool:
-        """Whether both wrote the same answer."""
+        """Return whether both wrote the same answer."""
         return self.theirs.tokens == self.ours.tokens
 
     @property

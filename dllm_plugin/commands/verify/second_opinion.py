@@ -24,7 +24,7 @@ class Job(NamedTuple):
 
     @property
     def request(self) -> RequestConfig:
-        """What a request decodes with that asks for nothing."""
+        """Return the configuration of a request that asks for nothing."""
         return request_config(self.config, {}, self.max_tokens)
 
 

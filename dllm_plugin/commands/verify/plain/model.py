@@ -26,7 +26,7 @@ class Forward(Protocol):
 
     @property
     def shift(self) -> bool:
-        """Whether row p predicts the token at position p + 1."""
+        """Return whether row p predicts the token at position p + 1."""
 
     @property
     def mask_id(self) -> int:
@@ -129,7 +129,7 @@ class PlainModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Return the device of the weights."""
         return self.weights["lm_head.weight"].device
 
     def _norm(self, x: Tensor, name: str) -> Tensor:

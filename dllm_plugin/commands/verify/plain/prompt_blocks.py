@@ -51,7 +51,7 @@ class Text(Watched):
 
     @property
     def num_blocks(self) -> int:
-        """How many response blocks the whole text has."""
+        """Return the number of response blocks of the whole text."""
         return len(self.bounds) - 1
 
     def open_block(self, index: int) -> None:
