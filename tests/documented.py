@@ -1,11 +1,17 @@
-"""Code in README and docs that is marked with ``<!-- test -->``, for the tests that run it."""
+"""Code in the pages that is marked with ``<!-- test -->``, for the tests that run it."""
 
 import re
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+MODEL_CARD = ROOT / "dllm_plugin" / "default_model" / "README.md"
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    MODEL_CARD,
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 
 _BLOCK = re.compile(r"<!-- test -->\n```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
@@ -21,7 +27,7 @@ class Block(NamedTuple):
 def blocks(language: str) -> list[Block]:
     """The marked blocks of a language, in all pages."""
     return [
-        Block(page.name, found[1], found[2])
+        Block("default_model" if page == MODEL_CARD else page.name, found[1], found[2])
         for page in PAGES
         for found in _BLOCK.finditer(page.read_text(encoding="utf-8"))
         if found[1] == language
