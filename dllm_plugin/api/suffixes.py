@@ -25,8 +25,8 @@ def place_suffix(
     if refusal := no_template(config, "suffix"):
         raise ValueError(refusal)
     if not isinstance(request.prompt, str):
-        kind = f"{type(request.prompt).__name__} of {len(request.prompt)}"
-        raise ValueError(f"suffix needs one prompt of text, got a {kind}: send a string.")
+        kind = f"a list of {len(request.prompt)}" if request.prompt else "none"
+        raise ValueError(f"suffix needs one prompt of text, got {kind}: send a string.")
     for name in ("echo", "use_beam_search", "truncate_prompt_tokens"):
         if getattr(request, name):
             raise ValueError(f"{name} cannot be combined with suffix.")

@@ -208,7 +208,7 @@ def _choose_compilation(vllm_config: VllmConfig) -> None:
 
 
 def _fit_warmup(config: DecodeConfig, user: Options, max_model_len: int) -> DecodeConfig:
-    """Leave room for vLLM's GPU warm-up, which runs a canvas behind a prompt just as long."""
+    """Leave room for vLLM's GPU warm-up, see :func:`warm_up_context`."""
     fits = (max_model_len - warm_up_context(0)) // 2
     if config.canvas_length <= fits:
         return config

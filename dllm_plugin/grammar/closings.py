@@ -28,7 +28,7 @@ Look = tuple[bytes, bool]  # what may follow a place, and whether the text may e
 
 
 class Limits(NamedTuple):
-    """Bound a search: `nodes` places of each of its parts, and when it ends.
+    """Bound a search: `nodes` places of each way to search, and when it ends.
 
     The time is a last resort: with the places alone a search finds the same on any machine. It is
     that of this thread's processor, for beside a busy thread a search mostly waits for Python's

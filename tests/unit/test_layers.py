@@ -143,7 +143,7 @@ def test_vllm_stays_where_it_belongs(name: str) -> None:
         assert not reaches_vllm(name, "vllm.v1", typing_too=False)
     if folder(name) != "omni":
         assert not reaches_vllm(name, "vllm_omni")
-    if folder(name) not in ("api", "commands"):
+    if folder(name) != "api":
         assert not reaches_vllm(name, "vllm.entrypoints", typing_too=False)
 
 

@@ -57,17 +57,7 @@ def add_options(parser: argparse.ArgumentParser, mode: str) -> None:
         parser.add_argument("--context", type=int, help="default: 1024; of a checkpoint 256")
         parser.add_argument("--profile", action="store_true", help="where a step's time goes")
     if mode not in ("step", MAP):
-        parser.add_argument("--input-len", type=int, help="default: 512; with a checkpoint, none")
-        parser.add_argument("--output-len", type=int, default=256)
-        parser.add_argument("--rounds", type=int, default=3, help="requests after one another")
-        parser.add_argument("--tokens-per-forward", type=float, help="with --shapes")
-    if mode in ("throughput", "latency", "all"):
-        parser.add_argument(
-            "--approximations",
-            type=_names,
-            default=(),
-            help=f"rows beside the usual ones, {':'.join(REFRESHES)}: 8:32:32",
-        )
+        _add_served(parser, mode)
     parser.add_argument("--dtype", default="bfloat16", help="as in vLLM")
     parser.add_argument("--enforce-eager", action="store_true", help="as in vLLM")
     for name, kind in (("gpu-memory-utilization", float), ("kv-cache-memory-bytes", int)):
@@ -87,6 +77,21 @@ def add_options(parser: argparse.ArgumentParser, mode: str) -> None:
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(option, type=int, help="as the decode option, under full attention")
     parser.add_argument("--seed", type=int, default=0)
+
+
+def _add_served(parser: argparse.ArgumentParser, mode: str) -> None:
+    """Add the options of modes that serve whole requests."""
+    parser.add_argument("--input-len", type=int, help="default: 512; with a checkpoint, none")
+    parser.add_argument("--output-len", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=3, help="requests after one another")
+    parser.add_argument("--tokens-per-forward", type=float, help="with --shapes")
+    if mode in ("throughput", "latency", "all"):
+        parser.add_argument(
+            "--approximations",
+            type=_names,
+            default=(),
+            help=f"rows beside the usual ones, {':'.join(REFRESHES)}: 8:32:32",
+        )
 
 
 def _list_of(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
