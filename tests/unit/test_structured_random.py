@@ -112,7 +112,7 @@ def automaton_request(
         grammar = compiler.compile(case.kind, case.spec, params)
     except (RuntimeError, ValueError):
         return None
-    wants = random_path(grammar.automaton, rng, 120) if rng.random() < 0.7 else None
+    wants = random_path(grammar.guide.automaton, rng, 120) if rng.random() < 0.7 else None
     script = Wants(rng.randint(0, 1 << 30), wants, rng.choice([0.0, 0.05, 0.3]))
     return case, grammar, loop.begin(script, params, grammar), budget
 
