@@ -103,11 +103,12 @@ class AutomatonCache:
         return self._guide_of(key, automaton)
 
     def _guide_of(self, key: str, automaton: TokenAutomaton) -> Guide:
-        if key not in self._guides:
-            self._guides[key] = Guide(automaton)
+        guide = self._guides.get(key)
+        if guide is None:
+            guide = self._guides[key] = Guide(automaton)
             while len(self._guides) > REMEMBERED:
                 self._guides.popitem(last=False)
-        return self._guides[key]
+        return guide  # not looked up again: another thread may have dropped it
 
     def _find(
         self, named: StructuredOutputKey, vocabulary: Vocabulary, stops: list[int]

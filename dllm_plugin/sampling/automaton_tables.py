@@ -9,12 +9,12 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from dllm_plugin.grammar.automaton import FAR, TokenAutomaton
 from dllm_plugin.kernels.automaton.reference import Tables
 
-# Room so many times what is needed is given up: each step computes all of it.
+# Tables of more than so many times the needed room are made smaller: a step computes all of it.
 SPARE = 4
 
 
 class AutomatonTables:
-    """Hold automata by a key, padded alike; made anew where they no longer fit, or far too well.
+    """Hold automata by a key, padded alike; made anew when they need more room, or far less.
 
     tables  what kernels read; None before the first automaton
     """
