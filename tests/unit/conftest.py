@@ -1,6 +1,7 @@
 """One vLLM world for the unit tests that build a model, and the tiny checkpoints."""
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -28,6 +29,34 @@ def goldens() -> Path:
 def checkpoints() -> Path:
     """The tiny checkpoints, one folder for each layout."""
     return CHECKPOINTS
+
+
+class Messages(logging.Handler):
+    """Keeps what is logged as text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    """What our code logs, from INFO on. vLLM sets logging up in a process's first engine config,
+    which takes handlers off; it is set up before."""
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging_if_needed
+
+    configure_logging_if_needed(LoggingConfig())
+    logger, handler = logging.getLogger("vllm.dllm_plugin"), Messages()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel("INFO")
+    yield handler.texts
+    logger.setLevel(level)
+    logger.removeHandler(handler)
 
 
 @pytest.fixture(scope="session")
