@@ -118,29 +118,29 @@ class Automata:
         row_np = np.flatnonzero(self.place_np[step.slots_np] != NONE)
         if not len(row_np):
             return step, None
-        parts = []
-        for some_np in np.array_split(row_np, self._num_parts(len(row_np), step)):
-            step, part = self._propose_some(step, rows, some_np)
+        parts, columns = [], rows.num_columns(step)
+        for some_np in np.array_split(row_np, self._num_parts(len(row_np), columns)):
+            step, part = self._propose_some(step, rows, some_np, columns)
             parts.append(part)
         return step, AutomatonStep(*map(torch.cat, zip(*parts, strict=True)))
 
-    def _num_parts(self, num_canvases: int, step: StepRows) -> int:
+    def _num_parts(self, num_canvases: int, columns: int) -> int:
         """Return in how many parts canvases are looked at, so that memory has a bound."""
         tables = self.held.tables
         assert tables is not None
         per_position = tables.bound_AK.shape[1] - 1 + tables.far_AQ.shape[1]
-        numbers = num_canvases * step.canvas.tokens_RC.shape[1] * per_position
+        numbers = num_canvases * columns * per_position
         return min(num_canvases, -(-numbers // SCORES_AT_ONCE))
 
     def _propose_some(
-        self, step: StepRows, rows: LogitsRows, row_np: np.ndarray
+        self, step: StepRows, rows: LogitsRows, row_np: np.ndarray, columns: int
     ) -> tuple[StepRows, AutomatonStep]:
-        """Do as `propose` for some requests of the step."""
+        """Do as `propose` for some requests of the step; no block is open behind `columns`."""
         row_G = async_tensor_h2d(row_np, device=self.states.device)
-        canvases, tables = self._canvases(step, row_G, step.slots_np[row_np]), self.held.tables
+        canvases, tables = self._canvases(step, row_G, row_np, columns), self.held.tables
         assert tables is not None
-        masked_GC = (canvases.given_GC == OPEN) & rows.has_row(step)[row_G]
-        masked_GC &= step.plan.candidates_RC[row_G]
+        masked_GC = (canvases.given_GC == OPEN) & rows.has_row(step)[row_G, :columns]
+        masked_GC &= step.plan.candidates_RC[row_G, :columns]
         asking = _Asking(row_G, row_np, canvases, masked_GC)
         found = list(self._find(asking, step, rows))
         # Positions without a row may hold anything.
@@ -157,16 +157,19 @@ class Automata:
             step = self._with_chosen(step, asking, one, path)
         return step, AutomatonStep(row_G, path.state_GC1)
 
-    def _canvases(self, step: StepRows, row_G: Tensor, slots_np: np.ndarray) -> Canvases:
-        """Return the canvases of a step's requests as kernels take them."""
-        states, sampling = self.states, self.sampling_states
+    def _canvases(
+        self, step: StepRows, row_G: Tensor, row_np: np.ndarray, columns: int
+    ) -> Canvases:
+        """Return the leading columns of a step's canvases as kernels take them."""
+        states, sampling, slots_np = self.states, self.sampling_states, step.slots_np[row_np]
         assert self.held.tables is not None and self.state_N is not None
         known = np.stack([self.place_np[slots_np], self.complete_np[slots_np]]).astype(np.int64)
         which_G, completes_G = async_tensor_h2d(known, device=states.device)
         slots_G, canvas = step.slots_R[row_G], step.canvas
-        tokens_GC, remaining_G = canvas.tokens_RC[row_G], step.remaining_R[row_G].to(torch.int64)
-        position_C = torch.arange(tokens_GC.shape[1], device=states.device)
-        is_open_GC = canvas.block_RC[row_G] < step.plan.open_R[row_G, None]
+        remaining_G = step.remaining_R[row_G].to(torch.int64)
+        tokens_GC = canvas.tokens_RC[row_G, :columns]
+        position_C = torch.arange(columns, device=states.device)
+        is_open_GC = canvas.block_RC[row_G, :columns] < step.plan.open_R[row_G, None]
         is_text_GC = is_open_GC & (position_C < remaining_G[:, None])
         length_G = is_text_GC.sum(dim=1)
         is_text_GC &= position_C >= canvas.tail_R[row_G, None]
@@ -186,9 +189,8 @@ class Automata:
     def _find(self, asking: _Asking, step: StepRows, rows: LogitsRows) -> Iterator[_Found]:
         """Yield the rows of the canvases, then the carry rows, which predict first positions."""
         logits_XV, carry_NV = rows.sources(step)
-        columns = rows.num_columns(step)
-        masked_GC = asking.masked_GC[:, :columns]
-        source_GC = step.source_RC[asking.row_G, :columns]
+        masked_GC = asking.masked_GC
+        source_GC = step.source_RC[asking.row_G, : masked_GC.shape[1]]
         is_here_GC = source_GC < len(logits_XV)
         if len(logits_XV):
             yield self._rows(

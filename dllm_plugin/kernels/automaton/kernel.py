@@ -120,7 +120,7 @@ def _walk_back(
     seed, step = tl.load(seed_ptr + canvas), tl.load(step_ptr + canvas)
     position = tl.load(position_ptr + canvas)
     value_ptr += canvas * (length + 1) * num_states
-    noise = mixed_state(seed ^ 0x1A57, position + length, step)
+    noise = mixed_state(seed ^ 0x1A57, position, step)
     best, state = tl.full((), float("-inf"), tl.float64), tl.full((), 0, tl.int32)
     for begin in range(0, num_states, WIDE):
         here = begin + tl.arange(0, WIDE)

@@ -136,6 +136,8 @@ def choose_ids(tables: Tables, rows: Rows, class_T: Tensor) -> Tensor:
     logits_TV.masked_fill_(tables.class_AV[rows.which_T] != class_T[:, None], NEVER)
     token_T = logits_TV.argmax(dim=1)
     sampled = (rows.temperature_T > 0).nonzero().squeeze(1)
+    if not len(sampled):
+        return token_T
     counters = (rows.seed_T[sampled], rows.position_T[sampled], rows.step_T[sampled])
     uniform_TV = gumbel_uniform(*counters, logits_TV.shape[1])
     noisy_TV = logits_TV[sampled].to(torch.float64) - (-uniform_TV.log()).log()
@@ -148,56 +150,79 @@ def forward(tables: Tables, canvases: Canvases, score_GCK: Tensor) -> Tensor:
     That is the score of the best text which leads there, or the logarithm of the sum over all.
     """
     which_G = canvases.which_G
-    target_GE = tables.target_AE[which_G].to(torch.int64)
+    edges = _edges(tables, which_G)
     value_GQ = score_GCK.new_full((len(which_G), tables.far_AQ.shape[1]), NEVER)
     value_GQ.scatter_(1, canvases.state_G[:, None], 0.0)
-    values = [value_GQ]
-    for place in range(score_GCK.shape[1]):
-        total_GE = _totals(tables, canvases, score_GCK[:, place], place, value_GQ)
-        best_GQ = torch.full_like(value_GQ, NEVER).scatter_reduce_(1, target_GE, total_GE, "amax")
+    values, length = [value_GQ], _text_length(canvases)
+    for place in range(length):
+        given_G1 = canvases.given_GC[:, place, None]
+        total_GE = _totals(edges, score_GCK[:, place], given_G1, value_GQ)
+        best_GQ = torch.full_like(value_GQ, NEVER)
+        best_GQ.scatter_reduce_(1, edges.target_GE, total_GE, "amax")
         base_GQ = best_GQ.where(best_GQ > NEVER, 0.0)
-        share_GE = (total_GE - base_GQ.gather(1, target_GE)).exp()
-        sum_GQ = torch.zeros_like(value_GQ).scatter_add_(1, target_GE, share_GE).log() + base_GQ
-        next_GQ = torch.where(canvases.temperature_G[:, None] > 0, sum_GQ, best_GQ)
-        is_outside_G1 = canvases.given_GC[:, place, None] == OUTSIDE
-        value_GQ = torch.where(is_outside_G1, value_GQ, next_GQ)
+        share_GE = (total_GE - base_GQ.gather(1, edges.target_GE)).exp()
+        mass_GQ = torch.zeros_like(value_GQ).scatter_add_(1, edges.target_GE, share_GE)
+        next_GQ = torch.where(canvases.temperature_G[:, None] > 0, mass_GQ.log() + base_GQ, best_GQ)
+        value_GQ = torch.where(given_G1 == OUTSIDE, value_GQ, next_GQ)
         values.append(value_GQ)
+    values += [value_GQ] * (score_GCK.shape[1] - length)
     return torch.stack(values, dim=1)
 
 
-def _totals(
-    tables: Tables, canvases: Canvases, score_GK: Tensor, place: int, value_GQ: Tensor
-) -> Tensor:
+def _text_length(canvases: Canvases) -> int:
+    """Return how many columns there are up to the last that holds text in any canvas."""
+    is_text_C = (canvases.given_GC != OUTSIDE).any(dim=0)
+    return int((is_text_C * torch.arange(1, len(is_text_C) + 1, device=is_text_C.device)).max())
+
+
+class _Edges(NamedTuple):
+    """Hold the edges of each canvas's automaton.
+
+    source_GE, class_GE, target_GE  int64
+    ends_GE     bool, it is behind the end: what stands there is no text and costs nothing
+    """
+
+    source_GE: Tensor
+    class_GE: Tensor
+    target_GE: Tensor
+    ends_GE: Tensor
+
+
+def _edges(tables: Tables, which_G: Tensor) -> _Edges:
+    columns = (tables.source_AE, tables.class_AE, tables.target_AE)
+    source_GE, class_GE, target_GE = (table[which_G].to(torch.int64) for table in columns)
+    return _Edges(source_GE, class_GE, target_GE, source_GE == END)
+
+
+def _totals(edges: _Edges, score_GK: Tensor, given_G1: Tensor, value_GQ: Tensor) -> Tensor:
     """Return what each edge is worth at a position, float32 ``[G, E]``."""
-    which_G, given_G1 = canvases.which_G, canvases.given_GC[:, place, None]
-    source_GE, class_GE = (t[which_G].to(torch.int64) for t in (tables.source_AE, tables.class_AE))
-    # What stands behind the end is no text: it costs nothing.
-    is_free_GE = (source_GE == END) | (given_G1 != OPEN)
-    gain_GE = score_GK.gather(1, class_GE).masked_fill(is_free_GE, 0.0)
-    differs_GE = (given_G1 != OPEN) & (class_GE != given_G1)
+    is_given_G1, class_GE = given_G1 != OPEN, edges.class_GE
+    gain_GE = score_GK.gather(1, class_GE).masked_fill(edges.ends_GE | is_given_G1, 0.0)
+    differs_GE = is_given_G1 & (class_GE != given_G1)
     # Padding leads from END by class 0.
     gain_GE = gain_GE.masked_fill(differs_GE | (class_GE == 0), NEVER)
-    return value_GQ.gather(1, source_GE) + gain_GE
+    return value_GQ.gather(1, edges.source_GE) + gain_GE
 
 
 def backtrack(tables: Tables, canvases: Canvases, score_GCK: Tensor, value_GCQ: Tensor) -> Path:
     """Return the best text of each canvas that leaves room for what it lacks, or a sampled one."""
-    which_G = canvases.which_G
-    target_GE = tables.target_AE[which_G].to(torch.int64)
-    fits_GQ = tables.far_AQ[which_G] <= canvases.room_G[:, None]
+    edges = _edges(tables, canvases.which_G)
+    fits_GQ = tables.far_AQ[canvases.which_G] <= canvases.room_G[:, None]
     last_GQ = value_GCQ[:, -1].masked_fill(~fits_GQ, NEVER)
-    behind_G = canvases.position_G + score_GCK.shape[1]
-    state_G = _choose(canvases, last_GQ, behind_G, LAST)
-    classes, states = [], [state_G]
-    for place in range(score_GCK.shape[1] - 1, -1, -1):
-        total_GE = _totals(tables, canvases, score_GCK[:, place], place, value_GCQ[:, place])
-        total_GE = total_GE.masked_fill(target_GE != state_G[:, None], NEVER)
+    # Drawn by the position in front, for how many columns there are depends on the batch.
+    state_G = _choose(canvases, last_GQ, canvases.position_G, LAST)
+    length = _text_length(canvases)
+    num_outside = score_GCK.shape[1] - length
+    classes = [torch.full_like(state_G, OUTSIDE)] * num_outside
+    states = [state_G] * (num_outside + 1)
+    for place in range(length - 1, -1, -1):
+        given_G1 = canvases.given_GC[:, place, None]
+        total_GE = _totals(edges, score_GCK[:, place], given_G1, value_GCQ[:, place])
+        total_GE = total_GE.masked_fill(edges.target_GE != state_G[:, None], NEVER)
         edge_G1 = _choose(canvases, total_GE, canvases.position_G + place, EDGE)[:, None]
-        is_outside_G = canvases.given_GC[:, place] == OUTSIDE
-        class_G, source_G = (
-            table[which_G].gather(1, edge_G1).squeeze(1).to(torch.int64)
-            for table in (tables.class_AE, tables.source_AE)
-        )
+        is_outside_G = given_G1.squeeze(1) == OUTSIDE
+        class_G = edges.class_GE.gather(1, edge_G1).squeeze(1)
+        source_G = edges.source_GE.gather(1, edge_G1).squeeze(1)
         state_G = torch.where(is_outside_G, state_G, source_G)
         classes.append(class_G.masked_fill(is_outside_G, OUTSIDE))
         states.append(state_G)
@@ -208,6 +233,8 @@ def _choose(canvases: Canvases, total_GN: Tensor, position_G: Tensor, use: int) 
     """Return the first of the best, or one that is drawn in proportion to ``exp(total)``."""
     best_G = total_GN.argmax(dim=1)
     sampled = (canvases.temperature_G > 0).nonzero().squeeze(1)
+    if not len(sampled):
+        return best_G
     counters = (canvases.seed_G[sampled] ^ use, position_G[sampled], canvases.step_G[sampled])
     uniform_GN = gumbel_uniform(*counters, total_GN.shape[1])
     noisy_GN = total_GN[sampled].to(torch.float64) - (-uniform_GN.log()).log()
