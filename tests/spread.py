@@ -1,5 +1,7 @@
 """Spread test files over workers: what takes longest first, so that the workers end together.
 
+Of engine tests with a matrix of parameters, say which ones `make test` leaves to `make test-slow`.
+
 The tests of a file stay together, for they share engines; those of kernels, in all of their files,
 share the process that interprets. Tests that share nothing and take long go one by one.
 """
@@ -49,6 +51,27 @@ LONGEST = (
     "engine/test_full_plain.py",
     "engine/test_api.py",
 )
+
+
+def axes_of(item: pytest.Item) -> dict[str, int]:
+    """Number the value that a test has on each axis of its parameters."""
+    callspec = getattr(item, "callspec", None)
+    if callspec is None:
+        return {}
+    given = [marker.args[0] for marker in item.iter_markers("parametrize")]
+    lists = [n.replace(" ", "").split(",") if isinstance(n, str) else list(n) for n in given]
+    behind = {name for names in lists for name in names[1:]}  # names of one list are one axis
+    return {name: i for name, i in callspec.indices.items() if name not in behind}
+
+
+def is_other_half(item: pytest.Item) -> bool:
+    """Whether `make test-slow` runs a test: every second one of a matrix, as on a chessboard.
+
+    So `make test` meets every value of every axis, and every family and every strategy of a
+    decoder, which is a pair of them.
+    """
+    axes = axes_of(item)
+    return (len(axes) > 1 or "decoder" in axes) and sum(axes.values()) % 2 == 1
 
 
 def rank(file: str) -> int:

@@ -2,9 +2,11 @@
 
 import os
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
+import spread
 import torch
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -26,11 +28,14 @@ from dllm_plugin.commands.verify.plain.model import PlainModel  # noqa: E402
 HERE = Path(__file__).parent
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Warnings that vLLM and its dependencies raise about each other are not ours to fix."""
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.filterwarnings("default"))
+            if spread.is_other_half(item):
+                item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -48,6 +53,19 @@ def pytest_sessionfinish() -> None:
 def template() -> None:
     """Asked for by modules whose processes, or those of vLLM, are forks of the template."""
     forked.start()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernels_are_registered_once() -> Iterator[None]:
+    """vLLM looks for its kernels in all modules whenever an engine starts: most of a start."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    register = CpuPlatform.__dict__["register_triton_kernel_overrides"]
+    patch = pytest.MonkeyPatch()
+    once = classmethod(cache(register.__func__))
+    patch.setattr(CpuPlatform, "register_triton_kernel_overrides", once)
+    yield
+    patch.undo()
 
 
 @pytest.fixture(scope="session", autouse=True)

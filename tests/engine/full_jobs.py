@@ -19,9 +19,6 @@ DECODERS = [
 ]
 # Module scope lets pytest run all tests of one family and strategy on one engine.
 every_decoder = pytest.mark.parametrize("decoder", DECODERS, ids="-".join, scope="module")
-# For long tests: every family and every strategy by `make test`, the other pairs by `test-slow`.
-LONG = [pytest.param(d, marks=[pytest.mark.slow] * (i % 2)) for i, d in enumerate(DECODERS)]
-every_decoder_at_length = pytest.mark.parametrize("decoder", LONG, ids="-".join, scope="module")
 Decoder = tuple[str, str]  # family and strategy
 CANVAS, CONTEXT = 48, 160
 EOS, EOT = 257, 312  # of tiny-llada

@@ -38,7 +38,13 @@ def tokens(llm: Any, chosen: Any = None) -> list[list[int]]:
     return [token_ids(output) for output in outputs]
 
 
-@pytest.mark.parametrize("name", CASES)
+# By `make test` each way to decode once.
+NAMES = [
+    pytest.param(n, marks=[pytest.mark.slow] * (n in ("sdar", "fast-dllm-v2-tied"))) for n in CASES
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_batch_of_adapters_equals_merged_engines(
     room: EngineRoom, tmp_path: Path, name: str
 ) -> None:

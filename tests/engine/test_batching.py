@@ -106,7 +106,7 @@ def run_numbers(llm: Any, wanted: list[tuple[list[int], int, int, Any]]) -> list
 def test_random_settings(family: str, room: EngineRoom) -> None:
     """E14: whatever the numbers, unless a decision is too close to call in float32."""
     draw, wanted = random.Random(family), []
-    for seed in range(48):
+    for seed in range(32):
         numbers = {
             "threshold": draw.choice([0.3, 0.6, 0.9, 1.0]),
             "block_add_threshold": draw.choice([0.0, 0.1, 0.5, 0.9, 1.0]),
@@ -123,7 +123,7 @@ def test_random_settings(family: str, room: EngineRoom) -> None:
             assert token_ids(output) == text.answer(), (numbers, size)
             assert forwards(output) == text.passes, (numbers, size)
             compared += 1
-    assert compared >= 24
+    assert compared >= 16
 
 
 @pytest.mark.parametrize(("canvas", "blocks"), [(32, None), (40, None), (64, 2)])

@@ -24,6 +24,7 @@ def backends(llm: Any) -> set[str]:
     return {layer.get_attn_backend().__name__ for layer in layers}
 
 
+@pytest.mark.parametrize("family", [pytest.param("llada", marks=pytest.mark.slow), "dream"])
 def test_d2f_under_page_pressure(family: str, room: EngineRoom) -> None:
     """Prompt and canvas in one engine, blocks that wait, several commits, preemption."""
     llm = room.start(

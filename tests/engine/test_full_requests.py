@@ -22,7 +22,6 @@ from full_jobs import (
     FullJob,
     check,
     every_decoder,
-    every_decoder_at_length,
     random_jobs,
     run,
     run_interrupted,
@@ -45,7 +44,7 @@ def computed(llm: Any) -> int:
     return scheduler(llm).num_computed_positions
 
 
-@every_decoder_at_length
+@every_decoder
 def test_random_settings_in_one_batch(
     decoder: Decoder, room: EngineRoom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -53,7 +52,7 @@ def test_random_settings_in_one_batch(
 
     Requests without approximations pay nothing for those that others could ask for.
     """
-    llm, jobs = start(room, decoder), random_jobs(decoder, 24)
+    llm, jobs = start(room, decoder), random_jobs(decoder, 16)
     monkeypatch.delattr(model_state, "write_committed")
     monkeypatch.delattr(CanvasStates, "next_refresh_np")
     before = computed(llm)
@@ -65,17 +64,17 @@ def test_random_settings_in_one_batch(
     assert computed(llm) - before == sum(text.computed() for _, text in jobs)
 
 
-@every_decoder_at_length
+@every_decoder
 def test_refreshes_that_cost_less(decoder: Decoder, room: EngineRoom) -> None:
     """Each request has its own; they compute what the plain loop does, alone and in a batch."""
-    llm, jobs = start(room, decoder), random_jobs(decoder, 24, seed=2, approximate=True)
+    llm, jobs = start(room, decoder), random_jobs(decoder, 16, seed=2, approximate=True)
     before = computed(llm)
     for (job, text), output in zip(jobs, run(llm, [job for job, _ in jobs]), strict=True):
         check(job, text, output)
     assert computed(llm) - before == sum(text.computed() for _, text in jobs)
     for job, text in jobs[:3]:
         check(job, text, run(llm, [job])[0])
-    some = jobs[:16]
+    some = jobs[:12]
     exact = [replace(job, numbers=exactly(job.numbers)).decode(decoder) for job, _ in some]
     assert sum(text.computed() for _, text in some) < sum(text.computed() for text in exact)
     assert any(a.answer() != b.answer() for (_, a), b in zip(some, exact, strict=True))
@@ -186,7 +185,7 @@ def seeded(i: int, **options: Any) -> Any:
     return params(60, **shape | filters[i % 4] | options)
 
 
-@every_decoder_at_length
+@every_decoder
 def test_a_seed_gives_one_text(decoder: Decoder, room: EngineRoom) -> None:
     """Alone, in a batch, and in a batch in another order; other seeds give other texts."""
     llm, wishes = start(room, decoder), [seeded(i) for i in range(len(PROMPTS))]

@@ -119,6 +119,9 @@ def test_every_way_to_end_gives_every_page_back(overlapped: bool, room: EngineRo
     assert free_pages(llm) == pages
 
 
+@pytest.mark.parametrize(
+    "overlapped", [pytest.param(False, marks=pytest.mark.slow), True], ids=["sync", "async"]
+)
 def test_finished_requests_leave_nothing_on_the_worker(overlapped: bool, room: EngineRoom) -> None:
     """Hundreds that end by length, stop token or abort, in any state, most preempted before."""
     dllm = {"strategy": "d2f", "block_length": 8, "canvas_length": 16}

@@ -22,18 +22,19 @@ from grammar_cases import SCHEMAS, Case, choice_case, grammar_case, regex_case, 
 from test_full_compiled import sampler_of
 
 EOS = {"llada": 257, "dream": 256}
+SLOW = pytest.mark.slow
 # checkpoint, strategy, asynchronous scheduling: every way to plan a step once.
 WAYS = [
     ("llada", "d2f", True),
     ("dream", "block_diffusion", False),
-    ("sdar", "block_diffusion", True),
+    pytest.param("sdar", "block_diffusion", True, marks=SLOW),
     ("fast-dllm-v2", "block_diffusion", False),
     ("llada2.1", "block_diffusion", False),
     ("llada", "semi_autoregressive", True),
-    ("dream", "dual_cache", True),
-    ("llada", "prefix_cache", True),
-    ("llada2.0", "block_diffusion", True),
-    ("sdar-moe", "block_diffusion", False),
+    pytest.param("dream", "dual_cache", True, marks=SLOW),
+    pytest.param("llada", "prefix_cache", True, marks=SLOW),
+    pytest.param("llada2.0", "block_diffusion", True, marks=SLOW),
+    pytest.param("sdar-moe", "block_diffusion", False, marks=SLOW),
 ]
 TAG = {
     "structures": [{"begin": "<call>", "schema": {"type": "integer"}, "end": "</call>"}],
@@ -185,7 +186,9 @@ def test_every_text_is_complete(
 
 
 @pytest.mark.usefixtures("patient")
-@pytest.mark.parametrize("overlapped", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "overlapped", [pytest.param(False, marks=SLOW), True], ids=["sync", "async"]
+)
 def test_preempted_aborted_and_several(overlapped: bool, room: EngineRoom) -> None:
     """n texts of a request, a batch that does not fit its pages, and requests that go away."""
     dllm = {"strategy": "d2f", "block_length": 8, "canvas_length": 32}

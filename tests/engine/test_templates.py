@@ -37,7 +37,7 @@ TAIL = a_prompt(9, 4)
 @every_decoder
 def test_gaps_are_filled_as_in_plain_torch(decoder: Decoder, room: EngineRoom) -> None:
     """Alone, and in one batch with ordinary requests."""
-    llm, gaps, jobs = start(room, decoder), random_gap_jobs(decoder, 24), random_jobs(decoder, 4)
+    llm, gaps, jobs = start(room, decoder), random_gap_jobs(decoder, 16), random_jobs(decoder, 4)
     before = scheduler(llm).num_computed_positions
     both = [found for pair in zip(gaps, jobs, strict=False) for found in pair] + gaps[4:]
     for (job, text), output in zip(both, run(llm, [job for job, _ in both]), strict=True):

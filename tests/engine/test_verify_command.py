@@ -56,21 +56,26 @@ def check_same(found: tuple[int, dict[str, Any], str], prompts: int = len(TEXTS)
         assert 0 <= max(one["layers"]) < 1e-4
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [
         ("llada", []),
         ("llada", ["--strategy", "d2f", "--block-length", "16"]),
         ("dream", []),
-        ("dream", ["--strategy", "block_diffusion", "--policy", "entropy"]),
-        ("dream", ["--strategy", "semi_autoregressive"]),
+        pytest.param(
+            *("dream", ["--strategy", "block_diffusion", "--policy", "entropy"]), marks=SLOW
+        ),
+        pytest.param(*("dream", ["--strategy", "semi_autoregressive"]), marks=SLOW),
         ("sdar", []),
-        ("sdar", ["--policy", "sequential", "--block-length", "8"]),
+        pytest.param(*("sdar", ["--policy", "sequential", "--block-length", "8"]), marks=SLOW),
         ("sdar-moe", ["--policy", "low_confidence"]),
         ("llada2.0", []),
         ("llada2.1", []),
         ("fast-dllm-v2", []),
-        ("fast-dllm-v2-tied", ["--policy", "topk_margin"]),
+        pytest.param(*("fast-dllm-v2-tied", ["--policy", "topk_margin"]), marks=SLOW),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value).replace("--", ""),
 )

@@ -39,3 +39,37 @@ def test_what_takes_longest_comes_first_and_the_rest_stays() -> None:
 )
 def test_what_goes_to_one_worker_as_a_whole(nodeid: str, scope: str) -> None:
     assert spread.scope_of(nodeid) == scope
+
+
+def item_of(callspec: dict[str, int] | None, *given: str | tuple[str, ...]) -> Any:
+    """A test with numbered parameters, of which `given` are lists of names of `parametrize`."""
+    markers = [SimpleNamespace(args=(names,)) for names in given]
+    item = SimpleNamespace(iter_markers=lambda name: markers)
+    if callspec is not None:
+        item.callspec = SimpleNamespace(indices=callspec)
+    return item
+
+
+def test_a_matrix_is_halved_as_on_a_chessboard() -> None:
+    halves = [
+        (family, way)
+        for family in range(3)
+        for way in range(2)
+        if not spread.is_other_half(item_of({"family": family, "way": way}, "family", "way"))
+    ]
+    assert halves == [(0, 0), (1, 1), (2, 0)]
+    decoders = [i for i in range(6) if not spread.is_other_half(item_of({"decoder": i}))]
+    assert decoders == [0, 2, 4]
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        item_of(None),
+        item_of({"family": 1}),
+        item_of({"name": 1, "options": 1}, "name, options"),
+        item_of({"name": 1, "options": 1}, ("name", "options")),
+    ],
+)
+def test_what_is_no_matrix_stays_whole(item: Any) -> None:
+    assert not spread.is_other_half(item)
