@@ -15,7 +15,6 @@ ALONE = ("tests/unit/test_structured_random.py",)
 LONGEST = (
     "unit/test_structured_random.py",  # first: it wants a world of ranks that no engine has built
     "engine/test_soak.py",
-    "engine/test_faults.py",
     "engine/test_full_requests.py",
     "engine/test_verify_command.py",
     "engine/test_bench_modes.py",
@@ -25,6 +24,7 @@ LONGEST = (
     "engine/test_grid_goldens.py",
     "engine/test_memory.py",
     "engine/test_templates.py",
+    "engine/test_faults.py",  # not beside the soak: both keep a server busy
     "engine/test_omni_processes.py",
     "engine/test_omni_pipelines.py",
     "engine/test_bundled.py",

@@ -123,7 +123,10 @@ def connect(server: Server, body: dict[str, Any]) -> socket.socket:
 
 
 def test_readers_that_stop_or_vanish(drained: Server) -> None:
-    """Half of them go after their first bytes, the others stay and read no more."""
+    """Half of them go after their first bytes, the others stay and read no more.
+
+    Who is held up waits for ever; the limits are for machines that do much else.
+    """
     [expected] = plain_texts(drained, 1)
     readers = [connect(drained, slow_request(i, 64) | {"stream": True}) for i in range(READERS)]
     for reader in readers[::2]:
@@ -132,10 +135,10 @@ def test_readers_that_stop_or_vanish(drained: Server) -> None:
     try:
         began = time.monotonic()
         [text] = plain_texts(drained, 1)
-        assert text == expected and time.monotonic() - began < 60
+        assert text == expected and time.monotonic() - began < 240
         for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
             while sum(drained.metrics(f"vllm:{name}").values()):
-                assert time.monotonic() - began < 120, f"{name} is not 0"
+                assert time.monotonic() - began < 400, f"{name} is not 0"
                 time.sleep(0.2)
     finally:
         for reader in readers:
