@@ -6,6 +6,9 @@ The tests of a file stay together, for they share engines; those of kernels, in 
 share the process that interprets. Tests that share nothing and take long go one by one.
 """
 
+from collections import defaultdict
+from typing import Any
+
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
@@ -53,25 +56,39 @@ LONGEST = (
 )
 
 
-def axes_of(item: pytest.Item) -> dict[str, int]:
-    """Number the value that a test has on each axis of its parameters."""
+def axes_of(item: pytest.Item) -> dict[str, Any]:
+    """Values of a test on the axes of its parameters: names of one list are one axis."""
     callspec = getattr(item, "callspec", None)
     if callspec is None:
         return {}
     given = [marker.args[0] for marker in item.iter_markers("parametrize")]
     lists = [n.replace(" ", "").split(",") if isinstance(n, str) else list(n) for n in given]
-    behind = {name for names in lists for name in names[1:]}  # names of one list are one axis
-    return {name: i for name, i in callspec.indices.items() if name not in behind}
+    behind = {name for names in lists for name in names[1:]}
+    return {name: value for name, value in callspec.params.items() if name not in behind}
 
 
-def is_other_half(item: pytest.Item) -> bool:
-    """Whether `make test-slow` runs a test: every second one of a matrix, as on a chessboard.
+def left_to_slow(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Every second test of each matrix, as on a chessboard, so that the others meet every value.
 
-    So `make test` meets every value of every axis, and every family and every strategy of a
-    decoder, which is a pair of them.
+    pytest numbers direct parameters by their combination, so values are numbered here.
     """
-    axes = axes_of(item)
-    return (len(axes) > 1 or "decoder" in axes) and sum(axes.values()) % 2 == 1
+    matrices: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if axes_of(item) and item.get_closest_marker("slow") is None:
+            matrices[item.nodeid.partition("[")[0]].append(item)
+    left = []
+    for tests in matrices.values():
+        places, num_axes = [0] * len(tests), 0
+        for column in zip(*(axes_of(test).values() for test in tests), strict=True):
+            values: list[Any] = []
+            for i, value in enumerate(column):
+                if value not in values:
+                    values.append(value)
+                places[i] += values.index(value)
+            num_axes += len(values) > 1
+        if num_axes > 1:
+            left += [test for test, place in zip(tests, places, strict=True) if place % 2]
+    return left
 
 
 def rank(file: str) -> int:

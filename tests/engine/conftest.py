@@ -30,12 +30,12 @@ HERE = Path(__file__).parent
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Warnings that vLLM and its dependencies raise about each other are not ours to fix."""
-    for item in items:
-        if HERE in item.path.parents:
-            item.add_marker(pytest.mark.filterwarnings("default"))
-            if spread.is_other_half(item):
-                item.add_marker(pytest.mark.slow)
+    """Leave half of each matrix to `make test-slow`, and warnings of vLLM's dependencies alone."""
+    ours = [item for item in items if HERE in item.path.parents]
+    for item in ours:
+        item.add_marker(pytest.mark.filterwarnings("default"))
+    for item in spread.left_to_slow(ours):
+        item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -38,13 +38,19 @@ def tokens(llm: Any, chosen: Any = None) -> list[list[int]]:
     return [token_ids(output) for output in outputs]
 
 
-# By `make test` each way to decode once.
-NAMES = [
-    pytest.param(n, marks=[pytest.mark.slow] * (n in ("sdar", "fast-dllm-v2-tied"))) for n in CASES
-]
+SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llada",
+        "dream",
+        pytest.param("sdar", marks=SLOW),
+        "fast-dllm-v2",
+        pytest.param("fast-dllm-v2-tied", marks=SLOW),
+    ],
+)
 def test_a_batch_of_adapters_equals_merged_engines(
     room: EngineRoom, tmp_path: Path, name: str
 ) -> None:

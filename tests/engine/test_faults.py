@@ -125,7 +125,7 @@ def connect(server: Server, body: dict[str, Any]) -> socket.socket:
 def test_readers_that_stop_or_vanish(drained: Server) -> None:
     """Half of them go after their first bytes, the others stay and read no more.
 
-    Who is held up waits for ever; the limits are for machines that do much else.
+    A request that is held up never ends, so wide limits find it too, also on a busy machine.
     """
     [expected] = plain_texts(drained, 1)
     readers = [connect(drained, slow_request(i, 64) | {"stream": True}) for i in range(READERS)]

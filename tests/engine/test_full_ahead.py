@@ -24,6 +24,7 @@ from full_jobs import (
     FullJob,
     check,
     every_decoder,
+    half_of_the_decoders,
     random_jobs,
     run,
 )
@@ -131,7 +132,7 @@ def test_only_the_first_forward_waits_for_a_result(decoder: Decoder, room: Engin
     assert void(llm) == before
 
 
-@every_decoder
+@half_of_the_decoders
 def test_preempted_with_forwards_in_flight(decoder: Decoder, room: EngineRoom) -> None:
     """Pages for two whole texts, while requests enter with the pages of their first canvas."""
     pages_of = {"canvas": 32, "block_size": 32, "num_gpu_blocks_override": 10}
@@ -151,7 +152,7 @@ def test_a_budget_for_one_forward(decoder: Decoder, room: EngineRoom) -> None:
         check(job, job.decode(decoder), output)
 
 
-@every_decoder
+@half_of_the_decoders
 def test_aborted_with_forwards_in_flight(decoder: Decoder, room: EngineRoom) -> None:
     """Whoever takes the slots and pages next, under the same names, gets its own text."""
     llm, jobs = start_jobs(room, decoder, **AHEAD), small_blocks(decoder, 6)
@@ -172,7 +173,7 @@ def test_aborted_with_forwards_in_flight(decoder: Decoder, room: EngineRoom) -> 
     assert free_pages(llm) == pages
 
 
-@every_decoder
+@half_of_the_decoders
 def test_compiled(decoder: Decoder, room: EngineRoom) -> None:
     """As in `test_full_compiled`: traced and not translated."""
     family, strategy = decoder
@@ -204,7 +205,7 @@ def test_a_block_that_goes_on_behind_its_last_step(threshold: float, room: Engin
             check(job, text, run(llm, [job])[0])
 
 
-@every_decoder
+@half_of_the_decoders
 def test_bad_words_that_a_last_step_takes_back(decoder: Decoder, room: EngineRoom) -> None:
     """The block goes on then: what was launched behind it would spoil its keys."""
     numbers = {"policy": "low_confidence", "steps": 2, "block_length": 16}

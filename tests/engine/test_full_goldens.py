@@ -18,7 +18,7 @@ from engines import (
     token_ids,
 )
 from full_goldens import CANVAS, Case, cases_of
-from full_jobs import Decoder, every_decoder, run_interrupted
+from full_jobs import Decoder, every_decoder, half_of_the_decoders, run_interrupted
 from safetensors.torch import save_file
 
 from dllm_plugin.commands.verify.plain.full_text import Pass
@@ -97,7 +97,7 @@ def check_passes(case: Case, spy: PassSpy, passes: list[Pass]) -> None:
         torch.testing.assert_close(spy.first_logits[position], row, atol=5e-4, rtol=0)
 
 
-@every_decoder
+@half_of_the_decoders
 def test_each_alone(
     decoder: Decoder, room: EngineRoom, plain_models: dict[str, PlainModel]
 ) -> None:
@@ -221,7 +221,7 @@ def test_together_in_shuffled_order(decoder: Decoder, in_flight: int, room: Engi
         check(case, output)
 
 
-@every_decoder
+@half_of_the_decoders
 def test_preempted_in_the_middle_of_their_blocks(decoder: Decoder, room: EngineRoom) -> None:
     """All of them at once; the longest block takes 32 steps, so every round finishes some."""
     llm, cases = start(room, decoder, max_num_seqs=16), shuffled(decoder, 1)

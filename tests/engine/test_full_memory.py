@@ -20,6 +20,7 @@ from full_jobs import (
     FullJob,
     check,
     every_decoder,
+    half_of_the_decoders,
     random_jobs,
     run,
     run_interrupted,
@@ -48,7 +49,7 @@ def check_text(decoder: Decoder, jobs: list[FullJob], outputs: list[Any], canvas
     return repeated
 
 
-@every_decoder
+@half_of_the_decoders
 def test_preemption_under_pressure(decoder: Decoder, room: EngineRoom) -> None:
     """Pages for two whole texts, while requests enter with the pages of their first canvas."""
     llm = start(room, decoder, canvas=32, block_size=32, num_gpu_blocks_override=10)
@@ -80,7 +81,7 @@ def test_preemption_after_every_few_steps(decoder: Decoder, every: int, room: En
     assert check_text(decoder, jobs, outputs, canvas=48) > 0
 
 
-@every_decoder
+@half_of_the_decoders
 def test_seeds_and_logprobs_survive_preemption(decoder: Decoder, room: EngineRoom) -> None:
     llm = start(room, decoder)
     numbers = {"policy": "low_confidence", "steps": 3, "block_length": 16, "temperature": 0.7}
@@ -94,7 +95,7 @@ def test_seeds_and_logprobs_survive_preemption(decoder: Decoder, room: EngineRoo
             assert abs(entry[token].logprob - again[token].logprob) < 1e-3
 
 
-@every_decoder
+@half_of_the_decoders
 def test_abort_gives_every_page_back(decoder: Decoder, room: EngineRoom) -> None:
     """Aborted while waiting, after the first pass and in the middle of a block."""
     llm, jobs = start(room, decoder), small_blocks(decoder, 6)
@@ -117,7 +118,7 @@ def test_abort_gives_every_page_back(decoder: Decoder, room: EngineRoom) -> None
     assert free_pages(llm) == pages
 
 
-@every_decoder
+@half_of_the_decoders
 def test_every_way_to_end_gives_every_page_back(decoder: Decoder, room: EngineRoom) -> None:
     """By length, by a stop token, by the end of the context."""
     llm, jobs = start(room, decoder), random_jobs(decoder, 6, seed=2)

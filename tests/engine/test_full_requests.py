@@ -21,7 +21,7 @@ from full_jobs import (
     Decoder,
     FullJob,
     check,
-    every_decoder,
+    half_of_the_decoders,
     random_jobs,
     run,
     run_interrupted,
@@ -44,7 +44,7 @@ def computed(llm: Any) -> int:
     return scheduler(llm).num_computed_positions
 
 
-@every_decoder
+@half_of_the_decoders
 def test_random_settings_in_one_batch(
     decoder: Decoder, room: EngineRoom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,7 +64,7 @@ def test_random_settings_in_one_batch(
     assert computed(llm) - before == sum(text.computed() for _, text in jobs)
 
 
-@every_decoder
+@half_of_the_decoders
 def test_refreshes_that_cost_less(decoder: Decoder, room: EngineRoom) -> None:
     """Each request has its own; they compute what the plain loop does, alone and in a batch."""
     llm, jobs = start(room, decoder), random_jobs(decoder, 16, seed=2, approximate=True)
@@ -98,7 +98,7 @@ def exactly(numbers: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in numbers.items() if k not in APPROXIMATE}
 
 
-@every_decoder
+@half_of_the_decoders
 def test_preempted_requests_begin_with_a_full_refresh(decoder: Decoder, room: EngineRoom) -> None:
     """Whatever their refreshes trusted is gone; the plain loop loses its cache in the same place.
 
@@ -120,7 +120,7 @@ def test_preempted_requests_begin_with_a_full_refresh(decoder: Decoder, room: En
     assert compared > len(jobs) // 2
 
 
-@every_decoder
+@half_of_the_decoders
 def test_one_more_request_every_step(decoder: Decoder, room: EngineRoom) -> None:
     """First passes of some requests share forwards with later passes of others."""
     llm, jobs = start(room, decoder), random_jobs(decoder, 8, seed=1)
@@ -130,7 +130,7 @@ def test_one_more_request_every_step(decoder: Decoder, room: EngineRoom) -> None
         check(job, text, done[str(i)])
 
 
-@every_decoder
+@half_of_the_decoders
 def test_every_max_tokens_up_to_two_canvases(decoder: Decoder, room: EngineRoom) -> None:
     """Two canvases of 48 hold four whole blocks of 20, and each block may be cut anywhere."""
     llm = start(room, decoder)
@@ -141,7 +141,7 @@ def test_every_max_tokens_up_to_two_canvases(decoder: Decoder, room: EngineRoom)
         assert len(output.outputs[0].token_ids) == job.max_tokens
 
 
-@every_decoder
+@half_of_the_decoders
 def test_the_context_ends_inside_a_block(decoder: Decoder, room: EngineRoom) -> None:
     llm = start(room, decoder)
     numbers = {"policy": "low_confidence", "steps": 5, "block_length": 16}
@@ -152,7 +152,7 @@ def test_the_context_ends_inside_a_block(decoder: Decoder, room: EngineRoom) -> 
         assert len(output.outputs[0].token_ids) == CONTEXT - len(job.prompt)
 
 
-@every_decoder
+@half_of_the_decoders
 def test_a_canvas_ends_where_its_text_is_the_next_prompt(
     decoder: Decoder, room: EngineRoom
 ) -> None:
@@ -167,7 +167,7 @@ def test_a_canvas_ends_where_its_text_is_the_next_prompt(
         assert whole == (first + second, steps + more), numbers
 
 
-@every_decoder
+@half_of_the_decoders
 def test_a_threshold_is_met_by_equality(decoder: Decoder, room: EngineRoom) -> None:
     """The only token that is allowed has confidence 1, so each block is taken at once."""
     family, strategy = decoder
@@ -184,7 +184,7 @@ def seeded(i: int, **options: Any) -> Any:
     return params(60, **shape | filters[i % 4] | options)
 
 
-@every_decoder
+@half_of_the_decoders
 def test_a_seed_gives_one_text(decoder: Decoder, room: EngineRoom) -> None:
     """Alone, in a batch, and in a batch in another order; other seeds give other texts."""
     llm, wishes = start(room, decoder), [seeded(i) for i in range(len(PROMPTS))]
@@ -216,7 +216,7 @@ def test_draws_of_dream_are_those_of_its_counters(decoder: Decoder, room: Engine
     assert compared >= 2
 
 
-@every_decoder
+@half_of_the_decoders
 def test_logprobs_are_those_of_the_unmasking_step(decoder: Decoder, room: EngineRoom) -> None:
     llm, numbers = start(room, decoder), {"policy": "low_confidence", "steps": 5}
     jobs = [FullJob(prompt, 60, numbers | {"block_length": 16}) for prompt in PROMPTS]

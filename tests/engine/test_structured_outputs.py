@@ -331,6 +331,32 @@ def test_automata_among_rows_as_gpus_read_them(
     assert [token_ids(output) for output in generate(llm, prompts, wishes)] == expected
 
 
+def test_an_automaton_looks_at_the_block_alone(
+    room: EngineRoom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at the canvas; and its draws are the same where blocks of others are longer."""
+    llm = room.start("llada", {"strategy": "semi_autoregressive"}, async_scheduling=False)
+    automata, columns = sampler_of(llm).automata, list[int]()
+    forward = automata.forward
+
+    def noted(tables: Any, canvases: Any, score_GCK: Any) -> Any:
+        columns.append(score_GCK.shape[1])
+        return forward(tables, canvases, score_GCK)
+
+    monkeypatch.setattr(automata, "forward", noted)
+    prompts = [letters(9 + i, i) for i in range(8)]
+    wishes = [
+        wish("regex", "([ab]|c[a-z]){9,30}", 40, temperature=2.0, seed=i, dllm_block_length=8)
+        for i in range(len(prompts))
+    ]
+    alone = [token_ids(output) for output in generate(llm, prompts, wishes)]
+    assert set(columns) == {8}
+    longer = letters(5), wish("regex", "[x-z]{40}", 40, dllm_block_length=32)
+    beside = generate(llm, [*prompts, longer[0]], [*wishes, longer[1]])
+    assert set(columns) == {8, 32}
+    assert [token_ids(output) for output in beside[:-1]] == alone
+
+
 def test_what_has_no_automaton(room: EngineRoom) -> None:
     """Drafts where nothing was asked for; by name a refusal, before anything runs or at once."""
     from vllm.exceptions import VLLMValidationError

@@ -20,7 +20,7 @@ from full_jobs import (
     Decoder,
     FullJob,
     check,
-    every_decoder,
+    half_of_the_decoders,
     random_jobs,
     run,
     run_interrupted,
@@ -34,7 +34,7 @@ GAP = [FILL] * 12
 TAIL = a_prompt(9, 4)
 
 
-@every_decoder
+@half_of_the_decoders
 def test_gaps_are_filled_as_in_plain_torch(decoder: Decoder, room: EngineRoom) -> None:
     """Alone, and in one batch with ordinary requests."""
     llm, gaps, jobs = start(room, decoder), random_gap_jobs(decoder, 16), random_jobs(decoder, 4)
@@ -51,7 +51,7 @@ def test_gaps_are_filled_as_in_plain_torch(decoder: Decoder, room: EngineRoom) -
     assert any(token_ids(output) != text.answer() for output, (_, text) in fills), "tails matter"
 
 
-@every_decoder
+@half_of_the_decoders
 def test_refreshes_that_cost_less_see_the_tail(decoder: Decoder, room: EngineRoom) -> None:
     """A block without a gap counts among the blocks, of which some begin with a full refresh."""
     llm, gaps = start(room, decoder), random_gap_jobs(decoder, 16, seed=2, approximate=True)
@@ -59,7 +59,7 @@ def test_refreshes_that_cost_less_see_the_tail(decoder: Decoder, room: EngineRoo
         check(job, text, output)
 
 
-@every_decoder
+@half_of_the_decoders
 def test_preempted_gaps_are_filled_again(decoder: Decoder, room: EngineRoom) -> None:
     """A block takes three steps at most, since one that is preempted more often gets nowhere."""
     llm, lost = start(room, decoder), [set[int]() for _ in range(12)]
@@ -78,7 +78,7 @@ def test_preempted_gaps_are_filled_again(decoder: Decoder, room: EngineRoom) -> 
     assert compared > len(jobs) // 2
 
 
-@every_decoder
+@half_of_the_decoders
 def test_one_gap_and_no_tail_is_an_ordinary_request(decoder: Decoder, room: EngineRoom) -> None:
     """Also above temperature 0, and with an EOS inside."""
     llm, gaps, plain = start(room, decoder), list[FullJob](), list[FullJob]()
@@ -99,7 +99,7 @@ def test_one_gap_and_no_tail_is_an_ordinary_request(decoder: Decoder, room: Engi
     assert results(run(llm, gaps[:2])) == results(run(llm, plain[:2]))
 
 
-@every_decoder
+@half_of_the_decoders
 def test_a_seed_fills_gaps_alike(decoder: Decoder, room: EngineRoom) -> None:
     """Alone, in a batch, and each of several choices by itself."""
     llm, template = start(room, decoder), [*GAP, 65, 66, *GAP, *TAIL]

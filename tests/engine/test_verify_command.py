@@ -65,17 +65,15 @@ SLOW = pytest.mark.slow
         ("llada", []),
         ("llada", ["--strategy", "d2f", "--block-length", "16"]),
         ("dream", []),
-        pytest.param(
-            *("dream", ["--strategy", "block_diffusion", "--policy", "entropy"]), marks=SLOW
-        ),
-        pytest.param(*("dream", ["--strategy", "semi_autoregressive"]), marks=SLOW),
+        pytest.param("dream", ["--strategy", "block_diffusion", "--policy", "entropy"], marks=SLOW),
+        pytest.param("dream", ["--strategy", "semi_autoregressive"], marks=SLOW),
         ("sdar", []),
-        pytest.param(*("sdar", ["--policy", "sequential", "--block-length", "8"]), marks=SLOW),
+        pytest.param("sdar", ["--policy", "sequential", "--block-length", "8"], marks=SLOW),
         ("sdar-moe", ["--policy", "low_confidence"]),
         ("llada2.0", []),
         ("llada2.1", []),
         ("fast-dllm-v2", []),
-        pytest.param(*("fast-dllm-v2-tied", ["--policy", "topk_margin"]), marks=SLOW),
+        pytest.param("fast-dllm-v2-tied", ["--policy", "topk_margin"], marks=SLOW),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value).replace("--", ""),
 )

@@ -41,35 +41,57 @@ def test_what_goes_to_one_worker_as_a_whole(nodeid: str, scope: str) -> None:
     assert spread.scope_of(nodeid) == scope
 
 
-def item_of(callspec: dict[str, int] | None, *given: str | tuple[str, ...]) -> Any:
-    """A test with numbered parameters, of which `given` are lists of names of `parametrize`."""
-    markers = [SimpleNamespace(args=(names,)) for names in given]
-    item = SimpleNamespace(iter_markers=lambda name: markers)
-    if callspec is not None:
-        item.callspec = SimpleNamespace(indices=callspec)
-    return item
+MATRICES = """
+import pytest
+
+pytestmark = pytest.mark.filterwarnings("default")
+ways = pytest.mark.parametrize("way", ["a", "b", "c"])
+
+@pytest.fixture(params=["x", "y"])
+def fixed(request):
+    return request.param
+
+@ways
+@pytest.mark.parametrize("number", [[1], [2]])
+def test_direct(way, number): ...
+
+@ways
+def test_with_a_fixture(fixed, way): ...
+
+@ways
+@pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_slow_ones_do_not_count(way, number): ...
+
+@ways
+@pytest.mark.parametrize("one", [1])
+def test_one_value_is_no_axis(way, one): ...
+
+@pytest.mark.parametrize(("name", "size"), [("a", 1), ("b", 2)])
+def test_one_list_is_one_axis(name, size): ...
+
+def test_without_parameters(): ...
+"""
 
 
-def test_a_matrix_is_halved_as_on_a_chessboard() -> None:
-    halves = [
-        (family, way)
-        for family in range(3)
-        for way in range(2)
-        if not spread.is_other_half(item_of({"family": family, "way": way}, "family", "way"))
+class Chosen:
+    """Notes what is left to the slow run of tests that pytest itself has collected."""
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.left = [item.name for item in spread.left_to_slow(session.items)]
+
+
+def test_half_of_a_matrix_is_left_to_the_slow_run(tmp_path: Path) -> None:
+    file, chosen = tmp_path / "test_matrices.py", Chosen()
+    file.write_text(MATRICES)
+    markers = tmp_path / "pytest.ini"
+    markers.write_text("[pytest]\nmarkers = slow\n")
+    options = ["--collect-only", "-q", "-c", str(markers), "-p", "no:cacheprovider"]
+    pytest.main([str(file), *options], plugins=[chosen])
+    assert sorted(chosen.left) == [
+        "test_direct[number0-b]",
+        "test_direct[number1-a]",
+        "test_direct[number1-c]",
+        "test_with_a_fixture[x-b]",
+        "test_with_a_fixture[y-a]",
+        "test_with_a_fixture[y-c]",
     ]
-    assert halves == [(0, 0), (1, 1), (2, 0)]
-    decoders = [i for i in range(6) if not spread.is_other_half(item_of({"decoder": i}))]
-    assert decoders == [0, 2, 4]
-
-
-@pytest.mark.parametrize(
-    "item",
-    [
-        item_of(None),
-        item_of({"family": 1}),
-        item_of({"name": 1, "options": 1}, "name, options"),
-        item_of({"name": 1, "options": 1}, ("name", "options")),
-    ],
-)
-def test_what_is_no_matrix_stays_whole(item: Any) -> None:
-    assert not spread.is_other_half(item)

@@ -171,8 +171,8 @@ def forward(tables: Tables, canvases: Canvases, score_GCK: Tensor) -> Tensor:
 
 def _text_length(canvases: Canvases) -> int:
     """Return how many columns there are up to the last that holds text in any canvas."""
-    is_text_C = (canvases.given_GC != OUTSIDE).any(dim=0)
-    return int((is_text_C * torch.arange(1, len(is_text_C) + 1, device=is_text_C.device)).max())
+    columns = (canvases.given_GC != OUTSIDE).any(dim=0).nonzero()
+    return int(columns.max()) + 1 if len(columns) else 0
 
 
 class _Edges(NamedTuple):
