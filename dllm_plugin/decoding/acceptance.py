@@ -13,6 +13,7 @@ LAMBDA = (0.7, 1.5, 2.5, 4.0, 7.0, 12.0)
 # Narrow windows teach nothing about wide ones, so the first guess is an optimistic one.
 PRIOR, PRIOR_STEPS = (0.9, 4.0), 60.0
 MOST_STEPS = 20_000.0  # what came before them is forgotten
+FIT_STEPS = 300.0  # what the fit counts for at a width, beside steps of that width
 
 
 def accepted(masks: float, p0: float, lam: float) -> float:
@@ -61,3 +62,12 @@ class Acceptance:
         """Return which pair fits best."""
         error = (self.curves - self.tokens / self.steps) ** 2
         return int((error * self.steps).sum(axis=1).argmin())
+
+    def expected(self) -> tuple[tuple[float, float], np.ndarray]:
+        """Return the fitted pair, and the tokens per forward of each width.
+
+        These follow the fit where a width was hardly tried, and what it committed where it was.
+        """
+        best = self.best()
+        tokens = self.curves[best] * FIT_STEPS + self.tokens
+        return self.pairs[best], tokens / (FIT_STEPS + self.steps)

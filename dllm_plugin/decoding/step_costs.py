@@ -4,11 +4,15 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 # Both by Dream-7B's shapes on an H200, FlashAttention 3 (benchmarks/reports/adaptive.md).
 # How often run and window, two sequences, read their context: the second finds some of it cached.
 READS = 1.4
 # What a key costs, by its share of the weights' bytes: a small step does more than read weights.
 KEY_SHARE = 0.75
+MEMORY, DOUBT = 64, 4  # steps that a ratio is a mean of: at most, and before the first of a width
+OUTLIER = 1.5  # times a ratio that one step may count as
 
 
 def reads_of(kv_cache_layout: str) -> float:
@@ -88,3 +92,33 @@ class MeasuredCosts(NamedTuple):
         before, after = self.positions[low], self.positions[high]
         slope = (self.ms[high] - self.ms[low]) / max(after - before, 1)
         return self.ms[high] + (positions - after) * slope
+
+
+class ObservedRatios:
+    """Correct the costs of steps by their times: the ratio of both, at each width.
+
+    A step may take longer than its graph: a host that is busy with many requests, say, makes
+    narrow steps cost as much as wider ones.
+    """
+
+    def __init__(self, widths: int) -> None:
+        self._ratio_W = np.ones(widths)
+        self._seen = [0] * widths
+
+    def observe(self, place: int, ratio: float) -> None:
+        """Take the ratio of one step, as far as it is near those before."""
+        seen = self._seen[place]
+        mean = self._ratio_W[place] if seen else self.all()[place]
+        near = min(max(ratio, mean / OUTLIER), mean * OUTLIER)
+        self._ratio_W[place] = mean + (near - mean) / (seen + DOUBT)
+        self._seen[place] = min(seen + 1, MEMORY - DOUBT)
+
+    def all(self) -> np.ndarray:
+        """Return the ratio of every width; one that was not tried has that of the nearest."""
+        tried = np.flatnonzero(self._seen)
+        if not len(tried):
+            return self._ratio_W
+        every = np.arange(len(self._ratio_W))
+        nearest = np.abs(every[:, None] - tried).argmin(axis=1)
+        ratio_W: np.ndarray = self._ratio_W[tried[nearest]]
+        return ratio_W

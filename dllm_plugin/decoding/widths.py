@@ -1,6 +1,7 @@
 """Choose how many positions of every canvas a step computes, by load. Numpy only.
 
-No clock is read and no random number drawn: equal histories choose equal widths.
+No clock is read and no random number drawn: equal histories choose equal widths. A step's time is
+part of the history where its costs were measured.
 """
 
 from bisect import bisect_left
@@ -9,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from dllm_plugin.decoding.acceptance import PRIOR, Acceptance
-from dllm_plugin.decoding.step_costs import StepCosts
+from dllm_plugin.decoding.step_costs import ObservedRatios, StepCosts
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 EVERY = 8  # steps between two choices
@@ -70,6 +71,7 @@ class WidthController:
         every = np.ones(len(self.widths), dtype=bool)
         self._allowed = [np.array((allowed or {})[most]) for most in self._most] + [every]
         self.costs = costs
+        self.ratios = ObservedRatios(len(self.widths))
         self.balanced = balanced
         self.acceptance = Acceptance(widths, shift)
         self.current: int | None = None
@@ -81,10 +83,10 @@ class WidthController:
 
     def rates(self, requests: int, context: int) -> np.ndarray:
         """Return the tokens per time that each width promises."""
-        times = [self.costs.step(requests, width, context) for width in self.widths]
-        best = self.acceptance.best()
-        self.fitted, tokens = self.acceptance.pairs[best], self.acceptance.curves[best]
-        return np.where(self.may(requests), requests * tokens / np.array(times), 0.0)
+        costs = [self.costs.step(requests, width, context) for width in self.widths]
+        self.fitted, tokens = self.acceptance.expected()
+        times = np.array(costs) * self.ratios.all()
+        return np.where(self.may(requests), requests * tokens / times, 0.0)
 
     def may(self, requests: int) -> np.ndarray:
         """Return which widths may be chosen for so many requests."""
@@ -112,3 +114,8 @@ class WidthController:
         self._observed = (width, count)
         if count > SETTLES and requests > 0:
             self.acceptance.observe(width, requests, tokens)
+
+    def observe_time(self, width: int, ratio: float) -> None:
+        """Take how long a step took, by its cost."""
+        if width in self.acceptance.places:
+            self.ratios.observe(self.acceptance.places[width], ratio)

@@ -121,7 +121,7 @@ class AdaptiveScheduler(DiffusionScheduler):
         pages = self.kv_cache_manager.usage * (self.cache_config.num_gpu_blocks or 0)
         context = int(pages * self.block_size)
         if self.clock is not None:
-            self.clock.scheduled(self._predicted(scheduler_output, context))
+            self.clock.scheduled(*self._predicted(scheduler_output, context))
         if self.running:
             self._width = self.controller.width(len(self.running), context)
         # The drafts of all requests of this step are this one list, which is new in each step.
@@ -129,21 +129,23 @@ class AdaptiveScheduler(DiffusionScheduler):
         for request_id in scheduler_output.num_scheduled_tokens.keys() & self._next:
             self._take_own_width(request_id, scheduler_output)
 
-    def _predicted(self, output: SchedulerOutput, context: int) -> float | None:
-        """Return the time that a step should take; None if not all of it is canvases of a width."""
+    def _predicted(self, output: SchedulerOutput, context: int) -> tuple[float | None, int]:
+        """Return time and width of a step; no time if not all of it is canvases of that width."""
         requests, total = len(output.num_scheduled_tokens), output.total_num_scheduled_tokens
         if self._next or not requests or total % requests:
-            return None
+            return None, 0
         if len(output.scheduled_spec_decode_tokens) < requests:
-            return None
-        return self.controller.costs.step(requests, total // requests, context)
+            return None, 0
+        width = total // requests
+        return self.controller.costs.step(requests, width, context), width
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """Update as ever, and take the step's time."""
-        if self.clock is not None:
-            self.clock.finished()
+        timed = None if self.clock is None else self.clock.finished()
+        if timed is not None:
+            self.controller.observe_time(*timed)
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def _take_own_width(self, request_id: str, scheduler_output: SchedulerOutput) -> None:

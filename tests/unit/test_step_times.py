@@ -127,21 +127,22 @@ def test_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of steps without prompts that were queued behind others."""
     now = [0.0]
     monkeypatch.setattr("dllm_plugin.engine.step_clock.time.perf_counter", lambda: now[0])
-    clock = StepClock()
+    clock, told = StepClock(), []
     clock.finished()  # of a step before the clock was there
     for predicted in (10.0, None, 10.0):
-        clock.scheduled(predicted)
+        clock.scheduled(predicted, 4)
     for seconds in (7.0, 0.02, 0.015):
         now[0] += seconds
-        clock.finished()
+        told.append(clock.finished())
+    assert told == [None, None, (4, pytest.approx(1.5))]
     assert clock.scale == pytest.approx(1 + 0.5 / 64)
-    clock.scheduled(10.0)  # behind nothing
+    clock.scheduled(10.0, 4)  # behind nothing
     now[0] += 3
-    clock.finished()
+    assert clock.finished() is None
     assert clock.scale == pytest.approx(1 + 0.5 / 64)
     for _ in range(1000):
-        clock.scheduled(10.0)
-        clock.scheduled(10.0)
+        clock.scheduled(10.0, 4)
+        clock.scheduled(10.0, 4)
         now[0] += 1
         clock.finished()
         clock.finished()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dllm_plugin.decoding.acceptance import accepted, tokens_per_forward
-from dllm_plugin.decoding.step_costs import READS, Costs, MeasuredCosts, StepCosts
+from dllm_plugin.decoding.step_costs import READS, Costs, MeasuredCosts, ObservedRatios, StepCosts
 from dllm_plugin.decoding.widths import CYCLE, WidthController, choose, widths_between
 
 H200 = Costs(base=4.6, free=128, per_position=0.0215)
@@ -110,6 +110,57 @@ def test_a_change_of_acceptance_is_followed() -> None:
         assert rate[widths[controller.current]] >= 0.95 * max(rate.values()), truth
 
 
+# Dream-7B on an H200, 256 requests of 640 tokens: what graphs take, and steps at least on the host.
+GRAPHS_MS, HOST_MS, BESIDE_MS = {1: 9.5, 2: 15.3, 3: 20.5, 4: 25.7, 6: 37.5, 8: 49.4}, 15.2, 1.8
+
+
+class Table:
+    """Costs of widths as they are given."""
+
+    def __init__(self, ms: dict[int, float]) -> None:
+        self.ms = ms
+
+    def step(self, requests: int, width: int, context: int) -> float:
+        return self.ms[width]
+
+
+@pytest.mark.parametrize("wrong", [{}, {6: 0.5, 8: 0.4}, {1: 2.0, 2: 2.0, 3: 1.6}], ids=str)
+@pytest.mark.parametrize("clock", [True, False])
+def test_times_of_steps_correct_their_costs(clock: bool, wrong: dict[int, float]) -> None:
+    """Whatever the costs of graphs leave out, and where something disturbed their measuring."""
+    truth, rng = (0.91, 2.5), np.random.default_rng(5)
+    true_ms = {width: max(HOST_MS, ms + BESIDE_MS) for width, ms in GRAPHS_MS.items()}
+    table = Table({width: ms * wrong.get(width, 1.0) for width, ms in GRAPHS_MS.items()})
+    controller = WidthController(tuple(GRAPHS_MS), True, table)
+    crowd = Requests(64, True)
+    for _ in range(1500):
+        width = controller.width(256, 0)
+        controller.observe(width, 64, crowd.step(width, *truth))
+        if clock:  # now and then something holds a step up
+            late = 10.0 if rng.random() < 0.01 else 0.0
+            observed = true_ms[width] * rng.uniform(0.9, 1.1) + late
+            controller.observe_time(width, observed / table.ms[width])
+    rate = {width: 1 / ms for width, ms in true_ms.items()}
+    for width in rate:
+        crowd = Requests(64, True, 2)
+        rate[width] *= sum(crowd.step(width, *truth) for _ in range(200))
+    assert controller.current is not None
+    found = rate[controller.widths[controller.current]] / max(rate.values())
+    assert found >= 0.97 if clock else found < 0.95
+
+
+def test_a_step_that_was_held_up_counts_little() -> None:
+    ratios = ObservedRatios(3)
+    assert ratios.all().tolist() == [1.0, 1.0, 1.0]
+    for _ in range(200):
+        ratios.observe(1, 1.2)
+    assert ratios.all() == pytest.approx([1.2] * 3, rel=1e-3)  # others as the nearest
+    ratios.observe(1, 100.0)
+    assert ratios.all()[1] == pytest.approx(1.2, rel=0.01)
+    ratios.observe(2, 0.9)
+    assert 0.9 < ratios.all()[2] < 1.2 and ratios.all()[0] == ratios.all()[1]
+
+
 def blocks(requests: int, length: int, costs: Costs, truth: tuple[float, float]) -> float:
     """What the usual blocks bring: one commits together with the next, or alone, where many run."""
     rng, together = np.random.default_rng(3), requests * length < 128
@@ -191,6 +242,8 @@ def test_a_choice_costs_little(measured: bool) -> None:
     for _ in range(10):
         begin = time.perf_counter()
         for _ in range(10 * CYCLE):
-            controller.observe(controller.width(256, 200_000), 256, 500)
+            width = controller.width(256, 200_000)
+            controller.observe(width, 256, 500)
+            controller.observe_time(width, 1.1)
         taken.append((time.perf_counter() - begin) / (10 * CYCLE))
     assert min(taken) < 20e-6
