@@ -124,6 +124,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         share = args.gpu_memory_utilization
         llm = start(args.shapes, args.requests, share, Path(scratch))
+        print("engine started", flush=True)
         prompts = Prompts(SHAPES[args.shapes], 0)
         rows = []
         for way in ways:
