@@ -27,7 +27,10 @@ from dllm_plugin.state.preempted import ResumedId
 
 logger = init_logger("vllm.dllm_plugin")
 
-MEASURED = "Widths are chosen by the times of steps, measured when their graphs were captured."
+MEASURED = (
+    "Widths are chosen by the times of steps, measured when their graphs were captured and "
+    "corrected as steps run."
+)
 MODELLED = "Widths are chosen by a model of step costs: no measured times were found."
 
 
