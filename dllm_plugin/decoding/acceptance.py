@@ -13,7 +13,7 @@ LAMBDA = (0.7, 1.5, 2.5, 4.0, 7.0, 12.0)
 # Narrow windows teach nothing about wide ones, so the first guess is an optimistic one.
 PRIOR, PRIOR_STEPS = (0.9, 4.0), 60.0
 MOST_STEPS = 20_000.0  # what came before them is forgotten
-FIT_STEPS = 300.0  # what the fit counts for at a width, beside steps of that width
+FIT_STEPS = 1000.0  # what the fit counts for at a width, beside steps of that width
 
 
 def accepted(masks: float, p0: float, lam: float) -> float:
@@ -48,15 +48,18 @@ class Acceptance:
         self.places = {width: i for i, width in enumerate(widths)}
         self.steps = np.full(len(widths), PRIOR_STEPS / len(widths))
         self.tokens = self.steps * self.curves[self.pairs.index(PRIOR)]
+        self._total = PRIOR_STEPS
 
     def observe(self, width: int, steps: int, tokens: int) -> None:
         """Count what forwards of requests committed."""
-        self.steps[self.places[width]] += steps
-        self.tokens[self.places[width]] += tokens
-        total = self.steps.sum()
-        if total > MOST_STEPS:
-            self.steps *= MOST_STEPS / total
-            self.tokens *= MOST_STEPS / total
+        place = self.places[width]
+        self.steps[place] += steps
+        self.tokens[place] += tokens
+        self._total += steps
+        if self._total > MOST_STEPS:
+            self.steps *= MOST_STEPS / self._total
+            self.tokens *= MOST_STEPS / self._total
+            self._total = MOST_STEPS
 
     def best(self) -> int:
         """Return which pair fits best."""

@@ -4,15 +4,15 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-import numpy as np
-
 # Both by Dream-7B's shapes on an H200, FlashAttention 3 (benchmarks/reports/adaptive.md).
 # How often run and window, two sequences, read their context: the second finds some of it cached.
 READS = 1.4
 # What a key costs, by its share of the weights' bytes: a small step does more than read weights.
 KEY_SHARE = 0.75
-MEMORY, DOUBT = 64, 4  # steps that a ratio is a mean of: at most, and before the first of a width
-OUTLIER = 1.5  # times a ratio that one step may count as
+# Of ratios: steps after which one counts a third, what counts beside the first of a width, how far
+# from the mean one step may be, and which weight is too little to be told.
+MEMORY, DOUBT, OUTLIER, LEAST_WEIGHT = 256, 4, 1.5, 0.9
+FADE = 1 - 1 / MEMORY
 
 
 def reads_of(kv_cache_layout: str) -> float:
@@ -94,31 +94,45 @@ class MeasuredCosts(NamedTuple):
         return self.ms[high] + (positions - after) * slope
 
 
+class _Mean(NamedTuple):
+    """Hold a mean ratio, of how many steps it is one, and the step that it was taken at."""
+
+    ratio: float
+    weight: float
+    step: int
+
+
 class ObservedRatios:
-    """Correct the costs of steps by their times: the ratio of both, at each width.
+    """Correct the costs of steps by their times: the ratio of both, at each width and load.
 
     A step may take longer than its graph: a host that is busy with many requests, say, makes
-    narrow steps cost as much as wider ones.
+    narrow steps cost as much as wider ones. Loads are numbers of requests to a power of two.
     """
 
-    def __init__(self, widths: int) -> None:
-        self._ratio_W = np.ones(widths)
-        self._seen = [0] * widths
+    def __init__(self) -> None:
+        self._step = 0
+        self._means: dict[int, dict[int, _Mean]] = {}  # of a load, by the place of a width
 
-    def observe(self, place: int, ratio: float) -> None:
+    def observe(self, requests: int, place: int, ratio: float) -> None:
         """Take the ratio of one step, as far as it is near those before."""
-        seen = self._seen[place]
-        mean = self._ratio_W[place] if seen else self.all()[place]
+        self._step += 1
+        means = self._means.setdefault(requests.bit_length(), {})
+        weight = self._weight(means[place]) if place in means else 0.0
+        if weight >= LEAST_WEIGHT:
+            mean = means[place].ratio
+        else:
+            weight, [mean] = 0.0, self.of(requests, [place])
         near = min(max(ratio, mean / OUTLIER), mean * OUTLIER)
-        self._ratio_W[place] = mean + (near - mean) / (seen + DOUBT)
-        self._seen[place] = min(seen + 1, MEMORY - DOUBT)
+        mean += (near - mean) / (weight + DOUBT)
+        means[place] = _Mean(mean, weight + 1, self._step)
 
-    def all(self) -> np.ndarray:
-        """Return the ratio of every width; one that was not tried has that of the nearest."""
-        tried = np.flatnonzero(self._seen)
-        if not len(tried):
-            return self._ratio_W
-        every = np.arange(len(self._ratio_W))
-        nearest = np.abs(every[:, None] - tried).argmin(axis=1)
-        ratio_W: np.ndarray = self._ratio_W[tried[nearest]]
-        return ratio_W
+    def of(self, requests: int, places: Sequence[int]) -> list[float]:
+        """Return the ratios of widths; one not tried lately has that of the nearest."""
+        means = self._means.get(requests.bit_length(), {})
+        tried = [place for place in means if self._weight(means[place]) >= LEAST_WEIGHT]
+        if not tried:
+            return [1.0] * len(places)
+        return [means[min(tried, key=lambda t: abs(t - place))].ratio for place in places]
+
+    def _weight(self, mean: _Mean) -> float:
+        return float(mean.weight * FADE ** (self._step - mean.step))

@@ -49,7 +49,7 @@ class WidthController:
     """Choose the width of each step, and learn from what steps committed.
 
     changes  how often another width was chosen
-    fitted   p0 and lambda by which the width was chosen
+    fitted   p0 and lambda that fit best when the width was chosen
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class WidthController:
         every = np.ones(len(self.widths), dtype=bool)
         self._allowed = [np.array((allowed or {})[most]) for most in self._most] + [every]
         self.costs = costs
-        self.ratios = ObservedRatios(len(self.widths))
+        self.ratios = ObservedRatios()
         self.balanced = balanced
         self.acceptance = Acceptance(widths, shift)
         self.current: int | None = None
@@ -83,10 +83,13 @@ class WidthController:
 
     def rates(self, requests: int, context: int) -> np.ndarray:
         """Return the tokens per time that each width promises."""
-        costs = [self.costs.step(requests, width, context) for width in self.widths]
         self.fitted, tokens = self.acceptance.expected()
-        times = np.array(costs) * self.ratios.all()
-        return np.where(self.may(requests), requests * tokens / times, 0.0)
+        places = np.flatnonzero(self.may(requests)).tolist()
+        rates = np.zeros(len(self.widths))
+        for place, ratio in zip(places, self.ratios.of(requests, places), strict=True):
+            cost = self.costs.step(requests, self.widths[place], context)
+            rates[place] = requests * tokens[place] / (cost * ratio)
+        return rates
 
     def may(self, requests: int) -> np.ndarray:
         """Return which widths may be chosen for so many requests."""
@@ -115,7 +118,7 @@ class WidthController:
         if count > SETTLES and requests > 0:
             self.acceptance.observe(width, requests, tokens)
 
-    def observe_time(self, width: int, ratio: float) -> None:
-        """Take how long a step took, by its cost."""
+    def observe_time(self, requests: int, width: int, ratio: float) -> None:
+        """Take how long a step of so many requests took, by its cost."""
         if width in self.acceptance.places:
-            self.ratios.observe(self.acceptance.places[width], ratio)
+            self.ratios.observe(requests, self.acceptance.places[width], ratio)

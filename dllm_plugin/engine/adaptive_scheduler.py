@@ -132,15 +132,15 @@ class AdaptiveScheduler(DiffusionScheduler):
         for request_id in scheduler_output.num_scheduled_tokens.keys() & self._next:
             self._take_own_width(request_id, scheduler_output)
 
-    def _predicted(self, output: SchedulerOutput, context: int) -> tuple[float | None, int]:
-        """Return time and width of a step; no time if not all of it is canvases of that width."""
+    def _predicted(self, output: SchedulerOutput, context: int) -> tuple[float | None, int, int]:
+        """Return time, requests and width of a step; no time if not all of it has that width."""
         requests, total = len(output.num_scheduled_tokens), output.total_num_scheduled_tokens
         if self._next or not requests or total % requests:
-            return None, 0
+            return None, requests, 0
         if len(output.scheduled_spec_decode_tokens) < requests:
-            return None, 0
+            return None, requests, 0
         width = total // requests
-        return self.controller.costs.step(requests, width, context), width
+        return self.controller.costs.step(requests, width, context), requests, width
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

@@ -9,9 +9,10 @@ LEAST, MOST = 0.5, 2.0
 
 
 class _Scheduled(NamedTuple):
-    """Hold a step in flight; `queued`: behind another one."""
+    """Hold a step in flight; `queued`: behind another one that computes something."""
 
     predicted_ms: float | None
+    requests: int
     width: int
     queued: bool
 
@@ -27,17 +28,20 @@ class StepClock:
         self._in_flight: deque[_Scheduled] = deque()
         self._last: float | None = None
 
-    def scheduled(self, predicted_ms: float | None, width: int) -> None:
+    def scheduled(self, predicted_ms: float | None, requests: int, width: int) -> None:
         """Note a step that was scheduled; None: it is not compared, since it has a prompt."""
-        self._in_flight.append(_Scheduled(predicted_ms, width, bool(self._in_flight)))
+        queued = bool(self._in_flight) and self._in_flight[-1].requests > 0
+        self._in_flight.append(_Scheduled(predicted_ms, requests, width, queued))
 
-    def finished(self) -> tuple[int, float] | None:
-        """Return width and ratio of the step that was scheduled first, if another came before."""
+    def finished(self) -> tuple[int, int, float] | None:
+        """Return requests, width and ratio of the step scheduled first, if it was queued."""
         now, before = time.perf_counter(), self._last
         self._last = now
-        step = self._in_flight.popleft() if self._in_flight else _Scheduled(None, 0, False)
+        if not self._in_flight:
+            return None
+        step = self._in_flight.popleft()
         if step.predicted_ms is None or not step.queued or before is None:
             return None
         ratio = 1000 * (now - before) / step.predicted_ms
         self.scale += SMOOTHING * (min(max(ratio, LEAST), MOST) - self.scale)
-        return step.width, ratio
+        return step.requests, step.width, ratio

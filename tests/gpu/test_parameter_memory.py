@@ -1,6 +1,6 @@
-"""64 requests with the same parameter, a vocabulary of LLaDA's size: no memory beyond vLLM's share.
+"""64 requests with the same parameter, a vocabulary of LLaDA's size, in vLLM's share of the memory.
 
-The KV cache takes all that vLLM's profile leaves, and the allocator may not take more than that.
+The KV cache takes all that vLLM's profile leaves, and the allocator may take 1 GiB more than that.
 """
 
 import sys
@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from neighbours import KINDS, real_sized, wish
 
 REQUESTS, VOCAB = 64, 126_464
-SHARE, SPARE = 0.2, 1 << 30  # of the GPU's memory; bytes that the allocator may leave unused
+SHARE, SPARE = 0.2, 1 << 30  # of the GPU's memory; bytes beside it
 
 
 @pytest.fixture(scope="module")

@@ -130,19 +130,23 @@ def test_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, told = StepClock(), []
     clock.finished()  # of a step before the clock was there
     for predicted in (10.0, None, 10.0):
-        clock.scheduled(predicted, 4)
+        clock.scheduled(predicted, 2, 4)
     for seconds in (7.0, 0.02, 0.015):
         now[0] += seconds
         told.append(clock.finished())
-    assert told == [None, None, (4, pytest.approx(1.5))]
+    assert told == [None, None, (2, 4, pytest.approx(1.5))]
     assert clock.scale == pytest.approx(1 + 0.5 / 64)
-    clock.scheduled(10.0, 4)  # behind nothing
+    clock.scheduled(10.0, 2, 4)  # behind nothing
     now[0] += 3
     assert clock.finished() is None
+    clock.scheduled(None, 0, 0)
+    clock.scheduled(10.0, 2, 4)  # behind a step of nothing
+    now[0] += 3
+    assert clock.finished() is clock.finished() is None
     assert clock.scale == pytest.approx(1 + 0.5 / 64)
     for _ in range(1000):
-        clock.scheduled(10.0, 4)
-        clock.scheduled(10.0, 4)
+        clock.scheduled(10.0, 2, 4)
+        clock.scheduled(10.0, 2, 4)
         now[0] += 1
         clock.finished()
         clock.finished()
