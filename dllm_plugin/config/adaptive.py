@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 CONTRACT = (
     "adaptive %s: steps compute %d to %d positions of each canvas, chosen by load, so a text "
-    "depends on load too; its widths are recorded, and dllm_schedule replays them."
+    "depends on load and timing too; its widths are recorded, and dllm_schedule replays them."
 )
 UNMEASURED = (
     "Nobody has published how accurate %s is with windows of %d positions: diffuplug eval "

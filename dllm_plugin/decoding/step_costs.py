@@ -9,10 +9,10 @@ from typing import NamedTuple, Protocol
 READS = 1.4
 # What a key costs, by its share of the weights' bytes: a small step does more than read weights.
 KEY_SHARE = 0.75
-# Of ratios: steps after which one counts a third, what counts beside the first of a width, how far
-# from the mean one step may be, and which weight is too little to be told.
-MEMORY, DOUBT, OUTLIER, LEAST_WEIGHT = 256, 4, 1.5, 0.9
-FADE = 1 - 1 / MEMORY
+FADE = 1 - 1 / 256  # of the weight of a ratio, with each step that is observed
+LEAST_WEIGHT = 0.9  # below it a width counts as not tried
+DOUBT = 4  # how many steps a first ratio is weighed against
+OUTLIER = 1.5  # times the mean, or its share: what one step may count as
 
 
 def reads_of(kv_cache_layout: str) -> float:
@@ -95,7 +95,7 @@ class MeasuredCosts(NamedTuple):
 
 
 class _Mean(NamedTuple):
-    """Hold a mean ratio, of how many steps it is one, and the step that it was taken at."""
+    """Hold a mean ratio, its weight in steps, and the step at which it was last observed."""
 
     ratio: float
     weight: float

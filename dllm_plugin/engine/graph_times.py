@@ -62,7 +62,7 @@ def keep(vllm_config: VllmConfig, times: StepTimes) -> None:
     """Keep the first rank's times for every engine: all ranks call this together.
 
     The experts of a mixture are spread over engines of data parallelism, whose steps take equally
-    long, so all of them choose widths by the same times.
+    long, so all of them begin with the same times.
     """
     world, path = get_world_group(), own_path(vllm_config)
     assert path is not None

@@ -68,5 +68,5 @@ def test_metrics_and_log(client: httpx.Client, log: Path) -> None:
     for name in ("width_bucket", "width_changes_total", "acceptance_p0", "acceptance_lambda"):
         assert f"diffuplug:{name}{{" in found, name
     said = log.read_text()
-    assert said.count("chosen by load, so a text depends on load too") == 1
+    assert said.count("chosen by load, so a text depends on load and timing too") == 1
     assert said.count("Nobody has published how accurate") == 1

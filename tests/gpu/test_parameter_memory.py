@@ -49,6 +49,6 @@ def decode(llm, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_many_of_a_kind_fit_and_leave_nothing(engine, kind):
+def test_many_of_a_kind_fit_and_grow_nothing(engine, kind):
     once = decode(engine, KINDS[kind])
     assert decode(engine, KINDS[kind]) <= once + (1 << 20)
