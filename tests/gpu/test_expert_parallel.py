@@ -2,7 +2,8 @@
 
 Under data parallelism the ranks step together: one without requests computes dummies.
 
-Where vLLM finds no libnccl.so.2, VLLM_NCCL_SO_PATH names the file.
+Where vLLM finds no libnccl.so.2, VLLM_NCCL_SO_PATH names the file. Data parallelism needs a library
+with ncclCommSuspend, which NCCL 2.28.9 has not: vLLM then takes none.
 """
 
 import asyncio
