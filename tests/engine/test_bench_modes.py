@@ -50,7 +50,7 @@ def test_all_modes_and_baselines_on_dummy_weights(capsys: pytest.CaptureFixture[
     assert few == 32 and 16 <= many < 20
     assert line["seed"] == 3 and line["command"].startswith("diffuplug bench all --shapes tiny")
     assert line["ar"]["engine"]["architecture"] == "LlamaForCausalLM"
-    floor = {int(count): ms for count, ms in line["floor"]["products_ms"].items()}
+    floor = {int(count): ms for count, ms in line["floor"]["gemm_ms"].items()}
 
     parts = ["gate, canvas 32", "floor", "engine start, canvas 32", "steps, canvas 32"]
     parts += ["requests, canvas 32", "engine start, plain vLLM", "plain vLLM"]
@@ -62,8 +62,8 @@ def test_all_modes_and_baselines_on_dummy_weights(capsys: pytest.CaptureFixture[
     assert [row["requests"] for row in line["step"]] == [1, 3]
     for row in line["step"]:
         assert row["canvas"] == 32 and row["steps"] >= 40
-        assert row["products_ms"] == floor[32 * row["requests"]]
-        assert row["floor_ms"] == pytest.approx(row["products_ms"] + row["kv_ms"])
+        assert row["gemm_ms"] == floor[32 * row["requests"]]
+        assert row["floor_ms"] == pytest.approx(row["gemm_ms"] + row["kv_ms"])
         assert row["share_of_floor"] == pytest.approx(row["floor_ms"] / row["step_ms"])
         assert row["forwards_per_s"] == pytest.approx(1e3 * row["requests"] / row["step_ms"])
         # Blocks of 16 in eight steps, 512 columns of bfloat16.
@@ -208,10 +208,10 @@ def test_full_attention(
     assert cli.main(["bench", "all", *arguments, *QUICK]) == 0
     line = line_of(capsys.readouterr().out)
     assert line["gate"] == "green" and line["gates"][0]["strategy"] == strategy
-    assert line["floor"]["products_ms"] == {} and line["floor"]["layers_ms"]
+    assert line["floor"]["gemm_ms"] == {} and line["floor"]["layers_ms"]
     (step,) = line["step"]
     assert step["steps"] >= 40 and 2 * 16 <= step["positions"] <= 2 * (64 + 2 * 64)
-    assert step["floor_ms"] == pytest.approx(step["products_ms"] + step["kv_ms"])
+    assert step["floor_ms"] == pytest.approx(step["gemm_ms"] + step["kv_ms"])
     assert step["logits_mb"] == 2 * 16 * 512 * 2 / 1e6
     for row in line["served"]:
         expected = CHEAPER if "approximation" in row else computed

@@ -43,16 +43,16 @@ class Floor:
     """Hold what limits a step on this device.
 
     copy_bytes_per_s   bytes read plus bytes written per second by a large copy
-    products_ms        milliseconds of the GEMMs of a forward, by number of positions
-    products_tflops    their rate
+    gemm_ms            milliseconds of the GEMMs of a forward, by number of positions
+    gemm_tflops        their rate
     kv_item_bytes      bytes of one number in the KV cache
     layers_ms          milliseconds of the layers alone, by positions: for steps of any size
     head_ms            milliseconds of the LM head alone, by logits rows
     """
 
     copy_bytes_per_s: float
-    products_ms: dict[int, float]
-    products_tflops: dict[int, float]
+    gemm_ms: dict[int, float]
+    gemm_tflops: dict[int, float]
     kv_item_bytes: int
     layers_ms: dict[int, float] = field(default_factory=dict)
     head_ms: dict[int, float] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Floor:
     def step_ms(self, sizes: Sizes, positions: int, kv_positions: int) -> tuple[float, float]:
         """Return milliseconds of the GEMMs of `positions`, and of reading `kv_positions` of KV."""
         kv_bytes = sizes.kv_bytes(kv_positions, self.kv_item_bytes)
-        return self.products_ms[positions], 1e3 * kv_bytes / self.copy_bytes_per_s
+        return self.gemm_ms[positions], 1e3 * kv_bytes / self.copy_bytes_per_s
 
     def steps_ms(self, sizes: Sizes, steps: Sequence[StepSize]) -> tuple[float, float]:
         """Return the sums over steps of any size: GEMMs, and reading their keys and values."""

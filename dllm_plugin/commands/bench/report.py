@@ -145,7 +145,7 @@ COLUMNS = {
         **{"requests": "d", "canvas": "d", "context": "d", "steps": "d", "step_ms": ".3f"},
         **{"block_step_ms": ".3f"},
         **{"tokens_per_forward": ".2f", "forwards_per_s": ".1f", "positions_per_token": ".1f"},
-        **{"products_ms": ".3f", "kv_ms": ".3f", "share_of_floor": ".1%", "times_products": ".2f"},
+        **{"gemm_ms": ".3f", "kv_ms": ".3f", "share_of_floor": ".1%", "times_gemms": ".2f"},
         **{"logits_mb": ".1f", "temporary_mb": ".1f"},
         **{"ar_step_ms": ".3f", "times_ar_step": ".2f"},
     },

@@ -231,8 +231,8 @@ def add_floor(row: dict[str, Any], floor: Floor, sizes: Sizes) -> dict[str, Any]
     else:
         gemms, kv = (total / len(steps) for total in floor.steps_ms(sizes, steps))
     share = (gemms + kv) / row["step_ms"]
-    limits = {"products_ms": gemms, "kv_ms": kv, "floor_ms": gemms + kv}
-    shares = {"share_of_floor": share, "times_products": row["step_ms"] / gemms}
+    limits = {"gemm_ms": gemms, "kv_ms": kv, "floor_ms": gemms + kv}
+    shares = {"share_of_floor": share, "times_gemms": row["step_ms"] / gemms}
     return row | limits | shares
 
 
