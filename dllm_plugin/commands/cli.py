@@ -128,12 +128,11 @@ def _add_eval(commands: Any) -> None:
     parser.add_argument(
         "--schedule", metavar="WIDTHS", help="score windows of these widths: 32,16,8,4,2"
     )
-    parser.add_argument("--model", help="with --schedule, folder or hub name")
-    parser.add_argument(
-        "--questions", metavar="FILE", help="with --schedule, JSON lines with question and answer"
-    )
-    _add_decode_options(parser)
     _add_verbose(parser)
+    scored = parser.add_argument_group("with --schedule alone")
+    scored.add_argument("--model", help="folder or hub name (default: the bundled model)")
+    scored.add_argument("--questions", metavar="FILE", help="JSON lines with question and answer")
+    _add_decode_options(scored)
 
 
 def _add_verbose(parser: argparse.ArgumentParser) -> None:
@@ -181,7 +180,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     _add_decode_options(parser)
 
 
-def _add_decode_options(parser: argparse.ArgumentParser) -> None:
+def _add_decode_options(parser: Any) -> None:
     # `Options.from_user` checks them and names the known values.
     # Their names are known to code that imports torch, which `--help` does not wait for.
     parser.add_argument("--strategy", help="what a step computes (docs/strategies.md)")
