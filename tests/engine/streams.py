@@ -21,6 +21,12 @@ def slow_request(index: int, max_tokens: int) -> dict[str, Any]:
     return SLOW | {"prompt": prompt, "max_tokens": max_tokens, "vllm_xargs": ONE_BY_ONE}
 
 
+def assert_by_blocks(texts: Sequence[str], length: int) -> None:
+    """Pieces of a stream of letters are whole blocks; a busy server joins those not sent yet."""
+    pieces = [len(text) for text in texts if text]
+    assert len(pieces) > 1 and not any(piece % length for piece in pieces), pieces
+
+
 @dataclass
 class Stream:
     """One streamed request; `started` is set with the first text."""
