@@ -1,10 +1,12 @@
-"""Find what xgrammar ignores of a JSON schema, so that its texts would not be valid under it.
+"""Find what xgrammar does not read of a JSON schema, so that a text need not be valid under it.
 
 Found by random texts of xgrammar 0.2.8, judged by jsonschema. What vLLM hands to another backend by
 itself is not looked for.
 """
 
+import json
 from collections.abc import Iterator
+from itertools import combinations
 from typing import Any
 
 IGNORED = (
@@ -50,12 +52,72 @@ TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def ignored_keyword(schema: Any) -> str:
-    """Say in a few words which keyword counts for nothing; empty if all of them count."""
+def loose_keyword(schema: Any) -> str:
+    """Say in a few words what of a schema xgrammar does not read; empty if it reads all."""
+    return _loose(schema, schema)
+
+
+def _loose(schema: Any, root: Any) -> str:
     if not isinstance(schema, dict):
         return ""
     found = next((name for name in IGNORED if name in schema), "")
-    return found or _beside(schema) or next(filter(None, map(ignored_keyword, _inner(schema))), "")
+    found = found or _beside(schema) or _bounded(schema) or _overlapping(schema, root)
+    inner = (_loose(one, root) for one in _inner(schema))
+    return found or next(filter(None, inner), "")
+
+
+def _bounded(schema: dict[str, Any]) -> str:
+    """Say which bound a string has: in such strings xgrammar takes raw control characters."""
+    kinds = schema.get("type")
+    if "string" not in (kinds if isinstance(kinds, list) else [kinds]):
+        return ""
+    return next((name for name in ("minLength", "maxLength") if name in schema), "")
+
+
+def _overlapping(schema: dict[str, Any], root: Any) -> str:
+    """Say whether a value might fit two alternatives of oneOf, which xgrammar reads as anyOf."""
+    either = schema.get("oneOf")
+    if not isinstance(either, list):
+        return ""
+    found = [_resolved(one, root) for one in either]
+    apart = all(_are_apart(one, other, root) for one, other in combinations(found, 2))
+    return "" if apart else "oneOf with alternatives that may overlap"
+
+
+def _are_apart(one: Any, other: Any, root: Any) -> bool:
+    """Tell whether two schemas name different values or types, or a property that tells them."""
+    if not (isinstance(one, dict) and isinstance(other, dict)):
+        return False
+    values, others = _values(one), _values(other)
+    if values is not None and others is not None:
+        return not values & others
+    kind, another = one.get("type"), other.get("type")
+    if isinstance(kind, str) and isinstance(another, str) and kind != another:
+        return {kind, another} != {"integer", "number"}
+    if (kind, another) != ("object", "object"):
+        return False
+    mine, theirs = one.get("properties", {}), other.get("properties", {})
+    both = set(one.get("required", ())) & set(other.get("required", ())) & set(mine) & set(theirs)
+    return any(
+        _are_apart(_resolved(mine[name], root), _resolved(theirs[name], root), root)
+        for name in sorted(both)
+    )
+
+
+def _values(schema: dict[str, Any]) -> set[str] | None:
+    """Return the values that a schema lists, as JSON; None if it lists none."""
+    listed = [schema["const"]] if "const" in schema else schema.get("enum")
+    return {json.dumps(value, sort_keys=True) for value in listed} if listed else None
+
+
+def _resolved(schema: Any, root: Any) -> Any:
+    """Follow a reference within the schema once."""
+    reference = schema.get("$ref") if isinstance(schema, dict) else None
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return schema
+    for name in reference.removeprefix("#/").split("/"):
+        root = root.get(name) if isinstance(root, dict) else None
+    return root
 
 
 def _beside(schema: dict[str, Any]) -> str:

@@ -1,6 +1,5 @@
 """Refuse requests for structured output that a canvas cannot honour."""
 
-import json
 import math
 
 from vllm.config import VllmConfig
@@ -11,7 +10,6 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from dllm_plugin.config.cuda_graphs import CPU_WORKER, GRAMMAR_WORKER, OUR_WORKERS
 from dllm_plugin.config.decode import DecodeConfig, RequestConfig
 from dllm_plugin.config.reporting import EARLY_TEXT, reporting
-from dllm_plugin.config.schema_keywords import ignored_keyword
 from dllm_plugin.config.validation import shown
 
 BACKENDS = ("xgrammar", "guidance")  # they can go back, which drafts need
@@ -22,6 +20,8 @@ CONTRADICTING = {
     "bad_words": [],
     "allowed_token_ids": None,
 }
+# Parameters of a request that no backend of vLLM 0.32 reads.
+OF_THE_SERVER = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties")
 
 
 def no_grammars(vllm_config: VllmConfig) -> str:
@@ -65,13 +65,11 @@ def check_structured_outputs(
             f"when a draft is refused, but this request would get {asked._backend!r}: simplify "
             "the schema or start with --structured-outputs-config.backend guidance."
         )
-    if asked.json and asked._backend == "xgrammar" and not asked._backend_was_auto:
-        schema = json.loads(asked.json) if isinstance(asked.json, str) else asked.json
-        ignored = ignored_keyword(schema)
-        if ignored:
+    for name in OF_THE_SERVER:
+        if getattr(asked, name):
             raise ValueError(
-                f"structured_outputs json has {ignored}, which xgrammar ignores: start with "
-                "--structured-outputs-config.backend auto or guidance."
+                f"structured_outputs {name} {shown(getattr(asked, name))} of a request would be "
+                "ignored, for vLLM reads it of --structured-outputs-config alone: leave it out."
             )
     for name, neutral in CONTRADICTING.items():
         value = getattr(params, name)

@@ -7,9 +7,11 @@ were checked for: schemas that only guidance reads as a whole lose keywords in x
 import json
 import threading
 
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
-from vllm.v1.structured_output.backend_guidance import GuidanceBackend
+from vllm.v1.structured_output.backend_guidance import GuidanceBackend, validate_guidance_grammar
 from vllm.v1.structured_output.backend_types import (
     StructuredOutputBackend,
     StructuredOutputGrammar,
@@ -17,7 +19,7 @@ from vllm.v1.structured_output.backend_types import (
 )
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
-from dllm_plugin.config.schema_keywords import ignored_keyword
+from dllm_plugin.config.schema_keywords import loose_keyword
 
 BACKENDS: dict[str, type[GuidanceBackend] | type[XgrammarBackend]] = {
     "xgrammar": XgrammarBackend,
@@ -52,7 +54,7 @@ class Backends:
             return self._made[name].compile_grammar(*ours.structured_output_key)
 
     def _name(self, request: Request) -> str:
-        """Return the backend of a request: guidance where vLLM chose and xgrammar would ignore."""
+        """Return the backend of a request: guidance where vLLM chose and xgrammar reads less."""
         params, ours = request.sampling_params, request.structured_output_request
         assert params is not None and params.structured_outputs is not None and ours is not None
         asked = params.structured_outputs
@@ -60,6 +62,28 @@ class Backends:
         assert name is not None
         if name == "xgrammar" and asked._backend_was_auto:
             kind, spec = ours.structured_output_key
-            if kind == StructuredOutputOptions.JSON and ignored_keyword(json.loads(spec)):
+            if kind == StructuredOutputOptions.JSON and loose_keyword(json.loads(spec)):
                 return "guidance"
         return name
+
+
+def check_schema(params: SamplingParams) -> None:
+    """Raise ValueError for a schema that no backend of its request reads as a whole."""
+    asked = params.structured_outputs
+    if asked is None or not asked.json or asked._backend != "xgrammar":
+        return
+    loose = loose_keyword(json.loads(asked.json) if isinstance(asked.json, str) else asked.json)
+    if not loose:
+        return
+    if not asked._backend_was_auto:
+        raise ValueError(
+            f"structured_outputs json has {loose}, which xgrammar does not read: start with "
+            "--structured-outputs-config.backend auto or guidance."
+        )
+    try:
+        validate_guidance_grammar(params)
+    except VLLMValidationError as error:
+        raise ValueError(
+            f"structured_outputs json has {loose}, which xgrammar does not read, and guidance "
+            f"refuses the schema ({error}): write it without."
+        ) from error

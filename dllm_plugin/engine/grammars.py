@@ -7,7 +7,7 @@ that checks canvases.
 
 import json
 from collections import OrderedDict
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 import numpy as np
@@ -94,15 +94,13 @@ class Grammars:
         if isinstance(compiled, Exception) and not self.backends.is_other(request):
             return
         self._prepared.add(request.request_id)
-        if self.manager.vllm_config.parallel_config.distributed_executor_backend == (
-            "external_launcher"
-        ):
+        made: Future[StructuredOutputGrammar]
+        made = self.manager.executor.submit(self._make, request, compiled)
+        parallel = self.manager.vllm_config.parallel_config
+        if parallel.distributed_executor_backend == "external_launcher":
             # Every rank schedules for itself there, so all have to be ready in the same step.
-            done: Future[StructuredOutputGrammar] = Future()
-            done.set_result(self._make(request, compiled))
-            ours.grammar = done
-        else:
-            ours.grammar = self.manager.executor.submit(self._make, request, compiled)
+            wait([made])
+        ours.grammar = made
 
     def forget(self, req_id: str) -> None:
         """Forget a request that runs no more."""

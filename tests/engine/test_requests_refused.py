@@ -126,6 +126,15 @@ CONTRADICTING: list[dict[str, Any]] = [
 ]
 
 
+# What no backend of a request reads.
+UNREAD: list[tuple[dict[str, Any], str]] = [
+    ({"regex": "a+", "whitespace_pattern": " "}, "whitespace_pattern ' '"),
+    ({"regex": "a+", "disable_any_whitespace": True}, "disable_any_whitespace True"),
+    ({"json": {"type": "integer", "not": {"const": 1}}}, "json has not, which xgrammar"),
+    ({"json": {"oneOf": [{"type": "null"}, {"const": None}]}}, "alternatives that may overlap"),
+]
+
+
 def test_parameters_that_contradict_a_grammar(room: EngineRoom) -> None:
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -140,6 +149,10 @@ def test_parameters_that_contradict_a_grammar(room: EngineRoom) -> None:
     schema = {"type": "object", "patternProperties": {"^a": {"type": "integer", "multipleOf": 3}}}
     asked = StructuredOutputsParams(json=schema)
     assert "outlines" in refusal(llm, TEXT, params(20, ignore_eos=False, structured_outputs=asked))
+    for options, sentence in UNREAD:
+        asked = StructuredOutputsParams(**options)
+        wish = params(20, ignore_eos=False, structured_outputs=asked)
+        assert sentence in refusal(llm, TEXT, wish)
     assert_unharmed(llm)
 
 

@@ -19,7 +19,9 @@ from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 IMPORTS = """
+vllm.exceptions: VLLMValidationError
 vllm.logger: init_logger
+vllm.sampling_params: SamplingParams
 vllm.v1.core.sched.async_scheduler: AsyncScheduler
 vllm.v1.core.sched.output: GrammarOutput SchedulerOutput
 vllm.v1.engine: EngineCoreOutputs
@@ -27,6 +29,7 @@ vllm.v1.outputs: AsyncModelRunnerOutput ModelRunnerOutput
 vllm.v1.request: Request RequestStatus
 vllm.v1.structured_output: StructuredOutputManager
 vllm.v1.structured_output.backend_guidance: GuidanceBackend GuidanceGrammar
+vllm.v1.structured_output.backend_guidance: validate_guidance_grammar
 vllm.v1.structured_output.backend_types: StructuredOutputBackend StructuredOutputGrammar
 vllm.v1.structured_output.backend_types: StructuredOutputKey StructuredOutputOptions
 vllm.v1.structured_output.backend_xgrammar: XgrammarBackend XgrammarGrammar
@@ -43,6 +46,8 @@ SIGNATURES = {
     "v1.worker.gpu.async_utils:AsyncOutput.get_output": "self",
     "v1.structured_output:StructuredOutputManager.grammar_init": "self request",
     "sampling_params:StructuredOutputsParams.all_constraints_none": "self",
+    "v1.structured_output.backend_guidance:validate_guidance_grammar": "sampling_params "
+    "tokenizer=None",
 }
 FIELDS = {
     AsyncOutput: "sampled_token_ids",
