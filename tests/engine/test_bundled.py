@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -113,12 +114,28 @@ def test_a_gap_in_a_worked_solution() -> None:
     assert max(scores, key=lambda pair: float(pair[1]))[0] == "2"
 
 
-def test_generate_in_a_given_form(tmp_path: Path) -> None:
-    (tmp_path / "schema.json").write_text('{"type": "array", "items": {"type": "integer"}}')
+def is_list_of_integers(text: str) -> bool:
+    found = json.loads(text)
+    return isinstance(found, list) and all(type(item) is int for item in found)
+
+
+FORMS: dict[str, tuple[str, Callable[[str], bool]]] = {
+    "--json-schema": ("schema.json", is_list_of_integers),
+    "--regex": ("[4-6]{2,4}", lambda text: re.fullmatch("[4-6]{2,4}", text) is not None),
+    "--choice": ("forty,fifty-five,six", lambda text: text in ("forty", "fifty-five", "six")),
+}
+
+
+@pytest.mark.parametrize("option", FORMS)
+def test_generate_in_a_given_form(option: str, tmp_path: Path) -> None:
+    given, judge = FORMS[option]
+    if option == "--json-schema":
+        (tmp_path / given).write_text('{"type": "array", "items": {"type": "integer"}}')
+        given = str(tmp_path / given)
     question = "Anna has 48 pencils and loses 5. How many pencils does Anna have now?"
     command = [PYTHON, "-m", "dllm_plugin.commands.cli", "generate", question]
-    output = run(*command, "--max-tokens", "24", "--json-schema", str(tmp_path / "schema.json"))
-    assert all(isinstance(item, int) for item in json.loads(output))
+    output = run(*command, "--max-tokens", "24", option, given)
+    assert judge(output.removesuffix("\n")), output
 
 
 def test_accuracy_and_tokens_per_forward() -> None:

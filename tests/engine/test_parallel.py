@@ -27,7 +27,10 @@ BY_COLUMNS = {"dream", FULL}  # as by default; the other one gathers whole rows
 
 
 class NotingWorker(DiffusionCPUWorker):
-    """Leaves a file per kind of logits: this rank, their width, and the sampler's first column."""
+    """Leaves a file per kind of logits: this rank, their width, and the sampler's first column.
+
+    And one beside the folder once an automaton has looked at a canvas.
+    """
 
     def load_model(self, **options: Any) -> None:
         super().load_model(**options)
@@ -39,6 +42,14 @@ class NotingWorker(DiffusionCPUWorker):
             (folder / f"{self.rank} {logits.shape[1]} {first}").touch()
 
         self.get_model().logits_processor.register_forward_hook(note)
+        automata = self.model_runner.sampler.automata
+        forward = automata.forward
+
+        def note_automaton(*arguments: Any) -> Any:
+            (folder.parent / f"{folder.name} automaton {self.rank}").touch()
+            return forward(*arguments)
+
+        automata.forward = note_automaton
 
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
@@ -72,10 +83,14 @@ def full_jobs() -> list[FullJob]:
     return [*jobs, gap_job(a_prompt(17, 5), gaps, {"policy": "entropy", "block_length": 8})]
 
 
+def with_grammar(**extra_args: str) -> list[tuple[list[int], dict[str, Any]]]:
+    return [(prompt, given | {"extra_args": extra_args}) for prompt, given in WITH_GRAMMAR]
+
+
 # An automaton reads whole rows, so by columns the grammars take drafts.
-BY_DRAFTS = [
-    (prompt, given | {"extra_args": {"dllm_grammar": "drafts"}}) for prompt, given in WITH_GRAMMAR
-]
+BY_DRAFTS = with_grammar(dllm_grammar="drafts")
+# The policy of the checkpoint replaces decided tokens, which an automaton cannot follow.
+BY_AUTOMATA = with_grammar(dllm_grammar="automaton", dllm_policy="threshold")
 
 
 def on_two_ranks(
@@ -127,12 +142,12 @@ def answers(notes: Path) -> dict[str, list[list[int]]]:
         "dream": on_two_ranks(notes / "dream", "dream", D2F, mixed + BY_DRAFTS),
         FULL: on_two_ranks(notes / FULL, "llada", canvas, full, max_model_len=CONTEXT),
         CHECKED: on_two_ranks(
-            notes / CHECKED, CHECKED, {"canvas_length": 64}, checked + WITH_GRAMMAR
+            notes / CHECKED, CHECKED, {"canvas_length": 64}, checked + BY_AUTOMATA
         ),
     }
     for name, checkpoint, dllm, asked in (
         ("dream", "dream", D2F, BY_DRAFTS),
-        (CHECKED, CHECKED, {"canvas_length": 64}, WITH_GRAMMAR),
+        (CHECKED, CHECKED, {"canvas_length": 64}, BY_AUTOMATA),
     ):
         alone = on_two_ranks(notes / f"{name} alone", checkpoint, dllm, asked)
         alone["engine"] |= {"tensor_parallel_size": 1, "additional_config": {"dllm": dllm}}
@@ -149,9 +164,14 @@ def test_tensor_parallel(answers: dict[str, list[list[int]]]) -> None:
 
 
 @pytest.mark.parametrize("name", ["dream", CHECKED])
-def test_tensor_parallel_grammars(name: str, answers: dict[str, list[list[int]]]) -> None:
-    """By drafts with the columns of a rank, and by automata with whole rows."""
-    assert answers[name][-len(WITH_GRAMMAR) :] == answers[f"{name} alone"]
+def test_tensor_parallel_grammars(
+    name: str, answers: dict[str, list[list[int]]], notes: Path
+) -> None:
+    """By drafts with the columns of a rank, and by automata with whole rows, on each rank."""
+    alone = answers[f"{name} alone"]
+    assert answers[name][-len(WITH_GRAMMAR) :] == alone and all(alone)
+    ranks = {path.name.rpartition(" ")[2] for path in notes.glob(f"{name} automaton *")}
+    assert ranks == ({"0", "1"} if name == CHECKED else set())
 
 
 def test_tensor_parallel_full_attention(answers: dict[str, list[list[int]]]) -> None:

@@ -20,6 +20,7 @@ from engines import (
 )
 from grammar_cases import SCHEMAS, Case, choice_case, grammar_case, regex_case, schema_case
 from test_full_compiled import sampler_of
+from test_structured_server import COMPILED, HOSTILE, valid
 
 EOS = {"llada": 257, "dream": 256}
 SLOW = pytest.mark.slow
@@ -36,10 +37,12 @@ WAYS = [
     pytest.param("llada2.0", "block_diffusion", True, marks=SLOW),
     pytest.param("sdar-moe", "block_diffusion", False, marks=SLOW),
 ]
-TAG = {
-    "structures": [{"begin": "<call>", "schema": {"type": "integer"}, "end": "</call>"}],
-    "triggers": ["<call>"],
-}
+CALL = {"type": "json_schema", "json_schema": {"type": "integer"}}
+TAGS = [{"type": "tag", "begin": "<call>", "content": CALL, "end": "</call>"}]
+TAG = {"type": "triggered_tags", "triggers": ["<call>"], "tags": TAGS, "at_least_one": True}
+# vLLM gives this to guidance; xgrammar would take any integers for it.
+NUMBERS = {"type": "integer", "multipleOf": 7, "minimum": 1, "maximum": 999}
+SEVENS = {"type": "array", "items": NUMBERS, "minItems": 3}
 
 
 @pytest.fixture
@@ -65,6 +68,12 @@ def cases() -> list[Case]:
         *map(schema_case, names),
         *(regex_case(rng), choice_case(rng), grammar_case(rng), grammar_case(rng)),
         Case("json_object", True, lambda text: isinstance(json.loads(text), dict)),
+        Case("json", SEVENS, valid(SEVENS)),
+        Case(
+            "structural_tag",
+            json.dumps({"type": "structural_tag", "format": TAG | {"stop_after_first": True}}),
+            lambda text: re.fullmatch("<call>-?(0|[1-9][0-9]*)</call>", text) is not None,
+        ),
     ]
 
 
@@ -110,53 +119,51 @@ def test_nobody_asks_nobody_pays(room: EngineRoom, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
-def test_hostile_grammars(room: EngineRoom) -> None:
-    """A refusal or a valid text within ten seconds, and neighbours as if nothing were there."""
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_grammars(name: str, room: EngineRoom) -> None:
+    """A refusal or a valid text, as listed, and neighbours as if nothing were there."""
     from vllm.exceptions import VLLMValidationError
 
     llm = room.start("llada", {"strategy": "d2f"})
     free = letters(9), params(40)
     [alone] = generate(llm, [free[0]], free[1])
-    deep: dict[str, Any] = {"type": "integer"}
-    for _ in range(200):
-        deep = {"type": "array", "items": deep, "minItems": 1}
-    nested = {"type": "object", "properties": {"a": deep}, "required": ["a"]}
-    words = [f"word {i} of many" for i in range(10_000)]
-    hostile: list[tuple[str, Any, Any]] = [
-        ("json", {"type": "object", "properties": {"s": {"enum": []}}, "required": ["s"]}, None),
-        ("choice", words, lambda text: text in words),
-        ("json", {"type": "string", "enum": words}, lambda text: json.loads(text) in words),
-        ("json", nested, None),
-        ("json", SCHEMAS["long_text"], lambda text: text.startswith("{")),
-        ("json", SCHEMAS["unicode"], schema_case("unicode").judge),
-        ("json", SCHEMAS["nothing_long"], schema_case("nothing_long").judge),
-        ("regex", "([a-z]+)+$", None),
-        ("regex", "a{60}", lambda text: set(text) == {"a"}),
-        ("grammar", "root ::= root", None),
-        ("grammar", 'root ::= "a" root', lambda text: set(text) == {"a"}),
-    ]
-    for kind, spec, judge in hostile:
-        began = time.process_time()  # of all threads; other processes may keep this one waiting
-        engine = llm.llm_engine
-        engine.add_request("free", {"prompt_token_ids": free[0]}, free[1])
-        try:
-            asked = wish(kind, spec, 40)
-            engine.add_request("hostile", {"prompt_token_ids": letters(5)}, asked)
-        except (ValueError, VLLMValidationError) as error:
-            assert "\n" not in str(error).strip(), spec
-        done: dict[str, Any] = {}
-        while engine.has_unfinished_requests():
-            done |= {output.request_id: output for output in engine.step() if output.finished}
-        # Two threads: this one asks again and again while the other one compiles.
-        assert time.process_time() - began < 20, (kind, str(spec)[:60])
-        assert token_ids(done["free"]) == token_ids(alone)
-        text = done["hostile"].outputs[0].text if "hostile" in done else ""
-        reason = done["hostile"].outputs[0].finish_reason if "hostile" in done else "refused"
-        if reason == "error":
-            assert "cannot be honoured" in done["hostile"].outputs[0].stop_reason
-        print(kind, str(spec)[:50], reason, repr(text[:40]), round(time.process_time() - began, 1))
-        if judge is not None:
-            assert text and judge(text), (kind, str(spec)[:60], text)
+    [(kind, spec)], expected = HOSTILE[name][0].items(), HOSTILE[name][1]
+    began = time.process_time()  # of all threads; other processes may keep this one waiting
+    engine, told = llm.llm_engine, ""
+    engine.add_request("free", {"prompt_token_ids": free[0]}, free[1])
+    try:
+        engine.add_request("hostile", {"prompt_token_ids": letters(5)}, wish(kind, spec, 40))
+    except (ValueError, VLLMValidationError) as error:
+        told = str(error).strip()
+    done: dict[str, Any] = {}
+    while engine.has_unfinished_requests():
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+    # Two threads: this one asks again and again while the other one compiles.
+    assert time.process_time() - began < 20
+    assert token_ids(done["free"]) == token_ids(alone)
+    if not told:
+        [completion] = done["hostile"].outputs
+        told = completion.stop_reason if completion.finish_reason == "error" else ""
+    if isinstance(expected, str):
+        assert expected in told and "\n" not in told
+        # What the compiler finds is known once the request runs.
+        assert expected.startswith(COMPILED) == ("hostile" in done)
+    else:
+        assert not told and expected(completion.text), completion.text
+
+
+@pytest.mark.parametrize("way", ["automaton", "drafts"])
+def test_a_text_of_as_many_tokens_as_may_be(way: str, room: EngineRoom) -> None:
+    """With the last token it is whole, with one more it stops, with one fewer it is a beginning."""
+    llm = room.start("llada", {"strategy": "d2f"})
+    text = "abcdefghijkl"
+    found = {}
+    for count in (len(text) - 1, len(text), len(text) + 1):
+        asked = wish("regex", text, count, dllm_grammar=way)
+        [completion] = generate(llm, [letters(5)], asked)[0].outputs
+        assert len(completion.token_ids) == count
+        found[count - len(text)] = completion.text, completion.finish_reason
+    assert found == {-1: (text[:-1], "length"), 0: (text, "length"), 1: (text, "stop")}
 
 
 @pytest.mark.parametrize(("checkpoint", "strategy", "overlapped"), WAYS)
@@ -175,6 +182,8 @@ def test_every_text_is_complete(
         wishes = [wish(case.kind, case.spec, 48, **options) for case in asked]
         both = [*zip(prompts, wishes, strict=True), *free]
         outputs = generate(llm, *map(list, zip(*both, strict=True)))
+        backends = {one.structured_outputs._backend for one in wishes}
+        assert backends == {"xgrammar", "guidance"}
         for case, output in zip(asked, outputs, strict=False):
             [completion] = output.outputs
             assert len(completion.token_ids) <= 48

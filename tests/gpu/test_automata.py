@@ -11,12 +11,13 @@ from engines import generate, letters, token_ids
 from grammar_cases import choice_case, regex_case, schema_case
 from test_full_compiled import sampler_of
 from test_structured_outputs import wish
+from test_structured_server import valid
 from test_watched_steps import watch
 
 from dllm_plugin import default_model
 from dllm_plugin.commands.offline import conversation
 from dllm_plugin.commands.problems.generator import ANSWER_SCHEMA, ask_in_json, eval_seeds, problem
-from dllm_plugin.config.grammar_way import AUTOMATON, WAYS
+from dllm_plugin.config.grammar_way import AUTOMATON, DRAFTS, WAYS
 from dllm_plugin.grammar.automaton import FAR, START, STOP, TokenAutomaton, build
 from dllm_plugin.grammar.vocabulary import Vocabulary
 from dllm_plugin.kernels.automaton import kernel, reference
@@ -185,7 +186,7 @@ ENGINES = {
 }
 
 
-def asked_of(llm, bundled):
+def asked_of(llm, bundled, **given):
     """Prompts, parameters, and what judges each text: schemas, expressions and words."""
     rng = random.Random(4)
     cases = [schema_case("answer"), schema_case("nested"), regex_case(rng), choice_case(rng)]
@@ -199,10 +200,11 @@ def asked_of(llm, bundled):
     judges, wishes = [case.judge for case in cases] * 2, []
     for options in ({}, {"temperature": 1.0, "seed": 5}):
         for case in cases:
-            wishes.append(wish(case.kind, case.spec, 64, **options))
+            wishes.append(wish(case.kind, case.spec, 64, **options, **given))
     if bundled:
         prompts.append(prompts[0])
-        wishes.append(wish("json", ANSWER_SCHEMA, 160))
+        wishes.append(wish("json", ANSWER_SCHEMA, 160, **given))
+        judges.append(valid(ANSWER_SCHEMA))
     return prompts, wishes, judges
 
 
@@ -221,13 +223,29 @@ def test_texts_by_kernels_are_those_by_the_reference(name, monkeypatch):
         setattr(automata, part, getattr(reference, part))
     by_reference = generate(llm, prompts, wishes)
     llm.llm_engine.engine_core.shutdown()
-    for output, judge in zip(by_kernels, judges, strict=False):
+    for output, judge in zip(by_kernels, judges, strict=True):
         assert judge(output.outputs[0].text), output.outputs[0].text
     counts = [output.outputs[0].spec_decode_metrics.per_step_drafted for output in by_kernels]
     assert {found for _, found in counts} == {WAYS.index(AUTOMATON)}
     tokens = [token_ids(output) for output in by_kernels]
     assert tokens == [token_ids(output) for output in by_reference]
     assert tokens == [token_ids(output) for output in alone]
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("name", ["bundled", "shifted"])
+def test_texts_by_drafts_are_valid(name, ahead, monkeypatch):
+    """Greedy and sampled, whether or not a step is planned before its canvases are checked."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    llm = recorded.start(**ENGINES[name], async_scheduling=ahead)
+    prompts, wishes, judges = asked_of(llm, name == "bundled", dllm_grammar="drafts")
+    prompts = [prompts[i % len(prompts)] for i in range(len(wishes))]
+    outputs = generate(llm, prompts, wishes)
+    llm.llm_engine.engine_core.shutdown()
+    for output, judge in zip(outputs, judges, strict=True):
+        assert judge(output.outputs[0].text), output.outputs[0].text
+        _, found = output.outputs[0].spec_decode_metrics.per_step_drafted
+        assert found == WAYS.index(DRAFTS)
 
 
 @pytest.mark.parametrize("family", ["llada", "sdar"])
