@@ -15,8 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from dllm_plugin import default_model
 from dllm_plugin.commands import cli
-from dllm_plugin.commands.bench import command, engines
+from dllm_plugin.commands.bench import command, engines, throughput_latency
+from dllm_plugin.commands.bench.floor import StepSize
 from dllm_plugin.commands.bench.options import settings_of
+from dllm_plugin.commands.bench.step_counts import Count
+from dllm_plugin.commands.bench.step_sizes import Forward, sizes_of
 from dllm_plugin.commands.offline import stop_engine
 
 QUICK = ["--enforce-eager", "--seed", "3"]
@@ -200,9 +203,21 @@ FULL = ["--canvas", "64", "--block-length", "16", "--rounds", "1", "--output-len
     ids=["dual", "refreshes", "beside", "prefix", "semi"],
 )
 def test_full_attention(
-    strategy: str, more: tuple[str, ...], computed: int, capsys: pytest.CaptureFixture[str]
+    strategy: str,
+    more: tuple[str, ...],
+    computed: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Forwards of several sizes: the floor is that of what each step computed."""
+    counted = []
+
+    def noted(counts: list[Count], forwards: list[Forward]) -> list[StepSize]:
+        counted.append(sum(count.positions for count in counts))
+        assert sum(count.forwards for count in counts) == len(forwards)
+        return sizes_of(counts, forwards)
+
+    monkeypatch.setattr(throughput_latency, "sizes_of", noted)
     arguments = ["--strategy", strategy, "--shapes", "tiny", "--requests", "2", "--context", "64"]
     arguments += ["--tokens-per-forward", "4", "--input-len", "32", *FULL, *more]
     assert cli.main(["bench", "all", *arguments, *QUICK]) == 0
@@ -213,8 +228,9 @@ def test_full_attention(
     assert step["steps"] >= 40 and 2 * 16 <= step["positions"] <= 2 * (64 + 2 * 64)
     assert step["floor_ms"] == pytest.approx(step["gemm_ms"] + step["kv_ms"])
     assert step["logits_mb"] == 2 * 16 * 512 * 2 / 1e6
-    for row in line["served"]:
+    for row, positions in zip(line["served"], counted, strict=True):
         expected = CHEAPER if "approximation" in row else computed
+        assert positions == row["answered"] * expected
         assert row["positions_per_token"] == expected / 64 and row["share_of_floor"] > 0
     kinds = ["2:16:16"] * ("--approximations" in more)
     assert [row.get("approximation") for row in line["served"]] == [

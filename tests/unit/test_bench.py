@@ -93,6 +93,10 @@ WATCHED = ["watched", "--shapes", "tiny", "--requests", "4", "--tokens-per-forwa
             ["latency", "--strategy", "dual_cache", "--approximations", "0::"],
             "full_refresh_every",
         ),
+        (
+            ["step", "--shapes", "tiny", "--strategy", "semi_autoregressive", "--profile"],
+            "those of --strategy semi_autoregressive have piecewise ones: leave --profile out.",
+        ),
         (["latency", "--tokens-per-forward", "2"], "is measured on a checkpoint"),
         (["latency", "--input-len", "64"], "is what the prompts have on a checkpoint"),
         (["latency", "--model", "some/model", "--vs", "hf"], "--vs hf needs --shapes"),

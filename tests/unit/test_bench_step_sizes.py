@@ -1,6 +1,7 @@
 """Sizes of steps under full attention: counted from snapshots, timed as sums of parts."""
 
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,11 +10,12 @@ import torch
 from refusals import resolved
 from torch import Tensor
 
-from dllm_plugin.commands.bench import floor
+from dllm_plugin.commands.bench import floor, step
 from dllm_plugin.commands.bench.floor import Floor, StepSize
 from dllm_plugin.commands.bench.model_shapes import SHAPES, Sizes
-from dllm_plugin.commands.bench.request_loop import Answer
-from dllm_plugin.commands.bench.step_sizes import forwards_of
+from dllm_plugin.commands.bench.request_loop import Answer, Arrival, Run
+from dllm_plugin.commands.bench.step_counts import Count, counting
+from dllm_plugin.commands.bench.step_sizes import Forward, forwards_of, sizes_of
 from dllm_plugin.commands.verify.plain.full_attention import decode
 from dllm_plugin.commands.verify.plain.full_text import FullText, Rules
 from dllm_plugin.commands.verify.plain.model import Slots
@@ -67,6 +69,58 @@ def snapshots_of(text: FullText) -> list[dict[str, Any]]:
         ids = [decided.get(PROMPT + base + i, -1) for i in range(8)]
         told.append({"dllm": {"start": base, "ids": np.array(ids, np.int32).tobytes()}})
     return told
+
+
+def test_what_shares_a_step_is_counted_in_the_timed_run() -> None:
+    """The second run's requests take turns, one a step; nothing is computed in some steps."""
+    timed = [Count(), Count(200, 2), Count(64, 2), Count(), Count(132, 2), Count(32, 0)]
+    forwards = [
+        Forward(at, StepSize(n, 130, rows))
+        for at, (n, rows) in enumerate([(100, 32), (100, 32), (32, 20), (32, 10), (100, 4)])
+    ]
+    found = sizes_of(timed, forwards)
+    assert [size.positions for size in found] == [200, 64, 132, 32]
+    assert [size.keys for size in found] == [260, 260, 260, 0]
+    assert [size.rows for size in found] == [39, 39, 39, 0], "of 19.6 in a forward"
+
+
+def test_a_message_is_counted_once() -> None:
+    """Some messages say nothing, and engines that count no positions say forwards alone."""
+    loggers: list[Any] = []
+    engine: Any = SimpleNamespace(logger_manager=SimpleNamespace(stat_loggers=loggers))
+    forwards = SimpleNamespace(num_drafts=3)
+    with counting(engine) as last_count:
+        said = SimpleNamespace(cudagraph_stats=None, spec_decoding_stats=forwards)
+        loggers[0].record(said, None, mm_cache_stats=None, engine_idx=0)
+        assert last_count() == Count(0, 3) and last_count() == Count()
+        said.cudagraph_stats = SimpleNamespace(num_unpadded_tokens=96)
+        loggers[0].record(said, None)
+        loggers[0].log()
+        assert last_count() == Count(96, 3)
+    assert not loggers
+    with counting(SimpleNamespace(logger_manager=None)) as last_count:  # type: ignore[arg-type]
+        assert last_count() == Count()
+
+
+def test_messages_of_steps_that_computed_nothing_are_no_steps() -> None:
+    """Every second one is empty: the floor of a step and its time are of as many steps."""
+    arrivals = [Arrival(at, 4) for at in (2, 6, 10, 14)]
+    answer = Answer([1] * 10, 0.0, arrivals, [1] * 16, finished=True, forwards=8)
+    run = Run([answer], [0.1 * i for i in range(16)], [Count(), Count(32, 1)] * 8)
+    assert (row := step._times(run))["steps"] == 4
+    assert row["step_ms"] == pytest.approx(200) and row["step_ms_spread"] == pytest.approx(
+        [200] * 2
+    )
+    assert row["steps_per_second"] == pytest.approx(5)
+    run.counts = [Count()] * 16  # of an engine that counts no positions
+    assert step._times(run)["step_ms"] == pytest.approx(100) and step._times(run)["steps"] == 8
+    # The floor of such a step: that of a forward, and not of half a forward.
+    sizes = sizes_of([Count(), Count(32, 1)] * 4, [Forward(0, StepSize(32, 64, 8))])
+    limit = Floor(1e9, {}, {}, 2, {32: 100.0}, {8: 20.0})
+    kept = row | {"requests": 1, "positions": 32, "step_sizes": sizes}
+    found = step.add_floor(kept, limit, Sizes.of(SHAPES["tiny"]))
+    assert found["gemm_ms"] == pytest.approx(120)
+    assert found["share_of_floor"] == pytest.approx(found["floor_ms"] / 200)
 
 
 def test_time_of_a_step_is_that_of_its_parts() -> None:

@@ -6,6 +6,11 @@ from typing import Any
 import pytest
 
 from dllm_plugin.commands.bench import trace_summary
+from dllm_plugin.commands.bench.profile import MOST_STEPS
+
+
+def summarise(events: list[dict[str, Any]]) -> trace_summary.Summary:
+    return trace_summary.summarise(events, MOST_STEPS)
 
 
 def launch(number: int, time: float) -> dict[str, Any]:
@@ -34,7 +39,7 @@ def a_trace(steps: int) -> list[dict[str, Any]]:
 
 
 def test_trace_is_split_by_what_launched_a_kernel() -> None:
-    summary = trace_summary.summarise(a_trace(5))
+    summary = summarise(a_trace(5))
     assert summary.steps == 4
     parts = (summary.forward_ms, summary.lm_head_ms, summary.sampler_ms, summary.copy_ms)
     assert parts == pytest.approx((0.595, 0.1, 0.15, 0.01))
@@ -50,7 +55,7 @@ def test_trace_is_split_by_what_launched_a_kernel() -> None:
 def test_overlapping_kernels_are_busy_once() -> None:
     events = a_trace(5)
     events += [event("kernel", "side", 1000.0 * i + 700, 60, 900 + i) for i in range(5)]
-    summary = trace_summary.summarise(events)
+    summary = summarise(events)
     assert summary.busy_ms == pytest.approx(0.855) and summary.sampler_ms == pytest.approx(0.21)
 
 
@@ -62,8 +67,8 @@ def test_steps_that_a_refresh_ran_in_are_left_out() -> None:
         for e in a_trace(3)
         if "cat" in e
     ]
-    found = asdict(trace_summary.summarise(a_trace(3) + pieces + later))
-    wanted = asdict(trace_summary.summarise(a_trace(5)))
+    found = asdict(summarise(a_trace(3) + pieces + later))
+    wanted = asdict(summarise(a_trace(5)))
     assert found.pop("steps") == wanted.pop("steps") == 4
     for largest in ("largest", "forward_largest"):
         assert found.pop(largest) == pytest.approx(wanted.pop(largest))
@@ -73,11 +78,17 @@ def test_steps_that_a_refresh_ran_in_are_left_out() -> None:
 def test_exchange_between_ranks_stands_apart() -> None:
     events = a_trace(5)
     events += [event("kernel", "ncclDevKernel_x", 1000.0 * i + 910, 40, 900 + i) for i in range(5)]
-    summary = trace_summary.summarise(events)
+    summary = summarise(events)
     assert summary.exchange_ms == pytest.approx(0.04) and summary.sampler_ms == pytest.approx(0.15)
 
 
 def test_a_trace_without_graphs_is_refused() -> None:
     eager = [e for e in a_trace(5) if e["name"] != "cudaGraphLaunch"]
     with pytest.raises(ValueError, match="holds 0 replays"):
-        trace_summary.summarise(eager)
+        summarise(eager)
+
+
+def test_piecewise_graphs_are_refused() -> None:
+    """Each forward replays one for every layer, all of about the same size."""
+    with pytest.raises(ValueError, match="holds 33 replays .* at most 32 steps.*--requests"):
+        summarise(a_trace(33))

@@ -135,6 +135,8 @@ def options_of_ours(
     most = max(settings.grid_requests(canvas))
     options = _common(settings, length, most) | {"model": model.path}
     options["additional_config"] = {"dllm": settings.dllm(canvas)}
+    if settings.measured.full_attention:
+        options["cudagraph_metrics"] = True  # the positions of each step, in its message
     if not model.is_real:
         options |= DUMMY
     if settings.attention_backend is not None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 STEPS = 16  # traced
+MOST_STEPS = 2 * STEPS  # in a trace: some are in flight when the profiler starts and stops
 
 
 class Tracer:
@@ -45,7 +46,8 @@ def trace_steps(llm: "LLM", asks: Sequence[Ask], folder: Path, step_ms: float) -
     files = sorted(folder.glob(f"{name}_*.json"))  # one per rank; they run alike
     if not files:
         raise ValueError("vLLM's profiler left no trace: measure without --profile.")
-    summary = summarise(json.loads(files[0].read_text(encoding="utf-8"))["traceEvents"])
+    events = json.loads(files[0].read_text(encoding="utf-8"))["traceEvents"]
+    summary = summarise(events, MOST_STEPS)
     for file in files:
         file.unlink()
     host = step_ms - summary.busy_ms

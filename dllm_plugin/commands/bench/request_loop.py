@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dllm_plugin.commands.bench.settings import requests_of
+from dllm_plugin.commands.bench.step_counts import Count, counting
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -47,10 +48,11 @@ class Answer:
 
 @dataclass
 class Run:
-    """Record a set of requests while it is served."""
+    """Record a set of requests while it is served. Of each message there is a stamp and a count."""
 
     answers: list[Answer] = field(default_factory=list)
     stamps: list[float] = field(default_factory=list)  # when each message had been processed
+    counts: list[Count] = field(default_factory=list)
     started: float = 0.0
 
     @property
@@ -82,22 +84,24 @@ def serve(llm: "LLM", asks: Sequence[Ask], at_once: int, tick: Tick | None = Non
     kind, engine = RequestOutputKind.DELTA, llm.llm_engine
     run, waiting, open_by_id = Run(), list(asks), dict[str, Answer]()
     run.started = time.perf_counter()
-    while waiting or open_by_id:
-        while waiting and len(open_by_id) < at_once:
-            ask = waiting.pop(0)
-            sampling = SamplingParams(temperature=0.0, output_kind=kind, **ask.sampling)
-            answer = Answer(ask.prompt, time.perf_counter(), sampling=ask.sampling)
-            run.answers.append(answer)
-            name = f"bench-{len(run.answers)}"
-            engine.add_request(name, {"prompt_token_ids": ask.prompt}, sampling)
-            open_by_id[name] = answer
-        outputs = engine.step()
-        run.stamps.append(time.perf_counter())
-        for output in outputs:
-            if _note(open_by_id[output.request_id], output, len(run.stamps) - 1):
-                del open_by_id[output.request_id]
-        if tick is not None:
-            tick(run)
+    with counting(engine) as last_count:
+        while waiting or open_by_id:
+            while waiting and len(open_by_id) < at_once:
+                ask = waiting.pop(0)
+                sampling = SamplingParams(temperature=0.0, output_kind=kind, **ask.sampling)
+                answer = Answer(ask.prompt, time.perf_counter(), sampling=ask.sampling)
+                run.answers.append(answer)
+                name = f"bench-{len(run.answers)}"
+                engine.add_request(name, {"prompt_token_ids": ask.prompt}, sampling)
+                open_by_id[name] = answer
+            outputs = engine.step()
+            run.stamps.append(time.perf_counter())
+            run.counts.append(last_count())
+            for output in outputs:
+                if _note(open_by_id[output.request_id], output, len(run.stamps) - 1):
+                    del open_by_id[output.request_id]
+            if tick is not None:
+                tick(run)
     return run
 
 

@@ -254,15 +254,7 @@ def _check_combinations(settings: Settings, input_len: int | None) -> None:
             raise ValueError("--input-len is what the prompts have on a checkpoint: use --shapes.")
         if settings.model is not None and "hf" in settings.versus:
             raise ValueError("--vs hf needs --shapes, or the bundled model: leave --model out.")
-    asked = {name for variant in settings.approximations for name in refreshes_of(variant)}
-    if asked - {"suffix_window"} and not settings.measured.refreshes:
-        raise ValueError(
-            f"--approximations of {settings.strategy} can have a suffix_window alone, as in ::32."
-        )
-    if settings.approximations and not settings.measured.full_attention:
-        raise ValueError(
-            f"--approximations are of full attention, not of --strategy {settings.strategy}."
-        )
+    _check_full_attention(settings)
     single_block_from = settings.commit_alone_from
     if single_block_from and not all(map(settings.computes_next_block, settings.canvas)):
         raise ValueError(
@@ -276,6 +268,24 @@ def _check_combinations(settings: Settings, input_len: int | None) -> None:
         )
     if settings.mode == "step" and "hf" in settings.versus:
         raise ValueError("--vs hf serves whole requests: use the mode latency, throughput or all.")
+
+
+def _check_full_attention(settings: Settings) -> None:
+    """Raise ValueError for what only some strategies with full attention can have."""
+    asked = {name for variant in settings.approximations for name in refreshes_of(variant)}
+    if asked - {"suffix_window"} and not settings.measured.refreshes:
+        raise ValueError(
+            f"--approximations of {settings.strategy} can have a suffix_window alone, as in ::32."
+        )
+    if settings.approximations and not settings.measured.full_attention:
+        raise ValueError(
+            f"--approximations are of full attention, not of --strategy {settings.strategy}."
+        )
+    if settings.profile and settings.measured.full_attention and not settings.measured.refreshes:
+        raise ValueError(
+            f"--profile needs forwards in full CUDA graphs, and those of --strategy "
+            f"{settings.strategy} have piecewise ones: leave --profile out."
+        )
 
 
 def _check_watched(settings: Settings) -> None:

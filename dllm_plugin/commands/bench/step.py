@@ -17,8 +17,9 @@ from dllm_plugin.commands.bench.model_shapes import Sizes
 from dllm_plugin.commands.bench.profile import trace_steps
 from dllm_plugin.commands.bench.request_loop import Answer, Ask, Run, Window, serve, steady_window
 from dllm_plugin.commands.bench.settings import Settings
+from dllm_plugin.commands.bench.step_counts import Count
 from dllm_plugin.commands.bench.step_memory import logits_bytes, temporary_bytes
-from dllm_plugin.commands.bench.step_sizes import run_again, sizes_of
+from dllm_plugin.commands.bench.step_sizes import all_forwards, run_again, sizes_of
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -107,7 +108,7 @@ def measure(
             row["block_step_ms"] = median_ms(run)
         row["forwards_per_s"] = requests * row["steps_per_second"]
         tell(row)
-        row |= _positions(llm, settings, canvas, asks)
+        row |= _positions(llm, settings, canvas, asks, run)
         logits_rows = row.pop("logits_rows")
         row["logits_mb"] = logits_bytes(llm, logits_rows, decoding(llm)["vocab_parallel"]) / 1e6
         if not on_cpu():
@@ -118,8 +119,13 @@ def measure(
     return rows
 
 
-def _positions(llm: "LLM", settings: Settings, canvas: int, asks: list[Ask]) -> dict[str, Any]:
-    """Return the positions of a step and its most logits rows; where steps differ, their sizes."""
+def _positions(
+    llm: "LLM", settings: Settings, canvas: int, asks: list[Ask], run: Run
+) -> dict[str, Any]:
+    """Return the positions of a step and its most logits rows; where steps differ, their sizes.
+
+    Under full attention a step has the most rows if all of its forwards begin a block.
+    """
     requests = len(asks)
     if not settings.measured.full_attention:
         alone_from = decoding(llm)["commit_alone_from"]
@@ -127,10 +133,13 @@ def _positions(llm: "LLM", settings: Settings, canvas: int, asks: list[Ask]) -> 
         return {"positions": positions, "logits_rows": positions}
     again = run_again(llm, asks, requests)
     window = steady_window(again)
-    sizes = sizes_of(llm, again)[window.first + 1 : window.last + 1]
+    forwards = [one for one in all_forwards(llm, again) if window.first < one.step <= window.last]
+    counts = _counts(run, steady_window(run))
+    sizes = sizes_of(counts, forwards)
+    most_rows = max(one.size.rows for one in forwards)
     return {
         "positions": round(statistics.mean(size.positions for size in sizes)),
-        "logits_rows": max(size.rows for size in sizes),
+        "logits_rows": most_rows * max(count.forwards for count in counts),
         "step_sizes": sizes,
     }
 
@@ -173,14 +182,25 @@ def median_ms(run: Run) -> float:
     return 1e3 * statistics.median(b - a for a, b in zip(stamps, stamps[1:], strict=False))
 
 
+def _counts(run: Run, window: Window) -> list[Count]:
+    return run.counts[window.first + 1 : window.last + 1]
+
+
 def _times(run: Run) -> dict[str, Any]:
+    """Return the columns that every engine has.
+
+    Where the engine counts positions, messages of steps that computed nothing are no steps.
+    """
     window = steady_window(run)
+    messages = window.last - window.first
+    steps = sum(count.positions > 0 for count in _counts(run, window)) or messages
+    scale = messages / steps
     return {
-        "steps": window.last - window.first,
+        "steps": steps,
         "context": round(_context(run, window)),
-        "step_ms": window.step_ms,
-        "step_ms_spread": list(window.spread_ms),
-        "steps_per_second": 1e3 / window.step_ms,
+        "step_ms": window.step_ms * scale,
+        "step_ms_spread": [scale * ms for ms in window.spread_ms],
+        "steps_per_second": 1e3 / window.step_ms / scale,
     }
 
 

@@ -1,10 +1,16 @@
 """Count what each step of an engine computed under full attention, where forwards differ in size.
 
 A refresh computes prompt and canvas, other forwards a block or what stands behind it, and one step
-may hold both. A second run of the same requests asks for snapshots (``dllm_frames``), which name
-the block of each forward; where forwards start and stop follows from the engine's own functions.
+may hold both. The engine says how many positions and forwards each step of the timed run had
+(:mod:`dllm_plugin.commands.bench.step_counts`), but neither their keys nor their logits rows. So a
+second run of the same requests asks for snapshots (``dllm_frames``), which name the block of each
+forward; where forwards start and stop follows from the engine's own functions.
+
+What shares a step is not taken from the second run: a forward of a watched request waits for the
+result of the one before, so that its requests take turns, in twice as many and smaller steps.
 """
 
+import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,6 +18,7 @@ import numpy as np
 
 from dllm_plugin.commands.bench.floor import StepSize
 from dllm_plugin.commands.bench.request_loop import Answer, Ask, Run, serve
+from dllm_plugin.commands.bench.step_counts import Count
 from dllm_plugin.config.decode import DecodeConfig, get_decode_config
 from dllm_plugin.config.reporting import SNAPSHOT
 from dllm_plugin.config.request import request_config
@@ -39,14 +46,30 @@ def run_again(llm: "LLM", asks: Sequence[Ask], at_once: int) -> Run:
     return serve(llm, watched, at_once)
 
 
-def sizes_of(llm: "LLM", run: Run) -> list[StepSize]:
-    """Return the size of each step of a run of :func:`run_again`.
+def sizes_of(counts: Sequence[Count], forwards: Sequence[Forward]) -> list[StepSize]:
+    """Return the sizes of the steps of a timed run, but for those that computed nothing.
+
+    Positions are as counted. Each forward has as many keys and logits rows as `forwards` of the
+    same requests have on average: the time to read keys is the same however they are spread, and
+    that of logits is nearly so.
+    """
+    keys = statistics.mean(one.size.keys for one in forwards)
+    rows = statistics.mean(one.size.rows for one in forwards)
+    return [
+        StepSize(one.positions, round(one.forwards * keys), round(one.forwards * rows))
+        for one in counts
+        if one.positions
+    ]
+
+
+def all_forwards(llm: "LLM", run: Run) -> list[Forward]:
+    """Return the forwards of a run of :func:`run_again`, request by request.
 
     Raises ValueError if a request was preempted: its refreshes are not those of its schedule.
     """
     vllm_config = llm.llm_engine.vllm_config
     config = get_decode_config(vllm_config)
-    sizes = [StepSize()] * len(run.stamps)
+    found = []
     for answer in run.answers:
         forwards = forwards_of(answer, config, vllm_config.model_config.max_model_len)
         computed = len(answer.prompt) + answer.canvas_positions
@@ -55,9 +78,8 @@ def sizes_of(llm: "LLM", run: Run) -> list[StepSize]:
                 "a request was preempted: raise --gpu-memory-utilization, or lower --requests or "
                 "--context."
             )
-        for one in forwards:
-            sizes[one.step] = sizes[one.step].plus(one.size)
-    return sizes
+        found += forwards
+    return found
 
 
 def forwards_of(answer: Answer, config: DecodeConfig, max_model_len: int) -> list[Forward]:

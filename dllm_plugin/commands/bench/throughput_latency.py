@@ -11,7 +11,7 @@ from dllm_plugin.commands.bench.model_shapes import Sizes
 from dllm_plugin.commands.bench.request_loop import Answer, Ask, Run, asking_for, serve
 from dllm_plugin.commands.bench.settings import Settings
 from dllm_plugin.commands.bench.step_schedule import steps_of
-from dllm_plugin.commands.bench.step_sizes import run_again, sizes_of
+from dllm_plugin.commands.bench.step_sizes import all_forwards, run_again, sizes_of
 from dllm_plugin.commands.offline import conversation
 from dllm_plugin.commands.problems.generator import Problem, eval_seeds, extract_answer, problem
 
@@ -105,7 +105,8 @@ def measure(
             row["approximation"] = variant
         tell(row)
         if settings.measured.full_attention:
-            row["step_sizes"] = sizes_of(llm, run_again(llm, asks, at_once))
+            forwards = all_forwards(llm, run_again(llm, asks, at_once))
+            row["step_sizes"] = sizes_of(run.counts, forwards)
         else:
             row["positions"] = settings.positions_of_step(
                 canvas, at_once, decoding(llm)["commit_alone_from"]

@@ -56,10 +56,10 @@ class Summary:
     forward_largest: dict[str, float]
 
 
-def summarise(events: Iterable[dict[str, Any]]) -> Summary:
-    """Summarise the steps in the ``traceEvents`` of one device.
+def summarise(events: Iterable[dict[str, Any]], most: int) -> Summary:
+    """Summarise the steps in the ``traceEvents`` of one device, which are at most `most`.
 
-    Raises ValueError if the trace holds fewer than three replays of a forward.
+    Raises ValueError if the trace holds fewer than three replays of a forward, or more than steps.
     """
     launches, found = set(), []
     for event in events:
@@ -84,6 +84,12 @@ def summarise(events: Iterable[dict[str, Any]]) -> Summary:
         raise ValueError(
             f"the profile holds {len(starts)} replays of a CUDA graph: without full graphs "
             "(--enforce-eager?) forward and sampler cannot be told apart."
+        )
+    if len(starts) > most:
+        raise ValueError(
+            f"the profile holds {len(starts)} replays of CUDA graphs in at most {most} steps, so "
+            "that these forwards have piecewise graphs, which cannot be told apart: leave "
+            "--profile out, or lower --requests."
         )
     # The first and the last step may be incomplete.
     return _means(kernels, sorted(starts.values()))

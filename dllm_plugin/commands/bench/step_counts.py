@@ -1,0 +1,56 @@
+"""Read what the engine says of each step while requests are served: positions and forwards.
+
+Both come with the message that a step sends anyway, so that counting takes nothing from what is
+timed. Positions are those of vLLM's ``cudagraph_metrics``, which an engine has to be started with;
+forwards those of its statistics of speculative decoding.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+
+class Count(NamedTuple):
+    """Hold what a step computed; a message of a step that computed nothing has zeros.
+
+    positions  of all requests, without padding; 0 where the engine does not count them
+    forwards   whose results count: without those that were launched for a block that was done
+    """
+
+    positions: int = 0
+    forwards: int = 0
+
+
+class Counter:
+    """Take part in an engine's logging, as one of vLLM's ``StatLoggerBase``."""
+
+    def __init__(self) -> None:
+        self.count = Count()
+
+    def record(self, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
+        """Note what the message of a step says."""
+        graphs, forwards = scheduler_stats.cudagraph_stats, scheduler_stats.spec_decoding_stats
+        self.count = Count(
+            graphs.num_unpadded_tokens if graphs else 0, forwards.num_drafts if forwards else 0
+        )
+
+    def log(self) -> None:
+        """Print nothing: vLLM asks for this once in a while."""
+
+    def take(self) -> Count:
+        """Return what the last message said, and forget it: the next may say nothing."""
+        count, self.count = self.count, Count()
+        return count
+
+
+@contextmanager
+def counting(engine: Any) -> Iterator[Callable[[], Count]]:
+    """Count the steps of an engine; yield a function that returns the last message's count."""
+    manager = engine.logger_manager
+    counter = Counter()
+    loggers = [] if manager is None else manager.stat_loggers
+    loggers.append(counter)
+    try:
+        yield counter.take
+    finally:
+        loggers.remove(counter)
