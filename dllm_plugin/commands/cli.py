@@ -51,6 +51,10 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_argument("--context", type=_positive, help="tokens of each (default: 1024)")
     doctor.add_argument("--acceptance", help="docs/adaptive.md (default: 0.9:2.5)")
     doctor.add_argument("--step-ms", type=float, help="time of a step of one request")
+    doctor.add_argument("--adaptive", help="as the decode option: off, throughput or balanced")
+    doctor.add_argument("--min-window", type=int, help="as the decode option")
+    doctor.add_argument("--max-window", type=int, help="as the decode option")
+    doctor.add_argument("--canvas-length", type=int, help="as the decode option")
     _add_decode_options(doctor)
     _add_verify(commands)
     _add_bench(commands)
@@ -268,6 +272,8 @@ def _run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         with collecting_later():
             from dllm_plugin.commands import doctor, forecast
 
+            config = options["additional_config"]
+            config["dllm"] = forecast.with_widths(args, config["dllm"])
             return doctor.run(options, forecast.read_load(args))
     if args.command == "verify":
         from dllm_plugin.commands.verify import command as verify_command

@@ -12,6 +12,7 @@ from dllm_plugin.config.decode import DecodeConfig, get_decode_config
 from dllm_plugin.config.options import REQUEST_FIELDS, does_nothing
 from dllm_plugin.config.request import request_config
 from dllm_plugin.config.resolution import OF_SEVERAL_BLOCKS
+from dllm_plugin.config.step_times import KEY, newest, settings_of
 from dllm_plugin.decoding.families import FAMILIES
 from dllm_plugin.decoding.widths import widths_between
 from dllm_plugin.models import ARCHITECTURES
@@ -54,22 +55,28 @@ def run(options: dict[str, Any], load: Load | None = None) -> int:
 
 def _report_width(options: dict[str, Any], load: Load) -> None:
     """Say which width `adaptive` would choose for a load, and what that would bring."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    dllm = options["additional_config"]["dllm"] | {"adaptive": "throughput"}
-    wanted = options | {"additional_config": {"dllm": dllm}}
+    given = options["additional_config"]["dllm"]
+    dllm = {"adaptive": "throughput"} | given
     try:
-        vllm_config = EngineArgs(**wanted).create_engine_config()
+        vllm_config = _engine_config(options | {"additional_config": {"dllm": dllm}})
     except ValueError as error:
         _line("width", f"none: {one_sentence(error)}")
         return
     config = get_decode_config(vllm_config)
     widths = widths_between(config.min_window, config.max_window)
     allowed = allowed_widths(vllm_config, config, widths)
+    costs = "a model of large GPUs"
+    if (path := newest(vllm_config, config)) is not None:
+        vllm_config.additional_config[KEY] = str(path)  # type: ignore[index]
+        costs = f"measured on this machine, with {settings_of(path)}"
     found = forecast(config, load, step_costs(vllm_config, config), allowed)
-    _line("width", f"{found.width} of {config.min_window} to {config.max_window}, with adaptive")
+    how = "" if config.adaptive == "throughput" else f" {config.adaptive!r}"
+    between = f"{config.min_window} to {config.max_window}"
+    _line("width", f"{found.width} of {between}, with adaptive{how}")
+    if "adaptive" not in given:  # else they are part of the report
+        _report_graphs(vllm_config, config)
     _line("  tokens per forward", f"{found.tokens:.2f} of each request")
-    _line("  step costs", "measured on this machine" if found.measured else "a model of large GPUs")
+    _line("  step costs", costs)
     step_ms = 1.0 if found.measured else load.step_ms
     what = "tokens/s" if step_ms else "tokens in a small step's time"
     unit = 1000 / step_ms if step_ms else 1.0
@@ -77,13 +84,26 @@ def _report_width(options: dict[str, Any], load: Load) -> None:
     _line("  " + what, f"{unit * found.rate:.1f} ({widest})")
 
 
+def _engine_config(options: dict[str, Any]) -> "VllmConfig":
+    """Return the configuration of a server, whose limits are larger than vLLM's without a use."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    return EngineArgs(**options).create_engine_config(UsageContext.OPENAI_API_SERVER)
+
+
+def _report_graphs(vllm_config: "VllmConfig", config: DecodeConfig) -> None:
+    """Say which full CUDA graphs of widths would be captured, where there would be some."""
+    for width, counts in sorted(captured_graphs(vllm_config, config).items()):
+        _line(f"  width {width}", f"for up to {counts[-1]} requests, {len(counts)} graphs")
+
+
 def _report_model(options: dict[str, Any]) -> int:
     from vllm.config import CompilationMode
-    from vllm.engine.arg_utils import EngineArgs
 
     _line("model", options["model"])
     try:
-        vllm_config = EngineArgs(**options).create_engine_config()
+        vllm_config = _engine_config(options)
     except (ValueError, OSError) as error:
         _line("problem", one_sentence(error))
         return 1
@@ -108,9 +128,7 @@ def _report_model(options: dict[str, Any]) -> int:
     _line("attention", backend_name(vllm_config))
     _line("CUDA graphs", _graphs(vllm_config))
     if config.method.floats:
-        graphs = captured_graphs(vllm_config, config)
-        for width, counts in sorted(graphs.items()):
-            _line(f"  width {width}", f"for up to {counts[-1]} requests, {len(counts)} graphs")
+        _report_graphs(vllm_config, config)
     mode = vllm_config.compilation_config.mode
     _line("model compiled", "no" if mode in (None, CompilationMode.NONE) else mode.name)
     _line("step compiled", "yes" if config.compile_step else "no")

@@ -2,16 +2,19 @@
 
 import argparse
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dllm_plugin.config.decode import DecodeConfig
+from dllm_plugin.config.options import Options
 from dllm_plugin.decoding.acceptance import tokens_per_forward
 from dllm_plugin.decoding.step_costs import MeasuredCosts, StepCosts
 from dllm_plugin.decoding.widths import WidthController, choose, widths_between
 
 EXAMPLE, CONTEXT = "0.9:2.5", 1024
+WINDOWS = ("min_window", "max_window")
+OPTIONS = ("adaptive", *WINDOWS, "canvas_length")  # of decoding, that only `doctor` has
 
 
 class Load(NamedTuple):
@@ -40,6 +43,24 @@ def read_load(args: argparse.Namespace) -> Load | None:
         raise ValueError(f"--step-ms must be a time in milliseconds, got {args.step_ms}")
     p0, lam = read_acceptance(args.acceptance or EXAMPLE)
     return Load(args.requests, args.context or CONTEXT, p0, lam, args.step_ms)
+
+
+def with_widths(args: argparse.Namespace, dllm: dict[str, Any]) -> dict[str, Any]:
+    """Return decode options with those of widths. Raises ValueError naming what is wrong.
+
+    Who asks for a load and names a window asks about `adaptive`.
+    """
+    given = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
+    asks = args.requests is not None
+    if asks and given.get("adaptive") == "off":
+        raise ValueError(
+            "--requests asks which width load would choose, and --adaptive off has none: leave one "
+            "of them out"
+        )
+    if asks and any(name in given for name in WINDOWS):
+        given.setdefault("adaptive", "throughput")
+    Options.from_user(dllm | given)
+    return dllm | given
 
 
 def read_acceptance(text: str) -> tuple[float, float]:

@@ -149,8 +149,8 @@ def worker_for(config: DecodeConfig, given: str, mode: CUDAGraphMode | None, can
         return given
     if given not in ("auto", WORKER):
         logger.warning(
-            "Steps of one block each%s have no full CUDA graphs under worker_cls %s: derive it "
-            "from %s to have them.",
+            "%s%s have no full CUDA graphs under worker_cls %s: derive it from %s to have them.",
+            "Steps of one width" if config.method.floats else "Steps of one block each",
             f" (commit_alone_from {alone})" if alone else "",
             given,
             WORKER,

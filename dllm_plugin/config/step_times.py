@@ -1,7 +1,7 @@
 """Keep the times of captured steps in a file: workers measure them, schedulers choose by them.
 
-They are measured anew whenever graphs are captured. The file's name says for what: a model, how it
-is run, and on which device.
+They are measured anew whenever graphs are captured. The folder's name says what they depend on: a
+model, its numbers and the device. The file's name says with which settings they were measured.
 """
 
 import hashlib
@@ -40,17 +40,46 @@ class StepTimes(NamedTuple):
 
 def path_for(vllm_config: VllmConfig, config: DecodeConfig) -> Path:
     """Return where the times of this configuration's steps are kept on this machine."""
-    model, cache = vllm_config.model_config, vllm_config.cache_config
     scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
+    backend = vllm_config.attention_config.backend
+    settings = {
+        "max_num_seqs": scheduler.max_num_seqs,
+        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        "max_model_len": vllm_config.model_config.max_model_len,
+        "tensor_parallel_size": parallel.tensor_parallel_size,
+        "data_parallel_size": parallel.data_parallel_size,
+        "kv_cache_dtype": vllm_config.cache_config.cache_dtype,
+        "attention_backend": "auto" if backend is None else backend.name,
+    }
+    words = [f"{name}={value}" for name, value in settings.items()]
+    name = ",".join([*words, _hash([settings, config.to_json()])])
+    return _folder(vllm_config, config) / f"{name}.json"
+
+
+def _folder(vllm_config: VllmConfig, config: DecodeConfig) -> Path:
+    """Return where times of this model and device are kept, whatever an engine's settings."""
+    model = vllm_config.model_config
     facts = [
-        *(vllm.__version__, current_platform.get_device_name(), config.to_json()),
-        *(model.model, model.revision, str(model.dtype), model.quantization, model.max_model_len),
-        *(cache.cache_dtype, scheduler.max_num_seqs, scheduler.max_num_batched_tokens),
-        *(parallel.tensor_parallel_size, parallel.data_parallel_size),
-        str(vllm_config.attention_config.backend),
+        *(vllm.__version__, current_platform.get_device_name(), config.kv_cache_layout),
+        *(model.model, model.revision, str(model.dtype), model.quantization),
     ]
-    name = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:24]
-    return Path(envs.VLLM_CACHE_ROOT) / FOLDER / f"{name}.json"
+    return Path(envs.VLLM_CACHE_ROOT) / FOLDER / _hash(facts)
+
+
+def _hash(facts: Any) -> str:
+    return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:24]
+
+
+def newest(vllm_config: VllmConfig, config: DecodeConfig) -> Path | None:
+    """Return the file that an engine of this model wrote last on this device, if there is one."""
+    files = _folder(vllm_config, config).glob("*.json")
+    ordered = sorted(files, key=lambda file: file.stat().st_mtime, reverse=True)
+    return next((file for file in ordered if load(file) is not None), None)
+
+
+def settings_of(path: Path) -> str:
+    """Return the settings of the engine that measured a file's times, to be read."""
+    return path.stem.rpartition(",")[0].replace("=", " ").replace(",", ", ")
 
 
 def own_path(vllm_config: VllmConfig) -> Path | None:

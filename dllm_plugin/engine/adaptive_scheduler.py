@@ -6,7 +6,9 @@ canvas goes on is read on the device. Nothing here runs where `adaptive` is off.
 
 from typing import Any
 
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
@@ -15,7 +17,7 @@ from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from dllm_plugin.config.adaptive import schedule_of
-from dllm_plugin.config.cuda_graphs import allowed_widths
+from dllm_plugin.config.cuda_graphs import OUR_WORKERS, allowed_widths
 from dllm_plugin.decoding.step_costs import MeasuredCosts
 from dllm_plugin.decoding.widths import WidthController, widths_between
 from dllm_plugin.engine.adaptive_metrics import told
@@ -32,6 +34,23 @@ MEASURED = (
     "corrected as steps run."
 )
 MODELLED = "Widths are chosen by a model of step costs: no measured times were found."
+NO_FULL_GRAPHS = (
+    "Under cudagraph_mode %s widths have no full CUDA graphs, so each forward is launched piece by "
+    "piece, which makes small steps slower and keeps them from being measured: use "
+    "FULL_AND_PIECEWISE%s."
+)
+
+
+def warn_without_graphs(vllm_config: VllmConfig) -> None:
+    """Say what it costs that a GPU's steps of one width have no full CUDA graphs."""
+    mode = vllm_config.compilation_config.cudagraph_mode or CUDAGraphMode.NONE
+    if current_platform.is_cuda() and not mode.has_full_cudagraphs():
+        stands = {
+            "enforce_eager": vllm_config.model_config.enforce_eager,
+            "a worker_cls of your own": vllm_config.parallel_config.worker_cls not in OUR_WORKERS,
+        }
+        also = " and ".join(name for name, in_the_way in stands.items() if in_the_way)
+        logger.warning(NO_FULL_GRAPHS, mode.name, also and f" without {also}")
 
 
 class RecordedCounts(RequestCounts):
@@ -61,6 +80,7 @@ class AdaptiveScheduler(DiffusionScheduler):
         # Times are compared where they were measured: a model counts in units.
         self.clock = StepClock() if isinstance(costs, MeasuredCosts) else None
         logger.info(MODELLED if self.clock is None else MEASURED)
+        warn_without_graphs(self.vllm_config)
         self.controller = WidthController(
             widths,
             config.family.logits_shift,

@@ -67,6 +67,8 @@ def test_metrics_and_log(client: httpx.Client, log: Path) -> None:
     found = client.get("/metrics").text
     for name in ("width_bucket", "width_changes_total", "acceptance_p0", "acceptance_lambda"):
         assert f"diffuplug:{name}{{" in found, name
+    # What steps computed of canvases is vLLM's own.
+    assert "vllm:diffusion_num_canvas_positions_total{" in found
     said = log.read_text()
     assert said.count("chosen by load, so a text depends on load and timing too") == 1
     assert said.count("Nobody has published how accurate") == 1

@@ -2,17 +2,21 @@
 
 import dataclasses
 import pickle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from refusals import DREAM, LLADA, MASK, one_sentence, resolved
+from vllm.config import CUDAGraphMode
 
 from dllm_plugin.config.adaptive import fit_canvas, read_schedule, without_grammars
+from dllm_plugin.config.cuda_graphs import WORKER, worker_for
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.options import Options
 from dllm_plugin.config.resolution import resolve
 from dllm_plugin.decoding.methods import METHODS
+from dllm_plugin.engine.adaptive_scheduler import warn_without_graphs
 from dllm_plugin.state.floating import FloatingView
 from dllm_plugin.state.preempted import ResumedId
 from dllm_plugin.state.request_table import RequestTable
@@ -109,3 +113,41 @@ def test_resumed_texts_are_cut_at_their_pieces() -> None:
 def test_pieces_travel_to_workers() -> None:
     sent = pickle.loads(pickle.dumps(ResumedId("a", (7, 9))))
     assert sent == "a" and sent.pieces == (7, 9) and isinstance(sent, ResumedId)
+
+
+def test_what_steps_without_full_graphs_cost(
+    vllm_config_for: Any, checkpoints: Path, logged: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Said on a GPU alone, with what stands in the way."""
+    config = vllm_config_for(checkpoints / "tiny-sdar")
+    compilation, parallel = config.compilation_config, config.parallel_config
+    logged.clear()
+    warn_without_graphs(config)
+    assert logged == []
+    platform = "dllm_plugin.engine.adaptive_scheduler.current_platform.is_cuda"
+    monkeypatch.setattr(platform, lambda: True)
+    compilation.cudagraph_mode = CUDAGraphMode.NONE
+    warn_without_graphs(config)
+    config.model_config.enforce_eager = False
+    compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
+    warn_without_graphs(config)
+    parallel.worker_cls = "a.Worker"
+    warn_without_graphs(config)
+    eager, piecewise, foreign = map(one_sentence, logged.copy())
+    assert "cudagraph_mode NONE widths have no full CUDA graphs, so each forward is lau" in eager
+    assert eager.endswith("use FULL_AND_PIECEWISE without enforce_eager.")
+    assert "cudagraph_mode PIECEWISE" in piecewise and piecewise.endswith("FULL_AND_PIECEWISE.")
+    assert foreign.endswith("use FULL_AND_PIECEWISE without a worker_cls of your own.")
+    for mode in (CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY):
+        compilation.cudagraph_mode = mode
+        warn_without_graphs(config)
+    assert len(logged) == 3
+
+
+def test_a_foreign_worker_is_told_of_widths(logged: list[str]) -> None:
+    mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    assert worker_for(floats(), "a.Worker", mode, True) == "a.Worker"
+    assert logged == [
+        "Steps of one width have no full CUDA graphs under worker_cls a.Worker: derive it from "
+        f"{WORKER} to have them."
+    ]

@@ -67,6 +67,7 @@ OPTIONS = {
     "bench watched": sorted({*MEASURED, *GRID, *SERVED, "--watched"} - CHECKPOINT),
     "doctor": sorted(
         [*DECODE, "--acceptance", "--context", "--dtype", "--help", "--requests", "--step-ms", "-h"]
+        + ["--adaptive", "--min-window", "--max-window", "--canvas-length"]
     ),
     "eval": sorted(
         [*DECODE, "--all", "--dtype", "--help", "--json", "--limit", "--model", "--output"]
@@ -124,6 +125,9 @@ def test_options_are_frozen() -> None:
         (["verify", "--prompts", "/no/such/file"], "No such file or directory"),
         (["doctor", "--context", "8"], "--context needs --requests"),
         (["doctor", "--requests", "8", "--acceptance", "2"], "--acceptance must be"),
+        (["doctor", "--requests", "8", "--adaptive", "off"], "--adaptive off has none"),
+        (["doctor", "--adaptive", "fast"], "adaptive 'fast' is unknown"),
+        (["doctor", "--requests", "8", "--min-window", "0"], "min_window must be"),
         (["bench", "adaptive", "--acceptance", "0.9:2"], "--acceptance needs --shapes"),
         (["bench", "adaptive", "--widths", "2,x"], "--widths must be whole numbers"),
         (

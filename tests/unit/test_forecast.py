@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from refusals import resolved
 
+from dllm_plugin.commands import cli
 from dllm_plugin.commands.eval.schedules import Question, read_questions, read_widths
-from dllm_plugin.commands.forecast import Load, forecast, read_load
+from dllm_plugin.commands.forecast import Load, forecast, read_load, with_widths
 from dllm_plugin.config.adaptive import is_published
 from dllm_plugin.decoding.step_costs import Costs, MeasuredCosts
 from dllm_plugin.engine.adaptive_metrics import FITTED, SCALE, WIDTH, told, width_metrics
@@ -20,7 +21,8 @@ FLOATING = resolved(strategy="d2f", adaptive="throughput", min_window=2)
 
 def arguments(**given: Any) -> argparse.Namespace:
     names = ("requests", "context", "acceptance", "step_ms")
-    return argparse.Namespace(**dict.fromkeys(names) | given)
+    windows = ("adaptive", "min_window", "max_window", "canvas_length")
+    return argparse.Namespace(**dict.fromkeys(names + windows) | given)
 
 
 def test_few_requests_get_wide_windows_and_many_narrow_ones() -> None:
@@ -50,6 +52,53 @@ def test_loads() -> None:
             read_load(arguments(requests=1, acceptance=wrong))
     with pytest.raises(ValueError, match="--step-ms must be"):
         read_load(arguments(requests=1, step_ms=-1.0))
+
+
+def test_options_of_widths() -> None:
+    """A window names `adaptive` where a load is asked about; what is not given is not there."""
+    dllm = {"strategy": "d2f"}
+    assert with_widths(arguments(requests=8), dllm) == with_widths(arguments(), dllm) == dllm
+    assert with_widths(arguments(min_window=2), dllm) == dllm | {"min_window": 2}
+    windows = {"min_window": 2, "max_window": 16}
+    assert with_widths(arguments(requests=8, **windows), dllm) == dllm | windows | {
+        "adaptive": "throughput"
+    }
+    given = {"adaptive": "balanced", "max_window": 16, "canvas_length": 64}
+    assert with_widths(arguments(requests=8, **given), dllm) == dllm | given
+    with pytest.raises(ValueError, match="--adaptive off has none"):
+        with_widths(arguments(requests=8, adaptive="off"), dllm)
+    with pytest.raises(ValueError, match="max_window must be a whole number"):
+        with_widths(arguments(max_window=-1), dllm)
+
+
+def test_balanced_is_wider() -> None:
+    """By nine tenths of the rate."""
+    balanced = resolved(strategy="d2f", adaptive="balanced", min_window=2)
+    load = Load(64, 512, 0.9, 2.5)
+    one, other = (forecast(config, load, Costs()) for config in (FLOATING, balanced))
+    assert one.width < other.width and 0.9 * one.rate <= other.rate <= one.rate
+
+
+def test_doctor_tells_widths(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the graphs of each, once, whoever asked for them."""
+    graphs = {2: [1, 64], 16: [1, 2, 4]}
+    monkeypatch.setattr("dllm_plugin.commands.doctor.captured_graphs", lambda *given: graphs)
+    doctor = ["doctor", str(checkpoints / "tiny-sdar"), "--requests", "64"]
+    for asked, width in (
+        ([], "of 4 to 4, with adaptive"),
+        (["--min-window=2"], "of 2 to 4, with adaptive"),
+        (["--adaptive=balanced", "--min-window=2"], "of 2 to 4, with adaptive 'balanced'"),
+    ):
+        assert cli.main([*doctor, *asked]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line for line in lines if line.startswith("width:") and line.endswith(width)]
+        found = [line.split(":")[1].strip() for line in lines if line.startswith("  width ")]
+        assert found == ["for up to 64 requests, 2 graphs", "for up to 4 requests, 3 graphs"]
+    assert cli.main([*doctor[:2], "--min-window=2"]) == 1
+    assert "min_window 2 has no effect with adaptive 'off'" in capsys.readouterr().out
+    assert cli.main([*doctor[:2], "--adaptive=throughput", "--canvas-length=2"]) == 1
 
 
 def test_widths() -> None:

@@ -1,6 +1,7 @@
 """Measured times of steps: their file, what is made of them, and what the scheduler compares."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,19 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
+from dllm_plugin.commands import cli
 from dllm_plugin.config.cuda_graphs import WORKER
 from dllm_plugin.config.decode import get_decode_config
-from dllm_plugin.config.step_times import KEY, StepTimes, load, path_for, save
+from dllm_plugin.config.step_times import (
+    KEY,
+    StepTimes,
+    load,
+    newest,
+    own_path,
+    path_for,
+    save,
+    settings_of,
+)
 from dllm_plugin.decoding.step_costs import KEY_SHARE, READS, Costs, MeasuredCosts
 from dllm_plugin.decoding.widths import WidthController, widths_between
 from dllm_plugin.engine.graph_times import step_times
@@ -107,6 +118,61 @@ def test_the_scheduler_takes_the_file(
     assert isinstance(captured, MeasuredCosts) and captured.graphs
     other = vllm_config_for(checkpoints / "tiny-sdar", max_num_seqs=3, **dllm)
     assert path_for(other, get_decode_config(other)) != path
+
+
+def test_doctor_takes_what_an_engine_measured(
+    vllm_config_for: Any,
+    checkpoints: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The newest of this model and device, whatever the engine's limits were."""
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+
+    def measured(ms: float, engine: int = 0, **options: Any) -> Path:
+        """As workers do, at the place that the configuration names."""
+        given = {"dllm": {"adaptive": "throughput"}}
+        config = vllm_config_for(checkpoints / "tiny-sdar", additional_config=given, **options)
+        config.additional_config[KEY] = str(path_for(config, get_decode_config(config)))
+        config.parallel_config.data_parallel_index = engine
+        path = own_path(config)
+        assert path is not None
+        save(path, TIMES._replace(ms=(ms,), positions=(2,), per_key=0.0))
+        return path
+
+    def doctor(*asked: str) -> dict[str, str]:
+        model = str(checkpoints / "tiny-sdar")
+        assert cli.main(["doctor", model, "--dtype=float32", "--requests=8", *asked]) == 0
+        lines = [line.split(":", 1) for line in capsys.readouterr().out.splitlines() if line]
+        return {name.strip(): value.strip() for name, value in lines}
+
+    assert doctor()["step costs"] == "a model of large GPUs"
+    old = measured(8.0, 1, max_num_seqs=1024, max_num_batched_tokens=8192)
+    new = measured(4.0, max_num_seqs=3)
+    measured(1.0, dtype="bfloat16")
+    assert old.stem.endswith("-1") and len({path.parent for path in tmp_path.glob("*/*/*")}) == 2
+    os.utime(old, (1, 1))
+    report = doctor()
+    said = "measured on this machine, with max_num_seqs 3, max_num_batched_tokens 768, "
+    assert report["step costs"].startswith(said)
+    assert report["step costs"].endswith("kv_cache_dtype auto, attention_backend auto")
+    tokens = float(report["tokens per forward"].split()[0])
+    assert float(report["tokens/s"].split()[0]) == pytest.approx(1000 * 8 * tokens / 4, rel=0.01)
+    os.utime(new, (0, 0))
+    balanced = doctor("--adaptive=balanced", "--min-window=2")["step costs"]
+    assert "with max_num_seqs 1024, max_num_batched_tokens 8192, max_model_len 256" in balanced
+    # Those of the engine itself are found by its settings alone.
+    config = vllm_config_for(
+        checkpoints / "tiny-sdar",
+        additional_config={"dllm": {"adaptive": "throughput", "min_window": 2}},
+    )
+    decode = get_decode_config(config)
+    config.additional_config[KEY] = str(path_for(config, decode))
+    assert isinstance(step_costs(config, decode), Costs)
+    old.write_text("")  # a damaged file is passed over
+    assert newest(config, decode) == new and settings_of(new).startswith("max_num_seqs 3, ")
+    assert len(new.name) < 255
 
 
 def test_the_model_of_a_checkpoint(vllm_config_for: Any, checkpoints: Path) -> None:
