@@ -23,6 +23,8 @@ from dllm_plugin import default_model
 
 NEIGHBOURS, TOKENS = 32, 24
 TINY = Path(__file__).parents[1] / "tests" / "goldens" / "checkpoints" / "tiny-llada"
+# 20 log-probabilities are the most that an engine gives by default. EOS switches, dllm_top_p and
+# dllm_top_k are refused under d2f, whose steps read none of them.
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "temperature": {"temperature": 0.8, "seed": 1},
@@ -35,6 +37,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "allowed_token_ids": {"allowed_token_ids": list(range(10, 250))},
     "min_tokens": {"min_tokens": 20, "ignore_eos": False},
     "stop_token_ids": {"stop_token_ids": list(range(128)), "min_tokens": TOKENS},
+    "own policy": {"dllm_policy": "entropy"},
+    "own block_length": {"dllm_block_length": 4},
 }
 
 

@@ -17,6 +17,30 @@ from dllm_plugin.models import dream, fast_dllm, llada, llada2, sdar
 
 CHECKPOINTS = Path(__file__).parents[1] / "goldens" / "checkpoints"
 TENSOR = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+
+
+def compressed(weights: str, inputs: str | None, dynamic: bool = True, **rest: Any) -> Any:
+    """As llm-compressor writes it: its FP8_DYNAMIC is channel and token."""
+    kind = {"num_bits": 8, "type": "float", "symmetric": True}
+    stored = kind | {"strategy": weights, "dynamic": False, "observer": "minmax"}
+    moving = kind | {"strategy": inputs, "dynamic": dynamic}
+    group = {
+        "targets": rest.pop("targets", ["Linear"]),
+        "weights": stored | ({"block_structure": [128, 128]} if weights == "block" else {}),
+        "input_activations": inputs and moving | ({"group_size": 128} if inputs == "group" else {}),
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "kv_cache_scheme": None,
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+        "config_groups": {"group_0": group},
+    } | rest
+
+
+PLAIN_EXPERTS = ["lm_head", "re:.*mlp.*"]
 # Model, vLLM's arguments, what config.json says of its weights, and whether that is refused.
 QUANTISED: list[tuple[str, dict[str, Any], dict[str, Any], bool]] = [
     ("sdar-moe", {"quantization": "fp8_per_tensor"}, {}, True),
@@ -26,6 +50,18 @@ QUANTISED: list[tuple[str, dict[str, Any], dict[str, Any], bool]] = [
     ("sdar-moe", {}, TENSOR, True),
     ("sdar-moe", {}, TENSOR | {"activation_scheme": "static"}, False),
     ("sdar-moe", {}, TENSOR | {"weight_block_size": [128, 128]}, False),
+    ("sdar-moe", {}, compressed("tensor", "tensor"), True),
+    ("llada2.0", {}, compressed("tensor", "tensor"), True),
+    ("llada2.1", {}, compressed("tensor", "tensor", targets=["re:.*experts.*"]), True),
+    ("sdar-moe", {}, compressed("tensor", "tensor", targets=["RoutedExperts"]), True),
+    ("sdar-moe", {}, compressed("tensor", "tensor", quant_method="compressed_tensors"), True),
+    ("sdar-moe", {}, compressed("tensor", "tensor", dynamic=False), False),
+    ("sdar-moe", {}, compressed("tensor", None), False),
+    ("sdar-moe", {}, compressed("tensor", "tensor", ignore=PLAIN_EXPERTS), False),
+    ("sdar-moe", {}, compressed("tensor", "tensor", targets=["re:.*self_attn.*"]), False),
+    ("sdar-moe", {}, compressed("channel", "token"), False),
+    ("llada2.0", {}, compressed("block", "group"), False),
+    ("sdar", {}, compressed("tensor", "tensor"), False),
     ("sdar-moe", {"quantization": "fp8_per_channel"}, {}, False),
     ("sdar-moe", {"quantization": "fp8_per_block"}, {}, False),
     ("sdar-moe", {"quantization_config": {"linear": "fp8_per_tensor"}}, {}, False),

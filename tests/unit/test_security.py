@@ -1,6 +1,7 @@
 """What a request, a checkpoint or an adapter can not do."""
 
 import json
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+import vllm.entrypoints
+from fastapi import FastAPI
 from safetensors.torch import load_file, save_file
 from vllm.exceptions import VLLMValidationError
 
@@ -20,6 +23,11 @@ from dllm_plugin.config.validation import Text
 from dllm_plugin.models.checkpoints import lora
 from dllm_plugin.omni import images
 
+PAGE = Path(__file__).parents[2] / "docs" / "security.md"
+# A decorator or call that mounts a path, in sources.
+MOUNTS = re.compile(
+    r"\.(?:get|post|put|patch|delete|head|websocket|api_route|add_api_route|mount)\(\s*[\"'](/[^\"']*)"
+)
 WRITES = """
 from pathlib import Path
 Path(__file__).with_name("written").touch()
@@ -56,6 +64,47 @@ def test_code_of_a_checkpoint_does_not_run(
     assert not list(tmp_path.rglob("written"))
     assert not [module for module in sys.modules if module.endswith(".modeling.Class")]
     assert not (tmp_path / "hf").exists()
+
+
+def mounted_by_sources() -> set[str]:
+    """All that vLLM's servers, its package of SageMaker's routes and ours may mount by name."""
+    import model_hosting_container_standards.sagemaker.lora.routes as adapters
+
+    import dllm_plugin.api as ours
+
+    files = [Path(adapters.__file__)]
+    for package in (vllm.entrypoints, ours):
+        files += Path(package.__path__[0]).rglob("*.py")
+    return {path for file in files for path in MOUNTS.findall(file.read_text())} | {
+        path for path in re.findall(r'path="(/[^"]*)"', files[0].read_text())
+    }
+
+
+def mounted_by_an_app(*arguments: str) -> set[str]:
+    """What a server without an engine has when it starts, whoever mounts it."""
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(list(arguments))
+    app: FastAPI = build_app(args, ("generate",))
+    return {route.path for route in app.routes}  # type: ignore[attr-defined]
+
+
+def test_the_page_names_every_route_without_the_key() -> None:
+    from vllm.entrypoints.serve.middleware.authenticate import GUARDED_PREFIX
+
+    from_sources = mounted_by_sources()
+    assert {"/v1/completions", "/tokenizer_info", "/collective_rpc", "/viewer"} < from_sources
+    found = mounted_by_an_app()
+    assert {"/v1/completions", "/metrics", "/redoc", "/invocations"} < found
+    page = PAGE.read_text()
+    for prefix in GUARDED_PREFIX:
+        assert f"`{prefix}`" in page
+    unguarded = {path for path in found | from_sources if not path.startswith(GUARDED_PREFIX)}
+    # A path with a part that varies is named by what stands before it.
+    missing = {path for path in unguarded if f"`{path.partition('/{')[0]}`" not in page}
+    assert not missing, f"name in docs/security.md what opens them and what they do: {missing}"
 
 
 LONG = ("x" * 10**6, "y\n" * 1000, [0] * 10**5, {"a": "b" * 10**6}, 10**4000, 1e308)

@@ -13,14 +13,19 @@ from pathlib import Path
 import pytest
 import vllm
 import vllm_bodies
+from vllm.v1.worker import gpu_model_runner
+from vllm.v1.worker.gpu import model_runner
 from vllm_bodies import GONE, UNKNOWN, fingerprint, read_table
 
 import dllm_plugin
 from dllm_plugin.kernels.runner import cpu
+from dllm_plugin.omni import workers
 
 SOURCES = Path(vllm.__file__).parent
 THIS, NEXT = "0.32", "0.33"
-LEFT_OUT = ("dllm_plugin.commands", "dllm_plugin.omni")  # omni has runners of its own
+LEFT_OUT = "dllm_plugin.commands"  # which override nothing, and need packages of extras
+# What `dllm_plugin.omni.workers` puts its mixins before, of either model runner.
+RUNNERS = (gpu_model_runner.GPUModelRunner, model_runner.GPUModelRunner)
 # Bodies that are called or stood in for, and whose meaning we rely on.
 RELIED_ON = """
 v1.core.sched.scheduler:Scheduler _preempt_request
@@ -40,6 +45,8 @@ sampling_params:SamplingParams update_from_tokenizer
 entrypoints.launchers.launcher: serve_http watchdog_loop terminate_if_errored
 v1.engine.async_llm:AsyncLLM shutdown
 v1.engine.output_processor:OutputProcessor propagate_error
+model_executor.layers.quantization.compressed_tensors.compressed_tensors:CompressedTensorsConfig \
+  get_scheme_dict _add_fused_moe_to_target_scheme_map
 """
 
 
@@ -53,10 +60,22 @@ def relied_on() -> set[str]:
     return symbols
 
 
+def mixed_in() -> set[str]:
+    """What mixins define that the runners which workers of ours put them before define, too."""
+    symbols = set()
+    for worker in (workers.ARWorker, workers.DiffusionWorker):
+        for mixin, runner in zip(worker.runners, RUNNERS, strict=True):
+            for name in {name for base in mixin.__mro__[:-1] for name in vars(base)}:
+                above = [base for base in runner.__mro__ if name in vars(base)]
+                if above and _is_code(vars(above[0])[name]):
+                    symbols.add(f"{above[0].__module__}:{above[0].__qualname__}.{name}")
+    return symbols
+
+
 @cache
 def overridden() -> set[str]:
     """What our classes define that a class of vLLM above them defines, too."""
-    symbols = set()
+    symbols = mixed_in()
     for info in pkgutil.walk_packages(dllm_plugin.__path__, "dllm_plugin."):
         if info.name.startswith(LEFT_OUT):
             continue

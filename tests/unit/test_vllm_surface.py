@@ -130,6 +130,8 @@ vllm.v1.worker.gpu.states: RequestState
 vllm.v1.worker.gpu_worker: Worker
 vllm.v1.worker.utils: AttentionGroup
 """
+COMPRESSED = "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors"
+IMPORTS += f"{COMPRESSED}: CompressedTensorsConfig\n"
 
 # Overridden or called: module (under vllm) : callable -> arguments.
 STATE = "v1.worker.gpu.model_states.interface:ModelState."

@@ -1,4 +1,4 @@
-"""Every symbol of vLLM that updates of weights and adapters of requests rely on."""
+"""Every symbol of vLLM that weights rely on: updates, adapters of requests, quantised mixtures."""
 
 import importlib
 
@@ -27,6 +27,8 @@ vllm.v1.worker.gpu_worker: Worker
 """
 WORKER, RELOAD = "v1.worker.gpu_worker:Worker.", "model_executor.model_loader.reload.layerwise:"
 RUNNER = "v1.worker.gpu.model_runner:GPUModelRunner."
+COMPRESSED = "model_executor.layers.quantization.compressed_tensors.compressed_tensors:"
+COMPRESSED += "CompressedTensorsConfig."
 PUNICA = "lora.punica_wrapper.punica_cpu:PunicaWrapperCPU."
 SIGNATURES = {
     WORKER + "start_weight_update": "self",
@@ -39,6 +41,9 @@ SIGNATURES = {
     PUNICA + "_shrink_prefill": "self y x w_t_all scale",
     RELOAD + "finalize_layerwise_reload": "*args **kwargs",
     RELOAD + "get_layerwise_info": "layer",
+    COMPRESSED + "from_config": "config",
+    COMPRESSED + "get_scheme_dict": "self layer layer_name=None",
+    COMPRESSED + "_add_fused_moe_to_target_scheme_map": "self",
 }
 FIELDS = {
     LayerReloadingInfo: "load_numel loaded_weights",

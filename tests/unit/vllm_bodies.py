@@ -9,6 +9,8 @@ of `vllm_bodies.txt` is printed, and a column for the release is added to it.
 import ast
 import hashlib
 import sys
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 
 TABLE = Path(__file__).with_suffix(".txt")
@@ -23,14 +25,19 @@ def fingerprint(folder: Path, symbol: str) -> str:
     file = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
     if not file.is_file():
         return GONE
-    found: ast.AST = ast.parse(file.read_text())
+    found = _parsed(file)
     for name in path.split("."):
         named = [node for node in _definitions(found) if _name(node) == name]
         if not named:
             return GONE
         found = named[-1]
-    code = ast.dump(_Plain().visit(found))
+    code = ast.dump(_Plain().visit(deepcopy(found)))
     return hashlib.sha256(code.encode()).hexdigest()[:LENGTH]
+
+
+@cache
+def _parsed(file: Path) -> ast.AST:
+    return ast.parse(file.read_text())
 
 
 def _definitions(owner: ast.AST) -> list[ast.AST]:
