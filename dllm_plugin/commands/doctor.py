@@ -93,9 +93,13 @@ def _engine_config(options: dict[str, Any]) -> "VllmConfig":
 
 
 def _report_graphs(vllm_config: "VllmConfig", config: DecodeConfig) -> None:
-    """Say which full CUDA graphs of widths would be captured, where there would be some."""
-    for width, counts in sorted(captured_graphs(vllm_config, config).items()):
-        _line(f"  width {width}", f"for up to {counts[-1]} requests, {len(counts)} graphs")
+    """Say which forwards of one length would have full CUDA graphs, where some would."""
+    graphs = captured_graphs(vllm_config, config)
+    what = "width" if config.method.floats else "forwards of"
+    for length, counts in sorted(graphs.items()):
+        _line(f"  {what} {length}", f"for up to {counts[-1]} requests, {len(counts)} graphs")
+    if graphs and config.method.full_attention:
+        _line("  refreshes", "piecewise graphs")
 
 
 def _report_model(options: dict[str, Any]) -> int:
@@ -127,7 +131,7 @@ def _report_model(options: dict[str, Any]) -> int:
         _line("  " + name, value)
     _line("attention", backend_name(vllm_config))
     _line("CUDA graphs", _graphs(vllm_config))
-    if config.method.floats:
+    if config.method.floats or config.method.full_attention:
         _report_graphs(vllm_config, config)
     mode = vllm_config.compilation_config.mode
     _line("model compiled", "no" if mode in (None, CompilationMode.NONE) else mode.name)

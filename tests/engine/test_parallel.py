@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 import test_block_goldens
+import test_schedules
 import torch
 from engines import CHECKPOINTS, a_prompt
 from full_jobs import CONTEXT, FullJob
@@ -20,7 +21,7 @@ from dllm_plugin.engine.cpu_worker import DiffusionCPUWorker
 pytestmark = pytest.mark.usefixtures("template")
 
 D2F = {"strategy": "d2f"}
-FULL, CHECKED = "semi_autoregressive", "llada2.1"
+FULL, CHECKED, FLOATING = "semi_autoregressive", "llada2.1", "llada-d2f"
 CASES = test_block_goldens.cases_of(CHECKED)
 VOCAB = 320
 BY_COLUMNS = {"dream", FULL}  # as by default; the other one gathers whole rows
@@ -112,6 +113,18 @@ def on_two_ranks(
     return {"engine": engine, "requests": wants, "register": checkpoint == "dream"}
 
 
+def with_schedules(notes: Path) -> dict[str, Any]:
+    """A wish for floating canvases, whose widths the requests give."""
+    family, strategy, block, canvas, _ = test_schedules.ENGINES[FLOATING]
+    dllm = {"strategy": strategy, "adaptive": "throughput", "canvas_length": canvas}
+    dllm |= {"block_length": block, "threshold": test_schedules.THRESHOLD}
+    requests = [
+        (prompt, {"max_tokens": tokens, "extra_args": {"dllm_schedule": widths}})
+        for prompt, tokens, widths in test_schedules.requests(FLOATING)
+    ]
+    return on_two_ranks(notes / FLOATING, family, dllm, requests)
+
+
 @pytest.fixture(scope="module")
 def notes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where ranks leave theirs, in a folder per engine."""
@@ -120,7 +133,7 @@ def notes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers(notes: Path) -> dict[str, list[list[int]]]:
-    """Tokens of three engines, which one script starts after each other."""
+    """Tokens of four engines, which one script starts after each other."""
     mixed = [
         (list(j.prompt), {"max_tokens": j.max_tokens, "extra_args": numbers_of(j)}) for j in MIXED
     ]
@@ -144,6 +157,7 @@ def answers(notes: Path) -> dict[str, list[list[int]]]:
         CHECKED: on_two_ranks(
             notes / CHECKED, CHECKED, {"canvas_length": 64}, checked + BY_AUTOMATA
         ),
+        FLOATING: with_schedules(notes),
     }
     for name, checkpoint, dllm, asked in (
         ("dream", "dream", D2F, BY_DRAFTS),
@@ -188,6 +202,18 @@ def test_tensor_parallel_blocks(answers: dict[str, list[list[int]]]) -> None:
     The logits are gathered.
     """
     assert answers[CHECKED][: len(CASES)] == [case["output_ids"] for case in CASES]
+
+
+def test_tensor_parallel_floating(answers: dict[str, list[list[int]]]) -> None:
+    """Every rank commits the same run, whatever the width."""
+    compared = 0
+    wanted = test_schedules.requests(FLOATING)
+    for (prompt, tokens, widths), got in zip(wanted, answers[FLOATING], strict=True):
+        text = test_schedules.plain(FLOATING, prompt, tokens, widths)
+        if text.margin > 3e-4:  # else a rounding may decide
+            assert got == text.answer(), widths[:5]
+            compared += 1
+    assert compared >= 4
 
 
 @pytest.mark.parametrize("name", ["dream", FULL, CHECKED])

@@ -136,6 +136,19 @@ def test_a_record_replays(name: str, room: EngineRoom) -> None:
     replays(llm, prompts, wishes)
 
 
+@pytest.mark.parametrize("name", ["llada-d2f", "dream-blocks", "sdar"])
+def test_a_record_of_preempted_requests_replays(name: str, room: EngineRoom) -> None:
+    """With pages for two of them at once; alone nothing preempts them."""
+    pages = {"block_size": 32, "num_gpu_blocks_override": 9}
+    llm = start(room, name, overlapped=True, dllm={"min_window": 2}, **pages)
+    scheduler(llm).controller.costs = Costs(free=8, per_position=0.1)
+    before, prompts = num_preemptions(llm), [a_prompt(20 + 3 * i, i) for i in range(6)]
+    wishes: list[dict[str, Any]] = [{"max_tokens": 60} for _ in range(4)]
+    wishes += [{"max_tokens": 60, "temperature": 0.8, "seed": i} for i in range(2)]
+    replays(llm, prompts, wishes)
+    assert num_preemptions(llm) > before
+
+
 @every_engine
 @pytest.mark.parametrize("overlapped", [False, True], ids=["sync", "async"], scope="module")
 def test_preempted_requests(name: str, overlapped: bool, room: EngineRoom) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 D2F = {"strategy": "d2f"}
+DUAL = {"strategy": "dual_cache"}
 SINGLE_BLOCKS = {"strategy": "block_diffusion", "commit_alone_from": 2}
 DISTINCT = D2F | {"kv_cache_layout": "distinct"}
 
@@ -40,12 +41,13 @@ def watch(family, options):
     [
         ("llada", D2F, {}),
         ("dream", SINGLE_BLOCKS, {}),
+        ("llada", DUAL, {"kinds": ["plain", "filtered"]}),  # the others wait for results
         ("sdar", {}, {}),
         ("llada2.1", {}, {}),
         ("dream", DISTINCT, {"attention_backend": None}),
         ("dream", D2F, {"attention_backend": "FLASH_ATTN", "dtype": "bfloat16"}),
     ],
-    ids=["d2f", "single-blocks", "sdar", "llada2.1", "distinct", "flash"],
+    ids=["d2f", "single-blocks", "dual-cache", "sdar", "llada2.1", "distinct", "flash"],
 )
 def test_no_step_waits_or_compiles_anew(family, dllm, options):
     assert watch(family, {"dllm": dllm, "async_scheduling": True} | options) == {}

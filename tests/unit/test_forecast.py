@@ -101,6 +101,17 @@ def test_doctor_tells_widths(
     assert cli.main([*doctor[:2], "--adaptive=throughput", "--canvas-length=2"]) == 1
 
 
+def test_doctor_tells_graphs_of_full_attention(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for graphs in ({32: [1, 2, 8]}, {}):
+        monkeypatch.setattr("dllm_plugin.commands.doctor.captured_graphs", lambda *_, g=graphs: g)
+        assert cli.main(["doctor", str(checkpoints / "tiny-llada")]) == 0
+        printed = " ".join(capsys.readouterr().out.split())
+        for line in ("forwards of 32: for up to 8 requests, 3 graphs", "refreshes: piecewise"):
+            assert (line in printed) is bool(graphs)
+
+
 def test_widths() -> None:
     assert read_widths("2,32,8,8") == [32, 8, 2]
     for wrong in ("", "8,", "0", "-1", "8.5", "wide"):
