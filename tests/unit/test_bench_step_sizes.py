@@ -16,6 +16,7 @@ from dllm_plugin.commands.bench.model_shapes import SHAPES, Sizes
 from dllm_plugin.commands.bench.request_loop import Answer, Arrival, Run
 from dllm_plugin.commands.bench.step_counts import Count, counting
 from dllm_plugin.commands.bench.step_sizes import Forward, forwards_of, sizes_of
+from dllm_plugin.commands.bench.throughput_latency import void_share
 from dllm_plugin.commands.verify.plain.full_attention import decode
 from dllm_plugin.commands.verify.plain.full_text import FullText, Rules
 from dllm_plugin.commands.verify.plain.model import Slots
@@ -145,3 +146,10 @@ def test_sizes_that_are_timed_reach_the_largest() -> None:
     )
     assert list(found.gemm_ms) == [3] and list(found.head_ms) == [8, 9]
     assert list(found.layers_ms) == [8, 10, 13, 16, 20] and min(found.layers_ms.values()) > 0
+
+
+def test_forwards_for_nothing_are_told() -> None:
+    answers = [Answer([1] * 10, 0.0, canvas_positions=25), Answer([1] * 5, 0.0)]
+    assert void_share(Run(answers, counts=[Count(30, 1), Count(), Count(20, 0)])) == pytest.approx(
+        0.2
+    )

@@ -152,7 +152,7 @@ COLUMNS = {
     "served": {
         **{"mode": "s", "requests": "d", "canvas": "d", "approximation": "s", "answered": "d"},
         **{"tokens_per_s": ".1f", "tokens_per_forward": ".2f", "forwards_per_s": ".1f"},
-        **{"positions_per_token": ".1f"},
+        **{"positions_per_token": ".1f", "void_share": ".1%"},
         **{"request_s": ".3f", "first_tokens_s": ".3f", "share_of_floor": ".1%"},
         **{"accuracy": ".1%", "ar_tokens_per_s": ".1f", "speedup_vs_ar": ".2f"},
     },

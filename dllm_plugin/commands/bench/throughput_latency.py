@@ -107,6 +107,7 @@ def measure(
         if settings.measured.full_attention:
             forwards = all_forwards(llm, run_again(llm, asks, at_once))
             row["step_sizes"] = sizes_of(run.counts, forwards)
+            row["void_share"] = void_share(run)
         else:
             row["positions"] = settings.positions_of_step(
                 canvas, at_once, decoding(llm)["commit_alone_from"]
@@ -140,6 +141,13 @@ def measure_autoregressive(
         _warm_up(llm, asks, row["requests"], AR_WARMUP)
         found[sizes[-1]] = place | _times(serve(llm, asks, row["requests"]))
     return [found[size] for size in sizes]
+
+
+def void_share(run: Run) -> float:
+    """Return the share of the positions that forwards of blocks that were done computed."""
+    counted = sum(count.positions for count in run.counts)
+    needed = sum(len(answer.prompt) + answer.canvas_positions for answer in run.answers)
+    return 1 - needed / counted
 
 
 def _warm_up(llm: "LLM", asks: list[Ask], at_once: int, tokens: int) -> None:
