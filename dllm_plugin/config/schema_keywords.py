@@ -4,7 +4,6 @@ Found by random texts of xgrammar 0.2.8, judged by jsonschema. What vLLM hands t
 itself is not looked for.
 """
 
-import json
 from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
@@ -85,29 +84,51 @@ def _overlapping(schema: dict[str, Any], root: Any) -> str:
 
 
 def _are_apart(one: Any, other: Any, root: Any) -> bool:
-    """Tell whether two schemas name different values or types, or a property that tells them."""
-    if not (isinstance(one, dict) and isinstance(other, dict)):
-        return False
-    values, others = _values(one), _values(other)
-    if values is not None and others is not None:
-        return not values & others
-    kind, another = one.get("type"), other.get("type")
-    if isinstance(kind, str) and isinstance(another, str) and kind != another:
-        return {kind, another} != {"integer", "number"}
-    if (kind, another) != ("object", "object"):
-        return False
-    mine, theirs = one.get("properties", {}), other.get("properties", {})
-    both = set(one.get("required", ())) & set(other.get("required", ())) & set(mine) & set(theirs)
+    """Tell whether no value fits two schemas: by what they name, or by a property that both need.
+
+    Properties are compared by what they name alone, so that references may go in circles.
+    """
+    if _name_others(one, other):
+        return True
+    mine, theirs = _needed(one), _needed(other)
     return any(
-        _are_apart(_resolved(mine[name], root), _resolved(theirs[name], root), root)
-        for name in sorted(both)
+        _name_others(_resolved(mine[name], root), _resolved(theirs[name], root))
+        for name in mine.keys() & theirs.keys()
     )
 
 
-def _values(schema: dict[str, Any]) -> set[str] | None:
-    """Return the values that a schema lists, as JSON; None if it lists none."""
+def _name_others(one: Any, other: Any) -> bool:
+    """Tell whether two schemas list different values, or name different types."""
+    if not (isinstance(one, dict) and isinstance(other, dict)):
+        return False
+    values, others = _values(one), _values(other)
+    if values and others:
+        return not values & others
+    kind, another = one.get("type"), other.get("type")
+    if not (isinstance(kind, str) and isinstance(another, str)):
+        return False
+    return kind != another and {kind, another} != {"integer", "number"}
+
+
+def _needed(schema: Any) -> dict[str, Any]:
+    """Return the properties that an object has to have, as far as they are described."""
+    if not isinstance(schema, dict) or schema.get("type") != "object":
+        return {}
+    described, needed = schema.get("properties"), schema.get("required")
+    if not (isinstance(described, dict) and isinstance(needed, list)):
+        return {}
+    return {name: inner for name, inner in described.items() if name in needed}
+
+
+def _values(schema: dict[str, Any]) -> set[tuple[bool, Any]]:
+    """Return the values that a schema lists, and whether each is a bool; empty: none, or others.
+
+    1 and 1.0 are one value in JSON, as in Python, but 1 and true are not.
+    """
     listed = [schema["const"]] if "const" in schema else schema.get("enum")
-    return {json.dumps(value, sort_keys=True) for value in listed} if listed else None
+    if not isinstance(listed, list) or any(isinstance(value, dict | list) for value in listed):
+        return set()
+    return {(isinstance(value, bool), value) for value in listed}
 
 
 def _resolved(schema: Any, root: Any) -> Any:

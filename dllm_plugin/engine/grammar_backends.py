@@ -77,13 +77,13 @@ def check_schema(params: SamplingParams) -> None:
         return
     if not asked._backend_was_auto:
         raise ValueError(
-            f"structured_outputs json has {loose}, which xgrammar does not read: start with "
-            "--structured-outputs-config.backend auto or guidance."
+            f"structured_outputs json has {loose!r}, which xgrammar does not read as a whole: "
+            "start with --structured-outputs-config.backend auto or guidance."
         )
     try:
         validate_guidance_grammar(params)
     except VLLMValidationError as error:
         raise ValueError(
-            f"structured_outputs json has {loose}, which xgrammar does not read, and guidance "
-            f"refuses the schema ({error}): write it without."
+            f"structured_outputs json has {loose!r}, which xgrammar does not read as a whole, and "
+            f"guidance refuses the schema ({error}): write it without."
         ) from error

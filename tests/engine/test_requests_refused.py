@@ -130,7 +130,7 @@ CONTRADICTING: list[dict[str, Any]] = [
 UNREAD: list[tuple[dict[str, Any], str]] = [
     ({"regex": "a+", "whitespace_pattern": " "}, "whitespace_pattern ' '"),
     ({"regex": "a+", "disable_any_whitespace": True}, "disable_any_whitespace True"),
-    ({"json": {"type": "integer", "not": {"const": 1}}}, "json has not, which xgrammar"),
+    ({"json": {"type": "integer", "not": {"const": 1}}}, "json has 'not', which xgrammar"),
     ({"json": {"oneOf": [{"type": "null"}, {"const": None}]}}, "alternatives that may overlap"),
 ]
 

@@ -170,6 +170,7 @@ def test_requests_have_backends_of_their_own(compiler: Compiler) -> None:
 
 # As pydantic writes a union of models that a property tells apart.
 KINDS = {"$defs": {name: _closed({"kind": {"const": name}, "at": AT}) for name in "ab"}}
+CIRCLES = {"$defs": {name: _closed({"next": {"$ref": f"#/$defs/{name}"}}) for name in "ab"}}
 OVERLAP = "oneOf with alternatives that may overlap"
 LOOSE: list[tuple[dict[str, Any], str]] = [
     ({"type": "object", "if": {"required": ["a"]}}, "if"),
@@ -185,17 +186,19 @@ LOOSE: list[tuple[dict[str, Any], str]] = [
     ({"type": ["null", "string"], "maxLength": 2}, "maxLength"),
     ({"oneOf": [AT, AT | {"minimum": 3}]}, OVERLAP),
     ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, OVERLAP),
+    ({"oneOf": [AT, {"type": "null"}, {"enum": ["a"]}]}, OVERLAP),
+    ({"oneOf": [{"const": 1}, {"const": 1.0}]}, OVERLAP),
+    ({"oneOf": [{"const": {"a": 1}}, {"const": {"a": 2}}]}, OVERLAP),
+    ({"oneOf": [{"const": True}, {"const": 1}]}, ""),
     (
-        {"oneOf": [AT, {"type": "null"}, {"enum": ["a"]}]},
+        {"oneOf": [{"type": "object", "required": True}, {"type": "object", "properties": []}]},
         OVERLAP,
     ),
+    (CIRCLES | {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]}, OVERLAP),
     ({"oneOf": [AT, {"type": "null"}, {"type": "integer"}]}, ""),
     ({"oneOf": [{"enum": ["a", 1]}, {"const": "b"}, {"const": 2}]}, ""),
     (KINDS | {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]}, ""),
-    (
-        KINDS | {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]},
-        OVERLAP,
-    ),
+    (KINDS | {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}, OVERLAP),
     ({"type": "object", "properties": {}, "required": ["z"]}, "required of what properties lacks"),
     (_closed({"not": AT, "if": {"type": "integer", "minimum": 3}, "required": AT}), ""),
     ({"type": "string", "enum": ["not", "if"], "default": {"not": 1}, "description": "if"}, ""),
