@@ -18,9 +18,17 @@ from engines import (
     scheduler,
     token_ids,
 )
-from grammar_cases import SCHEMAS, Case, choice_case, grammar_case, regex_case, schema_case
+from grammar_cases import (
+    SCHEMAS,
+    Case,
+    choice_case,
+    grammar_case,
+    regex_case,
+    schema_case,
+    valid,
+)
+from hostile_grammars import COMPILED, HOSTILE
 from test_full_compiled import sampler_of
-from test_structured_server import COMPILED, HOSTILE, valid
 
 EOS = {"llada": 257, "dream": 256}
 SLOW = pytest.mark.slow

@@ -8,10 +8,9 @@ import recorded
 import torch
 from automaton_sums import assert_within, exact_scores, exact_values
 from engines import generate, letters, token_ids
-from grammar_cases import choice_case, regex_case, schema_case
+from grammar_cases import choice_case, regex_case, schema_case, valid
 from test_full_compiled import sampler_of
 from test_structured_outputs import wish
-from test_structured_server import valid
 from test_watched_steps import watch
 
 from dllm_plugin import default_model
