@@ -131,8 +131,7 @@ def _report_model(options: dict[str, Any]) -> int:
         _line("  " + name, value)
     _line("attention", backend_name(vllm_config))
     _line("CUDA graphs", _graphs(vllm_config))
-    if config.method.floats or config.method.full_attention:
-        _report_graphs(vllm_config, config)
+    _report_graphs(vllm_config, config)
     mode = vllm_config.compilation_config.mode
     _line("model compiled", "no" if mode in (None, CompilationMode.NONE) else mode.name)
     _line("step compiled", "yes" if config.compile_step else "no")

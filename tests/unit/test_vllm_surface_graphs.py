@@ -1,7 +1,12 @@
-"""What we use of vLLM to capture full CUDA graphs, and to measure and replay them."""
+"""What we use of vLLM to capture, measure and replay full CUDA graphs, and to count steps."""
 
 import pytest
-from surface import arguments, found_in_vllm
+from surface import arguments, fields_of, found_in_vllm
+from vllm.compilation.cuda_graph import CUDAGraphStat
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.metrics.loggers import StatLoggerManager
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 GRAPHS = "v1.worker.gpu.cudagraph_utils:"
 SIGNATURES = {
@@ -32,3 +37,17 @@ SIGNATURES = {
 @pytest.mark.parametrize("name", list(SIGNATURES))
 def test_signature(name: str) -> None:
     assert arguments(found_in_vllm(name)) == SIGNATURES[name]
+
+
+FIELDS = {
+    LLMEngine: "logger_manager",
+    StatLoggerManager: "stat_loggers",
+    SchedulerStats: "cudagraph_stats spec_decoding_stats",
+    CUDAGraphStat: "num_unpadded_tokens",
+    SpecDecodingStats: "num_drafts",
+}
+
+
+@pytest.mark.parametrize("owner", list(FIELDS), ids=lambda owner: owner.__name__)
+def test_fields(owner: type) -> None:
+    assert set(FIELDS[owner].split()) - fields_of(owner) == set()

@@ -46,9 +46,7 @@ class Counter:
 @contextmanager
 def counting(engine: Any) -> Iterator[Callable[[], Count]]:
     """Count the steps of an engine; yield a function that returns the last message's count."""
-    manager = engine.logger_manager
-    counter = Counter()
-    loggers = [] if manager is None else manager.stat_loggers
+    counter, loggers = Counter(), engine.logger_manager.stat_loggers
     loggers.append(counter)
     try:
         yield counter.take
