@@ -103,7 +103,7 @@ class Compiler:
         self.manager.grammar_init(request)
         ours = request.structured_output_request
         assert ours is not None
-        while not isinstance(ours.grammar, OwnGrammar):
+        while not isinstance(ours.grammar, CanvasGrammar | AutomatonGrammar):
             time.sleep(0.001)
             if isinstance(ours.grammar, Exception):
                 raise ours.grammar

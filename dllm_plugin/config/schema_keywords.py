@@ -56,6 +56,14 @@ def loose_keyword(schema: Any) -> str:
     return _loose(schema, schema)
 
 
+def most_values(schema: Any) -> int:
+    """Return how many values, or alternatives, the longest list of a schema has."""
+    if not isinstance(schema, dict):
+        return 0
+    lists = [schema[name] for name in ("enum", *LISTS) if isinstance(schema.get(name), list)]
+    return max([*map(len, lists), *map(most_values, _inner(schema))], default=0)
+
+
 def _loose(schema: Any, root: Any) -> str:
     if not isinstance(schema, dict):
         return ""

@@ -1,8 +1,7 @@
 """Connect vLLM's structured outputs with the state of grammars on canvases.
 
-vLLM compiles a request's grammar, in its own threads and with its own caches. Here the compiled
-one is replaced, before the request is first scheduled, by one that vLLM feeds what is emitted and
-that checks canvases.
+A request's grammar is compiled by a backend of vLLM's, in a thread of vLLM's, before the request is
+first scheduled. vLLM feeds it what is emitted, and it checks canvases.
 """
 
 import json
@@ -31,7 +30,7 @@ from dllm_plugin.config.grammar_way import (
 from dllm_plugin.config.options import GRAMMAR
 from dllm_plugin.config.validation import shown
 from dllm_plugin.engine.grammar_automata import AutomatonCache, AutomatonGrammar, OwnGrammar
-from dllm_plugin.engine.grammar_backends import Backends
+from dllm_plugin.engine.grammar_backends import Backends, Uncompiled
 from dllm_plugin.grammar.automaton import TooLarge
 from dllm_plugin.grammar.guide import Guide
 from dllm_plugin.grammar.matchers import GuidanceMatcher, Matcher, XgrammarMatcher
@@ -78,24 +77,21 @@ class Grammars:
         self.context = context
         settings = manager.vllm_config.structured_outputs_config
         self.automata = AutomatonCache(not settings.disable_any_whitespace)
-        self.backends = Backends(manager)
+        if not manager.vllm_config.model_config.skip_tokenizer_init:
+            manager.backend = self.backends = Backends(manager.vllm_config, manager.tokenizer)
         self._prepared: set[str] = set()  # waiting requests whose grammar is ours, or its error
         self.vocabulary: Vocabulary | None = None
         # Room in which none was found, and one that was.
         self._closings: OrderedDict[Any, tuple[int, list[int] | None]] = OrderedDict()
 
     def prepare(self, request: Request) -> None:
-        """Replace a grammar that vLLM has compiled; the first closing is searched in a thread."""
+        """Compile a request's grammar and search the first closing, both in a thread of vLLM's."""
         ours = request.structured_output_request
         assert ours is not None
-        compiled = ours.grammar
-        if compiled is None or request.request_id in self._prepared:
-            return
-        if isinstance(compiled, Exception) and not self.backends.is_other(request):
+        if not isinstance(ours.grammar, Uncompiled) or request.request_id in self._prepared:
             return
         self._prepared.add(request.request_id)
-        made: Future[StructuredOutputGrammar]
-        made = self.manager.executor.submit(self._make, request, compiled)
+        made: Future[StructuredOutputGrammar] = self.manager.executor.submit(self._make, request)
         parallel = self.manager.vllm_config.parallel_config
         if parallel.distributed_executor_backend == "external_launcher":
             # Every rank schedules for itself there, so all have to be ready in the same step.
@@ -106,7 +102,7 @@ class Grammars:
         """Forget a request that runs no more."""
         self._prepared.discard(req_id)
 
-    def _make(self, request: Request, compiled: StructuredOutputGrammar | Exception) -> OwnGrammar:
+    def _make(self, request: Request) -> OwnGrammar:
         params = request.sampling_params
         assert params is not None and params.max_tokens is not None
         if self.vocabulary is None:
@@ -127,13 +123,11 @@ class Grammars:
         automaton = self._automaton(request, stops, left)
         if automaton is not None:
             return automaton
-        if isinstance(compiled, Exception) or self.backends.is_other(request):
-            compiled = self.backends.compile(request)
         usable = ~vocabulary.never
         usable[self._special_ids_of(request)] = True
         usable[[*stops, self.mask_token_id]] = False
         state = GrammarState(
-            matcher_of(compiled, usable, vocabulary),
+            matcher_of(self.backends.compile(request), usable, vocabulary),
             vocabulary,
             stops,
             left,

@@ -146,8 +146,7 @@ def test_hostile_grammars(name: str, room: EngineRoom) -> None:
     done: dict[str, Any] = {}
     while engine.has_unfinished_requests():
         done |= {output.request_id: output for output in engine.step() if output.finished}
-    # Two threads: this one asks again and again while the other one compiles.
-    assert time.process_time() - began < 20
+    assert time.process_time() - began < 10
     assert token_ids(done["free"]) == token_ids(alone)
     if not told:
         [completion] = done["hostile"].outputs

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("template")
 PROBLEMS = [problem(seed) for seed in eval_seeds(32)]
 SHAPES = {"look": SCHEMAS["range"], "stop": SCHEMAS["empty"]}
 CALLS = {"begin": "<call>", "schema": {"type": "integer"}, "end": "</call>"}
-SECONDS = 30  # of two threads at work; one that waits for a busy core spins, and counts too
+SECONDS = 15  # of two threads at work; one that waits for a busy core spins, and counts too
 
 
 @pytest.fixture(scope="module")

@@ -44,6 +44,7 @@ v1.engine.input_processor:InputProcessor process_inputs _validate_params
 sampling_params:SamplingParams update_from_tokenizer
 entrypoints.launchers.launcher: serve_http watchdog_loop terminate_if_errored
 v1.engine.async_llm:AsyncLLM shutdown
+v1.structured_output:StructuredOutputManager grammar_init _create_grammar clear_backend
 v1.engine.output_processor:OutputProcessor propagate_error
 model_executor.layers.quantization.compressed_tensors.compressed_tensors:CompressedTensorsConfig \
   get_scheme_dict _add_fused_moe_to_target_scheme_map

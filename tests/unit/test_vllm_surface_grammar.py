@@ -12,16 +12,21 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
-from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
+from vllm.v1.structured_output.backend_types import (
+    StructuredOutputBackend,
+    StructuredOutputGrammar,
+)
 from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 from vllm.v1.structured_output.request import StructuredOutputRequest
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 IMPORTS = """
+vllm.config: VllmConfig
 vllm.exceptions: VLLMValidationError
 vllm.logger: init_logger
 vllm.sampling_params: SamplingParams
+vllm.tokenizers: TokenizerLike
 vllm.v1.core.sched.async_scheduler: AsyncScheduler
 vllm.v1.core.sched.output: GrammarOutput SchedulerOutput
 vllm.v1.engine: EngineCoreOutputs
@@ -45,6 +50,8 @@ SIGNATURES = {
     "v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens": "self grammar_output",
     "v1.worker.gpu.async_utils:AsyncOutput.get_output": "self",
     "v1.structured_output:StructuredOutputManager.grammar_init": "self request",
+    "v1.structured_output.backend_types:StructuredOutputBackend.compile_grammar": "self "
+    "request_type grammar_spec stop_token_ids=None",
     "sampling_params:StructuredOutputsParams.all_constraints_none": "self",
     "v1.structured_output.backend_guidance:validate_guidance_grammar": "sampling_params "
     "tokenizer=None",
@@ -65,6 +72,7 @@ FIELDS = {
 }
 PROPERTIES = {
     Request: "use_structured_output num_tokens",
+    SamplingParams: "all_stop_token_ids",
     StructuredOutputRequest: "grammar structured_output_key",
 }
 XGRAMMAR = "accept_token rollback is_completed fill_next_token_bitmask fork"
@@ -100,6 +108,11 @@ def test_a_grammar_of_vllm_has_just_these_methods() -> None:
     assert set(StructuredOutputGrammar.__abstractmethods__) == {
         *("accept_tokens", "fill_bitmask", "is_terminated", "reset", "rollback", "validate_tokens"),
     }
+
+
+def test_a_backend_of_vllm_has_just_these_methods() -> None:
+    found = set(StructuredOutputBackend.__abstractmethods__)
+    assert found == {"allocate_token_bitmask", "compile_grammar", "destroy"}
 
 
 def test_matchers() -> None:
