@@ -1,0 +1,107 @@
+"""Random grammars under full attention, where no script can play the model: on the real engine.
+
+Every text is valid, and complete where one fits, as in ``tests/unit/test_structured_random.py``,
+which decodes block by block. In every second batch blocks start again.
+"""
+
+import os
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from engines import (
+    EngineRoom,
+    forwards,
+    generate,
+    letters,
+    num_preemptions,
+    params,
+    scheduler,
+    token_ids,
+)
+from full_jobs import run_interrupted
+from grammar_cases import random_case
+
+TRIALS = int(os.environ.get("DIFFUPLUG_GRAMMAR_TRIALS", "48"))
+QUICK = 16
+TOGETHER = 8  # requests of a batch, besides a free one
+BUDGETS = (8, 16, 24, 40, 64)
+EVERY = 17  # steps: a block of 4 takes at most three a position, and a few to begin
+EOS, MASK = 257, 300
+STRATEGIES = ["semi_autoregressive", "prefix_cache", "dual_cache"]
+
+
+def random_wish(rng: random.Random, policies: list[str], blocks: list[int]) -> tuple[Any, Any]:
+    """A case, and parameters of a request for it."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    case, policy, block = random_case(rng), rng.choice(policies), rng.choice(blocks)
+    options: dict[str, Any] = {"dllm_policy": policy, "dllm_block_length": block}
+    options["dllm_grammar"] = rng.choice(["drafts", "drafts", "auto"])
+    if policy == "threshold":
+        options["dllm_threshold"] = rng.choice([0.0, 0.5, 0.9])  # 0 takes everything at once
+    if rng.random() < 0.3:
+        options |= {"temperature": 1.0, "seed": rng.randint(0, 99)}
+    asked = StructuredOutputsParams(**{case.kind: case.spec})
+    return case, params(rng.choice(BUDGETS), ignore_eos=False, structured_outputs=asked, **options)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+    """Whether each request's grammar has a text that was found and fits, by its number."""
+    from dllm_plugin.engine.grammar_automata import AutomatonGrammar
+    from dllm_plugin.engine.grammars import Grammars
+
+    found: dict[str, bool] = {}
+    make = Grammars._make
+
+    def note(self: Grammars, request: Any) -> Any:
+        grammar = make(self, request)
+        own = grammar if isinstance(grammar, AutomatonGrammar) else grammar.state
+        found[request.request_id.partition("-")[0]] = own.completes
+        return grammar
+
+    monkeypatch.setattr(Grammars, "_make", note)
+    return found
+
+
+@pytest.mark.parametrize("trials", [QUICK, pytest.param(TRIALS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_text_is_valid(
+    strategy: str, trials: int, room: EngineRoom, made: dict[str, bool]
+) -> None:
+    llm = room.start("llada", {"strategy": strategy, "canvas_length": 64})
+    free = letters(9), params(24, dllm_block_length=4)
+    alone = token_ids(generate(llm, [free[0]], free[1])[0])
+    policies = sorted(scheduler(llm).decode_config.method.policies)
+    tally, before = Counter[str](), num_preemptions(llm)
+    while tally["trials"] < trials:
+        rng, preempted = random.Random(f"{strategy} {tally['trials']}"), tally["batches"] % 2
+        blocks = [4] if preempted else [4, 8, 16, 32]
+        cases, wishes = zip(
+            *(random_wish(rng, policies, blocks) for _ in range(TOGETHER)), strict=True
+        )
+        pairs = [(letters(5 + i, i), wish) for i, wish in enumerate(wishes)]
+        outputs = run_interrupted(llm, [*pairs, free], EVERY if preempted else 10_000)
+        assert token_ids(outputs.pop()) == alone
+        tally["batches"] += 1
+        for i, (case, wish, output) in enumerate(zip(cases, wishes, outputs, strict=True)):
+            completes = made[str(i)]
+            ids, text = token_ids(output), output.outputs[0].text
+            label = case.kind, case.spec, wish.extra_args, wish.max_tokens, text
+            tally["trials"] += 1
+            tally[f"{case.kind}, {'complete' if completes else 'beginning'}"] += 1
+            assert len(ids) <= wish.max_tokens and MASK not in ids, label
+            assert EOS not in ids[:-1], label
+            length = wish.extra_args["dllm_block_length"]
+            whole = -(-wish.max_tokens // length) * length
+            assert preempted or forwards(output) <= 3 * whole + 8, label
+            if completes:
+                assert case.judge(text), label
+            elif ids[-1:] != [EOS]:
+                assert len(ids) == wish.max_tokens, label
+    print(strategy, dict(tally), num_preemptions(llm) - before)
+    assert num_preemptions(llm) > before
+    for kind in ("json", "regex", "grammar"):
+        assert tally[f"{kind}, complete"] > 0
