@@ -86,7 +86,7 @@ def measure(
         "tokens_per_forward": tokens / sum(map(num_forwards, outputs)),
         "tokens_per_text": tokens / len(problems),
         "refused_per_text": spent["refused"] / len(problems),
-        "check_ms": 1e3 * spent["seconds"] / max(spent["checks"], 1),
+        "check_ms_per_step": 1e3 * spent["seconds"] / max(spent["steps"], 1),
         "seconds": seconds,
     }
 

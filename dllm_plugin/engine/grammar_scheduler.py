@@ -35,9 +35,10 @@ NO_BITS = np.zeros((0, 0), dtype=np.int32)  # of a step without a canvas to chec
 
 @dataclass
 class GrammarCounts:
-    """Count checks of canvases, the seconds that they took, and the drafts that they refused."""
+    """Count checks of canvases, the steps and seconds that they took, and the drafts refused."""
 
     checks: int = 0
+    steps: int = 0
     seconds: float = 0.0
     refused: int = 0
 
@@ -131,6 +132,7 @@ class GrammarScheduler(AsyncScheduler):
         payload = pack_checks(list(checks), found, writes, words)
         counts = self.grammar_counts
         counts.checks += len(found)
+        counts.steps += 1
         counts.seconds += time.perf_counter() - began
         counts.refused += sum(check.rejected for check in found)
         # Without ids of its own vLLM applies no bitmask.
