@@ -104,9 +104,9 @@ def test_schedules_equal_the_plain_loop(name: str, overlapped: bool, room: Engin
     check(name, outputs[len(wanted) :], replayed)
 
 
-def replays(llm: Any, prompts: Sequence[list[int]], wishes: Sequence[dict[str, Any]]) -> None:
-    """Each request arrives over time, and its record gives the same text alone."""
-    used = set()
+def replays(llm: Any, prompts: Sequence[list[int]], wishes: Sequence[dict[str, Any]]) -> float:
+    """Each request arrives over time, and its record gives the same text alone: the mean width."""
+    used: list[int] = []
     arrivals: dict[int, list[Any]] = {}
     for i, (prompt, wish) in enumerate(zip(prompts, wishes, strict=True)):
         arrivals.setdefault(2 * i, []).append((str(i), prompt, params(**wish)))
@@ -116,12 +116,13 @@ def replays(llm: Any, prompts: Sequence[list[int]], wishes: Sequence[dict[str, A
         counts = first.outputs[0].spec_decode_metrics
         assert sum(counts.per_step_accepted) == len(token_ids(first))
         widths = list(counts.per_step_drafted)
-        used |= set(widths)
+        used += widths
         (again,) = generate(llm, [prompt], [params(**wish, dllm_schedule=widths)])
         assert token_ids(again) == token_ids(first), (i, widths)
         assert forwards(again) == forwards(first) == len(widths), i
         assert again.outputs[0].spec_decode_metrics.per_step_drafted == widths
-    assert len(used) > 1, "load changes the width"
+    assert len(set(used)) > 1, "load changes the width"
+    return sum(used) / len(used)
 
 
 @every_engine
@@ -134,6 +135,17 @@ def test_a_record_replays(name: str, room: EngineRoom) -> None:
     wishes: list[dict[str, Any]] = [{"max_tokens": 20 + i} for i in range(6)]
     wishes += [{"max_tokens": 20 + i, "temperature": 0.8, "seed": i} for i in range(6)]
     replays(llm, prompts, wishes)
+
+
+def test_balanced_widths_are_wider(room: EngineRoom) -> None:
+    """And their records replay."""
+    prompts, wishes = [a_prompt(5 + 7 * i, i) for i in range(12)], [{"max_tokens": 24}] * 12
+    mean = {}
+    for mode in ("throughput", "balanced"):
+        llm = start(room, "llada-d2f", True, dllm={"min_window": 2, "adaptive": mode})
+        scheduler(llm).controller.costs = Costs(free=8, per_position=0.1)
+        mean[mode] = replays(llm, prompts, wishes)
+    assert mean["balanced"] > mean["throughput"]
 
 
 @pytest.mark.parametrize("name", ["llada-d2f", "dream-blocks", "sdar"])
