@@ -151,6 +151,10 @@ def test_drained(drained: Server) -> None:
     streams = start_streams(drained.url, 8, LONG)
     processes = own(drained).children(recursive=True)
     drained.process.send_signal(signal.SIGTERM)
+    body, began = {"model": "tiny", "prompt": "a", "max_tokens": 1}, time.monotonic()
+    while httpx.post(f"{drained.url}/v1/completions", json=body, timeout=60).status_code < 500:
+        assert time.monotonic() - began < 30, "it takes requests"
+    drained.process.send_signal(signal.SIGTERM)  # once more, which changes nothing
     join(streams, 120)
     assert [stream.text for stream in streams] == texts
     assert [(stream.error, stream.reason) for stream in streams] == [("", "length")] * len(streams)

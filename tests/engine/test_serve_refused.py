@@ -1,6 +1,7 @@
 """A server that cannot start says why in its log and ends."""
 
 import shutil
+import socket
 import subprocess
 from pathlib import Path
 
@@ -29,6 +30,16 @@ def test_wrong_option(tmp_path: Path) -> None:
     printed = log_of(tmp_path / "log", serve_command(0, option))
     assert "strategy 'diffuse' is unknown; choose one of: auto" in printed
     assert "(EngineCore" not in printed
+
+
+@pytest.mark.slow
+def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    """Found before any process is started for the engine."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        printed = log_of(tmp_path / "log", serve_command(taken.getsockname()[1]))
+    assert printed.rstrip().endswith("Address already in use") and "(EngineCore" not in printed
 
 
 def test_missing_weight(tmp_path: Path) -> None:
