@@ -148,7 +148,10 @@ def main() -> None:
         for way in ways:
             # The largest first compiles the grammars; each number of rows may compile kernels.
             for constrained in sorted(set(grid), reverse=True):
+                began = time.perf_counter()
                 measure(llm, [prompts.take(INPUT) for _ in range(args.requests)], constrained, way)
+                seconds = time.perf_counter() - began
+                print(f"warmed up, {way}, {constrained} held: {seconds:.0f} s", flush=True)
             for constrained in grid:
                 batch = [prompts.take(INPUT) for _ in range(args.requests)]
                 row = measure(llm, batch, constrained, way)
