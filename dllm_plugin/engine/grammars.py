@@ -77,6 +77,7 @@ class Grammars:
         self.context = context
         settings = manager.vllm_config.structured_outputs_config
         self.automata = AutomatonCache(not settings.disable_any_whitespace)
+        # Without a tokenizer vLLM refuses every request with a grammar.
         if not manager.vllm_config.model_config.skip_tokenizer_init:
             manager.backend = self.backends = Backends(manager.vllm_config, manager.tokenizer)
         self._prepared: set[str] = set()  # waiting requests whose grammar is ours, or its error

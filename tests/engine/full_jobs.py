@@ -1,6 +1,7 @@
 """Full-attention requests with what the plain loops make of them."""
 
 import random
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,13 +88,13 @@ def run_interrupted(
 
     `lost` receives the lengths that each answer had whenever its request lost its cache.
     """
-    engine, step, done = llm.llm_engine, 0, {}
+    engine, step, done, began = llm.llm_engine, 0, {}, time.monotonic()
     for i, (prompt, wish) in enumerate(jobs):
         engine.add_request(str(i), {"prompt_token_ids": prompt}, wish)
     while engine.has_unfinished_requests():
         done |= {output.request_id: output for output in engine.step() if output.finished}
         step += bool(scheduler(llm).running)  # nothing runs while grammars are compiled
-        assert step < 1000, "no progress"
+        assert step < 1000 and time.monotonic() - began < 600, "no progress"
         if step % every == 0:
             for request in scheduler(llm).running if lost is not None else ():
                 lost[int(request.request_id.partition("-")[0])].add(request.num_output_tokens)

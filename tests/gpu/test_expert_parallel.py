@@ -2,8 +2,8 @@
 
 Under data parallelism the ranks step together: one without requests computes dummies.
 
-Where vLLM finds no libnccl.so.2, VLLM_NCCL_SO_PATH names the file. Data parallelism needs a library
-with ncclCommSuspend, which NCCL 2.28.9 has not: vLLM then takes none.
+Where vLLM finds no libnccl.so.2, VLLM_NCCL_SO_PATH names the file. Data parallelism needs one with
+ncclCommSuspend, which NCCL 2.28.9 lacks: docs/support.md says what serves.
 """
 
 import asyncio

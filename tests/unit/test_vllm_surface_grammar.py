@@ -76,7 +76,7 @@ PROPERTIES = {
     StructuredOutputRequest: "grammar structured_output_key",
 }
 XGRAMMAR = "accept_token rollback is_completed fill_next_token_bitmask fork"
-LLGUIDANCE = "validate_tokens consume_token rollback is_accepting is_stopped deep_copy"
+LLGUIDANCE = "validate_tokens consume_token rollback is_accepting is_stopped is_error deep_copy"
 
 
 def test_imports_are_listed() -> None:
