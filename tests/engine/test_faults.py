@@ -204,14 +204,16 @@ def test_the_compile_cache_is_full(tmp_path: Path, full_disk: Path) -> None:
 
 def test_not_drained(tmp_path: Path) -> None:
     """By default every stream ends soon, with what it has and an error; the status is 0."""
-    with serving(tmp_path / "log", *OPTIONS, python=sys.executable, **KILLED_SOON) as server:
+    with serving(tmp_path / "log", *UNBOUND, python=sys.executable, **KILLED_SOON) as server:
         texts = plain_texts(server, 8)
-        streams = start_streams(server.url, 8, LONG)
         processes = own(server).children(recursive=True)
+        streams = start_streams(server.url, 8, ENDLESS)
         server.process.send_signal(signal.SIGTERM)
         join(streams, ERROR_SECONDS)
-        assert all(stream.error or stream.reason == "abort" for stream in streams)
+        ends = [(stream.error, stream.reason) for stream in streams]
+        assert all(error or reason == "abort" for error, reason in ends), ends
         for stream, text in zip(streams, texts, strict=True):
-            assert text.startswith(stream.text) and stream.text != text
+            common = min(len(stream.text), len(text) // 2)  # the end of a budget is seen ahead
+            assert common and stream.text[:common] == text[:common]
         assert end_of(server) == 0
         assert_gone(processes)
