@@ -7,6 +7,7 @@ were checked for, and 0.33 refuses those that were checked for another one. So o
 import json
 import threading
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig
@@ -91,9 +92,10 @@ class Backends(StructuredOutputBackend):
         name = asked._backend
         assert name is not None
         if name == XGRAMMAR and asked._backend_was_auto:
-            if named[0] == StructuredOutputOptions.JSON and loose_keyword(json.loads(named[1])):
+            schema = json.loads(named[1]) if named[0] == StructuredOutputOptions.JSON else None
+            if loose_keyword(schema):
                 name = GUIDANCE
-            elif (wide := _if_wide(named)) is not None:
+            elif (wide := _if_wide(named, schema)) is not None:
                 grammar = self._compile(GUIDANCE, wide, params)
                 assert isinstance(grammar, GuidanceGrammar)
                 if not grammar.ll_matcher.is_error():
@@ -112,11 +114,11 @@ class Backends(StructuredOutputBackend):
             return self._made[name].compile_grammar(*named, params.all_stop_token_ids)
 
 
-def _if_wide(named: StructuredOutputKey) -> StructuredOutputKey | None:
+def _if_wide(named: StructuredOutputKey, schema: Any) -> StructuredOutputKey | None:
     """Return a grammar of many alternatives as guidance reads it; None for other grammars."""
     kind, spec = named
     if kind == StructuredOutputOptions.JSON:
-        return named if most_values(json.loads(spec)) > MANY else None
+        return named if most_values(schema) > MANY else None
     if spec.count("|") < MANY:
         return None
     # A choice of so many words is too much for guidance, but not as an expression.
