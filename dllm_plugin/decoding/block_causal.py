@@ -70,7 +70,9 @@ def _plan_blocks(
 
     add_RS = (slot_S == canvas.open_R[:, None]) & (canvas.size_RS > 0) & canvas.computed_RS
     add_RS &= predecessor_RS >= add_threshold_R[:, None]
-    add_RS &= ~canvas.saw_stop_R[:, None]
+    # The first block opens all the same: a grammar may have written the stop token before that.
+    first_RS = (slot_S == 0) & ~canvas.ended_R[:, None]
+    add_RS &= first_RS | ~canvas.saw_stop_R[:, None]
     if max_active_R is not None:
         active_R = ((slot_S < canvas.open_R[:, None]) & (left_RS > 0)).sum(dim=1)
         add_RS &= (active_R < max_active_R)[:, None]

@@ -1,11 +1,14 @@
-"""Random grammars under full attention, where no script can play the model: on the real engine.
+"""Random grammars on the real engine, where no script can play the model.
 
-Every text is valid, and complete where one fits, as in ``tests/unit/test_structured_random.py``,
-which decodes block by block. In every second batch blocks start again.
+Under full attention, and in steps of single blocks, which become steps of whole canvases when few
+requests are left. Every text is valid, and complete where one fits, as in
+``tests/unit/test_structured_random.py``, whose steps compute whole canvases of blocks. In every
+second batch requests are preempted, so blocks of full attention start again.
 """
 
 import os
 import random
+import re
 from collections import Counter
 from typing import Any
 
@@ -29,7 +32,8 @@ TOGETHER = 8  # requests of a batch, besides a free one
 BUDGETS = (8, 16, 24, 40, 64)
 EVERY = 17  # steps: a block of 4 takes at most three a position, and a few to begin
 EOS, MASK = 257, 300
-STRATEGIES = ["semi_autoregressive", "prefix_cache", "dual_cache"]
+FEW = 4  # requests from which on steps compute single blocks, where there are such steps
+STRATEGIES = ["semi_autoregressive", "prefix_cache", "dual_cache", "block_diffusion"]
 
 
 def random_wish(rng: random.Random, policies: list[str], blocks: list[int]) -> tuple[Any, Any]:
@@ -71,7 +75,10 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
 def test_every_text_is_valid(
     strategy: str, trials: int, room: EngineRoom, made: dict[str, bool]
 ) -> None:
-    llm = room.start("llada", {"strategy": strategy, "canvas_length": 64})
+    dllm: dict[str, Any] = {"strategy": strategy, "canvas_length": 64}
+    if strategy == "block_diffusion":
+        dllm |= {"block_length": 32, "commit_alone_from": FEW}
+    llm = room.start("llada", dllm)
     free = letters(9), params(24, dllm_block_length=4)
     alone = token_ids(generate(llm, [free[0]], free[1])[0])
     policies = sorted(scheduler(llm).decode_config.method.policies)
@@ -105,3 +112,31 @@ def test_every_text_is_valid(
     assert num_preemptions(llm) > before
     for kind in ("json", "regex", "grammar"):
         assert tally[f"{kind}, complete"] > 0
+
+
+@pytest.mark.parametrize("overlapped", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("alone_from", [0, 1], ids=["canvases", "single blocks"])
+def test_a_text_that_ends_where_a_block_ends(
+    alone_from: int, overlapped: bool, room: EngineRoom
+) -> None:
+    """Its stop token is written to a block that no step of single blocks has computed yet."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    dllm = {"strategy": "block_diffusion", "block_length": 8, "canvas_length": 16}
+    llm = room.start("llada", dllm | {"commit_alone_from": alone_from}, overlapped)
+    engine = llm.llm_engine
+    for regex in ("[0-9]{7}", "[0-9]{8}", "[0-9]{16}"):
+        for way in ("drafts", "automaton"):
+            held = StructuredOutputsParams(regex=regex)
+            asked = params(40, ignore_eos=False, structured_outputs=held, dllm_grammar=way)
+            engine.add_request(way, {"prompt_token_ids": letters(9)}, asked)
+        done: dict[str, Any] = {}
+        steps = 0
+        while engine.has_unfinished_requests():
+            done |= {output.request_id: output for output in engine.step() if output.finished}
+            steps += bool(scheduler(llm).running)
+            assert steps < 200, "no progress"
+        for output in done.values():
+            [completion] = output.outputs
+            assert re.fullmatch(regex, completion.text)
+            assert completion.finish_reason == "stop"
