@@ -4,11 +4,12 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-# Both by Dream-7B's shapes on an H200, FlashAttention 3 (benchmarks/reports/adaptive.md).
+# By Dream-7B's shapes on an H200, FlashAttention 3 (benchmarks/reports/adaptive.md).
 # How often run and window, two sequences, read their context: the second finds some of it cached.
 READS = 1.4
-# What a key costs, by its share of the weights' bytes: a small step does more than read weights.
+# What reading costs, by its share of the bytes that a small step reads: it does more than read.
 KEY_SHARE = 0.75
+MIXTURE_SHARE = 0.55  # of mixtures, which read less of it; by LLaDA2-mini's shapes on an H100
 FADE = 1 - 1 / 256  # of the weight of a ratio, with each step that is observed
 LEAST_WEIGHT = 0.9  # below it a width counts as not tried
 DOUBT = 4  # how many steps a first ratio is weighed against
@@ -18,11 +19,6 @@ OUTLIER = 1.5  # times the mean, or its share: what one step may count as
 def reads_of(kv_cache_layout: str) -> float:
     """Return how often run and window read their context together."""
     return 1.0 if kv_cache_layout == "distinct" else READS
-
-
-def key_cost(key_bytes: float, weight_bytes: float) -> float:
-    """Return what reading a position of context costs, in units of a small step."""
-    return KEY_SHARE * key_bytes / weight_bytes
 
 
 class StepCosts(Protocol):
@@ -41,6 +37,8 @@ class Costs(NamedTuple):
     per_position  of each further one
     per_key       of a position of context, each time that it is read
     reads         how often run and window read their context together
+    per_expert    of a further expert that is read, in every layer of a mixture
+    experts       of a layer; `chosen` of them by each position
     """
 
     base: float = 1.0
@@ -48,12 +46,51 @@ class Costs(NamedTuple):
     per_position: float = 1 / 213
     per_key: float = 0.0
     reads: float = 1.0
+    per_expert: float = 0.0
+    experts: int = 0
+    chosen: int = 0
 
     def step(self, requests: int, width: int, context: int) -> float:
         """Return the time of a step; `context` is that of all requests together."""
         positions = self.per_position * max(0, requests * width - self.free)
         reads = self.reads if width > 1 else 1.0
-        return self.base + positions + self.per_key * context * reads
+        read = positions + self.per_key * context * reads
+        if not self.experts:
+            return self.base + read
+        # How many experts as many positions choose, if each position chooses at random.
+        others = (1 - self.chosen / self.experts) ** (requests * width)
+        further = self.experts * (1 - others) - self.chosen
+        return self.base + read + self.per_expert * further
+
+
+class WeightBytes(NamedTuple):
+    """Hold the bytes of weights that decide what a step reads.
+
+    small    what a step of one position reads
+    expert   one expert, in all layers of a mixture; 0 where there are none
+    experts  of a layer; `chosen` of them by each position
+    """
+
+    small: float
+    expert: float = 0.0
+    experts: int = 0
+    chosen: int = 0
+
+
+def costs_of(weights: WeightBytes, key_bytes: float, reads: float, base: float = 1.0) -> Costs:
+    """Return the model's costs for a checkpoint; `base` is the time of a small step."""
+    share = MIXTURE_SHARE if weights.experts else KEY_SHARE
+    usual, per_byte = Costs(), base * share / weights.small
+    return Costs(
+        base,
+        usual.free,
+        base * usual.per_position * share / KEY_SHARE,
+        per_byte * key_bytes,
+        reads,
+        per_byte * weights.expert,
+        weights.experts,
+        weights.chosen,
+    )
 
 
 class MeasuredCosts(NamedTuple):

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
@@ -28,7 +29,7 @@ from dllm_plugin.decoding.step_costs import KEY_SHARE, READS, Costs, MeasuredCos
 from dllm_plugin.decoding.widths import WidthController, widths_between
 from dllm_plugin.engine.graph_times import step_times
 from dllm_plugin.engine.step_clock import StepClock
-from dllm_plugin.models.checkpoints.step_costs import model_costs, step_costs
+from dllm_plugin.models.checkpoints.step_costs import model_costs, step_costs, weight_bytes
 
 TIMES = StepTimes((2, 128, 512, 1024), (4.0, 4.6, 13.0, 24.0), 1e-5)
 
@@ -187,6 +188,27 @@ def test_the_model_of_a_checkpoint(vllm_config_for: Any, checkpoints: Path) -> N
         costs = model_costs(config, get_decode_config(config))
         assert costs.per_key == KEY_SHARE * 2 * 4 * heads * given["num_hidden_layers"] / weights
         assert costs.reads == reads and costs.step(1, 1, 0) == 1
+
+
+@pytest.mark.parametrize("name", ["tiny-sdar-moe", "tiny-llada2.0"])
+def test_the_model_of_a_mixture(name: str, vllm_config_for: Any, checkpoints: Path) -> None:
+    """A small step reads the experts of one position, many positions read all of them."""
+    folder = checkpoints / name
+    stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    config = vllm_config_for(folder, additional_config={"dllm": {}}, dtype="float32")
+    weights = weight_bytes(config, stored)
+    given = json.loads((folder / "config.json").read_text())
+    with safe_open(next(folder.glob("*.safetensors")), "pt") as file:
+        names = [name for name in file.keys() if ".experts." in name]  # noqa: SIM118
+        of_experts = [file.get_tensor(name) for name in names]
+    held = sum(4 * tensor.numel() for tensor in of_experts)
+    assert weights.experts * weights.expert == held > 0
+    assert weights.chosen == given["num_experts_per_tok"] < weights.experts
+    assert weights.small == stored - (weights.experts - weights.chosen) * weights.expert
+    costs = model_costs(config, get_decode_config(config))
+    all_read = (weights.experts - weights.chosen) * costs.per_expert
+    assert costs.step(1, 1, 0) == pytest.approx(1)
+    assert costs.step(costs.free, 1, 0) == pytest.approx(1 + all_read, rel=1e-3)
 
 
 def test_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:

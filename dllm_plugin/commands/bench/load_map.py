@@ -23,9 +23,7 @@ from dllm_plugin.commands.forecast import EXAMPLE, read_acceptance
 from dllm_plugin.commands.offline import stop_engine
 from dllm_plugin.config.warm_up import warm_up_context
 from dllm_plugin.decoding.acceptance import tokens_per_forward
-from dllm_plugin.decoding.step_costs import READS, Costs, key_cost
-
-MODEL_FREE, MODEL_PER_POSITION = 128, 1 / 213
+from dllm_plugin.decoding.step_costs import READS, WeightBytes, costs_of
 
 
 class Step(NamedTuple):
@@ -141,15 +139,23 @@ def _contexts(text: str) -> list[int]:
 def modelled(steps: Sequence[Step], sizes: Sizes, item: int) -> list[float]:
     """Return what the controller's model says of each step, in ms, from the smallest step's."""
     base = min(step.ms for step in steps)
-    outputs = [*sizes.attention_gemms, *sizes.mlp_gemms(sizes.inner)]
-    weights = sizes.layers * sum(a * b for a, b in outputs) + 2 * sizes.vocab * sizes.width
-    if sizes.experts:
-        one = sum(a * b for a, b in sizes.mlp_gemms(sizes.expert_inner))
-        dense = sum(a * b for a, b in sizes.mlp_gemms(sizes.inner))
-        weights += (sizes.layers - sizes.dense_layers) * (sizes.experts * one - dense)
-    per_key = base * key_cost(sizes.kv_bytes(1, item), weights * item)
-    costs = Costs(base, MODEL_FREE, base * MODEL_PER_POSITION, per_key, READS)
+    weights = weight_bytes(sizes, item)
+    costs = costs_of(weights, sizes.kv_bytes(1, item), READS, base)
     return [costs.step(s.requests, s.width, s.requests * s.context) for s in steps]
+
+
+def weight_bytes(sizes: Sizes, item: int) -> WeightBytes:
+    """Return what steps read of weights with these sizes, of `item` bytes each."""
+
+    def of(gemms: Sequence[tuple[int, int]]) -> int:
+        return item * sum(outputs * inputs for outputs, inputs in gemms)
+
+    mixtures = sizes.layers - sizes.dense_layers if sizes.experts else 0
+    one = mixtures * of(sizes.mlp_gemms(sizes.expert_inner))
+    dense = sizes.layers * of(sizes.attention_gemms) + 2 * item * sizes.vocab * sizes.width
+    dense += (sizes.layers - mixtures) * of(sizes.mlp_gemms(sizes.inner))
+    small = dense + (sizes.shared_experts + sizes.experts_per_token) * one
+    return WeightBytes(small, one, sizes.experts, sizes.experts_per_token)
 
 
 def ratios(

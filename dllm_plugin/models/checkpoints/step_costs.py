@@ -1,7 +1,8 @@
 """Say what a step costs: as measured when its graphs were captured, or by a model of large GPUs.
 
 The model counts in units of a small step, from the sizes of a checkpoint. Such a step reads the
-weights, and one more token of context is read beside them.
+weights, of a mixture those of the experts that are chosen. More context is read beside them, and
+more experts by more positions.
 """
 
 import torch
@@ -10,7 +11,14 @@ from vllm.config import VllmConfig
 from dllm_plugin.config.cuda_graphs import captured_graphs
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.step_times import load, own_path
-from dllm_plugin.decoding.step_costs import Costs, MeasuredCosts, StepCosts, key_cost, reads_of
+from dllm_plugin.decoding.step_costs import (
+    Costs,
+    MeasuredCosts,
+    StepCosts,
+    WeightBytes,
+    costs_of,
+    reads_of,
+)
 from dllm_plugin.models.checkpoints.weights import checkpoint_folder
 
 
@@ -34,11 +42,28 @@ def model_costs(vllm_config: VllmConfig, config: DecodeConfig) -> Costs:
     model_config, load_config = vllm_config.model_config, vllm_config.load_config
     folder = checkpoint_folder(model_config.model, model_config.revision, load_config.download_dir)
     files = [] if folder is None else folder.glob("*.safetensors")
-    weights = sum(file.stat().st_size for file in files)
-    if not weights:
+    stored = sum(file.stat().st_size for file in files)
+    if not stored:
         return Costs()
-    per_key = key_cost(_bytes_per_token(vllm_config), weights)
-    return Costs(per_key=per_key, reads=reads_of(config.kv_cache_layout))
+    weights = weight_bytes(vllm_config, stored)
+    return costs_of(weights, _bytes_per_token(vllm_config), reads_of(config.kv_cache_layout))
+
+
+def weight_bytes(vllm_config: VllmConfig, stored: float) -> WeightBytes:
+    """Return what steps read of weights that take `stored` bytes together."""
+    model_config = vllm_config.model_config
+    experts = model_config.get_num_experts()
+    if not experts:
+        return WeightBytes(stored)
+    sizes, dtype = model_config.hf_text_config, model_config.dtype
+    assert isinstance(dtype, torch.dtype)
+    size = 1 if model_config.quantization else dtype.itemsize
+    layers = sizes.num_hidden_layers - sizes.to_dict().get("first_k_dense_replace", 0)
+    expert = 3 * layers * sizes.hidden_size * sizes.moe_intermediate_size * size
+    chosen = sizes.num_experts_per_tok
+    small = stored - (experts - chosen) * expert
+    # Files that hold less than the experts hold something else than the sizes say.
+    return WeightBytes(small, expert, experts, chosen) if small > 0 else WeightBytes(stored)
 
 
 def _bytes_per_token(vllm_config: VllmConfig) -> int:
