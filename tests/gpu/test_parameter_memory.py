@@ -14,13 +14,14 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from neighbours import KINDS, real_sized, wish
 
 REQUESTS, VOCAB = 64, 126_464
-SHARE, SPARE = 0.2, 1 << 30  # of the GPU's memory; bytes beside it
+GIVEN, SPARE = 28 << 30, 1 << 30  # bytes of vLLM's share of the memory, and beside it
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
     from vllm import LLM
 
+    total = torch.cuda.get_device_properties(0).total_memory
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         llm = LLM(
@@ -28,11 +29,10 @@ def engine(tmp_path_factory):
             dtype="bfloat16",
             max_model_len=128,
             max_num_seqs=REQUESTS,
-            gpu_memory_utilization=SHARE,
+            gpu_memory_utilization=GIVEN / total,
             additional_config={"dllm": {"strategy": "d2f", "canvas_length": 32, "block_length": 8}},
         )
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(SHARE + SPARE / total)
+    torch.cuda.set_per_process_memory_fraction((GIVEN + SPARE) / total)
     yield llm
     torch.cuda.set_per_process_memory_fraction(1.0)
     llm.llm_engine.engine_core.shutdown()
