@@ -1,6 +1,6 @@
 """Spread test files over workers: what takes longest first, so that the workers end together.
 
-Of engine tests with a matrix of parameters, say which ones `make test` leaves to `make test-slow`.
+Of engine tests with parameters, say which ones `make test` leaves to `make test-slow`.
 
 The tests of a file stay together, for they share engines; those of kernels, in all of their files,
 share the process that interprets. Tests that share nothing and take long go one by one.
@@ -8,10 +8,12 @@ share the process that interprets. Tests that share nothing and take long go one
 
 from collections import defaultdict
 from typing import Any
+from zlib import crc32
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+SHORT = 9  # tests of a function, of which `make test` runs one
 TOGETHER = "tests/kernels/"
 ALONE = ("tests/unit/test_structured_random.py",)
 # From about 10 s on, by what they spend on processors; a file that is not here comes behind these.
@@ -68,27 +70,41 @@ def axes_of(item: pytest.Item) -> dict[str, Any]:
 
 
 def left_to_slow(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Every second test of each matrix, as on a chessboard, so that the others meet every value.
+    """All but one test of each short list of parameters, and every second one of a long matrix.
 
-    pytest numbers direct parameters by their combination, so values are numbered here.
+    Which one stays differs from function to function, so that all of them together meet what the
+    lists name: families, strategies, schedulers. Long lists are of small cases.
     """
     matrices: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if axes_of(item) and item.get_closest_marker("slow") is None:
             matrices[item.nodeid.partition("[")[0]].append(item)
     left = []
-    for tests in matrices.values():
-        places, num_axes = [0] * len(tests), 0
-        for column in zip(*(axes_of(test).values() for test in tests), strict=True):
-            values: list[Any] = []
-            for i, value in enumerate(column):
-                if value not in values:
-                    values.append(value)
-                places[i] += values.index(value)
-            num_axes += len(values) > 1
-        if num_axes > 1:
-            left += [test for test, place in zip(tests, places, strict=True) if place % 2]
+    for name, tests in matrices.items():
+        if len(tests) <= SHORT:
+            stays = crc32(name.encode()) % len(tests)
+            left += [test for i, test in enumerate(tests) if i != stays]
+        else:
+            left += _every_second(tests)
     return left
+
+
+def _every_second(tests: list[pytest.Item]) -> list[pytest.Item]:
+    """Every second test of a matrix, as on a chessboard, so that the others meet every value.
+
+    pytest numbers direct parameters by their combination, so values are numbered here.
+    """
+    places, num_axes = [0] * len(tests), 0
+    for column in zip(*(axes_of(test).values() for test in tests), strict=True):
+        values: list[Any] = []
+        for i, value in enumerate(column):
+            if value not in values:
+                values.append(value)
+            places[i] += values.index(value)
+        num_axes += len(values) > 1
+    if num_axes <= 1:
+        return []
+    return [test for test, place in zip(tests, places, strict=True) if place % 2]
 
 
 def rank(file: str) -> int:

@@ -30,7 +30,7 @@ HERE = Path(__file__).parent
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave half of each matrix to `make test-slow`, and warnings of vLLM's dependencies alone."""
+    """Leave most parameters to `make test-slow`, and warnings of vLLM's dependencies alone."""
     ours = [item for item in items if HERE in item.path.parents]
     for item in ours:
         item.add_marker(pytest.mark.filterwarnings("default"))

@@ -316,18 +316,19 @@ def hits(llm: Any) -> int:
 
 
 LONG = [letters(length, seed=length) for length in (1, 7, 33, 64, 65, 100, 150, 180, 199, 2, 1)]
-UNCUT: dict[str, Any] = {}
+UNCUT: dict[str, tuple[list[list[int]], Any]] = {}
 
 
-def test_reference_for_the_engines_below(model: str, room: EngineRoom) -> None:
-    """Prompts in one piece, pages found again, nobody preempted."""
-    llm = start(room, model)
-    before = hits(llm)
-    UNCUT["said", model] = conversation(llm, 2)
-    # The answer's last block was never stored.
-    assert (hits(llm) - before) % 32 == 0 and hits(llm) - before >= 64
-    outputs = generate(llm, LONG, params(40, logprobs=0))
-    UNCUT["long", model] = results(outputs)
+def uncut(room: EngineRoom, model: str) -> tuple[list[list[int]], Any]:
+    """A conversation and long prompts, in one piece, pages found again, nobody preempted."""
+    if model not in UNCUT:
+        llm = start(room, model)
+        before = hits(llm)
+        said = conversation(llm, 2)
+        # The answer's last block was never stored.
+        assert (hits(llm) - before) % 32 == 0 and hits(llm) - before >= 64
+        UNCUT[model] = said, results(generate(llm, LONG, params(40, logprobs=0)))
+    return UNCUT[model]
 
 
 def small_steps(room: EngineRoom, model: str, **options: Any) -> Any:
@@ -340,20 +341,22 @@ def small_steps(room: EngineRoom, model: str, **options: Any) -> Any:
 
 def test_prompts_in_parts(model: str, room: EngineRoom) -> None:
     """Beside running requests, asynchronously, without a cache and with preemption."""
+    said, long = uncut(room, model)
     llm = small_steps(room, model, enable_prefix_caching=False)
     assert scheduler(llm).scheduler_config.enable_chunked_prefill
     before, pages = num_preemptions(llm), free_pages(llm)
-    assert results(generate(llm, LONG, params(40, logprobs=0))) == UNCUT["long", model]
+    assert results(generate(llm, LONG, params(40, logprobs=0))) == long
     assert num_preemptions(llm) > before and free_pages(llm) == pages
-    assert conversation(llm, 2) == UNCUT["said", model]
+    assert conversation(llm, 2) == said
     shuffled(llm, model, 4, counts=False)
 
 
 def test_preempted_requests_find_their_pages(model: str, room: EngineRoom) -> None:
+    _, long = uncut(room, model)
     llm = small_steps(room, model)
     before = num_preemptions(llm)
     shuffled(llm, model, 5, counts=False)
-    assert results(generate(llm, LONG, params(40, logprobs=0))) == UNCUT["long", model]
+    assert results(generate(llm, LONG, params(40, logprobs=0))) == long
     assert num_preemptions(llm) > before
 
 

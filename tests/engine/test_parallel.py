@@ -227,6 +227,7 @@ def test_columns_of_a_rank(name: str, notes: Path) -> None:
     assert {note.name for note in (notes / name).iterdir()} == expected
 
 
+@pytest.mark.slow
 def test_data_parallel(tmp_path: Path) -> None:
     """Both engines take part, and each answers as a single one.
 

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from step_times_rank import measured
 from vllm.utils.network_utils import get_distributed_init_method, get_open_port
 
@@ -14,6 +15,7 @@ RANK = Path(__file__).parent / "step_times_rank.py"
 EARLIER = StepTimes((1,), (9.0,), 0.0)
 
 
+@pytest.mark.slow
 def test_all_engines_have_the_same_times(tmp_path: Path) -> None:
     """Ranks are no forks of this process, which may be a rank of an engine already."""
     path, other = tmp_path / "times.json", tmp_path / "times-1.json"

@@ -1,5 +1,6 @@
 """Which worker of a test run is given what, and in which order."""
 
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,7 +46,7 @@ MATRICES = """
 import pytest
 
 pytestmark = pytest.mark.filterwarnings("default")
-ways = pytest.mark.parametrize("way", ["a", "b", "c"])
+ways = pytest.mark.parametrize("way", list("abcde"))
 
 @pytest.fixture(params=["x", "y"])
 def fixed(request):
@@ -58,16 +59,17 @@ def test_direct(way, number): ...
 @ways
 def test_with_a_fixture(fixed, way): ...
 
-@ways
-@pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_slow_ones_do_not_count(way, number): ...
+@pytest.mark.parametrize("way", list("abcde") + [pytest.param("f", marks=pytest.mark.slow)])
+def test_one_stays(way): ...
 
 @ways
+def test_a_second_one_stays(way): ...
+
+@pytest.mark.parametrize(("name", "size"), [(name, 1) for name in "abcdefghij"])
+def test_one_long_list_is_one_axis(name, size): ...
+
 @pytest.mark.parametrize("one", [1])
-def test_one_value_is_no_axis(way, one): ...
-
-@pytest.mark.parametrize(("name", "size"), [("a", 1), ("b", 2)])
-def test_one_list_is_one_axis(name, size): ...
+def test_the_only_one_stays(one): ...
 
 def test_without_parameters(): ...
 """
@@ -80,18 +82,28 @@ class Chosen:
         self.left = [item.name for item in spread.left_to_slow(session.items)]
 
 
-def test_half_of_a_matrix_is_left_to_the_slow_run(tmp_path: Path) -> None:
+def test_what_is_left_to_the_slow_run(tmp_path: Path) -> None:
+    """Half of a long matrix, and of a short list all but one, which differs between functions."""
     file, chosen = tmp_path / "test_matrices.py", Chosen()
     file.write_text(MATRICES)
     markers = tmp_path / "pytest.ini"
     markers.write_text("[pytest]\nmarkers = slow\n")
     options = ["--collect-only", "-q", "-c", str(markers), "-p", "no:cacheprovider"]
     pytest.main([str(file), *options], plugins=[chosen])
-    assert sorted(chosen.left) == [
-        "test_direct[number0-b]",
-        "test_direct[number1-a]",
-        "test_direct[number1-c]",
-        "test_with_a_fixture[x-b]",
-        "test_with_a_fixture[y-a]",
-        "test_with_a_fixture[y-c]",
-    ]
+    left = Counter(name.partition("[")[0] for name in chosen.left)
+    assert left == {
+        "test_direct": 5,
+        "test_with_a_fixture": 5,
+        "test_one_stays": 4,
+        "test_a_second_one_stays": 4,
+    }
+    long = {name for name in chosen.left if name.startswith("test_direct")}
+    assert long == {
+        *("test_direct[number0-b]", "test_direct[number0-d]"),
+        *("test_direct[number1-a]", "test_direct[number1-c]", "test_direct[number1-e]"),
+    }
+    stays = {
+        next(way for way in "abcde" if f"{name}[{way}]" not in chosen.left)
+        for name in ("test_one_stays", "test_a_second_one_stays")
+    }
+    assert len(stays) == 2
