@@ -46,10 +46,15 @@ def counts_of(completion: CompletionOutput, tokens: int, prompt_tokens: int) -> 
     sent = completion.spec_decode_metrics
     if sent is None:  # aborted before the engine answered
         return None
-    # Where canvases float the list has the widths of the forwards: no cache and no grammar then.
-    cached, *way = [0] if sent.per_step_accepted else sent.per_step_drafted or [0]
     computed = sent.num_draft_tokens
-    wasted = computed - (prompt_tokens - cached) - tokens
+    if sent.per_step_accepted:
+        # Where canvases float the list has the widths of the forwards; the prompt is the rest of
+        # what was computed, more than once after preemption. There are no grammars then.
+        prompt, way = min(prompt_tokens, computed - sum(sent.per_step_drafted)), []
+    else:
+        cached, *way = sent.per_step_drafted or [0]
+        prompt = prompt_tokens - cached
+    wasted = computed - prompt - tokens
     grammar = WAYS[way[0]] if way else None
     return Counts(sum(sent.histogram), tokens, computed, max(wasted, 0), grammar)
 

@@ -234,7 +234,6 @@ def floating(method: Method) -> Method:
         blocks_by_default=1,
         canvas_by_default=(method.canvas_by_default[0], max(1, method.canvas_by_default[1])),
         reads=frozenset(),
-        refuses=method.refuses | {"prefix_caching"},
     )
 
 

@@ -21,6 +21,7 @@ from dllm_plugin.config.cuda_graphs import OUR_WORKERS, allowed_widths
 from dllm_plugin.decoding.step_costs import MeasuredCosts
 from dllm_plugin.decoding.widths import WidthController, widths_between
 from dllm_plugin.engine.adaptive_metrics import told
+from dllm_plugin.engine.prompt_pages import PromptPages
 from dllm_plugin.engine.reporting import RequestCounts
 from dllm_plugin.engine.scheduler import DiffusionScheduler
 from dllm_plugin.engine.step_clock import StepClock
@@ -67,6 +68,7 @@ class AdaptiveScheduler(DiffusionScheduler):
 
     _next    of requests with a schedule of their own, how many of their forwards were scheduled
     _untold  requests that asked for no statistics
+    _pages   of each request, what hashes its pages; empty without prefix caching
     """
 
     counts_class = RecordedCounts
@@ -92,6 +94,7 @@ class AdaptiveScheduler(DiffusionScheduler):
         self._schedules: dict[str, list[int]] = {}
         self._next: dict[str, int] = {}
         self._untold: set[str] = set()
+        self._pages: dict[str, PromptPages] = {}
         self._told_changes = 0
 
     def add_request(self, request: Request) -> None:
@@ -103,6 +106,9 @@ class AdaptiveScheduler(DiffusionScheduler):
             self._schedules[request.request_id] = schedule
             self._next[request.request_id] = 0
         super().add_request(request)
+        if self.kv_cache_manager.enable_caching:
+            pages = self._pages[request.request_id] = PromptPages(request)
+            request._block_hasher = pages
         if request.spec_decode_metrics is None:
             # vLLM records what a request is told.
             self._untold.add(request.request_id)
@@ -111,6 +117,7 @@ class AdaptiveScheduler(DiffusionScheduler):
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         self._schedules.pop(request.request_id, None)
         self._next.pop(request.request_id, None)
+        self._pages.pop(request.request_id, None)
         if request.request_id in self._untold:
             self._untold.discard(request.request_id)
             request.spec_decode_metrics = None
@@ -124,6 +131,13 @@ class AdaptiveScheduler(DiffusionScheduler):
             if counts.per_step_accepted:
                 data.req_id = ResumedId(data.req_id, self._pieces(data.req_id, counts))
         return output
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        """Preempt as vLLM does; of what the request wrote it finds its prompt's pages alone."""
+        super()._preempt_request(request, *args, **kwargs)
+        pages = self._pages.get(request.request_id)
+        if pages is not None:
+            pages.forget(request)
 
     def _pieces(self, request_id: str, counts: RequestCounts) -> tuple[int, ...]:
         """Return where the pieces of a request that comes back end, absolute."""
@@ -181,7 +195,7 @@ class AdaptiveScheduler(DiffusionScheduler):
             request.spec_token_ids = [-1] * width
 
     def _note_start(self, request_id: str, counts: RequestCounts, num_tokens: int) -> None:
-        """Note nothing: no prompt is cached, and the list holds widths."""
+        """Note nothing: the list holds widths."""
 
     def make_stats(
         self, spec_decoding_stats: SpecDecodingStats | None = None, *args: Any, **kwargs: Any

@@ -27,8 +27,7 @@ class RequestCounts(RequestSpecDecodeMetrics):
     `per_step_drafted` holds how many prompt tokens were cached, which vLLM tells of one choice of
     a request alone, and the place in WAYS of how a request with a grammar keeps to it; vLLM shows
     the list to nobody while `per_step_accepted` is empty. Where canvases float it holds what vLLM
-    means by it, the widths of the forwards, and `per_step_accepted` what they committed: nothing is
-    cached there.
+    means by it, the widths of the forwards, and `per_step_accepted` what they committed.
     """
 
     def observe(self, num_draft_tokens: int, num_accepted: int, detailed: bool = False) -> None:

@@ -32,6 +32,8 @@ v1.core.sched.scheduler:Scheduler _preempt_request
 v1.core.sched.async_scheduler:AsyncScheduler _update_after_schedule _update_request_with_output
 v1.core.kv_cache_manager:KVCacheManager allocate_slots cache_blocks evict_blocks get_block_ids
 v1.core.block_pool:BlockPool free_blocks
+v1.core.kv_cache_utils: get_request_block_hasher
+v1.request:Request update_block_hashes
 v1.worker.gpu.model_runner:GPUModelRunner add_requests finish_requests prepare_inputs sample_tokens
 v1.worker.gpu.model_runner:GPUModelRunner postprocess_sampled _dummy_run _dummy_sampler_run
 v1.worker.gpu.model_runner:GPUModelRunner update_requests execute_model
