@@ -13,7 +13,7 @@ from zlib import crc32
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-SHORT = 9  # tests of a function, of which `make test` runs one
+SHORT = 14  # tests of a function, of which `make test` runs one
 TOGETHER = "tests/kernels/"
 ALONE = ("tests/unit/test_structured_random.py",)
 # From about 10 s on, by what they spend on processors; a file that is not here comes behind these.
@@ -72,7 +72,7 @@ def axes_of(item: pytest.Item) -> dict[str, Any]:
 def left_to_slow(items: list[pytest.Item]) -> list[pytest.Item]:
     """All but one test of each short list of parameters, and every second one of a long matrix.
 
-    Which one stays differs from function to function, so that all of them together meet what the
+    Which one stays differs from function to function, so that together they meet most of what the
     lists name: families, strategies, schedulers. Long lists are of small cases.
     """
     matrices: dict[str, list[pytest.Item]] = defaultdict(list)

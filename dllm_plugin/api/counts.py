@@ -36,25 +36,27 @@ class Counts(NamedTuple):
         return {name: value for name, value in ordered.items() if value is not None}
 
 
-def counts_of(completion: CompletionOutput, tokens: int, prompt_tokens: int) -> Counts | None:
+def counts_of(
+    completion: CompletionOutput, tokens: int, prompt_tokens: int, cached: int | None = None
+) -> Counts | None:
     """Return the counts of a choice that ended, of the numbers that the scheduler sent with it.
 
     Args:
         tokens: completion tokens of the choice.
         prompt_tokens: of the prompt, cached ones included.
+        cached: of those, where vLLM tells it of this choice and canvases float; without it what no
+            forward computed counts as prompt, as far as that goes.
     """
     sent = completion.spec_decode_metrics
     if sent is None:  # aborted before the engine answered
         return None
-    computed = sent.num_draft_tokens
-    if sent.per_step_accepted:
-        # Where canvases float the list has the widths of the forwards; the prompt is the rest of
-        # what was computed, more than once after preemption. There are no grammars then.
-        prompt, way = min(prompt_tokens, computed - sum(sent.per_step_drafted)), []
-    else:
+    computed, way = sent.num_draft_tokens, list[int]()
+    if not sent.per_step_accepted:
         cached, *way = sent.per_step_drafted or [0]
-        prompt = prompt_tokens - cached
-    wasted = computed - prompt - tokens
+    elif cached is None:
+        # Where canvases float the list has the widths of the forwards, and no grammar.
+        cached = max(0, prompt_tokens - (computed - sum(sent.per_step_drafted)))
+    wasted = computed - (prompt_tokens - cached) - tokens
     grammar = WAYS[way[0]] if way else None
     return Counts(sum(sent.histogram), tokens, computed, max(wasted, 0), grammar)
 

@@ -112,6 +112,8 @@ class WatchedEngine:
     def _note(self, output: RequestOutput, first: int, delta: bool) -> None:
         """Count tokens, and keep the counts of choices that end."""
         prompt_tokens = len(output.prompt_token_ids or ())
+        # Of several choices in one output vLLM tells what one of them found.
+        cached = output.num_cached_tokens if len(output.outputs) == 1 else None
         for completion in output.outputs:
             if completion.finish_reason == "error" and isinstance(completion.stop_reason, str):
                 # A grammar at which its compiler failed; vLLM's handlers know no reasons.
@@ -121,7 +123,7 @@ class WatchedEngine:
             self._tokens[index] = before + len(completion.token_ids)
             if completion.finish_reason is None or index in self.counts:
                 continue
-            counts = counts_of(completion, self._tokens[index], prompt_tokens)
+            counts = counts_of(completion, self._tokens[index], prompt_tokens, cached)
             if counts is not None:
                 self.counts[index] = counts
             if self._trace:

@@ -7,9 +7,9 @@ from typing import NamedTuple, Protocol
 # By Dream-7B's shapes on an H200, FlashAttention 3 (benchmarks/reports/adaptive.md).
 # How often run and window, two sequences, read their context: the second finds some of it cached.
 READS = 1.4
-# What reading costs, by its share of the bytes that a small step reads: it does more than read.
+# Which part of a small step's time is reading, so that what it reads tells what more bytes cost.
 KEY_SHARE = 0.75
-MIXTURE_SHARE = 0.55  # of mixtures, which read less of it; by LLaDA2-mini's shapes on an H100
+MIXTURE_SHARE = 0.55  # of a mixture's; by LLaDA2-mini's shapes on an H100 (adaptive_h100.md)
 FADE = 1 - 1 / 256  # of the weight of a ratio, with each step that is observed
 LEAST_WEIGHT = 0.9  # below it a width counts as not tried
 DOUBT = 4  # how many steps a first ratio is weighed against
@@ -80,16 +80,15 @@ class WeightBytes(NamedTuple):
 def costs_of(weights: WeightBytes, key_bytes: float, reads: float, base: float = 1.0) -> Costs:
     """Return the model's costs for a checkpoint; `base` is the time of a small step."""
     share = MIXTURE_SHARE if weights.experts else KEY_SHARE
-    usual, per_byte = Costs(), base * share / weights.small
+    per_byte = base * share / weights.small
     return Costs(
-        base,
-        usual.free,
-        base * usual.per_position * share / KEY_SHARE,
-        per_byte * key_bytes,
-        reads,
-        per_byte * weights.expert,
-        weights.experts,
-        weights.chosen,
+        base=base,
+        per_position=base * Costs().per_position * share / KEY_SHARE,
+        per_key=per_byte * key_bytes,
+        reads=reads,
+        per_expert=per_byte * weights.expert,
+        experts=weights.experts,
+        chosen=weights.chosen,
     )
 
 

@@ -107,8 +107,8 @@ class AdaptiveScheduler(DiffusionScheduler):
             self._next[request.request_id] = 0
         super().add_request(request)
         if self.kv_cache_manager.enable_caching:
-            pages = self._pages[request.request_id] = PromptPages(request)
-            request._block_hasher = pages
+            pages = self._pages[request.request_id] = PromptPages(request, self.block_size)
+            request._block_hasher = pages  # vLLM has no other door to a request's hashes
         if request.spec_decode_metrics is None:
             # vLLM records what a request is told.
             self._untold.add(request.request_id)
@@ -117,7 +117,9 @@ class AdaptiveScheduler(DiffusionScheduler):
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         self._schedules.pop(request.request_id, None)
         self._next.pop(request.request_id, None)
-        self._pages.pop(request.request_id, None)
+        pages = self._pages.pop(request.request_id, None)
+        if pages is not None:
+            pages.evict(self.kv_cache_manager, request.request_id)
         if request.request_id in self._untold:
             self._untold.discard(request.request_id)
             request.spec_decode_metrics = None
@@ -134,10 +136,10 @@ class AdaptiveScheduler(DiffusionScheduler):
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         """Preempt as vLLM does; of what the request wrote it finds its prompt's pages alone."""
-        super()._preempt_request(request, *args, **kwargs)
         pages = self._pages.get(request.request_id)
         if pages is not None:
-            pages.forget(request)
+            pages.evict(self.kv_cache_manager, request.request_id)
+        super()._preempt_request(request, *args, **kwargs)
 
     def _pieces(self, request_id: str, counts: RequestCounts) -> tuple[int, ...]:
         """Return where the pieces of a request that comes back end, absolute."""

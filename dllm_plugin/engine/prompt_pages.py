@@ -6,6 +6,7 @@ prefill of the same tokens would compute.
 
 import os
 
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.request import Request
 
@@ -13,25 +14,26 @@ HASH_BYTES = 32
 
 
 class PromptPages:
-    """Hash full pages for vLLM's prefix cache: of the prompt as vLLM does, of the rest by chance.
+    """Hash pages of generated text at random, so that the prefix cache never matches them.
 
-    It stands in for the request's own hasher, which vLLM calls as its text grows.
+    It stands in for the request's own hasher, which vLLM calls whenever the text grows. Pages of
+    the prompt have their hashes by then.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, page: int) -> None:
         hasher = request._block_hasher
         assert hasher is not None, "prefix caching is on"
         self.hasher = hasher
-        self.num_shared = len(request.block_hashes)
+        self.num_pages = request.num_prompt_tokens // page
 
     def __call__(self, request: Request) -> list[BlockHash]:
         """Return the hashes of the pages that became full."""
-        shared = max(0, self.num_shared - len(request.block_hashes))
-        hashes = self.hasher(request)
-        own = [BlockHash(os.urandom(HASH_BYTES)) for _ in hashes[shared:]]
-        return [*hashes[:shared], *own]
+        return [BlockHash(os.urandom(HASH_BYTES)) for _ in self.hasher(request)]
 
-    def forget(self, request: Request) -> None:
-        """Give the generated pages other hashes: a text that comes back is computed in pieces."""
-        del request.block_hashes[self.num_shared :]
-        request.update_block_hashes()
+    def evict(self, manager: KVCacheManager, request_id: str) -> None:
+        """Take the generated pages out of the cache, so that they are the first to be used again.
+
+        Nor does a text that comes back from preemption find them: it is computed in pieces.
+        """
+        for pages in manager.get_block_ids(request_id):
+            manager.evict_blocks(set(pages[self.num_pages :]))

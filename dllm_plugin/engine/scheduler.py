@@ -174,7 +174,8 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
             whole = end // self.block_length[request.request_id]
             end = whole * self.block_length[request.request_id]
             return max(0, end - num_computed_tokens)
-        if num_computed_tokens != request.num_prompt_tokens:
+        comes_back = request.num_tokens > request.num_prompt_tokens
+        if comes_back or num_computed_tokens != request.num_prompt_tokens:
             return num_new_tokens
         return min(num_new_tokens + self._first_tail(request), self._canvas_tokens(request))
 

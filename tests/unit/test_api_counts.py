@@ -39,6 +39,10 @@ def test_counts_of_what_the_scheduler_sent() -> None:
     assert held == ONE._replace(grammar="automaton")
     assert held.as_json() == IN_JSON | {"grammar": "automaton"}
     assert total([held, held]) == Counts(8, 20, 180, 120, "automaton")
+    # Canvases that float: 40 positions in forwards, the others are the prompt's or in flight.
+    sent.per_step_accepted, sent.per_step_drafted = [0, 5, 0, 5], [10, 10, 10, 10]
+    assert counts_of(completion, 10, 70, cached=50) == ONE
+    assert counts_of(completion, 10, 70) == ONE._replace(wasted_positions=30)
     completion.spec_decode_metrics = None
     assert counts_of(completion, 10, 20) is None
     assert total([ONE, ONE]) == Counts(8, 20, 180, 120)

@@ -53,7 +53,7 @@ def fixed(request):
     return request.param
 
 @ways
-@pytest.mark.parametrize("number", [[1], [2]])
+@pytest.mark.parametrize("number", [[1], [2], [3]])
 def test_direct(way, number): ...
 
 @ways
@@ -65,7 +65,7 @@ def test_one_stays(way): ...
 @ways
 def test_a_second_one_stays(way): ...
 
-@pytest.mark.parametrize(("name", "size"), [(name, 1) for name in "abcdefghij"])
+@pytest.mark.parametrize(("name", "size"), [(name, 1) for name in "abcdefghijklmnop"])
 def test_one_long_list_is_one_axis(name, size): ...
 
 @pytest.mark.parametrize("one", [1])
@@ -92,8 +92,8 @@ def test_what_is_left_to_the_slow_run(tmp_path: Path) -> None:
     pytest.main([str(file), *options], plugins=[chosen])
     left = Counter(name.partition("[")[0] for name in chosen.left)
     assert left == {
-        "test_direct": 5,
-        "test_with_a_fixture": 5,
+        "test_direct": 7,
+        "test_with_a_fixture": 9,
         "test_one_stays": 4,
         "test_a_second_one_stays": 4,
     }
@@ -101,6 +101,7 @@ def test_what_is_left_to_the_slow_run(tmp_path: Path) -> None:
     assert long == {
         *("test_direct[number0-b]", "test_direct[number0-d]"),
         *("test_direct[number1-a]", "test_direct[number1-c]", "test_direct[number1-e]"),
+        *("test_direct[number2-b]", "test_direct[number2-d]"),
     }
     stays = {
         next(way for way in "abcde" if f"{name}[{way}]" not in chosen.left)

@@ -194,14 +194,15 @@ def test_the_model_of_a_checkpoint(vllm_config_for: Any, checkpoints: Path) -> N
 def test_the_model_of_a_mixture(name: str, vllm_config_for: Any, checkpoints: Path) -> None:
     """A small step reads the experts of one position, many positions read all of them."""
     folder = checkpoints / name
-    stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    config = vllm_config_for(folder, additional_config={"dllm": {}}, dtype="float32")
-    weights = weight_bytes(config, stored)
+    files = list(folder.glob("*.safetensors"))
+    stored = sum(file.stat().st_size for file in files)
+    config = vllm_config_for(folder, additional_config={"dllm": {}})
+    weights = weight_bytes(config, files)
     given = json.loads((folder / "config.json").read_text())
-    with safe_open(next(folder.glob("*.safetensors")), "pt") as file:
+    with safe_open(files[0], "pt") as file:
         names = [name for name in file.keys() if ".experts." in name]  # noqa: SIM118
         of_experts = [file.get_tensor(name) for name in names]
-    held = sum(4 * tensor.numel() for tensor in of_experts)
+    held = sum(tensor.numel() * tensor.itemsize for tensor in of_experts)
     assert weights.experts * weights.expert == held > 0
     assert weights.chosen == given["num_experts_per_tok"] < weights.experts
     assert weights.small == stored - (weights.experts - weights.chosen) * weights.expert

@@ -5,6 +5,10 @@ weights, of a mixture those of the experts that are chosen. More context is read
 more experts by more positions.
 """
 
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
 import torch
 from vllm.config import VllmConfig
 
@@ -20,6 +24,8 @@ from dllm_plugin.decoding.step_costs import (
     reads_of,
 )
 from dllm_plugin.models.checkpoints.weights import checkpoint_folder
+
+EXPERTS = ".experts."  # in the names of their tensors
 
 
 def step_costs(vllm_config: VllmConfig, config: DecodeConfig) -> StepCosts:
@@ -41,29 +47,32 @@ def model_costs(vllm_config: VllmConfig, config: DecodeConfig) -> Costs:
     """Return what the model says; contexts are free where weights have no files."""
     model_config, load_config = vllm_config.model_config, vllm_config.load_config
     folder = checkpoint_folder(model_config.model, model_config.revision, load_config.download_dir)
-    files = [] if folder is None else folder.glob("*.safetensors")
-    stored = sum(file.stat().st_size for file in files)
-    if not stored:
+    files = [] if folder is None else sorted(folder.glob("*.safetensors"))
+    if not files:
         return Costs()
-    weights = weight_bytes(vllm_config, stored)
+    weights = weight_bytes(vllm_config, files)
     return costs_of(weights, _bytes_per_token(vllm_config), reads_of(config.kv_cache_layout))
 
 
-def weight_bytes(vllm_config: VllmConfig, stored: float) -> WeightBytes:
-    """Return what steps read of weights that take `stored` bytes together."""
+def weight_bytes(vllm_config: VllmConfig, files: Sequence[Path]) -> WeightBytes:
+    """Return what steps read of the weights in these safetensors files."""
     model_config = vllm_config.model_config
-    experts = model_config.get_num_experts()
-    if not experts:
+    stored, experts = sum(file.stat().st_size for file in files), model_config.get_num_experts()
+    of_experts = sum(map(_bytes_of_experts, files)) if experts else 0
+    if not of_experts:
         return WeightBytes(stored)
-    sizes, dtype = model_config.hf_text_config, model_config.dtype
-    assert isinstance(dtype, torch.dtype)
-    size = 1 if model_config.quantization else dtype.itemsize
-    layers = sizes.num_hidden_layers - sizes.to_dict().get("first_k_dense_replace", 0)
-    expert = 3 * layers * sizes.hidden_size * sizes.moe_intermediate_size * size
-    chosen = sizes.num_experts_per_tok
-    small = stored - (experts - chosen) * expert
-    # Files that hold less than the experts hold something else than the sizes say.
-    return WeightBytes(small, expert, experts, chosen) if small > 0 else WeightBytes(stored)
+    chosen = model_config.hf_text_config.num_experts_per_tok
+    expert = of_experts / experts
+    return WeightBytes(stored - (experts - chosen) * expert, expert, experts, chosen)
+
+
+def _bytes_of_experts(file: Path) -> int:
+    """Return how much of a safetensors file is experts, by its header."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(length))
+    ends = [entry["data_offsets"] for name, entry in header.items() if EXPERTS in name]
+    return sum(end - begin for begin, end in ends)
 
 
 def _bytes_per_token(vllm_config: VllmConfig) -> int:
