@@ -104,6 +104,7 @@ vllm.v1.attention.backends.flex_attention: FlexAttentionBackend FlexAttentionMet
 vllm.v1.attention.backends.registry: AttentionBackendEnum register_backend
 vllm.v1.attention.ops.merge_attn_states: merge_attn_states
 vllm.v1.attention.selector: AttentionSelectorConfig
+vllm.v1.core.kv_cache_manager: KVCacheManager
 vllm.v1.core.kv_cache_utils: BlockHash
 vllm.v1.core.sched.async_scheduler: AsyncScheduler
 vllm.v1.core.sched.output: NewRequestData SchedulerOutput
