@@ -218,6 +218,7 @@ def text_of(chunks: list[dict[str, Any]]) -> list[str]:
     return texts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_reader_that_sleeps_loses_frames_and_no_text(client: httpx.Client, seconds: int) -> None:
     """Nor does it hold anybody up: others are answered meanwhile."""

@@ -55,6 +55,7 @@ def test_keys_kept_behind_the_span(room: EngineRoom) -> None:
         full.check(case, output)
 
 
+@pytest.mark.slow
 def test_absolute_grid_and_prefix_caching(room: EngineRoom) -> None:
     """Pages that hits bring in were stored by other requests, or by preempted ones."""
     llm = room.start("sdar", grid.CANVAS | DISTINCT, async_scheduling=True, block_size=32)

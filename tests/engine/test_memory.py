@@ -30,6 +30,7 @@ def test_preemption_under_pressure(family: str, overlapped: bool, room: EngineRo
     assert free_pages(llm) == pages
 
 
+@pytest.mark.slow
 def test_a_clock_that_jumps(
     family: str, overlapped: bool, room: EngineRoom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,6 +120,7 @@ def test_every_way_to_end_gives_every_page_back(overlapped: bool, room: EngineRo
     assert free_pages(llm) == pages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overlapped", [pytest.param(False, marks=pytest.mark.slow), True], ids=["sync", "async"]
 )

@@ -99,6 +99,7 @@ def test_counts_say_which_way_was_taken(server: Server) -> None:
     assert "grammar" not in free["metrics"]["diffusion"]
 
 
+@pytest.mark.slow
 def test_a_stream_of_drafts(server: Server) -> None:
     """Its pieces make up the text of the reply: nothing is sent that is dropped later."""
     # Of one token a forward, lest all of its blocks are ready when the first one is sent.
