@@ -44,8 +44,8 @@ def counts_of(
     Args:
         tokens: completion tokens of the choice.
         prompt_tokens: of the prompt, cached ones included.
-        cached: of those, where vLLM tells it of this choice and canvases float; without it what no
-            forward computed counts as prompt, as far as that goes.
+        cached: how many of these were cached, if vLLM says so of this choice. It is read where
+            canvases float; None: estimated from the positions that belong to no forward.
     """
     sent = completion.spec_decode_metrics
     if sent is None:  # aborted before the engine answered

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 # By Dream-7B's shapes on an H200, FlashAttention 3 (benchmarks/reports/adaptive.md).
 # How often run and window, two sequences, read their context: the second finds some of it cached.
 READS = 1.4
-# Which part of a small step's time is reading, so that what it reads tells what more bytes cost.
+# The part of a small step's time in which it reads weights: turns bytes into time.
 KEY_SHARE = 0.75
 MIXTURE_SHARE = 0.55  # of a mixture's; by LLaDA2-mini's shapes on an H100 (adaptive_h100.md)
 FADE = 1 - 1 / 256  # of the weight of a ratio, with each step that is observed

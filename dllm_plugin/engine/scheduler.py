@@ -174,6 +174,7 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
             whole = end // self.block_length[request.request_id]
             end = whole * self.block_length[request.request_id]
             return max(0, end - num_computed_tokens)
+        # A text that comes back is prefilled whole: a canvas may end inside a block.
         comes_back = request.num_tokens > request.num_prompt_tokens
         if comes_back or num_computed_tokens != request.num_prompt_tokens:
             return num_new_tokens
