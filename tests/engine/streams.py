@@ -13,6 +13,8 @@ from engines import LETTERS, letters
 # One token a forward, of letters alone, and never an end before `max_tokens`.
 SLOW = {"allowed_token_ids": LETTERS, "ignore_eos": True, "temperature": 0}
 ONE_BY_ONE = {"dllm_threshold": 1.0, "dllm_block_length": 8}
+# What is held up never comes, so a wide limit finds it too, also on a busy machine.
+PATIENCE = 300.0
 
 
 def slow_request(index: int, max_tokens: int) -> dict[str, Any]:
@@ -47,7 +49,8 @@ class Stream:
     def _run(self, url: str) -> None:
         body = {"model": "tiny", "stream": True} | self.body
         try:
-            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as response:
+            address = f"{url}/v1/completions"
+            with httpx.stream("POST", address, json=body, timeout=PATIENCE) as response:
                 if response.status_code != 200:
                     self.error = response.read().decode()
                 for line in response.iter_lines():
@@ -76,7 +79,7 @@ def start_streams(url: str, count: int, max_tokens: int) -> list[Stream]:
     for stream in streams:
         stream.start(url)
     for stream in streams:
-        assert stream.started.wait(60), stream.error
+        assert stream.started.wait(PATIENCE), stream.error
     return streams
 
 

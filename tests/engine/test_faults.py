@@ -16,7 +16,7 @@ import psutil
 import pytest
 from engines import EngineRoom
 from processes import KILLED_SOON, START_SECONDS, Server, serving
-from streams import join, slow_request, start_streams
+from streams import PATIENCE, join, slow_request, start_streams
 
 from dllm_plugin import default_model
 from dllm_plugin.engine.cpu_worker import DiffusionCPUWorker
@@ -50,7 +50,7 @@ def named(server: Server, name: str) -> list[psutil.Process]:
 def plain_texts(server: Server, count: int) -> list[str]:
     """What streams say that nobody disturbs."""
     streams = start_streams(server.url, count, LONG)
-    join(streams, 120)
+    join(streams, PATIENCE)
     assert [(stream.error, stream.reason) for stream in streams] == [("", "length")] * count
     return [stream.text for stream in streams]
 
@@ -104,9 +104,9 @@ def test_a_rank_is_killed(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def drained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that drains for a minute when it is asked to end."""
+    """A server that drains when it is asked to end."""
     log = tmp_path_factory.mktemp("faults") / "log"
-    options = (*OPTIONS, "--shutdown-timeout=60")
+    options = (*OPTIONS, f"--shutdown-timeout={PATIENCE:.0f}")
     with serving(log, *options, python=sys.executable, **KILLED_SOON) as server:
         yield server
 
@@ -117,16 +117,13 @@ def connect(server: Server, body: dict[str, Any]) -> socket.socket:
     head = f"POST {request.url.path} HTTP/1.1\r\n"
     head += "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())
     host, _, port = server.url.removeprefix("http://").partition(":")
-    connection = socket.create_connection((host, int(port)), timeout=120)
+    connection = socket.create_connection((host, int(port)), timeout=PATIENCE)
     connection.sendall(head.encode() + b"\r\n" + request.read())
     return connection
 
 
 def test_readers_that_stop_or_vanish(drained: Server) -> None:
-    """Half of them go after their first bytes, the others stay and read no more.
-
-    A request that is held up never ends, so wide limits find it too, also on a busy machine.
-    """
+    """Half of them go after their first bytes, the others stay and read no more."""
     [expected] = plain_texts(drained, 1)
     readers = [connect(drained, slow_request(i, 64) | {"stream": True}) for i in range(READERS)]
     for reader in readers[::2]:
@@ -135,10 +132,10 @@ def test_readers_that_stop_or_vanish(drained: Server) -> None:
     try:
         began = time.monotonic()
         [text] = plain_texts(drained, 1)
-        assert text == expected and time.monotonic() - began < 240
+        assert text == expected and time.monotonic() - began < PATIENCE
         for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
             while sum(drained.metrics(f"vllm:{name}").values()):
-                assert time.monotonic() - began < 400, f"{name} is not 0"
+                assert time.monotonic() - began < 2 * PATIENCE, f"{name} is not 0"
                 time.sleep(0.2)
     finally:
         for reader in readers:
@@ -155,7 +152,7 @@ def test_drained(drained: Server) -> None:
     while httpx.post(f"{drained.url}/v1/completions", json=body, timeout=60).status_code < 500:
         assert time.monotonic() - began < 30, "it takes requests"
     drained.process.send_signal(signal.SIGTERM)  # once more, which changes nothing
-    join(streams, 120)
+    join(streams, PATIENCE)
     assert [stream.text for stream in streams] == texts
     assert [(stream.error, stream.reason) for stream in streams] == [("", "length")] * len(streams)
     assert end_of(drained) == 0
