@@ -1,7 +1,7 @@
 """Find what xgrammar does not read of a JSON schema, so that a text need not be valid under it.
 
-Found by random texts of xgrammar 0.2.8, judged by jsonschema. What vLLM hands to another backend by
-itself is not looked for.
+Found by random texts of xgrammar 0.2.8, judged by jsonschema, for its test suite's schemas too.
+What vLLM hands to another backend by itself is not looked for.
 """
 
 from collections.abc import Iterator
@@ -20,22 +20,22 @@ IGNORED = (
 )
 BRANCHES = ("$ref", "anyOf", "oneOf", "allOf")
 VALUES = ("enum", "const")
-BOUNDS = (
-    "minimum",
-    "maximum",
-    "exclusiveMinimum",
-    "exclusiveMaximum",
-    "multipleOf",
-    "minLength",
-    "maxLength",
-    "pattern",
+# In such strings it takes what JSON must escape, and of a pattern it skips what looks around.
+STRINGS = ("minLength", "maxLength", "pattern")
+# The others have texts of their own: a 31st of November, 01.02.03.04, an empty pointer.
+FORMATS = ("email", "duration", "hostname", "time", "uuid", "uri", "uri-reference")
+# Counts for nothing unless a type is named.
+TYPED = (
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "format"),
+    *("minProperties", "maxProperties", "patternProperties", "propertyNames"),
+    *("unevaluatedProperties", "uniqueItems", "contains", "minContains", "maxContains"),
+    *("minItems", "maxItems"),
 )
 # What says something of a value, besides `type`.
 ASSERTING = (
-    *(*BRANCHES, *VALUES, *BOUNDS),
-    *("properties", "required", "additionalProperties", "patternProperties", "propertyNames"),
-    *("minProperties", "maxProperties", "unevaluatedProperties"),
-    *("items", "prefixItems", "minItems", "maxItems", "uniqueItems", "contains"),
+    *(*BRANCHES, *VALUES, *STRINGS, *TYPED),
+    *("properties", "required", "additionalProperties"),
+    *("items", "prefixItems"),
 )
 MAPS = ("properties", "patternProperties", "$defs", "definitions")
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -68,17 +68,43 @@ def _loose(schema: Any, root: Any) -> str:
     if not isinstance(schema, dict):
         return ""
     found = next((name for name in IGNORED if name in schema), "")
-    found = found or _beside(schema) or _bounded(schema) or _overlapping(schema, root)
+    found = found or _beside(schema) or _type_beside(schema, root) or _of_strings(schema)
+    found = found or _overlapping(schema, root)
     inner = (_loose(one, root) for one in _inner(schema))
     return found or next(filter(None, inner), "")
 
 
-def _bounded(schema: dict[str, Any]) -> str:
-    """Say which bound a string has: in such strings xgrammar takes raw control characters."""
-    kinds = schema.get("type")
-    if "string" not in (kinds if isinstance(kinds, list) else [kinds]):
+def _of_strings(schema: dict[str, Any]) -> str:
+    """Say what a schema asks of strings that xgrammar reads otherwise than JSON schema."""
+    if "type" in schema and "string" not in _kinds(schema):
         return ""
-    return next((name for name in ("minLength", "maxLength") if name in schema), "")
+    if schema.get("format", FORMATS[0]) not in FORMATS:
+        return "format"
+    return next((name for name in STRINGS if name in schema), "")
+
+
+def _type_beside(schema: dict[str, Any], root: Any) -> str:
+    """Say where `type` counts for nothing: beside alternatives that may have another one."""
+    if "type" not in schema:
+        return ""
+    for name in BRANCHES:
+        branches = [schema] if name == "$ref" else schema.get(name)
+        if name not in schema or not isinstance(branches, list):
+            continue
+        found = [_resolved(one, root) for one in branches]
+        if not all(_is_within(one, _kinds(schema)) for one in found):
+            return f"type beside {name}"
+    return ""
+
+
+def _is_within(schema: Any, kinds: list[Any]) -> bool:
+    """Tell whether all values of a schema are of some types, by what it names."""
+    if not isinstance(schema, dict):
+        return False
+    if "type" in schema:
+        return set(_kinds(schema)) <= {*kinds, *(["integer"] if "number" in kinds else [])}
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return isinstance(values, list) and all(_is_of(value, kinds) for value in values)
 
 
 def _overlapping(schema: dict[str, Any], root: Any) -> str:
@@ -160,10 +186,10 @@ def _beside(schema: dict[str, Any]) -> str:
     if isinstance(reference, str) and not (reference == "#" or reference.startswith("#/")):
         return "a $ref that is no path in the schema"
     if "type" not in schema:
-        bound = next((name for name in BOUNDS if name in schema), "")
+        bound = next((name for name in TYPED if name in schema), "")
         return f"{bound} without type" if bound else _unknown(schema)
     values = [schema["const"]] if "const" in schema else schema.get("enum", [])
-    if isinstance(values, list) and not all(_is_of(value, schema["type"]) for value in values):
+    if isinstance(values, list) and not all(_is_of(value, _kinds(schema)) for value in values):
         return "type beside values of another one"
     return _unknown(schema)
 
@@ -176,9 +202,15 @@ def _unknown(schema: dict[str, Any]) -> str:
     return "required of what properties lacks" if set(map(str, required)) - set(described) else ""
 
 
-def _is_of(value: Any, kinds: Any) -> bool:
-    """Tell whether a value is of one of the types of a schema."""
-    for kind in kinds if isinstance(kinds, list) else [kinds]:
+def _kinds(schema: dict[str, Any]) -> list[Any]:
+    """Return the types that a schema names."""
+    kinds = schema.get("type", [])
+    return kinds if isinstance(kinds, list) else [kinds]
+
+
+def _is_of(value: Any, kinds: list[Any]) -> bool:
+    """Tell whether a value is of one of some types."""
+    for kind in kinds:
         if isinstance(value, TYPES.get(kind, ())) and (
             kind == "boolean" or not isinstance(value, bool)
         ):

@@ -33,7 +33,7 @@ from dllm_plugin.config.request_checks import (
 from dllm_plugin.config.structured_outputs import check_structured_outputs
 from dllm_plugin.config.targets import check_targets, read_targets, targets_of
 from dllm_plugin.config.template import Template, check_template, read_template
-from dllm_plugin.engine.grammar_backends import check_schema
+from dllm_plugin.engine.grammar_backends import check_readable
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
@@ -67,7 +67,7 @@ class RequestRules(LogitsProcessor):
         request = request_config(cls.config, extra_args, max_tokens)
         check_reporting(extra_args, cls.config, request.policy)
         check_structured_outputs(sampling_params, cls.config, request)
-        check_schema(sampling_params)
+        check_readable(sampling_params)
         check_grammar_way(sampling_params, cls.config)
         if template is not None:
             check_template(template, sampling_params, request)

@@ -30,6 +30,7 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
 from dllm_plugin.config.schema_keywords import loose_keyword, most_values
 from dllm_plugin.engine.grammar_automata import OwnGrammar
+from dllm_plugin.grammar.patterns import written_out
 from dllm_plugin.grammar.regular import expression
 
 XGRAMMAR, GUIDANCE = "xgrammar", "guidance"
@@ -91,6 +92,8 @@ class Backends(StructuredOutputBackend):
         asked, named = params.structured_outputs, ours.structured_output_key
         name = asked._backend
         assert name is not None
+        if named[0] == StructuredOutputOptions.REGEX:
+            named = (named[0], written_out(named[1]))
         if name == XGRAMMAR and asked._backend_was_auto:
             schema = json.loads(named[1]) if named[0] == StructuredOutputOptions.JSON else None
             if loose_keyword(schema):
@@ -126,10 +129,19 @@ def _if_wide(named: StructuredOutputKey, schema: Any) -> StructuredOutputKey | N
     return (StructuredOutputOptions.REGEX, str(asked["pattern"])) if asked else None
 
 
-def check_schema(params: SamplingParams) -> None:
-    """Raise ValueError for a schema that no backend of its request reads as a whole."""
+def check_readable(params: SamplingParams) -> None:
+    """Raise ValueError for an expression or a schema that no backend of its request reads whole."""
     asked = params.structured_outputs
-    if asked is None or not asked.json or asked._backend != "xgrammar":
+    if asked is None:
+        return
+    if asked.regex:
+        try:
+            written_out(asked.regex)
+        except ValueError as error:
+            raise ValueError(
+                f"structured_outputs regex {error}: leave it out, or write plain characters."
+            ) from error
+    if not asked.json or asked._backend != XGRAMMAR:
         return
     loose = loose_keyword(json.loads(asked.json) if isinstance(asked.json, str) else asked.json)
     if not loose:

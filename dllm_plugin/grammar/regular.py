@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from dllm_plugin.grammar.patterns import written_out
+
 NOTES = {"title", "description", "default", "examples", "$schema", "$id", "$comment"}
 # What may stand beside `type`; `properties` and `items` have to.
 BESIDE = {
@@ -39,7 +41,7 @@ def expression(kind: str, spec: str, whitespace: bool = True) -> dict[str, objec
 
 
 def _regex(spec: str) -> dict[str, object]:
-    return {"pattern": spec}
+    return {"pattern": written_out(spec)}
 
 
 def _choice(spec: str) -> dict[str, object] | None:

@@ -27,7 +27,19 @@ SPECIAL, EOS = 256, 257
 LONGER = ["an", "ab", "abc", '", "', '":', "tr", "ue", "}\n", "0123", "日", "é"]
 PIECES = [bytes([byte]) for byte in range(256)] + [b"<s>", b"</s>"]
 PIECES += [piece.encode() for piece in LONGER]
-IRREGULAR = ("pattern", "format", "range", "one_of", "recursive", "extra")
+IRREGULAR = (
+    *(
+        "pattern",
+        "format",
+        "range",
+        "one_of",
+        "recursive",
+        "extra",
+        "address",
+        "quoted",
+        "narrowed",
+    ),
+)
 
 
 @pytest.fixture(scope="module")

@@ -125,7 +125,7 @@ def test_no_text_at_all(compiler: Compiler) -> None:
 
 
 CODE = {"type": "string", "pattern": "^[A-Z]{3}[0-9]+x$"}
-AT = {"type": "string", "format": "date-time"}
+AT = {"type": "string", "format": "time"}
 MAIL = {"type": "string", "format": "email"}
 
 
@@ -162,6 +162,7 @@ def test_requests_have_backends_of_their_own(compiler: Compiler) -> None:
     for schema in (
         ALL_OF | {"type": "object"},
         {"type": "string", "pattern": "^a+$", "enum": ["aa"]},
+        {"type": "string", "format": "date"},
     ):
         state = compiler.compile("json", schema, ask(80), "xgrammar").state
         assert isinstance(state.matcher, GuidanceMatcher) and state.completes
@@ -210,6 +211,22 @@ LOOSE: list[tuple[dict[str, Any], str]] = [
     ({"type": "integer", "const": True}, "type beside values of another one"),
     ({"type": "string", "enum": ["a"], "minLength": 2}, "minLength beside enum"),
     ({"minimum": 3}, "minimum without type"),
+    ({"format": "uuid"}, "format without type"),
+    ({"minItems": 1}, "minItems without type"),
+    ({"minContains": 1, "contains": AT}, "contains without type"),
+    ({"type": "string", "format": "date-time"}, "format"),
+    ({"type": ["string", "null"], "format": "ipv4"}, "format"),
+    ({"type": "integer", "format": "int32"}, ""),
+    ({"type": "string", "format": "uri-reference"}, ""),
+    ({"type": "string", "pattern": "^a$"}, "pattern"),
+    ({"pattern": "^a$"}, "pattern"),
+    ({"type": "integer", "pattern": "^a$"}, ""),
+    ({"type": "integer", "anyOf": [True, AT]}, "type beside anyOf"),
+    ({"type": "number", "oneOf": [{"type": "integer"}, {"enum": [0.5]}]}, OVERLAP),
+    ({"type": ["number", "null"], "anyOf": [{"type": "integer"}, {"enum": [0.5, None]}]}, ""),
+    ({"type": "object", "allOf": [{"$ref": "#/$defs/x"}], "$defs": {"x": AT}}, "type beside allOf"),
+    ({"type": "string", "$ref": "#/$defs/x", "$defs": {"x": AT}}, ""),
+    ({"type": "object", "$ref": "#/$defs/x", "$defs": {"x": AT}}, "type beside $ref"),
     ({"type": "string", "minLength": 2}, "minLength"),
     ({"type": ["null", "string"], "maxLength": 2}, "maxLength"),
     ({"oneOf": [AT, AT | {"minimum": 3}]}, OVERLAP),
@@ -241,9 +258,11 @@ def test_what_xgrammar_does_not_read(schema: dict[str, Any], found: str) -> None
 
 
 @pytest.mark.parametrize("name", sorted(SCHEMAS))
-def test_xgrammar_reads_the_schemas_of_the_tests_but_bounded_strings(name: str) -> None:
-    bounds = {"short_text": "minLength", "long_text": "minLength", "nothing_long": "maxLength"}
-    assert loose_keyword(SCHEMAS[name]) == bounds.get(name, "")
+def test_xgrammar_reads_most_schemas_of_the_tests(name: str) -> None:
+    strict = {"short_text": "minLength", "long_text": "minLength", "nothing_long": "maxLength"}
+    strict |= {"pattern": "pattern", "quoted": "pattern", "address": "format"}
+    strict |= {"narrowed": "type beside anyOf"}
+    assert loose_keyword(SCHEMAS[name]) == strict.get(name, "")
 
 
 def test_a_search_waits_for_the_lock_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

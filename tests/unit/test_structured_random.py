@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grammar_cases import SCHEMAS, choice_case, random_case, regex_case, schema_case
+from grammar_cases import CLASSES, PARTS, SCHEMAS, choice_case, random_case, regex_case, schema_case
 from grammar_loop import (
     EOS,
     MASK,
@@ -94,7 +94,9 @@ def automaton_request(
 ) -> tuple[Any, ...] | None:
     """Start a random request that decodes by an automaton; None if it has none."""
     kind, budget = rng.random(), rng.choice(BUDGETS)
-    case = schema_case(rng.choice(list(SCHEMAS))) if kind < 0.4 else regex_case(rng)
+    case = (
+        schema_case(rng.choice(list(SCHEMAS))) if kind < 0.4 else regex_case(rng, PARTS + CLASSES)
+    )
     case = choice_case(rng) if kind > 0.8 else case
     policy = rng.choice(sorted(loop.config.method.policies))
     options: dict[str, Any] = {"dllm_policy": policy, "dllm_grammar": "automaton"}

@@ -1,0 +1,215 @@
+"""Write regular expressions out, so that every compiler reads them as Python's re does.
+
+As it is, xgrammar takes a line break for a dot, letters for unknown escapes, and anchors amid a
+text for nothing; Rust, which guidance and automata are built on, has more word characters, and
+operators such as ``&&`` in classes. Written out, classes are ranges of code points.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from functools import cache
+from itertools import pairwise
+from typing import NamedTuple
+
+Ranges = list[tuple[int, int]]  # first and last code points, ascending and apart
+LAST = 0x10FFFF
+SURROGATES = (0xD800, 0xDFFF)  # no characters
+ASCII = {  # what \w, \d and \s may be: what all compilers agree on
+    "w": [(48, 57), (65, 90), (95, 95), (97, 122)],
+    "d": [(48, 57)],
+    "s": [(9, 13), (32, 32)],
+}
+CONTROLS = {"a": 7, "f": 12, "n": 10, "r": 13, "t": 9, "v": 11}
+LEFT = "bBkg123456789"  # escapes that compilers refuse
+# Flags and Unicode's categories: such expressions are left to the compiler that knows them.
+LEFT_WHOLE = re.compile(r"\(\?[a-zA-Z-]+[:)]|\\[pP]")
+REPEATS = ("*", "+", "?", "{")
+OPENS = re.compile(r"\((?:\?(?:P?<[^>=!]*>|:|[=!>]|<[=!]))?")
+HEX = "[0-9a-fA-F]"
+NUMBERS = {
+    letter: re.compile(rf"({HEX}{{{digits}}})|\{{({HEX}{{1,8}})\}}")
+    for letter, digits in (("x", 2), ("u", 4), ("U", 8))
+}
+
+
+class Token(NamedTuple):
+    """Hold a piece of an expression: `kind` is one of ``( ) | ^ $``, or empty for any other."""
+
+    kind: str
+    text: str
+
+
+def written_out(pattern: str) -> str:
+    """Return an expression that fits what `pattern` fits in Python, or some of it; never more.
+
+    ``\\w``, ``\\d`` and ``\\s`` are those of ASCII; what has flags or Unicode's categories stays as
+    it is. Raises ValueError for what compilers would misread.
+    """
+    if LEFT_WHOLE.search(pattern):
+        return pattern
+    tokens = []
+    at = 0
+    while at < len(pattern):
+        token, at = _token(pattern, at)
+        tokens.append(token)
+    _check_anchors(tokens, "^", "(", ")", "begins")
+    _check_anchors(tokens[::-1], "$", ")", "(", "ends")
+    return "".join(token.text for token in tokens if token.kind not in ("^", "$"))
+
+
+def _token(pattern: str, at: int) -> tuple[Token, int]:
+    """Read one token; return it and where the next one starts."""
+    sign = pattern[at]
+    if sign == "[":
+        return _class(pattern, at)
+    if sign == ".":
+        return Token("", _spelled(_rest([(10, 10)]))), at + 1
+    if sign == "(":
+        found = OPENS.match(pattern, at)
+        assert found is not None
+        return Token("(", found[0]), found.end()
+    if sign != "\\":
+        return Token(sign if sign in ")|^$" else "", sign), at + 1
+    letter = pattern[at + 1 : at + 2]
+    if letter in ("A", "Z", "z"):
+        return Token("^" if letter == "A" else "$", pattern[at : at + 2]), at + 2
+    if letter and letter in LEFT:
+        return Token("", pattern[at : at + 2]), at + 2
+    (narrow, _), end = _escape(pattern, at)
+    return Token("", _spelled(narrow)), end
+
+
+def _class(pattern: str, at: int) -> tuple[Token, int]:
+    """Read a class in brackets."""
+    start, at = at, at + 1
+    negated = pattern.startswith("^", at)
+    at += negated
+    narrow: Ranges = []
+    wide: Ranges = []
+    first = True
+    while first or not pattern.startswith("]", at):
+        first = False
+        (low, low_wide), at = _item(pattern, at, start)
+        if pattern.startswith("-", at) and not pattern.startswith("-]", at):
+            (high, _), at = _item(pattern, at + 1, start)
+            (lowest, low_end), (highest, high_end) = low[0], high[0]
+            if lowest != low_end or highest != high_end or lowest > highest:
+                raise ValueError(f"has {pattern[start:at]!r}, which is no range of characters")
+            low = low_wide = [(lowest, highest)]
+        narrow, wide = [*narrow, *low], [*wide, *low_wide]
+    found = _rest(wide) if negated else _joined(narrow)
+    text = _spelled(found)
+    if not text:
+        raise ValueError(f"has {pattern[start : at + 1]!r}, which no character fits")
+    return Token("", text), at + 1
+
+
+def _item(pattern: str, at: int, start: int) -> tuple[tuple[Ranges, Ranges], int]:
+    """Read one character or escape of a class; return its ranges, and where the next one starts."""
+    if at >= len(pattern):
+        raise ValueError(f"has a class at character {start + 1} that never ends")
+    if pattern[at] == "\\":
+        return _escape(pattern, at)
+    only = [(ord(pattern[at]), ord(pattern[at]))]
+    return (only, only), at + 1
+
+
+def _escape(pattern: str, at: int) -> tuple[tuple[Ranges, Ranges], int]:
+    """Read an escape; return what it may be, what it might be, and where the next token starts."""
+    letter, end = pattern[at + 1 : at + 2], at + 2
+    if letter.lower() in ASCII:
+        narrow, wide = ASCII[letter.lower()], _members(letter.lower())
+        both = (narrow, wide) if letter.islower() else (_rest(wide), _rest(narrow))
+        return both, end
+    if letter in CONTROLS:
+        code = CONTROLS[letter]
+    elif letter in NUMBERS:
+        found = NUMBERS[letter].match(pattern, end)
+        code = int(found[1] or found[2], 16) if found else LAST + 1
+        end = found.end() if found else end
+        if code > LAST:
+            raise ValueError(f"has {pattern[at:end]!r}, which is no character")
+    elif letter == "0":
+        digits = pattern[at + 1 : at + 4]
+        digits = digits[: len(digits) - len(digits.lstrip("01234567"))]
+        code, end = int(digits, 8), at + 1 + len(digits)
+    elif letter and not (letter.isascii() and letter.isalnum()):
+        code = ord(letter)
+    else:
+        raise ValueError(f"has {pattern[at:end]!r}, which compilers do not read alike")
+    return ([(code, code)], [(code, code)]), end
+
+
+def _check_anchors(
+    tokens: Iterable[Token], anchor: str, opening: str, closing: str, verb: str
+) -> None:
+    """Raise ValueError where an anchor stands amid a text. For ends, tokens come backwards."""
+    free = True  # nothing precedes
+    outside: list[bool] = []  # what `free` was where each open group starts
+    anchored = 0  # how many groups are open around the last anchor
+    for token, behind in pairwise([*tokens, Token("", "")]):
+        if token.kind == opening:
+            outside.append(free)
+        elif token.kind == closing:
+            if anchored and anchored >= len(outside) and behind.text.startswith(REPEATS):
+                raise ValueError(f"has {anchor!r} in a group that repeats")
+            free, anchored = False, min(anchored, len(outside) - 1)
+            outside = outside[:-1]
+        elif token.kind == "|":
+            free = outside[-1] if outside else True
+        elif token.kind == anchor:
+            if not free:
+                raise ValueError(f"has {token.text!r} where no text {verb}")
+            anchored = len(outside)
+        elif token.kind not in ("^", "$"):
+            free = False
+
+
+@cache
+def _members(letter: str) -> Ranges:
+    """Return what ``\\w``, ``\\d`` or ``\\s`` is in Python."""
+    everything = "".join(map(chr, range(LAST + 1)))
+    return [(m.start(), m.end() - 1) for m in re.finditer(rf"\{letter}+", everything)]
+
+
+def _joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """Return the union of ranges."""
+    joined: Ranges = []
+    for low, high in sorted(ranges):
+        if joined and low <= joined[-1][1] + 1:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], high))
+        else:
+            joined.append((low, high))
+    return joined
+
+
+def _rest(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """Return all code points that are not in ranges."""
+    rest, low = [], 0
+    for first, last in _joined(ranges):
+        if low < first:
+            rest.append((low, first - 1))
+        low = last + 1
+    return [*rest, (low, LAST)] if low <= LAST else rest
+
+
+def _spelled(ranges: Ranges) -> str:
+    """Write ranges as a class, without surrogates; empty if nothing is left."""
+    parts = list(_characters(ranges))
+    if len(parts) == 1 and parts[0][0] == parts[0][1]:
+        return _code(parts[0][0])
+    spans = (_code(low) + (f"-{_code(high)}" if high > low else "") for low, high in parts)
+    inside = "".join(spans)
+    return f"[{inside}]" if inside else ""
+
+
+def _characters(ranges: Ranges) -> Iterator[tuple[int, int]]:
+    for low, high in ranges:
+        below, above = (low, min(high, SURROGATES[0] - 1)), (max(low, SURROGATES[1] + 1), high)
+        yield from (part for part in (below, above) if part[0] <= part[1])
+
+
+def _code(code: int) -> str:
+    """Write a code point as every compiler reads it."""
+    sign = chr(code)
+    return sign if sign.isascii() and sign.isalnum() else rf"\u{{{code:x}}}"

@@ -1,0 +1,136 @@
+"""What compilers read in their own ways: texts of expressions are Python's, of schemas valid."""
+
+import json
+import random
+import re
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from grammar_cases import valid
+from grammar_loop import EOS, Compiler, ask, random_text, text_of
+
+from dllm_plugin.engine.grammar_backends import check_readable
+from dllm_plugin.grammar.patterns import written_out
+
+pytestmark = pytest.mark.filterwarnings("ignore:max_rollback_tokens:DeprecationWarning")
+MOST = 60
+
+
+@pytest.fixture(scope="module")
+def compiler(single_rank: None) -> Iterator[Compiler]:
+    compiler = Compiler("xgrammar")
+    yield compiler
+    compiler.close()
+
+
+WRITTEN = {
+    r"\w+": "[0-9A-Z\\u{5f}a-z]+",
+    r"[^\W\d]": "[A-Z\\u{5f}a-z]",
+    "^foo|bar$": "foo|bar",
+    r"\A(?:^a|b)\Z": "(?:a|b)",
+    "(^a)b*": "(a)b*",
+    "[]a-]": "[\\u{2d}\\u{5d}a]",
+    "[a&&b]": "[\\u{26}a-b]",
+    r"\x5fa\u00e9\U0001F600\u{e9}": r"\u{5f}a\u{e9}\u{1f600}\u{e9}",
+    r"\0\012": r"\u{0}\u{a}",
+    "é日": "é日",
+    "a{2,3}?b??": "a{2,3}?b??",
+    "(?P<x>a)": "(?P<x>a)",
+    # Left to the compiler that knows them.
+    "(?i)a.": "(?i)a.",
+    r"\p{L}.": r"\p{L}.",
+}
+
+
+@pytest.mark.parametrize("pattern", WRITTEN)
+def test_what_is_written(pattern: str) -> None:
+    assert written_out(pattern) == WRITTEN[pattern]
+
+
+REFUSED = {
+    r"\h": "has '\\\\h', which compilers do not read alike",
+    r"a\c": "has '\\\\c', which",
+    "a\\": "has '\\\\', which",
+    "a^b": "has '^' where no text begins",
+    "c(a|^b)": "has '^' where",
+    "$a": "has '$' where no text ends",
+    r"(a\Z|b)c": "has '\\\\Z' where",
+    "(^a)+": "has '^' in a group that repeats",
+    "((^a)b){2}": "has '^' in a group",
+    "(a$)+": "has '$' where",
+    r"[^\s\S]": "which no character fits",
+    "[b-a]": "has '[b-a', which is no range of characters",
+    r"[\d-x]": "which is no range",
+    "[a": "a class at character 1 that never ends",
+    r"\x4": "has '\\\\x', which is no character",
+}
+
+
+@pytest.mark.parametrize("pattern", REFUSED)
+def test_what_is_refused(pattern: str) -> None:
+    params = ask(9)
+    from vllm.sampling_params import StructuredOutputsParams
+
+    params.structured_outputs = StructuredOutputsParams(regex=pattern)
+    with pytest.raises(
+        ValueError, match=f"^structured_outputs regex .*{re.escape(REFUSED[pattern])}"
+    ):
+        check_readable(params)
+
+
+PATTERNS = (
+    *(".{4}", r"\w+@\w+\.com", r"[^\W\d]{3}", r"\D\S\W", r"\s\d", "[[:alpha:]&&x]{3}"),
+    *(r"\A\d\Z", "^(?:a$|b.$)", r"[^a]{2}|[]\\]", r"\x5fa[\x5fa]", "[é-ü日]{2}"),
+)
+WAYS = ("xgrammar", "guidance", "automaton")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_texts_of_expressions_are_pythons(pattern: str, way: str, compiler: Compiler) -> None:
+    rng = random.Random(pattern)
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of sets to come
+        reader = re.compile(pattern)
+    if way == "automaton":
+        grammar = compiler.compile("regex", pattern, ask(MOST, dllm_grammar=way))
+        guide, state = grammar.guide, compiler.compile("regex", pattern, ask(MOST)).state
+        for _ in range(20):  # what one way takes, so does another
+            ids = random_text(state, rng, MOST)
+            assert -1 not in guide.follow(grammar.state, ids), text_of(state, ids)
+        return
+    state = compiler.compile("regex", pattern, ask(MOST), way).state
+    for _ in range(20):
+        ids = random_text(state, rng, MOST)
+        assert ids[-1] != EOS or reader.fullmatch(text_of(state, ids)), text_of(state, ids)
+
+
+def _closed(inner: dict[str, Any]) -> dict[str, Any]:
+    fixed = {"type": "object", "required": ["a"], "additionalProperties": False}
+    return fixed | {"properties": {"a": inner}}
+
+
+ODD: list[dict[str, Any]] = [
+    *({"type": "string", "format": name} for name in ("ipv4", "ipv6", "uuid", "email")),
+    {"type": ["string", "null"], "format": "ipv4"},
+    {"type": "string", "pattern": '^"[^"]\\\\\t$'},
+    {"type": "string", "pattern": r"^\s[^\x20-\x7e]$"},
+    {"format": "ipv4"},
+    {"minItems": 1},
+    {"minimum": 3, "maximum": 5},
+    {"minProperties": 1, "type": "object", "additionalProperties": {"type": "null"}},
+    {"type": "integer", "anyOf": [True, {"type": "null"}]},
+    {"type": ["integer", "null"], "anyOf": [{"minimum": 7, "maximum": 9}, {"type": "null"}]},
+    {"type": "string", "allOf": [{"minLength": 1}, {"maxLength": 2}]},
+]
+
+
+@pytest.mark.parametrize("schema", ODD, ids=json.dumps)
+def test_texts_of_schemas_are_valid(schema: dict[str, Any], compiler: Compiler) -> None:
+    rng = random.Random(str(schema))
+    for form in (schema, _closed(schema), {"type": "array", "items": schema, "maxItems": 2}):
+        judge, state = valid(form), compiler.compile("json", form, ask(MOST)).state
+        for _ in range(12):
+            ids = random_text(state, rng, MOST)
+            assert ids[-1] != EOS or judge(text_of(state, ids)), text_of(state, ids)
