@@ -102,7 +102,8 @@ def _is_within(schema: Any, kinds: list[Any]) -> bool:
     if not isinstance(schema, dict):
         return False
     if "type" in schema:
-        return set(_kinds(schema)) <= {*kinds, *(["integer"] if "number" in kinds else [])}
+        known = [*kinds, "integer"] if "number" in kinds else kinds
+        return all(kind in known for kind in _kinds(schema))
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     return isinstance(values, list) and all(_is_of(value, kinds) for value in values)
 

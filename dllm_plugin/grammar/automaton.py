@@ -18,6 +18,7 @@ MAX_BYTE_STATES = 16384
 MAX_STATES = 4096
 MAX_CLASSES = 4096
 MAX_EDGES = 65536
+# Of a processor, so that a grammar has an automaton or none whatever else runs.
 SECONDS = 6.0  # of building; where it ends in nothing, a closing is searched
 BYTE_SECONDS = 3.0
 END = 0  # the state behind a stop token
@@ -81,7 +82,7 @@ def build(
     asked: dict[str, object], vocabulary: Vocabulary, stops: list[int], seconds: float = SECONDS
 ) -> TokenAutomaton:
     """Build the automaton of a pattern or a schema. Raises TooLarge beyond a limit."""
-    deadline = time.monotonic() + seconds
+    deadline = time.thread_time() + seconds
     return _over_ids(byte_automaton(asked, seconds), vocabulary, stops, deadline)
 
 
@@ -126,7 +127,7 @@ def _over_ids(
     queue = [0]
     columns_T = np.zeros(len(walk.ids), dtype=np.uint64)
     for state in queue:
-        if time.monotonic() > deadline:
+        if time.thread_time() > deadline:
             raise TooLarge(f"building takes more than {SECONDS:g} s")
         place_T, to_T = walk.from_state(state)
         for found in np.unique(to_T).tolist():

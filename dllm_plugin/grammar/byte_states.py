@@ -6,12 +6,14 @@ up beyond them. It runs this file as a script, which therefore imports nothing o
 """
 
 import json
+import math
 import resource
 import subprocess
 import sys
 from array import array
 
 MEMORY = 2 << 30  # bytes of the process's address space
+PATIENCE = 3  # times its seconds by the clock, for other processes may keep it waiting
 DEAD = -1
 # Stands behind every text: where one may end, the expression's later alternatives are left out.
 BEHIND = "\U0010ffff"
@@ -26,8 +28,10 @@ def main() -> None:
     """
     from outlines_core import Index, Vocabulary, json_schema
 
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     asked = json.load(sys.stdin)
+    most = math.ceil(asked["seconds"])
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CPU, (most, most))
     pattern = asked.get("pattern")
     if pattern is None:
         pattern = json_schema.build_regex_from_schema(asked["schema"], asked["whitespace"])
@@ -62,13 +66,14 @@ def determinise(asked: dict[str, object], seconds: float) -> bytes | None:
 
     Args:
         asked: `pattern`, or `schema` (JSON) and `whitespace` (a pattern), and `most` states.
+        seconds: of a processor.
     """
     try:
         done = subprocess.run(
             [sys.executable, __file__],
-            input=json.dumps(asked).encode(),
+            input=json.dumps(asked | {"seconds": seconds}).encode(),
             capture_output=True,
-            timeout=seconds,
+            timeout=PATIENCE * seconds,
             check=True,
         )
     except (subprocess.TimeoutExpired, subprocess.CalledProcessError):

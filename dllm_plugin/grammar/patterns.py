@@ -14,16 +14,19 @@ from typing import NamedTuple
 Ranges = list[tuple[int, int]]  # first and last code points, ascending and apart
 LAST = 0x10FFFF
 SURROGATES = (0xD800, 0xDFFF)  # no characters
-ASCII = {  # what \w, \d and \s may be: what all compilers agree on
+# What \w, \d and \s are to all compilers.
+SURE = {
     "w": [(48, 57), (65, 90), (95, 95), (97, 122)],
     "d": [(48, 57)],
     "s": [(9, 13), (32, 32)],
 }
 CONTROLS = {"a": 7, "f": 12, "n": 10, "r": 13, "t": 9, "v": 11}
-LEFT = "bBkg123456789"  # escapes that compilers refuse
+LEFT = "bBk123456789"  # escapes that compilers refuse
 # Flags and Unicode's categories: such expressions are left to the compiler that knows them.
 LEFT_WHOLE = re.compile(r"\(\?[a-zA-Z-]+[:)]|\\[pP]")
+MOST_ADDED = 100_000  # characters of classes: more keep compilers busy
 REPEATS = ("*", "+", "?", "{")
+PLAIN = re.compile(r"[^\\\[.()|^$*+?{]+")
 OPENS = re.compile(r"\((?:\?(?:P?<[^>=!]*>|:|[=!>]|<[=!]))?")
 HEX = "[0-9a-fA-F]"
 NUMBERS = {
@@ -42,8 +45,8 @@ class Token(NamedTuple):
 def written_out(pattern: str) -> str:
     """Return an expression that fits what `pattern` fits in Python, or some of it; never more.
 
-    ``\\w``, ``\\d`` and ``\\s`` are those of ASCII; what has flags or Unicode's categories stays as
-    it is. Raises ValueError for what compilers would misread.
+    ``\\w``, ``\\d`` and ``\\s`` are those of ASCII, and so is ``\\W``; what has flags or Unicode's
+    categories stays as it is. Raises ValueError for what compilers would misread.
     """
     if LEFT_WHOLE.search(pattern):
         return pattern
@@ -54,11 +57,19 @@ def written_out(pattern: str) -> str:
         tokens.append(token)
     _check_anchors(tokens, "^", "(", ")", "begins")
     _check_anchors(tokens[::-1], "$", ")", "(", "ends")
-    return "".join(token.text for token in tokens if token.kind not in ("^", "$"))
+    written = "".join(token.text for token in tokens if token.kind not in ("^", "$"))
+    if len(written) > len(pattern) + MOST_ADDED:
+        raise ValueError(
+            f"has {len(written)} characters once its classes are written out, at most "
+            f"{MOST_ADDED} more than its {len(pattern)}"
+        )
+    return written
 
 
 def _token(pattern: str, at: int) -> tuple[Token, int]:
     """Read one token; return it and where the next one starts."""
+    if plain := PLAIN.match(pattern, at):
+        return Token("", plain[0]), plain.end()
     sign = pattern[at]
     if sign == "[":
         return _class(pattern, at)
@@ -117,17 +128,15 @@ def _item(pattern: str, at: int, start: int) -> tuple[tuple[Ranges, Ranges], int
 def _escape(pattern: str, at: int) -> tuple[tuple[Ranges, Ranges], int]:
     """Read an escape; return what it may be, what it might be, and where the next token starts."""
     letter, end = pattern[at + 1 : at + 2], at + 2
-    if letter.lower() in ASCII:
-        narrow, wide = ASCII[letter.lower()], _members(letter.lower())
-        both = (narrow, wide) if letter.islower() else (_rest(wide), _rest(narrow))
-        return both, end
+    if letter.lower() in SURE:
+        return _shorthand(letter), end
     if letter in CONTROLS:
         code = CONTROLS[letter]
     elif letter in NUMBERS:
         found = NUMBERS[letter].match(pattern, end)
         code = int(found[1] or found[2], 16) if found else LAST + 1
         end = found.end() if found else end
-        if code > LAST:
+        if code > LAST or SURROGATES[0] <= code <= SURROGATES[1]:
             raise ValueError(f"has {pattern[at:end]!r}, which is no character")
     elif letter == "0":
         digits = pattern[at + 1 : at + 4]
@@ -166,10 +175,16 @@ def _check_anchors(
 
 
 @cache
-def _members(letter: str) -> Ranges:
-    """Return what ``\\w``, ``\\d`` or ``\\s`` is in Python."""
-    everything = "".join(map(chr, range(LAST + 1)))
-    return [(m.start(), m.end() - 1) for m in re.finditer(rf"\{letter}+", everything)]
+def _shorthand(letter: str) -> tuple[Ranges, Ranges]:
+    """Return what ``\\w``, ``\\d``, ``\\s`` and their opposites may be, and what they might be."""
+    low = letter.lower()
+    sure = SURE[low]
+    if low == "w":  # hundreds of ranges in Python, so all that is not ASCII may be one or not
+        maybe = _joined([*sure, (0x80, LAST)])
+    else:
+        everything = "".join(map(chr, range(LAST + 1)))
+        maybe = [(m.start(), m.end() - 1) for m in re.finditer(rf"\{low}+", everything)]
+    return (sure, maybe) if letter == low else (_rest(maybe), _rest(sure))
 
 
 def _joined(ranges: Iterable[tuple[int, int]]) -> Ranges:

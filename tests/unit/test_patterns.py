@@ -50,6 +50,8 @@ def test_what_is_written(pattern: str) -> None:
 
 
 REFUSED = {
+    r"\g": "has '\\\\g', which compilers do not read alike",
+    r"a\ud800": "has '\\\\ud800', which is no character",
     r"\h": "has '\\\\h', which compilers do not read alike",
     r"a\c": "has '\\\\c', which",
     "a\\": "has '\\\\', which",
@@ -64,11 +66,12 @@ REFUSED = {
     "[b-a]": "has '[b-a', which is no range of characters",
     r"[\d-x]": "which is no range",
     "[a": "a class at character 1 that never ends",
+    r"\D" * 200: "characters once its classes are written out, at most 100000 more than its 400",
     r"\x4": "has '\\\\x', which is no character",
 }
 
 
-@pytest.mark.parametrize("pattern", REFUSED)
+@pytest.mark.parametrize("pattern", REFUSED, ids=lambda pattern: pattern[:20])
 def test_what_is_refused(pattern: str) -> None:
     params = ask(9)
     from vllm.sampling_params import StructuredOutputsParams
