@@ -22,8 +22,9 @@ BRANCHES = ("$ref", "anyOf", "oneOf", "allOf")
 VALUES = ("enum", "const")
 # In such strings it takes what JSON must escape, and of a pattern it skips what looks around.
 STRINGS = ("minLength", "maxLength", "pattern")
-# The others have texts of their own: a 31st of November, 01.02.03.04, an empty pointer.
-FORMATS = ("email", "duration", "hostname", "time", "uuid", "uri", "uri-reference")
+POINTERS = ("json-pointer", "relative-json-pointer")  # raw control characters as well
+# A 31st of November and 01.02.03.04 are taken. For JSON schema a format is but a note.
+ROUGH = ("date", "date-time", "ipv4", "ipv6")
 # Counts for nothing unless a type is named.
 TYPED = (
     *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "format"),
@@ -64,6 +65,13 @@ def most_values(schema: Any) -> int:
     return max([*map(len, lists), *map(most_values, _inner(schema))], default=0)
 
 
+def has_rough_format(schema: Any) -> bool:
+    """Tell whether xgrammar reads a format of a schema less strictly than guidance."""
+    if not isinstance(schema, dict):
+        return False
+    return schema.get("format") in ROUGH or any(map(has_rough_format, _inner(schema)))
+
+
 def _loose(schema: Any, root: Any) -> str:
     if not isinstance(schema, dict):
         return ""
@@ -78,7 +86,7 @@ def _of_strings(schema: dict[str, Any]) -> str:
     """Say what a schema asks of strings that xgrammar reads otherwise than JSON schema."""
     if "type" in schema and "string" not in _kinds(schema):
         return ""
-    if schema.get("format", FORMATS[0]) not in FORMATS:
+    if schema.get("format") in POINTERS:
         return "format"
     return next((name for name in STRINGS if name in schema), "")
 

@@ -28,7 +28,7 @@ from vllm.v1.structured_output.backend_types import (
 )
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
-from dllm_plugin.config.schema_keywords import loose_keyword, most_values
+from dllm_plugin.config.schema_keywords import has_rough_format, loose_keyword, most_values
 from dllm_plugin.engine.grammar_automata import OwnGrammar
 from dllm_plugin.grammar.patterns import written_out
 from dllm_plugin.grammar.regular import expression
@@ -96,7 +96,7 @@ class Backends(StructuredOutputBackend):
             named = (named[0], written_out(named[1]))
         if name == XGRAMMAR and asked._backend_was_auto:
             schema = json.loads(named[1]) if named[0] == StructuredOutputOptions.JSON else None
-            if loose_keyword(schema):
+            if loose_keyword(schema) or (has_rough_format(schema) and not _refusal(params)):
                 name = GUIDANCE
             elif (wide := _if_wide(named, schema)) is not None:
                 grammar = self._compile(GUIDANCE, wide, params)
@@ -151,10 +151,17 @@ def check_readable(params: SamplingParams) -> None:
             f"structured_outputs json has {loose!r}, which xgrammar does not read as a whole: "
             "start with --structured-outputs-config.backend auto or guidance."
         )
+    if refusal := _refusal(params):
+        raise ValueError(
+            f"structured_outputs json has {loose!r}, which xgrammar does not read as a whole, and "
+            f"guidance refuses the schema ({refusal}): write it without."
+        )
+
+
+def _refusal(params: SamplingParams) -> str:
+    """Return why guidance refuses a request's grammar; empty if it takes it."""
     try:
         validate_guidance_grammar(params)
     except VLLMValidationError as error:
-        raise ValueError(
-            f"structured_outputs json has {loose!r}, which xgrammar does not read as a whole, and "
-            f"guidance refuses the schema ({error}): write it without."
-        ) from error
+        return str(error)
+    return ""
