@@ -53,7 +53,7 @@ HOSTILE: dict[str, tuple[dict[str, Any], Callable[[str], bool] | str]] = {
         {"regex": "([a-z]+)+$"},
         lambda text: re.fullmatch("[a-z]+", text) is not None,
     ),
-    # No expression to xgrammar; vLLM asks guidance then, which takes it for an `a`.
+    # No expression to xgrammar; vLLM asks guidance then, which would take it for an `a`.
     "unfinished": ({"regex": "a\\"}, "structured_outputs regex has '\\\\', which"),
     "no schema": ({"json": {"type": "no such type"}}, "Invalid type: no such type"),
     "endless reference": ({"json": {"$ref": "#"}}, f"{COMPILED}: the grammar allows no text"),

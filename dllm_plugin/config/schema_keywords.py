@@ -27,7 +27,7 @@ POINTERS = ("json-pointer", "relative-json-pointer")  # raw control characters a
 ROUGH = ("date", "date-time", "ipv4", "ipv6")
 # Counts for nothing unless a type is named.
 TYPED = (
-    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "format"),
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
     *("minProperties", "maxProperties", "patternProperties", "propertyNames"),
     *("unevaluatedProperties", "uniqueItems", "contains", "minContains", "maxContains"),
     *("minItems", "maxItems"),
@@ -35,8 +35,7 @@ TYPED = (
 # What says something of a value, besides `type`.
 ASSERTING = (
     *(*BRANCHES, *VALUES, *STRINGS, *TYPED),
-    *("properties", "required", "additionalProperties"),
-    *("items", "prefixItems"),
+    *("properties", "required", "additionalProperties", "items", "prefixItems"),
 )
 MAPS = ("properties", "patternProperties", "$defs", "definitions")
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -69,7 +68,8 @@ def has_rough_format(schema: Any) -> bool:
     """Tell whether xgrammar reads a format of a schema less strictly than guidance."""
     if not isinstance(schema, dict):
         return False
-    return schema.get("format") in ROUGH or any(map(has_rough_format, _inner(schema)))
+    ignored = "format" in schema and "type" not in schema
+    return ignored or schema.get("format") in ROUGH or any(map(has_rough_format, _inner(schema)))
 
 
 def _loose(schema: Any, root: Any) -> str:
@@ -105,7 +105,7 @@ def _type_beside(schema: dict[str, Any], root: Any) -> str:
     return ""
 
 
-def _is_within(schema: Any, kinds: list[Any]) -> bool:
+def _is_within(schema: Any, kinds: list[str]) -> bool:
     """Tell whether all values of a schema are of some types, by what it names."""
     if not isinstance(schema, dict):
         return False
@@ -211,13 +211,14 @@ def _unknown(schema: dict[str, Any]) -> str:
     return "required of what properties lacks" if set(map(str, required)) - set(described) else ""
 
 
-def _kinds(schema: dict[str, Any]) -> list[Any]:
+def _kinds(schema: dict[str, Any]) -> list[str]:
     """Return the types that a schema names."""
     kinds = schema.get("type", [])
-    return kinds if isinstance(kinds, list) else [kinds]
+    named = kinds if isinstance(kinds, list) else [kinds]
+    return [kind for kind in named if isinstance(kind, str)]
 
 
-def _is_of(value: Any, kinds: list[Any]) -> bool:
+def _is_of(value: Any, kinds: list[str]) -> bool:
     """Tell whether a value is of one of some types."""
     for kind in kinds:
         if isinstance(value, TYPES.get(kind, ())) and (

@@ -14,20 +14,21 @@ from typing import NamedTuple
 Ranges = list[tuple[int, int]]  # first and last code points, ascending and apart
 LAST = 0x10FFFF
 SURROGATES = (0xD800, 0xDFFF)  # no characters
-# What \w, \d and \s are to all compilers.
-SURE = {
+DIGITLESS = 0x20000  # from here on Unicode has ideographs and tags, no digits or white space
+SURE = {  # what \w, \d and \s are to all compilers
     "w": [(48, 57), (65, 90), (95, 95), (97, 122)],
     "d": [(48, 57)],
     "s": [(9, 13), (32, 32)],
 }
 CONTROLS = {"a": 7, "f": 12, "n": 10, "r": 13, "t": 9, "v": 11}
 LEFT = "bBk123456789"  # escapes that compilers refuse
-# Flags and Unicode's categories: such expressions are left to the compiler that knows them.
-LEFT_WHOLE = re.compile(r"\(\?[a-zA-Z-]+[:)]|\\[pP]")
 MOST_ADDED = 100_000  # characters of classes: more keep compilers busy
 REPEATS = ("*", "+", "?", "{")
 PLAIN = re.compile(r"[^\\\[.()|^$*+?{]+")
-OPENS = re.compile(r"\((?:\?(?:P?<[^>=!]*>|:|[=!>]|<[=!]))?")
+FLAGS = re.compile(r"\(\?[a-zA-Z-]+[:)]")
+OPENS = re.compile(r"\((?:\?(?:P?<[^>=!()]*>|:|[=!>]|<[=!]))?")
+QUANTIFIER = re.compile(r"[*+?]|\{(\d*)(?:(,)(\d*))?\}")
+HALF = re.compile("[\ud800-\udfff]")
 HEX = "[0-9a-fA-F]"
 NUMBERS = {
     letter: re.compile(rf"({HEX}{{{digits}}})|\{{({HEX}{{1,8}})\}}")
@@ -36,10 +37,17 @@ NUMBERS = {
 
 
 class Token(NamedTuple):
-    """Hold a piece of an expression: `kind` is one of ``( ) | ^ $``, or empty for any other."""
+    """Hold a piece of an expression: `kind` is one of ``( ) | ^ $ *``, or empty for any other.
+
+    ``*`` stands for all that repeats, and ``?`` for what makes it take little.
+    """
 
     kind: str
     text: str
+
+
+class LeftWhole(Exception):
+    """Say that an expression is left to the compiler that knows it: flags, Unicode's categories."""
 
 
 def written_out(pattern: str) -> str:
@@ -48,46 +56,76 @@ def written_out(pattern: str) -> str:
     ``\\w``, ``\\d`` and ``\\s`` are those of ASCII, and so is ``\\W``; what has flags or Unicode's
     categories stays as it is. Raises ValueError for what compilers would misread.
     """
-    if LEFT_WHOLE.search(pattern):
+    if HALF.search(pattern):
+        raise ValueError("has half of a surrogate pair, which is no character")
+    try:
+        tokens = _tokens(pattern)
+    except LeftWhole:
         return pattern
-    tokens = []
-    at = 0
-    while at < len(pattern):
-        token, at = _token(pattern, at)
-        tokens.append(token)
     _check_anchors(tokens, "^", "(", ")", "begins")
     _check_anchors(tokens[::-1], "$", ")", "(", "ends")
-    written = "".join(token.text for token in tokens if token.kind not in ("^", "$"))
-    if len(written) > len(pattern) + MOST_ADDED:
-        raise ValueError(
-            f"has {len(written)} characters once its classes are written out, at most "
-            f"{MOST_ADDED} more than its {len(pattern)}"
-        )
-    return written
+    return "".join(token.text for token in tokens if token.kind not in ("^", "$"))
 
 
-def _token(pattern: str, at: int) -> tuple[Token, int]:
-    """Read one token; return it and where the next one starts."""
+def _tokens(pattern: str) -> list[Token]:
+    tokens: list[Token] = []
+    at = length = 0
+    before = ""
+    while at < len(pattern):
+        token, at = _token(pattern, at, before)
+        tokens.append(token)
+        before, length = token.kind, length + len(token.text)
+        if length > len(pattern) + MOST_ADDED:
+            raise ValueError(
+                f"has classes that take more than {MOST_ADDED} characters when they are written out"
+            )
+    return tokens
+
+
+def _token(pattern: str, at: int, before: str) -> tuple[Token, int]:
+    """Read one token behind another of kind `before`; return it and where the next one starts."""
     if plain := PLAIN.match(pattern, at):
         return Token("", plain[0]), plain.end()
     sign = pattern[at]
     if sign == "[":
         return _class(pattern, at)
     if sign == ".":
-        return Token("", _spelled(_rest([(10, 10)]))), at + 1
+        return Token("", _spelled_dot()), at + 1
     if sign == "(":
-        found = OPENS.match(pattern, at)
-        assert found is not None
-        return Token("(", found[0]), found.end()
+        return _group(pattern, at)
+    if sign in REPEATS:
+        return _quantifier(pattern, at, before)
     if sign != "\\":
-        return Token(sign if sign in ")|^$" else "", sign), at + 1
+        return Token(sign, sign), at + 1
     letter = pattern[at + 1 : at + 2]
     if letter in ("A", "Z", "z"):
         return Token("^" if letter == "A" else "$", pattern[at : at + 2]), at + 2
     if letter and letter in LEFT:
         return Token("", pattern[at : at + 2]), at + 2
+    if letter.lower() in SURE:
+        return Token("", _spelled_shorthand(letter)), at + 2
     (narrow, _), end = _escape(pattern, at)
     return Token("", _spelled(narrow)), end
+
+
+def _group(pattern: str, at: int) -> tuple[Token, int]:
+    """Read what opens a group."""
+    if FLAGS.match(pattern, at):
+        raise LeftWhole
+    found = OPENS.match(pattern, at)
+    assert found is not None
+    return Token("(", found[0]), found.end()
+
+
+def _quantifier(pattern: str, at: int, before: str) -> tuple[Token, int]:
+    """Read how often something comes, or a brace that says no such thing."""
+    found = QUANTIFIER.match(pattern, at)
+    if found is None or found[0] == "{}":
+        return Token("", _code(ord("{"))), at + 1
+    if before == "?" or (before == "*" and found[0] != "?"):
+        raise ValueError(f"has {found[0]!r} behind another repeat")
+    text = f"{{{found[1] or 0},{found[3]}}}" if found[2] else found[0]
+    return Token("?" if before == "*" else "*", text), found.end()
 
 
 def _class(pattern: str, at: int) -> tuple[Token, int]:
@@ -97,9 +135,12 @@ def _class(pattern: str, at: int) -> tuple[Token, int]:
     at += negated
     narrow: Ranges = []
     wide: Ranges = []
+    letters: set[str] = set()
     first = True
     while first or not pattern.startswith("]", at):
         first = False
+        if pattern.startswith("\\", at):
+            letters.add(pattern[at + 1 : at + 2])
         (low, low_wide), at = _item(pattern, at, start)
         if pattern.startswith("-", at) and not pattern.startswith("-]", at):
             (high, _), at = _item(pattern, at + 1, start)
@@ -107,9 +148,11 @@ def _class(pattern: str, at: int) -> tuple[Token, int]:
             if lowest != low_end or highest != high_end or lowest > highest:
                 raise ValueError(f"has {pattern[start:at]!r}, which is no range of characters")
             low = low_wide = [(lowest, highest)]
-        narrow, wide = [*narrow, *low], [*wide, *low_wide]
-    found = _rest(wide) if negated else _joined(narrow)
-    text = _spelled(found)
+        narrow.extend(low)
+        wide.extend(low_wide)
+    if any({letter, letter.upper()} <= letters for letter in SURE):
+        narrow = wide = [(0, LAST)]  # with its opposite, a shorthand leaves nothing out
+    text = _spelled(_rest(wide) if negated else _joined(narrow))
     if not text:
         raise ValueError(f"has {pattern[start : at + 1]!r}, which no character fits")
     return Token("", text), at + 1
@@ -128,6 +171,8 @@ def _item(pattern: str, at: int, start: int) -> tuple[tuple[Ranges, Ranges], int
 def _escape(pattern: str, at: int) -> tuple[tuple[Ranges, Ranges], int]:
     """Read an escape; return what it may be, what it might be, and where the next token starts."""
     letter, end = pattern[at + 1 : at + 2], at + 2
+    if letter in ("p", "P"):
+        raise LeftWhole
     if letter.lower() in SURE:
         return _shorthand(letter), end
     if letter in CONTROLS:
@@ -149,9 +194,7 @@ def _escape(pattern: str, at: int) -> tuple[tuple[Ranges, Ranges], int]:
     return ([(code, code)], [(code, code)]), end
 
 
-def _check_anchors(
-    tokens: Iterable[Token], anchor: str, opening: str, closing: str, verb: str
-) -> None:
+def _check_anchors(tokens: list[Token], anchor: str, opening: str, closing: str, verb: str) -> None:
     """Raise ValueError where an anchor stands amid a text. For ends, tokens come backwards."""
     free = True  # nothing precedes
     outside: list[bool] = []  # what `free` was where each open group starts
@@ -160,10 +203,12 @@ def _check_anchors(
         if token.kind == opening:
             outside.append(free)
         elif token.kind == closing:
-            if anchored and anchored >= len(outside) and behind.text.startswith(REPEATS):
-                raise ValueError(f"has {anchor!r} in a group that repeats")
+            # An end in such a group has met the repeat already, as what precedes it.
+            if anchor == "^" and anchored and anchored >= len(outside) and behind.kind == "*":
+                raise ValueError("has '^' in a group that repeats, or may be left out")
             free, anchored = False, min(anchored, len(outside) - 1)
-            outside = outside[:-1]
+            if outside:
+                outside.pop()
         elif token.kind == "|":
             free = outside[-1] if outside else True
         elif token.kind == anchor:
@@ -182,9 +227,19 @@ def _shorthand(letter: str) -> tuple[Ranges, Ranges]:
     if low == "w":  # hundreds of ranges in Python, so all that is not ASCII may be one or not
         maybe = _joined([*sure, (0x80, LAST)])
     else:
-        everything = "".join(map(chr, range(LAST + 1)))
-        maybe = [(m.start(), m.end() - 1) for m in re.finditer(rf"\{low}+", everything)]
+        characters = "".join(map(chr, range(DIGITLESS)))
+        maybe = [(m.start(), m.end() - 1) for m in re.finditer(rf"\{low}+", characters)]
     return (sure, maybe) if letter == low else (_rest(maybe), _rest(sure))
+
+
+@cache
+def _spelled_shorthand(letter: str) -> str:
+    return _spelled(_shorthand(letter)[0])
+
+
+@cache
+def _spelled_dot() -> str:
+    return _spelled(_rest([(10, 10)]))
 
 
 def _joined(ranges: Iterable[tuple[int, int]]) -> Ranges:

@@ -8,10 +8,8 @@ import handmade
 import numpy as np
 import pytest
 import torch
-from grammar_cases import SCHEMAS
 from grammar_loop import EOS, Compiler, ask
 
-from dllm_plugin.config.schema_keywords import loose_keyword
 from dllm_plugin.decoding.block_causal import plan_block_diffusion, plan_d2f
 from dllm_plugin.engine.grammar_backends import MANY
 from dllm_plugin.grammar import closings
@@ -200,74 +198,6 @@ def test_many_alternatives_go_to_guidance(compiler: Compiler, name: str) -> None
 def test_fewer_alternatives_stay_with_xgrammar(compiler: Compiler) -> None:
     state = compiler.compile("choice", WORDS[:MANY], ask(80)).state
     assert isinstance(state.matcher, XgrammarMatcher)
-
-
-# As pydantic writes a union of models that a property tells apart.
-KINDS = {"$defs": {name: _closed({"kind": {"const": name}, "at": AT}) for name in "ab"}}
-CIRCLES = {"$defs": {name: _closed({"next": {"$ref": f"#/$defs/{name}"}}) for name in "ab"}}
-OVERLAP = "oneOf with alternatives that may overlap"
-LOOSE: list[tuple[dict[str, Any], str]] = [
-    ({"type": "object", "if": {"required": ["a"]}}, "if"),
-    ({"type": "array", "items": {"not": {"type": "null"}}}, "not"),
-    (_closed({"a": AT}) | {"anyOf": [{"required": ["a"]}]}, "properties beside anyOf"),
-    ({"anyOf": [{"$ref": "#/$defs/x", "minimum": 3}]}, "minimum beside $ref"),
-    ({"$ref": "#name"}, "a $ref that is no path in the schema"),
-    ({"type": "string", "enum": ["a", 1]}, "type beside values of another one"),
-    ({"type": "integer", "const": True}, "type beside values of another one"),
-    ({"type": "string", "enum": ["a"], "minLength": 2}, "minLength beside enum"),
-    ({"minimum": 3}, "minimum without type"),
-    ({"format": "uuid"}, "format without type"),
-    ({"minItems": 1}, "minItems without type"),
-    ({"minContains": 1, "contains": AT}, "contains without type"),
-    ({"type": ["string", "null"], "format": "json-pointer"}, "format"),
-    ({"type": ["string", "null"], "format": "ipv4"}, ""),
-    ({"type": "integer", "format": "int32"}, ""),
-    ({"type": "string", "format": "uri-template"}, ""),
-    ({"type": "string", "pattern": "^a$"}, "pattern"),
-    ({"pattern": "^a$"}, "pattern"),
-    ({"type": "integer", "pattern": "^a$"}, ""),
-    ({"type": "integer", "anyOf": [True, AT]}, "type beside anyOf"),
-    ({"type": "number", "oneOf": [{"type": "integer"}, {"enum": [0.5]}]}, OVERLAP),
-    ({"type": ["number", "null"], "anyOf": [{"type": "integer"}, {"enum": [0.5, None]}]}, ""),
-    ({"type": "object", "allOf": [{"$ref": "#/$defs/x"}], "$defs": {"x": AT}}, "type beside allOf"),
-    ({"type": "string", "$ref": "#/$defs/x", "$defs": {"x": AT}}, ""),
-    ({"type": "object", "$ref": "#/$defs/x", "$defs": {"x": AT}}, "type beside $ref"),
-    ({"type": "string", "minLength": 2}, "minLength"),
-    ({"type": ["null", "string"], "maxLength": 2}, "maxLength"),
-    ({"oneOf": [AT, AT | {"minimum": 3}]}, OVERLAP),
-    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, OVERLAP),
-    ({"oneOf": [AT, {"type": "null"}, {"enum": ["a"]}]}, OVERLAP),
-    ({"oneOf": [{"const": 1}, {"const": 1.0}]}, OVERLAP),
-    ({"oneOf": [{"const": {"a": 1}}, {"const": {"a": 2}}]}, OVERLAP),
-    ({"oneOf": [{"const": True}, {"const": 1}]}, ""),
-    (
-        {"oneOf": [{"type": "object", "required": True}, {"type": "object", "properties": []}]},
-        OVERLAP,
-    ),
-    (CIRCLES | {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]}, OVERLAP),
-    ({"oneOf": [AT, {"type": "null"}, {"type": "integer"}]}, ""),
-    ({"oneOf": [{"enum": ["a", 1]}, {"const": "b"}, {"const": 2}]}, ""),
-    (KINDS | {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]}, ""),
-    (KINDS | {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}, OVERLAP),
-    ({"type": "object", "properties": {}, "required": ["z"]}, "required of what properties lacks"),
-    (_closed({"not": AT, "if": {"type": "integer", "minimum": 3}, "required": AT}), ""),
-    ({"type": "string", "enum": ["not", "if"], "default": {"not": 1}, "description": "if"}, ""),
-    ({"type": ["string", "null"], "const": None}, ""),
-    ({"$defs": {"x": AT}, "anyOf": [{"$ref": "#/$defs/x"}, {"$ref": "#"}], "title": "T"}, ""),
-]
-
-
-@pytest.mark.parametrize(("schema", "found"), LOOSE)
-def test_what_xgrammar_does_not_read(schema: dict[str, Any], found: str) -> None:
-    assert loose_keyword(schema) == found
-
-
-@pytest.mark.parametrize("name", sorted(SCHEMAS))
-def test_xgrammar_reads_most_schemas_of_the_tests(name: str) -> None:
-    strict = {"short_text": "minLength", "long_text": "minLength", "nothing_long": "maxLength"}
-    strict |= {"pattern": "pattern", "quoted": "pattern"}
-    strict |= {"narrowed": "type beside anyOf"}
-    assert loose_keyword(SCHEMAS[name]) == strict.get(name, "")
 
 
 def test_a_search_waits_for_the_lock_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
