@@ -23,6 +23,7 @@ SURE = {  # what \w, \d and \s are to all compilers
 CONTROLS = {"a": 7, "f": 12, "n": 10, "r": 13, "t": 9, "v": 11}
 LEFT = "bBk123456789"  # escapes that compilers refuse
 MOST_ADDED = 100_000  # characters of classes: more keep compilers busy
+SHOWN = 80  # characters of an expression in a message
 REPEATS = ("*", "+", "?", "{")
 PLAIN = re.compile(r"[^\\\[.()|^$*+?{]+")
 FLAGS = re.compile(r"\(\?[a-zA-Z-]+[:)]")
@@ -123,7 +124,7 @@ def _quantifier(pattern: str, at: int, before: str) -> tuple[Token, int]:
     if found is None or found[0] == "{}":
         return Token("", _code(ord("{"))), at + 1
     if before == "?" or (before == "*" and found[0] != "?"):
-        raise ValueError(f"has {found[0]!r} behind another repeat")
+        raise ValueError(f"has {found[0][:SHOWN]!r} behind another repeat")
     text = f"{{{found[1] or 0},{found[3]}}}" if found[2] else found[0]
     return Token("?" if before == "*" else "*", text), found.end()
 
@@ -141,12 +142,13 @@ def _class(pattern: str, at: int) -> tuple[Token, int]:
         first = False
         if pattern.startswith("\\", at):
             letters.add(pattern[at + 1 : at + 2])
+        item = at
         (low, low_wide), at = _item(pattern, at, start)
         if pattern.startswith("-", at) and not pattern.startswith("-]", at):
             (high, _), at = _item(pattern, at + 1, start)
             (lowest, low_end), (highest, high_end) = low[0], high[0]
             if lowest != low_end or highest != high_end or lowest > highest:
-                raise ValueError(f"has {pattern[start:at]!r}, which is no range of characters")
+                raise ValueError(f"has {pattern[item:at]!r}, which is no range of characters")
             low = low_wide = [(lowest, highest)]
         narrow.extend(low)
         wide.extend(low_wide)
@@ -154,7 +156,8 @@ def _class(pattern: str, at: int) -> tuple[Token, int]:
         narrow = wide = [(0, LAST)]  # with its opposite, a shorthand leaves nothing out
     text = _spelled(_rest(wide) if negated else _joined(narrow))
     if not text:
-        raise ValueError(f"has {pattern[start : at + 1]!r}, which no character fits")
+        shown = pattern[start : at + 1][:SHOWN]
+        raise ValueError(f"has {shown!r}, which no character fits")
     return Token("", text), at + 1
 
 
