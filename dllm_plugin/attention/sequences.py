@@ -15,9 +15,10 @@ Learned from experience:
   (benchmarks/reports/attention.md: what looked like a fault of FlashAttention 3 was this).
 - A full CUDA graph has one query length for all requests: the canvas, one block where many
   requests compute a single block each (`commit_alone_from`, and full attention between its
-  refreshes), or a width of floating canvases. The number of sequences per request is the same for
-  all. Only this module knows the difference (:meth:`AttentionSequences.captured`); the rest of a
-  step reads the number of computed positions from the batch, as in eager steps.
+  refreshes), a refresh that begins near its block, or a width of floating canvases. The number of
+  sequences per request is the same for all. Only this module knows the difference
+  (:meth:`AttentionSequences.captured`); the rest of a step reads the number of computed positions
+  from the batch, as in eager steps.
 
 Shape letters: R requests, B sequences.
 """
@@ -38,6 +39,7 @@ from dllm_plugin.attention.kv_groups import KVGroups
 from dllm_plugin.attention.prefills import Sequences, SequenceTensors, of_segments, prefills
 from dllm_plugin.attention.sequence_counts import max_sequences, sequences_per_canvas
 from dllm_plugin.attention.spans import SpanBuffers
+from dllm_plugin.config.cuda_graphs import refresh_lengths
 from dllm_plugin.decoding.segments import canvas_segments
 from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
 
@@ -121,7 +123,8 @@ class AttentionSequences:
         block = states.config.block_length
         self.captured_lengths: Collection[int] = (self.canvas_length, block)
         if states.config.method.full_attention:
-            self.captured_lengths = range(block, self.canvas_length + 1, block)
+            rests = range(block, self.canvas_length + 1, block)
+            self.captured_lengths = {*rests, *refresh_lengths(states.config)}
         # What the buffers are laid out for: positions per request, requests with padding, block
         # lengths, and names of the requests. The last are compared because vLLM's sleep mode may
         # take the buffers while no request is left.
@@ -215,10 +218,10 @@ class AttentionSequences:
         """Fill the buffers that graphs read: all sequences of canvases, then empty ones.
 
         All requests compute their whole canvas, or all compute one block of the configured length,
-        which may be several blocks of a request's own length, or a share of one. The number of
-        sequences depends on the number of requests alone; those without queries are kept. Where
-        they begin changes when requests come or go; each step only computes how many keys they
-        see.
+        which may be several blocks of a request's own length, or a share of one; or all refresh.
+        The number of sequences depends on the number of requests alone; those without queries are
+        kept. Where they begin changes when requests come or go; each step only computes how many
+        keys they see.
         """
         if self.states.floating is not None:
             return self._captured_floating(batch, block_tables)

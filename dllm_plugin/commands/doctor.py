@@ -7,7 +7,7 @@ import dllm_plugin
 from dllm_plugin.attention.backends import REASONS, backend_name
 from dllm_plugin.commands.forecast import Load, forecast
 from dllm_plugin.commands.offline import missing_device, one_sentence
-from dllm_plugin.config.cuda_graphs import allowed_widths, captured_graphs
+from dllm_plugin.config.cuda_graphs import allowed_widths, captured_graphs, refresh_lengths
 from dllm_plugin.config.decode import DecodeConfig, get_decode_config
 from dllm_plugin.config.options import REQUEST_FIELDS, does_nothing
 from dllm_plugin.config.request import request_config
@@ -99,7 +99,8 @@ def _report_graphs(vllm_config: "VllmConfig", config: DecodeConfig) -> None:
     for length, counts in sorted(graphs.items()):
         _line(f"  {what} {length}", f"for up to {counts[-1]} requests, {len(counts)} graphs")
     if graphs and config.method.full_attention:
-        _line("  refreshes", "piecewise graphs")
+        near = " where they begin at 0" if refresh_lengths(config) else ""
+        _line("  refreshes", f"piecewise graphs{near}")
 
 
 def _report_model(options: dict[str, Any]) -> int:

@@ -2,7 +2,7 @@
 
 vLLM captures full graphs of one length per request, the canvas. Our worker captures steps of other
 uniform lengths: single blocks from `commit_alone_from` requests on, and of full attention the
-forwards of one block each.
+forwards of one block each, and refreshes that begin near their block by the engine's options.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,6 +14,7 @@ from vllm.utils.math_utils import cdiv
 
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.decoding.captured_widths import allowed, widths_worth
+from dllm_plugin.decoding.full_attention import limit
 from dllm_plugin.decoding.widths import widths_between
 
 logger = init_logger("vllm.dllm_plugin")
@@ -26,8 +27,8 @@ OUR_WORKERS = ("auto", WORKER, GRAMMAR_WORKER, CPU_WORKER)
 # Sizes of graphs where steps have any size: those that vLLM takes by itself, and some larger ones.
 # Steps of more positions take the device longer than the host.
 ANY_SIZE = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16), *range(576, 1025, 64))
-# How many requests have full graphs of forwards that reach to the end of their canvas. More are
-# seldom equally far from it.
+# How many requests have full graphs of refreshes, and of forwards that reach to the end of their
+# canvas. More are seldom equally far from it.
 FEW_REQUESTS = 2
 
 
@@ -79,12 +80,7 @@ def uniform_graphs(
     """
     sizes, block, canvas = list(sizes), config.block_length, config.canvas_length
     if config.method.full_attention:
-        # Refreshes, which differ in length, have piecewise graphs.
-        lengths: tuple[int, ...] = (block,)
-        few = max_num_seqs
-        if config.method.computes_rest:
-            lengths, few = tuple(range(block, canvas + 1, block)), min(FEW_REQUESTS, max_num_seqs)
-        return {n: block_counts(sizes, n, 1, min(few, max_num_tokens // n)) for n in lengths}
+        return _full_attention_graphs(config, sizes, max_num_seqs, max_num_tokens)
     # The scheduler keeps room for a whole canvas of every running request.
     most = min(max_num_seqs, max_num_tokens // canvas)
     if config.method.floats:
@@ -95,6 +91,45 @@ def uniform_graphs(
     # No graphs of more whole canvases than any step computes once steps take single blocks.
     needed = canvases[: canvases_needed(canvases, alone)]
     return {canvas: needed} | {block: block_counts(sizes, block, alone, most)}
+
+
+def _full_attention_graphs(
+    config: DecodeConfig, sizes: list[int], max_num_seqs: int, max_num_tokens: int
+) -> dict[int, list[int]]:
+    """Return the full graphs of forwards between refreshes, and of refreshes near their block.
+
+    Refreshes of everything differ in length with the prompt, and have piecewise graphs.
+    """
+    block, few = config.block_length, min(FEW_REQUESTS, max_num_seqs)
+    most = dict.fromkeys(refresh_lengths(config), few)
+    if config.method.computes_rest:
+        most |= dict.fromkeys(range(block, config.canvas_length + 1, block), few)
+    else:
+        most[block] = max_num_seqs
+    graphs = {
+        length: block_counts(sizes, length, 1, min(count, max_num_tokens // length))
+        for length, count in sorted(most.items())
+    }
+    return {length: counts for length, counts in graphs.items() if counts}
+
+
+def refresh_lengths(config: DecodeConfig) -> set[int]:
+    """Return the lengths of refreshes that begin near their block, by the engine's options.
+
+    In canvases of whole blocks, whose answer is as long as the canvas or shorter. None where every
+    refresh computes everything.
+    """
+    asked, block = config.defaults, config.block_length
+    if asked.full_refresh_every == 1:
+        return set()
+    blocks, window = config.canvas_length // block, limit(asked.suffix_window)
+    return {
+        (before * block if asked.refresh_before is None else asked.refresh_before)
+        + block
+        + min(window, behind * block)
+        for before in range(1, blocks)
+        for behind in range(blocks - before)
+    }
 
 
 def _floating_graphs(config: DecodeConfig, room: int, most: int) -> dict[int, list[int]]:

@@ -2,8 +2,10 @@
 
 import pytest
 import recorded
+from engines import a_prompt
 from full_goldens import FILES
-from full_jobs import CANVAS, CONTEXT, check, random_jobs, run
+from full_jobs import CANVAS, CONTEXT, TOO_CLOSE, FullJob, check, random_jobs, run
+from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
 
 @pytest.mark.parametrize(("family", "strategy"), FILES, ids=str)
@@ -59,3 +61,45 @@ def test_refreshes_that_cost_less_share_a_batch(decoder):
     engine.llm_engine.engine_core.shutdown()
     for (job, text), output in zip(jobs, outputs, strict=True):
         check(job, text, output)
+
+
+@pytest.mark.parametrize("family", ["llada", "dream"])
+@pytest.mark.parametrize("strategy", ["dual_cache", "prefix_cache"])
+@pytest.mark.parametrize("before", [4, None], ids=["near", "answer"])
+def test_refreshes_in_full_graphs(family, strategy, before, monkeypatch):
+    """Those of the engine's options, of requests alone and of two that are equally long."""
+    near = {"full_refresh_every": 8, "suffix_window": 8}
+    near |= {} if before is None else {"refresh_before": before}
+    replayed, replay = [], ModelCudaGraphManager.run_fullgraph
+    monkeypatch.setattr(
+        ModelCudaGraphManager,
+        "run_fullgraph",
+        lambda self, desc: replayed.append(desc) or replay(self, desc),
+    )
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    dllm = {"strategy": strategy, "canvas_length": CANVAS, "block_length": 8} | near
+    engine = recorded.start(f"checkpoints/tiny-{family}", dllm, max_model_len=CONTEXT)
+    wrong, lengths = [], set()
+    for trial in range(6):
+        numbers = {"steps": 3, "policy": "low_confidence"} if trial % 2 else {"threshold": 0.6}
+        job = FullJob(a_prompt(30, trial), CANVAS, numbers)
+        text = FullJob(job.prompt, CANVAS, numbers | near | {"block_length": 8}).decode(
+            (family, strategy)
+        )
+        if text.margin <= TOO_CLOSE:
+            continue
+        for together in (1, 2):
+            replayed.clear()
+            for output in run(engine, [job] * together):
+                try:
+                    check(job, text, output)
+                except AssertionError as error:
+                    wrong.append(str(error)[:200])
+            lengths |= {desc.uniform_token_count for desc in replayed if desc.num_reqs == together}
+    engine.llm_engine.engine_core.shutdown()
+    assert wrong == []
+    # Blocks, and refreshes with what is before and behind them; the last one has nothing behind.
+    if before is not None:
+        assert {before + 8, before + 16} <= lengths
+    else:
+        assert {24, 32, 40, 48} <= lengths

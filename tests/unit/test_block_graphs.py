@@ -20,6 +20,7 @@ from dllm_plugin.config.cuda_graphs import (
     block_counts,
     canvases_needed,
     capture_sizes,
+    refresh_lengths,
     uniform_graphs,
     worker_for,
 )
@@ -88,6 +89,33 @@ def test_tables_of_uniform_lengths() -> None:
     assert uniform_graphs(rest, sizes, 64, 8192) == {32: few, 64: few, 96: few}
     # As many as fit a step.
     assert uniform_graphs(full, sizes, 64, 320) == {32: list(range(1, 11))}
+
+
+def test_refreshes_near_their_block_have_graphs() -> None:
+    """Of the lengths that answers of whole blocks have, for two requests at most."""
+
+    def graphs_of(**options: Any) -> dict[int, list[int]]:
+        given = {"strategy": "dual_cache", "block_length": 32, "canvas_length": 128} | options
+        config = config_of(**given)
+        graphs = uniform_graphs(config, capture_sizes(config, 64, 8192), 64, 8192)
+        assert set(graphs) - {32, 64, 96, 128} <= refresh_lengths(config)
+        return {length: counts for length, counts in graphs.items() if length != 32}
+
+    assert graphs_of() == graphs_of(suffix_window=32) == {}
+    few, near = [1, 2], {"full_refresh_every": 8, "refresh_before": 32}
+    assert graphs_of(**near, suffix_window=32) == {64: few, 96: few}
+    assert graphs_of(**near, suffix_window=20) == {64: few, 84: few}
+    assert graphs_of(**near) == {64: few, 96: few, 128: few}
+    # From the start of the answer on: to the end of the canvas, or of what follows.
+    assert graphs_of(full_refresh_every=2) == {64: few, 96: few, 128: few}
+    assert graphs_of(full_refresh_every=2, suffix_window=0) == {64: few, 96: few, 128: few}
+    # The blocks themselves keep their graphs; a block that is refreshed alone has the same length.
+    alone = {"full_refresh_every": 2, "refresh_before": 0, "suffix_window": 0}
+    assert graphs_of(**alone) == {}
+    rest = graphs_of(**near, suffix_window=20, strategy="prefix_cache")
+    assert rest == {64: few, 84: few, 96: few, 128: few}
+    # None of more positions than are captured at all.
+    assert graphs_of(full_refresh_every=2, refresh_before=2000, suffix_window=0) == {}
 
 
 def test_counts_at_sizes_of_the_user() -> None:

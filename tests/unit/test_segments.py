@@ -150,6 +150,27 @@ def test_blocks_in_full_graphs_see_the_whole_canvas() -> None:
     assert len(seen) > 3
 
 
+def test_refreshes_in_full_graphs_see_all_keys_before_them() -> None:
+    """Those that begin near their block: as many positions before it as the engine was told."""
+    near = {"full_refresh_every": 4, "refresh_before": 3, "suffix_window": 4}
+    loop = Loop({"strategy": "dual_cache", "block_length": 4, "canvas_length": 16} | near)
+    attention = AttentionSequences(loop.states, 8, 96)
+    for prompt in (5, 9):
+        loop.start([1] * prompt, Hashed(prompt), sampling(16, None), f"request-{prompt}")
+    for block, length in ((1, 11), (2, 11), (3, 7)):
+        batch = loop.batch(loop.running, [length, length], [])
+        batch.num_draft_tokens_per_req = np.array([length - 3] * 2)
+        start = np.array([5, 9]) + 4 * block - 3
+        batch.num_computed_tokens_np, batch.seq_lens = start, torch.from_numpy(start + length)
+        captured, listed = attention.captured(batch, ()), batch_sequences(batch, loop.states)
+        assert captured.query_start_loc.tolist() == [0, length, 2 * length]
+        assert captured.seq_lens.tolist() == (start + length).tolist()
+        assert listed.length_B.tolist() == [length] * 2 and not listed.unseen_B.any()
+        assert captured.max_query_len == length
+    with pytest.raises(AssertionError, match="neither"):
+        attention.captured(loop.batch(loop.running, [13, 13], []), ())
+
+
 def test_where_a_block_is_seen_to_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """While the same blocks go on, nothing of it is copied to the device again."""
     loop = Loop({"strategy": "dual_cache", "block_length": 4, "canvas_length": 12})
