@@ -81,7 +81,11 @@ def test_refreshes_in_full_graphs(family, strategy, before, monkeypatch):
     engine = recorded.start(f"checkpoints/tiny-{family}", dllm, max_model_len=CONTEXT)
     wrong, lengths = [], set()
     for trial in range(6):
-        numbers = {"steps": 3, "policy": "low_confidence"} if trial % 2 else {"threshold": 0.6}
+        numbers = (
+            {"steps": 3, "policy": "low_confidence"}
+            if trial % 2
+            else {"policy": "threshold", "threshold": 0.6}
+        )
         job = FullJob(a_prompt(30, trial), CANVAS, numbers)
         text = FullJob(job.prompt, CANVAS, numbers | near | {"block_length": 8}).decode(
             (family, strategy)
