@@ -14,7 +14,7 @@ from dllm_plugin.decoding.acceptance import Acceptance
 from dllm_plugin.decoding.step_costs import Costs
 from dllm_plugin.decoding.widths import MARGIN
 
-MOST_WIDTHS = 4  # for each number of requests
+MOST_WIDTHS = 6  # for each number of requests
 WORTH = 0.8  # of the best rate, at some acceptance and context
 CONTEXTS = (0, 1, 4)  # what reading all contexts twice costs, in units of a small step
 
@@ -24,7 +24,7 @@ def widths_worth(requests: int, widths: tuple[int, ...], shift: bool) -> tuple[i
     """Return the widths, ascending, that so many requests may want.
 
     Of those that come near the best one at some acceptance and some context, as few as lose nothing
-    that a controller would change its width for, else the four that lose least where they lose
+    that a controller would change its width for, else the six that lose least where they lose
     most.
     """
     curves_PW, costs = _curves(widths, shift), Costs(per_key=1.0)

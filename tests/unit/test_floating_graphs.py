@@ -83,11 +83,11 @@ def test_captured_widths_lose_little(shift: bool) -> None:
     widths, costs = widths_between(1 if shift else 2, 32), Costs()
     for requests in (1, 2, 4, 8, 16, 24, 32, 64, 128, 256):
         chosen = widths_worth(requests, widths, shift)
-        assert 1 <= len(chosen) <= 4 and list(chosen) == sorted(set(chosen) & set(widths))
+        assert 1 <= len(chosen) <= 6 and list(chosen) == sorted(set(chosen) & set(widths))
         times = [costs.step(requests, width, 0) for width in widths]
         rates = Acceptance(widths, shift).curves / torch.tensor(times).numpy()
         kept = rates[:, [widths.index(width) for width in chosen]].max(axis=1)
-        assert (kept / rates.max(axis=1)).min() > 0.92, requests
+        assert (kept / rates.max(axis=1)).min() > 0.95, requests
     # One request: a forward reads all weights whatever it computes.
     assert 32 in widths_worth(1, widths, shift)
 
@@ -101,7 +101,7 @@ def test_the_table_of_widths() -> None:
     assert {1, 2, 4, 8, 16, 56, 64, 80, 256} <= counts and not {72, 88} & counts
     assert all(some == sorted(some) for some in graphs.values())
     assert max(n * width for width, some in graphs.items() for n in some) <= 1024
-    assert sum(map(len, graphs.values())) <= 4 * len(counts) <= 100
+    assert sum(map(len, graphs.values())) <= 100
     # As many requests as whole canvases fit a step.
     few = uniform_graphs(config, sizes, 256, 320)
     assert max(n for some in few.values() for n in some) == 10

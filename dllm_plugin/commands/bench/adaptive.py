@@ -77,6 +77,9 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
         asks = _Asks(settings, model, llm)
         rest, rows = BLOCKS if args.adaptive == "off" else BY_LOAD, []
         grid = settings.grid_requests(canvas)
+        # What is accepted changes a step's code, which is compiled for one request and for more.
+        for few in range(1, min(2, grid[-1]) + 1) if accepted is not None else ():
+            serve(llm, asks.take(few, None, only_warms=True), few)
         for n in grid:
             # Widths by load first: they are asked for most, and a run may be interrupted.
             for width in (None, *widths):
