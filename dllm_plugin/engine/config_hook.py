@@ -24,9 +24,9 @@ from dllm_plugin.config.adaptive import (
     without_grammars,
 )
 from dllm_plugin.config.cpu_compile import choose_compilation, user_chose
-from dllm_plugin.config.cuda_graphs import WORKER, set_graphs, set_worker
+from dllm_plugin.config.cuda_graphs import WORKER, can_capture, set_graphs, set_worker
 from dllm_plugin.config.decode import TOKENIZER_MODE, DecodeConfig
-from dllm_plugin.config.machine import can_capture, resolve_for_machine
+from dllm_plugin.config.machine import resolve_for_machine
 from dllm_plugin.config.mixtures import refuse_for_mixtures
 from dllm_plugin.config.options import Options
 from dllm_plugin.config.reporting import no_traces
