@@ -72,14 +72,11 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
         options["additional_config"] = {"dllm": _dllm(settings, canvas, args)}
         llm = engines.start(settings, options)
         progress.done("engine start")
-        if accepted is not None:
-            llm.collective_rpc("accept", args=(*accepted, settings.seed))
         asks = _Asks(settings, model, llm)
         rest, rows = BLOCKS if args.adaptive == "off" else BY_LOAD, []
         grid = settings.grid_requests(canvas)
-        # What is accepted changes a step's code, which is compiled for one request and for more.
-        for few in range(1, min(2, grid[-1]) + 1) if accepted is not None else ():
-            serve(llm, asks.take(few, None, only_warms=True), few)
+        if accepted is not None:
+            _accept(llm, accepted, settings.seed, asks, max(grid))
         for n in grid:
             # Widths by load first: they are asked for most, and a run may be interrupted.
             for width in (None, *widths):
@@ -96,6 +93,15 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
     print(_table(rows))
     print(json.dumps(line | {"rows": rows, "seconds": progress.seconds}))
     return 0
+
+
+def _accept(
+    llm: "LLM", accepted: tuple[float, float], seed: int, asks: "_Asks", at_once: int
+) -> None:
+    """Accept by drawn numbers, and compile what that changes: for one request and for more."""
+    llm.collective_rpc("accept", args=(*accepted, seed))
+    for few in range(1, min(2, at_once) + 1):
+        serve(llm, asks.take(few, None, only_warms=True), few)
 
 
 def _widths(text: str) -> list[int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dllm_plugin.commands.bench.request_loop import Ask, Run, all_decode, serve
-from dllm_plugin.commands.bench.trace_summary import summarise
+from dllm_plugin.commands.bench.trace_summary import TooFewForwards, gap_share, summarise
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -35,11 +35,14 @@ class Tracer:
             self.done = True
 
 
-def trace_steps(llm: "LLM", asks: Sequence[Ask], folder: Path, step_ms: float) -> dict[str, Any]:
+def trace_steps(
+    llm: "LLM", asks: Sequence[Ask], folder: Path, step_ms: float, refreshes: bool
+) -> dict[str, Any]:
     """Serve `asks` at once under the profiler and summarise the first rank's trace.
 
     Args:
         step_ms: time of the same step without the profiler, which slows the host.
+        refreshes: steps may hold refreshes; if all do, the idle share is all that is found.
     """
     name = f"step-{len(asks)}"
     serve(llm, asks, len(asks), Tracer(llm, len(asks), name).tick)
@@ -47,13 +50,24 @@ def trace_steps(llm: "LLM", asks: Sequence[Ask], folder: Path, step_ms: float) -
     if not files:
         raise ValueError("vLLM's profiler left no trace: measure without --profile.")
     events = json.loads(files[0].read_text(encoding="utf-8"))["traceEvents"]
-    summary = summarise(events, MOST_STEPS)
     for file in files:
         file.unlink()
+    return summary_of(events, len(asks), step_ms, refreshes)
+
+
+def summary_of(
+    events: list[dict[str, Any]], requests: int, step_ms: float, refreshes: bool
+) -> dict[str, Any]:
+    """Return a row of the profile; arguments as of :func:`trace_steps`."""
+    row = {"requests": requests, "timed_step_ms": step_ms, "trace_gap_share": gap_share(events)}
+    try:
+        summary = summarise(events, MOST_STEPS)
+    except TooFewForwards:
+        if not refreshes:
+            raise
+        return row
     host = step_ms - summary.busy_ms
-    return {
-        "requests": len(asks),
-        "timed_step_ms": step_ms,
+    return row | {
         "timed_gap_ms": host,
         "timed_gap_share": host / step_ms,
         "traced_gap_share": summary.gap_ms / summary.step_ms,

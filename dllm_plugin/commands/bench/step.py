@@ -156,8 +156,9 @@ def profile(
     found = []
     for row in rows:
         asks = _asks(llm, settings, canvas, prompts, row["requests"])
-        timed = row["block_step_ms" if settings.measured.full_attention else "step_ms"]
-        found.append({"canvas": canvas} | trace_steps(llm, asks, folder, timed))
+        refreshes = settings.measured.full_attention
+        timed = row["block_step_ms" if refreshes else "step_ms"]
+        found.append({"canvas": canvas} | trace_steps(llm, asks, folder, timed, refreshes))
     return found
 
 

@@ -21,6 +21,10 @@ EXCHANGE = re.compile(r"nccl|cross_device", re.IGNORECASE)
 LARGEST = 12
 
 
+class TooFewForwards(ValueError):
+    """Say that a trace holds too few forwards in full graphs for a mean."""
+
+
 class Kernel(NamedTuple):
     """Hold one interval on the device."""
 
@@ -59,7 +63,8 @@ class Summary:
 def summarise(events: Iterable[dict[str, Any]], most: int) -> Summary:
     """Summarise the steps in the ``traceEvents`` of one device, which are at most `most`.
 
-    Raises ValueError if the trace holds fewer than three replays of a forward, or more than steps.
+    Raises TooFewForwards if the trace holds fewer than three replays of a forward, and ValueError
+    if it holds more than steps.
     """
     launches, found = set(), []
     for event in events:
@@ -81,7 +86,7 @@ def summarise(events: Iterable[dict[str, Any]], most: int) -> Summary:
         if graph is not None:
             starts.setdefault(graph, start)
     if len(starts) < 3:
-        raise ValueError(
+        raise TooFewForwards(
             f"the profile holds {len(starts)} replays of a CUDA graph: without full graphs "
             "(--enforce-eager?) forward and sampler cannot be told apart."
         )
@@ -93,6 +98,20 @@ def summarise(events: Iterable[dict[str, Any]], most: int) -> Summary:
         )
     # The first and the last step may be incomplete.
     return _means(kernels, sorted(starts.values()))
+
+
+def gap_share(events: Iterable[dict[str, Any]]) -> float:
+    """Return the share of a trace, from its first kernel to its last, without any kernel."""
+    work = [e for e in events if e.get("ph") == "X" and e.get("cat") in ON_DEVICE]
+    spans = sorted((event["ts"], event["ts"] + event["dur"]) for event in work)
+    if not spans:
+        raise ValueError("the profile holds no kernels: measure without --profile.")
+    first = reached = spans[0][0]
+    gaps = 0.0
+    for start, stop in spans:
+        gaps += max(0.0, start - reached)
+        reached = max(reached, stop)
+    return gaps / (reached - first)
 
 
 def _group(event: dict[str, Any], is_forward: bool) -> str:
