@@ -39,7 +39,7 @@ from dllm_plugin.attention.kv_groups import KVGroups
 from dllm_plugin.attention.prefills import Sequences, SequenceTensors, of_segments, prefills
 from dllm_plugin.attention.sequence_counts import max_sequences, sequences_per_canvas
 from dllm_plugin.attention.spans import SpanBuffers
-from dllm_plugin.config.cuda_graphs import refresh_lengths
+from dllm_plugin.config.cuda_graphs import refresh_lengths, rest_lengths
 from dllm_plugin.decoding.segments import canvas_segments
 from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
 
@@ -123,8 +123,7 @@ class AttentionSequences:
         block = states.config.block_length
         self.captured_lengths: Collection[int] = (self.canvas_length, block)
         if states.config.method.full_attention:
-            rests = range(block, self.canvas_length + 1, block)
-            self.captured_lengths = {*rests, *refresh_lengths(states.config)}
+            self.captured_lengths = rest_lengths(states.config) | refresh_lengths(states.config)
         # What the buffers are laid out for: positions per request, requests with padding, block
         # lengths, and names of the requests. The last are compared because vLLM's sleep mode may
         # take the buffers while no request is left.

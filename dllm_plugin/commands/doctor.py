@@ -99,8 +99,9 @@ def _report_graphs(vllm_config: "VllmConfig", config: DecodeConfig) -> None:
     for length, counts in sorted(graphs.items()):
         _line(f"  {what} {length}", f"for up to {counts[-1]} requests, {len(counts)} graphs")
     if graphs and config.method.full_attention:
-        near = " where they begin at 0" if refresh_lengths(config) else ""
-        _line("  refreshes", f"piecewise graphs{near}")
+        near = ", ".join(map(str, sorted(refresh_lengths(config) & graphs.keys())))
+        full = f", full ones within an answer, of {near} positions" if near else ""
+        _line("  refreshes", f"piecewise graphs{full}")
 
 
 def _report_model(options: dict[str, Any]) -> int:

@@ -30,6 +30,7 @@ ANY_SIZE = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16), *range(576, 1025, 
 # How many requests have full graphs of refreshes, and of forwards that reach to the end of their
 # canvas. More are seldom equally far from it.
 FEW_REQUESTS = 2
+MOST_LENGTHS = 32  # of refreshes that have full graphs; each takes time at start and memory
 
 
 def capture_sizes(config: DecodeConfig, max_num_seqs: int, max_num_tokens: int) -> list[int]:
@@ -100,12 +101,12 @@ def _full_attention_graphs(
 
     Refreshes of everything differ in length with the prompt, and have piecewise graphs.
     """
-    block, few = config.block_length, min(FEW_REQUESTS, max_num_seqs)
+    few = min(FEW_REQUESTS, max_num_seqs)
     most = dict.fromkeys(refresh_lengths(config), few)
     if config.method.computes_rest:
-        most |= dict.fromkeys(range(block, config.canvas_length + 1, block), few)
+        most |= dict.fromkeys(rest_lengths(config), few)
     else:
-        most[block] = max_num_seqs
+        most[config.block_length] = max_num_seqs
     graphs = {
         length: block_counts(sizes, length, 1, min(count, max_num_tokens // length))
         for length, count in sorted(most.items())
@@ -113,23 +114,29 @@ def _full_attention_graphs(
     return {length: counts for length, counts in graphs.items() if counts}
 
 
-def refresh_lengths(config: DecodeConfig) -> set[int]:
-    """Return the lengths of refreshes that begin near their block, by the engine's options.
+def rest_lengths(config: DecodeConfig) -> set[int]:
+    """Return the lengths of forwards that reach from their block to the end of the canvas."""
+    block, window = config.block_length, limit(config.defaults.suffix_window)
+    return {block + min(window, behind * block) for behind in range(config.canvas_length // block)}
 
-    In canvases of whole blocks, whose answer is as long as the canvas or shorter. None where every
-    refresh computes everything.
+
+def refresh_lengths(config: DecodeConfig) -> set[int]:
+    """Return the lengths of refreshes that begin within the answer, by the engine's options.
+
+    Of answers no longer than the canvas. Those that begin in the prompt are prefills to vLLM, which
+    replays full graphs of none. Empty where every refresh computes everything, and where there are
+    too many lengths.
     """
     asked, block = config.defaults, config.block_length
-    if asked.full_refresh_every == 1:
-        return set()
     blocks, window = config.canvas_length // block, limit(asked.suffix_window)
-    return {
-        (before * block if asked.refresh_before is None else asked.refresh_before)
-        + block
-        + min(window, behind * block)
-        for before in range(1, blocks)
-        for behind in range(blocks - before)
-    }
+    lengths = set()
+    for number in range(1, blocks):
+        answer = number * block  # decided in front of the block
+        before = answer if asked.refresh_before is None else asked.refresh_before
+        if number % asked.full_refresh_every and before <= answer:
+            rests = range(0, (blocks - number) * block, block)
+            lengths |= {before + block + min(window, rest) for rest in rests}
+    return lengths if len(lengths) <= MOST_LENGTHS else set()
 
 
 def _floating_graphs(config: DecodeConfig, room: int, most: int) -> dict[int, list[int]]:

@@ -94,13 +94,13 @@ def test_steps_that_all_hold_refreshes_have_an_idle_share() -> None:
     eager = [e for e in a_trace(5) if e["name"] != "cudaGraphLaunch"]
     assert gap_share(eager) == pytest.approx(0.145 * 4 / 4.99 + 0.135 / 4.99, abs=1e-9)
     row = summary_of(eager, 64, 1.0, refreshes=True)
-    assert row == {"requests": 64, "timed_step_ms": 1.0, "trace_gap_share": gap_share(eager)}
+    assert row == {"requests": 64, "timed_step_ms": 1.0, "whole_trace_gap_share": gap_share(eager)}
     with pytest.raises(ValueError, match="holds 0 replays"):
         summary_of(eager, 64, 1.0, refreshes=False)
     with pytest.raises(ValueError, match="holds no kernels"):
         gap_share(a_trace(0))
     full = summary_of(a_trace(5), 1, 1.0, refreshes=True)
-    assert full["trace_gap_share"] == gap_share(eager)
+    assert full["whole_trace_gap_share"] == gap_share(eager)
     assert full["traced_gap_share"] == pytest.approx(0.145)
 
 

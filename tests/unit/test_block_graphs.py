@@ -20,7 +20,6 @@ from dllm_plugin.config.cuda_graphs import (
     block_counts,
     canvases_needed,
     capture_sizes,
-    refresh_lengths,
     uniform_graphs,
     worker_for,
 )
@@ -98,7 +97,6 @@ def test_refreshes_near_their_block_have_graphs() -> None:
         given = {"strategy": "dual_cache", "block_length": 32, "canvas_length": 128} | options
         config = config_of(**given)
         graphs = uniform_graphs(config, capture_sizes(config, 64, 8192), 64, 8192)
-        assert set(graphs) - {32, 64, 96, 128} <= refresh_lengths(config)
         return {length: counts for length, counts in graphs.items() if length != 32}
 
     assert graphs_of() == graphs_of(suffix_window=32) == {}
@@ -107,15 +105,20 @@ def test_refreshes_near_their_block_have_graphs() -> None:
     assert graphs_of(**near, suffix_window=20) == {64: few, 84: few}
     assert graphs_of(**near) == {64: few, 96: few, 128: few}
     # From the start of the answer on: to the end of the canvas, or of what follows.
-    assert graphs_of(full_refresh_every=2) == {64: few, 96: few, 128: few}
-    assert graphs_of(full_refresh_every=2, suffix_window=0) == {64: few, 96: few, 128: few}
+    for window in (0, 32, None):
+        answer = graphs_of(full_refresh_every=8, suffix_window=window)
+        assert answer == {64: few, 96: few, 128: few}
+    # Every other block refreshes everything.
+    assert graphs_of(full_refresh_every=2, suffix_window=0) == {64: few, 128: few}
+    # Those of the first blocks begin in the prompt, which has any length.
+    assert graphs_of(full_refresh_every=8, refresh_before=90, suffix_window=20) == {122: few}
+    assert graphs_of(full_refresh_every=8, refresh_before=97) == {}
     # The blocks themselves keep their graphs; a block that is refreshed alone has the same length.
-    alone = {"full_refresh_every": 2, "refresh_before": 0, "suffix_window": 0}
-    assert graphs_of(**alone) == {}
+    assert graphs_of(full_refresh_every=2, refresh_before=0, suffix_window=0) == {}
     rest = graphs_of(**near, suffix_window=20, strategy="prefix_cache")
-    assert rest == {64: few, 84: few, 96: few, 128: few}
-    # None of more positions than are captured at all.
-    assert graphs_of(full_refresh_every=2, refresh_before=2000, suffix_window=0) == {}
+    assert rest == {52: few, 64: few, 84: few}
+    # More lengths than are worth their start and memory.
+    assert set(graphs_of(full_refresh_every=64, block_length=2, suffix_window=1)) == {2}
 
 
 def test_counts_at_sizes_of_the_user() -> None:

@@ -42,7 +42,8 @@ def trace_steps(
 
     Args:
         step_ms: time of the same step without the profiler, which slows the host.
-        refreshes: steps may hold refreshes; if all do, the idle share is all that is found.
+        refreshes: full graphs hold all but refreshes; where every step has some, the idle share is
+            all that is found.
     """
     name = f"step-{len(asks)}"
     serve(llm, asks, len(asks), Tracer(llm, len(asks), name).tick)
@@ -59,7 +60,11 @@ def summary_of(
     events: list[dict[str, Any]], requests: int, step_ms: float, refreshes: bool
 ) -> dict[str, Any]:
     """Return a row of the profile; arguments as of :func:`trace_steps`."""
-    row = {"requests": requests, "timed_step_ms": step_ms, "trace_gap_share": gap_share(events)}
+    row = {
+        "requests": requests,
+        "timed_step_ms": step_ms,
+        "whole_trace_gap_share": gap_share(events),
+    }
     try:
         summary = summarise(events, MOST_STEPS)
     except TooFewForwards:

@@ -170,7 +170,7 @@ COLUMNS = {
         **{"busy_ms": ".3f", "forward_ms": ".3f", "lm_head_ms": ".3f"},
         **{"exchange_ms": ".3f", "sampler_ms": ".3f"},
         **{"copy_ms": ".3f", "sampler_share": ".1%", "timed_gap_share": ".1%"},
-        **{"traced_gap_share": ".1%", "trace_gap_share": ".1%", "gap_ms": ".3f"},
+        **{"traced_gap_share": ".1%", "whole_trace_gap_share": ".1%", "gap_ms": ".3f"},
         **{"forward_gap_ms": ".3f", "forward_kernels": ".0f", "kernels": ".0f"},
     },
 }

@@ -153,11 +153,12 @@ def profile(
     folder: Path,
 ) -> list[dict[str, Any]]:
     """Run the grid points of `rows` again and trace them into `folder`."""
-    found = []
+    mode, found = llm.llm_engine.vllm_config.compilation_config.cudagraph_mode, []
+    has_full_graphs = mode is not None and mode.has_full_cudagraphs()
+    refreshes = settings.measured.full_attention and has_full_graphs
     for row in rows:
         asks = _asks(llm, settings, canvas, prompts, row["requests"])
-        refreshes = settings.measured.full_attention
-        timed = row["block_step_ms" if refreshes else "step_ms"]
+        timed = row["block_step_ms" if settings.measured.full_attention else "step_ms"]
         found.append({"canvas": canvas} | trace_steps(llm, asks, folder, timed, refreshes))
     return found
 
