@@ -201,7 +201,8 @@ class Proposer:
         if chunk.allowed_TW is not None:
             allowed_TV = unpack(chunk.allowed_TW, logits_TV.shape[1])
             logits_TV.masked_fill_(~allowed_TV, NEGATIVE_INFINITY)
-        broken_T = reference.is_broken(logits_TV.amax(dim=-1))  # filters may do anything with a NaN
+        # Filters may do anything with a NaN; that bans leave no id is the request's own doing.
+        broken_T = reference.is_broken(logits_TV.amax(dim=-1), raw_TV.amax(dim=-1))
         tempered_TV = logits_TV
         if wanted.samples:
             temperature_T = self.sampling_states.temperature.gpu[slot_T]

@@ -111,6 +111,17 @@ def biased() -> Case:
     return Case([x, slots, 77, sampling], {"bias": (bias, rows), "want_ranking": True})
 
 
+def none_left(hot: bool = False) -> Case:
+    """Rows at -inf alone: by the model, or because a bias bans what the model leaves."""
+    _, sampling = tables(4, [0.8 * hot], 6)
+    bias = torch.zeros(2, 1500)
+    bias[1, ::2] = -INF
+    x = logits(4, 1500, torch.float32, 6)
+    x[0], x[1, 1::2], x[2, 1::2] = -INF, -INF, -INF
+    rows = torch.arange(SLOTS) % 2
+    return Case([x, torch.arange(4), 77, sampling], {"bias": (bias, rows), "want_ranking": True})
+
+
 def gathered() -> Case:
     """Rows of a table in another order, and zeros behind them."""
     slots, sampling = tables(3, [0.3, 0], 7)
@@ -125,6 +136,7 @@ def chosen() -> Case:
     source = torch.tensor([0, 5, 3])
     tokens = x[source].argmax(dim=-1)  # likely ones: a wrong mass shows
     tokens[2] = 5
+    x[5] = -INF
     return Case([x, slots, 5, sampling], {"token_T": tokens, "source_T": source})
 
 
@@ -142,6 +154,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "broken_sampled": broken_sampled,
     "near_ties": near_ties,
     "biased": biased,
+    "none_left": none_left,
+    "none_left_sampled": lambda: none_left(hot=True),
     "gathered": gathered,
     "chosen": chosen,
 }
@@ -206,7 +220,10 @@ def test_the_cases_hold_what_they_promise() -> None:
     assert stats.token_T.tolist()[:4] == [700, 1800, 5, 0]
     assert stats.token_T.tolist()[6:9] == [40, 0, 2100]
     assert stats.confidence_T.isnan().tolist() == [i in (0, 1, 2, 3, 8) for i in range(11)]
-    assert stats.broken_T.tolist() == [i in (0, 1, 2, 8) for i in range(11)]  # 3: banned ids alone
+    assert stats.broken_T.tolist() == [i in (0, 1, 2, 3, 8) for i in range(11)]
+    for case, rows in ((none_left(), 0), (none_left(hot=True), 0), (chosen(), 1)):
+        stats = propose_rows(*case.arguments, **case.options)
+        assert stats.broken_T.nonzero().flatten().tolist() == [rows]
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 3.0])

@@ -17,7 +17,7 @@ RANKS = (2, 3)
 # What partials cannot be asked for: tokens chosen before, and logits tempered before.
 LEFT_OUT = ("chosen", "tempered_before")
 NAMES = [(name, 2 + i % 2) for i, name in enumerate(CASES) if name not in LEFT_OUT]
-NAMES += [("broken", 5), ("broken_sampled", 4), ("biased", 8)]
+NAMES += [("broken", 5), ("broken_sampled", 4), ("biased", 8), ("none_left", 2)]
 
 
 def test_every_case_is_cut() -> None:

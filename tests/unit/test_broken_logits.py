@@ -50,7 +50,7 @@ def run_pair(script: Any, dllm: dict[str, Any], **asks: Any) -> tuple[Run, Run]:
 @pytest.mark.parametrize("dllm", [D2F, BLOCK], ids=["d2f", "block"])
 def test_broken_rows_are_counted(dllm: dict[str, Any], asks: dict[str, Any]) -> None:
     """And stop neither the request, which the scheduler ends, nor its neighbours."""
-    scripts = [rows(np.nan), rows(np.nan, slice(7, 8)), rows(np.inf, slice(7, 8))]
+    scripts = [rows(np.nan), rows(np.nan, slice(7, 8)), rows(np.inf, slice(7, 8)), rows(-np.inf)]
     for script in scripts:
         run, other = run_pair(script, dllm, **asks)
         assert run.broken > 0 and len(run.output) == 8

@@ -79,10 +79,12 @@ def _merge(
         xs = tl.load(own_ptr + 2 * partial_stride, mask=used, other=float("-inf"))
         x = tl.max(tl.where(tokens == token, xs, float("-inf")), 0)
         no_number = (xs != xs) | (xs == float("inf"))
-        tl.store(broken_ptr + row, tl.max(tl.where((tokens == token) & no_number, 1, 0), 0))
         top = tl.load(own_ptr + 3 * partial_stride, mask=used, other=-1e38)
         mass = tl.load(own_ptr + 4 * partial_stride, mask=used, other=0.0).to(tl.float32)
         highest = tl.max(top, 0)
+        broken = tl.max(tl.where((tokens == token) & no_number, 1, 0), 0)
+        # Lanes begin at -1e30 times a scale: below that nothing of the row was above -inf.
+        tl.store(broken_ptr + row, tl.where(highest < -1e20, 1, broken))
         gap = (top - highest).to(tl.float32)
         factor = tl.exp2(gap)
         total = tl.sum(mass * factor, 0)

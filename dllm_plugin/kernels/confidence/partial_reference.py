@@ -29,10 +29,12 @@ from dllm_plugin.kernels.confidence.reference import (
     choose,
     hot_rows,
     is_broken,
+    lowest,
     with_missing,
 )
 
 LOWEST = -1e30  # finite: -inf minus -inf is no number
+NONE_ABOVE = -1e20  # below any logit by any temperature, and above LOWEST by any
 
 
 def scan_rows(
@@ -65,6 +67,8 @@ def scan_rows(
     if hot is not None and temper:
         logits_TV.index_copy_(0, *hot)
     top_T1 = logits_TV.amax(dim=-1, keepdim=True).clamp_min(LOWEST)
+    if bias is not None:
+        top_T1 = torch.maximum(top_T1, lowest(bias, slot_T, LOWEST)[:, None])
     share_TV = (logits_TV - top_T1).exp()
     x_T1 = logits_TV.gather(1, column_T[:, None])
     numbers = [best_T, column_T + first, *(_to_log2(x) for x in (x_T1, top_T1)), share_TV.sum(-1)]
@@ -90,7 +94,9 @@ def merge_rows(
     share_T = (won_T1 - highest_T1).exp2().squeeze(1)
     token_T = token.gather(1, winner_T1).squeeze(1).to(torch.int64)
     confidence_T = (share_T / total_T).to(torch.float32)
-    stats = RowStats(token_T, confidence_T, is_broken(won_T1.squeeze(1)))
+    largest_T1 = torch.where(highest_T1 < NONE_ABOVE, NEGATIVE_INFINITY, highest_T1)
+    broken_T = is_broken(won_T1.squeeze(1), largest_T1.squeeze(1))
+    stats = RowStats(token_T, confidence_T, broken_T)
     if want_ranking:
         second, weight = ranking
         entropy_T = ((weight + gap * mass) * factor).sum(-1) / total_T - total_T.log2()

@@ -11,13 +11,14 @@ from torch import Tensor
 from dllm_plugin.kernels.confidence.random_numbers import gumbel_uniform
 
 NEGATIVE_INFINITY = float("-inf")
+ALL_BANNED = -1e15  # what the largest logit counts as where a bias leaves no id
 
 
 class RowStats(NamedTuple):
     """Hold the proposed token of each logits row, and how sure the model is of it.
 
     token_T int64; confidence_T float32, probability of the token; broken_T int32, 1 where the
-    largest logit is NaN or infinite (not where all ids are banned); where asked for, entropy_T
+    largest logit is NaN or infinite (not where a bias bans all ids); where asked for, entropy_T
     float32 ``sum p ln(p + 1e-10)`` (D2F ``neg_entropy``) and margin_T float32, the difference of
     the two largest probabilities. NaN where a row is broken or holds nothing but banned ids.
     """
@@ -101,7 +102,7 @@ def propose_rows(
             is zero.
         source_T: int, which row of `logits_XV` each row is; None if all of them in order.
         token_T: int64, tokens that were chosen before: only their confidence is computed, and
-            rows are broken where these tokens' logits are.
+            rows are broken where these tokens' logits are NaN or inf, or all logits -inf.
         num_rows: length of the result; entries behind the rows are zero.
     """
     logits_TV = logits_XV if source_T is None else logits_XV[source_T]
@@ -111,10 +112,15 @@ def propose_rows(
     if mask_id >= 0:
         logits_TV[:, mask_id] = NEGATIVE_INFINITY
     hot = None if sampling is None else hot_rows(logits_TV, slot_T, sampling)
+    largest_T = None if token_T is None else logits_TV.amax(dim=-1)
     if token_T is None:
         noisy = hot if hot is None or divide else hot._replace(divided_SV=logits_TV[hot.rows_S])
         token_T, _ = choose(logits_TV, noisy, slot_T, sampling)
-    broken_T = is_broken(logits_TV.gather(1, token_T[:, None]).squeeze(1))
+    chosen_T = logits_TV.gather(1, token_T[:, None]).squeeze(1)
+    largest_T = chosen_T if largest_T is None else largest_T
+    if bias is not None:
+        largest_T = torch.maximum(largest_T, lowest(bias, slot_T, NEGATIVE_INFINITY))
+    broken_T = is_broken(chosen_T, largest_T)
     if hot is not None and temper:
         logits_TV.index_copy_(0, *hot)
     stats = row_stats(logits_TV, token_T, broken_T, want_ranking)
@@ -132,9 +138,22 @@ def add_bias(
     logits_TV.index_add_(0, rows, bias_MV[row_T[rows], columns])
 
 
-def is_broken(largest_T: Tensor) -> Tensor:
-    """Return, as int32, where the largest number of a row is NaN or infinite."""
-    return (~(largest_T < float("inf"))).to(torch.int32)
+def is_broken(chosen_T: Tensor, largest_T: Tensor) -> Tensor:
+    """Return, as int32, where a chosen logit is NaN or inf, or the largest of its row is -inf.
+
+    An id at -inf is one that the model rules out, and no fault.
+    """
+    no_number_T = ~(chosen_T < float("inf"))
+    return (no_number_T | (largest_T == NEGATIVE_INFINITY)).to(torch.int32)
+
+
+def lowest(bias: tuple[Tensor, Tensor], slot_T: Tensor, otherwise: float) -> Tensor:
+    """Return what the largest logit of a row counts as at least.
+
+    That a bias bans all ids is the request's own doing, so such a row is not broken.
+    """
+    _, row_N = bias
+    return torch.where(row_N[slot_T] > 0, ALL_BANNED, otherwise).to(torch.float32)
 
 
 def hot_rows(logits_TV: Tensor, slot_T: Tensor, sampling: RowSampling) -> HotRows:

@@ -159,8 +159,11 @@ def scan(
     slot = tl.load(slot_ptr + row).to(tl.int64)
     source = row if source_ptr is None else tl.load(source_ptr + row).to(tl.int64)
     logits_ptr += source * row_stride - first_column  # tokens are absolute ids from here on
+    floor = -1e30
     if bias_ptr is not None:
-        bias_ptr += tl.load(bias_row_ptr + slot) * bias_stride
+        bias_row = tl.load(bias_row_ptr + slot)
+        bias_ptr += bias_row * bias_stride
+        floor = tl.where(bias_row > 0, -1e15, -1e30)  # as the reference's `lowest`
     scale = 1.4426950408889634  # exp2 instead of exp
     if TEMPER:  # also where tokens are given
         scale = scale / _divisor(temperature_ptr, slot)
@@ -213,7 +216,8 @@ def scan(
         tl.store(partial_ptr + 6 * partial_stride, tl.sum(shifted * factor, 0))
         top_lane = tl.min(tl.where(top == highest, lane, TILE), 0)
         others = tl.maximum(second, tl.where(lane == top_lane, -1e30, top))
-        tl.store(partial_ptr + 5 * partial_stride, tl.max(others, 0).to(tl.float64) * scale)
+        behind = tl.maximum(tl.max(others, 0), floor)
+        tl.store(partial_ptr + 5 * partial_stride, behind.to(tl.float64) * scale)
     if SAMPLE:
         exact = _load(logits_ptr, bias_ptr, token, end, mask_id).to(tl.float64)
         if is_sampled:
@@ -244,5 +248,6 @@ def scan(
     tl.store(partial_ptr, winner)
     tl.store(partial_ptr + partial_stride, chosen)
     tl.store(partial_ptr + 2 * partial_stride, won.to(tl.float64) * scale)
+    highest = tl.maximum(highest, floor)
     tl.store(partial_ptr + 3 * partial_stride, highest.to(tl.float64) * scale)
     tl.store(partial_ptr + 4 * partial_stride, total)
