@@ -51,6 +51,7 @@ def _quick_gumbel(bits):
 
 @triton.jit
 def _exact_score(x, bits, temperature, DIVIDE: tl.constexpr):
+    x = x.to(tl.float32)
     if DIVIDE:
         x = tl.div_rn(x, temperature)
     uniform = (bits.to(tl.float64) + 0.5) * 2.220446049250313e-16
@@ -161,9 +162,8 @@ def scan(
     logits_ptr += source * row_stride - first_column  # tokens are absolute ids from here on
     floor = -1e30
     if bias_ptr is not None:
-        bias_row = tl.load(bias_row_ptr + slot)
-        bias_ptr += bias_row * bias_stride
-        floor = tl.where(bias_row > 0, -1e15, -1e30)  # as the reference's `lowest`
+        bias_ptr += tl.load(bias_row_ptr + slot) * bias_stride
+        floor = tl.where(tl.load(bias_row_ptr + slot) > 0, -1e15, -1e30)  # see `lowest`
     scale = 1.4426950408889634  # exp2 instead of exp
     if TEMPER:  # also where tokens are given
         scale = scale / _divisor(temperature_ptr, slot)
@@ -215,22 +215,19 @@ def scan(
         shifted = weight + (top - highest) * scale * mass
         tl.store(partial_ptr + 6 * partial_stride, tl.sum(shifted * factor, 0))
         top_lane = tl.min(tl.where(top == highest, lane, TILE), 0)
-        others = tl.maximum(second, tl.where(lane == top_lane, -1e30, top))
-        behind = tl.maximum(tl.max(others, 0), floor)
-        tl.store(partial_ptr + 5 * partial_stride, behind.to(tl.float64) * scale)
+        others = tl.maximum(second, tl.where(lane == top_lane, floor, top))
+        tl.store(partial_ptr + 5 * partial_stride, tl.max(others, 0).to(tl.float64) * scale)
     if SAMPLE:
         exact = _load(logits_ptr, bias_ptr, token, end, mask_id).to(tl.float64)
         if is_sampled:
-            kept = exact.to(tl.float32)
-            exact = _exact_score(kept, _noise_bits(state, token), temperature, DIVIDE)
+            exact = _exact_score(exact, _noise_bits(state, token), temperature, DIVIDE)
             most = tl.max(best, 0)
             dropped = tl.max(runner_up, 0) >= most - 2e-3 - 1e-6 * tl.abs(most)
             if dropped & (most > float("-inf")):
                 token, exact = _read_again(
                     logits_ptr, bias_ptr, state, temperature, first, stop, mask_id, DIVIDE, TILE
                 )
-        # Lanes that only saw columns behind the last token have kept nothing.
-        exact = tl.where(token < end, exact, float("-inf"))
+        exact = tl.where(token < end, exact, float("-inf"))  # nothing, of lanes behind the end
         winner = tl.max(exact, 0)
         chosen = tl.min(tl.where((exact == winner) & (token < end), token, end), 0)
     else:
@@ -248,6 +245,5 @@ def scan(
     tl.store(partial_ptr, winner)
     tl.store(partial_ptr + partial_stride, chosen)
     tl.store(partial_ptr + 2 * partial_stride, won.to(tl.float64) * scale)
-    highest = tl.maximum(highest, floor)
-    tl.store(partial_ptr + 3 * partial_stride, highest.to(tl.float64) * scale)
+    tl.store(partial_ptr + 3 * partial_stride, tl.maximum(highest, floor).to(tl.float64) * scale)
     tl.store(partial_ptr + 4 * partial_stride, total)
