@@ -16,6 +16,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from dllm_plugin.decoding.block_causal import sub_block_to_store
+from dllm_plugin.kernels.launch import compile_ahead
 from dllm_plugin.kernels.move_rows import kernel as move_rows
 from dllm_plugin.sampling.automata import Automata
 from dllm_plugin.sampling.canvas_rows import CanvasRows
@@ -258,10 +259,14 @@ class DiffusionSampler:
     def _warm_up_kernels(self, logits: Tensor) -> None:
         """Compile the kernels that real steps launch, so that no request waits for that."""
         carry_NV = self.rows.carry_NV if isinstance(self.rows, CanvasRows) else None
-        self.proposer.warm_up(logits, carry_NV is not None)
-        if carry_NV is not None:
-            nothing_R = torch.zeros(2, dtype=torch.int64, device=logits.device)
-            move_rows.move_rows(logits, nothing_R, carry_NV, nothing_R, nothing_R > 0)
+        with compile_ahead():
+            self.proposer.warm_up(logits, carry_NV)
+            for rows_XV in (logits, carry_NV):
+                if rows_XV is not None and self.proposer.shard is None:
+                    self.automata.warm_up(rows_XV)
+            if carry_NV is not None:
+                nothing_R = torch.zeros(2, dtype=torch.int64, device=logits.device)
+                move_rows.move_rows(logits, nothing_R, carry_NV, nothing_R, nothing_R > 0)
 
     def _denoise(self, step: StepRows, logits_TV: Tensor, num_reqs: int) -> EmittedTokens:
         """Run one denoising step: propose, unmask, commit, advance."""

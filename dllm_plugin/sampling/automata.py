@@ -18,7 +18,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from dllm_plugin.decoding.plan import StepOutcome
 from dllm_plugin.grammar.payload import AutomatonStart
 from dllm_plugin.kernels.automaton import kernel, reference
-from dllm_plugin.kernels.automaton.reference import FAR, OPEN, OUTSIDE, Canvases, Path, Rows
+from dllm_plugin.kernels.automaton.reference import FAR, OPEN, OUTSIDE, Canvases, Path, Rows, Tables
 from dllm_plugin.sampling.automaton_tables import AutomatonTables
 from dllm_plugin.sampling.grammars import LogitsRows
 from dllm_plugin.sampling.rows import CHUNK_ROWS, RowChunk, StepRows
@@ -106,6 +106,23 @@ class Automata:
         # What comes back with its canvas comes back with the state in front of it.
         kept_G = self.state_N[slots_G]
         self.state_N[slots_G] = torch.where(kept_G > 0, kept_G, state_G)
+
+    def warm_up(self, logits_XV: Tensor) -> None:
+        """Compile the kernels, by example of an automaton of one state."""
+        device, vocab_size = logits_XV.device, self.rules.vocab_size
+        lengths = vocab_size, vocab_size, 2, 1, 1, 1, 2, 1
+        tables = Tables(*(torch.zeros(1, n, dtype=torch.int32, device=device) for n in lengths))
+        none_G = torch.zeros(1, dtype=torch.int64, device=device)
+        greedy_G, given_GC = none_G.to(torch.float32), none_G[:, None]
+        canvases = Canvases(none_G, none_G, given_GC, none_G, greedy_G, none_G, none_G, none_G)
+        mask_id = self.states.config.mask_token_id
+        bias = tables.class_AV.to(torch.float32), none_G
+        read = logits_XV, none_G, none_G, none_G, greedy_G, none_G, none_G, none_G, mask_id
+        for rows in (Rows(*read, None), Rows(*read, bias)):
+            score_GCK = self.score_rows(tables, rows)[None]
+            value_GCQ = self.forward(tables, canvases, score_GCK)
+            path = self.backtrack(tables, canvases, score_GCK, value_GCQ)
+            self.choose_ids(tables, rows, path.class_GC.flatten())
 
     def remove_request(self, slot: int) -> None:
         """Forget the automaton of a slot."""

@@ -70,7 +70,7 @@ class FirstTokenDecoder:
         source_RC = torch.full_like(canvas.tokens_RC, NO_ROW)
         source_RC.scatter_(1, place_R[:, None], rows_R[:, None])
         allowed_RW = self.checks.allowed_first(step.slots_np, place_R)
-        which = (step.last_row_R, step.slots_R, place_R, 0)
+        which = (step.last_row_R, step.slots_R, place_R.to(torch.int32), 0)
         chunk = RowChunk(rows_R, logits_TV, *which, allowed_RW, np.arange(len(tokens_RC)))
         stats = self._propose(chunk, canvas, step.slots_np, source_RC)
         take_R = (step.plan.num_stored_R > 0) & ~outcome.ended_R
@@ -93,7 +93,7 @@ class FirstTokenDecoder:
         start_R, last_TV = states.start_N[slots_R], logits_TV[batch.num_draft_tokens :]
         nowhere_R = torch.zeros_like(rows_R)
         allowed_RW = self.checks.allowed_first(slots_np, nowhere_R)
-        which = (None, slots_R, nowhere_R, 0)
+        which = (None, slots_R, nowhere_R.to(torch.int32), 0)
         chunk = RowChunk(rows_R, last_TV, *which, allowed_RW, np.arange(last - first))
         stats = self._propose(chunk, canvas, slots_np, source_RC)
         is_open_R = canvas.tokens_RC[:, 0] == states.config.mask_token_id

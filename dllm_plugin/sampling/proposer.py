@@ -144,19 +144,32 @@ class Proposer:
         ways_np = self.way_np[slots_np]
         return bool((ways_np != ways_np[:1]).any())
 
-    def warm_up(self, logits_TV: Tensor, with_carry: bool) -> None:
-        """Compile the kernels for all that a step without copies may ask for."""
+    def warm_up(self, logits_TV: Tensor, carry_NV: Tensor | None) -> None:
+        """Compile the kernels for all that a step may ask for.
+
+        Args:
+            carry_NV: rows that steps keep by slot.
+        """
         rows_T = torch.arange(min(2, len(logits_TV)), device=logits_TV.device)
-        slot_T, offset_T = torch.zeros_like(rows_T), rows_T.to(torch.int32)
-        shift = int(self.states.config.family.logits_shift)
+        slot_T = torch.zeros_like(rows_T)
         bias = torch.zeros(1, self.rules.vocab_size, device=rows_T.device), slot_T
+        whole = RowChunk(rows_T, logits_TV, None, slot_T, rows_T.to(torch.int32), 0)
+        sampling = self._row_sampling(whole)
         # Whole rows, those of some requests, and carry rows.
-        sources = ((None, shift), (rows_T, shift), *(((rows_T, 0),) if with_carry else ()))
-        for (source_T, added), want_ranking in itertools.product(sources, (False, True)):
-            chunk = RowChunk(rows_T, logits_TV, source_T, slot_T, offset_T, added)
-            samplings = (None, self._row_sampling(chunk))
-            for sampling, biases in itertools.product(samplings, (None, bias)):
-                self._read_once(chunk, sampling, biases, want_ranking, None)
+        chunks = [whole, whole._replace(source_T=rows_T)]
+        if carry_NV is not None:
+            chunks.append(whole._replace(logits_XV=carry_NV, source_T=slot_T))
+        if self.shard is None:  # what automata have chosen
+            chunks += [chunk._replace(token_T=rows_T) for chunk in chunks[1:]]
+        for chunk, want_ranking in itertools.product(chunks, (False, True)):
+            for one, biases in itertools.product((None, sampling), (None, bias)):
+                self._read_once(chunk, one, biases, want_ranking, None)
+        copies_TV = torch.zeros(len(rows_T), self.rules.vocab_size, device=rows_T.device)
+        for token_T, want_ranking in itertools.product((None, rows_T), (False, True)):
+            for one in (None, sampling):
+                self._read_copies(copies_TV, slot_T, one, token_T, want_ranking, None)
+            if token_T is not None and not self.temper:
+                self._read_confidence(copies_TV, slot_T, token_T, want_ranking, None)
 
     def _from_logits(self, chunk: RowChunk, wanted: Wanted) -> RowStats:
         """Propose from the logits themselves; ids that `min_tokens` bans are banned in place."""
@@ -209,17 +222,9 @@ class Proposer:
             tempered_TV = logits_TV / temperature_T.where(temperature_T > 0, 1.0)[:, None]
             tempered_TV = self.filters.apply(tempered_TV, slot_T, slots_np)
         tempered_TV = self.filters.apply_greedy(tempered_TV, slot_T, slots_np)
-        stats = self.propose_rows(
-            tempered_TV,
-            slot_T,
-            NO_MASK,
-            self._row_sampling(chunk) if wanted.samples else None,
-            divide=False,
-            temper=False,
-            want_ranking=wanted.want_ranking,
-            token_T=chunk.token_T,
-            num_rows=wanted.num_rows,
-        )
+        sampling = self._row_sampling(chunk) if wanted.samples else None
+        how = (chunk.token_T, wanted.want_ranking, wanted.num_rows)
+        stats = self._read_copies(tempered_TV, slot_T, sampling, *how)
         if not self.temper:
             stats = self._with_own_confidence(logits_TV, stats, slot_T, wanted)
         stats.broken_T[: len(slot_T)] = broken_T
@@ -234,14 +239,34 @@ class Proposer:
         """Return the same tokens with their confidence before temperature and filters (LLaDA)."""
         is_greedy_T = self.sampling_states.temperature.gpu[slot_T] == 0
         self.eos_bans.ban_confidence(logits_TV, slot_T, wanted.slots_np, is_greedy_T)
-        return self.propose_rows(
-            logits_TV,
-            slot_T,
-            NO_MASK,
-            want_ranking=wanted.want_ranking,
-            token_T=stats.token_T[: len(slot_T)],
-            num_rows=wanted.num_rows,
-        )
+        token_T, want_ranking = stats.token_T[: len(slot_T)], wanted.want_ranking
+        return self._read_confidence(logits_TV, slot_T, token_T, want_ranking, wanted.num_rows)
+
+    def _read_copies(
+        self,
+        tempered_TV: Tensor,
+        slot_T: Tensor,
+        sampling: RowSampling | None,
+        token_T: Tensor | None,
+        want_ranking: bool,
+        num_rows: int | None,
+    ) -> RowStats:
+        """Read copies to which all that requests ask for is done."""
+        how: dict[str, Any] = {"want_ranking": want_ranking, "num_rows": num_rows}
+        how |= {"divide": False, "temper": False, "token_T": token_T}
+        return self.propose_rows(tempered_TV, slot_T, NO_MASK, sampling, **how)
+
+    def _read_confidence(
+        self,
+        logits_TV: Tensor,
+        slot_T: Tensor,
+        token_T: Tensor,
+        want_ranking: bool,
+        num_rows: int | None,
+    ) -> RowStats:
+        """Read the confidence of tokens from copies."""
+        how: dict[str, Any] = {"want_ranking": want_ranking, "num_rows": num_rows}
+        return self.propose_rows(logits_TV, slot_T, NO_MASK, token_T=token_T, **how)
 
     def _position(self, chunk: RowChunk) -> Tensor:
         """Return the absolute position that each row predicts."""

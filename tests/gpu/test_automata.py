@@ -11,7 +11,6 @@ from engines import generate, letters, token_ids
 from grammar_cases import choice_case, regex_case, schema_case, valid
 from test_full_compiled import sampler_of
 from test_structured_outputs import wish
-from test_watched_steps import watch
 
 from dllm_plugin import default_model
 from dllm_plugin.commands.offline import conversation
@@ -245,9 +244,3 @@ def test_texts_by_drafts_are_valid(name, ahead, monkeypatch):
         assert judge(output.outputs[0].text), output.outputs[0].text
         _, found = output.outputs[0].spec_decode_metrics.per_step_drafted
         assert found == WAYS.index(DRAFTS)
-
-
-@pytest.mark.parametrize("family", ["llada", "sdar"])
-def test_no_step_waits_or_compiles_anew(family):
-    dllm = {"strategy": "d2f"} if family == "llada" else {}
-    assert watch(family, {"dllm": dllm, "async_scheduling": True, "kinds": ["held"]}) == {}

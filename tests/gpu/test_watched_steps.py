@@ -1,4 +1,4 @@
-"""No step waits for the device or compiles anew: by vLLM's own check of waits, and torch's.
+"""No step waits for the device or compiles: by vLLM's own check of waits, torch's and Triton's.
 
 vLLM finds reading a value, `nonzero`, and copies from or to memory that is not pinned. That it
 waits for the event of a finished copy, elsewhere and on purpose, is none of them.
@@ -41,13 +41,14 @@ def watch(family, options):
     [
         ("llada", D2F, {}),
         ("dream", SINGLE_BLOCKS, {}),
-        ("llada", DUAL, {"kinds": ["plain", "filtered"]}),  # the others wait for results
+        ("llada", DUAL, {}),
         ("sdar", {}, {}),
         ("llada2.1", {}, {}),
         ("dream", DISTINCT, {"attention_backend": None}),
         ("dream", D2F, {"attention_backend": "FLASH_ATTN", "dtype": "bfloat16"}),
+        ("fast-dllm-v2", {}, {"but": ["held"]}),  # which it refuses
     ],
-    ids=["d2f", "single-blocks", "dual-cache", "sdar", "llada2.1", "distinct", "flash"],
+    ids=["d2f", "single-blocks", "dual-cache", "sdar", "llada2.1", "distinct", "flash", "fast"],
 )
-def test_no_step_waits_or_compiles_anew(family, dllm, options):
+def test_no_step_waits_or_compiles(family, dllm, options):
     assert watch(family, {"dllm": dllm, "async_scheduling": True} | options) == {}

@@ -38,7 +38,10 @@ def _logits(row_ptr, bias_ptr, token, inside, mask_id, temperature):
     return tl.where(inside, x, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["num_classes"])
+@triton.jit(
+    do_not_specialize=["order_stride", "mask_id", "num_classes"],
+    do_not_specialize_on_alignment=["top_ptr", "mass_ptr"],
+)
 def score_classes(
     logits_ptr,
     logits_stride,
@@ -85,7 +88,7 @@ def score_classes(
     tl.store(mass_ptr + row * num_classes + kind, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["order_stride", "bound_stride", "mask_id"])
 def choose(
     logits_ptr,
     logits_stride,

@@ -15,6 +15,7 @@ from vllm.triton_utils import tl, triton
 
 from dllm_plugin.kernels.automaton.classes import choose, mixed_state, noisy, score_classes
 from dllm_plugin.kernels.automaton.reference import Canvases, Path, Rows, Tables
+from dllm_plugin.kernels.launch import launch
 
 TILE = 256  # ids of a class per round
 EDGES = 64  # edges per round
@@ -178,7 +179,9 @@ def score_rows(tables: Tables, rows: Rows) -> Tensor:
     top_TK, mass_TK = torch.empty(2, count, num_classes, device=rows.source_T.device)
     if not count:
         return top_TK
-    score_classes[(count, num_classes)](
+    launch(
+        score_classes,
+        (count, num_classes),
         rows.logits_XV,
         rows.logits_XV.stride(0),
         rows.source_T,
@@ -204,7 +207,9 @@ def choose_ids(tables: Tables, rows: Rows, class_T: Tensor) -> Tensor:
     """Choose ids as the reference does; 0 in rows without a class."""
     token_T = torch.empty_like(rows.source_T)
     if len(token_T):
-        choose[(len(token_T),)](
+        launch(
+            choose,
+            (len(token_T),),
             rows.logits_XV,
             rows.logits_XV.stride(0),
             rows.source_T,
@@ -236,7 +241,9 @@ def forward(tables: Tables, canvases: Canvases, score_GCK: Tensor) -> Tensor:
     value_GCQ[:, 0] = float("-inf")
     value_GCQ[:, 0].scatter_(1, canvases.state_G[:, None], 0.0)
     for place in range(length):
-        _advance[(count, num_states)](
+        launch(
+            _advance,
+            (count, num_states),
             value_GCQ,
             score_GCK,
             canvases.which_G,
@@ -262,7 +269,9 @@ def backtrack(tables: Tables, canvases: Canvases, score_GCK: Tensor, value_GCQ: 
     count, length, num_classes = score_GCK.shape
     class_GC = torch.empty_like(canvases.given_GC)
     state_GC1 = class_GC.new_empty(count, length + 1)
-    _walk_back[(count,)](
+    launch(
+        _walk_back,
+        (count,),
         value_GCQ,
         score_GCK,
         canvases.which_G,

@@ -24,6 +24,7 @@ from vllm.triton_utils import tl, triton
 
 from dllm_plugin.kernels.confidence.reference import Columns, RowSampling, RowStats
 from dllm_plugin.kernels.confidence.scan import scan
+from dllm_plugin.kernels.launch import launch
 
 TILE = 1024  # tokens per round: 16 bytes a thread in bf16
 NUM_WARPS = 4
@@ -185,7 +186,9 @@ def _scan(
     if logits_XV.stride(1) != 1:
         logits_XV = logits_XV.contiguous()
     tables = (None,) * 5 if sampling is None else sampling[:5]
-    scan[(rows, num_partials)](
+    launch(
+        scan,
+        (rows, num_partials),
         logits_XV,
         logits_XV.stride(0),
         source_T,
@@ -222,7 +225,9 @@ def merge_rows(
     broken_T = torch.empty(total, dtype=torch.int32, device=device)
     ranking = [torch.empty(total, device=device) for _ in range(2 if want_ranking else 0)]
     if total:
-        _merge[(total,)](
+        launch(
+            _merge,
+            (total,),
             partials_SKTP,
             tokens,
             confidence_T,

@@ -126,7 +126,11 @@ def _weigh(weight, mass, factor, gap):
     return tl.where(gap > 0, moved, added)
 
 
-@triton.jit
+# Not compiled anew for numbers and for slices of tensors that differ from step to step.
+@triton.jit(
+    do_not_specialize=["shift", "mask_id"],
+    do_not_specialize_on_alignment=["source_ptr", "slot_ptr", "offset_ptr", "given_ptr"],
+)
 def scan(
     logits_ptr,
     row_stride,

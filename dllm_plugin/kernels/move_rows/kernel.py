@@ -9,10 +9,12 @@ only those that move.
 from torch import Tensor
 from vllm.triton_utils import tl, triton
 
+from dllm_plugin.kernels.launch import launch
+
 TILE = 8192
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["from_row_ptr", "slot_ptr", "moved_ptr"])
 def _move(
     from_ptr,
     from_stride,
@@ -42,7 +44,9 @@ def move_rows(
     It reads and writes V values for each request that moved, and nothing for the others.
     """
     vocab_size = to_NV.shape[1]
-    _move[(len(slots_R), triton.cdiv(vocab_size, TILE))](
+    launch(
+        _move,
+        (len(slots_R), triton.cdiv(vocab_size, TILE)),
         from_TV,
         from_TV.stride(0),
         from_R,
