@@ -178,7 +178,7 @@ def test_sdar(backend, eager_sdar, no_cascade):
 def test_sdar_as_it_is_served(eager_sdar, cascade):
     """Compiled, with piecewise graphs for prompts; with a cascade."""
     engine = long_sdar({}, async_scheduling=True)
-    assert check_builder(engine).model_state.sequences.cascade_from[64] <= 4
+    assert check_builder(engine).model_state.sequences.cascade_from[SDAR["canvas_length"]] <= 4
     answers = [long_answers(engine) for _ in range(2)]
     end(engine)
     assert all(agree(one, eager_sdar[1]) > BEFORE_TIES for one in answers)

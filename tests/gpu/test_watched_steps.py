@@ -43,10 +43,10 @@ def watch(family, options):
         ("dream", SINGLE_BLOCKS, {}),
         ("llada", DUAL, {}),
         ("sdar", {}, {}),
-        ("llada2.1", {}, {}),
+        ("llada2.1", {}, {"but": ["held"]}),  # which it refuses
         ("dream", DISTINCT, {"attention_backend": None}),
         ("dream", D2F, {"attention_backend": "FLASH_ATTN", "dtype": "bfloat16"}),
-        ("fast-dllm-v2", {}, {"but": ["held"]}),  # which it refuses
+        ("fast-dllm-v2", {}, {"but": ["held"]}),
     ],
     ids=["d2f", "single-blocks", "dual-cache", "sdar", "llada2.1", "distinct", "flash", "fast"],
 )
