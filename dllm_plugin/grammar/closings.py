@@ -43,7 +43,7 @@ class Limits(NamedTuple):
     latest: float
 
     @classmethod
-    def within(cls, nodes: int, seconds: float, clock: float = 1.0) -> "Limits":
+    def within(cls, nodes: int, seconds: float, clock: float) -> "Limits":
         """Return those of a search that begins now, `clock` times as long by the clock."""
         return cls(nodes, time.thread_time() + seconds, time.monotonic() + clock * seconds)
 

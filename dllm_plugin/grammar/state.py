@@ -20,8 +20,8 @@ from dllm_plugin.grammar.vocabulary import Vocabulary, pack
 NODES = 400  # places that each part of a search beside a step looks at
 FIRST = 20  # so many times more for the first closing, which is searched before anything runs
 FIRST_SECONDS = 2.0
-FIRST_CLOCK = 3.0  # times as long by the clock
-STEP_SECONDS = 0.1
+STEP_SECONDS = 0.2
+CLOCK = 3.0  # times as long by the clock, where the processor is shared
 REQUEST_SECONDS = 2.0  # all searches of a request beside its steps
 
 
@@ -102,7 +102,7 @@ class GrammarState:
         if known is not None and not (len(known) <= self.left and closes(self.matcher, known)):
             known = None
         if known is None and searches:
-            limits = Limits.within(NODES * FIRST, FIRST_SECONDS, FIRST_CLOCK)
+            limits = Limits.within(NODES * FIRST, FIRST_SECONDS, CLOCK)
             known = self.searcher.search(self.matcher, self.left, limits)
         self.completes = known is not None and len(known) <= self.left
         self.witness = known if known is not None and self.completes else []
@@ -191,7 +191,8 @@ class GrammarState:
         return run
 
     def _limits(self) -> Limits:
-        return Limits.within(NODES, min(STEP_SECONDS, REQUEST_SECONDS - self.seconds))
+        seconds = min(STEP_SECONDS, REQUEST_SECONDS - self.seconds)
+        return Limits.within(NODES, seconds, CLOCK)
 
     def _places(self, ids: Sequence[int]) -> list[int]:
         """Return where the guide stands behind the committed text and each of some ids."""
