@@ -36,12 +36,8 @@ def check_grammar_way(params: SamplingParams, config: DecodeConfig) -> None:
         raise ValueError(f"{GRAMMAR} {AUTOMATON!r} cannot be honoured: {refusal}.")
 
 
-def no_automaton(params: SamplingParams, config: DecodeConfig) -> str:
-    """Return why a request cannot decode by an automaton; empty if it can."""
-    asked = params.structured_outputs
-    assert asked is not None
-    if all(getattr(asked, kind) is None for kind in REGULAR):
-        return "structured_outputs is no json, regex or choice, and nothing else is regular"
+def no_automata(config: DecodeConfig) -> str:
+    """Return why no request of an engine can decode by an automaton; empty if some can."""
     if config.vocab_parallel:
         return "vocab_parallel is on, and an automaton reads whole rows: start without it"
     if config.dedicated_commit:
@@ -49,6 +45,18 @@ def no_automaton(params: SamplingParams, config: DecodeConfig) -> str:
             f"strategy {config.strategy!r} of {config.architecture} decides the first token of a "
             "block from a row of its own: ask for 'drafts'"
         )
+    return ""
+
+
+def no_automaton(params: SamplingParams, config: DecodeConfig) -> str:
+    """Return why a request cannot decode by an automaton; empty if it can."""
+    asked = params.structured_outputs
+    assert asked is not None
+    if all(getattr(asked, kind) is None for kind in REGULAR):
+        return "structured_outputs is no json, regex or choice, and nothing else is regular"
+    refusal = no_automata(config)
+    if refusal:
+        return refusal
     request = request_config(config, params.extra_args, params.max_tokens)
     if "editing_threshold" in config.method.policies[request.policy].reads:
         return f"policy {request.policy!r} replaces decided tokens: choose another one"

@@ -15,6 +15,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
+from dllm_plugin.config.grammar_way import no_automata
 from dllm_plugin.decoding.block_causal import sub_block_to_store
 from dllm_plugin.kernels.launch import compile_ahead
 from dllm_plugin.kernels.move_rows import kernel as move_rows
@@ -257,16 +258,22 @@ class DiffusionSampler:
             self.decider.compile(backend, self.rows.example)
 
     def _warm_up_kernels(self, logits: Tensor) -> None:
-        """Compile the kernels that real steps launch, so that no request waits for that."""
-        carry_NV = self.rows.carry_NV if isinstance(self.rows, CanvasRows) else None
+        """Compile and load the kernels of real steps, so that no request waits for that."""
         with compile_ahead():
-            self.proposer.warm_up(logits, carry_NV)
-            for rows_XV in (logits, carry_NV):
-                if rows_XV is not None and self.proposer.shard is None:
-                    self.automata.warm_up(rows_XV)
-            if carry_NV is not None:
-                nothing_R = torch.zeros(2, dtype=torch.int64, device=logits.device)
-                move_rows.move_rows(logits, nothing_R, carry_NV, nothing_R, nothing_R > 0)
+            self._launch_examples(logits)
+        self._launch_examples(logits)  # their first launch loads them
+
+    def _launch_examples(self, logits: Tensor) -> None:
+        """Launch the kernels in all forms that requests may ask for."""
+        carry_NV = self.rows.carry_NV if isinstance(self.rows, CanvasRows) else None
+        with_automata = not no_automata(self.states.config)
+        self.proposer.warm_up(logits, carry_NV, with_automata)
+        for rows_XV in (logits, carry_NV):
+            if rows_XV is not None and with_automata:
+                self.automata.warm_up(rows_XV)
+        if carry_NV is not None:
+            nothing_R = torch.zeros(2, dtype=torch.int64, device=logits.device)
+            move_rows.move_rows(logits, nothing_R, carry_NV, nothing_R, nothing_R > 0)
 
     def _denoise(self, step: StepRows, logits_TV: Tensor, num_reqs: int) -> EmittedTokens:
         """Run one denoising step: propose, unmask, commit, advance."""

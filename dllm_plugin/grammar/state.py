@@ -115,9 +115,10 @@ class GrammarState:
         if stopped:
             self.matcher.rollback(run - 1)
             return GrammarCheck(list(canvas[:run]), [], None, False, False)
-        at = self._settle(canvas, run)
+        limits = self._limits()
+        at = self._settle(canvas, run, limits)
         settled = list(canvas[:at])
-        forced, final = self._forced(settled, run)
+        forced, final = self._forced(settled, run, limits)
         front = at + len(forced)
         allowed = None
         if not final and front < self.left:
@@ -172,11 +173,11 @@ class GrammarState:
             run += 1
         return run, False
 
-    def _settle(self, canvas: Sequence[int], run: int) -> int:
+    def _settle(self, canvas: Sequence[int], run: int, limits: Limits) -> int:
         """Go back to the last place of the run behind which a closing fits; return that place."""
         if not self.completes:
             return run
-        limits, common = self._limits(), 0
+        common = 0
         while common < min(run, len(self.witness)) and canvas[common] == self.witness[common]:
             common += 1
         known, places = self.witness[common:], self._places(canvas[:run])
@@ -191,6 +192,7 @@ class GrammarState:
         return run
 
     def _limits(self) -> Limits:
+        """Return those of the searches of one check, which begins now."""
         seconds = min(STEP_SECONDS, REQUEST_SECONDS - self.seconds)
         return Limits.within(NODES, seconds, CLOCK)
 
@@ -223,7 +225,7 @@ class GrammarState:
             self.seconds += time.thread_time() - began
         return found if found is not None and len(found) <= room else None
 
-    def _forced(self, settled: list[int], run: int) -> tuple[list[int], bool]:
+    def _forced(self, settled: list[int], run: int, limits: Limits) -> tuple[list[int], bool]:
         """Return ids that the step writes behind the settled ones, and whether they end the text.
 
         The stop token, where nothing else may follow; the closing, where it takes what is left of
@@ -243,9 +245,11 @@ class GrammarState:
             if (run > at and self._chosen_at == at) or self._closes_at == at:
                 self._closes_at = at
                 return (closing[:1], False) if closing else (self.stops[:1], True)
-        return ([], False) if complete or not self.jumps else (self._jump(settled, room), False)
+        if complete or not self.jumps:
+            return [], False
+        return self._jump(settled, room, limits), False
 
-    def _jump(self, settled: list[int], room: int) -> list[int]:
+    def _jump(self, settled: list[int], room: int, limits: Limits) -> list[int]:
         """Return the ids of text that must follow, less the last, which may merge with more."""
         text = self.searcher.forced_text(self.matcher)
         if len(text) < 2:
@@ -257,7 +261,7 @@ class GrammarState:
         closing = self.witness[len(settled) :]
         go(self.matcher, ids)
         place = self._places([*settled, *ids])[-1]
-        behind = self._close(closing, ids, room - len(ids), self._limits(), place)
+        behind = self._close(closing, ids, room - len(ids), limits, place)
         self.matcher.rollback(len(ids))
         if behind is None:
             return []

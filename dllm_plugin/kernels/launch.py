@@ -19,9 +19,12 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
 
 @contextlib.contextmanager
 def compile_ahead() -> Iterator[None]:
-    """Compile what the body launches, several kernels at once; nothing of it runs."""
+    """Compile the kernels that the body launches, several at once.
+
+    They do not run; what torch computes between them does, from memory that nobody wrote.
+    """
     before = _compiles_only.set(True)
-    threads = envs.VLLM_TRITON_JIT_WARMUP_NUM_THREADS
+    threads = max(1, envs.VLLM_TRITON_JIT_WARMUP_NUM_THREADS)
     try:
         with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool):
             yield

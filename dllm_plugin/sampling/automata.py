@@ -108,7 +108,7 @@ class Automata:
         self.state_N[slots_G] = torch.where(kept_G > 0, kept_G, state_G)
 
     def warm_up(self, logits_XV: Tensor) -> None:
-        """Compile the kernels, by example of an automaton of one state."""
+        """Launch the kernels in all forms, for an automaton of one state."""
         device, vocab_size = logits_XV.device, self.rules.vocab_size
         lengths = vocab_size, vocab_size, 2, 1, 1, 1, 2, 1
         tables = Tables(*(torch.zeros(1, n, dtype=torch.int32, device=device) for n in lengths))

@@ -144,11 +144,12 @@ class Proposer:
         ways_np = self.way_np[slots_np]
         return bool((ways_np != ways_np[:1]).any())
 
-    def warm_up(self, logits_TV: Tensor, carry_NV: Tensor | None) -> None:
-        """Compile the kernels for all that a step may ask for.
+    def warm_up(self, logits_TV: Tensor, carry_NV: Tensor | None, with_automata: bool) -> None:
+        """Launch the kernels in all forms that a step may ask for.
 
         Args:
             carry_NV: rows that steps keep by slot.
+            with_automata: automata may choose tokens before rows are read.
         """
         rows_T = torch.arange(min(2, len(logits_TV)), device=logits_TV.device)
         slot_T = torch.zeros_like(rows_T)
@@ -159,14 +160,14 @@ class Proposer:
         chunks = [whole, whole._replace(source_T=rows_T)]
         if carry_NV is not None:
             chunks.append(whole._replace(logits_XV=carry_NV, source_T=slot_T))
-        if self.shard is None:  # what automata have chosen
+        if with_automata:
             chunks += [chunk._replace(token_T=rows_T) for chunk in chunks[1:]]
         for chunk, want_ranking in itertools.product(chunks, (False, True)):
             for one, biases in itertools.product((None, sampling), (None, bias)):
                 self._read_once(chunk, one, biases, want_ranking, None)
         copies_TV = torch.zeros(len(rows_T), self.rules.vocab_size, device=rows_T.device)
         for token_T, want_ranking in itertools.product((None, rows_T), (False, True)):
-            for one in (None, sampling):
+            for one in (None, sampling) if token_T is None or with_automata else ():
                 self._read_copies(copies_TV, slot_T, one, token_T, want_ranking, None)
             if token_T is not None and not self.temper:
                 self._read_confidence(copies_TV, slot_T, token_T, want_ranking, None)
@@ -251,7 +252,7 @@ class Proposer:
         want_ranking: bool,
         num_rows: int | None,
     ) -> RowStats:
-        """Read copies to which all that requests ask for is done."""
+        """Read copies that are biased, tempered and filtered already."""
         how: dict[str, Any] = {"want_ranking": want_ranking, "num_rows": num_rows}
         how |= {"divide": False, "temper": False, "token_T": token_T}
         return self.propose_rows(tempered_TV, slot_T, NO_MASK, sampling, **how)

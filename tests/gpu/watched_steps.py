@@ -59,10 +59,15 @@ WAITS = ("called a synchronizing CUDA operation", "Implicit GPU<->CPU sync")
 
 
 def control() -> None:
-    """A wait, which has to be found."""
+    """A wait, and a kernel in a form that nobody asks for, which have to be found."""
     from vllm.utils.gpu_sync_debug import with_gpu_sync_check
 
+    from dllm_plugin.kernels.move_rows.kernel import move_rows
+
     with_gpu_sync_check(lambda: torch.ones(1, device="cuda").item())()
+    nothing = torch.zeros(1, dtype=torch.int64, device="cuda")
+    rows = torch.zeros(1, 16, device="cuda")
+    move_rows(rows.to(torch.float16), nothing, rows.to(torch.float64), nothing, nothing > 0)
 
 
 def wish_of(kind, wish):
@@ -95,7 +100,7 @@ def note_kernels(note) -> None:
 
 
 def main(family, options) -> None:
-    """Requests of each kind, one of them after the others; then a wait on purpose."""
+    """Requests of each kind, one of them after the others; then what has to be found."""
     but = options.pop("but", ())
     every = KINDS | dict.fromkeys(GRAMMARS, HELD)
     kinds = {kind: wishes for kind, wishes in every.items() if kind not in but}
