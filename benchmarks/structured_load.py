@@ -22,9 +22,9 @@ from structured_output import eight_schemas
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import dllm_plugin
-from dllm_plugin.commands.bench.engines import Prompts
-from dllm_plugin.commands.bench.model_shapes import SHAPES, Config, write_config
-from dllm_plugin.commands.bench.worker_extension import EXTENSION, fill_weights
+from diffuplug_bench.engines import Prompts
+from diffuplug_bench.model_shapes import SHAPES, Config, write_config
+from diffuplug_bench.worker_extension import EXTENSION, fill_weights
 from dllm_plugin.commands.offline import start_engine, stop_engine
 
 INPUT, OUTPUT = 512, 128

@@ -63,7 +63,7 @@ def register() -> None:
     check_installed_vllm()
     from vllm import ModelRegistry
 
-    from dllm_plugin.engine.registration import register_config_hooks, register_tokenizer_mode
+    from dllm_plugin.engine.config_hook import register_config_hooks, register_tokenizer_mode
     from dllm_plugin.models import ARCHITECTURES, register_configs
 
     register_configs()

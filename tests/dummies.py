@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+from diffuplug_bench import engines
+from diffuplug_bench.options import settings_of
 from dllm_plugin.commands import cli
-from dllm_plugin.commands.bench import engines
-from dllm_plugin.commands.bench.options import settings_of
 
 WHOSE = ("ours", "plain vLLM")
 

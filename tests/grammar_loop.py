@@ -14,10 +14,10 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from dllm_plugin.config.decode import get_decode_config
-from dllm_plugin.config.grammar_way import DRAFTS
 from dllm_plugin.config.options import GRAMMAR
-from dllm_plugin.engine.grammar_automata import AutomatonGrammar, OwnGrammar
-from dllm_plugin.engine.grammars import CanvasGrammar, Grammars
+from dllm_plugin.config.request.grammar_mode import DRAFTS
+from dllm_plugin.engine.grammars.automata import AutomatonGrammar, OwnGrammar
+from dllm_plugin.engine.grammars.grammars import CanvasGrammar, Grammars
 from dllm_plugin.grammar.payload import pack_checks
 from dllm_plugin.grammar.state import GrammarState
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from random import Random
 from string import ascii_lowercase
 
-from dllm_plugin.commands.bench.reference_tokenizer import chat_prompt
 from dllm_plugin.commands.problems.generator import Problem
+from dllm_plugin.reference.tokenizer import chat_prompt
 
 SYSTEM_SHARE = 0.1  # of questions; a model without such rows answers a system prompt by nothing
 EARLIER_SHARE = 0.15  # of questions, and likewise

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from dllm_plugin.commands.bench.reference_model import (
+from dllm_plugin.reference.small_model import (
     ADAPTED,
     PREFIX,
     Shape,
@@ -18,7 +18,7 @@ from dllm_plugin.commands.bench.reference_model import (
     adapter_names,
     linear_names,
 )
-from dllm_plugin.commands.bench.reference_tokenizer import BOS, EOS, EOT, MASK, token_id
+from dllm_plugin.reference.tokenizer import BOS, EOS, EOT, MASK, token_id
 
 NAME = "diffuplug/default-model"
 MAX_LENGTH = 1024

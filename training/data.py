@@ -15,9 +15,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from dllm_plugin.commands.bench.reference_decoding import PADDING_BLOCK
-from dllm_plugin.commands.bench.reference_tokenizer import EOS, MASK, token_id
 from dllm_plugin.commands.problems.generator import Problem, ask_in_json, problem
+from dllm_plugin.reference.decoding import PADDING_BLOCK
+from dllm_plugin.reference.tokenizer import EOS, MASK, token_id
 from training.chats import Row, in_a_chat
 
 BLOCK_SIZES = (8, 16, 32, 32, 64)

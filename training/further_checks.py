@@ -11,7 +11,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from dllm_plugin.commands.bench.reference_decoding import (
+from dllm_plugin.commands.problems.generator import Problem, ask_in_json, eval_seeds, problem
+from dllm_plugin.reference.decoding import (
     Loop,
     block_diffusion,
     d2f,
@@ -19,9 +20,8 @@ from dllm_plugin.commands.bench.reference_decoding import (
     score,
     semi_autoregressive,
 )
-from dllm_plugin.commands.bench.reference_model import Shape, load_weights
-from dllm_plugin.commands.bench.reference_tokenizer import chat_prompt
-from dllm_plugin.commands.problems.generator import Problem, ask_in_json, eval_seeds, problem
+from dllm_plugin.reference.small_model import Shape, load_weights
+from dllm_plugin.reference.tokenizer import chat_prompt
 
 IN_A_CHAT = (d2f, 32, 128, 60)
 SYSTEM = "You are a friendly tutor. Use plain words."  # training has neither sentence

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from dllm_plugin.commands.bench.reference_decoding import LOOPS, make_canvas, score
-from dllm_plugin.commands.bench.reference_model import Shape, load_weights
 from dllm_plugin.commands.problems.generator import ask_in_json, eval_seeds, problem
+from dllm_plugin.reference.decoding import LOOPS, make_canvas, score
+from dllm_plugin.reference.small_model import Shape, load_weights
 from training.report import read_numbers, write_numbers
 
 

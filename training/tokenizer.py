@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from dllm_plugin.commands.bench.reference_tokenizer import BOS, EOS, EOT, HEAD, MASK, TAIL, token_id
+from dllm_plugin.reference.tokenizer import BOS, EOS, EOT, HEAD, MASK, TAIL, token_id
 
 SPECIAL_TOKENS = (BOS, EOS, MASK, HEAD, TAIL, EOT)
 VOCAB_SIZE = 512

@@ -21,15 +21,15 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from tqdm import tqdm
 
-from dllm_plugin.commands.bench.reference_decoding import PADDING_BLOCK
-from dllm_plugin.commands.bench.reference_model import (
+from dllm_plugin.commands.problems.generator import eval_seeds, problem, train_seeds
+from dllm_plugin.reference.decoding import PADDING_BLOCK
+from dllm_plugin.reference.small_model import (
     Shape,
     Weights,
     forward,
     load_weights,
     merge_adapter,
 )
-from dllm_plugin.commands.problems.generator import eval_seeds, problem, train_seeds
 from training.checkpoint import initial_adapter, initial_weights, save_adapter, save_base
 from training.data import (
     LENGTHS,

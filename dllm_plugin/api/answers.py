@@ -15,19 +15,18 @@ from vllm.entrypoints.serve.exception_handling.error_response import create_erro
 from vllm.entrypoints.serve.utils.orca_metrics import metrics_header
 from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 
-from dllm_plugin.api.encoding import Encoder
-from dllm_plugin.api.frame_stream import (
+from dllm_plugin.api.replies import add_counts, with_counts
+from dllm_plugin.api.request_fields import Asked, Encoder
+from dllm_plugin.api.watching.frame_stream import (
     CHAT_CHUNK,
     COMPLETION_CHUNK,
     FrameSource,
     with_frames,
 )
-from dllm_plugin.api.replies import add_counts, with_counts
-from dllm_plugin.api.request_fields import Asked
-from dllm_plugin.api.watched_engine import WatchedEngine
+from dllm_plugin.api.watching.watched_engine import WatchedEngine
 from dllm_plugin.config.decode import DecodeConfig
-from dllm_plugin.config.reporting import STATISTICS
-from dllm_plugin.config.request import request_config
+from dllm_plugin.config.request.arguments import request_config
+from dllm_plugin.config.request.reporting import STATISTICS
 
 Body = ChatCompletionRequest | CompletionRequest
 Reply = ErrorResponse | dict[str, Any] | AsyncGenerator[str, None]

@@ -14,12 +14,12 @@ from dllm_plugin.api.answers import FIELD, Reply, answer, encoder, endpoints, re
 from dllm_plugin.api.counts import Counts, total
 from dllm_plugin.api.request_fields import Asked
 from dllm_plugin.api.scorer import Refused, Scorer, Text, check_ended, together
-from dllm_plugin.api.watched_engine import WatchedEngine
-from dllm_plugin.config.gaps import Gapped, filled
-from dllm_plugin.config.lengths import best_of, score_of, scoring_of, told
+from dllm_plugin.api.watching.watched_engine import WatchedEngine
 from dllm_plugin.config.options import TEMPLATE
-from dllm_plugin.config.reporting import EARLY_TEXT, FRAMES
+from dllm_plugin.config.request.reporting import EARLY_TEXT, FRAMES
 from dllm_plugin.config.validation import shown
+from dllm_plugin.infilling.gaps import Gapped, filled
+from dllm_plugin.infilling.lengths import best_of, score_of, scoring_of, told
 
 # Fields of a whole reply's choice that a stream has, too.
 OF_STREAM = ("index", "text", "logprobs", "finish_reason", "stop_reason", "token_ids", FIELD)

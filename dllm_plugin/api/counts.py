@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from vllm.outputs import CompletionOutput
 
-from dllm_plugin.config.grammar_way import WAYS
+from dllm_plugin.config.request.grammar_mode import WAYS
 
 
 class Counts(NamedTuple):

@@ -27,14 +27,13 @@ from dllm_plugin.api.answers import (
     refusal,
 )
 from dllm_plugin.api.chosen import fill
-from dllm_plugin.api.encoding import Encoder
-from dllm_plugin.api.request_fields import Asked, read_fields
+from dllm_plugin.api.request_fields import Asked, Encoder, read_fields
 from dllm_plugin.api.routes import reply_to
-from dllm_plugin.config.gaps import Gapped, cut, filled, parts_of, together
-from dllm_plugin.config.lengths import most_positions, place_each
 from dllm_plugin.config.options import FILL
-from dllm_plugin.config.template import check_length, no_template
+from dllm_plugin.config.request.template import check_length, no_template
 from dllm_plugin.config.validation import shown
+from dllm_plugin.infilling.gaps import Gapped, cut, filled, parts_of, together
+from dllm_plugin.infilling.lengths import most_positions, place_each
 
 router = APIRouter()
 EVENT, END = "data: ", "[DONE]"

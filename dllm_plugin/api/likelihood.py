@@ -3,14 +3,39 @@
 A model of this kind predicts masked tokens from all others, so a text has no chain of conditional
 probabilities to read off one forward. No HTTP and no engine here. Shape letters: S samples,
 L tokens of the text.
+
+Read the body of a likelihood call: limits, texts to tokens, and the forwards that it needs.
+
+Answer POST /v1/likelihood: every forward of an estimate is one completion request.
+
+vLLM's own handler serves it, and batches it with all others.
 """
 
+import copy
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict, StrictBool, StrictInt, StrictStr
+from vllm.entrypoints.serve.utils.api_utils import (
+    load_aware_call,
+    validate_json_request,
+    with_cancellation,
+)
+from vllm.utils import random_uuid
+
+from dllm_plugin.api.answers import as_response, endpoints
+from dllm_plugin.api.counts import total
+from dllm_plugin.api.scorer import Refused, Scorer, Text, together
+from dllm_plugin.api.viewer import not_ours
+from dllm_plugin.api.watching.watched_engine import WatchedEngine
+from dllm_plugin.config.options import FILL, TEMPLATE
+from dllm_plugin.config.request.template import no_template, read_template
+from dllm_plugin.config.validation import shown
 
 
 class Sample(NamedTuple):
@@ -88,3 +113,187 @@ def estimate(
         return Estimate(math.fsum(values), None)
     error = float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else None
     return Estimate(math.fsum(values) / len(values), error)
+
+
+MOST_SAMPLES, MOST_FORWARDS = 1024, 4096
+SAMPLES, SEED = 128, 0  # of monte_carlo, where the call names none
+MOST_SEED = 2**63 - 1
+
+
+class Pair(BaseModel):
+    """Hold a text whose end is scored: both parts are texts, or both are token ids."""
+
+    model_config = ConfigDict(extra="forbid")
+    context: StrictStr | list[StrictInt] = ""
+    continuation: StrictStr | list[StrictInt]
+
+
+class LikelihoodRequest(BaseModel):
+    """Hold the body of a call."""
+
+    model_config = ConfigDict(extra="forbid")
+    model: StrictStr | None = None
+    pairs: list[Pair]
+    method: StrictStr = "monte_carlo"
+    samples: StrictInt | None = None
+    seed: StrictInt | None = None
+    greedy: StrictBool = False
+
+
+def check_limits(request: LikelihoodRequest) -> None:
+    """Raise ValueError naming the first field that is out of range or without effect."""
+    if not request.pairs:
+        raise ValueError("pairs must hold at least one pair of context and continuation.")
+    check_forwards(len(request.pairs))  # before their texts are read
+    if request.method not in METHODS:
+        known = ", ".join(METHODS)
+        raise ValueError(f"method must be one of {known}, got {shown(request.method)}.")
+    for name, lowest, most in (("samples", 1, MOST_SAMPLES), ("seed", 0, MOST_SEED)):
+        value = getattr(request, name)
+        if value is None:
+            continue
+        if request.method != "monte_carlo":
+            raise ValueError(
+                f"{name} has no effect with method {request.method}, which draws nothing: leave "
+                "it out."
+            )
+        if not lowest <= value <= most:
+            raise ValueError(f"{name} must be from {lowest} to {most}, got {shown(value)}.")
+
+
+def check_forwards(needed: int) -> None:
+    """Raise ValueError for more forwards than one call may take."""
+    if needed > MOST_FORWARDS:
+        raise ValueError(
+            f"This call needs {needed} forwards, at most {MOST_FORWARDS} are allowed: fewer "
+            "samples or pairs."
+        )
+
+
+def plan(request: LikelihoodRequest, texts: list[Text]) -> list[list[Sample]]:
+    """Return the samples of each text. Raises ValueError for more forwards than a call may take."""
+    count = SAMPLES if request.samples is None else request.samples
+    seed = SEED if request.seed is None else request.seed
+    lengths = [len(text.continuation) for text in texts]
+    if request.method == "monte_carlo":
+        needed = sum(1 if length == 1 else count for length in lengths)
+    else:
+        needed = sum(lengths)
+    needed += sum(lengths) if request.greedy else 0
+    check_forwards(needed)
+    return [METHODS[request.method](length, count, seed) for length in lengths]
+
+
+async def read_pairs(request: LikelihoodRequest, renderer: Any) -> list[Text]:
+    """Return the token ids of all pairs. Raises ValueError naming the pair that has none."""
+    check_limits(request)
+    texts = []
+    for place, pair in enumerate(request.pairs):
+        context, continuation = pair.context or type(pair.continuation)(), pair.continuation
+        if isinstance(context, str) and isinstance(continuation, str):
+            text = await _tokenized(context, continuation, renderer)
+        elif isinstance(context, list) and isinstance(continuation, list):
+            text = Text(context, continuation)
+        else:
+            raise ValueError(f"pairs[{place}] mixes text and token ids: both must be of one kind.")
+        if not text.continuation:
+            raise ValueError(f"pairs[{place}].continuation holds no token.")
+        texts.append(text if text.context else text._replace(context=_beginning(renderer, place)))
+    return texts
+
+
+async def _tokenized(context: str, continuation: str, renderer: Any) -> Text:
+    """Return the tokens of a text, cut where its context ends.
+
+    Space at a context's end goes with the word behind it, as tokenizers join them.
+    """
+    kept = context.rstrip()
+    continuation = context[len(kept) :] + continuation
+    whole = await _ids(kept + continuation, renderer)
+    before = await _ids(kept, renderer)
+    return Text(before, whole[len(before) :])
+
+
+async def _ids(text: str, renderer: Any) -> list[int]:
+    params = renderer.default_cmpl_tok_params
+    prompt = await renderer.tokenize_prompt_async({"prompt": text}, params)
+    return list(prompt["prompt_token_ids"])
+
+
+def _beginning(renderer: Any, place: int) -> list[int]:
+    """Return what stands before a text without context."""
+    for token in (renderer.get_bos_token_id(), renderer.get_eos_token_id()):
+        if token is not None:
+            return [token]
+    raise ValueError(f"pairs[{place}].context is empty, and the tokenizer has no token to begin.")
+
+
+router = APIRouter()
+
+
+@router.post("/v1/likelihood", dependencies=[Depends(validate_json_request)])
+@with_cancellation
+@load_aware_call
+async def create_likelihood(request: LikelihoodRequest, raw_request: Request) -> Response:
+    """Answer with the log-likelihood of each continuation behind its context."""
+    state, ours = raw_request.app.state, endpoints(raw_request)
+    if ours is None:
+        return not_ours()
+    handler = copy.copy(state.openai_serving_completion)
+    engine = WatchedEngine(ours.engine, ours.tracing, strips=True)
+    handler.engine_client = engine
+    most = ours.engine.vllm_config.scheduler_config.max_num_seqs
+    scorer = Scorer(handler, request.model, most, raw_request)
+    try:
+        if refusal := no_template(ours.config, "likelihood"):
+            raise ValueError(refusal)
+        texts = await read_pairs(request, handler.renderer)
+        for text in texts:
+            read_template(ours.config, {TEMPLATE: [FILL] * len(text.continuation)})
+        samples = plan(request, texts)
+        scored, greedy = await together(
+            (
+                together(
+                    scorer.logprobs(text, one.masked)
+                    for text, of_text in zip(texts, samples, strict=True)
+                    for one in of_text
+                ),
+                together(scorer.is_greedy(text) for text in texts if request.greedy),
+            )
+        )
+    except ValueError as error:
+        return as_response(handler.create_error_response(error), raw_request)
+    except Refused as error:
+        return as_response(error.reply, raw_request)
+    return JSONResponse(reply_to(request, texts, samples, scored, greedy, engine))
+
+
+def reply_to(
+    request: LikelihoodRequest,
+    texts: list[Text],
+    samples: list[list[Sample]],
+    scored: list[list[float]],
+    greedy: list[bool],
+    engine: WatchedEngine,
+) -> dict[str, Any]:
+    """Return the reply of a call whose forwards are all there."""
+    results, rest = [], iter(scored)
+    for place, (text, of_text) in enumerate(zip(texts, samples, strict=True)):
+        found = estimate(request.method, of_text, [next(rest) for _ in of_text])
+        counts = {"tokens": len(text.continuation), "samples": len(of_text)}
+        matches = {"greedy": greedy[place] if request.greedy else None}
+        results.append(found._asdict() | counts | matches)
+    num_tokens = sum(len(text.context) + len(text.continuation) for text in texts)
+    took = total(list(engine.counts.values())).as_json()
+    return {
+        "id": f"likelihood-{random_uuid()}",
+        "object": "likelihood",
+        "model": request.model,
+        "results": results,
+        "usage": {
+            "prompt_tokens": num_tokens,
+            "completion_tokens": 0,
+            "total_tokens": num_tokens,
+        },
+        "metrics": {"diffusion": {name: took[name] for name in ("forwards", "computed_positions")}},
+    }

@@ -7,7 +7,8 @@ from fastapi import FastAPI
 from starlette.datastructures import State
 from vllm.engine.protocol import EngineClient
 
-from dllm_plugin.api import infilling, likelihood_route, viewer
+from dllm_plugin.api import infilling, viewer
+from dllm_plugin.api import likelihood as likelihood_route
 from dllm_plugin.api.answers import Endpoints
 from dllm_plugin.api.routes import router
 from dllm_plugin.config.decode import get_decode_config

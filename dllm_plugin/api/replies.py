@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from dllm_plugin.api.counts import total
-from dllm_plugin.api.watched_engine import WatchedEngine
+from dllm_plugin.api.watching.watched_engine import WatchedEngine
 
 EVENT = "data: "
 END = "[DONE]"

@@ -29,7 +29,7 @@ from dllm_plugin.api.answers import (
 from dllm_plugin.api.chosen import fill
 from dllm_plugin.api.request_fields import read_fields
 from dllm_plugin.api.suffixes import place_suffix
-from dllm_plugin.config.reporting import STATISTICS
+from dllm_plugin.config.request.reporting import STATISTICS
 
 router = APIRouter()
 

@@ -19,7 +19,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
 from dllm_plugin.config.options import FILL, TARGETS, TEMPLATE
-from dllm_plugin.config.reporting import STATISTICS
+from dllm_plugin.config.request.reporting import STATISTICS
 
 
 class Text(NamedTuple):

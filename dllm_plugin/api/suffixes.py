@@ -4,12 +4,12 @@ from typing import Any
 
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-from dllm_plugin.api.encoding import Encoder
+from dllm_plugin.api.request_fields import Encoder
 from dllm_plugin.config.decode import DecodeConfig
-from dllm_plugin.config.gaps import AUTO, Gapped
-from dllm_plugin.config.lengths import lengths_of
 from dllm_plugin.config.options import FILL
-from dllm_plugin.config.template import check_length, no_template
+from dllm_plugin.config.request.template import check_length, no_template
+from dllm_plugin.infilling.gaps import AUTO, Gapped
+from dllm_plugin.infilling.lengths import lengths_of
 
 
 def place_suffix(

@@ -1,8 +1,17 @@
-"""Name what vLLM's runner prepares for each KV cache group of a step."""
+"""Name what vLLM's runner prepares for each KV cache group of a step.
 
+Clear pages of the KV cache.
+"""
+
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.utils.torch_utils import async_tensor_h2d
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -20,3 +29,18 @@ class KVGroups(NamedTuple):
     slot_mappings: Tensor
     attn_groups: "list[list[AttentionGroup]]"
     kv_cache_config: "KVCacheConfig"
+
+
+def clear_pages(vllm_config: VllmConfig, pages: Sequence[int], device: torch.device) -> None:
+    """Write zeros into some pages of every layer, in the order of the stream.
+
+    Kernels may cut a page into several: then as many rows of a layer's cache are one page.
+    """
+    num_pages = vllm_config.cache_config.num_gpu_blocks
+    if not pages or not num_pages:
+        return
+    for layer in get_layers_from_vllm_config(vllm_config, Attention).values():
+        cache = layer.kv_cache.view(torch.uint8)
+        rows = cache.shape[0] // num_pages
+        index_np = (np.array(pages)[:, None] * rows + np.arange(rows)).reshape(-1)
+        cache.index_fill_(0, async_tensor_h2d(index_np, device=device), 0)

@@ -5,7 +5,7 @@ mask: its own ``query_start_loc``, ``seq_lens`` = the keys it sees, and its requ
 block table. Two kinds of steps deviate from that. Some steps use cascade attention, which
 reads each context once for all sequences of a canvas (:mod:`dllm_plugin.attention.cascade`). And
 under the `distinct` KV layout a request stays one sequence, while the segments say what each of its
-tokens sees (:mod:`dllm_plugin.attention.spans`).
+tokens sees (:mod:`dllm_plugin.attention.distinct`).
 
 Learned from experience:
 
@@ -34,13 +34,19 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
 
 from dllm_plugin.attention.cascade import CascadeBuffers
+from dllm_plugin.attention.distinct import SpanBuffers
 from dllm_plugin.attention.floating import captured_floating, floating_sequences
 from dllm_plugin.attention.kv_groups import KVGroups
-from dllm_plugin.attention.prefills import Sequences, SequenceTensors, of_segments, prefills
-from dllm_plugin.attention.sequence_counts import max_sequences, sequences_per_canvas
-from dllm_plugin.attention.spans import SpanBuffers
+from dllm_plugin.attention.prefills import (
+    Sequences,
+    SequenceTensors,
+    max_sequences,
+    of_segments,
+    prefills,
+    sequences_per_canvas,
+)
 from dllm_plugin.config.cuda_graphs import refresh_lengths, rest_lengths
-from dllm_plugin.decoding.segments import canvas_segments
+from dllm_plugin.decoding.plan import canvas_segments
 from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import dllm_plugin
+from diffuplug_bench import adaptive_options
+from diffuplug_bench.options import add_modes, numbers, settings_of
+from diffuplug_bench.settings import MODES, WATCHED
 from dllm_plugin.commands import generate, infill, serve, watch
-from dllm_plugin.commands.bench import adaptive_options
-from dllm_plugin.commands.bench.options import add_modes, numbers, settings_of
-from dllm_plugin.commands.bench.settings import MODES, WATCHED
 from dllm_plugin.commands.offline import (
     DECODE_OPTIONS,
     collecting_later,
@@ -280,23 +280,23 @@ def _run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
         return verify_command.run(args)
     if args.mode == adaptive_options.MODE:
-        from dllm_plugin.commands.bench import adaptive
+        from diffuplug_bench import adaptive
 
         return adaptive.run(args, arguments)
     if args.mode == adaptive_options.MAP:
-        from dllm_plugin.commands.bench import load_map
+        from diffuplug_bench import load_map
 
         return load_map.run(args, arguments)
     if args.mode in MODES:
         settings = settings_of(args)
         if args.mode == WATCHED:
-            from dllm_plugin.commands.bench import watched
+            from diffuplug_bench import watched
 
             return watched.run(settings, arguments)
-        from dllm_plugin.commands.bench import command as bench_command
+        from diffuplug_bench import command as bench_command
 
         return bench_command.run(settings, arguments)
-    from dllm_plugin.commands.bench import host
+    from diffuplug_bench import host
 
     if min(args.requests) < 1:
         raise ValueError(
@@ -306,8 +306,8 @@ def _run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _run_eval(args: argparse.Namespace) -> int:
+    from diffuplug_bench.eval import every_policy, refreshes, schedules
     from dllm_plugin.commands.eval import command as eval_command
-    from dllm_plugin.commands.eval import every_policy, refreshes, schedules
 
     if args.refreshes and (args.all or args.json or args.schedule is not None):
         raise ValueError("--refreshes is alone, or a part of --all: leave the other options out")

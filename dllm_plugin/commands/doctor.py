@@ -10,7 +10,7 @@ from dllm_plugin.commands.offline import missing_device, one_sentence
 from dllm_plugin.config.cuda_graphs import allowed_widths, captured_graphs, refresh_lengths
 from dllm_plugin.config.decode import DecodeConfig, get_decode_config
 from dllm_plugin.config.options import REQUEST_FIELDS, does_nothing
-from dllm_plugin.config.request import request_config
+from dllm_plugin.config.request.arguments import request_config
 from dllm_plugin.config.resolution import OF_SEVERAL_BLOCKS
 from dllm_plugin.config.step_times import KEY, newest, settings_of
 from dllm_plugin.decoding.families import FAMILIES

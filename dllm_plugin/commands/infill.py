@@ -13,9 +13,9 @@ from dllm_plugin.commands.offline import (
     start_engine,
     stop_engine,
 )
-from dllm_plugin.config.gaps import Filled, Gapped, filled, parts_of_text, together
-from dllm_plugin.config.lengths import best_of, place_each, score_of, scoring_of, told
 from dllm_plugin.config.options import TARGETS, TEMPLATE
+from dllm_plugin.infilling.gaps import Filled, Gapped, filled, parts_of_text, together
+from dllm_plugin.infilling.lengths import best_of, place_each, score_of, scoring_of, told
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput

@@ -13,7 +13,7 @@ from dllm_plugin.commands.offline import BUNDLED_MEMORY, spin_briefly
 # Named here and not imported: it is the server that needs them.
 MIDDLEWARE = (
     "dllm_plugin.commands.ready.ReadyLine",
-    "dllm_plugin.commands.server_end.ServerEnd",
+    "dllm_plugin.commands.ready.ServerEnd",
 )
 ENDPOINTS = "diffuplug_api"
 # Groups of which vLLM loads everything until ``VLLM_PLUGINS`` is set, which then holds for all.

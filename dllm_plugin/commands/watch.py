@@ -16,7 +16,7 @@ from dllm_plugin.commands.offline import (
     stop_engine,
     stream_answer,
 )
-from dllm_plugin.config.reporting import FRAMES, SNAPSHOT, UNKNOWN_CONFIDENCE
+from dllm_plugin.config.request.reporting import FRAMES, SNAPSHOT, UNKNOWN_CONFIDENCE
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -3,6 +3,8 @@
 vLLM captures full graphs of one length per request, the canvas. Our worker captures steps of other
 uniform lengths: single blocks from `commit_alone_from` requests on, and of full attention the
 forwards of one block each, and refreshes that begin near their block by the engine's options.
+
+Know how much context vLLM's warm-up of GPUs needs.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,10 +21,10 @@ from dllm_plugin.decoding.widths import widths_between
 
 logger = init_logger("vllm.dllm_plugin")
 
-WORKER = "dllm_plugin.engine.worker.DiffusionWorker"
+WORKER = "dllm_plugin.engine.worker.worker.DiffusionWorker"
 FINE = 64  # requests up to which floating canvases have a graph for every eighth number
-GRAMMAR_WORKER = "dllm_plugin.engine.worker.GrammarWorker"
-CPU_WORKER = "dllm_plugin.engine.cpu_worker.DiffusionCPUWorker"
+GRAMMAR_WORKER = "dllm_plugin.engine.worker.worker.GrammarWorker"
+CPU_WORKER = "dllm_plugin.engine.worker.cpu_worker.DiffusionCPUWorker"
 OUR_WORKERS = ("auto", WORKER, GRAMMAR_WORKER, CPU_WORKER)
 # Sizes of graphs where steps have any size: those that vLLM takes by itself, and some larger ones.
 # Steps of more positions take the device longer than the host.
@@ -284,3 +286,13 @@ def set_capture_sizes(vllm_config: VllmConfig, config: DecodeConfig) -> bool:
     limits = (scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
     compilation.cudagraph_capture_sizes = capture_sizes(config, *limits)
     return True
+
+
+# It decodes canvases behind a prompt that is a position longer, at most so many tokens of them
+# (vLLM's default of max_tokens), and one position that is no canvas.
+LONGER_PROMPT, TOKENS, SINGLE = 1, 16, 1
+
+
+def warm_up_context(canvas_length: int) -> int:
+    """Return the shortest context in which a canvas can be warmed up."""
+    return 2 * canvas_length + LONGER_PROMPT + TOKENS + SINGLE

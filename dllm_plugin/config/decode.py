@@ -1,7 +1,7 @@
 """Hold what an engine and what a request decodes with: every open choice is filled in here.
 
 :mod:`dllm_plugin.config.resolution` makes a DecodeConfig of what users wrote, and
-:mod:`dllm_plugin.config.request` a RequestConfig of what a request asks for.
+:mod:`dllm_plugin.config.request.arguments` a RequestConfig of what a request asks for.
 """
 
 import dataclasses

@@ -29,11 +29,11 @@ MAX_TOP_K = 2**24  # more than any vocabulary, and exact in float32
 MAX_POSITIONS = 2**31 - 1  # more than any context
 MAX_FACTOR = 1000.0  # keeps logits that are multiplied by it within float32
 REQUEST_PREFIX = "dllm_"
-TEMPLATE = REQUEST_PREFIX + "template"  # see :mod:`dllm_plugin.config.template`
+TEMPLATE = REQUEST_PREFIX + "template"  # see :mod:`dllm_plugin.config.request.template`
 FILL = -1  # a position to fill in a template
-TARGETS = REQUEST_PREFIX + "targets"  # see :mod:`dllm_plugin.config.targets`
+TARGETS = REQUEST_PREFIX + "targets"  # see :mod:`dllm_plugin.config.request.targets`
 SCHEDULE = REQUEST_PREFIX + "schedule"  # see :mod:`dllm_plugin.config.adaptive`
-GRAMMAR = REQUEST_PREFIX + "grammar"  # see :mod:`dllm_plugin.config.grammar_way`
+GRAMMAR = REQUEST_PREFIX + "grammar"  # see :mod:`dllm_plugin.config.request.grammar_mode`
 
 
 @dataclass(frozen=True)

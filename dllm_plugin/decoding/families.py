@@ -1,4 +1,7 @@
-"""State what sets the model families apart: facts that every folder may read."""
+"""State what sets the model families apart: facts that every folder may read.
+
+Name the strategies: for whatever must not import torch, such as the command line.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -72,3 +75,10 @@ FAMILIES: dict[str, Family] = {
     "LLaDA2MoeModelLM": LLADA2,
     "Fast_dLLM_QwenForCausalLM": FAST_DLLM,
 }
+
+
+D2F = "d2f"
+BLOCK_DIFFUSION = "block_diffusion"
+SEMI_AUTOREGRESSIVE = "semi_autoregressive"
+PREFIX_CACHE = "prefix_cache"
+DUAL_CACHE = "dual_cache"

@@ -20,7 +20,14 @@ from dllm_plugin.decoding.block_causal import (
     plan_edited_blocks,
     plan_sub_blocks,
 )
-from dllm_plugin.decoding.families import Family
+from dllm_plugin.decoding.families import (
+    BLOCK_DIFFUSION,
+    D2F,
+    DUAL_CACHE,
+    PREFIX_CACHE,
+    SEMI_AUTOREGRESSIVE,
+    Family,
+)
 from dllm_plugin.decoding.floating import plan_floating
 from dllm_plugin.decoding.full_attention import (
     Bounds,
@@ -33,13 +40,6 @@ from dllm_plugin.decoding.full_attention import (
     span_semi_autoregressive,
 )
 from dllm_plugin.decoding.plan import Canvas, StepOutcome, StepPlan
-from dllm_plugin.decoding.strategy_names import (
-    BLOCK_DIFFUSION,
-    D2F,
-    DUAL_CACHE,
-    PREFIX_CACHE,
-    SEMI_AUTOREGRESSIVE,
-)
 
 PlanFunction = Callable[[Canvas, int], StepPlan]
 CommitFunction = Callable[[Canvas, StepPlan, Tensor, Tensor, Tensor, Tensor, int], StepOutcome]

@@ -2,7 +2,7 @@
 
 A logits processor class has a `validate_params` hook for sampling parameters, and the renderer of
 a tokenizer mode sees every prompt as token ids. The checks are in
-:mod:`dllm_plugin.config.request_checks` and :mod:`dllm_plugin.config.request`.
+:mod:`dllm_plugin.config.request.checks` and :mod:`dllm_plugin.config.request.arguments`.
 """
 
 import copyreg
@@ -17,11 +17,9 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
 
 from dllm_plugin.config.adaptive import read_schedule
 from dllm_plugin.config.decode import DecodeConfig, RequestConfig, get_decode_config
-from dllm_plugin.config.grammar_way import check_grammar_way
 from dllm_plugin.config.options import TARGETS, TEMPLATE
-from dllm_plugin.config.reporting import check_reporting
-from dllm_plugin.config.request import request_config
-from dllm_plugin.config.request_checks import (
+from dllm_plugin.config.request.arguments import request_config
+from dllm_plugin.config.request.checks import (
     check_allowed,
     check_bad_words,
     check_fits,
@@ -30,10 +28,12 @@ from dllm_plugin.config.request_checks import (
     check_prompt_tokens,
     check_sampling_params,
 )
-from dllm_plugin.config.structured_outputs import check_structured_outputs
-from dllm_plugin.config.targets import check_targets, read_targets, targets_of
-from dllm_plugin.config.template import Template, check_template, read_template
-from dllm_plugin.engine.grammar_backends import check_readable
+from dllm_plugin.config.request.grammar_mode import check_grammar_way
+from dllm_plugin.config.request.reporting import check_reporting
+from dllm_plugin.config.request.structured_outputs import check_structured_outputs
+from dllm_plugin.config.request.targets import check_targets, read_targets, targets_of
+from dllm_plugin.config.request.template import Template, check_template, read_template
+from dllm_plugin.engine.grammars.backends import check_readable
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext

@@ -1,6 +1,10 @@
-"""Turn a vLLM configuration into one that decodes by diffusion."""
+"""Turn a vLLM configuration into one that decodes by diffusion.
+
+Register our config hook and tokenizer mode with vLLM, once per process.
+"""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from vllm.config import CUDAGraphMode, ModelConfig, VllmConfig
@@ -15,7 +19,6 @@ from dllm_plugin.attention.backends import (
     refuse_ignored,
     take_distinct,
 )
-from dllm_plugin.config.adapters import refuse_adapters
 from dllm_plugin.config.adaptive import (
     CONTRACT,
     UNMEASURED,
@@ -23,22 +26,28 @@ from dllm_plugin.config.adaptive import (
     is_published,
     without_grammars,
 )
-from dllm_plugin.config.cpu_compile import choose_compilation, user_chose
-from dllm_plugin.config.cuda_graphs import WORKER, can_capture, set_graphs, set_worker
+from dllm_plugin.config.cpu_dtype import choose_compilation, user_chose
+from dllm_plugin.config.cuda_graphs import (
+    WORKER,
+    can_capture,
+    set_graphs,
+    set_worker,
+    warm_up_context,
+)
 from dllm_plugin.config.decode import TOKENIZER_MODE, DecodeConfig
 from dllm_plugin.config.machine import resolve_for_machine
-from dllm_plugin.config.mixtures import refuse_for_mixtures
 from dllm_plugin.config.options import Options
-from dllm_plugin.config.reporting import no_traces
+from dllm_plugin.config.request.reporting import no_traces
+from dllm_plugin.config.request.structured_outputs import no_grammars
 from dllm_plugin.config.resolution import check_options_read, resolve
 from dllm_plugin.config.scheduling import (
+    refuse_adapters,
+    refuse_for_mixtures,
     refuse_unsupported,
     set_prefix_caching,
     set_scheduler,
 )
 from dllm_plugin.config.step_times import KEY, path_for
-from dllm_plugin.config.structured_outputs import no_grammars
-from dllm_plugin.config.warm_up import warm_up_context
 from dllm_plugin.decoding.families import FAMILIES
 from dllm_plugin.engine import auto_dtype
 from dllm_plugin.engine.admission import request_rules
@@ -277,3 +286,34 @@ def _set_attention_backend(vllm_config: VllmConfig) -> None:
     attention.backend = backend_under_full_graphs(vllm_config, flash_version(vllm_config))
     if asked is None:
         logger.info("Attention backend %s under full CUDA graphs.", attention.backend.name)
+
+
+# What vLLM makes of an architecture under `--model-impl transformers`.
+TRANSFORMERS_BACKENDS = ("TransformersForCausalLM", "TransformersMoEForCausalLM")
+
+
+def register_config_hooks(architectures: Iterable[str]) -> None:
+    """Enter our hook for each architecture into vLLM's map of model config hooks.
+
+    With it go the converter that tells it which dtypes the user left open, and a refusal.
+    """
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+    auto_dtype.register_convertors()
+    for architecture in architectures:
+        MODELS_CONFIG_MAP[architecture] = DiffusionConfigHook
+    for architecture in TRANSFORMERS_BACKENDS:
+        MODELS_CONFIG_MAP[architecture] = LeftToRightRefusal
+
+
+def register_tokenizer_mode() -> None:
+    """Register our tokenizer mode: vLLM's HF tokenizer with our renderer. Idempotent."""
+    from vllm.renderers.registry import RENDERER_REGISTRY
+    from vllm.tokenizers.registry import TokenizerRegistry
+
+    if TOKENIZER_MODE not in RENDERER_REGISTRY.renderers:
+        RENDERER_REGISTRY.register(
+            TOKENIZER_MODE, "dllm_plugin.engine.admission", "DiffusionRenderer"
+        )
+    if TOKENIZER_MODE not in TokenizerRegistry.tokenizers:
+        TokenizerRegistry.register(TOKENIZER_MODE, "vllm.tokenizers.hf", "CachedHfTokenizer")

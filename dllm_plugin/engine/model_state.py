@@ -16,7 +16,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from dllm_plugin.attention.backends import flash_version
 from dllm_plugin.attention.cascade import cascade_from
-from dllm_plugin.attention.pages import clear_pages
+from dllm_plugin.attention.kv_groups import clear_pages
 from dllm_plugin.attention.sequences import AttentionSequences
 from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.engine.sampler import DiffusionSampler

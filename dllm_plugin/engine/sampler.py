@@ -15,26 +15,26 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-from dllm_plugin.config.grammar_way import no_automata
+from dllm_plugin.config.request.grammar_mode import no_automata
 from dllm_plugin.decoding.block_causal import sub_block_to_store
 from dllm_plugin.kernels.launch import compile_ahead
 from dllm_plugin.kernels.move_rows import kernel as move_rows
-from dllm_plugin.sampling.automata import Automata
 from dllm_plugin.sampling.canvas_rows import CanvasRows
 from dllm_plugin.sampling.compilation import BACKEND, COMPILED_AT_MOST, compiled
 from dllm_plugin.sampling.decider import Decider, EmittedTokens
-from dllm_plugin.sampling.first_token import FirstTokenDecoder
-from dllm_plugin.sampling.grammars import StagedChecks
+from dllm_plugin.sampling.features.automata import Automata
+from dllm_plugin.sampling.features.first_token import FirstTokenDecoder
+from dllm_plugin.sampling.features.grammars import StagedChecks
+from dllm_plugin.sampling.features.logprobs import LogprobStash
+from dllm_plugin.sampling.features.targets import Targets
+from dllm_plugin.sampling.features.token_rules import TokenRules
+from dllm_plugin.sampling.features.watched_rows import WatchedRows
 from dllm_plugin.sampling.guidance import guided_pairs
-from dllm_plugin.sampling.logprobs import LogprobStash
 from dllm_plugin.sampling.masked_rows import MaskedRows
 from dllm_plugin.sampling.proposer import Proposer
 from dllm_plugin.sampling.ranking import Ranking
 from dllm_plugin.sampling.rows import CHUNK_ROWS, StepRows
-from dllm_plugin.sampling.targets import Targets
-from dllm_plugin.sampling.token_rules import TokenRules
 from dllm_plugin.sampling.vocab_parallel import VocabShard
-from dllm_plugin.sampling.watched_rows import WatchedRows
 from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
 
 NOT_STORED = -1  # slot of a position whose KV is not kept

@@ -56,7 +56,7 @@ class CanvasRows:
     With shifted logits one row is missing, that of the last committed position. It is kept, as the
     *carry row* of the slot, from the forward that committed the position. Where a finished block
     commits in a forward of its own no row is kept: it has decided its position by then, see
-    :mod:`dllm_plugin.sampling.first_token`.
+    :mod:`dllm_plugin.sampling.features.first_token`.
     """
 
     def __init__(

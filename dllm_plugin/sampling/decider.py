@@ -18,20 +18,20 @@ from dllm_plugin.decoding.plan import Canvas, Proposal, StepOutcome, StepPlan
 from dllm_plugin.decoding.policies import Rule
 from dllm_plugin.grammar.step import Constraint, fix_stop, take_frontier
 from dllm_plugin.kernels.confidence.reference import RowStats
-from dllm_plugin.sampling.automata import Automata, AutomatonStep
 from dllm_plugin.sampling.compilation import (
     WARMUP_REQUESTS,
     WARMUP_ROWS,
     allow_any_length,
     compiled,
 )
-from dllm_plugin.sampling.first_token import FirstTokenDecoder, FirstTokens
-from dllm_plugin.sampling.logprobs import EmittedLogprobs, LogprobStash
+from dllm_plugin.sampling.features.automata import Automata, AutomatonStep
+from dllm_plugin.sampling.features.first_token import FirstTokenDecoder, FirstTokens
+from dllm_plugin.sampling.features.logprobs import EmittedLogprobs, LogprobStash
+from dllm_plugin.sampling.features.targets import Targets
+from dllm_plugin.sampling.features.token_rules import TokenRules
+from dllm_plugin.sampling.features.watched_rows import WatchedRows
 from dllm_plugin.sampling.ranking import Ranking, StepPolicies
 from dllm_plugin.sampling.rows import StepRows, StepTensors
-from dllm_plugin.sampling.targets import Targets
-from dllm_plugin.sampling.token_rules import TokenRules
-from dllm_plugin.sampling.watched_rows import WatchedRows
 from dllm_plugin.state.canvas_states import CanvasStates
 from dllm_plugin.state.request_table import POLICY_IDS
 

@@ -20,12 +20,12 @@ from dllm_plugin.grammar.step import unpack
 from dllm_plugin.kernels.confidence import kernel as row_stats
 from dllm_plugin.kernels.confidence import partial_reference, reference
 from dllm_plugin.kernels.confidence.reference import NEGATIVE_INFINITY, RowSampling, RowStats
-from dllm_plugin.sampling.eos_bans import EosBans
+from dllm_plugin.sampling.features.eos_bans import EosBans
+from dllm_plugin.sampling.features.logprobs import LogprobStash
+from dllm_plugin.sampling.features.targets import Targets
+from dllm_plugin.sampling.features.token_rules import TokenRules
 from dllm_plugin.sampling.filters import Filters, TopFilter
-from dllm_plugin.sampling.logprobs import LogprobStash
 from dllm_plugin.sampling.rows import RowChunk, scatter_rows, split_rows, take_rows
-from dllm_plugin.sampling.targets import Targets
-from dllm_plugin.sampling.token_rules import TokenRules
 from dllm_plugin.sampling.vocab_parallel import VocabShard
 from dllm_plugin.state.canvas_states import CanvasStates
 

@@ -17,9 +17,9 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.options import FILL
-from dllm_plugin.config.reporting import reporting
-from dllm_plugin.config.request import request_config
-from dllm_plugin.config.template import template_of
+from dllm_plugin.config.request.arguments import request_config
+from dllm_plugin.config.request.reporting import reporting
+from dllm_plugin.config.request.template import template_of
 from dllm_plugin.decoding.blocks import leading
 from dllm_plugin.decoding.full_attention import Bounds, bounds, refresh_start
 from dllm_plugin.decoding.plan import Canvas, StepOutcome, StepPlan

@@ -1,6 +1,8 @@
 """Keep the numbers of each running request: the host writes them, steps read them on the device.
 
 Shape letters as in :mod:`dllm_plugin.decoding.plan`; N is the number of slots.
+
+Keep numbers per request slot that the host writes and every step reads on the device.
 """
 
 import dataclasses
@@ -9,16 +11,36 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from dllm_plugin.config.decode import DecodeConfig, RequestConfig
 from dllm_plugin.config.options import COLUMNS
-from dllm_plugin.config.template import Template
+from dllm_plugin.config.request.template import Template
 from dllm_plugin.decoding.full_attention import NO_LIMIT, NO_TEMPLATE, Layout, limit
 from dllm_plugin.decoding.policies import POLICY_NAMES, PolicySettings
-from dllm_plugin.state.slot_table import SlotTable
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
+
+
+class SlotTable:
+    """Hold `np`, the host's copy, and `gpu`, in device memory and always at the same place.
+
+    vLLM's own tables stay in host memory that the device can read, which each kernel then does
+    anew, and are copied in every step. These are copied when `copy_to_device` is called, in the
+    order of the stream: work that is queued still reads what was there before.
+    """
+
+    def __init__(
+        self, size: int | tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.np: np.ndarray = torch.zeros(size, dtype=dtype).numpy()
+        self.gpu = torch.zeros(size, dtype=dtype, device=device)
+
+    def copy_to_device(self) -> None:
+        """Bring what the host wrote to the device, without waiting for it."""
+        async_tensor_h2d(self.np, out=self.gpu)
+
 
 POLICY_IDS = {name: i for i, name in enumerate(POLICY_NAMES)}
 

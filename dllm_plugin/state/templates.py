@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from dllm_plugin.config.options import FILL
-from dllm_plugin.config.template import Template
-from dllm_plugin.state.slot_table import SlotTable
+from dllm_plugin.config.request.template import Template
+from dllm_plugin.state.request_table import SlotTable
 
 
 class Templates:

@@ -23,7 +23,7 @@ import forked  # noqa: E402
 import heap  # noqa: E402
 from engines import CHECKPOINTS, FAMILIES, EngineRoom  # noqa: E402
 
-from dllm_plugin.commands.verify.plain.model import PlainModel  # noqa: E402
+from dllm_plugin.reference.model import PlainModel  # noqa: E402
 
 HERE = Path(__file__).parent
 

@@ -9,9 +9,9 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dllm_plugin.commands.verify.plain.full_attention import decode
-from dllm_plugin.commands.verify.plain.full_text import FullText, Rules
-from dllm_plugin.commands.verify.plain.model import PlainModel
+from dllm_plugin.reference.full_attention import decode
+from dllm_plugin.reference.full_text import FullText, Rules
+from dllm_plugin.reference.model import PlainModel
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 CANVAS = 64  # no recorded text is longer

@@ -10,8 +10,8 @@ import pytest
 from engines import EngineRoom, a_prompt, forwards, generate, params, scheduler, token_ids
 from jobs import plain_model
 
-from dllm_plugin.commands.verify.plain.full_attention import decode
-from dllm_plugin.commands.verify.plain.full_text import FullText, Rules
+from dllm_plugin.reference.full_attention import decode
+from dllm_plugin.reference.full_text import FullText, Rules
 
 DECODERS = [
     (family, strategy)

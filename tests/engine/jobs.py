@@ -7,8 +7,8 @@ from typing import Any
 
 from engines import CHECKPOINTS, a_prompt, generate, params, results
 
-from dllm_plugin.commands.verify.plain.model import PlainModel
-from dllm_plugin.commands.verify.plain.prompt_blocks import Text, d2f
+from dllm_plugin.reference.model import PlainModel
+from dllm_plugin.reference.prompt_blocks import Text, d2f
 
 CANVAS = 128  # the engine's default at block lengths up to 32
 

@@ -6,7 +6,7 @@ from vllm.config import ParallelConfig, VllmConfig
 from vllm.distributed.parallel_state import init_distributed_environment
 
 from dllm_plugin.config.step_times import KEY, StepTimes
-from dllm_plugin.engine.graph_times import keep
+from dllm_plugin.engine.worker.graph_times import keep
 
 
 def measured(rank: int) -> StepTimes:

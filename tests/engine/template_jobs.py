@@ -8,7 +8,7 @@ from typing import Any
 from engines import MASK_IDS, a_prompt
 from full_jobs import CANVAS, CONTEXT, TOO_CLOSE, Decoder, FullJob, approximations_for, numbers_for
 
-from dllm_plugin.commands.verify.plain.full_text import FILL, FullText
+from dllm_plugin.reference.full_text import FILL, FullText
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ import pytest
 import test_grid_goldens as grid
 from engines import CHECKPOINTS, EngineRoom, a_prompt, generate, params, results, token_ids
 
-from dllm_plugin.commands.verify.plain.grid_blocks import GridText, Rules, active_blocks
-from dllm_plugin.commands.verify.plain.model import PlainModel
+from dllm_plugin.reference.grid_blocks import GridText, Rules, active_blocks
+from dllm_plugin.reference.model import PlainModel
 
 # Model -> block length, most active blocks, and what its rules add.
 SHAPES: dict[str, tuple[int, int, dict[str, Any]]] = {

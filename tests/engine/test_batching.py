@@ -17,7 +17,7 @@ from engines import (
 )
 from jobs import CANVAS, MIXED, check, job, plain_model
 
-from dllm_plugin.commands.verify.plain.prompt_blocks import Text, d2f
+from dllm_plugin.reference.prompt_blocks import Text, d2f
 
 
 def test_a_mixed_batch(family: str, overlapped: bool, room: EngineRoom) -> None:

@@ -13,13 +13,13 @@ from dummies import WHOSE, without_checkpoint, worker_of
 from engines import EngineRoom
 from safetensors.torch import load_file, save_file
 
+from diffuplug_bench import command, engines, throughput_latency
+from diffuplug_bench.floor import StepSize
+from diffuplug_bench.options import settings_of
+from diffuplug_bench.step_counts import Count
+from diffuplug_bench.step_sizes import Forward, sizes_of
 from dllm_plugin import default_model
 from dllm_plugin.commands import cli
-from dllm_plugin.commands.bench import command, engines, throughput_latency
-from dllm_plugin.commands.bench.floor import StepSize
-from dllm_plugin.commands.bench.options import settings_of
-from dllm_plugin.commands.bench.step_counts import Count
-from dllm_plugin.commands.bench.step_sizes import Forward, sizes_of
 from dllm_plugin.commands.offline import stop_engine
 
 QUICK = ["--enforce-eager", "--seed", "3"]

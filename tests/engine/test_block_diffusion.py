@@ -4,8 +4,8 @@ from typing import Any
 
 from engines import EngineRoom, a_prompt, forwards, generate, params, results, token_ids
 
-from dllm_plugin.commands.verify.plain.model import PlainModel
-from dllm_plugin.commands.verify.plain.prompt_blocks import Text, block_diffusion
+from dllm_plugin.reference.model import PlainModel
+from dllm_plugin.reference.prompt_blocks import Text, block_diffusion
 
 BLOCKS = {"strategy": "block_diffusion"}
 WISHES: list[dict[str, Any]] = [

@@ -24,7 +24,7 @@ from engines import (
 from safetensors.torch import load_file
 from test_golden_traces import ForwardSpy
 
-from dllm_plugin.commands.verify.plain.model import PlainModel
+from dllm_plugin.reference.model import PlainModel
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 FILES = {

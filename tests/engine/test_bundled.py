@@ -150,7 +150,7 @@ def test_accuracy_and_tokens_per_forward() -> None:
 @pytest.mark.slow
 def test_every_policy_of_a_strategy() -> None:
     program = (
-        "import json; from dllm_plugin.commands.eval.every_policy import score_strategy;"
+        "import json; from diffuplug_bench.eval.every_policy import score_strategy;"
         "rows = score_strategy('dual_cache', 'auto', 2);"
         "print(json.dumps([row._asdict() for row in rows]))"
     )
@@ -168,7 +168,7 @@ def test_every_policy_of_a_strategy() -> None:
 @pytest.mark.slow
 def test_refreshes_that_cost_less() -> None:
     program = (
-        "import json; from dllm_plugin.commands.eval.refreshes import score_strategy;"
+        "import json; from diffuplug_bench.eval.refreshes import score_strategy;"
         "rows = score_strategy('dual_cache', 'auto', 6);"
         "print(json.dumps([row._asdict() for row in rows]))"
     )

@@ -8,8 +8,8 @@ from engines import EngineRoom, forwards, generate, params, token_ids
 
 from dllm_plugin import default_model
 from dllm_plugin.commands.problems.generator import eval_seeds, problem
-from dllm_plugin.commands.verify.plain.floating import FloatingText, floating
-from dllm_plugin.commands.verify.plain.model import PlainModel
+from dllm_plugin.reference.floating import FloatingText, floating
+from dllm_plugin.reference.model import PlainModel
 
 CANVAS, TOKENS = 32, 24
 DRAW = random.Random(0)

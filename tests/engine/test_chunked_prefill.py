@@ -17,8 +17,8 @@ from engines import (
 )
 from test_golden_traces import ForwardSpy
 
-from dllm_plugin.commands.verify.plain.grid_blocks import GridText, Rules, active_blocks
-from dllm_plugin.commands.verify.plain.model import PlainModel
+from dllm_plugin.reference.grid_blocks import GridText, Rules, active_blocks
+from dllm_plugin.reference.model import PlainModel
 
 SIZE, BUDGET = 8, 50  # three canvases of two blocks, and a remainder that holds no block
 LENGTHS = (180, 2, 190, 1, 48, 49, 47, 200, 3, 90)

@@ -3,7 +3,7 @@
 from engines import MASK_IDS, EngineRoom, a_prompt, generate, params, results
 from jobs import job, plain_model, run
 
-from dllm_plugin.commands.verify.plain.prompt_blocks import Text, block_diffusion
+from dllm_plugin.reference.prompt_blocks import Text, block_diffusion
 
 CONTEXT = 96
 

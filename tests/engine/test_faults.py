@@ -19,7 +19,7 @@ from processes import KILLED_SOON, START_SECONDS, Server, serving
 from streams import PATIENCE, join, slow_request, start_streams
 
 from dllm_plugin import default_model
-from dllm_plugin.engine.cpu_worker import DiffusionCPUWorker
+from dllm_plugin.engine.worker.cpu_worker import DiffusionCPUWorker
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,7 @@ from engines import (
 from test_schedules import ENGINES, check, start
 
 from dllm_plugin.api.counts import counts_of
-from dllm_plugin.engine.adaptive_scheduler import AdaptiveScheduler
+from dllm_plugin.engine.scheduling.adaptive_scheduler import AdaptiveScheduler
 from dllm_plugin.state.preempted import ResumedId
 
 PAGE, TURN, TOKENS = 32, 70, 40

@@ -21,9 +21,9 @@ from full_goldens import CANVAS, Case, cases_of
 from full_jobs import Decoder, every_decoder, half_of_the_decoders, run_interrupted
 from safetensors.torch import save_file
 
-from dllm_plugin.commands.verify.plain.full_text import Pass
-from dllm_plugin.commands.verify.plain.model import PlainModel
-from dllm_plugin.commands.verify.plain.numbers import llada_quota
+from dllm_plugin.reference.full_text import Pass
+from dllm_plugin.reference.model import PlainModel
+from dllm_plugin.reference.numbers import llada_quota
 
 IN_FLIGHT = (16, 4)
 

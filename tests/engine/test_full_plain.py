@@ -4,7 +4,7 @@ import torch
 from full_goldens import cases_of
 from full_jobs import Decoder, every_decoder
 
-from dllm_plugin.commands.verify.plain.model import PlainModel
+from dllm_plugin.reference.model import PlainModel
 
 
 @every_decoder

@@ -29,9 +29,9 @@ from full_jobs import (
 )
 from jobs import plain_model
 
-from dllm_plugin.commands.verify.plain.full_attention import decode
-from dllm_plugin.commands.verify.plain.full_text import FullText, Rules
 from dllm_plugin.engine import model_state
+from dllm_plugin.reference.full_attention import decode
+from dllm_plugin.reference.full_text import FullText, Rules
 from dllm_plugin.state.canvas_states import CanvasStates
 
 DEFAULT = {"policy": "threshold"}

@@ -11,8 +11,8 @@ from jobs import plain_model
 from processes import SETTINGS, Server, serving
 from streams import assert_by_blocks
 
-from dllm_plugin.commands.verify.plain.full_attention import decode
-from dllm_plugin.commands.verify.plain.full_text import FullText, Rules
+from dllm_plugin.reference.full_attention import decode
+from dllm_plugin.reference.full_text import FullText, Rules
 
 DECODER = ("llada", "dual_cache")
 CANVAS = 256

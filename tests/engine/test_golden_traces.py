@@ -10,8 +10,8 @@ import torch
 from engines import EngineRoom, at_most, forwards, generate, params, token_ids
 from safetensors.torch import load_file
 
-from dllm_plugin.commands.verify.plain.model import PlainModel
-from dllm_plugin.commands.verify.plain.prompt_blocks import Text, d2f
+from dllm_plugin.reference.model import PlainModel
+from dllm_plugin.reference.prompt_blocks import Text, d2f
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 POLICY = {"default": "threshold", "neg_entropy": "entropy", "margin_confidence": "topk_margin"}

@@ -12,11 +12,11 @@ from guides import copy_package, examples
 from processes import SETTINGS, START_SECONDS, environment, result_of
 from safetensors.torch import load_file, save_file
 
-from dllm_plugin.commands.verify.plain.grid_blocks import GridText, active_blocks
-from dllm_plugin.commands.verify.plain.grid_blocks import Rules as GridRules
-from dllm_plugin.commands.verify.plain.model import PlainModel
-from dllm_plugin.commands.verify.plain.numbers import llada_quota
-from dllm_plugin.commands.verify.plain.prompt_blocks import Text
+from dllm_plugin.reference.grid_blocks import GridText, active_blocks
+from dllm_plugin.reference.grid_blocks import Rules as GridRules
+from dllm_plugin.reference.model import PlainModel
+from dllm_plugin.reference.numbers import llada_quota
+from dllm_plugin.reference.prompt_blocks import Text
 
 BLOCK, TOKENS, STEPS, THRESHOLD, REACH = 8, 32, 3, 0.3, 3
 GRID_BLOCK = 8  # of the toy family

@@ -16,7 +16,7 @@ from dllm_plugin import default_model
 from dllm_plugin.commands.problems.generator import Problem, eval_seeds, problem
 
 PYTHON = os.environ.get("CLIENTS_PYTHON", sys.executable)
-HARNESS = ROOT / "dllm_plugin" / "commands" / "harness.py"
+HARNESS = ROOT / "examples" / "lm_eval_model.py"
 pytestmark = pytest.mark.slow
 
 COMMON = """

@@ -14,7 +14,7 @@ from processes import serving
 from test_targets import plain_logprobs
 
 from dllm_plugin.api.likelihood import METHODS, estimate
-from dllm_plugin.commands.verify.plain.model import PlainModel
+from dllm_plugin.reference.model import PlainModel
 
 KEY, ROOT = "secret", "/behind/a/proxy"
 PAIRS = [
@@ -156,7 +156,7 @@ def test_scores_of_a_prompt_name_the_way(client: httpx.Client) -> None:
     body = {"model": "tiny", "prompt": "ab", "max_tokens": 1, "echo": True, "logprobs": 1}
     reply = client.post("/v1/completions", json=body)
     assert reply.status_code == 400
-    assert "use /v1/likelihood or dllm_plugin.commands.harness." in reply.text
+    assert "use /v1/likelihood or examples.lm_eval_model." in reply.text
 
 
 def test_the_key_guards_and_the_path_in_front_is_taken_off(client: httpx.Client) -> None:

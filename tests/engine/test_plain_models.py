@@ -7,9 +7,9 @@ import torch
 from engines import CHECKPOINTS
 from safetensors.torch import load_file
 
-from dllm_plugin.commands.verify.plain.grid_blocks import GridText, Rules, active_blocks
-from dllm_plugin.commands.verify.plain.model import PlainModel
-from dllm_plugin.commands.verify.plain.sub_blocks import sub_blocks
+from dllm_plugin.reference.grid_blocks import GridText, Rules, active_blocks
+from dllm_plugin.reference.model import PlainModel
+from dllm_plugin.reference.sub_blocks import sub_blocks
 
 GOLDENS = CHECKPOINTS.parent
 TRACES = (

@@ -54,8 +54,8 @@ def random_wish(rng: random.Random, policies: list[str], blocks: list[int]) -> t
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
     """Whether each request's grammar has a text that was found and fits, by its number."""
-    from dllm_plugin.engine.grammar_automata import AutomatonGrammar
-    from dllm_plugin.engine.grammars import Grammars
+    from dllm_plugin.engine.grammars.automata import AutomatonGrammar
+    from dllm_plugin.engine.grammars.grammars import Grammars
 
     found: dict[str, bool] = {}
     make = Grammars._make

@@ -7,7 +7,7 @@ import torch
 from engines import EngineRoom, a_prompt, generate, num_preemptions, params, results, token_ids
 from jobs import plain_model
 
-from dllm_plugin.commands.verify.plain.prompt_blocks import Text, d2f
+from dllm_plugin.reference.prompt_blocks import Text, d2f
 
 ROOMY: dict[str, Any] = {"max_model_len": 256}
 TIGHT: dict[str, Any] = {"block_size": 32, "num_gpu_blocks_override": 14}

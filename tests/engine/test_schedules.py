@@ -23,10 +23,10 @@ from engines import (
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
-from dllm_plugin.commands.verify.plain.floating import FloatingText, floating
-from dllm_plugin.commands.verify.plain.model import PlainModel
 from dllm_plugin.decoding.step_costs import Costs
-from dllm_plugin.engine.scheduler import DiffusionScheduler
+from dllm_plugin.engine.scheduling.scheduler import DiffusionScheduler
+from dllm_plugin.reference.floating import FloatingText, floating
+from dllm_plugin.reference.model import PlainModel
 
 # Name: checkpoint, strategy, block length, canvas, on a grid.
 ENGINES: dict[str, tuple[str, str, int, int, bool]] = {

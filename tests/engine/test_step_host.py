@@ -14,7 +14,7 @@ from test_full_compiled import sampler_of
 from torch._inductor import metrics
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from dllm_plugin.engine import refresh_scheduler
+from dllm_plugin.engine.scheduling import refresh_scheduler
 from dllm_plugin.sampling import masked_rows
 from dllm_plugin.sampling.compilation import WARMUP_REQUESTS, compiled
 

@@ -87,10 +87,12 @@ def cases() -> list[Case]:
 
 def test_nobody_asks_nobody_pays(room: EngineRoom, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request without a grammar calls nothing of this, and its results travel as before."""
-    from dllm_plugin.engine import grammar_runner, grammar_scheduler, grammars
+    from dllm_plugin.engine.grammars import grammars
+    from dllm_plugin.engine.scheduling import grammar_scheduler
+    from dllm_plugin.engine.worker import grammar_runner
     from dllm_plugin.grammar import step
-    from dllm_plugin.sampling import automata
-    from dllm_plugin.sampling import grammars as sampling
+    from dllm_plugin.sampling.features import automata
+    from dllm_plugin.sampling.features import grammars as sampling
 
     calls: Counter[str] = Counter()
 
@@ -279,7 +281,7 @@ def test_a_guided_text_that_its_grammar_refuses(
     room: EngineRoom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cannot happen, says vLLM, which ends the request itself: the hidden one goes along."""
-    from dllm_plugin.engine.grammar_automata import AutomatonGrammar
+    from dllm_plugin.engine.grammars.automata import AutomatonGrammar
 
     llm = room.start("llada", {"strategy": "semi_autoregressive"}, async_scheduling=False)
     monkeypatch.setattr(AutomatonGrammar, "accept_tokens", lambda *_: False)
@@ -346,7 +348,7 @@ def test_automata_among_rows_as_gpus_read_them(
         monkeypatch.setattr(owner, "on_cpu", False)
     assert [token_ids(output) for output in generate(llm, prompts, wishes)] == expected
     # As where memory holds the scores of one canvas alone.
-    monkeypatch.setattr("dllm_plugin.sampling.automata.SCORES_AT_ONCE", 1)
+    monkeypatch.setattr("dllm_plugin.sampling.features.automata.SCORES_AT_ONCE", 1)
     assert [token_ids(output) for output in generate(llm, prompts, wishes)] == expected
 
 

@@ -28,7 +28,7 @@ from full_jobs import (
 )
 from template_jobs import gap_job, random_gap_jobs
 
-from dllm_plugin.commands.verify.plain.full_text import FILL
+from dllm_plugin.reference.full_text import FILL
 
 GAP = [FILL] * 12
 TAIL = a_prompt(9, 4)

@@ -11,7 +11,7 @@ from engines import EngineRoom
 from vllm import SamplingParams
 from vllm.v1.worker.gpu.warmup import warmup_kernels
 
-from dllm_plugin.config.warm_up import warm_up_context
+from dllm_plugin.config.cuda_graphs import warm_up_context
 
 CONTEXT = 256
 CANVAS = (CONTEXT - warm_up_context(0)) // 2  # the longest that a GPU takes

@@ -8,7 +8,7 @@ from engines import LETTERS, EngineRoom, a_prompt, canvas_states, num_preemption
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind
 
-from dllm_plugin.api.frames import Frames
+from dllm_plugin.api.watching.frames import Frames
 
 LENGTH = 40
 PROMPTS = [a_prompt(9, 1), a_prompt(30, 2), a_prompt(45, 3)]

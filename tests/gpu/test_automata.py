@@ -15,12 +15,12 @@ from test_structured_outputs import wish
 from dllm_plugin import default_model
 from dllm_plugin.commands.offline import conversation
 from dllm_plugin.commands.problems.generator import ANSWER_SCHEMA, ask_in_json, eval_seeds, problem
-from dllm_plugin.config.grammar_way import AUTOMATON, DRAFTS, WAYS
+from dllm_plugin.config.request.grammar_mode import AUTOMATON, DRAFTS, WAYS
 from dllm_plugin.grammar.automaton import FAR, START, STOP, TokenAutomaton, build
 from dllm_plugin.grammar.vocabulary import Vocabulary
 from dllm_plugin.kernels.automaton import kernel, reference
 from dllm_plugin.kernels.automaton.reference import END, OPEN, OUTSIDE, Canvases, Rows
-from dllm_plugin.sampling.automaton_tables import AutomatonTables
+from dllm_plugin.sampling.features.automata import AutomatonTables
 
 DEVICE = torch.device("cuda")
 NAMES = ("score_rows", "choose_ids", "forward", "backtrack")

@@ -2,8 +2,8 @@
 
 from dummies import without_checkpoint
 
-from dllm_plugin.commands.bench.request_loop import Ask
-from dllm_plugin.commands.bench.step_memory import logits_bytes, temporary_bytes
+from diffuplug_bench.request_loop import Ask
+from diffuplug_bench.step_memory import logits_bytes, temporary_bytes
 from dllm_plugin.commands.offline import BUNDLED_MEMORY, stop_engine
 
 REQUESTS, CANVAS = 1, 32

@@ -15,7 +15,7 @@ from dummies import worker_of
 from engine.test_block_diffusion import BLOCKS, WISHES, request, two_pass
 from engines import CHECKPOINTS, FAMILIES, a_prompt, forwards, token_ids
 
-from dllm_plugin.commands.verify.plain.model import PlainModel
+from dllm_plugin.reference.model import PlainModel
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import pytest
 
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.options import Options
-from dllm_plugin.config.request import request_config
+from dllm_plugin.config.request.arguments import request_config
 from dllm_plugin.config.resolution import resolve
 
 LLADA, DREAM, MASK = "LLaDAModelLM", "DreamModel", 15

@@ -8,8 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-PACKAGE = Path(__file__).parents[2] / "dllm_plugin"
-LISTED_ELSEWHERE = ("omni", "api", "engine/grammar", "engine/weight_updates", "engine/adapters")
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("dllm_plugin", "diffuplug_bench")
+GRAMMARS = ("engine/grammars", "engine/scheduling/grammar", "engine/worker/grammar")
+WEIGHTS = ("engine/worker/weight_updates", "engine/worker/cpu_worker")
+LISTED_ELSEWHERE = ("omni", "api", *GRAMMARS, *WEIGHTS)
 
 
 def arguments(function: Any) -> str:
@@ -52,11 +55,11 @@ def listed_imports(table: str) -> set[tuple[str, str]]:
     return {(module, name.strip('"')) for module, names in rows for name in names.split()}
 
 
-def made_imports(prefix: str = "") -> Iterator[tuple[str, str]]:
-    """What modules import of vLLM: those of a prefix with a list of its own, or all others."""
-    for path in PACKAGE.rglob("*.py"):
-        name = path.relative_to(PACKAGE).as_posix()
-        if not (name.startswith(prefix) if prefix else not name.startswith(LISTED_ELSEWHERE)):
+def made_imports(*prefixes: str) -> Iterator[tuple[str, str]]:
+    """What modules import of vLLM: those of prefixes with a list of their own, or all others."""
+    for path in (path for name in PACKAGES for path in (ROOT / name).rglob("*.py")):
+        name = path.relative_to(ROOT).as_posix().removeprefix("dllm_plugin/")
+        if not (name.startswith(prefixes) if prefixes else not name.startswith(LISTED_ELSEWHERE)):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":

@@ -14,7 +14,7 @@ from dllm_plugin.api.counts import Counts, counts_of, total
 from dllm_plugin.api.replies import add_counts, with_counts
 from dllm_plugin.api.request_fields import read_fields
 from dllm_plugin.commands import serve
-from dllm_plugin.config.grammar_way import WAYS
+from dllm_plugin.config.request.grammar_mode import WAYS
 
 METHOD = {"strategy": "dual_cache", "policy": "threshold"}
 ONE = Counts(forwards=4, tokens=10, computed_positions=90, wasted_positions=60)

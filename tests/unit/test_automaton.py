@@ -15,13 +15,13 @@ from scripted import sampling
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.structured_output.utils import choice_as_grammar
 
-from dllm_plugin.config.grammar_way import check_grammar_way
+from dllm_plugin.config.request.grammar_mode import check_grammar_way
 from dllm_plugin.grammar import automaton as module
 from dllm_plugin.grammar.automaton import END, START, TokenAutomaton, TooLarge, build
 from dllm_plugin.grammar.guide import Guide
 from dllm_plugin.grammar.regular import expression
 from dllm_plugin.grammar.vocabulary import Vocabulary
-from dllm_plugin.sampling.automaton_tables import AutomatonTables
+from dllm_plugin.sampling.features.automata import AutomatonTables
 
 SPECIAL, EOS = 256, 257
 LONGER = ["an", "ab", "abc", '", "', '":', "tr", "ue", "}\n", "0123", "日", "é"]

@@ -14,23 +14,15 @@ from transformers import AutoTokenizer
 from vllm.engine.arg_utils import EngineArgs
 from vllm.usage.usage_lib import UsageContext
 
+from diffuplug_bench import engines, floor, gate, random_weights, report, step, step_schedule
+from diffuplug_bench import throughput_latency as serving
+from diffuplug_bench.gate import ranks_of
+from diffuplug_bench.model_shapes import SHAPES, Sizes, autoregressive_config
+from diffuplug_bench.options import settings_of
+from diffuplug_bench.request_loop import Answer, Arrival, Run, all_decode, steady_window
+from diffuplug_bench.settings import Settings
 from dllm_plugin import default_model
 from dllm_plugin.commands import cli
-from dllm_plugin.commands.bench import (
-    engines,
-    floor,
-    gate,
-    random_weights,
-    report,
-    step,
-    step_schedule,
-)
-from dllm_plugin.commands.bench import throughput_latency as serving
-from dllm_plugin.commands.bench.gate import ranks_of
-from dllm_plugin.commands.bench.model_shapes import SHAPES, Sizes, autoregressive_config
-from dllm_plugin.commands.bench.options import settings_of
-from dllm_plugin.commands.bench.request_loop import Answer, Arrival, Run, all_decode, steady_window
-from dllm_plugin.commands.bench.settings import Settings
 
 
 def settings(*arguments: str) -> Settings:

@@ -8,16 +8,16 @@ import pytest
 import torch
 from vllm.engine.arg_utils import EngineArgs
 
-from dllm_plugin.commands.bench import published_loops
-from dllm_plugin.commands.bench.model_shapes import (
+from diffuplug_bench import published_loops
+from diffuplug_bench.model_shapes import (
     AUTOREGRESSIVE,
     SHAPES,
     Sizes,
     autoregressive_config,
     write_config,
 )
-from dllm_plugin.commands.verify.plain.model import PlainModel
 from dllm_plugin.config.decode import get_decode_config
+from dllm_plugin.reference.model import PlainModel
 
 TESTS = Path(__file__).parents[1]
 RECORDS = {"llada": "llada_vanilla", "Dream": "dream_maskgit_plus"}

@@ -10,16 +10,16 @@ import torch
 from refusals import resolved
 from torch import Tensor
 
-from dllm_plugin.commands.bench import floor, step
-from dllm_plugin.commands.bench.floor import Floor, StepSize
-from dllm_plugin.commands.bench.model_shapes import SHAPES, Sizes
-from dllm_plugin.commands.bench.request_loop import Answer, Arrival, Run
-from dllm_plugin.commands.bench.step_counts import Count, counting
-from dllm_plugin.commands.bench.step_sizes import Forward, forwards_of, sizes_of
-from dllm_plugin.commands.bench.throughput_latency import void_share
-from dllm_plugin.commands.verify.plain.full_attention import decode
-from dllm_plugin.commands.verify.plain.full_text import FullText, Rules
-from dllm_plugin.commands.verify.plain.model import Slots
+from diffuplug_bench import floor, step
+from diffuplug_bench.floor import Floor, StepSize
+from diffuplug_bench.model_shapes import SHAPES, Sizes
+from diffuplug_bench.request_loop import Answer, Arrival, Run
+from diffuplug_bench.step_counts import Count, counting
+from diffuplug_bench.step_sizes import Forward, forwards_of, sizes_of
+from diffuplug_bench.throughput_latency import void_share
+from dllm_plugin.reference.full_attention import decode
+from dllm_plugin.reference.full_text import FullText, Rules
+from dllm_plugin.reference.model import Slots
 
 MASK, VOCABULARY, PROMPT = 500, 512, 30
 OPTIONS: dict[str, Any] = {

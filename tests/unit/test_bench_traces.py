@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from dllm_plugin.commands.bench import trace_summary
-from dllm_plugin.commands.bench.profile import MOST_STEPS, summary_of
-from dllm_plugin.commands.bench.trace_summary import gap_share
+from diffuplug_bench import trace_summary
+from diffuplug_bench.profile import MOST_STEPS, summary_of
+from diffuplug_bench.trace_summary import gap_share
 
 
 def summarise(events: list[dict[str, Any]]) -> trace_summary.Summary:

@@ -27,7 +27,7 @@ from dllm_plugin.config.decode import DecodeConfig, get_decode_config
 from dllm_plugin.config.machine import fewest_alone, never_alone
 from dllm_plugin.config.options import Options
 from dllm_plugin.config.resolution import resolve
-from dllm_plugin.engine.worker import BlockGraphManager, DiffusionWorker
+from dllm_plugin.engine.worker.worker import BlockGraphManager, DiffusionWorker
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 BOTH, ONLY_FULL = CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY

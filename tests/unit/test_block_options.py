@@ -7,7 +7,7 @@ import pytest
 
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.options import Options
-from dllm_plugin.config.request import request_config
+from dllm_plugin.config.request.arguments import request_config
 from dllm_plugin.config.resolution import check_options_read, resolve
 from dllm_plugin.decoding.families import FAMILIES
 from dllm_plugin.models.checkpoints.trained_for import trained_to_edit

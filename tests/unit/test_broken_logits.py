@@ -11,7 +11,7 @@ from scripted import VOCAB, Loop, Run, Table, sampling
 from surface import arguments, fields_of, found_in_vllm
 from torch import Tensor
 
-from dllm_plugin.attention import pages
+from dllm_plugin.attention import kv_groups as pages
 from dllm_plugin.state.preempted import BrokenId, FinishedId
 
 D2F = {"strategy": "d2f", "block_length": 4, "canvas_length": 16, "max_active_blocks": 4}

@@ -266,7 +266,7 @@ def test_help_is_light() -> None:
         "import sys; from dllm_plugin.commands import cli; cli.build_parser().format_help();"
         "sys.exit('torch' in sys.modules or 'vllm' in sys.modules)"
     )
-    root = Path(cli.__file__).parent.parent
+    root = Path(cli.__file__).parents[2]
     assert subprocess.run([sys.executable, "-c", program], cwd=root, check=False).returncode == 0
 
 

@@ -14,8 +14,8 @@ from dllm_plugin.config.options import (
     REQUEST_PREFIX,
     Options,
 )
-from dllm_plugin.config.reporting import REPORT_ARGUMENTS
-from dllm_plugin.config.request import request_config
+from dllm_plugin.config.request.arguments import request_config
+from dllm_plugin.config.request.reporting import REPORT_ARGUMENTS
 from dllm_plugin.config.resolution import check_options_read, resolve
 from dllm_plugin.config.validation import policy_choices, strategy_choices
 from dllm_plugin.decoding.methods import POLICIES, STRATEGIES

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from vllm.config import CompilationMode
 
-from dllm_plugin.config.cpu_compile import EAGER_UP_TO, is_small
+from dllm_plugin.config.cpu_dtype import EAGER_UP_TO, is_small
 
 
 @pytest.mark.parametrize(

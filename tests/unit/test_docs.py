@@ -9,7 +9,7 @@ from documented import PAGES, ROOT, Block, blocks
 
 from dllm_plugin.commands import cli, serve
 from dllm_plugin.config.options import OPTIONS, REQUEST_FIELDS, REQUEST_PREFIX, Options
-from dllm_plugin.config.request import NOT_DECODING
+from dllm_plugin.config.request.arguments import NOT_DECODING
 
 COMMANDS = [
     (block.page, line)

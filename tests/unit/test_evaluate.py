@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from dllm_plugin.commands.eval import command, every_policy, refreshes, report
-from dllm_plugin.commands.eval.report import Row, Way
+from diffuplug_bench.eval import every_policy, refreshes, report
+from diffuplug_bench.eval.report import Row, Way
+from dllm_plugin.commands.eval import command
 from dllm_plugin.commands.problems.generator import eval_seeds, problem
 from dllm_plugin.config.options import Options
-from dllm_plugin.config.request import request_config
+from dllm_plugin.config.request.arguments import request_config
 from dllm_plugin.config.resolution import resolve
 from dllm_plugin.decoding.methods import POLICIES, STRATEGIES
 

@@ -26,7 +26,7 @@ from dllm_plugin.attention.flash import (
     SegmentFlashMetadata,
     schedule_size,
 )
-from dllm_plugin.attention.sequence_counts import max_sequences, sequences_per_canvas
+from dllm_plugin.attention.prefills import max_sequences, sequences_per_canvas
 from dllm_plugin.attention.sequences import AttentionSequences, batch_sequences
 from dllm_plugin.config.decode import get_decode_config
 

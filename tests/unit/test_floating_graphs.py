@@ -26,7 +26,7 @@ from dllm_plugin.decoding.acceptance import Acceptance
 from dllm_plugin.decoding.captured_widths import allowed, widths_worth
 from dllm_plugin.decoding.step_costs import Costs
 from dllm_plugin.decoding.widths import WidthController, widths_between
-from dllm_plugin.engine.worker import BlockGraphManager
+from dllm_plugin.engine.worker.worker import BlockGraphManager
 
 BOTH = CUDAGraphMode.FULL_AND_PIECEWISE
 CPU = torch.device("cpu")

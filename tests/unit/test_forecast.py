@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 from refusals import resolved
 
+from diffuplug_bench.eval.schedules import Question, read_questions, read_widths
 from dllm_plugin.commands import cli
-from dllm_plugin.commands.eval.schedules import Question, read_questions, read_widths
 from dllm_plugin.commands.forecast import Load, forecast, read_load, with_widths
 from dllm_plugin.config.adaptive import is_published
 from dllm_plugin.decoding.step_costs import Costs, MeasuredCosts
-from dllm_plugin.engine.adaptive_metrics import FITTED, SCALE, WIDTH, told, width_metrics
-from dllm_plugin.engine.metrics import LABELS
+from dllm_plugin.engine.metrics import FITTED, LABELS, SCALE, WIDTH, told, width_metrics
 
 FLOATING = resolved(strategy="d2f", adaptive="throughput", min_window=2)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from dllm_plugin.engine.forwards_in_flight import ForwardsInFlight, take_left
+from dllm_plugin.engine.scheduling.forwards_in_flight import ForwardsInFlight, take_left
 
 
 def decode(accepts: list[int], size: int = 32, blocks: int = 3) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dllm_plugin.api.frames import BROKEN, Frames
+from dllm_plugin.api.watching.frames import BROKEN, Frames
 
 A, B, EURO = 65, 66, list("€".encode())  # a token is a byte
 UNKNOWN = 255

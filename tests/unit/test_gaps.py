@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from dllm_plugin.config.gaps import cut, filled, parts_of, parts_of_text, place, together
 from dllm_plugin.config.options import FILL
+from dllm_plugin.infilling.gaps import cut, filled, parts_of, parts_of_text, place, together
 
 END = 3
 

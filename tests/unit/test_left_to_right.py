@@ -4,9 +4,9 @@ from pathlib import Path
 
 import torch
 
-from dllm_plugin.commands.verify.plain.floating import FloatingText, floating
-from dllm_plugin.commands.verify.plain.model import PlainModel
-from dllm_plugin.commands.verify.plain.prompt_blocks import Text, block_diffusion
+from dllm_plugin.reference.floating import FloatingText, floating
+from dllm_plugin.reference.model import PlainModel
+from dllm_plugin.reference.prompt_blocks import Text, block_diffusion
 
 PROMPT, COUNT = [30 + 7 * i % 90 for i in range(25)], 12
 

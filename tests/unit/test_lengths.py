@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 from test_gaps import END, decode, encode, with_start
 
-from dllm_plugin.config.gaps import filled, parts_of_text
-from dllm_plugin.config.lengths import (
+from dllm_plugin.config.options import FILL
+from dllm_plugin.infilling.gaps import filled, parts_of_text
+from dllm_plugin.infilling.lengths import (
     best_of,
     each_choice,
     lengths_of,
@@ -15,7 +16,6 @@ from dllm_plugin.config.lengths import (
     scoring_of,
     told,
 )
-from dllm_plugin.config.options import FILL
 
 
 @pytest.mark.parametrize(

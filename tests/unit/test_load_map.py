@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from dllm_plugin.commands.bench import load_map
-from dllm_plugin.commands.bench.load_map import Step, modelled, ratios, weight_bytes
-from dllm_plugin.commands.bench.model_shapes import SHAPES, Sizes
+from diffuplug_bench import load_map
+from diffuplug_bench.load_map import Step, modelled, ratios, weight_bytes
+from diffuplug_bench.model_shapes import SHAPES, Sizes
 from dllm_plugin.decoding.acceptance import tokens_per_forward
 
 ACCEPTED = (0.9, 2.5)

@@ -16,8 +16,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 import dllm_plugin
-from dllm_plugin.engine.adaptive_metrics import told
-from dllm_plugin.engine.metrics import DenoisingMetrics
+from dllm_plugin.engine.metrics import DenoisingMetrics, told
 
 LLADA = {
     "architectures": ["LLaDAModelLM"],

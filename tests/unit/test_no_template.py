@@ -4,8 +4,8 @@ import pytest
 from refusals import MASK
 
 from dllm_plugin.config.options import Options
+from dllm_plugin.config.request.template import no_template
 from dllm_plugin.config.resolution import resolve
-from dllm_plugin.config.template import no_template
 
 TITLES = {
     "SDARForCausalLM": "SDAR",

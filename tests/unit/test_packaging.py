@@ -92,8 +92,9 @@ def contents_of_wheel(folder: Path) -> set[str]:
 
 def test_wheel_holds_the_package_and_the_bundled_model(tmp_path: Path) -> None:
     """Neither training nor tests, reports or caches, whatever lies in the tree."""
-    package = ROOT / "dllm_plugin"
-    modules = {path.relative_to(ROOT).as_posix() for path in package.rglob("*.py")}
+    packages = (ROOT / "dllm_plugin", ROOT / "diffuplug_bench")
+    files = (path for package in packages for path in package.rglob("*.py"))
+    modules = {path.relative_to(ROOT).as_posix() for path in files}
     model = {f"dllm_plugin/default_model/{name}" for name in MODEL_FILES}
     metadata_of = f"{PROJECT['name']}-{PROJECT['version']}.dist-info"
     page = {"dllm_plugin/api/viewer.html"}

@@ -12,7 +12,7 @@ from grammar_cases import valid
 from grammar_loop import EOS, Compiler, ask, random_text, text_of
 from vllm.sampling_params import StructuredOutputsParams
 
-from dllm_plugin.engine.grammar_backends import check_readable
+from dllm_plugin.engine.grammars.backends import check_readable
 from dllm_plugin.grammar.automaton import DEAD, END, START
 from dllm_plugin.grammar.patterns import written_out
 

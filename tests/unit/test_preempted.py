@@ -11,7 +11,7 @@ from scripted import Hashed, Loop, Run, sampling
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from dllm_plugin.engine.scheduler import _mark_removed
+from dllm_plugin.engine.scheduling.scheduler import _mark_removed
 from dllm_plugin.state.canvas_states import PREEMPTED_PER_SLOT, CanvasStates
 from dllm_plugin.state.preempted import FinishedId, PreemptedId
 

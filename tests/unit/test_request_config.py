@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from refusals import DREAM, request_refusal, resolved
 
-from dllm_plugin.config.reporting import Reporting, reporting
-from dllm_plugin.config.request import request_config
+from dllm_plugin.config.request.arguments import request_config
+from dllm_plugin.config.request.reporting import Reporting, reporting
 
 
 def test_a_request_without_arguments_takes_the_engine_numbers() -> None:

@@ -2,7 +2,7 @@
 
 from vllm import SamplingParams
 
-from dllm_plugin.config.request_checks import REFUSED
+from dllm_plugin.config.request.checks import REFUSED
 
 # All that a request may say to vLLM: a new one must be honoured or refused.
 SAMPLING_PARAMETERS = """

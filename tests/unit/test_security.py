@@ -18,7 +18,7 @@ from vllm.exceptions import VLLMValidationError
 from dllm_plugin import default_model
 from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.config.options import OPTIONS, REQUEST_FIELDS
-from dllm_plugin.config.request import request_config
+from dllm_plugin.config.request.arguments import request_config
 from dllm_plugin.config.validation import Text
 from dllm_plugin.models.checkpoints import lora
 from dllm_plugin.omni import images

@@ -10,9 +10,9 @@ from torch import Tensor
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
 from dllm_plugin.attention import sequences
+from dllm_plugin.attention.distinct import SpanBuffers
 from dllm_plugin.attention.sequences import AttentionSequences, Sequences, batch_sequences
-from dllm_plugin.attention.spans import SpanBuffers
-from dllm_plugin.decoding.segments import canvas_segments, prefill_segments
+from dllm_plugin.decoding.plan import canvas_segments, prefill_segments
 
 
 def keys_of(stops: np.ndarray, span: range) -> list[int]:

@@ -27,8 +27,8 @@ from dllm_plugin.config.step_times import (
 )
 from dllm_plugin.decoding.step_costs import KEY_SHARE, READS, Costs, MeasuredCosts
 from dllm_plugin.decoding.widths import WidthController, widths_between
-from dllm_plugin.engine.graph_times import step_times
-from dllm_plugin.engine.step_clock import StepClock
+from dllm_plugin.engine.scheduling.step_clock import StepClock
+from dllm_plugin.engine.worker.graph_times import step_times
 from dllm_plugin.models.checkpoints.step_costs import model_costs, step_costs, weight_bytes
 
 TIMES = StepTimes((2, 128, 512, 1024), (4.0, 4.6, 13.0, 24.0), 1e-5)
@@ -215,7 +215,9 @@ def test_the_model_of_a_mixture(name: str, vllm_config_for: Any, checkpoints: Pa
 def test_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of steps without prompts that were queued behind others."""
     now = [0.0]
-    monkeypatch.setattr("dllm_plugin.engine.step_clock.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(
+        "dllm_plugin.engine.scheduling.step_clock.time.perf_counter", lambda: now[0]
+    )
     clock, told = StepClock(), []
     clock.finished()  # of a step before the clock was there
     for predicted in (10.0, None, 10.0):

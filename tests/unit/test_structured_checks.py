@@ -11,7 +11,7 @@ import torch
 from grammar_loop import EOS, Compiler, ask
 
 from dllm_plugin.decoding.block_causal import plan_block_diffusion, plan_d2f
-from dllm_plugin.engine.grammar_backends import MANY
+from dllm_plugin.engine.grammars.backends import MANY
 from dllm_plugin.grammar import closings
 from dllm_plugin.grammar.closings import Limits, closes
 from dllm_plugin.grammar.matchers import GuidanceMatcher, XgrammarMatcher

@@ -4,7 +4,7 @@ import pytest
 import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
-from dllm_plugin.sampling.top_filter import keep_by_order
+from dllm_plugin.sampling.filters import keep_by_order
 
 ROWS, VOCAB = 24, 500
 

@@ -11,9 +11,9 @@ from dllm_plugin.commands.verify.command import PROMPTS, read_prompts
 from dllm_plugin.commands.verify.compare import Watcher, compare_first_forward
 from dllm_plugin.commands.verify.engine_side import Decided
 from dllm_plugin.commands.verify.own_code import OwnCode
-from dllm_plugin.commands.verify.plain.checkpoint import load_weights
-from dllm_plugin.commands.verify.plain.sizes import Sizes
-from dllm_plugin.commands.verify.plain.watch import Step
+from dllm_plugin.reference.checkpoint import load_weights
+from dllm_plugin.reference.sizes import Sizes
+from dllm_plugin.reference.watch import Step
 
 MASK = 3
 ROW = torch.tensor([10.0, 9.99, 2.0, 50.0])
@@ -93,10 +93,10 @@ def test_prompts(tmp_path: Path) -> None:
         read_prompts(str(file))
 
 
-@pytest.mark.parametrize("name", sorted(n for n in TREES if n.startswith("commands.verify.plain")))
+@pytest.mark.parametrize("name", sorted(n for n in TREES if n.startswith("reference")))
 def test_the_plain_side_imports_nothing_else_of_ours(name: str) -> None:
     ours = {i.module for i in imports(name) if i.module.startswith("dllm_plugin")}
-    assert all(module.startswith("dllm_plugin.commands.verify.plain") for module in ours)
+    assert all(module.startswith("dllm_plugin.reference") for module in ours)
     assert not {
         i.module for i in imports(name) if i.module.split(".")[0] in ("vllm", "transformers")
     }

@@ -125,7 +125,6 @@ vllm.v1.worker.gpu.input_batch: InputBatch set_dummy_context
 vllm.v1.worker.gpu.mm.encoder_cache: EncoderCache
 vllm.v1.worker.gpu.model_runner: GPUModelRunner
 vllm.v1.worker.gpu.model_states.interface: ModelSpecificAttnMetadata ModelState
-vllm.v1.worker.cpu_worker: CPUWorker
 vllm.v1.worker.gpu.sample.logits_processor: LogitsContext LogitsProcessor
 vllm.v1.worker.gpu.sample.output: SamplerOutput
 vllm.v1.worker.gpu.states: RequestState

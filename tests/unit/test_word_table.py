@@ -10,13 +10,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
-from dllm_plugin.config.request_checks import (
+from dllm_plugin.config.request.checks import (
     MAX_WORD_TOKENS,
     MAX_WORDS_TOKENS,
     check_bad_words,
 )
-from dllm_plugin.sampling import bad_words, word_table
-from dllm_plugin.sampling.word_table import UNUSED, WordTable
+from dllm_plugin.sampling.features import bad_words
+from dllm_plugin.sampling.features import bad_words as word_table
+from dllm_plugin.sampling.features.bad_words import UNUSED, WordTable
 
 D2F = {"strategy": "d2f", "block_length": 4, "canvas_length": 16, "max_active_blocks": 4}
 LONGEST = MAX_WORDS_TOKENS // MAX_WORD_TOKENS  # words of the most tokens

@@ -10,10 +10,10 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 
 from dllm_plugin.commands.verify.own_code import OwnCode, has_code
-from dllm_plugin.commands.verify.plain.model import PlainModel
-from dllm_plugin.commands.verify.plain.sizes import Sizes
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.models.checkpoints.lora import adapter_folder
+from dllm_plugin.reference.model import PlainModel
+from dllm_plugin.reference.sizes import Sizes
 
 ROOM = 1.2  # times the weights, for what a forward computes
 FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "tokenizer_config.json"]

@@ -3,14 +3,14 @@
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from dllm_plugin.commands.verify.plain import full_attention, grid_blocks, prompt_blocks
-from dllm_plugin.commands.verify.plain.full_text import FullText
-from dllm_plugin.commands.verify.plain.full_text import Rules as FullRules
-from dllm_plugin.commands.verify.plain.model import Forward
-from dllm_plugin.commands.verify.plain.sub_blocks import sub_blocks
-from dllm_plugin.commands.verify.plain.watch import Step
 from dllm_plugin.config.decode import DecodeConfig, RequestConfig
-from dllm_plugin.config.request import request_config
+from dllm_plugin.config.request.arguments import request_config
+from dllm_plugin.reference import full_attention, grid_blocks, prompt_blocks
+from dllm_plugin.reference.full_text import FullText
+from dllm_plugin.reference.full_text import Rules as FullRules
+from dllm_plugin.reference.model import Forward
+from dllm_plugin.reference.sub_blocks import sub_blocks
+from dllm_plugin.reference.watch import Step
 
 
 class Job(NamedTuple):

@@ -1,0 +1,1 @@
+"""Measure speed against the hardware's limit and against baselines: ``diffuplug bench MODE``."""

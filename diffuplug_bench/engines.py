@@ -1,0 +1,243 @@
+"""Start the engines that are measured: ours, and plain vLLM on a model of the same shapes."""
+
+import os
+import random
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diffuplug_bench.model_shapes import (
+    SHAPES,
+    Config,
+    autoregressive_config,
+    write_config,
+)
+from diffuplug_bench.request_loop import Ask
+from diffuplug_bench.settings import Settings
+from diffuplug_bench.worker_extension import EXTENSION, fill_weights
+from dllm_plugin import default_model
+from dllm_plugin.commands.offline import BUNDLED_MEMORY, check_folder, one_sentence, start_engine
+from dllm_plugin.models import ARCHITECTURES
+
+if TYPE_CHECKING:
+    from vllm import LLM
+    from vllm.config import VllmConfig
+
+DUMMY = {"load_format": "dummy", "skip_tokenizer_init": True}
+RESOLVED = ("compile_step", "vocab_parallel", "commit_alone_from", "kv_cache_layout")
+DEFAULT_CANVASES = 64  # for more at once, an engine does not raise vLLM's token budget of a step
+
+
+@dataclass(frozen=True)
+class Model:
+    """Name the model that is measured: folder or hub name, config, and whether weights are real."""
+
+    path: str
+    config: Config
+    is_real: bool
+    is_bundled: bool = False
+
+
+def find_model(settings: Settings, scratch: Path) -> Model:
+    """Return the model of the settings; write the config of named shapes below `scratch`."""
+    if settings.model is None:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
+    if settings.shapes is not None:
+        config = SHAPES[settings.shapes]
+        return Model(write_config(config, scratch / settings.shapes), config, is_real=False)
+    from transformers import AutoConfig
+
+    import dllm_plugin
+
+    dllm_plugin.register()
+    path = settings.model or default_model.path()
+    check_folder(path)
+    config = AutoConfig.from_pretrained(path).to_dict()
+    if not set(config.get("architectures") or ()) & set(ARCHITECTURES):
+        raise ValueError(
+            f"{path} is no diffusion model that DiffuPlug serves: see diffuplug doctor."
+        )
+    return Model(path, config, is_real=True, is_bundled=settings.model is None)
+
+
+def prepare() -> None:
+    """Set environment variables that vLLM reads when it builds an engine, once per run."""
+    from vllm.platforms import current_platform
+
+    # The gate's reference uses torch's threads first; a forked engine would wait for them forever.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    if current_platform.is_cpu():
+        # A second process would only take cores from the model.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+
+def on_cpu() -> bool:
+    """Return whether vLLM runs on the CPU."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def check_compilation(settings: Settings) -> None:
+    """Raise ValueError, which names our option, for a compilation config that vLLM refuses."""
+    from vllm.config import CompilationConfig
+
+    try:
+        CompilationConfig(**(settings.compilation_config or {}))
+    except ValueError as error:
+        raise ValueError(f"--compilation-config: {one_sentence(error)}") from error
+    except KeyError as error:  # vLLM looks the name up in an enumeration
+        raise ValueError(f"--compilation-config: {error} is unknown to vLLM.") from error
+
+
+def _common(settings: Settings, length: int, at_once: int) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "dtype": settings.dtype,
+        "seed": settings.seed,
+        "enforce_eager": settings.enforce_eager,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "max_model_len": length,
+        "max_num_seqs": at_once,
+        "disable_log_stats": False,  # as in a server; each step then sends a message
+        "worker_extension_cls": EXTENSION,
+    }
+    if on_cpu() or settings.shapes in (None, "tiny") and settings.model is None:
+        options |= BUNDLED_MEMORY
+    given = {
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "kv_cache_memory_bytes": settings.kv_cache_memory_bytes,
+    }
+    return options | {name: value for name, value in given.items() if value is not None}
+
+
+def start_ours(
+    settings: Settings, model: Model, canvas: int, length: int, trace: Path | None = None
+) -> "LLM":
+    """Start our engine for canvases of `canvas` positions in a context of `length`."""
+    return start(settings, options_of_ours(settings, model, canvas, length, trace))
+
+
+def with_dtype(settings: Settings, model: Model, length: int) -> Settings:
+    """Return the settings with the dtype of our engine, which floor and baselines share.
+
+    Raises ValueError for what vLLM refuses, before anything is measured.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    options = options_of_ours(settings, model, settings.canvas[0], length)
+    return replace(settings, dtype=_dtype_of(EngineArgs(**options).create_engine_config()))
+
+
+def options_of_ours(
+    settings: Settings, model: Model, canvas: int, length: int, trace: Path | None = None
+) -> dict[str, Any]:
+    """Return keyword arguments of ``vllm.LLM`` for our engine."""
+    most = max(settings.grid_requests(canvas))
+    options = _common(settings, length, most) | {"model": model.path}
+    options["additional_config"] = {"dllm": settings.dllm(canvas)}
+    if settings.measured.full_attention:
+        options["cudagraph_metrics"] = True  # the positions of each step, in its message
+    if not model.is_real:
+        options |= DUMMY
+    if settings.attention_backend is not None:
+        options["attention_backend"] = settings.attention_backend
+    if settings.compilation_config is not None:
+        options["compilation_config"] = settings.compilation_config
+    if most > DEFAULT_CANVASES:
+        options["max_num_batched_tokens"] = _budget(settings, length + most * canvas)
+    if trace is not None:
+        options["profiler_config"] = {
+            "profiler": "torch",
+            "torch_profiler_dir": str(trace),
+            "torch_profiler_activities": ["CUDA"],  # less work for the host
+            "torch_profiler_with_stack": False,
+            "torch_profiler_use_gzip": False,
+            "torch_profiler_dump_cuda_time_total": False,
+            "ignore_frontend": True,
+        }
+    return options
+
+
+def _budget(settings: Settings, needed: int) -> int:
+    """Return tokens per step: at least vLLM's default, by which plain vLLM takes its prompts."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    defaults, _ = EngineArgs.get_batch_defaults(settings.tensor_parallel_size)
+    return max(defaults[UsageContext.LLM_CLASS], needed)
+
+
+def start_autoregressive(
+    settings: Settings, model: Model, length: int, scratch: Path, compiled: bool
+) -> "LLM":
+    """Start plain vLLM with its own defaults and dummy weights, in the sizes of `model`.
+
+    `compiled` says whether our engine is: on a CPU plain vLLM compiles what ours does not.
+    """
+    config = autoregressive_config(model.config)
+    folder = write_config(config, scratch / "autoregressive")
+    options = _common(settings, length, max(settings.requests)) | {"model": folder} | DUMMY
+    if on_cpu() and not compiled:
+        options["enforce_eager"] = True
+    return start(settings, options)
+
+
+def start(settings: Settings, options: dict[str, Any]) -> "LLM":
+    """Start an engine; dummy weights are filled."""
+    llm = start_engine(options)
+    if options.get("load_format") == "dummy":
+        fill_weights(llm, settings.seed)
+    return llm
+
+
+def describe(llm: "LLM") -> dict[str, Any]:
+    """Return the engine's choices for the JSON line."""
+    from vllm.config import CompilationMode
+
+    config = llm.llm_engine.vllm_config
+    backend, compilation = config.attention_config.backend, config.compilation_config
+    mode, compiles = compilation.cudagraph_mode, compilation.mode == CompilationMode.VLLM_COMPILE
+    return {
+        "architecture": config.model_config.architecture,
+        "dtype": _dtype_of(config),
+        "max_num_seqs": config.scheduler_config.max_num_seqs,
+        "max_model_len": config.model_config.max_model_len,
+        "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+        "async_scheduling": config.scheduler_config.async_scheduling,
+        **{name: decoding(llm).get(name) for name in RESOLVED},
+        "attention_backend": backend.name if backend else "vLLM's choice",
+        "cudagraph_mode": mode.name if mode else "NONE",
+        "cudagraph_capture_sizes": compilation.cudagraph_capture_sizes,
+        "compilation_mode": compilation.mode.name if compilation.mode is not None else "NONE",
+        # Only vLLM's own compilation compiles for single sizes.
+        "compile_sizes": (compilation.compile_sizes or []) if compiles else [],
+        "kv_cache_tokens": (config.cache_config.num_gpu_blocks or 0)
+        * config.cache_config.block_size,
+    }
+
+
+def _dtype_of(config: "VllmConfig") -> str:
+    return str(config.model_config.dtype).removeprefix("torch.")
+
+
+def decoding(llm: "LLM") -> dict[str, Any]:
+    """Return the decode options as the engine resolved them; plain vLLM has none."""
+    given = llm.llm_engine.vllm_config.additional_config
+    return given.get("dllm", {}) if isinstance(given, dict) else {}
+
+
+class Prompts:
+    """Generate random prompts, never the same twice, so that no prefix is cached."""
+
+    def __init__(self, config: Config, seed: int) -> None:
+        special = {config.get("mask_token_id"), config.get("eos_token_id")}
+        self._random = random.Random(seed)
+        self._top = min(i for i in [*special, config["vocab_size"]] if isinstance(i, int))
+
+    def take(self, length: int) -> list[int]:
+        """Return token ids below every special token."""
+        return [self._random.randrange(self._top) for _ in range(length)]
+
+    def ask(self, length: int, **sampling: Any) -> Ask:
+        """Return a request that is decoded up to `max_tokens`."""
+        return Ask(self.take(length), {"ignore_eos": True} | sampling)

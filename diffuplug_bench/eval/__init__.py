@@ -1,0 +1,1 @@
+"""Write the tables and plots of ``diffuplug eval``."""

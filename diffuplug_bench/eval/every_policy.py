@@ -1,0 +1,89 @@
+"""Run ``diffuplug eval --all``: score the bundled model under every strategy and policy."""
+
+import json
+from typing import Any
+
+from diffuplug_bench.eval import refreshes
+from diffuplug_bench.eval.report import (
+    Row,
+    Way,
+    check_matplotlib,
+    page,
+    plot,
+    reports_folder,
+    table,
+)
+from dllm_plugin import default_model
+from dllm_plugin.commands.eval.command import decode, start
+from dllm_plugin.commands.machine import installation
+from dllm_plugin.commands.offline import stop_engine
+from dllm_plugin.commands.problems.generator import eval_seeds, problem
+from dllm_plugin.decoding.families import LLADA
+from dllm_plugin.decoding.methods import STRATEGIES, methods_of
+
+LIMIT = 200
+METHODS = methods_of(LLADA)  # of the bundled model
+# Answers have up to 82 tokens: two blocks. With blocks of 32, all policies were always right.
+BLOCK, CANVAS = 64, 128
+STEPS = (64, 8, 2)  # per block, for policies that follow a schedule
+
+
+def ways(strategy: str) -> list[Way]:
+    """List every policy of a strategy; scheduled ones once for each number in `STEPS`."""
+    found = []
+    method = METHODS[strategy]
+    for policy in method.policies:
+        scheduled = "steps" in method.policies[policy].reads
+        found += [Way(strategy, policy, steps) for steps in (STEPS if scheduled else (None,))]
+    return found
+
+
+def run(limit: int | None, dtype: str, output: str | None, verbose: bool = False) -> int:
+    """Decode `limit` problems in every way; write pages and plot, print tables and JSON lines."""
+    check_matplotlib()
+    folder = reports_folder(output)
+    limit = limit or LIMIT
+    rows = []
+    for strategy in STRATEGIES:
+        rows += score_strategy(strategy, dtype, limit, verbose)
+    record = {
+        "benchmark": "eval_all",
+        "problems": limit,
+        "first_seed": eval_seeds(limit)[0],
+        "dtype": dtype,
+        "block_length": BLOCK,
+        "max_tokens": CANVAS,
+        **installation(),
+        "rows": [row._asdict() for row in rows],
+    }
+    command = f"diffuplug eval --all --limit {limit} --dtype {dtype}"
+    (folder / "decoding.md").write_text(page(rows, record, command), encoding="utf-8")
+    plot(rows, folder / "decoding.png")
+    print(table(rows))
+    print(f"\nwritten: {folder / 'decoding.md'}, {folder / 'decoding.png'}")
+    print(json.dumps(record))
+    return refreshes.run(limit, dtype, output, verbose)
+
+
+def score_strategy(strategy: str, dtype: str, limit: int, verbose: bool = False) -> list[Row]:
+    """Score all ways of one strategy on one engine."""
+    from dllm_plugin.commands.phases import screen
+
+    problems = [problem(seed) for seed in eval_seeds(limit)]
+    dllm: dict[str, Any] = {"block_length": BLOCK, "canvas_length": CANVAS, "strategy": strategy}
+    method = METHODS[strategy]
+    if method.uses_adapter:
+        dllm["lora_path"] = default_model.adapter_path()
+    if method.next_block:
+        dllm["commit_alone_from"] = 0  # otherwise positions and forwards depend on the device
+    rows = []
+    with screen(verbose) as shown:
+        llm = start(dllm, dtype, shown.log)
+        for way in ways(strategy):
+            extra_args: dict[str, Any] = {"dllm_policy": way.policy}
+            if way.steps:
+                extra_args["dllm_steps"] = way.steps
+            score = decode(llm, problems, CANVAS, shown.bar(way.name), extra_args)
+            rows.append(Row(*way, *score))
+        stop_engine(llm)
+    return rows

@@ -1,0 +1,230 @@
+"""Measure the lower bound of a step's time: its GEMMs alone, plus reading its bytes of KV.
+
+All GEMMs of one forward (merged QKV, output, merged gate and up, down per layer, LM
+head over every position) run back to back, on CUDA as one graph. Every layer has its own weights,
+so that no cache holds them. Shapes: M positions, K inputs, N outputs.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from diffuplug_bench.model_shapes import Sizes
+from diffuplug_bench.random_weights import BOUND
+from dllm_plugin.models.cublas import forgo_workspace
+
+COPY_BYTES = {"cuda": 2 << 30, "cpu": 1 << 26}
+SECONDS = 0.3  # of repetitions per measurement
+GROUPS = 10  # of calls, fewer where one call takes longer than its share of the time
+# Positions that kernels of large GEMMs compute together: between its multiples time is no line.
+TILE, LARGE = 128, 256
+
+
+class StepSize(NamedTuple):
+    """Hold the sums over the requests of a step: positions, their keys, and logits rows."""
+
+    positions: int = 0
+    keys: int = 0
+    rows: int = 0
+
+    def plus(self, other: "StepSize") -> "StepSize":
+        """Return the sums of both."""
+        return StepSize(*map(sum, zip(self, other, strict=True)))
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Hold what limits a step on this device.
+
+    copy_bytes_per_s   bytes read plus bytes written per second by a large copy
+    gemm_ms            milliseconds of the GEMMs of a forward, by number of positions
+    gemm_tflops        their rate
+    kv_item_bytes      bytes of one number in the KV cache
+    layers_ms          milliseconds of the layers alone, by positions: for steps of any size
+    head_ms            milliseconds of the LM head alone, by logits rows
+    """
+
+    copy_bytes_per_s: float
+    gemm_ms: dict[int, float]
+    gemm_tflops: dict[int, float]
+    kv_item_bytes: int
+    layers_ms: dict[int, float] = field(default_factory=dict)
+    head_ms: dict[int, float] = field(default_factory=dict)
+
+    def step_ms(self, sizes: Sizes, positions: int, kv_positions: int) -> tuple[float, float]:
+        """Return milliseconds of the GEMMs of `positions`, and of reading `kv_positions` of KV."""
+        kv_bytes = sizes.kv_bytes(kv_positions, self.kv_item_bytes)
+        return self.gemm_ms[positions], 1e3 * kv_bytes / self.copy_bytes_per_s
+
+    def steps_ms(self, sizes: Sizes, steps: Sequence[StepSize]) -> tuple[float, float]:
+        """Return the sums over steps of any size: GEMMs, and reading their keys and values."""
+        kept = [step for step in steps if step.positions]
+        gemms = sum(_between(self.layers_ms, step.positions) for step in kept)
+        gemms += sum(_between(self.head_ms, step.rows) for step in kept)
+        kv_bytes = sizes.kv_bytes(sum(step.keys for step in kept), self.kv_item_bytes)
+        return gemms, 1e3 * kv_bytes / self.copy_bytes_per_s
+
+    def record(self) -> dict[str, Any]:
+        """Return the entries of the JSON line."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Say which sizes are timed: whole forwards of equal positions and rows, or parts.
+
+    positions   of whole forwards
+    most        positions and logits rows of a step at most, where steps differ in size
+    """
+
+    positions: tuple[int, ...]
+    most: tuple[int, int] | None = None
+
+
+@torch.inference_mode()
+def measure(sizes: Sizes, wanted: Wanted, device_name: str, dtype: torch.dtype) -> Floor:
+    """Time copies and GEMMs."""
+    forgo_workspace()  # as engines do
+    device = torch.device(device_name)
+    rate = _copy_rate(device)
+    weights = _weights(sizes, device, dtype)
+
+    def timed(layers: list[list[Tensor]], counts: Iterable[int]) -> dict[int, tuple[float, float]]:
+        found = {}
+        for count in counts:
+            run, work = _forward(sizes, layers, count)
+            if device.type == "cuda":
+                run = _as_graph(run)
+            milliseconds = 1e3 * _seconds(run, device)
+            found[count] = milliseconds, work / milliseconds / 1e9
+        return found
+
+    whole = timed(weights, sorted(set(wanted.positions)))
+    most_positions, most_rows = wanted.most or (0, 0)
+    layers = timed(weights[:-1], grid_up_to(most_positions))
+    head = timed(weights[-1:], grid_up_to(most_rows))
+    times, rates = ({n: found[i] for n, found in whole.items()} for i in (0, 1))
+    parts = ({n: found[0] for n, found in part.items()} for part in (layers, head))
+    return Floor(rate, times, rates, dtype.itemsize, *parts)
+
+
+def grid_up_to(most: int) -> list[int]:
+    """Return sizes between which time is interpolated: three for each doubling, up to `most`.
+
+    Large ones are whole tiles, so that steps in between are counted as what they fill of a tile.
+    """
+    sizes = (round(8 * 2 ** (i / 3)) for i in range(64))
+    grid = {n if n <= LARGE else round(n / TILE) * TILE for n in sizes}
+    return sorted({n for n in grid if n < most} | ({most} if most else set()))
+
+
+def _between(times: dict[int, float], count: int) -> float:
+    """Interpolate linearly; beyond the largest size time grows in proportion."""
+    known = list(times)
+    if count > known[-1]:
+        return times[known[-1]] * count / known[-1]
+    return float(np.interp(count, known, list(times.values())))
+
+
+def _copy_rate(device: torch.device) -> float:
+    source = torch.ones(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / _seconds(lambda: target.copy_(source), device)
+
+
+def _weights(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> list[list[Tensor]]:
+    """Create weights per layer, then of the head: ``[N, K]``, of experts ``[experts, N, K]``."""
+
+    def random(*shape: int) -> Tensor:
+        return torch.empty(shape, device=device, dtype=dtype).uniform_(-BOUND, BOUND)
+
+    layers = []
+    for layer in range(sizes.layers):
+        layers.append([random(*shape) for shape in sizes.attention_gemms])
+        if layer < sizes.dense_layers:
+            layers[-1] += [random(*shape) for shape in sizes.mlp_gemms(sizes.inner)]
+            continue
+        shared = sizes.mlp_gemms(sizes.shared_experts * sizes.expert_inner)
+        layers[-1] += [random(*shape) for shape in [(sizes.experts, sizes.width), *shared]]
+        experts = sizes.mlp_gemms(sizes.expert_inner)
+        layers[-1] += [random(sizes.experts, *shape) for shape in experts]
+    return [*layers, [random(sizes.vocab, sizes.width)]]
+
+
+def _forward(
+    sizes: Sizes, weights: list[list[Tensor]], count: int
+) -> tuple[Callable[[], Any], float]:
+    """Return a function that runs all GEMMs over `count` positions, and their operations."""
+    calls: list[tuple[Tensor, Tensor, Tensor]] = []
+    scratch: dict[tuple[Any, ...], Tensor] = {}
+
+    def buffer(role: str, *shape: int) -> Tensor:
+        like, key = weights[0][0], (role, *shape)
+        if key not in scratch:
+            scratch[key] = torch.empty(shape, device=like.device, dtype=like.dtype).normal_()
+        return scratch[key]
+
+    hit, rows = _experts_hit(sizes, count)
+    for weight in (w for layer in weights for w in layer):
+        outputs, inputs = weight.shape[-2:]
+        if weight.dim() == 3:
+            used = weight[:hit].transpose(1, 2)
+            calls.append((buffer("in", hit, rows, inputs), used, buffer("out", hit, rows, outputs)))
+        else:
+            calls.append((buffer("in", count, inputs), weight.t(), buffer("out", count, outputs)))
+
+    def run() -> None:
+        for x, w, out in calls:
+            torch.matmul(x, w, out=out)
+
+    return run, sum(2.0 * x.numel() * w.shape[-1] for x, w, _ in calls)
+
+
+def _experts_hit(sizes: Sizes, count: int) -> tuple[int, int]:
+    """Return how many experts `count` positions reach if routed evenly, and rows of each."""
+    if not sizes.experts:
+        return 0, 0
+    missed = (1 - sizes.experts_per_token / sizes.experts) ** count
+    hit = max(1, round(sizes.experts * (1 - missed)))
+    return hit, -(-count * sizes.experts_per_token // hit)
+
+
+def _as_graph(run: Callable[[], Any]) -> Callable[[], Any]:
+    run()  # before the capture, cuBLAS chooses kernels and allocates its workspace
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def _seconds(run: Callable[[], Any], device: torch.device) -> float:
+    """Return the median time of one call, measured in groups that take about `SECONDS` in all."""
+    if device.type != "cuda":
+        run()
+        stamps = [time.perf_counter()]
+        while len(stamps) < 4 or stamps[-1] - stamps[0] < SECONDS:
+            run()
+            stamps.append(time.perf_counter())
+        return statistics.median(b - a for a, b in zip(stamps, stamps[1:], strict=False))
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def group(calls: int) -> float:
+        start.record()
+        for _ in range(calls):
+            run()
+        stop.record()
+        stop.synchronize()
+        return start.elapsed_time(stop) / 1e3 / calls
+
+    group(1)
+    one = group(2)
+    groups = min(GROUPS, max(3, round(SECONDS / one)))
+    calls = max(1, round(SECONDS / groups / one))
+    return statistics.median(group(calls) for _ in range(groups))

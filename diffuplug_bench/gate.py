@@ -1,0 +1,244 @@
+"""Check that the engine decodes correctly before it is measured.
+
+The engine decodes the bundled model with the device, strategy, canvas, block length, graphs and
+scheduling of the measurement, but in float32 and so with an attention backend that takes float32.
+The reference implementation is a plain loop on the CPU, which recomputes everything in every step.
+Both must agree on every token.
+"""
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from diffuplug_bench.engines import describe
+from diffuplug_bench.request_loop import Ask, Run, asking_for, serve
+from diffuplug_bench.settings import Settings, refreshes_of
+from dllm_plugin import default_model
+from dllm_plugin.commands.offline import bundled_options, start_engine, stop_engine
+from dllm_plugin.config.cuda_graphs import warm_up_context
+
+if TYPE_CHECKING:
+    from dllm_plugin.commands.problems.generator import Problem
+
+PROBLEMS = 4
+SINGLE_BLOCK_FROM = PROBLEMS - 1  # requests at once from which a step computes one block of each
+BLOCKS = 2
+LEAST_TOKENS = 64
+CONTEXT = 512
+# The GEMMs are tiny: more threads would mostly wait for one another. One loop takes all problems at
+# once, that of full attention a block of one, where two busy cores take 12 times as long as one.
+MOST_THREADS = {"batch": 8, "block": 1}
+
+
+class Verdict(NamedTuple):
+    """Say whether the engine may be measured; `record` goes into the JSON line."""
+
+    green: bool
+    sentence: str
+    record: dict[str, Any]
+
+
+def check(settings: Settings, canvas: int, reference: Path | None = None) -> Verdict:
+    """Decode `PROBLEMS` problems with engine and reference, and compare all tokens.
+
+    Args:
+        reference: folder of the weights that the reference reads; default: the engine's.
+    """
+    expected, prompts = _decode_reference(settings, canvas, reference or Path(default_model.path()))
+    runs, chosen = _decode_engine(settings, canvas, prompts, answer_length(settings, canvas))
+    got = [answer.token_ids for run in runs for answer in run.answers]
+    per_variant = len(got) // len(settings.variants)  # several runs of each, perhaps
+    wrong = [
+        i
+        for i, row in enumerate(got)
+        if row != expected[i // per_variant * PROBLEMS + i % PROBLEMS]
+    ]
+    record = {
+        "model": "bundled",
+        "dtype": "float32",
+        "strategy": settings.strategy,
+        "canvas": canvas,
+        "block_length": settings.block(canvas),
+        "tensor_parallel_size": ranks_of(settings),
+        "requests": len(got),
+        "tokens": sum(map(len, got)),
+        "requests_that_differ": len(wrong),
+        "positions_per_forward": [_positions_per_forward(run) for run in runs],
+        "engine": chosen,
+    }
+    sentence = (
+        f"{len(wrong)} of {len(got)} answers of the bundled model differ from its plain loop "
+        f"(strategy {settings.strategy}, canvas {canvas}): nothing is measured."
+        if wrong
+        else f"{record['tokens']} tokens of {len(got)} answers equal the plain loop's."
+    )
+    return Verdict(not wrong, sentence, record)
+
+
+def answer_length(settings: Settings, canvas: int) -> int:
+    """Return the most tokens of an answer: at least two blocks, and 64 tokens."""
+    block = settings.block(canvas)
+    return -(-max(BLOCKS * block, LEAST_TOKENS) // block) * block
+
+
+def ranks_of(settings: Settings) -> int:
+    """Return how many ranks can share the bundled model's 6 heads evenly: for 4 asked, 2."""
+    from dllm_plugin.reference.small_model import Shape
+
+    heads = Shape.load(Path(default_model.path())).n_heads
+    return math.gcd(settings.tensor_parallel_size, heads)
+
+
+def _positions_per_forward(run: Run) -> float:
+    """Return the mean number of canvas positions per request and forward."""
+    forwards = sum(answer.forwards for answer in run.answers)
+    return sum(answer.canvas_positions for answer in run.answers) / forwards
+
+
+def _compilation(settings: Settings) -> dict[str, Any]:
+    """Return vLLM's compilation config without sizes, which are those of larger batches."""
+    sizes = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
+    kept = {k: v for k, v in (settings.compilation_config or {}).items() if k not in sizes}
+    if kept.get("compile_sizes"):
+        kept["compile_sizes"] = [size for size in kept["compile_sizes"] if isinstance(size, str)]
+    return kept
+
+
+def _until_stop(tokens: Sequence[int], stops: set[int]) -> list[int]:
+    end = next((i for i, token in enumerate(tokens) if token in stops), len(tokens) - 1)
+    return list(tokens[: end + 1])
+
+
+def _decode_reference(
+    settings: Settings, canvas_length: int, folder: Path
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the reference's answers, each up to its stop token, and the prompts.
+
+    Answers of approximations stand behind those without.
+    """
+    import torch
+    from tokenizers import Tokenizer
+
+    from dllm_plugin.commands.problems.generator import eval_seeds, problem
+    from dllm_plugin.reference.tokenizer import EOS, EOT, chat_prompt, token_id
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    problems = [problem(seed) for seed in eval_seeds(PROBLEMS)]
+    prompts = [tokenizer.encode(chat_prompt(p.question)).ids for p in problems]
+    stops = {token_id(tokenizer, EOS), token_id(tokenizer, EOT)}
+    threads = torch.get_num_threads()
+    at_once = "block" if settings.measured.full_attention else "batch"
+    torch.set_num_threads(min(threads, MOST_THREADS[at_once]))
+    try:
+        with torch.no_grad():
+            if settings.measured.full_attention:
+                answers = [
+                    answer
+                    for variant in settings.variants
+                    for answer in _full_attention(
+                        settings, canvas_length, folder, prompts, stops, variant
+                    )
+                ]
+            else:
+                answers = _block_causal(settings, canvas_length, folder, problems)
+    finally:
+        torch.set_num_threads(threads)
+    return [_until_stop(row, stops) for row in answers], prompts
+
+
+def _block_causal(
+    settings: Settings, canvas_length: int, folder: Path, problems: "list[Problem]"
+) -> list[list[int]]:
+    from tokenizers import Tokenizer
+
+    from dllm_plugin.reference import decoding
+    from dllm_plugin.reference.small_model import Shape, load_weights
+
+    is_d2f = settings.measured.by_confidence
+    weights = load_weights(folder, Path(default_model.adapter_path()) if is_d2f else None)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    length, block = answer_length(settings, canvas_length), settings.block(canvas_length)
+    canvas = decoding.make_canvas(weights, Shape.load(folder), tokenizer, problems, length, block)
+    tokens_BC, _ = (decoding.d2f if is_d2f else decoding.block_diffusion)(canvas)
+    answers: list[list[int]] = tokens_BC.tolist()
+    return answers
+
+
+def _full_attention(
+    settings: Settings,
+    canvas_length: int,
+    folder: Path,
+    prompts: list[list[int]],
+    stops: set[int],
+    variant: str | None,
+) -> list[list[int]]:
+    """Decode one prompt after the other by the plain loop of ``diffuplug verify``."""
+    from dllm_plugin.reference.full_attention import decode
+    from dllm_plugin.reference.full_text import FullText, Rules
+    from dllm_plugin.reference.model import PlainModel
+
+    model, length = PlainModel.load(folder), answer_length(settings, canvas_length)
+    rules = Rules(
+        strategy=settings.strategy,
+        block_length=settings.block(canvas_length),
+        **settings.refreshes | refreshes_of(variant),
+    )
+    texts = [FullText(model, p, length, rules, canvas_length, stops) for p in prompts]
+    return [decode(text).answer() for text in texts]
+
+
+def _decode_engine(
+    settings: Settings, canvas: int, prompts: list[list[int]], length: int
+) -> tuple[list[Run], dict[str, Any]]:
+    """Decode all requests at once; return the runs and the engine's choices.
+
+    If the engine may compute one block of each request, it first decodes fewer at a time, whose
+    steps compute whole canvases.
+    """
+    block = settings.block(canvas)
+    dllm: dict[str, Any] = {
+        "strategy": settings.strategy,
+        "canvas_length": canvas,
+        "block_length": block,
+        **settings.refreshes,
+        **settings.switches,
+    }
+    ranks = ranks_of(settings)
+    if ranks == 1:
+        dllm.pop("vocab_parallel", None)
+    at_once = [PROBLEMS]
+    if settings.computes_next_block(canvas) and settings.commit_alone_from != 0:
+        dllm["commit_alone_from"] = SINGLE_BLOCK_FROM
+        at_once = [SINGLE_BLOCK_FROM - 1, PROBLEMS]
+    if settings.measured.by_confidence:
+        dllm |= {"lora_path": default_model.adapter_path(), "threshold": 0.9}
+    else:
+        dllm |= {"policy": "low_confidence"}
+    context = max(CONTEXT, warm_up_context(canvas), max(map(len, prompts)) + length + canvas)
+    # Triton's default for float32 GEMMs is tf32, whose rounding changes tokens at near ties.
+    is_given = "TRITON_F32_DEFAULT" in os.environ
+    os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
+    llm = start_engine(
+        bundled_options(dllm)
+        | {
+            "dtype": "float32",
+            "max_num_seqs": PROBLEMS,
+            "max_model_len": context,
+            "enforce_eager": settings.enforce_eager,
+            "tensor_parallel_size": ranks,
+            "disable_log_stats": False,
+            "compilation_config": _compilation(settings),
+        }
+    )
+    chosen = describe(llm)
+    runs = [
+        serve(llm, [asking_for(Ask(p, {"max_tokens": length}), variant) for p in prompts], n)
+        for variant in settings.variants
+        for n in at_once
+    ]
+    stop_engine(llm)
+    if not is_given:
+        del os.environ["TRITON_F32_DEFAULT"]  # the measurement runs as it would without a gate
+    return runs, chosen

@@ -1,0 +1,160 @@
+"""Send requests to an engine and record when their tokens arrive.
+
+vLLM sends one message per engine step, so messages count steps.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from diffuplug_bench.settings import requests_of
+from diffuplug_bench.step_counts import Count, counting
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+Tick = Callable[["Run"], None]
+NEVER_AT_ONCE = (
+    "{} requests never ran all at once: their KV does not fit, or they ended too early; raise "
+    "--gpu-memory-utilization, or lower --requests or --context."
+)
+
+
+class Arrival(NamedTuple):
+    """Hold the tokens that one message brought for one request."""
+
+    step: int  # index into Run.stamps
+    tokens: int
+
+
+@dataclass
+class Answer:
+    """Record one request. Seconds are of the same clock as `Run.stamps`.
+
+    snapshots   (step, vLLM's ``kv_transfer_params``) of each forward, if the request asked for them
+    """
+
+    prompt: list[int]
+    sent: float
+    arrivals: list[Arrival] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    finished: bool = False
+    forwards: int = 0  # denoising forwards; for autoregressive models the tokens
+    canvas_positions: int = 0  # canvas positions that these forwards computed
+    sampling: dict[str, Any] = field(default_factory=dict)
+    snapshots: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+
+
+@dataclass
+class Run:
+    """Record a set of requests while it is served. Of each message there is a stamp and a count."""
+
+    answers: list[Answer] = field(default_factory=list)
+    stamps: list[float] = field(default_factory=list)  # when each message had been processed
+    counts: list[Count] = field(default_factory=list)
+    started: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Return the time from the first request sent to the last answer complete."""
+        return self.stamps[-1] - self.started
+
+
+class Ask(NamedTuple):
+    """Hold a prompt as token ids, and keyword arguments of its SamplingParams."""
+
+    prompt: list[int]
+    sampling: dict[str, Any]
+
+
+def asking_for(ask: Ask, variant: str | None) -> Ask:
+    """Return a request that asks for an approximation as well, if one is named."""
+    if variant is None:
+        return ask
+    extra = ask.sampling.get("extra_args", {}) | requests_of(variant)
+    return ask._replace(sampling=ask.sampling | {"extra_args": extra})
+
+
+def serve(llm: "LLM", asks: Sequence[Ask], at_once: int, tick: Tick | None = None) -> Run:
+    """Serve `asks` in order, `at_once` at a time; call `tick` after every message."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    kind, engine = RequestOutputKind.DELTA, llm.llm_engine
+    run, waiting, open_by_id = Run(), list(asks), dict[str, Answer]()
+    run.started = time.perf_counter()
+    with counting(engine) as last_count:
+        while waiting or open_by_id:
+            while waiting and len(open_by_id) < at_once:
+                ask = waiting.pop(0)
+                sampling = SamplingParams(temperature=0.0, output_kind=kind, **ask.sampling)
+                answer = Answer(ask.prompt, time.perf_counter(), sampling=ask.sampling)
+                run.answers.append(answer)
+                name = f"bench-{len(run.answers)}"
+                engine.add_request(name, {"prompt_token_ids": ask.prompt}, sampling)
+                open_by_id[name] = answer
+            outputs = engine.step()
+            run.stamps.append(time.perf_counter())
+            run.counts.append(last_count())
+            for output in outputs:
+                if _note(open_by_id[output.request_id], output, len(run.stamps) - 1):
+                    del open_by_id[output.request_id]
+            if tick is not None:
+                tick(run)
+    return run
+
+
+def all_decode(run: Run, requests: int) -> bool:
+    """Return whether so many requests have got their first tokens."""
+    return sum(bool(answer.arrivals) for answer in run.answers) == requests
+
+
+def _note(answer: Answer, output: Any, step: int) -> bool:
+    """Record one output; return whether it was the request's last."""
+    completion = output.outputs[0]
+    tokens = list(completion.token_ids)
+    if tokens:
+        answer.arrivals.append(Arrival(step, len(tokens)))
+        answer.token_ids += tokens
+    if output.kv_transfer_params is not None:
+        answer.snapshots.append((step, output.kv_transfer_params))
+    if output.finished:
+        answer.finished = True
+        metrics = completion.spec_decode_metrics
+        answer.forwards = sum(metrics.histogram) if metrics else len(answer.token_ids)
+        # Our metrics count the prompt's positions too.
+        computed = metrics.num_draft_tokens if metrics else len(answer.prompt) + answer.forwards - 1
+        answer.canvas_positions = computed - len(answer.prompt)
+    return bool(output.finished)
+
+
+class Window(NamedTuple):
+    """Delimit messages of a run between which every step decoded every request."""
+
+    first: int
+    last: int
+    step_ms: float
+    spread_ms: tuple[float, float]  # step time in the fastest and slowest quarter of the window
+
+
+def steady_window(run: Run) -> Window:
+    """Return the window from the last first token to the first last-but-one arrival.
+
+    The last arrival of a request is left out: some requests end one step earlier than others. Both
+    ends are messages of the same kind, so the delay of a message cancels. Raises ValueError if the
+    requests never ran all at once.
+    """
+    first = max(answer.arrivals[0].step for answer in run.answers)
+    last = min(answer.arrivals[-1].step for answer in run.answers) - 1
+    ends = [a.step for answer in run.answers for a in answer.arrivals if first <= a.step <= last]
+    last = max(ends, default=first)
+    if last - first < 4:
+        raise ValueError(NEVER_AT_ONCE.format(len(run.answers)))
+    quarters = [first + (last - first) * i // 4 for i in range(5)]
+    pace = [_pace(run, a, b) for a, b in zip(quarters, quarters[1:], strict=False)]
+    return Window(first, last, _pace(run, first, last), (min(pace), max(pace)))
+
+
+def _pace(run: Run, first: int, last: int) -> float:
+    return 1e3 * (run.stamps[last] - run.stamps[first]) / (last - first)

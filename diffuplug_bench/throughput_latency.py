@@ -1,0 +1,233 @@
+"""Run ``diffuplug bench throughput`` and ``latency``: time whole requests in the front end."""
+
+import re
+import statistics
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from diffuplug_bench.engines import Model, Prompts, decoding
+from diffuplug_bench.floor import Floor
+from diffuplug_bench.model_shapes import Sizes
+from diffuplug_bench.request_loop import Answer, Ask, Run, asking_for, serve
+from diffuplug_bench.settings import Settings
+from diffuplug_bench.step_schedule import steps_of
+from diffuplug_bench.step_sizes import all_forwards, run_again, sizes_of
+from dllm_plugin.commands.offline import conversation
+from dllm_plugin.commands.problems.generator import Problem, eval_seeds, extract_answer, problem
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+REAL_INPUT = 512  # tokens that a word problem takes at most in any chat template
+WARMUP_BLOCKS = 2
+NUMBER = re.compile(r"(?:(?<![\w.])-)?\d[\d,]*(?:\.\d+)?")
+AR_WARMUP = 16  # tokens
+NO_ACCURACY = "not measured: the checkpoint has no chat template to put a problem in"
+
+
+def context_needed(settings: Settings, model: Model) -> int:
+    """Return the context that every request fits into; for a checkpoint at most its own."""
+    after_prompt = settings.output_len + 2 * max(settings.canvas)
+    if model.is_real:
+        return min(REAL_INPUT + after_prompt, Sizes.of(model.config).context)
+    return settings.input_len + after_prompt
+
+
+def grid(settings: Settings, canvas: int) -> list[tuple[str, int, str | None]]:
+    """Return (mode, requests at once, approximation) of every grid point of a canvas."""
+    points = [
+        ("throughput", n)
+        for n in settings.grid_requests(canvas)
+        if "throughput" in settings.request_modes
+    ]
+    points += [("latency", 1)] * ("latency" in settings.request_modes)
+    return [(*point, variant) for variant in settings.variants for point in points]
+
+
+def synthetic_requests(settings: Settings, canvas: int, prompts: Prompts, count: int) -> list[Ask]:
+    """Return requests whose schedule unmasks `tokens_per_forward`, whatever the weights."""
+    assert settings.tokens_per_forward is not None
+    asks = []
+    for steps in steps_of(count, settings.block(canvas), settings.tokens_per_forward):
+        extra = {"dllm_policy": "low_confidence", "dllm_steps": steps}
+        asks.append(
+            prompts.ask(settings.input_len, max_tokens=settings.output_len, extra_args=extra)
+        )
+    return asks
+
+
+def problems_of(count: int) -> list[Problem]:
+    """Return word problems that the bundled model was not trained on."""
+    return [problem(seed) for seed in eval_seeds(count)]
+
+
+def problem_prompts(tokenizer: Any, problems: list[Problem]) -> list[list[int]]:
+    """Return prompts of word problems, as chats if the checkpoint has a chat template."""
+    prompts = []
+    for item in problems:
+        text = item.question
+        if tokenizer.chat_template is not None:
+            chat = conversation(text)
+            text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+            prompts.append(tokenizer.encode(text, add_special_tokens=False))
+        else:
+            prompts.append(tokenizer.encode(text))
+    return prompts
+
+
+def measure(
+    llm: "LLM",
+    settings: Settings,
+    model: Model,
+    canvas: int,
+    prompts: Prompts,
+    tell: Callable[[dict[str, Any]], None],
+) -> list[tuple[dict[str, Any], list[Answer]]]:
+    """Measure every grid point; return rows, each with its answers.
+
+    Args:
+        tell: called with each row as soon as its time is known, before anything is counted.
+    """
+    rows = []
+    for mode, at_once, variant in grid(settings, canvas):
+        count = at_once * settings.rounds
+        problems = problems_of(count) if model.is_real else []
+        if model.is_real:
+            found = problem_prompts(llm.get_tokenizer(), problems)
+            asks = [Ask(prompt, {"max_tokens": settings.output_len}) for prompt in found]
+        else:
+            asks = synthetic_requests(settings, canvas, prompts, count)
+        asks = [asking_for(ask, variant) for ask in asks]
+        _warm_up(llm, asks, at_once, WARMUP_BLOCKS * settings.block(canvas))
+        run = serve(llm, asks, at_once)
+        row = {"mode": mode, "requests": at_once, "canvas": canvas} | _times(run)
+        if variant is not None:
+            row["approximation"] = variant
+        tell(row)
+        if settings.measured.full_attention:
+            forwards = all_forwards(llm, run_again(llm, asks, at_once))
+            row["step_sizes"] = sizes_of(run.counts, forwards)
+            row["void_share"] = void_share(run)
+        else:
+            row["positions"] = settings.positions_of_step(
+                canvas, at_once, decoding(llm)["commit_alone_from"]
+            )
+        if model.is_real:
+            ids = [answer.token_ids for answer in run.answers]
+            row |= score(llm.get_tokenizer(), ids, problems, model.is_bundled)
+        rows.append((row, run.answers))
+    return rows
+
+
+def measure_autoregressive(
+    llm: "LLM", rows: list[tuple[dict[str, Any], list[Answer]]]
+) -> list[dict[str, Any]]:
+    """Measure the same prompts and numbers of tokens on plain vLLM, row by row.
+
+    Rows of equal sizes, such as those of approximations on dummy weights, are measured once.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    sizes = []
+    for row, answers in rows:
+        place = {name: row[name] for name in ("mode", "requests", "canvas")}
+        lengths = [(len(answer.prompt), len(answer.token_ids)) for answer in answers]
+        sizes.append(f"{place} {lengths}")
+        if sizes[-1] in found:
+            continue
+        asks = [
+            Ask(answer.prompt, {"max_tokens": len(answer.token_ids), "ignore_eos": True})
+            for answer in answers
+        ]
+        _warm_up(llm, asks, row["requests"], AR_WARMUP)
+        found[sizes[-1]] = place | _times(serve(llm, asks, row["requests"]))
+    return [found[size] for size in sizes]
+
+
+def void_share(run: Run) -> float:
+    """Return the share of the positions that forwards of blocks that were done computed."""
+    counted = sum(count.positions for count in run.counts)
+    needed = sum(len(answer.prompt) + answer.canvas_positions for answer in run.answers)
+    return 1 - needed / counted
+
+
+def _warm_up(llm: "LLM", asks: list[Ask], at_once: int, tokens: int) -> None:
+    # Reversed prompts have the same length and share no prefix with those that are measured.
+    short = [Ask(a.prompt[::-1], a.sampling | {"max_tokens": tokens}) for a in asks[:at_once]]
+    serve(llm, short, at_once)
+
+
+def _times(run: Run) -> dict[str, Any]:
+    """Return the columns that every engine has; tokens count up to the end of an answer."""
+    tokens = sum(len(answer.token_ids) for answer in run.answers)
+    forwards = sum(answer.forwards for answer in run.answers)
+    positions = sum(len(answer.prompt) + answer.canvas_positions for answer in run.answers)
+    whole = [run.stamps[a.arrivals[-1].step] - a.sent for a in run.answers]
+    first = [run.stamps[a.arrivals[0].step] - a.sent for a in run.answers]
+    return {
+        "answered": len(run.answers),
+        "input_len": statistics.mean(len(answer.prompt) for answer in run.answers),
+        "tokens": tokens,
+        "forwards": forwards,
+        "positions_per_token": positions / tokens,
+        "steps": len(run.stamps),
+        "seconds": run.seconds,
+        "tokens_per_s": tokens / run.seconds,
+        "forwards_per_s": forwards / run.seconds,
+        "tokens_per_forward": tokens / forwards,
+        "request_s": statistics.median(whole),
+        "request_s_worst": max(whole),
+        "first_tokens_s": statistics.median(first),
+    }
+
+
+def score(
+    tokenizer: Any, answers: list[list[int]], problems: list[Problem], is_bundled: bool
+) -> dict[str, Any]:
+    """Return the share of answers whose number is right, or why there is none."""
+    if tokenizer.chat_template is None:
+        return {"accuracy": None, "accuracy_note": NO_ACCURACY}
+    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in answers]
+    pairs = zip(texts, problems, strict=True)
+    right = [number_of(text, is_bundled) == item.result for text, item in pairs]
+    return {"accuracy": statistics.mean(right)}
+
+
+def number_of(text: str, is_bundled: bool) -> float | None:
+    """Return the number after the last ``####``; other models: the last number of the text.
+
+    Only the bundled model was trained to write ``####``.
+    """
+    marked = extract_answer(text)
+    if marked is not None or is_bundled:
+        return marked
+    found = NUMBER.findall(text)
+    return float(found[-1].replace(",", "")) if found else None
+
+
+def add_baselines(
+    row: dict[str, Any],
+    floor: Floor,
+    sizes: Sizes,
+    ar: dict[str, Any] | None,
+    published: list[dict[str, Any]] | None,
+) -> dict[str, Any]:
+    """Add the floor and the baselines to a row."""
+    steps = row.pop("step_sizes", None)
+    if steps is None:
+        middle = row["input_len"] + row["tokens"] / row["answered"] / 2
+        keys = round(row["requests"] * middle)
+        limit = row["steps"] * sum(floor.step_ms(sizes, row["positions"], keys))
+    else:
+        limit = sum(floor.steps_ms(sizes, steps))
+    row["share_of_floor"] = limit / 1e3 / row["seconds"]
+    if ar is not None:
+        row["ar_tokens_per_s"] = ar["tokens_per_s"]
+        row["speedup_vs_ar"] = row["tokens_per_s"] / ar["tokens_per_s"]
+    if published is not None and row["mode"] == "latency":
+        # The authors' loop ran once for each number of tokens per forward.
+        row["speedup_vs_hf"] = {
+            f"{base['tokens_per_forward']:.2f} tokens per forward": row["tokens_per_s"]
+            / base["tokens_per_s"]
+            for base in published
+        }
+    return row

@@ -1,0 +1,1 @@
+"""Answer requests whose decoding is watched: snapshots, frames, traces, spans."""

@@ -1,0 +1,1 @@
+"""Read what a request asks for: every ``dllm_*`` argument and what excludes what."""

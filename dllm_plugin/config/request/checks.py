@@ -1,0 +1,288 @@
+"""Refuse prompts and sampling parameters that diffusion decoding cannot honour.
+
+vLLM calls them in its front end, by the hooks of :mod:`dllm_plugin.engine.admission`.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams
+
+from dllm_plugin.config.decode import DecodeConfig, RequestConfig
+from dllm_plugin.config.options import TEMPLATE
+from dllm_plugin.config.validation import shown
+
+SCORED_BY = "to score a text, use /v1/likelihood or examples.lm_eval_model"
+# Parameter -> neutral value, and why diffusion decoding refuses anything else.
+REFUSED: dict[str, tuple[Any, str]] = {
+    "presence_penalty": (0.0, "penalties count tokens in order of generation"),
+    "frequency_penalty": (0.0, "penalties count tokens in order of generation"),
+    "repetition_penalty": (1.0, "penalties count tokens in order of generation"),
+    "prompt_logprobs": (None, f"a bidirectional prompt predicts no next token; {SCORED_BY}"),
+    "prompt_logprob_token_ids": (None, "a bidirectional prompt predicts no next token"),
+    "prompt_logprob_start": (None, "a bidirectional prompt predicts no next token"),
+    "logprob_token_ids": (None, "only top log-probabilities are kept per position"),
+    "thinking_token_budget": (None, "thinking is not counted from left to right"),
+    "repetition_detection": (None, "repetition is not detected out of order"),
+    "trace_decode_token_ids": (None, "tokens are not decoded in order"),
+}
+
+MAX_STOP_TOKENS = 128
+MAX_BAD_WORD = 64
+MAX_WORD_TOKENS = 16
+MAX_WORDS_TOKENS = 1024  # words of several tokens, times the tokens of the longest
+
+
+def check_sampling_params(params: SamplingParams, mask_token_id: int) -> None:
+    """Raise ValueError naming the first of vLLM's parameters that cannot be honoured."""
+    for name, (neutral, reason) in REFUSED.items():
+        value = getattr(params, name)
+        if value is not None and value != neutral:
+            raise ValueError(
+                f"{name} is not supported by diffusion decoding: {reason}. Leave it at {neutral}, "
+                f"got {shown(value)}."
+            )
+    _check_text(params)
+    _check_beams(params)
+    _check_filters(params)
+    _check_limits(params)
+    _check_choices(params, mask_token_id)
+
+
+def _check_text(params: SamplingParams) -> None:
+    """Refuse half a surrogate pair: vLLM sends requests to its engine as UTF-8, which has none."""
+    given = {"stop": params.stop, "bad_words": params.bad_words, "extra_args": params.extra_args}
+    for name, value in given.items():
+        for text in _texts(value):
+            check_characters(name, text)
+
+
+def check_characters(name: str, text: str) -> None:
+    """Raise ValueError for half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = shown(text[error.start])
+        raise ValueError(
+            f"{name} holds {half} in {shown(text)}, half of a surrogate pair, which UTF-8 "
+            "cannot carry: send whole characters."
+        ) from None
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield every string that lists and dictionaries hold, keys too."""
+    pending, seen = [value], set()
+    while pending:
+        value = pending.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
+            seen.add(id(value))
+            pending += [*value, *value.values()] if isinstance(value, dict) else value
+
+
+def _check_beams(params: SamplingParams) -> None:
+    """Refuse what vLLM's beam search asks for at each token, over HTTP and offline.
+
+    Its own parameters come to no hook; no caller but it forbids watermarks of one token.
+    """
+    asked = (params.max_tokens, params.detokenize, params.watermarking)
+    if asked == (1, False, False) and (params.logprobs or 0) >= 2:
+        raise ValueError(
+            "use_beam_search is not supported by diffusion decoding: beams grow from left to "
+            "right, a token at a time."
+        )
+
+
+def _check_limits(params: SamplingParams) -> None:
+    """Refuse what one request could slow the whole batch down with."""
+    if len(params.stop_token_ids or ()) > MAX_STOP_TOKENS:
+        raise ValueError(
+            f"stop_token_ids holds {len(params.stop_token_ids or ())} ids; at most "
+            f"{MAX_STOP_TOKENS} are supported."
+        )
+    longest = max(map(len, params.bad_words or ()), default=0)
+    if longest > MAX_BAD_WORD:
+        raise ValueError(
+            f"bad_words holds a word of {longest} characters; at most {MAX_BAD_WORD} are supported."
+        )
+    # With n > 1 vLLM counts the seed up, and its own storage is 64 bits wide.
+    if params.seed is not None and not -(2**63) <= params.seed <= 2**63 - params.n:
+        raise ValueError(f"seed must lie in [-2**63, 2**63 - n], got {shown(params.seed)}.")
+    # vLLM's messages to its engine hold 64 bits; other integers are bounded elsewhere.
+    if params.top_k >= 2**63:
+        raise ValueError(f"top_k must be at most 2**63 - 1, got {shown(params.top_k)}.")
+
+
+def check_bad_words(words: Sequence[Sequence[int]]) -> None:
+    """Refuse words of more tokens than the tables and the steps are made for."""
+    several = [len(word) for word in words if len(word) > 1]
+    longest = max(several, default=0)
+    if longest > MAX_WORD_TOKENS:
+        raise VLLMValidationError(
+            f"bad_words holds a word of {longest} tokens; at most {MAX_WORD_TOKENS} are supported: "
+            "ban a shorter part of it.",
+            parameter="bad_words",
+        )
+    if len(several) * longest > MAX_WORDS_TOKENS:
+        raise VLLMValidationError(
+            f"bad_words holds {len(several)} words of up to {longest} tokens, with and without a "
+            f"space in front; words times tokens of the longest may be {MAX_WORDS_TOKENS} at most: "
+            "ban fewer or shorter words.",
+            parameter="bad_words",
+        )
+
+
+def _check_filters(params: SamplingParams) -> None:
+    """Refuse our greedy filters where vLLM's own ones are in force."""
+    given = [name for name in ("dllm_top_p", "dllm_top_k") if name in (params.extra_args or {})]
+    if given and params.temperature > 0:
+        raise ValueError(
+            f"{given[0]} filters greedy requests: with temperature {params.temperature} use "
+            f"{given[0].removeprefix('dllm_')}."
+        )
+
+
+def _check_choices(params: SamplingParams, mask_token_id: int) -> None:
+    """Refuse token rules that leave a position nothing to choose."""
+    if not params.allowed_token_ids:
+        return
+    allowed = set(params.allowed_token_ids) - {mask_token_id}
+    if not allowed:
+        raise ValueError("allowed_token_ids leaves no token to choose but the mask token.")
+    if params.min_tokens and not allowed - set(params.stop_token_ids or ()):
+        raise ValueError(
+            "min_tokens cannot be reached: allowed_token_ids holds nothing but stop tokens."
+        )
+
+
+def check_allowed(params: SamplingParams, mask_token_id: int) -> None:
+    """Refuse allowed ids of which the tokens of words, or all that ends a text, leave none."""
+    banned = {word[0] for word in params.bad_words_token_ids or [] if len(word) == 1}
+    left = set(params.allowed_token_ids or ()) - {mask_token_id} - banned
+    if not left:
+        raise VLLMValidationError(
+            "bad_words bans every token of allowed_token_ids: leave one of them.",
+            parameter="bad_words",
+        )
+    if params.min_tokens and not left - params.all_stop_token_ids:
+        raise VLLMValidationError(
+            f"min_tokens {params.min_tokens} cannot be reached: allowed_token_ids leaves nothing "
+            "but tokens that end a text.",
+            parameter="min_tokens",
+        )
+
+
+def check_prompt_length(length: int, context: int) -> None:
+    """Raise VLLMValidationError for a prompt that leaves no room in the context."""
+    # vLLM would blame max_tokens, which it has lowered to 0 by then.
+    if length >= context:
+        raise VLLMValidationError(
+            f"The prompt has {length} tokens, but the context of {context} tokens must hold "
+            "the prompt and at least one new token: shorten the prompt or raise "
+            "max_model_len.",
+            parameter="prompt",
+        )
+
+
+def check_prompt_tokens(token_ids: Any, mask_token_id: int) -> None:
+    """Raise VLLMValidationError for a prompt that holds the mask token."""
+    if mask_token_id in token_ids:
+        raise VLLMValidationError(
+            f"The prompt contains the mask token (id {mask_token_id}), which marks the "
+            "positions to generate: remove it from the prompt.",
+            parameter="prompt",
+        )
+
+
+def check_given_tokens(name: str, token_ids: list[int], vocab_size: int) -> None:
+    """Raise VLLMValidationError for an argument with a token that the model does not have."""
+    if (highest := max(token_ids)) >= vocab_size:
+        raise VLLMValidationError(
+            f"{name} holds the token id {highest}, but the vocabulary has {vocab_size} tokens.",
+            parameter=name,
+        )
+
+
+def check_fits(
+    vllm_config: VllmConfig,
+    config: DecodeConfig,
+    request: RequestConfig,
+    prompt_len: int,
+    max_tokens: int | None,
+    template_length: int | None,
+) -> None:
+    """Raise VLLMValidationError if a forward of the request could never be scheduled."""
+    if not config.method.full_attention:
+        _check_page(vllm_config, request)
+        return
+    context = vllm_config.model_config.max_model_len
+    if template_length is not None:
+        if prompt_len + template_length > context:
+            raise VLLMValidationError(
+                f"The prompt has {prompt_len} tokens and {TEMPLATE} {template_length} positions, "
+                f"but the context holds {context}: shorten one of them or raise max_model_len.",
+                parameter=TEMPLATE,
+            )
+        _check_room(vllm_config, prompt_len + template_length, 1)
+        return
+    end = context if max_tokens is None else min(prompt_len + max_tokens, context)
+    # As if the whole answer were one canvas: that is what the last one is computed with.
+    blocks = -(-(end - prompt_len) // request.block_length)
+    positions = min(prompt_len + blocks * request.block_length, context)
+    _check_room(vllm_config, positions, 2 if request.cfg_scale > 0 else 1)
+
+
+def _check_page(vllm_config: VllmConfig, request: RequestConfig) -> None:
+    """Raise VLLMValidationError for blocks that a cached page would cut."""
+    cache = vllm_config.cache_config
+    if cache.enable_prefix_caching and cache.block_size % request.block_length:
+        raise VLLMValidationError(
+            f"dllm_block_length {request.block_length} does not divide a page of "
+            f"{cache.block_size} tokens, so prefix caching would not be exact: choose another "
+            "length or start with --no-enable-prefix-caching.",
+            parameter="dllm_block_length",
+        )
+
+
+def _check_room(vllm_config: VllmConfig, positions: int, copies: int) -> None:
+    """Raise VLLMValidationError if a refresh fits neither the step's budget nor the KV cache."""
+    scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+    guided = " twice, since cfg_scale is set," if copies == 2 else ""
+    shorter = "shorten the prompt, lower max_tokens or raise"
+    if copies > scheduler.max_num_seqs:
+        raise VLLMValidationError(
+            f"cfg_scale needs two of max_num_seqs {scheduler.max_num_seqs}: raise "
+            "max_num_seqs or leave cfg_scale at 0.",
+            parameter="dllm_cfg_scale",
+        )
+    budget = scheduler.max_num_batched_tokens
+    if positions * copies > budget:
+        raise VLLMValidationError(
+            f"A step of this request computes prompt and answer, {positions} positions,"
+            f"{guided} at once, but max_num_batched_tokens is {budget}: {shorter} "
+            "max_num_batched_tokens.",
+            parameter="max_tokens",
+        )
+    parallel = vllm_config.parallel_config
+    engines = (
+        parallel.data_parallel_size_local
+        if parallel.local_engines_only
+        else parallel.data_parallel_size
+    )
+    # One page is vLLM's own; the number is unknown until the engine is up.
+    total = (cache.num_gpu_blocks or 0) // engines
+    # vLLM keeps these pages free when it admits a request while others run, which is always so for
+    # the unconditional one.
+    kept = int(scheduler.watermark * total) if copies == 2 else 0
+    pages = max(total - 1 - kept, 0)
+    needed = copies * -(-positions // cache.block_size)
+    if total and pages < needed:
+        raise VLLMValidationError(
+            f"This request needs {needed} pages of {cache.block_size} tokens of KV cache for "
+            f"{positions} positions{guided.rstrip(',')}, but there are {pages}: {shorter} the "
+            "KV cache (kv_cache_memory_bytes or gpu_memory_utilization).",
+            parameter="max_tokens",
+        )

@@ -1,0 +1,1 @@
+"""Compile the grammars of requests in the engine's process."""

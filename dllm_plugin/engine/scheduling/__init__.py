@@ -1,0 +1,1 @@
+"""Schedule canvases: one scheduler a strategy, and what schedulers report."""

@@ -1,0 +1,212 @@
+"""Check canvases of requests with a grammar between two steps, where vLLM asks for bitmasks.
+
+Under asynchronous scheduling vLLM launches a forward, waits for the result of the one before, asks
+for bitmasks and only then lets the workers sample, if a request of the step has a grammar and
+tokens in flight. That is the deferral that canvases need, so it is left as it is.
+"""
+
+import re
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from vllm.logger import init_logger
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from dllm_plugin.config.decode import get_decode_config
+from dllm_plugin.config.validation import shown
+from dllm_plugin.engine.grammars.automata import AutomatonGrammar, OwnGrammar
+from dllm_plugin.engine.grammars.grammars import CanvasGrammar, Grammars
+from dllm_plugin.engine.vllm_versions import end_with_error
+from dllm_plugin.engine.worker.grammar_runner import CanvasChecks, CanvasOutput
+from dllm_plugin.grammar.payload import AutomatonStart, pack_checks
+from dllm_plugin.grammar.state import DeadEnd, GrammarCheck
+
+logger = init_logger("vllm.dllm_plugin")
+
+IDLE_SECONDS = 0.001
+NO_BITS = np.zeros((0, 0), dtype=np.int32)  # of a step without a canvas to check
+
+
+@dataclass
+class GrammarCounts:
+    """Count checks of canvases, the steps and seconds that they took, and the drafts refused."""
+
+    checks: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    refused: int = 0
+
+
+class GrammarScheduler(AsyncScheduler):
+    """Schedule as vLLM does; requests with a grammar are checked as canvases."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.decode_config = get_decode_config(self.vllm_config)
+        self.block_length: dict[str, int] = {}
+        self._with_grammar: set[str] = set()
+        self._refused: dict[str, str] = {}  # requests that are about to end with an error: why
+        self.grammar_counts = GrammarCounts()
+        self._grammars = Grammars(
+            self.structured_output_manager, self.decode_config, self.max_model_len
+        )
+
+    def add_request(self, request: Request) -> None:
+        """Admit a request, and remember that it has a grammar."""
+        if request.use_structured_output:
+            self._with_grammar.add(request.request_id)
+        super().add_request(request)
+
+    def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
+        self._with_grammar.discard(request.request_id)
+        self._grammars.forget(request.request_id)
+        return super()._free_request(request, delay_free_blocks)
+
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        """Let a request wait until its first closing was searched, behind its compilation."""
+        if request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+            self._grammars.prepare(request)
+            ours = request.structured_output_request
+            if ours is not None and isinstance(ours.grammar, Exception):
+                self._refuse(request.request_id, ours.grammar)
+        ready = super()._handle_blocked_waiting_request(request)
+        if request.request_id in self._refused:
+            end_with_error(self, request.request_id)  # vLLM 0.33 would give its own reason
+        return ready
+
+    def _refuse(self, req_id: str, error: Exception) -> None:
+        """Note why a request ends, which vLLM keeps to itself."""
+        # A compiler's time and source file come first, and a line break last.
+        why = re.sub(r"^\[[\d:]+\] \S+: ", "", str(error).strip()).rstrip(".")
+        if not why.startswith("structured_outputs "):
+            why = f"structured_outputs cannot be honoured: {why}"
+        self._refused[req_id] = f"{why}."
+        logger.error("Request %s ends with an error: %s", shown(req_id), self._refused[req_id])
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        super()._update_after_schedule(scheduler_output)
+        if self._with_grammar and not self.running:
+            # A caller that asks again at once would keep Python's lock from what they wait for.
+            time.sleep(IDLE_SECONDS)
+        # Workers would copy drafts to the host for vLLM's own check, which nobody asks for.
+        scheduler_output.has_structured_output_requests = False
+        if scheduler_output.pending_structured_output_tokens:
+            # An automaton knows on the device what canvases hold: nothing waits for it.
+            ids = self._with_grammar & scheduler_output.num_scheduled_tokens.keys()
+            drafts = any(_grammar_of(self.requests[req_id]) is not None for req_id in ids)
+            scheduler_output.pending_structured_output_tokens = drafts
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        """Return checks of the canvases of a step, or None if none of them has a grammar."""
+        if not self._with_grammar:
+            return None
+        began = time.perf_counter()
+        checks: dict[str, tuple[CanvasGrammar, GrammarCheck]] = {}
+        for req_id in self._with_grammar & scheduler_output.num_scheduled_tokens.keys():
+            request = self.requests[req_id]
+            grammar = _grammar_of(request)
+            if grammar is None or grammar.state.ended or request.is_prefill_chunk:
+                continue
+            in_step = req_id in scheduler_output.scheduled_spec_decode_tokens
+            if not in_step and grammar.is_kept:
+                continue
+            try:
+                checks[req_id] = grammar, grammar.state.check(grammar.canvas)
+                # A canvas that outlives preemption goes on as if nothing had been.
+                grammar.is_kept = not self.decode_config.restarts_blocks
+            except DeadEnd as error:
+                self._refuse(req_id, error)
+                end_with_error(self, req_id)
+        starts = self._starts(scheduler_output)
+        if not checks:
+            return CanvasChecks([], NO_BITS, [], None, starts) if starts else None
+        grammars, found = zip(*checks.values(), strict=True)
+        writes = [grammar.state.writes for grammar in grammars]
+        words = grammars[0].state.vocabulary.words
+        payload = pack_checks(list(checks), found, writes, words)
+        counts = self.grammar_counts
+        counts.checks += len(found)
+        counts.steps += 1
+        counts.seconds += time.perf_counter() - began
+        counts.refused += sum(check.rejected for check in found)
+        # Without ids of its own vLLM applies no bitmask.
+        return CanvasChecks([], payload.allowed_GW, [], payload, starts)
+
+    def grammar_way(self, req_id: str) -> str | None:
+        """Return how a request that runs keeps to its grammar; None if it has none."""
+        ours = self.requests[req_id].structured_output_request
+        grammar = None if ours is None else ours.grammar
+        return grammar.way if isinstance(grammar, OwnGrammar) else None
+
+    def _starts(self, scheduler_output: SchedulerOutput) -> list[AutomatonStart]:
+        """Return the automata of requests that workers hear of in this step, anew or again."""
+        starts = []
+        for data in scheduler_output.scheduled_new_reqs:
+            request = self.requests.get(data.req_id)
+            ours = None if request is None else request.structured_output_request
+            if ours is not None and isinstance(ours.grammar, AutomatonGrammar):
+                starts.append(ours.grammar.start(str(data.req_id)))
+        return starts
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """Update as vLLM does, and keep what canvases of requests with a grammar hold."""
+        outputs = self._update_canvases(scheduler_output, model_runner_output)
+        if self._refused:
+            for of_client in outputs.values():
+                for output in of_client.outputs:
+                    if output.finish_reason is not None and output.request_id in self._refused:
+                        output.stop_reason = self._refused[output.request_id]
+            self._refused.clear()
+        return outputs
+
+    def _update_canvases(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        if not isinstance(model_runner_output, CanvasOutput):
+            return super().update_from_output(scheduler_output, model_runner_output)
+        before = {
+            req_id: self.requests[req_id].num_tokens
+            for req_id in model_runner_output.canvases
+            if req_id in self.requests
+        }
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for req_id, num_tokens in before.items():
+            request = self.requests.get(req_id)
+            grammar = None if request is None else _grammar_of(request)
+            if request is None or grammar is None:
+                continue
+            place = model_runner_output.req_id_to_index[req_id]
+            emitted = len(model_runner_output.sampled_token_ids[place])
+            grammar.canvas = []
+            # What a request had in flight when it was preempted may have been left out.
+            in_step = req_id in scheduler_output.scheduled_spec_decode_tokens
+            if in_step and request.num_tokens == num_tokens + emitted:
+                canvas = model_runner_output.canvases[req_id]
+                grammar.canvas = self._undecided_marked(canvas, req_id, num_tokens, emitted)
+        return outputs
+
+    def _undecided_marked(
+        self, canvas: list[int], req_id: str, num_tokens: int, emitted: int
+    ) -> list[int]:
+        """Return a canvas behind what it has emitted, with -1 where it is undecided."""
+        # On an absolute grid the first block begins inside the prompt.
+        length = self.block_length[req_id]
+        tail = num_tokens % length if self.decode_config.family.absolute_grid else 0
+        mask_id = self.decode_config.mask_token_id
+        rest = canvas[emitted : len(canvas) - tail]
+        return [-1 if token == mask_id else token for token in rest]
+
+
+def _grammar_of(request: Request) -> CanvasGrammar | None:
+    """Return a request's grammar once it is ready."""
+    ours = request.structured_output_request
+    grammar = None if ours is None else ours.grammar
+    return grammar if isinstance(grammar, CanvasGrammar) else None

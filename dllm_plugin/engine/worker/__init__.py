@@ -1,0 +1,1 @@
+"""Run models: workers and model runners, for GPUs and CPUs."""

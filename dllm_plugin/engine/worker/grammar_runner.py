@@ -1,0 +1,69 @@
+"""Hand checks of grammars to the sampler, and canvases back: what vLLM's model runner lacks.
+
+vLLM copies whole canvases to the host with every step and keeps what is emitted; here the rest is
+kept too, of requests with a grammar, so nothing more is copied and nothing waited for.
+
+Say what scheduler and workers send each other about canvases with a grammar.
+"""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.sched.output import GrammarOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.worker.gpu.async_utils import AsyncOutput
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+from dllm_plugin.grammar.payload import AutomatonStart, GrammarPayload
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import GrammarOutput
+
+
+@dataclass
+class CanvasChecks(GrammarOutput):
+    """Send checks of canvases to the workers, in place of bitmasks, and automata that start."""
+
+    payload: GrammarPayload | None = None
+    starts: list[AutomatonStart] = field(default_factory=list)
+
+
+@dataclass
+class CanvasOutput(ModelRunnerOutput):
+    """Return canvases beside what vLLM returns: ids from the first uncommitted position on."""
+
+    canvases: dict[str, list[int]] = field(default_factory=dict)
+
+
+class AsyncCanvasOutput(AsyncModelRunnerOutput):
+    """Wait for a step's result, and keep the canvases of some requests."""
+
+    def __init__(self, output: AsyncOutput, req_ids: list[str]) -> None:
+        self.output = output
+        self.req_ids = req_ids
+
+    def get_output(self) -> ModelRunnerOutput:
+        """Return the result once it is on the host."""
+        result = self.output.get_output()
+        place = result.req_id_to_index
+        canvases = {i: self.output.sampled_token_ids[place[i]].tolist() for i in self.req_ids}
+        return CanvasOutput(**vars(result), canvases=canvases)
+
+
+class GrammarRunner(GPUModelRunner):
+    """Run vLLM's model runner with grammars on canvases."""
+
+    def sample_tokens(self, grammar_output: "GrammarOutput | None") -> Any:
+        """Sample as vLLM does; with checks of canvases, hand them to the sampler first."""
+        # vLLM's warm-up brings a bitmask of its own.
+        if not isinstance(grammar_output, CanvasChecks):
+            return super().sample_tokens(grammar_output)
+        payload = grammar_output.payload
+        sampler: Any = self.sampler
+        if grammar_output.starts:
+            sampler.automata.start(grammar_output.starts)
+        sampler.checks.stage(payload)
+        output = super().sample_tokens(None)
+        if payload is not None and isinstance(output, AsyncOutput):
+            return AsyncCanvasOutput(output, payload.req_ids)
+        return output

@@ -1,0 +1,103 @@
+"""Bring new weights into a running model in parts, and undo what a failed update has begun.
+
+While weights come, vLLM keeps the old tensors of each layer aside, and puts new values into them
+once all weights of that layer are there. It ends no update that fails: the next forward would find
+layers without tensors and end the engine.
+
+Check an adapter before vLLM loads it for the requests that will choose it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from vllm.config import ModelConfig, set_current_vllm_config
+from vllm.lora.request import LoRARequest
+from vllm.model_executor.model_loader.reload.layerwise import (
+    finalize_layerwise_reload,
+    get_layerwise_info,
+)
+from vllm.v1.worker.gpu_worker import Worker
+
+
+def restore_layers(model: nn.Module, model_config: ModelConfig) -> None:
+    """Give each layer whose weights have not all come its old tensors back."""
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        info.loaded_weights.clear()
+        info.load_numel = 0  # of a layer for which nothing has come, vLLM keeps the old tensors
+    finalize_layerwise_reload(model, model_config)
+
+
+class UpdatingWorker(Worker):
+    """Run vLLM's worker with updates of weights that are checked as a whole."""
+
+    def start_weight_update(self) -> None:
+        """Start an update as vLLM does; raise ValueError if the weights cannot be updated."""
+        model: Any = self.get_model()
+        transfer = self.vllm_config.weight_transfer_config
+        update = model.new_update(transfer.backend if transfer else "")
+        super().start_weight_update()
+        model.update = update
+        self._open_layers(model)
+
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """Load a part as vLLM does; one that is wrong ends the update."""
+        with self._closed_by_errors():
+            super().update_weights(update_info)
+
+    def finish_weight_update(self) -> None:
+        """Finish an update as vLLM does; raise ValueError if a weight has not come."""
+        model: Any = self.get_model()
+        try:
+            with self._closed_by_errors():
+                if model.update is not None:
+                    model.update.finish()
+        finally:
+            with self._closed_by_errors():
+                super().finish_weight_update()
+        model.update = None
+        self._close_layers(model)
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Load a whole checkpoint as vLLM does; keep the old weights if it is not one."""
+        model: Any = self.get_model()
+        if model.update is not None:
+            raise RuntimeError("reload_weights within a weight update: finish the update first.")
+        model.check_packing()
+        self._open_layers(model)
+        with self._closed_by_errors():
+            super().reload_weights(*args, **kwargs)
+        self._close_layers(model)
+
+    @contextmanager
+    def _closed_by_errors(self) -> Iterator[None]:
+        """End the update if it fails."""
+        done = False
+        try:
+            yield
+            done = True
+        finally:
+            if not done:
+                model: Any = self.get_model()
+                model.update = None
+                with set_current_vllm_config(self.vllm_config):
+                    restore_layers(model, self.model_config)
+                self._close_layers(model)
+
+    def _open_layers(self, model: nn.Module) -> None:
+        """Prepare layers for new weights beyond what vLLM does."""
+
+    def _close_layers(self, model: nn.Module) -> None:
+        """Undo `_open_layers` after new weights have come or not."""
+
+
+class AdapterWorker(Worker):
+    """Run vLLM's worker with adapters of requests that are checked."""
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter as vLLM does; raise ValueError if it does not fit the model."""
+        model: Any = self.get_model()
+        model.check_adapter(lora_request.lora_name, lora_request.lora_path)
+        return super().add_lora(lora_request)

@@ -1,0 +1,1 @@
+"""Read texts with gaps and choose the lengths of the fills."""

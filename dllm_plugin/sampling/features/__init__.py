@@ -1,0 +1,1 @@
+"""Apply what requests ask of a step: one file a feature."""

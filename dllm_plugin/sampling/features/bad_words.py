@@ -1,0 +1,268 @@
+"""Ban bad words of several tokens, where tokens are decided in any order.
+
+A text must not contain the sequence of tokens. Whichever of them would be decided last is banned:
+before a step, each masked position loses the ids that would complete a sequence with the decided
+tokens around it. Several positions of one step can still complete a sequence together; then the
+last of them is not unmasked in this step. Shape letters as in :mod:`dllm_plugin.decoding.plan`; W
+words of a slot, L tokens of the longest, A alignments.
+
+Hold the bad words of each slot, on the host and on the device.
+
+The host knows which slots have words and how many; a row of the device's table holds a slot's words
+one after the other, each as long as the slot's longest. Shape letters as in
+:mod:`dllm_plugin.decoding.plan`; N slots, X = MAX_WORDS_TOKENS, W words, L tokens of the longest.
+"""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm import envs
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from dllm_plugin.config.request.checks import MAX_WORD_TOKENS, MAX_WORDS_TOKENS
+from dllm_plugin.decoding.plan import Canvas, Proposal
+from dllm_plugin.kernels.confidence.reference import NEGATIVE_INFINITY
+from dllm_plugin.state.canvas_states import CanvasStates
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.states import RequestState
+
+
+UNUSED = -1  # no token has this id
+
+
+class WordTable:
+    """Keep words from a request's start to its end, and send only those of new requests.
+
+    tokens_NX    int32, UNUSED behind a word's end; made when a request first has words, and given
+                 back with the last one's
+    count_np     int64 ``[N]``, words of a slot
+    length_np    int64 ``[N]``, tokens of its longest word
+    """
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        self.device = device
+        self.tokens_NX: Tensor | None = None
+        self.count_np = np.zeros(num_slots, dtype=np.int64)
+        self.length_np = np.zeros(num_slots, dtype=np.int64)
+        self._new: dict[int, np.ndarray] = {}
+
+    def add(self, slot: int, words: list[list[int]]) -> None:
+        """Stage a slot's words; none if it has none."""
+        self.remove(slot)
+        if not words:
+            return
+        length = max(map(len, words))
+        row_np = np.full((len(words), length), UNUSED, dtype=np.int32)
+        for i, word in enumerate(words):
+            row_np[i, : len(word)] = word
+        assert row_np.size <= MAX_WORDS_TOKENS, "admission refuses more"
+        self.count_np[slot], self.length_np[slot] = row_np.shape
+        self._new[slot] = row_np.reshape(-1)
+
+    def remove(self, slot: int) -> None:
+        """Forget a slot's words."""
+        self._new.pop(slot, None)
+        self.count_np[slot] = self.length_np[slot] = 0
+        if self.tokens_NX is not None and not self.count_np.any():
+            self.tokens_NX = None
+
+    def apply_staged_writes(self) -> None:
+        """Copy the words of new requests to the device."""
+        if not self._new:
+            return
+        if self.tokens_NX is None:
+            shape = (len(self.count_np), MAX_WORDS_TOKENS)
+            self.tokens_NX = torch.full(shape, UNUSED, dtype=torch.int32, device=self.device)
+        rows_np = np.full((len(self._new), MAX_WORDS_TOKENS), UNUSED, dtype=np.int32)
+        for i, row_np in enumerate(self._new.values()):
+            rows_np[i, : len(row_np)] = row_np
+        slots = async_tensor_h2d(np.array([*self._new], dtype=np.int64), device=self.device)
+        self.tokens_NX[slots] = async_tensor_h2d(rows_np, device=self.device)
+        self._new.clear()
+
+    def words_of(self, slots_R: Tensor, slots_np: np.ndarray) -> Tensor:
+        """Return the words of some slots, int32 ``[R, W, L]``, UNUSED where they have fewer."""
+        assert self.tokens_NX is not None
+        counts_np, lengths_np = self.count_np[slots_np], self.length_np[slots_np]
+        sizes = async_tensor_h2d(np.stack([counts_np, lengths_np]), device=self.device)
+        count_R11, length_R11 = sizes[:, :, None, None]
+        word_W1 = torch.arange(int(counts_np.max()), device=self.device)[:, None]
+        place_L = torch.arange(int(lengths_np.max()), device=self.device)
+        index_RWL = (word_W1 * length_R11 + place_L).clamp_max(MAX_WORDS_TOKENS - 1)
+        words_RX = self.tokens_NX[slots_R].gather(1, index_RWL.flatten(1))
+        exists_RWL = (word_W1 < count_R11) & (place_L < length_R11)
+        return words_RX.view(index_RWL.shape).where(exists_RWL, UNUSED)
+
+
+OUTSIDE = -2  # before the text, or after the canvas
+ALIGNED_AT_ONCE = 1 << 22  # comparisons, of a byte each; more requests than that allows wait
+TENSORS_AT_ONCE = 8  # as large as these, while words are aligned
+
+
+class StepWords(NamedTuple):
+    """Hold the words of some requests of a step; R counts these requests.
+
+    which_R int64, place among the step's requests; words_RWL int32; before_RL int64, tokens left
+    of the canvas
+    """
+
+    which_R: Tensor
+    words_RWL: Tensor
+    before_RL: Tensor
+
+
+class BannedIds(NamedTuple):
+    """Hold pairs of a logits row and an id that would complete a sequence there, both int32."""
+
+    row: Tensor
+    token: Tensor
+
+
+class BadWords:
+    """Ban what would complete one of the words of a request of a step."""
+
+    def __init__(self, states: CanvasStates, req_states: "RequestState") -> None:
+        self.states = states
+        self.req_states = req_states
+        num_slots, self.num_positions = states.canvas_NC.shape
+        self.table = WordTable(num_slots, states.device)
+        self._step: list[StepWords] = []
+        self._banned: list[BannedIds] = []
+
+    @property
+    def active(self) -> bool:
+        """Tell whether a request of this step has bad words."""
+        return bool(self._step)
+
+    def users(self, slots_np: np.ndarray) -> np.ndarray:
+        """Return which of the slots have words, bool."""
+        return self.table.count_np[slots_np] > 0
+
+    def start_step(
+        self, canvas: Canvas, slots_R: Tensor, slots_np: np.ndarray, source_RC: Tensor
+    ) -> None:
+        """Find which ids would complete a sequence in this step, and in which rows."""
+        self._step, self._banned = [], []
+        chosen_np = np.flatnonzero(self.users(slots_np))
+        if not len(chosen_np):
+            return
+        for group_np in self._groups(chosen_np, slots_np):
+            which_R = async_tensor_h2d(group_np, device=self.states.device)
+            words_RWL = self.table.words_of(slots_R[which_R], slots_np[group_np])
+            before_RL = self._tokens_before(slots_R[which_R], words_RWL.shape[2] - 1)
+            words = StepWords(which_R, words_RWL, before_RL)
+            self._step.append(words)
+            tokens_RC, sources_RC = canvas.tokens_RC[which_R], source_RC[which_R]
+            self._banned.append(self._completing_ids(words, tokens_RC, sources_RC))
+
+    def _groups(self, chosen_np: np.ndarray, slots_np: np.ndarray) -> list[np.ndarray]:
+        """Split requests with words into groups that are aligned at once."""
+        slots_np = slots_np[chosen_np]
+        count, length = self.table.count_np[slots_np].max(), self.table.length_np[slots_np].max()
+        one = int(count * length) * (self.num_positions + int(length) - 1)
+        at_once = max(1, ALIGNED_AT_ONCE // one)
+        return np.split(chosen_np, range(at_once, len(chosen_np), at_once))
+
+    def most_bytes(self) -> int:
+        """Return how much memory the words of a full step take at most, outside of the table."""
+        num_slots, alignments = len(self.table.count_np), self.num_positions + MAX_WORD_TOKENS - 1
+        pairs = num_slots * alignments * most_words()
+        return TENSORS_AT_ONCE * ALIGNED_AT_ONCE + pairs * 2 * torch.int32.itemsize
+
+    def _tokens_before(self, slots_R: Tensor, count: int) -> Tensor:
+        """Return the `count` tokens left of each canvas, int64 ``[R, count]``."""
+        index_RL = self.states.start_N[slots_R][:, None] - count
+        index_RL = index_RL + torch.arange(count, device=index_RL.device)
+        tokens = self.req_states.all_token_ids.gpu[slots_R[:, None], index_RL.clamp_min(0)]
+        return tokens.to(torch.int64).where(index_RL >= 0, OUTSIDE)
+
+    def _completing_ids(self, words: StepWords, tokens_RC: Tensor, source_RC: Tensor) -> BannedIds:
+        """Return the ids that fill the only hole in a sequence, with the row that predicts it."""
+        words_RWL, mask_id = words.words_RWL, self.states.config.mask_token_id
+        window_RA1L, equal, used = _align(words, tokens_RC)
+        hole = used & (window_RA1L == mask_id)
+        single_RAW = (hole.sum(-1) == 1) & ((equal | hole) == used).all(-1)
+        place_RAW = hole.to(torch.int8).argmax(dim=-1)
+        token_RAW = words_RWL[:, None].expand_as(hole).gather(3, place_RAW[..., None])[..., 0]
+        # Alignment a, offset k is canvas position a + k - (L - 1).
+        alignment_A1 = torch.arange(hole.shape[1], device=source_RC.device)[:, None]
+        position_RAW = place_RAW + alignment_A1 - (words_RWL.shape[2] - 1)
+        inside_RAW = (position_RAW >= 0) & (position_RAW < source_RC.shape[1])
+        position_RAW = position_RAW.clamp(0, source_RC.shape[1] - 1)
+        row_RX = source_RC.gather(1, position_RAW.flatten(1))
+        # What completes nothing falls on the mask token, which is banned everywhere.
+        token_RAW = token_RAW.where(single_RAW & inside_RAW, mask_id)
+        return BannedIds(row_RX.flatten().to(torch.int32), token_RAW.flatten())
+
+    def apply(self, logits_TV: Tensor, rows_T: Tensor) -> None:
+        """Ban the ids that were found, in the rows `rows_T` of the step."""
+        if not len(rows_T):
+            return
+        for row, token in self._banned:
+            local = torch.searchsorted(rows_T, row.to(rows_T.dtype)).clamp_max(len(rows_T) - 1)
+            here = rows_T[local] == row
+            # Pairs of other rows fall on the mask token, too.
+            flat = local * logits_TV.shape[1] + token.where(here, self.states.config.mask_token_id)
+            logits_TV.view(-1).index_fill_(0, flat, NEGATIVE_INFINITY)
+
+    def withhold(self, canvas: Canvas, proposal: Proposal, unmask_RC: Tensor) -> Tensor:
+        """Take back the last new position of every sequence that this step would complete.
+
+        To take back an edit restores the token that was there, which may complete another
+        sequence: then all edits of the request are taken back.
+        """
+        for words in self._step:
+            which_R = words.which_R
+            asked_RC, tokens_RC = unmask_RC[which_R], canvas.tokens_RC[which_R]
+            token_RC = proposal.token_RC[which_R]
+            kept_RC = _kept(words, tokens_RC, token_RC, asked_RC)
+            edits_RC = asked_RC & (tokens_RC != self.states.config.mask_token_id)
+            reverts_R1 = (edits_RC & ~kept_RC).any(dim=1, keepdim=True)
+            without_RC = _kept(words, tokens_RC, token_RC, asked_RC & ~edits_RC)
+            left_RC = torch.where(reverts_R1, without_RC, kept_RC)
+            unmask_RC = unmask_RC.index_copy(0, which_R, left_RC)
+        return unmask_RC
+
+
+def most_words() -> int:
+    """Return how many words of several tokens a request can have."""
+    return min(envs.VLLM_MAX_NUM_BAD_WORDS, MAX_WORDS_TOKENS // 2)
+
+
+def _align(words: StepWords, tokens_RC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Lay every word along every alignment of the text around the canvas.
+
+    Returns the tokens of each alignment ``[R, A, 1, L]``, where they equal a word's, and where the
+    word has tokens, both bool ``[R, A, W, L]``.
+    """
+    _, words_RWL, before_RL = words
+    length = words_RWL.shape[2]
+    after_RL = tokens_RC.new_full((len(tokens_RC), length - 1), OUTSIDE)
+    text = torch.cat([before_RL, tokens_RC, after_RL], dim=1)
+    window_RA1L = text.unfold(1, length, 1)[:, :, None, :]
+    words_R1WL = words_RWL[:, None]
+    used = (words_R1WL != UNUSED).expand(-1, window_RA1L.shape[1], -1, -1)
+    return window_RA1L, (window_RA1L == words_R1WL) & used, used
+
+
+def _kept(words: StepWords, tokens_RC: Tensor, token_RC: Tensor, unmask_RC: Tensor) -> Tensor:
+    """Return the positions to write that complete no sequence, or are not its last new one."""
+    tokens_RC = torch.where(unmask_RC, token_RC, tokens_RC)
+    _, equal, used = _align(words, tokens_RC)
+    complete_RAW = (equal == used).all(-1) & used.any(-1)
+    length = used.shape[3]
+    pad = length - 1
+    new = torch.nn.functional.pad(unmask_RC, (pad, pad)).unfold(1, length, 1)
+    new_RAWL = new[:, :, None, :] & used & complete_RAW[..., None]
+    offset_L = torch.arange(1, length + 1, device=unmask_RC.device, dtype=torch.int8)
+    last_RAW = (new_RAWL * offset_L).amax(dim=-1)
+    take_back_RAL = (last_RAW[..., None] == offset_L).any(dim=2)
+    dropped_RC = torch.zeros(
+        len(unmask_RC), unmask_RC.shape[1] + 2 * pad, dtype=torch.bool, device=unmask_RC.device
+    )
+    for offset in range(length):
+        dropped_RC[:, offset : offset + take_back_RAL.shape[1]] |= take_back_RAL[:, :, offset]
+    return unmask_RC & ~dropped_RC[:, pad : pad + unmask_RC.shape[1]]
