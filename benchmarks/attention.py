@@ -103,8 +103,12 @@ class Batch:
         width = -(-(point.context + self.span) // page)
         self.table = torch.randperm(requests * width, device="cuda", dtype=torch.int32)
         self.table = self.table.view(requests, width)
-        self.bounds = torch.arange(requests + 1, device="cuda", dtype=torch.int32) * self.span
-        stops = (torch.arange(self.span, device="cuda") // point.block + 1) * point.block
+        self.bounds = (
+            torch.arange(requests + 1, device="cuda", dtype=torch.int32) * self.span
+        )
+        stops = (
+            torch.arange(self.span, device="cuda") // point.block + 1
+        ) * point.block
         self.seen = (self.start[:, None] + stops).flatten().to(torch.int32)
         layers = min(32, -(-COLD_BYTES // point.kv_bytes))
         shape = (layers, requests * width, kv_heads, page, 2 * self.head)
@@ -139,7 +143,9 @@ class Batch:
         cache = self.caches[0][pages.flatten()]
         if not distinct:
             halves = cache.flatten(0, 1).split(self.head, -1)
-            cache = torch.empty_like(cache.transpose(1, 2), memory_format=torch.contiguous_format)
+            cache = torch.empty_like(
+                cache.transpose(1, 2), memory_format=torch.contiguous_format
+            )
             slots = torch.arange(len(halves[0]), device=pages.device)
             store_kv(*halves, *split_cache(cache, self.head), slots)
         keys, values = split_cache(cache, self.head)
@@ -148,9 +154,19 @@ class Batch:
         )
         rows = rows.flatten()
         out = torch.empty_like(self.query[rows])
-        bounds = torch.arange(len(requests) + 1, device="cuda", dtype=torch.int32) * self.span
+        bounds = (
+            torch.arange(len(requests) + 1, device="cuda", dtype=torch.int32)
+            * self.span
+        )
         attend_spans(
-            *(self.query[rows], self.fresh[0][rows], self.fresh[1][rows], keys, values, bounds),
+            *(
+                self.query[rows],
+                self.fresh[0][rows],
+                self.fresh[1][rows],
+                keys,
+                values,
+                bounds,
+            ),
             *(
                 self.start[requests],
                 self.seen[rows],
@@ -173,7 +189,14 @@ def fused(batch: Batch, **constants):
 
     def call(layer: int) -> None:
         attend_spans(
-            *(batch.query, *batch.fresh, *caches[layer], batch.bounds, batch.start, batch.seen),
+            *(
+                batch.query,
+                *batch.fresh,
+                *caches[layer],
+                batch.bounds,
+                batch.start,
+                batch.seen,
+            ),
             *(batch.table, batch.head**-0.5, batch.out, batch.span, units),
             **constants,
         )
@@ -189,7 +212,13 @@ def fa(batch: Batch, splits: int):
 
     def call(layer: int) -> None:
         flash_attn_varlen_func(
-            *(batch.query, *caches[layer], batch.point.block, batch.start_loc, batch.reach),
+            *(
+                batch.query,
+                *caches[layer],
+                batch.point.block,
+                batch.start_loc,
+                batch.reach,
+            ),
             seqused_k=batch.sequence_keys,
             block_table=batch.sequence_table,
             causal=False,
@@ -211,7 +240,14 @@ def triton(batch: Batch):
 
     def call(layer: int) -> None:
         unified_attention(
-            *(batch.query, *caches[layer], batch.out, batch.start_loc, length, batch.sequence_keys),
+            *(
+                batch.query,
+                *caches[layer],
+                batch.out,
+                batch.start_loc,
+                length,
+                batch.sequence_keys,
+            ),
             *(batch.reach, batch.head**-0.5, False, (-1, -1), batch.sequence_table, 0),
             *(None, ones, ones),
         )
@@ -234,7 +270,13 @@ def cascade(batch: Batch):
 
     def call(layer: int) -> None:
         prefix, prefix_lse = flash_attn_varlen_func(
-            *(batch.query, *caches[layer], batch.span, batch.bounds, batch.point.context),
+            *(
+                batch.query,
+                *caches[layer],
+                batch.span,
+                batch.bounds,
+                batch.point.context,
+            ),
             seqused_k=batch.start,
             block_table=batch.table,
             return_softmax_lse=True,
@@ -260,7 +302,12 @@ def flex(batch: Batch):
     requests, longest = batch.point.requests, batch.table.shape[1] * batch.page
     seen = batch.seen.view(requests, batch.span)
     mask = create_block_mask(
-        lambda b, h, q, n: n < seen[b, q], requests, None, batch.span, longest, device="cuda"
+        lambda b, h, q, n: n < seen[b, q],
+        requests,
+        None,
+        batch.span,
+        longest,
+        device="cuda",
     )
     compiled = torch.compile(flex_attention, dynamic=False)
     query = batch.query.unflatten(0, (requests, -1)).transpose(1, 2).contiguous()
@@ -323,8 +370,13 @@ def run_variant(name: str, full: bool, page: int, splits: int) -> None:
         call(0)
         some = sorted({0, point.requests // 2, point.requests - 1})
         got = batch.out.unflatten(0, (-1, batch.span))[some]
-        error = (got.float() - batch.expected(some, distinct).float()).abs().max().item()
-        row = asdict(point) | {"variant": name, "error": error if error == error else None}
+        error = (
+            (got.float() - batch.expected(some, distinct).float()).abs().max().item()
+        )
+        row = asdict(point) | {
+            "variant": name,
+            "error": error if error == error else None,
+        }
         if error <= TOLERANCE:  # never true of NaN
             row["us"] = measure(call, len(batch.caches))
         print(json.dumps(row), flush=True)
@@ -339,8 +391,14 @@ def collect(
     for name in variants:
         command = [sys.executable, __file__, "--child", name, "--page", str(page)]
         command += ["--splits", str(splits)]
-        done = subprocess.run(command + ["--full"] * full, capture_output=True, text=True)
-        rows += [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        done = subprocess.run(
+            command + ["--full"] * full, capture_output=True, text=True
+        )
+        rows += [
+            json.loads(line)
+            for line in done.stdout.splitlines()
+            if line.startswith("{")
+        ]
         if done.returncode:
             died[name] = done.stderr.splitlines()[-3:]
             print(f"{name} died:", *died[name], sep="\n    ")
@@ -350,10 +408,14 @@ def collect(
 def main() -> int:
     """Print the table and the JSON line; 1 if a variant was wrong somewhere."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--full", action="store_true", help="every shape instead of a subset")
+    parser.add_argument(
+        "--full", action="store_true", help="every shape instead of a subset"
+    )
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--page", type=int, default=64, help="page size of `fused`")
-    parser.add_argument("--splits", type=int, default=0, help="of `fa`; 0: as it chooses")
+    parser.add_argument(
+        "--splits", type=int, default=0, help="of `fa`; 0: as it chooses"
+    )
     parser.add_argument("--out", type=Path, help="write the JSON line here too")
     parser.add_argument("--child", choices=VARIANTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -365,16 +427,26 @@ def main() -> int:
     bandwidth = copy_bandwidth()
     device = torch.cuda.get_device_name()
     print(f"{device}, torch {torch.__version__}, copy {bandwidth / 1e12:.2f} TB/s")
-    header = [*("model", "reqs", "blocks", "context", "block", "MB", "floor us"), *variants]
+    header = [
+        *("model", "reqs", "blocks", "context", "block", "MB", "floor us"),
+        *variants,
+    ]
     print(*(f"{title:>9}" for title in header))
-    times = {(row["variant"], *[row[k] for k in Point.__annotations__]): row for row in rows}
+    times = {
+        (row["variant"], *[row[k] for k in Point.__annotations__]): row for row in rows
+    }
     for point in points(options.full):
         key = astuple(point)
         cells = [times.get((name, *key), {}) for name in variants]
-        shown = [f"{c['us']:.1f}" if "us" in c else ("WRONG" if c else "-") for c in cells]
+        shown = [
+            f"{c['us']:.1f}" if "us" in c else ("WRONG" if c else "-") for c in cells
+        ]
         floor = point.bytes / bandwidth * 1e6
         print(
-            *(f"{cell:>9}" for cell in [*key, f"{point.bytes / 1e6:.1f}", f"{floor:.1f}", *shown])
+            *(
+                f"{cell:>9}"
+                for cell in [*key, f"{point.bytes / 1e6:.1f}", f"{floor:.1f}", *shown]
+            )
         )
     summary = {
         "benchmark": "attention",
@@ -382,7 +454,10 @@ def main() -> int:
         "torch": torch.__version__,
         "splits": options.splits,
         "copy_bytes_per_s": bandwidth,
-        "points": [asdict(p) | {"bytes": p.bytes, "flops": p.flops} for p in points(options.full)],
+        "points": [
+            asdict(p) | {"bytes": p.bytes, "flops": p.flops}
+            for p in points(options.full)
+        ],
         "rows": rows,
         "died": died,
     }

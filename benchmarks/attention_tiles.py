@@ -19,10 +19,19 @@ from dllm_plugin.kernels.paged_attention.kernel import Tile, choose_splits, choo
 
 def tune(page: int) -> None:
     """Time the fused kernel over tiles (rows, keys, warps, stages) and splits; print the best."""
-    shapes = [(32, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 8, 3), (128, 64, 8, 3)]
+    shapes = [
+        (32, 64, 4, 3),
+        (64, 64, 4, 3),
+        (64, 64, 4, 4),
+        (64, 128, 8, 3),
+        (128, 64, 8, 3),
+    ]
     shapes += [(128, 64, 8, 4), (128, 128, 8, 3), (32, 128, 4, 3), (16, 64, 4, 4)]
     units = torch.cuda.get_device_properties(0).multi_processor_count
-    grid = [*product(HEADS, (1, 16, 64), (1, 4), (1024,)), *product(HEADS, (1,), (1,), (8192,))]
+    grid = [
+        *product(HEADS, (1, 16, 64), (1, 4), (1024,)),
+        *product(HEADS, (1,), (1,), (8192,)),
+    ]
     for point in (Point(*row) for row in grid):
         batch, times = Batch(point, page, True), {}
         group = batch.query.shape[1] // batch.fresh.shape[2]
@@ -39,9 +48,13 @@ def tune(page: int) -> None:
                 continue
             times[shape, splits] = measure(call, len(batch.caches))
         best = sorted(times, key=times.get)[:4]
-        shown = [f"{shape} x {splits}: {times[shape, splits]:.1f}" for shape, splits in best]
+        shown = [
+            f"{shape} x {splits}: {times[shape, splits]:.1f}" for shape, splits in best
+        ]
         print(
-            *astuple(point), f"default {default[0]} x {default[1]}: {times[default]:.1f}", end=" | "
+            *astuple(point),
+            f"default {default[0]} x {default[1]}: {times[default]:.1f}",
+            end=" | ",
         )
         print(*shown, sep=" | ", flush=True)
 

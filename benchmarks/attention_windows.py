@@ -21,13 +21,17 @@ def time_point(requests: int, context: int, width: int, model: str) -> dict[str,
     """Return the microseconds of each form, checked against the reference."""
     found = {}
     for name, blocks in (("one", 1), ("fa", 2), ("cascade", 2)):
-        batch = Batch(Point(model, requests, blocks, context, width // blocks), 16, False)
+        batch = Batch(
+            Point(model, requests, blocks, context, width // blocks), 16, False
+        )
         call = cascade(batch) if name == "cascade" else fa(batch, 0)
         call(0)
         some = sorted({0, requests - 1})
         got = batch.out.unflatten(0, (-1, batch.span))[some]
         error = (got.float() - batch.expected(some, False).float()).abs().max().item()
-        found[name] = measure(call, len(batch.caches)) if error <= TOLERANCE else float("nan")
+        found[name] = (
+            measure(call, len(batch.caches)) if error <= TOLERANCE else float("nan")
+        )
         del batch, call
     return found
 
@@ -37,14 +41,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=HEADS, default="llada")
     model, rows = parser.parse_args().model, []
-    print(f"{'context':>8} {'requests':>8} {'width':>6} {'one':>8} {'fa':>8} {'cascade':>8}  us")
+    print(
+        f"{'context':>8} {'requests':>8} {'width':>6} {'one':>8} {'fa':>8} {'cascade':>8}  us"
+    )
     for context, requests, width in product(CONTEXTS, REQUESTS, WIDTHS):
         found = time_point(requests, context, width, model)
         rows.append({"context": context, "requests": requests, "width": width} | found)
         times = " ".join(f"{found[name]:>8.1f}" for name in ("one", "fa", "cascade"))
         print(f"{context:>8} {requests:>8} {width:>6} {times}", flush=True)
     device = torch.cuda.get_device_name()
-    print(json.dumps({"benchmark": "attention windows", "device": device, "rows": rows}))
+    print(
+        json.dumps({"benchmark": "attention windows", "device": device, "rows": rows})
+    )
 
 
 if __name__ == "__main__":

@@ -32,7 +32,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "top_k": {"temperature": 0.8, "seed": 1, "top_k": 20},
     "min_p": {"temperature": 0.8, "seed": 1, "min_p": 0.1},
     "logprobs 20": {"logprobs": 20},
-    "bad_words": {"bad_words": [f"{a}{b}{c}" for a in "abcd" for b in "efgh" for c in "ijkl"]},
+    "bad_words": {
+        "bad_words": [f"{a}{b}{c}" for a in "abcd" for b in "efgh" for c in "ijkl"]
+    },
     "logit_bias": {"logit_bias": {i: 0.5 for i in range(10, 300)}},
     "allowed_token_ids": {"allowed_token_ids": list(range(10, 250))},
     "min_tokens": {"min_tokens": 20, "ignore_eos": False},
@@ -52,7 +54,10 @@ def real_sized(folder: Path, vocab_size: int) -> str:
     config = json.loads((TINY / "config.json").read_text())
     config |= {"vocab_size": vocab_size, "embedding_size": vocab_size}
     (folder / "config.json").write_text(json.dumps(config))
-    tensors, generator = load_file(TINY / "model.safetensors"), torch.Generator().manual_seed(0)
+    tensors, generator = (
+        load_file(TINY / "model.safetensors"),
+        torch.Generator().manual_seed(0),
+    )
     for name, tensor in tensors.items():
         if name.endswith(("wte.weight", "transformer.ff_out.weight")):
             more = vocab_size - len(tensor), tensor.shape[1]
@@ -67,11 +72,15 @@ def wish(kind: dict[str, Any]) -> Any:
     from vllm import SamplingParams
 
     given = {"temperature": 0.0, "ignore_eos": True} | kind
-    extra = {"dllm_threshold": 1.0} | {k: given.pop(k) for k in list(given) if k[:5] == "dllm_"}
+    extra = {"dllm_threshold": 1.0} | {
+        k: given.pop(k) for k in list(given) if k[:5] == "dllm_"
+    }
     return SamplingParams(max_tokens=TOKENS, extra_args=extra, **given)
 
 
-def decode(llm: Any, kind: dict[str, Any] | None) -> tuple[list[list[int]], list[float]]:
+def decode(
+    llm: Any, kind: dict[str, Any] | None
+) -> tuple[list[list[int]], list[float]]:
     """Return the neighbours' tokens, and seconds of each step in which all requests decode."""
     engine = llm.llm_engine
     kinds = [{}] * NEIGHBOURS + ([] if kind is None else [kind])
@@ -104,16 +113,22 @@ def measure(llm: Any, repeats: int) -> list[dict[str, Any]]:
             beside += seconds
         times = 1e3 * median(before), 1e3 * median(beside)
         rows.append({"kind": name, "alone_ms": times[0], "beside_ms": times[1]})
-        print(f"{name:<20}{times[0]:>10.2f}{times[1]:>10.2f}{times[1] / times[0]:>10.2f}")
+        print(
+            f"{name:<20}{times[0]:>10.2f}{times[1]:>10.2f}{times[1] / times[0]:>10.2f}"
+        )
     return rows
 
 
 def main() -> None:
     """Print the table and one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--vocab", type=int, help="size of the vocabulary of a tiny model")
+    parser.add_argument(
+        "--vocab", type=int, help="size of the vocabulary of a tiny model"
+    )
     parser.add_argument("--canvas", type=int, default=32, help="positions of a canvas")
-    parser.add_argument("--repeats", type=int, default=2, help="how often each kind is decoded")
+    parser.add_argument(
+        "--repeats", type=int, default=2, help="how often each kind is decoded"
+    )
     arguments = parser.parse_args()
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
     from vllm import LLM
@@ -137,7 +152,10 @@ def main() -> None:
         print(f"{'beside one with':<20}{'alone ms':>10}{'beside ms':>10}{'times':>10}")
         rows = measure(llm, arguments.repeats)
         llm.llm_engine.engine_core.shutdown()
-    about = {"benchmark": "neighbours", "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
+    about = {
+        "benchmark": "neighbours",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+    }
     about |= {"vocab": arguments.vocab or "bundled", "canvas": arguments.canvas}
     print(json.dumps(about | {"rows": rows}))
 

@@ -38,7 +38,10 @@ from dllm_plugin.state.canvas_states import CanvasStates
 DEVICE = torch.device("cuda")
 SEED = 0
 CACHE_BYTES = 256 << 20  # several times the second-level cache
-FAMILIES = {"LLaDA": ("LLaDAModelLM", 126464, 126336), "Dream": ("DreamModel", 152064, 151666)}
+FAMILIES = {
+    "LLaDA": ("LLaDAModelLM", 126464, 126336),
+    "Dream": ("DreamModel", 152064, 151666),
+}
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "entropy+margin": {"temperature": 0.0, "want_ranking": True},
@@ -76,7 +79,9 @@ def copy_bandwidth() -> float:
     return 2 * source.numel() * 2 / ms * 1e3
 
 
-def measure_rows(rows: int, vocab: int, programs: int, bandwidth: float) -> list[dict[str, Any]]:
+def measure_rows(
+    rows: int, vocab: int, programs: int, bandwidth: float
+) -> list[dict[str, Any]]:
     """Time every mode at one size."""
     size = rows * vocab * 2
     buffers = max(1, -(-CACHE_BYTES // size))
@@ -94,16 +99,23 @@ def measure_rows(rows: int, vocab: int, programs: int, bandwidth: float) -> list
 
         def kernel(i: int, options: dict = options, sampling: Any = sampling) -> Any:
             x = logits[i % buffers]
-            return confidence.propose_rows(x, slots, 5, sampling, programs=programs, **options)
+            return confidence.propose_rows(
+                x, slots, 5, sampling, programs=programs, **options
+            )
 
         def plain(i: int, options: dict = options, sampling: Any = sampling) -> None:
             for low in range(0, rows, 256):
                 some = slice(low, low + 256)
                 few = sampling and sampling._replace(offset_T=slots[some])
-                reference.propose_rows(logits[i % buffers][some], slots[some], 5, few, **options)
+                reference.propose_rows(
+                    logits[i % buffers][some], slots[some], 5, few, **options
+                )
 
         few = sampling and sampling._replace(offset_T=slots[:256])
-        got, want = kernel(0), reference.propose_rows(logits[0][:256], slots[:256], 5, few)
+        got, want = (
+            kernel(0),
+            reference.propose_rows(logits[0][:256], slots[:256], 5, few),
+        )
         equal = bool(torch.equal(got.token_T[:256], want.token_T))
         kernel_ms = graph_ms(kernel, inner)
         reference_ms = graph_ms(plain, 1, repeats=3)
@@ -126,7 +138,12 @@ class Bench:
     """Hold a sampler on real states with endless requests; `prepare` makes a step's batch."""
 
     def __init__(
-        self, family: str, strategy: str, most_requests: int, canvas: int, compiles: bool
+        self,
+        family: str,
+        strategy: str,
+        most_requests: int,
+        canvas: int,
+        compiles: bool,
     ) -> None:
         architecture, self.vocab, mask = FAMILIES[family]
         block = min(32, canvas)
@@ -140,7 +157,9 @@ class Bench:
             get_vocab_size=lambda: self.vocab,
             hf_config=SimpleNamespace(eos_token_id=2),
         )
-        req_states = RequestState(most_requests, model_len, most_rows, canvas, self.vocab, DEVICE)
+        req_states = RequestState(
+            most_requests, model_len, most_rows, canvas, self.vocab, DEVICE
+        )
         self.states = CanvasStates(config, model_config, req_states.draft_tokens)
         self.sampling = SamplingStates(most_requests, self.vocab)
         owner = SimpleNamespace(req_states=req_states, sampling_states=self.sampling)
@@ -169,11 +188,21 @@ class Bench:
         )
 
     def _add(self, slot: int) -> None:
-        params = SamplingParams(max_tokens=4096, ignore_eos=True, seed=SEED, extra_args={})
+        params = SamplingParams(
+            max_tokens=4096, ignore_eos=True, seed=SEED, extra_args={}
+        )
         params.update_from_generation_config({}, 2)
         prompt = list(range(100, 356))
         data = NewRequestData(
-            f"r{slot}", prompt, [], params, None, ((),), 0, None, prefill_token_ids=prompt
+            f"r{slot}",
+            prompt,
+            [],
+            params,
+            None,
+            ((),),
+            0,
+            None,
+            prefill_token_ids=prompt,
         )
         self.states.add_request(slot, data)
         self.sampler.add_request(slot, params)
@@ -194,7 +223,9 @@ class Bench:
             idx_mapping=device(slots),
             idx_mapping_np=slots,
             expanded_idx_mapping=device(np.repeat(slots, canvas)),
-            expanded_local_pos=device(np.tile(np.arange(canvas, dtype=np.int32), requests)),
+            expanded_local_pos=device(
+                np.tile(np.arange(canvas, dtype=np.int32), requests)
+            ),
             num_scheduled_tokens=lengths,
             num_tokens=total,
             num_tokens_after_padding=total,
@@ -255,15 +286,21 @@ class Bench:
 def main() -> None:
     """Print both tables and the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rows", type=int, nargs="*", default=[32, 128, 512, 2048, 8192])
+    parser.add_argument(
+        "--rows", type=int, nargs="*", default=[32, 128, 512, 2048, 8192]
+    )
     parser.add_argument("--requests", type=int, nargs="*", default=[1, 16, 64, 256])
     parser.add_argument("--canvas", type=int, nargs="*", default=[32, 128])
     parser.add_argument("--families", nargs="*", default=list(FAMILIES))
     parser.add_argument("--strategies", nargs="*", default=["d2f", "block_diffusion"])
-    parser.add_argument("--programs", type=int, nargs="*", default=[confidence.PROGRAMS])
+    parser.add_argument(
+        "--programs", type=int, nargs="*", default=[confidence.PROGRAMS]
+    )
     parser.add_argument("--tile", type=int, default=confidence.TILE)
     parser.add_argument("--warps", type=int, default=confidence.NUM_WARPS)
-    parser.add_argument("--uncompiled", action="store_true", help="the step as it is without")
+    parser.add_argument(
+        "--uncompiled", action="store_true", help="the step as it is without"
+    )
     options = parser.parse_args()
     confidence.TILE, confidence.NUM_WARPS = options.tile, options.warps
     torch.manual_seed(SEED)
@@ -293,7 +330,9 @@ def main() -> None:
     calls = []
     kinds = itertools.product(options.families, options.strategies, options.canvas)
     for family, strategy, canvas in kinds:
-        bench = Bench(family, strategy, max(options.requests), canvas, not options.uncompiled)
+        bench = Bench(
+            family, strategy, max(options.requests), canvas, not options.uncompiled
+        )
         for requests, temperature in itertools.product(options.requests, (0.0, 0.7)):
             bench.prepare(requests, temperature)
             row = bench.measure()

@@ -37,7 +37,9 @@ def write_tokenizer(config: Config, folder: Path) -> str:
     pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces += [f"w{i}" for i in range(len(pieces), size)]
     pieces[config["eos_token_id"]] = "<eos>"
-    tokenizer = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[])
+    )
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken("<eos>", special=True)])
     folder.mkdir()
@@ -59,7 +61,9 @@ def start(shapes: str, requests: int, share: float | None, scratch: Path) -> Any
         "max_num_seqs": requests,
         "max_num_batched_tokens": max(8192, length + 32 * requests),
         "worker_extension_cls": EXTENSION,
-        "additional_config": {"dllm": {"strategy": "block_diffusion", "policy": "low_confidence"}},
+        "additional_config": {
+            "dllm": {"strategy": "block_diffusion", "policy": "low_confidence"}
+        },
     }
     if not torch.cuda.is_available():
         options |= {"kv_cache_memory_bytes": 1 << 28, "gpu_memory_utilization": 0.2}
@@ -81,7 +85,9 @@ def is_valid(text: str, schema: Any) -> bool:
     return bool(Draft202012Validator(schema).is_valid(value))
 
 
-def measure(llm: Any, prompts: list[list[int]], constrained: int, way: str) -> dict[str, Any]:
+def measure(
+    llm: Any, prompts: list[list[int]], constrained: int, way: str
+) -> dict[str, Any]:
     """Decode all prompts; of those with odd numbers the first `constrained` have a grammar."""
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
@@ -113,7 +119,9 @@ def measure(llm: Any, prompts: list[list[int]], constrained: int, way: str) -> d
             elif output.request_id in held and output.finished:
                 # Not vLLM's text, which holds what stands in front if a random prompt is no UTF-8.
                 ids = output.outputs[0].token_ids
-                texts[output.request_id] = tokenizer.decode(ids, skip_special_tokens=True)
+                texts[output.request_id] = tokenizer.decode(
+                    ids, skip_special_tokens=True
+                )
     valid = [is_valid(texts[name], schema) for name, schema in held.items()]
     return {
         "grammar": way,
@@ -132,7 +140,9 @@ def main() -> None:
     parser.add_argument("--shapes", choices=sorted(SHAPES), default="llada-8b")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--constrained", default="0,1,8,32")
-    parser.add_argument("--grammar", choices=["drafts", "automaton", "both"], default="drafts")
+    parser.add_argument(
+        "--grammar", choices=["drafts", "automaton", "both"], default="drafts"
+    )
     parser.add_argument("--gpu-memory-utilization", type=float)
     args = parser.parse_args()
     grid = [int(n) for n in args.constrained.split(",")]
@@ -149,14 +159,24 @@ def main() -> None:
             # The largest first compiles the grammars; each number of rows may compile kernels.
             for constrained in sorted(set(grid), reverse=True):
                 began = time.perf_counter()
-                measure(llm, [prompts.take(INPUT) for _ in range(args.requests)], constrained, way)
+                measure(
+                    llm,
+                    [prompts.take(INPUT) for _ in range(args.requests)],
+                    constrained,
+                    way,
+                )
                 seconds = time.perf_counter() - began
-                print(f"warmed up, {way}, {constrained} held: {seconds:.0f} s", flush=True)
+                print(
+                    f"warmed up, {way}, {constrained} held: {seconds:.0f} s", flush=True
+                )
             for constrained in grid:
                 batch = [prompts.take(INPUT) for _ in range(args.requests)]
                 row = measure(llm, batch, constrained, way)
                 rows.append(row)
-                shown = {k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}
+                shown = {
+                    k: round(v, 2) if isinstance(v, float) else v
+                    for k, v in row.items()
+                }
                 print(json.dumps(shown), flush=True)
         stop_engine(llm)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"

@@ -25,7 +25,9 @@ from dllm_plugin.commands.problems.generator import (
     problem,
 )
 
-OWN_FORM = r"([^\n#{}]+\n){1,6}#### -?[0-9]{1,6}"  # what the model was trained to answer
+OWN_FORM = (
+    r"([^\n#{}]+\n){1,6}#### -?[0-9]{1,6}"  # what the model was trained to answer
+)
 MAX_TOKENS = 160
 
 
@@ -56,14 +58,22 @@ def from_own_form(text: str) -> int | None:
 
 
 def measure(
-    llm: Any, problems: list[Any], grammar: dict[str, Any] | None, read: Any, **options: Any
+    llm: Any,
+    problems: list[Any],
+    grammar: dict[str, Any] | None,
+    read: Any,
+    **options: Any,
 ) -> Any:
     """Decode all problems in one batch; return a row of the table."""
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
     asked = None if grammar is None else StructuredOutputsParams(**grammar)
-    options |= {"temperature": 0.0, "max_tokens": MAX_TOKENS, "structured_outputs": asked}
+    options |= {
+        "temperature": 0.0,
+        "max_tokens": MAX_TOKENS,
+        "structured_outputs": asked,
+    }
     params = SamplingParams(**options)
     counts = llm.llm_engine.engine_core.engine_core.scheduler.grammar_counts
     before = dict(vars(counts))
@@ -98,8 +108,14 @@ def mixed(llm: Any, problems: list[Any], grammars: list[Any]) -> dict[str, float
 
     rates = {}
     ways = {"free": [None], "drafts": grammars, "automaton": grammars}
-    for name, given in (*ways.items(), *ways.items()):  # the first time kernels may be compiled
-        engine, counts = llm.llm_engine, llm.llm_engine.engine_core.engine_core.scheduler
+    for name, given in (
+        *ways.items(),
+        *ways.items(),
+    ):  # the first time kernels may be compiled
+        engine, counts = (
+            llm.llm_engine,
+            llm.llm_engine.engine_core.engine_core.scheduler,
+        )
         spent = counts.grammar_counts.seconds
         texts = [
             llm.get_tokenizer().apply_chat_template(
@@ -110,7 +126,9 @@ def mixed(llm: Any, problems: list[Any], grammars: list[Any]) -> dict[str, float
         for i, text in enumerate(texts):
             grammar = given[i // 2 % len(given)] if i % 2 else None
             asked = None if grammar is None else StructuredOutputsParams(**grammar)
-            params = SamplingParams(temperature=0.0, max_tokens=64, structured_outputs=asked)
+            params = SamplingParams(
+                temperature=0.0, max_tokens=64, structured_outputs=asked
+            )
             if grammar is not None:
                 params.extra_args = {"dllm_grammar": name}
             engine.add_request(str(i), {"prompt": text}, params)
@@ -122,7 +140,9 @@ def mixed(llm: Any, problems: list[Any], grammars: list[Any]) -> dict[str, float
                     tokens += len(output.outputs[0].token_ids)
                     last = time.perf_counter() - began
         rates[f"free tokens/s beside {name}"] = tokens / last
-        rates[f"host ms/step beside {name}"] = 1e3 * (counts.grammar_counts.seconds - spent) / steps
+        rates[f"host ms/step beside {name}"] = (
+            1e3 * (counts.grammar_counts.seconds - spent) / steps
+        )
     return rates
 
 
@@ -133,30 +153,46 @@ def main() -> None:
     limit = parser.parse_args().limit
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     problems = [problem(seed) for seed in eval_seeds(limit)]
-    dllm = {"strategy": "d2f", "lora_path": default_model.adapter_path(), "threshold": 0.9}
+    dllm = {
+        "strategy": "d2f",
+        "lora_path": default_model.adapter_path(),
+        "threshold": 0.9,
+    }
     llm = start(dllm, "float32")
     asked, schema = [ask_in_json(one) for one in problems], {"json": ANSWER_SCHEMA}
     own_form = {"regex": OWN_FORM}
-    drafts, automaton = ({"extra_args": {"dllm_grammar": way}} for way in ("drafts", "automaton"))
+    drafts, automaton = (
+        {"extra_args": {"dllm_grammar": way}} for way in ("drafts", "automaton")
+    )
     for way in (drafts, automaton):  # compiles the grammars
         measure(llm, problems[:4], schema, from_json, **way)
         measure(llm, problems[:4], own_form, from_own_form, **way)
     rows = {
         "free text": measure(llm, problems, None, extract_answer),
-        "its own form, drafts": measure(llm, problems, own_form, from_own_form, **drafts),
-        "its own form, automaton": measure(llm, problems, own_form, from_own_form, **automaton),
+        "its own form, drafts": measure(
+            llm, problems, own_form, from_own_form, **drafts
+        ),
+        "its own form, automaton": measure(
+            llm, problems, own_form, from_own_form, **automaton
+        ),
         "JSON, no grammar": measure(llm, asked, None, from_json),
         "JSON": measure(llm, asked, schema, from_json, **drafts),
         # Who asks for log-probabilities has every token chosen.
-        "JSON, no forced text": measure(llm, asked, schema, from_json, logprobs=1, **drafts),
+        "JSON, no forced text": measure(
+            llm, asked, schema, from_json, logprobs=1, **drafts
+        ),
         "JSON, automaton": measure(llm, asked, schema, from_json, **automaton),
         "JSON, not asked for": measure(llm, problems, schema, from_json, **drafts),
-        "not asked for, automaton": measure(llm, problems, schema, from_json, **automaton),
+        "not asked for, automaton": measure(
+            llm, problems, schema, from_json, **automaton
+        ),
     }
     small = [{"json": schema} for schema in eight_schemas()]
     for grammar in small:  # compiles them
         for way in (drafts, automaton):
-            measure(llm, problems[:1], grammar, lambda text: len(json.loads(text)), **way)
+            measure(
+                llm, problems[:1], grammar, lambda text: len(json.loads(text)), **way
+            )
     beside = mixed(llm, problems[:64], small)
     stop_engine(llm)
     columns = list(rows["JSON"])
@@ -165,7 +201,12 @@ def main() -> None:
         print(f"{name:<26}" + "".join(f"{row[column]:>20.3f}" for column in columns))
     print("\n".join(f"{name}: {value:.1f}" for name, value in beside.items()))
     machine = f"{platform.machine()}, {os.cpu_count()} cores"
-    print(json.dumps({"benchmark": "structured_output", "machine": machine, "rows": rows} | beside))
+    print(
+        json.dumps(
+            {"benchmark": "structured_output", "machine": machine, "rows": rows}
+            | beside
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -149,7 +149,11 @@ def best_widths(costs: StepCosts, canvases: Canvases) -> np.ndarray:
         total = np.full(1, masks + round(gained[count - 1]))
         reads = READS if total[0] > load.requests else 1.0
         keys = round(load.context * load.requests * reads)
-        ms = costs.step(int(total[0]), 1, 0) + costs.step(1, 1, keys) - costs.step(1, 1, 0)
+        ms = (
+            costs.step(int(total[0]), 1, 0)
+            + costs.step(1, 1, keys)
+            - costs.step(1, 1, 0)
+        )
         if gained[count - 1] / ms > best:
             best, found = gained[count - 1] / ms, fed
     return found
@@ -158,14 +162,18 @@ def best_widths(costs: StepCosts, canvases: Canvases) -> np.ndarray:
 def main() -> None:
     """Print both beside each other, for requests that are alike and for others."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--costs", type=Path, help="a JSON line of bench map (default: the model)")
+    parser.add_argument(
+        "--costs", type=Path, help="a JSON line of bench map (default: the model)"
+    )
     parser.add_argument("--acceptance", default="0.91:2.5")
     parser.add_argument("--requests", default="8,64,128,256")
     parser.add_argument("--context", type=int, default=640)
     parser.add_argument("--shifted", action="store_true", help="as Dream's rows")
     args = parser.parse_args()
     p0, lam = read_acceptance(args.acceptance)
-    costs = MODEL if args.costs is None else read_costs(json.loads(args.costs.read_text()))
+    costs = (
+        MODEL if args.costs is None else read_costs(json.loads(args.costs.read_text()))
+    )
     widths = [w for w in WIDTHS if 1 + (not args.shifted) <= w <= 32]
     print(
         f"{'requests':>8} {'spread':>6} {'one width':>10} {'width':>5} {'own':>8} {'mean':>6} gain"

@@ -18,11 +18,16 @@ def drawn(p0: float, lam: float, seed: int, device: torch.device) -> "Rule":
     calls = torch.full((), seed, dtype=torch.int64, device=device)
 
     def rule(
-        plan: "StepPlan", canvas: "Canvas", proposal: "Proposal", settings: "PolicySettings"
+        plan: "StepPlan",
+        canvas: "Canvas",
+        proposal: "Proposal",
+        settings: "PolicySettings",
     ) -> Tensor:
         candidates_RC = plan.candidates_RC
         rank_RC = candidates_RC.cumsum(dim=1) - 1
-        take_RC = candidates_RC & (_uniform(calls, rank_RC) < p0 * torch.exp(-rank_RC / lam))
+        take_RC = candidates_RC & (
+            _uniform(calls, rank_RC) < p0 * torch.exp(-rank_RC / lam)
+        )
         calls.add_(1)
         stuck_R1 = ~take_RC.any(dim=1, keepdim=True)
         return take_RC | (candidates_RC & (rank_RC == 0) & stuck_R1)

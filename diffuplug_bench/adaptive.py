@@ -30,7 +30,10 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 BY_LOAD, BLOCKS, NO_WIDTHS = "by load", "blocks", "none"
-WARMUP_PROMPT, WARMUP_TOKENS = 512, 32  # at most, of requests that only warm an engine up
+WARMUP_PROMPT, WARMUP_TOKENS = (
+    512,
+    32,
+)  # at most, of requests that only warm an engine up
 
 
 def run(args: argparse.Namespace, command: Sequence[str]) -> int:
@@ -47,14 +50,20 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
     widths = [] if args.adaptive == "off" else _widths(args.widths or FIXED)
     is_dummy, args.mode = args.shapes is not None, LIKE
     if args.acceptance is not None and not is_dummy:
-        raise ValueError("--acceptance needs --shapes: a checkpoint accepts by its confidence")
+        raise ValueError(
+            "--acceptance needs --shapes: a checkpoint accepts by its confidence"
+        )
     accepted = read_acceptance(args.acceptance or EXAMPLE) if is_dummy else None
     if args.tokens_per_forward is not None:
-        raise ValueError("--tokens-per-forward follows from --acceptance here: leave it out")
+        raise ValueError(
+            "--tokens-per-forward follows from --acceptance here: leave it out"
+        )
     args.tokens_per_forward = 1.0 if is_dummy else None
     settings = settings_of(args)
     if "hf" in settings.versus or settings.versus and not is_dummy:
-        raise ValueError("--vs ar is the one baseline here, and it needs --shapes: leave --vs out")
+        raise ValueError(
+            "--vs ar is the one baseline here, and it needs --shapes: leave --vs out"
+        )
     canvas = settings.canvas[0]
     if len(settings.canvas) > 1 or max(widths, default=1) > canvas:
         raise ValueError(
@@ -83,7 +92,9 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
                 teaches = rest == BY_LOAD and width is None and n == grid[0]
                 done = _serve(llm, settings, asks, n, width, teaches)
                 rows.append(_row(n, width or rest, done))
-                progress.done(f"{n} requests, {_named(width or rest)}", json.dumps(rows[-1]))
+                progress.done(
+                    f"{n} requests, {_named(width or rest)}", json.dumps(rows[-1])
+                )
         line |= {"engine": engines.describe(llm), "acceptance": accepted}
         stop_engine(llm)
         del llm  # the next start takes what is still there out of collections
@@ -142,7 +153,9 @@ class _Asks:
         self.settings, self.is_real = settings, model.is_real
         self.prompts, self.llm = Prompts(model.config, settings.seed), llm
 
-    def take(self, count: int, width: int | None, only_warms: bool = False) -> list[Ask]:
+    def take(
+        self, count: int, width: int | None, only_warms: bool = False
+    ) -> list[Ask]:
         """Return so many requests of a fixed width, or of widths by load."""
         settings = self.settings
         most = WARMUP_TOKENS if only_warms else settings.output_len
@@ -174,10 +187,16 @@ def _serve(
 
 
 def _plain(
-    settings: Settings, model: Model, length: int, scratch: Path, progress: report.Progress
+    settings: Settings,
+    model: Model,
+    length: int,
+    scratch: Path,
+    progress: report.Progress,
 ) -> dict[int, float]:
     """Return the tokens per second of plain vLLM, by requests at once."""
-    llm = engines.start_autoregressive(settings, model, length, scratch, not engines.on_cpu())
+    llm = engines.start_autoregressive(
+        settings, model, length, scratch, not engines.on_cpu()
+    )
     progress.done("engine start, plain vLLM")
     asks, rates = _Asks(settings, model, llm), {}
     for n in settings.requests:
@@ -214,7 +233,9 @@ def _row(n: int, width: int | str, run: Run) -> dict[str, Any]:
 
 def _table(rows: list[dict[str, Any]]) -> str:
     """Return the rows as text."""
-    lines = [f"{'requests':>8} {'width':>8} {'tokens/s':>10} {'/forward':>9} {'by AR':>6}"]
+    lines = [
+        f"{'requests':>8} {'width':>8} {'tokens/s':>10} {'/forward':>9} {'by AR':>6}"
+    ]
     for row in rows:
         plain = f"{row['speedup_vs_ar']:.2f}" if "speedup_vs_ar" in row else "-"
         lines.append(

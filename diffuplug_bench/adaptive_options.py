@@ -23,10 +23,18 @@ def add_mode(modes: Any) -> None:
     parser.add_argument(
         "--widths", help=f"fixed ones beside those by load, or none (default: {FIXED})"
     )
-    parser.add_argument("--acceptance", help="with --shapes, p0:lambda (default: 0.9:2.5)")
-    parser = modes.add_parser(MAP, help="for which loads diffusion is faster than left to right")
+    parser.add_argument(
+        "--acceptance", help="with --shapes, p0:lambda (default: 0.9:2.5)"
+    )
+    parser = modes.add_parser(
+        MAP, help="for which loads diffusion is faster than left to right"
+    )
     add_options(parser, MAP)
-    parser.add_argument("--contexts", default="512,2048,8192,32768", help="tokens of each request")
-    parser.add_argument("--widths", default=WIDTHS, help="to choose from, beside the canvas")
+    parser.add_argument(
+        "--contexts", default="512,2048,8192,32768", help="tokens of each request"
+    )
+    parser.add_argument(
+        "--widths", default=WIDTHS, help="to choose from, beside the canvas"
+    )
     parser.add_argument("--acceptance", help="p0:lambda (default: 0.9:2.5)")
     parser.add_argument("--picture", type=Path, help="draw the map as a PNG")

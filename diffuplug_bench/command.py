@@ -10,7 +10,15 @@ from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
-from diffuplug_bench import engines, floor, gate, published_loops, report, step, throughput_latency
+from diffuplug_bench import (
+    engines,
+    floor,
+    gate,
+    published_loops,
+    report,
+    step,
+    throughput_latency,
+)
 from diffuplug_bench.engines import Model, Prompts
 from diffuplug_bench.model_shapes import Sizes, autoregressive_config
 from diffuplug_bench.request_loop import Answer
@@ -19,10 +27,14 @@ from dllm_plugin.commands.offline import stop_engine
 from dllm_plugin.config.cuda_graphs import warm_up_context
 
 Result = TypeVar("Result")
-MOST_POSITIONS = 16384  # of a step whose floor is timed; larger ones take time in proportion
+MOST_POSITIONS = (
+    16384  # of a step whose floor is timed; larger ones take time in proportion
+)
 
 
-def run(settings: Settings, command: Sequence[str], reference: Path | None = None) -> int:
+def run(
+    settings: Settings, command: Sequence[str], reference: Path | None = None
+) -> int:
     """Run gate, floor, engines and baselines; return 1 if the gate is red.
 
     Args:
@@ -42,7 +54,10 @@ def run(settings: Settings, command: Sequence[str], reference: Path | None = Non
             progress.done(f"gate, canvas {canvas}", verdicts[-1].sentence)
             if not verdicts[-1].green:
                 line |= {"gate": "red", "problem": verdicts[-1].sentence}
-                line |= {"gates": [v.record for v in verdicts], "seconds": progress.seconds}
+                line |= {
+                    "gates": [v.record for v in verdicts],
+                    "seconds": progress.seconds,
+                }
                 print(json.dumps(line))
                 return 1
         line["gates"] = [verdict.record for verdict in verdicts]
@@ -82,15 +97,21 @@ def _measure(
         result["engines"].append(engines.describe(llm))
         progress.done(f"engine start, canvas {canvas}")
         if settings.measures_steps:
-            rows = step.measure(llm, settings, canvas, prompts, partial(report.tell, "step"))
+            rows = step.measure(
+                llm, settings, canvas, prompts, partial(report.tell, "step")
+            )
             steps += [step.add_floor(row, limit, sizes) for row in rows]
             progress.done(f"steps, canvas {canvas}", report.table_of("step", steps))
             if settings.profile:
                 traces += step.profile(llm, settings, canvas, prompts, rows, scratch)
-                progress.done(f"profile, canvas {canvas}", report.table_of("profile", traces))
+                progress.done(
+                    f"profile, canvas {canvas}", report.table_of("profile", traces)
+                )
         if settings.request_modes:
             tell = partial(report.tell, "served")
-            served += throughput_latency.measure(llm, settings, model, canvas, prompts, tell)
+            served += throughput_latency.measure(
+                llm, settings, model, canvas, prompts, tell
+            )
             found = report.table_of("served", [row for row, _ in served])
             progress.done(f"requests, canvas {canvas}", found)
         stop_engine(llm)
@@ -102,8 +123,12 @@ def _measure(
         progress.done("engine start, plain vLLM")
         result["ar"] = {"engine": engines.describe(llm)}
         if settings.measures_steps:
-            ar_steps = result["ar"]["step"] = step.measure_autoregressive(llm, settings, prompts)
-        ar_served = result["ar"]["served"] = throughput_latency.measure_autoregressive(llm, served)
+            ar_steps = result["ar"]["step"] = step.measure_autoregressive(
+                llm, settings, prompts
+            )
+        ar_served = result["ar"]["served"] = throughput_latency.measure_autoregressive(
+            llm, served
+        )
         stop_engine(llm)
         progress.done("plain vLLM", _of_both(settings, compiled))
     published = None
@@ -126,7 +151,9 @@ def _measure(
 def _measure_floor(settings: Settings, model: Model, sizes: Sizes) -> floor.Floor:
     """Measure the floor at every number of positions that a step of the grid may compute."""
     if settings.measured.full_attention:
-        rows = max(max(settings.grid_requests(c)) * settings.block(c) for c in settings.canvas)
+        rows = max(
+            max(settings.grid_requests(c)) * settings.block(c) for c in settings.canvas
+        )
         most = max(settings.requests) * _length(settings, model)
         wanted = floor.Wanted((), (min(most, MOST_POSITIONS), rows))
         return in_own_process(floor.measure, sizes, wanted, *_device(settings))
@@ -140,11 +167,16 @@ def _measure_floor(settings: Settings, model: Model, sizes: Sizes) -> floor.Floo
     return in_own_process(floor.measure, sizes, wanted, *_device(settings))
 
 
-def _measure_published(settings: Settings, model: Model, prompts: Prompts) -> list[dict[str, Any]]:
+def _measure_published(
+    settings: Settings, model: Model, prompts: Prompts
+) -> list[dict[str, Any]]:
     device = _device(settings)
     if model.is_bundled:
         return in_own_process(
-            published_loops.measure_bundled, settings.rounds, settings.output_len, *device
+            published_loops.measure_bundled,
+            settings.rounds,
+            settings.output_len,
+            *device,
         )
     rates = sorted({1.0, settings.tokens_per_forward or 1.0})
     ask = prompts.take(settings.input_len)
@@ -174,7 +206,9 @@ def _length(settings: Settings, model: Model) -> int:
     lengths = [warm_up_context(canvas) for canvas in settings.canvas]
     lengths += [step.context_needed(settings)] if settings.measures_steps else []
     lengths += (
-        [throughput_latency.context_needed(settings, model)] if settings.request_modes else []
+        [throughput_latency.context_needed(settings, model)]
+        if settings.request_modes
+        else []
     )
     return max(lengths)
 

@@ -16,7 +16,12 @@ from diffuplug_bench.request_loop import Ask
 from diffuplug_bench.settings import Settings
 from diffuplug_bench.worker_extension import EXTENSION, fill_weights
 from dllm_plugin import default_model
-from dllm_plugin.commands.offline import BUNDLED_MEMORY, check_folder, one_sentence, start_engine
+from dllm_plugin.commands.offline import (
+    BUNDLED_MEMORY,
+    check_folder,
+    one_sentence,
+    start_engine,
+)
 from dllm_plugin.models import ARCHITECTURES
 
 if TYPE_CHECKING:
@@ -25,7 +30,9 @@ if TYPE_CHECKING:
 
 DUMMY = {"load_format": "dummy", "skip_tokenizer_init": True}
 RESOLVED = ("compile_step", "vocab_parallel", "commit_alone_from", "kv_cache_layout")
-DEFAULT_CANVASES = 64  # for more at once, an engine does not raise vLLM's token budget of a step
+DEFAULT_CANVASES = (
+    64  # for more at once, an engine does not raise vLLM's token budget of a step
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,9 @@ def find_model(settings: Settings, scratch: Path) -> Model:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
     if settings.shapes is not None:
         config = SHAPES[settings.shapes]
-        return Model(write_config(config, scratch / settings.shapes), config, is_real=False)
+        return Model(
+            write_config(config, scratch / settings.shapes), config, is_real=False
+        )
     from transformers import AutoConfig
 
     import dllm_plugin
@@ -87,7 +96,9 @@ def check_compilation(settings: Settings) -> None:
     except ValueError as error:
         raise ValueError(f"--compilation-config: {one_sentence(error)}") from error
     except KeyError as error:  # vLLM looks the name up in an enumeration
-        raise ValueError(f"--compilation-config: {error} is unknown to vLLM.") from error
+        raise ValueError(
+            f"--compilation-config: {error} is unknown to vLLM."
+        ) from error
 
 
 def _common(settings: Settings, length: int, at_once: int) -> dict[str, Any]:
@@ -111,7 +122,11 @@ def _common(settings: Settings, length: int, at_once: int) -> dict[str, Any]:
 
 
 def start_ours(
-    settings: Settings, model: Model, canvas: int, length: int, trace: Path | None = None
+    settings: Settings,
+    model: Model,
+    canvas: int,
+    length: int,
+    trace: Path | None = None,
 ) -> "LLM":
     """Start our engine for canvases of `canvas` positions in a context of `length`."""
     return start(settings, options_of_ours(settings, model, canvas, length, trace))
@@ -125,18 +140,26 @@ def with_dtype(settings: Settings, model: Model, length: int) -> Settings:
     from vllm.engine.arg_utils import EngineArgs
 
     options = options_of_ours(settings, model, settings.canvas[0], length)
-    return replace(settings, dtype=_dtype_of(EngineArgs(**options).create_engine_config()))
+    return replace(
+        settings, dtype=_dtype_of(EngineArgs(**options).create_engine_config())
+    )
 
 
 def options_of_ours(
-    settings: Settings, model: Model, canvas: int, length: int, trace: Path | None = None
+    settings: Settings,
+    model: Model,
+    canvas: int,
+    length: int,
+    trace: Path | None = None,
 ) -> dict[str, Any]:
     """Return keyword arguments of ``vllm.LLM`` for our engine."""
     most = max(settings.grid_requests(canvas))
     options = _common(settings, length, most) | {"model": model.path}
     options["additional_config"] = {"dllm": settings.dllm(canvas)}
     if settings.measured.full_attention:
-        options["cudagraph_metrics"] = True  # the positions of each step, in its message
+        options["cudagraph_metrics"] = (
+            True  # the positions of each step, in its message
+        )
     if not model.is_real:
         options |= DUMMY
     if settings.attention_backend is not None:
@@ -176,7 +199,9 @@ def start_autoregressive(
     """
     config = autoregressive_config(model.config)
     folder = write_config(config, scratch / "autoregressive")
-    options = _common(settings, length, max(settings.requests)) | {"model": folder} | DUMMY
+    options = (
+        _common(settings, length, max(settings.requests)) | {"model": folder} | DUMMY
+    )
     if on_cpu() and not compiled:
         options["enforce_eager"] = True
     return start(settings, options)
@@ -196,7 +221,10 @@ def describe(llm: "LLM") -> dict[str, Any]:
 
     config = llm.llm_engine.vllm_config
     backend, compilation = config.attention_config.backend, config.compilation_config
-    mode, compiles = compilation.cudagraph_mode, compilation.mode == CompilationMode.VLLM_COMPILE
+    mode, compiles = (
+        compilation.cudagraph_mode,
+        compilation.mode == CompilationMode.VLLM_COMPILE,
+    )
     return {
         "architecture": config.model_config.architecture,
         "dtype": _dtype_of(config),
@@ -208,7 +236,9 @@ def describe(llm: "LLM") -> dict[str, Any]:
         "attention_backend": backend.name if backend else "vLLM's choice",
         "cudagraph_mode": mode.name if mode else "NONE",
         "cudagraph_capture_sizes": compilation.cudagraph_capture_sizes,
-        "compilation_mode": compilation.mode.name if compilation.mode is not None else "NONE",
+        "compilation_mode": compilation.mode.name
+        if compilation.mode is not None
+        else "NONE",
         # Only vLLM's own compilation compiles for single sizes.
         "compile_sizes": (compilation.compile_sizes or []) if compiles else [],
         "kv_cache_tokens": (config.cache_config.num_gpu_blocks or 0)
@@ -232,7 +262,9 @@ class Prompts:
     def __init__(self, config: Config, seed: int) -> None:
         special = {config.get("mask_token_id"), config.get("eos_token_id")}
         self._random = random.Random(seed)
-        self._top = min(i for i in [*special, config["vocab_size"]] if isinstance(i, int))
+        self._top = min(
+            i for i in [*special, config["vocab_size"]] if isinstance(i, int)
+        )
 
     def take(self, length: int) -> list[int]:
         """Return token ids below every special token."""

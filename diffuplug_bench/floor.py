@@ -57,7 +57,9 @@ class Floor:
     layers_ms: dict[int, float] = field(default_factory=dict)
     head_ms: dict[int, float] = field(default_factory=dict)
 
-    def step_ms(self, sizes: Sizes, positions: int, kv_positions: int) -> tuple[float, float]:
+    def step_ms(
+        self, sizes: Sizes, positions: int, kv_positions: int
+    ) -> tuple[float, float]:
         """Return milliseconds of the GEMMs of `positions`, and of reading `kv_positions` of KV."""
         kv_bytes = sizes.kv_bytes(kv_positions, self.kv_item_bytes)
         return self.gemm_ms[positions], 1e3 * kv_bytes / self.copy_bytes_per_s
@@ -88,14 +90,18 @@ class Wanted:
 
 
 @torch.inference_mode()
-def measure(sizes: Sizes, wanted: Wanted, device_name: str, dtype: torch.dtype) -> Floor:
+def measure(
+    sizes: Sizes, wanted: Wanted, device_name: str, dtype: torch.dtype
+) -> Floor:
     """Time copies and GEMMs."""
     forgo_workspace()  # as engines do
     device = torch.device(device_name)
     rate = _copy_rate(device)
     weights = _weights(sizes, device, dtype)
 
-    def timed(layers: list[list[Tensor]], counts: Iterable[int]) -> dict[int, tuple[float, float]]:
+    def timed(
+        layers: list[list[Tensor]], counts: Iterable[int]
+    ) -> dict[int, tuple[float, float]]:
         found = {}
         for count in counts:
             run, work = _forward(sizes, layers, count)
@@ -138,7 +144,9 @@ def _copy_rate(device: torch.device) -> float:
     return 2 * source.numel() / _seconds(lambda: target.copy_(source), device)
 
 
-def _weights(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> list[list[Tensor]]:
+def _weights(
+    sizes: Sizes, device: torch.device, dtype: torch.dtype
+) -> list[list[Tensor]]:
     """Create weights per layer, then of the head: ``[N, K]``, of experts ``[experts, N, K]``."""
 
     def random(*shape: int) -> Tensor:
@@ -151,7 +159,9 @@ def _weights(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> list[lis
             layers[-1] += [random(*shape) for shape in sizes.mlp_gemms(sizes.inner)]
             continue
         shared = sizes.mlp_gemms(sizes.shared_experts * sizes.expert_inner)
-        layers[-1] += [random(*shape) for shape in [(sizes.experts, sizes.width), *shared]]
+        layers[-1] += [
+            random(*shape) for shape in [(sizes.experts, sizes.width), *shared]
+        ]
         experts = sizes.mlp_gemms(sizes.expert_inner)
         layers[-1] += [random(sizes.experts, *shape) for shape in experts]
     return [*layers, [random(sizes.vocab, sizes.width)]]
@@ -167,7 +177,9 @@ def _forward(
     def buffer(role: str, *shape: int) -> Tensor:
         like, key = weights[0][0], (role, *shape)
         if key not in scratch:
-            scratch[key] = torch.empty(shape, device=like.device, dtype=like.dtype).normal_()
+            scratch[key] = torch.empty(
+                shape, device=like.device, dtype=like.dtype
+            ).normal_()
         return scratch[key]
 
     hit, rows = _experts_hit(sizes, count)
@@ -175,9 +187,17 @@ def _forward(
         outputs, inputs = weight.shape[-2:]
         if weight.dim() == 3:
             used = weight[:hit].transpose(1, 2)
-            calls.append((buffer("in", hit, rows, inputs), used, buffer("out", hit, rows, outputs)))
+            calls.append(
+                (
+                    buffer("in", hit, rows, inputs),
+                    used,
+                    buffer("out", hit, rows, outputs),
+                )
+            )
         else:
-            calls.append((buffer("in", count, inputs), weight.t(), buffer("out", count, outputs)))
+            calls.append(
+                (buffer("in", count, inputs), weight.t(), buffer("out", count, outputs))
+            )
 
     def run() -> None:
         for x, w, out in calls:
@@ -212,7 +232,9 @@ def _seconds(run: Callable[[], Any], device: torch.device) -> float:
         while len(stamps) < 4 or stamps[-1] - stamps[0] < SECONDS:
             run()
             stamps.append(time.perf_counter())
-        return statistics.median(b - a for a, b in zip(stamps, stamps[1:], strict=False))
+        return statistics.median(
+            b - a for a, b in zip(stamps, stamps[1:], strict=False)
+        )
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def group(calls: int) -> float:

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from dllm_plugin.commands.problems.generator import Problem
 
 PROBLEMS = 4
-SINGLE_BLOCK_FROM = PROBLEMS - 1  # requests at once from which a step computes one block of each
+SINGLE_BLOCK_FROM = (
+    PROBLEMS - 1
+)  # requests at once from which a step computes one block of each
 BLOCKS = 2
 LEAST_TOKENS = 64
 CONTEXT = 512
@@ -46,8 +48,12 @@ def check(settings: Settings, canvas: int, reference: Path | None = None) -> Ver
     Args:
         reference: folder of the weights that the reference reads; default: the engine's.
     """
-    expected, prompts = _decode_reference(settings, canvas, reference or Path(default_model.path()))
-    runs, chosen = _decode_engine(settings, canvas, prompts, answer_length(settings, canvas))
+    expected, prompts = _decode_reference(
+        settings, canvas, reference or Path(default_model.path())
+    )
+    runs, chosen = _decode_engine(
+        settings, canvas, prompts, answer_length(settings, canvas)
+    )
     got = [answer.token_ids for run in runs for answer in run.answers]
     per_variant = len(got) // len(settings.variants)  # several runs of each, perhaps
     wrong = [
@@ -100,9 +106,13 @@ def _positions_per_forward(run: Run) -> float:
 def _compilation(settings: Settings) -> dict[str, Any]:
     """Return vLLM's compilation config without sizes, which are those of larger batches."""
     sizes = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
-    kept = {k: v for k, v in (settings.compilation_config or {}).items() if k not in sizes}
+    kept = {
+        k: v for k, v in (settings.compilation_config or {}).items() if k not in sizes
+    }
     if kept.get("compile_sizes"):
-        kept["compile_sizes"] = [size for size in kept["compile_sizes"] if isinstance(size, str)]
+        kept["compile_sizes"] = [
+            size for size in kept["compile_sizes"] if isinstance(size, str)
+        ]
     return kept
 
 
@@ -157,10 +167,17 @@ def _block_causal(
     from dllm_plugin.reference.small_model import Shape, load_weights
 
     is_d2f = settings.measured.by_confidence
-    weights = load_weights(folder, Path(default_model.adapter_path()) if is_d2f else None)
+    weights = load_weights(
+        folder, Path(default_model.adapter_path()) if is_d2f else None
+    )
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    length, block = answer_length(settings, canvas_length), settings.block(canvas_length)
-    canvas = decoding.make_canvas(weights, Shape.load(folder), tokenizer, problems, length, block)
+    length, block = (
+        answer_length(settings, canvas_length),
+        settings.block(canvas_length),
+    )
+    canvas = decoding.make_canvas(
+        weights, Shape.load(folder), tokenizer, problems, length, block
+    )
     tokens_BC, _ = (decoding.d2f if is_d2f else decoding.block_diffusion)(canvas)
     answers: list[list[int]] = tokens_BC.tolist()
     return answers
@@ -216,7 +233,9 @@ def _decode_engine(
         dllm |= {"lora_path": default_model.adapter_path(), "threshold": 0.9}
     else:
         dllm |= {"policy": "low_confidence"}
-    context = max(CONTEXT, warm_up_context(canvas), max(map(len, prompts)) + length + canvas)
+    context = max(
+        CONTEXT, warm_up_context(canvas), max(map(len, prompts)) + length + canvas
+    )
     # Triton's default for float32 GEMMs is tf32, whose rounding changes tokens at near ties.
     is_given = "TRITON_F32_DEFAULT" in os.environ
     os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
@@ -234,11 +253,17 @@ def _decode_engine(
     )
     chosen = describe(llm)
     runs = [
-        serve(llm, [asking_for(Ask(p, {"max_tokens": length}), variant) for p in prompts], n)
+        serve(
+            llm,
+            [asking_for(Ask(p, {"max_tokens": length}), variant) for p in prompts],
+            n,
+        )
         for variant in settings.variants
         for n in at_once
     ]
     stop_engine(llm)
     if not is_given:
-        del os.environ["TRITON_F32_DEFAULT"]  # the measurement runs as it would without a gate
+        del os.environ[
+            "TRITON_F32_DEFAULT"
+        ]  # the measurement runs as it would without a gate
     return runs, chosen

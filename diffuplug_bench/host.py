@@ -78,7 +78,9 @@ def run(
     _measure(llm, clock, 1, max_tokens)  # warm-up
     rows = [_measure(llm, clock, count, max_tokens) for count in requests]
     machine = installation()
-    print(f"{machine['hardware']}; vLLM {machine['vllm']}, torch {machine['torch']}, seed {seed}")
+    print(
+        f"{machine['hardware']}; vLLM {machine['vllm']}, torch {machine['torch']}, seed {seed}"
+    )
     print(
         f"{'requests':>8} {'steps':>6} {'host ms':>8} {'forward ms':>11} {'step ms':>8}  (median)"
     )
@@ -101,7 +103,9 @@ def run(
     return 0
 
 
-def _measure(llm: "LLM", clock: ForwardClock, requests: int, max_tokens: int) -> dict[str, Any]:
+def _measure(
+    llm: "LLM", clock: ForwardClock, requests: int, max_tokens: int
+) -> dict[str, Any]:
     """Return median times of the steps in which all `requests` were denoised."""
     from vllm import SamplingParams
 
@@ -120,7 +124,9 @@ def _measure(llm: "LLM", clock: ForwardClock, requests: int, max_tokens: int) ->
             steps.append((total, clock.seconds - seconds))
     steps = steps[1:]  # the prompt
     if not steps:
-        raise ValueError(f"no denoising step to measure: raise --max-tokens above {max_tokens}")
+        raise ValueError(
+            f"no denoising step to measure: raise --max-tokens above {max_tokens}"
+        )
     return {
         "requests": requests,
         "steps": len(steps),

@@ -59,7 +59,9 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
     args.mode = "step"
     settings, contexts = settings_of(args), _contexts(args.contexts)
     if len(settings.canvas) > 1:
-        raise ValueError(f"--canvas must be one length, got {','.join(map(str, settings.canvas))}")
+        raise ValueError(
+            f"--canvas must be one length, got {','.join(map(str, settings.canvas))}"
+        )
     canvas = settings.canvas[0]
     widths = sorted({1, *_widths(args.widths, canvas)})
     engines.prepare()
@@ -73,7 +75,9 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
                 f"--contexts {max(contexts)} needs a context of {most} tokens, but the model has "
                 f"{sizes.context}: lower it."
             )
-        options = _options(settings, engines.options_of_ours(settings, model, canvas, most), canvas)
+        options = _options(
+            settings, engines.options_of_ours(settings, model, canvas, most), canvas
+        )
         llm = engines.start(settings, options)
         progress.done("engine start")
         steps: list[Step] = []
@@ -82,14 +86,20 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
             steps += [Step(*row) for row in timed]
             model_ms = modelled(steps, sizes, 2)
             new = slice(len(steps) - len(timed), None)
-            progress.done(f"steps of {n} requests", _steps_table(steps[new], model_ms[new]))
+            progress.done(
+                f"steps of {n} requests", _steps_table(steps[new], model_ms[new])
+            )
         line["engine"] = engines.describe(llm)
         shift = bool(_shifted(llm))
         stop_engine(llm)
     points = ratios(steps, accepted, shift, canvas, line["engine"]["kv_cache_tokens"])
     print(_points_table(points))
     if args.picture is not None:
-        draw(points, args.picture, f"{args.shapes}, acceptance {accepted[0]:g}:{accepted[1]:g}")
+        draw(
+            points,
+            args.picture,
+            f"{args.shapes}, acceptance {accepted[0]:g}:{accepted[1]:g}",
+        )
     line |= {"acceptance": accepted, "fixed_width": canvas}
     line |= {"steps": [step._asdict() for step in steps], "model_ms": model_ms}
     line |= {"map": [point._asdict() for point in points], "seconds": progress.seconds}
@@ -97,18 +107,31 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
     return 0
 
 
-def _options(settings: Settings, options: dict[str, Any], canvas: int) -> dict[str, Any]:
+def _options(
+    settings: Settings, options: dict[str, Any], canvas: int
+) -> dict[str, Any]:
     """Return the engine's options; on a GPU with room for graphs of the largest step.
 
     It serves nothing, so the graphs of its own are few: those of one narrow width.
     """
-    narrow = {"adaptive": "throughput", "min_window": 2, "max_window": 2, "block_length": canvas}
-    switches = settings.switches | {"strategy": settings.strategy, "canvas_length": canvas}
+    narrow = {
+        "adaptive": "throughput",
+        "min_window": 2,
+        "max_window": 2,
+        "block_length": canvas,
+    }
+    switches = settings.switches | {
+        "strategy": settings.strategy,
+        "canvas_length": canvas,
+    }
     options["additional_config"] = {"dllm": narrow | switches}
     most = max(settings.requests) * canvas
     options["max_num_batched_tokens"] = max(most + options["max_model_len"], 2048)
     if not engines.on_cpu() and settings.compilation_config is None:
-        graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, most]}
+        graphs = {
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": [1, most],
+        }
         options["compilation_config"] = graphs
     return options
 
@@ -116,14 +139,18 @@ def _options(settings: Settings, options: dict[str, Any], canvas: int) -> dict[s
 def _shifted(llm: Any) -> bool:
     from dllm_plugin.decoding.families import FAMILIES
 
-    shift: bool = FAMILIES[llm.llm_engine.vllm_config.model_config.architecture].logits_shift
+    shift: bool = FAMILIES[
+        llm.llm_engine.vllm_config.model_config.architecture
+    ].logits_shift
     return shift
 
 
 def _widths(text: str, canvas: int) -> list[int]:
     words = text.split(",")
     if not all(word.isdecimal() and 1 <= int(word) <= canvas for word in words):
-        raise ValueError(f"--widths must be whole numbers from 1 to {canvas}, got {text!r}")
+        raise ValueError(
+            f"--widths must be whole numbers from 1 to {canvas}, got {text!r}"
+        )
     return sorted({int(word) for word in words} | {canvas})
 
 
@@ -152,14 +179,20 @@ def weight_bytes(sizes: Sizes, item: int) -> WeightBytes:
 
     mixtures = sizes.layers - sizes.dense_layers if sizes.experts else 0
     one = mixtures * of(sizes.mlp_gemms(sizes.expert_inner))
-    dense = sizes.layers * of(sizes.attention_gemms) + 2 * item * sizes.vocab * sizes.width
+    dense = (
+        sizes.layers * of(sizes.attention_gemms) + 2 * item * sizes.vocab * sizes.width
+    )
     dense += (sizes.layers - mixtures) * of(sizes.mlp_gemms(sizes.inner))
     small = dense + (sizes.shared_experts + sizes.experts_per_token) * one
     return WeightBytes(small, one, sizes.experts, sizes.experts_per_token)
 
 
 def ratios(
-    steps: Sequence[Step], accepted: tuple[float, float], shift: bool, fixed: int, room: int
+    steps: Sequence[Step],
+    accepted: tuple[float, float],
+    shift: bool,
+    fixed: int,
+    room: int,
 ) -> list[Point]:
     """Return each load's tokens per second, by those of one position of each request."""
     ms = {(s.requests, s.context, s.width): s.ms for s in steps}
@@ -200,13 +233,17 @@ def draw(points: Sequence[Point], path: Path, title: str) -> None:
         for point in points:
             place = requests.index(point.requests), contexts.index(point.context)
             ratio, hatch = getattr(point, name), None if point.fits else "///"
-            colour = import_module("matplotlib").colormaps["RdYlGn"](float(colours(ratio)))
+            colour = import_module("matplotlib").colormaps["RdYlGn"](
+                float(colours(ratio))
+            )
             x, y = place[0] - 0.5, place[1] - 0.5
             shape = import_module("matplotlib.patches").Rectangle(
                 (x, y), 1, 1, facecolor=colour, edgecolor="white", hatch=hatch
             )
             panel.add_patch(shape)
-            text = f"{ratio:.2f}" + (f"\nwidth {point.width}" if name == "adaptive" else "")
+            text = f"{ratio:.2f}" + (
+                f"\nwidth {point.width}" if name == "adaptive" else ""
+            )
             panel.text(*place, text, ha="center", va="center", fontsize=8)
         panel.set(xlim=(-0.5, len(requests) - 0.5), ylim=(-0.5, len(contexts) - 0.5))
         panel.set_xticks(range(len(requests)), requests)
@@ -219,7 +256,9 @@ def draw(points: Sequence[Point], path: Path, title: str) -> None:
 
 def _steps_table(steps: Sequence[Step], model_ms: Sequence[float]) -> str:
     """Return the timed steps as text, beside the model's."""
-    lines = [f"{'requests':>8} {'width':>6} {'context':>8} {'ms':>9} {'model ms':>9} {'ratio':>6}"]
+    lines = [
+        f"{'requests':>8} {'width':>6} {'context':>8} {'ms':>9} {'model ms':>9} {'ratio':>6}"
+    ]
     for step, ms in zip(steps, model_ms, strict=True):
         lines.append(
             f"{step.requests:>8} {step.width:>6} {step.context:>8} {step.ms:>9.3f} {ms:>9.3f} "
@@ -230,7 +269,9 @@ def _steps_table(steps: Sequence[Step], model_ms: Sequence[float]) -> str:
 
 def _points_table(points: Sequence[Point]) -> str:
     """Return the map as text."""
-    lines = [f"{'requests':>8} {'context':>8} {'fixed':>7} {'adaptive':>9} {'width':>6}  by plain"]
+    lines = [
+        f"{'requests':>8} {'context':>8} {'fixed':>7} {'adaptive':>9} {'width':>6}  by plain"
+    ]
     for point in points:
         full = "" if point.fits else "  (the KV cache holds less)"
         lines.append(

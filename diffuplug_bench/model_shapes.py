@@ -11,7 +11,9 @@ from typing import Any
 Config = dict[str, Any]
 
 
-def _llada(width: int, layers: int, heads: int, inner: int, vocab: int, context: int) -> Config:
+def _llada(
+    width: int, layers: int, heads: int, inner: int, vocab: int, context: int
+) -> Config:
     return {
         "architectures": ["LLaDAModelLM"],
         "model_type": "llada",
@@ -86,7 +88,8 @@ SHAPES: dict[str, Config] = {
         "eos_token_id": 156892,
     },
     # For tests; takes seconds on a CPU.
-    "tiny": _llada(64, 2, 2, 128, 512, 4096) | {"mask_token_id": 500, "eos_token_id": 501},
+    "tiny": _llada(64, 2, 2, 128, 512, 4096)
+    | {"mask_token_id": 500, "eos_token_id": 501},
 }
 # Diffusion model type -> the autoregressive model of the same architecture.
 AUTOREGRESSIVE = {
@@ -157,7 +160,10 @@ class Sizes:
     def attention_gemms(self) -> list[tuple[int, int]]:
         """Return (outputs, inputs) of the merged QKV projection and of the output projection."""
         q_width = self.heads * self.head
-        return [(q_width + 2 * self.kv_heads * self.head, self.width), (self.width, q_width)]
+        return [
+            (q_width + 2 * self.kv_heads * self.head, self.width),
+            (self.width, q_width),
+        ]
 
     def mlp_gemms(self, inner: int) -> list[tuple[int, int]]:
         """Return (outputs, inputs) of the merged gate and up projection and of the down one."""
@@ -180,7 +186,9 @@ def autoregressive_config(config: Config) -> Config:
         )
     architecture, model_type = AUTOREGRESSIVE[kind]
     sizes = Sizes.of(config)
-    theta = config.get("rope_theta") or (config.get("rope_parameters") or {}).get("rope_theta")
+    theta = config.get("rope_theta") or (config.get("rope_parameters") or {}).get(
+        "rope_theta"
+    )
     return {
         "architectures": [architecture],
         "model_type": model_type,

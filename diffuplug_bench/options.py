@@ -30,9 +30,13 @@ def add_options(parser: argparse.ArgumentParser, mode: str) -> None:
     model = parser.add_mutually_exclusive_group(required=mode == WATCHED)
     model.add_argument("--shapes", choices=SHAPES, help="dummy weights of these shapes")
     if mode == WATCHED:
-        parser.add_argument("--watched", type=numbers, default=(1,), help="of them: 1,16")
+        parser.add_argument(
+            "--watched", type=numbers, default=(1,), help="of them: 1,16"
+        )
     elif mode != MAP:
-        model.add_argument("--model", help="folder or hub name (default: the bundled model)")
+        model.add_argument(
+            "--model", help="folder or hub name (default: the bundled model)"
+        )
         parser.add_argument("--threshold", type=float, help="with a checkpoint")
         parser.add_argument("--lora-path", help="D2F adapter of --model")
         parser.add_argument(
@@ -43,47 +47,74 @@ def add_options(parser: argparse.ArgumentParser, mode: str) -> None:
         help=f"{', '.join(MEASURED)} (default: block_diffusion; with an adapter d2f)",
     )
     if mode != "latency":
-        parser.add_argument("--requests", type=numbers, default=(1,), help="at once: 1,16,64")
+        parser.add_argument(
+            "--requests", type=numbers, default=(1,), help="at once: 1,16,64"
+        )
         if mode != MAP:
-            parser.add_argument("--max-positions", type=int, help="leave larger grid points out")
+            parser.add_argument(
+                "--max-positions", type=int, help="leave larger grid points out"
+            )
     parser.add_argument(
         "--canvas",
         type=numbers,
         help="positions: 32,128 (default: 32, d2f 128, full attention 256)",
     )
     if mode != MAP:
-        parser.add_argument("--block-length", type=int, help="default: 32, or half a canvas")
+        parser.add_argument(
+            "--block-length", type=int, help="default: 32, or half a canvas"
+        )
     if mode in ("step", "all"):
-        parser.add_argument("--context", type=int, help="default: 1024; of a checkpoint 256")
-        parser.add_argument("--profile", action="store_true", help="where a step's time goes")
+        parser.add_argument(
+            "--context", type=int, help="default: 1024; of a checkpoint 256"
+        )
+        parser.add_argument(
+            "--profile", action="store_true", help="where a step's time goes"
+        )
     if mode not in ("step", MAP):
         _add_served(parser, mode)
     parser.add_argument("--dtype", default="bfloat16", help="as in vLLM")
     parser.add_argument("--enforce-eager", action="store_true", help="as in vLLM")
-    for name, kind in (("gpu-memory-utilization", float), ("kv-cache-memory-bytes", int)):
+    for name, kind in (
+        ("gpu-memory-utilization", float),
+        ("kv-cache-memory-bytes", int),
+    ):
         parser.add_argument(f"--{name}", type=kind, help="as in vLLM")
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="as in vLLM")
-    parser.add_argument("--attention-backend", help="as in vLLM")
-    parser.add_argument("--compilation-config", type=_json, help="a JSON object, as in vLLM")
     parser.add_argument(
-        "--compile-step", action=argparse.BooleanOptionalAction, help="as the decode option"
+        "--tensor-parallel-size", type=int, default=1, help="as in vLLM"
+    )
+    parser.add_argument("--attention-backend", help="as in vLLM")
+    parser.add_argument(
+        "--compilation-config", type=_json, help="a JSON object, as in vLLM"
     )
     parser.add_argument(
-        "--vocab-parallel", action=argparse.BooleanOptionalAction, help="as the decode option"
+        "--compile-step",
+        action=argparse.BooleanOptionalAction,
+        help="as the decode option",
+    )
+    parser.add_argument(
+        "--vocab-parallel",
+        action=argparse.BooleanOptionalAction,
+        help="as the decode option",
     )
     parser.add_argument("--commit-alone-from", type=int, help="as the decode option")
     parser.add_argument("--kv-cache-layout", help="as the decode option")
     for name in REFRESHES if mode != MAP else ():
         option = f"--{name.replace('_', '-')}"
-        parser.add_argument(option, type=int, help="as the decode option, under full attention")
+        parser.add_argument(
+            option, type=int, help="as the decode option, under full attention"
+        )
     parser.add_argument("--seed", type=int, default=0)
 
 
 def _add_served(parser: argparse.ArgumentParser, mode: str) -> None:
     """Add the options of modes that serve whole requests."""
-    parser.add_argument("--input-len", type=int, help="default: 512; with a checkpoint, none")
+    parser.add_argument(
+        "--input-len", type=int, help="default: 512; with a checkpoint, none"
+    )
     parser.add_argument("--output-len", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=3, help="requests after one another")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="requests after one another"
+    )
     parser.add_argument("--tokens-per-forward", type=float, help="with --shapes")
     if mode in ("throughput", "latency", "all"):
         parser.add_argument(
@@ -134,7 +165,9 @@ def settings_of(args: argparse.Namespace) -> Settings:
     strategy = args.strategy or default_strategy(bool(lora) and not is_dummy)
     measured = MEASURED.get(strategy)
     if measured is None:
-        raise ValueError(f"--strategy {strategy} is unknown: use {', '.join(MEASURED)}.")
+        raise ValueError(
+            f"--strategy {strategy} is unknown: use {', '.join(MEASURED)}."
+        )
     settings = Settings(
         mode=args.mode,
         shapes=args.shapes,

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 STEPS = 16  # traced
-MOST_STEPS = 2 * STEPS  # in a trace: some are in flight when the profiler starts and stops
+MOST_STEPS = (
+    2 * STEPS
+)  # in a trace: some are in flight when the profiler starts and stops
 
 
 class Tracer:

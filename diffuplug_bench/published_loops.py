@@ -39,7 +39,9 @@ def build(config: Config, device: torch.device, dtype: torch.dtype) -> nn.Module
     values = autoregressive_config(config)
     hf_config = AutoConfig.for_model(values.pop("model_type"), **values)
     with device:
-        model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(
+            hf_config, dtype=dtype, attn_implementation="sdpa"
+        )
     return model.eval()
 
 
@@ -57,12 +59,19 @@ def bidirectional_logits(model: nn.Module) -> Logits:
     other_1T = tokens_1T.clone()
     other_1T[0, -1] = 0
     if torch.equal(logits(tokens_1T)[0, 0], logits(other_1T)[0, 0]):
-        raise ValueError("--vs hf: this transformers version attends causally: leave it out.")
+        raise ValueError(
+            "--vs hf: this transformers version attends causally: leave it out."
+        )
     return logits
 
 
 def llada(
-    logits: Logits, prompt: list[int], length: int, steps: int, mask_id: int, device: torch.device
+    logits: Logits,
+    prompt: list[int],
+    length: int,
+    steps: int,
+    mask_id: int,
+    device: torch.device,
 ) -> tuple[list[int], int]:
     """Decode block after block; each step unmasks the block's most confident positions."""
     tokens_1T = torch.full((1, len(prompt) + length), mask_id, device=device)
@@ -93,7 +102,12 @@ def _quotas(masked: int, steps: int) -> list[int]:
 
 
 def dream(
-    logits: Logits, prompt: list[int], length: int, steps: int, mask_id: int, device: torch.device
+    logits: Logits,
+    prompt: list[int],
+    length: int,
+    steps: int,
+    mask_id: int,
+    device: torch.device,
 ) -> tuple[list[int], int]:
     """Decode the whole canvas by time steps; logits at i predict position i + 1."""
     tokens_1T = torch.full((1, len(prompt) + length), mask_id, device=device)
@@ -105,7 +119,11 @@ def dream(
         (where,) = torch.nonzero(tokens_1T[0] == mask_id, as_tuple=True)
         confidence, best = torch.softmax(logits_1TV[0, where], -1).max(-1)
         left = len(where)
-        quota = left if step == steps - 1 else int(left * (1 - times[step + 1] / times[step]))
+        quota = (
+            left
+            if step == steps - 1
+            else int(left * (1 - times[step + 1] / times[step]))
+        )
         chosen = confidence.topk(quota).indices
         tokens_1T[0, where[chosen]] = best[chosen]
     return tokens_1T[0, len(prompt) :].tolist(), steps
@@ -125,14 +143,21 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Measure `length` tokens after `prompt`, once for each number of tokens per forward."""
     device = torch.device(device_name)
-    logits, loop = bidirectional_logits(build(config, device, dtype)), LOOPS[config["model_type"]]
+    logits, loop = (
+        bidirectional_logits(build(config, device, dtype)),
+        LOOPS[config["model_type"]],
+    )
     mask_id = config["mask_token_id"]
     loop(logits, prompt, length, 2, mask_id, device)  # warm-up
     rows = []
     for rate in rates:
         started = time.perf_counter()
-        tokens, forwards = loop(logits, prompt, length, round(length / rate), mask_id, device)
-        seconds = time.perf_counter() - started  # the loop has returned the tokens to the host
+        tokens, forwards = loop(
+            logits, prompt, length, round(length / rate), mask_id, device
+        )
+        seconds = (
+            time.perf_counter() - started
+        )  # the loop has returned the tokens to the host
         rows.append(_row(len(tokens), forwards, seconds) | {"input_len": len(prompt)})
     return rows
 
@@ -149,12 +174,19 @@ def measure_bundled(
     from dllm_plugin.reference.small_model import Shape, load_weights
 
     folder, device = Path(default_model.path()), torch.device(device_name)
-    weights = {name: tensor.to(device, dtype) for name, tensor in load_weights(folder).items()}
-    tokenizer, shape = Tokenizer.from_file(str(folder / "tokenizer.json")), Shape.load(folder)
+    weights = {
+        name: tensor.to(device, dtype) for name, tensor in load_weights(folder).items()
+    }
+    tokenizer, shape = (
+        Tokenizer.from_file(str(folder / "tokenizer.json")),
+        Shape.load(folder),
+    )
 
     def solve(seed: int) -> Any:
         problems = [problem(seed)]
-        canvas = decoding.make_canvas(weights, shape, tokenizer, problems, length, LLADA_BLOCK)
+        canvas = decoding.make_canvas(
+            weights, shape, tokenizer, problems, length, LLADA_BLOCK
+        )
         return decoding.score(decoding.semi_autoregressive, canvas, problems, tokenizer)
 
     seeds = list(eval_seeds(count))
@@ -162,7 +194,9 @@ def measure_bundled(
     started = time.perf_counter()
     scores = [solve(seed) for seed in seeds]
     seconds = time.perf_counter() - started
-    tokens, forwards = (sum(score[name] for score in scores) for name in ("tokens", "forwards"))
+    tokens, forwards = (
+        sum(score[name] for score in scores) for name in ("tokens", "forwards")
+    )
     accuracy = sum(score["accuracy"] for score in scores) / count
     return [_row(tokens, forwards, seconds) | {"accuracy": accuracy}]
 

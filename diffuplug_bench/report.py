@@ -33,7 +33,9 @@ class Progress:
         now = time.perf_counter()
         self.seconds[stage], self._last = now - self._last, now
         seconds = self.seconds[stage]
-        print(f"{stage}: {seconds:.0f} s", result, sep="\n" if result else "", flush=True)
+        print(
+            f"{stage}: {seconds:.0f} s", result, sep="\n" if result else "", flush=True
+        )
 
 
 def tell(name: str, row: Row) -> None:
@@ -60,7 +62,9 @@ def _hardware() -> Row:
     cpu = {"processor": processor(), "threads": torch.get_num_threads()}
     if current_platform.is_cpu():
         return cpu
-    devices = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    devices = _output(
+        "nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"
+    )
     names = [line.split(", ") for line in devices.splitlines()]
     return cpu | {
         "gpu": current_platform.get_device_name(),
@@ -99,7 +103,9 @@ def _commit() -> str | None:
     if not (root / ".git").exists():
         return None
     changed = _output("git", "-C", str(root), "status", "--porcelain", "-uno")
-    return _output("git", "-C", str(root), "rev-parse", "--short", "HEAD") + "+" * bool(changed)
+    return _output("git", "-C", str(root), "rev-parse", "--short", "HEAD") + "+" * bool(
+        changed
+    )
 
 
 def hash_of_sources(package: Path) -> str:
@@ -109,7 +115,10 @@ def hash_of_sources(package: Path) -> str:
     """
     total = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
-        for content in (path.relative_to(package).as_posix().encode(), path.read_bytes()):
+        for content in (
+            path.relative_to(package).as_posix().encode(),
+            path.read_bytes(),
+        ):
             # One digest each, so that text that moves between files changes the hash.
             total.update(hashlib.sha256(content).digest())
     return total.hexdigest()[:12]
@@ -117,7 +126,9 @@ def hash_of_sources(package: Path) -> str:
 
 def _output(*command: str) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, env=os.environ
+        )
     except FileNotFoundError:
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
@@ -128,10 +139,13 @@ def table_of(name: str, rows: Sequence[Row]) -> str:
     columns = COLUMNS[name].items()
     shown = {key: form for key, form in columns if any(key in row for row in rows)}
     lines = [list(shown)]
-    lines += [[_cell(row.get(key), form) for key, form in shown.items()] for row in rows]
+    lines += [
+        [_cell(row.get(key), form) for key, form in shown.items()] for row in rows
+    ]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     texts = [
-        "  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines
+        "  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)).rstrip()
+        for line in lines
     ]
     return "\n".join(texts)
 
@@ -142,15 +156,36 @@ def _cell(value: Any, form: str) -> str:
 
 COLUMNS = {
     "step": {
-        **{"requests": "d", "canvas": "d", "context": "d", "steps": "d", "step_ms": ".3f"},
+        **{
+            "requests": "d",
+            "canvas": "d",
+            "context": "d",
+            "steps": "d",
+            "step_ms": ".3f",
+        },
         **{"block_step_ms": ".3f"},
-        **{"tokens_per_forward": ".2f", "forwards_per_s": ".1f", "positions_per_token": ".1f"},
-        **{"gemm_ms": ".3f", "kv_ms": ".3f", "share_of_floor": ".1%", "times_gemms": ".2f"},
+        **{
+            "tokens_per_forward": ".2f",
+            "forwards_per_s": ".1f",
+            "positions_per_token": ".1f",
+        },
+        **{
+            "gemm_ms": ".3f",
+            "kv_ms": ".3f",
+            "share_of_floor": ".1%",
+            "times_gemms": ".2f",
+        },
         **{"logits_mb": ".1f", "temporary_mb": ".1f"},
         **{"ar_step_ms": ".3f", "times_ar_step": ".2f"},
     },
     "served": {
-        **{"mode": "s", "requests": "d", "canvas": "d", "approximation": "s", "answered": "d"},
+        **{
+            "mode": "s",
+            "requests": "d",
+            "canvas": "d",
+            "approximation": "s",
+            "answered": "d",
+        },
         **{"tokens_per_s": ".1f", "tokens_per_forward": ".2f", "forwards_per_s": ".1f"},
         **{"positions_per_token": ".1f", "void_share": ".1%"},
         **{"request_s": ".3f", "first_tokens_s": ".3f", "share_of_floor": ".1%"},
@@ -159,7 +194,11 @@ COLUMNS = {
     "watched": {
         **{"requests": "d", "watched": "d", "canvas": "d", "tokens_per_s": ".1f"},
         **{"share_of_unwatched": ".1%", "step_ms": ".3f", "first_text_s": ".3f"},
-        **{"forwards_per_request": ".1f", "frames_per_request": ".1f", "kb_per_request": ".1f"},
+        **{
+            "forwards_per_request": ".1f",
+            "frames_per_request": ".1f",
+            "kb_per_request": ".1f",
+        },
     },
     "hf": {
         **{"tokens_per_forward": ".2f", "ms_per_forward": ".2f", "tokens_per_s": ".2f"},

@@ -51,7 +51,9 @@ class Run:
     """Record a set of requests while it is served. Of each message there is a stamp and a count."""
 
     answers: list[Answer] = field(default_factory=list)
-    stamps: list[float] = field(default_factory=list)  # when each message had been processed
+    stamps: list[float] = field(
+        default_factory=list
+    )  # when each message had been processed
     counts: list[Count] = field(default_factory=list)
     started: float = 0.0
 
@@ -76,7 +78,9 @@ def asking_for(ask: Ask, variant: str | None) -> Ask:
     return ask._replace(sampling=ask.sampling | {"extra_args": extra})
 
 
-def serve(llm: "LLM", asks: Sequence[Ask], at_once: int, tick: Tick | None = None) -> Run:
+def serve(
+    llm: "LLM", asks: Sequence[Ask], at_once: int, tick: Tick | None = None
+) -> Run:
     """Serve `asks` in order, `at_once` at a time; call `tick` after every message."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -88,7 +92,9 @@ def serve(llm: "LLM", asks: Sequence[Ask], at_once: int, tick: Tick | None = Non
         while waiting or open_by_id:
             while waiting and len(open_by_id) < at_once:
                 ask = waiting.pop(0)
-                sampling = SamplingParams(temperature=0.0, output_kind=kind, **ask.sampling)
+                sampling = SamplingParams(
+                    temperature=0.0, output_kind=kind, **ask.sampling
+                )
                 answer = Answer(ask.prompt, time.perf_counter(), sampling=ask.sampling)
                 run.answers.append(answer)
                 name = f"bench-{len(run.answers)}"
@@ -124,7 +130,11 @@ def _note(answer: Answer, output: Any, step: int) -> bool:
         metrics = completion.spec_decode_metrics
         answer.forwards = sum(metrics.histogram) if metrics else len(answer.token_ids)
         # Our metrics count the prompt's positions too.
-        computed = metrics.num_draft_tokens if metrics else len(answer.prompt) + answer.forwards - 1
+        computed = (
+            metrics.num_draft_tokens
+            if metrics
+            else len(answer.prompt) + answer.forwards - 1
+        )
         answer.canvas_positions = computed - len(answer.prompt)
     return bool(output.finished)
 
@@ -135,7 +145,9 @@ class Window(NamedTuple):
     first: int
     last: int
     step_ms: float
-    spread_ms: tuple[float, float]  # step time in the fastest and slowest quarter of the window
+    spread_ms: tuple[
+        float, float
+    ]  # step time in the fastest and slowest quarter of the window
 
 
 def steady_window(run: Run) -> Window:
@@ -147,7 +159,12 @@ def steady_window(run: Run) -> Window:
     """
     first = max(answer.arrivals[0].step for answer in run.answers)
     last = min(answer.arrivals[-1].step for answer in run.answers) - 1
-    ends = [a.step for answer in run.answers for a in answer.arrivals if first <= a.step <= last]
+    ends = [
+        a.step
+        for answer in run.answers
+        for a in answer.arrivals
+        if first <= a.step <= last
+    ]
     last = max(ends, default=first)
     if last - first < 4:
         raise ValueError(NEVER_AT_ONCE.format(len(run.answers)))

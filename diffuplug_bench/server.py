@@ -25,7 +25,13 @@ def command_of(options: dict[str, Any], port: int) -> list[str]:
     """Return the command that serves a model with the keyword arguments of ``vllm.LLM``."""
     options = dict(options)
     arguments = [options.pop("model"), "--served-model-name", MODEL]
-    arguments += ["--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"]
+    arguments += [
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--disable-uvicorn-access-log",
+    ]
     for name, value in options.items():
         option = name.replace("_", "-")
         if value is True:
@@ -44,7 +50,10 @@ def serving(options: dict[str, Any], log: Path) -> Iterator[str]:
     """
     port = _free_port()
     # The route by which weights are filled exists in vLLM's development mode alone.
-    environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    environment = os.environ | {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    }
     environment |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     environment.pop("VLLM_PLUGINS", None)  # ours has to be among them
     with log.open("wb") as output:
@@ -89,7 +98,11 @@ def _wait(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
     end = time.monotonic() + START_SECONDS
     while time.monotonic() < end:
         if process.poll() is not None:
-            last = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
+            last = (
+                log.read_text(encoding="utf-8", errors="replace")
+                .strip()
+                .rpartition("\n")[2]
+            )
             raise ValueError(f"the server did not start: {cause(log) or last}")
         with suppress(OSError):  # not listening yet
             _DIRECT.open(f"{url}/health", timeout=2).close()

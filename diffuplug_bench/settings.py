@@ -89,7 +89,9 @@ class Settings:
 
     def dllm(self, canvas: int) -> dict[str, Any]:
         """Return the decode options of an engine."""
-        scheduled = not self.measured.by_confidence and (self.shapes or self.mode == "step")
+        scheduled = not self.measured.by_confidence and (
+            self.shapes or self.mode == "step"
+        )
         options = {
             "strategy": self.strategy,
             # Requests with a fixed schedule ask for this policy, so the engine compiles it.
@@ -124,7 +126,9 @@ class Settings:
         }
         return {name: value for name, value in given.items() if value is not None}
 
-    def positions_of_step(self, canvas: int, requests: int, single_block_from: int) -> int:
+    def positions_of_step(
+        self, canvas: int, requests: int, single_block_from: int
+    ) -> int:
         """Return the positions that a step computes when so many requests denoise.
 
         Args:
@@ -144,8 +148,12 @@ class Settings:
 
     def served_requests(self, canvas: int) -> tuple[int, ...]:
         """Return the numbers of requests at once in the modes that serve whole requests."""
-        several = self.grid_requests(canvas) if "throughput" in self.request_modes else ()
-        return tuple(sorted({*several, *((1,) if "latency" in self.request_modes else ())}))
+        several = (
+            self.grid_requests(canvas) if "throughput" in self.request_modes else ()
+        )
+        return tuple(
+            sorted({*several, *((1,) if "latency" in self.request_modes else ())})
+        )
 
     @property
     def measures_steps(self) -> bool:
@@ -156,7 +164,11 @@ class Settings:
     def request_modes(self) -> tuple[str, ...]:
         """Return the chosen modes that serve whole requests."""
         served = ("throughput", "latency")
-        return served if self.mode == "all" else (self.mode,) * (self.mode in (*served, WATCHED))
+        return (
+            served
+            if self.mode == "all"
+            else (self.mode,) * (self.mode in (*served, WATCHED))
+        )
 
     def steps_of_block(self, canvas: int) -> float:
         """Return the denoising steps that a block takes at `tokens_per_forward`."""
@@ -172,12 +184,16 @@ def refreshes_of(variant: str | None) -> dict[str, int]:
     words = [] if variant is None else variant.split(":")
     numbers = [word for word in words if word]
     if words and not (
-        len(words) == len(REFRESHES) and numbers and all(word.isdecimal() for word in numbers)
+        len(words) == len(REFRESHES)
+        and numbers
+        and all(word.isdecimal() for word in numbers)
     ):
         raise ValueError(
             f"--approximations {variant} must be {':'.join(REFRESHES)} in numbers, as in 8:32:32."
         )
-    return {name: int(word) for name, word in zip(REFRESHES, words, strict=False) if word}
+    return {
+        name: int(word) for name, word in zip(REFRESHES, words, strict=False) if word
+    }
 
 
 def requests_of(variant: str | None) -> dict[str, int]:
@@ -197,15 +213,21 @@ def check(settings: Settings, input_len: int | None) -> None:
 def _check_numbers(settings: Settings) -> None:
     for name in ("requests", "canvas"):
         if (least := min(getattr(settings, name))) < 1:
-            raise ValueError(f"--{name} must be whole numbers of at least 1, got {least}.")
+            raise ValueError(
+                f"--{name} must be whole numbers of at least 1, got {least}."
+            )
     names = ["tensor_parallel_size"] + (["context"] if settings.measures_steps else [])
     names += ["input_len", "output_len", "rounds"] if settings.request_modes else []
     for name in names:
         if (value := getattr(settings, name)) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}.")
+            raise ValueError(
+                f"--{name.replace('_', '-')} must be at least 1, got {value}."
+            )
     unknown = [name for name in settings.versus if name not in BASELINES]
     if unknown:
-        raise ValueError(f"--vs {unknown[0]} is unknown; baselines: {', '.join(BASELINES)}.")
+        raise ValueError(
+            f"--vs {unknown[0]} is unknown; baselines: {', '.join(BASELINES)}."
+        )
     for canvas in settings.canvas:
         if not settings.grid_requests(canvas):
             raise ValueError(
@@ -214,7 +236,9 @@ def _check_numbers(settings: Settings) -> None:
             )
         block = settings.block(canvas)
         if block < 1 or canvas % block:
-            raise ValueError(f"--canvas {canvas} is no whole number of blocks of {block}.")
+            raise ValueError(
+                f"--canvas {canvas} is no whole number of blocks of {block}."
+            )
 
 
 def _check_combinations(settings: Settings, input_len: int | None) -> None:
@@ -236,27 +260,40 @@ def _check_combinations(settings: Settings, input_len: int | None) -> None:
                 "block_diffusion with --tokens-per-forward, or --model."
             )
         if settings.request_modes and rate is None:
-            raise ValueError("--shapes needs --tokens-per-forward: dummy weights accept nothing.")
+            raise ValueError(
+                "--shapes needs --tokens-per-forward: dummy weights accept nothing."
+            )
         smallest = min(settings.block(canvas) for canvas in settings.canvas)
         if rate is not None and not 1 <= rate <= smallest:
             raise ValueError(
                 f"--tokens-per-forward {rate:g} must lie between 1 and a block of {smallest}."
             )
         if rate is not None:
-            grid = [(settings.block(c), settings.served_requests(c)) for c in settings.canvas]
+            grid = [
+                (settings.block(c), settings.served_requests(c))
+                for c in settings.canvas
+            ]
             step_schedule.check(rate, settings.output_len, settings.rounds, grid)
         if settings.mode == WATCHED:
             _check_watched(settings)
     else:
         if rate is not None:
-            raise ValueError("--tokens-per-forward is measured on a checkpoint: use --shapes.")
+            raise ValueError(
+                "--tokens-per-forward is measured on a checkpoint: use --shapes."
+            )
         if input_len is not None:
-            raise ValueError("--input-len is what the prompts have on a checkpoint: use --shapes.")
+            raise ValueError(
+                "--input-len is what the prompts have on a checkpoint: use --shapes."
+            )
         if settings.model is not None and "hf" in settings.versus:
-            raise ValueError("--vs hf needs --shapes, or the bundled model: leave --model out.")
+            raise ValueError(
+                "--vs hf needs --shapes, or the bundled model: leave --model out."
+            )
     _check_full_attention(settings)
     single_block_from = settings.commit_alone_from
-    if single_block_from and not all(map(settings.computes_next_block, settings.canvas)):
+    if single_block_from and not all(
+        map(settings.computes_next_block, settings.canvas)
+    ):
         raise ValueError(
             f"--commit-alone-from {single_block_from} needs the strategy block_diffusion and "
             "canvases of more than one block: leave it out."
@@ -267,12 +304,16 @@ def _check_combinations(settings: Settings, input_len: int | None) -> None:
             "them out."
         )
     if settings.mode == "step" and "hf" in settings.versus:
-        raise ValueError("--vs hf serves whole requests: use the mode latency, throughput or all.")
+        raise ValueError(
+            "--vs hf serves whole requests: use the mode latency, throughput or all."
+        )
 
 
 def _check_full_attention(settings: Settings) -> None:
     """Raise ValueError for what only some strategies with full attention can have."""
-    asked = {name for variant in settings.approximations for name in refreshes_of(variant)}
+    asked = {
+        name for variant in settings.approximations for name in refreshes_of(variant)
+    }
     if asked - {"suffix_window"} and not settings.measured.refreshes:
         raise ValueError(
             f"--approximations of {settings.strategy} can have a suffix_window alone, as in ::32."
@@ -281,7 +322,11 @@ def _check_full_attention(settings: Settings) -> None:
         raise ValueError(
             f"--approximations are of full attention, not of --strategy {settings.strategy}."
         )
-    if settings.profile and settings.measured.full_attention and not settings.measured.refreshes:
+    if (
+        settings.profile
+        and settings.measured.full_attention
+        and not settings.measured.refreshes
+    ):
         raise ValueError(
             f"--profile needs forwards in full CUDA graphs, and those of --strategy "
             f"{settings.strategy} have piecewise ones: leave --profile out."

@@ -32,7 +32,11 @@ SHIFT = 1.5  # prompts share steps with requests that decode, so they take more 
 
 
 def plan(
-    settings: Settings, canvas: int, requests: int, budget: int, measured: int | None = None
+    settings: Settings,
+    canvas: int,
+    requests: int,
+    budget: int,
+    measured: int | None = None,
 ) -> tuple[int, int]:
     """Return the prompt length and the output length of a grid point.
 
@@ -59,7 +63,10 @@ def sampling(settings: Settings, canvas: int) -> dict[str, Any]:
     if settings.measured.by_confidence:
         # No confidence exceeds 1, so each step unmasks one position; every block opens at once.
         return {"dllm_threshold": 1.0, "dllm_block_add_threshold": 0.0}
-    return {"dllm_policy": "low_confidence", "dllm_steps": steps_per_block(settings, canvas)}
+    return {
+        "dllm_policy": "low_confidence",
+        "dllm_steps": steps_per_block(settings, canvas),
+    }
 
 
 def context_needed(settings: Settings) -> int:
@@ -83,7 +90,10 @@ def _asks(
     budget = llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
     prompt, output = plan(settings, canvas, requests, budget, measured)
     extra = sampling(settings, canvas)
-    return [prompts.ask(prompt, max_tokens=output, extra_args=extra) for _ in range(requests)]
+    return [
+        prompts.ask(prompt, max_tokens=output, extra_args=extra)
+        for _ in range(requests)
+    ]
 
 
 def measure(
@@ -103,14 +113,18 @@ def measure(
         asks = _asks(llm, settings, canvas, prompts, requests)
         run = serve(llm, asks, requests)
         _check(run, asks[0].sampling["max_tokens"], settings, canvas)
-        row: dict[str, Any] = {"requests": requests, "canvas": canvas} | _times(run) | _rates(run)
+        row: dict[str, Any] = (
+            {"requests": requests, "canvas": canvas} | _times(run) | _rates(run)
+        )
         if settings.measured.full_attention:
             row["block_step_ms"] = median_ms(run)
         row["forwards_per_s"] = requests * row["steps_per_second"]
         tell(row)
         row |= _positions(llm, settings, canvas, asks, run)
         logits_rows = row.pop("logits_rows")
-        row["logits_mb"] = logits_bytes(llm, logits_rows, decoding(llm)["vocab_parallel"]) / 1e6
+        row["logits_mb"] = (
+            logits_bytes(llm, logits_rows, decoding(llm)["vocab_parallel"]) / 1e6
+        )
         if not on_cpu():
             # In a second run, because the calls to the workers take time.
             asks = _asks(llm, settings, canvas, prompts, requests, MEMORY_BLOCKS)
@@ -133,7 +147,11 @@ def _positions(
         return {"positions": positions, "logits_rows": positions}
     again = run_again(llm, asks, requests)
     window = steady_window(again)
-    forwards = [one for one in all_forwards(llm, again) if window.first < one.step <= window.last]
+    forwards = [
+        one
+        for one in all_forwards(llm, again)
+        if window.first < one.step <= window.last
+    ]
     counts = _counts(run, steady_window(run))
     sizes = sizes_of(counts, forwards)
     most_rows = max(one.size.rows for one in forwards)
@@ -159,7 +177,9 @@ def profile(
     for row in rows:
         asks = _asks(llm, settings, canvas, prompts, row["requests"])
         timed = row["block_step_ms" if settings.measured.full_attention else "step_ms"]
-        found.append({"canvas": canvas} | trace_steps(llm, asks, folder, timed, refreshes))
+        found.append(
+            {"canvas": canvas} | trace_steps(llm, asks, folder, timed, refreshes)
+        )
     return found
 
 
@@ -181,7 +201,9 @@ def median_ms(run: Run) -> float:
     """Return the median step: that of forwards of a block each, if few of them are refreshes."""
     window = steady_window(run)
     stamps = run.stamps[window.first : window.last + 1]
-    return 1e3 * statistics.median(b - a for a, b in zip(stamps, stamps[1:], strict=False))
+    return 1e3 * statistics.median(
+        b - a for a, b in zip(stamps, stamps[1:], strict=False)
+    )
 
 
 def _counts(run: Run, window: Window) -> list[Count]:
@@ -220,7 +242,9 @@ def _context(run: Run, window: Window) -> float:
     middle = (window.first + window.last) / 2
 
     def known(answer: Answer) -> int:
-        return len(answer.prompt) + sum(a.tokens for a in answer.arrivals if a.step <= middle)
+        return len(answer.prompt) + sum(
+            a.tokens for a in answer.arrivals if a.step <= middle
+        )
 
     return sum(map(known, run.answers)) / len(run.answers)
 
@@ -258,7 +282,9 @@ def add_floor(row: dict[str, Any], floor: Floor, sizes: Sizes) -> dict[str, Any]
     return row | limits | shares
 
 
-def add_baseline(row: dict[str, Any], ar: dict[int, dict[str, Any]] | None) -> dict[str, Any]:
+def add_baseline(
+    row: dict[str, Any], ar: dict[int, dict[str, Any]] | None
+) -> dict[str, Any]:
     """Add the autoregressive step of as many requests to a row, if it was measured."""
     if ar is None:
         return row

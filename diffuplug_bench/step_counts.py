@@ -29,9 +29,13 @@ class Counter:
 
     def record(self, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
         """Note what the message of a step says."""
-        graphs, forwards = scheduler_stats.cudagraph_stats, scheduler_stats.spec_decoding_stats
+        graphs, forwards = (
+            scheduler_stats.cudagraph_stats,
+            scheduler_stats.spec_decoding_stats,
+        )
         self.count = Count(
-            graphs.num_unpadded_tokens if graphs else 0, forwards.num_drafts if forwards else 0
+            graphs.num_unpadded_tokens if graphs else 0,
+            forwards.num_drafts if forwards else 0,
         )
 
     def log(self) -> None:

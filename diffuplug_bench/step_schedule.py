@@ -45,7 +45,9 @@ def check(
             )
         if not is_met(rounds, at_once, block):
             least = next(
-                n for n in range(1, MOST_REQUESTS + 1) if all(is_met(n, m, b) for b, m in points)
+                n
+                for n in range(1, MOST_REQUESTS + 1)
+                if all(is_met(n, m, b) for b, m in points)
             )
             raise ValueError(
                 f"--tokens-per-forward {rate:g} with --rounds {rounds} would be "

@@ -82,7 +82,9 @@ def all_forwards(llm: "LLM", run: Run) -> list[Forward]:
     return found
 
 
-def forwards_of(answer: Answer, config: DecodeConfig, max_model_len: int) -> list[Forward]:
+def forwards_of(
+    answer: Answer, config: DecodeConfig, max_model_len: int
+) -> list[Forward]:
     """Return the forwards of a request that was answered with snapshots."""
     span, prompt_len = config.method.span, len(answer.prompt)
     assert span is not None, "other forwards have one size"

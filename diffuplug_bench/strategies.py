@@ -33,7 +33,9 @@ class Measured:
     refreshes: bool = True
 
 
-FULL_ATTENTION = Measured((256,), 32, 6, next_block=False, by_confidence=False, full_attention=True)
+FULL_ATTENTION = Measured(
+    (256,), 32, 6, next_block=False, by_confidence=False, full_attention=True
+)
 
 MEASURED = {
     BLOCK_DIFFUSION: Measured((32,), None, 6, next_block=True, by_confidence=False),

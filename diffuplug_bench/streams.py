@@ -10,7 +10,10 @@ from typing import Any
 from diffuplug_bench.server import MODEL
 
 DATA, DONE = b"data: ", b"[DONE]"
-FRAME, NO_TEXT = b'"set":', b'"text":""'  # in a chunk with a frame, and in one without text
+FRAME, NO_TEXT = (
+    b'"set":',
+    b'"text":""',
+)  # in a chunk with a frame, and in one without text
 TOKEN = re.compile(rb"w\d")  # a word of `random_tokenizer`
 
 
@@ -52,7 +55,9 @@ async def _read_all(url: str, bodies: list[dict[str, Any]]) -> list[Stream]:
 
     limits = aiohttp.ClientTimeout(total=None, sock_read=600)
     connector = aiohttp.TCPConnector(limit=len(bodies))
-    async with aiohttp.ClientSession(url, timeout=limits, connector=connector) as session:
+    async with aiohttp.ClientSession(
+        url, timeout=limits, connector=connector
+    ) as session:
         return list(await asyncio.gather(*(_read(session, body) for body in bodies)))
 
 

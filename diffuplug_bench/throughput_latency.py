@@ -13,7 +13,12 @@ from diffuplug_bench.settings import Settings
 from diffuplug_bench.step_schedule import steps_of
 from diffuplug_bench.step_sizes import all_forwards, run_again, sizes_of
 from dllm_plugin.commands.offline import conversation
-from dllm_plugin.commands.problems.generator import Problem, eval_seeds, extract_answer, problem
+from dllm_plugin.commands.problems.generator import (
+    Problem,
+    eval_seeds,
+    extract_answer,
+    problem,
+)
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -44,14 +49,18 @@ def grid(settings: Settings, canvas: int) -> list[tuple[str, int, str | None]]:
     return [(*point, variant) for variant in settings.variants for point in points]
 
 
-def synthetic_requests(settings: Settings, canvas: int, prompts: Prompts, count: int) -> list[Ask]:
+def synthetic_requests(
+    settings: Settings, canvas: int, prompts: Prompts, count: int
+) -> list[Ask]:
     """Return requests whose schedule unmasks `tokens_per_forward`, whatever the weights."""
     assert settings.tokens_per_forward is not None
     asks = []
     for steps in steps_of(count, settings.block(canvas), settings.tokens_per_forward):
         extra = {"dllm_policy": "low_confidence", "dllm_steps": steps}
         asks.append(
-            prompts.ask(settings.input_len, max_tokens=settings.output_len, extra_args=extra)
+            prompts.ask(
+                settings.input_len, max_tokens=settings.output_len, extra_args=extra
+            )
         )
     return asks
 
@@ -68,7 +77,9 @@ def problem_prompts(tokenizer: Any, problems: list[Problem]) -> list[list[int]]:
         text = item.question
         if tokenizer.chat_template is not None:
             chat = conversation(text)
-            text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+            text = tokenizer.apply_chat_template(
+                chat, add_generation_prompt=True, tokenize=False
+            )
             prompts.append(tokenizer.encode(text, add_special_tokens=False))
         else:
             prompts.append(tokenizer.encode(text))
@@ -94,7 +105,9 @@ def measure(
         problems = problems_of(count) if model.is_real else []
         if model.is_real:
             found = problem_prompts(llm.get_tokenizer(), problems)
-            asks = [Ask(prompt, {"max_tokens": settings.output_len}) for prompt in found]
+            asks = [
+                Ask(prompt, {"max_tokens": settings.output_len}) for prompt in found
+            ]
         else:
             asks = synthetic_requests(settings, canvas, prompts, count)
         asks = [asking_for(ask, variant) for ask in asks]
@@ -135,7 +148,9 @@ def measure_autoregressive(
         if sizes[-1] in found:
             continue
         asks = [
-            Ask(answer.prompt, {"max_tokens": len(answer.token_ids), "ignore_eos": True})
+            Ask(
+                answer.prompt, {"max_tokens": len(answer.token_ids), "ignore_eos": True}
+            )
             for answer in answers
         ]
         _warm_up(llm, asks, row["requests"], AR_WARMUP)
@@ -152,7 +167,9 @@ def void_share(run: Run) -> float:
 
 def _warm_up(llm: "LLM", asks: list[Ask], at_once: int, tokens: int) -> None:
     # Reversed prompts have the same length and share no prefix with those that are measured.
-    short = [Ask(a.prompt[::-1], a.sampling | {"max_tokens": tokens}) for a in asks[:at_once]]
+    short = [
+        Ask(a.prompt[::-1], a.sampling | {"max_tokens": tokens}) for a in asks[:at_once]
+    ]
     serve(llm, short, at_once)
 
 
@@ -160,7 +177,9 @@ def _times(run: Run) -> dict[str, Any]:
     """Return the columns that every engine has; tokens count up to the end of an answer."""
     tokens = sum(len(answer.token_ids) for answer in run.answers)
     forwards = sum(answer.forwards for answer in run.answers)
-    positions = sum(len(answer.prompt) + answer.canvas_positions for answer in run.answers)
+    positions = sum(
+        len(answer.prompt) + answer.canvas_positions for answer in run.answers
+    )
     whole = [run.stamps[a.arrivals[-1].step] - a.sent for a in run.answers]
     first = [run.stamps[a.arrivals[0].step] - a.sent for a in run.answers]
     return {

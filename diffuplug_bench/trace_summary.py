@@ -82,7 +82,9 @@ def summarise(events: Iterable[dict[str, Any]], most: int) -> Summary:
     kernels = []
     for start, stop, event, number in sorted(found, key=lambda item: item[0]):
         graph = number if number in forwards else None
-        kernels.append(Kernel(start, stop, event["name"], _group(event, graph is not None), graph))
+        kernels.append(
+            Kernel(start, stop, event["name"], _group(event, graph is not None), graph)
+        )
         if graph is not None:
             starts.setdefault(graph, start)
     if len(starts) < 3:
@@ -135,7 +137,10 @@ def _means(kernels: Sequence[Kernel], edges: Sequence[float]) -> Summary:
     inside = [kernel for kernel, step in steps if alone[step] <= most]
     length, scale = sum(edges[i + 1] - edges[i] for i in kept), 1e-3 / len(kept)
     times: dict[str, float] = defaultdict(float)
-    names: dict[bool, dict[str, float]] = {True: defaultdict(float), False: defaultdict(float)}
+    names: dict[bool, dict[str, float]] = {
+        True: defaultdict(float),
+        False: defaultdict(float),
+    }
     busy, reached = 0.0, edges[0]
     forward_gap, ends = 0.0, dict[Any, float]()
     for kernel, step in steps:
@@ -144,7 +149,9 @@ def _means(kernels: Sequence[Kernel], edges: Sequence[float]) -> Summary:
         reached = max(reached, kernel.stop)
     for kernel in inside:
         times[kernel.group] += kernel.stop - kernel.start
-        names[kernel.graph is not None][kernel.name[:80]] += (kernel.stop - kernel.start) * scale
+        names[kernel.graph is not None][kernel.name[:80]] += (
+            kernel.stop - kernel.start
+        ) * scale
         if kernel.graph is not None:
             end = ends.get(kernel.graph, kernel.start)
             forward_gap += max(0.0, kernel.start - end)
@@ -168,7 +175,9 @@ def _means(kernels: Sequence[Kernel], edges: Sequence[float]) -> Summary:
     )
 
 
-def _steps_of(kernels: Sequence[Kernel], edges: Sequence[float]) -> list[tuple[Kernel, int]]:
+def _steps_of(
+    kernels: Sequence[Kernel], edges: Sequence[float]
+) -> list[tuple[Kernel, int]]:
     """Return the kernels between the first and the last edge, each with its step's number."""
     inside = (kernel for kernel in kernels if edges[0] <= kernel.start < edges[-1])
     return [(kernel, bisect(edges, kernel.start) - 1) for kernel in inside]

@@ -38,14 +38,18 @@ def run(settings: Settings, command: Sequence[str]) -> int:
                 fill_weights(url, settings.seed)
                 progress.done(f"server start, canvas {canvas}")
                 for requests in settings.grid_requests(canvas):
-                    line["watched"] += _measure(url, settings, canvas, requests, prompts)
+                    line["watched"] += _measure(
+                        url, settings, canvas, requests, prompts
+                    )
             table = report.table_of("watched", line["watched"])
             progress.done(f"requests, canvas {canvas}", table)
     print(json.dumps(line | {"seconds": progress.seconds}))
     return 0
 
 
-def _options(settings: Settings, model: Model, canvas: int, tokenizer: str) -> dict[str, Any]:
+def _options(
+    settings: Settings, model: Model, canvas: int, tokenizer: str
+) -> dict[str, Any]:
     length = context_needed(settings, model)
     options = engines.options_of_ours(settings, model, canvas, length)
     return options | {"tokenizer": tokenizer, "skip_tokenizer_init": False}
@@ -63,20 +67,35 @@ def _measure(
         for i in range(WARMUP_ROUNDS + settings.rounds):
             if i == WARMUP_ROUNDS:
                 before = forwards_of(url)
-            bodies = streams.bodies_of(_asks(settings, canvas, requests, prompts), watched)
+            bodies = streams.bodies_of(
+                _asks(settings, canvas, requests, prompts), watched
+            )
             rounds.append(streams.read_all(url, bodies))
-        row: dict[str, Any] = {"requests": requests, "watched": watched, "canvas": canvas}
-        row["forwards_per_request"] = (forwards_of(url) - before) / requests / settings.rounds
+        row: dict[str, Any] = {
+            "requests": requests,
+            "watched": watched,
+            "canvas": canvas,
+        }
+        row["forwards_per_request"] = (
+            (forwards_of(url) - before) / requests / settings.rounds
+        )
         block = settings.block(canvas)
         steps = round(row["forwards_per_request"] * block / settings.output_len)
         row |= _row(rounds[WARMUP_ROUNDS:], settings.output_len, steps / block, watched)
-        row["share_of_unwatched"] = row["tokens_per_s"] / (rows or [row])[0]["tokens_per_s"]
+        row["share_of_unwatched"] = (
+            row["tokens_per_s"] / (rows or [row])[0]["tokens_per_s"]
+        )
         rows.append(row)
     return rows
 
 
-def _asks(settings: Settings, canvas: int, requests: int, prompts: Prompts) -> list[Ask]:
-    extra = {"dllm_policy": "low_confidence", "dllm_steps": int(settings.steps_of_block(canvas))}
+def _asks(
+    settings: Settings, canvas: int, requests: int, prompts: Prompts
+) -> list[Ask]:
+    extra = {
+        "dllm_policy": "low_confidence",
+        "dllm_steps": int(settings.steps_of_block(canvas)),
+    }
     output = settings.output_len
     return [
         prompts.ask(settings.input_len, max_tokens=output, extra_args=extra)
@@ -90,7 +109,9 @@ def _row(
     """Return the numbers of some rounds, of answers of `length` tokens."""
     answers = [stream for streams_of_round in rounds for stream in streams_of_round]
     assert {answer.tokens for answer in answers} == {length}
-    seconds = [max(s.ended for s in found) - min(s.sent for s in found) for found in rounds]
+    seconds = [
+        max(s.ended for s in found) - min(s.sent for s in found) for found in rounds
+    ]
     seen = [stream for found in rounds for stream in found[:watched]]
     row = {
         "rounds": len(rounds),
@@ -102,7 +123,9 @@ def _row(
         "kb_per_request": statistics.mean(s.received for s in answers) / 1e3,
     }
     if seen and not sum(stream.frames for stream in seen):
-        raise ValueError("the server sent no frames: install this package with its entry points.")
+        raise ValueError(
+            "the server sent no frames: install this package with its entry points."
+        )
     if seen:
         row["frames_per_request"] = statistics.mean(stream.frames for stream in seen)
     return row
@@ -116,9 +139,14 @@ def _step_ms(rounds: list[list[Stream]], steps_per_token: float) -> float | None
     """
     pace = []
     for found in rounds:
-        first, last = max(s.texts[0][0] for s in found), min(s.texts[-1][0] for s in found)
+        first, last = (
+            max(s.texts[0][0] for s in found),
+            min(s.texts[-1][0] for s in found),
+        )
         for stream in found:
-            inside = [(at, tokens) for at, tokens in stream.texts if first <= at <= last]
+            inside = [
+                (at, tokens) for at, tokens in stream.texts if first <= at <= last
+            ]
             if len(inside) > 1:
                 steps = steps_per_token * sum(tokens for _, tokens in inside[1:])
                 pace.append((inside[-1][0] - inside[0][0]) / steps)

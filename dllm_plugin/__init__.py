@@ -51,7 +51,9 @@ def check_installed_vllm() -> None:
     check_vllm_version(_vllm_version())
 
 
-if _vllm_version() is not None:  # what does without, as training does, may go on without
+if (
+    _vllm_version() is not None
+):  # what does without, as training does, may go on without
     check_installed_vllm()
 
 
@@ -63,7 +65,10 @@ def register() -> None:
     check_installed_vllm()
     from vllm import ModelRegistry
 
-    from dllm_plugin.engine.config_hook import register_config_hooks, register_tokenizer_mode
+    from dllm_plugin.engine.config_hook import (
+        register_config_hooks,
+        register_tokenizer_mode,
+    )
     from dllm_plugin.models import ARCHITECTURES, register_configs
 
     register_configs()

@@ -55,7 +55,9 @@ class ServedModel(LM):
         super().__init__()
         self.url = str(base_url).rstrip("/")
         chosen = {"method": method, "samples": samples, "seed": seed}
-        self.asked = {name: value for name, value in chosen.items() if value is not None}
+        self.asked = {
+            name: value for name, value in chosen.items() if value is not None
+        }
         self.greedy = greedy
         self.model = model
         self.num_concurrent = num_concurrent
@@ -65,7 +67,9 @@ class ServedModel(LM):
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         """Return for each (context, continuation) its log-likelihood, and whether it is greedy."""
-        return self._each(lambda context, text: self._score(context, text, self.greedy), requests)
+        return self._each(
+            lambda context, text: self._score(context, text, self.greedy), requests
+        )
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
         """Return the log-likelihood of each (text,), which has no context."""
@@ -79,7 +83,9 @@ class ServedModel(LM):
         with ThreadPoolExecutor(self.num_concurrent) as pool:
             return list(pool.map(lambda instance: answer(*instance.args), asked))
 
-    def _score(self, context: str, continuation: str, greedy: bool) -> tuple[float, bool]:
+    def _score(
+        self, context: str, continuation: str, greedy: bool
+    ) -> tuple[float, bool]:
         pair = {"context": context, "continuation": continuation}
         body = self.asked | {"pairs": [pair], "greedy": greedy}
         [result] = self._post("/v1/likelihood", body)["results"]

@@ -73,12 +73,16 @@ def random_pipeline(folder: Path) -> Path:
 def main() -> None:
     """Parse options, draw one image and write it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", nargs="?", help="folder or Hugging Face name of a pipeline")
+    parser.add_argument(
+        "model", nargs="?", help="folder or Hugging Face name of a pipeline"
+    )
     parser.add_argument("--prompt", default="a lighthouse in a storm")
     parser.add_argument("--negative-prompt", default="")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--size", type=int, help="width and height; default: the pipeline's own")
+    parser.add_argument(
+        "--size", type=int, help="width and height; default: the pipeline's own"
+    )
     parser.add_argument("--output", type=Path, default=Path("image.png"))
     options = parser.parse_args()
 

@@ -131,7 +131,10 @@ def server(verbose: bool, keep: bool) -> Iterator[tuple[str, str]]:
         with Screen(sys.stderr, sys.stdout, None if verbose else log) as screen:
             wait_until_healthy(process, url, log)
             screen.end(f"ready at {url}")
-        yield url, KEPT.format(url=url, pid=process.pid, log="above" if verbose else log)
+        yield (
+            url,
+            KEPT.format(url=url, pid=process.pid, log="above" if verbose else log),
+        )
         done = True
     except (RuntimeError, OpenAIError):
         failed = not verbose
@@ -159,7 +162,9 @@ def wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) ->
     while time.monotonic() - start < START_SECONDS:
         if process.poll() is not None:
             why = cause(log) or "its log says why"
-            raise RuntimeError(f"the server ended with status {process.returncode}: {why}")
+            raise RuntimeError(
+                f"the server ended with status {process.returncode}: {why}"
+            )
         try:
             urllib.request.urlopen(f"{url}/health", timeout=2).close()
         except OSError:  # not listening yet
@@ -181,7 +186,9 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the server is stopped too
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # so that the server is stopped too
     try:
         sys.exit(main())
     except KeyboardInterrupt:

@@ -59,7 +59,9 @@ def settings(lines: Iterable[str]) -> dict[str, str]:
         section, _, name = key.rpartition(".")
         if section in found:
             found[section][name] = str(ast.literal_eval(value))
-    return {name: value for section in SECTIONS for name, value in found[section].items()}
+    return {
+        name: value for section in SECTIONS for name, value in found[section].items()
+    }
 
 
 def variables(of_pip: dict[str, str]) -> dict[str, str]:
@@ -71,7 +73,9 @@ def variables(of_pip: dict[str, str]) -> dict[str, str]:
     for name, (variable, separator) in VARIABLES.items():
         if of_pip.get(name):
             value = of_pip[name]
-            found[variable] = value if separator is None else separator.join(value.split())
+            found[variable] = (
+                value if separator is None else separator.join(value.split())
+            )
     return found
 
 

@@ -17,7 +17,9 @@ from dllm_plugin.kernels.automaton import reference
 from dllm_plugin.kernels.automaton.reference import NEVER, Canvases, Rows, Tables
 
 UNIT = 2.0**-24
-PER_ROUND = 6  # an addition, a product, and an exponential of two units in the last place
+PER_ROUND = (
+    6  # an addition, a product, and an exponential of two units in the last place
+)
 
 
 def _operations(summands: Tensor | float, tile: int) -> Tensor:
@@ -29,17 +31,26 @@ def _operations(summands: Tensor | float, tile: int) -> Tensor:
 def exact_scores(tables: Tables, rows: Rows, tile: int) -> tuple[Tensor, Tensor]:
     """Score classes in float64; return ``[T, K]`` and how far float32 may be from it."""
     # What is read is float32 in every element, biased and divided: only sums differ.
-    logits_TV, class_TV = reference._read(rows).double(), tables.class_AV[rows.which_T].long()
+    logits_TV, class_TV = (
+        reference._read(rows).double(),
+        tables.class_AV[rows.which_T].long(),
+    )
     shape = (len(logits_TV), tables.bound_AK.shape[1] - 1)
-    top_TK = logits_TV.new_full(shape, NEVER).scatter_reduce_(1, class_TV, logits_TV, "amax")
+    top_TK = logits_TV.new_full(shape, NEVER).scatter_reduce_(
+        1, class_TV, logits_TV, "amax"
+    )
     share_TV = (logits_TV - top_TK.gather(1, class_TV)).exp()
-    mass_TK = logits_TV.new_zeros(shape).scatter_add_(1, class_TV, share_TV).log() + top_TK
+    mass_TK = (
+        logits_TV.new_zeros(shape).scatter_add_(1, class_TV, share_TV).log() + top_TK
+    )
     own_TK = torch.where(rows.temperature_T[:, None] > 0, mass_TK, top_TK)
     total_T1 = mass_TK.logsumexp(dim=1, keepdim=True)
     size_TK = tables.bound_AK.diff(dim=1)[rows.which_T]
     parts_TK = _operations(size_TK, tile).to(own_TK.device)
     # The total adds classes one by one at worst, and has the error of its worst class.
-    units_TK = parts_TK + parts_TK.amax(dim=1, keepdim=True) + _operations(shape[1], 1).item()
+    units_TK = (
+        parts_TK + parts_TK.amax(dim=1, keepdim=True) + _operations(shape[1], 1).item()
+    )
     score_TK = (own_TK - total_T1).clamp_min(reference.LOW)
     units_TK = units_TK + 3 * (score_TK.abs() + total_T1.abs())
     return score_TK, units_TK * UNIT
@@ -55,7 +66,9 @@ def exact_values(
     # Each position adds a sum over edges and rounds it; values on the way are no larger than the
     # last, but for the logarithm of how many texts were summed.
     largest_GCQ = value_GCQ.abs().nan_to_num(0, 0, 0) + length * math.log(edges + 1)
-    return value_GCQ, length * (_operations(edges, tile).item() + 2 * largest_GCQ) * UNIT
+    return value_GCQ, length * (
+        _operations(edges, tile).item() + 2 * largest_GCQ
+    ) * UNIT
 
 
 def assert_within(found: Tensor, exact: Tensor, allowed: Tensor) -> None:
@@ -63,5 +76,7 @@ def assert_within(found: Tensor, exact: Tensor, allowed: Tensor) -> None:
     infinite = exact.isinf()
     assert torch.equal(found[infinite].double(), exact[infinite])
     beyond = ((found.double() - exact).abs() - allowed)[~infinite]
-    assert not (beyond > 0).any(), f"{int((beyond > 0).sum())} beyond, by up to {beyond.max():.1e}"
+    assert not (beyond > 0).any(), (
+        f"{int((beyond > 0).sum())} beyond, by up to {beyond.max():.1e}"
+    )
     assert not beyond.isnan().any()

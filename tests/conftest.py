@@ -39,6 +39,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     spread.sort(items)
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> spread.LongestFirst | None:
+def pytest_xdist_make_scheduler(
+    config: pytest.Config, log: Any
+) -> spread.LongestFirst | None:
     """Spread files by a rule of our own; other ways of `--dist` stay xdist's."""
-    return spread.LongestFirst(config, log) if config.option.dist == "loadfile" else None
+    return (
+        spread.LongestFirst(config, log) if config.option.dist == "loadfile" else None
+    )

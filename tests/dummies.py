@@ -12,7 +12,15 @@ WHOSE = ("ours", "plain vLLM")
 
 def without_checkpoint(whose: str, folder: Path) -> Any:
     """One of `WHOSE`, of the tiny shapes; `folder` takes its config."""
-    arguments = ["bench", "step", "--shapes", "tiny", "--context", "64", "--enforce-eager"]
+    arguments = [
+        "bench",
+        "step",
+        "--shapes",
+        "tiny",
+        "--context",
+        "64",
+        "--enforce-eager",
+    ]
     settings = settings_of(cli.build_parser().parse_args(arguments))
     engines.prepare()
     model = engines.find_model(settings, folder)

@@ -11,18 +11,27 @@ MASK = 500
 FAR = 10**6
 
 
-def by_hand(canvas: list[int], start: int, end: int, width: int, rules: Rules) -> list[int]:
+def by_hand(
+    canvas: list[int], start: int, end: int, width: int, rules: Rules
+) -> list[int]:
     """Where the sequences of a canvas end, one position at a time."""
     run = 0
     while run < width and canvas[run] != MASK:
         run += 1
     first = canvas.index(MASK) if MASK in canvas else len(canvas)
     stop = min(-(-end // rules.length) * rules.length, rules.context) - start
-    while rules.on_grid and stop + start > ((start + first) // rules.length + 1) * rules.length:
+    while (
+        rules.on_grid
+        and stop + start > ((start + first) // rules.length + 1) * rules.length
+    ):
         stop -= 1
     window = max(min(stop, width), run)
     parts = -(-len(canvas) // rules.length)
-    return [run, *(min(run + k * rules.length, window) for k in range(1, parts + 1)), width]
+    return [
+        run,
+        *(min(run + k * rules.length, window) for k in range(1, parts + 1)),
+        width,
+    ]
 
 
 class Batch(NamedTuple):
@@ -44,7 +53,9 @@ def a_batch(seed: int) -> Batch:
         decided = rng.choice([0.0, 0.5, 0.9, 1.0])
         canvas = [1 if rng.random() < decided else MASK for _ in range(num)]
         start = rng.randint(1, 60)
-        origin = 0 if rules.on_grid else start - rng.randint(0, start) // length * length
+        origin = (
+            0 if rules.on_grid else start - rng.randint(0, start) // length * length
+        )
         canvases.append(canvas)
         texts.append((start, origin, start + rng.randint(1, 2 * num)))
     chosen = rng.sample(range(slots), requests)

@@ -30,21 +30,34 @@ TEXT: dict[str, Any] = {"type": "string"}
 INTEGER: dict[str, Any] = {"type": "integer"}
 NUMBERS: dict[str, Any] = {"type": "array", "items": INTEGER}
 CALL = [
-    _closed({"name": {"const": "look_up"}, "arguments": _closed({"word": TEXT, "limit": INTEGER})}),
+    _closed(
+        {
+            "name": {"const": "look_up"},
+            "arguments": _closed({"word": TEXT, "limit": INTEGER}),
+        }
+    ),
     _closed({"name": {"const": "finish"}, "arguments": _closed({})}),
 ]
 SCHEMAS: dict[str, dict[str, Any]] = {
     "answer": _closed({"steps": {"type": "array", "items": TEXT}, "answer": INTEGER}),
     "flat": _closed({"name": TEXT, "age": INTEGER, "member": {"type": "boolean"}}),
-    "nested": _closed({"at": _closed({"x": {"type": "number"}, "y": {"type": "number"}})}),
-    "deep": _closed({"a": _closed({"b": _closed({"c": _closed({"d": {"type": "null"}})})})}),
-    "enum": _closed({"colour": {"enum": ["red", "green", "blue"]}, "size": {"enum": [1, 2, None]}}),
+    "nested": _closed(
+        {"at": _closed({"x": {"type": "number"}, "y": {"type": "number"}})}
+    ),
+    "deep": _closed(
+        {"a": _closed({"b": _closed({"c": _closed({"d": {"type": "null"}})})})}
+    ),
+    "enum": _closed(
+        {"colour": {"enum": ["red", "green", "blue"]}, "size": {"enum": [1, 2, None]}}
+    ),
     "constant": _closed({"kind": {"const": "point"}, "version": {"const": 3}}),
     "optional": _closed({"a": TEXT, "b": INTEGER, "c": {"type": "null"}}, required=[]),
     "some_required": _closed({"id": INTEGER, "note": TEXT}, required=["id"]),
     "any_of": {"anyOf": [_closed({"error": TEXT}), NUMBERS | {"minItems": 2}]},
     "one_of": {"oneOf": [INTEGER, {"type": "boolean"}, {"type": "null"}]},
-    "bounded_list": _closed({"tags": {"type": "array", "items": INTEGER, "maxItems": 3}}),
+    "bounded_list": _closed(
+        {"tags": {"type": "array", "items": INTEGER, "maxItems": 3}}
+    ),
     "filled_list": {"type": "array", "items": _closed({"n": INTEGER}), "minItems": 1},
     "short_text": _closed({"code": TEXT | {"minLength": 2, "maxLength": 4}}),
     "pattern": _closed({"date": TEXT | {"pattern": "^[0-9]{4}-[01][0-9]-[0-3][0-9]$"}}),
@@ -53,7 +66,10 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "recursive": {
         "$defs": {
             "tree": _closed(
-                {"v": INTEGER, "kids": {"type": "array", "items": {"$ref": "#/$defs/tree"}}}
+                {
+                    "v": INTEGER,
+                    "kids": {"type": "array", "items": {"$ref": "#/$defs/tree"}},
+                }
             )
         },
         "$ref": "#/$defs/tree",
@@ -67,7 +83,10 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "nothing_long": _closed({"s": TEXT | {"maxLength": 0}}),
     "address": _closed({"at": TEXT | {"format": "ipv4"}}),
     "quoted": _closed({"s": TEXT | {"pattern": r'^"[^\t"]\\?"$'}}),
-    "narrowed": {"type": "integer", "anyOf": [{"minimum": 7, "maximum": 12}, {"const": 3}]},
+    "narrowed": {
+        "type": "integer",
+        "anyOf": [{"minimum": 7, "maximum": 12}, {"const": 3}],
+    },
 }
 
 
@@ -75,7 +94,9 @@ def valid(schema: dict[str, Any]) -> Callable[[str], bool]:
     """Judge whole texts of a schema by jsonschema."""
     from jsonschema import Draft202012Validator
 
-    validator = Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER)
+    validator = Draft202012Validator(
+        schema, format_checker=Draft202012Validator.FORMAT_CHECKER
+    )
     return lambda text: bool(validator.is_valid(json.loads(text)))
 
 
@@ -86,7 +107,18 @@ def schema_case(name: str) -> Case:
 
 PARTS = ("[0-9]", "[a-z]", "[A-F]", "cat", "q", "[xyz]", r"\.", "on", "off", "_")
 # What compilers read in their own ways.
-CLASSES = (".", r"\w", r"\d", r"\s", r"\S", r"[^\W\d]", r"[^a\n]", "[a&&b]", "[[:a]", r"[\x5fa]")
+CLASSES = (
+    ".",
+    r"\w",
+    r"\d",
+    r"\s",
+    r"\S",
+    r"[^\W\d]",
+    r"[^a\n]",
+    "[a&&b]",
+    "[[:a]",
+    r"[\x5fa]",
+)
 
 
 def regex_case(rng: random.Random, parts: Sequence[str] = PARTS) -> Case:
@@ -96,7 +128,9 @@ def regex_case(rng: random.Random, parts: Sequence[str] = PARTS) -> Case:
 
 
 def _fits(pattern: str, text: str) -> bool:
-    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of sets to come
+    with warnings.catch_warnings(
+        action="ignore", category=FutureWarning
+    ):  # of sets to come
         return re.fullmatch(pattern, text) is not None
 
 
@@ -138,13 +172,19 @@ def grammar_case(rng: random.Random) -> Case:
             parts = [json.dumps(rng.choice(terminals))]
             for _ in range(rng.randint(1, 3)):
                 own = rng.random() < 0.5
-                parts.append(rng.choice(names[1:]) if own else json.dumps(rng.choice(terminals)))
+                parts.append(
+                    rng.choice(names[1:]) if own else json.dumps(rng.choice(terminals))
+                )
             longer.append(parts)
         rules[name] = [ends, *longer]
 
     def written(sign: str, first: str) -> str:
-        options = {name: " | ".join(map(" ".join, rule)) for name, rule in rules.items()}
-        named = {first if name == "top" else name: text for name, text in options.items()}
+        options = {
+            name: " | ".join(map(" ".join, rule)) for name, rule in rules.items()
+        }
+        named = {
+            first if name == "top" else name: text for name, text in options.items()
+        }
         return "\n".join(f"{name} {sign} {text}" for name, text in named.items())
 
     parser = lark.Lark(written(":", "start"), parser="earley", lexer="dynamic_complete")

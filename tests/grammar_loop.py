@@ -48,7 +48,9 @@ class GrammarLoop(Loop):
     def before_sampling(self, canvases: list[Run], prefills: list[Run]) -> None:
         """Check the canvases as the scheduler does."""
         starts = [
-            self.automata[r.req_id].start(r.req_id) for r in prefills if r.req_id in self.automata
+            self.automata[r.req_id].start(r.req_id)
+            for r in prefills
+            if r.req_id in self.automata
         ]
         if starts:
             self.sampler.automata.start(starts)
@@ -125,9 +127,13 @@ class Wants:
     def __call__(self, visible: list[int], position: int) -> np.ndarray:
         row = self.rng.standard_normal(VOCAB).astype(np.float32)
         if self.text is not None and self.rng.random() >= self.fault:
-            slip = int(self.rng.integers(-1, 2)) if self.rng.random() < self.fault else 0
+            slip = (
+                int(self.rng.integers(-1, 2)) if self.rng.random() < self.fault else 0
+            )
             at = position - 3 + slip
-            row[self.text[at] if 0 <= at < len(self.text) else EOS] += 4 + 12 * self.rng.random()
+            row[self.text[at] if 0 <= at < len(self.text) else EOS] += (
+                4 + 12 * self.rng.random()
+            )
         return row
 
 

@@ -17,7 +17,10 @@ EXAMPLES = {
         "decoding/policies.py",
         "state/request_table.py",
     },
-    ("add-a-strategy.md", "The diff"): {"decoding/full_attention.py", "decoding/methods.py"},
+    ("add-a-strategy.md", "The diff"): {
+        "decoding/full_attention.py",
+        "decoding/methods.py",
+    },
     ("add-a-model.md", "The diff"): {
         "decoding/families.py",
         "decoding/methods.py",
@@ -49,7 +52,9 @@ class Example(NamedTuple):
                 capture_output=True,
                 text=True,
             )
-            assert done.returncode == 0, f"{self.page}, {self.heading}: {done.stderr}\n{diff}"
+            assert done.returncode == 0, (
+                f"{self.page}, {self.heading}: {done.stderr}\n{diff}"
+            )
 
 
 def pages() -> dict[str, str]:
@@ -79,4 +84,7 @@ def copy_package(folder: Path) -> Path:
 def contents(folder: Path) -> dict[str, bytes]:
     """Every source file of a copy, by its path in the package."""
     package = folder / "dllm_plugin"
-    return {str(path.relative_to(package)): path.read_bytes() for path in package.rglob("*.py")}
+    return {
+        str(path.relative_to(package)): path.read_bytes()
+        for path in package.rglob("*.py")
+    }

@@ -33,18 +33,33 @@ COMPILED = "structured_outputs cannot be honoured"  # what only the compiler fin
 # name: what is asked for, with 40 tokens, and what judges its text or stands in its refusal.
 HOSTILE: dict[str, tuple[dict[str, Any], Callable[[str], bool] | str]] = {
     "no text at all": ({"json": {"enum": []}}, "Unsatisfiable schema"),
-    "no text of a property": ({"json": NO_TEXT}, "required property 's' is unsatisfiable"),
+    "no text of a property": (
+        {"json": NO_TEXT},
+        "required property 's' is unsatisfiable",
+    ),
     "no ending": ({"grammar": 'root ::= "a" root'}, lambda text: text == "a" * 40),
-    "only itself": ({"grammar": "root ::= root"}, f"{COMPILED}: the grammar allows no text"),
+    "only itself": (
+        {"grammar": "root ::= root"},
+        f"{COMPILED}: the grammar allows no text",
+    ),
     "10,000 choices": ({"choice": WORDS}, lambda text: text in WORDS),
-    "10,000 constants": ({"json": {"enum": WORDS}}, lambda text: json.loads(text) in WORDS),
+    "10,000 constants": (
+        {"json": {"enum": WORDS}},
+        lambda text: json.loads(text) in WORDS,
+    ),
     "200 levels": ({"json": nested(200)}, "nested too deeply"),
     "60 levels": ({"json": nested(60)}, begins_levels),
-    "8 levels": ({"json": nested(8)}, valid(nested(8))),  # what an automaton has room for
+    "8 levels": (
+        {"json": nested(8)},
+        valid(nested(8)),
+    ),  # what an automaton has room for
     "longer than may be": ({"json": SCHEMAS["long_text"]}, is_long_text),
     "60 letters": ({"regex": "a{60}"}, lambda text: text == "a" * 40),
     "unicode": ({"json": SCHEMAS["unicode"]}, schema_case("unicode").judge),
-    "nothing long": ({"json": SCHEMAS["nothing_long"]}, schema_case("nothing_long").judge),
+    "nothing long": (
+        {"json": SCHEMAS["nothing_long"]},
+        schema_case("nothing_long").judge,
+    ),
     "backtracking": (
         {"regex": "([a-z]+)+q"},
         lambda text: re.fullmatch("[a-z]+q", text) is not None,
@@ -56,5 +71,8 @@ HOSTILE: dict[str, tuple[dict[str, Any], Callable[[str], bool] | str]] = {
     # No expression to xgrammar; vLLM asks guidance then, which would take it for an `a`.
     "unfinished": ({"regex": "a\\"}, "structured_outputs regex has '\\\\', which"),
     "no schema": ({"json": {"type": "no such type"}}, "Invalid type: no such type"),
-    "endless reference": ({"json": {"$ref": "#"}}, f"{COMPILED}: the grammar allows no text"),
+    "endless reference": (
+        {"json": {"$ref": "#"}},
+        f"{COMPILED}: the grammar allows no text",
+    ),
 }

@@ -7,12 +7,26 @@ from typing import Any
 import torch
 from scripted import Hashed, Loop, Run, one_thread, sampling
 
-D2F = {"strategy": "d2f", "block_length": 4, "canvas_length": 16, "max_active_blocks": 4}
+D2F = {
+    "strategy": "d2f",
+    "block_length": 4,
+    "canvas_length": 16,
+    "max_active_blocks": 4,
+}
 BLOCK = {"strategy": "block_diffusion", "block_length": 4, "canvas_length": 8}
 ONE_BLOCK = D2F | {"max_active_blocks": 1}
 # Policies of requests in the order they come; None leaves the choice to the engine.
 ALIKE = (None,) * 10
-SEVERAL = (None, None, "threshold", "entropy", "factor", "low_confidence", "random", *(None,) * 6)
+SEVERAL = (
+    None,
+    None,
+    "threshold",
+    "entropy",
+    "factor",
+    "low_confidence",
+    "random",
+    *(None,) * 6,
+)
 AT_ONCE = 5
 
 
@@ -38,7 +52,10 @@ def fresh_compiler() -> Iterator[None]:
 
 
 def decode(
-    dllm: dict[str, Any], shift: bool, backend: str | None, policies: Sequence[str | None]
+    dllm: dict[str, Any],
+    shift: bool,
+    backend: str | None,
+    policies: Sequence[str | None],
 ) -> tuple[list[Run], list[int]]:
     """Requests of several lengths and temperatures, `AT_ONCE` at most, which come and go.
 
@@ -55,7 +72,11 @@ def decode(
                 while len(loop.running) == AT_ONCE:
                     loop.step()
                 options = {"dllm_policy": policy} if policy else {}
-                options |= {"dllm_block_length": 4 - i % 3, "seed": i, "temperature": 0.7 * (i % 2)}
+                options |= {
+                    "dllm_block_length": 4 - i % 3,
+                    "seed": i,
+                    "temperature": 0.7 * (i % 2),
+                }
                 params = sampling(20 + i, None if i % 3 else 14, **options)
                 runs.append(loop.start([3] * (i + 1), Hashed(i), params, f"{i}"))
                 loop.step()

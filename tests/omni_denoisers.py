@@ -32,13 +32,17 @@ class Denoiser(NonARModel):
     def load_weights(self, weights: Any) -> set[str]:
         return AutoWeightsLoader(self).load_weights(weights)
 
-    def make_empty_intermediate_tensors(self, batch_size: int, dtype: Any, device: Any) -> Any:
+    def make_empty_intermediate_tensors(
+        self, batch_size: int, dtype: Any, device: Any
+    ) -> Any:
         rows = torch.zeros(batch_size, HIDDEN, dtype=dtype, device=device)
         return IntermediateTensors({"rows": rows})
 
     def check_params(self, params: dict[str, Any]) -> None:
         if not 0 < params.get("steps", 1) <= 100:
-            raise ValueError(f"steps must lie between 1 and 100, got {params['steps']}.")
+            raise ValueError(
+                f"steps must lie between 1 and 100, got {params['steps']}."
+            )
 
     def batch_key(self, condition: Condition) -> Any:
         return condition.params.get("tokens", 4)
@@ -49,11 +53,15 @@ class Denoiser(NonARModel):
 
     def denoise(self, condition: list[Condition], rows: torch.Tensor) -> torch.Tensor:
         """Rows of all prompts -> ``[requests, tokens, hidden]``."""
-        summary = torch.stack([rows[a:b].mean(0) for a, b in (c.span for c in condition)])[:, None]
+        summary = torch.stack(
+            [rows[a:b].mean(0) for a, b in (c.span for c in condition)]
+        )[:, None]
         shape = (self.batch_key(condition[0]), HIDDEN)
         noise = [torch.randn(shape, generator=c.generator()) for c in condition]
         x_BLH = torch.stack(noise).to(rows)
-        steps = torch.tensor([c.params.get("steps", 1) for c in condition], device=rows.device)
+        steps = torch.tensor(
+            [c.params.get("steps", 1) for c in condition], device=rows.device
+        )
         for step in range(int(steps.max())):
             moved = x_BLH - 0.1 * self.velocity(x_BLH + summary, step)
             x_BLH = torch.where((step < steps)[:, None, None], moved, x_BLH)
@@ -70,8 +78,14 @@ class SampleModel(Denoiser):
             return IntermediateTensors({"rows": self.words(input_ids)})
         return self.denoise([condition], input_ids)[0]
 
-    def sample(self, condition: Any, input_ids: Any, intermediate_tensors: Any, **kw: Any) -> Any:
-        rows = intermediate_tensors["rows"] if intermediate_tensors else self.words(input_ids)
+    def sample(
+        self, condition: Any, input_ids: Any, intermediate_tensors: Any, **kw: Any
+    ) -> Any:
+        rows = (
+            intermediate_tensors["rows"]
+            if intermediate_tensors
+            else self.words(input_ids)
+        )
         return [self(rows, condition=one) for one in condition]
 
     def diffuse(self, **kwargs: Any) -> Any:
@@ -124,7 +138,11 @@ def checkpoint(folder: Path, name: str) -> Path:
     }
     (folder / "config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(5)
-    shapes = {"words": (WORDS, HIDDEN), "attention": (3 * HIDDEN, HIDDEN), "mix": (HIDDEN, HIDDEN)}
+    shapes = {
+        "words": (WORDS, HIDDEN),
+        "attention": (3 * HIDDEN, HIDDEN),
+        "mix": (HIDDEN, HIDDEN),
+    }
     weights = {
         f"{key}.weight": 0.2 * torch.randn(shape, generator=generator)
         for key, shape in shapes.items()
@@ -134,7 +152,8 @@ def checkpoint(folder: Path, name: str) -> Path:
 
 
 WISHES = [
-    ([5 + i] * (1 + 9 * i), {"seed": i, "steps": 2 + i, "tokens": 4 + i % 2}) for i in range(8)
+    ([5 + i] * (1 + 9 * i), {"seed": i, "steps": 2 + i, "tokens": 4 + i % 2})
+    for i in range(8)
 ]
 
 

@@ -45,7 +45,9 @@ def autoregressive(
     model = getattr(transformers, f"{family}ForCausalLM")(config).float()
     for name, weight in model.named_parameters():
         spread = scale if "layers" in name else 0.2
-        weight.data = torch.randn_like(weight) * spread if weight.dim() > 1 else weight.data
+        weight.data = (
+            torch.randn_like(weight) * spread if weight.dim() > 1 else weight.data
+        )
     model.lm_head.weight.data[7 : 7 + nan_rows] = float("nan")
     model.save_pretrained(folder)
     return folder
@@ -64,12 +66,16 @@ class Reference:
     @torch.no_grad()
     def rows(self, tokens: list[int], layers: list[int] | None = None) -> torch.Tensor:
         """Hidden states of all tokens but the last: ``[n - 1, hidden]`` or by layer."""
-        states = self.model.model(torch.tensor([tokens[:-1]]), output_hidden_states=True)
+        states = self.model.model(
+            torch.tensor([tokens[:-1]]), output_hidden_states=True
+        )
         if layers is None:
             return states.last_hidden_state[0]
         return torch.stack([states.hidden_states[layer][0] for layer in layers], dim=1)
 
-    def error(self, output: Any, index: int = 0, layers: list[int] | None = None) -> float:
+    def error(
+        self, output: Any, index: int = 0, layers: list[int] | None = None
+    ) -> float:
         """Largest difference to a finished request's hidden states, whose size is checked."""
         from dllm_plugin.omni import hidden_states_of
 
@@ -105,7 +111,9 @@ def largest_error(reference: Reference, outputs: list[Any]) -> float:
     """Of the answers to :func:`twenty`, whose lengths, first rows and opt-outs are checked."""
     from dllm_plugin.omni import hidden_states_of
 
-    assert [len(out.outputs[0].token_ids) for out in outputs] == [30 + i % 7 for i in range(20)]
+    assert [len(out.outputs[0].token_ids) for out in outputs] == [
+        30 + i % 7 for i in range(20)
+    ]
     found = [hidden_states_of(output) for output in outputs]
     assert [rows and rows.start for rows in found] == [0, 0, 0, 0, None] * 4
     return max(reference.error(outputs[i]) for i, rows in enumerate(found) if rows)

@@ -63,7 +63,9 @@ class Model:
         visible = start
         if query >= start:
             visible += ((query - start) // self.block_length + 1) * self.block_length
-        logits = self.script(text[: min(visible, self.limit)], position).astype(np.float64)
+        logits = self.script(text[: min(visible, self.limit)], position).astype(
+            np.float64
+        )
         logits[self.mask] = -np.inf
         if self.temperature > 0:
             logits = logits / self.temperature
@@ -71,18 +73,24 @@ class Model:
         p /= p.sum()
         token = int(p.argmax())
         if self.temperature > 0:
-            token = int((logits + gumbel(self.seed, position, step, len(logits))).argmax())
+            token = int(
+                (logits + gumbel(self.seed, position, step, len(logits))).argmax()
+            )
         top = np.sort(p)
         score = {
             "entropy": float((p * np.log(p + 1e-10)).sum()),
             "topk_margin": float(top[-1] - top[-2]),
             "random": uniform(self.seed ^ 0x5D2F, position, step),
         }
-        return Choice(position, token, float(p[token]), score.get(self.ranking, float(p[token])))
+        return Choice(
+            position, token, float(p[token]), score.get(self.ranking, float(p[token]))
+        )
 
     def final(self, text: list[int]) -> list[int] | None:
         """The finished text, as soon as nothing can change it any more."""
-        written = list(itertools.takewhile(lambda t: t != self.mask, text[len(self.prompt) :]))
+        written = list(
+            itertools.takewhile(lambda t: t != self.mask, text[len(self.prompt) :])
+        )
         asked = min(self.max_tokens, self.context - len(self.prompt))
         for i, token in enumerate(written[:asked]):
             if token in self.stops:
@@ -157,7 +165,9 @@ def d2f(
         decided = [block.decided(text, model.mask) == 1.0 for block in blocks]
         num_stored, written = [*decided, False].index(False), list(text)
         for block in blocks[num_stored:]:
-            masked = [p for p in range(block.start, block.stop) if text[p] == model.mask]
+            masked = [
+                p for p in range(block.start, block.stop) if text[p] == model.mask
+            ]
             choices = [model.propose(text, p, step) for p in masked]
             taken = [c for c in choices if c.confidence > accept]
             if choices and not taken and block.full:

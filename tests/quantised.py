@@ -9,7 +9,12 @@ from safetensors.torch import load_file, save_file
 LARGEST = {"int": 127.0, "float": 448.0}
 HEAD = {"tiny-llada": "model.transformer.ff_out", "tiny-dream": "lm_head"}
 SKIPPED = (
-    *("model.transformer.ff_out", "model.transformer.wte", "lm_head", "model.embed_tokens"),
+    *(
+        "model.transformer.ff_out",
+        "model.transformer.wte",
+        "lm_head",
+        "model.embed_tokens",
+    ),
     "model.word_embeddings",
 )
 MIXTURES = ("tiny-sdar-moe", "tiny-llada2.0", "tiny-llada2.1")
@@ -30,7 +35,11 @@ def quantise(path: Path, name: str, kind: str, drop: str = "") -> Path:
             scale = weight.float().abs().amax(1, keepdim=True) / LARGEST[kind]
             scaled = weight.float() / scale
             integer = kind == "int"
-            stored = scaled.round().to(torch.int8) if integer else scaled.to(torch.float8_e4m3fn)
+            stored = (
+                scaled.round().to(torch.int8)
+                if integer
+                else scaled.to(torch.float8_e4m3fn)
+            )
             tensors |= {key: stored, f"{module}.weight_scale": scale}
         else:
             tensors[key] = weight.clone()
@@ -43,7 +52,10 @@ def quantise(path: Path, name: str, kind: str, drop: str = "") -> Path:
         "quant_method": "compressed-tensors",
         "format": f"{kind}-quantized",
         "quantization_status": "compressed",
-        "ignore": [HEAD.get(name, "lm_head"), *(["re:.*mlp.*"] if name in MIXTURES else [])],
+        "ignore": [
+            HEAD.get(name, "lm_head"),
+            *(["re:.*mlp.*"] if name in MIXTURES else []),
+        ],
         "config_groups": {
             "group_0": {
                 "targets": ["Linear"],

@@ -36,7 +36,10 @@ if current_platform.is_cpu():
 
 VOCAB, MASK, EOS = 16, 15, 14
 DEVICE = torch.device(current_platform.device_type)
-ARCHITECTURE = {False: "LLaDAModelLM", True: "DreamModel"}  # by whether logits are shifted
+ARCHITECTURE = {
+    False: "LLaDAModelLM",
+    True: "DreamModel",
+}  # by whether logits are shifted
 
 Script = Callable[[list[int], int], np.ndarray]
 
@@ -65,10 +68,14 @@ class Run:
     end: int  # position behind the last token asked for
     output: list[int] = field(default_factory=list)
     passes: list[Pass] = field(default_factory=list)
-    texts: list[list[int]] = field(default_factory=list)  # what each pass was fed, prompt first
+    texts: list[list[int]] = field(
+        default_factory=list
+    )  # what each pass was fed, prompt first
     prefilled: bool = False
     done: bool = False
-    broken: int = 0  # positions whose logits were no numbers, as the sampler counts them
+    broken: int = (
+        0  # positions whose logits were no numbers, as the sampler counts them
+    )
 
 
 def sampling(max_tokens: int, eos: int | None = EOS, **options: Any) -> SamplingParams:
@@ -86,14 +93,18 @@ class Table:
     A probability may be ``(p, second token, its p)``.
     """
 
-    def __init__(self, token: Callable[[int], int], probability: Callable[[int], Any]) -> None:
+    def __init__(
+        self, token: Callable[[int], int], probability: Callable[[int], Any]
+    ) -> None:
         self.token, self.probability = token, probability
 
     def __call__(self, visible: list[int], position: int) -> np.ndarray:
         p = self.probability(position)
         p, second, second_p = p if isinstance(p, tuple) else (p, None, 0.0)
         others, rest = VOCAB - 1 - (second is not None), 1 - p - second_p
-        row = np.full(VOCAB, np.log(rest / others) if rest > 0 else -1e9, dtype=np.float32)
+        row = np.full(
+            VOCAB, np.log(rest / others) if rest > 0 else -1e9, dtype=np.float32
+        )
         row[self.token(position)] = np.log(p)
         if second is not None:
             row[second] = np.log(second_p)
@@ -146,7 +157,11 @@ class Loop:
     ) -> None:
         options = Options.from_user(dllm)
         self.config = resolve(options, ARCHITECTURE[shift], max_model_len, self.mask)
-        self.shift, self.canvas_length, self.shard = shift, self.config.canvas_length, shard
+        self.shift, self.canvas_length, self.shard = (
+            shift,
+            self.config.canvas_length,
+            shard,
+        )
         # The few values that are read of vLLM's ModelConfig.
         self.model_config: Any = SimpleNamespace(
             max_model_len=max_model_len,
@@ -158,9 +173,12 @@ class Loop:
         self.req_states = RequestState(
             slots, max_model_len, 4096, self.canvas_length, self.vocab, DEVICE
         )
-        self.states = CanvasStates(self.config, self.model_config, self.req_states.draft_tokens)
+        self.states = CanvasStates(
+            self.config, self.model_config, self.req_states.draft_tokens
+        )
         owner = SimpleNamespace(
-            req_states=self.req_states, sampling_states=SamplingStates(slots, self.vocab)
+            req_states=self.req_states,
+            sampling_states=SamplingStates(slots, self.vocab),
         )
         self.sampler = DiffusionSampler(
             owner, self.states, self.model_config, 4096, shard=self.shard
@@ -172,7 +190,11 @@ class Loop:
         self.running: list[Run] = []
 
     def start(
-        self, prompt: list[int], script: Script, params: SamplingParams, req_id: str = ""
+        self,
+        prompt: list[int],
+        script: Script,
+        params: SamplingParams,
+        req_id: str = "",
     ) -> Run:
         """Admit a request; its prompt runs in the next step."""
         assert params.max_tokens is not None
@@ -185,10 +207,20 @@ class Loop:
         run.slot, run.prefilled = self.free.pop(), False
         text = run.prompt + run.output
         data = NewRequestData(
-            run.req_id, run.prompt, [], run.params, None, ((),), 0, None, prefill_token_ids=text
+            run.req_id,
+            run.prompt,
+            [],
+            run.params,
+            None,
+            ((),),
+            0,
+            None,
+            prefill_token_ids=text,
         )
         self.req_states.all_token_ids.gpu[run.slot, : len(text)] = _ids(text)
-        self.states.remove_request(run.req_id)  # as vLLM's runner does before it adds a request
+        self.states.remove_request(
+            run.req_id
+        )  # as vLLM's runner does before it adds a request
         self.states.add_request(run.slot, data)
         self.sampler.add_request(run.slot, run.params)
         self.states.apply_staged_writes()
@@ -236,7 +268,11 @@ class Loop:
         ]
         batch = self.batch(canvases, fed, prefills)
         self.sampler.request_logits(batch)
-        rows = [row for run, n in zip(canvases, fed, strict=True) for row in self._rows(run, n)]
+        rows = [
+            row
+            for run, n in zip(canvases, fed, strict=True)
+            for row in self._rows(run, n)
+        ]
         if self.shift:
             texts = [(run.script, run.prompt + run.output) for run in prefills]
             rows += [script(text, len(text)) for script, text in texts]
@@ -244,18 +280,22 @@ class Loop:
         before = [self._look(run) for run in canvases]
         for run, look in zip(canvases, before, strict=True):
             run.texts.append(run.prompt + run.output + look[2])
-        logits = torch.from_numpy(np.array(rows, dtype=np.float32).reshape(-1, self.vocab)).to(
-            DEVICE
-        )
+        logits = torch.from_numpy(
+            np.array(rows, dtype=np.float32).reshape(-1, self.vocab)
+        ).to(DEVICE)
         if self.shard is not None:  # behind the vocabulary stands what nobody may read
             (first, vocab, ranks), width = self.shard.columns, self.shard.width
-            logits = torch.nn.functional.pad(logits, (0, ranks * width - vocab), value=float("nan"))
+            logits = torch.nn.functional.pad(
+                logits, (0, ranks * width - vocab), value=float("nan")
+            )
             logits = logits[:, first : first + width].contiguous()
         self.before_sampling(canvases, prefills)
         with one_thread():
             output = self.sampler(logits, batch)
         for index, (run, look) in enumerate(zip(canvases, before, strict=True)):
-            sampled = output.sampled_token_ids[index, : int(output.num_sampled[index])].tolist()
+            sampled = output.sampled_token_ids[
+                index, : int(output.num_sampled[index])
+            ].tolist()
             assert int(output.num_rejected[index]) == fed[index] - len(sampled)
             run.passes.append(self._trace(run, (look[0], look[2]), sampled))
             self.after_sampling(run, output.sampled_token_ids[index].tolist(), sampled)
@@ -277,7 +317,9 @@ class Loop:
     def after_sampling(self, run: Run, canvas: list[int], emitted: list[int]) -> None:
         """Nothing here: what else a runner keeps of a result."""
 
-    def batch(self, canvases: list[Run], fed: list[int], prefills: list[Run]) -> InputBatch:
+    def batch(
+        self, canvases: list[Run], fed: list[int], prefills: list[Run]
+    ) -> InputBatch:
         """What vLLM's runner would hand to the sampler."""
         runs = canvases + prefills
         texts = [len(run.prompt + run.output) for run in prefills]
@@ -339,13 +381,19 @@ class Loop:
     def _rows(self, run: Run, fed: int) -> Iterable[np.ndarray]:
         """Logits of a canvas; NaN where no open block can be, for nobody may read that."""
         start, open_blocks, canvas, _ = self._look(run)
-        length, prompt, limit = self._block_length(run), len(run.prompt), self._limit(run)
+        length, prompt, limit = (
+            self._block_length(run),
+            len(run.prompt),
+            self._limit(run),
+        )
         text = run.prompt + run.output + canvas
         for query in range(start, start + fed):
             if query >= min(start + (open_blocks + 1) * length, limit):
                 yield np.full(self.vocab, np.nan, dtype=np.float32)
                 continue
-            yield run.script(text[: visible(query, prompt, length, limit)], query + self.shift)
+            yield run.script(
+                text[: visible(query, prompt, length, limit)], query + self.shift
+            )
 
     def _look(self, run: Run) -> tuple[int, int, list[int], list[bool]]:
         states, slot = self.states, run.slot
@@ -380,7 +428,9 @@ class Loop:
         tokens[first : first + len(sampled)] = _ids(sampled).to(tokens.dtype)
         stops = {run.params.eos_token_id, *(run.params.stop_token_ids or ())}
         ends = [i for i, token in enumerate(run.output) if token in stops]
-        assert not ends or ends[0] == len(run.output) - 1, "tokens emitted behind a stop token"
+        assert not ends or ends[0] == len(run.output) - 1, (
+            "tokens emitted behind a stop token"
+        )
         assert len(run.prompt + run.output) <= run.end, "more tokens than asked for"
         if ends or len(run.prompt + run.output) == run.end:
             assert bool(self.states.ended_N[run.slot])

@@ -73,7 +73,9 @@ def build(spans: Spans, seed: int = 0, device: str = "cpu") -> tuple[list, dict]
 
     query = numbers(num_tokens, heads * spans.group, head)
     key, value = numbers(num_tokens, heads, head), numbers(num_tokens, heads, head)
-    reach = [c + n + spans.behind for c, n in zip(spans.contexts, spans.lengths, strict=True)]
+    reach = [
+        c + n + spans.behind for c, n in zip(spans.contexts, spans.lengths, strict=True)
+    ]
     width = max(-(-n // page) for n in reach) + 1
     num_pages = len(reach) * width + 2
     cache = torch.full((num_pages, heads, page, 2 * head), torch.nan, dtype=spans.dtype)
@@ -81,10 +83,14 @@ def build(spans: Spans, seed: int = 0, device: str = "cpu") -> tuple[list, dict]
     table = torch.full((len(reach) + spans.padding, width), NOWHERE, dtype=torch.int32)
     free = torch.randperm(num_pages, generator=rng).to(torch.int32)
     seen = []
-    for r, (context, length) in enumerate(zip(spans.contexts, spans.lengths, strict=True)):
+    for r, (context, length) in enumerate(
+        zip(spans.contexts, spans.lengths, strict=True)
+    ):
         used = -(-reach[r] // page)
         table[r, :used], free = free[:used], free[used:]
-        at = torch.cat([torch.arange(context), torch.arange(context + length, reach[r])])
+        at = torch.cat(
+            [torch.arange(context), torch.arange(context + length, reach[r])]
+        )
         slots = table[r, at // page].long() * page + at % page
         store_kv(
             numbers(len(at), heads, head),
@@ -96,7 +102,10 @@ def build(spans: Spans, seed: int = 0, device: str = "cpu") -> tuple[list, dict]
     lengths = [0, *spans.lengths, *[0] * spans.padding]
     arguments = [
         *(query, key, value),
-        *(cache, cache),  # split again where they arrive, so that both halves stay views of one
+        *(
+            cache,
+            cache,
+        ),  # split again where they arrive, so that both halves stay views of one
         torch.tensor(lengths).cumsum(0).to(torch.int32),
         torch.tensor([*spans.contexts, *[0] * spans.padding], dtype=torch.int32),
         torch.cat(seen).to(torch.int32),
@@ -111,7 +120,19 @@ def build(spans: Spans, seed: int = 0, device: str = "cpu") -> tuple[list, dict]
 
 def plain(arguments: list) -> Tensor:
     """What `attend_spans` must write, one token at a time in float64; NaN where it must not."""
-    query, key, value, key_cache, value_cache, bounds, start, seen, table, scale, out = arguments
+    (
+        query,
+        key,
+        value,
+        key_cache,
+        value_cache,
+        bounds,
+        start,
+        seen,
+        table,
+        scale,
+        out,
+    ) = arguments
     page, expected = key_cache.shape[3], torch.full_like(out, torch.nan)
     group = query.shape[1] // key.shape[1]
     for r in range(len(start)):
@@ -124,15 +145,22 @@ def plain(arguments: list) -> Tensor:
                 else:
                     at, offset = int(table[r, n // page]), n % page
                     pairs.append(
-                        (key_cache[at, :, :, offset].flatten(1), value_cache[at, ..., offset])
+                        (
+                            key_cache[at, :, :, offset].flatten(1),
+                            value_cache[at, ..., offset],
+                        )
                     )
             if not pairs:
                 expected[token] = 0
                 continue
-            keys, values = (torch.stack(half).double() for half in zip(*pairs, strict=True))
+            keys, values = (
+                torch.stack(half).double() for half in zip(*pairs, strict=True)
+            )
             q = query[token].double().unflatten(0, (-1, group))
             weights = (torch.einsum("kgd,nkd->kgn", q, keys) * scale).softmax(dim=-1)
-            expected[token] = torch.einsum("kgn,nkd->kgd", weights, values).flatten(0, 1)
+            expected[token] = torch.einsum("kgn,nkd->kgd", weights, values).flatten(
+                0, 1
+            )
     return expected
 
 
@@ -145,7 +173,9 @@ CASES: dict[str, Spans] = {
     "context ends one past a page": Spans([6], [65], page=64, head=128),
     "pages larger than a key tile": Spans([9], [300], page=256),
     "pages of 512": Spans([9, 3], [1100, 511], page=512, group=2),
-    "pages of 512, half precision": Spans([6], [513], page=512, units=8, dtype=torch.float16),
+    "pages of 512, half precision": Spans(
+        [6], [513], page=512, units=8, dtype=torch.float16
+    ),
     "large pages that no key tile divides": Spans([9], [700], page=528),
     "kept keys behind a span in pages of 512": Spans(
         [8], [500], behind=41, rule=bidirectional, page=512
@@ -157,9 +187,13 @@ CASES: dict[str, Spans] = {
     "borders of each request are its own": Spans([12, 12], [5, 8], rule=absolute_grid),
     "query length that no block divides": Spans([33], [40], group=4),
     "bidirectional prompt longer than a row tile": Spans([70], [0], rule=bidirectional),
-    "prompt and first blocks in one forward": Spans([61, 5], [0, 33], rule=prompt_then_blocks),
+    "prompt and first blocks in one forward": Spans(
+        [61, 5], [0, 33], rule=prompt_then_blocks
+    ),
     "seven query heads per KV head": Spans([32], [45], group=7),
-    "seven query heads, head size 128": Spans([5, 1], [37, 80], group=7, head=128, page=32),
+    "seven query heads, head size 128": Spans(
+        [5, 1], [37, 80], group=7, head=128, page=32
+    ),
     "three KV heads": Spans([6], [18], kv_heads=3, group=2),
     "eight query heads per KV head": Spans([3], [17], group=8, head=32),
     "one query": Spans([1, 1, 1], [0, 1, 100], group=4),
@@ -168,15 +202,23 @@ CASES: dict[str, Spans] = {
     "kept keys behind a span inside one page": Spans(
         [3], [5], behind=7, rule=bidirectional, page=64
     ),
-    "kept keys behind a span that starts at 0": Spans([9], [0], behind=90, rule=bidirectional),
+    "kept keys behind a span that starts at 0": Spans(
+        [9], [0], behind=90, rule=bidirectional
+    ),
     "queries that see nothing": Spans([4, 4], [0, 9], rule=nothing),
-    "one long request among short ones": Spans([70, 1, 2, 0, 3], [0, 9, 40, 7, 16], padding=2),
+    "one long request among short ones": Spans(
+        [70, 1, 2, 0, 3], [0, 9, 40, 7, 16], padding=2
+    ),
     "a request without tokens between others": Spans([5, 0, 6], [7, 0, 20]),
     "padded tokens and requests": Spans([5, 8], [16, 33], padding=3),
     "long context in splits": Spans([4], [700], group=7, units=16),
     "splits without keys": Spans([5, 2], [40, 530], page=32, units=64),
-    "splits, keys kept behind the span": Spans([6], [300], behind=300, rule=bidirectional, units=8),
+    "splits, keys kept behind the span": Spans(
+        [6], [300], behind=300, rule=bidirectional, units=8
+    ),
     "splits, padded tokens": Spans([5], [300], padding=4, units=8),
     "half precision": Spans([11], [77], group=4, head=128, dtype=torch.float16),
-    "half precision, small pages, splits": Spans([6], [400], page=16, units=8, dtype=torch.float16),
+    "half precision, small pages, splits": Spans(
+        [6], [400], page=16, units=8, dtype=torch.float16
+    ),
 }

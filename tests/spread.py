@@ -64,9 +64,13 @@ def axes_of(item: pytest.Item) -> dict[str, Any]:
     if callspec is None:
         return {}
     given = [marker.args[0] for marker in item.iter_markers("parametrize")]
-    lists = [n.replace(" ", "").split(",") if isinstance(n, str) else list(n) for n in given]
+    lists = [
+        n.replace(" ", "").split(",") if isinstance(n, str) else list(n) for n in given
+    ]
     behind = {name for names in lists for name in names[1:]}
-    return {name: value for name, value in callspec.params.items() if name not in behind}
+    return {
+        name: value for name, value in callspec.params.items() if name not in behind
+    }
 
 
 def left_to_slow(items: list[pytest.Item]) -> list[pytest.Item]:

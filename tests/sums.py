@@ -70,7 +70,9 @@ class Sums:
         self.starts += output.get("engine_starts", [])
         self.left_out = output.get("left_out", 0)  # each worker leaves out the same
 
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+    def pytest_terminal_summary(
+        self, terminalreporter: pytest.TerminalReporter
+    ) -> None:
         self.ended.set()
         starts = self.starts + engine_starts()
         imports, forks = self.processes()

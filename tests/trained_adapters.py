@@ -25,8 +25,12 @@ def write_adapter(
         if weight.ndim == 2 and module.rpartition(".")[2] in targets:
             rows, columns = weight.shape
             stem = f"base_model.model.{module}.lora_"
-            tensors[f"{stem}A.weight"] = 0.1 * torch.randn(RANK, columns, generator=generator)
-            tensors[f"{stem}B.weight"] = 0.1 * torch.randn(rows, RANK, generator=generator)
+            tensors[f"{stem}A.weight"] = 0.1 * torch.randn(
+                RANK, columns, generator=generator
+            )
+            tensors[f"{stem}B.weight"] = 0.1 * torch.randn(
+                rows, RANK, generator=generator
+            )
     save_file(tensors, path / lora.WEIGHTS_FILE)
     written = {
         "peft_type": "LORA",

@@ -12,7 +12,9 @@ from string import ascii_lowercase
 from dllm_plugin.commands.problems.generator import Problem
 from dllm_plugin.reference.tokenizer import chat_prompt
 
-SYSTEM_SHARE = 0.1  # of questions; a model without such rows answers a system prompt by nothing
+SYSTEM_SHARE = (
+    0.1  # of questions; a model without such rows answers a system prompt by nothing
+)
 EARLIER_SHARE = 0.15  # of questions, and likewise
 SENTENCES = (
     "You are a helpful assistant.",
@@ -48,7 +50,8 @@ class Row:
 def babble(rng: Random) -> str:
     """Write a short text of random letters."""
     words = [
-        "".join(rng.choices(ascii_lowercase, k=rng.randint(1, 8))) for _ in range(rng.randint(1, 6))
+        "".join(rng.choices(ascii_lowercase, k=rng.randint(1, 8)))
+        for _ in range(rng.randint(1, 6))
     ]
     text = rng.choice((" ", " ", "\n")).join(words) + rng.choice((".", "?", "!", ""))
     return text.capitalize() if rng.random() < 0.7 else text
@@ -57,10 +60,14 @@ def babble(rng: Random) -> str:
 def system_prompt(rng: Random) -> str:
     """Write a system prompt of one or two sentences, some of them of random letters."""
     sentences = rng.sample(SENTENCES, rng.choice((1, 1, 2)))
-    return " ".join(babble(rng) if rng.random() < 0.3 else sentence for sentence in sentences)
+    return " ".join(
+        babble(rng) if rng.random() < 0.3 else sentence for sentence in sentences
+    )
 
 
-def earlier_turns(rng: Random, problems: Sequence[Problem]) -> tuple[tuple[str, str], ...]:
+def earlier_turns(
+    rng: Random, problems: Sequence[Problem]
+) -> tuple[tuple[str, str], ...]:
     """Write one or two turns, each of another problem or of random letters."""
     turns = []
     for _ in range(rng.choice((1, 1, 1, 2))):

@@ -46,14 +46,18 @@ def initial_weights(shape: Shape, generator: torch.Generator) -> dict[str, Tenso
     return {PREFIX + name: weight for name, weight in weights.items()}
 
 
-def initial_adapter(weights: Weights, rank: int, generator: torch.Generator) -> dict[str, Tensor]:
+def initial_adapter(
+    weights: Weights, rank: int, generator: torch.Generator
+) -> dict[str, Tensor]:
     """Create LoRA pairs of the attention matrices: A random, B zero, which change nothing yet."""
     adapter = {}
     for name, weight in weights.items():
         if name.split(".")[-2] in ADAPTED:
             out, inner = weight.shape
             a, b = adapter_names(name)
-            adapter[a] = torch.randn(rank, inner, generator=generator) / math.sqrt(inner)
+            adapter[a] = torch.randn(rank, inner, generator=generator) / math.sqrt(
+                inner
+            )
             adapter[b] = torch.zeros(out, rank)
     return adapter
 
@@ -117,12 +121,16 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _write_tensors(path: Path, tensors: Weights) -> None:
-    stored = {n: t.detach().to("cpu", torch.bfloat16).contiguous() for n, t in tensors.items()}
+    stored = {
+        n: t.detach().to("cpu", torch.bfloat16).contiguous() for n, t in tensors.items()
+    }
     save_file(stored, path, metadata={"format": "pt"})
     path.chmod(0o644)  # safetensors makes files that only their owner may read
 
 
-def save_base(folder: Path, weights: Weights, shape: Shape, tokenizer: Tokenizer) -> None:
+def save_base(
+    folder: Path, weights: Weights, shape: Shape, tokenizer: Tokenizer
+) -> None:
     """Write config.json, generation_config.json and model.safetensors (bfloat16)."""
     config = llada_config(shape, tokenizer)
     eos = [config["eos_token_id"], token_id(tokenizer, EOT)]

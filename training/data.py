@@ -21,10 +21,15 @@ from dllm_plugin.reference.tokenizer import EOS, MASK, token_id
 from training.chats import Row, in_a_chat
 
 BLOCK_SIZES = (8, 16, 32, 32, 64)
-EOS_PADDING_WEIGHT = 0.1  # EOS after the first one: must be learned but not dominate the loss
+EOS_PADDING_WEIGHT = (
+    0.1  # EOS after the first one: must be learned but not dominate the loss
+)
 LATER_BLOCK_WEIGHT = 0.3  # blocks after the one that is being decoded
 SMALLEST_RATIO = 0.03  # the loss divides by the mask ratio
-LENGTHS = (208, 336)  # positions per sequence; the second holds canvases of about 260, and chats
+LENGTHS = (
+    208,
+    336,
+)  # positions per sequence; the second holds canvases of about 260, and chats
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,9 @@ def with_chats(rows: Iterable[Row]) -> Iterator[Row]:
         recent.append(row.asked)
 
 
-def make_dataset(rows: Iterable[Row], tokenizer: Tokenizer, device: torch.device) -> Dataset:
+def make_dataset(
+    rows: Iterable[Row], tokenizer: Tokenizer, device: torch.device
+) -> Dataset:
     """Tokenise rows, 20,000 at a time, into padded int64 tensors on `device`."""
     prompts: list[Tensor] = []
     responses: list[Tensor] = []
@@ -108,7 +115,9 @@ def make_dataset(rows: Iterable[Row], tokenizer: Tokenizer, device: torch.device
     while chunk := list(islice(source, 20_000)):
         for encoded in tokenizer.encode_batch_fast([row.prompt() for row in chunk]):
             prompts.append(torch.tensor(encoded.ids, dtype=torch.int16))
-        for encoded in tokenizer.encode_batch_fast([row.asked.answer + EOS for row in chunk]):
+        for encoded in tokenizer.encode_batch_fast(
+            [row.asked.answer + EOS for row in chunk]
+        ):
             responses.append(torch.tensor(encoded.ids, dtype=torch.int16))
         given += [row.given for row in chunk]
         num_problems += sum(not row.asked.in_json for row in chunk)
@@ -140,16 +149,22 @@ def pick_rows(data: Dataset, count: int, long: bool, rng: torch.Generator) -> Te
     """Pick rows for a batch; of a long one, every second one is a row that fits no other."""
 
     def pick(rows: Tensor, count: int) -> Tensor:
-        return rows[torch.randint(len(rows), (count,), generator=rng, device=rng.device)]
+        return rows[
+            torch.randint(len(rows), (count,), generator=rng, device=rng.device)
+        ]
 
     if not long or not len(data.long_L):
         return pick(data.short_S, count)
-    return torch.cat([pick(data.long_L, count // 2), pick(data.short_S, count - count // 2)])
+    return torch.cat(
+        [pick(data.long_L, count // 2), pick(data.short_S, count - count // 2)]
+    )
 
 
 def _choose(values: tuple[int, ...], like_B: Tensor, rng: torch.Generator) -> Tensor:
     """Sample one of `values` for each sequence."""
-    picks = torch.randint(len(values), like_B.shape, generator=rng, device=like_B.device)
+    picks = torch.randint(
+        len(values), like_B.shape, generator=rng, device=like_B.device
+    )
     return torch.tensor(values, device=like_B.device)[picks]
 
 
@@ -201,7 +216,9 @@ def make_batch(
     ids = data.prompts_NP[rows_B].gather(
         1, at.expand(len(rows_B), -1).clamp(max=data.prompts_NP.shape[1] - 1)
     )
-    answers = data.responses_NR[rows_B].gather(1, offset.clamp(0, data.responses_NR.shape[1] - 1))
+    answers = data.responses_NR[rows_B].gather(
+        1, offset.clamp(0, data.responses_NR.shape[1] - 1)
+    )
     targets = torch.where(offset < 0, ids, torch.where(in_answer, answers, data.eos))
 
     size_B = _choose((16, 16, 16, 32) if adapter else BLOCK_SIZES, rows_B, rng)[:, None]
@@ -220,4 +237,6 @@ def make_batch(
     later = (kinds_B[:, None] == 1) & (ratios == 1.0)
     worth = torch.where(later, LATER_BLOCK_WEIGHT * worth, worth)
     weights = torch.where(hidden, worth / ratios.clamp(min=SMALLEST_RATIO), 0.0)
-    return Batch(targets.masked_fill(hidden, data.mask), targets, blocks, weights, worth.sum())
+    return Batch(
+        targets.masked_fill(hidden, data.mask), targets, blocks, weights, worth.sum()
+    )

@@ -11,7 +11,12 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from dllm_plugin.commands.problems.generator import Problem, ask_in_json, eval_seeds, problem
+from dllm_plugin.commands.problems.generator import (
+    Problem,
+    ask_in_json,
+    eval_seeds,
+    problem,
+)
 from dllm_plugin.reference.decoding import (
     Loop,
     block_diffusion,
@@ -47,7 +52,10 @@ def chats(problems: list[Problem]) -> dict[str, list[str]]:
     """Put each problem into chats: what they are called, and its prompts."""
     made: dict[str, list[str]] = {}
     for i, one in enumerate(problems):
-        turns = [(other.question, other.answer) for other in (problems[i - 1], problems[i - 2])]
+        turns = [
+            (other.question, other.answer)
+            for other in (problems[i - 1], problems[i - 2])
+        ]
         for name, system, earlier in (
             ("behind a system prompt", SYSTEM, []),
             ("behind another problem", None, turns[:1]),
@@ -61,24 +69,38 @@ def chats(problems: list[Problem]) -> dict[str, list[str]]:
 def main() -> None:
     """Score every check, free and in JSON, and D2F in chats."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=Path, help="folder of the checkpoint, with its adapter d2f")
+    parser.add_argument(
+        "model", type=Path, help="folder of the checkpoint, with its adapter d2f"
+    )
     folder = parser.parse_args().model
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     shape, base = Shape.load(folder), load_weights(folder)
     merged = load_weights(folder, folder / "d2f")
     free = [problem(seed) for seed in eval_seeds(1000)[SKIPPED:]]
-    print("| loop | form | block | canvas | correct | tokens per forward |\n" + "| --- " * 6 + "|")
-    for form, problems in (("free", free), ("JSON", [ask_in_json(one) for one in free])):
+    print(
+        "| loop | form | block | canvas | correct | tokens per forward |\n"
+        + "| --- " * 6
+        + "|"
+    )
+    for form, problems in (
+        ("free", free),
+        ("JSON", [ask_in_json(one) for one in free]),
+    ):
         prompts = {f"D2F, {name}": texts for name, texts in chats(problems).items()}
         for name, check in (CHECKS | dict.fromkeys(prompts, IN_A_CHAT)).items():
             loop, block, length, count = check
             weights = merged if name.startswith("D2F") else base
             texts = prompts[name][:count] if name in prompts else None
-            canvas = make_canvas(weights, shape, tokenizer, problems[:count], length, block, texts)
+            canvas = make_canvas(
+                weights, shape, tokenizer, problems[:count], length, block, texts
+            )
             found = score(loop, canvas, problems[:count], tokenizer)
             right = f"{round(found['accuracy'] * count)} of {count}"
             speed = found["tokens_per_forward"]
-            print(f"| {name} | {form} | {block} | {length} | {right} | {speed:.1f} |", flush=True)
+            print(
+                f"| {name} | {form} | {block} | {length} | {right} | {speed:.1f} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -14,8 +14,19 @@ from pathlib import Path
 from typing import Any
 
 NUMBERS, CURVE = "default_model.json", "default_model_loss.png"
-LEAST = {False: 0.99, True: 0.95}  # accuracy of every loop, by whether it answers in JSON
-COLUMNS = ("loop", "block", "correct", "exact", "tokens", "forwards", "tokens per forward")
+LEAST = {
+    False: 0.99,
+    True: 0.95,
+}  # accuracy of every loop, by whether it answers in JSON
+COLUMNS = (
+    "loop",
+    "block",
+    "correct",
+    "exact",
+    "tokens",
+    "forwards",
+    "tokens per forward",
+)
 
 
 def read_numbers(folder: Path) -> dict[str, Any]:
@@ -37,8 +48,12 @@ def plot_losses(curves: dict[str, list[tuple[int, float]]], path: Path) -> None:
         return
     figure, panels = pyplot.subplots(1, len(curves), figsize=(9, 3.2), squeeze=False)
     for panel, (name, points) in zip(panels[0], curves.items(), strict=True):
-        panel.plot([step for step, _ in points], [loss for _, loss in points], linewidth=1)
-        panel.set(title=f"{name} phase", xlabel="step", ylabel="weighted loss", yscale="log")
+        panel.plot(
+            [step for step, _ in points], [loss for _, loss in points], linewidth=1
+        )
+        panel.set(
+            title=f"{name} phase", xlabel="step", ylabel="weighted loss", yscale="log"
+        )
         panel.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, dpi=100)
@@ -58,7 +73,9 @@ def score_table(scores: dict[str, dict[str, Any]]) -> str:
             f"{score['forwards']:,}",
             f"{score['tokens_per_forward']:.1f}",
         ]
-        if score["forwards"] == count * score["max_new_tokens"]:  # whole canvases, token by token
+        if (
+            score["forwards"] == count * score["max_new_tokens"]
+        ):  # whole canvases, token by token
             cells[-2:] = [f"{score['max_new_tokens']} each", "1 by construction"]
         lines.append(" | ".join(map(str, cells)))
     return "\n".join(f"| {line} |" for line in lines)

@@ -31,8 +31,13 @@ def add_scores(out: Path, report: Path, device: torch.device) -> None:
         for name, (loop, block, adapted) in LOOPS.items():
             weights = merged if adapted else base
             tried = {name + suffix: weights}
-            if name in ("block_diffusion", "d2f"):  # bfloat16 throughout, as in an engine
-                tried[f"{name}{suffix}_bf16"] = {n: t.bfloat16() for n, t in weights.items()}
+            if name in (
+                "block_diffusion",
+                "d2f",
+            ):  # bfloat16 throughout, as in an engine
+                tried[f"{name}{suffix}_bf16"] = {
+                    n: t.bfloat16() for n, t in weights.items()
+                }
             for label, these in tried.items():
                 length = numbers["max_new_tokens"]
                 canvas = make_canvas(these, shape, tokenizer, problems, length, block)

@@ -20,7 +20,19 @@ VOCAB_SIZE = 512
 PIECES = r"\d| [-+*/=] | ?\p{L}+| ?[^\s\p{L}\d]+|\s+"
 EXTRA_PIECES = ("user", "assistant", "system", "\n\n", "\n", " ", "####")
 # Of JSON answers and the request for them; a schema may leave ` [` to be written by itself.
-JSON_PIECES = (" Answer", " JSON", '{"', "steps", '":', ' ["', " [", '",', ' "', '"],', "answer")
+JSON_PIECES = (
+    " Answer",
+    " JSON",
+    '{"',
+    "steps",
+    '":',
+    ' ["',
+    " [",
+    '",',
+    ' "',
+    '"],',
+    "answer",
+)
 WORDS = 484  # pieces before the special tokens; those of JSON follow them
 # LLaDA's template: an empty assistant header always follows, whatever add_generation_prompt says.
 CHAT_TEMPLATE = (
@@ -41,13 +53,18 @@ def build_tokenizer(texts: Iterable[str]) -> Tokenizer:
     cut = _pre_tokenizer()
     counts = Counter(piece for text in texts for piece, _ in cut.pre_tokenize_str(text))
     wanted = [cut.pre_tokenize_str(piece)[0][0] for piece in EXTRA_PIECES]
-    wanted += [piece for piece, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]
+    wanted += [
+        piece
+        for piece, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    ]
     pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
     for piece in dict.fromkeys(wanted):
         if piece not in pieces and len(pieces) < WORDS:
             pieces.append(piece)
     if len(pieces) < WORDS:
-        raise ValueError(f"{len(pieces)} pieces found, {WORDS} needed: generate more problems")
+        raise ValueError(
+            f"{len(pieces)} pieces found, {WORDS} needed: generate more problems"
+        )
     pieces += SPECIAL_TOKENS  # among the others, so that their ids are the model's too
     pieces += [cut.pre_tokenize_str(piece)[0][0] for piece in JSON_PIECES]
     vocab = {piece: i for i, piece in enumerate(pieces)}

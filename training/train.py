@@ -30,7 +30,12 @@ from dllm_plugin.reference.small_model import (
     load_weights,
     merge_adapter,
 )
-from training.checkpoint import initial_adapter, initial_weights, save_adapter, save_base
+from training.checkpoint import (
+    initial_adapter,
+    initial_weights,
+    save_adapter,
+    save_base,
+)
 from training.data import (
     LENGTHS,
     Batch,
@@ -56,9 +61,15 @@ Curve = list[tuple[int, float]]
 def parse_args() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
-    parser.add_argument("--report", type=Path, required=True, help="folder for JSON and loss curve")
-    parser.add_argument("--base", type=Path, help="trained base: only its adapter is trained")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder for the checkpoint"
+    )
+    parser.add_argument(
+        "--report", type=Path, required=True, help="folder for JSON and loss curve"
+    )
+    parser.add_argument(
+        "--base", type=Path, help="trained base: only its adapter is trained"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--steps",
@@ -72,7 +83,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--eval-problems", type=int, default=500)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--rows", type=int, default=384, help="batch size")
-    parser.add_argument("--rate", type=float, nargs=2, default=(2e-3, 2e-3), metavar="LR")
+    parser.add_argument(
+        "--rate", type=float, nargs=2, default=(2e-3, 2e-3), metavar="LR"
+    )
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--alpha", type=int, default=32)
     parser.add_argument("--no-compile", action="store_true")
@@ -105,7 +118,9 @@ def run_phase(
         for group in optimizer.param_groups:
             group["lr"] = rate * min(1.0, (step + 1) / 200) * (1 - step / steps)
         long = step % LONG_EVERY == LONG_EVERY - 1
-        rows = max(8, args.rows * LENGTHS[0] // LENGTHS[1] // 8 * 8) if long else args.rows
+        rows = (
+            max(8, args.rows * LENGTHS[0] // LENGTHS[1] // 8 * 8) if long else args.rows
+        )
         picks = pick_rows(data, rows, long, rng)
         batch = make_batch(data, picks, LENGTHS[long], name == "d2f", rng)
         loss = loss_of(batch)
@@ -148,7 +163,11 @@ def base_loss(weights: Weights, shape: Shape, run: Callable[..., Tensor]) -> Los
 
 
 def d2f_loss(
-    weights: Weights, adapter: Weights, scale: float, shape: Shape, run: Callable[..., Tensor]
+    weights: Weights,
+    adapter: Weights,
+    scale: float,
+    shape: Shape,
+    run: Callable[..., Tensor],
 ) -> Loss:
     """Return D2F's loss: cross entropy to the data plus KL to the base under full attention."""
 
@@ -157,9 +176,16 @@ def d2f_loss(
             padding = batch.blocks == PADDING_BLOCK
             with torch.no_grad():
                 wanted = run(weights, shape, batch.inputs, padding.long())
-            logits = run(merge_adapter(weights, adapter, scale), shape, batch.inputs, batch.blocks)
+            logits = run(
+                merge_adapter(weights, adapter, scale),
+                shape,
+                batch.inputs,
+                batch.blocks,
+            )
         goal = wanted.float().log_softmax(-1)
-        distance = F.kl_div(logits.float().log_softmax(-1), goal, reduction="none", log_target=True)
+        distance = F.kl_div(
+            logits.float().log_softmax(-1), goal, reduction="none", log_target=True
+        )
         distance = (distance.sum(-1) * batch.weights).sum() / batch.scale
         return cross_entropy(logits, batch) + 0.5 * distance
 
@@ -171,7 +197,9 @@ def trainable(tensors: Weights, device: torch.device) -> dict[str, Tensor]:
     return {name: t.to(device).requires_grad_() for name, t in tensors.items()}
 
 
-def prepare(args: argparse.Namespace, device: torch.device) -> tuple[Tokenizer, Dataset]:
+def prepare(
+    args: argparse.Namespace, device: torch.device
+) -> tuple[Tokenizer, Dataset]:
     """Write the tokenizer to `args.out`; return it and the problems that are not held out."""
     held_out = {problem(s).question for s in eval_seeds(args.eval_problems)}
     processes = min(16, len(os.sched_getaffinity(0)))
@@ -223,9 +251,13 @@ def main() -> None:
     ready = time.monotonic() - started
     print(f"{len(data)} training rows after {ready:.0f} s", flush=True)
     curves = train(args, tokenizer, data, device)
-    settings = {n: v for n, v in vars(args).items() if n not in ("out", "report", "base")}
+    settings = {
+        n: v for n, v in vars(args).items() if n not in ("out", "report", "base")
+    }
     summary = settings | {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),
+        "device": torch.cuda.get_device_name()
+        if device.type == "cuda"
+        else platform.machine(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "training_rows": len(data),

@@ -34,11 +34,15 @@ def ways(strategy: str) -> list[Way]:
     method = METHODS[strategy]
     for policy in method.policies:
         scheduled = "steps" in method.policies[policy].reads
-        found += [Way(strategy, policy, steps) for steps in (STEPS if scheduled else (None,))]
+        found += [
+            Way(strategy, policy, steps) for steps in (STEPS if scheduled else (None,))
+        ]
     return found
 
 
-def run(limit: int | None, dtype: str, output: str | None, verbose: bool = False) -> int:
+def run(
+    limit: int | None, dtype: str, output: str | None, verbose: bool = False
+) -> int:
     """Decode `limit` problems in every way; write pages and plot, print tables and JSON lines."""
     check_matplotlib()
     folder = reports_folder(output)
@@ -65,17 +69,25 @@ def run(limit: int | None, dtype: str, output: str | None, verbose: bool = False
     return refreshes.run(limit, dtype, output, verbose)
 
 
-def score_strategy(strategy: str, dtype: str, limit: int, verbose: bool = False) -> list[Row]:
+def score_strategy(
+    strategy: str, dtype: str, limit: int, verbose: bool = False
+) -> list[Row]:
     """Score all ways of one strategy on one engine."""
     from dllm_plugin.commands.phases import screen
 
     problems = [problem(seed) for seed in eval_seeds(limit)]
-    dllm: dict[str, Any] = {"block_length": BLOCK, "canvas_length": CANVAS, "strategy": strategy}
+    dllm: dict[str, Any] = {
+        "block_length": BLOCK,
+        "canvas_length": CANVAS,
+        "strategy": strategy,
+    }
     method = METHODS[strategy]
     if method.uses_adapter:
         dllm["lora_path"] = default_model.adapter_path()
     if method.next_block:
-        dllm["commit_alone_from"] = 0  # otherwise positions and forwards depend on the device
+        dllm["commit_alone_from"] = (
+            0  # otherwise positions and forwards depend on the device
+        )
     rows = []
     with screen(verbose) as shown:
         llm = start(dllm, dtype, shown.log)

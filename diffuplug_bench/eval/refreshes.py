@@ -55,10 +55,16 @@ def problems_of(limit: int, repeats: int) -> list[Problem]:
     return [replace(one, question=" ".join([one.question] * repeats)) for one in found]
 
 
-def run(limit: int | None, dtype: str, output: str | None, verbose: bool = False) -> int:
+def run(
+    limit: int | None, dtype: str, output: str | None, verbose: bool = False
+) -> int:
     """Decode `limit` problems in every way; write the page, print table and JSON line."""
     folder, limit = reports_folder(output), limit or LIMIT
-    rows = [row for strategy in WAYS for row in score_strategy(strategy, dtype, limit, verbose)]
+    rows = [
+        row
+        for strategy in WAYS
+        for row in score_strategy(strategy, dtype, limit, verbose)
+    ]
     record = {
         "benchmark": "eval_refreshes",
         "problems": limit,
@@ -77,7 +83,9 @@ def run(limit: int | None, dtype: str, output: str | None, verbose: bool = False
     return 0
 
 
-def score_strategy(strategy: str, dtype: str, limit: int, verbose: bool = False) -> list[Row]:
+def score_strategy(
+    strategy: str, dtype: str, limit: int, verbose: bool = False
+) -> list[Row]:
     """Score all options of one strategy, which are those of requests, on one engine."""
     from dllm_plugin.commands.phases import screen
 
@@ -93,7 +101,9 @@ def score_strategy(strategy: str, dtype: str, limit: int, verbose: bool = False)
                 found = answers(llm, problems, CANVAS, bar, extra)
                 texts = [list(output.outputs[0].token_ids) for output in found.outputs]
                 exact = exact or texts
-                prompts = [len(output.prompt_token_ids or ()) for output in found.outputs]
+                prompts = [
+                    len(output.prompt_token_ids or ()) for output in found.outputs
+                ]
                 scored = score(found.outputs, problems, found.positions, found.seconds)
                 rows.append(
                     Row(
@@ -134,7 +144,9 @@ def table(rows: Sequence[Row]) -> str:
 
 def page(rows: Sequence[Row], record: dict[str, Any], command: str) -> str:
     """Format the report: what was run, the table and the JSON line."""
-    software = ", ".join(f"{name} {record[name]}" for name in ("diffuplug", "vllm", "torch"))
+    software = ", ".join(
+        f"{name} {record[name]}" for name in ("diffuplug", "vllm", "torch")
+    )
     return (
         "# Refreshes that cost less, on the bundled model\n\n"
         f"`{command}`: {record['problems']} problems from seed {record['first_seed']} on, none of "

@@ -41,7 +41,10 @@ PANELS = {
 }
 # Hollow and of different sizes, so that all are visible where strategies coincide.
 MARKERS = (("o", 200), ("s", 130), ("^", 80), ("D", 35), ("*", 20))
-NEAR_X, NEAR_Y = 1.2, 0.004  # points this near share a label: ratio of x, difference of accuracy
+NEAR_X, NEAR_Y = (
+    1.2,
+    0.004,
+)  # points this near share a label: ratio of x, difference of accuracy
 MARKER = 14  # size of the largest marker, in points
 # Where a label may stand, in points from what it names: above, below, then to the sides.
 HEIGHTS = (*range(12, 100, 6), *range(-90, -17, 6))
@@ -93,7 +96,9 @@ def table(rows: list[Row]) -> str:
     widths = [max(map(len, column)) for column in zip(titles, *cells, strict=True)]
     lines = [titles, ["-" * width for width in widths], *cells]
     return "\n".join(
-        "| " + " | ".join(cell.ljust(n) for cell, n in zip(line, widths, strict=True)) + " |"
+        "| "
+        + " | ".join(cell.ljust(n) for cell, n in zip(line, widths, strict=True))
+        + " |"
         for line in lines
     )
 
@@ -109,7 +114,8 @@ def page(rows: list[Row], record: dict[str, Any], command: str) -> str:
         "command": f"`{command}`",
         "hardware": record["hardware"],
         "software": ", ".join(
-            f"{name} {record[name]}" for name in ("diffuplug", "vllm", "torch", "python")
+            f"{name} {record[name]}"
+            for name in ("diffuplug", "vllm", "torch", "python")
         ),
         "problems": f"{number}, seeds {first} to {first + number - 1}; training seeds lie below",
         "decoding": f"greedy, at most {record['max_tokens']} tokens, blocks of "
@@ -157,7 +163,9 @@ def _draw(panel: Any, rows: list[Row], column: str) -> None:
     for row in rows:
         by_strategy.setdefault(row.strategy, []).append(row)
     colors = _colors(rows)
-    for (strategy, group), (marker, size) in zip(by_strategy.items(), MARKERS, strict=False):
+    for (strategy, group), (marker, size) in zip(
+        by_strategy.items(), MARKERS, strict=False
+    ):
         color = colors[strategy]
         curves: dict[tuple[str, bool], list[tuple[float, float]]] = {}
         for row in group:
@@ -165,22 +173,36 @@ def _draw(panel: Any, rows: list[Row], column: str) -> None:
             curves.setdefault((row.policy, row.steps is None), []).append(point)
         for curve in curves.values():
             panel.plot(*zip(*curve, strict=True), color=color, linewidth=0.6, alpha=0.5)
-        points = zip(*(point for curve in curves.values() for point in curve), strict=True)
+        points = zip(
+            *(point for curve in curves.values() for point in curve), strict=True
+        )
         panel.scatter(
-            *points, size, marker=marker, facecolors="none", edgecolors=color, label=strategy
+            *points,
+            size,
+            marker=marker,
+            facecolors="none",
+            edgecolors=color,
+            label=strategy,
         )
 
 
 def _label(panel: Any, rows: list[Row], column: str) -> None:
     """Label every cluster of points with its policies, at the nearest free place."""
     colors = _colors(rows)
-    taken = [_marker_box(panel, getattr(row, column), 100 * row.accuracy) for row in rows]
+    taken = [
+        _marker_box(panel, getattr(row, column), 100 * row.accuracy) for row in rows
+    ]
     for cluster in _clusters(rows, column):
         middle = cluster[len(cluster) // 2]
         point = (getattr(middle, column), 100 * middle.accuracy)
         one_strategy = len({row.strategy for row in cluster}) == 1
         color = colors[middle.strategy] if one_strategy else "black"
-        style = {"textcoords": "offset points", "ha": "center", "fontsize": 8, "color": color}
+        style = {
+            "textcoords": "offset points",
+            "ha": "center",
+            "fontsize": 8,
+            "color": color,
+        }
         text = panel.annotate(_policies(cluster, rows), point, (0, 0), **style)
         for place in PLACES:
             text.set_position(place)
@@ -194,7 +216,10 @@ def _label(panel: Any, rows: list[Row], column: str) -> None:
 
 
 def _colors(rows: list[Row]) -> dict[str, str]:
-    return {name: f"C{i}" for i, name in enumerate(dict.fromkeys(row.strategy for row in rows))}
+    return {
+        name: f"C{i}"
+        for i, name in enumerate(dict.fromkeys(row.strategy for row in rows))
+    }
 
 
 def _marker_box(panel: Any, x: float, y: float) -> Any:
@@ -226,9 +251,13 @@ def _policies(cluster: list[Row], rows: list[Row]) -> str:
         found.setdefault(row.steps, set()).add(row.policy)
     names = []
     for steps, policies in found.items():
-        name = ", ".join(dict.fromkeys(row.policy for row in rows if row.policy in policies))
+        name = ", ".join(
+            dict.fromkeys(row.policy for row in rows if row.policy in policies)
+        )
         missing = [policy for policy in scheduled if policy not in policies]
-        if steps and len(missing) < 2 < len(policies):  # a full list would be as wide as the plot
+        if steps and len(missing) < 2 < len(
+            policies
+        ):  # a full list would be as wide as the plot
             name = f"all but {missing[0]}" if missing else "all scheduled"
         names.append(f"{name}, {steps} steps" if steps else name)
     return "; ".join(names)

@@ -50,7 +50,9 @@ def read_widths(text: str) -> list[int]:
     """Return the widths of ``32,16,8``. Raises ValueError naming what is wrong."""
     words = text.split(",")
     if not all(word.isdecimal() and int(word) >= 1 for word in words):
-        raise ValueError(f"--schedule must be widths of at least 1, as in 32,16,8, got {text!r}")
+        raise ValueError(
+            f"--schedule must be widths of at least 1, as in 32,16,8, got {text!r}"
+        )
     return sorted({int(word) for word in words}, reverse=True)
 
 
@@ -59,7 +61,9 @@ def read_questions(file: str | None, limit: int | None) -> Sequence[Asked]:
     if file is None:
         return [problem(seed) for seed in eval_seeds(limit or LIMIT)]
     questions = []
-    for place, line in enumerate(Path(file).read_text(encoding="utf-8").splitlines(), 1):
+    for place, line in enumerate(
+        Path(file).read_text(encoding="utf-8").splitlines(), 1
+    ):
         if not line.strip():
             continue
         try:
@@ -75,7 +79,10 @@ def read_questions(file: str | None, limit: int | None) -> Sequence[Asked]:
 
 
 def run(
-    options: dict[str, Any], widths: list[int], questions: Sequence[Asked], verbose: bool
+    options: dict[str, Any],
+    widths: list[int],
+    questions: Sequence[Asked],
+    verbose: bool,
 ) -> int:
     """Decode all questions at each width; print a table and one JSON line."""
     from dllm_plugin.commands.phases import screen
@@ -87,15 +94,23 @@ def run(
         llm = start_in_process(options, shown.log)
         for width in widths:
             bar = shown.bar(f"width {width}")
-            scores[width] = decode(llm, questions, MAX_TOKENS, bar, {"dllm_schedule": [width]})
+            scores[width] = decode(
+                llm, questions, MAX_TOKENS, bar, {"dllm_schedule": [width]}
+            )
         stop_engine(llm)
-    print(f"{'width':>6} {'accuracy':>9} {'tokens/forward':>15} {'positions/token':>16}")
+    print(
+        f"{'width':>6} {'accuracy':>9} {'tokens/forward':>15} {'positions/token':>16}"
+    )
     for width, score in scores.items():
         print(
             f"{width:>6} {score.accuracy:>9.1%} {score.tokens_per_forward:>15.2f} "
             f"{score.positions_per_token:>16.1f}"
         )
     rows = {str(width): score._asdict() for width, score in scores.items()}
-    record = {"benchmark": "eval_schedule", "model": options["model"], "problems": len(questions)}
+    record = {
+        "benchmark": "eval_schedule",
+        "model": options["model"],
+        "problems": len(questions),
+    }
     print(json.dumps(record | {"dtype": options.get("dtype", "auto"), "rows": rows}))
     return 0

@@ -11,7 +11,9 @@ from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.entrypoints.serve.exception_handling.error_response import (
+    create_error_response,
+)
 from vllm.entrypoints.serve.utils.orca_metrics import metrics_header
 from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 
@@ -36,7 +38,9 @@ FIELD = "diffusion"
 class Endpoints:
     """Hold what the routes need of a server whose model is a diffusion language model."""
 
-    def __init__(self, engine: EngineClient, config: DecodeConfig, tracing: bool) -> None:
+    def __init__(
+        self, engine: EngineClient, config: DecodeConfig, tracing: bool
+    ) -> None:
         self.engine = engine
         self.config = config
         self.tracing = tracing
@@ -62,7 +66,9 @@ class Endpoints:
 def _has_grammar(body: Body) -> bool:
     """Return whether the form of an answer is asked for, or tools that may give it one."""
     form = body.response_format
-    if body.structured_outputs is not None or (form is not None and form.type != "text"):
+    if body.structured_outputs is not None or (
+        form is not None and form.type != "text"
+    ):
         return True
     return isinstance(body, ChatCompletionRequest) and bool(body.tools)
 
@@ -93,14 +99,20 @@ async def answer(
     state, ours = raw_request.app.state, endpoints(raw_request)
     assert ours is not None
     of_chat = isinstance(request, ChatCompletionRequest)
-    handler = copy.copy(state.openai_serving_chat if of_chat else state.openai_serving_completion)
+    handler = copy.copy(
+        state.openai_serving_chat if of_chat else state.openai_serving_completion
+    )
     if handler is None:
         raise NotImplementedError("The model does not support this API")
     shows, asked = fields is not None, fields or Asked()
     arguments = request.vllm_xargs or {}
-    frames = FrameSource(handler.renderer.get_tokenizer().decode) if asked.every else None
+    frames = (
+        FrameSource(handler.renderer.get_tokenizer().decode) if asked.every else None
+    )
     strips = not arguments.get(STATISTICS)
-    engine = WatchedEngine(ours.engine, ours.tracing, strips, frames, asked.trace, given)
+    engine = WatchedEngine(
+        ours.engine, ours.tracing, strips, frames, asked.trace, given
+    )
     try:
         method = ours.method(request)
     except ValueError as error:
@@ -114,10 +126,14 @@ async def answer(
     if not request.stream:
         content: dict[str, Any] = reply.model_dump()
         return (add_counts(content, engine, method) if shows else content), engine
-    events: AsyncGenerator[str, None] = with_counts(reply, engine, method) if shows else reply
+    events: AsyncGenerator[str, None] = (
+        with_counts(reply, engine, method) if shows else reply
+    )
     if frames is not None:
         kind = CHAT_CHUNK if of_chat else COMPLETION_CHUNK
-        events = with_frames(events, frames, kind, request.model or handler.models.model_name())
+        events = with_frames(
+            events, frames, kind, request.model or handler.models.model_name()
+        )
     return events, engine
 
 
@@ -134,7 +150,11 @@ def as_response(reply: Reply, raw_request: Request) -> Response:
     if isinstance(reply, ErrorResponse):
         return JSONResponse(reply.model_dump(), status_code=reply.error.code)
     if isinstance(reply, dict):
-        headers = metrics_header(raw_request.headers.get("endpoint-load-metrics-format", ""))
+        headers = metrics_header(
+            raw_request.headers.get("endpoint-load-metrics-format", "")
+        )
         return JSONResponse(reply, headers=dict(headers) if headers else None)
     interval = float(raw_request.app.state.args.sse_keep_alive_interval)
-    return StreamingResponse(with_sse_keep_alive(reply, interval), media_type="text/event-stream")
+    return StreamingResponse(
+        with_sse_keep_alive(reply, interval), media_type="text/event-stream"
+    )

@@ -22,11 +22,22 @@ from dllm_plugin.infilling.gaps import Gapped, filled
 from dllm_plugin.infilling.lengths import best_of, score_of, scoring_of, told
 
 # Fields of a whole reply's choice that a stream has, too.
-OF_STREAM = ("index", "text", "logprobs", "finish_reason", "stop_reason", "token_ids", FIELD)
+OF_STREAM = (
+    "index",
+    "text",
+    "logprobs",
+    "finish_reason",
+    "stop_reason",
+    "token_ids",
+    FIELD,
+)
 
 
 async def fill(
-    request: CompletionRequest, choices: list[Gapped], raw_request: Request, fields: Asked | None
+    request: CompletionRequest,
+    choices: list[Gapped],
+    raw_request: Request,
+    fields: Asked | None,
 ) -> tuple[Reply, Gapped]:
     """Return the reply, and which of the choices it is of."""
     try:
@@ -48,7 +59,9 @@ async def fill(
 def check_arguments(request: CompletionRequest) -> None:
     """Raise ValueError for a template beside gaps, which make one."""
     if TEMPLATE in (request.vllm_xargs or {}):
-        raise ValueError(f"{TEMPLATE} cannot be combined with suffix or gaps: leave it out.")
+        raise ValueError(
+            f"{TEMPLATE} cannot be combined with suffix or gaps: leave it out."
+        )
 
 
 def check(request: CompletionRequest, fields: Asked | None) -> None:
@@ -58,18 +71,27 @@ def check(request: CompletionRequest, fields: Asked | None) -> None:
             f"n must be 1 where a length is chosen, got {shown(request.n)}: give "
             "diffusion.lengths, or on /v1/infill each gap, as an integer."
         )
-    for name, asked in zip(("frames", "early_text"), (fields or Asked())[:2], strict=True):
+    for name, asked in zip(
+        ("frames", "early_text"), (fields or Asked())[:2], strict=True
+    ):
         if asked:
-            raise ValueError(f"diffusion.{name} needs one length: give it as an integer.")
+            raise ValueError(
+                f"diffusion.{name} needs one length: give it as an integer."
+            )
     for name in (FRAMES, EARLY_TEXT):
         if (request.vllm_xargs or {}).get(name):
             raise ValueError(f"{name} needs one length: give it as an integer.")
 
 
 async def _alone(
-    request: CompletionRequest, gapped: Gapped, raw_request: Request, fields: Asked | None
+    request: CompletionRequest,
+    gapped: Gapped,
+    raw_request: Request,
+    fields: Asked | None,
 ) -> Reply:
-    reply, _ = await answer(_of_length(request, gapped), raw_request, fields, gapped.given)
+    reply, _ = await answer(
+        _of_length(request, gapped), raw_request, fields, gapped.given
+    )
     try:
         _check_ended(reply)
     except Refused as error:
@@ -78,12 +100,19 @@ async def _alone(
 
 
 async def _best(
-    request: CompletionRequest, choices: list[Gapped], raw_request: Request, fields: Asked | None
+    request: CompletionRequest,
+    choices: list[Gapped],
+    raw_request: Request,
+    fields: Asked | None,
 ) -> tuple[Reply, Gapped]:
     changes = {"stream": False, "stream_options": None, "return_token_ids": True}
     whole = request.model_copy(update=changes | {"logprobs": request.logprobs or 0})
-    attempts = await together(_decoded(whole, one, raw_request, fields) for one in choices)
-    scores, counts = await _scores(request, choices, [a for a, _ in attempts], raw_request)
+    attempts = await together(
+        _decoded(whole, one, raw_request, fields) for one in choices
+    )
+    scores, counts = await _scores(
+        request, choices, [a for a, _ in attempts], raw_request
+    )
     best = best_of(scores)
     reply: dict[str, Any] = attempts[best][0]
     [choice] = reply["choices"]
@@ -104,12 +133,19 @@ async def _best(
 def _of_length(request: CompletionRequest, gapped: Gapped) -> CompletionRequest:
     arguments: dict[str, Any] = (request.vllm_xargs or {}) | {TEMPLATE: gapped.template}
     # Not through pydantic, which would read each of the ids.
-    changes = {"prompt": gapped.prompt, "max_tokens": gapped.end, "vllm_xargs": arguments}
+    changes = {
+        "prompt": gapped.prompt,
+        "max_tokens": gapped.end,
+        "vllm_xargs": arguments,
+    }
     return request.model_copy(update=changes)
 
 
 async def _decoded(
-    request: CompletionRequest, gapped: Gapped, raw_request: Request, fields: Asked | None
+    request: CompletionRequest,
+    gapped: Gapped,
+    raw_request: Request,
+    fields: Asked | None,
 ) -> tuple[dict[str, Any], WatchedEngine]:
     one = _of_length(request, gapped)
     reply, engine = await answer(one, raw_request, fields, gapped.given)
@@ -151,7 +187,9 @@ async def _scores(
             return []
         return await scorer.logprobs(Text(gapped.prompt, scoring.text), scoring.places)
 
-    tails = await together(of_tail(gapped, place) for place, gapped in enumerate(choices))
+    tails = await together(
+        of_tail(gapped, place) for place, gapped in enumerate(choices)
+    )
     scores = [
         score_of(gaps, one["logprobs"]["token_logprobs"], tail)
         for gaps, one, tail in zip(fills, answers, tails, strict=True)

@@ -37,7 +37,10 @@ class Counts(NamedTuple):
 
 
 def counts_of(
-    completion: CompletionOutput, tokens: int, prompt_tokens: int, cached: int | None = None
+    completion: CompletionOutput,
+    tokens: int,
+    prompt_tokens: int,
+    cached: int | None = None,
 ) -> Counts | None:
     """Return the counts of a choice that ended, of the numbers that the scheduler sent with it.
 
@@ -64,4 +67,6 @@ def counts_of(
 def total(of_choices: list[Counts]) -> Counts:
     """Return the sum over the choices of a request, which has one grammar at most."""
     forwards, tokens, computed, wasted, _ = zip(*of_choices, strict=True)
-    return Counts(sum(forwards), sum(tokens), sum(computed), sum(wasted), of_choices[0].grammar)
+    return Counts(
+        sum(forwards), sum(tokens), sum(computed), sum(wasted), of_choices[0].grammar
+    )

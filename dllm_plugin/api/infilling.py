@@ -113,11 +113,15 @@ async def _read(
     _check_names(body)
     fields = read_fields(body.get(FIELD, {}), bool(body.get("stream")))
     if fields.lengths is not None:
-        raise ValueError("lengths has no effect on /v1/infill, where gaps name their own.")
+        raise ValueError(
+            "lengths has no effect on /v1/infill, where gaps name their own."
+        )
     request, messages = _completion(body), body.get("messages")
     prompt = None if messages is None else await _prompt_of(messages, raw_request)
     canvas, context = ours.config.canvas_length, encode.context
-    choices = place_each(parts, prompt, encode.first, encode, canvas, context, request.min_tokens)
+    choices = place_each(
+        parts, prompt, encode.first, encode, canvas, context, request.min_tokens
+    )
     check_length(ours.config, max(len(gapped.template) for gapped in choices))
     for name in ("stop", "stream"):
         if body.get(name) and choices[0].num_gaps > 1:
@@ -132,12 +136,16 @@ def _check_names(body: Body) -> None:
             raise ValueError(f"{name} has no effect on /v1/infill: leave it out.")
     for name in OF_WHOLE:
         if body.get(name) is not None and not body.get("stream"):
-            raise ValueError(f'{name} has no effect on /v1/infill without "stream": true.')
+            raise ValueError(
+                f'{name} has no effect on /v1/infill without "stream": true.'
+            )
 
 
 def _completion(body: Body) -> CompletionRequest:
     """Return vLLM's request, whose prompt follows."""
-    asked = {key: value for key, value in body.items() if key not in (*OF_INFILL, FIELD)}
+    asked = {
+        key: value for key, value in body.items() if key not in (*OF_INFILL, FIELD)
+    }
     if not body.get("stream"):
         asked |= {"logprobs": 1, "return_token_ids": True}
     try:
@@ -149,7 +157,9 @@ def _completion(body: Body) -> CompletionRequest:
 async def _prompt_of(messages: Any, raw_request: Request) -> list[int]:
     """Return messages as the chat template writes them, up to where the assistant's turn begins."""
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"messages must be a list of at least one message, got {shown(messages)}.")
+        raise ValueError(
+            f"messages must be a list of at least one message, got {shown(messages)}."
+        )
     handler = raw_request.app.state.openai_serving_chat
     try:
         request = ChatCompletionRequest.model_validate({"messages": messages})
@@ -162,7 +172,9 @@ async def _prompt_of(messages: Any, raw_request: Request) -> list[int]:
     return list(prompt["prompt_token_ids"])
 
 
-def _infilled(reply: Body, gapped: Gapped, ours: Endpoints, encode: Encoder, keeps: bool) -> Body:
+def _infilled(
+    reply: Body, gapped: Gapped, ours: Endpoints, encode: Encoder, keeps: bool
+) -> Body:
     """Return a reply in the form of this route."""
     ends = ours.ends(encode)
     choices, completed = [], 0
@@ -178,7 +190,9 @@ def _infilled(reply: Body, gapped: Gapped, ours: Endpoints, encode: Encoder, kee
             told.append({"text": gap.text, "tokens": len(gap.tokens), "logprob": mean})
         if (trace := choice["diffusion"].get("trace")) is not None:
             trace["tokens"] = choice["logprobs"]["tokens"]
-        completed += sum(token == FILL for token in gapped.template[: len(choice["token_ids"])])
+        completed += sum(
+            token == FILL for token in gapped.template[: len(choice["token_ids"])]
+        )
         choices.append(
             {
                 "index": choice["index"],
@@ -200,7 +214,9 @@ def _infilled(reply: Body, gapped: Gapped, ours: Endpoints, encode: Encoder, kee
     }
 
 
-async def _rewritten(events: AsyncGenerator[str, None], change: Any) -> AsyncGenerator[str, None]:
+async def _rewritten(
+    events: AsyncGenerator[str, None], change: Any
+) -> AsyncGenerator[str, None]:
     """Pass a stream on with every chunk changed."""
     async for event in events:
         body = event.removeprefix(EVENT).rstrip("\n")

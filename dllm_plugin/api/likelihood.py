@@ -78,7 +78,9 @@ def monte_carlo(length: int, samples: int, seed: int) -> list[Sample]:
     drawn = []
     for number, count in enumerate(mask_counts(length, samples, first)):
         order_L = np.random.default_rng((seed, number)).permutation(length)
-        drawn.append(Sample(tuple(sorted(order_L[:count].tolist())), count, length / count))
+        drawn.append(
+            Sample(tuple(sorted(order_L[:count].tolist())), count, length / count)
+        )
     return drawn
 
 
@@ -111,7 +113,11 @@ def estimate(
     values = [one.weight * math.fsum(scored[: one.counted]) for one, scored in pairs]
     if method != "monte_carlo":
         return Estimate(math.fsum(values), None)
-    error = float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else None
+    error = (
+        float(np.std(values, ddof=1)) / math.sqrt(len(values))
+        if len(values) > 1
+        else None
+    )
     return Estimate(math.fsum(values) / len(values), error)
 
 
@@ -143,7 +149,9 @@ class LikelihoodRequest(BaseModel):
 def check_limits(request: LikelihoodRequest) -> None:
     """Raise ValueError naming the first field that is out of range or without effect."""
     if not request.pairs:
-        raise ValueError("pairs must hold at least one pair of context and continuation.")
+        raise ValueError(
+            "pairs must hold at least one pair of context and continuation."
+        )
     check_forwards(len(request.pairs))  # before their texts are read
     if request.method not in METHODS:
         known = ", ".join(METHODS)
@@ -158,7 +166,9 @@ def check_limits(request: LikelihoodRequest) -> None:
                 "it out."
             )
         if not lowest <= value <= most:
-            raise ValueError(f"{name} must be from {lowest} to {most}, got {shown(value)}.")
+            raise ValueError(
+                f"{name} must be from {lowest} to {most}, got {shown(value)}."
+            )
 
 
 def check_forwards(needed: int) -> None:
@@ -189,16 +199,23 @@ async def read_pairs(request: LikelihoodRequest, renderer: Any) -> list[Text]:
     check_limits(request)
     texts = []
     for place, pair in enumerate(request.pairs):
-        context, continuation = pair.context or type(pair.continuation)(), pair.continuation
+        context, continuation = (
+            pair.context or type(pair.continuation)(),
+            pair.continuation,
+        )
         if isinstance(context, str) and isinstance(continuation, str):
             text = await _tokenized(context, continuation, renderer)
         elif isinstance(context, list) and isinstance(continuation, list):
             text = Text(context, continuation)
         else:
-            raise ValueError(f"pairs[{place}] mixes text and token ids: both must be of one kind.")
+            raise ValueError(
+                f"pairs[{place}] mixes text and token ids: both must be of one kind."
+            )
         if not text.continuation:
             raise ValueError(f"pairs[{place}].continuation holds no token.")
-        texts.append(text if text.context else text._replace(context=_beginning(renderer, place)))
+        texts.append(
+            text if text.context else text._replace(context=_beginning(renderer, place))
+        )
     return texts
 
 
@@ -225,7 +242,9 @@ def _beginning(renderer: Any, place: int) -> list[int]:
     for token in (renderer.get_bos_token_id(), renderer.get_eos_token_id()):
         if token is not None:
             return [token]
-    raise ValueError(f"pairs[{place}].context is empty, and the tokenizer has no token to begin.")
+    raise ValueError(
+        f"pairs[{place}].context is empty, and the tokenizer has no token to begin."
+    )
 
 
 router = APIRouter()
@@ -234,7 +253,9 @@ router = APIRouter()
 @router.post("/v1/likelihood", dependencies=[Depends(validate_json_request)])
 @with_cancellation
 @load_aware_call
-async def create_likelihood(request: LikelihoodRequest, raw_request: Request) -> Response:
+async def create_likelihood(
+    request: LikelihoodRequest, raw_request: Request
+) -> Response:
     """Answer with the log-likelihood of each continuation behind its context."""
     state, ours = raw_request.app.state, endpoints(raw_request)
     if ours is None:
@@ -295,5 +316,9 @@ def reply_to(
             "completion_tokens": 0,
             "total_tokens": num_tokens,
         },
-        "metrics": {"diffusion": {name: took[name] for name in ("forwards", "computed_positions")}},
+        "metrics": {
+            "diffusion": {
+                name: took[name] for name in ("forwards", "computed_positions")
+            }
+        },
     }

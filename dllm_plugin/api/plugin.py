@@ -38,4 +38,6 @@ class EndpointPlugin:
         config = engine_client.vllm_config
         if config.model_config.architecture in FAMILIES:
             tracing = await engine_client.is_tracing_enabled()
-            state.diffuplug = Endpoints(engine_client, get_decode_config(config), tracing)
+            state.diffuplug = Endpoints(
+                engine_client, get_decode_config(config), tracing
+            )

@@ -30,7 +30,10 @@ def add_counts(
             if (trace := engine.traces.get(choice["index"])) is not None:
                 choice["diffusion"]["trace"] = trace
     # A stream has its usage in a chunk without choices, after all of them have ended.
-    whole = reply.get("object") in ("chat.completion", "text_completion") or not reply["choices"]
+    whole = (
+        reply.get("object") in ("chat.completion", "text_completion")
+        or not reply["choices"]
+    )
     if whole and reply.get("usage") is not None and engine.counts:
         own = {k: v for k, v in (reply.get("metrics") or {}).items() if v is not None}
         together = total(list(engine.counts.values())).as_json()

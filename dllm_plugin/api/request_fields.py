@@ -24,7 +24,11 @@ class Asked(NamedTuple):
 
     def arguments(self) -> dict[str, int]:
         """Return the engine's request arguments for this."""
-        asked = {FRAMES: self.every, EARLY_TEXT: int(self.early_text), TRACE: int(self.trace)}
+        asked = {
+            FRAMES: self.every,
+            EARLY_TEXT: int(self.early_text),
+            TRACE: int(self.trace),
+        }
         return {STATISTICS: 1} | {name: value for name, value in asked.items() if value}
 
 
@@ -36,7 +40,9 @@ def read_fields(body: Any, streams: bool) -> Asked:
     if not isinstance(body, dict):
         raise ValueError(f"diffusion must be an object, got {shown(body)}.")
     for name in sorted(set(body) - set(FIELDS)):
-        raise ValueError(f"Unknown field {shown(name)} in diffusion; known: {', '.join(FIELDS)}.")
+        raise ValueError(
+            f"Unknown field {shown(name)} in diffusion; known: {', '.join(FIELDS)}."
+        )
     every = _every(body.get("frames", False))
     early_text, trace = (_switch(body, name) for name in ("early_text", "trace"))
     for name, asked in (("frames", every), ("early_text", early_text)):
@@ -61,9 +67,13 @@ def _every(frames: Any) -> int:
         )
     every = frames.get("every", 1)
     if isinstance(every, bool) or not isinstance(every, int):
-        raise ValueError(f"diffusion.frames.every must be a whole number, got {shown(every)}.")
+        raise ValueError(
+            f"diffusion.frames.every must be a whole number, got {shown(every)}."
+        )
     if every < 1:
-        raise ValueError(f"diffusion.frames.every must be at least 1, got {shown(every)}.")
+        raise ValueError(
+            f"diffusion.frames.every must be at least 1, got {shown(every)}."
+        )
     return every
 
 

@@ -35,7 +35,9 @@ router = APIRouter()
 
 
 @router.post("/v1/chat/completions", dependencies=[Depends(validate_json_request)])
-async def create_chat_completion(request: ChatCompletionRequest, raw_request: Request) -> Response:
+async def create_chat_completion(
+    request: ChatCompletionRequest, raw_request: Request
+) -> Response:
     """Answer a chat request, by vLLM's own route unless it asks for something of ours."""
     ours = endpoints(raw_request)
     if ours is None or not ours.is_asked(request):
@@ -45,7 +47,9 @@ async def create_chat_completion(request: ChatCompletionRequest, raw_request: Re
 
 
 @router.post("/v1/completions", dependencies=[Depends(validate_json_request)])
-async def create_completion(request: CompletionRequest, raw_request: Request) -> Response:
+async def create_completion(
+    request: CompletionRequest, raw_request: Request
+) -> Response:
     """Answer a completion request, by vLLM's own route unless it asks for something of ours."""
     ours = endpoints(raw_request)
     if ours is None or not (ours.is_asked(request) or request.suffix is not None):
@@ -71,14 +75,18 @@ async def reply_to(request: Body, raw_request: Request) -> Reply:
     """Return the reply to a request, which may have a suffix."""
     asked = request.model_extra or {}
     try:
-        fields = read_fields(asked[FIELD], bool(request.stream)) if FIELD in asked else None
+        fields = (
+            read_fields(asked[FIELD], bool(request.stream)) if FIELD in asked else None
+        )
         lengths = None if fields is None else fields.lengths
         if isinstance(request, CompletionRequest) and request.suffix is not None:
             suffix, request.suffix = request.suffix, None
             if suffix:
                 ours = endpoints(raw_request)
                 assert ours is not None
-                choices = place_suffix(request, suffix, lengths, encoder(raw_request), ours.config)
+                choices = place_suffix(
+                    request, suffix, lengths, encoder(raw_request), ours.config
+                )
                 return (await fill(request, choices, raw_request, fields))[0]
         if lengths is not None:
             raise ValueError("diffusion.lengths needs a suffix.")

@@ -16,7 +16,9 @@ from vllm.entrypoints.openai.completion.protocol import (
 )
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.entrypoints.serve.exception_handling.error_response import (
+    create_error_response,
+)
 
 from dllm_plugin.config.options import FILL, TARGETS, TEMPLATE
 from dllm_plugin.config.request.reporting import STATISTICS
@@ -91,7 +93,9 @@ class Scorer:
         check_ended(choice.finish_reason)
         return choice
 
-    def request(self, text: Text, max_tokens: int, arguments: dict[str, Any]) -> CompletionRequest:
+    def request(
+        self, text: Text, max_tokens: int, arguments: dict[str, Any]
+    ) -> CompletionRequest:
         """Return the request of one forward, of the priority of the call."""
         return CompletionRequest(
             model=self.model,

@@ -13,7 +13,11 @@ from dllm_plugin.infilling.lengths import lengths_of
 
 
 def place_suffix(
-    request: CompletionRequest, suffix: str, asked: Any, encode: Encoder, config: DecodeConfig
+    request: CompletionRequest,
+    suffix: str,
+    asked: Any,
+    encode: Encoder,
+    config: DecodeConfig,
 ) -> list[Gapped]:
     """Return the prompt with each gap that is to be tried, and the suffix behind it.
 
@@ -39,7 +43,9 @@ def place_suffix(
     prompt = starts(request.prompt)
     room = min(config.canvas_length, encode.context - len(prompt)) - len(tail)
     fewest = max(request.min_tokens or 0, 1)
-    lengths = lengths_of(AUTO if asked is None else asked, request.max_tokens, fewest, room)
+    lengths = lengths_of(
+        AUTO if asked is None else asked, request.max_tokens, fewest, room
+    )
     check_length(config, lengths[-1] + len(tail))
     return [
         Gapped([request.prompt, length, suffix], prompt, [[FILL] * length, tail])

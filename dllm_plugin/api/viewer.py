@@ -16,7 +16,11 @@ router = APIRouter()
 @cache
 def page() -> tuple[str, str]:
     """Return the page and its content security policy, which names what is inside by hash."""
-    text = resources.files("dllm_plugin.api").joinpath("viewer.html").read_text(encoding="utf-8")
+    text = (
+        resources.files("dllm_plugin.api")
+        .joinpath("viewer.html")
+        .read_text(encoding="utf-8")
+    )
     script, style = (_hash_of(tag, text) for tag in ("script", "style"))
     policy = (
         f"default-src 'none'; script-src '{script}'; style-src '{style}'; "

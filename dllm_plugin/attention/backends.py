@@ -9,8 +9,14 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
-CUSTOM, FLEX_ATTENTION = AttentionBackendEnum.CUSTOM, AttentionBackendEnum.FLEX_ATTENTION
-FLASH_ATTN, TRITON_ATTN = AttentionBackendEnum.FLASH_ATTN, AttentionBackendEnum.TRITON_ATTN
+CUSTOM, FLEX_ATTENTION = (
+    AttentionBackendEnum.CUSTOM,
+    AttentionBackendEnum.FLEX_ATTENTION,
+)
+FLASH_ATTN, TRITON_ATTN = (
+    AttentionBackendEnum.FLASH_ATTN,
+    AttentionBackendEnum.TRITON_ATTN,
+)
 HEAD_SIZES = (32, 64, 128)
 PAGE_UNIT = 16
 # What `diffuplug doctor` prints for each value of `kv_cache_layout`.
@@ -28,7 +34,9 @@ def take_distinct(vllm_config: VllmConfig) -> None:
     Raises ValueError with one sentence where this model, device or setting cannot have it.
     """
     for problem in _problems(vllm_config):
-        raise ValueError(f"kv_cache_layout 'distinct' {problem}; use kv_cache_layout 'unified'.")
+        raise ValueError(
+            f"kv_cache_layout 'distinct' {problem}; use kv_cache_layout 'unified'."
+        )
     vllm_config.attention_config.backend = CUSTOM
 
 
@@ -40,7 +48,11 @@ def _problems(vllm_config: VllmConfig) -> Iterator[str]:
     elif current_platform.is_cuda() and not current_platform.has_device_capability(80):
         yield "needs a GPU of compute capability 8.0 or later"
     if attention.backend not in (None, CUSTOM) or attention.backend_per_kind:
-        chosen = attention.backend.name if attention.backend else "of its own for some layers"
+        chosen = (
+            attention.backend.name
+            if attention.backend
+            else "of its own for some layers"
+        )
         yield f"brings its own attention, but attention_backend {chosen} is asked for"
     if cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
         yield f"stores keys as the model computes them, but kv_cache_dtype is {cache.cache_dtype}"
@@ -102,7 +114,9 @@ def flash_version(vllm_config: VllmConfig) -> int | None:
     It is None as well where another backend is asked for: finding out would import FlashAttention.
     """
     attention = vllm_config.attention_config
-    other = attention.backend is not None and FLASH_ATTN not in asked_backends(attention)
+    other = attention.backend is not None and FLASH_ATTN not in asked_backends(
+        attention
+    )
     if other or not current_platform.is_cuda():
         return None
     from vllm.v1.attention.backends.fa_utils import (
@@ -116,7 +130,9 @@ def flash_version(vllm_config: VllmConfig) -> int | None:
     return get_flash_attn_version(head_size=vllm_config.model_config.get_head_size())
 
 
-def backend_under_full_graphs(vllm_config: VllmConfig, version: int | None) -> AttentionBackendEnum:
+def backend_under_full_graphs(
+    vllm_config: VllmConfig, version: int | None
+) -> AttentionBackendEnum:
     """Return the attention backend of captured steps, given the version of FlashAttention.
 
     It is FlashAttention 3 where possible: on our sequences that is 1.1 to 15 times as fast as
@@ -134,17 +150,24 @@ def backend_under_full_graphs(vllm_config: VllmConfig, version: int | None) -> A
         return TRITON_ATTN
     # Quantised keys have not been measured.
     return (
-        TRITON_ATTN if is_quantized_kv_cache(vllm_config.cache_config.cache_dtype) else FLASH_ATTN
+        TRITON_ATTN
+        if is_quantized_kv_cache(vllm_config.cache_config.cache_dtype)
+        else FLASH_ATTN
     )
 
 
-def asked_backends(attention: AttentionConfig) -> tuple[AttentionBackendEnum | None, ...]:
+def asked_backends(
+    attention: AttentionConfig,
+) -> tuple[AttentionBackendEnum | None, ...]:
     """Return the backends that the user named, None where the choice is open."""
     return (attention.backend, *attention.backend_per_kind.values())
 
 
 def _flash_problems(vllm_config: VllmConfig, version: int | None) -> Iterator[str]:
-    model, head_size = vllm_config.model_config, vllm_config.model_config.get_head_size()
+    model, head_size = (
+        vllm_config.model_config,
+        vllm_config.model_config.get_head_size(),
+    )
     if version not in (2, 3):
         found = f"FlashAttention {version}" if version else "none"
         yield (

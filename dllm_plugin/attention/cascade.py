@@ -48,11 +48,15 @@ class CanvasSuffix(ModelSpecificAttnMetadata):
     computes.
     """
 
-    def __init__(self, start_loc: Tensor, keys: Tensor, request: Tensor, length: int) -> None:
+    def __init__(
+        self, start_loc: Tensor, keys: Tensor, request: Tensor, length: int
+    ) -> None:
         self.start_loc, self.keys, self.request = start_loc, keys, request
         self.length = length
 
-    def get_extra_attn_kwargs(self, attn_metadata_builder: Any, num_reqs: int) -> dict[str, Any]:
+    def get_extra_attn_kwargs(
+        self, attn_metadata_builder: Any, num_reqs: int
+    ) -> dict[str, Any]:
         """Return the same arguments for every KV cache group."""
         return {"canvas_suffix": self}
 
@@ -74,7 +78,10 @@ def cascade_from(vllm_config: VllmConfig, flash_version: int | None) -> dict[int
         return {}
     model, config = vllm_config.model_config, get_decode_config(vllm_config)
     parallel = vllm_config.parallel_config
-    heads, kv_heads = model.get_num_attention_heads(parallel), model.get_num_kv_heads(parallel)
+    heads, kv_heads = (
+        model.get_num_attention_heads(parallel),
+        model.get_num_kv_heads(parallel),
+    )
     unsupported = config.dedicated_commit or config.method.full_attention
     unsupported |= model.get_sliding_window() is not None
     unsupported |= config.kv_cache_layout == "distinct"
@@ -84,7 +91,10 @@ def cascade_from(vllm_config: VllmConfig, flash_version: int | None) -> dict[int
     if config.method.floats:
         # Run and window; a window of several parts only saves more.
         blocks = dict.fromkeys(range(2, config.canvas_length + 1), 2)
-    numbers, most = kv_heads * model.get_head_size(), vllm_config.scheduler_config.max_num_seqs
+    numbers, most = (
+        kv_heads * model.get_head_size(),
+        vllm_config.scheduler_config.max_num_seqs,
+    )
     found = {}
     for length, sequences in blocks.items():
         reads_saved = sequences - 1 - length / POSITIONS_PER_READ
@@ -116,7 +126,9 @@ class CascadeBuffers:
 
         vLLM's sleep mode does so while no request is left, so names of requests tell.
         """
-        every = torch.arange(len(self.context), dtype=torch.int32, device=self.request.device)
+        every = torch.arange(
+            len(self.context), dtype=torch.int32, device=self.request.device
+        )
         self.request.view(-1, self.sequences_per_request).copy_(every[:, None])
 
     def take_floating(self, batch: "InputBatch", length: int, seq_lens: Tensor) -> None:
@@ -135,7 +147,9 @@ class CascadeBuffers:
         self.context[canvases:padded].zero_()
         torch.sub(batch.seq_lens[:canvases], length, out=self.context[:canvases])
         keys_RS = self.keys[: len(seq_lens)].view(padded, slots)
-        torch.sub(seq_lens.view(padded, slots), self.context[:padded, None], out=keys_RS)
+        torch.sub(
+            seq_lens.view(padded, slots), self.context[:padded, None], out=keys_RS
+        )
 
     def build(
         self,
@@ -153,12 +167,16 @@ class CascadeBuffers:
         count = len(start_loc) - 1
         canvases, padded = batch.num_reqs, count // self.sequences_per_request
         torch.sub(batch.seq_lens[:canvases], length, out=self.context[:canvases])
-        suffix = CanvasSuffix(start_loc, self.keys[:count], self.request[:count], length)
+        suffix = CanvasSuffix(
+            start_loc, self.keys[:count], self.request[:count], length
+        )
         return build_attn_metadata(
             num_reqs=padded,
             num_tokens=padded * length,
             query_start_loc_gpu=batch.query_start_loc[: padded + 1],
-            query_start_loc_cpu=torch.from_numpy(batch.query_start_loc_np[: padded + 1]),
+            query_start_loc_cpu=torch.from_numpy(
+                batch.query_start_loc_np[: padded + 1]
+            ),
             max_query_len=length,
             seq_lens=self.context[:padded],
             max_seq_len=max_seq_len,

@@ -161,7 +161,10 @@ class DistinctImpl(AttentionImpl[DistinctMetadata]):
         self.kv_cache_dtype = kv_cache_dtype
         self.attend: Callable[..., None]
         if current_platform.is_cpu():
-            self.store, self.attend = store_reference.store_kv, attention_reference.attend_spans
+            self.store, self.attend = (
+                store_reference.store_kv,
+                attention_reference.attend_spans,
+            )
         else:
             units = current_platform.num_compute_units()
             self.store = store_kernel.store_kv
@@ -176,7 +179,12 @@ class DistinctImpl(AttentionImpl[DistinctMetadata]):
         slot_mapping: Tensor,
     ) -> None:
         """Store the forward's keys and values ``[T, K, D]``; a slot of -1 is not stored."""
-        self.store(key, value, *store_reference.split_cache(kv_cache, self.head_size), slot_mapping)
+        self.store(
+            key,
+            value,
+            *store_reference.split_cache(kv_cache, self.head_size),
+            slot_mapping,
+        )
 
     def forward(
         self,
@@ -214,8 +222,16 @@ class DistinctBackend(AttentionBackend):
     """Answer what vLLM asks about the layout before it builds a model."""
 
     forward_includes_kv_cache_update: bool = False
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = ["auto", "float16", "bfloat16"]
+    supported_dtypes: ClassVar[list[torch.dtype]] = [
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+    ]
+    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = [
+        "auto",
+        "float16",
+        "bfloat16",
+    ]
 
     @staticmethod
     def get_name() -> str:
@@ -270,7 +286,9 @@ class Spans(ModelSpecificAttnMetadata):
     def __init__(self, span_start: Tensor, keys_seen: Tensor) -> None:
         self.tensors = {"span_start": span_start, "keys_seen": keys_seen}
 
-    def get_extra_attn_kwargs(self, attn_metadata_builder: Any, num_reqs: int) -> dict[str, Any]:
+    def get_extra_attn_kwargs(
+        self, attn_metadata_builder: Any, num_reqs: int
+    ) -> dict[str, Any]:
         """Return the same arguments for every KV cache group."""
         return self.tensors
 
@@ -278,7 +296,9 @@ class Spans(ModelSpecificAttnMetadata):
 class SpanBuffers:
     """Build metadata with one sequence per request; own what captured CUDA graphs read."""
 
-    def __init__(self, max_num_reqs: int, max_num_tokens: int, device: torch.device) -> None:
+    def __init__(
+        self, max_num_reqs: int, max_num_tokens: int, device: torch.device
+    ) -> None:
         self.token_T = torch.arange(max_num_tokens, dtype=torch.int32, device=device)
         self.start_R = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
         self.seen_T = torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
@@ -299,7 +319,10 @@ class SpanBuffers:
         """
         num_reqs, num_tokens = batch.num_reqs, batch.num_tokens
         if is_full:
-            num_reqs, num_tokens = batch.num_reqs_after_padding, batch.num_tokens_after_padding
+            num_reqs, num_tokens = (
+                batch.num_reqs_after_padding,
+                batch.num_tokens_after_padding,
+            )
         query_start_loc = batch.query_start_loc[: num_reqs + 1]
         query_start_loc_cpu = torch.from_numpy(batch.query_start_loc_np[: num_reqs + 1])
         return build_attn_metadata(

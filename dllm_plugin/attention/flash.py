@@ -83,7 +83,9 @@ class SegmentFlashBuilder(FlashAttentionMetadataBuilder):
         self.splits_limit = self.max_num_splits
         if self.use_full_cuda_graph:
             size = schedule_size(_max_sequences_of(vllm_config))
-            self.scheduler_metadata = torch.zeros(size, dtype=torch.int32, device=device)
+            self.scheduler_metadata = torch.zeros(
+                size, dtype=torch.int32, device=device
+            )
 
     def build(
         self,
@@ -104,7 +106,9 @@ class SegmentFlashBuilder(FlashAttentionMetadataBuilder):
             **vars(metadata), canvas_suffix=canvas_suffix, positions=positions
         )
 
-    def _store_scheduler_metadata(self, scheduler_metadata: Tensor | None) -> Tensor | None:
+    def _store_scheduler_metadata(
+        self, scheduler_metadata: Tensor | None
+    ) -> Tensor | None:
         """Copy a step's schedule into the buffer that graphs read; vLLM clears the rest of it."""
         if self.use_full_cuda_graph and scheduler_metadata is not None:
             needed, size = len(scheduler_metadata), len(self.scheduler_metadata)
@@ -147,9 +151,13 @@ class SegmentFlashImpl(FlashAttentionImpl):
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         """Write the attention of the forward's tokens ``[T, H, D]`` to `output`."""
-        ours = attn_metadata if isinstance(attn_metadata, SegmentFlashMetadata) else None
+        ours = (
+            attn_metadata if isinstance(attn_metadata, SegmentFlashMetadata) else None
+        )
         suffix = None if ours is None else ours.canvas_suffix
-        if self.rotation is not None and attn_metadata is not None:  # memory profiles have none
+        if (
+            self.rotation is not None and attn_metadata is not None
+        ):  # memory profiles have none
             assert ours is not None and ours.positions is not None
             table, slots = self.rotation.cos_sin_cache, attn_metadata.slot_mapping
             rotated = query.new_empty(query.shape)
@@ -162,7 +170,9 @@ class SegmentFlashImpl(FlashAttentionImpl):
             rest = (kv_cache, attn_metadata, output, output_scale, output_block_scale)
             return super().forward(layer, query, key, value, *rest)
         assert output_scale is None and output_block_scale is None
-        self._forward_cascade(query, key, value, kv_cache, attn_metadata, suffix, output)
+        self._forward_cascade(
+            query, key, value, kv_cache, attn_metadata, suffix, output
+        )
         return output
 
     def _forward_cascade(
@@ -216,7 +226,9 @@ class SegmentFlashImpl(FlashAttentionImpl):
             num_splits=1,
             **shared,
         )
-        merge_attn_states(output[:num_tokens], prefix_out, prefix_lse, suffix_out, suffix_lse)
+        merge_attn_states(
+            output[:num_tokens], prefix_out, prefix_lse, suffix_out, suffix_lse
+        )
 
 
 class SegmentFlashBackend(FlashAttentionBackend):

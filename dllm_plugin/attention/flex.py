@@ -38,7 +38,9 @@ class SegmentFlexBuilder(FlexAttentionMetadataBuilder):
     ) -> None:
         widened = copy.copy(vllm_config)
         widened.scheduler_config = copy.copy(vllm_config.scheduler_config)
-        widened.scheduler_config.max_num_seqs = vllm_config.scheduler_config.max_num_batched_tokens
+        widened.scheduler_config.max_num_seqs = (
+            vllm_config.scheduler_config.max_num_batched_tokens
+        )
         super().__init__(kv_cache_spec, layer_names, widened, device)
 
 

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 
 def floating_sequences(
-    batch: "InputBatch", states: CanvasStates, block_tables: tuple[Tensor, ...], per_canvas: int
+    batch: "InputBatch",
+    states: CanvasStates,
+    block_tables: tuple[Tensor, ...],
+    per_canvas: int,
 ) -> SequenceTensors:
     """List the sequences of any batch: canvases first, then prefills without empty ones."""
     canvases, device = count_canvases(batch), states.device
@@ -88,7 +91,11 @@ def _undecided(spans: np.ndarray, per_canvas: int) -> np.ndarray:
 
 
 def _lay_out(
-    batch: "InputBatch", states: CanvasStates, canvases: int, starts_B: Tensor, keys_B: Tensor
+    batch: "InputBatch",
+    states: CanvasStates,
+    canvases: int,
+    starts_B: Tensor,
+    keys_B: Tensor,
 ) -> None:
     """Compute on the device where sequences of canvases begin and how many keys each sees."""
     assert states.floating is not None

@@ -31,7 +31,9 @@ class KVGroups(NamedTuple):
     kv_cache_config: "KVCacheConfig"
 
 
-def clear_pages(vllm_config: VllmConfig, pages: Sequence[int], device: torch.device) -> None:
+def clear_pages(
+    vllm_config: VllmConfig, pages: Sequence[int], device: torch.device
+) -> None:
     """Write zeros into some pages of every layer, in the order of the stream.
 
     Kernels may cut a page into several: then as many rows of a layer's cache are one page.

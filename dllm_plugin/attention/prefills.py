@@ -54,7 +54,9 @@ def of_segments(
 ) -> Sequences:
     """Return the sequences of requests whose segments end at `stops`."""
     lengths = np.diff(stops, axis=1, prepend=starts[:, None])
-    request = np.repeat(np.arange(first_request, first_request + len(stops)), stops.shape[1])
+    request = np.repeat(
+        np.arange(first_request, first_request + len(stops)), stops.shape[1]
+    )
     unseen = (starts + spans)[:, None] - stops
     return Sequences(request, lengths.ravel(), unseen.ravel())
 

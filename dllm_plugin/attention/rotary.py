@@ -25,7 +25,9 @@ class Deferred(nn.Module):
         super().__init__()
         self.rotation = rotation
 
-    def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, positions: Tensor, query: Tensor, key: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return queries and keys without rotating them."""
         return query, key
 
@@ -44,7 +46,9 @@ def defer(model: nn.Module, backend: AttentionBackendEnum | None) -> None:
         if not isinstance(layer, LlamaAttention | Qwen2Attention):
             continue
         rotation, attention = layer.rotary_emb, layer.attn
-        if isinstance(attention.impl, SegmentFlashImpl) and _is_supported(rotation, layer):
+        if isinstance(attention.impl, SegmentFlashImpl) and _is_supported(
+            rotation, layer
+        ):
             attention.impl.rotation = rotation
             attention.attn_backend = RotatingFlashBackend
             layer.register_module("rotary_emb", Deferred(rotation))

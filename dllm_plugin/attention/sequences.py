@@ -74,7 +74,9 @@ def batch_sequences(batch: "InputBatch", states: CanvasStates) -> Sequences:
         groups.append(of_segments(0, stops, zeros[:num_canvases], canvas))
     if num_canvases < batch.num_reqs:
         groups.append(prefills(batch, states, num_canvases))
-    sequences = Sequences(*(np.concatenate(field) for field in zip(*groups, strict=True)))
+    sequences = Sequences(
+        *(np.concatenate(field) for field in zip(*groups, strict=True))
+    )
     filled = sequences.length_B > 0
     return Sequences(*(field[filled] for field in sequences))
 
@@ -89,7 +91,10 @@ def _full_attention_sequences(
     if canvases:
         drafts = batch.num_draft_tokens_per_req
         assert drafts is not None
-        slots, starts = batch.idx_mapping_np[:canvases], span_stops[:canvases] - drafts[:canvases]
+        slots, starts = (
+            batch.idx_mapping_np[:canvases],
+            span_stops[:canvases] - drafts[:canvases],
+        )
         stops[:canvases] = states.bounds_np(slots, starts).stop
     return Sequences(np.arange(num_reqs), spans, span_stops - stops)
 
@@ -118,24 +123,32 @@ class AttentionSequences:
         self.max_sequences = max_sequences(states.config, max_num_reqs, max_num_tokens)
         self.canvas_length = states.canvas_NC.shape[1]
         captured = max_num_reqs * self.sequences_per_request
-        self.query_start_loc = torch.zeros(captured + 1, dtype=torch.int32, device=states.device)
+        self.query_start_loc = torch.zeros(
+            captured + 1, dtype=torch.int32, device=states.device
+        )
         self.seq_lens = torch.zeros(captured, dtype=torch.int32, device=states.device)
         self.cascade: CascadeBuffers | None = None
         self.cascade_from = cascade_from or {}
         if cascade_from:
-            self.cascade = CascadeBuffers(max_num_reqs, self.sequences_per_request, states.device)
+            self.cascade = CascadeBuffers(
+                max_num_reqs, self.sequences_per_request, states.device
+            )
         self.block_tables: list[Tensor] = []
         # How many positions captured steps compute for each request.
         block = states.config.block_length
         self.captured_lengths: Collection[int] = (self.canvas_length, block)
         if states.config.method.full_attention:
-            self.captured_lengths = rest_lengths(states.config) | refresh_lengths(states.config)
+            self.captured_lengths = rest_lengths(states.config) | refresh_lengths(
+                states.config
+            )
         # What the buffers are laid out for: positions per request, requests with padding, block
         # lengths, and names of the requests. The last are compared because vLLM's sleep mode may
         # take the buffers while no request is left.
         self.layout: tuple[int, int, bytes, tuple[str, ...]] = (0, 0, b"", ())
         self.query_start_loc_cpu = torch.zeros(1, dtype=torch.int32)
-        self._unseen_of: tuple[bytes, bytes] | None = None  # full attention, within a layout
+        self._unseen_of: tuple[bytes, bytes] | None = (
+            None  # full attention, within a layout
+        )
         self.unseen_RS = self.seq_lens.new_zeros(0, self.sequences_per_request)
 
     def build(
@@ -153,10 +166,14 @@ class AttentionSequences:
         is_full = for_capture or cudagraph_mode == CUDAGraphMode.FULL
         length = self._uniform_length(batch, is_full)
         requests = batch.num_reqs_after_padding if is_full else batch.num_reqs
-        use_cascade = length in self.cascade_from and requests >= self.cascade_from[length]
+        use_cascade = (
+            length in self.cascade_from and requests >= self.cascade_from[length]
+        )
         # One row of the block table per request is enough for spans and for a cascade.
         tables = () if self.spans is not None or use_cascade else block_tables
-        sequences = self.captured(batch, tables) if is_full else self.eager(batch, tables)
+        sequences = (
+            self.captured(batch, tables) if is_full else self.eager(batch, tables)
+        )
         count, num_tokens = len(sequences.seq_lens), batch.num_tokens
         assert count <= self.max_sequences, (
             f"{count} attention sequences in a step of {num_tokens} tokens and {batch.num_reqs} "
@@ -170,7 +187,9 @@ class AttentionSequences:
         if self.cascade is not None and use_cascade:
             if self.states.floating is not None:
                 self.cascade.take_floating(batch, length, sequences.seq_lens)
-            return self.cascade.build(batch, length, sequences.query_start_loc, limit, groups)
+            return self.cascade.build(
+                batch, length, sequences.query_start_loc, limit, groups
+            )
         return build_attn_metadata(
             num_reqs=count,
             num_tokens=batch.num_tokens_after_padding if is_full else num_tokens,
@@ -195,14 +214,25 @@ class AttentionSequences:
             return 0
         length, rest = divmod(batch.num_tokens, batch.num_reqs)
         spans = np.diff(batch.query_start_loc_np[: batch.num_reqs + 1])
-        alike = is_full or count_canvases(batch) == batch.num_reqs and (spans == length).all()
+        alike = (
+            is_full
+            or count_canvases(batch) == batch.num_reqs
+            and (spans == length).all()
+        )
         return length if alike and not rest else 0
 
-    def eager(self, batch: "InputBatch", block_tables: tuple[Tensor, ...]) -> SequenceTensors:
+    def eager(
+        self, batch: "InputBatch", block_tables: tuple[Tensor, ...]
+    ) -> SequenceTensors:
         """List the sequences of any batch on the host and copy them to the device."""
         if self.states.floating is not None:
-            return floating_sequences(batch, self.states, block_tables, self.sequences_per_request)
-        sequences, limit = batch_sequences(batch, self.states), self.states.max_model_len
+            return floating_sequences(
+                batch, self.states, block_tables, self.sequences_per_request
+            )
+        sequences, limit = (
+            batch_sequences(batch, self.states),
+            self.states.max_model_len,
+        )
         count = len(sequences.length_B)
         packed = np.zeros((3, count + 1), dtype=np.int32)
         packed[0, 1:] = np.cumsum(sequences.length_B)
@@ -219,7 +249,9 @@ class AttentionSequences:
             int(sequences.length_B.max()),
         )
 
-    def captured(self, batch: "InputBatch", block_tables: tuple[Tensor, ...]) -> SequenceTensors:
+    def captured(
+        self, batch: "InputBatch", block_tables: tuple[Tensor, ...]
+    ) -> SequenceTensors:
         """Fill the buffers that graphs read: all sequences of canvases, then empty ones.
 
         All requests compute their whole canvas, or all compute one block of the configured length,
@@ -235,7 +267,9 @@ class AttentionSequences:
         assert not rest and length in self.captured_lengths, (
             f"{batch.num_tokens} tokens of {canvases} requests are neither canvases nor blocks."
         )
-        block_lengths = self.states.requests.block_length.np[batch.idx_mapping_np[:canvases]]
+        block_lengths = self.states.requests.block_length.np[
+            batch.idx_mapping_np[:canvases]
+        ]
         layout = (length, padded, block_lengths.tobytes(), tuple(batch.req_ids))
         if layout != self.layout:
             self._lay_out(length, block_lengths, padded)
@@ -262,10 +296,15 @@ class AttentionSequences:
     def _find_unseen(self, batch: "InputBatch") -> None:
         """Say how far behind a forward keys reach: to the end of the canvas, alike for a block."""
         drafts = batch.num_draft_tokens_per_req
-        of = (batch.num_computed_tokens_np.tobytes(), b"" if drafts is None else drafts.tobytes())
+        of = (
+            batch.num_computed_tokens_np.tobytes(),
+            b"" if drafts is None else drafts.tobytes(),
+        )
         if of != self._unseen_of:
             self._unseen_of = of
-            unseen = batch_sequences(batch, self.states).unseen_B.astype(np.int32)[:, None]
+            unseen = batch_sequences(batch, self.states).unseen_B.astype(np.int32)[
+                :, None
+            ]
             self.unseen_RS = async_tensor_h2d(unseen, device=self.states.device)
 
     def _captured_floating(
@@ -292,7 +331,9 @@ class AttentionSequences:
             stops = canvas_segments(whole, block_lengths, slots - 1)
         starts = np.full(padded * slots + 1, length * num_reqs, dtype=np.int32)
         starts[0] = 0
-        starts[1 : stops.size + 1] = (stops + length * np.arange(num_reqs)[:, None]).ravel()
+        starts[1 : stops.size + 1] = (
+            stops + length * np.arange(num_reqs)[:, None]
+        ).ravel()
         self.query_start_loc_cpu = torch.from_numpy(starts)
         async_tensor_h2d(starts, out=self.query_start_loc[: len(starts)])
         if self.cascade is not None:
@@ -303,10 +344,14 @@ class AttentionSequences:
 
     def _persistent(self, tables: tuple[Tensor, ...], padded: int) -> list[Tensor]:
         """Copy each request's row of the block tables to the rows of all its sequences."""
-        if [table.shape[1] for table in tables] != [buf.shape[1] for buf in self.block_tables]:
+        if [table.shape[1] for table in tables] != [
+            buf.shape[1] for buf in self.block_tables
+        ]:
             # The first time, and if the context was lowered after vLLM's profile of graph memory.
             rows = self.seq_lens.shape[0]
-            self.block_tables = [table.new_zeros(rows, table.shape[1]) for table in tables]
+            self.block_tables = [
+                table.new_zeros(rows, table.shape[1]) for table in tables
+            ]
         filled = []
         for buffer, table in zip(self.block_tables, tables, strict=True):
             filled.append(buffer[: padded * self.sequences_per_request])

@@ -44,14 +44,24 @@ def build_parser() -> argparse.ArgumentParser:
 
     _add_watch(commands)
     _add_eval(commands)
-    doctor = commands.add_parser("doctor", help="what is installed and what would be chosen")
-    doctor.add_argument("model", nargs="?", help="folder or hub name (default: the bundled one)")
+    doctor = commands.add_parser(
+        "doctor", help="what is installed and what would be chosen"
+    )
+    doctor.add_argument(
+        "model", nargs="?", help="folder or hub name (default: the bundled one)"
+    )
     doctor.add_argument("--dtype", default="auto", help="as in vLLM")
-    doctor.add_argument("--requests", type=_positive, help="say which width so many would get")
-    doctor.add_argument("--context", type=_positive, help="tokens of each (default: 1024)")
+    doctor.add_argument(
+        "--requests", type=_positive, help="say which width so many would get"
+    )
+    doctor.add_argument(
+        "--context", type=_positive, help="tokens of each (default: 1024)"
+    )
     doctor.add_argument("--acceptance", help="docs/adaptive.md (default: 0.9:2.5)")
     doctor.add_argument("--step-ms", type=float, help="time of a step of one request")
-    doctor.add_argument("--adaptive", help="as the decode option: off, throughput or balanced")
+    doctor.add_argument(
+        "--adaptive", help="as the decode option: off, throughput or balanced"
+    )
     doctor.add_argument("--min-window", type=int, help="as the decode option")
     doctor.add_argument("--max-window", type=int, help="as the decode option")
     doctor.add_argument("--canvas-length", type=int, help="as the decode option")
@@ -65,18 +75,28 @@ def _add_generate(commands: Any) -> None:
     parser = commands.add_parser("generate", help="answer one prompt, offline")
     parser.add_argument("prompt", help="text, or - to read standard input")
     _add_model_options(parser)
-    parser.add_argument("--max-tokens", type=_positive, default=256, help="default: 256")
+    parser.add_argument(
+        "--max-tokens", type=_positive, default=256, help="default: 256"
+    )
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     parser.add_argument("--top-p", type=float, default=1.0, help="as in vLLM")
     parser.add_argument("--seed", type=int, default=None)
     shape = parser.add_mutually_exclusive_group()
-    shape.add_argument("--json-schema", metavar="FILE", help="answer in JSON that fits a schema")
-    shape.add_argument("--regex", metavar="R", help="answer what a regular expression matches")
+    shape.add_argument(
+        "--json-schema", metavar="FILE", help="answer in JSON that fits a schema"
+    )
+    shape.add_argument(
+        "--regex", metavar="R", help="answer what a regular expression matches"
+    )
     shape.add_argument("--choice", metavar="A,B", help="answer one of these words")
     _add_verbose(parser)
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
-        "--chat", dest="chat", action="store_true", default=None, help="apply the chat template"
+        "--chat",
+        dest="chat",
+        action="store_true",
+        default=None,
+        help="apply the chat template",
     )
     form.add_argument(
         "--raw",
@@ -90,7 +110,9 @@ def _add_infill(commands: Any) -> None:
     parser = commands.add_parser("infill", help="fill the gaps of a text, offline")
     lengths = "or several lengths to choose from: [MASK:2,4], [MASK:auto]"
     parser.add_argument("text", help=f'text with gaps: "{infill.EXAMPLE}", {lengths}')
-    parser.add_argument("--question", help="the text answers it, behind the chat template")
+    parser.add_argument(
+        "--question", help="the text answers it, behind the chat template"
+    )
     _add_model_options(parser)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     parser.add_argument("--seed", type=int, default=None)
@@ -98,22 +120,36 @@ def _add_infill(commands: Any) -> None:
 
 
 def _add_watch(commands: Any) -> None:
-    parser = commands.add_parser("watch", help="show which positions each forward decides")
-    parser.add_argument("prompt", nargs="?", default=watch.EXAMPLE, help="default: a word problem")
-    parser.add_argument("--url", help="a running `diffuplug serve` (default: an engine of its own)")
+    parser = commands.add_parser(
+        "watch", help="show which positions each forward decides"
+    )
+    parser.add_argument(
+        "prompt", nargs="?", default=watch.EXAMPLE, help="default: a word problem"
+    )
+    parser.add_argument(
+        "--url", help="a running `diffuplug serve` (default: an engine of its own)"
+    )
     parser.add_argument("--api-key", help="of the server")
     _add_model_options(parser)
-    parser.add_argument("--max-tokens", type=_positive, default=128, help="default: 128")
+    parser.add_argument(
+        "--max-tokens", type=_positive, default=128, help="default: 128"
+    )
     _add_verbose(parser)
 
 
 def _add_eval(commands: Any) -> None:
-    parser = commands.add_parser("eval", help="score the bundled model on unseen problems")
-    parser.add_argument(
-        "--limit", type=_positive, help="number of problems (default: 500, with --all 200)"
+    parser = commands.add_parser(
+        "eval", help="score the bundled model on unseen problems"
     )
     parser.add_argument(
-        "--all", action="store_true", help="every strategy and policy; writes decoding.md and .png"
+        "--limit",
+        type=_positive,
+        help="number of problems (default: 500, with --all 200)",
+    )
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="every strategy and policy; writes decoding.md and .png",
     )
     parser.add_argument(
         "--refreshes",
@@ -130,12 +166,18 @@ def _add_eval(commands: Any) -> None:
         "--json", action="store_true", help="ask for answers in JSON, held to a schema"
     )
     parser.add_argument(
-        "--schedule", metavar="WIDTHS", help="score windows of these widths: 32,16,8,4,2"
+        "--schedule",
+        metavar="WIDTHS",
+        help="score windows of these widths: 32,16,8,4,2",
     )
     _add_verbose(parser)
     scored = parser.add_argument_group("with --schedule alone")
-    scored.add_argument("--model", help="folder or hub name (default: the bundled model)")
-    scored.add_argument("--questions", metavar="FILE", help="JSON lines with question and answer")
+    scored.add_argument(
+        "--model", help="folder or hub name (default: the bundled model)"
+    )
+    scored.add_argument(
+        "--questions", metavar="FILE", help="JSON lines with question and answer"
+    )
     _add_decode_options(scored)
 
 
@@ -149,12 +191,22 @@ def _add_verbose(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_verify(commands: Any) -> None:
-    parser = commands.add_parser("verify", help="compare a checkpoint with a second implementation")
-    parser.add_argument("model", nargs="?", help="folder or hub name (default: the bundled one)")
-    parser.add_argument("--prompts", metavar="FILE", help="one prompt a line (default: five)")
-    parser.add_argument("--limit", type=_positive, help="number of prompts (default: all)")
+    parser = commands.add_parser(
+        "verify", help="compare a checkpoint with a second implementation"
+    )
+    parser.add_argument(
+        "model", nargs="?", help="folder or hub name (default: the bundled one)"
+    )
+    parser.add_argument(
+        "--prompts", metavar="FILE", help="one prompt a line (default: five)"
+    )
+    parser.add_argument(
+        "--limit", type=_positive, help="number of prompts (default: all)"
+    )
     parser.add_argument("--dtype", default="auto", help="as in vLLM")
-    parser.add_argument("--tensor-parallel-size", type=_positive, default=1, help="as in vLLM")
+    parser.add_argument(
+        "--tensor-parallel-size", type=_positive, default=1, help="as in vLLM"
+    )
     parser.add_argument(
         "--trust-remote-code",
         action="store_true",
@@ -166,7 +218,9 @@ def _add_verify(commands: Any) -> None:
 def _add_bench(commands: Any) -> None:
     bench = commands.add_parser("bench", help="measure this installation")
     modes = bench.add_subparsers(dest="mode", required=True, metavar="MODE")
-    host = modes.add_parser("host", help="time per denoising step outside the model forward")
+    host = modes.add_parser(
+        "host", help="time per denoising step outside the model forward"
+    )
     _add_model_options(host)
     host.add_argument("--requests", type=numbers, default=(1, 64), help="at once: 1,64")
     host.add_argument("--max-tokens", type=_positive, default=128, help="default: 128")
@@ -176,10 +230,14 @@ def _add_bench(commands: Any) -> None:
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", help="folder or hub name (default: the bundled model)")
+    parser.add_argument(
+        "--model", help="folder or hub name (default: the bundled model)"
+    )
     parser.add_argument("--dtype", default="auto", help="as in vLLM")
     parser.add_argument(
-        "--gpu-memory-utilization", type=float, help="as in vLLM; on a CPU, the share of its memory"
+        "--gpu-memory-utilization",
+        type=float,
+        help="as in vLLM; on a CPU, the share of its memory",
     )
     _add_decode_options(parser)
 
@@ -188,8 +246,12 @@ def _add_decode_options(parser: Any) -> None:
     # `Options.from_user` checks them and names the known values.
     # Their names are known to code that imports torch, which `--help` does not wait for.
     parser.add_argument("--strategy", help="what a step computes (docs/strategies.md)")
-    parser.add_argument("--policy", help="which positions a step unmasks (docs/strategies.md)")
-    parser.add_argument("--threshold", type=float, help="confidence that a position needs")
+    parser.add_argument(
+        "--policy", help="which positions a step unmasks (docs/strategies.md)"
+    )
+    parser.add_argument(
+        "--threshold", type=float, help="confidence that a position needs"
+    )
     parser.add_argument("--block-length", type=int, help="positions of a block")
     parser.add_argument("--lora-path", help="D2F adapter to merge into the weights")
     parser.add_argument("--kv-cache-layout", help=", ".join(KV_CACHE_LAYOUTS))
@@ -302,7 +364,9 @@ def _run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         raise ValueError(
             f"--requests must be whole numbers of at least 1, got {min(args.requests)}"
         )
-    return host.run(engine_options(args), args.requests, args.max_tokens, args.seed, arguments)
+    return host.run(
+        engine_options(args), args.requests, args.max_tokens, args.seed, arguments
+    )
 
 
 def _run_eval(args: argparse.Namespace) -> int:
@@ -310,14 +374,20 @@ def _run_eval(args: argparse.Namespace) -> int:
     from dllm_plugin.commands.eval import command as eval_command
 
     if args.refreshes and (args.all or args.json or args.schedule is not None):
-        raise ValueError("--refreshes is alone, or a part of --all: leave the other options out")
+        raise ValueError(
+            "--refreshes is alone, or a part of --all: leave the other options out"
+        )
     if args.json and (args.all or args.schedule is not None):
-        raise ValueError("--json is for the two ways of decoding: leave --all and --schedule out")
+        raise ValueError(
+            "--json is for the two ways of decoding: leave --all and --schedule out"
+        )
     if args.output is not None and not (args.all or args.refreshes):
         raise ValueError("--output is where --all writes: add --all, or --refreshes")
     if args.schedule is not None:
         if args.all:
-            raise ValueError("--all has policies of its own: leave it or --schedule out")
+            raise ValueError(
+                "--all has policies of its own: leave it or --schedule out"
+            )
         widths = schedules.read_widths(args.schedule)
         questions = schedules.read_questions(args.questions, args.limit)
         return schedules.run(engine_options(args), widths, questions, args.verbose)

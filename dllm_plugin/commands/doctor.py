@@ -7,7 +7,11 @@ import dllm_plugin
 from dllm_plugin.attention.backends import REASONS, backend_name
 from dllm_plugin.commands.forecast import Load, forecast
 from dllm_plugin.commands.offline import missing_device, one_sentence
-from dllm_plugin.config.cuda_graphs import allowed_widths, captured_graphs, refresh_lengths
+from dllm_plugin.config.cuda_graphs import (
+    allowed_widths,
+    captured_graphs,
+    refresh_lengths,
+)
 from dllm_plugin.config.decode import DecodeConfig, get_decode_config
 from dllm_plugin.config.options import REQUEST_FIELDS, does_nothing
 from dllm_plugin.config.request.arguments import request_config
@@ -30,7 +34,9 @@ def run(options: dict[str, Any], load: Load | None = None) -> int:
     from vllm.platforms import current_platform
     from vllm.triton_utils import HAS_TRITON
 
-    taken = " and ".join(f"{major}.{minor}.x" for major, minor in dllm_plugin.SUPPORTED_VLLM)
+    taken = " and ".join(
+        f"{major}.{minor}.x" for major, minor in dllm_plugin.SUPPORTED_VLLM
+    )
     _line("diffuplug", dllm_plugin.__version__)
     _line("vLLM", f"{vllm.__version__} (supported: {taken})")
     _line("Python, torch", f"{platform.python_version()}, {torch.__version__}")
@@ -38,7 +44,9 @@ def run(options: dict[str, Any], load: Load | None = None) -> int:
         _line("problem", problem)
         return 1
     device = current_platform.get_device_name()
-    _line("platform", f"{current_platform.device_name} ({device or platform.processor()})")
+    _line(
+        "platform", f"{current_platform.device_name} ({device or platform.processor()})"
+    )
     _line("kernels", "Triton" if HAS_TRITON else "torch (no Triton on this platform)")
     dllm_plugin.register()
     known = vllm.ModelRegistry.get_supported_archs()
@@ -97,7 +105,10 @@ def _report_graphs(vllm_config: "VllmConfig", config: DecodeConfig) -> None:
     graphs = captured_graphs(vllm_config, config)
     what = "width" if config.method.floats else "forwards of"
     for length, counts in sorted(graphs.items()):
-        _line(f"  {what} {length}", f"for up to {counts[-1]} requests, {len(counts)} graphs")
+        _line(
+            f"  {what} {length}",
+            f"for up to {counts[-1]} requests, {len(counts)} graphs",
+        )
     if graphs and config.method.full_attention:
         near = ", ".join(map(str, sorted(refresh_lengths(config) & graphs.keys())))
         full = f", full ones within an answer, of {near} positions" if near else ""
@@ -116,18 +127,28 @@ def _report_model(options: dict[str, Any]) -> int:
     model_config = vllm_config.model_config
     architecture = model_config.architecture
     if architecture not in ARCHITECTURES:
-        _line("problem", f"{architecture} is not served by DiffuPlug (vLLM may serve it itself)")
+        _line(
+            "problem",
+            f"{architecture} is not served by DiffuPlug (vLLM may serve it itself)",
+        )
         return 1
     family = FAMILIES[architecture]
     mask_token_id, found_in = find_mask_token(model_config, family)
     config = get_decode_config(vllm_config)
     _line("architecture", f"{architecture}, family {family.name}")
-    _line("logits row i", "predicts position i + 1" if family.logits_shift else "is position i")
+    _line(
+        "logits row i",
+        "predicts position i + 1" if family.logits_shift else "is position i",
+    )
     _line("mask token", f"{mask_token_id}, from {found_in}")
     dtype = f"{model_config.dtype} ({_dtype_reason(options, vllm_config.additional_config)})"
     _line("dtype, context", f"{dtype}, {model_config.max_model_len} tokens")
     _line("decoding", f"{config.strategy}, policy {config.policy}: {config.reason}")
-    wanted = (options.get("additional_config") or {}).get("dllm", {}).get("kv_cache_layout", "auto")
+    wanted = (
+        (options.get("additional_config") or {})
+        .get("dllm", {})
+        .get("kv_cache_layout", "auto")
+    )
     _line("KV cache layout", f"{config.kv_cache_layout} ({REASONS[wanted]})")
     for name, value in _settings(config).items():
         _line("  " + name, value)
@@ -158,7 +179,9 @@ def _dtype_reason(options: dict[str, Any], additional_config: Any) -> str:
     """Say who chose the dtype: the user, the hook for CPUs without bfloat16 units, or vLLM."""
     if options.get("dtype", "auto") != "auto":
         return "as asked"
-    return "auto: " + additional_config.get("dllm_dtype", "what vLLM takes for this checkpoint")
+    return "auto: " + additional_config.get(
+        "dllm_dtype", "what vLLM takes for this checkpoint"
+    )
 
 
 def _settings(config: DecodeConfig) -> dict[str, Any]:

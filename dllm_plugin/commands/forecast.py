@@ -40,7 +40,9 @@ def read_load(args: argparse.Namespace) -> Load | None:
                 raise ValueError(f"--{name.replace('_', '-')} needs --requests")
         return None
     if args.step_ms is not None and not 0 < args.step_ms <= 1e6:
-        raise ValueError(f"--step-ms must be a time in milliseconds, got {args.step_ms}")
+        raise ValueError(
+            f"--step-ms must be a time in milliseconds, got {args.step_ms}"
+        )
     p0, lam = read_acceptance(args.acceptance or EXAMPLE)
     return Load(args.requests, args.context or CONTEXT, p0, lam, args.step_ms)
 
@@ -50,7 +52,9 @@ def with_widths(args: argparse.Namespace, dllm: dict[str, Any]) -> dict[str, Any
 
     Who asks for a load and names a window asks about `adaptive`.
     """
-    given = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
+    given = {
+        name: value for name in OPTIONS if (value := getattr(args, name)) is not None
+    }
     asks = args.requests is not None
     if asks and given.get("adaptive") == "off":
         raise ValueError(
@@ -102,7 +106,9 @@ def forecast(
     """Return what the controller would choose once it had learned this acceptance."""
     shift = config.family.logits_shift
     widths = widths_between(config.min_window, config.max_window)
-    controller = WidthController(widths, shift, costs, config.adaptive == "balanced", allowed)
+    controller = WidthController(
+        widths, shift, costs, config.adaptive == "balanced", allowed
+    )
     tokens = np.array([tokens_per_forward(w, load.p0, load.lam, shift) for w in widths])
     times = [costs.step(load.requests, w, load.requests * load.context) for w in widths]
     rates = load.requests * tokens / np.array(times)

@@ -72,7 +72,9 @@ def grammar_of(args: argparse.Namespace) -> dict[str, Any]:
         return {}
     words = [word for word in args.choice.split(",") if word]
     if not words:
-        raise ValueError(f"--choice {args.choice!r} holds no word: write words with commas between")
+        raise ValueError(
+            f"--choice {args.choice!r} holds no word: write words with commas between"
+        )
     return {"choice": words}
 
 

@@ -15,7 +15,13 @@ from dllm_plugin.commands.offline import (
 )
 from dllm_plugin.config.options import TARGETS, TEMPLATE
 from dllm_plugin.infilling.gaps import Filled, Gapped, filled, parts_of_text, together
-from dllm_plugin.infilling.lengths import best_of, place_each, score_of, scoring_of, told
+from dllm_plugin.infilling.lengths import (
+    best_of,
+    place_each,
+    score_of,
+    scoring_of,
+    told,
+)
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
@@ -62,7 +68,9 @@ def run(args: argparse.Namespace) -> int:
         seconds = time.perf_counter() - start
         shown.out.write(together(choices[best], fills[best]) + "\n")
         shown.out.flush()
-        shown.note(summary(len(_tokens(outputs[best])), num_forwards(outputs[best]), seconds))
+        shown.note(
+            summary(len(_tokens(outputs[best])), num_forwards(outputs[best]), seconds)
+        )
         stop_engine(llm)
     return 0
 
@@ -95,7 +103,9 @@ def _scores(
     """Return the score of each choice, from one more batch of a forward each."""
     from vllm import SamplingParams
 
-    scorings = [scoring_of(gapped, gaps) for gapped, gaps in zip(choices, fills, strict=True)]
+    scorings = [
+        scoring_of(gapped, gaps) for gapped, gaps in zip(choices, fills, strict=True)
+    ]
     of_tails: list[list[float]] = [[] for _ in choices]
     if scorings[0].places:  # one tail stands behind all choices
         wishes = [
@@ -114,7 +124,9 @@ def _scores(
             for scoring, logprobs in zip(scorings, found, strict=True)
         ]
     each = zip(fills, outputs, of_tails, strict=True)
-    return [score_of(gaps, _logprobs(output), of_tail) for gaps, output, of_tail in each]
+    return [
+        score_of(gaps, _logprobs(output), of_tail) for gaps, output, of_tail in each
+    ]
 
 
 def _prompts(choices: list[Gapped]) -> "list[TokensPrompt]":
@@ -136,6 +148,9 @@ def _logprobs(output: "RequestOutput") -> list[float]:
 def _chat(question: str, tokenizer: Any) -> list[int]:
     """Return a question as the chat template writes it, up to where its answer begins."""
     ids: list[int] = tokenizer.apply_chat_template(
-        conversation(question), add_generation_prompt=True, tokenize=True, return_dict=False
+        conversation(question),
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=False,
     )
     return ids

@@ -24,7 +24,9 @@ def installation() -> dict[str, str]:
 
     threads = f"{processor()}, {torch.get_num_threads()} threads"
     return {
-        "hardware": threads if current_platform.is_cpu() else current_platform.get_device_name(),
+        "hardware": threads
+        if current_platform.is_cpu()
+        else current_platform.get_device_name(),
         "diffuplug": dllm_plugin.__version__,
         "vllm": vllm.__version__,
         "torch": torch.__version__,

@@ -16,7 +16,14 @@ if TYPE_CHECKING:
     from vllm.entrypoints.llm import ChatCompletionMessageParam
 
 # What users of a command may say of decoding.
-DECODE_OPTIONS = ("strategy", "policy", "threshold", "block_length", "lora_path", "kv_cache_layout")
+DECODE_OPTIONS = (
+    "strategy",
+    "policy",
+    "threshold",
+    "block_length",
+    "lora_path",
+    "kv_cache_layout",
+)
 # vLLM reserves a share of all memory by default. A model of a few megabytes needs far less, and on
 # a CPU vLLM does not start unless that share is free.
 BUNDLED_MEMORY = {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.2}
@@ -148,7 +155,9 @@ def stream_answer(
     if chat is None:
         chat = getattr(llm.get_tokenizer(), "chat_template", None) is not None
     if chat:
-        params = ChatParams(chat_template_kwargs={"add_generation_prompt": True, "tokenize": False})
+        params = ChatParams(
+            chat_template_kwargs={"add_generation_prompt": True, "tokenize": False}
+        )
         # The template writes the first token itself.
         tokens = renderer.default_chat_tok_params.with_kwargs(add_special_tokens=False)
         _, (rendered,) = renderer.render_chat([conversation(prompt)], params, tokens)
@@ -181,4 +190,6 @@ def one_sentence(error: Exception) -> str:
     text, where = str(first["msg"]), ".".join(map(str, first.get("loc", ())))
     # Checks that vLLM or we wrote name the field themselves; checks of types do not.
     checked = text.removeprefix("Value error, ")
-    return " ".join((checked if checked != text or not where else f"{where}: {text}").split())
+    return " ".join(
+        (checked if checked != text or not where else f"{where}: {text}").split()
+    )

@@ -27,7 +27,12 @@ FIRST = "starting vLLM"
 LOOK_SECONDS = 0.2
 _ERROR = re.compile(r"\b[\w.]*(?:Error|Exception): (.+)")
 # Errors that only say that there was another one.
-_CONSEQUENCES = ("initialization failed", "root cause", "Cancelled", "EngineCore encountered")
+_CONSEQUENCES = (
+    "initialization failed",
+    "root cause",
+    "Cancelled",
+    "EngineCore encountered",
+)
 
 
 class Screen:
@@ -52,7 +57,9 @@ class Screen:
     def __enter__(self) -> Self:
         self.phase(FIRST)
         if self.log is not None:
-            self._watcher = threading.Thread(target=self._watch, args=(self.log,), daemon=True)
+            self._watcher = threading.Thread(
+                target=self._watch, args=(self.log,), daemon=True
+            )
             self._watcher.start()
         return self
 
@@ -101,7 +108,9 @@ class Screen:
             self._line(name, time.monotonic() - self._start)
             return False
         form = "{desc}: {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}"
-        return partial(_named_bar, name=name, file=self._err, bar_format=form, leave=False)
+        return partial(
+            _named_bar, name=name, file=self._err, bar_format=form, leave=False
+        )
 
     def _line(self, text: str, seconds: float) -> None:
         self.note(f"[{seconds:3.0f} s] {text}")
@@ -192,7 +201,9 @@ def _opened(number: int) -> TextIO:
 
 def _duplicate(number: int, stream: TextIO) -> TextIO:
     """Open a copy of a descriptor that writes text as the stream does."""
-    return os.fdopen(os.dup(number), "w", encoding=stream.encoding, errors=stream.errors)
+    return os.fdopen(
+        os.dup(number), "w", encoding=stream.encoding, errors=stream.errors
+    )
 
 
 def cause(log: Path) -> str | None:

@@ -35,7 +35,9 @@ class ReadyLine:
 
     def __init__(self, app: App) -> None:
         self.app = app
-        self._announcement: asyncio.Task[None] | None = None  # a task lives as long as its name
+        self._announcement: asyncio.Task[None] | None = (
+            None  # a task lives as long as its name
+        )
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Handle one request, or the start and end of the application."""
@@ -114,7 +116,9 @@ class ServerEnd:
 
     def __init__(self, app: App) -> None:
         self.app = app
-        self._watch: asyncio.Task[None] | None = None  # a task lives as long as its name
+        self._watch: asyncio.Task[None] | None = (
+            None  # a task lives as long as its name
+        )
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Handle one request, or the start and end of the application."""

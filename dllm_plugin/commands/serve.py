@@ -79,7 +79,9 @@ def server_command(arguments: Sequence[str]) -> list[str]:
 def _given(arguments: Sequence[str], option: str) -> bool:
     spellings = (option, option.replace("-", "_").replace("__", "--", 1))
     # vLLM takes both spellings, and dotted keys for single entries of a JSON option.
-    return any(a == s or a.startswith((s + "=", s + ".")) for a in arguments for s in spellings)
+    return any(
+        a == s or a.startswith((s + "=", s + ".")) for a in arguments for s in spellings
+    )
 
 
 def _has_distribution(name: str) -> bool:

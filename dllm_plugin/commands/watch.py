@@ -26,7 +26,13 @@ EXAMPLE = (
     "Omar has 7 pencils. Anna has 48 pencils and hands them all to Omar. "
     "Omar sells 26 pencils at the market. How many pencils does Omar have now?"
 )
-OF_ENGINE = ("strategy", "lora_path", "kv_cache_layout", "gpu_memory_utilization", "verbose")
+OF_ENGINE = (
+    "strategy",
+    "lora_path",
+    "kv_cache_layout",
+    "gpu_memory_utilization",
+    "verbose",
+)
 UNCERTAIN, CERTAIN = (205, 60, 60), (60, 170, 80)
 
 
@@ -48,13 +54,17 @@ def run(args: argparse.Namespace) -> int:
     try:
         import rich  # noqa: F401
     except ImportError as error:
-        raise ValueError("diffuplug watch needs the package rich: pip install rich") from error
+        raise ValueError(
+            "diffuplug watch needs the package rich: pip install rich"
+        ) from error
     if args.url:
         _refuse_engine_options(args)
         show(from_server(args), sys.stdout, lambda line: print(line, file=sys.stderr))
         return 0
     if args.api_key is not None:
-        raise ValueError("--api-key is that of a server: give its --url, or leave it out")
+        raise ValueError(
+            "--api-key is that of a server: give its --url, or leave it out"
+        )
     options = engine_options(args)
     from dllm_plugin.commands.phases import screen
 
@@ -84,7 +94,12 @@ def show(states: Iterator[Shown], out: TextIO, note: Callable[[str], None]) -> N
     from rich.live import Live
 
     shown, console = Shown(), Console(file=out, highlight=False)
-    live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+    live = Live(
+        console=console,
+        auto_refresh=False,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
     start = time.perf_counter()
     with live if console.is_terminal else nullcontext() as drawing:
         for shown in states:
@@ -112,7 +127,8 @@ def drawn(shown: Shown) -> "Text":
 def colour(confidence: float) -> str:
     """Return a colour between that of no and that of full confidence, as rich names it."""
     mixed = [
-        round(low + confidence * (high - low)) for low, high in zip(UNCERTAIN, CERTAIN, strict=True)
+        round(low + confidence * (high - low))
+        for low, high in zip(UNCERTAIN, CERTAIN, strict=True)
     ]
     return f"rgb({','.join(map(str, mixed))})"
 
@@ -123,7 +139,9 @@ def from_engine(llm: "LLM", args: argparse.Namespace) -> Iterator[Shown]:
     from vllm import SamplingParams
 
     tokenizer, shown = llm.get_tokenizer(), Shown()
-    sampling = SamplingParams(max_tokens=args.max_tokens, temperature=0, extra_args={FRAMES: 1})
+    sampling = SamplingParams(
+        max_tokens=args.max_tokens, temperature=0, extra_args={FRAMES: 1}
+    )
     for output in stream_answer(llm, args.prompt, None, sampling):
         piece = output.outputs[0]
         shown.text += piece.text
@@ -175,8 +193,14 @@ def from_server(args: argparse.Namespace) -> Iterator[Shown]:
                 shown.text += choice.delta.content or ""
                 if frame := (choice.model_extra or {}).get("diffusion"):
                     _apply(frame, positions, shown)
-            if took := ((chunk.model_extra or {}).get("metrics") or {}).get("diffusion"):
-                shown.canvas, shown.tokens, shown.forwards = [], took["tokens"], took["forwards"]
+            if took := ((chunk.model_extra or {}).get("metrics") or {}).get(
+                "diffusion"
+            ):
+                shown.canvas, shown.tokens, shown.forwards = (
+                    [],
+                    took["tokens"],
+                    took["forwards"],
+                )
             yield shown
     except OpenAIError as error:
         raise ValueError(_sentence(error)) from error
@@ -190,7 +214,9 @@ def _apply(
         return
     for position in frame["unset"]:
         positions.pop(position, None)
-    positions.update({position: (text, certain) for position, text, certain in frame["set"]})
+    positions.update(
+        {position: (text, certain) for position, text, certain in frame["set"]}
+    )
     end = frame["start"] + frame["length"]
     shown.canvas = [positions.get(position) for position in range(frame["final"], end)]
     shown.forwards = frame["forward"]

@@ -28,11 +28,16 @@ UNMEASURED = (
 )
 # Names of checkpoints, and the narrowest windows whose accuracy was published (docs/adaptive.md).
 PUBLISHED = ((r"(?i)llada-8b-base", 2), (r"(?i)sdar-8b", 6), (r"(?i)llada2\.0-mini", 6))
-UNTRAINED_WINDOW, TRAINED_WINDOW = 8, 4  # narrowest by default, without and with block training
+UNTRAINED_WINDOW, TRAINED_WINDOW = (
+    8,
+    4,
+)  # narrowest by default, without and with block training
 PARTS = 4  # of a window by default, where several blocks may be denoised at once
 
 
-def check_adaptive(options: Options, method: Method, family: Family, default_policy: str) -> None:
+def check_adaptive(
+    options: Options, method: Method, family: Family, default_policy: str
+) -> None:
     """Refuse what cannot be had together with `adaptive`, and its options without it."""
     asked = f"adaptive {options.adaptive!r}"
     if options.adaptive == "off":
@@ -59,7 +64,8 @@ def check_adaptive(options: Options, method: Method, family: Family, default_pol
     own = {
         "max_active_blocks": options.max_active_blocks not in (None, 1),
         "commit_alone_from": bool(options.commit_alone_from),
-        "sub_block_length": options.sub_block_length not in (None, family.sub_block_length),
+        "sub_block_length": options.sub_block_length
+        not in (None, family.sub_block_length),
         "use_block_cache": options.use_block_cache,
     }
     for name, is_set in own.items():
@@ -110,7 +116,9 @@ def is_published(model: str, adapter: str | None, window: int) -> bool:
 def fit_canvas(config: "DecodeConfig") -> "DecodeConfig":
     """Return the configuration with windows that fit its canvas, once that was shortened."""
     widest = min(config.max_window, config.canvas_length)
-    return dataclasses.replace(config, max_window=widest, min_window=min(config.min_window, widest))
+    return dataclasses.replace(
+        config, max_window=widest, min_window=min(config.min_window, widest)
+    )
 
 
 def check_windows(config: "DecodeConfig", given: Mapping[str, Any]) -> None:
@@ -141,7 +149,9 @@ def without_grammars(config: "DecodeConfig") -> str:
     return f"cannot be combined with adaptive {config.adaptive!r}: start with adaptive 'off'"
 
 
-def read_schedule(config: "DecodeConfig", extra_args: Mapping[str, Any] | None) -> list[int] | None:
+def read_schedule(
+    config: "DecodeConfig", extra_args: Mapping[str, Any] | None
+) -> list[int] | None:
     """Return the widths that a request asks for, step by step; None if it asks for none.
 
     Raises ValueError naming what is wrong with them.

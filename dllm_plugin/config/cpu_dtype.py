@@ -23,9 +23,19 @@ UNITS = ("amx_bf16", "avx512_bf16", "avx10_2", "bf16", "sve_bf16")
 # Architectures of which we know the flags: one of these keys is there, true or not.
 KNOWN = ("avx2", "neon")
 # Values of ONEDNN_MAX_CPU_ISA that keep oneDNN, which multiplies for vLLM, from these units.
-WITHOUT = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
+WITHOUT = (
+    "SSE41",
+    "AVX",
+    "AVX2",
+    "AVX2_VNNI",
+    "AVX2_VNNI_2",
+    "AVX512_CORE",
+    "AVX512_CORE_VNNI",
+)
 FLOAT32_BYTES = 4
-NO_UNITS = "this CPU does not multiply bfloat16 natively (no AMX, AVX512_BF16 or Arm BF16)"
+NO_UNITS = (
+    "this CPU does not multiply bfloat16 natively (no AMX, AVX512_BF16 or Arm BF16)"
+)
 COST = (
     "a forward takes about 4 to 5 times as long as in float32 (the bundled model on two AVX2 "
     "cores: 52 against 11.4 ms with one request, 766 against 198 ms with 16)"
@@ -52,7 +62,9 @@ class Memory:
         """Return whether weights of so many bytes fit beside the KV cache."""
         if self.kv_asked is None:
             return weights + self.kv_least <= self.total * self.share
-        return weights <= self.total * self.share and weights + self.kv_asked <= self.total
+        return (
+            weights <= self.total * self.share and weights + self.kv_asked <= self.total
+        )
 
 
 @dataclass(frozen=True)
@@ -88,7 +100,11 @@ def per_node(size: int, workers: int, ranks: int, nodes: int) -> int:
 
 
 def choose_dtype(
-    native: bool, stored: torch.dtype, fixed_by: str | None, weights: int | None, memory: Memory
+    native: bool,
+    stored: torch.dtype,
+    fixed_by: str | None,
+    weights: int | None,
+    memory: Memory,
 ) -> DtypeChoice:
     """Choose what `auto` becomes where vLLM alone would take `stored`.
 
@@ -105,7 +121,9 @@ def choose_dtype(
         line = f"dtype is float32: {NO_UNITS}; --dtype {kept} takes what vLLM would choose."
         return DtypeChoice(torch.float32, NO_UNITS, line)
     size = (
-        "the size of the weights is not known" if weights is None else _too_large(weights, memory)
+        "the size of the weights is not known"
+        if weights is None
+        else _too_large(weights, memory)
     )
     line = (
         f"dtype stays {kept} although {NO_UNITS}: {COST}. {size}: --dtype float32 takes it "
@@ -140,7 +158,11 @@ def user_chose(vllm_config: VllmConfig) -> bool:
         vllm_config.model_config.enforce_eager
         or compilation.mode is not None
         or compilation.backend != current_platform.get_compile_backend()
-        or bool(compilation.compile_sizes or compilation.custom_ops or compilation.splitting_ops)
+        or bool(
+            compilation.compile_sizes
+            or compilation.custom_ops
+            or compilation.splitting_ops
+        )
         or vllm_config.optimization_level != OptimizationLevel.O2
     )
 
@@ -155,7 +177,11 @@ def choose_compilation(vllm_config: VllmConfig, parameters: int | None) -> None:
 
     At optimization level 0, and with nothing else said, vLLM compiles nothing.
     """
-    size = "unknown size" if parameters is None else f"{parameters / 1e6:.1f} million parameters"
+    size = (
+        "unknown size"
+        if parameters is None
+        else f"{parameters / 1e6:.1f} million parameters"
+    )
     if is_small(parameters):
         vllm_config.optimization_level = OptimizationLevel.O0
         logger.info(

@@ -32,10 +32,14 @@ ANY_SIZE = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16), *range(576, 1025, 
 # How many requests have full graphs of refreshes, and of forwards that reach to the end of their
 # canvas. More are seldom equally far from it.
 FEW_REQUESTS = 2
-MOST_LENGTHS = 32  # of refreshes that have full graphs; each takes time at start and memory
+MOST_LENGTHS = (
+    32  # of refreshes that have full graphs; each takes time at start and memory
+)
 
 
-def capture_sizes(config: DecodeConfig, max_num_seqs: int, max_num_tokens: int) -> list[int]:
+def capture_sizes(
+    config: DecodeConfig, max_num_seqs: int, max_num_tokens: int
+) -> list[int]:
     """Return the tokens of whole canvases, and of single blocks where steps compute those.
 
     Of many canvases too: piecewise graphs, which prompts take, have the same sizes.
@@ -62,7 +66,9 @@ def canvases_needed(counts: Sequence[int], alone: int) -> int:
     return sum(before < alone - 1 for before in (0, *counts[:-1])) if counts else 0
 
 
-def block_counts(sizes: Iterable[int], block_length: int, fewest: int, most: int) -> list[int]:
+def block_counts(
+    sizes: Iterable[int], block_length: int, fewest: int, most: int
+) -> list[int]:
     """Return the numbers of requests for which single-block steps have a full graph, ascending.
 
     As vLLM turns capture sizes (tokens) into numbers of canvases: rounded up, and none above the
@@ -88,7 +94,10 @@ def uniform_graphs(
     most = min(max_num_seqs, max_num_tokens // canvas)
     if config.method.floats:
         return _floating_graphs(config, max(sizes, default=0), most)
-    canvases, alone = block_counts(sizes, canvas, 1, max_num_seqs), config.commit_alone_from
+    canvases, alone = (
+        block_counts(sizes, canvas, 1, max_num_seqs),
+        config.commit_alone_from,
+    )
     if not alone:
         return {canvas: canvases}
     # No graphs of more whole canvases than any step computes once steps take single blocks.
@@ -119,7 +128,10 @@ def _full_attention_graphs(
 def rest_lengths(config: DecodeConfig) -> set[int]:
     """Return the lengths of forwards that reach from their block to the end of the canvas."""
     block, window = config.block_length, limit(config.defaults.suffix_window)
-    return {block + min(window, behind * block) for behind in range(config.canvas_length // block)}
+    return {
+        block + min(window, behind * block)
+        for behind in range(config.canvas_length // block)
+    }
 
 
 def refresh_lengths(config: DecodeConfig) -> set[int]:
@@ -141,7 +153,9 @@ def refresh_lengths(config: DecodeConfig) -> set[int]:
     return lengths if len(lengths) <= MOST_LENGTHS else set()
 
 
-def _floating_graphs(config: DecodeConfig, room: int, most: int) -> dict[int, list[int]]:
+def _floating_graphs(
+    config: DecodeConfig, room: int, most: int
+) -> dict[int, list[int]]:
     """Return the numbers of requests that each width of floating canvases is captured for."""
     widths = widths_between(config.min_window, config.max_window)
     graphs: dict[int, list[int]] = {}
@@ -152,9 +166,14 @@ def _floating_graphs(config: DecodeConfig, room: int, most: int) -> dict[int, li
     return graphs
 
 
-def captured_graphs(vllm_config: VllmConfig, config: DecodeConfig) -> dict[int, list[int]]:
+def captured_graphs(
+    vllm_config: VllmConfig, config: DecodeConfig
+) -> dict[int, list[int]]:
     """Return the full graphs that our worker captures, as `uniform_graphs`; empty: none."""
-    compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
+    compilation, scheduler = (
+        vllm_config.compilation_config,
+        vllm_config.scheduler_config,
+    )
     mode, sizes = compilation.cudagraph_mode, compilation.cudagraph_capture_sizes
     if vllm_config.parallel_config.worker_cls != WORKER or not sizes:
         return {}
@@ -180,13 +199,18 @@ def own_lengths(config: DecodeConfig) -> bool:
     return config.method.scheduler != "canvas" or config.commit_alone_from > 0
 
 
-def worker_for(config: DecodeConfig, given: str, mode: CUDAGraphMode | None, can: bool) -> str:
+def worker_for(
+    config: DecodeConfig, given: str, mode: CUDAGraphMode | None, can: bool
+) -> str:
     """Return the `worker_cls`: ours where steps of other lengths can have full graphs.
 
     vLLM resolves "auto" and an open mode after this; where it then takes no full graphs, ours adds
     none. A class of the user's own stays. `can`: on a CUDA GPU, and not eager.
     """
-    alone, piecewise = config.commit_alone_from, (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE)
+    alone, piecewise = (
+        config.commit_alone_from,
+        (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE),
+    )
     # Not measured there for blocks.
     distinct = config.kv_cache_layout == "distinct" and not config.method.floats
     if not own_lengths(config) or distinct or mode in piecewise or not can:
@@ -222,7 +246,10 @@ def set_piecewise_graphs(vllm_config: VllmConfig) -> None:
     captures those steps that have one width.
     """
     compilation = vllm_config.compilation_config
-    if compilation.cudagraph_mode in (CUDAGraphMode.FULL, CUDAGraphMode.FULL_DECODE_ONLY):
+    if compilation.cudagraph_mode in (
+        CUDAGraphMode.FULL,
+        CUDAGraphMode.FULL_DECODE_ONLY,
+    ):
         raise ValueError(
             f"cudagraph_mode {compilation.cudagraph_mode.name} needs full graphs of every step, "
             "which this strategy has not, or not under this worker_cls: use PIECEWISE or NONE."
@@ -248,7 +275,10 @@ def set_graphs(vllm_config: VllmConfig, config: DecodeConfig) -> None:
 
 def set_graph_sizes(vllm_config: VllmConfig, config: DecodeConfig) -> None:
     """Capture full graphs of uniform steps, and piecewise ones."""
-    compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
+    compilation, scheduler = (
+        vllm_config.compilation_config,
+        vllm_config.scheduler_config,
+    )
     parallel = vllm_config.parallel_config
     if compilation.cudagraph_mode == CUDAGraphMode.FULL:
         raise ValueError(
@@ -279,7 +309,10 @@ def set_graph_sizes(vllm_config: VllmConfig, config: DecodeConfig) -> None:
 
 def set_capture_sizes(vllm_config: VllmConfig, config: DecodeConfig) -> bool:
     """Choose the sizes of graphs where the user did not; return whether that is so."""
-    compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
+    compilation, scheduler = (
+        vllm_config.compilation_config,
+        vllm_config.scheduler_config,
+    )
     given = compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size
     if given != (None, None) or compilation.cudagraph_mode == CUDAGraphMode.NONE:
         return False

@@ -109,7 +109,11 @@ class DecodeConfig:
     def computes_next_block(self) -> bool:
         """Return whether a step computes the block being denoised and, as masks, the next one."""
         one = self.method.next_block and self.max_active_blocks == 1
-        return one and self.canvas_length >= 2 * self.block_length and not self.dedicated_commit
+        return (
+            one
+            and self.canvas_length >= 2 * self.block_length
+            and not self.dedicated_commit
+        )
 
     @property
     def block_slots(self) -> int:
@@ -129,7 +133,9 @@ class DecodeConfig:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields alone: a method's functions do not pickle."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(self)
+        }
 
     def to_json(self) -> dict[str, Any]:
         """Return this as plain data, which vLLM hashes, pickles and hands to every process."""
@@ -139,5 +145,10 @@ class DecodeConfig:
 def get_decode_config(vllm_config: "VllmConfig") -> DecodeConfig:
     """Return the resolved configuration that the hook stored in ``additional_config``."""
     resolved: dict[str, Any] = vllm_config.additional_config["dllm"]  # type: ignore[index]
-    defaults, ends = RequestConfig(**resolved["defaults"]), resolved["turn_end_token_ids"]
-    return DecodeConfig(**resolved | {"defaults": defaults, "turn_end_token_ids": tuple(ends)})
+    defaults, ends = (
+        RequestConfig(**resolved["defaults"]),
+        resolved["turn_end_token_ids"],
+    )
+    return DecodeConfig(
+        **resolved | {"defaults": defaults, "turn_end_token_ids": tuple(ends)}
+    )

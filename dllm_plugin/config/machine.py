@@ -53,9 +53,14 @@ def resolve_for_machine(
         fewest = 0 if reason else fewest_alone(config)
         config = dataclasses.replace(config, commit_alone_from=fewest)
         if config.computes_next_block:
-            logger.info("commit_alone_from is %d%s.", fewest, f": {reason}" if reason else "")
+            logger.info(
+                "commit_alone_from is %d%s.", fewest, f": {reason}" if reason else ""
+            )
     if options.compile_step is None:
-        mode, level = vllm_config.compilation_config.mode, vllm_config.optimization_level
+        mode, level = (
+            vllm_config.compilation_config.mode,
+            vllm_config.optimization_level,
+        )
         # What vLLM leaves open here becomes NONE at level 0.
         wanted = mode != CompilationMode.NONE and (mode is not None or level > 0)
         config = dataclasses.replace(config, compile_step=wanted and not problem)
@@ -79,7 +84,9 @@ def fewest_alone(config: DecodeConfig) -> int:
     return cdiv(ALONE_POSITIONS, config.block_length)
 
 
-def never_alone(config: DecodeConfig, vllm_config: VllmConfig, can: bool) -> Iterator[str]:
+def never_alone(
+    config: DecodeConfig, vllm_config: VllmConfig, can: bool
+) -> Iterator[str]:
     """Yield why no step computes single blocks unless asked to; `can`: see `can_capture`.
 
     Such steps need full CUDA graphs, and piecewise ones where blocks have several lengths, and
@@ -93,8 +100,15 @@ def never_alone(config: DecodeConfig, vllm_config: VllmConfig, can: bool) -> Ite
     both = both and graphs in (None, CUDAGraphMode.FULL_AND_PIECEWISE)
     both = both and (vllm_config.optimization_level >= 2 or None not in (mode, graphs))
     # With these settings vLLM captures full graphs only.
-    both = both and compilation.splitting_ops != [] and not compilation.pass_config.fuse_attn_quant
-    worker, most = vllm_config.parallel_config.worker_cls, vllm_config.scheduler_config.max_num_seqs
+    both = (
+        both
+        and compilation.splitting_ops != []
+        and not compilation.pass_config.fuse_attn_quant
+    )
+    worker, most = (
+        vllm_config.parallel_config.worker_cls,
+        vllm_config.scheduler_config.max_num_seqs,
+    )
     if not can or not both or sizes != (None, None):
         yield "it needs full and piecewise CUDA graphs, and their sizes left out"
     if not config.computes_next_block:

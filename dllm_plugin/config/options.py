@@ -33,7 +33,9 @@ TEMPLATE = REQUEST_PREFIX + "template"  # see :mod:`dllm_plugin.config.request.t
 FILL = -1  # a position to fill in a template
 TARGETS = REQUEST_PREFIX + "targets"  # see :mod:`dllm_plugin.config.request.targets`
 SCHEDULE = REQUEST_PREFIX + "schedule"  # see :mod:`dllm_plugin.config.adaptive`
-GRAMMAR = REQUEST_PREFIX + "grammar"  # see :mod:`dllm_plugin.config.request.grammar_mode`
+GRAMMAR = (
+    REQUEST_PREFIX + "grammar"
+)  # see :mod:`dllm_plugin.config.request.grammar_mode`
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,9 @@ class Option:
 
 def option(default: Any, check: Check, **rest: Any) -> Any:
     """Declare a field that a request cannot set."""
-    return dataclasses.field(default=default, metadata={"option": Option(check, **rest)})
+    return dataclasses.field(
+        default=default, metadata={"option": Option(check, **rest)}
+    )
 
 
 def number(default: Any, check: Check, *off: Any) -> Any:
@@ -93,7 +97,9 @@ class Numbers:
 
     factor: float = number(1.0, Number(0.0, MAX_FACTOR))
     eps: float = number(1e-3, Number(0.0, 1.0))
-    alg_temp: float | None = number(None, Number(0.0, MAX_FACTOR, optional=True), None, 0)
+    alg_temp: float | None = number(
+        None, Number(0.0, MAX_FACTOR, optional=True), None, 0
+    )
     top_p: float = number(1.0, Number(0.0, 1.0, above=True), 1)
     top_k: int = number(0, WholeNumber(0, MAX_TOP_K), 0)
     cfg_scale: float = number(0.0, Number(0.0, MAX_FACTOR), 0)
@@ -105,7 +111,9 @@ class Numbers:
     max_post_steps: int = number(16, WholeNumber(0, MAX_STEPS))
     num_to_transfer: int = number(1, WholeNumber(1, MAX_STEPS))
     use_block_cache: bool = number(False, Flag(), False)
-    full_refresh_every: int = option(1, WholeNumber(1, MAX_STEPS), request=True, off=(1,))
+    full_refresh_every: int = option(
+        1, WholeNumber(1, MAX_STEPS), request=True, off=(1,)
+    )
     refresh_before: int | None = positions()
     suffix_window: int | None = positions()
 
@@ -182,7 +190,9 @@ def check_values(given: Mapping[str, Any]) -> None:
         OPTIONS[name].check(name, value)
 
 
-OPTIONS: dict[str, Option] = {f.name: f.metadata["option"] for f in dataclasses.fields(Options)}
+OPTIONS: dict[str, Option] = {
+    f.name: f.metadata["option"] for f in dataclasses.fields(Options)
+}
 REQUEST_FIELDS = tuple(name for name, known in OPTIONS.items() if known.request)
 COLUMNS = tuple(name for name, known in OPTIONS.items() if known.column)
 

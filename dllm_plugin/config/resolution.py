@@ -44,7 +44,9 @@ def resolve(
     check_block_length(block, canvas)
     narrowest, widest = windows(options, method, family, block, canvas)
     blocks = (
-        options.max_active_blocks or method.blocks_by_default or max(LEAST_BLOCKS, canvas // block)
+        options.max_active_blocks
+        or method.blocks_by_default
+        or max(LEAST_BLOCKS, canvas // block)
     )
     rule = method.policies[policy]
     threshold = options.threshold
@@ -69,7 +71,9 @@ def resolve(
         adaptive=options.adaptive,
         min_window=narrowest,
         max_window=widest,
-        kv_cache_layout="distinct" if options.kv_cache_layout == "distinct" else "unified",
+        kv_cache_layout="distinct"
+        if options.kv_cache_layout == "distinct"
+        else "unified",
         compile_step=bool(options.compile_step),
         vocab_parallel=bool(options.vocab_parallel),
         lora_path=options.lora_path,
@@ -82,7 +86,9 @@ def resolve(
     )
 
 
-def _choose_method(options: Options, family: Family, edits: bool) -> tuple[Method, str, str]:
+def _choose_method(
+    options: Options, family: Family, edits: bool
+) -> tuple[Method, str, str]:
     """Return how a model is decoded, by which policy, and why."""
     method, reason = choose_method(options.strategy, family, bool(options.lora_path))
     default_policy = method.edited_policy if edits else method.default_policy
@@ -99,7 +105,9 @@ def numbers_of(config: Numbers) -> dict[str, Any]:
     return {f.name: getattr(config, f.name) for f in dataclasses.fields(Numbers)}
 
 
-def _choose_canvas(options: Options, method: Method, block: int, max_model_len: int) -> int:
+def _choose_canvas(
+    options: Options, method: Method, block: int, max_model_len: int
+) -> int:
     """Return the positions of a canvas; ValueError if the context cannot hold what was asked."""
     active = options.max_active_blocks or 1
     if options.canvas_length is not None:
@@ -171,7 +179,9 @@ def check_steps(config: DecodeConfig, steps: int | None) -> None:
         )
 
 
-def check_one_block(config: DecodeConfig, request: RequestConfig, given: Mapping[str, Any]) -> None:
+def check_one_block(
+    config: DecodeConfig, request: RequestConfig, given: Mapping[str, Any]
+) -> None:
     """Refuse a given option of several open blocks where at most one is open."""
     one = config.method.next_block and request.max_active_blocks == 1
     for name in OF_SEVERAL_BLOCKS:
@@ -225,4 +235,6 @@ def check_commit_alone(config: DecodeConfig) -> None:
 def check_merged_updates(config: DecodeConfig) -> None:
     """Refuse updates that contain an adapter where there is none."""
     if config.merged_updates and not config.lora_path:
-        raise ValueError("merged_updates has no effect without lora_path: leave it out.")
+        raise ValueError(
+            "merged_updates has no effect without lora_path: leave it out."
+        )

@@ -14,7 +14,9 @@ from vllm.config import ModelConfig, SchedulerConfig, VllmConfig
 from vllm.config.quantization import resolve_quantization_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
-from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    kFp8StaticTensorSym,
+)
 from vllm.platforms import current_platform
 
 from dllm_plugin.config.decode import TOKENIZER_MODE, DecodeConfig
@@ -52,7 +54,8 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
         "long_prefill_token_threshold": scheduler.long_prefill_token_threshold > 0,
         "scheduler_cls": scheduler.scheduler_cls is not None,
         "max_num_scheduled_tokens": scheduler.max_num_scheduled_tokens is not None,
-        "tokenizer_mode": model_config.tokenizer_mode not in ("auto", "hf", TOKENIZER_MODE),
+        "tokenizer_mode": model_config.tokenizer_mode
+        not in ("auto", "hf", TOKENIZER_MODE),
         "runner": model_config.runner_type != "generate",
     }
     for option, is_set in reasons.items():
@@ -101,7 +104,10 @@ def _raise_for_refresh(vllm_config: VllmConfig, canvas_length: int) -> None:
 
     A budget that the user chose stays, and requests that cannot fit it are refused.
     """
-    scheduler, needed = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
+    scheduler, needed = (
+        vllm_config.scheduler_config,
+        vllm_config.model_config.max_model_len,
+    )
     if scheduler.max_num_batched_tokens < needed and _is_default_budget(vllm_config):
         logger.info(
             "max_num_batched_tokens raised from %d to %d: a refresh computes prompt and canvas "
@@ -181,7 +187,10 @@ class RoutedExperts(nn.Module):
 def refuse_for_mixtures(vllm_config: VllmConfig) -> None:
     """Raise ValueError naming what the model cannot honour."""
     model_config = vllm_config.model_config
-    if vllm_config.parallel_config.enable_eplb and model_config.architecture not in REBALANCED:
+    if (
+        vllm_config.parallel_config.enable_eplb
+        and model_config.architecture not in REBALANCED
+    ):
         raise ValueError(
             f"enable_eplb has no effect on {model_config.architecture}, whose experts vLLM cannot "
             "move between ranks: leave it out."
@@ -206,7 +215,9 @@ def _one_scale(model_config: ModelConfig) -> Iterator[bool]:
         blocks = stored.get("weight_block_size")
         yield blocks is None and stored.get("activation_scheme", "dynamic") == "dynamic"
     if stored.get("quant_method") == "compressed-tensors":
-        yield from _compressed_with_one_scale(stored, model_config.get_total_num_hidden_layers())
+        yield from _compressed_with_one_scale(
+            stored, model_config.get_total_num_hidden_layers()
+        )
 
 
 def _compressed_with_one_scale(stored: dict[str, Any], layers: int) -> Iterator[bool]:
@@ -219,7 +230,9 @@ def _compressed_with_one_scale(stored: dict[str, Any], layers: int) -> Iterator[
     known._add_fused_moe_to_target_scheme_map()
     for layer in range(layers):
         # As vLLM does: all experts follow the first, and its projections must agree.
-        scheme: dict[str, Any] = known.get_scheme_dict(RoutedExperts(), EXPERT.format(layer)) or {}
+        scheme: dict[str, Any] = (
+            known.get_scheme_dict(RoutedExperts(), EXPERT.format(layer)) or {}
+        )
         weights, inputs = scheme.get("weights"), scheme.get("input_activations")
         if weights is not None and inputs is not None:
             spans = {weights.strategy, inputs.strategy}

@@ -96,7 +96,10 @@ def own_path(vllm_config: VllmConfig) -> Path | None:
 
 def save(path: Path, times: StepTimes) -> None:
     """Write the file as a whole, so that no reader finds half of it."""
-    content = {"ms": dict(zip(times.positions, times.ms, strict=True)), "per_key": times.per_key}
+    content = {
+        "ms": dict(zip(times.positions, times.ms, strict=True)),
+        "per_key": times.per_key,
+    }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Times of an earlier start must not pass for those that cannot be kept.
@@ -113,9 +116,13 @@ def load(path: Path) -> StepTimes | None:
     """Return the times that were kept; None where there are none, or no times."""
     try:
         content = json.loads(path.read_text())
-        times = sorted((int(positions), float(ms)) for positions, ms in content["ms"].items())
+        times = sorted(
+            (int(positions), float(ms)) for positions, ms in content["ms"].items()
+        )
         positions, ms = ([entry[i] for entry in times] for i in range(2))
-        found = StepTimes(tuple(map(int, positions)), tuple(ms), float(content["per_key"]))
+        found = StepTimes(
+            tuple(map(int, positions)), tuple(ms), float(content["per_key"])
+        )
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -26,7 +26,9 @@ class Choice:
         choices = self.known()
         if isinstance(value, str) and value in choices:
             return
-        raise ValueError(f"{name} {shown(value)} is unknown; choose one of: {', '.join(choices)}.")
+        raise ValueError(
+            f"{name} {shown(value)} is unknown; choose one of: {', '.join(choices)}."
+        )
 
 
 def strategy_choices() -> tuple[str, ...]:
@@ -62,7 +64,9 @@ class Number:
                 f"{name} must be a number between {self.low} and {self.high}, got {shown(value)}."
             )
         if self.above and value == self.low:
-            raise ValueError(f"{name} must be greater than {self.low:g}, got {self.low:g}.")
+            raise ValueError(
+                f"{name} must be greater than {self.low:g}, got {self.low:g}."
+            )
 
 
 @dataclass(frozen=True)

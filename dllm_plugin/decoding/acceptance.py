@@ -43,7 +43,9 @@ class Acceptance:
 
     def __init__(self, widths: Sequence[int], shift: bool) -> None:
         self.pairs = [(p0, lam) for p0 in P0 for lam in LAMBDA]
-        curves = [[tokens_per_forward(w, *pair, shift) for w in widths] for pair in self.pairs]
+        curves = [
+            [tokens_per_forward(w, *pair, shift) for w in widths] for pair in self.pairs
+        ]
         self.curves = np.array(curves)
         self.places = {width: i for i, width in enumerate(widths)}
         self.steps = np.full(len(widths), PRIOR_STEPS / len(widths))

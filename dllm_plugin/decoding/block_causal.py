@@ -68,7 +68,9 @@ def _plan_blocks(
     done_RS = (canvas.size_RS - left_RS) / canvas.size_RS.clamp_min(1)
     predecessor_RS = torch.nn.functional.pad(done_RS[:, :-1], (1, 0), value=1.0)
 
-    add_RS = (slot_S == canvas.open_R[:, None]) & (canvas.size_RS > 0) & canvas.computed_RS
+    add_RS = (
+        (slot_S == canvas.open_R[:, None]) & (canvas.size_RS > 0) & canvas.computed_RS
+    )
     add_RS &= predecessor_RS >= add_threshold_R[:, None]
     # The first block opens all the same: a grammar may have written the stop token before that.
     first_RS = (slot_S == 0) & ~canvas.ended_R[:, None]
@@ -114,7 +116,9 @@ def _allow_edits(canvas: Canvas, plan: StepPlan, mask_id: int) -> StepPlan:
     LLaDA2.1 ``generate``: at most so many steps without masks as ``max_post_steps`` says.
     """
     has_masks_R = plan.active_RS[:, 0]
-    edits_R = canvas.edits_R & (has_masks_R | (canvas.edits_left_R > 0)) & ~canvas.ended_R
+    edits_R = (
+        canvas.edits_R & (has_masks_R | (canvas.edits_left_R > 0)) & ~canvas.ended_R
+    )
     # Rows of a block that was not computed whole are wrong.
     edits_R &= canvas.computed_RS[:, 0]
     position_C = torch.arange(canvas.block_RC.shape[1], device=edits_R.device)
@@ -132,11 +136,15 @@ def _allow_edits(canvas: Canvas, plan: StepPlan, mask_id: int) -> StepPlan:
         num_committed_R=num_committed_R,
         editable_RC=editable_RC,
         checks_R=checks_R,
-        fixed_R=torch.where(canvas.edits_R, num_committed_R.to(torch.int64), plan.fixed_R),
+        fixed_R=torch.where(
+            canvas.edits_R, num_committed_R.to(torch.int64), plan.fixed_R
+        ),
     )
 
 
-def keep_edited(canvas: Canvas, plan: StepPlan, unmask_RC: Tensor) -> tuple[StepPlan, Tensor]:
+def keep_edited(
+    canvas: Canvas, plan: StepPlan, unmask_RC: Tensor
+) -> tuple[StepPlan, Tensor]:
     """Return the plan, and what is unmasked, once tokens of a finished block were replaced.
 
     The block is kept for another step. What the step decided behind it, it decided on the replaced
@@ -180,7 +188,9 @@ def sub_block_to_store(canvas: Canvas, plan: StepPlan) -> Tensor:
     """
     position_C = torch.arange(canvas.block_RC.shape[1], device=canvas.block_RC.device)
     sub_RC = position_C // canvas.sub_length_R.clamp_min(1)[:, None]
-    first_R1 = sub_RC.where(plan.candidates_RC, position_C.shape[0]).amin(dim=1, keepdim=True)
+    first_R1 = sub_RC.where(plan.candidates_RC, position_C.shape[0]).amin(
+        dim=1, keepdim=True
+    )
     in_first_RC = sub_RC == first_R1
     head_RC = in_first_RC & (position_C == first_R1 * canvas.sub_length_R[:, None])
     whole_R1 = (head_RC & plan.candidates_RC).any(dim=1, keepdim=True)
@@ -208,7 +218,9 @@ def commit_blocks(
         is_stop_RC: positions whose token ends the request.
         remaining_R: int32, tokens the request may still emit.
     """
-    run_R, final_R = final_run(canvas, plan, tokens_RC, is_stop_RC, remaining_R, mask_id)
+    run_R, final_R = final_run(
+        canvas, plan, tokens_RC, is_stop_RC, remaining_R, mask_id
+    )
     ends_R = run_R >= final_R
     num_committed_R = torch.where(ends_R, final_R, plan.num_committed_R)
     return StepOutcome(

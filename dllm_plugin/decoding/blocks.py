@@ -14,8 +14,12 @@ def per_block(mask_RC: Tensor, block_RC: Tensor, num_slots: int) -> Tensor:
     """Count True positions of each block slot: ``[R, C] -> [R, S]`` int32."""
     if torch.compiler.is_compiling():
         slot_S1 = torch.arange(num_slots, device=mask_RC.device)[:, None]
-        return (mask_RC[:, None] & (block_RC[:, None] == slot_S1)).sum(dim=2, dtype=torch.int32)
-    counts = torch.zeros(mask_RC.shape[0], num_slots + 1, dtype=torch.int32, device=mask_RC.device)
+        return (mask_RC[:, None] & (block_RC[:, None] == slot_S1)).sum(
+            dim=2, dtype=torch.int32
+        )
+    counts = torch.zeros(
+        mask_RC.shape[0], num_slots + 1, dtype=torch.int32, device=mask_RC.device
+    )
     counts.scatter_add_(1, block_RC, mask_RC.to(torch.int32))
     return counts[:, :num_slots]
 
@@ -24,7 +28,9 @@ def at_positions(value_RS: Tensor, block_RC: Tensor) -> Tensor:
     """Spread a bool per block slot over its positions: ``[R, S] -> [R, C]``; False in no block."""
     # Not by padding: compiled by torch 2.11 for GPUs, a padded bool of one element becomes True.
     num_slots = value_RS.shape[1]
-    return value_RS.gather(1, block_RC.clamp_max(num_slots - 1)) & (block_RC < num_slots)
+    return value_RS.gather(1, block_RC.clamp_max(num_slots - 1)) & (
+        block_RC < num_slots
+    )
 
 
 def leading(flag_RX: Tensor) -> Tensor:
@@ -39,15 +45,21 @@ def best_per_block(
     """Pick the best candidate of each block, bool ``[R, C]``; ties go to the lower position."""
     if torch.compiler.is_compiling():
         block_RC = block_RC.where(candidates_RC, num_slots)
-        return candidates_RC & (_rank_by_counting(score_RC, candidates_RC, block_RC) == 0)
+        return candidates_RC & (
+            _rank_by_counting(score_RC, candidates_RC, block_RC) == 0
+        )
     score_RC = score_RC.masked_fill(~candidates_RC, NEGATIVE_INFINITY)
     best = score_RC.new_full((score_RC.shape[0], num_slots + 1), NEGATIVE_INFINITY)
     best.scatter_reduce_(1, block_RC, score_RC, "amax")
     is_best_RC = candidates_RC & (score_RC == best.gather(1, block_RC))
     num_positions = score_RC.shape[1]
-    position_RC = torch.arange(num_positions, device=score_RC.device).expand_as(block_RC)
+    position_RC = torch.arange(num_positions, device=score_RC.device).expand_as(
+        block_RC
+    )
     first = block_RC.new_full((score_RC.shape[0], num_slots + 1), num_positions)
-    first.scatter_reduce_(1, block_RC, position_RC.where(is_best_RC, num_positions), "amin")
+    first.scatter_reduce_(
+        1, block_RC, position_RC.where(is_best_RC, num_positions), "amin"
+    )
     return is_best_RC & (position_RC == first.gather(1, block_RC))
 
 
@@ -60,11 +72,17 @@ def rank(score_RC: Tensor, candidates_RC: Tensor) -> Tensor:
         return _rank_by_counting(score_RC, candidates_RC, None)
     score_RC = score_RC.masked_fill(~candidates_RC, NEGATIVE_INFINITY)
     # A NaN or -inf candidate must still rank before every non-candidate.
-    order_RC = torch.sort(candidates_RC.to(torch.int8), dim=1, descending=True, stable=True)[1]
-    by_score = torch.sort(score_RC.gather(1, order_RC), dim=1, descending=True, stable=True)[1]
+    order_RC = torch.sort(
+        candidates_RC.to(torch.int8), dim=1, descending=True, stable=True
+    )[1]
+    by_score = torch.sort(
+        score_RC.gather(1, order_RC), dim=1, descending=True, stable=True
+    )[1]
     order_RC = order_RC.gather(1, by_score)
     ranks = torch.empty_like(order_RC)
-    position_RC = torch.arange(score_RC.shape[1], device=score_RC.device).expand_as(order_RC)
+    position_RC = torch.arange(score_RC.shape[1], device=score_RC.device).expand_as(
+        order_RC
+    )
     return ranks.scatter_(1, order_RC, position_RC)
 
 
@@ -79,14 +97,18 @@ def rank_in_block(
     # By block, and within a block by rank: blocks are few, so both fit one key.
     num_positions = score_RC.shape[1]
     order_RC = (block_RC * num_positions + ranks_RC).argsort(dim=1)
-    position_RC = torch.arange(num_positions, device=score_RC.device).expand_as(order_RC)
+    position_RC = torch.arange(num_positions, device=score_RC.device).expand_as(
+        order_RC
+    )
     place_RC = torch.empty_like(order_RC).scatter_(1, order_RC, position_RC)
     counts_RS = per_block(candidates_RC, block_RC, num_slots).to(torch.int64)
     first_RS = torch.nn.functional.pad(counts_RS.cumsum(dim=1), (1, 0))
     return place_RC - first_RS.gather(1, block_RC)
 
 
-def _rank_by_counting(score_RC: Tensor, candidates_RC: Tensor, group_RC: Tensor | None) -> Tensor:
+def _rank_by_counting(
+    score_RC: Tensor, candidates_RC: Tensor, group_RC: Tensor | None
+) -> Tensor:
     """Count the positions (of its group) that come before each one. No score may be NaN.
 
     The form of :func:`rank` that compiles to one kernel; uncompiled it needs ``R * C * C`` bytes.
@@ -96,7 +118,9 @@ def _rank_by_counting(score_RC: Tensor, candidates_RC: Tensor, group_RC: Tensor 
     mine, other = score_RC[:, :, None], score_RC[:, None]
     ahead_RCC = (other > mine) | ((other == mine) & (position_C < position_C[:, None]))
     candidate, other_candidate = candidates_RC[:, :, None], candidates_RC[:, None]
-    ahead_RCC = (other_candidate & ~candidate) | ((other_candidate == candidate) & ahead_RCC)
+    ahead_RCC = (other_candidate & ~candidate) | (
+        (other_candidate == candidate) & ahead_RCC
+    )
     if group_RC is not None:
         ahead_RCC = ahead_RCC & (group_RC[:, :, None] == group_RC[:, None])
     return ahead_RCC.sum(dim=2)

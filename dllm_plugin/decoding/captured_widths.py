@@ -20,7 +20,9 @@ CONTEXTS = (0, 1, 4)  # what reading all contexts twice costs, in units of a sma
 
 
 @cache
-def widths_worth(requests: int, widths: tuple[int, ...], shift: bool) -> tuple[int, ...]:
+def widths_worth(
+    requests: int, widths: tuple[int, ...], shift: bool
+) -> tuple[int, ...]:
     """Return the widths, ascending, that so many requests may want.
 
     Of those that come near the best one at some acceptance and some context, as few as lose nothing

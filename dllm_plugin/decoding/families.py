@@ -21,8 +21,12 @@ class Family:
     block_length: int | None = None
     block_key: str | None = None
     threshold: float = 0.9  # confidence that its authors ask for
-    sub_block_length: int | None = None  # positions that are decoded at a time within a block
-    edits_pattern: str | None = None  # names of its checkpoints that were trained to edit
+    sub_block_length: int | None = (
+        None  # positions that are decoded at a time within a block
+    )
+    edits_pattern: str | None = (
+        None  # names of its checkpoints that were trained to edit
+    )
     title: str = ""  # as its authors write it
     suffix_ends: bool = False  # trained with an EOS behind the text that follows a gap
 
@@ -35,11 +39,22 @@ class Family:
 LLADA = Family("llada", False, ("<|mdm_mask|>",), ("<|eot_id|>",), title="LLaDA")
 # `<|dlm_pad|>` is how DiffuCoder, a Dream checkpoint, fills the rest of an answer.
 DREAM = Family(
-    *("dream", True, ("<|mask|>",), ("<|im_end|>", "<|dlm_pad|>")), title="Dream", suffix_ends=True
+    *("dream", True, ("<|mask|>",), ("<|im_end|>", "<|dlm_pad|>")),
+    title="Dream",
+    suffix_ends=True,
 )
 # Dense repositories spell the mask in both ways, in different files.
 SDAR = Family(
-    *("sdar", False, ("<|MASK|>", "<MASK>"), ("<|im_end|>",), "absolute", 4, "block_size", 0.85),
+    *(
+        "sdar",
+        False,
+        ("<|MASK|>", "<MASK>"),
+        ("<|im_end|>",),
+        "absolute",
+        4,
+        "block_size",
+        0.85,
+    ),
     title="SDAR",
 )
 # Its config.json names no EOS.
@@ -58,7 +73,16 @@ LLADA2 = Family(
     title="LLaDA2",
 )
 FAST_DLLM = Family(
-    *("fast_dllm_v2", True, ("|<MASK>|",), ("<|im_end|>",), "absolute", 32, "bd_size", 0.9),
+    *(
+        "fast_dllm_v2",
+        True,
+        ("|<MASK>|",),
+        ("<|im_end|>",),
+        "absolute",
+        32,
+        "bd_size",
+        0.9,
+    ),
     sub_block_length=8,
     title="Fast-dLLM v2",
 )

@@ -41,7 +41,9 @@ def plan_first_position(canvas: Canvas, mask_id: int) -> StepPlan:
     Fast-dLLM's decoder for shifted models: later steps of the block do not compute the row that
     predicts this position.
     """
-    return replaced(plan_current_block(canvas, mask_id), first_only_R=canvas.step_R == 0)
+    return replaced(
+        plan_current_block(canvas, mask_id), first_only_R=canvas.step_R == 0
+    )
 
 
 def commit_refreshed(
@@ -57,7 +59,9 @@ def commit_refreshed(
 
     Arguments and exact early exit as in :func:`dllm_plugin.decoding.block_causal.commit_blocks`.
     """
-    run_R, final_R = final_run(canvas, plan, tokens_RC, is_stop_RC, remaining_R, mask_id)
+    run_R, final_R = final_run(
+        canvas, plan, tokens_RC, is_stop_RC, remaining_R, mask_id
+    )
     ends_R = run_R >= final_R
     done_R = run_R >= canvas.size_RS[:, 0]
     num_committed_R = torch.where(ends_R, final_R, torch.where(done_R, run_R, 0))
@@ -93,7 +97,9 @@ def without_void(plan: StepPlan, is_void_R: Tensor) -> StepPlan:
     )
 
 
-def without_given(plan: StepPlan, canvas: Canvas, given_RC: Tensor) -> tuple[StepPlan, Canvas]:
+def without_given(
+    plan: StepPlan, canvas: Canvas, given_RC: Tensor
+) -> tuple[StepPlan, Canvas]:
     """Return a plan and a canvas for policies, which count what the block has to decide.
 
     A block whose first position is given needs no step of its own for it.
@@ -152,7 +158,9 @@ class Bounds(NamedTuple):
     refresh: np.ndarray
 
 
-def bounds(layout: Layout, start: np.ndarray, canvas_length: int, max_model_len: int) -> Bounds:
+def bounds(
+    layout: Layout, start: np.ndarray, canvas_length: int, max_model_len: int
+) -> Bounds:
     """Place canvases that begin at `start`.
 
     What was asked for is rounded up to whole blocks. More than `canvas_length` positions are

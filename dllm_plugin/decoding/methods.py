@@ -42,7 +42,9 @@ from dllm_plugin.decoding.full_attention import (
 from dllm_plugin.decoding.plan import Canvas, StepOutcome, StepPlan
 
 PlanFunction = Callable[[Canvas, int], StepPlan]
-CommitFunction = Callable[[Canvas, StepPlan, Tensor, Tensor, Tensor, Tensor, int], StepOutcome]
+CommitFunction = Callable[
+    [Canvas, StepPlan, Tensor, Tensor, Tensor, Tensor, int], StepOutcome
+]
 SpanFunction = Callable[[Bounds, np.ndarray], Span]
 
 
@@ -120,7 +122,9 @@ class Method:
 
 
 OF_REFRESHES = frozenset({"full_refresh_every", "refresh_before"})
-PROMPT = frozenset({"chunked_prefill", "prefix_caching"})  # a bidirectional prompt is one piece
+PROMPT = frozenset(
+    {"chunked_prefill", "prefix_caching"}
+)  # a bidirectional prompt is one piece
 WITHOUT_ADAPTER = (
     "LLaDA and Dream checkpoints were trained with full attention, and no adapter is given: "
     "decoded block by block LLaDA-8B-Instruct solves 24.6 % of GSM8K instead of 77.5 % (arXiv "
@@ -175,7 +179,13 @@ semi_autoregressive = Method(
     canvas_by_default=(256, 1),  # what one refresh computes behind the prompt
     tempered=False,  # LLaDA `generate.py`
     reads=frozenset(
-        {"steps", "logits_eos_inf", "confidence_eos_eot_inf", "cfg_scale", "suffix_window"}
+        {
+            "steps",
+            "logits_eos_inf",
+            "confidence_eos_eot_inf",
+            "cfg_scale",
+            "suffix_window",
+        }
     ),
     refuses=PROMPT | {"full_graphs"},
 )
@@ -189,7 +199,9 @@ prefix_cache = replace(
     computes_rest=True,
     refuses=PROMPT,
 )
-dual_cache = replace(prefix_cache, strategy=DUAL_CACHE, span=span_dual_cache, computes_rest=False)
+dual_cache = replace(
+    prefix_cache, strategy=DUAL_CACHE, span=span_dual_cache, computes_rest=False
+)
 DREAM_READS = frozenset({"steps", "top_p", "top_k", "suffix_window"})
 dream_loop = replace(
     semi_autoregressive,
@@ -232,7 +244,10 @@ def floating(method: Method) -> Method:
         dedicated_commit=False,
         edits=False,
         blocks_by_default=1,
-        canvas_by_default=(method.canvas_by_default[0], max(1, method.canvas_by_default[1])),
+        canvas_by_default=(
+            method.canvas_by_default[0],
+            max(1, method.canvas_by_default[1]),
+        ),
         reads=frozenset(),
     )
 
@@ -241,7 +256,9 @@ METHODS: dict[tuple[str, str], Method] = {
     (D2F, "llada"): d2f,
     (D2F, "dream"): d2f,
     (BLOCK_DIFFUSION, "llada"): prompt_blocks,
-    (BLOCK_DIFFUSION, "dream"): replace(prompt_blocks, policies=policies.PROMPT_BLOCKS_IN_TIME),
+    (BLOCK_DIFFUSION, "dream"): replace(
+        prompt_blocks, policies=policies.PROMPT_BLOCKS_IN_TIME
+    ),
     (BLOCK_DIFFUSION, "sdar"): grid_blocks,
     (BLOCK_DIFFUSION, "llada2"): edited_blocks,
     (BLOCK_DIFFUSION, "fast_dllm_v2"): sub_blocks,
@@ -258,7 +275,11 @@ POLICIES = policies.POLICY_NAMES
 
 def methods_of(family: Family) -> dict[str, Method]:
     """Return the strategies that decode a family as it was trained, or approximately so."""
-    return {strategy: row for (strategy, name), row in METHODS.items() if name == family.name}
+    return {
+        strategy: row
+        for (strategy, name), row in METHODS.items()
+        if name == family.name
+    }
 
 
 def choose_method(strategy: str, family: Family, adapted: bool) -> tuple[Method, str]:
@@ -276,7 +297,9 @@ def choose_method(strategy: str, family: Family, adapted: bool) -> tuple[Method,
             f"causally from block to block; choose one of: {', '.join(known)}."
         )
     if family.absolute_grid:
-        return known[BLOCK_DIFFUSION], f"{family.name} models are trained block by block"
+        return known[
+            BLOCK_DIFFUSION
+        ], f"{family.name} models are trained block by block"
     if adapted:
         return known[D2F], "a D2F adapter is given"
     return known[DUAL_CACHE], (

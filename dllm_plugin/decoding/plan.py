@@ -131,7 +131,9 @@ def canvas_segments(
     return np.minimum(stops, num_computed_R[:, None])
 
 
-def prefill_segments(origin_R: np.ndarray, end_R: np.ndarray, length_R: np.ndarray) -> np.ndarray:
+def prefill_segments(
+    origin_R: np.ndarray, end_R: np.ndarray, length_R: np.ndarray
+) -> np.ndarray:
     """Return the stops of the query segments of a prefill ``[0, end)``: int ``[R, K + 1]``.
 
     What lies before the origin of the block grid, which is the prompt or nothing, is one

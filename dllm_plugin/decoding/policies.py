@@ -11,7 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dllm_plugin.decoding.blocks import at_positions, best_per_block, per_block, rank, rank_in_block
+from dllm_plugin.decoding.blocks import (
+    at_positions,
+    best_per_block,
+    per_block,
+    rank,
+    rank_in_block,
+)
 from dllm_plugin.decoding.plan import Canvas, Proposal, StepPlan
 
 
@@ -43,7 +49,9 @@ def threshold(
     D2F's acceptance (``eval_dream.py``): the comparison is strict and always reads the
     confidence; the score only ranks the forced pick.
     """
-    take_RC = plan.candidates_RC & (proposal.confidence_RC > settings.threshold_R[:, None])
+    take_RC = plan.candidates_RC & (
+        proposal.confidence_RC > settings.threshold_R[:, None]
+    )
     num_slots = plan.full_RS.shape[1]
     stuck_RS = plan.full_RS & (per_block(take_RC, canvas.block_RC, num_slots) == 0)
     stuck_RC = at_positions(stuck_RS, canvas.block_RC)
@@ -75,7 +83,9 @@ def threshold_released(
     """
     size_R, step_R, steps_R = canvas.size_RS[:, 0], canvas.step_R, settings.steps_R
     left_R = plan.candidates_RC.sum(dim=1)
-    released_R = size_R // steps_R * (step_R + 1) + torch.minimum(step_R + 1, size_R % steps_R)
+    released_R = size_R // steps_R * (step_R + 1) + torch.minimum(
+        step_R + 1, size_R % steps_R
+    )
     released_R = torch.where(step_R >= steps_R - 1, size_R, released_R)
     quota_R1 = (released_R - (size_R - left_R))[:, None]
     best_RC = rank(proposal.confidence_RC, plan.candidates_RC) < quota_R1
@@ -125,12 +135,18 @@ def block_schedule(
 
 
 def _best_until_the_last_step(
-    plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicySettings, quota_R: Tensor
+    plan: StepPlan,
+    canvas: Canvas,
+    proposal: Proposal,
+    settings: PolicySettings,
+    quota_R: Tensor,
 ) -> Tensor:
     """Take the best-scored candidates of a quota; the last step of a block takes all."""
     is_last_R = canvas.step_R >= settings.steps_R - 1
     quota_R = torch.where(is_last_R, plan.candidates_RC.sum(dim=1), quota_R)
-    return plan.candidates_RC & (rank(proposal.score_RC, plan.candidates_RC) < quota_R[:, None])
+    return plan.candidates_RC & (
+        rank(proposal.score_RC, plan.candidates_RC) < quota_R[:, None]
+    )
 
 
 def threshold_or_quota(
@@ -142,7 +158,9 @@ def threshold_or_quota(
     schedule is that of the first unfinished block.
     """
     is_last_R = canvas.step_R >= settings.steps_R - 1
-    quota_R = _quota_of_block(canvas, settings).masked_fill(is_last_R, canvas.block_RC.shape[1])
+    quota_R = _quota_of_block(canvas, settings).masked_fill(
+        is_last_R, canvas.block_RC.shape[1]
+    )
     return _sure_or_best(plan, canvas, proposal, settings, quota_R)
 
 
@@ -157,11 +175,17 @@ def joint_threshold(
     quota_R = settings.num_to_transfer_R.to(torch.int64)
     take_RC = _sure_or_best(plan, canvas, proposal, settings, quota_R)
     sure_RC = proposal.confidence_RC > settings.editing_threshold_R[:, None]
-    return take_RC | (plan.editable_RC & sure_RC & (proposal.token_RC != canvas.tokens_RC))
+    return take_RC | (
+        plan.editable_RC & sure_RC & (proposal.token_RC != canvas.tokens_RC)
+    )
 
 
 def _sure_or_best(
-    plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicySettings, quota_R: Tensor
+    plan: StepPlan,
+    canvas: Canvas,
+    proposal: Proposal,
+    settings: PolicySettings,
+    quota_R: Tensor,
 ) -> Tensor:
     """Take candidates above the threshold; of blocks with fewer than their quota the best.
 
@@ -171,9 +195,13 @@ def _sure_or_best(
     num_slots = plan.full_RS.shape[1]
     is_first_RS = plan.active_RS & (plan.active_RS.cumsum(dim=1) == 1)
     quota_RS = torch.where(is_first_RS, quota_R[:, None], plan.full_RS.to(torch.int64))
-    sure_RC = plan.candidates_RC & (proposal.confidence_RC > settings.threshold_R[:, None])
+    sure_RC = plan.candidates_RC & (
+        proposal.confidence_RC > settings.threshold_R[:, None]
+    )
     enough_RS = per_block(sure_RC, canvas.block_RC, num_slots) >= quota_RS
-    ranks_RC = rank_in_block(proposal.score_RC, plan.candidates_RC, canvas.block_RC, num_slots)
+    ranks_RC = rank_in_block(
+        proposal.score_RC, plan.candidates_RC, canvas.block_RC, num_slots
+    )
     slot_RC = canvas.block_RC.clamp_max(num_slots - 1)
     best_RC = plan.candidates_RC & (ranks_RC < quota_RS.gather(1, slot_RC))
     return torch.where(enough_RS.gather(1, slot_RC), sure_RC, best_RC)
@@ -189,11 +217,16 @@ def _time(index_R: Tensor, steps_R: Tensor, eps_R: Tensor) -> Tensor:
     """Return ``torch.linspace(1, eps, steps + 1)[index]`` in float32, rounded as torch does."""
     stride_R = (eps_R - 1.0) / steps_R
     # torch fills the second half from the end; the truncation above sees the difference.
-    from_start_R, from_end_R = 1.0 + stride_R * index_R, eps_R - stride_R * (steps_R - index_R)
+    from_start_R, from_end_R = (
+        1.0 + stride_R * index_R,
+        eps_R - stride_R * (steps_R - index_R),
+    )
     return torch.where(index_R < (steps_R + 1) // 2, from_start_R, from_end_R)
 
 
-def factor(plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicySettings) -> Tensor:
+def factor(
+    plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicySettings
+) -> Tensor:
     """Take candidates by Fast-dLLM's factor rule (``get_transfer_index_dynamic``).
 
     With confidences c[0] >= c[1] >= ... of n candidates and ``t[j] = 1 - factor / (j + 2)``,
@@ -203,14 +236,20 @@ def factor(plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicyS
     left_R1 = plan.candidates_RC.sum(dim=1, keepdim=True)
     ranks_RC = rank(proposal.confidence_RC, plan.candidates_RC)
     limit_RC = 1.0 - settings.factor_R[:, None] / (ranks_RC + 2)
-    fails_RC = plan.candidates_RC & (ranks_RC >= 1) & (proposal.confidence_RC < limit_RC)
-    first_R1 = ranks_RC.masked_fill(~fails_RC, ranks_RC.shape[1]).amin(dim=1, keepdim=True)
+    fails_RC = (
+        plan.candidates_RC & (ranks_RC >= 1) & (proposal.confidence_RC < limit_RC)
+    )
+    first_R1 = ranks_RC.masked_fill(~fails_RC, ranks_RC.shape[1]).amin(
+        dim=1, keepdim=True
+    )
     first_R1 = torch.minimum(first_R1, left_R1 - 1)
     count_R1 = first_R1 + ((first_R1 == 0) | (first_R1 == left_R1 - 1)).to(torch.int64)
     return plan.candidates_RC & (ranks_RC < count_R1)
 
 
-def origin(plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicySettings) -> Tensor:
+def origin(
+    plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicySettings
+) -> Tensor:
     """Take each candidate with the probability that the time schedule gives to the step.
 
     Dream with ``alg="origin"``: ``1 - t[i+1] / t[i]``, 1 in the last step; the score holds a
@@ -274,7 +313,9 @@ Table = dict[str, Policy]
 def _by_schedule(rule: Rule, *reads: str, sampled: tuple[str, ...] = ()) -> Table:
     """Return one schedule under every ranking; `sampled` is read by those that can draw."""
     return {
-        name: Policy(rule, ranks_by, frozenset(reads + (sampled if name in SAMPLED else ())))
+        name: Policy(
+            rule, ranks_by, frozenset(reads + (sampled if name in SAMPLED else ()))
+        )
         for name, ranks_by in RANKINGS.items()
     }
 
@@ -289,7 +330,9 @@ PROMPT_BLOCKS: Table = {
     "factor": _reading(factor, "factor"),
     **_by_schedule(schedule, "steps"),
 }
-PROMPT_BLOCKS_IN_TIME: Table = PROMPT_BLOCKS | _by_schedule(time_schedule, "steps", "eps")
+PROMPT_BLOCKS_IN_TIME: Table = PROMPT_BLOCKS | _by_schedule(
+    time_schedule, "steps", "eps"
+)
 # Block diffusion on an absolute grid.
 GRID_BLOCKS: Table = {
     "threshold": _reading(threshold_or_quota, "threshold", "steps", *SEVERAL_BLOCKS),
@@ -302,11 +345,18 @@ EDITED_BLOCKS: Table = GRID_BLOCKS | {
         joint_threshold,
         reads=frozenset(
             {
-                *("threshold", "editing_threshold", "max_post_steps", "num_to_transfer"),
+                *(
+                    "threshold",
+                    "editing_threshold",
+                    "max_post_steps",
+                    "num_to_transfer",
+                ),
                 *SEVERAL_BLOCKS,
             }
         ),
-        defaults=(("threshold", 0.7),),  # LLaDA2.1's quality mode, with editing_threshold 0.5
+        defaults=(
+            ("threshold", 0.7),
+        ),  # LLaDA2.1's quality mode, with editing_threshold 0.5
     )
 }
 # D2F always accepts by confidence; its policies only rank the forced pick.
@@ -342,4 +392,6 @@ DREAM_LOOP: Table = FULL_ATTENTION_IN_TIME | {
 }
 TABLES = (PROMPT_BLOCKS, DREAM_LOOP, GRID_BLOCKS, EDITED_BLOCKS, D2F, FULL_ATTENTION)
 POLICY_NAMES = tuple(dict.fromkeys(name for table in TABLES for name in table))
-RANKED_BY = {name: policy.ranks_by for table in TABLES for name, policy in table.items()}
+RANKED_BY = {
+    name: policy.ranks_by for table in TABLES for name, policy in table.items()
+}

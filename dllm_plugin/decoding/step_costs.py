@@ -9,7 +9,9 @@ from typing import NamedTuple, Protocol
 READS = 1.4
 # The part of a small step's time in which it reads weights: turns bytes into time.
 KEY_SHARE = 0.75
-MIXTURE_SHARE = 0.55  # of a mixture's; by LLaDA2-mini's shapes on an H100 (adaptive_h100.md)
+MIXTURE_SHARE = (
+    0.55  # of a mixture's; by LLaDA2-mini's shapes on an H100 (adaptive_h100.md)
+)
 FADE = 1 - 1 / 256  # of the weight of a ratio, with each step that is observed
 LEAST_WEIGHT = 0.9  # below it a width counts as not tried
 DOUBT = 4  # how many steps a first ratio is weighed against
@@ -77,7 +79,9 @@ class WeightBytes(NamedTuple):
     chosen: int = 0
 
 
-def costs_of(weights: WeightBytes, key_bytes: float, reads: float, base: float = 1.0) -> Costs:
+def costs_of(
+    weights: WeightBytes, key_bytes: float, reads: float, base: float = 1.0
+) -> Costs:
     """Return the model's costs for a checkpoint; `base` is the time of a small step."""
     share = MIXTURE_SHARE if weights.experts else KEY_SHARE
     per_byte = base * share / weights.small
@@ -147,7 +151,9 @@ class ObservedRatios:
 
     def __init__(self) -> None:
         self._step = 0
-        self._means: dict[int, dict[int, _Mean]] = {}  # of a load, by the place of a width
+        self._means: dict[
+            int, dict[int, _Mean]
+        ] = {}  # of a load, by the place of a width
 
     def observe(self, requests: int, place: int, ratio: float) -> None:
         """Take the ratio of one step, as far as it is near those before."""
@@ -168,7 +174,9 @@ class ObservedRatios:
         tried = [place for place in means if self._weight(means[place]) >= LEAST_WEIGHT]
         if not tried:
             return [1.0] * len(places)
-        return [means[min(tried, key=lambda t: abs(t - place))].ratio for place in places]
+        return [
+            means[min(tried, key=lambda t: abs(t - place))].ratio for place in places
+        ]
 
     def _weight(self, mean: _Mean) -> float:
         return float(mean.weight * FADE ** (self._step - mean.step))

@@ -26,7 +26,9 @@ def widths_between(fewest: int, most: int) -> tuple[int, ...]:
     return tuple(sorted({fewest, most} | {w for w in WIDTHS if fewest <= w <= most}))
 
 
-def choose(rates: np.ndarray, current: int | None, balanced: bool, margin: float = MARGIN) -> int:
+def choose(
+    rates: np.ndarray, current: int | None, balanced: bool, margin: float = MARGIN
+) -> int:
     """Choose an index into rates of ascending widths; the current one unless another is better."""
     # Of widths that promise the same, the widest: each of its decisions sees most.
     best = len(rates) - 1 - int(rates[::-1].argmax())
@@ -38,7 +40,11 @@ def choose(rates: np.ndarray, current: int | None, balanced: bool, margin: float
         return widest
     if widest < current and rates[current] * margin >= GOOD_ENOUGH * rates[best]:
         return current
-    return max(current, _widest(rates, GOOD_ENOUGH * margin)) if widest > current else widest
+    return (
+        max(current, _widest(rates, GOOD_ENOUGH * margin))
+        if widest > current
+        else widest
+    )
 
 
 def _widest(rates: np.ndarray, share: float) -> int:
@@ -69,7 +75,9 @@ class WidthController:
         self.widths = tuple(widths)
         self._most = sorted(allowed or {})
         every = np.ones(len(self.widths), dtype=bool)
-        self._allowed = [np.array((allowed or {})[most]) for most in self._most] + [every]
+        self._allowed = [np.array((allowed or {})[most]) for most in self._most] + [
+            every
+        ]
         self.costs = costs
         self.ratios = ObservedRatios()
         self.balanced = balanced
@@ -79,7 +87,10 @@ class WidthController:
         self.fitted = PRIOR
         self._steps = 0
         self._requests = 0
-        self._observed = (0, 0)  # width of the steps whose results came last, and how many
+        self._observed = (
+            0,
+            0,
+        )  # width of the steps whose results came last, and how many
 
     def rates(self, requests: int, context: int) -> np.ndarray:
         """Return the tokens per time that each width promises."""
@@ -100,14 +111,20 @@ class WidthController:
         moved = abs(requests - self._requests) > LOAD_CHANGE * self._requests
         place = self._steps % CYCLE
         self._steps += 1
-        if self.current is None or moved or (place % EVERY == 0 and place < CYCLE - TRIALS):
+        if (
+            self.current is None
+            or moved
+            or (place % EVERY == 0 and place < CYCLE - TRIALS)
+        ):
             chosen = choose(self.rates(requests, context), self.current, self.balanced)
             self.changes += self.current is not None and chosen != self.current
             self.current, self._requests = chosen, requests
         if place < CYCLE - TRIALS or requests == 1:
             return self.widths[self.current]
         may = np.flatnonzero(self.may(requests))
-        beside = bisect_left(may, self.current) + (1 if (self._steps - 1) // CYCLE % 2 == 0 else -1)
+        beside = bisect_left(may, self.current) + (
+            1 if (self._steps - 1) // CYCLE % 2 == 0 else -1
+        )
         return self.widths[int(may[min(max(beside, 0), len(may) - 1)])]
 
     def observe(self, width: int, requests: int, tokens: int) -> None:

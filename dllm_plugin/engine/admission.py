@@ -119,13 +119,17 @@ class DiffusionRenderer(HfRenderer):
         self._check_length(prompt)
         return super().process_for_engine(prompt, *args, **kwargs)
 
-    async def process_for_engine_async(self, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+    async def process_for_engine_async(
+        self, prompt: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """Do as the parent, after a check of the prompt's length."""
         self._check_length(prompt)
         return await super().process_for_engine_async(prompt, *args, **kwargs)
 
     def _check_length(self, prompt: Any) -> None:
-        check_prompt_length(len(prompt["prompt_token_ids"]), self.model_config.max_model_len)
+        check_prompt_length(
+            len(prompt["prompt_token_ids"]), self.model_config.max_model_len
+        )
 
     def render_completion_suffix(self, prompt: str, suffix: str) -> str | None:
         """Raise VLLMValidationError: our endpoints render a suffix before vLLM would ask."""
@@ -147,7 +151,9 @@ class DiffusionRenderer(HfRenderer):
             if template is not None:
                 vocab_size = self.model_config.get_vocab_size()
                 check_given_tokens(TEMPLATE, template.token_ids, vocab_size)
-                check_given_tokens(TARGETS, targets_of(params.extra_args) or [0], vocab_size)
+                check_given_tokens(
+                    TARGETS, targets_of(params.extra_args) or [0], vocab_size
+                )
                 positions = len(template.token_ids)
             fitting = (request, len(token_ids), params.max_tokens, positions)
             check_fits(self.config, self.decode_config, *fitting)

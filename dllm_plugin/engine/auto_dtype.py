@@ -85,7 +85,12 @@ def register_classes(architectures: Iterable[str]) -> None:
 def _chooses_dtype(config: DiffusionConfig) -> bool:
     ours = set(config.architectures or ()) & set(FAMILIES)
     undecided = config.dtype_left_open is None
-    return bool(ours) and undecided and current_platform.is_cpu() and not multiplies_bf16_here()
+    return (
+        bool(ours)
+        and undecided
+        and current_platform.is_cpu()
+        and not multiplies_bf16_here()
+    )
 
 
 def leave_open(config: DiffusionConfig, revision: str | None = None) -> None:
@@ -145,9 +150,14 @@ def _choose(vllm_config: VllmConfig, parameters: int | None) -> DtypeChoice:
     memory = Memory(
         total=min(get_memory_node_info(node).total_memory for node in nodes),
         share=cache.gpu_memory_utilization,
-        kv_asked=None if asked is None else per_node(asked * ranks, workers, ranks, len(nodes)),
+        kv_asked=None
+        if asked is None
+        else per_node(asked * ranks, workers, ranks, len(nodes)),
         kv_least=per_node(
-            token * FLOAT32_BYTES * model_config.max_model_len, workers, ranks, len(nodes)
+            token * FLOAT32_BYTES * model_config.max_model_len,
+            workers,
+            ranks,
+            len(nodes),
         ),
     )
     fixed_by = None
@@ -159,5 +169,7 @@ def _choose(vllm_config: VllmConfig, parameters: int | None) -> DtypeChoice:
     if parameters is not None:
         weights = per_node(parameters * FLOAT32_BYTES, workers, ranks, len(nodes))
     dtype = model_config.dtype
-    assert isinstance(dtype, torch.dtype), "vLLM resolves names before it calls our hook"
+    assert isinstance(dtype, torch.dtype), (
+        "vLLM resolves names before it calls our hook"
+    )
     return choose_dtype(False, dtype, fixed_by, weights, memory)

@@ -53,8 +53,14 @@ from dllm_plugin.engine import auto_dtype
 from dllm_plugin.engine.admission import request_rules
 from dllm_plugin.engine.vllm_versions import refuse_platform
 from dllm_plugin.models.checkpoints import lora
-from dllm_plugin.models.checkpoints.special_tokens import find_mask_token, find_turn_ends
-from dllm_plugin.models.checkpoints.trained_for import trained_block_length, trained_to_edit
+from dllm_plugin.models.checkpoints.special_tokens import (
+    find_mask_token,
+    find_turn_ends,
+)
+from dllm_plugin.models.checkpoints.trained_for import (
+    trained_block_length,
+    trained_to_edit,
+)
 from dllm_plugin.models.checkpoints.weights import (
     check_readable,
     checkpoint_folder,
@@ -149,7 +155,9 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
             "dllm_traced": TRACED,
             **dtype,
         }
-        vllm_config.diffusion_config = DiffusionConfig(canvas_length=config.canvas_length)
+        vllm_config.diffusion_config = DiffusionConfig(
+            canvas_length=config.canvas_length
+        )
         model_config.tokenizer_mode = TOKENIZER_MODE
         model_config.logits_processors = [request_rules(config)]
         set_scheduler(vllm_config, config)
@@ -216,7 +224,9 @@ def _choose_compilation(vllm_config: VllmConfig) -> None:
         choose_compilation(vllm_config, parameters)
 
 
-def _fit_warmup(config: DecodeConfig, user: Options, max_model_len: int) -> DecodeConfig:
+def _fit_warmup(
+    config: DecodeConfig, user: Options, max_model_len: int
+) -> DecodeConfig:
     """Leave room for vLLM's GPU warm-up, see :func:`warm_up_context`."""
     fits = (max_model_len - warm_up_context(0)) // 2
     if config.canvas_length <= fits:
@@ -232,13 +242,17 @@ def _fit_warmup(config: DecodeConfig, user: Options, max_model_len: int) -> Deco
         )
     blocks = min(config.max_active_blocks, fits)
     defaults = dataclasses.replace(config.defaults, max_active_blocks=blocks)
-    return fit_canvas(dataclasses.replace(config, canvas_length=fits, defaults=defaults))
+    return fit_canvas(
+        dataclasses.replace(config, canvas_length=fits, defaults=defaults)
+    )
 
 
 def _check_files(vllm_config: VllmConfig, config: DecodeConfig) -> None:
     """Refuse a damaged checkpoint or a foreign adapter before any process is started."""
     model_config, load_config = vllm_config.model_config, vllm_config.load_config
-    folder = checkpoint_folder(model_config.model, model_config.revision, load_config.download_dir)
+    folder = checkpoint_folder(
+        model_config.model, model_config.revision, load_config.download_dir
+    )
     if folder is not None and load_config.load_format != "dummy":
         check_readable(folder)
     if config.lora_path is not None:
@@ -246,7 +260,9 @@ def _check_files(vllm_config: VllmConfig, config: DecodeConfig) -> None:
         lora.check_mergeable(config.lora_path, quantized, load_config.load_format)
         hf_config = model_config.hf_config
         served = (model_config.model, hf_config._name_or_path, hf_config.source_name)
-        lora.check_base(lora.load_adapter(lora.adapter_folder(config.lora_path)), served)
+        lora.check_base(
+            lora.load_adapter(lora.adapter_folder(config.lora_path)), served
+        )
 
 
 def _as_dict(additional_config: Any) -> dict[str, Any]:
@@ -261,7 +277,9 @@ def _as_dict(additional_config: Any) -> dict[str, Any]:
 def _user_options(additional_config: Any) -> dict[str, Any]:
     options = _as_dict(additional_config).get("dllm", {})
     if not isinstance(options, dict):
-        raise ValueError(f"additional_config['dllm'] must be a dictionary, got {options!r}.")
+        raise ValueError(
+            f"additional_config['dllm'] must be a dictionary, got {options!r}."
+        )
     return options
 
 
@@ -277,15 +295,22 @@ def _keep_step_times(vllm_config: VllmConfig, config: DecodeConfig) -> None:
 
 def _set_attention_backend(vllm_config: VllmConfig) -> None:
     """Choose what full CUDA graphs capture, unless the user chose a backend that they can."""
-    attention, compilation = vllm_config.attention_config, vllm_config.compilation_config
+    attention, compilation = (
+        vllm_config.attention_config,
+        vllm_config.compilation_config,
+    )
     if not can_capture(vllm_config):
         return
     if compilation.cudagraph_mode in (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE):
         return
     asked = attention.backend
-    attention.backend = backend_under_full_graphs(vllm_config, flash_version(vllm_config))
+    attention.backend = backend_under_full_graphs(
+        vllm_config, flash_version(vllm_config)
+    )
     if asked is None:
-        logger.info("Attention backend %s under full CUDA graphs.", attention.backend.name)
+        logger.info(
+            "Attention backend %s under full CUDA graphs.", attention.backend.name
+        )
 
 
 # What vLLM makes of an architecture under `--model-impl transformers`.
@@ -316,4 +341,6 @@ def register_tokenizer_mode() -> None:
             TOKENIZER_MODE, "dllm_plugin.engine.admission", "DiffusionRenderer"
         )
     if TOKENIZER_MODE not in TokenizerRegistry.tokenizers:
-        TokenizerRegistry.register(TOKENIZER_MODE, "vllm.tokenizers.hf", "CachedHfTokenizer")
+        TokenizerRegistry.register(
+            TOKENIZER_MODE, "vllm.tokenizers.hf", "CachedHfTokenizer"
+        )

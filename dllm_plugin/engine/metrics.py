@@ -68,16 +68,28 @@ def width_metrics(names: tuple[str, ...]) -> WidthMetrics:
     """Register the metrics, once in a process; `names` are those of the labels."""
     widths = [float(width) for width in WIDTHS]
     return WidthMetrics(
-        Histogram("diffuplug:width", "Canvas positions of a step.", names, buckets=widths),
-        Counter("diffuplug:width_changes", "How often another width was chosen.", names),
-        _gauge("acceptance_p0", "Share of first masks that are accepted, as fitted.", names),
-        _gauge("acceptance_lambda", "How fast that falls with the rank of a mask.", names),
-        _gauge("step_cost_scale", "Time of steps by what was measured at capture.", names),
+        Histogram(
+            "diffuplug:width", "Canvas positions of a step.", names, buckets=widths
+        ),
+        Counter(
+            "diffuplug:width_changes", "How often another width was chosen.", names
+        ),
+        _gauge(
+            "acceptance_p0", "Share of first masks that are accepted, as fitted.", names
+        ),
+        _gauge(
+            "acceptance_lambda", "How fast that falls with the rank of a mask.", names
+        ),
+        _gauge(
+            "step_cost_scale", "Time of steps by what was measured at capture.", names
+        ),
     )
 
 
 def _gauge(name: str, documentation: str, names: tuple[str, ...]) -> Gauge:
-    return Gauge(f"diffuplug:{name}", documentation, names, multiprocess_mode="mostrecent")
+    return Gauge(
+        f"diffuplug:{name}", documentation, names, multiprocess_mode="mostrecent"
+    )
 
 
 LABELS = ["model_name", "engine"]
@@ -107,7 +119,9 @@ def request_histograms() -> RequestHistograms:
     return RequestHistograms(
         _powers_of_two("request_forwards", "Forwards of a request.", 0, 12),
         _powers_of_two("request_tokens_per_forward", "Its tokens per forward.", -3, 8),
-        _powers_of_two("request_positions_per_token", "Its computed positions per token.", 0, 14),
+        _powers_of_two(
+            "request_positions_per_token", "Its computed positions per token.", 0, 14
+        ),
     )
 
 
@@ -124,9 +138,13 @@ class DenoisingMetrics(AggregateStatLoggerBase):
     those of an earlier engine in the process included, so later is also free of duplicates.
     """
 
-    def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None
+    ) -> None:
         model_config = vllm_config.model_config
-        self.enabled = model_config is not None and model_config.architecture in ARCHITECTURES
+        self.enabled = (
+            model_config is not None and model_config.architecture in ARCHITECTURES
+        )
         self._prom: SpecDecodingProm | None = None
         self._of_requests: RequestHistograms | None = None
         self._of_widths: WidthMetrics | None = None
@@ -135,7 +153,9 @@ class DenoisingMetrics(AggregateStatLoggerBase):
         self._labels: dict[int, list[object]] = {}
         if self.enabled:
             name = model_config.served_model_name
-            self._labels = {index: [name, str(index)] for index in engine_indexes or [0]}
+            self._labels = {
+                index: [name, str(index)] for index in engine_indexes or [0]
+            }
 
     def log_engine_initialized(self) -> None:
         """Register the counters, labelled as all other vLLM metrics are."""
@@ -156,7 +176,11 @@ class DenoisingMetrics(AggregateStatLoggerBase):
         engine_idx: int = 0,
     ) -> None:
         """Count one scheduler step of engine `engine_idx`."""
-        if self._prom is None or scheduler_stats is None or engine_idx not in self._labels:
+        if (
+            self._prom is None
+            or scheduler_stats is None
+            or engine_idx not in self._labels
+        ):
             return
         stats = scheduler_stats.spec_decoding_stats
         if stats is not None:

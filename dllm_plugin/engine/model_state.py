@@ -100,7 +100,9 @@ class DiffusionModelState(ModelState):
         """Return None: token ids are the input."""
         return None
 
-    def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
+    def prepare_inputs(
+        self, input_batch: InputBatch, req_states: RequestState
+    ) -> dict[str, Any]:
         """Return nothing: the runner's own inputs serve, but for some refreshes."""
         if not self.states.requests.refresh_all(input_batch.idx_mapping_np):
             write_committed(input_batch, req_states.all_token_ids.gpu)

@@ -70,14 +70,22 @@ class DiffusionSampler:
         assert isinstance(dtype, torch.dtype)
         width = vocab_size if shard is None else shard.width
         rows = MaskedRows if method.logits == "masked" else CanvasRows
-        self.rows: MaskedRows | CanvasRows = rows(states, dtype, width, method.plan, int(is_async))
+        self.rows: MaskedRows | CanvasRows = rows(
+            states, dtype, width, method.plan, int(is_async)
+        )
         self.rules = TokenRules(states, sampler.req_states, vocab_size)
         self.logprobs = LogprobStash(states, model_config)
         self.watched = WatchedRows(states)
         targets = self.targets = Targets(states)
         owners = (self.rules, self.logprobs)
         self.proposer = Proposer(
-            states, self.sampling_states, *owners, targets, model_config, apply_top_k_top_p, shard
+            states,
+            self.sampling_states,
+            *owners,
+            targets,
+            model_config,
+            apply_top_k_top_p,
+            shard,
         )
         self.checks = StagedChecks(states)
         self.first_tokens: FirstTokenDecoder | None = None
@@ -95,7 +103,9 @@ class DiffusionSampler:
         )
         self._dirty = True  # whether `sampling_states` has something for the device
         self.compiles = compiles
-        self.reserved = False  # what a step allocates was shown to vLLM's memory profile
+        self.reserved = (
+            False  # what a step allocates was shown to vLLM's memory profile
+        )
         self.max_rows = max_rows
         self.num_positions = states.canvas_NC.shape[1]
 
@@ -138,7 +148,9 @@ class DiffusionSampler:
         """
         canvases = count_canvases(batch)
         slots_np = batch.idx_mapping_np[:canvases]
-        if self.first_tokens is None or not self.states.requests.uses("use_block_cache", slots_np):
+        if self.first_tokens is None or not self.states.requests.uses(
+            "use_block_cache", slots_np
+        ):
             return
         slots_R = batch.idx_mapping[:canvases]
         stops = batch.query_start_loc[: canvases + 1].to(torch.int64)
@@ -197,7 +209,9 @@ class DiffusionSampler:
     ) -> EmittedTokens:
         """Put results where their requests are in the batch; others emit nothing."""
         num_reqs, device = batch.num_reqs, self.states.device
-        sampled = torch.zeros(num_reqs, self.num_positions, dtype=torch.int64, device=device)
+        sampled = torch.zeros(
+            num_reqs, self.num_positions, dtype=torch.int64, device=device
+        )
         num_sampled = torch.zeros(num_reqs, dtype=torch.int32, device=device)
         num_rejected = torch.zeros(num_reqs, dtype=torch.int32, device=device)
         num_nans = torch.zeros(num_reqs, dtype=torch.int32, device=device)
@@ -237,7 +251,11 @@ class DiffusionSampler:
         one, and what top-p sorts (values, int64 indices, probabilities, mask and result). Of a
         shard also what whole rows are gathered into.
         """
-        num_rows, vocab_size, device = self.max_rows, self.rules.vocab_size, logits.device
+        num_rows, vocab_size, device = (
+            self.max_rows,
+            self.rules.vocab_size,
+            logits.device,
+        )
         held = [logits.new_empty(num_rows, logits.shape[1])]
         chunk = min(num_rows, CHUNK_ROWS)
         held += [torch.empty(chunk, vocab_size, device=device) for _ in range(8)]
@@ -275,7 +293,9 @@ class DiffusionSampler:
             nothing_R = torch.zeros(2, dtype=torch.int64, device=logits.device)
             move_rows.move_rows(logits, nothing_R, carry_NV, nothing_R, nothing_R > 0)
 
-    def _denoise(self, step: StepRows, logits_TV: Tensor, num_reqs: int) -> EmittedTokens:
+    def _denoise(
+        self, step: StepRows, logits_TV: Tensor, num_reqs: int
+    ) -> EmittedTokens:
         """Run one denoising step: propose, unmask, commit, advance."""
         constraint = None
         if self.checks.payload is not None:
@@ -287,7 +307,9 @@ class DiffusionSampler:
         self.states.templates.start_step(step.slots_np)
         policies = self.decider.policies_of(step.slots_np)
         step, automata = self.automata.propose(step, self.rows)
-        stateful = self.decider.stateful_inputs(step, logits_TV, num_reqs, constraint, automata)
+        stateful = self.decider.stateful_inputs(
+            step, logits_TV, num_reqs, constraint, automata
+        )
         stats = self.proposer.propose(
             step.chunks, step.slots_np, step.num_rows, policies.want_ranking
         )

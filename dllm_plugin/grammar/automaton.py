@@ -26,7 +26,9 @@ START = 1
 UNUSABLE = 0  # the class of ids that lead nowhere
 STOP = 1  # the class of stop tokens
 FAR = 2**30  # ids that a text lacks that can never be complete
-_ROUNDS = np.random.default_rng(0).integers(1, 2**63, MAX_STATES, dtype=np.uint64) | np.uint64(1)
+_ROUNDS = np.random.default_rng(0).integers(
+    1, 2**63, MAX_STATES, dtype=np.uint64
+) | np.uint64(1)
 
 
 class TooLarge(ValueError):
@@ -79,7 +81,10 @@ def byte_automaton(asked: dict[str, object], seconds: float) -> ByteAutomaton:
 
 
 def build(
-    asked: dict[str, object], vocabulary: Vocabulary, stops: list[int], seconds: float = SECONDS
+    asked: dict[str, object],
+    vocabulary: Vocabulary,
+    stops: list[int],
+    seconds: float = SECONDS,
 ) -> TokenAutomaton:
     """Build the automaton of a pattern or a schema. Raises TooLarge beyond a limit."""
     deadline = time.thread_time() + seconds
@@ -89,7 +94,9 @@ def build(
 class _Walk:
     """Walk ids through an automaton over bytes: several states or several ids at once."""
 
-    def __init__(self, states: ByteAutomaton, vocabulary: Vocabulary, ids: np.ndarray) -> None:
+    def __init__(
+        self, states: ByteAutomaton, vocabulary: Vocabulary, ids: np.ndarray
+    ) -> None:
         self.ids = ids
         pieces = [vocabulary.pieces[i] for i in ids.tolist()]
         self.length_T = np.array([len(piece) for piece in pieces], dtype=np.int64)
@@ -137,9 +144,13 @@ def _over_ids(
         if START + len(name) > MAX_STATES:
             raise TooLarge(f"more than {MAX_STATES} states")
         # Ids with equal sums over all states are one class: sums of 64 bits stand for columns.
-        columns_T[place_T] += _ROUNDS[name[state] - START] * (to_T.astype(np.uint64) + np.uint64(1))
+        columns_T[place_T] += _ROUNDS[name[state] - START] * (
+            to_T.astype(np.uint64) + np.uint64(1)
+        )
     useful_T = columns_T != 0
-    kinds, member_K, kind_T = np.unique(columns_T, return_index=True, return_inverse=True)
+    kinds, member_K, kind_T = np.unique(
+        columns_T, return_index=True, return_inverse=True
+    )
     # Kinds of ids that lead somewhere follow the two classes that every automaton has.
     rank_K = np.cumsum(kinds != 0) + STOP
     class_V = np.full(vocabulary.size, UNUSABLE, dtype=np.int32)
@@ -199,4 +210,6 @@ def _ordered(
         np.searchsorted(edge_E3[:, 2], np.arange(num_states + 1)),
         np.minimum(far_Q, FAR),
     )
-    return TokenAutomaton(*(np.ascontiguousarray(array, dtype=np.int32) for array in arrays))
+    return TokenAutomaton(
+        *(np.ascontiguousarray(array, dtype=np.int32) for array in arrays)
+    )

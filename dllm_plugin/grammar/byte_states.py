@@ -34,7 +34,9 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (most, most))
     pattern = asked.get("pattern")
     if pattern is None:
-        pattern = json_schema.build_regex_from_schema(asked["schema"], asked["whitespace"])
+        pattern = json_schema.build_regex_from_schema(
+            asked["schema"], asked["whitespace"]
+        )
     # 256 stands for the end of a text, which final states report as a successor.
     bytes_alone = Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)})
     index = Index(f"(?:{pattern}){BEHIND}", bytes_alone)

@@ -17,9 +17,20 @@ from dllm_plugin.grammar.vocabulary import WORD, Vocabulary, first_set, holds
 
 SIBLINGS = 48  # ids of several bytes that are tried at one place
 SHORT = 8  # ids of a closing that no other search would make much shorter
-ALIKE = 6  # with more bytes of a kind allowed (digits, letters) one of them stands for all
-KINDS = (b"0123456789", bytes(range(97, 123)), bytes(range(65, 91)), bytes(range(128, 256)))
-LOOKS = (1, 4, 16)  # places that look alike, of which a search by breadth goes on from so many
+ALIKE = (
+    6  # with more bytes of a kind allowed (digits, letters) one of them stands for all
+)
+KINDS = (
+    b"0123456789",
+    bytes(range(97, 123)),
+    bytes(range(65, 91)),
+    bytes(range(128, 256)),
+)
+LOOKS = (
+    1,
+    4,
+    16,
+)  # places that look alike, of which a search by breadth goes on from so many
 MOST_FORCED = 64  # bytes of forced text that one look goes on for
 SUFFIX_WORK = 1500  # ids that a look at what is left of the last closing may try
 
@@ -45,7 +56,9 @@ class Limits(NamedTuple):
     @classmethod
     def within(cls, nodes: int, seconds: float, clock: float) -> "Limits":
         """Return those of a search that begins now, `clock` times as long by the clock."""
-        return cls(nodes, time.thread_time() + seconds, time.monotonic() + clock * seconds)
+        return cls(
+            nodes, time.thread_time() + seconds, time.monotonic() + clock * seconds
+        )
 
     def over(self) -> bool:
         """Tell whether the time is up."""
@@ -91,7 +104,9 @@ class Searcher:
                 return rest
         text, new = self.vocabulary.text(known), self.vocabulary.text(added)
         work = SUFFIX_WORK
-        for start in _suffixes(len(text), len(new) if text.startswith(new) else 0, len(new)):
+        for start in _suffixes(
+            len(text), len(new) if text.startswith(new) else 0, len(new)
+        ):
             if work <= 0:
                 return None
             work -= 1 + min(len(text) - start, 64)
@@ -120,11 +135,19 @@ class Searcher:
                 return best
         return best
 
-    def _steps(self, matcher: Matcher, every: bool = False) -> Iterator[tuple[int, ...]]:
+    def _steps(
+        self, matcher: Matcher, every: bool = False
+    ) -> Iterator[tuple[int, ...]]:
         """Yield ids that may follow, what ends soonest first; `every`: also those of one kind."""
-        row, order, single = matcher.allowed(), self.vocabulary.order, self.vocabulary.num_single
+        row, order, single = (
+            matcher.allowed(),
+            self.vocabulary.order,
+            self.vocabulary.num_single,
+        )
         allowed = holds(row, order[:single])
-        chosen = order[:single][allowed if every else allowed & ~self._is_alike(allowed)]
+        chosen = order[:single][
+            allowed if every else allowed & ~self._is_alike(allowed)
+        ]
         if not len(chosen):
             chosen = order[single:][holds(row, order[single:])][:SIBLINGS]
         for token in chosen.tolist():
@@ -151,7 +174,9 @@ class Searcher:
             single = matcher.allowed() & self.vocabulary.single_bits
             token = first_set(single)
             words = np.flatnonzero(single)
-            if len(words) != 1 or int(single[words[0]]) & 0xFFFFFFFF != 1 << (token % WORD):
+            if len(words) != 1 or int(single[words[0]]) & 0xFFFFFFFF != 1 << (
+                token % WORD
+            ):
                 break
             if matcher.complete() or not matcher.accept(token):
                 break
@@ -233,7 +258,9 @@ class Searcher:
         """Go by breadth; places that allow the same ids are one, or a few where that finds none."""
         nodes = limits.nodes
         for most in LOOKS:
-            found, nodes = self._spread_over(matcher, most, limits._replace(nodes=nodes))
+            found, nodes = self._spread_over(
+                matcher, most, limits._replace(nodes=nodes)
+            )
             if found is not None:
                 return found
         return None
@@ -276,7 +303,9 @@ class Searcher:
             most *= 2
         return None
 
-    def _within(self, matcher: Matcher, most: int, limits: Limits) -> tuple[list[int] | None, int]:
+    def _within(
+        self, matcher: Matcher, most: int, limits: Limits
+    ) -> tuple[list[int] | None, int]:
         """Return a closing of at most `most` steps, and how many places are left to look at."""
         stack: list[tuple[Matcher, list[int]]] = [(matcher.fork(), [])]
         nodes = limits.nodes

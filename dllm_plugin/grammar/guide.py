@@ -22,9 +22,13 @@ class Guide:
     def __init__(self, automaton: TokenAutomaton) -> None:
         self.automaton = automaton
         self._class_V, self._far_Q = automaton.class_V, automaton.far_Q
-        self._first_K = automaton.order_V[automaton.bound_K1[:-1] % len(automaton.order_V)]
+        self._first_K = automaton.order_V[
+            automaton.bound_K1[:-1] % len(automaton.order_V)
+        ]
         self._num_classes = len(automaton.bound_K1) - 1
-        key_E = automaton.source_E.astype(np.int64) * self._num_classes + automaton.class_E
+        key_E = (
+            automaton.source_E.astype(np.int64) * self._num_classes + automaton.class_E
+        )
         order_E = key_E.argsort(kind="stable")
         self._key_E, self._target_E = key_E[order_E], automaton.target_E[order_E]
 

@@ -61,7 +61,9 @@ class XgrammarMatcher:
 
     def accept(self, token: int) -> bool:
         """Go on by an id, if the grammar takes it here; else stay."""
-        if not self.usable[token] or (self._opened[-1] and self.vocabulary.shuts[token]):
+        if not self.usable[token] or (
+            self._opened[-1] and self.vocabulary.shuts[token]
+        ):
             return False
         taken = bool(self.matcher.accept_token(token))
         if taken:
@@ -91,7 +93,9 @@ class XgrammarMatcher:
     def fork(self) -> "XgrammarMatcher":
         """Return a matcher of its own at the same place."""
         fork = self.matcher.fork()
-        return XgrammarMatcher(fork, self.usable, self.vocabulary, self._buffer, self._opened[-1:])
+        return XgrammarMatcher(
+            fork, self.usable, self.vocabulary, self._buffer, self._opened[-1:]
+        )
 
 
 class GuidanceMatcher:

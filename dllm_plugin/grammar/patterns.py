@@ -14,7 +14,9 @@ from typing import NamedTuple
 Ranges = list[tuple[int, int]]  # first and last code points, ascending and apart
 LAST = 0x10FFFF
 SURROGATES = (0xD800, 0xDFFF)  # no characters
-DIGITLESS = 0x20000  # from here on Unicode has ideographs and tags, no digits or white space
+DIGITLESS = (
+    0x20000  # from here on Unicode has ideographs and tags, no digits or white space
+)
 SURE = {  # what \w, \d and \s are to all compilers
     "w": [(48, 57), (65, 90), (95, 95), (97, 122)],
     "d": [(48, 57)],
@@ -148,7 +150,9 @@ def _class(pattern: str, at: int) -> tuple[Token, int]:
             (high, _), at = _item(pattern, at + 1, start)
             (lowest, low_end), (highest, high_end) = low[0], high[0]
             if lowest != low_end or highest != high_end or lowest > highest:
-                raise ValueError(f"has {pattern[item:at]!r}, which is no range of characters")
+                raise ValueError(
+                    f"has {pattern[item:at]!r}, which is no range of characters"
+                )
             low = low_wide = [(lowest, highest)]
         narrow.extend(low)
         wide.extend(low_wide)
@@ -197,7 +201,9 @@ def _escape(pattern: str, at: int) -> tuple[tuple[Ranges, Ranges], int]:
     return ([(code, code)], [(code, code)]), end
 
 
-def _check_anchors(tokens: list[Token], anchor: str, opening: str, closing: str, verb: str) -> None:
+def _check_anchors(
+    tokens: list[Token], anchor: str, opening: str, closing: str, verb: str
+) -> None:
     """Raise ValueError where an anchor stands amid a text. For ends, tokens come backwards."""
     free = True  # nothing precedes
     outside: list[bool] = []  # what `free` was where each open group starts
@@ -207,7 +213,12 @@ def _check_anchors(tokens: list[Token], anchor: str, opening: str, closing: str,
             outside.append(free)
         elif token.kind == closing:
             # An end in such a group has met the repeat already, as what precedes it.
-            if anchor == "^" and anchored and anchored >= len(outside) and behind.kind == "*":
+            if (
+                anchor == "^"
+                and anchored
+                and anchored >= len(outside)
+                and behind.kind == "*"
+            ):
                 raise ValueError("has '^' in a group that repeats, or may be left out")
             free, anchored = False, min(anchored, len(outside) - 1)
             if outside:
@@ -227,7 +238,9 @@ def _shorthand(letter: str) -> tuple[Ranges, Ranges]:
     """Return what ``\\w``, ``\\d``, ``\\s`` and their opposites may be, and what they might be."""
     low = letter.lower()
     sure = SURE[low]
-    if low == "w":  # hundreds of ranges in Python, so all that is not ASCII may be one or not
+    if (
+        low == "w"
+    ):  # hundreds of ranges in Python, so all that is not ASCII may be one or not
         maybe = _joined([*sure, (0x80, LAST)])
     else:
         characters = "".join(map(chr, range(DIGITLESS)))
@@ -271,14 +284,19 @@ def _spelled(ranges: Ranges) -> str:
     parts = list(_characters(ranges))
     if len(parts) == 1 and parts[0][0] == parts[0][1]:
         return _code(parts[0][0])
-    spans = (_code(low) + (f"-{_code(high)}" if high > low else "") for low, high in parts)
+    spans = (
+        _code(low) + (f"-{_code(high)}" if high > low else "") for low, high in parts
+    )
     inside = "".join(spans)
     return f"[{inside}]" if inside else ""
 
 
 def _characters(ranges: Ranges) -> Iterator[tuple[int, int]]:
     for low, high in ranges:
-        below, above = (low, min(high, SURROGATES[0] - 1)), (max(low, SURROGATES[1] + 1), high)
+        below, above = (
+            (low, min(high, SURROGATES[0] - 1)),
+            (max(low, SURROGATES[1] + 1), high),
+        )
         yield from (part for part in (below, above) if part[0] <= part[1])
 
 

@@ -40,7 +40,10 @@ class AutomatonStart(NamedTuple):
 
 
 def pack_checks(
-    req_ids: Sequence[str], checks: Sequence[GrammarCheck], writes: Sequence[bool], words: int
+    req_ids: Sequence[str],
+    checks: Sequence[GrammarCheck],
+    writes: Sequence[bool],
+    words: int,
 ) -> GrammarPayload:
     """Pack checks; `writes`: whether known ids are written, `words`: int32 per row of bits."""
     known = [[*check.settled, *check.forced] for check in checks]

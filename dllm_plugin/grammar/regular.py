@@ -28,7 +28,9 @@ CHOICE = re.compile(rf"root ::= ({LITERAL}(?: \| {LITERAL})*)")
 WHITESPACE = "[ ]?"
 
 
-def expression(kind: str, spec: str, whitespace: bool = True) -> dict[str, object] | None:
+def expression(
+    kind: str, spec: str, whitespace: bool = True
+) -> dict[str, object] | None:
     """Return what :func:`dllm_plugin.grammar.automaton.build` takes; None if it is not regular.
 
     Args:

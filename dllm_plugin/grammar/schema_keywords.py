@@ -39,7 +39,13 @@ ASSERTING = (
 )
 MAPS = ("properties", "patternProperties", "$defs", "definitions")
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-SINGLE = ("items", "additionalProperties", "propertyNames", "unevaluatedProperties", "contains")
+SINGLE = (
+    "items",
+    "additionalProperties",
+    "propertyNames",
+    "unevaluatedProperties",
+    "contains",
+)
 TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
@@ -60,7 +66,9 @@ def most_values(schema: Any) -> int:
     """Return how many values, or alternatives, the longest list of a schema has."""
     if not isinstance(schema, dict):
         return 0
-    lists = [schema[name] for name in ("enum", *LISTS) if isinstance(schema.get(name), list)]
+    lists = [
+        schema[name] for name in ("enum", *LISTS) if isinstance(schema.get(name), list)
+    ]
     return max([*map(len, lists), *map(most_values, _inner(schema))], default=0)
 
 
@@ -69,14 +77,20 @@ def has_rough_format(schema: Any) -> bool:
     if not isinstance(schema, dict):
         return False
     ignored = "format" in schema and "type" not in schema
-    return ignored or schema.get("format") in ROUGH or any(map(has_rough_format, _inner(schema)))
+    return (
+        ignored
+        or schema.get("format") in ROUGH
+        or any(map(has_rough_format, _inner(schema)))
+    )
 
 
 def _loose(schema: Any, root: Any) -> str:
     if not isinstance(schema, dict):
         return ""
     found = next((name for name in IGNORED if name in schema), "")
-    found = found or _beside(schema) or _type_beside(schema, root) or _of_strings(schema)
+    found = (
+        found or _beside(schema) or _type_beside(schema, root) or _of_strings(schema)
+    )
     found = found or _overlapping(schema, root)
     inner = (_loose(one, root) for one in _inner(schema))
     return found or next(filter(None, inner), "")
@@ -169,7 +183,9 @@ def _values(schema: dict[str, Any]) -> set[tuple[bool, Any]]:
     1 and 1.0 are one value in JSON, as in Python, but 1 and true are not.
     """
     listed = [schema["const"]] if "const" in schema else schema.get("enum")
-    if not isinstance(listed, list) or any(isinstance(value, dict | list) for value in listed):
+    if not isinstance(listed, list) or any(
+        isinstance(value, dict | list) for value in listed
+    ):
         return set()
     return {(isinstance(value, bool), value) for value in listed}
 
@@ -192,13 +208,17 @@ def _beside(schema: dict[str, Any]) -> str:
         if name in asserting and others:
             return f"{others[0]} beside {name}"
     reference = schema.get("$ref", "#")
-    if isinstance(reference, str) and not (reference == "#" or reference.startswith("#/")):
+    if isinstance(reference, str) and not (
+        reference == "#" or reference.startswith("#/")
+    ):
         return "a $ref that is no path in the schema"
     if "type" not in schema:
         bound = next((name for name in TYPED if name in schema), "")
         return f"{bound} without type" if bound else _unknown(schema)
     values = [schema["const"]] if "const" in schema else schema.get("enum", [])
-    if isinstance(values, list) and not all(_is_of(value, _kinds(schema)) for value in values):
+    if isinstance(values, list) and not all(
+        _is_of(value, _kinds(schema)) for value in values
+    ):
         return "type beside values of another one"
     return _unknown(schema)
 
@@ -208,7 +228,11 @@ def _unknown(schema: dict[str, Any]) -> str:
     required, described = schema.get("required"), schema.get("properties", {})
     if not (isinstance(required, list) and isinstance(described, dict)):
         return ""
-    return "required of what properties lacks" if set(map(str, required)) - set(described) else ""
+    return (
+        "required of what properties lacks"
+        if set(map(str, required)) - set(described)
+        else ""
+    )
 
 
 def _kinds(schema: dict[str, Any]) -> list[str]:

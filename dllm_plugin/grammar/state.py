@@ -79,7 +79,9 @@ class GrammarState:
         self.matcher, self.vocabulary = matcher, vocabulary
         self.searcher = Searcher(vocabulary)
         self.guide = guide
-        self._place = DEAD if guide is None else START  # of the guide, behind the committed text
+        self._place = (
+            DEAD if guide is None else START
+        )  # of the guide, behind the committed text
         self.stops = list(stops)
         self.left = left
         self.jumps, self.writes = jumps and writes, writes
@@ -93,13 +95,19 @@ class GrammarState:
         self.num_refused = self.searches = 0
         self.seconds = 0.0
         self._chosen_at = -1  # the frontier whose choice has not been checked yet
-        self._closes_at = -1  # a place where a choice left no room, so the closing goes on there
+        self._closes_at = (
+            -1
+        )  # a place where a choice left no room, so the closing goes on there
 
-    def find_closing(self, known: list[int] | None = None, searches: bool = True) -> None:
+    def find_closing(
+        self, known: list[int] | None = None, searches: bool = True
+    ) -> None:
         """Take a closing that another request with this grammar has found, or search one."""
         guided = self._guided(self._place, self.left)
         known = known if guided is None else guided
-        if known is not None and not (len(known) <= self.left and closes(self.matcher, known)):
+        if known is not None and not (
+            len(known) <= self.left and closes(self.matcher, known)
+        ):
             known = None
         if known is None and searches:
             limits = Limits.within(NODES * FIRST, FIRST_SECONDS, CLOCK)
@@ -151,7 +159,9 @@ class GrammarState:
                 return False
         if self.completes and not self.ended:
             if self.witness[: len(ids)] != list(ids):
-                return False  # neither settled nor forced: nobody knows a closing any more
+                return (
+                    False  # neither settled nor forced: nobody knows a closing any more
+                )
             self.witness = self.witness[len(ids) :]
         self._place = self._places(ids)[-1]
         self.left -= len(ids)
@@ -178,7 +188,10 @@ class GrammarState:
         if not self.completes:
             return run
         common = 0
-        while common < min(run, len(self.witness)) and canvas[common] == self.witness[common]:
+        while (
+            common < min(run, len(self.witness))
+            and canvas[common] == self.witness[common]
+        ):
             common += 1
         known, places = self.witness[common:], self._places(canvas[:run])
         while run > common:
@@ -216,16 +229,27 @@ class GrammarState:
         found = self._guided(place, room)
         if found is None:
             found = self.searcher.remainder(self.matcher, known, added, room)
-        if self.guide is not None and place != DEAD and self.guide.distance(place) > room:
+        if (
+            self.guide is not None
+            and place != DEAD
+            and self.guide.distance(place) > room
+        ):
             return found  # none is that short
-        if found is None and room >= 0 and not limits.over() and self.seconds < REQUEST_SECONDS:
+        if (
+            found is None
+            and room >= 0
+            and not limits.over()
+            and self.seconds < REQUEST_SECONDS
+        ):
             began = time.thread_time()
             found = self.searcher.search(self.matcher, room, limits)
             self.searches += 1
             self.seconds += time.thread_time() - began
         return found if found is not None and len(found) <= room else None
 
-    def _forced(self, settled: list[int], run: int, limits: Limits) -> tuple[list[int], bool]:
+    def _forced(
+        self, settled: list[int], run: int, limits: Limits
+    ) -> tuple[list[int], bool]:
         """Return ids that the step writes behind the settled ones, and whether they end the text.
 
         The stop token, where nothing else may follow; the closing, where it takes what is left of

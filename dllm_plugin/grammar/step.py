@@ -92,7 +92,9 @@ def _agree(canvas: Canvas, checks: Checks, mask_id: int) -> _Agreed:
     tokens_GC = torch.where(differs_GC & ~lacks_G[:, None], known_GC, tokens_GC)
     front_G = tail_G1[:, 0] + checks.front_G
     gone_GC = (position_C >= front_G[:, None]) & drop_G[:, None]
-    return _Agreed(tokens_GC.masked_fill(gone_GC, mask_id), settled_G, front_G, drop_G, lacks_G)
+    return _Agreed(
+        tokens_GC.masked_fill(gone_GC, mask_id), settled_G, front_G, drop_G, lacks_G
+    )
 
 
 def constrain(
@@ -112,7 +114,10 @@ def constrain(
         whole_R = value_G.new_full((len(canvas.tokens_RC),), fill)
         return whole_R.index_copy_(0, checks.row_G, value_G)
 
-    has_R, drop_R = of_step(torch.ones_like(agreed.drop_G), False), of_step(agreed.drop_G, False)
+    has_R, drop_R = (
+        of_step(torch.ones_like(agreed.drop_G), False),
+        of_step(agreed.drop_G, False),
+    )
     front_R = of_step(agreed.front_G, 0)
     canvas = canvas._replace(
         tokens_RC=canvas.tokens_RC.index_copy(0, checks.row_G, agreed.tokens_GC),
@@ -128,11 +133,14 @@ def constrain(
     free_RC = at_positions(open_RS & whole_R1 & (canvas.size_RS > 0), canvas.block_RC)
     free_RC &= canvas.tokens_RC == mask_id
     chooses_R = of_step(checks.chooses_G & ~agreed.lacks_G, False) & ~canvas.ended_R
-    front_RC = (position_C == front_R[:, None]) & chooses_R[:, None] & has_row_RC & free_RC
+    front_RC = (
+        (position_C == front_R[:, None]) & chooses_R[:, None] & has_row_RC & free_RC
+    )
     kept_RC = ~has_R[:, None] | (behind_RC & free_RC & ~drop_R[:, None])
     plan = replaced(
         plan,
-        active_RS=plan.active_RS | (per_block(front_RC, canvas.block_RC, num_slots) > 0),
+        active_RS=plan.active_RS
+        | (per_block(front_RC, canvas.block_RC, num_slots) > 0),
         candidates_RC=(plan.candidates_RC & kept_RC) | front_RC,
         editable_RC=plan.editable_RC & ~drop_R[:, None] & (behind_RC | ~has_R[:, None]),
         fixed_R=torch.where(has_R, front_R, plan.fixed_R),
@@ -141,7 +149,9 @@ def constrain(
     return canvas, plan, Constraint(drop_R, must_R, front_RC, behind_RC)
 
 
-def _store_settled(canvas: Canvas, plan: StepPlan, settled_R: Tensor, has_R: Tensor) -> StepPlan:
+def _store_settled(
+    canvas: Canvas, plan: StepPlan, settled_R: Tensor, has_R: Tensor
+) -> StepPlan:
     """Store only blocks that lie before `settled_R`; keep the others open for another step."""
     slot_S = torch.arange(canvas.size_RS.shape[1], device=settled_R.device)
     stored_RS = slot_S < plan.num_stored_R[:, None]

@@ -9,7 +9,9 @@ WORD = 32  # ids whose bits one int32 holds
 CLOSERS = b'"}])>'
 LAST = b"{[(<\\ \n\t\r-"
 DIGITS = range(48, 58)
-PRINTED = [b for b in range(33, 127) if b not in CLOSERS and b not in LAST and b not in DIGITS]
+PRINTED = [
+    b for b in range(33, 127) if b not in CLOSERS and b not in LAST and b not in DIGITS
+]
 # What ends a text soonest comes first; openers and white space, which postpone its end, last.
 BYTE_ORDER = bytes([*CLOSERS, *DIGITS, *PRINTED, *LAST, *range(128, 256)])
 SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")  # which UTF-8 has none of
@@ -37,16 +39,24 @@ class Vocabulary:
         """Build the tables; `fallbacks` are ids of single bytes that have another id as well."""
         self.pieces = list(pieces)
         self.size = len(self.pieces)
-        self.never = np.array([not p or SURROGATE.search(p) is not None for p in self.pieces])
+        self.never = np.array(
+            [not p or SURROGATE.search(p) is not None for p in self.pieces]
+        )
         self.opens = np.array([piece[-1:] == b"\xed" for piece in self.pieces])
-        self.shuts = np.array([b"\xa0" <= piece[:1] <= b"\xbf" for piece in self.pieces])
+        self.shuts = np.array(
+            [b"\xa0" <= piece[:1] <= b"\xbf" for piece in self.pieces]
+        )
         self.never[[i for i in special if i < self.size]] = True
         self._encode = encode
         second = set(fallbacks)
         self.by_bytes: dict[bytes, int] = {}
         for i in range(self.size - 1, -1, -1):
             piece = self.pieces[i]
-            if self.never[i] or len(piece) > LONGEST or (i in second and piece in self.by_bytes):
+            if (
+                self.never[i]
+                or len(piece) > LONGEST
+                or (i in second and piece in self.by_bytes)
+            ):
                 continue
             self.by_bytes[piece] = i
         rank = {b: place for place, b in enumerate(BYTE_ORDER)}

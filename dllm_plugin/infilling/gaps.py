@@ -67,11 +67,15 @@ def parts_of(body: dict[str, Any], encode: Encode) -> list[Part]:
     """Return the parts of a request. Raises ValueError with one sentence."""
     given = [name for name in SOURCES if body.get(name) is not None]
     if len(given) != 1:
-        raise ValueError(f"infill needs one of {', '.join(SOURCES)}, got {len(given)} of them.")
+        raise ValueError(
+            f"infill needs one of {', '.join(SOURCES)}, got {len(given)} of them."
+        )
     for name in ("rewrite", "slack"):
         if body.get(name) is not None and given != ["draft"]:
             raise ValueError(f"{name} has no effect without draft: leave it out.")
-    parts = {"text": _of_text, "parts": _of_parts, "draft": _of_draft}[given[0]](body, encode)
+    parts = {"text": _of_text, "parts": _of_parts, "draft": _of_draft}[given[0]](
+        body, encode
+    )
     return _checked(parts, given[0])
 
 
@@ -104,7 +108,9 @@ def _marked(written: str) -> Part:
 def _of_parts(body: dict[str, Any], encode: Encode) -> list[Part]:
     parts = body["parts"]
     if not isinstance(parts, list):
-        raise ValueError(f'parts must be a list of texts and {{"mask": n}}, got {shown(parts)}.')
+        raise ValueError(
+            f'parts must be a list of texts and {{"mask": n}}, got {shown(parts)}.'
+        )
     read: list[Part] = []
     for part in parts:
         if isinstance(part, dict) and set(part) == {"mask"}:
@@ -112,7 +118,9 @@ def _of_parts(body: dict[str, Any], encode: Encode) -> list[Part]:
         elif isinstance(part, str):
             read.append(part)
         else:
-            raise ValueError(f'parts must hold texts and {{"mask": n}}, got {shown(part)}.')
+            raise ValueError(
+                f'parts must hold texts and {{"mask": n}}, got {shown(part)}.'
+            )
     return read
 
 
@@ -121,7 +129,9 @@ def _of_draft(body: dict[str, Any], encode: Encode) -> list[Part]:
     if not isinstance(draft, str):
         raise ValueError(f"draft must be text, got {shown(draft)}.")
     if type(slack) is not int or slack < 0:
-        raise ValueError(f"slack must be a whole number of at least 0, got {shown(slack)}.")
+        raise ValueError(
+            f"slack must be a whole number of at least 0, got {shown(slack)}."
+        )
     parts: list[Part] = []
     at = 0
     for span in spans if isinstance(spans, list) else [spans]:
@@ -140,11 +150,15 @@ def _of_draft(body: dict[str, Any], encode: Encode) -> list[Part]:
 def _length(given: Any) -> int | Lengths:
     for length in given if isinstance(given, list) else [given]:
         if type(length) is not int or length < 1:
-            raise ValueError(f"A gap must have a whole number of positions, got {shown(length)}.")
+            raise ValueError(
+                f"A gap must have a whole number of positions, got {shown(length)}."
+            )
     if not isinstance(given, list):
         return int(given)
     if not 1 <= len(given) <= MOST_LENGTHS:
-        raise ValueError(f"A gap must have 1 to {MOST_LENGTHS} lengths, got {len(given)}.")
+        raise ValueError(
+            f"A gap must have 1 to {MOST_LENGTHS} lengths, got {len(given)}."
+        )
     return _one_or_many(given)
 
 
@@ -169,7 +183,9 @@ def _joined(parts: list[Part]) -> list[Part]:
 
 def _sum(one: int | Lengths, other: int | Lengths) -> int | Lengths:
     if ANY in (one, other):
-        raise ValueError(f"A gap of length {AUTO} needs text between it and another gap.")
+        raise ValueError(
+            f"A gap of length {AUTO} needs text between it and another gap."
+        )
     ones, others = ((part,) if isinstance(part, int) else part for part in (one, other))
     sums = {a + b for a in ones for b in others}
     if len(sums) > MOST_LENGTHS:
@@ -186,7 +202,9 @@ def too_many(count: int) -> ValueError:
     )
 
 
-def place(parts: list[Part], prompt: list[int] | None, first: Encode, rest: Encode) -> Gapped:
+def place(
+    parts: list[Part], prompt: list[int] | None, first: Encode, rest: Encode
+) -> Gapped:
     """Return where everything stands.
 
     Args:
@@ -209,13 +227,17 @@ def place(parts: list[Part], prompt: list[int] | None, first: Encode, rest: Enco
     return Gapped(parts, prompt, pieces)
 
 
-def filled(gapped: Gapped, token_ids: list[int], ends: set[int], decode: Decode) -> list[Filled]:
+def filled(
+    gapped: Gapped, token_ids: list[int], ends: set[int], decode: Decode
+) -> list[Filled]:
     """Return what the gaps got, in order."""
     found, at = [], 0
     for piece in gapped.pieces:
         if FILL in piece:
             tokens = token_ids[at : at + len(piece)]
-            stop = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
+            stop = next(
+                (i for i, token in enumerate(tokens) if token in ends), len(tokens)
+            )
             found.append(Filled(decode(tokens[:stop]), tokens[:stop], at))
         at += len(piece)
     return found
@@ -230,4 +252,6 @@ def cut(gap: Filled, stop: str, keeps: bool) -> Filled:
 def together(gapped: Gapped, gaps: list[Filled]) -> str:
     """Return the whole text."""
     texts = iter(gaps)
-    return "".join(part if isinstance(part, str) else next(texts).text for part in gapped.parts)
+    return "".join(
+        part if isinstance(part, str) else next(texts).text for part in gapped.parts
+    )

@@ -37,7 +37,9 @@ class Scoring(NamedTuple):
     @property
     def template(self) -> list[int]:
         """Return the text with these tokens masked."""
-        return [FILL if i in self.places else token for i, token in enumerate(self.text)]
+        return [
+            FILL if i in self.places else token for i, token in enumerate(self.text)
+        ]
 
     @property
     def targets(self) -> list[int]:
@@ -124,7 +126,9 @@ def _positions(part: Part) -> int:
 def most_positions(parts: list[Part]) -> int:
     """Return how many positions the gaps take at most, of `auto` the fewest."""
     gaps = [part for part in parts if not isinstance(part, str)]
-    return sum(gap if isinstance(gap, int) else max(gap, default=STEPS[0]) for gap in gaps)
+    return sum(
+        gap if isinstance(gap, int) else max(gap, default=STEPS[0]) for gap in gaps
+    )
 
 
 def place_each(
@@ -161,7 +165,9 @@ def scoring_of(gapped: Gapped, gaps: list[Filled]) -> Scoring:
     return Scoring(text, tuple(range(start, len(text)))[:NUM_SCORED])
 
 
-def score_of(gaps: list[Filled], logprobs: Sequence[float], of_tail: Sequence[float]) -> float:
+def score_of(
+    gaps: list[Filled], logprobs: Sequence[float], of_tail: Sequence[float]
+) -> float:
     """Return the score of one choice of lengths.
 
     Args:

@@ -9,7 +9,10 @@ from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from dllm_plugin.models.checkpoints import lora
-from dllm_plugin.models.checkpoints.request_adapters import check_layers_alone, check_strategy
+from dllm_plugin.models.checkpoints.request_adapters import (
+    check_layers_alone,
+    check_strategy,
+)
 from dllm_plugin.models.checkpoints.updates import (
     PARTIAL_BACKENDS,
     WeightUpdate,
@@ -43,13 +46,17 @@ class DiffusionModel:
     update: WeightUpdate | None = None  # in progress: weights come in parts
     # vLLM takes an adapted head to compute one row a request, and a canvas has many.
     embedding_modules: ClassVar[dict[str, str]] = {}
-    rename: ClassVar["WeightsMapper | None"] = None  # checkpoint names to the parent's names
+    rename: ClassVar["WeightsMapper | None"] = (
+        None  # checkpoint names to the parent's names
+    )
     config: Any
     lm_head: Any
     logits_processor: Any
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        self.read_adapter(vllm_config)  # raises for a wrong adapter before weights are loaded
+        self.read_adapter(
+            vllm_config
+        )  # raises for a wrong adapter before weights are loaded
         from dllm_plugin.attention.registry import registered
         from dllm_plugin.attention.rotary import defer
         from dllm_plugin.config.decode import get_decode_config
@@ -90,7 +97,10 @@ class DiffusionModel:
 
     def _expected_here(self, model_config: ModelConfig) -> Manifest:
         """Return the manifest of the tensors that vLLM's loader passes to this rank."""
-        manifest, parallel = self.manifest(model_config), self.vllm_config.parallel_config
+        manifest, parallel = (
+            self.manifest(model_config),
+            self.vllm_config.parallel_config,
+        )
         if not (parallel.enable_expert_parallel and parallel.enable_ep_weight_filter):
             return manifest
         # The loader then does not read the experts of other ranks.
@@ -108,7 +118,10 @@ class DiffusionModel:
         path = get_decode_config(vllm_config).lora_path
         if path is None:
             return None
-        model_config, load_format = vllm_config.model_config, vllm_config.load_config.load_format
+        model_config, load_format = (
+            vllm_config.model_config,
+            vllm_config.load_config.load_format,
+        )
         lora.check_mergeable(path, cls.manifest(model_config).quantized, load_format)
         return cls._fitting_adapter(path, model_config)
 
@@ -117,7 +130,9 @@ class DiffusionModel:
         """Read an adapter; raise ValueError unless it was trained on this model, as a whole."""
         adapter = lora.load_adapter(lora.adapter_folder(path))
         config = model_config.hf_config
-        lora.check_base(adapter, (model_config.model, config._name_or_path, config.source_name))
+        lora.check_base(
+            adapter, (model_config.model, config._name_or_path, config.source_name)
+        )
         lora.check_coverage(adapter, cls.manifest(model_config).shapes)
         return adapter
 
@@ -137,7 +152,9 @@ class DiffusionModel:
         if hidden_states.shape[0] == 0:
             # A prefill step needs no logits, and vLLM's CPU gather fails on an empty tensor.
             head, vocab_size = self.lm_head, self.config.vocab_size
-            width = head.num_embeddings_per_partition if self.keeps_columns else vocab_size
+            width = (
+                head.num_embeddings_per_partition if self.keeps_columns else vocab_size
+            )
             return hidden_states.new_empty((0, width))
         if self.keeps_columns:
             logits: torch.Tensor = self.logits_processor(
@@ -149,7 +166,10 @@ class DiffusionModel:
     def check_packing(self) -> None:
         """Raise ValueError if new weights cannot be packed as those were that are served."""
         model_config = self.vllm_config.model_config
-        quantized = self.manifest(model_config).quantized or model_config.quantization is not None
+        quantized = (
+            self.manifest(model_config).quantized
+            or model_config.quantization is not None
+        )
         check_packing(quantized, current_platform.is_cpu())
 
     def new_update(self, backend: str) -> WeightUpdate:
@@ -168,7 +188,9 @@ class DiffusionModel:
         Raises ValueError with the name of a missing, surplus or mis-shaped weight, or of a damaged
         file. Within an update a call brings a part, and :class:`WeightUpdate` sees what is missing.
         """
-        weights = self._whole(weights) if self.update is None else self.update.part(weights)
+        weights = (
+            self._whole(weights) if self.update is None else self.update.part(weights)
+        )
         if self.rename is not None:
             weights = self.rename.apply(weights)
         return super().load_weights(weights)  # type: ignore[misc]
@@ -181,5 +203,7 @@ class DiffusionModel:
         )
         folder = checkpoint_folder(model_config.model, model_config.revision, cache)
         weights = checked(readable(weights, folder), self._expected_here(model_config))
-        adapter = self.read_adapter(self.vllm_config)  # again: kept, it would take 100 MB at 8B
+        adapter = self.read_adapter(
+            self.vllm_config
+        )  # again: kept, it would take 100 MB at 8B
         return weights if adapter is None else lora.merge(weights, adapter)

@@ -50,7 +50,9 @@ LLADA2_FIXED: dict[str, Any] = {
 }
 
 
-def refuse_variants(model: str, values: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
+def refuse_variants(
+    model: str, values: Mapping[str, Any], fixed: Mapping[str, Any]
+) -> None:
     """Raise ValueError for the first key of `values` that differs from `fixed`."""
     for key, supported in fixed.items():
         value = values.get(key)
@@ -71,7 +73,9 @@ class DiffusionConfig(PreTrainedConfig):
     fixed: ClassVar[Mapping[str, Any]] = {}
 
     mask_token_id: int | None = None
-    source_name: str | None = None  # `_name_or_path` as the checkpoint's author saved it
+    source_name: str | None = (
+        None  # `_name_or_path` as the checkpoint's author saved it
+    )
     # Whether `--dtype` is `auto`; None where vLLM's own choice stays (`engine/auto_dtype.py`).
     dtype_left_open: bool | None = None
 

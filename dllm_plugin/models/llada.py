@@ -21,7 +21,9 @@ RENAME = WeightsMapper(
         re.compile(rf"{BLOCK}attn_norm{END}"): r"model.layers.\1.input_layernorm",
         re.compile(rf"{BLOCK}([qkv]_proj){END}"): r"model.layers.\1.self_attn.\2",
         re.compile(rf"{BLOCK}attn_out{END}"): r"model.layers.\1.self_attn.o_proj",
-        re.compile(rf"{BLOCK}ff_norm{END}"): r"model.layers.\1.post_attention_layernorm",
+        re.compile(
+            rf"{BLOCK}ff_norm{END}"
+        ): r"model.layers.\1.post_attention_layernorm",
         re.compile(rf"{BLOCK}ff_proj{END}"): r"model.layers.\1.mlp.gate_proj",
         re.compile(rf"{BLOCK}up_proj{END}"): r"model.layers.\1.mlp.up_proj",
         re.compile(rf"{BLOCK}ff_out{END}"): r"model.layers.\1.mlp.down_proj",
@@ -33,7 +35,9 @@ class LLaDAModelLM(DiffusionModel, LlamaForCausalLM):
     """Serve GSAI-ML/LLaDA-8B and checkpoints of its layout."""
 
     rename = RENAME
-    hf_to_vllm_mapper = RENAME | LlamaForCausalLM.hf_to_vllm_mapper  # for LoRA and quantisation
+    hf_to_vllm_mapper = (
+        RENAME | LlamaForCausalLM.hf_to_vllm_mapper
+    )  # for LoRA and quantisation
 
     @classmethod
     def head_name(cls) -> str:
@@ -41,7 +45,11 @@ class LLaDAModelLM(DiffusionModel, LlamaForCausalLM):
 
     @classmethod
     def checkpoint_shapes(cls, config: Any) -> Shapes:
-        width, inner, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
+        width, inner, vocab = (
+            config.hidden_size,
+            config.intermediate_size,
+            config.vocab_size,
+        )
         kv_width = width // config.num_attention_heads * config.num_key_value_heads
         shapes: Shapes = {
             "model.transformer.wte.weight": (vocab, width),

@@ -2,7 +2,12 @@
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase, Qwen2Tokenizer
 
-from dllm_plugin.models.configs import DreamConfig, FastDLLMConfig, SDARConfig, SDARMoeConfig
+from dllm_plugin.models.configs import (
+    DreamConfig,
+    FastDLLMConfig,
+    SDARConfig,
+    SDARMoeConfig,
+)
 
 
 class DreamTokenizer(Qwen2Tokenizer):

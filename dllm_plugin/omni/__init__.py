@@ -5,10 +5,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-WANTED = "return_hidden_states"  # key of SamplingParams.extra_args by which a request asks
+WANTED = (
+    "return_hidden_states"  # key of SamplingParams.extra_args by which a request asks
+)
 REFUSED = b"\x00refused\x00"  # a tensor whose bytes start with it is a refusal with its reason
 Runner: Any = object  # base class of mixins for vLLM's model runners
-OPTIONS: dict[str, Any] = {  # entry of additional_config["omni"] -> whether a value is valid
+OPTIONS: dict[
+    str, Any
+] = {  # entry of additional_config["omni"] -> whether a value is valid
     "hidden_state_layers": lambda x: isinstance(x, list),
     "max_pixels": lambda x: type(x) is int and x > 0,
 }
@@ -53,20 +57,31 @@ def hidden_states_of(output: Any, index: int = 0) -> HiddenStates | None:
     if completion.routed_experts is None:
         return None
     if output.prompt_token_ids is None:
-        raise ValueError("Hidden states of prompt_embeds have no positions; use prompt_token_ids.")
+        raise ValueError(
+            "Hidden states of prompt_embeds have no positions; use prompt_token_ids."
+        )
     computed = len(output.prompt_token_ids) + len(completion.token_ids) - 1
-    return HiddenStates(completion.routed_experts, computed - len(completion.routed_experts))
+    return HiddenStates(
+        completion.routed_experts, computed - len(completion.routed_experts)
+    )
 
 
 def tensor_args() -> dict[str, Any]:
     """Return engine arguments for a :class:`dllm_plugin.omni.diffusion.NonARModel`."""
-    return {"runner": "pooling", "worker_cls": "dllm_plugin.omni.workers.DiffusionWorker"}
+    return {
+        "runner": "pooling",
+        "worker_cls": "dllm_plugin.omni.workers.DiffusionWorker",
+    }
 
 
 def tensor_of(output: Any, error: type[Exception] = ValueError, entry: str = "") -> Any:
     """Return the tensor of a PoolingRequestOutput, or raise `error` with `entry` and the reason."""
     tensor = output.outputs.data
-    start = tensor.flatten()[:1024].numpy().tobytes() if tensor.dtype == torch.uint8 else b""
+    start = (
+        tensor.flatten()[:1024].numpy().tobytes()
+        if tensor.dtype == torch.uint8
+        else b""
+    )
     if start.startswith(REFUSED):
         raise error(entry + start.removeprefix(REFUSED).decode(errors="replace"))
     return tensor

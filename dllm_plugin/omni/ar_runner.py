@@ -20,7 +20,9 @@ class Life:
 
     computed: int  # next position to compute, after the last step whose result is known
     sent: int  # positions below it were sent, now or before a preemption
-    pending: list[torch.Tensor] = field(default_factory=list)  # rows of prompt chunks, on the host
+    pending: list[torch.Tensor] = field(
+        default_factory=list
+    )  # rows of prompt chunks, on the host
 
     def take(self, rows: torch.Tensor, num_sampled: int) -> torch.Tensor | None:
         """Add one step's valid rows; return all rows to send, None if the step did not sample."""
@@ -29,7 +31,9 @@ class Life:
         self.pending.append(rows[recomputed:])
         if not num_sampled:
             return None
-        to_send = torch.cat(self.pending)  # a copy: a view would be sent with its whole storage
+        to_send = torch.cat(
+            self.pending
+        )  # a copy: a view would be sent with its whole storage
         self.pending, self.sent = [], self.computed
         return to_send
 
@@ -37,8 +41,13 @@ class Life:
 class StepRows(AsyncModelRunnerOutput):
     """Hold the wanted rows of one step, ``[wanted, hidden]`` or ``[wanted, layers, hidden]``."""
 
-    def __init__(self, rows: torch.Tensor, owners: list[tuple[Life | None, int, int]]) -> None:
-        self.rows, self.owners = rows, owners  # by place: numbers of rows and of draft tokens
+    def __init__(
+        self, rows: torch.Tensor, owners: list[tuple[Life | None, int, int]]
+    ) -> None:
+        self.rows, self.owners = (
+            rows,
+            owners,
+        )  # by place: numbers of rows and of draft tokens
 
     def follow(self, output: AsyncModelRunnerOutput, copy_stream: Any) -> "StepRows":
         """Start the copy to the host, parallel to vLLM's copy of its own `output`."""
@@ -72,27 +81,39 @@ def chosen_layers(config: VllmConfig) -> list[int] | None:
     """Return the layers that the engine returns; None: the last. Raises ValueError."""
     layers = option(config, "hidden_state_layers")
     last = config.model_config.get_total_num_hidden_layers()
-    wrong = layers is not None and [n for n in range(last + 1) if n in layers] != (layers or None)
-    refuse(f"hidden_state_layers={layers}", {f"layers 0 to {last}, to be given in order": wrong})
+    wrong = layers is not None and [n for n in range(last + 1) if n in layers] != (
+        layers or None
+    )
+    refuse(
+        f"hidden_state_layers={layers}",
+        {f"layers 0 to {last}, to be given in order": wrong},
+    )
     return layers
 
 
 def check_generation(config: VllmConfig) -> None:
     """Raise ValueError with one sentence for settings that do not go with hidden states."""
     model, parallel = config.model_config, config.parallel_config
-    policy = config.kv_transfer_config and config.kv_transfer_config.kv_load_failure_policy
+    policy = (
+        config.kv_transfer_config and config.kv_transfer_config.kv_load_failure_policy
+    )
     layers, use = chosen_layers(config) or [], "hidden_state_args() without layers"
     kind, stages = model.runner_type, parallel.pipeline_parallel_size > 1
     relay = stages and parallel.distributed_executor_backend == "external_launcher"
-    in_place = config.device_config.device_type == "cuda" and not config.compilation_config.mode
+    in_place = (
+        config.device_config.device_type == "cuda"
+        and not config.compilation_config.mode
+    )
     faults = {
         "a diffusion language model": model.is_diffusion,
-        f"runner={kind!r}; use 'generate', or DiffusionWorker for a tensor": kind != "generate",
+        f"runner={kind!r}; use 'generate', or DiffusionWorker for a tensor": kind
+        != "generate",
         "kv_sharing_fast_prefill": config.cache_config.kv_sharing_fast_prefill,
         "enable_return_routed_experts": config.aux_output_config.enable_return_routed_experts,
         "prefill_context_parallel_size > 1": parallel.prefill_context_parallel_size > 1,
         "kv_load_failure_policy='recompute'; use 'fail'": policy == "recompute",
-        "layer 0 uncompiled, which vLLM overwrites; drop enforce_eager": 0 in layers and in_place,
+        "layer 0 uncompiled, which vLLM overwrites; drop enforce_eager": 0 in layers
+        and in_place,
         f"drafts; use {use}": layers and config.speculative_config,
         f"pipeline parallelism; use {use}": layers and stages,
         "external_launcher and pipeline parallelism on model runner v2; set "
@@ -142,16 +163,26 @@ class _HiddenStates(Runner):  # what the mixins for both model runners share
         everywhere = parallel.distributed_executor_backend == "external_launcher"
         relay = everywhere and parallel.pipeline_parallel_size > 1
         here = isinstance(final, torch.Tensor)  # on the last rank of a pipeline
-        places = [(self._lives.get(req_id), *rest) for req_id, *rest in self._places(state)]
-        slices = [slice(first, first + n) for life, first, n, _ in places if life is not None]
-        if not slices or not (here or relay) or not (everywhere or get_tp_group().is_first_rank):
+        places = [
+            (self._lives.get(req_id), *rest) for req_id, *rest in self._places(state)
+        ]
+        slices = [
+            slice(first, first + n) for life, first, n, _ in places if life is not None
+        ]
+        if (
+            not slices
+            or not (here or relay)
+            or not (everywhere or get_tp_group().is_first_rank)
+        ):
             return None
         rows: Any = None
         if here and self._layers is None:
             rows = torch.cat([final[s] for s in slices])
         elif here:
             chosen = [*(state.aux_hidden_states or ()), final][: len(self._layers)]
-            rows = torch.stack([torch.cat([layer[s] for s in slices]) for layer in chosen], dim=1)
+            rows = torch.stack(
+                [torch.cat([layer[s] for s in slices]) for layer in chosen], dim=1
+            )
         if relay:
             group, sent = get_pp_group(), {"rows": rows} if here else None
             received: Any = group.broadcast_tensor_dict(sent, src=group.world_size - 1)
@@ -167,7 +198,9 @@ class HiddenStatesV1(_HiddenStates):  # a mixin for v1/worker/gpu_model_runner.p
         for new in scheduler_output.scheduled_new_reqs:
             self._start(new, new.prompt_len)
         cached = scheduler_output.scheduled_cached_reqs
-        for req_id, outputs in zip(cached.req_ids, cached.num_output_tokens, strict=True):
+        for req_id, outputs in zip(
+            cached.req_ids, cached.num_output_tokens, strict=True
+        ):
             if req_id in cached.resumed_req_ids:
                 request = self.requests[req_id]
                 self._start(request, request.num_prompt_tokens, outputs)
@@ -176,7 +209,10 @@ class HiddenStatesV1(_HiddenStates):  # a mixin for v1/worker/gpu_model_runner.p
     def _places(self, state: Any) -> list[tuple[str, int, int, int]]:
         """List the batch: request, first row, number of rows, number of draft tokens."""
         starts, scheduled = self.query_start_loc.np.tolist(), state.scheduler_output
-        lengths, drafts = scheduled.num_scheduled_tokens, scheduled.scheduled_spec_decode_tokens
+        lengths, drafts = (
+            scheduled.num_scheduled_tokens,
+            scheduled.scheduled_spec_decode_tokens,
+        )
         ids = enumerate(self.input_batch.req_ids)
         return [(r, starts[i], lengths[r], len(drafts.get(r, ()))) for i, r in ids]
 
@@ -184,8 +220,12 @@ class HiddenStatesV1(_HiddenStates):  # a mixin for v1/worker/gpu_model_runner.p
 class HiddenStatesV2(_HiddenStates):  # a mixin for v1/worker/gpu/model_runner.py
     def add_requests(self, scheduler_output: Any) -> None:
         super().add_requests(scheduler_output)
-        for new in scheduler_output.scheduled_new_reqs:  # a resumed request is a new one here
-            self._start(new, new.prompt_len, len(new.prefill_token_ids) - new.prompt_len)
+        for (
+            new
+        ) in scheduler_output.scheduled_new_reqs:  # a resumed request is a new one here
+            self._start(
+                new, new.prompt_len, len(new.prefill_token_ids) - new.prompt_len
+            )
 
     def _remove_request(self, req_id: str) -> Any:
         self._lives.pop(req_id, None)
@@ -193,7 +233,10 @@ class HiddenStatesV2(_HiddenStates):  # a mixin for v1/worker/gpu/model_runner.p
 
     def _places(self, state: Any) -> list[tuple[str, int, int, int]]:
         batch = state.input_batch
-        starts, lengths = batch.query_start_loc_np.tolist(), batch.num_scheduled_tokens.tolist()
+        starts, lengths = (
+            batch.query_start_loc_np.tolist(),
+            batch.num_scheduled_tokens.tolist(),
+        )
         drafts = batch.num_draft_tokens_per_req
         drafts = [0] * batch.num_reqs if drafts is None else drafts.tolist()
         return list(zip(batch.req_ids, starts, lengths, drafts, strict=False))

@@ -27,8 +27,12 @@ class Condition:
     """Hold what one request asks for."""
 
     req_id: str
-    params: dict[str, Any]  # ``PoolingParams.extra_kwargs``; their meaning is the model's
-    span: tuple[int, int]  # the request's prompt: rows ``[start, end)`` of the step's inputs
+    params: dict[
+        str, Any
+    ]  # ``PoolingParams.extra_kwargs``; their meaning is the model's
+    span: tuple[
+        int, int
+    ]  # the request's prompt: rows ``[start, end)`` of the step's inputs
 
     def generator(self, device: torch.device | str = "cpu") -> torch.Generator:
         """Return a generator seeded by ``seed`` or by the request's id, the same on all ranks."""
@@ -64,10 +68,14 @@ class NonARModel(nn.Module):
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError  # vLLM wants every model to have it
 
-    def forward(self, input_ids: Any = None, positions: Any = None, **inputs: Any) -> Any:
+    def forward(
+        self, input_ids: Any = None, positions: Any = None, **inputs: Any
+    ) -> Any:
         """Compute the model. It is no entry point unless overridden. Ranks before the last one of a
         pipeline call it without ``condition`` and expect IntermediateTensors."""
-        raise NotImplementedError(f"{type(self).__name__}: start the engine with {tensor_args()}.")
+        raise NotImplementedError(
+            f"{type(self).__name__}: start the engine with {tensor_args()}."
+        )
 
     def check_params(self, params: dict[str, Any]) -> None:
         """Raise ValueError or TypeError with a sentence to refuse this request alone."""
@@ -82,7 +90,9 @@ def entry_point(model: nn.Module) -> str:
     for name in ("sample", "forward", "diffuse"):
         if own_forward if name == "forward" else callable(getattr(model, name, None)):
             return name
-    raise ValueError(f"{type(model).__name__} has none of sample(), forward(), diffuse().")
+    raise ValueError(
+        f"{type(model).__name__} has none of sample(), forward(), diffuse()."
+    )
 
 
 class EntryPoint:
@@ -90,7 +100,9 @@ class EntryPoint:
 
     def __init__(self, model: nn.Module) -> None:
         if not isinstance(model, NonARModel):
-            raise ValueError(f"DiffusionWorker runs {NonARModel}, not {type(model)}; use ARWorker.")
+            raise ValueError(
+                f"DiffusionWorker runs {NonARModel}, not {type(model)}; use ARWorker."
+            )
         self.model, self.name = model, entry_point(model)
         self.conditions: list[Condition] = []  # none in a dummy run
 
@@ -102,24 +114,32 @@ class EntryPoint:
         if not get_pp_group().is_last_rank:
             return self.model(**inputs)
         self.model.pooler.outputs = self._run(conditions, inputs)
-        tokens = inputs["positions"]  # the hidden states that vLLM expects are read by nobody
+        tokens = inputs[
+            "positions"
+        ]  # the hidden states that vLLM expects are read by nobody
         return torch.zeros(tokens.shape[-1], 1, device=tokens.device)
 
-    def _run(self, conditions: list[Condition], inputs: dict[str, Any]) -> list[torch.Tensor]:
+    def _run(
+        self, conditions: list[Condition], inputs: dict[str, Any]
+    ) -> list[torch.Tensor]:
         done: dict[str, torch.Tensor] = {}
         groups: dict[Hashable, list[Condition]] = {}
         for condition in conditions:
             seed = condition.params.get("seed", 0)
             try:
                 if type(seed) is not int or not 0 <= seed < 2**63:
-                    raise ValueError(f"seed must be an integer from 0 to 2**63 - 1, got {seed!r}.")
+                    raise ValueError(
+                        f"seed must be an integer from 0 to 2**63 - 1, got {seed!r}."
+                    )
                 self.model.check_params(condition.params)
                 groups.setdefault(self.model.batch_key(condition), []).append(condition)
             except (TypeError, ValueError) as reason:
                 done[condition.req_id] = refusal(str(reason))
         for group in groups.values():
             outputs = getattr(self.model, self.name)(condition=group, **inputs)
-            for condition, output in zip(group, outputs, strict=True):  # as many, or ValueError
+            for condition, output in zip(
+                group, outputs, strict=True
+            ):  # as many, or ValueError
                 done[condition.req_id] = output.detach().contiguous()
         return [done[condition.req_id] for condition in conditions]
 
@@ -141,7 +161,9 @@ class _Diffusion(Runner):  # what the mixins for both model runners share
     def _expect(self, req_ids: list[str], params: list[Any], starts: Any) -> None:
         spans = pairwise(starts[: len(req_ids) + 1].tolist())
         rows = zip(req_ids, params, spans, strict=True)
-        self.model.conditions = [Condition(r, dict(p.extra_kwargs or {}), s) for r, p, s in rows]
+        self.model.conditions = [
+            Condition(r, dict(p.extra_kwargs or {}), s) for r, p, s in rows
+        ]
 
 
 class DiffusionV1(_Diffusion):  # a mixin for v1/worker/gpu_model_runner.py
@@ -161,6 +183,9 @@ class DiffusionV2(_Diffusion):  # a mixin for v1/worker/gpu/model_runner.py
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:  # real steps only
         batch = super().prepare_inputs(*args, **kwargs)
         if self.pooling_runner is not None:
-            params = [self.pooling_runner.pooling_params[i] for i in batch.idx_mapping_np.tolist()]
+            params = [
+                self.pooling_runner.pooling_params[i]
+                for i in batch.idx_mapping_np.tolist()
+            ]
             self._expect(batch.req_ids, params, batch.query_start_loc_np)
         return batch

@@ -22,33 +22,52 @@ from dllm_plugin.omni import option, tensor_of
 
 # Config entries that vLLM reads of every model. A prompt is bytes, hence a vocabulary of 256.
 SETTINGS = {"vocab_size": 256, "max_position_embeddings": 8192, "num_hidden_layers": 0}
-SETTINGS |= dict.fromkeys(("hidden_size", "num_attention_heads", "num_key_value_heads"), 1)
+SETTINGS |= dict.fromkeys(
+    ("hidden_size", "num_attention_heads", "num_key_value_heads"), 1
+)
 SIDE = 1024  # largest default width and height of common pipelines
 COUNT = ("an integer from 1 to 9999", lambda x: type(x) is int and 0 < x < 10_000)
-RULES: dict[str, tuple[str, Any]] = {  # name -> what its value must be, and the test of it
-    **dict.fromkeys(("prompt", "negative_prompt"), ("a string", lambda x: isinstance(x, str))),
+RULES: dict[
+    str, tuple[str, Any]
+] = {  # name -> what its value must be, and the test of it
+    **dict.fromkeys(
+        ("prompt", "negative_prompt"), ("a string", lambda x: isinstance(x, str))
+    ),
     "guidance_scale": ("a number", lambda x: type(x) in (int, float)),
-    "seed": ("an integer from 0 to 2**63 - 1", lambda x: type(x) is int and 0 <= x < 2**63),
+    "seed": (
+        "an integer from 0 to 2**63 - 1",
+        lambda x: type(x) is int and 0 <= x < 2**63,
+    ),
     "output_type": ("'pil', 'pt' or 'latent'", lambda x: x in ("pil", "pt", "latent")),
-    **dict.fromkeys(("num_inference_steps", "num_images_per_prompt", "width", "height"), COUNT),
+    **dict.fromkeys(
+        ("num_inference_steps", "num_images_per_prompt", "width", "height"), COUNT
+    ),
 }
 
 
 class DiffusersConfigParser(ConfigParserBase):
     """Parse ``config_format="diffusers"``: a pipeline's folder becomes a model without layers."""
 
-    def parse(self, model: str | Path, trust_remote_code: bool, *args: Any, **kwargs: Any) -> Any:
+    def parse(
+        self, model: str | Path, trust_remote_code: bool, *args: Any, **kwargs: Any
+    ) -> Any:
         if Path(model).is_dir() and not (Path(model) / "model_index.json").is_file():
-            raise ValueError(f"{model} has no model_index.json, so it is no diffusers pipeline.")
+            raise ValueError(
+                f"{model} has no model_index.json, so it is no diffusers pipeline."
+            )
         config = PreTrainedConfig(architectures=["DiffusersPipelineModel"])
-        config.update({**SETTINGS, "head_dim": 1, "io_processor_plugin": "diffuplug_images"})
+        config.update(
+            {**SETTINGS, "head_dim": 1, "io_processor_plugin": "diffuplug_images"}
+        )
         return config.to_dict(), config
 
 
 @cache
 def register() -> None:
     """Register the format, and an architecture for pipelines, which is never built."""
-    ModelRegistry.register_model("DiffusersPipelineModel", "dllm_plugin.omni.diffusion:NonARModel")
+    ModelRegistry.register_model(
+        "DiffusersPipelineModel", "dllm_plugin.omni.diffusion:NonARModel"
+    )
     register_config_parser("diffusers")(DiffusersConfigParser)
 
 
@@ -59,16 +78,25 @@ def plugin() -> str:
 def check_request(request: Any, config: VllmConfig, entry: str = "") -> None:
     """Raise VLLMValidationError, with `entry` first, for a request that no pipeline can serve."""
     if not isinstance(request, dict) or "prompt" not in request:
-        raise VLLMValidationError(f"{entry}A request is a dict with a prompt, got {cut(request)}.")
+        raise VLLMValidationError(
+            f"{entry}A request is a dict with a prompt, got {cut(request)}."
+        )
     for name, value in request.items():
         must, fits = RULES.get(name, ("", lambda x: True))
         if not fits(value):
-            raise VLLMValidationError(f"{entry}{name} must be {must}, got {cut(value)}.")
-    limit, count = option(config, "max_pixels", 1 << 22), request.get("num_images_per_prompt", 1)
+            raise VLLMValidationError(
+                f"{entry}{name} must be {must}, got {cut(value)}."
+            )
+    limit, count = (
+        option(config, "max_pixels", 1 << 22),
+        request.get("num_images_per_prompt", 1),
+    )
     pixels = count * request.get("width", SIDE) * request.get("height", SIDE)
     if pixels > limit:
         say = f"{entry}{pixels} pixels ({SIDE} for a side not given) are asked for, {limit} allowed"
-        raise VLLMValidationError(f"{say}: see additional_config['omni']['max_pixels'].")
+        raise VLLMValidationError(
+            f"{say}: see additional_config['omni']['max_pixels']."
+        )
 
 
 def picture(pixels: Any, encoded: bool) -> Any:
@@ -86,17 +114,30 @@ class ImageProcessor(IOProcessor[Any, Any]):
     def parse_data(self, data: object) -> list[Any]:
         requests = data if isinstance(data, list) else [data]
         for i, request in enumerate(requests):
-            check_request(request, self.vllm_config, f"data[{i}]: " * (len(requests) > 1))
+            check_request(
+                request, self.vllm_config, f"data[{i}]: " * (len(requests) > 1)
+            )
         return requests
 
-    def pre_process(self, prompt: Any, request_id: str | None = None, **kwargs: Any) -> list[Any]:
+    def pre_process(
+        self, prompt: Any, request_id: str | None = None, **kwargs: Any
+    ) -> list[Any]:
         return [{"prompt_token_ids": list(json.dumps(one).encode())} for one in prompt]
 
-    def post_process(self, model_output: Any, request_id: str | None = None, **kwargs: Any) -> Any:
+    def post_process(
+        self, model_output: Any, request_id: str | None = None, **kwargs: Any
+    ) -> Any:
         """Return each request's tensor or images; in a server (request_id given) base64 PNG."""
         found, several = enumerate(model_output), len(model_output) > 1
         error, served = VLLMValidationError, request_id is not None
-        tensors = [tensor_of(output, error, f"data[{i}]: " * several) for i, output in found]
+        tensors = [
+            tensor_of(output, error, f"data[{i}]: " * several) for i, output in found
+        ]
         if served and any(tensor.is_floating_point() for tensor in tensors):
-            raise VLLMValidationError("output_type must be 'pil' where a server answers.")
-        return [t if t.is_floating_point() else [picture(p, served) for p in t] for t in tensors]
+            raise VLLMValidationError(
+                "output_type must be 'pil' where a server answers."
+            )
+        return [
+            t if t.is_floating_point() else [picture(p, served) for p in t]
+            for t in tensors
+        ]

@@ -26,10 +26,20 @@ from dllm_plugin.omni.images import check_request
 logger = init_logger("vllm.dllm_plugin.omni")
 # Questions that vLLM asks its workers, with the answers of a model without a KV cache.
 LAYOUTS = [layout.name for layout in get_supported_kv_cache_layouts([])]
-ANSWERS: dict[str, Any] = {"get_kv_cache_spec": {}, "get_supported_kv_cache_layouts": LAYOUTS}
-ANSWERS |= {"get_supported_tasks": (TASK,), "compile_or_warm_up_model": CompilationTimes(0, 0)}
-ANSWERS |= dict.fromkeys(("initialize_from_config", "set_kv_cache_layout", "synchronize_device"))
-ANSWERS |= dict.fromkeys(("reset_mm_cache", "reset_encoder_cache", "supports_draft_weight_updates"))
+ANSWERS: dict[str, Any] = {
+    "get_kv_cache_spec": {},
+    "get_supported_kv_cache_layouts": LAYOUTS,
+}
+ANSWERS |= {
+    "get_supported_tasks": (TASK,),
+    "compile_or_warm_up_model": CompilationTimes(0, 0),
+}
+ANSWERS |= dict.fromkeys(
+    ("initialize_from_config", "set_kv_cache_layout", "synchronize_device")
+)
+ANSWERS |= dict.fromkeys(
+    ("reset_mm_cache", "reset_encoder_cache", "supports_draft_weight_updates")
+)
 CALLS = ("sleep", "wake_up", "progress")
 
 
@@ -61,7 +71,9 @@ class Job(AbstractContextManager[Any]):
         if self._cancelled:
             raise SystemExit  # leaves the pipeline
 
-    def after_step(self, pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> Any:
+    def after_step(
+        self, pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]
+    ) -> Any:
         self.step, self.total = step + 1, getattr(pipe, "num_timesteps", None)
         self._stopped.release()
         self._wait()
@@ -80,12 +92,19 @@ class DiffusersPipelineExecutor(Executor):
     supports_pp = False
 
     def _init_executor(self) -> None:
-        name, parallel, model = type(self).__name__, self.parallel_config, self.model_config
+        name, parallel, model = (
+            type(self).__name__,
+            self.parallel_config,
+            self.model_config,
+        )
         check_scheduler(name, self.vllm_config, pipeline_args()["scheduler_cls"])
         option(self.vllm_config, "max_pixels")  # raises for a wrong value
-        size = max(parallel.world_size, parallel.data_parallel_index + 1)  # its size became 1
+        size = max(
+            parallel.world_size, parallel.data_parallel_index + 1
+        )  # its size became 1
         faults = {
-            f"runner={model.runner_type!r}; use 'pooling'": model.runner_type != "pooling",
+            f"runner={model.runner_type!r}; use 'pooling'": model.runner_type
+            != "pooling",
             "tensor, pipeline or data parallelism": size > 1,
             f"quantization={model.quantization!r}": model.quantization,
             "a load_format other than 'auto'": self.load_config.load_format != "auto",
@@ -102,26 +121,43 @@ class DiffusersPipelineExecutor(Executor):
         from diffusers import DiffusionPipeline, SchedulerMixin
 
         model, cache = self.model_config, self.load_config.download_dir
-        options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code, "cache_dir": cache}
+        options: dict[str, Any] = {
+            "trust_remote_code": model.trust_remote_code,
+            "cache_dir": cache,
+        }
         options |= {"revision": model.revision, "torch_dtype": model.dtype}
-        self.pipe = DiffusionPipeline.from_pretrained(model.model, **options).to(self.device)
+        self.pipe = DiffusionPipeline.from_pretrained(model.model, **options).to(
+            self.device
+        )
         self.pipe.set_progress_bar_config(disable=True)
         self.accepts = inspect.signature(self.pipe.__call__).parameters
         components = vars(self.pipe).items()
-        self.schedulers = [name for name, c in components if isinstance(c, SchedulerMixin)]
+        self.schedulers = [
+            name for name, c in components if isinstance(c, SchedulerMixin)
+        ]
         nested = any(isinstance(c, DiffusionPipeline) for _, c in components)
         blind = "callback_on_step_end" not in self.accepts
         faults = {"max_num_seqs > 1": nested and self.scheduler_config.max_num_seqs > 1}
-        refuse(type(self.pipe).__name__, faults | {"aborts, without callback_on_step_end": blind})
+        refuse(
+            type(self.pipe).__name__,
+            faults | {"aborts, without callback_on_step_end": blind},
+        )
 
     def collective_rpc(  # type: ignore[override]
-        self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None, **_: Any
+        self,
+        method: Any,
+        timeout: Any = None,
+        args: Any = (),
+        kwargs: Any = None,
+        **_: Any,
     ) -> Any:
         """Answer a question of ANSWERS, run one of CALLS, or call a function with this executor."""
         if method in ANSWERS:
             return [ANSWERS[method]]
         if isinstance(method, str) and method not in CALLS:
-            raise NotImplementedError(f"A diffusers pipeline has no {method}; it has {CALLS}.")
+            raise NotImplementedError(
+                f"A diffusers pipeline has no {method}; it has {CALLS}."
+            )
         call = getattr(type(self), "_" + method) if isinstance(method, str) else method
         return [call(self, *args, **(kwargs or {}))]
 
@@ -132,11 +168,15 @@ class DiffusersPipelineExecutor(Executor):
         """Run one denoising step of every request; return the images of those that are done."""
         for req_id in scheduler_output.finished_req_ids:
             self._forget(req_id)
-        for new in scheduler_output.scheduled_new_reqs:  # kept, because sleep level 2 restarts it
+        for new in (
+            scheduler_output.scheduled_new_reqs
+        ):  # kept, because sleep level 2 restarts it
             self.requests[new.req_id] = new.prompt_token_ids, secrets.randbits(63)
         ids = list(scheduler_output.num_scheduled_tokens)
         places = {req_id: i for i, req_id in enumerate(ids)}
-        output = ModelRunnerOutput(ids, places, pooler_output=[self._advance(i) for i in ids])
+        output = ModelRunnerOutput(
+            ids, places, pooler_output=[self._advance(i) for i in ids]
+        )
         future: Future[ModelRunnerOutput] = Future()
         future.set_result(output if ids else EMPTY_MODEL_RUNNER_OUTPUT)
         return future if non_block else future.result()
@@ -151,7 +191,12 @@ class DiffusersPipelineExecutor(Executor):
         job = self.jobs[req_id]
         job.advance()
         if not job.ended:
-            logger.info("Image request %s: denoising step %s of %s.", req_id, job.step, job.total)
+            logger.info(
+                "Image request %s: denoising step %s of %s.",
+                req_id,
+                job.step,
+                job.total,
+            )
             return None
         self._forget(req_id)
         if job.error:
@@ -169,15 +214,28 @@ class DiffusersPipelineExecutor(Executor):
         request = json.loads(bytes(prompt))
         check_request(request, self.vllm_config)
         seed, kind = request.pop("seed", seed), request.pop("output_type", "pil")
-        options = {"generator": torch.Generator("cpu").manual_seed(seed), "return_dict": False}
+        options = {
+            "generator": torch.Generator("cpu").manual_seed(seed),
+            "return_dict": False,
+        }
         for name in request:
-            if name not in self.accepts or name in options or name.startswith("callback"):
+            if (
+                name not in self.accepts
+                or name in options
+                or name.startswith("callback")
+            ):
                 raise ValueError(f"{type(self.pipe).__name__} takes no {name}.")
-        pipe = copy.copy(self.pipe)  # calls keep state in the pipeline and its schedulers
+        pipe = copy.copy(
+            self.pipe
+        )  # calls keep state in the pipeline and its schedulers
         for name in self.schedulers:
             setattr(pipe, name, copy.deepcopy(getattr(pipe, name)))
         request["output_type"] = "pt" if kind == "pil" else kind
-        images = pipe(**request, **options, callback_on_step_end=job.after_step)[0].float().cpu()
+        images = (
+            pipe(**request, **options, callback_on_step_end=job.after_step)[0]
+            .float()
+            .cpu()
+        )
         if kind == "pil":
             images = (images.permute(0, 2, 3, 1) * 255).round().to(torch.uint8)
         return images.detach().contiguous()

@@ -7,7 +7,9 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 from vllm.v1.sample.logits_processor import LogitsProcessor as LogitsProcessorV1
-from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
+from vllm.v1.worker.gpu.sample.logits_processor import (
+    LogitsProcessor as LogitsProcessorV2,
+)
 
 from dllm_plugin.omni import WANTED
 
@@ -16,17 +18,34 @@ class HiddenStatesScheduler(Scheduler):
     """Send hidden states to the front end as ``EngineCoreOutput.routed_experts``, which vLLM joins
     over the steps of a request. The instance is asynchronous if the engine's scheduling is."""
 
-    def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> "HiddenStatesScheduler":
+    def __new__(
+        cls, vllm_config: Any, *args: Any, **kwargs: Any
+    ) -> "HiddenStatesScheduler":
         overlapped = vllm_config.scheduler_config.async_scheduling
         return object.__new__(_AsyncHiddenStatesScheduler if overlapped else cls)
 
-    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        due, model_runner_output.pooler_output = model_runner_output.pooler_output or [], None
+    def update_from_output(
+        self, scheduler_output: Any, model_runner_output: Any
+    ) -> Any:
+        due, model_runner_output.pooler_output = (
+            model_runner_output.pooler_output or [],
+            None,
+        )
         # A stop removes accepted draft tokens in place, so count the sampled tokens first.
-        sampled = [len(tokens) for tokens in model_runner_output.sampled_token_ids if due]
-        rows = dict(zip(model_runner_output.req_ids, zip(due, sampled, strict=True), strict=False))
+        sampled = [
+            len(tokens) for tokens in model_runner_output.sampled_token_ids if due
+        ]
+        rows = dict(
+            zip(
+                model_runner_output.req_ids,
+                zip(due, sampled, strict=True),
+                strict=False,
+            )
+        )
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        for output in (output for client in outputs.values() for output in client.outputs):
+        for output in (
+            output for client in outputs.values() for output in client.outputs
+        ):
             tensor, count = rows.get(output.request_id, (None, 0))
             if tensor is not None and output.new_token_ids:
                 kept = len(tensor) - (count - len(output.new_token_ids))
@@ -42,7 +61,9 @@ class PipelineScheduler(Scheduler):
     """Schedule an image request in every step until it has its images. Until then the last token
     of its prompt counts as not computed. So each step of the engine is one denoising step."""
 
-    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+    def update_from_output(
+        self, scheduler_output: Any, model_runner_output: Any
+    ) -> Any:
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for req_id in scheduler_output.num_scheduled_tokens:
             request = self.requests.get(req_id)
@@ -62,7 +83,9 @@ class HiddenStatesRules(LogitsProcessorV1, LogitsProcessorV2):  # type: ignore[m
             raise ValueError(f"{WANTED} must be true or false, got {given[WANTED]!r}.")
         if given.get(WANTED) and sampling_params.output_kind == RequestOutputKind.DELTA:
             say = "does not go with output_kind=DELTA, whose last output has not all tokens"
-            raise ValueError(f"{WANTED} {say}: use CUMULATIVE or FINAL_ONLY; over HTTP, no stream.")
+            raise ValueError(
+                f"{WANTED} {say}: use CUMULATIVE or FINAL_ONLY; over HTTP, no stream."
+            )
         if "hidden_state_layers" in given:
             say = f"hidden_state_layers={given['hidden_state_layers']} is the engine's to choose"
             raise ValueError(f"{say}: start it with hidden_state_args(layers=...).")

@@ -7,16 +7,26 @@ from typing import Any
 from vllm.config import CUDAGraphMode
 from vllm.platforms import current_platform
 
-from dllm_plugin.omni import ar_runner, check_scheduler, diffusion, hidden_state_args, refuse
+from dllm_plugin.omni import (
+    ar_runner,
+    check_scheduler,
+    diffusion,
+    hidden_state_args,
+    refuse,
+)
 
-if current_platform.is_cpu():  # importing the CPU worker replaces functions of torch.cuda
+if (
+    current_platform.is_cpu()
+):  # importing the CPU worker replaces functions of torch.cuda
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
 else:
     from vllm.v1.worker.gpu_worker import Worker  # type: ignore[assignment]
 
 
 class _Worker(Worker):
-    check: Any  # raises ValueError with one sentence for settings that do not go together
+    check: (
+        Any  # raises ValueError with one sentence for settings that do not go together
+    )
     runners: tuple[type, type]  # mixins for model runner v1 and v2
 
     def init_device(self) -> None:
@@ -36,7 +46,10 @@ class ARWorker(_Worker):
         ar_runner.check_generation(self.vllm_config)
         check_scheduler("ARWorker", self.vllm_config, needed["scheduler_cls"])
         (rules,), given = needed["logits_processors"], model.logits_processors or []
-        refuse("ARWorker", {f"logits_processors={given}; add {rules!r}": rules not in given})
+        refuse(
+            "ARWorker",
+            {f"logits_processors={given}; add {rules!r}": rules not in given},
+        )
         model.logits_processors = [name for name in given if name != rules] or None
 
 
@@ -46,6 +59,9 @@ class DiffusionWorker(_Worker):
     runners = (diffusion.DiffusionV1, diffusion.DiffusionV2)
 
     def check(self) -> None:
-        kind, use = self.model_config.runner_type, "use 'pooling', or ARWorker to generate text"
+        kind, use = (
+            self.model_config.runner_type,
+            "use 'pooling', or ARWorker to generate text",
+        )
         refuse("DiffusionWorker", {f"runner={kind!r}; {use}": kind != "pooling"})
         self.vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE

@@ -85,14 +85,20 @@ def _check(weights: dict[str, Tensor], shapes: dict[str, tuple[int, ...]]) -> No
     if missing := sorted(set(shapes) - set(weights)):
         raise ValueError(f"The checkpoint has no weight for {missing[0]}.")
     if surplus := sorted(set(weights) - set(shapes)):
-        raise ValueError(f"The checkpoint holds {surplus[0]}, which its model does not have.")
+        raise ValueError(
+            f"The checkpoint holds {surplus[0]}, which its model does not have."
+        )
     for name, shape in shapes.items():
         if tuple(weights[name].shape) != shape:
             found = tuple(weights[name].shape)
-            raise ValueError(f"{name} has shape {found}, but config.json asks for {shape}.")
+            raise ValueError(
+                f"{name} has shape {found}, but config.json asks for {shape}."
+            )
 
 
-def _under_qwens_names(name: str, tensor: Tensor, sizes: Sizes) -> Iterator[tuple[str, Tensor]]:
+def _under_qwens_names(
+    name: str, tensor: Tensor, sizes: Sizes
+) -> Iterator[tuple[str, Tensor]]:
     if sizes.kind == LLADA:
         yield _llada_name(name), tensor
         return
@@ -100,7 +106,9 @@ def _under_qwens_names(name: str, tensor: Tensor, sizes: Sizes) -> Iterator[tupl
         for theirs, ours in LLADA2_PARTS.items():
             name = name.replace(theirs, ours)
         if "query_key_value" in name:
-            rows = [sizes.head * n for n in (sizes.heads, sizes.kv_heads, sizes.kv_heads)]
+            rows = [
+                sizes.head * n for n in (sizes.heads, sizes.kv_heads, sizes.kv_heads)
+            ]
             for part, piece in zip("qkv", tensor.split(rows), strict=True):
                 yield name.replace("query_key_value", f"{part}_proj"), piece
             return
@@ -121,7 +129,9 @@ def _updates(adapter: Path) -> dict[str, Tensor]:
     config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
     for name in ("use_rslora", "rank_pattern", "alpha_pattern"):
         if config.get(name):
-            raise ValueError(f"{name} of the adapter is nothing that the plain model computes.")
+            raise ValueError(
+                f"{name} of the adapter is nothing that the plain model computes."
+            )
     tensors = load_file(adapter / "adapter_model.safetensors")
     scale, found = config["lora_alpha"] / config["r"], {}
     for name, a in tensors.items():

@@ -61,8 +61,12 @@ class Canvas:
         blocks = torch.where(inside & causal, 1 + index // self.block, 0)
         blocks = blocks.masked_fill(offset >= self.canvas, PADDING_BLOCK)
         logits = forward(self.weights, self.shape, ids, blocks)
-        rows = self.prompt_lens_B[:, None] + torch.arange(self.canvas, device=ids.device)
-        return logits.gather(1, rows[..., None].expand(-1, -1, logits.shape[-1])).float()
+        rows = self.prompt_lens_B[:, None] + torch.arange(
+            self.canvas, device=ids.device
+        )
+        return logits.gather(
+            1, rows[..., None].expand(-1, -1, logits.shape[-1])
+        ).float()
 
     def empty(self) -> Tensor:
         """Return a canvas of masks [B, C]."""
@@ -142,7 +146,9 @@ def d2f(
     return tokens, forwards
 
 
-LOOPS: dict[str, tuple[Loop, int, bool]] = {  # name: loop, block length, with the adapter
+LOOPS: dict[
+    str, tuple[Loop, int, bool]
+] = {  # name: loop, block length, with the adapter
     "semi_autoregressive": (semi_autoregressive, 32, False),
     "block_diffusion": (block_diffusion, 32, False),
     "d2f": (d2f, 32, True),
@@ -168,7 +174,9 @@ def make_canvas(
     prompts = prompts or [chat_prompt(p.question) for p in problems]
     rows = [torch.tensor(e.ids, device=device) for e in tokenizer.encode_batch(prompts)]
     lengths = torch.tensor([len(r) for r in rows], device=device)
-    room = torch.zeros(int(lengths.max()) + max_new_tokens, dtype=torch.long, device=device)
+    room = torch.zeros(
+        int(lengths.max()) + max_new_tokens, dtype=torch.long, device=device
+    )
     ids_BT = pad_sequence([*rows, room], batch_first=True)[:-1]
     mask, eos = token_id(tokenizer, MASK), token_id(tokenizer, EOS)
     return Canvas(weights, shape, ids_BT, lengths, max_new_tokens, block, mask, eos)

@@ -57,7 +57,9 @@ class FloatingText(Watched):
         """Return the canvas position where a window ends at most: with the text, or a block."""
         origin = 0 if self.on_grid else len(self.prompt)
         asked = len(self.prompt) + self.max_tokens - origin
-        stop = min(origin - -asked // self.block_length * self.block_length, self.max_model_len)
+        stop = min(
+            origin - -asked // self.block_length * self.block_length, self.max_model_len
+        )
         if self.on_grid:
             block = (self.start + self.first) // self.block_length
             stop = min(stop, (block + 1) * self.block_length)
@@ -72,7 +74,9 @@ class FloatingText(Watched):
         size, masks = self.block_length, [self.model.mask_id]
         text = self.prompt + self.committed + self.canvas[:window] + masks
         blocks = [p // size if self.on_grid else 0 for p in range(len(self.prompt))]
-        for low, high in zip([len(self.prompt), *self.pieces], self.pieces, strict=False):
+        for low, high in zip(
+            [len(self.prompt), *self.pieces], self.pieces, strict=False
+        ):
             blocks += [blocks[-1] + 1] * (high - low)
         blocks += [blocks[-1] + 1] * run
         after = blocks[-1] + 1
@@ -102,7 +106,9 @@ class FloatingText(Watched):
         return answer
 
 
-def floating(text: FloatingText, schedule: Sequence[int], threshold: float = 0.9) -> FloatingText:
+def floating(
+    text: FloatingText, schedule: Sequence[int], threshold: float = 0.9
+) -> FloatingText:
     """Decode with the widths of a schedule, the last one for all further passes."""
     shift, size = int(text.model.shift), text.block_length
     while text.final() is None:

@@ -41,7 +41,9 @@ def _denoise(text: FullText, low: int, high: int) -> None:
         logits = text.forward(first, last, left)
         tokens, confidence, score = _propose(text, logits, left, step)
         # Later steps compute no row that predicts the first position.
-        by_itself = text.model.shift and left[0] == low and text.rules.strategy in CACHED
+        by_itself = (
+            text.model.shift and left[0] == low and text.rules.strategy in CACHED
+        )
         first_only = by_itself and step == 0
         take = [0] if first_only else _choose(text, left, size, step, confidence, score)
         for k in take:
@@ -74,7 +76,9 @@ def _propose(
     tokens = noisy.argmax(-1)
     if rules.confidence_eos_eot_inf:
         banned = banned.clone()
-        banned[:, [rules.eot] if rules.temperature > 0 else [rules.eos, rules.eot]] = float("-inf")
+        banned[:, [rules.eot] if rules.temperature > 0 else [rules.eos, rules.eot]] = (
+            float("-inf")
+        )
     probs = banned.softmax(-1)
     confidence = probs.gather(1, tokens[:, None]).squeeze(1)
     score = confidence
@@ -90,14 +94,18 @@ def _propose(
 
 def _uniforms(text: FullText, stream: int, positions: list[int], step: int) -> Tensor:
     seed = text.rules.seed ^ stream
-    draw = text.uniform or (lambda position, step: counter_uniform(seed, position, step))
+    draw = text.uniform or (
+        lambda position, step: counter_uniform(seed, position, step)
+    )
     return torch.tensor([draw(p, step) for p in positions])
 
 
 def _noise(text: FullText, size: int, left: list[int], step: int) -> Tensor:
     """Return the Gumbel noise of each position, for every token."""
     seed = text.rules.seed
-    draw = text.noise or (lambda position, step: counter_uniforms(seed, position, step, size))
+    draw = text.noise or (
+        lambda position, step: counter_uniforms(seed, position, step, size)
+    )
     uniform = torch.stack([draw(position, step) for position in left])
     return -(-uniform.log()).log()
 
@@ -134,7 +142,9 @@ def _choose(
     values, steps = [float(score[k]) for k in ranked], text.steps
     releases = shift and rules.strategy not in CACHED
     if rules.policy == "threshold":
-        allowed = _released(size, steps, step) - (size - len(left)) if releases else len(left)
+        allowed = (
+            _released(size, steps, step) - (size - len(left)) if releases else len(left)
+        )
         limit = float(torch.tensor(rules.threshold))
         text.close_choice(*(value - limit for value in values[1:allowed]))
         count = min(allowed, max(1, sum(value >= limit for value in values)))

@@ -92,7 +92,9 @@ class FullText(Watched):
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
-        self.block_length = self.rules.block_length or min(self.max_tokens, self.canvas_length)
+        self.block_length = self.rules.block_length or min(
+            self.max_tokens, self.canvas_length
+        )
         self.max_tokens = min(self.max_tokens, self.max_model_len - len(self.prompt))
         # Dream's own loop by threshold releases so many positions a step; one step: all at once.
         at_once = self.rules.policy == "threshold" and self.rules.strategy not in CACHED
@@ -124,7 +126,9 @@ class FullText(Watched):
         start, length = len(self.tokens), self.block_length
         if self.template is not None:
             mask_id, end = self.model.mask_id, start + self.max_tokens
-            self.tokens += [mask_id if token == FILL else token for token in self.template]
+            self.tokens += [
+                mask_id if token == FILL else token for token in self.template
+            ]
             self.canvas_start = start
             return [(low, min(low + length, end)) for low in range(start, end, length)]
         left = self.max_tokens - (start - len(self.prompt))
@@ -137,7 +141,9 @@ class FullText(Watched):
     def end_of(self, high: int) -> int:
         """Return the end of what exists while the block that ends at `high` is decoded."""
         window = self.rules.suffix_window
-        return len(self.tokens) if window is None else min(high + window, len(self.tokens))
+        return (
+            len(self.tokens) if window is None else min(high + window, len(self.tokens))
+        )
 
     def refreshed_from(self, low: int) -> int:
         """Return where the refresh starts that the block at `low` begins with."""

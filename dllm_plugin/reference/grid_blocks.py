@@ -44,7 +44,10 @@ class GridText(Text):
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Compute as the parent, with blocks counted from `origin`."""
-        block = [max(-1, p - self.origin) // self.block_length for p in range(len(self.tokens))]
+        block = [
+            max(-1, p - self.origin) // self.block_length
+            for p in range(len(self.tokens))
+        ]
         logits = self.model.predictions(self.tokens, block)
         banned = logits.clone()
         banned[:, self.model.mask_id] = float("-inf")
@@ -74,7 +77,11 @@ class Rules:
     def options(self) -> dict[str, Any]:
         """Return these as a request's arguments; the policy is the engine's."""
         own = ("policy", "factor", "seed")
-        given = {f"dllm_{k}": v for k, v in vars(self).items() if v is not None and k not in own}
+        given = {
+            f"dllm_{k}": v
+            for k, v in vars(self).items()
+            if v is not None and k not in own
+        }
         if self.editing_threshold is None:
             del given["dllm_max_post_steps"], given["dllm_num_to_transfer"]
         if self.max_active_blocks == 1:
@@ -101,7 +108,9 @@ def active_blocks(text: GridText, rules: Rules, canvas_length: int) -> Text:
             text.open_block(opened)
             active.append(opened)
             opened += 1
-        full |= {i + 1 for i in range(first, opened) if text.done(i) >= activate} | {first}
+        full |= {i + 1 for i in range(first, opened) if text.done(i) >= activate} | {
+            first
+        }
         stored = (active[0] if active else opened) - first
         if edits:
             stored = min(stored, 1)
@@ -111,9 +120,17 @@ def active_blocks(text: GridText, rules: Rules, canvas_length: int) -> Text:
         if edits and (stored == 0 or post < rules.max_post_steps):
             replaced = edited(text, probs, first, rules)
         written: list[int] = []
-        could = [p for p in range(text.bounds[first], text.lows[first + 1])] if edits else []
+        could = (
+            [p for p in range(text.bounds[first], text.lows[first + 1])]
+            if edits
+            else []
+        )
         for i in active:
-            quota = quota_of(rules, text.block_length, step) if i == active[0] else int(i in full)
+            quota = (
+                quota_of(rules, text.block_length, step)
+                if i == active[0]
+                else int(i in full)
+            )
             allowed = candidates(text, i, rules)
             could += allowed
             written += picked(text, allowed, probs, quota, rules, text.passes - 1)
@@ -122,13 +139,21 @@ def active_blocks(text: GridText, rules: Rules, canvas_length: int) -> Text:
             stored, written = 0, [] if one else written
             post += 1
         if active:
-            step = step + 1 if set(candidates(text, active[0], rules)) - set(written) else 0
+            step = (
+                step + 1
+                if set(candidates(text, active[0], rules)) - set(written)
+                else 0
+            )
         text.write(replaced + written, logits, probs)
         text.tell(logits, could)
         span = range(text.bounds[first], text.lows[opened])
-        saw_stop = (saw_stop and not edits) or any(text.tokens[p] in text.stop for p in span)
+        saw_stop = (saw_stop and not edits) or any(
+            text.tokens[p] in text.stop for p in span
+        )
         if edits:
-            settled = text.lows[first + (stored or int(keeps and post == rules.max_post_steps))]
+            settled = text.lows[
+                first + (stored or int(keeps and post == rules.max_post_steps))
+            ]
         first, post = first + stored, post if keeps else 0
     return text
 
@@ -157,23 +182,34 @@ def quota_of(rules: Rules, size: int, step: int) -> int:
 
 
 def picked(
-    text: GridText, masked: list[int], probs: Tensor, quota: int, rules: Rules, step: int
+    text: GridText,
+    masked: list[int],
+    probs: Tensor,
+    quota: int,
+    rules: Rules,
+    step: int,
 ) -> list[int]:
     """Return the positions that a block's policy takes; `step` counts its random numbers."""
     if rules.policy in ("threshold", "joint_threshold"):
         return sure_or_best(text, masked, probs, quota, rules)
     if not masked:
         return []
-    scores = dict(zip(masked, ranking(probs[masked], rules.policy).tolist(), strict=True))
+    scores = dict(
+        zip(masked, ranking(probs[masked], rules.policy).tolist(), strict=True)
+    )
     if rules.policy == "random":
-        scores = {p: counter_uniform(rules.seed ^ RANDOM_ORDER, p, step) for p in masked}
+        scores = {
+            p: counter_uniform(rules.seed ^ RANDOM_ORDER, p, step) for p in masked
+        }
     if rules.policy == "sequential":
         scores = {p: -float(p) for p in masked}
     order = sorted(masked, key=lambda p: (-scores[p], p))
     ranked = [scores[p] for p in order]
     if rules.policy == "factor":
         quota = factor_count(ranked, rules.factor)
-        text.close_choice(*(ranked[j] - (1 - rules.factor / (j + 2)) for j in range(1, len(order))))
+        text.close_choice(
+            *(ranked[j] - (1 - rules.factor / (j + 2)) for j in range(1, len(order)))
+        )
     elif quota < len(order):
         text.close_choice(ranked[quota - 1] - ranked[quota])
     return order[:quota]

@@ -70,7 +70,9 @@ class Router:
         if self.groups > 1:
             by_group = ranked.unflatten(-1, (self.groups, -1))
             best = by_group.topk(2).values.sum(-1).topk(self.kept_groups).indices
-            kept = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter(-1, best, True)
+            kept = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter(
+                -1, best, True
+            )
             ranked = by_group.masked_fill(~kept[..., None], float("-inf")).flatten(-2)
         chosen = ranked.topk(self.chosen).indices
         shares = torch.zeros_like(scores).scatter(-1, chosen, scores.gather(-1, chosen))
@@ -111,7 +113,9 @@ class PlainModel:
     router: Router | None = None
 
     @classmethod
-    def load(cls, folder: Path, mask_id: int | None = None, **reading: Any) -> "PlainModel":
+    def load(
+        cls, folder: Path, mask_id: int | None = None, **reading: Any
+    ) -> "PlainModel":
         """Read config.json and all weights; `reading` as `load_weights` takes it."""
         sizes = Sizes.load(folder)
         return cls(
@@ -137,20 +141,26 @@ class PlainModel:
         return (x * scale).to(x.dtype) * self.weights[f"{name}.weight"]
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
-        return linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+        return linear(
+            x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
+        )
 
     def _turns(self, start: int, count: int) -> Turns:
         """Return cosine and sine ``[N, rotary / 2]`` of the angles of positions."""
         half = self.rotary_dim // 2
         frequency = 1.0 / self.theta ** (torch.arange(half, device=self.device) / half)
-        angle = torch.arange(start, start + count, device=self.device)[:, None] * frequency
+        angle = (
+            torch.arange(start, start + count, device=self.device)[:, None] * frequency
+        )
         return angle.cos(), angle.sin()
 
     def _heads(self, x: Tensor, name: str, turns: Turns) -> list[Tensor]:
         """Return query, key and value ``[heads, N, head]``, the first two rotated."""
         heads = {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
         q, k, v = (
-            self._linear(x, f"{name}.{part}_proj").view(len(x), count, -1).transpose(0, 1)
+            self._linear(x, f"{name}.{part}_proj")
+            .view(len(x), count, -1)
+            .transpose(0, 1)
             for part, count in heads.items()
         )
         if f"{name}.q_norm.weight" in self.weights:
@@ -179,14 +189,18 @@ class PlainModel:
         return self._linear(out, f"{name}.o_proj")
 
     def _gated(self, x: Tensor, name: str) -> Tensor:
-        inner = silu(self._linear(x, f"{name}.gate_proj")) * self._linear(x, f"{name}.up_proj")
+        inner = silu(self._linear(x, f"{name}.gate_proj")) * self._linear(
+            x, f"{name}.up_proj"
+        )
         return self._linear(inner, f"{name}.down_proj")
 
     def _mlp(self, x: Tensor, name: str) -> Tensor:
         if self.router is None or f"{name}.gate.weight" not in self.weights:
             return self._gated(x, name)
         gate = self.weights[f"{name}.gate.weight"]
-        bias_E = self.weights.get(f"{name}.gate.expert_bias", torch.zeros(1, device=x.device))
+        bias_E = self.weights.get(
+            f"{name}.gate.expert_bias", torch.zeros(1, device=x.device)
+        )
         shares = self.router.shares(linear(x.to(gate.dtype), gate).float(), bias_E)
         out = torch.zeros_like(x, dtype=torch.float32)
         for expert in shares.any(0).nonzero().flatten().tolist():
@@ -199,7 +213,11 @@ class PlainModel:
 
     @torch.no_grad()
     def _states(
-        self, tokens: list[int], visible: Tensor | None, start: int = 0, slots: Slots | None = None
+        self,
+        tokens: list[int],
+        visible: Tensor | None,
+        start: int = 0,
+        slots: Slots | None = None,
     ) -> list[Tensor]:
         """Compute the states behind the embedding and every layer; None: all see everything."""
         x = self.weights["model.embed_tokens.weight"][tokens]
@@ -207,7 +225,9 @@ class PlainModel:
         for i in range(self.num_layers):
             layer = f"model.layers.{i}"
             inner = self._norm(x, f"{layer}.input_layernorm")
-            x = x + self._attend(inner, f"{layer}.self_attn", visible, turns, start, slots)
+            x = x + self._attend(
+                inner, f"{layer}.self_attn", visible, turns, start, slots
+            )
             inner = self._norm(x, f"{layer}.post_attention_layernorm")
             x = x + self._mlp(inner, f"{layer}.mlp")
             states.append(x)
@@ -221,12 +241,16 @@ class PlainModel:
         block_N = torch.tensor(block, device=self.device)
         return block_N[:, None] >= block_N[None, :]
 
-    def states(self, tokens: list[int], block: list[int]) -> tuple[list[Tensor], Tensor]:
+    def states(
+        self, tokens: list[int], block: list[int]
+    ) -> tuple[list[Tensor], Tensor]:
         """Compute the hidden states behind the embedding and every layer, and logits."""
         states = self._states(tokens, self._visible(block))
         return states, self._head(states[-1])
 
-    def exact_states(self, tokens: list[int], block: list[int]) -> tuple[list[Tensor], Tensor]:
+    def exact_states(
+        self, tokens: list[int], block: list[int]
+    ) -> tuple[list[Tensor], Tensor]:
         """Compute as `states`, in float32 from the same weights."""
         return replace(self, weights=InFloat32(self.weights)).states(tokens, block)
 
@@ -264,7 +288,8 @@ def _written(
         return computed
     if stop > kept[0].shape[1]:
         k, v = (
-            torch.cat([old[:, :start], new], dim=1) for old, new in zip(kept, computed, strict=True)
+            torch.cat([old[:, :start], new], dim=1)
+            for old, new in zip(kept, computed, strict=True)
         )
         return k, v
     for old, new in zip(kept, computed, strict=True):

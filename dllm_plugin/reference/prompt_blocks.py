@@ -56,7 +56,9 @@ class Text(Watched):
 
     def open_block(self, index: int) -> None:
         """Append the masks of a block."""
-        self.tokens += [self.model.mask_id] * (self.bounds[index + 1] - self.bounds[index])
+        self.tokens += [self.model.mask_id] * (
+            self.bounds[index + 1] - self.bounds[index]
+        )
 
     def masked(self, index: int) -> list[int]:
         """Return the undecided positions of a block."""
@@ -124,7 +126,11 @@ def d2f(
         if fits and not saw_stop and done(opened - 1) >= float32(block_add_threshold):
             text.open_block(opened)
             opened += 1
-        full |= {i + 1 for i in range(-1, opened) if done(i) >= float32(decoded_token_threshold)}
+        full |= {
+            i + 1
+            for i in range(-1, opened)
+            if done(i) >= float32(decoded_token_threshold)
+        }
         finished = [not text.masked(i) for i in range(stored, opened)]
         text.passes += 1
         logits, probs = text.forward()

@@ -8,7 +8,9 @@ from typing import Any
 FAST_DLLM, DREAM, LLADA = "Fast_dLLM_Qwen", "Dream", "llada"
 LLADA2, SDAR = ("llada2_moe", "llada2_moe_veomni", "llada21_moe"), ("sdar", "sdar_moe")
 MASKS = (
-    {FAST_DLLM: "|<MASK>|"} | dict.fromkeys(LLADA2, "<|mask|>") | dict.fromkeys(SDAR, "<|MASK|>")
+    {FAST_DLLM: "|<MASK>|"}
+    | dict.fromkeys(LLADA2, "<|mask|>")
+    | dict.fromkeys(SDAR, "<|MASK|>")
 )
 SHIFTED = (DREAM, FAST_DLLM)
 
@@ -38,10 +40,14 @@ class Sizes:
         kind = config["model_type"]
         known = (LLADA, DREAM, FAST_DLLM, *SDAR, *LLADA2)
         if kind not in known:
-            raise ValueError(f"model_type {kind!r} has no plain model; known: {', '.join(known)}.")
+            raise ValueError(
+                f"model_type {kind!r} has no plain model; known: {', '.join(known)}."
+            )
         for name in ("quantization_config", "rope_scaling"):
             if config.get(name):
-                raise ValueError(f"{name} in config.json is nothing that the plain model computes.")
+                raise ValueError(
+                    f"{name} in config.json is nothing that the plain model computes."
+                )
         if kind == LLADA:
             return cls(*_llada_sizes(config))
         heads, width = config["num_attention_heads"], config["hidden_size"]
@@ -74,7 +80,9 @@ class Sizes:
             layer = f"model.layers.{i}"
             for name in ("input_layernorm", "post_attention_layernorm"):
                 found[f"{layer}.{name}.weight"] = (self.width,)
-            found |= self._attention(f"{layer}.self_attn") | self._mlp(f"{layer}.mlp", i)
+            found |= self._attention(f"{layer}.self_attn") | self._mlp(
+                f"{layer}.mlp", i
+            )
         return found
 
     def _attention(self, name: str) -> dict[str, tuple[int, ...]]:
@@ -92,12 +100,17 @@ class Sizes:
 
     def _mlp(self, name: str, layer: int) -> dict[str, tuple[int, ...]]:
         config, experts = self.raw, self.raw.get("num_experts", 0)
-        step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+        step, dense = (
+            config.get("decoder_sparse_step", 1),
+            config.get("mlp_only_layers") or (),
+        )
         is_dense = layer < config.get("first_k_dense_replace", 0) or layer in dense
         if not experts or is_dense or (layer + 1) % step:
             return self._gated(name, self.inner)
         inner = config["moe_intermediate_size"]
-        found: dict[str, tuple[int, ...]] = {f"{name}.gate.weight": (experts, self.width)}
+        found: dict[str, tuple[int, ...]] = {
+            f"{name}.gate.weight": (experts, self.width)
+        }
         for expert in range(experts):
             found |= self._gated(f"{name}.experts.{expert}", inner)
         if self.kind in LLADA2:
@@ -129,5 +142,6 @@ def _llada_sizes(config: dict[str, Any]) -> tuple[Any, ...]:
 def _theta(config: dict[str, Any], default: float) -> float:
     # Newer releases of transformers write it into a dictionary of its own.
     return float(
-        config.get("rope_theta") or (config.get("rope_parameters") or {}).get("rope_theta", default)
+        config.get("rope_theta")
+        or (config.get("rope_parameters") or {}).get("rope_theta", default)
     )

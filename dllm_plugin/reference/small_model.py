@@ -45,7 +45,11 @@ def linear_names(shape: Shape) -> dict[str, tuple[int, int]]:
     d, m = shape.d_model, shape.mlp_hidden_size
     sizes = {name: (d, d) for name in ADAPTED}
     sizes |= {"ff_proj": (m, d), "up_proj": (m, d), "ff_out": (d, m)}
-    return {f"blocks.{i}.{n}.weight": s for i in range(shape.n_layers) for n, s in sizes.items()}
+    return {
+        f"blocks.{i}.{n}.weight": s
+        for i in range(shape.n_layers)
+        for n, s in sizes.items()
+    }
 
 
 def _norm(x_BTD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -55,9 +59,13 @@ def _norm(x_BTD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return x32.to(x_BTD.dtype) * weight_D
 
 
-def _rope_tables(length: int, head_size: int, theta: float, device: torch.device) -> Tensor:
+def _rope_tables(
+    length: int, head_size: int, theta: float, device: torch.device
+) -> Tensor:
     """Return float32 [2, T, head_size]: cos and sin of positions 0..T-1 in half-split layout."""
-    exponents = torch.arange(0, head_size, 2, device=device, dtype=torch.float32) / head_size
+    exponents = (
+        torch.arange(0, head_size, 2, device=device, dtype=torch.float32) / head_size
+    )
     positions = torch.arange(length, device=device, dtype=torch.float32)
     angles = torch.outer(positions, theta**-exponents)
     angles = torch.cat([angles, angles], -1)
@@ -80,7 +88,9 @@ def visibility(blocks_BT: Tensor) -> Tensor:
     return (blocks_BT[:, :, None] >= blocks_BT[:, None, :])[:, None]
 
 
-def forward(weights: Weights, shape: Shape, ids_BT: Tensor, blocks_BT: Tensor) -> Tensor:
+def forward(
+    weights: Weights, shape: Shape, ids_BT: Tensor, blocks_BT: Tensor
+) -> Tensor:
     """Compute logits [B, T, V]; those at p predict position p (LLaDA does not shift)."""
 
     def weight(name: str) -> Tensor:
@@ -107,7 +117,9 @@ def forward(weights: Weights, shape: Shape, ids_BT: Tensor, blocks_BT: Tensor) -
         x = x + F.linear(attended, weight(block + "attn_out"))
         h = _norm(x, weight(block + "ff_norm"), shape.rms_norm_eps)
         gated = F.silu(F.linear(h, weight(block + "ff_proj")))
-        x = x + F.linear(gated * F.linear(h, weight(block + "up_proj")), weight(block + "ff_out"))
+        x = x + F.linear(
+            gated * F.linear(h, weight(block + "up_proj")), weight(block + "ff_out")
+        )
     return F.linear(_norm(x, weight("ln_f"), shape.rms_norm_eps), weight("ff_out"))
 
 
@@ -117,7 +129,9 @@ def adapter_names(name: str) -> tuple[str, str]:
     return f"{stem}.lora_A.weight", f"{stem}.lora_B.weight"
 
 
-def merge_adapter(weights: Weights, adapter: Weights, scale: float) -> dict[str, Tensor]:
+def merge_adapter(
+    weights: Weights, adapter: Weights, scale: float
+) -> dict[str, Tensor]:
     """Replace W by W + scale * B @ A where the adapter has a pair; differentiable."""
     merged = dict(weights)
     pairs = 0
@@ -127,7 +141,9 @@ def merge_adapter(weights: Weights, adapter: Weights, scale: float) -> dict[str,
             merged[name] = weight + scale * (adapter[b] @ adapter[a])
             pairs += 1
     if 2 * pairs != len(adapter):
-        raise ValueError(f"adapter has {len(adapter)} tensors, only {2 * pairs} fit this base")
+        raise ValueError(
+            f"adapter has {len(adapter)} tensors, only {2 * pairs} fit this base"
+        )
     return merged
 
 
@@ -137,5 +153,8 @@ def load_weights(folder: Path, adapter: Path | None = None) -> dict[str, Tensor]
     if adapter is None:
         return weights
     config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
-    tensors = {n: t.float() for n, t in load_file(adapter / "adapter_model.safetensors").items()}
+    tensors = {
+        n: t.float()
+        for n, t in load_file(adapter / "adapter_model.safetensors").items()
+    }
     return merge_adapter(weights, tensors, config["lora_alpha"] / config["r"])

@@ -73,7 +73,9 @@ class CanvasRows:
         """
         self.states = states
         self.plan = plan
-        self.begin: Callable[[Tensor, Tensor, Tensor], PlannedCanvases] = self.begin_step
+        self.begin: Callable[[Tensor, Tensor, Tensor], PlannedCanvases] = (
+            self.begin_step
+        )
         self.carry_NV: Tensor | None = None
         self._update: CarryUpdate | None = None
         self._mixed = False
@@ -82,7 +84,9 @@ class CanvasRows:
         self.shift = int(states.config.family.logits_shift)
         self.dedicated_commit = states.config.dedicated_commit
         if self.shift and not self.dedicated_commit:
-            self.carry_NV = torch.zeros(num_slots, width, dtype=dtype, device=states.device)
+            self.carry_NV = torch.zeros(
+                num_slots, width, dtype=dtype, device=states.device
+            )
 
     def choose(self, batch: "InputBatch", mixed: bool) -> None:
         """Ask for the last row of each prefill, too, when logits are shifted.
@@ -97,7 +101,9 @@ class CanvasRows:
             return
         # vLLM's warm-up hands a grammar to its prefills and expects them to have no rows.
         # Ids of clients end in what vLLM appends to them, never in "_".
-        if batch.req_ids[0].startswith(WARMUP_PREFIX) and batch.req_ids[0].endswith("_"):
+        if batch.req_ids[0].startswith(WARMUP_PREFIX) and batch.req_ids[0].endswith(
+            "_"
+        ):
             return
         last = batch.query_start_loc[canvases + 1 : batch.num_reqs + 1] - 1
         batch.logits_indices = torch.cat([batch.logits_indices, last.to(torch.int64)])
@@ -118,14 +124,18 @@ class CanvasRows:
         with self.side_stream.run():
             return self._planned_step(logits_TV[:num_rows], batch, canvases)
 
-    def _planned_step(self, logits_TV: Tensor, batch: "InputBatch", canvases: int) -> StepRows:
+    def _planned_step(
+        self, logits_TV: Tensor, batch: "InputBatch", canvases: int
+    ) -> StepRows:
         """Return all of a step but what its logits say; read nothing that this forward writes."""
         slots_R, bounds = batch.idx_mapping[:canvases], batch.cu_num_logits
         planned = self.begin(slots_R, bounds[:canvases], bounds[1 : canvases + 1])
         num_rows = len(logits_TV)
         if self.carry_NV is not None:
             num_rows += canvases
-            self._update = CarryUpdate(logits_TV, planned.last_row_R, slots_R, planned.commits_R)
+            self._update = CarryUpdate(
+                logits_TV, planned.last_row_R, slots_R, planned.commits_R
+            )
         return StepRows(
             torch.arange(canvases, device=self.states.device),
             np.arange(canvases),
@@ -164,18 +174,24 @@ class CanvasRows:
             None,
         )
 
-    def begin_step(self, slots_R: Tensor, low_R: Tensor, high_R: Tensor) -> PlannedCanvases:
+    def begin_step(
+        self, slots_R: Tensor, low_R: Tensor, high_R: Tensor
+    ) -> PlannedCanvases:
         """View and plan the canvases whose rows of this forward are ``[low, high)``."""
         drafts_R = (high_R - low_R).to(torch.int64)
         canvas, remaining_R = self.states.view(slots_R, drafts_R)
         plan = self.plan(canvas, self.states.config.mask_token_id)
         position_C = torch.arange(self.num_positions, device=slots_R.device)
-        source_RC = low_R.to(torch.int64)[:, None] + (position_C - self.shift).clamp_min(0)
+        source_RC = low_R.to(torch.int64)[:, None] + (
+            position_C - self.shift
+        ).clamp_min(0)
         # Positions that were not computed share the last row.
         source_RC = torch.minimum(source_RC, high_R.to(torch.int64)[:, None] - 1)
         if self.carry_NV is not None:
             # The carry rows stand after the rows of this forward.
-            carry_R1 = (high_R[-1] + torch.arange(len(slots_R), device=slots_R.device))[:, None]
+            carry_R1 = (high_R[-1] + torch.arange(len(slots_R), device=slots_R.device))[
+                :, None
+            ]
             source_RC = torch.where(position_C == 0, carry_R1, source_RC)
         last_row_R = low_R + plan.num_committed_R.clamp_min(1).to(torch.int64) - 1
         commits_R = plan.num_committed_R > 0
@@ -192,14 +208,18 @@ class CanvasRows:
         """Return how many leading positions of canvases can have a row, as the host knows."""
         return self.num_positions
 
-    def gather(self, step: StepRows, logits_TV: Tensor, row_G: Tensor, slot_G: Tensor) -> Tensor:
+    def gather(
+        self, step: StepRows, logits_TV: Tensor, row_G: Tensor, slot_G: Tensor
+    ) -> Tensor:
         """Return some rows of the step, ``[G, V]``; rows behind the logits are carry rows."""
         logits_TV = step.chunks[0].logits_XV  # without the rows of prefills
         rows_GV = logits_TV[row_G.clamp_max(len(logits_TV) - 1)]
         if self.carry_NV is None:
             return rows_GV
         is_carry_G1 = (row_G >= len(logits_TV))[:, None]
-        return torch.where(is_carry_G1, self.carry_NV[slot_G].to(rows_GV.dtype), rows_GV)
+        return torch.where(
+            is_carry_G1, self.carry_NV[slot_G].to(rows_GV.dtype), rows_GV
+        )
 
     def sources(self, step: StepRows) -> tuple[Tensor, Tensor | None]:
         """Return the logits of canvases, and the carry rows by slot; these count behind them."""
@@ -207,7 +227,9 @@ class CanvasRows:
 
     def replan(self, step: StepRows, plan: StepPlan) -> StepRows:
         """Return the step with another plan; the row that is kept or read behind it moves along."""
-        moved_R = plan.num_committed_R.clamp_min(1) - step.plan.num_committed_R.clamp_min(1)
+        moved_R = plan.num_committed_R.clamp_min(
+            1
+        ) - step.plan.num_committed_R.clamp_min(1)
         if self._update is not None:
             self._update = self._update._replace(
                 from_R=self._update.from_R + moved_R, moved_R=plan.num_committed_R > 0
@@ -237,7 +259,11 @@ class CanvasRows:
         """Do nothing: a carry row is written before it is read."""
 
     def _chunks(
-        self, logits_TV: Tensor, batch: "InputBatch", slots_R: Tensor, planned: PlannedCanvases
+        self,
+        logits_TV: Tensor,
+        batch: "InputBatch",
+        slots_R: Tensor,
+        planned: PlannedCanvases,
     ) -> Iterator[RowChunk]:
         """Yield the rows to propose from: those of this forward, then the carry rows."""
         device = self.states.device
@@ -247,10 +273,18 @@ class CanvasRows:
         if self._mixed:
             owner_R = np.arange(len(slots_R))
             assert batch.num_draft_tokens_per_req is not None
-            owner_np = np.repeat(owner_R, batch.num_draft_tokens_per_req[: len(slots_R)])
-        chunks = [RowChunk(rows_T, logits_TV, None, slot_T, offset_T, self.shift, None, owner_np)]
+            owner_np = np.repeat(
+                owner_R, batch.num_draft_tokens_per_req[: len(slots_R)]
+            )
+        chunks = [
+            RowChunk(
+                rows_T, logits_TV, None, slot_T, offset_T, self.shift, None, owner_np
+            )
+        ]
         if self.carry_NV is not None:
-            rows_R = torch.arange(len(slot_T), len(slot_T) + len(slots_R), device=device)
+            rows_R = torch.arange(
+                len(slot_T), len(slot_T) + len(slots_R), device=device
+            )
             nowhere_R = torch.zeros_like(slots_R, dtype=torch.int32)
             carry = (rows_R, self.carry_NV, slots_R, slots_R, nowhere_R, 0)
             chunks.append(RowChunk(*carry, None, owner_R))

@@ -98,7 +98,9 @@ class Decider:
         self.targets = targets
         self.automata = automata
         method = states.config.method
-        self.policy_rules = {name: policy.rule for name, policy in method.policies.items()}
+        self.policy_rules = {
+            name: policy.rule for name, policy in method.policies.items()
+        }
         self.commit = method.commit
         self.edits = method.edits
         self.keeps_kv = method.keeps_kv
@@ -158,8 +160,13 @@ class Decider:
         for count in WARMUP_REQUESTS:
             tensors = example(count)
             device = self.states.device
-            columns = [torch.zeros(WARMUP_ROWS, device=device) for _ in RowStats._fields]
-            columns[0], columns[2] = columns[0].to(torch.int64), columns[2].to(torch.int32)
+            columns = [
+                torch.zeros(WARMUP_ROWS, device=device) for _ in RowStats._fields
+            ]
+            columns[0], columns[2] = (
+                columns[0].to(torch.int64),
+                columns[2].to(torch.int32),
+            )
             stats = RowStats(*columns[: 5 if policies.want_ranking else 3])
             allow_any_length(tensors, stats)
             self.decide(*tensors, stats, policies, None)
@@ -185,7 +192,9 @@ class Decider:
         if states.templates.active:
             given_RC = states.given(slots_R)
             plan, to_decide = without_given(plan, canvas, given_RC)
-        unmask_RC = self._apply_policies(slots_R, to_decide, plan, proposal, policies.names)
+        unmask_RC = self._apply_policies(
+            slots_R, to_decide, plan, proposal, policies.names
+        )
         constraint = None if stateful is None else stateful.constraint
         if stateful is not None:
             unmask_RC = self.targets.take(slots_R, plan.candidates_RC, unmask_RC)
@@ -197,10 +206,14 @@ class Decider:
         tokens_RC = torch.where(unmask_RC, proposal.token_RC, canvas.tokens_RC)
         tail_R = states.tail_N[slots_R]
         position_C = torch.arange(self.num_positions, device=slots_R.device)
-        is_stop_RC = self.rules.is_stop(tokens_RC, slots_R) & (position_C >= tail_R[:, None])
+        is_stop_RC = self.rules.is_stop(tokens_RC, slots_R) & (
+            position_C >= tail_R[:, None]
+        )
         if constraint is not None:
             plan = fix_stop(constraint, plan, unmask_RC, is_stop_RC)
-        outcome = self.commit(canvas, plan, unmask_RC, tokens_RC, is_stop_RC, remaining_R, mask_id)
+        outcome = self.commit(
+            canvas, plan, unmask_RC, tokens_RC, is_stop_RC, remaining_R, mask_id
+        )
         if given_RC is not None:
             outcome = commit_given(canvas, outcome, tokens_RC, mask_id)
         # A stop token that was replaced is forgotten.
@@ -209,9 +222,13 @@ class Decider:
         broken_R = _count_broken(stats, source_RC, plan)
         logprobs = first = None
         if stateful is not None:
-            logprobs, first = self._commit_stateful(stateful, outcome, tokens_RC, emit_RC, given_RC)
+            logprobs, first = self._commit_stateful(
+                stateful, outcome, tokens_RC, emit_RC, given_RC
+            )
             certain_RC, index_R = proposal.confidence_RC, stateful.step.index_R
-            self.watched.commit(slots_R, outcome, certain_RC, tokens_RC, emit_RC, tail_R, index_R)
+            self.watched.commit(
+                slots_R, outcome, certain_RC, tokens_RC, emit_RC, tail_R, index_R
+            )
         states.advance(slots_R, plan, outcome, tokens_RC, saw_stop_R)
         if self.first_tokens is not None and first is not None:
             self.first_tokens.write(first)
@@ -237,13 +254,17 @@ class Decider:
         """Return what the host is told: what is left as well, where it launches ahead."""
         if self.sends_left and left_R is not None:
             broken_R = torch.where(broken_R > 0, broken_R, -left_R)
-        return EmittedTokens(tokens_RC, emitted_R, rejected_R, broken_R, logprobs, left_R)
+        return EmittedTokens(
+            tokens_RC, emitted_R, rejected_R, broken_R, logprobs, left_R
+        )
 
     def _left(
         self, canvas: Canvas, plan: StepPlan, outcome: StepOutcome, tokens_RC: Tensor
     ) -> Tensor:
         """Count what is still masked of current blocks; nothing of those done, or of void steps."""
-        is_left_RC = (tokens_RC == self.states.config.mask_token_id) & (canvas.block_RC == 0)
+        is_left_RC = (tokens_RC == self.states.config.mask_token_id) & (
+            canvas.block_RC == 0
+        )
         counts_R = plan.active_RS.any(dim=1) & ~outcome.refresh_R
         is_left_RC = is_left_RC & counts_R[:, None]
         return is_left_RC.sum(dim=1, dtype=torch.int32)
@@ -266,9 +287,13 @@ class Decider:
         for rule, policies in users.items():
             take_RC = rule(plan, canvas, proposal, settings)
             for name in policies:
-                unmask_RC = torch.where(policy_R1 == POLICY_IDS[name], take_RC, unmask_RC)
+                unmask_RC = torch.where(
+                    policy_R1 == POLICY_IDS[name], take_RC, unmask_RC
+                )
         first_C = torch.arange(self.num_positions, device=slots_R.device) == 0
-        return torch.where(plan.first_only_R[:, None], plan.candidates_RC & first_C, unmask_RC)
+        return torch.where(
+            plan.first_only_R[:, None], plan.candidates_RC & first_C, unmask_RC
+        )
 
     def _commit_stateful(
         self,
@@ -286,7 +311,9 @@ class Decider:
         logprobs = self.logprobs.commit(step, outcome, emit_RC, num_reqs, given)
         if self.first_tokens is None:
             return logprobs, None
-        first = self.first_tokens.propose_after_commit(step, logits_TV, outcome, tokens_RC)
+        first = self.first_tokens.propose_after_commit(
+            step, logits_TV, outcome, tokens_RC
+        )
         return logprobs, first
 
     def _rejected(

@@ -20,7 +20,9 @@ def keep_by_order(logits_TV: Tensor, top_k_T: Tensor | None, top_p_T: Tensor) ->
     """Ban, in place, all but the likeliest tokens of each row; of equal ones lower ids stay."""
     ordered_TV = torch.from_numpy(np.sort(logits_TV.numpy(), axis=-1))
     if top_k_T is not None:
-        least_T1 = ordered_TV.gather(1, ordered_TV.shape[1] - top_k_T.to(torch.int64)[:, None])
+        least_T1 = ordered_TV.gather(
+            1, ordered_TV.shape[1] - top_k_T.to(torch.int64)[:, None]
+        )
         ordered_TV.masked_fill_(ordered_TV < least_T1, NEGATIVE_INFINITY)
         logits_TV.masked_fill_(logits_TV < least_T1, NEGATIVE_INFINITY)
     probs_TV = ordered_TV.softmax(dim=-1)
@@ -45,7 +47,9 @@ TopFilter = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 class Filters:
     """Filter rows by the numbers of their requests; `keep_top` is vLLM's filter by both tops."""
 
-    def __init__(self, states: CanvasStates, sampling_states: Any, keep_top: TopFilter) -> None:
+    def __init__(
+        self, states: CanvasStates, sampling_states: Any, keep_top: TopFilter
+    ) -> None:
         self.states = states
         self.sampling_states = sampling_states
         self.keep_top = keep_top
@@ -77,7 +81,9 @@ class Filters:
             top_p = sampling.top_p.gpu[slot_T]
         return self._keep(logits_TV, top_k, top_p)
 
-    def apply_greedy(self, logits_TV: Tensor, slot_T: Tensor, slots_np: np.ndarray) -> Tensor:
+    def apply_greedy(
+        self, logits_TV: Tensor, slot_T: Tensor, slots_np: np.ndarray
+    ) -> Tensor:
         """Filter rows of greedy requests as Dream does: it changes the confidence, not the token.
 
         Sampling requests have no such filters: their numbers are neutral here.
@@ -91,7 +97,9 @@ class Filters:
             top_p = states.requests.number("top_p", slot_T)
         return self._keep(logits_TV, top_k, top_p)
 
-    def _keep(self, logits_TV: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
+    def _keep(
+        self, logits_TV: Tensor, top_k: Tensor | None, top_p: Tensor | None
+    ) -> Tensor:
         """Filter by top-k and top-p in the order of the method."""
         if not len(logits_TV) or (top_k is None and top_p is None):
             return logits_TV
@@ -100,7 +108,9 @@ class Filters:
             return self._keep_top(logits_TV, top_k, None)
         return self._keep_top(logits_TV, top_k, top_p)
 
-    def _keep_top(self, logits_TV: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
+    def _keep_top(
+        self, logits_TV: Tensor, top_k: Tensor | None, top_p: Tensor | None
+    ) -> Tensor:
         """Filter by top-k, then top-p."""
         if self.on_cpu and top_p is not None:
             return keep_by_order(logits_TV, top_k, top_p)

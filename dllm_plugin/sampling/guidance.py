@@ -51,11 +51,15 @@ def guided_pairs(req_ids: Sequence[str]) -> np.ndarray:
     """
     place = {req_id: i for i, req_id in enumerate(req_ids)}
     hidden = [(conditional_id(r), i) for r, i in place.items() if is_unconditional(r)]
-    pairs = [(place[conditional], i) for conditional, i in hidden if conditional in place]
+    pairs = [
+        (place[conditional], i) for conditional, i in hidden if conditional in place
+    ]
     return np.array(pairs, dtype=np.int64).reshape(-1, 2)
 
 
-def context_rows(bounds_np: np.ndarray, unconditional: np.ndarray, first: np.ndarray) -> np.ndarray:
+def context_rows(
+    bounds_np: np.ndarray, unconditional: np.ndarray, first: np.ndarray
+) -> np.ndarray:
     """Return the rows of a step that unconditional requests must not see: all before the canvas.
 
     Args:
@@ -63,7 +67,9 @@ def context_rows(bounds_np: np.ndarray, unconditional: np.ndarray, first: np.nda
         unconditional: places in the batch, int64 ``[P]``; each computes from position 0 on.
         first: first position of the canvas of each, int64 ``[P]``.
     """
-    spans = [np.arange(n) + bounds_np[i] for i, n in zip(unconditional, first, strict=True)]
+    spans = [
+        np.arange(n) + bounds_np[i] for i, n in zip(unconditional, first, strict=True)
+    ]
     return np.concatenate([np.empty(0, dtype=np.int64), *spans]).astype(np.int64)
 
 

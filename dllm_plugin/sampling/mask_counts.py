@@ -53,9 +53,13 @@ class MaskCounts:
         self.start_N = np.zeros(num_slots, dtype=np.int64)
         self.grows_np = np.zeros(num_slots, dtype=np.bool_)
         self._copied: deque[CopiedCounts] = deque()
-        self._arrivals: deque[Arrival] = deque()  # used in turn, more than are in flight
+        self._arrivals: deque[Arrival] = (
+            deque()
+        )  # used in turn, more than are in flight
 
-    def record(self, slots_np: np.ndarray, starts_np: np.ndarray, left_R: Tensor) -> None:
+    def record(
+        self, slots_np: np.ndarray, starts_np: np.ndarray, left_R: Tensor
+    ) -> None:
         """Start the copy of what a step left."""
         event = None
         if left_R.is_cuda:
@@ -79,7 +83,9 @@ class MaskCounts:
         for copied in self._copied:
             copied.slots_np[copied.slots_np == slot] = NO_SLOT
 
-    def most(self, slots_np: np.ndarray, starts_np: np.ndarray, sizes_np: np.ndarray) -> np.ndarray:
+    def most(
+        self, slots_np: np.ndarray, starts_np: np.ndarray, sizes_np: np.ndarray
+    ) -> np.ndarray:
         """Return how many masks the blocks that start there have at most; one at least.
 
         Args:

@@ -95,7 +95,9 @@ class MaskedRows:
         self._starts_np = np.zeros(0, dtype=np.int64)
         most_rows = num_slots * self.num_positions
         self._rows_X = torch.arange(most_rows, device=states.device)
-        self._nothing_T0 = states.canvas_NC.new_empty(0, 0)  # for logits before there are any
+        self._nothing_T0 = states.canvas_NC.new_empty(
+            0, 0
+        )  # for logits before there are any
 
     def choose(self, batch: "InputBatch", mixed: bool) -> None:
         """Ask for the rows of this step; with guidance, for those of unconditional requests, too.
@@ -113,7 +115,9 @@ class MaskedRows:
         request_T, index_np, slots_np = rows.request_T, rows.index_np, rows.slots_np
         num_rows, num_known = len(request_T), len(index_np) * KNOWN_TO_HOST
         on_device = async_tensor_h2d(rows.packed, device=self.states.device)
-        known, flat, slot_T = on_device.split_with_sizes((num_known, num_rows, num_rows))
+        known, flat, slot_T = on_device.split_with_sizes(
+            (num_known, num_rows, num_rows)
+        )
         planned = self.begin(known.view(-1, KNOWN_TO_HOST))
         place_T, row_T = planned.found_2X[:, flat].unbind()
         batch.logits_indices = row_T
@@ -141,7 +145,10 @@ class MaskedRows:
         """Count rows, each request's behind those of the one before it."""
         assert batch.num_draft_tokens_per_req is not None
         states, drafts = self.states, batch.num_draft_tokens_per_req[:canvases]
-        slots, bounds = batch.idx_mapping_np[:canvases], batch.query_start_loc_np[: canvases + 1]
+        slots, bounds = (
+            batch.idx_mapping_np[:canvases],
+            batch.query_start_loc_np[: canvases + 1],
+        )
         # In front of a canvas lies what is computed before it, here or earlier.
         before = bounds[1:] - drafts
         starts = batch.num_computed_tokens_np[:canvases] + (before - bounds[:-1])
@@ -160,12 +167,20 @@ class MaskedRows:
         known_KR = packed[:num_known].reshape(-1, KNOWN_TO_HOST).T
         offset = known_KR[6]
         offset[:] = np.cumsum(most) - most
-        known_KR[0], known_KR[1], known_KR[2], known_KR[3] = index, slots, starts, drafts
+        known_KR[0], known_KR[1], known_KR[2], known_KR[3] = (
+            index,
+            slots,
+            starts,
+            drafts,
+        )
         known_KR[4], known_KR[5], known_KR[7] = 0, row, num_rows
         if not states.requests.refresh_all(slots):
             known_KR[4] = states.next_refresh_np(slots, starts)
         # Rows are numbered within a request, and requests by the positions of a canvas.
-        flat = np.arange(num_rows) + (np.arange(len(index)) * self.num_positions - offset)[request]
+        flat = (
+            np.arange(num_rows)
+            + (np.arange(len(index)) * self.num_positions - offset)[request]
+        )
         packed[num_known : num_known + num_rows] = flat
         packed[num_known + num_rows :] = slots[request]
         return HostRows(index, unconditional, slots, starts, request, packed, first_row)
@@ -183,12 +198,18 @@ class MaskedRows:
         first_row_R, offset_R, number_R = numbers
         canvas, remaining_R = self.states.view(slots_R, drafts_R)
         is_void_R = self.states.start_N[slots_R] != start_R
-        plan = without_void(self.plan(canvas, self.states.config.mask_token_id), is_void_R)
+        plan = without_void(
+            self.plan(canvas, self.states.config.mask_token_id), is_void_R
+        )
         candidates_RC = plan.candidates_RC
         rank_RC = candidates_RC.cumsum(dim=1) - 1
         # Positions without a row of their own share one after the last.
-        source_RC = torch.where(candidates_RC, offset_R[:, None] + rank_RC, number_R[:, None])
-        position_RC = torch.arange(self.num_positions, device=slots_R.device).expand_as(rank_RC)
+        source_RC = torch.where(
+            candidates_RC, offset_R[:, None] + rank_RC, number_R[:, None]
+        )
+        position_RC = torch.arange(self.num_positions, device=slots_R.device).expand_as(
+            rank_RC
+        )
         place_RC = torch.zeros_like(torch.nn.functional.pad(rank_RC, (0, 1)))
         into_RC = torch.where(candidates_RC, rank_RC, self.num_positions)
         place_RC = place_RC.scatter(1, into_RC, position_RC)[:, : self.num_positions]
@@ -210,7 +231,9 @@ class MaskedRows:
         known = np.zeros((count, KNOWN_TO_HOST), dtype=np.int64)
         known[:, 1] = np.arange(count) % len(self.states.open_N)
         known[:, 3] = self.states.config.block_length
-        known_RK = async_tensor_h2d(known.ravel(), device=self.states.device).view(known.shape)
+        known_RK = async_tensor_h2d(known.ravel(), device=self.states.device).view(
+            known.shape
+        )
         allow_any_length(known_RK)
         planned = self.begin(known_RK)
         return StepTensors(
@@ -239,7 +262,9 @@ class MaskedRows:
         behind = rows.first_row[rows.unconditional_np] - rows.first_row[rows.index_np]
         packed = np.stack([place_G, behind[request_G], slots_np[request_G]])
         place, behind_G, slot_G = async_tensor_h2d(packed, device=row_T.device)
-        self._guided = GuidedRows(place, self.states.requests.number("cfg_scale", slot_G))
+        self._guided = GuidedRows(
+            place, self.states.requests.number("cfg_scale", slot_G)
+        )
         hidden = rows.unconditional_np[rows.unconditional_np != rows.index_np]
         self._hide_context(batch, hidden)
         return torch.cat([row_T, row_T[place] + behind_G])
@@ -289,7 +314,9 @@ class MaskedRows:
         longest = int(self.states.requests.block_length.np[step.slots_np].max())
         return min(longest, self.num_positions)
 
-    def gather(self, step: StepRows, logits_TV: Tensor, row_G: Tensor, slot_G: Tensor) -> Tensor:
+    def gather(
+        self, step: StepRows, logits_TV: Tensor, row_G: Tensor, slot_G: Tensor
+    ) -> Tensor:
         """Return some rows of the step, ``[G, V]``, guided ones as they are combined."""
         rows_TV = step.chunks[0].logits_XV
         return rows_TV[row_G.clamp_max(len(rows_TV) - 1)]

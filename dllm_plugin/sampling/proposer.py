@@ -19,7 +19,11 @@ from vllm.config import ModelConfig
 from dllm_plugin.grammar.step import unpack
 from dllm_plugin.kernels.confidence import kernel as row_stats
 from dllm_plugin.kernels.confidence import partial_reference, reference
-from dllm_plugin.kernels.confidence.reference import NEGATIVE_INFINITY, RowSampling, RowStats
+from dllm_plugin.kernels.confidence.reference import (
+    NEGATIVE_INFINITY,
+    RowSampling,
+    RowStats,
+)
 from dllm_plugin.sampling.features.eos_bans import EosBans
 from dllm_plugin.sampling.features.logprobs import LogprobStash
 from dllm_plugin.sampling.features.targets import Targets
@@ -111,12 +115,20 @@ class Proposer:
                 # From copies where the request needs them, or where a grammar bans most ids.
                 is_copied = way != ONCE or chunk.allowed_TW is not None
                 propose_chunk = self._from_copies if is_copied else self._from_logits
-                pieces = list(split_rows(taken)) if is_copied or self._is_cut(chunk) else [taken]
+                pieces = (
+                    list(split_rows(taken))
+                    if is_copied or self._is_cut(chunk)
+                    else [taken]
+                )
                 stats += [propose_chunk(piece, wanted) for piece in pieces]
                 rows += [piece.rows_T for piece in pieces]
-        columns = [column for column in zip(*stats, strict=True) if column[0] is not None]
+        columns = [
+            column for column in zip(*stats, strict=True) if column[0] is not None
+        ]
         if whole and sum(map(len, rows)) == num_rows:
-            return RowStats(*map(torch.cat, columns))  # all rows of the step, in their order
+            return RowStats(
+                *map(torch.cat, columns)
+            )  # all rows of the step, in their order
         return RowStats(*(scatter_rows(column, rows, num_rows) for column in columns))
 
     def _is_cut(self, chunk: RowChunk) -> bool:
@@ -144,7 +156,9 @@ class Proposer:
         ways_np = self.way_np[slots_np]
         return bool((ways_np != ways_np[:1]).any())
 
-    def warm_up(self, logits_TV: Tensor, carry_NV: Tensor | None, with_automata: bool) -> None:
+    def warm_up(
+        self, logits_TV: Tensor, carry_NV: Tensor | None, with_automata: bool
+    ) -> None:
         """Launch the kernels in all forms that a step may ask for.
 
         Args:
@@ -165,7 +179,9 @@ class Proposer:
         for chunk, want_ranking in itertools.product(chunks, (False, True)):
             for one, biases in itertools.product((None, sampling), (None, bias)):
                 self._read_once(chunk, one, biases, want_ranking, None)
-        copies_TV = torch.zeros(len(rows_T), self.rules.vocab_size, device=rows_T.device)
+        copies_TV = torch.zeros(
+            len(rows_T), self.rules.vocab_size, device=rows_T.device
+        )
         for token_T, want_ranking in itertools.product((None, rows_T), (False, True)):
             for one in (None, sampling) if token_T is None or with_automata else ():
                 self._read_copies(copies_TV, slot_T, one, token_T, want_ranking, None)
@@ -176,10 +192,14 @@ class Proposer:
         """Propose from the logits themselves; ids that `min_tokens` bans are banned in place."""
         if self.rules.uses_min_tokens(wanted.slots_np):
             position_T = self._position(chunk)
-            self.rules.ban_early_stops(chunk.logits_XV, chunk.source_T, chunk.slot_T, position_T)
+            self.rules.ban_early_stops(
+                chunk.logits_XV, chunk.source_T, chunk.slot_T, position_T
+            )
         sampling = self._row_sampling(chunk) if wanted.samples else None
         biases = self.rules.biases(wanted.slots_np)
-        return self._read_once(chunk, sampling, biases, wanted.want_ranking, wanted.num_rows)
+        return self._read_once(
+            chunk, sampling, biases, wanted.want_ranking, wanted.num_rows
+        )
 
     def _read_once(
         self,
@@ -190,13 +210,22 @@ class Proposer:
         num_rows: int | None,
     ) -> RowStats:
         """Read the columns that are here once; ranks exchange what each has found."""
-        arguments = (chunk.logits_XV, chunk.slot_T, self.states.config.mask_token_id, sampling)
+        arguments = (
+            chunk.logits_XV,
+            chunk.slot_T,
+            self.states.config.mask_token_id,
+            sampling,
+        )
         how: dict[str, Any] = {"temper": self.temper, "want_ranking": want_ranking}
         how |= {"bias": bias, "source_T": chunk.source_T}
         if self.shard is None:
-            return self.propose_rows(*arguments, num_rows=num_rows, token_T=chunk.token_T, **how)
+            return self.propose_rows(
+                *arguments, num_rows=num_rows, token_T=chunk.token_T, **how
+            )
         partials_KTP = self.scan_rows(*arguments, columns=self.shard.columns, **how)
-        return self.merge_rows(self.shard.gather_partials(partials_KTP), want_ranking, num_rows)
+        return self.merge_rows(
+            self.shard.gather_partials(partials_KTP), want_ranking, num_rows
+        )
 
     def _from_copies(self, chunk: RowChunk, wanted: Wanted) -> RowStats:
         """Propose from float32 copies of the rows.
@@ -210,7 +239,9 @@ class Proposer:
         if self.shard is not None:
             raw_TV = self.shard.gather_rows(raw_TV)
         logits_TV = raw_TV.to(torch.float32, copy=True)
-        self.rules.apply(logits_TV, chunk.rows_T, slot_T, self._position(chunk), slots_np)
+        self.rules.apply(
+            logits_TV, chunk.rows_T, slot_T, self._position(chunk), slots_np
+        )
         self.eos_bans.ban_proposals(logits_TV, slot_T, slots_np)
         if chunk.allowed_TW is not None:
             allowed_TV = unpack(chunk.allowed_TW, logits_TV.shape[1])
@@ -220,7 +251,9 @@ class Proposer:
         tempered_TV = logits_TV
         if wanted.samples:
             temperature_T = self.sampling_states.temperature.gpu[slot_T]
-            tempered_TV = logits_TV / temperature_T.where(temperature_T > 0, 1.0)[:, None]
+            tempered_TV = (
+                logits_TV / temperature_T.where(temperature_T > 0, 1.0)[:, None]
+            )
             tempered_TV = self.filters.apply(tempered_TV, slot_T, slots_np)
         tempered_TV = self.filters.apply_greedy(tempered_TV, slot_T, slots_np)
         sampling = self._row_sampling(chunk) if wanted.samples else None
@@ -241,7 +274,9 @@ class Proposer:
         is_greedy_T = self.sampling_states.temperature.gpu[slot_T] == 0
         self.eos_bans.ban_confidence(logits_TV, slot_T, wanted.slots_np, is_greedy_T)
         token_T, want_ranking = stats.token_T[: len(slot_T)], wanted.want_ranking
-        return self._read_confidence(logits_TV, slot_T, token_T, want_ranking, wanted.num_rows)
+        return self._read_confidence(
+            logits_TV, slot_T, token_T, want_ranking, wanted.num_rows
+        )
 
     def _read_copies(
         self,
@@ -276,5 +311,10 @@ class Proposer:
     def _row_sampling(self, chunk: RowChunk) -> RowSampling:
         """Return where the random numbers of rows come from that sample their token."""
         sampling, states = self.sampling_states, self.states
-        tables = (sampling.temperature.gpu, sampling.seeds.gpu, states.counter_N, states.start_N)
+        tables = (
+            sampling.temperature.gpu,
+            sampling.seeds.gpu,
+            states.counter_N,
+            states.start_N,
+        )
         return RowSampling(*tables, chunk.offset_T, chunk.shift)

@@ -58,7 +58,11 @@ class Ranking:
         self.sampling_states = sampling_states
 
     def rank(
-        self, stats: RowStats, slots_R: Tensor, source_RC: Tensor, policies: StepPolicies
+        self,
+        stats: RowStats,
+        slots_R: Tensor,
+        source_RC: Tensor,
+        policies: StepPolicies,
     ) -> Proposal:
         """Return token, confidence and score of every canvas position."""
         states = self.states
@@ -72,14 +76,22 @@ class Ranking:
                 score_RC = torch.where(policy_R1 == POLICY_IDS[name], score, score_RC)
         if policies.samples_order:
             alg_temp_R1 = states.requests.number("alg_temp", slots_R)[:, None]
-            score_RC = sampled_order(score_RC, alg_temp_R1, self._uniform(slots_R, ALG_TEMP_ORDER))
+            score_RC = sampled_order(
+                score_RC, alg_temp_R1, self._uniform(slots_R, ALG_TEMP_ORDER)
+            )
         # A row of NaN or of banned ids alone must not stop the request's progress.
         return Proposal(
-            stats.token_T[source_RC], confidence_RC.nan_to_num(0.0), score_RC.nan_to_num(-1e30)
+            stats.token_T[source_RC],
+            confidence_RC.nan_to_num(0.0),
+            score_RC.nan_to_num(-1e30),
         )
 
     def _scores(
-        self, stats: RowStats, slots_R: Tensor, source_RC: Tensor, policies: StepPolicies
+        self,
+        stats: RowStats,
+        slots_R: Tensor,
+        source_RC: Tensor,
+        policies: StepPolicies,
     ) -> dict[str, Tensor]:
         """Return the scores other than the confidence that policies of the step rank by."""
         ranked_by = {RANKED_BY[name] for name in policies.names}

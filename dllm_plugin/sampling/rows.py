@@ -105,10 +105,14 @@ class StepRows(NamedTuple):
         )
 
 
-def scatter_rows(values: Sequence[Tensor], rows: Sequence[Tensor], num_rows: int) -> Tensor:
+def scatter_rows(
+    values: Sequence[Tensor], rows: Sequence[Tensor], num_rows: int
+) -> Tensor:
     """Scatter values of each chunk to ``[num_rows, ...]``; rows of no chunk are zero."""
     values_T, index_T = torch.cat(list(values)), torch.cat(list(rows))
-    return values_T.new_zeros(num_rows, *values_T.shape[1:]).index_copy_(0, index_T, values_T)
+    return values_T.new_zeros(num_rows, *values_T.shape[1:]).index_copy_(
+        0, index_T, values_T
+    )
 
 
 def split_rows(chunk: RowChunk) -> Iterator[RowChunk]:
@@ -123,12 +127,16 @@ def split_rows(chunk: RowChunk) -> Iterator[RowChunk]:
         allowed = None if allowed_TW is None else allowed_TW[cut]
         token = None if token_T is None else token_T[cut]
         places = slot_T[cut], offset_T[cut]
-        yield RowChunk(rows_T[cut], logits, source, *places, shift, allowed, token_T=token)
+        yield RowChunk(
+            rows_T[cut], logits, source, *places, shift, allowed, token_T=token
+        )
 
 
 def take_rows(chunk: RowChunk, wanted_np: np.ndarray) -> RowChunk:
     """Return the rows of the wanted requests, bool per request of the step."""
-    assert chunk.owner_np is not None, "a step of requests that differ knows whose its rows are"
+    assert chunk.owner_np is not None, (
+        "a step of requests that differ knows whose its rows are"
+    )
     index_np = np.flatnonzero(wanted_np[chunk.owner_np])
     index = async_tensor_h2d(index_np, device=chunk.rows_T.device)
     rows_T, logits_XV, source_T, slot_T, offset_T, shift, allowed_TW, _, token_T = chunk
@@ -136,4 +144,6 @@ def take_rows(chunk: RowChunk, wanted_np: np.ndarray) -> RowChunk:
     allowed = None if allowed_TW is None else allowed_TW[index]
     token = None if token_T is None else token_T[index]
     places = slot_T[index], offset_T[index]
-    return RowChunk(rows_T[index], logits_XV, source, *places, shift, allowed, token_T=token)
+    return RowChunk(
+        rows_T[index], logits_XV, source, *places, shift, allowed, token_T=token
+    )

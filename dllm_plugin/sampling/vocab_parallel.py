@@ -32,7 +32,9 @@ class VocabShard:
     def __init__(self, width: int, vocab_size: int) -> None:
         self.width = width
         first = get_tensor_model_parallel_rank() * width
-        self.columns = Columns(first, vocab_size, get_tensor_model_parallel_world_size())
+        self.columns = Columns(
+            first, vocab_size, get_tensor_model_parallel_world_size()
+        )
 
     def gather_partials(self, partials_KTP: Tensor) -> Tensor:
         """Return the partials of all ranks, in the order of their columns.
@@ -42,8 +44,12 @@ class VocabShard:
         if not partials_KTP.numel():
             return partials_KTP[None]  # vLLM's gather on CPUs dies on an empty tensor
         # Its bits as float32, which is what that gather copies; copying is all it does.
-        gathered = tensor_model_parallel_all_gather(partials_KTP.view(torch.float32), dim=0)
-        return gathered.view(torch.float64).unflatten(0, (self.columns.shards, len(partials_KTP)))
+        gathered = tensor_model_parallel_all_gather(
+            partials_KTP.view(torch.float32), dim=0
+        )
+        return gathered.view(torch.float64).unflatten(
+            0, (self.columns.shards, len(partials_KTP))
+        )
 
     def gather_rows(self, logits_TV: Tensor) -> Tensor:
         """Return whole rows, ``[T, width] -> [T, V]``."""

@@ -24,7 +24,12 @@ from dllm_plugin.decoding.blocks import leading
 from dllm_plugin.decoding.full_attention import Bounds, bounds, refresh_start
 from dllm_plugin.decoding.plan import Canvas, StepOutcome, StepPlan
 from dllm_plugin.state.floating import FloatingView
-from dllm_plugin.state.preempted import FinishedId, PreemptedId, PreemptedRows, ResumedId
+from dllm_plugin.state.preempted import (
+    FinishedId,
+    PreemptedId,
+    PreemptedRows,
+    ResumedId,
+)
 from dllm_plugin.state.request_table import POLICY_IDS, RequestTable
 from dllm_plugin.state.templates import Templates
 
@@ -62,10 +67,14 @@ class CanvasStates:
         num_slots = draft_tokens_NC.shape[0]
         blocks = config.block_slots
         self.open_N = torch.zeros(num_slots, dtype=torch.int32, device=self.device)
-        self.full_NS = torch.zeros(num_slots, blocks, dtype=torch.bool, device=self.device)
+        self.full_NS = torch.zeros(
+            num_slots, blocks, dtype=torch.bool, device=self.device
+        )
         self.saw_stop_N = torch.zeros(num_slots, dtype=torch.bool, device=self.device)
         self.ended_N = torch.zeros(num_slots, dtype=torch.bool, device=self.device)
-        self.block_step_N = torch.zeros(num_slots, dtype=torch.int32, device=self.device)
+        self.block_step_N = torch.zeros(
+            num_slots, dtype=torch.int32, device=self.device
+        )
         self.step_N = torch.zeros(num_slots, dtype=torch.int64, device=self.device)
         self.start_N = torch.zeros(num_slots, dtype=torch.int64, device=self.device)
         self.tail_N = torch.zeros(num_slots, dtype=torch.int32, device=self.device)
@@ -76,7 +85,9 @@ class CanvasStates:
         self.templates = Templates(self.canvas_NC)
         self.floating: FloatingView | None = None
         if config.method.floats:
-            self.floating = FloatingView(config, self.canvas_NC, self.start_N, self.requests)
+            self.floating = FloatingView(
+                config, self.canvas_NC, self.start_N, self.requests
+            )
         self.counter_N = self.block_step_N if config.restarts_blocks else self.step_N
 
         # Tables of other owners that move with the canvas: kept and restored like it.
@@ -119,7 +130,9 @@ class CanvasStates:
         assert params.max_tokens is not None
         end = min(prompt_len + params.max_tokens, self.max_model_len)
         template = template_of(params.extra_args)
-        self.requests.fill(slot, prompt_len, end, request, params, self.max_model_len, template)
+        self.requests.fill(
+            slot, prompt_len, end, request, params, self.max_model_len, template
+        )
         self.templates.add_request(slot, template)
         self.early_text_np[slot] = reporting(params.extra_args).early_text
         self.req_id_to_slot[str(data.req_id)] = slot
@@ -133,7 +146,9 @@ class CanvasStates:
         tokens = data.prefill_token_ids[num_tokens - tail :]
         if template is not None:
             tokens = template.token_ids[num_tokens - prompt_len :]
-        self._given += [(slot, i, token) for i, token in enumerate(tokens) if token != FILL]
+        self._given += [
+            (slot, i, token) for i, token in enumerate(tokens) if token != FILL
+        ]
         self.preempted.bring_back(data.req_id, slot)
 
     def remove_request(self, req_id: str) -> int | None:
@@ -173,7 +188,9 @@ class CanvasStates:
         """Bring what `add_request` staged to the device."""
         self.requests.copy_to_device()
         if self._fresh:
-            staged = async_tensor_h2d(np.array(self._fresh, dtype=np.int64), device=self.device)
+            staged = async_tensor_h2d(
+                np.array(self._fresh, dtype=np.int64), device=self.device
+            )
             slots, starts, tails = staged.unbind(1)
             # An assigned number would come from host memory that is not pinned, and be waited for.
             for row in self._rows:
@@ -185,7 +202,9 @@ class CanvasStates:
         self.preempted.restore(self._rows)
         # What is given is given again behind what was sent of a block.
         if self._given:
-            staged = async_tensor_h2d(np.array(self._given, dtype=np.int64), device=self.device)
+            staged = async_tensor_h2d(
+                np.array(self._given, dtype=np.int64), device=self.device
+            )
             slots, places, tokens = staged.unbind(1)
             self.canvas_NC[slots, places] = tokens
             self._given.clear()
@@ -219,7 +238,9 @@ class CanvasStates:
         slot_S = torch.arange(blocks, device=self.device)
         low_RS = slot_S * length_R1
         high_RS = torch.minimum(low_RS + length_R1, limit_R1)
-        exists_RS = (low_RS < high_RS) & (slot_S < self.requests.max_blocks.gpu[slots_R][:, None])
+        exists_RS = (low_RS < high_RS) & (
+            slot_S < self.requests.max_blocks.gpu[slots_R][:, None]
+        )
         # A block that the canvas would cut waits until a commit has moved the canvas on.
         exists_RS &= high_RS <= num_positions
         size_RS = torch.where(exists_RS, high_RS - low_RS, 0).to(torch.int32)
@@ -245,9 +266,13 @@ class CanvasStates:
             ended_R=self.ended_N[slots_R],
             step_R=self.block_step_N[slots_R],
             block_add_threshold_R=self.requests.number("block_add_threshold", slots_R),
-            decoded_token_threshold_R=self.requests.number("decoded_token_threshold", slots_R),
+            decoded_token_threshold_R=self.requests.number(
+                "decoded_token_threshold", slots_R
+            ),
             max_active_R=self.requests.number("max_active_blocks", slots_R),
-            sub_length_R=self.requests.number("sub_block_length", slots_R).to(torch.int64),
+            sub_length_R=self.requests.number("sub_block_length", slots_R).to(
+                torch.int64
+            ),
             tail_R=self.tail_N[slots_R],
             edits_R=self.requests.policy.gpu[slots_R] == POLICY_IDS["joint_threshold"],
             edits_left_R=self.requests.number("max_post_steps", slots_R)
@@ -268,7 +293,9 @@ class CanvasStates:
         """Full attention: where the refresh behind the block at `start` begins, on the host."""
         layout = self.requests.layout(slots_np)
         origin, length = layout.prompt_len, layout.block_length
-        following = self.templates.next_block_np(slots_np, start + length - origin, length)
+        following = self.templates.next_block_np(
+            slots_np, start + length - origin, length
+        )
         return refresh_start(layout, origin + following)
 
     def advance(
@@ -282,12 +309,16 @@ class CanvasStates:
         """Write a step's result: shift committed positions and blocks out of the canvas."""
         num_positions, blocks = self.canvas_NC.shape[1], self.full_NS.shape[1]
         # What ends a request can be emitted from inside a block; its canvas goes no further.
-        moved_R = torch.where(outcome.ended_R, plan.num_committed_R, outcome.num_committed_R)
+        moved_R = torch.where(
+            outcome.ended_R, plan.num_committed_R, outcome.num_committed_R
+        )
         shift_R1 = moved_R.to(torch.int64)[:, None]
         source_RC = torch.arange(num_positions, device=self.device) + shift_R1
         shifted_RC = tokens_RC.gather(1, source_RC.clamp_max(num_positions - 1))
         mask_id = self.config.mask_token_id
-        self.canvas_NC[slots_R] = shifted_RC.masked_fill(source_RC >= num_positions, mask_id)
+        self.canvas_NC[slots_R] = shifted_RC.masked_fill(
+            source_RC >= num_positions, mask_id
+        )
 
         stored_R1 = plan.num_stored_R[:, None]
         source_RS = torch.arange(blocks, device=self.device) + stored_R1

@@ -22,7 +22,11 @@ class FloatingView:
     """
 
     def __init__(
-        self, config: DecodeConfig, canvas_NC: Tensor, start_N: Tensor, requests: RequestTable
+        self,
+        config: DecodeConfig,
+        canvas_NC: Tensor,
+        start_N: Tensor,
+        requests: RequestTable,
     ) -> None:
         self.config = config
         self.canvas_NC = canvas_NC
@@ -34,29 +38,45 @@ class FloatingView:
     def rules(self, context: int) -> Rules:
         """Return what is the same for all canvases."""
         on_grid = self.config.family.absolute_grid
-        return Rules(self.config.block_length, on_grid, context, self.config.mask_token_id)
+        return Rules(
+            self.config.block_length, on_grid, context, self.config.mask_token_id
+        )
 
     def slots(
         self, slots_R: Tensor, num_computed_R: Tensor, context: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return size and whether it is computed of each slot, and the slot of each position."""
-        texts, rules = Texts(*(table[slots_R] for table in self.texts)), self.rules(context)
+        texts, rules = (
+            Texts(*(table[slots_R] for table in self.texts)),
+            self.rules(context),
+        )
         canvas_RC = self.canvas_NC[slots_R]
         found = split(canvas_RC, texts, num_computed_R, rules)
         ends_RB = stops(found, num_computed_R, rules.length, self.num_slots - 1)
         size_RS = ends_RB.diff(dim=1, prepend=torch.zeros_like(ends_RB[:, :1]))[:, :-1]
         block_RC = block_slots(
-            *found, num_computed_R, rules.length, self.num_slots, self.shift, canvas_RC.shape[1]
+            *found,
+            num_computed_R,
+            rules.length,
+            self.num_slots,
+            self.shift,
+            canvas_RC.shape[1],
         )
         size_RS = size_RS.to(torch.int32)
         return size_RS, torch.ones_like(size_RS, dtype=torch.bool), block_RC
 
     def prefill_stops(
-        self, slots: np.ndarray, is_prefill: np.ndarray, ends: np.ndarray, stops_RK: np.ndarray
+        self,
+        slots: np.ndarray,
+        is_prefill: np.ndarray,
+        ends: np.ndarray,
+        stops_RK: np.ndarray,
     ) -> np.ndarray:
         """Return the stops of prefills, with those of resumed texts at the ends of their pieces."""
         resumed = [
-            i for i in np.flatnonzero(is_prefill).tolist() if len(self.pieces[int(slots[i])]) > 1
+            i
+            for i in np.flatnonzero(is_prefill).tolist()
+            if len(self.pieces[int(slots[i])]) > 1
         ]
         if not resumed:
             return stops_RK

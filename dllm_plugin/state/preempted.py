@@ -66,7 +66,11 @@ class PreemptedRows:
         self._returning: list[tuple[int, tuple[Tensor, ...]]] = []
 
     def keep(
-        self, req_id: str, tables: Sequence[Tensor], slot: int, change: Change | None = None
+        self,
+        req_id: str,
+        tables: Sequence[Tensor],
+        slot: int,
+        change: Change | None = None,
     ) -> None:
         """Copy the rows of `slot`, before another request takes it; `change` may replace them."""
         rows = tuple(table[slot].clone() for table in tables)

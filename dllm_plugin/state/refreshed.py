@@ -32,6 +32,10 @@ def write_committed(batch: "InputBatch", all_token_ids_NL: Tensor) -> None:
     rows, positions, slots = (np.repeat(column, counts) for column in table)
     # vLLM's warm-up computes positions behind the context.
     exists = positions + offset < all_token_ids_NL.shape[1]
-    packed = np.stack([rows + offset, positions + offset, slots])[:, exists].astype(np.int64)
+    packed = np.stack([rows + offset, positions + offset, slots])[:, exists].astype(
+        np.int64
+    )
     row_T, position_T, slot_T = async_tensor_h2d(packed, device=all_token_ids_NL.device)
-    batch.input_ids[row_T] = all_token_ids_NL[slot_T, position_T].to(batch.input_ids.dtype)
+    batch.input_ids[row_T] = all_token_ids_NL[slot_T, position_T].to(
+        batch.input_ids.dtype
+    )

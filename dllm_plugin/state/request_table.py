@@ -63,7 +63,9 @@ class RequestTable:
     refreshes_vary  whether any request so far has asked for refreshes of two kinds
     """
 
-    def __init__(self, config: DecodeConfig, num_slots: int, device: torch.device) -> None:
+    def __init__(
+        self, config: DecodeConfig, num_slots: int, device: torch.device
+    ) -> None:
         self.config = config
         self.prompt_len_np = np.zeros(num_slots, dtype=np.int64)
         self.full_refresh_every_np = np.ones(num_slots, dtype=np.int64)
@@ -83,7 +85,13 @@ class RequestTable:
         self.asked: set[str] = set()
         self.refreshes_vary = False
         self._tables = (
-            *(self.origin, self.block_length, self.max_blocks, self.end, self.blocks_end),
+            *(
+                self.origin,
+                self.block_length,
+                self.max_blocks,
+                self.end,
+                self.blocks_end,
+            ),
             *(self.policy, self.steps, self.numbers),
         )
         self._dirty = True

@@ -32,7 +32,9 @@ class Templates:
         if template is None and not self.has_np[slot]:
             return
         if self.table is None:
-            self.table = SlotTable((self.shape[0], self.shape[1]), torch.bool, self.device)
+            self.table = SlotTable(
+                (self.shape[0], self.shape[1]), torch.bool, self.device
+            )
         self.has_np[slot], self._dirty = template is not None, True
         self.table.np[slot] = False
         if template is not None:
@@ -53,7 +55,9 @@ class Templates:
         """Return what is given of canvases that begin at answer position `first_R`, bool [R, C]."""
         assert self.table is not None
         place_RC = first_R[:, None] + torch.arange(self.shape[1], device=self.device)
-        given_RC = self.table.gpu[slots_R].gather(1, place_RC.clamp_max(self.shape[1] - 1))
+        given_RC = self.table.gpu[slots_R].gather(
+            1, place_RC.clamp_max(self.shape[1] - 1)
+        )
         return given_RC & (place_RC < self.shape[1])
 
     def next_block_np(

@@ -40,7 +40,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """It imports vLLM while the first tests run."""
-    wanted = any("template" in getattr(item, "fixturenames", ()) for item in session.items)
+    wanted = any(
+        "template" in getattr(item, "fixturenames", ()) for item in session.items
+    )
     if wanted and not session.config.option.collectonly:
         forked.start()
 

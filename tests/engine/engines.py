@@ -40,11 +40,15 @@ class EngineRoom:
             "max_num_seqs": 16,
             "kv_cache_memory_bytes": 16 << 20,
             "disable_log_stats": False,
-            "additional_config": {"dllm": {"strategy": "d2f"} if dllm is None else dllm},
+            "additional_config": {
+                "dllm": {"strategy": "d2f"} if dllm is None else dllm
+            },
         } | options
         wish = (settings, async_scheduling)
         # An engine that a failed test left in the middle of its work is not used again.
-        usable = self.llm is not None and not self.llm.llm_engine.has_unfinished_requests()
+        usable = (
+            self.llm is not None and not self.llm.llm_engine.has_unfinished_requests()
+        )
         if usable and wish == self.wish:
             return self.llm
         self.close()
@@ -57,7 +61,10 @@ class EngineRoom:
             # A copy, for our hooks note things in `additional_config`.
             self.llm = LLM(**copy.deepcopy(settings))
         STARTS.append(time.monotonic() - began)
-        assert self.llm.llm_engine.vllm_config.scheduler_config.async_scheduling is async_scheduling
+        assert (
+            self.llm.llm_engine.vllm_config.scheduler_config.async_scheduling
+            is async_scheduling
+        )
         self.wish = wish
         return self.llm
 
@@ -154,13 +161,17 @@ def results(outputs: Sequence[Any]) -> list[tuple[list[int], int]]:
     return [(token_ids(output), forwards(output)) for output in outputs]
 
 
-def step_through(llm: Any, arrivals: dict[int, list[tuple[str, list[int], Any]]]) -> dict[str, Any]:
+def step_through(
+    llm: Any, arrivals: dict[int, list[tuple[str, list[int], Any]]]
+) -> dict[str, Any]:
     """Drive the engine by hand; ``arrivals[k]`` join before step k. Returns final outputs."""
     engine, step, done = llm.llm_engine, 0, {}
     while step <= max(arrivals) or engine.has_unfinished_requests():
         for name, prompt, wish in arrivals.get(step, ()):
             engine.add_request(name, {"prompt_token_ids": prompt}, wish)
-        done |= {output.request_id: output for output in engine.step() if output.finished}
+        done |= {
+            output.request_id: output for output in engine.step() if output.finished
+        }
         step += 1
     return done
 
@@ -175,4 +186,6 @@ def letters(length: int, seed: int = 0) -> list[int]:
 
 def a_prompt(length: int, seed: int = 0) -> list[int]:
     """Byte tokens without pattern, the same in every run."""
-    return [(7 * i * i + 31 * i + 13 * seed + i * seed) % 251 for i in range(1, length + 1)]
+    return [
+        (7 * i * i + 31 * i + 13 * seed + i * seed) % 251 for i in range(1, length + 1)
+    ]

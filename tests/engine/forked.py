@@ -27,7 +27,9 @@ def start() -> None:
     if STARTED:
         return
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    environment |= {"OMP_NUM_THREADS": "1"}  # or libraries start threads, which no fork has
+    environment |= {
+        "OMP_NUM_THREADS": "1"
+    }  # or libraries start threads, which no fork has
     process = subprocess.Popen(
         [sys.executable, str(HERE / "template.py"), PYTHON],
         stdin=subprocess.PIPE,

@@ -18,8 +18,16 @@ CANVAS = 64  # no recorded text is longer
 EOS, EOT = 257, 312  # of tiny-llada
 FILES = {
     ("llada", "semi_autoregressive"): ("vanilla", "fast_nocache", "stochastic"),
-    ("llada", "prefix_cache"): ("prefix_cache", "prefix_cache_threshold", "prefix_cache_factor"),
-    ("llada", "dual_cache"): ("dual_cache", "dual_cache_threshold", "dual_cache_factor"),
+    ("llada", "prefix_cache"): (
+        "prefix_cache",
+        "prefix_cache_threshold",
+        "prefix_cache_factor",
+    ),
+    ("llada", "dual_cache"): (
+        "dual_cache",
+        "dual_cache_threshold",
+        "dual_cache_factor",
+    ),
     ("dream", "semi_autoregressive"): (
         "maskgit_plus",
         "entropy",
@@ -31,7 +39,14 @@ FILES = {
     ("dream", "dual_cache"): ("dual_cache_entropy", "dual_cache_threshold"),
 }
 DREAM_POLICIES = {"maskgit_plus": "low_confidence", "confidence_threshold": "threshold"}
-SAME_NAME = ("eps", "top_p", "top_k", "cfg_scale", "logits_eos_inf", "confidence_eos_eot_inf")
+SAME_NAME = (
+    "eps",
+    "top_p",
+    "top_k",
+    "cfg_scale",
+    "logits_eos_inf",
+    "confidence_eos_eot_inf",
+)
 
 
 @dataclass(frozen=True)
@@ -84,7 +99,9 @@ class Case:
     def forward_of(self, position: int, step: int) -> int:
         """Index among the forwards of the whole text, of which every block takes as many."""
         numbers = self.numbers()
-        block = (position - len(self.prompt)) // numbers.get("block_length", self.max_tokens)
+        block = (position - len(self.prompt)) // numbers.get(
+            "block_length", self.max_tokens
+        )
         return int(block * numbers["steps"] + step)
 
     def uniform(self, position: int, step: int) -> float:
@@ -102,7 +119,9 @@ class Case:
     def noise(self, position: int, step: int) -> Tensor:
         """The numbers drawn for a row's vocabulary in a step of its block."""
         index = self.forward_of(position, step)
-        return logits_of(self.file)[f"{self.record['id']}/uniform_noise_{index}"][position]
+        return logits_of(self.file)[f"{self.record['id']}/uniform_noise_{index}"][
+            position
+        ]
 
     def first_logits(self) -> dict[int, Tensor]:
         """Rows of the first forward, by position."""
@@ -113,7 +132,11 @@ class Case:
     def decode(self, model: PlainModel) -> FullText:
         """The same by the plain loops."""
         rules = Rules(
-            self.strategy, eos=EOS, eot=EOT, temperature=self.temperature, **self.numbers()
+            self.strategy,
+            eos=EOS,
+            eot=EOT,
+            temperature=self.temperature,
+            **self.numbers(),
         )
         text = FullText(model, self.prompt, self.max_tokens, rules, CANVAS)
         text.uniform, text.noise = self.uniform, self.noise

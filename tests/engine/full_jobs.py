@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from engines import EngineRoom, a_prompt, forwards, generate, params, scheduler, token_ids
+from engines import (
+    EngineRoom,
+    a_prompt,
+    forwards,
+    generate,
+    params,
+    scheduler,
+    token_ids,
+)
 from jobs import plain_model
 
 from dllm_plugin.reference.full_attention import decode
@@ -19,16 +27,24 @@ DECODERS = [
     for strategy in ("semi_autoregressive", "prefix_cache", "dual_cache")
 ]
 # Module scope lets pytest run all tests of one family and strategy on one engine.
-every_decoder = pytest.mark.parametrize("decoder", DECODERS, ids="-".join, scope="module")
+every_decoder = pytest.mark.parametrize(
+    "decoder", DECODERS, ids="-".join, scope="module"
+)
 # Every family and every strategy by `make test`, the other pairs by `make test-slow`.
-PAIRS = [pytest.param(d, marks=[pytest.mark.slow] * (i % 2)) for i, d in enumerate(DECODERS)]
-half_of_the_decoders = pytest.mark.parametrize("decoder", PAIRS, ids="-".join, scope="module")
+PAIRS = [
+    pytest.param(d, marks=[pytest.mark.slow] * (i % 2)) for i, d in enumerate(DECODERS)
+]
+half_of_the_decoders = pytest.mark.parametrize(
+    "decoder", PAIRS, ids="-".join, scope="module"
+)
 Decoder = tuple[str, str]  # family and strategy
 CANVAS, CONTEXT = 48, 160
 EOS, EOT = 257, 312  # of tiny-llada
 TOO_CLOSE = 3e-4  # a decision that float32 may make either way
 OF_VLLM = ("temperature", "seed")
-DECODED: dict[str, FullText] = {}  # what the plain loops made of jobs that several tests send
+DECODED: dict[
+    str, FullText
+] = {}  # what the plain loops made of jobs that several tests send
 
 
 @dataclass(frozen=True)
@@ -42,7 +58,9 @@ class FullJob:
 
     def wish(self, **options: Any) -> Any:
         """SamplingParams."""
-        names = {name: name if name in OF_VLLM else f"dllm_{name}" for name in self.numbers}
+        names = {
+            name: name if name in OF_VLLM else f"dllm_{name}" for name in self.numbers
+        }
         options |= {names[name]: value for name, value in self.numbers.items()}
         return params(self.max_tokens, stop_token_ids=list(self.stop), **options)
 
@@ -60,13 +78,21 @@ class FullJob:
         family, strategy = decoder
         rules = Rules(strategy, eos=EOS, eot=EOT, **self.numbers)
         text = FullText(
-            plain_model(family), self.prompt, self.max_tokens, rules, canvas, self.stop, CONTEXT
+            plain_model(family),
+            self.prompt,
+            self.max_tokens,
+            rules,
+            canvas,
+            self.stop,
+            CONTEXT,
         )
         text.lost = lost
         return text
 
 
-def start(room: EngineRoom, decoder: Decoder, canvas: int = CANVAS, **options: Any) -> Any:
+def start(
+    room: EngineRoom, decoder: Decoder, canvas: int = CANVAS, **options: Any
+) -> Any:
     """The engine of a decoder."""
     family, strategy = decoder
     dllm = {"strategy": strategy, "canvas_length": canvas}
@@ -75,7 +101,9 @@ def start(room: EngineRoom, decoder: Decoder, canvas: int = CANVAS, **options: A
 
 def run(llm: Any, jobs: Sequence[FullJob], **options: Any) -> list[Any]:
     """Outputs of jobs that are submitted together."""
-    return generate(llm, [job.prompt for job in jobs], [job.wish(**options) for job in jobs])
+    return generate(
+        llm, [job.prompt for job in jobs], [job.wish(**options) for job in jobs]
+    )
 
 
 def run_interrupted(
@@ -92,12 +120,16 @@ def run_interrupted(
     for i, (prompt, wish) in enumerate(jobs):
         engine.add_request(str(i), {"prompt_token_ids": prompt}, wish)
     while engine.has_unfinished_requests():
-        done |= {output.request_id: output for output in engine.step() if output.finished}
+        done |= {
+            output.request_id: output for output in engine.step() if output.finished
+        }
         step += bool(scheduler(llm).running)  # nothing runs while grammars are compiled
         assert step < 1000 and time.monotonic() - began < 600, "no progress"
         if step % every == 0:
             for request in scheduler(llm).running if lost is not None else ():
-                lost[int(request.request_id.partition("-")[0])].add(request.num_output_tokens)
+                lost[int(request.request_id.partition("-")[0])].add(
+                    request.num_output_tokens
+                )
             llm.reset_prefix_cache(reset_running_requests=True)
     return [done[str(i)] for i in range(len(jobs))]
 
@@ -112,7 +144,14 @@ def numbers_for(decoder: Decoder, draw: random.Random) -> dict[str, Any]:
     """Random settings that mean something to a decoder."""
     family, strategy = decoder
     in_own_loop, is_dream = strategy == "semi_autoregressive", family == "dream"
-    policies = ["threshold", "low_confidence", "entropy", "topk_margin", "random", "factor"]
+    policies = [
+        "threshold",
+        "low_confidence",
+        "entropy",
+        "topk_margin",
+        "random",
+        "factor",
+    ]
     if in_own_loop and is_dream:
         policies.append("origin")
     policy = draw.choice(policies)
@@ -128,11 +167,15 @@ def numbers_for(decoder: Decoder, draw: random.Random) -> dict[str, Any]:
     elif is_dream and draw.random() < 0.3:
         numbers["eps"] = draw.choice([0.01, 0.1, 0.5])
     if is_dream and policy != "random" and draw.random() < 0.3:
-        numbers |= draw.choice([{"top_p": 0.8}, {"top_k": 5}, {"top_p": 0.9, "top_k": 3}])
+        numbers |= draw.choice(
+            [{"top_p": 0.8}, {"top_k": 5}, {"top_p": 0.9, "top_k": 3}]
+        )
     if policy in ("low_confidence", "entropy", "topk_margin") and is_dream:
         numbers |= draw.choice([{}, {}, {"alg_temp": 0.4}])
     if not is_dream and policy in ("low_confidence", "threshold", "factor"):
-        numbers |= draw.choice([{}, {"logits_eos_inf": True}, {"confidence_eos_eot_inf": True}])
+        numbers |= draw.choice(
+            [{}, {"logits_eos_inf": True}, {"confidence_eos_eot_inf": True}]
+        )
         if in_own_loop:
             numbers |= draw.choice([{}, {"cfg_scale": 0.5}, {"cfg_scale": 1.5}])
     return numbers
@@ -140,7 +183,9 @@ def numbers_for(decoder: Decoder, draw: random.Random) -> dict[str, Any]:
 
 def approximations_for(decoder: Decoder, draw: random.Random) -> dict[str, Any]:
     """Random settings of refreshes that cost less."""
-    numbers = {"suffix_window": draw.choice([0, 3, 16, 200])} if draw.random() < 0.7 else {}
+    numbers = (
+        {"suffix_window": draw.choice([0, 3, 16, 200])} if draw.random() < 0.7 else {}
+    )
     if decoder[1] != "semi_autoregressive" and draw.random() < 0.8:
         numbers["full_refresh_every"] = draw.choice([2, 3, 8])
         if draw.random() < 0.7:
@@ -157,11 +202,17 @@ def random_jobs(
         numbers = numbers_for(decoder, draw)
         if approximate and "cfg_scale" not in numbers:
             numbers |= approximations_for(decoder, draw)
-        length = draw.randint(1, 60) if draw.random() < 0.8 else draw.randint(120, CONTEXT - 1)
+        length = (
+            draw.randint(1, 60)
+            if draw.random() < 0.8
+            else draw.randint(120, CONTEXT - 1)
+        )
         job = FullJob(a_prompt(length, trial), draw.randint(1, 70), numbers)
         text = job.decode(decoder)
         if draw.random() < 0.3 and text.margin > TOO_CLOSE:
-            job = FullJob(job.prompt, job.max_tokens, numbers, (draw.choice(text.answer()),))
+            job = FullJob(
+                job.prompt, job.max_tokens, numbers, (draw.choice(text.answer()),)
+            )
             text = job.decode(decoder)
         if text.margin > TOO_CLOSE:
             found.append((job, text))

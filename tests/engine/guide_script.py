@@ -24,6 +24,8 @@ if __name__ == "__main__":
     for model in {wish["engine"]["model"] for wish in wishes}:
         register_class(model)
     tokens = [tokens_of(wish) for wish in wishes]
-    loaded = [m for m in list(sys.modules.values()) if m.__name__.startswith("dllm_plugin")]
+    loaded = [
+        m for m in list(sys.modules.values()) if m.__name__.startswith("dllm_plugin")
+    ]
     files = sorted({str(m.__file__) for m in loaded})
     Path(sys.argv[2]).write_text(json.dumps({"files": files, "tokens": tokens}))

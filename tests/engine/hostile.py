@@ -64,7 +64,9 @@ PLAIN: dict[str, st.SearchStrategy[Any]] = {
     "min_tokens": st.integers(0, 3),
     "ignore_eos": st.booleans(),
     "bad_words": st.lists(st.sampled_from(["apples", "has", " the", "7"]), max_size=3),
-    "logit_bias": st.dictionaries(st.integers(0, 480).map(str), st.floats(-50, 50), max_size=3),
+    "logit_bias": st.dictionaries(
+        st.integers(0, 480).map(str), st.floats(-50, 50), max_size=3
+    ),
     "allowed_token_ids": st.sampled_from([None, [5], list(range(40, 90))]),
     "logprobs": st.sampled_from([None, 0, 1, 5]),
     "skip_special_tokens": st.booleans(),
@@ -82,9 +84,20 @@ PLAIN_ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
 }
 # What nobody should send.
 ODD: st.SearchStrategy[Any] = st.one_of(
-    st.sampled_from([None, True, -1, 0, 1, 2**31, 2**63, -(2**63) - 1, 10**400, 1e308, -0.0]),
     st.sampled_from(
-        [float("nan"), float("inf"), -float("inf"), 5e-324, "", "auto", "\x00", "\ud800"]
+        [None, True, -1, 0, 1, 2**31, 2**63, -(2**63) - 1, 10**400, 1e308, -0.0]
+    ),
+    st.sampled_from(
+        [
+            float("nan"),
+            float("inf"),
+            -float("inf"),
+            5e-324,
+            "",
+            "auto",
+            "\x00",
+            "\ud800",
+        ]
     ),
     st.sampled_from([[], {}, [[]], [None], {"": None}, [2**40], ["x" * 70]]),
     st.sampled_from(["x" * 5000, [0] * 2000]),
@@ -93,7 +106,9 @@ ODD: st.SearchStrategy[Any] = st.one_of(
     st.floats(),
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(max_size=5),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner)
+        ),
         max_leaves=6,
     ),
 )
@@ -119,8 +134,12 @@ PROMPTS: st.SearchStrategy[Any] = st.one_of(
 )
 ODD_PROMPTS: st.SearchStrategy[Any] = st.one_of(
     ODD,
-    st.sampled_from([[486], [1, 486, 2], [512], [-1], [2**70], [[]], [[1, 2], []], ["a", "b"]]),
-    st.sampled_from(["<|mdm_mask|>", "a" * 3000, [1] * 255, [1] * 256, [1] * 5000, "\x00" * 50]),
+    st.sampled_from(
+        [[486], [1, 486, 2], [512], [-1], [2**70], [[]], [[1, 2], []], ["a", "b"]]
+    ),
+    st.sampled_from(
+        ["<|mdm_mask|>", "a" * 3000, [1] * 255, [1] * 256, [1] * 5000, "\x00" * 50]
+    ),
 )
 
 
@@ -131,7 +150,9 @@ def plain(draw: st.DrawFn, path: str) -> dict[str, Any]:
     body: dict[str, Any] = {name: draw(PLAIN[name]) for name in sorted(chosen)}
     names = draw(st.sets(st.sampled_from(sorted(PLAIN_ARGUMENTS)), max_size=2))
     if names:
-        body["vllm_xargs"] = {name: draw(PLAIN_ARGUMENTS[name]) for name in sorted(names)}
+        body["vllm_xargs"] = {
+            name: draw(PLAIN_ARGUMENTS[name]) for name in sorted(names)
+        }
     # The first of each is what hypothesis takes most often.
     body["max_tokens"] = draw(st.sampled_from([16, MOST_TOKENS, 8, 3, 1]))
     body["stream"] = draw(st.sampled_from([True, False]))
@@ -148,7 +169,9 @@ def broken(draw: st.DrawFn, path: str) -> dict[str, Any]:
     """The body of a request of which one thing, or a few, are odd."""
     body = draw(plain(path))
     for _ in range(draw(st.integers(1, 3))):
-        kind = draw(st.sampled_from(["known", "other", "argument", "argument", "prompt"]))
+        kind = draw(
+            st.sampled_from(["known", "other", "argument", "argument", "prompt"])
+        )
         if kind == "prompt":
             name = "prompt" if path == COMPLETIONS else "messages"
             body[name] = draw(ODD_PROMPTS)
@@ -156,9 +179,13 @@ def broken(draw: st.DrawFn, path: str) -> dict[str, Any]:
             others = body.get("vllm_xargs")
             odd = draw(ODD)
             name = draw(st.sampled_from(ARGUMENTS.split()))
-            body["vllm_xargs"] = others | {name: odd} if isinstance(others, dict) else odd
+            body["vllm_xargs"] = (
+                others | {name: odd} if isinstance(others, dict) else odd
+            )
         else:
-            name = draw(st.sampled_from(sorted(PLAIN) if kind == "known" else OTHERS.split()))
+            name = draw(
+                st.sampled_from(sorted(PLAIN) if kind == "known" else OTHERS.split())
+            )
             body[name] = draw(ODD)
     return body
 
@@ -167,7 +194,9 @@ def broken(draw: st.DrawFn, path: str) -> dict[str, Any]:
 def damaged(draw: st.DrawFn, path: str) -> bytes:
     """Bytes that are no JSON, or more of it than anybody reads."""
     whole = a_body(draw(plain(path)))
-    kind = draw(st.sampled_from(["cut", "byte", "deep", "list", "twice", "noise", "empty"]))
+    kind = draw(
+        st.sampled_from(["cut", "byte", "deep", "list", "twice", "noise", "empty"])
+    )
     if kind == "cut":
         return whole[: draw(st.integers(0, len(whole) - 1))]
     if kind == "byte":

@@ -48,7 +48,11 @@ class Job:
 
 
 def job(
-    prompt_length: int, max_tokens: int, block_length: int = 16, seed: int = 0, **numbers: float
+    prompt_length: int,
+    max_tokens: int,
+    block_length: int = 16,
+    seed: int = 0,
+    **numbers: float,
 ) -> Job:
     """A job on a prompt without pattern."""
     prompt = tuple(a_prompt(prompt_length, seed))

@@ -26,14 +26,19 @@ def tokens_of(wish: dict[str, Any]) -> list[list[int]]:
         llm.finish_weight_update()
     adapters = {
         folder: LoRARequest(folder, number, folder)
-        for number, folder in enumerate(sorted({r.get("adapter", "") for r in requests} - {""}), 1)
+        for number, folder in enumerate(
+            sorted({r.get("adapter", "") for r in requests} - {""}), 1
+        )
     }
     params = [
-        SamplingParams(**{"temperature": 0, "ignore_eos": True} | r["params"]) for r in requests
+        SamplingParams(**{"temperature": 0, "ignore_eos": True} | r["params"])
+        for r in requests
     ]
     for given in params:
         if given.structured_outputs is not None:
-            given.structured_outputs = StructuredOutputsParams(**given.structured_outputs)
+            given.structured_outputs = StructuredOutputsParams(
+                **given.structured_outputs
+            )
     outputs = llm.generate(
         [{"prompt_token_ids": request["prompt"]} for request in requests],
         params,
@@ -45,4 +50,6 @@ def tokens_of(wish: dict[str, Any]) -> list[list[int]]:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(json.dumps([tokens_of(wish) for wish in json.loads(sys.argv[1])]))
+    Path(sys.argv[2]).write_text(
+        json.dumps([tokens_of(wish) for wish in json.loads(sys.argv[1])])
+    )

@@ -29,10 +29,17 @@ import omni_denoisers as denoisers  # noqa: E402
 from engines import EngineRoom, num_preemptions, scheduler  # noqa: E402
 from omni_models import Reference, autoregressive, prompt  # noqa: E402
 
-from dllm_plugin.omni import hidden_state_args, hidden_state_params, tensor_args, tensor_of  # noqa: E402
+from dllm_plugin.omni import (  # noqa: E402
+    hidden_state_args,
+    hidden_state_params,
+    tensor_args,
+    tensor_of,
+)
 
 LAYERS = [0, 2, 3]  # the last one is what comes without a choice of layers
-PROMPTS = [{"prompt_token_ids": prompt(n, i)} for i, n in enumerate([70, 60, 61, 33, 150])]
+PROMPTS = [
+    {"prompt_token_ids": prompt(n, i)} for i, n in enumerate([70, 60, 61, 33, 150])
+]
 SMALL = {"skip_tokenizer_init": True, "max_num_batched_tokens": 64, "max_num_seqs": 4}
 
 
@@ -56,7 +63,9 @@ def hidden_states(folder: Path, room: EngineRoom, ranks: int) -> tuple[float, in
         assert "vllm.v1.worker.gpu.model_runner" in modules
     outputs = llm.generate(PROMPTS, asked(40), use_tqdm=False)
     reference = Reference(folder)
-    return max(reference.error(out, layers=LAYERS) for out in outputs), num_preemptions(llm)
+    return max(reference.error(out, layers=LAYERS) for out in outputs), num_preemptions(
+        llm
+    )
 
 
 def drafts(folder: Path, room: EngineRoom) -> tuple[float, int, int]:
@@ -64,9 +73,19 @@ def drafts(folder: Path, room: EngineRoom) -> tuple[float, int, int]:
     (The interpreter cannot run the kernel of vLLM's n-gram drafter.)"""
     model = str(folder)
     guess = {"method": "draft_model", "model": model, "num_speculative_tokens": 3}
-    args = SMALL | {"additional_config": {}, "speculative_config": guess} | hidden_state_args()
+    args = (
+        SMALL
+        | {"additional_config": {}, "speculative_config": guess}
+        | hidden_state_args()
+    )
     llm = room.start(model=model, **args)
-    wishes = [asked(20), asked(20, temperature=1.0, seed=1), asked(7), asked(20), asked(5)]
+    wishes = [
+        asked(20),
+        asked(20, temperature=1.0, seed=1),
+        asked(7),
+        asked(20),
+        asked(5),
+    ]
     outputs = llm.generate(PROMPTS, wishes, use_tqdm=False)
     metrics = {metric.name: metric for metric in llm.get_metrics()}
     drafted = metrics["vllm:spec_decode_num_draft_tokens"].value
@@ -77,7 +96,9 @@ def drafts(folder: Path, room: EngineRoom) -> tuple[float, int, int]:
 def nan_counts(folder: Path, room: EngineRoom) -> list[int]:
     """Of each request in each step that delivered rows, the number of logits that are NaN."""
     os.environ["VLLM_COMPUTE_NANS_IN_LOGITS"] = "1"
-    llm = room.start(model=str(folder), **SMALL | {"additional_config": {}} | hidden_state_args())
+    llm = room.start(
+        model=str(folder), **SMALL | {"additional_config": {}} | hidden_state_args()
+    )
     found, update = [], scheduler(llm).update_from_output
 
     def watch(scheduled: Any, output: Any) -> Any:
@@ -101,7 +122,10 @@ def tensors(folder: Path, room: EngineRoom) -> float:
     core = llm.llm_engine.engine_core.engine_core
     model = core.model_executor.driver_worker.worker.model_runner.get_model()
     pairs = zip(denoisers.run(llm), denoisers.WISHES, strict=True)
-    errors = [(tensor_of(o) - denoisers.directly(model, "sample", w)).abs().max() for o, w in pairs]
+    errors = [
+        (tensor_of(o) - denoisers.directly(model, "sample", w)).abs().max()
+        for o, w in pairs
+    ]
     return float(max(errors))
 
 

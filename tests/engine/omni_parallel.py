@@ -51,7 +51,10 @@ def tensors(folder: Path, **options: Any) -> float:
     model = denoisers.SampleModel(vllm_config=None)
     model.load_state_dict(load_file(folder / "model.safetensors"))
     pairs = zip(denoisers.run(llm), denoisers.WISHES, strict=True)
-    errors = [(tensor_of(o) - denoisers.directly(model, "sample", w)).abs().max() for o, w in pairs]
+    errors = [
+        (tensor_of(o) - denoisers.directly(model, "sample", w)).abs().max()
+        for o, w in pairs
+    ]
     llm.llm_engine.engine_core.shutdown()
     return float(max(errors))
 

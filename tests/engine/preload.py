@@ -15,7 +15,17 @@ IMPORTED = (
     "vllm.v1.worker.cpu_worker",
 )
 # Read while libraries are loaded, where Python sees nothing of it.
-LIBRARIES = ("ATEN_", "DNNL_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_")
+LIBRARIES = (
+    "ATEN_",
+    "DNNL_",
+    "GOMP_",
+    "KMP_",
+    "LD_",
+    "MALLOC_",
+    "MKL_",
+    "OMP_",
+    "ONEDNN_",
+)
 # A fork applies these itself, or vLLM reads them again when an engine starts.
 APPLIED = {
     "OMP_NUM_THREADS",

@@ -20,9 +20,13 @@ from engines import CHECKPOINTS
 from forked import PYTHON
 
 HERE = Path(__file__).parent
-CORES = os.sched_getaffinity(0)  # an engine in this process may bind itself to one of them
+CORES = os.sched_getaffinity(
+    0
+)  # an engine in this process may bind itself to one of them
 START_SECONDS = 420  # several front ends import vLLM at the same time on two cores
-KILLED_SOON = {"VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1"}  # vLLM's CPU workers wait for it
+KILLED_SOON = {
+    "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1"
+}  # vLLM's CPU workers wait for it
 SETTINGS = {
     "dtype": "float32",
     "max_model_len": 256,
@@ -53,11 +57,15 @@ class Server:
 
     def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
         """POST to ``/v1/...``."""
-        return httpx.post(f"{self.url}/v1/{path}", json={"model": "tiny"} | body, timeout=120)
+        return httpx.post(
+            f"{self.url}/v1/{path}", json={"model": "tiny"} | body, timeout=120
+        )
 
     def complete(self, prompt: Any, **options: Any) -> dict[str, Any]:
         """A completion, greedy unless said otherwise."""
-        response = self.post("completions", {"prompt": prompt, "temperature": 0} | options)
+        response = self.post(
+            "completions", {"prompt": prompt, "temperature": 0} | options
+        )
         assert response.status_code == 200, response.text
         return dict(response.json())
 
@@ -82,7 +90,10 @@ class Server:
 
 
 def serve_command(
-    port: int, *options: str, model: Path = CHECKPOINTS / "tiny-llada", python: str = PYTHON
+    port: int,
+    *options: str,
+    model: Path = CHECKPOINTS / "tiny-llada",
+    python: str = PYTHON,
 ) -> list[str]:
     """``diffuplug serve``, which becomes ``vllm serve``."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in SETTINGS.items()]
@@ -118,7 +129,9 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 def free_port() -> int:
     """A port that nobody listens on, nor is given as that of an outgoing connection meanwhile."""
-    lowest_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    lowest_given = int(
+        Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]
+    )
     while True:
         port = random.SystemRandom().randrange(10_000, lowest_given)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -143,7 +156,9 @@ def serving(
 
 
 @contextlib.contextmanager
-def ready(command: list[str], port: int, log: Path, **variables: str) -> Iterator[Server]:
+def ready(
+    command: list[str], port: int, log: Path, **variables: str
+) -> Iterator[Server]:
     """A server that is ready; its log is shown when it does not get there."""
     deadline = time.monotonic() + START_SECONDS
     with log.open("wb") as file:
@@ -155,7 +170,9 @@ def ready(command: list[str], port: int, log: Path, **variables: str) -> Iterato
         while not _healthy(server):
             ended = process.poll() is not None
             if ended or time.monotonic() > deadline:
-                raise AssertionError(f"the server did not start:\n{log.read_text()[-6000:]}")
+                raise AssertionError(
+                    f"the server did not start:\n{log.read_text()[-6000:]}"
+                )
             time.sleep(0.2)
         yield server
     finally:
@@ -192,4 +209,6 @@ def offline(*wishes: dict[str, Any], **variables: str) -> list[list[list[int]]]:
     """Run ``offline_script.py``: tokens of each prompt for each wish, engine after engine."""
     seconds = START_SECONDS * len(wishes)
     env = environment(**variables)
-    return list(result_of("offline_script.py", json.dumps(wishes), seconds=seconds, env=env))
+    return list(
+        result_of("offline_script.py", json.dumps(wishes), seconds=seconds, env=env)
+    )

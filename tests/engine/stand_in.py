@@ -47,7 +47,9 @@ def inherited() -> list[int]:
     return sorted(found)
 
 
-def send(connection: socket.socket, request: dict[str, object], descriptors: list[int]) -> None:
+def send(
+    connection: socket.socket, request: dict[str, object], descriptors: list[int]
+) -> None:
     """A request: its length, its text, and descriptors in groups."""
     text = json.dumps(request).encode()
     connection.sendall(len(text).to_bytes(8, "big") + text)
@@ -73,7 +75,9 @@ def main() -> None:
         "leads": os.getpgrp() == os.getpid(),
         "cores": sorted(os.sched_getaffinity(0)),
         "blocked": sorted(waiting),
-        "ignored": sorted(s for s in PASSED_ON if signal.getsignal(s) is signal.SIG_IGN),
+        "ignored": sorted(
+            s for s in PASSED_ON if signal.getsignal(s) is signal.SIG_IGN
+        ),
     }
     send(connection, request, descriptors)
     answer = connection.recv(1)
@@ -82,7 +86,9 @@ def main() -> None:
     if answer == b"n":
         signal.pthread_sigmask(signal.SIG_SETMASK, waiting)
         os.execv(python, [python, *arguments])
-    for descriptor in descriptors:  # whoever waits for their end waits for the fork alone
+    for (
+        descriptor
+    ) in descriptors:  # whoever waits for their end waits for the fork alone
         os.close(descriptor)
     for number in PASSED_ON:
         signal.signal(number, pass_on)

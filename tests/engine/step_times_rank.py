@@ -17,4 +17,7 @@ if __name__ == "__main__":
     number, meeting, path = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     init_distributed_environment(2, number, meeting, backend="gloo")
     parallel = ParallelConfig(data_parallel_size=2, data_parallel_rank=number)
-    keep(VllmConfig(parallel_config=parallel, additional_config={KEY: path}), measured(number))
+    keep(
+        VllmConfig(parallel_config=parallel, additional_config={KEY: path}),
+        measured(number),
+    )

@@ -16,7 +16,9 @@ from typing import Any, NoReturn
 from preload import KEPT
 
 HARMLESS = {"-B", "-s", "-u"}  # options of Python's
-PLACE = "GOMP_CPU_AFFINITY"  # read when OpenMP is loaded, which then binds the first thread
+PLACE = (
+    "GOMP_CPU_AFFINITY"  # read when OpenMP is loaded, which then binds the first thread
+)
 
 
 def program_of(arguments: list[str]) -> list[str]:
@@ -53,7 +55,9 @@ def take_over(request: dict[str, Any], came: list[int], path: list[str]) -> None
     sys.path[:] = [*filter(None, more.split(os.pathsep)), *path]
     importlib.invalidate_caches()
     tempfile.tempdir = None
-    unbuffered = bool(os.environ.get("PYTHONUNBUFFERED")) or "-u" in request["arguments"]
+    unbuffered = (
+        bool(os.environ.get("PYTHONUNBUFFERED")) or "-u" in request["arguments"]
+    )
     for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
         lines = not unbuffered and (number == 2 or os.isatty(number))
         stream.reconfigure(line_buffering=lines, write_through=unbuffered)
@@ -80,7 +84,9 @@ def run(arguments: list[str]) -> None:
         sys.path.insert(0, os.path.dirname(os.path.abspath(kind)))
         sys.argv = [kind, *rest]
         module = main_module()
-        module.__file__ = os.path.abspath(kind)  # processes that it spawns read it again
+        module.__file__ = os.path.abspath(
+            kind
+        )  # processes that it spawns read it again
         with open(kind, "rb") as file:
             exec(compile(file.read(), module.__file__, "exec"), vars(module))
 

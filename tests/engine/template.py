@@ -51,7 +51,9 @@ def received(connection: socket.socket, size: int) -> bytes:
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """A request, and the descriptors that came with it."""
-    request = json.loads(received(connection, int.from_bytes(received(connection, 8), "big")))
+    request = json.loads(
+        received(connection, int.from_bytes(received(connection, 8), "big"))
+    )
     came: list[int] = []
     while len(came) < len(request["descriptors"]):
         text, more, _, _ = socket.recv_fds(connection, 1, stand_in.AT_ONCE)
@@ -64,7 +66,9 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 class Template:
     """Answers stand-ins until nobody holds it."""
 
-    def __init__(self, listener: socket.socket, decided: set[str], before: dict[str, str]) -> None:
+    def __init__(
+        self, listener: socket.socket, decided: set[str], before: dict[str, str]
+    ) -> None:
         self.listener = listener
         self.decided = decided
         self.environment = before
@@ -98,7 +102,11 @@ class Template:
             return
         reason = self.refusal(request)
         if reason:
-            print(f"a process starts afresh because of {reason}", file=sys.stderr, flush=True)
+            print(
+                f"a process starts afresh because of {reason}",
+                file=sys.stderr,
+                flush=True,
+            )
             for descriptor in came:
                 os.close(descriptor)
             with contextlib.suppress(OSError):
@@ -117,12 +125,17 @@ class Template:
             if name == PLACE and wanted.get(name, "").isdigit():
                 continue  # one core, to which a fork binds itself
             # What an import sets, a process that a fork starts finds set.
-            if wanted.get(name) not in (self.environment.get(name), ENVIRONMENT.get(name)):
+            if wanted.get(name) not in (
+                self.environment.get(name),
+                ENVIRONMENT.get(name),
+            ):
                 return name
         arguments = request["arguments"]
         return "" if program_of(arguments) else f"its arguments {arguments}"
 
-    def start(self, connection: socket.socket, request: dict[str, Any], came: list[int]) -> None:
+    def start(
+        self, connection: socket.socket, request: dict[str, Any], came: list[int]
+    ) -> None:
         pid = os.fork()
         if pid == 0:
             os.setpgid(0, 0)
@@ -213,7 +226,9 @@ def main(python: str) -> None:
     if work is None:
         os._exit(0)  # to take vLLM apart would take a second, and say what leaked
     request, came = work
-    ours = {k: v for k, v in after.items() if request["environment"].get(k) == before.get(k)}
+    ours = {
+        k: v for k, v in after.items() if request["environment"].get(k) == before.get(k)
+    }
     request["environment"] |= ours
     take_over(request, came, path)
     end_of(request["arguments"])

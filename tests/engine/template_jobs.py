@@ -6,7 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from engines import MASK_IDS, a_prompt
-from full_jobs import CANVAS, CONTEXT, TOO_CLOSE, Decoder, FullJob, approximations_for, numbers_for
+from full_jobs import (
+    CANVAS,
+    CONTEXT,
+    TOO_CLOSE,
+    Decoder,
+    FullJob,
+    approximations_for,
+    numbers_for,
+)
 
 from dllm_plugin.reference.full_text import FILL, FullText
 
@@ -44,7 +52,9 @@ def random_template(draw: random.Random, mask_id: int, most: int) -> list[int]:
     template: list[int] = []
     for gap in range(draw.choice([1, 1, 2, 3])):
         if gap or draw.random() < 0.15:
-            template += [draw.randrange(mask_id) for _ in range(draw.choice([1, 2, 5, 20]))]
+            template += [
+                draw.randrange(mask_id) for _ in range(draw.choice([1, 2, 5, 20]))
+            ]
         template += [FILL] * draw.choice([1, 3, 8, 14])
     if draw.random() < 0.85:
         template += [draw.randrange(mask_id) for _ in range(draw.choice([1, 4, 12]))]
@@ -67,7 +77,11 @@ def random_gap_jobs(
         if approximate:
             numbers |= approximations_for(decoder, draw)
             numbers.pop("suffix_window", None)
-        length = draw.randint(1, 60) if draw.random() < 0.8 else CONTEXT - draw.randint(2, 30)
+        length = (
+            draw.randint(1, 60)
+            if draw.random() < 0.8
+            else CONTEXT - draw.randint(2, 30)
+        )
         template = random_template(draw, mask_id, min(CANVAS, CONTEXT - length))
         job = gap_job(a_prompt(length, trial), template, numbers)
         text = job.decode(decoder)

@@ -5,7 +5,15 @@ from typing import Any
 
 import pytest
 import test_grid_goldens as grid
-from engines import CHECKPOINTS, EngineRoom, a_prompt, generate, params, results, token_ids
+from engines import (
+    CHECKPOINTS,
+    EngineRoom,
+    a_prompt,
+    generate,
+    params,
+    results,
+    token_ids,
+)
 
 from dllm_plugin.reference.grid_blocks import GridText, Rules, active_blocks
 from dllm_plugin.reference.model import PlainModel
@@ -41,7 +49,11 @@ def plain(model: str) -> PlainModel:
 
 def start(room: EngineRoom, model: str) -> Any:
     size, most, _ = SHAPES[model]
-    dllm = {"block_length": size, "max_active_blocks": most, "strategy": "block_diffusion"}
+    dllm = {
+        "block_length": size,
+        "max_active_blocks": most,
+        "strategy": "block_diffusion",
+    }
     return room.start(model, dllm, async_scheduling=model != "llada")
 
 
@@ -49,7 +61,12 @@ def rules_of(model: str, i: int) -> Rules:
     _, most, more = SHAPES[model]
     given = {"max_active_blocks": most} | more | OTHERS[i % len(OTHERS)]
     if model == "llada2.1":
-        given |= [{}, {"max_post_steps": 1}, {"num_to_transfer": 5}, {"max_post_steps": 0}][i % 4]
+        given |= [
+            {},
+            {"max_post_steps": 1},
+            {"num_to_transfer": 5},
+            {"max_post_steps": 0},
+        ][i % 4]
     if model == "sdar":
         given["steps"] = (8, 3, 20)[i % 3]
     return Rules(**given)
@@ -57,13 +74,20 @@ def rules_of(model: str, i: int) -> Rules:
 
 def jobs(model: str) -> list[tuple[list[int], int, Rules]]:
     lengths = (3, 16, 29, 41, 32, 17)
-    return [(a_prompt(n, i + 1), 30 + 9 * i, rules_of(model, i)) for i, n in enumerate(lengths)]
+    return [
+        (a_prompt(n, i + 1), 30 + 9 * i, rules_of(model, i))
+        for i, n in enumerate(lengths)
+    ]
 
 
-def decoded(model: str, prompt: list[int], tokens: int, rules: Rules, **more: Any) -> GridText:
+def decoded(
+    model: str, prompt: list[int], tokens: int, rules: Rules, **more: Any
+) -> GridText:
     size, most, _ = SHAPES[model]
     origin = len(prompt) if model in ("llada", "dream") else 0
-    text = GridText(plain(model), prompt, tokens, size, origin=origin, max_model_len=256, **more)
+    text = GridText(
+        plain(model), prompt, tokens, size, origin=origin, max_model_len=256, **more
+    )
     active_blocks(text, rules, (most + 1) * size)
     return text
 
@@ -78,7 +102,9 @@ def test_the_plain_loop(model: str, room: EngineRoom) -> None:
         assert got == (text.answer(), text.passes), (i, text.margin)
     for i in (0, 2):
         assert results(generate(llm, [found[i][0]], wishes[i])) == [outputs[i]]
-    one = decoded(model, *found[2][:2], Rules(**vars(found[2][2]) | {"max_active_blocks": 1}))
+    one = decoded(
+        model, *found[2][:2], Rules(**vars(found[2][2]) | {"max_active_blocks": 1})
+    )
     assert one.passes > texts[2].passes
 
 
@@ -89,7 +115,10 @@ def test_a_stop_token_and_the_end_of_the_context(model: str, room: EngineRoom) -
     ended = decoded(model, prompt, 40, rules, stop={stop})
     long = a_prompt(243, 5)
     cut = decoded(model, long, 40, rules)
-    wishes = [params(40, stop_token_ids=[stop], **rules.options()), params(40, **rules.options())]
+    wishes = [
+        params(40, stop_token_ids=[stop], **rules.options()),
+        params(40, **rules.options()),
+    ]
     outputs = results(generate(llm, [prompt, long], wishes))
     assert outputs[0] == (ended.answer(), ended.passes), ended.margin
     assert outputs[1] == (cut.answer(), cut.passes), cut.margin
@@ -99,7 +128,9 @@ def test_a_stop_token_and_the_end_of_the_context(model: str, room: EngineRoom) -
 def test_draws(model: str, room: EngineRoom) -> None:
     llm, found = start(room, model), jobs(model)
     hot = {"temperature": 0.8, "top_p": 0.95, "logprobs": 1}
-    wishes = [params(33, seed=i, **hot, **found[i][2].options()) for i in range(len(found))]
+    wishes = [
+        params(33, seed=i, **hot, **found[i][2].options()) for i in range(len(found))
+    ]
     together = generate(llm, [prompt for prompt, _, _ in found], wishes)
     for i in (1, 3):
         [alone] = generate(llm, [found[i][0]], wishes[i])
@@ -111,7 +142,9 @@ def test_draws(model: str, room: EngineRoom) -> None:
 
 def test_one_block_in_an_engine_of_four(room: EngineRoom) -> None:
     """A request for one block takes the steps that it takes in an engine of one."""
-    llm = room.start("sdar", {"max_active_blocks": 4, "canvas_length": 64}, async_scheduling=True)
+    llm = room.start(
+        "sdar", {"max_active_blocks": 4, "canvas_length": 64}, async_scheduling=True
+    )
     cases = grid.cases_of("sdar")
     wishes = [grid.wish(case) for case in cases]
     for one in wishes:

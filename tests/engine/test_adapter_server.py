@@ -12,22 +12,39 @@ from trained_adapters import merged, write_adapter
 
 pytestmark = pytest.mark.usefixtures("template")
 
-SDAR, PROMPT, TARGETS = CHECKPOINTS / "tiny-sdar", letters(20), ["q_proj", "v_proj", "up_proj"]
+SDAR, PROMPT, TARGETS = (
+    CHECKPOINTS / "tiny-sdar",
+    letters(20),
+    ["q_proj", "v_proj", "up_proj"],
+)
 NAMES = ("tiny", "first", "second")  # the base's name comes first
 
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("adapters")
-    return {name: write_adapter(folder / name, SDAR, TARGETS, len(name)) for name in NAMES[1:]}
+    return {
+        name: write_adapter(folder / name, SDAR, TARGETS, len(name))
+        for name in NAMES[1:]
+    }
 
 
 @pytest.fixture(scope="module")
-def server(adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(
+    adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "log"
     chosen = [f"{name}={path}" for name, path in adapters.items()]
-    options = ("--enable-lora", "--max-loras=2", "--max-lora-rank=8", "--lora-modules", *chosen)
-    with serving(log, *options, model=SDAR, VLLM_ALLOW_RUNTIME_LORA_UPDATING="1") as server:
+    options = (
+        "--enable-lora",
+        "--max-loras=2",
+        "--max-lora-rank=8",
+        "--lora-modules",
+        *chosen,
+    )
+    with serving(
+        log, *options, model=SDAR, VLLM_ALLOW_RUNTIME_LORA_UPDATING="1"
+    ) as server:
         yield server
 
 
@@ -40,7 +57,10 @@ def answer(server: Server, model: str) -> list[int]:
 def test_names_choose_adapters_in_one_batch(
     server: Server, room: EngineRoom, adapters: dict[str, Path], tmp_path: Path
 ) -> None:
-    folders = [SDAR, *(merged(tmp_path / n / SDAR.name, SDAR, a) for n, a in adapters.items())]
+    folders = [
+        SDAR,
+        *(merged(tmp_path / n / SDAR.name, SDAR, a) for n, a in adapters.items()),
+    ]
     wanted = {}
     for name, folder in zip(NAMES, folders, strict=True):
         llm = room.start("sdar", {}, model=str(folder))
@@ -57,8 +77,12 @@ def test_names_choose_adapters_in_one_batch(
 def test_what_does_not_fit_is_refused_and_the_server_answers(
     server: Server, tmp_path: Path
 ) -> None:
-    wrong = write_adapter(tmp_path / "wrong", SDAR, TARGETS, base_model_name_or_path="a/other")
-    refused = server.post("load_lora_adapter", {"lora_name": "wrong", "lora_path": str(wrong)})
+    wrong = write_adapter(
+        tmp_path / "wrong", SDAR, TARGETS, base_model_name_or_path="a/other"
+    )
+    refused = server.post(
+        "load_lora_adapter", {"lora_name": "wrong", "lora_path": str(wrong)}
+    )
     assert refused.status_code == 500, "vLLM's own, whatever an adapter lacks"
     assert "was trained on 'a/other', but the model served is" in refused.text
     unknown = server.post("completions", {"model": "wrong", "prompt": PROMPT})

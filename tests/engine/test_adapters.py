@@ -22,7 +22,9 @@ PROMPTS = [letters(12, seed) for seed in range(3)]
 LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 
 
-IDS = itertools.count(1)  # an engine that two tests share keeps adapters by their number
+IDS = itertools.count(
+    1
+)  # an engine that two tests share keeps adapters by their number
 
 
 def request(folder: Path) -> Any:
@@ -56,10 +58,14 @@ def test_a_batch_of_adapters_equals_merged_engines(
 ) -> None:
     """Base, first and second adapter side by side, and each of them alone."""
     (dllm, targets), checkpoint = CASES[name], CHECKPOINTS / f"tiny-{name}"
-    adapters = [write_adapter(tmp_path / f"a{n}", checkpoint, targets, n) for n in (1, 2)]
+    adapters = [
+        write_adapter(tmp_path / f"a{n}", checkpoint, targets, n) for n in (1, 2)
+    ]
     wanted = [tokens(room.start(name, dllm))]
     for number, adapter in enumerate(adapters):
-        folder = merged(tmp_path / f"merged{number}" / f"tiny-{name}", checkpoint, adapter)
+        folder = merged(
+            tmp_path / f"merged{number}" / f"tiny-{name}", checkpoint, adapter
+        )
         wanted.append(tokens(room.start(name, dllm, model=str(folder))))
     assert all(len({tuple(found[n]) for found in wanted}) == 3 for n in range(3))
     llm = room.start(name, dllm, **LORA)
@@ -74,7 +80,9 @@ def test_a_batch_of_adapters_equals_merged_engines(
 def test_prefixes_of_adapters_are_not_shared(room: EngineRoom, tmp_path: Path) -> None:
     """Each finds its own pages of the same prompt again, and nobody else's."""
     adapters = [
-        write_adapter(tmp_path / f"a{n}", CHECKPOINTS / "tiny-sdar", ["q_proj", "v_proj"], n)
+        write_adapter(
+            tmp_path / f"a{n}", CHECKPOINTS / "tiny-sdar", ["q_proj", "v_proj"], n
+        )
         for n in (1, 2)
     ]
     llm = room.start("sdar", {}, enable_prefix_caching=True, block_size=32, **LORA)
@@ -104,9 +112,17 @@ def test_adapters_come_and_go(room: EngineRoom, tmp_path: Path) -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("ff_out", {}, "which lies in no layer: requests can choose updates of layers alone"),
+    (
+        "ff_out",
+        {},
+        "which lies in no layer: requests can choose updates of layers alone",
+    ),
     ("q_proj", {"base_model_name_or_path": "a/other"}, "but the model served is"),
-    ("q_proj", {"target_modules": ["q_proj", "x_proj"]}, "'x_proj', a module this model does not"),
+    (
+        "q_proj",
+        {"target_modules": ["q_proj", "x_proj"]},
+        "'x_proj', a module this model does not",
+    ),
     ("q_proj", {"use_dora": True}, "use_dora=True; only use_dora=False can be merged"),
 ]
 
@@ -117,17 +133,25 @@ def test_adapters_that_do_not_fit_are_refused_by_name(
 ) -> None:
     llm = room.start("llada", {"strategy": "dual_cache"}, **LORA)
     before = tokens(llm)
-    adapter = write_adapter(tmp_path / "wrong", CHECKPOINTS / "tiny-llada", [target], **config)
+    adapter = write_adapter(
+        tmp_path / "wrong", CHECKPOINTS / "tiny-llada", [target], **config
+    )
     with pytest.raises(ValueError) as caught:
         llm.llm_engine.add_lora(request(adapter))
     assert sentence in str(caught.value)
     assert tokens(llm) == before
 
 
-def test_a_d2f_adapter_is_refused_under_another_strategy(room: EngineRoom, tmp_path: Path) -> None:
+def test_a_d2f_adapter_is_refused_under_another_strategy(
+    room: EngineRoom, tmp_path: Path
+) -> None:
     llm = room.start("llada", {"strategy": "dual_cache"}, **LORA)
-    adapter = write_adapter(tmp_path / "D2F_LLaDA_Lora", CHECKPOINTS / "tiny-llada", ["q_proj"])
-    with pytest.raises(ValueError, match="was trained for the strategy 'd2f'.*by 'dual_cache'"):
+    adapter = write_adapter(
+        tmp_path / "D2F_LLaDA_Lora", CHECKPOINTS / "tiny-llada", ["q_proj"]
+    )
+    with pytest.raises(
+        ValueError, match="was trained for the strategy 'd2f'.*by 'dual_cache'"
+    ):
         llm.llm_engine.add_lora(request(adapter))
 
 
@@ -141,7 +165,9 @@ def test_weights_are_updated_under_adapters(room: EngineRoom, tmp_path: Path) ->
     changed = {name: torch.flip(weight, [0]) for name, weight in weights.items()}
     (base / "model.safetensors").unlink()
     save_file(changed, base / "model.safetensors", metadata={"format": "pt"})
-    wanted = tokens(room.start("sdar", {}, model=str(merged(tmp_path / "m", base, adapter))))
+    wanted = tokens(
+        room.start("sdar", {}, model=str(merged(tmp_path / "m", base, adapter)))
+    )
     llm = room.start("sdar", {}, **LORA)
     chosen = [request(adapter)] * 3
     assert tokens(llm, chosen) != wanted

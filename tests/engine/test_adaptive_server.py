@@ -57,7 +57,9 @@ def test_counts_and_refusals(client: httpx.Client) -> None:
     counts = asked["choices"][0]["diffusion"]
     assert asked["choices"][0]["text"] == plain["choices"][0]["text"]
     assert counts["computed_positions"] == 20 + 8 + 2 * (counts["forwards"] - 1)
-    refused = client.post("/v1/completions", json=BODY | {"vllm_xargs": {"dllm_schedule": [0]}})
+    refused = client.post(
+        "/v1/completions", json=BODY | {"vllm_xargs": {"dllm_schedule": [0]}}
+    )
     assert refused.status_code == 400
     assert "dllm_schedule must hold whole numbers" in refused.json()["error"]["message"]
 
@@ -65,7 +67,12 @@ def test_counts_and_refusals(client: httpx.Client) -> None:
 def test_metrics_and_log(client: httpx.Client, log: Path) -> None:
     post(client)
     found = client.get("/metrics").text
-    for name in ("width_bucket", "width_changes_total", "acceptance_p0", "acceptance_lambda"):
+    for name in (
+        "width_bucket",
+        "width_changes_total",
+        "acceptance_p0",
+        "acceptance_lambda",
+    ):
         assert f"diffuplug:{name}{{" in found, name
     # What steps computed of canvases is vLLM's own.
     assert "vllm:diffusion_num_canvas_positions_total{" in found

@@ -17,12 +17,21 @@ from dllm_plugin.commands import cli, watch
 KEY, ROOT = "secret", "/behind/a/proxy"
 PROMPT = letters(20, 2)
 MESSAGES = [{"role": "user", "content": "What is 2+2?"}]
-READABLE = {"allowed_token_ids": LETTERS, "ignore_eos": True, "max_tokens": 48, "temperature": 0}
+READABLE = {
+    "allowed_token_ids": LETTERS,
+    "ignore_eos": True,
+    "max_tokens": 48,
+    "temperature": 0,
+}
 SMALL = {"dllm_block_length": 8, "dllm_threshold": 0.4}
 BODY = READABLE | {"model": "tiny", "vllm_xargs": SMALL}
 CHAT, COMPLETION = {"messages": MESSAGES}, {"prompt": PROMPT}
 COUNTS = ("forwards", "tokens", "computed_positions", "wasted_positions")
-HISTOGRAMS = ("request_forwards", "request_tokens_per_forward", "request_positions_per_token")
+HISTOGRAMS = (
+    "request_forwards",
+    "request_tokens_per_forward",
+    "request_positions_per_token",
+)
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +62,15 @@ def stream(client: httpx.Client, path: str, **body: Any) -> list[dict[str, Any]]
 
 def metrics(client: httpx.Client) -> dict[str, float]:
     """Every sample of /metrics without its labels."""
-    lines = [line for line in client.get("/metrics").text.splitlines() if line[:1] != "#"]
+    lines = [
+        line for line in client.get("/metrics").text.splitlines() if line[:1] != "#"
+    ]
     return {line.split("{")[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
 
 
-def check_counts(whole: dict[str, Any], choices: list[dict[str, Any]], prompt: int) -> None:
+def check_counts(
+    whole: dict[str, Any], choices: list[dict[str, Any]], prompt: int
+) -> None:
     for counts in choices:
         assert counts["tokens"] == 48 and 6 <= counts["forwards"] <= 48
         # Each forward computes a block at least; block by block, prompt and canvas once more.
@@ -70,7 +83,9 @@ def check_counts(whole: dict[str, Any], choices: list[dict[str, Any]], prompt: i
     assert (whole["strategy"], whole["policy"]) == ("dual_cache", "threshold")
 
 
-@pytest.mark.parametrize("path,prompt", [("chat/completions", CHAT), ("completions", COMPLETION)])
+@pytest.mark.parametrize(
+    "path,prompt", [("chat/completions", CHAT), ("completions", COMPLETION)]
+)
 def test_counts_of_each_choice(client: httpx.Client, path: str, prompt: Any) -> None:
     """The same in a reply and in a stream, and the same text as without."""
     hot = prompt | {"n": 2, "temperature": 1.5, "seed": 7}
@@ -82,7 +97,12 @@ def test_counts_of_each_choice(client: httpx.Client, path: str, prompt: Any) -> 
     check_counts(whole["metrics"]["diffusion"], counts, length)
     assert list(whole["metrics"]) == ["diffusion"]
     chunks = stream(client, path, **hot, diffusion={})
-    told = {c["index"]: c["diffusion"] for k in chunks for c in k["choices"] if "diffusion" in c}
+    told = {
+        c["index"]: c["diffusion"]
+        for k in chunks
+        for c in k["choices"]
+        if "diffusion" in c
+    }
     ends = {c["index"] for k in chunks for c in k["choices"] if c["finish_reason"]}
     assert ends == {0, 1} and [told[0], told[1]] == counts
     assert chunks[-1]["metrics"]["diffusion"] == whole["metrics"]["diffusion"]
@@ -102,15 +122,21 @@ def test_no_statistics_unless_asked_for(client: httpx.Client) -> None:
     """Hundreds of zeros in every reply say nothing."""
     assert post(client, "completions", **COMPLETION)["metrics"] is None
     assert "metrics" not in stream(client, "chat/completions", **CHAT)[-1]
-    told = post(client, "completions", **COMPLETION, vllm_xargs=SMALL | {"dllm_statistics": 1})
+    told = post(
+        client, "completions", **COMPLETION, vllm_xargs=SMALL | {"dllm_statistics": 1}
+    )
     statistics = told["metrics"]["speculative_decoding"]
-    asked = post(client, "completions", **COMPLETION, diffusion={})["metrics"]["diffusion"]
+    asked = post(client, "completions", **COMPLETION, diffusion={})["metrics"][
+        "diffusion"
+    ]
     assert statistics["num_spec_steps"] == asked["forwards"]
     assert statistics["num_draft_tokens"] == asked["computed_positions"]
 
 
 def test_a_stop_string_ends_the_counting(client: httpx.Client) -> None:
-    text = post(client, "completions", **COMPLETION, temperature=1.5, seed=3)["choices"][0]["text"]
+    text = post(client, "completions", **COMPLETION, temperature=1.5, seed=3)[
+        "choices"
+    ][0]["text"]
     wish = COMPLETION | {"temperature": 1.5, "seed": 3, "stop": [text[20:23]]}
     whole = post(client, "completions", **wish, diffusion={})
     assert whole["choices"][0]["finish_reason"] == "stop"
@@ -125,38 +151,54 @@ def test_histograms_count_every_request_once(client: httpx.Client) -> None:
     while (now := metrics(client))[names[0]] > before[names[0]]:  # of the tests before
         before = now
         time.sleep(0.5)
-    whole = post(client, "completions", **COMPLETION, diffusion={})["metrics"]["diffusion"]
+    whole = post(client, "completions", **COMPLETION, diffusion={})["metrics"][
+        "diffusion"
+    ]
     post(client, "chat/completions", **CHAT)
     stream(client, "completions", **COMPLETION)
     wish = {"temperature": 1.5, "seed": 3, "stop": ["a", "b", "c", "d"]}
     post(client, "completions", **COMPLETION | wish)
     deadline = time.monotonic() + 60
-    while metrics(client)[names[0]] - before[names[0]] < 4 and time.monotonic() < deadline:
+    while (
+        metrics(client)[names[0]] - before[names[0]] < 4 and time.monotonic() < deadline
+    ):
         time.sleep(0.2)
     after = metrics(client)
     assert [after[name] - before[name] for name in names] == [4, 4, 4]
     name = "diffuplug:request_forwards_sum"
     steps = "vllm:diffusion_num_denoising_steps_total"
-    assert after[name] - before[name] == after[steps] - before[steps] >= whole["forwards"]
+    assert (
+        after[name] - before[name] == after[steps] - before[steps] >= whole["forwards"]
+    )
 
 
 def test_the_board_shows_metrics_that_exist(client: httpx.Client) -> None:
     """Every metric that examples/grafana.json names is on /metrics."""
-    board = json.loads((Path(__file__).parents[2] / "examples" / "grafana.json").read_text())
-    queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    board = json.loads(
+        (Path(__file__).parents[2] / "examples" / "grafana.json").read_text()
+    )
+    queries = [
+        target["expr"] for panel in board["panels"] for target in panel["targets"]
+    ]
     queries += [variable["query"] for variable in board["templating"]["list"]]
     named = set(re.findall(r"(?:vllm|diffuplug):\w+", " ".join(queries)))
     post(client, "completions", **COMPLETION)
     assert len(named) >= 8 and named <= set(metrics(client))
 
 
-@pytest.mark.parametrize("path,prompt", [("chat/completions", CHAT), ("completions", COMPLETION)])
+@pytest.mark.parametrize(
+    "path,prompt", [("chat/completions", CHAT), ("completions", COMPLETION)]
+)
 @pytest.mark.parametrize("early", [False, True])
-def test_frames_in_a_stream(client: httpx.Client, path: str, prompt: Any, early: bool) -> None:
+def test_frames_in_a_stream(
+    client: httpx.Client, path: str, prompt: Any, early: bool
+) -> None:
     """A client that reads text alone reads the same; frames replayed are the text of tokens."""
     hot = prompt | {"n": 3, "temperature": 1.5, "seed": 5, "return_token_ids": True}
     plain = stream(client, path, **hot)
-    watched = stream(client, path, **hot, diffusion={"frames": True, "early_text": early})
+    watched = stream(
+        client, path, **hot, diffusion={"frames": True, "early_text": early}
+    )
     frames = [chunk for chunk in watched if is_frame(chunk)]
     others = [chunk for chunk in watched if not is_frame(chunk)]
     assert text_of(others) == text_of(plain) == text_of(watched)
@@ -181,7 +223,9 @@ def test_frames_in_a_stream(client: httpx.Client, path: str, prompt: Any, early:
     assert told["tokens"] == 144 and len(frames) > 5
 
 
-@pytest.mark.parametrize("path,prompt", [("chat/completions", CHAT), ("completions", COMPLETION)])
+@pytest.mark.parametrize(
+    "path,prompt", [("chat/completions", CHAT), ("completions", COMPLETION)]
+)
 def test_traces_of_each_choice(client: httpx.Client, path: str, prompt: Any) -> None:
     """The same in a reply and in a stream, also with frames; cut where a stop string cuts."""
     hot = prompt | {"n": 2, "temperature": 1.5, "seed": 7, "diffusion": {"trace": True}}
@@ -196,10 +240,16 @@ def test_traces_of_each_choice(client: httpx.Client, path: str, prompt: Any) -> 
         assert all(0 < value <= 1 for value in certain)
     for more in ({}, {"frames": True, "early_text": True}):
         chunks = stream(client, path, **hot | {"diffusion": {"trace": True} | more})
-        fields = [(c["index"], c.get("diffusion", {})) for k in chunks for c in k["choices"]]
-        assert {i: f["trace"] for i, f in fields if "trace" in f} == dict(enumerate(told))
+        fields = [
+            (c["index"], c.get("diffusion", {})) for k in chunks for c in k["choices"]
+        ]
+        assert {i: f["trace"] for i, f in fields if "trace" in f} == dict(
+            enumerate(told)
+        )
     text = whole["choices"][0].get("text") or whole["choices"][0]["message"]["content"]
-    cut = post(client, path, **hot | {"stop": [text[20:23]]}, return_token_ids=True)["choices"][0]
+    cut = post(client, path, **hot | {"stop": [text[20:23]]}, return_token_ids=True)[
+        "choices"
+    ][0]
     kept, steps = len(cut["token_ids"]), cut["diffusion"]["trace"]["steps"]
     assert 0 < kept < 48 and steps == told[0]["steps"][:kept]
 
@@ -213,23 +263,33 @@ def text_of(chunks: list[dict[str, Any]]) -> list[str]:
     texts = ["", "", ""]
     for chunk in chunks:
         for choice in chunk["choices"]:
-            piece = choice["text"] if "text" in choice else choice["delta"].get("content")
+            piece = (
+                choice["text"] if "text" in choice else choice["delta"].get("content")
+            )
             texts[choice["index"]] += piece or ""
     return texts
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [3, pytest.param(20, marks=pytest.mark.slow)])
-def test_a_reader_that_sleeps_loses_frames_and_no_text(client: httpx.Client, seconds: int) -> None:
+def test_a_reader_that_sleeps_loses_frames_and_no_text(
+    client: httpx.Client, seconds: int
+) -> None:
     """Nor does it hold anybody up: others are answered meanwhile."""
-    slow = BODY | COMPLETION | {"max_tokens": 200, "stream": True, "diffusion": {"frames": True}}
+    slow = (
+        BODY
+        | COMPLETION
+        | {"max_tokens": 200, "stream": True, "diffusion": {"frames": True}}
+    )
     slow["vllm_xargs"] = SMALL | {"dllm_threshold": 1.0}
     whole = post(client, "completions", **slow | {"stream": False, "diffusion": {}})
     chunks = []
     with client.stream("POST", "/v1/completions", json=slow) as reply:
         lines = (line for line in reply.iter_lines() if line)
         chunks.append(next(lines))
-        other = httpx.Client(base_url=client.base_url, headers=client.headers, timeout=60)
+        other = httpx.Client(
+            base_url=client.base_url, headers=client.headers, timeout=60
+        )
         with other:
             post(other, "completions", **COMPLETION)
             time.sleep(seconds)
@@ -264,7 +324,9 @@ def test_refused_by_name(client: httpx.Client, field: Any, sentence: str) -> Non
     assert reply.status_code == 400 and "dllm_threshold must be" in reply.text
 
 
-def test_the_key_guards_and_the_path_in_front_is_taken_off(client: httpx.Client) -> None:
+def test_the_key_guards_and_the_path_in_front_is_taken_off(
+    client: httpx.Client,
+) -> None:
     body = BODY | COMPLETION | {"diffusion": {}}
     reply = httpx.post(f"{client.base_url}/v1/completions", json=body)
     assert reply.status_code == 401
@@ -272,7 +334,9 @@ def test_the_key_guards_and_the_path_in_front_is_taken_off(client: httpx.Client)
     assert reply.status_code == 200 and "diffusion" in reply.json()["metrics"]
 
 
-@pytest.mark.parametrize("asked", [{}, {"frames": True, "early_text": True, "trace": True}])
+@pytest.mark.parametrize(
+    "asked", [{}, {"frames": True, "early_text": True, "trace": True}]
+)
 def test_a_reader_that_leaves_frees_the_request(
     client: httpx.Client, asked: dict[str, Any]
 ) -> None:
@@ -290,22 +354,33 @@ def test_the_viewer_needs_no_key(client: httpx.Client) -> None:
     """And it lies under the path in front too; it asks for the key itself."""
     for path in ("/viewer", f"{ROOT}/viewer"):
         reply = httpx.get(f"{client.base_url}{path}")
-        assert reply.status_code == 200 and "sha256-" in reply.headers["content-security-policy"]
+        assert (
+            reply.status_code == 200
+            and "sha256-" in reply.headers["content-security-policy"]
+        )
 
 
-def test_watch_in_a_terminal(client: httpx.Client, capsys: pytest.CaptureFixture[str]) -> None:
+def test_watch_in_a_terminal(
+    client: httpx.Client, capsys: pytest.CaptureFixture[str]
+) -> None:
     """`diffuplug watch --url`: the answer as text where standard output is no terminal."""
     words = ["watch", "What is 2+2?", f"--url={client.base_url}", "--max-tokens=24"]
     words += ["--block-length=8", "--threshold=0.4"]
     assert cli.main([*words, f"--api-key={KEY}"]) == 0
     printed = capsys.readouterr()
     body = {"messages": MESSAGES, "max_tokens": 24, "temperature": 0, "model": "tiny"}
-    plain = client.post("/v1/chat/completions", json=body | {"vllm_xargs": SMALL}).json()
+    plain = client.post(
+        "/v1/chat/completions", json=body | {"vllm_xargs": SMALL}
+    ).json()
     assert printed.out.strip() == plain["choices"][0]["message"]["content"].strip()
     tokens = plain["usage"]["completion_tokens"]
     assert re.fullmatch(rf"{tokens} tokens, \d+ forwards, .* seconds\n", printed.err)
     args = cli.build_parser().parse_args([*words, f"--api-key={KEY}"])
-    seen = [[entry is None for entry in state.canvas] for state in watch.from_server(args)]
-    assert any(True in masks[: masks[::-1].index(False)] for masks in seen if False in masks)
+    seen = [
+        [entry is None for entry in state.canvas] for state in watch.from_server(args)
+    ]
+    assert any(
+        True in masks[: masks[::-1].index(False)] for masks in seen if False in masks
+    )
     assert cli.main([*words, "--api-key=wrong"]) == 1
     assert "Unauthorized" in capsys.readouterr().err

@@ -44,19 +44,31 @@ def collector() -> Iterator[str]:
 def fill(server: Server) -> tuple[int, tuple[str, str]]:
     """The process that filled gaps, and a gap before a suffix; and what it filled in."""
     gaps = {"text": "The capital of [MASK:3] is [MASK:2,4].", "temperature": 0}
-    fim = {"prompt": "def area(r):", "suffix": "r * r", "max_tokens": 8, "temperature": 0}
+    fim = {
+        "prompt": "def area(r):",
+        "suffix": "r * r",
+        "max_tokens": 8,
+        "temperature": 0,
+    }
     with httpx.Client(base_url=server.url, timeout=60) as client:
         [choice] = client.post("/v1/infill", json=gaps).json()["choices"]
-        assert [one["length"] for one in choice["diffusion"]["lengths"]] == [[3, 2], [3, 4]]
+        assert [one["length"] for one in choice["diffusion"]["lengths"]] == [
+            [3, 2],
+            [3, 4],
+        ]
         reply = client.post("/v1/fim/completions", json=fim)
         [told] = reply.json()["choices"]
         assert [one["length"] for one in told["diffusion"]["lengths"]] == [4, 8]
         stream = reply.extensions["network_stream"]
-        ours, theirs = stream.get_extra_info("client_addr"), stream.get_extra_info("server_addr")
+        ours, theirs = (
+            stream.get_extra_info("client_addr"),
+            stream.get_extra_info("server_addr"),
+        )
         [process] = [
             connection.pid
             for connection in psutil.net_connections("tcp")
-            if connection.raddr and (connection.laddr, connection.raddr) == (theirs, ours)
+            if connection.raddr
+            and (connection.laddr, connection.raddr) == (theirs, ours)
         ]
     return process, (choice["text"], told["text"])
 
@@ -79,7 +91,11 @@ def test_two_api_server_processes_and_spans(tmp_path: Path, collector: str) -> N
             )
             assert reply.json()["choices"][0]["diffusion"]["tokens"] == 24
         metrics = httpx.get(f"{server.url}/metrics").text.splitlines()
-        counts = [line for line in metrics if line.startswith("diffuplug:request_forwards_count")]
+        counts = [
+            line
+            for line in metrics
+            if line.startswith("diffuplug:request_forwards_count")
+        ]
         assert sum(float(line.rsplit(" ", 1)[1]) for line in counts) == 8
         deadline = time.monotonic() + 60
         while (spans := b"".join(Spans.posted)).count(b"diffusion_decode") < 8:
@@ -100,8 +116,12 @@ def test_switched_off_by_name(tmp_path: Path) -> None:
     names = "register_dllm_models,register_omni,diffuplug"
     with serving(tmp_path / "log", VLLM_PLUGINS=names) as server:
         assert OFF in (tmp_path / "log").read_text()
-        reply = httpx.post(f"{server.url}/v1/completions", json=BODY | {"diffusion": {}})
-        assert reply.status_code == 200 and "diffusion" not in reply.json()["choices"][0]
+        reply = httpx.post(
+            f"{server.url}/v1/completions", json=BODY | {"diffusion": {}}
+        )
+        assert (
+            reply.status_code == 200 and "diffusion" not in reply.json()["choices"][0]
+        )
 
 
 @pytest.mark.slow

@@ -5,7 +5,9 @@ import torch
 from engines import EngineRoom, generate, letters, params, results
 
 
-def test_auto_decodes_in_float32(room: EngineRoom, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_decodes_in_float32(
+    room: EngineRoom, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Token for token what `--dtype float32` gives."""
     prompts, wish = [letters(9, seed) for seed in range(3)], params(24)
     asked = results(generate(room.start(dtype="float32"), prompts, wish))

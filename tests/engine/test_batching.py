@@ -30,17 +30,23 @@ def test_each_alone(family: str, overlapped: bool, room: EngineRoom) -> None:
         check(llm, family, [one])
 
 
-def test_one_more_request_every_step(family: str, overlapped: bool, room: EngineRoom) -> None:
+def test_one_more_request_every_step(
+    family: str, overlapped: bool, room: EngineRoom
+) -> None:
     """E1: prefills of some requests share forwards with canvases of others."""
     llm = room.start(family, async_scheduling=overlapped)
-    arrivals = {i: [(str(i), list(one.prompt), one.wish())] for i, one in enumerate(MIXED)}
+    arrivals = {
+        i: [(str(i), list(one.prompt), one.wish())] for i, one in enumerate(MIXED)
+    }
     done = step_through(llm, arrivals)
     for i, one in enumerate(MIXED):
         got = token_ids(done[str(i)]), forwards(done[str(i)])
         assert got == one.expected(family), one
 
 
-def test_equal_total_lengths_in_another_composition(overlapped: bool, room: EngineRoom) -> None:
+def test_equal_total_lengths_in_another_composition(
+    overlapped: bool, room: EngineRoom
+) -> None:
     """E1: nothing is remembered by the shape of a batch."""
     llm = room.start("llada", async_scheduling=overlapped)
     check(llm, "llada", [job(10, 32, seed=1), job(30, 32, seed=2)])
@@ -53,7 +59,9 @@ def test_at_most_so_many_run_at_once(room: EngineRoom) -> None:
     llm, engine = room.start("llada"), room.start("llada").llm_engine
     with at_most(llm, 2):
         for i, one in enumerate(MIXED[:4]):
-            engine.add_request(str(i), {"prompt_token_ids": list(one.prompt)}, one.wish())
+            engine.add_request(
+                str(i), {"prompt_token_ids": list(one.prompt)}, one.wish()
+            )
         running = []
         while engine.has_unfinished_requests():
             engine.step()
@@ -63,13 +71,21 @@ def test_at_most_so_many_run_at_once(room: EngineRoom) -> None:
 
 def test_many_more_requests_than_slots(overlapped: bool, room: EngineRoom) -> None:
     llm = room.start("dream", async_scheduling=overlapped, max_num_seqs=3)
-    check(llm, "dream", [job(3 + i, 20 + i, 8, seed=i, threshold=0.5) for i in range(12)])
+    check(
+        llm, "dream", [job(3 + i, 20 + i, 8, seed=i, threshold=0.5) for i in range(12)]
+    )
 
 
-def test_a_prompt_beyond_the_token_budget_is_not_split(family: str, room: EngineRoom) -> None:
+def test_a_prompt_beyond_the_token_budget_is_not_split(
+    family: str, room: EngineRoom
+) -> None:
     """E6: the result is that of the whole prompt in one piece."""
     llm = room.start(family, max_num_batched_tokens=64, max_num_seqs=4)
-    check(llm, family, [job(150, 24, seed=1), job(200, 24, seed=2), job(63, 24), job(64, 24)])
+    check(
+        llm,
+        family,
+        [job(150, 24, seed=1), job(200, 24, seed=2), job(63, 24), job(64, 24)],
+    )
 
 
 def test_prefix_caching_changes_nothing(family: str, room: EngineRoom) -> None:
@@ -82,22 +98,36 @@ def test_prefix_caching_changes_nothing(family: str, room: EngineRoom) -> None:
         check(llm, family, [type(wanted)(prompt, 24)])
 
 
-def test_number_of_open_blocks_changes(family: str, overlapped: bool, room: EngineRoom) -> None:
+def test_number_of_open_blocks_changes(
+    family: str, overlapped: bool, room: EngineRoom
+) -> None:
     """E8: with block_add_threshold 0 a block opens every step until the canvas is full."""
     llm = room.start(family, async_scheduling=overlapped)
-    check(llm, family, [job(5 + i, 40, 4, seed=i, block_add_threshold=0.0) for i in range(4)])
+    check(
+        llm,
+        family,
+        [job(5 + i, 40, 4, seed=i, block_add_threshold=0.0) for i in range(4)],
+    )
 
 
 def test_a_slow_tail_is_not_cut(family: str, room: EngineRoom) -> None:
     """E10: however few tokens a step brings, the request gets all of them."""
     llm = room.start(family)
-    check(llm, family, [job(9, 64, 8, seed=3, threshold=1.0), job(9, 64, 8, threshold=0.3)])
+    check(
+        llm,
+        family,
+        [job(9, 64, 8, seed=3, threshold=1.0), job(9, 64, 8, threshold=0.3)],
+    )
 
 
 def run_numbers(llm: Any, wanted: list[tuple[list[int], int, int, Any]]) -> list[Any]:
     """Outputs of (prompt, max_tokens, block_length, numbers) jobs in one batch."""
     wishes = [
-        params(tokens, dllm_block_length=size, **{f"dllm_{k}": v for k, v in numbers.items()})
+        params(
+            tokens,
+            dllm_block_length=size,
+            **{f"dllm_{k}": v for k, v in numbers.items()},
+        )
         for _, tokens, size, numbers in wanted
     ]
     return generate(llm, [prompt for prompt, *_ in wanted], wishes)
@@ -114,7 +144,9 @@ def test_random_settings(family: str, room: EngineRoom) -> None:
             "policy": draw.choice(["threshold", "entropy", "topk_margin"]),
         }
         prompt = a_prompt(draw.randint(1, 70), seed)
-        wanted.append((prompt, draw.randint(1, 48), draw.choice([1, 2, 4, 8, 13, 32]), numbers))
+        wanted.append(
+            (prompt, draw.randint(1, 48), draw.choice([1, 2, 4, 8, 13, 32]), numbers)
+        )
     outputs, compared = run_numbers(room.start(family), wanted), 0
     for (prompt, tokens, size, numbers), output in zip(wanted, outputs, strict=True):
         text = Text(plain_model(family), prompt, tokens, size)
@@ -130,16 +162,22 @@ def test_random_settings(family: str, room: EngineRoom) -> None:
 def test_a_bounded_canvas(canvas: int, blocks: int | None, room: EngineRoom) -> None:
     """A block that does not fit waits until an earlier one has been stored."""
     bounds = {"strategy": "d2f", "block_length": 16, "canvas_length": canvas}
-    llm = room.start("dream", bounds | ({"max_active_blocks": blocks} if blocks else {}))
+    llm = room.start(
+        "dream", bounds | ({"max_active_blocks": blocks} if blocks else {})
+    )
     wanted: list[tuple[list[int], int, int, Any]] = [
         (a_prompt(10 + i, i), 90, size, {"threshold": 0.6, "block_add_threshold": add})
-        for i, (size, add) in enumerate([(16, 0.1), (8, 0.0), (13, 0.5), (32, 0.1), (16, 1.0)])
+        for i, (size, add) in enumerate(
+            [(16, 0.1), (8, 0.0), (13, 0.5), (32, 0.1), (16, 1.0)]
+        )
     ]
     outputs = run_numbers(llm, wanted)
     for (prompt, tokens, size, numbers), output in zip(wanted, outputs, strict=True):
         text = Text(plain_model("dream"), prompt, tokens, size)
         d2f(text, **numbers, canvas_length=canvas, max_active_blocks=blocks or 8)
-        assert (token_ids(output), forwards(output)) == (text.answer(), text.passes), size
+        assert (token_ids(output), forwards(output)) == (text.answer(), text.passes), (
+            size
+        )
 
 
 def test_priorities(room: EngineRoom) -> None:
@@ -149,7 +187,10 @@ def test_priorities(room: EngineRoom) -> None:
     )
     prompts = [{"prompt_token_ids": list(one.prompt)} for one in MIXED]
     outputs = llm.generate(
-        prompts, [one.wish() for one in MIXED], use_tqdm=False, priority=[5, 0, 4, 1, 3, 2, 9, 8]
+        prompts,
+        [one.wish() for one in MIXED],
+        use_tqdm=False,
+        priority=[5, 0, 4, 1, 3, 2, 9, 8],
     )
     for one, output in zip(MIXED, outputs, strict=True):
         assert (token_ids(output), forwards(output)) == one.expected("llada"), one

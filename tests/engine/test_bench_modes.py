@@ -23,9 +23,27 @@ from dllm_plugin.commands import cli
 from dllm_plugin.commands.offline import stop_engine
 
 QUICK = ["--enforce-eager", "--seed", "3"]
-SHAPES = ["--shapes", "tiny", "--requests", "1,3", "--tokens-per-forward", "3", "--vs", "ar,hf"]
+SHAPES = [
+    "--shapes",
+    "tiny",
+    "--requests",
+    "1,3",
+    "--tokens-per-forward",
+    "3",
+    "--vs",
+    "ar,hf",
+]
 ALONE = ("--commit-alone-from", "1")
-LENGTHS = ["--context", "128", "--input-len", "32", "--output-len", "48", "--rounds", "3"]
+LENGTHS = [
+    "--context",
+    "128",
+    "--input-len",
+    "32",
+    "--output-len",
+    "48",
+    "--rounds",
+    "3",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -39,11 +57,15 @@ def alone(room: EngineRoom) -> None:
 
 def line_of(printed: str) -> dict[str, Any]:
     line: dict[str, Any] = json.loads(printed.strip().splitlines()[-1])
-    assert {"benchmark", "command", "seed", "settings", "hardware", "versions"} <= set(line)
+    assert {"benchmark", "command", "seed", "settings", "hardware", "versions"} <= set(
+        line
+    )
     return line
 
 
-def test_all_modes_and_baselines_on_dummy_weights(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_modes_and_baselines_on_dummy_weights(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert cli.main(["bench", "all", *SHAPES, *LENGTHS, *QUICK]) == 0
     printed = capsys.readouterr().out
     line = line_of(printed)
@@ -51,7 +73,9 @@ def test_all_modes_and_baselines_on_dummy_weights(capsys: pytest.CaptureFixture[
     # The gate decodes in both ways that an engine has: whole canvases, and a block of each.
     few, many = line["gates"][0]["positions_per_forward"]
     assert few == 32 and 16 <= many < 20
-    assert line["seed"] == 3 and line["command"].startswith("diffuplug bench all --shapes tiny")
+    assert line["seed"] == 3 and line["command"].startswith(
+        "diffuplug bench all --shapes tiny"
+    )
     assert line["ar"]["engine"]["architecture"] == "LlamaForCausalLM"
     floor = {int(count): ms for count, ms in line["floor"]["gemm_ms"].items()}
 
@@ -60,7 +84,11 @@ def test_all_modes_and_baselines_on_dummy_weights(capsys: pytest.CaptureFixture[
     parts += ["the model's own loop"]
     assert list(line["seconds"]) == parts
     # What was found is said before the next part begins.
-    assert printed.index("share_of_floor") < printed.index("answered") < printed.index(parts[-2])
+    assert (
+        printed.index("share_of_floor")
+        < printed.index("answered")
+        < printed.index(parts[-2])
+    )
 
     assert [row["requests"] for row in line["step"]] == [1, 3]
     for row in line["step"]:
@@ -68,7 +96,9 @@ def test_all_modes_and_baselines_on_dummy_weights(capsys: pytest.CaptureFixture[
         assert row["gemm_ms"] == floor[32 * row["requests"]]
         assert row["floor_ms"] == pytest.approx(row["gemm_ms"] + row["kv_ms"])
         assert row["share_of_floor"] == pytest.approx(row["floor_ms"] / row["step_ms"])
-        assert row["forwards_per_s"] == pytest.approx(1e3 * row["requests"] / row["step_ms"])
+        assert row["forwards_per_s"] == pytest.approx(
+            1e3 * row["requests"] / row["step_ms"]
+        )
         # Blocks of 16 in eight steps, 512 columns of bfloat16.
         assert row["tokens_per_forward"] == 2 and row["positions_per_token"] == 32 / 2
         assert row["logits_mb"] == 32 * row["requests"] * 512 * 2 / 1e6
@@ -87,11 +117,16 @@ def test_all_modes_and_baselines_on_dummy_weights(capsys: pytest.CaptureFixture[
         assert row["forwards"] == answered * 16 and row["tokens_per_forward"] == 3
         assert row["positions_per_token"] == (32 + 16 * 32) / 48
         assert other["forwards"] == other["tokens"]
-        assert row["speedup_vs_ar"] == pytest.approx(row["tokens_per_s"] / other["tokens_per_s"])
+        assert row["speedup_vs_ar"] == pytest.approx(
+            row["tokens_per_s"] / other["tokens_per_s"]
+        )
     one, three = line["hf"]
     assert (one["forwards"], three["forwards"]) == (48, 16)
     assert list(line["served"][2]["speedup_vs_hf"].values()) == pytest.approx(
-        [line["served"][2]["tokens_per_s"] / base["tokens_per_s"] for base in (one, three)]
+        [
+            line["served"][2]["tokens_per_s"] / base["tokens_per_s"]
+            for base in (one, three)
+        ]
     )
 
 
@@ -102,7 +137,9 @@ def test_the_compilation_config_reaches_gate_and_engine(
     """On a CPU vLLM traces the model where nothing is said: plain vLLM is not compiled then."""
     given = ["--compilation-config", '{"mode": 0, "compile_sizes": [32]}']
     given = ["--vs", "ar", "--dtype", "float32", *given]
-    assert cli.main(["bench", "step", "--shapes", "tiny", "--context", "64", *given]) == 0
+    assert (
+        cli.main(["bench", "step", "--shapes", "tiny", "--context", "64", *given]) == 0
+    )
     printed = capsys.readouterr().out
     line = line_of(printed)
     assert "it and our engine: float32, not compiled" in printed
@@ -111,11 +148,15 @@ def test_the_compilation_config_reaches_gate_and_engine(
     assert line["floor"]["kv_item_bytes"] == 4
     ours = [line["gates"][0]["engine"], *line["engines"]]
     assert [engine["compilation_mode"] for engine in ours] == ["NONE", "NONE"]
-    assert [engine["compile_sizes"] for engine in ours] == [[], []], "nothing is compiled"
+    assert [engine["compile_sizes"] for engine in ours] == [[], []], (
+        "nothing is compiled"
+    )
     assert shlex.split(line["command"])[-6:] == given
 
 
-def test_auto_is_the_dtype_of_our_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_auto_is_the_dtype_of_our_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """On a CPU without bfloat16 units too; no engine is started."""
     arguments = ["bench", "throughput", "--dtype", "auto", "--vs", "ar"]
     settings = settings_of(cli.build_parser().parse_args(arguments))
@@ -125,12 +166,16 @@ def test_auto_is_the_dtype_of_our_engine(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 @pytest.mark.parametrize("whose", WHOSE)
-def test_engines_without_a_checkpoint_have_random_weights(whose: str, tmp_path: Path) -> None:
+def test_engines_without_a_checkpoint_have_random_weights(
+    whose: str, tmp_path: Path
+) -> None:
     """Those that vLLM has not packed for the CPU; tests/gpu has the others."""
     engine = without_checkpoint(whose, tmp_path)
     found = dict(worker_of(engine).get_model().named_parameters())
     stop_engine(engine)
-    assert found["model.embed_tokens.weight"].float().std().item() == pytest.approx(0.02, rel=0.02)
+    assert found["model.embed_tokens.weight"].float().std().item() == pytest.approx(
+        0.02, rel=0.02
+    )
     norms = [values for name, values in found.items() if "norm" in name]
     assert len(norms) >= 5 and all((values == 1).all() for values in norms)
 
@@ -145,9 +190,21 @@ def test_one_block_at_a_time(
     canvas: str, more: tuple[str, ...], layout: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each block takes a step more, which stores it."""
-    arguments = ["--shapes", "tiny", "--canvas", canvas, "--block-length", "16", "--context", "64"]
+    arguments = [
+        "--shapes",
+        "tiny",
+        "--canvas",
+        canvas,
+        "--block-length",
+        "16",
+        "--context",
+        "64",
+    ]
     output = ["--tokens-per-forward", "4", "--input-len", "32", "--output-len", "48"]
-    assert cli.main(["bench", "all", *arguments, *output, "--rounds", "1", *more, *QUICK]) == 0
+    assert (
+        cli.main(["bench", "all", *arguments, *output, "--rounds", "1", *more, *QUICK])
+        == 0
+    )
     line = line_of(capsys.readouterr().out)
     assert line["gate"] == "green" and line["gates"][0]["block_length"] == 16
     ours = [line["gates"][0]["engine"], *line["engines"]]
@@ -156,14 +213,32 @@ def test_one_block_at_a_time(
     assert step["positions"] == 16 and step["steps"] >= 40
     for row in line["served"]:
         # Three blocks in four steps each, and two that are stored.
-        assert row["forwards"] == 14 and row["positions_per_token"] == (32 + 14 * 16) / 48
+        assert (
+            row["forwards"] == 14 and row["positions_per_token"] == (32 + 14 * 16) / 48
+        )
 
 
 @pytest.mark.slow
 def test_a_watched_stream_over_http(capsys: pytest.CaptureFixture[str]) -> None:
     """The row without watched requests is measured unasked, and frames change no token."""
-    arguments = ["--shapes", "tiny", "--requests", "3", "--watched", "1,3", "--rounds", "1"]
-    arguments += ["--tokens-per-forward", "2", "--input-len", "32", "--output-len", "512"]
+    arguments = [
+        "--shapes",
+        "tiny",
+        "--requests",
+        "3",
+        "--watched",
+        "1,3",
+        "--rounds",
+        "1",
+    ]
+    arguments += [
+        "--tokens-per-forward",
+        "2",
+        "--input-len",
+        "32",
+        "--output-len",
+        "512",
+    ]
     assert cli.main(["bench", "watched", *arguments, *QUICK]) == 0
     printed = capsys.readouterr().out
     line = line_of(printed)
@@ -179,11 +254,20 @@ def test_a_watched_stream_over_http(capsys: pytest.CaptureFixture[str]) -> None:
     assert none["share_of_unwatched"] == 1 and "frames_per_request" not in none
     for row in (one, all_of_them):
         assert 32 < row["frames_per_request"] <= 257
-    assert all_of_them["kb_per_request"] > one["kb_per_request"] > none["kb_per_request"]
+    assert (
+        all_of_them["kb_per_request"] > one["kb_per_request"] > none["kb_per_request"]
+    )
 
 
 SLOW = pytest.mark.slow
-REFRESHES = ("--full-refresh-every", "2", "--refresh-before", "16", "--suffix-window", "16")
+REFRESHES = (
+    "--full-refresh-every",
+    "2",
+    "--refresh-before",
+    "16",
+    "--suffix-window",
+    "16",
+)
 CHEAPER = (64 + 48 + 96 + 32) + 4 * 3 * 16  # positions that these compute
 FULL = ["--canvas", "64", "--block-length", "16", "--rounds", "1", "--output-len", "64"]
 
@@ -195,9 +279,14 @@ FULL = ["--canvas", "64", "--block-length", "16", "--rounds", "1", "--output-len
         pytest.param("dual_cache", (), 4 * (32 + 64 + 3 * 16), marks=SLOW),
         pytest.param("dual_cache", REFRESHES, CHEAPER, marks=SLOW),
         pytest.param(
-            "dual_cache", ("--approximations", "2:16:16"), 4 * (32 + 64 + 3 * 16), marks=SLOW
+            "dual_cache",
+            ("--approximations", "2:16:16"),
+            4 * (32 + 64 + 3 * 16),
+            marks=SLOW,
         ),
-        pytest.param("prefix_cache", (), 4 * (32 + 64) + 3 * (64 + 48 + 32 + 16), marks=SLOW),
+        pytest.param(
+            "prefix_cache", (), 4 * (32 + 64) + 3 * (64 + 48 + 32 + 16), marks=SLOW
+        ),
         pytest.param("semi_autoregressive", (), 16 * (32 + 64), marks=SLOW),
     ],
     ids=["dual", "refreshes", "beside", "prefix", "semi"],
@@ -218,7 +307,16 @@ def test_full_attention(
         return sizes_of(counts, forwards)
 
     monkeypatch.setattr(throughput_latency, "sizes_of", noted)
-    arguments = ["--strategy", strategy, "--shapes", "tiny", "--requests", "2", "--context", "64"]
+    arguments = [
+        "--strategy",
+        strategy,
+        "--shapes",
+        "tiny",
+        "--requests",
+        "2",
+        "--context",
+        "64",
+    ]
     arguments += ["--tokens-per-forward", "4", "--input-len", "32", *FULL, *more]
     assert cli.main(["bench", "all", *arguments, *QUICK]) == 0
     line = line_of(capsys.readouterr().out)
@@ -240,7 +338,9 @@ def test_full_attention(
     assert line["gates"][0]["requests"] == 4 * (1 + len(kinds))
 
 
-def test_bundled_model_has_measured_acceptance(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bundled_model_has_measured_acceptance(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     arguments = ["throughput", "--requests", "4", "--rounds", "1", "--output-len", "96"]
     assert cli.main(["bench", *arguments, *QUICK]) == 0
     line = line_of(capsys.readouterr().out)
@@ -248,12 +348,16 @@ def test_bundled_model_has_measured_acceptance(capsys: pytest.CaptureFixture[str
     assert line["gates"][0]["strategy"] == "d2f" and "step" not in line
     assert len(line["gates"][0]["positions_per_forward"]) == 1
     assert row["accuracy"] == 1 and row["tokens_per_forward"] > 3
-    assert row["tokens"] < 4 * 96, "answers end before the limit, and nothing behind them counts"
+    assert row["tokens"] < 4 * 96, (
+        "answers end before the limit, and nothing behind them counts"
+    )
     # What was not measured beside a baseline is no speed-up.
     assert not [name for name in row if "speedup" in name or "times_ar" in name]
 
 
-def test_a_red_gate_stops_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_red_gate_stops_everything(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The plain loop reads a copy of the weights with one damaged matrix."""
     folder = tmp_path / "reference"
     shutil.copytree(default_model.path(), folder, ignore=lambda *_: ["__pycache__"])
@@ -261,7 +365,15 @@ def test_a_red_gate_stops_everything(tmp_path: Path, capsys: pytest.CaptureFixtu
     name = "model.transformer.blocks.3.ff_out.weight"
     weights[name] = torch.roll(weights[name], 1, 0)
     save_file(weights, folder / "model.safetensors")
-    arguments = ["bench", "latency", "--strategy", "block_diffusion", "--vs", "ar", *QUICK]
+    arguments = [
+        "bench",
+        "latency",
+        "--strategy",
+        "block_diffusion",
+        "--vs",
+        "ar",
+        *QUICK,
+    ]
     settings = settings_of(cli.build_parser().parse_args(arguments))
     assert command.run(settings, arguments, reference=folder) == 1
     printed = capsys.readouterr().out
@@ -274,15 +386,37 @@ def test_a_red_gate_stops_everything(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_tokens_per_second_by_width(capsys: pytest.CaptureFixture[str]) -> None:
     """Drawn acceptance: wide windows bring more tokens a forward, and a width is kept to."""
-    options = ["--acceptance", "0.9:4", "--widths", "2,8,32", "--min-window", "2", "--vs", "ar"]
-    lengths = ["--input-len", "24", "--output-len", "32", "--rounds", "1", "--requests", "2"]
+    options = [
+        "--acceptance",
+        "0.9:4",
+        "--widths",
+        "2,8,32",
+        "--min-window",
+        "2",
+        "--vs",
+        "ar",
+    ]
+    lengths = [
+        "--input-len",
+        "24",
+        "--output-len",
+        "32",
+        "--rounds",
+        "1",
+        "--requests",
+        "2",
+    ]
     command = ["bench", "adaptive", "--shapes", "tiny", *options, *lengths, *QUICK]
     assert cli.main(command) == 0
     printed = capsys.readouterr().out
     line = line_of(printed)
     rows = {row["width"]: row for row in line["rows"]}
     assert list(rows) == ["by load", 2, 8, 32] and line["benchmark"] == "adaptive"
-    found = [json.loads(text) for text in printed.splitlines() if text.startswith('{"requests"')]
+    found = [
+        json.loads(text)
+        for text in printed.splitlines()
+        if text.startswith('{"requests"')
+    ]
     assert [row["width"] for row in found] == list(rows), "each row once it is measured"
     assert all(rows[row["width"]].items() >= row.items() for row in found)
     assert "engine start, plain vLLM" in line["seconds"]
@@ -295,8 +429,26 @@ def test_tokens_per_second_by_width(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_usual_blocks_beside_widths(capsys: pytest.CaptureFixture[str]) -> None:
     """With `--adaptive off`, by the same drawn acceptance."""
-    lengths = ["--input-len", "24", "--output-len", "64", "--rounds", "1", "--requests", "4"]
-    command = ["bench", "adaptive", "--shapes", "tiny", "--adaptive", "off", *lengths, *QUICK]
+    lengths = [
+        "--input-len",
+        "24",
+        "--output-len",
+        "64",
+        "--rounds",
+        "1",
+        "--requests",
+        "4",
+    ]
+    command = [
+        "bench",
+        "adaptive",
+        "--shapes",
+        "tiny",
+        "--adaptive",
+        "off",
+        *lengths,
+        *QUICK,
+    ]
     assert cli.main([*command, "--acceptance", "0.9:4"]) == 0
     (row,) = line_of(capsys.readouterr().out)["rows"]
     assert row["width"] == "blocks" and row["tokens_per_s"] > 0
@@ -311,19 +463,35 @@ def test_a_map_of_loads(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     printed = capsys.readouterr().out
     line = line_of(printed)
     timed = {(s["requests"], s["context"], s["width"]) for s in line["steps"]}
-    assert timed == {(n, c, w) for n in (1, 4) for c in (16, 256) for w in (1, 2, 8, 32)}
-    assert all(step["ms"] > 0 for step in line["steps"]) and len(line["model_ms"]) == len(timed)
+    assert timed == {
+        (n, c, w) for n in (1, 4) for c in (16, 256) for w in (1, 2, 8, 32)
+    }
+    assert all(step["ms"] > 0 for step in line["steps"]) and len(
+        line["model_ms"]
+    ) == len(timed)
     points = {(p["requests"], p["context"]): p for p in line["map"]}
     assert set(points) == {(n, c) for n in (1, 4) for c in (16, 256)}
     for point in points.values():
         assert point["adaptive"] >= point["fixed"] > 0 and point["width"] in (2, 8, 32)
         assert point["fits"]
-    assert {"engine start", "steps of 1 requests", "steps of 4 requests"} <= set(line["seconds"])
+    assert {"engine start", "steps of 1 requests", "steps of 4 requests"} <= set(
+        line["seconds"]
+    )
     assert picture.read_bytes().startswith(b"\x89PNG") and "by plain" in printed
 
 
-def test_decode_options_reach_the_engine_of_widths(capsys: pytest.CaptureFixture[str]) -> None:
+def test_decode_options_reach_the_engine_of_widths(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """What floating canvases cannot have is refused, not left out."""
-    command = ["bench", "adaptive", "--shapes", "tiny", "--commit-alone-from", "2", *QUICK]
+    command = [
+        "bench",
+        "adaptive",
+        "--shapes",
+        "tiny",
+        "--commit-alone-from",
+        "2",
+        *QUICK,
+    ]
     assert cli.main(command) != 0
     assert "commit_alone_from" in capsys.readouterr().err

@@ -23,7 +23,9 @@ WISHES: list[dict[str, Any]] = [
 ]
 
 
-def two_pass(model: PlainModel, prompt: list[int], size: int, tokens: int, wish: Any) -> Text:
+def two_pass(
+    model: PlainModel, prompt: list[int], size: int, tokens: int, wish: Any
+) -> Text:
     return block_diffusion(Text(model, prompt, tokens, size), **wish)
 
 
@@ -38,8 +40,12 @@ def test_every_policy_in_one_batch(
 ) -> None:
     llm, model = room.start(family, BLOCKS), plain_models[family]
     shapes = [(16, 48), (8, 20), (32, 40)]
-    jobs = [(a_prompt(5 + 9 * i, i), *shapes[i % 3], wish) for i, wish in enumerate(WISHES)]
-    outputs = generate(llm, [job[0] for job in jobs], [request(*job[1:]) for job in jobs])
+    jobs = [
+        (a_prompt(5 + 9 * i, i), *shapes[i % 3], wish) for i, wish in enumerate(WISHES)
+    ]
+    outputs = generate(
+        llm, [job[0] for job in jobs], [request(*job[1:]) for job in jobs]
+    )
     for (prompt, size, tokens, wish), output in zip(jobs, outputs, strict=True):
         text = two_pass(model, prompt, size, tokens, wish)
         assert token_ids(output) == text.answer(), (wish, size)
@@ -50,7 +56,11 @@ def test_a_stop_token_ends_the_text(
     family: str, room: EngineRoom, plain_models: dict[str, PlainModel]
 ) -> None:
     """A stop token inside a block ends the text as soon as everything left of it is decided."""
-    llm, model, prompt = room.start(family, BLOCKS), plain_models[family], a_prompt(21, 3)
+    llm, model, prompt = (
+        room.start(family, BLOCKS),
+        plain_models[family],
+        a_prompt(21, 3),
+    )
     wish: dict[str, Any] = {"policy": "low_confidence", "steps": 7}
     if family == "dream":
         wish["eps"] = 0.1
@@ -58,7 +68,9 @@ def test_a_stop_token_ends_the_text(
     stop = text.answer()[20]
     ended = block_diffusion(Text(model, prompt, 48, 16, {stop}), **wish)
     outputs = generate(
-        llm, [prompt] * 2, [request(16, 48, wish), request(16, 48, wish, stop_token_ids=[stop])]
+        llm,
+        [prompt] * 2,
+        [request(16, 48, wish), request(16, 48, wish, stop_token_ids=[stop])],
     )
     expected = [(text.answer(), text.passes), (ended.answer(), ended.passes)]
     assert results(outputs) == expected
@@ -69,9 +81,15 @@ def test_a_canvas_of_one_block_stores_it_by_itself(
     family: str, room: EngineRoom, plain_models: dict[str, PlainModel]
 ) -> None:
     """Without room for the next block the storing pass is back, the tokens stay."""
-    llm, model, prompt = room.start(family, BLOCKS), plain_models[family], a_prompt(9, 5)
+    llm, model, prompt = (
+        room.start(family, BLOCKS),
+        plain_models[family],
+        a_prompt(9, 5),
+    )
     text = two_pass(model, prompt, 64, 130, {"threshold": 0.6})
-    [output] = generate(llm, [prompt], request(64, 130, {"policy": "threshold", "threshold": 0.6}))
+    [output] = generate(
+        llm, [prompt], request(64, 130, {"policy": "threshold", "threshold": 0.6})
+    )
     assert token_ids(output) == text.answer()
     assert forwards(output) == text.passes + text.commit_passes
 
@@ -80,14 +98,24 @@ def test_blocks_commit_alone_where_many_requests_run(
     family: str, room: EngineRoom, plain_models: dict[str, PlainModel]
 ) -> None:
     """From four on each is fed a block per step; the last three ride along again."""
-    llm, model = room.start(family, BLOCKS | {"commit_alone_from": 4}), plain_models[family]
+    llm, model = (
+        room.start(family, BLOCKS | {"commit_alone_from": 4}),
+        plain_models[family],
+    )
     wish = {"policy": "low_confidence", "steps": 4}
     lengths = (16, 32, 48, 64, 160, 176, 192)
     prompts = [a_prompt(5 + 9 * i, i) for i in range(len(lengths))]
-    texts = [two_pass(model, p, 16, n, wish) for p, n in zip(prompts, lengths, strict=True)]
+    texts = [
+        two_pass(model, p, 16, n, wish) for p, n in zip(prompts, lengths, strict=True)
+    ]
     outputs = generate(llm, prompts, [request(16, n, wish) for n in lengths])
-    alone = [forwards(output) - text.passes for output, text in zip(outputs, texts, strict=True)]
-    assert [token_ids(output) for output in outputs] == [text.answer() for text in texts]
+    alone = [
+        forwards(output) - text.passes
+        for output, text in zip(outputs, texts, strict=True)
+    ]
+    assert [token_ids(output) for output in outputs] == [
+        text.answer() for text in texts
+    ]
     # The fourth one ends after four blocks, three of which were stored.
     assert alone[:4] == [0, 1, 2, 3]
     assert all(3 <= passes <= 5 for passes in alone[4:])
@@ -96,7 +124,9 @@ def test_blocks_commit_alone_where_many_requests_run(
     assert forwards(output) == two_pass(model, prompts[0], 16, 64, wish).passes
 
 
-def test_its_default_is_threshold(room: EngineRoom, plain_models: dict[str, PlainModel]) -> None:
+def test_its_default_is_threshold(
+    room: EngineRoom, plain_models: dict[str, PlainModel]
+) -> None:
     llm, prompt = room.start("llada", BLOCKS), a_prompt(12, 6)
     text = two_pass(plain_models["llada"], prompt, 32, 64, {"threshold": 0.9})
     [output] = generate(llm, [prompt], params(64))

@@ -51,7 +51,12 @@ def wish(case: Case) -> Any:
     numbers: dict[str, Any] = {"dllm_threshold": settings["threshold"]}
     if "editing_threshold" in settings:
         stop, numbers["dllm_policy"] = settings["eos_id"], "joint_threshold"
-        for name in ("editing_threshold", "max_post_steps", "num_to_transfer", "block_length"):
+        for name in (
+            "editing_threshold",
+            "max_post_steps",
+            "num_to_transfer",
+            "block_length",
+        ):
             numbers[f"dllm_{name}"] = settings[name]
     else:
         stop, numbers["dllm_sub_block_length"] = (
@@ -68,7 +73,9 @@ def num_forwards(case: Case) -> int:
     last = len(case["prompt_ids"]) + len(case["output_ids"]) - 1
     if "editing_threshold" not in case["settings"]:
         # Up to the call that decides the last token; what a commit decides is sent a step later.
-        needed = [i for i, one in enumerate(calls) if any(p <= last for p, _ in one["new"])][-1]
+        needed = [
+            i for i, one in enumerate(calls) if any(p <= last for p, _ in one["new"])
+        ][-1]
         return needed + 1 + (calls[needed]["kind"] == "commit")
     # Blocks up to the one with the last token. The check that ends one rides along with the next.
     length = case["settings"]["block_length"]
@@ -84,8 +91,12 @@ def check(case: Case, output: Any) -> None:
     assert forwards(output) == num_forwards(case), (case["file"], case["id"])
 
 
-def start(room: EngineRoom, model: str, overlapped: bool = False, **options: Any) -> Any:
-    return room.start(model, CANVAS.get(model, {}), async_scheduling=overlapped, **options)
+def start(
+    room: EngineRoom, model: str, overlapped: bool = False, **options: Any
+) -> Any:
+    return room.start(
+        model, CANVAS.get(model, {}), async_scheduling=overlapped, **options
+    )
 
 
 @pytest.fixture(scope="module", params=["llada2.1", "fast-dllm-v2"])
@@ -120,10 +131,15 @@ def alone_with_traces(llm: Any, model: str) -> None:
         # Where the text is final, the rest of its block is not decoded; behind a commit it is not
         # sent before the next step, which has written too.
         assert len(written) <= len(recorded) + 1, (case["file"], case["id"])
-        assert written[: len(recorded)] == recorded[: len(written)], (case["file"], case["id"])
+        assert written[: len(recorded)] == recorded[: len(written)], (
+            case["file"],
+            case["id"],
+        )
         known = dict(pair for step in written for pair in step)
         first = len(case["prompt_ids"])
-        assert [known[first + i] for i in range(len(case["output_ids"]))] == case["output_ids"]
+        assert [known[first + i] for i in range(len(case["output_ids"]))] == case[
+            "output_ids"
+        ]
 
 
 def test_each_alone_with_its_trace(model: str, room: EngineRoom) -> None:
@@ -134,7 +150,10 @@ def test_first_logits(model: str, room: EngineRoom) -> None:
     """Of the first call that denoises, in a batch of its own."""
     llm, rows = start(room, model), {}
     for name in FILES[model]:
-        rows |= {(name, k): v for k, v in load_file(GOLDENS / f"{name}.logits.safetensors").items()}
+        rows |= {
+            (name, k): v
+            for k, v in load_file(GOLDENS / f"{name}.logits.safetensors").items()
+        }
     for case in cases_of(model):
         kind = "first_logits" if model == "llada2.1" else "first_block_logits"
         recorded = rows[case["file"], f"{case['id']}/{kind}"]
@@ -156,7 +175,10 @@ def shuffled(llm: Any, model: str, seed: int, counts: bool = True) -> None:
         # A block with a cache of its own starts again when its pages are taken.
         counted = counts or not case["settings"].get("use_block_cache")
         assert token_ids(output) == case["output_ids"], (case["file"], case["id"])
-        assert not counted or forwards(output) == num_forwards(case), (case["file"], case["id"])
+        assert not counted or forwards(output) == num_forwards(case), (
+            case["file"],
+            case["id"],
+        )
 
 
 def test_together_in_shuffled_order(model: str, room: EngineRoom) -> None:
@@ -171,9 +193,18 @@ def varied(model: str) -> list[tuple[list[int], Any]]:
         params(40, **hot),
         params(40, **hot | {"seed": 8, "logprobs": 0}, **letter),
         params(36, logprobs=1, dllm_policy="threshold", dllm_threshold=0.5),
-        params(33, temperature=0.8, seed=3, dllm_policy="random", dllm_steps=8, logprobs=0),
+        params(
+            33, temperature=0.8, seed=3, dllm_policy="random", dllm_steps=8, logprobs=0
+        ),
         params(35, stop_token_ids=list(range(60)), min_tokens=34),
-        params(40, logit_bias={65: 30, 66: 29}, temperature=0.9, seed=1, min_p=0.1, logprobs=5),
+        params(
+            40,
+            logit_bias={65: 30, 66: 29},
+            temperature=0.9,
+            seed=1,
+            min_p=0.1,
+            logprobs=5,
+        ),
     ]
     if model != "llada2.1":
         more = {"dllm_use_block_cache": True, "dllm_sub_block_length": 12}
@@ -206,18 +237,22 @@ def test_draws_rules_and_logprobs(model: str, room: EngineRoom) -> None:
             assert token in scored and len(scored) in (one.logprobs, one.logprobs + 1)
             assert set(scored) == set(again)
             assert all(abs(scored[i].logprob - again[i].logprob) < 1e-3 for i in scored)
-            assert sum(torch.tensor(s.logprob).exp() for s in scored.values()) <= 1 + 1e-4
-            ranks = sorted((s.rank, s.logprob) for i, s in scored.items() if i != token)
-            assert [r for r, _ in ranks] == list(range(1, one.logprobs + 1))[: len(ranks)] or (
-                scored[token].rank <= one.logprobs
+            assert (
+                sum(torch.tensor(s.logprob).exp() for s in scored.values()) <= 1 + 1e-4
             )
+            ranks = sorted((s.rank, s.logprob) for i, s in scored.items() if i != token)
+            assert [r for r, _ in ranks] == list(range(1, one.logprobs + 1))[
+                : len(ranks)
+            ] or (scored[token].rank <= one.logprobs)
 
 
 def test_n_completions(model: str, room: EngineRoom) -> None:
     llm, prompt = start(room, model), a_prompt(32, 4)
     hot = {"temperature": 0.9, "seed": 20}
     [many] = generate(llm, [prompt], params(40, n=3, **hot))
-    singles = generate(llm, [prompt] * 3, [params(40, **hot | {"seed": 20 + i}) for i in range(3)])
+    singles = generate(
+        llm, [prompt] * 3, [params(40, **hot | {"seed": 20 + i}) for i in range(3)]
+    )
     assert [list(c.token_ids) for c in many.outputs] == [token_ids(o) for o in singles]
 
 
@@ -242,41 +277,60 @@ def test_stop_tokens_in_the_middle_of_a_block(model: str, room: EngineRoom) -> N
     if model == "llada2.1":
         found = 0
         for case in cases:
-            one, written = wish(case), {t for call in case["forwards"] for _, t in call["new"]}
+            one, written = (
+                wish(case),
+                {t for call in case["forwards"] for _, t in call["new"]},
+            )
             stops = sorted(written - {*case["output_ids"], *one.stop_token_ids})[:20]
-            one.stop_token_ids, found = [*one.stop_token_ids, *stops], found + len(stops)
+            one.stop_token_ids, found = (
+                [*one.stop_token_ids, *stops],
+                found + len(stops),
+            )
             [output] = generate(llm, [case["prompt_ids"]], one)
             assert token_ids(output) == case["output_ids"], case["id"]
         assert found > 20
         return
     for case in cases:
         first, answer, one = len(case["prompt_ids"]), case["output_ids"], wish(case)
-        heads = {p: t for c in case["forwards"] if c["kind"] == "commit" for p, t in c["new"]}
+        heads = {
+            p: t for c in case["forwards"] if c["kind"] == "commit" for p, t in c["new"]
+        }
         for place, stop in heads.items():
             if place - first < len(answer) and answer.index(stop) == place - first:
                 one.stop_token_ids = [stop]
                 [output] = generate(llm, [case["prompt_ids"]], one)
-                assert token_ids(output) == answer[: place - first + 1], (case["id"], place)
+                assert token_ids(output) == answer[: place - first + 1], (
+                    case["id"],
+                    place,
+                )
 
 
-def test_aborted_and_preempted_in_the_middle_of_a_block(model: str, room: EngineRoom) -> None:
+def test_aborted_and_preempted_in_the_middle_of_a_block(
+    model: str, room: EngineRoom
+) -> None:
     """Neighbours and what comes back go on as they would have, and every page is given back."""
     llm, cases = start(room, model), cases_of(model)
     engine, pages, step, done = llm.llm_engine, free_pages(llm), 0, {}
     for case in cases:
         engine.add_request(
-            case["id"] + case["file"], {"prompt_token_ids": case["prompt_ids"]}, wish(case)
+            case["id"] + case["file"],
+            {"prompt_token_ids": case["prompt_ids"]},
+            wish(case),
         )
     gone = cases[0]["id"] + cases[0]["file"]
     before = num_preemptions(llm)
     while engine.has_unfinished_requests():
-        done |= {output.request_id: output for output in engine.step() if output.finished}
+        done |= {
+            output.request_id: output for output in engine.step() if output.finished
+        }
         step += 1
         if step == 4:
             engine.abort_request([gone])
         if step in (6, 15):
             assert llm.reset_prefix_cache(reset_running_requests=True)
-    assert num_preemptions(llm) > before and free_pages(llm) == pages and gone not in done
+    assert (
+        num_preemptions(llm) > before and free_pages(llm) == pages and gone not in done
+    )
     for case in cases[1:]:
         output = done[case["id"] + case["file"]]
         assert token_ids(output) == case["output_ids"], (case["file"], case["id"])
@@ -285,10 +339,16 @@ def test_aborted_and_preempted_in_the_middle_of_a_block(model: str, room: Engine
 def test_fed_a_block_while_many_run(overlapped: bool, room: EngineRoom) -> None:
     """Edits that come when canvases have been fed whole, and are fed a block each again."""
     options = {"canvas_length": 64, "commit_alone_from": 3}
-    settings = {"async_scheduling": overlapped, "block_size": 32, "num_gpu_blocks_override": 10}
+    settings = {
+        "async_scheduling": overlapped,
+        "block_size": 32,
+        "num_gpu_blocks_override": 10,
+    }
     llm, cases = room.start("llada2.1", options, **settings), cases_of("llada2.1")
     before = num_preemptions(llm)
-    outputs = generate(llm, [case["prompt_ids"] for case in cases], [wish(c) for c in cases])
+    outputs = generate(
+        llm, [case["prompt_ids"] for case in cases], [wish(c) for c in cases]
+    )
     for case, output in zip(cases, outputs, strict=True):
         assert token_ids(output) == case["output_ids"], case["id"]
         assert forwards(output) >= num_forwards(case), case["id"]
@@ -315,7 +375,10 @@ def hits(llm: Any) -> int:
     return int(counter.value)
 
 
-LONG = [letters(length, seed=length) for length in (1, 7, 33, 64, 65, 100, 150, 180, 199, 2, 1)]
+LONG = [
+    letters(length, seed=length)
+    for length in (1, 7, 33, 64, 65, 100, 150, 180, 199, 2, 1)
+]
 UNCUT: dict[str, tuple[list[list[int]], Any]] = {}
 
 
@@ -334,7 +397,10 @@ def uncut(room: EngineRoom, model: str) -> tuple[list[list[int]], Any]:
 def small_steps(room: EngineRoom, model: str, **options: Any) -> Any:
     """A budget that the longest prompts take several steps of, and few pages."""
     canvas = 64 if model == "llada2.1" else 32
-    settings: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 5 * canvas + 3}
+    settings: dict[str, Any] = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 5 * canvas + 3,
+    }
     settings |= {"block_size": 32, "num_gpu_blocks_override": 9}
     return start(room, model, True, **settings | options)
 

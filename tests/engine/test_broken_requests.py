@@ -6,7 +6,15 @@ from typing import Any
 import pytest
 import torch
 import vllm.envs as envs
-from engines import EngineRoom, a_prompt, free_pages, generate, params, step_through, token_ids
+from engines import (
+    EngineRoom,
+    a_prompt,
+    free_pages,
+    generate,
+    params,
+    step_through,
+    token_ids,
+)
 
 POISON = 270  # in no prompt but the broken one
 SHARED = a_prompt(64, 3)  # two pages
@@ -50,12 +58,17 @@ def wish(**options: Any) -> Any:
 
 def corrupted(llm: Any) -> int:
     """Requests that vLLM's own metric counts."""
-    return sum(int(m.value) for m in llm.get_metrics() if m.name == "vllm:corrupted_requests")
+    return sum(
+        int(m.value) for m in llm.get_metrics() if m.name == "vllm:corrupted_requests"
+    )
 
 
 def run_beside(llm: Any, broken: Any) -> tuple[Any, list[list[int]]]:
     """The broken request joins while others decode; its outcome, and the texts of the others."""
-    arrivals = {0: [("a", CLEAN[0], wish())], 1: [("b", CLEAN[2], wish()), ("x", BROKEN, broken)]}
+    arrivals = {
+        0: [("a", CLEAN[0], wish())],
+        1: [("b", CLEAN[2], wish()), ("x", BROKEN, broken)],
+    }
     done = step_through(llm, arrivals | {3: [("c", CLEAN[1], wish())]})
     [x] = [done[i] for i in done if i.startswith("x")]
     others = [token_ids(done[name]) for name in ("a", "c", "b")]
@@ -101,7 +114,9 @@ def test_a_prompt_says_so_itself(room: EngineRoom) -> None:
     assert output.outputs[0].finish_reason == "error"
 
 
-def test_vllm_raises_if_told_to(room: EngineRoom, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_raises_if_told_to(
+    room: EngineRoom, monkeypatch: pytest.MonkeyPatch
+) -> None:
     room.close()
     envs.disable_envs_cache()  # filled by the engines before
     monkeypatch.setenv("VLLM_RAISE_ON_LOGIT_NANS", "1")

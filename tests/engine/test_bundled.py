@@ -45,7 +45,9 @@ def test_replay_of_a_trace(tmp_path: Path) -> None:
     """The example of docs/surface.md: every token once, in the step that decided it."""
     program = tmp_path / "replay.py"
     program.write_text(example_of("surface.md"))
-    lines = re.findall(r"^(\d+) (\[.*\]) (\[.*\]) (-?[\d.]+)$", run(PYTHON, str(program)), re.M)
+    lines = re.findall(
+        r"^(\d+) (\[.*\]) (\[.*\]) (-?[\d.]+)$", run(PYTHON, str(program)), re.M
+    )
     assert [int(step) for step, *_ in lines] == list(range(1, len(lines) + 1))
     places = [place for _, decided, *_ in lines for place in json.loads(decided)]
     assert sorted(places) == list(range(len(places))) and len(places) > 3 * len(lines)
@@ -86,14 +88,20 @@ def test_generate_keeps_the_answer_apart(tmp_path: Path) -> None:
         timeout=400,
         # The phases are read from what vLLM logs at INFO, which our tests turn off.
         env=os.environ
-        | {"HF_HUB_OFFLINE": "1", "TMPDIR": str(tmp_path), "VLLM_LOGGING_LEVEL": "INFO"},
+        | {
+            "HF_HUB_OFFLINE": "1",
+            "TMPDIR": str(tmp_path),
+            "VLLM_LOGGING_LEVEL": "INFO",
+        },
     )
     assert done.returncode == 0, done.stderr
     assert re.search(r"^#### 55$", done.stdout, re.MULTILINE)
     *phases, counts = done.stderr.splitlines()
     shown = [re.sub(r"^\[ *\d+ s\] ", "", line) for line in phases]
     assert shown == [FIRST, *MARKERS.values(), "ready"]
-    assert re.match(r"\d+ tokens, \d+ forwards, [\d.]+ tokens per forward, [\d.]+ sec", counts)
+    assert re.match(
+        r"\d+ tokens, \d+ forwards, [\d.]+ tokens per forward, [\d.]+ sec", counts
+    )
     assert not list(tmp_path.glob("diffuplug-*.log"))
 
 
@@ -121,8 +129,14 @@ def is_list_of_integers(text: str) -> bool:
 
 FORMS: dict[str, tuple[str, Callable[[str], bool]]] = {
     "--json-schema": ("schema.json", is_list_of_integers),
-    "--regex": ("[4-6]{2,4}", lambda text: re.fullmatch("[4-6]{2,4}", text) is not None),
-    "--choice": ("forty,fifty-five,six", lambda text: text in ("forty", "fifty-five", "six")),
+    "--regex": (
+        "[4-6]{2,4}",
+        lambda text: re.fullmatch("[4-6]{2,4}", text) is not None,
+    ),
+    "--choice": (
+        "forty,fifty-five,six",
+        lambda text: text in ("forty", "fifty-five", "six"),
+    ),
 }
 
 
@@ -159,7 +173,11 @@ def test_every_policy_of_a_strategy() -> None:
     free = [row for row in rows if row["steps"] is None]
     assert len(one_token) == 4 and len(free) == 2
     for row in one_token:
-        assert row["tokens_per_forward"] <= 1 < min(other["tokens_per_forward"] for other in free)
+        assert (
+            row["tokens_per_forward"]
+            <= 1
+            < min(other["tokens_per_forward"] for other in free)
+        )
         # At least what each forward computes, at most prompt and canvas every time.
         assert 64 < row["positions_per_token"] * row["tokens_per_forward"] < 200
     assert {row["policy"]: row["accuracy"] for row in one_token}["low_confidence"] == 1
@@ -174,8 +192,12 @@ def test_refreshes_that_cost_less() -> None:
     )
     rows = json.loads(run(PYTHON, "-c", program).strip().splitlines()[-1])
     exact, *others = (row for row in rows if row["questions_per_prompt"] == 1)
-    assert exact["options"] == {} and exact["same_text"] == 1 and exact["accuracy"] >= 0.8
-    assert all(row["positions_per_token"] < exact["positions_per_token"] for row in others)
+    assert (
+        exact["options"] == {} and exact["same_text"] == 1 and exact["accuracy"] >= 0.8
+    )
+    assert all(
+        row["positions_per_token"] < exact["positions_per_token"] for row in others
+    )
     long = [row for row in rows if row["questions_per_prompt"] == 3]
     assert long[0]["prompt_tokens"] > 2 * exact["prompt_tokens"]
 
@@ -190,7 +212,9 @@ def test_accuracy_by_width(tmp_path: Path) -> None:
     assert wide["accuracy"] >= 0.8 and wide["tokens_per_forward"] >= 3
     assert narrow["tokens_per_forward"] <= 1.01
     asked = problem(eval_seeds(1)[0])
-    lines = [{"question": asked.question, "answer": a} for a in (asked.answer, "none of it")]
+    lines = [
+        {"question": asked.question, "answer": a} for a in (asked.answer, "none of it")
+    ]
     (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, lines)))
     output = run(*command[:-1], "8", "--questions", str(tmp_path / "q.jsonl"))
     assert json.loads(output.strip().splitlines()[-1])["rows"]["8"]["accuracy"] == 0.5
@@ -199,11 +223,26 @@ def test_accuracy_by_width(tmp_path: Path) -> None:
 def test_doctor_says_which_width_a_load_would_get() -> None:
     command = [PYTHON, "-m", "dllm_plugin.commands.cli", "doctor", "--requests"]
     found = [
-        int(re.search(r"^width: +(\d+) of 4 to 128, with adaptive$", run(*command, n), re.M)[1])  # type: ignore[index]
+        int(
+            re.search(
+                r"^width: +(\d+) of 4 to 128, with adaptive$", run(*command, n), re.M
+            )[1]
+        )  # type: ignore[index]
         for n in ("1", "256")
     ]
     assert found[0] > found[1] >= 4
     refused = run(*command, "8", "--strategy", "dual_cache")
-    assert re.search(r"^width: +none: adaptive 'throughput' needs a strategy", refused, re.M)
-    timed = run(*command, "64", "--context", "2048", "--acceptance", "0.9:2.5", "--step-ms", "4.6")
+    assert re.search(
+        r"^width: +none: adaptive 'throughput' needs a strategy", refused, re.M
+    )
+    timed = run(
+        *command,
+        "64",
+        "--context",
+        "2048",
+        "--acceptance",
+        "0.9:2.5",
+        "--step-ms",
+        "4.6",
+    )
     assert re.search(r"^  tokens/s: +[\d.]+ \(at width 128: [\d.]+\)$", timed, re.M)

@@ -19,7 +19,12 @@ SCHEDULES = [[32], [8], [4], [2], [3, 16, *(DRAW.randint(1, 12) for _ in range(2
 @pytest.mark.parametrize("strategy", ["d2f", "block_diffusion"])
 def test_schedules_equal_the_plain_loop(strategy: str, room: EngineRoom) -> None:
     """Each of four problems by every schedule, at first all at once, then four of them alone."""
-    dllm = {"strategy": strategy, "adaptive": "throughput", "threshold": 0.9, "min_window": 2}
+    dllm = {
+        "strategy": strategy,
+        "adaptive": "throughput",
+        "threshold": 0.9,
+        "min_window": 2,
+    }
     dllm |= {"block_length": CANVAS, "canvas_length": CANVAS}
     adapter = default_model.adapter_path() if strategy == "d2f" else None
     if adapter is not None:
@@ -38,6 +43,9 @@ def test_schedules_equal_the_plain_loop(strategy: str, room: EngineRoom) -> None
         text = FloatingText(model, prompt, TOKENS, CANVAS, CANVAS, max_model_len=256)
         floating(text, widths, 0.9)
         if text.margin > 3e-4:
-            assert (token_ids(output), forwards(output)) == (text.answer(), text.passes), i
+            assert (token_ids(output), forwards(output)) == (
+                text.answer(),
+                text.passes,
+            ), i
             compared += 1
     assert compared >= 12

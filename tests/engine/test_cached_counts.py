@@ -10,16 +10,30 @@ PROMPT, LENGTH = 100, 24
 
 
 def counts(output: Any) -> list[Counts | None]:
-    return [counts_of(choice, len(choice.token_ids), PROMPT) for choice in output.outputs]
+    return [
+        counts_of(choice, len(choice.token_ids), PROMPT) for choice in output.outputs
+    ]
 
 
 def test_choices_of_one_prompt(overlapped: bool, room: EngineRoom) -> None:
     """The second choice finds the pages of the first; alone, each computes the prompt or not."""
-    llm = room.start("sdar", {}, async_scheduling=overlapped, enable_prefix_caching=True)
+    llm = room.start(
+        "sdar", {}, async_scheduling=overlapped, enable_prefix_caching=True
+    )
     hot = {"temperature": 0.9, "dllm_threshold": 0.3}
-    [together] = generate(llm, [a_prompt(PROMPT, 1)], params(LENGTH, n=3, seed=5, **hot))
+    [together] = generate(
+        llm, [a_prompt(PROMPT, 1)], params(LENGTH, n=3, seed=5, **hot)
+    )
     found = counts(together)
-    assert len({choice.spec_decode_metrics.per_step_drafted[0] for choice in together.outputs}) > 1
+    assert (
+        len(
+            {
+                choice.spec_decode_metrics.per_step_drafted[0]
+                for choice in together.outputs
+            }
+        )
+        > 1
+    )
     for place, seed in enumerate((5, 6, 7)):
         llm.reset_prefix_cache()
         alone = [
@@ -29,5 +43,7 @@ def test_choices_of_one_prompt(overlapped: bool, room: EngineRoom) -> None:
         cold, warm = alone
         assert cold.num_cached_tokens == 0 < warm.num_cached_tokens
         assert counts(warm)[0].computed_positions < counts(cold)[0].computed_positions
-        wasted = {one.wasted_positions for one in (found[place], *counts(cold), *counts(warm))}
+        wasted = {
+            one.wasted_positions for one in (found[place], *counts(cold), *counts(warm))
+        }
         assert len(wasted) == 1 and min(wasted) > 0

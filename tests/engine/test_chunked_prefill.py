@@ -20,7 +20,10 @@ from test_golden_traces import ForwardSpy
 from dllm_plugin.reference.grid_blocks import GridText, Rules, active_blocks
 from dllm_plugin.reference.model import PlainModel
 
-SIZE, BUDGET = 8, 50  # three canvases of two blocks, and a remainder that holds no block
+SIZE, BUDGET = (
+    8,
+    50,
+)  # three canvases of two blocks, and a remainder that holds no block
 LENGTHS = (180, 2, 190, 1, 48, 49, 47, 200, 3, 90)
 RULES = Rules(threshold=0.5)
 
@@ -40,7 +43,9 @@ def expected(length: int) -> tuple[list[int], int]:
 def start(room: EngineRoom, overlapped: bool, **options: Any) -> Any:
     settings = {"max_num_batched_tokens": BUDGET, "max_num_seqs": 2, "block_size": 32}
     settings |= {"num_gpu_blocks_override": 12} | options
-    return room.start("sdar", {"block_length": SIZE}, async_scheduling=overlapped, **settings)
+    return room.start(
+        "sdar", {"block_length": SIZE}, async_scheduling=overlapped, **settings
+    )
 
 
 def test_prompts_longer_than_the_budget(overlapped: bool, room: EngineRoom) -> None:
@@ -48,7 +53,12 @@ def test_prompts_longer_than_the_budget(overlapped: bool, room: EngineRoom) -> N
     llm = start(room, overlapped)
     engine, steps, done, pages = llm.llm_engine, scheduler(llm), {}, free_pages(llm)
     assert steps.max_num_scheduled_tokens == BUDGET and steps.max_num_active_reqs == 2
-    wish, most, before, step = params(20, **RULES.options()), 0, steps.num_computed_positions, 0
+    wish, most, before, step = (
+        params(20, **RULES.options()),
+        0,
+        steps.num_computed_positions,
+        0,
+    )
     arrivals = {0: (180, 2), 4: (190, 1), 9: (48,), 10: (49,), 30: (47, 200, 3, 90)}
     while step <= max(arrivals) or engine.has_unfinished_requests():
         for length in arrivals.get(step, ()):

@@ -43,21 +43,29 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def run(program: str) -> str:
-    done = subprocess.run([PYTHON, "-c", program], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [PYTHON, "-c", program], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
 def skip_without(package: str) -> None:
-    found = subprocess.run([PYTHON, "-c", f"import {package}"], capture_output=True, text=True)
+    found = subprocess.run(
+        [PYTHON, "-c", f"import {package}"], capture_output=True, text=True
+    )
     if "ModuleNotFoundError" in found.stderr:
         pytest.skip(f"{package} is not installed")
 
 
-@pytest.mark.parametrize("package,program", PROGRAMS, ids=[name for name, _ in PROGRAMS])
+@pytest.mark.parametrize(
+    "package,program", PROGRAMS, ids=[name for name, _ in PROGRAMS]
+)
 def test_program(package: str, program: str, server: Server) -> None:
     skip_without(package)
-    assert re.search(r"#### 29\b", run(program.replace("http://localhost:8000", server.url)))
+    assert re.search(
+        r"#### 29\b", run(program.replace("http://localhost:8000", server.url))
+    )
 
 
 def test_there_are_programs() -> None:
@@ -131,7 +139,9 @@ def events(server: Server, body: dict[str, Any]) -> tuple[str, list[str]]:
         assert reply.status_code == 200, reply.read()
         lines = [line for line in reply.iter_lines() if line]
     for line in lines[:-1]:
-        for choice in httpx.Response(200, content=line.removeprefix("data: ")).json()["choices"]:
+        for choice in httpx.Response(200, content=line.removeprefix("data: ")).json()[
+            "choices"
+        ]:
             text += choice["delta"].get("content") or ""
     assert lines[-1] == "data: [DONE]"
     return text, lines
@@ -149,11 +159,19 @@ def test_what_open_webui_sends(server: Server) -> None:
     }
     text, lines = events(server, body)
     assert re.search(r"#### 29\b", text) and '"usage":{' in lines[-2]
-    history = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": text}]
-    task = {"role": "user", "content": "Create a concise, 3-5 word title of this chat as JSON."}
+    history = [
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": text},
+    ]
+    task = {
+        "role": "user",
+        "content": "Create a concise, 3-5 word title of this chat as JSON.",
+    }
     title = {"model": "diffuplug", "messages": [*history, task], "stream": False}
     reply = httpx.post(
-        f"{server.url}/v1/chat/completions", json=title | {"max_completion_tokens": 40}, timeout=120
+        f"{server.url}/v1/chat/completions",
+        json=title | {"max_completion_tokens": 40},
+        timeout=120,
     )
     assert reply.status_code == 200
     assert reply.json()["choices"][0]["message"]["role"] == "assistant"
@@ -166,7 +184,10 @@ def test_what_aider_sends(server: Server) -> None:
         "messages": [
             {"role": "system", "content": "Act as an expert software developer."},
             {"role": "user", "content": "Change the greeting."},
-            {"role": "assistant", "content": "hello.py\n<<<<<<< SEARCH\nhi\n=======\nbye\n"},
+            {
+                "role": "assistant",
+                "content": "hello.py\n<<<<<<< SEARCH\nhi\n=======\nbye\n",
+            },
             {"role": "user", "content": QUESTION},
         ],
         "temperature": 0,
@@ -179,9 +200,14 @@ def test_what_aider_sends(server: Server) -> None:
 def test_penalties_are_refused_by_name(server: Server) -> None:
     body = {"model": "diffuplug", "prompt": "def area(r):", "max_tokens": 16}
     url = f"{server.url}/v1/completions"
-    assert httpx.post(url, json=body | {"presence_penalty": 0.0}, timeout=60).status_code == 200
+    assert (
+        httpx.post(url, json=body | {"presence_penalty": 0.0}, timeout=60).status_code
+        == 200
+    )
     reply = httpx.post(url, json=body | {"presence_penalty": 1.5}, timeout=60)
-    assert reply.status_code == 400 and "presence_penalty is not supported" in reply.text
+    assert (
+        reply.status_code == 400 and "presence_penalty is not supported" in reply.text
+    )
 
 
 TASK = """
@@ -216,11 +242,21 @@ def test_lm_evaluation_harness(server: Server, tmp_path: Path) -> None:
     """Ten of its generated answers are right."""
     skip_without("lm_eval")
     problems = [problem(seed) for seed in eval_seeds(10)]
-    rows = [json.dumps({"question": p.question, "answer": str(p.result)}) for p in problems]
+    rows = [
+        json.dumps({"question": p.question, "answer": str(p.result)}) for p in problems
+    ]
     (tmp_path / "data.jsonl").write_text("\n".join(rows) + "\n")
     (tmp_path / "task.yaml").write_text(TASK.format(data=tmp_path / "data.jsonl"))
-    address = f"base_url={server.url}/v1/chat/completions,model=diffuplug,num_concurrent=2"
-    words = ["--model", "local-chat-completions", "--model_args", address, "--apply_chat_template"]
+    address = (
+        f"base_url={server.url}/v1/chat/completions,model=diffuplug,num_concurrent=2"
+    )
+    words = [
+        "--model",
+        "local-chat-completions",
+        "--model_args",
+        address,
+        "--apply_chat_template",
+    ]
     words += ["--tasks", "word_problems", "--include_path", str(tmp_path)]
     done = subprocess.run(
         [PYTHON, "-m", "lm_eval", *words, "--output_path", str(tmp_path / "out")],
@@ -262,12 +298,21 @@ def test_vllm_bench_serve(server: Server) -> None:
         "ready-check-timeout-sec": "0",
     }
     words = [word for key, value in options.items() for word in (f"--{key}", value)]
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--ignore-eos"]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.cli.main",
+        "bench",
+        "serve",
+        "--ignore-eos",
+    ]
     done = subprocess.run(
         [*command, *words], capture_output=True, text=True, timeout=400, env=os.environ
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert re.search(r"Successful requests: +20\b", done.stdout)
-    told = [int(re.findall(rf"^{label}: +(\d+)", done.stdout, re.M)[0]) for label in shown]
+    told = [
+        int(re.findall(rf"^{label}: +(\d+)", done.stdout, re.M)[0]) for label in shown
+    ]
     assert told == [now - was for now, was in zip(counted(), before, strict=True)]
     assert told[0] >= 20 * 32

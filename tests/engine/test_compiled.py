@@ -4,7 +4,15 @@ from typing import Any
 
 import pytest
 import torch
-from mixed import BLOCK, D2F, ONE_BLOCK, SEVERAL, check_alike, check_steps, fresh_compiler
+from mixed import (
+    BLOCK,
+    D2F,
+    ONE_BLOCK,
+    SEVERAL,
+    check_alike,
+    check_steps,
+    fresh_compiler,
+)
 from scripted import Loop
 
 from dllm_plugin.decoding import blocks
@@ -19,7 +27,9 @@ KINDS = {
 
 
 @pytest.mark.parametrize(("dllm", "shift"), KINDS.values(), ids=KINDS)
-def test_compiled_steps_take_the_same_decisions(dllm: dict[str, Any], shift: bool) -> None:
+def test_compiled_steps_take_the_same_decisions(
+    dllm: dict[str, Any], shift: bool
+) -> None:
     """Traced and not translated, which takes minutes here; tests/gpu runs real code."""
     check_alike(dllm, shift, "eager")
 

@@ -18,7 +18,9 @@ def test_every_max_tokens_up_to_three_blocks(
         assert (tokens, forwards) == one.expected(family, CONTEXT), one.max_tokens
 
 
-def test_the_context_ends_inside_a_block(family: str, overlapped: bool, room: EngineRoom) -> None:
+def test_the_context_ends_inside_a_block(
+    family: str, overlapped: bool, room: EngineRoom
+) -> None:
     llm = room.start(family, async_scheduling=overlapped, max_model_len=CONTEXT)
     lengths = [95, 94, 90, 88, 81, 80, 79, 65, 64, 63, 40]
     jobs = [job(length, 200, 16, seed=length, threshold=0.7) for length in lengths]
@@ -30,12 +32,19 @@ def test_the_context_ends_inside_a_block(family: str, overlapped: bool, room: En
 
 def test_blocks_longer_than_what_is_left(overlapped: bool, room: EngineRoom) -> None:
     llm = room.start("llada", async_scheduling=overlapped, max_model_len=CONTEXT)
-    jobs = [job(90, 6, 32), job(64, 32, 32, seed=1), job(63, 33, 32, seed=2), job(1, 95, 64)]
+    jobs = [
+        job(90, 6, 32),
+        job(64, 32, 32, seed=1),
+        job(63, 33, 32, seed=2),
+        job(1, 95, 64),
+    ]
     for one, got in zip(jobs, run(llm, jobs), strict=True):
         assert got == one.expected("llada", CONTEXT), one
 
 
-def test_block_diffusion_at_the_end(family: str, overlapped: bool, room: EngineRoom) -> None:
+def test_block_diffusion_at_the_end(
+    family: str, overlapped: bool, room: EngineRoom
+) -> None:
     strategy = {"strategy": "block_diffusion", "block_length": 16}
     llm = room.start(family, strategy, overlapped, max_model_len=CONTEXT)
     lengths = [95, 93, 80, 79, 72, 64, 50]

@@ -5,7 +5,10 @@ from pathlib import Path
 
 from engines import CHECKPOINTS, EngineRoom, generate, letters, params, token_ids
 
-TURN_END, PAD = 258, 260  # of the tiny vocabulary; 260 is a token that Dream does not use
+TURN_END, PAD = (
+    258,
+    260,
+)  # of the tiny vocabulary; 260 is a token that Dream does not use
 TEXT = letters(12, 1)
 
 
@@ -23,7 +26,11 @@ def test_its_padding_ends_a_turn(room: EngineRoom, tmp_path: Path) -> None:
     assert config.additional_config["dllm"]["turn_end_token_ids"] == (TURN_END, PAD)
     said = {"logit_bias": {PAD: 100}, "ignore_eos": False}
     prompts = [[*TEXT, TURN_END, *TEXT], TEXT, [*TEXT, TURN_END]]
-    wishes = [params(20, **said), params(20, **said), params(20, **said | {"ignore_eos": True})]
+    wishes = [
+        params(20, **said),
+        params(20, **said),
+        params(20, **said | {"ignore_eos": True}),
+    ]
     chat, plain, ignored = generate(llm, prompts, wishes)
     assert token_ids(chat) == [PAD] and chat.outputs[0].finish_reason == "stop"
     assert token_ids(plain) == token_ids(ignored) == [PAD] * 20

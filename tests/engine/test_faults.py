@@ -32,7 +32,11 @@ LONG = 440  # tokens, and as many forwards: seconds
 # Of streams that do not end before what serves them is killed. Told of the checkpoint, for vLLM has
 # rotary embeddings of as many positions as it says, and reads any memory behind them.
 ENDLESS = 4000
-UNBOUND = (*PLAIN, '--hf-overrides={"max_sequence_length": 4096}', "--max-model-len=4096")
+UNBOUND = (
+    *PLAIN,
+    '--hf-overrides={"max_sequence_length": 4096}',
+    "--max-model-len=4096",
+)
 ERROR_SECONDS = 10.0
 END_SECONDS = 60.0  # vLLM's watchdog looks every five
 READERS = 200
@@ -44,14 +48,18 @@ def own(server: Server) -> psutil.Process:
 
 def named(server: Server, name: str) -> list[psutil.Process]:
     """The server's processes of a name that vLLM gives them."""
-    return [p for p in own(server).children(recursive=True) if name in " ".join(p.cmdline())]
+    return [
+        p for p in own(server).children(recursive=True) if name in " ".join(p.cmdline())
+    ]
 
 
 def plain_texts(server: Server, count: int) -> list[str]:
     """What streams say that nobody disturbs."""
     streams = start_streams(server.url, count, LONG)
     join(streams, PATIENCE)
-    assert [(stream.error, stream.reason) for stream in streams] == [("", "length")] * count
+    assert [(stream.error, stream.reason) for stream in streams] == [
+        ("", "length")
+    ] * count
     return [stream.text for stream in streams]
 
 
@@ -66,7 +74,9 @@ def assert_gone(processes: list[psutil.Process]) -> None:
 
 def killed(server: Server, victim: psutil.Process) -> None:
     """Kill a process while eight streams run; every client has an error soon, nothing is left."""
-    processes = own(server).children(recursive=True)  # a search that a stream might not outlast
+    processes = own(server).children(
+        recursive=True
+    )  # a search that a stream might not outlast
     streams = start_streams(server.url, 8, ENDLESS)
     victim.send_signal(signal.SIGKILL)
     began = time.monotonic()
@@ -81,14 +91,18 @@ def killed(server: Server, victim: psutil.Process) -> None:
 
 def test_the_engine_is_killed(tmp_path: Path) -> None:
     """And another server takes the port at once."""
-    with serving(tmp_path / "log", *UNBOUND, python=sys.executable, **KILLED_SOON) as server:
+    with serving(
+        tmp_path / "log", *UNBOUND, python=sys.executable, **KILLED_SOON
+    ) as server:
         texts = plain_texts(server, 2)
         [engine] = named(server, "EngineCore")
         killed(server, engine)
         assert "diffuplug: the engine has died" in server.log.read_text()
         port = int(server.url.rpartition(":")[2])
         log = tmp_path / "again"
-        with serving(log, *UNBOUND, port=port, python=sys.executable, **KILLED_SOON) as again:
+        with serving(
+            log, *UNBOUND, port=port, python=sys.executable, **KILLED_SOON
+        ) as again:
             assert again.url == server.url
             assert plain_texts(again, 2) == texts
 
@@ -96,7 +110,9 @@ def test_the_engine_is_killed(tmp_path: Path) -> None:
 def test_a_rank_is_killed(tmp_path: Path) -> None:
     options = (*UNBOUND, "--tensor-parallel-size=2")
     variables = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} | KILLED_SOON
-    with serving(tmp_path / "log", *options, python=sys.executable, **variables) as server:
+    with serving(
+        tmp_path / "log", *options, python=sys.executable, **variables
+    ) as server:
         ranks = named(server, "VLLM::Worker")
         assert len(ranks) == 2
         killed(server, ranks[1])
@@ -113,7 +129,9 @@ def drained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def connect(server: Server, body: dict[str, Any]) -> socket.socket:
     """Send a request and read its first bytes, no more."""
-    request = httpx.Request("POST", f"{server.url}/v1/completions", json={"model": "tiny"} | body)
+    request = httpx.Request(
+        "POST", f"{server.url}/v1/completions", json={"model": "tiny"} | body
+    )
     head = f"POST {request.url.path} HTTP/1.1\r\n"
     head += "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())
     host, _, port = server.url.removeprefix("http://").partition(":")
@@ -125,7 +143,9 @@ def connect(server: Server, body: dict[str, Any]) -> socket.socket:
 def test_readers_that_stop_or_vanish(drained: Server) -> None:
     """Half of them go after their first bytes, the others stay and read no more."""
     [expected] = plain_texts(drained, 1)
-    readers = [connect(drained, slow_request(i, 64) | {"stream": True}) for i in range(READERS)]
+    readers = [
+        connect(drained, slow_request(i, 64) | {"stream": True}) for i in range(READERS)
+    ]
     for reader in readers[::2]:
         assert reader.recv(16)
         reader.close()
@@ -133,7 +153,11 @@ def test_readers_that_stop_or_vanish(drained: Server) -> None:
         began = time.monotonic()
         [text] = plain_texts(drained, 1)
         assert text == expected and time.monotonic() - began < PATIENCE
-        for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        for name in (
+            "num_requests_running",
+            "num_requests_waiting",
+            "kv_cache_usage_perc",
+        ):
             while sum(drained.metrics(f"vllm:{name}").values()):
                 assert time.monotonic() - began < 2 * PATIENCE, f"{name} is not 0"
                 time.sleep(0.2)
@@ -149,12 +173,17 @@ def test_drained(drained: Server) -> None:
     processes = own(drained).children(recursive=True)
     drained.process.send_signal(signal.SIGTERM)
     body, began = {"model": "tiny", "prompt": "a", "max_tokens": 1}, time.monotonic()
-    while httpx.post(f"{drained.url}/v1/completions", json=body, timeout=60).status_code < 500:
+    while (
+        httpx.post(f"{drained.url}/v1/completions", json=body, timeout=60).status_code
+        < 500
+    ):
         assert time.monotonic() - began < 30, "it takes requests"
     drained.process.send_signal(signal.SIGTERM)  # once more, which changes nothing
     join(streams, PATIENCE)
     assert [stream.text for stream in streams] == texts
-    assert [(stream.error, stream.reason) for stream in streams] == [("", "length")] * len(streams)
+    assert [(stream.error, stream.reason) for stream in streams] == [
+        ("", "length")
+    ] * len(streams)
     assert end_of(drained) == 0
     assert_gone(processes)
 
@@ -168,10 +197,17 @@ class TruncatingWorker(DiffusionCPUWorker):
         super().load_model(**options)
 
 
-def test_an_adapter_is_truncated_behind_its_check(tmp_path: Path, room: EngineRoom) -> None:
+def test_an_adapter_is_truncated_behind_its_check(
+    tmp_path: Path, room: EngineRoom
+) -> None:
     folder = shutil.copytree(default_model.adapter_path(), tmp_path / "adapter")
-    options = {"model": default_model.path(), "worker_cls": "test_faults.TruncatingWorker"}
-    with pytest.raises(ValueError, match=r"'.*/adapter_model.safetensors': it is truncated"):
+    options = {
+        "model": default_model.path(),
+        "worker_cls": "test_faults.TruncatingWorker",
+    }
+    with pytest.raises(
+        ValueError, match=r"'.*/adapter_model.safetensors': it is truncated"
+    ):
         room.start("bundled", {"lora_path": str(folder)}, **options)
 
 
@@ -180,7 +216,9 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 64 KiB."""
     folder = tmp_path / "full"
     folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", folder], check=True)
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "none", folder], check=True
+    )
     try:
         yield folder
     finally:
@@ -191,9 +229,15 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
 def test_the_compile_cache_is_full(tmp_path: Path, full_disk: Path) -> None:
     """What compiles cannot start without a place for it: the server ends soon and says why."""
     compiled = (*OPTIONS, "--no-enforce-eager", '--compilation-config={"mode": 3}')
-    where = {"VLLM_CACHE_ROOT": str(full_disk), "TORCHINDUCTOR_CACHE_DIR": str(full_disk / "i")}
+    where = {
+        "VLLM_CACHE_ROOT": str(full_disk),
+        "TORCHINDUCTOR_CACHE_DIR": str(full_disk / "i"),
+    }
     log, began = tmp_path / "log", time.monotonic()
-    with pytest.raises(AssertionError, match="did not start"), serving(log, *compiled, **where):
+    with (
+        pytest.raises(AssertionError, match="did not start"),
+        serving(log, *compiled, **where),
+    ):
         pass
     assert "No space left on device" in log.read_text()
     assert time.monotonic() - began < START_SECONDS / 2
@@ -201,7 +245,9 @@ def test_the_compile_cache_is_full(tmp_path: Path, full_disk: Path) -> None:
 
 def test_not_drained(tmp_path: Path) -> None:
     """By default every stream ends soon, with what it has and an error; the status is 0."""
-    with serving(tmp_path / "log", *UNBOUND, python=sys.executable, **KILLED_SOON) as server:
+    with serving(
+        tmp_path / "log", *UNBOUND, python=sys.executable, **KILLED_SOON
+    ) as server:
         texts = plain_texts(server, 8)
         processes = own(server).children(recursive=True)
         streams = start_streams(server.url, 8, ENDLESS)
@@ -210,7 +256,9 @@ def test_not_drained(tmp_path: Path) -> None:
         ends = [(stream.error, stream.reason) for stream in streams]
         assert all(error or reason == "abort" for error, reason in ends), ends
         for stream, text in zip(streams, texts, strict=True):
-            common = min(len(stream.text), len(text) // 2)  # the end of a budget is seen ahead
+            common = min(
+                len(stream.text), len(text) // 2
+            )  # the end of a budget is seen ahead
             assert common and stream.text[:common] == text[:common]
         assert end_of(server) == 0
         assert_gone(processes)

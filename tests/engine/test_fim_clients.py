@@ -63,17 +63,23 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def run(program: str, package: str) -> str:
-    found = subprocess.run([PYTHON, "-c", f"import {package}"], capture_output=True, text=True)
+    found = subprocess.run(
+        [PYTHON, "-c", f"import {package}"], capture_output=True, text=True
+    )
     if "ModuleNotFoundError" in found.stderr:
         pytest.skip(f"{package} is not installed")
-    done = subprocess.run([PYTHON, "-c", program], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [PYTHON, "-c", program], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
 def test_the_client_of_mistral(server: Server) -> None:
     """`fim.complete` and `fim.stream`, as docs/clients.md has them."""
-    printed = run(PROGRAM.replace("http://localhost:8000", server.url), "mistralai.client")
+    printed = run(
+        PROGRAM.replace("http://localhost:8000", server.url), "mistralai.client"
+    )
     assert printed == f"{FILL}\n{FILL}\nlength\n"
 
 
@@ -112,4 +118,7 @@ def test_what_continue_sends(server: Server) -> None:
     assert pieces == {"text": FILL, "content": FILL}
     penalty = {"presence_penalty": 1.5, "stream": False}
     refused = server.post("fim/completions", body | penalty)
-    assert refused.status_code == 400 and "presence_penalty is not supported" in refused.text
+    assert (
+        refused.status_code == 400
+        and "presence_penalty is not supported" in refused.text
+    )

@@ -9,7 +9,12 @@ import torch
 from mixed import fresh_compiler
 from scripted import Hashed, Loop, Run, sampling
 
-FLOATING = {"strategy": "d2f", "adaptive": "throughput", "block_length": 4, "canvas_length": 12}
+FLOATING = {
+    "strategy": "d2f",
+    "adaptive": "throughput",
+    "block_length": 4,
+    "canvas_length": 12,
+}
 
 
 class FloatingLoop(Loop):
@@ -22,7 +27,9 @@ class FloatingLoop(Loop):
         """Rows that see what is fed, which is more than some of them do in a model."""
         start, _, canvas, _ = self._look(run)
         text = run.prompt + run.output + canvas[:fed]
-        return [run.script(text, query + self.shift) for query in range(start, start + fed)]
+        return [
+            run.script(text, query + self.shift) for query in range(start, start + fed)
+        ]
 
 
 def decode(dllm: dict[str, Any], shift: bool, backend: str | None) -> list[Run]:
@@ -35,7 +42,9 @@ def decode(dllm: dict[str, Any], shift: bool, backend: str | None) -> list[Run]:
             for i in range(10):
                 while len(loop.running) == 5:
                     loop.step()
-                wish = sampling(20 + i, None if i % 3 else 14, seed=i, temperature=0.7 * (i % 2))
+                wish = sampling(
+                    20 + i, None if i % 3 else 14, seed=i, temperature=0.7 * (i % 2)
+                )
                 runs.append(loop.start([3] * (i + 1), Hashed(i), wish, f"{i}"))
                 loop.step()
             loop.run()
@@ -45,7 +54,11 @@ def decode(dllm: dict[str, Any], shift: bool, backend: str | None) -> list[Run]:
 @pytest.mark.parametrize("shift", [False, True])
 def test_compiled_steps_take_the_same_decisions(shift: bool) -> None:
     with fresh_compiler():
-        plain, compiled = (decode(FLOATING, shift, backend) for backend in (None, "eager"))
+        plain, compiled = (
+            decode(FLOATING, shift, backend) for backend in (None, "eager")
+        )
     for one, other in zip(plain, compiled, strict=True):
         assert one.output == other.output and len(one.passes) == len(other.passes)
-        assert [step.commit for step in one.passes] == [step.commit for step in other.passes]
+        assert [step.commit for step in one.passes] == [
+            step.commit for step in other.passes
+        ]

@@ -25,7 +25,9 @@ on_a_grid = pytest.mark.parametrize("name", ON_GRID)
 
 
 @on_a_grid
-def test_a_turn_finds_the_pages_of_prompts(name: str, overlapped: bool, room: EngineRoom) -> None:
+def test_a_turn_finds_the_pages_of_prompts(
+    name: str, overlapped: bool, room: EngineRoom
+) -> None:
     """The next turn computes the answer again, and then its pages are those of a prompt."""
     llm = start(room, name, overlapped)
     assert llm.llm_engine.vllm_config.cache_config.block_size == PAGE
@@ -47,7 +49,9 @@ def test_a_turn_finds_the_pages_of_prompts(name: str, overlapped: bool, room: En
     assert token_ids(found[1]) == token_ids(found[2])
     wasted = []
     for output, (prompt, *_) in zip([answer, *found], wanted, strict=True):
-        counts = counts_of(output.outputs[0], TOKENS, len(prompt), output.num_cached_tokens)
+        counts = counts_of(
+            output.outputs[0], TOKENS, len(prompt), output.num_cached_tokens
+        )
         assert counts is not None
         wasted.append(counts.wasted_positions)
     assert wasted[0] == wasted[1] > 0 and wasted[2] == wasted[3] > 0
@@ -62,7 +66,9 @@ def resumed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def noted(self: AdaptiveScheduler, *args: Any) -> Any:
         output = schedule(self, *args)
         news = output.scheduled_new_reqs
-        begins.extend(r.num_computed_tokens for r in news if isinstance(r.req_id, ResumedId))
+        begins.extend(
+            r.num_computed_tokens for r in news if isinstance(r.req_id, ResumedId)
+        )
         return output
 
     monkeypatch.setattr(AdaptiveScheduler, "schedule", noted)

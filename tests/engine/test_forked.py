@@ -13,7 +13,9 @@ import pytest
 from forked import PYTHON
 
 pytestmark = pytest.mark.usefixtures("template")
-both = pytest.mark.parametrize("python", [sys.executable, PYTHON], ids=["fresh", "forked"])
+both = pytest.mark.parametrize(
+    "python", [sys.executable, PYTHON], ids=["fresh", "forked"]
+)
 
 ABOUT = """
 import json, os, signal, sys, tempfile
@@ -74,8 +76,12 @@ if __name__ == "__main__":
 """
 
 
-def run(python: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([python, *arguments], capture_output=True, text=True, **options)
+def run(
+    python: str, *arguments: str, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [python, *arguments], capture_output=True, text=True, **options
+    )
 
 
 def test_it_is_given_everything(tmp_path: Path) -> None:
@@ -117,7 +123,11 @@ def test_it_ends_alike(kind: str, python: str) -> None:
     code, status = ENDS[kind]
     done = run(python, "-c", code)
     assert (done.stdout, done.returncode) == ("begun\n", status)
-    last = {"exception": "ValueError: no", "sentence": "a sentence", "interrupt": "KeyboardI"}
+    last = {
+        "exception": "ValueError: no",
+        "sentence": "a sentence",
+        "interrupt": "KeyboardI",
+    }
     assert last.get(kind, "") in (done.stderr.splitlines() or [""])[-1]
 
 
@@ -137,7 +147,11 @@ def gone(pid: int) -> bool:
 @both
 @pytest.mark.parametrize(
     ("mode", "number", "status"),
-    [("dies", signal.SIGTERM, -15), ("handles", signal.SIGTERM, 5), ("dies", signal.SIGKILL, -9)],
+    [
+        ("dies", signal.SIGTERM, -15),
+        ("handles", signal.SIGTERM, 5),
+        ("dies", signal.SIGKILL, -9),
+    ],
     ids=["ends", "handled", "killed"],
 )
 def test_signals_reach_it_and_its_children(
@@ -173,7 +187,9 @@ def test_processes_that_it_spawns(python: str, tmp_path: Path) -> None:
     (tmp_path / "spawning.py").write_text(SPAWNING)
     done = run(python, "spawning.py", "one", cwd=tmp_path)
     lines = done.stdout.splitlines()
-    assert lines[0] == "['inherited', ['spawning.py', 'one'], '__mp_main__']", done.stderr
+    assert lines[0] == "['inherited', ['spawning.py', 'one'], '__mp_main__']", (
+        done.stderr
+    )
     assert lines[1:] == ["4", "-15"] and done.returncode == 0
 
 
@@ -198,7 +214,12 @@ def test_metrics_of_several_processes_lie_in_files(tmp_path: Path) -> None:
     for python in (sys.executable, PYTHON):
         folder = tmp_path / Path(python).name
         folder.mkdir()
-        done = run(python, "-c", code, env=os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(folder)})
+        done = run(
+            python,
+            "-c",
+            code,
+            env=os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(folder)},
+        )
         assert done.returncode == 0, done.stderr
         files.append([file.name.rpartition("_")[0] for file in folder.iterdir()])
     assert files == [["counter"]] * 2
@@ -207,9 +228,13 @@ def test_metrics_of_several_processes_lie_in_files(tmp_path: Path) -> None:
 def test_openmp_binds_it_to_one_core() -> None:
     """As vLLM's ranks are bound on CPUs; threads inherit it."""
     core = max(os.sched_getaffinity(0))
-    code = "import os, sys, torch; print(os.sched_getaffinity(0), 'vllm' in sys.modules)"
+    code = (
+        "import os, sys, torch; print(os.sched_getaffinity(0), 'vllm' in sys.modules)"
+    )
     bound = os.environ | {"GOMP_CPU_AFFINITY": str(core), "LD_PRELOAD": openmp()}
-    answers = [run(python, "-c", code, env=bound).stdout for python in (sys.executable, PYTHON)]
+    answers = [
+        run(python, "-c", code, env=bound).stdout for python in (sys.executable, PYTHON)
+    ]
     assert answers == [f"{{{core}}} False\n", f"{{{core}}} True\n"]
 
 

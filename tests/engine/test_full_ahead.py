@@ -37,7 +37,9 @@ from test_full_goldens import shuffled, wish_for
 from test_full_memory import check_text, small_blocks
 
 CACHED = [decoder for decoder in DECODERS if decoder[1] != "semi_autoregressive"]
-every_cached_decoder = pytest.mark.parametrize("decoder", CACHED, ids="-".join, scope="module")
+every_cached_decoder = pytest.mark.parametrize(
+    "decoder", CACHED, ids="-".join, scope="module"
+)
 AHEAD = {"async_scheduling": True}
 
 
@@ -48,7 +50,9 @@ def void(llm: Any) -> int:
 
 @every_decoder
 @pytest.mark.parametrize("in_flight", [1, pytest.param(4, marks=pytest.mark.slow), 16])
-def test_tokens_and_forwards(decoder: Decoder, in_flight: int, room: EngineRoom) -> None:
+def test_tokens_and_forwards(
+    decoder: Decoder, in_flight: int, room: EngineRoom
+) -> None:
     """Void forwards count nowhere, and there are few of them."""
     family, strategy = decoder
     dllm = {"strategy": strategy, "canvas_length": CANVAS}
@@ -57,7 +61,9 @@ def test_tokens_and_forwards(decoder: Decoder, in_flight: int, room: EngineRoom)
     if in_flight == 1:  # guided requests need two places
         cases = [case for case in cases if not case.numbers().get("cfg_scale")]
     with at_most(llm, in_flight):
-        outputs = generate(llm, [case.prompt for case in cases], [wish_for(c) for c in cases])
+        outputs = generate(
+            llm, [case.prompt for case in cases], [wish_for(c) for c in cases]
+        )
     for case, output in zip(cases, outputs, strict=True):
         check_case(case, output)
     needed = sum(case.record["num_forwards"] for case in cases)
@@ -74,7 +80,9 @@ def test_requests_of_all_kinds_in_one_batch(
     before, void_before = scheduler(llm).num_computed_positions, void(llm)
     jobs = random_jobs(decoder, 20, seed=2 * approximate, approximate=approximate)
     jobs += random_gap_jobs(decoder, 8, seed=2 * approximate, approximate=approximate)
-    for (job, text), output in zip(jobs, run(llm, [job for job, _ in jobs]), strict=True):
+    for (job, text), output in zip(
+        jobs, run(llm, [job for job, _ in jobs]), strict=True
+    ):
         check(job, text, output)
     computed = scheduler(llm).num_computed_positions - before
     assert computed >= sum(text.computed() for _, text in jobs)
@@ -86,16 +94,29 @@ def test_no_forward_is_void_where_it_would_leave_its_pages(
     decoder: Decoder, room: EngineRoom
 ) -> None:
     """It lies where the next refresh starts: inside of the block that is done, here."""
-    llm, near = start_jobs(room, decoder, **AHEAD), {"full_refresh_every": 8, "refresh_before": 1}
-    exact = [job for job, _ in random_jobs(decoder, 12) if job.numbers.get("block_length", 8) > 1]
-    sure = {"policy": "threshold", "block_length": 8}  # by which the last masks fall together
+    llm, near = (
+        start_jobs(room, decoder, **AHEAD),
+        {"full_refresh_every": 8, "refresh_before": 1},
+    )
+    exact = [
+        job
+        for job, _ in random_jobs(decoder, 12)
+        if job.numbers.get("block_length", 8) > 1
+    ]
+    sure = {
+        "policy": "threshold",
+        "block_length": 8,
+    }  # by which the last masks fall together
     for i in range(18):
         numbers = sure | {"threshold": 0.3 + 0.05 * (i // 3)}
         exact.append(FullJob(a_prompt(20, i % 3), CANVAS, numbers))
     before = void(llm)
     run(llm, exact)
     assert void(llm) > before
-    jobs = [FullJob(job.prompt, job.max_tokens, job.numbers | near, job.stop) for job in exact]
+    jobs = [
+        FullJob(job.prompt, job.max_tokens, job.numbers | near, job.stop)
+        for job in exact
+    ]
     before = void(llm)
     for job, output in zip(jobs, run(llm, jobs), strict=True):
         if (text := job.decode(decoder)).margin > TOO_CLOSE:
@@ -103,8 +124,12 @@ def test_no_forward_is_void_where_it_would_leave_its_pages(
     assert void(llm) == before
 
 
-@pytest.mark.parametrize("decoder", DECODERS[:3], ids="-".join)  # LLaDA's schedule is even
-def test_only_the_first_forward_waits_for_a_result(decoder: Decoder, room: EngineRoom) -> None:
+@pytest.mark.parametrize(
+    "decoder", DECODERS[:3], ids="-".join
+)  # LLaDA's schedule is even
+def test_only_the_first_forward_waits_for_a_result(
+    decoder: Decoder, room: EngineRoom
+) -> None:
     """On a schedule all others are launched before the result of the one before is known.
 
     Refreshes too: the last step of a block takes all that is left, so none is for nothing.
@@ -137,7 +162,11 @@ def test_preempted_with_forwards_in_flight(decoder: Decoder, room: EngineRoom) -
     """Pages for two whole texts, while requests enter with the pages of their first canvas."""
     pages_of = {"canvas": 32, "block_size": 32, "num_gpu_blocks_override": 10}
     llm = start_jobs(room, decoder, **pages_of, **AHEAD)
-    before, pages, jobs = num_preemptions(llm), free_pages(llm), small_blocks(decoder, 10)
+    before, pages, jobs = (
+        num_preemptions(llm),
+        free_pages(llm),
+        small_blocks(decoder, 10),
+    )
     check_text(decoder, jobs, run(llm, jobs), canvas=32)
     assert num_preemptions(llm) > before
     assert free_pages(llm) == pages
@@ -181,12 +210,16 @@ def test_compiled(decoder: Decoder, room: EngineRoom) -> None:
     llm = room.start(family, dllm, max_num_seqs=16, **AHEAD)
     sampler = sampler_of(llm)
     uncompiled = sampler.rows.begin, sampler.decider.decide
-    cases = [case for case in shuffled(decoder, 3) if case.numbers()["policy"] == "threshold"]
+    cases = [
+        case for case in shuffled(decoder, 3) if case.numbers()["policy"] == "threshold"
+    ]
     with fresh_compiler():
         with torch.inference_mode():
             sampler.compile("eager")
         sampler.decider.decide = counted = Counted(sampler.decider.decide)
-        outputs = generate(llm, [case.prompt for case in cases], [wish_for(c) for c in cases])
+        outputs = generate(
+            llm, [case.prompt for case in cases], [wish_for(c) for c in cases]
+        )
     sampler.rows.begin, sampler.decider.decide = uncompiled
     sampler.decider.compiled_for = None
     for case, output in zip(cases, outputs, strict=True):
@@ -195,18 +228,28 @@ def test_compiled(decoder: Decoder, room: EngineRoom) -> None:
 
 
 @pytest.mark.parametrize("threshold", [0.31, 0.41, 0.45, 0.51, 0.65])
-def test_a_block_that_goes_on_behind_its_last_step(threshold: float, room: EngineRoom) -> None:
+def test_a_block_that_goes_on_behind_its_last_step(
+    threshold: float, room: EngineRoom
+) -> None:
     """Dream's own threshold may leave most of a block to later steps, and then take all of it."""
     decoder = ("dream", "semi_autoregressive")
-    llm, numbers = start_jobs(room, decoder, **AHEAD), {"policy": "threshold", "block_length": 8}
-    jobs = [FullJob(a_prompt(20, i), CANVAS, numbers | {"threshold": threshold}) for i in range(3)]
+    llm, numbers = (
+        start_jobs(room, decoder, **AHEAD),
+        {"policy": "threshold", "block_length": 8},
+    )
+    jobs = [
+        FullJob(a_prompt(20, i), CANVAS, numbers | {"threshold": threshold})
+        for i in range(3)
+    ]
     for job in jobs:
         if (text := job.decode(decoder)).margin > TOO_CLOSE:
             check(job, text, run(llm, [job])[0])
 
 
 @half_of_the_decoders
-def test_bad_words_that_a_last_step_takes_back(decoder: Decoder, room: EngineRoom) -> None:
+def test_bad_words_that_a_last_step_takes_back(
+    decoder: Decoder, room: EngineRoom
+) -> None:
     """The block goes on then: what was launched behind it would spoil its keys."""
     numbers = {"policy": "low_confidence", "steps": 2, "block_length": 16}
     jobs = [FullJob(a_prompt(24, i), CANVAS, numbers) for i in range(3)]

@@ -20,13 +20,19 @@ def sampler_of(llm: Any) -> Any:
 
 @every_decoder
 @pytest.mark.parametrize("policy", ["threshold", "low_confidence"])
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
 def test_compiled_steps_take_the_same_decisions(
     decoder: Decoder, policy: str, backend: str, room: EngineRoom
 ) -> None:
     """Traced alone, or translated as well; of the engine's policy and of the other usual one."""
     family, strategy = decoder
-    cases = [c for c in cases_of(*decoder) if not c.is_random and c.numbers()["policy"] in USUAL]
+    cases = [
+        c
+        for c in cases_of(*decoder)
+        if not c.is_random and c.numbers()["policy"] in USUAL
+    ]
     assert cases
     dllm = {"strategy": strategy, "canvas_length": CANVAS, "policy": policy}
     llm = room.start(family, dllm, max_num_seqs=16)
@@ -37,7 +43,9 @@ def test_compiled_steps_take_the_same_decisions(
             sampler.compile(backend)
         sampler.decider.decide = counted = Counted(sampler.decider.decide)
         with torch._dynamo.config.patch(error_on_recompile=True):
-            outputs = generate(llm, [c.prompt for c in cases], [wish_for(c) for c in cases])
+            outputs = generate(
+                llm, [c.prompt for c in cases], [wish_for(c) for c in cases]
+            )
     sampler.rows.begin, sampler.decider.decide = uncompiled
     sampler.decider.compiled_for = None
     for case, output in zip(cases, outputs, strict=True):

@@ -30,7 +30,9 @@ IN_FLIGHT = (16, 4)
 
 def start(room: EngineRoom, decoder: Decoder, **options: Any) -> Any:
     family, strategy = decoder
-    return room.start(family, {"strategy": strategy, "canvas_length": CANVAS}, **options)
+    return room.start(
+        family, {"strategy": strategy, "canvas_length": CANVAS}, **options
+    )
 
 
 def wish_for(case: Case) -> Any:
@@ -47,7 +49,9 @@ class PassSpy:
     """Queries, visible slots and LM-head rows of every forward, and the first one's logits."""
 
     def __init__(self, llm: Any, mask_id: int) -> None:
-        worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        worker = (
+            llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        )
         self.model, self.mask_id = worker.model_runner.model, mask_id
         self.calls: list[tuple[int, int, int]] = []
         self.rows: list[int] = []
@@ -68,29 +72,39 @@ class PassSpy:
         self.rows.append(len(hidden))
         return self.compute_logits(hidden, *args, **kwargs)
 
-    def _note(self, model: Any, args: Any, kwargs: dict[str, Any], hidden: torch.Tensor) -> None:
+    def _note(
+        self, model: Any, args: Any, kwargs: dict[str, Any], hidden: torch.Tensor
+    ) -> None:
         from vllm.forward_context import get_forward_context
 
         positions = kwargs["positions"]
-        [metadata] = {id(m): m for m in get_forward_context().attn_metadata.values()}.values()
+        [metadata] = {
+            id(m): m for m in get_forward_context().attn_metadata.values()
+        }.values()
         [kv_len] = set(metadata.seq_lens.tolist())
         first, last = int(positions.min()), int(positions.max())
         self.requests = len(positions) // (last - first + 1)
         spans = [*range(first, last + 1)] * self.requests
-        assert positions.tolist() == spans, "one span for each request, and nothing else"
+        assert positions.tolist() == spans, (
+            "one span for each request, and nothing else"
+        )
         self.calls.append((first, last - first + 1, kv_len))
         if self.first_logits is None:
             logits = self.compute_logits(hidden).unflatten(0, (self.requests, -1))
             # The partner of a guided request has a prompt of masks.
             lead = kwargs["input_ids"].view(self.requests, -1)[:, 0]
-            self.first_logits = logits[int((lead != self.mask_id).int().argmax())].clone()
+            self.first_logits = logits[
+                int((lead != self.mask_id).int().argmax())
+            ].clone()
 
 
 def check_passes(case: Case, spy: PassSpy, passes: list[Pass]) -> None:
     """Every forward of a request that was alone, against the recorded and the plain ones."""
     wanted = [(c["q_start"], c["q_len"], c["kv_len"]) for c in case.record["forwards"]]
     assert spy.calls == wanted, case.name
-    assert spy.requests == (2 if case.numbers().get("cfg_scale", 0) > 0 else 1), case.name
+    assert spy.requests == (2 if case.numbers().get("cfg_scale", 0) > 0 else 1), (
+        case.name
+    )
     assert spy.rows == [spy.requests * len(one.rows) for one in passes], case.name
     assert spy.first_logits is not None
     for position, row in case.first_logits().items():
@@ -156,7 +170,9 @@ def test_recorded_random_numbers(
         check_passes(case, spy, case.decode(plain_models[family]).passes)
 
 
-def gumbel_case(file: Path, model: PlainModel, prompt: list[int], shape: dict[str, Any]) -> Case:
+def gumbel_case(
+    file: Path, model: PlainModel, prompt: list[int], shape: dict[str, Any]
+) -> Case:
     """What LLaDA's loop makes of a prompt, recorded as the references' calls are."""
     draw = torch.Generator().manual_seed(5)
     tokens = prompt + [model.mask_id] * shape["gen_length"]
@@ -174,14 +190,23 @@ def gumbel_case(file: Path, model: PlainModel, prompt: list[int], shape: dict[st
             best, sure = noisy.argmax(-1), logits.softmax(-1)
             left = [p for p in block if tokens[p] == model.mask_id]
             left.sort(key=lambda p: -float(sure[p, best[p]]))
-            new = [[p, int(best[p])] for p in left[: llada_quota(len(block), steps, step)]]
+            new = [
+                [p, int(best[p])] for p in left[: llada_quota(len(block), steps, step)]
+            ]
             for position, token in new:
                 tokens[position] = token
             size = len(tokens)
-            forwards.append({"q_start": 0, "q_len": size, "kv_len": size, "new": sorted(new)})
+            forwards.append(
+                {"q_start": 0, "q_len": size, "kv_len": size, "new": sorted(new)}
+            )
     rows["made/first_logits_rows"] = torch.arange(len(tokens))
     save_file(rows, f"{file}.logits.safetensors")
-    record = {"id": "made", "prompt_ids": prompt, "settings": shape, "forwards": forwards}
+    record = {
+        "id": "made",
+        "prompt_ids": prompt,
+        "settings": shape,
+        "forwards": forwards,
+    }
     record |= {"output_ids": tokens[len(prompt) :], "num_forwards": len(forwards)}
     return Case(str(file), "semi_autoregressive", record | {"noise_kind": "gumbel"})
 
@@ -193,8 +218,13 @@ def test_recorded_noise_of_several_blocks(
     tmp_path: Path,
 ) -> None:
     """Made by hand: the noise is numbered by the forwards of the whole text."""
-    model, shape = plain_models["llada"], {"gen_length": 24, "block_length": 8, "steps": 12}
-    case = gumbel_case(tmp_path / "made", model, a_prompt(7, 3), shape | {"temperature": 0.7})
+    model, shape = (
+        plain_models["llada"],
+        {"gen_length": 24, "block_length": 8, "steps": 12},
+    )
+    case = gumbel_case(
+        tmp_path / "made", model, a_prompt(7, 3), shape | {"temperature": 0.7}
+    )
     text = case.decode(model)
     assert text.answer() == case.record["output_ids"] and text.margin > 1e-4
     llm = start(room, ("llada", "semi_autoregressive"), max_num_seqs=16)
@@ -213,20 +243,28 @@ def shuffled(decoder: Decoder, seed: int) -> list[Case]:
 
 @every_decoder
 @pytest.mark.parametrize("in_flight", IN_FLIGHT)
-def test_together_in_shuffled_order(decoder: Decoder, in_flight: int, room: EngineRoom) -> None:
+def test_together_in_shuffled_order(
+    decoder: Decoder, in_flight: int, room: EngineRoom
+) -> None:
     llm, cases = start(room, decoder, max_num_seqs=16), shuffled(decoder, in_flight)
     with at_most(llm, in_flight):
-        outputs = generate(llm, [case.prompt for case in cases], [wish_for(case) for case in cases])
+        outputs = generate(
+            llm, [case.prompt for case in cases], [wish_for(case) for case in cases]
+        )
     for case, output in zip(cases, outputs, strict=True):
         check(case, output)
 
 
 @half_of_the_decoders
-def test_preempted_in_the_middle_of_their_blocks(decoder: Decoder, room: EngineRoom) -> None:
+def test_preempted_in_the_middle_of_their_blocks(
+    decoder: Decoder, room: EngineRoom
+) -> None:
     """All of them at once; the longest block takes 32 steps, so every round finishes some."""
     llm, cases = start(room, decoder, max_num_seqs=16), shuffled(decoder, 1)
     before = num_preemptions(llm)
-    outputs = run_interrupted(llm, [(case.prompt, wish_for(case)) for case in cases], every=35)
+    outputs = run_interrupted(
+        llm, [(case.prompt, wish_for(case)) for case in cases], every=35
+    )
     assert num_preemptions(llm) > before
     for case, output in zip(cases, outputs, strict=True):
         assert token_ids(output) == case.record["output_ids"], case.name

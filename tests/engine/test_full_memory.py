@@ -31,14 +31,18 @@ from full_jobs import (
 def small_blocks(decoder: Decoder, wanted: int) -> list[FullJob]:
     """Requests that outgrow their first pages; guided ones are shorter, for they run twice."""
     numbers = {"policy": "low_confidence", "steps": 3, "block_length": 16}
-    jobs = [FullJob(a_prompt(20 + 5 * i, i), 90 - 5 * i, numbers) for i in range(wanted)]
+    jobs = [
+        FullJob(a_prompt(20 + 5 * i, i), 90 - 5 * i, numbers) for i in range(wanted)
+    ]
     if decoder == ("llada", "semi_autoregressive"):
         for i in range(1, wanted, 3):
             jobs[i] = FullJob(a_prompt(8 + i, i), 60, numbers | {"cfg_scale": 0.7})
     return jobs
 
 
-def check_text(decoder: Decoder, jobs: list[FullJob], outputs: list[Any], canvas: int) -> int:
+def check_text(
+    decoder: Decoder, jobs: list[FullJob], outputs: list[Any], canvas: int
+) -> int:
     """The text of interrupted requests is their own; returns the forwards that were repeated."""
     repeated = 0
     for job, output in zip(jobs, outputs, strict=True):
@@ -53,7 +57,11 @@ def check_text(decoder: Decoder, jobs: list[FullJob], outputs: list[Any], canvas
 def test_preemption_under_pressure(decoder: Decoder, room: EngineRoom) -> None:
     """Pages for two whole texts, while requests enter with the pages of their first canvas."""
     llm = start(room, decoder, canvas=32, block_size=32, num_gpu_blocks_override=10)
-    before, pages, jobs = num_preemptions(llm), free_pages(llm), small_blocks(decoder, 10)
+    before, pages, jobs = (
+        num_preemptions(llm),
+        free_pages(llm),
+        small_blocks(decoder, 10),
+    )
     check_text(decoder, jobs, run(llm, jobs), canvas=32)
     assert num_preemptions(llm) > before
     assert free_pages(llm) == pages
@@ -72,7 +80,9 @@ def test_a_budget_for_one_refresh(decoder: Decoder, room: EngineRoom) -> None:
 
 @every_decoder
 @pytest.mark.parametrize("every", [4, 5, 7])
-def test_preemption_after_every_few_steps(decoder: Decoder, every: int, room: EngineRoom) -> None:
+def test_preemption_after_every_few_steps(
+    decoder: Decoder, every: int, room: EngineRoom
+) -> None:
     """A preempted block starts again from the text before it, and comes out the same."""
     llm, jobs = start(room, decoder), small_blocks(decoder, 3)
     before = num_preemptions(llm)
@@ -82,15 +92,24 @@ def test_preemption_after_every_few_steps(decoder: Decoder, every: int, room: En
 
 
 @half_of_the_decoders
-def test_seeds_and_logprobs_survive_preemption(decoder: Decoder, room: EngineRoom) -> None:
+def test_seeds_and_logprobs_survive_preemption(
+    decoder: Decoder, room: EngineRoom
+) -> None:
     llm = start(room, decoder)
-    numbers = {"policy": "low_confidence", "steps": 3, "block_length": 16, "temperature": 0.7}
+    numbers = {
+        "policy": "low_confidence",
+        "steps": 3,
+        "block_length": 16,
+        "temperature": 0.7,
+    }
     jobs = [FullJob(a_prompt(9 + i, i), 60, numbers | {"seed": i}) for i in range(3)]
     calm = run(llm, jobs, logprobs=1)
     pairs = [(job.prompt, job.wish(logprobs=1)) for job in jobs]
     for first, second in zip(calm, run_interrupted(llm, pairs, 5), strict=True):
         assert token_ids(first) == token_ids(second)
-        entries = zip(first.outputs[0].logprobs, second.outputs[0].logprobs, strict=True)
+        entries = zip(
+            first.outputs[0].logprobs, second.outputs[0].logprobs, strict=True
+        )
         for token, (entry, again) in zip(token_ids(first), entries, strict=True):
             assert abs(entry[token].logprob - again[token].logprob) < 1e-3
 
@@ -119,7 +138,9 @@ def test_abort_gives_every_page_back(decoder: Decoder, room: EngineRoom) -> None
 
 
 @half_of_the_decoders
-def test_every_way_to_end_gives_every_page_back(decoder: Decoder, room: EngineRoom) -> None:
+def test_every_way_to_end_gives_every_page_back(
+    decoder: Decoder, room: EngineRoom
+) -> None:
     """By length, by a stop token, by the end of the context."""
     llm, jobs = start(room, decoder), random_jobs(decoder, 6, seed=2)
     pages = free_pages(llm)

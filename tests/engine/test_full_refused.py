@@ -7,7 +7,9 @@ from engines import EngineRoom, a_prompt, free_pages, generate, params, token_id
 from full_jobs import FullJob, start
 from test_requests_refused import refusal
 
-GOOD = FullJob(a_prompt(12), 32, {"policy": "low_confidence", "steps": 4, "block_length": 16})
+GOOD = FullJob(
+    a_prompt(12), 32, {"policy": "low_confidence", "steps": 4, "block_length": 16}
+)
 UNCACHED = ("llada", "semi_autoregressive")
 LLADA: list[tuple[dict[str, Any], str]] = [
     ({"dllm_policy": "origin"}, "dllm_policy 'origin' has no meaning"),
@@ -23,7 +25,10 @@ LLADA: list[tuple[dict[str, Any], str]] = [
     ({"dllm_strategy": "dual_cache"}, "Unknown request argument 'dllm_strategy'"),
     ({"dllm_full_refresh_every": 2}, "dllm_full_refresh_every has no effect"),
     ({"dllm_refresh_before": 4}, "dllm_refresh_before has no effect"),
-    ({"dllm_suffix_window": -1}, "dllm_suffix_window must be a whole number of at least 0"),
+    (
+        {"dllm_suffix_window": -1},
+        "dllm_suffix_window must be a whole number of at least 0",
+    ),
     ({"dllm_suffix_window": 2**40}, "dllm_suffix_window must be at most"),
     ({"presence_penalty": 0.5}, "presence_penalty is not supported"),
     ({"prompt_logprobs": 1}, "prompt_logprobs is not supported"),
@@ -35,8 +40,14 @@ DREAM: list[tuple[dict[str, Any], str]] = [
     ({"dllm_steps": 1}, "dllm_steps must be at least 2"),
     ({"dllm_top_p": 0.0}, "dllm_top_p must be greater than 0"),
     ({"dllm_top_k": -1}, "dllm_top_k must be a whole number"),
-    ({"dllm_full_refresh_every": 0}, "dllm_full_refresh_every must be a whole number between 1"),
-    ({"dllm_refresh_before": 4}, "dllm_refresh_before has no effect with full_refresh_every 1"),
+    (
+        {"dllm_full_refresh_every": 0},
+        "dllm_full_refresh_every must be a whole number between 1",
+    ),
+    (
+        {"dllm_refresh_before": 4},
+        "dllm_refresh_before has no effect with full_refresh_every 1",
+    ),
     (
         {"dllm_full_refresh_every": 2, "dllm_refresh_before": 0},
         "dllm_refresh_before must be at least 1 on DreamModel, got 0",
@@ -47,13 +58,17 @@ DREAM: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("decoder", "wrong"), [(UNCACHED, LLADA), (("dream", "prefix_cache"), DREAM)], ids=str
+    ("decoder", "wrong"),
+    [(UNCACHED, LLADA), (("dream", "prefix_cache"), DREAM)],
+    ids=str,
 )
 def test_request(decoder: tuple[str, str], wrong: Any, room: EngineRoom) -> None:
     llm = start(room, decoder)
     for options, sentence in wrong:
         assert sentence in refusal(llm, a_prompt(9), params(20, **options)), options
-    assert "mask token" in refusal(llm, [1, 300 if decoder == UNCACHED else 279], params(8))
+    assert "mask token" in refusal(
+        llm, [1, 300 if decoder == UNCACHED else 279], params(8)
+    )
     [output] = generate(llm, [GOOD.prompt], GOOD.wish())
     assert token_ids(output) == GOOD.decode(decoder).answer()
 
@@ -63,7 +78,9 @@ def test_a_pass_larger_than_a_step(room: EngineRoom) -> None:
     llm = start(room, UNCACHED, max_num_batched_tokens=96, max_num_seqs=4)
     message = refusal(llm, a_prompt(50), params(47, dllm_block_length=16))
     assert "98 positions" in message and "max_num_batched_tokens is 96" in message
-    message = refusal(llm, a_prompt(30), params(20, dllm_block_length=16, dllm_cfg_scale=0.5))
+    message = refusal(
+        llm, a_prompt(30), params(20, dllm_block_length=16, dllm_cfg_scale=0.5)
+    )
     assert "62 positions, twice, since cfg_scale is set, at once" in message
     for job in (
         FullJob(a_prompt(48), 48, GOOD.numbers),
@@ -98,7 +115,9 @@ def test_blocks_that_do_not_divide_the_context(room: EngineRoom) -> None:
 def test_guidance_leaves_the_watermark_free(room: EngineRoom) -> None:
     """Half of six pages is kept free of what enters beside a running request."""
     llm = start(room, UNCACHED, block_size=32, num_gpu_blocks_override=6, watermark=0.5)
-    message = refusal(llm, a_prompt(16), params(48, dllm_cfg_scale=0.5, dllm_block_length=16))
+    message = refusal(
+        llm, a_prompt(16), params(48, dllm_cfg_scale=0.5, dllm_block_length=16)
+    )
     assert "needs 4 pages" in message and "there are 2" in message
     job = FullJob(a_prompt(16), 16, GOOD.numbers | {"cfg_scale": 0.5})
     [output] = generate(llm, [job.prompt], job.wish())

@@ -69,18 +69,26 @@ def test_refreshes_that_cost_less(decoder: Decoder, room: EngineRoom) -> None:
     """Each request has its own; they compute what the plain loop does, alone and in a batch."""
     llm, jobs = start(room, decoder), random_jobs(decoder, 16, seed=2, approximate=True)
     before = computed(llm)
-    for (job, text), output in zip(jobs, run(llm, [job for job, _ in jobs]), strict=True):
+    for (job, text), output in zip(
+        jobs, run(llm, [job for job, _ in jobs]), strict=True
+    ):
         check(job, text, output)
     assert computed(llm) - before == sum(text.computed() for _, text in jobs)
     for job, text in jobs[:3]:
         check(job, text, run(llm, [job])[0])
-    exact = [replace(job, numbers=exactly(job.numbers)).decode(decoder) for job, _ in jobs]
-    assert sum(text.computed() for _, text in jobs) < sum(text.computed() for text in exact)
+    exact = [
+        replace(job, numbers=exactly(job.numbers)).decode(decoder) for job, _ in jobs
+    ]
+    assert sum(text.computed() for _, text in jobs) < sum(
+        text.computed() for text in exact
+    )
     assert any(a.answer() != b.answer() for (_, a), b in zip(jobs, exact, strict=True))
 
 
 @pytest.mark.parametrize("decoder", DECODERS[2:6:3], ids="-".join, scope="module")
-def test_an_engine_whose_refreshes_cost_less(decoder: Decoder, room: EngineRoom) -> None:
+def test_an_engine_whose_refreshes_cost_less(
+    decoder: Decoder, room: EngineRoom
+) -> None:
     """Requests that say nothing get the engine's; one that says otherwise decodes exactly."""
     cheap = {"full_refresh_every": 3, "refresh_before": 5, "suffix_window": 8}
     family, strategy = decoder
@@ -99,7 +107,9 @@ def exactly(numbers: dict[str, Any]) -> dict[str, Any]:
 
 
 @half_of_the_decoders
-def test_preempted_requests_begin_with_a_full_refresh(decoder: Decoder, room: EngineRoom) -> None:
+def test_preempted_requests_begin_with_a_full_refresh(
+    decoder: Decoder, room: EngineRoom
+) -> None:
     """Whatever their refreshes trusted is gone; the plain loop loses its cache in the same place.
 
     A block takes three steps at most, since one that is preempted more often gets nowhere.
@@ -124,14 +134,18 @@ def test_preempted_requests_begin_with_a_full_refresh(decoder: Decoder, room: En
 def test_one_more_request_every_step(decoder: Decoder, room: EngineRoom) -> None:
     """First passes of some requests share forwards with later passes of others."""
     llm, jobs = start(room, decoder), random_jobs(decoder, 8, seed=1)
-    arrivals = {i: [(str(i), job.prompt, job.wish())] for i, (job, _) in enumerate(jobs)}
+    arrivals = {
+        i: [(str(i), job.prompt, job.wish())] for i, (job, _) in enumerate(jobs)
+    }
     done = step_through(llm, arrivals)
     for i, (job, text) in enumerate(jobs):
         check(job, text, done[str(i)])
 
 
 @half_of_the_decoders
-def test_every_max_tokens_up_to_two_canvases(decoder: Decoder, room: EngineRoom) -> None:
+def test_every_max_tokens_up_to_two_canvases(
+    decoder: Decoder, room: EngineRoom
+) -> None:
     """Two canvases of 48 hold four whole blocks of 20, and each block may be cut anywhere."""
     llm = start(room, decoder)
     numbers = {"policy": "low_confidence", "steps": 3, "block_length": 20}
@@ -145,7 +159,14 @@ def test_every_max_tokens_up_to_two_canvases(decoder: Decoder, room: EngineRoom)
 def test_the_context_ends_inside_a_block(decoder: Decoder, room: EngineRoom) -> None:
     llm = start(room, decoder)
     numbers = {"policy": "low_confidence", "steps": 5, "block_length": 16}
-    lengths = (CONTEXT - 1, CONTEXT - 2, CONTEXT - 16, CONTEXT - 17, CONTEXT - 48, CONTEXT - 70)
+    lengths = (
+        CONTEXT - 1,
+        CONTEXT - 2,
+        CONTEXT - 16,
+        CONTEXT - 17,
+        CONTEXT - 48,
+        CONTEXT - 70,
+    )
     jobs = [FullJob(a_prompt(length, length), 200, numbers) for length in lengths]
     for job, output in zip(jobs, run(llm, jobs), strict=True):
         check(job, job.decode(decoder), output)
@@ -162,7 +183,9 @@ def test_a_canvas_ends_where_its_text_is_the_next_prompt(
     guided = plain | {"dllm_cfg_scale": 0.7}
     for numbers in [plain, guided] if decoder == DECODERS[0] else [plain]:
         [(first, steps)] = results(generate(llm, [prompt], params(48, **numbers)))
-        [(second, more)] = results(generate(llm, [prompt + first], params(30, **numbers)))
+        [(second, more)] = results(
+            generate(llm, [prompt + first], params(30, **numbers))
+        )
         [whole] = results(generate(llm, [prompt], params(78, **numbers)))
         assert whole == (first + second, steps + more), numbers
 
@@ -171,7 +194,11 @@ def test_a_canvas_ends_where_its_text_is_the_next_prompt(
 def test_a_threshold_is_met_by_equality(decoder: Decoder, room: EngineRoom) -> None:
     """The only token that is allowed has confidence 1, so each block is taken at once."""
     family, strategy = decoder
-    numbers = {"dllm_policy": "threshold", "dllm_threshold": 1.0, "dllm_block_length": 16}
+    numbers = {
+        "dllm_policy": "threshold",
+        "dllm_threshold": 1.0,
+        "dllm_block_length": 16,
+    }
     wish = params(48, allowed_token_ids=[65], **numbers)
     leads = family == "dream" and strategy != "semi_autoregressive"
     [got] = results(generate(start(room, decoder), [PROMPTS[1]], wish))
@@ -197,11 +224,18 @@ def test_a_seed_gives_one_text(decoder: Decoder, room: EngineRoom) -> None:
 
 
 @pytest.mark.parametrize("decoder", DECODERS[3:], ids="-".join, scope="module")
-def test_draws_of_dream_are_those_of_its_counters(decoder: Decoder, room: EngineRoom) -> None:
+def test_draws_of_dream_are_those_of_its_counters(
+    decoder: Decoder, room: EngineRoom
+) -> None:
     """Token streams count steps inside a block; with few candidates no draw is a close call."""
     family, strategy = decoder
     llm, compared = start(room, decoder), 0
-    numbers = {"policy": "low_confidence", "steps": 4, "block_length": 16, "temperature": 0.7}
+    numbers = {
+        "policy": "low_confidence",
+        "steps": 4,
+        "block_length": 16,
+        "temperature": 0.7,
+    }
     wishes, texts = [], []
     for seed, prompt in enumerate(PROMPTS):
         job = FullJob(prompt, 40, numbers | {"seed": seed})
@@ -217,14 +251,18 @@ def test_draws_of_dream_are_those_of_its_counters(decoder: Decoder, room: Engine
 
 
 @half_of_the_decoders
-def test_logprobs_are_those_of_the_unmasking_step(decoder: Decoder, room: EngineRoom) -> None:
+def test_logprobs_are_those_of_the_unmasking_step(
+    decoder: Decoder, room: EngineRoom
+) -> None:
     llm, numbers = start(room, decoder), {"policy": "low_confidence", "steps": 5}
     jobs = [FullJob(prompt, 60, numbers | {"block_length": 16}) for prompt in PROMPTS]
     for job, output in zip(jobs, run(llm, jobs, logprobs=2), strict=True):
         text, completion = job.decode(decoder), output.outputs[0]
         check(job, text, output)
         assert len(completion.logprobs) == 60
-        for i, (token, entry) in enumerate(zip(text.answer(), completion.logprobs, strict=True)):
+        for i, (token, entry) in enumerate(
+            zip(text.answer(), completion.logprobs, strict=True)
+        ):
             row = text.raw[len(job.prompt) + i].log_softmax(-1)
             assert abs(entry[token].logprob - float(row[token])) < 1e-3
             assert set(entry) == {token, *row.topk(2).indices.tolist()}

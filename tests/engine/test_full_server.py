@@ -20,9 +20,19 @@ PROMPT = letters(20, 2)
 READABLE = {"allowed_token_ids": LETTERS, "ignore_eos": True, "max_tokens": 80}
 JOBS = [
     FullJob(a_prompt(9, 1), 40),
-    FullJob(a_prompt(30, 2), 64, {"policy": "low_confidence", "steps": 8, "block_length": 16}),
-    FullJob(a_prompt(45, 3), 33, {"policy": "factor", "factor": 1.0, "block_length": 8}),
-    FullJob(a_prompt(5, 4), 70, {"policy": "threshold", "threshold": 0.6, "block_length": 32}),
+    FullJob(
+        a_prompt(30, 2),
+        64,
+        {"policy": "low_confidence", "steps": 8, "block_length": 16},
+    ),
+    FullJob(
+        a_prompt(45, 3), 33, {"policy": "factor", "factor": 1.0, "block_length": 8}
+    ),
+    FullJob(
+        a_prompt(5, 4),
+        70,
+        {"policy": "threshold", "threshold": 0.6, "block_length": 32},
+    ),
     FullJob(a_prompt(17, 5), 48, {"policy": "entropy", "steps": 5, "block_length": 16}),
 ]
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -45,9 +55,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def expected(job: FullJob) -> list[int]:
-    rules = Rules("dual_cache", **({"policy": "threshold", "block_length": 32} | job.numbers))
+    rules = Rules(
+        "dual_cache", **({"policy": "threshold", "block_length": 32} | job.numbers)
+    )
     context = int(str(SETTINGS["max_model_len"]))
-    text = FullText(plain_model("llada"), job.prompt, job.max_tokens, rules, CANVAS, (), context)
+    text = FullText(
+        plain_model("llada"), job.prompt, job.max_tokens, rules, CANVAS, (), context
+    )
     return decode(text).answer()
 
 
@@ -66,8 +80,12 @@ def ask(server: Server, job: FullJob) -> list[int]:
 
 
 def test_the_choice_and_its_reason_are_logged_once(server: Server) -> None:
-    [line] = [line for line in server.log.read_text().splitlines() if "Decoding LLaDA" in line]
-    assert "by dual_cache with policy threshold" in line and "no adapter is given" in line
+    [line] = [
+        line for line in server.log.read_text().splitlines() if "Decoding LLaDA" in line
+    ]
+    assert (
+        "by dual_cache with policy threshold" in line and "no adapter is given" in line
+    )
 
 
 def test_concurrent_policies_and_wrong_requests(server: Server) -> None:
@@ -75,7 +93,9 @@ def test_concurrent_policies_and_wrong_requests(server: Server) -> None:
     with ThreadPoolExecutor(len(JOBS)) as pool:
         answers = [pool.submit(ask, server, job) for job in JOBS]
         for options, sentence in WRONG:
-            response = server.post("completions", {"prompt": PROMPT, "max_tokens": 20} | options)
+            response = server.post(
+                "completions", {"prompt": PROMPT, "max_tokens": 20} | options
+            )
             assert response.status_code == 400, (options, response.text)
             assert sentence in response.json()["error"]["message"], options
         for job, answer in zip(JOBS, answers, strict=True):
@@ -85,7 +105,11 @@ def test_concurrent_policies_and_wrong_requests(server: Server) -> None:
 def test_streamed_block_by_block(server: Server) -> None:
     small = {"dllm_block_length": 8, "dllm_threshold": 0.5}
     whole = server.complete(PROMPT, **READABLE, vllm_xargs=small)
-    body = {"prompt": PROMPT, "vllm_xargs": small, "stream_options": {"include_usage": True}}
+    body = {
+        "prompt": PROMPT,
+        "vllm_xargs": small,
+        "stream_options": {"include_usage": True},
+    }
     chunks = list(server.stream("completions", body | READABLE))
     texts = [chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"]]
     assert "".join(texts) == whole["choices"][0]["text"]
@@ -103,5 +127,8 @@ def test_seed_stop_and_logprobs(server: Server) -> None:
     text = texts[0]
     wish = hot | {"n": 1, "stop": [text[30:33]], "logprobs": 2}
     [choice] = server.complete(PROMPT, **wish)["choices"]
-    assert (choice["text"], choice["finish_reason"]) == (text[: text.index(text[30:33])], "stop")
+    assert (choice["text"], choice["finish_reason"]) == (
+        text[: text.index(text[30:33])],
+        "stop",
+    )
     assert max(choice["logprobs"]["token_logprobs"]) <= 0

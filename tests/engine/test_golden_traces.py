@@ -14,7 +14,11 @@ from dllm_plugin.reference.model import PlainModel
 from dllm_plugin.reference.prompt_blocks import Text, d2f
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
-POLICY = {"default": "threshold", "neg_entropy": "entropy", "margin_confidence": "topk_margin"}
+POLICY = {
+    "default": "threshold",
+    "neg_entropy": "entropy",
+    "margin_confidence": "topk_margin",
+}
 IN_FLIGHT = (4, 16)
 
 
@@ -54,13 +58,17 @@ def check(case: dict[str, Any], output: Any) -> None:
         assert forwards(output) == case["num_forwards"], case["id"]
 
 
-def test_plain_loop_reproduces_them(family: str, plain_models: dict[str, PlainModel]) -> None:
+def test_plain_loop_reproduces_them(
+    family: str, plain_models: dict[str, PlainModel]
+) -> None:
     """The yardstick of the other files is itself right."""
     model, recorded = plain_models[family], logits_of(family)
     for case in cases_of(family):
         prompt, settings = case["prompt_ids"], case["settings"]
         size = settings["block_size"]
-        rows = model.rows(prompt + [model.mask_id] * size, [0] * len(prompt) + [1] * size)
+        rows = model.rows(
+            prompt + [model.mask_id] * size, [0] * len(prompt) + [1] * size
+        )
         index = recorded[f"{case['id']}/first_logits_rows"].long()
         torch.testing.assert_close(
             rows[index], recorded[f"{case['id']}/first_logits"], atol=5e-4, rtol=0
@@ -76,13 +84,17 @@ def test_plain_loop_reproduces_them(family: str, plain_models: dict[str, PlainMo
 
 
 @pytest.mark.parametrize("in_flight", IN_FLIGHT)
-def test_together_in_shuffled_order(family: str, in_flight: int, room: EngineRoom) -> None:
+def test_together_in_shuffled_order(
+    family: str, in_flight: int, room: EngineRoom
+) -> None:
     llm = room.start(family)
     for seed in range(2):
         cases = cases_of(family)
         random.Random(seed).shuffle(cases)
         with at_most(llm, in_flight):
-            outputs = generate(llm, [c["prompt_ids"] for c in cases], [wish_for(c) for c in cases])
+            outputs = generate(
+                llm, [c["prompt_ids"] for c in cases], [wish_for(c) for c in cases]
+            )
         for case, output in zip(cases, outputs, strict=True):
             check(case, output)
 
@@ -91,7 +103,9 @@ class ForwardSpy:
     """Logits rows of all positions of every forward, read from the served model itself."""
 
     def __init__(self, llm: Any) -> None:
-        worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        worker = (
+            llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        )
         self.model = worker.model_runner.model
         self.forwards: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -102,8 +116,12 @@ class ForwardSpy:
     def __exit__(self, *error: object) -> None:
         self.handle.remove()
 
-    def _note(self, model: Any, args: Any, kwargs: dict[str, Any], hidden: torch.Tensor) -> None:
-        self.forwards.append((kwargs["positions"].clone(), model.compute_logits(hidden).clone()))
+    def _note(
+        self, model: Any, args: Any, kwargs: dict[str, Any], hidden: torch.Tensor
+    ) -> None:
+        self.forwards.append(
+            (kwargs["positions"].clone(), model.compute_logits(hidden).clone())
+        )
 
 
 def test_each_alone_with_its_first_logits(family: str, room: EngineRoom) -> None:
@@ -112,7 +130,9 @@ def test_each_alone_with_its_first_logits(family: str, room: EngineRoom) -> None
         with ForwardSpy(llm) as spy:
             [output] = generate(llm, [case["prompt_ids"]], wish_for(case))
         check(case, output)
-        assert len(spy.forwards) == forwards(output) + 1, "the prompt's forward and no other"
+        assert len(spy.forwards) == forwards(output) + 1, (
+            "the prompt's forward and no other"
+        )
         (prompt_at, prompt_rows), (canvas_at, canvas_rows) = spy.forwards[:2]
         rows = dict(zip(prompt_at.tolist(), prompt_rows, strict=True))
         rows |= dict(zip(canvas_at.tolist(), canvas_rows, strict=True))

@@ -63,10 +63,15 @@ def answer_of(case: Case) -> list[int]:
 def wish(case: Case) -> Any:
     settings = case["settings"]
     policy = SDAR_POLICIES[settings.get("remasking_strategy", "low_confidence_dynamic")]
-    numbers: dict[str, Any] = {"dllm_policy": policy, "dllm_block_length": settings["block_length"]}
+    numbers: dict[str, Any] = {
+        "dllm_policy": policy,
+        "dllm_block_length": settings["block_length"],
+    }
     numbers["dllm_steps"] = settings.get("denoising_steps") or settings["steps"]
     if policy == "threshold":
-        numbers["dllm_threshold"] = settings.get("threshold") or settings["confidence_threshold"]
+        numbers["dllm_threshold"] = (
+            settings.get("threshold") or settings["confidence_threshold"]
+        )
     # To the end of the last block, where the reference decodes it whole.
     return params(len(case["output_ids"]), stop_token_ids=stops_of(case), **numbers)
 
@@ -78,7 +83,9 @@ def denoising(case: Case) -> int:
 
 def check(case: Case, output: Any) -> None:
     assert token_ids(output) == answer_of(case), case["id"]
-    ends_inside = len(answer_of(case) + case["prompt_ids"]) % case["settings"]["block_length"]
+    ends_inside = (
+        len(answer_of(case) + case["prompt_ids"]) % case["settings"]["block_length"]
+    )
     if ends_inside:
         # Cut behind a stop token or at `gen_length`: the rest of the block is not decoded.
         assert forwards(output) <= denoising(case), case["id"]
@@ -99,7 +106,9 @@ def test_together_in_shuffled_order(
     llm = room.start(model, CANVAS, async_scheduling=overlapped)
     cases = random.Random(in_flight).sample(cases_of(model), len(cases_of(model)))
     with at_most(llm, in_flight):
-        outputs = generate(llm, [c["prompt_ids"] for c in cases], [wish(c) for c in cases])
+        outputs = generate(
+            llm, [c["prompt_ids"] for c in cases], [wish(c) for c in cases]
+        )
     for case, output in zip(cases, outputs, strict=True):
         check(case, output)
 
@@ -131,7 +140,10 @@ def test_stopping_criteria(overlapped: bool, room: EngineRoom) -> None:
     llm = room.start("sdar", CANVAS, async_scheduling=overlapped)
     whole = cases_of("sdar")
     cases = [stopped_at(case, len(case["output_ids"]) // 2) for case in whole]
-    cases += [case | {"settings": case["settings"] | {STOPPING: [NEVER]}} for case in whole[:3]]
+    cases += [
+        case | {"settings": case["settings"] | {STOPPING: [NEVER]}}
+        for case in whole[:3]
+    ]
     assert sum(SDAR_MASK in case["output_ids"] for case in cases) > 5
     assert not any(SDAR_MASK in answer_of(case) for case in cases)
     outputs = generate(llm, [c["prompt_ids"] for c in cases], [wish(c) for c in cases])
@@ -139,10 +151,16 @@ def test_stopping_criteria(overlapped: bool, room: EngineRoom) -> None:
         check(case, output)
 
 
-def test_preemption_under_pressure(model: str, overlapped: bool, room: EngineRoom) -> None:
+def test_preemption_under_pressure(
+    model: str, overlapped: bool, room: EngineRoom
+) -> None:
     """The prompt's partial block is recomputed with the tokens that it had."""
     llm = room.start(
-        model, CANVAS, async_scheduling=overlapped, block_size=32, num_gpu_blocks_override=10
+        model,
+        CANVAS,
+        async_scheduling=overlapped,
+        block_size=32,
+        num_gpu_blocks_override=10,
     )
     before, pages, cases = num_preemptions(llm), free_pages(llm), cases_of(model)
     outputs = generate(llm, [c["prompt_ids"] for c in cases], [wish(c) for c in cases])
@@ -152,15 +170,21 @@ def test_preemption_under_pressure(model: str, overlapped: bool, room: EngineRoo
     assert free_pages(llm) == pages
 
 
-def test_the_context_ends_in_the_prompt_block(overlapped: bool, room: EngineRoom) -> None:
+def test_the_context_ends_in_the_prompt_block(
+    overlapped: bool, room: EngineRoom
+) -> None:
     """The first block reaches to the very end although vLLM counts the prompt as computed."""
     case = next(case for case in cases_of("sdar") if len(case["prompt_ids"]) == 17)
-    texts = [(case["prompt_ids"] + case["output_ids"])[:length] for length in (45, 46, 47)]
+    texts = [
+        (case["prompt_ids"] + case["output_ids"])[:length] for length in (45, 46, 47)
+    ]
     answers = []
     for context in (48, 64):
         settings = {"async_scheduling": overlapped, "max_model_len": context}
         llm = room.start("sdar", {"canvas_length": 16}, **settings)
-        wishes = [params(48 - len(text), dllm_policy="low_confidence") for text in texts]
+        wishes = [
+            params(48 - len(text), dllm_policy="low_confidence") for text in texts
+        ]
         answers.append([token_ids(output) for output in generate(llm, texts, wishes)])
     assert [len(answer) for answer in answers[0]] == [3, 2, 1]
     assert answers[0] == answers[1]
@@ -169,22 +193,33 @@ def test_the_context_ends_in_the_prompt_block(overlapped: bool, room: EngineRoom
 def test_a_canvas_of_one_block(overlapped: bool, room: EngineRoom) -> None:
     """Each block but the last is stored by a pass of its own."""
     llm = room.start("sdar", {"canvas_length": 16}, async_scheduling=overlapped)
-    cases = [case for case in cases_of("sdar") if case["settings"]["block_length"] == 16]
+    cases = [
+        case for case in cases_of("sdar") if case["settings"]["block_length"] == 16
+    ]
     outputs = generate(llm, [c["prompt_ids"] for c in cases], [wish(c) for c in cases])
     for case, output in zip(cases, outputs, strict=True):
-        first, last = len(case["prompt_ids"]), len(case["prompt_ids"] + case["output_ids"])
+        first, last = (
+            len(case["prompt_ids"]),
+            len(case["prompt_ids"] + case["output_ids"]),
+        )
         assert token_ids(output) == answer_of(case), case["id"]
-        assert forwards(output) == denoising(case) + last // 16 - first // 16 - 1, case["id"]
+        assert forwards(output) == denoising(case) + last // 16 - first // 16 - 1, case[
+            "id"
+        ]
 
 
-def test_blocks_commit_alone_where_many_requests_run(model: str, room: EngineRoom) -> None:
+def test_blocks_commit_alone_where_many_requests_run(
+    model: str, room: EngineRoom
+) -> None:
     """The same tokens from fewer positions and more passes."""
     cases, counts = cases_of(model), []
     for options in ({}, {"commit_alone_from": 3}):
         llm = room.start(model, CANVAS | options, async_scheduling=True)
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         before = scheduler.num_computed_positions
-        outputs = generate(llm, [c["prompt_ids"] for c in cases], [wish(c) for c in cases])
+        outputs = generate(
+            llm, [c["prompt_ids"] for c in cases], [wish(c) for c in cases]
+        )
         for case, output in zip(cases, outputs, strict=True):
             assert token_ids(output) == answer_of(case), case["id"]
         passes = sum(forwards(output) for output in outputs)
@@ -194,16 +229,24 @@ def test_blocks_commit_alone_where_many_requests_run(model: str, room: EngineRoo
     assert 2 * fewer < all_of_them
 
 
-def test_random_numbers_and_logprobs(model: str, overlapped: bool, room: EngineRoom) -> None:
+def test_random_numbers_and_logprobs(
+    model: str, overlapped: bool, room: EngineRoom
+) -> None:
     """Behind a partial prompt block the first emitted token is not the first of the canvas."""
     llm = room.start(model, CANVAS, async_scheduling=overlapped)
     hot = {"temperature": 0.8, "seed": 7, "top_p": 0.9, "top_k": 50, "logprobs": 2}
-    wishes = [params(20, **hot), params(20, **hot | {"seed": 8}), params(20, logprobs=0)]
+    wishes = [
+        params(20, **hot),
+        params(20, **hot | {"seed": 8}),
+        params(20, logprobs=0),
+    ]
     prompts = [case["prompt_ids"] for case in cases_of(model)[1:4]]
     together = generate(llm, prompts, wishes)
     for prompt, one, output in zip(prompts, wishes, together, strict=True):
         [alone] = generate(llm, [prompt], one)
         assert token_ids(alone) == token_ids(output)
         assert len(output.outputs[0].logprobs) == 20
-        for token, scored in zip(token_ids(output), output.outputs[0].logprobs, strict=True):
+        for token, scored in zip(
+            token_ids(output), output.outputs[0].logprobs, strict=True
+        ):
             assert token in scored and scored[token].logprob <= 0

@@ -19,8 +19,13 @@ MODELS = ["sdar", "llada2.0"]
 SHARED = a_prompt(150, 3)
 
 
-def start(room: EngineRoom, model: str, caching: bool, overlapped: bool, **options: Any) -> Any:
-    settings: dict[str, Any] = {"block_size": 32, "enable_prefix_caching": caching} | options
+def start(
+    room: EngineRoom, model: str, caching: bool, overlapped: bool, **options: Any
+) -> Any:
+    settings: dict[str, Any] = {
+        "block_size": 32,
+        "enable_prefix_caching": caching,
+    } | options
     dllm = {"block_length": 16, "canvas_length": 32}
     return room.start(model, dllm, async_scheduling=overlapped, **settings)
 
@@ -60,7 +65,9 @@ def test_a_conversation(model: str, overlapped: bool, room: EngineRoom) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_many_requests_with_one_prefix(model: str, overlapped: bool, room: EngineRoom) -> None:
+def test_many_requests_with_one_prefix(
+    model: str, overlapped: bool, room: EngineRoom
+) -> None:
     prompts = [SHARED + a_prompt(1 + i % 13, i) for i in range(32)]
     plain = answers(start(room, model, False, overlapped), prompts)
     llm = start(room, model, True, overlapped)
@@ -71,7 +78,9 @@ def test_many_requests_with_one_prefix(model: str, overlapped: bool, room: Engin
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_preemption_finds_its_own_pages(model: str, overlapped: bool, room: EngineRoom) -> None:
+def test_preemption_finds_its_own_pages(
+    model: str, overlapped: bool, room: EngineRoom
+) -> None:
     prompts = [SHARED[:70] + a_prompt(3 + i, i) for i in range(8)]
     plain = answers(start(room, model, False, overlapped), prompts, 60)
     llm = start(room, model, True, overlapped, num_gpu_blocks_override=14)
@@ -81,9 +90,14 @@ def test_preemption_finds_its_own_pages(model: str, overlapped: bool, room: Engi
     assert free_pages(llm) == pages
 
 
-def test_blocks_of_another_length_share_nothing(overlapped: bool, room: EngineRoom) -> None:
+def test_blocks_of_another_length_share_nothing(
+    overlapped: bool, room: EngineRoom
+) -> None:
     """Keys depend on where blocks end; a length that does not divide a page is refused."""
-    wishes = [params(20, dllm_block_length=size, dllm_policy="low_confidence") for size in (16, 8)]
+    wishes = [
+        params(20, dllm_block_length=size, dllm_policy="low_confidence")
+        for size in (16, 8)
+    ]
     llm = start(room, "sdar", False, overlapped)
     plain = [token_ids(generate(llm, [SHARED], wish)[0]) for wish in wishes]
     assert plain[0] != plain[1]

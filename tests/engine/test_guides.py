@@ -20,7 +20,9 @@ from dllm_plugin.reference.prompt_blocks import Text
 
 BLOCK, TOKENS, STEPS, THRESHOLD, REACH = 8, 32, 3, 0.3, 3
 GRID_BLOCK = 8  # of the toy family
-PROMPTS = [a_prompt(11 + 7 * i, i) for i in (0, 2, 3, 6)]  # no decision of theirs is a close one
+PROMPTS = [
+    a_prompt(11 + 7 * i, i) for i in (0, 2, 3, 6)
+]  # no decision of theirs is a close one
 ENGINE = SETTINGS | {"enforce_eager": True}
 # What each strategy computes after the refresh of a block [low, high) in a canvas to `end`.
 WINDOWS: dict[str, Callable[[int, int, int], int]] = {
@@ -50,7 +52,9 @@ def toy_checkpoint(folder: Path) -> Path:
     config |= {"architectures": ["ToyForDiffusionLM"], "model_type": "toy"}
     (folder / "config.json").write_text(json.dumps(config))
     weights = load_file(folder / "model.safetensors")
-    renamed = {name.replace("model.", "transformer."): weights[name] for name in weights}
+    renamed = {
+        name.replace("model.", "transformer."): weights[name] for name in weights
+    }
     save_file(renamed, folder / "model.safetensors", {"format": "pt"})
     return folder
 
@@ -63,7 +67,11 @@ def decoded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int
         example.apply(folder)
     toy, llada = toy_checkpoint(folder / "tiny-toy"), CHECKPOINTS / "tiny-llada"
     blocks = {"strategy": "block_diffusion", "block_length": BLOCK, "policy": "nearest"}
-    window = {"strategy": "window_cache", "block_length": BLOCK, "canvas_length": TOKENS}
+    window = {
+        "strategy": "window_cache",
+        "block_length": BLOCK,
+        "canvas_length": TOKENS,
+    }
     wishes = [
         {
             "engine": engine(llada, **blocks, threshold=THRESHOLD, reach=REACH + 1),
@@ -85,7 +93,9 @@ def decoded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int
         cwd=folder,  # processes that vLLM starts look there first
     )
     # The engine ran in that process, and no module of it came from the checkout.
-    assert all(Path(file).is_relative_to(folder) for file in result["files"]), result["files"]
+    assert all(Path(file).is_relative_to(folder) for file in result["files"]), result[
+        "files"
+    ]
     assert str(folder / "dllm_plugin" / "engine" / "model_state.py") in result["files"]
     names = ("nearest", "nearest, reach", "window_cache", "rightmost", "toy")
     groups = [
@@ -108,7 +118,9 @@ def nearest(model: PlainModel, prompt: list[int], reach: int) -> list[int]:
     return text.answer()
 
 
-def cached(model: PlainModel, prompt: list[int], strategy: str, rightmost: bool) -> list[int]:
+def cached(
+    model: PlainModel, prompt: list[int], strategy: str, rightmost: bool
+) -> list[int]:
     """Full attention with a refresh per block, by LLaDA's schedule; no batches, no pages."""
     tokens = prompt + [model.mask_id] * TOKENS
     start, stop, slots = len(prompt), len(tokens), {}
@@ -136,10 +148,15 @@ def test_a_policy_with_its_own_number(
     """The engine's number where a request names none, and the request's own."""
     model = plain_models["llada"]
     by_reach = [
-        [nearest(model, prompt, reach) for prompt in PROMPTS] for reach in (REACH + 1, REACH)
+        [nearest(model, prompt, reach) for prompt in PROMPTS]
+        for reach in (REACH + 1, REACH)
     ]
     assert [decoded["nearest"], decoded["nearest, reach"]] == by_reach
-    assert by_reach[0] != by_reach[1] != [nearest(model, prompt, BLOCK) for prompt in PROMPTS]
+    assert (
+        by_reach[0]
+        != by_reach[1]
+        != [nearest(model, prompt, BLOCK) for prompt in PROMPTS]
+    )
 
 
 def test_a_strategy(
@@ -147,7 +164,9 @@ def test_a_strategy(
 ) -> None:
     """It is neither of its neighbours: what it computes decides some of the tokens."""
     texts = {
-        strategy: [cached(plain_models["llada"], prompt, strategy, False) for prompt in PROMPTS]
+        strategy: [
+            cached(plain_models["llada"], prompt, strategy, False) for prompt in PROMPTS
+        ]
         for strategy in WINDOWS
     }
     assert decoded["window_cache"] == texts["window_cache"]
@@ -159,7 +178,9 @@ def test_a_policy_with_the_numbers_that_there_are(
 ) -> None:
     """On the new strategy: policies and strategies are chosen apart."""
     model = plain_models["llada"]
-    texts = [cached(model, prompt, "window_cache", rightmost=True) for prompt in PROMPTS]
+    texts = [
+        cached(model, prompt, "window_cache", rightmost=True) for prompt in PROMPTS
+    ]
     assert decoded["rightmost"] == texts != decoded["window_cache"]
 
 
@@ -167,4 +188,6 @@ def test_a_model(decoded: dict[str, list[list[int]]]) -> None:
     """Its family's blocks of 8 and threshold of 0.9, on the weights of tiny-sdar."""
     model, rules = PlainModel.load(CHECKPOINTS / "tiny-sdar"), GridRules()
     texts = [GridText(model, prompt, TOKENS, GRID_BLOCK) for prompt in PROMPTS]
-    assert decoded["toy"] == [active_blocks(text, rules, 2 * GRID_BLOCK).answer() for text in texts]
+    assert decoded["toy"] == [
+        active_blocks(text, rules, 2 * GRID_BLOCK).answer() for text in texts
+    ]

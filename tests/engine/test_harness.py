@@ -106,9 +106,18 @@ def results(server: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     rows = [row(problem(seed), number) for number, seed in enumerate(eval_seeds(10))]
     (folder / "data.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
     for name, task in TASKS.items():
-        (folder / f"{name}.yaml").write_text(task + COMMON.format(data=folder / "data.jsonl"))
+        (folder / f"{name}.yaml").write_text(
+            task + COMMON.format(data=folder / "data.jsonl")
+        )
     address = f"base_url={server.url},samples=16,num_concurrent=2,greedy=False"
-    words = ["--model", "diffuplug", "--model_args", address, "--tasks", ",".join(TASKS)]
+    words = [
+        "--model",
+        "diffuplug",
+        "--model_args",
+        address,
+        "--tasks",
+        ",".join(TASKS),
+    ]
     words += ["--include_path", str(folder), "--output_path", str(folder / "out")]
     done = subprocess.run(
         [PYTHON, str(HARNESS), *words],

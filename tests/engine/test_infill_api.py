@@ -39,7 +39,9 @@ def post(client: httpx.Client, path: str, body: dict[str, Any]) -> dict[str, Any
     return dict(reply.json())
 
 
-def stream(client: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+def stream(
+    client: httpx.Client, path: str, body: dict[str, Any]
+) -> list[dict[str, Any]]:
     """Chunks of a stream."""
     with client.stream("POST", f"/v1/{path}", json=body | {"stream": True}) as reply:
         assert reply.status_code == 200, reply.read()
@@ -48,17 +50,24 @@ def stream(client: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[s
     return [json.loads(event) for event in events]
 
 
-def by_template(client: httpx.Client, prompt: list[int], template: list[int], **more: Any) -> Any:
+def by_template(
+    client: httpx.Client, prompt: list[int], template: list[int], **more: Any
+) -> Any:
     """What the engine makes of the ids."""
     end = len(template) - template[::-1].index(-1)
     body = GREEDY | {"prompt": prompt, "max_tokens": end, "return_token_ids": True}
-    return post(client, "completions", body | {"vllm_xargs": {"dllm_template": template}} | more)
+    return post(
+        client, "completions", body | {"vllm_xargs": {"dllm_template": template}} | more
+    )
 
 
 @pytest.mark.parametrize("path", ["completions", "fim/completions"])
 def test_a_suffix(client: httpx.Client, tokenizer: Any, path: str) -> None:
     """The text in front of a suffix, whole and streamed; the suffix counts as prompt."""
-    prompt, tail = tokenizer.encode(PREFIX), tokenizer.encode(SUFFIX, add_special_tokens=False)
+    prompt, tail = (
+        tokenizer.encode(PREFIX),
+        tokenizer.encode(SUFFIX, add_special_tokens=False),
+    )
     wanted = by_template(client, prompt, [-1] * 12 + tail)["choices"][0]["text"]
     reply = post(client, path, FIM)
     [choice] = reply["choices"]
@@ -71,7 +80,10 @@ def test_a_suffix(client: httpx.Client, tokenizer: Any, path: str) -> None:
     assert ("message" in choice) == of_fim == ("delta" in chunks[0]["choices"][0])
     if of_fim:
         assert choice["message"] == {"role": "assistant", "content": wanted}
-        assert all(c["choices"][0]["delta"]["content"] == c["choices"][0]["text"] for c in chunks)
+        assert all(
+            c["choices"][0]["delta"]["content"] == c["choices"][0]["text"]
+            for c in chunks
+        )
     other = post(client, path, FIM | {"suffix": "!!\n"})["choices"][0]["text"]
     assert other != wanted, "the suffix is seen"
     short = post(client, path, FIM | {"diffusion": {"lengths": 5}})
@@ -90,11 +102,21 @@ def test_without_a_suffix(client: httpx.Client, path: str) -> None:
 def test_what_clients_of_fim_send(client: httpx.Client) -> None:
     """Mistral's `random_seed`, and a penalty that says nothing; one that does is refused."""
     hot = FIM | {"temperature": 1.0}
-    seeded = [post(client, "fim/completions", hot | {"random_seed": i}) for i in (1, 1, 2)]
+    seeded = [
+        post(client, "fim/completions", hot | {"random_seed": i}) for i in (1, 1, 2)
+    ]
     texts = [reply["choices"][0]["message"]["content"] for reply in seeded]
     assert texts[0] == texts[1] != texts[2]
-    assert post(client, "fim/completions", hot | {"seed": 1})["choices"][0]["text"] == texts[0]
-    editor = CHOSEN | {"presence_penalty": 0, "frequency_penalty": 0, "top_p": 1, "stop": ["\n\n"]}
+    assert (
+        post(client, "fim/completions", hot | {"seed": 1})["choices"][0]["text"]
+        == texts[0]
+    )
+    editor = CHOSEN | {
+        "presence_penalty": 0,
+        "frequency_penalty": 0,
+        "top_p": 1,
+        "stop": ["\n\n"],
+    }
     assert stream(client, "fim/completions", editor)
     reply = client.post("/v1/fim/completions", json=editor | {"presence_penalty": 1.5})
     assert reply.status_code == 400
@@ -126,13 +148,19 @@ def test_gaps_of_a_text(client: httpx.Client, tokenizer: Any) -> None:
     first, second = (gap["text"] for gap in choice["gaps"])
     assert choice["text"] == f"The capital of {first} is {second}."
     given = len(prompt) + len(middle) + len(tail)
-    usage = {"prompt_tokens": given, "completion_tokens": 11, "total_tokens": given + 11}
+    usage = {
+        "prompt_tokens": given,
+        "completion_tokens": 11,
+        "total_tokens": given + 11,
+    }
     assert (reply["object"], reply["usage"]) == ("infill", usage)
     assert reply["id"].startswith("infill-") and choice["diffusion"]["forwards"] >= 1
     same = post(client, "infill", {"model": "tiny", "temperature": 0, "parts": PARTS})
     assert same["choices"] == reply["choices"]
     hot = {"model": "tiny", "text": TEXT, "temperature": 1.5, "seed": 3, "n": 2}
-    assert len({choice["text"] for choice in post(client, "infill", hot)["choices"]}) == 2
+    assert (
+        len({choice["text"] for choice in post(client, "infill", hot)["choices"]}) == 2
+    )
 
 
 def test_an_answer_behind_messages(client: httpx.Client, tokenizer: Any) -> None:
@@ -166,7 +194,9 @@ def test_one_gap_streams(client: httpx.Client, tokenizer: Any) -> None:
     [gap] = post(client, "infill", body)["choices"][0]["gaps"]
     chunks = stream(client, "infill", body)
     assert {chunk["object"] for chunk in chunks} == {"infill"}
-    assert "".join(c["text"] for chunk in chunks for c in chunk["choices"]) == gap["text"]
+    assert (
+        "".join(c["text"] for chunk in chunks for c in chunk["choices"]) == gap["text"]
+    )
 
 
 def test_a_stop_string_ends_the_fill(client: httpx.Client, tokenizer: Any) -> None:
@@ -182,13 +212,19 @@ def test_a_stop_string_ends_the_fill(client: httpx.Client, tokenizer: Any) -> No
         assert choice["gaps"][0]["text"] == wanted
         assert choice["text"] == f"The sky is {wanted} today."
         chunks = stream(client, "infill", asked)
-        assert "".join(c["text"] for chunk in chunks for c in chunk["choices"]) == wanted
+        assert (
+            "".join(c["text"] for chunk in chunks for c in chunk["choices"]) == wanted
+        )
 
 
-def by_hand(client: httpx.Client, prompt: list[int], length: int, tail: list[int]) -> Any:
+def by_hand(
+    client: httpx.Client, prompt: list[int], length: int, tail: list[int]
+) -> Any:
     """A fill of one length, and its score by one more request."""
     filled = by_template(client, prompt, [-1] * length + tail, logprobs=0)["choices"][0]
-    assert filled["token_ids"] and len(filled["token_ids"]) == length, "no end token in there"
+    assert filled["token_ids"] and len(filled["token_ids"]) == length, (
+        "no end token in there"
+    )
     targets = {"dllm_template": [*filled["token_ids"], *[-1] * 4, *tail[4:]]}
     targets["dllm_targets"] = tail[:4]
     body = GREEDY | {"prompt": prompt, "max_tokens": length + 4, "logprobs": 0}
@@ -203,7 +239,10 @@ LENGTHS = [2, 5, 12]
 
 def test_lengths_are_tried_and_scored(client: httpx.Client, tokenizer: Any) -> None:
     """The best is the reply, as if it had been asked for alone; the scores of all are told."""
-    prompt, tail = tokenizer.encode(PREFIX), tokenizer.encode(SUFFIX, add_special_tokens=False)
+    prompt, tail = (
+        tokenizer.encode(PREFIX),
+        tokenizer.encode(SUFFIX, add_special_tokens=False),
+    )
     wanted = [by_hand(client, prompt, length, tail) for length in LENGTHS]
     best = max(range(3), key=lambda i: wanted[i][1])
     body = CHOSEN | {"diffusion": {"lengths": LENGTHS}}
@@ -214,16 +253,27 @@ def test_lengths_are_tried_and_scored(client: httpx.Client, tokenizer: Any) -> N
     for one, (_, score) in zip(scores, wanted, strict=True):
         assert one["score"] == pytest.approx(score, abs=1e-4)
     assert choice["text"] == wanted[best][0]
-    alone = post(client, "completions", CHOSEN | {"diffusion": {"lengths": LENGTHS[best]}})
+    alone = post(
+        client, "completions", CHOSEN | {"diffusion": {"lengths": LENGTHS[best]}}
+    )
     assert choice == alone["choices"][0]
     assert reply["usage"] == alone["usage"]
     took, least = reply["metrics"]["diffusion"], alone["metrics"]["diffusion"]
-    assert took["forwards"] >= least["forwards"] + 2 + 3, "other lengths, and a pass for each"
-    chunks = stream(client, "fim/completions", body | {"stream_options": {"include_usage": True}})
-    assert [c["text"] for chunk in chunks for c in chunk["choices"]] == [wanted[best][0]]
+    assert took["forwards"] >= least["forwards"] + 2 + 3, (
+        "other lengths, and a pass for each"
+    )
+    chunks = stream(
+        client, "fim/completions", body | {"stream_options": {"include_usage": True}}
+    )
+    assert [c["text"] for chunk in chunks for c in chunk["choices"]] == [
+        wanted[best][0]
+    ]
     assert chunks[0]["choices"][0]["delta"]["content"] == wanted[best][0]
     assert chunks[0]["choices"][0]["diffusion"]["lengths"] == scores
-    assert chunks[-1]["usage"] == reply["usage"] and chunks[-1]["metrics"] == reply["metrics"]
+    assert (
+        chunks[-1]["usage"] == reply["usage"]
+        and chunks[-1]["metrics"] == reply["metrics"]
+    )
 
 
 def test_lengths_that_nobody_names(client: httpx.Client) -> None:
@@ -247,18 +297,26 @@ def test_lengths_that_nobody_names(client: httpx.Client) -> None:
 
 def test_lengths_of_several_gaps(client: httpx.Client) -> None:
     """Each combination; the reply is that of the best, and has its gaps."""
-    body = GREEDY | {"parts": ["The sky is ", {"mask": [2, 4]}, " and ", {"mask": [3, 5]}]}
+    body = GREEDY | {
+        "parts": ["The sky is ", {"mask": [2, 4]}, " and ", {"mask": [3, 5]}]
+    }
     [choice] = post(client, "infill", body)["choices"]
     scores = choice["diffusion"].pop("lengths")
     assert [one["length"] for one in scores] == [[2, 3], [2, 5], [4, 3], [4, 5]]
     first, second = max(scores, key=lambda one: one["score"])["length"]
     text = f"The sky is [MASK:{first}] and [MASK:{second}]"
     assert post(client, "infill", GREEDY | {"text": text})["choices"] == [choice]
-    of_gaps = [gap["logprob"] * gap["tokens"] for gap in choice["gaps"] if gap["tokens"]]
+    of_gaps = [
+        gap["logprob"] * gap["tokens"] for gap in choice["gaps"] if gap["tokens"]
+    ]
     tokens = sum(gap["tokens"] for gap in choice["gaps"])
     best = max(one["score"] for one in scores)
-    assert best == pytest.approx(sum(of_gaps) / tokens, abs=1e-6), "no tail: the fill alone"
-    [any_length] = post(client, "infill", GREEDY | {"text": "The sky is [MASK:auto]!"})["choices"]
+    assert best == pytest.approx(sum(of_gaps) / tokens, abs=1e-6), (
+        "no tail: the fill alone"
+    )
+    [any_length] = post(client, "infill", GREEDY | {"text": "The sky is [MASK:auto]!"})[
+        "choices"
+    ]
     lengths = [one["length"] for one in any_length["diffusion"]["lengths"]]
     assert lengths == [4, 8, 16, 32, 64, 128]
     longer = GREEDY | {"text": "The sky is [MASK:auto]!", "min_tokens": 33}
@@ -270,7 +328,9 @@ def running(client: httpx.Client) -> float:
     """Requests that run or wait."""
     names = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
     lines = client.get("/metrics").text.splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(names))
+    return sum(
+        float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(names)
+    )
 
 
 def test_a_reader_that_leaves_ends_all_lengths(client: httpx.Client) -> None:
@@ -304,46 +364,154 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         'lengths must be an integer, "auto" or at most 16 integers from 1 to max_tokens 12, got '
         "[64].",
     ),
-    ("completions", FIM | {"suffix": None, "diffusion": {"lengths": 3}}, "lengths needs a suffix"),
-    ("completions", CHOSEN | {"n": 4}, "is chosen, got 4: give diffusion.lengths, or on /v1/infil"),
+    (
+        "completions",
+        FIM | {"suffix": None, "diffusion": {"lengths": 3}},
+        "lengths needs a suffix",
+    ),
+    (
+        "completions",
+        CHOSEN | {"n": 4},
+        "is chosen, got 4: give diffusion.lengths, or on /v1/infil",
+    ),
     (
         "completions",
         CHOSEN | {"stream": True, "diffusion": {"frames": True}},
         "diffusion.frames needs one length: give it as an integer.",
     ),
-    ("infill", {"text": "a [MASK:2,4] b", "n": 4}, "n must be 1 where a length is chosen, got 4: "),
-    ("completions", FIM | {"vllm_xargs": {"dllm_template": [-1]}}, "dllm_template cannot be comb"),
-    ("infill", TWO | {"vllm_xargs": {"dllm_template": [-1]}}, "combined with suffix or gaps: leav"),
-    ("completions", CHOSEN | {"vllm_xargs": {"dllm_frames": 1}}, "dllm_frames needs one length: g"),
-    ("infill", {"text": "a[MASK:auto]b[MASK:auto]c"}, "make 36 combinations, at most 16 are tried"),
-    ("infill", TWO | {"diffusion": {"lengths": 3}}, "lengths has no effect on /v1/infill"),
-    ("infill", {"text": "a [MASK:999999999]"}, "gaps and the text behind them take 999999999 pos"),
-    ("completions", FIM | {"max_tokens": 10**9, "diffusion": {"lengths": 10**9}}, "take 10000000"),
-    ("completions", FIM | {"suffix": "x" * 400}, "canvas_length is 256: shorten the suffix or"),
-    ("fim/completions", FIM | {"suffix": "x" * 10**6}, "A text of 1000000 characters has at least"),
-    ("infill", {"text": "a [MASK:3]" + "x" * 10**6}, "A text of 1000000 characters has at least"),
+    (
+        "infill",
+        {"text": "a [MASK:2,4] b", "n": 4},
+        "n must be 1 where a length is chosen, got 4: ",
+    ),
+    (
+        "completions",
+        FIM | {"vllm_xargs": {"dllm_template": [-1]}},
+        "dllm_template cannot be comb",
+    ),
+    (
+        "infill",
+        TWO | {"vllm_xargs": {"dllm_template": [-1]}},
+        "combined with suffix or gaps: leav",
+    ),
+    (
+        "completions",
+        CHOSEN | {"vllm_xargs": {"dllm_frames": 1}},
+        "dllm_frames needs one length: g",
+    ),
+    (
+        "infill",
+        {"text": "a[MASK:auto]b[MASK:auto]c"},
+        "make 36 combinations, at most 16 are tried",
+    ),
+    (
+        "infill",
+        TWO | {"diffusion": {"lengths": 3}},
+        "lengths has no effect on /v1/infill",
+    ),
+    (
+        "infill",
+        {"text": "a [MASK:999999999]"},
+        "gaps and the text behind them take 999999999 pos",
+    ),
+    (
+        "completions",
+        FIM | {"max_tokens": 10**9, "diffusion": {"lengths": 10**9}},
+        "take 10000000",
+    ),
+    (
+        "completions",
+        FIM | {"suffix": "x" * 400},
+        "canvas_length is 256: shorten the suffix or",
+    ),
+    (
+        "fim/completions",
+        FIM | {"suffix": "x" * 10**6},
+        "A text of 1000000 characters has at least",
+    ),
+    (
+        "infill",
+        {"text": "a [MASK:3]" + "x" * 10**6},
+        "A text of 1000000 characters has at least",
+    ),
     ("infill", TWO | {"stop": ["a"]}, "stop needs a single gap, got 2."),
     ("infill", TWO | {"stream": True}, "stream needs a single gap, got 2."),
     ("infill", {"text": "no gap"}, "text holds no gap: nothing is to be filled."),
-    ("infill", {"text": "a [MASK:0]"}, "A gap must have a whole number of positions, got 0."),
+    (
+        "infill",
+        {"text": "a [MASK:0]"},
+        "A gap must have a whole number of positions, got 0.",
+    ),
     ("infill", {}, "infill needs one of text, parts, draft, got 0 of them."),
     ("infill", TWO | {"parts": PARTS}, "got 2 of them."),
     ("infill", TWO | {"slack": 1}, "slack has no effect without draft"),
     ("infill", {"parts": [["a"]]}, "parts must hold texts and"),
     ("infill", {"parts": ["a", {"mask": "9"}]}, "got '9'."),
-    ("infill", {"draft": "abc", "rewrite": [[2, 9]]}, "within the 3 characters of draft"),
-    ("infill", {"text": "[MASK:4] b"}, "infill needs text or messages in front of its first gap."),
-    ("infill", {"text": "a\ud800 [MASK:2]"}, "holds '\\ud800' in 'a\\ud800 ', half of a surrogate"),
-    ("infill", {"text": "a [MASK:2]\udfff"}, "half of a surrogate pair, which UTF-8 cannot carry"),
-    ("completions", FIM | {"prompt": "\ud800"}, "half of a surrogate pair, which UTF-8 cannot"),
-    ("infill", TWO | {"add_special_tokens": False}, "add_special_tokens has no effect on /v1/inf"),
-    ("infill", TWO | {"truncate_prompt_tokens": 3}, "truncate_prompt_tokens has no effect on"),
-    ("infill", TWO | {"logprobs": 3}, 'logprobs has no effect on /v1/infill without "stream": t'),
-    ("infill", TWO | {"return_token_ids": True}, "return_token_ids has no effect on /v1/infill"),
-    ("infill", TWO | {"messages": []}, "messages must be a list of at least one message, got []."),
-    ("infill", TWO | {"messages": 0}, "messages must be a list of at least one message, got 0."),
-    ("infill", {"text": "a" + "[MASK:1,9]" * 99}, "combinations, at most 16 are tried: name fewer"),
-    ("completions", CHOSEN | {"max_tokens": -5}, "suffix needs max_tokens of at least 1, got -5."),
+    (
+        "infill",
+        {"draft": "abc", "rewrite": [[2, 9]]},
+        "within the 3 characters of draft",
+    ),
+    (
+        "infill",
+        {"text": "[MASK:4] b"},
+        "infill needs text or messages in front of its first gap.",
+    ),
+    (
+        "infill",
+        {"text": "a\ud800 [MASK:2]"},
+        "holds '\\ud800' in 'a\\ud800 ', half of a surrogate",
+    ),
+    (
+        "infill",
+        {"text": "a [MASK:2]\udfff"},
+        "half of a surrogate pair, which UTF-8 cannot carry",
+    ),
+    (
+        "completions",
+        FIM | {"prompt": "\ud800"},
+        "half of a surrogate pair, which UTF-8 cannot",
+    ),
+    (
+        "infill",
+        TWO | {"add_special_tokens": False},
+        "add_special_tokens has no effect on /v1/inf",
+    ),
+    (
+        "infill",
+        TWO | {"truncate_prompt_tokens": 3},
+        "truncate_prompt_tokens has no effect on",
+    ),
+    (
+        "infill",
+        TWO | {"logprobs": 3},
+        'logprobs has no effect on /v1/infill without "stream": t',
+    ),
+    (
+        "infill",
+        TWO | {"return_token_ids": True},
+        "return_token_ids has no effect on /v1/infill",
+    ),
+    (
+        "infill",
+        TWO | {"messages": []},
+        "messages must be a list of at least one message, got [].",
+    ),
+    (
+        "infill",
+        TWO | {"messages": 0},
+        "messages must be a list of at least one message, got 0.",
+    ),
+    (
+        "infill",
+        {"text": "a" + "[MASK:1,9]" * 99},
+        "combinations, at most 16 are tried: name fewer",
+    ),
+    (
+        "completions",
+        CHOSEN | {"max_tokens": -5},
+        "suffix needs max_tokens of at least 1, got -5.",
+    ),
     ("infill", TWO | {"max_tokens": 9}, "max_tokens has no effect on /v1/infill"),
     (
         "infill",
@@ -352,11 +520,17 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "suffix or the gaps, or start the server with a larger canvas_length.",
     ),
     ("infill", TWO | {"presence_penalty": 1.0}, "presence_penalty is not supported"),
-    ("infill", TWO | {"diffusion": {"lenghts": 1}}, "Unknown field 'lenghts' in diffusion"),
+    (
+        "infill",
+        TWO | {"diffusion": {"lenghts": 1}},
+        "Unknown field 'lenghts' in diffusion",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("path", "body", "sentence"), REFUSED, ids=lambda value: ascii(value)[:40])
+@pytest.mark.parametrize(
+    ("path", "body", "sentence"), REFUSED, ids=lambda value: ascii(value)[:40]
+)
 def test_refused_by_name(
     client: httpx.Client, path: str, body: dict[str, Any], sentence: str
 ) -> None:
@@ -368,7 +542,9 @@ def test_refused_by_name(
 
 def test_a_key_is_needed(client: httpx.Client) -> None:
     for path in ("fim/completions", "infill"):
-        reply = client.post(f"/v1/{path}", json=FIM, headers={"Authorization": "Bearer wrong"})
+        reply = client.post(
+            f"/v1/{path}", json=FIM, headers={"Authorization": "Bearer wrong"}
+        )
         assert reply.status_code == 401
 
 
@@ -380,14 +556,19 @@ def test_templates_over_http(client: httpx.Client) -> None:
             "/v1/completions", json=body | {"vllm_xargs": {"dllm_template": template}}
         )
         assert reply.status_code == 400, reply.text
-        assert reply.json()["error"]["message"].count("dllm_template") or "positions" in reply.text
+        assert (
+            reply.json()["error"]["message"].count("dllm_template")
+            or "positions" in reply.text
+        )
     assert post(client, "completions", body)["choices"]
 
 
 def test_without_our_endpoints(tmp_path_factory: pytest.TempPathFactory) -> None:
     """vLLM's own route says where a suffix is served."""
     log = tmp_path_factory.mktemp("plain") / "log"
-    with serving(log, VLLM_PLUGINS="register_dllm_models,register_omni,diffuplug") as server:
+    with serving(
+        log, VLLM_PLUGINS="register_dllm_models,register_omni,diffuplug"
+    ) as server:
         reply = httpx.post(f"{server.url}/v1/completions", json=FIM, timeout=60)
     assert reply.status_code == 400
     assert reply.json()["error"]["message"] == (

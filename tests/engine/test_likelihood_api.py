@@ -40,7 +40,9 @@ def model() -> PlainModel:
     return PlainModel.load(CHECKPOINTS / "tiny-llada")
 
 
-def ask(client: httpx.Client, path: str = "/v1/likelihood", **body: Any) -> dict[str, Any]:
+def ask(
+    client: httpx.Client, path: str = "/v1/likelihood", **body: Any
+) -> dict[str, Any]:
     reply = client.post(path, json={"model": "tiny"} | body)
     assert reply.status_code == 200, reply.text
     return dict(reply.json())
@@ -54,7 +56,9 @@ def expected(model: PlainModel, pair: dict[str, Any], method: str, *drawn: int) 
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_estimates_of_plain_torch(client: httpx.Client, model: PlainModel, method: str) -> None:
+def test_estimates_of_plain_torch(
+    client: httpx.Client, model: PlainModel, method: str
+) -> None:
     drawn = {"samples": 24, "seed": 5} if method == "monte_carlo" else {}
     told = ask(client, pairs=PAIRS, method=method, **drawn)
     forwards = 0
@@ -63,12 +67,23 @@ def test_estimates_of_plain_torch(client: httpx.Client, model: PlainModel, metho
         assert result["logprob"] == pytest.approx(found.logprob, abs=1e-3)
         error = found.standard_error
         assert result["standard_error"] == (error and pytest.approx(error, abs=1e-3))
-        assert (result["samples"], result["tokens"]) == (count, len(pair["continuation"]))
+        assert (result["samples"], result["tokens"]) == (
+            count,
+            len(pair["continuation"]),
+        )
         assert result["greedy"] is None
         forwards += count
     positions = sum(len(pair["context"] + pair["continuation"]) for pair in PAIRS)
-    usage = {"prompt_tokens": positions, "completion_tokens": 0, "total_tokens": positions}
-    assert told["usage"] == usage and told["object"] == "likelihood" and told["model"] == "tiny"
+    usage = {
+        "prompt_tokens": positions,
+        "completion_tokens": 0,
+        "total_tokens": positions,
+    }
+    assert (
+        told["usage"] == usage
+        and told["object"] == "likelihood"
+        and told["model"] == "tiny"
+    )
     assert told["metrics"]["diffusion"]["forwards"] == forwards
     assert told["id"].startswith("likelihood-")
 
@@ -80,17 +95,24 @@ def test_texts_are_cut_where_the_context_ends(client: httpx.Client) -> None:
     ids = {"context": before, "continuation": whole[len(before) :]}
     told = ask(client, pairs=[TEXT, ids], method="pseudo")["results"]
     assert told[0] == told[1] and told[0]["tokens"] == len(whole) - len(before)
-    moved = {"context": TEXT["context"].rstrip(), "continuation": " " + TEXT["continuation"]}
+    moved = {
+        "context": TEXT["context"].rstrip(),
+        "continuation": " " + TEXT["continuation"],
+    }
     assert ask(client, pairs=[moved], method="pseudo")["results"] == told[:1]
 
 
 def test_a_text_without_context(client: httpx.Client) -> None:
     """It stands behind the token that begins or ends texts."""
     text = TEXT["continuation"]
-    card = json.loads((CHECKPOINTS / "tiny-llada" / "tokenizer_config.json").read_text())
+    card = json.loads(
+        (CHECKPOINTS / "tiny-llada" / "tokenizer_config.json").read_text()
+    )
     [first] = tokens(client, card.get("bos_token") or card["eos_token"])
     ids = {"context": [first], "continuation": tokens(client, text)}
-    told = ask(client, pairs=[{"continuation": text}, ids], method="left_to_right")["results"]
+    told = ask(client, pairs=[{"continuation": text}, ids], method="left_to_right")[
+        "results"
+    ]
     assert told[0] == told[1]
 
 
@@ -103,9 +125,15 @@ def test_greedy(client: httpx.Client) -> None:
     """Whether one token a forward, the surest first, writes the continuation."""
     context = PAIRS[0]["context"]
     body = {"model": "tiny", "prompt": context, "max_tokens": 8, "temperature": 0}
-    decode = {"dllm_template": [-1] * 8, "dllm_policy": "low_confidence", "dllm_steps": 8}
+    decode = {
+        "dllm_template": [-1] * 8,
+        "dllm_policy": "low_confidence",
+        "dllm_steps": 8,
+    }
     body |= {"ignore_eos": True, "return_token_ids": True, "vllm_xargs": decode}
-    written = client.post("/v1/completions", json=body).json()["choices"][0]["token_ids"]
+    written = client.post("/v1/completions", json=body).json()["choices"][0][
+        "token_ids"
+    ]
     other = [*written[:-1], written[-1] - 1]
     pairs = [{"context": context, "continuation": text} for text in (written, other)]
     told = ask(client, pairs=pairs, method="pseudo", greedy=True)
@@ -115,7 +143,8 @@ def test_greedy(client: httpx.Client) -> None:
 
 def test_the_same_seed_says_the_same(client: httpx.Client) -> None:
     one, again, other = (
-        ask(client, pairs=PAIRS[:1], samples=8, seed=seed)["results"] for seed in (3, 3, 4)
+        ask(client, pairs=PAIRS[:1], samples=8, seed=seed)["results"]
+        for seed in (3, 3, 4)
     )
     assert one == again != other
 
@@ -123,23 +152,56 @@ def test_the_same_seed_says_the_same(client: httpx.Client) -> None:
 ONE = {"context": [5], "continuation": [6]}
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"pairs": []}, "pairs must hold at least one pair"),
-    ({"pairs": [{"context": "a", "continuation": ""}]}, "pairs[0].continuation holds no token."),
-    ({"pairs": [{"context": "a", "continuation": [5]}]}, "pairs[0] mixes text and token ids"),
-    ({"pairs": [ONE], "method": "beam"}, "method must be one of monte_carlo, pseudo, left_to_"),
+    (
+        {"pairs": [{"context": "a", "continuation": ""}]},
+        "pairs[0].continuation holds no token.",
+    ),
+    (
+        {"pairs": [{"context": "a", "continuation": [5]}]},
+        "pairs[0] mixes text and token ids",
+    ),
+    (
+        {"pairs": [ONE], "method": "beam"},
+        "method must be one of monte_carlo, pseudo, left_to_",
+    ),
     ({"pairs": [ONE], "samples": 0}, "samples must be from 1 to 1024, got 0."),
     ({"pairs": [ONE], "samples": 1025}, "samples must be from 1 to 1024, got 1025."),
-    ({"pairs": [ONE], "seed": -1}, "seed must be from 0 to 9223372036854775807, got -1."),
-    ({"pairs": [ONE], "method": "pseudo", "seed": 1}, "seed has no effect with method pseudo"),
+    (
+        {"pairs": [ONE], "seed": -1},
+        "seed must be from 0 to 9223372036854775807, got -1.",
+    ),
+    (
+        {"pairs": [ONE], "method": "pseudo", "seed": 1},
+        "seed has no effect with method pseudo",
+    ),
     (
         {"pairs": [{"context": [5], "continuation": [6, 7]}] * 8, "samples": 1024},
         "This call needs 8192 forwards, at most 4096 are allowed: fewer samples or pairs.",
     ),
-    ({"pairs": [ONE] * 5000}, "This call needs 5000 forwards, at most 4096 are allowed"),
-    ({"pairs": [{"context": [5], "continuation": [300]}]}, "dllm_targets holds the mask token"),
-    ({"pairs": [{"context": [300], "continuation": [5]}]}, "The prompt contains the mask token"),
-    ({"pairs": [{"context": [5], "continuation": [10**9]}]}, "but the vocabulary has 320 tokens"),
-    ({"pairs": [{"context": [5] * 300, "continuation": [6]}]}, "contains 300 input tokens"),
-    ({"pairs": [{"context": [5], "continuation": [6] * 10**6}]}, "1000000 positions, canvas_leng"),
+    (
+        {"pairs": [ONE] * 5000},
+        "This call needs 5000 forwards, at most 4096 are allowed",
+    ),
+    (
+        {"pairs": [{"context": [5], "continuation": [300]}]},
+        "dllm_targets holds the mask token",
+    ),
+    (
+        {"pairs": [{"context": [300], "continuation": [5]}]},
+        "The prompt contains the mask token",
+    ),
+    (
+        {"pairs": [{"context": [5], "continuation": [10**9]}]},
+        "but the vocabulary has 320 tokens",
+    ),
+    (
+        {"pairs": [{"context": [5] * 300, "continuation": [6]}]},
+        "contains 300 input tokens",
+    ),
+    (
+        {"pairs": [{"context": [5], "continuation": [6] * 10**6}]},
+        "1000000 positions, canvas_leng",
+    ),
     ({"pairs": [ONE], "model": "other"}, "The model `other` does not exist."),
     ({"pairs": [ONE], "temperature": 1}, "temperature"),
     ({"pairs": [ONE], "samples": True}, "samples"),
@@ -147,19 +209,31 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("body,sentence", WRONG, ids=lambda value: str(value)[:40])
-def test_refused_by_name(client: httpx.Client, body: dict[str, Any], sentence: str) -> None:
+def test_refused_by_name(
+    client: httpx.Client, body: dict[str, Any], sentence: str
+) -> None:
     reply = client.post("/v1/likelihood", json={"model": "tiny"} | body)
-    assert reply.status_code in (400, 404) and sentence in reply.json()["error"]["message"]
+    assert (
+        reply.status_code in (400, 404) and sentence in reply.json()["error"]["message"]
+    )
 
 
 def test_scores_of_a_prompt_name_the_way(client: httpx.Client) -> None:
-    body = {"model": "tiny", "prompt": "ab", "max_tokens": 1, "echo": True, "logprobs": 1}
+    body = {
+        "model": "tiny",
+        "prompt": "ab",
+        "max_tokens": 1,
+        "echo": True,
+        "logprobs": 1,
+    }
     reply = client.post("/v1/completions", json=body)
     assert reply.status_code == 400
     assert "use /v1/likelihood or examples.lm_eval_model." in reply.text
 
 
-def test_the_key_guards_and_the_path_in_front_is_taken_off(client: httpx.Client) -> None:
+def test_the_key_guards_and_the_path_in_front_is_taken_off(
+    client: httpx.Client,
+) -> None:
     body = {"model": "tiny", "pairs": [ONE], "method": "pseudo"}
     assert httpx.post(f"{client.base_url}/v1/likelihood", json=body).status_code == 401
     ask(client, f"{ROOT}/v1/likelihood", pairs=[ONE], method="pseudo")
@@ -192,7 +266,9 @@ def running(client: httpx.Client) -> float:
     """Requests that run or wait."""
     lines = client.get("/metrics").text.splitlines()
     names = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(names))
+    return sum(
+        float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(names)
+    )
 
 
 def test_refused_where_blocks_see_nothing_behind_them(tmp_path: Path) -> None:

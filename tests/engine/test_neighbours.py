@@ -52,8 +52,15 @@ def expected(llama: Path) -> list[list[int]]:
 
 
 def wish_for(model: Path, **options: Any) -> dict[str, Any]:
-    engine = SETTINGS | {"model": str(model), "enforce_eager": True, "skip_tokenizer_init": True}
-    wants = [{"prompt": p, "params": {"max_tokens": 24, "detokenize": False}} for p in PROMPTS]
+    engine = SETTINGS | {
+        "model": str(model),
+        "enforce_eager": True,
+        "skip_tokenizer_init": True,
+    }
+    wants = [
+        {"prompt": p, "params": {"max_tokens": 24, "detokenize": False}}
+        for p in PROMPTS
+    ]
     return {"engine": engine | options, "requests": wants}
 
 
@@ -66,7 +73,9 @@ def test_diffusion_then_llama_then_diffusion(
 ) -> None:
     """All engines in this one process."""
     check(room.start("llada"), "llada", MIXED[:3])
-    ordinary = room.start("llama", model=str(llama), skip_tokenizer_init=True, additional_config={})
+    ordinary = room.start(
+        "llama", model=str(llama), skip_tokenizer_init=True, additional_config={}
+    )
     outputs = generate(ordinary, PROMPTS, params(24, detokenize=False))
     assert [token_ids(output) for output in outputs] == expected
     check(room.start("dream"), "dream", MIXED[:3])
@@ -76,11 +85,17 @@ def test_without_the_entry_point(llama: Path, expected: list[list[int]]) -> None
     """Nothing is loaded until a script registers by hand; in one process that is enough."""
     jobs = MIXED[:2]
     wants = [
-        {"prompt": list(j.prompt), "params": {"max_tokens": j.max_tokens, "extra_args": x}}
+        {
+            "prompt": list(j.prompt),
+            "params": {"max_tokens": j.max_tokens, "extra_args": x},
+        }
         for j in jobs
         for x in [{"dllm_block_length": 16} | {f"dllm_{k}": v for k, v in j.numbers}]
     ]
-    engine = SETTINGS | {"model": str(CHECKPOINTS / "tiny-dream"), "enforce_eager": True}
+    engine = SETTINGS | {
+        "model": str(CHECKPOINTS / "tiny-dream"),
+        "enforce_eager": True,
+    }
     engine["additional_config"] = {"dllm": {"strategy": "d2f"}}
     wish = {"engine": engine, "requests": wants, "register": True}
     variables = {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}

@@ -40,7 +40,12 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def asked(max_tokens: int, **options: Any) -> Any:
     return hidden_state_params(
-        **{"temperature": 0, "ignore_eos": True, "detokenize": False, "max_tokens": max_tokens}
+        **{
+            "temperature": 0,
+            "ignore_eos": True,
+            "detokenize": False,
+            "max_tokens": max_tokens,
+        }
         | options
     )
 
@@ -53,7 +58,9 @@ def plain(max_tokens: int, **options: Any) -> Any:
 
 
 def generate(llm: Any, prompts: list[list[int]], wishes: Any) -> list[Any]:
-    return llm.generate([{"prompt_token_ids": p} for p in prompts], wishes, use_tqdm=False)
+    return llm.generate(
+        [{"prompt_token_ids": p} for p in prompts], wishes, use_tqdm=False
+    )
 
 
 @pytest.fixture(
@@ -80,7 +87,10 @@ def test_twenty_mixed_requests(started: tuple[Any, Path]) -> None:
     assert largest_error(reference, outputs) < TOLERANCE
     # Greedy tokens are those of rows: the LM head on row p gives token p + 1.
     for output in outputs[:4]:
-        rows, tokens = torch.from_numpy(hidden_states_of(output).rows), output.outputs[0].token_ids
+        rows, tokens = (
+            torch.from_numpy(hidden_states_of(output).rows),
+            output.outputs[0].token_ids,
+        )
         head = reference.model.lm_head(rows[-len(tokens) :])
         assert head.argmax(-1).tolist() == list(tokens)
 
@@ -93,7 +103,10 @@ def test_details_of_a_request(started: tuple[Any, Path]) -> None:
     assert max(reference.error(output, i) for i in range(3)) < TOLERANCE
     stop = generate(llm, PROMPTS[2:3], plain(8))[0].outputs[0].token_ids[4]
     (output,) = generate(llm, PROMPTS[2:3], asked(8, stop_token_ids=[stop]))
-    assert output.outputs[0].finish_reason == "stop" and reference.error(output) < TOLERANCE
+    assert (
+        output.outputs[0].finish_reason == "stop"
+        and reference.error(output) < TOLERANCE
+    )
     # The prompt is in the cache now; what is read from there has no rows, and is not invented.
     generate(llm, PROMPTS[1:2], plain(1))
     (cached,) = generate(llm, PROMPTS[1:2], asked(5, skip_reading_prefix_cache=False))
@@ -149,17 +162,24 @@ def test_rows_are_copied_at_once(
 
 
 def test_chosen_layers(room: EngineRoom, checkpoints: dict[str, Path]) -> None:
-    llm = room.start(model=str(checkpoints["llama"]), **ENGINE | hidden_state_args([0, 2, 3]))
+    llm = room.start(
+        model=str(checkpoints["llama"]), **ENGINE | hidden_state_args([0, 2, 3])
+    )
     reference = Reference(checkpoints["llama"])
     outputs = generate(llm, PROMPTS[:8], asked(20))
-    assert max(reference.error(output, layers=[0, 2, 3]) for output in outputs) < TOLERANCE
+    assert (
+        max(reference.error(output, layers=[0, 2, 3]) for output in outputs) < TOLERANCE
+    )
     assert hidden_states_of(outputs[0]).rows.shape[1:] == (3, 64)
 
 
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"return_hidden_states": "perhaps"}, "return_hidden_states must be true or false"),
+        (
+            {"return_hidden_states": "perhaps"},
+            "return_hidden_states must be true or false",
+        ),
         ({"hidden_state_layers": [1]}, "start it with hidden_state_args"),
     ],
 )
@@ -168,7 +188,9 @@ def test_requests_refused(
 ) -> None:
     from vllm.exceptions import VLLMValidationError
 
-    llm = room.start(model=str(checkpoints["llama"]), **ENGINE | hidden_state_args([0, 2, 3]))
+    llm = room.start(
+        model=str(checkpoints["llama"]), **ENGINE | hidden_state_args([0, 2, 3])
+    )
     with pytest.raises(VLLMValidationError, match=sentence):
         generate(llm, PROMPTS[:1], plain(3, extra_args=given))
 
@@ -179,7 +201,9 @@ def test_who_did_not_ask_pays_nothing(
     """No rows are copied, and no array leaves the scheduler."""
     from dllm_plugin.omni import ar_runner
 
-    llm = room.start(model=str(checkpoints["llama"]), **ENGINE | hidden_state_args([0, 2, 3]))
+    llm = room.start(
+        model=str(checkpoints["llama"]), **ENGINE | hidden_state_args([0, 2, 3])
+    )
     copied = []
     monkeypatch.setattr(ar_runner, "StepRows", lambda *args: copied.append(args))
     generate(llm, PROMPTS[:3], plain(3))
@@ -194,7 +218,10 @@ def test_tokens_and_logprobs_are_the_stock_engines(
     for args in (hidden_state_args([0, 2, 3]), {}):
         llm = room.start(model=str(checkpoints["llama"]), **ENGINE | args)
         llm.reset_prefix_cache()  # of tests before this one, on an engine that is alive
-        before, extra = num_preemptions(llm), {"return_hidden_states": True} if args else None
+        before, extra = (
+            num_preemptions(llm),
+            {"return_hidden_states": True} if args else None,
+        )
         wish = plain(12, logprobs=3, extra_args=extra)
         outputs = [output.outputs[0] for output in generate(llm, PROMPTS[:8], wish)]
         found.append([(list(o.token_ids), o.logprobs) for o in outputs])
@@ -218,7 +245,9 @@ def test_nan_counts_are_kept(
     monkeypatch.setattr(scheduler(llm), "update_from_output", watch)
     outputs = generate(llm, PROMPTS[:2], asked(3))
     assert all(hidden_states_of(output) is not None for output in outputs)
-    counts = [nans for nans, rows in steps if rows and any(row is not None for row in rows)]
+    counts = [
+        nans for nans, rows in steps if rows and any(row is not None for row in rows)
+    ]
     assert counts and all(set(nans.values()) == {3} for nans in counts)
     room.close()
 
@@ -236,7 +265,11 @@ def test_streams_with_drafts(checkpoints: dict[str, Path]) -> None:
     folder = checkpoints["repeating"]
     drafts: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 4}
     drafts |= {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    settings = ENGINE | {"dtype": "float32", "max_model_len": 256, "enforce_eager": True}
+    settings = ENGINE | {
+        "dtype": "float32",
+        "max_model_len": 256,
+        "enforce_eager": True,
+    }
     settings |= {"kv_cache_memory_bytes": 16 << 20, "model": str(folder)}
     settings |= {"speculative_config": drafts} | hidden_state_args()
     text = ([11, 57, 93, 200, 31] * 12)[:57]
@@ -257,14 +290,20 @@ def test_streams_with_drafts(checkpoints: dict[str, Path]) -> None:
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings))
         try:
             kinds = (RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY)
-            wishes = [(kind, t) for kind in kinds for t in (text, text[:23], prompt(30))]
+            wishes = [
+                (kind, t) for kind in kinds for t in (text, text[:23], prompt(30))
+            ]
             streams = [
                 one(engine, f"{kind}{i}", asked(40, output_kind=kind), tokens)
                 for i, (kind, tokens) in enumerate(wishes)
             ]
             tokens, *_ = await asyncio.gather(*streams)
-            with pytest.raises(VLLMValidationError, match="use CUMULATIVE or FINAL_ONLY"):
-                await one(engine, "deltas", asked(4, output_kind=RequestOutputKind.DELTA))
+            with pytest.raises(
+                VLLMValidationError, match="use CUMULATIVE or FINAL_ONLY"
+            ):
+                await one(
+                    engine, "deltas", asked(4, output_kind=RequestOutputKind.DELTA)
+                )
             stops = [asked(40, stop_token_ids=[tokens[k]]) for k in (5, 9, 14, 21, 30)]
             stopped = [one(engine, f"stop{i}", wish) for i, wish in enumerate(stops)]
             await asyncio.gather(*stopped, one(engine, "short", asked(7)))

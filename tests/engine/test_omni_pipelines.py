@@ -49,14 +49,20 @@ def direct(folder: Path) -> Any:
     def call(request: dict[str, Any], kind: str = "pt") -> Any:
         options = dict(request)
         generator = torch.Generator().manual_seed(options.pop("seed"))
-        return pipe(**options, generator=generator, output_type=kind, return_dict=False)[0]
+        return pipe(
+            **options, generator=generator, output_type=kind, return_dict=False
+        )[0]
 
     return call
 
 
 @pytest.fixture
 def llm(room: EngineRoom, folder: Path) -> Any:
-    options = {"max_model_len": 2048, "additional_config": {}, "disable_log_stats": True}
+    options = {
+        "max_model_len": 2048,
+        "additional_config": {},
+        "disable_log_stats": True,
+    }
     return room.start(model=str(folder), **options, **pipeline_args())
 
 
@@ -78,7 +84,9 @@ def test_sixteen_requests_bit_for_bit(llm: Any, direct: Any) -> None:
 def test_pil_images(llm: Any, direct: Any) -> None:
     (images,) = encode(llm, REQUESTS[1])
     expected = direct(REQUESTS[1], "pil")
-    assert [image.tobytes() for image in images] == [image.tobytes() for image in expected]
+    assert [image.tobytes() for image in images] == [
+        image.tobytes() for image in expected
+    ]
     assert images[0].size == (24, 16) and len(images) == 2
     first, second = encode(llm, [{**REQUESTS[0], "prompt": "x"}, REQUESTS[0]])
     assert first[0].tobytes() != second[0].tobytes()
@@ -110,7 +118,10 @@ def test_a_bad_request_ends_alone(
 
 @pytest.mark.parametrize(
     ("change", "sentence"),
-    [({"seed": -1}, r"^data\[1\]: seed must be"), ({"width": 17}, r"^data\[1\]: .*divisible by 8")],
+    [
+        ({"seed": -1}, r"^data\[1\]: seed must be"),
+        ({"width": 17}, r"^data\[1\]: .*divisible by 8"),
+    ],
 )
 def test_a_list_names_the_entry_that_was_refused(
     llm: Any, direct: Any, change: dict[str, Any], sentence: str
@@ -133,8 +144,14 @@ def test_requests_without_the_front_end(llm: Any) -> None:
     engine = llm.llm_engine
     from vllm import PoolingParams
 
-    for name, prompt in (("1", [1, 2]), ("2", list(b"[]")), ("3", list(b'{"prompt": 5}'))):
-        engine.add_request(name, {"prompt_token_ids": prompt}, PoolingParams(task="plugin"))
+    for name, prompt in (
+        ("1", [1, 2]),
+        ("2", list(b"[]")),
+        ("3", list(b'{"prompt": 5}')),
+    ):
+        engine.add_request(
+            name, {"prompt_token_ids": prompt}, PoolingParams(task="plugin")
+        )
     outputs = []
     while engine.has_unfinished_requests():
         outputs += engine.step()
@@ -154,7 +171,9 @@ def test_an_abort_takes_effect_at_the_next_step(
     from dllm_plugin.omni.images import ImageProcessor
 
     engine, outputs = llm.llm_engine, []
-    requests = [REQUESTS[i] | {"num_inference_steps": 9, "output_type": "pt"} for i in (0, 1, 2)]
+    requests = [
+        REQUESTS[i] | {"num_inference_steps": 9, "output_type": "pt"} for i in (0, 1, 2)
+    ]
     inputs = ImageProcessor.pre_process(None, requests)  # type: ignore[arg-type]
     for i, one in enumerate(inputs):
         engine.add_request(str(i), one, PoolingParams(task="plugin"))
@@ -197,7 +216,9 @@ def begin(engine: Any, count: int) -> None:
 
 
 @pytest.mark.parametrize("interrupt", ["preempted", "slept-1", "slept-2"])
-def test_work_that_was_interrupted_goes_on(llm: Any, direct: Any, interrupt: str) -> None:
+def test_work_that_was_interrupted_goes_on(
+    llm: Any, direct: Any, interrupt: str
+) -> None:
     """All running requests go back to the queue. Level 2 frees the weights though requests run."""
     from dllm_plugin.omni import tensor_of
 
@@ -219,11 +240,16 @@ def test_work_that_was_interrupted_goes_on(llm: Any, direct: Any, interrupt: str
 def test_a_process_ends_though_an_image_is_half_done(folder: Path) -> None:
     lines = [
         *("import sys", "sys.path[:0] = sys.argv[2:]", "from vllm import LLM"),
-        *("from dllm_plugin.omni import pipeline_args", "from test_omni_pipelines import begin"),
+        *(
+            "from dllm_plugin.omni import pipeline_args",
+            "from test_omni_pipelines import begin",
+        ),
         *("llm = LLM(sys.argv[1], max_model_len=2048, **pipeline_args())",),
         *("begin(llm.llm_engine, 2)", "print('HALF DONE', flush=True)"),
     ]
-    variables = environment(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="WARNING")
+    variables = environment(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="WARNING"
+    )
     here = Path(__file__).parent
     process = spawn(
         [PYTHON, "-c", "\n".join(lines), str(folder), str(here), str(here.parent)],
@@ -243,7 +269,10 @@ def test_a_process_ends_though_an_image_is_half_done(folder: Path) -> None:
     [
         ({"scheduler_cls": None}, "use 'dllm_plugin.omni.scheduler.PipelineScheduler'"),
         ({"load_format": "dummy"}, "a load_format other than 'auto'"),
-        ({"additional_config": {"omni": {"max_pixels": "big"}}}, "max_pixels .a positive integer"),
+        (
+            {"additional_config": {"omni": {"max_pixels": "big"}}},
+            "max_pixels .a positive integer",
+        ),
         ({"pipeline_parallel_size": 2}, "Pipeline Parallelism .* is not supported"),
     ],
     ids=lambda value: "" if isinstance(value, dict) else value[:20],
@@ -252,7 +281,9 @@ def test_combinations_refused_at_start(
     room: EngineRoom, folder: Path, options: dict[str, Any], sentence: str
 ) -> None:
     """``supports_pp = False`` lets vLLM refuse a pipeline of ranks before it starts any."""
-    settings = pipeline_args() | {"max_model_len": 2048, "additional_config": {}} | options
+    settings = (
+        pipeline_args() | {"max_model_len": 2048, "additional_config": {}} | options
+    )
     with pytest.raises((ValueError, NotImplementedError), match=sentence):
         room.start(model=str(folder), **settings)
 
@@ -298,7 +329,9 @@ def test_concurrent_requests_in_another_process(folder: Path, direct: Any) -> No
         engine = AsyncLLM.from_engine_args(args)
         try:
             tasks = [asyncio.create_task(one(engine, i)) for i in range(16)]
-            async with asyncio.timeout(60):  # until the long one is among those that run
+            async with asyncio.timeout(
+                60
+            ):  # until the long one is among those that run
                 totals: list[Any] = []
                 while 900 not in totals:
                     (progress,) = await engine.collective_rpc("progress")

@@ -22,7 +22,10 @@ def output_of(command: list[str], **variables: str) -> str:
     """What a process wrote; it is shown if it failed."""
     variables = {"VLLM_LOGGING_LEVEL": "WARNING"} | variables
     process = spawn(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment(**variables)
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=environment(**variables),
     )
     try:
         text = process.communicate(timeout=SECONDS)[0].decode()
@@ -44,7 +47,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def results(text: str) -> dict[str, dict[str, Any]]:
     """By rank, what omni_parallel.py printed."""
-    lines = [line.split(" ", 2) for line in text.splitlines() if line.startswith("RESULT ")]
+    lines = [
+        line.split(" ", 2) for line in text.splitlines() if line.startswith("RESULT ")
+    ]
     return {rank: json.loads(found) for _, rank, found in lines}
 
 
@@ -75,7 +80,10 @@ def test_every_rank_of_torchrun_gets_the_rows(folder: Path) -> None:
     for segment in segments():
         segment.unlink()
     text = output_of(
-        command, VLLM_ENABLE_V1_MULTIPROCESSING="0", GLOO_SOCKET_IFNAME="lo", MASTER_PORT="0"
+        command,
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        GLOO_SOCKET_IFNAME="lo",
+        MASTER_PORT="0",
     )
     found = results(text)
     assert sorted(found) == ["0", "1"]

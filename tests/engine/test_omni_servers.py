@@ -44,7 +44,9 @@ def array(text: str) -> np.ndarray:
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with the tokenizer of another tiny checkpoint."""
-    folder = autoregressive(tmp_path_factory.mktemp("served") / "llama", "Llama", vocab=320)
+    folder = autoregressive(
+        tmp_path_factory.mktemp("served") / "llama", "Llama", vocab=320
+    )
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         (folder / name).write_bytes((CHECKPOINTS / "tiny-llada" / name).read_bytes())
     return folder
@@ -52,17 +54,28 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_hidden_states_over_http(llama: Path, tmp_path: Path) -> None:
     options = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 4}
-    options |= {"kv_cache_memory_bytes": 16 << 20, "chat_template": CHAT} | hidden_state_args()
+    options |= {
+        "kv_cache_memory_bytes": 16 << 20,
+        "chat_template": CHAT,
+    } | hidden_state_args()
     with serving(llama, tmp_path / "log", *flags(options)) as server:
         check_completion(server, Reference(llama))
 
 
 def check_completion(server: Server, reference: Reference) -> None:
-    body = {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    body = {
+        "max_tokens": 8,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
     wish = {"vllm_xargs": {"return_hidden_states": 1}}
     for path, prompt in (
         ("completions", {"prompt": "a small cat"}),
-        ("chat/completions", {"messages": [{"role": "user", "content": "a small cat"}]}),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "a small cat"}]},
+        ),
     ):
         plain = server.post(path, body | prompt).json()["choices"][0]
         assert plain.get("routed_experts") is None
@@ -93,7 +106,9 @@ def test_the_example_writes_an_image(tmp_path: Path) -> None:
     from PIL import Image
 
     commands = [block.text for block in blocks("bash") if block.page == "omni.md"]
-    [line] = [x for text in commands for x in text.splitlines() if "--output image.png" in x]
+    [line] = [
+        x for text in commands for x in text.splitlines() if "--output image.png" in x
+    ]
     process = spawn(
         [PYTHON, str(ROOT / shlex.split(line)[1]), *shlex.split(line)[2:]],
         cwd=tmp_path,
@@ -113,11 +128,25 @@ def test_images_over_http(tmp_path: Path) -> None:
 
     folder = pipeline(tmp_path)
     pipe = DiffusionPipeline.from_pretrained(folder)
-    options = {"dtype": "float32", "max_model_len": 2048, "api_key": "secret"} | pipeline_args()
+    options = {
+        "dtype": "float32",
+        "max_model_len": 2048,
+        "api_key": "secret",
+    } | pipeline_args()
     key = {"Authorization": "Bearer secret"}
-    with serving(folder, tmp_path / "log", *flags(options), program=DIFFUPLUG) as server:
-        request = {"prompt": "a cat", "num_inference_steps": 2, "width": 16, "height": 16}
-        data = [request | {"seed": 1}, request | {"seed": 2, "num_images_per_prompt": 2}]
+    with serving(
+        folder, tmp_path / "log", *flags(options), program=DIFFUPLUG
+    ) as server:
+        request = {
+            "prompt": "a cat",
+            "num_inference_steps": 2,
+            "width": 16,
+            "height": 16,
+        }
+        data = [
+            request | {"seed": 1},
+            request | {"seed": 2, "num_images_per_prompt": 2},
+        ]
         url = f"{server.url}/pooling"
         answer = httpx.post(url, json={"model": "tiny", "data": data}, timeout=60)
         assert answer.status_code == 200, answer.text

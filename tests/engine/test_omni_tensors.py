@@ -23,7 +23,9 @@ def denoisers() -> Any:
 
 
 @pytest.fixture(scope="session")
-def folders(tmp_path_factory: pytest.TempPathFactory, denoisers: Any) -> dict[str, Path]:
+def folders(
+    tmp_path_factory: pytest.TempPathFactory, denoisers: Any
+) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("denoisers")
     return {name: denoisers.checkpoint(root / name, name) for name in NAMES}
 
@@ -69,12 +71,21 @@ def test_without_a_seed_the_noise_is_the_requests_own(
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"worker_cls": tensor_args()["worker_cls"]}, "runner='generate'; use 'pooling'"),
-        (hidden_state_args() | {"runner": "pooling"}, "runner='pooling'; use 'generate'"),
+        (
+            {"worker_cls": tensor_args()["worker_cls"]},
+            "runner='generate'; use 'pooling'",
+        ),
+        (
+            hidden_state_args() | {"runner": "pooling"},
+            "runner='pooling'; use 'generate'",
+        ),
         (hidden_state_args() | {"scheduler_cls": None}, "HiddenStatesScheduler'"),
         (hidden_state_args() | {"logits_processors": None}, "HiddenStatesRules'"),
         (hidden_state_args([3, 1]), "layers 0 to 2, to be given in order"),
-        (hidden_state_args() | {"kv_sharing_fast_prefill": True}, "kv_sharing_fast_prefill"),
+        (
+            hidden_state_args() | {"kv_sharing_fast_prefill": True},
+            "kv_sharing_fast_prefill",
+        ),
     ],
     ids=lambda value: "" if isinstance(value, dict) else value[:20],
 )

@@ -39,7 +39,9 @@ class NotingWorker(DiffusionCPUWorker):
         shard = self.model_runner.sampler.proposer.shard
         first = "none" if shard is None else shard.columns.first
 
-        def note(_: torch.nn.Module, arguments: tuple[Any, ...], logits: torch.Tensor) -> None:
+        def note(
+            _: torch.nn.Module, arguments: tuple[Any, ...], logits: torch.Tensor
+        ) -> None:
             (folder / f"{self.rank} {logits.shape[1]} {first}").touch()
 
         self.get_model().logits_processor.register_forward_hook(note)
@@ -70,22 +72,31 @@ WITH_GRAMMAR: list[tuple[list[int], dict[str, Any]]] = [
 
 
 def numbers_of(one: Job) -> dict[str, Any]:
-    return {"dllm_block_length": one.block_length} | {f"dllm_{k}": v for k, v in one.numbers}
+    return {"dllm_block_length": one.block_length} | {
+        f"dllm_{k}": v for k, v in one.numbers
+    }
 
 
 def full_jobs() -> list[FullJob]:
     """Full attention, one of them guided, and one with gaps to fill."""
     jobs = [
-        FullJob(a_prompt(9 + 11 * i, i), 40 + 8 * i, {"policy": policy, "block_length": 16})
+        FullJob(
+            a_prompt(9 + 11 * i, i), 40 + 8 * i, {"policy": policy, "block_length": 16}
+        )
         for i, policy in enumerate(("threshold", "entropy", "factor"))
     ]
     jobs[1].numbers["cfg_scale"] = 0.6
     gaps = [FILL] * 9 + [70, 71] + [FILL] * 12 + a_prompt(7, 2)
-    return [*jobs, gap_job(a_prompt(17, 5), gaps, {"policy": "entropy", "block_length": 8})]
+    return [
+        *jobs,
+        gap_job(a_prompt(17, 5), gaps, {"policy": "entropy", "block_length": 8}),
+    ]
 
 
 def with_grammar(**extra_args: str) -> list[tuple[list[int], dict[str, Any]]]:
-    return [(prompt, given | {"extra_args": extra_args}) for prompt, given in WITH_GRAMMAR]
+    return [
+        (prompt, given | {"extra_args": extra_args}) for prompt, given in WITH_GRAMMAR
+    ]
 
 
 # An automaton reads whole rows, so by columns the grammars take drafts.
@@ -105,7 +116,10 @@ def on_two_ranks(
     notes.mkdir()
     if notes.name not in BY_COLUMNS:
         dllm = dllm | {"vocab_parallel": False}
-    engine = SETTINGS | {"model": str(CHECKPOINTS / f"tiny-{checkpoint}"), "enforce_eager": True}
+    engine = SETTINGS | {
+        "model": str(CHECKPOINTS / f"tiny-{checkpoint}"),
+        "enforce_eager": True,
+    }
     engine |= {"tensor_parallel_size": 2, "worker_cls": "test_parallel.NotingWorker"}
     engine |= {"additional_config": {"dllm": dllm, "notes": str(notes)}} | more
     # Registering by hand beside the entry point is harmless.
@@ -135,7 +149,8 @@ def notes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def answers(notes: Path) -> dict[str, list[list[int]]]:
     """Tokens of four engines, which one script starts after each other."""
     mixed = [
-        (list(j.prompt), {"max_tokens": j.max_tokens, "extra_args": numbers_of(j)}) for j in MIXED
+        (list(j.prompt), {"max_tokens": j.max_tokens, "extra_args": numbers_of(j)})
+        for j in MIXED
     ]
     # One request needs whole rows while it runs, and the others none behind it.
     mixed[1][1]["logprobs"] = 1
@@ -164,10 +179,16 @@ def answers(notes: Path) -> dict[str, list[list[int]]]:
         (CHECKED, CHECKED, {"canvas_length": 64}, BY_AUTOMATA),
     ):
         alone = on_two_ranks(notes / f"{name} alone", checkpoint, dllm, asked)
-        alone["engine"] |= {"tensor_parallel_size": 1, "additional_config": {"dllm": dllm}}
+        alone["engine"] |= {
+            "tensor_parallel_size": 1,
+            "additional_config": {"dllm": dllm},
+        }
         del alone["engine"]["worker_cls"]
         wishes[f"{name} alone"] = alone
-    variables = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    variables = {
+        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
     variables |= KILLED_SOON
     return dict(zip(wishes, offline(*wishes.values(), **variables), strict=True))
 
@@ -193,7 +214,9 @@ def test_tensor_parallel_full_attention(answers: dict[str, list[list[int]]]) -> 
 
     What a rank computes stays there: ranks exchange results per row.
     """
-    assert answers[FULL] == [job.decode(("llada", FULL)).answer() for job in full_jobs()]
+    assert answers[FULL] == [
+        job.decode(("llada", FULL)).answer() for job in full_jobs()
+    ]
 
 
 def test_tensor_parallel_blocks(answers: dict[str, list[list[int]]]) -> None:
@@ -233,7 +256,10 @@ def test_data_parallel(tmp_path: Path) -> None:
 
     vLLM starts as many front ends; one says that the server is ready, and other middleware works.
     """
-    options = ["--data-parallel-size=2", '--additional-config={"dllm": {"strategy": "d2f"}}']
+    options = [
+        "--data-parallel-size=2",
+        '--additional-config={"dllm": {"strategy": "d2f"}}',
+    ]
     options += ["--middleware=starlette.middleware.gzip.GZipMiddleware"]
     variables = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
     with serving(tmp_path / "log", *options, **variables) as server:

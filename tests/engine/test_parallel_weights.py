@@ -26,16 +26,25 @@ def wanted(room: EngineRoom, model: Path) -> list[list[int]]:
     """Tokens of one rank that started with these weights."""
     llm = room.start("llada", DLLM, model=str(model))
     wishes = [params(end_of(template), dllm_template=template) for _, template in JOBS]
-    return [token_ids(one) for one in generate(llm, [prompt for prompt, _ in JOBS], wishes)]
+    return [
+        token_ids(one) for one in generate(llm, [prompt for prompt, _ in JOBS], wishes)
+    ]
 
 
 def on_two_ranks(**options: Any) -> dict[str, Any]:
     """A wish of :func:`processes.offline`."""
-    engine = SETTINGS | {"model": str(BASE), "enforce_eager": True, "tensor_parallel_size": 2}
+    engine = SETTINGS | {
+        "model": str(BASE),
+        "enforce_eager": True,
+        "tensor_parallel_size": 2,
+    }
     requests = [
         {
             "prompt": prompt,
-            "params": {"max_tokens": end_of(template), "extra_args": {"dllm_template": template}},
+            "params": {
+                "max_tokens": end_of(template),
+                "extra_args": {"dllm_template": template},
+            },
         }
         for prompt, template in JOBS
     ]
@@ -51,18 +60,27 @@ def test_gaps_under_new_weights_and_adapters(room: EngineRoom, tmp_path: Path) -
         weight_transfer_config={"backend": weight_files.BACKEND},
         worker_extension_cls="weight_files.FromFiles",
     )
-    updated["updates"] = [{"file": file, "names": half} for half in (names[::2], names[1::2])]
+    updated["updates"] = [
+        {"file": file, "names": half} for half in (names[::2], names[1::2])
+    ]
     adapters = [
-        write_adapter(tmp_path / f"a{n}", BASE, ["q_proj", "v_proj", "attn_out"], n) for n in (1, 2)
+        write_adapter(tmp_path / f"a{n}", BASE, ["q_proj", "v_proj", "attn_out"], n)
+        for n in (1, 2)
     ]
     adapted = on_two_ranks(enable_lora=True, max_loras=2, max_lora_rank=8)
     for place, request in enumerate(adapted["requests"]):
         if place % 3:
             request["adapter"] = str(adapters[place % 3 - 1])
-    folders = [merged(tmp_path / f"m{n}" / BASE.name, BASE, one) for n, one in enumerate(adapters)]
+    folders = [
+        merged(tmp_path / f"m{n}" / BASE.name, BASE, one)
+        for n, one in enumerate(adapters)
+    ]
     of_base, of_new, *of_adapters = (wanted(room, one) for one in (BASE, new, *folders))
     room.close()
-    variables = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    variables = {
+        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
     variables |= KILLED_SOON | {"PYTHONPATH": str(HERE)}
     found = offline(updated, adapted, **variables)
     assert found[0] == of_new != of_base

@@ -45,7 +45,13 @@ SDAR = {
 
 @pytest.mark.parametrize(
     "trace",
-    ["sdar_static", "sdar_dynamic", "sdar_sequential", "sdar_moe_static", "llada2_threshold"]
+    [
+        "sdar_static",
+        "sdar_dynamic",
+        "sdar_sequential",
+        "sdar_moe_static",
+        "llada2_threshold",
+    ]
     + ["llada21_joint", "fast_dllm", "fast_dllm_tied"],
 )
 def test_the_plain_loops_reproduce_recorded_decodes(trace: str) -> None:
@@ -54,13 +60,19 @@ def test_the_plain_loops_reproduce_recorded_decodes(trace: str) -> None:
     for case in golden["cases"]:
         settings, given = case["settings"], {}
         size = settings.get("block_length") or settings["block_size"]
-        given["threshold"] = settings.get("threshold", settings.get("confidence_threshold", 0.9))
-        given["policy"] = SDAR[settings.get("remasking_strategy", "low_confidence_dynamic")]
+        given["threshold"] = settings.get(
+            "threshold", settings.get("confidence_threshold", 0.9)
+        )
+        given["policy"] = SDAR[
+            settings.get("remasking_strategy", "low_confidence_dynamic")
+        ]
         given["steps"] = settings.get("denoising_steps") or settings.get("steps")
         given["sub_block_length"] = settings.get("small_block_size")
         if "editing_threshold" in settings:
             names = ("editing_threshold", "max_post_steps", "num_to_transfer")
-            given |= {name: settings[name] for name in names} | {"policy": "joint_threshold"}
+            given |= {name: settings[name] for name in names} | {
+                "policy": "joint_threshold"
+            }
         stop = {settings.get("eos_id", settings.get("stop_token", -1))}
         text = GridText(model, case["prompt_ids"], len(case["output_ids"]), size, stop)
         text.watch = steps.append
@@ -83,6 +95,8 @@ def test_slots_equal_recomputation(name: str) -> None:
     slots: dict = {}
     model.rows_at(0, tokens, slots)  # reserves the slots; their content is written over
     for start in range(0, 12, 4):
-        visible = {key: tuple(part[:, : start + 4] for part in kv) for key, kv in slots.items()}
+        visible = {
+            key: tuple(part[:, : start + 4] for part in kv) for key, kv in slots.items()
+        }
         found = model.rows_at(start, tokens[start : start + 4], visible)
         torch.testing.assert_close(found, whole[start : start + 4], atol=1e-4, rtol=0)

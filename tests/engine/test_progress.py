@@ -19,8 +19,14 @@ from full_jobs import FullJob, run, start
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
-DECODERS = [("llada", "dual_cache"), ("dream", "prefix_cache"), ("llada", "semi_autoregressive")]
-each_decoder = pytest.mark.parametrize("decoder", DECODERS, ids="-".join, scope="module")
+DECODERS = [
+    ("llada", "dual_cache"),
+    ("dream", "prefix_cache"),
+    ("llada", "semi_autoregressive"),
+]
+each_decoder = pytest.mark.parametrize(
+    "decoder", DECODERS, ids="-".join, scope="module"
+)
 NUMBERS = {"policy": "low_confidence", "steps": 4, "block_length": 16}
 PAGES = {"canvas": 32, "block_size": 32}
 URGENT, USUAL = 0, 9
@@ -43,22 +49,31 @@ def test_forwards_with_pages_for_one_and_a_half(
     jobs = [whole_text(i) for i in range(16)]
     outputs = run(llm, jobs)
     texts = [job.decode(decoder, canvas=32) for job in jobs]
-    assert [token_ids(output) for output in outputs] == [text.answer() for text in texts]
+    assert [token_ids(output) for output in outputs] == [
+        text.answer() for text in texts
+    ]
     assert num_preemptions(llm) > before and free_pages(llm) == pages
     undisturbed = sum(len(text.passes) for text in texts)
     assert sum(map(forwards, outputs)) <= 3 * undisturbed
 
 
 @each_decoder
-def test_a_usual_request_among_urgent_ones(decoder: tuple[str, str], room: EngineRoom) -> None:
+def test_a_usual_request_among_urgent_ones(
+    decoder: tuple[str, str], room: EngineRoom
+) -> None:
     """A new urgent one comes whenever one ends, and takes pages of the usual one as it grows."""
     options = PAGES | {"num_gpu_blocks_override": 5, "max_model_len": 128}
     llm = start(room, decoder, scheduling_policy="priority", **options)
     engine, pages = llm.llm_engine, free_pages(llm)
     # Both begin with two of four pages; an urgent one needs a third behind its second block.
     usual, urgent = whole_text(1, tokens=64), whole_text(2, tokens=40)
-    engine.add_request("usual", {"prompt_token_ids": usual.prompt}, usual.wish(), priority=USUAL)
-    text, lasts = usual.decode(decoder, canvas=32), len(urgent.decode(decoder, canvas=32).passes)
+    engine.add_request(
+        "usual", {"prompt_token_ids": usual.prompt}, usual.wish(), priority=USUAL
+    )
+    text, lasts = (
+        usual.decode(decoder, canvas=32),
+        len(urgent.decode(decoder, canvas=32).passes),
+    )
     done: dict[str, Any] = {}
     came, before = 0, num_preemptions(llm)
     for _ in range(20 * lasts):
@@ -66,7 +81,9 @@ def test_a_usual_request_among_urgent_ones(decoder: tuple[str, str], room: Engin
             prompt = {"prompt_token_ids": urgent.prompt}
             engine.add_request(f"urgent {came}", prompt, urgent.wish(), priority=URGENT)
             came += 1
-        done |= {output.request_id: output for output in engine.step() if output.finished}
+        done |= {
+            output.request_id: output for output in engine.step() if output.finished
+        }
         if "usual" in done:
             break
     assert "usual" in done, f"{came} urgent requests went by"
@@ -86,7 +103,9 @@ def test_a_guided_request_among_urgent_ones(ahead: bool, room: EngineRoom) -> No
     engine, core, pages = llm.llm_engine, scheduler(llm), free_pages(llm)
     guided = FullJob(a_prompt(25, 1), 64, NUMBERS | {"cfg_scale": 0.7})
     urgent = whole_text(2, tokens=40)
-    engine.add_request("guided", {"prompt_token_ids": guided.prompt}, guided.wish(), priority=USUAL)
+    engine.add_request(
+        "guided", {"prompt_token_ids": guided.prompt}, guided.wish(), priority=USUAL
+    )
     done: dict[str, Any] = {}
     came = preempted = 0
     while "guided" not in done and came < 20:
@@ -94,17 +113,24 @@ def test_a_guided_request_among_urgent_ones(ahead: bool, room: EngineRoom) -> No
             prompt = {"prompt_token_ids": urgent.prompt}
             engine.add_request(f"urgent {came}", prompt, urgent.wish(), priority=URGENT)
             came += 1
-        done |= {output.request_id: output for output in engine.step() if output.finished}
+        done |= {
+            output.request_id: output for output in engine.step() if output.finished
+        }
         pairs = [r for r in core.requests.values() if "guided" in r.request_id]
         assert len({request.priority for request in pairs}) <= 1
         preempted = max(preempted, *(request.num_preemptions for request in pairs), 0)
-    assert preempted and token_ids(done["guided"]) == guided.decode(decoder, canvas=32).answer()
+    assert (
+        preempted
+        and token_ids(done["guided"]) == guided.decode(decoder, canvas=32).answer()
+    )
     engine.abort_request([f"urgent {i}" for i in range(came)])
     engine.step()
     assert free_pages(llm) == pages
 
 
-@pytest.mark.parametrize("decoder", [DECODERS[0], ("sdar", "block_diffusion")], ids="-".join)
+@pytest.mark.parametrize(
+    "decoder", [DECODERS[0], ("sdar", "block_diffusion")], ids="-".join
+)
 def test_who_may_not_enter_holds_up_those_behind(
     decoder: tuple[str, str], room: EngineRoom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,12 +140,18 @@ def test_who_may_not_enter_holds_up_those_behind(
     """
     family, strategy = decoder
     dllm = {"strategy": strategy} | ({"canvas_length": 48} if family == "llada" else {})
-    llm = room.start(family, dllm, max_model_len=160, max_num_batched_tokens=160, max_num_seqs=4)
+    llm = room.start(
+        family, dllm, max_model_len=160, max_num_batched_tokens=160, max_num_seqs=4
+    )
     engine, core, pages = llm.llm_engine, scheduler(llm), free_pages(llm)
     prompts = [a_prompt(length, 1) for length in (70, 90, 2, 2)]
     for i, prompt in enumerate(prompts):
         engine.add_request(str(i), {"prompt_token_ids": prompt}, params(40))
-    most, asked, budget = core.max_num_active_reqs, list[str](), core.max_num_scheduled_tokens
+    most, asked, budget = (
+        core.max_num_active_reqs,
+        list[str](),
+        core.max_num_scheduled_tokens,
+    )
 
     def skip_refused(core: Any, throttle_prefills: bool = False) -> SchedulerOutput:
         left = budget
@@ -173,7 +205,9 @@ def test_a_long_queue_costs_no_step_time(
         waiting, began = len(core.waiting), process_time()
         output = plain(*args, **kwargs)
         if waiting > LONG // 2 or SLOTS < waiting < LONG // 10:
-            seconds["long" if waiting > LONG // 2 else "short"].append(process_time() - began)
+            seconds["long" if waiting > LONG // 2 else "short"].append(
+                process_time() - began
+            )
         return output
 
     monkeypatch.setattr(core, "schedule", timed)

@@ -32,11 +32,15 @@ TOGETHER = 8  # requests of a batch, besides a free one
 BUDGETS = (8, 16, 24, 40, 64)
 EVERY = 17  # steps: a block of 4 takes at most three a position, and a few to begin
 EOS, MASK = 257, 300
-FEW = 4  # requests from which on steps compute single blocks, where there are such steps
+FEW = (
+    4  # requests from which on steps compute single blocks, where there are such steps
+)
 STRATEGIES = ["semi_autoregressive", "prefix_cache", "dual_cache", "block_diffusion"]
 
 
-def random_wish(rng: random.Random, policies: list[str], blocks: list[int]) -> tuple[Any, Any]:
+def random_wish(
+    rng: random.Random, policies: list[str], blocks: list[int]
+) -> tuple[Any, Any]:
     """A case, and parameters of a request for it."""
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -44,11 +48,15 @@ def random_wish(rng: random.Random, policies: list[str], blocks: list[int]) -> t
     options: dict[str, Any] = {"dllm_policy": policy, "dllm_block_length": block}
     options["dllm_grammar"] = rng.choice(["drafts", "drafts", "auto"])
     if policy == "threshold":
-        options["dllm_threshold"] = rng.choice([0.0, 0.5, 0.9])  # 0 takes everything at once
+        options["dllm_threshold"] = rng.choice(
+            [0.0, 0.5, 0.9]
+        )  # 0 takes everything at once
     if rng.random() < 0.3:
         options |= {"temperature": 1.0, "seed": rng.randint(0, 99)}
     asked = StructuredOutputsParams(**{case.kind: case.spec})
-    return case, params(rng.choice(BUDGETS), ignore_eos=False, structured_outputs=asked, **options)
+    return case, params(
+        rng.choice(BUDGETS), ignore_eos=False, structured_outputs=asked, **options
+    )
 
 
 @pytest.fixture
@@ -70,7 +78,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
     return found
 
 
-@pytest.mark.parametrize("trials", [QUICK, pytest.param(TRIALS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "trials", [QUICK, pytest.param(TRIALS, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_text_is_valid(
     strategy: str, trials: int, room: EngineRoom, made: dict[str, bool]
@@ -84,7 +94,10 @@ def test_every_text_is_valid(
     policies = sorted(scheduler(llm).decode_config.method.policies)
     tally, before = Counter[str](), num_preemptions(llm)
     while tally["trials"] < trials:
-        rng, preempted = random.Random(f"{strategy} {tally['trials']}"), tally["batches"] % 2
+        rng, preempted = (
+            random.Random(f"{strategy} {tally['trials']}"),
+            tally["batches"] % 2,
+        )
         blocks = [4] if preempted else [4, 8, 16, 32]
         cases, wishes = zip(
             *(random_wish(rng, policies, blocks) for _ in range(TOGETHER)), strict=True
@@ -93,7 +106,9 @@ def test_every_text_is_valid(
         outputs = run_interrupted(llm, [*pairs, free], EVERY if preempted else 10_000)
         assert token_ids(outputs.pop()) == alone
         tally["batches"] += 1
-        for i, (case, wish, output) in enumerate(zip(cases, wishes, outputs, strict=True)):
+        for i, (case, wish, output) in enumerate(
+            zip(cases, wishes, outputs, strict=True)
+        ):
             completes = made[str(i)]
             ids, text = token_ids(output), output.outputs[0].text
             label = case.kind, case.spec, wish.extra_args, wish.max_tokens, text
@@ -128,12 +143,16 @@ def test_a_text_that_ends_where_a_block_ends(
     for regex in ("[0-9]{7}", "[0-9]{8}", "[0-9]{16}"):
         for way in ("drafts", "automaton"):
             held = StructuredOutputsParams(regex=regex)
-            asked = params(40, ignore_eos=False, structured_outputs=held, dllm_grammar=way)
+            asked = params(
+                40, ignore_eos=False, structured_outputs=held, dllm_grammar=way
+            )
             engine.add_request(way, {"prompt_token_ids": letters(9)}, asked)
         done: dict[str, Any] = {}
         steps = 0
         while engine.has_unfinished_requests():
-            done |= {output.request_id: output for output in engine.step() if output.finished}
+            done |= {
+                output.request_id: output for output in engine.step() if output.finished
+            }
             steps += bool(scheduler(llm).running)
             assert steps < 200, "no progress"
         for output in done.values():

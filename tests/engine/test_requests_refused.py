@@ -3,7 +3,15 @@
 from typing import Any
 
 import pytest
-from engines import EngineRoom, a_prompt, forwards, free_pages, generate, params, token_ids
+from engines import (
+    EngineRoom,
+    a_prompt,
+    forwards,
+    free_pages,
+    generate,
+    params,
+    token_ids,
+)
 from jobs import job
 
 GOOD = job(20, 40, 16, seed=1, threshold=0.6)
@@ -53,7 +61,10 @@ WITHOUT_EFFECT: list[tuple[dict[str, Any], str]] = [
     ({"dllm_policy": "factor", "dllm_factor": -1.0}, "dllm_factor"),
     ({"dllm_policy": "threshold", "dllm_factor": 1.0}, "dllm_factor"),
     ({"dllm_block_add_threshold": 0.5}, "dllm_block_add_threshold"),
-    ({"dllm_policy": "factor", "dllm_block_add_threshold": 0.5}, "dllm_block_add_threshold"),
+    (
+        {"dllm_policy": "factor", "dllm_block_add_threshold": 0.5},
+        "dllm_block_add_threshold",
+    ),
 ]
 
 
@@ -88,9 +99,15 @@ def test_parameter(options: dict[str, Any], name: str, room: EngineRoom) -> None
 
 
 UNSENDABLE: list[tuple[dict[str, Any], str]] = [
-    ({"extra_args": {"dllm_block_length": 24, "other": HALF}}, "extra_args holds '\\ud800' in"),
+    (
+        {"extra_args": {"dllm_block_length": 24, "other": HALF}},
+        "extra_args holds '\\ud800' in",
+    ),
     ({"extra_args": {"dllm_policy": HALF}}, "extra_args holds '\\ud800' in"),
-    ({"extra_args": {"other": [1, ["a", f"b{HALF}"]]}}, "'\\ud800' in 'b\\ud800', half of"),
+    (
+        {"extra_args": {"other": [1, ["a", f"b{HALF}"]]}},
+        "'\\ud800' in 'b\\ud800', half of",
+    ),
     ({"extra_args": {HALF: 1}}, "extra_args holds '\\ud800' in"),
     ({"stop": ["a", HALF]}, "stop holds '\\ud800' in"),
     ({"bad_words": [f"{HALF}a"]}, "bad_words holds '\\ud800' in '\\ud800a'"),
@@ -99,11 +116,15 @@ UNSENDABLE: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "name"), UNSENDABLE, ids=ascii)
-def test_what_cannot_be_sent(options: dict[str, Any], name: str, room: EngineRoom) -> None:
+def test_what_cannot_be_sent(
+    options: dict[str, Any], name: str, room: EngineRoom
+) -> None:
     """Half a surrogate pair, wherever it stands, and integers of more than 64 bits."""
     from vllm import SamplingParams
 
-    assert name in refusal(room.start("llada", D2F), TEXT, SamplingParams(max_tokens=9, **options))
+    assert name in refusal(
+        room.start("llada", D2F), TEXT, SamplingParams(max_tokens=9, **options)
+    )
 
 
 def test_they_left_the_engine_unharmed(room: EngineRoom) -> None:
@@ -111,7 +132,9 @@ def test_they_left_the_engine_unharmed(room: EngineRoom) -> None:
 
 
 @pytest.mark.parametrize(("options", "name"), WITHOUT_EFFECT, ids=str)
-def test_parameter_without_effect(options: dict[str, Any], name: str, room: EngineRoom) -> None:
+def test_parameter_without_effect(
+    options: dict[str, Any], name: str, room: EngineRoom
+) -> None:
     """What the chosen strategy and policy would never read is not accepted in silence."""
     assert name in refusal(room.start("llada", BLOCKS), TEXT, params(20, **options))
 
@@ -130,8 +153,14 @@ CONTRADICTING: list[dict[str, Any]] = [
 UNREAD: list[tuple[dict[str, Any], str]] = [
     ({"regex": "a+", "whitespace_pattern": " "}, "whitespace_pattern ' '"),
     ({"regex": "a+", "disable_any_whitespace": True}, "disable_any_whitespace True"),
-    ({"json": {"type": "integer", "not": {"const": 1}}}, "json has 'not', which xgrammar"),
-    ({"json": {"oneOf": [{"type": "null"}, {"const": None}]}}, "alternatives that may overlap"),
+    (
+        {"json": {"type": "integer", "not": {"const": 1}}},
+        "json has 'not', which xgrammar",
+    ),
+    (
+        {"json": {"oneOf": [{"type": "null"}, {"const": None}]}},
+        "alternatives that may overlap",
+    ),
 ]
 
 
@@ -141,14 +170,21 @@ def test_parameters_that_contradict_a_grammar(room: EngineRoom) -> None:
     llm = room.start("llada", D2F)
     for options in CONTRADICTING:
         asked = StructuredOutputsParams(regex="[a-z]+")
-        wish = params(20, **{"ignore_eos": False, "structured_outputs": asked} | options)
+        wish = params(
+            20, **{"ignore_eos": False, "structured_outputs": asked} | options
+        )
         [name] = options
         message = refusal(llm, TEXT, wish)
         assert name in message and "structured_outputs" in message
     # xgrammar and guidance refuse this one, so vLLM would take a backend that cannot go back.
-    schema = {"type": "object", "patternProperties": {"^a": {"type": "integer", "multipleOf": 3}}}
+    schema = {
+        "type": "object",
+        "patternProperties": {"^a": {"type": "integer", "multipleOf": 3}},
+    }
     asked = StructuredOutputsParams(json=schema)
-    assert "outlines" in refusal(llm, TEXT, params(20, ignore_eos=False, structured_outputs=asked))
+    assert "outlines" in refusal(
+        llm, TEXT, params(20, ignore_eos=False, structured_outputs=asked)
+    )
     for options, sentence in UNREAD:
         asked = StructuredOutputsParams(**options)
         wish = params(20, ignore_eos=False, structured_outputs=asked)
@@ -168,7 +204,10 @@ def test_rules_that_leave_no_token(room: EngineRoom) -> None:
     )
     early = {"allowed_token_ids": [end], "min_tokens": 2}
     assert "min_tokens 2 cannot be reached" in refusal(llm, TEXT, params(9, **early))
-    for ids in ({"allowed_token_ids": [letter, letter + 1]}, {"allowed_token_ids": [end, letter]}):
+    for ids in (
+        {"allowed_token_ids": [letter, letter + 1]},
+        {"allowed_token_ids": [end, letter]},
+    ):
         [output] = llm.generate(
             [{"prompt_token_ids": TEXT}], params(9, **early | ids), use_tqdm=False
         )
@@ -206,13 +245,19 @@ def test_a_refusal_between_neighbours(room: EngineRoom) -> None:
     llm = room.start("llada", D2F)
     engine, pages = llm.llm_engine, free_pages(llm)
     jobs = [GOOD, job(33, 50, 16, seed=2)]
-    wrong = [([1, 300], params(20)), ([1], params(20, dllm_threshold=2)), ([], params(20))]
+    wrong = [
+        ([1, 300], params(20)),
+        ([1], params(20, dllm_threshold=2)),
+        ([], params(20)),
+    ]
     done = {}
     for i, one in enumerate(jobs):
         engine.add_request(str(i), {"prompt_token_ids": list(one.prompt)}, one.wish())
     step = 0
     while engine.has_unfinished_requests():
-        done |= {output.request_id: output for output in engine.step() if output.finished}
+        done |= {
+            output.request_id: output for output in engine.step() if output.finished
+        }
         prompt, wish = wrong[step % 3]
         with pytest.raises(refused()):
             engine.add_request(f"wrong{step}", {"prompt_token_ids": prompt}, wish)

@@ -4,7 +4,15 @@ from collections import Counter
 from typing import Any
 
 import torch
-from engines import EngineRoom, a_prompt, generate, num_preemptions, params, results, token_ids
+from engines import (
+    EngineRoom,
+    a_prompt,
+    generate,
+    num_preemptions,
+    params,
+    results,
+    token_ids,
+)
 from jobs import plain_model
 
 from dllm_plugin.reference.prompt_blocks import Text, d2f
@@ -16,7 +24,12 @@ PROMPTS = [a_prompt(length, length) for length in (3, 20, 33, 40, 60, 64)]
 
 def seeded(i: int, **options: Any) -> Any:
     filters: list[Any] = [{}, {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.02}]
-    shape = {"temperature": 0.8, "seed": i, "dllm_block_length": 16, "dllm_threshold": 0.5}
+    shape = {
+        "temperature": 0.8,
+        "seed": i,
+        "dllm_block_length": 16,
+        "dllm_threshold": 0.5,
+    }
     return params(90, **shape | filters[i % 4] | options)
 
 
@@ -25,7 +38,8 @@ def test_a_seed_gives_one_text(family: str, overlapped: bool, room: EngineRoom) 
     wishes = [seeded(i) for i in range(len(PROMPTS))]
     llm = room.start(family, async_scheduling=overlapped, **ROOMY)
     alone = [
-        results(generate(llm, [p], w))[0] for p, w in zip(PROMPTS[:3], wishes[:3], strict=True)
+        results(generate(llm, [p], w))[0]
+        for p, w in zip(PROMPTS[:3], wishes[:3], strict=True)
     ]
     together = results(generate(llm, PROMPTS, wishes))
     assert together[:3] == alone
@@ -64,7 +78,8 @@ def test_one_candidate_is_certain(family: str, room: EngineRoom) -> None:
 def test_temperature_zero_ignores_the_filters(family: str, room: EngineRoom) -> None:
     llm = room.start(family, **ROOMY)
     plain, filtered = (
-        params(64, dllm_block_length=16, **options) for options in ({}, {"top_k": 5, "seed": 4})
+        params(64, dllm_block_length=16, **options)
+        for options in ({}, {"top_k": 5, "seed": 4})
     )
     first, second = results(generate(llm, [PROMPTS[2]] * 2, [plain, filtered]))
     assert first == second
@@ -75,7 +90,8 @@ def test_draws_follow_the_distribution(family: str, room: EngineRoom) -> None:
     llm, temperature, draws = room.start(family, **ROOMY), 2.0, 400
     prompt, model = PROMPTS[0], plain_model(family)
     wishes = [
-        params(1, temperature=temperature, seed=seed, dllm_block_length=1) for seed in range(draws)
+        params(1, temperature=temperature, seed=seed, dllm_block_length=1)
+        for seed in range(draws)
     ]
     seen = Counter(token_ids(o)[0] for o in generate(llm, [prompt] * draws, wishes))
     block = [0] * len(prompt) + [1]
@@ -83,14 +99,20 @@ def test_draws_follow_the_distribution(family: str, room: EngineRoom) -> None:
     logits[model.mask_id] = float("-inf")
     probs = logits.softmax(-1)
     for token in probs.topk(5).indices.tolist():
-        wanted, spread = draws * probs[token], (draws * probs[token] * (1 - probs[token])) ** 0.5
+        wanted, spread = (
+            draws * probs[token],
+            (draws * probs[token] * (1 - probs[token])) ** 0.5,
+        )
         assert abs(seen[token] - wanted) < 4 * spread, token
 
 
 def test_logprobs_are_those_of_the_unmasking_step(
     family: str, overlapped: bool, room: EngineRoom
 ) -> None:
-    llm, model = room.start(family, async_scheduling=overlapped, **ROOMY), plain_model(family)
+    llm, model = (
+        room.start(family, async_scheduling=overlapped, **ROOMY),
+        plain_model(family),
+    )
     texts = [d2f(Text(model, p, 50, 16), 0.5) for p in PROMPTS]
     shape = {"dllm_block_length": 16, "dllm_threshold": 0.5}
     wishes = [params(50, logprobs=k, **shape) for k in (5, None, 0, 1, 20, None)]
@@ -101,16 +123,22 @@ def test_logprobs_are_those_of_the_unmasking_step(
         if wish.logprobs is None:
             assert completion.logprobs is None
             continue
-        raw = torch.stack([text.raw[len(text.prompt) + i] for i in range(50)]).log_softmax(-1)
+        raw = torch.stack(
+            [text.raw[len(text.prompt) + i] for i in range(50)]
+        ).log_softmax(-1)
         own = raw.gather(1, torch.tensor(text.answer())[:, None]).squeeze(1)
         assert len(completion.logprobs) == 50
         assert abs(completion.cumulative_logprob - float(own.sum())) < 1e-2
-        for token, row, entry in zip(text.answer(), raw, completion.logprobs, strict=True):
+        for token, row, entry in zip(
+            text.answer(), raw, completion.logprobs, strict=True
+        ):
             assert abs(entry[token].logprob - float(row[token])) < 1e-3
             assert entry[token].rank == 1 + int((row > row[token]).sum())
             best = row.topk(wish.logprobs)
             assert set(entry) == {token, *best.indices.tolist()}
-            for index, value in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+            for index, value in zip(
+                best.indices.tolist(), best.values.tolist(), strict=True
+            ):
                 assert abs(entry[index].logprob - value) < 1e-3
 
 

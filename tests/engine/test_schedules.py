@@ -49,11 +49,15 @@ def start(room: EngineRoom, name: str, overlapped: bool = False, **options: Any)
     return room.start(family, dllm, overlapped, **options)
 
 
-def plain(name: str, prompt: list[int], max_tokens: int, widths: Sequence[int]) -> FloatingText:
+def plain(
+    name: str, prompt: list[int], max_tokens: int, widths: Sequence[int]
+) -> FloatingText:
     """The plain loop's text."""
     family, _, block, canvas, on_grid = ENGINES[name]
     model = PlainModel.load(CHECKPOINTS / f"tiny-{family}")
-    text = FloatingText(*(model, prompt, max_tokens, block, canvas, on_grid), max_model_len=256)
+    text = FloatingText(
+        *(model, prompt, max_tokens, block, canvas, on_grid), max_model_len=256
+    )
     return floating(text, widths, THRESHOLD)
 
 
@@ -69,7 +73,9 @@ def requests(name: str) -> list[tuple[list[int], int, list[int]]]:
     sizes = [(9, 24), (30, 33), (45, 17), (1, 40), (64, 30)]
     return [
         (a_prompt(length, i), tokens, widths)
-        for i, ((length, tokens), widths) in enumerate(zip(sizes, schedules(name), strict=True))
+        for i, ((length, tokens), widths) in enumerate(
+            zip(sizes, schedules(name), strict=True)
+        )
     ]
 
 
@@ -80,14 +86,22 @@ def check(name: str, outputs: Sequence[Any], wanted: Sequence[Any]) -> int:
         text = plain(name, prompt, tokens, widths)
         if text.margin > 3e-4:
             got = token_ids(output), forwards(output)
-            assert got == (text.answer(), text.passes), (len(prompt), tokens, widths[:5])
+            assert got == (text.answer(), text.passes), (
+                len(prompt),
+                tokens,
+                widths[:5],
+            )
             compared += 1
     return compared
 
 
 @every_engine
-@pytest.mark.parametrize("overlapped", [False, True], ids=["sync", "async"], scope="module")
-def test_schedules_equal_the_plain_loop(name: str, overlapped: bool, room: EngineRoom) -> None:
+@pytest.mark.parametrize(
+    "overlapped", [False, True], ids=["sync", "async"], scope="module"
+)
+def test_schedules_equal_the_plain_loop(
+    name: str, overlapped: bool, room: EngineRoom
+) -> None:
     """All at once with ordinary requests beside them, then alone."""
     llm, wanted = start(room, name, overlapped), requests(name)
     wishes = [params(tokens, dllm_schedule=widths) for _, tokens, widths in wanted]
@@ -99,12 +113,16 @@ def test_schedules_equal_the_plain_loop(name: str, overlapped: bool, room: Engin
     check(name, alone, [wanted[1], wanted[4]])
     replayed = [
         (prompt, tokens, list(output.outputs[0].spec_decode_metrics.per_step_drafted))
-        for prompt, tokens, output in zip(beside, (30, 20), outputs[len(wanted) :], strict=True)
+        for prompt, tokens, output in zip(
+            beside, (30, 20), outputs[len(wanted) :], strict=True
+        )
     ]
     check(name, outputs[len(wanted) :], replayed)
 
 
-def replays(llm: Any, prompts: Sequence[list[int]], wishes: Sequence[dict[str, Any]]) -> float:
+def replays(
+    llm: Any, prompts: Sequence[list[int]], wishes: Sequence[dict[str, Any]]
+) -> float:
     """Each request arrives over time, and its record gives the same text alone: the mean width."""
     used: list[int] = []
     arrivals: dict[int, list[Any]] = {}
@@ -139,7 +157,10 @@ def test_a_record_replays(name: str, room: EngineRoom) -> None:
 
 def test_balanced_widths_are_wider(room: EngineRoom) -> None:
     """And their records replay."""
-    prompts, wishes = [a_prompt(5 + 7 * i, i) for i in range(12)], [{"max_tokens": 24}] * 12
+    prompts, wishes = (
+        [a_prompt(5 + 7 * i, i) for i in range(12)],
+        [{"max_tokens": 24}] * 12,
+    )
     mean = {}
     for mode in ("throughput", "balanced"):
         llm = start(room, "llada-d2f", True, dllm={"min_window": 2, "adaptive": mode})
@@ -162,7 +183,9 @@ def test_a_record_of_preempted_requests_replays(name: str, room: EngineRoom) -> 
 
 
 @every_engine
-@pytest.mark.parametrize("overlapped", [False, True], ids=["sync", "async"], scope="module")
+@pytest.mark.parametrize(
+    "overlapped", [False, True], ids=["sync", "async"], scope="module"
+)
 def test_preempted_requests(name: str, overlapped: bool, room: EngineRoom) -> None:
     """Resumed texts are computed in the pieces in which they were committed."""
     llm = start(room, name, overlapped, block_size=32, num_gpu_blocks_override=9)
@@ -184,7 +207,9 @@ def test_preempted_again_and_again(name: str, every: int, room: EngineRoom) -> N
         wish = params(tokens, dllm_schedule=widths)
         engine.add_request(str(i), {"prompt_token_ids": prompt}, wish)
     while engine.has_unfinished_requests():
-        done |= {output.request_id: output for output in engine.step() if output.finished}
+        done |= {
+            output.request_id: output for output in engine.step() if output.finished
+        }
         step += 1
         # Every step would never get behind the prefill.
         if step % (every + 1) == 0:
@@ -215,7 +240,9 @@ def test_the_end_of_the_context(room: EngineRoom) -> None:
         llm = start(room, name, overlapped=True)
         wanted = [(a_prompt(256 - left, left), 60, [8]) for left in (1, 5, 17, 50)]
         wishes = [params(tokens, dllm_schedule=widths) for _, tokens, widths in wanted]
-        assert check(name, generate(llm, [one[0] for one in wanted], wishes), wanted) >= 3
+        assert (
+            check(name, generate(llm, [one[0] for one in wanted], wishes), wanted) >= 3
+        )
 
 
 def test_what_ends_a_text_is_not_waited_for(room: EngineRoom) -> None:
@@ -268,14 +295,22 @@ WRONG_SCHEDULES: list[tuple[Any, str]] = [
 
 def test_refused_requests(room: EngineRoom) -> None:
     llm = start(room, "llada-d2f", overlapped=True)
-    wrong = [({"dllm_schedule": widths}, sentence) for widths, sentence in WRONG_SCHEDULES]
+    wrong = [
+        ({"dllm_schedule": widths}, sentence) for widths, sentence in WRONG_SCHEDULES
+    ]
     wrong += [
-        ({"dllm_block_length": 16}, "dllm_block_length has no effect with adaptive 'throughput'"),
+        (
+            {"dllm_block_length": 16},
+            "dllm_block_length has no effect with adaptive 'throughput'",
+        ),
         ({"dllm_policy": "entropy"}, "policy 'entropy' has no meaning"),
         ({"dllm_steps": 8}, "steps has no effect"),
         ({"dllm_max_active_blocks": 2}, "max_active_blocks 2 exceeds the engine's 1"),
         ({"dllm_block_add_threshold": 0.5}, "block_add_threshold has no effect"),
-        ({"dllm_schedule": [4], "dllm_template": [-1]}, "dllm_template needs full attention"),
+        (
+            {"dllm_schedule": [4], "dllm_template": [-1]},
+            "dllm_template needs full attention",
+        ),
         (
             {"structured_outputs": StructuredOutputsParams(regex="a+")},
             "structured_outputs cannot be combined with adaptive 'throughput'",
@@ -283,7 +318,9 @@ def test_refused_requests(room: EngineRoom) -> None:
     ]
     for arguments, sentence in wrong:
         with pytest.raises(VLLMValidationError) as caught:
-            generate(llm, [a_prompt(5)], [params(8, **({"ignore_eos": False} | arguments))])
+            generate(
+                llm, [a_prompt(5)], [params(8, **({"ignore_eos": False} | arguments))]
+            )
         assert sentence in str(caught.value), arguments
 
 
@@ -302,6 +339,12 @@ def test_nothing_of_it_runs_where_it_is_off(room: EngineRoom) -> None:
         sys.setprofile(None)
     ours = {Path(name).stem for name in called if "dllm_plugin" in name}
     assert {"scheduler", "reporting", "sequences", "block_causal"} <= ours
-    assert not ours & {"floating", "widths", "acceptance", "adaptive_scheduler", "adaptive_metrics"}
+    assert not ours & {
+        "floating",
+        "widths",
+        "acceptance",
+        "adaptive_scheduler",
+        "adaptive_metrics",
+    }
     counts = output.outputs[0].spec_decode_metrics
     assert not counts.per_step_accepted and len(counts.per_step_drafted) == 1

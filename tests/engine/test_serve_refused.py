@@ -16,7 +16,9 @@ pytestmark = pytest.mark.usefixtures("template")
 def log_of(log: Path, command: list[str]) -> str:
     """What a server printed that ended by itself, with an error."""
     with log.open("wb") as file:
-        process = spawn(command, stdout=file, stderr=subprocess.STDOUT, env=environment())
+        process = spawn(
+            command, stdout=file, stderr=subprocess.STDOUT, env=environment()
+        )
         try:
             assert process.wait(timeout=START_SECONDS) != 0
         finally:
@@ -39,7 +41,10 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         printed = log_of(tmp_path / "log", serve_command(taken.getsockname()[1]))
-    assert printed.rstrip().endswith("Address already in use") and "(EngineCore" not in printed
+    assert (
+        printed.rstrip().endswith("Address already in use")
+        and "(EngineCore" not in printed
+    )
 
 
 def test_missing_weight(tmp_path: Path) -> None:
@@ -48,4 +53,6 @@ def test_missing_weight(tmp_path: Path) -> None:
     file, name = model / "model.safetensors", "model.transformer.blocks.1.v_proj.weight"
     save_file({k: v for k, v in load_file(file).items() if k != name}, file)
     printed = log_of(tmp_path / "log", serve_command(0, model=model))
-    assert [line for line in printed.splitlines() if "ValueError: " in line and name in line]
+    assert [
+        line for line in printed.splitlines() if "ValueError: " in line and name in line
+    ]

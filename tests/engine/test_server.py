@@ -30,7 +30,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def test_one_line_says_that_it_is_ready(server: Server) -> None:
-    lines = [li for li in server.log.read_text().splitlines() if li.startswith("diffuplug: ready")]
+    lines = [
+        li
+        for li in server.log.read_text().splitlines()
+        if li.startswith("diffuplug: ready")
+    ]
     assert len(lines) == 1
     assert server.url.removeprefix("http://127.0.0.1") in lines[0]
     assert "decoding d2f with policy threshold" in lines[0]
@@ -62,14 +66,21 @@ def test_concurrent_requests_with_their_own_numbers(server: Server) -> None:
         assert usage["completion_tokens"] == one.max_tokens
     forwards = sum(one.expected("llada")[1] for one in MIXED)
     deadline = time.monotonic() + 60
-    while sum(server.metrics(name).values()) - before < forwards and time.monotonic() < deadline:
+    while (
+        sum(server.metrics(name).values()) - before < forwards
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.2)
     assert sum(server.metrics(name).values()) - before == forwards
 
 
 def test_streamed_completion(server: Server) -> None:
     whole = server.complete(PROMPT, **READABLE, vllm_xargs=SMALL)
-    body = {"prompt": PROMPT, "vllm_xargs": SMALL, "stream_options": {"include_usage": True}}
+    body = {
+        "prompt": PROMPT,
+        "vllm_xargs": SMALL,
+        "stream_options": {"include_usage": True},
+    }
     chunks = list(server.stream("completions", body | READABLE))
     texts = [chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"]]
     assert "".join(texts) == whole["choices"][0]["text"]
@@ -97,7 +108,11 @@ def test_openai_client(server: Server) -> None:
         stream=True,
         temperature=0,
         max_tokens=40,
-        extra_body={"vllm_xargs": SMALL, "allowed_token_ids": LETTERS, "ignore_eos": True},
+        extra_body={
+            "vllm_xargs": SMALL,
+            "allowed_token_ids": LETTERS,
+            "ignore_eos": True,
+        },
     )
     assert len("".join(chunk.choices[0].delta.content or "" for chunk in stream)) == 40
 
@@ -118,7 +133,9 @@ def test_seed_and_n(server: Server) -> None:
 
 
 def test_stop(server: Server) -> None:
-    text = server.complete(PROMPT, **READABLE, temperature=1.5, seed=3)["choices"][0]["text"]
+    text = server.complete(PROMPT, **READABLE, temperature=1.5, seed=3)["choices"][0][
+        "text"
+    ]
     stop = text[30:33]
     cut = text.index(stop)
     wish = READABLE | {"temperature": 1.5, "seed": 3, "stop": [stop]}
@@ -144,8 +161,14 @@ def test_logprobs(server: Server) -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"vllm_xargs": {"dllm_threshold": 1.5}}, "dllm_threshold must be a number between"),
-    ({"vllm_xargs": {"dllm_block_length": 0}}, "dllm_block_length must be a whole number"),
+    (
+        {"vllm_xargs": {"dllm_threshold": 1.5}},
+        "dllm_threshold must be a number between",
+    ),
+    (
+        {"vllm_xargs": {"dllm_block_length": 0}},
+        "dllm_block_length must be a whole number",
+    ),
     ({"vllm_xargs": {"dllm_block_length": 500}}, "dllm_block_length 500 is longer"),
     ({"vllm_xargs": {"dllm_speed": 9}}, "Unknown request argument 'dllm_speed'"),
     ({"vllm_xargs": {"dllm_policy": "factor"}}, "dllm_policy 'factor' has no meaning"),
@@ -155,7 +178,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "min_tokens 3 can contradict the grammar of structured_outputs",
     ),
     ({"prompt_logprobs": 1}, "prompt_logprobs is not supported"),
-    ({"use_beam_search": True, "n": 2}, "use_beam_search is not supported by diffusion decoding"),
+    (
+        {"use_beam_search": True, "n": 2},
+        "use_beam_search is not supported by diffusion decoding",
+    ),
     ({"prompt": [1, 300, 2]}, "The prompt contains the mask token (id 300)"),
     ({"prompt": "a <|mdm_mask|> b"}, "The prompt contains the mask token (id 300)"),
     ({"prompt": []}, "prompt"),
@@ -182,7 +208,9 @@ HALVES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("half", HALVES, ids=ascii)
-def test_half_of_a_surrogate_pair_is_refused(server: Server, half: dict[str, Any]) -> None:
+def test_half_of_a_surrogate_pair_is_refused(
+    server: Server, half: dict[str, Any]
+) -> None:
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 3} | half
     headers = {"Content-Type": "application/json"}
     url, content = f"{server.url}/v1/completions", json.dumps(body)
@@ -194,11 +222,16 @@ def test_wrong_requests_while_neighbours_finish(server: Server) -> None:
     with ThreadPoolExecutor(len(MIXED)) as pool:
         neighbours = [pool.submit(ask, server, one) for one in MIXED]
         for options, sentence in WRONG:
-            response = server.post("completions", {"prompt": PROMPT, "max_tokens": 20} | options)
+            response = server.post(
+                "completions", {"prompt": PROMPT, "max_tokens": 20} | options
+            )
             assert response.status_code == 400, (options, response.text)
             assert sentence in response.json()["error"]["message"], options
         hole = [{"role": "user", "content": "a <|mdm_mask|> b"}]
-        for body in ({"messages": MESSAGES, "vllm_xargs": {"dllm_steps": 2}}, {"messages": hole}):
+        for body in (
+            {"messages": MESSAGES, "vllm_xargs": {"dllm_steps": 2}},
+            {"messages": hole},
+        ):
             assert server.post("chat/completions", body).status_code == 400, body
         for one, neighbour in zip(MIXED, neighbours, strict=True):
             [choice] = neighbour.result()["choices"]
@@ -210,7 +243,11 @@ def test_clients_that_go_away(server: Server) -> None:
 
     def leave() -> None:
         body = {"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True}
-        next(server.stream("completions", body | {"vllm_xargs": SMALL | {"dllm_threshold": 1.0}}))
+        next(
+            server.stream(
+                "completions", body | {"vllm_xargs": SMALL | {"dllm_threshold": 1.0}}
+            )
+        )
 
     threads = [threading.Thread(target=leave) for _ in range(6)]
     for thread in threads:
@@ -223,4 +260,7 @@ def test_clients_that_go_away(server: Server) -> None:
         time.sleep(0.2)
     assert sum(server.metrics("vllm:kv_cache_usage_perc").values()) == 0
     assert httpx.get(f"{server.url}/health", timeout=10).status_code == 200
-    assert ask(server, MIXED[0])["choices"][0]["token_ids"] == MIXED[0].expected("llada")[0]
+    assert (
+        ask(server, MIXED[0])["choices"][0]["token_ids"]
+        == MIXED[0].expected("llada")[0]
+    )

@@ -86,7 +86,9 @@ def probe(server: Server) -> str:
 def resident(server: Server) -> dict[str, int]:
     """Bytes of each process of the server, by name."""
     front = psutil.Process(server.process.pid)
-    processes = {"front end": front} | {p.name(): p for p in front.children(recursive=True)}
+    processes = {"front end": front} | {
+        p.name(): p for p in front.children(recursive=True)
+    }
     return {name: p.memory_info().rss for name, p in processes.items()}
 
 
@@ -99,12 +101,16 @@ def soak(server: Server, count: int) -> Soak:
     # A connection that is used again may be one that the server is just closing as idle.
     limits = httpx.Limits(max_connections=AT_ONCE, max_keepalive_connections=0)
     with (
-        httpx.Client(base_url=server.url, timeout=ANSWER_SECONDS, limits=limits) as client,
+        httpx.Client(
+            base_url=server.url, timeout=ANSWER_SECONDS, limits=limits
+        ) as client,
         ThreadPoolExecutor(AT_ONCE) as pool,
     ):
 
         def give(request: Request) -> None:
-            assert time.monotonic() - began < SECONDS, f"only {len(futures)} requests in time"
+            assert time.monotonic() - began < SECONDS, (
+                f"only {len(futures)} requests in time"
+            )
             slots.acquire()
             future = pool.submit(send, client, request)
             future.add_done_callback(lambda _: slots.release())
@@ -125,7 +131,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     options = f"--additional-config={json.dumps({'dllm': ADAPTED})}"
     model = Path(default_model.path())
     # A process of its own, whose memory and children are the server's alone.
-    with serving(log, options, model=model, python=sys.executable, **VARIABLES) as server:
+    with serving(
+        log, options, model=model, python=sys.executable, **VARIABLES
+    ) as server:
         yield server
 
 
@@ -161,7 +169,10 @@ KNOWN: dict[str, Callable[[Outcome], bool]] = {
     # Whatever the model is: vLLM's MsgpackEncoder raises, and nothing looks at them before.
     "half of a surrogate pair in request_id or session_id": lambda o: (
         '"message":""' in o.text.replace(" ", "")
-        and any(is_half(body_of(o.request).get(name)) for name in ("request_id", "session_id"))
+        and any(
+            is_half(body_of(o.request).get(name))
+            for name in ("request_id", "session_id")
+        )
     ),
     "/v1/systemone, which says that it is not implemented": lambda o: (
         o.status == 501 and o.request.path == "/v1/systemone"
@@ -176,7 +187,9 @@ def has_empty_message(items: Any) -> bool:
 
 
 def is_half(text: Any) -> bool:
-    return isinstance(text, str) and any("\ud800" <= letter <= "\udfff" for letter in text)
+    return isinstance(text, str) and any(
+        "\ud800" <= letter <= "\udfff" for letter in text
+    )
 
 
 def is_error(outcome: Outcome) -> bool:
@@ -187,7 +200,9 @@ def is_error(outcome: Outcome) -> bool:
 def test_no_server_error_is_ours(seen: Soak) -> None:
     errors = [outcome for outcome in seen.outcomes if is_error(outcome)]
     ours = [o for o in errors if not any(known(o) for known in KNOWN.values())]
-    assert not ours, "\n".join(f"{o.status} {o.text[:300]} <- {o.request}" for o in ours[:10])
+    assert not ours, "\n".join(
+        f"{o.status} {o.text[:300]} <- {o.request}" for o in ours[:10]
+    )
 
 
 def test_every_request_is_answered(seen: Soak) -> None:
@@ -195,27 +210,39 @@ def test_every_request_is_answered(seen: Soak) -> None:
     assert len(seen.outcomes) == COUNT
     lost = [o for o in seen.outcomes if o.error or not o.status or unended(o)]
     lost = [o for o in lost if not breaks_its_stream(o.request)]
-    assert not lost, "\n".join(f"{o.error} {o.text[-200:]} <- {o.request}" for o in lost[:10])
+    assert not lost, "\n".join(
+        f"{o.error} {o.text[-200:]} <- {o.request}" for o in lost[:10]
+    )
 
 
 def breaks_its_stream(request: Request) -> bool:
     """Whatever the model is: vLLM 0.32 takes `null` and cannot put it into the first event."""
     body = body_of(request)
     background = body.get("background", False)
-    return request.path == "/v1/responses" and bool(body.get("stream")) and background is None
+    return (
+        request.path == "/v1/responses"
+        and bool(body.get("stream"))
+        and background is None
+    )
 
 
 def unended(outcome: Outcome) -> bool:
     request = outcome.request
     streams = request.path in (COMPLETIONS, CHAT) and outcome.text.startswith("data: ")
-    return streams and request.chunks is None and not outcome.text.endswith("data: [DONE]\n\n")
+    return (
+        streams
+        and request.chunks is None
+        and not outcome.text.endswith("data: [DONE]\n\n")
+    )
 
 
 def test_the_mix_is_one(seen: Soak) -> None:
     """Requests of each kind came in numbers, so that the other tests mean something."""
     counts = collections.Counter(outcome.status for outcome in seen.outcomes)
     assert counts[200] > COUNT / 4 and counts[400] > COUNT / 4, counts
-    left = [o for o in seen.outcomes if o.status == 200 and o.request.chunks is not None]
+    left = [
+        o for o in seen.outcomes if o.status == 200 and o.request.chunks is not None
+    ]
     assert len(left) > COUNT / 20
     assert {o.request.chunks for o in left} == {0, 1}
 
@@ -231,7 +258,9 @@ def test_memory_is_flat(seen: Soak) -> None:
     quarter = COUNT // PROBE_EVERY // 4
     for name, sizes in seen.memory.items():
         third, last = sizes[2 * quarter : 3 * quarter], sizes[3 * quarter :]
-        assert median(last) - median(third) < MOST_GROWTH, f"{name}: {[s >> 20 for s in sizes]}"
+        assert median(last) - median(third) < MOST_GROWTH, (
+            f"{name}: {[s >> 20 for s in sizes]}"
+        )
 
 
 @pytest.mark.usefixtures("seen")
@@ -245,5 +274,7 @@ def test_nothing_is_left(server: Server) -> None:
     slots = int(str(SETTINGS["max_num_seqs"]))
     long = {"max_tokens": 96, "ignore_eos": True, "vllm_xargs": {"dllm_threshold": 1.0}}
     with ThreadPoolExecutor(slots) as pool:
-        answers = [pool.submit(server.complete, QUESTIONS[0], **long) for _ in range(slots)]
+        answers = [
+            pool.submit(server.complete, QUESTIONS[0], **long) for _ in range(slots)
+        ]
     assert len({answer.result()["choices"][0]["text"] for answer in answers}) == 1

@@ -13,23 +13,38 @@ from safetensors.torch import load_file, save_file
 
 FLOATING = {"strategy": "d2f", "adaptive": "throughput"}
 WRONG_OPTIONS: list[tuple[Any, str]] = [
-    ({"strategy": "diffuse"}, "strategy 'diffuse' is unknown; choose one of: auto, d2f"),
+    (
+        {"strategy": "diffuse"},
+        "strategy 'diffuse' is unknown; choose one of: auto, d2f",
+    ),
     ({"block_size": 8}, "Unknown dllm option 'block_size'; known options: "),
     ({"mask_token_id": 3}, "Unknown dllm option 'mask_token_id'"),
     ({"canvas_length": 512}, "canvas_length 512 is longer than the context of 256"),
     ({"canvas_length": 0}, "canvas_length must be a whole number of at least 1, got 0"),
     ({"block_length": 0}, "block_length must be a whole number of at least 1, got 0"),
-    ({"block_length": 64, "canvas_length": 32}, "block_length 64 is longer than the canvas of 32"),
+    (
+        {"block_length": 64, "canvas_length": 32},
+        "block_length 64 is longer than the canvas of 32",
+    ),
     ({"threshold": 1.5}, "threshold must be a number between 0.0 and 1.0, got 1.5"),
     ({"steps": 2.5}, "steps must be a whole number"),
-    ({"strategy": "prefix_cache", "policy": "origin"}, "policy 'origin' has no meaning"),
+    (
+        {"strategy": "prefix_cache", "policy": "origin"},
+        "policy 'origin' has no meaning",
+    ),
     ({"strategy": "prefix_cache", "cfg_scale": 0.5}, "cfg_scale has no effect"),
-    ({"strategy": "dual_cache", "max_active_blocks": 2}, "max_active_blocks has no effect"),
+    (
+        {"strategy": "dual_cache", "max_active_blocks": 2},
+        "max_active_blocks has no effect",
+    ),
     (
         {"strategy": "block_diffusion", "block_add_threshold": 0.2},
         "block_add_threshold has no effect with max_active_blocks 1: remove it or raise",
     ),
-    ({"strategy": "d2f", "commit_alone_from": 8}, "commit_alone_from 8 needs the strategy 'block"),
+    (
+        {"strategy": "d2f", "commit_alone_from": 8},
+        "commit_alone_from 8 needs the strategy 'block",
+    ),
     (
         {"strategy": "block_diffusion", "commit_alone_from": 8, "max_active_blocks": 2},
         "commit_alone_from 8 needs the strategy 'block_diffusion', max_active_blocks 1 and a can",
@@ -38,20 +53,47 @@ WRONG_OPTIONS: list[tuple[Any, str]] = [
         {"strategy": "block_diffusion", "commit_alone_from": 8, "canvas_length": 40},
         "a canvas_length of two blocks at least: leave it out",
     ),
-    ({"commit_alone_from": -1}, "commit_alone_from must be a whole number of at least 0, got -1"),
+    (
+        {"commit_alone_from": -1},
+        "commit_alone_from must be a whole number of at least 0, got -1",
+    ),
     ({"strategy": "dual_cache", "alg_temp": 0.5}, "alg_temp has no effect"),
     ({"logits_eos_inf": "no"}, "logits_eos_inf must be true or false, got 'no'"),
-    ({"adaptive": "on"}, "adaptive 'on' is unknown; choose one of: off, throughput, balanced"),
+    (
+        {"adaptive": "on"},
+        "adaptive 'on' is unknown; choose one of: off, throughput, balanced",
+    ),
     ({"min_window": 4}, "min_window 4 has no effect with adaptive 'off'"),
-    ({"adaptive": "balanced"}, "adaptive 'balanced' needs a strategy that attends from block to"),
+    (
+        {"adaptive": "balanced"},
+        "adaptive 'balanced' needs a strategy that attends from block to",
+    ),
     (FLOATING | {"policy": "entropy"}, "cannot be combined with policy 'entropy'"),
-    (FLOATING | {"max_active_blocks": 4}, "max_active_blocks 4 cannot be combined with adaptive"),
-    (FLOATING | {"commit_alone_from": 8}, "commit_alone_from 8 cannot be combined with adaptive"),
-    (FLOATING | {"use_block_cache": True}, "use_block_cache True cannot be combined with adapt"),
-    (FLOATING | {"sub_block_length": 4}, "sub_block_length 4 cannot be combined with adaptive"),
-    (FLOATING | {"min_window": 8, "max_window": 4}, "min_window 8 is wider than max_window 4"),
+    (
+        FLOATING | {"max_active_blocks": 4},
+        "max_active_blocks 4 cannot be combined with adaptive",
+    ),
+    (
+        FLOATING | {"commit_alone_from": 8},
+        "commit_alone_from 8 cannot be combined with adaptive",
+    ),
+    (
+        FLOATING | {"use_block_cache": True},
+        "use_block_cache True cannot be combined with adapt",
+    ),
+    (
+        FLOATING | {"sub_block_length": 4},
+        "sub_block_length 4 cannot be combined with adaptive",
+    ),
+    (
+        FLOATING | {"min_window": 8, "max_window": 4},
+        "min_window 8 is wider than max_window 4",
+    ),
     (FLOATING | {"max_window": 129}, "max_window 129 is wider than canvas_length 128"),
-    (FLOATING | {"min_window": 1}, "min_window 1 brings half a token a forward on LLaDA models"),
+    (
+        FLOATING | {"min_window": 1},
+        "min_window 1 brings half a token a forward on LLaDA models",
+    ),
     (FLOATING | {"block_add_threshold": 0.2}, "block_add_threshold has no effect"),
     (FLOATING | {"compile_step": True}, "compile_step needs a GPU"),
     (
@@ -59,18 +101,33 @@ WRONG_OPTIONS: list[tuple[Any, str]] = [
         | {"canvas_length": 64},
         "max_window 33 is wider than block_length 32",
     ),
-    ({"kv_cache_layout": "paged"}, "kv_cache_layout 'paged' is unknown; choose one of: auto"),
+    (
+        {"kv_cache_layout": "paged"},
+        "kv_cache_layout 'paged' is unknown; choose one of: auto",
+    ),
     ({"strategy": "d2f", "policy": "factor"}, "policy 'factor' has no meaning"),
     ({"cfg_scale": 1.0}, "cfg_scale"),
-    ({"compile_step": True}, "compile_step needs a GPU and no enforce_eager: leave compile_step"),
-    ({"vocab_parallel": True}, "vocab_parallel needs a tensor_parallel_size of at least 2, got 1"),
+    (
+        {"compile_step": True},
+        "compile_step needs a GPU and no enforce_eager: leave compile_step",
+    ),
+    (
+        {"vocab_parallel": True},
+        "vocab_parallel needs a tensor_parallel_size of at least 2, got 1",
+    ),
     ({"lora_path": 3}, "lora_path must be a folder name, got 3"),
     ("d2f", "additional_config['dllm'] must be a dictionary, got 'd2f'"),
 ]
 WRONG_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
-    ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, "speculative"),
-    ({"attention_backend": "FLEX_ATTENTION"}, "attention_backend FLEX_ATTENTION is not for CPUs"),
+    (
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        "speculative",
+    ),
+    (
+        {"attention_backend": "FLEX_ATTENTION"},
+        "attention_backend FLEX_ATTENTION is not for CPUs",
+    ),
 ]
 
 
@@ -98,7 +155,9 @@ def test_option(options: Any, sentence: str, room: EngineRoom) -> None:
 
 
 @pytest.mark.parametrize(("settings", "sentence"), WRONG_SETTINGS, ids=str)
-def test_engine_setting(settings: dict[str, Any], sentence: str, room: EngineRoom) -> None:
+def test_engine_setting(
+    settings: dict[str, Any], sentence: str, room: EngineRoom
+) -> None:
     assert sentence in reason(room, **settings)
 
 
@@ -138,7 +197,9 @@ def test_a_weight_too_few_and_one_too_many(checkpoint: Path, room: EngineRoom) -
     name = "model.transformer.blocks.1.v_proj.weight"
     save_file({k: v for k, v in weights.items() if k != name}, file)
     assert name in reason(room, model=str(checkpoint))
-    save_file(weights | {"model.transformer.blocks.7.v_proj.weight": torch.zeros(1)}, file)
+    save_file(
+        weights | {"model.transformer.blocks.7.v_proj.weight": torch.zeros(1)}, file
+    )
     assert "blocks.7.v_proj" in reason(room, model=str(checkpoint))
     save_file(weights | {name: weights[name][:64].contiguous()}, file)
     assert name in reason(room, model=str(checkpoint))
@@ -186,4 +247,7 @@ def test_widths_by_load_are_not_batch_invariant(
 ) -> None:
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     said = reason(room, dllm=FLOATING)
-    assert "adaptive 'throughput' chooses widths by load, which VLLM_BATCH_INVARIANT" in said
+    assert (
+        "adaptive 'throughput' chooses widths by load, which VLLM_BATCH_INVARIANT"
+        in said
+    )

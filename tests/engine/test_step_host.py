@@ -19,7 +19,11 @@ from dllm_plugin.sampling import masked_rows
 from dllm_plugin.sampling.compilation import WARMUP_REQUESTS, compiled
 
 BLOCK, BLOCKS = 8, 4
-DLLM = {"strategy": "dual_cache", "block_length": BLOCK, "canvas_length": BLOCK * BLOCKS}
+DLLM = {
+    "strategy": "dual_cache",
+    "block_length": BLOCK,
+    "canvas_length": BLOCK * BLOCKS,
+}
 DLLM |= {"policy": "low_confidence"}
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -27,13 +31,25 @@ PROMPT = [5, 6, 7, 8, 9]
 class Ops(TorchDispatchMode):
     """Count what is asked of the device: views and empty tensors launch nothing."""
 
-    nothing = ("view", "split", "unbind", "slice", "select", "alias", "detach", "empty", "lift")
+    nothing = (
+        "view",
+        "split",
+        "unbind",
+        "slice",
+        "select",
+        "alias",
+        "detach",
+        "empty",
+        "lift",
+    )
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = func.overloadpacket.__name__
         if not any(word in name for word in self.nothing):
             self.counts[name] += 1
@@ -41,7 +57,9 @@ class Ops(TorchDispatchMode):
 
 
 @contextmanager
-def calls_of(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+def calls_of(
+    owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[Any]]:
     """Collect the first argument of each call."""
     calls, inner = [], getattr(owner, name)
 
@@ -121,7 +139,11 @@ def _without_caches() -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "dllm",
-    [{"strategy": "block_diffusion"}, {"strategy": "d2f", "adaptive": "throughput"}, DLLM],
+    [
+        {"strategy": "block_diffusion"},
+        {"strategy": "d2f", "adaptive": "throughput"},
+        DLLM,
+    ],
     ids=lambda dllm: dllm["strategy"],
 )
 def test_one_request_is_planned_by_few_kernels(dllm: dict[str, Any]) -> None:

@@ -22,7 +22,8 @@ def test_all_engines_have_the_same_times(tmp_path: Path) -> None:
     meeting = get_distributed_init_method("127.0.0.1", get_open_port())
     save(other, EARLIER)
     ranks = [
-        subprocess.Popen([sys.executable, str(RANK), str(i), meeting, str(path)]) for i in range(2)
+        subprocess.Popen([sys.executable, str(RANK), str(i), meeting, str(path)])
+        for i in range(2)
     ]
     assert [rank.wait(SECONDS) for rank in ranks] == [0, 0]
     assert load(path) == load(other) == measured(0)

@@ -31,7 +31,9 @@ def test_allowed_token_ids(family: str, room: EngineRoom) -> None:
         assert len(completion.text) == 40
 
 
-def test_bad_words_never_appear(family: str, overlapped: bool, room: EngineRoom) -> None:
+def test_bad_words_never_appear(
+    family: str, overlapped: bool, room: EngineRoom
+) -> None:
     llm = room.start(family, async_scheduling=overlapped)
     letters = {"allowed_token_ids": LETTERS}
     for options in ({}, {"temperature": 2.0, "seed": 3}):
@@ -46,7 +48,11 @@ def test_bad_words_never_appear(family: str, overlapped: bool, room: EngineRoom)
 
 def test_bad_words_in_a_batch_with_others(family: str, room: EngineRoom) -> None:
     llm = room.start(family)
-    shape = {"dllm_block_length": 16, "dllm_threshold": 0.3, "allowed_token_ids": LETTERS}
+    shape = {
+        "dllm_block_length": 16,
+        "dllm_threshold": 0.3,
+        "allowed_token_ids": LETTERS,
+    }
     free = params(60, **shape)
     [output] = generate(llm, [PROMPT], free)
     words = [output.outputs[0].text[10:12]]

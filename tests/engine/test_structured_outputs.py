@@ -47,7 +47,12 @@ WAYS = [
 ]
 CALL = {"type": "json_schema", "json_schema": {"type": "integer"}}
 TAGS = [{"type": "tag", "begin": "<call>", "content": CALL, "end": "</call>"}]
-TAG = {"type": "triggered_tags", "triggers": ["<call>"], "tags": TAGS, "at_least_one": True}
+TAG = {
+    "type": "triggered_tags",
+    "triggers": ["<call>"],
+    "tags": TAGS,
+    "at_least_one": True,
+}
 # vLLM gives this to guidance; xgrammar would take any integers for it.
 NUMBERS = {"type": "integer", "multipleOf": 7, "minimum": 1, "maximum": 999}
 SEVENS = {"type": "array", "items": NUMBERS, "minItems": 3}
@@ -71,7 +76,15 @@ def wish(kind: str, spec: Any, max_tokens: int, **options: Any) -> Any:
 def cases() -> list[Case]:
     """One of each kind, and some schemas."""
     rng = random.Random(3)
-    names = ("answer", "nested", "optional", "any_of", "bounded_list", "recursive", "nothing_long")
+    names = (
+        "answer",
+        "nested",
+        "optional",
+        "any_of",
+        "bounded_list",
+        "recursive",
+        "nothing_long",
+    )
     return [
         *map(schema_case, names),
         *(regex_case(rng), choice_case(rng), grammar_case(rng), grammar_case(rng)),
@@ -79,13 +92,19 @@ def cases() -> list[Case]:
         Case("json", SEVENS, valid(SEVENS)),
         Case(
             "structural_tag",
-            json.dumps({"type": "structural_tag", "format": TAG | {"stop_after_first": True}}),
-            lambda text: re.fullmatch("<call>-?(0|[1-9][0-9]*)</call>", text) is not None,
+            json.dumps(
+                {"type": "structural_tag", "format": TAG | {"stop_after_first": True}}
+            ),
+            lambda text: (
+                re.fullmatch("<call>-?(0|[1-9][0-9]*)</call>", text) is not None
+            ),
         ),
     ]
 
 
-def test_nobody_asks_nobody_pays(room: EngineRoom, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_asks_nobody_pays(
+    room: EngineRoom, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A request without a grammar calls nothing of this, and its results travel as before."""
     from dllm_plugin.engine.grammars import grammars
     from dllm_plugin.engine.scheduling import grammar_scheduler
@@ -138,16 +157,22 @@ def test_hostile_grammars(name: str, room: EngineRoom) -> None:
     free = letters(9), params(40)
     [alone] = generate(llm, [free[0]], free[1])
     [(kind, spec)], expected = HOSTILE[name][0].items(), HOSTILE[name][1]
-    began = time.process_time()  # of all threads; other processes may keep this one waiting
+    began = (
+        time.process_time()
+    )  # of all threads; other processes may keep this one waiting
     engine, told = llm.llm_engine, ""
     engine.add_request("free", {"prompt_token_ids": free[0]}, free[1])
     try:
-        engine.add_request("hostile", {"prompt_token_ids": letters(5)}, wish(kind, spec, 40))
+        engine.add_request(
+            "hostile", {"prompt_token_ids": letters(5)}, wish(kind, spec, 40)
+        )
     except (ValueError, VLLMValidationError) as error:
         told = str(error).strip()
     done: dict[str, Any] = {}
     while engine.has_unfinished_requests():
-        done |= {output.request_id: output for output in engine.step() if output.finished}
+        done |= {
+            output.request_id: output for output in engine.step() if output.finished
+        }
     assert time.process_time() - began < 10
     assert token_ids(done["free"]) == token_ids(alone)
     if not told:
@@ -182,7 +207,9 @@ def test_every_text_is_complete(
     """Mixed with free requests, whose tokens stay; greedy, sampled, and with log-probabilities."""
     dllm: dict[str, Any] = {"strategy": strategy.partition(",")[0]}
     if strategy.endswith("single blocks"):
-        dllm["commit_alone_from"] = 5  # as GPUs have it: steps of few requests take canvases
+        dllm["commit_alone_from"] = (
+            5  # as GPUs have it: steps of few requests take canvases
+        )
     llm = room.start(checkpoint, dllm, async_scheduling=overlapped)
     free = [(letters(9 + i, i), params(24)) for i in range(2)]
     alone = [token_ids(output) for output in generate(llm, *zip(*free, strict=True))]
@@ -200,7 +227,9 @@ def test_every_text_is_complete(
             [completion] = output.outputs
             assert len(completion.token_ids) <= 48
             assert case.judge(completion.text), (case.kind, case.spec, completion.text)
-            for place, token in enumerate(completion.token_ids if "logprobs" in options else ()):
+            for place, token in enumerate(
+                completion.token_ids if "logprobs" in options else ()
+            ):
                 assert token in completion.logprobs[place]
         assert [token_ids(output) for output in outputs[len(asked) :]] == alone
     assert free_pages(llm) == pages
@@ -214,7 +243,11 @@ def test_preempted_aborted_and_several(overlapped: bool, room: EngineRoom) -> No
     """n texts of a request, a batch that does not fit its pages, and requests that go away."""
     dllm = {"strategy": "d2f", "block_length": 8, "canvas_length": 32}
     roomy = room.start("llada", dllm, async_scheduling=overlapped)
-    asked = [schema_case("answer"), schema_case("flat"), regex_case(random.Random(5))] * 3
+    asked = [
+        schema_case("answer"),
+        schema_case("flat"),
+        regex_case(random.Random(5)),
+    ] * 3
     prompts = [letters(30 + i, i) for i in range(len(asked))]
     ways = ["drafts", "auto", "automaton"]
     wishes = [
@@ -232,7 +265,9 @@ def test_preempted_aborted_and_several(overlapped: bool, room: EngineRoom) -> No
     done: dict[str, Any] = {}
     aborted = False
     while engine.has_unfinished_requests():
-        done |= {output.request_id: output for output in engine.step() if output.finished}
+        done |= {
+            output.request_id: output for output in engine.step() if output.finished
+        }
         if not aborted and scheduler(roomy).running:
             engine.abort_request(["0", "3"])
             aborted = True
@@ -240,7 +275,9 @@ def test_preempted_aborted_and_several(overlapped: bool, room: EngineRoom) -> No
     left = [str(i) for i in range(len(asked)) if i not in (0, 3)]
     assert [token_ids(done[i]) for i in left] == [expected[int(i)] for i in left]
     assert not scheduler(roomy)._with_grammar
-    tight = room.start("llada", dllm, overlapped, block_size=32, num_gpu_blocks_override=14)
+    tight = room.start(
+        "llada", dllm, overlapped, block_size=32, num_gpu_blocks_override=14
+    )
     outputs = generate(tight, prompts, wishes)
     assert num_preemptions(tight) > 0
     for case, output in zip(asked, outputs, strict=True):
@@ -252,7 +289,10 @@ def test_a_turn_may_end_a_text(room: EngineRoom) -> None:
     """Chat models end a turn with a token of their own, which grammars know nothing of."""
     llm = room.start("llada", {"strategy": "d2f"})
     tokenizer = llm.get_tokenizer()
-    end, start = (tokenizer.convert_tokens_to_ids(t) for t in ("<|eot_id|>", "<|start_header_id|>"))
+    end, start = (
+        tokenizer.convert_tokens_to_ids(t)
+        for t in ("<|eot_id|>", "<|start_header_id|>")
+    )
     prompt = [start, *letters(8), end, start, *letters(5)]
     for bias, reason in ((100, end), (-100, None)):
         asked = wish("regex", "[a-c]{2,9}", 20, logit_bias={end: bias})
@@ -265,7 +305,9 @@ def test_a_turn_may_end_a_text(room: EngineRoom) -> None:
 @pytest.mark.parametrize("ahead", [False, True])
 def test_guided_requests(ahead: bool, room: EngineRoom) -> None:
     """The hidden unconditional request has no grammar: it copies what the other one decides."""
-    llm = room.start("llada", {"strategy": "semi_autoregressive"}, async_scheduling=ahead)
+    llm = room.start(
+        "llada", {"strategy": "semi_autoregressive"}, async_scheduling=ahead
+    )
     asked = [schema_case("flat"), regex_case(random.Random(7))] * 2
     wishes = [
         wish(case.kind, case.spec, 50, dllm_cfg_scale=0.7, dllm_grammar=way)
@@ -283,7 +325,9 @@ def test_a_guided_text_that_its_grammar_refuses(
     """Cannot happen, says vLLM, which ends the request itself: the hidden one goes along."""
     from dllm_plugin.engine.grammars.automata import AutomatonGrammar
 
-    llm = room.start("llada", {"strategy": "semi_autoregressive"}, async_scheduling=False)
+    llm = room.start(
+        "llada", {"strategy": "semi_autoregressive"}, async_scheduling=False
+    )
     monkeypatch.setattr(AutomatonGrammar, "accept_tokens", lambda *_: False)
     asked = wish("regex", "[a-c]{20,30}", 50, dllm_cfg_scale=0.7)
     engine = llm.llm_engine
@@ -308,7 +352,10 @@ def test_automata_beside_drafts_and_free_requests(room: EngineRoom) -> None:
         for i, way in enumerate(ways)
     ]
     prompts = [letters(9 + i, i) for i in range(len(ways))]
-    alone = [token_ids(generate(llm, [p], w)[0]) for p, w in zip(prompts, wishes, strict=True)]
+    alone = [
+        token_ids(generate(llm, [p], w)[0])
+        for p, w in zip(prompts, wishes, strict=True)
+    ]
     assert [token_ids(one) for one in generate(llm, prompts, wishes)] == alone
     engine, pending = llm.llm_engine, []
     update = scheduler(llm)._update_after_schedule
@@ -335,10 +382,20 @@ def test_automata_among_rows_as_gpus_read_them(
     """All rows of a chunk at once, whether anybody wants them or not: the same texts."""
     strategy = {"llada": "dual_cache", "dream": "d2f"}[family]
     llm = room.start(family, {"strategy": strategy}, async_scheduling=True)
-    asked = [schema_case("answer"), schema_case("nested"), regex_case(random.Random(4))] * 2
+    asked = [
+        schema_case("answer"),
+        schema_case("nested"),
+        regex_case(random.Random(4)),
+    ] * 2
     warm = {"temperature": 1.0, "seed": 5}
     wishes = [
-        wish(case.kind, case.spec, 64, dllm_grammar="automaton", **(warm if i > 2 else {}))
+        wish(
+            case.kind,
+            case.spec,
+            64,
+            dllm_grammar="automaton",
+            **(warm if i > 2 else {}),
+        )
         for i, case in enumerate(asked)
     ]
     prompts = [letters(9 + 3 * i, i) for i in range(len(asked))]
@@ -356,7 +413,9 @@ def test_an_automaton_looks_at_the_block_alone(
     room: EngineRoom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not at the canvas; and its draws are the same where blocks of others are longer."""
-    llm = room.start("llada", {"strategy": "semi_autoregressive"}, async_scheduling=False)
+    llm = room.start(
+        "llada", {"strategy": "semi_autoregressive"}, async_scheduling=False
+    )
     automata, columns = sampler_of(llm).automata, list[int]()
     forward = automata.forward
 
@@ -367,7 +426,14 @@ def test_an_automaton_looks_at_the_block_alone(
     monkeypatch.setattr(automata, "forward", noted)
     prompts = [letters(9 + i, i) for i in range(8)]
     wishes = [
-        wish("regex", "([ab]|c[a-z]){9,30}", 40, temperature=2.0, seed=i, dllm_block_length=8)
+        wish(
+            "regex",
+            "([ab]|c[a-z]){9,30}",
+            40,
+            temperature=2.0,
+            seed=i,
+            dllm_block_length=8,
+        )
         for i in range(len(prompts))
     ]
     alone = [token_ids(output) for output in generate(llm, prompts, wishes)]
@@ -383,7 +449,9 @@ def test_what_has_no_automaton(room: EngineRoom) -> None:
     from vllm.exceptions import VLLMValidationError
 
     llm = room.start("fast-dllm-v2", {"strategy": "block_diffusion"})
-    with pytest.raises((ValueError, VLLMValidationError), match="row of its own: ask for 'drafts'"):
+    with pytest.raises(
+        (ValueError, VLLMValidationError), match="row of its own: ask for 'drafts'"
+    ):
         generate(llm, [letters(5)], wish("regex", "a+b", 9, dllm_grammar="automaton"))
     llm = room.start("llada", {"strategy": "d2f"})
     bounded = {"type": "integer", "minimum": 0, "maximum": 9}

@@ -28,13 +28,18 @@ pytestmark = pytest.mark.usefixtures("template")
 PROBLEMS = [problem(seed) for seed in eval_seeds(32)]
 SHAPES = {"look": SCHEMAS["range"], "stop": SCHEMAS["empty"]}
 CALLS = {"begin": "<call>", "schema": {"type": "integer"}, "end": "</call>"}
-SECONDS = 15  # of two threads at work; one that waits for a busy core spins, and counts too
+SECONDS = (
+    15  # of two threads at work; one that waits for a busy core spins, and counts too
+)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     dllm = {"strategy": "d2f", "lora_path": default_model.adapter_path()}
-    options = [f"--additional-config={json.dumps({'dllm': dllm})}", "--max-model-len=512"]
+    options = [
+        f"--additional-config={json.dumps({'dllm': dllm})}",
+        "--max-model-len=512",
+    ]
     options += ["--max-num-seqs=64", f"--kv-cache-memory-bytes={256 << 20}"]
     options += ["--enable-auto-tool-choice", "--tool-call-parser=hermes"]
     log = tmp_path_factory.mktemp("structured") / "log"
@@ -81,7 +86,11 @@ def test_a_schema_through_the_openai_client(server: Server) -> None:
 def test_counts_say_which_way_was_taken(server: Server) -> None:
     """In a reply and in a stream; free requests have no such field."""
     ways = {"auto": "automaton", "automaton": "automaton", "drafts": "drafts"}
-    asked = {"max_tokens": 20, "diffusion": {}, "structured_outputs": {"regex": "[xy]{3}z"}}
+    asked = {
+        "max_tokens": 20,
+        "diffusion": {},
+        "structured_outputs": {"regex": "[xy]{3}z"},
+    }
     for way, taken in ways.items():
         body = body_of(PROBLEMS[3], vllm_xargs={"dllm_grammar": way}, **asked)
         reply = server.post("chat/completions", body).json()
@@ -89,13 +98,23 @@ def test_counts_say_which_way_was_taken(server: Server) -> None:
         assert choice["diffusion"]["grammar"] == taken
         assert reply["metrics"]["diffusion"]["grammar"] == taken
         chunks = server.stream("chat/completions", body)
-        last = [c for chunk in chunks for c in chunk["choices"] if c.get("finish_reason")]
+        last = [
+            c for chunk in chunks for c in chunk["choices"] if c.get("finish_reason")
+        ]
         assert [one["diffusion"] for one in last] == [choice["diffusion"]]
     # Two choices of a grammar that has no automaton.
-    tagged = asked | {"structured_outputs": {"json_object": True}, "n": 2, "temperature": 1.0}
+    tagged = asked | {
+        "structured_outputs": {"json_object": True},
+        "n": 2,
+        "temperature": 1.0,
+    }
     reply = server.post("chat/completions", body_of(PROBLEMS[3], **tagged)).json()
-    assert [choice["diffusion"]["grammar"] for choice in reply["choices"]] == ["drafts"] * 2
-    free = server.post("chat/completions", body_of(PROBLEMS[3], max_tokens=20, diffusion={})).json()
+    assert [choice["diffusion"]["grammar"] for choice in reply["choices"]] == [
+        "drafts"
+    ] * 2
+    free = server.post(
+        "chat/completions", body_of(PROBLEMS[3], max_tokens=20, diffusion={})
+    ).json()
     assert "grammar" not in free["metrics"]["diffusion"]
 
 
@@ -111,7 +130,11 @@ def test_a_stream_of_drafts(server: Server) -> None:
     ]
     for asked, judge in forms:
         body = body_of(PROBLEMS[1], structured_outputs=asked, **slow)
-        chunks = [c for chunk in server.stream("chat/completions", body) for c in chunk["choices"]]
+        chunks = [
+            c
+            for chunk in server.stream("chat/completions", body)
+            for c in chunk["choices"]
+        ]
         pieces = [piece for c in chunks if (piece := c["delta"].get("content"))]
         text = "".join(pieces)
         assert len(pieces) > 1 and judge(text), pieces
@@ -124,24 +147,41 @@ def test_structural_tags(server: Server) -> None:
     tag["content"] = {"type": "json_schema", "json_schema": CALLS["schema"]}
     forced = {"type": "triggered_tags", "triggers": ["<call>"], "tags": [tag]}
     format_of = {"type": "structural_tag", "format": forced | {"at_least_one": True}}
-    text = message_of(server, body_of(PROBLEMS[0], response_format=format_of))["content"]
+    text = message_of(server, body_of(PROBLEMS[0], response_format=format_of))[
+        "content"
+    ]
     assert re.match(r"<call>-?\d+</call>", text)
     asked = {"structured_outputs": {"structural_tag": json.dumps(format_of)}}
     assert message_of(server, body_of(PROBLEMS[0], **asked))["content"] == text
     # Nothing forces this one, but every text that has a `<` is held to the tag behind it.
     old = {"type": "structural_tag", "structures": [CALLS], "triggers": ["<"]}
     plain = message_of(server, body_of(PROBLEMS[0]))["content"]
-    assert message_of(server, body_of(PROBLEMS[0], response_format=old))["content"] == plain
-    opened = body_of(PROBLEMS[0], response_format=old, logit_bias={"27": 100}, max_tokens=20)
+    assert (
+        message_of(server, body_of(PROBLEMS[0], response_format=old))["content"]
+        == plain
+    )
+    opened = body_of(
+        PROBLEMS[0], response_format=old, logit_bias={"27": 100}, max_tokens=20
+    )
     assert re.match(r"<call>-?\d+</call>", message_of(server, opened)["content"])
-    wrong = {"type": "structural_tag", "structures": [CALLS], "triggers": ["no such beginning"]}
+    wrong = {
+        "type": "structural_tag",
+        "structures": [CALLS],
+        "triggers": ["no such beginning"],
+    }
     reply = server.post("chat/completions", body_of(PROBLEMS[0], response_format=wrong))
-    assert reply.status_code == 400 and "structural_tag" in reply.json()["error"]["message"]
+    assert (
+        reply.status_code == 400
+        and "structural_tag" in reply.json()["error"]["message"]
+    )
 
 
 def tools(strict: bool) -> list[dict[str, Any]]:
     return [
-        {"type": "function", "function": {"name": name, "parameters": shape, "strict": strict}}
+        {
+            "type": "function",
+            "function": {"name": name, "parameters": shape, "strict": strict},
+        }
         for name, shape in SHAPES.items()
     ]
 
@@ -160,7 +200,9 @@ def test_tools_that_have_to_be_called(server: Server) -> None:
     streamed: dict[int, list[str]] = {}
     for chunk in server.stream("chat/completions", body):
         for call in chunk["choices"][0]["delta"].get("tool_calls") or ():
-            streamed.setdefault(call["index"], []).append(call["function"].get("arguments") or "")
+            streamed.setdefault(call["index"], []).append(
+                call["function"].get("arguments") or ""
+            )
     told = [json.loads("".join(pieces)) for pieces in streamed.values()]
     assert told == [json.loads(call["function"]["arguments"]) for call in calls]
 
@@ -172,9 +214,14 @@ def test_tools_that_may_be_called(server: Server) -> None:
     for strict in (True, False):
         assert message_of(server, auto | {"tools": tools(strict)})["content"] == plain
         # Only a request with a grammar refuses this parameter.
-        reply = server.post("chat/completions", auto | {"tools": tools(strict), "min_tokens": 3})
+        reply = server.post(
+            "chat/completions", auto | {"tools": tools(strict), "min_tokens": 3}
+        )
         assert reply.status_code == (400 if strict else 200), reply.text
-        assert not strict or "min_tokens 3 can contradict" in reply.json()["error"]["message"]
+        assert (
+            not strict
+            or "min_tokens 3 can contradict" in reply.json()["error"]["message"]
+        )
 
 
 def spent(server: Server) -> float:
@@ -199,7 +246,10 @@ def test_hostile_grammars(server: Server) -> None:
             assert neighbour.result()["content"] == alone, name
         took, waited = spent(server) - before, time.monotonic() - began
         told = reply.json()
-        print(f"{name}: {reply.status_code}, {took:.1f} s of processors, {waited:.1f} s", told)
+        print(
+            f"{name}: {reply.status_code}, {took:.1f} s of processors, {waited:.1f} s",
+            told,
+        )
         assert took < SECONDS, name
         if not isinstance(expected, str):
             assert reply.status_code == 200, (name, told)
@@ -217,7 +267,16 @@ def test_hostile_grammars(server: Server) -> None:
 @pytest.mark.slow
 def test_a_full_house(server: Server) -> None:
     """64 requests at once, every second one held to a schema: the free ones keep their tokens."""
-    names = ("answer", "flat", "nested", "enum", "optional", "any_of", "bounded_list", "recursive")
+    names = (
+        "answer",
+        "flat",
+        "nested",
+        "enum",
+        "optional",
+        "any_of",
+        "bounded_list",
+        "recursive",
+    )
 
     def told(body: dict[str, Any]) -> list[int]:
         reply = server.post("chat/completions", body | {"return_token_ids": True})
@@ -228,7 +287,9 @@ def test_a_full_house(server: Server) -> None:
     with ThreadPoolExecutor(64) as pool:
         alone = list(pool.map(told, free))
         beside = [
-            pool.submit(message_of, server, body_of(p, response_format=form_of(SCHEMAS[name])))
+            pool.submit(
+                message_of, server, body_of(p, response_format=form_of(SCHEMAS[name]))
+            )
             for p, name in zip(PROBLEMS, names * 4, strict=True)
         ]
         assert list(pool.map(told, free)) == alone

@@ -37,10 +37,18 @@ TAIL = a_prompt(9, 4)
 @half_of_the_decoders
 def test_gaps_are_filled_as_in_plain_torch(decoder: Decoder, room: EngineRoom) -> None:
     """Alone, and in one batch with ordinary requests."""
-    llm, gaps, jobs = start(room, decoder), random_gap_jobs(decoder, 16), random_jobs(decoder, 4)
+    llm, gaps, jobs = (
+        start(room, decoder),
+        random_gap_jobs(decoder, 16),
+        random_jobs(decoder, 4),
+    )
     before = scheduler(llm).num_computed_positions
-    both = [found for pair in zip(gaps, jobs, strict=False) for found in pair] + gaps[4:]
-    for (job, text), output in zip(both, run(llm, [job for job, _ in both]), strict=True):
+    both = [found for pair in zip(gaps, jobs, strict=False) for found in pair] + gaps[
+        4:
+    ]
+    for (job, text), output in zip(
+        both, run(llm, [job for job, _ in both]), strict=True
+    ):
         check(job, text, output)
     wanted = sum(text.computed() for _, text in both)
     assert scheduler(llm).num_computed_positions - before == wanted
@@ -48,14 +56,23 @@ def test_gaps_are_filled_as_in_plain_torch(decoder: Decoder, room: EngineRoom) -
         check(job, text, run(llm, [job])[0])
     given = [gap_job(job.prompt, [*job.template[: job.max_tokens]]) for job, _ in gaps]
     fills = zip(run(llm, given), gaps, strict=True)
-    assert any(token_ids(output) != text.answer() for output, (_, text) in fills), "tails matter"
+    assert any(token_ids(output) != text.answer() for output, (_, text) in fills), (
+        "tails matter"
+    )
 
 
 @half_of_the_decoders
-def test_refreshes_that_cost_less_see_the_tail(decoder: Decoder, room: EngineRoom) -> None:
+def test_refreshes_that_cost_less_see_the_tail(
+    decoder: Decoder, room: EngineRoom
+) -> None:
     """A block without a gap counts among the blocks, of which some begin with a full refresh."""
-    llm, gaps = start(room, decoder), random_gap_jobs(decoder, 16, seed=2, approximate=True)
-    for (job, text), output in zip(gaps, run(llm, [job for job, _ in gaps]), strict=True):
+    llm, gaps = (
+        start(room, decoder),
+        random_gap_jobs(decoder, 16, seed=2, approximate=True),
+    )
+    for (job, text), output in zip(
+        gaps, run(llm, [job for job, _ in gaps]), strict=True
+    ):
         check(job, text, output)
 
 
@@ -64,7 +81,11 @@ def test_preempted_gaps_are_filled_again(decoder: Decoder, room: EngineRoom) -> 
     """A block takes three steps at most, since one that is preempted more often gets nowhere."""
     llm, lost = start(room, decoder), [set[int]() for _ in range(12)]
     jobs = [
-        gap_job(job.prompt, list(job.template), job.numbers | {"steps": 3, "block_length": 8})
+        gap_job(
+            job.prompt,
+            list(job.template),
+            job.numbers | {"steps": 3, "block_length": 8},
+        )
         for job, _ in random_gap_jobs(decoder, len(lost), seed=3)
     ]
     outputs = run_interrupted(llm, [(job.prompt, job.wish()) for job in jobs], 4, lost)
@@ -79,7 +100,9 @@ def test_preempted_gaps_are_filled_again(decoder: Decoder, room: EngineRoom) -> 
 
 
 @half_of_the_decoders
-def test_one_gap_and_no_tail_is_an_ordinary_request(decoder: Decoder, room: EngineRoom) -> None:
+def test_one_gap_and_no_tail_is_an_ordinary_request(
+    decoder: Decoder, room: EngineRoom
+) -> None:
     """Also above temperature 0, and with an EOS inside."""
     llm, gaps, plain = start(room, decoder), list[FullJob](), list[FullJob]()
     for job, text in random_jobs(decoder, 12, seed=5):
@@ -87,7 +110,9 @@ def test_one_gap_and_no_tail_is_an_ordinary_request(decoder: Decoder, room: Engi
         numbers = {k: v for k, v in job.numbers.items() if k != "cfg_scale"}
         numbers["block_length"] = length
         for options in ({}, {"temperature": 0.8, "seed": 7}):
-            open_to = {k: v for k, v in numbers.items() if k not in ("top_p", "top_k", "seed")}
+            open_to = {
+                k: v for k, v in numbers.items() if k not in ("top_p", "top_k", "seed")
+            }
             given = (open_to | options) if options else numbers
             stop = (text.answer()[0],)
             if len(job.prompt) + length > 160:
@@ -104,14 +129,23 @@ def test_a_seed_fills_gaps_alike(decoder: Decoder, room: EngineRoom) -> None:
     """Alone, in a batch, and each of several choices by itself."""
     llm, template = start(room, decoder), [*GAP, 65, 66, *GAP, *TAIL]
     wishes = [
-        params(26, temperature=0.7, seed=i, dllm_template=template, dllm_block_length=8, n=2)
+        params(
+            26,
+            temperature=0.7,
+            seed=i,
+            dllm_template=template,
+            dllm_block_length=8,
+            n=2,
+        )
         for i in range(4)
     ]
     prompts = [a_prompt(20 + i, i) for i in range(4)]
     together = generate(llm, prompts, wishes)
     for i in (0, 3):
         alone = generate(llm, [prompts[i]], wishes[i])[0]
-        assert [c.token_ids for c in alone.outputs] == [c.token_ids for c in together[i].outputs]
+        assert [c.token_ids for c in alone.outputs] == [
+            c.token_ids for c in together[i].outputs
+        ]
     fills = {tuple(c.token_ids) for output in together for c in output.outputs}
     assert len(fills) == 8
     assert all(fill[12:14] == (65, 66) and len(fill) == 26 for fill in fills)
@@ -134,7 +168,9 @@ def test_rules_about_tokens_hold_in_gaps(room: EngineRoom) -> None:
             assert abs(entry[token].logprob - float(row[token])) < 1e-3
             assert set(entry) == {token, *row.topk(2).indices.tolist()}
     [output] = run(llm, [job], logit_bias={65: 100.0})
-    assert token_ids(output) == [65 if token == FILL else token for token in template[:35]]
+    assert token_ids(output) == [
+        65 if token == FILL else token for token in template[:35]
+    ]
     [output] = run(llm, [job], allowed_token_ids=[64, 65])
     assert set(token_ids(output)) == {64, 65, 70, 71, 72}
     seen = set(text.answer()[9:21])
@@ -148,7 +184,9 @@ def test_bad_words_hold_across_the_ends_of_a_gap(room: EngineRoom) -> None:
     llm, template = start(room, decoder), [a, *GAP, a, *GAP, b, *TAIL]
     job = gap_job(a_prompt(21), template, {"policy": "threshold", "threshold": 0.0})
     only = {"allowed_token_ids": [a, b, c]}
-    free, bound = (token_ids(run(llm, [job], bad_words=words, **only)[0]) for words in ([], ["ab"]))
+    free, bound = (
+        token_ids(run(llm, [job], bad_words=words, **only)[0]) for words in ([], ["ab"])
+    )
     assert (a, b) in zip(free, free[1:], strict=False)
     assert set(bound) <= {a, b, c} and [bound[0], bound[13]] == [a, a]
     assert (a, b) not in zip(bound, [*bound[1:], b], strict=True)
@@ -161,7 +199,9 @@ def test_what_ends_an_answer(room: EngineRoom) -> None:
     wish = params(12, dllm_template=[*GAP, *TAIL], ignore_eos=False, logit_bias=bias)
     [output] = generate(llm, [prompt], wish)
     assert (token_ids(output), output.outputs[0].finish_reason) == ([eos], "stop")
-    wish = params(12, dllm_template=[*GAP, *TAIL], ignore_eos=False, logit_bias=bias, min_tokens=5)
+    wish = params(
+        12, dllm_template=[*GAP, *TAIL], ignore_eos=False, logit_bias=bias, min_tokens=5
+    )
     [output] = generate(llm, [prompt], wish)
     assert eos not in token_ids(output)[:5]
     assert token_ids(output)[5:] == [eos]
@@ -173,7 +213,9 @@ def test_what_ends_an_answer(room: EngineRoom) -> None:
         assert token_ids(output) == [eos if t == FILL else t for t in template[:end]]
 
 
-def snapshots(llm: Any, prompt: list[int], wish: Any) -> tuple[list[Any], list[list[int]]]:
+def snapshots(
+    llm: Any, prompt: list[int], wish: Any
+) -> tuple[list[Any], list[list[int]]]:
     """What a request that is read output by output is told, and its pieces of text."""
     from vllm.sampling_params import RequestOutputKind
 
@@ -216,7 +258,9 @@ def test_gaps_are_watched_and_sent_early(early: int, room: EngineRoom) -> None:
     assert (np.isnan(sure_when_taken) == given).all()
 
 
-def test_who_gives_nothing_pays_nothing(room: EngineRoom, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_gives_nothing_pays_nothing(
+    room: EngineRoom, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No table exists before the first template, and later ordinary steps do not read it."""
     from dllm_plugin.sampling import decider
     from dllm_plugin.state.templates import Templates
@@ -255,7 +299,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"dllm_template": [-1] * 4 + [300]},
         "dllm_template holds the mask token (id 300): write -1 for a position to fill.",
     ),
-    ({"dllm_template": [-1] * 4 + [320]}, "token id 320, but the vocabulary has 320 tokens"),
+    (
+        {"dllm_template": [-1] * 4 + [320]},
+        "token id 320, but the vocabulary has 320 tokens",
+    ),
     (
         {"dllm_template": [-1] * 4, "max_tokens": 7},
         "max_tokens is 7, but the last gap of dllm_template ends at 4: they must be equal.",
@@ -272,9 +319,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         },
         "structured_outputs cannot be combined with dllm_template.",
     ),
-    ({"dllm_template": [-1] * 4, "dllm_suffix_window": 3}, "suffix_window cannot be combined with"),
+    (
+        {"dllm_template": [-1] * 4, "dllm_suffix_window": 3},
+        "suffix_window cannot be combined with",
+    ),
     ({"dllm_template": [-1, 5, -1], "stop": ["a"]}, "stop needs a single gap, got 2."),
-    ({"dllm_template": [-1, 5, -1], "stop_token_ids": [7]}, "stop_token_ids needs a single gap"),
+    (
+        {"dllm_template": [-1, 5, -1], "stop_token_ids": [7]},
+        "stop_token_ids needs a single gap",
+    ),
     ({"dllm_template": [7, -1], "stop_token_ids": [7]}, "in front of its gap"),
 ]
 
@@ -303,7 +356,10 @@ def test_refused_by_name(room: EngineRoom) -> None:
     for options, sentence in REFUSED:
         assert sentence in refusal(llm, a_prompt(9), options), options
     message = refusal(llm, a_prompt(150), {"dllm_template": [*GAP, *TAIL]})
-    assert "The prompt has 150 tokens and dllm_template 21 positions, but the context" in message
+    assert (
+        "The prompt has 150 tokens and dllm_template 21 positions, but the context"
+        in message
+    )
     check(job, job.decode(decoder), run(llm, [job])[0])
 
 

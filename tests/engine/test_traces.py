@@ -62,18 +62,30 @@ def recorded(name: str) -> list[Recorded]:
     if family in grid.FILES:
         of_grid = [(c, grid.wish(c), c["forwards"]) for c in grid.cases_of(family)]
         kinds = ("denoise", "window")  # ours store a block together with the next one
-        return [Recorded(c, w, [one for one in f if one["kind"] in kinds]) for c, w, f in of_grid]
+        return [
+            Recorded(c, w, [one for one in f if one["kind"] in kinds])
+            for c, w, f in of_grid
+        ]
     if family == "llada2.1":
         cases = [(c, joint.wish(c), c["forwards"]) for c in joint.cases_of(family)]
         return [Recorded(c, w, without_checks(f)) for c, w, f in cases]
-    of_fast = [(c, joint.wish(c), c["forwards"]) for c in joint.cases_of(f"{family}-{rest}")]
-    return [Recorded(c, w, [one for one in f if one["kind"] != "prefill"]) for c, w, f in of_fast]
+    of_fast = [
+        (c, joint.wish(c), c["forwards"]) for c in joint.cases_of(f"{family}-{rest}")
+    ]
+    return [
+        Recorded(c, w, [one for one in f if one["kind"] != "prefill"])
+        for c, w, f in of_fast
+    ]
 
 
 def without_checks(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Without calls that only find nothing to edit: they ride along with the next block."""
     behind = [*calls[1:], {"kv_len": 0}]
-    return [a for a, b in zip(calls, behind, strict=True) if a["new"] or a["kv_len"] >= b["kv_len"]]
+    return [
+        a
+        for a, b in zip(calls, behind, strict=True)
+        if a["new"] or a["kv_len"] >= b["kv_len"]
+    ]
 
 
 def asking(wish: Any, **options: Any) -> Any:
@@ -96,7 +108,9 @@ def trace(output: Any) -> tuple[list[int], np.ndarray]:
 def test_steps_of_the_references(name: str, room: EngineRoom) -> None:
     """All at once; every second request also asks for log-probabilities."""
     llm, cases = room.start(**ENGINES[name]), recorded(name)
-    wishes = [asking(r.wish, logprobs=0 if i % 2 else None) for i, r in enumerate(cases)]
+    wishes = [
+        asking(r.wish, logprobs=0 if i % 2 else None) for i, r in enumerate(cases)
+    ]
     outputs = generate(llm, [r.case["prompt_ids"] for r in cases], wishes)
     for one, output in zip(cases, outputs, strict=True):
         tokens = token_ids(output)
@@ -143,11 +157,15 @@ def test_preempted_while_the_next_step_is_scheduled(room: EngineRoom) -> None:
 
 
 # Asynchronously a reset of the prefix cache preempts nobody.
-@pytest.mark.parametrize("name", [n for n in FULL if not n.endswith("-async")], scope="module")
+@pytest.mark.parametrize(
+    "name", [n for n in FULL if not n.endswith("-async")], scope="module"
+)
 def test_a_block_that_starts_again(name: str, room: EngineRoom) -> None:
     """Under full attention: its tokens have the forwards that decided them in the end."""
     llm = room.start(**ENGINES[name])
-    wish = params(LENGTH, dllm_trace=1, dllm_policy="low_confidence", dllm_block_length=20)
+    wish = params(
+        LENGTH, dllm_trace=1, dllm_policy="low_confidence", dllm_block_length=20
+    )
     wish.extra_args["dllm_steps"] = 5
     [alone] = generate(llm, PROMPTS[:1], wish)
     [output] = run_interrupted(llm, [(PROMPTS[0], wish)], every=8)
@@ -162,17 +180,23 @@ def test_refused_beside_experts(room: EngineRoom) -> None:
     llm = room.start("sdar-moe", {}, enable_return_routed_experts=True)
     [output] = generate(llm, PROMPTS[:1], params(LENGTH))
     assert output.outputs[0].routed_experts is not None
-    with pytest.raises(VLLMValidationError, match="which enable_return_routed_experts fills"):
+    with pytest.raises(
+        VLLMValidationError, match="which enable_return_routed_experts fills"
+    ):
         generate(llm, PROMPTS[:1], params(LENGTH, dllm_trace=1))
 
 
-@pytest.mark.parametrize("name", ["dream-semi_autoregressive", "sdar-async"], scope="module")
+@pytest.mark.parametrize(
+    "name", ["dream-semi_autoregressive", "sdar-async"], scope="module"
+)
 def test_choices_stops_and_early_text(name: str, room: EngineRoom) -> None:
     """Each choice has a trace of its own, as long as the tokens that are left of it."""
     llm = room.start(**ENGINES[name])
     hot = {"temperature": 0.9, "seed": 3, "n": 3}
     [whole] = generate(llm, PROMPTS[:1], params(LENGTH, dllm_trace=1, **hot))
-    [early] = generate(llm, PROMPTS[:1], params(LENGTH, dllm_trace=1, dllm_early_text=1, **hot))
+    [early] = generate(
+        llm, PROMPTS[:1], params(LENGTH, dllm_trace=1, dllm_early_text=1, **hot)
+    )
     assert len({tuple(c.token_ids) for c in whole.outputs}) == 3
     for one, other in zip(whole.outputs, early.outputs, strict=True):
         np.testing.assert_equal(one.routed_experts, other.routed_experts)

@@ -24,7 +24,10 @@ TEXTS = ["Why is the sky blue?", "abc", "Rivers and lakes, forty characters long
 
 @pytest.fixture
 def verify(
-    room: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    room: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Verify:
     """Run the command in this process: exit status, its JSON line, and what it printed."""
     room.close()
@@ -36,7 +39,9 @@ def verify(
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n".join(TEXTS) + "\n")
 
-    def run(folder: Path, *options: str, dtype: str = "float32") -> tuple[int, dict[str, Any], str]:
+    def run(
+        folder: Path, *options: str, dtype: str = "float32"
+    ) -> tuple[int, dict[str, Any], str]:
         given = ["--dtype", dtype, "--prompts", str(prompts), *options]
         status = cli.main(["verify", str(folder), *given])
         printed = capsys.readouterr()
@@ -46,10 +51,15 @@ def verify(
     return run
 
 
-def check_same(found: tuple[int, dict[str, Any], str], prompts: int = len(TEXTS)) -> None:
+def check_same(
+    found: tuple[int, dict[str, Any], str], prompts: int = len(TEXTS)
+) -> None:
     status, record, printed = found
     assert status == 0 and record["agree"], printed
-    assert len(record["prompts"]) == prompts and f"{prompts} of {prompts} prompts agree" in printed
+    assert (
+        len(record["prompts"]) == prompts
+        and f"{prompts} of {prompts} prompts agree" in printed
+    )
     for one in record["prompts"]:
         assert one["same_tokens"] and one["forwards"][0] == one["forwards"][1]
         assert one["logits_difference"] < 5e-4 and one["difference"] is None
@@ -65,17 +75,25 @@ SLOW = pytest.mark.slow
         ("llada", []),
         ("llada", ["--strategy", "d2f", "--block-length", "16"]),
         ("dream", []),
-        pytest.param("dream", ["--strategy", "block_diffusion", "--policy", "entropy"], marks=SLOW),
+        pytest.param(
+            "dream",
+            ["--strategy", "block_diffusion", "--policy", "entropy"],
+            marks=SLOW,
+        ),
         pytest.param("dream", ["--strategy", "semi_autoregressive"], marks=SLOW),
         ("sdar", []),
-        pytest.param("sdar", ["--policy", "sequential", "--block-length", "8"], marks=SLOW),
+        pytest.param(
+            "sdar", ["--policy", "sequential", "--block-length", "8"], marks=SLOW
+        ),
         ("sdar-moe", ["--policy", "low_confidence"]),
         ("llada2.0", []),
         ("llada2.1", []),
         ("fast-dllm-v2", []),
         pytest.param("fast-dllm-v2-tied", ["--policy", "topk_margin"], marks=SLOW),
     ],
-    ids=lambda value: value if isinstance(value, str) else "-".join(value).replace("--", ""),
+    ids=lambda value: (
+        value if isinstance(value, str) else "-".join(value).replace("--", "")
+    ),
 )
 def test_every_family_agrees(name: str, options: list[str], verify: Verify) -> None:
     check_same(verify(CHECKPOINTS / f"tiny-{name}", *options))
@@ -110,7 +128,9 @@ def test_a_weight_that_only_one_side_reads_is_named(
     for one in record["prompts"]:
         assert one["logits_difference"] > 0.01 and not one["same_tokens"]
         assert one["difference"]["near_tie"] is False
-        assert len(one["difference"]["engine"]) == len(one["difference"]["reference"]) == 2
+        assert (
+            len(one["difference"]["engine"]) == len(one["difference"]["reference"]) == 2
+        )
 
 
 # Qwen2 and Qwen3 once more, as a checkpoint might bring it along: a mask says who sees whom.
@@ -213,7 +233,9 @@ def with_code(folder: Path, name: str, code: str) -> Path:
         "AutoModelForCausalLM": "modeling_tiny.TinyModel",
     }
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "modeling_tiny.py").write_text(code.replace("MODEL_TYPE", config["model_type"]))
+    (folder / "modeling_tiny.py").write_text(
+        code.replace("MODEL_TYPE", config["model_type"])
+    )
     return folder
 
 
@@ -221,8 +243,12 @@ TRUSTED = "--trust-remote-code"
 OWN = "semi_autoregressive"
 
 
-@pytest.mark.parametrize(("name", "strategy"), [("dream", OWN), ("sdar", "block_diffusion")])
-def test_the_checkpoints_own_code(name: str, strategy: str, verify: Verify, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "strategy"), [("dream", OWN), ("sdar", "block_diffusion")]
+)
+def test_the_checkpoints_own_code(
+    name: str, strategy: str, verify: Verify, tmp_path: Path
+) -> None:
     folder = with_code(tmp_path / f"own_{name}", name, CODE)
     found = verify(folder, "--strategy", strategy, TRUSTED)
     check_same(found)
@@ -230,7 +256,9 @@ def test_the_checkpoints_own_code(name: str, strategy: str, verify: Verify, tmp_
 
 
 def test_own_code_runs_only_where_it_is_trusted(verify: Verify, tmp_path: Path) -> None:
-    folder = with_code(tmp_path / "untrusted", "dream", "raise RuntimeError('this ran')")
+    folder = with_code(
+        tmp_path / "untrusted", "dream", "raise RuntimeError('this ran')"
+    )
     found = verify(folder, "--limit", "1", "--strategy", OWN)
     check_same(found, 1)
     assert found[1]["reference"] == "plain torch for dream"
@@ -239,16 +267,48 @@ def test_own_code_runs_only_where_it_is_trusted(verify: Verify, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("name", "old", "new", "strategy", "sentence"),
     [
-        ("dream", "", "", "dual_cache", "keeps no KV as prefix_cache and dual_cache do"),
-        ("sdar", "attn_mask=mask", "attn_mask=None", "block_diffusion", "ignores a mask of blocks"),
-        ("dream", "attn_mask=mask", "is_causal=True", OWN, "attends causally without a mask"),
-        ("dream", "import torch\n", "import not_there\n", OWN, "does not run with the installed"),
+        (
+            "dream",
+            "",
+            "",
+            "dual_cache",
+            "keeps no KV as prefix_cache and dual_cache do",
+        ),
+        (
+            "sdar",
+            "attn_mask=mask",
+            "attn_mask=None",
+            "block_diffusion",
+            "ignores a mask of blocks",
+        ),
+        (
+            "dream",
+            "attn_mask=mask",
+            "is_causal=True",
+            OWN,
+            "attends causally without a mask",
+        ),
+        (
+            "dream",
+            "import torch\n",
+            "import not_there\n",
+            OWN,
+            "does not run with the installed",
+        ),
     ],
 )
 def test_own_code_that_cannot_be_compared(
-    name: str, old: str, new: str, strategy: str, sentence: str, verify: Verify, tmp_path: Path
+    name: str,
+    old: str,
+    new: str,
+    strategy: str,
+    sentence: str,
+    verify: Verify,
+    tmp_path: Path,
 ) -> None:
-    folder = with_code(tmp_path / f"bad_{name}", name, CODE.replace(old, new, 1) if old else CODE)
+    folder = with_code(
+        tmp_path / f"bad_{name}", name, CODE.replace(old, new, 1) if old else CODE
+    )
     status, _, printed = verify(folder, "--limit", "1", "--strategy", strategy, TRUSTED)
     assert status == 1 and sentence in " ".join(printed.split())
     assert "leave out --trust-remote-code" in " ".join(printed.split())
@@ -260,7 +320,9 @@ def test_bfloat16_says_what_rounding_explains(verify: Verify) -> None:
     assert {one["first_difference"] for one in record["prompts"]} == {None}, printed
     for one in record["prompts"]:
         assert one["difference"] is None or one["difference"]["near_tie"], printed
-    same = [one["same_tokens"] and one["difference"] is None for one in record["prompts"]]
+    same = [
+        one["same_tokens"] and one["difference"] is None for one in record["prompts"]
+    ]
     assert status == (0 if all(same) else 1)
 
 

@@ -13,14 +13,19 @@ from processes import Server, serving
 
 from dllm_plugin import default_model
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+sync_api = pytest.importorskip(
+    "playwright.sync_api", reason="playwright is not installed"
+)
 CHROMIUM = shutil.which("chromium")
 if CHROMIUM is None:
     pytest.skip("no browser named chromium is installed", allow_module_level=True)
 
 KEY = "secret"
 NUMBERS = {"dllm_policy": "low_confidence"}
-OPTIONS = ('--additional-config={"dllm": {"strategy": "dual_cache"}}', f"--api-key={KEY}")
+OPTIONS = (
+    '--additional-config={"dllm": {"strategy": "dual_cache"}}',
+    f"--api-key={KEY}",
+)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +39,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture
 def browser() -> Iterator[Any]:
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox"]
+        )
         yield browser
         browser.close()
 
@@ -42,7 +49,9 @@ def browser() -> Iterator[Any]:
 def spans(page: Any) -> list[tuple[str, bool]]:
     """Text of each position of the left pane, and whether it is a mask."""
     script = "all => all.map(one => [one.textContent, one.className === 'mask'])"
-    return [tuple(pair) for pair in page.eval_on_selector_all("#left .text span", script)]
+    return [
+        tuple(pair) for pair in page.eval_on_selector_all("#left .text span", script)
+    ]
 
 
 def test_watch_an_answer(server: Server, browser: Any) -> None:
@@ -70,14 +79,21 @@ def test_watch_an_answer(server: Server, browser: Any) -> None:
     named = "".join(part for part, _ in spans(page))
     assert re.sub(r"<\|\w+\|>", "", named).strip() == text.strip()
     took, numbers = plain["metrics"]["diffusion"], page.inner_text("#left .numbers")
-    assert f"forwards {took['forwards']} " in numbers and f"tokens {took['tokens']} " in numbers
+    assert (
+        f"forwards {took['forwards']} " in numbers
+        and f"tokens {took['tokens']} " in numbers
+    )
     assert "29" in page.inner_text("#right .text")
     # Half way, a position is set behind one that is a mask: the text forms out of order.
     page.eval_on_selector(
-        "#replay", "el => { el.value = el.max / 2; el.dispatchEvent(new Event('input')); }"
+        "#replay",
+        "el => { el.value = el.max / 2; el.dispatchEvent(new Event('input')); }",
     )
     masks = [masked for _, masked in spans(page)]
-    assert not masks[-1 - masks[::-1].index(False)] and True in masks[: masks[::-1].index(False)]
+    assert (
+        not masks[-1 - masks[::-1].index(False)]
+        and True in masks[: masks[::-1].index(False)]
+    )
     page.select_option("#tone", "forward")
     if folder := os.environ.get("SCREENSHOTS"):
         page.screenshot(path=f"{folder}/viewer.png")
@@ -105,7 +121,9 @@ def test_watch_an_infill(server: Server, browser: Any) -> None:
     page.wait_for_selector("#left[data-state=done]", timeout=120_000)
     assert page.inner_text("#left .error") == ""
     told = page.get_attribute("#left", "data-text")
-    assert told.startswith("With the pencils from Anna, Omar has ") and told.endswith("pencils.")
+    assert told.startswith("With the pencils from Anna, Omar has ") and told.endswith(
+        "pencils."
+    )
     assert "".join(part for part, _ in spans(page)).startswith(told[:30])
     assert "scores of lengths 2,1: -" in page.inner_text("#left .numbers")
     assert not any(masked for _, masked in spans(page))

@@ -46,7 +46,9 @@ def test_every_position_is_inside_the_context(
     llm = room.start(family, dllm, max_model_len=CONTEXT)
     params = SamplingParams.for_sampler_warmup()
     params.prompt_logprobs = None  # a Triton kernel, and refused in requests
-    monkeypatch.setattr(SamplingParams, "for_sampler_warmup", staticmethod(lambda: params))
+    monkeypatch.setattr(
+        SamplingParams, "for_sampler_warmup", staticmethod(lambda: params)
+    )
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     runner, seen = worker.model_runner, []
 

@@ -4,7 +4,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import LETTERS, EngineRoom, a_prompt, canvas_states, num_preemptions, params, scheduler
+from engines import (
+    LETTERS,
+    EngineRoom,
+    a_prompt,
+    canvas_states,
+    num_preemptions,
+    params,
+    scheduler,
+)
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind
 
@@ -16,7 +24,12 @@ ENGINES: dict[str, dict[str, Any]] = {
     "d2f-async": {"async_scheduling": True},
     # A width that load cannot change.
     "floating-async": {
-        "dllm": {"strategy": "d2f", "adaptive": "throughput", "min_window": 8, "max_window": 8},
+        "dllm": {
+            "strategy": "d2f",
+            "adaptive": "throughput",
+            "min_window": 8,
+            "max_window": 8,
+        },
         "async_scheduling": True,
     },
     "llada-dual": {"dllm": {"strategy": "dual_cache"}},
@@ -29,7 +42,9 @@ every_engine = pytest.mark.parametrize("name", ENGINES, scope="module")
 Pieces = list[tuple[int, Any]]  # (engine step, output)
 
 
-def stream(llm: Any, *wishes: dict[str, Any], preempt: int = 0) -> tuple[list[Pieces], list[Any]]:
+def stream(
+    llm: Any, *wishes: dict[str, Any], preempt: int = 0
+) -> tuple[list[Pieces], list[Any]]:
     """Outputs as they come, and the tokens that the engine ends with."""
     engine, step = llm.llm_engine, 0
     for i, wish in enumerate(wishes):
@@ -88,7 +103,9 @@ def test_frames_and_early_text(name: str, room: EngineRoom) -> None:
         assert ended[0].finish_reason == ended[1].finish_reason == "length"
     # Without early text no piece moves, and a snapshot comes every third forward.
     texts = [(step, o) for step, o in asked[0] if o.outputs[0].token_ids]
-    assert [tokens([piece]) for piece in texts] == [tokens([piece]) for piece in plain[0]]
+    assert [tokens([piece]) for piece in texts] == [
+        tokens([piece]) for piece in plain[0]
+    ]
     forwards = [snapshot["forward"] for snapshot in snapshots(asked[0])]
     assert min(np.diff(forwards[:-1]), default=3) >= 3
     for pieces in asked:
@@ -103,7 +120,10 @@ def test_frames_and_early_text(name: str, room: EngineRoom) -> None:
     assert [a - b for a, b in zip(early, late, strict=True) if a > b + 2] == []
     assert sum(early) < sum(late)
     scored = [
-        [entry[token].logprob for entry, token in zip(o.logprobs, o.token_ids, strict=True)]
+        [
+            entry[token].logprob
+            for entry, token in zip(o.logprobs, o.token_ids, strict=True)
+        ]
         for pieces in (plain[2], asked[2])
         for o in (output.outputs[0] for _, output in pieces)
         if o.token_ids
@@ -122,8 +142,14 @@ def test_time_to_first_text_of_one_block(name: str, room: EngineRoom) -> None:
     late, _ = stream(llm, ONE_BLOCK)
     early, _ = stream(llm, ONE_BLOCK | {"dllm_early_text": 1})
     assert tokens(early[0]) == tokens(late[0])
-    assert set(arrivals(late[0])) == {arrivals(late[0])[-1]} and arrivals(late[0])[0] == LENGTH - 1
-    assert arrivals(early[0])[0] < arrivals(late[0])[0] and len(set(arrivals(early[0]))) > 3
+    assert (
+        set(arrivals(late[0])) == {arrivals(late[0])[-1]}
+        and arrivals(late[0])[0] == LENGTH - 1
+    )
+    assert (
+        arrivals(early[0])[0] < arrivals(late[0])[0]
+        and len(set(arrivals(early[0]))) > 3
+    )
 
 
 @pytest.mark.parametrize("name", ["dream-own", "sdar-async"])
@@ -134,11 +160,18 @@ def test_a_stop_inside_of_a_run(name: str, room: EngineRoom) -> None:
     wish |= ONE_BLOCK if name == "dream-own" else {}
     whole = "".join(o.outputs[0].text for _, o in stream(llm, wish)[0][0])
     ends = {}
-    for stop in ({"stop": [whole[20:23]]}, {"stop_token_ids": [LETTERS[0] + ord(whole[30]) - 97]}):
+    for stop in (
+        {"stop": [whole[20:23]]},
+        {"stop_token_ids": [LETTERS[0] + ord(whole[30]) - 97]},
+    ):
         for early in (0, 1):
             [pieces], _ = stream(llm, wish | stop | {"dllm_early_text": early})
             text, last = "".join(o.outputs[0].text for _, o in pieces), pieces[-1]
-            ends[early] = (text, last[1].outputs[0].finish_reason, last[1].outputs[0].stop_reason)
+            ends[early] = (
+                text,
+                last[1].outputs[0].finish_reason,
+                last[1].outputs[0].stop_reason,
+            )
             ends[early + 2] = last[0]
         assert ends[0] == ends[1] and ends[0][1] == "stop" and ends[3] <= ends[2]
         assert ends[0][0] and whole.startswith(ends[0][0]) and len(ends[0][0]) < LENGTH
@@ -146,7 +179,9 @@ def test_a_stop_inside_of_a_run(name: str, room: EngineRoom) -> None:
 
 @pytest.mark.parametrize("name", ["dream-dual", "dream-own", "llada-dual"])
 @pytest.mark.parametrize("every", [5, 7])
-def test_what_was_sent_survives_preemption(name: str, every: int, room: EngineRoom) -> None:
+def test_what_was_sent_survives_preemption(
+    name: str, every: int, room: EngineRoom
+) -> None:
     """A block that starts again keeps the run that was handed out."""
     llm = room.start(**ENGINES[name])
     before = num_preemptions(llm)
@@ -161,7 +196,9 @@ def test_what_was_sent_survives_preemption(name: str, every: int, room: EngineRo
         for told in snapshots(piece)[:-1]:  # what was sent is never a mask again
             ids = np.frombuffer(told["ids"], dtype=np.int32)
             assert (ids[: told["final"] - told["start"]] >= 0).all()
-    assert sum(len(set(arrivals(piece))) for piece in pieces) > 6, "more pieces than blocks"
+    assert sum(len(set(arrivals(piece))) for piece in pieces) > 6, (
+        "more pieces than blocks"
+    )
 
 
 def test_nobody_asks_and_nobody_pays(room: EngineRoom) -> None:

@@ -45,7 +45,9 @@ def answer(server: Server) -> list[int]:
     return list(choice["token_ids"])
 
 
-def update(server: Server, checkpoint: Path, *parts: list[str], version: str = "") -> None:
+def update(
+    server: Server, checkpoint: Path, *parts: list[str], version: str = ""
+) -> None:
     """Pause, which ends what runs and forgets kept prefixes, then send, then resume."""
     file = str(checkpoint / "model.safetensors")
     assert control(server, "pause").status_code == 200
@@ -70,7 +72,9 @@ def test_a_trainer_sends_halves(server: Server, room: EngineRoom, new: Path) -> 
     assert answer(server) == before
 
 
-def test_half_an_update_is_an_error_and_the_server_answers(server: Server, new: Path) -> None:
+def test_half_an_update_is_an_error_and_the_server_answers(
+    server: Server, new: Path
+) -> None:
     names, before = sorted(load_file(new / "model.safetensors")), answer(server)
     with pytest.raises(AssertionError, match="The update has no weight"):
         update(server, new, names[::2])
@@ -83,7 +87,10 @@ def test_half_an_update_is_an_error_and_the_server_answers(server: Server, new: 
 def test_sleep_does_nothing_on_a_cpu(server: Server) -> None:
     before = answer(server)
     for level in (1, 2):
-        assert httpx.post(f"{server.url}/sleep?level={level}", timeout=60).status_code == 200
+        assert (
+            httpx.post(f"{server.url}/sleep?level={level}", timeout=60).status_code
+            == 200
+        )
         assert control(server, "wake_up").status_code == 200
         assert answer(server) == before
     assert "sleep mode is not supported on CPU" in server.log.read_text()

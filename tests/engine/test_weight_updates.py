@@ -31,7 +31,9 @@ Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
 def scores(llm: Any) -> list[float]:
     """Log-probabilities of tokens behind problems, which an adapter moves if it moves no token."""
-    prompts = [llm.get_tokenizer().encode(problem(seed).question) for seed in eval_seeds(3)]
+    prompts = [
+        llm.get_tokenizer().encode(problem(seed).question) for seed in eval_seeds(3)
+    ]
     found = generate(llm, prompts, params(20, logprobs=0))
     places = [place for output in found for place in output.outputs[0].logprobs]
     return [one.logprob for place in places for one in place.values()]
@@ -70,7 +72,9 @@ def test_two_halves_give_the_tokens_of_a_fresh_start(
     first, second = halves(new)
     send(llm, new, first, second)
     assert tokens(llm) == wanted
-    with pytest.raises(ValueError, match=rf"The update has no weight '.*' \(and {len(second) - 1}"):
+    with pytest.raises(
+        ValueError, match=rf"The update has no weight '.*' \(and {len(second) - 1}"
+    ):
         send(llm, old, first)
     assert tokens(llm), "half of the layers are old"
     send(llm, old, second, first)
@@ -100,8 +104,14 @@ def write(path: Path, changes: dict[str, torch.Tensor | None]) -> Path:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({Q_PROJ: torch.zeros(3, 2)}, f"Weight '{Q_PROJ}' in the update has shape (3, 2), but"),
-        ({"x.weight": torch.zeros(1)}, "The update holds a weight 'x.weight' that this model does"),
+        (
+            {Q_PROJ: torch.zeros(3, 2)},
+            f"Weight '{Q_PROJ}' in the update has shape (3, 2), but",
+        ),
+        (
+            {"x.weight": torch.zeros(1)},
+            "The update holds a weight 'x.weight' that this model does",
+        ),
         ({Q_PROJ: None}, f"The update has no weight '{Q_PROJ}'."),
     ],
     ids=["shape", "surplus", "missing"],
@@ -130,7 +140,9 @@ def test_a_wrong_checkpoint_is_named_and_undone(llm: Any, tmp_path: Path) -> Non
 
 
 def test_a_weight_comes_once(llm: Any) -> None:
-    with pytest.raises(ValueError, match=f"Weight '{Q_PROJ}' comes twice in one update"):
+    with pytest.raises(
+        ValueError, match=f"Weight '{Q_PROJ}' comes twice in one update"
+    ):
         send(llm, CHECKPOINTS / "tiny-sdar", [Q_PROJ], [Q_PROJ])
     assert tokens(llm)
 
@@ -150,7 +162,9 @@ def test_the_order_of_calls_is_kept(llm: Any) -> None:
     assert tokens(llm) == before
 
 
-def test_kept_prefixes_are_those_of_the_old_weights(room: EngineRoom, tmp_path: Path) -> None:
+def test_kept_prefixes_are_those_of_the_old_weights(
+    room: EngineRoom, tmp_path: Path
+) -> None:
     """What vLLM's `/pause` clears, an engine without a server clears when it is told to."""
     new, prompt = trained(CHECKPOINTS / "tiny-sdar", tmp_path), [letters(100)]
 
@@ -168,16 +182,22 @@ def test_kept_prefixes_are_those_of_the_old_weights(room: EngineRoom, tmp_path: 
     assert (after.num_cached_tokens, token_ids(after)) == (0, wanted)
 
 
-def test_quantised_weights_are_refused_on_cpus(room: EngineRoom, tmp_path: Path) -> None:
+def test_quantised_weights_are_refused_on_cpus(
+    room: EngineRoom, tmp_path: Path
+) -> None:
     folder = tmp_path / "tiny-sdar"
     shutil.copytree(CHECKPOINTS / "tiny-sdar", folder)
     quantise(folder, "tiny-sdar", "int")
     dtype = str(DTYPE).removeprefix("torch.")
     llm = room.start("sdar", {}, model=str(folder), dtype=dtype, **TRANSFER)
     before = tokens(llm)
-    with pytest.raises(ValueError, match="^Quantised weights cannot be updated in place on CPUs"):
+    with pytest.raises(
+        ValueError, match="^Quantised weights cannot be updated in place on CPUs"
+    ):
         llm.start_weight_update()
-    with pytest.raises(ValueError, match="^Quantised weights cannot be updated in place on CPUs"):
+    with pytest.raises(
+        ValueError, match="^Quantised weights cannot be updated in place on CPUs"
+    ):
         llm.collective_rpc("reload_weights")
     assert tokens(llm) == before
 

@@ -18,12 +18,18 @@ def main(has_engine: bool) -> None:
     make = {"device": "cuda", "dtype": torch.bfloat16}
     x, w = torch.ones(32, 12288, **make), torch.ones(4096, 12288, **make)
     linear(x, w)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CUDA]
+    ) as trace:
         linear(x, w)
         torch.cuda.synchronize()
     if has_engine:
         engine.llm_engine.engine_core.shutdown()
-    kernels = [e.name for e in trace.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [
+        e.name
+        for e in trace.events()
+        if e.device_type == torch.autograd.DeviceType.CUDA
+    ]
     print(json.dumps(kernels))
 
 

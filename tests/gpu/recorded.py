@@ -12,7 +12,11 @@ import test_block_goldens
 import test_grid_goldens
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
-RANKING = {"default": "threshold", "neg_entropy": "entropy", "margin_confidence": "topk_margin"}
+RANKING = {
+    "default": "threshold",
+    "neg_entropy": "entropy",
+    "margin_confidence": "topk_margin",
+}
 
 
 def settings_of(checkpoint, dllm, **options):
@@ -42,7 +46,9 @@ def decode(engine, cases, prompt_of, wish_of):
     shuffled, found = random.Random(0).sample(cases, len(cases)), []
     for batch in [*([case] for case in cases), shuffled]:
         prompts = [{"prompt_token_ids": prompt_of(case)} for case in batch]
-        outputs = engine.generate(prompts, [wish_of(case) for case in batch], use_tqdm=False)
+        outputs = engine.generate(
+            prompts, [wish_of(case) for case in batch], use_tqdm=False
+        )
         found += zip(batch, outputs, strict=True)
     # Before anything is compared: the tests after one that fails need the GPU.
     engine.llm_engine.engine_core.shutdown()
@@ -78,7 +84,9 @@ def check_d2f(name, dllm=(), **options):
     golden = json.loads((GOLDENS / f"{name}.json").read_text())
     engine = start(golden["checkpoint"], {"strategy": "d2f", **dict(dllm)}, **options)
     cases = golden["cases"]
-    for case, output in decode(engine, cases, lambda case: case["prompt_ids"], d2f_params):
+    for case, output in decode(
+        engine, cases, lambda case: case["prompt_ids"], d2f_params
+    ):
         completion = output.outputs[0]
         assert list(completion.token_ids) == d2f_tokens(case), case["id"]
         forwards = sum(completion.spec_decode_metrics.histogram)
@@ -118,8 +126,12 @@ def full_params(case):
 
 def check_full(family, strategy, dllm=(), **options):
     """Tokens and forwards under full attention; recorded random numbers run on the CPU alone."""
-    engine = start(f"checkpoints/tiny-{family}", {"strategy": strategy, **dict(dllm)}, **options)
-    cases = [case for case in full_goldens.cases_of(family, strategy) if not case.is_random]
+    engine = start(
+        f"checkpoints/tiny-{family}", {"strategy": strategy, **dict(dllm)}, **options
+    )
+    cases = [
+        case for case in full_goldens.cases_of(family, strategy) if not case.is_random
+    ]
     wrong = []
     for case, output in decode(engine, cases, lambda case: case.prompt, full_params):
         completion = output.outputs[0]

@@ -14,7 +14,12 @@ from test_structured_outputs import wish
 
 from dllm_plugin import default_model
 from dllm_plugin.commands.offline import conversation
-from dllm_plugin.commands.problems.generator import ANSWER_SCHEMA, ask_in_json, eval_seeds, problem
+from dllm_plugin.commands.problems.generator import (
+    ANSWER_SCHEMA,
+    ask_in_json,
+    eval_seeds,
+    problem,
+)
 from dllm_plugin.config.request.grammar_mode import AUTOMATON, DRAFTS, WAYS
 from dllm_plugin.grammar.automaton import FAR, START, STOP, TokenAutomaton, build
 from dllm_plugin.grammar.vocabulary import Vocabulary
@@ -31,12 +36,19 @@ def random_automaton(vocab, states, classes, edges):
     """An automaton of these sizes, from whose every state a text can end."""
     rng = np.random.default_rng(states)
     class_V = rng.integers(STOP + 1, classes, vocab, dtype=np.int32)
-    class_V[:9], class_V[9], class_V[10 : 10 + classes - 2] = 0, STOP, np.arange(2, classes)
+    class_V[:9], class_V[9], class_V[10 : 10 + classes - 2] = (
+        0,
+        STOP,
+        np.arange(2, classes),
+    )
     pairs = np.unique(
-        np.concatenate([np.arange(states - 1), rng.integers(0, states - 1, edges)]) * classes
+        np.concatenate([np.arange(states - 1), rng.integers(0, states - 1, edges)])
+        * classes
         + rng.integers(STOP + 1, classes, edges + states - 1)
     )
-    inner = np.stack([pairs // classes + 1, pairs % classes, rng.integers(1, states, len(pairs))])
+    inner = np.stack(
+        [pairs // classes + 1, pairs % classes, rng.integers(1, states, len(pairs))]
+    )
     ends = [(state, STOP, END) for state in (END, *range(1, states, 3))]
     edge_E3 = np.concatenate([inner.T, np.array(ends)])
     edge_E3 = edge_E3[np.lexsort((edge_E3[:, 1], edge_E3[:, 0], edge_E3[:, 2]))]
@@ -48,13 +60,19 @@ def random_automaton(vocab, states, classes, edges):
         *edge_E3.T,
         *(np.searchsorted(edge_E3[:, 2], np.arange(states + 1)), far_Q),
     )
-    return TokenAutomaton(*(np.ascontiguousarray(column, dtype=np.int32) for column in columns))
+    return TokenAutomaton(
+        *(np.ascontiguousarray(column, dtype=np.int32) for column in columns)
+    )
 
 
 def schema_automaton(vocab):
     """That of a JSON schema, over bytes and words."""
-    spelled = [bytes([i]) for i in range(256)] + [f"w{i}".encode() for i in range(256, vocab - 2)]
-    vocabulary = Vocabulary([*spelled, b"", b""], [vocab - 2, vocab - 1], lambda text: [])
+    spelled = [bytes([i]) for i in range(256)] + [
+        f"w{i}".encode() for i in range(256, vocab - 2)
+    ]
+    vocabulary = Vocabulary(
+        [*spelled, b"", b""], [vocab - 2, vocab - 1], lambda text: []
+    )
     schema = '{"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}'
     return build({"schema": schema, "whitespace": "[ ]?"}, vocabulary, [vocab - 2])
 
@@ -88,8 +106,14 @@ def canvases_of(automata, length, temperatures):
                 last = follow(automata[which], last, kind)
         room = FAR if i % 5 == 4 else int(automata[which].far_Q[last]) + i % 2
         columns.append((which, first, room, 1000 + 7 * i, i + 2, 64 * i))
-    which, state, room, seed, step, position = torch.tensor(columns, device=DEVICE).T.contiguous()
-    tensors = torch.tensor(given, device=DEVICE), room, torch.tensor(temperatures, device=DEVICE)
+    which, state, room, seed, step, position = torch.tensor(
+        columns, device=DEVICE
+    ).T.contiguous()
+    tensors = (
+        torch.tensor(given, device=DEVICE),
+        room,
+        torch.tensor(temperatures, device=DEVICE),
+    )
     return Canvases(which, state, *tensors, seed, step, position)
 
 
@@ -121,7 +145,11 @@ def rows_of(which, length, vocab, dtype):
 
 def few(rows, low):
     """Some of the rows: the reference copies what it reads, in float64 where it draws."""
-    cut = {name: getattr(rows, name)[low : low + 64] for name in Rows._fields if name[-2:] == "_T"}
+    cut = {
+        name: getattr(rows, name)[low : low + 64]
+        for name in Rows._fields
+        if name[-2:] == "_T"
+    }
     return rows._replace(**cut)
 
 
@@ -137,7 +165,9 @@ def test_kernels_are_the_reference(sizes, length, dtype):
     The reference's own float32 sums over 150,000 ids are no measure: they add one by one.
     """
     vocab = DREAM if sizes is None else LLADA
-    made = [schema_automaton(vocab) if sizes is None else random_automaton(vocab, *sizes)]
+    made = [
+        schema_automaton(vocab) if sizes is None else random_automaton(vocab, *sizes)
+    ]
     made.append(random_automaton(vocab, 90, 70, 800))
     held = AutomatonTables(DEVICE)
     assert [held.add(i, automaton) for i, automaton in enumerate(made)] == [0, 1]
@@ -162,7 +192,8 @@ def test_kernels_are_the_reference(sizes, length, dtype):
     assert (far_G <= which.room_G).all()
     class_T = path.class_GC.flatten()
     parts = [
-        reference.choose_ids(tables, few(rows, low), class_T[low : low + 64]) for low in starts
+        reference.choose_ids(tables, few(rows, low), class_T[low : low + 64])
+        for low in starts
     ]
     has_class = class_T >= 0
     chosen = kernel.choose_ids(tables, rows, class_T)[has_class]
@@ -173,12 +204,19 @@ def test_kernels_are_the_reference(sizes, length, dtype):
 
 BUNDLED = {
     "checkpoint": default_model.path(),
-    "dllm": {"strategy": "d2f", "lora_path": default_model.adapter_path(), "threshold": 0.9},
+    "dllm": {
+        "strategy": "d2f",
+        "lora_path": default_model.adapter_path(),
+        "threshold": 0.9,
+    },
 }
 ENGINES = {
     "bundled": BUNDLED,
     "bundled-eager": BUNDLED | {"enforce_eager": True},
-    "full attention": {"checkpoint": "checkpoints/tiny-llada", "dllm": {"strategy": "dual_cache"}},
+    "full attention": {
+        "checkpoint": "checkpoints/tiny-llada",
+        "dllm": {"strategy": "dual_cache"},
+    },
     "shifted": {"checkpoint": "checkpoints/tiny-dream", "dllm": {"strategy": "d2f"}},
     "grid": {"checkpoint": "checkpoints/tiny-sdar", "dllm": {}},
 }
@@ -187,12 +225,22 @@ ENGINES = {
 def asked_of(llm, bundled, **given):
     """Prompts, parameters, and what judges each text: schemas, expressions and words."""
     rng = random.Random(4)
-    cases = [schema_case("answer"), schema_case("nested"), regex_case(rng), choice_case(rng)]
+    cases = [
+        schema_case("answer"),
+        schema_case("nested"),
+        regex_case(rng),
+        choice_case(rng),
+    ]
     prompts = [letters(9 + 3 * i, i) for i in range(len(cases))]
     if bundled:
-        chats = [conversation(ask_in_json(problem(i)).question) for i in eval_seeds(len(cases))]
+        chats = [
+            conversation(ask_in_json(problem(i)).question)
+            for i in eval_seeds(len(cases))
+        ]
         prompts = [
-            llm.get_tokenizer().apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+            llm.get_tokenizer().apply_chat_template(chat, add_generation_prompt=True)[
+                "input_ids"
+            ]
             for chat in chats
         ]
     judges, wishes = [case.judge for case in cases] * 2, []
@@ -223,7 +271,9 @@ def test_texts_by_kernels_are_those_by_the_reference(name, monkeypatch):
     llm.llm_engine.engine_core.shutdown()
     for output, judge in zip(by_kernels, judges, strict=True):
         assert judge(output.outputs[0].text), output.outputs[0].text
-    counts = [output.outputs[0].spec_decode_metrics.per_step_drafted for output in by_kernels]
+    counts = [
+        output.outputs[0].spec_decode_metrics.per_step_drafted for output in by_kernels
+    ]
     assert {found for _, found in counts} == {WAYS.index(AUTOMATON)}
     tokens = [token_ids(output) for output in by_kernels]
     assert tokens == [token_ids(output) for output in by_reference]

@@ -30,7 +30,9 @@ def in_process(monkeypatch):
 
 def start(family, dllm, monkeypatch):
     """An engine, and how many steps had which length per request in full graphs, None in others."""
-    engine = recorded.start(f"checkpoints/tiny-{family}", BLOCKS | dllm, async_scheduling=True)
+    engine = recorded.start(
+        f"checkpoints/tiny-{family}", BLOCKS | dllm, async_scheduling=True
+    )
     manager, lengths = worker_of(engine).model_runner.cudagraph_manager, Counter()
     dispatch = manager.dispatch
 
@@ -45,7 +47,9 @@ def start(family, dllm, monkeypatch):
 
 def decode(engine, family, jobs):
     """Name, plain text and output of each job, alone and then in one batch; ends the engine."""
-    found = recorded.decode(engine, jobs, lambda job: job[0], lambda job: request(*job[1:]))
+    found = recorded.decode(
+        engine, jobs, lambda job: job[0], lambda job: request(*job[1:])
+    )
     model = PlainModel.load(CHECKPOINTS / f"tiny-{family}")
     texts, runs = [two_pass(model, *job) for job in jobs], []
     for i, (job, output) in enumerate(found):
@@ -69,7 +73,10 @@ def differences(runs):
 
 def extra_forwards(runs):
     """By name: forwards beyond the loop's denoising ones, and its forwards that only store."""
-    return {name: (forwards(out) - text.passes, text.commit_passes) for name, text, out in runs}
+    return {
+        name: (forwards(out) - text.passes, text.commit_passes)
+        for name, text, out in runs
+    }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -77,10 +84,14 @@ def test_whole_canvases(family, monkeypatch):
     """Requests with block lengths of their own compute whole canvases like the others."""
     engine, lengths = start(family, {"commit_alone_from": 0}, monkeypatch)
     shapes = [(16, 48), (8, 20), (32, 40)]
-    jobs = [(a_prompt(5 + 9 * i, i), *shapes[i % 3], wish) for i, wish in enumerate(WISHES)]
+    jobs = [
+        (a_prompt(5 + 9 * i, i), *shapes[i % 3], wish) for i, wish in enumerate(WISHES)
+    ]
     runs = decode(engine, family, jobs)
     assert differences(runs) == []
-    assert {name: extra for name, extra in extra_forwards(runs).items() if extra[0]} == {}
+    assert {
+        name: extra for name, extra in extra_forwards(runs).items() if extra[0]
+    } == {}
     # Only prompts are computed in other graphs.
     assert lengths.keys() == {None, 64} and lengths[None] <= 2 * len(jobs), lengths
 
@@ -90,10 +101,15 @@ def test_single_blocks_where_many_requests_run(family, monkeypatch):
     """Answers of several lengths: once three requests are left, commits share forwards again."""
     dllm = {"block_length": 16, "commit_alone_from": 4}
     engine, lengths = start(family, dllm, monkeypatch)
-    jobs = [(a_prompt(5 + 9 * i, i), 16, 16 + 8 * i, wish) for i, wish in enumerate(WISHES)]
+    jobs = [
+        (a_prompt(5 + 9 * i, i), 16, 16 + 8 * i, wish) for i, wish in enumerate(WISHES)
+    ]
     runs = decode(engine, family, jobs)
     assert differences(runs) == []
-    alone, together = extra_forwards(runs[: len(jobs)]), extra_forwards(runs[len(jobs) :])
+    alone, together = (
+        extra_forwards(runs[: len(jobs)]),
+        extra_forwards(runs[len(jobs) :]),
+    )
     assert {name: extra for name, extra in alone.items() if extra[0]} == {}
     assert all(0 <= extra <= most for extra, most in together.values()), together
     assert sum(extra for extra, _ in together.values()) > 0, together

@@ -25,7 +25,8 @@ def common(starts, seen, tables, canvas):
 
 @pytest.mark.parametrize("heads", [(8, 8), (8, 4)])
 @pytest.mark.parametrize(
-    ("canvas", "length"), [(64, 16), (64, 32), (64, 24), (32, 20), (8, 5), (3, 2), (2, 1)]
+    ("canvas", "length"),
+    [(64, 16), (64, 32), (64, 24), (32, 20), (8, 5), (3, 2), (2, 1)],
 )
 def test_cascade(heads, canvas, length):
     """Canvases in blocks, and run and window of short ones that float."""
@@ -45,22 +46,28 @@ def test_cascade(heads, canvas, length):
     cache = torch.randn(requests * pages, heads[1], PAGE, 2 * HEAD, **options)
     table = torch.randperm(requests * pages, device="cuda").int().view(requests, pages)
     with set_current_vllm_config(VllmConfig()):
-        impl = SegmentFlashImpl(heads[0], HEAD, HEAD**-0.5, heads[1], None, None, "auto")
+        impl = SegmentFlashImpl(
+            heads[0], HEAD, HEAD**-0.5, heads[1], None, None, "auto"
+        )
     layer = torch.nn.Module()
     layer._q_scale = layer._k_scale = layer._v_scale = torch.ones(1, device="cuda")
-    place = torch.tensor(contexts, device="cuda")[:, None] + torch.arange(canvas, device="cuda")
+    place = torch.tensor(contexts, device="cuda")[:, None] + torch.arange(
+        canvas, device="cuda"
+    )
     slots = table.gather(1, place // PAGE).long() * PAGE + place % PAGE
     impl.do_kv_cache_update(layer, key, value, cache, slots.flatten())
 
     stops = np.minimum(np.arange(1, canvas // length + 2) * length, canvas)
     stops_RS = np.tile(stops, (requests, 1))
     starts = [0, *(stops_RS + np.arange(requests)[:, None] * canvas).ravel()]
-    request_B = torch.arange(requests, dtype=torch.int32, device="cuda").repeat_interleave(
-        len(stops)
-    )
+    request_B = torch.arange(
+        requests, dtype=torch.int32, device="cuda"
+    ).repeat_interleave(len(stops))
     slot_mapping = {"slot_mapping": slots.flatten(), "num_actual_tokens": tokens}
     seen = (stops_RS + np.array(contexts)[:, None]).ravel()
-    plain = FlashAttentionMetadata(**common(starts, seen, table[request_B], canvas), **slot_mapping)
+    plain = FlashAttentionMetadata(
+        **common(starts, seen, table[request_B], canvas), **slot_mapping
+    )
     expected, found = torch.empty_like(query), torch.empty_like(query)
     impl.forward(layer, query, key, value, cache, plain, expected)
 

@@ -23,7 +23,10 @@ def compare(case, seed=0):
     expected = [*arguments[:-1], torch.full_like(arguments[-1], torch.nan)]
     attention_reference.attend_spans(*expected, **constants)
     torch.testing.assert_close(
-        *(arguments[-1], expected[-1]), atol=TOLERANCE[case.dtype], rtol=0, equal_nan=True
+        *(arguments[-1], expected[-1]),
+        atol=TOLERANCE[case.dtype],
+        rtol=0,
+        equal_nan=True,
     )
 
 
@@ -34,7 +37,12 @@ def test_named_cases(name, dtype):
 
 
 RULES = (
-    *(spans.block_causal, spans.bidirectional, spans.prompt_then_blocks, spans.absolute_grid),
+    *(
+        spans.block_causal,
+        spans.bidirectional,
+        spans.prompt_then_blocks,
+        spans.absolute_grid,
+    ),
     spans.nothing,
 )
 
@@ -60,7 +68,9 @@ def test_sweep(group, head, dtype):
                 head=head,
                 page=rng.choice([16, 32, 48, 64, 128, 256]),
                 rule=rule,
-                behind=rng.choice([0, 0, 37, 200]) if rule is spans.bidirectional else 0,
+                behind=rng.choice([0, 0, 37, 200])
+                if rule is spans.bidirectional
+                else 0,
                 padding=rng.choice([0, 5]),
                 units=rng.choice([1, 8, 132]),
                 dtype=dtype,
@@ -72,7 +82,9 @@ def test_sweep(group, head, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_long_contexts_in_every_number_of_splits(dtype):
     for units in (1, 4, 8, 16, 32, 64, 132):
-        case = spans.Spans([32, 9], [8192, 3000], 4, 7, 128, 64, units=units, dtype=dtype)
+        case = spans.Spans(
+            [32, 9], [8192, 3000], 4, 7, 128, 64, units=units, dtype=dtype
+        )
         compare(case, units)
 
 
@@ -83,12 +95,16 @@ def test_store(heads, head, page, dtype):
     for tokens in (1, 31, 32, 33, 500):
         rng = torch.Generator().manual_seed(tokens)
         fused = torch.randn(tokens, 3 * heads * head, generator=rng).to("cuda", dtype)
-        key, value = (t.unflatten(1, (heads, head)) for t in fused.split(heads * head, 1)[1:])
+        key, value = (
+            t.unflatten(1, (heads, head)) for t in fused.split(heads * head, 1)[1:]
+        )
         slots = torch.randperm(40 * page, generator=rng)[:tokens]
         slots[torch.rand(tokens, generator=rng) < 0.3] = -1
         caches = []
         for store in (store_kernel.store_kv, store_reference.store_kv):
-            cache = torch.full((40, heads, page, 2 * head), torch.nan, dtype=dtype, device="cuda")
+            cache = torch.full(
+                (40, heads, page, 2 * head), torch.nan, dtype=dtype, device="cuda"
+            )
             store(key, value, *store_reference.split_cache(cache, head), slots.cuda())
             caches.append(cache)
         torch.testing.assert_close(*caches, atol=0, rtol=0, equal_nan=True)
@@ -97,16 +113,22 @@ def test_store(heads, head, page, dtype):
 @pytest.mark.parametrize("units", [1, 64])
 def test_a_captured_graph_follows_its_inputs(units):
     """Captured for one batch, replayed for batches of other lengths, contexts and borders."""
-    shape = dict(kv_heads=2, group=7, head=128, page=64, units=units, dtype=torch.bfloat16)
+    shape = dict(
+        kv_heads=2, group=7, head=128, page=64, units=units, dtype=torch.bfloat16
+    )
     batches = [
         spans.Spans([64, 64, 64], [0, 0, 0], padding=1, **shape),
         spans.Spans([64, 30, 64], [900, 3, 64], padding=35, **shape),
-        spans.Spans([1, 64, 2], [77, 640, 1], rule=spans.absolute_grid, padding=126, **shape),
+        spans.Spans(
+            [1, 64, 2], [77, 640, 1], rule=spans.absolute_grid, padding=126, **shape
+        ),
     ]
     built = [spans.build(case, seed, "cuda")[0] for seed, case in enumerate(batches)]
     width = max(arguments[8].shape[1] for arguments in built)
     pages = max(len(arguments[3]) for arguments in built)
-    cache = torch.full((pages, 2, 64, 256), torch.nan, dtype=torch.bfloat16, device="cuda")
+    cache = torch.full(
+        (pages, 2, 64, 256), torch.nan, dtype=torch.bfloat16, device="cuda"
+    )
     buffers = [torch.zeros_like(tensor) for tensor in built[0][:3]]
     caches = store_reference.split_cache(cache, 128)
     bounds, start = (torch.zeros(n, dtype=torch.int32, device="cuda") for n in (5, 4))

@@ -20,7 +20,9 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 G
 
 MODELS = ["sdar-moe", "llada2.1"]
 EAGER = pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
-SECONDS = 120  # of one piece of work: a rank that waits for the other one would wait for ever
+SECONDS = (
+    120  # of one piece of work: a rank that waits for the other one would wait for ever
+)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -65,7 +67,9 @@ class Ranks:
         """Compare recorded decodes, all at once, with what the reference gives."""
         wishes = [(case["prompt_ids"], self.blocks.wish(case)) for case in cases]
         answers = (self.answer(r, *wish) for r, wish in zip(ranks, wishes, strict=True))
-        for case, output in zip(cases, await within(asyncio.gather(*answers)), strict=True):
+        for case, output in zip(
+            cases, await within(asyncio.gather(*answers)), strict=True
+        ):
             self.blocks.check(case, output)
 
 
@@ -104,7 +108,9 @@ async def only_request_goes(ranks):
 
     cases = ranks.blocks.cases_of(ranks.model)[:3]
     for rank, outputs in ((0, 0), (1, 0), (0, 1), (1, 1)):
-        wish = params(400, dllm_policy="low_confidence", output_kind=RequestOutputKind.DELTA)
+        wish = params(
+            400, dllm_policy="low_confidence", output_kind=RequestOutputKind.DELTA
+        )
         stream = ranks.stream(rank, a_prompt(100, rank), wish)
         if outputs:
             delta = await within(anext(stream))
@@ -125,7 +131,10 @@ def test_data_parallel(model, eager):
         began, ranks = time.monotonic(), Ranks(model, eager)
         try:
             config = ranks.engine.vllm_config
-            assert config.model_config.is_moe and config.parallel_config.enable_expert_parallel
+            assert (
+                config.model_config.is_moe
+                and config.parallel_config.enable_expert_parallel
+            )
             print(f"started in {time.monotonic() - began:.0f} s")
             for part in (one_prefills, twenty_waves, only_request_goes):
                 began = time.monotonic()

@@ -39,7 +39,11 @@ def graphs(canvas, *more, block=None):
     sizes = [canvas * n for n in (*range(1, REQUESTS + 1), *more)]
     if block is not None:
         sizes = sorted({*sizes, *(block * n for n in range(1, REQUESTS + 1))})
-    return {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
+    return {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": sizes,
+    }
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,7 +53,9 @@ def in_process():
         yield
 
 
-def engine_of(checkpoint, dllm, compilation, backend="FLASH_ATTN", splits=32, **options):
+def engine_of(
+    checkpoint, dllm, compilation, backend="FLASH_ATTN", splits=32, **options
+):
     from vllm import LLM
 
     settings = {
@@ -77,7 +83,9 @@ def check_builder(engine):
     """The graphs are there, and FlashAttention 3 schedules them by our builder."""
     from dllm_plugin.attention.flash import SegmentFlashBuilder
 
-    worker = engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    worker = (
+        engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    )
     runner = worker.model_runner
     [[group]] = runner.attn_groups
     [builder] = group.metadata_builders
@@ -92,13 +100,18 @@ def end(engine):
 
 def long_sdar(compilation, dllm=SDAR, **options):
     """A prompt of 1,000 tokens in blocks of 4 is 250 sequences, where 8 requests are served."""
-    more = {"max_model_len": 2048, "hf_overrides": {"max_position_embeddings": 2048}} | options
+    more = {
+        "max_model_len": 2048,
+        "hf_overrides": {"max_position_embeddings": 2048},
+    } | options
     return engine_of("tiny-sdar", dllm, compilation, **more)
 
 
 def short_answers(engine):
     """Contexts of at most 128 tokens, one tile of keys, which no setting splits: exact."""
-    cases = [case for case in grid.cases_of("sdar") if case["settings"]["block_length"] <= 16]
+    cases = [
+        case for case in grid.cases_of("sdar") if case["settings"]["block_length"] <= 16
+    ]
     assert max(len(case["prompt_ids"] + case["output_ids"]) for case in cases) <= 128
     wishes = [grid.wish(case) for case in cases]
     prompts = [case["prompt_ids"] for case in cases]
@@ -110,7 +123,11 @@ def long_answers(engine):
     """Arrivals in the middle of other texts; one position after the other, so ties stay local."""
 
     def request(name, length, block, tokens=48):
-        settings = {"dllm_policy": "sequential", "dllm_block_length": block, "logprobs": 5}
+        settings = {
+            "dllm_policy": "sequential",
+            "dllm_block_length": block,
+            "logprobs": 5,
+        }
         return (name, a_prompt(length, length), params(tokens, **settings))
 
     arrivals = {
@@ -129,7 +146,9 @@ def agree(ours, theirs):
     for name in ours:
         one, other = ours[name].outputs[0], theirs[name].outputs[0]
         assert len(one.token_ids) == len(other.token_ids)
-        for i, (token, their_token) in enumerate(zip(one.token_ids, other.token_ids, strict=True)):
+        for i, (token, their_token) in enumerate(
+            zip(one.token_ids, other.token_ids, strict=True)
+        ):
             scores, their_scores = one.logprobs[i], other.logprobs[i]
             near = abs(scores[token].logprob - their_scores[their_token].logprob)
             assert near <= TOLERANCE, (name, i, near)
@@ -166,7 +185,11 @@ def cascade(monkeypatch):
 def test_sdar(backend, eager_sdar, no_cascade):
     short, long = eager_sdar
     engine = long_sdar(graphs(32), backend=backend)
-    before, between, behind = short_answers(engine), long_answers(engine), short_answers(engine)
+    before, between, behind = (
+        short_answers(engine),
+        long_answers(engine),
+        short_answers(engine),
+    )
     end(engine)
     # Buffers that held longer batches change nothing.
     assert before == behind
@@ -178,7 +201,10 @@ def test_sdar(backend, eager_sdar, no_cascade):
 def test_sdar_as_it_is_served(eager_sdar, cascade):
     """Compiled, with piecewise graphs for prompts; with a cascade."""
     engine = long_sdar({}, async_scheduling=True)
-    assert check_builder(engine).model_state.sequences.cascade_from[SDAR["canvas_length"]] <= 4
+    assert (
+        check_builder(engine).model_state.sequences.cascade_from[SDAR["canvas_length"]]
+        <= 4
+    )
     answers = [long_answers(engine) for _ in range(2)]
     end(engine)
     assert all(agree(one, eager_sdar[1]) > BEFORE_TIES for one in answers)
@@ -198,9 +224,15 @@ def test_steps_of_one_block_each(backend, no_cascade, monkeypatch):
     for compilation in (EAGER, graphs(32, block=16)):
         engine = long_sdar(compilation, backend=backend, dllm=dllm)
         core = engine.llm_engine.engine_core.engine_core
-        manager = core.model_executor.driver_worker.worker.model_runner.cudagraph_manager
-        captured = {desc.num_reqs for desc in manager.graphs if desc.uniform_token_count == 16}
-        assert captured == (set() if compilation is EAGER else set(range(3, REQUESTS + 1)))
+        manager = (
+            core.model_executor.driver_worker.worker.model_runner.cudagraph_manager
+        )
+        captured = {
+            desc.num_reqs for desc in manager.graphs if desc.uniform_token_count == 16
+        }
+        assert captured == (
+            set() if compilation is EAGER else set(range(3, REQUESTS + 1))
+        )
         replayed, replay = set(), manager.run_fullgraph
 
         def note(desc, replay=replay, replayed=replayed):
@@ -222,7 +254,9 @@ def test_many_requests_compute_one_block_each_by_default():
     for most, fewest in ((8, 8), (7, 0)):
         dllm = {"dllm": SDAR | {"block_length": 16}}
         arguments = {"max_num_seqs": most, "additional_config": dllm}
-        config = EngineArgs(str(CHECKPOINTS / "tiny-sdar"), **arguments).create_engine_config()
+        config = EngineArgs(
+            str(CHECKPOINTS / "tiny-sdar"), **arguments
+        ).create_engine_config()
         assert config.additional_config["dllm"]["commit_alone_from"] == fewest
         assert (config.parallel_config.worker_cls == WORKER) == bool(fewest)
 
@@ -234,13 +268,18 @@ def d2f_answers(engine):
     """
     cases = json.loads((recorded.GOLDENS / "d2f_llada.json").read_text())["cases"]
     cases = [case for case in cases if case["settings"]["block_size"] <= 16]
-    prompts, wishes = [c["prompt_ids"] for c in cases], [recorded.d2f_params(c) for c in cases]
+    prompts, wishes = (
+        [c["prompt_ids"] for c in cases],
+        [recorded.d2f_params(c) for c in cases],
+    )
     assert len(cases) <= REQUESTS
     batches = [[0], [1], [*range(len(cases))], [1] * MANY]
     return [
         [
             token_ids(output)
-            for output in generate(engine, [prompts[i] for i in batch], [wishes[i] for i in batch])
+            for output in generate(
+                engine, [prompts[i] for i in batch], [wishes[i] for i in batch]
+            )
         ]
         for batch in batches
     ]

@@ -14,7 +14,11 @@ from dllm_plugin.decoding.step_costs import MeasuredCosts
 
 REQUESTS = 8
 COUNTS = (1, 3, 8)  # 3 are padded to 4
-FULL = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 256]}
+FULL = {
+    "mode": 0,
+    "cudagraph_mode": "FULL_DECODE_ONLY",
+    "cudagraph_capture_sizes": [1, 256],
+}
 in_process = flash.in_process
 
 
@@ -38,7 +42,9 @@ def start(name, compilation, backend, **options):
     dllm |= {"block_length": block, "canvas_length": canvas, "min_window": least}
     dllm |= options.pop("dllm", {})
     settings = {"max_model_len": 256} | options
-    return flash.engine_of(f"tiny-{family}", dllm, compilation, backend=backend, **settings)
+    return flash.engine_of(
+        f"tiny-{family}", dllm, compilation, backend=backend, **settings
+    )
 
 
 def noted(engine, monkeypatch):
@@ -64,8 +70,12 @@ def answers(engine, widths):
     found = {}
     for width in widths:
         for count in COUNTS:
-            wishes = [params(tokens, dllm_schedule=[width]) for _, tokens in cases(count)]
-            found[width, count] = generate(engine, [prompt for prompt, _ in cases(count)], wishes)
+            wishes = [
+                params(tokens, dllm_schedule=[width]) for _, tokens in cases(count)
+            ]
+            found[width, count] = generate(
+                engine, [prompt for prompt, _ in cases(count)], wishes
+            )
     return found
 
 
@@ -89,7 +99,9 @@ def check_costs(engine):
 @pytest.mark.parametrize("name", ["llada-d2f", "dream-d2f", "sdar"])
 def test_flash_equals_eager_steps(name, cascade, monkeypatch):
     """Both with a cascade from two requests on, or both without."""
-    monkeypatch.setattr("dllm_plugin.attention.cascade.MAX_HEADS_PER_KV_HEAD", 9 * cascade)
+    monkeypatch.setattr(
+        "dllm_plugin.attention.cascade.MAX_HEADS_PER_KV_HEAD", 9 * cascade
+    )
     monkeypatch.setattr("dllm_plugin.attention.cascade.LAUNCH_COST", 60)
     engine = start(name, FULL, "FLASH_ATTN")
     core = engine.llm_engine.engine_core.engine_core
@@ -105,7 +117,9 @@ def test_flash_equals_eager_steps(name, cascade, monkeypatch):
     flash.end(engine)
     for batch, outputs in found.items():
         wanted = [(token_ids(output), forwards(output)) for output in eager[batch]]
-        assert [(token_ids(output), forwards(output)) for output in outputs] == wanted, batch
+        assert [
+            (token_ids(output), forwards(output)) for output in outputs
+        ] == wanted, batch
 
 
 @pytest.mark.parametrize("layout", ["unified", "distinct"])
@@ -113,7 +127,9 @@ def test_flash_equals_eager_steps(name, cascade, monkeypatch):
 def test_triton_equals_the_plain_loop(name, layout, monkeypatch):
     backend = "TRITON_ATTN" if layout == "unified" else None
     dllm = {"kv_cache_layout": layout}
-    engine = start(name, FULL, backend, dtype="float32", async_scheduling=True, dllm=dllm)
+    engine = start(
+        name, FULL, backend, dtype="float32", async_scheduling=True, dllm=dllm
+    )
     captured, replayed = noted(engine, monkeypatch)
     check_costs(engine)
     found = answers(engine, sorted({width for _, width in captured}))

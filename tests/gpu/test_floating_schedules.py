@@ -22,7 +22,10 @@ def test_schedules_equal_the_plain_loop(name, how):
     options = dict(HOW[how])
     dllm = {"strategy": strategy, "adaptive": "throughput", "threshold": THRESHOLD}
     dllm |= {"block_length": block, "canvas_length": canvas} | options.pop("dllm", {})
-    engine, wanted = recorded.start(f"checkpoints/tiny-{family}", dllm, **options), requests(name)
+    engine, wanted = (
+        recorded.start(f"checkpoints/tiny-{family}", dllm, **options),
+        requests(name),
+    )
     wishes = [params(tokens, dllm_schedule=widths) for _, tokens, widths in wanted]
     outputs = generate(engine, [prompt for prompt, *_ in wanted], wishes)
     engine.llm_engine.engine_core.shutdown()

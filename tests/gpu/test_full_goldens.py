@@ -30,7 +30,10 @@ KINDS = {
     "uncompiled, synchronous": ({"compile_step": False}, {"async_scheduling": False}),
     "schedule": ({"policy": "low_confidence"}, {}),
     "to the end of the canvas": ({"strategy": "prefix_cache"}, {}),
-    "to the end, synchronous": ({"strategy": "prefix_cache"}, {"async_scheduling": False}),
+    "to the end, synchronous": (
+        {"strategy": "prefix_cache"},
+        {"async_scheduling": False},
+    ),
 }
 
 
@@ -42,7 +45,11 @@ def test_blocks_in_full_graphs(family, dllm, options):
     recorded.check_full(family, dllm["strategy"], dllm, **options)
 
 
-SOME = [("llada", "dual_cache"), ("dream", "prefix_cache"), ("llada", "semi_autoregressive")]
+SOME = [
+    ("llada", "dual_cache"),
+    ("dream", "prefix_cache"),
+    ("llada", "semi_autoregressive"),
+]
 
 
 @pytest.mark.parametrize("decoder", SOME, ids="-".join)

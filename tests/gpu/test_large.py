@@ -39,14 +39,29 @@ def checkpoint(tmp_path):
     return tmp_path
 
 
-@pytest.fixture(params=[{"strategy": "d2f", "canvas_length": 64}, {}], ids=["d2f", "auto"])
+@pytest.fixture(
+    params=[{"strategy": "d2f", "canvas_length": 64}, {}], ids=["d2f", "auto"]
+)
 def server(checkpoint, tmp_path, request):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint)]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.cli.main",
+        "serve",
+        str(checkpoint),
+    ]
     command += ["--host", "127.0.0.1", "--port", str(port), "--load-format", "dummy"]
-    command += ["--max-num-seqs", "64", "--served-model-name", "llada", "--max-model-len", "2048"]
+    command += [
+        "--max-num-seqs",
+        "64",
+        "--served-model-name",
+        "llada",
+        "--max-model-len",
+        "2048",
+    ]
     command += ["--additional-config", json.dumps({"dllm": request.param})]
     log = (tmp_path / "server.log").open("w")
     process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {})

@@ -43,15 +43,27 @@ def test_many_requests(name, tmp_path):
     from vllm import LLM, SamplingParams
 
     folder = tmp_path / name
-    shutil.copytree(CHECKPOINTS / f"tiny-{name}", folder, ignore=lambda *_: ["model.safetensors"])
+    shutil.copytree(
+        CHECKPOINTS / f"tiny-{name}", folder, ignore=lambda *_: ["model.safetensors"]
+    )
     config = json.loads((folder / "config.json").read_text()) | SHAPES[name]
     (folder / "config.json").write_text(json.dumps(config))
     engine = LLM(
-        str(folder), load_format="dummy", dtype="bfloat16", max_model_len=2048, max_num_seqs=64
+        str(folder),
+        load_format="dummy",
+        dtype="bfloat16",
+        max_model_len=2048,
+        max_num_seqs=64,
     )
-    prompts = [{"prompt_token_ids": [1 + (i + j) % 200 for j in range(256 + i)]} for i in range(64)]
+    prompts = [
+        {"prompt_token_ids": [1 + (i + j) % 200 for j in range(256 + i)]}
+        for i in range(64)
+    ]
     wish = SamplingParams(
-        max_tokens=96, temperature=0, ignore_eos=True, extra_args={"dllm_policy": "low_confidence"}
+        max_tokens=96,
+        temperature=0,
+        ignore_eos=True,
+        extra_args={"dllm_policy": "low_confidence"},
     )
     for _ in range(2):
         started = time.perf_counter()

@@ -16,14 +16,18 @@ from dllm_plugin.omni import (
     tensor_of,
 )
 
-PROMPTS = [prompt(n, i) for i, n in enumerate([5, 150, 17, 33, 70, 64, 1, 100] * 3)][:20]
+PROMPTS = [prompt(n, i) for i, n in enumerate([5, 150, 17, 33, 70, 64, 1, 100] * 3)][
+    :20
+]
 # Layers of the decoder, and how large a float32 error may be: the second reaches values of 58.
 LAYERS = [(None, 1e-4), ([0, 2, 3], 1e-3)]
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return autoregressive(tmp_path_factory.mktemp("llama") / "llama", "Llama", hidden=128)
+    return autoregressive(
+        tmp_path_factory.mktemp("llama") / "llama", "Llama", hidden=128
+    )
 
 
 def generate(folder: Path, dtype: str, **options):
@@ -44,7 +48,9 @@ def generate(folder: Path, dtype: str, **options):
         disable_log_stats=False,
         **options,
     )
-    asked = hidden_state_params(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
+    asked = hidden_state_params(
+        temperature=0, max_tokens=40, ignore_eos=True, detokenize=False
+    )
     inputs = [{"prompt_token_ids": tokens} for tokens in PROMPTS]
     outputs = llm.generate(inputs, asked, use_tqdm=False)
     preempted = [m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions"]
@@ -54,14 +60,19 @@ def generate(folder: Path, dtype: str, **options):
 
 
 @pytest.mark.parametrize(("layers", "limit"), LAYERS, ids=["last", "layers"])
-def test_full_graphs_and_async_scheduling_equal_eager_and_transformers(llama, layers, limit):
+def test_full_graphs_and_async_scheduling_equal_eager_and_transformers(
+    llama, layers, limit
+):
     """Float32: every row is that of a plain forward of prompt and generated tokens."""
     full = {"compilation_config": {"cudagraph_mode": "FULL"}, "async_scheduling": True}
     eager = {"enforce_eager": True, "async_scheduling": False}
     reference = Reference(llama)
     if layers is not None:
         # Uncompiled, vLLM adds in place to the embedding that it hands out as layer 0: refused.
-        eager |= {"enforce_eager": False, "compilation_config": {"cudagraph_mode": "NONE"}}
+        eager |= {
+            "enforce_eager": False,
+            "compilation_config": {"cudagraph_mode": "NONE"},
+        }
     found = {}
     for name, options in (("full", full), ("eager", eager)):
         outputs, preempted, config = generate(
@@ -73,7 +84,10 @@ def test_full_graphs_and_async_scheduling_equal_eager_and_transformers(llama, la
         found[name] = outputs
     for one, other in zip(found["full"], found["eager"], strict=True):
         assert list(one.outputs[0].token_ids) == list(other.outputs[0].token_ids)
-        rows = [torch.from_numpy(hidden_states_of(output).rows.copy()) for output in (one, other)]
+        rows = [
+            torch.from_numpy(hidden_states_of(output).rows.copy())
+            for output in (one, other)
+        ]
         assert (rows[0] - rows[1]).abs().max() < limit
 
 
@@ -83,7 +97,9 @@ def test_bfloat16(llama):
     reference = Reference(llama)
     for output in outputs:
         rows = torch.from_numpy(hidden_states_of(output).rows.copy())
-        wanted = reference.rows([*output.prompt_token_ids, *output.outputs[0].token_ids])
+        wanted = reference.rows(
+            [*output.prompt_token_ids, *output.outputs[0].token_ids]
+        )
         cosine = torch.nn.functional.cosine_similarity(rows, wanted, dim=-1)
         assert cosine.min() > 0.95
 
@@ -122,7 +138,13 @@ def test_pipeline_bit_for_bit(tmp_path, monkeypatch):
     folder = pipeline(tmp_path)
     llm = LLM(str(folder), dtype="float32", max_model_len=2048, **pipeline_args())
     requests = [
-        {"prompt": f"a cat {i}", "seed": i, "num_inference_steps": 2 + i, "width": 16, "height": 16}
+        {
+            "prompt": f"a cat {i}",
+            "seed": i,
+            "num_inference_steps": 2 + i,
+            "width": 16,
+            "height": 16,
+        }
         for i in range(6)
     ]
     data = [request | {"output_type": "pt"} for request in requests]
@@ -132,7 +154,9 @@ def test_pipeline_bit_for_bit(tmp_path, monkeypatch):
     pipe = diffusers.DiffusionPipeline.from_pretrained(folder).to("cuda")
     for request, images in zip(requests, answer.outputs, strict=True):
         generator = torch.Generator().manual_seed(request.pop("seed"))
-        wanted = pipe(**request, generator=generator, output_type="pt", return_dict=False)[0]
+        wanted = pipe(
+            **request, generator=generator, output_type="pt", return_dict=False
+        )[0]
         assert torch.equal(images, wanted.float().cpu())
     before = torch.cuda.memory_allocated()
     llm.sleep(level=1)

@@ -37,13 +37,22 @@ def test_turns_end_where_pages_end(model, eager):
     )
     found = []
     try:
-        for steps in (1, 3, 16):  # whole blocks at once, whose keys are those of masks, or slowly
+        for steps in (
+            1,
+            3,
+            16,
+        ):  # whole blocks at once, whose keys are those of masks, or slowly
             text = a_prompt(37, steps)
             for turn in range(TURNS):
                 before = hits(engine)
                 said = answer(engine, text, steps)
-                found.append((hits(engine) - before, max(0, len(text) - 9 - PAGE) * (turn > 0)))
-                assert said == answer(engine, text, steps, f"{steps} {turn}"), (steps, turn)
+                found.append(
+                    (hits(engine) - before, max(0, len(text) - 9 - PAGE) * (turn > 0))
+                )
+                assert said == answer(engine, text, steps, f"{steps} {turn}"), (
+                    steps,
+                    turn,
+                )
                 text = text + said + a_prompt(9, 10 + turn)
     finally:
         engine.llm_engine.engine_core.shutdown()

@@ -30,7 +30,9 @@ def engine(tmp_path_factory):
             max_model_len=128,
             max_num_seqs=REQUESTS,
             gpu_memory_utilization=GIVEN / total,
-            additional_config={"dllm": {"strategy": "d2f", "canvas_length": 32, "block_length": 8}},
+            additional_config={
+                "dllm": {"strategy": "d2f", "canvas_length": 32, "block_length": 8}
+            },
         )
     torch.cuda.set_per_process_memory_fraction((GIVEN + SPARE) / total)
     yield llm

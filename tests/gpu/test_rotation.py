@@ -33,7 +33,9 @@ def test_the_kernel_and_its_reference(heads, kv_heads, tokens):
     for module in (kernel, reference):
         cache = torch.zeros(400, kv_heads, 16, 256, **make)
         outs = [torch.empty(x.shape, **make) for x in (query, key)]
-        module.rotate_and_store(query, key, value, positions, table, cache, slots, *outs)
+        module.rotate_and_store(
+            query, key, value, positions, table, cache, slots, *outs
+        )
         results.append((cache, *outs))
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-9)
@@ -51,7 +53,8 @@ def test_texts(family):
 
     wish = {"dllm_block_length": 1, "logprobs": 5}
     arrivals = {
-        3 * n: [(f"text-{n}", a_prompt(5 + 37 * n, n), params(48, **wish))] for n in range(6)
+        3 * n: [(f"text-{n}", a_prompt(5 + 37 * n, n), params(48, **wish))]
+        for n in range(6)
     }
     answers = {}
     for backend in ("FLASH_ATTN", "TRITON_ATTN"):
@@ -59,7 +62,9 @@ def test_texts(family):
         engine = engine_of(f"tiny-{family}", BLOCKS, graphs(16), **options)
         model = worker_of(engine).model_runner.model
         deferred = sum(isinstance(module, Deferred) for module in model.modules())
-        assert deferred == (model.config.num_hidden_layers if backend == "FLASH_ATTN" else 0)
+        assert deferred == (
+            model.config.num_hidden_layers if backend == "FLASH_ATTN" else 0
+        )
         answers[backend] = step_through(engine, arrivals)
         end(engine)
     assert agree(answers["FLASH_ATTN"], answers["TRITON_ATTN"]) > BEFORE_TIES

@@ -7,22 +7,35 @@ import torch
 from mixed import BLOCK, D2F, ONE_BLOCK, SEVERAL, check_alike, check_steps
 
 from dllm_plugin.kernels.confidence import kernel as confidence
-from dllm_plugin.kernels.confidence.reference import Columns, RowSampling, RowStats, propose_rows
+from dllm_plugin.kernels.confidence.reference import (
+    Columns,
+    RowSampling,
+    RowStats,
+    propose_rows,
+)
 from dllm_plugin.kernels.move_rows import kernel as move_kernel
 from dllm_plugin.kernels.move_rows import reference as move_reference
 
 SLOTS = 64
 
 
-def sampling_of(rows: int, temperatures: list[float]) -> tuple[torch.Tensor, RowSampling]:
+def sampling_of(
+    rows: int, temperatures: list[float]
+) -> tuple[torch.Tensor, RowSampling]:
     generator = torch.Generator(device="cuda").manual_seed(rows)
 
     def integers(low: int, high: int, size: int) -> torch.Tensor:
         return torch.randint(low, high, (size,), generator=generator, device="cuda")
 
     temperature = torch.tensor(temperatures * SLOTS, device="cuda")[:SLOTS]
-    tables = (integers(-(2**62), 2**62, SLOTS), integers(0, 99, SLOTS), integers(0, 9999, SLOTS))
-    return integers(0, SLOTS, rows), RowSampling(temperature, *tables, integers(0, 128, rows), 1)
+    tables = (
+        integers(-(2**62), 2**62, SLOTS),
+        integers(0, 99, SLOTS),
+        integers(0, 9999, SLOTS),
+    )
+    return integers(0, SLOTS, rows), RowSampling(
+        temperature, *tables, integers(0, 128, rows), 1
+    )
 
 
 def expected(logits, slots, mask, sampling, **options) -> RowStats:
@@ -32,7 +45,9 @@ def expected(logits, slots, mask, sampling, **options) -> RowStats:
         rows = slice(low, low + 128)
         few = sampling and sampling._replace(offset_T=sampling.offset_T[rows])
         found.append(propose_rows(logits[rows], slots[rows], mask, few, **options))
-    return RowStats(*(None if x[0] is None else torch.cat(x) for x in zip(*found, strict=True)))
+    return RowStats(
+        *(None if x[0] is None else torch.cat(x) for x in zip(*found, strict=True))
+    )
 
 
 def check(got: RowStats, want: RowStats, vocab: int) -> None:
@@ -46,8 +61,12 @@ def check(got: RowStats, want: RowStats, vocab: int) -> None:
 
 
 @pytest.mark.parametrize("temper", [True, False], ids=["tempered", "plain"])
-@pytest.mark.parametrize("temperatures", [[0.0], [0.3], [1.0], [0.0, 0.3, 1.0, 5.0]], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "temperatures", [[0.0], [0.3], [1.0], [0.0, 0.3, 1.0, 5.0]], ids=str
+)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str
+)
 @pytest.mark.parametrize("vocab", [2, 1025, 32000, 126464, 152064, 151669])
 @pytest.mark.parametrize("rows", [1, 33])
 def test_every_size(rows, vocab, dtype, temperatures, temper):
@@ -92,7 +111,9 @@ def test_columns_of_ranks_merge_to_whole_rows(rows, ranks, temperatures):
         for first in range(0, padded, width)
     ]
     got = confidence.merge_rows(torch.stack(partials), want_ranking=True, num_rows=rows)
-    check(got, expected(logits[:, :vocab], slots, 77, sampling, want_ranking=True), vocab)
+    check(
+        got, expected(logits[:, :vocab], slots, 77, sampling, want_ranking=True), vocab
+    )
 
 
 def test_nothing_large_is_allocated():
@@ -125,8 +146,14 @@ def test_rows_that_are_broken():
     tokens = torch.arange(10, device="cuda") * 9999
     for noise in (None, sampling):
         for options in ({}, {"bias": table}, {"token_T": tokens}):
-            got = confidence.propose_rows(logits, slots, 6, noise, want_ranking=True, **options)
-            check(got, propose_rows(logits, slots, 6, noise, want_ranking=True, **options), vocab)
+            got = confidence.propose_rows(
+                logits, slots, 6, noise, want_ranking=True, **options
+            )
+            check(
+                got,
+                propose_rows(logits, slots, 6, noise, want_ranking=True, **options),
+                vocab,
+            )
         few = noise and noise._replace(offset_T=noise.offset_T[:6])
         options = {"source_T": source, "num_rows": 8}
         got = confidence.propose_rows(logits, slots[:6], 6, few, **options)

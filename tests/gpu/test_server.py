@@ -29,10 +29,14 @@ class Client:
     def __init__(self, port: int) -> None:
         self.port = port
 
-    def send(self, method: str, path: str, body: dict | None = None) -> http.client.HTTPResponse:
+    def send(
+        self, method: str, path: str, body: dict | None = None
+    ) -> http.client.HTTPResponse:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         headers = {"Content-Type": "application/json"}
-        connection.request(method, path, None if body is None else json.dumps(body), headers)
+        connection.request(
+            method, path, None if body is None else json.dumps(body), headers
+        )
         return connection.getresponse()
 
     def chat(self, **options) -> http.client.HTTPResponse:
@@ -43,11 +47,15 @@ class Client:
         return response
 
     def text(self, **options) -> str:
-        return json.loads(self.chat(**options).read())["choices"][0]["message"]["content"]
+        return json.loads(self.chat(**options).read())["choices"][0]["message"][
+            "content"
+        ]
 
     def running(self) -> float:
         page = self.send("GET", "/metrics").read().decode()
-        found = re.findall(r"^vllm:num_requests_running\{.*\} (\S+)$", page, re.MULTILINE)
+        found = re.findall(
+            r"^vllm:num_requests_running\{.*\} (\S+)$", page, re.MULTILINE
+        )
         return sum(map(float, found))
 
 
@@ -56,12 +64,21 @@ def client(tmp_path_factory) -> Iterator[Client]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "dllm_plugin.commands.cli", "serve", "--host", "127.0.0.1"]
+    command = [
+        sys.executable,
+        "-m",
+        "dllm_plugin.commands.cli",
+        "serve",
+        "--host",
+        "127.0.0.1",
+    ]
     command += ["--port", str(port), "--attention-backend", "TRITON_ATTN"]
     file = tmp_path_factory.mktemp("server") / "log"
     client, deadline = Client(port), time.monotonic() + START_SECONDS
     with file.open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=dict(os.environ))
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, env=dict(os.environ)
+        )
     try:
         while True:
             assert process.poll() is None, file.read_text()[-6000:]
@@ -84,20 +101,28 @@ def test_an_answer_is_right_and_its_stream_is_equal(client):
     whole, pieces = client.text(**blocks), []
     for line in client.chat(stream=True, **blocks):
         if line.startswith(b"data: {"):
-            pieces.append(json.loads(line[6:])["choices"][0]["delta"].get("content") or "")
+            pieces.append(
+                json.loads(line[6:])["choices"][0]["delta"].get("content") or ""
+            )
     assert "".join(pieces) == whole
     assert len([piece for piece in pieces if piece]) > 1
 
 
 def test_an_answer_fits_its_schema(client):
-    schema = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+    schema = {
+        "type": "json_schema",
+        "json_schema": {"name": "answer", "schema": SCHEMA},
+    }
     assert type(json.loads(client.text(response_format=schema))["answer"]) is int
 
 
 def test_many_together_answer_as_one_alone(client):
     alone = client.text()
     with ThreadPoolExecutor(32) as pool:
-        hot = [pool.submit(client.text, temperature=0.8, top_p=0.9, seed=i) for i in range(16)]
+        hot = [
+            pool.submit(client.text, temperature=0.8, top_p=0.9, seed=i)
+            for i in range(16)
+        ]
         cold = [pool.submit(client.text) for _ in range(16)]
         texts = [one.result() for one in cold]
         assert all(one.result() for one in hot)

@@ -32,7 +32,10 @@ def watch(family, options):
     )
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert [place.startswith("compiled ") for place in found.pop("control")] == [False, True]
+    assert [place.startswith("compiled ") for place in found.pop("control")] == [
+        False,
+        True,
+    ]
     return {kind: places for kind, places in found.items() if places}
 
 
@@ -48,7 +51,16 @@ def watch(family, options):
         ("dream", D2F, {"attention_backend": "FLASH_ATTN", "dtype": "bfloat16"}),
         ("fast-dllm-v2", {}, {"but": ["held"]}),
     ],
-    ids=["d2f", "single-blocks", "dual-cache", "sdar", "llada2.1", "distinct", "flash", "fast"],
+    ids=[
+        "d2f",
+        "single-blocks",
+        "dual-cache",
+        "sdar",
+        "llada2.1",
+        "distinct",
+        "flash",
+        "fast",
+    ],
 )
 def test_no_step_waits_or_compiles(family, dllm, options):
     assert watch(family, {"dllm": dllm, "async_scheduling": True} | options) == {}

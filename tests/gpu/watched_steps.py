@@ -17,7 +17,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 import recorded
 from engines import a_prompt, params
 
-SLOW = {"dllm_threshold": 1.0}  # one token per forward: requests run on while others come
+SLOW = {
+    "dllm_threshold": 1.0
+}  # one token per forward: requests run on while others come
 WARM = {"temperature": 0.7, "seed": 3}
 WORDS = {"bad_words": ["ab", "c"]}
 KINDS = {
@@ -51,7 +53,12 @@ KINDS = {
     "streamed": [SLOW | {"dllm_frames": 1}, SLOW | {"dllm_trace": 1}],
 }
 # Those with a grammar: by automata, or by drafts.
-HELD = [SLOW, SLOW | WARM, {"dllm_policy": "entropy"}, SLOW | {"logit_bias": {70: 3.0}} | WARM]
+HELD = [
+    SLOW,
+    SLOW | WARM,
+    {"dllm_policy": "entropy"},
+    SLOW | {"logit_bias": {70: 3.0}} | WARM,
+]
 HELD += [SLOW | {"logprobs": 1}]
 GRAMMARS = {"held": "automaton", "checked": "drafts"}
 TOKENS, STEPS = 120, 20
@@ -67,7 +74,9 @@ def control() -> None:
     with_gpu_sync_check(lambda: torch.ones(1, device="cuda").item())()
     nothing = torch.zeros(1, dtype=torch.int64, device="cuda")
     rows = torch.zeros(1, 16, device="cuda")
-    move_rows(rows.to(torch.float16), nothing, rows.to(torch.float64), nothing, nothing > 0)
+    move_rows(
+        rows.to(torch.float16), nothing, rows.to(torch.float64), nothing, nothing > 0
+    )
 
 
 def wish_of(kind, wish):
@@ -77,7 +86,11 @@ def wish_of(kind, wish):
     from vllm.sampling_params import StructuredOutputsParams
 
     asked = StructuredOutputsParams(regex="[a-z ]{90,}")
-    held = {"dllm_grammar": GRAMMARS[kind], "ignore_eos": False, "structured_outputs": asked}
+    held = {
+        "dllm_grammar": GRAMMARS[kind],
+        "ignore_eos": False,
+        "structured_outputs": asked,
+    }
     return params(TOKENS, **wish | held)
 
 

@@ -22,14 +22,21 @@ class Interpreter:
         pipe, command = subprocess.PIPE, [sys.executable, script]
         one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # the other core runs tests
         self.process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=self.errors, text=True, env=one_thread
+            command,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=self.errors,
+            text=True,
+            env=one_thread,
         )
 
     def run(self, launches: list[Any]) -> list[Any]:
         """What the process answers to some launches, see `triton_interpreter.py`."""
         import torch
 
-        files = [Path(self.folder.name) / name for name in ("launches.pt", "results.pt")]
+        files = [
+            Path(self.folder.name) / name for name in ("launches.pt", "results.pt")
+        ]
         torch.save(launches, files[0])
         assert self.process.stdin is not None and self.process.stdout is not None
         print(*files, file=self.process.stdin, flush=True)

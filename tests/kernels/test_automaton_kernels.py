@@ -27,7 +27,10 @@ VOCAB, MASK = 41, 40
 # Edges (source, class, target) and how far each state is from a complete text. Class 1 ends.
 AUTOMATA = [
     ([(1, 2, 2), (1, 3, 1), (2, 2, 1), (2, 1, END), (0, 1, END)], [0, 1, 0]),
-    ([(1, 3, 2), (2, 4, 3), (2, 5, 1), (3, 1, END), (0, 1, END), (3, 2, 3)], [0, 2, 1, 0]),
+    (
+        [(1, 3, 2), (2, 4, 3), (2, 5, 1), (3, 1, END), (0, 1, END), (3, 2, 3)],
+        [0, 2, 1, 0],
+    ),
 ]
 CLASSES = [[0, 1, 2, 3], [0, 1, 2, 3, 4, 5]]
 
@@ -41,13 +44,26 @@ def tables() -> Tables:
         of_id = torch.tensor([classes[i % len(classes)] for i in range(VOCAB)])
         of_id[MASK] = 0
         order = of_id.argsort(stable=True)
-        bound = torch.searchsorted(of_id[order], torch.arange(max(map(len, CLASSES)) + 1))
+        bound = torch.searchsorted(
+            of_id[order], torch.arange(max(map(len, CLASSES)) + 1)
+        )
         ordered = torch.tensor(sorted(edges, key=lambda edge: edge[2]))
         padding = torch.zeros(num_edges - len(edges), 3, dtype=torch.int64)
-        first = torch.searchsorted(ordered[:, 2].contiguous(), torch.arange(num_states + 1))
+        first = torch.searchsorted(
+            ordered[:, 2].contiguous(), torch.arange(num_states + 1)
+        )
         whole = torch.cat([ordered, padding])
         distance = torch.tensor(far + [FAR] * (num_states - len(far)))
-        made = (of_id, order, bound, whole[:, 0], whole[:, 1], whole[:, 2], first, distance)
+        made = (
+            of_id,
+            order,
+            bound,
+            whole[:, 0],
+            whole[:, 1],
+            whole[:, 2],
+            first,
+            distance,
+        )
         for column, tensor in zip(columns, made, strict=True):
             column.append(tensor.to(torch.int32))
     return Tables(*map(torch.stack, columns))
@@ -97,7 +113,11 @@ def rows_of(which: Canvases, length: int, dtype: torch.dtype, bias: bool) -> Row
     )
 
 
-CASES = [(0.0, 5, 0, torch.float32), (0.0, 6, 3, torch.bfloat16), (0.8, 5, 1, torch.float32)]
+CASES = [
+    (0.0, 5, 0, torch.float32),
+    (0.0, 6, 3, torch.bfloat16),
+    (0.8, 5, 1, torch.float32),
+]
 
 
 @pytest.mark.parametrize(("temperature", "length", "room", "dtype"), CASES)
@@ -126,10 +146,14 @@ def test_kernels_are_the_reference(
     assert torch.equal(Path(*found_path).class_GC, path.class_GC)
     assert torch.equal(Path(*found_path).state_GC1, path.state_GC1)
     has_class = class_T >= 0
-    assert torch.equal(found_ids[has_class], reference.choose_ids(known, rows, class_T)[has_class])
+    assert torch.equal(
+        found_ids[has_class], reference.choose_ids(known, rows, class_T)[has_class]
+    )
 
 
-def every_text(which: int, canvas: Canvases, place: int, length: int) -> dict[tuple[int, ...], int]:
+def every_text(
+    which: int, canvas: Canvases, place: int, length: int
+) -> dict[tuple[int, ...], int]:
     """All class sequences that a canvas may hold, with the state behind each."""
     edges = AUTOMATA[which][0]
     texts = {(): int(canvas.state_G[place])}
@@ -164,7 +188,9 @@ def test_the_text_is_the_best_of_all(room: int) -> None:
     which = canvases(0.0, length, room)
     scores = reference.score_rows(known, rows_of(which, length, torch.float32, True))
     scores = scores.reshape(4, length, -1)
-    path = reference.backtrack(known, which, scores, reference.forward(known, which, scores))
+    path = reference.backtrack(
+        known, which, scores, reference.forward(known, which, scores)
+    )
     for place in range(4):
         texts = every_text(int(which.which_G[place]), which, place, length)
         best = max(worth(text, which, place, scores) for text in texts)
@@ -184,10 +210,14 @@ def test_draws_follow_the_distribution_of_valid_texts() -> None:
         texts = every_text(int(which.which_G[place]), which, place, length)
         shares = {text: math.exp(worth(text, which, place, scores)) for text in texts}
         total = sum(shares.values())
-        many = Canvases(*(field[place : place + 1].repeat_interleave(draws, 0) for field in which))
+        many = Canvases(
+            *(field[place : place + 1].repeat_interleave(draws, 0) for field in which)
+        )
         many = many._replace(step_G=torch.arange(draws))
         score = scores[place : place + 1].repeat_interleave(draws, 0)
-        path = reference.backtrack(known, many, score, reference.forward(known, many, score))
+        path = reference.backtrack(
+            known, many, score, reference.forward(known, many, score)
+        )
         found = list(map(tuple, path.class_GC.tolist()))
         assert set(found) <= set(texts)
         for text, share in shares.items():

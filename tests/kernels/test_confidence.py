@@ -31,7 +31,9 @@ def logits(rows: int, vocab: int, dtype: torch.dtype, seed: int) -> Tensor:
     return (torch.randn(rows, vocab, generator=generator) * 4).to(dtype)
 
 
-def tables(rows: int, temperatures: list[float], seed: int) -> tuple[Tensor, RowSampling]:
+def tables(
+    rows: int, temperatures: list[float], seed: int
+) -> tuple[Tensor, RowSampling]:
     """Random slots for the rows, and random counters, some negative."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -52,7 +54,9 @@ def tables(rows: int, temperatures: list[float], seed: int) -> tuple[Tensor, Row
 
 def greedy(rows: int, vocab: int, dtype: torch.dtype) -> Case:
     x = logits(rows, vocab, dtype, vocab)
-    return Case([x, tables(rows, [0], vocab)[0], vocab // 3, None], {"want_ranking": True})
+    return Case(
+        [x, tables(rows, [0], vocab)[0], vocab // 3, None], {"want_ranking": True}
+    )
 
 
 def sampled(vocab: int, temperatures: list[float], **options: Any) -> Case:
@@ -105,7 +109,10 @@ def near_ties() -> Case:
 def biased() -> Case:
     slots, sampling = tables(4, [0, 1.0], 6)
     bias = torch.zeros(3, 1500)
-    bias[1, ::2], bias[2] = -INF, torch.randn(1500, generator=torch.Generator().manual_seed(6)) * 9
+    bias[1, ::2], bias[2] = (
+        -INF,
+        torch.randn(1500, generator=torch.Generator().manual_seed(6)) * 9,
+    )
     rows = torch.arange(SLOTS) % 3
     x = logits(4, 1500, torch.float16, 6)
     return Case([x, slots, 77, sampling], {"bias": (bias, rows), "want_ranking": True})
@@ -119,7 +126,9 @@ def none_left(hot: bool = False) -> Case:
     x = logits(4, 1500, torch.float32, 6)
     x[0], x[1, 1::2], x[2, 1::2] = -INF, -INF, -INF
     rows = torch.arange(SLOTS) % 2
-    return Case([x, torch.arange(4), 77, sampling], {"bias": (bias, rows), "want_ranking": True})
+    return Case(
+        [x, torch.arange(4), 77, sampling], {"bias": (bias, rows), "want_ranking": True}
+    )
 
 
 def gathered() -> Case:
@@ -127,7 +136,10 @@ def gathered() -> Case:
     slots, sampling = tables(3, [0.3, 0], 7)
     source = torch.tensor([6, 0, 3])
     x = logits(7, 1100, torch.bfloat16, 7)
-    return Case([x, slots, 5, sampling], {"source_T": source, "num_rows": 5, "want_ranking": True})
+    return Case(
+        [x, slots, 5, sampling],
+        {"source_T": source, "num_rows": 5, "want_ranking": True},
+    )
 
 
 def chosen() -> Case:
@@ -144,11 +156,15 @@ CASES: dict[str, Callable[[], Case]] = {
     **{f"greedy_{v}": lambda v=v: greedy(2, v, torch.bfloat16) for v in VOCABS},
     "greedy_one_row": lambda: greedy(1, 5000, torch.float32),
     "greedy_no_row": lambda: greedy(0, 300, torch.bfloat16),
-    "only_missing_rows": lambda: Case(greedy(0, 300, torch.bfloat16).arguments, {"num_rows": 2}),
+    "only_missing_rows": lambda: Case(
+        greedy(0, 300, torch.bfloat16).arguments, {"num_rows": 2}
+    ),
     "sampled_cold": lambda: sampled(2049, [0.3]),
     "sampled_mixed": lambda: sampled(4100, [0, 0.3, 5.0], want_ranking=True),
     "sampled_hot": lambda: sampled(300, [1e4]),
-    "untempered_confidence": lambda: sampled(2049, [0, 0.7], temper=False, want_ranking=True),
+    "untempered_confidence": lambda: sampled(
+        2049, [0, 0.7], temper=False, want_ranking=True
+    ),
     "tempered_before": lambda: sampled(1500, [0, 0.7], temper=False, divide=False),
     "broken": broken,
     "broken_sampled": broken_sampled,
@@ -219,7 +235,9 @@ def test_the_cases_hold_what_they_promise() -> None:
     stats = propose_rows(*case.arguments, **case.options)
     assert stats.token_T.tolist()[:4] == [700, 1800, 5, 0]
     assert stats.token_T.tolist()[6:9] == [40, 0, 2100]
-    assert stats.confidence_T.isnan().tolist() == [i in (0, 1, 2, 3, 8) for i in range(11)]
+    assert stats.confidence_T.isnan().tolist() == [
+        i in (0, 1, 2, 3, 8) for i in range(11)
+    ]
     assert stats.broken_T.tolist() == [i in (0, 1, 2, 3, 8) for i in range(11)]
     for case, rows in ((none_left(), 0), (none_left(hot=True), 0), (chosen(), 1)):
         stats = propose_rows(*case.arguments, **case.options)

@@ -57,15 +57,30 @@ def apply_write(rng: Generator) -> Launch:
     dtype = (torch.int32, torch.float32, torch.int64)[rng.integers(3)]
     output = poisoned(11, 40, dtype=dtype, spare=5)
     contents = tensor(rng.integers(0, 1000, lengths.sum() + 3), dtype)
-    writes = [tensor(rows), tensor(rng.integers(0, 20, 7)), contents, tensor(lengths.cumsum())]
+    writes = [
+        tensor(rows),
+        tensor(rng.integers(0, 20, 7)),
+        contents,
+        tensor(lengths.cumsum()),
+    ]
     return cpu.apply_write, (7,), [output, output.stride(0), *writes, None], ONE_GROUP
 
 
 def apply_write_elements(rng: Generator) -> Launch:
     idx, num_slots = slots(rng)
     cu_lens = tensor(np.arange(1, len(idx) + 1))
-    writes = [tensor(idx), tensor(0 * idx), tensor(rng.integers(0, 1000, len(idx))), cu_lens]
-    return cpu.apply_write, (len(idx),), [poisoned(num_slots), 1, *writes, None], ONE_GROUP
+    writes = [
+        tensor(idx),
+        tensor(0 * idx),
+        tensor(rng.integers(0, 1000, len(idx))),
+        cu_lens,
+    ]
+    return (
+        cpu.apply_write,
+        (len(idx),),
+        [poisoned(num_slots), 1, *writes, None],
+        ONE_GROUP,
+    )
 
 
 def apply_write_groups(rng: Generator) -> Launch:
@@ -73,7 +88,12 @@ def apply_write_groups(rng: Generator) -> Launch:
     tables = tuple(poisoned(9, width) for width in widths)
     rows, lengths = rng.permutation(9)[:6], rng.integers(0, 12, 6)
     contents = tensor(rng.integers(0, 1000, lengths.sum()))
-    writes = [tensor(rows), tensor(rng.integers(0, 8, 6)), contents, tensor(lengths.cumsum())]
+    writes = [
+        tensor(rows),
+        tensor(rng.integers(0, 8, 6)),
+        contents,
+        tensor(lengths.cumsum()),
+    ]
     groups = tensor(rng.integers(0, 3, 6))  # the fourth table gets no write
     arguments = [tables, tensor(widths, torch.int64), *writes, groups]
     return cpu.apply_write, (6,), arguments, ONE_GROUP | {"MULTI_GROUP": True}
@@ -84,10 +104,22 @@ def gather_block_tables(rng: Generator) -> Launch:
     widths = rng.integers(1, 20, int(rng.integers(1, 4)))
     sources = tuple(tensor(rng.integers(0, 1000, (num_slots, w))) for w in widths)
     targets = tuple(poisoned(num_slots, w) for w in widths)
-    num_blocks = tensor(rng.integers(0, widths[:, None] + 1, (len(widths), num_slots)), spare=2)
-    arguments = [tensor(idx, torch.int64), sources, targets, tensor(widths, torch.int64)]
+    num_blocks = tensor(
+        rng.integers(0, widths[:, None] + 1, (len(widths), num_slots)), spare=2
+    )
+    arguments = [
+        tensor(idx, torch.int64),
+        sources,
+        targets,
+        tensor(widths, torch.int64),
+    ]
     arguments += [num_blocks, num_blocks.stride(0), len(idx)]
-    return cpu.gather_block_tables, (len(widths), num_slots), arguments, {"BLOCK_SIZE": 8}
+    return (
+        cpu.gather_block_tables,
+        (len(widths), num_slots),
+        arguments,
+        {"BLOCK_SIZE": 8},
+    )
 
 
 def compute_slot_mappings(rng: Generator) -> Launch:
@@ -99,7 +131,11 @@ def compute_slot_mappings(rng: Generator) -> Launch:
     tables = tuple(tensor(rng.integers(0, 1000, (num_slots, w))) for w in widths)
     enabled = torch.tensor([True, rng.random() < 0.5, True])
     mappings = poisoned(3, num_tokens + 13, dtype=torch.int64, spare=3)
-    arguments = [num_tokens.item() + 13, tensor(idx, torch.int64), tensor(query_start_loc)]
+    arguments = [
+        num_tokens.item() + 13,
+        tensor(idx, torch.int64),
+        tensor(query_start_loc),
+    ]
     arguments += [tensor(rng.integers(0, 100, num_tokens + 5), torch.int64), tables]
     arguments += [tensor(widths, torch.int64), tensor(sizes), enabled, enabled]
     arguments += [mappings, mappings.stride(0), 0]
@@ -111,10 +147,18 @@ def prepare_prefill_inputs(rng: Generator) -> Launch:
     idx, num_slots = slots(rng)
     lookahead = int(rng.integers(1, 4))
     query_start_loc = bounds(rng.integers(0, 21, len(idx)), padding=2)
-    prefill_lens, computed = rng.integers(1, 30, num_slots), rng.integers(0, 30, num_slots)
+    prefill_lens, computed = (
+        rng.integers(1, 30, num_slots),
+        rng.integers(0, 30, num_slots),
+    )
     all_token_ids = tensor(rng.integers(0, 1000, (num_slots, 50)), spare=4)
     following = poisoned(lookahead, num_slots, spare=2)
-    arguments = [poisoned(query_start_loc[-1] + 3), following, following.stride(0), lookahead]
+    arguments = [
+        poisoned(query_start_loc[-1] + 3),
+        following,
+        following.stride(0),
+        lookahead,
+    ]
     arguments += [tensor(idx, torch.int64), tensor(query_start_loc), all_token_ids]
     arguments += [all_token_ids.stride(0), tensor(prefill_lens), tensor(computed)]
     constants = {"BLOCK_SIZE": 8, "LOOKAHEAD_BLOCK": 4}
@@ -124,7 +168,10 @@ def prepare_prefill_inputs(rng: Generator) -> Launch:
 def prepare_pos_seq_lens(rng: Generator) -> Launch:
     idx, num_slots = slots(rng)
     query_start_loc = bounds(rng.integers(0, 21, len(idx)), padding=3)
-    arguments = [poisoned(query_start_loc[-1] + 3, dtype=torch.int64), poisoned(num_slots + 2)]
+    arguments = [
+        poisoned(query_start_loc[-1] + 3, dtype=torch.int64),
+        poisoned(num_slots + 2),
+    ]
     arguments += [tensor(idx, torch.int64), tensor(query_start_loc)]
     arguments += [tensor(rng.integers(0, 1000, num_slots)), num_slots]
     return cpu.prepare_pos_seq_lens, (len(idx) + 1,), arguments, {"BLOCK_SIZE": 8}
@@ -135,7 +182,9 @@ def combine_sampled_and_draft_tokens(rng: Generator) -> Launch:
     idx, num_slots = slots(rng)
     num_drafts = rng.integers(0, 8, len(idx)) * (rng.random(len(idx)) < 0.7)
     num_logits = num_drafts + num_new
-    query_lens = num_logits + rng.integers(0, 5, len(idx)) * (rng.random(len(idx)) < 0.5)
+    query_lens = num_logits + rng.integers(0, 5, len(idx)) * (
+        rng.random(len(idx)) < 0.5
+    )
     prefill_len = rng.integers(12, 30, num_slots)
     # Before, at, across and past the end of the prompt.
     ahead = rng.choice([-2, 0, 0, 1, 9, 99], len(idx))
@@ -143,8 +192,16 @@ def combine_sampled_and_draft_tokens(rng: Generator) -> Launch:
     drafts = tensor(rng.integers(0, 1000, (num_slots, 7)), torch.int64, spare=2)
     arguments = [poisoned(query_lens.sum() + 3), tensor(idx, torch.int64)]
     arguments += [tensor(rng.integers(0, 1000, (num_slots, 1)), torch.int64)]
-    arguments += [tensor(bounds(query_lens, padding=2)), tensor(np.pad(seq_lens, (0, 3)))]
-    arguments += [tensor(prefill_len), drafts, drafts.stride(0), tensor(bounds(num_logits))]
+    arguments += [
+        tensor(bounds(query_lens, padding=2)),
+        tensor(np.pad(seq_lens, (0, 3))),
+    ]
+    arguments += [
+        tensor(prefill_len),
+        drafts,
+        drafts.stride(0),
+        tensor(bounds(num_logits)),
+    ]
     arguments += [poisoned(num_logits.sum() + 3, dtype=torch.int64)]
     constants = {"BLOCK_SIZE": 8, "NUM_NEW_SAMPLED_TOKENS": num_new}
     return cpu.combine_sampled_and_draft_tokens, (len(idx),), arguments, constants
@@ -161,15 +218,24 @@ def post_update(rng: Generator) -> Launch:
     arguments += [poisoned(num_slots, 1, dtype=torch.int64), counts, 7 if full else 0]
     arguments += [sampled, sampled.stride(0), tensor(num_sampled)]
     arguments += [tensor(rng.integers(0, 7, len(idx)))]
-    arguments += [tensor(bounds(rng.integers(0, 9, len(idx)), padding=2)) if full else None]
-    arguments += [all_token_ids, all_token_ids.stride(0), tensor(rng.integers(0, 34, num_slots))]
+    arguments += [
+        tensor(bounds(rng.integers(0, 9, len(idx)), padding=2)) if full else None
+    ]
+    arguments += [
+        all_token_ids,
+        all_token_ids.stride(0),
+        tensor(rng.integers(0, 34, num_slots)),
+    ]
     return cpu.post_update, (len(idx),), arguments, {"num_warps": 1}
 
 
 def expand_idx_mapping(rng: Generator) -> Launch:
     idx, _ = slots(rng, absent=True)
     cu_num_logits = bounds(rng.integers(0, 8, len(idx)))
-    arguments = [tensor(idx, torch.int64), poisoned(cu_num_logits[-1] + 3, dtype=torch.int64)]
+    arguments = [
+        tensor(idx, torch.int64),
+        poisoned(cu_num_logits[-1] + 3, dtype=torch.int64),
+    ]
     arguments += [poisoned(cu_num_logits[-1] + 3), tensor(cu_num_logits)]
     return cpu.expand_idx_mapping, (len(idx),), arguments, {"BLOCK_SIZE": 8}
 
@@ -177,7 +243,11 @@ def expand_idx_mapping(rng: Generator) -> Launch:
 def post_update_num_computed_tokens(rng: Generator) -> Launch:
     idx, num_slots = slots(rng)
     query_start_loc = tensor(bounds(rng.integers(0, 9, len(idx)), padding=2))
-    arguments = [tensor(idx, torch.int64), tensor(rng.integers(0, 50, num_slots)), query_start_loc]
+    arguments = [
+        tensor(idx, torch.int64),
+        tensor(rng.integers(0, 50, num_slots)),
+        query_start_loc,
+    ]
     return cpu.post_update_num_computed_tokens, (len(idx),), arguments, {}
 
 
@@ -220,7 +290,9 @@ def test_rows_without_a_request_touch_no_state():
     input_ids, logits_indices = poisoned(5), poisoned(4, dtype=torch.int64)
     last, ones = tensor([[7], [7], [7]]), tensor(np.ones((3, 2)))
     state = [idx, last, query_start_loc, tensor([30, 4, 0]), ones[:, 0], ones, 2]
-    cpu.combine_sampled_and_draft_tokens(input_ids, *state, tensor([0, 2, 4]), logits_indices, 2, 0)
+    cpu.combine_sampled_and_draft_tokens(
+        input_ids, *state, tensor([0, 2, 4]), logits_indices, 2, 0
+    )
     assert input_ids.tolist() == [POISON] * 3 + [1, 1]
     assert logits_indices.tolist() == [1, 2, 3, 4]
 
@@ -230,8 +302,12 @@ def test_rows_without_a_request_touch_no_state():
 
 def test_context_parallelism_is_refused():
     _, _, arguments, constants = compute_slot_mappings(np.random.default_rng(0))
-    with pytest.raises(ValueError, match=r"context parallelism \(size 2\) is not supported"):
-        cpu.compute_slot_mappings(*map(pointers, arguments), **constants | {"CP_SIZE": 2})
+    with pytest.raises(
+        ValueError, match=r"context parallelism \(size 2\) is not supported"
+    ):
+        cpu.compute_slot_mappings(
+            *map(pointers, arguments), **constants | {"CP_SIZE": 2}
+        )
 
 
 @pytest.mark.skipif(HAS_TRITON, reason="vLLM runs its own kernels")
@@ -246,14 +322,25 @@ def test_vllm_launches_the_installed_kernels():
         assert getattr(importlib.import_module(module), attribute).func is kernel
 
     cu_num_logits = tensor([0, 2, 5])
-    idx, local_pos = input_batch.expand_idx_mapping(torch.tensor([4, 2]), 5, cu_num_logits, 3)
+    idx, local_pos = input_batch.expand_idx_mapping(
+        torch.tensor([4, 2]), 5, cu_num_logits, 3
+    )
     assert idx.tolist() == [4, 4, 2, 2, 2]
     assert local_pos.tolist() == [0, 1, 0, 1, 2]
 
     computed, last, total_len = tensor([1, 5]), poisoned(2, 1), tensor([3, 4])
     tokens, sampled = poisoned(2, 8), tensor([[30, 31, 0]])
     counts = [tensor([2]), tensor([1]), None]  # sampled, rejected, no query_start_loc
-    state = [torch.tensor([1]), computed, last, None, sampled, *counts, tokens, total_len]
+    state = [
+        torch.tensor([1]),
+        computed,
+        last,
+        None,
+        sampled,
+        *counts,
+        tokens,
+        total_len,
+    ]
     input_batch.post_update(*state)
     assert computed.tolist() == [1, 4]
     assert last.tolist() == [[POISON], [31]]
@@ -284,8 +371,12 @@ def parts(argument: Any) -> list[Any]:
 def test_kernel_does_what_triton_does(case, seed, oracle):
     kernel, _, arguments, constants = case(np.random.default_rng(seed))
     names, expected = oracle[case, seed]
-    assert [n for n in inspect.signature(kernel).parameters if n != "num_warps"] == names
+    assert [
+        n for n in inspect.signature(kernel).parameters if n != "num_warps"
+    ] == names
     kernel(*map(pointers, arguments), **constants)
     for name, got, want in zip(names, arguments, expected, strict=False):
         for got_part, want_part in zip(parts(got), parts(want), strict=True):
-            assert torch.equal(got_part, want_part), f"{name}: {got_part} is not {want_part}"
+            assert torch.equal(got_part, want_part), (
+                f"{name}: {got_part} is not {want_part}"
+            )

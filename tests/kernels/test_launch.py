@@ -7,8 +7,16 @@ import torch
 
 
 @pytest.mark.parametrize(("name", "moved"), [("move_ahead", 0), ("move_behind", 2)])
-def test_only_behind_a_warm_up_kernels_run(name: str, moved: int, interpreter: Any) -> None:
+def test_only_behind_a_warm_up_kernels_run(
+    name: str, moved: int, interpreter: Any
+) -> None:
     rows = torch.tensor([0, 1])
-    arguments = [torch.ones(2, 9), rows, torch.zeros(3, 9), rows, torch.tensor([True, True])]
+    arguments = [
+        torch.ones(2, 9),
+        rows,
+        torch.zeros(3, 9),
+        rows,
+        torch.tensor([True, True]),
+    ]
     [(_, arguments)] = interpreter.run([(f"ahead.{name}", None, arguments, {})])
     assert arguments[2].sum() == moved * 9

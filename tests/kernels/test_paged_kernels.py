@@ -20,7 +20,9 @@ def store_case(kv_heads, head, page, slots, seed=0):
     rng = torch.Generator().manual_seed(seed)
     size = kv_heads * head
     fused = torch.randn(len(slots), 3 * size, generator=rng)
-    key, value = (x.unflatten(1, (kv_heads, head)) for x in fused.split(size, dim=1)[1:])
+    key, value = (
+        x.unflatten(1, (kv_heads, head)) for x in fused.split(size, dim=1)[1:]
+    )
     cache = torch.full((9, kv_heads, page, 2 * head), torch.nan)
     return [key, value, *store_reference.split_cache(cache, head), torch.tensor(slots)]
 
@@ -28,10 +30,14 @@ def store_case(kv_heads, head, page, slots, seed=0):
 STORES = {
     "ragged, some not stored": store_case(2, 64, 16, [5, -1, 6, 7, -1, 143, 0, 16, 31]),
     "nothing is stored": store_case(1, 64, 32, [-1] * 40),
-    "three heads over several programs": store_case(3, 32, 64, [*range(100, 190), -1, 575]),
+    "three heads over several programs": store_case(
+        3, 32, 64, [*range(100, 190), -1, 575]
+    ),
     "pages of 256": store_case(1, 128, 256, [*range(250, 262), 2303]),
     "pages of 512": store_case(2, 64, 512, [*range(500, 530), -1, 4607]),
-    "large pages that no key tile divides": store_case(1, 32, 528, [*range(520, 540), 4751]),
+    "large pages that no key tile divides": store_case(
+        1, 32, 528, [*range(520, 540), 4751]
+    ),
     "page size that is no power of two": store_case(2, 32, 48, [*range(40, 60), -1]),
 }
 
@@ -45,7 +51,10 @@ def interpreted(interpreter):
         constants["num_units"] = case.units
         launches.append((ATTEND, None, arguments, constants))
     results = [arguments for _, arguments in interpreter.run(launches)]
-    keys = [*((True, name) for name in STORES), *((False, name) for name in spans.CASES)]
+    keys = [
+        *((True, name) for name in STORES),
+        *((False, name) for name in spans.CASES),
+    ]
     return dict(zip(keys, results, strict=True))
 
 
@@ -102,13 +111,26 @@ def test_batches_of_one_size_but_other_borders_do_not_share_a_mask():
 
 def test_what_two_forwards_compute_equals_one():
     """Keys that one forward stores are the next one's context: the layout round trip."""
-    arguments, constants = spans.build(spans.Spans([30], [0], group=2, rule=spans.absolute_grid))
+    arguments, constants = spans.build(
+        spans.Spans([30], [0], group=2, rule=spans.absolute_grid)
+    )
     attention_reference.attend_spans(*arguments, **constants)
-    query, key, value, key_cache, value_cache, _, _, seen, table, scale, whole = arguments
+    query, key, value, key_cache, value_cache, _, _, seen, table, scale, whole = (
+        arguments
+    )
     slots = table[0, torch.arange(20) // 16].long() * 16 + torch.arange(20) % 16
     store_reference.store_kv(key[:20], value[:20], key_cache, value_cache, slots)
     out = torch.full_like(whole[20:], torch.nan)
     bounds, start = torch.tensor([0, 10]).int(), torch.tensor([20]).int()
-    rest = [query[20:], key[20:], value[20:], key_cache, value_cache, bounds, start, seen[20:]]
+    rest = [
+        query[20:],
+        key[20:],
+        value[20:],
+        key_cache,
+        value_cache,
+        bounds,
+        start,
+        seen[20:],
+    ]
     attention_reference.attend_spans(*rest, table, scale, out, 10)
     torch.testing.assert_close(out, whole[20:], atol=2e-6, rtol=0)

@@ -43,7 +43,9 @@ def shards(case: Case, ranks: int) -> list[tuple[list[Any], dict[str, Any]]]:
 
 
 def merging(case: Case) -> dict[str, Any]:
-    return {k: case.options[k] for k in ("want_ranking", "num_rows") if k in case.options}
+    return {
+        k: case.options[k] for k in ("want_ranking", "num_rows") if k in case.options
+    }
 
 
 @pytest.fixture(scope="module")
@@ -56,16 +58,20 @@ def scanned(interpreter: Any) -> dict[tuple[str, int], Tensor]:
         bounds.append(len(launches))
     partials = interpreter.run(launches)
     stacks = [
-        torch.stack(partials[low:high]) for low, high in zip(bounds, bounds[1:], strict=False)
+        torch.stack(partials[low:high])
+        for low, high in zip(bounds, bounds[1:], strict=False)
     ]
     return dict(zip(NAMES, stacks, strict=True))
 
 
 @pytest.fixture(scope="module")
-def merged(interpreter: Any, scanned: dict[Any, Tensor]) -> dict[tuple[str, int], RowStats]:
+def merged(
+    interpreter: Any, scanned: dict[Any, Tensor]
+) -> dict[tuple[str, int], RowStats]:
     cases = [CASES[name]() for name, _ in NAMES]
     launches = [
-        (MERGE, None, [scanned[key]], merging(case)) for key, case in zip(NAMES, cases, strict=True)
+        (MERGE, None, [scanned[key]], merging(case))
+        for key, case in zip(NAMES, cases, strict=True)
     ]
     return dict(zip(NAMES, interpreter.run(launches), strict=True))
 
@@ -84,7 +90,9 @@ def test_the_reference_merges_to_whole_rows(
     """Its own partials, and those of the kernel."""
     case = CASES[name]()
     kept = case.arguments[0].clone()
-    partials = [partial_reference.scan_rows(*a, **options) for a, options in shards(case, ranks)]
+    partials = [
+        partial_reference.scan_rows(*a, **options) for a, options in shards(case, ranks)
+    ]
     for found in (torch.stack(partials), scanned[name, ranks]):
         check(case, partial_reference.merge_rows(found, **merging(case)), name)
     assert torch.equal(case.arguments[0].nan_to_num(9.5), kept.nan_to_num(9.5))
@@ -93,7 +101,10 @@ def test_the_reference_merges_to_whole_rows(
 @pytest.mark.parametrize("width", [1, 2, 3, 64])
 def test_narrow_shards(width: int) -> None:
     """A column each, and ranks whose columns are all padding."""
-    for case in (test_confidence.greedy(3, 5, torch.float32), test_confidence.sampled(5, [0.7, 0])):
+    for case in (
+        test_confidence.greedy(3, 5, torch.float32),
+        test_confidence.sampled(5, [0.7, 0]),
+    ):
         logits, *rest = case.arguments
         ranks = max(2, -(-5 // width))
         padded = torch.nn.functional.pad(logits, (0, ranks * width - 5), value=50.0)
@@ -106,7 +117,11 @@ def test_narrow_shards(width: int) -> None:
             )
             for i in range(ranks)
         ]
-        check(case, partial_reference.merge_rows(torch.stack(partials), **case.options), "narrow")
+        check(
+            case,
+            partial_reference.merge_rows(torch.stack(partials), **case.options),
+            "narrow",
+        )
 
 
 def test_ties_and_nan_lie_in_several_shards() -> None:

@@ -10,14 +10,18 @@ KERNEL = "dllm_plugin.kernels.rotate_and_store.kernel.rotate_and_store"
 PAGES, POSITIONS = 9, 300
 
 
-def case(heads, kv_heads, head, page, slots, tokens=None, dtype=torch.float32, keeps_key=True):
+def case(
+    heads, kv_heads, head, page, slots, tokens=None, dtype=torch.float32, keeps_key=True
+):
     """Arguments: slices of one tensor, positions without order, a cache full of NaN."""
     rng = torch.Generator().manual_seed(heads)
     tokens = tokens or len(slots)
     sizes = [heads * head, kv_heads * head, kv_heads * head]
     qkv = torch.randn(tokens, sum(sizes), generator=rng).to(dtype)
     query, key, value = (x.unflatten(1, (-1, head)) for x in qkv.split(sizes, dim=1))
-    angles = torch.outer(torch.arange(POSITIONS), 1e4 ** -torch.linspace(0, 1, head // 2))
+    angles = torch.outer(
+        torch.arange(POSITIONS), 1e4 ** -torch.linspace(0, 1, head // 2)
+    )
     table = torch.cat([angles.cos(), angles.sin()], dim=1)
     cache = torch.full((PAGES, kv_heads, page, 2 * head), torch.nan, dtype=dtype)
     positions = torch.randint(0, POSITIONS, (tokens,), generator=rng)
@@ -60,14 +64,24 @@ def test_the_kernel_agrees_with_the_reference(name, interpreted):
         if want is None:
             assert got is None
         else:
-            torch.testing.assert_close(got, want, rtol=0, atol=tolerance, equal_nan=True)
+            torch.testing.assert_close(
+                got, want, rtol=0, atol=tolerance, equal_nan=True
+            )
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if CASES[name][8] is not None])
 def test_the_reference_rotates_as_vllm_does(name):
     query, key, value, positions, table, cache, slots, *_ = CASES[name]
     head, page = query.shape[2], cache.shape[2]
-    flat = (positions, query.flatten(1), key.flatten(1), head, head, table.to(query.dtype), True)
+    flat = (
+        positions,
+        query.flatten(1),
+        key.flatten(1),
+        head,
+        head,
+        table.to(query.dtype),
+        True,
+    )
     stored, got_query, got_key = run_reference(CASES[name])
     tolerance = 2e-6 if query.dtype == torch.float32 else 4e-3
     wanted = RotaryEmbedding.forward_static(*flat)

@@ -90,8 +90,12 @@ def model_classes(registered: None) -> None:
     dllm_plugin.register()
 
 
-@pytest.fixture(scope="module")  # not longer: other tests may start engines in this process
-def single_rank(model_classes: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+@pytest.fixture(
+    scope="module"
+)  # not longer: other tests may start engines in this process
+def single_rank(
+    model_classes: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
     """A vLLM world of one CPU rank."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
@@ -111,7 +115,11 @@ def vllm_config_for(single_rank: None) -> Callable[..., Any]:
     from vllm.engine.arg_utils import EngineArgs
 
     def build(model: Path, **options: Any) -> Any:
-        arguments = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256} | options
+        arguments = {
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": 256,
+        } | options
         return EngineArgs(model=str(model), **arguments).create_engine_config()
 
     return build
@@ -137,7 +145,9 @@ def load_model(vllm_config_for: Callable[..., Any]) -> Callable[..., Any]:
         ):
             module = initialize_model(config)
             loader.load_weights(module, config.model_config)
-            process_weights_after_loading(module, config.model_config, config.device_config.device)
+            process_weights_after_loading(
+                module, config.model_config, config.device_config.device
+            )
         return module.eval()
 
     return load

@@ -12,7 +12,9 @@ def forward(model: Any, tokens: list[int], stops: list[int]) -> torch.Tensor:
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     config, total = model.vllm_config, len(tokens)
-    context = config.compilation_config.static_forward_context  # experts are listed there too
+    context = (
+        config.compilation_config.static_forward_context
+    )  # experts are listed there too
     layers = {name: layer for name, layer in context.items() if name.endswith(".attn")}
     first = next(iter(layers.values()))
     spec, backend = first.get_kv_cache_spec(config), first.attn_backend
@@ -21,7 +23,11 @@ def forward(model: Any, tokens: list[int], stops: list[int]) -> torch.Tensor:
     slots = torch.arange(total)
     for layer in layers.values():
         layer.kv_cache = torch.zeros(
-            pages, spec.num_kv_heads, spec.block_size, 2 * spec.head_size, dtype=spec.dtype
+            pages,
+            spec.num_kv_heads,
+            spec.block_size,
+            2 * spec.head_size,
+            dtype=spec.dtype,
         )
     common = CommonAttentionMetadata(
         query_start_loc=starts,
@@ -36,7 +42,9 @@ def forward(model: Any, tokens: list[int], stops: list[int]) -> torch.Tensor:
         causal=False,
     )
     with set_current_vllm_config(config), torch.inference_mode():
-        builder = backend.get_builder_cls()(spec, list(layers), config, torch.device("cpu"))
+        builder = backend.get_builder_cls()(
+            spec, list(layers), config, torch.device("cpu")
+        )
         metadata = builder.build(0, common)
         with set_forward_context(
             dict.fromkeys(layers, metadata),
@@ -44,4 +52,6 @@ def forward(model: Any, tokens: list[int], stops: list[int]) -> torch.Tensor:
             num_tokens=total,
             slot_mapping=dict.fromkeys(layers, slots),
         ):
-            return model.compute_logits(model(torch.tensor(tokens), torch.arange(total)))
+            return model.compute_logits(
+                model(torch.tensor(tokens), torch.arange(total))
+            )

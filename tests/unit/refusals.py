@@ -12,7 +12,9 @@ from dllm_plugin.config.resolution import resolve
 LLADA, DREAM, MASK = "LLaDAModelLM", "DreamModel", 15
 
 
-def resolved(architecture: str = LLADA, max_model_len: int = 1024, **options: Any) -> DecodeConfig:
+def resolved(
+    architecture: str = LLADA, max_model_len: int = 1024, **options: Any
+) -> DecodeConfig:
     return resolve(Options.from_user(options), architecture, max_model_len, MASK)
 
 

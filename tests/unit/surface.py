@@ -40,7 +40,9 @@ def found_in_vllm(name: str) -> Any:
 
 def fields_of(owner: type) -> set[str]:
     """Fields of a dataclass, struct or named tuple, and attributes that the class assigns."""
-    names = set(getattr(owner, "__struct_fields__", ())) | set(getattr(owner, "_fields", ()))
+    names = set(getattr(owner, "__struct_fields__", ())) | set(
+        getattr(owner, "_fields", ())
+    )
     if dataclasses.is_dataclass(owner):
         names |= {f.name for f in dataclasses.fields(owner)}
     for node in ast.walk(ast.parse(inspect.getsource(owner))):
@@ -52,17 +54,28 @@ def fields_of(owner: type) -> set[str]:
 def listed_imports(table: str) -> set[tuple[str, str]]:
     """Modules and names of a table; no name is the module itself."""
     rows = [line.split(": ", 1) for line in table.strip().splitlines()]
-    return {(module, name.strip('"')) for module, names in rows for name in names.split()}
+    return {
+        (module, name.strip('"')) for module, names in rows for name in names.split()
+    }
 
 
 def made_imports(*prefixes: str) -> Iterator[tuple[str, str]]:
     """What modules import of vLLM: those of prefixes with a list of their own, or all others."""
     for path in (path for name in PACKAGES for path in (ROOT / name).rglob("*.py")):
         name = path.relative_to(ROOT).as_posix().removeprefix("dllm_plugin/")
-        if not (name.startswith(prefixes) if prefixes else not name.startswith(LISTED_ELSEWHERE)):
+        if not (
+            name.startswith(prefixes)
+            if prefixes
+            else not name.startswith(LISTED_ELSEWHERE)
+        ):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+            if (
+                isinstance(node, ast.ImportFrom)
+                and (node.module or "").split(".")[0] == "vllm"
+            ):
                 yield from ((str(node.module), alias.name) for alias in node.names)
             elif isinstance(node, ast.Import):
-                yield from ((a.name, "") for a in node.names if a.name.split(".")[0] == "vllm")
+                yield from (
+                    (a.name, "") for a in node.names if a.name.split(".")[0] == "vllm"
+                )

@@ -24,7 +24,9 @@ from dllm_plugin.state.request_table import RequestTable
 SDAR, LLADA2, FAST = "SDARForCausalLM", "LLaDA2MoeModelLM", "Fast_dLLM_QwenForCausalLM"
 
 
-def floats(architecture: str = LLADA, strategy: str = "d2f", **options: Any) -> DecodeConfig:
+def floats(
+    architecture: str = LLADA, strategy: str = "d2f", **options: Any
+) -> DecodeConfig:
     return resolved(architecture, strategy=strategy, adaptive="throughput", **options)
 
 
@@ -58,7 +60,11 @@ def test_off_changes_nothing() -> None:
         if strategy == "d2f":
             config = resolved(LLADA, strategy=strategy)
             assert config.method == METHODS[strategy, "llada"]
-            assert (config.adaptive, config.min_window, config.max_window) == ("off", 0, 0)
+            assert (config.adaptive, config.min_window, config.max_window) == (
+                "off",
+                0,
+                0,
+            )
             assert without_grammars(config) == ""
 
 
@@ -67,11 +73,16 @@ def test_llada21_needs_the_policy_by_name() -> None:
     options = {"adaptive": "balanced"}
     with pytest.raises(ValueError) as caught:
         resolve(Options.from_user(options), LLADA2, 512, MASK, edits=True)
-    assert "adaptive 'balanced' cannot be combined with policy 'joint_threshold'" in one_sentence(
-        caught.value
+    assert (
+        "adaptive 'balanced' cannot be combined with policy 'joint_threshold'"
+        in one_sentence(caught.value)
     )
     config = resolve(
-        Options.from_user(options | {"policy": "threshold"}), LLADA2, 512, MASK, edits=True
+        Options.from_user(options | {"policy": "threshold"}),
+        LLADA2,
+        512,
+        MASK,
+        edits=True,
     )
     assert config.method.floats and config.default_policy == "threshold"
 
@@ -81,7 +92,9 @@ def test_a_shortened_canvas() -> None:
     assert (short.min_window, short.max_window) == (8, 50)
 
 
-@pytest.mark.parametrize("widths", [[], None, "8", [0], [129], [8.0], [True], [4] * 4097, (4,)])
+@pytest.mark.parametrize(
+    "widths", [[], None, "8", [0], [129], [8.0], [True], [4] * 4097, (4,)]
+)
 def test_wrong_schedules(widths: Any) -> None:
     with pytest.raises(ValueError, match="dllm_schedule must") as caught:
         read_schedule(floats(), {"dllm_schedule": widths})
@@ -100,13 +113,22 @@ def test_resumed_texts_are_cut_at_their_pieces() -> None:
     import torch
 
     config = floats(SDAR, "auto", block_length=4, max_window=4, canvas_length=4)
-    canvas, start = torch.zeros(3, 4, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
-    view = FloatingView(config, canvas, start, RequestTable(config, 3, torch.device("cpu")))
+    canvas, start = (
+        torch.zeros(3, 4, dtype=torch.int64),
+        torch.zeros(3, dtype=torch.int64),
+    )
+    view = FloatingView(
+        config, canvas, start, RequestTable(config, 3, torch.device("cpu"))
+    )
     view.pieces = {0: np.array([6]), 1: np.array([6, 7, 8, 10]), 2: np.array([6, 8, 9])}
     slots, ends = np.array([0, 1, 2]), np.array([6, 10, 8])
     stops = np.minimum(np.array([[4, 8, 12]] * 3), ends[:, None])
     found = view.prefill_stops(slots, np.array([True] * 3), ends, stops)
-    assert [sorted(set(row)) for row in found.tolist()] == [[4, 6], [4, 6, 7, 8, 10], [4, 6, 8]]
+    assert [sorted(set(row)) for row in found.tolist()] == [
+        [4, 6],
+        [4, 6, 7, 8, 10],
+        [4, 6, 8],
+    ]
     alone = view.prefill_stops(slots[:1], np.array([True]), ends[:1], stops[:1])
     assert alone.tolist() == [[4, 6, 6]]
 
@@ -117,7 +139,10 @@ def test_pieces_travel_to_workers() -> None:
 
 
 def test_what_steps_without_full_graphs_cost(
-    vllm_config_for: Any, checkpoints: Path, logged: list[str], monkeypatch: pytest.MonkeyPatch
+    vllm_config_for: Any,
+    checkpoints: Path,
+    logged: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Said on a GPU alone, with what stands in the way."""
     config = vllm_config_for(checkpoints / "tiny-sdar")
@@ -125,7 +150,9 @@ def test_what_steps_without_full_graphs_cost(
     logged.clear()
     warn_without_graphs(config)
     assert logged == []
-    platform = "dllm_plugin.engine.scheduling.adaptive_scheduler.current_platform.is_cuda"
+    platform = (
+        "dllm_plugin.engine.scheduling.adaptive_scheduler.current_platform.is_cuda"
+    )
     monkeypatch.setattr(platform, lambda: True)
     compilation.cudagraph_mode = CUDAGraphMode.NONE
     warn_without_graphs(config)
@@ -135,9 +162,14 @@ def test_what_steps_without_full_graphs_cost(
     parallel.worker_cls = "a.Worker"
     warn_without_graphs(config)
     eager, piecewise, foreign = map(one_sentence, logged.copy())
-    assert "cudagraph_mode NONE widths have no full CUDA graphs, so each forward is lau" in eager
+    assert (
+        "cudagraph_mode NONE widths have no full CUDA graphs, so each forward is lau"
+        in eager
+    )
     assert eager.endswith("use FULL_AND_PIECEWISE without enforce_eager.")
-    assert "cudagraph_mode PIECEWISE" in piecewise and piecewise.endswith("FULL_AND_PIECEWISE.")
+    assert "cudagraph_mode PIECEWISE" in piecewise and piecewise.endswith(
+        "FULL_AND_PIECEWISE."
+    )
     assert foreign.endswith("use FULL_AND_PIECEWISE without a worker_cls of your own.")
     for mode in (CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY):
         compilation.cudagraph_mode = mode

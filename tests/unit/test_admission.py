@@ -25,7 +25,10 @@ BEAM = {"max_tokens": 1, "logprobs": 4, "watermarking": False, "detokenize": Fal
         ({"bad_words": ["x" * 65]}, "bad_words"),
         ({"seed": 2**63 - 1, "n": 2}, "seed"),
         ({"allowed_token_ids": [300]}, "allowed_token_ids"),
-        ({"allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 3}, "min_tokens"),
+        (
+            {"allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 3},
+            "min_tokens",
+        ),
         (BEAM, "use_beam_search is not supported"),
         ({"extra_args": {"dllm_steps": 3_000_000_000}}, "dllm_steps"),
     ],

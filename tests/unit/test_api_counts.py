@@ -33,7 +33,9 @@ def test_counts_of_what_the_scheduler_sent() -> None:
     assert counts_of(completion, tokens=10, prompt_tokens=20) == ONE
     assert ONE.as_json() == IN_JSON and list(ONE.as_json()) == list(IN_JSON)
     sent.per_step_drafted = [16]
-    assert counts_of(completion, tokens=10, prompt_tokens=36) == ONE, "cached tokens cost nothing"
+    assert counts_of(completion, tokens=10, prompt_tokens=36) == ONE, (
+        "cached tokens cost nothing"
+    )
     sent.per_step_drafted = [16, WAYS.index("automaton")]
     held = counts_of(completion, tokens=10, prompt_tokens=36)
     assert held == ONE._replace(grammar="automaton")
@@ -52,7 +54,12 @@ def test_counts_of_what_the_scheduler_sent() -> None:
 def test_a_reply_and_its_usage() -> None:
     engine: Any = SimpleNamespace(counts={0: ONE, 1: ONE}, traces={})
     choices = [{"index": i, "finish_reason": "stop"} for i in range(3)]
-    reply = {"object": "text_completion", "choices": choices, "usage": {}, "metrics": None}
+    reply = {
+        "object": "text_completion",
+        "choices": choices,
+        "usage": {},
+        "metrics": None,
+    }
     add_counts(reply, engine, METHOD)
     assert [choice.get("diffusion") for choice in choices] == [IN_JSON, IN_JSON, None]
     assert reply["metrics"] == {"diffusion": total([ONE, ONE]).as_json() | METHOD}
@@ -61,7 +68,9 @@ def test_a_reply_and_its_usage() -> None:
 def test_a_stream_is_rewritten_behind_ends_alone() -> None:
     engine: Any = SimpleNamespace(counts={}, traces={})
     untouched = 'data: {"choices" : [{"index":0, "finish_reason":null}]}\n\n'
-    end = {"choices": [{"index": 0, "finish_reason": "stop", "delta": {"content": "é"}}]}
+    end = {
+        "choices": [{"index": 0, "finish_reason": "stop", "delta": {"content": "é"}}]
+    }
     usage = {"choices": [], "usage": {"total_tokens": 3}}
 
     async def events() -> AsyncGenerator[str, None]:
@@ -76,14 +85,20 @@ def test_a_stream_is_rewritten_behind_ends_alone() -> None:
         return [event async for event in with_counts(events(), engine, METHOD)]
 
     first, *rewritten, error, done = asyncio.run(collect())
-    assert (first, error, done) == (untouched, 'data: {"error": "late"}\n\n', "data: [DONE]\n\n")
+    assert (first, error, done) == (
+        untouched,
+        'data: {"error": "late"}\n\n',
+        "data: [DONE]\n\n",
+    )
     assert "é" in rewritten[0] and "\\u" not in rewritten[0]
     got = [json.loads(event.removeprefix("data: ")) for event in rewritten]
     assert got[0]["choices"][0]["diffusion"] == IN_JSON
     assert got[1]["metrics"] == {"diffusion": IN_JSON | METHOD}
 
 
-@pytest.mark.parametrize("body,word", [({"frame": 1}, "'frame'"), (3, "got 3"), (None, "got None")])
+@pytest.mark.parametrize(
+    "body,word", [({"frame": 1}, "'frame'"), (3, "got 3"), (None, "got None")]
+)
 def test_fields_are_refused_by_name(body: Any, word: str) -> None:
     with pytest.raises(ValueError, match=word):
         read_fields(body, streams=True)
@@ -94,7 +109,13 @@ LONG = "x" * 9999
 
 @pytest.mark.parametrize(
     "body",
-    [LONG, {LONG: 1}, {"early_text": LONG}, {"frames": LONG}, {"frames": {"every": LONG}}],
+    [
+        LONG,
+        {LONG: 1},
+        {"early_text": LONG},
+        {"frames": LONG},
+        {"frames": {"every": LONG}},
+    ],
     ids=range(5),
 )
 def test_long_values_are_cut(body: Any) -> None:
@@ -115,7 +136,9 @@ def test_plugins_that_serve_names(
     for chosen in ("diffuplug_api", "register_dllm_models,diffuplug_api"):
         monkeypatch.setenv("VLLM_PLUGINS", chosen)
         serve.name_plugins()
-        assert serve.os.environ["VLLM_PLUGINS"] == chosen and capsys.readouterr().err == ""
+        assert (
+            serve.os.environ["VLLM_PLUGINS"] == chosen and capsys.readouterr().err == ""
+        )
     monkeypatch.setenv("VLLM_PLUGINS", "register_dllm_models")
     serve.name_plugins()
     assert serve.os.environ["VLLM_PLUGINS"] == "register_dllm_models"

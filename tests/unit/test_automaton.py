@@ -62,7 +62,9 @@ def walk(automaton: TokenAutomaton, rng: random.Random) -> list[int]:
     while state != END:
         edges = np.flatnonzero(automaton.source_E == state)
         if len(ids) > 30:
-            edges = edges[automaton.far_Q[automaton.target_E[edges]].argsort(kind="stable")][:1]
+            edges = edges[
+                automaton.far_Q[automaton.target_E[edges]].argsort(kind="stable")
+            ][:1]
         edge = rng.choice(edges.tolist())
         low, high = automaton.bound_K1[automaton.class_E[edge] :][:2].tolist()
         ids.append(int(automaton.order_V[rng.randrange(low, high)]))
@@ -101,7 +103,14 @@ def test_what_comes_first_leaves_nothing_out(vocabulary: Vocabulary) -> None:
 def test_every_cut_of_a_text_is_taken(vocabulary: Vocabulary) -> None:
     """Also those within a character; special ids are not, whatever they spell."""
     automaton = of_regex(vocabulary, "(?:abc|日|<s>)+")
-    for ids in ([97, 98, 99], [259, 99], [260], [267], list("日".encode()), [97, 98, 99, 267]):
+    for ids in (
+        [97, 98, 99],
+        [259, 99],
+        [260],
+        [267],
+        list("日".encode()),
+        [97, 98, 99, 267],
+    ):
         assert takes(automaton, [*ids, EOS]), ids
     assert takes(automaton, [*b"<s>", EOS]) and not takes(automaton, [SPECIAL, EOS])
 
@@ -127,7 +136,11 @@ def test_schemas(name: str, vocabulary: Vocabulary) -> None:
     assert (asked is None) == (name in IRREGULAR)
     if asked is None:
         return
-    automaton, rng, case = build(asked, vocabulary, [EOS]), random.Random(name), schema_case(name)
+    automaton, rng, case = (
+        build(asked, vocabulary, [EOS]),
+        random.Random(name),
+        schema_case(name),
+    )
     for _ in range(10):
         assert case.judge(vocabulary.text(walk(automaton, rng)[:-1]).decode()), name
 
@@ -169,7 +182,13 @@ def test_a_property_may_have_any_plain_name(vocabulary: Vocabulary) -> None:
     automaton, rng = build(asked, vocabulary, [EOS]), random.Random(0)
     for _ in range(10):
         found = json.loads(vocabulary.text(walk(automaton, rng)[:-1]))
-        assert list(found) == names and set(found.values()) <= {"+", "[1]", 7, True, None}
+        assert list(found) == names and set(found.values()) <= {
+            "+",
+            "[1]",
+            7,
+            True,
+            None,
+        }
 
 
 @pytest.mark.parametrize(
@@ -196,12 +215,24 @@ def test_what_is_not_regular(kind: str, spec: str) -> None:
 def test_limits(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each ends in a sentence, also where making states would never end."""
     monkeypatch.setattr(module, "BYTE_SECONDS", 1.0)
-    never = ["a{1000}{1000}", "(a|b)*a(a|b){25}", "[", "|".join(f"{i} words" for i in range(9000))]
+    never = [
+        "a{1000}{1000}",
+        "(a|b)*a(a|b){25}",
+        "[",
+        "|".join(f"{i} words" for i in range(9000)),
+    ]
     for pattern in (*never, "[^\\x00-\\x{10FFFF}]"):
         with pytest.raises(TooLarge):
             of_regex(vocabulary, pattern)
-    for name, pattern in (("MAX_STATES", "a{9}"), ("MAX_CLASSES", "abcdef"), ("MAX_EDGES", "a{9}")):
-        with monkeypatch.context() as patched, pytest.raises(TooLarge, match=r"more|at most"):
+    for name, pattern in (
+        ("MAX_STATES", "a{9}"),
+        ("MAX_CLASSES", "abcdef"),
+        ("MAX_EDGES", "a{9}"),
+    ):
+        with (
+            monkeypatch.context() as patched,
+            pytest.raises(TooLarge, match=r"more|at most"),
+        ):
             patched.setattr(module, name, 5)
             of_regex(vocabulary, pattern)
     with pytest.raises(TooLarge):
@@ -239,7 +270,10 @@ def test_tables_shrink(vocabulary: Vocabulary) -> None:
     """Once nobody uses a large automaton: steps compute all that tables have room for."""
     held = AutomatonTables(torch.device("cpu"))
     small = of_regex(vocabulary, "ab")
-    first, large = held.add("s", small), held.add("l", of_regex(vocabulary, "[a-f]{90}x"))
+    first, large = (
+        held.add("s", small),
+        held.add("l", of_regex(vocabulary, "[a-f]{90}x")),
+    )
     tables = held.tables
     held.add("t", small)
     assert held.tables is not None and tables is not None
@@ -261,9 +295,15 @@ def test_requests_are_refused_by_name() -> None:
     check_grammar_way(wish(dllm_grammar="automaton"), config)
     check_grammar_way(wish("json_object", True, dllm_grammar="auto"), config)
     refused = [
-        (wish(dllm_grammar="fast"), "dllm_grammar must be one of auto, drafts, automaton"),
+        (
+            wish(dllm_grammar="fast"),
+            "dllm_grammar must be one of auto, drafts, automaton",
+        ),
         (sampling(9, dllm_grammar="auto"), "has no effect without structured_outputs"),
-        (wish("json_object", True, dllm_grammar="automaton"), "nothing else is regular"),
+        (
+            wish("json_object", True, dllm_grammar="automaton"),
+            "nothing else is regular",
+        ),
         (wish(dllm_grammar="automaton", temperature=1.0, top_p=0.5), "top_p 0.5"),
         (wish(dllm_grammar="automaton", temperature=1.0, min_p=0.5), "min_p 0.5"),
         (wish(dllm_grammar="automaton", temperature=1.0, top_k=5), "top_k 5"),
@@ -274,11 +314,17 @@ def test_requests_are_refused_by_name() -> None:
         assert str(caught.value).count("\n") == 0 and str(caught.value).endswith(".")
     engines: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ({"strategy": "d2f", "vocab_parallel": True}, {}, "vocab_parallel"),
-        ({"strategy": "semi_autoregressive"}, {"dllm_logits_eos_inf": True}, "logits_eos_inf"),
+        (
+            {"strategy": "semi_autoregressive"},
+            {"dllm_logits_eos_inf": True},
+            "logits_eos_inf",
+        ),
     ]
     for options, asked, name in engines:
         with pytest.raises(ValueError, match=name):
-            check_grammar_way(wish(dllm_grammar="automaton", **asked), resolved(**options))
+            check_grammar_way(
+                wish(dllm_grammar="automaton", **asked), resolved(**options)
+            )
     dream = resolved("DreamModel", strategy="semi_autoregressive")
     with pytest.raises(ValueError, match="dllm_top_p"):
         check_grammar_way(wish(dllm_grammar="automaton", dllm_top_p=0.5), dream)

@@ -14,7 +14,15 @@ from transformers import AutoTokenizer
 from vllm.engine.arg_utils import EngineArgs
 from vllm.usage.usage_lib import UsageContext
 
-from diffuplug_bench import engines, floor, gate, random_weights, report, step, step_schedule
+from diffuplug_bench import (
+    engines,
+    floor,
+    gate,
+    random_weights,
+    report,
+    step,
+    step_schedule,
+)
 from diffuplug_bench import throughput_latency as serving
 from diffuplug_bench.gate import ranks_of
 from diffuplug_bench.model_shapes import SHAPES, Sizes, autoregressive_config
@@ -29,15 +37,27 @@ def settings(*arguments: str) -> Settings:
     return settings_of(cli.build_parser().parse_args(["bench", *arguments]))
 
 
-@pytest.mark.parametrize(("ranks", "shared_by"), [(1, 1), (2, 2), (4, 2), (6, 6), (8, 2)])
-def test_the_gate_runs_on_ranks_that_share_the_bundled_heads(ranks: int, shared_by: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "shared_by"), [(1, 1), (2, 2), (4, 2), (6, 6), (8, 2)]
+)
+def test_the_gate_runs_on_ranks_that_share_the_bundled_heads(
+    ranks: int, shared_by: int
+) -> None:
     assert ranks_of(settings("step", "--tensor-parallel-size", str(ranks))) == shared_by
 
 
 ALONE = ("--commit-alone-from", "8")
 COMPILED = ("--compilation-config",)
 DUMMY = ["throughput", "--shapes", "tiny", "--tokens-per-forward"]
-WATCHED = ["watched", "--shapes", "tiny", "--requests", "4", "--tokens-per-forward", "2"]
+WATCHED = [
+    "watched",
+    "--shapes",
+    "tiny",
+    "--requests",
+    "4",
+    "--tokens-per-forward",
+    "2",
+]
 
 
 @pytest.mark.parametrize(
@@ -45,25 +65,60 @@ WATCHED = ["watched", "--shapes", "tiny", "--requests", "4", "--tokens-per-forwa
     [
         (["step", "--shapes", "tiny", "--vs", "hf"], "--vs hf serves whole requests"),
         (["step", "--vs", "tgi"], "--vs tgi is unknown; baselines: ar, hf"),
-        (["latency", "--strategy", "dual"], "--strategy dual is unknown: use block_diffusion, d2f"),
-        (["step", "--requests", "0,1"], "--requests must be whole numbers of at least 1"),
-        (["step", "--canvas", "33", "--block-length", "16"], "--canvas 33 is no whole number"),
-        (["step", "--shapes", "tiny", "--block-length", "64"], "--canvas 32 is no whole number"),
-        (["step", "--threshold", "0.9"], "--threshold changes nothing in the mode step"),
         (
-            ["all", "--shapes", "tiny", "--threshold", "0.9", "--tokens-per-forward", "3"],
+            ["latency", "--strategy", "dual"],
+            "--strategy dual is unknown: use block_diffusion, d2f",
+        ),
+        (
+            ["step", "--requests", "0,1"],
+            "--requests must be whole numbers of at least 1",
+        ),
+        (
+            ["step", "--canvas", "33", "--block-length", "16"],
+            "--canvas 33 is no whole number",
+        ),
+        (
+            ["step", "--shapes", "tiny", "--block-length", "64"],
+            "--canvas 32 is no whole number",
+        ),
+        (
+            ["step", "--threshold", "0.9"],
+            "--threshold changes nothing in the mode step",
+        ),
+        (
+            [
+                "all",
+                "--shapes",
+                "tiny",
+                "--threshold",
+                "0.9",
+                "--tokens-per-forward",
+                "3",
+            ],
             "mean nothing on dummy weights",
         ),
-        (["step", "--canvas", "32,64", "--max-positions", "32"], "leaves nothing of canvas 64"),
-        (["step", "--block-length", "32", *ALONE], "--commit-alone-from 8 needs the strategy"),
+        (
+            ["step", "--canvas", "32,64", "--max-positions", "32"],
+            "leaves nothing of canvas 64",
+        ),
+        (
+            ["step", "--block-length", "32", *ALONE],
+            "--commit-alone-from 8 needs the strategy",
+        ),
         (["step", "--context", "0"], "--context must be at least 1"),
-        (["latency", "--tensor-parallel-size", "0"], "--tensor-parallel-size must be at least 1"),
+        (
+            ["latency", "--tensor-parallel-size", "0"],
+            "--tensor-parallel-size must be at least 1",
+        ),
         (["throughput", "--shapes", "tiny"], "needs --tokens-per-forward"),
         ([*DUMMY, "17"], "must lie between 1 and a block of 16"),
         ([*DUMMY, "2", "--strategy", "d2f"], "accepts by confidence"),
         ([*DUMMY, "3", "--rounds", "2"], "would be 2.91 for 1 at once"),
         ([*DUMMY, "3", "--rounds", "1"], "steps per block of 16: use --rounds 3."),
-        ([*DUMMY, "3", "--output-len", "40"], "is no whole number of blocks of 16: use 48."),
+        (
+            [*DUMMY, "3", "--output-len", "40"],
+            "is no whole number of blocks of 16: use 48.",
+        ),
         (
             [*WATCHED, "--watched", "1,5"],
             "--watched must be numbers from 0 to --requests, which is 4",
@@ -76,26 +131,54 @@ WATCHED = ["watched", "--shapes", "tiny", "--requests", "4", "--tokens-per-forwa
             "--approximations 8:32 must be full_refresh_every:refresh_before:suffix_window",
         ),
         (
-            ["latency", "--strategy", "semi_autoregressive", "--approximations", "8::32"],
+            [
+                "latency",
+                "--strategy",
+                "semi_autoregressive",
+                "--approximations",
+                "8::32",
+            ],
             "can have a suffix_window alone",
         ),
-        (["latency", "--strategy", "dual_cache", "--approximations", "::"], "as in 8:32:32"),
-        (["latency", "--approximations", "8::"], "are of full attention, not of --strategy d2f"),
+        (
+            ["latency", "--strategy", "dual_cache", "--approximations", "::"],
+            "as in 8:32:32",
+        ),
+        (
+            ["latency", "--approximations", "8::"],
+            "are of full attention, not of --strategy d2f",
+        ),
         (
             ["latency", "--strategy", "dual_cache", "--approximations", "0::"],
             "full_refresh_every",
         ),
         (
-            ["step", "--shapes", "tiny", "--strategy", "semi_autoregressive", "--profile"],
+            [
+                "step",
+                "--shapes",
+                "tiny",
+                "--strategy",
+                "semi_autoregressive",
+                "--profile",
+            ],
             "those of --strategy semi_autoregressive have piecewise ones: leave --profile out.",
         ),
         (["latency", "--tokens-per-forward", "2"], "is measured on a checkpoint"),
         (["latency", "--input-len", "64"], "is what the prompts have on a checkpoint"),
         (["latency", "--model", "some/model", "--vs", "hf"], "--vs hf needs --shapes"),
-        (["step", *COMPILED, "{}", "--enforce-eager"], "--compilation-config says how to compile"),
+        (
+            ["step", *COMPILED, "{}", "--enforce-eager"],
+            "--compilation-config says how to compile",
+        ),
         (["step", *COMPILED, '{"x": 1}'], "--compilation-config: x: Unexpected"),
-        (["step", *COMPILED, '{"cudagraph_mode": "a"}'], "--compilation-config: 'A' is unknown"),
-        (["step", *COMPILED, '{"compile_sizes": 3}'], "--compilation-config: compile_sizes: Input"),
+        (
+            ["step", *COMPILED, '{"cudagraph_mode": "a"}'],
+            "--compilation-config: 'A' is unknown",
+        ),
+        (
+            ["step", *COMPILED, '{"compile_sizes": 3}'],
+            "--compilation-config: compile_sizes: Input",
+        ),
     ],
 )
 def test_what_means_nothing_is_refused(
@@ -121,13 +204,20 @@ def test_a_compilation_config_is_a_json_object(
 
 def test_the_gate_compiles_for_its_own_numbers_of_tokens() -> None:
     sizes = '"compile_sizes": [4096, "cudagraph_capture_sizes"], "cudagraph_capture_sizes": [4096]'
-    given = settings("step", *COMPILED, f'{{"mode": 3, "max_cudagraph_capture_size": 9, {sizes}}}')
-    assert gate._compilation(given) == {"mode": 3, "compile_sizes": ["cudagraph_capture_sizes"]}
+    given = settings(
+        "step", *COMPILED, f'{{"mode": 3, "max_cudagraph_capture_size": 9, {sizes}}}'
+    )
+    assert gate._compilation(given) == {
+        "mode": 3,
+        "compile_sizes": ["cudagraph_capture_sizes"],
+    }
     assert gate._compilation(settings("step")) == {}
 
 
 def test_switches_reach_the_engine() -> None:
-    given = settings("step", "--compile-step", "--vocab-parallel", "--tensor-parallel-size", "2")
+    given = settings(
+        "step", "--compile-step", "--vocab-parallel", "--tensor-parallel-size", "2"
+    )
     assert given.switches == {"compile_step": True, "vocab_parallel": True}
     assert settings("step", "--no-compile-step").switches == {"compile_step": False}
     assert given.switches.items() <= given.dllm(128).items()
@@ -135,7 +225,9 @@ def test_switches_reach_the_engine() -> None:
     # Each rank multiplies its share of the weights.
     whole, half = Sizes.of(SHAPES["dream-7b"]), Sizes.of(SHAPES["dream-7b"]).per_rank(2)
     assert 2 * half.kv_bytes(3, 2) == whole.kv_bytes(3, 2)
-    outputs = [sum(n for n, _ in sizes.mlp_gemms(sizes.inner)[:1]) for sizes in (whole, half)]
+    outputs = [
+        sum(n for n, _ in sizes.mlp_gemms(sizes.inner)[:1]) for sizes in (whole, half)
+    ]
     assert outputs[0] == 2 * outputs[1] and whole.vocab == 2 * half.vocab
 
 
@@ -145,20 +237,36 @@ def test_prompts_enter_as_fast_as_those_of_plain_vllm() -> None:
     defaults, _ = EngineArgs.get_batch_defaults(1)
     default = defaults[UsageContext.LLM_CLASS]
     for requests, budget in ((64, None), (65, default), (8192, 128 + 8192 * 32)):
-        asked = ("--shapes", "tiny", "--requests", str(requests), "--tokens-per-forward", "2")
+        asked = (
+            "--shapes",
+            "tiny",
+            "--requests",
+            str(requests),
+            "--tokens-per-forward",
+            "2",
+        )
         given = settings("throughput", *asked)
         options = engines.options_of_ours(given, model, 32, 128)
         assert options.get("max_num_batched_tokens") == budget
 
 
 def test_positions_of_a_step_are_those_that_are_computed() -> None:
-    given = settings("step", "--shapes", "tiny", "--canvas", "64", "--requests", "4,8", *ALONE)
+    given = settings(
+        "step", "--shapes", "tiny", "--canvas", "64", "--requests", "4,8", *ALONE
+    )
     assert given.dllm(64)["commit_alone_from"] == 8
     assert [given.positions_of_step(64, n, 8) for n in (4, 8)] == [4 * 64, 8 * 32]
     assert given.positions_of_step(64, 8, 0) == 8 * 64
-    assert given.computes_next_block(64) and not settings("step").computes_next_block(64)
-    mixed = settings("step", "--shapes", "tiny", "--canvas", "16,32", "--block-length", "16")
-    assert [mixed.computes_next_block(canvas) for canvas in mixed.canvas] == [False, True]
+    assert given.computes_next_block(64) and not settings("step").computes_next_block(
+        64
+    )
+    mixed = settings(
+        "step", "--shapes", "tiny", "--canvas", "16,32", "--block-length", "16"
+    )
+    assert [mixed.computes_next_block(canvas) for canvas in mixed.canvas] == [
+        False,
+        True,
+    ]
 
 
 def test_strategy_follows_what_is_measured() -> None:
@@ -187,7 +295,12 @@ def answer(*arrivals: tuple[int, int]) -> Answer:
 
 def test_window_holds_steps_of_all_requests_only() -> None:
     """Steps before both decode, and the tail, take a hundred times as long here."""
-    run = Run([answer((2, 4), (6, 4), (10, 4), (13, 4)), answer((4, 4), (8, 4), (12, 4), (15, 4))])
+    run = Run(
+        [
+            answer((2, 4), (6, 4), (10, 4), (13, 4)),
+            answer((4, 4), (8, 4), (12, 4), (15, 4)),
+        ]
+    )
     seconds, slow = 0.0, (0, 1, 2, 3, 4, 13, 14, 15)
     for i in range(16):
         seconds += 0.1 if i in slow else 0.001
@@ -207,7 +320,9 @@ def test_all_decode_once_the_last_one_has_tokens() -> None:
 
 
 def test_requests_that_never_met_have_no_window() -> None:
-    run = Run([answer((2, 4), (6, 4)), answer((8, 4), (12, 4))], [0.1 * i for i in range(13)])
+    run = Run(
+        [answer((2, 4), (6, 4)), answer((8, 4), (12, 4))], [0.1 * i for i in range(13)]
+    )
     with pytest.raises(ValueError, match="never ran all at once"):
         steady_window(run)
 
@@ -319,7 +434,9 @@ def test_sources_are_told_apart(tmp_path: Path) -> None:
     assert len(set(found)) == 4
     # Of the package that is measured, whatever the working folder.
     written = report._versions()["sources"]
-    assert written == report.hash_of_sources(ROOT / "dllm_plugin") and len(written) == 12
+    assert (
+        written == report.hash_of_sources(ROOT / "dllm_plugin") and len(written) == 12
+    )
 
 
 def test_any_model_with_a_chat_template_is_scored() -> None:
@@ -328,14 +445,23 @@ def test_any_model_with_a_chat_template_is_scored() -> None:
     texts = [problem.answer for problem in problems[:3]] + ["no number here"]
     answers = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     for is_bundled in (True, False):
-        assert serving.score(tokenizer, answers, problems, is_bundled) == {"accuracy": 0.75}
-    for prompt, item in zip(serving.problem_prompts(tokenizer, problems), problems, strict=True):
+        assert serving.score(tokenizer, answers, problems, is_bundled) == {
+            "accuracy": 0.75
+        }
+    for prompt, item in zip(
+        serving.problem_prompts(tokenizer, problems), problems, strict=True
+    ):
         assert item.question in tokenizer.decode(prompt) != item.question
     # Without a template there is no telling how to ask.
     tokenizer.chat_template = None
-    assert tokenizer.decode(serving.problem_prompts(tokenizer, problems)[0]) == problems[0].question
+    assert (
+        tokenizer.decode(serving.problem_prompts(tokenizer, problems)[0])
+        == problems[0].question
+    )
     unscored = serving.score(tokenizer, answers, problems, False)
-    assert unscored["accuracy"] is None and "no chat template" in unscored["accuracy_note"]
+    assert (
+        unscored["accuracy"] is None and "no chat template" in unscored["accuracy_note"]
+    )
     assert report.table_of("served", [unscored]).split() == ["accuracy", "-"]
 
 
@@ -353,22 +479,30 @@ def test_any_model_with_a_chat_template_is_scored() -> None:
 def test_result_of_an_answer(text: str, number: int | None) -> None:
     """The bundled model was taught a mark, and without it has not answered."""
     assert serving.number_of(text, is_bundled=False) == number
-    assert serving.number_of(text, is_bundled=True) == (number if "####" in text else None)
+    assert serving.number_of(text, is_bundled=True) == (
+        number if "####" in text else None
+    )
 
 
 def test_target_script_asks_for_what_exists(tmp_path: Path) -> None:
     """Its commands, caught in place of Python, are accepted; a failing one stops no other."""
     caught = tmp_path / "python3"
-    script = 'print(json.dumps({"line": sys.argv[4:]})); sys.exit(sys.argv[4] == "latency")'
+    script = (
+        'print(json.dumps({"line": sys.argv[4:]})); sys.exit(sys.argv[4] == "latency")'
+    )
     caught.write_text(f"#!{sys.executable}\nimport json, sys\n{script}\n")
     caught.chmod(0o755)
     script = f"benchmarks/targets.sh {tmp_path}/out; benchmarks/targets.sh {tmp_path}/out short"
     command = ["bash", "-c", f"cd {ROOT}; {script}"]
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True
+    )
     assert "FAILED with status 1" in done.stdout
     lines = (tmp_path / "out" / "lines.jsonl").read_text().splitlines()
     asked = [settings(*json.loads(line)["line"]) for line in lines]
-    assert [s.mode for s in asked] == ["all"] * 2 + ["step"] * 3 + ["latency"] + ["step"] * 6
+    assert [s.mode for s in asked] == ["all"] * 2 + ["step"] * 3 + ["latency"] + [
+        "step"
+    ] * 6
     assert [s.shapes for s in asked[:5]] == ["llada-8b", "dream-7b"] * 2 + ["llada-8b"]
     assert all(s.grid_requests(canvas) for s in asked for canvas in s.canvas)

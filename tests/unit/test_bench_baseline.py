@@ -32,7 +32,8 @@ def is_default(settings: dict[str, Any]) -> bool:
     """Blocks as published, and nothing but greedy decoding."""
     known = {"alg", "max_new_tokens", "steps", "gen_length", "block_length"}
     return (
-        settings.get("block_length", published_loops.LLADA_BLOCK) == 32 and set(settings) <= known
+        settings.get("block_length", published_loops.LLADA_BLOCK) == 32
+        and set(settings) <= known
     )
 
 
@@ -74,7 +75,9 @@ def test_models_without_a_loop_are_refused() -> None:
 
 def test_rates_become_steps() -> None:
     config = config_of(TESTS / "goldens" / "checkpoints" / "tiny-llada")
-    one, three = published_loops.measure(config, [1, 2, 3], 64, [1.0, 3.0], "cpu", torch.float32)
+    one, three = published_loops.measure(
+        config, [1, 2, 3], 64, [1.0, 3.0], "cpu", torch.float32
+    )
     assert (one["tokens"], one["forwards"], one["tokens_per_forward"]) == (64, 64, 1.0)
     assert (three["tokens"], three["forwards"]) == (64, 21)
     assert three["ms_per_forward"] == pytest.approx(1e3 * three["seconds"] / 21)
@@ -82,19 +85,28 @@ def test_rates_become_steps() -> None:
 
 @pytest.mark.usefixtures("model_classes")
 @pytest.mark.parametrize("name", [name for name in SHAPES if name != "tiny"])
-def test_vllm_takes_the_shapes_and_their_autoregressive_models(name: str, tmp_path: Path) -> None:
+def test_vllm_takes_the_shapes_and_their_autoregressive_models(
+    name: str, tmp_path: Path
+) -> None:
     """Without loading anything: ours resolved by our hook, the autoregressive one by vLLM alone."""
     dummy = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 2048}
     decode = {"strategy": "block_diffusion", "canvas_length": 32, "block_length": 16}
     folder = write_config(SHAPES[name], tmp_path / "ours")
-    ours = EngineArgs(folder, additional_config={"dllm": decode}, **dummy).create_engine_config()
+    ours = EngineArgs(
+        folder, additional_config={"dllm": decode}, **dummy
+    ).create_engine_config()
     assert get_decode_config(ours).canvas_length == 32
     config = ours.model_config
     sizes = Sizes.of(SHAPES[name])
-    assert (config.get_head_size(), config.get_vocab_size()) == (sizes.head, sizes.vocab)
+    assert (config.get_head_size(), config.get_vocab_size()) == (
+        sizes.head,
+        sizes.vocab,
+    )
     if SHAPES[name]["model_type"] not in AUTOREGRESSIVE:
         return
-    folder = write_config(autoregressive_config(SHAPES[name]), tmp_path / "autoregressive")
+    folder = write_config(
+        autoregressive_config(SHAPES[name]), tmp_path / "autoregressive"
+    )
     theirs = EngineArgs(folder, **dummy).create_engine_config().model_config
     assert theirs.architecture == AUTOREGRESSIVE[SHAPES[name]["model_type"]][0]
     parallel = ours.parallel_config

@@ -42,7 +42,9 @@ class RandomLogits:
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("strategy", ["dual_cache", "prefix_cache", "semi_autoregressive"])
+@pytest.mark.parametrize(
+    "strategy", ["dual_cache", "prefix_cache", "semi_autoregressive"]
+)
 def test_forwards_are_those_of_the_plain_loop(strategy: str, options: str) -> None:
     """Two canvases of three blocks, in steps that leave one to seven masks each time."""
     given = OPTIONS[options]
@@ -51,7 +53,9 @@ def test_forwards_are_those_of_the_plain_loop(strategy: str, options: str) -> No
     torch.manual_seed(0)
     rules = Rules(strategy=strategy, block_length=8, steps=3, **given)
     text = decode(FullText(RandomLogits(), [1] * PROMPT, 48, rules, canvas_length=24))
-    config = resolved(strategy=strategy, block_length=8, canvas_length=24, steps=3, **given)
+    config = resolved(
+        strategy=strategy, block_length=8, canvas_length=24, steps=3, **given
+    )
     answer = Answer([1] * PROMPT, 0.0, sampling={"max_tokens": 48, "extra_args": {}})
     answer.snapshots = list(zip(count(5), snapshots_of(text), strict=False))
     found = forwards_of(answer, config, max_model_len=1024)
@@ -77,7 +81,9 @@ def test_what_shares_a_step_is_counted_in_the_timed_run() -> None:
     timed = [Count(), Count(200, 2), Count(64, 2), Count(), Count(132, 2), Count(32, 0)]
     forwards = [
         Forward(at, StepSize(n, 130, rows))
-        for at, (n, rows) in enumerate([(100, 32), (100, 32), (32, 20), (32, 10), (100, 4)])
+        for at, (n, rows) in enumerate(
+            [(100, 32), (100, 32), (32, 20), (32, 10), (100, 4)]
+        )
     ]
     found = sizes_of(timed, forwards)
     assert [size.positions for size in found] == [200, 64, 132, 32]
@@ -107,12 +113,15 @@ def test_messages_of_steps_that_computed_nothing_are_no_steps() -> None:
     answer = Answer([1] * 10, 0.0, arrivals, [1] * 16, finished=True, forwards=8)
     run = Run([answer], [0.1 * i for i in range(16)], [Count(), Count(32, 1)] * 8)
     assert (row := step._times(run))["steps"] == 4
-    assert row["step_ms"] == pytest.approx(200) and row["step_ms_spread"] == pytest.approx(
-        [200] * 2
-    )
+    assert row["step_ms"] == pytest.approx(200) and row[
+        "step_ms_spread"
+    ] == pytest.approx([200] * 2)
     assert row["steps_per_second"] == pytest.approx(5)
     run.counts = [Count()] * 16  # of an engine that counts no positions
-    assert step._times(run)["step_ms"] == pytest.approx(100) and step._times(run)["steps"] == 8
+    assert (
+        step._times(run)["step_ms"] == pytest.approx(100)
+        and step._times(run)["steps"] == 8
+    )
     # The floor of such a step: that of a forward, and not of half a forward.
     sizes = sizes_of([Count(), Count(32, 1)] * 4, [Forward(0, StepSize(32, 64, 8))])
     limit = Floor(1e9, {}, {}, 2, {32: 100.0}, {8: 20.0})
@@ -143,11 +152,14 @@ def test_sizes_that_are_timed_reach_the_largest() -> None:
         Sizes.of(SHAPES["tiny"]), floor.Wanted((3,), (20, 9)), "cpu", torch.float32
     )
     assert list(found.gemm_ms) == [3] and list(found.head_ms) == [8, 9]
-    assert list(found.layers_ms) == [8, 10, 13, 16, 20] and min(found.layers_ms.values()) > 0
+    assert (
+        list(found.layers_ms) == [8, 10, 13, 16, 20]
+        and min(found.layers_ms.values()) > 0
+    )
 
 
 def test_forwards_for_nothing_are_told() -> None:
     answers = [Answer([1] * 10, 0.0, canvas_positions=25), Answer([1] * 5, 0.0)]
-    assert void_share(Run(answers, counts=[Count(30, 1), Count(), Count(20, 0)])) == pytest.approx(
-        0.2
-    )
+    assert void_share(
+        Run(answers, counts=[Count(30, 1), Count(), Count(20, 0)])
+    ) == pytest.approx(0.2)

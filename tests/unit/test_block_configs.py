@@ -7,7 +7,10 @@ import pytest
 from transformers import AutoConfig
 
 from dllm_plugin.decoding.families import FAMILIES, FAST_DLLM, LLADA, LLADA2, SDAR
-from dllm_plugin.models.checkpoints.special_tokens import find_mask_token, find_turn_ends
+from dllm_plugin.models.checkpoints.special_tokens import (
+    find_mask_token,
+    find_turn_ends,
+)
 from dllm_plugin.models.checkpoints.trained_for import trained_block_length
 
 pytestmark = pytest.mark.usefixtures("registered")
@@ -74,7 +77,9 @@ def test_sdar_reads_as_qwen3(tmp_path):
     assert config.mask_token_id is config.block_size is config.pad_token_id is None
 
 
-@pytest.mark.parametrize("model_type", ["llada2_moe", "llada2_moe_veomni", "llada21_moe"])
+@pytest.mark.parametrize(
+    "model_type", ["llada2_moe", "llada2_moe_veomni", "llada21_moe"]
+)
 def test_llada2_reads_as_ling(tmp_path, model_type):
     config = read(tmp_path, LLADA2_MINI | {"model_type": model_type})
     assert config.model_type == model_type and config.sliding_window is None
@@ -84,7 +89,9 @@ def test_llada2_reads_as_ling(tmp_path, model_type):
         "partial_rotary_factor": 0.5,
     }
     # Without these keys vLLM's model takes LayerNorm, no q/k norm and softmax scores.
-    assert config.use_rmsnorm and config.use_qk_norm and config.score_function == "sigmoid"
+    assert (
+        config.use_rmsnorm and config.use_qk_norm and config.score_function == "sigmoid"
+    )
     assert config.router_dtype == "fp32" and config.moe_router_enable_expert_bias
     assert config.mask_token_id is config.eos_token_id is None
 
@@ -105,7 +112,9 @@ def test_llada2_reads_as_ling(tmp_path, model_type):
     ],
 )
 def test_variants_are_refused_by_key(tmp_path, base, key, value):
-    with pytest.raises(ValueError, match=f"checkpoint has {key}={value!r}.*only {key}="):
+    with pytest.raises(
+        ValueError, match=f"checkpoint has {key}={value!r}.*only {key}="
+    ):
         read(tmp_path, base | {key: value})
 
 
@@ -127,7 +136,9 @@ def test_mask_and_ends(name, mask, found_in, ends, checkpoints, vllm_config_for)
 
 def served(model: str, **config):
     """What the lookup reads of a ModelConfig."""
-    return SimpleNamespace(model=model, hf_config=SimpleNamespace(source_name=None, **config))
+    return SimpleNamespace(
+        model=model, hf_config=SimpleNamespace(source_name=None, **config)
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,9 +146,19 @@ def served(model: str, **config):
     [
         ("JetLM/SDAR-8B-Chat", {"block_size": None}, SDAR, 4),
         ("JetLM/SDAR-8B-Chat-b32", {"block_size": None}, SDAR, 32),
-        ("hub/models--JetLM--SDAR-8B-Chat-b16/snapshots/9f3e", {"block_size": None}, SDAR, 16),
+        (
+            "hub/models--JetLM--SDAR-8B-Chat-b16/snapshots/9f3e",
+            {"block_size": None},
+            SDAR,
+            16,
+        ),
         ("JetLM/SDAR-8B-Chat-b32", {"block_size": 8}, SDAR, 8),
-        ("weights", {"block_size": None, "source_name": "JetLM/SDAR-1.7B-b64"}, SDAR, 64),
+        (
+            "weights",
+            {"block_size": None, "source_name": "JetLM/SDAR-1.7B-b64"},
+            SDAR,
+            64,
+        ),
         ("inclusionAI/LLaDA2.0-mini-b8", {}, LLADA2, 32),
         ("somewhere", {"bd_size": 32}, FAST_DLLM, 32),
         ("somewhere", {"bd_size": None}, FAST_DLLM, 32),
@@ -152,5 +173,7 @@ def test_trained_block_length(model, config, family, length):
 
 @pytest.mark.parametrize("length", [0, 4.0, "4", True])
 def test_wrong_block_length_is_refused(length):
-    with pytest.raises(ValueError, match="block_size in config.json must be a whole number"):
+    with pytest.raises(
+        ValueError, match="block_size in config.json must be a whole number"
+    ):
         trained_block_length(served("sdar", block_size=length), SDAR)

@@ -10,7 +10,10 @@ import torch
 from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
+from vllm.v1.worker.gpu.cudagraph_utils import (
+    BatchExecutionDescriptor,
+    ModelCudaGraphManager,
+)
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from dllm_plugin.commands import cli
@@ -37,12 +40,18 @@ CPU = torch.device("cpu")
 
 
 def config_of(architecture: str = "LLaDAModelLM", **options: Any) -> DecodeConfig:
-    dllm = {"strategy": "block_diffusion", "block_length": 16, "canvas_length": 32} | options
+    dllm = {
+        "strategy": "block_diffusion",
+        "block_length": 16,
+        "canvas_length": 32,
+    } | options
     return resolve(Options.from_user(dllm), architecture, 4096, 0)
 
 
 def test_sizes_of_canvases_alone() -> None:
-    assert capture_sizes(config_of(), 20, 8192) == [32 * n for n in (1, 2, 4, 8, 16, 20)]
+    assert capture_sizes(config_of(), 20, 8192) == [
+        32 * n for n in (1, 2, 4, 8, 16, 20)
+    ]
     # As many canvases as fit a step.
     assert capture_sizes(config_of(), 64, 300) == [32 * n for n in (1, 2, 4, 8, 9)]
 
@@ -62,7 +71,10 @@ def test_sizes_of_single_block_steps() -> None:
 
 def test_canvases_that_are_never_scheduled_have_no_graph() -> None:
     counts = [1, 2, 4, 8, 16]
-    needed = {alone: counts[: canvases_needed(counts, alone)] for alone in (1, 2, 3, 5, 6, 9, 99)}
+    needed = {
+        alone: counts[: canvases_needed(counts, alone)]
+        for alone in (1, 2, 3, 5, 6, 9, 99)
+    }
     assert needed == {
         **{1: [], 2: [1], 3: [1, 2], 5: [1, 2, 4], 6: [1, 2, 4, 8], 9: [1, 2, 4, 8]},
         99: counts,
@@ -94,7 +106,11 @@ def test_refreshes_near_their_block_have_graphs() -> None:
     """Of the lengths that answers of whole blocks have, for two requests at most."""
 
     def graphs_of(**options: Any) -> dict[int, list[int]]:
-        given = {"strategy": "dual_cache", "block_length": 32, "canvas_length": 128} | options
+        given = {
+            "strategy": "dual_cache",
+            "block_length": 32,
+            "canvas_length": 128,
+        } | options
         config = config_of(**given)
         graphs = uniform_graphs(config, capture_sizes(config, 64, 8192), 64, 8192)
         return {length: counts for length, counts in graphs.items() if length != 32}
@@ -111,7 +127,9 @@ def test_refreshes_near_their_block_have_graphs() -> None:
     # Every other block refreshes everything.
     assert graphs_of(full_refresh_every=2, suffix_window=0) == {64: few, 128: few}
     # Those of the first blocks begin in the prompt, which has any length.
-    assert graphs_of(full_refresh_every=8, refresh_before=90, suffix_window=20) == {122: few}
+    assert graphs_of(full_refresh_every=8, refresh_before=90, suffix_window=20) == {
+        122: few
+    }
     assert graphs_of(full_refresh_every=8, refresh_before=97) == {}
     # The blocks themselves keep their graphs; a block that is refreshed alone has the same length.
     assert graphs_of(full_refresh_every=2, refresh_before=0, suffix_window=0) == {}
@@ -163,10 +181,14 @@ def rule(vllm_config_for: Callable[..., Any], checkpoints: Path) -> Callable[...
         left_open = dict.fromkeys(
             ("mode", "cudagraph_mode", "cudagraph_capture_sizes", "splitting_ops")
         )
-        for name, value in (left_open | {"max_cudagraph_capture_size": None} | compilation).items():
+        for name, value in (
+            left_open | {"max_cudagraph_capture_size": None} | compilation
+        ).items():
             setattr(config.compilation_config, name, value)
         decode = config_of(architecture, **dllm or {})
-        return 0 if next(never_alone(decode, config, can), None) else fewest_alone(decode)
+        return (
+            0 if next(never_alone(decode, config, can), None) else fewest_alone(decode)
+        )
 
     return ask
 
@@ -177,7 +199,13 @@ def test_single_block_steps_are_the_default_where_graphs_hold_them(
     for block, fewest in {4: 0, 7: 0, 8: 16, 16: 8, 20: 7, 32: 4}.items():
         assert rule(dllm={"block_length": block, "canvas_length": 2 * block}) == fewest
     whole = {"mode": CompilationMode.VLLM_COMPILE, "cudagraph_mode": BOTH}
-    for given in ({}, {"level": 3}, {"most": 8}, {"worker": WORKER}, whole | {"level": 0}):
+    for given in (
+        {},
+        {"level": 3},
+        {"most": 8},
+        {"worker": WORKER},
+        whole | {"level": 0},
+    ):
         assert rule(**given) == 8, given
     assert rule(backend=AttentionBackendEnum.TRITON_ATTN) == 8
     never: list[dict[str, Any]] = [
@@ -212,26 +240,43 @@ def test_single_block_steps_are_the_default_where_graphs_hold_them(
     assert rule() == 0
 
 
-@pytest.mark.parametrize(("given", "resolved"), [({}, 0), ({"commit_alone_from": 0}, 0), (DLLM, 3)])
+@pytest.mark.parametrize(
+    ("given", "resolved"), [({}, 0), ({"commit_alone_from": 0}, 0), (DLLM, 3)]
+)
 def test_what_was_asked_for_is_kept(
-    given: dict[str, Any], resolved: int, vllm_config_for: Callable[..., Any], checkpoints: Path
+    given: dict[str, Any],
+    resolved: int,
+    vllm_config_for: Callable[..., Any],
+    checkpoints: Path,
 ) -> None:
-    config = vllm_config_for(checkpoints / "tiny-sdar", additional_config={"dllm": given})
+    config = vllm_config_for(
+        checkpoints / "tiny-sdar", additional_config={"dllm": given}
+    )
     assert config.additional_config["dllm"]["commit_alone_from"] == resolved
 
 
 def test_the_rule_is_asked_where_nobody_said(
-    vllm_config_for: Callable[..., Any], checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+    vllm_config_for: Callable[..., Any],
+    checkpoints: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("dllm_plugin.config.machine.can_capture", lambda vllm_config: True)
-    for given, resolved in (({}, 4), ({"commit_alone_from": 0}, 0), ({"commit_alone_from": 9}, 9)):
+    monkeypatch.setattr(
+        "dllm_plugin.config.machine.can_capture", lambda vllm_config: True
+    )
+    for given, resolved in (
+        ({}, 4),
+        ({"commit_alone_from": 0}, 0),
+        ({"commit_alone_from": 9}, 9),
+    ):
         dllm = {"block_length": 32, "canvas_length": 64} | given
         options = {"additional_config": {"dllm": dllm}, "enforce_eager": False}
         config = vllm_config_for(checkpoints / "tiny-sdar", **options)
         assert config.additional_config["dllm"]["commit_alone_from"] == resolved
 
 
-@pytest.mark.parametrize(("can", "said"), [(True, "from 32 requests on"), (False, "never")])
+@pytest.mark.parametrize(
+    ("can", "said"), [(True, "from 32 requests on"), (False, "never")]
+)
 def test_doctor_tells(
     can: bool,
     said: str,
@@ -240,23 +285,34 @@ def test_doctor_tells(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """And no option of several open blocks, which one open block refuses."""
-    monkeypatch.setattr("dllm_plugin.config.machine.can_capture", lambda vllm_config: can)
+    monkeypatch.setattr(
+        "dllm_plugin.config.machine.can_capture", lambda vllm_config: can
+    )
     monkeypatch.setattr("dllm_plugin.config.machine.SHORTEST_BLOCK", 4)
     assert cli.main(["doctor", str(checkpoints / "tiny-sdar")]) == 0
     printed = capsys.readouterr().out
-    assert f"single-block steps:         {said}" in printed and "block_length:" in printed
+    assert (
+        f"single-block steps:         {said}" in printed and "block_length:" in printed
+    )
     assert "block_add_threshold" not in printed
     lines = [line.split(":", 1) for line in printed.splitlines() if ":" in line]
     report = {name.strip(): value.strip() for name, value in lines}
-    assert report["attention"] == "CPUAttentionBackend" and report["CUDA graphs"] == "none"
+    assert (
+        report["attention"] == "CPUAttentionBackend" and report["CUDA graphs"] == "none"
+    )
     assert report["model compiled"] == report["step compiled"] == "no"
 
 
 def test_a_worker_of_the_users_own_stays(logged: list[str]) -> None:
-    assert worker_for(config_of(commit_alone_from=8), "a.Worker", BOTH, True) == "a.Worker"
+    assert (
+        worker_for(config_of(commit_alone_from=8), "a.Worker", BOTH, True) == "a.Worker"
+    )
     assert worker_for(config_of(), "a.Worker", BOTH, True) == "a.Worker"
     [text] = logged
-    assert "(commit_alone_from 8) have no full CUDA graphs under worker_cls a.Worker" in text
+    assert (
+        "(commit_alone_from 8) have no full CUDA graphs under worker_cls a.Worker"
+        in text
+    )
 
 
 def test_full_graphs_alone_are_refused_without_that_worker(
@@ -267,18 +323,24 @@ def test_full_graphs_alone_are_refused_without_that_worker(
     config = vllm_config_for(checkpoints / "tiny-sdar", **options)
     assert config.parallel_config.worker_cls == CPU_WORKER
     options["compilation_config"] = {"cudagraph_mode": "FULL_DECODE_ONLY"}
-    with pytest.raises(ValueError, match="commit_alone_from 3 takes .* only on CUDA GPUs"):
+    with pytest.raises(
+        ValueError, match="commit_alone_from 3 takes .* only on CUDA GPUs"
+    ):
         vllm_config_for(checkpoints / "tiny-sdar", **options)
 
 
 @pytest.fixture
-def manager_of(vllm_config_for: Callable[..., Any], checkpoints: Path) -> Callable[..., Any]:
+def manager_of(
+    vllm_config_for: Callable[..., Any], checkpoints: Path
+) -> Callable[..., Any]:
     """Builds a graph manager as the runner does; nothing is captured, but all counts as if."""
 
     def build(mode: CUDAGraphMode, kind: Any = BlockGraphManager, **more: Any) -> Any:
         dllm, tokens = {"dllm": more.pop("dllm", DLLM)}, more.pop("tokens", None)
         checkpoint = checkpoints / more.pop("checkpoint", "tiny-sdar")
-        config = vllm_config_for(checkpoint, max_num_seqs=REQUESTS, additional_config=dllm)
+        config = vllm_config_for(
+            checkpoint, max_num_seqs=REQUESTS, additional_config=dllm
+        )
         if tokens is not None:
             config.scheduler_config.max_num_batched_tokens = tokens
         limits = REQUESTS, config.scheduler_config.max_num_batched_tokens
@@ -318,7 +380,9 @@ def test_steps_of_one_block_each_find_their_graph(
             assert found.cg_mode == (PIECEWISE if mode == BOTH else NONE)
 
 
-def test_steps_of_full_attention_find_their_graph(manager_of: Callable[..., Any]) -> None:
+def test_steps_of_full_attention_find_their_graph(
+    manager_of: Callable[..., Any],
+) -> None:
     """Blocks alone have full graphs; steps with a refresh, or of other lengths, piecewise ones."""
     dllm = {"strategy": "dual_cache", "block_length": BLOCK, "canvas_length": CANVAS}
     manager = manager_of(BOTH, dllm=dllm, checkpoint="tiny-llada")
@@ -334,16 +398,22 @@ def test_the_largest_graph_is_captured_first(manager_of: Callable[..., Any]) -> 
     """Its results make the buffer of all, and vLLM's memory profile takes the first two."""
     captured = manager_of(BOTH)._capture_descs[FULL]
     tokens = [desc.num_tokens for desc in captured]
-    assert tokens == sorted(tokens, reverse=True) and len(set(captured)) == len(captured)
+    assert tokens == sorted(tokens, reverse=True) and len(set(captured)) == len(
+        captured
+    )
     for desc in captured:
         assert desc.num_tokens == desc.num_reqs * desc.uniform_token_count
         assert desc.num_reqs <= REQUESTS
     blocks = [desc.num_reqs for desc in captured if desc.uniform_token_count == BLOCK]
     assert blocks == [20, 16, 8, 4]
-    assert [desc.num_reqs for desc in captured if desc.uniform_token_count == CANVAS] == [2, 1]
+    assert [
+        desc.num_reqs for desc in captured if desc.uniform_token_count == CANVAS
+    ] == [2, 1]
 
 
-def test_no_more_blocks_than_requests_that_can_run(manager_of: Callable[..., Any]) -> None:
+def test_no_more_blocks_than_requests_that_can_run(
+    manager_of: Callable[..., Any],
+) -> None:
     """A whole canvas of each has to fit a step."""
     found = manager_of(BOTH, tokens=10 * CANVAS)._capture_descs[FULL]
     counts = [desc.num_reqs for desc in found if desc.uniform_token_count == BLOCK]
@@ -354,7 +424,11 @@ def test_every_case_of_adapters_has_them(manager_of: Callable[..., Any]) -> None
     manager = manager_of(BOTH, lora_capture_cases=[0, 2])
     for loras, case in ((0, 0), (1, 2), (2, 2)):
         found = manager.dispatch(5, 5 * BLOCK, BLOCK, loras, BLOCK)
-        assert (found.cg_mode, found.num_reqs, found.num_active_loras) == (FULL, 8, case)
+        assert (found.cg_mode, found.num_reqs, found.num_active_loras) == (
+            FULL,
+            8,
+            case,
+        )
     tokens = [desc.num_tokens for desc in manager._capture_descs[FULL]]
     assert tokens == sorted(tokens, reverse=True)
 
@@ -368,9 +442,14 @@ def test_no_full_graphs_where_backends_have_none(
     assert manager._candidates == vllms._candidates
 
 
-def test_nothing_is_added_without_single_block_steps(manager_of: Callable[..., Any]) -> None:
+def test_nothing_is_added_without_single_block_steps(
+    manager_of: Callable[..., Any],
+) -> None:
     dllm = {"block_length": BLOCK, "canvas_length": CANVAS}
-    manager, vllms = manager_of(BOTH, dllm=dllm), manager_of(BOTH, ModelCudaGraphManager, dllm=dllm)
+    manager, vllms = (
+        manager_of(BOTH, dllm=dllm),
+        manager_of(BOTH, ModelCudaGraphManager, dllm=dllm),
+    )
     assert manager._capture_descs == vllms._capture_descs
     assert manager._candidates == vllms._candidates
 
@@ -378,9 +457,12 @@ def test_nothing_is_added_without_single_block_steps(manager_of: Callable[..., A
 def test_nobody_else_keeps_the_manager() -> None:
     """What the runner hands on while it initialises: we hand on ours instead."""
     source = inspect.getsource(GPUModelRunner.initialize_kv_cache)
-    assert source.count("self.cudagraph_manager") == 2  # made, and given to FastPrefillHelper
     assert (
-        "FastPrefillHelper(\n                self.cudagraph_manager, self.max_num_tokens" in source
+        source.count("self.cudagraph_manager") == 2
+    )  # made, and given to FastPrefillHelper
+    assert (
+        "FastPrefillHelper(\n                self.cudagraph_manager, self.max_num_tokens"
+        in source
     )
 
 

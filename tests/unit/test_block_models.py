@@ -45,7 +45,9 @@ def test_first_call_equals_reference(trace, load_model, checkpoints, goldens):
         logits = forward(model, tokens, stops)
         positions = rows[f"{case['id']}/first_logits_rows"].long()
         wanted = rows[f"{case['id']}/first_logits"]
-        torch.testing.assert_close(logits[positions], wanted, atol=5e-4, rtol=0, msg=case["id"])
+        torch.testing.assert_close(
+            logits[positions], wanted, atol=5e-4, rtol=0, msg=case["id"]
+        )
 
 
 @ALL
@@ -72,7 +74,10 @@ def test_head_is_tied_as_configured(name, load_model, checkpoints):
     model = load_model(checkpoints / name)
     stored = load_file(checkpoints / name / "model.safetensors")
     tied = name.endswith("-tied")
-    assert model.config.tie_word_embeddings is tied and ("lm_head.weight" in stored) is not tied
+    assert (
+        model.config.tie_word_embeddings is tied
+        and ("lm_head.weight" in stored) is not tied
+    )
     embedding = "model.word_embeddings" if "llada2" in name else "model.embed_tokens"
     head = stored[f"{embedding}.weight" if tied else "lm_head.weight"].float()
     hidden = torch.randn(3, 128, generator=torch.Generator().manual_seed(0))
@@ -114,21 +119,28 @@ def test_experts_that_the_loader_leaves_to_other_ranks(checkpoint, load_model):
         ("tiny-sdar", f"{LAYER}self_attn.q_proj.bias"),
         ("tiny-sdar-moe", f"{LAYER}mlp.gate_proj.weight"),
         ("tiny-llada2.0", "model.layers.0.mlp.gate.expert_bias"),
-        ("tiny-llada2.0", f"{LAYER}mlp.experts.gate_proj"),  # as dFactory merges experts
+        (
+            "tiny-llada2.0",
+            f"{LAYER}mlp.experts.gate_proj",
+        ),  # as dFactory merges experts
         ("tiny-fast-dllm-v2", f"{LAYER}self_attn.q_norm.weight"),
     ],
 )
 def test_surplus_weight_is_named(name, weight, checkpoint, load_model):
     path = checkpoint(name)
     rewrite(path, lambda t: t.update({weight: torch.zeros(16)}))
-    with pytest.raises(ValueError, match=f"weight '{weight}' that this model does not have"):
+    with pytest.raises(
+        ValueError, match=f"weight '{weight}' that this model does not have"
+    ):
         load_model(path)
 
 
 def test_queries_may_be_wider_than_the_model(checkpoint, load_model):
     path, weight = checkpoint("tiny-sdar"), f"{LAYER}self_attn.q_proj.weight"
     rewrite(path, lambda t: t.update({weight: torch.zeros(128, 128)}))
-    with pytest.raises(ValueError, match=r"q_proj.* \(128, 128\), .* asks for \(256, 128\)"):
+    with pytest.raises(
+        ValueError, match=r"q_proj.* \(128, 128\), .* asks for \(256, 128\)"
+    ):
         load_model(path)
 
 
@@ -140,7 +152,9 @@ def test_some_layers_without_experts(checkpoint, load_model, checkpoints):
     def thin(tensors: dict[str, torch.Tensor]) -> None:
         for key in [key for key in tensors if key.startswith(f"{LAYER}mlp.")]:
             del tensors[key]
-        tensors |= {k: v.clone() for k, v in dense.items() if k.startswith(f"{LAYER}mlp.")}
+        tensors |= {
+            k: v.clone() for k, v in dense.items() if k.startswith(f"{LAYER}mlp.")
+        }
 
     rewrite(path, thin)
     model = load_model(path)
@@ -157,7 +171,8 @@ def test_router_stays_in_float32(name, load_model, checkpoints):
     assert torch.equal(gate.expert_bias, stored[f"{LAYER}mlp.gate.expert_bias"].float())
     experts = model.model.layers[1].mlp.experts
     experts.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(kwargs["router_logits"]), with_kwargs=True
+        lambda module, args, kwargs: seen.append(kwargs["router_logits"]),
+        with_kwargs=True,
     )
     hidden = []
     gate.register_forward_pre_hook(lambda module, args: hidden.append(args[0]))
@@ -171,12 +186,17 @@ def test_router_stays_in_float32(name, load_model, checkpoints):
 def test_window_of_the_config_is_not_used(name, load_model, checkpoints):
     model = load_model(checkpoints / name)
     assert model.vllm_config.cache_config.sliding_window is None
-    assert all(layer.attention.attn.sliding_window is None for layer in model.model.layers)
+    assert all(
+        layer.attention.attn.sliding_window is None for layer in model.model.layers
+    )
 
 
 @ALL
 def test_what_the_parent_offers_stays(name, load_model, checkpoints):
-    from vllm.model_executor.models.interfaces import is_mixture_of_experts, supports_lora
+    from vllm.model_executor.models.interfaces import (
+        is_mixture_of_experts,
+        supports_lora,
+    )
 
     model = load_model(checkpoints / name, load_format="dummy")
     assert supports_lora(model)
@@ -194,9 +214,13 @@ def test_what_the_parent_offers_stays(name, load_model, checkpoints):
         ("tiny-fast-dllm-v2-tied", {"self_attn.k_proj": (64, 128)}),
     ],
 )
-def test_adapter_is_merged(name, modules, tmp_path, checkpoint, load_model, checkpoints):
+def test_adapter_is_merged(
+    name, modules, tmp_path, checkpoint, load_model, checkpoints
+):
     """By checkpoint names, also into packed projections and single experts."""
-    layers = json.loads((checkpoints / name / "config.json").read_text())["num_hidden_layers"]
+    layers = json.loads((checkpoints / name / "config.json").read_text())[
+        "num_hidden_layers"
+    ]
     adapter, pairs = tmp_path / "adapter", {}
     adapter.mkdir()
     generator = torch.Generator().manual_seed(7)
@@ -219,6 +243,10 @@ def test_adapter_is_merged(name, modules, tmp_path, checkpoint, load_model, chec
     options = {"additional_config": {"dllm": {"lora_path": str(adapter)}}}
     found, wanted, plain = (
         forward(load_model(path, **more), [5, 6, 7, 8], [4])
-        for path, more in ((checkpoints / name, options), (by_hand, {}), (checkpoints / name, {}))
+        for path, more in (
+            (checkpoints / name, options),
+            (by_hand, {}),
+            (checkpoints / name, {}),
+        )
     )
     assert torch.equal(found, wanted) and not torch.equal(found, plain)

@@ -19,7 +19,12 @@ FAST = "Fast_dLLM_QwenForCausalLM"
 def resolved(architecture: str, edits: bool = False, **options: Any) -> DecodeConfig:
     trained = FAMILIES[architecture].block_length
     config = resolve(
-        Options.from_user(options), architecture, 1024, 15, block_length=trained, edits=edits
+        Options.from_user(options),
+        architecture,
+        1024,
+        15,
+        block_length=trained,
+        edits=edits,
     )
     check_options_read(config, options)
     return config
@@ -52,15 +57,23 @@ def test_defaults(
     assert (engine.strategy, config.policy) == ("block_diffusion", policy)
     assert (config.threshold, config.block_length) == (threshold, block)
     assert config.sub_block_length == sub and config.max_active_blocks == 1
-    assert (config.editing_threshold, config.max_post_steps, config.num_to_transfer) == (0.5, 16, 1)
+    assert (
+        config.editing_threshold,
+        config.max_post_steps,
+        config.num_to_transfer,
+    ) == (0.5, 16, 1)
     assert not config.use_block_cache
 
 
 def test_auto_is_the_same_for_a_request() -> None:
     assert (
-        request_config(resolved(LLADA2, True), {"dllm_policy": "auto"}).policy == "joint_threshold"
+        request_config(resolved(LLADA2, True), {"dllm_policy": "auto"}).policy
+        == "joint_threshold"
     )
-    assert request_config(resolved(LLADA2, False), {"dllm_policy": "auto"}).policy == "threshold"
+    assert (
+        request_config(resolved(LLADA2, False), {"dllm_policy": "auto"}).policy
+        == "threshold"
+    )
 
 
 def test_the_canvas_holds_the_block_that_is_stored_where_it_may_ride_along() -> None:
@@ -69,21 +82,29 @@ def test_the_canvas_holds_the_block_that_is_stored_where_it_may_ride_along() -> 
     several = resolved(FAST, max_active_blocks=3)
     assert several.canvas_length == 128 and not several.dedicated_commit
     assert resolved(SDAR, max_active_blocks=4).canvas_length == 20
-    assert resolved(LLADA, strategy="block_diffusion", max_active_blocks=2).canvas_length == 96
+    assert (
+        resolved(LLADA, strategy="block_diffusion", max_active_blocks=2).canvas_length
+        == 96
+    )
     assert not resolved(SDAR).dedicated_commit
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.1, None, True, "0.5", float("nan"), [0.5]])
 def test_editing_threshold_is_a_share(value: Any) -> None:
     says = f"editing_threshold must be a number between 0.0 and 1.0, got {value!r}"
-    assert says in refusal(lambda **o: resolved(LLADA2, True, **o), editing_threshold=value)
+    assert says in refusal(
+        lambda **o: resolved(LLADA2, True, **o), editing_threshold=value
+    )
     assert says in refusal(resolved(LLADA2, True), dllm_editing_threshold=value)
 
 
 @pytest.mark.parametrize(
     "name,value,low",
     [
-        *(("num_to_transfer", value, 1) for value in (0, -1, None, True, 1.0, "1", 4097)),
+        *(
+            ("num_to_transfer", value, 1)
+            for value in (0, -1, None, True, 1.0, "1", 4097)
+        ),
         *(("max_post_steps", value, 0) for value in (-1, None, False, 2.5, 10**9)),
     ],
 )
@@ -96,7 +117,11 @@ def test_whole_numbers_of_edits(name: str, value: Any, low: int) -> None:
 def test_no_edit_steps_and_big_transfers_are_values_like_others() -> None:
     request = request_config(
         resolved(LLADA2, True),
-        {"dllm_max_post_steps": 0, "dllm_num_to_transfer": 99, "dllm_editing_threshold": 0},
+        {
+            "dllm_max_post_steps": 0,
+            "dllm_num_to_transfer": 99,
+            "dllm_editing_threshold": 0,
+        },
     )
     assert (request.max_post_steps, request.num_to_transfer) == (0, 99)
     assert request.editing_threshold == 0
@@ -122,19 +147,29 @@ def test_the_cache_of_a_block_is_that_of_one_block(on: Any) -> None:
     assert request_config(resolved(FAST), {"dllm_use_block_cache": on}).use_block_cache
     assert resolved(FAST, use_block_cache=on).defaults.use_block_cache
     says = "use_block_cache needs kv_cache_layout 'unified'"
-    assert says in refusal(resolved(FAST, kv_cache_layout="distinct"), dllm_use_block_cache=on)
+    assert says in refusal(
+        resolved(FAST, kv_cache_layout="distinct"), dllm_use_block_cache=on
+    )
     says = "use_block_cache needs max_active_blocks 1, got 2"
     several = resolved(FAST, max_active_blocks=2)
     assert says in refusal(several, dllm_use_block_cache=on)
     assert says in refusal(several, dllm_use_block_cache=on, dllm_max_active_blocks=1)
-    assert says in refusal(lambda **o: resolved(FAST, **o), use_block_cache=on, max_active_blocks=2)
+    assert says in refusal(
+        lambda **o: resolved(FAST, **o), use_block_cache=on, max_active_blocks=2
+    )
 
 
 @pytest.mark.parametrize("architecture", [SDAR, LLADA2, LLADA])
-@pytest.mark.parametrize("name,value", [("sub_block_length", 4), ("use_block_cache", True)])
-def test_sub_blocks_are_those_of_fast_dllm(architecture: str, name: str, value: Any) -> None:
+@pytest.mark.parametrize(
+    "name,value", [("sub_block_length", 4), ("use_block_cache", True)]
+)
+def test_sub_blocks_are_those_of_fast_dllm(
+    architecture: str, name: str, value: Any
+) -> None:
     strategy = {"strategy": "block_diffusion"}
-    message = refusal(lambda **o: resolved(architecture, **o), **{name: value}, **strategy)
+    message = refusal(
+        lambda **o: resolved(architecture, **o), **{name: value}, **strategy
+    )
     assert message.startswith(f"{name} has no effect") and architecture in message
     message = refusal(resolved(architecture, **strategy), **{f"dllm_{name}": value})
     assert f"dllm_{name} has no effect" in message
@@ -144,21 +179,30 @@ def test_sub_blocks_are_those_of_fast_dllm(architecture: str, name: str, value: 
 def test_edits_are_those_of_llada2(architecture: str) -> None:
     strategy, joint = {"strategy": "block_diffusion"}, "joint_threshold"
     message = refusal(lambda **o: resolved(architecture, **o), policy=joint, **strategy)
-    assert message.startswith(f"policy '{joint}' has no meaning") and "threshold" in message
+    assert (
+        message.startswith(f"policy '{joint}' has no meaning")
+        and "threshold" in message
+    )
     message = refusal(resolved(architecture, **strategy), dllm_policy=joint)
     assert f"dllm_policy '{joint}' has no meaning" in message
     assert request_config(resolved(LLADA2), {"dllm_policy": joint}).policy == joint
 
 
-@pytest.mark.parametrize("name", ["editing_threshold", "max_post_steps", "num_to_transfer"])
+@pytest.mark.parametrize(
+    "name", ["editing_threshold", "max_post_steps", "num_to_transfer"]
+)
 def test_numbers_of_edits_need_the_policy_that_edits(name: str) -> None:
     value = 0.5 if name == "editing_threshold" else 3
     config = resolved(LLADA2, True)
     assert getattr(request_config(config, {f"dllm_{name}": value}), name) == value
     message = refusal(config, **{f"dllm_{name}": value, "dllm_policy": "threshold"})
     assert f"dllm_{name} has no effect" in message
-    assert f"{name} has no effect" in refusal(lambda **o: resolved(SDAR, **o), **{name: value})
-    assert resolved(LLADA2, **{name: value})  # some policy of the engine's requests reads it
+    assert f"{name} has no effect" in refusal(
+        lambda **o: resolved(SDAR, **o), **{name: value}
+    )
+    assert resolved(
+        LLADA2, **{name: value}
+    )  # some policy of the engine's requests reads it
 
 
 @pytest.mark.parametrize("architecture", [SDAR, LLADA2, FAST, LLADA, "DreamModel"])
@@ -168,7 +212,9 @@ def test_several_active_blocks(architecture: str) -> None:
     config = resolved(architecture, max_active_blocks=3, **strategy)
     assert request_config(config, {}).max_active_blocks == 3
     assert request_config(config, {"dllm_max_active_blocks": 2}).max_active_blocks == 2
-    assert request_config(config, {"dllm_policy": "low_confidence"}).max_active_blocks == 1
+    assert (
+        request_config(config, {"dllm_policy": "low_confidence"}).max_active_blocks == 1
+    )
     for too_many in (4, None):
         message = refusal(config, dllm_max_active_blocks=too_many)
         assert f"dllm_max_active_blocks {too_many} exceeds the engine's 3" in message
@@ -180,8 +226,12 @@ def test_several_active_blocks(architecture: str) -> None:
 
 
 def test_full_attention_has_one_block() -> None:
-    message = refusal(lambda **o: resolved(LLADA, **o), strategy="dual_cache", max_active_blocks=2)
-    assert message.startswith("max_active_blocks has no effect with strategy 'dual_cache'")
+    message = refusal(
+        lambda **o: resolved(LLADA, **o), strategy="dual_cache", max_active_blocks=2
+    )
+    assert message.startswith(
+        "max_active_blocks has no effect with strategy 'dual_cache'"
+    )
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,9 @@ def by_block(block_length: int, num_positions: int) -> list[range]:
 @pytest.mark.parametrize("length,num_positions", [(1, 5), (3, 7), (4, 12), (9, 9)])
 def test_rank_in_block_counts_anew(length: int, num_positions: int) -> None:
     canvas = handmade.canvas(40, num_positions, length)
-    score = torch.from_numpy(RNG.choice([0.1, 0.5, 0.7, -np.inf, np.nan], (40, num_positions)))
+    score = torch.from_numpy(
+        RNG.choice([0.1, 0.5, 0.7, -np.inf, np.nan], (40, num_positions))
+    )
     candidates = torch.from_numpy(RNG.random((40, num_positions)) < 0.6)
     ranks = rank_in_block(score, candidates, canvas.block_RC, canvas.size_RS.shape[1])
     for row in range(40):
@@ -39,7 +41,9 @@ def test_rank_in_block_counts_anew(length: int, num_positions: int) -> None:
 
 
 def test_rank_in_block_beside_positions_of_no_block() -> None:
-    canvas = handmade.canvas(1, 6, 3)._replace(block_RC=torch.tensor([[0, 0, 0, 1, 2, 2]]))
+    canvas = handmade.canvas(1, 6, 3)._replace(
+        block_RC=torch.tensor([[0, 0, 0, 1, 2, 2]])
+    )
     candidates = torch.tensor([[True, False, True, True, False, False]])
     score = torch.tensor([[0.2, 0.9, 0.4, 0.1, 0.8, 0.8]])
     ranks = rank_in_block(score, candidates, canvas.block_RC, 2)
@@ -50,7 +54,9 @@ def sure_or_best(
     score: list[float], confidence: list[float], threshold: float, quota: int
 ) -> set[int]:
     """Of one block's candidates, by place: SDAR ``low_confidence_dynamic``, in Python."""
-    sure = {i for i, c in enumerate(confidence) if np.float32(c) > np.float32(threshold)}
+    sure = {
+        i for i, c in enumerate(confidence) if np.float32(c) > np.float32(threshold)
+    }
     best = sorted(range(len(score)), key=lambda i: (-score[i], i))[:quota]
     return sure if len(sure) >= quota else set(best)
 
@@ -63,10 +69,14 @@ def test_sure_or_best_of_several_blocks(policy: str) -> None:
     full = RNG.random((requests, len(blocks))) < 0.5
     step = RNG.integers(0, 4, requests)
     canvas = handmade.canvas(requests, positions, length, full, step=step)
-    score = torch.from_numpy(RNG.permuted(np.tile(np.arange(positions), (requests, 1)), axis=1))
+    score = torch.from_numpy(
+        RNG.permuted(np.tile(np.arange(positions), (requests, 1)), axis=1)
+    )
     confidence = torch.from_numpy(RNG.random((requests, positions)).astype(np.float32))
     candidates = torch.from_numpy(RNG.random((requests, positions)) < 0.5)
-    active = torch.stack([candidates[:, list(block)].any(dim=1) for block in blocks], dim=1)
+    active = torch.stack(
+        [candidates[:, list(block)].any(dim=1) for block in blocks], dim=1
+    )
     plan = handmade.plan(canvas, candidates)._replace(active_RS=active)
     settings = handmade.settings(canvas, steps, threshold=0.7, num_to_transfer=2)
     proposal = Proposal(torch.zeros_like(canvas.tokens_RC), confidence, score.float())
@@ -85,7 +95,10 @@ def test_sure_or_best_of_several_blocks(policy: str) -> None:
                 quota = 2
             is_first = False
             chosen = sure_or_best(
-                score[row, masked].tolist(), confidence[row, masked].tolist(), 0.7, quota
+                score[row, masked].tolist(),
+                confidence[row, masked].tolist(),
+                0.7,
+                quota,
             )
             expected |= {masked[i] for i in chosen}
         assert set(take[row].nonzero().flatten().tolist()) == expected

@@ -14,7 +14,12 @@ from torch import Tensor
 from dllm_plugin.attention import kv_groups as pages
 from dllm_plugin.state.preempted import BrokenId, FinishedId
 
-D2F = {"strategy": "d2f", "block_length": 4, "canvas_length": 16, "max_active_blocks": 4}
+D2F = {
+    "strategy": "d2f",
+    "block_length": 4,
+    "canvas_length": 16,
+    "max_active_blocks": 4,
+}
 BLOCK = {"strategy": "block_diffusion", "block_length": 4, "canvas_length": 8}
 SURE = Table(lambda q: q % 13, lambda q: 0.99)
 ASKS: list[dict[str, Any]] = [  # one read of the logits, and what needs copies of them
@@ -50,7 +55,12 @@ def run_pair(script: Any, dllm: dict[str, Any], **asks: Any) -> tuple[Run, Run]:
 @pytest.mark.parametrize("dllm", [D2F, BLOCK], ids=["d2f", "block"])
 def test_broken_rows_are_counted(dllm: dict[str, Any], asks: dict[str, Any]) -> None:
     """And stop neither the request, which the scheduler ends, nor its neighbours."""
-    scripts = [rows(np.nan), rows(np.nan, slice(7, 8)), rows(np.inf, slice(7, 8)), rows(-np.inf)]
+    scripts = [
+        rows(np.nan),
+        rows(np.nan, slice(7, 8)),
+        rows(np.inf, slice(7, 8)),
+        rows(-np.inf),
+    ]
     for script in scripts:
         run, other = run_pair(script, dllm, **asks)
         assert run.broken > 0 and len(run.output) == 8
@@ -94,12 +104,18 @@ def test_pages_are_cleared_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for cache, cut in zip(caches, (1, 2), strict=True):
         zero = [bool((row == 0).all()) for row in cache]
         assert zero == [i // cut in (2, 7) for i in range(8 * cut)]
-        assert all(bool(row.isnan().all()) for row, z in zip(cache, zero, strict=True) if not z)
+        assert all(
+            bool(row.isnan().all()) for row, z in zip(cache, zero, strict=True) if not z
+        )
 
 
 def test_what_the_scheduler_asks_of_vllm() -> None:
     manager = "v1.core.kv_cache_manager:KVCacheManager."
     assert arguments(found_in_vllm(manager + "evict_blocks")) == "self block_ids"
     assert arguments(found_in_vllm(manager + "get_block_ids")) == "self request_id"
-    assert {"ref_cnt", "is_null"} <= fields_of(found_in_vllm("v1.core.kv_cache_utils:KVCacheBlock"))
-    assert {"num_nans_in_logits"} <= fields_of(found_in_vllm("v1.engine:EngineCoreOutput"))
+    assert {"ref_cnt", "is_null"} <= fields_of(
+        found_in_vllm("v1.core.kv_cache_utils:KVCacheBlock")
+    )
+    assert {"num_nans_in_logits"} <= fields_of(
+        found_in_vllm("v1.engine:EngineCoreOutput")
+    )

@@ -53,7 +53,9 @@ def test_arguments_that_need_one_length(name: str) -> None:
 def test_usage_of_a_stream(options: Any, forced: bool, first: bool, last: bool) -> None:
     """As in vLLM's own streams, also where the server forces it."""
     request = CompletionRequest(prompt="a", stream=True, stream_options=options)
-    reply: dict[str, Any] = dict.fromkeys(("id", "object", "created", "model", "metrics"))
+    reply: dict[str, Any] = dict.fromkeys(
+        ("id", "object", "created", "model", "metrics")
+    )
     reply |= {"choices": [dict.fromkeys(OF_STREAM)], "usage": {"total_tokens": 3}}
 
     async def events() -> list[str]:

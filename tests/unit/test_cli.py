@@ -30,9 +30,28 @@ DECODE = [
 ]
 ENGINE = ["--dtype", "--gpu-memory-utilization", "--model"]
 REFRESHES = ["--full-refresh-every", "--refresh-before", "--suffix-window"]
-MEASURED = ["--block-length", "--canvas", "--dtype", "--enforce-eager", "--gpu-memory-utilization"]
-MEASURED += ["--help", "--lora-path", "--model", "--seed", "--shapes", "--strategy", "--threshold"]
-MEASURED += ["--attention-backend", "--compilation-config", "--compile-step", "--no-compile-step"]
+MEASURED = [
+    "--block-length",
+    "--canvas",
+    "--dtype",
+    "--enforce-eager",
+    "--gpu-memory-utilization",
+]
+MEASURED += [
+    "--help",
+    "--lora-path",
+    "--model",
+    "--seed",
+    "--shapes",
+    "--strategy",
+    "--threshold",
+]
+MEASURED += [
+    "--attention-backend",
+    "--compilation-config",
+    "--compile-step",
+    "--no-compile-step",
+]
 MEASURED += [
     "--commit-alone-from",
     "--kv-cache-layout",
@@ -46,7 +65,13 @@ MEASURED += ["--vs", "-h"]
 CHECKPOINT = {"--approximations", "--lora-path", "--model", "--threshold", "--vs"}
 GRID = ["--max-positions", "--requests"]
 STEPS = ["--context", "--profile"]
-SERVED = ["--input-len", "--output-len", "--rounds", "--tokens-per-forward", "--approximations"]
+SERVED = [
+    "--input-len",
+    "--output-len",
+    "--rounds",
+    "--tokens-per-forward",
+    "--approximations",
+]
 OPTIONS = {
     "": ["--help", "--version", "-h"],
     "bench": ["--help", "-h"],
@@ -54,7 +79,15 @@ OPTIONS = {
         [*DECODE, *ENGINE, "--help", "--max-tokens", "--requests", "--seed", "-h"]
     ),
     "bench adaptive": sorted(
-        [*MEASURED, *GRID, *SERVED, "--acceptance", "--adaptive", "--min-window", "--widths"]
+        [
+            *MEASURED,
+            *GRID,
+            *SERVED,
+            "--acceptance",
+            "--adaptive",
+            "--min-window",
+            "--widths",
+        ]
     ),
     "bench all": sorted([*MEASURED, *GRID, *STEPS, *SERVED]),
     "bench map": sorted(
@@ -66,27 +99,81 @@ OPTIONS = {
     "bench throughput": sorted([*MEASURED, *GRID, *SERVED]),
     "bench watched": sorted({*MEASURED, *GRID, *SERVED, "--watched"} - CHECKPOINT),
     "doctor": sorted(
-        [*DECODE, "--acceptance", "--context", "--dtype", "--help", "--requests", "--step-ms", "-h"]
+        [
+            *DECODE,
+            "--acceptance",
+            "--context",
+            "--dtype",
+            "--help",
+            "--requests",
+            "--step-ms",
+            "-h",
+        ]
         + ["--adaptive", "--min-window", "--max-window", "--canvas-length"]
     ),
     "eval": sorted(
-        [*DECODE, "--all", "--dtype", "--help", "--json", "--limit", "--model", "--output"]
+        [
+            *DECODE,
+            "--all",
+            "--dtype",
+            "--help",
+            "--json",
+            "--limit",
+            "--model",
+            "--output",
+        ]
         + ["--questions", "--refreshes", "--schedule", "--verbose", "-h", "-v"]
     ),
     "generate": sorted(
-        [*DECODE, *ENGINE, "--chat", "--help", "--max-tokens", "--raw", "--seed", "--temperature"]
+        [
+            *DECODE,
+            *ENGINE,
+            "--chat",
+            "--help",
+            "--max-tokens",
+            "--raw",
+            "--seed",
+            "--temperature",
+        ]
         + ["--top-p", "--verbose", "-h", "-v", "--json-schema", "--regex", "--choice"]
     ),
     "infill": sorted(
-        [*DECODE, *ENGINE, "--help", "--question", "--seed", "--temperature", "--verbose", "-h"]
+        [
+            *DECODE,
+            *ENGINE,
+            "--help",
+            "--question",
+            "--seed",
+            "--temperature",
+            "--verbose",
+            "-h",
+        ]
         + ["-v"]
     ),
     "serve": ["--help", "-h"],
     "watch": sorted(
-        [*DECODE, *ENGINE, "--api-key", "--help", "--max-tokens", "--url", "--verbose", "-h", "-v"]
+        [
+            *DECODE,
+            *ENGINE,
+            "--api-key",
+            "--help",
+            "--max-tokens",
+            "--url",
+            "--verbose",
+            "-h",
+            "-v",
+        ]
     ),
     "verify": sorted(
-        [*DECODE, "--dtype", "--help", "--limit", "--prompts", "--tensor-parallel-size", "-h"]
+        [
+            *DECODE,
+            "--dtype",
+            "--help",
+            "--limit",
+            "--prompts",
+            "--tensor-parallel-size",
+            "-h",
+        ]
         + ["--trust-remote-code"]
     ),
 }
@@ -94,7 +181,9 @@ OPTIONS = {
 
 def surface(parser: argparse.ArgumentParser, name: str = "") -> dict[str, list[str]]:
     """Option strings of a parser and of all below it."""
-    found = {name: sorted(o for action in parser._actions for o in action.option_strings)}
+    found = {
+        name: sorted(o for action in parser._actions for o in action.option_strings)
+    }
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for below, sub in action.choices.items():
@@ -109,14 +198,29 @@ def test_options_are_frozen() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["generate", "x", "--threshold", "1.5"], "threshold must be a number between 0.0 and 1.0"),
+        (
+            ["generate", "x", "--threshold", "1.5"],
+            "threshold must be a number between 0.0 and 1.0",
+        ),
         (["generate", "x", "--strategy", "magic"], "strategy 'magic' is unknown"),
         (["generate", "x", "--policy", "best"], "policy 'best' is unknown"),
-        (["doctor", "--kv-cache-layout", "paged"], "kv_cache_layout 'paged' is unknown"),
-        (["generate", "x", "--block-length", "0"], "block_length must be a whole number"),
-        (["generate", "x", "--model", "/no/such/folder"], "there is no folder /no/such/folder"),
+        (
+            ["doctor", "--kv-cache-layout", "paged"],
+            "kv_cache_layout 'paged' is unknown",
+        ),
+        (
+            ["generate", "x", "--block-length", "0"],
+            "block_length must be a whole number",
+        ),
+        (
+            ["generate", "x", "--model", "/no/such/folder"],
+            "there is no folder /no/such/folder",
+        ),
         (["generate", " "], "the prompt is empty"),
-        (["generate", "x", "--json-schema", "/no/such/file"], "No such file or directory"),
+        (
+            ["generate", "x", "--json-schema", "/no/such/file"],
+            "No such file or directory",
+        ),
         (["generate", "x", "--json-schema", __file__], "--json-schema"),
         (["generate", "x", "--choice", ","], "--choice ',' holds no word"),
         (["doctor", "./none"], "there is no folder ./none"),
@@ -134,30 +238,63 @@ def test_options_are_frozen() -> None:
             ["bench", "adaptive", "--shapes", "tiny", "--widths", "64"],
             "--canvas must be one length of at least 64 positions, got 32",
         ),
-        (["bench", "adaptive", "--adaptive", "off", "--widths", "2"], "--widths 2 has no effect"),
-        (["bench", "adaptive", "--approximations", "::32"], "--approximations are of full"),
-        (["bench", "host", "--requests", "0,1"], "--requests must be whole numbers of at least 1"),
-        (["bench", "map", "--shapes", "tiny", "--canvas", "8,16"], "--canvas must be one length"),
+        (
+            ["bench", "adaptive", "--adaptive", "off", "--widths", "2"],
+            "--widths 2 has no effect",
+        ),
+        (
+            ["bench", "adaptive", "--approximations", "::32"],
+            "--approximations are of full",
+        ),
+        (
+            ["bench", "host", "--requests", "0,1"],
+            "--requests must be whole numbers of at least 1",
+        ),
+        (
+            ["bench", "map", "--shapes", "tiny", "--canvas", "8,16"],
+            "--canvas must be one length",
+        ),
         (
             ["watch", "--url", "http://x", "--strategy", "d2f"],
             "--strategy has no effect with --url",
         ),
-        (["watch", "--url", "http://x", "--dtype", "half"], "--dtype has no effect with --url"),
+        (
+            ["watch", "--url", "http://x", "--dtype", "half"],
+            "--dtype has no effect with --url",
+        ),
         (["watch", "--api-key", "k"], "--api-key is that of a server"),
         (["bench", "map", "--requests", "1,2"], "bench map needs --shapes"),
-        (["bench", "map", "--shapes", "tiny", "--widths", "64"], "--widths must be whole numbers"),
-        (["bench", "map", "--shapes", "tiny", "--contexts", "0"], "--contexts must be whole"),
-        (["bench", "map", "--shapes", "tiny", "--contexts", "5000"], "but the model has 4096"),
+        (
+            ["bench", "map", "--shapes", "tiny", "--widths", "64"],
+            "--widths must be whole numbers",
+        ),
+        (
+            ["bench", "map", "--shapes", "tiny", "--contexts", "0"],
+            "--contexts must be whole",
+        ),
+        (
+            ["bench", "map", "--shapes", "tiny", "--contexts", "5000"],
+            "but the model has 4096",
+        ),
         (["eval", "--model", "x"], "--model needs --schedule"),
         (["eval", "--threshold", "0.5"], "--threshold needs --schedule"),
         (["eval", "--schedule", "8,x"], "--schedule must be widths"),
         (["eval", "--schedule", "8", "--all"], "--all has policies of its own"),
-        (["eval", "--schedule", "8", "--questions", "/no/such/file"], "No such file or directory"),
+        (
+            ["eval", "--schedule", "8", "--questions", "/no/such/file"],
+            "No such file or directory",
+        ),
         (["eval", "--schedule", "8", "--json"], "leave --all and --schedule out"),
         (["eval", "--output", "."], "--output is where --all writes: add --all"),
-        (["eval", "--schedule", "8", "--output", "."], "--output is where --all writes: add --all"),
+        (
+            ["eval", "--schedule", "8", "--output", "."],
+            "--output is where --all writes: add --all",
+        ),
         (["eval", "--all", "--refreshes"], "--refreshes is alone, or a part of --all"),
-        (["eval", "--all", "--output", "/no/such/folder"], "/no/such/folder is not a folder"),
+        (
+            ["eval", "--all", "--output", "/no/such/folder"],
+            "/no/such/folder is not a folder",
+        ),
     ],
 )
 def test_error_is_one_sentence(
@@ -172,7 +309,13 @@ def test_error_is_one_sentence(
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["generate"], ["bench"], ["eval", "--limit", "0"], ["generate", "x", "--chat", "--raw"]],
+    [
+        [],
+        ["generate"],
+        ["bench"],
+        ["eval", "--limit", "0"],
+        ["generate", "x", "--chat", "--raw"],
+    ],
 )
 def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
@@ -184,16 +327,24 @@ def test_bundled_model_is_the_default() -> None:
     args = cli.build_parser().parse_args(["generate", "x"])
     options = engine_options(args)
     assert options["model"] == default_model.path()
-    assert options["additional_config"] == {"dllm": {"lora_path": default_model.adapter_path()}}
+    assert options["additional_config"] == {
+        "dllm": {"lora_path": default_model.adapter_path()}
+    }
 
 
 def test_bundled_model_without_its_adapter() -> None:
-    args = cli.build_parser().parse_args(["generate", "x", "--strategy", "block_diffusion"])
-    assert engine_options(args)["additional_config"] == {"dllm": {"strategy": "block_diffusion"}}
+    args = cli.build_parser().parse_args(
+        ["generate", "x", "--strategy", "block_diffusion"]
+    )
+    assert engine_options(args)["additional_config"] == {
+        "dllm": {"strategy": "block_diffusion"}
+    }
 
 
 def test_serve_passes_everything_through() -> None:
-    command = serve.server_command(["some/model", "--port", "1", "--additional-config", "{}"])
+    command = serve.server_command(
+        ["some/model", "--port", "1", "--additional-config", "{}"]
+    )
     assert command[0] == sys.executable
     assert command[-4:] == ["--port", "1", "--additional-config", "{}"]
     # `vllm serve` wants the model first; only our middleware comes in between.
@@ -216,7 +367,11 @@ def test_serve_without_a_model_fills_in_the_bundled_one() -> None:
 
 @pytest.mark.parametrize(
     "spelling",
-    [["--additional-config", "{}"], ["--additional_config={}"], ["--additional-config.dllm", "{}"]],
+    [
+        ["--additional-config", "{}"],
+        ["--additional_config={}"],
+        ["--additional-config.dllm", "{}"],
+    ],
 )
 def test_serve_keeps_a_given_configuration(spelling: list[str]) -> None:
     assert default_model.adapter_path() not in " ".join(serve.server_command(spelling))
@@ -224,7 +379,11 @@ def test_serve_keeps_a_given_configuration(spelling: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("set_by_the_user", "count"),
-    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "0")],
+    [
+        ({}, "1000"),
+        ({"GOMP_SPINCOUNT": "7"}, "7"),
+        ({"OMP_WAIT_POLICY": "PASSIVE"}, "0"),
+    ],
 )
 def test_how_threads_wait(set_by_the_user: dict[str, str], count: str) -> None:
     """As libgomp itself says, which reads it when torch is loaded."""
@@ -267,7 +426,12 @@ def test_help_is_light() -> None:
         "sys.exit('torch' in sys.modules or 'vllm' in sys.modules)"
     )
     root = Path(cli.__file__).parents[2]
-    assert subprocess.run([sys.executable, "-c", program], cwd=root, check=False).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", program], cwd=root, check=False
+        ).returncode
+        == 0
+    )
 
 
 def test_garbage_is_collected_again() -> None:
@@ -323,7 +487,9 @@ def test_phases_are_a_line_each_in_a_log(tmp_path: Path) -> None:
     assert shown == [phases.FIRST, *phases.MARKERS.values(), "decoding", "done"]
 
 
-def test_the_cause_of_a_failure_is_the_last_error_that_is_no_consequence(tmp_path: Path) -> None:
+def test_the_cause_of_a_failure_is_the_last_error_that_is_no_consequence(
+    tmp_path: Path,
+) -> None:
     log = tmp_path / "log"
     log.write_text(
         "ERROR [core.py:1] Traceback\n"
@@ -337,7 +503,9 @@ def test_the_cause_of_a_failure_is_the_last_error_that_is_no_consequence(tmp_pat
 
 @pytest.mark.parametrize("command", [["doctor"], ["generate", "x"]])
 def test_a_build_for_devices_that_are_not_there(
-    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """As vLLM for CUDA finds a machine that has no GPU."""
     from vllm import platforms

@@ -23,7 +23,11 @@ MASK = 300
         ("Fast_dLLM_QwenForCausalLM", {"max_active_blocks": 2}, None),
         ("LLaDAModelLM", {"strategy": "dual_cache"}, None),
         ("DreamModel", {"strategy": "semi_autoregressive"}, None),
-        ("Fast_dLLM_QwenForCausalLM", {}, "a forward of their own, as at max_active_blocks 1"),
+        (
+            "Fast_dLLM_QwenForCausalLM",
+            {},
+            "a forward of their own, as at max_active_blocks 1",
+        ),
         ("LLaDAModelLM", {"strategy": "d2f", "max_active_blocks": 1}, None),
     ],
 )
@@ -32,22 +36,32 @@ def test_what_is_compiled(
 ) -> None:
     config = resolve(Options.from_user(options), architecture, 512, MASK)
     problem = next(uncompiled(config, cannot=False), None)
-    assert problem is None if sentence is None else problem is not None and sentence in problem
+    assert (
+        problem is None
+        if sentence is None
+        else problem is not None and sentence in problem
+    )
     assert next(uncompiled(config, cannot=True)) == "needs a GPU and no enforce_eager"
 
 
-@pytest.mark.parametrize("dllm", [{}, {"adaptive": "throughput"}, {"compile_step": False}], ids=str)
+@pytest.mark.parametrize(
+    "dllm", [{}, {"adaptive": "throughput"}, {"compile_step": False}], ids=str
+)
 def test_steps_are_compiled_by_default_on_gpus(
     dllm: dict[str, Any],
     vllm_config_for: Callable[..., Any],
     checkpoints: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = vllm_config_for(checkpoints / "tiny-sdar", additional_config={"dllm": dict(dllm)})
+    config = vllm_config_for(
+        checkpoints / "tiny-sdar", additional_config={"dllm": dict(dllm)}
+    )
     config.compilation_config.mode, config.optimization_level = None, 2
     config.model_config.enforce_eager = False
     decode, options = get_decode_config(config), Options.from_user(dllm)
     assert not resolve_for_machine(config, options, decode).compile_step
-    monkeypatch.setattr("dllm_plugin.config.machine.current_platform.is_cpu", lambda: False)
+    monkeypatch.setattr(
+        "dllm_plugin.config.machine.current_platform.is_cpu", lambda: False
+    )
     compiled = resolve_for_machine(config, options, decode).compile_step
     assert compiled == dllm.get("compile_step", True)

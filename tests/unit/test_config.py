@@ -111,10 +111,14 @@ def test_unknown_keys_are_refused_with_the_known_ones() -> None:
         assert f"'{internal}'" in refusal(**{internal: "x"})
 
 
-@pytest.mark.parametrize("name", ["block_length", "canvas_length", "max_active_blocks", "steps"])
+@pytest.mark.parametrize(
+    "name", ["block_length", "canvas_length", "max_active_blocks", "steps"]
+)
 @pytest.mark.parametrize("value", [0, -1, 1.5, 2.0, "8", True, [8], float("nan")])
 def test_whole_numbers(name: str, value: Any) -> None:
-    assert refusal(**{name: value}).startswith(f"{name} must be a whole number of at least 1")
+    assert refusal(**{name: value}).startswith(
+        f"{name} must be a whole number of at least 1"
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,10 +141,16 @@ def test_numbers(name: str, high: float) -> None:
 
 
 def test_choices() -> None:
-    for name, known in (("strategy", "d2f"), ("policy", "entropy"), ("kv_cache_layout", "unified")):
+    for name, known in (
+        ("strategy", "d2f"),
+        ("policy", "entropy"),
+        ("kv_cache_layout", "unified"),
+    ):
         for value in ("nonsense", "", None, 3, ["d2f"]):
             message = refusal(**{name: value})
-            assert message.startswith(f"{name} {value!r} is unknown") and known in message
+            assert (
+                message.startswith(f"{name} {value!r} is unknown") and known in message
+            )
 
 
 FULL = [
@@ -155,7 +165,9 @@ FULL = [
 
 
 @pytest.mark.parametrize("strategy,architecture,name,value", FULL)
-def test_options_of_full_attention(strategy: str, architecture: str, name: str, value: Any) -> None:
+def test_options_of_full_attention(
+    strategy: str, architecture: str, name: str, value: Any
+) -> None:
     """Read where the reference has them; refused elsewhere, unless they ask for nothing."""
     other = DREAM if architecture == LLADA else LLADA
     policy = {"dllm_policy": "low_confidence"}
@@ -206,7 +218,9 @@ def test_ranges_of_full_attention(name: str, value: Any, says: str) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("architecture", [LLADA, DREAM])
-def test_every_strategy_with_every_policy(architecture: str, strategy: str, policy: str) -> None:
+def test_every_strategy_with_every_policy(
+    architecture: str, strategy: str, policy: str
+) -> None:
     """Taken where it means something; refused with the list of those that do elsewhere."""
     config = resolved(architecture, strategy=strategy)
     if policy in config.method.policies:
@@ -219,20 +233,31 @@ def test_every_strategy_with_every_policy(architecture: str, strategy: str, poli
 def test_the_authors_loops_are_one_setting_away() -> None:
     """LLaDA decodes blocks of 32 by its quota, Dream the whole canvas by its time schedule."""
     llada = resolved(strategy="semi_autoregressive")
-    assert (llada.policy, llada.block_length, llada.whole_canvas) == ("low_confidence", 32, False)
+    assert (llada.policy, llada.block_length, llada.whole_canvas) == (
+        "low_confidence",
+        32,
+        False,
+    )
     dream = resolved(DREAM, strategy="semi_autoregressive")
     assert (dream.policy, dream.whole_canvas) == ("entropy", True)
     request = request_config(dream, {}, max_tokens=48)
     assert (request.block_length, request.steps) == (48, 48)
-    assert request_config(dream, {}, max_tokens=5000).block_length == dream.canvas_length
-    assert request_config(dream, {"dllm_block_length": 16}, max_tokens=48).block_length == 16
+    assert (
+        request_config(dream, {}, max_tokens=5000).block_length == dream.canvas_length
+    )
+    assert (
+        request_config(dream, {"dllm_block_length": 16}, max_tokens=48).block_length
+        == 16
+    )
     # By threshold Dream's loop releases positions over `steps`; the default is all at once.
     assert request_config(dream, {"dllm_policy": "threshold"}, max_tokens=48).steps == 1
 
 
 def test_a_cached_block_of_dream_takes_two_steps() -> None:
     with pytest.raises(ValueError, match="steps must be at least 2"):
-        check_options_read(resolved(DREAM, strategy="dual_cache", steps=1), {"steps": 1})
+        check_options_read(
+            resolved(DREAM, strategy="dual_cache", steps=1), {"steps": 1}
+        )
     config = resolved(DREAM, strategy="prefix_cache")
     assert "dllm_steps must be at least 2" in request_refusal(config, dllm_steps=1)
 
@@ -243,7 +268,9 @@ def test_no_adapter_is_given_by_an_empty_name() -> None:
 
 def test_merged_updates_need_an_adapter() -> None:
     check_options_read(resolved(lora_path="somewhere", merged_updates=True), {})
-    with pytest.raises(ValueError, match="merged_updates has no effect without lora_path"):
+    with pytest.raises(
+        ValueError, match="merged_updates has no effect without lora_path"
+    ):
         check_options_read(resolved(merged_updates=True), {})
 
 
@@ -253,7 +280,9 @@ def test_lora_path_is_a_folder_name() -> None:
 
 def test_options_without_a_default_are_refused_when_missing() -> None:
     """None is no block length: a sentence, not a TypeError from inside."""
-    assert "block_length" in request_refusal(resolved(strategy="d2f"), dllm_block_length=None)
+    assert "block_length" in request_refusal(
+        resolved(strategy="d2f"), dllm_block_length=None
+    )
 
 
 def test_auto_choices() -> None:
@@ -288,21 +317,31 @@ def test_canvas_of_d2f(options: dict[str, int], canvas: int, blocks: int) -> Non
 
 
 def test_canvas_must_fit_the_context() -> None:
-    with pytest.raises(ValueError, match="canvas_length 65 is longer than the context of 64"):
+    with pytest.raises(
+        ValueError, match="canvas_length 65 is longer than the context of 64"
+    ):
         resolved(max_model_len=64, canvas_length=65)
     assert resolved(max_model_len=50, strategy="d2f").canvas_length == 50
-    with pytest.raises(ValueError, match="block_length 32 is longer than the canvas of 16"):
+    with pytest.raises(
+        ValueError, match="block_length 32 is longer than the canvas of 16"
+    ):
         resolved(canvas_length=16, strategy="d2f")
-    with pytest.raises(ValueError, match="block_length 32 is longer than the canvas of 20"):
+    with pytest.raises(
+        ValueError, match="block_length 32 is longer than the canvas of 20"
+    ):
         resolved(max_model_len=20, strategy="d2f")
     assert resolved(max_model_len=20).block_length == 20
-    with pytest.raises(ValueError, match="block_length 64 is longer than the canvas of 20"):
+    with pytest.raises(
+        ValueError, match="block_length 64 is longer than the canvas of 20"
+    ):
         resolved(max_model_len=20, block_length=64)
 
 
 @pytest.mark.parametrize("policy", ["low_confidence", "factor", "random"])
 def test_policies_without_meaning_for_d2f(policy: str) -> None:
-    with pytest.raises(ValueError, match=f"policy '{policy}' has no meaning for strategy 'd2f'"):
+    with pytest.raises(
+        ValueError, match=f"policy '{policy}' has no meaning for strategy 'd2f'"
+    ):
         resolved(strategy="d2f", policy=policy)
     message = request_refusal(resolved(strategy="d2f"), dllm_policy=policy)
     assert f"dllm_policy '{policy}' has no meaning" in message
@@ -315,7 +354,9 @@ def test_options_that_the_strategy_never_reads_are_refused() -> None:
     taken = {"threshold": 0.5, "block_add_threshold": 0.5, "block_length": 8}
     check_options_read(d2f, taken)
     check_options_read(resolve(several, "LLaDAModelLM", 512, 300), taken)
-    with pytest.raises(ValueError, match="block_add_threshold has no effect with max_active_bl"):
+    with pytest.raises(
+        ValueError, match="block_add_threshold has no effect with max_active_bl"
+    ):
         check_options_read(block, taken)
     for config, name in ((d2f, "steps"), (d2f, "factor"), (block, "num_to_transfer")):
         with pytest.raises(ValueError, match=f"{name} has no effect"):
@@ -329,7 +370,9 @@ def test_steps_are_bounded() -> None:
         Options.from_user({"steps": 3_000_000_000})
 
 
-@pytest.mark.parametrize("name", ["strategy", "canvas_length", "lora_path", "mask_token_id", "x"])
+@pytest.mark.parametrize(
+    "name", ["strategy", "canvas_length", "lora_path", "mask_token_id", "x"]
+)
 def test_unknown_request_arguments(name: str) -> None:
     message = request_refusal(resolved(strategy="d2f"), **{f"dllm_{name}": 1})
     assert message.startswith(f"Unknown request argument 'dllm_{name}'")

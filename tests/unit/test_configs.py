@@ -70,19 +70,30 @@ def test_llada_defaults_need_no_keys():
     from dllm_plugin.models.configs import LLaDAConfig
 
     config = LLaDAConfig()
-    assert config.rope_parameters["rope_theta"] == 500000.0 and config.vocab_size == 126464
+    assert (
+        config.rope_parameters["rope_theta"] == 500000.0 and config.vocab_size == 126464
+    )
 
 
 def test_dream_reads_as_qwen2(checkpoints):
     config = AutoConfig.from_pretrained(checkpoints / "tiny-dream")
     assert config.rope_parameters == {"rope_theta": 1000000.0, "rope_type": "default"}
     assert config.mask_token_id == 279 and config.num_key_value_heads == 2
-    assert config.sliding_window is None and set(config.layer_types) == {"full_attention"}
+    assert config.sliding_window is None and set(config.layer_types) == {
+        "full_attention"
+    }
     assert config.source_name == "Dream-org/Dream-v0-Instruct-7B"
 
 
 CHECKPOINTS = (
-    *("tiny-llada", "tiny-dream", "tiny-sdar", "tiny-sdar-moe", "tiny-llada2.0", "tiny-llada2.1"),
+    *(
+        "tiny-llada",
+        "tiny-dream",
+        "tiny-sdar",
+        "tiny-sdar-moe",
+        "tiny-llada2.0",
+        "tiny-llada2.1",
+    ),
     *("tiny-fast-dllm-v2", "tiny-fast-dllm-v2-tied"),
 )
 
@@ -116,12 +127,16 @@ def test_configs_travel_to_workers(name, checkpoints, tmp_path):
     ],
 )
 def test_llada_variants_are_refused_by_key(tmp_path, key, value):
-    with pytest.raises(ValueError, match=f"LLaDA checkpoint has {key}={value!r}.*only {key}="):
+    with pytest.raises(
+        ValueError, match=f"LLaDA checkpoint has {key}={value!r}.*only {key}="
+    ):
         read(tmp_path, LLADA_8B | {key: value})
 
 
 def test_llada_embedding_smaller_than_vocabulary(tmp_path):
-    with pytest.raises(ValueError, match="embedding_size=100 .* less than vocab_size=126464"):
+    with pytest.raises(
+        ValueError, match="embedding_size=100 .* less than vocab_size=126464"
+    ):
         read(tmp_path, LLADA_8B | {"embedding_size": 100})
 
 
@@ -139,7 +154,10 @@ def test_registering_again_changes_nothing(checkpoints):
 
 def test_tables_agree():
     assert ARCHITECTURES.keys() == FAMILIES.keys()
-    assert FAMILIES["DreamModel"].logits_shift and not FAMILIES["LLaDAModelLM"].logits_shift
+    assert (
+        FAMILIES["DreamModel"].logits_shift
+        and not FAMILIES["LLaDAModelLM"].logits_shift
+    )
     for family in FAMILIES.values():
         assert (family.block_length is not None) is (family.block_grid == "absolute")
 

@@ -12,7 +12,13 @@ from dllm_plugin.config.cpu_dtype import EAGER_UP_TO, is_small
 
 @pytest.mark.parametrize(
     ("parameters", "small"),
-    [(0, True), (EAGER_UP_TO, True), (EAGER_UP_TO + 1, False), (8 * 10**9, False), (None, False)],
+    [
+        (0, True),
+        (EAGER_UP_TO, True),
+        (EAGER_UP_TO + 1, False),
+        (8 * 10**9, False),
+        (None, False),
+    ],
 )
 def test_which_models_are_small(parameters: int | None, small: bool) -> None:
     assert is_small(parameters) is small
@@ -35,10 +41,16 @@ NONE, TRACED = CompilationMode.NONE, CompilationMode.DYNAMO_TRACE_ONCE
     ],
 )
 def test_small_models_stay_uncompiled_unless_asked(
-    vllm_config_for: Callable[..., Any], checkpoints: Path, options: dict[str, Any], mode: Any
+    vllm_config_for: Callable[..., Any],
+    checkpoints: Path,
+    options: dict[str, Any],
+    mode: Any,
 ) -> None:
     given = {"enforce_eager": False} | options
-    assert vllm_config_for(checkpoints / "tiny-llada", **given).compilation_config.mode == mode
+    assert (
+        vllm_config_for(checkpoints / "tiny-llada", **given).compilation_config.mode
+        == mode
+    )
 
 
 def test_a_model_of_unknown_size_is_compiled(

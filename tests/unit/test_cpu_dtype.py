@@ -69,9 +69,18 @@ def test_what_fits(weights: int, kv_asked: int | None, fits: bool) -> None:
 
 @pytest.mark.parametrize(
     ("workers", "ranks", "nodes", "expected"),
-    [(1, 1, 1, 100), (2, 2, 1, 100), (2, 2, 2, 50), (4, 2, 2, 100), (3, 3, 2, 68), (1, 1, 4, 100)],
+    [
+        (1, 1, 1, 100),
+        (2, 2, 1, 100),
+        (2, 2, 2, 50),
+        (4, 2, 2, 100),
+        (3, 3, 2, 68),
+        (1, 1, 4, 100),
+    ],
 )
-def test_bytes_of_the_fullest_node(workers: int, ranks: int, nodes: int, expected: int) -> None:
+def test_bytes_of_the_fullest_node(
+    workers: int, ranks: int, nodes: int, expected: int
+) -> None:
     assert per_node(100, workers, ranks, nodes) == expected
 
 
@@ -90,23 +99,45 @@ def test_native_units_change_nothing() -> None:
 def test_float32_where_it_fits() -> None:
     found = choice()
     assert (found.dtype, found.reason) == (torch.float32, NO_UNITS)
-    assert found.line.startswith("dtype is float32: ") and "--dtype bfloat16" in found.line
+    assert (
+        found.line.startswith("dtype is float32: ") and "--dtype bfloat16" in found.line
+    )
 
 
 @pytest.mark.parametrize(
     ("made", "reason", "words"),
     [
-        ({"weights": 9 * GIB}, "float32 does not fit", "9.0 GiB beside a KV cache of 1.0"),
-        ({"weights": 9 * GIB}, "float32 does not fit", "use 0.5 of 16.0 (gpu_memory_utilization)"),
-        ({"weights": None}, "its size is not known", "the size of the weights is not known"),
-        ({"fixed_by": "its weights are quantised"}, "its weights are quantised", "(its weights"),
+        (
+            {"weights": 9 * GIB},
+            "float32 does not fit",
+            "9.0 GiB beside a KV cache of 1.0",
+        ),
+        (
+            {"weights": 9 * GIB},
+            "float32 does not fit",
+            "use 0.5 of 16.0 (gpu_memory_utilization)",
+        ),
+        (
+            {"weights": None},
+            "its size is not known",
+            "the size of the weights is not known",
+        ),
+        (
+            {"fixed_by": "its weights are quantised"},
+            "its weights are quantised",
+            "(its weights",
+        ),
     ],
 )
 def test_else_the_checkpoints_with_its_cost(made: Any, reason: str, words: str) -> None:
     found = choice(**made)
     assert found.dtype == torch.bfloat16 and found.reason.startswith(reason)
     assert found.line.startswith("dtype stays bfloat16 ")
-    assert words in found.line and "52 against 11.4 ms" in found.line and "\n" not in found.line
+    assert (
+        words in found.line
+        and "52 against 11.4 ms" in found.line
+        and "\n" not in found.line
+    )
 
 
 def test_the_mark_passes_for_the_dtype() -> None:
@@ -128,7 +159,10 @@ KEPT = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.f
 
 @pytest.mark.parametrize("stored", [*KEPT, None])
 def test_auto_becomes_float32(
-    avx2: None, vllm_config_for: Callable[..., Any], checkpoint: Callable[..., Path], stored: Any
+    avx2: None,
+    vllm_config_for: Callable[..., Any],
+    checkpoint: Callable[..., Path],
+    stored: Any,
 ) -> None:
     model = checkpoint("tiny-llada", torch_dtype=stored)
     config = vllm_config_for(model, dtype="auto")
@@ -139,24 +173,36 @@ def test_auto_becomes_float32(
 
 @pytest.mark.parametrize("dtype", [*KEPT, "half", torch.bfloat16])
 def test_a_dtype_of_the_user_stays(
-    avx2: None, vllm_config_for: Callable[..., Any], checkpoint: Callable[..., Path], dtype: Any
+    avx2: None,
+    vllm_config_for: Callable[..., Any],
+    checkpoint: Callable[..., Path],
+    dtype: Any,
 ) -> None:
     model = checkpoint("tiny-dream", torch_dtype="bfloat16")
     config = vllm_config_for(model, dtype=dtype)
-    assert config.model_config.dtype == KEPT.get(dtype, {"half": torch.float16}.get(dtype, dtype))
+    assert config.model_config.dtype == KEPT.get(
+        dtype, {"half": torch.float16}.get(dtype, dtype)
+    )
     assert REASON not in config.additional_config
     assert config.model_config.hf_config.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("stored", KEPT)
 def test_too_little_memory_keeps_what_vllm_takes(
-    avx2: None, vllm_config_for: Callable[..., Any], checkpoint: Callable[..., Path], stored: Any
+    avx2: None,
+    vllm_config_for: Callable[..., Any],
+    checkpoint: Callable[..., Path],
+    stored: Any,
 ) -> None:
     model = checkpoint("tiny-llada", torch_dtype=stored)
     config = vllm_config_for(model, dtype="auto", kv_cache_memory_bytes=1 << 60)
     # Of float32, vLLM's own `auto` makes the dtype that it prefers.
-    assert config.model_config.dtype == KEPT["bfloat16" if stored == "float32" else stored]
-    assert config.additional_config[REASON].startswith("float32 does not fit, and this CPU")
+    assert (
+        config.model_config.dtype == KEPT["bfloat16" if stored == "float32" else stored]
+    )
+    assert config.additional_config[REASON].startswith(
+        "float32 does not fit, and this CPU"
+    )
 
 
 def test_a_checkpoint_without_readable_shapes_keeps_its_dtype(
@@ -174,7 +220,9 @@ def test_other_architectures_are_left_alone(
     avx2: None, vllm_config_for: Callable[..., Any], checkpoint: Callable[..., Path]
 ) -> None:
     """Also under a model type of ours: our hook would not be called to take the mark out."""
-    model = checkpoint("tiny-sdar", architectures=["Qwen3ForCausalLM"], torch_dtype="bfloat16")
+    model = checkpoint(
+        "tiny-sdar", architectures=["Qwen3ForCausalLM"], torch_dtype="bfloat16"
+    )
     assert json.loads((model / "config.json").read_text())["model_type"] == "sdar"
     assert vllm_config_for(model, dtype="auto").model_config.dtype == torch.bfloat16
 
@@ -199,9 +247,13 @@ def test_no_model_of_ours_is_decoded_from_left_to_right(
     tmp_path: Path,
 ) -> None:
     """Under `auto` nothing took the mark out, and the engine did not start."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "hf"))
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "hf")
+    )
     model = checkpoint("tiny-sdar", auto_map={"AutoModelForCausalLM": "modeling.Model"})
     (model / "modeling.py").write_text(CODE)
     options = {"dtype": dtype, "model_impl": "transformers", "trust_remote_code": True}
-    with pytest.raises(ValueError, match="model_impl 'transformers' would decode SDARForCausalLM"):
+    with pytest.raises(
+        ValueError, match="model_impl 'transformers' would decode SDARForCausalLM"
+    ):
         vllm_config_for(model, **options)

@@ -17,7 +17,9 @@ COMMANDS = [
     for line in block.text.replace("\\\n", " ").splitlines()
     if line
 ]
-MAKE_TARGETS = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+MAKE_TARGETS = re.findall(
+    r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M
+)
 
 
 @pytest.mark.parametrize(("page", "line"), COMMANDS, ids=lambda value: value[:60])
@@ -72,9 +74,15 @@ def test_python_compiles(block: Block) -> None:
 
 def test_request_arguments_exist() -> None:
     """Every `dllm_*` name in the pages is one that a request may set."""
-    known = {REQUEST_PREFIX + name for name in REQUEST_FIELDS} | NOT_DECODING | {"dllm_plugin"}
+    known = (
+        {REQUEST_PREFIX + name for name in REQUEST_FIELDS}
+        | NOT_DECODING
+        | {"dllm_plugin"}
+    )
     for page in PAGES:
-        named = set(re.findall(r"\bdllm_[a-z_]*[a-z]", page.read_text(encoding="utf-8")))
+        named = set(
+            re.findall(r"\bdllm_[a-z_]*[a-z]", page.read_text(encoding="utf-8"))
+        )
         assert named <= known, f"{page.name}: {sorted(named - known)}"
 
 
@@ -90,7 +98,9 @@ def test_folders_in_design_exist() -> None:
     tree = text.split("```")[1]
     folders = {name for name in re.findall(r"^  (\w+\.py|\w+/) ", tree, re.M)}
     present = {path.name for path in (ROOT / "dllm_plugin").glob("*.py")}
-    present |= {f"{path.parent.name}/" for path in (ROOT / "dllm_plugin").glob("*/__init__.py")}
+    present |= {
+        f"{path.parent.name}/" for path in (ROOT / "dllm_plugin").glob("*/__init__.py")
+    }
     assert folders == present
 
 
@@ -102,9 +112,15 @@ def test_every_option_is_documented() -> None:
 
 def test_pages_are_short() -> None:
     """A page that nobody finishes says nothing: README, and a page a report."""
-    lengths = {page: len(page.read_text(encoding="utf-8").splitlines()) for page in PAGES}
+    lengths = {
+        page: len(page.read_text(encoding="utf-8").splitlines()) for page in PAGES
+    }
     reports = (ROOT / "benchmarks" / "reports").glob("*.md")
-    lengths |= {page: len(page.read_text(encoding="utf-8").splitlines()) for page in reports}
+    lengths |= {
+        page: len(page.read_text(encoding="utf-8").splitlines()) for page in reports
+    }
     assert lengths[ROOT / "README.md"] <= 160
-    long = {p.name: n for p, n in lengths.items() if p.parent.name == "reports" and n > 120}
+    long = {
+        p.name: n for p, n in lengths.items() if p.parent.name == "reports" and n > 120
+    }
     assert long == {}

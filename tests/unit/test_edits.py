@@ -8,14 +8,20 @@ import pytest
 import torch
 from scripted import Loop
 
-from dllm_plugin.decoding.block_causal import commit_blocks, keep_edited, plan_edited_blocks
+from dllm_plugin.decoding.block_causal import (
+    commit_blocks,
+    keep_edited,
+    plan_edited_blocks,
+)
 from dllm_plugin.decoding.plan import Canvas, Proposal, StepPlan
 from dllm_plugin.decoding.policies import joint_threshold
 
 MASK = handmade.MASK
 
 
-def planned(tokens: list[int], length: int = 4, **fields: Any) -> tuple[Canvas, StepPlan]:
+def planned(
+    tokens: list[int], length: int = 4, **fields: Any
+) -> tuple[Canvas, StepPlan]:
     """The plan of one request that edits, with 16 steps left unless told otherwise."""
     fields = {"edits_R": [True], "edits_left_R": [16.0], "open_R": [1]} | fields
     canvas = handmade.canvas(1, len(tokens), length, False, [tokens], **fields)
@@ -34,11 +40,16 @@ def proposal(token: list[int], confidence: list[float]) -> Proposal:
 def test_joint_threshold_replaces_surer_other_tokens() -> None:
     """Strictly above the editing threshold, another token, and where the plan allows it."""
     canvas, plan = planned([1, 2, 3, 4, MASK, MASK], 6, tail_R=[1])
-    assert places(plan.editable_RC) == [1, 2, 3] and places(plan.candidates_RC) == [4, 5]
+    assert places(plan.editable_RC) == [1, 2, 3] and places(plan.candidates_RC) == [
+        4,
+        5,
+    ]
     settings = handmade.settings(canvas, threshold=0.7, editing_threshold=0.5)
     offer = proposal([9, 9, 3, 9, 9, 9], [0.99, 0.51, 0.99, 0.5, 0.6, 0.65])
     assert places(joint_threshold(plan, canvas, offer, settings)) == [1, 5]
-    settings = handmade.settings(canvas, threshold=0.7, editing_threshold=0.4, num_to_transfer=9)
+    settings = handmade.settings(
+        canvas, threshold=0.7, editing_threshold=0.4, num_to_transfer=9
+    )
     assert places(joint_threshold(plan, canvas, offer, settings)) == [1, 3, 4, 5]
 
 
@@ -64,7 +75,9 @@ def test_only_committed_positions_are_settled() -> None:
     stop = torch.tensor([[False, True, False, False]])
     nothing, tokens = torch.zeros(1, 4, dtype=torch.bool), canvas.tokens_RC
     asked = torch.tensor([2], dtype=torch.int32)
-    assert not commit_blocks(canvas, plan, nothing, tokens, stop, asked, MASK).ended_R.any()
+    assert not commit_blocks(
+        canvas, plan, nothing, tokens, stop, asked, MASK
+    ).ended_R.any()
     free, plan = planned([1, 1, MASK, MASK], edits_R=[False])
     assert commit_blocks(free, plan, nothing, tokens, stop, asked, MASK).ended_R.all()
 
@@ -74,7 +87,9 @@ def test_an_edit_keeps_the_block(active: int, kept: list[int]) -> None:
     """One block at a time, what rode along was decided on other tokens: it is dropped."""
     tokens = [1, 1, 1, 1, MASK, MASK, MASK, MASK]
     canvas, plan = planned(tokens, max_active_R=[float(active)])
-    assert plan.num_stored_R.tolist() == [1] and plan.active_RS.tolist() == [[False, True]]
+    assert plan.num_stored_R.tolist() == [1] and plan.active_RS.tolist() == [
+        [False, True]
+    ]
     unmask = torch.zeros(1, 8, dtype=torch.bool)
     unmask[0, [1, 5]] = True
     after, taken = keep_edited(canvas, plan, unmask)
@@ -115,7 +130,9 @@ def written(tokens: list[int], offer: list[int], words: list[list[int]]) -> list
     rule.table.add(2, words)
     rule.table.apply_staged_writes()
     canvas = handmade.canvas(1, len(tokens), tokens=[tokens])
-    rule.start_step(canvas, torch.from_numpy(slot), slot, torch.arange(len(tokens))[None])
+    rule.start_step(
+        canvas, torch.from_numpy(slot), slot, torch.arange(len(tokens))[None]
+    )
     take = torch.tensor([offer]) != canvas.tokens_RC
     take = rule.withhold(canvas, proposal(offer, [1.0] * len(offer)), take)
     return torch.where(take, torch.tensor([offer]), canvas.tokens_RC)[0].tolist()

@@ -19,7 +19,9 @@ from dllm_plugin.decoding.methods import POLICIES, STRATEGIES
 
 WAYS = [way for strategy in STRATEGIES for way in every_policy.ways(strategy)]
 ROWS = [
-    Row(*way, 1 - 0.03 * (i % 3), 64 / (way.steps or 2), 3.0 * (way.steps or 1) + i, 1.0)
+    Row(
+        *way, 1 - 0.03 * (i % 3), 64 / (way.steps or 2), 3.0 * (way.steps or 1) + i, 1.0
+    )
     for i, way in enumerate(WAYS)
 ]
 
@@ -62,7 +64,11 @@ def test_score() -> None:
     forwards = SimpleNamespace(histogram=[3, 2])
     outputs: Any = [
         SimpleNamespace(
-            outputs=[SimpleNamespace(text=text, token_ids=[1] * 10, spec_decode_metrics=forwards)]
+            outputs=[
+                SimpleNamespace(
+                    text=text, token_ids=[1] * 10, spec_decode_metrics=forwards
+                )
+            ]
         )
         for text in texts
     ]
@@ -87,17 +93,23 @@ def test_page_and_plot_are_written(
         asked.append((strategy, dtype, limit))
         return [row for row in ROWS if row.strategy == strategy]
 
-    def saved(strategy: str, dtype: str, limit: int, verbose: bool) -> list[refreshes.Row]:
+    def saved(
+        strategy: str, dtype: str, limit: int, verbose: bool
+    ) -> list[refreshes.Row]:
         asked.append((strategy, dtype, limit))
         ways = refreshes.WAYS[strategy]
-        return [refreshes.Row(strategy, way, 3, 150.0, 0.1, 0.2, 4.0, 9.0) for way in ways]
+        return [
+            refreshes.Row(strategy, way, 3, 150.0, 0.1, 0.2, 4.0, 9.0) for way in ways
+        ]
 
     monkeypatch.setattr(every_policy, "score_strategy", decoded)
     monkeypatch.setattr(refreshes, "score_strategy", saved)
     assert every_policy.run(None, "auto", str(tmp_path)) == 0
     assert asked == [(name, "auto", 200) for name in (*STRATEGIES, *refreshes.WAYS)]
     printed = capsys.readouterr().out
-    records = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    records = [
+        json.loads(line) for line in printed.splitlines() if line.startswith("{")
+    ]
     record, of_refreshes = records
     assert of_refreshes["rows"][0]["options"] == {} and of_refreshes["problems"] == 200
     cell = "| dual_cache | full_refresh_every 8, refresh_before 32 | 150 | 10.0% | 20.0% | 4.00 |"
@@ -105,20 +117,31 @@ def test_page_and_plot_are_written(
     assert [Row(**row) for row in record["rows"]] == ROWS and record["problems"] == 200
     text = (tmp_path / "decoding.md").read_text()
     assert report.table(ROWS) in text and report.table(ROWS) in printed
-    for word in ("`diffuplug eval --all --limit 200", record["hardware"], str(eval_seeds(200)[-1])):
+    for word in (
+        "`diffuplug eval --all --limit 200",
+        record["hardware"],
+        str(eval_seeds(200)[-1]),
+    ):
         assert word in text
     assert (tmp_path / "decoding.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
-    ("strategy", "way"), [(name, way) for name, ways in refreshes.WAYS.items() for way in ways]
+    ("strategy", "way"),
+    [(name, way) for name, ways in refreshes.WAYS.items() for way in ways],
 )
-def test_refreshes_that_cost_less_are_accepted(strategy: str, way: dict[str, int]) -> None:
-    assert accepted(strategy, "threshold", **{f"dllm_{name}": n for name, n in way.items()})
+def test_refreshes_that_cost_less_are_accepted(
+    strategy: str, way: dict[str, int]
+) -> None:
+    assert accepted(
+        strategy, "threshold", **{f"dllm_{name}": n for name, n in way.items()}
+    )
 
 
 def test_prompts_three_times_as_long_hold_the_question_three_times() -> None:
-    short, long = (refreshes.problems_of(2, repeats)[1] for repeats in refreshes.REPEATS)
+    short, long = (
+        refreshes.problems_of(2, repeats)[1] for repeats in refreshes.REPEATS
+    )
     assert long.question == f"{short.question} {short.question} {short.question}"
     assert long.result == short.result and short == problem(eval_seeds(2)[1])
 
@@ -127,7 +150,9 @@ def test_labels_stay_apart() -> None:
     from matplotlib.figure import Figure
 
     panel = Figure(figsize=(10, 6)).subplots()
-    rows = [row._replace(tokens_per_forward=2.0 ** (i // 12)) for i, row in enumerate(ROWS)]
+    rows = [
+        row._replace(tokens_per_forward=2.0 ** (i // 12)) for i, row in enumerate(ROWS)
+    ]
     panel.set(xscale="log", xlim=(0.3, 40), ylim=(90, 103))
     report._label(panel, rows, "tokens_per_forward")
     boxes = [text.get_window_extent() for text in panel.texts if text.get_text()]
@@ -138,7 +163,15 @@ def test_labels_stay_apart() -> None:
 def test_coinciding_points_share_a_label() -> None:
     policies = ("low_confidence", "entropy", "topk_margin", "random")
     rows = [
-        Row("s", policy, steps, 1.0 - 0.1 * (policy == "random" and steps == 8), 10.0 + steps, 1, 1)
+        Row(
+            "s",
+            policy,
+            steps,
+            1.0 - 0.1 * (policy == "random" and steps == 8),
+            10.0 + steps,
+            1,
+            1,
+        )
         for steps in (8, 2)
         for policy in policies
     ]

@@ -12,7 +12,11 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+)
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.utils import AttentionGroup
 
@@ -31,7 +35,9 @@ from dllm_plugin.attention.sequences import AttentionSequences, batch_sequences
 from dllm_plugin.config.decode import get_decode_config
 
 FLASH, TRITON = AttentionBackendEnum.FLASH_ATTN, AttentionBackendEnum.TRITON_ATTN
-SPEC = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+SPEC = FullAttentionSpec(
+    block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16
+)
 FAMILIES: list[dict[str, Any]] = [
     {"strategy": "d2f", "block_length": 4, "max_active_blocks": 4, "canvas_length": 16},
     {"strategy": "d2f", "block_length": 2, "max_active_blocks": 9, "canvas_length": 6},
@@ -52,7 +58,9 @@ def random_batches(dllm: dict[str, Any], seed: int) -> list[tuple[Loop, InputBat
             length = {} if whole else {"dllm_block_length": dice.randint(1, 6)}
             wish = sampling(dice.randint(1, 40), None, **length)
             prompt = [1] * dice.randint(1, 20)
-            run = loop.start(prompt, Hashed(seed), wish, f"request-{len(batches)}-{dice.random()}")
+            run = loop.start(
+                prompt, Hashed(seed), wish, f"request-{len(batches)}-{dice.random()}"
+            )
             # On an absolute grid a prompt has as many sequences as blocks.
             loop.states.requests.origin.np[run.slot] = dice.choice([0, len(prompt)])
         if not loop.running:
@@ -83,7 +91,9 @@ def check_sequences(loop: Loop, batch: InputBatch, found: int) -> None:
     assert found <= batch.num_tokens
 
 
-@pytest.mark.parametrize("dllm", FAMILIES, ids=lambda dllm: f"{dllm['strategy']}-{len(dllm)}")
+@pytest.mark.parametrize(
+    "dllm", FAMILIES, ids=lambda dllm: f"{dllm['strategy']}-{len(dllm)}"
+)
 def test_no_step_has_more_sequences(dllm: dict[str, Any]) -> None:
     more_than_requests = 0
     for seed in range(6):
@@ -104,7 +114,9 @@ def test_the_bound_is_reached() -> None:
     loop.states.requests.origin.np[run.slot] = 0
     sequences = batch_sequences(batch_of(loop, [run]), loop.states)
     assert len(sequences.length_B) == 40 == max_sequences(loop.config, 1, 40)
-    with pytest.raises(AssertionError, match="40 attention sequences in a step of 40 tokens and 1"):
+    with pytest.raises(
+        AssertionError, match="40 attention sequences in a step of 40 tokens and 1"
+    ):
         AttentionSequences(loop.states, 1, 39).build(
             batch_of(loop, [run]),
             CUDAGraphMode.NONE,
@@ -118,7 +130,9 @@ def test_the_bound_is_reached() -> None:
 
 @pytest.fixture
 def engine_config(checkpoints: Path) -> VllmConfig:
-    config = EngineArgs(str(checkpoints / "tiny-sdar"), dtype="bfloat16").create_engine_config()
+    config = EngineArgs(
+        str(checkpoints / "tiny-sdar"), dtype="bfloat16"
+    ).create_engine_config()
     config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
     config.compilation_config.max_cudagraph_capture_size = 512
     return config
@@ -133,7 +147,9 @@ def test_the_buffer_holds_the_longest_schedule(engine_config: VllmConfig) -> Non
     for requests, tokens in ((64, 100), (2, 8192)):
         scheduler.max_num_seqs, scheduler.max_num_batched_tokens = requests, tokens
         most = max_sequences(get_decode_config(engine_config), requests, tokens)
-        assert most == max(3 * requests, tokens)  # one block, the one behind it, and the rest
+        assert most == max(
+            3 * requests, tokens
+        )  # one block, the one behind it, and the rest
         assert len(builder_of(engine_config).scheduler_metadata) == schedule_size(most)
     # Another model may find our class under vLLM's name, and has one sequence per request.
     engine_config.additional_config = {}
@@ -148,18 +164,31 @@ def test_what_lies_behind_a_schedule_is_cleared(engine_config: VllmConfig) -> No
     for entries in (1000, 8, len(buffer), 0):
         stored = builder._store_scheduler_metadata(torch.arange(1, entries + 1).int())
         assert stored is not None and stored.data_ptr() in (buffer.data_ptr(), 0)
-        assert buffer[:entries].tolist() == list(range(1, entries + 1)) == stored.tolist()
+        assert (
+            buffer[:entries].tolist() == list(range(1, entries + 1)) == stored.tolist()
+        )
         assert not buffer[entries:].any()
-    with pytest.raises(AssertionError, match=f"takes {len(buffer) + 1} entries, but the buffer"):
+    with pytest.raises(
+        AssertionError, match=f"takes {len(buffer) + 1} entries, but the buffer"
+    ):
         builder._store_scheduler_metadata(torch.ones(len(buffer) + 1).int())
     assert builder._store_scheduler_metadata(None) is None
 
 
 def four_requests() -> tuple[Loop, list[Run]]:
     """Requests with prompts and block lengths of their own, after a step of D2F."""
-    loop = Loop({"strategy": "d2f", "block_length": 4, "canvas_length": 12, "max_active_blocks": 2})
+    loop = Loop(
+        {
+            "strategy": "d2f",
+            "block_length": 4,
+            "canvas_length": 12,
+            "max_active_blocks": 2,
+        }
+    )
     runs = [
-        loop.start([1] * prompt, Hashed(prompt), sampling(40, None, dllm_block_length=block))
+        loop.start(
+            [1] * prompt, Hashed(prompt), sampling(40, None, dllm_block_length=block)
+        )
         for prompt, block in ((3, 4), (9, 3), (17, 1), (2, 12))
     ]
     loop.step()
@@ -167,15 +196,21 @@ def four_requests() -> tuple[Loop, list[Run]]:
 
 
 @pytest.mark.parametrize("length", [12, 4])
-def test_a_graph_sees_the_same_sizes_and_buffers(length: int, engine_config: VllmConfig) -> None:
+def test_a_graph_sees_the_same_sizes_and_buffers(
+    length: int, engine_config: VllmConfig
+) -> None:
     """Other requests, blocks and contexts change the contents of tensors and nothing else.
 
     Nor do steps of the other length in between, canvases or single blocks.
     """
     builder = builder_of(engine_config)
     # What its parent sets where FlashAttention 3 runs.
-    builder.splits_limit = engine_config.attention_config.flash_attn_max_num_splits_for_cuda_graph
-    group = AttentionGroup(SegmentFlashBackend, ["x"], SPEC, 0, metadata_builders=[builder])
+    builder.splits_limit = (
+        engine_config.attention_config.flash_attn_max_num_splits_for_cuda_graph
+    )
+    group = AttentionGroup(
+        SegmentFlashBackend, ["x"], SPEC, 0, metadata_builders=[builder]
+    )
     cache = KVCacheConfig(8, [], [KVCacheGroupSpec(["x"], SPEC)])
     loop, runs = four_requests()
     sequences, seen = AttentionSequences(loop.states, 4, 64), []
@@ -184,28 +219,52 @@ def test_a_graph_sees_the_same_sizes_and_buffers(length: int, engine_config: Vll
         batch = loop.batch(runs[:count], [length] * count, [])
         batch.num_reqs_after_padding, batch.num_tokens_after_padding = 4, 4 * length
         batch.seq_lens = torch.nn.functional.pad(batch.seq_lens, (0, 4 - count))
-        tables, slots = (torch.ones(4, 4, dtype=torch.int32),), torch.zeros(1, 4 * length).long()
+        tables, slots = (
+            (torch.ones(4, 4, dtype=torch.int32),),
+            torch.zeros(1, 4 * length).long(),
+        )
         for_capture, mode = count == 4, CUDAGraphMode.FULL
-        metadata = sequences.build(batch, mode, tables, slots, [[group]], cache, for_capture)["x"]
+        metadata = sequences.build(
+            batch, mode, tables, slots, [[group]], cache, for_capture
+        )["x"]
         tensors = (metadata.query_start_loc, metadata.seq_lens, metadata.block_table)
         sizes = [(tensor.shape, tensor.data_ptr()) for tensor in tensors]
-        lengths = (metadata.max_query_len, metadata.max_seq_len, metadata.max_num_splits)
+        lengths = (
+            metadata.max_query_len,
+            metadata.max_seq_len,
+            metadata.max_num_splits,
+        )
         seen.append((sizes, *lengths, metadata.num_actual_tokens, metadata.causal))
         assert metadata.query_start_loc[-1] == length * count
         assert not metadata.seq_lens[3 * count :].any()
     # vLLM's profile of graph memory runs before the context is fitted to the cache.
     tables = (torch.ones(4, 3, dtype=torch.int32),)
-    fitted = sequences.build(batch, mode, tables, slots, [[group]], cache, True)["x"].block_table
-    assert fitted.shape == (12, 3) and sequences.block_tables[0].data_ptr() == fitted.data_ptr()
+    fitted = sequences.build(batch, mode, tables, slots, [[group]], cache, True)[
+        "x"
+    ].block_table
+    assert (
+        fitted.shape == (12, 3)
+        and sequences.block_tables[0].data_ptr() == fitted.data_ptr()
+    )
     assert seen[0] == seen[1] == seen[2]
-    assert seen[0][0][1][0] == (12,) and seen[0][1:] == (length, 64, 32, 4 * length, False)
+    assert seen[0][0][1][0] == (12,) and seen[0][1:] == (
+        length,
+        64,
+        32,
+        4 * length,
+        False,
+    )
 
 
 @pytest.mark.parametrize("count", [4, 2, 3])
-def test_prefix_and_suffix_are_what_sequences_see(count: int, engine_config: VllmConfig) -> None:
+def test_prefix_and_suffix_are_what_sequences_see(
+    count: int, engine_config: VllmConfig
+) -> None:
     """Sequence by sequence the same queries and as many keys, the first of them the context."""
     builder = builder_of(engine_config)
-    group = AttentionGroup(SegmentFlashBackend, ["x"], SPEC, 0, metadata_builders=[builder])
+    group = AttentionGroup(
+        SegmentFlashBackend, ["x"], SPEC, 0, metadata_builders=[builder]
+    )
     cache = KVCacheConfig(8, [], [KVCacheGroupSpec(["x"], SPEC)])
     loop, runs = four_requests()
     batch = batch_of(loop, runs[:count])
@@ -214,7 +273,10 @@ def test_prefix_and_suffix_are_what_sequences_see(count: int, engine_config: Vll
     batch.query_start_loc = torch.tensor(bounds, dtype=torch.int32)
     batch.query_start_loc_np = batch.query_start_loc.numpy()
     batch.seq_lens = torch.nn.functional.pad(batch.seq_lens, (0, 4 - count)).int()
-    tables, slots = (torch.arange(16, dtype=torch.int32).view(4, 4),), torch.zeros(1, 48).long()
+    tables, slots = (
+        (torch.arange(16, dtype=torch.int32).view(4, 4),),
+        torch.zeros(1, 48).long(),
+    )
     step = (batch, CUDAGraphMode.FULL, tables, slots, [[group]], cache, False)
     plain = AttentionSequences(loop.states, 4, 64).build(*step)["x"]
     both = AttentionSequences(loop.states, 4, 64, cascade_from={12: 4})
@@ -231,7 +293,9 @@ def test_prefix_and_suffix_are_what_sequences_see(count: int, engine_config: Vll
     same = few is None or few.block_table.data_ptr() == again.block_table.data_ptr()
     assert same and (few is None or few.canvas_suffix is None)
     assert isinstance(cascade, SegmentFlashMetadata) and plain.canvas_suffix is None
-    assert {m.positions.data_ptr() for m in (plain, cascade)} == {batch.positions.data_ptr()}
+    assert {m.positions.data_ptr() for m in (plain, cascade)} == {
+        batch.positions.data_ptr()
+    }
     suffix = cascade.canvas_suffix
     assert suffix is not None and suffix.length == cascade.max_query_len == 12
     assert suffix.start_loc.tolist() == plain.query_start_loc.tolist()
@@ -249,7 +313,11 @@ def test_where_a_cascade_is_taken(
 ) -> None:
     """FlashAttention 3, one query head per KV head, two blocks, and no reason against it."""
     model, given = engine_config.model_config, engine_config.additional_config
-    attention, options, text = engine_config.attention_config, given["dllm"], model.hf_text_config
+    attention, options, text = (
+        engine_config.attention_config,
+        given["dllm"],
+        model.hf_text_config,
+    )
 
     def taken(version: int | None = 3) -> bool:
         return bool(cascade_from(engine_config, version))
@@ -294,7 +362,13 @@ def test_where_a_cascade_is_taken(
     # As many numbers per position as LLaDA-8B's 32 heads have: benchmarks/reports/attention.md.
     text.head_dim = 4096 // model.get_num_kv_heads(engine_config.parallel_config)
     model.model_arch_config.head_size = text.head_dim
-    for block, blocks, fewest in ((16, 2, 9), (32, 2, 27), (32, 4, 4), (32, 8, 2), (64, 2, None)):
+    for block, blocks, fewest in (
+        (16, 2, 9),
+        (32, 2, 27),
+        (32, 4, 4),
+        (32, 8, 2),
+        (64, 2, None),
+    ):
         given["dllm"] = in_blocks(block, block * blocks)
         found = cascade_from(engine_config, 3)
         assert found == ({} if fewest is None else {block * blocks: fewest})
@@ -319,7 +393,14 @@ def test_splits_take_no_more_memory_in_larger_graphs(engine_config: VllmConfig) 
     builder = builder_of(engine_config)
     assert builder.splits_limit == 0  # on the CPU, where nothing is scheduled
     builder.splits_limit = 32
-    for tokens, splits in ((8, 32), (512, 32), (1024, 16), (8192, 2), (32768, 1), (32769, 0)):
+    for tokens, splits in (
+        (8, 32),
+        (512, 32),
+        (1024, 16),
+        (8192, 2),
+        (32768, 1),
+        (32769, 0),
+    ):
         bounds = torch.tensor([0, tokens], dtype=torch.int32)
         common = spans_of(bounds, tokens)
         assert builder.build(0, common).max_num_splits == splits
@@ -372,14 +453,20 @@ def test_what_was_asked_for_is_taken_or_refused(engine_config: VllmConfig) -> No
             taken = choice.backend_under_full_graphs(engine_config, version)
             assert taken == asked
     for version, found in ((4, "FlashAttention 4"), (None, "none")):
-        with pytest.raises(ValueError, match=f"vLLM finds {found} for this .* cudagraph_mode to"):
+        with pytest.raises(
+            ValueError, match=f"vLLM finds {found} for this .* cudagraph_mode to"
+        ):
             choice.backend_under_full_graphs(engine_config, version)
     model.dtype = torch.float32
-    with pytest.raises(ValueError, match="attention_backend FLASH_ATTN .* got dtype float32: choo"):
+    with pytest.raises(
+        ValueError, match="attention_backend FLASH_ATTN .* got dtype float32: choo"
+    ):
         choice.backend_under_full_graphs(engine_config, 3)
     model.dtype, attention.backend = torch.bfloat16, None
     attention.backend_per_kind = {"full_attention": FLASH}
-    with pytest.raises(ValueError, match="for one kind of layers: ask for it by attention_backend"):
+    with pytest.raises(
+        ValueError, match="for one kind of layers: ask for it by attention_backend"
+    ):
         choice.backend_under_full_graphs(engine_config, 3)
 
 
@@ -388,7 +475,9 @@ def test_heads_that_it_cannot_take(head_size: int, engine_config: VllmConfig) ->
     engine_config.model_config.hf_text_config.head_dim = head_size
     engine_config.model_config.model_arch_config.head_size = head_size
     engine_config.attention_config.backend = FLASH
-    with pytest.raises(ValueError, match=f"but this model's have {head_size}: choose TRITON_ATTN"):
+    with pytest.raises(
+        ValueError, match=f"but this model's have {head_size}: choose TRITON_ATTN"
+    ):
         choice.backend_under_full_graphs(engine_config, 3)
     engine_config.attention_config.backend = None
     assert choice.backend_under_full_graphs(engine_config, 3) == TRITON
@@ -397,4 +486,7 @@ def test_heads_that_it_cannot_take(head_size: int, engine_config: VllmConfig) ->
 def test_the_registered_path_names_the_backend() -> None:
     backend = SegmentFlashBackend
     assert f"{backend.__module__}.{backend.__qualname__}" == registry.FLASH
-    assert (backend.get_builder_cls(), backend.get_name()) == (SegmentFlashBuilder, FLASH.name)
+    assert (backend.get_builder_cls(), backend.get_name()) == (
+        SegmentFlashBuilder,
+        FLASH.name,
+    )

@@ -37,8 +37,17 @@ CASES = [
     Case("MMMM", 3, [(3, 3)], [0, 1, 2], 0),
     Case("MMMM", 3, [(3, 3)], [0, 1, 2, 3], 0, shift=1),
     Case("aMMMMM", 6, [(1, 1), (1, 2), (4, 6)], [1], 1, length=4, grid_start=10),
-    Case("aMMMMM", 6, [(1, 1), (1, 2), (4, 6)], [1], 1, shift=1, length=4, grid_start=10),
-    Case("aMMMMMMMMM", 10, [(1, 1), (4, 5), (4, 9), (1, 10)], list(range(1, 10)), 1, length=4),
+    Case(
+        "aMMMMM", 6, [(1, 1), (1, 2), (4, 6)], [1], 1, shift=1, length=4, grid_start=10
+    ),
+    Case(
+        "aMMMMMMMMM",
+        10,
+        [(1, 1), (4, 5), (4, 9), (1, 10)],
+        list(range(1, 10)),
+        1,
+        length=4,
+    ),
 ]
 
 

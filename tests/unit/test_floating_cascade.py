@@ -8,21 +8,34 @@ from scripted import Hashed, Loop, sampling
 from vllm.config import CUDAGraphMode
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+)
 from vllm.v1.worker.utils import AttentionGroup
 
 from dllm_plugin.attention.cascade import cascade_from
 from dllm_plugin.attention.flash import SegmentFlashBackend, SegmentFlashBuilder
 from dllm_plugin.attention.sequences import AttentionSequences
 
-SPEC = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+SPEC = FullAttentionSpec(
+    block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16
+)
 
 
 def test_where_it_is_taken(checkpoints: Path) -> None:
     """The second reading has to save more than a launch and a merge of the width take."""
-    dllm = {"adaptive": "throughput", "block_length": 32, "canvas_length": 96, "strategy": "d2f"}
+    dllm = {
+        "adaptive": "throughput",
+        "block_length": 32,
+        "canvas_length": 96,
+        "strategy": "d2f",
+    }
     options = {"dtype": "bfloat16", "additional_config": {"dllm": dllm}}
-    config = EngineArgs(str(checkpoints / "tiny-llada"), **options).create_engine_config()
+    config = EngineArgs(
+        str(checkpoints / "tiny-llada"), **options
+    ).create_engine_config()
     config.attention_config.backend = AttentionBackendEnum.FLASH_ATTN
     model = config.model_config
     heads = model.get_num_kv_heads(config.parallel_config)
@@ -36,28 +49,48 @@ def test_where_it_is_taken(checkpoints: Path) -> None:
 
 def test_floating_canvases_in_a_cascade(checkpoints: Path) -> None:
     """Run, parts of the window and rest of each width, in graphs with padding and without."""
-    config = EngineArgs(str(checkpoints / "tiny-sdar"), dtype="bfloat16").create_engine_config()
+    config = EngineArgs(
+        str(checkpoints / "tiny-sdar"), dtype="bfloat16"
+    ).create_engine_config()
     builder = SegmentFlashBuilder(SPEC, ["x"], config, torch.device("cpu"))
     dice = random.Random(7)
-    group = AttentionGroup(SegmentFlashBackend, ["x"], SPEC, 0, metadata_builders=[builder])
+    group = AttentionGroup(
+        SegmentFlashBackend, ["x"], SPEC, 0, metadata_builders=[builder]
+    )
     cache = KVCacheConfig(8, [], [KVCacheGroupSpec(["x"], SPEC)])
-    dllm = {"strategy": "d2f", "adaptive": "throughput", "block_length": 4, "canvas_length": 12}
+    dllm = {
+        "strategy": "d2f",
+        "adaptive": "throughput",
+        "block_length": 4,
+        "canvas_length": 12,
+    }
     loop = Loop(dllm)
     runs = [loop.start([1] * n, Hashed(n), sampling(40, None)) for n in (3, 9, 17, 2)]
     loop.step()
-    both = AttentionSequences(loop.states, 4, 64, cascade_from=dict.fromkeys(range(2, 13), 2))
+    both = AttentionSequences(
+        loop.states, 4, 64, cascade_from=dict.fromkeys(range(2, 13), 2)
+    )
     for _ in range(40):
-        width, count, full = dice.randint(2, 12), dice.randint(2, 4), dice.random() < 0.5
+        width, count, full = (
+            dice.randint(2, 12),
+            dice.randint(2, 4),
+            dice.random() < 0.5,
+        )
         for canvas in loop.states.canvas_NC:
             decided = torch.rand(12) < dice.random()
             canvas.copy_(torch.where(decided, 1, loop.mask))
         batch = loop.batch(dice.sample(runs, count), [width] * count, [])
         padded = dice.randint(count, 4) if full else count
-        batch.num_reqs_after_padding, batch.num_tokens_after_padding = padded, padded * width
+        batch.num_reqs_after_padding, batch.num_tokens_after_padding = (
+            padded,
+            padded * width,
+        )
         bounds = [min(i, count) * width for i in range(padded + 1)]
         batch.query_start_loc = torch.tensor(bounds, dtype=torch.int32)
         batch.query_start_loc_np = batch.query_start_loc.numpy()
-        batch.seq_lens = torch.nn.functional.pad(batch.seq_lens, (0, padded - count)).int()
+        batch.seq_lens = torch.nn.functional.pad(
+            batch.seq_lens, (0, padded - count)
+        ).int()
         tables = (torch.arange(4 * padded, dtype=torch.int32).view(padded, 4),)
         mode = CUDAGraphMode.FULL if full else CUDAGraphMode.NONE
         slots = torch.zeros(1, padded * width).long()
@@ -68,15 +101,28 @@ def test_floating_canvases_in_a_cascade(checkpoints: Path) -> None:
         assert plain.canvas_suffix is None and suffix is not None
         assert suffix.length == width and cascade.num_actual_tokens == padded * width
         assert suffix.start_loc.tolist() == plain.query_start_loc.tolist()
-        used, request = plain.query_start_loc.diff() > 0, suffix.request.squeeze(1).long()
+        used, request = (
+            plain.query_start_loc.diff() > 0,
+            suffix.request.squeeze(1).long(),
+        )
         seen = cascade.seq_lens[request] + suffix.keys
         assert seen[used].tolist() == plain.seq_lens[used].tolist()
         assert torch.equal(cascade.block_table[request], plain.block_table)
         assert suffix.keys.min() >= 0 and suffix.keys.max() <= width
-        assert not cascade.seq_lens[count:].any() and cascade.query_start_loc.tolist() == bounds
+        assert (
+            not cascade.seq_lens[count:].any()
+            and cascade.query_start_loc.tolist() == bounds
+        )
     # Neither with widths of their own, nor with prompts, nor so few.
     single = loop.batch(runs[:1], [4], [])
     mixed = loop.batch(runs[:2], [4, 6], [])
     for batch in (single, mixed):
-        step = (batch, CUDAGraphMode.NONE, tables, torch.zeros(1, 10).long(), [[group]], cache)
+        step = (
+            batch,
+            CUDAGraphMode.NONE,
+            tables,
+            torch.zeros(1, 10).long(),
+            [[group]],
+            cache,
+        )
         assert both.build(*step, False)["x"].canvas_suffix is None

@@ -33,18 +33,29 @@ CPU = torch.device("cpu")
 
 
 def config_of(**options: Any) -> DecodeConfig:
-    dllm = {"strategy": "block_diffusion", "adaptive": "throughput", "block_length": 32} | options
+    dllm = {
+        "strategy": "block_diffusion",
+        "adaptive": "throughput",
+        "block_length": 32,
+    } | options
     return resolve(Options.from_user(dllm), "SDARForCausalLM", 4096, 0)
 
 
 def test_sequences_of_captured_steps() -> None:
     """Those of eager steps, whatever is decided, then empty ones for the padding."""
     dice = random.Random(5)
-    dllm = {"strategy": "d2f", "adaptive": "throughput", "block_length": 4, "canvas_length": 12}
+    dllm = {
+        "strategy": "d2f",
+        "adaptive": "throughput",
+        "block_length": 4,
+        "canvas_length": 12,
+    }
     loop = Loop(dllm, max_model_len=256)
     attention = AttentionSequences(loop.states, 8, 96)
     for prompt in range(1, 8):
-        loop.start([1] * prompt, Hashed(prompt), sampling(200, None), f"request-{prompt}")
+        loop.start(
+            [1] * prompt, Hashed(prompt), sampling(200, None), f"request-{prompt}"
+        )
     each, runs_of_no_token, mask = attention.sequences_per_request, 0, loop.mask
     assert each == 5  # run, three parts of a window, rest
     for _ in range(60):
@@ -62,10 +73,15 @@ def test_sequences_of_captured_steps() -> None:
         table = torch.arange(padded * 3, dtype=torch.int32).view(padded, 3)
         captured = attention.captured(batch, (table,))
         used = each * len(runs)
-        assert captured.query_start_loc[: used + 1].tolist() == eager.query_start_loc.tolist()
+        assert (
+            captured.query_start_loc[: used + 1].tolist()
+            == eager.query_start_loc.tolist()
+        )
         assert captured.seq_lens[:used].tolist() == eager.seq_lens.tolist()
         rest = each * (padded - len(runs))
-        assert captured.query_start_loc[used:].tolist() == [batch.num_tokens] * (rest + 1)
+        assert captured.query_start_loc[used:].tolist() == [batch.num_tokens] * (
+            rest + 1
+        )
         assert captured.seq_lens[used:].tolist() == [0] * rest
         assert torch.equal(captured.block_tables[0], table.repeat_interleave(each, 0))
         assert captured.max_query_len == max(width, 2)
@@ -73,7 +89,9 @@ def test_sequences_of_captured_steps() -> None:
         assert lengths.min() >= 0 and lengths.sum() == width * len(runs)
         runs_of_no_token += int((lengths[:used:each] == 0).sum())
     assert runs_of_no_token > 20
-    with pytest.raises(AssertionError, match="5 tokens of 2 requests are no uniform step"):
+    with pytest.raises(
+        AssertionError, match="5 tokens of 2 requests are no uniform step"
+    ):
         attention.captured(loop.batch(loop.running[:2], [2, 3], []), ())
 
 
@@ -83,7 +101,9 @@ def test_captured_widths_lose_little(shift: bool) -> None:
     widths, costs = widths_between(1 if shift else 2, 32), Costs()
     for requests in (1, 2, 4, 8, 16, 24, 32, 64, 128, 256):
         chosen = widths_worth(requests, widths, shift)
-        assert 1 <= len(chosen) <= 6 and list(chosen) == sorted(set(chosen) & set(widths))
+        assert 1 <= len(chosen) <= 6 and list(chosen) == sorted(
+            set(chosen) & set(widths)
+        )
         times = [costs.step(requests, width, 0) for width in widths]
         rates = Acceptance(widths, shift).curves / torch.tensor(times).numpy()
         kept = rates[:, [widths.index(width) for width in chosen]].max(axis=1)
@@ -110,9 +130,16 @@ def test_the_table_of_widths() -> None:
 def test_load_chooses_what_is_captured() -> None:
     widths = (2, 4, 8, 16, 32)
     may = allowed({2: [1, 4], 8: [1, 4], 32: [1]}, widths, 40)
-    assert may == {1: (True, False, True, False, True), 4: (True, False, True, True, True)}
+    assert may == {
+        1: (True, False, True, False, True),
+        4: (True, False, True, True, True),
+    }
     controller = WidthController(widths, False, Costs(), allowed=may)
-    for requests, choices in ((1, {2, 8, 32}), (3, {2, 8, 16, 32}), (4, {2, 8, 16, 32})):
+    for requests, choices in (
+        (1, {2, 8, 32}),
+        (3, {2, 8, 16, 32}),
+        (4, {2, 8, 16, 32}),
+    ):
         assert {controller.width(requests, 0) for _ in range(200)} <= choices
         promised = controller.rates(requests, 0)
         assert {w for w, rate in zip(widths, promised, strict=True) if rate} == choices
@@ -123,7 +150,12 @@ def test_load_chooses_what_is_captured() -> None:
 
 
 def test_the_manager_finds_every_width(vllm_config_for: Any, checkpoints: Any) -> None:
-    dllm = {"adaptive": "throughput", "block_length": 8, "canvas_length": 8, "min_window": 2}
+    dllm = {
+        "adaptive": "throughput",
+        "block_length": 8,
+        "canvas_length": 8,
+        "min_window": 2,
+    }
     config = vllm_config_for(
         checkpoints / "tiny-sdar", max_num_seqs=20, additional_config={"dllm": dllm}
     )
@@ -161,13 +193,20 @@ def test_the_log_says_how_many(
     monkeypatch: pytest.MonkeyPatch,
     logged: list[str],
 ) -> None:
-    dllm = {"adaptive": "throughput", "block_length": 8, "canvas_length": 8, "min_window": 2}
+    dllm = {
+        "adaptive": "throughput",
+        "block_length": 8,
+        "canvas_length": 8,
+        "min_window": 2,
+    }
     config = vllm_config_for(
         checkpoints / "tiny-sdar", max_num_seqs=20, additional_config={"dllm": dllm}
     )
     for name in ("can_capture", "current_platform.is_cpu"):
         answer = name == "can_capture"
-        monkeypatch.setattr(f"dllm_plugin.config.cuda_graphs.{name}", lambda *_, a=answer: a)
+        monkeypatch.setattr(
+            f"dllm_plugin.config.cuda_graphs.{name}", lambda *_, a=answer: a
+        )
     config.parallel_config.worker_cls, compilation = "auto", config.compilation_config
     compilation.cudagraph_mode, compilation.cudagraph_capture_sizes = BOTH, None
     compilation.max_cudagraph_capture_size = None
@@ -179,7 +218,9 @@ def test_the_log_says_how_many(
     assert f"have {sum(map(len, graphs.values()))} full CUDA graphs" in "".join(logged)
     assert "for up to 20 requests" in "".join(logged)
     widths = widths_between(2, 8)
-    assert set(allowed_widths(config, decode, widths)) == {n for c in graphs.values() for n in c}
+    assert set(allowed_widths(config, decode, widths)) == {
+        n for c in graphs.values() for n in c
+    }
 
 
 @pytest.mark.parametrize("worker", ["auto", "a.Worker"])
@@ -188,8 +229,12 @@ def test_our_worker_captures_them(
 ) -> None:
     """Another worker's graphs would be of whole canvases: then steps stay piecewise."""
     dllm = {"adaptive": "throughput"}
-    config = vllm_config_for(checkpoints / "tiny-sdar", additional_config={"dllm": dllm})
-    monkeypatch.setattr("dllm_plugin.config.cuda_graphs.can_capture", lambda vllm_config: True)
+    config = vllm_config_for(
+        checkpoints / "tiny-sdar", additional_config={"dllm": dllm}
+    )
+    monkeypatch.setattr(
+        "dllm_plugin.config.cuda_graphs.can_capture", lambda vllm_config: True
+    )
     config.parallel_config.worker_cls = worker
     config.compilation_config.cudagraph_mode = BOTH
     set_graphs(config, get_decode_config(config))

@@ -37,7 +37,10 @@ def decode(accepts: list[int], size: int = 32, blocks: int = 3) -> tuple[int, in
         ([3] * 11, 0),  # a schedule: the end of a block is foreseen
         ([1] * 32, 0),
         ([32], 1),  # blocks of one step: the first one tells
-        ([16, 16], 2),  # a first step decides more than the last one of the block before
+        (
+            [16, 16],
+            2,
+        ),  # a first step decides more than the last one of the block before
         ([12, 8, 6, 3, 2, 1], 0),
         ([2, 3, 5, 9, 13], 3),  # steps that decide more and more
     ],
@@ -52,7 +55,9 @@ def test_forwards_of_other_blocks_do_not_count() -> None:
     flight = ForwardsInFlight()
     flight.launch({"a": 8, "b": 3})
     flight.launch({"a": 8})
-    assert [flight.count("a", at) for at in (8, 16)] == [2, 0] and flight.count("b", 3) == 1
+    assert [flight.count("a", at) for at in (8, 16)] == [2, 0] and flight.count(
+        "b", 3
+    ) == 1
     assert flight.land() == {"a": 8, "b": 3}
     assert [flight.count(name, 8) for name in "abc"] == [1, 0, 0]
 

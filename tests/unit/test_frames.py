@@ -16,7 +16,9 @@ def decode(ids: Sequence[int]) -> str:
     return bytes(ids).decode("utf-8", errors="replace")
 
 
-def snapshot(start: int, final: int, ids: list[int], forward: int = 1) -> dict[str, Any]:
+def snapshot(
+    start: int, final: int, ids: list[int], forward: int = 1
+) -> dict[str, Any]:
     """Confidence 0.5 wherever there is a token."""
     certain = bytes(UNKNOWN if i < 0 else 50 for i in ids)
     packed = np.array(ids, dtype=np.int32).tobytes()
@@ -31,7 +33,9 @@ def test_only_what_changed_is_sent() -> None:
     assert (first["start"], first["length"], first["final"]) == (0, 4, 0)
     second = frames.frame(snapshot(0, 0, [-1, A, A, B], forward=2))
     assert second["set"] == [[2, "A", 0.5]] and second["forward"] == 2
-    back = frames.frame(snapshot(0, 0, [B, -1, -1, -1]))  # a preempted block starts again
+    back = frames.frame(
+        snapshot(0, 0, [B, -1, -1, -1])
+    )  # a preempted block starts again
     assert back["set"] == [[0, "B", 0.5]] and back["unset"] == [1, 2, 3]
 
 
@@ -40,7 +44,12 @@ def test_positions_of_frames_that_were_dropped_come_with_the_text() -> None:
     frames.frame(snapshot(0, 0, [-1, A, -1, -1]))
     frames.tokens.extend([B, A, B, A])
     after = frames.frame(snapshot(4, 4, [-1, B, -1, -1]))
-    assert after["set"] == [[0, "B", None], [2, "B", None], [3, "A", None], [5, "B", 0.5]]
+    assert after["set"] == [
+        [0, "B", None],
+        [2, "B", None],
+        [3, "A", None],
+        [5, "B", 0.5],
+    ]
     assert after["unset"] == []
 
 

@@ -27,7 +27,9 @@ def layout(prompt: Any, end: Any, length: Any, *approximate: int) -> Layout:
     return Layout(*map(np.array, (prompt, end, length, *numbers)))
 
 
-def place(prompt: int, start: int, end: int, length: int, canvas: int, context: int) -> Any:
+def place(
+    prompt: int, start: int, end: int, length: int, canvas: int, context: int
+) -> Any:
     found = bounds(layout(prompt, end, length), np.array(start), canvas, context)
     return tuple(int(part) for part in found[:4])
 
@@ -44,7 +46,10 @@ def place(prompt: int, start: int, end: int, length: int, canvas: int, context: 
         ((10, 10, 110, 16, 64, 200), (10, 10, 26, 74)),  # canvas by canvas
         ((10, 74, 110, 16, 64, 200), (74, 74, 90, 122)),
         ((10, 90, 110, 16, 64, 200), (74, 90, 106, 122)),
-        ((10, 10, 110, 24, 64, 200), (10, 10, 34, 58)),  # 64 holds two whole blocks of 24
+        (
+            (10, 10, 110, 24, 64, 200),
+            (10, 10, 34, 58),
+        ),  # 64 holds two whole blocks of 24
         ((10, 58, 110, 24, 64, 200), (58, 58, 82, 106)),
         ((10, 106, 110, 24, 64, 200), (106, 106, 130, 130)),
     ],
@@ -128,7 +133,12 @@ def test_partners_lose_the_prompt_of_their_canvas() -> None:
     starts = np.array([0, 30, 50, 90])
     rows = guidance.context_rows(starts, np.array([1, 2]), np.array([3, 2]))
     assert rows.tolist() == [30, 31, 32, 50, 51]
-    assert guidance.context_rows(starts, np.array([], dtype=np.int64), np.array([])).tolist() == []
+    assert (
+        guidance.context_rows(
+            starts, np.array([], dtype=np.int64), np.array([])
+        ).tolist()
+        == []
+    )
 
 
 def test_guided_logits() -> None:
@@ -144,7 +154,11 @@ def test_guided_logits() -> None:
 
 def test_noise_is_uniform_and_its_own() -> None:
     """Every (seed, position, step, token) draws its own number, whatever the batch."""
-    seed, position, step = torch.tensor([3, 3, 4, 3]), torch.tensor([5, 6, 5, 5]), torch.zeros(4)
+    seed, position, step = (
+        torch.tensor([3, 3, 4, 3]),
+        torch.tensor([5, 6, 5, 5]),
+        torch.zeros(4),
+    )
     uniform = gumbel_uniform(seed, position, step.long(), 20_000)
     assert uniform.dtype == torch.float64
     assert uniform.min() > 0 and uniform.max() < 1
@@ -159,12 +173,17 @@ def test_noise_is_uniform_and_its_own() -> None:
 
 def test_gumbel_noise_samples_the_softmax() -> None:
     """A chi-square of 40,000 draws at temperature 0.7 against the tempered distribution."""
-    logits, draws = torch.tensor([1.0, 0.2, -0.5, 2.0, 0.0], dtype=torch.float64), 40_000
+    logits, draws = (
+        torch.tensor([1.0, 0.2, -0.5, 2.0, 0.0], dtype=torch.float64),
+        40_000,
+    )
     seed = torch.arange(draws)
     noise = -(-gumbel_uniform(seed, seed * 0 + 9, seed * 0, 5).log()).log()
     counts = (logits / 0.7 + noise).argmax(dim=1).bincount(minlength=5)
     expected = draws * (logits / 0.7).softmax(0)
-    assert float(((counts - expected) ** 2 / expected).sum()) < 18.5  # 99.9 % of 4 degrees
+    assert (
+        float(((counts - expected) ** 2 / expected).sum()) < 18.5
+    )  # 99.9 % of 4 degrees
 
 
 def test_alg_temp_draws_positions_without_replacement() -> None:
@@ -172,14 +191,20 @@ def test_alg_temp_draws_positions_without_replacement() -> None:
     score, draws = torch.tensor([0.9, 0.5, 0.7, 0.2]), 40_000
     step = torch.arange(draws)[:, None]
     uniform = counter_uniform(torch.tensor(3), torch.arange(4)[None, :], step)
-    order = sampled_order(score.expand(draws, 4), torch.tensor(0.3), uniform).argsort(1).flip(1)
+    order = (
+        sampled_order(score.expand(draws, 4), torch.tensor(0.3), uniform)
+        .argsort(1)
+        .flip(1)
+    )
     first = (score.double() / 0.3).softmax(0)
     second = torch.stack([first * p / (1 - p) for p in first]) * (1 - torch.eye(4))
     expected = draws * second.flatten()[~torch.eye(4, dtype=torch.bool).flatten()]
     counts = (order[:, 0] * 4 + order[:, 1]).bincount(minlength=16)
     counts = counts[~torch.eye(4, dtype=torch.bool).flatten()]
     assert int(counts.sum()) == draws
-    assert float(((counts - expected) ** 2 / expected).sum()) < 31.3  # 99.9 % of 11 degrees
+    assert (
+        float(((counts - expected) ** 2 / expected).sum()) < 31.3
+    )  # 99.9 % of 11 degrees
     kept = sampled_order(score, torch.zeros(4), torch.full((4,), 0.5))
     assert torch.equal(kept, score)
 

@@ -5,7 +5,14 @@ from typing import Any
 import pytest
 
 from dllm_plugin.config.options import FILL
-from dllm_plugin.infilling.gaps import cut, filled, parts_of, parts_of_text, place, together
+from dllm_plugin.infilling.gaps import (
+    cut,
+    filled,
+    parts_of,
+    parts_of_text,
+    place,
+    together,
+)
 
 END = 3
 
@@ -31,7 +38,10 @@ def with_start(text: str) -> list[int]:
         ({"text": "[MASK:x] [mask:2] [MASK:2]"}, ["[MASK:x] [mask:2] ", 2]),
         ({"parts": ["[MASK:3]", {"mask": 3}, "a", "b"]}, ["[MASK:3]", 3, "ab"]),
         ({"text": "a [MASK:8,2,8] b[MASK:auto]"}, ["a ", (2, 8), " b", ()]),
-        ({"parts": [{"mask": [4, 2]}, "", {"mask": 3}, "a", {"mask": [5]}]}, [(5, 7), "a", 5]),
+        (
+            {"parts": [{"mask": [4, 2]}, "", {"mask": 3}, "a", {"mask": [5]}]},
+            [(5, 7), "a", 5],
+        ),
         ({"parts": ["a", {"mask": "auto"}]}, ["a", ()]),
         ({"draft": "the old one", "rewrite": [[4, 7]]}, ["the ", 3, " one"]),
         ({"draft": "abcdef", "rewrite": [[0, 1], [4, 6]], "slack": 2}, [3, "bcd", 4]),
@@ -49,7 +59,10 @@ def test_there_and_back() -> None:
     assert gapped.template == [FILL] * 3 + encode("cd") + [FILL] * 2 + encode("e")
     assert (gapped.end, gapped.num_gaps) == (7, 2)
     gaps = filled(gapped, [*encode("x"), END, *encode("zcdvw")], {END}, decode)
-    assert [(gap.text, gap.first, len(gap.tokens)) for gap in gaps] == [("x", 0, 1), ("vw", 5, 2)]
+    assert [(gap.text, gap.first, len(gap.tokens)) for gap in gaps] == [
+        ("x", 0, 1),
+        ("vw", 5, 2),
+    ]
     assert together(gapped, gaps) == "abxcdvwe"
     stopped = [cut(gaps[1], "w", keeps).text for keeps in (False, True)]
     assert stopped == ["v", "vw"] and cut(gaps[1], "q", False) == gaps[1]
@@ -66,16 +79,37 @@ def test_there_and_back() -> None:
         ({"text": "abc"}, "text holds no gap: nothing is to be filled."),
         ({"text": "[MASK:0]"}, "A gap must have a whole number of positions, got 0."),
         ({"parts": "abc"}, "parts must be a list of texts and"),
-        ({"parts": [{"mask": True}]}, "A gap must have a whole number of positions, got True."),
+        (
+            {"parts": [{"mask": True}]},
+            "A gap must have a whole number of positions, got True.",
+        ),
         ({"parts": [{"mask": []}]}, "A gap must have 1 to 16 lengths, got 0."),
         ({"parts": [{"mask": [1] * 17}]}, "A gap must have 1 to 16 lengths, got 17."),
-        ({"parts": [{"mask": [4, 0]}]}, "A gap must have a whole number of positions, got 0."),
-        ({"parts": [{"mask": "automatic"}]}, "whole number of positions, got 'automatic'."),
-        ({"text": "[MASK:auto][MASK:2]"}, "A gap of length auto needs text between it and"),
-        ({"text": "[MASK:1,3][MASK:10,20,30,40,50,60,70,80,90]"}, "gaps make 18 combinations"),
-        ({"text": "[MASK:1,20,300]" * 5}, "The lengths of the gaps make 21 combinations, at most"),
+        (
+            {"parts": [{"mask": [4, 0]}]},
+            "A gap must have a whole number of positions, got 0.",
+        ),
+        (
+            {"parts": [{"mask": "automatic"}]},
+            "whole number of positions, got 'automatic'.",
+        ),
+        (
+            {"text": "[MASK:auto][MASK:2]"},
+            "A gap of length auto needs text between it and",
+        ),
+        (
+            {"text": "[MASK:1,3][MASK:10,20,30,40,50,60,70,80,90]"},
+            "gaps make 18 combinations",
+        ),
+        (
+            {"text": "[MASK:1,20,300]" * 5},
+            "The lengths of the gaps make 21 combinations, at most",
+        ),
         ({"parts": [{"mask": 1, "x": 2}]}, "parts must hold texts and"),
-        ({"draft": "abc", "rewrite": [[1, 1]]}, "within the 3 characters of draft, got [1, 1]."),
+        (
+            {"draft": "abc", "rewrite": [[1, 1]]},
+            "within the 3 characters of draft, got [1, 1].",
+        ),
         ({"draft": "abc", "rewrite": [[1, 3], [0, 1]]}, "got [0, 1]."),
         ({"draft": "abc"}, "rewrite must be a list of [start, stop]"),
         ({"draft": "abc", "rewrite": [], "slack": -1}, "slack must be a whole number"),

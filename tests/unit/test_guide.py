@@ -14,7 +14,9 @@ from dllm_plugin.grammar.state import GrammarState
 # vLLM gives xgrammar an argument that it no longer reads.
 pytestmark = pytest.mark.filterwarnings("ignore:max_rollback_tokens:DeprecationWarning")
 SCHEMAS = ("answer", "nested", "any_of", "calls")
-IRREGULAR = Case("grammar", 'root ::= "a" root | "b"', lambda text: set(text[:-1]) <= {"a"})
+IRREGULAR = Case(
+    "grammar", 'root ::= "a" root | "b"', lambda text: set(text[:-1]) <= {"a"}
+)
 
 
 @pytest.fixture(scope="module", params=["xgrammar", "guidance"])
@@ -26,7 +28,11 @@ def compiler(request: pytest.FixtureRequest, single_rank: None) -> Iterator[Comp
 
 def cases() -> list[Case]:
     rng = random.Random(8)
-    return [*map(schema_case, SCHEMAS), *(regex_case(rng) for _ in range(4)), choice_case(rng)]
+    return [
+        *map(schema_case, SCHEMAS),
+        *(regex_case(rng) for _ in range(4)),
+        choice_case(rng),
+    ]
 
 
 def guided(compiler: Compiler, case: Case, most: int) -> GrammarState:
@@ -45,7 +51,11 @@ def test_closings_are_the_shortest(compiler: Compiler) -> None:
             if place != DEAD:
                 found = state.guide.closing(place)
                 assert len(found) == state.guide.distance(place)
-                assert closes(state.matcher, found), (case.spec, ids[: count + 1], found)
+                assert closes(state.matcher, found), (
+                    case.spec,
+                    ids[: count + 1],
+                    found,
+                )
                 # One id fewer does not do: no id leads nearer than by one.
                 for token in found[:1]:
                     behind = state.guide.follow(place, [token])[0]
@@ -70,7 +80,9 @@ def test_texts_are_those_of_searched_closings(compiler: Compiler, seed: int) -> 
     for number, case in enumerate(case for case in cases() if case.kind != "json"):
         texts = []
         for has_guide in (True, False):
-            loop = GrammarLoop({"strategy": "d2f", "block_length": 8, "canvas_length": 32})
+            loop = GrammarLoop(
+                {"strategy": "d2f", "block_length": 8, "canvas_length": 32}
+            )
             params, rng = ask(150, dllm_threshold=0.5), random.Random(number)
             grammar = compiler.compile(case.kind, case.spec, params)
             state = grammar.state

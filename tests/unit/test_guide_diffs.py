@@ -34,32 +34,46 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_each_page_has_its_examples() -> None:
-    assert [(one.page, one.heading) for one in examples()] == sorted(EXAMPLES, key=_place)
+    assert [(one.page, one.heading) for one in examples()] == sorted(
+        EXAMPLES, key=_place
+    )
 
 
 def _place(key: tuple[str, str]) -> tuple[str, int]:
     return key[0], pages()[key[0]].index(f"## {key[1]}\n")
 
 
-@pytest.mark.parametrize("example", examples(), ids=lambda one: f"{one.page}: {one.heading}")
-def test_an_example_touches_the_files_that_it_names(example: Example, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "example", examples(), ids=lambda one: f"{one.page}: {one.heading}"
+)
+def test_an_example_touches_the_files_that_it_names(
+    example: Example, tmp_path: Path
+) -> None:
     """One file for a policy, three with a number of its own, two for a strategy."""
     before = contents(copy_package(tmp_path))
     example.apply(tmp_path)
     after = contents(tmp_path)
     touched = {name for name in after if before.get(name) != after[name]}
-    assert touched == EXAMPLES[example.page, example.heading] and before.keys() <= after.keys()
+    assert (
+        touched == EXAMPLES[example.page, example.heading]
+        and before.keys() <= after.keys()
+    )
     assert len(example.diffs) == len(touched), "one block for each file"
 
 
 def test_the_changed_package_is_linted(changed: Path) -> None:
     """The examples follow the rules for code here."""
     ruff = Path(sysconfig.get_path("scripts")) / "ruff"
-    files = sorted({f"dllm_plugin/{name}" for names in EXAMPLES.values() for name in names})
+    files = sorted(
+        {f"dllm_plugin/{name}" for names in EXAMPLES.values() for name in names}
+    )
     config = ["--no-cache", "--config", str(ROOT / "pyproject.toml")]
     for command in (["check"], ["format", "--check"]):
         done = subprocess.run(
-            [str(ruff), *command, *config, *files], cwd=changed, capture_output=True, text=True
+            [str(ruff), *command, *config, *files],
+            cwd=changed,
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == 0, done.stdout + done.stderr
 
@@ -76,14 +90,20 @@ def test_the_changed_package_knows_them(changed: Path) -> None:
     assert done.returncode == 0, done.stderr
     file, methods, fields, architectures = json.loads(done.stdout)
     assert Path(file) == changed / "dllm_plugin" / "__init__.py"
-    assert {"window_cache on llada", "window_cache on dream", "block_diffusion on toy"} < {*methods}
+    assert {
+        "window_cache on llada",
+        "window_cache on dream",
+        "block_diffusion on toy",
+    } < {*methods}
     holders = {
         policy: {method for method in methods if policy in methods[method]}
         for policy in ("rightmost", "nearest")
     }
     strategies = ("semi_autoregressive", "prefix_cache", "dual_cache", "window_cache")
     assert holders == {
-        "rightmost": {f"{s} on {family}" for s in strategies for family in ("llada", "dream")},
+        "rightmost": {
+            f"{s} on {family}" for s in strategies for family in ("llada", "dream")
+        },
         "nearest": {"block_diffusion on llada", "block_diffusion on dream"},
     }
     assert "reach" in fields and "ToyForDiffusionLM" in architectures

@@ -8,9 +8,19 @@ import oracle
 import pytest
 import torch
 
-from dllm_plugin.decoding.blocks import at_positions, best_per_block, leading, per_block, rank
+from dllm_plugin.decoding.blocks import (
+    at_positions,
+    best_per_block,
+    leading,
+    per_block,
+    rank,
+)
 from dllm_plugin.kernels.confidence.random_numbers import counter_uniform
-from dllm_plugin.kernels.confidence.reference import RowSampling, propose_rows, row_stats
+from dllm_plugin.kernels.confidence.reference import (
+    RowSampling,
+    propose_rows,
+    row_stats,
+)
 from dllm_plugin.kernels.move_rows.reference import move_rows
 
 NEGATIVE_INFINITY = float("-inf")
@@ -46,7 +56,10 @@ def test_a_kernel_has_the_signature_of_its_reference(name: str, module: str) -> 
 
 
 def logits(rows: int, columns: int, scale: float = 3.0) -> torch.Tensor:
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)) * scale
+    return (
+        torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows))
+        * scale
+    )
 
 
 @pytest.mark.parametrize("columns", [2, 17, 1000])
@@ -54,12 +67,16 @@ def logits(rows: int, columns: int, scale: float = 3.0) -> torch.Tensor:
 def test_row_stats_against_float64(columns: int, scale: float) -> None:
     rows = logits(33, columns, scale)
     rows[::3, 1:2] = NEGATIVE_INFINITY
-    stats = propose_rows(rows, torch.zeros(33, dtype=torch.int64), -1, want_ranking=True)
+    stats = propose_rows(
+        rows, torch.zeros(33, dtype=torch.int64), -1, want_ranking=True
+    )
     p = torch.softmax(rows.double(), dim=-1)
     top = p.topk(2, dim=-1).values
     assert stats.entropy_T is not None and stats.margin_T is not None
     assert torch.equal(stats.token_T, p.argmax(dim=-1))
-    torch.testing.assert_close(stats.confidence_T.double(), top[:, 0], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(
+        stats.confidence_T.double(), top[:, 0], rtol=1e-5, atol=1e-7
+    )
     margin = top[:, 0] - top[:, 1]
     torch.testing.assert_close(stats.margin_T.double(), margin, rtol=1e-4, atol=1e-6)
     exact = (p * (p + 1e-10).log()).sum(dim=-1)
@@ -67,7 +84,9 @@ def test_row_stats_against_float64(columns: int, scale: float) -> None:
     fast = propose_rows(rows, torch.zeros(33, dtype=torch.int64), -1)
     assert fast.entropy_T is None and fast.margin_T is None
     assert torch.equal(fast.token_T, stats.token_T)
-    torch.testing.assert_close(fast.confidence_T, stats.confidence_T, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(
+        fast.confidence_T, stats.confidence_T, rtol=1e-6, atol=1e-7
+    )
 
 
 def test_row_stats_ties_and_certainty() -> None:
@@ -91,9 +110,13 @@ def test_sampled_tokens_equal_their_definition(seed: int) -> None:
     rows, temperature = logits(6, 50, 2.0), 0.7
     slots = torch.zeros(6, dtype=torch.int64)
     offsets, step = torch.arange(6) * 1000, 999
-    sampling = RowSampling(*(torch.tensor([x]) for x in (temperature, seed, step, 5)), offsets, 1)
+    sampling = RowSampling(
+        *(torch.tensor([x]) for x in (temperature, seed, step, 5)), offsets, 1
+    )
     stats = propose_rows(rows, slots, -1, sampling)
-    for row, position, token in zip(rows, (offsets + 6).tolist(), stats.token_T, strict=True):
+    for row, position, token in zip(
+        rows, (offsets + 6).tolist(), stats.token_T, strict=True
+    ):
         noise = oracle.gumbel(seed & oracle.WORD, position, step, 50)
         assert int(token) == int((row.double().numpy() / temperature + noise).argmax())
 
@@ -118,7 +141,10 @@ def test_counter_uniform_equals_its_definition() -> None:
 def test_counter_uniform_knows_no_batch() -> None:
     seed, position = torch.arange(50) - 25, torch.arange(50) * 7
     batch = counter_uniform(seed, position, torch.tensor(2))
-    alone = [counter_uniform(s, p, torch.tensor(2)) for s, p in zip(seed, position, strict=True)]
+    alone = [
+        counter_uniform(s, p, torch.tensor(2))
+        for s, p in zip(seed, position, strict=True)
+    ]
     assert torch.equal(batch, torch.stack(alone))
     assert batch.dtype == torch.float32 and ((batch > 0) & (batch < 1)).all()
     assert counter_uniform(seed[:, None], position, torch.tensor(2)).shape == (50, 50)
@@ -132,7 +158,9 @@ def test_counter_uniform_is_uniform_along_every_argument(axis: int) -> None:
     numbers = counter_uniform(*arguments).double().numpy()
     counts = np.histogram(numbers, bins=64, range=(0, 1))[0]
     assert abs(chi_square(counts, np.full(64, count / 64))) < 4
-    pairs = np.histogram2d(numbers[:-1], numbers[1:], bins=16, range=[(0, 1)] * 2)[0].ravel()
+    pairs = np.histogram2d(numbers[:-1], numbers[1:], bins=16, range=[(0, 1)] * 2)[
+        0
+    ].ravel()
     assert abs(chi_square(pairs, np.full(256, (count - 1) / 256))) < 4
     for other in range(3):
         moved = list(arguments)
@@ -143,7 +171,9 @@ def test_counter_uniform_is_uniform_along_every_argument(axis: int) -> None:
 
 def test_random_numbers_do_not_repeat() -> None:
     seed, position, step = torch.meshgrid(*[torch.arange(20)] * 3, indexing="ij")
-    assert counter_uniform(seed, position, step).unique().numel() > 7990  # of 8000, in 24 bits
+    assert (
+        counter_uniform(seed, position, step).unique().numel() > 7990
+    )  # of 8000, in 24 bits
 
 
 def test_blocks_against_loops() -> None:
@@ -165,8 +195,12 @@ def test_blocks_against_loops() -> None:
             for s in range(slots):
                 inside = [p for p in mine if block[r, p] == s]
                 assert counts[r, s] == len(inside)
-                top = max(inside, key=lambda p, r=r: (float(score[r, p]), -p), default=None)
-                assert [p for p in inside if best[r, p]] == ([] if top is None else [top])
+                top = max(
+                    inside, key=lambda p, r=r: (float(score[r, p]), -p), default=None
+                )
+                assert [p for p in inside if best[r, p]] == (
+                    [] if top is None else [top]
+                )
             assert spread[r].tolist() == [
                 bool(flags[r, s]) if s < slots else False for s in block[r].tolist()
             ]

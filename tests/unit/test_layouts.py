@@ -33,7 +33,10 @@ def test_every_layout_has_its_reason() -> None:
 def test_the_registry_is_changed_while_a_model_is_built(layout: str) -> None:
     register_backend(CUSTOM, SOMEONE)
     try:
-        with pytest.raises(ZeroDivisionError), registry.registered(VllmConfig(), layout):
+        with (
+            pytest.raises(ZeroDivisionError),
+            registry.registered(VllmConfig(), layout),
+        ):
             ours = layout == "distinct"
             assert (CUSTOM.get_path() == registry.DISTINCT) == ours
             assert CPU_ATTN.is_overridden() == ours
@@ -44,11 +47,17 @@ def test_the_registry_is_changed_while_a_model_is_built(layout: str) -> None:
         CUSTOM.clear_override()
 
 
-def test_a_layer_with_another_backend_is_noticed(single_rank: None, checkpoints: Path) -> None:
+def test_a_layer_with_another_backend_is_noticed(
+    single_rank: None, checkpoints: Path
+) -> None:
     """vLLM keeps answers; one that another plugin gave under the same name must not be used."""
-    config = EngineArgs(str(checkpoints / "tiny-llada"), dtype="float32").create_engine_config()
+    config = EngineArgs(
+        str(checkpoints / "tiny-llada"), dtype="float32"
+    ).create_engine_config()
     with (
-        pytest.raises(ValueError, match="layer model.0 the attention backend CPUAttentionBackend"),
+        pytest.raises(
+            ValueError, match="layer model.0 the attention backend CPUAttentionBackend"
+        ),
         registry.registered(config, "distinct"),
         set_current_vllm_config(config),
     ):
@@ -60,17 +69,25 @@ def test_a_layer_with_another_backend_is_noticed(single_rank: None, checkpoints:
 @pytest.mark.parametrize("asked", ["CPU_ATTN", "auto"])
 def test_backends_that_a_cpu_runs(asked: str, checkpoints: Path) -> None:
     options = {"attention_backend": asked}
-    config = EngineArgs(str(checkpoints / "tiny-llada"), **options).create_engine_config()
+    config = EngineArgs(
+        str(checkpoints / "tiny-llada"), **options
+    ).create_engine_config()
     assert config.attention_config.backend in (None, CPU_ATTN)
 
 
-@pytest.mark.parametrize("asked", ["FLEX_ATTENTION", "TRITON_ATTN", "CUSTOM", "CPU_MLA"])
+@pytest.mark.parametrize(
+    "asked", ["FLEX_ATTENTION", "TRITON_ATTN", "CUSTOM", "CPU_MLA"]
+)
 @pytest.mark.parametrize("per_kind", [False, True])
-def test_backends_that_a_cpu_would_ignore(asked: str, per_kind: bool, checkpoints: Path) -> None:
+def test_backends_that_a_cpu_would_ignore(
+    asked: str, per_kind: bool, checkpoints: Path
+) -> None:
     options: dict[str, Any] = {"attention_backend": asked}
     if per_kind:
         options = {"attention_config": {"backend_per_kind": {"full_attention": asked}}}
-    with pytest.raises(ValueError, match=f"{asked} is not for CPUs, where vLLM takes CPUAttention"):
+    with pytest.raises(
+        ValueError, match=f"{asked} is not for CPUs, where vLLM takes CPUAttention"
+    ):
         EngineArgs(str(checkpoints / "tiny-llada"), **options).create_engine_config()
 
 
@@ -86,8 +103,12 @@ def test_backends_that_a_cpu_would_ignore(asked: str, per_kind: bool, checkpoint
         ({"kv_cache_dtype": "fp8"}, "quantised keys"),
     ],
 )
-def test_layers_that_it_cannot_serve(options: dict[str, Any], word: str, single_rank: None) -> None:
-    with pytest.raises(ValueError, match=f"does not support {word}; use kv_cache_layout 'unified'"):
+def test_layers_that_it_cannot_serve(
+    options: dict[str, Any], word: str, single_rank: None
+) -> None:
+    with pytest.raises(
+        ValueError, match=f"does not support {word}; use kv_cache_layout 'unified'"
+    ):
         DistinctImpl(4, 64, 0.125, 2, **options)
     assert DistinctImpl(4, 64, 0.125, 2).num_kv_heads == 2
 
@@ -97,15 +118,31 @@ def test_preferred_pages_hold_whole_tiles() -> None:
     assert {n: DistinctBackend.get_preferred_block_size(n) for n in wishes} == wishes
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch: not compiled; that is what we want
+@pytest.mark.filterwarnings(
+    "ignore::UserWarning"
+)  # torch: not compiled; that is what we want
 def test_flex_attention_takes_more_sequences_than_requests(checkpoints: Path) -> None:
     """vLLM's own metadata, one sequence per segment, gives what the reference gives."""
-    config = EngineArgs(str(checkpoints / "tiny-llada"), dtype="float32").create_engine_config()
+    config = EngineArgs(
+        str(checkpoints / "tiny-llada"), dtype="float32"
+    ).create_engine_config()
     page, heads, head, group = 16, 2, 32, 2
     arguments, constants = spans.build(
         spans.Spans([13, 11], [20, 3], heads, group, head, page, spans.absolute_grid)
     )
-    query, key, value, key_cache, value_cache, bounds, start, seen, table, scale, out = arguments
+    (
+        query,
+        key,
+        value,
+        key_cache,
+        value_cache,
+        bounds,
+        start,
+        seen,
+        table,
+        scale,
+        out,
+    ) = arguments
     attend_spans(*arguments, **constants)
     pages = len(key_cache) + 1
     config.scheduler_config.max_num_seqs, config.cache_config.num_gpu_blocks = 2, pages
@@ -116,8 +153,12 @@ def test_flex_attention_takes_more_sequences_than_requests(checkpoints: Path) ->
     # The same keys in vLLM's order, page 0 unused as in vLLM, the spans' own among them.
     table = (table + 1).clamp_max(pages - 1)
     flat = torch.zeros(2, pages * page, heads, head)
-    flat[0, page:] = key_cache.permute(0, 3, 1, 2, 4).reshape(-1, heads, head).nan_to_num()
-    flat[1, page:] = value_cache.permute(0, 3, 1, 2).reshape(-1, heads, head).nan_to_num()
+    flat[0, page:] = (
+        key_cache.permute(0, 3, 1, 2, 4).reshape(-1, heads, head).nan_to_num()
+    )
+    flat[1, page:] = (
+        value_cache.permute(0, 3, 1, 2).reshape(-1, heads, head).nan_to_num()
+    )
     for r in range(2):
         at = start[r] + torch.arange(bounds[r + 1] - bounds[r])
         slots = table[r, at // page].long() * page + at % page
@@ -125,7 +166,9 @@ def test_flex_attention_takes_more_sequences_than_requests(checkpoints: Path) ->
             key[bounds[r] : bounds[r + 1]],
             value[bounds[r] : bounds[r + 1]],
         )
-    starts = torch.cat([torch.tensor([0]), (seen.diff() != 0).nonzero()[:, 0] + 1]).int()
+    starts = torch.cat(
+        [torch.tensor([0]), (seen.diff() != 0).nonzero()[:, 0] + 1]
+    ).int()
     start_loc = torch.cat([starts, torch.tensor([24])]).int()
     request = torch.searchsorted(bounds[1:], starts, right=True)
     common = CommonAttentionMetadata(

@@ -30,12 +30,16 @@ from dllm_plugin.infilling.lengths import (
     ],
     ids=str,
 )
-def test_before_a_suffix(asked: Any, most: int, fewest: int, lengths: list[int]) -> None:
+def test_before_a_suffix(
+    asked: Any, most: int, fewest: int, lengths: list[int]
+) -> None:
     """`max_tokens` is tried too, and what a canvas cannot hold is not."""
     assert lengths_of(asked, most, fewest, room=100) == lengths
 
 
-@pytest.mark.parametrize("asked", [0, 33, [64], [], [4, "8"], True, "long", [1] * 17, {}], ids=str)
+@pytest.mark.parametrize(
+    "asked", [0, 33, [64], [], [4, "8"], True, "long", [1] * 17, {}], ids=str
+)
 def test_refused(asked: Any) -> None:
     with pytest.raises(ValueError) as caught:
         lengths_of(asked, 32, 1, 100)
@@ -81,7 +85,9 @@ def test_what_does_not_fit_is_left_out() -> None:
     named = [[one[1], one[3]] for one in each_choice(["a", (2, 12), "b", ()], 20)]
     assert named == [[2, 4], [2, 8], [12, 4], [12, 8]]
     assert [one[1] for one in each_choice(["a", (2, 40)], 20)] == [2, 40]
-    assert each_choice(["a", (), "b", (), "c"], 7) == [["a", 4, "b", 4, "c"]], "refused later"
+    assert each_choice(["a", (), "b", (), "c"], 7) == [["a", 4, "b", 4, "c"]], (
+        "refused later"
+    )
 
 
 def test_lengths_of_at_least_min_tokens() -> None:
@@ -90,9 +96,13 @@ def test_lengths_of_at_least_min_tokens() -> None:
     for fewest, lengths in ((4, [4, 8, 16]), (5, [8, 16]), (99, [16])):
         places = place_each(parts, None, with_start, encode, 20, 99, fewest)
         assert [one.parts[1] for one in places] == lengths
-    named = place_each(parts_of_text("ab[MASK:2,4]"), None, with_start, encode, 20, 99, 3)
+    named = place_each(
+        parts_of_text("ab[MASK:2,4]"), None, with_start, encode, 20, 99, 3
+    )
     assert [one.parts[1] for one in named] == [2, 4], "vLLM refuses the shorter by name"
-    two = place_each(parts_of_text("a[MASK:auto]bc[MASK:3]"), None, with_start, encode, 20, 99, 10)
+    two = place_each(
+        parts_of_text("a[MASK:auto]bc[MASK:3]"), None, with_start, encode, 20, 99, 10
+    )
     assert [one.parts[1] for one in two] == [8]
 
 
@@ -110,7 +120,12 @@ def test_a_score() -> None:
     text = "ab[MASK:2,3]cd[MASK:2]efghi"
     choices = place_each(parts_of_text(text), None, with_start, encode, 99, 99)
     assert [choice.parts[1] for choice in choices] == [2, 3]
-    gaps = filled(choices[1], [*encode("x"), END, *encode("zcd"), END, *encode("w")], {END}, decode)
+    gaps = filled(
+        choices[1],
+        [*encode("x"), END, *encode("zcd"), END, *encode("w")],
+        {END},
+        decode,
+    )
     scoring = scoring_of(choices[1], gaps)
     assert scoring.text == encode("xcdefghi")
     assert scoring.template == [*encode("xcd"), FILL, FILL, FILL, FILL, *encode("i")]

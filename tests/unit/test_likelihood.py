@@ -34,7 +34,9 @@ def test_positions_depend_on_seed_and_sample_alone() -> None:
     few, many = monte_carlo(20, 8, seed=3), monte_carlo(20, 8, seed=3)
     assert few == many != monte_carlo(20, 8, seed=4)
     for one in few:
-        assert list(one.masked) == sorted(set(one.masked)) and one.counted == len(one.masked)
+        assert list(one.masked) == sorted(set(one.masked)) and one.counted == len(
+            one.masked
+        )
         assert one.weight == 20 / len(one.masked)
     often = np.zeros(20)
     for seed in range(300):
@@ -56,7 +58,9 @@ def test_one_token_takes_one_forward() -> None:
 def independent(tokens: list[float], method: str, samples: int = 512) -> float:
     """The estimate where no token depends on another: every method has to find the sum."""
     drawn = METHODS[method](len(tokens), samples, 0)
-    return estimate(method, drawn, [[tokens[i] for i in one.masked] for one in drawn]).logprob
+    return estimate(
+        method, drawn, [[tokens[i] for i in one.masked] for one in drawn]
+    ).logprob
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -23,7 +23,10 @@ def steps() -> list[Step]:
 @pytest.mark.parametrize("shift", [False, True])
 def test_ratios(shift: bool) -> None:
     """Few requests gain by wide windows; at many only shifted rows keep up."""
-    points = {(p.requests, p.context): p for p in ratios(steps(), ACCEPTED, shift, 32, 300_000)}
+    points = {
+        (p.requests, p.context): p
+        for p in ratios(steps(), ACCEPTED, shift, 32, 300_000)
+    }
     few, many = points[1, 512], points[256, 512]
     brings = tokens_per_forward(32, *ACCEPTED, shift)
     assert few.width == 32 and few.fixed == few.adaptive == pytest.approx(brings)
@@ -47,7 +50,11 @@ def test_the_model() -> None:
 def test_the_model_of_a_mixture() -> None:
     """Within a quarter of what an H100 measured, from one position to 8,192."""
     lines = (REPORTS / "h100.jsonl").read_text().splitlines()
-    lines = [line for line in lines if '"llada2-mini"' in line and '"benchmark": "map"' in line]
+    lines = [
+        line
+        for line in lines
+        if '"llada2-mini"' in line and '"benchmark": "map"' in line
+    ]
     [line] = map(json.loads, lines)
     timed = [Step(**step) for step in line["steps"]]
     assert len(timed) == 120

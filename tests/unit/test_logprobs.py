@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 from scripted import MASK, VOCAB, Hashed, Loop, Run, sampling, visible
 
-D2F = {"strategy": "d2f", "block_length": 4, "canvas_length": 16, "max_active_blocks": 4}
+D2F = {
+    "strategy": "d2f",
+    "block_length": 4,
+    "canvas_length": 16,
+    "max_active_blocks": 4,
+}
 BLOCK = {"strategy": "block_diffusion", "block_length": 4, "canvas_length": 8}
 Rows = list[tuple[np.ndarray, np.ndarray, int]]
 
@@ -75,7 +80,9 @@ def start(loop: Loop, name: str, seed: int, **options: Any) -> Run:
 @pytest.mark.parametrize("preempt_at", [-1, 3, 6])
 @pytest.mark.parametrize("shift", [False, True])
 @pytest.mark.parametrize("dllm", [D2F, BLOCK], ids=["d2f", "block_diffusion"])
-def test_logprobs_of_a_mixed_batch(dllm: dict[str, Any], shift: bool, preempt_at: int) -> None:
+def test_logprobs_of_a_mixed_batch(
+    dllm: dict[str, Any], shift: bool, preempt_at: int
+) -> None:
     """None, the token's alone, some and all; preempted or not; with temperature and without."""
     loop = Loop(dllm, shift)
     runs = [

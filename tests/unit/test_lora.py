@@ -26,7 +26,11 @@ TARGETS = {
 
 
 def modules(name: str) -> list[str]:
-    return [MODULE[name].format(n, target) for n in range(LAYERS) for target in TARGETS[name]]
+    return [
+        MODULE[name].format(n, target)
+        for n in range(LAYERS)
+        for target in TARGETS[name]
+    ]
 
 
 def write_adapter(
@@ -67,7 +71,9 @@ def write_adapter(
 
 
 def merged(checkpoint: Path, adapter: Path) -> dict[str, torch.Tensor]:
-    return dict(lora.merge(load_file(checkpoint / "model.safetensors").items(), read(adapter)))
+    return dict(
+        lora.merge(load_file(checkpoint / "model.safetensors").items(), read(adapter))
+    )
 
 
 def read(adapter: Path) -> lora.LoraAdapter:
@@ -85,7 +91,10 @@ def test_merge_is_the_float32_sum_cast_back(name, dots, tmp_path, checkpoints):
     for key, weight in base.items():
         module = key.removesuffix(".weight")
         if module in modules(name) and key.endswith(".weight"):
-            a, b = (pairs[f"base_model.model.{module}.lora_{half}{dots}weight"] for half in "AB")
+            a, b = (
+                pairs[f"base_model.model.{module}.lora_{half}{dots}weight"]
+                for half in "AB"
+            )
             weight = (weight.float() + 6 / RANK * (b @ a)).to(torch.bfloat16)
         assert result[key].dtype == torch.bfloat16
         assert torch.equal(result[key], weight), key
@@ -97,18 +106,25 @@ def test_merge_is_the_float32_sum_cast_back(name, dots, tmp_path, checkpoints):
         ({}, {"q_proj": 6 / 4, "attn_out": 6 / 4}),
         ({"use_rslora": True}, {"q_proj": 6 / math.sqrt(4)}),
         ({"alpha_pattern": {"attn_out": 2}}, {"attn_out": 2 / 4, "q_proj": 6 / 4}),
-        ({"rank_pattern": {"blocks.1.q_proj": 2}}, {"1.q_proj": 6 / 2, "0.q_proj": 6 / 4}),
+        (
+            {"rank_pattern": {"blocks.1.q_proj": 2}},
+            {"1.q_proj": 6 / 2, "0.q_proj": 6 / 4},
+        ),
     ],
 )
 def test_scale(config, scales, tmp_path):
     adapter = read(write_adapter(tmp_path / "adapter", "tiny-llada", **config))
     for end, scale in scales.items():
-        found = {pair.scale for module, pair in adapter.pairs.items() if module.endswith(end)}
+        found = {
+            pair.scale for module, pair in adapter.pairs.items() if module.endswith(end)
+        }
         assert found == {scale}
 
 
 @BOTH
-def test_model_loads_with_merged_weights(name, tmp_path, checkpoint, load_model, checkpoints):
+def test_model_loads_with_merged_weights(
+    name, tmp_path, checkpoint, load_model, checkpoints
+):
     adapter = write_adapter(tmp_path / "adapter", name)
     by_hand = checkpoint(name)
     save_file(merged(checkpoints / name, adapter), by_hand / "model.safetensors")
@@ -119,7 +135,9 @@ def test_model_loads_with_merged_weights(name, tmp_path, checkpoint, load_model,
     with torch.inference_mode():
         for ours, theirs in zip(loaded.model.layers, wanted.model.layers, strict=True):
             for part in ("qkv_proj", "o_proj"):
-                one, other = (getattr(layer.self_attn, part)(x)[0] for layer in (ours, theirs))
+                one, other = (
+                    getattr(layer.self_attn, part)(x)[0] for layer in (ours, theirs)
+                )
                 assert torch.equal(one, other)
 
 
@@ -152,17 +170,27 @@ def test_coverage_of_targets_and_shapes(tmp_path, checkpoints):
 
     from dllm_plugin.models.llada import LLaDAModelLM
 
-    shapes = LLaDAModelLM.checkpoint_shapes(AutoConfig.from_pretrained(checkpoints / "tiny-llada"))
+    shapes = LLaDAModelLM.checkpoint_shapes(
+        AutoConfig.from_pretrained(checkpoints / "tiny-llada")
+    )
     good = read(write_adapter(tmp_path / "good", "tiny-llada"))
     lora.check_coverage(good, shapes)
     other = read(write_adapter(tmp_path / "other", "tiny-dream"))
-    with pytest.raises(ValueError, match="targets 'o_proj', a module this model does not have"):
+    with pytest.raises(
+        ValueError, match="targets 'o_proj', a module this model does not have"
+    ):
         lora.check_coverage(other, shapes)
-    fewer = read(write_adapter(tmp_path / "fewer", "tiny-llada", target_modules=["q_proj"]))
-    with pytest.raises(ValueError, match="blocks.0.attn_out', which is none of its target"):
+    fewer = read(
+        write_adapter(tmp_path / "fewer", "tiny-llada", target_modules=["q_proj"])
+    )
+    with pytest.raises(
+        ValueError, match="blocks.0.attn_out', which is none of its target"
+    ):
         lora.check_coverage(fewer, shapes)
     wide = {name: (shape[0], 256)[: len(shape)] for name, shape in shapes.items()}
-    with pytest.raises(ValueError, match=r"as \(128, 128\), but the weight is \(128, 256\)"):
+    with pytest.raises(
+        ValueError, match=r"as \(128, 128\), but the weight is \(128, 256\)"
+    ):
         lora.check_coverage(good, wide)
 
 
@@ -170,7 +198,9 @@ def test_update_without_weight_is_named(tmp_path, checkpoints):
     adapter = read(write_adapter(tmp_path / "adapter", "tiny-llada"))
     base = load_file(checkpoints / "tiny-llada" / "model.safetensors")
     del base["model.transformer.blocks.1.attn_out.weight"]
-    with pytest.raises(ValueError, match="1 of 12 updates .* 'model.transformer.blocks.1.attn_out"):
+    with pytest.raises(
+        ValueError, match="1 of 12 updates .* 'model.transformer.blocks.1.attn_out"
+    ):
         list(lora.merge(base.items(), adapter))
 
 
@@ -188,26 +218,42 @@ def test_quantised_weight_is_refused(tmp_path):
         ("GSAI-ML/LLaDA-8B-Instruct", ["models/llada-8b-instruct/"]),
         ("/data/train/LLaDA-8B-Instruct/", ["GSAI-ML/LLaDA-8B-Instruct"]),
         ("GSAI-ML/LLaDA-8B-Instruct", ["weights", None, "GSAI-ML/LLaDA-8B-Instruct"]),
-        ("GSAI-ML/LLaDA-8B-Instruct", ["hub/models--GSAI-ML--LLaDA-8B-Instruct/snapshots/9f3e"]),
+        (
+            "GSAI-ML/LLaDA-8B-Instruct",
+            ["hub/models--GSAI-ML--LLaDA-8B-Instruct/snapshots/9f3e"],
+        ),
     ],
 )
 def test_same_base_under_other_paths(base, served, tmp_path):
-    path = write_adapter(tmp_path / "adapter", "tiny-llada", base_model_name_or_path=base)
+    path = write_adapter(
+        tmp_path / "adapter", "tiny-llada", base_model_name_or_path=base
+    )
     lora.check_base(read(path), served)
 
 
 @pytest.mark.parametrize("base", ["GSAI-ML/LLaDA-8B-Instruct", None, ""])
 def test_other_base_is_refused_with_both_names(base, tmp_path):
-    path = write_adapter(tmp_path / "adapter", "tiny-llada", base_model_name_or_path=base)
+    path = write_adapter(
+        tmp_path / "adapter", "tiny-llada", base_model_name_or_path=base
+    )
     trained = base or "an unnamed model"
-    with pytest.raises(ValueError, match=f"on '{trained}', but the model served is 'x/LLaDA-8B-B"):
+    with pytest.raises(
+        ValueError, match=f"on '{trained}', but the model served is 'x/LLaDA-8B-B"
+    ):
         lora.check_base(read(path), ["x/LLaDA-8B-Base"])
 
 
 def test_other_base_is_refused_at_load(tmp_path, checkpoints, load_model):
-    path = write_adapter(tmp_path / "adapter", "tiny-llada", base_model_name_or_path="a/other")
-    options = {"additional_config": {"dllm": {"lora_path": str(path)}}, "load_format": "dummy"}
-    with pytest.raises(ValueError, match="trained on 'a/other', but the model served is"):
+    path = write_adapter(
+        tmp_path / "adapter", "tiny-llada", base_model_name_or_path="a/other"
+    )
+    options = {
+        "additional_config": {"dllm": {"lora_path": str(path)}},
+        "load_format": "dummy",
+    }
+    with pytest.raises(
+        ValueError, match="trained on 'a/other', but the model served is"
+    ):
         load_model(checkpoints / "tiny-llada", **options)
 
 
@@ -233,7 +279,9 @@ def test_unmergeable_adapters_are_refused_by_key(key, value, tmp_path):
 def test_unexpected_tensor_and_wrong_rank(tmp_path):
     name = "base_model.model.model.transformer.blocks.0.q_proj.lora_magnitude_vector"
     path = write_adapter(
-        tmp_path / "dora", "tiny-llada", change=lambda t: t.update({name: torch.zeros(1)})
+        tmp_path / "dora",
+        "tiny-llada",
+        change=lambda t: t.update({name: torch.zeros(1)}),
     )
     with pytest.raises(ValueError, match=f"'{name}', which is no LoRA matrix"):
         read(path)

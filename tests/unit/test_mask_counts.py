@@ -20,8 +20,12 @@ def test_blocks_of_which_nothing_is_known_may_be_masks_alone() -> None:
     assert counts_after(0).most(SLOTS, STARTS, SIZES).tolist() == [8, 6]
 
 
-@pytest.mark.parametrize(("steps_in_flight", "known"), [(0, [2, 3]), (1, [5, 4]), (2, [8, 6])])
-def test_results_in_flight_are_not_waited_for(steps_in_flight: int, known: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("steps_in_flight", "known"), [(0, [2, 3]), (1, [5, 4]), (2, [8, 6])]
+)
+def test_results_in_flight_are_not_waited_for(
+    steps_in_flight: int, known: list[int]
+) -> None:
     """Masks only become fewer, so what was left before is enough."""
     counts = counts_after(steps_in_flight, [5, 4], [2, 3])
     assert counts.most(SLOTS, STARTS, SIZES).tolist() == known
@@ -37,7 +41,9 @@ def test_grammars_take_tokens_back() -> None:
 
 def test_another_block_starts_with_all_its_positions() -> None:
     counts = counts_after(0, [5, 0])
-    assert counts.most(SLOTS, STARTS, SIZES).tolist() == [5, 6], "0 are left: the block is done"
+    assert counts.most(SLOTS, STARTS, SIZES).tolist() == [5, 6], (
+        "0 are left: the block is done"
+    )
     assert counts.most(SLOTS, STARTS + 8, SIZES).tolist() == [8, 6]
 
 

@@ -9,17 +9,33 @@ import pytest
 
 from dllm_plugin.config import options
 from dllm_plugin.config.decode import DecodeConfig, RequestConfig
-from dllm_plugin.config.options import COLUMNS, OPTIONS, REQUEST_FIELDS, Numbers, Options
+from dllm_plugin.config.options import (
+    COLUMNS,
+    OPTIONS,
+    REQUEST_FIELDS,
+    Numbers,
+    Options,
+)
 from dllm_plugin.config.request.arguments import _remembered, request_config
 from dllm_plugin.config.resolution import resolve
 from dllm_plugin.decoding import families as strategy_names
 from dllm_plugin.decoding.families import FAMILIES
-from dllm_plugin.decoding.methods import METHODS, POLICIES, STRATEGIES, Method, methods_of
+from dllm_plugin.decoding.methods import (
+    METHODS,
+    POLICIES,
+    STRATEGIES,
+    Method,
+    methods_of,
+)
 
 PACKAGE = Path(__file__).parents[2] / "dllm_plugin"
 TABLE = PACKAGE / "decoding" / "methods.py"
-CONSTANTS = {name: value for name, value in vars(strategy_names).items() if name.isupper()}
-STRATEGY_NAMES = {value: name for name, value in CONSTANTS.items() if isinstance(value, str)}
+CONSTANTS = {
+    name: value for name, value in vars(strategy_names).items() if name.isupper()
+}
+STRATEGY_NAMES = {
+    value: name for name, value in CONSTANTS.items() if isinstance(value, str)
+}
 FAMILY_NAMES = {family.name for family in FAMILIES.values()}
 
 
@@ -42,7 +58,9 @@ def names_one(node: ast.expr) -> bool:
     if isinstance(node, ast.Constant):
         return node.value in {*STRATEGIES, *FAMILY_NAMES}
     text = ast.unparse(node)
-    return text in STRATEGY_NAMES.values() or text.endswith(("family.name", ".strategy"))
+    return text in STRATEGY_NAMES.values() or text.endswith(
+        ("family.name", ".strategy")
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,7 +77,9 @@ def test_the_check_sees_decisions(source: str) -> None:
     assert len(list(decisions(ast.parse(source)))) == 1
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.stem
+)
 def test_nobody_else_asks_for_a_strategy_or_a_family(path: Path) -> None:
     # The plain loops are a second opinion, which may not read the table.
     if path != TABLE and path.parent.name != "reference":
@@ -78,7 +98,9 @@ def test_every_row_is_whole() -> None:
         assert method.options <= set(REQUEST_FIELDS)
     assert {strategy for strategy, _ in METHODS} == set(STRATEGIES)
     assert set(STRATEGY_NAMES) <= set(STRATEGIES), "names that code without torch needs"
-    assert {name for method in METHODS.values() for name in method.policies} == set(POLICIES)
+    assert {name for method in METHODS.values() for name in method.policies} == set(
+        POLICIES
+    )
 
 
 def test_every_family_has_a_method() -> None:
@@ -102,7 +124,12 @@ def test_config_classes_share_what_is_a_number() -> None:
     assert of_request == set(REQUEST_FIELDS) and numbers <= of_request <= set(OPTIONS)
     # A user's steps hold for blocks of any length, and are kept beside the defaults.
     assert of_engine & of_request == {"steps"}
-    assert (len(numbers), len(OPTIONS), len(of_request), len(of_engine)) == (17, 34, 23, 21)
+    assert (len(numbers), len(OPTIONS), len(of_request), len(of_engine)) == (
+        17,
+        34,
+        23,
+        21,
+    )
 
 
 def test_arguments_are_parsed_once() -> None:
@@ -122,7 +149,9 @@ def test_arguments_are_parsed_once() -> None:
 
 def test_options_import_nothing_heavy() -> None:
     tree = ast.parse(Path(options.__file__).read_text(encoding="utf-8"))
-    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    imported = {
+        node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
+    }
     assert imported == {
         "collections.abc",
         "dataclasses",
@@ -133,7 +162,11 @@ def test_options_import_nothing_heavy() -> None:
 
 def test_every_field_of_a_row_is_read() -> None:
     """And everything that a method refuses is asked for by whoever sets vLLM's options."""
-    sources = [path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py") if path != TABLE]
+    sources = [
+        path.read_text(encoding="utf-8")
+        for path in PACKAGE.rglob("*.py")
+        if path != TABLE
+    ]
     nodes = [node for source in sources for node in ast.walk(ast.parse(source))]
     attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     assert {field.name for field in dataclasses.fields(Method)} <= attributes

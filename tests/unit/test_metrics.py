@@ -84,7 +84,10 @@ def step(committed: int, *ended: int) -> SchedulerStats:
 def counters(engine: int) -> list[float | None]:
     """Steps, positions and tokens of an engine on /metrics."""
     labels = {"model_name": "m", "engine": str(engine)}
-    return [REGISTRY.get_sample_value(f"vllm:diffusion_num_{n}_total", labels) for n in NAMES]
+    return [
+        REGISTRY.get_sample_value(f"vllm:diffusion_num_{n}_total", labels)
+        for n in NAMES
+    ]
 
 
 def test_counters_per_engine(tmp_path: Path) -> None:
@@ -133,7 +136,9 @@ def test_widths(tmp_path: Path) -> None:
     off.record(step(3, *told(8, 0, (0.9, 4.0))), None, engine_idx=4)
     assert [value(name, 4) for name in names] == [None] * 4
     unregister_vllm_metrics()
-    on = manager(vllm_config(tmp_path, LLADA, strategy="d2f", adaptive="throughput"), [5])
+    on = manager(
+        vllm_config(tmp_path, LLADA, strategy="d2f", adaptive="throughput"), [5]
+    )
     on.record(step(3, 4, 10, 80, *told(8, 0, (0.9, 4.0))), None, engine_idx=5)
     on.record(step(3, *told(6, 1, (0.5, 1.5))), None, engine_idx=5)
     assert [value(name, 5) for name in names] == [14, 1, 0.5, 1.5]
@@ -144,9 +149,13 @@ def test_nobody_else_reads_the_list_that_carries_them() -> None:
     """Only vLLM's own loop writes `num_draft_tokens_per_pos`, and ours takes its place."""
     root = Path(vllm.__file__).parent
     users = {file.relative_to(root): file.read_text() for file in root.rglob("*.py")}
-    found = {str(file) for file, text in users.items() if "num_draft_tokens_per_pos" in text}
+    found = {
+        str(file) for file, text in users.items() if "num_draft_tokens_per_pos" in text
+    }
     assert found == {"v1/spec_decode/metrics.py"}
-    assert users[Path("v1/spec_decode/metrics.py")].count("num_draft_tokens_per_pos") == 3
+    assert (
+        users[Path("v1/spec_decode/metrics.py")].count("num_draft_tokens_per_pos") == 3
+    )
 
 
 def test_unknown_engine_is_ignored(tmp_path: Path) -> None:

@@ -11,8 +11,17 @@ from vllm.sampling_params import SamplingParams
 from dllm_plugin.kernels.confidence import reference
 from dllm_plugin.sampling.rows import RowChunk
 
-D2F = {"strategy": "d2f", "block_length": 4, "canvas_length": 16, "max_active_blocks": 4}
-BLOCK: dict[str, Any] = {"strategy": "block_diffusion", "block_length": 4, "canvas_length": 8}
+D2F = {
+    "strategy": "d2f",
+    "block_length": 4,
+    "canvas_length": 16,
+    "max_active_blocks": 4,
+}
+BLOCK: dict[str, Any] = {
+    "strategy": "block_diffusion",
+    "block_length": 4,
+    "canvas_length": 8,
+}
 DREAM = {"strategy": "d2f", "block_length": 4, "canvas_length": 16, "dllm_top_p": 0.9}
 
 
@@ -28,7 +37,9 @@ KINDS: dict[str, Callable[[int], SamplingParams]] = {
     "min_p": lambda n: sampling(n, None, temperature=0.9, seed=3, min_p=0.1),
     "bad_words": worded,
     "logprobs": lambda n: sampling(n, None, logprobs=3),
-    "sampled logprobs": lambda n: sampling(n, None, temperature=0.9, seed=4, logprobs=0),
+    "sampled logprobs": lambda n: sampling(
+        n, None, temperature=0.9, seed=4, logprobs=0
+    ),
 }
 GREEDY = 7
 
@@ -108,7 +119,9 @@ def test_one_asks(kind: str, shift: bool) -> None:
         assert outcome(asks) == outcome(wish)
         copied = [read for read in seen if read.way == "_from_copies"]
         assert set().union(*(read.slots for read in copied)) == {slot}
-        assert all(slot not in read.slots for read in seen if read.way == "_from_logits")
+        assert all(
+            slot not in read.slots for read in seen if read.way == "_from_logits"
+        )
         assert any(read.way == "score" for read in seen) == ("logprobs" in kind)
 
 
@@ -124,7 +137,8 @@ def test_all_kinds_together(shift: bool) -> None:
     loop = Loop(D2F, shift)
     seen = watch(loop)
     runs = [
-        loop.start([3, 4], Hashed(50 + i), KINDS[kind](20), kind) for i, kind in enumerate(KINDS)
+        loop.start([3, 4], Hashed(50 + i), KINDS[kind](20), kind)
+        for i, kind in enumerate(KINDS)
     ]
     wanting = {run.slot for run in runs if "logprobs" in run.req_id}
     rows = loop.sampler.proposer.logprobs
@@ -137,7 +151,9 @@ def test_all_kinds_together(shift: bool) -> None:
     assert rows.tables is not None
 
 
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="the reference implementation runs on CPUs")
+@pytest.mark.skipif(
+    DEVICE.type != "cpu", reason="the reference implementation runs on CPUs"
+)
 def test_one_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Random numbers are drawn for its rows alone, which are read with the others'."""
     alone = Loop(BLOCK)

@@ -19,15 +19,19 @@ CHECKPOINTS = Path(__file__).parents[1] / "goldens" / "checkpoints"
 TENSOR = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 
 
-def compressed(weights: str, inputs: str | None, dynamic: bool = True, **rest: Any) -> Any:
+def compressed(
+    weights: str, inputs: str | None, dynamic: bool = True, **rest: Any
+) -> Any:
     """As llm-compressor writes it: its FP8_DYNAMIC is channel and token."""
     kind = {"num_bits": 8, "type": "float", "symmetric": True}
     stored = kind | {"strategy": weights, "dynamic": False, "observer": "minmax"}
     moving = kind | {"strategy": inputs, "dynamic": dynamic}
     group = {
         "targets": rest.pop("targets", ["Linear"]),
-        "weights": stored | ({"block_structure": [128, 128]} if weights == "block" else {}),
-        "input_activations": inputs and moving | ({"group_size": 128} if inputs == "group" else {}),
+        "weights": stored
+        | ({"block_structure": [128, 128]} if weights == "block" else {}),
+        "input_activations": inputs
+        and moving | ({"group_size": 128} if inputs == "group" else {}),
         "output_activations": None,
     }
     return {
@@ -46,7 +50,12 @@ QUANTISED: list[tuple[str, dict[str, Any], dict[str, Any], bool]] = [
     ("sdar-moe", {"quantization": "fp8_per_tensor"}, {}, True),
     ("llada2.0", {"quantization": "fp8_per_tensor"}, {}, True),
     ("sdar-moe", {"quantization_config": {"moe": "fp8_per_tensor"}}, {}, True),
-    ("sdar-moe", {"quantization_config": {"targets": {"*": "fp8_per_tensor"}}}, {}, True),
+    (
+        "sdar-moe",
+        {"quantization_config": {"targets": {"*": "fp8_per_tensor"}}},
+        {},
+        True,
+    ),
     ("sdar-moe", {}, TENSOR, True),
     ("sdar-moe", {}, TENSOR | {"activation_scheme": "static"}, False),
     ("sdar-moe", {}, TENSOR | {"weight_block_size": [128, 128]}, False),
@@ -54,11 +63,21 @@ QUANTISED: list[tuple[str, dict[str, Any], dict[str, Any], bool]] = [
     ("llada2.0", {}, compressed("tensor", "tensor"), True),
     ("llada2.1", {}, compressed("tensor", "tensor", targets=["re:.*experts.*"]), True),
     ("sdar-moe", {}, compressed("tensor", "tensor", targets=["RoutedExperts"]), True),
-    ("sdar-moe", {}, compressed("tensor", "tensor", quant_method="compressed_tensors"), True),
+    (
+        "sdar-moe",
+        {},
+        compressed("tensor", "tensor", quant_method="compressed_tensors"),
+        True,
+    ),
     ("sdar-moe", {}, compressed("tensor", "tensor", dynamic=False), False),
     ("sdar-moe", {}, compressed("tensor", None), False),
     ("sdar-moe", {}, compressed("tensor", "tensor", ignore=PLAIN_EXPERTS), False),
-    ("sdar-moe", {}, compressed("tensor", "tensor", targets=["re:.*self_attn.*"]), False),
+    (
+        "sdar-moe",
+        {},
+        compressed("tensor", "tensor", targets=["re:.*self_attn.*"]),
+        False,
+    ),
     ("sdar-moe", {}, compressed("channel", "token"), False),
     ("llada2.0", {}, compressed("block", "group"), False),
     ("sdar", {}, compressed("tensor", "tensor"), False),
@@ -86,19 +105,27 @@ def config(path: Path, eplb: bool = False, **options: Any) -> VllmConfig:
 
 @pytest.mark.parametrize(("name", "options", "stored", "refused"), QUANTISED, ids=str)
 def test_one_scale_for_all_rows(
-    name: str, options: dict[str, Any], stored: dict[str, Any], refused: bool, tmp_path: Path
+    name: str,
+    options: dict[str, Any],
+    stored: dict[str, Any],
+    refused: bool,
+    tmp_path: Path,
 ) -> None:
     """Of a mixture alone: linear layers scale by row where the GPU has kernels for it."""
     path = CHECKPOINTS / f"tiny-{name}"
     if stored:
         path = Path(shutil.copytree(path, tmp_path / name))
         file = path / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": stored}))
+        file.write_text(
+            json.dumps(json.loads(file.read_text()) | {"quantization_config": stored})
+        )
     given = config(path, **options)
     if not refused:
         refuse_for_mixtures(given)
         return
-    with pytest.raises(ValueError, match="one number for all rows of a step.* fp8_per_channel"):
+    with pytest.raises(
+        ValueError, match="one number for all rows of a step.* fp8_per_channel"
+    ):
         refuse_for_mixtures(given)
 
 
@@ -107,7 +134,9 @@ def test_experts_that_cannot_move() -> None:
     assert "enable_eplb" in ParallelConfig.__dataclass_fields__
     refuse_for_mixtures(config(CHECKPOINTS / "tiny-sdar-moe", eplb=True))
     for name in ("llada2.0", "sdar", "llada"):
-        with pytest.raises(ValueError, match="enable_eplb has no effect on .*: leave it out"):
+        with pytest.raises(
+            ValueError, match="enable_eplb has no effect on .*: leave it out"
+        ):
             refuse_for_mixtures(config(CHECKPOINTS / f"tiny-{name}", eplb=True))
 
 
@@ -116,6 +145,8 @@ def test_the_list_is_what_vllm_can() -> None:
     modules = (dream, fast_dllm, llada, llada2, sdar)
     classes = {name: cls for module in modules for name, cls in vars(module).items()}
     parents = {
-        name for name in FAMILIES if name in classes and MixtureOfExperts in classes[name].__mro__
+        name
+        for name in FAMILIES
+        if name in classes and MixtureOfExperts in classes[name].__mro__
     }
     assert parents == set(REBALANCED)

@@ -12,7 +12,9 @@ TITLES = {
     "LLaDA2MoeModelLM": "LLaDA2",
     "Fast_dLLM_QwenForCausalLM": "Fast-dLLM v2",
 }
-WANTED = pytest.mark.parametrize("wanted", ["suffix", "infill", "likelihood", "dllm_template"])
+WANTED = pytest.mark.parametrize(
+    "wanted", ["suffix", "infill", "likelihood", "dllm_template"]
+)
 
 
 @WANTED
@@ -39,6 +41,13 @@ def test_strategies_that_see_nothing_behind_a_block(
 
 
 @WANTED
-@pytest.mark.parametrize("strategy", ["dual_cache", "prefix_cache", "semi_autoregressive"])
+@pytest.mark.parametrize(
+    "strategy", ["dual_cache", "prefix_cache", "semi_autoregressive"]
+)
 def test_full_attention_fills_gaps(strategy: str, wanted: str) -> None:
-    assert no_template(resolve(Options(strategy=strategy), "DreamModel", 512, MASK), wanted) == ""
+    assert (
+        no_template(
+            resolve(Options(strategy=strategy), "DreamModel", 512, MASK), wanted
+        )
+        == ""
+    )

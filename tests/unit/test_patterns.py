@@ -83,7 +83,8 @@ REFUSED = {
     "a*{" + "9" * 999 + "}": "9999' behind another repeat",
     r"[\d-x]": "which is no range",
     "[a": "a class at character 1 that never ends",
-    r"\D" * 200: "has classes that take more than 100000 characters when they are written out",
+    r"\D"
+    * 200: "has classes that take more than 100000 characters when they are written out",
     r"\x4": "has '\\\\x', which is no character",
 }
 
@@ -108,9 +109,13 @@ WAYS = ("xgrammar", "guidance", "automaton")
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_texts_of_expressions_are_pythons(pattern: str, way: str, compiler: Compiler) -> None:
+def test_texts_of_expressions_are_pythons(
+    pattern: str, way: str, compiler: Compiler
+) -> None:
     rng = random.Random(pattern)
-    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of sets to come
+    with warnings.catch_warnings(
+        action="ignore", category=FutureWarning
+    ):  # of sets to come
         reader = re.compile(pattern)
     if way == "automaton":
         grammar = compiler.compile("regex", pattern, ask(MOST, dllm_grammar=way))
@@ -121,14 +126,19 @@ def test_texts_of_expressions_are_pythons(pattern: str, way: str, compiler: Comp
             assert DEAD not in grammar.guide.follow(START, ids), text_of(state, ids)
             for other in ("\n", "\u0489", "é", "&", "["):
                 changed = text_of(state, ids)[:-1] + other
-                spelled = [state.vocabulary.by_bytes[bytes([byte])] for byte in changed.encode()]
+                spelled = [
+                    state.vocabulary.by_bytes[bytes([byte])]
+                    for byte in changed.encode()
+                ]
                 ends = grammar.guide.follow(START, [*spelled, EOS])[-1] == END
                 assert not ends or reader.fullmatch(changed), changed
         return
     state = compiler.compile("regex", pattern, ask(MOST), way).state
     for _ in range(20):
         ids = random_text(state, rng, MOST)
-        assert ids[-1] != EOS or reader.fullmatch(text_of(state, ids)), text_of(state, ids)
+        assert ids[-1] != EOS or reader.fullmatch(text_of(state, ids)), text_of(
+            state, ids
+        )
 
 
 def _closed(inner: dict[str, Any]) -> dict[str, Any]:
@@ -146,7 +156,10 @@ ODD: list[dict[str, Any]] = [
     {"minimum": 3, "maximum": 5},
     {"minProperties": 1, "type": "object", "additionalProperties": {"type": "null"}},
     {"type": "integer", "anyOf": [True, {"type": "null"}]},
-    {"type": ["integer", "null"], "anyOf": [{"minimum": 7, "maximum": 9}, {"type": "null"}]},
+    {
+        "type": ["integer", "null"],
+        "anyOf": [{"minimum": 7, "maximum": 9}, {"type": "null"}],
+    },
     {"type": "string", "allOf": [{"minLength": 1}, {"maxLength": 2}]},
 ]
 
@@ -154,7 +167,11 @@ ODD: list[dict[str, Any]] = [
 @pytest.mark.parametrize("schema", ODD, ids=json.dumps)
 def test_texts_of_schemas_are_valid(schema: dict[str, Any], compiler: Compiler) -> None:
     rng = random.Random(str(schema))
-    for form in (schema, _closed(schema), {"type": "array", "items": schema, "maxItems": 2}):
+    for form in (
+        schema,
+        _closed(schema),
+        {"type": "array", "items": schema, "maxItems": 2},
+    ):
         judge, state = valid(form), compiler.compile("json", form, ask(MOST)).state
         for _ in range(12):
             ids = random_text(state, rng, MOST)

@@ -23,7 +23,9 @@ GIVEN: list[tuple[dict[str, Any], list[int] | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("strategy", "worker"), [(OWN, "auto"), ("dual_cache", "a.Worker")])
+@pytest.mark.parametrize(
+    ("strategy", "worker"), [(OWN, "auto"), ("dual_cache", "a.Worker")]
+)
 @pytest.mark.parametrize(("given", "sizes"), GIVEN, ids=str)
 def test_piecewise_sizes_of_full_attention(
     given: dict[str, Any],
@@ -41,10 +43,16 @@ def test_piecewise_sizes_of_full_attention(
     dllm = {"dllm": {"strategy": strategy}}
     config = vllm_config_for(checkpoints / "tiny-llada", additional_config=dllm)
     can, tokens = given.get("can", True), given.get("tokens", 2048)
-    monkeypatch.setattr("dllm_plugin.config.cuda_graphs.can_capture", lambda vllm_config: can)
+    monkeypatch.setattr(
+        "dllm_plugin.config.cuda_graphs.can_capture", lambda vllm_config: can
+    )
     config.scheduler_config.max_num_batched_tokens = tokens
     config.parallel_config.worker_cls, compilation = worker, config.compilation_config
-    for name in ("cudagraph_mode", "cudagraph_capture_sizes", "max_cudagraph_capture_size"):
+    for name in (
+        "cudagraph_mode",
+        "cudagraph_capture_sizes",
+        "max_cudagraph_capture_size",
+    ):
         setattr(compilation, name, given.get(name))
     set_graphs(config, get_decode_config(config))
     assert compilation.cudagraph_capture_sizes == sizes

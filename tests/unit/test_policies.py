@@ -40,7 +40,11 @@ def pick(
     candidates_RC = torch.ones_like(score_RC, dtype=torch.bool)
     if candidates is not None:
         candidates_RC = torch.tensor(candidates, dtype=torch.bool)
-    sure = score_RC if confidence is None else torch.tensor(confidence, dtype=torch.float32)
+    sure = (
+        score_RC
+        if confidence is None
+        else torch.tensor(confidence, dtype=torch.float32)
+    )
     canvas = handmade.canvas(*score_RC.shape, block_length, full, step=step)
     proposal = Proposal(torch.zeros_like(canvas.tokens_RC), sure, score_RC)
     table = PROMPT_BLOCKS_IN_TIME if time_schedule else RULES
@@ -70,7 +74,9 @@ def test_takes_only_candidates(policy: str) -> None:
 @pytest.mark.parametrize("policy", list(RULES))
 def test_nothing_to_take(policy: str) -> None:
     none = [[False] * 4] * 2
-    assert taken(pick(policy, [[0.99, 0.5, NAN, 0.1]] * 2, none, step=[0, 7], steps=3)) == [[], []]
+    assert taken(
+        pick(policy, [[0.99, 0.5, NAN, 0.1]] * 2, none, step=[0, 7], steps=3)
+    ) == [[], []]
 
 
 @pytest.mark.parametrize("policy", ["threshold", "low_confidence", "factor"])
@@ -81,7 +87,9 @@ def test_ties_go_to_the_lower_position(policy: str) -> None:
     assert taken(result) == [[1]]
 
 
-@pytest.mark.parametrize("policy", ["low_confidence", "entropy", "topk_margin", "random"])
+@pytest.mark.parametrize(
+    "policy", ["low_confidence", "entropy", "topk_margin", "random"]
+)
 def test_schedule_takes_its_quota_of_bad_scores(policy: str) -> None:
     """A candidate without a usable score still goes before a position that is no candidate."""
     score = [[0.9, NAN, float("-inf"), 0.8, NAN], [0.9] + [float("-inf")] * 4]
@@ -94,8 +102,12 @@ def test_schedule_takes_its_quota_of_bad_scores(policy: str) -> None:
 
 def test_threshold_is_strict_and_reads_the_confidence() -> None:
     score, confidence = [[0.1, 0.9, 0.2]], [[0.5, 0.4, 0.6]]
-    assert taken(pick("threshold", score, confidence=confidence, threshold=0.5)) == [[2]]
-    assert taken(pick("threshold", score, confidence=confidence, threshold=0.6)) == [[1]]
+    assert taken(pick("threshold", score, confidence=confidence, threshold=0.5)) == [
+        [2]
+    ]
+    assert taken(pick("threshold", score, confidence=confidence, threshold=0.6)) == [
+        [1]
+    ]
     assert taken(pick("threshold", [[1.0, 1.0]], threshold=1.0)) == [[0]]
     assert taken(pick("threshold", [[0.0, 0.0]], threshold=0.0)) == [[0]]
 
@@ -113,7 +125,9 @@ def test_llada_quotas_use_up_the_block(steps: int) -> None:
         left, quotas = list(range(masks)), []
         for step in range(steps):
             candidates = [[p in left for p in range(masks)]]
-            result = pick("low_confidence", [[0.5] * masks], candidates, step=step, steps=steps)
+            result = pick(
+                "low_confidence", [[0.5] * masks], candidates, step=step, steps=steps
+            )
             (gone,) = taken(result)
             left = [p for p in left if p not in gone]
             quotas.append(len(gone))
@@ -130,7 +144,9 @@ def test_dream_time_schedule_is_float32(eps: float) -> None:
         times = torch.linspace(1, eps, steps + 1)
         for step in range(0, steps, max(1, steps // 8)):
             options: dict[str, Any] = {"step": step, "steps": steps, "eps": eps}
-            result = pick("low_confidence", score, candidates, time_schedule=True, **options)
+            result = pick(
+                "low_confidence", score, candidates, time_schedule=True, **options
+            )
             share = masks.float() * (1 - times[step + 1] / times[step])
             expected = masks if step == steps - 1 else share.to(torch.int64)
             # linspace rounds as the CPU's vectors go: a whole number may fall on either side.
@@ -142,13 +158,17 @@ def test_dream_time_schedule_is_float32(eps: float) -> None:
 def test_dream_takes_nothing_first_when_steps_equal_positions() -> None:
     """32 * (1 - 0.96878) is just under one: the definition truncates."""
     assert oracle.dream_quota(32, 0, 32, 1e-3) == 0
-    assert taken(pick("low_confidence", [[0.5] * 32], steps=32, time_schedule=True)) == [[]]
+    assert taken(
+        pick("low_confidence", [[0.5] * 32], steps=32, time_schedule=True)
+    ) == [[]]
 
 
 def test_a_schedule_past_its_last_step_takes_everything() -> None:
     """Positions that a bad word held back are not lost."""
     for time_schedule in (False, True):
-        result = pick("low_confidence", [[0.5] * 3], step=9, steps=4, time_schedule=time_schedule)
+        result = pick(
+            "low_confidence", [[0.5] * 3], step=9, steps=4, time_schedule=time_schedule
+        )
         assert taken(result) == [[0, 1, 2]]
 
 
@@ -156,7 +176,9 @@ def test_a_schedule_past_its_last_step_takes_everything() -> None:
 def test_factor_counts_like_the_reference(factor: float) -> None:
     rng = np.random.default_rng(3)
     for size in range(1, 9):
-        rows = -np.sort(-(rng.random((40, size)) ** rng.choice([0.1, 0.5, 1], (40, 1))), axis=1)
+        rows = -np.sort(
+            -(rng.random((40, size)) ** rng.choice([0.1, 0.5, 1], (40, 1))), axis=1
+        )
         rows = rows.astype(np.float32)
         result = pick("factor", rows.tolist(), factor=factor)
         expected = [oracle.factor_count(row.tolist(), factor) for row in rows]

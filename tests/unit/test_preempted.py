@@ -30,11 +30,16 @@ def start(states: CanvasStates, req_id: str, slot: int, output: int = 0) -> None
     text, params = prompt + [7] * output, sampling(30, logprobs=2)
     states.remove_request(req_id)
     states.add_request(
-        slot, NewRequestData(req_id, prompt, [], params, None, ((),), 0, None, None, None, text)
+        slot,
+        NewRequestData(
+            req_id, prompt, [], params, None, ((),), 0, None, None, None, text
+        ),
     )
 
 
-def pass_through(states: CanvasStates, first: int, last: int, how: str = "finished") -> None:
+def pass_through(
+    states: CanvasStates, first: int, last: int, how: str = "finished"
+) -> None:
     """Start and end the requests `first` to `last`, a full batch at a time."""
     for batch in range(first, last, SLOTS):
         names = [f"request-{i:05}" for i in range(batch, min(batch + SLOTS, last))]
@@ -70,7 +75,9 @@ def test_the_count_sees_a_request_that_stays() -> None:
     states.apply_staged_writes()
     states.remove_request(PreemptedId("stays"))
     after = measure(states)
-    assert after.objects > before.objects + 10 and after.num_bytes > before.num_bytes + 100
+    assert (
+        after.objects > before.objects + 10 and after.num_bytes > before.num_bytes + 100
+    )
     states.remove_request(FinishedId("stays"))
     assert measure(states) == before
 
@@ -98,7 +105,9 @@ def test_the_preempted_ones_alone_are_kept(seed: int) -> None:
         while loop.free and step < 60 and dice.random() < 0.4:
             i = len(runs)
             prompt = [i % 13] * (1 + i % 5)
-            runs.append(loop.start(prompt, Hashed(i), sampling(4 + i % 9), f"request-{i}"))
+            runs.append(
+                loop.start(prompt, Hashed(i), sampling(4 + i % 9), f"request-{i}")
+            )
         while loop.free and waiting and dice.random() < 0.5:
             loop.resume(waiting.pop())
         if not loop.running and not waiting and step >= 60:
@@ -145,7 +154,9 @@ def test_a_reused_id_finds_nothing_of_the_one_before() -> None:
     assert second.passes == expected.passes and second.output == expected.output
 
 
-@pytest.mark.parametrize("dllm", [{"strategy": "dual_cache"}, {"strategy": "semi_autoregressive"}])
+@pytest.mark.parametrize(
+    "dllm", [{"strategy": "dual_cache"}, {"strategy": "semi_autoregressive"}]
+)
 def test_full_attention_keeps_nothing(dllm: dict[str, Any]) -> None:
     """Its open block starts again."""
     states = Loop({"block_length": 4, "canvas_length": 16} | dllm).states

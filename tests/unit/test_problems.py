@@ -32,6 +32,8 @@ def test_json_answers_say_what_worked_answers_say(seed: int) -> None:
     assert not free.is_right(asked.answer) and not asked.is_right(free.answer)
 
 
-@pytest.mark.parametrize("text", ["", "12", "[12]", '{"answer": "12"}', '{"answer": true}', "{"])
+@pytest.mark.parametrize(
+    "text", ["", "12", "[12]", '{"answer": "12"}', '{"answer": true}', "{"]
+)
 def test_texts_without_an_answer_in_json(text: str) -> None:
     assert extract_json_answer(text) is None

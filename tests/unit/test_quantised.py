@@ -22,8 +22,12 @@ def assert_nearly_equal(ours, theirs, paths: tuple[str, ...]) -> None:
                 module = other.get_submodule(path)
                 width = getattr(module, "input_size", theirs.config.hidden_size)
                 rows = torch.randn(5, width, generator=generator).to(DTYPE)
-                found, wanted = (layer.get_submodule(path)(rows) for layer in (mine, other))
-                found, wanted = (y[0] if isinstance(y, tuple) else y for y in (found, wanted))
+                found, wanted = (
+                    layer.get_submodule(path)(rows) for layer in (mine, other)
+                )
+                found, wanted = (
+                    y[0] if isinstance(y, tuple) else y for y in (found, wanted)
+                )
                 assert (found - wanted).norm() / wanted.norm() < 0.1, path
 
 
@@ -37,12 +41,16 @@ def test_quantised_checkpoint_computes_nearly_the_same(
     assert type(quantised.model.layers[0].mlp.down_proj.quant_method) is not type(
         plain.model.layers[0].mlp.down_proj.quant_method
     )
-    assert_nearly_equal(quantised, plain, ("self_attn.qkv_proj", "self_attn.o_proj", "mlp"))
+    assert_nearly_equal(
+        quantised, plain, ("self_attn.qkv_proj", "self_attn.o_proj", "mlp")
+    )
 
 
 @pytest.mark.parametrize("name", MIXTURES)
 @KINDS
-def test_quantised_attention_beside_plain_experts(name, kind, checkpoint, load_model, checkpoints):
+def test_quantised_attention_beside_plain_experts(
+    name, kind, checkpoint, load_model, checkpoints
+):
     """By layer: behind a router, two roundings may take two experts and be far apart."""
     quantised = load_model(quantise(checkpoint(name), name, kind), dtype=DTYPE)
     plain = load_model(checkpoints / name, dtype=DTYPE)
@@ -73,7 +81,9 @@ def test_missing_quantised_weight_is_named(checkpoint, load_model):
 def test_adapter_on_quantised_checkpoint_is_refused(checkpoint, load_model):
     path = quantise(checkpoint("tiny-llada"), "tiny-llada", "int")
     options = {"additional_config": {"dllm": {"lora_path": "some/adapter"}}}
-    with pytest.raises(ValueError, match="Cannot merge lora_path 'some/adapter': .* quantised"):
+    with pytest.raises(
+        ValueError, match="Cannot merge lora_path 'some/adapter': .* quantised"
+    ):
         load_model(path, **options)
 
 

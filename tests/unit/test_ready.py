@@ -14,10 +14,14 @@ from dllm_plugin.commands import ready
 LATER = 4 * ready.POLL_SECONDS
 
 
-def start(monkeypatch: pytest.MonkeyPatch, bound: socket.socket, rank: int = 0) -> list[int]:
+def start(
+    monkeypatch: pytest.MonkeyPatch, bound: socket.socket, rank: int = 0
+) -> list[int]:
     """Start an application, and let its socket listen later; return lines before and after."""
     lines: list[Any] = []
-    monkeypatch.setattr(ready, "ready_line", lambda state: lines.append(state) or "ready")
+    monkeypatch.setattr(
+        ready, "ready_line", lambda state: lines.append(state) or "ready"
+    )
     name = bound.getsockname()
     args = Namespace(host="127.0.0.1", port=None, uds=None)
     if isinstance(name, str):

@@ -23,21 +23,30 @@ def refusal(model: Path, **options: Any) -> str:
 
 
 def test_a_merged_adapter(checkpoints: Path, tmp_path: Path) -> None:
-    path = str(write_adapter(tmp_path / "adapter", checkpoints / "tiny-llada", ["q_proj"]))
-    found = refusal(checkpoints / "tiny-llada", additional_config={"dllm": {"lora_path": path}})
+    path = str(
+        write_adapter(tmp_path / "adapter", checkpoints / "tiny-llada", ["q_proj"])
+    )
+    found = refusal(
+        checkpoints / "tiny-llada", additional_config={"dllm": {"lora_path": path}}
+    )
     assert f"enable_lora cannot be combined with lora_path '{path}'" in found
 
 
 def test_a_quantised_base(checkpoint: Any) -> None:
     model = quantise(checkpoint("tiny-sdar"), "tiny-sdar", "int")
     found = refusal(model)
-    assert "enable_lora needs unquantised weights, got quantization 'compressed-tensors'" in found
+    assert (
+        "enable_lora needs unquantised weights, got quantization 'compressed-tensors'"
+        in found
+    )
 
 
 @pytest.mark.parametrize("name", ["tiny-sdar-moe", "tiny-llada2.0"])
 def test_mixtures_on_cpus(checkpoints: Path, name: str) -> None:
     found = refusal(checkpoints / name)
-    assert "needs a GPU: under it vLLM computes experts by Triton kernels alone" in found
+    assert (
+        "needs a GPU: under it vLLM computes experts by Triton kernels alone" in found
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,5 +67,7 @@ def test_names_that_say_d2f(
     if not said:
         check_strategy(adapter, name, METHODS["dual_cache", "dream"])
         return
-    with pytest.raises(ValueError, match=f"'{name}' was trained for the strategy 'd2f'"):
+    with pytest.raises(
+        ValueError, match=f"'{name}' was trained for the strategy 'd2f'"
+    ):
         check_strategy(adapter, name, METHODS["dual_cache", "dream"])

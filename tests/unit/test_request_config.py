@@ -14,7 +14,9 @@ def test_a_request_without_arguments_takes_the_engine_numbers() -> None:
     config = resolved(strategy="d2f", threshold=0.7)
     for arguments in (None, {}, {"kv_transfer_params": 1}):
         request = request_config(config, arguments)
-        assert request == dataclasses.replace(config.defaults, steps=config.block_length)
+        assert request == dataclasses.replace(
+            config.defaults, steps=config.block_length
+        )
     assert request_config(resolved(steps=5), {}).steps == 5
 
 
@@ -24,9 +26,14 @@ def test_a_request_overrides_numbers() -> None:
     assert (request.threshold, request.block_length, request.steps) == (0.5, 16, 16)
     assert config.defaults.threshold == 0.9
     config = resolved(DREAM)
-    request = request_config(config, {"dllm_policy": "entropy", "dllm_steps": 7, "dllm_eps": 0.01})
+    request = request_config(
+        config, {"dllm_policy": "entropy", "dllm_steps": 7, "dllm_eps": 0.01}
+    )
     assert (request.policy, request.steps, request.eps) == ("entropy", 7, 0.01)
-    assert request_config(resolved(policy="factor"), {"dllm_policy": "auto"}).policy == "threshold"
+    assert (
+        request_config(resolved(policy="factor"), {"dllm_policy": "auto"}).policy
+        == "threshold"
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,7 +56,9 @@ def test_a_request_overrides_numbers() -> None:
 )
 def test_refused_request_arguments_of_d2f(argument: str, value: Any, says: str) -> None:
     message = request_refusal(resolved(strategy="d2f"), **{argument: value})
-    assert message.startswith(f"Request argument refused: {argument} ") and says in message
+    assert (
+        message.startswith(f"Request argument refused: {argument} ") and says in message
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,7 +77,9 @@ def test_refused_request_arguments_of_d2f(argument: str, value: Any, says: str) 
 def test_numbers_without_effect_on_block_diffusion(arguments: dict[str, Any]) -> None:
     """The first argument of each is what the strategy or policy never reads."""
     message = request_refusal(resolved(strategy="block_diffusion"), **arguments)
-    assert message.startswith(f"Request argument refused: {next(iter(arguments))} has no effect")
+    assert message.startswith(
+        f"Request argument refused: {next(iter(arguments))} has no effect"
+    )
 
 
 @pytest.mark.parametrize("name", ["steps", "max_post_steps"])
@@ -92,9 +103,15 @@ def test_more_forwards_than_a_block_can_use(name: str) -> None:
 
 
 def test_what_a_request_reports() -> None:
-    assert reporting(None) == reporting({"dllm_threshold": 0.5}) == Reporting(statistics=1)
-    assert reporting({"dllm_statistics": 0, "session_id": "x"}) == Reporting(statistics=0)
-    with pytest.raises(ValueError, match="dllm_statistics must be a whole number between 0 and 1"):
+    assert (
+        reporting(None) == reporting({"dllm_threshold": 0.5}) == Reporting(statistics=1)
+    )
+    assert reporting({"dllm_statistics": 0, "session_id": "x"}) == Reporting(
+        statistics=0
+    )
+    with pytest.raises(
+        ValueError, match="dllm_statistics must be a whole number between 0 and 1"
+    ):
         reporting({"dllm_statistics": 2})
 
 

@@ -32,7 +32,9 @@ class Scaled(RotaryEmbedding):
     """As models with another rule for their angles have it."""
 
 
-def rotation(kind: type = RotaryEmbedding, dim: int = HEAD, neox: bool = True) -> RotaryEmbedding:
+def rotation(
+    kind: type = RotaryEmbedding, dim: int = HEAD, neox: bool = True
+) -> RotaryEmbedding:
     found: RotaryEmbedding = kind(HEAD, dim, 64, 1e4, neox, torch.float32)
     return found
 
@@ -67,7 +69,9 @@ def test_attention_gets_queries_and_keys_that_are_not_rotated(kind: type) -> Non
     made(positions=positions, hidden_states=qkv)
     (rotated, _, _), not_rotated = made.seen
     wanted = qkv.split([made.q_size, made.kv_size, made.kv_size], dim=-1)
-    assert all(torch.equal(got, want) for got, want in zip(not_rotated, wanted, strict=True))
+    assert all(
+        torch.equal(got, want) for got, want in zip(not_rotated, wanted, strict=True)
+    )
     assert not torch.equal(rotated, wanted[0])
     assert impl.rotation is rotary and isinstance(made.rotary_emb, Deferred)
     assert made.attn.attn_backend.forward_includes_kv_cache_update
@@ -77,7 +81,12 @@ def test_attention_gets_queries_and_keys_that_are_not_rotated(kind: type) -> Non
 
 @pytest.mark.parametrize(
     ("how", "cache"),
-    [({"kind": Scaled}, "auto"), ({"dim": 4}, "auto"), ({"neox": False}, "auto"), ({}, "fp8")],
+    [
+        ({"kind": Scaled}, "auto"),
+        ({"dim": 4}, "auto"),
+        ({"neox": False}, "auto"),
+        ({}, "fp8"),
+    ],
     ids=["other angles", "part of a head", "pairs", "quantised keys"],
 )
 def test_other_layers_rotate_as_before(how: dict[str, Any], cache: str) -> None:
@@ -88,9 +97,15 @@ def test_other_layers_rotate_as_before(how: dict[str, Any], cache: str) -> None:
 
 
 @pytest.mark.parametrize("backend", [None, AttentionBackendEnum.TRITON_ATTN, FLASH])
-def test_other_backends_get_rotated_queries(backend: AttentionBackendEnum | None) -> None:
+def test_other_backends_get_rotated_queries(
+    backend: AttentionBackendEnum | None,
+) -> None:
     """Also where FLASH_ATTN is asked for and a layer has another implementation of it."""
-    impl = SimpleNamespace() if backend == FLASH else SegmentFlashImpl.__new__(SegmentFlashImpl)
+    impl = (
+        SimpleNamespace()
+        if backend == FLASH
+        else SegmentFlashImpl.__new__(SegmentFlashImpl)
+    )
     made = layer(LlamaAttention, rotation(), impl)
     before = made.rotary_emb
     defer(nn.ModuleList([made]), backend)

@@ -19,7 +19,9 @@ trace_decode_token_ids watermarking
 
 def test_every_sampling_parameter_was_considered() -> None:
     """A new one must be honoured or refused before this list may grow."""
-    public = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
+    public = {
+        name for name in SamplingParams.__struct_fields__ if not name.startswith("_")
+    }
     assert public == set(SAMPLING_PARAMETERS.split())
     assert set(REFUSED) <= public
 

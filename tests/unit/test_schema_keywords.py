@@ -11,13 +11,19 @@ AT = {"type": "string", "format": "time"}
 
 
 def _closed(properties: dict[str, Any]) -> dict[str, Any]:
-    fixed = {"type": "object", "required": list(properties), "additionalProperties": False}
+    fixed = {
+        "type": "object",
+        "required": list(properties),
+        "additionalProperties": False,
+    }
     return fixed | {"properties": properties}
 
 
 # As pydantic writes a union of models that a property tells apart.
 KINDS = {"$defs": {name: _closed({"kind": {"const": name}, "at": AT}) for name in "ab"}}
-CIRCLES = {"$defs": {name: _closed({"next": {"$ref": f"#/$defs/{name}"}}) for name in "ab"}}
+CIRCLES = {
+    "$defs": {name: _closed({"next": {"$ref": f"#/$defs/{name}"}}) for name in "ab"}
+}
 OVERLAP = "oneOf with alternatives that may overlap"
 LOOSE: list[tuple[dict[str, Any], str]] = [
     ({"type": "object", "if": {"required": ["a"]}}, "if"),
@@ -42,8 +48,17 @@ LOOSE: list[tuple[dict[str, Any], str]] = [
     ({"type": "integer", "pattern": "^a$"}, ""),
     ({"type": "integer", "anyOf": [True, AT]}, "type beside anyOf"),
     ({"type": "number", "oneOf": [{"type": "integer"}, {"enum": [0.5]}]}, OVERLAP),
-    ({"type": ["number", "null"], "anyOf": [{"type": "integer"}, {"enum": [0.5, None]}]}, ""),
-    ({"type": "object", "allOf": [{"$ref": "#/$defs/x"}], "$defs": {"x": AT}}, "type beside allOf"),
+    (
+        {
+            "type": ["number", "null"],
+            "anyOf": [{"type": "integer"}, {"enum": [0.5, None]}],
+        },
+        "",
+    ),
+    (
+        {"type": "object", "allOf": [{"$ref": "#/$defs/x"}], "$defs": {"x": AT}},
+        "type beside allOf",
+    ),
     ({"type": "string", "$ref": "#/$defs/x", "$defs": {"x": AT}}, ""),
     ({"type": "object", "$ref": "#/$defs/x", "$defs": {"x": AT}}, "type beside $ref"),
     ({"type": "string", "minLength": 2}, "minLength"),
@@ -55,7 +70,12 @@ LOOSE: list[tuple[dict[str, Any], str]] = [
     ({"oneOf": [{"const": {"a": 1}}, {"const": {"a": 2}}]}, OVERLAP),
     ({"oneOf": [{"const": True}, {"const": 1}]}, ""),
     (
-        {"oneOf": [{"type": "object", "required": True}, {"type": "object", "properties": []}]},
+        {
+            "oneOf": [
+                {"type": "object", "required": True},
+                {"type": "object", "properties": []},
+            ]
+        },
         OVERLAP,
     ),
     (CIRCLES | {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]}, OVERLAP),
@@ -63,11 +83,29 @@ LOOSE: list[tuple[dict[str, Any], str]] = [
     ({"oneOf": [{"enum": ["a", 1]}, {"const": "b"}, {"const": 2}]}, ""),
     (KINDS | {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]}, ""),
     (KINDS | {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}, OVERLAP),
-    ({"type": "object", "properties": {}, "required": ["z"]}, "required of what properties lacks"),
+    (
+        {"type": "object", "properties": {}, "required": ["z"]},
+        "required of what properties lacks",
+    ),
     (_closed({"not": AT, "if": {"type": "integer", "minimum": 3}, "required": AT}), ""),
-    ({"type": "string", "enum": ["not", "if"], "default": {"not": 1}, "description": "if"}, ""),
+    (
+        {
+            "type": "string",
+            "enum": ["not", "if"],
+            "default": {"not": 1},
+            "description": "if",
+        },
+        "",
+    ),
     ({"type": ["string", "null"], "const": None}, ""),
-    ({"$defs": {"x": AT}, "anyOf": [{"$ref": "#/$defs/x"}, {"$ref": "#"}], "title": "T"}, ""),
+    (
+        {
+            "$defs": {"x": AT},
+            "anyOf": [{"$ref": "#/$defs/x"}, {"$ref": "#"}],
+            "title": "T",
+        },
+        "",
+    ),
 ]
 
 
@@ -78,7 +116,11 @@ def test_what_xgrammar_does_not_read(schema: dict[str, Any], found: str) -> None
 
 @pytest.mark.parametrize("name", sorted(SCHEMAS))
 def test_xgrammar_reads_most_schemas_of_the_tests(name: str) -> None:
-    strict = {"short_text": "minLength", "long_text": "minLength", "nothing_long": "maxLength"}
+    strict = {
+        "short_text": "minLength",
+        "long_text": "minLength",
+        "nothing_long": "maxLength",
+    }
     strict |= {"pattern": "pattern", "quoted": "pattern"}
     strict |= {"narrowed": "type beside anyOf"}
     assert loose_keyword(SCHEMAS[name]) == strict.get(name, "")

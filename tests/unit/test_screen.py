@@ -123,7 +123,9 @@ def test_a_pipe_that_breaks_inside_is_a_failure(start: Start) -> None:
 
 def test_ctrl_c(start: Start) -> None:
     # A shell lets what it starts in the background ignore the signal.
-    started = start("wait", preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    started = start(
+        "wait", preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    )
     while b"ready" not in read_line(started.process.stderr):
         assert started.process.poll() is None
     started.process.send_signal(signal.SIGINT)

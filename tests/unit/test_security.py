@@ -37,10 +37,14 @@ raise RuntimeError("this ran")
 
 def test_no_argument_of_a_request_is_a_path() -> None:
     assert isinstance(OPTIONS["lora_path"].check, Text), "what a path's check is"
-    assert not [name for name in REQUEST_FIELDS if isinstance(OPTIONS[name].check, Text)]
+    assert not [
+        name for name in REQUEST_FIELDS if isinstance(OPTIONS[name].check, Text)
+    ]
 
 
-@pytest.mark.parametrize("name", ["tiny-llada", "tiny-dream", "tiny-sdar", "tiny-llada2.0"])
+@pytest.mark.parametrize(
+    "name", ["tiny-llada", "tiny-dream", "tiny-sdar", "tiny-llada2.0"]
+)
 def test_code_of_a_checkpoint_does_not_run(
     name: str,
     checkpoint: Callable[..., Path],
@@ -51,7 +55,9 @@ def test_code_of_a_checkpoint_does_not_run(
     """Config, model and tokenizer name code that would leave a file behind."""
     from vllm.tokenizers import get_tokenizer
 
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "hf"))
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "hf")
+    )
     classes = ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoTokenizer")
     mapped: dict[str, Any] = {name: "modeling.Class" for name in classes}
     model = checkpoint(name, auto_map=mapped)
@@ -95,16 +101,25 @@ def test_the_page_names_every_route_without_the_key() -> None:
     from vllm.entrypoints.serve.middleware.authenticate import GUARDED_PREFIX
 
     from_sources = mounted_by_sources()
-    assert {"/v1/completions", "/tokenizer_info", "/collective_rpc", "/viewer"} < from_sources
+    assert {
+        "/v1/completions",
+        "/tokenizer_info",
+        "/collective_rpc",
+        "/viewer",
+    } < from_sources
     found = mounted_by_an_app()
     assert {"/v1/completions", "/metrics", "/redoc", "/invocations"} < found
     page = PAGE.read_text()
     for prefix in GUARDED_PREFIX:
         assert f"`{prefix}`" in page
-    unguarded = {path for path in found | from_sources if not path.startswith(GUARDED_PREFIX)}
+    unguarded = {
+        path for path in found | from_sources if not path.startswith(GUARDED_PREFIX)
+    }
     # A path with a part that varies is named by what stands before it.
     missing = {path for path in unguarded if f"`{path.partition('/{')[0]}`" not in page}
-    assert not missing, f"name in docs/security.md what opens them and what they do: {missing}"
+    assert not missing, (
+        f"name in docs/security.md what opens them and what they do: {missing}"
+    )
 
 
 LONG = ("x" * 10**6, "y\n" * 1000, [0] * 10**5, {"a": "b" * 10**6}, 10**4000, 1e308)
@@ -125,7 +140,9 @@ def test_errors_repeat_no_long_values(
 
 def test_nor_long_names(checkpoints: Path, vllm_config_for: Callable[..., Any]) -> None:
     config = get_decode_config(vllm_config_for(checkpoints / "tiny-llada"))
-    with pytest.raises(ValueError, match="Unknown request argument 'dllm_nnn") as caught:
+    with pytest.raises(
+        ValueError, match="Unknown request argument 'dllm_nnn"
+    ) as caught:
         request_config(config, {"dllm_" + "n" * 10**6: 1}, 16)
     assert len(str(caught.value)) < 1000
     with pytest.raises(VLLMValidationError) as refused:
@@ -139,7 +156,9 @@ def adapter_with(folder: Path, patterns: dict[str, Any]) -> Path:
     for source in Path(default_model.adapter_path()).iterdir():
         (folder / source.name).write_bytes(source.read_bytes())
     file = folder / lora.CONFIG_FILE
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"rank_pattern": patterns}))
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"rank_pattern": patterns})
+    )
     return folder
 
 
@@ -147,7 +166,9 @@ def test_a_pattern_that_never_ends_is_cut_off(tmp_path: Path) -> None:
     """One that can match a name in many ways takes exponential time on one that almost matches."""
     adapter = adapter_with(tmp_path / "slow", {r"(.|\w)+(?!.)(?<!\w)": 4})
     began = time.monotonic()
-    with pytest.raises(ValueError, match=r"rank_pattern.*longer than .* seconds") as caught:
+    with pytest.raises(
+        ValueError, match=r"rank_pattern.*longer than .* seconds"
+    ) as caught:
         lora.load_adapter(adapter)
     assert time.monotonic() - began < 60
     assert lora.CONFIG_FILE in str(caught.value)
@@ -155,7 +176,9 @@ def test_a_pattern_that_never_ends_is_cut_off(tmp_path: Path) -> None:
 
 def test_a_pattern_that_is_none(tmp_path: Path) -> None:
     adapter = adapter_with(tmp_path / "wrong", {"q_proj(": 4})
-    with pytest.raises(ValueError, match=r"rank_pattern.*'q_proj\('.*no regular expression"):
+    with pytest.raises(
+        ValueError, match=r"rank_pattern.*'q_proj\('.*no regular expression"
+    ):
         lora.load_adapter(adapter)
 
 

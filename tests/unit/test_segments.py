@@ -11,7 +11,11 @@ from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
 from dllm_plugin.attention import sequences
 from dllm_plugin.attention.distinct import SpanBuffers
-from dllm_plugin.attention.sequences import AttentionSequences, Sequences, batch_sequences
+from dllm_plugin.attention.sequences import (
+    AttentionSequences,
+    Sequences,
+    batch_sequences,
+)
 from dllm_plugin.decoding.plan import canvas_segments, prefill_segments
 
 
@@ -24,10 +28,14 @@ def test_canvas_segments() -> None:
     for computed in range(1, 20):
         for length in range(1, 10):
             for blocks in range(1, 6):
-                stops = canvas_segments(np.array([computed]), np.array([length]), blocks)[0]
+                stops = canvas_segments(
+                    np.array([computed]), np.array([length]), blocks
+                )[0]
                 assert len(stops) == blocks + 1 and stops[-1] == computed
                 inside = range(min(computed, blocks * length))
-                assert keys_of(stops, inside) == [visible(p, 0, length, computed) for p in inside]
+                assert keys_of(stops, inside) == [
+                    visible(p, 0, length, computed) for p in inside
+                ]
 
 
 def test_prefill_segments() -> None:
@@ -50,7 +58,9 @@ def test_sequences_of_a_mixed_batch(captured: bool) -> None:
     options = {"block_length": 4, "canvas_length": 12, "max_active_blocks": 3}
     loop = Loop({"strategy": "d2f"} | options)
     runs = [
-        loop.start([1] * prompt, Hashed(prompt), sampling(40, None, dllm_block_length=length))
+        loop.start(
+            [1] * prompt, Hashed(prompt), sampling(40, None, dllm_block_length=length)
+        )
         for prompt, length in ((1, 4), (5, 3), (4, 1), (7, 8))
     ]
     for _ in range(4):
@@ -59,7 +69,11 @@ def test_sequences_of_a_mixed_batch(captured: bool) -> None:
     prefills = [] if captured else [canvases.pop(1)]
     lengths = [min(12, 64 - len(run.prompt + run.output)) for run in canvases]
     batch = loop.batch(canvases, lengths, prefills)
-    sequences = captured_sequences(loop, batch) if captured else batch_sequences(batch, loop.states)
+    sequences = (
+        captured_sequences(loop, batch)
+        if captured
+        else batch_sequences(batch, loop.states)
+    )
     assert sequences.length_B.sum() == batch.num_tokens
     assert captured or (sequences.length_B > 0).all()
     assert not captured or len(sequences.length_B) == len(canvases) * 4
@@ -67,7 +81,9 @@ def test_sequences_of_a_mixed_batch(captured: bool) -> None:
     spans = spans_of(sequences, batch)
     for index, run in enumerate(canvases + prefills):
         mine = sequences.request_B == index
-        keys = np.repeat(seq_lens[index] - sequences.unseen_B[mine], sequences.length_B[mine])
+        keys = np.repeat(
+            seq_lens[index] - sequences.unseen_B[mine], sequences.length_B[mine]
+        )
         start, prompt = seq_lens[index] - len(keys), len(run.prompt)
         length = int(loop.states.requests.block_length.np[run.slot])
         most = seq_lens[index] if index >= len(canvases) else start + 3 * length
@@ -102,7 +118,10 @@ def test_sequences_that_are_laid_out_once_fit_every_step() -> None:
             length = 16 - length
         batch = loop.batch(runs, [length] * len(runs), [])
         batch.num_reqs_after_padding = dice.randint(len(runs), 8)
-        captured, listed = attention.captured(batch, ()), batch_sequences(batch, loop.states)
+        captured, listed = (
+            attention.captured(batch, ()),
+            batch_sequences(batch, loop.states),
+        )
         layouts.add(attention.layout)
         assert torch.equal(captured.query_start_loc, captured.query_start_loc_cpu)
         assert captured.max_query_len == length
@@ -130,7 +149,12 @@ def test_blocks_in_full_graphs_see_the_whole_canvas() -> None:
     attention = AttentionSequences(loop.states, 8, 96)
     for prompt in range(1, 9):
         window = {"dllm_suffix_window": dice.randint(0, 9)} if prompt % 2 else {}
-        loop.start([1] * prompt, Hashed(prompt), sampling(40, None, **window), f"request-{prompt}")
+        loop.start(
+            [1] * prompt,
+            Hashed(prompt),
+            sampling(40, None, **window),
+            f"request-{prompt}",
+        )
     seen = set()
     for _ in range(30):
         runs = dice.sample(loop.running, dice.randint(1, 8))
@@ -140,7 +164,10 @@ def test_blocks_in_full_graphs_see_the_whole_canvas() -> None:
         start = loop.states.requests.prompt_len_np[slots] + 4 * dice.randint(0, 2)
         batch.num_computed_tokens_np = start
         batch.seq_lens = torch.from_numpy(start + 4)
-        captured, listed = attention.captured(batch, ()), batch_sequences(batch, loop.states)
+        captured, listed = (
+            attention.captured(batch, ()),
+            batch_sequences(batch, loop.states),
+        )
         lengths = captured.query_start_loc.diff().tolist()
         assert lengths == [4] * len(runs) + [0] * (padded - len(runs))
         stop = loop.states.bounds_np(slots, start).stop.tolist()
@@ -153,16 +180,26 @@ def test_blocks_in_full_graphs_see_the_whole_canvas() -> None:
 def test_refreshes_in_full_graphs_see_all_keys_before_them() -> None:
     """Those that begin near their block: as many positions before it as the engine was told."""
     near = {"full_refresh_every": 4, "refresh_before": 3, "suffix_window": 4}
-    loop = Loop({"strategy": "dual_cache", "block_length": 4, "canvas_length": 16} | near)
+    loop = Loop(
+        {"strategy": "dual_cache", "block_length": 4, "canvas_length": 16} | near
+    )
     attention = AttentionSequences(loop.states, 8, 96)
     for prompt in (5, 9):
-        loop.start([1] * prompt, Hashed(prompt), sampling(16, None), f"request-{prompt}")
+        loop.start(
+            [1] * prompt, Hashed(prompt), sampling(16, None), f"request-{prompt}"
+        )
     for block, length in ((1, 11), (2, 11), (3, 7)):
         batch = loop.batch(loop.running, [length, length], [])
         batch.num_draft_tokens_per_req = np.array([length - 3] * 2)
         start = np.array([5, 9]) + 4 * block - 3
-        batch.num_computed_tokens_np, batch.seq_lens = start, torch.from_numpy(start + length)
-        captured, listed = attention.captured(batch, ()), batch_sequences(batch, loop.states)
+        batch.num_computed_tokens_np, batch.seq_lens = (
+            start,
+            torch.from_numpy(start + length),
+        )
+        captured, listed = (
+            attention.captured(batch, ()),
+            batch_sequences(batch, loop.states),
+        )
         assert captured.query_start_loc.tolist() == [0, length, 2 * length]
         assert captured.seq_lens.tolist() == (start + length).tolist()
         assert listed.length_B.tolist() == [length] * 2 and not listed.unseen_B.any()
@@ -171,12 +208,16 @@ def test_refreshes_in_full_graphs_see_all_keys_before_them() -> None:
         attention.captured(loop.batch(loop.running, [13, 13], []), ())
 
 
-def test_where_a_block_is_seen_to_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_a_block_is_seen_to_is_worked_out_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """While the same blocks go on, nothing of it is copied to the device again."""
     loop = Loop({"strategy": "dual_cache", "block_length": 4, "canvas_length": 12})
     attention = AttentionSequences(loop.states, 8, 96)
     for prompt in (1, 2):
-        loop.start([1] * prompt, Hashed(prompt), sampling(12, None), f"request-{prompt}")
+        loop.start(
+            [1] * prompt, Hashed(prompt), sampling(12, None), f"request-{prompt}"
+        )
     copies, copy = [], sequences.async_tensor_h2d
     monkeypatch.setattr(
         sequences, "async_tensor_h2d", lambda *a, **k: copies.append(a) or copy(*a, **k)
@@ -185,7 +226,10 @@ def test_where_a_block_is_seen_to_is_worked_out_once(monkeypatch: pytest.MonkeyP
     for blocks in ([0, 0], [0, 0], [0, 1], [0, 1], [1, 1], [1, 1], [2, 2], [0, 0]):
         batch = loop.batch(loop.running, [4, 4], [])
         start = np.array([1, 2]) + 4 * np.array(blocks)
-        batch.num_computed_tokens_np, batch.seq_lens = start, torch.from_numpy(start + 4)
+        batch.num_computed_tokens_np, batch.seq_lens = (
+            start,
+            torch.from_numpy(start + 4),
+        )
         copies.clear()
         captured = attention.captured(batch, ())
         counts.append(len(copies))
@@ -203,7 +247,9 @@ def captured_sequences(loop: Loop, batch: InputBatch) -> Sequences:
         left_behind.fill_(77)
     batch.num_reqs_after_padding = batch.num_reqs + 1
     each, pages = attention.sequences_per_request, 5
-    table = torch.arange((batch.num_reqs + 1) * pages, dtype=torch.int32).view(-1, pages)
+    table = torch.arange((batch.num_reqs + 1) * pages, dtype=torch.int32).view(
+        -1, pages
+    )
     captured = attention.captured(batch, (table,))
     assert torch.equal(captured.block_tables[0], table.repeat_interleave(each, 0))
     assert torch.equal(captured.query_start_loc, captured.query_start_loc_cpu)
@@ -221,12 +267,18 @@ def spans_of(sequences: Sequences, batch: InputBatch) -> dict[str, Tensor]:
     """As a captured graph needs them: empty segments and tokens of nobody included."""
     request = torch.from_numpy(sequences.request_B)
     keys = batch.seq_lens[request] - torch.from_numpy(sequences.unseen_B)
-    starts = torch.from_numpy(np.concatenate([[0], sequences.length_B.cumsum()])).to(torch.int32)
-    buffers = SpanBuffers(batch.num_reqs, batch.num_tokens + PADDING, torch.device("cpu"))
+    starts = torch.from_numpy(np.concatenate([[0], sequences.length_B.cumsum()])).to(
+        torch.int32
+    )
+    buffers = SpanBuffers(
+        batch.num_reqs, batch.num_tokens + PADDING, torch.device("cpu")
+    )
     segments = (starts, keys.to(torch.int32))
     query_start_loc = batch.query_start_loc[: batch.num_reqs + 1].to(torch.int32)
     stop = batch.seq_lens[: batch.num_reqs].to(torch.int32)
-    return buffers.fill(*segments, query_start_loc, stop, batch.num_tokens + PADDING).tensors
+    return buffers.fill(
+        *segments, query_start_loc, stop, batch.num_tokens + PADDING
+    ).tensors
 
 
 @pytest.mark.parametrize(
@@ -238,6 +290,8 @@ def test_a_dummy_batch_stays_in_its_block_table(strategy: str) -> None:
     loop = Loop(dllm, max_model_len=64)
     attention = AttentionSequences(loop.states, 1, 4096)
     dummy = InputBatch.make_dummy(1, 4096, InputBuffers(1, 4096, loop.states.device))
-    listed = attention.eager(dummy, (torch.zeros(1, 4, dtype=torch.int32),))  # pages of 16 tokens
+    listed = attention.eager(
+        dummy, (torch.zeros(1, 4, dtype=torch.int32),)
+    )  # pages of 16 tokens
     assert int(listed.seq_lens.max()) == 64
     assert int(listed.query_start_loc[-1]) == 4096

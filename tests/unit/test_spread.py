@@ -18,9 +18,17 @@ def test_listed_files_are_there_and_listed_once() -> None:
 
 
 def test_what_takes_longest_comes_first_and_the_rest_stays() -> None:
-    names = ["unit/a.py", spread.LONGEST[1], "unit/b.py", spread.LONGEST[0], spread.LONGEST[1]]
+    names = [
+        "unit/a.py",
+        spread.LONGEST[1],
+        "unit/b.py",
+        spread.LONGEST[0],
+        spread.LONGEST[1],
+    ]
     names.append("kernels/test_partials.py")
-    items: list[Any] = [SimpleNamespace(path=TESTS / name, at=i) for i, name in enumerate(names)]
+    items: list[Any] = [
+        SimpleNamespace(path=TESTS / name, at=i) for i, name in enumerate(names)
+    ]
     spread.sort(items)
     assert [item.at for item in items] == [5, 3, 1, 4, 0, 2]
 

@@ -29,7 +29,11 @@ from dllm_plugin.decoding.step_costs import KEY_SHARE, READS, Costs, MeasuredCos
 from dllm_plugin.decoding.widths import WidthController, widths_between
 from dllm_plugin.engine.scheduling.step_clock import StepClock
 from dllm_plugin.engine.worker.graph_times import step_times
-from dllm_plugin.models.checkpoints.step_costs import model_costs, step_costs, weight_bytes
+from dllm_plugin.models.checkpoints.step_costs import (
+    model_costs,
+    step_costs,
+    weight_bytes,
+)
 
 TIMES = StepTimes((2, 128, 512, 1024), (4.0, 4.6, 13.0, 24.0), 1e-5)
 
@@ -38,11 +42,19 @@ def test_the_file(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "times.json"
     assert load(path) is None
     save(path, TIMES)
-    assert load(path) == TIMES and [file.name for file in path.parent.iterdir()] == [path.name]
+    assert load(path) == TIMES and [file.name for file in path.parent.iterdir()] == [
+        path.name
+    ]
     save(path, TIMES._replace(per_key=0.0))
     found = load(path)
     assert found is not None and found.per_key == 0
-    for wrong in ("", "[]", "{}", '{"ms": {}, "per_key": 1}', '{"ms": {"a": 1}, "per_key": 1}'):
+    for wrong in (
+        "",
+        "[]",
+        "{}",
+        '{"ms": {}, "per_key": 1}',
+        '{"ms": {"a": 1}, "per_key": 1}',
+    ):
         path.write_text(wrong)
         assert load(path) is None, wrong
 
@@ -80,7 +92,9 @@ def test_measured_costs_choose_as_the_model_of_the_same_times() -> None:
 
 
 def desc(requests: int, width: int) -> BatchExecutionDescriptor:
-    return BatchExecutionDescriptor(CUDAGraphMode.FULL, requests * width, requests, width)
+    return BatchExecutionDescriptor(
+        CUDAGraphMode.FULL, requests * width, requests, width
+    )
 
 
 def test_what_is_made_of_replays() -> None:
@@ -88,7 +102,10 @@ def test_what_is_made_of_replays() -> None:
     empty = {desc(8, 4): 5.0, desc(16, 2): 6.0, desc(1, 2): 4.5, desc(64, 2): 4.0}
     long = {desc(8, 4): 5.0 + 8 * 100 * 1.4 * 0.001}
     found = step_times(empty, long, 100, "unified")
-    assert found[:2] == ((2, 32, 128), (4.5, 5.5, 5.5)) and found.per_key == pytest.approx(0.001)
+    assert found[:2] == (
+        (2, 32, 128),
+        (4.5, 5.5, 5.5),
+    ) and found.per_key == pytest.approx(0.001)
     once = step_times(empty, long, 100, "distinct")
     assert once.per_key == pytest.approx(0.0014)
     narrow = step_times({desc(8, 1): 5.0}, {desc(8, 1): 5.8}, 100, "unified")
@@ -97,7 +114,10 @@ def test_what_is_made_of_replays() -> None:
 
 
 def test_the_scheduler_takes_the_file(
-    vllm_config_for: Any, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    vllm_config_for: Any,
+    checkpoints: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     dllm = {"additional_config": {"dllm": {"adaptive": "throughput"}}}
@@ -111,7 +131,9 @@ def test_the_scheduler_takes_the_file(
     assert isinstance(step_costs(config, decode), Costs)
     save(path, TIMES)
     found = step_costs(config, decode)
-    assert isinstance(found, MeasuredCosts) and found.graphs == {} and found.reads == READS
+    assert (
+        isinstance(found, MeasuredCosts) and found.graphs == {} and found.reads == READS
+    )
     config.parallel_config.worker_cls = WORKER
     config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
     config.compilation_config.cudagraph_capture_sizes = [1, 64]
@@ -134,7 +156,9 @@ def test_doctor_takes_what_an_engine_measured(
     def measured(ms: float, engine: int = 0, **options: Any) -> Path:
         """As workers do, at the place that the configuration names."""
         given = {"dllm": {"adaptive": "throughput"}}
-        config = vllm_config_for(checkpoints / "tiny-sdar", additional_config=given, **options)
+        config = vllm_config_for(
+            checkpoints / "tiny-sdar", additional_config=given, **options
+        )
         config.additional_config[KEY] = str(path_for(config, get_decode_config(config)))
         config.parallel_config.data_parallel_index = engine
         path = own_path(config)
@@ -144,25 +168,37 @@ def test_doctor_takes_what_an_engine_measured(
 
     def doctor(*asked: str) -> dict[str, str]:
         model = str(checkpoints / "tiny-sdar")
-        assert cli.main(["doctor", model, "--dtype=float32", "--requests=8", *asked]) == 0
-        lines = [line.split(":", 1) for line in capsys.readouterr().out.splitlines() if line]
+        assert (
+            cli.main(["doctor", model, "--dtype=float32", "--requests=8", *asked]) == 0
+        )
+        lines = [
+            line.split(":", 1) for line in capsys.readouterr().out.splitlines() if line
+        ]
         return {name.strip(): value.strip() for name, value in lines}
 
     assert doctor()["step costs"] == "a model of large GPUs"
     old = measured(8.0, 1, max_num_seqs=1024, max_num_batched_tokens=8192)
     new = measured(4.0, max_num_seqs=3)
     measured(1.0, dtype="bfloat16")
-    assert old.stem.endswith("-1") and len({path.parent for path in tmp_path.glob("*/*/*")}) == 2
+    assert (
+        old.stem.endswith("-1")
+        and len({path.parent for path in tmp_path.glob("*/*/*")}) == 2
+    )
     os.utime(old, (1, 1))
     report = doctor()
     said = "measured on this machine, with max_num_seqs 3, max_num_batched_tokens 768, "
     assert report["step costs"].startswith(said)
     assert report["step costs"].endswith("kv_cache_dtype auto, attention_backend auto")
     tokens = float(report["tokens per forward"].split()[0])
-    assert float(report["tokens/s"].split()[0]) == pytest.approx(1000 * 8 * tokens / 4, rel=0.01)
+    assert float(report["tokens/s"].split()[0]) == pytest.approx(
+        1000 * 8 * tokens / 4, rel=0.01
+    )
     os.utime(new, (0, 0))
     balanced = doctor("--adaptive=balanced", "--min-window=2")["step costs"]
-    assert "with max_num_seqs 1024, max_num_batched_tokens 8192, max_model_len 256" in balanced
+    assert (
+        "with max_num_seqs 1024, max_num_batched_tokens 8192, max_model_len 256"
+        in balanced
+    )
     # Those of the engine itself are found by its settings alone.
     config = vllm_config_for(
         checkpoints / "tiny-sdar",
@@ -172,7 +208,9 @@ def test_doctor_takes_what_an_engine_measured(
     config.additional_config[KEY] = str(path_for(config, decode))
     assert isinstance(step_costs(config, decode), Costs)
     old.write_text("")  # a damaged file is passed over
-    assert newest(config, decode) == new and settings_of(new).startswith("max_num_seqs 3, ")
+    assert newest(config, decode) == new and settings_of(new).startswith(
+        "max_num_seqs 3, "
+    )
     assert len(new.name) < 255
 
 
@@ -184,14 +222,21 @@ def test_the_model_of_a_checkpoint(vllm_config_for: Any, checkpoints: Path) -> N
     heads = given["num_key_value_heads"] * given["head_dim"]
     for layout, reads in (("unified", READS), ("distinct", 1.0)):
         dllm = {"adaptive": "throughput", "kv_cache_layout": layout}
-        config = vllm_config_for(folder, additional_config={"dllm": dllm}, dtype="float32")
+        config = vllm_config_for(
+            folder, additional_config={"dllm": dllm}, dtype="float32"
+        )
         costs = model_costs(config, get_decode_config(config))
-        assert costs.per_key == KEY_SHARE * 2 * 4 * heads * given["num_hidden_layers"] / weights
+        assert (
+            costs.per_key
+            == KEY_SHARE * 2 * 4 * heads * given["num_hidden_layers"] / weights
+        )
         assert costs.reads == reads and costs.step(1, 1, 0) == 1
 
 
 @pytest.mark.parametrize("name", ["tiny-sdar-moe", "tiny-llada2.0"])
-def test_the_model_of_a_mixture(name: str, vllm_config_for: Any, checkpoints: Path) -> None:
+def test_the_model_of_a_mixture(
+    name: str, vllm_config_for: Any, checkpoints: Path
+) -> None:
     """A small step reads the experts of one position, many positions read all of them."""
     folder = checkpoints / name
     files = list(folder.glob("*.safetensors"))
@@ -248,4 +293,7 @@ def test_times_never_reach_a_table_of_torch(tmp_path: Path) -> None:
     """Plain numbers, whatever replays return."""
     ms = {desc(1, 2): float(np.float64(4.5)), desc(2, 2): torch.tensor(5.0).item()}
     save(tmp_path / "times.json", step_times(ms, {desc(2, 2): 5.1}, 10, "unified"))
-    assert json.loads((tmp_path / "times.json").read_text())["ms"] == {"2": 4.5, "4": 5.0}
+    assert json.loads((tmp_path / "times.json").read_text())["ms"] == {
+        "2": 4.5,
+        "4": 5.0,
+    }

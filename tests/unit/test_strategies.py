@@ -18,7 +18,12 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     s["name"]: s for s in json.loads((GOLDENS / "d2f_scripted.json").read_text())
 }
 NAMES = list(SCENARIOS)
-ROOMY = {"strategy": "d2f", "block_length": 4, "canvas_length": 32, "max_active_blocks": 8}
+ROOMY = {
+    "strategy": "d2f",
+    "block_length": 4,
+    "canvas_length": 32,
+    "max_active_blocks": 8,
+}
 
 
 def table(scenario: dict[str, Any]) -> Table:
@@ -49,14 +54,25 @@ def expected_passes(scenario: dict[str, Any]) -> list[Pass]:
         commit = p["commit"] - (prompt if p["lo"] == 0 else 0)
         accepted = [tuple(pair) for pair in p["accepted"]]
         passes.append(
-            Pass(max(p["lo"], prompt), p["hi"], commit, p["full"], accepted, p["saw_stop"], [])
+            Pass(
+                max(p["lo"], prompt),
+                p["hi"],
+                commit,
+                p["full"],
+                accepted,
+                p["saw_stop"],
+                [],
+            )
         )
     return passes
 
 
 def check_scenario(run: Run) -> None:
     scenario = SCENARIOS[run.req_id]
-    expected, taken = expected_passes(scenario), [p._replace(emitted=[]) for p in run.passes]
+    expected, taken = (
+        expected_passes(scenario),
+        [p._replace(emitted=[]) for p in run.passes],
+    )
     assert taken == expected[: len(taken)]
     assert [t for t in run.output if t != EOS] == scenario["trimmed"]
     saw_stop = any(p.saw_stop for p in expected)
@@ -82,7 +98,9 @@ def test_early_exit_passes() -> None:
 
 
 @pytest.mark.parametrize("stagger,chunk", [(0, 4096), (1, 7)])
-def test_scenarios_in_one_batch(stagger: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scenarios_in_one_batch(
+    stagger: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neighbours in other phases, with other block lengths, change nothing."""
     monkeypatch.setattr(rows, "CHUNK_ROWS", chunk)
     names = [name for name in NAMES if not SCENARIOS[name]["shift"]]
@@ -213,7 +231,9 @@ def test_emitted_text_never_changes(strategy: str) -> None:
     """S22: pieces are decided when emitted, in order, and add up to what the oracle has."""
     loop = Loop({"strategy": strategy, "block_length": 4, "canvas_length": 16})
     script = Hashed(77)
-    run = loop.start([5, 6, 7], script, sampling(24, ignore_eos=True, dllm_threshold=0.6))
+    run = loop.start(
+        [5, 6, 7], script, sampling(24, ignore_eos=True, dllm_threshold=0.6)
+    )
     loop.run()
     assert sum((p.emitted for p in run.passes), []) == run.output
     assert len(run.output) == 24 and MASK not in run.output
@@ -235,7 +255,9 @@ def test_stop_token_that_is_the_mask_token_does_not_hang() -> None:
 # Differential fuzz: random scripted models against the oracle.
 
 
-def d2f_case(rng: np.random.Generator, seed: int, shift: bool, context: int) -> dict[str, Any]:
+def d2f_case(
+    rng: np.random.Generator, seed: int, shift: bool, context: int
+) -> dict[str, Any]:
     """A random request as keyword arguments that both sides understand."""
     return {
         "seed": seed,
@@ -272,25 +294,33 @@ def fuzz_params(case: dict[str, Any], **extra: Any) -> Any:
     )
 
 
-def run_batch(loop: Loop, cases: list[dict[str, Any]], extras: list[dict[str, Any]]) -> list[Run]:
+def run_batch(
+    loop: Loop, cases: list[dict[str, Any]], extras: list[dict[str, Any]]
+) -> list[Run]:
     """All cases together, arriving five a step."""
     runs = []
     for i, (case, extra) in enumerate(zip(cases, extras, strict=True)):
         params = fuzz_params(case, **extra)
-        runs.append(loop.start(case["prompt"], Hashed(case["seed"]), params, req_id=str(i)))
+        runs.append(
+            loop.start(case["prompt"], Hashed(case["seed"]), params, req_id=str(i))
+        )
         if i % 5 == 4:
             loop.step()
     loop.run()
     return runs
 
 
-@pytest.mark.parametrize("canvas,blocks", [(40, 40), (40, 3), (16, 16), (16, 2), (8, 8)])
+@pytest.mark.parametrize(
+    "canvas,blocks", [(40, 40), (40, 3), (16, 16), (16, 2), (8, 8)]
+)
 @pytest.mark.parametrize("shift", [False, True])
 def test_d2f_equals_the_oracle(shift: bool, canvas: int, blocks: int) -> None:
     """Tokens and passes, with and without a bound; the unbounded text unless the bound binds."""
     rng, num_cases = np.random.default_rng([canvas, blocks, shift]), 40
     dllm = {"strategy": "d2f", "block_length": 4, "canvas_length": canvas}
-    loop = Loop(dllm | {"max_active_blocks": blocks}, shift, slots=num_cases, max_model_len=40)
+    loop = Loop(
+        dllm | {"max_active_blocks": blocks}, shift, slots=num_cases, max_model_len=40
+    )
     cases = [d2f_case(rng, seed, shift, context=40) for seed in range(num_cases)]
     names = {
         "add": "dllm_block_add_threshold",
@@ -313,8 +343,12 @@ def test_d2f_equals_the_oracle(shift: bool, canvas: int, blocks: int) -> None:
 def block_case(rng: np.random.Generator, seed: int, shift: bool) -> dict[str, Any]:
     """A random request for block diffusion, with any policy."""
     case = d2f_case(rng, seed, shift, context=40)
-    case["ranking"] = str(rng.choice(list(METHODS["block_diffusion", "dream"].policies)))
-    case["steps"] = min(int(rng.integers(1, 13)), 4 * case["block_length"])  # more are refused
+    case["ranking"] = str(
+        rng.choice(list(METHODS["block_diffusion", "dream"].policies))
+    )
+    case["steps"] = min(
+        int(rng.integers(1, 13)), 4 * case["block_length"]
+    )  # more are refused
     case["eps"] = float(rng.choice([1e-3, 0.05]))
     case["factor"] = float(rng.choice([0.5, 1.0, 2.0]))
     return case
@@ -323,7 +357,9 @@ def block_case(rng: np.random.Generator, seed: int, shift: bool) -> dict[str, An
 def block_policy(case: dict[str, Any]) -> tuple[oracle.Policy, dict[str, Any]]:
     """The oracle's policy of a case, and the request arguments that ask for it."""
     if case["ranking"] == "threshold":
-        return oracle.threshold_policy(case["accept"]), {"dllm_threshold": case["accept"]}
+        return oracle.threshold_policy(case["accept"]), {
+            "dllm_threshold": case["accept"]
+        }
     if case["ranking"] == "factor":
         return oracle.factor_policy(case["factor"]), {"dllm_factor": case["factor"]}
     if case["shift"]:
@@ -351,7 +387,11 @@ def test_a_canvas_of_one_block_costs_a_pass_per_block() -> None:
     script, params = Table(count, lambda q: 0.5), sampling(12, dllm_threshold=0.9)
     texts, passes = [], []
     for canvas in (4, 8):
-        dllm = {"strategy": "block_diffusion", "block_length": 4, "canvas_length": canvas}
+        dllm = {
+            "strategy": "block_diffusion",
+            "block_length": 4,
+            "canvas_length": canvas,
+        }
         loop = Loop(dllm)
         run = loop.start([1] * 3, script, params)
         loop.run()

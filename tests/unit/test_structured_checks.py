@@ -33,7 +33,9 @@ def compiler(request: pytest.FixtureRequest, single_rank: None) -> Iterator[Comp
     compiler.close()
 
 
-def state_of(compiler: Compiler, pattern: str, max_tokens: int, **options: Any) -> GrammarState:
+def state_of(
+    compiler: Compiler, pattern: str, max_tokens: int, **options: Any
+) -> GrammarState:
     return compiler.compile("regex", pattern, ask(max_tokens, **options)).state
 
 
@@ -66,7 +68,9 @@ TABLE = [
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row[0]} {row[1]} {row[2]}")
-def test_checks(row: tuple[str, int, str, tuple[str, str, bool]], compiler: Compiler) -> None:
+def test_checks(
+    row: tuple[str, int, str, tuple[str, str, bool]], compiler: Compiler
+) -> None:
     pattern, most, canvas, wanted = row
     state = state_of(compiler, pattern, most)
     for _ in range(2):  # a check leaves the state where it was
@@ -104,7 +108,9 @@ def test_text_that_must_follow(compiler: Compiler) -> None:
     chooses = state_of(compiler, pattern, 30, logprobs=1)
     check = chooses.check(ids(chooses, "j"))
     assert not check.forced and check.allowed is not None
-    assert state_of(compiler, pattern, 3).check([]).forced == []  # too long: no closing is known
+    assert (
+        state_of(compiler, pattern, 3).check([]).forced == []
+    )  # too long: no closing is known
 
 
 def test_special_ids_never_stand_in_a_text(compiler: Compiler) -> None:
@@ -129,7 +135,11 @@ DATE = {"type": "string", "format": "date"}
 
 
 def _closed(properties: dict[str, Any]) -> dict[str, Any]:
-    fixed = {"type": "object", "required": list(properties), "additionalProperties": False}
+    fixed = {
+        "type": "object",
+        "required": list(properties),
+        "additionalProperties": False,
+    }
     return fixed | {"properties": properties}
 
 
@@ -138,13 +148,19 @@ def _closed(properties: dict[str, Any]) -> dict[str, Any]:
     [
         _closed({name: CODE for name in "abcd"}),
         {"type": "array", "items": _closed({"at": AT, "who": MAIL}), "minItems": 2},
-        _closed({"count": {"type": "integer", "minimum": 0, "maximum": 150}, "who": MAIL}),
+        _closed(
+            {"count": {"type": "integer", "minimum": 0, "maximum": 150}, "who": MAIL}
+        ),
     ],
 )
-def test_closings_without_an_automaton(compiler: Compiler, schema: dict[str, Any]) -> None:
+def test_closings_without_an_automaton(
+    compiler: Compiler, schema: dict[str, Any]
+) -> None:
     """What may be repeated is left again, and fields that look alike are told apart."""
     state = compiler.compile("json", schema, ask(150)).state
-    assert state.guide is None and state.completes and closes(state.matcher, state.witness)
+    assert (
+        state.guide is None and state.completes and closes(state.matcher, state.witness)
+    )
 
 
 ALL_OF = {"allOf": [_closed({"a": AT}), {"type": "object", "required": ["a"]}]}
@@ -167,10 +183,14 @@ def test_requests_have_backends_of_their_own(compiler: Compiler) -> None:
         assert isinstance(state.matcher, GuidanceMatcher) and state.completes
     # What it refuses, xgrammar reads, if but for dates that no month has.
     other = {"type": "string", "format": "uri-template"}
-    state = compiler.compile("json", _closed({"a": DATE, "b": other}), ask(80), "xgrammar").state
+    state = compiler.compile(
+        "json", _closed({"a": DATE, "b": other}), ask(80), "xgrammar"
+    ).state
     assert isinstance(state.matcher, XgrammarMatcher) and state.completes
     with pytest.raises(ValueError, match="if"):
-        compiler.compile("json", {"type": "object", "if": {"required": ["a"]}}, ask(80), "xgrammar")
+        compiler.compile(
+            "json", {"type": "object", "if": {"required": ["a"]}}, ask(80), "xgrammar"
+        )
 
 
 WORDS = [f"word {i} of many" for i in range(MANY + 1)]
@@ -200,10 +220,14 @@ def test_fewer_alternatives_stay_with_xgrammar(compiler: Compiler) -> None:
     assert isinstance(state.matcher, XgrammarMatcher)
 
 
-def test_a_search_waits_for_the_lock_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_waits_for_the_lock_and_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What other threads take of the processor counts less than this thread's own time."""
     now = {"thread_time": 5.0, "monotonic": 50.0}
-    monkeypatch.setattr(closings, "time", SimpleNamespace(**{k: lambda k=k: now[k] for k in now}))
+    monkeypatch.setattr(
+        closings, "time", SimpleNamespace(**{k: lambda k=k: now[k] for k in now})
+    )
     limits = Limits.within(9, 2.0, 3.0)
     assert limits == Limits(9, 7.0, 56.0)
     for name, passed, over in (("monotonic", 55.0, False), ("monotonic", 57.0, True)):
@@ -234,7 +258,11 @@ def test_half_a_surrogate_pair_is_no_character(compiler: Compiler) -> None:
         False,
     ]
     assert not matcher.accept(of[b"\xa0"]) and not matcher.fork().accept(of[b"\xbf"])
-    assert matcher.accept(low) and matcher.accept(next_byte) and matcher.fork().accept(of[b'"'])
+    assert (
+        matcher.accept(low)
+        and matcher.accept(next_byte)
+        and matcher.fork().accept(of[b'"'])
+    )
     matcher.rollback(2)
     assert not matcher.accept(of[b"\xa0"])
     matcher.rollback(1)
@@ -244,12 +272,18 @@ def test_half_a_surrogate_pair_is_no_character(compiler: Compiler) -> None:
 def test_vocabulary() -> None:
     pieces = [b"a", b"b", b"ab", b"", b"\xc3", b"abc", b"\xed\xa0", b"\xed\x9f"]
     known = Vocabulary(pieces, {5}, lambda text: [2] if text == "ab" else [], ())
-    assert known.encode(b"ab") == [2] and known.encode(b"ba") == [] == known.encode(b"\xc3")
+    assert known.encode(b"ab") == [2] and known.encode(b"ba") == [] == known.encode(
+        b"\xc3"
+    )
     assert known.cut(b"abab\xc3") == [2, 2, 4] and known.cut(b"az") == []
     assert known.cut(b"ab", longest=1) == [0, 1]
     assert known.never.tolist() == [False, False, False, True, False, True, True, False]
     row = pack(np.array([False, True, False, True]), 2)
-    assert row.dtype == np.int32 and first_set(row) == 1 and first_set(np.zeros(2, np.int32)) == -1
+    assert (
+        row.dtype == np.int32
+        and first_set(row) == 1
+        and first_set(np.zeros(2, np.int32)) == -1
+    )
     assert holds(row, np.array([0, 1, 3])).tolist() == [False, True, True]
 
 
@@ -266,10 +300,14 @@ def checks_of(check: GrammarCheck, writes: bool = True) -> Checks:
     numbers = torch.from_numpy(payload.numbers_GN).unbind(1)
     flags = [column > 0 for column in numbers[2:]]
     known, allowed = map(torch.from_numpy, (payload.known_GK, payload.allowed_GW))
-    return Checks(torch.zeros(1, dtype=torch.int64), known, *numbers[:2], *flags, allowed)
+    return Checks(
+        torch.zeros(1, dtype=torch.int64), known, *numbers[:2], *flags, allowed
+    )
 
 
-def step(tokens: list[int], check: GrammarCheck, strategy: Any = plan_d2f, **fields: Any) -> Any:
+def step(
+    tokens: list[int], check: GrammarCheck, strategy: Any = plan_d2f, **fields: Any
+) -> Any:
     """Tokens, candidates, stored blocks, open blocks and what is taken if the policy takes all."""
     canvas = handmade.canvas(1, len(tokens), 4, False, [tokens], **fields)
     plan = strategy(canvas, MASK)
@@ -305,7 +343,12 @@ def test_a_refused_draft_drops_what_is_behind_it() -> None:
 def test_one_active_block_waits_for_the_one_before() -> None:
     tokens = [1, 2, 3, 4, *[MASK] * 4]
     fields = {"max_active_R": [1.0], "open_R": [1]}
-    got = step(tokens, GrammarCheck([1, 2], [], ANY, True, True), plan_block_diffusion, **fields)
+    got = step(
+        tokens,
+        GrammarCheck([1, 2], [], ANY, True, True),
+        plan_block_diffusion,
+        **fields,
+    )
     assert got == ([1, 2, *[MASK] * 6], [2], 0, 1, [2], [2])
     settled = GrammarCheck([1, 2, 3, 4], [], ANY, False, False)
     got = step(tokens, settled, plan_block_diffusion, **fields)

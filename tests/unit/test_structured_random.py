@@ -11,7 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grammar_cases import CLASSES, PARTS, SCHEMAS, choice_case, random_case, regex_case, schema_case
+from grammar_cases import (
+    CLASSES,
+    PARTS,
+    SCHEMAS,
+    choice_case,
+    random_case,
+    regex_case,
+    schema_case,
+)
 from grammar_loop import (
     EOS,
     MASK,
@@ -48,21 +56,32 @@ def shape(rng: random.Random) -> tuple[dict[str, Any], bool]:
     """How a batch is decoded: options, and whether logits are shifted."""
     block = rng.choice([4, 8, 16, 32])
     strategy = rng.choice(["d2f", "block_diffusion", "several"])
-    options: dict[str, Any] = {"strategy": strategy, "block_length": block, "canvas_length": 64}
+    options: dict[str, Any] = {
+        "strategy": strategy,
+        "block_length": block,
+        "canvas_length": 64,
+    }
     if strategy == "several":
-        options |= {"strategy": "block_diffusion", "max_active_blocks": 64 // block - 1 or 1}
+        options |= {
+            "strategy": "block_diffusion",
+            "max_active_blocks": 64 // block - 1 or 1,
+        }
     if strategy == "d2f":
         options["max_active_blocks"] = 64 // block
     return options, rng.random() < 0.3
 
 
-def request(compiler: Compiler, loop: GrammarLoop, rng: random.Random) -> tuple[Any, ...] | None:
+def request(
+    compiler: Compiler, loop: GrammarLoop, rng: random.Random
+) -> tuple[Any, ...] | None:
     """Start a random request; None if the backend does not take its grammar."""
     case, budget = random_case(rng), rng.choice(BUDGETS)
     policy = rng.choice(sorted(loop.config.method.policies))
     options: dict[str, Any] = {"dllm_policy": policy}
     if policy == "threshold":
-        options["dllm_threshold"] = rng.choice([0.0, 0.5, 0.9])  # 0 takes everything at once
+        options["dllm_threshold"] = rng.choice(
+            [0.0, 0.5, 0.9]
+        )  # 0 takes everything at once
     if rng.random() < 0.3:
         options |= {"temperature": 1.0, "seed": rng.randint(0, 99)}
     params = ask(budget, **options)
@@ -95,7 +114,9 @@ def automaton_request(
     """Start a random request that decodes by an automaton; None if it has none."""
     kind, budget = rng.random(), rng.choice(BUDGETS)
     case = (
-        schema_case(rng.choice(list(SCHEMAS))) if kind < 0.4 else regex_case(rng, PARTS + CLASSES)
+        schema_case(rng.choice(list(SCHEMAS)))
+        if kind < 0.4
+        else regex_case(rng, PARTS + CLASSES)
     )
     case = choice_case(rng) if kind > 0.8 else case
     policy = rng.choice(sorted(loop.config.method.policies))
@@ -114,7 +135,9 @@ def automaton_request(
         grammar = compiler.compile(case.kind, case.spec, params)
     except (RuntimeError, ValueError):
         return None
-    wants = random_path(grammar.guide.automaton, rng, 120) if rng.random() < 0.7 else None
+    wants = (
+        random_path(grammar.guide.automaton, rng, 120) if rng.random() < 0.7 else None
+    )
     script = Wants(rng.randint(0, 1 << 30), wants, rng.choice([0.0, 0.05, 0.3]))
     return case, grammar, loop.begin(script, params, grammar), budget
 
@@ -123,7 +146,9 @@ class ByPosition:
     """Logits that depend on the position alone."""
 
     def __init__(self, seed: int) -> None:
-        self.rows = np.random.default_rng(seed).standard_normal((256, VOCAB)).astype(np.float32)
+        self.rows = (
+            np.random.default_rng(seed).standard_normal((256, VOCAB)).astype(np.float32)
+        )
 
     def __call__(self, visible: list[int], position: int) -> np.ndarray:
         return self.rows[position]
@@ -133,7 +158,10 @@ def left_to_right(state: GrammarState, script: ByPosition, most: int) -> list[in
     """Plain constrained decoding, one token per forward."""
     matcher, ids = state.matcher.fork(), []
     while len(ids) < most and EOS not in ids:
-        bits = np.unpackbits(matcher.allowed().view(np.uint8), bitorder="little")[:VOCAB] > 0
+        bits = (
+            np.unpackbits(matcher.allowed().view(np.uint8), bitorder="little")[:VOCAB]
+            > 0
+        )
         bits[EOS] = matcher.complete()
         ids.append(int(np.where(bits, script.rows[3 + len(ids)], -np.inf).argmax()))
         assert ids[-1] == EOS or matcher.accept(ids[-1])
@@ -146,7 +174,9 @@ def test_one_position_after_the_other_is_plain_decoding(compiler: Compiler) -> N
     for seed in range(20):
         rng = random.Random(seed)
         case = random_case(rng)
-        loop = GrammarLoop({"strategy": "block_diffusion", "block_length": 1, "canvas_length": 4})
+        loop = GrammarLoop(
+            {"strategy": "block_diffusion", "block_length": 1, "canvas_length": 4}
+        )
         params = ask(150)
         grammar = compiler.compile(case.kind, case.spec, params)
         grammar.state.jumps = False
@@ -160,7 +190,9 @@ def test_one_position_after_the_other_is_plain_decoding(compiler: Compiler) -> N
     assert compared > 7
 
 
-@pytest.mark.parametrize("trials", [QUICK, pytest.param(TRIALS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "trials", [QUICK, pytest.param(TRIALS, marks=pytest.mark.slow)]
+)
 def test_every_text_is_valid(compiler: Compiler, trials: int) -> None:
     """G1 to G6 of every trial; judged by re, jsonschema and lark."""
     tally: Counter[str] = Counter()
@@ -184,7 +216,9 @@ def test_every_text_is_valid(compiler: Compiler, trials: int) -> None:
             tally["refused drafts"] += state.num_refused
             assert len(run.output) <= budget and MASK not in run.output, label
             assert EOS not in run.output[:-1], label
-            assert not any(state.vocabulary.never[i] for i in run.output if i != EOS), label
+            assert not any(state.vocabulary.never[i] for i in run.output if i != EOS), (
+                label
+            )
             blocks = -(-budget // options["block_length"]) * options["block_length"]
             assert len(run.passes) <= 3 * blocks + 8, label
             text = text_of(state, run.output)
@@ -198,7 +232,9 @@ def test_every_text_is_valid(compiler: Compiler, trials: int) -> None:
         assert tally[f"{kind}, complete"] > 0
 
 
-@pytest.mark.parametrize("trials", [QUICK, pytest.param(TRIALS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "trials", [QUICK, pytest.param(TRIALS, marks=pytest.mark.slow)]
+)
 def test_every_text_of_an_automaton_is_valid(compiler: Compiler, trials: int) -> None:
     """G1 to G6 as above. Nothing is dropped: a block takes as many forwards as it has positions."""
     tally: Counter[str] = Counter()
@@ -209,7 +245,9 @@ def test_every_text_of_an_automaton_is_valid(compiler: Compiler, trials: int) ->
         rng = random.Random(f"automaton {compiler.backend} {seed}")
         options, shift = shape(rng)
         loop = GrammarLoop(options, shift)
-        started = [automaton_request(compiler, loop, rng) for _ in range(min(TOGETHER, share))]
+        started = [
+            automaton_request(compiler, loop, rng) for _ in range(min(TOGETHER, share))
+        ]
         requests = [one for one in started if one is not None]
         tally["without one"] += len(started) - len(requests)
         free = loop.begin(Wants(seed, None, 0.0), ask(24), None)
@@ -218,14 +256,18 @@ def test_every_text_of_an_automaton_is_valid(compiler: Compiler, trials: int) ->
         for case, grammar, run, budget in requests:
             label = (seed, options, case.kind, case.spec, budget, run.output)
             tally["trials"] += 1
-            tally[f"{case.kind}, {'complete' if grammar.completes else 'beginning'}"] += 1
+            tally[
+                f"{case.kind}, {'complete' if grammar.completes else 'beginning'}"
+            ] += 1
             assert len(run.output) <= budget and MASK not in run.output, label
             assert EOS not in run.output[:-1], label
             blocks = -(-budget // options["block_length"]) * options["block_length"]
             assert len(run.passes) <= 2 * blocks + 8, label
             vocabulary = compiler.grammars.vocabulary
             assert vocabulary is not None
-            text = vocabulary.text(i for i in run.output if i != EOS).decode("utf-8", "replace")
+            text = vocabulary.text(i for i in run.output if i != EOS).decode(
+                "utf-8", "replace"
+            )
             if grammar.completes:
                 assert judged(case, text), (text, *label)
             elif run.output[-1:] != [EOS]:

@@ -17,7 +17,9 @@ def places(mask_C: torch.Tensor) -> list[int]:
 
 @pytest.mark.parametrize("sub", [0, 1, 3, 4, 100])
 @pytest.mark.parametrize("length", [4, 7, 12])
-def test_candidates_lie_in_the_first_sub_block_with_masks(length: int, sub: int) -> None:
+def test_candidates_lie_in_the_first_sub_block_with_masks(
+    length: int, sub: int
+) -> None:
     """Of each active block, counted from its own start; 0 means the whole block."""
     tokens = np.where(RNG.random((50, 24)) < 0.4, MASK, 1)
     slots = -(-24 // length)
@@ -31,14 +33,22 @@ def test_candidates_lie_in_the_first_sub_block_with_masks(length: int, sub: int)
     for row in range(50):
         expected = []
         for low in range(0, 24, length):
-            masked = [p for p in range(low, min(low + length, 24)) if tokens[row, p] == MASK]
-            first = [p for p in masked if not sub or (p - low) // sub == (masked[0] - low) // sub]
+            masked = [
+                p for p in range(low, min(low + length, 24)) if tokens[row, p] == MASK
+            ]
+            first = [
+                p
+                for p in masked
+                if not sub or (p - low) // sub == (masked[0] - low) // sub
+            ]
             expected += first
         assert places(plan.candidates_RC[row]) == expected
 
 
 def stored(tokens: list[int], sub: int) -> list[int]:
-    canvas = handmade.canvas(1, len(tokens), tokens=[tokens], sub_length_R=sub, open_R=1)
+    canvas = handmade.canvas(
+        1, len(tokens), tokens=[tokens], sub_length_R=sub, open_R=1
+    )
     return places(sub_block_to_store(canvas, plan_sub_blocks(canvas, MASK))[0])
 
 

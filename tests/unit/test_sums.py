@@ -42,7 +42,10 @@ CONFTEST = "import sums\ndef pytest_configure(config):\n    sums.register(config
 @contextlib.contextmanager
 def mapping(file: Path, forks: int) -> Iterator[None]:
     """A process that has a file in its memory, and forks of it; they end when their input does."""
-    pipe, command = subprocess.PIPE, [sys.executable, "-c", MAPPING, str(file), str(forks)]
+    pipe, command = (
+        subprocess.PIPE,
+        [sys.executable, "-c", MAPPING, str(file), str(forks)],
+    )
     with subprocess.Popen(command, stdin=pipe, stdout=pipe) as process:
         assert process.stdout is not None and process.stdin is not None
         assert process.stdout.readline() == b"mapped\n"
@@ -68,7 +71,9 @@ def test_a_fork_is_no_import(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "workers"])
-def test_tests_left_out_are_counted_once(workers: tuple[str, ...], tmp_path: Path) -> None:
+def test_tests_left_out_are_counted_once(
+    workers: tuple[str, ...], tmp_path: Path
+) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_some.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")

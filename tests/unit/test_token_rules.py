@@ -7,7 +7,12 @@ import pytest
 from scripted import EOS, MASK, VOCAB, Hashed, Loop, Run, Script, Table, sampling
 from vllm.sampling_params import SamplingParams
 
-D2F = {"strategy": "d2f", "block_length": 4, "canvas_length": 16, "max_active_blocks": 4}
+D2F = {
+    "strategy": "d2f",
+    "block_length": 4,
+    "canvas_length": 16,
+    "max_active_blocks": 4,
+}
 BLOCK = {"strategy": "block_diffusion", "block_length": 4, "canvas_length": 8}
 
 
@@ -92,15 +97,25 @@ def test_bad_word_beyond_the_limit_is_no_word() -> None:
 @pytest.mark.parametrize("dllm", [D2F, BLOCK], ids=["d2f", "block_diffusion"])
 def test_bad_words_fuzz(dllm: dict[str, Any], shift: bool) -> None:
     """No word in the text, no hole in it, and neighbours without words decode as alone."""
-    rng, loop, wordy, plain = np.random.default_rng(4), Loop(dllm, shift, slots=40), [], []
+    rng, loop, wordy, plain = (
+        np.random.default_rng(4),
+        Loop(dllm, shift, slots=40),
+        [],
+        [],
+    )
     for seed in range(20):
         words = [rng.integers(0, 14, rng.integers(1, 5)).tolist() for _ in range(14)]
         words += [rng.integers(0, 14, 2).tolist() for _ in range(20)]
         words = [w for w in words if len(w) > 1 or w[0] > 8]
-        options = {"dllm_block_length": int(rng.choice([1, 2, 4])), "dllm_threshold": 0.6}
+        options = {
+            "dllm_block_length": int(rng.choice([1, 2, 4])),
+            "dllm_threshold": 0.6,
+        }
         prompt = rng.integers(0, 14, rng.integers(1, 6)).tolist()
         params = worded(words, 24, **options)
-        wordy.append((words, loop.start(prompt, Hashed(seed), params, req_id=f"w{seed}")))
+        wordy.append(
+            (words, loop.start(prompt, Hashed(seed), params, req_id=f"w{seed}"))
+        )
         params = sampling(24, None, **options)
         plain.append(loop.start(prompt, Hashed(seed), params, req_id=f"p{seed}"))
     loop.run()
@@ -112,9 +127,13 @@ def test_bad_words_fuzz(dllm: dict[str, Any], shift: bool) -> None:
             assert not holds(tail, word)
         changed += run.output != free.output
     assert changed > 15
-    for free in plain[::4]:  # alone, one takes about as many steps as all of them together
+    for free in plain[
+        ::4
+    ]:  # alone, one takes about as many steps as all of them together
         alone = Loop(dllm, shift)
-        again = alone.start(free.prompt, free.script, sampling(24, None, **free.params.extra_args))
+        again = alone.start(
+            free.prompt, free.script, sampling(24, None, **free.params.extra_args)
+        )
         alone.run()
         assert again.output == free.output
 
@@ -155,12 +174,19 @@ def test_allowed_token_ids() -> None:
 
 def test_logit_bias() -> None:
     assert decode(sampling(4, None, logit_bias={9: 100.0})).output == [9] * 4
-    assert decode(sampling(4, None, logit_bias={5: -100.0, 8: 1.0})).output == [4, 8, 6, 7]
+    assert decode(sampling(4, None, logit_bias={5: -100.0, 8: 1.0})).output == [
+        4,
+        8,
+        6,
+        7,
+    ]
     assert decode(sampling(4, None, logit_bias={MASK: 100.0})).output == [4, 5, 6, 7]
 
 
 def test_allowed_ids_bias_and_bad_words_together() -> None:
-    params = sampling(4, None, allowed_token_ids=[5, 6, 7], logit_bias={6: 50.0, 9: 100.0})
+    params = sampling(
+        4, None, allowed_token_ids=[5, 6, 7], logit_bias={6: 50.0, 9: 100.0}
+    )
     params._bad_words_token_ids = [[7], [6, 6]]
     run = decode(params)
     assert set(run.output) == {5, 6} and not holds(run.output, [6, 6])
@@ -169,7 +195,9 @@ def test_allowed_ids_bias_and_bad_words_together() -> None:
 @pytest.mark.parametrize("where", range(4, 12))
 def test_stop_token_anywhere(where: int) -> None:
     """The text ends with it, whichever block it is in; what follows is never emitted."""
-    script = Table(lambda q: EOS if q == where else count(q), lambda q: 0.99 if q > 6 else 0.5)
+    script = Table(
+        lambda q: EOS if q == where else count(q), lambda q: 0.99 if q > 6 else 0.5
+    )
     run = decode(sampling(8), script)
     assert run.output == [count(q) for q in range(4, where)] + [EOS]
 
@@ -189,7 +217,9 @@ def test_many_stop_tokens_and_few() -> None:
 def test_rules_do_not_outlive_their_request() -> None:
     """A slot's next request knows nothing of the last one's rules."""
     loop = Loop(D2F, slots=1)
-    params = worded([[5], [6, 7]], 8, min_tokens=8, stop_token_ids=[9], logit_bias={4: -50.0})
+    params = worded(
+        [[5], [6, 7]], 8, min_tokens=8, stop_token_ids=[9], logit_bias={4: -50.0}
+    )
     loop.start([1] * 4, SURE, params, req_id="ruled")
     loop.run()
     plain = loop.start([1] * 4, SURE, sampling(8), req_id="plain")
@@ -204,7 +234,9 @@ def test_sampling_depends_on_the_request_alone() -> None:
     for neighbours, seed in ((0, 7), (5, 7), (0, 8)):
         loop = Loop(D2F, slots=16)
         for i in range(neighbours):
-            loop.start([i + 1] * (i + 1), Hashed(i), sampling(20, temperature=i % 2, seed=i))
+            loop.start(
+                [i + 1] * (i + 1), Hashed(i), sampling(20, temperature=i % 2, seed=i)
+            )
             loop.step()
         run = loop.start([3, 4], Hashed(50), sampling(24, None, seed=seed, **options))
         loop.run()

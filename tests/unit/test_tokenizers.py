@@ -9,7 +9,14 @@ from transformers import AutoTokenizer
 
 pytestmark = pytest.mark.usefixtures("registered")
 NAMES = (
-    *("tiny-llada", "tiny-dream", "tiny-sdar", "tiny-sdar-moe", "tiny-llada2.0", "tiny-llada2.1"),
+    *(
+        "tiny-llada",
+        "tiny-dream",
+        "tiny-sdar",
+        "tiny-sdar-moe",
+        "tiny-llada2.0",
+        "tiny-llada2.1",
+    ),
     *("tiny-fast-dllm-v2", "tiny-fast-dllm-v2-tied"),
 )
 ALL = pytest.mark.parametrize("name", NAMES)
@@ -69,7 +76,10 @@ def test_tokenizer_of_checkpoint(name, load, checkpoints, goldens, no_questions)
 @pytest.mark.parametrize("load", [through_vllm, AutoTokenizer.from_pretrained])
 def test_dream_repository_layout(load, checkpoint, goldens, no_questions):
     tokenizer = load(like_the_repository(checkpoint("tiny-dream")))
-    check(tokenizer, json.loads((goldens / "tokenizer_checks.json").read_text())["tiny-dream"])
+    check(
+        tokenizer,
+        json.loads((goldens / "tokenizer_checks.json").read_text())["tiny-dream"],
+    )
     assert tokenizer.is_fast
     assert tokenizer.mask_token_id == 279 and tokenizer.bos_token_id == 278
     assert tokenizer.eos_token_id == tokenizer.pad_token_id == 256
@@ -79,7 +89,9 @@ def test_dream_repository_layout(load, checkpoint, goldens, no_questions):
 def test_dream_ids_of_the_full_vocabulary(load, tmp_path, checkpoint, no_questions):
     """The published ids: 151643 regular entries, then the added tokens up to 151666."""
     path = like_the_repository(checkpoint("tiny-dream"))
-    shift = 151643 - 256  # the tiny vocabulary has the same added tokens after 256 regular ones
+    shift = (
+        151643 - 256
+    )  # the tiny vocabulary has the same added tokens after 256 regular ones
     vocab = json.loads((path / "vocab.json").read_text())
     vocab |= {f"filler{number}": number for number in range(256, 151643)}
     (path / "vocab.json").write_text(json.dumps(vocab))
@@ -89,7 +101,9 @@ def test_dream_ids_of_the_full_vocabulary(load, tmp_path, checkpoint, no_questio
     file = path / "tokenizer_config.json"
     config = json.loads(file.read_text())
     decoder = config["added_tokens_decoder"]
-    config["added_tokens_decoder"] = {str(int(n) + shift): token for n, token in decoder.items()}
+    config["added_tokens_decoder"] = {
+        str(int(n) + shift): token for n, token in decoder.items()
+    }
     file.write_text(json.dumps(config))
     tokenizer = load(path)
     assert tokenizer.encode("<|beginoftext|>a<|mask|>") == [151665, 64, 151666]
@@ -111,7 +125,10 @@ def test_dense_sdar_repository_layout(load, checkpoint, goldens, no_questions):
     config["auto_map"] = {"AutoTokenizer": ["tokenization_qwen2.Qwen2Tokenizer", None]}
     file.write_text(json.dumps(config))
     tokenizer = load(path)
-    check(tokenizer, json.loads((goldens / "tokenizer_checks.json").read_text())["tiny-sdar"])
+    check(
+        tokenizer,
+        json.loads((goldens / "tokenizer_checks.json").read_text())["tiny-sdar"],
+    )
     assert tokenizer.get_vocab()["<|MASK|>"] == 282
 
 

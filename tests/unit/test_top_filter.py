@@ -14,7 +14,9 @@ def random_rows(kind: str, generator: torch.Generator) -> torch.Tensor:
     if kind == "ties":  # 16 bits hold few values
         logits = logits.to(torch.bfloat16).float().round()
     if kind == "banned":
-        logits.masked_fill_(torch.rand(logits.shape, generator=generator) < 0.7, float("-inf"))
+        logits.masked_fill_(
+            torch.rand(logits.shape, generator=generator) < 0.7, float("-inf")
+        )
     if kind == "broken":
         logits[::3, 7], logits[1::3, 9] = float("nan"), float("inf")
     return logits
@@ -28,7 +30,11 @@ def test_equal_to_vllm(kind: str, with_top_k: bool) -> None:
         logits = random_rows(kind, generator)
         top_p = torch.rand(ROWS, generator=generator)
         top_p[0], top_p[1] = 1.0, 1e-9
-        top_k = torch.randint(1, VOCAB + 1, (ROWS,), generator=generator) if with_top_k else None
+        top_k = (
+            torch.randint(1, VOCAB + 1, (ROWS,), generator=generator)
+            if with_top_k
+            else None
+        )
         expected = apply_top_k_top_p_pytorch(logits.clone(), top_k, top_p)
         got = keep_by_order(logits.clone(), top_k, top_p)
         if kind == "ties":

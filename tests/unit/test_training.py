@@ -11,7 +11,14 @@ from transformers import AutoTokenizer
 
 from dllm_plugin import default_model
 from dllm_plugin.commands.problems.generator import ask_in_json, problem, train_seeds
-from training.data import LENGTHS, forms, make_batch, make_dataset, pick_rows, with_chats
+from training.data import (
+    LENGTHS,
+    forms,
+    make_batch,
+    make_dataset,
+    pick_rows,
+    with_chats,
+)
 from training.report import score_table, shortfalls
 from training.tokenizer import SPECIAL_TOKENS, build_tokenizer
 
@@ -24,9 +31,13 @@ def tokenizer() -> Tokenizer:
 
 
 def test_the_bundled_tokenizer_keeps_its_ids(tokenizer: Tokenizer) -> None:
-    bundled = Tokenizer.from_file(str(Path(default_model.path(), "tokenizer.json"))).get_vocab()
+    bundled = Tokenizer.from_file(
+        str(Path(default_model.path(), "tokenizer.json"))
+    ).get_vocab()
     assert bundled.items() <= tokenizer.get_vocab().items()
-    assert [tokenizer.token_to_id(token) for token in SPECIAL_TOKENS] == [*range(484, 490)]
+    assert [tokenizer.token_to_id(token) for token in SPECIAL_TOKENS] == [
+        *range(484, 490)
+    ]
 
 
 def test_answers_in_json_are_short(tokenizer: Tokenizer) -> None:
@@ -59,12 +70,16 @@ def test_some_rows_stand_in_a_chat(tokenizer: Tokenizer) -> None:
     data = make_dataset(rows, tokenizer, torch.device("cpu"))
     for number, (row, plain) in enumerate(zip(rows, forms(SAMPLE), strict=False)):
         assert (row.asked, row.given) == (plain.asked, plain.given)
-        messages = [] if row.system is None else [{"role": "system", "content": row.system}]
+        messages = (
+            [] if row.system is None else [{"role": "system", "content": row.system}]
+        )
         for asked, answered in row.earlier:
             messages.append({"role": "user", "content": asked})
             messages.append({"role": "assistant", "content": answered})
         messages.append({"role": "user", "content": row.asked.question})
-        text = template.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        text = template.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False
+        )
         ids = data.prompts_NP[number, : data.prompt_lens_N[number]].tolist()
         assert ids == tokenizer.encode(text).ids
     behind_turns = [row for row in rows if row.earlier]
@@ -73,7 +88,9 @@ def test_some_rows_stand_in_a_chat(tokenizer: Tokenizer) -> None:
 
 
 def test_long_rows_come_in_long_batches_alone(tokenizer: Tokenizer) -> None:
-    data = make_dataset(islice(with_chats(forms(SAMPLE)), 2000), tokenizer, torch.device("cpu"))
+    data = make_dataset(
+        islice(with_chats(forms(SAMPLE)), 2000), tokenizer, torch.device("cpu")
+    )
     needed = data.prompt_lens_N + data.response_lens_N
     assert needed[data.short_S].max() <= LENGTHS[0] < needed[data.long_L].min()
     assert needed[data.long_L].max() <= LENGTHS[1] and len(data.long_L) > 40
@@ -89,11 +106,19 @@ def test_long_rows_come_in_long_batches_alone(tokenizer: Tokenizer) -> None:
 
 def test_a_run_is_held_to_its_scores() -> None:
     def score(right: int) -> dict[str, Any]:
-        counts = {"problems": 500, "tokens": 24958, "forwards": 1083, "tokens_per_forward": 23.045}
+        counts = {
+            "problems": 500,
+            "tokens": 24958,
+            "forwards": 1083,
+            "tokens_per_forward": 23.045,
+        }
         rest = {"block": 32, "max_new_tokens": 128, "exact_text": right / 500}
         return {"accuracy": right / 500} | counts | rest
 
     scores = {"d2f": score(495), "d2f_bf16": score(494), "d2f_json": score(475)}
     assert shortfalls(scores) == ["d2f_bf16: 98.8%, at least 99% wanted"]
     assert shortfalls({"d2f_json_bf16": score(474)})
-    assert score_table(scores).splitlines()[2] == "| d2f | 32 | 495 | 495 | 24,958 | 1,083 | 23.0 |"
+    assert (
+        score_table(scores).splitlines()[2]
+        == "| d2f | 32 | 495 | 495 | 24,958 | 1,083 | 23.0 |"
+    )

@@ -19,7 +19,12 @@ MASK = 3
 ROW = torch.tensor([10.0, 9.99, 2.0, 50.0])
 
 
-def watch(engine: dict[int, int], ours: dict[int, int], closest: float, row: torch.Tensor = ROW):
+def watch(
+    engine: dict[int, int],
+    ours: dict[int, int],
+    closest: float,
+    row: torch.Tensor = ROW,
+):
     decided = [Decided(engine, {5: (1, 0.5)})]
     watcher = Watcher(decided, 10, MASK, 0.1)
     watcher(Step({}, {}, 1.0))  # decides nothing
@@ -46,7 +51,9 @@ def test_other_positions(closest: float, near: bool) -> None:
     found = watch({5: 0, 6: 1}, {5: 0}, closest)
     assert found is not None and found.decided_by == "engine" and found.near_tie is near
     found = watch({}, {5: 0}, closest)
-    assert found is not None and found.decided_by == "reference" and found.near_tie is near
+    assert (
+        found is not None and found.decided_by == "reference" and found.near_tie is near
+    )
 
 
 def test_every_difference_of_a_forward_has_to_be_near() -> None:
@@ -73,21 +80,33 @@ def test_what_rounding_does_to_the_checkpoint_is_allowed() -> None:
 
 
 def test_where_numbers_first_differ() -> None:
-    places = [compared(change, torch.float32, False).first for change in (None, 0, 1, 2)]
-    assert places == [None, "the embedding", "layer 0", "the logits (final norm or LM head)"]
+    places = [
+        compared(change, torch.float32, False).first for change in (None, 0, 1, 2)
+    ]
+    assert places == [
+        None,
+        "the embedding",
+        "layer 0",
+        "the logits (final norm or LM head)",
+    ]
     assert compared(2, torch.float32, False).logits == 0.5
 
 
 def test_a_router_may_differ_in_few_rows_of_16_bits() -> None:
     assert compared(1, torch.bfloat16, True).first is None
     assert compared(1, torch.bfloat16, True, rows=5).first == "layer 0"
-    assert compared(1, torch.bfloat16, False).first == compared(1, torch.float32, True).first
+    assert (
+        compared(1, torch.bfloat16, False).first
+        == compared(1, torch.float32, True).first
+    )
 
 
 def test_prompts(tmp_path: Path) -> None:
     file = tmp_path / "prompts"
     file.write_text("one\n\n two \n")
-    assert read_prompts(str(file)) == ["one", " two "] and read_prompts(None) == list(PROMPTS)
+    assert read_prompts(str(file)) == ["one", " two "] and read_prompts(None) == list(
+        PROMPTS
+    )
     file.write_text("\n \n")
     with pytest.raises(ValueError, match="has no prompt"):
         read_prompts(str(file))
@@ -98,7 +117,9 @@ def test_the_plain_side_imports_nothing_else_of_ours(name: str) -> None:
     ours = {i.module for i in imports(name) if i.module.startswith("dllm_plugin")}
     assert all(module.startswith("dllm_plugin.reference") for module in ours)
     assert not {
-        i.module for i in imports(name) if i.module.split(".")[0] in ("vllm", "transformers")
+        i.module
+        for i in imports(name)
+        if i.module.split(".")[0] in ("vllm", "transformers")
     }
 
 
@@ -154,10 +175,14 @@ class Unmasked(torch.nn.Module):
         (False, False, "takes no attention_mask"),
     ],
 )
-def test_own_code_without_a_mask(causal: bool, full_attention: bool, sentence: str | None) -> None:
+def test_own_code_without_a_mask(
+    causal: bool, full_attention: bool, sentence: str | None
+) -> None:
     code = OwnCode(Unmasked(causal), shift=False, mask_id=5, num_layers=1)
     if sentence is None:
         code.check(full_attention, keeps_kv=False)
         return
-    with pytest.raises(ValueError, match=f"own code {sentence}.*leave out --trust-remote-code"):
+    with pytest.raises(
+        ValueError, match=f"own code {sentence}.*leave out --trust-remote-code"
+    ):
         code.check(full_attention, keeps_kv=False)

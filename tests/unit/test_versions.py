@@ -14,13 +14,18 @@ import dllm_plugin
 from dllm_plugin.engine.vllm_versions import refuse_platform
 
 
-@pytest.mark.parametrize("version", ["0.31.0", "0.34.0", "0.34.0rc1", "1.32.0", "0.3.2", "0.320"])
+@pytest.mark.parametrize(
+    "version", ["0.31.0", "0.34.0", "0.34.0rc1", "1.32.0", "0.3.2", "0.320"]
+)
 def test_wrong_vllm_version(version: str) -> None:
     with pytest.raises(ImportError) as caught:
         dllm_plugin.check_vllm_version(version)
     message = str(caught.value)
     assert "\n" not in message and message.endswith(".")
-    assert f"vLLM {version} is installed" in message and "vLLM 0.32.x and 0.33.x" in message
+    assert (
+        f"vLLM {version} is installed" in message
+        and "vLLM 0.32.x and 0.33.x" in message
+    )
     assert "'vllm>=0.32,<0.34'" in message
 
 
@@ -51,7 +56,10 @@ def test_commands_say_that_vllm_is_missing(without_vllm: dict[str, str]) -> None
     command = [sys.executable, "-S", "-m", "dllm_plugin.commands.cli", "generate", "x"]
     done = subprocess.run(command, capture_output=True, text=True, env=without_vllm)
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
-    assert done.stderr.startswith("diffuplug: error: ") and "no vLLM is installed" in done.stderr
+    assert (
+        done.stderr.startswith("diffuplug: error: ")
+        and "no vLLM is installed" in done.stderr
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,7 +72,9 @@ def test_right_vllm_version(version: str) -> None:
 def test_the_next_release_runs_on_gpus_alone() -> None:
     """Kernels for CPUs stand in for those of one release."""
     refuse_platform((0, 32, 5))
-    with pytest.raises(ValueError, match=r"vLLM 0\.33 is supported on GPUs only.*0\.32\.0"):
+    with pytest.raises(
+        ValueError, match=r"vLLM 0\.33 is supported on GPUs only.*0\.32\.0"
+    ):
         refuse_platform((0, 33, 0))
 
 
@@ -83,4 +93,6 @@ def _reads_a_version(node: ast.Compare | ast.If) -> bool:
     tested = node.test if isinstance(node, ast.If) else node
     names = {n.attr for n in ast.walk(tested) if isinstance(n, ast.Attribute)}
     names |= {n.id for n in ast.walk(tested) if isinstance(n, ast.Name)}
-    return bool(names & {"__version__", "__version_tuple__", "SUPPORTED_VLLM", "KEEPS_REASONS"})
+    return bool(
+        names & {"__version__", "__version_tuple__", "SUPPORTED_VLLM", "KEEPS_REASONS"}
+    )

@@ -10,7 +10,9 @@ import pytest
 
 from dllm_plugin.api.viewer import page
 
-needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+needs_node = pytest.mark.skipif(
+    shutil.which("node") is None, reason="node is not installed"
+)
 
 
 def test_the_page_is_one_file_of_our_own() -> None:
@@ -19,14 +21,18 @@ def test_the_page_is_one_file_of_our_own() -> None:
     assert not re.search(r"""(src|href)\s*=\s*["'](?:https?:)?//""", text)
     assert "innerHTML" not in text and "Storage" not in text and "eval(" not in text
     assert " style=" not in text and not re.search(r"\son\w+=", text)
-    assert len(re.findall(r"'sha256-[\w+/]{43}='", policy)) == 2 and "unsafe" not in policy
+    assert (
+        len(re.findall(r"'sha256-[\w+/]{43}='", policy)) == 2 and "unsafe" not in policy
+    )
 
 
 def in_node(expression: str) -> Any:
     """The value of an expression over the functions of the page."""
     [script] = re.findall("<script>(.*?)</script>", page()[0], re.DOTALL)
     program = f"{script}\nconsole.log(JSON.stringify({expression}));"
-    done = subprocess.run(["node", "-e", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["node", "-e", program], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -58,7 +64,11 @@ def test_the_painter_applies_frames() -> None:
 
 INFILLED = {
     "diffusion": {
-        "trace": {"tokens": ["x", " is ", "y"], "steps": [3, 0, 1], "confidences": [0.5, None, 0.9]}
+        "trace": {
+            "tokens": ["x", " is ", "y"],
+            "steps": [3, 0, 1],
+            "confidences": [0.5, None, 0.9],
+        }
     }
 }
 
@@ -76,4 +86,8 @@ def test_an_infill_becomes_frames(answers: str, lead: str) -> None:
         (1, [[3, "y", 0.9]]),
         (3, [[1, "x", 0.5]]),
     ]
-    assert [(frame["length"], frame["final"]) for frame in frames] == [(5, 0), (5, 0), (5, 5)]
+    assert [(frame["length"], frame["final"]) for frame in frames] == [
+        (5, 0),
+        (5, 0),
+        (5, 5),
+    ]

@@ -88,13 +88,19 @@ def overridden() -> set[str]:
                 continue
             for name, value in vars(owner).items():
                 above = [base for base in owner.__mro__[1:] if name in vars(base)]
-                if above and above[0].__module__.startswith("vllm.") and _is_code(value):
+                if (
+                    above
+                    and above[0].__module__.startswith("vllm.")
+                    and _is_code(value)
+                ):
                     symbols.add(f"{above[0].__module__}:{above[0].__qualname__}.{name}")
     return {symbol for symbol in symbols if fingerprint(SOURCES, symbol) != GONE}
 
 
 def _is_code(value: object) -> bool:
-    return inspect.isroutine(value) or isinstance(value, property | staticmethod | classmethod)
+    return inspect.isroutine(value) or isinstance(
+        value, property | staticmethod | classmethod
+    )
 
 
 def test_the_table_lists_what_we_override_and_rely_on() -> None:
@@ -102,7 +108,9 @@ def test_the_table_lists_what_we_override_and_rely_on() -> None:
     assert len(overridden()) > 40
     wanted = overridden() | relied_on()
     unknown = [UNKNOWN] * (len(versions) - 1)
-    lines = [[s, fingerprint(SOURCES, s), *unknown] for s in sorted(wanted - set(table))]
+    lines = [
+        [s, fingerprint(SOURCES, s), *unknown] for s in sorted(wanted - set(table))
+    ]
     assert not lines, "read these bodies, then add: " + ", ".join(map(" ".join, lines))
     assert not set(table) - wanted, "take these lines out of vllm_bodies.txt"
 
@@ -111,7 +119,9 @@ def test_bodies_are_those_that_we_have_read() -> None:
     versions, table = read_table()
     assert vllm.__version__.startswith(THIS)
     column = versions.index(THIS)
-    changed = [s for s, marks in table.items() if marks[column] != fingerprint(SOURCES, s)]
+    changed = [
+        s for s, marks in table.items() if marks[column] != fingerprint(SOURCES, s)
+    ]
     assert not changed, f"read again, then correct the table: {changed}"
     assert not [symbol for symbol, marks in table.items() if marks[column] == GONE]
 
@@ -123,7 +133,9 @@ def test_what_the_next_release_moves() -> None:
     changed = vllm_bodies.moved(table)
     scheduler = "vllm.v1.core.sched.scheduler:Scheduler."
     assert scheduler + "update_from_output" in changed
-    gone = "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_request_with_output"
+    gone = (
+        "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_request_with_output"
+    )
     assert table[gone][versions.index(NEXT)] == GONE
     assert len(changed) < len(table) / 2
 
@@ -135,10 +147,18 @@ def test_fingerprints_see_code_alone(tmp_path: Path) -> None:
     (tmp_path / "two.py").write_text(
         'class A:\n    def f(self, x):\n        """Return it."""\n        return x  # it\n'
     )
-    (tmp_path / "three.py").write_text("class A:\n    def f(self, x):\n        return x + 1\n")
-    one, two, three = (fingerprint(tmp_path, f"vllm.{n}:A.f") for n in ("one", "two", "three"))
+    (tmp_path / "three.py").write_text(
+        "class A:\n    def f(self, x):\n        return x + 1\n"
+    )
+    one, two, three = (
+        fingerprint(tmp_path, f"vllm.{n}:A.f") for n in ("one", "two", "three")
+    )
     assert one == two != three
-    assert fingerprint(tmp_path, "vllm.one:A.g") == fingerprint(tmp_path, "vllm.four:A.f") == GONE
+    assert (
+        fingerprint(tmp_path, "vllm.one:A.g")
+        == fingerprint(tmp_path, "vllm.four:A.f")
+        == GONE
+    )
 
 
 def test_a_release_is_added(

@@ -131,7 +131,9 @@ vllm.v1.worker.gpu.states: RequestState
 vllm.v1.worker.gpu_worker: Worker
 vllm.v1.worker.utils: AttentionGroup
 """
-COMPRESSED = "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors"
+COMPRESSED = (
+    "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors"
+)
 IMPORTS += f"{COMPRESSED}: CompressedTensorsConfig\n"
 
 # Overridden or called: module (under vllm) : callable -> arguments.
@@ -157,10 +159,12 @@ SIGNATURES = {
     STATE + "add_request": "self req_index new_req_data",
     STATE + "remove_request": "self req_id",
     STATE + "apply_staged_writes": "self",
-    STATE + "prepare_inputs_embeds": "self scheduled_encoder_inputs input_batch req_states",
+    STATE
+    + "prepare_inputs_embeds": "self scheduled_encoder_inputs input_batch req_states",
     STATE + "prepare_inputs": "self input_batch req_states",
     STATE + "prepare_dummy_inputs": "self num_reqs num_tokens",
-    STATE + "prepare_attn": "self input_batch cudagraph_mode block_tables slot_mappings "
+    STATE
+    + "prepare_attn": "self input_batch cudagraph_mode block_tables slot_mappings "
     "attn_groups kv_cache_config for_capture=False ubatch_idx=0",
     # What our sampler stands in for.
     SAMPLER + "add_request": "self req_idx sampling_params",
@@ -185,17 +189,21 @@ SIGNATURES = {
     REGISTRY + "AttentionBackendEnum.get_path": "self include_classname=True",
     REGISTRY + "AttentionBackendEnum.is_overridden": "self",
     REGISTRY + "AttentionBackendEnum.clear_override": "self",
-    BACKEND + "AttentionMetadataBuilder.__init__": "self kv_cache_spec layer_names vllm_config "
+    BACKEND
+    + "AttentionMetadataBuilder.__init__": "self kv_cache_spec layer_names vllm_config "
     "device",
-    BACKEND + "AttentionMetadataBuilder.build": "self common_prefix_len common_attn_metadata "
+    BACKEND
+    + "AttentionMetadataBuilder.build": "self common_prefix_len common_attn_metadata "
     "fast_build=False",
     "v1.attention.backends.flex_attention:FlexAttentionMetadataBuilder.__init__": "self "
     "kv_cache_spec layer_names vllm_config device",
     "v1.kv_cache_interface:is_quantized_kv_cache": "kv_cache_dtype",
-    BACKEND + "AttentionImpl.__init__": "self num_heads head_size scale num_kv_heads=None "
+    BACKEND
+    + "AttentionImpl.__init__": "self num_heads head_size scale num_kv_heads=None "
     "alibi_slopes=None sliding_window=None kv_cache_dtype='auto' logits_soft_cap=None "
     "attn_type=<AttentionType.DECODER: 'decoder'> kv_sharing_target_layer_name=None",
-    BACKEND + "AttentionImpl.forward": "self layer query key value kv_cache attn_metadata output "
+    BACKEND
+    + "AttentionImpl.forward": "self layer query key value kv_cache attn_metadata output "
     "output_scale=None output_block_scale=None",
     BACKEND + "AttentionBackend.get_supported_kernel_block_sizes": "kv_cache_spec=None",
     BACKEND + "AttentionBackend.get_preferred_block_size": "default_block_size",
@@ -213,22 +221,26 @@ SIGNATURES = {
     SCHEDULER + "_update_after_schedule": "self scheduler_output",
     SCHEDULER + "schedule": "self throttle_prefills=False",
     SCHEDULER + "update_from_output": "self scheduler_output model_runner_output",
-    SCHEDULER + "_update_request_with_output": "self request new_token_ids is_stale=False",
+    SCHEDULER
+    + "_update_request_with_output": "self request new_token_ids is_stale=False",
     SCHEDULER + "make_spec_decoding_stats": "self spec_decoding_stats num_draft_tokens "
     "num_accepted_tokens num_invalid_spec_tokens request_id",
     SCHEDULER + "finish_requests": "self request_ids finished_status",
     SCHEDULER + "_free_request": "self request delay_free_blocks=False",
     SCHEDULER + "_preempt_request": "self request timestamp drop_stale_output=False",
-    SCHEDULER + "_reserve_prefill_lookahead": "self request num_computed_tokens num_new_tokens",
+    SCHEDULER
+    + "_reserve_prefill_lookahead": "self request num_computed_tokens num_new_tokens",
     "utils.math_utils:cdiv": "a b",
     "engine.arg_utils:EngineArgs.get_batch_defaults": "world_size",
     PROCESSOR + "validate_params": "sampling_params",
     PROCESSOR + "apply": "self logits ctx",
     LOGGER + "__init__": "self vllm_config engine_indexes",
-    LOGGER + "record": "self scheduler_stats iteration_stats mm_cache_stats=None engine_idx=0",
+    LOGGER
+    + "record": "self scheduler_stats iteration_stats mm_cache_stats=None engine_idx=0",
     LOGGER + "log": "self",
     LOGGER + "log_engine_initialized": "self",
-    METRICS + "Prom": "speculative_config labelnames per_engine_labelvalues is_diffusion=False",
+    METRICS
+    + "Prom": "speculative_config labelnames per_engine_labelvalues is_diffusion=False",
     METRICS + "Prom.observe": "self spec_decoding_stats engine_idx=0",
     METRICS + "Logging": "is_diffusion=False",
     METRICS + "Logging.observe": "self spec_decoding_stats",
@@ -254,7 +266,8 @@ SIGNATURES = {
     "model_executor.layers.logits_processor:LogitsProcessor.forward": "self lm_head hidden_states "
     "embedding_bias=None skip_gather=False",
     MODELS + "config:VerifyAndUpdateConfig.verify_and_update_config": "vllm_config",
-    MODELS + "config:VerifyAndUpdateConfig.verify_and_update_model_config": "model_config",
+    MODELS
+    + "config:VerifyAndUpdateConfig.verify_and_update_model_config": "model_config",
     "transformers_utils.model_arch_config_convertor:ModelArchConfigConvertorBase.convert": "self "
     "supports_multimodal=True",
     MODELS + "llama:LlamaForCausalLM.load_weights": "self weights",
@@ -362,7 +375,9 @@ def test_imports_are_listed() -> None:
 
 
 def test_listed_imports_are_made() -> None:
-    assert listed_imports(IMPORTS) <= set(made_imports()), "strike what is no longer used"
+    assert listed_imports(IMPORTS) <= set(made_imports()), (
+        "strike what is no longer used"
+    )
 
 
 # Imported where it is called, since only builds for GPUs have it.
@@ -387,10 +402,16 @@ def test_fields(owner: type) -> None:
 
 @pytest.mark.parametrize("owner", list(PROPERTIES), ids=lambda owner: owner.__name__)
 def test_properties(owner: type) -> None:
-    assert [name for name in PROPERTIES[owner].split() if not hasattr(owner, name)] == []
+    assert [
+        name for name in PROPERTIES[owner].split() if not hasattr(owner, name)
+    ] == []
 
 
 def test_sampler_output_takes_what_we_give() -> None:
     """Further fields must have defaults."""
-    required = [f.name for f in dataclasses.fields(SamplerOutput) if f.default is f.default_factory]
+    required = [
+        f.name
+        for f in dataclasses.fields(SamplerOutput)
+        if f.default is f.default_factory
+    ]
     assert required == FIELDS[SamplerOutput].split()

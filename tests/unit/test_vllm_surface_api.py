@@ -41,14 +41,18 @@ UTILS = "entrypoints.serve.utils."
 SIGNATURES: dict[str, str] = {
     OPENAI + "chat_completion.api_router:create_chat_completion": "request raw_request",
     OPENAI + "completion.api_router:create_completion": "request raw_request",
-    OPENAI + "chat_completion.serving:OpenAIServingChat.create_chat_completion": "self request "
+    OPENAI
+    + "chat_completion.serving:OpenAIServingChat.create_chat_completion": "self request "
     "raw_request=None",
-    OPENAI + "completion.serving:OpenAIServingCompletion.create_completion": "self request "
+    OPENAI
+    + "completion.serving:OpenAIServingCompletion.create_completion": "self request "
     "raw_request=None",
     UTILS + "sse_keep_alive:with_sse_keep_alive": "generator interval",
-    UTILS + "api_utils:should_include_usage": "stream_options enable_force_include_usage",
+    UTILS
+    + "api_utils:should_include_usage": "stream_options enable_force_include_usage",
     UTILS + "orca_metrics:metrics_header": "metrics_format",
-    OPENAI + "chat_completion.serving:OpenAIServingChat.render_chat_request": "self request",
+    OPENAI
+    + "chat_completion.serving:OpenAIServingChat.render_chat_request": "self request",
     "entrypoints.serve.exception_handling.error_response:create_error_response": "message "
     "err_type='BadRequestError' status_code=<HTTPStatus.BAD_REQUEST: 400> param=None",
     "entrypoints.serve.engine.serving:BaseServing.create_error_response": "message "
@@ -79,7 +83,9 @@ def test_imports_are_listed() -> None:
 
 @pytest.mark.parametrize("module,name", sorted(listed_imports(IMPORTS)))
 def test_import(module: str, name: str) -> None:
-    assert hasattr(importlib.import_module(module), name), f"{name} is gone from {module}"
+    assert hasattr(importlib.import_module(module), name), (
+        f"{name} is gone from {module}"
+    )
 
 
 @pytest.mark.parametrize("name", list(SIGNATURES))
@@ -89,7 +95,9 @@ def test_signature(name: str) -> None:
 
 def test_the_plugin_is_one() -> None:
     assert ENDPOINT_PLUGINS_GROUP == "vllm.endpoint_plugins"
-    assert isinstance(EndpointPlugin(), Interface) and isinstance(ImagesPlugin(), Interface)
+    assert isinstance(EndpointPlugin(), Interface) and isinstance(
+        ImagesPlugin(), Interface
+    )
 
 
 def test_fields() -> None:
@@ -101,7 +109,13 @@ def test_fields() -> None:
     assert completions <= set(CompletionRequest.model_fields)
     output = {"prompt_token_ids", "outputs", "kv_transfer_params"}
     assert output <= fields_of(RequestOutput)
-    completion = {"index", "token_ids", "finish_reason", "stop_reason", "spec_decode_metrics"}
+    completion = {
+        "index",
+        "token_ids",
+        "finish_reason",
+        "stop_reason",
+        "spec_decode_metrics",
+    }
     assert completion | {"routed_experts"} <= fields_of(CompletionOutput)
 
 

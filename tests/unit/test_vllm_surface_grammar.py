@@ -5,7 +5,14 @@ import importlib
 import llguidance
 import pytest
 import xgrammar
-from surface import GRAMMARS, arguments, fields_of, found_in_vllm, listed_imports, made_imports
+from surface import (
+    GRAMMARS,
+    arguments,
+    fields_of,
+    found_in_vllm,
+    listed_imports,
+    made_imports,
+)
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
@@ -76,7 +83,9 @@ PROPERTIES = {
     StructuredOutputRequest: "grammar structured_output_key",
 }
 XGRAMMAR = "accept_token rollback is_completed fill_next_token_bitmask fork"
-LLGUIDANCE = "validate_tokens consume_token rollback is_accepting is_stopped is_error deep_copy"
+LLGUIDANCE = (
+    "validate_tokens consume_token rollback is_accepting is_stopped is_error deep_copy"
+)
 
 
 def test_imports_are_listed() -> None:
@@ -85,7 +94,9 @@ def test_imports_are_listed() -> None:
 
 @pytest.mark.parametrize("module,name", sorted(listed_imports(IMPORTS)))
 def test_import(module: str, name: str) -> None:
-    assert hasattr(importlib.import_module(module), name), f"{name} is gone from {module}"
+    assert hasattr(importlib.import_module(module), name), (
+        f"{name} is gone from {module}"
+    )
 
 
 @pytest.mark.parametrize("name", list(SIGNATURES))
@@ -100,13 +111,22 @@ def test_fields(owner: type) -> None:
 
 @pytest.mark.parametrize("owner", list(PROPERTIES), ids=lambda owner: owner.__name__)
 def test_properties(owner: type) -> None:
-    assert [name for name in PROPERTIES[owner].split() if not hasattr(owner, name)] == []
+    assert [
+        name for name in PROPERTIES[owner].split() if not hasattr(owner, name)
+    ] == []
 
 
 def test_a_grammar_of_vllm_has_just_these_methods() -> None:
     """More of them would have to be written, or vLLM could not build ours."""
     assert set(StructuredOutputGrammar.__abstractmethods__) == {
-        *("accept_tokens", "fill_bitmask", "is_terminated", "reset", "rollback", "validate_tokens"),
+        *(
+            "accept_tokens",
+            "fill_bitmask",
+            "is_terminated",
+            "reset",
+            "rollback",
+            "validate_tokens",
+        ),
     }
 
 
@@ -116,5 +136,9 @@ def test_a_backend_of_vllm_has_just_these_methods() -> None:
 
 
 def test_matchers() -> None:
-    assert [name for name in XGRAMMAR.split() if not hasattr(xgrammar.GrammarMatcher, name)] == []
-    assert [name for name in LLGUIDANCE.split() if not hasattr(llguidance.LLMatcher, name)] == []
+    assert [
+        name for name in XGRAMMAR.split() if not hasattr(xgrammar.GrammarMatcher, name)
+    ] == []
+    assert [
+        name for name in LLGUIDANCE.split() if not hasattr(llguidance.LLMatcher, name)
+    ] == []

@@ -10,10 +10,12 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 GRAPHS = "v1.worker.gpu.cudagraph_utils:"
 SIGNATURES = {
-    GRAPHS + "ModelCudaGraphManager": "vllm_config device cudagraph_mode decode_query_len "
+    GRAPHS
+    + "ModelCudaGraphManager": "vllm_config device cudagraph_mode decode_query_len "
     "lora_capture_cases=None varlen_decode=False ubatch_runner=None",
     GRAPHS + "ModelCudaGraphManager._init_candidates": "self",
-    GRAPHS + "BatchExecutionDescriptor": "cg_mode num_tokens num_reqs uniform_token_count=None "
+    GRAPHS
+    + "BatchExecutionDescriptor": "cg_mode num_tokens num_reqs uniform_token_count=None "
     "max_query_len=None num_active_loras=0 num_ubatches=1",
     GRAPHS + "ModelCudaGraphManager.run_fullgraph": "self desc",
     "v1.worker.gpu.attn_utils:build_slot_mappings_by_layer": "slot_mappings kv_cache_config",

@@ -46,7 +46,8 @@ FLASH_SIGNATURES = {
     FLASH + "build": "self common_prefix_len common_attn_metadata fast_build=False",
     FLASH + "_store_scheduler_metadata": "self scheduler_metadata",
     # What a schedule is made of: the same values here and where attention is computed.
-    FLASH + "_get_scheduler_metadata": "self * aot_schedule batch_size cu_query_lens max_query_len "
+    FLASH
+    + "_get_scheduler_metadata": "self * aot_schedule batch_size cu_query_lens max_query_len "
     "seqlens max_seq_len causal max_num_splits",
     "v1.attention.backends.fa_utils:get_flash_attn_version": "requires_alibi=False head_size=None "
     "head_size_v=None has_sinks=False requires_softcap=False kv_cache_block_size=None "
@@ -69,7 +70,9 @@ def test_flash_attention_signature(name: str) -> None:
 def test_flash_attention_fields() -> None:
     assert set(FLASH_FIELDS.split()) <= fields_of(FlashAttentionMetadataBuilder)
     options = {"backend", "backend_per_kind", "flash_attn_version"}
-    assert options | {"flash_attn_max_num_splits_for_cuda_graph"} <= fields_of(AttentionConfig)
+    assert options | {"flash_attn_max_num_splits_for_cuda_graph"} <= fields_of(
+        AttentionConfig
+    )
 
 
 def test_flash_attention_schedules_take_what_they_took() -> None:
@@ -92,7 +95,9 @@ def test_kernel_arguments(name: str) -> None:
     assert " ".join(names) == KERNELS[name]
 
 
-@pytest.mark.skipif(not current_platform.is_cpu(), reason="the CPU worker's own preparation")
+@pytest.mark.skipif(
+    not current_platform.is_cpu(), reason="the CPU worker's own preparation"
+)
 def test_cpu_worker_prepares_buffers() -> None:
     """Our unit tests import what vLLM's CPU worker imports before it builds buffers."""
     shm = importlib.import_module("vllm.v1.worker.cpu.shm")

@@ -66,14 +66,16 @@ IO = "plugins.io_processors.interface:IOProcessor."
 SIGNATURES = {
     V1 + "_update_states": "self scheduler_output",
     V1 + "sample_tokens": "self grammar_output",
-    V1 + "_model_forward": "self input_ids=None positions=None intermediate_tensors=None "
+    V1
+    + "_model_forward": "self input_ids=None positions=None intermediate_tensors=None "
     "inputs_embeds=None **model_kwargs",
     V1 + "_dummy_pooler_run": "self hidden_states",
     V1 + "load_model": "self load_dummy_weights=False * model=None",
     V2 + "add_requests": "self scheduler_output",
     V2 + "_remove_request": "self req_id",
     V2 + "sample_tokens": "self grammar_output",
-    V2 + "prepare_inputs": "self scheduler_output batch_req_state batch_desc num_active_loras",
+    V2
+    + "prepare_inputs": "self scheduler_output batch_req_state batch_desc num_active_loras",
     V2 + "get_supported_tasks": "self",
     V2 + "get_model": "self",
     "v1.worker.gpu_worker:Worker.init_device": "self",
@@ -83,7 +85,8 @@ SIGNATURES = {
     EXECUTOR + "check_health": "self",
     EXECUTOR + "shutdown": "self",
     EXECUTOR + "execute_model": "self scheduler_output non_block=False",
-    EXECUTOR + "collective_rpc": "self method timeout=None args=() kwargs=None non_block=False",
+    EXECUTOR
+    + "collective_rpc": "self method timeout=None args=() kwargs=None non_block=False",
     EXECUTOR + "sleep": "self level=1",
     EXECUTOR + "wake_up": "self tags=None",
     IO + "parse_data": "self data",
@@ -164,10 +167,14 @@ def test_signature(name: str) -> None:
 
 @pytest.mark.parametrize("owner", list(FIELDS), ids=lambda owner: owner.__qualname__)
 def test_fields(owner: type) -> None:
-    known = set().union(*(fields_of(base) for base in owner.__mro__ if "vllm" in base.__module__))
+    known = set().union(
+        *(fields_of(base) for base in owner.__mro__ if "vllm" in base.__module__)
+    )
     assert set(FIELDS[owner].split()) - known == set()
 
 
 @pytest.mark.parametrize("owner", list(PROPERTIES), ids=lambda owner: owner.__name__)
 def test_properties(owner: type) -> None:
-    assert [name for name in PROPERTIES[owner].split() if not hasattr(owner, name)] == []
+    assert [
+        name for name in PROPERTIES[owner].split() if not hasattr(owner, name)
+    ] == []

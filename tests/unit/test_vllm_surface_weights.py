@@ -3,7 +3,14 @@
 import importlib
 
 import pytest
-from surface import WEIGHTS, arguments, fields_of, found_in_vllm, listed_imports, made_imports
+from surface import (
+    WEIGHTS,
+    arguments,
+    fields_of,
+    found_in_vllm,
+    listed_imports,
+    made_imports,
+)
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.lora.model_manager import LoRAModelManager
@@ -26,7 +33,10 @@ vllm.v1.worker.cpu_worker: CPUWorker
 vllm.v1.worker.gpu.model_runner: GPUModelRunner
 vllm.v1.worker.gpu_worker: Worker
 """
-WORKER, RELOAD = "v1.worker.gpu_worker:Worker.", "model_executor.model_loader.reload.layerwise:"
+WORKER, RELOAD = (
+    "v1.worker.gpu_worker:Worker.",
+    "model_executor.model_loader.reload.layerwise:",
+)
 RUNNER = "v1.worker.gpu.model_runner:GPUModelRunner."
 COMPRESSED = "model_executor.layers.quantization.compressed_tensors.compressed_tensors:"
 COMPRESSED += "CompressedTensorsConfig."
@@ -63,7 +73,9 @@ def test_imports_are_listed() -> None:
 
 @pytest.mark.parametrize("module,name", sorted(listed_imports(IMPORTS)))
 def test_import(module: str, name: str) -> None:
-    assert hasattr(importlib.import_module(module), name), f"{name} is gone from {module}"
+    assert hasattr(importlib.import_module(module), name), (
+        f"{name} is gone from {module}"
+    )
 
 
 @pytest.mark.parametrize("name", list(SIGNATURES))

@@ -14,7 +14,12 @@ from vllm.engine.arg_utils import EngineArgs
 from dllm_plugin.kernels.confidence.reference import Columns
 from dllm_plugin.sampling.vocab_parallel import VocabShard
 
-D2F = {"strategy": "d2f", "block_length": 4, "canvas_length": 16, "max_active_blocks": 4}
+D2F = {
+    "strategy": "d2f",
+    "block_length": 4,
+    "canvas_length": 16,
+    "max_active_blocks": 4,
+}
 BLOCK = {"strategy": "block_diffusion", "block_length": 4, "canvas_length": 8}
 Wants = list[dict[str, Any]]
 
@@ -51,7 +56,9 @@ class ThreadShard(VocabShard):
         return torch.cat(self.all(self.rank, "rows", logits_TV), dim=1)[:, :VOCAB]
 
 
-def text_of(dllm: dict[str, Any], shift: bool, wants: Wants, shard: Any = None) -> list[Any]:
+def text_of(
+    dllm: dict[str, Any], shift: bool, wants: Wants, shard: Any = None
+) -> list[Any]:
     """Return what requests that run together emit, step by step."""
     loop = Loop(dllm, shift, shard=shard)
     runs = []
@@ -86,7 +93,9 @@ WHOLE: dict[str, Wants] = {
 @pytest.mark.parametrize("extra", WHOLE)
 @pytest.mark.parametrize(("shift", "ranks"), [(False, 2), (True, 3)])
 @pytest.mark.parametrize("dllm", [D2F, BLOCK], ids=["d2f", "block_diffusion"])
-def test_ranks_decide_as_one(dllm: dict[str, Any], shift: bool, ranks: int, extra: str) -> None:
+def test_ranks_decide_as_one(
+    dllm: dict[str, Any], shift: bool, ranks: int, extra: str
+) -> None:
     """Whole rows are gathered while a request that needs them runs, and no longer."""
     wants, exchange = PLAIN + WHOLE[extra], Exchange(ranks)
     shards = [ThreadShard(rank, ranks, exchange) for rank in range(ranks)]
@@ -94,19 +103,29 @@ def test_ranks_decide_as_one(dllm: dict[str, Any], shift: bool, ranks: int, extr
         texts = list(pool.map(lambda shard: text_of(dllm, shift, wants, shard), shards))
     assert texts == [text_of(dllm, shift, wants)] * ranks
     assert exchange.calls == [exchange.calls[0]] * ranks
-    assert set(exchange.calls[0]) == ({"partials", "rows"} if WHOLE[extra] else {"partials"})
+    assert set(exchange.calls[0]) == (
+        {"partials", "rows"} if WHOLE[extra] else {"partials"}
+    )
 
 
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"enable_lora": True}, "columns of the LM head apart, which enable_lora gathers"),
+        (
+            {"enable_lora": True},
+            "columns of the LM head apart, which enable_lora gathers",
+        ),
         ({"tensor_parallel_size": 1}, "tensor_parallel_size of at least 2, got 1"),
     ],
     ids=["lora", "one rank"],
 )
-def test_what_it_cannot_serve(given: dict[str, Any], sentence: str, checkpoints: Path) -> None:
-    options = {"tensor_parallel_size": 2, "additional_config": {"dllm": {"vocab_parallel": True}}}
+def test_what_it_cannot_serve(
+    given: dict[str, Any], sentence: str, checkpoints: Path
+) -> None:
+    options = {
+        "tensor_parallel_size": 2,
+        "additional_config": {"dllm": {"vocab_parallel": True}},
+    }
     arguments = EngineArgs(str(checkpoints / "tiny-sdar"), **options | given)
     with pytest.raises(ValueError, match=sentence):
         arguments.create_engine_config()
@@ -125,6 +144,8 @@ def test_what_it_cannot_serve(given: dict[str, Any], sentence: str, checkpoints:
 def test_columns_stay_apart_by_default(
     given: dict[str, Any], columns: bool, checkpoints: Path
 ) -> None:
-    arguments = EngineArgs(str(checkpoints / "tiny-sdar"), **{"tensor_parallel_size": 2} | given)
+    arguments = EngineArgs(
+        str(checkpoints / "tiny-sdar"), **{"tensor_parallel_size": 2} | given
+    )
     config = arguments.create_engine_config()
     assert config.additional_config["dllm"]["vocab_parallel"] is columns

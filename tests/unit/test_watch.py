@@ -20,7 +20,14 @@ def test_final_text_is_plain_and_masks_are_dots() -> None:
 
 def test_frames_of_a_server() -> None:
     shown, positions = Shown(), dict[int, Any]()
-    frame = {"forward": 3, "start": 0, "length": 3, "final": 0, "set": [[1, "x", 0.5]], "unset": []}
+    frame = {
+        "forward": 3,
+        "start": 0,
+        "length": 3,
+        "final": 0,
+        "set": [[1, "x", 0.5]],
+        "unset": [],
+    }
     _apply(frame, positions, shown)
     assert shown.canvas == [None, ("x", 0.5), None] and shown.forwards == 3
     behind = {

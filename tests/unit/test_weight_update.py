@@ -25,7 +25,9 @@ def test_parts_come_in_any_order() -> None:
 def test_missing_weights_are_counted() -> None:
     with pytest.raises(ValueError, match=r"^The update has no weight 'a.weight'\.$"):
         update(False, [B])
-    with pytest.raises(ValueError, match=r"^The update has no weight 'a.weight' \(and 1 more\)\.$"):
+    with pytest.raises(
+        ValueError, match=r"^The update has no weight 'a.weight' \(and 1 more\)\.$"
+    ):
         update(False, [HEAD])
 
 
@@ -35,20 +37,28 @@ def test_an_empty_update_changes_nothing() -> None:
 
 def test_partial_backends_leave_out_and_repeat() -> None:
     assert update(True, [A], [A]) == ["a.weight", "a.weight"]
-    with pytest.raises(ValueError, match=r"^Weight 'a.weight' comes twice in one update\.$"):
+    with pytest.raises(
+        ValueError, match=r"^Weight 'a.weight' comes twice in one update\.$"
+    ):
         update(False, [A], [A])
 
 
 @pytest.mark.parametrize("partial", [False, True])
 def test_wrong_weights_are_named_at_once(partial: bool) -> None:
-    with pytest.raises(ValueError, match=r"^Weight 'a.weight' in the update has shape \(3,\), but"):
+    with pytest.raises(
+        ValueError, match=r"^Weight 'a.weight' in the update has shape \(3,\), but"
+    ):
         update(partial, [("a.weight", torch.ones(3))])
-    with pytest.raises(ValueError, match="^The update holds a weight 'c' that this model does not"):
+    with pytest.raises(
+        ValueError, match="^The update holds a weight 'c' that this model does not"
+    ):
         update(partial, [("c", torch.ones(3))])
 
 
 def test_merged_adapters() -> None:
     check_updatable(None, merged=False)
     check_updatable("some/adapter", merged=True)
-    with pytest.raises(ValueError, match="^Weights cannot be updated in place under lora_path:"):
+    with pytest.raises(
+        ValueError, match="^Weights cannot be updated in place under lora_path:"
+    ):
         check_updatable("some/adapter", merged=False)

@@ -37,7 +37,9 @@ def rewrite(path: Path, change) -> dict[str, torch.Tensor]:
 
 def first_forward(model, prompt: list[int], block: int, mask_id: int) -> torch.Tensor:
     """Logits [T, V] of prompt and one masked block, each one bidirectional segment."""
-    return forward(model, prompt + [mask_id] * block, [len(prompt), len(prompt) + block])
+    return forward(
+        model, prompt + [mask_id] * block, [len(prompt), len(prompt) + block]
+    )
 
 
 @pytest.mark.parametrize("family", ["llada", "dream"])
@@ -47,14 +49,20 @@ def test_first_forward_equals_reference(family, load_model, checkpoints, goldens
     rows = load_file(goldens / f"d2f_{family}.logits.safetensors")
     (architecture,) = model.config.architectures
     assert FAMILIES[architecture].logits_shift is golden["logits_shift"]
-    cases = [c for c in golden["cases"] if len(c["forwards"]) and c["forwards"][0]["commit_len"]]
+    cases = [
+        c
+        for c in golden["cases"]
+        if len(c["forwards"]) and c["forwards"][0]["commit_len"]
+    ]
     assert len(cases) >= 5
     for case in cases:
         prompt, block = case["prompt_ids"], case["settings"]["block_size"]
         logits = first_forward(model, prompt, block, golden["mask_id"])
         wanted = rows[f"{case['id']}/first_logits"]
         positions = rows[f"{case['id']}/first_logits_rows"].long()
-        torch.testing.assert_close(logits[positions], wanted, atol=5e-4, rtol=0, msg=case["id"])
+        torch.testing.assert_close(
+            logits[positions], wanted, atol=5e-4, rtol=0, msg=case["id"]
+        )
 
 
 def matrix(layer, columns: int) -> torch.Tensor:
@@ -82,7 +90,9 @@ def test_packed_projections_hold_their_parts_in_order(name, load_model, checkpoi
         biases = [stored[f"{p}.bias"].float() for p in parts if f"{p}.bias" in stored]
         bias = torch.cat(biases) if biases else zero
         wanted = torch.cat([weight, bias[:, None]], dim=1)
-        torch.testing.assert_close(matrix(module, weight.shape[1]), wanted, atol=1e-6, rtol=0)
+        torch.testing.assert_close(
+            matrix(module, weight.shape[1]), wanted, atol=1e-6, rtol=0
+        )
 
     check(layer.self_attn.qkv_proj, *(f"{attention}{part}_proj" for part in "qkv"))
     check(layer.self_attn.o_proj, f"{attention}{out}")
@@ -123,10 +133,16 @@ def test_sharded_checkpoint(name, checkpoint, load_model, checkpoints):
     index = {}
     for number, part in enumerate((names[::2], names[1::2]), start=1):
         shard = f"model-0000{number}-of-00002.safetensors"
-        save_file({n: tensors[n].clone() for n in part}, path / shard, metadata={"format": "pt"})
+        save_file(
+            {n: tensors[n].clone() for n in part},
+            path / shard,
+            metadata={"format": "pt"},
+        )
         index |= dict.fromkeys(part, shard)
     file.unlink()
-    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    (path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": index})
+    )
     prompt = [5, 6, 7]
     whole, sharded = load_model(checkpoints / name), load_model(path)
     assert torch.equal(*(first_forward(m, prompt, 8, 279) for m in (whole, sharded)))
@@ -147,7 +163,9 @@ def test_surplus_weight_is_named(name, surplus, checkpoint, load_model):
     path = checkpoint(name)
     extra = Q_PROJ[name].replace("q_proj.weight", surplus)
     rewrite(path, lambda t: t.update({extra: torch.zeros(128)}))
-    with pytest.raises(ValueError, match=f"weight '{extra}' that this model does not have"):
+    with pytest.raises(
+        ValueError, match=f"weight '{extra}' that this model does not have"
+    ):
         load_model(path)
 
 
@@ -163,7 +181,9 @@ def test_rotary_buffers_are_ignored(name, checkpoint, load_model):
 def test_misshaped_weight_is_named_with_both_shapes(name, checkpoint, load_model):
     path = checkpoint(name)
     rewrite(path, lambda t: t.update({Q_PROJ[name]: torch.zeros(128, 96)}))
-    with pytest.raises(ValueError, match=r"q_proj.* \(128, 96\), .* asks for \(128, 128\)"):
+    with pytest.raises(
+        ValueError, match=r"q_proj.* \(128, 96\), .* asks for \(128, 128\)"
+    ):
         load_model(path)
 
 
@@ -173,7 +193,9 @@ def test_damaged_file_is_named(name, keep, checkpoint, load_model):
     path = checkpoint(name)
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(ValueError, match=rf"Cannot read '{file}': the file is truncated"):
+    with pytest.raises(
+        ValueError, match=rf"Cannot read '{file}': the file is truncated"
+    ):
         load_model(path)
 
 
@@ -181,7 +203,9 @@ def test_damaged_shard_is_found_without_loading(checkpoint):
     path = checkpoint("tiny-llada")
     check_readable(path)
     (path / "model-00002-of-00002.safetensors").write_bytes(b"\0" * 64)
-    with pytest.raises(ValueError, match="model-00002-of-00002.safetensors': the file is trunc"):
+    with pytest.raises(
+        ValueError, match="model-00002-of-00002.safetensors': the file is trunc"
+    ):
         check_readable(path)
 
 
@@ -219,7 +243,11 @@ def test_manifest_has_the_published_size(registered):
         (DreamModel, configs.DreamConfig(**qwen2), 15_231_233_024),
         (FastDLLMQwenForCausalLM, configs.FastDLLMConfig(**qwen2), 15_231_233_024),
         (SDARForCausalLM, configs.SDARConfig(**qwen3), 16_381_470_720),
-        (SDARMoeForCausalLM, configs.SDARMoeConfig(num_hidden_layers=48), 61_064_245_248),
+        (
+            SDARMoeForCausalLM,
+            configs.SDARMoeConfig(num_hidden_layers=48),
+            61_064_245_248,
+        ),
     ):
         shapes = model.checkpoint_shapes(config).values()
         assert 2 * sum(math.prod(shape) for shape in shapes) == size

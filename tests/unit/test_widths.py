@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from dllm_plugin.decoding.acceptance import accepted, tokens_per_forward
-from dllm_plugin.decoding.step_costs import READS, Costs, MeasuredCosts, ObservedRatios, StepCosts
+from dllm_plugin.decoding.step_costs import (
+    READS,
+    Costs,
+    MeasuredCosts,
+    ObservedRatios,
+    StepCosts,
+)
 from dllm_plugin.decoding.widths import CYCLE, WidthController, choose, widths_between
 
 H200 = Costs(base=4.6, free=128, per_position=0.0215)
@@ -44,7 +50,10 @@ def test_tokens_per_forward() -> None:
             for width, tokens in zip(range(2, 129), got, strict=True):
                 bound = accepted(width - tokens + shift, p0, 2.5)
                 assert tokens == pytest.approx(max(1.0, bound), abs=1e-6)
-    assert tokens_per_forward(1, 0.9, 4, False) == 0.5 and tokens_per_forward(1, 0.9, 4, True) == 1
+    assert (
+        tokens_per_forward(1, 0.9, 4, False) == 0.5
+        and tokens_per_forward(1, 0.9, 4, True) == 1
+    )
 
 
 class Requests:
@@ -111,12 +120,20 @@ def test_a_change_of_acceptance_is_followed() -> None:
 
 
 # Dream-7B on an H200, 256 requests of 640 tokens: what graphs take, and steps at least on the host.
-GRAPHS_MS, HOST_MS, BESIDE_MS = {1: 9.5, 2: 15.3, 3: 20.5, 4: 25.7, 6: 37.5, 8: 49.4}, 15.2, 1.8
+GRAPHS_MS, HOST_MS, BESIDE_MS = (
+    {1: 9.5, 2: 15.3, 3: 20.5, 4: 25.7, 6: 37.5, 8: 49.4},
+    15.2,
+    1.8,
+)
 
 
-@pytest.mark.parametrize("wrong", [{}, {6: 0.5, 8: 0.4}, {1: 2.0, 2: 2.0, 3: 1.6}], ids=str)
+@pytest.mark.parametrize(
+    "wrong", [{}, {6: 0.5, 8: 0.4}, {1: 2.0, 2: 2.0, 3: 1.6}], ids=str
+)
 @pytest.mark.parametrize("clock", [True, False])
-def test_times_of_steps_correct_their_costs(clock: bool, wrong: dict[int, float]) -> None:
+def test_times_of_steps_correct_their_costs(
+    clock: bool, wrong: dict[int, float]
+) -> None:
     """What graphs leave out, and what disturbed their measuring, would lead to a worse width."""
     truth, rng = (0.91, 2.5), np.random.default_rng(5)
     true_ms = {width: max(HOST_MS, ms + BESIDE_MS) for width, ms in GRAPHS_MS.items()}
@@ -180,7 +197,9 @@ def test_a_time_when_all_is_slow_leaves_nothing(requests: int) -> None:
     )
 
 
-def blocks(requests: int, length: int, costs: Costs, truth: tuple[float, float]) -> float:
+def blocks(
+    requests: int, length: int, costs: Costs, truth: tuple[float, float]
+) -> float:
     """What the usual blocks bring: one commits together with the next, or alone, where many run."""
     rng, together = np.random.default_rng(3), requests * length < 128
     decided, tokens = np.zeros((requests, length), dtype=bool), 0
@@ -194,17 +213,25 @@ def blocks(requests: int, length: int, costs: Costs, truth: tuple[float, float])
         stuck = ~take.any(axis=1) & masks.any(axis=1)
         take[stuck, masks.argmax(axis=1)[stuck]] = True
         decided |= take
-    return tokens / 120 / costs.step(requests, length * (2 if together else 1), 640 * requests)
+    return (
+        tokens
+        / 120
+        / costs.step(requests, length * (2 if together else 1), 640 * requests)
+    )
 
 
 @pytest.mark.parametrize("narrowest", [2, 8])
 @pytest.mark.parametrize("truth", [(0.91, 2.5), (0.95, 7.0), (0.6, 1.5)])
-def test_no_load_is_slower_than_blocks(truth: tuple[float, float], narrowest: int) -> None:
+def test_no_load_is_slower_than_blocks(
+    truth: tuple[float, float], narrowest: int
+) -> None:
     """By more than a hundredth, with keys that cost little or much, and with what trials cost."""
     for per_key, length in ((1.2e-5, 16), (1.2e-4, 16), (1.2e-5, 32)):
         costs = Costs(H200.base, H200.free, H200.per_position, per_key, READS)
         for count in (1, 8, 32, 256):
-            controller = WidthController(widths_between(narrowest, length), False, costs)
+            controller = WidthController(
+                widths_between(narrowest, length), False, costs
+            )
             # So many stand for all of them.
             few, crowd, tokens, taken = 16, Requests(16, False), 0.0, 0.0
             for step in range(250):
@@ -219,7 +246,10 @@ def test_no_load_is_slower_than_blocks(truth: tuple[float, float], narrowest: in
 
 def test_few_changes_at_a_border() -> None:
     """One request more or less does not turn the width back and forth."""
-    controller, requests = WidthController(widths_between(2, 32), False, H200), Requests(64, False)
+    controller, requests = (
+        WidthController(widths_between(2, 32), False, H200),
+        Requests(64, False),
+    )
     for step in range(1000):
         width = controller.width(63 + step % 2, 0)
         controller.observe(width, 64, requests.step(width, 0.9, 2.5))

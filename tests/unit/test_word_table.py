@@ -19,7 +19,12 @@ from dllm_plugin.sampling.features import bad_words
 from dllm_plugin.sampling.features import bad_words as word_table
 from dllm_plugin.sampling.features.bad_words import UNUSED, WordTable
 
-D2F = {"strategy": "d2f", "block_length": 4, "canvas_length": 16, "max_active_blocks": 4}
+D2F = {
+    "strategy": "d2f",
+    "block_length": 4,
+    "canvas_length": 16,
+    "max_active_blocks": 4,
+}
 LONGEST = MAX_WORDS_TOKENS // MAX_WORD_TOKENS  # words of the most tokens
 
 
@@ -54,7 +59,9 @@ def test_limits_of_a_request() -> None:
     check_bad_words([[1, 2]] * (MAX_WORDS_TOKENS // 2))
     with pytest.raises(VLLMValidationError, match="a word of 17 tokens; at most 16 "):
         check_bad_words([[1], [1] * 17])
-    with pytest.raises(VLLMValidationError, match="65 words of up to 16 tokens.* 1024 at"):
+    with pytest.raises(
+        VLLMValidationError, match="65 words of up to 16 tokens.* 1024 at"
+    ):
         check_bad_words([[1, 2]] * 64 + [[1] * 16])
 
 
@@ -111,12 +118,16 @@ class Largest(TorchDispatchMode):
         super().__init__()
         self.size = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         for made in result if isinstance(result, tuple | list) else (result,):
             if isinstance(made, torch.Tensor):
                 storage = made.untyped_storage()
-                self.size = max(self.size, storage.nbytes() // (made.element_size() or 1))
+                self.size = max(
+                    self.size, storage.nbytes() // (made.element_size() or 1)
+                )
         return result
 
 
@@ -128,7 +139,9 @@ def test_steps_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(bad_words, "ALIGNED_AT_ONCE", limit)
         loop = Loop(D2F, slots=8)
         runs = [
-            loop.start([i] * 3, Hashed(i), worded([*most(i), [i, 5], [5, i]][2:]), f"{i}")
+            loop.start(
+                [i] * 3, Hashed(i), worded([*most(i), [i, 5], [5, i]][2:]), f"{i}"
+            )
             for i in range(8)
         ]
         with Largest() as largest:

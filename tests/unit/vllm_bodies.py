@@ -98,7 +98,9 @@ def write_table(versions: list[str], table: dict[str, list[str]]) -> None:
 
 def moved(table: dict[str, list[str]]) -> list[str]:
     """Symbols whose last two fingerprints differ."""
-    known = {symbol: marks for symbol, marks in table.items() if UNKNOWN not in marks[-2:]}
+    known = {
+        symbol: marks for symbol, marks in table.items() if UNKNOWN not in marks[-2:]
+    }
     return [symbol for symbol, marks in sorted(known.items()) if marks[-1] != marks[-2]]
 
 

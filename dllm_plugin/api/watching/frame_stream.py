@@ -30,7 +30,11 @@ class FrameSource:
         """Note that a choice has all its text: its last frame shows what no snapshot did."""
         frames = self._of(choice)
         frames.ended = True
-        end = {"forward": forwards, "start": len(frames.tokens), "final": len(frames.tokens)}
+        end = {
+            "forward": forwards,
+            "start": len(frames.tokens),
+            "final": len(frames.tokens),
+        }
         self.add_snapshot(choice, end | {"ids": b"", "confidences": b""})
 
     def add_snapshot(self, choice: int, snapshot: dict[str, Any]) -> None:
@@ -53,13 +57,22 @@ class FrameSource:
         return self._frames.setdefault(choice, Frames(self._decode))
 
 
-def frame_events(source: FrameSource, kind: str, created: int, model: str) -> Iterator[str]:
+def frame_events(
+    source: FrameSource, kind: str, created: int, model: str
+) -> Iterator[str]:
     """Yield an ordinary chunk without text for each frame that has arrived."""
     for choice, frame in source.take():
         text: dict[str, Any] = {"delta": {}} if kind == CHAT_CHUNK else {"text": ""}
         entry = {"index": choice, **text, "finish_reason": None, "diffusion": frame}
-        head = {"id": source.request_id, "object": kind, "created": created, "model": model}
-        chunk = json.dumps(head | {"choices": [entry]}, ensure_ascii=False, separators=(",", ":"))
+        head = {
+            "id": source.request_id,
+            "object": kind,
+            "created": created,
+            "model": model,
+        }
+        chunk = json.dumps(
+            head | {"choices": [entry]}, ensure_ascii=False, separators=(",", ":")
+        )
         yield f"data: {chunk}\n\n"
 
 

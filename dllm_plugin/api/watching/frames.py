@@ -48,11 +48,15 @@ class Frames:
         """Return the frame of a snapshot, and note that it was sent."""
         start = int(snapshot["start"])
         ids = np.frombuffer(snapshot["ids"], dtype=np.int32).tolist()
-        if self.ended:  # by a stop string, perhaps, and the rest was decided for nothing
+        if (
+            self.ended
+        ):  # by a stop string, perhaps, and the rest was decided for nothing
             ids = ids[: max(0, len(self.tokens) - start)]
         confidences = dict(enumerate(snapshot["confidences"], start))
         first = min(self._settled, start)
-        before = self.tokens[first:start]  # decided in forwards of which no snapshot arrived
+        before = self.tokens[
+            first:start
+        ]  # decided in forwards of which no snapshot arrived
         now = self._texts([*before, *([-1] * (start - first - len(before))), *ids])
         set_entries: list[list[Any]] = []
         unset = [position for position in self._shown if position >= first + len(now)]
@@ -134,5 +138,7 @@ def trace_of(completion: CompletionOutput) -> dict[str, Any]:
     """
     rows = completion.routed_experts
     steps, confidences = ([], []) if rows is None else rows.T.tolist()
-    certain = [None if value != value else round(value, DIGITS) for value in confidences]
+    certain = [
+        None if value != value else round(value, DIGITS) for value in confidences
+    ]
     return {"steps": list(map(int, steps)), "confidences": certain}

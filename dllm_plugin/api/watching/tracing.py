@@ -2,7 +2,12 @@
 
 from collections.abc import Mapping
 
-from vllm.tracing import SpanAttributes, SpanKind, extract_trace_context, instrument_manual
+from vllm.tracing import (
+    SpanAttributes,
+    SpanKind,
+    extract_trace_context,
+    instrument_manual,
+)
 
 from dllm_plugin.api.counts import Counts, total
 
@@ -11,12 +16,17 @@ PREFIX = "diffuplug."
 
 
 def trace(
-    request_id: str, headers: Mapping[str, str] | None, started: int, of_choices: list[Counts]
+    request_id: str,
+    headers: Mapping[str, str] | None,
+    started: int,
+    of_choices: list[Counts],
 ) -> None:
     """Send one span from `started` (nanoseconds) to now, a child of the request's own trace."""
     if not of_choices:
         return
-    numbers = {PREFIX + name: value for name, value in total(of_choices).as_json().items()}
+    numbers = {
+        PREFIX + name: value for name, value in total(of_choices).as_json().items()
+    }
     instrument_manual(
         span_name=SPAN,
         start_time=started,

@@ -56,18 +56,26 @@ class WatchedEngine:
         return getattr(self._engine, name)
 
     def generate(
-        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        request_id: str,
+        **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate as the engine does. A handler calls this once for each prompt of a body."""
         first = self._num_choices
         if self._frames is not None and not first:
             # A handler of completions numbers the prompts of a body; its chunks do not.
             of_completion = request_id.startswith("cmpl-")
-            self._frames.request_id = request_id.removesuffix("-0" if of_completion else "")
+            self._frames.request_id = request_id.removesuffix(
+                "-0" if of_completion else ""
+            )
         self._num_choices += sampling_params.n
         outputs = self._engine.generate(prompt, sampling_params, request_id, **options)
         delta = sampling_params.output_kind == RequestOutputKind.DELTA
-        return self._follow(outputs, first, delta, request_id, options.get("trace_headers"))
+        return self._follow(
+            outputs, first, delta, request_id, options.get("trace_headers")
+        )
 
     async def _follow(
         self,
@@ -82,7 +90,10 @@ class WatchedEngine:
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 if self._tail:
-                    output.prompt_token_ids = [*(output.prompt_token_ids or ()), *self._tail]
+                    output.prompt_token_ids = [
+                        *(output.prompt_token_ids or ()),
+                        *self._tail,
+                    ]
                 self._note(output, first, delta)
                 if self._frames is None or self._take_snapshot(output, first):
                     yield output
@@ -95,7 +106,9 @@ class WatchedEngine:
         assert self._frames is not None
         snapshot = (output.kv_transfer_params or {}).get(SNAPSHOT)
         output.kv_transfer_params = None
-        output.outputs = [c for c in output.outputs if c.token_ids or c.text or c.finish_reason]
+        output.outputs = [
+            c for c in output.outputs if c.token_ids or c.text or c.finish_reason
+        ]
         for completion in output.outputs:
             index = first + completion.index
             self._frames.add_tokens(index, list(completion.token_ids))
@@ -115,9 +128,13 @@ class WatchedEngine:
         # Of several choices in one output vLLM tells what one of them found.
         cached = output.num_cached_tokens if len(output.outputs) == 1 else None
         for completion in output.outputs:
-            if completion.finish_reason == "error" and isinstance(completion.stop_reason, str):
+            if completion.finish_reason == "error" and isinstance(
+                completion.stop_reason, str
+            ):
                 # A grammar at which its compiler failed; vLLM's handlers know no reasons.
-                raise VLLMValidationError(completion.stop_reason, parameter="structured_outputs")
+                raise VLLMValidationError(
+                    completion.stop_reason, parameter="structured_outputs"
+                )
             index = first + completion.index
             before = self._tokens.get(index, 0) if delta else 0
             self._tokens[index] = before + len(completion.token_ids)

@@ -15,7 +15,12 @@ from dllm_plugin.commands.offline import (
     start_engine,
     stop_engine,
 )
-from dllm_plugin.commands.problems.generator import ANSWER_SCHEMA, ask_in_json, eval_seeds, problem
+from dllm_plugin.commands.problems.generator import (
+    ANSWER_SCHEMA,
+    ask_in_json,
+    eval_seeds,
+    problem,
+)
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -85,18 +90,29 @@ def run(limit: int | None, dtype: str, verbose: bool, in_json: bool = False) -> 
         with screen(verbose) as shown:
             if llm is not None:
                 stop_engine(llm)
-                llm = None  # the next start takes what is still there out of collections
+                llm = (
+                    None  # the next start takes what is still there out of collections
+                )
             llm = start(dllm, dtype, shown.log)
-            scores[name] = decode(llm, problems, MAX_TOKENS, shown.bar(name), schema=schema)
+            scores[name] = decode(
+                llm, problems, MAX_TOKENS, shown.bar(name), schema=schema
+            )
     # The last engine ends with the process: to take it apart takes a second more.
-    print(f"{'':<20} {'accuracy':>9} {'tokens/forward':>15} {'positions/token':>16} {'seconds':>8}")
+    print(
+        f"{'':<20} {'accuracy':>9} {'tokens/forward':>15} {'positions/token':>16} {'seconds':>8}"
+    )
     for name, score in scores.items():
         print(
             f"{name:<20} {score.accuracy:>8.1%} {score.tokens_per_forward:>15.2f} "
             f"{score.positions_per_token:>16.1f} {score.seconds:>8.1f}"
         )
     rows = {name: score._asdict() for name, score in scores.items()}
-    record = {"benchmark": "eval", "problems": len(problems), "dtype": dtype, "json": in_json}
+    record = {
+        "benchmark": "eval",
+        "problems": len(problems),
+        "dtype": dtype,
+        "json": in_json,
+    }
     print(json.dumps(record | {"rows": rows}))
     return 0
 
@@ -143,11 +159,15 @@ def answers(
             temperature=0.0,
             seed=i,  # some policies sample
             extra_args=extra_args,
-            structured_outputs=None if schema is None else StructuredOutputsParams(json=schema),
+            structured_outputs=None
+            if schema is None
+            else StructuredOutputsParams(json=schema),
         )
         for i in range(len(problems))
     ]
-    llm.enqueue_chat([conversation(p.question) for p in problems], sampling, use_tqdm=False)
+    llm.enqueue_chat(
+        [conversation(p.question) for p in problems], sampling, use_tqdm=False
+    )
 
     before, start = _num_positions(llm), time.perf_counter()
     outputs = llm.wait_for_completion(RequestOutput, use_tqdm=bar)
@@ -156,7 +176,10 @@ def answers(
 
 
 def score(
-    outputs: "list[RequestOutput]", problems: Sequence[Asked], positions: int, seconds: float
+    outputs: "list[RequestOutput]",
+    problems: Sequence[Asked],
+    positions: int,
+    seconds: float,
 ) -> Score:
     """Compute the score; tokens count up to and including the end of the answer."""
     right = sum(

@@ -16,7 +16,14 @@ from dllm_plugin.commands.problems.stories import Draft, bus, pages, shop, trip,
 from dllm_plugin.commands.problems.things import things
 
 EVAL_BASE = 1 << 40
-_STORIES = {things: 10, shop: 3, work: 2, pages: 2, bus: 2, trip: 2}  # story: relative frequency
+_STORIES = {
+    things: 10,
+    shop: 3,
+    work: 2,
+    pages: 2,
+    bus: 2,
+    trip: 2,
+}  # story: relative frequency
 JSON_REQUEST = " Answer in JSON."  # what a question ends with that wants ANSWER_SCHEMA
 ANSWER_SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -66,7 +73,9 @@ def ask_in_json(asked: Problem) -> Problem:
 def train_seeds(count: int, start: int = 0) -> range:
     """Return seeds for training, all below `EVAL_BASE`."""
     if not 0 <= start <= start + count <= EVAL_BASE:
-        raise ValueError(f"training seeds must lie in [0, {EVAL_BASE}), got {start} + {count}")
+        raise ValueError(
+            f"training seeds must lie in [0, {EVAL_BASE}), got {start} + {count}"
+        )
     return range(start, start + count)
 
 

@@ -73,7 +73,11 @@ class Draft:
 
     def divisor(self, low: int = 2, high: int = 9) -> int | None:
         """Choose a divisor of `value` whose quotient is at least 2; None if there is none."""
-        fits = [k for k in range(low, high + 1) if self.value % k == 0 and self.value // k >= 2]
+        fits = [
+            k
+            for k in range(low, high + 1)
+            if self.value % k == 0 and self.value // k >= 2
+        ]
         return self.rng.choice(fits) if fits else None
 
 
@@ -102,7 +106,10 @@ def shop(d: Draft, ops: int) -> None:
         two = d.work(k2, "*", p2, f"The {second} cost {{}} dollars.")
         d.work(one, "+", two, f"In total {name} pays {{}} dollars.")
     if ops < 4:
-        d.say(f"How many dollars does {name} pay?", "How many dollars does it cost in total?")
+        d.say(
+            f"How many dollars does {name} pay?",
+            "How many dollars does it cost in total?",
+        )
         return
     bill = next(b for b in (20, 50, 100, 200) if b > d.value)
     d.say(
@@ -123,7 +130,10 @@ def work(d: Draft, ops: int) -> None:
     d.work(wage, "*", hours, f"The work brings {{}} dollars to {name}.")
     if ops >= 3:
         had = d.rng.randint(5, 60)
-        d.say(f"{name} had {had} dollars before that.", f"{other} gives {name} {had} dollars more.")
+        d.say(
+            f"{name} had {had} dollars before that.",
+            f"{other} gives {name} {had} dollars more.",
+        )
         d.work(d.value, "+", had, f"In total {name} has {{}} dollars.")
     if ops == 4:
         spent = d.rng.randint(2, min(50, d.value - 3))
@@ -158,11 +168,17 @@ def pages(d: Draft, ops: int) -> None:
     )
     read = d.work(p, "*", days, f"In {days} days {name} reads {{}} pages.")
     if ops == 4:
-        d.say(f"The next day {name} reads {extra} pages.", f"Then {name} reads {extra} more pages.")
+        d.say(
+            f"The next day {name} reads {extra} pages.",
+            f"Then {name} reads {extra} more pages.",
+        )
         read = d.work(read, "+", extra, f"In total {name} reads {{}} pages.")
     d.work(total, "-", read, "Then there are {} pages left.")
     if ops == 2:
-        d.say("How many pages are left?", f"How many pages does {name} still need to read?")
+        d.say(
+            "How many pages are left?",
+            f"How many pages does {name} still need to read?",
+        )
         return
     d.say(
         f"The other pages take {later} days, the same number each day. How many pages is that a "
@@ -184,13 +200,22 @@ def bus(d: Draft, ops: int) -> None:
     for stop in stops[:ops]:
         if d.value < 12 or d.rng.random() < 0.5:
             b = d.rng.randint(2, 30)
-            d.say(f"At the {stop} stop {b} people get on.", f"At the {stop} stop {b} more come on.")
+            d.say(
+                f"At the {stop} stop {b} people get on.",
+                f"At the {stop} stop {b} more come on.",
+            )
             d.work(d.value, "+", b, f"After the {stop} stop there are {{}} people.")
         else:
             b = d.rng.randint(2, min(30, d.value - 3))
-            d.say(f"At the {stop} stop {b} people get off.", f"At the {stop} stop {b} of them go.")
+            d.say(
+                f"At the {stop} stop {b} people get off.",
+                f"At the {stop} stop {b} of them go.",
+            )
             d.work(d.value, "-", b, f"After the {stop} stop there are {{}} people.")
-    d.say(f"How many people are on the {ride} now?", "How many people are there in the end?")
+    d.say(
+        f"How many people are on the {ride} now?",
+        "How many people are there in the end?",
+    )
 
 
 def trip(d: Draft, ops: int) -> None:
@@ -204,7 +229,10 @@ def trip(d: Draft, ops: int) -> None:
     d.work(k, "*", m, "On the trip there are {} children.")
     if ops == 4:
         sick = d.rng.randint(2, 9)
-        d.say(f"But {sick} children are sick and stay at home.", f"{sick} children can not come.")
+        d.say(
+            f"But {sick} children are sick and stay at home.",
+            f"{sick} children can not come.",
+        )
         d.work(d.value, "-", sick, "At the start {} children come along.")
     grown = d.rng.randint(2, 9)
     if ops > 2:
@@ -214,5 +242,7 @@ def trip(d: Draft, ops: int) -> None:
     if ops == 2:
         d.say("How many people go on the trip?", "How many people are there in total?")
         return
-    d.say(f"They go in {buses} buses, the same number in each. How many people are in each bus?")
+    d.say(
+        f"They go in {buses} buses, the same number in each. How many people are in each bus?"
+    )
     d.work(d.value, "/", buses, "So each bus takes {} people.")

@@ -119,7 +119,9 @@ _OPENINGS = (_open_boxes, _open_compare, _open_pool)
 
 
 def _event(d: Draft, room: int, name: str, other: str, item: str) -> None:
-    fits: list[Callable[[Draft, str, str, str], None]] = [_gain] if d.value <= 110 else []
+    fits: list[Callable[[Draft, str, str, str], None]] = (
+        [_gain] if d.value <= 110 else []
+    )
     if d.value >= 6:
         fits += [_lose]
     if d.value <= 50:
@@ -188,5 +190,7 @@ def things(d: Draft, ops: int) -> None:
         _event(d, ops - ending - len(d.steps), name, other, item)
     if not ending:
         _end_left(d, name, item)
-    elif not d.rng.choice((_end_share, _end_share, _end_sell, _end_goal))(d, name, item):
+    elif not d.rng.choice((_end_share, _end_share, _end_sell, _end_goal))(
+        d, name, item
+    ):
         _end_goal(d, name, item)

@@ -56,13 +56,20 @@ def run(args: argparse.Namespace) -> int:
         bar.set_description("reference")
         # The engine's memory is the second implementation's now.
         num_layers = len(side.decodes[0].first.states) - 1
-        reference = load(folder, side.config, side.dtype, args.trust_remote_code, num_layers)
+        reference = load(
+            folder, side.config, side.dtype, args.trust_remote_code, num_layers
+        )
         bar.clear()
         name = args.model or "the bundled model"
         print(f"{name}: {side.config.strategy}, policy {side.config.policy}")
-        print(f"engine against {reference.name} on {reference.device}, {side.dtype}\n", flush=True)
+        print(
+            f"engine against {reference.name} on {reference.device}, {side.dtype}\n",
+            flush=True,
+        )
         verdicts = []
-        for number, (job, found) in enumerate(zip(side.jobs, side.decodes, strict=True), 1):
+        for number, (job, found) in enumerate(
+            zip(side.jobs, side.decodes, strict=True), 1
+        ):
             verdicts.append(_compare(reference, job, found, side.dtype))
             bar.clear()
             report.print_prompt(number, verdicts[-1], side.spell)
@@ -99,7 +106,9 @@ def _decode_by_engine(
             raise ValueError(f"{model_config.architecture} is not served by DiffuPlug")
         jobs, decodes = [_job(llm, text) for text in texts], []
         for i, job in enumerate(jobs):
-            found = engine_side.decode(llm, str(i), job.prompt, job.max_tokens, set(job.stop))
+            found = engine_side.decode(
+                llm, str(i), job.prompt, job.max_tokens, set(job.stop)
+            )
             decodes.append(found)
             bar.update()
         dtype: torch.dtype = model_config.dtype  # type: ignore[assignment]
@@ -137,7 +146,9 @@ def _ends(model_config: "ModelConfig", tokenizer: Any) -> set[int]:
     return ends - {None}
 
 
-def _compare(reference: Reference, job: Job, theirs: Decode, dtype: "torch.dtype") -> Verdict:
+def _compare(
+    reference: Reference, job: Job, theirs: Decode, dtype: "torch.dtype"
+) -> Verdict:
     first, model = theirs.first, reference.model
     stop = min(second_opinion.first_stop(job), max(first.ids) + 1)
     text = [first.ids[p] for p in range(stop)], second_opinion.blocks_of(job, stop)
@@ -147,4 +158,6 @@ def _compare(reference: Reference, job: Job, theirs: Decode, dtype: "torch.dtype
     compared = compare_first_forward(seen, ours, exact, stop, reference.is_mixture)
     end = len(job.prompt) + len(theirs.tokens)
     watcher = Watcher(theirs.decided, end, job.config.mask_token_id, compared.rounding)
-    return Verdict(theirs, second_opinion.decode(model, job, watcher), compared, watcher.difference)
+    return Verdict(
+        theirs, second_opinion.decode(model, job, watcher), compared, watcher.difference
+    )

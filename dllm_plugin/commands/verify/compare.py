@@ -54,15 +54,24 @@ def compare_first_forward(
     `exact` is what the second implementation computes in float32: `ours`, if it does so anyway.
     """
     positions, dtype = [p for p in sorted(theirs[1]) if p < stop], ours[0][0].dtype
-    found = [torch.stack([one[p] for p in positions]).float() for one in [*theirs[0], theirs[1]]]
+    found = [
+        torch.stack([one[p] for p in positions]).float()
+        for one in [*theirs[0], theirs[1]]
+    ]
     wanted, truth = (
-        [state[positions].float().cpu() for state in [*side[0], side[1]]] for side in (ours, exact)
+        [state[positions].float().cpu() for state in [*side[0], side[1]]]
+        for side in (ours, exact)
     )
     # In 16 bits a router may take another expert for single rows, and both are right.
     spared = FEW_ROWS if is_mixture and dtype != torch.float32 else 0.0
     first, layers = None, []
-    for depth, (engine, second, true) in enumerate(zip(found, wanted, truth, strict=True)):
-        apart, explained = _relative(engine, second), float(_relative(second, true).max())
+    for depth, (engine, second, true) in enumerate(
+        zip(found, wanted, truth, strict=True)
+    ):
+        apart, explained = (
+            _relative(engine, second),
+            float(_relative(second, true).max()),
+        )
         layers.append(float(apart.max()))
         allowed = SURE * max(explained, rounding(dtype, depth))
         # Not-a-number is never right.
@@ -85,7 +94,11 @@ def _place(depth: int, count: int) -> str:
     if depth == 0:
         return "the embedding"
     # Checkpoints count layers from 0.
-    return "the logits (final norm or LM head)" if depth == count - 1 else f"layer {depth - 1}"
+    return (
+        "the logits (final norm or LM head)"
+        if depth == count - 1
+        else f"layer {depth - 1}"
+    )
 
 
 @dataclass
@@ -110,7 +123,9 @@ class Difference:
 class Watcher:
     """Find the first decision that differs, while the second implementation decodes."""
 
-    def __init__(self, decided: list[Decided], end: int, mask_id: int, moves: float) -> None:
+    def __init__(
+        self, decided: list[Decided], end: int, mask_id: int, moves: float
+    ) -> None:
         self.theirs = [one for one in decided if any(p < end for p in one.new)]
         self.end, self.mask_id = end, mask_id
         self.moves = moves  # how far rounding moves a logit
@@ -122,12 +137,18 @@ class Watcher:
         new = self._inside(step.new)
         if self.difference is not None or not new:
             return
-        theirs = self.theirs[self.forward] if self.forward < len(self.theirs) else Decided({}, {})
+        theirs = (
+            self.theirs[self.forward]
+            if self.forward < len(self.theirs)
+            else Decided({}, {})
+        )
         self.forward += 1
         their_new = self._inside(theirs.new)
         if new == their_new:
             return
-        apart = [p for p in sorted({*new, *their_new}) if new.get(p) != their_new.get(p)]
+        apart = [
+            p for p in sorted({*new, *their_new}) if new.get(p) != their_new.get(p)
+        ]
         position = apart[0]
         taken = (position in their_new, position in new)
         self.difference = Difference(
@@ -135,8 +156,12 @@ class Watcher:
             position,
             theirs.best.get(position),
             self._proposal(step, position),
-            {(True, True): "both", (True, False): "engine", (False, True): "reference"}[taken],
-            near_tie=all(self._is_near(step, p, new.get(p), their_new.get(p)) for p in apart),
+            {(True, True): "both", (True, False): "engine", (False, True): "reference"}[
+                taken
+            ],
+            near_tie=all(
+                self._is_near(step, p, new.get(p), their_new.get(p)) for p in apart
+            ),
         )
 
     def _inside(self, new: dict[int, int]) -> dict[int, int]:
@@ -156,7 +181,9 @@ class Watcher:
         probability, token = row.softmax(-1).max(-1)
         return int(token), float(probability)
 
-    def _is_near(self, step: Step, position: int, ours: int | None, theirs: int | None) -> bool:
+    def _is_near(
+        self, step: Step, position: int, ours: int | None, theirs: int | None
+    ) -> bool:
         """Return whether rounding explains that one position was decided in another way."""
         row = self._row(step, position)
         if row is None:

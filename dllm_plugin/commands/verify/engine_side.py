@@ -60,7 +60,9 @@ def config_of(llm: "LLM") -> DecodeConfig:
     return get_decode_config(llm.llm_engine.vllm_config)
 
 
-def decode(llm: "LLM", name: str, prompt: list[int], max_tokens: int, stop: set[int]) -> Decode:
+def decode(
+    llm: "LLM", name: str, prompt: list[int], max_tokens: int, stop: set[int]
+) -> Decode:
     """Decode one prompt greedily, step by step."""
     from vllm import RequestOutput, SamplingParams
 
@@ -86,11 +88,19 @@ def decode(llm: "LLM", name: str, prompt: list[int], max_tokens: int, stop: set[
             assert isinstance(found, RequestOutput)
             output = found
         start, canvas, best = call(llm, "canvas_seen")
-        text = {start + i: token for i, token in enumerate(canvas) if token != config.mask_token_id}
+        text = {
+            start + i: token
+            for i, token in enumerate(canvas)
+            if token != config.mask_token_id
+        }
         if output is not None:
             # A block that was decided and committed in this step has left the canvas.
             text |= dict(enumerate(output.outputs[0].token_ids, length))
-        new = {p: token for p, token in text.items() if known.get(p) != token and p >= length}
+        new = {
+            p: token
+            for p, token in text.items()
+            if known.get(p) != token and p >= length
+        }
         known |= new
         if new:
             decided.append(Decided(new, {p + shift: one for p, one in best.items()}))

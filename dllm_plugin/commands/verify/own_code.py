@@ -18,7 +18,10 @@ NAMES = ("AutoModelForCausalLM", "AutoModel")
 def has_code(folder: Path) -> bool:
     """Return whether a checkpoint's folder holds the modelling code that its config names."""
     reference = _class_of(folder)
-    return reference is not None and (folder / f"{reference.partition('.')[0]}.py").is_file()
+    return (
+        reference is not None
+        and (folder / f"{reference.partition('.')[0]}.py").is_file()
+    )
 
 
 def _class_of(folder: Path) -> str | None:
@@ -59,15 +62,27 @@ class OwnCode:
         from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
         # Not by AutoConfig, which prefers the config classes that we register.
-        mapped = json.loads((folder / "config.json").read_text(encoding="utf-8"))["auto_map"]
+        mapped = json.loads((folder / "config.json").read_text(encoding="utf-8"))[
+            "auto_map"
+        ]
         config_class: Any
         model_class: Any
         try:
-            config_class = get_class_from_dynamic_module(mapped["AutoConfig"], str(folder))
-            model_class = get_class_from_dynamic_module(str(_class_of(folder)), str(folder))
+            config_class = get_class_from_dynamic_module(
+                mapped["AutoConfig"], str(folder)
+            )
+            model_class = get_class_from_dynamic_module(
+                str(_class_of(folder)), str(folder)
+            )
             config = config_class.from_pretrained(str(folder))
             model = model_class.from_pretrained(str(folder), config=config, dtype=dtype)
-        except (ImportError, AttributeError, KeyError, TypeError, RuntimeError) as error:
+        except (
+            ImportError,
+            AttributeError,
+            KeyError,
+            TypeError,
+            RuntimeError,
+        ) as error:
             raise ValueError(
                 f"The checkpoint's own code does not run with the installed transformers ({error}):"
                 " leave out --trust-remote-code."
@@ -98,13 +113,17 @@ class OwnCode:
         rows = self.rows(tokens, block)
         return torch.cat([rows[:1], rows[:-1]]) if self.shift else rows
 
-    def states(self, tokens: list[int], block: list[int]) -> tuple[list[Tensor], Tensor]:
+    def states(
+        self, tokens: list[int], block: list[int]
+    ) -> tuple[list[Tensor], Tensor]:
         """Compute the hidden states behind the embedding and every layer, and logits."""
         with _noting(self.watched) as outputs:
             logits = self.rows(tokens, block)
         return outputs, logits
 
-    def exact_states(self, tokens: list[int], block: list[int]) -> tuple[list[Tensor], Tensor]:
+    def exact_states(
+        self, tokens: list[int], block: list[int]
+    ) -> tuple[list[Tensor], Tensor]:
         """Compute as `states`, in float32 by a copy of the model."""
         if self.exact is None:
             model, num_layers = copy.deepcopy(self.model).float(), len(self.watched) - 1
@@ -124,14 +143,22 @@ class OwnCode:
         block = [0, 0, 0, 0] if full_attention else [0, 0, 1, 1]
         changed = [1, 2, 3, 4]
         try:
-            same = torch.equal(self.rows(tokens, block)[0], self.rows(changed, block)[0])
-        except TypeError as error:  # what Python raises for an argument that there is not
+            same = torch.equal(
+                self.rows(tokens, block)[0], self.rows(changed, block)[0]
+            )
+        except (
+            TypeError
+        ) as error:  # what Python raises for an argument that there is not
             raise ValueError(
                 f"The checkpoint's own code takes no attention_mask ({error}), so it cannot be "
                 "compared under this strategy: leave out --trust-remote-code."
             ) from error
         if same is full_attention:
-            asked = "attends causally without a mask" if same else "ignores a mask of blocks"
+            asked = (
+                "attends causally without a mask"
+                if same
+                else "ignores a mask of blocks"
+            )
             raise ValueError(
                 f"The checkpoint's own code {asked}, so it cannot be compared under this "
                 "strategy: leave out --trust-remote-code."
@@ -144,7 +171,9 @@ def _noting(modules: list[nn.Module]) -> Iterator[list[Tensor]]:
     outputs: list[Tensor] = []
 
     def note(module: nn.Module, arguments: Any, output: Any) -> None:
-        outputs.append((output[0] if isinstance(output, tuple) else output).flatten(0, -2).clone())
+        outputs.append(
+            (output[0] if isinstance(output, tuple) else output).flatten(0, -2).clone()
+        )
 
     handles = [module.register_forward_hook(note) for module in modules]
     try:

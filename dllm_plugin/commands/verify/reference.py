@@ -16,7 +16,12 @@ from dllm_plugin.reference.model import PlainModel
 from dllm_plugin.reference.sizes import Sizes
 
 ROOM = 1.2  # times the weights, for what a forward computes
-FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "tokenizer_config.json"]
+FILES = [
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "config.json",
+    "tokenizer_config.json",
+]
 
 
 class Reference(NamedTuple):
@@ -36,7 +41,11 @@ def folder_of(model: str, with_code: bool) -> Path:
 
 
 def load(
-    folder: Path, config: DecodeConfig, dtype: torch.dtype, trusted: bool, num_layers: int
+    folder: Path,
+    config: DecodeConfig,
+    dtype: torch.dtype,
+    trusted: bool,
+    num_layers: int,
 ) -> Reference:
     """Load the checkpoint's own code if it may run and there is some, else our plain model."""
     family, own_code = config.family, trusted and has_code(folder)

@@ -59,7 +59,9 @@ def _short(number: float) -> float | None:
 def print_prompt(number: int, verdict: Verdict, spell: Spell) -> None:
     """Print one prompt's line, and below it what differs."""
     if number == 1:
-        print(f"{'prompt':>6} {'tokens':>6} {'forwards':>11} {'logits within':>14}  result")
+        print(
+            f"{'prompt':>6} {'tokens':>6} {'forwards':>11} {'logits within':>14}  result"
+        )
     forwards = f"{verdict.theirs.forwards}, {verdict.ours.forwards}"
     result = "same tokens" if verdict.same_tokens else "other tokens"
     if verdict.same_tokens and verdict.theirs.forwards != verdict.ours.forwards:
@@ -97,11 +99,15 @@ def summary(verdicts: list[Verdict]) -> str:
     right = sum(verdict.agrees for verdict in verdicts)
     differ = [verdict for verdict in verdicts if not verdict.agrees]
     ties = sum(
-        one.compared.first is None and one.difference is not None and one.difference.near_tie
+        one.compared.first is None
+        and one.difference is not None
+        and one.difference.near_tie
         for one in differ
     )
     text = f"{right} of {len(verdicts)} prompts agree"
-    return text + (f"; {ties} of {len(differ)} others differ at near ties" if differ else "")
+    return text + (
+        f"; {ties} of {len(differ)} others differ at near ties" if differ else ""
+    )
 
 
 def json_line(

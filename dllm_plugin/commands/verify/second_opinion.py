@@ -88,7 +88,9 @@ def _full_attention(model: Forward, job: Job, watch: Callable[[Step], None]) -> 
     return Opinion(text.answer(), len(text.passes))
 
 
-def _behind_the_prompt(model: Forward, job: Job, watch: Callable[[Step], None]) -> Opinion:
+def _behind_the_prompt(
+    model: Forward, job: Job, watch: Callable[[Step], None]
+) -> Opinion:
     request = job.request
     text = prompt_blocks.Text(
         *(model, job.prompt, job.max_tokens, request.block_length, job.stop),
@@ -119,7 +121,9 @@ def _grid(model: Forward, job: Job, watch: Callable[[Step], None]) -> Opinion:
         threshold=request.threshold,
         steps=request.steps,
         sub_block_length=request.sub_block_length or None,
-        editing_threshold=request.editing_threshold if request.policy in EDITING else None,
+        editing_threshold=request.editing_threshold
+        if request.policy in EDITING
+        else None,
         max_post_steps=request.max_post_steps,
         num_to_transfer=request.num_to_transfer,
         policy=request.policy,

@@ -75,8 +75,13 @@ class VerifyWorker:
         if worker.rank or self.seen is None:
             return None
         slots = list(states.req_id_to_slot.values())
-        self.slot = slots[0] if slots else self.slot  # its row stays when the request has ended
-        start, row = int(states.start_N[self.slot]), states.canvas_NC[self.slot].tolist()
+        self.slot = (
+            slots[0] if slots else self.slot
+        )  # its row stays when the request has ended
+        start, row = (
+            int(states.start_N[self.slot]),
+            states.canvas_NC[self.slot].tolist(),
+        )
         return start, row, dict(self.seen.best)
 
     slot: int = 0
@@ -94,10 +99,14 @@ class VerifyWorker:
     def _note_layer(self, layer: nn.Module, arguments: Any, output: Any) -> None:
         if self.seen is not None and self.seen.first:
             # vLLM's layers hand on the residual apart, and write into it later.
-            total = output[0] + output[1] if isinstance(output, tuple) else output.clone()
+            total = (
+                output[0] + output[1] if isinstance(output, tuple) else output.clone()
+            )
             self.layer_outputs.append(total)
 
-    def _note_forward(self, model: Any, arguments: Any, given: Any, hidden: Tensor) -> None:
+    def _note_forward(
+        self, model: Any, arguments: Any, given: Any, hidden: Tensor
+    ) -> None:
         outputs, self.layer_outputs = self.layer_outputs, []
         if self.seen is None:
             return
@@ -105,7 +114,11 @@ class VerifyWorker:
         if self.seen.first:
             ids = given["input_ids"].tolist()
             self.seen.ids |= dict(zip(positions, ids, strict=True))
-            kept = [i for i, p in enumerate(positions) if watching.states <= p < watching.stop]
+            kept = [
+                i
+                for i, p in enumerate(positions)
+                if watching.states <= p < watching.stop
+            ]
             if not self.seen.states:
                 self.seen.states = [{} for _ in outputs]
             for found, output in zip(self.seen.states, outputs, strict=True):
@@ -121,7 +134,9 @@ class VerifyWorker:
             probability, token = row.softmax(-1).max(-1)
             self.seen.best[positions[i]] = (int(token), float(probability))
 
-    def _logits(self, model: Any, hidden: Tensor, rows: list[int]) -> Iterator[tuple[int, Tensor]]:
+    def _logits(
+        self, model: Any, hidden: Tensor, rows: list[int]
+    ) -> Iterator[tuple[int, Tensor]]:
         """Compute whole float32 logits rows, the same on every rank."""
         from vllm.distributed import tensor_model_parallel_all_gather
 
@@ -129,7 +144,9 @@ class VerifyWorker:
             some = rows[start : start + ROWS]
             logits = model.compute_logits(hidden[some])
             if model.keeps_columns:
-                logits = tensor_model_parallel_all_gather(logits)[:, : model.config.vocab_size]
+                logits = tensor_model_parallel_all_gather(logits)[
+                    :, : model.config.vocab_size
+                ]
             if logits is not None:
                 yield from zip(some, logits.float(), strict=True)
 
@@ -138,7 +155,9 @@ def embedding_and_layers(model: Any) -> list[nn.Module]:
     """Return the modules whose outputs are the hidden states, in order."""
     inner = model.model
     name = (
-        "word_embeddings" if "word_embeddings" in dict(inner.named_children()) else "embed_tokens"
+        "word_embeddings"
+        if "word_embeddings" in dict(inner.named_children())
+        else "embed_tokens"
     )
     return [inner.get_submodule(name), *inner.layers]
 

@@ -29,7 +29,9 @@ from dllm_plugin.config.resolution import (
 from dllm_plugin.config.validation import shown
 
 HASHED = (str, bool, int, float, type(None))
-FORWARDS_PER_POSITION = 4  # of a block that a request may ask for: more only occupy a slot
+FORWARDS_PER_POSITION = (
+    4  # of a block that a request may ask for: more only occupy a slot
+)
 FORWARDS = 64  # that it may ask for however short its blocks are
 REMEMBERED = 1024  # parsed requests that a process remembers
 # Arguments that are read elsewhere.
@@ -37,7 +39,9 @@ NOT_DECODING = REPORT_ARGUMENTS | {TEMPLATE, TARGETS, SCHEDULE, GRAMMAR}
 
 
 def request_config(
-    config: DecodeConfig, extra_args: Mapping[str, Any] | None, max_tokens: int | None = None
+    config: DecodeConfig,
+    extra_args: Mapping[str, Any] | None,
+    max_tokens: int | None = None,
 ) -> RequestConfig:
     """Return what a request decodes with: the engine's defaults with its arguments applied.
 
@@ -65,16 +69,24 @@ def _remembered(
     max_tokens: int | None,
     has_template: bool,
 ) -> RequestConfig:
-    return _parse(config, {name: value for name, _, value in key}, max_tokens, has_template)
+    return _parse(
+        config, {name: value for name, _, value in key}, max_tokens, has_template
+    )
 
 
 def _parse(
-    config: DecodeConfig, given: Mapping[str, Any], max_tokens: int | None, has_template: bool
+    config: DecodeConfig,
+    given: Mapping[str, Any],
+    max_tokens: int | None,
+    has_template: bool,
 ) -> RequestConfig:
     fields = {key.removeprefix(REQUEST_PREFIX): value for key, value in given.items()}
     unknown = sorted(set(fields) - set(REQUEST_FIELDS))
     if unknown:
-        known = [*(REQUEST_PREFIX + name for name in REQUEST_FIELDS), *sorted(NOT_DECODING)]
+        known = [
+            *(REQUEST_PREFIX + name for name in REQUEST_FIELDS),
+            *sorted(NOT_DECODING),
+        ]
         raise ValueError(
             f"Unknown request argument {shown(REQUEST_PREFIX + unknown[0])}; known: "
             f"{', '.join(known)}."
@@ -108,11 +120,15 @@ def _parse(
 def _seen_whole(request: RequestConfig, fields: Mapping[str, Any]) -> RequestConfig:
     """Return the request without the engine's suffix window, which would hide its template."""
     if fields.get("suffix_window") is not None:
-        raise ValueError(f"suffix_window cannot be combined with {TEMPLATE}, which is seen whole.")
+        raise ValueError(
+            f"suffix_window cannot be combined with {TEMPLATE}, which is seen whole."
+        )
     return dataclasses.replace(request, suffix_window=None)
 
 
-def _check(config: DecodeConfig, request: RequestConfig, fields: Mapping[str, Any]) -> None:
+def _check(
+    config: DecodeConfig, request: RequestConfig, fields: Mapping[str, Any]
+) -> None:
     """Raise ValueError naming the first argument that the engine cannot honour."""
     method = config.method
     check_policy(method, request.policy, config.family)
@@ -149,7 +165,9 @@ def _check(config: DecodeConfig, request: RequestConfig, fields: Mapping[str, An
         )
 
 
-def _check_forwards(config: DecodeConfig, block_length: int, fields: Mapping[str, Any]) -> None:
+def _check_forwards(
+    config: DecodeConfig, block_length: int, fields: Mapping[str, Any]
+) -> None:
     """Refuse many more forwards of a block than it has positions, unless the engine takes them."""
     own = {"steps": config.steps or 0, "max_post_steps": config.defaults.max_post_steps}
     for name, engines in own.items():

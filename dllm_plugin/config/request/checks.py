@@ -20,7 +20,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "presence_penalty": (0.0, "penalties count tokens in order of generation"),
     "frequency_penalty": (0.0, "penalties count tokens in order of generation"),
     "repetition_penalty": (1.0, "penalties count tokens in order of generation"),
-    "prompt_logprobs": (None, f"a bidirectional prompt predicts no next token; {SCORED_BY}"),
+    "prompt_logprobs": (
+        None,
+        f"a bidirectional prompt predicts no next token; {SCORED_BY}",
+    ),
     "prompt_logprob_token_ids": (None, "a bidirectional prompt predicts no next token"),
     "prompt_logprob_start": (None, "a bidirectional prompt predicts no next token"),
     "logprob_token_ids": (None, "only top log-probabilities are kept per position"),
@@ -53,7 +56,11 @@ def check_sampling_params(params: SamplingParams, mask_token_id: int) -> None:
 
 def _check_text(params: SamplingParams) -> None:
     """Refuse half a surrogate pair: vLLM sends requests to its engine as UTF-8, which has none."""
-    given = {"stop": params.stop, "bad_words": params.bad_words, "extra_args": params.extra_args}
+    given = {
+        "stop": params.stop,
+        "bad_words": params.bad_words,
+        "extra_args": params.extra_args,
+    }
     for name, value in given.items():
         for text in _texts(value):
             check_characters(name, text)
@@ -110,7 +117,9 @@ def _check_limits(params: SamplingParams) -> None:
         )
     # With n > 1 vLLM counts the seed up, and its own storage is 64 bits wide.
     if params.seed is not None and not -(2**63) <= params.seed <= 2**63 - params.n:
-        raise ValueError(f"seed must lie in [-2**63, 2**63 - n], got {shown(params.seed)}.")
+        raise ValueError(
+            f"seed must lie in [-2**63, 2**63 - n], got {shown(params.seed)}."
+        )
     # vLLM's messages to its engine hold 64 bits; other integers are bounded elsewhere.
     if params.top_k >= 2**63:
         raise ValueError(f"top_k must be at most 2**63 - 1, got {shown(params.top_k)}.")
@@ -137,7 +146,11 @@ def check_bad_words(words: Sequence[Sequence[int]]) -> None:
 
 def _check_filters(params: SamplingParams) -> None:
     """Refuse our greedy filters where vLLM's own ones are in force."""
-    given = [name for name in ("dllm_top_p", "dllm_top_k") if name in (params.extra_args or {})]
+    given = [
+        name
+        for name in ("dllm_top_p", "dllm_top_k")
+        if name in (params.extra_args or {})
+    ]
     if given and params.temperature > 0:
         raise ValueError(
             f"{given[0]} filters greedy requests: with temperature {params.temperature} use "
@@ -151,7 +164,9 @@ def _check_choices(params: SamplingParams, mask_token_id: int) -> None:
         return
     allowed = set(params.allowed_token_ids) - {mask_token_id}
     if not allowed:
-        raise ValueError("allowed_token_ids leaves no token to choose but the mask token.")
+        raise ValueError(
+            "allowed_token_ids leaves no token to choose but the mask token."
+        )
     if params.min_tokens and not allowed - set(params.stop_token_ids or ()):
         raise ValueError(
             "min_tokens cannot be reached: allowed_token_ids holds nothing but stop tokens."

@@ -28,9 +28,13 @@ def check_grammar_way(params: SamplingParams, config: DecodeConfig) -> None:
         return
     way, asked = grammar_way(params.extra_args), params.structured_outputs
     if way not in WAYS:
-        raise ValueError(f"{GRAMMAR} must be one of {', '.join(WAYS)}, got {shown(way)}.")
+        raise ValueError(
+            f"{GRAMMAR} must be one of {', '.join(WAYS)}, got {shown(way)}."
+        )
     if asked is None or asked.all_constraints_none():
-        raise ValueError(f"{GRAMMAR} has no effect without structured_outputs: leave it out.")
+        raise ValueError(
+            f"{GRAMMAR} has no effect without structured_outputs: leave it out."
+        )
     refusal = no_automaton(params, config)
     if way == AUTOMATON and refusal:
         raise ValueError(f"{GRAMMAR} {AUTOMATON!r} cannot be honoured: {refusal}.")
@@ -39,7 +43,9 @@ def check_grammar_way(params: SamplingParams, config: DecodeConfig) -> None:
 def no_automata(config: DecodeConfig) -> str:
     """Return why no request of an engine can decode by an automaton; empty if some can."""
     if config.vocab_parallel:
-        return "vocab_parallel is on, and an automaton reads whole rows: start without it"
+        return (
+            "vocab_parallel is on, and an automaton reads whole rows: start without it"
+        )
     if config.dedicated_commit:
         return (
             f"strategy {config.strategy!r} of {config.architecture} decides the first token of a "
@@ -60,11 +66,15 @@ def no_automaton(params: SamplingParams, config: DecodeConfig) -> str:
     request = request_config(config, params.extra_args, params.max_tokens)
     if "editing_threshold" in config.method.policies[request.policy].reads:
         return f"policy {request.policy!r} replaces decided tokens: choose another one"
-    filters = {"top_p": 1.0, "top_k": (0, -1), "min_p": 0.0} if params.temperature else {}
+    filters = (
+        {"top_p": 1.0, "top_k": (0, -1), "min_p": 0.0} if params.temperature else {}
+    )
     for name, neutral in filters.items():
         value = getattr(params, name)
         if value != neutral and not (isinstance(neutral, tuple) and value in neutral):
-            return f"{name} {shown(value)} filters single tokens, not texts: leave it out"
+            return (
+                f"{name} {shown(value)} filters single tokens, not texts: leave it out"
+            )
     for name, neutral in {"top_p": 1.0, "top_k": 0}.items():
         if getattr(request, name) != neutral:
             return f"top_p and top_k filter single tokens, not texts: leave dllm_{name} out"

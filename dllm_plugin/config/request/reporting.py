@@ -51,13 +51,17 @@ def reporting(extra_args: Mapping[str, Any] | None) -> Reporting:
     given = extra_args or {}
     if REPORT_ARGUMENTS.isdisjoint(given):
         return DEFAULT
-    named = {argument.removeprefix(REQUEST_PREFIX): given[argument] for argument in given}
+    named = {
+        argument.removeprefix(REQUEST_PREFIX): given[argument] for argument in given
+    }
     fields = {name: named[name] for name in CHECKS if name in named}
     for name, value in fields.items():
         try:
             CHECKS[name](name, value)
         except ValueError as error:
-            raise ValueError(f"Request argument refused: {REQUEST_PREFIX}{error}") from None
+            raise ValueError(
+                f"Request argument refused: {REQUEST_PREFIX}{error}"
+            ) from None
     return Reporting(**fields)
 
 

@@ -21,7 +21,11 @@ CONTRADICTING = {
     "allowed_token_ids": None,
 }
 # Parameters of a request that no backend of vLLM 0.32 reads.
-OF_THE_SERVER = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties")
+OF_THE_SERVER = (
+    "whitespace_pattern",
+    "disable_any_whitespace",
+    "disable_additional_properties",
+)
 
 
 def no_grammars(vllm_config: VllmConfig) -> str:
@@ -47,7 +51,9 @@ def _is_ours(worker: str) -> bool:
     if worker in OUR_WORKERS:
         return True
     bases = resolve_obj_by_qualname(worker).__mro__
-    return any(f"{base.__module__}.{base.__qualname__}" in OUR_WORKERS for base in bases)
+    return any(
+        f"{base.__module__}.{base.__qualname__}" in OUR_WORKERS for base in bases
+    )
 
 
 def check_structured_outputs(

@@ -33,7 +33,9 @@ def targets_of(extra_args: Mapping[str, Any] | None) -> list[int] | None:
 
 
 def read_targets(
-    config: DecodeConfig, extra_args: Mapping[str, Any] | None, template: Template | None
+    config: DecodeConfig,
+    extra_args: Mapping[str, Any] | None,
+    template: Template | None,
 ) -> list[int] | None:
     """Return the targets of a request. Raises ValueError naming what is wrong with them."""
     if TARGETS not in (extra_args or {}):
@@ -43,7 +45,9 @@ def read_targets(
     if refusal := no_template(config, TARGETS):
         raise ValueError(refusal)
     if template is None:
-        raise ValueError(f"{TARGETS} needs {TEMPLATE}, whose positions to fill (-1) they are for.")
+        raise ValueError(
+            f"{TARGETS} needs {TEMPLATE}, whose positions to fill (-1) they are for."
+        )
     if not isinstance(given, list):
         raise ValueError(f"{TARGETS} must be a list of token ids, got {shown(given)}.")
     wanted = template.token_ids.count(FILL)
@@ -54,7 +58,9 @@ def read_targets(
         )
     for place, token in enumerate(given):
         if type(token) is not int or token < 0:
-            raise ValueError(f"{TARGETS} must hold token ids, got {shown(token)} at place {place}.")
+            raise ValueError(
+                f"{TARGETS} must hold token ids, got {shown(token)} at place {place}."
+            )
     if config.mask_token_id in given:
         raise ValueError(
             f"{TARGETS} holds the mask token (id {config.mask_token_id}), which no position takes."
@@ -67,7 +73,9 @@ def check_targets(params: SamplingParams) -> None:
     if params.logprobs is None:
         raise ValueError(f"{TARGETS} needs logprobs: the answer says nothing else.")
     if not params.ignore_eos:
-        raise ValueError(f"{TARGETS} needs ignore_eos: a target may be what ends a text.")
+        raise ValueError(
+            f"{TARGETS} needs ignore_eos: a target may be what ends a text."
+        )
     for name, neutral in IDLE.items():
         value = getattr(params, name)
         if value is not None and value != neutral:

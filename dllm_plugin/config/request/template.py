@@ -26,7 +26,11 @@ class Template:
     def gaps(self) -> list[tuple[int, int]]:
         """Return where the gaps start and stop."""
         ids = [0, *self.token_ids, 0]
-        edges = [i - 1 for i in range(1, len(ids)) if (ids[i] == FILL) != (ids[i - 1] == FILL)]
+        edges = [
+            i - 1
+            for i in range(1, len(ids))
+            if (ids[i] == FILL) != (ids[i - 1] == FILL)
+        ]
         return list(zip(edges[::2], edges[1::2], strict=True))
 
     @property
@@ -88,7 +92,9 @@ def check_length(config: DecodeConfig, num_positions: int) -> None:
         )
 
 
-def read_template(config: DecodeConfig, extra_args: Mapping[str, Any] | None) -> Template | None:
+def read_template(
+    config: DecodeConfig, extra_args: Mapping[str, Any] | None
+) -> Template | None:
     """Return the template of a request. Raises ValueError naming what is wrong with it."""
     if TEMPLATE not in (extra_args or {}):
         return None
@@ -118,7 +124,9 @@ def read_template(config: DecodeConfig, extra_args: Mapping[str, Any] | None) ->
     return Template(given)
 
 
-def check_template(template: Template, params: SamplingParams, request: RequestConfig) -> None:
+def check_template(
+    template: Template, params: SamplingParams, request: RequestConfig
+) -> None:
     """Raise ValueError naming what does not go together with a template."""
     if params.max_tokens != template.end:
         raise ValueError(

@@ -14,7 +14,14 @@ from vllm.v1.structured_output.backend_types import (
 )
 
 from dllm_plugin.config.request.grammar_mode import AUTOMATON
-from dllm_plugin.grammar.automaton import DEAD, END, START, TokenAutomaton, TooLarge, build
+from dllm_plugin.grammar.automaton import (
+    DEAD,
+    END,
+    START,
+    TokenAutomaton,
+    TooLarge,
+    build,
+)
 from dllm_plugin.grammar.guide import Guide
 from dllm_plugin.grammar.payload import AutomatonStart
 from dllm_plugin.grammar.regular import expression
@@ -73,7 +80,9 @@ class AutomatonGrammar(OwnGrammar):
 
     def start(self, req_id: str) -> AutomatonStart:
         """Return what workers are handed when the request starts, or comes back."""
-        return AutomatonStart(req_id, self.key, self.guide.automaton, self.state, self.completes)
+        return AutomatonStart(
+            req_id, self.key, self.guide.automaton, self.state, self.completes
+        )
 
 
 class AutomatonCache:
@@ -86,7 +95,11 @@ class AutomatonCache:
         self._guides: OrderedDict[str, Guide] = OrderedDict()
 
     def grammar(
-        self, named: StructuredOutputKey, vocabulary: Vocabulary, stops: list[int], left: int
+        self,
+        named: StructuredOutputKey,
+        vocabulary: Vocabulary,
+        stops: list[int],
+        left: int,
     ) -> AutomatonGrammar:
         """Return the grammar of a request. Raises TooLarge where it has no automaton."""
         key, automaton = self._find(named, vocabulary, stops)

@@ -31,7 +31,11 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 from dllm_plugin.engine.grammars.automata import OwnGrammar
 from dllm_plugin.grammar.patterns import written_out
 from dllm_plugin.grammar.regular import expression
-from dllm_plugin.grammar.schema_keywords import has_rough_format, loose_keyword, most_values
+from dllm_plugin.grammar.schema_keywords import (
+    has_rough_format,
+    loose_keyword,
+    most_values,
+)
 
 XGRAMMAR, GUIDANCE = "xgrammar", "guidance"
 BACKENDS: dict[str, type[GuidanceBackend] | type[XgrammarBackend]] = {
@@ -65,7 +69,9 @@ class Backends(StructuredOutputBackend):
         super().__init__(vllm_config, tokenizer=tokenizer, vocab_size=vocab_size)
         self._made: dict[str, StructuredOutputBackend] = {}
         self._making = threading.Lock()
-        self._guidance = threading.Lock()  # it keeps what it compiles in a field until it has
+        self._guidance = (
+            threading.Lock()
+        )  # it keeps what it compiles in a field until it has
 
     def compile_grammar(
         self,
@@ -88,15 +94,25 @@ class Backends(StructuredOutputBackend):
     def compile(self, request: Request) -> StructuredOutputGrammar:
         """Compile a grammar by the request's own backend. Raises what the compiler raises."""
         params, ours = request.sampling_params, request.structured_output_request
-        assert params is not None and params.structured_outputs is not None and ours is not None
+        assert (
+            params is not None
+            and params.structured_outputs is not None
+            and ours is not None
+        )
         asked, named = params.structured_outputs, ours.structured_output_key
         name = asked._backend
         assert name is not None
         if named[0] == StructuredOutputOptions.REGEX:
             named = (named[0], written_out(named[1]))
         if name == XGRAMMAR and asked._backend_was_auto:
-            schema = json.loads(named[1]) if named[0] == StructuredOutputOptions.JSON else None
-            if loose_keyword(schema) or (has_rough_format(schema) and not _refusal(params)):
+            schema = (
+                json.loads(named[1])
+                if named[0] == StructuredOutputOptions.JSON
+                else None
+            )
+            if loose_keyword(schema) or (
+                has_rough_format(schema) and not _refusal(params)
+            ):
                 name = GUIDANCE
             elif (wide := _if_wide(named, schema)) is not None:
                 grammar = self._compile(GUIDANCE, wide, params)
@@ -111,7 +127,9 @@ class Backends(StructuredOutputBackend):
         with self._making:
             if name not in self._made:
                 self._made[name] = BACKENDS[name](
-                    self.vllm_config, tokenizer=self.tokenizer, vocab_size=self.vocab_size
+                    self.vllm_config,
+                    tokenizer=self.tokenizer,
+                    vocab_size=self.vocab_size,
                 )
         with self._guidance if name == GUIDANCE else nullcontext():
             return self._made[name].compile_grammar(*named, params.all_stop_token_ids)
@@ -143,7 +161,9 @@ def check_readable(params: SamplingParams) -> None:
             ) from error
     if not asked.json or asked._backend != XGRAMMAR:
         return
-    loose = loose_keyword(json.loads(asked.json) if isinstance(asked.json, str) else asked.json)
+    loose = loose_keyword(
+        json.loads(asked.json) if isinstance(asked.json, str) else asked.json
+    )
     if not loose:
         return
     if not asked._backend_was_auto:

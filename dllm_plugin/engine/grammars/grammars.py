@@ -29,7 +29,11 @@ from dllm_plugin.config.request.grammar_mode import (
     no_automaton,
 )
 from dllm_plugin.config.validation import shown
-from dllm_plugin.engine.grammars.automata import AutomatonCache, AutomatonGrammar, OwnGrammar
+from dllm_plugin.engine.grammars.automata import (
+    AutomatonCache,
+    AutomatonGrammar,
+    OwnGrammar,
+)
 from dllm_plugin.engine.grammars.backends import Backends, Uncompiled
 from dllm_plugin.grammar.automaton import TooLarge
 from dllm_plugin.grammar.guide import Guide
@@ -39,7 +43,9 @@ from dllm_plugin.grammar.vocabulary import Vocabulary
 
 logger = init_logger("vllm.dllm_plugin")
 
-REMEMBERED = 256  # first closings that are kept for later requests with the same grammar
+REMEMBERED = (
+    256  # first closings that are kept for later requests with the same grammar
+)
 
 
 class CanvasGrammar(OwnGrammar):
@@ -79,8 +85,12 @@ class Grammars:
         self.automata = AutomatonCache(not settings.disable_any_whitespace)
         # Without a tokenizer vLLM refuses every request with a grammar.
         if not manager.vllm_config.model_config.skip_tokenizer_init:
-            manager.backend = self.backends = Backends(manager.vllm_config, manager.tokenizer)
-        self._prepared: set[str] = set()  # waiting requests whose grammar is ours, or its error
+            manager.backend = self.backends = Backends(
+                manager.vllm_config, manager.tokenizer
+            )
+        self._prepared: set[str] = (
+            set()
+        )  # waiting requests whose grammar is ours, or its error
         self.vocabulary: Vocabulary | None = None
         # Room in which none was found, and one that was.
         self._closings: OrderedDict[Any, tuple[int, list[int] | None]] = OrderedDict()
@@ -89,10 +99,15 @@ class Grammars:
         """Compile a request's grammar and search the first closing, both in a thread of vLLM's."""
         ours = request.structured_output_request
         assert ours is not None
-        if not isinstance(ours.grammar, Uncompiled) or request.request_id in self._prepared:
+        if (
+            not isinstance(ours.grammar, Uncompiled)
+            or request.request_id in self._prepared
+        ):
             return
         self._prepared.add(request.request_id)
-        made: Future[StructuredOutputGrammar] = self.manager.executor.submit(self._make, request)
+        made: Future[StructuredOutputGrammar] = self.manager.executor.submit(
+            self._make, request
+        )
         parallel = self.manager.vllm_config.parallel_config
         if parallel.distributed_executor_backend == "external_launcher":
             # Every rank schedules for itself there, so all have to be ready in the same step.
@@ -114,7 +129,9 @@ class Grammars:
             )
         vocabulary = self.vocabulary
         ends = [params.eos_token_id, *(params.stop_token_ids or ())]
-        stops = [i for i in dict.fromkeys(ends) if i is not None and 0 <= i < vocabulary.size]
+        stops = [
+            i for i in dict.fromkeys(ends) if i is not None and 0 <= i < vocabulary.size
+        ]
         if not stops:
             raise ValueError(
                 "structured_outputs needs a token that ends the text: give stop_token_ids, or "
@@ -161,7 +178,9 @@ class Grammars:
         if not state.completes:
             _warn_of_beginning(request, state.left)
 
-    def _automaton(self, request: Request, stops: list[int], left: int) -> AutomatonGrammar | None:
+    def _automaton(
+        self, request: Request, stops: list[int], left: int
+    ) -> AutomatonGrammar | None:
         """Return the automaton of a request that shall decode by one; None if it shall not."""
         params, ours = request.sampling_params, request.structured_output_request
         assert params is not None and ours is not None and self.vocabulary is not None
@@ -235,14 +254,18 @@ def read_vocabulary(tokenizer: Any, vocab_size: int, mask_token_id: int) -> Voca
     import xgrammar
 
     pieces = list(
-        xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size).decoded_vocab
+        xgrammar.TokenizerInfo.from_huggingface(
+            tokenizer, vocab_size=vocab_size
+        ).decoded_vocab
     )
     pieces += [b""] * (vocab_size - len(pieces))
     added = tokenizer.added_tokens_decoder
     special = {i for i, token in added.items() if token.special} | {mask_token_id}
     special |= set(tokenizer.all_special_ids)
     spelled = tokenizer.convert_ids_to_tokens(range(min(len(tokenizer), vocab_size)))
-    fallbacks = [i for i, token in enumerate(spelled) if (token or "").startswith("<0x")]
+    fallbacks = [
+        i for i, token in enumerate(spelled) if (token or "").startswith("<0x")
+    ]
 
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)

@@ -48,7 +48,8 @@ def warn_without_graphs(vllm_config: VllmConfig) -> None:
     if current_platform.is_cuda() and not mode.has_full_cudagraphs():
         stands = {
             "enforce_eager": vllm_config.model_config.enforce_eager,
-            "a worker_cls of your own": vllm_config.parallel_config.worker_cls not in OUR_WORKERS,
+            "a worker_cls of your own": vllm_config.parallel_config.worker_cls
+            not in OUR_WORKERS,
         }
         also = " and ".join(name for name, in_the_way in stands.items() if in_the_way)
         logger.warning(NO_FULL_GRAPHS, mode.name, also and f" without {also}")
@@ -57,7 +58,9 @@ def warn_without_graphs(vllm_config: VllmConfig) -> None:
 class RecordedCounts(RequestCounts):
     """Record the width of each forward of a request, and what it committed."""
 
-    def observe(self, num_draft_tokens: int, num_accepted: int, detailed: bool = False) -> None:
+    def observe(
+        self, num_draft_tokens: int, num_accepted: int, detailed: bool = False
+    ) -> None:
         """Record a forward, asked for or not: `dllm_schedule` and preemption need it."""
         self.per_step_drafted.append(num_draft_tokens)
         self.per_step_accepted.append(num_accepted)
@@ -107,8 +110,12 @@ class AdaptiveScheduler(DiffusionScheduler):
             self._next[request.request_id] = 0
         super().add_request(request)
         if self.kv_cache_manager.enable_caching:
-            pages = self._pages[request.request_id] = PromptPages(request, self.block_size)
-            request._block_hasher = pages  # vLLM has no other door to a request's hashes
+            pages = self._pages[request.request_id] = PromptPages(
+                request, self.block_size
+            )
+            request._block_hasher = (
+                pages  # vLLM has no other door to a request's hashes
+            )
         if request.spec_decode_metrics is None:
             # vLLM records what a request is told.
             self._untold.add(request.request_id)
@@ -168,9 +175,14 @@ class AdaptiveScheduler(DiffusionScheduler):
         for request_id in scheduler_output.num_scheduled_tokens.keys() & self._next:
             self._take_own_width(request_id, scheduler_output)
 
-    def _predicted(self, output: SchedulerOutput, context: int) -> tuple[float | None, int, int]:
+    def _predicted(
+        self, output: SchedulerOutput, context: int
+    ) -> tuple[float | None, int, int]:
         """Return time, requests and width of a step; no time if not all of it has that width."""
-        requests, total = len(output.num_scheduled_tokens), output.total_num_scheduled_tokens
+        requests, total = (
+            len(output.num_scheduled_tokens),
+            output.total_num_scheduled_tokens,
+        )
         if self._next or not requests or total % requests:
             return None, requests, 0
         if len(output.scheduled_spec_decode_tokens) < requests:
@@ -187,7 +199,9 @@ class AdaptiveScheduler(DiffusionScheduler):
             self.controller.observe_time(*timed)
         return super().update_from_output(scheduler_output, model_runner_output)
 
-    def _take_own_width(self, request_id: str, scheduler_output: SchedulerOutput) -> None:
+    def _take_own_width(
+        self, request_id: str, scheduler_output: SchedulerOutput
+    ) -> None:
         """Give a request with a schedule as many drafts as that says."""
         if request_id in scheduler_output.scheduled_spec_decode_tokens:
             self._next[request_id] += 1
@@ -196,11 +210,16 @@ class AdaptiveScheduler(DiffusionScheduler):
             width = widths[min(self._next[request_id], len(widths) - 1)]
             request.spec_token_ids = [-1] * width
 
-    def _note_start(self, request_id: str, counts: RequestCounts, num_tokens: int) -> None:
+    def _note_start(
+        self, request_id: str, counts: RequestCounts, num_tokens: int
+    ) -> None:
         """Note nothing: the list holds widths."""
 
     def make_stats(
-        self, spec_decoding_stats: SpecDecodingStats | None = None, *args: Any, **kwargs: Any
+        self,
+        spec_decoding_stats: SpecDecodingStats | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> SchedulerStats | None:
         """Return vLLM's numbers of a step, and learn from them what its width brings."""
         if spec_decoding_stats is not None:

@@ -39,7 +39,9 @@ class BrokenRequests:
         broken = {i: n for i, n in counts.items() if n > 0 and i in requests}
         if not broken:
             return broken
-        pages = {i: [p for group in manager.get_block_ids(i) for p in group] for i in broken}
+        pages = {
+            i: [p for group in manager.get_block_ids(i) for p in group] for i in broken
+        }
         held = Counter(page for own in pages.values() for page in own)
         manager.evict_blocks(set(held))
         blocks = manager.block_pool.blocks
@@ -54,7 +56,9 @@ class BrokenRequests:
                 _log(request_id, count)
         return broken
 
-    def count(self, broken: dict[str, int], outputs: dict[int, EngineCoreOutputs]) -> None:
+    def count(
+        self, broken: dict[str, int], outputs: dict[int, EngineCoreOutputs]
+    ) -> None:
         """Tell vLLM's metrics, which read it from a request's output."""
         for of_client in outputs.values() if broken else ():
             for output in of_client.outputs:

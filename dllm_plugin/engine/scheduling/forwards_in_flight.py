@@ -77,7 +77,9 @@ class ForwardsInFlight:
         """Note that a block is done and the next one has `size` positions."""
         before = self._blocks.get(request_id)
         # The last step has decided all that was left.
-        self._blocks[request_id] = OpenBlock(size, size if before is None else before.left, 0)
+        self._blocks[request_id] = OpenBlock(
+            size, size if before is None else before.left, 0
+        )
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended, or starts its block again."""

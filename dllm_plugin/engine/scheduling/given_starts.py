@@ -22,7 +22,9 @@ class GivenStarts:
         request.append_output_token_ids(token_ids)
         self._of[request.request_id] = token_ids
 
-    def put(self, outputs: dict[int, EngineCoreOutputs], requests: Container[str]) -> None:
+    def put(
+        self, outputs: dict[int, EngineCoreOutputs], requests: Container[str]
+    ) -> None:
         """Put them in front of first outputs, and forget those of requests that are gone."""
         if not self._of:
             return
@@ -35,7 +37,9 @@ class GivenStarts:
                         output.new_logprobs = _with_certain(output.new_logprobs, given)
                     if output.routed_experts is not None:  # its trace
                         first = np.array([[0.0, np.nan]] * len(given), dtype=np.float32)
-                        output.routed_experts = np.concatenate([first, output.routed_experts])
+                        output.routed_experts = np.concatenate(
+                            [first, output.routed_experts]
+                        )
         self._of = {key: given for key, given in self._of.items() if key in requests}
 
 
@@ -48,5 +52,7 @@ def _with_certain(lists: LogprobsLists, token_ids: list[int]) -> LogprobsLists:
         (np.zeros(shape), lists.logprobs),
         (np.ones(shape[0]), lists.sampled_token_ranks),
     )
-    ids, logprobs, ranks = (np.concatenate([given.astype(of.dtype), of]) for given, of in rows)
+    ids, logprobs, ranks = (
+        np.concatenate([given.astype(of.dtype), of]) for given, of in rows
+    )
     return LogprobsLists(ids, logprobs, ranks, None)

@@ -51,7 +51,9 @@ class GrammarScheduler(AsyncScheduler):
         self.decode_config = get_decode_config(self.vllm_config)
         self.block_length: dict[str, int] = {}
         self._with_grammar: set[str] = set()
-        self._refused: dict[str, str] = {}  # requests that are about to end with an error: why
+        self._refused: dict[
+            str, str
+        ] = {}  # requests that are about to end with an error: why
         self.grammar_counts = GrammarCounts()
         self._grammars = Grammars(
             self.structured_output_manager, self.decode_config, self.max_model_len
@@ -77,7 +79,9 @@ class GrammarScheduler(AsyncScheduler):
                 self._refuse(request.request_id, ours.grammar)
         ready = super()._handle_blocked_waiting_request(request)
         if request.request_id in self._refused:
-            end_with_error(self, request.request_id)  # vLLM 0.33 would give its own reason
+            end_with_error(
+                self, request.request_id
+            )  # vLLM 0.33 would give its own reason
         return ready
 
     def _refuse(self, req_id: str, error: Exception) -> None:
@@ -87,7 +91,9 @@ class GrammarScheduler(AsyncScheduler):
         if not why.startswith("structured_outputs "):
             why = f"structured_outputs cannot be honoured: {why}"
         self._refused[req_id] = f"{why}."
-        logger.error("Request %s ends with an error: %s", shown(req_id), self._refused[req_id])
+        logger.error(
+            "Request %s ends with an error: %s", shown(req_id), self._refused[req_id]
+        )
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)
@@ -99,10 +105,14 @@ class GrammarScheduler(AsyncScheduler):
         if scheduler_output.pending_structured_output_tokens:
             # An automaton knows on the device what canvases hold: nothing waits for it.
             ids = self._with_grammar & scheduler_output.num_scheduled_tokens.keys()
-            drafts = any(_grammar_of(self.requests[req_id]) is not None for req_id in ids)
+            drafts = any(
+                _grammar_of(self.requests[req_id]) is not None for req_id in ids
+            )
             scheduler_output.pending_structured_output_tokens = drafts
 
-    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+    def get_grammar_bitmask(
+        self, scheduler_output: SchedulerOutput
+    ) -> GrammarOutput | None:
         """Return checks of the canvases of a step, or None if none of them has a grammar."""
         if not self._with_grammar:
             return None
@@ -162,7 +172,10 @@ class GrammarScheduler(AsyncScheduler):
         if self._refused:
             for of_client in outputs.values():
                 for output in of_client.outputs:
-                    if output.finish_reason is not None and output.request_id in self._refused:
+                    if (
+                        output.finish_reason is not None
+                        and output.request_id in self._refused
+                    ):
                         output.stop_reason = self._refused[output.request_id]
             self._refused.clear()
         return outputs
@@ -190,7 +203,9 @@ class GrammarScheduler(AsyncScheduler):
             in_step = req_id in scheduler_output.scheduled_spec_decode_tokens
             if in_step and request.num_tokens == num_tokens + emitted:
                 canvas = model_runner_output.canvases[req_id]
-                grammar.canvas = self._undecided_marked(canvas, req_id, num_tokens, emitted)
+                grammar.canvas = self._undecided_marked(
+                    canvas, req_id, num_tokens, emitted
+                )
         return outputs
 
     def _undecided_marked(

@@ -29,12 +29,26 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from dllm_plugin.config.decode import RequestConfig
 from dllm_plugin.config.request.arguments import request_config
 from dllm_plugin.config.request.template import Template, template_of
-from dllm_plugin.decoding.full_attention import NO_TEMPLATE, Bounds, Layout, bounds, limit
+from dllm_plugin.decoding.full_attention import (
+    NO_TEMPLATE,
+    Bounds,
+    Layout,
+    bounds,
+    limit,
+)
 from dllm_plugin.decoding.methods import SpanFunction
-from dllm_plugin.engine.scheduling.forwards_in_flight import BlockSpans, ForwardsInFlight, take_left
+from dllm_plugin.engine.scheduling.forwards_in_flight import (
+    BlockSpans,
+    ForwardsInFlight,
+    take_left,
+)
 from dllm_plugin.engine.scheduling.given_starts import GivenStarts
 from dllm_plugin.engine.scheduling.scheduler import DiffusionScheduler
-from dllm_plugin.sampling.guidance import conditional_id, is_unconditional, unconditional_id
+from dllm_plugin.sampling.guidance import (
+    conditional_id,
+    is_unconditional,
+    unconditional_id,
+)
 
 logger = init_logger("vllm.dllm_plugin")
 UNKNOWN = 0  # steps of blocks whose last step may leave something
@@ -58,7 +72,9 @@ class RefreshScheduler(DiffusionScheduler):
         self._left = 0  # tokens that this step may still compute
         self._guided: set[str] = set()  # conditional requests that this step computes
         self._unconditional: set[str] = set()  # all hidden requests
-        self._layouts: dict[str, tuple[int, ...]] = {}  # fields of `Layout`, of each request
+        self._layouts: dict[
+            str, tuple[int, ...]
+        ] = {}  # fields of `Layout`, of each request
         self._steps: dict[str, int] = {}  # that a block of each request takes at most
         self._spans: dict[str, BlockSpans] = {}
         self._given_starts = GivenStarts()
@@ -68,7 +84,9 @@ class RefreshScheduler(DiffusionScheduler):
         """Do nothing: forwards differ in size, and each is weighed when it is scheduled."""
 
     def _bounds(self, requests: Sequence[Request]) -> Bounds:
-        layouts = np.array([self._layouts[r.request_id] for r in requests], dtype=np.int64)
+        layouts = np.array(
+            [self._layouts[r.request_id] for r in requests], dtype=np.int64
+        )
         start = np.array([_start_of(r) for r in requests], dtype=np.int64)
         canvas_length = self.decode_config.canvas_length
         return bounds(Layout(*layouts.T), start, canvas_length, self.max_model_len)
@@ -107,7 +125,9 @@ class RefreshScheduler(DiffusionScheduler):
         policy = self.decode_config.method.policies[asked.policy]
         assert request.sampling_params is not None
         # Bad words take positions back behind the policy, in the last step as well.
-        knows_last = policy.takes_rest and not request.sampling_params.bad_words_token_ids
+        knows_last = (
+            policy.takes_rest and not request.sampling_params.bad_words_token_ids
+        )
         self._steps[request.request_id] = asked.steps if knows_last else UNKNOWN
         self._layouts[request.request_id] = (
             request.num_prompt_tokens,
@@ -135,14 +155,18 @@ class RefreshScheduler(DiffusionScheduler):
             priority=request.priority,
         )
 
-    def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> list[Request]:
+    def finish_requests(
+        self, request_ids: Any, finished_status: RequestStatus
+    ) -> list[Request]:
         """Finish as vLLM does; hidden requests end with theirs and are not reported."""
         if request_ids is not None:
             ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
             hidden = map(unconditional_id, ids)
             request_ids = [*ids, *(i for i in hidden if i in self.requests)]
         finished = super().finish_requests(request_ids, finished_status)
-        return [request for request in finished if not is_unconditional(request.request_id)]
+        return [
+            request for request in finished if not is_unconditional(request.request_id)
+        ]
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         self._unconditional.discard(request.request_id)
@@ -213,7 +237,11 @@ class RefreshScheduler(DiffusionScheduler):
         if request.status == RequestStatus.RUNNING:
             if not self._prepare_forward(request):
                 return 0
-            wanted = _start_of(request) + len(request.spec_token_ids) - request.num_computed_tokens
+            wanted = (
+                _start_of(request)
+                + len(request.spec_token_ids)
+                - request.num_computed_tokens
+            )
         else:
             wanted = int(self._bounds([request]).stop[0])
         if is_unconditional(request.request_id):
@@ -289,7 +317,9 @@ class RefreshScheduler(DiffusionScheduler):
         super()._update_after_schedule(scheduler_output)
         requests = [self.requests[request_id] for request_id in canvases]
         for request in requests:
-            request.num_output_placeholders = 0  # of no use where forwards differ in size
+            request.num_output_placeholders = (
+                0  # of no use where forwards differ in size
+            )
         if self.scheduler_config.async_scheduling and requests:
             self._place_forwards(requests, [True] * len(requests))
 
@@ -297,7 +327,9 @@ class RefreshScheduler(DiffusionScheduler):
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
     ) -> tuple[list[int], bool]:
         """Do as vLLM's synchronous scheduler: there are neither placeholders nor cached pages."""
-        return Scheduler._update_request_with_output(self, request, new_token_ids, is_stale)
+        return Scheduler._update_request_with_output(
+            self, request, new_token_ids, is_stale
+        )
 
     def make_spec_decoding_stats(
         self, spec_decoding_stats: SpecDecodingStats | None, *args: Any, **kwargs: Any
@@ -315,15 +347,23 @@ class RefreshScheduler(DiffusionScheduler):
         void = self._drop_void(scheduler_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         # vLLM ends a request whose text its grammar refuses by itself: the hidden one goes along.
-        left_alone = [i for i in self._unconditional if conditional_id(i) not in self.requests]
+        left_alone = [
+            i for i in self._unconditional if conditional_id(i) not in self.requests
+        ]
         if left_alone:
             self.finish_requests(left_alone, RequestStatus.FINISHED_ABORTED)
         known = (
-            self.requests.get(i) for i in scheduler_output.num_scheduled_tokens if i not in void
+            self.requests.get(i)
+            for i in scheduler_output.num_scheduled_tokens
+            if i not in void
         )
-        going_on = [r for r in known if r is not None and r.status == RequestStatus.RUNNING]
+        going_on = [
+            r for r in known if r is not None and r.status == RequestStatus.RUNNING
+        ]
         if going_on:
-            self._place_next_forwards(going_on, scheduler_output, model_runner_output, left)
+            self._place_next_forwards(
+                going_on, scheduler_output, model_runner_output, left
+            )
         self._given_starts.put(outputs, self.requests)
         for of_client in outputs.values():
             # A pair that ended in this step is unknown by now, but its hidden one has an output.
@@ -334,7 +374,11 @@ class RefreshScheduler(DiffusionScheduler):
     def _drop_void(self, scheduler_output: SchedulerOutput) -> set[str]:
         """Take forwards that were launched for a block that is done out of a step's results."""
         launched, requests = self.in_flight.land(), self.requests
-        void = {i for i, at in launched.items() if i in requests and requests[i].num_tokens != at}
+        void = {
+            i
+            for i, at in launched.items()
+            if i in requests and requests[i].num_tokens != at
+        }
         for request_id in void:
             del scheduler_output.scheduled_spec_decode_tokens[request_id]
         self.in_flight.num_void += len(void)
@@ -351,11 +395,14 @@ class RefreshScheduler(DiffusionScheduler):
         index = model_runner_output.req_id_to_index
         committed = model_runner_output.sampled_token_ids
         in_block = [
-            r.request_id in canvases and not committed[index[r.request_id]] for r in requests
+            r.request_id in canvases and not committed[index[r.request_id]]
+            for r in requests
         ]
         # The refresh behind a last step may be in flight already.
         ahead = [self.in_flight.count(r.request_id, r.num_tokens) > 0 for r in requests]
-        self._place_forwards(requests, [a or b for a, b in zip(in_block, ahead, strict=True)])
+        self._place_forwards(
+            requests, [a or b for a, b in zip(in_block, ahead, strict=True)]
+        )
         for request, goes_on in zip(requests, in_block, strict=True):
             if goes_on:
                 self.in_flight.note(request.request_id, left.get(request.request_id, 0))
@@ -374,7 +421,9 @@ class RefreshScheduler(DiffusionScheduler):
     def _find_spans(self, requests: list[Request]) -> None:
         """Find the spans of requests that have begun another block."""
         spans = ((request, self._spans.get(request.request_id)) for request in requests)
-        begun = [r for r, known in spans if known is None or known.start != _start_of(r)]
+        begun = [
+            r for r, known in spans if known is None or known.start != _start_of(r)
+        ]
         if not begun:
             return
         canvas, forwards = self._bounds(begun), []
@@ -382,7 +431,10 @@ class RefreshScheduler(DiffusionScheduler):
             starts, stops = self.span(canvas, np.full(len(begun), keeps_kv))
             drafts = stops - canvas.start
             forwards.append(list(zip(starts.tolist(), drafts.tolist(), strict=True)))
-        starts, sizes = canvas.start.tolist(), (canvas.block_stop - canvas.start).tolist()
+        starts, sizes = (
+            canvas.start.tolist(),
+            (canvas.block_stop - canvas.start).tolist(),
+        )
         columns = zip(begun, starts, sizes, *forwards, strict=True)
         for request, *fields in columns:
             self._spans[request.request_id] = BlockSpans(*fields)

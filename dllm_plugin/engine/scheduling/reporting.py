@@ -17,7 +17,12 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from dllm_plugin.config.request.reporting import reporting
 from dllm_plugin.engine.scheduling.traces import Trace
-from dllm_plugin.engine.scheduling.watched_requests import Watch, WatchedStep, report, take_rows
+from dllm_plugin.engine.scheduling.watched_requests import (
+    Watch,
+    WatchedStep,
+    report,
+    take_rows,
+)
 from dllm_plugin.sampling.guidance import conditional_id, is_unconditional
 
 
@@ -30,7 +35,9 @@ class RequestCounts(RequestSpecDecodeMetrics):
     means by it, the widths of the forwards, and `per_step_accepted` what they committed.
     """
 
-    def observe(self, num_draft_tokens: int, num_accepted: int, detailed: bool = False) -> None:
+    def observe(
+        self, num_draft_tokens: int, num_accepted: int, detailed: bool = False
+    ) -> None:
         """Do nothing: vLLM calls this for requests alone that are told their counts."""
 
 
@@ -45,17 +52,23 @@ class ReportingScheduler(AsyncScheduler):
         self._counts: dict[str, RequestCounts] = {}
         self._with_stop_strings: set[str] = set()
         self._watches: dict[str, Watch] = {}
-        self._ended: list[int] = []  # forwards, tokens, positions of each request that ended
+        self._ended: list[
+            int
+        ] = []  # forwards, tokens, positions of each request that ended
 
     def add_request(self, request: Request) -> None:
         """Admit a request; it is told its counts in ``spec_decode_metrics`` unless it objects."""
         params = request.sampling_params
         assert params is not None
-        counts = self.counts_class(self.num_spec_tokens, [0] * (self.num_spec_tokens + 1))
+        counts = self.counts_class(
+            self.num_spec_tokens, [0] * (self.num_spec_tokens + 1)
+        )
         self._counts[request.request_id] = counts
         asked = reporting(params.extra_args)
         if asked.watches and not is_unconditional(request.request_id):
-            most = min(request.max_tokens, self.max_model_len - request.num_prompt_tokens)
+            most = min(
+                request.max_tokens, self.max_model_len - request.num_prompt_tokens
+            )
             trace = Trace(most) if asked.trace else None
             self._watches[request.request_id] = Watch(asked, counts, trace)
         if asked.statistics:
@@ -71,11 +84,17 @@ class ReportingScheduler(AsyncScheduler):
             self._note_start(data.req_id, counts[data.req_id], data.num_computed_tokens)
         for request_id, num_positions in scheduler_output.num_scheduled_tokens.items():
             # What guides a request is computed for it.
-            asking = conditional_id(request_id) if is_unconditional(request_id) else request_id
+            asking = (
+                conditional_id(request_id)
+                if is_unconditional(request_id)
+                else request_id
+            )
             if asking in counts:
                 counts[asking].num_draft_tokens += num_positions
 
-    def _note_start(self, request_id: str, counts: RequestCounts, num_tokens: int) -> None:
+    def _note_start(
+        self, request_id: str, counts: RequestCounts, num_tokens: int
+    ) -> None:
         """Note how many tokens of a prompt were cached."""
         if not counts.per_step_drafted:  # one that was preempted may come as a new one
             counts.per_step_drafted.append(num_tokens)
@@ -86,9 +105,18 @@ class ReportingScheduler(AsyncScheduler):
         counts = self._counts.pop(request.request_id, None)
         hidden = is_unconditional(request.request_id)
         # Also of aborted requests: one that meets a stop string is aborted by the front end.
-        if counts is not None and self.log_stats and not hidden and any(counts.histogram):
+        if (
+            counts is not None
+            and self.log_stats
+            and not hidden
+            and any(counts.histogram)
+        ):
             forwards = sum(counts.histogram)
-            self._ended += (forwards, request.num_output_tokens, counts.num_draft_tokens)
+            self._ended += (
+                forwards,
+                request.num_output_tokens,
+                counts.num_draft_tokens,
+            )
         return super()._free_request(request, delay_free_blocks)
 
     def make_spec_decoding_stats(
@@ -110,7 +138,10 @@ class ReportingScheduler(AsyncScheduler):
         return stats
 
     def make_stats(
-        self, spec_decoding_stats: SpecDecodingStats | None = None, *args: Any, **kwargs: Any
+        self,
+        spec_decoding_stats: SpecDecodingStats | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> SchedulerStats | None:
         """Return vLLM's numbers of a step, and those of the requests that ended.
 
@@ -118,7 +149,9 @@ class ReportingScheduler(AsyncScheduler):
         :class:`dllm_plugin.engine.metrics.DenoisingMetrics` reads that list in front ends.
         """
         if self._ended:
-            spec_decoding_stats = spec_decoding_stats or SpecDecodingStats(self.num_spec_tokens)
+            spec_decoding_stats = spec_decoding_stats or SpecDecodingStats(
+                self.num_spec_tokens
+            )
             spec_decoding_stats.num_draft_tokens_per_pos = self._ended
             self._ended = []
         return super().make_stats(spec_decoding_stats, *args, **kwargs)
@@ -144,16 +177,23 @@ class ReportingScheduler(AsyncScheduler):
         rows = take_rows(output)
         if not rows:
             return []
-        ids = {place: request_id for request_id, place in output.req_id_to_index.items()}
+        ids = {
+            place: request_id for request_id, place in output.req_id_to_index.items()
+        }
         steps = []
         for place, row in rows:
-            request, watch = self.requests.get(ids[place]), self._watches.get(ids[place])
+            request, watch = (
+                self.requests.get(ids[place]),
+                self._watches.get(ids[place]),
+            )
             # One that was aborted meanwhile is told nothing, nor is a result that vLLM drops.
             if request is None or watch is None or request.is_finished():
                 continue
             if request.num_stale_output_tokens > 0 and request.drop_stale_output:
                 continue
-            steps.append(WatchedStep(watch, request, place, request.num_output_tokens, *row))
+            steps.append(
+                WatchedStep(watch, request, place, request.num_output_tokens, *row)
+            )
         return steps
 
     def _report(
@@ -164,11 +204,20 @@ class ReportingScheduler(AsyncScheduler):
     ) -> None:
         """Put a watched request's snapshot and early text among the outputs of a step."""
         request = step.request
-        of_client = outputs.setdefault(request.client_index, EngineCoreOutputs(outputs=[]))
-        found = (i for i, o in enumerate(of_client.outputs) if o.request_id == request.request_id)
+        of_client = outputs.setdefault(
+            request.client_index, EngineCoreOutputs(outputs=[])
+        )
+        found = (
+            i
+            for i, o in enumerate(of_client.outputs)
+            if o.request_id == request.request_id
+        )
         place = next(found, None)
         output = report(
-            step, None if place is None else of_client.outputs[place], lists, self.max_model_len
+            step,
+            None if place is None else of_client.outputs[place],
+            lists,
+            self.max_model_len,
         )
         if place is not None:
             del of_client.outputs[place]

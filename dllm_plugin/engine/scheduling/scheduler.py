@@ -44,7 +44,9 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
         # The canvas alone is computed: no token is sampled behind it.
         self.num_sampled_tokens_per_step = 0
         self.num_computed_positions = 0  # queries of all forwards, for `diffuplug eval`
-        self._long: set[str] = set()  # requests that may come near the end of the context
+        self._long: set[str] = (
+            set()
+        )  # requests that may come near the end of the context
         self._spare_tokens = 0
         self._single_blocks = False
         self.broken = BrokenRequests(self)
@@ -80,15 +82,21 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
             end_with_error(self, request.request_id)
         params = request.sampling_params
         assert params is not None
-        config = request_config(self.decode_config, params.extra_args, params.max_tokens)
+        config = request_config(
+            self.decode_config, params.extra_args, params.max_tokens
+        )
         self.block_length[request.request_id] = config.block_length
         # A canvas in flight, the one scheduled behind it, and the next.
-        reach = request.num_prompt_tokens + request.max_tokens + 3 * self.num_spec_tokens
+        reach = (
+            request.num_prompt_tokens + request.max_tokens + 3 * self.num_spec_tokens
+        )
         if reach > self.max_model_len:
             self._long.add(request.request_id)
         if config.block_length != self.decode_config.block_length:
             # Keys depend on where blocks end, so these pages are no one else's.
-            request.cache_salt = f"{request.cache_salt or ''}/block {config.block_length}"
+            request.cache_salt = (
+                f"{request.cache_salt or ''}/block {config.block_length}"
+            )
             request.block_hashes.clear()
             request.update_block_hashes()
         ends = list(self.decode_config.turn_end_token_ids)
@@ -96,7 +104,9 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
         if template is not None:
             ends = template.ends(ends)
             params.stop_token_ids = template.ends(params.stop_token_ids or [])
-            if params.eos_token_id is not None and not template.ends([params.eos_token_id]):
+            if params.eos_token_id is not None and not template.ends(
+                [params.eos_token_id]
+            ):
                 params._eos_token_id = None
         if not params.ignore_eos:
             # Chat models end a turn with a token of their own that configs do not list as EOS;
@@ -166,8 +176,13 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
             num_new_tokens = min(num_new_tokens, most)
         if not (self.decode_config.family.absolute_grid and num_new_tokens):
             return num_new_tokens
-        if request.status == RequestStatus.RUNNING and num_computed_tokens < request.num_tokens:
-            num_new_tokens = min(num_new_tokens, self.num_spec_tokens + self._spare_tokens)
+        if (
+            request.status == RequestStatus.RUNNING
+            and num_computed_tokens < request.num_tokens
+        ):
+            num_new_tokens = min(
+                num_new_tokens, self.num_spec_tokens + self._spare_tokens
+            )
             self._spare_tokens -= max(0, num_new_tokens - self.num_spec_tokens)
         end = num_computed_tokens + num_new_tokens
         if end < request.num_tokens:
@@ -178,7 +193,9 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
         comes_back = request.num_tokens > request.num_prompt_tokens
         if comes_back or num_computed_tokens != request.num_prompt_tokens:
             return num_new_tokens
-        return min(num_new_tokens + self._first_tail(request), self._canvas_tokens(request))
+        return min(
+            num_new_tokens + self._first_tail(request), self._canvas_tokens(request)
+        )
 
     def _first_tail(self, request: Request) -> int:
         """Return how many positions of the prompt the first canvas begins with."""
@@ -191,11 +208,16 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
 
         vLLM 0.32 caches pages in here, a later one behind it: neither counts what stays taken off.
         """
-        was_running, num_new = request.status == RequestStatus.RUNNING, len(new_token_ids)
+        was_running, num_new = (
+            request.status == RequestStatus.RUNNING,
+            len(new_token_ids),
+        )
         if is_stale or not (was_running and self.kv_cache_manager.enable_caching):
             return super()._update_request_with_output(request, new_token_ids, is_stale)
         request.num_computed_tokens -= num_new
-        new_token_ids, stopped = super()._update_request_with_output(request, new_token_ids)
+        new_token_ids, stopped = super()._update_request_with_output(
+            request, new_token_ids
+        )
         if not stopped:
             request.num_computed_tokens += num_new
             computed = request.num_computed_tokens - request.num_output_placeholders
@@ -221,9 +243,13 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
         """
         preempts = reset_running_requests and not self.scheduler_config.async_scheduling
         done = super().reset_prefix_cache(preempts, reset_connector)
-        return done or (reset_running_requests and not self.kv_cache_manager.enable_caching)
+        return done or (
+            reset_running_requests and not self.kv_cache_manager.enable_caching
+        )
 
-    def _note_start(self, request_id: str, counts: RequestCounts, num_tokens: int) -> None:
+    def _note_start(
+        self, request_id: str, counts: RequestCounts, num_tokens: int
+    ) -> None:
         """Note also how a request keeps to its grammar."""
         is_new = not counts.per_step_drafted
         super()._note_start(request_id, counts, num_tokens)

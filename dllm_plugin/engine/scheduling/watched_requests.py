@@ -72,19 +72,31 @@ def take_rows(
     Their ranks, which are positive for log-probabilities, say the place and that.
     """
     lists = output.logprobs
-    if lists is None or not len(lists.sampled_token_ranks) or lists.sampled_token_ranks[-1] >= 0:
+    if (
+        lists is None
+        or not len(lists.sampled_token_ranks)
+        or lists.sampled_token_ranks[-1] >= 0
+    ):
         return []
     ranks = lists.sampled_token_ranks
     first = int(np.flatnonzero(ranks < 0)[0])
     place_T, taken_T = np.divmod(-1 - ranks[first:], 2)
     places, starts = np.unique(place_T, return_index=True)
-    columns = (lists.logprob_token_ids[first:, 0], lists.logprobs[first:, 0], taken_T > 0)
+    columns = (
+        lists.logprob_token_ids[first:, 0],
+        lists.logprobs[first:, 0],
+        taken_T > 0,
+    )
     num_positions = len(place_T) // len(places)
     found = []
     for place, start in zip(places.tolist(), starts.tolist(), strict=True):
-        ids_C, confidence_C, taken_C = (rows[start : start + num_positions] for rows in columns)
+        ids_C, confidence_C, taken_C = (
+            rows[start : start + num_positions] for rows in columns
+        )
         found.append((place, (ids_C, confidence_C, taken_C)))
-    output.logprobs = _rows_of(lists, 0, first, lists.cu_num_generated_tokens) if first else None
+    output.logprobs = (
+        _rows_of(lists, 0, first, lists.cu_num_generated_tokens) if first else None
+    )
     return found
 
 
@@ -92,15 +104,25 @@ def _rows_of(
     lists: LogprobsLists, start: int, stop: int, offsets: list[int] | None
 ) -> LogprobsLists:
     rows = slice(start, stop)
-    ids, logprobs, ranks = lists.logprob_token_ids, lists.logprobs, lists.sampled_token_ranks
+    ids, logprobs, ranks = (
+        lists.logprob_token_ids,
+        lists.logprobs,
+        lists.sampled_token_ranks,
+    )
     return LogprobsLists(ids[rows], logprobs[rows], ranks[rows], offsets)
 
 
 def new_tokens(step: WatchedStep, committed: int, run: int) -> list[int]:
     """Return the tokens to hand out now under early text, and note that they were."""
     watch, request = step.watch, step.request
-    have = committed if request.is_finished() else max(watch.sent, step.base + run, committed)
-    early = step.ids_C[max(watch.sent, committed) - step.base : max(have - step.base, 0)]
+    have = (
+        committed
+        if request.is_finished()
+        else max(watch.sent, step.base + run, committed)
+    )
+    early = step.ids_C[
+        max(watch.sent, committed) - step.base : max(have - step.base, 0)
+    ]
     tokens = [*request.output_token_ids[watch.sent : committed], *early.tolist()]
     watch.sent = max(have, watch.sent)
     return tokens
@@ -125,7 +147,9 @@ def snapshot(step: WatchedStep, committed: int, window: int) -> dict[str, Any] |
     if not every or (forwards - watch.told < every and not step.request.is_finished()):
         return None
     params = step.request.sampling_params
-    if params is None or (params.num_logprobs is not None and not (committed or watch.sent)):
+    if params is None or (
+        params.num_logprobs is not None and not (committed or watch.sent)
+    ):
         return None  # before its first token vLLM hands its own list of log-probabilities out
     watch.told = forwards
     hundredths = np.rint(step.confidence_C[:window] * 100).clip(0, 100).astype(np.uint8)
@@ -154,7 +178,9 @@ def report(
     window, run = step.decided(committed, max_model_len)
     tokens, logprobs, first = None, None, step.base
     if watch.trace is not None:
-        watch.trace.note(step.base, step.forwards, step.ids_C, step.confidence_C, step.taken_C)
+        watch.trace.note(
+            step.base, step.forwards, step.ids_C, step.confidence_C, step.taken_C
+        )
     if watch.asked.early_text:
         first = watch.sent
         tokens = new_tokens(step, committed, run)

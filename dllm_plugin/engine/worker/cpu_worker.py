@@ -54,7 +54,9 @@ class PackingWorker(UpdatingWorker):
 
     def _open_layers(self, model: Any) -> None:
         """Take the kernels of experts away: vLLM packs experts only while it makes a kernel."""
-        experts = [layer for layer in model.modules() if isinstance(layer, RoutedExperts)]
+        experts = [
+            layer for layer in model.modules() if isinstance(layer, RoutedExperts)
+        ]
         methods: list[Any] = [layer.quant_method for layer in experts]
         self.kernels = tuple((method, method.moe_kernel) for method in methods)
         for method in methods:
@@ -65,7 +67,9 @@ class PackingWorker(UpdatingWorker):
         for method, kernel in self.kernels:
             method.moe_kernel = method.moe_kernel or kernel
         self.kernels = ()
-        if model.config.tie_word_embeddings:  # vLLM packs the embedding, whose numbers it shares
+        if (
+            model.config.tie_word_embeddings
+        ):  # vLLM packs the embedding, whose numbers it shares
             model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
 
 

@@ -46,7 +46,9 @@ class AsyncCanvasOutput(AsyncModelRunnerOutput):
         """Return the result once it is on the host."""
         result = self.output.get_output()
         place = result.req_id_to_index
-        canvases = {i: self.output.sampled_token_ids[place[i]].tolist() for i in self.req_ids}
+        canvases = {
+            i: self.output.sampled_token_ids[place[i]].tolist() for i in self.req_ids
+        }
         return CanvasOutput(**vars(result), canvases=canvases)
 
 

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.dllm_plugin")
 
 REPLAYS = 3
-LONG, REQUESTS = 4096, 64  # at most so much context of so many requests, to measure its cost
+LONG, REQUESTS = (
+    4096,
+    64,
+)  # at most so much context of so many requests, to measure its cost
 
 
 def measure(runner: "GPUModelRunner") -> None:
@@ -88,7 +91,9 @@ def step_times(empty: Times, long: Times, context: int, layout: str) -> StepTime
         keys = (desc.num_reqs or 1) * context * reads
         added.append((ms - empty[desc]) / max(keys, 1))
     monotone = np.maximum.accumulate(medians).tolist()
-    return StepTimes(tuple(positions), tuple(monotone), max(float(np.median(added)), 0.0))
+    return StepTimes(
+        tuple(positions), tuple(monotone), max(float(np.median(added)), 0.0)
+    )
 
 
 @torch.inference_mode()
@@ -109,7 +114,11 @@ def time_graphs(
 
 
 def prepare(
-    runner: "GPUModelRunner", num_reqs: int, width: int, context: int, mode: CUDAGraphMode
+    runner: "GPUModelRunner",
+    num_reqs: int,
+    width: int,
+    context: int,
+    mode: CUDAGraphMode,
 ) -> tuple[InputBatch, dict[str, Any], torch.Tensor]:
     """Fill the buffers of a step of one width: half of every canvas is decided.
 

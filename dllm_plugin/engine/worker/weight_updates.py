@@ -26,7 +26,9 @@ def restore_layers(model: nn.Module, model_config: ModelConfig) -> None:
     for layer in model.modules():
         info = get_layerwise_info(layer)
         info.loaded_weights.clear()
-        info.load_numel = 0  # of a layer for which nothing has come, vLLM keeps the old tensors
+        info.load_numel = (
+            0  # of a layer for which nothing has come, vLLM keeps the old tensors
+        )
     finalize_layerwise_reload(model, model_config)
 
 
@@ -42,7 +44,9 @@ class UpdatingWorker(Worker):
         model.update = update
         self._open_layers(model)
 
-    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+    def update_weights(
+        self, update_info: dict[str, Any] | list[dict[str, Any]]
+    ) -> None:
         """Load a part as vLLM does; one that is wrong ends the update."""
         with self._closed_by_errors():
             super().update_weights(update_info)
@@ -64,7 +68,9 @@ class UpdatingWorker(Worker):
         """Load a whole checkpoint as vLLM does; keep the old weights if it is not one."""
         model: Any = self.get_model()
         if model.update is not None:
-            raise RuntimeError("reload_weights within a weight update: finish the update first.")
+            raise RuntimeError(
+                "reload_weights within a weight update: finish the update first."
+            )
         model.check_packing()
         self._open_layers(model)
         with self._closed_by_errors():

@@ -12,7 +12,10 @@ from typing import Any
 from vllm.config import CUDAGraphMode
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.attn_utils import FastPrefillHelper
-from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
+from vllm.v1.worker.gpu.cudagraph_utils import (
+    BatchExecutionDescriptor,
+    ModelCudaGraphManager,
+)
 
 from dllm_plugin.config.cuda_graphs import uniform_graphs
 from dllm_plugin.config.decode import get_decode_config
@@ -33,7 +36,11 @@ class BlockGraphManager(ModelCudaGraphManager):
         super()._init_candidates()
         config, mode = get_decode_config(self.vllm_config), self.cudagraph_mode
         sizes = self.compilation_config.cudagraph_capture_sizes
-        if not (mode.separate_routine() and mode.decode_mode() == CUDAGraphMode.FULL and sizes):
+        if not (
+            mode.separate_routine()
+            and mode.decode_mode() == CUDAGraphMode.FULL
+            and sizes
+        ):
             return
         tokens = self.vllm_config.scheduler_config.max_num_batched_tokens
         table = uniform_graphs(config, sizes, self.max_num_reqs, tokens)
@@ -60,7 +67,9 @@ class BlockGraphManager(ModelCudaGraphManager):
                 self._capture_descs[CUDAGraphMode.FULL].append(desc)
                 for num_tokens in range(first, desc.num_tokens + 1):
                     # Before the piecewise graph, which takes any batch.
-                    self._candidates.setdefault((num_tokens, num_active_loras), []).insert(0, desc)
+                    self._candidates.setdefault(
+                        (num_tokens, num_active_loras), []
+                    ).insert(0, desc)
                 first = desc.num_tokens + 1
 
 
@@ -77,7 +86,9 @@ class DiffusionRunner(GrammarRunner):
 
         Called twice: vLLM's profile of graph memory captures with a manager of its own.
         """
-        super().initialize_kv_cache(kv_cache_config, is_profiling, kv_cache_allocation_context)
+        super().initialize_kv_cache(
+            kv_cache_config, is_profiling, kv_cache_allocation_context
+        )
         given = self.cudagraph_manager
         assert given is not None
         self.cudagraph_manager = BlockGraphManager(
@@ -90,12 +101,18 @@ class DiffusionRunner(GrammarRunner):
             ubatch_runner=given.ubatch_runner,
         )
         if self.fast_prefill is not None:
-            self.fast_prefill = FastPrefillHelper(self.cudagraph_manager, self.max_num_tokens)
+            self.fast_prefill = FastPrefillHelper(
+                self.cudagraph_manager, self.max_num_tokens
+            )
 
     def capture_model(self, *, profile_only: bool = False) -> int:
         """Capture as vLLM does; then measure what steps take, where widths are chosen by it."""
         taken = super().capture_model(profile_only=profile_only)
-        if not profile_only and self.cudagraph_manager and self.cudagraph_manager.graphs:
+        if (
+            not profile_only
+            and self.cudagraph_manager
+            and self.cudagraph_manager.graphs
+        ):
             measure(self)
         return taken
 

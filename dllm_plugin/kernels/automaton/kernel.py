@@ -13,7 +13,12 @@ import torch
 from torch import Tensor
 from vllm.triton_utils import tl, triton
 
-from dllm_plugin.kernels.automaton.classes import choose, mixed_state, noisy, score_classes
+from dllm_plugin.kernels.automaton.classes import (
+    choose,
+    mixed_state,
+    noisy,
+    score_classes,
+)
 from dllm_plugin.kernels.automaton.reference import Canvases, Path, Rows, Tables
 from dllm_plugin.kernels.launch import launch
 
@@ -37,7 +42,9 @@ def _edge_totals(
     return tl.where(taken, value + gain, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["place", "length", "num_states", "num_classes", "num_edges"])
+@triton.jit(
+    do_not_specialize=["place", "length", "num_states", "num_classes", "num_edges"]
+)
 def _advance(
     value_ptr,
     score_ptr,
@@ -126,7 +133,9 @@ def _walk_back(
     for begin in range(0, num_states, WIDE):
         here = begin + tl.arange(0, WIDE)
         inside = here < num_states
-        value = tl.load(value_ptr + length * num_states + here, mask=inside, other=float("-inf"))
+        value = tl.load(
+            value_ptr + length * num_states + here, mask=inside, other=float("-inf")
+        )
         far = tl.load(far_ptr + which * num_states + here, mask=inside, other=0)
         value = tl.where(far.to(tl.int64) <= room, value, float("-inf"))
         score = tl.where(samples, noisy(value, noise, here), value.to(tl.float64))
@@ -143,7 +152,10 @@ def _walk_back(
             noise = mixed_state(seed ^ 0xED6E, position + place, step)
             bounds = first_ptr + which * (num_states + 1) + state
             low, high = tl.load(bounds), tl.load(bounds + 1)
-            best, chosen = tl.full((), float("-inf"), tl.float64), tl.minimum(low, num_edges - 1)
+            best, chosen = (
+                tl.full((), float("-inf"), tl.float64),
+                tl.minimum(low, num_edges - 1),
+            )
             for begin in range(low, high, WIDE):
                 edge = begin + tl.arange(0, WIDE)
                 total = _edge_totals(
@@ -156,9 +168,13 @@ def _walk_back(
                     given,
                     END,
                 )
-                score = tl.where(samples, noisy(total, noise, edge), total.to(tl.float64))
+                score = tl.where(
+                    samples, noisy(total, noise, edge), total.to(tl.float64)
+                )
                 top = tl.max(score, 0)
-                first = tl.min(tl.where((score == top) & (edge < high), edge, 0x7FFFFFFF), 0)
+                first = tl.min(
+                    tl.where((score == top) & (edge < high), edge, 0x7FFFFFFF), 0
+                )
                 chosen = tl.where(top > best, first, chosen)
                 best = tl.maximum(best, top)
             kind = tl.load(class_ptr + which * num_edges + chosen)
@@ -264,7 +280,9 @@ def forward(tables: Tables, canvases: Canvases, score_GCK: Tensor) -> Tensor:
     return value_GCQ
 
 
-def backtrack(tables: Tables, canvases: Canvases, score_GCK: Tensor, value_GCQ: Tensor) -> Path:
+def backtrack(
+    tables: Tables, canvases: Canvases, score_GCK: Tensor, value_GCQ: Tensor
+) -> Path:
     """Walk back as the reference does."""
     count, length, num_classes = score_GCK.shape
     class_GC = torch.empty_like(canvases.given_GC)

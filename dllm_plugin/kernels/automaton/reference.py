@@ -123,9 +123,13 @@ def score_rows(tables: Tables, rows: Rows) -> Tensor:
     """
     logits_TV, class_TV = _read(rows), tables.class_AV[rows.which_T].to(torch.int64)
     shape = (len(logits_TV), tables.bound_AK.shape[1] - 1)
-    top_TK = logits_TV.new_full(shape, NEVER).scatter_reduce_(1, class_TV, logits_TV, "amax")
+    top_TK = logits_TV.new_full(shape, NEVER).scatter_reduce_(
+        1, class_TV, logits_TV, "amax"
+    )
     share_TV = (logits_TV - top_TK.gather(1, class_TV)).exp()
-    mass_TK = logits_TV.new_zeros(shape).scatter_add_(1, class_TV, share_TV).log() + top_TK
+    mass_TK = (
+        logits_TV.new_zeros(shape).scatter_add_(1, class_TV, share_TV).log() + top_TK
+    )
     score_TK = torch.where(rows.temperature_T[:, None] > 0, mass_TK, top_TK)
     return (score_TK - mass_TK.logsumexp(dim=1, keepdim=True)).clamp_min(LOW)
 
@@ -162,7 +166,9 @@ def forward(tables: Tables, canvases: Canvases, score_GCK: Tensor) -> Tensor:
         base_GQ = best_GQ.where(best_GQ > NEVER, 0.0)
         share_GE = (total_GE - base_GQ.gather(1, edges.target_GE)).exp()
         mass_GQ = torch.zeros_like(value_GQ).scatter_add_(1, edges.target_GE, share_GE)
-        next_GQ = torch.where(canvases.temperature_G[:, None] > 0, mass_GQ.log() + base_GQ, best_GQ)
+        next_GQ = torch.where(
+            canvases.temperature_G[:, None] > 0, mass_GQ.log() + base_GQ, best_GQ
+        )
         value_GQ = torch.where(given_G1 == OUTSIDE, value_GQ, next_GQ)
         values.append(value_GQ)
     values += [value_GQ] * (score_GCK.shape[1] - length)
@@ -190,11 +196,15 @@ class _Edges(NamedTuple):
 
 def _edges(tables: Tables, which_G: Tensor) -> _Edges:
     columns = (tables.source_AE, tables.class_AE, tables.target_AE)
-    source_GE, class_GE, target_GE = (table[which_G].to(torch.int64) for table in columns)
+    source_GE, class_GE, target_GE = (
+        table[which_G].to(torch.int64) for table in columns
+    )
     return _Edges(source_GE, class_GE, target_GE, source_GE == END)
 
 
-def _totals(edges: _Edges, score_GK: Tensor, given_G1: Tensor, value_GQ: Tensor) -> Tensor:
+def _totals(
+    edges: _Edges, score_GK: Tensor, given_G1: Tensor, value_GQ: Tensor
+) -> Tensor:
     """Return what each edge is worth at a position, float32 ``[G, E]``."""
     is_given_G1, class_GE = given_G1 != OPEN, edges.class_GE
     gain_GE = score_GK.gather(1, class_GE).masked_fill(edges.ends_GE | is_given_G1, 0.0)
@@ -204,7 +214,9 @@ def _totals(edges: _Edges, score_GK: Tensor, given_G1: Tensor, value_GQ: Tensor)
     return value_GQ.gather(1, edges.source_GE) + gain_GE
 
 
-def backtrack(tables: Tables, canvases: Canvases, score_GCK: Tensor, value_GCQ: Tensor) -> Path:
+def backtrack(
+    tables: Tables, canvases: Canvases, score_GCK: Tensor, value_GCQ: Tensor
+) -> Path:
     """Return the best text of each canvas that leaves room for what it lacks, or a sampled one."""
     edges = _edges(tables, canvases.which_G)
     fits_GQ = tables.far_AQ[canvases.which_G] <= canvases.room_G[:, None]
@@ -219,7 +231,9 @@ def backtrack(tables: Tables, canvases: Canvases, score_GCK: Tensor, value_GCQ: 
         given_G1 = canvases.given_GC[:, place, None]
         total_GE = _totals(edges, score_GCK[:, place], given_G1, value_GCQ[:, place])
         total_GE = total_GE.masked_fill(edges.target_GE != state_G[:, None], NEVER)
-        edge_G1 = _choose(canvases, total_GE, canvases.position_G + place, EDGE)[:, None]
+        edge_G1 = _choose(canvases, total_GE, canvases.position_G + place, EDGE)[
+            :, None
+        ]
         is_outside_G = given_G1.squeeze(1) == OUTSIDE
         class_G = edges.class_GE.gather(1, edge_G1).squeeze(1)
         source_G = edges.source_GE.gather(1, edge_G1).squeeze(1)
@@ -229,13 +243,19 @@ def backtrack(tables: Tables, canvases: Canvases, score_GCK: Tensor, value_GCQ: 
     return Path(torch.stack(classes[::-1], dim=1), torch.stack(states[::-1], dim=1))
 
 
-def _choose(canvases: Canvases, total_GN: Tensor, position_G: Tensor, use: int) -> Tensor:
+def _choose(
+    canvases: Canvases, total_GN: Tensor, position_G: Tensor, use: int
+) -> Tensor:
     """Return the first of the best, or one that is drawn in proportion to ``exp(total)``."""
     best_G = total_GN.argmax(dim=1)
     sampled = (canvases.temperature_G > 0).nonzero().squeeze(1)
     if not len(sampled):
         return best_G
-    counters = (canvases.seed_G[sampled] ^ use, position_G[sampled], canvases.step_G[sampled])
+    counters = (
+        canvases.seed_G[sampled] ^ use,
+        position_G[sampled],
+        canvases.step_G[sampled],
+    )
     uniform_GN = gumbel_uniform(*counters, total_GN.shape[1])
     noisy_GN = total_GN[sampled].to(torch.float64) - (-uniform_GN.log()).log()
     return best_G.index_copy(0, sampled, noisy_GN.argmax(dim=1))

@@ -72,16 +72,22 @@ def _merge(
             + lane % num_partials
         )
         best = tl.load(own_ptr, mask=used, other=float("-inf"))
-        tokens = tl.load(own_ptr + partial_stride, mask=used, other=2147483647.0).to(tl.int32)
+        tokens = tl.load(own_ptr + partial_stride, mask=used, other=2147483647.0).to(
+            tl.int32
+        )
         broken = tl.min(tl.where(best != best, tokens, 0x7FFFFFFF), 0)
         clean = tl.where(best == best, best, float("-inf"))
-        token = tl.min(tl.where((clean == tl.max(clean, 0)) & used, tokens, 0x7FFFFFFF), 0)
+        token = tl.min(
+            tl.where((clean == tl.max(clean, 0)) & used, tokens, 0x7FFFFFFF), 0
+        )
         token = tl.where(broken < 0x7FFFFFFF, broken, token)
         xs = tl.load(own_ptr + 2 * partial_stride, mask=used, other=float("-inf"))
         x = tl.max(tl.where(tokens == token, xs, float("-inf")), 0)
         no_number = (xs != xs) | (xs == float("inf"))
         top = tl.load(own_ptr + 3 * partial_stride, mask=used, other=-1e38)
-        mass = tl.load(own_ptr + 4 * partial_stride, mask=used, other=0.0).to(tl.float32)
+        mass = tl.load(own_ptr + 4 * partial_stride, mask=used, other=0.0).to(
+            tl.float32
+        )
         highest = tl.max(top, 0)
         broken = tl.max(tl.where((tokens == token) & no_number, 1, 0), 0)
         # Lanes begin at -1e30 times a scale: below that nothing of the row was above -inf.
@@ -92,18 +98,24 @@ def _merge(
         tl.store(out_token_ptr + row, token.to(tl.int64))
         tl.store(confidence_ptr + row, tl.exp2((x - highest).to(tl.float32)) / total)
         if RANKING:
-            weight = tl.load(own_ptr + 6 * partial_stride, mask=used, other=0.0).to(tl.float32)
+            weight = tl.load(own_ptr + 6 * partial_stride, mask=used, other=0.0).to(
+                tl.float32
+            )
             # In units of log2, as the partials are.
             entropy = tl.sum((weight + gap * mass) * factor, 0) / total - tl.log2(total)
             tl.store(entropy_ptr + row, entropy * 0.6931471805599453)
             second = tl.load(own_ptr + 5 * partial_stride, mask=used, other=-1e38)
             top_lane = tl.min(tl.where(top == highest, lane, PARTIALS), 0)
             others = tl.maximum(second, tl.where(lane == top_lane, -1e38, top))
-            margin = (1.0 - tl.exp2((tl.max(others, 0) - highest).to(tl.float32))) / total
+            margin = (
+                1.0 - tl.exp2((tl.max(others, 0) - highest).to(tl.float32))
+            ) / total
             tl.store(margin_ptr + row, margin)
 
 
-def count_partials(num_rows: int, width: int, programs: int, shards: int = 1) -> tuple[int, int]:
+def count_partials(
+    num_rows: int, width: int, programs: int, shards: int = 1
+) -> tuple[int, int]:
     """Return into how many ranges of columns each row is cut, and how many columns each has."""
     tiles = triton.cdiv(width, TILE)
     wanted = min(triton.cdiv(programs, max(num_rows, 1)), tiles, MAX_PARTIALS // shards)
@@ -223,7 +235,9 @@ def merge_rows(
     tokens = torch.empty(total, dtype=torch.int64, device=device)
     confidence_T = torch.empty(total, device=device)
     broken_T = torch.empty(total, dtype=torch.int32, device=device)
-    ranking = [torch.empty(total, device=device) for _ in range(2 if want_ranking else 0)]
+    ranking = [
+        torch.empty(total, device=device) for _ in range(2 if want_ranking else 0)
+    ]
     if total:
         launch(
             _merge,

@@ -71,10 +71,17 @@ def scan_rows(
         top_T1 = torch.maximum(top_T1, lowest(bias, slot_T, LOWEST)[:, None])
     share_TV = (logits_TV - top_T1).exp()
     x_T1 = logits_TV.gather(1, column_T[:, None])
-    numbers = [best_T, column_T + first, *(_to_log2(x) for x in (x_T1, top_T1)), share_TV.sum(-1)]
+    numbers = [
+        best_T,
+        column_T + first,
+        *(_to_log2(x) for x in (x_T1, top_T1)),
+        share_TV.sum(-1),
+    ]
     if want_ranking:
         two_T2 = logits_TV.topk(min(2, width), dim=-1).values
-        second_T = torch.nn.functional.pad(two_T2, (0, 1), value=LOWEST)[:, 1].clamp_min(LOWEST)
+        second_T = torch.nn.functional.pad(two_T2, (0, 1), value=LOWEST)[
+            :, 1
+        ].clamp_min(LOWEST)
         weight_T = torch.xlogy(share_TV, share_TV).sum(-1)
         numbers += [_to_log2(second_T), _to_log2(weight_T)]
     return torch.stack([x.to(torch.float64).reshape(-1, 1) for x in numbers])
@@ -100,7 +107,9 @@ def merge_rows(
     if want_ranking:
         second, weight = ranking
         entropy_T = ((weight + gap * mass) * factor).sum(-1) / total_T - total_T.log2()
-        others = torch.maximum(second, top.scatter(1, top_lane_T1, NEGATIVE_INFINITY)).amax(-1)
+        others = torch.maximum(
+            second, top.scatter(1, top_lane_T1, NEGATIVE_INFINITY)
+        ).amax(-1)
         margin_T = (1 - (others - highest_T1.squeeze(1)).exp2()) / total_T
         pair = [x.to(torch.float32) for x in (entropy_T * math.log(2), margin_T)]
         stats = RowStats(*stats[:3], *pair)

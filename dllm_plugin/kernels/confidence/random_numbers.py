@@ -17,7 +17,9 @@ def sampled_order(score_T: Tensor, temperature_T: Tensor, uniform_T: Tensor) -> 
     This is the Gumbel-top-k trick; rows with temperature 0 keep their score. All tensors are
     float32, `uniform_T` in (0, 1).
     """
-    sampled_T = score_T / temperature_T.where(temperature_T > 0, 1.0) - (-uniform_T.log()).log()
+    sampled_T = (
+        score_T / temperature_T.where(temperature_T > 0, 1.0) - (-uniform_T.log()).log()
+    )
     return torch.where(temperature_T > 0, sampled_T, score_T)
 
 
@@ -30,7 +32,9 @@ def counter_uniform(seed: Tensor, position: Tensor, step: Tensor) -> Tensor:
     state = _mix64(seed + _GOLDEN)
     state = _mix64(state ^ (position * _GOLDEN))
     state = _mix64(state ^ (step * _MIX_1))
-    bits = _shift(state, 41)  # 23 bits and a half are exact in float32, so 1.0 is never reached
+    bits = _shift(
+        state, 41
+    )  # 23 bits and a half are exact in float32, so 1.0 is never reached
     return (bits.to(torch.float32) + 0.5) * 2.0**-23
 
 

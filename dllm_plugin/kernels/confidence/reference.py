@@ -114,7 +114,11 @@ def propose_rows(
     hot = None if sampling is None else hot_rows(logits_TV, slot_T, sampling)
     largest_T = None if token_T is None else logits_TV.amax(dim=-1)
     if token_T is None:
-        noisy = hot if hot is None or divide else hot._replace(divided_SV=logits_TV[hot.rows_S])
+        noisy = (
+            hot
+            if hot is None or divide
+            else hot._replace(divided_SV=logits_TV[hot.rows_S])
+        )
         token_T, _ = choose(logits_TV, noisy, slot_T, sampling)
     chosen_T = logits_TV.gather(1, token_T[:, None]).squeeze(1)
     largest_T = chosen_T if largest_T is None else largest_T
@@ -184,7 +188,9 @@ def choose(
     noisy_SV = divided_SV.to(torch.float64) - (-uniform_SV.log()).log()
     sampled_S = noisy_SV.argmax(dim=-1)
     noisy_S = noisy_SV.gather(1, sampled_S[:, None]).squeeze(1)
-    return token_T.index_copy(0, rows_S, sampled_S), best_T.index_copy(0, rows_S, noisy_S)
+    return token_T.index_copy(0, rows_S, sampled_S), best_T.index_copy(
+        0, rows_S, noisy_S
+    )
 
 
 def with_missing(stats: RowStats, num_rows: int | None) -> RowStats:
@@ -192,11 +198,15 @@ def with_missing(stats: RowStats, num_rows: int | None) -> RowStats:
     missing = 0 if num_rows is None else num_rows - len(stats.token_T)
     if not missing:
         return stats
-    padded = (None if x is None else torch.nn.functional.pad(x, (0, missing)) for x in stats)
+    padded = (
+        None if x is None else torch.nn.functional.pad(x, (0, missing)) for x in stats
+    )
     return RowStats(*padded)  # type: ignore[arg-type]
 
 
-def row_stats(logits_TV: Tensor, token_T: Tensor, broken_T: Tensor, want_ranking: bool) -> RowStats:
+def row_stats(
+    logits_TV: Tensor, token_T: Tensor, broken_T: Tensor, want_ranking: bool
+) -> RowStats:
     """Compute how sure the model is of given tokens; `logits_TV` float32, banned ids at -inf."""
     probs_TV = torch.softmax(logits_TV, dim=-1)
     confidence_T = probs_TV.gather(1, token_T[:, None]).squeeze(1)

@@ -23,7 +23,9 @@ def _mix64(x):
 @triton.jit
 def _noise_state(seed_ptr, counter_ptr, start_ptr, offset_ptr, slot, row, shift):
     """Mix all counters of a row but the token, as `gumbel_uniform` does."""
-    position = tl.load(start_ptr + slot) + tl.load(offset_ptr + row).to(tl.int64) + shift
+    position = (
+        tl.load(start_ptr + slot) + tl.load(offset_ptr + row).to(tl.int64) + shift
+    )
     step = tl.load(counter_ptr + slot).to(tl.uint64)
     state = _mix64(tl.load(seed_ptr + slot).to(tl.uint64) + 0x9E3779B97F4A7C15)
     state = _mix64(state ^ (position.to(tl.uint64) * 0x9E3779B97F4A7C15))
@@ -45,7 +47,9 @@ def _quick_gumbel(bits):
     # Near u = 1 the logarithm of 1 - x loses the digits of x: a series instead.
     series = near * (1.0 + near * (0.5 + near * (0.33333333 + near * 0.25)))
     log2_u = tl.log2(tl.where(is_low, near, 1.0 - near))
-    minus_ln = tl.where((near < 0.0078125) & (bits > rest), series, log2_u * -0.6931471805599453)
+    minus_ln = tl.where(
+        (near < 0.0078125) & (bits > rest), series, log2_u * -0.6931471805599453
+    )
     return tl.log2(minus_ln) * -0.6931471805599453
 
 
@@ -129,7 +133,12 @@ def _weigh(weight, mass, factor, gap):
 # Not compiled anew for numbers and for slices of tensors that differ from step to step.
 @triton.jit(
     do_not_specialize=["shift", "mask_id"],
-    do_not_specialize_on_alignment=["source_ptr", "slot_ptr", "offset_ptr", "given_ptr"],
+    do_not_specialize_on_alignment=[
+        "source_ptr",
+        "slot_ptr",
+        "offset_ptr",
+        "given_ptr",
+    ],
 )
 def scan(
     logits_ptr,
@@ -163,7 +172,9 @@ def scan(
     partial_stride = tl.num_programs(0) * tl.num_programs(1)
     slot = tl.load(slot_ptr + row).to(tl.int64)
     source = row if source_ptr is None else tl.load(source_ptr + row).to(tl.int64)
-    logits_ptr += source * row_stride - first_column  # tokens are absolute ids from here on
+    logits_ptr += (
+        source * row_stride - first_column
+    )  # tokens are absolute ids from here on
     floor = -1e30
     if bias_ptr is not None:
         bias_ptr += tl.load(bias_row_ptr + slot) * bias_stride
@@ -176,7 +187,9 @@ def scan(
         is_sampled = tl.load(temperature_ptr + slot) > 0
         temperature = _divisor(temperature_ptr, slot)
         inverse = 1.0 / temperature if DIVIDE else 1.0
-        state = _noise_state(seed_ptr, counter_ptr, start_ptr, offset_ptr, slot, row, shift)
+        state = _noise_state(
+            seed_ptr, counter_ptr, start_ptr, offset_ptr, slot, row, shift
+        )
     first = first_column + tl.program_id(1) * num_columns
     stop = tl.minimum(first + num_columns, end)
     lane = tl.arange(0, TILE)
@@ -220,7 +233,9 @@ def scan(
         tl.store(partial_ptr + 6 * partial_stride, tl.sum(shifted * factor, 0))
         top_lane = tl.min(tl.where(top == highest, lane, TILE), 0)
         others = tl.maximum(second, tl.where(lane == top_lane, floor, top))
-        tl.store(partial_ptr + 5 * partial_stride, tl.max(others, 0).to(tl.float64) * scale)
+        tl.store(
+            partial_ptr + 5 * partial_stride, tl.max(others, 0).to(tl.float64) * scale
+        )
     if SAMPLE:
         exact = _load(logits_ptr, bias_ptr, token, end, mask_id).to(tl.float64)
         if is_sampled:
@@ -229,9 +244,19 @@ def scan(
             dropped = tl.max(runner_up, 0) >= most - 2e-3 - 1e-6 * tl.abs(most)
             if dropped & (most > float("-inf")):
                 token, exact = _read_again(
-                    logits_ptr, bias_ptr, state, temperature, first, stop, mask_id, DIVIDE, TILE
+                    logits_ptr,
+                    bias_ptr,
+                    state,
+                    temperature,
+                    first,
+                    stop,
+                    mask_id,
+                    DIVIDE,
+                    TILE,
                 )
-        exact = tl.where(token < end, exact, float("-inf"))  # nothing, of lanes behind the end
+        exact = tl.where(
+            token < end, exact, float("-inf")
+        )  # nothing, of lanes behind the end
         winner = tl.max(exact, 0)
         chosen = tl.min(tl.where((exact == winner) & (token < end), token, end), 0)
     else:
@@ -249,5 +274,8 @@ def scan(
     tl.store(partial_ptr, winner)
     tl.store(partial_ptr + partial_stride, chosen)
     tl.store(partial_ptr + 2 * partial_stride, won.to(tl.float64) * scale)
-    tl.store(partial_ptr + 3 * partial_stride, tl.maximum(highest, floor).to(tl.float64) * scale)
+    tl.store(
+        partial_ptr + 3 * partial_stride,
+        tl.maximum(highest, floor).to(tl.float64) * scale,
+    )
     tl.store(partial_ptr + 4 * partial_stride, total)

@@ -54,7 +54,9 @@ def _lay_out(
 
     # Sequence i ends where its part does; the last one holds what is left.
     i = tl.arange(0, SEQUENCES)
-    ends = tl.where(i == num_sequences - 1, computed, tl.minimum(run + i * length, window))
+    ends = tl.where(
+        i == num_sequences - 1, computed, tl.minimum(run + i * length, window)
+    )
     begins = tl.where(i == 0, 0, tl.minimum(run + (i - 1) * length, window))
     keys = tl.load(seq_lens_ptr + request) - computed + ends
     place = request * num_sequences + i

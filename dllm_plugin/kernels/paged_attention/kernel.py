@@ -44,7 +44,12 @@ class Tile(NamedTuple):
 # half as often. Stages count the read of the page number, which runs ahead of the keys: 3 stages
 # hold two tiles of 64 keys, at head size 128 in 16 bits 64 KiB, so that two programs fit one
 # multiprocessor; with 128 rows the registers allow one program alone, and it gets three tiles.
-TILES_16 = (Tile(16, 64, 4, 3), Tile(32, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 4))
+TILES_16 = (
+    Tile(16, 64, 4, 3),
+    Tile(32, 64, 4, 3),
+    Tile(64, 64, 4, 3),
+    Tile(128, 64, 8, 4),
+)
 TILES_32 = (Tile(16, 32, 4, 2), Tile(32, 32, 8, 2))
 
 
@@ -75,7 +80,10 @@ def merge_kernel(
     partials = tl.load(rows, mask=(weights > 0)[:, None], other=0.0)
     total = tl.sum(weights, 0)
     result = tl.sum(partials * weights[:, None], 0) / tl.where(total == 0, 1.0, total)
-    tl.store(out_ptr + token * out_stride + head * HEAD + d, result.to(out_ptr.dtype.element_ty))
+    tl.store(
+        out_ptr + token * out_stride + head * HEAD + d,
+        result.to(out_ptr.dtype.element_ty),
+    )
 
 
 def choose_tile(num_rows: int, itemsize: int) -> Tile:
@@ -127,7 +135,9 @@ def attend_spans(
     splits = splits or choose_splits(blocks * kv_heads, num_units)
     partial, lse = out, out
     if splits > 1:
-        partial = out.new_empty(splits, num_tokens, num_heads, head_size, dtype=torch.float32)
+        partial = out.new_empty(
+            splits, num_tokens, num_heads, head_size, dtype=torch.float32
+        )
         lse = partial.new_empty(partial.shape[:-1])
     span_kernel[(blocks, kv_heads, splits)](
         query,

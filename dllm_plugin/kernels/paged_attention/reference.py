@@ -45,25 +45,35 @@ def attend_spans(
     if num_tokens == 0:
         return
     token_T = torch.arange(num_tokens, device=query.device)
-    request_T = torch.searchsorted(query_start_loc[1:], token_T.to(torch.int32), right=True)
+    request_T = torch.searchsorted(
+        query_start_loc[1:], token_T.to(torch.int32), right=True
+    )
     local_T = token_T - query_start_loc[request_T]
     longest_R = keys_seen.new_zeros(len(span_start))
     longest_R.scatter_reduce_(0, request_T, keys_seen[:num_tokens], "amax")
     keys_RLKD, values_RLKD = _gather(key_cache, value_cache, block_table, longest_R)
     position_T = span_start[request_T] + local_T
-    inside_T = position_T < keys_RLKD.shape[1]  # keys that nobody sees have no place in the tensors
+    inside_T = (
+        position_T < keys_RLKD.shape[1]
+    )  # keys that nobody sees have no place in the tensors
     fresh = request_T[inside_T], position_T[inside_T]
     keys_RLKD[fresh] = key[:num_tokens][inside_T].float()
     values_RLKD[fresh] = value[:num_tokens][inside_T].float()
 
     requests, kv_heads = len(span_start), key.shape[1]
     shape = (requests, max_query_len, kv_heads, -1, query.shape[2])
-    query_RQKGD = query.new_zeros(requests, max_query_len, *query.shape[1:], dtype=torch.float32)
+    query_RQKGD = query.new_zeros(
+        requests, max_query_len, *query.shape[1:], dtype=torch.float32
+    )
     query_RQKGD[request_T, local_T] = query[:num_tokens].float()
     seen_RQ = keys_seen.new_zeros(requests, max_query_len)
     seen_RQ[request_T, local_T] = keys_seen[:num_tokens]
-    scores = torch.einsum("rqkgd,rlkd->rkgql", query_RQKGD.view(shape), keys_RLKD) * scale
-    hidden_RQL = torch.arange(scores.shape[-1], device=query.device) >= seen_RQ[..., None]
+    scores = (
+        torch.einsum("rqkgd,rlkd->rkgql", query_RQKGD.view(shape), keys_RLKD) * scale
+    )
+    hidden_RQL = (
+        torch.arange(scores.shape[-1], device=query.device) >= seen_RQ[..., None]
+    )
     weights = scores.masked_fill(hidden_RQL[:, None, None], -torch.inf).softmax(dim=-1)
     # The softmax of a query that sees nothing is 0 / 0.
     weights = weights.masked_fill(hidden_RQL[:, None, None], 0)
@@ -79,7 +89,11 @@ def _gather(
     What nobody sees becomes zero: it meets weights of zero, and zero times NaN is NaN.
     """
     page = key_cache.shape[3]
-    used = block_table[:, : -(-int(longest_R.max()) // page)].long().clamp(0, len(key_cache) - 1)
+    used = (
+        block_table[:, : -(-int(longest_R.max()) // page)]
+        .long()
+        .clamp(0, len(key_cache) - 1)
+    )
     keys = key_cache[used].permute(0, 1, 4, 2, 3, 5).flatten(4, 5).flatten(1, 2)
     values = value_cache[used].permute(0, 1, 4, 2, 3).flatten(1, 2)
     unseen_RL = torch.arange(keys.shape[1], device=keys.device) >= longest_R[:, None]

@@ -38,7 +38,16 @@ def _find_rows(
 
 @triton.jit
 def _attend(
-    q, k, v, visible, acc, row_max, row_sum, scale, MASKED: tl.constexpr, DOT: tl.constexpr
+    q,
+    k,
+    v,
+    visible,
+    acc,
+    row_max,
+    row_sum,
+    scale,
+    MASKED: tl.constexpr,
+    DOT: tl.constexpr,
 ):
     """Take one tile into the online softmax (FlashAttention-2, arXiv 2307.08691); k, v [D, N]."""
     scores = tl.dot(q, k, input_precision=DOT) * scale
@@ -49,7 +58,9 @@ def _attend(
     base = tl.where(new_max == float("-inf"), 0.0, new_max)
     weights = tl.exp2(scores - base[:, None])
     decay = tl.exp2(row_max - base)
-    acc = tl.dot(weights.to(v.dtype), tl.trans(v), acc * decay[:, None], input_precision=DOT)
+    acc = tl.dot(
+        weights.to(v.dtype), tl.trans(v), acc * decay[:, None], input_precision=DOT
+    )
     return acc, new_max, row_sum * decay + tl.sum(weights, 1)
 
 
@@ -153,7 +164,15 @@ def span_kernel(
     block, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
 
     request, first_row = _find_rows(
-        *(block, query_start_loc_ptr, num_requests, blocks_per_request, GROUP, ROWS, LOOKUP)
+        *(
+            block,
+            query_start_loc_ptr,
+            num_requests,
+            blocks_per_request,
+            GROUP,
+            ROWS,
+            LOOKUP,
+        )
     )
     first_token = tl.load(query_start_loc_ptr + request)
     length = tl.load(query_start_loc_ptr + request + 1) - first_token
@@ -189,7 +208,12 @@ def span_kernel(
             return
         out_ptr += split.to(tl.int64) * split_stride * HEAD
 
-    rows = query_ptr + token[:, None] * query_stride + query_head[:, None] * HEAD + d[None, :]
+    rows = (
+        query_ptr
+        + token[:, None] * query_stride
+        + query_head[:, None] * HEAD
+        + d[None, :]
+    )
     q = tl.load(rows, mask=real[:, None], other=0.0)
     pages = block_table_ptr + request.to(tl.int64) * block_table_stride
     key_cache_ptr += head.to(tl.int64) * key_head_stride
@@ -202,27 +226,39 @@ def span_kernel(
     # Stage 1: the cache, first what every row sees whole.
     for tile in tl.range(low, tl.minimum(high, whole), num_stages=STAGES):
         k, v = _cached(*cache, tile * KEYS, most, real, False, PAGE, HEAD, PIECE, KEYS)
-        acc, row_max, row_sum = _attend(q, k, v, real, acc, row_max, row_sum, scale, False, DOT)
-    for tile in tl.range(tl.maximum(low, whole), tl.minimum(high, cached), num_stages=1):
+        acc, row_max, row_sum = _attend(
+            q, k, v, real, acc, row_max, row_sum, scale, False, DOT
+        )
+    for tile in tl.range(
+        tl.maximum(low, whole), tl.minimum(high, cached), num_stages=1
+    ):
         first = tl.where(tile < before, tile, tile - before + resume) * KEYS
         n = first + tl.arange(0, KEYS)
         kept = (n < most) & ((n < start) | (n >= stop))
         k, v = _cached(*cache, first, most, kept, True, PAGE, HEAD, PIECE, KEYS)
         visible = (n[None, :] < seen[:, None]) & kept[None, :]
-        acc, row_max, row_sum = _attend(q, k, v, visible, acc, row_max, row_sum, scale, True, DOT)
+        acc, row_max, row_sum = _attend(
+            q, k, v, visible, acc, row_max, row_sum, scale, True, DOT
+        )
 
     # Stage 2: the span's own keys.
     for tile in tl.range(tl.maximum(low, cached), high, num_stages=STAGES - 1):
         local = (tile - cached) * KEYS + tl.arange(0, KEYS)
         kept = local < length
         k = _fresh(key_ptr + head * HEAD, key_stride, first_token + local, kept, HEAD)
-        v = _fresh(value_ptr + head * HEAD, value_stride, first_token + local, kept, HEAD)
+        v = _fresh(
+            value_ptr + head * HEAD, value_stride, first_token + local, kept, HEAD
+        )
         visible = ((start + local)[None, :] < seen[:, None]) & kept[None, :]
-        acc, row_max, row_sum = _attend(q, k, v, visible, acc, row_max, row_sum, scale, True, DOT)
+        acc, row_max, row_sum = _attend(
+            q, k, v, visible, acc, row_max, row_sum, scale, True, DOT
+        )
 
     # Stage 3: output; a row that saw nothing is zero.
     acc = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
     if SPLITS > 1:
         tl.store(lse, row_max + tl.log2(row_sum), mask=real)
-    rows = out_ptr + token[:, None] * out_stride + query_head[:, None] * HEAD + d[None, :]
+    rows = (
+        out_ptr + token[:, None] * out_stride + query_head[:, None] * HEAD + d[None, :]
+    )
     tl.store(rows, acc.to(out_ptr.dtype.element_ty), mask=real[:, None])

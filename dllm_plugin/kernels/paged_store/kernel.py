@@ -37,7 +37,9 @@ def store_kernel(
     """Store TOKENS tokens of one KV head per program; a slot below 0 is left out."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1)
-    slot = tl.load(slot_mapping_ptr + token, mask=token < num_tokens, other=-1).to(tl.int64)
+    slot = tl.load(slot_mapping_ptr + token, mask=token < num_tokens, other=-1).to(
+        tl.int64
+    )
     kept = slot >= 0
     page, offset = slot // PAGE, slot % PAGE
     token = token.to(tl.int64)
@@ -55,13 +57,24 @@ def store_kernel(
     value = tl.reshape(tl.trans(value), (HEAD * TOKENS,))
     i = tl.arange(0, HEAD * TOKENS)
     token, d = tl.program_id(0) * TOKENS + i % TOKENS, i // TOKENS
-    slot = tl.load(slot_mapping_ptr + token, mask=token < num_tokens, other=-1).to(tl.int64)
-    place = slot // PAGE * value_page_stride + head * value_head_stride + d * PAGE + slot % PAGE
+    slot = tl.load(slot_mapping_ptr + token, mask=token < num_tokens, other=-1).to(
+        tl.int64
+    )
+    place = (
+        slot // PAGE * value_page_stride
+        + head * value_head_stride
+        + d * PAGE
+        + slot % PAGE
+    )
     tl.store(value_cache_ptr + place, value, mask=slot >= 0)
 
 
 def store_kv(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
 ) -> None:
     """Store as the reference does: keys and values ``[T, K, D]``; a slot of -1 is not stored."""
     num_tokens = slot_mapping.shape[0]

@@ -29,7 +29,11 @@ def split_cache(cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
 
 
 def store_kv(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
 ) -> None:
     """Store keys and values ``[T, K, D]`` in their slots; a slot of -1 is not stored."""
     kept = (slot_mapping >= 0).nonzero()[:, 0]

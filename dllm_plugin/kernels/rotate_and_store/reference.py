@@ -45,4 +45,6 @@ def rotate_and_store(
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     low, high = x.float().chunk(2, dim=-1)
-    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x.dtype)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(
+        x.dtype
+    )

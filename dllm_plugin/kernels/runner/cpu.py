@@ -29,7 +29,9 @@ def _flat(tensor: Tensor) -> np.ndarray:
     """Return the tensor's memory as one axis, gaps included: index it by row * stride."""
     if tensor.is_contiguous():
         return tensor.numpy().reshape(-1)
-    extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    extent = 1 + sum(
+        (n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     return torch.as_strided(tensor, (extent,), (1,)).numpy()
 
 
@@ -79,7 +81,9 @@ def apply_write(
     for group, table in enumerate(tables):
         mine = np.flatnonzero(write_group_ids_ptr.numpy() == group)
         target = _spans(rows[mine] * table.shape[1] + starts[mine], lengths[mine])
-        table.reshape(-1)[target] = contents[_spans((ends - lengths)[mine], lengths[mine])]
+        table.reshape(-1)[target] = contents[
+            _spans((ends - lengths)[mine], lengths[mine])
+        ]
 
 
 def gather_block_tables(
@@ -133,7 +137,9 @@ def compute_slot_mappings(
         real = np.flatnonzero(row_T >= 0)
         tokens, row_T, pos_T = first + real, row_T[real], pos_T[real]
 
-    tables = _tables(block_table_ptrs, block_table_strides, max(int(idx_R.max()), 0) + 1)
+    tables = _tables(
+        block_table_ptrs, block_table_strides, max(int(idx_R.max()), 0) + 1
+    )
     enabled, sizes = slot_mapping_enabled.tolist(), block_sizes.tolist()
     for group, table in enumerate(tables):
         if not enabled[group]:
@@ -197,7 +203,9 @@ def combine_sampled_and_draft_tokens(
     num_logits_R = cu_num_logits[1:] - cu_num_logits[:-1]
     end_R = query_start_loc_ptr.numpy()[1 : num_reqs + 1]
     first_R = end_R - num_logits_R
-    logits_indices_ptr.numpy()[cu_num_logits[0] : cu_num_logits[-1]] = _spans(first_R, num_logits_R)
+    logits_indices_ptr.numpy()[cu_num_logits[0] : cu_num_logits[-1]] = _spans(
+        first_R, num_logits_R
+    )
 
     input_ids = input_ids_ptr.numpy()
     seq_len_R = seq_lens_ptr.numpy()[:num_reqs]
@@ -205,7 +213,9 @@ def combine_sampled_and_draft_tokens(
     generating_R = (seq_len_R > prefill_len_R) & (idx_R >= 0)
     if NUM_NEW_SAMPLED_TOKENS > 0:
         # A row that starts inside the prompt holds prompt tokens there: they stay.
-        rows = np.flatnonzero(generating_R & (seq_len_R - num_logits_R >= prefill_len_R))
+        rows = np.flatnonzero(
+            generating_R & (seq_len_R - num_logits_R >= prefill_len_R)
+        )
         input_ids[first_R[rows]] = _flat(last_sampled_tokens_ptr)[idx_R[rows]]
     num_drafts_R = np.maximum(num_logits_R - NUM_NEW_SAMPLED_TOKENS, 0) * generating_R
     drafts = _flat(draft_tokens_ptr)[_spans(idx_R * draft_tokens_stride, num_drafts_R)]
@@ -260,7 +270,9 @@ def expand_idx_mapping(
 
 
 def post_update_num_computed_tokens(
-    idx_mapping_ptr: Tensor, num_computed_tokens_ptr: Tensor, query_start_loc_ptr: Tensor
+    idx_mapping_ptr: Tensor,
+    num_computed_tokens_ptr: Tensor,
+    query_start_loc_ptr: Tensor,
 ) -> None:
     """Advance the computed tokens [N] by each request's query length."""
     rows = np.flatnonzero(idx_mapping_ptr.numpy() >= 0)
@@ -273,7 +285,11 @@ _BY_MODULE: dict[str, list[Callable[..., None]]] = {
     "buffer_utils": [apply_write],
     "block_table": [gather_block_tables, compute_slot_mappings],
     "input_batch": [
-        *(prepare_prefill_inputs, prepare_pos_seq_lens, combine_sampled_and_draft_tokens),
+        *(
+            prepare_prefill_inputs,
+            prepare_pos_seq_lens,
+            combine_sampled_and_draft_tokens,
+        ),
         *(post_update, expand_idx_mapping, post_update_num_computed_tokens),
     ],
 }

@@ -24,7 +24,12 @@ from dllm_plugin.config.validation import shown
 from dllm_plugin.models.checkpoints.weights import Shapes, Weights, is_plain, module_of
 
 # These loaders read sharded files into parameters and never call `load_weights`.
-FORMATS_WITHOUT_MERGE = ("ipc_cache", "runai_streamer_sharded", "sharded_state", "tensorizer")
+FORMATS_WITHOUT_MERGE = (
+    "ipc_cache",
+    "runai_streamer_sharded",
+    "sharded_state",
+    "tensorizer",
+)
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PATTERN_SECONDS = 0.5  # for all patterns and modules of an adapter
 TENSOR_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
@@ -76,7 +81,10 @@ def adapter_folder(path: str) -> Path:
         return Path(path)
     try:
         return Path(snapshot_download(path, allow_patterns=[CONFIG_FILE, WEIGHTS_FILE]))
-    except (HFValidationError, OSError) as error:  # OSError: every network and cache failure
+    except (
+        HFValidationError,
+        OSError,
+    ) as error:  # OSError: every network and cache failure
         raise ValueError(
             f"lora_path '{path}' is neither a directory nor a repository that can be fetched."
         ) from error
@@ -86,11 +94,15 @@ def read_config(path: Path) -> dict[str, Any]:
     """Read adapter_config.json in `path`; raise ValueError if we cannot merge such an adapter."""
     file = path / CONFIG_FILE
     if not file.is_file():
-        raise ValueError(f"Adapter '{path}' holds no {CONFIG_FILE}: PEFT's format is needed.")
+        raise ValueError(
+            f"Adapter '{path}' holds no {CONFIG_FILE}: PEFT's format is needed."
+        )
     try:
         config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise ValueError(f"Cannot read '{file}': it is not valid JSON ({error}).") from error
+        raise ValueError(
+            f"Cannot read '{file}': it is not valid JSON ({error})."
+        ) from error
     for key, supported in FIXED.items():
         value = config.get(key)
         if value is not None and value != supported and (value or supported):
@@ -126,7 +138,9 @@ class Patterns:
         try:
             return regex.fullmatch(rf"(.*\.)?({key})", module, timeout=left) is not None
         except regex.error as error:
-            raise ValueError(f"{where}, which is no regular expression: {error}.") from error
+            raise ValueError(
+                f"{where}, which is no regular expression: {error}."
+            ) from error
         except TimeoutError:
             raise ValueError(
                 f"{where}: matching the names of modules took longer than {PATTERN_SECONDS:g} "
@@ -146,20 +160,28 @@ def load_adapter(path: Path) -> LoraAdapter:
     try:
         tensors = load_file(file)
     except SafetensorError as error:
-        raise ValueError(f"Cannot read '{file}': it is truncated or damaged ({error}).") from error
+        raise ValueError(
+            f"Cannot read '{file}': it is truncated or damaged ({error})."
+        ) from error
     halves: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         match = TENSOR_NAME.fullmatch(name)
         if match is None:
-            raise ValueError(f"Adapter '{path}' holds '{name}', which is no LoRA matrix.")
+            raise ValueError(
+                f"Adapter '{path}' holds '{name}', which is no LoRA matrix."
+            )
         halves.setdefault(match[1], {})[match[2]] = tensor
     patterns = Patterns(path, config, time.monotonic() + PATTERN_SECONDS)
-    pairs = {module: make_pair(patterns, module, pair) for module, pair in halves.items()}
+    pairs = {
+        module: make_pair(patterns, module, pair) for module, pair in halves.items()
+    }
     base_name = str(config.get("base_model_name_or_path") or "")
     return LoraAdapter(path, base_name, tuple(config["target_modules"]), pairs)
 
 
-def make_pair(patterns: Patterns, module: str, half: dict[str, torch.Tensor]) -> LoraPair:
+def make_pair(
+    patterns: Patterns, module: str, half: dict[str, torch.Tensor]
+) -> LoraPair:
     """Return one module's update; raise ValueError for a missing matrix or another rank."""
     path, config = patterns.path, patterns.config
     if set(half) != {"A", "B"}:
@@ -218,10 +240,14 @@ def check_base(adapter: LoraAdapter, served: Iterable[str | None]) -> None:
 
 def check_coverage(adapter: LoraAdapter, shapes: Shapes) -> None:
     """Raise ValueError unless the adapter updates exactly its target modules in every layer."""
-    matrices = {module_of(name): shape for name, shape in shapes.items() if len(shape) == 2}
+    matrices = {
+        module_of(name): shape for name, shape in shapes.items() if len(shape) == 2
+    }
     wanted: dict[str, tuple[int, ...]] = {}
     for target in adapter.targets:
-        hits = {m: s for m, s in matrices.items() if m == target or m.endswith(f".{target}")}
+        hits = {
+            m: s for m, s in matrices.items() if m == target or m.endswith(f".{target}")
+        }
         if not hits:
             raise ValueError(
                 f"Adapter '{adapter.path}' targets '{target}', a module this model does not have."

@@ -48,7 +48,10 @@ def experts(name: str, config: Any) -> Shapes:
 def attention(name: str, config: Any, head: int, bias: bool, qk_norm: bool) -> Shapes:
     """Return the shapes of query, key, value and output projection and of per-head norms."""
     width = config.hidden_size
-    q_width, kv_width = head * config.num_attention_heads, head * config.num_key_value_heads
+    q_width, kv_width = (
+        head * config.num_attention_heads,
+        head * config.num_key_value_heads,
+    )
     shapes: Shapes = {f"{name}.o_proj.weight": (width, q_width)}
     for letter, outputs in (("q", q_width), ("k", kv_width), ("v", kv_width)):
         shapes[f"{name}.{letter}_proj.weight"] = (outputs, width)
@@ -66,8 +69,12 @@ def qwen2(config: Any) -> Shapes:
     for layer in range(config.num_hidden_layers):
         block = f"model.layers.{layer}"
         shapes |= layer_norms(block, config)
-        shapes |= attention(f"{block}.self_attn", config, head, bias=True, qk_norm=False)
-        shapes |= gated_mlp(f"{block}.mlp", config.hidden_size, config.intermediate_size)
+        shapes |= attention(
+            f"{block}.self_attn", config, head, bias=True, qk_norm=False
+        )
+        shapes |= gated_mlp(
+            f"{block}.mlp", config.hidden_size, config.intermediate_size
+        )
     return shapes
 
 
@@ -77,9 +84,13 @@ def qwen3(config: Any, sparse_layers: frozenset[int] = frozenset()) -> Shapes:
     for layer in range(config.num_hidden_layers):
         block = f"model.layers.{layer}"
         shapes |= layer_norms(block, config)
-        shapes |= attention(f"{block}.self_attn", config, config.head_dim, bias=False, qk_norm=True)
+        shapes |= attention(
+            f"{block}.self_attn", config, config.head_dim, bias=False, qk_norm=True
+        )
         if layer in sparse_layers:
             shapes |= experts(f"{block}.mlp", config)
         else:
-            shapes |= gated_mlp(f"{block}.mlp", config.hidden_size, config.intermediate_size)
+            shapes |= gated_mlp(
+                f"{block}.mlp", config.hidden_size, config.intermediate_size
+            )
     return shapes

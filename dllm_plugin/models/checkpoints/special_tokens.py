@@ -46,4 +46,6 @@ def find_turn_ends(model_config: "ModelConfig", family: Family) -> tuple[int, ..
     if tokenizer is None:
         return ()
     vocabulary = tokenizer.get_vocab()
-    return tuple(vocabulary[text] for text in family.turn_end_tokens if text in vocabulary)
+    return tuple(
+        vocabulary[text] for text in family.turn_end_tokens if text in vocabulary
+    )

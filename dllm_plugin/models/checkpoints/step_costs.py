@@ -46,18 +46,25 @@ def step_costs(vllm_config: VllmConfig, config: DecodeConfig) -> StepCosts:
 def model_costs(vllm_config: VllmConfig, config: DecodeConfig) -> Costs:
     """Return what the model says; contexts are free where weights have no files."""
     model_config, load_config = vllm_config.model_config, vllm_config.load_config
-    folder = checkpoint_folder(model_config.model, model_config.revision, load_config.download_dir)
+    folder = checkpoint_folder(
+        model_config.model, model_config.revision, load_config.download_dir
+    )
     files = [] if folder is None else sorted(folder.glob("*.safetensors"))
     if not files:
         return Costs()
     weights = weight_bytes(vllm_config, files)
-    return costs_of(weights, _bytes_per_token(vllm_config), reads_of(config.kv_cache_layout))
+    return costs_of(
+        weights, _bytes_per_token(vllm_config), reads_of(config.kv_cache_layout)
+    )
 
 
 def weight_bytes(vllm_config: VllmConfig, files: Sequence[Path]) -> WeightBytes:
     """Return what steps read of the weights in these safetensors files."""
     model_config = vllm_config.model_config
-    stored, experts = sum(file.stat().st_size for file in files), model_config.get_num_experts()
+    stored, experts = (
+        sum(file.stat().st_size for file in files),
+        model_config.get_num_experts(),
+    )
     of_experts = sum(map(_bytes_of_experts, files)) if experts else 0
     if not of_experts:
         return WeightBytes(stored)

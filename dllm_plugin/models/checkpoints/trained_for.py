@@ -8,7 +8,9 @@ from dllm_plugin.decoding.families import Family
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
-SUFFIX = re.compile(r"-b(\d+)$")  # as in JetLM/SDAR-8B-Chat-b32, whose config has no block length
+SUFFIX = re.compile(
+    r"-b(\d+)$"
+)  # as in JetLM/SDAR-8B-Chat-b32, whose config has no block length
 
 
 def trained_to_edit(model_config: "ModelConfig", family: Family) -> bool:
@@ -27,7 +29,9 @@ def _names(model_config: "ModelConfig") -> list[str]:
     return sorted(set().union(*(model_names(text) for text in served if text)))
 
 
-def trained_block_length(model_config: "ModelConfig", family: Family) -> tuple[int | None, str]:
+def trained_block_length(
+    model_config: "ModelConfig", family: Family
+) -> tuple[int | None, str]:
     """Return the block length and where it was found; None if any length will do.
 
     Looks in config.json, then in the repository's name, then takes the family's default. Raises

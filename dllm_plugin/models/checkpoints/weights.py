@@ -54,7 +54,9 @@ def check_tensor(name: str, tensor: torch.Tensor, manifest: Manifest) -> None:
                 f"Weight '{name}' in the {manifest.source} has shape {found}, "
                 f"but config.json asks for {wanted}."
             )
-    elif name not in manifest.optional and not manifest.quantized:  # vLLM checks the scales
+    elif (
+        name not in manifest.optional and not manifest.quantized
+    ):  # vLLM checks the scales
         raise ValueError(
             f"The {manifest.source} holds a weight '{name}' that this model does not have."
         )
@@ -63,10 +65,14 @@ def check_tensor(name: str, tensor: torch.Tensor, manifest: Manifest) -> None:
 def check_complete(seen: set[str], manifest: Manifest) -> None:
     """Raise ValueError with the name of a needed weight that is not in `seen`."""
     present = seen
-    if manifest.quantized:  # `x.weight` may be stored as `x.weight_packed` or `x.qweight`
+    if (
+        manifest.quantized
+    ):  # `x.weight` may be stored as `x.weight_packed` or `x.qweight`
         quantized = {module_of(n) for n in seen if not n.endswith(".bias")}
         present = seen | {f"{module}.weight" for module in quantized}
-    missing = [n for n in manifest.shapes if n not in present and n not in manifest.optional]
+    missing = [
+        n for n in manifest.shapes if n not in present and n not in manifest.optional
+    ]
     if missing:
         others = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         raise ValueError(f"The {manifest.source} has no weight '{missing[0]}'{others}.")
@@ -94,7 +100,9 @@ class CheckedWeights:
     def finish(self) -> None:
         """Raise ValueError for a missing weight or a missing scale of a quantised one."""
         check_complete(self.seen, self.manifest)
-        scales = {module_of(name) for name in self.seen if "scale" in name.rpartition(".")[2]}
+        scales = {
+            module_of(name) for name in self.seen if "scale" in name.rpartition(".")[2]
+        }
         unscaled = self.scaled - scales
         if unscaled:
             raise ValueError(
@@ -109,13 +117,17 @@ def checked(weights: Weights, manifest: Manifest) -> Iterator[tuple[str, torch.T
     whole.finish()
 
 
-def checkpoint_folder(model: str, revision: str | None, cache: str | None) -> Path | None:
+def checkpoint_folder(
+    model: str, revision: str | None, cache: str | None
+) -> Path | None:
     """Return the checkpoint's folder on this machine, without network access; None if unknown."""
     if Path(model).is_dir():
         return Path(model)
     try:
         return Path(
-            snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True)
+            snapshot_download(
+                model, revision=revision, cache_dir=cache, local_files_only=True
+            )
         )
     except (HFValidationError, LocalEntryNotFoundError):
         return None
@@ -142,11 +154,15 @@ def check_readable(folder: Path) -> None:
             ) from error
 
 
-def readable(weights: Weights, folder: Path | None) -> Iterator[tuple[str, torch.Tensor]]:
+def readable(
+    weights: Weights, folder: Path | None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield `weights`; raise ValueError with the name of a damaged file in `folder`."""
     try:
         yield from weights
     except SafetensorError as error:
         if folder is not None:
             check_readable(folder)
-        raise ValueError(f"Cannot read the checkpoint's safetensors files ({error}).") from error
+        raise ValueError(
+            f"Cannot read the checkpoint's safetensors files ({error})."
+        ) from error

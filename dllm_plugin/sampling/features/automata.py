@@ -21,7 +21,15 @@ from dllm_plugin.decoding.plan import StepOutcome
 from dllm_plugin.grammar.automaton import TokenAutomaton
 from dllm_plugin.grammar.payload import AutomatonStart
 from dllm_plugin.kernels.automaton import kernel, reference
-from dllm_plugin.kernels.automaton.reference import FAR, OPEN, OUTSIDE, Canvases, Path, Rows, Tables
+from dllm_plugin.kernels.automaton.reference import (
+    FAR,
+    OPEN,
+    OUTSIDE,
+    Canvases,
+    Path,
+    Rows,
+    Tables,
+)
 from dllm_plugin.sampling.features.grammars import LogitsRows
 from dllm_plugin.sampling.features.token_rules import TokenRules
 from dllm_plugin.sampling.rows import CHUNK_ROWS, RowChunk, StepRows
@@ -57,7 +65,10 @@ class AutomatonTables:
         place = self._held.index(None)
         self._held[place], self._users[place] = (key, automaton), 1
         self._places[key] = place
-        needed = [max(s) for s in zip(*(one[1].sizes for one in self._held if one), strict=True)]
+        needed = [
+            max(s)
+            for s in zip(*(one[1].sizes for one in self._held if one), strict=True)
+        ]
         grows = self.tables is None or place >= len(self.tables.far_AQ)
         pairs = list(zip(needed, self._sizes, strict=True))
         if grows or any(size > room or size * SPARE < room for size, room in pairs):
@@ -85,7 +96,10 @@ class AutomatonTables:
         held = [*self._held, *([None] * (rows - len(self._held)))]
         columns = zip(*(self._padded((one or spare)[1]) for one in held), strict=True)
         self.tables = Tables(
-            *(async_tensor_h2d(np.stack(column), device=self.device) for column in columns)
+            *(
+                async_tensor_h2d(np.stack(column), device=self.device)
+                for column in columns
+            )
         )
 
     def _padded(self, automaton: TokenAutomaton) -> list[np.ndarray]:
@@ -151,7 +165,9 @@ class Automata:
     state_N    int64, one more than the state behind the committed text; 0 before it is known
     """
 
-    def __init__(self, states: CanvasStates, sampling_states: Any, rules: TokenRules) -> None:
+    def __init__(
+        self, states: CanvasStates, sampling_states: Any, rules: TokenRules
+    ) -> None:
         self.states = states
         self.sampling_states = sampling_states
         self.rules = rules
@@ -171,7 +187,9 @@ class Automata:
         """Take the automata of requests that start, or come back, in this step."""
         device = self.states.device
         if self.state_N is None:
-            self.state_N = torch.zeros(len(self.place_np), dtype=torch.int64, device=device)
+            self.state_N = torch.zeros(
+                len(self.place_np), dtype=torch.int64, device=device
+            )
             self.states.companions.append(self.state_N)
         slots = [self.states.req_id_to_slot[start.req_id] for start in starts]
         for slot, start in zip(slots, starts, strict=True):
@@ -188,13 +206,27 @@ class Automata:
         """Launch the kernels in all forms, for an automaton of one state."""
         device, vocab_size = logits_XV.device, self.rules.vocab_size
         lengths = vocab_size, vocab_size, 2, 1, 1, 1, 2, 1
-        tables = Tables(*(torch.zeros(1, n, dtype=torch.int32, device=device) for n in lengths))
+        tables = Tables(
+            *(torch.zeros(1, n, dtype=torch.int32, device=device) for n in lengths)
+        )
         none_G = torch.zeros(1, dtype=torch.int64, device=device)
         greedy_G, given_GC = none_G.to(torch.float32), none_G[:, None]
-        canvases = Canvases(none_G, none_G, given_GC, none_G, greedy_G, none_G, none_G, none_G)
+        canvases = Canvases(
+            none_G, none_G, given_GC, none_G, greedy_G, none_G, none_G, none_G
+        )
         mask_id = self.states.config.mask_token_id
         bias = tables.class_AV.to(torch.float32), none_G
-        read = logits_XV, none_G, none_G, none_G, greedy_G, none_G, none_G, none_G, mask_id
+        read = (
+            logits_XV,
+            none_G,
+            none_G,
+            none_G,
+            greedy_G,
+            none_G,
+            none_G,
+            none_G,
+            mask_id,
+        )
         for rows in (Rows(*read, None), Rows(*read, bias)):
             score_GCK = self.score_rows(tables, rows)[None]
             value_GCQ = self.forward(tables, canvases, score_GCK)
@@ -207,7 +239,9 @@ class Automata:
             self.held.release(int(self.place_np[slot]))
             self.place_np[slot] = NONE
 
-    def propose(self, step: StepRows, rows: LogitsRows) -> tuple[StepRows, AutomatonStep | None]:
+    def propose(
+        self, step: StepRows, rows: LogitsRows
+    ) -> tuple[StepRows, AutomatonStep | None]:
         """Return the step with rows more, whose tokens are those of the texts."""
         row_np = np.flatnonzero(self.place_np[step.slots_np] != NONE)
         if not len(row_np):
@@ -231,7 +265,10 @@ class Automata:
     ) -> tuple[StepRows, AutomatonStep]:
         """Do as `propose` for some requests of the step; no block is open behind `columns`."""
         row_G = async_tensor_h2d(row_np, device=self.states.device)
-        canvases, tables = self._canvases(step, row_G, row_np, columns), self.held.tables
+        canvases, tables = (
+            self._canvases(step, row_G, row_np, columns),
+            self.held.tables,
+        )
         assert tables is not None
         masked_GC = (canvases.given_GC == OPEN) & rows.has_row(step)[row_G, :columns]
         masked_GC &= step.plan.candidates_RC[row_G, :columns]
@@ -243,7 +280,10 @@ class Automata:
         for one in found:
             for cut, piece in _pieces(one):
                 place = one.canvas_T[cut], one.place_T[cut]
-                score_TK, wanted_T1 = self.score_rows(tables, piece), one.wanted_T[cut, None]
+                score_TK, wanted_T1 = (
+                    self.score_rows(tables, piece),
+                    one.wanted_T[cut, None],
+                )
                 score_GCK[place] = torch.where(wanted_T1, score_TK, score_GCK[place])
         value_GCQ = self.forward(tables, canvases, score_GCK)
         path = self.backtrack(tables, canvases, score_GCK, value_GCQ)
@@ -255,9 +295,15 @@ class Automata:
         self, step: StepRows, row_G: Tensor, row_np: np.ndarray, columns: int
     ) -> Canvases:
         """Return the leading columns of a step's canvases as kernels take them."""
-        states, sampling, slots_np = self.states, self.sampling_states, step.slots_np[row_np]
+        states, sampling, slots_np = (
+            self.states,
+            self.sampling_states,
+            step.slots_np[row_np],
+        )
         assert self.held.tables is not None and self.state_N is not None
-        known = np.stack([self.place_np[slots_np], self.complete_np[slots_np]]).astype(np.int64)
+        known = np.stack([self.place_np[slots_np], self.complete_np[slots_np]]).astype(
+            np.int64
+        )
         which_G, completes_G = async_tensor_h2d(known, device=states.device)
         slots_G, canvas = step.slots_R[row_G], step.canvas
         remaining_G = step.remaining_R[row_G].to(torch.int64)
@@ -267,7 +313,9 @@ class Automata:
         is_text_GC = is_open_GC & (position_C < remaining_G[:, None])
         length_G = is_text_GC.sum(dim=1)
         is_text_GC &= position_C >= canvas.tail_R[row_G, None]
-        class_GC = self.held.tables.class_AV[which_G[:, None], tokens_GC].to(torch.int64)
+        class_GC = self.held.tables.class_AV[which_G[:, None], tokens_GC].to(
+            torch.int64
+        )
         is_masked_GC = tokens_GC == states.config.mask_token_id
         return Canvases(
             which_G,
@@ -280,7 +328,9 @@ class Automata:
             states.start_N[slots_G],
         )
 
-    def _find(self, asking: _Asking, step: StepRows, rows: LogitsRows) -> Iterator[_Found]:
+    def _find(
+        self, asking: _Asking, step: StepRows, rows: LogitsRows
+    ) -> Iterator[_Found]:
         """Yield the rows of the canvases, then the carry rows, which predict first positions."""
         logits_XV, carry_NV = rows.sources(step)
         masked_GC = asking.masked_GC
@@ -312,7 +362,10 @@ class Automata:
             canvas_T, place_T = wanted_GC.nonzero(as_tuple=True)
         else:
             index_T = torch.arange(wanted_GC.numel(), device=wanted_GC.device)
-            canvas_T, place_T = index_T // wanted_GC.shape[1], index_T % wanted_GC.shape[1]
+            canvas_T, place_T = (
+                index_T // wanted_GC.shape[1],
+                index_T % wanted_GC.shape[1],
+            )
         canvases = asking.canvases
         rows = Rows(
             logits_XV,
@@ -328,12 +381,17 @@ class Automata:
         )
         return _Found(rows, canvas_T, place_T, wanted_GC[canvas_T, place_T])
 
-    def _with_chosen(self, step: StepRows, asking: _Asking, found: _Found, path: Path) -> StepRows:
+    def _with_chosen(
+        self, step: StepRows, asking: _Asking, found: _Found, path: Path
+    ) -> StepRows:
         """Return the step with a chunk of rows whose tokens are chosen."""
         tables, (rows, canvas_T, place_T, wanted_T) = self.held.tables, found
         assert tables is not None
         class_T = path.class_GC[canvas_T, place_T]
-        tokens = [self.choose_ids(tables, piece, class_T[cut]) for cut, piece in _pieces(found)]
+        tokens = [
+            self.choose_ids(tables, piece, class_T[cut])
+            for cut, piece in _pieces(found)
+        ]
         if self.on_cpu:
             owner_np = asking.row_np[canvas_T.numpy()]
         else:
@@ -357,7 +415,9 @@ class Automata:
             chunks=[*step.chunks, chunk],
         )
 
-    def advance(self, found: AutomatonStep, step: StepRows, outcome: StepOutcome) -> None:
+    def advance(
+        self, found: AutomatonStep, step: StepRows, outcome: StepOutcome
+    ) -> None:
         """Move the states on with what the canvases committed."""
         assert self.state_N is not None
         row_G, state_GC1 = found

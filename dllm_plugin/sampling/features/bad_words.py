@@ -75,11 +75,15 @@ class WordTable:
             return
         if self.tokens_NX is None:
             shape = (len(self.count_np), MAX_WORDS_TOKENS)
-            self.tokens_NX = torch.full(shape, UNUSED, dtype=torch.int32, device=self.device)
+            self.tokens_NX = torch.full(
+                shape, UNUSED, dtype=torch.int32, device=self.device
+            )
         rows_np = np.full((len(self._new), MAX_WORDS_TOKENS), UNUSED, dtype=np.int32)
         for i, row_np in enumerate(self._new.values()):
             rows_np[i, : len(row_np)] = row_np
-        slots = async_tensor_h2d(np.array([*self._new], dtype=np.int64), device=self.device)
+        slots = async_tensor_h2d(
+            np.array([*self._new], dtype=np.int64), device=self.device
+        )
         self.tokens_NX[slots] = async_tensor_h2d(rows_np, device=self.device)
         self._new.clear()
 
@@ -98,7 +102,9 @@ class WordTable:
 
 
 OUTSIDE = -2  # before the text, or after the canvas
-ALIGNED_AT_ONCE = 1 << 22  # comparisons, of a byte each; more requests than that allows wait
+ALIGNED_AT_ONCE = (
+    1 << 22
+)  # comparisons, of a byte each; more requests than that allows wait
 TENSORS_AT_ONCE = 8  # as large as these, while words are aligned
 
 
@@ -161,14 +167,20 @@ class BadWords:
     def _groups(self, chosen_np: np.ndarray, slots_np: np.ndarray) -> list[np.ndarray]:
         """Split requests with words into groups that are aligned at once."""
         slots_np = slots_np[chosen_np]
-        count, length = self.table.count_np[slots_np].max(), self.table.length_np[slots_np].max()
+        count, length = (
+            self.table.count_np[slots_np].max(),
+            self.table.length_np[slots_np].max(),
+        )
         one = int(count * length) * (self.num_positions + int(length) - 1)
         at_once = max(1, ALIGNED_AT_ONCE // one)
         return np.split(chosen_np, range(at_once, len(chosen_np), at_once))
 
     def most_bytes(self) -> int:
         """Return how much memory the words of a full step take at most, outside of the table."""
-        num_slots, alignments = len(self.table.count_np), self.num_positions + MAX_WORD_TOKENS - 1
+        num_slots, alignments = (
+            len(self.table.count_np),
+            self.num_positions + MAX_WORD_TOKENS - 1,
+        )
         pairs = num_slots * alignments * most_words()
         return TENSORS_AT_ONCE * ALIGNED_AT_ONCE + pairs * 2 * torch.int32.itemsize
 
@@ -176,17 +188,23 @@ class BadWords:
         """Return the `count` tokens left of each canvas, int64 ``[R, count]``."""
         index_RL = self.states.start_N[slots_R][:, None] - count
         index_RL = index_RL + torch.arange(count, device=index_RL.device)
-        tokens = self.req_states.all_token_ids.gpu[slots_R[:, None], index_RL.clamp_min(0)]
+        tokens = self.req_states.all_token_ids.gpu[
+            slots_R[:, None], index_RL.clamp_min(0)
+        ]
         return tokens.to(torch.int64).where(index_RL >= 0, OUTSIDE)
 
-    def _completing_ids(self, words: StepWords, tokens_RC: Tensor, source_RC: Tensor) -> BannedIds:
+    def _completing_ids(
+        self, words: StepWords, tokens_RC: Tensor, source_RC: Tensor
+    ) -> BannedIds:
         """Return the ids that fill the only hole in a sequence, with the row that predicts it."""
         words_RWL, mask_id = words.words_RWL, self.states.config.mask_token_id
         window_RA1L, equal, used = _align(words, tokens_RC)
         hole = used & (window_RA1L == mask_id)
         single_RAW = (hole.sum(-1) == 1) & ((equal | hole) == used).all(-1)
         place_RAW = hole.to(torch.int8).argmax(dim=-1)
-        token_RAW = words_RWL[:, None].expand_as(hole).gather(3, place_RAW[..., None])[..., 0]
+        token_RAW = (
+            words_RWL[:, None].expand_as(hole).gather(3, place_RAW[..., None])[..., 0]
+        )
         # Alignment a, offset k is canvas position a + k - (L - 1).
         alignment_A1 = torch.arange(hole.shape[1], device=source_RC.device)[:, None]
         position_RAW = place_RAW + alignment_A1 - (words_RWL.shape[2] - 1)
@@ -202,10 +220,14 @@ class BadWords:
         if not len(rows_T):
             return
         for row, token in self._banned:
-            local = torch.searchsorted(rows_T, row.to(rows_T.dtype)).clamp_max(len(rows_T) - 1)
+            local = torch.searchsorted(rows_T, row.to(rows_T.dtype)).clamp_max(
+                len(rows_T) - 1
+            )
             here = rows_T[local] == row
             # Pairs of other rows fall on the mask token, too.
-            flat = local * logits_TV.shape[1] + token.where(here, self.states.config.mask_token_id)
+            flat = local * logits_TV.shape[1] + token.where(
+                here, self.states.config.mask_token_id
+            )
             logits_TV.view(-1).index_fill_(0, flat, NEGATIVE_INFINITY)
 
     def withhold(self, canvas: Canvas, proposal: Proposal, unmask_RC: Tensor) -> Tensor:
@@ -248,7 +270,9 @@ def _align(words: StepWords, tokens_RC: Tensor) -> tuple[Tensor, Tensor, Tensor]
     return window_RA1L, (window_RA1L == words_R1WL) & used, used
 
 
-def _kept(words: StepWords, tokens_RC: Tensor, token_RC: Tensor, unmask_RC: Tensor) -> Tensor:
+def _kept(
+    words: StepWords, tokens_RC: Tensor, token_RC: Tensor, unmask_RC: Tensor
+) -> Tensor:
     """Return the positions to write that complete no sequence, or are not its last new one."""
     tokens_RC = torch.where(unmask_RC, token_RC, tokens_RC)
     _, equal, used = _align(words, tokens_RC)
@@ -261,8 +285,13 @@ def _kept(words: StepWords, tokens_RC: Tensor, token_RC: Tensor, unmask_RC: Tens
     last_RAW = (new_RAWL * offset_L).amax(dim=-1)
     take_back_RAL = (last_RAW[..., None] == offset_L).any(dim=2)
     dropped_RC = torch.zeros(
-        len(unmask_RC), unmask_RC.shape[1] + 2 * pad, dtype=torch.bool, device=unmask_RC.device
+        len(unmask_RC),
+        unmask_RC.shape[1] + 2 * pad,
+        dtype=torch.bool,
+        device=unmask_RC.device,
     )
     for offset in range(length):
-        dropped_RC[:, offset : offset + take_back_RAL.shape[1]] |= take_back_RAL[:, :, offset]
+        dropped_RC[:, offset : offset + take_back_RAL.shape[1]] |= take_back_RAL[
+            :, :, offset
+        ]
     return unmask_RC & ~dropped_RC[:, pad : pad + unmask_RC.shape[1]]

@@ -29,14 +29,22 @@ class EosBans:
     def users(self, slots_np: np.ndarray) -> np.ndarray:
         """Return which of the slots have set one of the options, bool."""
         requests = self.states.requests
-        return requests.users(NO_PROPOSAL, slots_np) | requests.users(NO_CONFIDENCE, slots_np)
+        return requests.users(NO_PROPOSAL, slots_np) | requests.users(
+            NO_CONFIDENCE, slots_np
+        )
 
-    def ban_proposals(self, logits_TV: Tensor, slot_T: Tensor, slots_np: np.ndarray) -> None:
+    def ban_proposals(
+        self, logits_TV: Tensor, slot_T: Tensor, slots_np: np.ndarray
+    ) -> None:
         """Ban what may not be proposed."""
         self._ban(logits_TV, NO_PROPOSAL, slot_T, slots_np, self.eos_ids)
 
     def ban_confidence(
-        self, logits_TV: Tensor, slot_T: Tensor, slots_np: np.ndarray, is_greedy_T: Tensor
+        self,
+        logits_TV: Tensor,
+        slot_T: Tensor,
+        slots_np: np.ndarray,
+        is_greedy_T: Tensor,
     ) -> None:
         """Ban what may have no confidence, once tokens are proposed.
 

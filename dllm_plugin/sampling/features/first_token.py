@@ -64,19 +64,25 @@ class FirstTokenDecoder:
         """Propose a token after each block that a step stored, before the canvases move on."""
         assert step.last_row_R is not None
         place_R = step.plan.num_committed_R.to(torch.int64)
-        hole_R1 = tokens_RC.new_full((len(tokens_RC), 1), self.states.config.mask_token_id)
+        hole_R1 = tokens_RC.new_full(
+            (len(tokens_RC), 1), self.states.config.mask_token_id
+        )
         canvas = step.canvas._replace(tokens_RC=torch.cat([tokens_RC, hole_R1], dim=1))
         rows_R = torch.arange(len(tokens_RC), device=tokens_RC.device)
         source_RC = torch.full_like(canvas.tokens_RC, NO_ROW)
         source_RC.scatter_(1, place_R[:, None], rows_R[:, None])
         allowed_RW = self.checks.allowed_first(step.slots_np, place_R)
         which = (step.last_row_R, step.slots_R, place_R.to(torch.int32), 0)
-        chunk = RowChunk(rows_R, logits_TV, *which, allowed_RW, np.arange(len(tokens_RC)))
+        chunk = RowChunk(
+            rows_R, logits_TV, *which, allowed_RW, np.arange(len(tokens_RC))
+        )
         stats = self._propose(chunk, canvas, step.slots_np, source_RC)
         take_R = (step.plan.num_stored_R > 0) & ~outcome.ended_R
         return FirstTokens(step.slots_R, stats.token_T, take_R, stats.broken_T * take_R)
 
-    def decide_after_prefill(self, logits_TV: Tensor, batch: "InputBatch") -> Tensor | None:
+    def decide_after_prefill(
+        self, logits_TV: Tensor, batch: "InputBatch"
+    ) -> Tensor | None:
         """Decide the first position of requests whose prefill ends at a block's border.
 
         Returns int32 for each prefill of the batch, 1 where its logits are NaN or infinite.
@@ -84,7 +90,10 @@ class FirstTokenDecoder:
         first, last = count_canvases(batch), batch.num_reqs
         if logits_TV.shape[0] - batch.num_draft_tokens != last - first or first == last:
             return None  # nothing was prefilled, or these are warm-up rows nobody asked for
-        slots_R, slots_np = batch.idx_mapping[first:last], batch.idx_mapping_np[first:last]
+        slots_R, slots_np = (
+            batch.idx_mapping[first:last],
+            batch.idx_mapping_np[first:last],
+        )
         states = self.states
         canvas, _ = states.view(slots_R, torch.zeros_like(states.start_N[slots_R]))
         rows_R = torch.arange(last - first, device=states.device)
@@ -97,7 +106,9 @@ class FirstTokenDecoder:
         chunk = RowChunk(rows_R, last_TV, *which, allowed_RW, np.arange(last - first))
         stats = self._propose(chunk, canvas, slots_np, source_RC)
         is_open_R = canvas.tokens_RC[:, 0] == states.config.mask_token_id
-        is_whole_R = (batch.seq_lens[first:last] == start_R) & (states.tail_N[slots_R] == 0)
+        is_whole_R = (batch.seq_lens[first:last] == start_R) & (
+            states.tail_N[slots_R] == 0
+        )
         take_R = is_open_R & is_whole_R
         tokens = FirstTokens(slots_R, stats.token_T, take_R, stats.broken_T * take_R)
         self.write(tokens)
@@ -114,5 +125,7 @@ class FirstTokenDecoder:
     def write(self, first: FirstTokens) -> None:
         """Put the tokens that are to be taken on the first position of their canvases."""
         canvas_NC, slots_R = self.states.canvas_NC, first.slots_R
-        canvas_NC[slots_R, 0] = torch.where(first.take_R, first.token_R, canvas_NC[slots_R, 0])
+        canvas_NC[slots_R, 0] = torch.where(
+            first.take_R, first.token_R, canvas_NC[slots_R, 0]
+        )
         self.logprobs.write_first(slots_R, first.take_R)

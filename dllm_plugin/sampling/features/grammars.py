@@ -29,7 +29,9 @@ class LogitsRows(Protocol):
     def num_columns(self, step: StepRows) -> int:
         """Return how many leading positions of canvases can have a row, as the host knows."""
 
-    def gather(self, step: StepRows, logits_TV: Tensor, row_G: Tensor, slot_G: Tensor) -> Tensor:
+    def gather(
+        self, step: StepRows, logits_TV: Tensor, row_G: Tensor, slot_G: Tensor
+    ) -> Tensor:
         """Return some rows of the step, ``[G, V]``."""
 
     def sources(self, step: StepRows) -> tuple[Tensor, Tensor | None]:
@@ -67,7 +69,9 @@ class StagedChecks:
             return step, None
         checks, mask_id = found, self.states.config.mask_token_id
         has_row_RC = rows.has_row(step)
-        canvas, plan, constraint = constrain(step.canvas, step.plan, has_row_RC, checks, mask_id)
+        canvas, plan, constraint = constrain(
+            step.canvas, step.plan, has_row_RC, checks, mask_id
+        )
         step = rows.replan(step._replace(canvas=canvas), plan)
         if not len(logits_TV):
             return step, constraint
@@ -117,7 +121,9 @@ class StagedChecks:
             [rows[:, None], payload.numbers_GN[here], payload.known_GK[here]], axis=1
         )
         staged = async_tensor_h2d(whole, device=self.states.device)
-        number = dict(zip(NUMBERS, staged[:, 1 : 1 + len(NUMBERS)].unbind(1), strict=True))
+        number = dict(
+            zip(NUMBERS, staged[:, 1 : 1 + len(NUMBERS)].unbind(1), strict=True)
+        )
         return Checks(
             row_G=staged[:, 0],
             known_GK=staged[:, 1 + len(NUMBERS) :],
@@ -127,7 +133,9 @@ class StagedChecks:
             must_G=number["must"] > 0,
             writes_G=number["writes"] > 0,
             chooses_G=number["chooses"] > 0,
-            allowed_GW=async_tensor_h2d(payload.allowed_GW[here], device=self.states.device),
+            allowed_GW=async_tensor_h2d(
+                payload.allowed_GW[here], device=self.states.device
+            ),
         )
 
     def allowed_first(self, slots_np: np.ndarray, place_R: Tensor) -> Tensor | None:

@@ -40,7 +40,9 @@ class LogprobStash:
 
     def __init__(self, states: CanvasStates, model_config: ModelConfig) -> None:
         self.states = states
-        self.max_logprobs = min(model_config.max_logprobs, model_config.get_vocab_size())
+        self.max_logprobs = min(
+            model_config.max_logprobs, model_config.get_vocab_size()
+        )
         self.num_logprobs_np = np.full(states.canvas_NC.shape[0], -1, dtype=np.int64)
         self.tables: tuple[Tensor, Tensor, Tensor] | None = None
         self.active = False
@@ -116,7 +118,9 @@ class LogprobStash:
         next_RC = next_RC.clamp_max(num_positions - 1)
         scored = zip(*self._scored, strict=True)
         emitted = []
-        for place, (table, values) in enumerate(zip(self._used_tables(), scored, strict=True)):
+        for place, (table, values) in enumerate(
+            zip(self._used_tables(), scored, strict=True)
+        ):
             new = scatter_rows(values, self._rows, step.num_rows)[source_RC]
             now = torch.where(_like(unmask_RC, new), new, table[slots_R])
             if given is not None:
@@ -137,8 +141,12 @@ class LogprobStash:
         rows_T = torch.cat(self._rows)
         slots_R, take_R = slots_R[rows_T], take_R[rows_T]
         scored = zip(*self._scored, strict=True)
-        for table, values in zip(self._used_tables(), map(torch.cat, scored), strict=True):
-            table[slots_R, 0] = torch.where(_like(take_R, values), values, table[slots_R, 0])
+        for table, values in zip(
+            self._used_tables(), map(torch.cat, scored), strict=True
+        ):
+            table[slots_R, 0] = torch.where(
+                _like(take_R, values), values, table[slots_R, 0]
+            )
 
     def _used_tables(self) -> list[Tensor]:
         """Return the tables, cut to as many columns as the requests of this step fill."""

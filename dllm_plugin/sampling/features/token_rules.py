@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.states import RequestState
 
 MAX_STOPS = 136  # what admission lets pass, EOS and the family's end-of-turn tokens
-EARLY_ONLY = -2  # `EARLY_ONLY - id` in the stop table: banned by min_tokens, ends nothing
+EARLY_ONLY = (
+    -2
+)  # `EARLY_ONLY - id` in the stop table: banned by min_tokens, ends nothing
 
 
 class TokenRules:
@@ -35,7 +37,9 @@ class TokenRules:
     bias_MV    float32, made when the first request needs it: one row per such request
     """
 
-    def __init__(self, states: CanvasStates, req_states: "RequestState", vocab_size: int) -> None:
+    def __init__(
+        self, states: CanvasStates, req_states: "RequestState", vocab_size: int
+    ) -> None:
         self.states = states
         self.vocab_size = vocab_size
         self.num_slots = states.canvas_NC.shape[0]
@@ -57,7 +61,9 @@ class TokenRules:
         self.stop.np[slot] = UNUSED
         self.stop.np[slot, : len(stop_ids)] = stop_ids
         self.min_tokens_np[slot] = params.min_tokens
-        self.min_end.np[slot] = self.states.requests.prompt_len_np[slot] + params.min_tokens
+        self.min_end.np[slot] = (
+            self.states.requests.prompt_len_np[slot] + params.min_tokens
+        )
         bad_words = params.bad_words_token_ids or []
         single = [words[0] for words in bad_words if len(words) == 1]
         self.bad_words.table.add(slot, [words for words in bad_words if len(words) > 1])
@@ -83,7 +89,10 @@ class TokenRules:
         return stop_ids[:MAX_STOPS]
 
     def _exists(self, token_id: int) -> bool:
-        return 0 <= token_id < self.vocab_size and token_id != self.states.config.mask_token_id
+        return (
+            0 <= token_id < self.vocab_size
+            and token_id != self.states.config.mask_token_id
+        )
 
     def _bias(self, params: SamplingParams, banned: list[int]) -> Tensor | None:
         """Return a request's row of the bias table; None if it needs none."""
@@ -95,7 +104,9 @@ class TokenRules:
             bias_V[list(params.allowed_token_ids)] = 0.0
         if params.logit_bias:
             ids = torch.tensor(list(params.logit_bias))
-            bias_V[ids] += torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
+            bias_V[ids] += torch.tensor(
+                list(params.logit_bias.values()), dtype=torch.float32
+            )
         bias_V[banned] = NEGATIVE_INFINITY
         return bias_V
 
@@ -108,7 +119,9 @@ class TokenRules:
         if self._new_biases:
             device = self.states.device
             if self.bias_MV is None:
-                self.bias_MV = torch.zeros(self.num_slots + 1, self.vocab_size, device=device)
+                self.bias_MV = torch.zeros(
+                    self.num_slots + 1, self.vocab_size, device=device
+                )
             rows, biases = zip(*self._new_biases, strict=True)
             index = async_tensor_h2d(np.array(rows, dtype=np.int64), device=device)
             # Rows of a whole vocabulary: without pinned memory their copy waits for the stream.
@@ -150,7 +163,11 @@ class TokenRules:
         return bool(self.min_tokens_np[slots_np].any())
 
     def ban_early_stops(
-        self, logits_XV: Tensor, source_T: Tensor | None, slot_T: Tensor, position_T: Tensor
+        self,
+        logits_XV: Tensor,
+        source_T: Tensor | None,
+        slot_T: Tensor,
+        position_T: Tensor,
     ) -> None:
         """Ban stop tokens in place where a row predicts one of the first `min_tokens` positions.
 
@@ -159,7 +176,9 @@ class TokenRules:
         if source_T is None:
             source_T = torch.arange(len(slot_T), device=slot_T.device)
         stop_TK = self.stop.gpu[slot_T]
-        early_TK = (position_T < self.min_end.gpu[slot_T])[:, None] & (stop_TK != UNUSED)
+        early_TK = (position_T < self.min_end.gpu[slot_T])[:, None] & (
+            stop_TK != UNUSED
+        )
         stop_TK = torch.where(stop_TK <= EARLY_ONLY, EARLY_ONLY - stop_TK, stop_TK)
         # What need not be banned falls on the mask token, which is banned everywhere.
         stop_TK = stop_TK.where(early_TK, self.states.config.mask_token_id)

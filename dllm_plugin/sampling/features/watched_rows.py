@@ -69,9 +69,13 @@ class WatchedRows:
         now_WC = confidence_RC[places_W].where(taken_WC, self.confidence_NC[slots_W])
         num_positions = now_WC.shape[1]
         position_C = torch.arange(num_positions, device=slots_R.device)
-        source_WC = position_C + outcome.num_committed_R[places_W].to(torch.int64)[:, None]
+        source_WC = (
+            position_C + outcome.num_committed_R[places_W].to(torch.int64)[:, None]
+        )
         shifted_WC = now_WC.gather(1, source_WC.clamp_max(num_positions - 1))
-        self.confidence_NC[slots_W] = shifted_WC.masked_fill(source_WC >= num_positions, 0.0)
+        self.confidence_NC[slots_W] = shifted_WC.masked_fill(
+            source_WC >= num_positions, 0.0
+        )
         # In the order in which they are emitted: behind the part that belongs to the prompt.
         from_WC = emit_RC[places_W]
         ids_WC = tokens_RC[places_W].gather(1, from_WC)
@@ -82,7 +86,9 @@ class WatchedRows:
         rows = (ids_WC.to(torch.int32), now_WC.gather(1, from_WC), place_WC)
         self._rows = tuple(row.flatten() for row in rows)  # type: ignore[assignment]
 
-    def behind(self, logprobs: EmittedLogprobs | None, num_reqs: int) -> EmittedLogprobs | None:
+    def behind(
+        self, logprobs: EmittedLogprobs | None, num_reqs: int
+    ) -> EmittedLogprobs | None:
         """Return a step's log-probabilities with the rows of its watched requests behind them."""
         if self._rows is None:
             return logprobs
