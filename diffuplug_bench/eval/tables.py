@@ -1,0 +1,17 @@
+"""Run ``diffuplug eval`` with ``--all``, ``--refreshes`` or ``--schedule``."""
+
+import argparse
+
+from diffuplug_bench.eval import every_policy, refreshes, schedules
+from dllm_plugin.commands.offline import engine_options
+
+
+def run(args: argparse.Namespace) -> int:
+    """Score what the options name, which ``diffuplug eval`` has checked."""
+    if args.schedule is not None:
+        widths = schedules.read_widths(args.schedule)
+        questions = schedules.read_questions(args.questions, args.limit)
+        return schedules.run(engine_options(args), widths, questions, args.verbose)
+    if args.all:
+        return every_policy.run(args.limit, args.dtype, args.output, args.verbose)
+    return refreshes.run(args.limit, args.dtype, args.output, args.verbose)
