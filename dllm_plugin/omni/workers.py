@@ -7,6 +7,7 @@ from typing import Any
 from vllm.config import CUDAGraphMode
 from vllm.platforms import current_platform
 
+from dllm_plugin.engine.worker.amx_tiles import request_tiles
 from dllm_plugin.omni import (
     ar_runner,
     check_scheduler,
@@ -31,6 +32,8 @@ class _Worker(Worker):
 
     def init_device(self) -> None:
         self.check()
+        if current_platform.is_cpu():
+            request_tiles(self.model_config)
         super().init_device()
         runner, mixin = self.model_runner, self.runners[self.use_v2_model_runner]
         runner.__class__ = type(mixin.__name__, (mixin, type(runner)), {})

@@ -57,7 +57,7 @@ FOLDERS: dict[str, set[str]] = {
         ),
     },
     "api": {"decoding", "config", "infilling"},
-    "omni": set(),
+    "omni": {"engine"},
 }
 # The package itself: version, and `register`, which vLLM calls.
 ROOT = {"engine", "models"}

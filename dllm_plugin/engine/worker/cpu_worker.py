@@ -20,6 +20,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
+from dllm_plugin.engine.worker.amx_tiles import request_tiles
 from dllm_plugin.engine.worker.grammar_runner import GrammarRunner
 from dllm_plugin.engine.worker.step_timer import TimingWorker
 from dllm_plugin.engine.worker.weight_updates import AdapterWorker, UpdatingWorker
@@ -78,6 +79,7 @@ class DiffusionCPUWorker(AdapterWorker, PackingWorker, TimingWorker, CPUWorker):
 
     def init_device(self) -> None:
         """Initialize as vLLM does, then put our runner's methods before those of vLLM's."""
+        request_tiles(self.model_config)
         super().init_device()
         runner = self.model_runner
         ours = (GrammarRunner, AdapterRunner, type(runner))
