@@ -69,8 +69,8 @@ def cascade_from(vllm_config: VllmConfig, flash_version: int | None) -> dict[int
 
     It needs FlashAttention 3 and unquantised keys, and is left out where results may not depend on
     how many requests run (VLLM_BATCH_INVARIANT). It is left out too where blocks commit in forwards
-    of their own: such a step may see canvas keys that earlier steps computed, and the suffix holds
-    those of this forward alone.
+    of their own: such a step may see canvas keys that earlier steps computed, and the suffix has
+    only those of this forward.
     """
     chosen = vllm_config.attention_config.backend == FLASH_ATTN and flash_version == 3
     quantised = is_quantized_kv_cache(vllm_config.cache_config.cache_dtype)
@@ -124,7 +124,7 @@ class CascadeBuffers:
     def _number_requests(self) -> None:
         """Write whose sequences they are: all of them, since sleep mode may have taken the buffer.
 
-        vLLM's sleep mode does so while no request is left, so names of requests tell.
+        vLLM's sleep mode does so while no request is left, so names of requests show it.
         """
         every = torch.arange(
             len(self.context), dtype=torch.int32, device=self.request.device

@@ -6,9 +6,9 @@ preemption and whatever else moves whole pages see no difference. GPUs run Trito
 plain-torch reference implementation.
 
 One kernel serves prompts and canvases alike. A request is one span of fresh positions, and one
-integer per token says how many keys the token sees (:mod:`dllm_plugin.attention.distinct`). That
+integer per token counts the keys that the token sees (:mod:`dllm_plugin.attention.distinct`). That
 covers a bidirectional prompt, blocks from the prompt or on an absolute grid, ragged blocks and the
-dual cache without a mask tensor. The launch grid depends on numbers of tokens and requests alone,
+dual cache without a mask tensor. The launch grid depends only on numbers of tokens and requests,
 so one captured graph serves every length.
 
 Learned from experience: earlier kernels of this kind (D2F-vLLM, Diffulex) never gave correct
@@ -71,7 +71,7 @@ PAGE = 64  # one tile of keys
 
 @dataclass
 class DistinctMetadata(AttentionMetadata):
-    """Hold what one forward of one KV cache group needs; R requests, T tokens.
+    """List what one forward of one KV cache group needs; R requests, T tokens.
 
     query_start_loc  int32 [R + 1]
     span_start       int32 [R], absolute position of each request's first token
@@ -272,7 +272,7 @@ class DistinctBackend(AttentionBackend):
 
     @classmethod
     def supports_non_causal(cls) -> bool:
-        """Return True: one integer per token says what it sees."""
+        """Return True: one integer per token counts the keys it sees."""
         return True
 
 
@@ -351,7 +351,7 @@ class SpanBuffers:
         """Compute the spans of one step on the device; tokens of no segment see nothing.
 
         Args:
-            stop_R: int32, absolute position behind each request's last token.
+            stop_R: int32, absolute position after each request's last token.
         """
         token_T = self.token_T[:num_tokens]
         segment_T = torch.searchsorted(segment_start_loc[1:], token_T, right=True)

@@ -54,7 +54,7 @@ def schedule_size(num_sequences: int) -> int:
 class SegmentFlashMetadata(FlashAttentionMetadata):
     """Extend vLLM's metadata by what a cascade and a deferred rotation need.
 
-    canvas_suffix: the suffix of a cascade; vLLM's fields then describe the prefix alone, so
+    canvas_suffix: the suffix of a cascade; vLLM's fields then describe only the prefix, so
     `seq_lens` are the contexts. None without a cascade.
     positions: int64 ``[T]`` of the forward's tokens, for layers that rotate here; None where the
     runner hands none over.
@@ -114,7 +114,7 @@ class SegmentFlashBuilder(FlashAttentionMetadataBuilder):
             needed, size = len(scheduler_metadata), len(self.scheduler_metadata)
             assert needed <= size, (
                 f"FlashAttention's schedule of this step takes {needed} entries, but the buffer "
-                f"sized by `max_sequences` holds {size}."
+                f"sized by `max_sequences` has room for {size}."
             )
         return super()._store_scheduler_metadata(scheduler_metadata)
 

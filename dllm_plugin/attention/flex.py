@@ -1,8 +1,8 @@
 """Run FlexAttention on vLLM's own layout, with buffers for one sequence per query segment.
 
 This is the readable reference path of GPUs: what a token sees is a mask function, not an integer in
-a kernel. Two things differ from vLLM's builder. Its buffers hold one sequence per request, and a
-step has more query segments than requests. And our steps cannot be captured with it.
+a kernel. Two things differ from vLLM's builder. Its buffers have room for one sequence per
+request, and a step has more query segments than requests. And our steps cannot be captured.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""List the attention sequences of floating canvases, which the device alone knows.
+"""List the attention sequences of floating canvases, known only to the device.
 
 A canvas has a sequence for its run, one for each part of its window and one for its rest, some of
 them empty: how many positions a step computes is known on the host, where the run ends is not.
@@ -34,9 +34,9 @@ def floating_sequences(
     unseen = np.zeros(request.shape, dtype=np.int64)
     parts = [request], [lengths], [unseen]
     if canvases < batch.num_reqs:
-        behind = prefills(batch, states, canvases)
-        filled = behind.length_B > 0
-        for part, field in zip(parts, behind, strict=True):
+        rest = prefills(batch, states, canvases)
+        filled = rest.length_B > 0
+        for part, field in zip(parts, rest, strict=True):
             part.append(field[filled])
     request_B, length_B, unseen_B = (np.concatenate(part) for part in parts)
     packed = np.zeros((3, len(request_B) + 1), dtype=np.int32)

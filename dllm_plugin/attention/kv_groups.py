@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class KVGroups(NamedTuple):
-    """Hold arguments of vLLM's `build_attn_metadata`, under the names that it gives them.
+    """List arguments of vLLM's `build_attn_metadata`, under vLLM's names.
 
     block_tables int32 ``[requests, pages]``, one per group; slot_mappings int64
     ``[groups, tokens]``.

@@ -2,7 +2,7 @@
 
 Shape letters: B sequences.
 
-Count the attention sequences of a step: what buffers with one entry per sequence must hold.
+Count the attention sequences of a step, for buffers with one entry per sequence.
 
 A sequence is a run of queries with keys of its own, as variable-length attention takes it. Each
 query segment is one, so a step can have more sequences than requests.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class SequenceTensors(NamedTuple):
-    """Hold the sequences of a step as backends take them.
+    """List the sequences of a step as backends take them.
 
     query_start_loc int32 ``[B + 1]``, query_start_loc_cpu the same on the host; seq_lens int32
     ``[B]``; block_tables int32 ``[B, pages]``, one for each KV cache group; max_query_len, an upper
@@ -37,11 +37,11 @@ class SequenceTensors(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """Hold the sequences of a step on the host.
+    """List the sequences of a step on the host.
 
     request_B int64, index in the batch; length_B int64, queries of the sequence; unseen_B int64,
     how many positions at the end of its request's span the sequence does not see. That is negative
-    where it sees keys behind the span, which earlier steps computed.
+    if it sees keys after the span, which earlier steps computed.
     """
 
     request_B: np.ndarray
@@ -80,7 +80,7 @@ def prefills(batch: "InputBatch", states: CanvasStates, first: int) -> Sequences
 def sequences_per_canvas(config: DecodeConfig) -> int:
     """Return how many sequences a canvas has in a CUDA graph.
 
-    There is one per block slot, and one for the positions behind the last block slot. Under full
+    There is one per block slot, and one for the positions after the last block slot. Under full
     attention all positions see the same keys.
     """
     if config.method.full_attention:
@@ -91,11 +91,11 @@ def sequences_per_canvas(config: DecodeConfig) -> int:
 def max_sequences(config: DecodeConfig, max_num_reqs: int, max_num_tokens: int) -> int:
     """Return an upper bound on the sequences of any step.
 
-    A captured graph holds every sequence of a canvas, empty or not, for each request of the padded
+    A captured graph has every sequence of a canvas, empty or not, for each request of the padded
     batch. In all other steps each sequence has a query of its own
     (:func:`dllm_plugin.attention.sequences.batch_sequences` leaves empty ones out), so there are at
     most as many sequences as tokens: a prompt or a resumed text of n blocks is n sequences, and
-    blocks may be one token long. Where canvases float the device alone knows which are empty.
+    blocks may be one token long. If canvases float, only the device knows which are empty.
     """
     if config.method.floats:
         return max_num_reqs * sequences_per_canvas(config) + max_num_tokens

@@ -4,14 +4,14 @@ Every query segment becomes one sequence of ordinary variable-length attention w
 mask: its own ``query_start_loc``, ``seq_lens`` = the keys it sees, and its request's row of the
 block table. Two kinds of steps deviate from that. Some steps use cascade attention, which
 reads each context once for all sequences of a canvas (:mod:`dllm_plugin.attention.cascade`). And
-under the `distinct` KV layout a request stays one sequence, while the segments say what each of its
-tokens sees (:mod:`dllm_plugin.attention.distinct`).
+under the `distinct` KV layout a request stays one sequence, while the segments define what each of
+its tokens sees (:mod:`dllm_plugin.attention.distinct`).
 
 Learned from experience:
 
-- While vLLM captures a CUDA graph, it gives the mode NONE; only `for_capture` tells. What is
+- While vLLM captures a CUDA graph, it gives the mode NONE; only `for_capture` shows it. What is
   handed out then has to lie in persistent buffers, as it does for the mode FULL. A graph that
-  captured temporary tensors replays whatever their memory holds later
+  captured temporary tensors replays whatever is in their memory later
   (benchmarks/reports/attention.md: what looked like a fault of FlashAttention 3 was this).
 - A full CUDA graph has one query length for all requests: the canvas, one block where many
   requests compute a single block each (`commit_alone_from`, and full attention between its
@@ -162,7 +162,7 @@ class AttentionSequences:
         for_capture: bool,
     ) -> dict[str, Any]:
         """Build the metadata of one step for vLLM's attention backends."""
-        # Capture announces itself by `for_capture` alone; its mode argument is NONE.
+        # Only `for_capture` announces capture; its mode argument is NONE.
         is_full = for_capture or cudagraph_mode == CUDAGraphMode.FULL
         length = self._uniform_length(batch, is_full)
         requests = batch.num_reqs_after_padding if is_full else batch.num_reqs
@@ -177,7 +177,7 @@ class AttentionSequences:
         count, num_tokens = len(sequences.seq_lens), batch.num_tokens
         assert count <= self.max_sequences, (
             f"{count} attention sequences in a step of {num_tokens} tokens and {batch.num_reqs} "
-            f"requests; the buffers of backends hold {self.max_sequences}."
+            f"requests; the buffers of backends have room for {self.max_sequences}."
         )
         groups = KVGroups(block_tables, slot_mappings, attn_groups, kv_cache_config)
         limit = self.states.max_model_len
@@ -256,7 +256,7 @@ class AttentionSequences:
 
         All requests compute their whole canvas, or all compute one block of the configured length,
         which may be several blocks of a request's own length, or a share of one; or all refresh.
-        The number of sequences depends on the number of requests alone; those without queries are
+        The number of sequences depends only on the number of requests; those without queries are
         kept. Where they begin changes when requests come or go; each step only computes how many
         keys they see.
         """
@@ -290,11 +290,11 @@ class AttentionSequences:
         )
 
     def forget(self) -> None:
-        """Forget what was found of a block, for a request may have taken another one's name."""
+        """Drop what is cached of a block: a request may have reused another's name."""
         self._unseen_of = None
 
     def _find_unseen(self, batch: "InputBatch") -> None:
-        """Say how far behind a forward keys reach: to the end of the canvas, alike for a block."""
+        """Upload how many keys lie after each forward; reused within a block."""
         drafts = batch.num_draft_tokens_per_req
         of = (
             batch.num_computed_tokens_np.tobytes(),
@@ -310,7 +310,7 @@ class AttentionSequences:
     def _captured_floating(
         self, batch: "InputBatch", block_tables: tuple[Tensor, ...]
     ) -> SequenceTensors:
-        """Fill those buffers for floating canvases, whose sequences the device alone knows."""
+        """Fill those buffers for floating canvases, whose sequences only the device knows."""
         padded = batch.num_reqs_after_padding
         count = padded * self.sequences_per_request
         starts, keys = self.query_start_loc[: count + 1], self.seq_lens[:count]

@@ -1,1 +1,1 @@
-"""Decide what a denoising step computes, unmasks and commits: torch and numpy alone."""
+"""Decide what a denoising step computes, unmasks and commits: only torch and numpy."""

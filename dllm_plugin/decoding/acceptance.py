@@ -1,7 +1,7 @@
 """Estimate how many tokens a forward commits at each width, from what past forwards committed.
 
 In a forward m masks accept ``S(m) = p0 (1 - exp(-m / lam)) / (1 - exp(-1 / lam))`` tokens: p0 is
-the share of first masks that are accepted, lam says how fast it falls with their rank. Numpy only.
+the share of first masks that are accepted, lam is how fast it falls with their rank. Numpy only.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ FIT_STEPS = 1000.0  # what the fit counts for at a width, beside steps of that w
 
 
 def accepted(masks: float, p0: float, lam: float) -> float:
-    """Return how many tokens so many masks accept in a forward."""
+    """Return how many of the given masks a forward accepts."""
     return float(p0 * -np.expm1(-max(masks, 0.0) / lam) / -np.expm1(-1 / lam))
 
 

@@ -113,7 +113,7 @@ def without_edits(canvas: Canvas, **decided: Tensor) -> StepPlan:
 def _allow_edits(canvas: Canvas, plan: StepPlan, mask_id: int) -> StepPlan:
     """Allow edits of the first block until a step without masks replaces no token.
 
-    LLaDA2.1 ``generate``: at most so many steps without masks as ``max_post_steps`` says.
+    LLaDA2.1 ``generate``: at most ``max_post_steps`` steps without masks.
     """
     has_masks_R = plan.active_RS[:, 0]
     edits_R = (
@@ -125,7 +125,7 @@ def _allow_edits(canvas: Canvas, plan: StepPlan, mask_id: int) -> StepPlan:
     editable_RC = (canvas.tokens_RC != mask_id) & (canvas.block_RC == 0)
     editable_RC &= (position_C >= canvas.tail_R[:, None]) & edits_R[:, None]
     checks_R = edits_R & (plan.num_stored_R > 0)
-    # Blocks behind the first become the first one before they may be stored.
+    # Later blocks become the first block before they may be stored.
     one_R = canvas.edits_R & (plan.num_stored_R > 1)
     first_size_R = canvas.size_RS[:, 0]
     num_committed_R = torch.where(one_R, first_size_R, plan.num_committed_R)
@@ -147,7 +147,7 @@ def keep_edited(
 ) -> tuple[StepPlan, Tensor]:
     """Return the plan, and what is unmasked, once tokens of a finished block were replaced.
 
-    The block is kept for another step. What the step decided behind it, it decided on the replaced
+    The block is kept for another step. What the step decided after it rests on the replaced
     tokens: with one active block that is dropped, so that computing two blocks at once is exact.
     """
     edited_R = plan.checks_R & (unmask_RC & plan.editable_RC).any(dim=1)
@@ -183,7 +183,7 @@ def _first_sub_blocks(canvas: Canvas, plan: StepPlan) -> StepPlan:
 def sub_block_to_store(canvas: Canvas, plan: StepPlan) -> Tensor:
     """Return the positions whose KV is stored under ``use_block_cache``, bool ``[R, C]``.
 
-    Fast-dLLM v2 ``generate``: the sub-block alone once its first token is known, everything before
+    Fast-dLLM v2 ``generate``: only the sub-block once its first token is known, everything before
     that and when the block is stored.
     """
     position_C = torch.arange(canvas.block_RC.shape[1], device=canvas.block_RC.device)

@@ -66,7 +66,7 @@ def best_per_block(
 def rank(score_RC: Tensor, candidates_RC: Tensor) -> Tensor:
     """Rank each candidate by falling score, int64 ``[R, C]``; ties go to the lower position.
 
-    Positions that are no candidates rank behind all candidates.
+    Positions that are no candidates rank after all candidates.
     """
     if torch.compiler.is_compiling():
         return _rank_by_counting(score_RC, candidates_RC, None)

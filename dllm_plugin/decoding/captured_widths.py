@@ -23,7 +23,7 @@ CONTEXTS = (0, 1, 4)  # what reading all contexts twice costs, in units of a sma
 def widths_worth(
     requests: int, widths: tuple[int, ...], shift: bool
 ) -> tuple[int, ...]:
-    """Return the widths, ascending, that so many requests may want.
+    """Return the widths, ascending, that a number of requests may want.
 
     Of those that come near the best one at some acceptance and some context, as few as lose nothing
     that a controller would change its width for, else the six that lose least where they lose

@@ -1,4 +1,4 @@
-"""State what sets the model families apart: facts that every folder may read.
+"""Describe the model families: facts that every folder may read.
 
 Name the strategies: for whatever must not import torch, such as the command line.
 """
@@ -9,13 +9,13 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Family:
-    """Hold what sets one family of masked diffusion models apart from the others."""
+    """Describe one family of masked diffusion models."""
 
     name: str
     logits_shift: bool  # True: row i of the logits predicts position i + 1
     mask_tokens: tuple[str, ...]  # texts under which tokenizers know the mask
     turn_end_tokens: tuple[str, ...]  # end a turn besides the configured EOS
-    # Where blocks start: behind the prompt, or at multiples of their length from position 0 on.
+    # Where blocks start: after the prompt, or at multiples of their length from position 0 on.
     block_grid: Literal["prompt", "absolute"] = "prompt"
     # Trained on an absolute grid: positions of a block, unless config.json has them as `block_key`.
     block_length: int | None = None
@@ -28,7 +28,7 @@ class Family:
         None  # names of its checkpoints that were trained to edit
     )
     title: str = ""  # as its authors write it
-    suffix_ends: bool = False  # trained with an EOS behind the text that follows a gap
+    suffix_ends: bool = False  # trained with an EOS after the text that follows a gap
 
     @property
     def absolute_grid(self) -> bool:

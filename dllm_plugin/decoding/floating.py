@@ -1,9 +1,9 @@
 """Plan floating canvases: what is decided commits at once, and a window of masks follows it.
 
-A step computes the first positions of every canvas, as many as the scheduler says. Of them the
+A step computes the first positions of every canvas, as many as the scheduler chose. Of them the
 leading decided ones, the *run*, commit: they see what was committed and themselves, so their KV is
-final. Behind them lies a *window* of masks, behind which nothing exists. Block slot 0 is the run,
-the slots behind it are the parts of the window. Shape letters as in
+final. After the run lies a *window* of masks, after which nothing exists. Block slot 0 is the run,
+the slots after it divide the window. Shape letters as in
 :mod:`dllm_plugin.decoding.plan`.
 """
 
@@ -48,7 +48,7 @@ def block_slots(
     """Return the block slot of each canvas position, int64 ``[R, C]``; S where there is none.
 
     The window reaches one position further where row i predicts position i + 1. In the narrowest
-    window of all it holds the first mask alone: such texts are decoded from left to right.
+    window of all it is only the first mask: such texts are decoded from left to right.
 
     Args:
         first_R: the first mask.

@@ -1,9 +1,9 @@
-"""Plan and commit the steps of full attention, and say where the next forward starts and stops.
+"""Plan and commit the steps of full attention, and place the next forward.
 
 Every position sees every other, so KV is refreshed: recomputed, at the latest when a block is
-done. ``plan_*`` and ``commit_*`` as in :mod:`dllm_plugin.decoding.block_causal`. ``span_*`` say on
-the host what the next forward of a request computes; the host learns where the canvas starts from
-what was committed, by the same functions (:func:`bounds`) from which the device derives its canvas.
+done. ``plan_*`` and ``commit_*`` as in :mod:`dllm_plugin.decoding.block_causal`. ``span_*``
+find on the host what the next forward of a request computes; the host learns where the canvas starts
+from what was committed, by the same functions (:func:`bounds`) as the device.
 Definitions: LLaDA ``generate.py``, Dream ``generation_utils.py`` and Fast-dLLM (arXiv 2505.22618)
 ``generate.py``, ``generation_utils_block.py``.
 """
@@ -79,12 +79,12 @@ NO_TEMPLATE = -1  # default of :attr:`Layout.tail`
 
 
 def limit(positions: int | None) -> int:
-    """Return a number of positions as arrays hold it."""
+    """Return a number of positions, NO_LIMIT for none."""
     return NO_LIMIT if positions is None else positions
 
 
 def without_void(plan: StepPlan, is_void_R: Tensor) -> StepPlan:
-    """Return a plan in which forwards decide nothing that were launched for a block that is done.
+    """Disable forwards launched for an already finished block.
 
     Nothing of the canvas changes then, and computed positions fall back to where they were.
     """
@@ -100,7 +100,7 @@ def without_void(plan: StepPlan, is_void_R: Tensor) -> StepPlan:
 def without_given(
     plan: StepPlan, canvas: Canvas, given_RC: Tensor
 ) -> tuple[StepPlan, Canvas]:
-    """Return a plan and a canvas for policies, which count what the block has to decide.
+    """Subtract given tokens from block sizes, on which quotas rest.
 
     A block whose first position is given needs no step of its own for it.
     """
@@ -112,7 +112,7 @@ def without_given(
 def commit_given(
     canvas: Canvas, outcome: StepOutcome, tokens_RC: Tensor, mask_id: int
 ) -> StepOutcome:
-    """Commit blocks without a gap together with the block before them: they need no forward."""
+    """Commit fully given blocks with the block before them: they need no forward."""
     goes_on_R = outcome.refresh_R & ~outcome.ended_R
     size_R = canvas.size_RS[:, 0].clamp_min(1)
     blocks_R = leading(tokens_RC != mask_id) // size_R
@@ -121,15 +121,15 @@ def commit_given(
 
 
 class Layout(NamedTuple):
-    """Hold what decides where a request's forwards lie, int64 ``[R]``.
+    """List what the positions of a request's forwards depend on, int64 ``[R]``.
 
     prompt_len         where its answer begins
     end                where its text may end at most, prompt included
     block_length       positions of a block
     full_refresh_every of so many refreshes one starts at 0
     refresh_before     how far before their block the others start
-    suffix_window      positions behind the current block that exist
-    tail               tokens that are given behind `end`; NO_TEMPLATE where nothing is given
+    suffix_window      positions after the current block that exist
+    tail               tokens given after `end`; NO_TEMPLATE if nothing is given
     """
 
     prompt_len: np.ndarray
@@ -142,7 +142,7 @@ class Layout(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Hold absolute positions of full-attention requests, int ``[R]``.
+    """List absolute positions of full-attention requests, int ``[R]``.
 
     first      where the text of this canvas begins; everything before is its prompt
     start      first undecided position: where the canvas starts
@@ -184,11 +184,11 @@ def bounds(
 
 
 def refresh_start(layout: Layout, start: np.ndarray) -> np.ndarray:
-    """Return where the refresh in front of the block at `start` begins; no KV before it changes.
+    """Return where the refresh before the block at `start` begins; earlier KV stays.
 
     One of `full_refresh_every` blocks of an answer begins with a refresh of everything. The others
     trust keys and values before their refresh as earlier forwards left them (vicinity refresh of
-    dInfer, arXiv 2510.08666; with the answer alone, dLLM-Cache, arXiv 2506.06295).
+    dInfer, arXiv 2510.08666; with only the answer, dLLM-Cache, arXiv 2506.06295).
     """
     block = (start - layout.prompt_len) // layout.block_length
     near = np.where(
@@ -208,11 +208,11 @@ def span_semi_autoregressive(canvas: Bounds, keeps_kv: np.ndarray) -> Span:
 
 
 def span_prefix_cache(canvas: Bounds, keeps_kv: np.ndarray) -> Span:
-    """Compute the current block and everything behind it, after a refresh."""
+    """Compute the current block and everything after it, once refreshed."""
     return np.where(keeps_kv, canvas.start, canvas.refresh), canvas.stop
 
 
 def span_dual_cache(canvas: Bounds, keeps_kv: np.ndarray) -> Span:
-    """Compute the current block alone, after a refresh."""
+    """Compute only the current block, once refreshed."""
     starts, _ = span_prefix_cache(canvas, keeps_kv)
     return starts, np.where(keeps_kv, canvas.block_stop, canvas.stop)

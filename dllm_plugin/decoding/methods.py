@@ -1,4 +1,4 @@
-"""Say how each strategy decodes each model family: the one table of decoding methods.
+"""Define how each strategy decodes each model family: the one table of methods.
 
 Whatever depends on strategy and family is a field of a row here, and is read from it elsewhere. A
 strategy is one function in :mod:`block_causal` or :mod:`full_attention` and one row for each family
@@ -50,7 +50,7 @@ SpanFunction = Callable[[Bounds, np.ndarray], Span]
 
 @dataclass(frozen=True)
 class Method:
-    """Hold how one strategy decodes one model family.
+    """Describe how one strategy decodes one model family.
 
     plan            what a step computes and may unmask, before the forward
     commit          what of it is final, after the forward
@@ -61,10 +61,10 @@ class Method:
     computes_rest   full attention: whether a forward with a cache reaches to the end of the canvas
     logits          the rows of a forward that become logits: every canvas position, or masked ones
     scheduler       "canvas": a canvas in every step; "refresh": forwards of several kinds and
-                    sizes; "floating": as many positions of a canvas as load or a request says
+                    sizes; "floating": as many positions of a canvas as load or a request sets
     floats          what is decided of a canvas commits in the next step, see `floating`
     least_steps     denoising steps that a block takes at least
-    next_block      whether the block behind those that are denoised is computed in their forward
+    next_block      whether the block after the denoised blocks is computed in their forward
     dedicated_commit  with one active block, a finished block commits in a forward of its own, whose
                     last row predicts the first token of the next block
     uses_adapter    whether the bundled model decodes so with its D2F adapter
@@ -176,7 +176,7 @@ semi_autoregressive = Method(
     keeps_kv=False,
     logits="masked",
     scheduler="refresh",
-    canvas_by_default=(256, 1),  # what one refresh computes behind the prompt
+    canvas_by_default=(256, 1),  # what one refresh computes after the prompt
     tempered=False,  # LLaDA `generate.py`
     reads=frozenset(
         {
@@ -217,7 +217,7 @@ dream_loop = replace(
 def shifted(cached: Method) -> Method:
     """Return the method for Dream, whose logits row i predicts position i + 1.
 
-    A refresh decides the first position of a block alone: later steps do not compute its row.
+    Only a refresh decides the first position of a block: later steps do not compute its row.
     """
     return replace(
         cached,

@@ -18,10 +18,10 @@ from torch import Tensor
 
 
 class Canvas(NamedTuple):
-    """Hold what a strategy sees of the requests of a step, before and after the forward.
+    """Describe the requests of a step to strategies, before and after the forward.
 
     tokens_RC    int64, the mask id where undecided
-    size_RS      int32, positions of each block slot; 0 when the slot holds no block
+    size_RS      int32, positions of each block slot; 0 if the slot has no block
     computed_RS  bool, all positions of the block slot are in this forward
     block_RC     int64, block slot of a position; S for positions of no block
     open_R       int32, number of open blocks (committed ones have left the canvas)
@@ -57,7 +57,7 @@ class Canvas(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """Hold what is decided from the state before the forward.
+    """Describe the decisions that need only the state before the forward.
 
     open_R          int32, open blocks of this step
     active_RS       bool, blocks that are denoised: open and not finished
@@ -90,7 +90,7 @@ def replaced(plan: StepPlan, **fields: Tensor) -> StepPlan:
 
 
 class Proposal(NamedTuple):
-    """Hold what the model proposes for each canvas position.
+    """Describe the model's proposal for each canvas position.
 
     token_RC      int64
     confidence_RC float32, probability of the token after temperature and filters
@@ -103,10 +103,10 @@ class Proposal(NamedTuple):
 
 
 class StepOutcome(NamedTuple):
-    """Hold what is decided after the forward.
+    """Describe the decisions that need the forward's proposals.
 
     unmask_RC       bool, positions that take their proposed token, edits included
-    num_committed_R int32, leading positions that are final and emitted; the canvas moves behind
+    num_committed_R int32, leading positions that are final and emitted; the canvas moves after
     refresh_R       bool, the next span is a refresh: it starts before the canvas
     ended_R         bool, what is emitted ends the request
     """
@@ -123,7 +123,7 @@ def canvas_segments(
     """Return the stops of a block-causal canvas's query segments: int ``[R, max_blocks + 1]``.
 
     Segment i is ``[stop[i - 1], stop[i])`` relative to the canvas start and sees every key up to
-    its own stop. What lies behind `max_blocks` blocks can hold no open block and is the last
+    its own stop. What lies after `max_blocks` blocks contains no open block and is the last
     segment; segments may be empty.
     """
     stops = np.arange(1, max_blocks + 2) * length_R[:, None]

@@ -22,7 +22,7 @@ from dllm_plugin.decoding.plan import Canvas, Proposal, StepPlan
 
 
 class PolicySettings(NamedTuple):
-    """Hold the numbers that policies read, one per request.
+    """List the numbers that policies read, one per request.
 
     threshold_R, factor_R, eps_R float32; steps_R int32, denoising steps per block;
     block_length_R int64, positions of a whole block;
@@ -95,7 +95,7 @@ def threshold_released(
 def schedule(
     plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicySettings
 ) -> Tensor:
-    """Take the best-scored candidates, as many as LLaDA's quota of the step says.
+    """Take the best-scored candidates by LLaDA's quota of the step.
 
     ``m // s`` per step and one more in the first ``m % s`` (LLaDA ``generate.py``
     ``get_num_transfer_tokens``), all that is left in the last step.
@@ -110,7 +110,7 @@ def schedule(
 def time_schedule(
     plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicySettings
 ) -> Tensor:
-    """Take the best-scored candidates, as many as Dream's time schedule says.
+    """Take the best-scored candidates by Dream's time schedule.
 
     ``int(left * (1 - t[i+1] / t[i]))`` with ``t = linspace(1, eps, steps + 1)`` in float32, all
     that is left in the last step (Dream ``generation_utils.py`` ``_sample``).
@@ -189,7 +189,7 @@ def _sure_or_best(
 ) -> Tensor:
     """Take candidates above the threshold; of blocks with fewer than their quota the best.
 
-    The quota is that of the first unfinished block; of those behind it, fully activated ones have
+    The quota is that of the first unfinished block; of later blocks, fully activated blocks have
     a quota of one and others none.
     """
     num_slots = plan.full_RS.shape[1]
@@ -276,10 +276,10 @@ def within_steps(rule: Rule) -> Rule:
 
 
 class Policy(NamedTuple):
-    """Hold one policy under one strategy.
+    """Describe one policy under one strategy.
 
     rule       which candidates take their proposal
-    ranks_by   what the score holds: confidence, entropy, margin, position, random or uniform
+    ranks_by   the score: confidence, entropy, margin, position, random or uniform
     reads      options of a request that change its picks
     defaults   options that are not the family's or the block's own by default
     takes_rest whether the last of a block's steps takes all that is left
@@ -311,7 +311,7 @@ Table = dict[str, Policy]
 
 
 def _by_schedule(rule: Rule, *reads: str, sampled: tuple[str, ...] = ()) -> Table:
-    """Return one schedule under every ranking; `sampled` is read by those that can draw."""
+    """Return one schedule under every ranking; `sampled` is read by those that can sample."""
     return {
         name: Policy(
             rule, ranks_by, frozenset(reads + (sampled if name in SAMPLED else ()))
@@ -324,7 +324,7 @@ def _reading(rule: Rule, *reads: str) -> Policy:
     return Policy(rule, reads=frozenset(reads))
 
 
-# Block diffusion behind a prompt: LLaDA's quota, or Dream's time.
+# Block diffusion after a prompt: LLaDA's quota, or Dream's time.
 PROMPT_BLOCKS: Table = {
     "threshold": _reading(threshold, "threshold", *SEVERAL_BLOCKS),
     "factor": _reading(factor, "factor"),
@@ -379,8 +379,8 @@ FULL_ATTENTION: Table = {
 FULL_ATTENTION_IN_TIME: Table = FULL_ATTENTION | _by_schedule(
     time_schedule, "steps", "eps", sampled=("alg_temp",)
 )
-# Dream's own loop, which alone draws which positions to unmask. By threshold it releases positions
-# step by step; one step is all at once.
+# Dream's own loop, the only loop that samples which positions to unmask. By threshold it releases
+# positions step by step; one step releases all at once.
 DREAM_LOOP: Table = FULL_ATTENTION_IN_TIME | {
     "threshold": Policy(
         threshold_released,

@@ -1,4 +1,4 @@
-"""Say what a step of floating canvases costs: by a model, or as it was measured."""
+"""Estimate the time of a step of floating canvases, by a model or from measurements."""
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ def reads_of(kv_cache_layout: str) -> float:
 
 
 class StepCosts(Protocol):
-    """Know the time of a step, in any unit."""
+    """Return the time of a step, in any unit."""
 
     def step(self, requests: int, width: int, context: int) -> float:
         """Return the time of a step; `context` is that of all requests together."""
@@ -66,7 +66,7 @@ class Costs(NamedTuple):
 
 
 class WeightBytes(NamedTuple):
-    """Hold the bytes of weights that decide what a step reads.
+    """Count the bytes of weights that a step reads.
 
     small    what a step of one position reads
     expert   one expert, in all layers of a mixture; 0 where there are none
@@ -135,7 +135,7 @@ class MeasuredCosts(NamedTuple):
 
 
 class _Mean(NamedTuple):
-    """Hold a mean ratio, its weight in steps, and the step at which it was last observed."""
+    """Store a mean ratio, its weight in steps, and the step of its last observation."""
 
     ratio: float
     weight: float
@@ -145,7 +145,7 @@ class _Mean(NamedTuple):
 class ObservedRatios:
     """Correct the costs of steps by their times: the ratio of both, at each width and load.
 
-    A step may take longer than its graph: a host that is busy with many requests, say, makes
+    A step may take longer than its graph: a host that is busy with many requests makes
     narrow steps cost as much as wider ones. Loads are numbers of requests to a power of two.
     """
 

@@ -70,7 +70,7 @@ class WidthController:
 
         Args:
             allowed: which widths may be chosen for at most so many requests, ascending; all for
-                more, and where nothing is said.
+                more, and by default.
         """
         self.widths = tuple(widths)
         self._most = sorted(allowed or {})
@@ -103,7 +103,7 @@ class WidthController:
         return rates
 
     def may(self, requests: int) -> np.ndarray:
-        """Return which widths may be chosen for so many requests."""
+        """Return which widths may be chosen for a number of requests."""
         return self._allowed[bisect_left(self._most, requests)]
 
     def width(self, requests: int, context: int) -> int:
@@ -128,7 +128,7 @@ class WidthController:
         return self.widths[int(may[min(max(beside, 0), len(may) - 1)])]
 
     def observe(self, width: int, requests: int, tokens: int) -> None:
-        """Take the result of a step of one width, in the order of the steps."""
+        """Update acceptance by the result of a step of one width, in order."""
         last, count = self._observed
         count = count + 1 if width == last else 1
         self._observed = (width, count)
@@ -136,6 +136,6 @@ class WidthController:
             self.acceptance.observe(width, requests, tokens)
 
     def observe_time(self, requests: int, width: int, ratio: float) -> None:
-        """Take how long a step of so many requests took, by its cost."""
+        """Update the cost of a step by the time it took."""
         if width in self.acceptance.places:
             self.ratios.observe(requests, self.acceptance.places[width], ratio)

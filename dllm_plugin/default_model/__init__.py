@@ -1,4 +1,4 @@
-"""Locate the bundled checkpoint (a small LLaDA) and its D2F adapter; hold data only."""
+"""Locate the bundled checkpoint (a small LLaDA) and its D2F adapter."""
 
 from pathlib import Path
 

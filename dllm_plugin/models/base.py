@@ -87,7 +87,7 @@ class DiffusionModel:
 
     @classmethod
     def manifest(cls, model_config: ModelConfig) -> Manifest:
-        """Return what the checkpoint's files must hold."""
+        """Return the tensors that the checkpoint's files must contain."""
         config = model_config.hf_config
         return Manifest(
             cls.checkpoint_shapes(config),
@@ -127,7 +127,7 @@ class DiffusionModel:
 
     @classmethod
     def _fitting_adapter(cls, path: str, model_config: ModelConfig) -> lora.LoraAdapter:
-        """Read an adapter; raise ValueError unless it was trained on this model, as a whole."""
+        """Read an adapter; raise ValueError unless all of it fits this model."""
         adapter = lora.load_adapter(lora.adapter_folder(path))
         config = model_config.hf_config
         lora.check_base(

@@ -38,7 +38,7 @@ LLADA2_FIXED: dict[str, Any] = {
     "moe_router_enable_expert_bias": True,
     "norm_head": False,
     "norm_softmax": False,
-    "norm_topk_prob": True,  # the authors' code normalises whatever it says
+    "norm_topk_prob": True,  # the authors' code normalises whatever the key's value
     "router_dtype": "fp32",
     "score_function": "sigmoid",
     "use_bias": False,
@@ -64,7 +64,7 @@ def refuse_variants(
 
 
 class DiffusionConfig(PreTrainedConfig):
-    """Check a config and hold what all our configs have; comes before the parent's config class.
+    """Check a config and add what all our configs have; comes before the parent's class.
 
     Raises ValueError for variants of the architecture that we do not serve.
     """

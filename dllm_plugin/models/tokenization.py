@@ -13,7 +13,7 @@ from dllm_plugin.models.configs import (
 class DreamTokenizer(Qwen2Tokenizer):
     """Provide Qwen2's byte-level BPE under the class name in Dream's tokenizer_config.json.
 
-    The repositories hold only vocab.json and merges.txt. The added tokens (`<|beginoftext|>`,
+    The repositories have only vocab.json and merges.txt. The added tokens (`<|beginoftext|>`,
     `<|mask|>`), and which of them are special, come from tokenizer_config.json.
     """
 

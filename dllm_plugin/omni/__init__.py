@@ -19,7 +19,7 @@ OPTIONS: dict[
 
 
 class HiddenStates(NamedTuple):
-    """Hold float32 ``[positions, hidden]``, or ``[positions, layers, hidden]`` for chosen layers.
+    """Store float32 ``[positions, hidden]``, or ``[positions, layers, hidden]`` for chosen layers.
     Row i belongs to position start + i of prompt plus completion. The last token was never an
     input and has no row. The first `start` positions came from the prefix cache and have none."""
 

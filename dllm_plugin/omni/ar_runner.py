@@ -39,7 +39,7 @@ class Life:
 
 
 class StepRows(AsyncModelRunnerOutput):
-    """Hold the wanted rows of one step, ``[wanted, hidden]`` or ``[wanted, layers, hidden]``."""
+    """Store the wanted rows of one step, ``[wanted, hidden]`` or ``[wanted, layers, hidden]``."""
 
     def __init__(
         self, rows: torch.Tensor, owners: list[tuple[Life | None, int, int]]

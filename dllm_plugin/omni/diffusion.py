@@ -24,7 +24,7 @@ TASK: Literal["plugin"] = "plugin"
 
 @dataclass(frozen=True)
 class Condition:
-    """Hold what one request asks for."""
+    """List the arguments of one request."""
 
     req_id: str
     params: dict[
@@ -78,7 +78,7 @@ class NonARModel(nn.Module):
         )
 
     def check_params(self, params: dict[str, Any]) -> None:
-        """Raise ValueError or TypeError with a sentence to refuse this request alone."""
+        """Raise ValueError or TypeError with a sentence to refuse only this request."""
 
     def batch_key(self, condition: Condition) -> Hashable:
         """Return a key; conditions with equal keys are computed in one call, by default all."""

@@ -60,7 +60,7 @@ class Job(AbstractContextManager[Any]):
         self._stopped.release()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        """Keep an error as text, which holds no frames; it ends this request alone."""
+        """Keep an error as text, without its frames; it ends only this request."""
         if error is not None:
             self.result = refusal(f"{type(error).__name__}: {error}")
             self.error = "".join(traceback.format_exception(error))

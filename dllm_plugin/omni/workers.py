@@ -57,7 +57,7 @@ class ARWorker(_Worker):
 
 
 class DiffusionWorker(_Worker):
-    """Run non-autoregressive models, without CUDA graphs: they cannot hold a denoising loop."""
+    """Run non-autoregressive models, without CUDA graphs: no graph contains a denoising loop."""
 
     runners = (diffusion.DiffusionV1, diffusion.DiffusionV2)
 

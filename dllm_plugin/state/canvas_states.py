@@ -41,7 +41,7 @@ PREEMPTED_PER_SLOT = 16
 
 
 class CanvasStates:
-    """Hold the canvases: tensors with a row per slot, which steps move on the device.
+    """Store the canvases: tensors with a row per slot, which steps move on the device.
 
     canvas_NC        int64, tokens from the first uncommitted position on, mask id if undecided
     open_N           int32, open blocks
@@ -100,7 +100,7 @@ class CanvasStates:
 
     @property
     def max_model_len(self) -> int:
-        """The context; vLLM may lower it after start to fit the KV cache."""
+        """Return the context; vLLM may lower it after start to fit the KV cache."""
         return self.model_config.max_model_len
 
     @property
@@ -171,8 +171,8 @@ class CanvasStates:
         return slot
 
     def _sent_run(self, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the row of a slot that starts its block again, but for what was sent of it."""
-        # Where the block starts, and tables that move with the canvas and tell of its tokens.
+        """Reset the block, but keep its leading tokens: they were sent."""
+        # Where the block starts, and tables that move with the canvas and describe its tokens.
         stays = (self.start_N, self.ended_N, self.tail_N, *self.companions)
         kept = []
         for table, row in zip(self._rows, rows, strict=True):
@@ -185,7 +185,7 @@ class CanvasStates:
         return tuple(kept)
 
     def apply_staged_writes(self) -> None:
-        """Bring what `add_request` staged to the device."""
+        """Copy what `add_request` staged to the device."""
         self.requests.copy_to_device()
         if self._fresh:
             staged = async_tensor_h2d(
@@ -200,7 +200,7 @@ class CanvasStates:
             self.canvas_NC.index_fill_(0, slots, self.config.mask_token_id)
             self._fresh.clear()
         self.preempted.restore(self._rows)
-        # What is given is given again behind what was sent of a block.
+        # Given tokens are given again after what was sent of a block.
         if self._given:
             staged = async_tensor_h2d(
                 np.array(self._given, dtype=np.int64), device=self.device
@@ -280,7 +280,7 @@ class CanvasStates:
         )
 
     def bounds_np(self, slots_np: np.ndarray, start: np.ndarray) -> Bounds:
-        """Full attention: where canvases that start at `start` lie, on the host."""
+        """Return, on the host, the bounds of canvases that start at `start`."""
         layout = self.requests.layout(slots_np)
         return bounds(layout, start, self.canvas_NC.shape[1], self.max_model_len)
 
@@ -290,7 +290,7 @@ class CanvasStates:
         return self.templates.given(slots_R, first_R)
 
     def next_refresh_np(self, slots_np: np.ndarray, start: np.ndarray) -> np.ndarray:
-        """Full attention: where the refresh behind the block at `start` begins, on the host."""
+        """Return, on the host, where the refresh after the block at `start` begins."""
         layout = self.requests.layout(slots_np)
         origin, length = layout.prompt_len, layout.block_length
         following = self.templates.next_block_np(
@@ -328,7 +328,7 @@ class CanvasStates:
         self.saw_stop_N[slots_R] = saw_stop_R
         self.ended_N[slots_R] = outcome.ended_R
         denoised_R = plan.active_RS.any(dim=1)
-        # Steps are counted of the first unfinished block alone.
+        # Only steps of the first unfinished block are counted.
         first_R = leading(~plan.active_RS) + 1
         behind_R1 = (first_R * self.requests.block_length.gpu[slots_R])[:, None]
         position_C = torch.arange(num_positions, device=self.device)

@@ -1,4 +1,4 @@
-"""See canvases that float: a run that commits, and a window of masks behind it.
+"""View floating canvases: a run that commits, and a window of masks after it.
 
 Shape letters as in :mod:`dllm_plugin.decoding.plan`; N is the number of slots.
 """
@@ -36,7 +36,7 @@ class FloatingView:
         self.pieces: dict[int, np.ndarray] = {}
 
     def rules(self, context: int) -> Rules:
-        """Return what is the same for all canvases."""
+        """Return the layout rules shared by all canvases."""
         on_grid = self.config.family.absolute_grid
         return Rules(
             self.config.block_length, on_grid, context, self.config.mask_token_id

@@ -1,7 +1,7 @@
-"""Bring committed tokens to the inputs of refreshes that start behind the prompt.
+"""Write committed tokens to the inputs of refreshes that start after the prompt.
 
 vLLM writes a request's tokens into a forward's inputs where the forward starts inside of its
-prompt, and drafts alone where it does not. A refresh that starts behind the prompt computes
+prompt, and only drafts if it does not. A refresh that starts after the prompt computes
 committed tokens, too.
 """
 
@@ -23,14 +23,14 @@ def write_committed(batch: "InputBatch", all_token_ids_NL: Tensor) -> None:
     first_row = batch.query_start_loc_np[:num_reqs].astype(np.int64)
     computed = batch.num_computed_tokens_np[:num_reqs].astype(np.int64)
     queries = np.diff(batch.query_start_loc_np[: num_reqs + 1])
-    behind = computed >= batch.prefill_len_np[:num_reqs]
-    counts = np.where(behind, queries - drafts[:num_reqs], 0)
+    past_prompt = computed >= batch.prefill_len_np[:num_reqs]
+    counts = np.where(past_prompt, queries - drafts[:num_reqs], 0)
     if not counts.any():
         return
     offset = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
     table = [first_row, computed, batch.idx_mapping_np[:num_reqs]]
     rows, positions, slots = (np.repeat(column, counts) for column in table)
-    # vLLM's warm-up computes positions behind the context.
+    # vLLM's warm-up computes positions after the context.
     exists = positions + offset < all_token_ids_NL.shape[1]
     packed = np.stack([rows + offset, positions + offset, slots])[:, exists].astype(
         np.int64

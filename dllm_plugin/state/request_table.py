@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class SlotTable:
-    """Hold `np`, the host's copy, and `gpu`, in device memory and always at the same place.
+    """Pair `np`, the host's copy, with `gpu`, always at the same place in device memory.
 
     vLLM's own tables stay in host memory that the device can read, which each kernel then does
     anew, and are copied in every step. These are copied when `copy_to_device` is called, in the
@@ -46,7 +46,7 @@ POLICY_IDS = {name: i for i, name in enumerate(POLICY_NAMES)}
 
 
 class RequestTable:
-    """Hold one row per slot, in tables that the host fills and copies.
+    """Store one row per slot, in tables that the host fills and copies.
 
     prompt_len_np  int64, on the host only; so are the next four, see `Layout`
     full_refresh_every_np, refresh_before_np, suffix_window_np, template_tail_np

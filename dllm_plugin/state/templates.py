@@ -13,7 +13,7 @@ from dllm_plugin.state.request_table import SlotTable
 
 
 class Templates:
-    """Hold what is given of each slot's answer.
+    """Store the given tokens of each slot's answer.
 
     table   bool ``[N, C]``, by position of the answer; made when a request first has a template
     has_np  bool, whether a slot's request has one
@@ -28,7 +28,7 @@ class Templates:
         self._dirty = False
 
     def add_request(self, slot: int, template: Template | None) -> None:
-        """Note the template of a request that starts at `slot`, or that it has none."""
+        """Stage the template, if any, of a request that starts at `slot`."""
         if template is None and not self.has_np[slot]:
             return
         if self.table is None:
@@ -42,7 +42,7 @@ class Templates:
             self.table.np[slot, : len(ids)] = ids != FILL
 
     def copy_to_device(self) -> None:
-        """Bring what was noted since the last call to the device."""
+        """Copy what was staged since the last call to the device."""
         if self._dirty and self.table is not None:
             self.table.copy_to_device()
             self._dirty = False

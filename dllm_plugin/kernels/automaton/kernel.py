@@ -62,7 +62,7 @@ def _advance(
     END: tl.constexpr,
     EDGES: tl.constexpr,
 ):
-    """Write what one state behind a position is worth."""
+    """Write the value of one state after a position."""
     canvas, state = tl.program_id(0).to(tl.int64), tl.program_id(1)
     which = tl.load(which_ptr + canvas)
     given = tl.load(given_ptr + canvas * length + place)

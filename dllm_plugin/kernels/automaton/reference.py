@@ -1,12 +1,12 @@
 """Find the likeliest text of a token automaton for each canvas: the plain-torch reference.
 
 It is what CPUs run. Scores of a class of ids are those of its best id, so a step of the Viterbi
-algorithm looks at classes alone (DINGO, arXiv 2505.23061). Where a request samples, classes score
+algorithm looks only at classes (DINGO, arXiv 2505.23061). Where a request samples, classes score
 the sum of their probabilities, states are summed instead of maximised (forward filtering), and the
 text is drawn from its end (backward sampling): an exact draw from the product of the rows'
 distributions, given that the text is valid.
 
-Shape letters as in :mod:`dllm_plugin.decoding.plan`; G canvases, A automata that tables hold, Q
+Shape letters as in :mod:`dllm_plugin.decoding.plan`; G canvases, A automata of the tables, Q
 states, K classes, E edges, X rows of a logits tensor.
 """
 
@@ -18,9 +18,9 @@ from torch import Tensor
 from dllm_plugin.kernels.confidence.random_numbers import gumbel_uniform
 from dllm_plugin.kernels.confidence.reference import add_bias
 
-END = 0  # state behind a stop token
+END = 0  # state after a stop token
 OPEN = -1  # class of an undecided position
-OUTSIDE = -2  # class of a position that holds no token of the text
+OUTSIDE = -2  # class of a position outside the text
 FAR = 2**30  # ids that a text lacks that can never be complete
 LOW, HIGH = -1e30, 1e30  # what infinite logits count as
 NEVER = float("-inf")
@@ -29,7 +29,7 @@ EDGE, LAST = 0xED6E, 0x1A57
 
 
 class Tables(NamedTuple):
-    """Hold automata, each padded to the largest; int32.
+    """Store automata, each padded to the largest; int32.
 
     class_AV, order_AV  class of each id, and ids by class
     bound_AK            where classes start in `order_AV`; K + 1 columns
@@ -49,7 +49,7 @@ class Tables(NamedTuple):
 
 
 class Canvases(NamedTuple):
-    """Hold canvases with an automaton.
+    """List canvases with an automaton.
 
     which_G      int64, its place in the tables
     state_G      int64, state in front of the first position
@@ -71,7 +71,7 @@ class Canvases(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Hold logits rows, T of them, and how they are read.
+    """List T logits rows and how they are read.
 
     source_T     int64, row of `logits_XV`
     which_T      int64, place of its automaton in the tables
@@ -94,9 +94,9 @@ class Rows(NamedTuple):
 
 
 class Path(NamedTuple):
-    """Hold a text per canvas: int64 class of each position, and the states in front of them.
+    """Store a text per canvas: int64 class of each position, and the state before each.
 
-    state_GC1 int64, C + 1 of them; the last is the one behind the canvas.
+    state_GC1 int64, C + 1 of them; the last state follows the canvas.
     """
 
     class_GC: Tensor
@@ -176,16 +176,16 @@ def forward(tables: Tables, canvases: Canvases, score_GCK: Tensor) -> Tensor:
 
 
 def _text_length(canvases: Canvases) -> int:
-    """Return how many columns there are up to the last that holds text in any canvas."""
+    """Return the number of columns up to the last with text in any canvas."""
     columns = (canvases.given_GC != OUTSIDE).any(dim=0).nonzero()
     return int(columns.max()) + 1 if len(columns) else 0
 
 
 class _Edges(NamedTuple):
-    """Hold the edges of each canvas's automaton.
+    """List the edges of each canvas's automaton.
 
     source_GE, class_GE, target_GE  int64
-    ends_GE     bool, it is behind the end: what stands there is no text and costs nothing
+    ends_GE     bool, it is after the end: what stands there is no text and costs nothing
     """
 
     source_GE: Tensor

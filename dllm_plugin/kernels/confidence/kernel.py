@@ -4,7 +4,7 @@ The logits are read once, in their own type; nothing of their size is written.
 
 There are two kernels. :func:`dllm_plugin.kernels.confidence.scan.scan` cuts each row into ranges of
 columns, so that few rows fill a GPU too, and writes a partial for each; `_merge` merges the
-partials of a row. Between the two, ranks that hold columns of the same rows can exchange their
+partials of a row. Between the two, ranks that have columns of the same rows can exchange their
 partials, which :mod:`dllm_plugin.kernels.confidence.partial_reference` defines.
 
 Agreement with the reference: greedy tokens are equal, ties and NaN included; sampled tokens are

@@ -1,4 +1,4 @@
-"""Compute random numbers from counters alone (SplitMix64), in plain torch.
+"""Compute random numbers from counters (SplitMix64), in plain torch.
 
 Shape letters as in :mod:`dllm_plugin.decoding.plan`.
 """
@@ -24,7 +24,7 @@ def sampled_order(score_T: Tensor, temperature_T: Tensor, uniform_T: Tensor) -> 
 
 
 def counter_uniform(seed: Tensor, position: Tensor, step: Tensor) -> Tensor:
-    """Return uniform float32 in (0, 1) that depend on (seed, position, step) alone.
+    """Return uniform float32 in (0, 1) that depend only on (seed, position, step).
 
     Three rounds of the SplitMix64 finaliser (Steele, Lea, Flood 2014) over int64, so a request
     gets the same numbers in every batch. Arguments broadcast; all int64.

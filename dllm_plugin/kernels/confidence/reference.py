@@ -15,12 +15,12 @@ ALL_BANNED = -1e15  # what the largest logit counts as where a bias leaves no id
 
 
 class RowStats(NamedTuple):
-    """Hold the proposed token of each logits row, and how sure the model is of it.
+    """Store the proposed token of each logits row and its confidence.
 
     token_T int64; confidence_T float32, probability of the token; broken_T int32, 1 where the
     largest logit is NaN or infinite (not where a bias bans all ids); where asked for, entropy_T
     float32 ``sum p ln(p + 1e-10)`` (D2F ``neg_entropy``) and margin_T float32, the difference of
-    the two largest probabilities. NaN where a row is broken or holds nothing but banned ids.
+    the two largest probabilities. NaN if a row is broken or has only banned ids.
     """
 
     token_T: Tensor
@@ -31,7 +31,7 @@ class RowStats(NamedTuple):
 
 
 class RowSampling(NamedTuple):
-    """Say how rows are sampled; a row is greedy if its slot's temperature is 0.
+    """Describe how rows are sampled; a row is greedy if its slot's temperature is 0.
 
     temperature_N float32, seed_N int64, counter_N int32 or int64, start_N int64 per slot;
     offset_T int, added with `shift` to the slot's start: the position that a row predicts. Seed,
@@ -47,7 +47,7 @@ class RowSampling(NamedTuple):
 
 
 class HotRows(NamedTuple):
-    """Hold the rows that sample: a request with a temperature shall cost its own rows alone.
+    """List the rows that sample: a request with a temperature costs only its own rows.
 
     rows_S      int64
     divided_SV  float32, their logits divided by the temperature
@@ -58,7 +58,7 @@ class HotRows(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Say which columns of the vocabulary a rank holds, of rows that `shards` ranks hold together.
+    """Describe a rank's columns of rows that `shards` ranks share.
 
     They are ``[first, first + width)``; `width` is that of the tensor and the same on every rank.
     Columns from `vocab_size` on are padding.
@@ -103,7 +103,7 @@ def propose_rows(
         source_T: int, which row of `logits_XV` each row is; None if all of them in order.
         token_T: int64, tokens that were chosen before: only their confidence is computed, and
             rows are broken where these tokens' logits are NaN or inf, or all logits -inf.
-        num_rows: length of the result; entries behind the rows are zero.
+        num_rows: length of the result; entries after the rows are zero.
     """
     logits_TV = logits_XV if source_T is None else logits_XV[source_T]
     logits_TV = logits_TV.to(torch.float32, copy=source_T is None)  # changed below

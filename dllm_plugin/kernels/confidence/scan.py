@@ -82,7 +82,7 @@ def _first_nan(
     mask_id,
     TILE: tl.constexpr,
 ):
-    """Return the first token whose logit is NaN; a number behind `end` if none is."""
+    """Return the first token whose logit is NaN; a number after `end` if none is."""
     earliest = tl.full([TILE], 0x7FFFFFFF, tl.int32)
     for begin in range(first, stop, TILE):
         here = begin + tl.arange(0, TILE)
@@ -256,14 +256,14 @@ def scan(
                 )
         exact = tl.where(
             token < end, exact, float("-inf")
-        )  # nothing, of lanes behind the end
+        )  # nothing, of lanes after the end
         winner = tl.max(exact, 0)
         chosen = tl.min(tl.where((exact == winner) & (token < end), token, end), 0)
     else:
         winner = highest
         chosen = tl.min(tl.where(top == highest, token, 0x7FFFFFFF), 0)
     if total != total:
-        # As torch's argmax: the first NaN wins. Infinities alone bring no NaN here.
+        # As torch's argmax: the first NaN wins. Infinities bring no NaN here.
         earliest = _first_nan(logits_ptr, bias_ptr, first, stop, end, mask_id, TILE)
         chosen = tl.where(earliest < end, earliest, chosen)
         winner = tl.where(earliest < end, float("nan"), winner)

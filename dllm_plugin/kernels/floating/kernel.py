@@ -52,7 +52,7 @@ def _lay_out(
         stop = tl.minimum(stop, ((start + first) // length + 1) * length)
     window = tl.maximum(tl.minimum(stop - start, computed), run)
 
-    # Sequence i ends where its part does; the last one holds what is left.
+    # Sequence i ends where its range does; the last sequence gets what is left.
     i = tl.arange(0, SEQUENCES)
     ends = tl.where(
         i == num_sequences - 1, computed, tl.minimum(run + i * length, window)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 class Rules(NamedTuple):
-    """Hold what is the same for all canvases of an engine.
+    """List the layout rules of all canvases of an engine.
 
     length   positions of a block: a window is cut after so many, and a text ends with a whole one
-    on_grid  blocks lie at multiples of their length, and no window goes on behind the end of one
+    on_grid  blocks lie at multiples of their length, and no window goes on after the end of one
     context  positions of the longest text
     """
 
@@ -25,7 +25,7 @@ class Rules(NamedTuple):
 
 
 class Texts(NamedTuple):
-    """Hold where texts lie, int64 absolute positions: canvas, first block, the most asked for."""
+    """List int64 absolute positions of texts: canvas, first block, the most asked for."""
 
     start: Tensor
     origin: Tensor
@@ -33,7 +33,7 @@ class Texts(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Hold canvas positions, int64 ``[R]``.
+    """List canvas positions, int64 ``[R]``.
 
     run    leading decided positions that are computed: their KV becomes final
     first  the first mask, or C

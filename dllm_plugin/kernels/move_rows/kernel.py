@@ -1,6 +1,6 @@
 """Copy logits rows into rows kept per slot: the Triton kernel.
 
-Which rows move is known to the device alone: plain torch reads and writes all of them, this kernel
+Only the device knows which rows move: plain torch reads and writes all of them, this kernel
 only those that move.
 """
 

@@ -4,7 +4,7 @@ One program owns ROWS rows; a row is one query head of one token. All heads that
 together, so with 7 heads per KV head one row in 64 is wasted, and not one in 8. A program walks
 over the keys that its rows see with one online softmax in fp32: first the cached ones, page by page
 around the span, then the span's own, which are read from this forward's tensors and never from the
-cache. What is visible follows from ``keys_seen`` alone; tiles that every row sees whole are not
+cache. What is visible follows only from ``keys_seen``; tiles that every row sees whole are not
 masked.
 
 With few rows and long contexts the key tiles of one row block are divided among SPLITS programs,
@@ -42,8 +42,8 @@ class Tile(NamedTuple):
 
 # Smallest first. Below 64 rows Hopper's warp-group GEMMs do not apply; at 128 rows keys are read
 # half as often. Stages count the read of the page number, which runs ahead of the keys: 3 stages
-# hold two tiles of 64 keys, at head size 128 in 16 bits 64 KiB, so that two programs fit one
-# multiprocessor; with 128 rows the registers allow one program alone, and it gets three tiles.
+# fit two tiles of 64 keys, at head size 128 in 16 bits 64 KiB, so that two programs fit one
+# multiprocessor; with 128 rows the registers allow only one program, and it gets three tiles.
 TILES_16 = (
     Tile(16, 64, 4, 3),
     Tile(32, 64, 4, 3),
@@ -87,7 +87,7 @@ def merge_kernel(
 
 
 def choose_tile(num_rows: int, itemsize: int) -> Tile:
-    """Return the smallest tile that holds the rows of a request, or the largest there is."""
+    """Return the smallest tile with room for a request's rows, or the largest there is."""
     tiles = TILES_32 if itemsize == 4 else TILES_16
     return next((tile for tile in tiles if num_rows <= tile.rows), tiles[-1])
 

@@ -27,9 +27,9 @@ def attend_spans(
     """Attend to spans: each request computes the positions ``[start, start + length)``.
 
     Token t sees the keys ``[0, keys_seen[t])`` of its request. Keys of the span itself are taken
-    from `key` and `value`, all others from the cache, before the span and behind it; a token that
+    from `key` and `value`, all others from the cache, before the span and after it; a token that
     sees nothing gets zeros. One integer per token so describes a bidirectional prompt, blocks that
-    are causal among themselves (D2F paper, arXiv 2508.09192, section 4) and keys kept behind the
+    are causal among themselves (D2F paper, arXiv 2508.09192, section 4) and keys kept after the
     span.
 
     Args:

@@ -82,7 +82,7 @@ def _cached(
 ):
     """Load keys and values ``[D, N]`` of the cached positions from `first` on.
 
-    With MASKED no page behind `most` is read, and values that are not `kept` are zero: what
+    With MASKED no page after `most` is read, and values that are not `kept` are zero: what
     lies there may be NaN, which weights of zero do not remove. Tiles begin at multiples of 16
     positions and pages are multiples of 16, so masks that are constant over 16 keep loads wide.
     """
@@ -159,7 +159,7 @@ def span_kernel(
 ):
     """Attend from rows of one request and KV head to their keys, or to one split of them.
 
-    With several SPLITS, `out` is fp32 ``[SPLITS, T, H, D]`` and `lse` holds log-sum-exps to base 2.
+    With several SPLITS, `out` is fp32 ``[SPLITS, T, H, D]`` and `lse` has log-sum-exps to base 2.
     """
     block, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
 
@@ -190,7 +190,7 @@ def span_kernel(
     most = tl.max(seen, 0)
     least = tl.min(tl.where(real, seen, most), 0)
 
-    # Tiles: cached ones up to the span, cached ones behind it, then the span's own.
+    # Tiles: cached tiles up to the span, cached tiles after it, then the span's own.
     whole = tl.minimum(start, least) // KEYS
     before = tl.cdiv(tl.minimum(most, start), KEYS)
     resume = tl.maximum(stop // KEYS, before)

@@ -95,7 +95,7 @@ def rotate_and_store(
     num_tokens, heads, head = query.shape
     kv_heads, half = key.shape[1], head // 2
     for x in (query, key, value):
-        assert x.stride()[1:] == (head, 1), "heads must lie one behind the other"
+        assert x.stride()[1:] == (head, 1), "heads must lie one after the other"
     assert cache.stride(3) == 1 and cache.shape[3] == 2 * head
     assert all(out.is_contiguous() for out in (query_out, key_out) if out is not None)
     query_tiles, tiles = (triton.cdiv(n, HEADS_AT_ONCE) for n in (heads, kv_heads))

@@ -114,7 +114,7 @@ def compute_slot_mappings(
     slot_mappings_stride: int, cp_rank: int, CP_SIZE: int, CP_INTERLEAVE: int, PAD_ID: int,
     TRITON_BLOCK_SIZE: int
 ) -> None:  # fmt: skip
-    """Compute every token's KV slot, [G, max_num_tokens]; PAD_ID behind the last token.
+    """Compute every token's KV slot, [G, max_num_tokens]; PAD_ID after the last token.
 
     Tokens of absent requests get PAD_ID too.
     """
@@ -212,7 +212,7 @@ def combine_sampled_and_draft_tokens(
     prefill_len_R = prefill_len_ptr.numpy()[idx_R]
     generating_R = (seq_len_R > prefill_len_R) & (idx_R >= 0)
     if NUM_NEW_SAMPLED_TOKENS > 0:
-        # A row that starts inside the prompt holds prompt tokens there: they stay.
+        # A row that starts inside the prompt has prompt tokens there: they stay.
         rows = np.flatnonzero(
             generating_R & (seq_len_R - num_logits_R >= prefill_len_R)
         )

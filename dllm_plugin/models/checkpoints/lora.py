@@ -55,7 +55,7 @@ FIXED: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class LoraPair:
-    """Hold the low-rank update of one matrix [out, in]: `scale * b @ a`."""
+    """Store the low-rank update of one matrix [out, in]: `scale * b @ a`."""
 
     a: torch.Tensor  # [rank, in]
     b: torch.Tensor  # [out, rank]
@@ -64,7 +64,7 @@ class LoraPair:
 
 @dataclass(frozen=True)
 class LoraAdapter:
-    """Hold a checked adapter; keys of `pairs` are module names of the base checkpoint."""
+    """Store a checked adapter; keys of `pairs` are module names of the base checkpoint."""
 
     path: Path
     base_name: str

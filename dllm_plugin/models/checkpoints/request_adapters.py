@@ -19,12 +19,12 @@ def check_layers_alone(adapter: LoraAdapter) -> None:
         if not IN_A_LAYER.search(module):
             raise ValueError(
                 f"Adapter '{adapter.path}' updates '{module}', which lies in no layer: requests "
-                "can choose updates of layers alone. Merge it by lora_path."
+                "can choose updates only of layers. Merge it by lora_path."
             )
 
 
 def check_strategy(adapter: LoraAdapter, name: str, method: Method) -> None:
-    """Raise ValueError if the adapter's name says that it was trained for another strategy."""
+    """Raise ValueError if the adapter's name shows that it was trained for another strategy."""
     names: Iterable[str] = {name, *model_names(adapter.path)}
     if not method.uses_adapter and any(map(D2F_NAME.search, names)):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Say what a step costs: as measured when its graphs were captured, or by a model of large GPUs.
+"""Return step costs: measured at graph capture, or by a model of large GPUs.
 
 The model counts in units of a small step, from the sizes of a checkpoint. Such a step reads the
 weights, of a mixture those of the experts that are chosen. More context is read beside them, and
@@ -44,7 +44,7 @@ def step_costs(vllm_config: VllmConfig, config: DecodeConfig) -> StepCosts:
 
 
 def model_costs(vllm_config: VllmConfig, config: DecodeConfig) -> Costs:
-    """Return what the model says; contexts are free where weights have no files."""
+    """Return the model's costs; context costs nothing if there are no weight files."""
     model_config, load_config = vllm_config.model_config, vllm_config.load_config
     folder = checkpoint_folder(
         model_config.model, model_config.revision, load_config.download_dir

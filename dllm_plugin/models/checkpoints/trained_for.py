@@ -1,4 +1,4 @@
-"""Tell from a checkpoint's config or name what it was trained for: block length, edits."""
+"""Read from a checkpoint's config or name its trained block length and edits."""
 
 import re
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ SUFFIX = re.compile(
 
 
 def trained_to_edit(model_config: "ModelConfig", family: Family) -> bool:
-    """Return whether model type or name says that the model was trained to replace tokens."""
+    """Return whether model type or name shows that the model was trained to replace tokens."""
     if family.edits_pattern is None:
         return False
     config = model_config.hf_config

@@ -48,7 +48,7 @@ def check_packing(quantized: bool, on_cpu: bool) -> None:
 
 
 def check_updatable(lora_path: str | None, merged: bool) -> None:
-    """Raise ValueError if an adapter was merged and updates hold the base's weights alone."""
+    """Raise ValueError if an adapter was merged and updates have only the base's weights."""
     if lora_path and not merged:
         raise ValueError(
             "Weights cannot be updated in place under lora_path: the adapter was merged at load."

@@ -1,4 +1,4 @@
-"""Check that a checkpoint holds exactly the tensors that a model needs, each with its shape.
+"""Check that a checkpoint has exactly the tensors that a model needs, each with its shape.
 
 vLLM's own loader accepts a missing linear weight, a packed weight with one matrix missing, and
 surplus biases. A model loaded like that generates nonsense. So we check the checkpoint's names and
@@ -27,12 +27,12 @@ SCALED_DTYPES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(frozen=True)
 class Manifest:
-    """List the tensors that a checkpoint must or may hold."""
+    """List the tensors that a checkpoint must or may have."""
 
     shapes: Shapes  # every needed tensor and its full shape
     optional: frozenset[str] = frozenset()  # may be absent
     quantized: bool = False  # stored quantised: tensors have their own names and shapes
-    source: str = "checkpoint"  # what errors call that which holds them
+    source: str = "checkpoint"  # what errors call the source of the tensors
 
 
 def module_of(name: str) -> str:
@@ -134,7 +134,7 @@ def checkpoint_folder(
 
 
 def count_parameters(model: str, revision: str | None) -> int | None:
-    """Return how many numbers a checkpoint's tensors hold; None if their shapes are unknown."""
+    """Return the number of parameters of a checkpoint; None if shapes are unknown."""
     entries = get_safetensors_params_metadata(model, revision=revision).values()
     # A file's own remarks are an entry too, without a shape.
     shapes = [entry["shape"] for entry in entries if "shape" in entry]
