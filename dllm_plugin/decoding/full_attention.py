@@ -2,8 +2,8 @@
 
 Every position sees every other, so KV is refreshed: recomputed, at the latest when a block is
 done. ``plan_*`` and ``commit_*`` as in :mod:`dllm_plugin.decoding.block_causal`. ``span_*``
-find on the host what the next forward of a request computes; the host learns where the canvas starts
-from what was committed, by the same functions (:func:`bounds`) as the device.
+find on the host what the next forward of a request computes; the host learns where the canvas
+starts from what was committed, by the same functions (:func:`bounds`) as the device.
 Definitions: LLaDA ``generate.py``, Dream ``generation_utils.py`` and Fast-dLLM (arXiv 2505.22618)
 ``generate.py``, ``generation_utils_block.py``.
 """

@@ -115,7 +115,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "ff_out",
         {},
-        "which lies in no layer: requests can choose updates of layers alone",
+        "which lies in no layer: requests can choose updates only of layers",
     ),
     ("q_proj", {"base_model_name_or_path": "a/other"}, "but the model served is"),
     (
