@@ -1,6 +1,6 @@
 """Let lm-evaluation-harness score texts and generate by a running server: model `diffuplug`.
 
-``python -m examples.lm_eval_model --model diffuplug --model_args base_url=... --tasks ...``
+``python examples/lm_eval_model.py --model diffuplug --model_args base_url=... --tasks ...``
 is the harness's own command line, to which this model was added.
 """
 

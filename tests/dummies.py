@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from diffuplug_bench import engines
+from diffuplug_bench.cli import build_parser
 from diffuplug_bench.options import settings_of
-from dllm_plugin.commands import cli
 
 WHOSE = ("ours", "plain vLLM")
 
@@ -13,7 +13,6 @@ WHOSE = ("ours", "plain vLLM")
 def without_checkpoint(whose: str, folder: Path) -> Any:
     """One of `WHOSE`, of the tiny shapes; `folder` takes its config."""
     arguments = [
-        "bench",
         "step",
         "--shapes",
         "tiny",
@@ -21,7 +20,7 @@ def without_checkpoint(whose: str, folder: Path) -> Any:
         "64",
         "--enforce-eager",
     ]
-    settings = settings_of(cli.build_parser().parse_args(arguments))
+    settings = settings_of(build_parser().parse_args(arguments))
     engines.prepare()
     model = engines.find_model(settings, folder)
     if whose == "ours":

@@ -15,6 +15,41 @@ from dllm_plugin.commands.offline import (
     stop_engine,
     stream_answer,
 )
+from dllm_plugin.commands.options import add_model_options, add_verbose, positive
+
+
+def add_parser(commands: Any) -> None:
+    """Add the parser of `diffuplug generate`."""
+    parser = commands.add_parser("generate", help="answer one prompt, offline")
+    parser.add_argument("prompt", help="text, or - to read standard input")
+    add_model_options(parser)
+    parser.add_argument("--max-tokens", type=positive, default=256, help="default: 256")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    parser.add_argument("--top-p", type=float, default=1.0, help="as in vLLM")
+    parser.add_argument("--seed", type=int, default=None)
+    shape = parser.add_mutually_exclusive_group()
+    shape.add_argument(
+        "--json-schema", metavar="FILE", help="answer in JSON that fits a schema"
+    )
+    shape.add_argument(
+        "--regex", metavar="R", help="answer what a regular expression matches"
+    )
+    shape.add_argument("--choice", metavar="A,B", help="answer one of these words")
+    add_verbose(parser)
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument(
+        "--chat",
+        dest="chat",
+        action="store_true",
+        default=None,
+        help="apply the chat template",
+    )
+    form.add_argument(
+        "--raw",
+        dest="chat",
+        action="store_false",
+        help="do not apply the chat template (default: apply it if there is one)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ from dllm_plugin.commands.offline import (
     start_engine,
     stop_engine,
 )
+from dllm_plugin.commands.options import add_model_options, add_verbose
 from dllm_plugin.config.options import TARGETS, TEMPLATE
 from dllm_plugin.infilling.gaps import Filled, Gapped, filled, parts_of_text, together
 from dllm_plugin.infilling.lengths import (
@@ -29,6 +30,20 @@ if TYPE_CHECKING:
 
 STRATEGY = "dual_cache"  # where nothing is asked for: a gap needs full attention
 EXAMPLE = "The capital of [MASK:3] is [MASK:8]."
+
+
+def add_parser(commands: Any) -> None:
+    """Add the parser of `diffuplug infill`."""
+    parser = commands.add_parser("infill", help="fill the gaps of a text, offline")
+    lengths = "or several lengths to choose from: [MASK:2,4], [MASK:auto]"
+    parser.add_argument("text", help=f'text with gaps: "{EXAMPLE}", {lengths}')
+    parser.add_argument(
+        "--question", help="the text answers it, behind the chat template"
+    )
+    add_model_options(parser)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    parser.add_argument("--seed", type=int, default=None)
+    add_verbose(parser)
 
 
 def run(args: argparse.Namespace) -> int:

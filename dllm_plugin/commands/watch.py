@@ -16,6 +16,7 @@ from dllm_plugin.commands.offline import (
     stop_engine,
     stream_answer,
 )
+from dllm_plugin.commands.options import add_model_options, add_verbose, positive
 from dllm_plugin.config.request.reporting import FRAMES, SNAPSHOT, UNKNOWN_CONFIDENCE
 
 if TYPE_CHECKING:
@@ -47,6 +48,23 @@ class Shown:
     canvas: list[tuple[str, float | None] | None] = field(default_factory=list)
     tokens: int = 0
     forwards: int = 0
+
+
+def add_parser(commands: Any) -> None:
+    """Add the parser of `diffuplug watch`."""
+    parser = commands.add_parser(
+        "watch", help="show which positions each forward decides"
+    )
+    parser.add_argument(
+        "prompt", nargs="?", default=EXAMPLE, help="default: a word problem"
+    )
+    parser.add_argument(
+        "--url", help="a running `diffuplug serve` (default: an engine of its own)"
+    )
+    parser.add_argument("--api-key", help="of the server")
+    add_model_options(parser)
+    parser.add_argument("--max-tokens", type=positive, default=128, help="default: 128")
+    add_verbose(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -14,6 +14,7 @@ from engines import EngineRoom
 from safetensors.torch import load_file, save_file
 
 from diffuplug_bench import command, engines, throughput_latency
+from diffuplug_bench.cli import build_parser
 from diffuplug_bench.floor import StepSize
 from diffuplug_bench.options import settings_of
 from diffuplug_bench.step_counts import Count
@@ -158,8 +159,8 @@ def test_auto_is_the_dtype_of_our_engine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """On a CPU without bfloat16 units too; no engine is started."""
-    arguments = ["bench", "throughput", "--dtype", "auto", "--vs", "ar"]
-    settings = settings_of(cli.build_parser().parse_args(arguments))
+    arguments = ["throughput", "--dtype", "auto", "--vs", "ar"]
+    settings = settings_of(build_parser().parse_args(arguments))
     model = engines.find_model(settings, tmp_path)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     assert engines.with_dtype(settings, model, 256).dtype == "float32"
@@ -366,7 +367,6 @@ def test_a_red_gate_stops_everything(
     weights[name] = torch.roll(weights[name], 1, 0)
     save_file(weights, folder / "model.safetensors")
     arguments = [
-        "bench",
         "latency",
         "--strategy",
         "block_diffusion",
@@ -374,7 +374,7 @@ def test_a_red_gate_stops_everything(
         "ar",
         *QUICK,
     ]
-    settings = settings_of(cli.build_parser().parse_args(arguments))
+    settings = settings_of(build_parser().parse_args(arguments))
     assert command.run(settings, arguments, reference=folder) == 1
     printed = capsys.readouterr().out
     line = line_of(printed)

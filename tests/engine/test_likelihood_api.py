@@ -228,7 +228,7 @@ def test_scores_of_a_prompt_name_the_way(client: httpx.Client) -> None:
     }
     reply = client.post("/v1/completions", json=body)
     assert reply.status_code == 400
-    assert "use /v1/likelihood or examples.lm_eval_model." in reply.text
+    assert "use /v1/likelihood or examples/lm_eval_model.py." in reply.text
 
 
 def test_the_key_guards_and_the_path_in_front_is_taken_off(

@@ -24,6 +24,7 @@ from diffuplug_bench import (
     step_schedule,
 )
 from diffuplug_bench import throughput_latency as serving
+from diffuplug_bench.cli import build_parser
 from diffuplug_bench.gate import ranks_of
 from diffuplug_bench.model_shapes import SHAPES, Sizes, autoregressive_config
 from diffuplug_bench.options import settings_of
@@ -34,7 +35,7 @@ from dllm_plugin.commands import cli
 
 
 def settings(*arguments: str) -> Settings:
-    return settings_of(cli.build_parser().parse_args(["bench", *arguments]))
+    return settings_of(build_parser().parse_args(arguments))
 
 
 @pytest.mark.parametrize(

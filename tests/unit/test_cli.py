@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from diffuplug_bench import cli as bench
 from dllm_plugin import default_model
 from dllm_plugin.commands import cli, phases, serve
 from dllm_plugin.commands.offline import collecting_later, engine_options
@@ -192,7 +193,9 @@ def surface(parser: argparse.ArgumentParser, name: str = "") -> dict[str, list[s
 
 
 def test_options_are_frozen() -> None:
-    assert surface(cli.build_parser()) == OPTIONS
+    assert (
+        surface(cli.build_parser()) | surface(bench.build_parser(), "bench") == OPTIONS
+    )
 
 
 @pytest.mark.parametrize(
@@ -419,19 +422,35 @@ def test_how_threads_of_a_server_or_another_model_wait(
     assert os.environ.get("GOMP_SPINCOUNT") == count
 
 
-def test_help_is_light() -> None:
-    """Options are answered without importing torch or vLLM."""
+@pytest.mark.parametrize("arguments", [["--help"], ["bench", "--help"]])
+def test_help_is_light(arguments: list[str]) -> None:
+    """Help is printed without importing torch or vLLM, that of all commands without bench."""
     program = (
-        "import sys; from dllm_plugin.commands import cli; cli.build_parser().format_help();"
-        "sys.exit('torch' in sys.modules or 'vllm' in sys.modules)"
+        "import atexit, os, sys\n"
+        "from dllm_plugin.commands import cli\n"
+        "heavy = {'torch', 'vllm'} | ({'diffuplug_bench'} if len(sys.argv) == 2 else set())\n"
+        "atexit.register(lambda: os._exit(bool(heavy & set(sys.modules))))\n"
+        "cli.main()"
     )
     root = Path(cli.__file__).parents[2]
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", program], cwd=root, check=False
-        ).returncode
-        == 0
-    )
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, cwd=root, check=False, stdout=subprocess.DEVNULL)
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize("words", [["bench", "host"], ["eval", "--schedule", "8"]])
+def test_a_command_of_a_distribution_that_is_not_installed(
+    words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """As with a folder in PYTHONPATH, which has no metadata."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert cli.main(words) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"diffuplug: error: `diffuplug {' '.join(words[:2])[:5]}")
+    assert "which is not installed here: run `pip install`" in error
 
 
 def test_garbage_is_collected_again() -> None:

@@ -7,6 +7,7 @@ import shlex
 import pytest
 from documented import PAGES, ROOT, Block, blocks
 
+from diffuplug_bench import cli as bench
 from dllm_plugin.commands import cli, serve
 from dllm_plugin.config.options import OPTIONS, REQUEST_FIELDS, REQUEST_PREFIX, Options
 from dllm_plugin.config.request.arguments import NOT_DECODING
@@ -36,6 +37,9 @@ def test_command(page: str, line: str) -> None:
         serve_with_omni(arguments)
         return
     assert program == "diffuplug", f"{page}: no rule to check {line!r}"
+    if arguments[0] == "bench":
+        bench.build_parser().parse_args(arguments[1:])
+        return
     if arguments[0] != "serve":
         cli.build_parser().parse_args(arguments)
         return

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "dllm_plugin"
+BENCH = PACKAGE.parent / "diffuplug_bench"
 
 
 def _module(path: Path) -> str:
@@ -61,6 +62,8 @@ FOLDERS: dict[str, set[str]] = {
 }
 # The package itself: version, and `register`, which vLLM calls.
 ROOT = {"engine", "models"}
+# What `diffuplug_bench`, the package beside this one, imports of ours.
+MEASURING = {"commands", "config", "decoding", "models", "reference"}
 # Only these touch vLLM's engine at run time: what an upgrade of vLLM can break.
 ENGINE_SIDE = {"attention", "engine", "omni"}
 NO_VLLM = {"decoding", "grammar", "default_model"}
@@ -116,7 +119,7 @@ def own(name: str) -> set[str]:
     return found - {""}
 
 
-def reaches_vllm(name: str, prefix: str, typing_too: bool = True) -> bool:
+def reaches(name: str, prefix: str, typing_too: bool = True) -> bool:
     modules = [i.module for i in imports(name) if typing_too or not i.typing_only]
     return any(
         module == prefix or module.startswith(prefix + ".") for module in modules
@@ -149,6 +152,24 @@ def test_folders_import_only_what_lies_below(name: str) -> None:
     assert not extra, f"{name} may not import {sorted(extra)}"
 
 
+def test_nothing_that_serves_imports_what_measures() -> None:
+    """`diffuplug bench` is found by an entry point."""
+    for name in SOURCES:
+        assert not reaches(name, "diffuplug_bench"), name
+
+
+def test_what_measures_imports_no_inside_of_the_engine() -> None:
+    """It starts engines as users do, and asks workers by vLLM's `worker_extension_cls`."""
+    found = set()
+    for path in sorted(BENCH.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module is not None:
+                assert not node.level, path
+                found.add(node.module)
+    ours = {module for module in found if module.startswith("dllm_plugin.")}
+    assert {module.split(".")[1] for module in ours} == MEASURING
+
+
 def test_modules_import_in_one_direction() -> None:
     """Inside of a folder too: no two modules need each other."""
     done: set[str] = set()
@@ -167,13 +188,13 @@ def test_modules_import_in_one_direction() -> None:
 @pytest.mark.parametrize("name", sorted(SOURCES))
 def test_vllm_stays_where_it_belongs(name: str) -> None:
     if folder(name) in NO_VLLM:
-        assert not reaches_vllm(name, "vllm")
+        assert not reaches(name, "vllm")
     if folder(name) not in ENGINE_SIDE:
-        assert not reaches_vllm(name, "vllm.v1", typing_too=False)
+        assert not reaches(name, "vllm.v1", typing_too=False)
     if folder(name) != "omni":
-        assert not reaches_vllm(name, "vllm_omni")
+        assert not reaches(name, "vllm_omni")
     if folder(name) != "api":
-        assert not reaches_vllm(name, "vllm.entrypoints", typing_too=False)
+        assert not reaches(name, "vllm.entrypoints", typing_too=False)
 
 
 def test_folders_say_what_they_hold() -> None:

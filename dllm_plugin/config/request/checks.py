@@ -14,7 +14,7 @@ from dllm_plugin.config.decode import DecodeConfig, RequestConfig
 from dllm_plugin.config.options import TEMPLATE
 from dllm_plugin.config.validation import shown
 
-SCORED_BY = "to score a text, use /v1/likelihood or examples.lm_eval_model"
+SCORED_BY = "to score a text, use /v1/likelihood or examples/lm_eval_model.py"
 # Parameter -> neutral value, and why diffusion decoding refuses anything else.
 REFUSED: dict[str, tuple[Any, str]] = {
     "presence_penalty": (0.0, "penalties count tokens in order of generation"),
