@@ -1,5 +1,6 @@
-# demo: serve the bundled model and ask it three questions.  test: what a change has to pass.
-# test-slow: tests that carry the marker `slow`, which CI runs too.
+# demo: serve the bundled model and ask it three questions.
+# test-all: linter, types and every test, which is what CI runs.
+# test: the same without the files that carry the marker `slow`.
 # Each installs what it needs first: install what runs, install-test the test tools too.
 # KEEP=1 leaves the demo's server running, with its viewer.
 # Variables: VENV (folder), PYTHON (interpreter), DIFFUPLUG_DEVICE (cpu or cuda), PYTEST_ARGS,
@@ -8,7 +9,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest
-# By file, for the tests of a file share engines, in the order of tests/spread.py.
+# By file, for the tests of a file share engines, in the order of tests/spread.py. One session runs
+# all folders, so that no core waits for the last of each.
 SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 QUICK = -m 'not slow'
 export HF_HUB_OFFLINE := 1
@@ -18,7 +20,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # As our commands set it: a process whose OpenMP has other settings cannot be forked from one that runs.
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: install install-test demo test test-slow lint types tests unit kernels engine
+.PHONY: install install-test demo test test-all lint types tests unit kernels engine
 
 install:
 	@scripts/install.sh $(VENV)
@@ -45,15 +47,12 @@ kernels: install-test
 engine: install-test
 	@$(PYTEST) $(SPREAD) $(QUICK) $(PYTEST_ARGS) tests/engine
 
-# Engines apart: units build models in their own process, as an engine does.
 tests: install-test
-	@$(PYTEST) $(SPREAD) $(QUICK) $(PYTEST_ARGS) tests/unit tests/kernels
-	@$(MAKE) --no-print-directory engine
+	@$(PYTEST) $(SPREAD) $(QUICK) $(PYTEST_ARGS)
 
 # Types are checked beside the tests; both print what they find when they end.
 test: install-test
 	@$(MAKE) --no-print-directory -j2 lint types tests
 
-# In one session, units first, so that no core waits for the last of them.
-test-slow: install-test
-	@$(PYTEST) $(SPREAD) -m slow $(PYTEST_ARGS) tests/unit tests/kernels tests/engine
+test-all: install-test
+	@$(MAKE) --no-print-directory -j2 lint types tests QUICK=

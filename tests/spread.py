@@ -1,24 +1,22 @@
-"""Spread test files over workers: what takes longest first, so that the workers end together.
+"""Order tests, and give each worker whole files, or files that share an engine or a server.
 
-Of engine tests with parameters, say which ones `make test` leaves to `make test-slow`.
-
-The tests of a file stay together, for they share engines; those of kernels, in all of their files,
-share the process that interprets. Tests that share nothing and take long go one by one.
+Kernels come first, then units, for they build models in a process without engines. What takes
+longest begins first within each of the three, so that the workers end together.
 """
 
-from collections import defaultdict
-from typing import Any
-from zlib import crc32
+from pathlib import PurePath
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-SHORT = 14  # tests of a function, of which `make test` runs one
-TOGETHER = "tests/kernels/"
-ALONE = ("tests/unit/test_structured_random.py",)
-# From about 10 s on, by what they spend on processors; a file that is not here comes behind these.
+FOLDERS = ("kernels", "unit", "engine")
+# Tests of these share nothing and take long: each is given out by itself.
+ALONE = ("unit/test_structured_random.py",)
+# Files that one worker runs together: they share what the first of them starts.
+TOGETHER: dict[str, tuple[str, ...]] = {}
+# From about 10 s on, by what they spend on processors; the others follow.
 LONGEST = (
-    "unit/test_structured_random.py",  # first: it wants a world of ranks that no engine has built
+    "unit/test_structured_random.py",
     "engine/test_soak.py",
     "engine/test_full_requests.py",
     "engine/test_verify_command.py",
@@ -58,72 +56,34 @@ LONGEST = (
 )
 
 
-def axes_of(item: pytest.Item) -> dict[str, Any]:
-    """Values of a test on the axes of its parameters: names of one list are one axis."""
-    callspec = getattr(item, "callspec", None)
-    if callspec is None:
-        return {}
-    given = [marker.args[0] for marker in item.iter_markers("parametrize")]
-    lists = [
-        n.replace(" ", "").split(",") if isinstance(n, str) else list(n) for n in given
-    ]
-    behind = {name for names in lists for name in names[1:]}
-    return {
-        name: value for name, value in callspec.params.items() if name not in behind
-    }
-
-
-def left_to_slow(items: list[pytest.Item]) -> list[pytest.Item]:
-    """All but one test of each short list of parameters, and every second one of a long matrix.
-
-    Which one stays differs from function to function, so that together they meet most of what the
-    lists name: families, strategies, schedulers. Long lists are of small cases.
-    """
-    matrices: dict[str, list[pytest.Item]] = defaultdict(list)
-    for item in items:
-        if axes_of(item) and item.get_closest_marker("slow") is None:
-            matrices[item.nodeid.partition("[")[0]].append(item)
-    left = []
-    for name, tests in matrices.items():
-        if len(tests) <= SHORT:
-            stays = crc32(name.encode()) % len(tests)
-            left += [test for i, test in enumerate(tests) if i != stays]
-        else:
-            left += _every_second(tests)
-    return left
-
-
-def _every_second(tests: list[pytest.Item]) -> list[pytest.Item]:
-    """Every second test of a matrix, as on a chessboard, so that the others meet every value.
-
-    pytest numbers direct parameters by their combination, so values are numbered here.
-    """
-    places, num_axes = [0] * len(tests), 0
-    for column in zip(*(axes_of(test).values() for test in tests), strict=True):
-        values: list[Any] = []
-        for i, value in enumerate(column):
-            if value not in values:
-                values.append(value)
-            places[i] += values.index(value)
-        num_axes += len(values) > 1
-    if num_axes <= 1:
-        return []
-    return [test for test, place in zip(tests, places, strict=True) if place % 2]
-
-
-def rank(file: str) -> int:
-    """Where a file comes, by its path below `tests`; kernels are one large scope."""
-    if file.startswith("kernels/"):
-        return -1
-    return LONGEST.index(file) if file in LONGEST else len(LONGEST)
+def file_of(nodeid: str) -> str:
+    """Return the path of a test's file below `tests`."""
+    path = PurePath(nodeid.split("::", 1)[0])
+    return "/".join(path.parts[-2:])
 
 
 def scope_of(nodeid: str) -> str:
-    """What is given to one worker as a whole."""
-    file = nodeid.split("::", 1)[0]
+    """Return the name of what is given to one worker as a whole."""
+    file = file_of(nodeid)
     if file in ALONE:
         return nodeid
-    return TOGETHER if file.startswith(TOGETHER) else file
+    if file.startswith("kernels/"):
+        return "kernels"
+    for name, files in TOGETHER.items():
+        if file in files:
+            return name
+    return file
+
+
+def rank(file: str) -> tuple[int, int]:
+    """Return the place of a file: its folder's, and its own within the folder."""
+    folder = file.split("/")[0]
+    first = FOLDERS.index(folder) if folder in FOLDERS else len(FOLDERS)
+    for files in TOGETHER.values():
+        if file in files:
+            file = files[0]
+    second = LONGEST.index(file) if file in LONGEST else len(LONGEST)
+    return first, second
 
 
 class LongestFirst(LoadScopeScheduling):  # type: ignore[misc]
@@ -135,4 +95,4 @@ class LongestFirst(LoadScopeScheduling):  # type: ignore[misc]
 
 def sort(items: list[pytest.Item]) -> None:
     """Put what takes longest first; the order within a file stays."""
-    items.sort(key=lambda item: rank("/".join(item.path.parts[-2:])))
+    items.sort(key=lambda item: rank(file_of(item.nodeid)))

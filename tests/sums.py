@@ -84,7 +84,7 @@ class Sums:
         if self.left_out:
             terminalreporter.write_line(
                 f"{self.left_out} tests left out, as asked for with -m or -k; "
-                "`make test-slow` runs those that are marked as slow"
+                "`make test-all` runs every test"
             )
 
     def processes(self) -> tuple[int, int]:

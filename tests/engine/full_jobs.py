@@ -30,13 +30,6 @@ DECODERS = [
 every_decoder = pytest.mark.parametrize(
     "decoder", DECODERS, ids="-".join, scope="module"
 )
-# Every family and every strategy by `make test`, the other pairs by `make test-slow`.
-PAIRS = [
-    pytest.param(d, marks=[pytest.mark.slow] * (i % 2)) for i, d in enumerate(DECODERS)
-]
-half_of_the_decoders = pytest.mark.parametrize(
-    "decoder", PAIRS, ids="-".join, scope="module"
-)
 Decoder = tuple[str, str]  # family and strategy
 CANVAS, CONTEXT = 48, 160
 EOS, EOT = 257, 312  # of tiny-llada

@@ -10,7 +10,7 @@ from engines import CHECKPOINTS, EngineRoom, generate, letters, params, token_id
 from processes import Server, serving
 from trained_adapters import merged, write_adapter
 
-pytestmark = pytest.mark.usefixtures("template")
+pytestmark = [pytest.mark.usefixtures("template"), pytest.mark.slow]
 
 SDAR, PROMPT, TARGETS = (
     CHECKPOINTS / "tiny-sdar",

@@ -11,6 +11,8 @@ from engines import CHECKPOINTS, EngineRoom, letters, params, token_ids
 from safetensors.torch import load_file, save_file
 from trained_adapters import merged, write_adapter
 
+pytestmark = pytest.mark.slow
+
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "llada": ({"strategy": "d2f"}, ["q_proj", "k_proj", "v_proj", "attn_out"]),
     "dream": ({"strategy": "dual_cache"}, ["q_proj", "v_proj", "o_proj", "down_proj"]),
@@ -40,17 +42,14 @@ def tokens(llm: Any, chosen: Any = None) -> list[list[int]]:
     return [token_ids(output) for output in outputs]
 
 
-SLOW = pytest.mark.slow
-
-
 @pytest.mark.parametrize(
     "name",
     [
         "llada",
         "dream",
-        pytest.param("sdar", marks=SLOW),
+        "sdar",
         "fast-dllm-v2",
-        pytest.param("fast-dllm-v2-tied", marks=SLOW),
+        "fast-dllm-v2-tied",
     ],
 )
 def test_a_batch_of_adapters_equals_merged_engines(

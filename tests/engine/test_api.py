@@ -270,8 +270,7 @@ def text_of(chunks: list[dict[str, Any]]) -> list[str]:
     return texts
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seconds", [3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [3, 20])
 def test_a_reader_that_sleeps_loses_frames_and_no_text(
     client: httpx.Client, seconds: int
 ) -> None:

@@ -14,6 +14,8 @@ import pytest
 from engines import CHECKPOINTS, letters
 from processes import Server, serving
 
+pytestmark = pytest.mark.slow
+
 BODY = {"model": "tiny", "prompt": letters(20, 2), "max_tokens": 24, "ignore_eos": True}
 OFF = "The endpoints of DiffuPlug are off: VLLM_PLUGINS does not name diffuplug_api."
 
@@ -73,7 +75,6 @@ def fill(server: Server) -> tuple[int, tuple[str, str]]:
     return process, (choice["text"], told["text"])
 
 
-@pytest.mark.slow
 def test_two_api_server_processes_and_spans(tmp_path: Path, collector: str) -> None:
     """Each counts its own requests; both answer on the one address, and trace every request."""
     options = ("--api-server-count=2", f"--otlp-traces-endpoint={collector}")
@@ -110,7 +111,6 @@ def test_two_api_server_processes_and_spans(tmp_path: Path, collector: str) -> N
     assert spans.count(b"diffuplug.wasted_positions") == 8
 
 
-@pytest.mark.slow
 def test_switched_off_by_name(tmp_path: Path) -> None:
     """A list of plugins that is set stays; without us in it, vLLM's own routes answer."""
     names = "register_dllm_models,register_omni,diffuplug"
@@ -124,7 +124,6 @@ def test_switched_off_by_name(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.slow
 def test_other_models_are_left_alone(tmp_path: Path) -> None:
     """An autoregressive model gets vLLM's replies from the same server."""
     from transformers import LlamaConfig, LlamaForCausalLM

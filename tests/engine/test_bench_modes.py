@@ -23,6 +23,8 @@ from dllm_plugin import default_model
 from dllm_plugin.commands import cli
 from dllm_plugin.commands.offline import stop_engine
 
+pytestmark = pytest.mark.slow
+
 QUICK = ["--enforce-eager", "--seed", "3"]
 SHAPES = [
     "--shapes",
@@ -131,7 +133,6 @@ def test_all_modes_and_baselines_on_dummy_weights(
     )
 
 
-@pytest.mark.slow
 def test_the_compilation_config_reaches_gate_and_engine(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -181,7 +182,6 @@ def test_engines_without_a_checkpoint_have_random_weights(
     assert len(norms) >= 5 and all((values == 1).all() for values in norms)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("canvas", "more", "layout"),
     [("16", ("--kv-cache-layout", "distinct"), "distinct"), ("32", ALONE, "unified")],
@@ -219,7 +219,6 @@ def test_one_block_at_a_time(
         )
 
 
-@pytest.mark.slow
 def test_a_watched_stream_over_http(capsys: pytest.CaptureFixture[str]) -> None:
     """The row without watched requests is measured unasked, and frames change no token."""
     arguments = [
@@ -260,7 +259,6 @@ def test_a_watched_stream_over_http(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-SLOW = pytest.mark.slow
 REFRESHES = (
     "--full-refresh-every",
     "2",
@@ -277,18 +275,11 @@ FULL = ["--canvas", "64", "--block-length", "16", "--rounds", "1", "--output-len
     ("strategy", "more", "computed"),
     [
         # Four blocks of four forwards each behind a prompt of 32.
-        pytest.param("dual_cache", (), 4 * (32 + 64 + 3 * 16), marks=SLOW),
-        pytest.param("dual_cache", REFRESHES, CHEAPER, marks=SLOW),
-        pytest.param(
-            "dual_cache",
-            ("--approximations", "2:16:16"),
-            4 * (32 + 64 + 3 * 16),
-            marks=SLOW,
-        ),
-        pytest.param(
-            "prefix_cache", (), 4 * (32 + 64) + 3 * (64 + 48 + 32 + 16), marks=SLOW
-        ),
-        pytest.param("semi_autoregressive", (), 16 * (32 + 64), marks=SLOW),
+        ("dual_cache", (), 4 * (32 + 64 + 3 * 16)),
+        ("dual_cache", REFRESHES, CHEAPER),
+        ("dual_cache", ("--approximations", "2:16:16"), 4 * (32 + 64 + 3 * 16)),
+        ("prefix_cache", (), 4 * (32 + 64) + 3 * (64 + 48 + 32 + 16)),
+        ("semi_autoregressive", (), 16 * (32 + 64)),
     ],
     ids=["dual", "refreshes", "beside", "prefix", "semi"],
 )

@@ -68,7 +68,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
 def test_compiled_where_asked(tmp_path: Path) -> None:
     """What nobody gets any more who asks for nothing."""
     program = tmp_path / "compiled.py"
@@ -161,7 +160,6 @@ def test_accuracy_and_tokens_per_forward() -> None:
     assert base["positions_per_token"] > d2f["positions_per_token"] > 1
 
 
-@pytest.mark.slow
 def test_every_policy_of_a_strategy() -> None:
     program = (
         "import json; from diffuplug_bench.eval.every_policy import score_strategy;"
@@ -183,7 +181,6 @@ def test_every_policy_of_a_strategy() -> None:
     assert {row["policy"]: row["accuracy"] for row in one_token}["low_confidence"] == 1
 
 
-@pytest.mark.slow
 def test_refreshes_that_cost_less() -> None:
     program = (
         "import json; from diffuplug_bench.eval.refreshes import score_strategy;"
@@ -202,7 +199,6 @@ def test_refreshes_that_cost_less() -> None:
     assert long[0]["prompt_tokens"] > 2 * exact["prompt_tokens"]
 
 
-@pytest.mark.slow
 def test_accuracy_by_width(tmp_path: Path) -> None:
     """Of the bundled model's problems, and of questions in a file."""
     command = [PYTHON, "-m", "dllm_plugin.commands.cli", "eval", "--schedule", "32,2"]

@@ -123,7 +123,6 @@ assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whol
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("package", COMPARED)
 def test_the_same_text_however_asked(package: str, server: Server) -> None:
     """Whole and in a stream, with frames and without."""
@@ -237,7 +236,6 @@ filter_list:
 """
 
 
-@pytest.mark.slow
 def test_lm_evaluation_harness(server: Server, tmp_path: Path) -> None:
     """Ten of its generated answers are right."""
     skip_without("lm_eval")
@@ -271,7 +269,6 @@ def test_lm_evaluation_harness(server: Server, tmp_path: Path) -> None:
     assert results["exact_match,number"] == 1.0
 
 
-@pytest.mark.slow
 def test_vllm_bench_serve(server: Server) -> None:
     """vLLM's own benchmark, whose lines about diffusion are what the server counts."""
     shown = {

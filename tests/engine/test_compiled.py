@@ -17,6 +17,8 @@ from scripted import Loop
 
 from dllm_plugin.decoding import blocks
 
+pytestmark = pytest.mark.slow
+
 KINDS = {
     "d2f": (D2F, True),
     "d2f-entropy": (D2F | {"policy": "entropy"}, False),
@@ -40,7 +42,6 @@ def test_other_policies_run_uncompiled() -> None:
     assert len(sizes) > 10 and max(sizes) > 2 and sum(sizes) < passes
 
 
-@pytest.mark.slow
 def test_unlike_engines_in_one_process() -> None:
     """Torch gives up on code that it has compiled too often: here twice for each engine."""
     loops = [Loop(*KINDS[kind]) for kind in ("one-block", "low_confidence", "factor")]

@@ -16,6 +16,8 @@ from documented import ROOT
 
 from dllm_plugin.commands.problems.generator import ask_in_json, eval_seeds, problem
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def folder() -> Iterator[str]:
@@ -24,7 +26,6 @@ def folder() -> Iterator[str]:
         yield path
 
 
-@pytest.mark.slow
 def test_the_demo_leaves_its_server_running(folder: str) -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "scripts" / "demo.py"), "--keep"],

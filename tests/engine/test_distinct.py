@@ -15,6 +15,8 @@ from full_goldens import cases_of
 from jobs import MIXED, check, job
 from test_grid_prefix import SHARED, a_prompt, answers, hits
 
+pytestmark = pytest.mark.slow
+
 DISTINCT = {"kv_cache_layout": "distinct"}
 
 
@@ -26,9 +28,7 @@ def backends(llm: Any) -> set[str]:
     return {layer.get_attn_backend().__name__ for layer in layers}
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param("llada", marks=pytest.mark.slow), "dream"]
-)
+@pytest.mark.parametrize("family", ["llada", "dream"])
 def test_d2f_under_page_pressure(family: str, room: EngineRoom) -> None:
     """Prompt and canvas in one engine, blocks that wait, several commits, preemption."""
     llm = room.start(
@@ -63,7 +63,6 @@ def test_keys_kept_behind_the_span(room: EngineRoom) -> None:
         full.check(case, output)
 
 
-@pytest.mark.slow
 def test_absolute_grid_and_prefix_caching(room: EngineRoom) -> None:
     """Pages that hits bring in were stored by other requests, or by preempted ones."""
     llm = room.start(

@@ -24,7 +24,6 @@ from full_jobs import (
     FullJob,
     check,
     every_decoder,
-    half_of_the_decoders,
     random_jobs,
     run,
 )
@@ -35,6 +34,8 @@ from test_full_compiled import sampler_of
 from test_full_goldens import check as check_case
 from test_full_goldens import shuffled, wish_for
 from test_full_memory import check_text, small_blocks
+
+pytestmark = pytest.mark.slow
 
 CACHED = [decoder for decoder in DECODERS if decoder[1] != "semi_autoregressive"]
 every_cached_decoder = pytest.mark.parametrize(
@@ -49,7 +50,7 @@ def void(llm: Any) -> int:
 
 
 @every_decoder
-@pytest.mark.parametrize("in_flight", [1, pytest.param(4, marks=pytest.mark.slow), 16])
+@pytest.mark.parametrize("in_flight", [1, 4, 16])
 def test_tokens_and_forwards(
     decoder: Decoder, in_flight: int, room: EngineRoom
 ) -> None:
@@ -157,7 +158,7 @@ def test_only_the_first_forward_waits_for_a_result(
     assert void(llm) == before
 
 
-@half_of_the_decoders
+@every_decoder
 def test_preempted_with_forwards_in_flight(decoder: Decoder, room: EngineRoom) -> None:
     """Pages for two whole texts, while requests enter with the pages of their first canvas."""
     pages_of = {"canvas": 32, "block_size": 32, "num_gpu_blocks_override": 10}
@@ -181,7 +182,7 @@ def test_a_budget_for_one_forward(decoder: Decoder, room: EngineRoom) -> None:
         check(job, job.decode(decoder), output)
 
 
-@half_of_the_decoders
+@every_decoder
 def test_aborted_with_forwards_in_flight(decoder: Decoder, room: EngineRoom) -> None:
     """Whoever takes the slots and pages next, under the same names, gets its own text."""
     llm, jobs = start_jobs(room, decoder, **AHEAD), small_blocks(decoder, 6)
@@ -202,7 +203,7 @@ def test_aborted_with_forwards_in_flight(decoder: Decoder, room: EngineRoom) -> 
     assert free_pages(llm) == pages
 
 
-@half_of_the_decoders
+@every_decoder
 def test_compiled(decoder: Decoder, room: EngineRoom) -> None:
     """As in `test_full_compiled`: traced and not translated."""
     family, strategy = decoder
@@ -246,7 +247,7 @@ def test_a_block_that_goes_on_behind_its_last_step(
             check(job, text, run(llm, [job])[0])
 
 
-@half_of_the_decoders
+@every_decoder
 def test_bad_words_that_a_last_step_takes_back(
     decoder: Decoder, room: EngineRoom
 ) -> None:

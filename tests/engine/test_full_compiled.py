@@ -12,6 +12,8 @@ from test_full_goldens import check, wish_for
 
 from dllm_plugin.sampling.ranking import USUAL
 
+pytestmark = pytest.mark.slow
+
 
 def sampler_of(llm: Any) -> Any:
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
@@ -20,9 +22,7 @@ def sampler_of(llm: Any) -> Any:
 
 @every_decoder
 @pytest.mark.parametrize("policy", ["threshold", "low_confidence"])
-@pytest.mark.parametrize(
-    "backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_compiled_steps_take_the_same_decisions(
     decoder: Decoder, policy: str, backend: str, room: EngineRoom
 ) -> None:

@@ -18,7 +18,7 @@ from engines import (
     token_ids,
 )
 from full_goldens import CANVAS, Case, cases_of
-from full_jobs import Decoder, every_decoder, half_of_the_decoders, run_interrupted
+from full_jobs import Decoder, every_decoder, run_interrupted
 from safetensors.torch import save_file
 
 from dllm_plugin.reference.full_text import Pass
@@ -111,7 +111,7 @@ def check_passes(case: Case, spy: PassSpy, passes: list[Pass]) -> None:
         torch.testing.assert_close(spy.first_logits[position], row, atol=5e-4, rtol=0)
 
 
-@half_of_the_decoders
+@every_decoder
 def test_each_alone(
     decoder: Decoder, room: EngineRoom, plain_models: dict[str, PlainModel]
 ) -> None:
@@ -255,7 +255,7 @@ def test_together_in_shuffled_order(
         check(case, output)
 
 
-@half_of_the_decoders
+@every_decoder
 def test_preempted_in_the_middle_of_their_blocks(
     decoder: Decoder, room: EngineRoom
 ) -> None:

@@ -20,12 +20,13 @@ from full_jobs import (
     FullJob,
     check,
     every_decoder,
-    half_of_the_decoders,
     random_jobs,
     run,
     run_interrupted,
     start,
 )
+
+pytestmark = pytest.mark.slow
 
 
 def small_blocks(decoder: Decoder, wanted: int) -> list[FullJob]:
@@ -53,7 +54,7 @@ def check_text(
     return repeated
 
 
-@half_of_the_decoders
+@every_decoder
 def test_preemption_under_pressure(decoder: Decoder, room: EngineRoom) -> None:
     """Pages for two whole texts, while requests enter with the pages of their first canvas."""
     llm = start(room, decoder, canvas=32, block_size=32, num_gpu_blocks_override=10)
@@ -91,7 +92,7 @@ def test_preemption_after_every_few_steps(
     assert check_text(decoder, jobs, outputs, canvas=48) > 0
 
 
-@half_of_the_decoders
+@every_decoder
 def test_seeds_and_logprobs_survive_preemption(
     decoder: Decoder, room: EngineRoom
 ) -> None:
@@ -114,7 +115,7 @@ def test_seeds_and_logprobs_survive_preemption(
             assert abs(entry[token].logprob - again[token].logprob) < 1e-3
 
 
-@half_of_the_decoders
+@every_decoder
 def test_abort_gives_every_page_back(decoder: Decoder, room: EngineRoom) -> None:
     """Aborted while waiting, after the first pass and in the middle of a block."""
     llm, jobs = start(room, decoder), small_blocks(decoder, 6)
@@ -137,7 +138,7 @@ def test_abort_gives_every_page_back(decoder: Decoder, room: EngineRoom) -> None
     assert free_pages(llm) == pages
 
 
-@half_of_the_decoders
+@every_decoder
 def test_every_way_to_end_gives_every_page_back(
     decoder: Decoder, room: EngineRoom
 ) -> None:

@@ -21,7 +21,7 @@ from full_jobs import (
     Decoder,
     FullJob,
     check,
-    half_of_the_decoders,
+    every_decoder,
     random_jobs,
     run,
     run_interrupted,
@@ -34,6 +34,8 @@ from dllm_plugin.reference.full_attention import decode
 from dllm_plugin.reference.full_text import FullText, Rules
 from dllm_plugin.state.canvas_states import CanvasStates
 
+pytestmark = pytest.mark.slow
+
 DEFAULT = {"policy": "threshold"}
 APPROXIMATE = ("full_refresh_every", "refresh_before", "suffix_window")
 PROMPTS = [a_prompt(length, length) for length in (3, 20, 33, 40, 60, 64)]
@@ -44,7 +46,7 @@ def computed(llm: Any) -> int:
     return scheduler(llm).num_computed_positions
 
 
-@half_of_the_decoders
+@every_decoder
 def test_random_settings_in_one_batch(
     decoder: Decoder, room: EngineRoom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,7 +66,7 @@ def test_random_settings_in_one_batch(
     assert computed(llm) - before == sum(text.computed() for _, text in jobs)
 
 
-@half_of_the_decoders
+@every_decoder
 def test_refreshes_that_cost_less(decoder: Decoder, room: EngineRoom) -> None:
     """Each request has its own; they compute what the plain loop does, alone and in a batch."""
     llm, jobs = start(room, decoder), random_jobs(decoder, 16, seed=2, approximate=True)
@@ -106,7 +108,7 @@ def exactly(numbers: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in numbers.items() if k not in APPROXIMATE}
 
 
-@half_of_the_decoders
+@every_decoder
 def test_preempted_requests_begin_with_a_full_refresh(
     decoder: Decoder, room: EngineRoom
 ) -> None:
@@ -130,7 +132,7 @@ def test_preempted_requests_begin_with_a_full_refresh(
     assert compared > len(jobs) // 2
 
 
-@half_of_the_decoders
+@every_decoder
 def test_one_more_request_every_step(decoder: Decoder, room: EngineRoom) -> None:
     """First passes of some requests share forwards with later passes of others."""
     llm, jobs = start(room, decoder), random_jobs(decoder, 8, seed=1)
@@ -142,7 +144,7 @@ def test_one_more_request_every_step(decoder: Decoder, room: EngineRoom) -> None
         check(job, text, done[str(i)])
 
 
-@half_of_the_decoders
+@every_decoder
 def test_every_max_tokens_up_to_two_canvases(
     decoder: Decoder, room: EngineRoom
 ) -> None:
@@ -155,7 +157,7 @@ def test_every_max_tokens_up_to_two_canvases(
         assert len(output.outputs[0].token_ids) == job.max_tokens
 
 
-@half_of_the_decoders
+@every_decoder
 def test_the_context_ends_inside_a_block(decoder: Decoder, room: EngineRoom) -> None:
     llm = start(room, decoder)
     numbers = {"policy": "low_confidence", "steps": 5, "block_length": 16}
@@ -173,7 +175,7 @@ def test_the_context_ends_inside_a_block(decoder: Decoder, room: EngineRoom) -> 
         assert len(output.outputs[0].token_ids) == CONTEXT - len(job.prompt)
 
 
-@half_of_the_decoders
+@every_decoder
 def test_a_canvas_ends_where_its_text_is_the_next_prompt(
     decoder: Decoder, room: EngineRoom
 ) -> None:
@@ -190,7 +192,7 @@ def test_a_canvas_ends_where_its_text_is_the_next_prompt(
         assert whole == (first + second, steps + more), numbers
 
 
-@half_of_the_decoders
+@every_decoder
 def test_a_threshold_is_met_by_equality(decoder: Decoder, room: EngineRoom) -> None:
     """The only token that is allowed has confidence 1, so each block is taken at once."""
     family, strategy = decoder
@@ -211,7 +213,7 @@ def seeded(i: int, **options: Any) -> Any:
     return params(60, **shape | filters[i % 4] | options)
 
 
-@half_of_the_decoders
+@every_decoder
 def test_a_seed_gives_one_text(decoder: Decoder, room: EngineRoom) -> None:
     """Alone, in a batch, and in a batch in another order; other seeds give other texts."""
     llm, wishes = start(room, decoder), [seeded(i) for i in range(len(PROMPTS))]
@@ -250,7 +252,7 @@ def test_draws_of_dream_are_those_of_its_counters(
     assert compared >= 2
 
 
-@half_of_the_decoders
+@every_decoder
 def test_logprobs_are_those_of_the_unmasking_step(
     decoder: Decoder, room: EngineRoom
 ) -> None:

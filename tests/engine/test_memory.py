@@ -21,6 +21,8 @@ from held import Held, held
 from jobs import MIXED, check, job
 from vllm.v1.request import RequestStatus
 
+pytestmark = pytest.mark.slow
+
 
 def test_preemption_under_pressure(
     family: str, overlapped: bool, room: EngineRoom
@@ -34,7 +36,6 @@ def test_preemption_under_pressure(
     assert free_pages(llm) == pages
 
 
-@pytest.mark.slow
 def test_a_clock_that_jumps(
     family: str, overlapped: bool, room: EngineRoom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,10 +150,9 @@ def test_every_way_to_end_gives_every_page_back(
     assert free_pages(llm) == pages
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "overlapped",
-    [pytest.param(False, marks=pytest.mark.slow), True],
+    [False, True],
     ids=["sync", "async"],
 )
 def test_finished_requests_leave_nothing_on_the_worker(

@@ -12,7 +12,7 @@ from omni_models import Reference, autoregressive, largest_error, prompt, twenty
 
 from dllm_plugin.omni import hidden_state_args, hidden_state_params, hidden_states_of
 
-pytestmark = pytest.mark.usefixtures("template")
+pytestmark = [pytest.mark.usefixtures("template"), pytest.mark.slow]
 
 TOLERANCE = 1e-4
 ENGINE: dict[str, Any] = {

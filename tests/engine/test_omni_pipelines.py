@@ -16,7 +16,7 @@ from processes import START_SECONDS, end, environment, spawn
 
 from dllm_plugin.omni import pipeline_args
 
-pytestmark = pytest.mark.usefixtures("template")
+pytestmark = [pytest.mark.usefixtures("template"), pytest.mark.slow]
 
 REQUESTS = [
     {

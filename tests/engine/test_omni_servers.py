@@ -18,7 +18,7 @@ from processes import START_SECONDS, Server, end, environment, spawn
 
 from dllm_plugin.omni import hidden_state_args, pipeline_args
 
-pytestmark = pytest.mark.usefixtures("template")
+pytestmark = [pytest.mark.usefixtures("template"), pytest.mark.slow]
 
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 

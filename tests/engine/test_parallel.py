@@ -18,7 +18,7 @@ from template_jobs import gap_job
 from dllm_plugin.engine.worker.cpu_worker import DiffusionCPUWorker
 from dllm_plugin.reference.full_text import FILL
 
-pytestmark = pytest.mark.usefixtures("template")
+pytestmark = [pytest.mark.usefixtures("template"), pytest.mark.slow]
 
 D2F = {"strategy": "d2f"}
 FULL, CHECKED, FLOATING = "semi_autoregressive", "llada2.1", "llada-d2f"
@@ -250,7 +250,6 @@ def test_columns_of_a_rank(name: str, notes: Path) -> None:
     assert {note.name for note in (notes / name).iterdir()} == expected
 
 
-@pytest.mark.slow
 def test_data_parallel(tmp_path: Path) -> None:
     """Both engines take part, and each answers as a single one.
 

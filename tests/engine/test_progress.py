@@ -19,6 +19,8 @@ from full_jobs import FullJob, run, start
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
+pytestmark = pytest.mark.slow
+
 DECODERS = [
     ("llada", "dual_cache"),
     ("dream", "prefix_cache"),
@@ -188,7 +190,6 @@ def test_who_may_not_enter_holds_up_those_behind(
 LONG, SLOTS = 10_000, 64
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["d2f", "dual_cache"])
 def test_a_long_queue_costs_no_step_time(
     strategy: str, room: EngineRoom, monkeypatch: pytest.MonkeyPatch

@@ -26,8 +26,9 @@ from engines import (
 from full_jobs import run_interrupted
 from grammar_cases import random_case
 
+pytestmark = pytest.mark.slow
+
 TRIALS = int(os.environ.get("DIFFUPLUG_GRAMMAR_TRIALS", "48"))
-QUICK = 16
 TOGETHER = 8  # requests of a batch, besides a free one
 BUDGETS = (8, 16, 24, 40, 64)
 EVERY = 17  # steps: a block of 4 takes at most three a position, and a few to begin
@@ -78,12 +79,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
     return found
 
 
-@pytest.mark.parametrize(
-    "trials", [QUICK, pytest.param(TRIALS, marks=pytest.mark.slow)]
-)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_text_is_valid(
-    strategy: str, trials: int, room: EngineRoom, made: dict[str, bool]
+    strategy: str, room: EngineRoom, made: dict[str, bool]
 ) -> None:
     dllm: dict[str, Any] = {"strategy": strategy, "canvas_length": 64}
     if strategy == "block_diffusion":
@@ -93,7 +91,7 @@ def test_every_text_is_valid(
     alone = token_ids(generate(llm, [free[0]], free[1])[0])
     policies = sorted(scheduler(llm).decode_config.method.policies)
     tally, before = Counter[str](), num_preemptions(llm)
-    while tally["trials"] < trials:
+    while tally["trials"] < TRIALS:
         rng, preempted = (
             random.Random(f"{strategy} {tally['trials']}"),
             tally["batches"] % 2,

@@ -34,7 +34,6 @@ def test_wrong_option(tmp_path: Path) -> None:
     assert "(EngineCore" not in printed
 
 
-@pytest.mark.slow
 def test_a_port_that_is_taken(tmp_path: Path) -> None:
     """Found before any process is started for the engine."""
     with socket.socket() as taken:

@@ -11,6 +11,8 @@ from engines import CHECKPOINTS, EngineRoom
 from jobs import MIXED, check
 from safetensors.torch import load_file, save_file
 
+pytestmark = pytest.mark.slow
+
 FLOATING = {"strategy": "d2f", "adaptive": "throughput"}
 WRONG_OPTIONS: list[tuple[Any, str]] = [
     (

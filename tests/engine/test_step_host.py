@@ -136,7 +136,6 @@ def _without_caches() -> Iterator[None]:
         yield
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "dllm",
     [

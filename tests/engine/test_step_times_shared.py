@@ -10,12 +10,13 @@ from vllm.utils.network_utils import get_distributed_init_method, get_open_port
 
 from dllm_plugin.config.step_times import StepTimes, load, save
 
+pytestmark = pytest.mark.slow
+
 SECONDS = 120
 RANK = Path(__file__).parent / "step_times_rank.py"
 EARLIER = StepTimes((1,), (9.0,), 0.0)
 
 
-@pytest.mark.slow
 def test_all_engines_have_the_same_times(tmp_path: Path) -> None:
     """Ranks are no forks of this process, which may be a rank of an engine already."""
     path, other = tmp_path / "times.json", tmp_path / "times-1.json"

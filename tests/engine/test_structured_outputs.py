@@ -30,20 +30,21 @@ from grammar_cases import (
 from hostile_grammars import COMPILED, HOSTILE
 from test_full_compiled import sampler_of
 
+pytestmark = pytest.mark.slow
+
 EOS = {"llada": 257, "dream": 256}
-SLOW = pytest.mark.slow
 # checkpoint, strategy, asynchronous scheduling: every way to plan a step once.
 WAYS = [
     ("llada", "d2f", True),
     ("dream", "block_diffusion", False),
-    pytest.param("sdar", "block_diffusion, single blocks", True, marks=SLOW),
+    ("sdar", "block_diffusion, single blocks", True),
     ("fast-dllm-v2", "block_diffusion", False),
     ("llada2.1", "block_diffusion", False),
     ("llada", "semi_autoregressive", True),
-    pytest.param("dream", "dual_cache", True, marks=SLOW),
-    pytest.param("llada", "prefix_cache", True, marks=SLOW),
-    pytest.param("llada2.0", "block_diffusion, single blocks", True, marks=SLOW),
-    pytest.param("sdar-moe", "block_diffusion", False, marks=SLOW),
+    ("dream", "dual_cache", True),
+    ("llada", "prefix_cache", True),
+    ("llada2.0", "block_diffusion, single blocks", True),
+    ("sdar-moe", "block_diffusion", False),
 ]
 CALL = {"type": "json_schema", "json_schema": {"type": "integer"}}
 TAGS = [{"type": "tag", "begin": "<call>", "content": CALL, "end": "</call>"}]
@@ -147,7 +148,6 @@ def test_nobody_asks_nobody_pays(
     assert calls["constrain"] and calls["write_prefilled"] and calls["start"] == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_grammars(name: str, room: EngineRoom) -> None:
     """A refusal or a valid text, as listed, and neighbours as if nothing were there."""
@@ -236,9 +236,7 @@ def test_every_text_is_complete(
 
 
 @pytest.mark.usefixtures("patient")
-@pytest.mark.parametrize(
-    "overlapped", [pytest.param(False, marks=SLOW), True], ids=["sync", "async"]
-)
+@pytest.mark.parametrize("overlapped", [False, True], ids=["sync", "async"])
 def test_preempted_aborted_and_several(overlapped: bool, room: EngineRoom) -> None:
     """n texts of a request, a batch that does not fit its pages, and requests that go away."""
     dllm = {"strategy": "d2f", "block_length": 8, "canvas_length": 32}

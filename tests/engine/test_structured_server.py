@@ -23,7 +23,7 @@ from dllm_plugin.commands.problems.generator import (
     problem,
 )
 
-pytestmark = pytest.mark.usefixtures("template")
+pytestmark = [pytest.mark.usefixtures("template"), pytest.mark.slow]
 
 PROBLEMS = [problem(seed) for seed in eval_seeds(32)]
 SHAPES = {"look": SCHEMAS["range"], "stop": SCHEMAS["empty"]}
@@ -118,7 +118,6 @@ def test_counts_say_which_way_was_taken(server: Server) -> None:
     assert "grammar" not in free["metrics"]["diffusion"]
 
 
-@pytest.mark.slow
 def test_a_stream_of_drafts(server: Server) -> None:
     """Its pieces make up the text of the reply: nothing is sent that is dropped later."""
     # Of one token a forward, lest all of its blocks are ready when the first one is sent.
@@ -232,7 +231,6 @@ def spent(server: Server) -> float:
     return sum(one.user + one.system for one in times)
 
 
-@pytest.mark.slow
 def test_hostile_grammars(server: Server) -> None:
     """A refusal or a valid text, as listed, and a neighbour as if nothing were there."""
     free = body_of(PROBLEMS[0])
@@ -264,7 +262,6 @@ def test_hostile_grammars(server: Server) -> None:
     assert message_of(server, free)["content"] == alone
 
 
-@pytest.mark.slow
 def test_a_full_house(server: Server) -> None:
     """64 requests at once, every second one held to a schema: the free ones keep their tokens."""
     names = (

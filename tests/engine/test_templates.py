@@ -20,7 +20,7 @@ from full_jobs import (
     Decoder,
     FullJob,
     check,
-    half_of_the_decoders,
+    every_decoder,
     random_jobs,
     run,
     run_interrupted,
@@ -30,11 +30,13 @@ from template_jobs import gap_job, random_gap_jobs
 
 from dllm_plugin.reference.full_text import FILL
 
+pytestmark = pytest.mark.slow
+
 GAP = [FILL] * 12
 TAIL = a_prompt(9, 4)
 
 
-@half_of_the_decoders
+@every_decoder
 def test_gaps_are_filled_as_in_plain_torch(decoder: Decoder, room: EngineRoom) -> None:
     """Alone, and in one batch with ordinary requests."""
     llm, gaps, jobs = (
@@ -61,7 +63,7 @@ def test_gaps_are_filled_as_in_plain_torch(decoder: Decoder, room: EngineRoom) -
     )
 
 
-@half_of_the_decoders
+@every_decoder
 def test_refreshes_that_cost_less_see_the_tail(
     decoder: Decoder, room: EngineRoom
 ) -> None:
@@ -76,7 +78,7 @@ def test_refreshes_that_cost_less_see_the_tail(
         check(job, text, output)
 
 
-@half_of_the_decoders
+@every_decoder
 def test_preempted_gaps_are_filled_again(decoder: Decoder, room: EngineRoom) -> None:
     """A block takes three steps at most, since one that is preempted more often gets nowhere."""
     llm, lost = start(room, decoder), [set[int]() for _ in range(12)]
@@ -99,7 +101,7 @@ def test_preempted_gaps_are_filled_again(decoder: Decoder, room: EngineRoom) -> 
     assert compared > len(jobs) // 2
 
 
-@half_of_the_decoders
+@every_decoder
 def test_one_gap_and_no_tail_is_an_ordinary_request(
     decoder: Decoder, room: EngineRoom
 ) -> None:
@@ -124,7 +126,7 @@ def test_one_gap_and_no_tail_is_an_ordinary_request(
     assert results(run(llm, gaps[:2])) == results(run(llm, plain[:2]))
 
 
-@half_of_the_decoders
+@every_decoder
 def test_a_seed_fills_gaps_alike(decoder: Decoder, room: EngineRoom) -> None:
     """Alone, in a batch, and each of several choices by itself."""
     llm, template = start(room, decoder), [*GAP, 65, 66, *GAP, *TAIL]

@@ -18,6 +18,8 @@ from safetensors.torch import load_file, save_file
 from dllm_plugin.commands import cli
 from dllm_plugin.commands.verify import command
 
+pytestmark = pytest.mark.slow
+
 Verify = Callable[..., tuple[int, dict[str, Any], str]]
 TEXTS = ["Why is the sky blue?", "abc", "Rivers and lakes, forty characters long.."]
 
@@ -66,30 +68,21 @@ def check_same(
         assert 0 <= max(one["layers"]) < 1e-4
 
 
-SLOW = pytest.mark.slow
-
-
 @pytest.mark.parametrize(
     ("name", "options"),
     [
         ("llada", []),
         ("llada", ["--strategy", "d2f", "--block-length", "16"]),
         ("dream", []),
-        pytest.param(
-            "dream",
-            ["--strategy", "block_diffusion", "--policy", "entropy"],
-            marks=SLOW,
-        ),
-        pytest.param("dream", ["--strategy", "semi_autoregressive"], marks=SLOW),
+        ("dream", ["--strategy", "block_diffusion", "--policy", "entropy"]),
+        ("dream", ["--strategy", "semi_autoregressive"]),
         ("sdar", []),
-        pytest.param(
-            "sdar", ["--policy", "sequential", "--block-length", "8"], marks=SLOW
-        ),
+        ("sdar", ["--policy", "sequential", "--block-length", "8"]),
         ("sdar-moe", ["--policy", "low_confidence"]),
         ("llada2.0", []),
         ("llada2.1", []),
         ("fast-dllm-v2", []),
-        pytest.param("fast-dllm-v2-tied", ["--policy", "topk_margin"], marks=SLOW),
+        ("fast-dllm-v2-tied", ["--policy", "topk_margin"]),
     ],
     ids=lambda value: (
         value if isinstance(value, str) else "-".join(value).replace("--", "")
@@ -326,7 +319,6 @@ def test_bfloat16_says_what_rounding_explains(verify: Verify) -> None:
     assert status == (0 if all(same) else 1)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("template")
 def test_the_command_line_itself() -> None:
     """In a process of its own, on two ranks: results on standard output, the bar on the other."""

@@ -12,7 +12,7 @@ from processes import HERE, Server, serving
 from safetensors.torch import load_file
 from trained_weights import trained
 
-pytestmark = pytest.mark.usefixtures("template")
+pytestmark = [pytest.mark.usefixtures("template"), pytest.mark.slow]
 
 SDAR, PROMPT = CHECKPOINTS / "tiny-sdar", letters(100)
 

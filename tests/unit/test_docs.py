@@ -19,7 +19,7 @@ COMMANDS = [
     if line
 ]
 MAKE_TARGETS = re.findall(
-    r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M
+    r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M
 )
 
 

@@ -270,7 +270,7 @@ def functions() -> Iterator[tuple[str, str, int]]:
 
 
 def test_names_of_test_files_differ() -> None:
-    """`make test-slow` collects all folders in one session, where equal names clash."""
+    """`make test` collects all folders in one session, where equal names clash."""
     folders = (
         Path(__file__).parents[1] / name for name in ("unit", "kernels", "engine")
     )

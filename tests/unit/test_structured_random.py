@@ -1,6 +1,6 @@
 """Random grammars, logits and ways to decode: every text is valid, and complete where one fits.
 
-``DIFFUPLUG_GRAMMAR_TRIALS=5000`` makes `make test-slow` try more of them than it has time for.
+``DIFFUPLUG_GRAMMAR_TRIALS=5000`` makes `make test-all` try more of them than it has time for.
 """
 
 import os
@@ -36,11 +36,13 @@ from grammar_loop import (
 from dllm_plugin.grammar.automaton import END, START, TokenAutomaton
 from dllm_plugin.grammar.state import GrammarState
 
-# vLLM gives xgrammar an argument that it no longer reads.
-pytestmark = pytest.mark.filterwarnings("ignore:max_rollback_tokens:DeprecationWarning")
+pytestmark = [
+    pytest.mark.slow,
+    # vLLM gives xgrammar an argument that it no longer reads.
+    pytest.mark.filterwarnings("ignore:max_rollback_tokens:DeprecationWarning"),
+]
 
 TRIALS = int(os.environ.get("DIFFUPLUG_GRAMMAR_TRIALS", "300"))
-QUICK = 40
 TOGETHER = 7  # requests of a batch, besides a free one
 BUDGETS = (8, 16, 24, 40, 64, 96)
 
@@ -190,13 +192,10 @@ def test_one_position_after_the_other_is_plain_decoding(compiler: Compiler) -> N
     assert compared > 7
 
 
-@pytest.mark.parametrize(
-    "trials", [QUICK, pytest.param(TRIALS, marks=pytest.mark.slow)]
-)
-def test_every_text_is_valid(compiler: Compiler, trials: int) -> None:
+def test_every_text_is_valid(compiler: Compiler) -> None:
     """G1 to G6 of every trial; judged by re, jsonschema and lark."""
     tally: Counter[str] = Counter()
-    share = trials // 2
+    share = TRIALS // 2
     seed = 0
     while tally["trials"] < share:
         seed += 1
@@ -232,13 +231,10 @@ def test_every_text_is_valid(compiler: Compiler, trials: int) -> None:
         assert tally[f"{kind}, complete"] > 0
 
 
-@pytest.mark.parametrize(
-    "trials", [QUICK, pytest.param(TRIALS, marks=pytest.mark.slow)]
-)
-def test_every_text_of_an_automaton_is_valid(compiler: Compiler, trials: int) -> None:
+def test_every_text_of_an_automaton_is_valid(compiler: Compiler) -> None:
     """G1 to G6 as above. Nothing is dropped: a block takes as many forwards as it has positions."""
     tally: Counter[str] = Counter()
-    share = trials // 2
+    share = TRIALS // 2
     seed = 0
     while tally["trials"] < share:
         seed += 1
