@@ -13,7 +13,15 @@ FOLDERS = ("kernels", "unit", "engine")
 # Tests of these share nothing and take long: each is given out by itself.
 ALONE = ("unit/test_structured_random.py",)
 # Files that one worker runs together: they share what the first of them starts.
-TOGETHER: dict[str, tuple[str, ...]] = {}
+TOGETHER: dict[str, tuple[str, ...]] = {
+    "tiny server": (
+        "engine/test_full_server.py",
+        "engine/test_infill_api.py",
+        "engine/test_likelihood_api.py",
+        "engine/test_api.py",
+    ),
+    "bundled server": ("engine/test_structured_server.py", "engine/test_clients.py"),
+}
 # From about 10 s on, by what they spend on processors; the others follow.
 LONGEST = (
     "unit/test_structured_random.py",
@@ -48,11 +56,8 @@ LONGEST = (
     "engine/test_stops_and_bans.py",
     "engine/test_weight_updates.py",
     "engine/test_golden_traces.py",
-    "engine/test_likelihood_api.py",
-    "engine/test_infill_api.py",
     "engine/test_context_end.py",
     "engine/test_full_plain.py",
-    "engine/test_api.py",
 )
 
 

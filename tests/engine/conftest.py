@@ -1,10 +1,12 @@
 """Engine tests run vLLM itself. Engines live in this process, one at a time."""
 
+import json
 import os
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 
@@ -21,7 +23,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import forked  # noqa: E402
 import heap  # noqa: E402
 from engines import CHECKPOINTS, FAMILIES, EngineRoom  # noqa: E402
+from processes import KEYED, Server, serving  # noqa: E402
 
+from dllm_plugin import default_model  # noqa: E402
 from dllm_plugin.reference.model import PlainModel  # noqa: E402
 
 HERE = Path(__file__).parent
@@ -107,3 +111,38 @@ def family(request: pytest.FixtureRequest) -> str:
 def overlapped(request: pytest.FixtureRequest) -> bool:
     """Whether the next step is scheduled before the result of this one is known."""
     return bool(request.param)
+
+
+@pytest.fixture(scope="session")
+def tiny_server(
+    template: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """A server under full attention by dual cache, with a key, behind a proxy's path.
+
+    Nothing is said about VLLM_PLUGINS.
+    """
+    with serving(tmp_path_factory.mktemp("tiny") / "log", *KEYED) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def client(tiny_server: Server) -> Iterator[httpx.Client]:
+    """A client of that server, which sends its key."""
+    url, headers = tiny_server.url, tiny_server.headers
+    with httpx.Client(base_url=url, headers=headers, timeout=120) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def bundled_server(
+    template: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """A server of the bundled model by D2F, which calls tools."""
+    dllm = {"strategy": "d2f", "lora_path": default_model.adapter_path()}
+    options = [f"--additional-config={json.dumps({'dllm': dllm})}"]
+    options += ["--served-model-name", "tiny", "diffuplug", "--max-model-len=512"]
+    options += ["--max-num-seqs=64", f"--kv-cache-memory-bytes={256 << 20}"]
+    options += ["--enable-auto-tool-choice", "--tool-call-parser=hermes"]
+    log, model = tmp_path_factory.mktemp("bundled") / "log", default_model.path()
+    with serving(log, *options, model=Path(model)) as server:
+        yield server

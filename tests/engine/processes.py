@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ START_SECONDS = 420  # several front ends import vLLM at the same time on two co
 KILLED_SOON = {
     "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1"
 }  # vLLM's CPU workers wait for it
+KEY, PROXY = "secret", "/behind/a/proxy"
+KEYED = (f"--api-key={KEY}", f"--root-path={PROXY}")  # for `serving`
 SETTINGS = {
     "dtype": "float32",
     "max_model_len": 256,
@@ -54,12 +56,12 @@ class Server:
     url: str
     log: Path
     process: subprocess.Popen[bytes]
+    headers: dict[str, str] = field(default_factory=dict)
 
     def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
         """POST to ``/v1/...``."""
-        return httpx.post(
-            f"{self.url}/v1/{path}", json={"model": "tiny"} | body, timeout=120
-        )
+        url, json = f"{self.url}/v1/{path}", {"model": "tiny"} | body
+        return httpx.post(url, json=json, headers=self.headers, timeout=120)
 
     def complete(self, prompt: Any, **options: Any) -> dict[str, Any]:
         """A completion, greedy unless said otherwise."""
@@ -73,7 +75,8 @@ class Server:
         """Chunks of a streamed answer."""
         body = {"model": "tiny", "temperature": 0, "stream": True} | body
         url = f"{self.url}/v1/{path}"
-        with httpx.stream("POST", url, json=body, timeout=120) as response:
+        asked = httpx.stream("POST", url, json=body, headers=self.headers, timeout=120)
+        with asked as response:
             assert response.status_code == 200, response.read()
             for line in response.iter_lines():
                 if line.startswith("data: ") and line != "data: [DONE]":
@@ -166,6 +169,8 @@ def ready(
             command, stdout=file, stderr=subprocess.STDOUT, env=environment(**variables)
         )
     server = Server(f"http://127.0.0.1:{port}", log, process)
+    if KEYED[0] in command:
+        server.headers["Authorization"] = f"Bearer {KEY}"
     try:
         while not _healthy(server):
             ended = process.poll() is not None

@@ -3,18 +3,16 @@
 import json
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from engines import LETTERS, letters
-from processes import serving
+from processes import KEY, PROXY
 
 from dllm_plugin.commands import cli, watch
 
-KEY, ROOT = "secret", "/behind/a/proxy"
 PROMPT = letters(20, 2)
 MESSAGES = [{"role": "user", "content": "What is 2+2?"}]
 READABLE = {
@@ -32,16 +30,6 @@ HISTOGRAMS = (
     "request_tokens_per_forward",
     "request_positions_per_token",
 )
-
-
-@pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """Dual cache, with a key, behind a proxy's path; nothing said about VLLM_PLUGINS."""
-    log = tmp_path_factory.mktemp("server") / "log"
-    with serving(log, f"--api-key={KEY}", f"--root-path={ROOT}") as server:
-        headers = {"Authorization": f"Bearer {KEY}"}
-        with httpx.Client(base_url=server.url, headers=headers, timeout=120) as client:
-            yield client
 
 
 def post(client: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
@@ -329,7 +317,7 @@ def test_the_key_guards_and_the_path_in_front_is_taken_off(
     body = BODY | COMPLETION | {"diffusion": {}}
     reply = httpx.post(f"{client.base_url}/v1/completions", json=body)
     assert reply.status_code == 401
-    reply = client.post(f"{ROOT}/v1/completions", json=body)
+    reply = client.post(f"{PROXY}/v1/completions", json=body)
     assert reply.status_code == 200 and "diffusion" in reply.json()["metrics"]
 
 
@@ -351,7 +339,7 @@ def test_a_reader_that_leaves_frees_the_request(
 
 def test_the_viewer_needs_no_key(client: httpx.Client) -> None:
     """And it lies under the path in front too; it asks for the key itself."""
-    for path in ("/viewer", f"{ROOT}/viewer"):
+    for path in ("/viewer", f"{PROXY}/viewer"):
         reply = httpx.get(f"{client.base_url}{path}")
         assert (
             reply.status_code == 200

@@ -9,14 +9,13 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from documented import ROOT
-from processes import Server, serving
+from processes import Server
 
 from dllm_plugin import default_model
 from dllm_plugin.commands.problems.generator import eval_seeds, problem
@@ -33,13 +32,9 @@ QUESTION = (
 )
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    log, model = tmp_path_factory.mktemp("clients") / "log", Path(default_model.path())
-    with serving(
-        log, "--served-model-name=diffuplug", "--max-model-len=512", model=model
-    ) as server:
-        yield server
+@pytest.fixture
+def server(bundled_server: Server) -> Server:
+    return bundled_server
 
 
 def run(program: str) -> str:

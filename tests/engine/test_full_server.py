@@ -1,6 +1,5 @@
 """``vllm serve`` on a plain checkpoint with nothing said about decoding: dual cache, threshold."""
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 from engines import LETTERS, a_prompt, letters
 from full_jobs import FullJob
 from jobs import plain_model
-from processes import SETTINGS, Server, serving
+from processes import SETTINGS, Server
 from streams import assert_by_blocks
 
 from dllm_plugin.reference.full_attention import decode
@@ -47,11 +46,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    log = tmp_path_factory.mktemp("server") / "log"
-    with serving(log) as server:
-        yield server
+@pytest.fixture
+def server(tiny_server: Server) -> Server:
+    return tiny_server
 
 
 def expected(job: FullJob) -> list[int]:

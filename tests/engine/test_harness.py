@@ -71,6 +71,8 @@ metric_list:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    if subprocess.run([PYTHON, "-c", "import lm_eval"], capture_output=True).returncode:
+        pytest.skip("lm_eval is not installed")
     log, model = tmp_path_factory.mktemp("harness") / "log", Path(default_model.path())
     options = '--additional-config={"dllm": {"strategy": "dual_cache"}}'
     with serving(log, options, "--max-model-len=512", model=model) as server:
@@ -100,8 +102,6 @@ def row(one: Problem, number: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def results(server: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the harness reports of all tasks."""
-    if subprocess.run([PYTHON, "-c", "import lm_eval"], capture_output=True).returncode:
-        pytest.skip("lm_eval is not installed")
     folder = tmp_path_factory.mktemp("tasks")
     rows = [row(problem(seed), number) for number, seed in enumerate(eval_seeds(10))]
     (folder / "data.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))

@@ -2,7 +2,6 @@
 
 import json
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -11,21 +10,10 @@ from engines import CHECKPOINTS
 from processes import serving
 from transformers import AutoTokenizer
 
-KEY, ROOT = "secret", "/behind/a/proxy"
 PREFIX, SUFFIX = "def area(r):\n    return ", " * r * r\n"
 GREEDY = {"model": "tiny", "temperature": 0, "ignore_eos": True}
 CHOSEN = GREEDY | {"prompt": PREFIX, "suffix": SUFFIX, "max_tokens": 12}
 FIM = CHOSEN | {"diffusion": {"lengths": 12}}
-
-
-@pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """Dual cache, with a key, behind a proxy's path."""
-    log = tmp_path_factory.mktemp("server") / "log"
-    with serving(log, f"--api-key={KEY}", f"--root-path={ROOT}") as server:
-        headers = {"Authorization": f"Bearer {KEY}"}
-        with httpx.Client(base_url=server.url, headers=headers, timeout=120) as client:
-            yield client
 
 
 @pytest.fixture(scope="module")

@@ -3,36 +3,24 @@
 import json
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from engines import CHECKPOINTS, a_prompt, letters
-from processes import serving
+from processes import PROXY, serving
 from test_targets import plain_logprobs
 
 from dllm_plugin.api.likelihood import METHODS, estimate
 from dllm_plugin.reference.model import PlainModel
 
-KEY, ROOT = "secret", "/behind/a/proxy"
 PAIRS = [
     {"context": a_prompt(20, 1), "continuation": a_prompt(7, 2)},
     {"context": a_prompt(9, 3), "continuation": [65]},
     {"context": letters(12, 1), "continuation": letters(12, 3)},
 ]
 TEXT = {"context": "How many pencils are left? ", "continuation": "There are 29."}
-
-
-@pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    log = tmp_path_factory.mktemp("server") / "log"
-    options = (f"--api-key={KEY}", f"--root-path={ROOT}", "--max-num-seqs=4")
-    with serving(log, *options) as server:
-        headers = {"Authorization": f"Bearer {KEY}"}
-        with httpx.Client(base_url=server.url, headers=headers, timeout=120) as client:
-            yield client
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +224,7 @@ def test_the_key_guards_and_the_path_in_front_is_taken_off(
 ) -> None:
     body = {"model": "tiny", "pairs": [ONE], "method": "pseudo"}
     assert httpx.post(f"{client.base_url}/v1/likelihood", json=body).status_code == 401
-    ask(client, f"{ROOT}/v1/likelihood", pairs=[ONE], method="pseudo")
+    ask(client, f"{PROXY}/v1/likelihood", pairs=[ONE], method="pseudo")
 
 
 def test_a_reader_that_leaves_ends_its_forwards(client: httpx.Client) -> None:

@@ -3,18 +3,16 @@
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from grammar_cases import SCHEMAS, schema_case, valid
 from hostile_grammars import COMPILED, HOSTILE
-from processes import Server, serving
+from processes import Server
 
-from dllm_plugin import default_model
 from dllm_plugin.commands.problems.generator import (
     ANSWER_SCHEMA,
     Problem,
@@ -33,18 +31,9 @@ SECONDS = (
 )
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    dllm = {"strategy": "d2f", "lora_path": default_model.adapter_path()}
-    options = [
-        f"--additional-config={json.dumps({'dllm': dllm})}",
-        "--max-model-len=512",
-    ]
-    options += ["--max-num-seqs=64", f"--kv-cache-memory-bytes={256 << 20}"]
-    options += ["--enable-auto-tool-choice", "--tool-call-parser=hermes"]
-    log = tmp_path_factory.mktemp("structured") / "log"
-    with serving(log, *options, model=Path(default_model.path())) as server:
-        yield server
+@pytest.fixture
+def server(bundled_server: Server) -> Server:
+    return bundled_server
 
 
 def body_of(asked: Problem, **more: Any) -> dict[str, Any]:
