@@ -1,7 +1,8 @@
-"""Order tests, and give each worker whole files, or files that share an engine or a server.
+"""Order tests, and give each worker whole files, or files that share engines or a server.
 
 Kernels come first, then units, for they build models in a process without engines. What takes
-longest begins first within each of the three, so that the workers end together.
+longest begins first within each of the three, so that the workers end together. Tests of a worker
+that ask for the fixture `llm` are sorted by the name of their engine, across files.
 """
 
 from pathlib import PurePath
@@ -14,6 +15,19 @@ FOLDERS = ("kernels", "unit", "engine")
 ALONE = ("unit/test_structured_random.py",)
 # Files that one worker runs together: they share what the first of them starts.
 TOGETHER: dict[str, tuple[str, ...]] = {
+    "engines of full attention": (
+        "engine/test_full_requests.py",
+        "engine/test_templates.py",
+        "engine/test_full_memory.py",
+        "engine/test_targets.py",
+    ),
+    "engines of D2F": (
+        "engine/test_batching.py",
+        "engine/test_sampling.py",
+        "engine/test_stops_and_bans.py",
+        "engine/test_golden_traces.py",
+        "engine/test_requests_refused.py",
+    ),
     "tiny server": (
         "engine/test_full_server.py",
         "engine/test_infill_api.py",
@@ -34,28 +48,23 @@ LONGEST = (
     "engine/test_full_goldens.py",
     "engine/test_grid_goldens.py",
     "engine/test_memory.py",
-    "engine/test_templates.py",
     "engine/test_faults.py",  # not beside the soak: both keep a server busy
     "engine/test_omni_processes.py",
     "engine/test_omni_pipelines.py",
     "engine/test_bundled.py",
     "engine/test_batching.py",
     "engine/test_parallel.py",
-    "engine/test_full_memory.py",
     "engine/test_omni_hidden_states.py",
     "engine/test_grid_prefix.py",
     "engine/test_distinct.py",
     "engine/test_progress.py",
     "engine/test_adapters.py",
     "engine/test_server.py",
-    "engine/test_sampling.py",
     "engine/test_compiled.py",
     "engine/test_omni_servers.py",
     "engine/test_full_server.py",
     "engine/test_traces.py",
-    "engine/test_stops_and_bans.py",
     "engine/test_weight_updates.py",
-    "engine/test_golden_traces.py",
     "engine/test_context_end.py",
     "engine/test_full_plain.py",
 )
@@ -80,6 +89,18 @@ def scope_of(nodeid: str) -> str:
     return file
 
 
+def engine_of(item: pytest.Item) -> str:
+    """Return the name of the shared engine that a test asks for, or nothing."""
+    if "llm" not in getattr(item, "fixturenames", ()):
+        return ""
+    callspec = getattr(item, "callspec", None)
+    params = {} if callspec is None else callspec.params
+    if "decoder" in params:
+        return "-".join(params["decoder"])
+    family = params.get("family", "llada")
+    return f"{family}-d2f-{'async' if params.get('overlapped') else 'sync'}"
+
+
 def rank(file: str) -> tuple[int, int]:
     """Return the place of a file: its folder's, and its own within the folder."""
     folder = file.split("/")[0]
@@ -99,5 +120,5 @@ class LongestFirst(LoadScopeScheduling):  # type: ignore[misc]
 
 
 def sort(items: list[pytest.Item]) -> None:
-    """Put what takes longest first; the order within a file stays."""
-    items.sort(key=lambda item: rank(file_of(item.nodeid)))
+    """Put what takes longest first; else the order within a file stays."""
+    items.sort(key=lambda item: (*rank(file_of(item.nodeid)), engine_of(item)))

@@ -5,9 +5,11 @@ import os
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+import spread
 import torch
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -22,7 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import forked  # noqa: E402
 import heap  # noqa: E402
-from engines import CHECKPOINTS, FAMILIES, EngineRoom  # noqa: E402
+from engines import CHECKPOINTS, FAMILIES, EngineRoom, named_engines  # noqa: E402
 from processes import KEYED, Server, serving  # noqa: E402
 
 from dllm_plugin import default_model  # noqa: E402
@@ -92,6 +94,12 @@ def room() -> Iterator[EngineRoom]:
     room = EngineRoom()
     yield room
     room.close()
+
+
+@pytest.fixture
+def llm(request: pytest.FixtureRequest, room: EngineRoom) -> Any:
+    """An engine that tests of several files share; the test's parameters name it."""
+    return room.start(**named_engines()[spread.engine_of(request.node)])
 
 
 @pytest.fixture(scope="session")

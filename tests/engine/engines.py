@@ -14,7 +14,21 @@ CHECKPOINTS = Path(__file__).parents[1] / "goldens" / "checkpoints"
 FAMILIES = ("llada", "dream")
 MASK_IDS = {"llada": 300, "dream": 279}
 STARTS: list[float] = []  # seconds of each start in this process, for `sums.py`
+CANVAS, CONTEXT = 48, 160  # of full attention
 NEVER = 319  # a token that the tiny checkpoints never predict
+
+
+def named_engines() -> dict[str, dict[str, Any]]:
+    """Settings of the engines that tests of several files share, by name."""
+    named: dict[str, dict[str, Any]] = {}
+    for family in FAMILIES:
+        named[f"{family}-d2f-sync"] = {"family": family}
+        named[f"{family}-d2f-async"] = {"family": family, "async_scheduling": True}
+        for strategy in ("semi_autoregressive", "prefix_cache", "dual_cache"):
+            dllm = {"strategy": strategy, "canvas_length": CANVAS}
+            name, settings = f"{family}-{strategy}", {"max_model_len": CONTEXT}
+            named[name] = {"family": family, "dllm": dllm} | settings
+    return named
 
 
 class EngineRoom:

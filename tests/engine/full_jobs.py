@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 from engines import (
+    CANVAS,
+    CONTEXT,
     EngineRoom,
     a_prompt,
     forwards,
@@ -31,7 +33,6 @@ every_decoder = pytest.mark.parametrize(
     "decoder", DECODERS, ids="-".join, scope="module"
 )
 Decoder = tuple[str, str]  # family and strategy
-CANVAS, CONTEXT = 48, 160
 EOS, EOT = 257, 312  # of tiny-llada
 TOO_CLOSE = 3e-4  # a decision that float32 may make either way
 OF_VLLM = ("temperature", "seed")

@@ -20,21 +20,17 @@ from jobs import CANVAS, MIXED, check, job, plain_model
 from dllm_plugin.reference.prompt_blocks import Text, d2f
 
 
-def test_a_mixed_batch(family: str, overlapped: bool, room: EngineRoom) -> None:
-    check(room.start(family, async_scheduling=overlapped), family, MIXED)
+def test_a_mixed_batch(family: str, overlapped: bool, llm: Any) -> None:
+    check(llm, family, MIXED)
 
 
-def test_each_alone(family: str, overlapped: bool, room: EngineRoom) -> None:
-    llm = room.start(family, async_scheduling=overlapped)
+def test_each_alone(family: str, overlapped: bool, llm: Any) -> None:
     for one in MIXED[::3]:
         check(llm, family, [one])
 
 
-def test_one_more_request_every_step(
-    family: str, overlapped: bool, room: EngineRoom
-) -> None:
+def test_one_more_request_every_step(family: str, overlapped: bool, llm: Any) -> None:
     """E1: prefills of some requests share forwards with canvases of others."""
-    llm = room.start(family, async_scheduling=overlapped)
     arrivals = {
         i: [(str(i), list(one.prompt), one.wish())] for i, one in enumerate(MIXED)
     }
@@ -44,19 +40,16 @@ def test_one_more_request_every_step(
         assert got == one.expected(family), one
 
 
-def test_equal_total_lengths_in_another_composition(
-    overlapped: bool, room: EngineRoom
-) -> None:
+def test_equal_total_lengths_in_another_composition(overlapped: bool, llm: Any) -> None:
     """E1: nothing is remembered by the shape of a batch."""
-    llm = room.start("llada", async_scheduling=overlapped)
     check(llm, "llada", [job(10, 32, seed=1), job(30, 32, seed=2)])
     check(llm, "llada", [job(30, 32, seed=3), job(10, 32, seed=4)])
     check(llm, "llada", [job(20, 32, seed=5), job(20, 32, seed=6)])
 
 
-def test_at_most_so_many_run_at_once(room: EngineRoom) -> None:
+def test_at_most_so_many_run_at_once(llm: Any) -> None:
     """A knob of the tests: fewer requests in flight without an engine of their own."""
-    llm, engine = room.start("llada"), room.start("llada").llm_engine
+    engine = llm.llm_engine
     with at_most(llm, 2):
         for i, one in enumerate(MIXED[:4]):
             engine.add_request(
@@ -98,11 +91,8 @@ def test_prefix_caching_changes_nothing(family: str, room: EngineRoom) -> None:
         check(llm, family, [type(wanted)(prompt, 24)])
 
 
-def test_number_of_open_blocks_changes(
-    family: str, overlapped: bool, room: EngineRoom
-) -> None:
+def test_number_of_open_blocks_changes(family: str, overlapped: bool, llm: Any) -> None:
     """E8: with block_add_threshold 0 a block opens every step until the canvas is full."""
-    llm = room.start(family, async_scheduling=overlapped)
     check(
         llm,
         family,
@@ -110,9 +100,8 @@ def test_number_of_open_blocks_changes(
     )
 
 
-def test_a_slow_tail_is_not_cut(family: str, room: EngineRoom) -> None:
+def test_a_slow_tail_is_not_cut(family: str, llm: Any) -> None:
     """E10: however few tokens a step brings, the request gets all of them."""
-    llm = room.start(family)
     check(
         llm,
         family,
@@ -133,7 +122,7 @@ def run_numbers(llm: Any, wanted: list[tuple[list[int], int, int, Any]]) -> list
     return generate(llm, [prompt for prompt, *_ in wanted], wishes)
 
 
-def test_random_settings(family: str, room: EngineRoom) -> None:
+def test_random_settings(family: str, llm: Any) -> None:
     """E14: whatever the numbers, unless a decision is too close to call in float32."""
     draw, wanted = random.Random(family), []
     for seed in range(32):
@@ -147,7 +136,7 @@ def test_random_settings(family: str, room: EngineRoom) -> None:
         wanted.append(
             (prompt, draw.randint(1, 48), draw.choice([1, 2, 4, 8, 13, 32]), numbers)
         )
-    outputs, compared = run_numbers(room.start(family), wanted), 0
+    outputs, compared = run_numbers(llm, wanted), 0
     for (prompt, tokens, size, numbers), output in zip(wanted, outputs, strict=True):
         text = Text(plain_model(family), prompt, tokens, size)
         d2f(text, **numbers, canvas_length=CANVAS, max_active_blocks=8)

@@ -82,10 +82,10 @@ def test_a_budget_for_one_refresh(decoder: Decoder, room: EngineRoom) -> None:
 @every_decoder
 @pytest.mark.parametrize("every", [4, 5, 7])
 def test_preemption_after_every_few_steps(
-    decoder: Decoder, every: int, room: EngineRoom
+    decoder: Decoder, every: int, llm: Any
 ) -> None:
     """A preempted block starts again from the text before it, and comes out the same."""
-    llm, jobs = start(room, decoder), small_blocks(decoder, 3)
+    jobs = small_blocks(decoder, 3)
     before = num_preemptions(llm)
     outputs = run_interrupted(llm, [(job.prompt, job.wish()) for job in jobs], every)
     assert num_preemptions(llm) > before
@@ -93,10 +93,7 @@ def test_preemption_after_every_few_steps(
 
 
 @every_decoder
-def test_seeds_and_logprobs_survive_preemption(
-    decoder: Decoder, room: EngineRoom
-) -> None:
-    llm = start(room, decoder)
+def test_seeds_and_logprobs_survive_preemption(decoder: Decoder, llm: Any) -> None:
     numbers = {
         "policy": "low_confidence",
         "steps": 3,
@@ -116,9 +113,9 @@ def test_seeds_and_logprobs_survive_preemption(
 
 
 @every_decoder
-def test_abort_gives_every_page_back(decoder: Decoder, room: EngineRoom) -> None:
+def test_abort_gives_every_page_back(decoder: Decoder, llm: Any) -> None:
     """Aborted while waiting, after the first pass and in the middle of a block."""
-    llm, jobs = start(room, decoder), small_blocks(decoder, 6)
+    jobs = small_blocks(decoder, 6)
     engine, pages = llm.llm_engine, free_pages(llm)
     for steps in (0, 1, 2, 5):
         for i, job in enumerate(jobs):
@@ -139,11 +136,9 @@ def test_abort_gives_every_page_back(decoder: Decoder, room: EngineRoom) -> None
 
 
 @every_decoder
-def test_every_way_to_end_gives_every_page_back(
-    decoder: Decoder, room: EngineRoom
-) -> None:
+def test_every_way_to_end_gives_every_page_back(decoder: Decoder, llm: Any) -> None:
     """By length, by a stop token, by the end of the context."""
-    llm, jobs = start(room, decoder), random_jobs(decoder, 6, seed=2)
+    jobs = random_jobs(decoder, 6, seed=2)
     pages = free_pages(llm)
     for job, text in jobs:
         check(job, text, run(llm, [job])[0])

@@ -25,7 +25,6 @@ from full_jobs import (
     random_jobs,
     run,
     run_interrupted,
-    start,
 )
 from jobs import plain_model
 
@@ -48,13 +47,13 @@ def computed(llm: Any) -> int:
 
 @every_decoder
 def test_random_settings_in_one_batch(
-    decoder: Decoder, room: EngineRoom, monkeypatch: pytest.MonkeyPatch
+    decoder: Decoder, llm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also: a mixed batch computes as many positions as its requests alone, and no more.
 
     Requests without approximations pay nothing for those that others could ask for.
     """
-    llm, jobs = start(room, decoder), random_jobs(decoder, 16)
+    jobs = random_jobs(decoder, 16)
     monkeypatch.delattr(model_state, "write_committed")
     monkeypatch.delattr(CanvasStates, "next_refresh_np")
     before = computed(llm)
@@ -67,9 +66,9 @@ def test_random_settings_in_one_batch(
 
 
 @every_decoder
-def test_refreshes_that_cost_less(decoder: Decoder, room: EngineRoom) -> None:
+def test_refreshes_that_cost_less(decoder: Decoder, llm: Any) -> None:
     """Each request has its own; they compute what the plain loop does, alone and in a batch."""
-    llm, jobs = start(room, decoder), random_jobs(decoder, 16, seed=2, approximate=True)
+    jobs = random_jobs(decoder, 16, seed=2, approximate=True)
     before = computed(llm)
     for (job, text), output in zip(
         jobs, run(llm, [job for job, _ in jobs]), strict=True
@@ -110,13 +109,13 @@ def exactly(numbers: dict[str, Any]) -> dict[str, Any]:
 
 @every_decoder
 def test_preempted_requests_begin_with_a_full_refresh(
-    decoder: Decoder, room: EngineRoom
+    decoder: Decoder, llm: Any
 ) -> None:
     """Whatever their refreshes trusted is gone; the plain loop loses its cache in the same place.
 
     A block takes three steps at most, since one that is preempted more often gets nowhere.
     """
-    llm, lost = start(room, decoder), [set[int]() for _ in range(8)]
+    lost = [set[int]() for _ in range(8)]
     jobs = [
         replace(job, numbers=job.numbers | {"steps": 3, "block_length": 8})
         for job, _ in random_jobs(decoder, len(lost), seed=3, approximate=True)
@@ -133,9 +132,9 @@ def test_preempted_requests_begin_with_a_full_refresh(
 
 
 @every_decoder
-def test_one_more_request_every_step(decoder: Decoder, room: EngineRoom) -> None:
+def test_one_more_request_every_step(decoder: Decoder, llm: Any) -> None:
     """First passes of some requests share forwards with later passes of others."""
-    llm, jobs = start(room, decoder), random_jobs(decoder, 8, seed=1)
+    jobs = random_jobs(decoder, 8, seed=1)
     arrivals = {
         i: [(str(i), job.prompt, job.wish())] for i, (job, _) in enumerate(jobs)
     }
@@ -145,11 +144,8 @@ def test_one_more_request_every_step(decoder: Decoder, room: EngineRoom) -> None
 
 
 @every_decoder
-def test_every_max_tokens_up_to_two_canvases(
-    decoder: Decoder, room: EngineRoom
-) -> None:
+def test_every_max_tokens_up_to_two_canvases(decoder: Decoder, llm: Any) -> None:
     """Two canvases of 48 hold four whole blocks of 20, and each block may be cut anywhere."""
-    llm = start(room, decoder)
     numbers = {"policy": "low_confidence", "steps": 3, "block_length": 20}
     jobs = [FullJob(a_prompt(11, 1), n, numbers) for n in range(1, 82, 4)]
     for job, output in zip(jobs, run(llm, jobs), strict=True):
@@ -158,8 +154,7 @@ def test_every_max_tokens_up_to_two_canvases(
 
 
 @every_decoder
-def test_the_context_ends_inside_a_block(decoder: Decoder, room: EngineRoom) -> None:
-    llm = start(room, decoder)
+def test_the_context_ends_inside_a_block(decoder: Decoder, llm: Any) -> None:
     numbers = {"policy": "low_confidence", "steps": 5, "block_length": 16}
     lengths = (
         CONTEXT - 1,
@@ -177,10 +172,10 @@ def test_the_context_ends_inside_a_block(decoder: Decoder, room: EngineRoom) -> 
 
 @every_decoder
 def test_a_canvas_ends_where_its_text_is_the_next_prompt(
-    decoder: Decoder, room: EngineRoom
+    decoder: Decoder, llm: Any
 ) -> None:
     """Two requests in a row, the second with the first one's answer, equal one long request."""
-    llm, prompt = start(room, decoder), a_prompt(14, 3)
+    prompt = a_prompt(14, 3)
     plain = {"dllm_policy": "low_confidence", "dllm_steps": 4, "dllm_block_length": 16}
     guided = plain | {"dllm_cfg_scale": 0.7}
     for numbers in [plain, guided] if decoder == DECODERS[0] else [plain]:
@@ -193,7 +188,7 @@ def test_a_canvas_ends_where_its_text_is_the_next_prompt(
 
 
 @every_decoder
-def test_a_threshold_is_met_by_equality(decoder: Decoder, room: EngineRoom) -> None:
+def test_a_threshold_is_met_by_equality(decoder: Decoder, llm: Any) -> None:
     """The only token that is allowed has confidence 1, so each block is taken at once."""
     family, strategy = decoder
     numbers = {
@@ -203,7 +198,7 @@ def test_a_threshold_is_met_by_equality(decoder: Decoder, room: EngineRoom) -> N
     }
     wish = params(48, allowed_token_ids=[65], **numbers)
     leads = family == "dream" and strategy != "semi_autoregressive"
-    [got] = results(generate(start(room, decoder), [PROMPTS[1]], wish))
+    [got] = results(generate(llm, [PROMPTS[1]], wish))
     assert got == ([65] * 48, 6 if leads else 3)
 
 
@@ -214,9 +209,9 @@ def seeded(i: int, **options: Any) -> Any:
 
 
 @every_decoder
-def test_a_seed_gives_one_text(decoder: Decoder, room: EngineRoom) -> None:
+def test_a_seed_gives_one_text(decoder: Decoder, llm: Any) -> None:
     """Alone, in a batch, and in a batch in another order; other seeds give other texts."""
-    llm, wishes = start(room, decoder), [seeded(i) for i in range(len(PROMPTS))]
+    wishes = [seeded(i) for i in range(len(PROMPTS))]
     alone = [results(generate(llm, [PROMPTS[i]], wishes[i]))[0] for i in (0, 3)]
     together = results(generate(llm, PROMPTS, wishes))
     assert [together[0], together[3]] == alone
@@ -226,12 +221,10 @@ def test_a_seed_gives_one_text(decoder: Decoder, room: EngineRoom) -> None:
 
 
 @pytest.mark.parametrize("decoder", DECODERS[3:], ids="-".join, scope="module")
-def test_draws_of_dream_are_those_of_its_counters(
-    decoder: Decoder, room: EngineRoom
-) -> None:
+def test_draws_of_dream_are_those_of_its_counters(decoder: Decoder, llm: Any) -> None:
     """Token streams count steps inside a block; with few candidates no draw is a close call."""
     family, strategy = decoder
-    llm, compared = start(room, decoder), 0
+    compared = 0
     numbers = {
         "policy": "low_confidence",
         "steps": 4,
@@ -253,10 +246,8 @@ def test_draws_of_dream_are_those_of_its_counters(
 
 
 @every_decoder
-def test_logprobs_are_those_of_the_unmasking_step(
-    decoder: Decoder, room: EngineRoom
-) -> None:
-    llm, numbers = start(room, decoder), {"policy": "low_confidence", "steps": 5}
+def test_logprobs_are_those_of_the_unmasking_step(decoder: Decoder, llm: Any) -> None:
+    numbers = {"policy": "low_confidence", "steps": 5}
     jobs = [FullJob(prompt, 60, numbers | {"block_length": 16}) for prompt in PROMPTS]
     for job, output in zip(jobs, run(llm, jobs, logprobs=2), strict=True):
         text, completion = job.decode(decoder), output.outputs[0]

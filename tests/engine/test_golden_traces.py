@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import EngineRoom, at_most, forwards, generate, params, token_ids
+from engines import at_most, forwards, generate, params, token_ids
 from safetensors.torch import load_file
 
 from dllm_plugin.reference.model import PlainModel
@@ -84,10 +84,7 @@ def test_plain_loop_reproduces_them(
 
 
 @pytest.mark.parametrize("in_flight", IN_FLIGHT)
-def test_together_in_shuffled_order(
-    family: str, in_flight: int, room: EngineRoom
-) -> None:
-    llm = room.start(family)
+def test_together_in_shuffled_order(family: str, in_flight: int, llm: Any) -> None:
     for seed in range(2):
         cases = cases_of(family)
         random.Random(seed).shuffle(cases)
@@ -124,8 +121,8 @@ class ForwardSpy:
         )
 
 
-def test_each_alone_with_its_first_logits(family: str, room: EngineRoom) -> None:
-    llm, recorded = room.start(family, max_num_seqs=16), logits_of(family)
+def test_each_alone_with_its_first_logits(family: str, llm: Any) -> None:
+    recorded = logits_of(family)
     for case in cases_of(family):
         with ForwardSpy(llm) as spy:
             [output] = generate(llm, [case["prompt_ids"]], wish_for(case))

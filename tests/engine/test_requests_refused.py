@@ -91,8 +91,7 @@ def assert_unharmed(llm: Any) -> None:
 
 
 @pytest.mark.parametrize(("options", "name"), WRONG_PARAMETERS, ids=str)
-def test_parameter(options: dict[str, Any], name: str, room: EngineRoom) -> None:
-    llm = room.start("llada", D2F)
+def test_parameter(options: dict[str, Any], name: str, llm: Any) -> None:
     message = refusal(llm, TEXT, params(20, **options))
     assert name in message
     assert message.removesuffix(" (parameter=bad_words)").endswith(".")
@@ -116,19 +115,15 @@ UNSENDABLE: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "name"), UNSENDABLE, ids=ascii)
-def test_what_cannot_be_sent(
-    options: dict[str, Any], name: str, room: EngineRoom
-) -> None:
+def test_what_cannot_be_sent(options: dict[str, Any], name: str, llm: Any) -> None:
     """Half a surrogate pair, wherever it stands, and integers of more than 64 bits."""
     from vllm import SamplingParams
 
-    assert name in refusal(
-        room.start("llada", D2F), TEXT, SamplingParams(max_tokens=9, **options)
-    )
+    assert name in refusal(llm, TEXT, SamplingParams(max_tokens=9, **options))
 
 
-def test_they_left_the_engine_unharmed(room: EngineRoom) -> None:
-    assert_unharmed(room.start("llada", D2F))
+def test_they_left_the_engine_unharmed(llm: Any) -> None:
+    assert_unharmed(llm)
 
 
 @pytest.mark.parametrize(("options", "name"), WITHOUT_EFFECT, ids=str)
@@ -164,10 +159,9 @@ UNREAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_parameters_that_contradict_a_grammar(room: EngineRoom) -> None:
+def test_parameters_that_contradict_a_grammar(llm: Any) -> None:
     from vllm.sampling_params import StructuredOutputsParams
 
-    llm = room.start("llada", D2F)
     for options in CONTRADICTING:
         asked = StructuredOutputsParams(regex="[a-z]+")
         wish = params(
@@ -192,9 +186,8 @@ def test_parameters_that_contradict_a_grammar(room: EngineRoom) -> None:
     assert_unharmed(llm)
 
 
-def test_rules_that_leave_no_token(room: EngineRoom) -> None:
+def test_rules_that_leave_no_token(llm: Any) -> None:
     """Words and ends of texts are known as tokens only to the tokenizer."""
-    llm = room.start("llada", D2F)
     tokenizer = llm.get_tokenizer()
     [letter] = tokenizer.encode("a", add_special_tokens=False)
     end = tokenizer.eos_token_id
@@ -215,8 +208,7 @@ def test_rules_that_leave_no_token(room: EngineRoom) -> None:
     assert_unharmed(llm)
 
 
-def test_prompts(room: EngineRoom) -> None:
-    llm = room.start("llada", D2F)
+def test_prompts(llm: Any) -> None:
     assert "mask token (id 300)" in refusal(llm, [1, 300, 2], params(20))
     assert "empty" in refusal(llm, [], params(20))
     for length in (256, 257, 1000):
@@ -228,11 +220,10 @@ def test_prompts(room: EngineRoom) -> None:
     assert_unharmed(llm)
 
 
-def test_beam_search(room: EngineRoom) -> None:
+def test_beam_search(llm: Any) -> None:
     """It would decode from left to right, a token at a time."""
     from vllm.sampling_params import BeamSearchParams
 
-    llm = room.start("llada", D2F)
     for temperature in (0.0, 0.7):
         wish = BeamSearchParams(beam_width=2, max_tokens=4, temperature=temperature)
         with pytest.raises(refused(), match="use_beam_search is not supported"):
@@ -240,9 +231,8 @@ def test_beam_search(room: EngineRoom) -> None:
     assert_unharmed(llm)
 
 
-def test_a_refusal_between_neighbours(room: EngineRoom) -> None:
+def test_a_refusal_between_neighbours(llm: Any) -> None:
     """Requests in flight neither stop nor change when another one is refused."""
-    llm = room.start("llada", D2F)
     engine, pages = llm.llm_engine, free_pages(llm)
     jobs = [GOOD, job(33, 50, 16, seed=2)]
     wrong = [

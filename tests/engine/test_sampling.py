@@ -17,7 +17,6 @@ from jobs import plain_model
 
 from dllm_plugin.reference.prompt_blocks import Text, d2f
 
-ROOMY: dict[str, Any] = {"max_model_len": 256}
 TIGHT: dict[str, Any] = {"block_size": 32, "num_gpu_blocks_override": 14}
 PROMPTS = [a_prompt(length, length) for length in (3, 20, 33, 40, 60, 64)]
 
@@ -33,10 +32,11 @@ def seeded(i: int, **options: Any) -> Any:
     return params(90, **shape | filters[i % 4] | options)
 
 
-def test_a_seed_gives_one_text(family: str, overlapped: bool, room: EngineRoom) -> None:
+def test_a_seed_gives_one_text(
+    family: str, overlapped: bool, llm: Any, room: EngineRoom
+) -> None:
     """Alone, in a batch, in a batch in another order, and after preemption."""
     wishes = [seeded(i) for i in range(len(PROMPTS))]
-    llm = room.start(family, async_scheduling=overlapped, **ROOMY)
     alone = [
         results(generate(llm, [p], w))[0]
         for p, w in zip(PROMPTS[:3], wishes[:3], strict=True)
@@ -50,24 +50,21 @@ def test_a_seed_gives_one_text(family: str, overlapped: bool, room: EngineRoom) 
     assert num_preemptions(tight) > before
 
 
-def test_other_seeds_give_other_texts(family: str, room: EngineRoom) -> None:
-    llm = room.start(family, **ROOMY)
+def test_other_seeds_give_other_texts(family: str, llm: Any) -> None:
     wishes = [params(30, temperature=1.0, seed=seed) for seed in range(8)]
     texts = {tuple(token_ids(o)) for o in generate(llm, [PROMPTS[1]] * 8, wishes)}
     assert len(texts) == 8
 
 
-def test_n_completions_of_one_seed(family: str, room: EngineRoom) -> None:
-    llm = room.start(family, **ROOMY)
+def test_n_completions_of_one_seed(family: str, llm: Any) -> None:
     [many] = generate(llm, [PROMPTS[1]], seeded(7, n=3))
     singles = generate(llm, [PROMPTS[1]] * 3, [seeded(7, seed=7 + k) for k in range(3)])
     assert [list(c.token_ids) for c in many.outputs] == [token_ids(o) for o in singles]
     assert len({tuple(c.token_ids) for c in many.outputs}) == 3
 
 
-def test_one_candidate_is_certain(family: str, room: EngineRoom) -> None:
+def test_one_candidate_is_certain(family: str, llm: Any) -> None:
     """S18: confidence is read after the filters, so every masked position is taken at once."""
-    llm = room.start(family, **ROOMY)
     text = d2f(Text(plain_model(family), PROMPTS[2], 64, 16), threshold=-1.0)
     for only_one in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
         wish = params(64, temperature=0.7, seed=1, dllm_block_length=16, **only_one)
@@ -75,8 +72,7 @@ def test_one_candidate_is_certain(family: str, room: EngineRoom) -> None:
         assert got == (text.answer(), text.passes), only_one
 
 
-def test_temperature_zero_ignores_the_filters(family: str, room: EngineRoom) -> None:
-    llm = room.start(family, **ROOMY)
+def test_temperature_zero_ignores_the_filters(family: str, llm: Any) -> None:
     plain, filtered = (
         params(64, dllm_block_length=16, **options)
         for options in ({}, {"top_k": 5, "seed": 4})
@@ -85,9 +81,9 @@ def test_temperature_zero_ignores_the_filters(family: str, room: EngineRoom) -> 
     assert first == second
 
 
-def test_draws_follow_the_distribution(family: str, room: EngineRoom) -> None:
+def test_draws_follow_the_distribution(family: str, llm: Any) -> None:
     """First tokens over many seeds against the softmax of the plain model's logits."""
-    llm, temperature, draws = room.start(family, **ROOMY), 2.0, 400
+    temperature, draws = 2.0, 400
     prompt, model = PROMPTS[0], plain_model(family)
     wishes = [
         params(1, temperature=temperature, seed=seed, dllm_block_length=1)
@@ -107,12 +103,9 @@ def test_draws_follow_the_distribution(family: str, room: EngineRoom) -> None:
 
 
 def test_logprobs_are_those_of_the_unmasking_step(
-    family: str, overlapped: bool, room: EngineRoom
+    family: str, overlapped: bool, llm: Any
 ) -> None:
-    llm, model = (
-        room.start(family, async_scheduling=overlapped, **ROOMY),
-        plain_model(family),
-    )
+    model = plain_model(family)
     texts = [d2f(Text(model, p, 50, 16), 0.5) for p in PROMPTS]
     shape = {"dllm_block_length": 16, "dllm_threshold": 0.5}
     wishes = [params(50, logprobs=k, **shape) for k in (5, None, 0, 1, 20, None)]
@@ -142,9 +135,9 @@ def test_logprobs_are_those_of_the_unmasking_step(
                 assert abs(entry[index].logprob - value) < 1e-3
 
 
-def test_logprobs_survive_preemption(family: str, room: EngineRoom) -> None:
+def test_logprobs_survive_preemption(family: str, llm: Any, room: EngineRoom) -> None:
     wishes = [seeded(i, logprobs=2) for i in range(len(PROMPTS))]
-    undisturbed = generate(room.start(family, **ROOMY), PROMPTS, wishes)
+    undisturbed = generate(llm, PROMPTS, wishes)
     tight = room.start(family, **TIGHT)
     before = num_preemptions(tight)
     disturbed = generate(tight, PROMPTS, wishes)

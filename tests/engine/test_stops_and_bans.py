@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from engines import LETTERS, EngineRoom, generate, letters, params, token_ids
+from engines import LETTERS, generate, letters, params, token_ids
 
 EOS = {"llada": 257, "dream": 256}
 PROMPT = letters(20, 2)
@@ -15,26 +15,21 @@ def one(llm: Any, max_tokens: int, **options: Any) -> Any:
     return output.outputs[0]
 
 
-def test_logit_bias_forces_and_bans(family: str, room: EngineRoom) -> None:
-    llm = room.start(family)
+def test_logit_bias_forces_and_bans(family: str, llm: Any) -> None:
     free = list(one(llm, 40).token_ids)
     assert list(one(llm, 40, logit_bias={65: 100}).token_ids) == [65] * 40
     common = max(set(free), key=free.count)
     assert common not in one(llm, 40, logit_bias={common: -100}).token_ids
 
 
-def test_allowed_token_ids(family: str, room: EngineRoom) -> None:
-    llm = room.start(family)
+def test_allowed_token_ids(family: str, llm: Any) -> None:
     for options in ({}, {"temperature": 1.5, "seed": 3}):
         completion = one(llm, 40, allowed_token_ids=LETTERS, **options)
         assert set(completion.token_ids) <= set(LETTERS)
         assert len(completion.text) == 40
 
 
-def test_bad_words_never_appear(
-    family: str, overlapped: bool, room: EngineRoom
-) -> None:
-    llm = room.start(family, async_scheduling=overlapped)
+def test_bad_words_never_appear(family: str, overlapped: bool, llm: Any) -> None:
     letters = {"allowed_token_ids": LETTERS}
     for options in ({}, {"temperature": 2.0, "seed": 3}):
         banned: list[str] = []
@@ -46,8 +41,7 @@ def test_bad_words_never_appear(
             assert len(text) == 60
 
 
-def test_bad_words_in_a_batch_with_others(family: str, room: EngineRoom) -> None:
-    llm = room.start(family)
+def test_bad_words_in_a_batch_with_others(family: str, llm: Any) -> None:
     shape = {
         "dllm_block_length": 16,
         "dllm_threshold": 0.3,
@@ -67,8 +61,7 @@ def test_bad_words_in_a_batch_with_others(family: str, room: EngineRoom) -> None
     assert words[0] not in lonely.outputs[0].text
 
 
-def test_stop_token_ids_and_min_tokens(family: str, room: EngineRoom) -> None:
-    llm = room.start(family)
+def test_stop_token_ids_and_min_tokens(family: str, llm: Any) -> None:
     free = list(one(llm, 60).token_ids)
     stop = free[12]
     ended = one(llm, 60, stop_token_ids=[stop])
@@ -80,9 +73,9 @@ def test_stop_token_ids_and_min_tokens(family: str, room: EngineRoom) -> None:
         assert stop not in later[:-1]
 
 
-def test_eos_ends_unless_ignored(family: str, room: EngineRoom) -> None:
+def test_eos_ends_unless_ignored(family: str, llm: Any) -> None:
     """S19: ignored, it is a token like any other."""
-    llm, eos = room.start(family), EOS[family]
+    eos = EOS[family]
     wanted = {"logit_bias": {eos: 100}}
     ended = one(llm, 40, ignore_eos=False, **wanted)
     assert (list(ended.token_ids), ended.finish_reason) == ([eos], "stop")
@@ -93,9 +86,8 @@ def test_eos_ends_unless_ignored(family: str, room: EngineRoom) -> None:
     assert (list(whole.token_ids), whole.finish_reason) == ([eos] * 40, "length")
 
 
-def test_stop_strings(family: str, overlapped: bool, room: EngineRoom) -> None:
+def test_stop_strings(family: str, overlapped: bool, llm: Any) -> None:
     """S21: the text is cut at the string's first end in reading order, however it was decoded."""
-    llm = room.start(family, async_scheduling=overlapped)
     letters = {"allowed_token_ids": LETTERS, "temperature": 2.0, "seed": 5}
     text = one(llm, 80, **letters).text
     for start, size in ((0, 1), (14, 3), (15, 2), (40, 4), (70, 6)):
@@ -110,8 +102,7 @@ def test_stop_strings(family: str, overlapped: bool, room: EngineRoom) -> None:
     assert (missing.text, missing.finish_reason) == (text, "length")
 
 
-def test_without_detokenization(family: str, room: EngineRoom) -> None:
-    llm = room.start(family)
+def test_without_detokenization(family: str, llm: Any) -> None:
     with_text, without = one(llm, 30), one(llm, 30, detokenize=False)
     assert without.text == ""
     assert list(without.token_ids) == list(with_text.token_ids)

@@ -78,10 +78,10 @@ def check(decoder: Decoder, llm: Any, model: PlainModel, outputs: list[Any]) -> 
 
 @every_decoder
 def test_logprobs_of_given_masks(
-    decoder: Decoder, room: EngineRoom, plain_models: dict[str, PlainModel]
+    decoder: Decoder, llm: Any, plain_models: dict[str, PlainModel]
 ) -> None:
     """In a batch with ordinary requests, which decode what they would decode alone."""
-    llm, model = start(room, decoder), plain_models[decoder[0]]
+    model = plain_models[decoder[0]]
     plain = [params(20), params(17, temperature=0.8, seed=3, logprobs=1)]
     alone = [generate(llm, [PROMPTS[0]], wish)[0] for wish in plain]
     wishes = [target_params(text, masked) for _, text, masked in jobs()]

@@ -37,13 +37,9 @@ TAIL = a_prompt(9, 4)
 
 
 @every_decoder
-def test_gaps_are_filled_as_in_plain_torch(decoder: Decoder, room: EngineRoom) -> None:
+def test_gaps_are_filled_as_in_plain_torch(decoder: Decoder, llm: Any) -> None:
     """Alone, and in one batch with ordinary requests."""
-    llm, gaps, jobs = (
-        start(room, decoder),
-        random_gap_jobs(decoder, 16),
-        random_jobs(decoder, 4),
-    )
+    gaps, jobs = random_gap_jobs(decoder, 16), random_jobs(decoder, 4)
     before = scheduler(llm).num_computed_positions
     both = [found for pair in zip(gaps, jobs, strict=False) for found in pair] + gaps[
         4:
@@ -64,14 +60,9 @@ def test_gaps_are_filled_as_in_plain_torch(decoder: Decoder, room: EngineRoom) -
 
 
 @every_decoder
-def test_refreshes_that_cost_less_see_the_tail(
-    decoder: Decoder, room: EngineRoom
-) -> None:
+def test_refreshes_that_cost_less_see_the_tail(decoder: Decoder, llm: Any) -> None:
     """A block without a gap counts among the blocks, of which some begin with a full refresh."""
-    llm, gaps = (
-        start(room, decoder),
-        random_gap_jobs(decoder, 16, seed=2, approximate=True),
-    )
+    gaps = random_gap_jobs(decoder, 16, seed=2, approximate=True)
     for (job, text), output in zip(
         gaps, run(llm, [job for job, _ in gaps]), strict=True
     ):
@@ -79,9 +70,9 @@ def test_refreshes_that_cost_less_see_the_tail(
 
 
 @every_decoder
-def test_preempted_gaps_are_filled_again(decoder: Decoder, room: EngineRoom) -> None:
+def test_preempted_gaps_are_filled_again(decoder: Decoder, llm: Any) -> None:
     """A block takes three steps at most, since one that is preempted more often gets nowhere."""
-    llm, lost = start(room, decoder), [set[int]() for _ in range(12)]
+    lost = [set[int]() for _ in range(12)]
     jobs = [
         gap_job(
             job.prompt,
@@ -102,11 +93,9 @@ def test_preempted_gaps_are_filled_again(decoder: Decoder, room: EngineRoom) -> 
 
 
 @every_decoder
-def test_one_gap_and_no_tail_is_an_ordinary_request(
-    decoder: Decoder, room: EngineRoom
-) -> None:
+def test_one_gap_and_no_tail_is_an_ordinary_request(decoder: Decoder, llm: Any) -> None:
     """Also above temperature 0, and with an EOS inside."""
-    llm, gaps, plain = start(room, decoder), list[FullJob](), list[FullJob]()
+    gaps, plain = list[FullJob](), list[FullJob]()
     for job, text in random_jobs(decoder, 12, seed=5):
         length = min(job.max_tokens, 48)
         numbers = {k: v for k, v in job.numbers.items() if k != "cfg_scale"}
@@ -127,9 +116,9 @@ def test_one_gap_and_no_tail_is_an_ordinary_request(
 
 
 @every_decoder
-def test_a_seed_fills_gaps_alike(decoder: Decoder, room: EngineRoom) -> None:
+def test_a_seed_fills_gaps_alike(decoder: Decoder, llm: Any) -> None:
     """Alone, in a batch, and each of several choices by itself."""
-    llm, template = start(room, decoder), [*GAP, 65, 66, *GAP, *TAIL]
+    template = [*GAP, 65, 66, *GAP, *TAIL]
     wishes = [
         params(
             26,
