@@ -13,7 +13,7 @@ from dummies import WHOSE, without_checkpoint, worker_of
 from engines import EngineRoom
 from safetensors.torch import load_file, save_file
 
-from diffuplug_bench import command, engines, throughput_latency
+from diffuplug_bench import command, engines, floor, throughput_latency
 from diffuplug_bench.cli import build_parser
 from diffuplug_bench.floor import StepSize
 from diffuplug_bench.options import settings_of
@@ -50,8 +50,9 @@ LENGTHS = [
 
 
 @pytest.fixture(autouse=True)
-def alone(room: EngineRoom) -> None:
+def alone(room: EngineRoom, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commands start engines of their own, and collect garbage around each."""
+    monkeypatch.setattr(floor, "SECONDS", 0.02)  # what is timed here is tiny
     import vllm.v1.worker.cpu_worker  # noqa: F401 - what it imports is frozen, too
 
     room.close()
