@@ -14,14 +14,15 @@ FOLDERS = ("kernels", "unit", "engine")
 # Tests of these share nothing and take long: each is given out by itself.
 ALONE = ("unit/test_structured_random.py",)
 # Files that one worker runs together: they share what the first of them starts.
+FULL, D2F = "engines of full attention", "engines of D2F"
 TOGETHER: dict[str, tuple[str, ...]] = {
-    "engines of full attention": (
+    FULL: (
         "engine/test_full_requests.py",
         "engine/test_templates.py",
         "engine/test_full_memory.py",
         "engine/test_targets.py",
     ),
-    "engines of D2F": (
+    D2F: (
         "engine/test_batching.py",
         "engine/test_sampling.py",
         "engine/test_stops_and_bans.py",
@@ -91,14 +92,15 @@ def scope_of(nodeid: str) -> str:
 
 def engine_of(item: pytest.Item) -> str:
     """Return the name of the shared engine that a test asks for, or nothing."""
-    if "llm" not in getattr(item, "fixturenames", ()):
+    scope = scope_of(item.nodeid)
+    if scope not in (FULL, D2F) or "llm" not in getattr(item, "fixturenames", ()):
         return ""
     callspec = getattr(item, "callspec", None)
     params = {} if callspec is None else callspec.params
-    if "decoder" in params:
+    if scope == FULL:
         return "-".join(params["decoder"])
-    family = params.get("family", "llada")
-    return f"{family}-d2f-{'async' if params.get('overlapped') else 'sync'}"
+    scheduling = "async" if params.get("overlapped") else "sync"
+    return f"{params.get('family', 'llada')}-d2f-{scheduling}"
 
 
 def rank(file: str) -> tuple[int, int]:
