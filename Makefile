@@ -38,14 +38,15 @@ lint: install-test
 types: install-test
 	@$(BIN)/mypy
 
+# These three run every test of a folder.
 unit: install-test
-	@$(PYTEST) $(SPREAD) $(QUICK) $(PYTEST_ARGS) tests/unit
+	@$(PYTEST) $(SPREAD) $(PYTEST_ARGS) tests/unit
 
 kernels: install-test
-	@$(PYTEST) $(QUICK) $(PYTEST_ARGS) tests/kernels
+	@$(PYTEST) $(PYTEST_ARGS) tests/kernels
 
 engine: install-test
-	@$(PYTEST) $(SPREAD) $(QUICK) $(PYTEST_ARGS) tests/engine
+	@$(PYTEST) $(SPREAD) $(PYTEST_ARGS) tests/engine
 
 tests: install-test
 	@$(PYTEST) $(SPREAD) $(QUICK) $(PYTEST_ARGS)

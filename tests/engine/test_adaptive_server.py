@@ -10,6 +10,8 @@ import pytest
 from engines import letters
 from processes import serving
 
+pytestmark = pytest.mark.slow
+
 DLLM = {"strategy": "d2f", "adaptive": "throughput", "threshold": 0.4, "min_window": 2}
 BODY = {"model": "tiny", "prompt": letters(20, 2), "max_tokens": 40, "ignore_eos": True}
 

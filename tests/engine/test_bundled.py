@@ -16,7 +16,7 @@ from forked import PYTHON
 from dllm_plugin.commands.phases import FIRST, MARKERS
 from dllm_plugin.commands.problems.generator import eval_seeds, problem
 
-pytestmark = pytest.mark.usefixtures("template")
+pytestmark = [pytest.mark.usefixtures("template"), pytest.mark.slow]
 
 
 def run(*command: str, **variables: str) -> str:

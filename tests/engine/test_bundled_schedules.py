@@ -11,6 +11,8 @@ from dllm_plugin.commands.problems.generator import eval_seeds, problem
 from dllm_plugin.reference.floating import FloatingText, floating
 from dllm_plugin.reference.model import PlainModel
 
+pytestmark = pytest.mark.slow
+
 CANVAS, TOKENS = 32, 24
 DRAW = random.Random(0)
 SCHEDULES = [[32], [8], [4], [2], [3, 16, *(DRAW.randint(1, 12) for _ in range(200))]]

@@ -1,6 +1,7 @@
 """Processes that are killed or asked to end, clients that vanish: nobody waits, nothing is left."""
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -21,7 +22,7 @@ from streams import PATIENCE, join, slow_request, start_streams
 from dllm_plugin import default_model
 from dllm_plugin.engine.worker.cpu_worker import DiffusionCPUWorker
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.usefixtures("template"), pytest.mark.slow]
 
 PLAIN = (
     '--additional-config={"dllm": {"strategy": "d2f"}}',
@@ -42,15 +43,21 @@ END_SECONDS = 60.0  # vLLM's watchdog looks every five
 READERS = 200
 
 
-def own(server: Server) -> psutil.Process:
-    return psutil.Process(server.process.pid)
+def processes_of(server: Server) -> list[psutil.Process]:
+    """The server's processes, which write their names and numbers to its log.
+
+    Forks of the template are no children of the server, but their stand-ins are.
+    """
+    written = re.findall(r"\(\w+ pid=(\d+)\)", server.log.read_text())
+    forks = [psutil.Process(int(pid)) for pid in sorted(set(written))]
+    assert len(forks) >= 2, "a front end and an engine"
+    stand_ins = psutil.Process(server.process.pid).children(recursive=True)
+    return list({process.pid: process for process in forks + stand_ins}.values())
 
 
 def named(server: Server, name: str) -> list[psutil.Process]:
     """The server's processes of a name that vLLM gives them."""
-    return [
-        p for p in own(server).children(recursive=True) if name in " ".join(p.cmdline())
-    ]
+    return [p for p in processes_of(server) if name in " ".join(p.cmdline())]
 
 
 def plain_texts(server: Server, count: int) -> list[str]:
@@ -74,9 +81,7 @@ def assert_gone(processes: list[psutil.Process]) -> None:
 
 def killed(server: Server, victim: psutil.Process) -> None:
     """Kill a process while eight streams run; every client has an error soon, nothing is left."""
-    processes = own(server).children(
-        recursive=True
-    )  # a search that a stream might not outlast
+    processes = processes_of(server)  # a search that a stream might not outlast
     streams = start_streams(server.url, 8, ENDLESS)
     victim.send_signal(signal.SIGKILL)
     began = time.monotonic()
@@ -90,7 +95,7 @@ def killed(server: Server, victim: psutil.Process) -> None:
 
 
 def test_the_engine_is_killed(tmp_path: Path) -> None:
-    """And another server takes the port at once."""
+    """And another server takes the port at once. By Python itself; others are forks."""
     with serving(
         tmp_path / "log", *UNBOUND, python=sys.executable, **KILLED_SOON
     ) as server:
@@ -100,9 +105,7 @@ def test_the_engine_is_killed(tmp_path: Path) -> None:
         assert "diffuplug: the engine has died" in server.log.read_text()
         port = int(server.url.rpartition(":")[2])
         log = tmp_path / "again"
-        with serving(
-            log, *UNBOUND, port=port, python=sys.executable, **KILLED_SOON
-        ) as again:
+        with serving(log, *UNBOUND, port=port, **KILLED_SOON) as again:
             assert again.url == server.url
             assert plain_texts(again, 2) == texts
 
@@ -110,9 +113,7 @@ def test_the_engine_is_killed(tmp_path: Path) -> None:
 def test_a_rank_is_killed(tmp_path: Path) -> None:
     options = (*UNBOUND, "--tensor-parallel-size=2")
     variables = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} | KILLED_SOON
-    with serving(
-        tmp_path / "log", *options, python=sys.executable, **variables
-    ) as server:
+    with serving(tmp_path / "log", *options, **variables) as server:
         ranks = named(server, "VLLM::Worker")
         assert len(ranks) == 2
         killed(server, ranks[1])
@@ -123,7 +124,7 @@ def drained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server that drains when it is asked to end."""
     log = tmp_path_factory.mktemp("faults") / "log"
     options = (*OPTIONS, f"--shutdown-timeout={PATIENCE:.0f}")
-    with serving(log, *options, python=sys.executable, **KILLED_SOON) as server:
+    with serving(log, *options, **KILLED_SOON) as server:
         yield server
 
 
@@ -170,7 +171,7 @@ def test_drained(drained: Server) -> None:
     """What runs ends as if nobody had asked, what comes is refused, and the status is 0."""
     texts = plain_texts(drained, 8)
     streams = start_streams(drained.url, 8, LONG)
-    processes = own(drained).children(recursive=True)
+    processes = processes_of(drained)
     drained.process.send_signal(signal.SIGTERM)
     body, began = {"model": "tiny", "prompt": "a", "max_tokens": 1}, time.monotonic()
     while (
@@ -245,11 +246,9 @@ def test_the_compile_cache_is_full(tmp_path: Path, full_disk: Path) -> None:
 
 def test_not_drained(tmp_path: Path) -> None:
     """By default every stream ends soon, with what it has and an error; the status is 0."""
-    with serving(
-        tmp_path / "log", *UNBOUND, python=sys.executable, **KILLED_SOON
-    ) as server:
+    with serving(tmp_path / "log", *UNBOUND, **KILLED_SOON) as server:
         texts = plain_texts(server, 8)
-        processes = own(server).children(recursive=True)
+        processes = processes_of(server)
         streams = start_streams(server.url, 8, ENDLESS)
         server.process.send_signal(signal.SIGTERM)
         join(streams, ERROR_SECONDS)

@@ -16,6 +16,8 @@ from processes import Server, serving
 
 from dllm_plugin import default_model
 
+pytestmark = pytest.mark.slow
+
 PYTHON = os.environ.get("CLIENTS_PYTHON", sys.executable)
 QUESTION = (
     "Omar has 7 pencils. Anna has 48 pencils and hands them all to Omar. "

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from forked import PYTHON
 
-pytestmark = pytest.mark.usefixtures("template")
+pytestmark = [pytest.mark.usefixtures("template"), pytest.mark.slow]
 both = pytest.mark.parametrize(
     "python", [sys.executable, PYTHON], ids=["fresh", "forked"]
 )

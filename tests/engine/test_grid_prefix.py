@@ -15,6 +15,8 @@ from engines import (
 )
 from test_requests_refused import refusal
 
+pytestmark = pytest.mark.slow
+
 MODELS = ["sdar", "llada2.0"]
 SHARED = a_prompt(150, 3)
 

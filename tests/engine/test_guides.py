@@ -18,6 +18,8 @@ from dllm_plugin.reference.model import PlainModel
 from dllm_plugin.reference.numbers import llada_quota
 from dllm_plugin.reference.prompt_blocks import Text
 
+pytestmark = pytest.mark.slow
+
 BLOCK, TOKENS, STEPS, THRESHOLD, REACH = 8, 32, 3, 0.3, 3
 GRID_BLOCK = 8  # of the toy family
 PROMPTS = [

@@ -9,7 +9,7 @@ from engines import CHECKPOINTS, EngineRoom, a_prompt, generate, params, token_i
 from jobs import MIXED, check
 from processes import SETTINGS, offline
 
-pytestmark = pytest.mark.usefixtures("template")
+pytestmark = [pytest.mark.usefixtures("template"), pytest.mark.slow]
 
 PROMPTS = [a_prompt(5, 1), a_prompt(40, 2), a_prompt(17, 3)]
 

@@ -28,6 +28,8 @@ from dllm_plugin.engine.scheduling.scheduler import DiffusionScheduler
 from dllm_plugin.reference.floating import FloatingText, floating
 from dllm_plugin.reference.model import PlainModel
 
+pytestmark = pytest.mark.slow
+
 # Name: checkpoint, strategy, block length, canvas, on a grid.
 ENGINES: dict[str, tuple[str, str, int, int, bool]] = {
     "llada-d2f": ("llada", "d2f", 8, 40, False),

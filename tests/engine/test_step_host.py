@@ -18,6 +18,8 @@ from dllm_plugin.engine.scheduling import refresh_scheduler
 from dllm_plugin.sampling import masked_rows
 from dllm_plugin.sampling.compilation import WARMUP_REQUESTS, compiled
 
+pytestmark = pytest.mark.slow
+
 BLOCK, BLOCKS = 8, 4
 DLLM = {
     "strategy": "dual_cache",

@@ -13,6 +13,8 @@ from processes import Server, serving
 
 from dllm_plugin import default_model
 
+pytestmark = pytest.mark.slow
+
 sync_api = pytest.importorskip(
     "playwright.sync_api", reason="playwright is not installed"
 )

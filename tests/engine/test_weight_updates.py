@@ -15,6 +15,8 @@ from trained_weights import trained
 from dllm_plugin import default_model
 from dllm_plugin.commands.problems.generator import eval_seeds, problem
 
+pytestmark = pytest.mark.slow
+
 DECODING = {
     "llada": {"strategy": "dual_cache"},
     "dream": {"strategy": "semi_autoregressive"},
