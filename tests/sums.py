@@ -1,4 +1,4 @@
-"""Print what a test run spent besides its tests: engine starts, and imports of vLLM.
+"""Print what a test run spent besides its tests: starts of engines and servers, imports of vLLM.
 
 Printed as sums at the end. A process has imported vLLM when vLLM's compiled code is mapped into it;
 where two have it at the same random address, one was forked from the other and imported nothing.
@@ -18,10 +18,10 @@ EVERY = 0.5  # seconds; to import vLLM takes several
 COMPILED = "/vllm/_C"
 
 
-def engine_starts() -> list[float]:
-    """Seconds of each start in this process."""
-    engines = sys.modules.get("engines")
-    return list(engines.STARTS) if engines else []
+def starts(module: str) -> list[float]:
+    """Return the seconds of each start in this process, of `engines` or of `processes`."""
+    found = sys.modules.get(module)
+    return list(found.STARTS) if found else []
 
 
 def register(config: pytest.Config) -> None:
@@ -31,7 +31,7 @@ def register(config: pytest.Config) -> None:
 
 
 class Worker:
-    """Hands its engine starts to the controller."""
+    """Hands its starts to the controller."""
 
     def __init__(self, output: dict[str, Any]) -> None:
         self.output = output
@@ -40,14 +40,16 @@ class Worker:
         self.output["left_out"] = self.output.get("left_out", 0) + len(items)
 
     def pytest_sessionfinish(self) -> None:
-        self.output["engine_starts"] = engine_starts()
+        self.output["engine_starts"] = starts("engines")
+        self.output["server_starts"] = starts("processes")
 
 
 class Sums:
     """Collects what workers report, watches processes, and prints."""
 
     def __init__(self) -> None:
-        self.starts: list[float] = []
+        self.engines: list[float] = []  # seconds of each start
+        self.servers: list[float] = []
         self.seconds = 0.0
         self.left_out = 0  # tests
         self.mapped: dict[int, str] = {}  # address of vLLM's code by process
@@ -67,18 +69,21 @@ class Sums:
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
         output = getattr(node, "workeroutput", {})
-        self.starts += output.get("engine_starts", [])
+        self.engines += output.get("engine_starts", [])
+        self.servers += output.get("server_starts", [])
         self.left_out = output.get("left_out", 0)  # each worker leaves out the same
 
     def pytest_terminal_summary(
         self, terminalreporter: pytest.TerminalReporter
     ) -> None:
         self.ended.set()
-        starts = self.starts + engine_starts()
+        engines = self.engines + starts("engines")
+        servers = self.servers + starts("processes")
         imports, forks = self.processes()
         terminalreporter.write_line(
-            f"tests took {self.seconds:.0f} s in all; {len(starts)} engine starts in their own "
-            f"processes {sum(starts):.0f} s of it; {imports} processes "
+            f"tests took {self.seconds:.0f} s in all; of it {len(engines)} engine starts in their "
+            f"own processes {sum(engines):.0f} s, {len(servers)} server starts "
+            f"{sum(servers):.0f} s; {imports} processes "
             f"imported vLLM, and {forks} were forked from one that had"
         )
         if self.left_out:

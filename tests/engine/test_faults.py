@@ -95,7 +95,7 @@ def killed(server: Server, victim: psutil.Process) -> None:
 
 
 def test_the_engine_is_killed(tmp_path: Path) -> None:
-    """And another server takes the port at once. By Python itself; others are forks."""
+    """And another server takes the port at once. By Python itself; the next is a fork."""
     with serving(
         tmp_path / "log", *UNBOUND, python=sys.executable, **KILLED_SOON
     ) as server:
@@ -113,7 +113,9 @@ def test_the_engine_is_killed(tmp_path: Path) -> None:
 def test_a_rank_is_killed(tmp_path: Path) -> None:
     options = (*UNBOUND, "--tensor-parallel-size=2")
     variables = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} | KILLED_SOON
-    with serving(tmp_path / "log", *options, **variables) as server:
+    with serving(
+        tmp_path / "log", *options, python=sys.executable, **variables
+    ) as server:
         ranks = named(server, "VLLM::Worker")
         assert len(ranks) == 2
         killed(server, ranks[1])
