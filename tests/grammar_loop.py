@@ -53,7 +53,7 @@ class GrammarLoop(Loop):
             if r.req_id in self.automata
         ]
         if starts:
-            self.sampler.automata.start(starts)
+            self.sampler.features.automata.start(starts)
         ids = [run.req_id for run in canvases + prefills if run.req_id in self.grammars]
         if not ids:
             return
@@ -61,7 +61,7 @@ class GrammarLoop(Loop):
         checks = [grammar.state.check(grammar.canvas) for grammar in grammars]
         writes = [grammar.state.writes for grammar in grammars]
         words = grammars[0].state.vocabulary.words
-        self.sampler.checks.stage(pack_checks(ids, checks, writes, words))
+        self.sampler.features.checks.stage(pack_checks(ids, checks, writes, words))
 
     def after_sampling(self, run: Run, canvas: list[int], emitted: list[int]) -> None:
         """Keep the rest of the canvas, and feed the grammar what is emitted."""

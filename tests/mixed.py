@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from scripted import Hashed, Loop, Run, one_thread, sampling
 
+from dllm_plugin.sampling.step import StepTensors
+
 D2F = {
     "strategy": "d2f",
     "block_length": 4,
@@ -37,9 +39,9 @@ class Counted:
         self.function = function
         self.sizes: list[int] = []
 
-    def __call__(self, slots_R: torch.Tensor, *rest: Any) -> Any:
-        self.sizes.append(len(slots_R))
-        return self.function(slots_R, *rest)
+    def __call__(self, step: StepTensors, *rest: Any) -> Any:
+        self.sizes.append(len(step.slots_R))
+        return self.function(step, *rest)
 
 
 @contextmanager

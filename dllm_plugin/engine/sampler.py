@@ -21,23 +21,19 @@ from dllm_plugin.kernels.launch import compile_ahead
 from dllm_plugin.kernels.move_rows import kernel as move_rows
 from dllm_plugin.sampling.canvas_rows import CanvasRows
 from dllm_plugin.sampling.compilation import BACKEND, COMPILED_AT_MOST, compiled
-from dllm_plugin.sampling.decider import Decider, EmittedTokens
-from dllm_plugin.sampling.features.automata import Automata
-from dllm_plugin.sampling.features.first_token import FirstTokenDecoder
-from dllm_plugin.sampling.features.grammars import StagedChecks
-from dllm_plugin.sampling.features.logprobs import LogprobStash
-from dllm_plugin.sampling.features.targets import Targets
+from dllm_plugin.sampling.decider import Decider
+from dllm_plugin.sampling.features.ordered import StepFeatures
 from dllm_plugin.sampling.features.token_rules import TokenRules
-from dllm_plugin.sampling.features.watched_rows import WatchedRows
 from dllm_plugin.sampling.guidance import guided_pairs
 from dllm_plugin.sampling.masked_rows import MaskedRows
 from dllm_plugin.sampling.proposer import Proposer
 from dllm_plugin.sampling.ranking import Ranking
-from dllm_plugin.sampling.rows import CHUNK_ROWS, StepRows
+from dllm_plugin.sampling.rows import CHUNK_ROWS
+from dllm_plugin.sampling.step import DenoisingStep, EmittedTokens
 from dllm_plugin.sampling.vocab_parallel import VocabShard
 from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
 
-NOT_STORED = -1  # slot of a position whose KV is not kept
+NOT_STORED = -1  # slot of a position whose KV is not stored
 
 
 class DiffusionSampler:
@@ -53,7 +49,7 @@ class DiffusionSampler:
         shard: VocabShard | None = None,
         is_async: bool = False,
     ) -> None:
-        """Build what a step needs.
+        """Make the parts of a step.
 
         Args:
             max_rows: the most logits rows of a step.
@@ -73,39 +69,24 @@ class DiffusionSampler:
         self.rows: MaskedRows | CanvasRows = rows(
             states, dtype, width, method.plan, int(is_async)
         )
-        self.rules = TokenRules(states, sampler.req_states, vocab_size)
-        self.logprobs = LogprobStash(states, model_config)
-        self.watched = WatchedRows(states)
-        targets = self.targets = Targets(states)
-        owners = (self.rules, self.logprobs)
+        rules = self.rules = TokenRules(states, vocab_size)
         self.proposer = Proposer(
             states,
             self.sampling_states,
-            *owners,
-            targets,
+            rules,
             model_config,
             apply_top_k_top_p,
             shard,
         )
-        self.checks = StagedChecks(states)
-        self.first_tokens: FirstTokenDecoder | None = None
-        if config.dedicated_commit:
-            propose = self.proposer.propose
-            self.first_tokens = FirstTokenDecoder(states, *owners, propose, self.checks)
-        ranking = Ranking(states, self.sampling_states)
-        self.automata = Automata(states, self.sampling_states, self.rules)
-        self.decider = Decider(
-            *(states, ranking, *owners, self.first_tokens),
-            watched=self.watched,
-            targets=self.targets,
-            automata=self.automata,
-            is_async=is_async,
+        propose = self.proposer.propose
+        self.features = StepFeatures(
+            states, sampler, model_config, self.rows, rules, propose
         )
+        ranking = Ranking(states, self.sampling_states)
+        self.decider = Decider(states, ranking, rules, is_async)
         self._dirty = True  # whether `sampling_states` has something for the device
         self.compiles = compiles
-        self.reserved = (
-            False  # what a step allocates was shown to vLLM's memory profile
-        )
+        self.reserved = False  # whether vLLM's memory profile saw a full step
         self.max_rows = max_rows
         self.num_positions = states.canvas_NC.shape[1]
 
@@ -113,26 +94,21 @@ class DiffusionSampler:
         """Stage a request's sampling parameters."""
         self.sampling_states.add_request(req_idx, sampling_params)
         self._dirty = True
-        self.rules.add_request(req_idx, sampling_params)
-        self.logprobs.add_request(req_idx, sampling_params)
-        self.watched.add_request(req_idx, sampling_params)
-        self.targets.add_request(req_idx, sampling_params)
         self.rows.add_request(req_idx, sampling_params)
-        self.proposer.add_request(req_idx)
+        reads = self.features.add_request(req_idx, sampling_params)
+        self.proposer.add_request(req_idx, reads)
 
     def remove_request(self, slot: int) -> None:
-        """Forget a slot's request."""
-        self.rules.remove_request(slot)
+        """Free a slot."""
+        self.features.remove_request(slot)
         self.rows.forget(slot)
-        self.automata.remove_request(slot)
 
     def apply_staged_writes(self) -> None:
-        """Bring staged parameters to the device; vLLM's runner asks for it in every step."""
+        """Copy staged parameters to the device; vLLM's runner calls this in every step."""
         if self._dirty:
             self.sampling_states.apply_staged_writes()
             self._dirty = False
-        self.rules.apply_staged_writes()
-        self.targets.apply_staged_writes()
+        self.features.apply_staged_writes()
 
     def request_logits(self, batch: InputBatch) -> None:
         """Choose the rows that become logits, before the forward."""
@@ -140,17 +116,16 @@ class DiffusionSampler:
         self.rows.choose(batch, self.proposer.is_mixed(slots_np))
 
     def trust_block_cache(self, batch: InputBatch, slot_mappings: Tensor) -> None:
-        """Store no KV but that of the sub-block a request is decoding; called before the forward.
+        """Store only the KV of the sub-block that a request decodes; called before the forward.
 
         Fast-dLLM v2 with ``use_block_cache``: once every position of a block has KV, and the first
         token of the sub-block is known, the other sub-blocks' KV stays as it was. They are computed
-        all the same, since a position costs next to nothing at small batches, and not kept.
+        nevertheless, since a position costs next to nothing at small batches, but not stored.
         """
         canvases = count_canvases(batch)
         slots_np = batch.idx_mapping_np[:canvases]
-        if self.first_tokens is None or not self.states.requests.uses(
-            "use_block_cache", slots_np
-        ):
+        # Requests of other strategies cannot set the option.
+        if not self.states.requests.uses("use_block_cache", slots_np):
             return
         slots_R = batch.idx_mapping[:canvases]
         stops = batch.query_start_loc[: canvases + 1].to(torch.int64)
@@ -184,17 +159,13 @@ class DiffusionSampler:
                 self.compile()
             self._warm_up_kernels(logits)
         step = self.rows.read(logits, batch)
-        decided = None if step is None else self._denoise(step, logits, batch.num_reqs)
+        decided = None if step is None else self._denoise(step)
         if decided is None or len(decided.emitted_R) < batch.num_reqs:
             decided = self._for_whole_batch(batch, step, decided)
-        if self.checks.payload is not None:
-            self.checks.write_prefilled(batch.idx_mapping_np[count_canvases(batch) :])
-        if self.first_tokens is not None:
-            broken = self.first_tokens.decide_after_prefill(logits, batch)
-            if broken is not None:
-                decided.broken_R[-len(broken) :] += broken
-        self.checks.stage(None)
-        rows = self.watched.behind(decided.logprobs, batch.num_reqs)
+        slots_np = batch.idx_mapping_np[: batch.num_reqs]
+        for feature in self.features.active(slots_np):
+            decided = feature.finish_batch(logits, batch, decided)
+        rows = decided.logprobs
         logprobs = None if rows is None else LogprobsTensors(*rows)
         return SamplerOutput(
             sampled_token_ids=decided.tokens_RC,
@@ -205,9 +176,12 @@ class DiffusionSampler:
         )
 
     def _for_whole_batch(
-        self, batch: InputBatch, step: StepRows | None, decided: EmittedTokens | None
+        self,
+        batch: InputBatch,
+        step: DenoisingStep | None,
+        decided: EmittedTokens | None,
     ) -> EmittedTokens:
-        """Put results where their requests are in the batch; others emit nothing."""
+        """Move results to the places of their requests in the batch; others emit nothing."""
         num_reqs, device = batch.num_reqs, self.states.device
         sampled = torch.zeros(
             num_reqs, self.num_positions, dtype=torch.int64, device=device
@@ -234,7 +208,7 @@ class DiffusionSampler:
         return EmittedTokens(*results, logprobs)
 
     def _mirror(self, batch: InputBatch, results: tuple[Tensor, ...]) -> None:
-        """Give unconditional requests the results of the conditional ones that they belong to."""
+        """Copy the results of conditional requests to their unconditional ones."""
         pairs = guided_pairs(batch.req_ids)
         if not len(pairs):
             return
@@ -245,33 +219,30 @@ class DiffusionSampler:
         self.states.copy_rows(slots_R[conditional], slots_R[unconditional])
 
     def _reserve_peak(self, logits: Tensor) -> None:
-        """Let vLLM's memory profile, which runs no canvas, see what a full step allocates.
+        """Allocate what a full step takes, for vLLM's memory profile, which runs no canvas.
 
-        Float32 copies are made of CHUNK_ROWS rows at most: the copy, the tempered and filtered
-        one, and what top-p sorts (values, int64 indices, probabilities, mask and result). Of a
-        shard also what whole rows are gathered into.
+        Float32 copies have CHUNK_ROWS rows at most: the copy, the tempered and filtered copy, and
+        what top-p sorts (values, int64 indices, probabilities, mask and result). A shard also
+        gathers whole rows.
         """
-        num_rows, vocab_size, device = (
-            self.max_rows,
-            self.rules.vocab_size,
-            logits.device,
-        )
-        held = [logits.new_empty(num_rows, logits.shape[1])]
+        num_rows, num_slots = self.max_rows, len(self.states.open_N)
+        vocab_size, device = self.rules.vocab_size, logits.device
+        reserved = [logits.new_empty(num_rows, logits.shape[1])]
         chunk = min(num_rows, CHUNK_ROWS)
-        held += [torch.empty(chunk, vocab_size, device=device) for _ in range(8)]
+        reserved += [torch.empty(chunk, vocab_size, device=device) for _ in range(8)]
         if self.proposer.shard is not None:
-            held.append(logits.new_empty(chunk, vocab_size))
-        # Tables that are made when a request first needs them.
-        held.append(torch.empty(len(self.states.open_N) + 1, vocab_size, device=device))
-        most = self.rules.bad_words.most_bytes() + self.logprobs.most_bytes(num_rows)
-        held.append(torch.empty(most, dtype=torch.uint8, device=device))
-        del held
+            reserved.append(logits.new_empty(chunk, vocab_size))
+        # Tables that are made for the first request that needs them.
+        reserved.append(torch.empty(num_slots + 1, vocab_size, device=device))
+        most = self.features.most_bytes(num_rows)
+        reserved.append(torch.empty(most, dtype=torch.uint8, device=device))
+        del reserved
 
     def compile(self, backend: str = BACKEND) -> None:
-        """Compile the part of a step that keeps no state but the canvases."""
+        """Compile the steps without active features."""
         self.rows.begin = compiled(self.rows.begin_step, backend)
         self.states.apply_staged_writes()
-        self.rules.apply_staged_writes()
+        self.features.apply_staged_writes()
         with torch._dynamo.config.patch(recompile_limit=COMPILED_AT_MOST):
             self.decider.compile(backend, self.rows.example)
 
@@ -288,32 +259,19 @@ class DiffusionSampler:
         self.proposer.warm_up(logits, carry_NV, with_automata)
         for rows_XV in (logits, carry_NV):
             if rows_XV is not None and with_automata:
-                self.automata.warm_up(rows_XV)
+                self.features.automata.warm_up(rows_XV)
         if carry_NV is not None:
             nothing_R = torch.zeros(2, dtype=torch.int64, device=logits.device)
             move_rows.move_rows(logits, nothing_R, carry_NV, nothing_R, nothing_R > 0)
 
-    def _denoise(
-        self, step: StepRows, logits_TV: Tensor, num_reqs: int
-    ) -> EmittedTokens:
+    def _denoise(self, step: DenoisingStep) -> EmittedTokens:
         """Run one denoising step: propose, unmask, commit, advance."""
-        constraint = None
-        if self.checks.payload is not None:
-            step, constraint = self.checks.constrain(step, logits_TV, self.rows)
-        self.rules.start_step(step.canvas, step.slots_R, step.slots_np, step.source_RC)
-        self.logprobs.start_step(step.slots_np)
-        self.watched.start_step(step.slots_np)
-        self.targets.start_step(step.slots_np)
-        self.states.templates.start_step(step.slots_np)
+        active = self.features.active(step.slots_np)
+        for feature in active:
+            feature.start_step(step)
         policies = self.decider.policies_of(step.slots_np)
-        step, automata = self.automata.propose(step, self.rows)
-        stateful = self.decider.stateful_inputs(
-            step, logits_TV, num_reqs, constraint, automata
-        )
-        stats = self.proposer.propose(
-            step.chunks, step.slots_np, step.num_rows, policies.want_ranking
-        )
+        stats = self.proposer.propose_step(step, policies, active)
         self.rows.keep_carry_rows()
-        decided = self.decider.run(step, stats, policies, stateful)
+        decided = self.decider.run(step, stats, policies, active)
         self.rows.keep_counts(step, decided.left_R)
         return decided

@@ -15,8 +15,9 @@ from dllm_plugin.decoding.plan import Canvas, StepPlan
 from dllm_plugin.kernels.move_rows import kernel as move_rows
 from dllm_plugin.kernels.move_rows import reference
 from dllm_plugin.sampling.compilation import allow_any_length
-from dllm_plugin.sampling.rows import RowChunk, StepRows, StepTensors
+from dllm_plugin.sampling.rows import RowChunk
 from dllm_plugin.sampling.side_stream import SideStream
+from dllm_plugin.sampling.step import DenoisingStep, StepTensors
 from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ WARMUP_PREFIX = "_warmup_"
 
 
 class PlannedCanvases(NamedTuple):
-    """Hold what is known of a step's canvases before its logits; fields as in StepRows.
+    """Hold what is known of a step's canvases before its logits; fields as in DenoisingStep.
 
     commits_R bool, the row `last_row_R` becomes the carry row
     """
@@ -108,7 +109,7 @@ class CanvasRows:
         last = batch.query_start_loc[canvases + 1 : batch.num_reqs + 1] - 1
         batch.logits_indices = torch.cat([batch.logits_indices, last.to(torch.int64)])
 
-    def read(self, logits_TV: Tensor, batch: "InputBatch") -> StepRows | None:
+    def read(self, logits_TV: Tensor, batch: "InputBatch") -> DenoisingStep | None:
         """Return the rows of the canvases, or None without canvases; keep those of prefills.
 
         Shifted logits hold one row for each prefill after those of the canvases.
@@ -126,7 +127,7 @@ class CanvasRows:
 
     def _planned_step(
         self, logits_TV: Tensor, batch: "InputBatch", canvases: int
-    ) -> StepRows:
+    ) -> DenoisingStep:
         """Return all of a step but what its logits say; read nothing that this forward writes."""
         slots_R, bounds = batch.idx_mapping[:canvases], batch.cu_num_logits
         planned = self.begin(slots_R, bounds[:canvases], bounds[1 : canvases + 1])
@@ -136,21 +137,25 @@ class CanvasRows:
             self._update = CarryUpdate(
                 logits_TV, planned.last_row_R, slots_R, planned.commits_R
             )
-        return StepRows(
-            torch.arange(canvases, device=self.states.device),
-            np.arange(canvases),
+        step = DenoisingStep(
             slots_R,
-            batch.idx_mapping_np[:canvases],
             planned.canvas,
-            planned.remaining_R,
             planned.plan,
             planned.source_RC,
-            num_rows,
-            list(self._chunks(logits_TV, batch, slots_R, planned)),
+            planned.remaining_R,
             planned.drafts_R,
             batch.seq_lens[:canvases],
+            None,
             planned.last_row_R if self.dedicated_commit else None,
         )
+        step.index_R = torch.arange(canvases, device=self.states.device)
+        step.index_np, step.slots_np = (
+            np.arange(canvases),
+            batch.idx_mapping_np[:canvases],
+        )
+        step.num_reqs, step.num_rows = batch.num_reqs, num_rows
+        step.chunks = list(self._chunks(logits_TV, batch, slots_R, planned))
+        return step
 
     def example(self, count: int) -> StepTensors:
         """Make up a step of some slots with two rows each, with tensors as `read` returns them."""
@@ -199,43 +204,39 @@ class CanvasRows:
             canvas, remaining_R, plan, source_RC, drafts_R, last_row_R, commits_R
         )
 
-    def has_row(self, step: StepRows) -> Tensor:
+    def has_row(self, step: DenoisingStep) -> Tensor:
         """Return the positions that a row of this step predicts, bool ``[R, C]``."""
         position_C = torch.arange(self.num_positions, device=step.drafts_R.device)
         return position_C < step.drafts_R[:, None]
 
-    def num_columns(self, step: StepRows) -> int:
+    def num_columns(self, step: DenoisingStep) -> int:
         """Return how many leading positions of canvases can have a row, as the host knows."""
         return self.num_positions
 
-    def gather(
-        self, step: StepRows, logits_TV: Tensor, row_G: Tensor, slot_G: Tensor
-    ) -> Tensor:
-        """Return some rows of the step, ``[G, V]``; rows behind the logits are carry rows."""
+    def gather(self, step: DenoisingStep, row_G: Tensor, slot_G: Tensor) -> Tensor:
+        """Return some rows of the step, ``[G, V]``; rows after the logits are carry rows."""
         logits_TV = step.chunks[0].logits_XV  # without the rows of prefills
         rows_GV = logits_TV[row_G.clamp_max(len(logits_TV) - 1)]
         if self.carry_NV is None:
             return rows_GV
         is_carry_G1 = (row_G >= len(logits_TV))[:, None]
-        return torch.where(
-            is_carry_G1, self.carry_NV[slot_G].to(rows_GV.dtype), rows_GV
-        )
+        carry_GV = self.carry_NV[slot_G].to(rows_GV.dtype)
+        return torch.where(is_carry_G1, carry_GV, rows_GV)
 
-    def sources(self, step: StepRows) -> tuple[Tensor, Tensor | None]:
-        """Return the logits of canvases, and the carry rows by slot; these count behind them."""
+    def sources(self, step: DenoisingStep) -> tuple[Tensor, Tensor | None]:
+        """Return the logits of canvases, and the carry rows by slot, which count after them."""
         return step.chunks[0].logits_XV, self.carry_NV
 
-    def replan(self, step: StepRows, plan: StepPlan) -> StepRows:
-        """Return the step with another plan; the row that is kept or read behind it moves along."""
-        moved_R = plan.num_committed_R.clamp_min(
-            1
-        ) - step.plan.num_committed_R.clamp_min(1)
+    def replan(self, step: DenoisingStep, plan: StepPlan) -> None:
+        """Give the step another plan; the row that is kept or read after it moves along."""
+        committed_R = plan.num_committed_R.clamp_min(1)
+        moved_R = committed_R - step.plan.num_committed_R.clamp_min(1)
         if self._update is not None:
-            self._update = self._update._replace(
-                from_R=self._update.from_R + moved_R, moved_R=plan.num_committed_R > 0
-            )
-        last_row_R = None if step.last_row_R is None else step.last_row_R + moved_R
-        return step._replace(plan=plan, last_row_R=last_row_R)
+            from_R, moves_R = self._update.from_R + moved_R, plan.num_committed_R > 0
+            self._update = self._update._replace(from_R=from_R, moved_R=moves_R)
+        if step.last_row_R is not None:
+            step.last_row_R = step.last_row_R + moved_R
+        step.plan = plan
 
     def keep_carry_rows(self) -> None:
         """Keep the row of the last position that commits in this step, once carry rows were read.
@@ -249,7 +250,7 @@ class CanvasRows:
             module = move_rows if self.carry_NV.is_cuda else reference
             module.move_rows(logits_TV, from_R, self.carry_NV, slots_R, moved_R)
 
-    def keep_counts(self, step: StepRows, left_R: Tensor | None) -> None:
+    def keep_counts(self, step: DenoisingStep, left_R: Tensor | None) -> None:
         """Do nothing: every canvas position has a row, masked or not."""
 
     def add_request(self, slot: int, params: "SamplingParams") -> None:

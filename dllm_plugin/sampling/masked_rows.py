@@ -17,7 +17,8 @@ from dllm_plugin.decoding.plan import Canvas, StepPlan
 from dllm_plugin.sampling.compilation import allow_any_length
 from dllm_plugin.sampling.guidance import GuidedRows, context_rows, pair_requests
 from dllm_plugin.sampling.mask_counts import MaskCounts
-from dllm_plugin.sampling.rows import RowChunk, StepRows, StepTensors
+from dllm_plugin.sampling.rows import RowChunk
+from dllm_plugin.sampling.step import DenoisingStep, StepTensors
 from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ KNOWN_TO_HOST = 8  # columns of the first argument of `MaskedRows.begin_step`
 
 
 class PlannedBlocks(NamedTuple):
-    """Hold what is known of a step's blocks before its logits; fields as in StepRows.
+    """Hold what is known of a step's blocks before its logits; fields as in DenoisingStep.
 
     found_2X  int64 ``[2, R * C]``: canvas position of each masked position, counted within a
               request, and the row of the batch that predicts it
@@ -90,7 +91,7 @@ class MaskedRows:
         num_slots, self.num_positions = states.canvas_NC.shape
         self.counts = MaskCounts(num_slots, steps_in_flight)
         self.shift = int(states.config.family.logits_shift)
-        self._step: StepRows | None = None
+        self._step: DenoisingStep | None = None
         self._guided: GuidedRows | None = None
         self._starts_np = np.zeros(0, dtype=np.int64)
         most_rows = num_slots * self.num_positions
@@ -124,22 +125,21 @@ class MaskedRows:
         if self.states.requests.uses("cfg_scale", slots_np):
             batch.logits_indices = self._guide(batch, rows, slots_np, row_T)
         self._starts_np = rows.starts_np
-        self._step = StepRows(
-            planned.index_R,
-            index_np,
+        self._step = step = DenoisingStep(
             planned.slots_R,
-            slots_np,
             planned.canvas,
-            planned.remaining_R,
             planned.plan,
             planned.source_RC,
-            num_rows + 1,
-            [self._without_logits(slot_T, place_T, request_T if mixed else None)],
+            planned.remaining_R,
             planned.drafts_R,
             # Not start plus canvas: vLLM's warm-up decodes a canvas that it does not put there.
             batch.seq_lens[planned.index_R],
-            refresh_R=planned.refresh_R,
+            planned.refresh_R,
         )
+        step.index_R, step.index_np, step.slots_np = planned.index_R, index_np, slots_np
+        step.num_reqs, step.num_rows = batch.num_reqs, num_rows + 1
+        owner_np = request_T if mixed else None
+        step.chunks = [self._without_logits(slot_T, place_T, owner_np)]
 
     def _lay_out(self, batch: "InputBatch", canvases: int) -> HostRows:
         """Count rows, each request's behind those of the one before it."""
@@ -247,7 +247,7 @@ class MaskedRows:
             planned.refresh_R,
         )
 
-    def keep_counts(self, step: StepRows, left_R: Tensor | None) -> None:
+    def keep_counts(self, step: DenoisingStep, left_R: Tensor | None) -> None:
         """Note how many masks the step has left in each block."""
         assert left_R is not None
         self.counts.record(step.slots_np, self._starts_np, left_R)
@@ -296,38 +296,37 @@ class MaskedRows:
         """Forget what is known of a slot's request."""
         self.counts.forget(slot)
 
-    def read(self, logits_TV: Tensor, batch: "InputBatch") -> StepRows | None:
+    def read(self, logits_TV: Tensor, batch: "InputBatch") -> DenoisingStep | None:
         """Return the rows that `choose` asked for; None if there were none."""
         step, self._step = self._step, None
         if step is None:
             return None
         if self._guided is not None:
             logits_TV = self._guided.combine(logits_TV, len(step.chunks[0].rows_T))
-        return step._replace(chunks=[step.chunks[0]._replace(logits_XV=logits_TV)])
+        step.chunks = [step.chunks[0]._replace(logits_XV=logits_TV)]
+        return step
 
-    def has_row(self, step: StepRows) -> Tensor:
+    def has_row(self, step: DenoisingStep) -> Tensor:
         """Return the positions that a row of this step predicts, bool ``[R, C]``."""
         return step.source_RC != len(step.chunks[0].rows_T)
 
-    def num_columns(self, step: StepRows) -> int:
+    def num_columns(self, step: DenoisingStep) -> int:
         """Return how many leading positions of canvases can have a row, as the host knows."""
         longest = int(self.states.requests.block_length.np[step.slots_np].max())
         return min(longest, self.num_positions)
 
-    def gather(
-        self, step: StepRows, logits_TV: Tensor, row_G: Tensor, slot_G: Tensor
-    ) -> Tensor:
+    def gather(self, step: DenoisingStep, row_G: Tensor, slot_G: Tensor) -> Tensor:
         """Return some rows of the step, ``[G, V]``, guided ones as they are combined."""
         rows_TV = step.chunks[0].logits_XV
         return rows_TV[row_G.clamp_max(len(rows_TV) - 1)]
 
-    def sources(self, step: StepRows) -> tuple[Tensor, Tensor | None]:
+    def sources(self, step: DenoisingStep) -> tuple[Tensor, Tensor | None]:
         """Return the logits of masked positions; there are no others."""
         return step.chunks[0].logits_XV, None
 
-    def replan(self, step: StepRows, plan: StepPlan) -> StepRows:
-        """Return the step with another plan."""
-        return step._replace(plan=plan)
+    def replan(self, step: DenoisingStep, plan: StepPlan) -> None:
+        """Give the step another plan."""
+        step.plan = plan
 
     def keep_carry_rows(self) -> None:
         """Do nothing: a refresh computes the row that a shifted model needs."""

@@ -4,11 +4,12 @@ The logits of a step are read once, in their own type (:mod:`dllm_plugin.kernels
 float32 copy, no softmax and no noise of their size is ever stored. Only for rows of requests that
 ask for top-p, top-k, min_p, bad words, log-probabilities or LLaDA's EOS options float32 copies are
 made, of 256 rows at a time, and vLLM's memory profile is shown exactly these
-(``DiffusionSampler._reserve_peak``). Which rows these are is read from host mirrors. Shape
-letters as in :mod:`dllm_plugin.decoding.plan`; X rows of a logits tensor.
+(``DiffusionSampler._reserve_peak``). Host mirrors select these rows. Shape letters as in
+:mod:`dllm_plugin.decoding.plan`; X rows of a logits tensor.
 """
 
 import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,26 +26,26 @@ from dllm_plugin.kernels.confidence.reference import (
     RowStats,
 )
 from dllm_plugin.sampling.features.eos_bans import EosBans
-from dllm_plugin.sampling.features.logprobs import LogprobStash
-from dllm_plugin.sampling.features.targets import Targets
+from dllm_plugin.sampling.features.feature import COPIED, ONCE, SCORED, StepFeature
 from dllm_plugin.sampling.features.token_rules import TokenRules
 from dllm_plugin.sampling.filters import Filters, TopFilter
+from dllm_plugin.sampling.ranking import StepPolicies
 from dllm_plugin.sampling.rows import RowChunk, scatter_rows, split_rows, take_rows
+from dllm_plugin.sampling.step import DenoisingStep
 from dllm_plugin.sampling.vocab_parallel import VocabShard
 from dllm_plugin.state.canvas_states import CanvasStates
 
 NO_MASK = -1  # the mask id of rows in which it is banned already
-# How the rows of a request are read: once, from copies, or from copies that are scored, too.
-ONCE, COPIED, SCORED = range(3)
 
 
 class Wanted(NamedTuple):
-    """Hold what is wanted of the rows of requests that are read in one way.
+    """Describe how the rows of some requests are read.
 
     slots_np   the slots of these requests
     samples    whether one of them has a temperature
-    scored     whether they want log-probabilities
+    scored     whether features score the rows
     want_ranking  whether entropy and margin are wanted
+    features   the active features of the step
     num_rows   length of the result, with zeros after the rows; None: as many as the rows
     """
 
@@ -52,13 +53,14 @@ class Wanted(NamedTuple):
     samples: bool
     scored: bool
     want_ranking: bool
+    features: Sequence[StepFeature]
     num_rows: int | None
 
 
 class Proposer:
     """Propose by the sampling parameters of each row's request.
 
-    way_np  int64, how the rows of each slot's request are read
+    way_np  int64, how the rows of each slot's request are read: ONCE, COPIED or SCORED
     """
 
     def __init__(
@@ -66,8 +68,6 @@ class Proposer:
         states: CanvasStates,
         sampling_states: Any,
         rules: TokenRules,
-        logprobs: LogprobStash,
-        targets: Targets,
         model_config: ModelConfig,
         keep_top: TopFilter,
         shard: VocabShard | None = None,
@@ -78,8 +78,6 @@ class Proposer:
         self.filters = Filters(states, sampling_states, keep_top)
         self.eos_bans = EosBans(states, model_config)
         self.rules = rules
-        self.logprobs = logprobs
-        self.targets = targets
         self.temper = states.config.method.tempered
         self.on_cpu = states.device.type == "cpu"
         self.propose_rows = (reference if self.on_cpu else row_stats).propose_rows
@@ -88,71 +86,88 @@ class Proposer:
         self.scan_rows, self.merge_rows = partials.scan_rows, partials.merge_rows
         self.way_np = np.zeros(states.canvas_NC.shape[0], dtype=np.int64)
 
+    def propose_step(
+        self,
+        step: DenoisingStep,
+        policies: StepPolicies,
+        features: Sequence[StepFeature],
+    ) -> RowStats:
+        """Return token, confidence and what policies rank by, of all rows of a step."""
+        rows = step.chunks, step.slots_np, step.num_rows
+        return self.propose(*rows, features, policies.want_ranking)
+
     def propose(
         self,
         chunks: list[RowChunk],
         slots_np: np.ndarray,
         num_rows: int,
+        features: Sequence[StepFeature] = (),
         want_ranking: bool = False,
     ) -> RowStats:
-        """Return token and confidence of all rows of a step; `num_rows` also counts missing ones.
+        """Return token and confidence of some rows; `num_rows` also counts missing ones.
 
         Args:
+            features: features that may change copies of rows, and score them.
             want_ranking: also return entropy and margin.
         """
         ways_np = self.way_np[slots_np]
         whole = not ways_np.any() and not any(map(self._is_cut, chunks))
         if whole and len(chunks) == 1:
-            wanted = self._wanted(slots_np, ONCE, want_ranking, num_rows)
+            wanted = self._wanted(slots_np, ONCE, want_ranking, (), num_rows)
             return self._from_logits(chunks[0], wanted)
         stats: list[RowStats] = []
         rows: list[Tensor] = []
         for way in np.unique(ways_np).tolist():
             mine_np = ways_np == way
-            wanted = self._wanted(slots_np[mine_np], way, want_ranking, None)
+            mine = slots_np[mine_np]
+            wanted = self._wanted(mine, way, want_ranking, features, None)
             for chunk in chunks:
                 taken = chunk if mine_np.all() else take_rows(chunk, mine_np)
                 # From copies where the request needs them, or where a grammar bans most ids.
                 is_copied = way != ONCE or chunk.allowed_TW is not None
                 propose_chunk = self._from_copies if is_copied else self._from_logits
-                pieces = (
-                    list(split_rows(taken))
-                    if is_copied or self._is_cut(chunk)
-                    else [taken]
-                )
-                stats += [propose_chunk(piece, wanted) for piece in pieces]
-                rows += [piece.rows_T for piece in pieces]
-        columns = [
-            column for column in zip(*stats, strict=True) if column[0] is not None
-        ]
+                pieces = [taken]
+                if is_copied or self._is_cut(chunk):
+                    pieces = list(split_rows(taken))
+                for piece in pieces:
+                    stats.append(propose_chunk(piece, wanted))
+                    rows.append(piece.rows_T)
+        columns = [c for c in zip(*stats, strict=True) if c[0] is not None]
         if whole and sum(map(len, rows)) == num_rows:
-            return RowStats(
-                *map(torch.cat, columns)
-            )  # all rows of the step, in their order
+            # All rows of the step, in their order.
+            return RowStats(*map(torch.cat, columns))
         return RowStats(*(scatter_rows(column, rows, num_rows) for column in columns))
 
     def _is_cut(self, chunk: RowChunk) -> bool:
         return self.on_cpu or chunk.allowed_TW is not None
 
     def _wanted(
-        self, slots_np: np.ndarray, way: int, want_ranking: bool, num_rows: int | None
+        self,
+        slots_np: np.ndarray,
+        way: int,
+        want_ranking: bool,
+        features: Sequence[StepFeature],
+        num_rows: int | None,
     ) -> Wanted:
         samples = bool(self.sampling_states.temperature.np[slots_np].any())
-        return Wanted(slots_np, samples, way == SCORED, want_ranking, num_rows)
+        scored = way == SCORED
+        return Wanted(slots_np, samples, scored, want_ranking, features, num_rows)
 
-    def add_request(self, slot: int) -> None:
-        """Note how the rows of a slot's request are read, once all else is known of it."""
-        rules, slots_np = self.rules, np.array([slot])
+    def add_request(self, slot: int, reads: int) -> None:
+        """Store how the rows of a slot's request are read, after all else is staged.
+
+        Args:
+            reads: how the features of the request read its rows.
+        """
+        slots_np = np.array([slot])
         copied = self.filters.users(slots_np) | self.eos_bans.users(slots_np)
-        copied |= rules.bad_words.users(slots_np)
         if self.shard is not None:
             # The ids that `min_tokens` bans may be in another rank's columns.
-            copied |= rules.min_tokens_np[slots_np] > 0
-        scored = self.logprobs.num_logprobs_np[slot] >= 0
-        self.way_np[slot] = SCORED if scored else COPIED if copied.any() else ONCE
+            copied |= self.rules.min_tokens_np[slots_np] > 0
+        self.way_np[slot] = max(reads, COPIED if copied.any() else ONCE)
 
     def is_mixed(self, slots_np: np.ndarray) -> bool:
-        """Tell whether the rows of these slots are read in more than one way."""
+        """Return whether the rows of these slots are read in more than one way."""
         ways_np = self.way_np[slots_np]
         return bool((ways_np != ways_np[:1]).any())
 
@@ -191,10 +206,7 @@ class Proposer:
     def _from_logits(self, chunk: RowChunk, wanted: Wanted) -> RowStats:
         """Propose from the logits themselves; ids that `min_tokens` bans are banned in place."""
         if self.rules.uses_min_tokens(wanted.slots_np):
-            position_T = self._position(chunk)
-            self.rules.ban_early_stops(
-                chunk.logits_XV, chunk.source_T, chunk.slot_T, position_T
-            )
+            self.rules.ban_early_stops(chunk.logits_XV, chunk.source_T, chunk)
         sampling = self._row_sampling(chunk) if wanted.samples else None
         biases = self.rules.biases(wanted.slots_np)
         return self._read_once(
@@ -230,8 +242,8 @@ class Proposer:
     def _from_copies(self, chunk: RowChunk, wanted: Wanted) -> RowStats:
         """Propose from float32 copies of the rows.
 
-        Order: banned and biased ids, what a grammar bans, temperature, min_p, top-k and top-p,
-        sampling, softmax.
+        Order: banned and biased ids, features, the ids that a grammar bans, temperature, min_p,
+        top-k and top-p, sampling, softmax, scores.
         """
         raw_TV, slot_T, slots_np = chunk.logits_XV, chunk.slot_T, wanted.slots_np
         if chunk.source_T is not None:
@@ -239,9 +251,9 @@ class Proposer:
         if self.shard is not None:
             raw_TV = self.shard.gather_rows(raw_TV)
         logits_TV = raw_TV.to(torch.float32, copy=True)
-        self.rules.apply(
-            logits_TV, chunk.rows_T, slot_T, self._position(chunk), slots_np
-        )
+        self.rules.apply(logits_TV, chunk, slots_np)
+        for feature in wanted.features:
+            feature.apply(logits_TV, chunk, slots_np)
         self.eos_bans.ban_proposals(logits_TV, slot_T, slots_np)
         if chunk.allowed_TW is not None:
             allowed_TV = unpack(chunk.allowed_TW, logits_TV.shape[1])
@@ -263,8 +275,8 @@ class Proposer:
             stats = self._with_own_confidence(logits_TV, stats, slot_T, wanted)
         stats.broken_T[: len(slot_T)] = broken_T
         if wanted.scored:
-            stats = self.targets.put(stats, chunk)
-            self.logprobs.score(raw_TV, stats.token_T[: len(slot_T)], chunk.rows_T)
+            for feature in wanted.features:
+                feature.score(raw_TV, stats, chunk)
         return stats
 
     def _with_own_confidence(
@@ -303,10 +315,6 @@ class Proposer:
         """Read the confidence of tokens from copies."""
         how: dict[str, Any] = {"want_ranking": want_ranking, "num_rows": num_rows}
         return self.propose_rows(logits_TV, slot_T, NO_MASK, token_T=token_T, **how)
-
-    def _position(self, chunk: RowChunk) -> Tensor:
-        """Return the absolute position that each row predicts."""
-        return self.states.start_N[chunk.slot_T] + chunk.offset_T + chunk.shift
 
     def _row_sampling(self, chunk: RowChunk) -> RowSampling:
         """Return where the random numbers of rows come from that sample their token."""

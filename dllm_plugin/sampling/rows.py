@@ -1,4 +1,4 @@
-"""Hold the logits rows of a step, and which request and canvas position each of them serves.
+"""Describe logits rows: which request and canvas position each of them serves.
 
 Two siblings find them: :mod:`dllm_plugin.sampling.canvas_rows` under block-causal attention and
 :mod:`dllm_plugin.sampling.masked_rows` under full attention. Their `choose` runs before the forward
@@ -14,14 +14,12 @@ import torch
 from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from dllm_plugin.decoding.plan import Canvas, StepPlan
-
 # Rows that are processed at once where a step needs float32 copies of the logits.
 CHUNK_ROWS = 256
 
 
 class RowChunk(NamedTuple):
-    """Hold some logits rows of a step.
+    """Describe some logits rows of a step.
 
     rows_T    int64, index among all rows of the step
     logits_XV dtype of the model
@@ -43,66 +41,6 @@ class RowChunk(NamedTuple):
     allowed_TW: Tensor | None = None
     owner_np: np.ndarray | None = None
     token_T: Tensor | None = None
-
-
-class StepTensors(NamedTuple):
-    """Hold what compiled code reads of a step; fields as in :class:`StepRows`.
-
-    From step to step only values and the number of requests differ, never what the fields are.
-    """
-
-    slots_R: Tensor
-    canvas: Canvas
-    plan: StepPlan
-    source_RC: Tensor
-    remaining_R: Tensor
-    drafts_R: Tensor
-    seq_lens_R: Tensor
-    refresh_R: Tensor | None
-
-
-class StepRows(NamedTuple):
-    """Hold one step of the requests that have a canvas in it.
-
-    index_R     int64, place of a request in the batch; index_np the same on the host
-    slots_R     int64, its slot; slots_np the same on the host
-    remaining_R int32, tokens that it may still emit
-    source_RC   int64, row of each canvas position
-    num_rows    number of values that source_RC can have
-    drafts_R    int64, canvas positions of a request in this forward
-    seq_lens_R  int32, keys of a request after this forward
-    last_row_R  int64, row of the last position whose KV becomes final; None where that row does
-                not predict the first token of the next block
-    refresh_R   int64, where the refresh behind this block starts; None: no refresh, or at 0
-    """
-
-    index_R: Tensor
-    index_np: np.ndarray
-    slots_R: Tensor
-    slots_np: np.ndarray
-    canvas: Canvas
-    remaining_R: Tensor
-    plan: StepPlan
-    source_RC: Tensor
-    num_rows: int
-    chunks: list[RowChunk]
-    drafts_R: Tensor
-    seq_lens_R: Tensor
-    last_row_R: Tensor | None = None
-    refresh_R: Tensor | None = None
-
-    def tensors(self) -> StepTensors:
-        """Return what compiled code reads."""
-        return StepTensors(
-            self.slots_R,
-            self.canvas,
-            self.plan,
-            self.source_RC,
-            self.remaining_R,
-            self.drafts_R,
-            self.seq_lens_R,
-            self.refresh_R,
-        )
 
 
 def scatter_rows(

@@ -1,4 +1,4 @@
-"""Keep which positions of an answer its request gave, by a template.
+"""Store which positions of an answer its request gave, by a template.
 
 Shape letters as in :mod:`dllm_plugin.decoding.plan`; N is the number of slots.
 """
@@ -15,16 +15,14 @@ from dllm_plugin.state.request_table import SlotTable
 class Templates:
     """Store the given tokens of each slot's answer.
 
-    table   bool ``[N, C]``, by position of the answer; made when a request first has a template
+    table   bool ``[N, C]``, by position of the answer; made for the first request with a template
     has_np  bool, whether a slot's request has one
-    active  whether a request of this step does
     """
 
     def __init__(self, canvas_NC: Tensor) -> None:
         self.shape, self.device = canvas_NC.shape, canvas_NC.device
         self.has_np = np.zeros(self.shape[0], dtype=np.bool_)
         self.table: SlotTable | None = None
-        self.active = False
         self._dirty = False
 
     def add_request(self, slot: int, template: Template | None) -> None:
@@ -47,12 +45,12 @@ class Templates:
             self.table.copy_to_device()
             self._dirty = False
 
-    def start_step(self, slots_np: np.ndarray) -> None:
-        """See whether a request of this step has a template."""
-        self.active = self.table is not None and bool(self.has_np[slots_np].any())
-
     def given(self, slots_R: Tensor, first_R: Tensor) -> Tensor:
-        """Return what is given of canvases that begin at answer position `first_R`, bool [R, C]."""
+        """Return the given positions of canvases, bool ``[R, C]``.
+
+        Args:
+            first_R: position of the answer at which a canvas begins.
+        """
         assert self.table is not None
         place_RC = first_R[:, None] + torch.arange(self.shape[1], device=self.device)
         given_RC = self.table.gpu[slots_R].gather(
@@ -63,7 +61,7 @@ class Templates:
     def next_block_np(
         self, slots_np: np.ndarray, place: np.ndarray, block_length: np.ndarray
     ) -> np.ndarray:
-        """Return where the first block with a gap starts, from answer position `place` on."""
+        """Return the start of the first block with a gap, from answer position `place` on."""
         if self.table is None or not self.has_np[slots_np].any():
             return place
         is_gap = ~self.table.np[slots_np] & (np.arange(self.shape[1]) >= place[:, None])

@@ -45,7 +45,7 @@ class NotingWorker(DiffusionCPUWorker):
             (folder / f"{self.rank} {logits.shape[1]} {first}").touch()
 
         self.get_model().logits_processor.register_forward_hook(note)
-        automata = self.model_runner.sampler.automata
+        automata = self.model_runner.sampler.features.automata
         forward = automata.forward
 
         def note_automaton(*arguments: Any) -> Any:

@@ -128,7 +128,7 @@ def test_nobody_asks_nobody_pays(
     counted(grammar_runner, "AsyncCanvasOutput")
     counted(grammar_scheduler, "pack_checks")
     counted(grammars.Grammars, "prepare")
-    counted(sampling.StagedChecks, "constrain")
+    counted(sampling.StagedChecks, "start_step")
     counted(sampling.StagedChecks, "write_prefilled")
     counted(sampling, "constrain")
     counted(step.Constraint, "__new__")
@@ -142,10 +142,11 @@ def test_nobody_asks_nobody_pays(
     generate(llm, prompts, [params(40), wish(*asked)])
     # An automaton is handed over once, and no canvas is checked.
     assert calls["start"] == 1 and calls["prepare"] and not calls["pack_checks"]
-    assert not (calls["AsyncCanvasOutput"] or calls["constrain"])
+    assert not (calls["AsyncCanvasOutput"] or calls["start_step"])
     generate(llm, prompts, [params(40), wish(*asked, dllm_grammar="drafts")])
     assert all(calls[name] for name in ("AsyncCanvasOutput", "pack_checks", "prepare"))
-    assert calls["constrain"] and calls["write_prefilled"] and calls["start"] == 1
+    assert calls["start_step"] and calls["constrain"] and calls["write_prefilled"]
+    assert calls["start"] == 1
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -399,7 +400,7 @@ def test_automata_among_rows_as_gpus_read_them(
     prompts = [letters(9 + 3 * i, i) for i in range(len(asked))]
     expected = [token_ids(output) for output in generate(llm, prompts, wishes)]
     sampler = sampler_of(llm)
-    for owner in (sampler.automata, sampler.proposer):
+    for owner in (sampler.features.automata, sampler.proposer):
         monkeypatch.setattr(owner, "on_cpu", False)
     assert [token_ids(output) for output in generate(llm, prompts, wishes)] == expected
     # As where memory holds the scores of one canvas alone.
@@ -414,7 +415,7 @@ def test_an_automaton_looks_at_the_block_alone(
     llm = room.start(
         "llada", {"strategy": "semi_autoregressive"}, async_scheduling=False
     )
-    automata, columns = sampler_of(llm).automata, list[int]()
+    automata, columns = sampler_of(llm).features.automata, list[int]()
     forward = automata.forward
 
     def noted(tables: Any, canvases: Any, score_GCK: Any) -> Any:

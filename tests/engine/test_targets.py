@@ -18,6 +18,7 @@ from vllm.exceptions import VLLMValidationError
 
 from dllm_plugin.api.likelihood import METHODS
 from dllm_plugin.reference.model import PlainModel
+from dllm_plugin.sampling.features.targets import Targets
 
 PROMPTS = [a_prompt(9, 1), a_prompt(30, 2), a_prompt(45, 3)]
 TEXTS = [a_prompt(12, 4), [*a_prompt(6, 5), EOS, 7, EOS], a_prompt(1, 6)]
@@ -125,9 +126,12 @@ def test_nobody_asks_and_nobody_pays(room: EngineRoom) -> None:
         llm, PROMPTS[:2], [params(20, logprobs=2), params(3, dllm_template=[-1, 5, -1])]
     )
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    assert runner.model_state.sampler.targets.table is None
+    feature = runner.model_state.sampler.features[Targets]
+    assert feature.table is None and not feature.in_use
     generate(llm, PROMPTS[:1], target_params([5, 6], (0, 1)))
-    assert isinstance(runner.model_state.sampler.targets.table.gpu, torch.Tensor)
+    assert isinstance(
+        runner.model_state.sampler.features[Targets].table.gpu, torch.Tensor
+    )
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

@@ -21,7 +21,7 @@ from dllm_plugin.grammar.automaton import END, START, TokenAutomaton, TooLarge, 
 from dllm_plugin.grammar.guide import Guide
 from dllm_plugin.grammar.regular import expression
 from dllm_plugin.grammar.vocabulary import Vocabulary
-from dllm_plugin.sampling.features.automata import AutomatonTables
+from dllm_plugin.sampling.features.automaton_tables import AutomatonTables
 
 SPECIAL, EOS = 256, 257
 LONGER = ["an", "ab", "abc", '", "', '":', "tr", "ue", "}\n", "0123", "日", "é"]

@@ -6,7 +6,7 @@ import handmade
 import numpy as np
 import pytest
 import torch
-from scripted import Loop
+from scripted import Loop, sampling
 
 from dllm_plugin.decoding.block_causal import (
     commit_blocks,
@@ -15,6 +15,8 @@ from dllm_plugin.decoding.block_causal import (
 )
 from dllm_plugin.decoding.plan import Canvas, Proposal, StepPlan
 from dllm_plugin.decoding.policies import joint_threshold
+from dllm_plugin.sampling.features.bad_words import BadWords
+from dllm_plugin.sampling.step import DenoisingStep
 
 MASK = handmade.MASK
 
@@ -126,16 +128,24 @@ def test_each_block_is_checked_as_the_first(left: float) -> None:
 def written(tokens: list[int], offer: list[int], words: list[list[int]]) -> list[int]:
     """The text behind a step that would take every offered token."""
     loop = Loop({"strategy": "block_diffusion", "block_length": 8, "canvas_length": 8})
-    rule, slot = loop.sampler.rules.bad_words, np.array([2])
-    rule.table.add(2, words)
-    rule.table.apply_staged_writes()
+    rule, slots_np = loop.sampler.features[BadWords], np.array([2])
+    params = sampling(8)
+    params._bad_words_token_ids = words
+    loop.sampler.features.add_request(2, params)
+    rule.apply_staged_writes()
     canvas = handmade.canvas(1, len(tokens), tokens=[tokens])
-    rule.start_step(
-        canvas, torch.from_numpy(slot), slot, torch.arange(len(tokens))[None]
-    )
-    take = torch.tensor([offer]) != canvas.tokens_RC
-    take = rule.withhold(canvas, proposal(offer, [1.0] * len(offer)), take)
-    return torch.where(take, torch.tensor([offer]), canvas.tokens_RC)[0].tolist()
+    numbers = torch.zeros(1, dtype=torch.int64)
+    source = torch.arange(len(tokens))[None]
+    plan = plan_edited_blocks(canvas, MASK)
+    slots = torch.from_numpy(slots_np)
+    step = DenoisingStep(slots, canvas, plan, source, numbers, numbers, numbers, None)
+    step.slots_np = slots_np
+    rule.start_step(step)
+    step.proposal = proposal(offer, [1.0] * len(offer))
+    step.unmask_RC = torch.tensor([offer]) != canvas.tokens_RC
+    rule.restrict(step)
+    taken = torch.where(step.unmask_RC, torch.tensor([offer]), canvas.tokens_RC)
+    return taken[0].tolist()
 
 
 def test_an_edit_completes_no_bad_word() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from vllm.sampling_params import SamplingParams
 
 from dllm_plugin.kernels.confidence import reference
+from dllm_plugin.sampling.features.logprobs import LogprobStash
 from dllm_plugin.sampling.rows import RowChunk
 
 D2F = {
@@ -59,7 +60,7 @@ def watch(loop: Loop) -> list[Read]:
     owners: dict[str, Any] = {
         "_from_logits": proposer,
         "_from_copies": proposer,
-        "score": proposer.logprobs,
+        "score": loop.sampler.features[LogprobStash],
     }
     for name, owner in owners.items():
         plain = getattr(owner, name)
@@ -95,7 +96,8 @@ def test_nobody_asks(dllm: dict[str, Any], shift: bool) -> None:
     start_greedy(loop)
     loop.run()
     assert {read.way for read in seen} == {"_from_logits"}
-    assert loop.sampler.logprobs.tables is None and not loop.sampler.rows._mixed
+    assert loop.sampler.features[LogprobStash].tables is None
+    assert not loop.sampler.rows._mixed
 
 
 @pytest.mark.parametrize("shift", [False, True], ids=["llada", "dream"])
@@ -141,7 +143,7 @@ def test_all_kinds_together(shift: bool) -> None:
         for i, kind in enumerate(KINDS)
     ]
     wanting = {run.slot for run in runs if "logprobs" in run.req_id}
-    rows = loop.sampler.proposer.logprobs
+    rows = loop.sampler.features[LogprobStash]
     loop.run()
     assert list(map(outcome, runs)) == expected
     for read, after in zip(seen, seen[1:], strict=False):

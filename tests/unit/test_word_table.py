@@ -17,7 +17,7 @@ from dllm_plugin.config.request.checks import (
 )
 from dllm_plugin.sampling.features import bad_words
 from dllm_plugin.sampling.features import bad_words as word_table
-from dllm_plugin.sampling.features.bad_words import UNUSED, WordTable
+from dllm_plugin.sampling.features.bad_words import UNUSED, BadWords, WordTable
 
 D2F = {
     "strategy": "d2f",
@@ -94,7 +94,7 @@ def test_words_come_and_go(sent: list[tuple[int, ...]]) -> None:
 
 def test_the_table_goes_with_the_last_request() -> None:
     loop = Loop(D2F)
-    table = loop.sampler.rules.bad_words.table
+    table = loop.sampler.features[BadWords].table
     first = loop.start([1] * 4, Hashed(1), worded(most(1), 4), "first")
     second = loop.start([2] * 4, Hashed(2), worded([[3, 4]], 16), "second")
     plain = loop.start([3] * 4, Hashed(3), sampling(40, None), "plain")
@@ -159,10 +159,10 @@ def test_steps_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_the_memory_profile_is_shown() -> None:
     """As much as a step of all slots makes at once, each with as many words as it may have."""
     loop = Loop(D2F, slots=8)
-    shown = loop.sampler.rules.bad_words.most_bytes()
+    shown = loop.sampler.features[BadWords].most_bytes(0)
     for i in range(8):
         loop.start([i] * 3, Hashed(i), worded(most(i)), f"{i}")
     loop.step()
     loop.step()
-    made = loop.sampler.rules.bad_words._banned
+    made = loop.sampler.features[BadWords]._banned
     assert 0 < sum(t.nbytes for pair in made for t in pair) < shown

@@ -57,14 +57,15 @@ class GrammarRunner(GPUModelRunner):
 
     def sample_tokens(self, grammar_output: "GrammarOutput | None") -> Any:
         """Sample as vLLM does; with checks of canvases, hand them to the sampler first."""
+        sampler: Any = self.sampler
         # vLLM's warm-up brings a bitmask of its own.
         if not isinstance(grammar_output, CanvasChecks):
+            sampler.features.checks.stage(None)
             return super().sample_tokens(grammar_output)
         payload = grammar_output.payload
-        sampler: Any = self.sampler
         if grammar_output.starts:
-            sampler.automata.start(grammar_output.starts)
-        sampler.checks.stage(payload)
+            sampler.features.automata.start(grammar_output.starts)
+        sampler.features.checks.stage(payload)
         output = super().sample_tokens(None)
         if payload is not None and isinstance(output, AsyncOutput):
             return AsyncCanvasOutput(output, payload.req_ids)

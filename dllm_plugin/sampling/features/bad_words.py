@@ -6,11 +6,8 @@ tokens around it. Several positions of one step can still complete a sequence to
 last of them is not unmasked in this step. Shape letters as in :mod:`dllm_plugin.decoding.plan`; W
 words of a slot, L tokens of the longest, A alignments.
 
-Hold the bad words of each slot, on the host and on the device.
-
-The host knows which slots have words and how many; a row of the device's table holds a slot's words
-one after the other, each as long as the slot's longest. Shape letters as in
-:mod:`dllm_plugin.decoding.plan`; N slots, X = MAX_WORDS_TOKENS, W words, L tokens of the longest.
+The host knows which slots have words and how many. A row of the table on the device lists the words
+of a slot one after the other, each as long as the slot's longest; X = MAX_WORDS_TOKENS, N slots.
 """
 
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,11 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm import envs
+from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from dllm_plugin.config.request.checks import MAX_WORD_TOKENS, MAX_WORDS_TOKENS
-from dllm_plugin.decoding.plan import Canvas, Proposal
+from dllm_plugin.decoding.plan import Canvas
 from dllm_plugin.kernels.confidence.reference import NEGATIVE_INFINITY
+from dllm_plugin.sampling.features.feature import COPIED, StepFeature
+from dllm_plugin.sampling.rows import RowChunk
+from dllm_plugin.sampling.step import DenoisingStep
 from dllm_plugin.state.canvas_states import CanvasStates
 
 if TYPE_CHECKING:
@@ -34,10 +35,10 @@ UNUSED = -1  # no token has this id
 
 
 class WordTable:
-    """Keep words from a request's start to its end, and send only those of new requests.
+    """Store the words of each slot, and copy only those of new requests.
 
-    tokens_NX    int32, UNUSED behind a word's end; made when a request first has words, and given
-                 back with the last one's
+    tokens_NX    int32, UNUSED after a word's end; made for the first request with words, and freed
+                 with the last
     count_np     int64 ``[N]``, words of a slot
     length_np    int64 ``[N]``, tokens of its longest word
     """
@@ -50,7 +51,7 @@ class WordTable:
         self._new: dict[int, np.ndarray] = {}
 
     def add(self, slot: int, words: list[list[int]]) -> None:
-        """Stage a slot's words; none if it has none."""
+        """Stage a slot's words, possibly none."""
         self.remove(slot)
         if not words:
             return
@@ -63,7 +64,7 @@ class WordTable:
         self._new[slot] = row_np.reshape(-1)
 
     def remove(self, slot: int) -> None:
-        """Forget a slot's words."""
+        """Free a slot's words."""
         self._new.pop(slot, None)
         self.count_np[slot] = self.length_np[slot] = 0
         if self.tokens_NX is not None and not self.count_np.any():
@@ -102,14 +103,13 @@ class WordTable:
 
 
 OUTSIDE = -2  # before the text, or after the canvas
-ALIGNED_AT_ONCE = (
-    1 << 22
-)  # comparisons, of a byte each; more requests than that allows wait
+# Comparisons of a byte each, made together; further requests are compared afterwards.
+ALIGNED_AT_ONCE = 1 << 22
 TENSORS_AT_ONCE = 8  # as large as these, while words are aligned
 
 
 class StepWords(NamedTuple):
-    """Hold the words of some requests of a step; R counts these requests.
+    """List the words of some requests of a step; R counts these requests.
 
     which_R int64, place among the step's requests; words_RWL int32; before_RL int64, tokens left
     of the canvas
@@ -121,40 +121,47 @@ class StepWords(NamedTuple):
 
 
 class BannedIds(NamedTuple):
-    """Hold pairs of a logits row and an id that would complete a sequence there, both int32."""
+    """List pairs of a logits row and an id that would complete a sequence there, both int32."""
 
     row: Tensor
     token: Tensor
 
 
-class BadWords:
-    """Ban what would complete one of the words of a request of a step."""
+class BadWords(StepFeature):
+    """Ban ids that would complete a word of several tokens."""
+
+    reads = COPIED
 
     def __init__(self, states: CanvasStates, req_states: "RequestState") -> None:
         self.states = states
         self.req_states = req_states
         num_slots, self.num_positions = states.canvas_NC.shape
+        super().__init__(num_slots)
         self.table = WordTable(num_slots, states.device)
         self._step: list[StepWords] = []
         self._banned: list[BannedIds] = []
 
-    @property
-    def active(self) -> bool:
-        """Tell whether a request of this step has bad words."""
-        return bool(self._step)
+    def add_request(self, slot: int, params: SamplingParams) -> bool:
+        """Stage the words of several tokens; single tokens are biases, see TokenRules."""
+        words = [w for w in params.bad_words_token_ids or [] if len(w) > 1]
+        self.table.add(slot, words)
+        return bool(words)
 
-    def users(self, slots_np: np.ndarray) -> np.ndarray:
-        """Return which of the slots have words, bool."""
-        return self.table.count_np[slots_np] > 0
+    def remove_request(self, slot: int) -> None:
+        """Free the slot's words, and those found in the last step."""
+        self.table.remove(slot)
+        self._step, self._banned = [], []
 
-    def start_step(
+    def apply_staged_writes(self) -> None:
+        """Copy the words of new requests to the device."""
+        self.table.apply_staged_writes()
+
+    def start_rows(
         self, canvas: Canvas, slots_R: Tensor, slots_np: np.ndarray, source_RC: Tensor
     ) -> None:
-        """Find which ids would complete a sequence in this step, and in which rows."""
+        """Find which ids would complete a sequence in these canvases, and in which rows."""
         self._step, self._banned = [], []
-        chosen_np = np.flatnonzero(self.users(slots_np))
-        if not len(chosen_np):
-            return
+        chosen_np = np.flatnonzero(self.users_np[slots_np])
         for group_np in self._groups(chosen_np, slots_np):
             which_R = async_tensor_h2d(group_np, device=self.states.device)
             words_RWL = self.table.words_of(slots_R[which_R], slots_np[group_np])
@@ -167,21 +174,16 @@ class BadWords:
     def _groups(self, chosen_np: np.ndarray, slots_np: np.ndarray) -> list[np.ndarray]:
         """Split requests with words into groups that are aligned at once."""
         slots_np = slots_np[chosen_np]
-        count, length = (
-            self.table.count_np[slots_np].max(),
-            self.table.length_np[slots_np].max(),
-        )
+        count = self.table.count_np[slots_np].max()
+        length = self.table.length_np[slots_np].max()
         one = int(count * length) * (self.num_positions + int(length) - 1)
         at_once = max(1, ALIGNED_AT_ONCE // one)
         return np.split(chosen_np, range(at_once, len(chosen_np), at_once))
 
-    def most_bytes(self) -> int:
-        """Return how much memory the words of a full step take at most, outside of the table."""
-        num_slots, alignments = (
-            len(self.table.count_np),
-            self.num_positions + MAX_WORD_TOKENS - 1,
-        )
-        pairs = num_slots * alignments * most_words()
+    def most_bytes(self, num_rows: int) -> int:
+        """Return the memory that the words of a full step take at most, without the table."""
+        alignments = self.num_positions + MAX_WORD_TOKENS - 1
+        pairs = len(self.users_np) * alignments * most_words()
         return TENSORS_AT_ONCE * ALIGNED_AT_ONCE + pairs * 2 * torch.int32.itemsize
 
     def _tokens_before(self, slots_R: Tensor, count: int) -> Tensor:
@@ -211,54 +213,53 @@ class BadWords:
         inside_RAW = (position_RAW >= 0) & (position_RAW < source_RC.shape[1])
         position_RAW = position_RAW.clamp(0, source_RC.shape[1] - 1)
         row_RX = source_RC.gather(1, position_RAW.flatten(1))
-        # What completes nothing falls on the mask token, which is banned everywhere.
+        # An id that completes nothing is replaced by the mask token, which is banned everywhere.
         token_RAW = token_RAW.where(single_RAW & inside_RAW, mask_id)
         return BannedIds(row_RX.flatten().to(torch.int32), token_RAW.flatten())
 
-    def apply(self, logits_TV: Tensor, rows_T: Tensor) -> None:
-        """Ban the ids that were found, in the rows `rows_T` of the step."""
+    def apply(self, logits_TV: Tensor, chunk: RowChunk, slots_np: np.ndarray) -> None:
+        """Ban the ids that `start_rows` found, in the rows of a chunk."""
+        rows_T, mask_id = chunk.rows_T, self.states.config.mask_token_id
         if not len(rows_T):
             return
         for row, token in self._banned:
-            local = torch.searchsorted(rows_T, row.to(rows_T.dtype)).clamp_max(
-                len(rows_T) - 1
-            )
-            here = rows_T[local] == row
-            # Pairs of other rows fall on the mask token, too.
-            flat = local * logits_TV.shape[1] + token.where(
-                here, self.states.config.mask_token_id
-            )
+            local = torch.searchsorted(rows_T, row.to(rows_T.dtype))
+            local = local.clamp_max(len(rows_T) - 1)
+            # Ids of other rows are replaced by the mask token, which is banned everywhere.
+            token = token.where(rows_T[local] == row, mask_id)
+            flat = local * logits_TV.shape[1] + token
             logits_TV.view(-1).index_fill_(0, flat, NEGATIVE_INFINITY)
 
-    def withhold(self, canvas: Canvas, proposal: Proposal, unmask_RC: Tensor) -> Tensor:
-        """Take back the last new position of every sequence that this step would complete.
+    def restrict(self, step: DenoisingStep) -> None:
+        """Keep the last new position masked of every sequence that the step would complete.
 
         To take back an edit restores the token that was there, which may complete another
         sequence: then all edits of the request are taken back.
         """
+        unmask_RC = step.unmask_RC
         for words in self._step:
             which_R = words.which_R
-            asked_RC, tokens_RC = unmask_RC[which_R], canvas.tokens_RC[which_R]
-            token_RC = proposal.token_RC[which_R]
+            asked_RC, tokens_RC = unmask_RC[which_R], step.canvas.tokens_RC[which_R]
+            token_RC = step.proposal.token_RC[which_R]
             kept_RC = _kept(words, tokens_RC, token_RC, asked_RC)
             edits_RC = asked_RC & (tokens_RC != self.states.config.mask_token_id)
             reverts_R1 = (edits_RC & ~kept_RC).any(dim=1, keepdim=True)
             without_RC = _kept(words, tokens_RC, token_RC, asked_RC & ~edits_RC)
             left_RC = torch.where(reverts_R1, without_RC, kept_RC)
             unmask_RC = unmask_RC.index_copy(0, which_R, left_RC)
-        return unmask_RC
+        step.unmask_RC = unmask_RC
 
 
 def most_words() -> int:
-    """Return how many words of several tokens a request can have."""
+    """Return the most words of several tokens that a request can have."""
     return min(envs.VLLM_MAX_NUM_BAD_WORDS, MAX_WORDS_TOKENS // 2)
 
 
 def _align(words: StepWords, tokens_RC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Lay every word along every alignment of the text around the canvas.
+    """Compare every word with every alignment of the text around the canvas.
 
-    Returns the tokens of each alignment ``[R, A, 1, L]``, where they equal a word's, and where the
-    word has tokens, both bool ``[R, A, W, L]``.
+    Returns the tokens of each alignment ``[R, A, 1, L]``, whether they equal a word's, and whether
+    the word has a token there, both bool ``[R, A, W, L]``.
     """
     _, words_RWL, before_RL = words
     length = words_RWL.shape[2]

@@ -1,10 +1,9 @@
-"""Bring checks of grammars into a step: to its plan, to one more logits row, to prefilled canvases.
+"""Apply checks of grammars to a step: its plan, one more logits row, and prefilled canvases.
 
-Nothing of this runs in a step without a request that has a grammar. Shape letters as in
-:mod:`dllm_plugin.grammar.step`; N slots.
+Shape letters as in :mod:`dllm_plugin.grammar.step`; N slots.
 """
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -13,69 +12,92 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from dllm_plugin.decoding.plan import StepPlan
 from dllm_plugin.grammar.payload import NUMBERS, GrammarPayload
-from dllm_plugin.grammar.step import NO_ID, Checks, Constraint, constrain
-from dllm_plugin.sampling.rows import RowChunk, StepRows
-from dllm_plugin.state.canvas_states import CanvasStates
+from dllm_plugin.grammar.step import (
+    NO_ID,
+    Checks,
+    Constraint,
+    constrain,
+    fix_stop,
+    take_frontier,
+)
+from dllm_plugin.sampling.features.feature import StepFeature
+from dllm_plugin.sampling.features.token_rules import TokenRules
+from dllm_plugin.sampling.rows import RowChunk
+from dllm_plugin.sampling.step import DenoisingStep, EmittedTokens
+from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.input_batch import InputBatch
 
 NO_ROW = -1
 
 
 class LogitsRows(Protocol):
-    """Describe what grammars ask of the two ways to find logits rows."""
+    """Describe what features ask of the two ways to find logits rows."""
 
-    def has_row(self, step: StepRows) -> Tensor:
+    def has_row(self, step: DenoisingStep) -> Tensor:
         """Return the positions that a row of this step predicts, bool ``[R, C]``."""
 
-    def num_columns(self, step: StepRows) -> int:
+    def num_columns(self, step: DenoisingStep) -> int:
         """Return how many leading positions of canvases can have a row, as the host knows."""
 
-    def gather(
-        self, step: StepRows, logits_TV: Tensor, row_G: Tensor, slot_G: Tensor
-    ) -> Tensor:
+    def gather(self, step: DenoisingStep, row_G: Tensor, slot_G: Tensor) -> Tensor:
         """Return some rows of the step, ``[G, V]``."""
 
-    def sources(self, step: StepRows) -> tuple[Tensor, Tensor | None]:
-        """Return the tensor whose rows positions count, and the rows by slot that come behind."""
+    def sources(self, step: DenoisingStep) -> tuple[Tensor, Tensor | None]:
+        """Return the tensor whose rows positions count, and the carry rows by slot after them."""
 
-    def replan(self, step: StepRows, plan: StepPlan) -> StepRows:
-        """Return the step with another plan."""
+    def replan(self, step: DenoisingStep, plan: StepPlan) -> None:
+        """Give the step another plan."""
 
 
-class StagedChecks:
-    """Hold the checks that the next step applies; None where it has none.
+class StagedChecks(StepFeature):
+    """Apply the checks that came with a step.
 
-    payload   what came with this step
+    payload   what came with this step; None without checks
     slots_np  int64 ``[G]``, slots of its requests
     """
 
-    def __init__(self, states: CanvasStates) -> None:
+    def __init__(
+        self, states: CanvasStates, rows: LogitsRows, rules: TokenRules
+    ) -> None:
+        super().__init__(len(states.open_N))
         self.states = states
+        self.rows = rows
+        self.rules = rules
         self.payload: GrammarPayload | None = None
         self.slots_np = np.zeros(0, dtype=np.int64)
+        self._constraint: Constraint | None = None
 
     def stage(self, payload: GrammarPayload | None) -> None:
-        """Take what came with the step that is sampled next."""
+        """Stage what came with the step that is sampled next; None for nothing."""
+        if payload is None and self.payload is None:
+            return
         self.payload = payload
-        if payload is not None:
-            slots = [self.states.req_id_to_slot[req_id] for req_id in payload.req_ids]
-            self.slots_np = np.array(slots, dtype=np.int64)
+        req_ids = [] if payload is None else payload.req_ids
+        slots = [self.states.req_id_to_slot[req_id] for req_id in req_ids]
+        self.slots_np = np.array(slots, dtype=np.int64)
+        self.users_np[:] = False
+        self.users_np[self.slots_np] = True
+        self.in_use = bool(slots)
 
-    def constrain(
-        self, step: StepRows, logits_TV: Tensor, rows: LogitsRows
-    ) -> tuple[StepRows, Constraint | None]:
-        """Make a step fit its grammars, with one more row for each frontier."""
-        found = self._found(step.slots_np)
-        if found is None:
-            return step, None
-        checks, mask_id = found, self.states.config.mask_token_id
-        has_row_RC = rows.has_row(step)
-        canvas, plan, constraint = constrain(
+    def start_step(self, step: DenoisingStep) -> None:
+        """Make canvas and plan fit the grammars, and add a row for each frontier."""
+        checks, mask_id = self._found(step.slots_np), self.states.config.mask_token_id
+        assert checks is not None
+        rows, has_row_RC = self.rows, self.rows.has_row(step)
+        step.canvas, plan, self._constraint = constrain(
             step.canvas, step.plan, has_row_RC, checks, mask_id
         )
-        step = rows.replan(step._replace(canvas=canvas), plan)
-        if not len(logits_TV):
-            return step, constraint
-        row_G = checks.row_G
+        rows.replan(step, plan)
+        if len(rows.sources(step)[0]):
+            self._add_rows(step, checks, self._constraint)
+
+    def _add_rows(
+        self, step: DenoisingStep, checks: Checks, constraint: Constraint
+    ) -> None:
+        """Add a row for each frontier, of the ids that its grammar allows."""
+        canvas, row_G = step.canvas, checks.row_G
         slot_G = step.slots_R[row_G]
         tail_G = canvas.tail_R[row_G].to(torch.int64)
         place_G = (tail_G + checks.front_G).clamp_max(canvas.tokens_RC.shape[1] - 1)
@@ -83,7 +105,7 @@ class StagedChecks:
         rows_G = step.num_rows + torch.arange(len(row_G), device=row_G.device)
         chunk = RowChunk(
             rows_G,
-            rows.gather(step, logits_TV, source_G, slot_G),
+            self.rows.gather(step, source_G, slot_G),
             None,
             slot_G,
             place_G.to(torch.int32),
@@ -92,18 +114,29 @@ class StagedChecks:
             self._places(step.slots_np),
         )
         is_front_G = constraint.front_RC[row_G, place_G]
-        source_RC = step.source_RC.index_put(
-            (row_G, place_G), torch.where(is_front_G, rows_G, source_G)
-        )
-        step = step._replace(
-            source_RC=source_RC,
-            num_rows=step.num_rows + len(row_G),
-            chunks=[*step.chunks, chunk],
-        )
-        return step, constraint
+        rows_G = torch.where(is_front_G, rows_G, source_G)
+        step.source_RC = step.source_RC.index_put((row_G, place_G), rows_G)
+        step.num_rows += len(row_G)
+        step.chunks = [*step.chunks, chunk]
+
+    def restrict(self, step: DenoisingStep) -> None:
+        """Drop drafts after the frontier, and unmask the frontier if it has to be decided."""
+        constraint = self._constraint
+        assert constraint is not None
+        step.unmask_RC = take_frontier(constraint, step.plan, step.unmask_RC)
+        is_stop_RC = self.rules.is_stop(step.proposal.token_RC, step.slots_R)
+        step.plan = fix_stop(constraint, step.plan, step.unmask_RC, is_stop_RC)
+
+    def finish_batch(
+        self, logits_TV: Tensor, batch: "InputBatch", emitted: EmittedTokens
+    ) -> EmittedTokens:
+        """Write known ids to the canvases of prefilled requests."""
+        prefills = slice(count_canvases(batch), batch.num_reqs)
+        self.write_prefilled(batch.idx_mapping_np[prefills])
+        return emitted
 
     def _places(self, slots_np: np.ndarray) -> np.ndarray:
-        """Return the places of requests with a grammar among the slots of a step."""
+        """Return the places of requests with checks among the slots of a step."""
         row_N = np.full(len(self.states.open_N), NO_ROW, dtype=np.int64)
         row_N[slots_np] = np.arange(len(slots_np))
         rows = row_N[self.slots_np]
@@ -121,9 +154,8 @@ class StagedChecks:
             [rows[:, None], payload.numbers_GN[here], payload.known_GK[here]], axis=1
         )
         staged = async_tensor_h2d(whole, device=self.states.device)
-        number = dict(
-            zip(NUMBERS, staged[:, 1 : 1 + len(NUMBERS)].unbind(1), strict=True)
-        )
+        columns = staged[:, 1 : 1 + len(NUMBERS)].unbind(1)
+        number = dict(zip(NUMBERS, columns, strict=True))
         return Checks(
             row_G=staged[:, 0],
             known_GK=staged[:, 1 + len(NUMBERS) :],
@@ -156,7 +188,7 @@ class StagedChecks:
         return every_RW.index_copy(0, row_G, allowed_GW)
 
     def write_prefilled(self, slots_np: np.ndarray) -> None:
-        """Write known ids to canvases that this step has prefilled, where they hold masks."""
+        """Write known ids to the masked positions of canvases that this step has prefilled."""
         checks = self._found(slots_np)
         if checks is None:
             return

@@ -1,4 +1,4 @@
-"""Let masked positions take the tokens that their request names, and no others.
+"""Unmask the tokens that a request names, and no others: ``dllm_targets``.
 
 Shape letters as in :mod:`dllm_plugin.decoding.plan`; N slots.
 """
@@ -11,72 +11,68 @@ from vllm.sampling_params import SamplingParams
 from dllm_plugin.config.request.targets import targets_of
 from dllm_plugin.config.request.template import FILL, template_of
 from dllm_plugin.kernels.confidence.reference import RowStats
+from dllm_plugin.sampling.features.feature import StepFeature
 from dllm_plugin.sampling.rows import RowChunk
+from dllm_plugin.sampling.step import DenoisingStep
 from dllm_plugin.state.canvas_states import CanvasStates
 from dllm_plugin.state.request_table import SlotTable
 
 NO_TARGET = -1
 
 
-class Targets:
-    """Hold the targets of each slot's request.
+class Targets(StepFeature):
+    """Store the targets of each slot's request.
 
-    table   int64 ``[N, C]``, NO_TARGET where a position has none; made when a request first asks
-    has_np  bool, whether a slot's request has any
-    active  whether a request of this step does
+    table  int64 ``[N, C]``, NO_TARGET at positions without one; made for the first request
     """
 
     def __init__(self, states: CanvasStates) -> None:
-        self.states = states
-        self.has_np = np.zeros(states.canvas_NC.shape[0], dtype=np.bool_)
+        num_slots, num_positions = states.canvas_NC.shape
+        super().__init__(num_slots)
+        self.shape, self.device = (num_slots, num_positions), states.device
         self.table: SlotTable | None = None
-        self.active = False
         self._dirty = False
 
-    def add_request(self, slot: int, params: SamplingParams) -> None:
-        """Note the targets of a request that starts at `slot`, or that it has none."""
+    def add_request(self, slot: int, params: SamplingParams) -> bool:
+        """Stage the targets of a request."""
         targets = targets_of(params.extra_args)
-        if targets is None and not self.has_np[slot]:
-            return
-        if self.table is None:
-            shape, device = self.states.canvas_NC.shape, self.states.device
-            self.table = SlotTable((shape[0], shape[1]), torch.int64, device)
-            self.table.np.fill(NO_TARGET)
-        self.has_np[slot], self._dirty = targets is not None, True
-        self.table.np[slot] = NO_TARGET
         template = template_of(params.extra_args)
-        if targets is not None and template is not None:
-            places = np.flatnonzero(np.array(template.token_ids) == FILL)
-            self.table.np[slot, places] = targets
+        if targets is None or template is None:
+            return False
+        if self.table is None:
+            self.table = SlotTable(self.shape, torch.int64, self.device)
+            self.table.np.fill(NO_TARGET)
+        places = np.flatnonzero(np.array(template.token_ids) == FILL)
+        self.table.np[slot, places] = targets
+        self._dirty = True
+        return True
+
+    def remove_request(self, slot: int) -> None:
+        """Free the slot's targets."""
+        assert self.table is not None
+        self.table.np[slot] = NO_TARGET
+        self._dirty = True
 
     def apply_staged_writes(self) -> None:
-        """Bring what was noted since the last call to the device."""
+        """Copy staged targets to the device."""
         if self._dirty and self.table is not None:
             self.table.copy_to_device()
             self._dirty = False
 
-    def start_step(self, slots_np: np.ndarray) -> None:
-        """See whether a request of this step has targets."""
-        self.active = self.table is not None and bool(self.has_np[slots_np].any())
-
-    def put(self, stats: RowStats, chunk: RowChunk) -> RowStats:
-        """Return the proposals of some rows with the targets in place of what was proposed.
+    def score(self, raw_TV: Tensor, stats: RowStats, chunk: RowChunk) -> None:
+        """Replace proposals by the targets, which are then scored.
 
         The one forward of such a request has its whole template on the canvas.
         """
-        if not self.active:
-            return stats
         assert self.table is not None
         num_rows = len(chunk.slot_T)
         target_T = self.table.gpu[chunk.slot_T, chunk.offset_T.to(torch.int64)]
         has_T = target_T != NO_TARGET
         stats.token_T[:num_rows] = target_T.where(has_T, stats.token_T[:num_rows])
         stats.confidence_T[:num_rows].masked_fill_(has_T, 1.0)
-        return stats
 
-    def take(self, slots_R: Tensor, candidates_RC: Tensor, unmask_RC: Tensor) -> Tensor:
-        """Return what a step unmasks: what policies pick, and every position with a target."""
-        if not self.active:
-            return unmask_RC
+    def restrict(self, step: DenoisingStep) -> None:
+        """Unmask every position with a target."""
         assert self.table is not None
-        return unmask_RC | (candidates_RC & (self.table.gpu[slots_R] != NO_TARGET))
+        has_RC = self.table.gpu[step.slots_R] != NO_TARGET
+        step.unmask_RC = step.unmask_RC | (step.plan.candidates_RC & has_RC)

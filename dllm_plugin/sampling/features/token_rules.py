@@ -1,11 +1,9 @@
-"""Apply a request's rules about token ids: stop tokens, min_tokens, biases, allowed ids, bad words.
+"""Apply a request's rules about token ids: stop tokens, min_tokens, biases and allowed ids.
 
 ``docs/strategies.md`` defines them for tokens that are decided in any order. Shape letters as in
 :mod:`dllm_plugin.decoding.plan`; N slots, K stop tokens of a slot, M rows of the bias table, X rows
 of a logits tensor.
 """
-
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,36 +11,34 @@ from torch import Tensor
 from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from dllm_plugin.decoding.plan import Canvas, Proposal
 from dllm_plugin.kernels.confidence.reference import NEGATIVE_INFINITY
-from dllm_plugin.sampling.features.bad_words import UNUSED, BadWords
+from dllm_plugin.sampling.features.bad_words import UNUSED
+from dllm_plugin.sampling.features.feature import StepFeature
+from dllm_plugin.sampling.rows import RowChunk
 from dllm_plugin.state.canvas_states import CanvasStates
 from dllm_plugin.state.request_table import SlotTable
 
-if TYPE_CHECKING:
-    from vllm.v1.worker.gpu.states import RequestState
-
 MAX_STOPS = 136  # what admission lets pass, EOS and the family's end-of-turn tokens
-EARLY_ONLY = (
-    -2
-)  # `EARLY_ONLY - id` in the stop table: banned by min_tokens, ends nothing
+# `EARLY_ONLY - id` in the stop table: banned by min_tokens, but ends nothing.
+EARLY_ONLY = -2
 
 
-class TokenRules:
-    """Ban and bias ids per slot and position, and tell which tokens end a request.
+class TokenRules(StepFeature):
+    """Ban and bias ids per slot and position, and find the tokens that end a request.
+
+    Kernels and compiled code read the tables, so a step with rules has no active feature for them.
 
     stop       int64 ``[N, K]``, UNUSED or see EARLY_ONLY where it is no stop token
     min_end    int64 ``[N]``, first absolute position where a stop token is allowed
     bias_row   int64 ``[N]``, row of the bias table; row 0 is all zeros
-    bias_MV    float32, made when the first request needs it: one row per such request
+    bias_MV    float32, one row per request with a bias; made for the first of them
     """
 
-    def __init__(
-        self, states: CanvasStates, req_states: "RequestState", vocab_size: int
-    ) -> None:
+    def __init__(self, states: CanvasStates, vocab_size: int) -> None:
         self.states = states
         self.vocab_size = vocab_size
         self.num_slots = states.canvas_NC.shape[0]
+        super().__init__(self.num_slots)
         self.stop = SlotTable((self.num_slots, MAX_STOPS), torch.int64, states.device)
         self.stop.np.fill(UNUSED)
         self.stop.copy_to_device()
@@ -52,10 +48,9 @@ class TokenRules:
         self.bias_row = SlotTable(self.num_slots, torch.int64, states.device)
         self.bias_MV: Tensor | None = None
         self._new_biases: list[tuple[int, Tensor]] = []
-        self.bad_words = BadWords(states, req_states)
 
-    def add_request(self, slot: int, params: SamplingParams) -> None:
-        """Stage the rules of a request; its prompt length is already known to the states."""
+    def add_request(self, slot: int, params: SamplingParams) -> bool:
+        """Stage the rules of a request; the states already have its prompt length."""
         self._dirty = True
         stop_ids = self._stop_ids(params)
         self.stop.np[slot] = UNUSED
@@ -64,17 +59,11 @@ class TokenRules:
         self.min_end.np[slot] = (
             self.states.requests.prompt_len_np[slot] + params.min_tokens
         )
-        bad_words = params.bad_words_token_ids or []
-        single = [words[0] for words in bad_words if len(words) == 1]
-        self.bad_words.table.add(slot, [words for words in bad_words if len(words) > 1])
-        bias = self._bias(params, single)
+        bias = self._bias(params)
         self.bias_row.np[slot] = 0 if bias is None else slot + 1
         if bias is not None:
             self._new_biases.append((slot + 1, bias))
-
-    def remove_request(self, slot: int) -> None:
-        """Forget what a slot's request may have had a lot of."""
-        self.bad_words.table.remove(slot)
+        return False
 
     def _stop_ids(self, params: SamplingParams) -> list[int]:
         """Return a request's row of the stop table."""
@@ -94,8 +83,10 @@ class TokenRules:
             and token_id != self.states.config.mask_token_id
         )
 
-    def _bias(self, params: SamplingParams, banned: list[int]) -> Tensor | None:
-        """Return a request's row of the bias table; None if it needs none."""
+    def _bias(self, params: SamplingParams) -> Tensor | None:
+        """Return a request's row of the bias table; None if the request needs none."""
+        bad_words = params.bad_words_token_ids or []
+        banned = [word[0] for word in bad_words if len(word) == 1]
         if not (params.logit_bias or params.allowed_token_ids or banned):
             return None
         bias_V = torch.zeros(self.vocab_size, dtype=torch.float32)
@@ -111,7 +102,7 @@ class TokenRules:
         return bias_V
 
     def apply_staged_writes(self) -> None:
-        """Copy what `add_request` staged to the device."""
+        """Copy the rules of new requests to the device."""
         if self._dirty:
             for tensor in (self.stop, self.min_end, self.bias_row):
                 tensor.copy_to_device()
@@ -127,30 +118,15 @@ class TokenRules:
             # Rows of a whole vocabulary: without pinned memory their copy waits for the stream.
             self.bias_MV[index] = async_tensor_h2d(torch.stack(biases), device=device)
             self._new_biases.clear()
-        self.bad_words.table.apply_staged_writes()
 
-    def start_step(
-        self, canvas: Canvas, slots_R: Tensor, slots_np: np.ndarray, source_RC: Tensor
-    ) -> None:
-        """Find the ids that would complete a bad word, before rows are read."""
-        self.bad_words.start_step(canvas, slots_R, slots_np, source_RC)
-
-    def apply(
-        self,
-        logits_TV: Tensor,
-        rows_T: Tensor,
-        slot_T: Tensor,
-        position_T: Tensor,
-        slots_np: np.ndarray,
-    ) -> None:
-        """Ban and bias ids in place; the mask token is never a prediction."""
+    def apply(self, logits_TV: Tensor, chunk: RowChunk, slots_np: np.ndarray) -> None:
+        """Ban and bias ids in float32 copies; the mask token is never a prediction."""
         mask_id, biases = self.states.config.mask_token_id, self.biases(slots_np)
         if biases is not None:
-            logits_TV += biases[0][biases[1][slot_T]]
+            logits_TV += biases[0][biases[1][chunk.slot_T]]
         logits_TV[:, mask_id] = NEGATIVE_INFINITY
         if self.uses_min_tokens(slots_np):
-            self.ban_early_stops(logits_TV, None, slot_T, position_T)
-        self.bad_words.apply(logits_TV, rows_T)
+            self.ban_early_stops(logits_TV, None, chunk)
 
     def biases(self, slots_np: np.ndarray) -> tuple[Tensor, Tensor] | None:
         """Return the table of biases and each slot's row of it, if one of the slots has any."""
@@ -159,35 +135,31 @@ class TokenRules:
         return self.bias_MV, self.bias_row.gpu
 
     def uses_min_tokens(self, slots_np: np.ndarray) -> bool:
-        """Tell whether one of the slots has set `min_tokens`."""
+        """Return whether one of the slots has set `min_tokens`."""
         return bool(self.min_tokens_np[slots_np].any())
 
     def ban_early_stops(
-        self,
-        logits_XV: Tensor,
-        source_T: Tensor | None,
-        slot_T: Tensor,
-        position_T: Tensor,
+        self, logits_XV: Tensor, source_T: Tensor | None, chunk: RowChunk
     ) -> None:
-        """Ban stop tokens in place where a row predicts one of the first `min_tokens` positions.
+        """Ban stop tokens in place in rows that predict one of the first `min_tokens` positions.
 
         A carry row keeps its bans: it predicts the same position in every step.
+
+        Args:
+            source_T: the row of `logits_XV` of each row of the chunk; None if they are the same.
         """
+        slot_T = chunk.slot_T
         if source_T is None:
             source_T = torch.arange(len(slot_T), device=slot_T.device)
         stop_TK = self.stop.gpu[slot_T]
-        early_TK = (position_T < self.min_end.gpu[slot_T])[:, None] & (
-            stop_TK != UNUSED
-        )
+        position_T = self.states.start_N[slot_T] + chunk.offset_T + chunk.shift
+        is_early_T1 = (position_T < self.min_end.gpu[slot_T])[:, None]
+        early_TK = is_early_T1 & (stop_TK != UNUSED)
         stop_TK = torch.where(stop_TK <= EARLY_ONLY, EARLY_ONLY - stop_TK, stop_TK)
-        # What need not be banned falls on the mask token, which is banned everywhere.
+        # An id that is not banned is replaced by the mask token, which is banned everywhere.
         stop_TK = stop_TK.where(early_TK, self.states.config.mask_token_id)
         banned = logits_XV.new_full((), NEGATIVE_INFINITY)
         logits_XV.index_put_((source_T.to(torch.int64)[:, None], stop_TK), banned)
-
-    def withhold(self, canvas: Canvas, proposal: Proposal, unmask_RC: Tensor) -> Tensor:
-        """Take back positions that would complete a bad word together."""
-        return self.bad_words.withhold(canvas, proposal, unmask_RC)
 
     def is_stop(self, tokens_RC: Tensor, slots_R: Tensor) -> Tensor:
         """Return the positions whose token ends the request, bool ``[R, C]``."""

@@ -1,0 +1,104 @@
+"""Define a step feature: something that requests may ask for, and that acts in their steps.
+
+The verbs are those of the samplers of vLLM; the moments are those of a denoising step. Shape
+letters as in :mod:`dllm_plugin.decoding.plan`.
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import Tensor
+from vllm.sampling_params import SamplingParams
+
+from dllm_plugin.decoding.plan import Canvas
+from dllm_plugin.kernels.confidence.reference import RowStats
+from dllm_plugin.sampling.rows import RowChunk
+from dllm_plugin.sampling.step import DenoisingStep, EmittedTokens
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
+# How rows of a request are read: once, from float32 copies, or from copies that are scored, too.
+ONCE, COPIED, SCORED = range(3)
+
+
+class StepFeature:
+    """Do nothing in any step: the base of all features.
+
+    A step calls the moments of its active features only. A step without any is compiled.
+
+    reads     how the rows of requests with this feature are read
+    users_np  bool ``[N]``, slots whose request uses the feature
+    in_use    whether there is one
+    """
+
+    reads = ONCE
+
+    def __init__(self, num_slots: int) -> None:
+        self.users_np = np.zeros(num_slots, dtype=np.bool_)
+        self.in_use = False
+
+    # Verbs, on the host.
+
+    def add_request(self, slot: int, params: SamplingParams) -> bool:
+        """Stage a request; return whether it uses the feature."""
+        return False
+
+    def remove_request(self, slot: int) -> None:
+        """Free what a request that used the feature has staged."""
+
+    def apply_staged_writes(self) -> None:
+        """Copy staged requests to the device."""
+
+    def active(self, slots_np: np.ndarray) -> bool:
+        """Return whether a request in these slots uses the feature."""
+        return self.in_use and bool(self.users_np[slots_np].any())
+
+    def mark(self, slot: int, uses: bool) -> None:
+        """Write whether the slot's request uses the feature."""
+        if uses != self.users_np[slot]:
+            self.users_np[slot] = uses
+            self.in_use = bool(self.users_np.any())
+
+    def free(self, slot: int) -> None:
+        """Free the slot, if its request used the feature."""
+        if self.users_np[slot]:
+            self.remove_request(slot)
+            self.mark(slot, False)
+
+    def most_bytes(self, num_rows: int) -> int:
+        """Return the device memory that tables and a step of `num_rows` rows take at most."""
+        return 0
+
+    # Moments, in the order of a step. They read nothing of the device on the host.
+
+    def start_step(self, step: DenoisingStep) -> None:
+        """Prepare a step before its rows are read; may replace canvas, plan and rows."""
+        self.start_rows(step.canvas, step.slots_R, step.slots_np, step.source_RC)
+
+    def start_rows(
+        self, canvas: Canvas, slots_R: Tensor, slots_np: np.ndarray, source_RC: Tensor
+    ) -> None:
+        """Prepare to read rows: those of a step, or those that predict first tokens of blocks."""
+
+    def apply(self, logits_TV: Tensor, chunk: RowChunk, slots_np: np.ndarray) -> None:
+        """Change float32 copies of rows in place, before temperature and filters.
+
+        Args:
+            slots_np: slots of the requests that have these rows.
+        """
+
+    def score(self, raw_TV: Tensor, stats: RowStats, chunk: RowChunk) -> None:
+        """Score rows once they have a token; may replace tokens in place."""
+
+    def restrict(self, step: DenoisingStep) -> None:
+        """Change which positions are unmasked: `step.unmask_RC`, after the policies."""
+
+    def commit(self, step: DenoisingStep) -> None:
+        """Commit what is kept per canvas, before the canvases move on; may change the outcome."""
+
+    def finish_batch(
+        self, logits_TV: Tensor, batch: "InputBatch", emitted: EmittedTokens
+    ) -> EmittedTokens:
+        """Return the results of a batch, after canvases moved on; prefills of it included."""
+        return emitted

@@ -1,0 +1,112 @@
+"""List the features of a step in the order in which they act.
+
+A new feature is a file beside this one and an entry of :attr:`StepFeatures.entries`: see
+``docs/add-a-feature.md``.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from vllm.config import ModelConfig
+from vllm.sampling_params import SamplingParams
+
+from dllm_plugin.kernels.confidence.reference import RowStats
+from dllm_plugin.sampling.features.automata import Automata
+from dllm_plugin.sampling.features.bad_words import BadWords
+from dllm_plugin.sampling.features.feature import StepFeature
+from dllm_plugin.sampling.features.first_token import FirstTokenDecoder
+from dllm_plugin.sampling.features.grammars import LogitsRows, StagedChecks
+from dllm_plugin.sampling.features.logprobs import LogprobStash
+from dllm_plugin.sampling.features.targets import Targets
+from dllm_plugin.sampling.features.templates import TemplateSteps
+from dllm_plugin.sampling.features.token_rules import TokenRules
+from dllm_plugin.sampling.features.watched_rows import WatchedRows
+from dllm_plugin.state.canvas_states import CanvasStates
+
+
+class StepFeatures:
+    """Order the features, and call the verbs of all of them.
+
+    Moments follow the order of `entries`, but for `restrict`, which runs from the last entry to the
+    first: an earlier entry has the last word on what is unmasked.
+
+    entries  all features of this engine
+    """
+
+    def __init__(
+        self,
+        states: CanvasStates,
+        owner: Any,
+        model_config: ModelConfig,
+        rows: LogitsRows,
+        rules: TokenRules,
+        propose: Callable[..., RowStats],
+    ) -> None:
+        """Make the features.
+
+        Args:
+            owner: vLLM's sampler, of which the states of requests are read.
+            propose: the method of the Proposer.
+        """
+        self.checks = checks = StagedChecks(states, rows, rules)
+        self.automata = Automata(states, owner.sampling_states, rows, rules)
+        bad_words = BadWords(states, owner.req_states)
+        logprobs = LogprobStash(states, model_config)
+        entries: list[StepFeature] = [
+            # Tables that kernels read: first, since other features read them, too.
+            rules,
+            # Changes the canvas, which all others read, and unmasks its frontier whatever the
+            # others withhold.
+            checks,
+            # Withholds positions, also those with a target.
+            bad_words,
+            # Add to what policies unmask. Replaces tokens before they are scored.
+            Targets(states),
+            # Extends what is committed: before everything that moves on with the canvas.
+            TemplateSteps(states),
+            # Adds rows, to which no bad words apply, and moves on by what is committed.
+            self.automata,
+            # Stores the scores of this step's rows, and emits them.
+            logprobs,
+        ]
+        if states.config.dedicated_commit:
+            # Reads rows once more, with scores of their own: after the scores of the step.
+            propose_first = (checks, bad_words, logprobs, propose)
+            entries.append(FirstTokenDecoder(states, *propose_first))
+        # Appends rows to the log-probabilities: after everything that emits them.
+        entries.append(WatchedRows(states))
+        self.entries = tuple(entries)
+
+    def __getitem__(self, kind: type[Any]) -> Any:
+        """Return the entry of a class."""
+        return next(entry for entry in self.entries if type(entry) is kind)
+
+    def active(self, slots_np: np.ndarray) -> tuple[StepFeature, ...]:
+        """Return the features that requests in these slots use."""
+        return tuple([entry for entry in self.entries if entry.active(slots_np)])
+
+    def add_request(self, slot: int, params: SamplingParams) -> int:
+        """Stage a request with every feature; return how its rows are read."""
+        reads = 0
+        for entry in self.entries:
+            entry.free(slot)
+            uses = entry.add_request(slot, params)
+            entry.mark(slot, uses)
+            if uses:
+                reads = max(reads, entry.reads)
+        return reads
+
+    def remove_request(self, slot: int) -> None:
+        """Free a slot in every feature that its request used."""
+        for entry in self.entries:
+            entry.free(slot)
+
+    def apply_staged_writes(self) -> None:
+        """Copy what requests have staged to the device."""
+        for entry in self.entries:
+            entry.apply_staged_writes()
+
+    def most_bytes(self, num_rows: int) -> int:
+        """Return the device memory that features take at most with `num_rows` rows."""
+        return sum(entry.most_bytes(num_rows) for entry in self.entries)

@@ -1,0 +1,139 @@
+"""Define the one struct of a denoising step, and what a step emits.
+
+Shape letters as in :mod:`dllm_plugin.decoding.plan`; K columns of log-probabilities.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from dllm_plugin.decoding.plan import Canvas, Proposal, StepOutcome, StepPlan
+from dllm_plugin.sampling.rows import RowChunk
+
+
+class StepTensors(NamedTuple):
+    """List the tensors that compiled code reads; fields as in :class:`DenoisingStep`.
+
+    From step to step only values and the number of requests differ, never which fields are None.
+    """
+
+    slots_R: Tensor
+    canvas: Canvas
+    plan: StepPlan
+    source_RC: Tensor
+    remaining_R: Tensor
+    drafts_R: Tensor
+    seq_lens_R: Tensor
+    refresh_R: Tensor | None
+
+
+class EmittedLogprobs(NamedTuple):
+    """List the log-probabilities that a step emits: the fields of vLLM's LogprobsTensors."""
+
+    logprob_token_ids: Tensor
+    logprobs: Tensor
+    selected_token_ranks: Tensor
+    cu_num_generated_tokens: list[int]
+
+
+class EmittedTokens(NamedTuple):
+    """List what a step emits per request: see vLLM's SamplerOutput.
+
+    tokens_RC   int64, from position 0 on
+    emitted_R   int32, how many of them are emitted
+    rejected_R  int32, by how much the request's computed positions fall back
+    broken_R    int32, positions whose logits were NaN or infinite where a token was wanted.
+                Asynchronous full attention sends `-left_R` along in it where there are none.
+    left_R      int32, positions that are still masked in blocks that go on, 0 in others; None if
+                nobody counts them
+    """
+
+    tokens_RC: Tensor
+    emitted_R: Tensor
+    rejected_R: Tensor
+    broken_R: Tensor
+    logprobs: EmittedLogprobs | None
+    left_R: Tensor | None = None
+
+
+@dataclass
+class DenoisingStep:
+    """Store one step of the requests that have a canvas in it.
+
+    A field exists after its writer has run. Features may replace fields in their moments.
+
+    Written when rows are planned (`CanvasRows`, `MaskedRows`), on the device:
+    slots_R     int64, slot of a request
+    canvas, plan  as the strategy sees and plans them
+    source_RC   int64, row of each canvas position
+    remaining_R int32, tokens that a request may still emit
+    drafts_R    int64, canvas positions of a request in this forward
+    seq_lens_R  int32, keys of a request after this forward
+    refresh_R   int64, start of the refresh after this block; None: no refresh, or at 0
+    last_row_R  int64, row of the last position whose KV becomes final; None if that row does not
+                predict the first token of the next block
+    index_R     int64, place of a request in the batch
+
+    Written at the same time, on the host:
+    index_np, slots_np  as index_R and slots_R
+    num_reqs    requests of the whole batch
+    num_rows    number of values that source_RC can have
+    chunks      the logits rows
+
+    Written by features in `start_step`:
+    given_RC    bool, positions that templates give; None without templates
+    policy_canvas  the canvas by which policies count; None for `canvas`
+
+    Written by the decider:
+    proposal    token, confidence and score of each position
+    unmask_RC   bool, positions that take their token
+    tokens_RC   int64, canvas tokens after the step, before the canvas moves
+    saw_stop_R  bool, a stop token was unmasked in this step or before
+    emit_RC     int64, canvas position of each emitted token
+    outcome     what is committed
+    broken_R    int32, see EmittedTokens
+
+    Written by features in `commit`:
+    logprobs    what the step emits; None if no request asks
+    """
+
+    slots_R: Tensor
+    canvas: Canvas
+    plan: StepPlan
+    source_RC: Tensor
+    remaining_R: Tensor
+    drafts_R: Tensor
+    seq_lens_R: Tensor
+    refresh_R: Tensor | None
+    last_row_R: Tensor | None = None
+    index_R: Tensor = field(init=False)
+    index_np: np.ndarray = field(init=False)
+    slots_np: np.ndarray = field(init=False)
+    num_reqs: int = field(init=False)
+    num_rows: int = field(init=False)
+    chunks: list[RowChunk] = field(init=False)
+    given_RC: Tensor | None = None
+    policy_canvas: Canvas | None = None
+    proposal: Proposal = field(init=False)
+    unmask_RC: Tensor = field(init=False)
+    tokens_RC: Tensor = field(init=False)
+    saw_stop_R: Tensor = field(init=False)
+    emit_RC: Tensor = field(init=False)
+    outcome: StepOutcome = field(init=False)
+    broken_R: Tensor = field(init=False)
+    logprobs: EmittedLogprobs | None = None
+
+    def tensors(self) -> StepTensors:
+        """Return the tensors that compiled code reads."""
+        return StepTensors(
+            self.slots_R,
+            self.canvas,
+            self.plan,
+            self.source_RC,
+            self.remaining_R,
+            self.drafts_R,
+            self.seq_lens_R,
+            self.refresh_R,
+        )
