@@ -80,7 +80,7 @@ class Decider:
 
     def compile(self, backend: str, example: Callable[[int], StepTensors]) -> None:
         """Compile the usual policies for any number of requests, on steps `example` makes."""
-        self.decide = compiled(self.decide_step, backend)
+        self.decide = compiled(self.decide_plain, backend)
         config = self.states.config
         policies = StepPolicies((config.policy,), bool(config.defaults.alg_temp))
         policies = self.compiled_for = policies.with_usual(self.policy_rules)
