@@ -50,7 +50,7 @@ class DiffusionModelState(ModelState):
         return ("generate",)
 
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
-        """Take vLLM's sampler's state and put ours in its place."""
+        """Return our sampler, on the state of vLLM's."""
         draft_tokens = sampler.req_states.draft_tokens
         self.states = CanvasStates(self.config, self.model_config, draft_tokens)
         fewest = cascade_from(self.vllm_config, flash_version(self.vllm_config))
@@ -88,7 +88,7 @@ class DiffusionModelState(ModelState):
             self.sampler.remove_request(slot)
 
     def apply_staged_writes(self) -> None:
-        """Bring staged slot starts to the device."""
+        """Copy staged slot starts to the device."""
         self.states.apply_staged_writes()
 
     def prepare_inputs_embeds(
@@ -123,7 +123,7 @@ class DiffusionModelState(ModelState):
         for_capture: bool = False,
         ubatch_idx: int = 0,
     ) -> dict[str, Any]:
-        """Turn the step's segments into attention metadata."""
+        """Build attention metadata from the segments of a step."""
         self.sampler.request_logits(input_batch)
         self.sampler.trust_block_cache(input_batch, slot_mappings)
         return self.sequences.build(

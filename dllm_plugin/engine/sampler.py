@@ -1,4 +1,4 @@
-"""Sample a denoising step where vLLM's runner calls its sampler: propose, unmask, commit, emit.
+"""Sample a denoising step in place of vLLM's sampler: propose, unmask, commit, emit.
 
 Nothing waits for the device. Shape letters as in :mod:`dllm_plugin.decoding.plan`.
 """
@@ -37,7 +37,7 @@ NOT_STORED = -1  # slot of a position whose KV is not stored
 
 
 class DiffusionSampler:
-    """Take the place of vLLM's sampler in the model runner."""
+    """Replace vLLM's sampler in the model runner."""
 
     def __init__(
         self,

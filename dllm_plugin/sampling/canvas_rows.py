@@ -28,7 +28,7 @@ WARMUP_PREFIX = "_warmup_"
 
 
 class PlannedCanvases(NamedTuple):
-    """Hold what is known of a step's canvases before its logits; fields as in DenoisingStep.
+    """List the inputs of a step that do not depend on logits; fields as in DenoisingStep.
 
     commits_R bool, the row `last_row_R` becomes the carry row
     """
@@ -43,7 +43,7 @@ class PlannedCanvases(NamedTuple):
 
 
 class CarryUpdate(NamedTuple):
-    """Hold the rows of this forward that become carry rows: `from_R` int64, where `moved_R`."""
+    """List the rows of this forward that become carry rows: `from_R` int64, if `moved_R`."""
 
     logits_TV: Tensor
     from_R: Tensor
@@ -158,7 +158,7 @@ class CanvasRows:
         return step
 
     def example(self, count: int) -> StepTensors:
-        """Make up a step of some slots with two rows each, with tensors as `read` returns them."""
+        """Return a made-up step of some slots with two rows each, with tensors as in `read`."""
         device = self.states.device
         slots_R = torch.arange(count, device=device) % len(self.states.open_N)
         bounds = 2 * torch.arange(count + 1, dtype=torch.int32, device=device)
@@ -228,7 +228,7 @@ class CanvasRows:
         return step.chunks[0].logits_XV, self.carry_NV
 
     def replan(self, step: DenoisingStep, plan: StepPlan) -> None:
-        """Give the step another plan; the row that is kept or read after it moves along."""
+        """Replace the plan of a step; the row that is stored or read after it moves along."""
         committed_R = plan.num_committed_R.clamp_min(1)
         moved_R = committed_R - step.plan.num_committed_R.clamp_min(1)
         if self._update is not None:
@@ -239,7 +239,7 @@ class CanvasRows:
         step.plan = plan
 
     def keep_carry_rows(self) -> None:
-        """Keep the row of the last position that commits in this step, once carry rows were read.
+        """Store the row of the last position that commits in this step, after carry rows were read.
 
         It serves the next steps.
         """

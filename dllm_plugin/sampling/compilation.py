@@ -3,10 +3,10 @@
 Planning a step and deciding it are some 250 to 300 operations on ``[R, C]`` tensors. With
 ``compile_step``, the default on GPUs, torch.compile makes a few kernels of them: each function is
 one graph that serves any number of requests, and is compiled at start, from the same code that runs
-otherwise, for the configured policy and, where they read the same of a row, `threshold` and
+otherwise, for the configured policy and, if they read the same of a row, `threshold` and
 `low_confidence`. A graph of all policies would take three times as long to compile as everything
-else together, so a step in which a request asks for another one runs uncompiled. So does a step in
-which a feature has state of its own: see :class:`dllm_plugin.sampling.decider.StatefulInputs`.
+else together, so a step in which a request asks for another one runs uncompiled. So does a step
+with an active feature: see :mod:`dllm_plugin.sampling.features.ordered`.
 """
 
 from collections.abc import Callable, Iterable

@@ -29,7 +29,7 @@ def conditional_id(request_id: str) -> str:
 
 
 def is_unconditional(request_id: str) -> bool:
-    """Tell whether this is the id of a hidden unconditional request."""
+    """Return whether this is the id of a hidden unconditional request."""
     return request_id.endswith(UNCONDITIONAL_SUFFIX)
 
 
@@ -63,7 +63,7 @@ def context_rows(
     """Return the rows of a step that unconditional requests must not see: all before the canvas.
 
     Args:
-        bounds_np: where each request's rows start, int ``[R + 1]``.
+        bounds_np: first row of each request, int ``[R + 1]``.
         unconditional: places in the batch, int64 ``[P]``; each computes from position 0 on.
         first: first position of the canvas of each, int64 ``[P]``.
     """
@@ -74,7 +74,7 @@ def context_rows(
 
 
 class GuidedRows(NamedTuple):
-    """Hold which rows of a step are guided, and how strongly.
+    """List the guided rows of a step, and their scales.
 
     place_G int64, among the rows of the requests that decide; scale_G float32, of those
     """

@@ -1,4 +1,4 @@
-"""Know on the host how many masked positions a block has at most, without waiting for the device.
+"""Track on the host an upper bound of masked positions per block, without device syncs.
 
 Shape letters as in :mod:`dllm_plugin.decoding.plan`; N slots.
 """
@@ -14,12 +14,12 @@ NO_SLOT = -1
 
 
 class CopiedCounts(NamedTuple):
-    """Hold what a step left, on its way to the host.
+    """List the masks that a step left, while they are copied to the host.
 
-    slots_np   slots of its requests; NO_SLOT where the request is gone
-    starts_np  where the host took their canvases to start
-    left_R     masked positions of their current blocks behind the step; 0 where those are done
-    event      when the copy has arrived; None on CPUs, where it is no copy
+    slots_np   slots of its requests; NO_SLOT if the request is gone
+    starts_np  canvas starts of the requests, as the host knew them
+    left_R     masked positions of their current blocks after the step; 0 if those are done
+    event      end of the copy; None on CPUs, which need no copy
     """
 
     slots_np: np.ndarray
@@ -29,17 +29,17 @@ class CopiedCounts(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """Hold where a copy arrives: pinned memory for all slots, and when it has."""
+    """Store the target of a copy: pinned memory for all slots, and the event of its end."""
 
     left_N: Tensor
     event: torch.cuda.Event
 
 
 class MaskCounts:
-    """Remember what the last steps left, by slot.
+    """Store how many masks the last steps left, by slot.
 
     A step whose result the scheduler has not seen yet is not waited for: masks only become fewer,
-    but where a grammar takes tokens back. How many steps that is must not depend on time, because
+    except if a grammar takes tokens back. How many steps that is must not depend on time, because
     all ranks count the same rows.
 
     grows_np  whether a slot's masks may become more; its blocks count as a whole while steps are
@@ -47,20 +47,19 @@ class MaskCounts:
     """
 
     def __init__(self, num_slots: int, steps_in_flight: int) -> None:
-        """Make the tables; `steps_in_flight`: steps that may be queued behind the last known."""
+        """Make the tables; `steps_in_flight` may be queued after the last known step."""
         self.steps_in_flight = steps_in_flight
         self.left_N = np.zeros(num_slots, dtype=np.int64)
         self.start_N = np.zeros(num_slots, dtype=np.int64)
         self.grows_np = np.zeros(num_slots, dtype=np.bool_)
         self._copied: deque[CopiedCounts] = deque()
-        self._arrivals: deque[Arrival] = (
-            deque()
-        )  # used in turn, more than are in flight
+        # Used in turn, more than are in flight.
+        self._arrivals: deque[Arrival] = deque()
 
     def record(
         self, slots_np: np.ndarray, starts_np: np.ndarray, left_R: Tensor
     ) -> None:
-        """Start the copy of what a step left."""
+        """Start the copy of the masks that a step left."""
         event = None
         if left_R.is_cuda:
             left_R, event = self._copy(left_R)
@@ -78,7 +77,7 @@ class MaskCounts:
         return copied_R, arrival.event
 
     def forget(self, slot: int) -> None:
-        """Forget a slot, whose request is another one from now on."""
+        """Free a slot, which gets another request."""
         self.left_N[slot] = 0
         for copied in self._copied:
             copied.slots_np[copied.slots_np == slot] = NO_SLOT
@@ -86,10 +85,10 @@ class MaskCounts:
     def most(
         self, slots_np: np.ndarray, starts_np: np.ndarray, sizes_np: np.ndarray
     ) -> np.ndarray:
-        """Return how many masks the blocks that start there have at most; one at least.
+        """Return an upper bound of masks, at least one, of the blocks that start there.
 
         Args:
-            sizes_np: positions of these blocks, the answer where no step of a block is known.
+            sizes_np: positions of these blocks: the bound of a block without a known step.
         """
         while len(self._copied) > self.steps_in_flight:
             copied = self._copied.popleft()

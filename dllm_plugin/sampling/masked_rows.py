@@ -30,7 +30,7 @@ KNOWN_TO_HOST = 8  # columns of the first argument of `MaskedRows.begin_step`
 
 
 class PlannedBlocks(NamedTuple):
-    """Hold what is known of a step's blocks before its logits; fields as in DenoisingStep.
+    """List the inputs of a step that do not depend on logits; fields as in DenoisingStep.
 
     found_2X  int64 ``[2, R * C]``: canvas position of each masked position, counted within a
               request, and the row of the batch that predicts it
@@ -48,12 +48,12 @@ class PlannedBlocks(NamedTuple):
 
 
 class HostRows(NamedTuple):
-    """Hold the rows of a step as the host lays them out: as many as a request has masks at most.
+    """List the rows of a step on the host: per request the upper bound of its masks.
 
     index_np          places in the batch of the requests that decide
     unconditional_np  places of what guides them, their own without guidance
     slots_np          their slots
-    starts_np         where their canvases start
+    starts_np         first positions of their canvases
     request_T         whose row each is: place among the deciding requests
     packed            all that the device has to know, int64: see :meth:`MaskedRows.begin_step` of
                       each request, then of each row its place in `found_2X`, then its slot
@@ -84,7 +84,7 @@ class MaskedRows:
         plan: PlanFunction,
         steps_in_flight: int = 0,
     ) -> None:
-        """Take the arguments of CanvasRows; no logits are kept here."""
+        """Make the counts; the arguments are those of CanvasRows."""
         self.states = states
         self.plan = plan
         self.begin: Callable[[Tensor], PlannedBlocks] = self.begin_step
@@ -96,9 +96,8 @@ class MaskedRows:
         self._starts_np = np.zeros(0, dtype=np.int64)
         most_rows = num_slots * self.num_positions
         self._rows_X = torch.arange(most_rows, device=states.device)
-        self._nothing_T0 = states.canvas_NC.new_empty(
-            0, 0
-        )  # for logits before there are any
+        # Stands for logits before the forward.
+        self._nothing_T0 = states.canvas_NC.new_empty(0, 0)
 
     def choose(self, batch: "InputBatch", mixed: bool) -> None:
         """Ask for the rows of this step; with guidance, for those of unconditional requests, too.
@@ -142,7 +141,7 @@ class MaskedRows:
         step.chunks = [self._without_logits(slot_T, place_T, owner_np)]
 
     def _lay_out(self, batch: "InputBatch", canvases: int) -> HostRows:
-        """Count rows, each request's behind those of the one before it."""
+        """Count rows; those of a request follow those of the request before it."""
         assert batch.num_draft_tokens_per_req is not None
         states, drafts = self.states, batch.num_draft_tokens_per_req[:canvases]
         slots, bounds = (
@@ -227,7 +226,7 @@ class MaskedRows:
         )
 
     def example(self, count: int) -> StepTensors:
-        """Make up a step of some slots, with tensors as `choose` makes them."""
+        """Return a made-up step of some slots, with tensors as in `choose`."""
         known = np.zeros((count, KNOWN_TO_HOST), dtype=np.int64)
         known[:, 1] = np.arange(count) % len(self.states.open_N)
         known[:, 3] = self.states.config.block_length
@@ -248,26 +247,26 @@ class MaskedRows:
         )
 
     def keep_counts(self, step: DenoisingStep, left_R: Tensor | None) -> None:
-        """Note how many masks the step has left in each block."""
+        """Record how many masks the step has left in each block."""
         assert left_R is not None
         self.counts.record(step.slots_np, self._starts_np, left_R)
 
     def _guide(
         self, batch: "InputBatch", rows: HostRows, slots_np: np.ndarray, row_T: Tensor
     ) -> Tensor:
-        """Return the rows of the step with those of unconditional requests behind them."""
+        """Return the rows of the step, then those of unconditional requests."""
         scales = self.states.requests.users("cfg_scale", slots_np)
         place_G = np.flatnonzero(scales[rows.request_T])
         request_G = rows.request_T[place_G]
-        behind = rows.first_row[rows.unconditional_np] - rows.first_row[rows.index_np]
-        packed = np.stack([place_G, behind[request_G], slots_np[request_G]])
-        place, behind_G, slot_G = async_tensor_h2d(packed, device=row_T.device)
+        distance = rows.first_row[rows.unconditional_np] - rows.first_row[rows.index_np]
+        packed = np.stack([place_G, distance[request_G], slots_np[request_G]])
+        place, distance_G, slot_G = async_tensor_h2d(packed, device=row_T.device)
         self._guided = GuidedRows(
             place, self.states.requests.number("cfg_scale", slot_G)
         )
         hidden = rows.unconditional_np[rows.unconditional_np != rows.index_np]
         self._hide_context(batch, hidden)
-        return torch.cat([row_T, row_T[place] + behind_G])
+        return torch.cat([row_T, row_T[place] + distance_G])
 
     def _without_logits(
         self, slot_T: Tensor, place_T: Tensor, owner_np: np.ndarray | None
@@ -277,7 +276,7 @@ class MaskedRows:
         return RowChunk(rows_T, self._nothing_T0, None, *places, 0, None, owner_np)
 
     def _hide_context(self, batch: "InputBatch", unconditional: np.ndarray) -> None:
-        """Put masks into unconditional requests where the conditional ones have their context."""
+        """Mask in unconditional requests the context of the conditional requests."""
         assert batch.num_draft_tokens_per_req is not None
         bounds_np = batch.query_start_loc_np
         reached = bounds_np[unconditional + 1] - bounds_np[unconditional]
@@ -289,11 +288,11 @@ class MaskedRows:
         batch.input_ids.index_fill_(0, rows_T, self.states.config.mask_token_id)
 
     def add_request(self, slot: int, params: "SamplingParams") -> None:
-        """Note what becomes of the masks of a slot's request."""
+        """Store whether the masks of a slot's request may become more."""
         self.counts.grows_np[slot] = params.structured_outputs is not None
 
     def forget(self, slot: int) -> None:
-        """Forget what is known of a slot's request."""
+        """Free a slot."""
         self.counts.forget(slot)
 
     def read(self, logits_TV: Tensor, batch: "InputBatch") -> DenoisingStep | None:
@@ -325,7 +324,7 @@ class MaskedRows:
         return step.chunks[0].logits_XV, None
 
     def replan(self, step: DenoisingStep, plan: StepPlan) -> None:
-        """Give the step another plan."""
+        """Replace the plan of a step."""
         step.plan = plan
 
     def keep_carry_rows(self) -> None:

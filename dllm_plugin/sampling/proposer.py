@@ -123,7 +123,7 @@ class Proposer:
             wanted = self._wanted(mine, way, want_ranking, features, None)
             for chunk in chunks:
                 taken = chunk if mine_np.all() else take_rows(chunk, mine_np)
-                # From copies where the request needs them, or where a grammar bans most ids.
+                # From copies if the request needs them, or if a grammar bans most ids.
                 is_copied = way != ONCE or chunk.allowed_TW is not None
                 propose_chunk = self._from_copies if is_copied else self._from_logits
                 pieces = [taken]
@@ -317,7 +317,7 @@ class Proposer:
         return self.propose_rows(logits_TV, slot_T, NO_MASK, token_T=token_T, **how)
 
     def _row_sampling(self, chunk: RowChunk) -> RowSampling:
-        """Return where the random numbers of rows come from that sample their token."""
+        """Return the counters of the random numbers that sample the tokens of rows."""
         sampling, states = self.sampling_states, self.states
         tables = (
             sampling.temperature.gpu,

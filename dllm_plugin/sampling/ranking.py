@@ -1,4 +1,4 @@
-"""Rank canvas positions: give each the score that its request's policy goes by.
+"""Rank canvas positions: compute the score that the policy of each request sorts by.
 
 Part of what ``compile_step`` compiles. Shape letters as in :mod:`dllm_plugin.decoding.plan`.
 """
@@ -25,24 +25,24 @@ USUAL = {"threshold", "low_confidence"}  # policies that most requests ask for
 
 
 class StepPolicies(NamedTuple):
-    """Hold what the requests of a step ask for: names of policies, and whether any `alg_temp`."""
+    """List the policies of a step, and whether a request asks for `alg_temp`."""
 
     names: tuple[str, ...]
     samples_order: bool
 
     @property
     def want_ranking(self) -> bool:
-        """Tell whether a policy ranks by entropy or margin."""
+        """Return whether a policy ranks by entropy or margin."""
         return any(RANKED_BY[name] in ("entropy", "margin") for name in self.names)
 
     def with_usual(self, known: Collection[str]) -> "StepPolicies":
-        """Return these and the usual policies that are known, where they read the same of a row."""
+        """Add the policies compiled by default if they need the same row statistics."""
         if self.want_ranking or self.samples_order:
             return self
         return self._replace(names=tuple(sorted({*self.names, *(USUAL & set(known))})))
 
     def are_among(self, others: "StepPolicies") -> bool:
-        """Tell whether a step that serves the others serves these."""
+        """Return whether code for the policies `others` serves these."""
         return (
             set(self.names) <= set(others.names)
             and self.samples_order == others.samples_order
@@ -51,7 +51,7 @@ class StepPolicies(NamedTuple):
 
 
 class Ranking:
-    """Turn what rows say into proposals of canvas positions."""
+    """Compute proposals of canvas positions from row statistics."""
 
     def __init__(self, states: CanvasStates, sampling_states: Any) -> None:
         self.states = states
@@ -79,7 +79,7 @@ class Ranking:
             score_RC = sampled_order(
                 score_RC, alg_temp_R1, self._uniform(slots_R, ALG_TEMP_ORDER)
             )
-        # A row of NaN or of banned ids alone must not stop the request's progress.
+        # A row of NaN or of only banned ids must not stop the request's progress.
         return Proposal(
             stats.token_T[source_RC],
             confidence_RC.nan_to_num(0.0),

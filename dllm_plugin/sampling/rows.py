@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
-# Rows that are processed at once where a step needs float32 copies of the logits.
+# Rows of which float32 copies are made at once.
 CHUNK_ROWS = 256
 
 
@@ -26,10 +26,10 @@ class RowChunk(NamedTuple):
     source_T  int, row of `logits_XV` of each row; None if they are the same ones, in order
     slot_T    int, slot of each row's request
     offset_T  int; start of the slot's canvas + offset + `shift` is the position that a row predicts
-    allowed_TW int32, bits of the ids that a grammar allows; None where there is no grammar
-    owner_np  int64, on the host: place of each row's request among the step's; None where all
+    allowed_TW int32, bits of the ids that a grammar allows; None without a grammar
+    owner_np  int64, on the host: place of each row's request among the step's; None if all
               requests of the step ask for the same
-    token_T   int64, tokens that were chosen before; None where the rows choose
+    token_T   int64, tokens that were chosen before; None if the rows choose
     """
 
     rows_T: Tensor

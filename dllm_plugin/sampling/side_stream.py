@@ -24,7 +24,7 @@ class SideStream:
         self._may_start: torch.cuda.Event | None = None
 
     def mark(self) -> None:
-        """Let the work start from here on: all that it reads is queued on the main stream."""
+        """Record the start of the work: all that it reads is queued on the main stream."""
         if self._stream is not None:
             self._may_start = torch.cuda.Event()
             self._may_start.record()

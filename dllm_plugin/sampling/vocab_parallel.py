@@ -4,7 +4,7 @@ The option is the default of several ranks. vLLM gathers whole rows on every ran
 the columns that its share of the LM head computes. The kernel that reads the logits cuts each row
 into partials anyway: each rank makes those of its own columns, one gather brings every rank the
 partials of all, and all ranks merge them in the same order, so that they decide alike. Carry rows
-and guidance stay within a rank's columns, too; whole rows are gathered only where float32 copies
+and guidance stay within a rank's columns, too; whole rows are gathered only if float32 copies
 are made. vLLM's own ``skip_gather`` makes this possible. Nobody but our sampler reads logits then,
 so grammars and ``prompt_logprobs`` are refused.
 

@@ -199,7 +199,7 @@ class Automata(StepFeature):
     def _propose(
         self, step: DenoisingStep, row_np: np.ndarray, columns: int
     ) -> AutomatonStep:
-        """Do as `start_step` for some requests; no block is open after `columns` positions."""
+        """Propose texts of some requests; no block is open after `columns` positions."""
         row_G, tables = (
             async_tensor_h2d(row_np, device=self.states.device),
             self._tables(),

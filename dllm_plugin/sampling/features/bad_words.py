@@ -1,4 +1,4 @@
-"""Ban bad words of several tokens, where tokens are decided in any order.
+"""Ban bad words of several tokens, although tokens are decided in any order.
 
 A text must not contain the sequence of tokens. Whichever of them would be decided last is banned:
 before a step, each masked position loses the ids that would complete a sequence with the decided
@@ -89,7 +89,7 @@ class WordTable:
         self._new.clear()
 
     def words_of(self, slots_R: Tensor, slots_np: np.ndarray) -> Tensor:
-        """Return the words of some slots, int32 ``[R, W, L]``, UNUSED where they have fewer."""
+        """Return the words of some slots, int32 ``[R, W, L]``, UNUSED after their last word."""
         assert self.tokens_NX is not None
         counts_np, lengths_np = self.count_np[slots_np], self.length_np[slots_np]
         sizes = async_tensor_h2d(np.stack([counts_np, lengths_np]), device=self.device)

@@ -48,7 +48,7 @@ class LogitsRows(Protocol):
         """Return the tensor whose rows positions count, and the carry rows by slot after them."""
 
     def replan(self, step: DenoisingStep, plan: StepPlan) -> None:
-        """Give the step another plan."""
+        """Replace the plan of a step."""
 
 
 class StagedChecks(StepFeature):

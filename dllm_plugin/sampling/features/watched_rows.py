@@ -1,4 +1,4 @@
-"""Bring the canvases of watched requests to the host: tokens and how certain each was.
+"""Send the canvases of watched requests to the host: tokens and their confidences.
 
 They travel in vLLM's log-probability tensors, as rows after all others, which the scheduler removes
 again: vLLM copies them without waiting for the device. Shape letters as in
