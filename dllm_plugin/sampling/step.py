@@ -77,7 +77,7 @@ class DenoisingStep:
     index_R     int64, place of a request in the batch
 
     Written at the same time, on the host:
-    index_np, slots_np  as index_R and slots_R
+    index_np, slots_np  int64, as index_R and slots_R
     num_reqs    requests of the whole batch
     num_rows    number of values that source_RC can have
     chunks      the logits rows
@@ -87,7 +87,7 @@ class DenoisingStep:
     policy_canvas  the canvas by which policies count; None for `canvas`
 
     Written by the decider:
-    proposal    token, confidence and score of each position
+    proposal    token, confidence and score of each canvas position
     unmask_RC   bool, positions that take their token
     tokens_RC   int64, canvas tokens after the step, before the canvas moves
     saw_stop_R  bool, a stop token was unmasked in this step or before

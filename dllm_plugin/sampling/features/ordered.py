@@ -61,7 +61,7 @@ class StepFeatures:
             checks,
             # Withholds positions, also those with a target.
             bad_words,
-            # Add to what policies unmask. Replaces tokens before they are scored.
+            # Adds to what policies unmask, and replaces tokens before they are scored.
             Targets(states),
             # Extends what is committed: before everything that moves on with the canvas.
             TemplateSteps(states),
@@ -72,8 +72,9 @@ class StepFeatures:
         ]
         if states.config.dedicated_commit:
             # Reads rows once more, with scores of their own: after the scores of the step.
-            propose_first = (checks, bad_words, logprobs, propose)
-            entries.append(FirstTokenDecoder(states, *propose_first))
+            entries.append(
+                FirstTokenDecoder(states, checks, bad_words, logprobs, propose)
+            )
         # Appends rows to the log-probabilities: after everything that emits them.
         entries.append(WatchedRows(states))
         self.entries = tuple(entries)
