@@ -3,9 +3,8 @@
 import argparse
 from collections.abc import Sequence
 
-from diffuplug_bench import adaptive_options
 from diffuplug_bench.options import add_modes, numbers, settings_of
-from diffuplug_bench.settings import WATCHED
+from diffuplug_bench.settings import ADAPTIVE, MAP, WATCHED
 from dllm_plugin.commands.offline import engine_options
 from dllm_plugin.commands.options import add_model_options, positive
 
@@ -24,7 +23,6 @@ def build_parser() -> argparse.ArgumentParser:
     host.add_argument("--max-tokens", type=positive, default=128, help="default: 128")
     host.add_argument("--seed", type=int, default=0)
     add_modes(modes)
-    adaptive_options.add_mode(modes)
     return parser
 
 
@@ -37,17 +35,17 @@ def main(arguments: Sequence[str]) -> int:
     command = ["bench", *arguments]
     if args.mode == "host":
         return _run_host(args, command)
-    if args.mode == adaptive_options.MODE:
-        from diffuplug_bench import adaptive
+    if args.mode == ADAPTIVE:
+        from diffuplug_bench.adaptive import widths
 
-        return adaptive.run(args, command)
-    if args.mode == adaptive_options.MAP:
-        from diffuplug_bench import load_map
+        return widths.run(args, command)
+    if args.mode == MAP:
+        from diffuplug_bench.adaptive import load_map
 
         return load_map.run(args, command)
     settings = settings_of(args)
     if args.mode == WATCHED:
-        from diffuplug_bench import watched
+        from diffuplug_bench.serving import watched
 
         return watched.run(settings, command)
     from diffuplug_bench import command as steps_and_requests

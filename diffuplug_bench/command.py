@@ -10,19 +10,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
-from diffuplug_bench import (
-    engines,
-    floor,
-    gate,
-    published_loops,
-    report,
-    step,
-    throughput_latency,
-)
+from diffuplug_bench import engines, gate, published_loops, report
 from diffuplug_bench.engines import Model, Prompts
 from diffuplug_bench.model_shapes import Sizes, autoregressive_config
 from diffuplug_bench.request_loop import Answer
+from diffuplug_bench.serving import requests
 from diffuplug_bench.settings import Settings
+from diffuplug_bench.step import floor, measure, profile
 from dllm_plugin.commands.offline import stop_engine
 from dllm_plugin.config.cuda_graphs import warm_up_context
 
@@ -61,7 +55,7 @@ def run(
                 print(json.dumps(line))
                 return 1
         line["gates"] = [verdict.record for verdict in verdicts]
-        line |= _measure(settings, model, scratch, progress)
+        line |= Measurement(settings, model, scratch, progress).run()
     print(json.dumps(line | {"seconds": progress.seconds}))
     return 0
 
@@ -78,74 +72,96 @@ def in_own_process(function: Callable[..., Result], *arguments: Any) -> Result:
         return pool.submit(function, *arguments).result()
 
 
-def _measure(
-    settings: Settings, model: Model, scratch: Path, progress: report.Progress
-) -> dict[str, Any]:
-    """Measure floor, our engines and baselines, one after the other; print the tables."""
-    sizes = Sizes.of(model.config).per_rank(settings.tensor_parallel_size)
-    length = _length(settings, model)
-    prompts = Prompts(model.config, settings.seed)
-    limit = _measure_floor(settings, model, sizes)
-    progress.done("floor")
-    result: dict[str, Any] = {"floor": limit.record(), "engines": []}
-    steps: list[dict[str, Any]] = []
-    served: list[tuple[dict[str, Any], list[Answer]]] = []
-    traces: list[dict[str, Any]] = []
-    trace_folder = scratch if settings.profile else None
-    for canvas in settings.canvas:
-        llm = engines.start_ours(settings, model, canvas, length, trace_folder)
-        result["engines"].append(engines.describe(llm))
-        progress.done(f"engine start, canvas {canvas}")
+class Measurement:
+    """Measure floor, our engines and baselines, one after the other; collect their rows."""
+
+    def __init__(
+        self, settings: Settings, model: Model, scratch: Path, progress: report.Progress
+    ) -> None:
+        self.settings, self.model = settings, model
+        self.scratch, self.progress = scratch, progress
+        self.sizes = Sizes.of(model.config).per_rank(settings.tensor_parallel_size)
+        self.length = _length(settings, model)
+        self.prompts = Prompts(model.config, settings.seed)
+        self.engines: list[dict[str, Any]] = []
+        self.steps: list[dict[str, Any]] = []
+        self.served: list[tuple[dict[str, Any], list[Answer]]] = []
+        self.traces: list[dict[str, Any]] = []
+
+    def run(self) -> dict[str, Any]:
+        """Return the entries of the JSON line; print the tables."""
+        limit = _measure_floor(self.settings, self.model, self.sizes)
+        self.progress.done("floor")
+        for canvas in self.settings.canvas:
+            self._measure_ours(canvas, limit)
+        result: dict[str, Any] = {"floor": limit.record(), "engines": self.engines}
+        ar_steps: dict[int, dict[str, Any]] | None = None
+        ar_served: list[dict[str, Any]] | None = None
+        if "ar" in self.settings.versus:
+            result["ar"] = self._measure_plain()
+            ar_steps, ar_served = result["ar"].get("step"), result["ar"]["served"]
+        published = None
+        if "hf" in self.settings.versus:
+            published = _measure_published(self.settings, self.model, self.prompts)
+            result["hf"] = published
+            self.progress.done("the model's own loop")
+        result["step"] = [measure.add_baseline(row, ar_steps) for row in self.steps]
+        result["served"] = []
+        for i, (row, _) in enumerate(self.served):
+            ar = ar_served[i] if ar_served else None
+            row = requests.add_baselines(row, limit, self.sizes, ar, published)
+            result["served"].append(row)
+        result["profile"] = self.traces
+        for name in report.COLUMNS:
+            if result.get(name):
+                print(f"{name}:\n{report.table_of(name, result[name])}", flush=True)
+        return {name: found for name, found in result.items() if found}
+
+    def _measure_ours(self, canvas: int, limit: floor.Floor) -> None:
+        settings, prompts = self.settings, self.prompts
+        traces = self.scratch if settings.profile else None
+        llm = engines.start_ours(settings, self.model, canvas, self.length, traces)
+        self.engines.append(engines.describe(llm))
+        self.progress.done(f"engine start, canvas {canvas}")
         if settings.measures_steps:
-            rows = step.measure(
-                llm, settings, canvas, prompts, partial(report.tell, "step")
-            )
-            steps += [step.add_floor(row, limit, sizes) for row in rows]
-            progress.done(f"steps, canvas {canvas}", report.table_of("step", steps))
+            tell = partial(report.tell, "step")
+            rows = measure.measure(llm, settings, canvas, prompts, tell)
+            for row in rows:
+                self.steps.append(measure.add_floor(row, limit, self.sizes))
+            table = report.table_of("step", self.steps)
+            self.progress.done(f"steps, canvas {canvas}", table)
             if settings.profile:
-                traces += step.profile(llm, settings, canvas, prompts, rows, scratch)
-                progress.done(
-                    f"profile, canvas {canvas}", report.table_of("profile", traces)
+                self.traces += profile.measure(
+                    llm, settings, canvas, prompts, rows, self.scratch
                 )
+                table = report.table_of("profile", self.traces)
+                self.progress.done(f"profile, canvas {canvas}", table)
         if settings.request_modes:
             tell = partial(report.tell, "served")
-            served += throughput_latency.measure(
-                llm, settings, model, canvas, prompts, tell
+            self.served += requests.measure(
+                llm, settings, self.model, canvas, prompts, tell
             )
-            found = report.table_of("served", [row for row, _ in served])
-            progress.done(f"requests, canvas {canvas}", found)
+            table = report.table_of("served", [row for row, _ in self.served])
+            self.progress.done(f"requests, canvas {canvas}", table)
         stop_engine(llm)
-        del llm  # the next start takes what is still there out of collections
-    ar_steps, ar_served = None, None
-    if "ar" in settings.versus:
-        compiled = result["engines"][-1]["compilation_mode"] != "NONE"
-        llm = engines.start_autoregressive(settings, model, length, scratch, compiled)
-        progress.done("engine start, plain vLLM")
-        result["ar"] = {"engine": engines.describe(llm)}
-        if settings.measures_steps:
-            ar_steps = result["ar"]["step"] = step.measure_autoregressive(
-                llm, settings, prompts
-            )
-        ar_served = result["ar"]["served"] = throughput_latency.measure_autoregressive(
-            llm, served
+
+    def _measure_plain(self) -> dict[str, Any]:
+        """Return the rows of plain vLLM, which on a CPU is compiled if our engine is."""
+        settings = self.settings
+        compiled = self.engines[-1]["compilation_mode"] != "NONE"
+        llm = engines.start_autoregressive(
+            settings, self.model, self.length, self.scratch, compiled
         )
+        self.progress.done("engine start, plain vLLM")
+        result: dict[str, Any] = {"engine": engines.describe(llm)}
+        if settings.measures_steps:
+            result["step"] = measure.measure_autoregressive(llm, settings, self.prompts)
+        result["served"] = requests.measure_autoregressive(llm, self.served)
         stop_engine(llm)
-        progress.done("plain vLLM", _of_both(settings, compiled))
-    published = None
-    if "hf" in settings.versus:
-        published = result["hf"] = _measure_published(settings, model, prompts)
-        progress.done("the model's own loop")
-    result["step"] = [step.add_baseline(row, ar_steps) for row in steps]
-    result["served"] = []
-    for i, (row, _) in enumerate(served):
-        ar = ar_served[i] if ar_served else None
-        row = throughput_latency.add_baselines(row, limit, sizes, ar, published)
-        result["served"].append(row)
-    result["profile"] = traces
-    for name in report.COLUMNS:
-        if result.get(name):
-            print(f"{name}:\n{report.table_of(name, result[name])}", flush=True)
-    return {name: found for name, found in result.items() if found}
+        how = "compiled" if compiled else "not compiled"
+        of_both = f"it and our engine: {settings.dtype}, {how}"
+        self.progress.done("plain vLLM", of_both)
+        return result
 
 
 def _measure_floor(settings: Settings, model: Model, sizes: Sizes) -> floor.Floor:
@@ -204,11 +220,9 @@ def _check(settings: Settings, model: Model) -> None:
 
 def _length(settings: Settings, model: Model) -> int:
     lengths = [warm_up_context(canvas) for canvas in settings.canvas]
-    lengths += [step.context_needed(settings)] if settings.measures_steps else []
+    lengths += [measure.context_needed(settings)] if settings.measures_steps else []
     lengths += (
-        [throughput_latency.context_needed(settings, model)]
-        if settings.request_modes
-        else []
+        [requests.context_needed(settings, model)] if settings.request_modes else []
     )
     return max(lengths)
 
@@ -218,8 +232,3 @@ def _device(settings: Settings) -> tuple[str, Any]:
 
     name = "cpu" if engines.on_cpu() else "cuda"
     return name, getattr(torch, settings.dtype)
-
-
-def _of_both(settings: Settings, compiled: bool) -> str:
-    how = "compiled" if compiled else "not compiled"
-    return f"it and our engine: {settings.dtype}, {how}"

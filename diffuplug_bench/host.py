@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from diffuplug_bench.report import table_of
 from dllm_plugin.commands.machine import installation
 from dllm_plugin.commands.offline import start_engine
 
@@ -81,14 +82,7 @@ def run(
     print(
         f"{machine['hardware']}; vLLM {machine['vllm']}, torch {machine['torch']}, seed {seed}"
     )
-    print(
-        f"{'requests':>8} {'steps':>6} {'host ms':>8} {'forward ms':>11} {'step ms':>8}  (median)"
-    )
-    for row in rows:
-        print(
-            f"{row['requests']:>8} {row['steps']:>6} {row['host_ms']:>8.2f} "
-            f"{row['forward_ms']:>11.2f} {row['step_ms']:>8.2f}"
-        )
+    print(f"median of the steps\n{table_of('host', rows)}")
     record = {
         "benchmark": "host",
         "command": shlex.join(["diffuplug", *command]),

@@ -101,7 +101,7 @@ AUTOREGRESSIVE = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """Hold the sizes that decide the work of a forward; `experts` is 0 for dense models."""
+    """List the sizes that decide the work of a forward; `experts` is 0 for dense models."""
 
     width: int
     layers: int

@@ -2,58 +2,78 @@
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
+from diffuplug_bench.checks import check
 from diffuplug_bench.model_shapes import SHAPES
 from diffuplug_bench.settings import (
+    ADAPTIVE,
     BASELINES,
     MAP,
+    MEASURED,
     MODES,
     REFRESHES,
     WATCHED,
     Settings,
-    check,
+    default_strategy,
 )
-from diffuplug_bench.strategies import MEASURED, default_strategy
 from dllm_plugin import default_model
+
+FIXED_WIDTHS = "2,4,8,16,32"
+MAP_WIDTHS = "1,2,3,4,6,8,12,16,24,32"
+MAP_CONTEXTS = "512,2048,8192,32768"
+DECODE_OPTION = "as the decode option"
 
 
 def add_modes(modes: Any) -> None:
     """Add a parser for each mode to the subparsers of ``diffuplug bench``."""
     for mode, text in MODES.items():
-        add_options(modes.add_parser(mode, help=text), mode)
+        parser = modes.add_parser(mode, help=text)
+        _add_model(parser, mode)
+        _add_grid(parser, mode)
+        if mode in ("step", "all"):
+            _add_step(parser)
+        if mode not in ("step", MAP):
+            _add_served(parser, mode)
+        _add_engine(parser, mode)
+        if mode == ADAPTIVE:
+            _add_adaptive(parser)
+        if mode == MAP:
+            _add_map(parser)
 
 
-def add_options(parser: argparse.ArgumentParser, mode: str) -> None:
-    """Add the options of a mode to its parser."""
+def _add_model(parser: argparse.ArgumentParser, mode: str) -> None:
     model = parser.add_mutually_exclusive_group(required=mode == WATCHED)
     model.add_argument("--shapes", choices=SHAPES, help="dummy weights of these shapes")
-    if mode == WATCHED:
-        parser.add_argument(
-            "--watched", type=numbers, default=(1,), help="of them: 1,16"
-        )
-    elif mode != MAP:
+    if mode not in (WATCHED, MAP):
         model.add_argument(
             "--model", help="folder or hub name (default: the bundled model)"
         )
         parser.add_argument("--threshold", type=float, help="with a checkpoint")
         parser.add_argument("--lora-path", help="D2F adapter of --model")
+        baselines = f"baselines: {','.join(BASELINES)}"
         parser.add_argument(
-            "--vs", type=_names, default=(), help=f"baselines: {','.join(BASELINES)}"
+            "--vs", dest="versus", type=_names, default=(), help=baselines
         )
+    strategies = ", ".join(MEASURED)
     parser.add_argument(
         "--strategy",
-        help=f"{', '.join(MEASURED)} (default: block_diffusion; with an adapter d2f)",
+        help=f"{strategies} (default: block_diffusion; with an adapter d2f)",
     )
+
+
+def _add_grid(parser: argparse.ArgumentParser, mode: str) -> None:
     if mode != "latency":
         parser.add_argument(
             "--requests", type=numbers, default=(1,), help="at once: 1,16,64"
         )
-        if mode != MAP:
-            parser.add_argument(
-                "--max-positions", type=int, help="leave larger grid points out"
-            )
+    if mode not in ("latency", MAP):
+        parser.add_argument(
+            "--max-positions", type=int, help="leave larger grid points out"
+        )
     parser.add_argument(
         "--canvas",
         type=numbers,
@@ -63,47 +83,19 @@ def add_options(parser: argparse.ArgumentParser, mode: str) -> None:
         parser.add_argument(
             "--block-length", type=int, help="default: 32, or half a canvas"
         )
-    if mode in ("step", "all"):
+    if mode == WATCHED:
         parser.add_argument(
-            "--context", type=int, help="default: 1024; of a checkpoint 256"
+            "--watched", type=numbers, default=(1,), help="of the requests: 1,16"
         )
-        parser.add_argument(
-            "--profile", action="store_true", help="where a step's time goes"
-        )
-    if mode not in ("step", MAP):
-        _add_served(parser, mode)
-    parser.add_argument("--dtype", default="bfloat16", help="as in vLLM")
-    parser.add_argument("--enforce-eager", action="store_true", help="as in vLLM")
-    for name, kind in (
-        ("gpu-memory-utilization", float),
-        ("kv-cache-memory-bytes", int),
-    ):
-        parser.add_argument(f"--{name}", type=kind, help="as in vLLM")
+
+
+def _add_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--tensor-parallel-size", type=int, default=1, help="as in vLLM"
-    )
-    parser.add_argument("--attention-backend", help="as in vLLM")
-    parser.add_argument(
-        "--compilation-config", type=_json, help="a JSON object, as in vLLM"
+        "--context", type=int, help="default: 1024; of a checkpoint 256"
     )
     parser.add_argument(
-        "--compile-step",
-        action=argparse.BooleanOptionalAction,
-        help="as the decode option",
+        "--profile", action="store_true", help="where a step's time goes"
     )
-    parser.add_argument(
-        "--vocab-parallel",
-        action=argparse.BooleanOptionalAction,
-        help="as the decode option",
-    )
-    parser.add_argument("--commit-alone-from", type=int, help="as the decode option")
-    parser.add_argument("--kv-cache-layout", help="as the decode option")
-    for name in REFRESHES if mode != MAP else ():
-        option = f"--{name.replace('_', '-')}"
-        parser.add_argument(
-            option, type=int, help="as the decode option, under full attention"
-        )
-    parser.add_argument("--seed", type=int, default=0)
 
 
 def _add_served(parser: argparse.ArgumentParser, mode: str) -> None:
@@ -116,7 +108,7 @@ def _add_served(parser: argparse.ArgumentParser, mode: str) -> None:
         "--rounds", type=int, default=3, help="requests after one another"
     )
     parser.add_argument("--tokens-per-forward", type=float, help="with --shapes")
-    if mode in ("throughput", "latency", "all"):
+    if mode != WATCHED:
         parser.add_argument(
             "--approximations",
             type=_names,
@@ -125,17 +117,87 @@ def _add_served(parser: argparse.ArgumentParser, mode: str) -> None:
         )
 
 
-def _list_of(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
-    return lambda text: tuple(dict.fromkeys(kind(item) for item in text.split(",")))
+def _add_engine(parser: argparse.ArgumentParser, mode: str) -> None:
+    """Add the options that an engine gets as they are."""
+    parser.add_argument("--dtype", default="bfloat16", help="as in vLLM")
+    parser.add_argument("--enforce-eager", action="store_true", help="as in vLLM")
+    parser.add_argument("--gpu-memory-utilization", type=float, help="as in vLLM")
+    parser.add_argument("--kv-cache-memory-bytes", type=int, help="as in vLLM")
+    parser.add_argument(
+        "--tensor-parallel-size", type=int, default=1, help="as in vLLM"
+    )
+    parser.add_argument("--attention-backend", help="as in vLLM")
+    parser.add_argument(
+        "--compilation-config", type=_json, help="a JSON object, as in vLLM"
+    )
+    for name in ("--compile-step", "--vocab-parallel"):
+        parser.add_argument(
+            name, action=argparse.BooleanOptionalAction, help=DECODE_OPTION
+        )
+    parser.add_argument("--commit-alone-from", type=int, help=DECODE_OPTION)
+    parser.add_argument("--kv-cache-layout", help=DECODE_OPTION)
+    if mode != MAP:
+        for name in REFRESHES:
+            option = f"--{name.replace('_', '-')}"
+            text = f"{DECODE_OPTION}, under full attention"
+            parser.add_argument(option, type=int, help=text)
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def _add_adaptive(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--adaptive", default="throughput", help=f"{DECODE_OPTION}; off: blocks"
+    )
+    parser.add_argument("--min-window", type=int, help=DECODE_OPTION)
+    parser.add_argument(
+        "--widths", help=f"fixed widths too, or none (default: {FIXED_WIDTHS})"
+    )
+    parser.add_argument(
+        "--acceptance", help="with --shapes, p0:lambda (default: 0.9:2.5)"
+    )
+
+
+def _add_map(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--contexts", default=MAP_CONTEXTS, help="tokens of each request"
+    )
+    parser.add_argument(
+        "--widths", default=MAP_WIDTHS, help="to choose from, beside the canvas"
+    )
+    parser.add_argument("--acceptance", help="p0:lambda (default: 0.9:2.5)")
+    parser.add_argument("--picture", type=Path, help="draw the map as a PNG")
 
 
 def numbers(text: str) -> tuple[int, ...]:
     """Return numbers written as in ``1,16,64``, in order, each once."""
-    return tuple(sorted(_list_of(int)(text)))
+    return tuple(sorted({int(word) for word in text.split(",")}))
+
+
+def whole_numbers(text: str, refusal: str, most: int | None = None) -> list[int]:
+    """Return numbers from 1 to `most`, written as in ``2,8``, in order, each once.
+
+    Raises ValueError with `refusal` and the text.
+    """
+    found = set()
+    for word in text.split(","):
+        is_number = word.isdecimal() and int(word) >= 1
+        if not is_number or (most is not None and int(word) > most):
+            raise ValueError(f"{refusal}, got {text!r}")
+        found.add(int(word))
+    return sorted(found)
+
+
+def one_canvas(canvas: Sequence[int], least: int = 0) -> int:
+    """Return the only canvas length. Raises ValueError for several, or for a smaller one."""
+    if len(canvas) == 1 and canvas[0] >= least:
+        return canvas[0]
+    limit = f" of at least {least} positions" if least else ""
+    given = ",".join(map(str, canvas))
+    raise ValueError(f"--canvas must be one length{limit}, got {given}")
 
 
 def _names(text: str) -> tuple[str, ...]:
-    return _list_of(str.strip)(text)
+    return tuple(dict.fromkeys(word.strip() for word in text.split(",")))
 
 
 def _json(text: str) -> dict[str, Any]:
@@ -148,61 +210,34 @@ def _json(text: str) -> dict[str, Any]:
     return value
 
 
-def _or(value: int | None, default: int) -> int:
-    return default if value is None else value
-
-
-def settings_of(args: argparse.Namespace) -> Settings:
-    """Return the settings of parsed options; import nothing heavy.
+def settings_of(args: argparse.Namespace, **changed: Any) -> Settings:
+    """Return the settings of parsed options, with some `changed`; import nothing heavy.
 
     Raises ValueError with one sentence for options that do not fit together.
     """
-    given = vars(args)
-    is_dummy, model = args.shapes is not None, given.get("model")
-    own_lora = lora = given.get("lora_path")
+    given = vars(args) | changed
+    is_dummy = args.shapes is not None
+    model, lora = given.get("model"), given.get("lora_path")
+    adapter = lora
     if not is_dummy and model is None and lora is None:
-        lora = default_model.adapter_path()
-    strategy = args.strategy or default_strategy(bool(lora) and not is_dummy)
-    measured = MEASURED.get(strategy)
-    if measured is None:
+        adapter = default_model.adapter_path()
+    strategy = args.strategy or default_strategy(bool(adapter) and not is_dummy)
+    if strategy not in MEASURED:
         raise ValueError(
             f"--strategy {strategy} is unknown: use {', '.join(MEASURED)}."
         )
-    settings = Settings(
-        mode=args.mode,
-        shapes=args.shapes,
-        model=model,
-        strategy=strategy,
-        requests=given.get("requests", (1,)),
-        canvas=args.canvas or measured.canvas,
-        max_positions=given.get("max_positions"),
-        block_length=given.get("block_length"),
-        threshold=given.get("threshold"),
-        lora_path=lora if measured.by_confidence else own_lora,
-        context=_or(given.get("context"), 1024 if is_dummy else 256),
-        input_len=_or(given.get("input_len"), 512),
-        output_len=given.get("output_len", 0),
-        rounds=given.get("rounds", 0),
-        tokens_per_forward=given.get("tokens_per_forward"),
-        watched=given.get("watched", ()),
-        versus=given.get("vs", ()),
-        profile=given.get("profile", False),
-        dtype=args.dtype,
-        enforce_eager=args.enforce_eager,
-        gpu_memory_utilization=args.gpu_memory_utilization,
-        kv_cache_memory_bytes=args.kv_cache_memory_bytes,
-        tensor_parallel_size=args.tensor_parallel_size,
-        attention_backend=args.attention_backend,
-        compilation_config=args.compilation_config,
-        compile_step=args.compile_step,
-        vocab_parallel=args.vocab_parallel,
-        commit_alone_from=args.commit_alone_from,
-        kv_cache_layout=args.kv_cache_layout,
-        full_refresh_every=given.get("full_refresh_every"),
-        refresh_before=given.get("refresh_before"),
-        suffix_window=given.get("suffix_window"),
-        approximations=given.get("approximations", ()),
-        seed=args.seed,
-    )
+    measured = MEASURED[strategy]
+    chosen: dict[str, Any] = {
+        "strategy": strategy,
+        "canvas": args.canvas or measured.canvas,
+        "lora_path": adapter if measured.by_confidence else lora,
+    }
+    if given.get("context") is None:
+        chosen["context"] = 1024 if is_dummy else 256
+    if given.get("input_len") is None:
+        chosen["input_len"] = 512
+    values = given | chosen
+    names = [field.name for field in fields(Settings)]
+    settings = Settings(**{name: values[name] for name in names if name in values})
     check(settings, given.get("input_len"))
     return settings

@@ -102,10 +102,9 @@ def _commit() -> str | None:
     root = Path(dllm_plugin.__file__).parent.parent
     if not (root / ".git").exists():
         return None
-    changed = _output("git", "-C", str(root), "status", "--porcelain", "-uno")
-    return _output("git", "-C", str(root), "rev-parse", "--short", "HEAD") + "+" * bool(
-        changed
-    )
+    git = ("git", "-C", str(root))
+    commit = _output(*git, "rev-parse", "--short", "HEAD")
+    return commit + "+" if _output(*git, "status", "--porcelain", "-uno") else commit
 
 
 def hash_of_sources(package: Path) -> str:
@@ -115,11 +114,9 @@ def hash_of_sources(package: Path) -> str:
     """
     total = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
-        for content in (
-            path.relative_to(package).as_posix().encode(),
-            path.read_bytes(),
-        ):
-            # One digest each, so that text that moves between files changes the hash.
+        name = path.relative_to(package).as_posix().encode()
+        # A digest each, so that text that moves between files changes the hash.
+        for content in (name, path.read_bytes()):
             total.update(hashlib.sha256(content).digest())
     return total.hexdigest()[:12]
 
@@ -136,80 +133,50 @@ def _output(*command: str) -> str:
 
 def table_of(name: str, rows: Sequence[Row]) -> str:
     """Format rows as right-aligned columns, see `COLUMNS`; leave out absent keys."""
-    columns = COLUMNS[name].items()
-    shown = {key: form for key, form in columns if any(key in row for row in rows)}
-    lines = [list(shown)]
-    lines += [
-        [_cell(row.get(key), form) for key, form in shown.items()] for row in rows
-    ]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    texts = [
-        "  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    ]
-    return "\n".join(texts)
+    columns = []
+    for column in COLUMNS[name].split():
+        key, form = column.split(":")
+        if any(key in row for row in rows):
+            cells = [_cell(row.get(key), form) for row in rows]
+            width = max(map(len, [key, *cells]))
+            columns.append([text.rjust(width) for text in [key, *cells]])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
 
 def _cell(value: Any, form: str) -> str:
-    return "-" if value is None else format(value, form)
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else format(value, form)
 
 
+# The columns of each table: key and format, after a colon.
 COLUMNS = {
-    "step": {
-        **{
-            "requests": "d",
-            "canvas": "d",
-            "context": "d",
-            "steps": "d",
-            "step_ms": ".3f",
-        },
-        **{"block_step_ms": ".3f"},
-        **{
-            "tokens_per_forward": ".2f",
-            "forwards_per_s": ".1f",
-            "positions_per_token": ".1f",
-        },
-        **{
-            "gemm_ms": ".3f",
-            "kv_ms": ".3f",
-            "share_of_floor": ".1%",
-            "times_gemms": ".2f",
-        },
-        **{"logits_mb": ".1f", "temporary_mb": ".1f"},
-        **{"ar_step_ms": ".3f", "times_ar_step": ".2f"},
-    },
-    "served": {
-        **{
-            "mode": "s",
-            "requests": "d",
-            "canvas": "d",
-            "approximation": "s",
-            "answered": "d",
-        },
-        **{"tokens_per_s": ".1f", "tokens_per_forward": ".2f", "forwards_per_s": ".1f"},
-        **{"positions_per_token": ".1f", "void_share": ".1%"},
-        **{"request_s": ".3f", "first_tokens_s": ".3f", "share_of_floor": ".1%"},
-        **{"accuracy": ".1%", "ar_tokens_per_s": ".1f", "speedup_vs_ar": ".2f"},
-    },
-    "watched": {
-        **{"requests": "d", "watched": "d", "canvas": "d", "tokens_per_s": ".1f"},
-        **{"share_of_unwatched": ".1%", "step_ms": ".3f", "first_text_s": ".3f"},
-        **{
-            "forwards_per_request": ".1f",
-            "frames_per_request": ".1f",
-            "kb_per_request": ".1f",
-        },
-    },
-    "hf": {
-        **{"tokens_per_forward": ".2f", "ms_per_forward": ".2f", "tokens_per_s": ".2f"},
-        **{"accuracy": ".1%"},
-    },
-    "profile": {
-        **{"requests": "d", "canvas": "d", "steps": "d", "timed_step_ms": ".3f"},
-        **{"busy_ms": ".3f", "forward_ms": ".3f", "lm_head_ms": ".3f"},
-        **{"exchange_ms": ".3f", "sampler_ms": ".3f"},
-        **{"copy_ms": ".3f", "sampler_share": ".1%", "timed_gap_share": ".1%"},
-        **{"traced_gap_share": ".1%", "whole_trace_gap_share": ".1%", "gap_ms": ".3f"},
-        **{"forward_gap_ms": ".3f", "forward_kernels": ".0f", "kernels": ".0f"},
-    },
+    "host": "requests:d steps:d host_ms:.2f forward_ms:.2f step_ms:.2f",
+    "step": """
+        requests:d canvas:d context:d steps:d step_ms:.3f block_step_ms:.3f
+        tokens_per_forward:.2f forwards_per_s:.1f positions_per_token:.1f
+        gemm_ms:.3f kv_ms:.3f share_of_floor:.1% times_gemms:.2f
+        logits_mb:.1f temporary_mb:.1f ar_step_ms:.3f times_ar_step:.2f""",
+    "served": """
+        mode:s requests:d canvas:d approximation:s answered:d
+        tokens_per_s:.1f tokens_per_forward:.2f forwards_per_s:.1f
+        positions_per_token:.1f void_share:.1% request_s:.3f first_tokens_s:.3f
+        share_of_floor:.1% accuracy:.1% ar_tokens_per_s:.1f speedup_vs_ar:.2f""",
+    "watched": """
+        requests:d watched:d canvas:d tokens_per_s:.1f share_of_unwatched:.1%
+        step_ms:.3f first_text_s:.3f
+        forwards_per_request:.1f frames_per_request:.1f kb_per_request:.1f""",
+    "adaptive": """
+        requests:d width:d tokens_per_s:.1f tokens_per_forward:.2f mean_width:.1f
+        ar_tokens_per_s:.1f speedup_vs_ar:.2f""",
+    "map_steps": "requests:d width:d context:d ms:.3f model_ms:.3f ratio:.2f",
+    "map": "requests:d context:d fixed:.2f adaptive:.2f width:d fits:s",
+    "hf": "tokens_per_forward:.2f ms_per_forward:.2f tokens_per_s:.2f accuracy:.1%",
+    "schedules": """
+        width:d accuracy:.1% tokens_per_forward:.2f positions_per_token:.1f""",
+    "profile": """
+        requests:d canvas:d steps:d timed_step_ms:.3f busy_ms:.3f forward_ms:.3f
+        lm_head_ms:.3f exchange_ms:.3f sampler_ms:.3f copy_ms:.3f sampler_share:.1%
+        timed_gap_share:.1% traced_gap_share:.1% whole_trace_gap_share:.1%
+        gap_ms:.3f forward_gap_ms:.3f forward_kernels:.0f kernels:.0f""",
 }

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from diffuplug_bench.settings import requests_of
-from diffuplug_bench.step_counts import Count, counting
+from diffuplug_bench.step.counts import Count, counting
 
 if TYPE_CHECKING:
     from vllm import LLM

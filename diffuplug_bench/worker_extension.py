@@ -1,14 +1,25 @@
-"""Add the benchmark's methods to an engine's workers, by vLLM's `worker_extension_cls`."""
+"""Add the benchmark's methods to an engine's workers, by vLLM's `worker_extension_cls`.
+
+vLLM's dummy weights, norms included, are at most 0.001. With them, all masks of a canvas get the
+same hidden state, and measurements are too fast: GEMMs of equal rows ran at 865 TFLOP/s in an
+engine where GEMMs of random rows reached 667 (benchmarks/reports/h200_steps.md), and a mixture of
+experts reads only the few experts that all positions are routed to. So weights become random, and
+masks are accepted by random numbers, as confidences of random weights mean nothing.
+"""
 
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-from diffuplug_bench.acceptance import drawn
-from diffuplug_bench.random_weights import fill
+from torch import Tensor
 
 if TYPE_CHECKING:
     from vllm import LLM
+
+    from dllm_plugin.decoding.plan import Canvas, Proposal, StepPlan
+    from dllm_plugin.decoding.policies import PolicySettings, Rule
+
+# The uniform distribution within it has the standard deviation of initialised models, 0.02.
+BOUND = 0.02 * 3**0.5
 
 
 class BenchWorker:
@@ -20,10 +31,10 @@ class BenchWorker:
         fill(worker.get_model(), seed)
 
     def accept(self, p0: float, lam: float, seed: int) -> None:
-        """Accept masks by drawn numbers, the same on all ranks, in place of confidences."""
+        """Accept masks by random numbers, the same on all ranks, in place of confidences."""
         worker: Any = self
         decider = worker.model_runner.model_state.sampler.decider
-        decider.policy_rules["threshold"] = drawn(p0, lam, seed, worker.device)
+        decider.policy_rules["threshold"] = random_rule(p0, lam, seed, worker.device)
 
     def reset_peak_bytes(self) -> int:
         """Reset the peak of allocated memory and return what is allocated now. CUDA only."""
@@ -43,3 +54,53 @@ EXTENSION = f"{__name__}.{BenchWorker.__name__}"
 def fill_weights(llm: "LLM", seed: int) -> None:
     """Fill the model on all ranks of an engine that was started with `EXTENSION`."""
     llm.collective_rpc("fill_weights", args=(seed,))
+
+
+def fill(model: torch.nn.Module, seed: int) -> None:
+    """Set matrices to uniform numbers within `BOUND`, norms to one and biases to zero.
+
+    In place, because CUDA graphs read these addresses. On a CPU, vLLM has packed most matrices by
+    then; those keep its dummy weights.
+    """
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif parameter.dim() == 1:
+                parameter.fill_(1.0)
+            else:
+                parameter.uniform_(-BOUND, BOUND, generator=generator)
+
+
+def random_rule(p0: float, lam: float, seed: int, device: torch.device) -> "Rule":
+    """Return a policy that accepts the k-th mask with probability ``p0 exp(-k / lam)``.
+
+    :mod:`dllm_plugin.decoding.acceptance` describes it. If no mask is accepted, the first is.
+    """
+    calls = torch.full((), seed, dtype=torch.int64, device=device)
+
+    def rule(
+        plan: "StepPlan",
+        canvas: "Canvas",
+        proposal: "Proposal",
+        settings: "PolicySettings",
+    ) -> Tensor:
+        candidates_RC = plan.candidates_RC
+        rank_RC = candidates_RC.cumsum(dim=1) - 1
+        accepted_RC = _uniform(calls, rank_RC) < p0 * torch.exp(-rank_RC / lam)
+        take_RC = candidates_RC & accepted_RC
+        calls.add_(1)
+        stuck_R1 = ~take_RC.any(dim=1, keepdim=True)
+        return take_RC | (candidates_RC & (rank_RC == 0) & stuck_R1)
+
+    return rule
+
+
+def _uniform(calls: Tensor, like_RC: Tensor) -> Tensor:
+    """Return a number in [0, 1) for every place: a hash, which compiled steps hold as well."""
+    place = torch.arange(like_RC.numel(), device=like_RC.device).view_as(like_RC)
+    mixed = calls * 1_000_003 + place
+    for factor in (0x45D9F3B, 0x119DE1F3):
+        mixed = ((mixed ^ (mixed >> 16)) * factor) & 0xFFFFFFFF
+    return (mixed ^ (mixed >> 16)).to(torch.float32) / 2**32

@@ -10,12 +10,12 @@ from diffuplug_bench.eval.report import (
     check_matplotlib,
     page,
     plot,
+    record_of,
     reports_folder,
     table,
 )
 from dllm_plugin import default_model
 from dllm_plugin.commands.eval.command import decode, start
-from dllm_plugin.commands.machine import installation
 from dllm_plugin.commands.offline import stop_engine
 from dllm_plugin.commands.problems.generator import eval_seeds, problem
 from dllm_plugin.decoding.families import LLADA
@@ -32,11 +32,10 @@ def ways(strategy: str) -> list[Way]:
     """List every policy of a strategy; scheduled ones once for each number in `STEPS`."""
     found = []
     method = METHODS[strategy]
-    for policy in method.policies:
-        scheduled = "steps" in method.policies[policy].reads
-        found += [
-            Way(strategy, policy, steps) for steps in (STEPS if scheduled else (None,))
-        ]
+    for policy, reading in method.policies.items():
+        scheduled = "steps" in reading.reads
+        for steps in STEPS if scheduled else (None,):
+            found.append(Way(strategy, policy, steps))
     return found
 
 
@@ -44,22 +43,14 @@ def run(
     limit: int | None, dtype: str, output: str | None, verbose: bool = False
 ) -> int:
     """Decode `limit` problems in every way; write pages and plot, print tables and JSON lines."""
-    check_matplotlib()
+    check_matplotlib("eval --all draws a plot")
     folder = reports_folder(output)
     limit = limit or LIMIT
     rows = []
     for strategy in STRATEGIES:
         rows += score_strategy(strategy, dtype, limit, verbose)
-    record = {
-        "benchmark": "eval_all",
-        "problems": limit,
-        "first_seed": eval_seeds(limit)[0],
-        "dtype": dtype,
-        "block_length": BLOCK,
-        "max_tokens": CANVAS,
-        **installation(),
-        "rows": [row._asdict() for row in rows],
-    }
+    lengths = {"block_length": BLOCK, "max_tokens": CANVAS}
+    record = record_of("eval_all", limit, dtype, rows, **lengths)
     command = f"diffuplug eval --all --limit {limit} --dtype {dtype}"
     (folder / "decoding.md").write_text(page(rows, record, command), encoding="utf-8")
     plot(rows, folder / "decoding.png")
@@ -76,18 +67,13 @@ def score_strategy(
     from dllm_plugin.commands.phases import screen
 
     problems = [problem(seed) for seed in eval_seeds(limit)]
-    dllm: dict[str, Any] = {
-        "block_length": BLOCK,
-        "canvas_length": CANVAS,
-        "strategy": strategy,
-    }
+    dllm: dict[str, Any] = {"strategy": strategy}
+    dllm |= {"block_length": BLOCK, "canvas_length": CANVAS}
     method = METHODS[strategy]
     if method.uses_adapter:
         dllm["lora_path"] = default_model.adapter_path()
     if method.next_block:
-        dllm["commit_alone_from"] = (
-            0  # otherwise positions and forwards depend on the device
-        )
+        dllm["commit_alone_from"] = 0  # else positions depend on the device
     rows = []
     with screen(verbose) as shown:
         llm = start(dllm, dtype, shown.log)

@@ -10,9 +10,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from diffuplug_bench.eval.report import reports_folder
-from dllm_plugin.commands.eval.command import answers, score, start
-from dllm_plugin.commands.machine import installation
+from diffuplug_bench.eval.report import (
+    ending,
+    record_of,
+    reports_folder,
+    software,
+)
+from dllm_plugin.commands.eval.command import Answers, answers, score, start
 from dllm_plugin.commands.offline import stop_engine
 from dllm_plugin.commands.problems.generator import Problem, eval_seeds, problem
 from dllm_plugin.decoding.families import DUAL_CACHE, SEMI_AUTOREGRESSIVE
@@ -60,21 +64,11 @@ def run(
 ) -> int:
     """Decode `limit` problems in every way; write the page, print table and JSON line."""
     folder, limit = reports_folder(output), limit or LIMIT
-    rows = [
-        row
-        for strategy in WAYS
-        for row in score_strategy(strategy, dtype, limit, verbose)
-    ]
-    record = {
-        "benchmark": "eval_refreshes",
-        "problems": limit,
-        "first_seed": eval_seeds(limit)[0],
-        "dtype": dtype,
-        "block_length": BLOCK,
-        "canvas_length": CANVAS,
-        **installation(),
-        "rows": [row._asdict() for row in rows],
-    }
+    rows = []
+    for strategy in WAYS:
+        rows += score_strategy(strategy, dtype, limit, verbose)
+    lengths = {"block_length": BLOCK, "canvas_length": CANVAS}
+    record = record_of("eval_refreshes", limit, dtype, rows, **lengths)
     command = f"diffuplug eval --refreshes --limit {limit} --dtype {dtype}"
     (folder / "refreshes.md").write_text(page(rows, record, command), encoding="utf-8")
     print(table(rows))
@@ -99,26 +93,36 @@ def score_strategy(
                 extra = {f"dllm_{name}": value for name, value in options.items()}
                 bar = shown.bar(f"{strategy}, {named(options)}, prompt x {repeats}")
                 found = answers(llm, problems, CANVAS, bar, extra)
-                texts = [list(output.outputs[0].token_ids) for output in found.outputs]
+                texts = [list(one.outputs[0].token_ids) for one in found.outputs]
                 exact = exact or texts
-                prompts = [
-                    len(output.prompt_token_ids or ()) for output in found.outputs
-                ]
-                scored = score(found.outputs, problems, found.positions, found.seconds)
-                rows.append(
-                    Row(
-                        strategy,
-                        options,
-                        repeats,
-                        sum(prompts) / limit,
-                        scored.accuracy,
-                        sum(a == b for a, b in zip(texts, exact, strict=True)) / limit,
-                        scored.tokens_per_forward,
-                        scored.positions_per_token,
-                    )
-                )
+                row = _row(strategy, options, repeats, found, problems)
+                same = sum(a == b for a, b in zip(texts, exact, strict=True))
+                rows.append(row._replace(same_text=same / limit))
         stop_engine(llm)
     return rows
+
+
+def _row(
+    strategy: str,
+    options: dict[str, int],
+    repeats: int,
+    found: Answers,
+    problems: Sequence[Problem],
+) -> Row:
+    prompt_tokens = 0
+    for output in found.outputs:
+        prompt_tokens += len(output.prompt_token_ids or ())
+    scored = score(found.outputs, problems, found.positions, found.seconds)
+    return Row(
+        strategy=strategy,
+        options=options,
+        questions_per_prompt=repeats,
+        prompt_tokens=prompt_tokens / len(problems),
+        accuracy=scored.accuracy,
+        same_text=1.0,
+        tokens_per_forward=scored.tokens_per_forward,
+        positions_per_token=scored.positions_per_token,
+    )
 
 
 def named(options: dict[str, int]) -> str:
@@ -144,14 +148,12 @@ def table(rows: Sequence[Row]) -> str:
 
 def page(rows: Sequence[Row], record: dict[str, Any], command: str) -> str:
     """Format the report: what was run, the table and the JSON line."""
-    software = ", ".join(
-        f"{name} {record[name]}" for name in ("diffuplug", "vllm", "torch")
-    )
+    versions = software(record, "diffuplug", "vllm", "torch")
     return (
         "# Refreshes that cost less, on the bundled model\n\n"
         f"`{command}`: {record['problems']} problems from seed {record['first_seed']} on, none of "
         f"which it was trained on; greedy, `{DUAL_CACHE}` with threshold 0.9 and "
         f"`{SEMI_AUTOREGRESSIVE}` with one token per step, blocks of {BLOCK}, "
-        f"canvases of {CANVAS}; {record['hardware']}, {software}.\n\n"
-        f"{table(rows)}\n\n{READING}\n\n```json\n{json.dumps(record)}\n```\n"
+        f"canvases of {CANVAS}; {record['hardware']}, {versions}.\n\n"
+        f"{table(rows)}\n\n{READING}\n\n{ending(record)}"
     )

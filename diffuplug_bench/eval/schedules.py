@@ -6,11 +6,13 @@ other when the text holds it.
 """
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from diffuplug_bench import report
+from diffuplug_bench.options import whole_numbers
+from diffuplug_bench.problems import last_number
 from dllm_plugin.commands.eval.command import (
     LIMIT,
     MAX_TOKENS,
@@ -22,12 +24,9 @@ from dllm_plugin.commands.eval.command import (
 from dllm_plugin.commands.offline import stop_engine
 from dllm_plugin.commands.problems.generator import eval_seeds, problem
 
-OPTIONS = ("model", "questions")  # that `eval` reads with --schedule alone
-_NUMBER = re.compile(r"(?<!\d)-?\d[\d,]*(?:\.\d+)?")
-
 
 class Question(NamedTuple):
-    """Hold a question and the answer that its file gives."""
+    """Pair a question with the answer that its file gives."""
 
     question: str
     answer: str
@@ -40,20 +39,10 @@ class Question(NamedTuple):
         return found == wanted
 
 
-def last_number(text: str) -> float | None:
-    """Return the last number of a text, thousands separated by commas or not."""
-    found = _NUMBER.findall(text)
-    return float(found[-1].replace(",", "")) if found else None
-
-
 def read_widths(text: str) -> list[int]:
-    """Return the widths of ``32,16,8``. Raises ValueError naming what is wrong."""
-    words = text.split(",")
-    if not all(word.isdecimal() and int(word) >= 1 for word in words):
-        raise ValueError(
-            f"--schedule must be widths of at least 1, as in 32,16,8, got {text!r}"
-        )
-    return sorted({int(word) for word in words}, reverse=True)
+    """Return the widths of ``32,16,8``, widest first. Raises ValueError naming what is wrong."""
+    refusal = "--schedule must be widths of at least 1, as in 32,16,8"
+    return whole_numbers(text, refusal)[::-1]
 
 
 def read_questions(file: str | None, limit: int | None) -> Sequence[Asked]:
@@ -98,14 +87,10 @@ def run(
                 llm, questions, MAX_TOKENS, bar, {"dllm_schedule": [width]}
             )
         stop_engine(llm)
-    print(
-        f"{'width':>6} {'accuracy':>9} {'tokens/forward':>15} {'positions/token':>16}"
-    )
+    table = []
     for width, score in scores.items():
-        print(
-            f"{width:>6} {score.accuracy:>9.1%} {score.tokens_per_forward:>15.2f} "
-            f"{score.positions_per_token:>16.1f}"
-        )
+        table.append({"width": width} | score._asdict())
+    print(report.table_of("schedules", table))
     rows = {str(width): score._asdict() for width, score in scores.items()}
     record = {
         "benchmark": "eval_schedule",

@@ -13,12 +13,14 @@ from dummies import WHOSE, without_checkpoint, worker_of
 from engines import EngineRoom
 from safetensors.torch import load_file, save_file
 
-from diffuplug_bench import command, engines, floor, throughput_latency
+from diffuplug_bench import command, engines
 from diffuplug_bench.cli import build_parser
-from diffuplug_bench.floor import StepSize
 from diffuplug_bench.options import settings_of
-from diffuplug_bench.step_counts import Count
-from diffuplug_bench.step_sizes import Forward, sizes_of
+from diffuplug_bench.serving import requests
+from diffuplug_bench.step import floor
+from diffuplug_bench.step.counts import Count
+from diffuplug_bench.step.floor import StepSize
+from diffuplug_bench.step.sizes import Forward, sizes_of
 from dllm_plugin import default_model
 from dllm_plugin.commands import cli
 from dllm_plugin.commands.offline import stop_engine
@@ -299,7 +301,7 @@ def test_full_attention(
         assert sum(count.forwards for count in counts) == len(forwards)
         return sizes_of(counts, forwards)
 
-    monkeypatch.setattr(throughput_latency, "sizes_of", noted)
+    monkeypatch.setattr(requests, "sizes_of", noted)
     arguments = [
         "--strategy",
         strategy,

@@ -3,7 +3,7 @@
 from dummies import without_checkpoint
 
 from diffuplug_bench.request_loop import Ask
-from diffuplug_bench.step_memory import logits_bytes, temporary_bytes
+from diffuplug_bench.step.memory import logits_bytes, temporary_bytes
 from dllm_plugin.commands.offline import BUNDLED_MEMORY, stop_engine
 
 REQUESTS, CANVAS = 1, 32

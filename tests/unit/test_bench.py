@@ -14,22 +14,14 @@ from transformers import AutoTokenizer
 from vllm.engine.arg_utils import EngineArgs
 from vllm.usage.usage_lib import UsageContext
 
-from diffuplug_bench import (
-    engines,
-    floor,
-    gate,
-    random_weights,
-    report,
-    step,
-    step_schedule,
-)
-from diffuplug_bench import throughput_latency as serving
+from diffuplug_bench import engines, gate, problems, report, worker_extension
 from diffuplug_bench.cli import build_parser
 from diffuplug_bench.gate import ranks_of
 from diffuplug_bench.model_shapes import SHAPES, Sizes, autoregressive_config
 from diffuplug_bench.options import settings_of
 from diffuplug_bench.request_loop import Answer, Arrival, Run, all_decode, steady_window
 from diffuplug_bench.settings import Settings
+from diffuplug_bench.step import floor, measure, schedule
 from dllm_plugin import default_model
 from dllm_plugin.commands import cli
 
@@ -309,7 +301,7 @@ def test_window_holds_steps_of_all_requests_only() -> None:
     window = steady_window(run)
     assert (window.first, window.last) == (4, 12)
     assert window.step_ms == pytest.approx(1.0)
-    assert step._context(run, window) == 10 + (8 + 8) / 2
+    assert measure._context(run, window) == 10 + (8 + 8) / 2
 
 
 def test_all_decode_once_the_last_one_has_tokens() -> None:
@@ -368,13 +360,13 @@ def test_random_weights_have_the_size_of_trained_ones() -> None:
     matrix, bias, norm = model.parameters()
     for values in (bias, norm):
         values.data.fill_(7.0)
-    random_weights.fill(model, 5)
+    worker_extension.fill(model, 5)
     first = matrix.detach().clone()
     assert first.std().item() == pytest.approx(0.02, rel=0.02)
     assert not bias.any() and (norm == 1).all()
-    random_weights.fill(model, 6)
+    worker_extension.fill(model, 6)
     assert (first != matrix).any()
-    random_weights.fill(model, 5)
+    worker_extension.fill(model, 5)
     assert torch.equal(first, matrix)
 
 
@@ -387,26 +379,26 @@ def test_autoregressive_models_are_of_the_same_size() -> None:
 
 
 def test_fractional_rates_are_an_average_of_whole_schedules() -> None:
-    assert step_schedule.steps_of(6, block=16, rate=3.0) == [5, 5, 6, 5, 5, 6]
-    assert step_schedule.steps_of(2, block=16, rate=3.0) == [5, 6]
-    assert set(step_schedule.steps_of(50, block=32, rate=4.0)) == {8}
-    assert sum(step_schedule.steps_of(270, block=16, rate=2.7)) == 1600
-    assert set(step_schedule.steps_of(5, block=16, rate=16.0)) == {1}
+    assert schedule.steps_of(6, block=16, rate=3.0) == [5, 5, 6, 5, 5, 6]
+    assert schedule.steps_of(2, block=16, rate=3.0) == [5, 6]
+    assert set(schedule.steps_of(50, block=32, rate=4.0)) == {8}
+    assert sum(schedule.steps_of(270, block=16, rate=2.7)) == 1600
+    assert set(schedule.steps_of(5, block=16, rate=16.0)) == {1}
 
 
 @pytest.mark.parametrize("block", [1, 4, 16, 32, 64, 128])
 def test_schedules_give_what_is_asked_for_or_are_refused(block: int) -> None:
     """Of any rate that a block can have, and so of the rounds that the refusal names."""
     for rate in (1 + (block - 1) * i / 60 for i in range(61)):
-        for rounds in (1, 2, 3, step_schedule.MOST_REQUESTS):
-            found = rounds * block / sum(step_schedule.steps_of(rounds, block, rate))
+        for rounds in (1, 2, 3, schedule.MOST_REQUESTS):
+            found = rounds * block / sum(schedule.steps_of(rounds, block, rate))
             close = abs(found / rate - 1) <= 0.02
-            assert close or rounds < step_schedule.MOST_REQUESTS
+            assert close or rounds < schedule.MOST_REQUESTS
             try:
-                step_schedule.check(rate, 2 * block, rounds, [(block, (1, 4))])
+                schedule.check(rate, 2 * block, rounds, [(block, (1, 4))])
             except ValueError as error:
                 named = int(str(error).rsplit("--rounds ", 1)[1].rstrip("."))
-                step_schedule.check(rate, 2 * block, named, [(block, (1, 4))])
+                schedule.check(rate, 2 * block, named, [(block, (1, 4))])
                 assert not close
             else:
                 assert close
@@ -442,24 +434,24 @@ def test_sources_are_told_apart(tmp_path: Path) -> None:
 
 def test_any_model_with_a_chat_template_is_scored() -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(default_model.path())
-    problems = serving.problems_of(4)
-    texts = [problem.answer for problem in problems[:3]] + ["no number here"]
+    asked = problems.problems_of(4)
+    texts = [problem.answer for problem in asked[:3]] + ["no number here"]
     answers = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     for is_bundled in (True, False):
-        assert serving.score(tokenizer, answers, problems, is_bundled) == {
+        assert problems.score(tokenizer, answers, asked, is_bundled) == {
             "accuracy": 0.75
         }
     for prompt, item in zip(
-        serving.problem_prompts(tokenizer, problems), problems, strict=True
+        problems.problem_prompts(tokenizer, asked), asked, strict=True
     ):
         assert item.question in tokenizer.decode(prompt) != item.question
     # Without a template there is no telling how to ask.
     tokenizer.chat_template = None
     assert (
-        tokenizer.decode(serving.problem_prompts(tokenizer, problems)[0])
-        == problems[0].question
+        tokenizer.decode(problems.problem_prompts(tokenizer, asked)[0])
+        == asked[0].question
     )
-    unscored = serving.score(tokenizer, answers, problems, False)
+    unscored = problems.score(tokenizer, answers, asked, False)
     assert (
         unscored["accuracy"] is None and "no chat template" in unscored["accuracy_note"]
     )
@@ -479,8 +471,8 @@ def test_any_model_with_a_chat_template_is_scored() -> None:
 )
 def test_result_of_an_answer(text: str, number: int | None) -> None:
     """The bundled model was taught a mark, and without it has not answered."""
-    assert serving.number_of(text, is_bundled=False) == number
-    assert serving.number_of(text, is_bundled=True) == (
+    assert problems.number_of(text, is_bundled=False) == number
+    assert problems.number_of(text, is_bundled=True) == (
         number if "####" in text else None
     )
 

@@ -10,13 +10,13 @@ import torch
 from refusals import resolved
 from torch import Tensor
 
-from diffuplug_bench import floor, step
-from diffuplug_bench.floor import Floor, StepSize
 from diffuplug_bench.model_shapes import SHAPES, Sizes
 from diffuplug_bench.request_loop import Answer, Arrival, Run
-from diffuplug_bench.step_counts import Count, counting
-from diffuplug_bench.step_sizes import Forward, forwards_of, sizes_of
-from diffuplug_bench.throughput_latency import void_share
+from diffuplug_bench.serving.requests import void_share
+from diffuplug_bench.step import floor, measure
+from diffuplug_bench.step.counts import Count, counting
+from diffuplug_bench.step.floor import Floor, StepSize
+from diffuplug_bench.step.sizes import Forward, forwards_of, sizes_of
 from dllm_plugin.reference.full_attention import decode
 from dllm_plugin.reference.full_text import FullText, Rules
 from dllm_plugin.reference.model import Slots
@@ -112,21 +112,21 @@ def test_messages_of_steps_that_computed_nothing_are_no_steps() -> None:
     arrivals = [Arrival(at, 4) for at in (2, 6, 10, 14)]
     answer = Answer([1] * 10, 0.0, arrivals, [1] * 16, finished=True, forwards=8)
     run = Run([answer], [0.1 * i for i in range(16)], [Count(), Count(32, 1)] * 8)
-    assert (row := step._times(run))["steps"] == 4
+    assert (row := measure._times(run))["steps"] == 4
     assert row["step_ms"] == pytest.approx(200) and row[
         "step_ms_spread"
     ] == pytest.approx([200] * 2)
     assert row["steps_per_second"] == pytest.approx(5)
     run.counts = [Count()] * 16  # of an engine that counts no positions
     assert (
-        step._times(run)["step_ms"] == pytest.approx(100)
-        and step._times(run)["steps"] == 8
+        measure._times(run)["step_ms"] == pytest.approx(100)
+        and measure._times(run)["steps"] == 8
     )
     # The floor of such a step: that of a forward, and not of half a forward.
     sizes = sizes_of([Count(), Count(32, 1)] * 4, [Forward(0, StepSize(32, 64, 8))])
     limit = Floor(1e9, {}, {}, 2, {32: 100.0}, {8: 20.0})
     kept = row | {"requests": 1, "positions": 32, "step_sizes": sizes}
-    found = step.add_floor(kept, limit, Sizes.of(SHAPES["tiny"]))
+    found = measure.add_floor(kept, limit, Sizes.of(SHAPES["tiny"]))
     assert found["gemm_ms"] == pytest.approx(120)
     assert found["share_of_floor"] == pytest.approx(found["floor_ms"] / 200)
 

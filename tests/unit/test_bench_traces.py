@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from diffuplug_bench import trace_summary
-from diffuplug_bench.profile import MOST_STEPS, summary_of
-from diffuplug_bench.trace_summary import gap_share
+from diffuplug_bench.step import traces
+from diffuplug_bench.step.profile import MOST_STEPS, summary_of
+from diffuplug_bench.step.traces import gap_share
 
 
-def summarise(events: list[dict[str, Any]]) -> trace_summary.Summary:
-    return trace_summary.summarise(events, MOST_STEPS)
+def summarise(events: list[dict[str, Any]]) -> traces.Summary:
+    return traces.summarise(events, MOST_STEPS)
 
 
 def launch(number: int, time: float) -> dict[str, Any]:

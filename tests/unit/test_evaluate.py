@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from diffuplug_bench.eval import every_policy, refreshes, report
 from diffuplug_bench.eval.report import Row, Way
@@ -146,42 +147,28 @@ def test_prompts_three_times_as_long_hold_the_question_three_times() -> None:
     assert long.result == short.result and short == problem(eval_seeds(2)[1])
 
 
-def test_labels_stay_apart() -> None:
-    from matplotlib.figure import Figure
+def test_the_plot_names_every_strategy_and_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A point for each row in each panel, and a name for each marker and colour."""
+    figures = []
+    saved = Figure.savefig
 
-    panel = Figure(figsize=(10, 6)).subplots()
-    rows = [
-        row._replace(tokens_per_forward=2.0 ** (i // 12)) for i, row in enumerate(ROWS)
-    ]
-    panel.set(xscale="log", xlim=(0.3, 40), ylim=(90, 103))
-    report._label(panel, rows, "tokens_per_forward")
-    boxes = [text.get_window_extent() for text in panel.texts if text.get_text()]
-    assert len(boxes) >= 10
-    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+    def save(figure: Figure, path: Path) -> None:
+        figures.append(figure)
+        saved(figure, path)
 
-
-def test_coinciding_points_share_a_label() -> None:
-    policies = ("low_confidence", "entropy", "topk_margin", "random")
-    rows = [
-        Row(
-            "s",
-            policy,
-            steps,
-            1.0 - 0.1 * (policy == "random" and steps == 8),
-            10.0 + steps,
-            1,
-            1,
-        )
-        for steps in (8, 2)
-        for policy in policies
-    ]
-    rows.append(Row("s", "threshold", None, 1.0, 12.1, 1.0, 1.0))
-    clusters = report._clusters(rows, "tokens_per_forward")
-    assert [report._policies(cluster, rows) for cluster in clusters] == [
-        "all scheduled, 2 steps; threshold",
-        "all but random, 8 steps",
-        "random, 8 steps",
-    ]
+    monkeypatch.setattr(Figure, "savefig", save)
+    report.plot(ROWS, tmp_path / "plot.png")
+    (figure,) = figures
+    for panel in figure.axes:
+        points = [tuple(point) for c in panel.collections for point in c.get_offsets()]
+        assert len(points) == len(ROWS)
+    (legend,) = figure.legends
+    named = [text.get_text() for text in legend.get_texts()]
+    strategies = {row.strategy for row in ROWS}
+    assert set(named) == strategies | {row.policy for row in ROWS}
+    assert len({line.get_marker() for line in legend.get_lines()}) > len(strategies)
 
 
 def test_results_go_to_the_reports_of_a_clone(

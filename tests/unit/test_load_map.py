@@ -1,12 +1,14 @@
 """The map of loads: what is made of timed steps."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
-from diffuplug_bench import load_map
-from diffuplug_bench.load_map import Step, modelled, ratios, weight_bytes
+from diffuplug_bench.adaptive import load_map
+from diffuplug_bench.adaptive.load_map import Step, modelled, ratios, weight_bytes
+from diffuplug_bench.cli import build_parser
 from diffuplug_bench.model_shapes import SHAPES, Sizes
 from dllm_plugin.decoding.acceptance import tokens_per_forward
 
@@ -68,10 +70,7 @@ def test_the_model_of_a_mixture() -> None:
 
 
 def test_the_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_module(name: str) -> None:
-        raise ImportError(name)
-
-    load_map.check_matplotlib()
-    monkeypatch.setattr(load_map, "import_module", no_module)
+    asked = build_parser().parse_args(["map", "--picture", "map.png"])
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ValueError, match="bench map --picture draws with matplotlib"):
-        load_map.check_matplotlib()
+        load_map.run(asked, [])

@@ -2,7 +2,7 @@
 
 A refresh computes prompt and canvas, other forwards a block or what stands behind it, and one step
 may hold both. The engine says how many positions and forwards each step of the timed run had
-(:mod:`diffuplug_bench.step_counts`), but neither their keys nor their logits rows. So a
+(:mod:`diffuplug_bench.step.counts`), but neither their keys nor their logits rows. So a
 second run of the same requests asks for snapshots (``dllm_frames``), which name the block of each
 forward; where forwards start and stop follows from the engine's own functions.
 
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from diffuplug_bench.floor import StepSize
 from diffuplug_bench.request_loop import Answer, Ask, Run, serve
-from diffuplug_bench.step_counts import Count
+from diffuplug_bench.step.counts import Count
+from diffuplug_bench.step.floor import StepSize
 from dllm_plugin.config.decode import DecodeConfig, get_decode_config
 from dllm_plugin.config.request.arguments import request_config
 from dllm_plugin.config.request.reporting import SNAPSHOT

@@ -6,16 +6,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from diffuplug_bench.engines import Prompts
 from diffuplug_bench.request_loop import Ask, Run, all_decode, serve
-from diffuplug_bench.trace_summary import TooFewForwards, gap_share, summarise
+from diffuplug_bench.settings import Settings
+from diffuplug_bench.step.measure import asks_of
+from diffuplug_bench.step.traces import TooFewForwards, gap_share, summarise
 
 if TYPE_CHECKING:
     from vllm import LLM
 
 STEPS = 16  # traced
-MOST_STEPS = (
-    2 * STEPS
-)  # in a trace: some are in flight when the profiler starts and stops
+# In a trace: some steps are in flight when the profiler starts and stops.
+MOST_STEPS = 2 * STEPS
 
 
 class Tracer:
@@ -35,6 +37,28 @@ class Tracer:
         elif not self.done and len(run.stamps) >= self.until:
             self.llm.stop_profile()
             self.done = True
+
+
+def measure(
+    llm: "LLM",
+    settings: Settings,
+    canvas: int,
+    prompts: Prompts,
+    rows: list[dict[str, Any]],
+    folder: Path,
+) -> list[dict[str, Any]]:
+    """Run the grid points of `rows` again and trace them into `folder`."""
+    mode = llm.llm_engine.vllm_config.compilation_config.cudagraph_mode
+    full_attention = settings.measured.full_attention
+    has_full_graphs = mode is not None and mode.has_full_cudagraphs()
+    found = []
+    for row in rows:
+        asks = asks_of(llm, settings, canvas, prompts, row["requests"])
+        timed = row["block_step_ms" if full_attention else "step_ms"]
+        refreshes = full_attention and has_full_graphs
+        trace = trace_steps(llm, asks, folder, timed, refreshes)
+        found.append({"canvas": canvas} | trace)
+    return found
 
 
 def trace_steps(

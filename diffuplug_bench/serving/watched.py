@@ -11,14 +11,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from diffuplug_bench import engines, report, streams
+from diffuplug_bench import engines, report
 from diffuplug_bench.engines import Model, Prompts
-from diffuplug_bench.random_tokenizer import write_tokenizer
 from diffuplug_bench.request_loop import Ask
-from diffuplug_bench.server import fill_weights, forwards_of, serving
+from diffuplug_bench.serving import streams
+from diffuplug_bench.serving.requests import context_needed
+from diffuplug_bench.serving.server import (
+    fill_weights,
+    forwards_of,
+    serving,
+    write_tokenizer,
+)
+from diffuplug_bench.serving.streams import Stream
 from diffuplug_bench.settings import Settings
-from diffuplug_bench.streams import Stream
-from diffuplug_bench.throughput_latency import context_needed
 
 WARMUP_ROUNDS = 1  # a step compiles when it is first watched, or first not
 

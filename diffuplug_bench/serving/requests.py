@@ -1,33 +1,24 @@
 """Run ``diffuplug bench throughput`` and ``latency``: time whole requests in the front end."""
 
-import re
 import statistics
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from diffuplug_bench.engines import Model, Prompts, decoding
-from diffuplug_bench.floor import Floor
 from diffuplug_bench.model_shapes import Sizes
+from diffuplug_bench.problems import problem_prompts, problems_of, score
 from diffuplug_bench.request_loop import Answer, Ask, Run, asking_for, serve
 from diffuplug_bench.settings import Settings
-from diffuplug_bench.step_schedule import steps_of
-from diffuplug_bench.step_sizes import all_forwards, run_again, sizes_of
-from dllm_plugin.commands.offline import conversation
-from dllm_plugin.commands.problems.generator import (
-    Problem,
-    eval_seeds,
-    extract_answer,
-    problem,
-)
+from diffuplug_bench.step.floor import Floor
+from diffuplug_bench.step.schedule import steps_of
+from diffuplug_bench.step.sizes import all_forwards, run_again, sizes_of
 
 if TYPE_CHECKING:
     from vllm import LLM
 
 REAL_INPUT = 512  # tokens that a word problem takes at most in any chat template
 WARMUP_BLOCKS = 2
-NUMBER = re.compile(r"(?:(?<![\w.])-)?\d[\d,]*(?:\.\d+)?")
 AR_WARMUP = 16  # tokens
-NO_ACCURACY = "not measured: the checkpoint has no chat template to put a problem in"
 
 
 def context_needed(settings: Settings, model: Model) -> int:
@@ -40,13 +31,12 @@ def context_needed(settings: Settings, model: Model) -> int:
 
 def grid(settings: Settings, canvas: int) -> list[tuple[str, int, str | None]]:
     """Return (mode, requests at once, approximation) of every grid point of a canvas."""
-    points = [
-        ("throughput", n)
-        for n in settings.grid_requests(canvas)
-        if "throughput" in settings.request_modes
-    ]
-    points += [("latency", 1)] * ("latency" in settings.request_modes)
-    return [(*point, variant) for variant in settings.variants for point in points]
+    points = []
+    for variant in settings.variants:
+        for mode in settings.request_modes:
+            at_once = settings.grid_requests(canvas) if mode == "throughput" else (1,)
+            points += [(mode, n, variant) for n in at_once]
+    return points
 
 
 def synthetic_requests(
@@ -63,27 +53,6 @@ def synthetic_requests(
             )
         )
     return asks
-
-
-def problems_of(count: int) -> list[Problem]:
-    """Return word problems that the bundled model was not trained on."""
-    return [problem(seed) for seed in eval_seeds(count)]
-
-
-def problem_prompts(tokenizer: Any, problems: list[Problem]) -> list[list[int]]:
-    """Return prompts of word problems, as chats if the checkpoint has a chat template."""
-    prompts = []
-    for item in problems:
-        text = item.question
-        if tokenizer.chat_template is not None:
-            chat = conversation(text)
-            text = tokenizer.apply_chat_template(
-                chat, add_generation_prompt=True, tokenize=False
-            )
-            prompts.append(tokenizer.encode(text, add_special_tokens=False))
-        else:
-            prompts.append(tokenizer.encode(text))
-    return prompts
 
 
 def measure(
@@ -105,9 +74,8 @@ def measure(
         problems = problems_of(count) if model.is_real else []
         if model.is_real:
             found = problem_prompts(llm.get_tokenizer(), problems)
-            asks = [
-                Ask(prompt, {"max_tokens": settings.output_len}) for prompt in found
-            ]
+            length = {"max_tokens": settings.output_len}
+            asks = [Ask(prompt, length) for prompt in found]
         else:
             asks = synthetic_requests(settings, canvas, prompts, count)
         asks = [asking_for(ask, variant) for ask in asks]
@@ -122,8 +90,9 @@ def measure(
             row["step_sizes"] = sizes_of(run.counts, forwards)
             row["void_share"] = void_share(run)
         else:
+            single_block_from = decoding(llm)["commit_alone_from"]
             row["positions"] = settings.positions_of_step(
-                canvas, at_once, decoding(llm)["commit_alone_from"]
+                canvas, at_once, single_block_from
             )
         if model.is_real:
             ids = [answer.token_ids for answer in run.answers]
@@ -147,12 +116,10 @@ def measure_autoregressive(
         sizes.append(f"{place} {lengths}")
         if sizes[-1] in found:
             continue
-        asks = [
-            Ask(
-                answer.prompt, {"max_tokens": len(answer.token_ids), "ignore_eos": True}
-            )
-            for answer in answers
-        ]
+        asks = []
+        for answer in answers:
+            sampling = {"max_tokens": len(answer.token_ids), "ignore_eos": True}
+            asks.append(Ask(answer.prompt, sampling))
         _warm_up(llm, asks, row["requests"], AR_WARMUP)
         found[sizes[-1]] = place | _times(serve(llm, asks, row["requests"]))
     return [found[size] for size in sizes]
@@ -167,24 +134,26 @@ def void_share(run: Run) -> float:
 
 def _warm_up(llm: "LLM", asks: list[Ask], at_once: int, tokens: int) -> None:
     # Reversed prompts have the same length and share no prefix with those that are measured.
-    short = [
-        Ask(a.prompt[::-1], a.sampling | {"max_tokens": tokens}) for a in asks[:at_once]
-    ]
+    short = []
+    for ask in asks[:at_once]:
+        short.append(Ask(ask.prompt[::-1], ask.sampling | {"max_tokens": tokens}))
     serve(llm, short, at_once)
 
 
 def _times(run: Run) -> dict[str, Any]:
     """Return the columns that every engine has; tokens count up to the end of an answer."""
-    tokens = sum(len(answer.token_ids) for answer in run.answers)
-    forwards = sum(answer.forwards for answer in run.answers)
-    positions = sum(
-        len(answer.prompt) + answer.canvas_positions for answer in run.answers
-    )
-    whole = [run.stamps[a.arrivals[-1].step] - a.sent for a in run.answers]
-    first = [run.stamps[a.arrivals[0].step] - a.sent for a in run.answers]
+    tokens = forwards = positions = prompts = 0
+    whole, first = [], []
+    for answer in run.answers:
+        tokens += len(answer.token_ids)
+        forwards += answer.forwards
+        prompts += len(answer.prompt)
+        positions += len(answer.prompt) + answer.canvas_positions
+        whole.append(run.stamps[answer.arrivals[-1].step] - answer.sent)
+        first.append(run.stamps[answer.arrivals[0].step] - answer.sent)
     return {
         "answered": len(run.answers),
-        "input_len": statistics.mean(len(answer.prompt) for answer in run.answers),
+        "input_len": prompts / len(run.answers),
         "tokens": tokens,
         "forwards": forwards,
         "positions_per_token": positions / tokens,
@@ -197,30 +166,6 @@ def _times(run: Run) -> dict[str, Any]:
         "request_s_worst": max(whole),
         "first_tokens_s": statistics.median(first),
     }
-
-
-def score(
-    tokenizer: Any, answers: list[list[int]], problems: list[Problem], is_bundled: bool
-) -> dict[str, Any]:
-    """Return the share of answers whose number is right, or why there is none."""
-    if tokenizer.chat_template is None:
-        return {"accuracy": None, "accuracy_note": NO_ACCURACY}
-    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in answers]
-    pairs = zip(texts, problems, strict=True)
-    right = [number_of(text, is_bundled) == item.result for text, item in pairs]
-    return {"accuracy": statistics.mean(right)}
-
-
-def number_of(text: str, is_bundled: bool) -> float | None:
-    """Return the number after the last ``####``; other models: the last number of the text.
-
-    Only the bundled model was trained to write ``####``.
-    """
-    marked = extract_answer(text)
-    if marked is not None or is_bundled:
-        return marked
-    found = NUMBER.findall(text)
-    return float(found[-1].replace(",", "")) if found else None
 
 
 def add_baselines(
@@ -244,9 +189,8 @@ def add_baselines(
         row["speedup_vs_ar"] = row["tokens_per_s"] / ar["tokens_per_s"]
     if published is not None and row["mode"] == "latency":
         # The authors' loop ran once for each number of tokens per forward.
-        row["speedup_vs_hf"] = {
-            f"{base['tokens_per_forward']:.2f} tokens per forward": row["tokens_per_s"]
-            / base["tokens_per_s"]
-            for base in published
-        }
+        speedups = row["speedup_vs_hf"] = {}
+        for base in published:
+            name = f"{base['tokens_per_forward']:.2f} tokens per forward"
+            speedups[name] = row["tokens_per_s"] / base["tokens_per_s"]
     return row

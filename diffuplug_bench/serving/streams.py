@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from diffuplug_bench.server import MODEL
+from diffuplug_bench.serving.server import MODEL
 
 DATA, DONE = b"data: ", b"[DONE]"
 FRAME, NO_TEXT = (

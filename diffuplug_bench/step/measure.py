@@ -8,18 +8,17 @@ and ends before the first request does.
 
 import statistics
 from collections.abc import Callable
-from pathlib import Path
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from diffuplug_bench.engines import Prompts, decoding, on_cpu
-from diffuplug_bench.floor import Floor
 from diffuplug_bench.model_shapes import Sizes
-from diffuplug_bench.profile import trace_steps
-from diffuplug_bench.request_loop import Answer, Ask, Run, Window, serve, steady_window
+from diffuplug_bench.request_loop import Ask, Run, Window, serve, steady_window
 from diffuplug_bench.settings import Settings
-from diffuplug_bench.step_counts import Count
-from diffuplug_bench.step_memory import logits_bytes, temporary_bytes
-from diffuplug_bench.step_sizes import all_forwards, run_again, sizes_of
+from diffuplug_bench.step.counts import Count
+from diffuplug_bench.step.floor import Floor
+from diffuplug_bench.step.memory import logits_bytes, temporary_bytes
+from diffuplug_bench.step.sizes import all_forwards, run_again, sizes_of
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -79,7 +78,7 @@ def context_needed(settings: Settings) -> int:
     return max(lengths)
 
 
-def _asks(
+def asks_of(
     llm: "LLM",
     settings: Settings,
     canvas: int,
@@ -87,6 +86,7 @@ def _asks(
     requests: int,
     measured: int | None = None,
 ) -> list[Ask]:
+    """Return the requests of a grid point; `measured` as in :func:`plan`."""
     budget = llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
     prompt, output = plan(settings, canvas, requests, budget, measured)
     extra = sampling(settings, canvas)
@@ -110,24 +110,21 @@ def measure(
     """
     rows = []
     for requests in settings.grid_requests(canvas):
-        asks = _asks(llm, settings, canvas, prompts, requests)
+        asks = asks_of(llm, settings, canvas, prompts, requests)
         run = serve(llm, asks, requests)
         _check(run, asks[0].sampling["max_tokens"], settings, canvas)
-        row: dict[str, Any] = (
-            {"requests": requests, "canvas": canvas} | _times(run) | _rates(run)
-        )
+        row: dict[str, Any] = {"requests": requests, "canvas": canvas}
+        row |= _times(run) | _rates(run)
         if settings.measured.full_attention:
             row["block_step_ms"] = median_ms(run)
         row["forwards_per_s"] = requests * row["steps_per_second"]
         tell(row)
         row |= _positions(llm, settings, canvas, asks, run)
-        logits_rows = row.pop("logits_rows")
-        row["logits_mb"] = (
-            logits_bytes(llm, logits_rows, decoding(llm)["vocab_parallel"]) / 1e6
-        )
+        sharded = decoding(llm)["vocab_parallel"]
+        row["logits_mb"] = logits_bytes(llm, row.pop("logits_rows"), sharded) / 1e6
         if not on_cpu():
             # In a second run, because the calls to the workers take time.
-            asks = _asks(llm, settings, canvas, prompts, requests, MEMORY_BLOCKS)
+            asks = asks_of(llm, settings, canvas, prompts, requests, MEMORY_BLOCKS)
             row["temporary_mb"] = temporary_bytes(llm, asks) / 1e6
         rows.append(row)
     return rows
@@ -147,11 +144,10 @@ def _positions(
         return {"positions": positions, "logits_rows": positions}
     again = run_again(llm, asks, requests)
     window = steady_window(again)
-    forwards = [
-        one
-        for one in all_forwards(llm, again)
-        if window.first < one.step <= window.last
-    ]
+    forwards = []
+    for forward in all_forwards(llm, again):
+        if window.first < forward.step <= window.last:
+            forwards.append(forward)
     counts = _counts(run, steady_window(run))
     sizes = sizes_of(counts, forwards)
     most_rows = max(one.size.rows for one in forwards)
@@ -160,27 +156,6 @@ def _positions(
         "logits_rows": most_rows * max(count.forwards for count in counts),
         "step_sizes": sizes,
     }
-
-
-def profile(
-    llm: "LLM",
-    settings: Settings,
-    canvas: int,
-    prompts: Prompts,
-    rows: list[dict[str, Any]],
-    folder: Path,
-) -> list[dict[str, Any]]:
-    """Run the grid points of `rows` again and trace them into `folder`."""
-    mode, found = llm.llm_engine.vllm_config.compilation_config.cudagraph_mode, []
-    has_full_graphs = mode is not None and mode.has_full_cudagraphs()
-    refreshes = settings.measured.full_attention and has_full_graphs
-    for row in rows:
-        asks = _asks(llm, settings, canvas, prompts, row["requests"])
-        timed = row["block_step_ms" if settings.measured.full_attention else "step_ms"]
-        found.append(
-            {"canvas": canvas} | trace_steps(llm, asks, folder, timed, refreshes)
-        )
-    return found
 
 
 def measure_autoregressive(
@@ -201,9 +176,8 @@ def median_ms(run: Run) -> float:
     """Return the median step: that of forwards of a block each, if few of them are refreshes."""
     window = steady_window(run)
     stamps = run.stamps[window.first : window.last + 1]
-    return 1e3 * statistics.median(
-        b - a for a, b in zip(stamps, stamps[1:], strict=False)
-    )
+    steps = [b - a for a, b in pairwise(stamps)]
+    return 1e3 * statistics.median(steps)
 
 
 def _counts(run: Run, window: Window) -> list[Count]:
@@ -240,13 +214,11 @@ def _rates(run: Run) -> dict[str, Any]:
 def _context(run: Run, window: Window) -> float:
     """Return the tokens before the canvas, averaged over requests, halfway through the window."""
     middle = (window.first + window.last) / 2
-
-    def known(answer: Answer) -> int:
-        return len(answer.prompt) + sum(
-            a.tokens for a in answer.arrivals if a.step <= middle
-        )
-
-    return sum(map(known, run.answers)) / len(run.answers)
+    tokens = 0
+    for answer in run.answers:
+        tokens += len(answer.prompt)
+        tokens += sum(a.tokens for a in answer.arrivals if a.step <= middle)
+    return tokens / len(run.answers)
 
 
 def _check(run: Run, output: int, settings: Settings, canvas: int) -> None:

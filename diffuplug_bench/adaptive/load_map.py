@@ -2,7 +2,7 @@
 
 One engine times steps of each width, number of requests and context; the LM head is part of them.
 A step of one position for each request is what plain vLLM computes for one token of each. With a
-stated acceptance each load then has a ratio of tokens per second, for a fixed width and for the
+given acceptance each load then has a ratio of tokens per second, for a fixed width and for the
 best one. Prompts, proposing and deciding are left out.
 """
 
@@ -15,19 +15,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from diffuplug_bench import engines, report
-from diffuplug_bench.adaptive_options import MAP
+from diffuplug_bench.eval.report import check_matplotlib
 from diffuplug_bench.model_shapes import Sizes
-from diffuplug_bench.options import settings_of
-from diffuplug_bench.settings import Settings
+from diffuplug_bench.options import one_canvas, settings_of, whole_numbers
+from diffuplug_bench.settings import MAP, Settings
 from dllm_plugin.commands.forecast import EXAMPLE, read_acceptance
 from dllm_plugin.commands.offline import stop_engine
 from dllm_plugin.config.cuda_graphs import warm_up_context
 from dllm_plugin.decoding.acceptance import tokens_per_forward
+from dllm_plugin.decoding.families import FAMILIES
 from dllm_plugin.decoding.step_costs import READS, WeightBytes, costs_of
 
 
 class Step(NamedTuple):
-    """Hold a timed step; `context` is that of each request."""
+    """Describe a timed step; `context` is that of each request."""
 
     requests: int
     width: int
@@ -36,9 +37,9 @@ class Step(NamedTuple):
 
 
 class Point(NamedTuple):
-    """Hold a load: tokens per second by those of plain decoding, and by which width.
+    """Compare a load with plain decoding: ratios of tokens per second, and the best width.
 
-    fits  whether the KV cache holds so much context
+    fits  whether the KV cache has room for the contexts
     """
 
     requests: int
@@ -52,59 +53,76 @@ class Point(NamedTuple):
 def run(args: argparse.Namespace, command: Sequence[str]) -> int:
     """Time the steps; print them beside the model's, the ratios and a JSON line; draw the map."""
     if args.picture is not None:
-        check_matplotlib()
+        check_matplotlib("bench map --picture draws")
     accepted = read_acceptance(args.acceptance or EXAMPLE)
     if args.shapes is None:
         raise ValueError("bench map needs --shapes: it times dummy weights alone")
-    args.mode = "step"
-    settings, contexts = settings_of(args), _contexts(args.contexts)
-    if len(settings.canvas) > 1:
-        raise ValueError(
-            f"--canvas must be one length, got {','.join(map(str, settings.canvas))}"
-        )
-    canvas = settings.canvas[0]
-    widths = sorted({1, *_widths(args.widths, canvas)})
+    settings = settings_of(args, mode="step")
+    contexts = whole_numbers(
+        args.contexts, "--contexts must be whole numbers of tokens, as in 512,8192"
+    )
+    canvas = one_canvas(settings.canvas)
+    refusal = f"--widths must be whole numbers from 1 to {canvas}"
+    widths = sorted({1, canvas, *whole_numbers(args.widths, refusal, canvas)})
     engines.prepare()
     progress = report.Progress()
-    line: dict[str, Any] = report.surroundings(settings, command) | {"benchmark": MAP}
+    line = report.surroundings(settings, command) | {"benchmark": MAP}
     with tempfile.TemporaryDirectory(prefix="diffuplug-") as folder:
         model = engines.find_model(settings, Path(folder))
-        sizes, most = Sizes.of(model.config), max(contexts) + warm_up_context(canvas)
-        if most > sizes.context:
+        sizes = Sizes.of(model.config)
+        longest = max(contexts)
+        length = longest + warm_up_context(canvas)
+        if length > sizes.context:
             raise ValueError(
-                f"--contexts {max(contexts)} needs a context of {most} tokens, but the model has "
+                f"--contexts {longest} needs a context of {length} tokens, but the model has "
                 f"{sizes.context}: lower it."
             )
-        options = _options(
-            settings, engines.options_of_ours(settings, model, canvas, most), canvas
-        )
-        llm = engines.start(settings, options)
+        options = engines.options_of_ours(settings, model, canvas, length)
+        llm = engines.start(settings, _options(settings, options, canvas))
         progress.done("engine start")
-        steps: list[Step] = []
-        for n in settings.requests:
-            timed = llm.collective_rpc("time_steps", args=([n], widths, contexts))[0]
-            steps += [Step(*row) for row in timed]
-            model_ms = modelled(steps, sizes, 2)
-            new = slice(len(steps) - len(timed), None)
-            progress.done(
-                f"steps of {n} requests", _steps_table(steps[new], model_ms[new])
-            )
+        steps, model_ms = _time_steps(llm, settings, widths, contexts, sizes, progress)
         line["engine"] = engines.describe(llm)
-        shift = bool(_shifted(llm))
+        family = FAMILIES[llm.llm_engine.vllm_config.model_config.architecture]
         stop_engine(llm)
-    points = ratios(steps, accepted, shift, canvas, line["engine"]["kv_cache_tokens"])
-    print(_points_table(points))
+    room = line["engine"]["kv_cache_tokens"]
+    points = ratios(steps, accepted, family.logits_shift, canvas, room)
+    print("tokens per second by plain decoding:")
+    print(report.table_of("map", [_row(point) for point in points]))
     if args.picture is not None:
-        draw(
-            points,
-            args.picture,
-            f"{args.shapes}, acceptance {accepted[0]:g}:{accepted[1]:g}",
-        )
+        title = f"{args.shapes}, acceptance {accepted[0]:g}:{accepted[1]:g}"
+        draw(points, args.picture, title)
     line |= {"acceptance": accepted, "fixed_width": canvas}
     line |= {"steps": [step._asdict() for step in steps], "model_ms": model_ms}
     line |= {"map": [point._asdict() for point in points], "seconds": progress.seconds}
     print(json.dumps(line))
     return 0
+
+
+def _row(point: Point) -> dict[str, Any]:
+    return point._asdict() | {"fits": "yes" if point.fits else "no"}
+
+
+def _time_steps(
+    llm: Any,
+    settings: Settings,
+    widths: list[int],
+    contexts: list[int],
+    sizes: Sizes,
+    progress: report.Progress,
+) -> tuple[list[Step], list[float]]:
+    """Return all steps, and what the controller's model computes for each, in ms."""
+    steps: list[Step] = []
+    model_ms: list[float] = []
+    for n in settings.requests:
+        known = len(steps)
+        timed = llm.collective_rpc("time_steps", args=([n], widths, contexts))[0]
+        steps += [Step(*row) for row in timed]
+        model_ms = modelled(steps, sizes, 2)
+        rows = []
+        for step, ms in zip(steps[known:], model_ms[known:], strict=True):
+            rows.append(step._asdict() | {"model_ms": ms, "ratio": step.ms / ms})
+        progress.done(f"steps of {n} requests", report.table_of("map_steps", rows))
+    return steps, model_ms
 
 
 def _options(
@@ -114,57 +132,27 @@ def _options(
 
     It serves nothing, so the graphs of its own are few: those of one narrow width.
     """
-    narrow = {
+    dllm: dict[str, Any] = {
         "adaptive": "throughput",
         "min_window": 2,
         "max_window": 2,
         "block_length": canvas,
-    }
-    switches = settings.switches | {
         "strategy": settings.strategy,
         "canvas_length": canvas,
     }
-    options["additional_config"] = {"dllm": narrow | switches}
+    options["additional_config"] = {"dllm": dllm | settings.switches}
     most = max(settings.requests) * canvas
     options["max_num_batched_tokens"] = max(most + options["max_model_len"], 2048)
     if not engines.on_cpu() and settings.compilation_config is None:
-        graphs = {
+        options["compilation_config"] = {
             "cudagraph_mode": "FULL_DECODE_ONLY",
             "cudagraph_capture_sizes": [1, most],
         }
-        options["compilation_config"] = graphs
     return options
 
 
-def _shifted(llm: Any) -> bool:
-    from dllm_plugin.decoding.families import FAMILIES
-
-    shift: bool = FAMILIES[
-        llm.llm_engine.vllm_config.model_config.architecture
-    ].logits_shift
-    return shift
-
-
-def _widths(text: str, canvas: int) -> list[int]:
-    words = text.split(",")
-    if not all(word.isdecimal() and 1 <= int(word) <= canvas for word in words):
-        raise ValueError(
-            f"--widths must be whole numbers from 1 to {canvas}, got {text!r}"
-        )
-    return sorted({int(word) for word in words} | {canvas})
-
-
-def _contexts(text: str) -> list[int]:
-    words = text.split(",")
-    if not all(word.isdecimal() and int(word) >= 1 for word in words):
-        raise ValueError(
-            f"--contexts must be whole numbers of tokens, as in 512,8192, got {text!r}"
-        )
-    return sorted({int(word) for word in words})
-
-
 def modelled(steps: Sequence[Step], sizes: Sizes, item: int) -> list[float]:
-    """Return what the controller's model says of each step, in ms, from the smallest step's."""
+    """Return the controller's model of each step, in ms, from the smallest step's time."""
     base = min(step.ms for step in steps)
     weights = weight_bytes(sizes, item)
     costs = costs_of(weights, sizes.kv_bytes(1, item), READS, base)
@@ -211,40 +199,27 @@ def ratios(
     return points
 
 
-def check_matplotlib() -> None:
-    """Raise ValueError if matplotlib is missing, before minutes are spent measuring."""
-    try:
-        import_module("matplotlib.figure")
-    except ImportError as error:
-        raise ValueError(
-            "bench map --picture draws with matplotlib, which is not installed: pip install "
-            "'.[plot]' in a clone of DiffuPlug, or pip install matplotlib"
-        ) from error
-
-
 def draw(points: Sequence[Point], path: Path, title: str) -> None:
     """Draw both ratios over requests and contexts, a cell each; hatched: the KV cache is full."""
+    rectangle = import_module("matplotlib.patches").Rectangle
+    colour_of = import_module("matplotlib").colormaps["RdYlGn"]
+    scale = import_module("matplotlib.colors").TwoSlopeNorm(1.0, 0.4, 2.6)
     figure = import_module("matplotlib.figure").Figure(figsize=(11, 4.5), dpi=110)
-    colours = import_module("matplotlib.colors").TwoSlopeNorm(1.0, 0.4, 2.6)
-    panels = figure.subplots(1, 2)
     requests = sorted({point.requests for point in points})
     contexts = sorted({point.context for point in points})
-    for panel, name in zip(panels, ("fixed", "adaptive"), strict=True):
+    for panel, name in zip(figure.subplots(1, 2), ("fixed", "adaptive"), strict=True):
         for point in points:
-            place = requests.index(point.requests), contexts.index(point.context)
-            ratio, hatch = getattr(point, name), None if point.fits else "///"
-            colour = import_module("matplotlib").colormaps["RdYlGn"](
-                float(colours(ratio))
-            )
-            x, y = place[0] - 0.5, place[1] - 0.5
-            shape = import_module("matplotlib.patches").Rectangle(
-                (x, y), 1, 1, facecolor=colour, edgecolor="white", hatch=hatch
-            )
-            panel.add_patch(shape)
-            text = f"{ratio:.2f}" + (
-                f"\nwidth {point.width}" if name == "adaptive" else ""
-            )
-            panel.text(*place, text, ha="center", va="center", fontsize=8)
+            ratio = getattr(point, name)
+            x, y = requests.index(point.requests), contexts.index(point.context)
+            cell = rectangle((x - 0.5, y - 0.5), 1, 1, edgecolor="white")
+            cell.set_facecolor(colour_of(float(scale(ratio))))
+            if not point.fits:
+                cell.set_hatch("///")
+            panel.add_patch(cell)
+            text = f"{ratio:.2f}"
+            if name == "adaptive":
+                text += f"\nwidth {point.width}"
+            panel.text(x, y, text, ha="center", va="center", fontsize=8)
         panel.set(xlim=(-0.5, len(requests) - 0.5), ylim=(-0.5, len(contexts) - 0.5))
         panel.set_xticks(range(len(requests)), requests)
         panel.set_yticks(range(len(contexts)), contexts)
@@ -252,30 +227,3 @@ def draw(points: Sequence[Point], path: Path, title: str) -> None:
     figure.suptitle(f"Tokens per second by plain decoding: {title}")
     figure.tight_layout()
     figure.savefig(path)
-
-
-def _steps_table(steps: Sequence[Step], model_ms: Sequence[float]) -> str:
-    """Return the timed steps as text, beside the model's."""
-    lines = [
-        f"{'requests':>8} {'width':>6} {'context':>8} {'ms':>9} {'model ms':>9} {'ratio':>6}"
-    ]
-    for step, ms in zip(steps, model_ms, strict=True):
-        lines.append(
-            f"{step.requests:>8} {step.width:>6} {step.context:>8} {step.ms:>9.3f} {ms:>9.3f} "
-            f"{step.ms / ms:>6.2f}"
-        )
-    return "\n".join(lines)
-
-
-def _points_table(points: Sequence[Point]) -> str:
-    """Return the map as text."""
-    lines = [
-        f"{'requests':>8} {'context':>8} {'fixed':>7} {'adaptive':>9} {'width':>6}  by plain"
-    ]
-    for point in points:
-        full = "" if point.fits else "  (the KV cache holds less)"
-        lines.append(
-            f"{point.requests:>8} {point.context:>8} {point.fixed:>7.2f} {point.adaptive:>9.2f} "
-            f"{point.width:>6}{full}"
-        )
-    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Start ``diffuplug serve`` for the benchmark, in a process of its own, and stop it."""
+"""Start ``diffuplug serve`` in its own process, with a tokenizer for dummy weights; stop it."""
 
 import json
 import os
@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from diffuplug_bench.model_shapes import Config
 from dllm_plugin.commands.phases import cause
 
 MODEL = "diffuplug"  # as requests name it
@@ -25,13 +26,8 @@ def command_of(options: dict[str, Any], port: int) -> list[str]:
     """Return the command that serves a model with the keyword arguments of ``vllm.LLM``."""
     options = dict(options)
     arguments = [options.pop("model"), "--served-model-name", MODEL]
-    arguments += [
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--disable-uvicorn-access-log",
-    ]
+    arguments += ["--host", "127.0.0.1", "--port", str(port)]
+    arguments.append("--disable-uvicorn-access-log")
     for name, value in options.items():
         option = name.replace("_", "-")
         if value is True:
@@ -49,16 +45,15 @@ def serving(options: dict[str, Any], log: Path) -> Iterator[str]:
     Raises ValueError with the cause if it does not start; its log goes to a file.
     """
     port = _free_port()
-    # The route by which weights are filled exists in vLLM's development mode alone.
-    environment = os.environ | {
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-    }
-    environment |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    environment.pop("VLLM_PLUGINS", None)  # ours has to be among them
+    # The route by which weights are filled exists only in vLLM's development mode.
+    names = ["VLLM_SERVER_DEV_MODE", "VLLM_ENABLE_V1_MULTIPROCESSING"]
+    names += ["HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS"]
+    environment = os.environ | dict.fromkeys(names, "1")
+    environment.pop("VLLM_PLUGINS", None)  # our plugin has to be among them
+    command = command_of(options, port)
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command_of(options, port),
+            command,
             stdout=output,
             stderr=output,
             env=environment,
@@ -84,8 +79,11 @@ def forwards_of(url: str) -> float:
     """Return the forwards of all requests that a server has answered, from its metrics."""
     with _DIRECT.open(f"{url}/metrics", timeout=CALL_SECONDS) as answer:
         lines = answer.read().decode().splitlines()
-    sums = [line for line in lines if line.startswith("diffuplug:request_forwards_sum")]
-    return sum(float(line.rsplit(" ", 1)[1]) for line in sums)
+    total = 0.0
+    for line in lines:
+        if line.startswith("diffuplug:request_forwards_sum"):
+            total += float(line.rsplit(" ", 1)[1])
+    return total
 
 
 def _free_port() -> int:
@@ -98,11 +96,8 @@ def _wait(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
     end = time.monotonic() + START_SECONDS
     while time.monotonic() < end:
         if process.poll() is not None:
-            last = (
-                log.read_text(encoding="utf-8", errors="replace")
-                .strip()
-                .rpartition("\n")[2]
-            )
+            text = log.read_text(encoding="utf-8", errors="replace")
+            last = text.strip().rpartition("\n")[2]
             raise ValueError(f"the server did not start: {cause(log) or last}")
         with suppress(OSError):  # not listening yet
             _DIRECT.open(f"{url}/health", timeout=2).close()
@@ -118,3 +113,23 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
     with suppress(ProcessLookupError):  # its workers are in its session
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def write_tokenizer(config: Config, folder: Path) -> str:
+    """Write a tokenizer with a word for each token of the model; return its folder.
+
+    It is byte-level, as those of the models are, so that texts of tokens are put together alike.
+    """
+    from tokenizers import Tokenizer, decoders, models
+
+    size = config.get("embedding_size") or config["vocab_size"]
+    # A space is written so in a byte-level vocabulary.
+    space = "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}"
+    words = {f"{space}w{i}": i for i in range(size)}
+    tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    chosen = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(chosen), encoding="utf-8")
+    return str(folder)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from diffuplug_bench.model_shapes import Sizes
-from diffuplug_bench.random_weights import BOUND
+from diffuplug_bench.worker_extension import BOUND
 from dllm_plugin.models.cublas import forgo_workspace
 
 COPY_BYTES = {"cuda": 2 << 30, "cpu": 1 << 26}

@@ -1,0 +1,1 @@
+"""Time floating canvases, by width and by load."""

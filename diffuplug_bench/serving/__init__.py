@@ -1,0 +1,1 @@
+"""Time whole requests, in the engine and over HTTP."""

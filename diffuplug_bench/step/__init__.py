@@ -1,0 +1,1 @@
+"""Time denoising steps, bound them by their GEMMs, and trace them."""
