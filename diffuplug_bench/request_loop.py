@@ -6,6 +6,7 @@ vLLM sends one message per engine step, so messages count steps.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from diffuplug_bench.settings import requests_of
@@ -22,7 +23,7 @@ NEVER_AT_ONCE = (
 
 
 class Arrival(NamedTuple):
-    """Hold the tokens that one message brought for one request."""
+    """Count the tokens that a message brought for a request."""
 
     step: int  # index into Run.stamps
     tokens: int
@@ -30,7 +31,7 @@ class Arrival(NamedTuple):
 
 @dataclass
 class Answer:
-    """Record one request. Seconds are of the same clock as `Run.stamps`.
+    """Record a request. Seconds are of the same clock as `Run.stamps`.
 
     snapshots   (step, vLLM's ``kv_transfer_params``) of each forward, if the request asked for them
     """
@@ -51,9 +52,8 @@ class Run:
     """Record a set of requests while it is served. Of each message there is a stamp and a count."""
 
     answers: list[Answer] = field(default_factory=list)
-    stamps: list[float] = field(
-        default_factory=list
-    )  # when each message had been processed
+    # When each message had been processed.
+    stamps: list[float] = field(default_factory=list)
     counts: list[Count] = field(default_factory=list)
     started: float = 0.0
 
@@ -62,16 +62,36 @@ class Run:
         """Return the time from the first request sent to the last answer complete."""
         return self.stamps[-1] - self.started
 
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of all answers."""
+        return sum(len(answer.token_ids) for answer in self.answers)
+
+    @property
+    def forwards(self) -> int:
+        """Return the denoising forwards of all requests."""
+        return sum(answer.forwards for answer in self.answers)
+
+    @property
+    def canvas_positions(self) -> int:
+        """Return the canvas positions that these forwards computed."""
+        return sum(answer.canvas_positions for answer in self.answers)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Return the tokens of all prompts."""
+        return sum(len(answer.prompt) for answer in self.answers)
+
 
 class Ask(NamedTuple):
-    """Hold a prompt as token ids, and keyword arguments of its SamplingParams."""
+    """Pair a prompt, as token ids, with keyword arguments of its SamplingParams."""
 
     prompt: list[int]
     sampling: dict[str, Any]
 
 
 def asking_for(ask: Ask, variant: str | None) -> Ask:
-    """Return a request that asks for an approximation as well, if one is named."""
+    """Return a request that asks for an approximation too, if `variant` names one."""
     if variant is None:
         return ask
     extra = ask.sampling.get("extra_args", {}) | requests_of(variant)
@@ -104,7 +124,7 @@ def serve(
             run.stamps.append(time.perf_counter())
             run.counts.append(last_count())
             for output in outputs:
-                if _note(open_by_id[output.request_id], output, len(run.stamps) - 1):
+                if _record(open_by_id[output.request_id], output, len(run.stamps) - 1):
                     del open_by_id[output.request_id]
             if tick is not None:
                 tick(run)
@@ -116,7 +136,7 @@ def all_decode(run: Run, requests: int) -> bool:
     return sum(bool(answer.arrivals) for answer in run.answers) == requests
 
 
-def _note(answer: Answer, output: Any, step: int) -> bool:
+def _record(answer: Answer, output: Any, step: int) -> bool:
     """Record one output; return whether it was the request's last."""
     completion = output.outputs[0]
     tokens = list(completion.token_ids)
@@ -129,13 +149,9 @@ def _note(answer: Answer, output: Any, step: int) -> bool:
         answer.finished = True
         metrics = completion.spec_decode_metrics
         answer.forwards = sum(metrics.histogram) if metrics else len(answer.token_ids)
-        # Our metrics count the prompt's positions too.
-        computed = (
-            metrics.num_draft_tokens
-            if metrics
-            else len(answer.prompt) + answer.forwards - 1
-        )
-        answer.canvas_positions = computed - len(answer.prompt)
+        answer.canvas_positions = answer.forwards - 1
+        if metrics:  # of our engine, which count the prompt's positions too
+            answer.canvas_positions = metrics.num_draft_tokens - len(answer.prompt)
     return bool(output.finished)
 
 
@@ -145,13 +161,12 @@ class Window(NamedTuple):
     first: int
     last: int
     step_ms: float
-    spread_ms: tuple[
-        float, float
-    ]  # step time in the fastest and slowest quarter of the window
+    # Step time in the fastest and slowest quarter of the window.
+    spread_ms: tuple[float, float]
 
 
 def steady_window(run: Run) -> Window:
-    """Return the window from the last first token to the first last-but-one arrival.
+    """Return the window from the last request's first tokens to the first last-but-one arrival.
 
     The last arrival of a request is left out: some requests end one step earlier than others. Both
     ends are messages of the same kind, so the delay of a message cancels. Raises ValueError if the
@@ -159,17 +174,14 @@ def steady_window(run: Run) -> Window:
     """
     first = max(answer.arrivals[0].step for answer in run.answers)
     last = min(answer.arrivals[-1].step for answer in run.answers) - 1
-    ends = [
-        a.step
-        for answer in run.answers
-        for a in answer.arrivals
-        if first <= a.step <= last
-    ]
-    last = max(ends, default=first)
+    ends = [first]
+    for answer in run.answers:
+        ends += [a.step for a in answer.arrivals if first <= a.step <= last]
+    last = max(ends)
     if last - first < 4:
         raise ValueError(NEVER_AT_ONCE.format(len(run.answers)))
     quarters = [first + (last - first) * i // 4 for i in range(5)]
-    pace = [_pace(run, a, b) for a, b in zip(quarters, quarters[1:], strict=False)]
+    pace = [_pace(run, a, b) for a, b in pairwise(quarters)]
     return Window(first, last, _pace(run, first, last), (min(pace), max(pace)))
 
 

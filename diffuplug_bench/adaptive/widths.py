@@ -183,7 +183,7 @@ def _add_plain(
     requests = Requests(settings, model, llm)
     for n in settings.requests:
         done = requests.serve(n, None)
-        rate = _tokens(done) / done.seconds
+        rate = done.tokens / done.seconds
         progress.done(f"{n} requests, plain vLLM", f"{rate:.1f} tokens/s")
         for row in rows:
             if row["requests"] == n:
@@ -192,20 +192,13 @@ def _add_plain(
     stop_engine(llm)
 
 
-def _tokens(run: Run) -> int:
-    return sum(len(answer.token_ids) for answer in run.answers)
-
-
 def _row(n: int, width: int | str, run: Run) -> dict[str, Any]:
     """Return the columns of a run."""
-    tokens = _tokens(run)
-    forwards = sum(answer.forwards for answer in run.answers)
-    positions = sum(answer.canvas_positions for answer in run.answers)
     return {
         "requests": n,
         "width": width,
-        "tokens_per_s": tokens / run.seconds,
-        "tokens_per_forward": tokens / forwards,
-        "mean_width": positions / forwards,
+        "tokens_per_s": run.tokens / run.seconds,
+        "tokens_per_forward": run.tokens / run.forwards,
+        "mean_width": run.canvas_positions / run.forwards,
         "seconds": run.seconds,
     }

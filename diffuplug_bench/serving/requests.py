@@ -126,10 +126,9 @@ def measure_autoregressive(
 
 
 def void_share(run: Run) -> float:
-    """Return the share of the positions that forwards of blocks that were done computed."""
+    """Return the share of positions computed by forwards of blocks that were done."""
     counted = sum(count.positions for count in run.counts)
-    needed = sum(len(answer.prompt) + answer.canvas_positions for answer in run.answers)
-    return 1 - needed / counted
+    return 1 - (run.prompt_tokens + run.canvas_positions) / counted
 
 
 def _warm_up(llm: "LLM", asks: list[Ask], at_once: int, tokens: int) -> None:
@@ -142,21 +141,17 @@ def _warm_up(llm: "LLM", asks: list[Ask], at_once: int, tokens: int) -> None:
 
 def _times(run: Run) -> dict[str, Any]:
     """Return the columns that every engine has; tokens count up to the end of an answer."""
-    tokens = forwards = positions = prompts = 0
+    tokens, forwards = run.tokens, run.forwards
     whole, first = [], []
     for answer in run.answers:
-        tokens += len(answer.token_ids)
-        forwards += answer.forwards
-        prompts += len(answer.prompt)
-        positions += len(answer.prompt) + answer.canvas_positions
         whole.append(run.stamps[answer.arrivals[-1].step] - answer.sent)
         first.append(run.stamps[answer.arrivals[0].step] - answer.sent)
     return {
         "answered": len(run.answers),
-        "input_len": prompts / len(run.answers),
+        "input_len": run.prompt_tokens / len(run.answers),
         "tokens": tokens,
         "forwards": forwards,
-        "positions_per_token": positions / tokens,
+        "positions_per_token": (run.prompt_tokens + run.canvas_positions) / tokens,
         "steps": len(run.stamps),
         "seconds": run.seconds,
         "tokens_per_s": tokens / run.seconds,

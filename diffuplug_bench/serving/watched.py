@@ -72,24 +72,16 @@ def _measure(
         for i in range(WARMUP_ROUNDS + settings.rounds):
             if i == WARMUP_ROUNDS:
                 before = forwards_of(url)
-            bodies = streams.bodies_of(
-                _asks(settings, canvas, requests, prompts), watched
-            )
-            rounds.append(streams.read_all(url, bodies))
-        row: dict[str, Any] = {
-            "requests": requests,
-            "watched": watched,
-            "canvas": canvas,
-        }
-        row["forwards_per_request"] = (
-            (forwards_of(url) - before) / requests / settings.rounds
-        )
+            asks = _asks(settings, canvas, requests, prompts)
+            rounds.append(streams.read_all(url, streams.bodies_of(asks, watched)))
+        forwards = (forwards_of(url) - before) / requests / settings.rounds
+        row: dict[str, Any] = {"requests": requests, "watched": watched}
+        row |= {"canvas": canvas, "forwards_per_request": forwards}
         block = settings.block(canvas)
-        steps = round(row["forwards_per_request"] * block / settings.output_len)
+        steps = round(forwards * block / settings.output_len)
         row |= _row(rounds[WARMUP_ROUNDS:], settings.output_len, steps / block, watched)
-        row["share_of_unwatched"] = (
-            row["tokens_per_s"] / (rows or [row])[0]["tokens_per_s"]
-        )
+        unwatched = rows[0] if rows else row
+        row["share_of_unwatched"] = row["tokens_per_s"] / unwatched["tokens_per_s"]
         rows.append(row)
     return rows
 
@@ -97,42 +89,42 @@ def _measure(
 def _asks(
     settings: Settings, canvas: int, requests: int, prompts: Prompts
 ) -> list[Ask]:
-    extra = {
-        "dllm_policy": "low_confidence",
-        "dllm_steps": int(settings.steps_of_block(canvas)),
+    steps = int(settings.steps_of_block(canvas))
+    sampling = {
+        "max_tokens": settings.output_len,
+        "extra_args": {"dllm_policy": "low_confidence", "dllm_steps": steps},
     }
-    output = settings.output_len
-    return [
-        prompts.ask(settings.input_len, max_tokens=output, extra_args=extra)
-        for _ in range(requests)
-    ]
+    return [prompts.ask(settings.input_len, **sampling) for _ in range(requests)]
 
 
 def _row(
     rounds: list[list[Stream]], length: int, steps_per_token: float, watched: int
 ) -> dict[str, Any]:
     """Return the numbers of some rounds, of answers of `length` tokens."""
-    answers = [stream for streams_of_round in rounds for stream in streams_of_round]
+    answers: list[Stream] = []
+    seen: list[Stream] = []
+    seconds = 0.0
+    for found in rounds:
+        answers += found
+        seen += found[:watched]
+        seconds += max(s.ended for s in found) - min(s.sent for s in found)
     assert {answer.tokens for answer in answers} == {length}
-    seconds = [
-        max(s.ended for s in found) - min(s.sent for s in found) for found in rounds
-    ]
-    seen = [stream for found in rounds for stream in found[:watched]]
+    tokens = len(answers) * length
     row = {
         "rounds": len(rounds),
-        "tokens": len(answers) * length,
-        "seconds": sum(seconds),
-        "tokens_per_s": len(answers) * length / sum(seconds),
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_s": tokens / seconds,
         "step_ms": _step_ms(rounds, steps_per_token),
         "first_text_s": statistics.median(s.texts[0][0] - s.sent for s in answers),
         "kb_per_request": statistics.mean(s.received for s in answers) / 1e3,
     }
-    if seen and not sum(stream.frames for stream in seen):
-        raise ValueError(
-            "the server sent no frames: install this package with its entry points."
-        )
     if seen:
         row["frames_per_request"] = statistics.mean(stream.frames for stream in seen)
+        if not row["frames_per_request"]:
+            raise ValueError(
+                "the server sent no frames: install this package with its entry points."
+            )
     return row
 
 
@@ -144,15 +136,12 @@ def _step_ms(rounds: list[list[Stream]], steps_per_token: float) -> float | None
     """
     pace = []
     for found in rounds:
-        first, last = (
-            max(s.texts[0][0] for s in found),
-            min(s.texts[-1][0] for s in found),
-        )
+        first = max(stream.texts[0][0] for stream in found)
+        last = min(stream.texts[-1][0] for stream in found)
         for stream in found:
-            inside = [
-                (at, tokens) for at, tokens in stream.texts if first <= at <= last
-            ]
+            inside = [text for text in stream.texts if first <= text[0] <= last]
             if len(inside) > 1:
-                steps = steps_per_token * sum(tokens for _, tokens in inside[1:])
-                pace.append((inside[-1][0] - inside[0][0]) / steps)
+                tokens = sum(count for _, count in inside[1:])
+                seconds = inside[-1][0] - inside[0][0]
+                pace.append(seconds / (steps_per_token * tokens))
     return 1e3 * statistics.median(pace) if pace else None

@@ -5,6 +5,7 @@ head over every position) run back to back, on CUDA as one graph. Every layer ha
 so that no cache holds them. Shapes: M positions, K inputs, N outputs.
 """
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -27,20 +28,16 @@ TILE, LARGE = 128, 256
 
 
 class StepSize(NamedTuple):
-    """Hold the sums over the requests of a step: positions, their keys, and logits rows."""
+    """Sum over the requests of a step: positions, their keys, and logits rows."""
 
     positions: int = 0
     keys: int = 0
     rows: int = 0
 
-    def plus(self, other: "StepSize") -> "StepSize":
-        """Return the sums of both."""
-        return StepSize(*map(sum, zip(self, other, strict=True)))
-
 
 @dataclass(frozen=True)
 class Floor:
-    """Hold what limits a step on this device.
+    """List the limits of a step on this device.
 
     copy_bytes_per_s   bytes read plus bytes written per second by a large copy
     gemm_ms            milliseconds of the GEMMs of a forward, by number of positions
@@ -66,10 +63,13 @@ class Floor:
 
     def steps_ms(self, sizes: Sizes, steps: Sequence[StepSize]) -> tuple[float, float]:
         """Return the sums over steps of any size: GEMMs, and reading their keys and values."""
-        kept = [step for step in steps if step.positions]
-        gemms = sum(_between(self.layers_ms, step.positions) for step in kept)
-        gemms += sum(_between(self.head_ms, step.rows) for step in kept)
-        kv_bytes = sizes.kv_bytes(sum(step.keys for step in kept), self.kv_item_bytes)
+        gemms, keys = 0.0, 0
+        for step in steps:
+            if step.positions:
+                gemms += _between(self.layers_ms, step.positions)
+                gemms += _between(self.head_ms, step.rows)
+                keys += step.keys
+        kv_bytes = sizes.kv_bytes(keys, self.kv_item_bytes)
         return gemms, 1e3 * kv_bytes / self.copy_bytes_per_s
 
     def record(self) -> dict[str, Any]:
@@ -79,10 +79,10 @@ class Floor:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Say which sizes are timed: whole forwards of equal positions and rows, or parts.
+    """List the sizes that are timed: whole forwards of equal positions and rows, or parts.
 
     positions   of whole forwards
-    most        positions and logits rows of a step at most, where steps differ in size
+    most        positions and logits rows of a step at most, if steps differ in size
     """
 
     positions: tuple[int, ...]
@@ -99,35 +99,52 @@ def measure(
     rate = _copy_rate(device)
     weights = _weights(sizes, device, dtype)
 
-    def timed(
-        layers: list[list[Tensor]], counts: Iterable[int]
-    ) -> dict[int, tuple[float, float]]:
-        found = {}
-        for count in counts:
-            run, work = _forward(sizes, layers, count)
-            if device.type == "cuda":
-                run = _as_graph(run)
-            milliseconds = 1e3 * _seconds(run, device)
-            found[count] = milliseconds, work / milliseconds / 1e9
-        return found
-
-    whole = timed(weights, sorted(set(wanted.positions)))
+    whole = _timed(sizes, weights, sorted(set(wanted.positions)))
     most_positions, most_rows = wanted.most or (0, 0)
-    layers = timed(weights[:-1], grid_up_to(most_positions))
-    head = timed(weights[-1:], grid_up_to(most_rows))
-    times, rates = ({n: found[i] for n, found in whole.items()} for i in (0, 1))
-    parts = ({n: found[0] for n, found in part.items()} for part in (layers, head))
-    return Floor(rate, times, rates, dtype.itemsize, *parts)
+    layers = _timed(sizes, weights[:-1], grid_up_to(most_positions))
+    head = _timed(sizes, weights[-1:], grid_up_to(most_rows))
+    return Floor(
+        copy_bytes_per_s=rate,
+        gemm_ms=_only_ms(whole),
+        gemm_tflops={count: tflops for count, (_, tflops) in whole.items()},
+        kv_item_bytes=dtype.itemsize,
+        layers_ms=_only_ms(layers),
+        head_ms=_only_ms(head),
+    )
+
+
+def _timed(
+    sizes: Sizes, layers: list[list[Tensor]], counts: Iterable[int]
+) -> dict[int, tuple[float, float]]:
+    """Return milliseconds and TFLOP/s of all GEMMs of some layers, by number of positions."""
+    found = {}
+    for count in counts:
+        run, work = _forward(sizes, layers, count)
+        device = layers[0][0].device
+        if device.type == "cuda":
+            run = _as_graph(run)
+        milliseconds = 1e3 * _seconds(run, device)
+        found[count] = milliseconds, work / milliseconds / 1e9
+    return found
+
+
+def _only_ms(timed: dict[int, tuple[float, float]]) -> dict[int, float]:
+    return {count: milliseconds for count, (milliseconds, _) in timed.items()}
 
 
 def grid_up_to(most: int) -> list[int]:
     """Return sizes between which time is interpolated: three for each doubling, up to `most`.
 
-    Large ones are whole tiles, so that steps in between are counted as what they fill of a tile.
+    Large sizes are whole tiles, so that a step in between counts as the share of a tile it fills.
     """
-    sizes = (round(8 * 2 ** (i / 3)) for i in range(64))
-    grid = {n if n <= LARGE else round(n / TILE) * TILE for n in sizes}
-    return sorted({n for n in grid if n < most} | ({most} if most else set()))
+    grid = {most} - {0}
+    for i in range(64):
+        size = round(8 * 2 ** (i / 3))
+        if size > LARGE:
+            size = round(size / TILE) * TILE
+        if size < most:
+            grid.add(size)
+    return sorted(grid)
 
 
 def _between(times: dict[int, float], count: int) -> float:
@@ -154,16 +171,15 @@ def _weights(
 
     layers = []
     for layer in range(sizes.layers):
-        layers.append([random(*shape) for shape in sizes.attention_gemms])
+        shapes: list[tuple[int, ...]] = [*sizes.attention_gemms]
         if layer < sizes.dense_layers:
-            layers[-1] += [random(*shape) for shape in sizes.mlp_gemms(sizes.inner)]
-            continue
-        shared = sizes.mlp_gemms(sizes.shared_experts * sizes.expert_inner)
-        layers[-1] += [
-            random(*shape) for shape in [(sizes.experts, sizes.width), *shared]
-        ]
-        experts = sizes.mlp_gemms(sizes.expert_inner)
-        layers[-1] += [random(sizes.experts, *shape) for shape in experts]
+            shapes += sizes.mlp_gemms(sizes.inner)
+        else:
+            shapes.append((sizes.experts, sizes.width))  # the router
+            shapes += sizes.mlp_gemms(sizes.shared_experts * sizes.expert_inner)
+            for shape in sizes.mlp_gemms(sizes.expert_inner):
+                shapes.append((sizes.experts, *shape))
+        layers.append([random(*shape) for shape in shapes])
     return [*layers, [random(sizes.vocab, sizes.width)]]
 
 
@@ -175,35 +191,27 @@ def _forward(
     scratch: dict[tuple[Any, ...], Tensor] = {}
 
     def buffer(role: str, *shape: int) -> Tensor:
-        like, key = weights[0][0], (role, *shape)
+        key = (role, *shape)
         if key not in scratch:
-            scratch[key] = torch.empty(
-                shape, device=like.device, dtype=like.dtype
-            ).normal_()
+            scratch[key] = weights[0][0].new_empty(shape).normal_()
         return scratch[key]
 
     hit, rows = _experts_hit(sizes, count)
-    for weight in (w for layer in weights for w in layer):
-        outputs, inputs = weight.shape[-2:]
+    work = 0.0
+    for weight in itertools.chain(*weights):
+        used = weight.transpose(-2, -1)
+        batch: tuple[int, ...] = (count,)
         if weight.dim() == 3:
-            used = weight[:hit].transpose(1, 2)
-            calls.append(
-                (
-                    buffer("in", hit, rows, inputs),
-                    used,
-                    buffer("out", hit, rows, outputs),
-                )
-            )
-        else:
-            calls.append(
-                (buffer("in", count, inputs), weight.t(), buffer("out", count, outputs))
-            )
+            used, batch = used[:hit], (hit, rows)
+        inputs = buffer("in", *batch, used.shape[-2])
+        calls.append((inputs, used, buffer("out", *batch, used.shape[-1])))
+        work += 2.0 * inputs.numel() * used.shape[-1]
 
     def run() -> None:
         for x, w, out in calls:
             torch.matmul(x, w, out=out)
 
-    return run, sum(2.0 * x.numel() * w.shape[-1] for x, w, _ in calls)
+    return run, work
 
 
 def _experts_hit(sizes: Sizes, count: int) -> tuple[int, int]:
@@ -232,9 +240,7 @@ def _seconds(run: Callable[[], Any], device: torch.device) -> float:
         while len(stamps) < 4 or stamps[-1] - stamps[0] < SECONDS:
             run()
             stamps.append(time.perf_counter())
-        return statistics.median(
-            b - a for a, b in zip(stamps, stamps[1:], strict=False)
-        )
+        return statistics.median(b - a for a, b in itertools.pairwise(stamps))
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def group(calls: int) -> float:

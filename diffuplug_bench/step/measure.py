@@ -133,7 +133,7 @@ def measure(
 def _positions(
     llm: "LLM", settings: Settings, canvas: int, asks: list[Ask], run: Run
 ) -> dict[str, Any]:
-    """Return the positions of a step and its most logits rows; where steps differ, their sizes.
+    """Return the positions of a step and its most logits rows; if steps differ, their sizes.
 
     Under full attention a step has the most rows if all of its forwards begin a block.
     """
@@ -187,7 +187,7 @@ def _counts(run: Run, window: Window) -> list[Count]:
 def _times(run: Run) -> dict[str, Any]:
     """Return the columns that every engine has.
 
-    Where the engine counts positions, messages of steps that computed nothing are no steps.
+    If the engine counts positions, messages of steps that computed nothing are no steps.
     """
     window = steady_window(run)
     messages = window.last - window.first
@@ -204,10 +204,9 @@ def _times(run: Run) -> dict[str, Any]:
 
 def _rates(run: Run) -> dict[str, Any]:
     """Return the rates of the fixed schedule, without prompts."""
-    tokens = sum(len(answer.token_ids) for answer in run.answers)
     return {
-        "tokens_per_forward": tokens / sum(answer.forwards for answer in run.answers),
-        "positions_per_token": sum(a.canvas_positions for a in run.answers) / tokens,
+        "tokens_per_forward": run.tokens / run.forwards,
+        "positions_per_token": run.canvas_positions / run.tokens,
     }
 
 

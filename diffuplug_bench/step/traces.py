@@ -22,11 +22,11 @@ LARGEST = 12
 
 
 class TooFewForwards(ValueError):
-    """Say that a trace holds too few forwards in full graphs for a mean."""
+    """Report that a trace has too few forwards in full graphs for a mean."""
 
 
 class Kernel(NamedTuple):
-    """Hold one interval on the device."""
+    """Describe an interval on the device."""
 
     start: float
     stop: float
@@ -37,7 +37,7 @@ class Kernel(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """Hold means per step over `steps` whole steps, in milliseconds unless said otherwise.
+    """List means per step over `steps` whole steps; times are in milliseconds.
 
     step_ms lasts from the first kernel of a forward to that of the next. The device worked for
     busy_ms and idled for gap_ms. forward_gap_ms is the idle time between kernels of the graph. The
@@ -82,9 +82,8 @@ def summarise(events: Iterable[dict[str, Any]], most: int) -> Summary:
     kernels = []
     for start, stop, event, number in sorted(found, key=lambda item: item[0]):
         graph = number if number in forwards else None
-        kernels.append(
-            Kernel(start, stop, event["name"], _group(event, graph is not None), graph)
-        )
+        group = _group(event, graph is not None)
+        kernels.append(Kernel(start, stop, event["name"], group, graph))
         if graph is not None:
             starts.setdefault(graph, start)
     if len(starts) < 3:
@@ -104,13 +103,15 @@ def summarise(events: Iterable[dict[str, Any]], most: int) -> Summary:
 
 def gap_share(events: Iterable[dict[str, Any]]) -> float:
     """Return the share of a trace, from its first kernel to its last, without any kernel."""
-    work = [e for e in events if e.get("ph") == "X" and e.get("cat") in ON_DEVICE]
-    spans = sorted((event["ts"], event["ts"] + event["dur"]) for event in work)
+    spans = []
+    for event in events:
+        if event.get("ph") == "X" and event.get("cat") in ON_DEVICE:
+            spans.append((event["ts"], event["ts"] + event["dur"]))
     if not spans:
         raise ValueError("the profile holds no kernels: measure without --profile.")
-    first = reached = spans[0][0]
+    first = reached = min(spans)[0]
     gaps = 0.0
-    for start, stop in spans:
+    for start, stop in sorted(spans):
         gaps += max(0.0, start - reached)
         reached = max(reached, stop)
     return gaps / (reached - first)
@@ -127,51 +128,52 @@ def _group(event: dict[str, Any], is_forward: bool) -> str:
 
 
 def _means(kernels: Sequence[Kernel], edges: Sequence[float]) -> Summary:
-    """Average over the steps between `edges`, but for those with a forward outside of a graph."""
+    """Average over the steps between `edges`, except those with a forward outside of a graph."""
     steps = _steps_of(kernels, edges)
     alone = Counter(step for kernel, step in steps if kernel.graph is None)
     per_graph = Counter(step for kernel, step in steps if kernel.graph is not None)
     # A refresh launches about as many kernels as the graph of a forward holds.
     most = statistics.median(alone[i] for i in per_graph) + max(per_graph.values()) / 2
     kept = [i for i in per_graph if alone[i] <= most]
-    inside = [kernel for kernel, step in steps if alone[step] <= most]
-    length, scale = sum(edges[i + 1] - edges[i] for i in kept), 1e-3 / len(kept)
+    length = sum(edges[i + 1] - edges[i] for i in kept)
+    scale = 1e-3 / len(kept)
     times: dict[str, float] = defaultdict(float)
-    names: dict[bool, dict[str, float]] = {
-        True: defaultdict(float),
-        False: defaultdict(float),
-    }
+    inside: dict[str, float] = defaultdict(float)  # by name, within the graph
+    outside: dict[str, float] = defaultdict(float)
     busy, reached = 0.0, edges[0]
     forward_gap, ends = 0.0, dict[Any, float]()
+    launched = of_forwards = 0
     for kernel, step in steps:
-        if alone[step] <= most:
-            busy += max(0.0, min(kernel.stop, edges[-1]) - max(kernel.start, reached))
-        reached = max(reached, kernel.stop)
-    for kernel in inside:
-        times[kernel.group] += kernel.stop - kernel.start
-        names[kernel.graph is not None][kernel.name[:80]] += (
-            kernel.stop - kernel.start
-        ) * scale
-        if kernel.graph is not None:
-            end = ends.get(kernel.graph, kernel.start)
-            forward_gap += max(0.0, kernel.start - end)
-            ends[kernel.graph] = max(end, kernel.stop)
-    of_forwards = sum(k.graph is not None for k in inside)
+        before, reached = reached, max(reached, kernel.stop)
+        if alone[step] > most:
+            continue
+        busy += max(0.0, min(kernel.stop, edges[-1]) - max(kernel.start, before))
+        milliseconds = (kernel.stop - kernel.start) * scale
+        times[kernel.group] += milliseconds
+        if kernel.graph is None:
+            launched += 1
+            outside[kernel.name[:80]] += milliseconds
+            continue
+        of_forwards += 1
+        inside[kernel.name[:80]] += milliseconds
+        end = ends.get(kernel.graph, kernel.start)
+        forward_gap += max(0.0, kernel.start - end)
+        ends[kernel.graph] = max(end, kernel.stop)
     return Summary(
         steps=len(kept),
         step_ms=length * scale,
         busy_ms=busy * scale,
         gap_ms=(length - busy) * scale,
         forward_gap_ms=forward_gap * scale,
-        forward_ms=times["forward"] * scale,
-        lm_head_ms=times["lm_head"] * scale,
-        exchange_ms=times["exchange"] * scale,
-        sampler_ms=times["sampler"] * scale,
-        copy_ms=times["copy"] * scale,
-        kernels=(len(inside) - of_forwards) / len(kept),
-        largest=_largest(names[False]),
+        forward_ms=times["forward"],
+        lm_head_ms=times["lm_head"],
+        exchange_ms=times["exchange"],
+        sampler_ms=times["sampler"],
+        copy_ms=times["copy"],
+        kernels=launched / len(kept),
+        largest=_largest(outside),
         forward_kernels=of_forwards / len(kept),
-        forward_largest=_largest(names[True]),
+        forward_largest=_largest(inside),
     )
 
 
