@@ -21,9 +21,8 @@ from dllm_plugin.commands.offline import stop_engine
 from dllm_plugin.config.cuda_graphs import warm_up_context
 
 Result = TypeVar("Result")
-MOST_POSITIONS = (
-    16384  # of a step whose floor is timed; larger ones take time in proportion
-)
+# Of a step whose floor is timed; larger steps take time in proportion.
+MOST_POSITIONS = 16384
 
 
 def run(
@@ -42,19 +41,15 @@ def run(
         model = engines.find_model(settings, scratch)
         _check(settings, model)
         settings = engines.with_dtype(settings, model, _length(settings, model))
-        verdicts = []
+        line["gates"] = []
         for canvas in settings.canvas:
-            verdicts.append(gate.check(settings, canvas, reference))
-            progress.done(f"gate, canvas {canvas}", verdicts[-1].sentence)
-            if not verdicts[-1].green:
-                line |= {"gate": "red", "problem": verdicts[-1].sentence}
-                line |= {
-                    "gates": [v.record for v in verdicts],
-                    "seconds": progress.seconds,
-                }
-                print(json.dumps(line))
+            verdict = gate.check(settings, canvas, reference)
+            progress.done(f"gate, canvas {canvas}", verdict.sentence)
+            line["gates"].append(verdict.record)
+            if not verdict.green:
+                line |= {"gate": "red", "problem": verdict.sentence}
+                print(json.dumps(line | {"seconds": progress.seconds}))
                 return 1
-        line["gates"] = [verdict.record for verdict in verdicts]
         line |= Measurement(settings, model, scratch, progress).run()
     print(json.dumps(line | {"seconds": progress.seconds}))
     return 0
@@ -166,20 +161,23 @@ class Measurement:
 
 def _measure_floor(settings: Settings, model: Model, sizes: Sizes) -> floor.Floor:
     """Measure the floor at every number of positions that a step of the grid may compute."""
+    positions: set[int] = set()
+    most = None
     if settings.measured.full_attention:
-        rows = max(
-            max(settings.grid_requests(c)) * settings.block(c) for c in settings.canvas
-        )
-        most = max(settings.requests) * _length(settings, model)
-        wanted = floor.Wanted((), (min(most, MOST_POSITIONS), rows))
-        return in_own_process(floor.measure, sizes, wanted, *_device(settings))
-    grid = set()
-    for canvas in settings.canvas:
-        # The engine decides later whether its steps compute one block of each request.
-        single_block_from = (0, 1) if settings.computes_next_block(canvas) else (0,)
-        points = product((1, *settings.grid_requests(canvas)), single_block_from)
-        grid |= {settings.positions_of_step(canvas, *point) for point in points}
-    wanted = floor.Wanted(tuple(sorted(grid)))
+        rows = []
+        for canvas in settings.canvas:
+            rows.append(max(settings.grid_requests(canvas)) * settings.block(canvas))
+        longest = max(settings.requests) * _length(settings, model)
+        most = min(longest, MOST_POSITIONS), max(rows)
+    else:
+        for canvas in settings.canvas:
+            # The engine decides later whether its steps compute one block of each request.
+            single_block_from = (0, 1) if settings.computes_next_block(canvas) else (0,)
+            points = product((1, *settings.grid_requests(canvas)), single_block_from)
+            positions |= {
+                settings.positions_of_step(canvas, *point) for point in points
+            }
+    wanted = floor.Wanted(tuple(sorted(positions)), most)
     return in_own_process(floor.measure, sizes, wanted, *_device(settings))
 
 
@@ -220,10 +218,10 @@ def _check(settings: Settings, model: Model) -> None:
 
 def _length(settings: Settings, model: Model) -> int:
     lengths = [warm_up_context(canvas) for canvas in settings.canvas]
-    lengths += [measure.context_needed(settings)] if settings.measures_steps else []
-    lengths += (
-        [requests.context_needed(settings, model)] if settings.request_modes else []
-    )
+    if settings.measures_steps:
+        lengths.append(measure.context_needed(settings))
+    if settings.request_modes:
+        lengths.append(requests.context_needed(settings, model))
     return max(lengths)
 
 

@@ -13,7 +13,7 @@ from diffuplug_bench.model_shapes import (
     write_config,
 )
 from diffuplug_bench.request_loop import Ask
-from diffuplug_bench.settings import Settings
+from diffuplug_bench.settings import SWITCHES, Settings
 from diffuplug_bench.worker_extension import EXTENSION, fill_weights
 from dllm_plugin import default_model
 from dllm_plugin.commands.offline import (
@@ -29,15 +29,13 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 DUMMY = {"load_format": "dummy", "skip_tokenizer_init": True}
-RESOLVED = ("compile_step", "vocab_parallel", "commit_alone_from", "kv_cache_layout")
-DEFAULT_CANVASES = (
-    64  # for more at once, an engine does not raise vLLM's token budget of a step
-)
+# Up to so many canvases at once, an engine itself raises vLLM's token budget of a step.
+DEFAULT_CANVASES = 64
 
 
 @dataclass(frozen=True)
 class Model:
-    """Name the model that is measured: folder or hub name, config, and whether weights are real."""
+    """Name the measured model: folder or hub name, config, and whether weights are real."""
 
     path: str
     config: Config
@@ -114,11 +112,7 @@ def _common(settings: Settings, length: int, at_once: int) -> dict[str, Any]:
     }
     if on_cpu() or settings.shapes in (None, "tiny") and settings.model is None:
         options |= BUNDLED_MEMORY
-    given = {
-        "gpu_memory_utilization": settings.gpu_memory_utilization,
-        "kv_cache_memory_bytes": settings.kv_cache_memory_bytes,
-    }
-    return options | {name: value for name, value in given.items() if value is not None}
+    return options | settings.given("gpu_memory_utilization", "kv_cache_memory_bytes")
 
 
 def start_ours(
@@ -157,15 +151,10 @@ def options_of_ours(
     options = _common(settings, length, most) | {"model": model.path}
     options["additional_config"] = {"dllm": settings.dllm(canvas)}
     if settings.measured.full_attention:
-        options["cudagraph_metrics"] = (
-            True  # the positions of each step, in its message
-        )
+        options["cudagraph_metrics"] = True  # counts positions in a step's message
     if not model.is_real:
         options |= DUMMY
-    if settings.attention_backend is not None:
-        options["attention_backend"] = settings.attention_backend
-    if settings.compilation_config is not None:
-        options["compilation_config"] = settings.compilation_config
+    options |= settings.given("attention_backend", "compilation_config")
     if most > DEFAULT_CANVASES:
         options["max_num_batched_tokens"] = _budget(settings, length + most * canvas)
     if trace is not None:
@@ -199,9 +188,8 @@ def start_autoregressive(
     """
     config = autoregressive_config(model.config)
     folder = write_config(config, scratch / "autoregressive")
-    options = (
-        _common(settings, length, max(settings.requests)) | {"model": folder} | DUMMY
-    )
+    options = _common(settings, length, max(settings.requests)) | DUMMY
+    options["model"] = folder
     if on_cpu() and not compiled:
         options["enforce_eager"] = True
     return start(settings, options)
@@ -221,10 +209,9 @@ def describe(llm: "LLM") -> dict[str, Any]:
 
     config = llm.llm_engine.vllm_config
     backend, compilation = config.attention_config.backend, config.compilation_config
-    mode, compiles = (
-        compilation.cudagraph_mode,
-        compilation.mode == CompilationMode.VLLM_COMPILE,
-    )
+    graphs, mode = compilation.cudagraph_mode, compilation.mode
+    compiles = mode == CompilationMode.VLLM_COMPILE
+    blocks = config.cache_config.num_gpu_blocks or 0
     return {
         "architecture": config.model_config.architecture,
         "dtype": _dtype_of(config),
@@ -232,17 +219,14 @@ def describe(llm: "LLM") -> dict[str, Any]:
         "max_model_len": config.model_config.max_model_len,
         "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
         "async_scheduling": config.scheduler_config.async_scheduling,
-        **{name: decoding(llm).get(name) for name in RESOLVED},
+        **{name: decoding(llm).get(name) for name in SWITCHES},
         "attention_backend": backend.name if backend else "vLLM's choice",
-        "cudagraph_mode": mode.name if mode else "NONE",
+        "cudagraph_mode": graphs.name if graphs else "NONE",
         "cudagraph_capture_sizes": compilation.cudagraph_capture_sizes,
-        "compilation_mode": compilation.mode.name
-        if compilation.mode is not None
-        else "NONE",
+        "compilation_mode": "NONE" if mode is None else mode.name,
         # Only vLLM's own compilation compiles for single sizes.
         "compile_sizes": (compilation.compile_sizes or []) if compiles else [],
-        "kv_cache_tokens": (config.cache_config.num_gpu_blocks or 0)
-        * config.cache_config.block_size,
+        "kv_cache_tokens": blocks * config.cache_config.block_size,
     }
 
 
@@ -260,11 +244,12 @@ class Prompts:
     """Generate random prompts, never the same twice, so that no prefix is cached."""
 
     def __init__(self, config: Config, seed: int) -> None:
-        special = {config.get("mask_token_id"), config.get("eos_token_id")}
         self._random = random.Random(seed)
-        self._top = min(
-            i for i in [*special, config["vocab_size"]] if isinstance(i, int)
-        )
+        self._top: int = config["vocab_size"]
+        for name in ("mask_token_id", "eos_token_id"):
+            token_id = config.get(name)
+            if isinstance(token_id, int):
+                self._top = min(self._top, token_id)
 
     def take(self, length: int) -> list[int]:
         """Return token ids below every special token."""

@@ -38,10 +38,10 @@ class ForwardClock:
         from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
         model.register_forward_hook(self._count)
-        logits = [m for m in model.modules() if isinstance(m, LogitsProcessor)]
-        for module in [model, *logits]:
-            module.register_forward_pre_hook(self._enter)
-            module.register_forward_hook(self._leave)
+        for module in model.modules():
+            if module is model or isinstance(module, LogitsProcessor):
+                module.register_forward_pre_hook(self._enter)
+                module.register_forward_hook(self._leave)
 
     def _enter(self, *_: Any) -> None:
         self._entered = time.perf_counter()
@@ -121,10 +121,11 @@ def _measure(
         raise ValueError(
             f"no denoising step to measure: raise --max-tokens above {max_tokens}"
         )
+    host = [total - forward for total, forward in steps]
     return {
         "requests": requests,
         "steps": len(steps),
-        "host_ms": 1e3 * statistics.median(total - forward for total, forward in steps),
+        "host_ms": 1e3 * statistics.median(host),
         "forward_ms": 1e3 * statistics.median(forward for _, forward in steps),
         "step_ms": 1e3 * statistics.median(total for total, _ in steps),
     }

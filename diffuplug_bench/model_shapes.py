@@ -1,7 +1,4 @@
-"""List the shapes of published models: configs for dummy weights, and the sizes of their GEMMs.
-
-The sizes come from the models' own config.json files.
-"""
+"""List the shapes of published models: configs for dummy weights, and the sizes of their GEMMs."""
 
 import json
 from dataclasses import dataclass, replace
@@ -11,86 +8,10 @@ from typing import Any
 Config = dict[str, Any]
 
 
-def _llada(
-    width: int, layers: int, heads: int, inner: int, vocab: int, context: int
-) -> Config:
-    return {
-        "architectures": ["LLaDAModelLM"],
-        "model_type": "llada",
-        "d_model": width,
-        "n_layers": layers,
-        "n_heads": heads,
-        "n_kv_heads": heads,
-        "mlp_hidden_size": inner,
-        "vocab_size": vocab,
-        "embedding_size": vocab,
-        "max_sequence_length": context,
-        "rope_theta": 500000.0,
-        "rms_norm_eps": 1e-5,
-    }
-
-
-SHAPES: dict[str, Config] = {
-    "llada-8b": _llada(4096, 32, 32, 12288, 126464, 4096)
-    | {"mask_token_id": 126336, "eos_token_id": 126081},
-    "dream-7b": {
-        "architectures": ["DreamModel"],
-        "model_type": "Dream",
-        "hidden_size": 3584,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "intermediate_size": 18944,
-        "vocab_size": 152064,
-        "max_position_embeddings": 131072,
-        "rope_theta": 1e6,
-        "rms_norm_eps": 1e-6,
-        "mask_token_id": 151666,
-        "eos_token_id": 151643,
-    },
-    "sdar-8b": {
-        "architectures": ["SDARForCausalLM"],
-        "model_type": "sdar",
-        "hidden_size": 4096,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 12288,
-        "vocab_size": 151936,
-        "max_position_embeddings": 32768,
-        "rope_theta": 1e6,
-        "rms_norm_eps": 1e-6,
-        "mask_token_id": 151669,
-        "eos_token_id": 151643,
-    },
-    "llada2-mini": {
-        "architectures": ["LLaDA2MoeModelLM"],
-        "model_type": "llada2_moe",
-        "hidden_size": 2048,
-        "num_hidden_layers": 20,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "intermediate_size": 5120,
-        "moe_intermediate_size": 512,
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
-        "num_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "n_group": 8,
-        "topk_group": 4,
-        "vocab_size": 157184,
-        "max_position_embeddings": 32768,
-        "rope_theta": 600000.0,
-        "rms_norm_eps": 1e-6,
-        "mask_token_id": 156895,
-        "eos_token_id": 156892,
-    },
-    # For tests; takes seconds on a CPU.
-    "tiny": _llada(64, 2, 2, 128, 512, 4096)
-    | {"mask_token_id": 500, "eos_token_id": 501},
-}
+# By name, as the models' own config.json files; `tiny` is for tests, seconds on a CPU.
+SHAPES: dict[str, Config] = json.loads(
+    (Path(__file__).parent / "shapes.json").read_text(encoding="utf-8")
+)
 # Diffusion model type -> the autoregressive model of the same architecture.
 AUTOREGRESSIVE = {
     "llada": ("LlamaForCausalLM", "llama"),

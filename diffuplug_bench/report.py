@@ -1,4 +1,4 @@
-"""Report a measurement: progress, tables, and where and how it was taken for the JSON line."""
+"""Report a measurement: progress, tables, and for the JSON line its machine and settings."""
 
 import hashlib
 import os
@@ -33,13 +33,12 @@ class Progress:
         now = time.perf_counter()
         self.seconds[stage], self._last = now - self._last, now
         seconds = self.seconds[stage]
-        print(
-            f"{stage}: {seconds:.0f} s", result, sep="\n" if result else "", flush=True
-        )
+        lines = [f"{stage}: {seconds:.0f} s"] + ([result] if result else [])
+        print("\n".join(lines), flush=True)
 
 
 def tell(name: str, row: Row) -> None:
-    """Print one row as a table, so that a run that is interrupted leaves what it had measured."""
+    """Print a row as a table, so that an interrupted run leaves what it has measured."""
     print(table_of(name, [row]), flush=True)
 
 

@@ -150,10 +150,10 @@ class Settings:
         has_schedule = self.shapes is not None or self.mode == "step"
         if has_schedule and not self.measured.by_confidence:
             options["policy"] = "low_confidence"
-        options |= self._given("threshold", "lora_path")
+        options |= self.given("threshold", "lora_path")
         return options | self.refreshes | self.switches
 
-    def _given(self, *names: str) -> dict[str, Any]:
+    def given(self, *names: str) -> dict[str, Any]:
         """Return those settings of these names that are not None."""
         found = {}
         for name in names:
@@ -165,12 +165,12 @@ class Settings:
     @property
     def refreshes(self) -> dict[str, Any]:
         """Return the approximations of full attention that were asked for."""
-        return self._given(*REFRESHES)
+        return self.given(*REFRESHES)
 
     @property
     def switches(self) -> dict[str, Any]:
         """Return the decode options that change how a step is computed but no token."""
-        return self._given(*SWITCHES)
+        return self.given(*SWITCHES)
 
     @property
     def variants(self) -> tuple[str | None, ...]:

@@ -41,7 +41,7 @@ model was trained on one question per prompt and answers most of them wrongly: t
 
 
 class Row(NamedTuple):
-    """Hold what one strategy with some options scored on prompts of one length."""
+    """Score a strategy with some options on prompts of one length."""
 
     strategy: str
     options: dict[str, int]

@@ -10,11 +10,9 @@ from typing import Any
 from diffuplug_bench.serving.server import MODEL
 
 DATA, DONE = b"data: ", b"[DONE]"
-FRAME, NO_TEXT = (
-    b'"set":',
-    b'"text":""',
-)  # in a chunk with a frame, and in one without text
-TOKEN = re.compile(rb"w\d")  # a word of `random_tokenizer`
+# In a chunk with a frame, and in a chunk without text.
+FRAME, NO_TEXT = b'"set":', b'"text":""'
+TOKEN = re.compile(rb"w\d")  # a word of `server.write_tokenizer`
 
 
 @dataclass
@@ -58,7 +56,8 @@ async def _read_all(url: str, bodies: list[dict[str, Any]]) -> list[Stream]:
     async with aiohttp.ClientSession(
         url, timeout=limits, connector=connector
     ) as session:
-        return list(await asyncio.gather(*(_read(session, body) for body in bodies)))
+        streams = [_read(session, body) for body in bodies]
+        return list(await asyncio.gather(*streams))
 
 
 async def _read(session: Any, body: dict[str, Any]) -> Stream:
@@ -69,13 +68,13 @@ async def _read(session: Any, body: dict[str, Any]) -> Stream:
         async for line in response.content:
             stream.received += len(line)
             if line.startswith(DATA):
-                _note(stream, line.removeprefix(DATA))
+                _read_event(stream, line.removeprefix(DATA))
     stream.ended = time.perf_counter()
     return stream
 
 
-def _note(stream: Stream, data: bytes) -> None:
-    """Note one event. Only the last chunk is parsed: this process must not hold up the server."""
+def _read_event(stream: Stream, data: bytes) -> None:
+    """Read an event. Only the last chunk is parsed: this process must not delay the server."""
     if FRAME in data:
         stream.frames += 1
     elif b'"choices":[]' in data:

@@ -1,4 +1,4 @@
-"""Read what the engine says of each step while requests are served: positions and forwards.
+"""Count positions and forwards of each step of an engine while it serves requests.
 
 Both come with the message that a step sends anyway, so that counting takes nothing from what is
 timed. Positions are those of vLLM's ``cudagraph_metrics``, which an engine has to be started with;
@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 
 class Count(NamedTuple):
-    """Hold what a step computed; a message of a step that computed nothing has zeros.
+    """Count what a step computed; zeros if it computed nothing.
 
-    positions  of all requests, without padding; 0 where the engine does not count them
-    forwards   whose results count: without those that were launched for a block that was done
+    positions  of all requests, without padding; 0 if the engine does not count them
+    forwards   whose results count: without forwards launched for a block that was done
     """
 
     positions: int = 0
@@ -28,11 +28,9 @@ class Counter:
         self.count = Count()
 
     def record(self, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
-        """Note what the message of a step says."""
-        graphs, forwards = (
-            scheduler_stats.cudagraph_stats,
-            scheduler_stats.spec_decoding_stats,
-        )
+        """Read the message of a step."""
+        graphs = scheduler_stats.cudagraph_stats
+        forwards = scheduler_stats.spec_decoding_stats
         self.count = Count(
             graphs.num_unpadded_tokens if graphs else 0,
             forwards.num_drafts if forwards else 0,
@@ -42,7 +40,7 @@ class Counter:
         """Print nothing: vLLM asks for this once in a while."""
 
     def take(self) -> Count:
-        """Return what the last message said, and forget it: the next may say nothing."""
+        """Return the last message's counts and reset them: the next message may have none."""
         count, self.count = self.count, Count()
         return count
 

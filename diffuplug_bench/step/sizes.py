@@ -1,10 +1,10 @@
-"""Count what each step of an engine computed under full attention, where forwards differ in size.
+"""Count what each step computed under full attention, where forwards differ in size.
 
-A refresh computes prompt and canvas, other forwards a block or what stands behind it, and one step
-may hold both. The engine says how many positions and forwards each step of the timed run had
-(:mod:`diffuplug_bench.step.counts`), but neither their keys nor their logits rows. So a
-second run of the same requests asks for snapshots (``dllm_frames``), which name the block of each
-forward; where forwards start and stop follows from the engine's own functions.
+A refresh computes prompt and canvas, other forwards a block or all from a block on, and a step may
+contain both. The engine counts positions and forwards of each step of the timed run
+(:mod:`diffuplug_bench.step.counts`), but neither their keys nor their logits rows. So a second run
+of the same requests asks for snapshots (``dllm_frames``), which name the block of each forward;
+where forwards start and stop follows from the engine's own functions.
 
 What shares a step is not taken from the second run: a forward of a watched request waits for the
 result of the one before, so that its requests take turns, in twice as many and smaller steps.
@@ -31,7 +31,7 @@ UNDECIDED = -1  # in the ids of a snapshot
 
 
 class Forward(NamedTuple):
-    """Hold one forward of a request: the step it ran in, and its size."""
+    """Describe a forward of a request: the step it ran in, and its size."""
 
     step: int
     size: StepSize
@@ -47,7 +47,7 @@ def run_again(llm: "LLM", asks: Sequence[Ask], at_once: int) -> Run:
 
 
 def sizes_of(counts: Sequence[Count], forwards: Sequence[Forward]) -> list[StepSize]:
-    """Return the sizes of the steps of a timed run, but for those that computed nothing.
+    """Return the sizes of the steps of a timed run, without steps that computed nothing.
 
     Positions are as counted. Each forward has as many keys and logits rows as `forwards` of the
     same requests have on average: the time to read keys is the same however they are spread, and
@@ -55,11 +55,12 @@ def sizes_of(counts: Sequence[Count], forwards: Sequence[Forward]) -> list[StepS
     """
     keys = statistics.mean(one.size.keys for one in forwards)
     rows = statistics.mean(one.size.rows for one in forwards)
-    return [
-        StepSize(one.positions, round(one.forwards * keys), round(one.forwards * rows))
-        for one in counts
-        if one.positions
-    ]
+    sizes = []
+    for count in counts:
+        if count.positions:
+            step = (round(count.forwards * keys), round(count.forwards * rows))
+            sizes.append(StepSize(count.positions, *step))
+    return sizes
 
 
 def all_forwards(llm: "LLM", run: Run) -> list[Forward]:
