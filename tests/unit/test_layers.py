@@ -63,7 +63,7 @@ FOLDERS: dict[str, set[str]] = {
 # The package itself: version, and `register`, which vLLM calls.
 ROOT = {"engine", "models"}
 # What `diffuplug_bench`, the package beside this one, imports of ours.
-MEASURING = {"commands", "config", "decoding", "models", "reference"}
+MEASURING = {"commands", "config", "decoding", "default_model", "models", "reference"}
 # Only these touch vLLM's engine at run time: what an upgrade of vLLM can break.
 ENGINE_SIDE = {"attention", "engine", "omni"}
 NO_VLLM = {"decoding", "grammar", "default_model"}
@@ -161,13 +161,22 @@ def test_nothing_that_serves_imports_what_measures() -> None:
 def test_what_measures_imports_no_inside_of_the_engine() -> None:
     """It starts engines as users do, and asks workers by vLLM's `worker_extension_cls`."""
     found = set()
-    for path in sorted(BENCH.rglob("*.py")):
+    for path in BENCH.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module is not None:
-                assert not node.level, path
-                found.add(node.module)
-    ours = {module for module in found if module.startswith("dllm_plugin.")}
-    assert {module.split(".")[1] for module in ours} == MEASURING
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            assert not node.level and node.module is not None, path
+            for alias in node.names:
+                package, *inner = [*node.module.split("."), alias.name]
+                if package == "dllm_plugin":
+                    found.add(inner[0])
+    assert found == MEASURING
+
+
+def test_what_measures_has_rooms() -> None:
+    for folder in {path.parent for path in BENCH.rglob("*.py")}:
+        lengths = [len(path.read_text().splitlines()) for path in folder.glob("*.py")]
+        assert len(lengths) <= 16 and max(lengths) <= 400, folder
 
 
 def test_modules_import_in_one_direction() -> None:
