@@ -258,3 +258,7 @@ class Prompts:
     def ask(self, length: int, **sampling: Any) -> Ask:
         """Return a request that is decoded up to `max_tokens`."""
         return Ask(self.take(length), {"ignore_eos": True} | sampling)
+
+    def several(self, count: int, length: int, **sampling: Any) -> list[Ask]:
+        """Return `count` such requests."""
+        return [self.ask(length, **sampling) for _ in range(count)]

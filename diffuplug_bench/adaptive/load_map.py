@@ -167,9 +167,8 @@ def weight_bytes(sizes: Sizes, item: int) -> WeightBytes:
 
     mixtures = sizes.layers - sizes.dense_layers if sizes.experts else 0
     one = mixtures * of(sizes.mlp_gemms(sizes.expert_inner))
-    dense = (
-        sizes.layers * of(sizes.attention_gemms) + 2 * item * sizes.vocab * sizes.width
-    )
+    dense = 2 * of([(sizes.vocab, sizes.width)])  # embedding and LM head
+    dense += sizes.layers * of(sizes.attention_gemms)
     dense += (sizes.layers - mixtures) * of(sizes.mlp_gemms(sizes.inner))
     small = dense + (sizes.shared_experts + sizes.experts_per_token) * one
     return WeightBytes(small, one, sizes.experts, sizes.experts_per_token)
@@ -183,19 +182,22 @@ def ratios(
     room: int,
 ) -> list[Point]:
     """Return each load's tokens per second, by those of one position of each request."""
-    ms = {(s.requests, s.context, s.width): s.ms for s in steps}
+    ms_by_load: dict[tuple[int, int], dict[int, float]] = {}
+    for step in steps:
+        load = step.requests, step.context
+        ms_by_load.setdefault(load, {})[step.width] = step.ms
     points = []
-    for requests, context in sorted({(s.requests, s.context) for s in steps}):
-        plain, rates = ms[requests, context, 1], {}
-        for width in sorted({s.width for s in steps}):
+    for (requests, context), ms in sorted(ms_by_load.items()):
+        rates: dict[int, float] = {}
+        for width in sorted(ms):
             # One position decodes a masked model at half a token a forward, so nobody does.
-            if (requests, context, width) in ms and (width > 1 or shift):
+            if width > 1 or shift:
                 tokens = tokens_per_forward(width, *accepted, shift)
-                rates[width] = tokens * plain / ms[requests, context, width]
+                rates[width] = tokens * ms[1] / ms[width]
         best = max(rates, key=lambda width: rates[width])
+        fixed_rate = rates.get(fixed, float("nan"))
         fits = requests * context <= room
-        load = (requests, context, rates.get(fixed, float("nan")), rates[best])
-        points.append(Point(*load, best, fits))
+        points.append(Point(requests, context, fixed_rate, rates[best], best, fits))
     return points
 
 

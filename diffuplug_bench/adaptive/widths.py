@@ -163,7 +163,7 @@ class Requests:
         if width is not None:
             sampling["extra_args"] = {"dllm_schedule": [width]}
         if not self.is_real:
-            return [self.prompts.ask(length, **sampling) for _ in range(count)]
+            return self.prompts.several(count, length, **sampling)
         found = problem_prompts(self.llm.get_tokenizer(), problems_of(count))
         return [Ask(prompt, sampling) for prompt in found]
 

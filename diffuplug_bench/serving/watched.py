@@ -94,7 +94,7 @@ def _asks(
         "max_tokens": settings.output_len,
         "extra_args": {"dllm_policy": "low_confidence", "dllm_steps": steps},
     }
-    return [prompts.ask(settings.input_len, **sampling) for _ in range(requests)]
+    return prompts.several(requests, settings.input_len, **sampling)
 
 
 def _row(

@@ -90,10 +90,7 @@ def asks_of(
     budget = llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
     prompt, output = plan(settings, canvas, requests, budget, measured)
     extra = sampling(settings, canvas)
-    return [
-        prompts.ask(prompt, max_tokens=output, extra_args=extra)
-        for _ in range(requests)
-    ]
+    return prompts.several(requests, prompt, max_tokens=output, extra_args=extra)
 
 
 def measure(
@@ -167,7 +164,7 @@ def measure_autoregressive(
     for requests in settings.requests:
         output = AR_STEPS + int(2 * SHIFT * requests * settings.context / budget) + 4
         prompt = max(1, settings.context - output + AR_STEPS // 2)
-        asks = [prompts.ask(prompt, max_tokens=output) for _ in range(requests)]
+        asks = prompts.several(requests, prompt, max_tokens=output)
         rows[requests] = _times(serve(llm, asks, requests))
     return rows
 
