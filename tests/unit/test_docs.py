@@ -102,9 +102,9 @@ def test_folders_in_design_exist() -> None:
     tree = text.split("```")[1]
     folders = {name for name in re.findall(r"^  (\w+\.py|\w+/) ", tree, re.M)}
     present = {path.name for path in (ROOT / "dllm_plugin").glob("*.py")}
-    present |= {
-        f"{path.parent.name}/" for path in (ROOT / "dllm_plugin").glob("*/__init__.py")
-    }
+    for package in ("dllm_plugin", "diffuplug_bench"):
+        rooms = (ROOT / package).glob("*/__init__.py")
+        present |= {f"{path.parent.name}/" for path in rooms}
     assert folders == present
 
 
