@@ -1,1 +1,1 @@
-"""Serve what only diffusion can show over HTTP: an endpoint plugin of vLLM's server."""
+"""Serve frames, fills and likelihoods over HTTP: an endpoint plugin of vLLM's server."""

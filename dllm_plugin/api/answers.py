@@ -36,7 +36,7 @@ FIELD = "diffusion"
 
 
 class Endpoints:
-    """Hold what the routes need of a server whose model is a diffusion language model."""
+    """Store what the routes need of a server of a diffusion language model."""
 
     def __init__(
         self, engine: EngineClient, config: DecodeConfig, tracing: bool
@@ -46,7 +46,7 @@ class Endpoints:
         self.tracing = tracing
 
     def is_asked(self, body: Body) -> bool:
-        """Return whether a request is for us.
+        """Return whether our route answers a request.
 
         It has our field, or a grammar, which may be refused while it is compiled, or every request
         is traced.
@@ -58,13 +58,13 @@ class Endpoints:
         return {encode.tokenizer.eos_token_id, *self.config.turn_end_token_ids}
 
     def method(self, body: Body) -> dict[str, str]:
-        """Return by which strategy and policy a request is decoded."""
+        """Return the strategy and the policy of a request."""
         request = request_config(self.config, body.vllm_xargs, body.max_tokens)
         return {"strategy": self.config.strategy, "policy": request.policy}
 
 
 def _has_grammar(body: Body) -> bool:
-    """Return whether the form of an answer is asked for, or tools that may give it one."""
+    """Return whether the body has a grammar, or tools that may bring one."""
     form = body.response_format
     if body.structured_outputs is not None or (
         form is not None and form.type != "text"
@@ -80,7 +80,7 @@ def endpoints(raw_request: Request) -> Endpoints | None:
 
 
 def encoder(raw_request: Request) -> Encoder:
-    """Return what makes tokens of texts."""
+    """Return the encoder of texts."""
     ours = endpoints(raw_request)
     assert ours is not None
     tokenizer = raw_request.app.state.openai_serving_completion.renderer.get_tokenizer()
@@ -90,7 +90,7 @@ def encoder(raw_request: Request) -> Encoder:
 async def answer(
     request: Body, raw_request: Request, fields: Asked | None, given: Sequence[int] = ()
 ) -> tuple[Reply, WatchedEngine]:
-    """Return what a copy of vLLM's handler replies, and its engine, which has counted.
+    """Return the reply of a copy of vLLM's handler, and the engine that counted it.
 
     Args:
         fields: what the request asks for in its field of ours; None if it has none.
@@ -140,13 +140,13 @@ async def answer(
 def refusal(
     sentence: str, code: int = HTTPStatus.BAD_REQUEST, param: str | None = None
 ) -> ErrorResponse:
-    """Return the reply to what cannot be honoured."""
+    """Return the error reply to a request that cannot be honoured."""
     kind = "NotFoundError" if code == HTTPStatus.NOT_FOUND else "BadRequestError"
     return create_error_response(sentence, kind, HTTPStatus(code), param)
 
 
 def as_response(reply: Reply, raw_request: Request) -> Response:
-    """Return what goes out over HTTP."""
+    """Return a reply as an HTTP response."""
     if isinstance(reply, ErrorResponse):
         return JSONResponse(reply.model_dump(), status_code=reply.error.code)
     if isinstance(reply, dict):

@@ -39,7 +39,7 @@ async def fill(
     raw_request: Request,
     fields: Asked | None,
 ) -> tuple[Reply, Gapped]:
-    """Return the reply, and which of the choices it is of."""
+    """Return the reply, and the choice of lengths that it fills."""
     try:
         check_arguments(request)
         if len(choices) > 1:
@@ -65,7 +65,7 @@ def check_arguments(request: CompletionRequest) -> None:
 
 
 def check(request: CompletionRequest, fields: Asked | None) -> None:
-    """Raise ValueError naming what cannot be had where a length is chosen."""
+    """Raise ValueError naming what excludes a choice of lengths."""
     if request.n != 1:
         raise ValueError(
             f"n must be 1 where a length is chosen, got {shown(request.n)}: give "
@@ -167,7 +167,7 @@ async def _scores(
     replies: list[dict[str, Any]],
     raw_request: Request,
 ) -> tuple[list[float], list[Counts]]:
-    """Return the score of each choice, and what the passes behind it took."""
+    """Return the score of each choice, and the cost of its forwards."""
     ours, encode = endpoints(raw_request), encoder(raw_request)
     assert ours is not None
     handler = copy.copy(raw_request.app.state.openai_serving_completion)

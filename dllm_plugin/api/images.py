@@ -10,7 +10,7 @@ from vllm.entrypoints.pooling.pooling import api_router
 
 
 class ImagesPlugin:
-    """Add ``/v1/pooling`` where a plugin answers; vLLM asks for no key at its own ``/pooling``."""
+    """Add ``/v1/pooling`` if a plugin answers; vLLM asks for no key at its own ``/pooling``."""
 
     name = "diffuplug_images"
     required_tasks: tuple[Any, ...] | None = ("plugin",)

@@ -5,16 +5,15 @@ from collections.abc import AsyncGenerator
 from http import HTTPStatus
 from typing import Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
-from pydantic import ValidationError
+from pydantic import ValidationError, model_validator
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import (
     load_aware_call,
-    validate_json_request,
     with_cancellation,
 )
 
@@ -28,7 +27,8 @@ from dllm_plugin.api.answers import (
 )
 from dllm_plugin.api.chosen import fill
 from dllm_plugin.api.request_fields import Asked, Encoder, read_fields
-from dllm_plugin.api.routes import reply_to
+from dllm_plugin.api.routes import CHECKS, reply_to
+from dllm_plugin.api.suffixes import FillRequest
 from dllm_plugin.config.options import FILL
 from dllm_plugin.config.request.template import check_length, no_template
 from dllm_plugin.config.validation import shown
@@ -48,13 +48,21 @@ NOT_OURS = "This server's model is no diffusion language model."
 Body = dict[str, Any]
 
 
-class FimRequest(CompletionRequest):
-    """Read what clients of FIM send: completions, with a seed of another name."""
+class FimRequest(FillRequest):
+    """Describe a FIM request: a completion, with a seed of another name."""
 
     random_seed: int | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def without_nulls(cls, body: Any) -> Any:
+        """Drop fields that are null: editors send null for what they leave open."""
+        if not isinstance(body, dict):
+            return body
+        return {name: value for name, value in body.items() if value is not None}
 
-@router.post("/v1/fim/completions", dependencies=[Depends(validate_json_request)])
+
+@router.post("/v1/fim/completions", dependencies=CHECKS)
 @with_cancellation
 @load_aware_call
 async def create_fim_completion(request: FimRequest, raw_request: Request) -> Response:
@@ -71,13 +79,13 @@ async def create_fim_completion(request: FimRequest, raw_request: Request) -> Re
 
 
 def _with_messages(body: Body, name: str) -> Body:
-    """Give each choice its text in the second form that clients read."""
+    """Add each choice's text as a message, the second form that clients read."""
     for choice in body.get("choices", ()):
         choice[name] = {"role": "assistant", "content": choice["text"]}
     return body
 
 
-@router.post("/v1/infill", dependencies=[Depends(validate_json_request)])
+@router.post("/v1/infill", dependencies=CHECKS)
 @with_cancellation
 @load_aware_call
 async def create_infill(body: Body, raw_request: Request) -> Response:
@@ -101,7 +109,7 @@ async def create_infill(body: Body, raw_request: Request) -> Response:
 async def _read(
     body: Body, ours: Endpoints, raw_request: Request
 ) -> tuple[CompletionRequest, list[Gapped], Asked]:
-    """Return vLLM's request, what it may fill, and what it asks of us.
+    """Return vLLM's request, the choices of lengths, and our fields.
 
     Raises ValueError with one sentence.
     """
@@ -130,7 +138,7 @@ async def _read(
 
 
 def _check_names(body: Body) -> None:
-    """Raise ValueError naming a field that would change nothing."""
+    """Raise ValueError naming a field without effect."""
     for name in NO_EFFECT:
         if body.get(name) is not None:
             raise ValueError(f"{name} has no effect on /v1/infill: leave it out.")
@@ -155,7 +163,7 @@ def _completion(body: Body) -> CompletionRequest:
 
 
 async def _prompt_of(messages: Any, raw_request: Request) -> list[int]:
-    """Return messages as the chat template writes them, up to where the assistant's turn begins."""
+    """Return the token ids of messages by the chat template, up to the assistant's turn."""
     if not isinstance(messages, list) or not messages:
         raise ValueError(
             f"messages must be a list of at least one message, got {shown(messages)}."

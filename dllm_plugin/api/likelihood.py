@@ -1,4 +1,4 @@
-"""Estimate the log-likelihood of a text: which positions to mask, and what the answers add up to.
+"""Estimate the log-likelihood of a text from forwards over masked positions.
 
 A model of this kind predicts masked tokens from all others, so a text has no chain of conditional
 probabilities to read off one forward. No HTTP and no engine here. Shape letters: S samples,
@@ -36,10 +36,11 @@ from dllm_plugin.api.watching.watched_engine import WatchedEngine
 from dllm_plugin.config.options import FILL, TEMPLATE
 from dllm_plugin.config.request.template import no_template, read_template
 from dllm_plugin.config.validation import shown
+from dllm_plugin.infilling.gaps import beginning
 
 
 class Sample(NamedTuple):
-    """Hold one forward of an estimate.
+    """Describe one forward of an estimate.
 
     masked   positions that are masks, ascending
     counted  how many of them count, from the first on
@@ -52,7 +53,7 @@ class Sample(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """Hold a log-likelihood; the error is None where no chance is involved."""
+    """Store a log-likelihood; the error is None if the method does not sample."""
 
     logprob: float
     standard_error: float | None
@@ -85,12 +86,12 @@ def monte_carlo(length: int, samples: int, seed: int) -> list[Sample]:
 
 
 def pseudo(length: int, samples: int, seed: int) -> list[Sample]:
-    """Mask each token alone: the pseudo-log-likelihood."""
+    """Mask one token at a time: the pseudo-log-likelihood."""
     return [Sample((place,), 1, 1.0) for place in range(length)]
 
 
 def left_to_right(length: int, samples: int, seed: int) -> list[Sample]:
-    """Mask each token and all behind it: the chain rule in the order of the text."""
+    """Mask each token and all after it: the chain rule in the order of the text."""
     return [Sample(tuple(range(place, length)), 1, 1.0) for place in range(length)]
 
 
@@ -127,7 +128,7 @@ MOST_SEED = 2**63 - 1
 
 
 class Pair(BaseModel):
-    """Hold a text whose end is scored: both parts are texts, or both are token ids."""
+    """Describe a text whose end is scored: both fields are texts, or both are token ids."""
 
     model_config = ConfigDict(extra="forbid")
     context: StrictStr | list[StrictInt] = ""
@@ -135,7 +136,7 @@ class Pair(BaseModel):
 
 
 class LikelihoodRequest(BaseModel):
-    """Hold the body of a call."""
+    """Describe the body of a call."""
 
     model_config = ConfigDict(extra="forbid")
     model: StrictStr | None = None
@@ -213,16 +214,16 @@ async def read_pairs(request: LikelihoodRequest, renderer: Any) -> list[Text]:
             )
         if not text.continuation:
             raise ValueError(f"pairs[{place}].continuation holds no token.")
-        texts.append(
-            text if text.context else text._replace(context=_beginning(renderer, place))
-        )
+        if not text.context:
+            text = text._replace(context=beginning(renderer.get_tokenizer()))
+        texts.append(text)
     return texts
 
 
 async def _tokenized(context: str, continuation: str, renderer: Any) -> Text:
     """Return the tokens of a text, cut where its context ends.
 
-    Space at a context's end goes with the word behind it, as tokenizers join them.
+    Space at a context's end goes with the word after it, as tokenizers join them.
     """
     kept = context.rstrip()
     continuation = context[len(kept) :] + continuation
@@ -237,16 +238,6 @@ async def _ids(text: str, renderer: Any) -> list[int]:
     return list(prompt["prompt_token_ids"])
 
 
-def _beginning(renderer: Any, place: int) -> list[int]:
-    """Return what stands before a text without context."""
-    for token in (renderer.get_bos_token_id(), renderer.get_eos_token_id()):
-        if token is not None:
-            return [token]
-    raise ValueError(
-        f"pairs[{place}].context is empty, and the tokenizer has no token to begin."
-    )
-
-
 router = APIRouter()
 
 
@@ -256,7 +247,7 @@ router = APIRouter()
 async def create_likelihood(
     request: LikelihoodRequest, raw_request: Request
 ) -> Response:
-    """Answer with the log-likelihood of each continuation behind its context."""
+    """Answer with the log-likelihood of each continuation after its context."""
     state, ours = raw_request.app.state, endpoints(raw_request)
     if ours is None:
         return not_ours()
@@ -297,7 +288,7 @@ def reply_to(
     greedy: list[bool],
     engine: WatchedEngine,
 ) -> dict[str, Any]:
-    """Return the reply of a call whose forwards are all there."""
+    """Return the reply of a call from the results of all its forwards."""
     results, rest = [], iter(scored)
     for place, (text, of_text) in enumerate(zip(texts, samples, strict=True)):
         found = estimate(request.method, of_text, [next(rest) for _ in of_text])

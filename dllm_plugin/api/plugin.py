@@ -16,7 +16,7 @@ from dllm_plugin.decoding.families import FAMILIES
 
 
 class EndpointPlugin:
-    """Add routes; vLLM loads it only where ``VLLM_PLUGINS`` names it."""
+    """Add routes; vLLM loads it only if ``VLLM_PLUGINS`` names it."""
 
     name = "diffuplug_api"
     required_tasks: tuple[Any, ...] | None = ("generate",)
@@ -31,7 +31,7 @@ class EndpointPlugin:
     async def init_state(
         self, engine_client: EngineClient | None, state: State, args: Namespace
     ) -> None:
-        """Keep what the routes need; nothing where the served model is not ours."""
+        """Keep what the routes need; nothing if the served model is not ours."""
         state.diffuplug = None
         if engine_client is None:
             return

@@ -1,20 +1,21 @@
-"""Read the field ``diffusion`` of a request body.
-
-Make tokens of the texts of a request, and refuse those that no context could hold.
-"""
+"""Read the field ``diffusion`` of a request body, and encode the texts of a request."""
 
 from typing import Any, NamedTuple
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
 
 from dllm_plugin.config.request.checks import check_characters
 from dllm_plugin.config.request.reporting import EARLY_TEXT, FRAMES, STATISTICS, TRACE
 from dllm_plugin.config.validation import shown
+from dllm_plugin.infilling.gaps import beginning
 
 
 class Asked(NamedTuple):
-    """Hold what a request asks for in ``diffusion``; an empty object asks for its counts.
+    """Store the fields of ``diffusion``; an empty object asks for counts.
 
     every    a frame every so many forwards; 0: none
-    lengths  how many positions to fill in front of a suffix; None: max_tokens
+    lengths  how many positions to fill before a suffix; None: max_tokens
     """
 
     every: int = 0
@@ -33,10 +34,27 @@ class Asked(NamedTuple):
 
 
 FIELDS = ("early_text", "frames", "lengths", "trace")
+OBJECTS = ("structured_outputs", "stream_options")
+
+
+async def check_objects(raw_request: Request) -> None:
+    """Refuse a body whose objects are not objects; vLLM's own checks fail on them."""
+    try:
+        body = await raw_request.json()
+    except ValueError:
+        return  # the route refuses it with the place of the error
+    if not isinstance(body, dict):
+        return
+    for name in OBJECTS:
+        value = body.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise RequestValidationError(
+                [f"{name} must be an object, got {shown(value)}: see the API's fields."]
+            )
 
 
 def read_fields(body: Any, streams: bool) -> Asked:
-    """Check the object. Raises ValueError with one sentence."""
+    """Read the object. Raises ValueError with one sentence."""
     if not isinstance(body, dict):
         raise ValueError(f"diffusion must be an object, got {shown(body)}.")
     for name in sorted(set(body) - set(FIELDS)):
@@ -85,12 +103,12 @@ class Encoder:
         self.context = context
 
     def __call__(self, text: str) -> list[int]:
-        """Return the tokens of a text by itself, as it stands behind others."""
+        """Return the tokens of a text that follows other text."""
         return self._encode(text, special=False)
 
-    def first(self, text: str) -> list[int]:
-        """Return the tokens of a text that a prompt begins with."""
-        return self._encode(text, special=True)
+    def first(self, text: str, special: bool = True) -> list[int]:
+        """Return the tokens of a prompt; of an empty text the token that begins texts."""
+        return self._encode(text, special) or beginning(self.tokenizer)
 
     def _encode(self, text: str, special: bool) -> list[int]:
         # Other requests wait meanwhile, so nothing is encoded that cannot fit.

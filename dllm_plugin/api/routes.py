@@ -1,6 +1,6 @@
-"""Answer chat and completion requests that ask for what only diffusion can show.
+"""Answer chat and completion requests that have our fields.
 
-vLLM's own handlers do the work; a request that asks for nothing of ours is theirs alone.
+vLLM's own handlers do the work, and answer every request without our fields by themselves.
 """
 
 from fastapi import APIRouter, Depends, Request
@@ -27,14 +27,15 @@ from dllm_plugin.api.answers import (
     refusal,
 )
 from dllm_plugin.api.chosen import fill
-from dllm_plugin.api.request_fields import read_fields
-from dllm_plugin.api.suffixes import place_suffix
+from dllm_plugin.api.request_fields import check_objects, read_fields
+from dllm_plugin.api.suffixes import FillRequest, place_suffix
 from dllm_plugin.config.request.reporting import STATISTICS
 
 router = APIRouter()
+CHECKS = [Depends(validate_json_request), Depends(check_objects)]
 
 
-@router.post("/v1/chat/completions", dependencies=[Depends(validate_json_request)])
+@router.post("/v1/chat/completions", dependencies=CHECKS)
 async def create_chat_completion(
     request: ChatCompletionRequest, raw_request: Request
 ) -> Response:
@@ -46,10 +47,8 @@ async def create_chat_completion(
     return await _answer(request, raw_request)
 
 
-@router.post("/v1/completions", dependencies=[Depends(validate_json_request)])
-async def create_completion(
-    request: CompletionRequest, raw_request: Request
-) -> Response:
+@router.post("/v1/completions", dependencies=CHECKS)
+async def create_completion(request: FillRequest, raw_request: Request) -> Response:
     """Answer a completion request, by vLLM's own route unless it asks for something of ours."""
     ours = endpoints(raw_request)
     if ours is None or not (ours.is_asked(request) or request.suffix is not None):
@@ -59,7 +58,7 @@ async def create_completion(
 
 
 def _silence(ours: Endpoints | None, request: Body) -> None:
-    """Ask for no statistics with the reply, unless the request does: hundreds of zeros."""
+    """Suppress vLLM's per-position histogram by default."""
     if ours is not None:
         request.vllm_xargs = {STATISTICS: 0} | (request.vllm_xargs or {})
 

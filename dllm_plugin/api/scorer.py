@@ -25,7 +25,7 @@ from dllm_plugin.config.request.reporting import STATISTICS
 
 
 class Text(NamedTuple):
-    """Hold the token ids of a text whose end is scored."""
+    """Store the token ids of a text whose end is scored."""
 
     context: list[int]
     continuation: list[int]
@@ -40,7 +40,7 @@ class Refused(Exception):
 
 
 def check_ended(finish_reason: str | None) -> None:
-    """Raise Refused for an answer that the server broke off, which lacks tokens and counts."""
+    """Raise Refused for an answer that the server cut off."""
     if finish_reason == "abort":
         sentence = "The server aborted this request before its answer was whole: send it again."
         busy = HTTPStatus.SERVICE_UNAVAILABLE
@@ -48,7 +48,7 @@ def check_ended(finish_reason: str | None) -> None:
 
 
 class Scorer:
-    """Ask the handler for the forwards of one call, as many at a time as run in a batch."""
+    """Request the forwards of one call, as many at a time as run in a batch."""
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
-"""Put the suffix of a completion request behind a gap."""
+"""Place the suffix of a completion request after a gap."""
 
 from typing import Any
 
+from pydantic import model_validator
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 from dllm_plugin.api.request_fields import Encoder
@@ -12,6 +13,18 @@ from dllm_plugin.infilling.gaps import AUTO, Gapped
 from dllm_plugin.infilling.lengths import lengths_of
 
 
+class FillRequest(CompletionRequest):
+    """Describe a completion request whose prompt may be empty if it has a suffix."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def allow_empty_prompt(cls, body: Any) -> Any:
+        """Replace an empty text by no token ids, which vLLM's check of prompts takes."""
+        if isinstance(body, dict) and body.get("suffix") and body.get("prompt") == "":
+            return body | {"prompt": []}
+        return body
+
+
 def place_suffix(
     request: CompletionRequest,
     suffix: str,
@@ -19,7 +32,7 @@ def place_suffix(
     encode: Encoder,
     config: DecodeConfig,
 ) -> list[Gapped]:
-    """Return the prompt with each gap that is to be tried, and the suffix behind it.
+    """Return the prompt with each gap that is to be tried, and the suffix after it.
 
     Args:
         asked: lengths of the gap; None: `auto`.
@@ -28,9 +41,11 @@ def place_suffix(
     """
     if refusal := no_template(config, "suffix"):
         raise ValueError(refusal)
-    if not isinstance(request.prompt, str):
-        kind = f"a list of {len(request.prompt)}" if request.prompt else "none"
-        raise ValueError(f"suffix needs one prompt of text, got {kind}: send a string.")
+    text = request.prompt or ""
+    if not isinstance(text, str):
+        raise ValueError(
+            f"suffix needs one prompt of text, got a list of {len(text)}: send a string."
+        )
     for name in ("echo", "use_beam_search", "truncate_prompt_tokens"):
         if getattr(request, name):
             raise ValueError(f"{name} cannot be combined with suffix.")
@@ -39,8 +54,7 @@ def place_suffix(
     tail = encode(suffix)
     if config.family.suffix_ends:
         tail = [*tail, encode.tokenizer.eos_token_id]
-    starts = encode.first if request.add_special_tokens else encode
-    prompt = starts(request.prompt)
+    prompt = encode.first(text, special=request.add_special_tokens)
     room = min(config.canvas_length, encode.context - len(prompt)) - len(tail)
     fewest = max(request.min_tokens or 0, 1)
     lengths = lengths_of(
@@ -48,6 +62,6 @@ def place_suffix(
     )
     check_length(config, lengths[-1] + len(tail))
     return [
-        Gapped([request.prompt, length, suffix], prompt, [[FILL] * length, tail])
+        Gapped([text, length, suffix], prompt, [[FILL] * length, tail])
         for length in lengths
     ]

@@ -1,4 +1,4 @@
-"""Serve the viewer: one page of our own that shows frames, and asks no other origin for code."""
+"""Serve the viewer: one page that shows frames, without code of other origins."""
 
 import base64
 import hashlib
@@ -37,14 +37,14 @@ def _hash_of(tag: str, text: str) -> str:
 
 
 def not_ours() -> Response:
-    """Return the reply of our routes where another model is served."""
+    """Return the reply of our routes if another model is served."""
     error = {"message": NOT_OURS, "type": "NotFoundError", "param": None, "code": 404}
     return JSONResponse({"error": error}, status_code=404)
 
 
 @router.get("/viewer", include_in_schema=False)
 async def viewer(raw_request: Request) -> Response:
-    """Return the page; it holds nothing secret, and asks for the key itself."""
+    """Return the page, which contains no secret and asks for the key itself."""
     if raw_request.app.state.diffuplug is None:
         return not_ours()
     text, policy = page()

@@ -15,7 +15,14 @@ from dllm_plugin.commands.offline import (
 )
 from dllm_plugin.commands.options import add_model_options, add_verbose
 from dllm_plugin.config.options import TARGETS, TEMPLATE
-from dllm_plugin.infilling.gaps import Filled, Gapped, filled, parts_of_text, together
+from dllm_plugin.infilling.gaps import (
+    Filled,
+    Gapped,
+    beginning,
+    filled,
+    parts_of_text,
+    together,
+)
 from dllm_plugin.infilling.lengths import (
     best_of,
     place_each,
@@ -62,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         choices = place_each(
             parts,
             prompt,
-            lambda part: list(tokenizer.encode(part)),
+            lambda part: list(tokenizer.encode(part)) or beginning(tokenizer),
             lambda part: list(tokenizer.encode(part, add_special_tokens=False)),
             get_decode_config(config).canvas_length,
             config.model_config.max_model_len,

@@ -29,6 +29,8 @@ def run(arguments: Sequence[str]) -> NoReturn:
     """Become the server process, so that signals and the exit status are its own."""
     command = server_command(arguments)
     name_plugins()
+    # Editors send up to 14 stop strings; vLLM takes four by default.
+    os.environ.setdefault("VLLM_MAX_STOP_STRINGS", "64")
     os.execv(command[0], command)
 
 

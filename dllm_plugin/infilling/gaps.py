@@ -1,4 +1,4 @@
-"""Turn text with gaps into a prompt and a template, and the tokens of an answer into gaps again."""
+"""Convert text with gaps to a prompt and a template, and answers back to fills."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -19,7 +19,7 @@ SOURCES = ("text", "parts", "draft")
 
 
 class Gapped(NamedTuple):
-    """Hold a text with gaps as the engine takes it; every gap has its length.
+    """Describe a text with gaps as the engine takes it; every gap has its length.
 
     pieces  what follows the prompt: tokens and text of a part, or no tokens where it is a gap
     """
@@ -30,7 +30,7 @@ class Gapped(NamedTuple):
 
     @property
     def template(self) -> list[int]:
-        """Return the positions behind the prompt."""
+        """Return the positions after the prompt."""
         return [token for piece in self.pieces for token in piece]
 
     @property
@@ -41,12 +41,12 @@ class Gapped(NamedTuple):
 
     @property
     def tail(self) -> list[int]:
-        """Return what stands behind the last gap."""
+        """Return the tokens after the last gap."""
         return self.template[self.end :]
 
     @property
     def given(self) -> list[int]:
-        """Return the tokens behind the prompt that are no gap."""
+        """Return the tokens after the prompt that are no gap."""
         return [token for token in self.template if token != FILL]
 
     @property
@@ -56,7 +56,7 @@ class Gapped(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """Hold what one gap got: its text up to the first end token, its tokens and their places."""
+    """Describe one fill: its text up to the first end token, its tokens, its place."""
 
     text: str
     tokens: list[int]
@@ -87,7 +87,7 @@ def parts_of_text(text: str) -> list[Part]:
 def _checked(parts: list[Part], source: str) -> list[Part]:
     parts = _joined([part for part in parts if part != ""])
     if all(isinstance(part, str) for part in parts):
-        raise ValueError(f"{source} holds no gap: nothing is to be filled.")
+        raise ValueError(f"{source} has no gap: nothing is to be filled.")
     return parts
 
 
@@ -119,7 +119,7 @@ def _of_parts(body: dict[str, Any], encode: Encode) -> list[Part]:
             read.append(part)
         else:
             raise ValueError(
-                f'parts must hold texts and {{"mask": n}}, got {shown(part)}.'
+                f'parts must be texts and {{"mask": n}}, got {shown(part)}.'
             )
     return read
 
@@ -202,26 +202,39 @@ def too_many(count: int) -> ValueError:
     )
 
 
+def beginning(tokenizer: Any) -> list[int]:
+    """Return the token that begins texts, or else ends them: the prompt of an empty text.
+
+    Raises:
+        ValueError: if the tokenizer has neither.
+    """
+    for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return [token]
+    raise ValueError(
+        "The first text is empty, and the tokenizer has no token that begins texts: "
+        "write some text there."
+    )
+
+
 def place(
     parts: list[Part], prompt: list[int] | None, first: Encode, rest: Encode
 ) -> Gapped:
-    """Return where everything stands.
+    """Place text and gaps as prompt and template.
 
     Args:
         parts: text, and gaps of one length.
         prompt: what a chat template made of messages; None: text before the first gap is the
             prompt.
-        first, rest: encode the first part, with special tokens, and later ones, without.
+        first, rest: encode the first part, which is never empty, and later parts.
     """
     if prompt is None:
-        lead = parts[0] if isinstance(parts[0], str) else ""
-        prompt, parts_behind = first(lead), parts[1:] if lead else parts
+        text = parts[0] if isinstance(parts[0], str) else ""
+        prompt, later = first(text), parts[1:] if text else parts
     else:
-        parts_behind = parts
-    if not prompt:
-        raise ValueError("infill needs text or messages in front of its first gap.")
+        later = parts
     pieces = []
-    for part in parts_behind:
+    for part in later:
         assert not isinstance(part, tuple), "a length is chosen"
         pieces.append(rest(part) if isinstance(part, str) else [FILL] * part)
     return Gapped(parts, prompt, pieces)

@@ -1,7 +1,7 @@
-"""Choose how long gaps are: which lengths to try, what scores one, and which to take.
+"""Choose the lengths of gaps: which to try, how to score them, which is best.
 
-A model that was trained on fixed positions fills exactly as many as it is given, so each length is
-decoded, and what fits the text behind it best is taken.
+A model trained on fixed positions fills exactly the given positions. So each length is
+decoded, and the fill that fits the text after it best is taken.
 """
 
 import math
@@ -29,7 +29,7 @@ NUM_SCORED = 4  # tokens of the tail
 
 
 class Scoring(NamedTuple):
-    """Hold what is asked of one forward: how likely the first tokens of the tail are."""
+    """Describe one forward that scores the first tokens of the tail."""
 
     text: list[int]
     places: tuple[int, ...]
@@ -48,13 +48,13 @@ class Scoring(NamedTuple):
 
 
 def lengths_of(asked: Any, most: int, fewest: int, room: int) -> list[int]:
-    """Return the lengths to try in front of a suffix, ascending.
+    """Return the lengths to try before a suffix, ascending.
 
     Args:
         asked: an integer, a list, or "auto": what fits of `STEPS` and `most`.
         most: `max_tokens`.
         fewest: `min_tokens`.
-        room: positions that a canvas holds beside the suffix.
+        room: positions of a canvas that the suffix leaves.
     Raises:
         ValueError: if it is none of these, or `most` leaves no position.
     """
@@ -157,7 +157,7 @@ def place_each(
 
 
 def scoring_of(gapped: Gapped, gaps: list[Filled]) -> Scoring:
-    """Return what says how well fills go with their tail; no places where there is none."""
+    """Return the forward that scores fills by their tail; no places without a tail."""
     fills = iter(gaps)
     pieces = [next(fills).tokens if FILL in piece else piece for piece in gapped.pieces]
     text = [token for piece in pieces for token in piece]
@@ -184,12 +184,12 @@ def score_of(
 
 
 def best_of(scores: Sequence[float]) -> int:
-    """Return which choice to take; of equal ones the first, which is the shorter."""
+    """Return the best choice; of equal choices the first, which is the shorter."""
     return max(range(len(scores)), key=lambda i: scores[i])
 
 
 def told(choices: Sequence[Gapped], scores: Sequence[float]) -> list[dict[str, Any]]:
-    """Return the scores as a reply has them; `length` is a list where there are several gaps."""
+    """Return the scores as a reply has them; `length` is a list for several gaps."""
     entries = []
     for gapped, score in zip(choices, scores, strict=True):
         lengths = [part for part in gapped.parts if isinstance(part, int)]

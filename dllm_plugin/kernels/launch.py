@@ -1,4 +1,4 @@
-"""Launch Triton kernels, or have them compiled before a request needs them."""
+"""Launch Triton kernels, or compile them before a request needs them."""
 
 import contextlib
 from collections.abc import Iterator

@@ -1,11 +1,13 @@
 """Text with gaps becomes a prompt and a template, and tokens become the text of gaps again."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dllm_plugin.config.options import FILL
 from dllm_plugin.infilling.gaps import (
+    beginning,
     cut,
     filled,
     parts_of,
@@ -76,7 +78,7 @@ def test_there_and_back() -> None:
         ({}, "infill needs one of text, parts, draft, got 0 of them."),
         ({"text": "a", "slack": 2}, "slack has no effect without draft: leave it out."),
         ({"text": 5}, "text must be text with [MASK:n], got 5."),
-        ({"text": "abc"}, "text holds no gap: nothing is to be filled."),
+        ({"text": "abc"}, "text has no gap: nothing is to be filled."),
         ({"text": "[MASK:0]"}, "A gap must have a whole number of positions, got 0."),
         ({"parts": "abc"}, "parts must be a list of texts and"),
         (
@@ -105,7 +107,7 @@ def test_there_and_back() -> None:
             {"text": "[MASK:1,20,300]" * 5},
             "The lengths of the gaps make 21 combinations, at most",
         ),
-        ({"parts": [{"mask": 1, "x": 2}]}, "parts must hold texts and"),
+        ({"parts": [{"mask": 1, "x": 2}]}, "parts must be texts and"),
         (
             {"draft": "abc", "rewrite": [[1, 1]]},
             "within the 3 characters of draft, got [1, 1].",
@@ -123,6 +125,10 @@ def test_refused(body: dict[str, Any], sentence: str) -> None:
     assert sentence in str(caught.value)
 
 
-def test_a_gap_needs_something_in_front() -> None:
-    with pytest.raises(ValueError, match="in front of its first gap"):
-        place(parts_of_text("[MASK:3] b"), None, encode, encode)
+def test_nothing_before_the_first_gap() -> None:
+    """The prompt is what `first` makes of an empty text."""
+    gapped = place(parts_of_text("[MASK:3] b"), None, lambda text: [7], encode)
+    assert gapped.prompt == [7] and gapped.template[:3] == [FILL] * 3
+    assert beginning(SimpleNamespace(bos_token_id=None, eos_token_id=4)) == [4]
+    with pytest.raises(ValueError, match="no token that begins texts"):
+        beginning(SimpleNamespace(bos_token_id=None, eos_token_id=None))

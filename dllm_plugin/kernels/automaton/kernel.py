@@ -32,7 +32,7 @@ NUM_WARPS = 4
 def _edge_totals(
     value_ptr, score_ptr, source_ptr, class_ptr, place, inside, given, END: tl.constexpr
 ):
-    """Return what some edges are worth at a position; `given` is not OUTSIDE."""
+    """Return the values of some edges at a position; `given` is not OUTSIDE."""
     source = tl.load(source_ptr + place, mask=inside, other=0)
     kind = tl.load(class_ptr + place, mask=inside, other=0)
     gain = tl.load(score_ptr + kind, mask=inside, other=0.0)

@@ -149,7 +149,7 @@ def choose_ids(tables: Tables, rows: Rows, class_T: Tensor) -> Tensor:
 
 
 def forward(tables: Tables, canvases: Canvases, score_GCK: Tensor) -> Tensor:
-    """Return what each state in front of each position is worth, float32 ``[G, C + 1, Q]``.
+    """Return the value of each state before each position, float32 ``[G, C + 1, Q]``.
 
     That is the score of the best text which leads there, or the logarithm of the sum over all.
     """
@@ -205,7 +205,7 @@ def _edges(tables: Tables, which_G: Tensor) -> _Edges:
 def _totals(
     edges: _Edges, score_GK: Tensor, given_G1: Tensor, value_GQ: Tensor
 ) -> Tensor:
-    """Return what each edge is worth at a position, float32 ``[G, E]``."""
+    """Return the value of each edge at a position, float32 ``[G, E]``."""
     is_given_G1, class_GE = given_G1 != OPEN, edges.class_GE
     gain_GE = score_GK.gather(1, class_GE).masked_fill(edges.ends_GE | is_given_G1, 0.0)
     differs_GE = is_given_G1 & (class_GE != given_G1)
@@ -246,7 +246,7 @@ def backtrack(
 def _choose(
     canvases: Canvases, total_GN: Tensor, position_G: Tensor, use: int
 ) -> Tensor:
-    """Return the first of the best, or one that is drawn in proportion to ``exp(total)``."""
+    """Return the first of the best, or one sampled in proportion to ``exp(total)``."""
     best_G = total_GN.argmax(dim=1)
     sampled = (canvases.temperature_G > 0).nonzero().squeeze(1)
     if not len(sampled):
