@@ -83,7 +83,7 @@ def test_only_these_methods_are_overridden(ours: type) -> None:
 
 
 def test_the_subpackage_is_small() -> None:
-    assert sum(len(path.read_text().splitlines()) for path in OMNI.glob("*.py")) <= 900
+    assert sum(len(path.read_text().splitlines()) for path in OMNI.glob("*.py")) <= 1150
 
 
 def model(*methods: str) -> NonARModel:
