@@ -26,8 +26,7 @@ from dllm_plugin.kernels.automaton.reference import (
     Tables,
 )
 from dllm_plugin.sampling.features.automaton_tables import AutomatonTables
-from dllm_plugin.sampling.features.feature import StepFeature
-from dllm_plugin.sampling.features.grammars import LogitsRows
+from dllm_plugin.sampling.features.feature import LogitsRows, StepFeature
 from dllm_plugin.sampling.features.token_rules import TokenRules
 from dllm_plugin.sampling.rows import CHUNK_ROWS, RowChunk
 from dllm_plugin.sampling.step import DenoisingStep

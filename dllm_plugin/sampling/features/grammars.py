@@ -3,14 +3,13 @@
 Shape letters as in :mod:`dllm_plugin.grammar.step`; N slots.
 """
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from dllm_plugin.decoding.plan import StepPlan
 from dllm_plugin.grammar.payload import NUMBERS, GrammarPayload
 from dllm_plugin.grammar.step import (
     NO_ID,
@@ -20,7 +19,7 @@ from dllm_plugin.grammar.step import (
     fix_stop,
     take_frontier,
 )
-from dllm_plugin.sampling.features.feature import StepFeature
+from dllm_plugin.sampling.features.feature import LogitsRows, StepFeature
 from dllm_plugin.sampling.features.token_rules import TokenRules
 from dllm_plugin.sampling.rows import RowChunk
 from dllm_plugin.sampling.step import DenoisingStep, EmittedTokens
@@ -30,25 +29,6 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
 NO_ROW = -1
-
-
-class LogitsRows(Protocol):
-    """Describe what features ask of the two ways to find logits rows."""
-
-    def has_row(self, step: DenoisingStep) -> Tensor:
-        """Return the positions that a row of this step predicts, bool ``[R, C]``."""
-
-    def num_columns(self, step: DenoisingStep) -> int:
-        """Return how many leading positions of canvases can have a row, as the host knows."""
-
-    def gather(self, step: DenoisingStep, row_G: Tensor, slot_G: Tensor) -> Tensor:
-        """Return some rows of the step, ``[G, V]``."""
-
-    def sources(self, step: DenoisingStep) -> tuple[Tensor, Tensor | None]:
-        """Return the tensor whose rows positions count, and the carry rows by slot after them."""
-
-    def replan(self, step: DenoisingStep, plan: StepPlan) -> None:
-        """Replace the plan of a step."""
 
 
 class StagedChecks(StepFeature):

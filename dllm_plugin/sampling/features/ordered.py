@@ -14,9 +14,9 @@ from vllm.sampling_params import SamplingParams
 from dllm_plugin.kernels.confidence.reference import RowStats
 from dllm_plugin.sampling.features.automata import Automata
 from dllm_plugin.sampling.features.bad_words import BadWords
-from dllm_plugin.sampling.features.feature import StepFeature
+from dllm_plugin.sampling.features.feature import LogitsRows, StepFeature
 from dllm_plugin.sampling.features.first_token import FirstTokenDecoder
-from dllm_plugin.sampling.features.grammars import LogitsRows, StagedChecks
+from dllm_plugin.sampling.features.grammars import StagedChecks
 from dllm_plugin.sampling.features.logprobs import LogprobStash
 from dllm_plugin.sampling.features.targets import Targets
 from dllm_plugin.sampling.features.templates import TemplateSteps
