@@ -123,13 +123,11 @@ def score_rows(tables: Tables, rows: Rows) -> Tensor:
     """
     logits_TV, class_TV = _read(rows), tables.class_AV[rows.which_T].to(torch.int64)
     shape = (len(logits_TV), tables.bound_AK.shape[1] - 1)
-    top_TK = logits_TV.new_full(shape, NEVER).scatter_reduce_(
-        1, class_TV, logits_TV, "amax"
-    )
+    top_TK = logits_TV.new_full(shape, NEVER)
+    top_TK.scatter_reduce_(1, class_TV, logits_TV, "amax")
     share_TV = (logits_TV - top_TK.gather(1, class_TV)).exp()
-    mass_TK = (
-        logits_TV.new_zeros(shape).scatter_add_(1, class_TV, share_TV).log() + top_TK
-    )
+    sum_TK = logits_TV.new_zeros(shape).scatter_add_(1, class_TV, share_TV)
+    mass_TK = sum_TK.log() + top_TK
     score_TK = torch.where(rows.temperature_T[:, None] > 0, mass_TK, top_TK)
     return (score_TK - mass_TK.logsumexp(dim=1, keepdim=True)).clamp_min(LOW)
 
@@ -138,14 +136,8 @@ def choose_ids(tables: Tables, rows: Rows, class_T: Tensor) -> Tensor:
     """Return the best id of a class in each row, or one that is sampled from it, int64 ``[T]``."""
     logits_TV = _read(rows)
     logits_TV.masked_fill_(tables.class_AV[rows.which_T] != class_T[:, None], NEVER)
-    token_T = logits_TV.argmax(dim=1)
-    sampled = (rows.temperature_T > 0).nonzero().squeeze(1)
-    if not len(sampled):
-        return token_T
-    counters = (rows.seed_T[sampled], rows.position_T[sampled], rows.step_T[sampled])
-    uniform_TV = gumbel_uniform(*counters, logits_TV.shape[1])
-    noisy_TV = logits_TV[sampled].to(torch.float64) - (-uniform_TV.log()).log()
-    return token_T.index_copy(0, sampled, noisy_TV.argmax(dim=1))
+    counters = rows.seed_T, rows.position_T, rows.step_T
+    return _choose(logits_TV, rows.temperature_T, counters)
 
 
 def forward(tables: Tables, canvases: Canvases, score_GCK: Tensor) -> Tensor:
@@ -222,7 +214,9 @@ def backtrack(
     fits_GQ = tables.far_AQ[canvases.which_G] <= canvases.room_G[:, None]
     last_GQ = value_GCQ[:, -1].masked_fill(~fits_GQ, NEVER)
     # Drawn by the position in front, for how many columns there are depends on the batch.
-    state_G = _choose(canvases, last_GQ, canvases.position_G, LAST)
+    temperature_G, step_G = canvases.temperature_G, canvases.step_G
+    counters = canvases.seed_G ^ LAST, canvases.position_G, step_G
+    state_G = _choose(last_GQ, temperature_G, counters)
     length = _text_length(canvases)
     num_outside = score_GCK.shape[1] - length
     classes = [torch.full_like(state_G, OUTSIDE)] * num_outside
@@ -231,9 +225,8 @@ def backtrack(
         given_G1 = canvases.given_GC[:, place, None]
         total_GE = _totals(edges, score_GCK[:, place], given_G1, value_GCQ[:, place])
         total_GE = total_GE.masked_fill(edges.target_GE != state_G[:, None], NEVER)
-        edge_G1 = _choose(canvases, total_GE, canvases.position_G + place, EDGE)[
-            :, None
-        ]
+        counters = canvases.seed_G ^ EDGE, canvases.position_G + place, step_G
+        edge_G1 = _choose(total_GE, temperature_G, counters)[:, None]
         is_outside_G = given_G1.squeeze(1) == OUTSIDE
         class_G = edges.class_GE.gather(1, edge_G1).squeeze(1)
         source_G = edges.source_GE.gather(1, edge_G1).squeeze(1)
@@ -244,18 +237,18 @@ def backtrack(
 
 
 def _choose(
-    canvases: Canvases, total_GN: Tensor, position_G: Tensor, use: int
+    score_TN: Tensor, temperature_T: Tensor, counters: tuple[Tensor, Tensor, Tensor]
 ) -> Tensor:
-    """Return the first of the best, or one sampled in proportion to ``exp(total)``."""
-    best_G = total_GN.argmax(dim=1)
-    sampled = (canvases.temperature_G > 0).nonzero().squeeze(1)
+    """Return the first of the best, or one sampled in proportion to ``exp(score)``, int64 ``[T]``.
+
+    Args:
+        counters: seed, position and step of the random numbers, int64 ``[T]`` each.
+    """
+    best_T = score_TN.argmax(dim=1)
+    sampled = (temperature_T > 0).nonzero().squeeze(1)
     if not len(sampled):
-        return best_G
-    counters = (
-        canvases.seed_G[sampled] ^ use,
-        position_G[sampled],
-        canvases.step_G[sampled],
-    )
-    uniform_GN = gumbel_uniform(*counters, total_GN.shape[1])
-    noisy_GN = total_GN[sampled].to(torch.float64) - (-uniform_GN.log()).log()
-    return best_G.index_copy(0, sampled, noisy_GN.argmax(dim=1))
+        return best_T
+    seed_T, position_T, step_T = (counter[sampled] for counter in counters)
+    uniform_TN = gumbel_uniform(seed_T, position_T, step_T, score_TN.shape[1])
+    noisy_TN = score_TN[sampled].to(torch.float64) - (-uniform_TN.log()).log()
+    return best_T.index_copy(0, sampled, noisy_TN.argmax(dim=1))
