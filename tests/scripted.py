@@ -23,12 +23,12 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.states import RequestState
 
+from dllm_plugin.config.carriers import FINISHED, PREEMPTED, pack_id
 from dllm_plugin.config.options import Options
 from dllm_plugin.config.resolution import resolve
 from dllm_plugin.engine.sampler import DiffusionSampler
 from dllm_plugin.sampling.vocab_parallel import VocabShard
 from dllm_plugin.state.canvas_states import CanvasStates
-from dllm_plugin.state.preempted import FinishedId, PreemptedId
 
 if current_platform.is_cpu():
     # What vLLM's CPU worker imports first: buffers without pinned memory.
@@ -229,11 +229,11 @@ class Loop:
 
     def preempt(self, run: Run) -> None:
         """Take a request's slot away; :meth:`resume` brings it back."""
-        self._leave(run, PreemptedId(run.req_id))
+        self._leave(run, pack_id(run.req_id, PREEMPTED))
 
     def finish(self, run: Run) -> None:
         """End a running request, or abort one that was preempted."""
-        self._leave(run, FinishedId(run.req_id))
+        self._leave(run, pack_id(run.req_id, FINISHED))
 
     def _leave(self, run: Run, req_id: str) -> None:
         if run in self.running:

@@ -19,9 +19,9 @@ import numpy as np
 from diffuplug_bench.request_loop import Answer, Ask, Run, serve
 from diffuplug_bench.step.counts import Count
 from diffuplug_bench.step.floor import StepSize
+from dllm_plugin.config.carriers import SNAPSHOT
 from dllm_plugin.config.decode import DecodeConfig, get_decode_config
 from dllm_plugin.config.request.arguments import request_config
-from dllm_plugin.config.request.reporting import SNAPSHOT
 from dllm_plugin.decoding.full_attention import Layout, bounds, limit
 
 if TYPE_CHECKING:

@@ -1,20 +1,21 @@
-"""Say what a request took: forwards, tokens, positions, for each choice and together."""
+"""Count what a request took: forwards, tokens, positions, by choice and together."""
 
 from typing import Any, NamedTuple
 
 from vllm.outputs import CompletionOutput
 
+from dllm_plugin.config.carriers import unpack_start, unpack_widths
 from dllm_plugin.config.request.grammar_mode import WAYS
 
 
 class Counts(NamedTuple):
-    """Hold what one choice took.
+    """What one choice took.
 
     forwards            denoising steps, those that only commit included
     tokens              completion tokens
     computed_positions  queries of all forwards: prompt, refreshes and guidance included
     wasted_positions    those beyond one for each token of answer and uncached prompt
-    grammar             how it kept to its grammar; None without one
+    grammar             how it kept to its grammar; None without a grammar
     """
 
     forwards: int
@@ -26,14 +27,14 @@ class Counts(NamedTuple):
     def as_json(self) -> dict[str, Any]:
         """Return the fields, and tokens per forward."""
         per_forward = round(self.tokens / self.forwards, 2) if self.forwards else 0.0
-        fields = self._asdict()
-        ordered = {
-            "forwards": fields.pop("forwards"),
-            "tokens": fields.pop("tokens"),
+        fields = {
+            "forwards": self.forwards,
+            "tokens": self.tokens,
             "tokens_per_forward": per_forward,
-            **fields,
+            "computed_positions": self.computed_positions,
+            "wasted_positions": self.wasted_positions,
         }
-        return {name: value for name, value in ordered.items() if value is not None}
+        return fields if self.grammar is None else fields | {"grammar": self.grammar}
 
 
 def counts_of(
@@ -42,25 +43,25 @@ def counts_of(
     prompt_tokens: int,
     cached: int | None = None,
 ) -> Counts | None:
-    """Return the counts of a choice that ended, of the numbers that the scheduler sent with it.
+    """Return the counts of a choice that ended; None if the scheduler sent none.
 
     Args:
         tokens: completion tokens of the choice.
         prompt_tokens: of the prompt, cached ones included.
-        cached: how many of these were cached, if vLLM says so of this choice. It is read where
-            canvases float; None: estimated from the positions that belong to no forward.
+        cached: cached prompt tokens as vLLM reports them. Read only if canvases float;
+            None: estimated from the positions that belong to no forward.
     """
     sent = completion.spec_decode_metrics
     if sent is None:  # aborted before the engine answered
         return None
-    computed, way = sent.num_draft_tokens, list[int]()
-    if not sent.per_step_accepted:
-        cached, *way = sent.per_step_drafted or [0]
+    computed, way = sent.num_draft_tokens, None
+    widths = unpack_widths(sent)
+    if widths is None:
+        cached, way = unpack_start(sent)
     elif cached is None:
-        # Where canvases float the list has the widths of the forwards, and no grammar.
-        cached = max(0, prompt_tokens - (computed - sum(sent.per_step_drafted)))
+        cached = max(0, prompt_tokens - (computed - sum(widths)))
     wasted = computed - (prompt_tokens - cached) - tokens
-    grammar = WAYS[way[0]] if way else None
+    grammar = None if way is None else WAYS[way]
     return Counts(sum(sent.histogram), tokens, computed, max(wasted, 0), grammar)
 
 

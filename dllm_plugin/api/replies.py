@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from dllm_plugin.api.counts import total
+from dllm_plugin.api.watching.frame_stream import event_of
 from dllm_plugin.api.watching.watched_engine import WatchedEngine
 
 EVENT = "data: "
@@ -17,7 +18,7 @@ def add_counts(
 ) -> dict[str, Any]:
     """Add ``diffusion`` to each choice that has ended, and to ``metrics`` beside usage.
 
-    A choice has its trace in there, too, where that was asked for.
+    The choice's own has its trace as well, if the request asks for it.
 
     Args:
         reply: a reply or one chunk of a stream, as vLLM writes it.
@@ -44,7 +45,7 @@ def add_counts(
 async def with_counts(
     events: AsyncGenerator[str, None], engine: WatchedEngine, method: dict[str, str]
 ) -> AsyncGenerator[str, None]:
-    """Pass a stream of events on; those behind a choice's end may get its counts."""
+    """Yield a stream's events; after a choice's end events may get its counts."""
     async with contextlib.aclosing(events):
         async for event in events:
             yield _rewritten(event, engine, method) if engine.counts else event
@@ -57,5 +58,4 @@ def _rewritten(event: str, engine: WatchedEngine, method: dict[str, str]) -> str
     chunk = json.loads(body)
     if "choices" not in chunk:  # an error
         return event
-    chunk = add_counts(chunk, engine, method)
-    return f"{EVENT}{json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return event_of(add_counts(chunk, engine, method))

@@ -17,7 +17,7 @@ from dllm_plugin.commands.offline import (
     stream_answer,
 )
 from dllm_plugin.commands.options import add_model_options, add_verbose, positive
-from dllm_plugin.config.request.reporting import FRAMES, SNAPSHOT, UNKNOWN_CONFIDENCE
+from dllm_plugin.config.request.reporting import FRAMES
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -153,8 +153,9 @@ def colour(confidence: float) -> str:
 
 def from_engine(llm: "LLM", args: argparse.Namespace) -> Iterator[Shown]:
     """Decode with an engine of this process."""
-    import numpy as np
     from vllm import SamplingParams
+
+    from dllm_plugin.config.carriers import NO_TOKEN, unpack_snapshot
 
     tokenizer, shown = llm.get_tokenizer(), Shown()
     sampling = SamplingParams(
@@ -164,24 +165,19 @@ def from_engine(llm: "LLM", args: argparse.Namespace) -> Iterator[Shown]:
         piece = output.outputs[0]
         shown.text += piece.text
         shown.tokens += len(piece.token_ids)
-        told = (output.kv_transfer_params or {}).get(SNAPSHOT)
-        if told is not None:
-            ids = np.frombuffer(told["ids"], dtype=np.int32)[
-                max(0, told["final"] - told["start"]) :
-            ]
-            certain = told["confidences"][-len(ids) :] if len(ids) else b""
-            shown.canvas = [
-                None if i < 0 else (tokenizer.decode([i]), _share(c))
-                for i, c in zip(ids.tolist(), certain, strict=True)
-            ]
-            shown.forwards = told["forward"]
+        snapshot = unpack_snapshot(output)
+        if snapshot is not None:
+            shown.canvas, shown.forwards = [], snapshot.forward
+            open_from = max(0, snapshot.final - snapshot.start)
+            for token_id, confidence in zip(
+                snapshot.ids[open_from:], snapshot.confidences[open_from:], strict=True
+            ):
+                decided = token_id != NO_TOKEN
+                entry = (tokenizer.decode([token_id]), confidence) if decided else None
+                shown.canvas.append(entry)
         if output.finished:
             shown.canvas, shown.forwards = [], num_forwards(output)
         yield shown
-
-
-def _share(hundredths: int) -> float | None:
-    return None if hundredths == UNKNOWN_CONFIDENCE else hundredths / 100
 
 
 def from_server(args: argparse.Namespace) -> Iterator[Shown]:

@@ -26,6 +26,7 @@ from dllm_plugin.config.adaptive import (
     is_published,
     without_grammars,
 )
+from dllm_plugin.config.carriers import no_traces
 from dllm_plugin.config.cpu_dtype import choose_compilation, user_chose
 from dllm_plugin.config.cuda_graphs import (
     WORKER,
@@ -37,7 +38,6 @@ from dllm_plugin.config.cuda_graphs import (
 from dllm_plugin.config.decode import TOKENIZER_MODE, DecodeConfig
 from dllm_plugin.config.machine import resolve_for_machine
 from dllm_plugin.config.options import Options
-from dllm_plugin.config.request.reporting import no_traces
 from dllm_plugin.config.request.structured_outputs import no_grammars
 from dllm_plugin.config.resolution import check_options_read, resolve
 from dllm_plugin.config.scheduling import (

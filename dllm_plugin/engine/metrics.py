@@ -1,12 +1,10 @@
-"""Count denoising steps on /metrics: vLLM's own diffusion metrics, for our architectures.
+"""Count denoising steps and requests on /metrics, for our architectures only.
 
-vLLM exports them only where ``ModelConfig.is_diffusion`` holds, which our models must not set (its
-front end would then refuse ordinary sampling parameters). The scheduler's numbers are the same, so
-this stat-logger plugin (entry point group ``vllm.stat_logger_plugins``) hands them to vLLM's own
-``SpecDecodingProm``. Three histograms of ours say what each request took. For every other model it
-does nothing.
-
-Show on /metrics which widths steps of floating canvases have, and by what they are chosen.
+vLLM exports its diffusion metrics only if ``ModelConfig.is_diffusion`` holds, which our
+models must not set: its front end would then refuse ordinary sampling parameters. The
+scheduler's numbers are the same, so this stat logger (entry point group
+``vllm.stat_logger_plugins``) passes them to vLLM's own ``SpecDecodingProm``. Histograms of
+ours show what each request took, and which widths steps of floating canvases have.
 """
 
 from functools import cache
@@ -14,21 +12,21 @@ from typing import NamedTuple
 
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.config import VllmConfig
+from vllm.v1.engine import FinishReason
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingProm
 
+from dllm_plugin.config.carriers import EndedRequest, StepWidth, unpack_reports
 from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.decoding.widths import WIDTHS
 from dllm_plugin.models import ARCHITECTURES
 
-# In the place of a request's forwards: what the next two integers are.
-WIDTH, FITTED, SCALE = -1, -2, -3
-MILLI = 1000
+LABELS = ["model_name", "engine"]
 
 
 class WidthMetrics(NamedTuple):
-    """Hold the metrics, labelled as all vLLM metrics are."""
+    """Metrics of floating canvases, labelled as all vLLM metrics are."""
 
     width: Histogram
     changes: Counter
@@ -36,40 +34,25 @@ class WidthMetrics(NamedTuple):
     lam: Gauge
     scale: Gauge
 
-    def observe(self, numbers: list[int], labels: list[object]) -> None:
-        """Take what :func:`told` made of a step."""
-        for i in range(0, len(numbers), 3):
-            kind, first, second = numbers[i : i + 3]
-            if kind == WIDTH:
-                self.width.labels(*labels).observe(first)
-                self.changes.labels(*labels).inc(second)
-            elif kind == FITTED:
-                self.p0.labels(*labels).set(first / MILLI)
-                self.lam.labels(*labels).set(second / MILLI)
-            elif kind == SCALE:
-                self.scale.labels(*labels).set(first / MILLI)
-
-
-def told(
-    width: int, changes: int, fitted: tuple[float, float], scale: float | None = None
-) -> list[int]:
-    """Return what is told of a step, as integers.
-
-    Its width, how often that has changed, the fitted acceptance and, where steps were measured, how
-    their times compare with that.
-    """
-    p0, lam = fitted
-    numbers = [WIDTH, width, changes, FITTED, round(MILLI * p0), round(MILLI * lam)]
-    return numbers if scale is None else [*numbers, SCALE, round(MILLI * scale), 0]
+    def observe(self, step: StepWidth, labels: list[object]) -> None:
+        """Count a step."""
+        self.width.labels(*labels).observe(step.width)
+        self.changes.labels(*labels).inc(step.changes)
+        self.p0.labels(*labels).set(step.p0)
+        self.lam.labels(*labels).set(step.lam)
+        if step.scale:
+            self.scale.labels(*labels).set(step.scale)
 
 
 @cache
 def width_metrics(names: tuple[str, ...]) -> WidthMetrics:
-    """Register the metrics, once in a process; `names` are those of the labels."""
-    widths = [float(width) for width in WIDTHS]
+    """Register the metrics once in a process; `names` are those of the labels."""
     return WidthMetrics(
         Histogram(
-            "diffuplug:width", "Canvas positions of a step.", names, buckets=widths
+            "diffuplug:width",
+            "Canvas positions of a step.",
+            names,
+            buckets=[float(width) for width in WIDTHS],
         ),
         Counter(
             "diffuplug:width_changes", "How often another width was chosen.", names
@@ -92,25 +75,28 @@ def _gauge(name: str, documentation: str, names: tuple[str, ...]) -> Gauge:
     )
 
 
-LABELS = ["model_name", "engine"]
-
-
 class RequestHistograms(NamedTuple):
-    """Hold the histograms of what requests took, labelled as all vLLM metrics are."""
+    """Histograms of what requests took, labelled also by why they ended."""
 
     forwards: Histogram
     tokens_per_forward: Histogram
     positions_per_token: Histogram
 
-    def observe(self, ended: list[int], labels: list[object]) -> None:
-        """Count requests: forwards, tokens and positions of each."""
-        for i in range(0, len(ended), 3):
-            forwards, tokens, positions = ended[i : i + 3]
-            if forwards < 0:  # not a request: see `WidthMetrics`
-                continue
-            self.forwards.labels(*labels).observe(forwards)
+    def observe(self, request: EndedRequest, labels: list[object]) -> None:
+        """Count a request; the ratios leave out requests without a forward."""
+        labels = [*labels, str(FinishReason(request.reason))]
+        forwards, tokens = request.forwards, request.tokens
+        self.forwards.labels(*labels).observe(forwards)
+        if forwards:
             self.tokens_per_forward.labels(*labels).observe(tokens / forwards)
-            self.positions_per_token.labels(*labels).observe(positions / max(tokens, 1))
+            positions_per_token = request.positions / max(tokens, 1)
+            self.positions_per_token.labels(*labels).observe(positions_per_token)
+
+    def show(self, labels: list[object]) -> None:
+        """Show zeros before the first request ends."""
+        for histogram in self:
+            for reason in FinishReason:
+                histogram.labels(*labels, str(reason))
 
 
 @cache
@@ -127,15 +113,16 @@ def request_histograms() -> RequestHistograms:
 
 def _powers_of_two(name: str, documentation: str, low: int, high: int) -> Histogram:
     buckets = [2.0**power for power in range(low, high + 1)]
-    return Histogram(f"diffuplug:{name}", documentation, LABELS, buckets=buckets)
+    labels = [*LABELS, "reason"]
+    return Histogram(f"diffuplug:{name}", documentation, labels, buckets=buckets)
 
 
 class DenoisingMetrics(AggregateStatLoggerBase):
     """Log the denoising steps of all engines of a front end.
 
-    The counters appear in :meth:`log_engine_initialized`, after every logger has been built: vLLM's
-    Prometheus logger is built after the plugins and removes all ``vllm:`` metrics that it finds,
-    those of an earlier engine in the process included, so later is also free of duplicates.
+    The counters appear in :meth:`log_engine_initialized`, after every logger has been built:
+    vLLM's Prometheus logger is built after the plugins and removes all ``vllm:`` metrics
+    that it finds. So counters of an earlier engine in the process cause no duplicates.
     """
 
     def __init__(
@@ -152,21 +139,19 @@ class DenoisingMetrics(AggregateStatLoggerBase):
         self._logging = SpecDecodingLogging(is_diffusion=True)
         self._labels: dict[int, list[object]] = {}
         if self.enabled:
-            name = model_config.served_model_name
-            self._labels = {
-                index: [name, str(index)] for index in engine_indexes or [0]
-            }
+            for index in engine_indexes or [0]:
+                self._labels[index] = [model_config.served_model_name, str(index)]
 
     def log_engine_initialized(self) -> None:
         """Register the counters, labelled as all other vLLM metrics are."""
-        if self.enabled and self._prom is None:
-            self._prom = SpecDecodingProm(None, LABELS, self._labels, is_diffusion=True)
-            self._of_requests = request_histograms()
-            for labels in self._labels.values():
-                for histogram in self._of_requests:
-                    histogram.labels(*labels)  # shown before the first request ends
-            if self._floats:
-                self._of_widths = width_metrics(tuple(LABELS))
+        if not self.enabled or self._prom is not None:
+            return
+        self._prom = SpecDecodingProm(None, LABELS, self._labels, is_diffusion=True)
+        self._of_requests = request_histograms()
+        for of_engine in self._labels.values():
+            self._of_requests.show(of_engine)
+        if self._floats:
+            self._of_widths = width_metrics(tuple(LABELS))
 
     def record(
         self,
@@ -176,22 +161,22 @@ class DenoisingMetrics(AggregateStatLoggerBase):
         engine_idx: int = 0,
     ) -> None:
         """Count one scheduler step of engine `engine_idx`."""
-        if (
-            self._prom is None
-            or scheduler_stats is None
-            or engine_idx not in self._labels
-        ):
+        labels = self._labels.get(engine_idx)
+        if self._prom is None or scheduler_stats is None or labels is None:
             return
         stats = scheduler_stats.spec_decoding_stats
-        if stats is not None:
-            self._prom.observe(stats, engine_idx)
-            self._logging.observe(stats)
-            told, labels = stats.num_draft_tokens_per_pos, self._labels[engine_idx]
-            if told and self._of_requests is not None:
-                self._of_requests.observe(told, labels)
-                if self._of_widths is not None:
-                    self._of_widths.observe(told, labels)
+        if stats is None:
+            return
+        self._prom.observe(stats, engine_idx)
+        self._logging.observe(stats)
+        assert self._of_requests is not None
+        ended, widths = unpack_reports(stats)
+        for request in ended:
+            self._of_requests.observe(request, labels)
+        if self._of_widths is not None:
+            for step in widths:
+                self._of_widths.observe(step, labels)
 
     def log(self) -> None:
-        """Print committed tokens per denoising step since the last call, if there were any."""
+        """Print committed tokens per denoising step since the last call, if any."""
         self._logging.log()

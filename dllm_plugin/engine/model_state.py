@@ -18,12 +18,12 @@ from dllm_plugin.attention.backends import flash_version
 from dllm_plugin.attention.cascade import cascade_from
 from dllm_plugin.attention.kv_groups import clear_pages
 from dllm_plugin.attention.sequences import AttentionSequences
+from dllm_plugin.config.carriers import FINISHED, unpack_id
 from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.engine.sampler import DiffusionSampler
 from dllm_plugin.kernels.runner import cpu
 from dllm_plugin.sampling.vocab_parallel import VocabShard
 from dllm_plugin.state.canvas_states import CanvasStates
-from dllm_plugin.state.preempted import BrokenId
 from dllm_plugin.state.refreshed import write_committed
 
 
@@ -81,8 +81,9 @@ class DiffusionModelState(ModelState):
 
     def remove_request(self, req_id: str) -> None:
         """Free a slot, after a request's end or its preemption."""
-        if isinstance(req_id, BrokenId):
-            clear_pages(self.vllm_config, req_id.pages, self.device)
+        why, pages = unpack_id(req_id)
+        if why == FINISHED and pages:
+            clear_pages(self.vllm_config, pages, self.device)
         slot = self.states.remove_request(req_id)
         if slot is not None:
             self.sampler.remove_request(slot)

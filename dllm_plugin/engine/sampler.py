@@ -15,6 +15,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
+from dllm_plugin.config.carriers import pack_broken
 from dllm_plugin.config.request.grammar_mode import no_automata
 from dllm_plugin.decoding.block_causal import sub_block_to_store
 from dllm_plugin.kernels.launch import compile_ahead
@@ -170,9 +171,9 @@ class DiffusionSampler:
         return SamplerOutput(
             sampled_token_ids=decided.tokens_RC,
             logprobs_tensors=logprobs,
-            num_nans=decided.broken_R,
             num_sampled=decided.emitted_R,
             num_rejected=decided.rejected_R,
+            **pack_broken(decided.broken_R),
         )
 
     def _for_whole_batch(
@@ -188,7 +189,7 @@ class DiffusionSampler:
         )
         num_sampled = torch.zeros(num_reqs, dtype=torch.int32, device=device)
         num_rejected = torch.zeros(num_reqs, dtype=torch.int32, device=device)
-        num_nans = torch.zeros(num_reqs, dtype=torch.int32, device=device)
+        broken = torch.zeros(num_reqs, dtype=torch.int32, device=device)
         if self.states.config.method.full_attention:
             # A forward without a canvas stored nothing that a later one could use.
             num_rejected.copy_(batch.query_start_loc[: num_reqs + 1].diff())
@@ -198,7 +199,7 @@ class DiffusionSampler:
             tail_R = self.states.tail_N[slots_R]
             ends_R = batch.seq_lens[:num_reqs] == self.states.start_N[slots_R] + tail_R
             num_rejected.copy_(tail_R * ends_R)
-        results, logprobs = (sampled, num_sampled, num_rejected, num_nans), None
+        results, logprobs = (sampled, num_sampled, num_rejected, broken), None
         if step is not None and decided is not None:
             for result, value in zip(results, decided[:4], strict=True):
                 result[step.index_R] = value

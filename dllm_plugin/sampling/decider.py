@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from vllm import envs
 
+from dllm_plugin.config.carriers import pack_masks_left
 from dllm_plugin.decoding.block_causal import keep_edited
 from dllm_plugin.decoding.plan import StepPlan
 from dllm_plugin.decoding.policies import Rule
@@ -175,7 +176,7 @@ class Decider:
         if self.counts_masks:
             left_R = self._count_left(step)
             if self.sends_left:
-                broken_R = torch.where(broken_R > 0, broken_R, -left_R)
+                broken_R = pack_masks_left(broken_R, left_R)
         emitted_R = step.outcome.num_committed_R - step.canvas.tail_R
         return EmittedTokens(
             step.tokens_RC.gather(1, step.emit_RC),

@@ -15,6 +15,7 @@ from torch import Tensor
 from vllm.config import ModelConfig
 from vllm.utils.torch_utils import async_tensor_h2d
 
+from dllm_plugin.config.carriers import FINISHED, PREEMPTED, unpack_id
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.options import FILL
 from dllm_plugin.config.request.arguments import request_config
@@ -24,12 +25,7 @@ from dllm_plugin.decoding.blocks import leading
 from dllm_plugin.decoding.full_attention import Bounds, bounds, refresh_start
 from dllm_plugin.decoding.plan import Canvas, StepOutcome, StepPlan
 from dllm_plugin.state.floating import FloatingView
-from dllm_plugin.state.preempted import (
-    FinishedId,
-    PreemptedId,
-    PreemptedRows,
-    ResumedId,
-)
+from dllm_plugin.state.preempted import PreemptedRows
 from dllm_plugin.state.request_table import POLICY_IDS, RequestTable
 from dllm_plugin.state.templates import Templates
 
@@ -137,7 +133,7 @@ class CanvasStates:
         self.early_text_np[slot] = reporting(params.extra_args).early_text
         self.req_id_to_slot[str(data.req_id)] = slot
         if self.floating is not None:
-            pieces = data.req_id.pieces if isinstance(data.req_id, ResumedId) else ()
+            _, pieces = unpack_id(data.req_id)
             self.floating.pieces[slot] = np.array([prompt_len, *pieces], dtype=np.int64)
         # On an absolute grid the first block begins inside the prompt.
         absolute = self.config.family.absolute_grid and self.floating is None
@@ -159,9 +155,10 @@ class CanvasStates:
         tokens that were sent already.
         """
         slot = self.req_id_to_slot.pop(req_id, None)
-        if isinstance(req_id, FinishedId):
+        why, _ = unpack_id(req_id)
+        if why == FINISHED:
             self.preempted.forget(req_id)
-        if slot is None or not isinstance(req_id, PreemptedId):
+        if slot is None or why != PREEMPTED:
             return slot
         restarts = self.config.method.full_attention
         if not (restarts or self.requests.uses("use_block_cache", np.array([slot]))):

@@ -1,9 +1,10 @@
 """Keep the rows of preempted requests until they come back.
 
-vLLM's model runner frees the slots of finished and of preempted requests by one call, which is
-given an id and nothing else. The scheduler knows which is which, so it sends the ids themselves as
-:class:`FinishedId` and :class:`PreemptedId`. A plain id is that of a request about to be added
-(vLLM first removes what has its name) or of vLLM's own warm-up: for neither is anything kept.
+vLLM's model runner frees the slots of finished and of preempted requests by one call,
+which gets only an id. So the scheduler marks the ids
+(:func:`dllm_plugin.config.carriers.pack_departures`). A plain id is that of a request
+about to be added, since vLLM first removes a request of the same name, or of vLLM's own
+warm-up: for neither is anything kept.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,45 +13,6 @@ import torch
 from torch import Tensor
 
 Change = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
-
-
-class PreemptedId(str):
-    """Name a preempted request; equal to its plain id."""
-
-    __slots__ = ()
-
-
-class ResumedId(str):
-    """Name a request that comes back; `pieces` are the ends of what it had committed, absolute.
-
-    Where canvases float, the keys of a text depend on the pieces in which it was committed.
-    """
-
-    pieces: tuple[int, ...]
-
-    def __new__(cls, req_id: str, pieces: tuple[int, ...] = ()) -> "ResumedId":
-        """Make the id; a copy in another process gets its pieces behind it."""
-        made = super().__new__(cls, req_id)
-        made.pieces = pieces
-        return made
-
-
-class FinishedId(str):
-    """Name a request that ended or was aborted, running or waiting; equal to its plain id."""
-
-    __slots__ = ()
-
-
-class BrokenId(FinishedId):
-    """Name a request whose logits were no numbers; `pages` are those that it alone held."""
-
-    pages: tuple[int, ...]
-
-    def __new__(cls, req_id: str, pages: tuple[int, ...] = ()) -> "BrokenId":
-        """Make the id; a copy in another process gets its pages behind it."""
-        made = super().__new__(cls, req_id)
-        made.pages = pages
-        return made
 
 
 class PreemptedRows:

@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,36 @@ def stream(client: httpx.Client, path: str, **body: Any) -> list[dict[str, Any]]
 
 
 def metrics(client: httpx.Client) -> dict[str, float]:
-    """Every sample of /metrics without its labels."""
-    lines = [
-        line for line in client.get("/metrics").text.splitlines() if line[:1] != "#"
-    ]
-    return {line.split("{")[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
+    """Every sample of /metrics, summed over its labels."""
+    samples: Counter[str] = Counter()
+    for line in client.get("/metrics").text.splitlines():
+        if line[:1] != "#":
+            samples[line.split("{")[0]] += float(line.rsplit(" ", 1)[1])  # type: ignore[assignment]
+    return dict(samples)
+
+
+def ended(client: httpx.Client) -> dict[str, float]:
+    """How many requests ended, by reason."""
+    counts = {}
+    for line in client.get("/metrics").text.splitlines():
+        if line.startswith("diffuplug:request_forwards_count"):
+            reason = re.search('reason="([a-z]+)"', line)
+            assert reason is not None, line
+            counts[reason[1]] = float(line.rsplit(" ", 1)[1])
+    return counts
+
+
+def settled(client: httpx.Client) -> dict[str, float]:
+    """The same when no request runs any more."""
+    deadline = time.monotonic() + 60
+    last = None
+    while (now := ended(client)) != last or metrics(client)[
+        "vllm:num_requests_running"
+    ]:
+        assert time.monotonic() < deadline, "requests still run"
+        last = now
+        time.sleep(0.5)
+    return now
 
 
 def check_counts(
@@ -335,6 +361,26 @@ def test_a_reader_that_leaves_frees_the_request(
     while metrics(client)["vllm:num_requests_running"]:
         assert time.monotonic() < deadline, "the request still runs"
         time.sleep(0.2)
+
+
+def test_aborted_streams_are_counted_apart(client: httpx.Client) -> None:
+    """A stop string, at which vLLM's front end aborts the request too, is none."""
+    text = post(client, "completions", **COMPLETION)["choices"][0]["text"]
+    before, aborted = settled(client), 30
+    slow = BODY | COMPLETION | {"max_tokens": 200, "stream": True}
+    slow["vllm_xargs"] = SMALL | {"dllm_threshold": 1.0}
+    for _ in range(aborted):
+        with client.stream("POST", "/v1/completions", json=slow) as reply:
+            next(reply.iter_lines())
+    for asked in ({}, {"frames": True, "early_text": True}):
+        stopped = {"stop": [text[20:23]], "diffusion": asked}
+        chunks = stream(client, "completions", **COMPLETION | stopped)
+        reasons = [c["choices"][0]["finish_reason"] for c in chunks if c["choices"]]
+        assert reasons[-1] == "stop"
+    after = settled(client)
+    more = {reason: after[reason] - before[reason] for reason in after}
+    none = dict.fromkeys(("length", "error", "repetition"), 0)
+    assert more == none | {"abort": aborted, "stop": 2}
 
 
 def test_the_viewer_needs_no_key(client: httpx.Client) -> None:

@@ -16,8 +16,8 @@ from engines import (
 from test_schedules import ENGINES, check, start
 
 from dllm_plugin.api.counts import counts_of
+from dllm_plugin.config.carriers import RESUMED, unpack_id
 from dllm_plugin.engine.scheduling.adaptive_scheduler import AdaptiveScheduler
-from dllm_plugin.state.preempted import ResumedId
 
 PAGE, TURN, TOKENS = 32, 70, 40
 ON_GRID = [name for name, engine in ENGINES.items() if engine[4]]
@@ -67,7 +67,7 @@ def resumed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         output = schedule(self, *args)
         news = output.scheduled_new_reqs
         begins.extend(
-            r.num_computed_tokens for r in news if isinstance(r.req_id, ResumedId)
+            r.num_computed_tokens for r in news if unpack_id(r.req_id)[0] == RESUMED
         )
         return output
 

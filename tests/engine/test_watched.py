@@ -1,5 +1,8 @@
 """Frames and early text: what is decided reaches the host, and no token is another for it."""
 
+from collections.abc import Iterator
+from copy import copy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,10 +16,17 @@ from engines import (
     params,
     scheduler,
 )
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import (
+    ExampleConnector,
+)
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind
 
 from dllm_plugin.api.watching.frames import Frames
+from dllm_plugin.config.carriers import Snapshot, unpack_snapshot
 
 LENGTH = 40
 PROMPTS = [a_prompt(9, 1), a_prompt(30, 2), a_prompt(45, 3)]
@@ -71,9 +81,9 @@ def arrivals(pieces: Pieces) -> list[int]:
     return [step for step, output in pieces for _ in output.outputs[0].token_ids]
 
 
-def snapshots(pieces: Pieces) -> list[dict[str, Any]]:
-    told = [(output.kv_transfer_params or {}).get("dllm") for _, output in pieces]
-    return [snapshot for snapshot in told if snapshot]
+def snapshots(pieces: Pieces) -> list[Snapshot]:
+    found = [unpack_snapshot(copy(output)) for _, output in pieces]
+    return [snapshot for snapshot in found if snapshot is not None]
 
 
 def replay(pieces: Pieces) -> list[dict[str, Any]]:
@@ -106,7 +116,7 @@ def test_frames_and_early_text(name: str, room: EngineRoom) -> None:
     assert [tokens([piece]) for piece in texts] == [
         tokens([piece]) for piece in plain[0]
     ]
-    forwards = [snapshot["forward"] for snapshot in snapshots(asked[0])]
+    forwards = [snapshot.forward for snapshot in snapshots(asked[0])]
     assert min(np.diff(forwards[:-1]), default=3) >= 3
     for pieces in asked:
         frames = replay(pieces)
@@ -191,11 +201,10 @@ def test_what_was_sent_survives_preemption(
     assert num_preemptions(llm) > before
     for piece, end in zip(pieces, ends, strict=True):
         assert tokens(piece) == end
-        finals = [snapshot["final"] for snapshot in snapshots(piece)]
+        finals = [snapshot.final for snapshot in snapshots(piece)]
         assert finals == sorted(finals)
         for told in snapshots(piece)[:-1]:  # what was sent is never a mask again
-            ids = np.frombuffer(told["ids"], dtype=np.int32)
-            assert (ids[: told["final"] - told["start"]] >= 0).all()
+            assert min(told.ids[: told.final - told.start], default=0) >= 0
     assert sum(len(set(arrivals(piece))) for piece in pieces) > 6, (
         "more pieces than blocks"
     )
@@ -221,6 +230,53 @@ def test_nobody_asks_and_nobody_pays(room: EngineRoom) -> None:
     assert len(results) > 5 and set(results) == {None}
     assert len(canvas_states(llm).companions) == before == 0
     assert all(o.outputs[0].token_ids for piece in pieces for _, o in piece)
+
+
+class Remote(ExampleConnector):
+    """vLLM's connector to files, which also says where a request's pages are."""
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> Any:
+        return False, {"remote_blocks": len(block_ids)}
+
+
+@pytest.fixture
+def connected(room: EngineRoom, tmp_path: Path) -> Iterator[Any]:
+    """An engine whose scheduler has a connector of vLLM's factory.
+
+    The engine's options refuse connectors, since no worker loads their pages into a canvas.
+    """
+    llm = room.start(dllm={"strategy": "dual_cache"})
+    scheduling = scheduler(llm)
+    config = copy(scheduling.vllm_config)
+    config.scheduler_config = copy(config.scheduler_config)
+    config.scheduler_config.disable_hybrid_kv_cache_manager = (
+        True  # files have one kind
+    )
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector=Remote.__name__,
+        kv_role="kv_both",
+        kv_connector_module_path=__name__,
+        kv_connector_extra_config={"shared_storage_path": str(tmp_path)},
+    )
+    scheduling.connector = KVConnectorFactory.create_connector(
+        config, KVConnectorRole.SCHEDULER, scheduling.kv_cache_config
+    )
+    yield llm
+    room.close()
+
+
+def test_a_connectors_parameters_stay(connected: Any) -> None:
+    """Of a watched request too: the last output has them and a snapshot."""
+    both = {"dllm_frames": 1, "dllm_early_text": 1}
+    pieces, _ = stream(connected, {}, {"dllm_frames": 1}, both)
+    for watched, of_request in zip((False, True, True), pieces, strict=True):
+        *others, (_, last) = of_request
+        assert last.kv_transfer_params["remote_blocks"] > 0
+        assert (unpack_snapshot(last) is not None) == watched
+        assert set(last.kv_transfer_params) == {"remote_blocks"}
+        for _, output in others:
+            unpack_snapshot(output)
+            assert output.kv_transfer_params is None
 
 
 def test_refused_where_tokens_may_be_replaced(room: EngineRoom) -> None:

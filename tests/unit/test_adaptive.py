@@ -11,6 +11,7 @@ from refusals import DREAM, LLADA, MASK, one_sentence, resolved
 from vllm.config import CUDAGraphMode
 
 from dllm_plugin.config.adaptive import fit_canvas, read_schedule, without_grammars
+from dllm_plugin.config.carriers import RESUMED, pack_id, unpack_id
 from dllm_plugin.config.cuda_graphs import WORKER, worker_for
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.options import Options
@@ -18,7 +19,6 @@ from dllm_plugin.config.resolution import resolve
 from dllm_plugin.decoding.methods import METHODS
 from dllm_plugin.engine.scheduling.adaptive_scheduler import warn_without_graphs
 from dllm_plugin.state.floating import FloatingView
-from dllm_plugin.state.preempted import ResumedId
 from dllm_plugin.state.request_table import RequestTable
 
 SDAR, LLADA2, FAST = "SDARForCausalLM", "LLaDA2MoeModelLM", "Fast_dLLM_QwenForCausalLM"
@@ -134,8 +134,8 @@ def test_resumed_texts_are_cut_at_their_pieces() -> None:
 
 
 def test_pieces_travel_to_workers() -> None:
-    sent = pickle.loads(pickle.dumps(ResumedId("a", (7, 9))))
-    assert sent == "a" and sent.pieces == (7, 9) and isinstance(sent, ResumedId)
+    sent = pickle.loads(pickle.dumps(pack_id("a", RESUMED, (7, 9))))
+    assert sent == "a" and unpack_id(sent) == (RESUMED, (7, 9))
 
 
 def test_what_steps_without_full_graphs_cost(

@@ -12,7 +12,7 @@ from surface import arguments, fields_of, found_in_vllm
 from torch import Tensor
 
 from dllm_plugin.attention import kv_groups as pages
-from dllm_plugin.state.preempted import BrokenId, FinishedId
+from dllm_plugin.config.carriers import FINISHED, pack_id, unpack_id
 
 D2F = {
     "strategy": "d2f",
@@ -88,10 +88,9 @@ def test_an_infinite_row_beside_good_ones() -> None:
 
 
 def test_the_pages_travel_with_the_id() -> None:
-    sent = BrokenId("a", (3, 5))
+    sent = pack_id("a", FINISHED, (3, 5))
     got = pickle.loads(pickle.dumps({sent}))
-    assert got == {"a"} and isinstance(sent, FinishedId)
-    assert [(type(i), i.pages) for i in got] == [(BrokenId, (3, 5))]
+    assert got == {"a"} and [unpack_id(i) for i in got] == [(FINISHED, (3, 5))]
 
 
 def test_pages_are_cleared_alone(monkeypatch: pytest.MonkeyPatch) -> None:

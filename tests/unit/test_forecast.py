@@ -12,8 +12,9 @@ from diffuplug_bench.eval.schedules import Question, read_questions, read_widths
 from dllm_plugin.commands import cli
 from dllm_plugin.commands.forecast import Load, forecast, read_load, with_widths
 from dllm_plugin.config.adaptive import is_published
+from dllm_plugin.config.carriers import StepWidth
 from dllm_plugin.decoding.step_costs import Costs, MeasuredCosts
-from dllm_plugin.engine.metrics import FITTED, LABELS, SCALE, WIDTH, told, width_metrics
+from dllm_plugin.engine.metrics import LABELS, width_metrics
 
 FLOATING = resolved(strategy="d2f", adaptive="throughput", min_window=2)
 
@@ -181,11 +182,8 @@ def test_what_was_published() -> None:
 
 def test_what_a_step_tells() -> None:
     """Integers alone: vLLM carries no others between its processes."""
-    numbers = [WIDTH, 8, 1, FITTED, 970, 2500]
-    assert told(8, 1, (0.97, 2.5)) == numbers
-    assert told(8, 1, (0.97, 2.5), 1.25) == [*numbers, SCALE, 1250, 0]
     metrics, labels = width_metrics(tuple(LABELS)), ["forecast", "0"]
-    metrics.observe(told(8, 1, (0.97, 2.5), 1.25), labels)
+    metrics.observe(StepWidth(8, 1, 0.97, 2.5, 1.25), labels)
     assert metrics.scale.labels(*labels)._value.get() == 1.25
 
 

@@ -1,11 +1,8 @@
 """Which forwards are launched before a result is known, and which of them were for nothing."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
-from dllm_plugin.engine.scheduling.forwards_in_flight import ForwardsInFlight, take_left
+from dllm_plugin.engine.scheduling.forwards_in_flight import ForwardsInFlight
 
 
 def decode(accepts: list[int], size: int = 32, blocks: int = 3) -> tuple[int, int]:
@@ -79,10 +76,3 @@ def test_the_last_step_of_a_block() -> None:
     assert flight.is_last("a", 40, 2)
     flight.forget("a")
     assert flight.is_last("a", 40, 1), "a block that starts again has no known step"
-
-
-def test_what_is_left_travels_below_zero() -> None:
-    results: Any = SimpleNamespace(num_nans_in_logits={"a": -7, "b": 0, "c": 2})
-    assert take_left(results) == {"a": 7}
-    assert results.num_nans_in_logits == {"a": 0, "b": 0, "c": 2}, "broken ones stay"
-    assert take_left(SimpleNamespace(num_nans_in_logits=None)) == {}  # type: ignore[arg-type]

@@ -1,29 +1,24 @@
 """Snapshots to frames: differences, drops, parts of characters, ends."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
 
 from dllm_plugin.api.watching.frames import BROKEN, Frames
+from dllm_plugin.config.carriers import Snapshot
 
 A, B, EURO = 65, 66, list("€".encode())  # a token is a byte
-UNKNOWN = 255
 
 
 def decode(ids: Sequence[int]) -> str:
     return bytes(ids).decode("utf-8", errors="replace")
 
 
-def snapshot(
-    start: int, final: int, ids: list[int], forward: int = 1
-) -> dict[str, Any]:
+def snapshot(start: int, final: int, ids: list[int], forward: int = 1) -> Snapshot:
     """Confidence 0.5 wherever there is a token."""
-    certain = bytes(UNKNOWN if i < 0 else 50 for i in ids)
-    packed = np.array(ids, dtype=np.int32).tobytes()
-    told = {"forward": forward, "start": start, "final": final}
-    return told | {"ids": packed, "confidences": certain}
+    certain = [None if i < 0 else 0.5 for i in ids]
+    return Snapshot("", forward, start, final, ids, certain)
 
 
 def test_only_what_changed_is_sent() -> None:

@@ -10,13 +10,15 @@ import vllm
 from prometheus_client import REGISTRY
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.engine import FinishReason
 from vllm.v1.metrics.loggers import StatLoggerManager, load_stat_logger_plugin_factories
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 import dllm_plugin
-from dllm_plugin.engine.metrics import DenoisingMetrics, told
+from dllm_plugin.config.carriers import EndedRequest, StepWidth, pack_reports
+from dllm_plugin.engine.metrics import DenoisingMetrics
 
 LLADA = {
     "architectures": ["LLaDAModelLM"],
@@ -75,9 +77,12 @@ def manager(config: VllmConfig, engines: list[int]) -> StatLoggerManager:
     return built
 
 
-def step(committed: int, *ended: int) -> SchedulerStats:
+def step(
+    committed: int, *ended: EndedRequest, width: StepWidth | None = None
+) -> SchedulerStats:
     """A scheduler step in which one request with a canvas of 8 committed tokens."""
-    stats = SpecDecodingStats(8, 1, 8, committed, [], [*ended])
+    stats = SpecDecodingStats(8, 1, 8, committed)
+    pack_reports(stats, list(ended), width)
     return SchedulerStats(spec_decoding_stats=stats)
 
 
@@ -108,8 +113,8 @@ def test_a_second_engine_in_the_process_starts_again(tmp_path: Path) -> None:
 
 
 def test_histograms_of_requests_that_ended(tmp_path: Path) -> None:
-    def sums(engine: int) -> list[float | None]:
-        labels = {"model_name": "m", "engine": str(engine)}
+    def sums(engine: int, reason: str = "stop") -> list[float | None]:
+        labels = {"model_name": "m", "engine": str(engine), "reason": reason}
         samples = (
             REGISTRY.get_sample_value(f"diffuplug:request_{name}_{of}", labels)
             for name in ("forwards", "tokens_per_forward", "positions_per_token")
@@ -119,30 +124,36 @@ def test_histograms_of_requests_that_ended(tmp_path: Path) -> None:
 
     loggers = manager(vllm_config(tmp_path, LLADA), [2, 3])
     assert sums(2) == sums(3) == [0] * 6
-    loggers.record(step(3, 4, 10, 80, 2, 1, 16), None, engine_idx=3)
+    stop, abort = FinishReason.STOP, FinishReason.ABORT
+    ended = [EndedRequest(stop, 4, 10, 80), EndedRequest(stop, 2, 1, 16)]
+    ended += [EndedRequest(abort, 5, 20, 100), EndedRequest(abort, 0, 0, 0)]
+    loggers.record(step(3, *ended), None, engine_idx=3)
     loggers.record(step(3), None, engine_idx=3)
     assert sums(3) == [2, 6, 2, 3.0, 2, 24.0] and sums(2) == [0] * 6
+    assert sums(3, "abort") == [2, 5, 1, 4.0, 1, 5.0], "one had no forward"
+    assert sums(3, "length") == [0] * 6
 
 
 def test_widths(tmp_path: Path) -> None:
     """Of floating canvases alone; other engines have none of these metrics."""
 
-    def value(name: str, engine: int) -> float | None:
-        labels = {"model_name": "m", "engine": str(engine)}
+    def value(name: str, engine: int, **more: str) -> float | None:
+        labels = {"model_name": "m", "engine": str(engine)} | more
         return REGISTRY.get_sample_value(f"diffuplug:{name}", labels)
 
     names = ("width_sum", "width_changes_total", "acceptance_p0", "acceptance_lambda")
     off = manager(vllm_config(tmp_path, LLADA), [4])
-    off.record(step(3, *told(8, 0, (0.9, 4.0))), None, engine_idx=4)
+    off.record(step(3, width=StepWidth(8, 0, 0.9, 4.0)), None, engine_idx=4)
     assert [value(name, 4) for name in names] == [None] * 4
     unregister_vllm_metrics()
     on = manager(
         vllm_config(tmp_path, LLADA, strategy="d2f", adaptive="throughput"), [5]
     )
-    on.record(step(3, 4, 10, 80, *told(8, 0, (0.9, 4.0))), None, engine_idx=5)
-    on.record(step(3, *told(6, 1, (0.5, 1.5))), None, engine_idx=5)
+    one = EndedRequest(FinishReason.STOP, 4, 10, 80)
+    on.record(step(3, one, width=StepWidth(8, 0, 0.9, 4.0)), None, engine_idx=5)
+    on.record(step(3, width=StepWidth(6, 1, 0.5, 1.5)), None, engine_idx=5)
     assert [value(name, 5) for name in names] == [14, 1, 0.5, 1.5]
-    assert value("request_forwards_count", 5) == 1
+    assert value("request_forwards_count", 5, reason="stop") == 1
 
 
 def test_nobody_else_reads_the_list_that_carries_them() -> None:

@@ -11,9 +11,14 @@ from scripted import Hashed, Loop, Run, sampling
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from dllm_plugin.engine.scheduling.scheduler import _mark_removed
+from dllm_plugin.config.carriers import (
+    FINISHED,
+    PREEMPTED,
+    pack_departures,
+    pack_id,
+    unpack_id,
+)
 from dllm_plugin.state.canvas_states import PREEMPTED_PER_SLOT, CanvasStates
-from dllm_plugin.state.preempted import FinishedId, PreemptedId
 
 D2F = {"strategy": "d2f", "block_length": 4, "canvas_length": 8}
 SLOTS = 8
@@ -47,13 +52,13 @@ def pass_through(
             start(states, name, slot)
         states.apply_staged_writes()
         for name in names if how != "finished" else ():
-            states.remove_request(PreemptedId(name))
+            states.remove_request(pack_id(name, PREEMPTED))
         if how == "came back":
             for slot, name in enumerate(reversed(names)):
                 start(states, name, slot)
             states.apply_staged_writes()
         for name in names:
-            states.remove_request(FinishedId(name))
+            states.remove_request(pack_id(name, FINISHED))
 
 
 @pytest.mark.parametrize("how", ["finished", "came back", "aborted while waiting"])
@@ -73,12 +78,12 @@ def test_the_count_sees_a_request_that_stays() -> None:
     before = measure(states)
     start(states, "stays", 0)
     states.apply_staged_writes()
-    states.remove_request(PreemptedId("stays"))
+    states.remove_request(pack_id("stays", PREEMPTED))
     after = measure(states)
     assert (
         after.objects > before.objects + 10 and after.num_bytes > before.num_bytes + 100
     )
-    states.remove_request(FinishedId("stays"))
+    states.remove_request(pack_id("stays", FINISHED))
     assert measure(states) == before
 
 
@@ -161,7 +166,7 @@ def test_full_attention_keeps_nothing(dllm: dict[str, Any]) -> None:
     """Its open block starts again."""
     states = Loop({"block_length": 4, "canvas_length": 16} | dllm).states
     start(states, "one", 0)
-    states.remove_request(PreemptedId("one"))
+    states.remove_request(pack_id("one", PREEMPTED))
     assert kept(states) == set()
 
 
@@ -171,7 +176,7 @@ def test_more_than_can_wait_are_not_kept() -> None:
     for i in range(count):
         start(states, str(i), 0)
         states.apply_staged_writes()
-        states.remove_request(PreemptedId(str(i)))
+        states.remove_request(pack_id(str(i), PREEMPTED))
     assert kept(states) == {str(i) for i in range(3, count)}
 
 
@@ -181,7 +186,7 @@ def test_more_than_can_wait_are_not_kept() -> None:
 def removals(finished: set[str], preempted: set[str]) -> SchedulerOutput:
     output = SchedulerOutput.make_empty()
     output.finished_req_ids, output.preempted_req_ids = finished, preempted
-    _mark_removed(output)
+    pack_departures(output, {})
     return output
 
 
@@ -191,10 +196,10 @@ def test_ids_reach_the_state_as_they_were_sent() -> None:
     got: list[str] = []
     runner: Any = SimpleNamespace(pooling_runner=None, _remove_request=got.append)
     GPUModelRunner.finish_requests(runner, output)
-    assert [(type(i), i) for i in got] == [
-        (PreemptedId, "a"),
-        (FinishedId, "b"),
-        (FinishedId, "c"),  # preempted and then aborted
+    assert [(unpack_id(i)[0], i) for i in got] == [
+        (PREEMPTED, "a"),
+        (FINISHED, "b"),
+        (FINISHED, "c"),  # preempted and then aborted
     ]
 
 
@@ -205,5 +210,5 @@ def test_steps_that_remove_nobody_are_left_alone() -> None:
 
 
 def test_marked_ids_are_ids() -> None:
-    for marked in (PreemptedId("x"), FinishedId("x")):
+    for marked in (pack_id("x", PREEMPTED), pack_id("x", FINISHED)):
         assert marked == "x" and {marked: 1}["x"] == 1 and f"{marked}" == "x"

@@ -1,4 +1,4 @@
-"""Merge frames into a stream of events: text is never held up, frames may be dropped."""
+"""Merge frames into a stream of events: text never waits, frames may be dropped."""
 
 import asyncio
 import contextlib
@@ -8,37 +8,34 @@ from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 from dllm_plugin.api.watching.frames import Decode, Frames
+from dllm_plugin.config.carriers import Snapshot
 
 CHAT_CHUNK, COMPLETION_CHUNK = "chat.completion.chunk", "text_completion"
 
 
 class FrameSource:
-    """Keep the newest snapshot of each choice until it is sent."""
+    """The newest snapshot of each choice, until it is sent."""
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
         self._frames: dict[int, Frames] = {}
-        self._newest: dict[int, dict[str, Any]] = {}
+        self._newest: dict[int, Snapshot] = {}
         self._arrived = asyncio.Event()
         self.request_id = ""
 
     def add_tokens(self, choice: int, token_ids: list[int]) -> None:
-        """Note final text of a choice."""
+        """Add final text of a choice."""
         self._of(choice).tokens.extend(token_ids)
 
     def end(self, choice: int, forwards: int) -> None:
-        """Note that a choice has all its text: its last frame shows what no snapshot did."""
+        """End a choice: its last frame shows what no snapshot did."""
         frames = self._of(choice)
         frames.ended = True
-        end = {
-            "forward": forwards,
-            "start": len(frames.tokens),
-            "final": len(frames.tokens),
-        }
-        self.add_snapshot(choice, end | {"ids": b"", "confidences": b""})
+        length = len(frames.tokens)
+        self.add_snapshot(choice, Snapshot("", forwards, length, length, [], []))
 
-    def add_snapshot(self, choice: int, snapshot: dict[str, Any]) -> None:
-        """Note a snapshot; one of the same choice that nobody has taken is forgotten."""
+    def add_snapshot(self, choice: int, snapshot: Snapshot) -> None:
+        """Add a snapshot in place of an earlier one of the choice that was not sent."""
         self._newest[choice] = snapshot
         self._arrived.set()
 
@@ -57,6 +54,12 @@ class FrameSource:
         return self._frames.setdefault(choice, Frames(self._decode))
 
 
+def event_of(chunk: dict[str, Any]) -> str:
+    """Return a chunk as an event of a stream."""
+    text = json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))
+    return f"data: {text}\n\n"
+
+
 def frame_events(
     source: FrameSource, kind: str, created: int, model: str
 ) -> Iterator[str]:
@@ -64,16 +67,14 @@ def frame_events(
     for choice, frame in source.take():
         text: dict[str, Any] = {"delta": {}} if kind == CHAT_CHUNK else {"text": ""}
         entry = {"index": choice, **text, "finish_reason": None, "diffusion": frame}
-        head = {
+        chunk = {
             "id": source.request_id,
             "object": kind,
             "created": created,
             "model": model,
+            "choices": [entry],
         }
-        chunk = json.dumps(
-            head | {"choices": [entry]}, ensure_ascii=False, separators=(",", ":")
-        )
-        yield f"data: {chunk}\n\n"
+        yield event_of(chunk)
 
 
 async def with_frames(

@@ -1,37 +1,32 @@
-"""Turn snapshots of a canvas into frames: what changed since the last frame that was sent.
+"""Turn snapshots of a canvas into frames, and read traces.
 
-A position counts output tokens from 0. No HTTP and no engine here.
-
-Say at which forward each token of a choice was taken, and how certain it was.
+A frame has what changed since the last frame that was sent. A position counts output
+tokens from 0. No HTTP and no engine here.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 from vllm.outputs import CompletionOutput
 
-from dllm_plugin.config.request.reporting import UNKNOWN_CONFIDENCE
+from dllm_plugin.config.carriers import NO_TOKEN, Snapshot, unpack_trace
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # what a part of a character decodes to
 LONGEST_CHARACTER = 4  # bytes, and so tokens
+DIGITS = 6  # of confidences in traces
 Decode = Callable[[Sequence[int]], str]
 
 
 class Shown(NamedTuple):
-    """Hold what was last sent of a position: its text, and the confidence in hundredths."""
+    """What was last sent of a position; confidence is None if it is not known."""
 
     text: str
-    confidence: int
-
-    def as_json(self, position: int) -> list[Any]:
-        """Return an entry of a frame's `set`."""
-        known = self.confidence != UNKNOWN_CONFIDENCE
-        return [position, self.text, self.confidence / 100 if known else None]
+    confidence: float | None
 
 
 class Frames:
-    """Follow one choice of a reply, and say what each frame changes.
+    """The frames of one choice of a reply.
 
     tokens  ids of the final text so far: never lost, as snapshots may be
     ended   no more tokens follow
@@ -44,46 +39,48 @@ class Frames:
         self.tokens: list[int] = []
         self.ended = False
 
-    def frame(self, snapshot: dict[str, Any]) -> dict[str, Any]:
-        """Return the frame of a snapshot, and note that it was sent."""
-        start = int(snapshot["start"])
-        ids = np.frombuffer(snapshot["ids"], dtype=np.int32).tolist()
-        if (
-            self.ended
-        ):  # by a stop string, perhaps, and the rest was decided for nothing
+    def frame(self, snapshot: Snapshot) -> dict[str, Any]:
+        """Return the frame of a snapshot, which is then taken as sent."""
+        start, ids = snapshot.start, snapshot.ids
+        if self.ended:  # perhaps by a stop string, and later tokens do not count
             ids = ids[: max(0, len(self.tokens) - start)]
-        confidences = dict(enumerate(snapshot["confidences"], start))
         first = min(self._settled, start)
-        before = self.tokens[
-            first:start
-        ]  # decided in forwards of which no snapshot arrived
-        now = self._texts([*before, *([-1] * (start - first - len(before))), *ids])
+        # Tokens decided in forwards of which no snapshot arrived.
+        before = self.tokens[first:start]
+        masks = [NO_TOKEN] * (start - first - len(before))
+        texts = self._texts([*before, *masks, *ids])
+        confidences = dict(enumerate(snapshot.confidences, start))
+        unset = self._forget_from(first + len(texts))
         set_entries: list[list[Any]] = []
-        unset = [position for position in self._shown if position >= first + len(now)]
-        for position in unset:
-            del self._shown[position]
-        for position, text in enumerate(now, first):
+        for position, text in enumerate(texts, first):
             last = self._shown.get(position)
             if text is None:
                 if last is not None:
                     del self._shown[position]
                     unset.append(position)
                 continue
-            unknown = UNKNOWN_CONFIDENCE if last is None else last.confidence
+            unknown = None if last is None else last.confidence
             shown = Shown(text, confidences.get(position, unknown))
             if shown != last:
                 self._shown[position] = shown
-                set_entries.append(shown.as_json(position))
-        final = len(self.tokens) if self.ended else int(snapshot["final"])
+                set_entries.append([position, *shown])
+        final = len(self.tokens) if self.ended else snapshot.final
         self._settle(min(final, start))
         return {
-            "forward": snapshot["forward"],
+            "forward": snapshot.forward,
             "start": start,
             "length": len(ids),
             "final": final,
             "set": set_entries,
             "unset": unset,
         }
+
+    def _forget_from(self, stop: int) -> list[int]:
+        """Forget positions from `stop` on, and return them."""
+        gone = [position for position in self._shown if position >= stop]
+        for position in gone:
+            del self._shown[position]
+        return gone
 
     def _settle(self, position: int) -> None:
         """Forget positions that no later frame can change, whole characters at a time."""
@@ -128,17 +125,16 @@ class Frames:
         return 1
 
 
-DIGITS = 6
-
-
 def trace_of(completion: CompletionOutput) -> dict[str, Any]:
-    """Return the trace of a choice that ended; confidence is None where no policy took the token.
+    """Remove the trace of a choice that ended, and return it as JSON.
 
-    The engine sends it in the field that vLLM joins and cuts by tokens.
+    A confidence is None if no policy took the token.
     """
-    rows = completion.routed_experts
-    steps, confidences = ([], []) if rows is None else rows.T.tolist()
-    certain = [
-        None if value != value else round(value, DIGITS) for value in confidences
-    ]
-    return {"steps": list(map(int, steps)), "confidences": certain}
+    steps: list[int] = []
+    confidences: list[float | None] = []
+    rows = unpack_trace(completion)
+    for step, confidence in () if rows is None else rows.tolist():
+        steps.append(int(step))
+        known = not math.isnan(confidence)
+        confidences.append(round(confidence, DIGITS) if known else None)
+    return {"steps": steps, "confidences": confidences}

@@ -1,4 +1,4 @@
-"""Stand between one request's handler and the engine, and note what passes."""
+"""Stand between one request's handler and the engine, and read what passes."""
 
 import contextlib
 import time
@@ -7,21 +7,21 @@ from typing import Any
 
 from vllm.engine.protocol import EngineClient
 from vllm.exceptions import VLLMValidationError
-from vllm.outputs import RequestOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from dllm_plugin.api.counts import Counts, counts_of
 from dllm_plugin.api.watching.frame_stream import FrameSource
 from dllm_plugin.api.watching.frames import trace_of
 from dllm_plugin.api.watching.tracing import trace
-from dllm_plugin.config.request.reporting import SNAPSHOT
+from dllm_plugin.config.carriers import unpack_snapshot
 
 
 class WatchedEngine:
-    """Be the engine client of one HTTP request's handler; the rest is the real client's.
+    """The engine client of one HTTP request's handler; the rest is the real client's.
 
     counts  of each choice that has ended, by the choice's index in the reply
-    traces  of these choices, where the request asks for them
+    traces  of these choices, if the request asks for them
     """
 
     def __init__(
@@ -36,10 +36,10 @@ class WatchedEngine:
         """Watch `engine`.
 
         Args:
-            strips: take vLLM's own statistics off the outputs.
+            strips: remove vLLM's own statistics from the outputs.
             frames: where snapshots go.
-            trace: take traces off the outputs.
-            tail: what a template gives behind the answer, which counts as prompt.
+            trace: remove traces from the outputs.
+            tail: what a template gives after the answer, which counts as prompt.
         """
         self._engine = engine
         self._tracing = tracing
@@ -62,20 +62,17 @@ class WatchedEngine:
         request_id: str,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Generate as the engine does. A handler calls this once for each prompt of a body."""
+        """Generate as the engine does; a handler calls this for each prompt of a body."""
         first = self._num_choices
         if self._frames is not None and not first:
             # A handler of completions numbers the prompts of a body; its chunks do not.
-            of_completion = request_id.startswith("cmpl-")
-            self._frames.request_id = request_id.removesuffix(
-                "-0" if of_completion else ""
-            )
+            number = "-0" if request_id.startswith("cmpl-") else ""
+            self._frames.request_id = request_id.removesuffix(number)
         self._num_choices += sampling_params.n
         outputs = self._engine.generate(prompt, sampling_params, request_id, **options)
         delta = sampling_params.output_kind == RequestOutputKind.DELTA
-        return self._follow(
-            outputs, first, delta, request_id, options.get("trace_headers")
-        )
+        trace_headers = options.get("trace_headers")
+        return self._follow(outputs, first, delta, request_id, trace_headers)
 
     async def _follow(
         self,
@@ -90,61 +87,62 @@ class WatchedEngine:
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 if self._tail:
-                    output.prompt_token_ids = [
-                        *(output.prompt_token_ids or ()),
-                        *self._tail,
-                    ]
-                self._note(output, first, delta)
-                if self._frames is None or self._take_snapshot(output, first):
+                    ids = output.prompt_token_ids or ()
+                    output.prompt_token_ids = [*ids, *self._tail]
+                self._count(output, first, delta)
+                if self._frames is None or self._has_text(output, first, self._frames):
                     yield output
         if self._tracing:
             of_prompt = [c for i, c in self.counts.items() if i >= first]
             trace(request_id, trace_headers, started, of_prompt)
 
-    def _take_snapshot(self, output: RequestOutput, first: int) -> bool:
-        """Take a snapshot off, and return whether there is anything else: text, or an end."""
-        assert self._frames is not None
-        snapshot = (output.kv_transfer_params or {}).get(SNAPSHOT)
-        output.kv_transfer_params = None
+    def _has_text(self, output: RequestOutput, first: int, frames: FrameSource) -> bool:
+        """Move a snapshot to the frames; returns whether text or an end is left."""
+        snapshot = unpack_snapshot(output)
         output.outputs = [
             c for c in output.outputs if c.token_ids or c.text or c.finish_reason
         ]
         for completion in output.outputs:
             index = first + completion.index
-            self._frames.add_tokens(index, list(completion.token_ids))
+            frames.add_tokens(index, list(completion.token_ids))
             if completion.finish_reason is not None:
                 counts = self.counts.get(index)
-                self._frames.end(index, 0 if counts is None else counts.forwards)
+                frames.end(index, 0 if counts is None else counts.forwards)
         if snapshot is not None:
             # vLLM names the choices of one prompt by number and request.
-            number, _, rest = snapshot["request"].partition("_")
+            number, _, rest = snapshot.request_id.partition("_")
             choice = int(number) if rest.startswith(output.request_id) else 0
-            self._frames.add_snapshot(first + choice, snapshot)
+            frames.add_snapshot(first + choice, snapshot)
         return bool(output.outputs)
 
-    def _note(self, output: RequestOutput, first: int, delta: bool) -> None:
+    def _count(self, output: RequestOutput, first: int, delta: bool) -> None:
         """Count tokens, and keep the counts of choices that end."""
-        prompt_tokens = len(output.prompt_token_ids or ())
-        # Of several choices in one output vLLM tells what one of them found.
-        cached = output.num_cached_tokens if len(output.outputs) == 1 else None
         for completion in output.outputs:
-            if completion.finish_reason == "error" and isinstance(
-                completion.stop_reason, str
-            ):
-                # A grammar at which its compiler failed; vLLM's handlers know no reasons.
-                raise VLLMValidationError(
-                    completion.stop_reason, parameter="structured_outputs"
-                )
+            _raise_reason(completion)
             index = first + completion.index
             before = self._tokens.get(index, 0) if delta else 0
             self._tokens[index] = before + len(completion.token_ids)
-            if completion.finish_reason is None or index in self.counts:
-                continue
-            counts = counts_of(completion, self._tokens[index], prompt_tokens, cached)
-            if counts is not None:
-                self.counts[index] = counts
-            if self._trace:
-                self.traces[index] = trace_of(completion)
-                completion.routed_experts = None
-            if self._strips:
-                completion.spec_decode_metrics = None
+            if completion.finish_reason is not None and index not in self.counts:
+                self._end(index, completion, output)
+
+    def _end(
+        self, index: int, completion: CompletionOutput, output: RequestOutput
+    ) -> None:
+        """Keep the counts and the trace of a choice that ends."""
+        prompt_tokens = len(output.prompt_token_ids or ())
+        # If several choices end in one output, vLLM reports the cached tokens of one.
+        cached = output.num_cached_tokens if len(output.outputs) == 1 else None
+        counts = counts_of(completion, self._tokens[index], prompt_tokens, cached)
+        if counts is not None:
+            self.counts[index] = counts
+        if self._trace:
+            self.traces[index] = trace_of(completion)
+        if self._strips:
+            completion.spec_decode_metrics = None
+
+
+def _raise_reason(completion: CompletionOutput) -> None:
+    """Raise the reason of a grammar's compiler: vLLM's handlers know no reasons."""
+    reason = completion.stop_reason
+    if completion.finish_reason == "error" and isinstance(reason, str):
+        raise VLLMValidationError(reason, parameter="structured_outputs")

@@ -1,26 +1,23 @@
-"""Launch the next forward of a block before the result of this one is known: full attention.
+"""Track forwards of a block that are launched before earlier results are known.
 
-The scheduler assumes that the block goes on. If it turns out to be done, the forward behind it is
-void: the device sees that the canvas does not start where the host took it to, decides nothing and
-counts nothing, and what keys and values it wrote are computed again by the refresh that follows. A
-forward is launched so only where the block is expected to need it. Where a step in flight is sure
-to end the block, the refresh of the next one is launched, which nothing would repair.
-
-Hold where forwards of a block lie under full attention, once the host has found it.
+Full attention only. The scheduler assumes that the block goes on. If the block turns out
+to be done, the forward is void: the device sees that the canvas starts elsewhere than the
+host assumed, decides and counts nothing, and the refresh that follows computes the keys
+and values again. So a forward is launched early only if the block is expected to need it.
+If a step in flight is sure to end the block, the refresh of the next block is launched,
+which nothing would repair.
 """
 
 from collections import deque
 from typing import NamedTuple
 
-from vllm.v1.outputs import ModelRunnerOutput
-
 
 class OpenBlock(NamedTuple):
-    """Hold what is known of a request's current block.
+    """What is known of a request's current block.
 
-    left   masked positions behind the last known step
+    left   masked positions after the last step whose result is known
     taken  masked positions that this step decided
-    known  steps of this block whose results are known
+    known  steps of the block whose results are known
     """
 
     left: int
@@ -29,7 +26,7 @@ class OpenBlock(NamedTuple):
 
 
 class ForwardsInFlight:
-    """Hold where the canvases of all launched forwards start, and how far their blocks are.
+    """The launched forwards, and how far their blocks are.
 
     num_void  forwards that were launched for nothing
     """
@@ -40,15 +37,15 @@ class ForwardsInFlight:
         self._blocks: dict[str, OpenBlock] = {}
 
     def launch(self, starts: dict[str, int]) -> None:
-        """Note a step: where the host takes each request's canvas to start."""
+        """Add a step: where the host expects each request's canvas to start."""
         self._steps.append(starts)
 
     def land(self) -> dict[str, int]:
-        """Return what was noted of the first step whose result was not known."""
+        """Remove the oldest step in flight, and return its starts."""
         return self._steps.popleft()
 
     def expects_another(self, request_id: str, start: int) -> bool:
-        """Return whether the block at `start` is likely to need a forward behind those in flight.
+        """Return whether the block at `start` probably needs more than those in flight.
 
         Steps are expected to decide as many positions as the last one did.
         """
@@ -67,14 +64,14 @@ class ForwardsInFlight:
         return sum(step.get(request_id) == start for step in self._steps)
 
     def note(self, request_id: str, left: int) -> None:
-        """Note how many masked positions a step has left in a block that goes on."""
+        """Record how many masked positions a step has left in a block that goes on."""
         before = self._blocks.get(request_id)
         taken = 0 if before is None else max(before.left - left, 0)
         known = 1 if before is None else before.known + 1
         self._blocks[request_id] = OpenBlock(left, taken, known)
 
     def begin_block(self, request_id: str, size: int) -> None:
-        """Note that a block is done and the next one has `size` positions."""
+        """Begin the next block, of `size` positions."""
         before = self._blocks.get(request_id)
         # The last step has decided all that was left.
         self._blocks[request_id] = OpenBlock(
@@ -86,23 +83,12 @@ class ForwardsInFlight:
         self._blocks.pop(request_id, None)
 
 
-def take_left(results: ModelRunnerOutput) -> dict[str, int]:
-    """Take the masked positions that blocks have left out of a step's counts of broken positions.
-
-    The sampler sends them as negative numbers.
-    """
-    counts = results.num_nans_in_logits or {}
-    left = {request_id: -count for request_id, count in counts.items() if count < 0}
-    counts.update(dict.fromkeys(left, 0))
-    return left
-
-
 class BlockSpans(NamedTuple):
-    """Hold where a request's next forward lies, as long as its canvas starts at `start`.
+    """Where a request's next forward lies, if its canvas starts at `start`.
 
     size      positions of its current block
     refresh   where a refresh starts, and how many canvas positions it computes
-    of_block  the same of a forward that trusts the one before
+    of_block  the same for a forward that trusts the forward before it
     """
 
     start: int

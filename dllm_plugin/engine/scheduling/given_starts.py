@@ -1,6 +1,7 @@
-"""Begin answers whose first blocks a template gives: no forward decides anything there.
+"""Emit leading blocks that a template gives, without running a forward.
 
-Such a request starts like one that has these tokens already, and they go out with its first output.
+Such a request starts as if it had these tokens already. They are sent with its first
+output.
 """
 
 from collections.abc import Container
@@ -12,20 +13,20 @@ from vllm.v1.request import Request
 
 
 class GivenStarts:
-    """Keep the given tokens of requests that have had no output yet."""
+    """The given tokens of requests without an output so far."""
 
     def __init__(self) -> None:
         self._of: dict[str, list[int]] = {}
 
     def add(self, request: Request, token_ids: list[int]) -> None:
-        """Let a request that was just admitted begin behind `token_ids`."""
+        """Let an admitted request start after `token_ids`."""
         request.append_output_token_ids(token_ids)
         self._of[request.request_id] = token_ids
 
     def put(
         self, outputs: dict[int, EngineCoreOutputs], requests: Container[str]
     ) -> None:
-        """Put them in front of first outputs, and forget those of requests that are gone."""
+        """Add given tokens to first outputs, and forget requests that are gone."""
         if not self._of:
             return
         for of_client in outputs.values():
@@ -35,16 +36,11 @@ class GivenStarts:
                     output.new_token_ids = [*given, *output.new_token_ids]
                     if output.new_logprobs is not None:
                         output.new_logprobs = _with_certain(output.new_logprobs, given)
-                    if output.routed_experts is not None:  # its trace
-                        first = np.array([[0.0, np.nan]] * len(given), dtype=np.float32)
-                        output.routed_experts = np.concatenate(
-                            [first, output.routed_experts]
-                        )
         self._of = {key: given for key, given in self._of.items() if key in requests}
 
 
 def _with_certain(lists: LogprobsLists, token_ids: list[int]) -> LogprobsLists:
-    """Return log-probabilities behind those of given tokens, which are certain."""
+    """Prepend the log-probabilities of given tokens, which are certain."""
     shape = (len(token_ids), lists.logprobs.shape[1])
     ids = np.repeat(np.array(token_ids)[:, None], shape[1], axis=1)
     rows = (

@@ -35,7 +35,7 @@ NO_BITS = np.zeros((0, 0), dtype=np.int32)  # of a step without a canvas to chec
 
 @dataclass
 class GrammarCounts:
-    """Count checks of canvases, the steps and seconds that they took, and the drafts refused."""
+    """Counts of checked canvases, with steps, seconds and refused drafts."""
 
     checks: int = 0
     steps: int = 0
@@ -51,16 +51,15 @@ class GrammarScheduler(AsyncScheduler):
         self.decode_config = get_decode_config(self.vllm_config)
         self.block_length: dict[str, int] = {}
         self._with_grammar: set[str] = set()
-        self._refused: dict[
-            str, str
-        ] = {}  # requests that are about to end with an error: why
+        # Why requests are about to end with an error.
+        self._refused: dict[str, str] = {}
         self.grammar_counts = GrammarCounts()
         self._grammars = Grammars(
             self.structured_output_manager, self.decode_config, self.max_model_len
         )
 
     def add_request(self, request: Request) -> None:
-        """Admit a request, and remember that it has a grammar."""
+        """Admit a request, and record whether it has a grammar."""
         if request.use_structured_output:
             self._with_grammar.add(request.request_id)
         super().add_request(request)
@@ -71,7 +70,7 @@ class GrammarScheduler(AsyncScheduler):
         return super()._free_request(request, delay_free_blocks)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
-        """Let a request wait until its first closing was searched, behind its compilation."""
+        """Let a request wait for its compilation and the search of its first closing."""
         if request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
             self._grammars.prepare(request)
             ours = request.structured_output_request
@@ -79,14 +78,13 @@ class GrammarScheduler(AsyncScheduler):
                 self._refuse(request.request_id, ours.grammar)
         ready = super()._handle_blocked_waiting_request(request)
         if request.request_id in self._refused:
-            end_with_error(
-                self, request.request_id
-            )  # vLLM 0.33 would give its own reason
+            # vLLM 0.33 would give its own reason.
+            end_with_error(self, request.request_id)
         return ready
 
     def _refuse(self, req_id: str, error: Exception) -> None:
-        """Note why a request ends, which vLLM keeps to itself."""
-        # A compiler's time and source file come first, and a line break last.
+        """Record why a request ends, which vLLM does not report."""
+        # Remove the time and source file of a compiler's message.
         why = re.sub(r"^\[[\d:]+\] \S+: ", "", str(error).strip()).rstrip(".")
         if not why.startswith("structured_outputs "):
             why = f"structured_outputs cannot be honoured: {why}"
@@ -98,12 +96,12 @@ class GrammarScheduler(AsyncScheduler):
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)
         if self._with_grammar and not self.running:
-            # A caller that asks again at once would keep Python's lock from what they wait for.
+            # A caller that asks again at once would keep the lock from the compiler.
             time.sleep(IDLE_SECONDS)
-        # Workers would copy drafts to the host for vLLM's own check, which nobody asks for.
+        # vLLM would copy drafts to the host for its own check, which is not used.
         scheduler_output.has_structured_output_requests = False
         if scheduler_output.pending_structured_output_tokens:
-            # An automaton knows on the device what canvases hold: nothing waits for it.
+            # An automaton reads canvases on the device: nothing waits for it.
             ids = self._with_grammar & scheduler_output.num_scheduled_tokens.keys()
             drafts = any(
                 _grammar_of(self.requests[req_id]) is not None for req_id in ids
@@ -128,7 +126,7 @@ class GrammarScheduler(AsyncScheduler):
                 continue
             try:
                 checks[req_id] = grammar, grammar.state.check(grammar.canvas)
-                # A canvas that outlives preemption goes on as if nothing had been.
+                # A canvas that survives preemption goes on unchanged.
                 grammar.is_kept = not self.decode_config.restarts_blocks
             except DeadEnd as error:
                 self._refuse(req_id, error)
@@ -149,13 +147,13 @@ class GrammarScheduler(AsyncScheduler):
         return CanvasChecks([], payload.allowed_GW, [], payload, starts)
 
     def grammar_way(self, req_id: str) -> str | None:
-        """Return how a request that runs keeps to its grammar; None if it has none."""
+        """Return how a running request keeps to its grammar; None without a grammar."""
         ours = self.requests[req_id].structured_output_request
         grammar = None if ours is None else ours.grammar
         return grammar.way if isinstance(grammar, OwnGrammar) else None
 
     def _starts(self, scheduler_output: SchedulerOutput) -> list[AutomatonStart]:
-        """Return the automata of requests that workers hear of in this step, anew or again."""
+        """Return the automata of requests that start or come back in this step."""
         starts = []
         for data in scheduler_output.scheduled_new_reqs:
             request = self.requests.get(data.req_id)
@@ -167,7 +165,7 @@ class GrammarScheduler(AsyncScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Update as vLLM does, and keep what canvases of requests with a grammar hold."""
+        """Update as vLLM does, and keep the canvases of requests with a grammar."""
         outputs = self._update_canvases(scheduler_output, model_runner_output)
         if self._refused:
             for of_client in outputs.values():
@@ -199,7 +197,7 @@ class GrammarScheduler(AsyncScheduler):
             place = model_runner_output.req_id_to_index[req_id]
             emitted = len(model_runner_output.sampled_token_ids[place])
             grammar.canvas = []
-            # What a request had in flight when it was preempted may have been left out.
+            # Results in flight at a preemption may have been dropped.
             in_step = req_id in scheduler_output.scheduled_spec_decode_tokens
             if in_step and request.num_tokens == num_tokens + emitted:
                 canvas = model_runner_output.canvases[req_id]
@@ -211,7 +209,7 @@ class GrammarScheduler(AsyncScheduler):
     def _undecided_marked(
         self, canvas: list[int], req_id: str, num_tokens: int, emitted: int
     ) -> list[int]:
-        """Return a canvas behind what it has emitted, with -1 where it is undecided."""
+        """Return the rest of a canvas after emitted tokens, -1 for undecided positions."""
         # On an absolute grid the first block begins inside the prompt.
         length = self.block_length[req_id]
         tail = num_tokens % length if self.decode_config.family.absolute_grid else 0

@@ -1,7 +1,7 @@
-"""Let other requests find the pages of a prompt, and nobody those of a generated text.
+"""Share the cached pages of prompts, and never those of generated texts.
 
-Where canvases float, the keys of a text depend on the pieces in which it was committed, which no
-prefill of the same tokens would compute.
+If canvases float, the keys of a text depend on the pieces in which it was committed. A
+prefill of the same tokens would compute other keys.
 """
 
 import os
@@ -16,7 +16,7 @@ HASH_BYTES = 32
 class PromptPages:
     """Hash pages of generated text at random, so that the prefix cache never matches them.
 
-    It stands in for the request's own hasher, which vLLM calls whenever the text grows. Pages of
+    Replaces the request's own hasher, which vLLM calls whenever the text grows. Pages of
     the prompt have their hashes by then.
     """
 
@@ -27,13 +27,13 @@ class PromptPages:
         self.num_pages = request.num_prompt_tokens // page
 
     def __call__(self, request: Request) -> list[BlockHash]:
-        """Return the hashes of the pages that became full."""
+        """Return the hashes of pages that became full."""
         return [BlockHash(os.urandom(HASH_BYTES)) for _ in self.hasher(request)]
 
     def evict(self, manager: KVCacheManager, request_id: str) -> None:
-        """Take the generated pages out of the cache, so that they are the first to be used again.
+        """Evict the generated pages from the cache, so that they are reused first.
 
-        Nor does a text that comes back from preemption find them: it is computed in pieces.
+        A text that comes back from preemption must not find them: it is computed in pieces.
         """
         for pages in manager.get_block_ids(request_id):
             manager.evict_blocks(set(pages[self.num_pages :]))

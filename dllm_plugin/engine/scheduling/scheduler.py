@@ -1,8 +1,9 @@
 """Schedule requests that decode a canvas at a time, asynchronously as vLLM does.
 
-Methods of vLLM's scheduler are overridden and call their parents. `_reserve_prefill_lookahead` is
-used for something else than its name says: vLLM asks it, for running and waiting requests alike,
-how many tokens to compute, after weighing the budget and before reserving pages.
+Methods of vLLM's scheduler are overridden and call their parents.
+`_reserve_prefill_lookahead` does here what its name does not say: vLLM asks it for every
+running and waiting request how many tokens to compute, after it has checked the budget
+and before it reserves pages.
 """
 
 from typing import Any
@@ -13,27 +14,17 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from dllm_plugin.config.carriers import pack_departures, pack_start
 from dllm_plugin.config.request.arguments import request_config
 from dllm_plugin.config.request.grammar_mode import WAYS
 from dllm_plugin.config.request.template import template_of
 from dllm_plugin.config.validation import shown
 from dllm_plugin.engine.scheduling.broken_requests import BrokenRequests
 from dllm_plugin.engine.scheduling.grammar_scheduler import GrammarScheduler
-from dllm_plugin.engine.scheduling.reporting import ReportingScheduler, RequestCounts
+from dllm_plugin.engine.scheduling.reporting import ReportingScheduler
 from dllm_plugin.engine.vllm_versions import end_with_error
-from dllm_plugin.state.preempted import FinishedId, PreemptedId
 
 logger = init_logger("vllm.dllm_plugin")
-
-
-def _mark_removed(output: SchedulerOutput) -> None:
-    """Tell workers which of the requests that this step removes were only preempted."""
-    finished, preempted = output.finished_req_ids, output.preempted_req_ids
-    if preempted:
-        # Between two steps a request can be preempted and then aborted.
-        output.preempted_req_ids = {PreemptedId(i) for i in preempted - finished}
-    if finished:
-        output.finished_req_ids = {FinishedId(i) for i in finished}
 
 
 class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
@@ -41,20 +32,19 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # The canvas alone is computed: no token is sampled behind it.
+        # Only the canvas is computed: no token is sampled after it.
         self.num_sampled_tokens_per_step = 0
         self.num_computed_positions = 0  # queries of all forwards, for `diffuplug eval`
-        self._long: set[str] = (
-            set()
-        )  # requests that may come near the end of the context
+        # Requests that may come near the end of the context.
+        self._long: set[str] = set()
         self._spare_tokens = 0
         self._single_blocks = False
         self.broken = BrokenRequests(self)
         self._bound_requests()
 
     def _bound_requests(self) -> None:
-        # Every running request computes a whole canvas per step; a prompt, or a chunk of one where
-        # it may be split, must fit as well.
+        # Every running request computes a whole canvas per step. A prompt must fit as well,
+        # or a chunk of a prompt if it may be split.
         chunked = self.scheduler_config.enable_chunked_prefill
         prompt = self.num_spec_tokens if chunked else self.max_model_len
         room = self.max_num_scheduled_tokens - prompt
@@ -72,8 +62,8 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
     def add_request(self, request: Request) -> None:
         """Admit a request: its block length, its pages and what ends it."""
         if request.resumable:
-            # vLLM tells only here that the prompt is a stream, and a scheduler may not raise:
-            # this is its list of requests that end with an error.
+            # Only here vLLM shows that the prompt is a stream, and a scheduler may not raise:
+            # this is vLLM's list of requests that end with an error.
             logger.error(
                 "Request %s ends with an error: diffusion decoding does not support "
                 "streaming-input sessions; send the whole prompt at once.",
@@ -86,14 +76,14 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
             self.decode_config, params.extra_args, params.max_tokens
         )
         self.block_length[request.request_id] = config.block_length
-        # A canvas in flight, the one scheduled behind it, and the next.
+        # A canvas in flight, the canvas scheduled after it, and the next one.
         reach = (
             request.num_prompt_tokens + request.max_tokens + 3 * self.num_spec_tokens
         )
         if reach > self.max_model_len:
             self._long.add(request.request_id)
         if config.block_length != self.decode_config.block_length:
-            # Keys depend on where blocks end, so these pages are no one else's.
+            # Keys depend on where blocks end, so other requests must not use these pages.
             request.cache_salt = (
                 f"{request.cache_salt or ''}/block {config.block_length}"
             )
@@ -109,8 +99,8 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
             ):
                 params._eos_token_id = None
         if not params.ignore_eos:
-            # Chat models end a turn with a token of their own that configs do not list as EOS;
-            # in a prompt without turns it is a token like any other.
+            # Chat models end a turn with a token that configs do not list as EOS. In a
+            # prompt without turns it is an ordinary token.
             known, prompt = params.stop_token_ids or [], request.prompt_token_ids or ()
             if any(i in prompt for i in ends):
                 params.stop_token_ids = [*known, *(i for i in ends if i not in known)]
@@ -122,7 +112,7 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
         return super()._free_request(request, delay_free_blocks)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """Schedule as vLLM does, keeping a canvas of the budget free for every running request."""
+        """Schedule as vLLM does; the budget keeps a canvas for every running request."""
         reserved = len(self.running) * self.num_spec_tokens
         self._spare_tokens = self.max_num_scheduled_tokens - reserved
         fewest = self.decode_config.commit_alone_from
@@ -130,17 +120,16 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
         most = self.max_num_active_reqs
         output = super().schedule(throttle_prefills)
         self.max_num_active_reqs = most
-        _mark_removed(output)
-        self.broken.mark(output)
+        pack_departures(output, self.broken.pages)
         return output
 
     def _canvas_tokens(self, request: Request) -> int:
         """Return how many positions of a request's canvas this step computes.
 
-        Where many requests run, the first block alone. The block behind it waits for the first to
-        be finished: to compute both saves a forward per block, and costs where the GEMMs over all
-        positions are what takes the time. What a step decides about the first block does not
-        depend on it.
+        If many requests run, only the first block is computed, and the next block waits
+        until the first is finished. Computing both saves a forward per block, but costs
+        time if the GEMMs over all positions take most of it. What a step decides about the
+        first block does not depend on it.
         """
         drafts = len(request.spec_token_ids) or self.num_spec_tokens
         if not (self._single_blocks and request.status == RequestStatus.RUNNING):
@@ -152,8 +141,8 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
     ) -> int:
         """Return how many tokens of a request to compute, 0 to let it wait.
 
-        One that waits holds up those behind it: they would overtake it for ever, and vLLM 0.33
-        would ask for each of ten thousand in every step.
+        A request that must wait stops the queue after it: other requests would overtake it
+        for ever, and vLLM 0.33 would ask for each of ten thousand in every step.
         """
         wanted = self._tokens_to_compute(request, num_computed_tokens, num_new_tokens)
         if not wanted and request.status != RequestStatus.RUNNING:
@@ -165,10 +154,10 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
     ) -> int:
         """Return how many tokens of a request fit this step.
 
-        On an absolute grid a prefill that does not fit the step is cut at the end of a block, and
-        leaves the canvases behind it whole. And the first canvas begins inside the prompt, with
-        its partial block; vLLM, which counts the prompt as computed, would cut that canvas where
-        the context ends.
+        On an absolute grid a prefill that does not fit the step is cut at the end of a
+        block, so that later canvases are whole. The first canvas begins inside the prompt,
+        with its partial block; vLLM counts the prompt as computed, and would cut that
+        canvas at the end of the context.
         """
         if self._single_blocks and request.spec_token_ids:
             in_flight = request.num_output_placeholders - num_computed_tokens
@@ -204,9 +193,10 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
     ) -> tuple[list[int], bool]:
-        """Do as vLLM, but do not cache what ends a request: its block was not stored yet.
+        """Update as vLLM does, but do not cache the last block, which was not stored yet.
 
-        vLLM 0.32 caches pages in here, a later one behind it: neither counts what stays taken off.
+        vLLM 0.32 caches pages in this method, vLLM 0.33 after it: neither caches tokens that
+        are subtracted here.
         """
         was_running, num_new = (
             request.status == RequestStatus.RUNNING,
@@ -238,8 +228,9 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
     ) -> bool:
         """Reset vLLM's prefix cache.
 
-        Under asynchronous scheduling running requests go on: vLLM would drop the step in flight,
-        which has moved their canvases on already. Without a cache there is no page to protect.
+        Under asynchronous scheduling running requests go on: vLLM would drop the step in
+        flight, which has already advanced their canvases. Without a cache no page needs
+        protection.
         """
         preempts = reset_running_requests and not self.scheduler_config.async_scheduling
         done = super().reset_prefix_cache(preempts, reset_connector)
@@ -247,24 +238,22 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
             reset_running_requests and not self.kv_cache_manager.enable_caching
         )
 
-    def _note_start(
-        self, request_id: str, counts: RequestCounts, num_tokens: int
-    ) -> None:
-        """Note also how a request keeps to its grammar."""
-        is_new = not counts.per_step_drafted
-        super()._note_start(request_id, counts, num_tokens)
+    def _record_start(self, request_id: str, cached_tokens: int) -> None:
+        """Record with a request's counts what was cached, and the kind of its grammar."""
         way = self.grammar_way(request_id)
-        if is_new and way is not None:
-            counts.per_step_drafted.append(WAYS.index(way))
+        grammar = None if way is None else WAYS.index(way)
+        pack_start(self._counts[request_id], cached_tokens, grammar)
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)
+        for data in scheduler_output.scheduled_new_reqs:
+            self._record_start(data.req_id, data.num_computed_tokens)
         self.num_computed_positions += scheduler_output.total_num_scheduled_tokens
         if not self.scheduler_config.async_scheduling:
             return
         for req_id in scheduler_output.num_scheduled_tokens.keys() & self._long:
             request = self.requests[req_id]
-            # Scheduled before this step's commit is known, the next canvas would be cut at the
-            # end of the context although the request may not have moved: wait for the result.
+            # If it were scheduled before this step's commit is known, the next canvas would
+            # be cut at the end of the context, even if the request has not advanced.
             if request.num_computed_tokens + self.num_spec_tokens > self.max_model_len:
                 request.next_decode_eligible_step = self.current_step + 2

@@ -1,4 +1,4 @@
-"""Compare how long steps take with how long their costs say."""
+"""Compare measured with predicted times of steps."""
 
 import time
 from collections import deque
@@ -9,7 +9,7 @@ LEAST, MOST = 0.5, 2.0
 
 
 class _Scheduled(NamedTuple):
-    """Hold a step in flight; `queued`: behind another one that computes something."""
+    """A step in flight; `queued`: it waits for another step that computes something."""
 
     predicted_ms: float | None
     requests: int
@@ -18,7 +18,7 @@ class _Scheduled(NamedTuple):
 
 
 class StepClock:
-    """Follow the ratio of observed to predicted times.
+    """The ratio of observed to predicted times of steps.
 
     scale  that ratio, an exponential mean over steps of all widths, for `/metrics`
     """
@@ -29,12 +29,12 @@ class StepClock:
         self._last: float | None = None
 
     def scheduled(self, predicted_ms: float | None, requests: int, width: int) -> None:
-        """Note a step that was scheduled; None: it is not compared, since it has a prompt."""
+        """Add a step; a time of None excludes it, as it has a prompt."""
         queued = bool(self._in_flight) and self._in_flight[-1].requests > 0
         self._in_flight.append(_Scheduled(predicted_ms, requests, width, queued))
 
     def finished(self) -> tuple[int, int, float] | None:
-        """Return requests, width and ratio of the step scheduled first, if it was queued."""
+        """Return requests, width and time ratio of the oldest step, if it was queued."""
         now, before = time.perf_counter(), self._last
         self._last = now
         if not self._in_flight:

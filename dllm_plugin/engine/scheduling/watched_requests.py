@@ -1,205 +1,225 @@
-"""Turn what steps decided of watched requests into snapshots and early text.
+"""Send snapshots, early text and traces of watched requests.
 
-The scheduler's part of :mod:`dllm_plugin.sampling.features.watched_rows`. A snapshot is everything
-that is decided of a canvas, so a lost snapshot costs nothing: the next has it all.
+The scheduler's part of :mod:`dllm_plugin.sampling.features.watched_rows`. A snapshot has
+all that is decided of a canvas, so a lost snapshot costs nothing: the next has it all.
 """
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from vllm.v1.engine import EngineCoreOutput
-from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.metrics.stats import PrefillStats, RequestSpecDecodeMetrics
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request
 
-from dllm_plugin.config.request.reporting import SNAPSHOT, UNKNOWN_CONFIDENCE, Reporting
-from dllm_plugin.engine.scheduling.traces import NO_TOKEN, Trace
+from dllm_plugin.config.carriers import (
+    NO_TOKEN,
+    CanvasRow,
+    logprob_rows,
+    pack_snapshot,
+    pack_trace,
+    unpack_canvas_rows,
+)
+from dllm_plugin.config.request.reporting import Reporting
+from dllm_plugin.engine.scheduling.traces import Trace
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
 
 
 @dataclass
 class Watch:
-    """Hold what a watched request asks for and was told.
+    """What a watched request asks for, and what was sent of it.
 
-    trace  what it is told at its end, if it asks for that
-    sent   output tokens that were handed out; told: the forward of its last snapshot
+    most      output tokens at most
+    tokens    output tokens that were sent as early text, or that a template gives
+    reported  forward of the last snapshot
     """
 
     asked: Reporting
     counts: RequestSpecDecodeMetrics
-    trace: Trace | None = None
-    sent: int = 0
-    told: int = 0
+    most: int
+    trace: Trace | None
+    tokens: list[int] = field(default_factory=list)
+    reported: int = 0
+
+    @property
+    def forwards(self) -> int:
+        """Return the request's denoising forwards so far."""
+        return sum(self.counts.histogram)
+
+    def give(self, token_ids: list[int]) -> None:
+        """Count leading tokens that a template gives as sent."""
+        self.tokens = list(token_ids)
+        if self.trace is not None:
+            self.trace.give(len(token_ids))
 
 
 class WatchedStep(NamedTuple):
-    """Hold what a step decided of one request.
+    """A step of one watched request.
 
-    base     output tokens that it had committed before; row i is output position base + i
-    taken_C  bool, its policy took the token in this step
+    place  in the batch
+    base   output tokens committed before; canvas row i is output position base + i
     """
 
     watch: Watch
     request: Request
     place: int
     base: int
-    ids_C: np.ndarray
-    confidence_C: np.ndarray
-    taken_C: np.ndarray
-
-    @property
-    def forwards(self) -> int:
-        """Return the request's denoising forwards so far."""
-        return sum(self.watch.counts.histogram)
-
-    def decided(self, committed: int, max_model_len: int) -> tuple[int, int]:
-        """Return how many positions the request's text may have here, and their leading run."""
-        request = self.request
-        end = min(request.max_tokens, max_model_len - request.num_prompt_tokens)
-        window = min(len(self.ids_C), end - self.base)
-        if request.is_finished():
-            window = min(window, committed - self.base)
-        holes = np.flatnonzero(self.ids_C[:window] == NO_TOKEN)
-        return window, int(holes[0]) if len(holes) else window
+    canvas: CanvasRow
 
 
-def take_rows(
-    output: ModelRunnerOutput,
-) -> list[tuple[int, tuple[np.ndarray, np.ndarray, np.ndarray]]]:
-    """Take the rows of watched requests off a step's log-probabilities.
+class WatchedRequests:
+    """The watched requests of a scheduler, by request id."""
 
-    Returns the place in the batch of each, its token ids, their confidences and which are new.
-    Their ranks, which are positive for log-probabilities, say the place and that.
-    """
-    lists = output.logprobs
-    if (
-        lists is None
-        or not len(lists.sampled_token_ranks)
-        or lists.sampled_token_ranks[-1] >= 0
-    ):
-        return []
-    ranks = lists.sampled_token_ranks
-    first = int(np.flatnonzero(ranks < 0)[0])
-    place_T, taken_T = np.divmod(-1 - ranks[first:], 2)
-    places, starts = np.unique(place_T, return_index=True)
-    columns = (
-        lists.logprob_token_ids[first:, 0],
-        lists.logprobs[first:, 0],
-        taken_T > 0,
-    )
-    num_positions = len(place_T) // len(places)
-    found = []
-    for place, start in zip(places.tolist(), starts.tolist(), strict=True):
-        ids_C, confidence_C, taken_C = (
-            rows[start : start + num_positions] for rows in columns
+    def __init__(self, scheduler: "Scheduler") -> None:
+        self.scheduler = scheduler
+        self.watches: dict[str, Watch] = {}
+
+    def add(
+        self, request: Request, asked: Reporting, counts: RequestSpecDecodeMetrics
+    ) -> None:
+        """Watch a request."""
+        rest = self.scheduler.max_model_len - request.num_prompt_tokens
+        most = min(request.max_tokens, rest)
+        trace = Trace(most) if asked.trace else None
+        self.watches[request.request_id] = Watch(asked, counts, most, trace)
+
+    def begin_step(self, results: ModelRunnerOutput) -> list[WatchedStep]:
+        """Return what a step decided of watched requests, before they are updated."""
+        canvases = unpack_canvas_rows(results)
+        if not canvases:
+            return []
+        steps = []
+        for request_id, place in results.req_id_to_index.items():
+            request = self.scheduler.requests.get(request_id)
+            watch = self.watches.get(request_id)
+            if place not in canvases or request is None or watch is None:
+                continue
+            # vLLM drops results of requests that were preempted or aborted meanwhile.
+            stale = request.num_stale_output_tokens > 0 and request.drop_stale_output
+            if not (stale or request.is_finished()):
+                base, canvas = request.num_output_tokens, canvases[place]
+                steps.append(WatchedStep(watch, request, place, base, canvas))
+        return steps
+
+    def end_step(
+        self,
+        steps: list[WatchedStep],
+        outputs: dict[int, EngineCoreOutputs],
+        lists: LogprobsLists | None,
+    ) -> None:
+        """Add snapshots, early text and traces to the outputs of a step."""
+        for step in steps:
+            client = step.request.client_index
+            of_client = outputs.setdefault(client, EngineCoreOutputs(outputs=[]))
+            self._report(step, of_client.outputs, lists)
+
+    def _report(
+        self,
+        step: WatchedStep,
+        outputs: list[EngineCoreOutput],
+        lists: LogprobsLists | None,
+    ) -> None:
+        request = step.request
+        ids = [output.request_id for output in outputs]
+        if request.request_id in ids:
+            place = ids.index(request.request_id)
+            output = outputs[place]
+            says = add_report(step, output, lists)
+            if not (says or output.finished or output.prefill_stats is not None):
+                del outputs[place]  # early text was sent before
+            return
+        output = EngineCoreOutput(
+            request_id=request.request_id,
+            new_token_ids=[],
+            trace_headers=request.trace_headers,
         )
-        found.append((place, (ids_C, confidence_C, taken_C)))
-    output.logprobs = (
-        _rows_of(lists, 0, first, lists.cu_num_generated_tokens) if first else None
-    )
-    return found
+        if add_report(step, output, lists):
+            output.events = request.take_events()
+            output.prefill_stats = self._prefill_stats(request)
+            outputs.append(output)
+
+    def _prefill_stats(self, request: Request) -> PrefillStats | None:
+        """Return what vLLM reports with the first output of a request."""
+        stats = request.take_prefill_stats()
+        if stats is not None:
+            manager = self.scheduler.kv_cache_manager
+            stats.finalize(manager.estimate_cached_tokens(request))
+        return stats
 
 
-def _rows_of(
-    lists: LogprobsLists, start: int, stop: int, offsets: list[int] | None
-) -> LogprobsLists:
-    rows = slice(start, stop)
-    ids, logprobs, ranks = (
-        lists.logprob_token_ids,
-        lists.logprobs,
-        lists.sampled_token_ranks,
-    )
-    return LogprobsLists(ids[rows], logprobs[rows], ranks[rows], offsets)
-
-
-def new_tokens(step: WatchedStep, committed: int, run: int) -> list[int]:
-    """Return the tokens to hand out now under early text, and note that they were."""
+def add_report(
+    step: WatchedStep, output: EngineCoreOutput, lists: LogprobsLists | None
+) -> bool:
+    """Add a step's report to an output; returns whether it has tokens or a snapshot."""
     watch, request = step.watch, step.request
-    have = (
-        committed
-        if request.is_finished()
-        else max(watch.sent, step.base + run, committed)
-    )
-    early = step.ids_C[
-        max(watch.sent, committed) - step.base : max(have - step.base, 0)
+    committed = request.num_output_tokens
+    window = min(len(step.canvas.ids_C), watch.most - step.base)
+    if request.is_finished():
+        window = min(window, committed - step.base)
+    if watch.trace is not None:
+        watch.trace.record(step.base, watch.forwards, step.canvas)
+    first = step.base
+    if watch.asked.early_text:
+        first = len(watch.tokens)
+        output.new_token_ids = new_tokens(step, committed, window)
+        output.new_logprobs = early_logprobs(lists, step, first, output.new_token_ids)
+    wanted = wants_snapshot(step, committed)
+    if wanted:
+        watch.reported = watch.forwards
+        pack_snapshot(
+            output,
+            watch.forwards,
+            step.base,
+            max(committed, len(watch.tokens)),
+            step.canvas.ids_C[:window],
+            step.canvas.confidence_C[:window],
+        )
+    if watch.trace is not None and output.new_token_ids:
+        pack_trace(output, watch.trace.take(first + len(output.new_token_ids)))
+    return wanted or bool(output.new_token_ids)
+
+
+def new_tokens(step: WatchedStep, committed: int, window: int) -> list[int]:
+    """Return the tokens to send now: the committed ones, and the run that follows."""
+    watch, request = step.watch, step.request
+    stop = committed
+    if not request.is_finished():
+        holes = np.flatnonzero(step.canvas.ids_C[:window] == NO_TOKEN)
+        run = int(holes[0]) if len(holes) else window
+        stop = max(committed, step.base + run)
+    sent = len(watch.tokens)
+    start = max(sent, committed)
+    tokens = [
+        *request.output_token_ids[sent:committed],
+        *step.canvas.ids_C[start - step.base : max(stop - step.base, 0)].tolist(),
     ]
-    tokens = [*request.output_token_ids[watch.sent : committed], *early.tolist()]
-    watch.sent = max(have, watch.sent)
+    watch.tokens += tokens
     return tokens
 
 
 def early_logprobs(
-    lists: LogprobsLists | None, step: WatchedStep, first: int, num_tokens: int
+    lists: LogprobsLists | None, step: WatchedStep, first: int, tokens: list[int]
 ) -> LogprobsLists | None:
-    """Return the log-probabilities of the tokens from output position `first` on."""
+    """Return the log-probabilities of tokens that begin at output position `first`."""
     params = step.request.sampling_params
     if lists is None or params is None or params.num_logprobs is None:
         return None
     assert lists.cu_num_generated_tokens is not None
     start = lists.cu_num_generated_tokens[step.place] + first - step.base
-    return _rows_of(lists, start, start + num_tokens, None)
+    rows = logprob_rows(lists, start, start + len(tokens))
+    return rows._replace(cu_num_generated_tokens=None)
 
 
-def snapshot(step: WatchedStep, committed: int, window: int) -> dict[str, Any] | None:
-    """Return what is decided, if the request wants to know it after this forward."""
-    watch, forwards = step.watch, step.forwards
-    every = watch.asked.frames
-    if not every or (forwards - watch.told < every and not step.request.is_finished()):
-        return None
-    params = step.request.sampling_params
-    if params is None or (
-        params.num_logprobs is not None and not (committed or watch.sent)
-    ):
-        return None  # before its first token vLLM hands its own list of log-probabilities out
-    watch.told = forwards
-    hundredths = np.rint(step.confidence_C[:window] * 100).clip(0, 100).astype(np.uint8)
-    hundredths[step.confidence_C[:window] == 0] = UNKNOWN_CONFIDENCE
-    return {
-        SNAPSHOT: {
-            "request": step.request.request_id,
-            "forward": forwards,
-            "start": step.base,
-            "final": max(committed, watch.sent),
-            "ids": step.ids_C[:window].astype(np.int32).tobytes(),
-            "confidences": hundredths.tobytes(),
-        }
-    }
-
-
-def report(
-    step: WatchedStep,
-    output: EngineCoreOutput | None,
-    lists: LogprobsLists | None,
-    max_model_len: int,
-) -> EngineCoreOutput | None:
-    """Return the output of a step of one request: vLLM's own, a changed one, a new one, or none."""
-    request, watch = step.request, step.watch
-    committed = request.num_output_tokens
-    window, run = step.decided(committed, max_model_len)
-    tokens, logprobs, first = None, None, step.base
-    if watch.trace is not None:
-        watch.trace.note(
-            step.base, step.forwards, step.ids_C, step.confidence_C, step.taken_C
-        )
-    if watch.asked.early_text:
-        first = watch.sent
-        tokens = new_tokens(step, committed, run)
-        logprobs = early_logprobs(lists, step, first, len(tokens))
-    told = snapshot(step, committed, window)
-    if output is None:
-        if not tokens and told is None:
-            return None
-        output = EngineCoreOutput(
-            request_id=request.request_id,
-            new_token_ids=[],
-            events=request.take_events(),
-            trace_headers=request.trace_headers,
-        )
-    if tokens is not None:
-        output.new_token_ids, output.new_logprobs = tokens, logprobs
-    if told is not None:
-        output.kv_transfer_params = told
-    if watch.trace is not None and output.new_token_ids:
-        output.routed_experts = watch.trace.rows(first, len(output.new_token_ids))
-    says = output.new_token_ids or output.finished or told or output.prefill_stats
-    return output if says else None
+def wants_snapshot(step: WatchedStep, committed: int) -> bool:
+    """Return whether a request asks for a snapshot after this forward."""
+    watch, request = step.watch, step.request
+    every, params = watch.asked.frames, request.sampling_params
+    if not every or params is None:
+        return False
+    if params.num_logprobs is not None and not (committed or watch.tokens):
+        # Before its first token vLLM sends its own list of log-probabilities.
+        return False
+    return request.is_finished() or watch.forwards - watch.reported >= every

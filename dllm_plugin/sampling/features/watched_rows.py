@@ -1,7 +1,7 @@
 """Send the canvases of watched requests to the host: tokens and their confidences.
 
-They travel in vLLM's log-probability tensors, as rows after all others, which the scheduler removes
-again: vLLM copies them without waiting for the device. Shape letters as in
+They travel as rows of log-probabilities (:mod:`dllm_plugin.config.carriers`), which vLLM
+copies without waiting for the device. Shape letters as in
 :mod:`dllm_plugin.decoding.plan`; N slots, W watched requests of a step.
 """
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 
+from dllm_plugin.config.carriers import NO_TOKEN, pack_canvas_rows
 from dllm_plugin.config.request.reporting import reporting
 from dllm_plugin.sampling.features.feature import StepFeature
 from dllm_plugin.sampling.step import DenoisingStep, EmittedLogprobs, EmittedTokens
@@ -20,8 +21,6 @@ from dllm_plugin.state.canvas_states import CanvasStates
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
-
-NO_TOKEN = -1
 
 
 class WatchedRows(StepFeature):
@@ -34,7 +33,7 @@ class WatchedRows(StepFeature):
         super().__init__(len(states.open_N))
         self.states = states
         self.confidence_NC: Tensor | None = None
-        self._rows: tuple[Tensor, Tensor, Tensor] | None = None
+        self._rows: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 
     def add_request(self, slot: int, params: SamplingParams) -> bool:
         """Return whether a request is watched."""
@@ -69,12 +68,10 @@ class WatchedRows(StepFeature):
         ids_WC = step.tokens_RC[places_W].gather(1, from_WC)
         tail_W1 = step.canvas.tail_R[places_W][:, None]
         is_no_token_WC = (position_C + tail_W1 >= num_positions) | (ids_WC == mask_id)
-        ids_WC = ids_WC.masked_fill(is_no_token_WC, NO_TOKEN).to(torch.int32)
-        # vLLM's ranks are positive: a negative one names the request, and whether a token is new.
-        index_W1 = step.index_R[places_W][:, None]
-        place_WC = -1 - (2 * index_W1 + taken_WC.gather(1, from_WC))
-        sure_WC = now_WC.gather(1, from_WC)
-        self._rows = (ids_WC.flatten(), sure_WC.flatten(), place_WC.flatten())
+        ids_WC = ids_WC.masked_fill(is_no_token_WC, NO_TOKEN)
+        taken_WC = taken_WC.gather(1, from_WC)
+        index_W = step.index_R[places_W]
+        self._rows = (ids_WC, now_WC.gather(1, from_WC), taken_WC, index_W)
 
     def finish_batch(
         self, logits_TV: Tensor, batch: "InputBatch", emitted: EmittedTokens
@@ -82,27 +79,11 @@ class WatchedRows(StepFeature):
         """Append the rows of watched requests to the log-probabilities."""
         if self._rows is None:
             return emitted
-        logprobs = self._appended(emitted.logprobs, batch.num_reqs)
+        rows, self._rows = self._rows, None
+        before = emitted.logprobs
+        columns = None if before is None else before[:3]
+        offsets = [0] * (batch.num_reqs + 1)
+        if before is not None:
+            offsets = before.cu_num_generated_tokens
+        logprobs = EmittedLogprobs(*pack_canvas_rows(columns, *rows), offsets)
         return emitted._replace(logprobs=logprobs)
-
-    def _appended(
-        self, logprobs: EmittedLogprobs | None, num_reqs: int
-    ) -> EmittedLogprobs:
-        """Return log-probabilities, then the rows of the step's watched requests."""
-        assert self._rows is not None
-        (ids_T, confidence_T, place_T), self._rows = self._rows, None
-        if logprobs is None:
-            none = [0] * (num_reqs + 1)
-            return EmittedLogprobs(ids_T[:, None], confidence_T[:, None], place_T, none)
-        columns = (0, logprobs.logprobs.shape[1] - 1)
-        return logprobs._replace(
-            logprob_token_ids=_stacked(logprobs.logprob_token_ids, ids_T, columns),
-            logprobs=_stacked(logprobs.logprobs, confidence_T, columns),
-            selected_token_ranks=torch.cat([logprobs.selected_token_ranks, place_T]),
-        )
-
-
-def _stacked(rows: Tensor, first_T: Tensor, columns: tuple[int, int]) -> Tensor:
-    """Append rows of which only the first column is given."""
-    padded = torch.nn.functional.pad(first_T[:, None].to(rows.dtype), columns)
-    return torch.cat([rows, padded])

@@ -1,0 +1,156 @@
+"""Schedule guided requests, each with a hidden unconditional request.
+
+With classifier-free guidance a request is conditional. Its hidden unconditional request
+is an ordinary request of vLLM's with pages of its own; both are computed in the same
+steps, and only the conditional one is reported.
+
+A block that is preempted starts again. So a request that was preempted becomes as urgent
+as the most urgent one that ran then: more urgent requests cannot delay it for ever.
+"""
+
+import time
+from typing import Any
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+from dllm_plugin.config.request.arguments import request_config
+from dllm_plugin.engine.scheduling.scheduler import DiffusionScheduler
+from dllm_plugin.sampling.guidance import (
+    conditional_id,
+    is_unconditional,
+    unconditional_id,
+)
+
+
+class GuidedScheduler(DiffusionScheduler):
+    """Add, preempt and end the two requests of a pair together."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._unconditional: set[str] = set()  # ids of all hidden requests
+
+    def add_request(self, request: Request) -> None:
+        """Admit a request, and after it the unconditional request that guidance needs."""
+        params = request.sampling_params
+        assert params is not None
+        asked = request_config(self.decode_config, params.extra_args, params.max_tokens)
+        super().add_request(request)
+        if asked.cfg_scale > 0 and not request.resumable:
+            hidden = self._hidden_request(request, params)
+            self._unconditional.add(hidden.request_id)
+            super().add_request(hidden)
+
+    def _hidden_request(self, request: Request, params: SamplingParams) -> Request:
+        """Return the unconditional request: the same, but its prompt becomes masks."""
+        params = params.clone()
+        params.logprobs = None
+        params.structured_outputs = None  # it copies what the conditional one decides
+        return Request(
+            request_id=unconditional_id(request.request_id),
+            prompt_token_ids=request.prompt_token_ids,
+            sampling_params=params,
+            pooling_params=None,
+            client_index=request.client_index,
+            arrival_time=request.arrival_time,
+            lora_request=request.lora_request,
+            priority=request.priority,
+        )
+
+    def finish_requests(
+        self, request_ids: Any, finished_status: RequestStatus
+    ) -> list[Request]:
+        """Finish as vLLM does; hidden requests end with theirs and are not reported."""
+        if request_ids is not None:
+            ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+            hidden = map(unconditional_id, ids)
+            request_ids = [*ids, *(i for i in hidden if i in self.requests)]
+        finished = super().finish_requests(request_ids, finished_status)
+        return [
+            request for request in finished if not is_unconditional(request.request_id)
+        ]
+
+    def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
+        self._unconditional.discard(request.request_id)
+        return super()._free_request(request, delay_free_blocks)
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """Schedule as vLLM does, no pair of which only one request runs."""
+        self._reunite()
+        return super().schedule(throttle_prefills)
+
+    def _reunite(self) -> None:
+        """Send a request back to wait if the other one of its pair is not running.
+
+        Both hold pages; alone they could wait for each other's for ever.
+        """
+        if not self._unconditional:
+            return
+        running = {request.request_id for request in self.running}
+        for request in list(self.running):
+            other = self._other_of_pair(request.request_id)
+            if other is None or other in running:
+                continue
+            self.running.remove(request)
+            self._preempt_request(request, time.monotonic())
+            if is_unconditional(request.request_id):
+                # The conditional one waits in front, whichever came back first.
+                conditional = self.requests[other]
+                self.waiting.remove_request(conditional)
+                self.waiting.prepend_request(conditional)
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        """Preempt as vLLM does; under priorities a request yields to more urgent ones once."""
+        resets_caches = kwargs.get("drop_stale_output", False)
+        if self.policy == SchedulingPolicy.PRIORITY and not resets_caches:
+            self._make_urgent(request)
+        super()._preempt_request(request, *args, **kwargs)
+
+    def _make_urgent(self, request: Request) -> None:
+        """Make a request, and the other one of its pair, as urgent as any that runs."""
+        request.priority = min([request.priority, *(r.priority for r in self.running)])
+        other = self.requests.get(self._other_of_pair(request.request_id) or "")
+        if other is None:
+            return
+        other.priority = request.priority
+        if other in list(self.waiting):  # which is sorted by priority
+            self.waiting.remove_request(other)
+            self.waiting.add_request(other)
+
+    def _other_of_pair(self, request_id: str) -> str | None:
+        if is_unconditional(request_id):
+            conditional = conditional_id(request_id)
+            return conditional if conditional in self.requests else None
+        unconditional = unconditional_id(request_id)
+        return unconditional if unconditional in self._unconditional else None
+
+    def make_spec_decoding_stats(
+        self, spec_decoding_stats: SpecDecodingStats | None, *args: Any, **kwargs: Any
+    ) -> SpecDecodingStats | None:
+        """Count as vLLM does; the tokens of a hidden request are those of its own."""
+        if is_unconditional(kwargs["request_id"]):
+            return spec_decoding_stats
+        return super().make_spec_decoding_stats(spec_decoding_stats, *args, **kwargs)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """Update as vLLM does, without outputs of hidden requests."""
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        # vLLM itself ends a request if its grammar refuses the text.
+        widowed = []
+        for request_id in self._unconditional:
+            if conditional_id(request_id) not in self.requests:
+                widowed.append(request_id)
+        if widowed:
+            self.finish_requests(widowed, RequestStatus.FINISHED_ABORTED)
+        for of_client in outputs.values():
+            # Also of a pair that ended in this step, which is unknown by now.
+            shown = [o for o in of_client.outputs if not is_unconditional(o.request_id)]
+            of_client.outputs[:] = shown
+        return outputs
