@@ -1,4 +1,4 @@
-"""Ask which vLLM is installed, for what no one form of ours does on every release that we take."""
+"""Check the version of vLLM where its releases need different code of ours."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ KEEPS_REASONS = __version_tuple__[:2] >= (0, 33)
 
 
 def refuse_platform(release: tuple[int | str, ...] = __version_tuple__) -> None:
-    """Raise ValueError where vLLM 0.33 is to run on a CPU: our kernels there are those of 0.32."""
+    """Raise ValueError for vLLM 0.33 on a CPU: our CPU kernels are those of 0.32."""
     if current_platform.is_cpu() and release[:2] >= (0, 33):
         raise ValueError(
             f"vLLM {'.'.join(map(str, release[:2]))} is supported on GPUs only: on a CPU install "
@@ -21,8 +21,8 @@ def refuse_platform(release: tuple[int | str, ...] = __version_tuple__) -> None:
 def end_with_error(scheduler: Scheduler, request_id: str) -> None:
     """Have vLLM end a request with an error in its next `update_from_output`.
 
-    vLLM 0.33 keeps a reason with it, which it would raise in the front end before the output that
-    carries ours gets there.
+    vLLM 0.33 stores a reason with the request, and would raise it in the front end before
+    our own reason arrives.
     """
     ends: Any = scheduler.grammar_compile_error_reqs
     if KEEPS_REASONS:

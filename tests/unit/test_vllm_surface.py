@@ -74,6 +74,7 @@ vllm.model_executor.models.qwen2: Qwen2Attention Qwen2ForCausalLM
 vllm.model_executor.models.qwen3: Qwen3ForCausalLM
 vllm.model_executor.models.qwen3_moe: Qwen3MoeForCausalLM
 vllm.model_executor.models.utils: WeightsMapper
+vllm.outputs: CompletionOutput RequestOutput
 vllm.platforms: current_platform
 vllm.renderers: ChatParams
 vllm.renderers.hf: HfRenderer
@@ -110,11 +111,12 @@ vllm.v1.core.sched.async_scheduler: AsyncScheduler
 vllm.v1.core.sched.output: NewRequestData SchedulerOutput
 vllm.v1.core.sched.request_queue: SchedulingPolicy
 vllm.v1.core.sched.scheduler: Scheduler
-vllm.v1.engine: EngineCoreOutput EngineCoreOutputs
+vllm.v1.engine: EngineCoreOutput EngineCoreOutputs FinishReason
 vllm.v1.kv_cache_interface: is_quantized_kv_cache
 vllm.v1.kv_cache_interface: AttentionSpec KVCacheConfig KVCacheLayout KVCacheSpec
 vllm.v1.metrics.loggers: AggregateStatLoggerBase
-vllm.v1.metrics.stats: IterationStats MultiModalCacheStats RequestSpecDecodeMetrics SchedulerStats
+vllm.v1.metrics.stats: IterationStats MultiModalCacheStats PrefillStats
+vllm.v1.metrics.stats: RequestSpecDecodeMetrics SchedulerStats
 vllm.v1.outputs: LogprobsLists LogprobsTensors ModelRunnerOutput
 vllm.v1.request: Request RequestStatus
 vllm.v1.sample.ops.topk_topp_sampler: apply_top_k_top_p

@@ -9,12 +9,20 @@ from vllm.engine.protocol import EngineClient
 from vllm.exceptions import VLLMValidationError
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.tracing import (
+    SpanAttributes,
+    SpanKind,
+    extract_trace_context,
+    instrument_manual,
+)
 
-from dllm_plugin.api.counts import Counts, counts_of
+from dllm_plugin.api.counts import Counts, counts_of, total
 from dllm_plugin.api.watching.frame_stream import FrameSource
 from dllm_plugin.api.watching.frames import trace_of
-from dllm_plugin.api.watching.tracing import trace
 from dllm_plugin.config.carriers import unpack_snapshot
+
+SPAN = "diffusion_decode"
+PREFIX = "diffuplug."
 
 
 class WatchedEngine:
@@ -94,7 +102,7 @@ class WatchedEngine:
                     yield output
         if self._tracing:
             of_prompt = [c for i, c in self.counts.items() if i >= first]
-            trace(request_id, trace_headers, started, of_prompt)
+            send_span(request_id, trace_headers, started, of_prompt)
 
     def _has_text(self, output: RequestOutput, first: int, frames: FrameSource) -> bool:
         """Move a snapshot to the frames; returns whether text or an end is left."""
@@ -146,3 +154,24 @@ def _raise_reason(completion: CompletionOutput) -> None:
     reason = completion.stop_reason
     if completion.finish_reason == "error" and isinstance(reason, str):
         raise VLLMValidationError(reason, parameter="structured_outputs")
+
+
+def send_span(
+    request_id: str,
+    headers: Mapping[str, str] | None,
+    started: int,
+    of_choices: list[Counts],
+) -> None:
+    """Send one span from `started` (nanoseconds) to now, a child of the request's own trace."""
+    if not of_choices:
+        return
+    attributes = {SpanAttributes.GEN_AI_REQUEST_ID: request_id}
+    for name, value in total(of_choices).as_json().items():
+        attributes[PREFIX + name] = value
+    instrument_manual(
+        span_name=SPAN,
+        start_time=started,
+        attributes=attributes,
+        context=extract_trace_context(headers),
+        kind=SpanKind.INTERNAL,
+    )

@@ -87,7 +87,7 @@ class GuidedScheduler(DiffusionScheduler):
     def _reunite(self) -> None:
         """Send a request back to wait if the other one of its pair is not running.
 
-        Both hold pages; alone they could wait for each other's for ever.
+        Both have pages: if only one ran, pairs could wait for each other's pages for ever.
         """
         if not self._unconditional:
             return

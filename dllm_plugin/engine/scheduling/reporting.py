@@ -91,18 +91,21 @@ class ReportingScheduler(AsyncScheduler):
         """Return why a request ends.
 
         The front end aborts a request at a stop string, as it does if a client leaves,
-        and does not say which: its text does.
+        and does not report which. The request's text shows it.
         """
         reason = request.get_finished_reason()
         assert reason is not None and request.sampling_params is not None
         params = request.sampling_params
         if reason != FinishReason.ABORT or not params.stop:
             return reason
+        # vLLM has loaded this tokenizer at start.
+        tokenizer = cached_tokenizer_from_config(self.vllm_config.model_config)
+        if tokenizer is None:  # skip_tokenizer_init
+            return reason
         watch = self.watched.watches.get(request.request_id)
         tokens = list(request.output_token_ids)
         if watch is not None and len(watch.tokens) > len(tokens):
             tokens = watch.tokens
-        tokenizer = cached_tokenizer_from_config(self.vllm_config.model_config)
         text = tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens)
         found = any(stop in text for stop in params.stop)
         return FinishReason.STOP if found else reason
