@@ -3,7 +3,6 @@
 import json
 import re
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +50,12 @@ def stream(client: httpx.Client, path: str, **body: Any) -> list[dict[str, Any]]
 
 def metrics(client: httpx.Client) -> dict[str, float]:
     """Every sample of /metrics, summed over its labels."""
-    samples: Counter[str] = Counter()
+    samples: dict[str, float] = {}
     for line in client.get("/metrics").text.splitlines():
         if line[:1] != "#":
-            samples[line.split("{")[0]] += float(line.rsplit(" ", 1)[1])  # type: ignore[assignment]
-    return dict(samples)
+            name, value = line.split("{")[0], float(line.rsplit(" ", 1)[1])
+            samples[name] = samples.get(name, 0.0) + value
+    return samples
 
 
 def ended(client: httpx.Client) -> dict[str, float]:

@@ -36,8 +36,9 @@ OF_VLLM = {"engine/worker/cpu_worker.py"}
 
 def sent(output: EngineCoreOutput) -> EngineCoreOutput:
     """An output as the front end gets it."""
-    bytes_ = MsgpackEncoder().encode(output)
-    return MsgpackDecoder(EngineCoreOutput).decode(bytes_)  # type: ignore[no-any-return]
+    message = MsgpackEncoder().encode(output)
+    received: EngineCoreOutput = MsgpackDecoder(EngineCoreOutput).decode(message)
+    return received
 
 
 def answer(output: EngineCoreOutput) -> RequestOutput:
