@@ -2,13 +2,12 @@
 
 The engine decodes the bundled model with the device, strategy, canvas, block length, graphs and
 scheduling of the measurement, but in float32 and so with an attention backend that takes float32.
-The reference implementation is a plain loop on the CPU, which recomputes everything in every step.
-Both must agree on every token.
+The reference implementation is a plain loop on the CPU (`dllm_plugin.reference`). Both must
+agree on every token.
 """
 
 import math
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,7 +19,7 @@ from dllm_plugin.commands.offline import bundled_options, start_engine, stop_eng
 from dllm_plugin.config.cuda_graphs import warm_up_context
 
 if TYPE_CHECKING:
-    from dllm_plugin.commands.problems.generator import Problem
+    from dllm_plugin.reference.rules import Rules
 
 PROBLEMS = 4
 SINGLE_BLOCK_FROM = (
@@ -29,9 +28,6 @@ SINGLE_BLOCK_FROM = (
 BLOCKS = 2
 LEAST_TOKENS = 64
 CONTEXT = 512
-# The GEMMs are tiny: more threads would mostly wait for one another. One loop takes all problems at
-# once, that of full attention a block of one, where two busy cores take 12 times as long as one.
-MOST_THREADS = {"batch": 8, "block": 1}
 
 
 class Verdict(NamedTuple):
@@ -91,9 +87,9 @@ def answer_length(settings: Settings, canvas: int) -> int:
 
 def ranks_of(settings: Settings) -> int:
     """Return how many ranks can share the bundled model's 6 heads evenly: for 4 asked, 2."""
-    from dllm_plugin.reference.small_model import Shape
+    from dllm_plugin.reference.sizes import Sizes
 
-    heads = Shape.load(Path(default_model.path())).n_heads
+    heads = Sizes.load(Path(default_model.path())).heads
     return math.gcd(settings.tensor_parallel_size, heads)
 
 
@@ -116,94 +112,57 @@ def _compilation(settings: Settings) -> dict[str, Any]:
     return kept
 
 
-def _until_stop(tokens: Sequence[int], stops: set[int]) -> list[int]:
-    end = next((i for i, token in enumerate(tokens) if token in stops), len(tokens) - 1)
-    return list(tokens[: end + 1])
-
-
 def _decode_reference(
-    settings: Settings, canvas_length: int, folder: Path
+    settings: Settings, canvas: int, folder: Path
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the reference's answers, each up to its stop token, and the prompts.
+    """Return the plain loop's answers, each up to its stop token, and the prompts.
 
-    Answers of approximations stand behind those without.
+    The answers of each variant follow those of the variant before it.
     """
     import torch
     from tokenizers import Tokenizer
 
     from dllm_plugin.commands.problems.generator import eval_seeds, problem
+    from dllm_plugin.reference.loops import decode
+    from dllm_plugin.reference.model import PlainModel
+    from dllm_plugin.reference.text import Text
     from dllm_plugin.reference.tokenizer import EOS, EOT, chat_prompt, token_id
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     problems = [problem(seed) for seed in eval_seeds(PROBLEMS)]
     prompts = [tokenizer.encode(chat_prompt(p.question)).ids for p in problems]
     stops = {token_id(tokenizer, EOS), token_id(tokenizer, EOT)}
+    adapter = Path(default_model.adapter_path())
+    model = PlainModel.load(
+        folder, adapter=adapter if settings.measured.by_confidence else None
+    )
+    length, answers = answer_length(settings, canvas), []
     threads = torch.get_num_threads()
-    at_once = "block" if settings.measured.full_attention else "batch"
-    torch.set_num_threads(min(threads, MOST_THREADS[at_once]))
+    # The GEMMs are tiny: several threads would mostly wait for each other.
+    torch.set_num_threads(1)
     try:
-        with torch.no_grad():
-            if settings.measured.full_attention:
-                answers = [
-                    answer
-                    for variant in settings.variants
-                    for answer in _full_attention(
-                        settings, canvas_length, folder, prompts, stops, variant
-                    )
-                ]
-            else:
-                answers = _block_causal(settings, canvas_length, folder, problems)
+        for variant in settings.variants:
+            rules = _rules(settings, canvas, variant)
+            for prompt in prompts:
+                text = Text(model, prompt, length, rules, stops)
+                answers.append(decode(text).tokens)
     finally:
         torch.set_num_threads(threads)
-    return [_until_stop(row, stops) for row in answers], prompts
+    return answers, prompts
 
 
-def _block_causal(
-    settings: Settings, canvas_length: int, folder: Path, problems: "list[Problem]"
-) -> list[list[int]]:
-    from tokenizers import Tokenizer
+def _rules(settings: Settings, canvas: int, variant: str | None) -> "Rules":
+    """Return the options of the plain loop."""
+    from dllm_plugin.reference.rules import Rules
 
-    from dllm_plugin.reference import decoding
-    from dllm_plugin.reference.small_model import Shape, load_weights
-
-    is_d2f = settings.measured.by_confidence
-    weights = load_weights(
-        folder, Path(default_model.adapter_path()) if is_d2f else None
-    )
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    length, block = (
-        answer_length(settings, canvas_length),
-        settings.block(canvas_length),
-    )
-    canvas = decoding.make_canvas(
-        weights, Shape.load(folder), tokenizer, problems, length, block
-    )
-    tokens_BC, _ = (decoding.d2f if is_d2f else decoding.block_diffusion)(canvas)
-    answers: list[list[int]] = tokens_BC.tolist()
-    return answers
-
-
-def _full_attention(
-    settings: Settings,
-    canvas_length: int,
-    folder: Path,
-    prompts: list[list[int]],
-    stops: set[int],
-    variant: str | None,
-) -> list[list[int]]:
-    """Decode one prompt after the other by the plain loop of ``diffuplug verify``."""
-    from dllm_plugin.reference.full_attention import decode
-    from dllm_plugin.reference.full_text import FullText, Rules
-    from dllm_plugin.reference.model import PlainModel
-
-    model, length = PlainModel.load(folder), answer_length(settings, canvas_length)
-    rules = Rules(
-        strategy=settings.strategy,
-        block_length=settings.block(canvas_length),
+    by_confidence = settings.measured.by_confidence
+    return Rules(
+        settings.strategy,
+        "threshold" if by_confidence else "low_confidence",
+        settings.block(canvas),
+        canvas,
         **settings.refreshes | refreshes_of(variant),
     )
-    texts = [FullText(model, p, length, rules, canvas_length, stops) for p in prompts]
-    return [decode(text).answer() for text in texts]
 
 
 def _decode_engine(

@@ -1,13 +1,12 @@
-"""Run the decoding loops that the models' authors published, as the baseline of ``--vs hf``.
+"""Measure the authors' decoding loops on a plain transformers model, for ``--vs hf``.
 
-They run a plain transformers model: no KV cache, no adapter, batch 1, bidirectional
-scaled-dot-product attention. Sources, both greedy: LLaDA ``generate.py`` (``generate``,
-``remasking="low_confidence"``), Dream ``generation_utils.py`` (``_sample``,
-``alg="maskgit_plus"``). Suffixes: T positions, V vocabulary.
+The loops are those of `dllm_plugin.reference`: LLaDA ``generate.py`` (``generate``,
+``remasking="low_confidence"``, blocks of 32) and Dream ``generation_utils.py``
+(``_sample``, ``alg="maskgit_plus"``), both greedy. The model has no KV cache, no adapter,
+batch 1 and bidirectional scaled-dot-product attention.
 """
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,17 @@ from torch import Tensor, nn
 
 from diffuplug_bench.model_shapes import Config, autoregressive_config
 from dllm_plugin import default_model
+from dllm_plugin.reference.loops import decode
+from dllm_plugin.reference.rules import SEMI_AUTOREGRESSIVE, Rules
+from dllm_plugin.reference.text import Result, Slots, Text
 
 LLADA_BLOCK = 32
-EPS = 1e-3  # where Dream's time schedule ends
-
-Logits = Callable[[Tensor], Tensor]
+FAMILIES = {"llada": False, "Dream": True}  # and whether their logits are shifted
 
 
 def check(config: Config) -> None:
     """Raise ValueError for models whose loop is not here."""
-    if config["model_type"] not in LOOPS:
+    if config["model_type"] not in FAMILIES:
         raise ValueError(
             f"--vs hf knows the loops of LLaDA and Dream, not of {config['model_type']!r}: leave "
             "it out."
@@ -45,91 +45,50 @@ def build(config: Config, device: torch.device, dtype: torch.dtype) -> nn.Module
     return model.eval()
 
 
-def bidirectional_logits(model: nn.Module) -> Logits:
-    """Return a function from token ids ``[1, T]`` to logits ``[1, T, V]`` under full attention.
+class Bidirectional:
+    """Compute a transformers model under full attention, as the plain loops call it.
 
     Raises ValueError if the installed transformers attends causally nevertheless.
     """
 
-    def logits(tokens_1T: Tensor) -> Tensor:
+    def __init__(self, model: nn.Module, shift: bool, mask_id: int) -> None:
+        self.model, self.shift, self.mask_id = model, shift, mask_id
+        self.device = next(model.parameters()).device
+        tokens = list(range(1, 17))
+        first, other = self.rows(tokens)[0], self.rows([*tokens[:-1], 0])[0]
+        if torch.equal(first, other):
+            raise ValueError(
+                "--vs hf: this transformers version attends causally: leave it out."
+            )
+
+    @torch.inference_mode()
+    def rows(self, tokens: list[int]) -> Tensor:
+        """Compute logits ``[N, V]`` of a text that sees itself."""
+        tokens_1T = torch.tensor([tokens], device=self.device)
         # Reaches the attention function, which without a mask reads only this argument.
-        return model(input_ids=tokens_1T, use_cache=False, is_causal=False).logits
+        logits_1TV = self.model(input_ids=tokens_1T, use_cache=False, is_causal=False)
+        return logits_1TV.logits[0]
 
-    tokens_1T = torch.arange(1, 17, device=next(model.parameters()).device)[None]
-    other_1T = tokens_1T.clone()
-    other_1T[0, -1] = 0
-    if torch.equal(logits(tokens_1T)[0, 0], logits(other_1T)[0, 0]):
-        raise ValueError(
-            "--vs hf: this transformers version attends causally: leave it out."
-        )
-    return logits
+    def rows_at(self, start: int, tokens: list[int], slots: Slots) -> Tensor:
+        """Compute as `rows`; the authors' own loops keep nothing in `slots`."""
+        assert start == 0, "a forward without a cache starts with the text"
+        return self.rows(tokens)
 
-
-def llada(
-    logits: Logits,
-    prompt: list[int],
-    length: int,
-    steps: int,
-    mask_id: int,
-    device: torch.device,
-) -> tuple[list[int], int]:
-    """Decode block after block; each step unmasks the block's most confident positions."""
-    tokens_1T = torch.full((1, len(prompt) + length), mask_id, device=device)
-    tokens_1T[0, : len(prompt)] = torch.tensor(prompt, device=device)
-    blocks = max(1, length // LLADA_BLOCK)
-    forwards = 0
-    for block in range(blocks):
-        stop = len(prompt) + (length * (block + 1)) // blocks
-        share = steps * (block + 1) // blocks - steps * block // blocks
-        quotas = _quotas(int((tokens_1T[0, :stop] == mask_id).sum()), max(1, share))
-        for quota in quotas:
-            masked_1T = tokens_1T == mask_id
-            logits_1TV = logits(tokens_1T)
-            forwards += 1
-            best_1T = logits_1TV.argmax(-1)
-            chances = torch.softmax(logits_1TV, -1)
-            confidence_1T = chances.gather(-1, best_1T[..., None])[..., 0]
-            confidence_1T = torch.where(masked_1T, confidence_1T, -torch.inf)
-            confidence_1T[:, stop:] = -torch.inf
-            chosen = confidence_1T[0].topk(quota).indices
-            tokens_1T[0, chosen] = best_1T[0, chosen]
-    return tokens_1T[0, len(prompt) :].tolist(), forwards
+    def predictions(self, tokens: list[int], block: list[int]) -> Tensor:
+        """Raise: a transformers model takes no mask of blocks."""
+        raise NotImplementedError
 
 
-def _quotas(masked: int, steps: int) -> list[int]:
-    """Divide evenly over the steps, the remainder first (``get_num_transfer_tokens``)."""
-    return [masked // steps + (i < masked % steps) for i in range(min(steps, masked))]
+def rules_of(family: str, length: int, steps: float) -> Rules:
+    """Return the options of a family's own loop that decodes `length` tokens in steps.
 
-
-def dream(
-    logits: Logits,
-    prompt: list[int],
-    length: int,
-    steps: int,
-    mask_id: int,
-    device: torch.device,
-) -> tuple[list[int], int]:
-    """Decode the whole canvas by time steps; logits at i predict position i + 1."""
-    tokens_1T = torch.full((1, len(prompt) + length), mask_id, device=device)
-    tokens_1T[0, : len(prompt)] = torch.tensor(prompt, device=device)
-    times = torch.linspace(1, EPS, steps + 1).tolist()
-    for step in range(steps):
-        logits_1TV = logits(tokens_1T)
-        logits_1TV = torch.cat([logits_1TV[:, :1], logits_1TV[:, :-1]], 1)
-        (where,) = torch.nonzero(tokens_1T[0] == mask_id, as_tuple=True)
-        confidence, best = torch.softmax(logits_1TV[0, where], -1).max(-1)
-        left = len(where)
-        quota = (
-            left
-            if step == steps - 1
-            else int(left * (1 - times[step + 1] / times[step]))
-        )
-        chosen = confidence.topk(quota).indices
-        tokens_1T[0, where[chosen]] = best[chosen]
-    return tokens_1T[0, len(prompt) :].tolist(), steps
-
-
-LOOPS = {"llada": llada, "Dream": dream}
+    Dream decodes the whole text as one block; LLaDA's blocks take equally many steps.
+    """
+    block = LLADA_BLOCK if family == "llada" else length
+    per_block = max(1, round(steps * block / length))
+    return Rules(
+        SEMI_AUTOREGRESSIVE, "low_confidence", block_length=block, steps=per_block
+    )
 
 
 @torch.inference_mode()
@@ -142,23 +101,23 @@ def measure(
     dtype: torch.dtype,
 ) -> list[dict[str, Any]]:
     """Measure `length` tokens after `prompt`, once for each number of tokens per forward."""
-    device = torch.device(device_name)
-    logits, loop = (
-        bidirectional_logits(build(config, device, dtype)),
-        LOOPS[config["model_type"]],
+    family, device = config["model_type"], torch.device(device_name)
+    model = Bidirectional(
+        build(config, device, dtype), FAMILIES[family], config["mask_token_id"]
     )
-    mask_id = config["mask_token_id"]
-    loop(logits, prompt, length, 2, mask_id, device)  # warm-up
+
+    def run(rate: float) -> Result:
+        rules = rules_of(family, length, length / rate)
+        return decode(Text(model, prompt, length, rules))
+
+    run(length / 2)  # warm-up
     rows = []
     for rate in rates:
         started = time.perf_counter()
-        tokens, forwards = loop(
-            logits, prompt, length, round(length / rate), mask_id, device
-        )
-        seconds = (
-            time.perf_counter() - started
-        )  # the loop has returned the tokens to the host
-        rows.append(_row(len(tokens), forwards, seconds) | {"input_len": len(prompt)})
+        found = run(rate)
+        seconds = time.perf_counter() - started  # the tokens are on the host
+        row = _row(len(found.tokens), found.forwards, seconds)
+        rows.append(row | {"input_len": len(prompt)})
     return rows
 
 
@@ -170,35 +129,27 @@ def measure_bundled(
     from tokenizers import Tokenizer
 
     from dllm_plugin.commands.problems.generator import eval_seeds, problem
-    from dllm_plugin.reference import decoding
-    from dllm_plugin.reference.small_model import Shape, load_weights
+    from dllm_plugin.reference.model import PlainModel
+    from dllm_plugin.reference.tokenizer import EOS, EOT, chat_prompt, token_id
 
-    folder, device = Path(default_model.path()), torch.device(device_name)
-    weights = {
-        name: tensor.to(device, dtype) for name, tensor in load_weights(folder).items()
-    }
-    tokenizer, shape = (
-        Tokenizer.from_file(str(folder / "tokenizer.json")),
-        Shape.load(folder),
-    )
-
-    def solve(seed: int) -> Any:
-        problems = [problem(seed)]
-        canvas = decoding.make_canvas(
-            weights, shape, tokenizer, problems, length, LLADA_BLOCK
-        )
-        return decoding.score(decoding.semi_autoregressive, canvas, problems, tokenizer)
-
-    seeds = list(eval_seeds(count))
-    solve(seeds[0])  # warm-up
+    folder = Path(default_model.path())
+    model = PlainModel.load(folder, dtype=dtype, device=device_name)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    stops = {token_id(tokenizer, EOS), token_id(tokenizer, EOT)}
+    rules = rules_of("llada", length, length)
+    problems = [problem(seed) for seed in eval_seeds(count)]
+    prompts = [tokenizer.encode(chat_prompt(p.question)).ids for p in problems]
+    decode(Text(model, prompts[0], length, rules, stops))  # warm-up
     started = time.perf_counter()
-    scores = [solve(seed) for seed in seeds]
+    found = [decode(Text(model, ids, length, rules, stops)) for ids in prompts]
     seconds = time.perf_counter() - started
-    tokens, forwards = (
-        sum(score[name] for score in scores) for name in ("tokens", "forwards")
-    )
-    accuracy = sum(score["accuracy"] for score in scores) / count
-    return [_row(tokens, forwards, seconds) | {"accuracy": accuracy}]
+    right = 0
+    for p, one in zip(problems, found, strict=True):
+        answer = [token for token in one.tokens if token not in stops]
+        right += p.is_right(tokenizer.decode(answer))
+    tokens = sum(len(one.tokens) for one in found)
+    forwards = sum(one.forwards for one in found)
+    return [_row(tokens, forwards, seconds) | {"accuracy": right / count}]
 
 
 def _row(tokens: int, forwards: int, seconds: float) -> dict[str, Any]:

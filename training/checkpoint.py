@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from dllm_plugin.reference.small_model import (
+from dllm_plugin.reference.tokenizer import BOS, EOS, EOT, MASK, token_id
+from training.model import (
     ADAPTED,
     PREFIX,
     Shape,
@@ -18,7 +19,6 @@ from dllm_plugin.reference.small_model import (
     adapter_names,
     linear_names,
 )
-from dllm_plugin.reference.tokenizer import BOS, EOS, EOT, MASK, token_id
 
 NAME = "diffuplug/default-model"
 MAX_LENGTH = 1024

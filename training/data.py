@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from dllm_plugin.commands.problems.generator import Problem, ask_in_json, problem
-from dllm_plugin.reference.decoding import PADDING_BLOCK
 from dllm_plugin.reference.tokenizer import EOS, MASK, token_id
 from training.chats import Row, in_a_chat
+from training.model import PADDING_BLOCK
 
 BLOCK_SIZES = (8, 16, 32, 32, 64)
 EOS_PADDING_WEIGHT = (

@@ -6,7 +6,7 @@ prints a Markdown table: plain loops in float32 on evaluation problems that the 
 """
 
 import argparse
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -17,34 +17,28 @@ from dllm_plugin.commands.problems.generator import (
     eval_seeds,
     problem,
 )
-from dllm_plugin.reference.decoding import (
-    Loop,
-    block_diffusion,
-    d2f,
-    make_canvas,
-    score,
-    semi_autoregressive,
-)
-from dllm_plugin.reference.small_model import Shape, load_weights
+from dllm_plugin.reference.model import PlainModel
+from dllm_plugin.reference.rules import Rules
 from dllm_plugin.reference.tokenizer import chat_prompt
+from training.scores import BLOCKS, D2F, OWN_LOOP, score
 
-IN_A_CHAT = (d2f, 32, 128, 60)
 SYSTEM = "You are a friendly tutor. Use plain words."  # training has neither sentence
 TALK = [("Change the greeting.", "hello.py\nprint('bye')")]
 SKIPPED = 600  # evaluation problems that the report may have used
-# name: loop, block length, canvas, problems; D2F runs with the adapter.
-CHECKS: dict[str, tuple[Loop, int, int, int]] = {
-    "D2F": (d2f, 32, 128, 300),
-    "D2F, long canvas": (d2f, 32, 256, 60),
-    "D2F, long blocks": (d2f, 64, 256, 60),
-    "D2F, short blocks": (d2f, 8, 128, 60),
-    "D2F, threshold 0.99": (partial(d2f, conf=0.99), 32, 128, 60),
-    "D2F, threshold 0.999": (partial(d2f, conf=0.999), 32, 128, 60),
-    "D2F, threshold 1": (partial(d2f, conf=1.0), 32, 128, 40),
-    "block diffusion, short blocks": (block_diffusion, 8, 96, 16),
-    "block diffusion, long blocks": (block_diffusion, 64, 128, 10),
-    "semi-autoregressive, short blocks": (semi_autoregressive, 8, 96, 10),
-    "semi-autoregressive, long blocks": (semi_autoregressive, 64, 256, 6),
+IN_A_CHAT = (D2F, 32, 128, 60)
+# name: rules, block length, canvas, problems; D2F runs with the adapter.
+CHECKS: dict[str, tuple[Rules, int, int, int]] = {
+    "D2F": (D2F, 32, 128, 300),
+    "D2F, long canvas": (D2F, 32, 256, 60),
+    "D2F, long blocks": (D2F, 64, 256, 60),
+    "D2F, short blocks": (D2F, 8, 128, 60),
+    "D2F, threshold 0.99": (replace(D2F, threshold=0.99), 32, 128, 60),
+    "D2F, threshold 0.999": (replace(D2F, threshold=0.999), 32, 128, 60),
+    "D2F, threshold 1": (replace(D2F, threshold=1.0), 32, 128, 40),
+    "block diffusion, short blocks": (BLOCKS, 8, 96, 16),
+    "block diffusion, long blocks": (BLOCKS, 64, 128, 10),
+    "semi-autoregressive, short blocks": (OWN_LOOP, 8, 96, 10),
+    "semi-autoregressive, long blocks": (OWN_LOOP, 64, 256, 6),
 }
 
 
@@ -74,8 +68,8 @@ def main() -> None:
     )
     folder = parser.parse_args().model
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    shape, base = Shape.load(folder), load_weights(folder)
-    merged = load_weights(folder, folder / "d2f")
+    base = PlainModel.load(folder)
+    merged = PlainModel.load(folder, adapter=folder / "d2f")
     free = [problem(seed) for seed in eval_seeds(1000)[SKIPPED:]]
     print(
         "| loop | form | block | canvas | correct | tokens per forward |\n"
@@ -88,13 +82,12 @@ def main() -> None:
     ):
         prompts = {f"D2F, {name}": texts for name, texts in chats(problems).items()}
         for name, check in (CHECKS | dict.fromkeys(prompts, IN_A_CHAT)).items():
-            loop, block, length, count = check
-            weights = merged if name.startswith("D2F") else base
+            rules, block, length, count = check
+            model = merged if name.startswith("D2F") else base
             texts = prompts[name][:count] if name in prompts else None
-            canvas = make_canvas(
-                weights, shape, tokenizer, problems[:count], length, block, texts
-            )
-            found = score(loop, canvas, problems[:count], tokenizer)
+            rules = replace(rules, block_length=block)
+            asked = problems[:count]
+            found = score(model, rules, asked, tokenizer, length, texts)
             right = f"{round(found['accuracy'] * count)} of {count}"
             speed = found["tokens_per_forward"]
             print(

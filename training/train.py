@@ -22,14 +22,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dllm_plugin.commands.problems.generator import eval_seeds, problem, train_seeds
-from dllm_plugin.reference.decoding import PADDING_BLOCK
-from dllm_plugin.reference.small_model import (
-    Shape,
-    Weights,
-    forward,
-    load_weights,
-    merge_adapter,
-)
 from training.checkpoint import (
     initial_adapter,
     initial_weights,
@@ -47,6 +39,14 @@ from training.data import (
     pick_rows,
     unseen,
     with_chats,
+)
+from training.model import (
+    PADDING_BLOCK,
+    Shape,
+    Weights,
+    forward,
+    load_weights,
+    merge_adapter,
 )
 from training.report import CURVE, NUMBERS, plot_losses, read_numbers, write_numbers
 from training.scores import add_scores

@@ -1,182 +1,153 @@
-"""Decode one request under full attention, as LLaDA, Dream and Fast-dLLM do."""
+"""Decode under full attention, as LLaDA, Dream and Fast-dLLM do.
 
-import torch
+Keys and values lie in slots by position, as in the authors' code: each query writes its
+own slot and then sees all slots of the canvas. A finished canvas is the prompt of the
+next one.
+"""
+
 from torch import Tensor
 
-from dllm_plugin.reference.full_text import CACHED, FullText, Pass
 from dllm_plugin.reference.numbers import (
-    ALG_TEMP_ORDER,
     ORIGIN_ORDER,
-    RANDOM_ORDER,
-    counter_uniform,
-    counter_uniforms,
     dream_quota,
+    dream_share,
     factor_count,
+    factor_limit,
+    float32,
     llada_quota,
-    ranking,
 )
+from dllm_plugin.reference.proposing import Proposals, best_first, propose, uniforms
+from dllm_plugin.reference.rules import (
+    CACHED,
+    DUAL_CACHE,
+    PREFIX_CACHE,
+    SEMI_AUTOREGRESSIVE,
+)
+from dllm_plugin.reference.text import FILL, Slots, Text
 
 
-def decode(text: FullText) -> FullText:
-    """Decode all canvases of a text, ending as soon as the answer is known."""
+def decode_full_attention(text: Text) -> None:
+    """Decode canvas after canvas until the answer is known."""
+    slots: Slots = {}
     while text.final() is None:
-        for low, high in text.open_canvas():
-            _denoise(text, low, high)
+        canvas = len(text.tokens)
+        for low, high in _open_canvas(text):
+            _denoise(text, canvas, low, high, slots)
             if text.final() is not None:
-                break
-    return text
+                return
 
 
-def _denoise(text: FullText, low: int, high: int) -> None:
-    """Decode one block, to its end or the end of the answer."""
-    step, end, size = 0, text.end_of(high), len(text.masked(low, high))
-    refreshed_from = text.refreshed_from(low)
+def _open_canvas(text: Text) -> list[tuple[int, int]]:
+    """Append the masks of a canvas, or the template, and return its blocks."""
+    start, size = len(text.tokens), text.block_length
+    end = start + text.max_tokens
+    if text.template is None:
+        left = end - start - (start - len(text.prompt))
+        blocks = min(-(-left // size), max(text.rules.canvas_length // size, 1))
+        end = min(start + blocks * size, text.max_model_len)
+        text.append_masks(end)
+    else:
+        mask_id = text.model.mask_id
+        text.tokens += [mask_id if t == FILL else t for t in text.template]
+    return [(low, min(low + size, end)) for low in range(start, end, size)]
+
+
+def _denoise(text: Text, canvas: int, low: int, high: int, slots: Slots) -> None:
+    """Decode one block to its end or the end of the answer."""
+    rules, size = text.rules, len(text.masked(low, high))
+    end = len(text.tokens)
+    if rules.suffix_window is not None:
+        end = min(high + rules.suffix_window, end)
+    first, last, step = _refresh_start(text, low, slots), end, 0
     windows = {
-        "semi_autoregressive": (0, end),
-        "prefix_cache": (low, end),
-        "dual_cache": (low, high),
+        SEMI_AUTOREGRESSIVE: (0, end),
+        PREFIX_CACHE: (low, end),
+        DUAL_CACHE: (low, high),
     }
     while (left := text.masked(low, high)) and text.final() is None:
-        first, last = windows[text.rules.strategy] if step else (refreshed_from, end)
-        logits = text.forward(first, last, left)
-        tokens, confidence, score = _propose(text, logits, left, step)
+        rows = _forward(text, canvas, first, last, slots)
+        logits = rows[[p - first - text.model.shift for p in left]]
+        found = propose(text, logits, left, step)
+        text.close_call(*(proposal.gap for proposal in found.values()))
         # Later steps compute no row that predicts the first position.
-        by_itself = (
-            text.model.shift and left[0] == low and text.rules.strategy in CACHED
-        )
-        first_only = by_itself and step == 0
-        take = [0] if first_only else _choose(text, left, size, step, confidence, score)
-        for k in take:
-            text.tokens[left[k]] = text.written[left[k]] = tokens[k]
-            text.raw[left[k]] = logits[k]
-        new = [[left[k], tokens[k]] for k in sorted(take)]
-        text.passes.append(Pass(first, last - first, end, left, new))
-        text.tell({p: logits[k] for k, p in enumerate(left)}, left)
+        is_shifted = text.model.shift and rules.strategy in CACHED
+        if is_shifted and left[0] == low and step == 0:
+            taken = [low]
+        else:
+            taken = _choose(text, left, size, step, found)
+        for p in taken:
+            text.write(p, found[p])
+        text.end_forward(first, last, end, found)
+        first, last = windows[rules.strategy]
         step += 1
 
 
-def _propose(
-    text: FullText, logits: Tensor, left: list[int], step: int
-) -> tuple[list[int], Tensor, Tensor]:
-    """Return token, confidence and ranking score for each masked position."""
-    rules, banned = text.rules, logits.clone()
-    banned[:, text.model.mask_id] = float("-inf")
-    if rules.logits_eos_inf:
-        banned[:, rules.eos] = float("-inf")
-    noisy = banned
-    if text.model.shift:
-        banned = _filter(text, banned / (rules.temperature or 1.0))
-        noisy = banned.log_softmax(-1)
-    if rules.temperature > 0:
-        # The logarithm of exp(logits) / (-ln U) ** temperature.
-        power = 1.0 if text.model.shift else rules.temperature
-        noisy = noisy.double() + power * _noise(text, noisy.shape[1], left, step)
-    best = noisy.topk(2).values
-    text.close_call(*(best[:, 0] - best[:, 1]).tolist())
-    tokens = noisy.argmax(-1)
-    if rules.confidence_eos_eot_inf:
-        banned = banned.clone()
-        banned[:, [rules.eot] if rules.temperature > 0 else [rules.eos, rules.eot]] = (
-            float("-inf")
-        )
-    probs = banned.softmax(-1)
-    confidence = probs.gather(1, tokens[:, None]).squeeze(1)
-    score = confidence
-    if rules.policy in ("entropy", "topk_margin"):
-        score = ranking(probs, rules.policy)
-    if rules.policy == "random":
-        score = _uniforms(text, RANDOM_ORDER, left, step)
-    if rules.alg_temp > 0:
-        uniform = _uniforms(text, ALG_TEMP_ORDER, left, step)
-        score = score / rules.alg_temp - (-uniform.log()).log()
-    return tokens.tolist(), confidence, score
+def _refresh_start(text: Text, low: int, slots: Slots) -> int:
+    """Return the first position of the refresh with which a block begins."""
+    decided = low - len(text.prompt)
+    if decided in text.lost:
+        slots.clear()
+        return 0
+    if decided // text.block_length % text.rules.full_refresh_every == 0:
+        return 0
+    before = text.rules.refresh_before
+    return len(text.prompt) if before is None else max(0, low - before)
 
 
-def _uniforms(text: FullText, stream: int, positions: list[int], step: int) -> Tensor:
-    seed = text.rules.seed ^ stream
-    draw = text.uniform or (
-        lambda position, step: counter_uniform(seed, position, step)
-    )
-    return torch.tensor([draw(p, step) for p in positions])
-
-
-def _noise(text: FullText, size: int, left: list[int], step: int) -> Tensor:
-    """Return the Gumbel noise of each position, for every token."""
-    seed = text.rules.seed
-    draw = text.noise or (
-        lambda position, step: counter_uniforms(seed, position, step, size)
-    )
-    uniform = torch.stack([draw(position, step) for position in left])
-    return -(-uniform.log()).log()
-
-
-def _filter(text: FullText, logits: Tensor) -> Tensor:
-    """Apply Dream's nucleus and top-k, which it applies at temperature 0 too."""
-    rules, least = text.rules, torch.finfo(torch.float32).min
-    if rules.top_p < 1:
-        values, order = logits.sort(dim=-1, descending=True)
-        mass = values.softmax(-1).cumsum(-1)
-        text.close_call(*(mass - rules.top_p).abs().amin(-1).tolist())
-        dropped = mass > rules.top_p
-        dropped = torch.cat([torch.zeros_like(dropped[:, :1]), dropped[:, :-1]], dim=-1)
-        logits = logits.masked_fill(dropped.gather(1, order.argsort(-1)), least)
-    if rules.top_k:
-        best = logits.topk(rules.top_k).values
-        logits = logits.masked_fill(logits < best[:, -1:], least)
+def _forward(text: Text, canvas: int, first: int, last: int, slots: Slots) -> Tensor:
+    """Compute logits of the queries [first, last), with guidance if asked for."""
+    logits = text.model.rows_at(first, text.tokens[first:last], slots)
+    scale = text.rules.cfg_scale
+    if scale > 0:
+        blank = [text.model.mask_id] * canvas + text.tokens[canvas:]
+        without = text.model.rows_at(0, blank, {})
+        logits = without + (scale + 1) * (logits - without)
     return logits
 
 
 def _choose(
-    text: FullText,
-    left: list[int],
-    size: int,
-    step: int,
-    confidence: Tensor,
-    score: Tensor,
+    text: Text, left: list[int], size: int, step: int, found: Proposals
 ) -> list[int]:
-    """Return which of the masked positions take their token, as indices into `left`."""
-    rules, shift = text.rules, text.model.shift
+    """Return the masked positions that take their proposals."""
+    rules, is_last = text.rules, step >= text.steps - 1
     if rules.policy == "origin":
-        return _transfers(text, left, step)
-    ranked = sorted(range(len(left)), key=lambda k: (-float(score[k]), left[k]))
-    values, steps = [float(score[k]) for k in ranked], text.steps
-    releases = shift and rules.strategy not in CACHED
+        return left if is_last else _transfers(text, left, step)
+    order = best_first(left, found)
+    scores = [found[p].score for p in order]
     if rules.policy == "threshold":
-        allowed = (
-            _released(size, steps, step) - (size - len(left)) if releases else len(left)
-        )
-        limit = float(torch.tensor(rules.threshold))
-        text.close_choice(*(value - limit for value in values[1:allowed]))
-        count = min(allowed, max(1, sum(value >= limit for value in values)))
+        allowed = len(left)
+        if text.model.shift and rules.strategy not in CACHED:
+            allowed = _released(size, text.steps, step) - (size - len(left))
+            is_last = False
+        limit = float32(rules.threshold)
+        text.close_choice(*(score - limit for score in scores[1:allowed]))
+        sure = [score for score in scores if score >= limit]
+        count = min(allowed, max(1, len(sure)))
     elif rules.policy == "factor":
-        count = factor_count(values, rules.factor)
-        text.close_choice(
-            *(values[j] - (1 - rules.factor / (j + 2)) for j in range(1, len(values)))
-        )
-    elif shift:
-        count = dream_quota(len(left), steps, step, rules.eps)
+        count = factor_count(scores, rules.factor)
+        limits = [factor_limit(j, rules.factor) for j in range(len(scores))]
+        text.close_choice(*(scores[j] - limits[j] for j in range(1, len(scores))))
+    elif text.model.shift:
+        count = dream_quota(len(left), text.steps, step, rules.eps)
     else:
-        count = llada_quota(size, steps, step)
-    if step >= steps - 1 and not (releases and rules.policy == "threshold"):
-        return ranked
-    if 0 < count < len(left):
-        text.close_choice(values[count - 1] - values[count])
-    return ranked[:count]
+        count = llada_quota(size, text.steps, step)
+    if is_last:
+        return order
+    if 0 < count < len(order):
+        text.close_choice(scores[count - 1] - scores[count])
+    return order[:count]
 
 
 def _released(size: int, steps: int, step: int) -> int:
-    """Count the positions that the steps so far have offered, in Dream's own loop by threshold."""
+    """Count the positions that the steps so far released, in Dream's loop by threshold."""
     if step >= steps - 1:
         return size
     return size // steps * (step + 1) + min(step + 1, size % steps)
 
 
-def _transfers(text: FullText, left: list[int], step: int) -> list[int]:
-    """Choose as Dream's `origin`: each position by itself, at random."""
-    if step >= text.steps - 1:
-        return list(range(len(left)))
-    time = torch.linspace(1, text.rules.eps, text.steps + 1)
-    share = float(1 - time[step + 1] / time[step])
-    draws = _uniforms(text, ORIGIN_ORDER, left, step).tolist()
-    text.close_choice(*(draw - share for draw in draws))
-    return [k for k, draw in enumerate(draws) if draw < share]
+def _transfers(text: Text, left: list[int], step: int) -> list[int]:
+    """Choose as Dream's ``origin``: each position by itself, at random."""
+    share = float(dream_share(text.steps, step, text.rules.eps))
+    numbers = uniforms(text, ORIGIN_ORDER, left, step).tolist()
+    text.close_choice(*(number - share for number in numbers))
+    return [p for p, number in zip(left, numbers, strict=True) if number < share]

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,27 +16,9 @@ from torch.nn.functional import linear, silu
 
 from dllm_plugin.reference.checkpoint import load_weights
 from dllm_plugin.reference.sizes import LLADA2, MASKS, SHIFTED, Sizes
+from dllm_plugin.reference.text import Slots
 
-Slots = dict[str, tuple[Tensor, Tensor]]  # K and V of each layer, by position
-Turns = tuple[Tensor, Tensor]  # cosine and sine, by position
-
-
-class Forward(Protocol):
-    """Describe what the decode loops need of a model."""
-
-    @property
-    def shift(self) -> bool:
-        """Return whether row p predicts the token at position p + 1."""
-
-    @property
-    def mask_id(self) -> int:
-        """The id of the mask token."""
-
-    def predictions(self, tokens: list[int], block: list[int]) -> Tensor:
-        """Compute logits ``[N, V]``; row p predicts the token at position p."""
-
-    def rows_at(self, start: int, tokens: list[int], slots: Slots) -> Tensor:
-        """Compute logits ``[N, V]`` of tokens from `start` on, which see every slot."""
+Turns = tuple[Tensor, Tensor]  # cosine and sine of the angles, by position
 
 
 @dataclass(frozen=True)

@@ -1,57 +1,43 @@
-"""Decode Fast-dLLM v2 as its authors do: a block after the other, in sub-blocks."""
+"""Decode Fast-dLLM v2 as its authors do: block after block, in sub-blocks."""
 
-from dllm_plugin.reference.grid_blocks import (
-    GridText,
-    Rules,
-    candidates,
-    picked,
-    quota_of,
-)
+from dllm_plugin.reference.blocks import candidates, choose, first_quota
+from dllm_plugin.reference.proposing import propose
+from dllm_plugin.reference.text import Text
 
 
-def sub_blocks(text: GridText, rules: Rules) -> GridText:
-    """Decode until the answer is known; `text.passes` counts all but the prompt's.
+def decode_sub_blocks(text: Text) -> None:
+    """Denoise block after block until the answer is known.
 
-    A finished block is stored by a pass of its own, whose last row predicts the first token of the
-    next block. So does the prompt's where it ends with a block. Such a token is sent with the pass
-    behind it, and is not an answer before.
+    A finished block is stored by a forward of its own, whose last row predicts the
+    first token of the next block, as the prompt's does if it ends with a block. Such a
+    token is sent with the next forward, and is not an answer before. The prompt's
+    forward is not recorded.
     """
-    if text.lows[0] == len(text.prompt):
+    if text.starts[0] == len(text.prompt):
         _predict_first(text)
     for index in range(text.num_blocks):
-        _open(text, index)
+        start, end = text.starts[index], text.starts[index + 1]
+        text.append_masks(end)
         step = 0
-        while masked := candidates_of_any(text, index, rules):
-            logits, probs = text.forward()
-            quota = quota_of(rules, text.block_length, step)
-            written = picked(text, masked, probs, quota, rules, step)
-            text.write(written, logits, probs)
-            text.tell(logits, masked)
-            text.passes += 1
-            step = step + 1 if set(masked) - set(written) else 0
+        while rows := candidates(text, index):
+            found = propose(text, text.predict()[rows], rows, step)
+            written = choose(text, rows, found, first_quota(text, index, step))
+            for p in written:
+                text.write(p, found[p])
+            text.end_forward(start, end, end, found)
+            step = 0 if len(written) == len(rows) else step + 1
             if text.final() is not None:
-                return text
-        text.passes += 1
+                return
+        text.end_forward(start, end, end, {})
         if text.final() is not None:
-            return text
+            return
         _predict_first(text)
-    return text
 
 
-def candidates_of_any(text: GridText, index: int, rules: Rules) -> list[int]:
-    """Return the masked positions of a block's first sub-block that has any, or none."""
-    return candidates(text, index, rules) if text.masked(index) else []
-
-
-def _open(text: GridText, index: int) -> None:
-    """Append the masks of a block behind what is known of it."""
-    text.tokens += [text.model.mask_id] * (text.bounds[index + 1] - len(text.tokens))
-
-
-def _predict_first(text: GridText) -> None:
+def _predict_first(text: Text) -> None:
     """Append the token that the last row predicts."""
     position = len(text.tokens)
-    text.tokens.append(text.model.mask_id)  # a row of its own for `predictions`
-    logits, probs = text.forward()
-    text.write([position], logits, probs)
-    text.tell(logits, [position])
+    text.append_masks(position + 1)  # a row of its own for `predictions`
+    found = propose(text, text.predict()[-1:], [position], 0)
+    text.write(position, found[position])
+    text.show(found)

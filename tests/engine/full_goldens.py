@@ -9,9 +9,10 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dllm_plugin.reference.full_attention import decode
-from dllm_plugin.reference.full_text import FullText, Rules
+from dllm_plugin.reference.loops import decode
 from dllm_plugin.reference.model import PlainModel
+from dllm_plugin.reference.rules import Rules
+from dllm_plugin.reference.text import Text
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 CANVAS = 64  # no recorded text is longer
@@ -129,18 +130,21 @@ class Case:
         index = rows[f"{name}/first_logits_rows"].tolist()
         return dict(zip(index, rows[f"{name}/first_logits"], strict=True))
 
-    def decode(self, model: PlainModel) -> FullText:
+    def decode(self, model: PlainModel) -> Text:
         """The same by the plain loops."""
         rules = Rules(
             self.strategy,
             eos=EOS,
             eot=EOT,
             temperature=self.temperature,
+            canvas_length=CANVAS,
             **self.numbers(),
         )
-        text = FullText(model, self.prompt, self.max_tokens, rules, CANVAS)
-        text.uniform, text.noise = self.uniform, self.noise
-        return decode(text)
+        text = Text(model, self.prompt, self.max_tokens, rules)
+        if self.is_random:
+            text.uniform, text.noise = self.uniform, self.noise
+        decode(text)
+        return text
 
 
 @cache

@@ -20,8 +20,9 @@ from engines import (
 )
 from jobs import plain_model
 
-from dllm_plugin.reference.full_attention import decode
-from dllm_plugin.reference.full_text import FullText, Rules
+from dllm_plugin.reference.loops import decode
+from dllm_plugin.reference.rules import Rules
+from dllm_plugin.reference.text import Text
 
 DECODERS = [
     (family, strategy)
@@ -37,7 +38,7 @@ EOS, EOT = 257, 312  # of tiny-llada
 TOO_CLOSE = 3e-4  # a decision that float32 may make either way
 OF_VLLM = ("temperature", "seed")
 DECODED: dict[
-    str, FullText
+    str, Text
 ] = {}  # what the plain loops made of jobs that several tests send
 
 
@@ -60,26 +61,21 @@ class FullJob:
 
     def decode(
         self, decoder: Decoder, canvas: int = CANVAS, lost: Collection[int] = ()
-    ) -> FullText:
+    ) -> Text:
         """By the plain loops, once; `lost`: lengths of the answer at which the cache is lost."""
         wanted = repr((self, decoder, canvas, sorted(lost)))
         if wanted not in DECODED:
-            DECODED[wanted] = decode(self.text(decoder, canvas, lost))
+            DECODED[wanted] = self.text(decoder, canvas, lost)
+            decode(DECODED[wanted])
         return DECODED[wanted]
 
-    def text(self, decoder: Decoder, canvas: int, lost: Collection[int]) -> FullText:
+    def text(self, decoder: Decoder, canvas: int, lost: Collection[int]) -> Text:
         """The text that the plain loops decode."""
         family, strategy = decoder
-        rules = Rules(strategy, eos=EOS, eot=EOT, **self.numbers)
-        text = FullText(
-            plain_model(family),
-            self.prompt,
-            self.max_tokens,
-            rules,
-            canvas,
-            self.stop,
-            CONTEXT,
-        )
+        numbers = {"policy": "low_confidence"} | self.numbers
+        rules = Rules(strategy, canvas_length=canvas, eos=EOS, eot=EOT, **numbers)
+        model, stop = plain_model(family), self.stop
+        text = Text(model, self.prompt, self.max_tokens, rules, stop, CONTEXT)
         text.lost = lost
         return text
 
@@ -128,10 +124,10 @@ def run_interrupted(
     return [done[str(i)] for i in range(len(jobs))]
 
 
-def check(job: FullJob, text: FullText, output: Any) -> None:
+def check(job: FullJob, text: Text, output: Any) -> None:
     """Tokens and forwards of a request that nothing interrupted."""
     assert token_ids(output) == text.answer(), job
-    assert forwards(output) == len(text.passes), job
+    assert forwards(output) == len(text.forwards), job
 
 
 def numbers_for(decoder: Decoder, draw: random.Random) -> dict[str, Any]:
@@ -189,7 +185,7 @@ def approximations_for(decoder: Decoder, draw: random.Random) -> dict[str, Any]:
 
 def random_jobs(
     decoder: Decoder, wanted: int, seed: int = 0, approximate: bool = False
-) -> list[tuple[FullJob, FullText]]:
+) -> list[tuple[FullJob, Text]]:
     """Jobs without close calls: short and long ones, some ended by a stop or the context."""
     draw, found = random.Random(f"{decoder} {seed}"), []
     for trial in range(4 * wanted):

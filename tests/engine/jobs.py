@@ -7,8 +7,10 @@ from typing import Any
 
 from engines import CHECKPOINTS, a_prompt, generate, params, results
 
+from dllm_plugin.reference.loops import decode
 from dllm_plugin.reference.model import PlainModel
-from dllm_plugin.reference.prompt_blocks import Text, d2f
+from dllm_plugin.reference.rules import Rules
+from dllm_plugin.reference.text import Result, Text
 
 CANVAS = 128  # the engine's default at block lengths up to 32
 
@@ -17,6 +19,12 @@ CANVAS = 128  # the engine's default at block lengths up to 32
 def plain_model(family: str) -> PlainModel:
     """A tiny checkpoint in plain torch."""
     return PlainModel.load(CHECKPOINTS / f"tiny-{family}")
+
+
+def d2f_rules(block_length: int, **numbers: Any) -> Rules:
+    """Options of D2F's plain loop; as many active blocks as the engine has by default."""
+    bounds = {"canvas_length": CANVAS, "max_active_blocks": 8}
+    return Rules("d2f", block_length=block_length, **(bounds | numbers))
 
 
 @dataclass(frozen=True)
@@ -34,17 +42,12 @@ class Job:
         return params(self.max_tokens, dllm_block_length=self.block_length, **numbers)
 
     @cache  # noqa: B019 - a handful of jobs, kept for the session on purpose
-    def expected(self, family: str, max_model_len: int = 256) -> tuple[list[int], int]:
+    def expected(self, family: str, max_model_len: int = 256) -> Result:
         """Tokens and denoising forwards by the plain loop."""
-        text = Text(
-            plain_model(family),
-            list(self.prompt),
-            self.max_tokens,
-            self.block_length,
-            max_model_len=max_model_len,
-        )
-        d2f(text, canvas_length=CANVAS, max_active_blocks=8, **dict(self.numbers))
-        return text.answer(), text.passes
+        rules = d2f_rules(self.block_length, **dict(self.numbers))
+        prompt, model = list(self.prompt), plain_model(family)
+        text = Text(model, prompt, self.max_tokens, rules, (), max_model_len)
+        return decode(text)
 
 
 def job(

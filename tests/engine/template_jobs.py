@@ -16,7 +16,7 @@ from full_jobs import (
     numbers_for,
 )
 
-from dllm_plugin.reference.full_text import FILL, FullText
+from dllm_plugin.reference.text import FILL, Text
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class GapJob(FullJob):
         """SamplingParams."""
         return super().wish(dllm_template=list(self.template), **options)
 
-    def text(self, decoder: Decoder, canvas: int, lost: Collection[int]) -> FullText:
+    def text(self, decoder: Decoder, canvas: int, lost: Collection[int]) -> Text:
         """The text that the plain loops decode."""
         text = super().text(decoder, canvas, lost)
         text.template = list(self.template)
@@ -65,7 +65,7 @@ def random_template(draw: random.Random, mask_id: int, most: int) -> list[int]:
 
 def random_gap_jobs(
     decoder: Decoder, wanted: int, seed: int = 0, approximate: bool = False
-) -> list[tuple[GapJob, FullText]]:
+) -> list[tuple[GapJob, Text]]:
     """Jobs without close calls, some with a stop token in their single gap."""
     draw, found = random.Random(f"gaps {decoder} {seed}"), []
     mask_id = min(MASK_IDS[decoder[0]], 250)

@@ -1,5 +1,6 @@
 """Several blocks at once on any model: the engine equals a plain loop, alone and in a batch."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -15,14 +16,20 @@ from engines import (
     token_ids,
 )
 
-from dllm_plugin.reference.grid_blocks import GridText, Rules, active_blocks
+from dllm_plugin.reference.loops import decode
 from dllm_plugin.reference.model import PlainModel
+from dllm_plugin.reference.rules import EDITING, Rules
+from dllm_plugin.reference.text import Text
 
 # Model -> block length, most active blocks, and what its rules add.
 SHAPES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "sdar": (8, 4, {}),
     "fast-dllm-v2": (16, 3, {"sub_block_length": 4}),
-    "llada2.1": (16, 3, {"editing_threshold": 0.5, "threshold": 0.7}),
+    "llada2.1": (
+        16,
+        3,
+        {"policy": EDITING, "editing_threshold": 0.5, "threshold": 0.7},
+    ),
     "llada": (16, 3, {}),
     "dream": (16, 3, {}),
 }
@@ -58,7 +65,9 @@ def start(room: EngineRoom, model: str) -> Any:
 
 
 def rules_of(model: str, i: int) -> Rules:
-    _, most, more = SHAPES[model]
+    size, most, more = SHAPES[model]
+    bounds = {"block_length": size, "canvas_length": (most + 1) * size}
+    on_grid = model not in ("llada", "dream")
     given = {"max_active_blocks": most} | more | OTHERS[i % len(OTHERS)]
     if model == "llada2.1":
         given |= [
@@ -69,7 +78,18 @@ def rules_of(model: str, i: int) -> Rules:
         ][i % 4]
     if model == "sdar":
         given["steps"] = (8, 3, 20)[i % 3]
-    return Rules(**given)
+    return Rules("block_diffusion", on_grid=on_grid, **bounds, **given)
+
+
+def options(rules: Rules) -> dict[str, Any]:
+    """What a request asks for by these rules."""
+    names = ["threshold", "steps", "sub_block_length", "max_active_blocks"]
+    if rules.max_active_blocks != 1:
+        names += ["block_add_threshold", "decoded_token_threshold"]
+    if rules.policy == EDITING:
+        names += ["editing_threshold", "max_post_steps", "num_to_transfer"]
+    values = {f"dllm_{name}": getattr(rules, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def jobs(model: str) -> list[tuple[list[int], int, Rules]]:
@@ -82,13 +102,9 @@ def jobs(model: str) -> list[tuple[list[int], int, Rules]]:
 
 def decoded(
     model: str, prompt: list[int], tokens: int, rules: Rules, **more: Any
-) -> GridText:
-    size, most, _ = SHAPES[model]
-    origin = len(prompt) if model in ("llada", "dream") else 0
-    text = GridText(
-        plain(model), prompt, tokens, size, origin=origin, max_model_len=256, **more
-    )
-    active_blocks(text, rules, (most + 1) * size)
+) -> Text:
+    text = Text(plain(model), prompt, tokens, rules, max_model_len=256, **more)
+    decode(text)
     return text
 
 
@@ -96,16 +112,15 @@ def test_the_plain_loop(model: str, room: EngineRoom) -> None:
     """Tokens and forwards; more than one block makes a difference."""
     llm, found = start(room, model), jobs(model)
     texts = [decoded(model, *one) for one in found]
-    wishes = [params(tokens, **rules.options()) for _, tokens, rules in found]
+    wishes = [params(tokens, **options(rules)) for _, tokens, rules in found]
     outputs = results(generate(llm, [prompt for prompt, _, _ in found], wishes))
     for i, (text, got) in enumerate(zip(texts, outputs, strict=True)):
-        assert got == (text.answer(), text.passes), (i, text.margin)
+        assert got == text.result(), (i, text.margin)
     for i in (0, 2):
         assert results(generate(llm, [found[i][0]], wishes[i])) == [outputs[i]]
-    one = decoded(
-        model, *found[2][:2], Rules(**vars(found[2][2]) | {"max_active_blocks": 1})
-    )
-    assert one.passes > texts[2].passes
+    prompt, tokens, rules = found[2]
+    one = decoded(model, prompt, tokens, replace(rules, max_active_blocks=1))
+    assert len(one.forwards) > len(texts[2].forwards)
 
 
 def test_a_stop_token_and_the_end_of_the_context(model: str, room: EngineRoom) -> None:
@@ -116,12 +131,12 @@ def test_a_stop_token_and_the_end_of_the_context(model: str, room: EngineRoom) -
     long = a_prompt(243, 5)
     cut = decoded(model, long, 40, rules)
     wishes = [
-        params(40, stop_token_ids=[stop], **rules.options()),
-        params(40, **rules.options()),
+        params(40, stop_token_ids=[stop], **options(rules)),
+        params(40, **options(rules)),
     ]
     outputs = results(generate(llm, [prompt, long], wishes))
-    assert outputs[0] == (ended.answer(), ended.passes), ended.margin
-    assert outputs[1] == (cut.answer(), cut.passes), cut.margin
+    assert outputs[0] == ended.result(), ended.margin
+    assert outputs[1] == cut.result(), cut.margin
     assert len(cut.answer()) == 13
 
 
@@ -129,7 +144,7 @@ def test_draws(model: str, room: EngineRoom) -> None:
     llm, found = start(room, model), jobs(model)
     hot = {"temperature": 0.8, "top_p": 0.95, "logprobs": 1}
     wishes = [
-        params(33, seed=i, **hot, **found[i][2].options()) for i in range(len(found))
+        params(33, seed=i, **hot, **options(found[i][2])) for i in range(len(found))
     ]
     together = generate(llm, [prompt for prompt, _, _ in found], wishes)
     for i in (1, 3):

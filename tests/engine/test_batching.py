@@ -15,9 +15,10 @@ from engines import (
     step_through,
     token_ids,
 )
-from jobs import CANVAS, MIXED, check, job, plain_model
+from jobs import MIXED, check, d2f_rules, job, plain_model
 
-from dllm_plugin.reference.prompt_blocks import Text, d2f
+from dllm_plugin.reference.loops import decode
+from dllm_plugin.reference.text import Text
 
 
 def test_a_mixed_batch(family: str, overlapped: bool, llm: Any) -> None:
@@ -138,11 +139,11 @@ def test_random_settings(family: str, llm: Any) -> None:
         )
     outputs, compared = run_numbers(llm, wanted), 0
     for (prompt, tokens, size, numbers), output in zip(wanted, outputs, strict=True):
-        text = Text(plain_model(family), prompt, tokens, size)
-        d2f(text, **numbers, canvas_length=CANVAS, max_active_blocks=8)
+        text = Text(plain_model(family), prompt, tokens, d2f_rules(size, **numbers))
+        decode(text)
         if text.margin > 3e-4:
-            assert token_ids(output) == text.answer(), (numbers, size)
-            assert forwards(output) == text.passes, (numbers, size)
+            got = token_ids(output), forwards(output)
+            assert got == text.result(), (numbers, size)
             compared += 1
     assert compared >= 16
 
@@ -162,11 +163,10 @@ def test_a_bounded_canvas(canvas: int, blocks: int | None, room: EngineRoom) -> 
     ]
     outputs = run_numbers(llm, wanted)
     for (prompt, tokens, size, numbers), output in zip(wanted, outputs, strict=True):
-        text = Text(plain_model("dream"), prompt, tokens, size)
-        d2f(text, **numbers, canvas_length=canvas, max_active_blocks=blocks or 8)
-        assert (token_ids(output), forwards(output)) == (text.answer(), text.passes), (
-            size
-        )
+        bounds = {"canvas_length": canvas, "max_active_blocks": blocks or 8}
+        rules = d2f_rules(size, **bounds, **numbers)
+        text = decode(Text(plain_model("dream"), prompt, tokens, rules))
+        assert (token_ids(output), forwards(output)) == text, size
 
 
 def test_priorities(room: EngineRoom) -> None:

@@ -4,8 +4,10 @@ from typing import Any
 
 from engines import EngineRoom, a_prompt, forwards, generate, params, results, token_ids
 
+from dllm_plugin.reference.loops import decode
 from dllm_plugin.reference.model import PlainModel
-from dllm_plugin.reference.prompt_blocks import Text, block_diffusion
+from dllm_plugin.reference.rules import FAR, Rules
+from dllm_plugin.reference.text import Result, Text
 
 BLOCKS = {"strategy": "block_diffusion"}
 WISHES: list[dict[str, Any]] = [
@@ -23,10 +25,28 @@ WISHES: list[dict[str, Any]] = [
 ]
 
 
-def two_pass(
-    model: PlainModel, prompt: list[int], size: int, tokens: int, wish: Any
+def plain(
+    model: PlainModel,
+    prompt: list[int],
+    size: int,
+    tokens: int,
+    wish: Any,
+    canvas: int = FAR,
 ) -> Text:
-    return block_diffusion(Text(model, prompt, tokens, size), **wish)
+    rules = Rules("block_diffusion", block_length=size, canvas_length=canvas, **wish)
+    text = Text(model, prompt, tokens, rules)
+    decode(text)
+    return text
+
+
+def two_pass(model: PlainModel, *job: Any) -> Result:
+    """The loop with a canvas of one block, which is stored by a forward of its own."""
+    return plain(model, *job, canvas=job[1]).result()
+
+
+def num_commits(model: PlainModel, *job: Any) -> int:
+    """Forwards that only store a block, in the two-pass form."""
+    return two_pass(model, *job).forwards - plain(model, *job).result().forwards
 
 
 def request(size: int, tokens: int, wish: dict[str, Any], **options: Any) -> Any:
@@ -47,9 +67,9 @@ def test_every_policy_in_one_batch(
         llm, [job[0] for job in jobs], [request(*job[1:]) for job in jobs]
     )
     for (prompt, size, tokens, wish), output in zip(jobs, outputs, strict=True):
-        text = two_pass(model, prompt, size, tokens, wish)
-        assert token_ids(output) == text.answer(), (wish, size)
-        assert forwards(output) == text.passes, (wish, size)
+        text = plain(model, prompt, size, tokens, wish)
+        assert (token_ids(output), forwards(output)) == text.result(), (wish, size)
+        assert text.answer() == two_pass(model, prompt, size, tokens, wish).tokens
 
 
 def test_a_stop_token_ends_the_text(
@@ -64,16 +84,16 @@ def test_a_stop_token_ends_the_text(
     wish: dict[str, Any] = {"policy": "low_confidence", "steps": 7}
     if family == "dream":
         wish["eps"] = 0.1
-    text = two_pass(model, prompt, 16, 48, wish)
+    text = plain(model, prompt, 16, 48, wish)
     stop = text.answer()[20]
-    ended = block_diffusion(Text(model, prompt, 48, 16, {stop}), **wish)
+    ended = Text(model, prompt, 48, text.rules, {stop})
+    decode(ended)
     outputs = generate(
         llm,
         [prompt] * 2,
         [request(16, 48, wish), request(16, 48, wish, stop_token_ids=[stop])],
     )
-    expected = [(text.answer(), text.passes), (ended.answer(), ended.passes)]
-    assert results(outputs) == expected
+    assert results(outputs) == [text.result(), ended.result()]
     assert outputs[1].outputs[0].finish_reason == "stop"
 
 
@@ -90,8 +110,7 @@ def test_a_canvas_of_one_block_stores_it_by_itself(
     [output] = generate(
         llm, [prompt], request(64, 130, {"policy": "threshold", "threshold": 0.6})
     )
-    assert token_ids(output) == text.answer()
-    assert forwards(output) == text.passes + text.commit_passes
+    assert (token_ids(output), forwards(output)) == text
 
 
 def test_blocks_commit_alone_where_many_requests_run(
@@ -105,29 +124,26 @@ def test_blocks_commit_alone_where_many_requests_run(
     wish = {"policy": "low_confidence", "steps": 4}
     lengths = (16, 32, 48, 64, 160, 176, 192)
     prompts = [a_prompt(5 + 9 * i, i) for i in range(len(lengths))]
-    texts = [
-        two_pass(model, p, 16, n, wish) for p, n in zip(prompts, lengths, strict=True)
-    ]
+    jobs = [(p, 16, n, wish) for p, n in zip(prompts, lengths, strict=True)]
+    texts = [plain(model, *job).result() for job in jobs]
     outputs = generate(llm, prompts, [request(16, n, wish) for n in lengths])
     alone = [
-        forwards(output) - text.passes
+        forwards(output) - text.forwards
         for output, text in zip(outputs, texts, strict=True)
     ]
-    assert [token_ids(output) for output in outputs] == [
-        text.answer() for text in texts
-    ]
+    assert [token_ids(output) for output in outputs] == [text.tokens for text in texts]
     # The fourth one ends after four blocks, three of which were stored.
     assert alone[:4] == [0, 1, 2, 3]
     assert all(3 <= passes <= 5 for passes in alone[4:])
-    assert min(text.commit_passes for text in texts[4:]) > 5
+    assert min(num_commits(model, *job) for job in jobs[4:]) > 5
     [output] = generate(llm, prompts[:1], request(16, 64, wish))
-    assert forwards(output) == two_pass(model, prompts[0], 16, 64, wish).passes
+    assert forwards(output) == plain(model, *jobs[0][:2], 64, wish).result().forwards
 
 
 def test_its_default_is_threshold(
     room: EngineRoom, plain_models: dict[str, PlainModel]
 ) -> None:
     llm, prompt = room.start("llada", BLOCKS), a_prompt(12, 6)
-    text = two_pass(plain_models["llada"], prompt, 32, 64, {"threshold": 0.9})
+    text = plain(plain_models["llada"], prompt, 32, 64, {"threshold": 0.9})
     [output] = generate(llm, [prompt], params(64))
-    assert (token_ids(output), forwards(output)) == (text.answer(), text.passes)
+    assert (token_ids(output), forwards(output)) == text.result()

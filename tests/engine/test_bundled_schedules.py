@@ -8,8 +8,10 @@ from engines import EngineRoom, forwards, generate, params, token_ids
 
 from dllm_plugin import default_model
 from dllm_plugin.commands.problems.generator import eval_seeds, problem
-from dllm_plugin.reference.floating import FloatingText, floating
+from dllm_plugin.reference.loops import decode
 from dllm_plugin.reference.model import PlainModel
+from dllm_plugin.reference.rules import Rules
+from dllm_plugin.reference.text import Text
 
 pytestmark = pytest.mark.slow
 
@@ -42,12 +44,15 @@ def test_schedules_equal_the_plain_loop(strategy: str, room: EngineRoom) -> None
     compared = 0
     for i, output in [*enumerate(together), *zip((0, 7, 14, 19), alone, strict=True)]:
         prompt, widths = jobs[i]
-        text = FloatingText(model, prompt, TOKENS, CANVAS, CANVAS, max_model_len=256)
-        floating(text, widths, 0.9)
+        rules = Rules(
+            "widths",
+            block_length=CANVAS,
+            canvas_length=CANVAS,
+            widths=tuple(widths),
+        )
+        text = Text(model, prompt, TOKENS, rules, max_model_len=256)
+        decode(text)
         if text.margin > 3e-4:
-            assert (token_ids(output), forwards(output)) == (
-                text.answer(),
-                text.passes,
-            ), i
+            assert (token_ids(output), forwards(output)) == text.result(), i
             compared += 1
     assert compared >= 12

@@ -17,15 +17,24 @@ from engines import (
 )
 from test_golden_traces import ForwardSpy
 
-from dllm_plugin.reference.grid_blocks import GridText, Rules, active_blocks
+from dllm_plugin.reference.loops import decode
 from dllm_plugin.reference.model import PlainModel
+from dllm_plugin.reference.rules import Rules
+from dllm_plugin.reference.text import Result, Text
 
 SIZE, BUDGET = (
     8,
     50,
 )  # three canvases of two blocks, and a remainder that holds no block
 LENGTHS = (180, 2, 190, 1, 48, 49, 47, 200, 3, 90)
-RULES = Rules(threshold=0.5)
+RULES = Rules(
+    "block_diffusion",
+    block_length=SIZE,
+    canvas_length=2 * SIZE,
+    on_grid=True,
+    threshold=0.5,
+)
+WISH = params(20, dllm_threshold=RULES.threshold)
 
 
 @cache
@@ -34,10 +43,8 @@ def plain() -> PlainModel:
 
 
 @cache
-def expected(length: int) -> tuple[list[int], int]:
-    text = GridText(plain(), letters(length, length), 20, SIZE)
-    active_blocks(text, RULES, 2 * SIZE)
-    return text.answer(), text.passes
+def expected(length: int) -> Result:
+    return decode(Text(plain(), letters(length, length), 20, RULES))
 
 
 def start(room: EngineRoom, overlapped: bool, **options: Any) -> Any:
@@ -54,7 +61,7 @@ def test_prompts_longer_than_the_budget(overlapped: bool, room: EngineRoom) -> N
     engine, steps, done, pages = llm.llm_engine, scheduler(llm), {}, free_pages(llm)
     assert steps.max_num_scheduled_tokens == BUDGET and steps.max_num_active_reqs == 2
     wish, most, before, step = (
-        params(20, **RULES.options()),
+        WISH,
         0,
         steps.num_computed_positions,
         0,
@@ -85,7 +92,7 @@ def test_preempted_in_the_middle_of_a_prompt(room: EngineRoom) -> None:
     engine, done, step, before = llm.llm_engine, {}, 0, num_preemptions(llm)
     for length in (200, 5, 121):
         prompt = {"prompt_token_ids": letters(length, length)}
-        engine.add_request(str(length), prompt, params(20, **RULES.options()))
+        engine.add_request(str(length), prompt, WISH)
     while engine.has_unfinished_requests():
         done |= {int(out.request_id): out for out in engine.step() if out.finished}
         step += 1
@@ -93,7 +100,7 @@ def test_preempted_in_the_middle_of_a_prompt(room: EngineRoom) -> None:
             assert llm.reset_prefix_cache(reset_running_requests=True)
     assert num_preemptions(llm) > before
     assert {length: results([out])[0][0] for length, out in done.items()} == {
-        length: expected(length)[0] for length in (200, 5, 121)
+        length: expected(length).tokens for length in (200, 5, 121)
     }
 
 

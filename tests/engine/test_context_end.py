@@ -3,7 +3,9 @@
 from engines import MASK_IDS, EngineRoom, a_prompt, generate, params, results
 from jobs import job, plain_model, run
 
-from dllm_plugin.reference.prompt_blocks import Text, block_diffusion
+from dllm_plugin.reference.loops import decode
+from dllm_plugin.reference.rules import Rules
+from dllm_plugin.reference.text import Text
 
 CONTEXT = 96
 
@@ -53,7 +55,6 @@ def test_block_diffusion_at_the_end(
     wish = params(200, **{f"dllm_{key}": value for key, value in numbers.items()})
     got = results(generate(llm, prompts, wish))
     for prompt, (tokens, forwards) in zip(prompts, got, strict=True):
-        text = Text(plain_model(family), prompt, 200, 16, max_model_len=CONTEXT)
-        block_diffusion(text, **numbers)
-        assert tokens == text.answer(), len(prompt)
-        assert forwards == text.passes, len(prompt)
+        rules = Rules("block_diffusion", block_length=16, **numbers)
+        text = Text(plain_model(family), prompt, 200, rules, (), CONTEXT)
+        assert (tokens, forwards) == decode(text), len(prompt)

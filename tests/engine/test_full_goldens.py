@@ -21,9 +21,9 @@ from full_goldens import CANVAS, Case, cases_of
 from full_jobs import Decoder, every_decoder, run_interrupted
 from safetensors.torch import save_file
 
-from dllm_plugin.reference.full_text import Pass
 from dllm_plugin.reference.model import PlainModel
 from dllm_plugin.reference.numbers import llada_quota
+from dllm_plugin.reference.text import Forward
 
 IN_FLIGHT = (16, 4)
 
@@ -98,7 +98,7 @@ class PassSpy:
             ].clone()
 
 
-def check_passes(case: Case, spy: PassSpy, passes: list[Pass]) -> None:
+def check_passes(case: Case, spy: PassSpy, passes: list[Forward]) -> None:
     """Every forward of a request that was alone, against the recorded and the plain ones."""
     wanted = [(c["q_start"], c["q_len"], c["kv_len"]) for c in case.record["forwards"]]
     assert spy.calls == wanted, case.name
@@ -122,7 +122,7 @@ def test_each_alone(
             with PassSpy(llm, MASK_IDS[family]) as spy:
                 [output] = generate(llm, [case.prompt], wish_for(case))
             check(case, output)
-            check_passes(case, spy, case.decode(plain_models[family]).passes)
+            check_passes(case, spy, case.decode(plain_models[family]).forwards)
 
 
 def recorded_draws(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
@@ -167,7 +167,7 @@ def test_recorded_random_numbers(
             recorded_draws(patch, case)
             [output] = generate(llm, [case.prompt], wish_for(case))
         check(case, output)
-        check_passes(case, spy, case.decode(plain_models[family]).passes)
+        check_passes(case, spy, case.decode(plain_models[family]).forwards)
 
 
 def gumbel_case(
@@ -232,7 +232,7 @@ def test_recorded_noise_of_several_blocks(
         recorded_draws(monkeypatch, case)
         [output] = generate(llm, [case.prompt], wish_for(case))
     check(case, output)
-    check_passes(case, spy, text.passes)
+    check_passes(case, spy, text.forwards)
 
 
 def shuffled(decoder: Decoder, seed: int) -> list[Case]:

@@ -49,8 +49,8 @@ def check_text(
     for job, output in zip(jobs, outputs, strict=True):
         text = job.decode(decoder, canvas)
         assert token_ids(output) == text.answer(), job
-        assert forwards(output) >= len(text.passes), job
-        repeated += forwards(output) - len(text.passes)
+        assert forwards(output) >= len(text.forwards), job
+        repeated += forwards(output) - len(text.forwards)
     return repeated
 
 

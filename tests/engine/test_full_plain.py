@@ -19,10 +19,10 @@ def test_plain_loops_reproduce_the_traces(
             (one["q_start"], one["q_len"], one["kv_len"], sorted(one["new"]))
             for one in case.record["forwards"]
         ]
-        assert [(p.q_start, p.q_len, p.kv_len, p.new) for p in text.passes] == wanted, (
+        assert [(f.start, f.length, f.keys, f.new) for f in text.forwards] == wanted, (
             case.name
         )
-        assert len(text.passes) == case.record["num_forwards"]
+        assert len(text.forwards) == case.record["num_forwards"]
         masks = [plain_models[family].mask_id] * case.max_tokens
         rows = plain_models[family].rows_at(0, [*case.prompt, *masks], {})
         for position, row in case.first_logits().items():

@@ -29,8 +29,9 @@ from full_jobs import (
 from jobs import plain_model
 
 from dllm_plugin.engine import model_state
-from dllm_plugin.reference.full_attention import decode
-from dllm_plugin.reference.full_text import FullText, Rules
+from dllm_plugin.reference.loops import decode
+from dllm_plugin.reference.rules import Rules
+from dllm_plugin.reference.text import Text
 from dllm_plugin.state.canvas_states import CanvasStates
 
 pytestmark = pytest.mark.slow
@@ -62,7 +63,7 @@ def test_random_settings_in_one_batch(
         check(job, text, output)
         ends = "stop" if text.answer()[-1] in job.stop else "length"
         assert output.outputs[0].finish_reason == ends, job
-    assert computed(llm) - before == sum(text.computed() for _, text in jobs)
+    assert computed(llm) - before == sum(text.num_positions() for _, text in jobs)
 
 
 @every_decoder
@@ -74,14 +75,14 @@ def test_refreshes_that_cost_less(decoder: Decoder, llm: Any) -> None:
         jobs, run(llm, [job for job, _ in jobs]), strict=True
     ):
         check(job, text, output)
-    assert computed(llm) - before == sum(text.computed() for _, text in jobs)
+    assert computed(llm) - before == sum(text.num_positions() for _, text in jobs)
     for job, text in jobs[:3]:
         check(job, text, run(llm, [job])[0])
     exact = [
         replace(job, numbers=exactly(job.numbers)).decode(decoder) for job, _ in jobs
     ]
-    assert sum(text.computed() for _, text in jobs) < sum(
-        text.computed() for text in exact
+    assert sum(text.num_positions() for _, text in jobs) < sum(
+        text.num_positions() for text in exact
     )
     assert any(a.answer() != b.answer() for (_, a), b in zip(jobs, exact, strict=True))
 
@@ -234,13 +235,14 @@ def test_draws_of_dream_are_those_of_its_counters(decoder: Decoder, llm: Any) ->
     wishes, texts = [], []
     for seed, prompt in enumerate(PROMPTS):
         job = FullJob(prompt, 40, numbers | {"seed": seed})
-        rules = Rules(strategy, top_k=3, **job.numbers)
-        texts.append(decode(FullText(plain_model(family), prompt, 40, rules, 48)))
+        rules = Rules(strategy, top_k=3, canvas_length=48, **job.numbers)
+        texts.append(Text(plain_model(family), prompt, 40, rules))
+        decode(texts[-1])
         wishes.append(job.wish(top_k=3))
     got = results(generate(llm, PROMPTS, wishes))
     for text, result in zip(texts, got, strict=True):
         if text.margin > 1e-4:
-            assert result == (text.answer(), len(text.passes))
+            assert result == text.result()
             compared += 1
     assert compared >= 2
 

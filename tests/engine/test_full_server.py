@@ -10,8 +10,9 @@ from jobs import plain_model
 from processes import SETTINGS, Server
 from streams import assert_by_blocks
 
-from dllm_plugin.reference.full_attention import decode
-from dllm_plugin.reference.full_text import FullText, Rules
+from dllm_plugin.reference.loops import decode
+from dllm_plugin.reference.rules import Rules
+from dllm_plugin.reference.text import Text
 
 DECODER = ("llada", "dual_cache")
 CANVAS = 256
@@ -52,14 +53,10 @@ def server(tiny_server: Server) -> Server:
 
 
 def expected(job: FullJob) -> list[int]:
-    rules = Rules(
-        "dual_cache", **({"policy": "threshold", "block_length": 32} | job.numbers)
-    )
-    context = int(str(SETTINGS["max_model_len"]))
-    text = FullText(
-        plain_model("llada"), job.prompt, job.max_tokens, rules, CANVAS, (), context
-    )
-    return decode(text).answer()
+    given = {"block_length": 32, "canvas_length": CANVAS} | job.numbers
+    rules, context = Rules("dual_cache", **given), int(str(SETTINGS["max_model_len"]))
+    model = plain_model("llada")
+    return decode(Text(model, job.prompt, job.max_tokens, rules, (), context)).tokens
 
 
 def ask(server: Server, job: FullJob) -> list[int]:

@@ -10,8 +10,10 @@ import torch
 from engines import at_most, forwards, generate, params, token_ids
 from safetensors.torch import load_file
 
+from dllm_plugin.reference.loops import decode
 from dllm_plugin.reference.model import PlainModel
-from dllm_plugin.reference.prompt_blocks import Text, d2f
+from dllm_plugin.reference.rules import Rules
+from dllm_plugin.reference.text import Text
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 POLICY = {
@@ -50,6 +52,20 @@ def expected(case: dict[str, Any]) -> list[int]:
     return tokens[: tokens.index(eos) + 1] if eos in tokens else tokens
 
 
+def plain_text(model: PlainModel, case: dict[str, Any]) -> Text:
+    settings = case["settings"]
+    rules = Rules(
+        "d2f",
+        POLICY[settings.get("sampling_strategy", "default")],
+        settings["block_size"],
+        threshold=settings["skip_threshold"],
+        block_add_threshold=settings["block_add_threshold"],
+        decoded_token_threshold=settings["decoded_token_threshold"],
+    )
+    length = settings["max_new_tokens"]
+    return Text(model, case["prompt_ids"], length, rules, {case["eos_id"]})
+
+
 def check(case: dict[str, Any], output: Any) -> None:
     assert token_ids(output) == expected(case), case["id"]
     if case["eos_id"] in case["output_ids"]:
@@ -73,14 +89,8 @@ def test_plain_loop_reproduces_them(
         torch.testing.assert_close(
             rows[index], recorded[f"{case['id']}/first_logits"], atol=5e-4, rtol=0
         )
-        text = d2f(
-            Text(model, prompt, settings["max_new_tokens"], size, {case["eos_id"]}),
-            settings["skip_threshold"],
-            settings["block_add_threshold"],
-            settings["decoded_token_threshold"],
-            POLICY[settings.get("sampling_strategy", "default")],
-        )
-        assert text.answer() == expected(case), case["id"]
+        found = decode(plain_text(model, case))
+        assert found.tokens == expected(case), case["id"]
 
 
 @pytest.mark.parametrize("in_flight", IN_FLIGHT)

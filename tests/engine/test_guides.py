@@ -12,11 +12,12 @@ from guides import copy_package, examples
 from processes import SETTINGS, START_SECONDS, environment, result_of
 from safetensors.torch import load_file, save_file
 
-from dllm_plugin.reference.grid_blocks import GridText, active_blocks
-from dllm_plugin.reference.grid_blocks import Rules as GridRules
+from dllm_plugin.reference.loops import decode
 from dllm_plugin.reference.model import PlainModel
 from dllm_plugin.reference.numbers import llada_quota
-from dllm_plugin.reference.prompt_blocks import Text
+from dllm_plugin.reference.proposing import propose
+from dllm_plugin.reference.rules import Rules
+from dllm_plugin.reference.text import Text
 
 pytestmark = pytest.mark.slow
 
@@ -110,13 +111,14 @@ def decoded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int
 
 def nearest(model: PlainModel, prompt: list[int], reach: int) -> list[int]:
     """Block diffusion that takes the first mask, and sure ones among the first `reach`."""
-    text = Text(model, prompt, TOKENS, BLOCK)
+    text = Text(model, prompt, TOKENS, Rules("block_diffusion", block_length=BLOCK))
     for block in range(text.num_blocks):
-        text.open_block(block)
-        while left := text.masked(block):
-            logits, probs = text.forward()
-            sure = [p for p in left[:reach] if probs[p].amax() > THRESHOLD]
-            text.write(sorted({left[0], *sure}), logits, probs)
+        text.append_masks(text.starts[block + 1])
+        while left := text.masked_in(block):
+            found = propose(text, text.predict()[left], left, 0)
+            for p in left[:reach]:
+                if p == left[0] or found[p].confidence > THRESHOLD:
+                    text.write(p, found[p])
     return text.answer()
 
 
@@ -188,8 +190,7 @@ def test_a_policy_with_the_numbers_that_there_are(
 
 def test_a_model(decoded: dict[str, list[list[int]]]) -> None:
     """Its family's blocks of 8 and threshold of 0.9, on the weights of tiny-sdar."""
-    model, rules = PlainModel.load(CHECKPOINTS / "tiny-sdar"), GridRules()
-    texts = [GridText(model, prompt, TOKENS, GRID_BLOCK) for prompt in PROMPTS]
-    assert decoded["toy"] == [
-        active_blocks(text, rules, 2 * GRID_BLOCK).answer() for text in texts
-    ]
+    model = PlainModel.load(CHECKPOINTS / "tiny-sdar")
+    rules = Rules("block_diffusion", block_length=GRID_BLOCK, on_grid=True)
+    texts = [Text(model, prompt, TOKENS, rules) for prompt in PROMPTS]
+    assert decoded["toy"] == [decode(text).tokens for text in texts]

@@ -16,7 +16,7 @@ from processes import KILLED_SOON, SETTINGS, offline, serving
 from template_jobs import gap_job
 
 from dllm_plugin.engine.worker.cpu_worker import DiffusionCPUWorker
-from dllm_plugin.reference.full_text import FILL
+from dllm_plugin.reference.text import FILL
 
 pytestmark = [pytest.mark.usefixtures("template"), pytest.mark.slow]
 

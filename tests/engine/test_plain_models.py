@@ -7,9 +7,10 @@ import torch
 from engines import CHECKPOINTS
 from safetensors.torch import load_file
 
-from dllm_plugin.reference.grid_blocks import GridText, Rules, active_blocks
+from dllm_plugin.reference.loops import decode
 from dllm_plugin.reference.model import PlainModel
-from dllm_plugin.reference.sub_blocks import sub_blocks
+from dllm_plugin.reference.rules import Rules
+from dllm_plugin.reference.text import Text
 
 GOLDENS = CHECKPOINTS.parent
 TRACES = (
@@ -74,12 +75,13 @@ def test_the_plain_loops_reproduce_recorded_decodes(trace: str) -> None:
                 "policy": "joint_threshold"
             }
         stop = {settings.get("eos_id", settings.get("stop_token", -1))}
-        text = GridText(model, case["prompt_ids"], len(case["output_ids"]), size, stop)
+        loop = "sub_blocks" if trace.startswith("fast") else "block_diffusion"
+        bounds = {"block_length": size, "canvas_length": 64, "on_grid": True}
+        rules, length = Rules(loop, **bounds, **given), len(case["output_ids"])
+        text = Text(model, case["prompt_ids"], length, rules, stop)
         text.watch = steps.append
-        loop = sub_blocks if trace.startswith("fast") else active_blocks
-        arguments = (text, Rules(**given), 64)[: 2 if loop is sub_blocks else 3]
-        assert loop(*arguments).answer() == case["output_ids"], case["id"]
-        if loop is active_blocks and "editing_threshold" not in settings:
+        assert decode(text).tokens == case["output_ids"], case["id"]
+        if loop == "block_diffusion" and "editing_threshold" not in settings:
             recorded = [dict(one["new"]) for one in case["forwards"] if one["new"]]
             found = [one.new for one in steps if one.new]
             assert found == recorded[: len(found)], case["id"]

@@ -55,7 +55,7 @@ def test_forwards_with_pages_for_one_and_a_half(
         text.answer() for text in texts
     ]
     assert num_preemptions(llm) > before and free_pages(llm) == pages
-    undisturbed = sum(len(text.passes) for text in texts)
+    undisturbed = sum(len(text.forwards) for text in texts)
     assert sum(map(forwards, outputs)) <= 3 * undisturbed
 
 
@@ -74,7 +74,7 @@ def test_a_usual_request_among_urgent_ones(
     )
     text, lasts = (
         usual.decode(decoder, canvas=32),
-        len(urgent.decode(decoder, canvas=32).passes),
+        len(urgent.decode(decoder, canvas=32).forwards),
     )
     done: dict[str, Any] = {}
     came, before = 0, num_preemptions(llm)

@@ -25,8 +25,10 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from dllm_plugin.decoding.step_costs import Costs
 from dllm_plugin.engine.scheduling.scheduler import DiffusionScheduler
-from dllm_plugin.reference.floating import FloatingText, floating
+from dllm_plugin.reference.loops import decode
 from dllm_plugin.reference.model import PlainModel
+from dllm_plugin.reference.rules import Rules
+from dllm_plugin.reference.text import Text
 
 pytestmark = pytest.mark.slow
 
@@ -51,16 +53,21 @@ def start(room: EngineRoom, name: str, overlapped: bool = False, **options: Any)
     return room.start(family, dllm, overlapped, **options)
 
 
-def plain(
-    name: str, prompt: list[int], max_tokens: int, widths: Sequence[int]
-) -> FloatingText:
+def plain(name: str, prompt: list[int], max_tokens: int, widths: Sequence[int]) -> Text:
     """The plain loop's text."""
     family, _, block, canvas, on_grid = ENGINES[name]
     model = PlainModel.load(CHECKPOINTS / f"tiny-{family}")
-    text = FloatingText(
-        *(model, prompt, max_tokens, block, canvas, on_grid), max_model_len=256
+    rules = Rules(
+        "widths",
+        block_length=block,
+        canvas_length=canvas,
+        on_grid=on_grid,
+        threshold=THRESHOLD,
+        widths=tuple(widths),
     )
-    return floating(text, widths, THRESHOLD)
+    text = Text(model, prompt, max_tokens, rules, max_model_len=256)
+    decode(text)
+    return text
 
 
 def schedules(name: str) -> list[list[int]]:
@@ -88,7 +95,7 @@ def check(name: str, outputs: Sequence[Any], wanted: Sequence[Any]) -> int:
         text = plain(name, prompt, tokens, widths)
         if text.margin > 3e-4:
             got = token_ids(output), forwards(output)
-            assert got == (text.answer(), text.passes), (
+            assert got == text.result(), (
                 len(prompt),
                 tokens,
                 widths[:5],

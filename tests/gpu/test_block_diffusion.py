@@ -12,7 +12,7 @@ import recorded
 from dummies import worker_of
 
 # By its folder: the plain name is that of this file. What it imports `recorded` has made known.
-from engine.test_block_diffusion import BLOCKS, WISHES, request, two_pass
+from engine.test_block_diffusion import BLOCKS, WISHES, num_commits, plain, request
 from engines import CHECKPOINTS, FAMILIES, a_prompt, forwards, token_ids
 
 from dllm_plugin.reference.model import PlainModel
@@ -45,16 +45,20 @@ def start(family, dllm, monkeypatch):
     return engine, lengths
 
 
+COMMITS: dict[str, int] = {}  # forwards that only store a block, by name of a run
+
+
 def decode(engine, family, jobs):
     """Name, plain text and output of each job, alone and then in one batch; ends the engine."""
     found = recorded.decode(
         engine, jobs, lambda job: job[0], lambda job: request(*job[1:])
     )
     model = PlainModel.load(CHECKPOINTS / f"tiny-{family}")
-    texts, runs = [two_pass(model, *job) for job in jobs], []
+    texts, runs = [plain(model, *job) for job in jobs], []
     for i, (job, output) in enumerate(found):
         where, number = "alone" if i < len(jobs) else "together", jobs.index(job)
         name = f"{where}, prompt {number}, block length, tokens and wish {job[1:]}"
+        COMMITS[name] = num_commits(model, *job)
         runs.append((name, texts[number], output))
     return runs
 
@@ -74,7 +78,7 @@ def differences(runs):
 def extra_forwards(runs):
     """By name: forwards beyond the loop's denoising ones, and its forwards that only store."""
     return {
-        name: (forwards(out) - text.passes, text.commit_passes)
+        name: (forwards(out) - len(text.forwards), COMMITS[name])
         for name, text, out in runs
     }
 

@@ -17,7 +17,9 @@ from diffuplug_bench.model_shapes import (
     write_config,
 )
 from dllm_plugin.config.decode import get_decode_config
+from dllm_plugin.reference.loops import decode
 from dllm_plugin.reference.model import PlainModel
+from dllm_plugin.reference.text import Text
 
 TESTS = Path(__file__).parents[1]
 RECORDS = {"llada": "llada_vanilla", "Dream": "dream_maskgit_plus"}
@@ -44,13 +46,14 @@ def test_loop_decodes_what_the_authors_do(family: str) -> None:
     folder = TESTS / "goldens" / record["checkpoint"]
     model = published_loops.build(config_of(folder), torch.device("cpu"), torch.float32)
     model.load_state_dict(PlainModel.load(folder).weights)
-    logits = published_loops.bidirectional_logits(model)
+    mask_id, shift = record["mask_id"], record["logits_shift"]
+    plain = published_loops.Bidirectional(model, shift, mask_id)
     cases = [case for case in record["cases"] if is_default(case["settings"])]
     assert len(cases) >= 3
     for case in cases:
         length, steps = len(case["output_ids"]), case["settings"]["steps"]
-        arguments = (logits, case["prompt_ids"], length, steps, record["mask_id"])
-        got = published_loops.LOOPS[family](*arguments, torch.device("cpu"))
+        rules = published_loops.rules_of(family, length, steps)
+        got = decode(Text(plain, case["prompt_ids"], length, rules))
         assert got == (case["output_ids"], case["num_forwards"]), case["id"]
 
 
@@ -65,7 +68,7 @@ def test_a_causal_model_is_refused() -> None:
             return type("Output", (), {"logits": hidden})
 
     with pytest.raises(ValueError, match="attends causally"):
-        published_loops.bidirectional_logits(Causal())
+        published_loops.Bidirectional(Causal(), False, 31)
 
 
 def test_models_without_a_loop_are_refused() -> None:
@@ -79,8 +82,9 @@ def test_rates_become_steps() -> None:
         config, [1, 2, 3], 64, [1.0, 3.0], "cpu", torch.float32
     )
     assert (one["tokens"], one["forwards"], one["tokens_per_forward"]) == (64, 64, 1.0)
-    assert (three["tokens"], three["forwards"]) == (64, 21)
-    assert three["ms_per_forward"] == pytest.approx(1e3 * three["seconds"] / 21)
+    # Each of the two blocks takes the third of 32 steps, rounded.
+    assert (three["tokens"], three["forwards"]) == (64, 22)
+    assert three["ms_per_forward"] == pytest.approx(1e3 * three["seconds"] / 22)
 
 
 @pytest.mark.usefixtures("model_classes")

@@ -17,9 +17,9 @@ from diffuplug_bench.step import floor, measure
 from diffuplug_bench.step.counts import Count, counting
 from diffuplug_bench.step.floor import Floor, StepSize
 from diffuplug_bench.step.sizes import Forward, forwards_of, sizes_of
-from dllm_plugin.reference.full_attention import decode
-from dllm_plugin.reference.full_text import FullText, Rules
-from dllm_plugin.reference.model import Slots
+from dllm_plugin.reference.loops import decode
+from dllm_plugin.reference.rules import Rules
+from dllm_plugin.reference.text import Slots, Text
 
 MASK, VOCABULARY, PROMPT = 500, 512, 30
 OPTIONS: dict[str, Any] = {
@@ -51,24 +51,26 @@ def test_forwards_are_those_of_the_plain_loop(strategy: str, options: str) -> No
     if strategy == "semi_autoregressive":
         given = {k: v for k, v in given.items() if k == "suffix_window"}
     torch.manual_seed(0)
-    rules = Rules(strategy=strategy, block_length=8, steps=3, **given)
-    text = decode(FullText(RandomLogits(), [1] * PROMPT, 48, rules, canvas_length=24))
+    sizes = {"block_length": 8, "canvas_length": 24, "steps": 3}
+    rules = Rules(strategy, "low_confidence", **sizes, **given)
+    text = Text(RandomLogits(), [1] * PROMPT, 48, rules)
+    decode(text)
     config = resolved(
         strategy=strategy, block_length=8, canvas_length=24, steps=3, **given
     )
     answer = Answer([1] * PROMPT, 0.0, sampling={"max_tokens": 48, "extra_args": {}})
     answer.snapshots = list(zip(count(5), snapshots_of(text), strict=False))
     found = forwards_of(answer, config, max_model_len=1024)
-    assert [one.step for one in found] == list(range(5, 5 + len(text.passes)))
-    expected = [StepSize(one.q_len, one.kv_len, len(one.rows)) for one in text.passes]
+    assert [one.step for one in found] == list(range(5, 5 + len(text.forwards)))
+    expected = [StepSize(one.length, one.keys, len(one.rows)) for one in text.forwards]
     assert [one.size for one in found] == expected
     assert len(expected) == 6 * 3
 
 
-def snapshots_of(text: FullText) -> list[dict[str, Any]]:
+def snapshots_of(text: Text) -> list[dict[str, Any]]:
     """Return what the engine would say after each forward: what is decided from its block on."""
     decided, told = dict[int, int](), []
-    for one in text.passes:
+    for one in text.forwards:
         base = (min(one.rows) - PROMPT) // 8 * 8
         decided |= dict(one.new)
         ids = [decided.get(PROMPT + base + i, -1) for i in range(8)]

@@ -4,7 +4,6 @@ from typing import Any
 
 import handmade
 import numpy as np
-import oracle
 import pytest
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from dllm_plugin.decoding.policies import (
     PROMPT_BLOCKS,
     PROMPT_BLOCKS_IN_TIME,
 )
+from dllm_plugin.reference.numbers import dream_quota, factor_count, llada_quota
 
 # Every rule by one of its names; schedules are LLaDA's.
 RULES = {**EDITED_BLOCKS, **DREAM_LOOP, **PROMPT_BLOCKS}
@@ -131,7 +131,10 @@ def test_llada_quotas_use_up_the_block(steps: int) -> None:
             (gone,) = taken(result)
             left = [p for p in left if p not in gone]
             quotas.append(len(gone))
-        assert quotas == oracle.llada_quota(masks, steps) and not left
+        assert (
+            quotas == [llada_quota(masks, steps, step) for step in range(steps)]
+            and not left
+        )
 
 
 @pytest.mark.parametrize("eps", [1e-3, 0.05])
@@ -157,7 +160,7 @@ def test_dream_time_schedule_is_float32(eps: float) -> None:
 
 def test_dream_takes_nothing_first_when_steps_equal_positions() -> None:
     """32 * (1 - 0.96878) is just under one: the definition truncates."""
-    assert oracle.dream_quota(32, 0, 32, 1e-3) == 0
+    assert dream_quota(32, 32, 0, 1e-3) == 0
     assert taken(
         pick("low_confidence", [[0.5] * 32], steps=32, time_schedule=True)
     ) == [[]]
@@ -181,7 +184,7 @@ def test_factor_counts_like_the_reference(factor: float) -> None:
         )
         rows = rows.astype(np.float32)
         result = pick("factor", rows.tolist(), factor=factor)
-        expected = [oracle.factor_count(row.tolist(), factor) for row in rows]
+        expected = [factor_count(row.tolist(), factor) for row in rows]
         assert [len(row) for row in taken(result)] == expected
         assert taken(result) == [list(range(n)) for n in expected]
 

@@ -1,16 +1,19 @@
-"""Strategies, states and sampler in the loop, against recorded traces and a plain-Python oracle."""
+"""Strategies, states and sampler in the loop, against recorded traces and the plain loops."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
 import torch
 from scripted import EOS, MASK, Hashed, Loop, Pass, Run, Script, Table, sampling
+from scripted_plain import ScriptedModel
 
 from dllm_plugin.decoding.methods import METHODS
+from dllm_plugin.reference.loops import decode
+from dllm_plugin.reference.rules import Rules
+from dllm_plugin.reference.text import Text
 from dllm_plugin.sampling import rows
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -228,7 +231,7 @@ def test_stop_token_ids_end_a_request() -> None:
 
 @pytest.mark.parametrize("strategy", ["d2f", "block_diffusion"])
 def test_emitted_text_never_changes(strategy: str) -> None:
-    """S22: pieces are decided when emitted, in order, and add up to what the oracle has."""
+    """S22: pieces are decided when emitted, in order, and add up to the text."""
     loop = Loop({"strategy": strategy, "block_length": 4, "canvas_length": 16})
     script = Hashed(77)
     run = loop.start(
@@ -252,7 +255,7 @@ def test_stop_token_that_is_the_mask_token_does_not_hang() -> None:
     assert run.output == [count(q) for q in range(4, 16)]
 
 
-# Differential fuzz: random scripted models against the oracle.
+# Differential fuzz: random scripted models against the plain loops.
 
 
 def d2f_case(
@@ -275,11 +278,29 @@ def d2f_case(
     }
 
 
-def fuzz_model(case: dict[str, Any]) -> oracle.Model:
-    names = ("prompt", "block_length", "max_tokens", "context", "stops", "shift")
-    rest = ("ranking", "temperature", "seed")
-    given = {name: case[name] for name in names + rest}
-    return oracle.Model(script=Hashed(case["seed"]), mask=MASK, **given)
+def plain_text(case: dict[str, Any], strategy: str, **bounds: Any) -> Text:
+    """What the plain loop makes of a case."""
+    names = ("block_length", "temperature", "seed", "steps", "eps", "factor")
+    rules = Rules(
+        strategy,
+        case["ranking"],
+        threshold=case["accept"],
+        block_add_threshold=case["add"],
+        decoded_token_threshold=case["activate"],
+        **{name: case[name] for name in names if name in case},
+        **bounds,
+    )
+    model = ScriptedModel(Hashed(case["seed"]), case["shift"])
+    length, context = case["max_tokens"], case["context"]
+    text = Text(model, case["prompt"], length, rules, case["stops"], context)
+    decode(text)
+    return text
+
+
+def most_bounds(text: Text) -> tuple[int, int]:
+    """The most blocks and positions that a forward of the plain loop computed."""
+    positions = max(one.length for one in text.forwards)
+    return -(-positions // text.block_length), positions
 
 
 def fuzz_params(case: dict[str, Any], **extra: Any) -> Any:
@@ -314,7 +335,7 @@ def run_batch(
     "canvas,blocks", [(40, 40), (40, 3), (16, 16), (16, 2), (8, 8)]
 )
 @pytest.mark.parametrize("shift", [False, True])
-def test_d2f_equals_the_oracle(shift: bool, canvas: int, blocks: int) -> None:
+def test_d2f_equals_the_plain_loop(shift: bool, canvas: int, blocks: int) -> None:
     """Tokens and passes, with and without a bound; the unbounded text unless the bound binds."""
     rng, num_cases = np.random.default_rng([canvas, blocks, shift]), 40
     dllm = {"strategy": "d2f", "block_length": 4, "canvas_length": canvas}
@@ -330,13 +351,14 @@ def test_d2f_equals_the_oracle(shift: bool, canvas: int, blocks: int) -> None:
     extras = [{names[k]: case[k] for k in names} for case in cases]
     unbound = 0
     for case, run in zip(cases, run_batch(loop, cases, extras), strict=True):
-        numbers = (case["add"], case["activate"], case["accept"])
-        bounded = oracle.d2f(fuzz_model(case), *numbers, blocks, canvas)
-        assert (run.output, len(run.passes)) == bounded[:2], case
-        free = oracle.d2f(fuzz_model(case), *numbers)
-        if free.most_blocks <= blocks and free.most_positions <= canvas:
+        bounds = {"max_active_blocks": blocks, "canvas_length": canvas}
+        bounded = plain_text(case, "d2f", **bounds)
+        assert (run.output, len(run.passes)) == bounded.result(), case
+        free = plain_text(case, "d2f")
+        most_blocks, most_positions = most_bounds(free)
+        if most_blocks <= blocks and most_positions <= canvas:
             unbound += 1
-            assert run.output == free.tokens, case
+            assert run.output == free.answer(), case
     assert unbound > 5
 
 
@@ -354,18 +376,14 @@ def block_case(rng: np.random.Generator, seed: int, shift: bool) -> dict[str, An
     return case
 
 
-def block_policy(case: dict[str, Any]) -> tuple[oracle.Policy, dict[str, Any]]:
-    """The oracle's policy of a case, and the request arguments that ask for it."""
+def block_arguments(case: dict[str, Any]) -> dict[str, Any]:
+    """The request arguments that ask for a case's policy."""
     if case["ranking"] == "threshold":
-        return oracle.threshold_policy(case["accept"]), {
-            "dllm_threshold": case["accept"]
-        }
+        return {"dllm_threshold": case["accept"]}
     if case["ranking"] == "factor":
-        return oracle.factor_policy(case["factor"]), {"dllm_factor": case["factor"]}
-    if case["shift"]:
-        extra = {"dllm_steps": case["steps"], "dllm_eps": case["eps"]}
-        return oracle.time_policy(case["eps"]), extra
-    return oracle.quota_policy, {"dllm_steps": case["steps"]}
+        return {"dllm_factor": case["factor"]}
+    schedule = {"dllm_steps": case["steps"]}
+    return schedule | ({"dllm_eps": case["eps"]} if case["shift"] else {})
 
 
 @pytest.mark.parametrize("shift", [False, True])
@@ -375,11 +393,14 @@ def test_block_diffusion_equals_the_two_pass_form(shift: bool) -> None:
     dllm = {"strategy": "block_diffusion", "block_length": 8, "canvas_length": 16}
     loop = Loop(dllm, shift, slots=num_cases, max_model_len=40)
     cases = [block_case(rng, seed, shift) for seed in range(num_cases)]
-    policies, extras = zip(*map(block_policy, cases), strict=True)
-    runs = run_batch(loop, cases, list(extras))
-    for case, policy, run in zip(cases, policies, runs, strict=True):
-        expected = oracle.block_diffusion(fuzz_model(case), policy, case["steps"])
-        assert (run.output, len(run.passes)) == expected[:2], case
+    runs = run_batch(loop, cases, [block_arguments(case) for case in cases])
+    for case, run in zip(cases, runs, strict=True):
+        text = plain_text(case, "block_diffusion")
+        assert (run.output, len(run.passes)) == text.result(), case
+        # The two-pass form: with a canvas of one block, storing one takes a forward.
+        size = case["block_length"]
+        two_pass = plain_text(case, "block_diffusion", canvas_length=size)
+        assert two_pass.answer() == run.output, case
 
 
 def test_a_canvas_of_one_block_costs_a_pass_per_block() -> None:

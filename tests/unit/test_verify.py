@@ -13,7 +13,7 @@ from dllm_plugin.commands.verify.engine_side import Decided
 from dllm_plugin.commands.verify.own_code import OwnCode
 from dllm_plugin.reference.checkpoint import load_weights
 from dllm_plugin.reference.sizes import Sizes
-from dllm_plugin.reference.watch import Step
+from dllm_plugin.reference.text import Step
 
 MASK = 3
 ROW = torch.tensor([10.0, 9.99, 2.0, 50.0])

@@ -22,12 +22,23 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
 MAX_TOKENS = 128
+# Problems of several steps, whose answers take many forwards of any model.
 PROMPTS = (
-    "Why is the sky blue?",
-    "Write a Python function that reverses a string.",
-    "Anna has 48 pencils and gives 26 of them to Omar. How many does she have now?",
-    "List three differences between rivers and lakes.",
-    "Translate into German: The train leaves at seven.",
+    "A train starts with 45 people. At the first stop 12 people get on. At the second "
+    "stop 18 people get off. At the last stop 25 people get on. How many people are on "
+    "the train now?",
+    "A school has 6 classes of 21 children, and all go on a trip. 5 children can not "
+    "come. 5 teachers come too. They go in 6 buses, the same number in each. How many "
+    "people are in each bus?",
+    "Anna has 48 pencils and Omar has 26. Omar gives all of them to Anna. The next day "
+    "Anna gets another 17 pencils. Then Anna loses 9 of the pencils. How many pencils "
+    "does Anna have now?",
+    "Sam works 8 hours for 15 dollars an hour. Leo gives Sam 32 dollars more. Sam "
+    "spends 25 dollars on food. A bike costs 206 dollars. How many more dollars does "
+    "Sam need?",
+    "Max has 7 more cookies than Maya, who has 9. Maya gives Max 30 more cookies. Then "
+    "4 children come and each child takes 6 cookies. How many cookies does Max have "
+    "now?",
 )
 
 
@@ -104,6 +115,7 @@ def _decode_by_engine(
         model_config = llm.llm_engine.model_config
         if model_config.architecture not in FAMILIES:
             raise ValueError(f"{model_config.architecture} is not served by DiffuPlug")
+        second_opinion.check(engine_side.config_of(llm))
         jobs, decodes = [_job(llm, text) for text in texts], []
         for i, job in enumerate(jobs):
             found = engine_side.decode(
@@ -159,5 +171,8 @@ def _compare(
     end = len(job.prompt) + len(theirs.tokens)
     watcher = Watcher(theirs.decided, end, job.config.mask_token_id, compared.rounding)
     return Verdict(
-        theirs, second_opinion.decode(model, job, watcher), compared, watcher.difference
+        theirs,
+        second_opinion.decode_job(model, job, watcher),
+        compared,
+        watcher.difference,
     )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dllm_plugin.commands.verify.engine_side import Decided
-from dllm_plugin.reference.watch import Step
+from dllm_plugin.reference.text import Step
 
 GEMM = 64 * 2.0**-24  # of sums in float32, whatever is stored
 SURE = 4  # times the expected rounding is no rounding

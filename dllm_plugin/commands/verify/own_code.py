@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dllm_plugin.reference.model import Slots
+from dllm_plugin.reference.text import Slots
 
 NAMES = ("AutoModelForCausalLM", "AutoModel")
 

@@ -10,8 +10,8 @@ from typing import Any
 from dllm_plugin.commands.machine import installation
 from dllm_plugin.commands.verify.compare import Compared, Difference
 from dllm_plugin.commands.verify.engine_side import Decode
-from dllm_plugin.commands.verify.second_opinion import Opinion
 from dllm_plugin.config.decode import DecodeConfig
+from dllm_plugin.reference.text import Result
 
 Spell = Callable[[list[int]], str]
 
@@ -21,7 +21,7 @@ class Verdict:
     """Hold both sides of one prompt."""
 
     theirs: Decode
-    ours: Opinion
+    ours: Result
     compared: Compared
     difference: Difference | None
 

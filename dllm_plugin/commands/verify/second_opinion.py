@@ -1,20 +1,22 @@
-"""Decode by the plain loop of a strategy and policy, whatever model computes the forward."""
+"""Decode a prompt by the plain loop of the engine's strategy, with any model's forward."""
 
+import dataclasses
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from dllm_plugin.config.decode import DecodeConfig, RequestConfig
+from dllm_plugin.config.options import Numbers
 from dllm_plugin.config.request.arguments import request_config
-from dllm_plugin.reference import full_attention, grid_blocks, prompt_blocks
-from dllm_plugin.reference.full_text import FullText
-from dllm_plugin.reference.full_text import Rules as FullRules
-from dllm_plugin.reference.model import Forward
-from dllm_plugin.reference.sub_blocks import sub_blocks
-from dllm_plugin.reference.watch import Step
+from dllm_plugin.reference.loops import LOOPS, decode
+from dllm_plugin.reference.rules import SUB_BLOCKS, Rules
+from dllm_plugin.reference.text import Model, Result, Step, Text
+
+# Tokens that these options ban are not given to the plain loops.
+NOT_COMPARED = ("logits_eos_inf", "confidence_eos_eot_inf")
 
 
 class Job(NamedTuple):
-    """Hold what is decoded, and by which numbers."""
+    """Store a prompt and the options by which it is decoded."""
 
     prompt: list[int]
     max_tokens: int
@@ -24,29 +26,72 @@ class Job(NamedTuple):
 
     @property
     def request(self) -> RequestConfig:
-        """Return the configuration of a request that asks for nothing."""
+        """Return the configuration of a request without arguments of its own."""
         return request_config(self.config, {}, self.max_tokens)
 
 
-class Opinion(NamedTuple):
-    """Hold what a loop made of a prompt."""
+def check(config: DecodeConfig) -> None:
+    """Raise ValueError for a policy or option that the plain loops do not compute."""
+    if config.method.floats:
+        raise ValueError(
+            f"verify compares engines with adaptive 'off', not {config.adaptive!r}"
+        )
+    loop, policy = LOOPS[_name(config)], config.policy
+    if policy not in loop.policies:
+        raise ValueError(
+            f"verify has no plain loop for policy {policy!r} with strategy "
+            f"{config.strategy!r}; pass one of these by --policy: "
+            f"{', '.join(loop.policies)}"
+        )
+    values = dataclasses.asdict(config.defaults)
+    defaults = {field.name: field.default for field in dataclasses.fields(Numbers)}
+    for name in sorted(config.method.options_read(policy) - _known()):
+        value = values[name]
+        if value != defaults.get(name):
+            raise ValueError(
+                f"verify has no plain loop for {name} {value!r}: leave it out"
+            )
 
-    tokens: list[int]
-    forwards: int
+
+def decode_job(model: Model, job: Job, watch: Callable[[Step], None]) -> Result:
+    """Decode a prompt; `watch` is called after each forward."""
+    text = Text(
+        model,
+        job.prompt,
+        job.max_tokens,
+        rules_of(job),
+        job.stop,
+        job.max_model_len,
+        watch=watch,
+    )
+    return decode(text)
 
 
-def decode(model: Forward, job: Job, watch: Callable[[Step], None]) -> Opinion:
-    """Decode a prompt; `watch` is called behind each forward."""
-    method = job.config.method
-    if method.full_attention:
-        return _full_attention(model, job, watch)
-    if job.config.family.absolute_grid:
-        return _grid(model, job, watch)
-    return _behind_the_prompt(model, job, watch)
+def rules_of(job: Job) -> Rules:
+    """Return the options of the plain loop."""
+    request = dataclasses.asdict(job.request)
+    given = {name: request[name] for name in _known() if name in request}
+    return Rules(
+        strategy=_name(job.config),
+        on_grid=job.config.family.absolute_grid,
+        canvas_length=job.config.canvas_length,
+        **given,
+    )
+
+
+def _known() -> set[str]:
+    """Return the options that the plain loops compute."""
+    names = {field.name for field in dataclasses.fields(Rules)}
+    return names - {*NOT_COMPARED}
+
+
+def _name(config: DecodeConfig) -> str:
+    """Return the loop of an engine's strategy."""
+    return SUB_BLOCKS if config.dedicated_commit else config.strategy
 
 
 def blocks_of(job: Job, length: int) -> list[int]:
-    """Number the blocks of the first positions; a query sees its own block and earlier ones."""
+    """Number the blocks of the first positions; a query sees its and earlier blocks."""
     if job.config.method.full_attention:
         return [0] * length
     start, size = len(job.prompt), job.request.block_length
@@ -56,89 +101,10 @@ def blocks_of(job: Job, length: int) -> list[int]:
 
 
 def first_stop(job: Job) -> int:
-    """Return the end of what both sides compute alike in the first forward."""
+    """Return the end of the positions that both sides compute in the first forward."""
     start, size = len(job.prompt), job.request.block_length
     if job.config.method.full_attention:
         return job.max_model_len
     if job.config.family.absolute_grid:
         return min((start // size + 1) * size, job.max_model_len)
     return min(start + size, job.max_model_len)
-
-
-def _full_attention(model: Forward, job: Job, watch: Callable[[Step], None]) -> Opinion:
-    request = job.request
-    rules = FullRules(
-        job.config.strategy,
-        request.policy,
-        request.block_length,
-        request.steps,
-        request.threshold,
-        request.factor,
-        request.eps,
-        full_refresh_every=request.full_refresh_every,
-        refresh_before=request.refresh_before,
-        suffix_window=request.suffix_window,
-    )
-    text = FullText(
-        *(model, job.prompt, job.max_tokens, rules, job.config.canvas_length, job.stop),
-        max_model_len=job.max_model_len,
-        watch=watch,
-    )
-    full_attention.decode(text)
-    return Opinion(text.answer(), len(text.passes))
-
-
-def _behind_the_prompt(
-    model: Forward, job: Job, watch: Callable[[Step], None]
-) -> Opinion:
-    request = job.request
-    text = prompt_blocks.Text(
-        *(model, job.prompt, job.max_tokens, request.block_length, job.stop),
-        max_model_len=job.max_model_len,
-        watch=watch,
-    )
-    if not job.config.method.next_block:
-        prompt_blocks.d2f(
-            text,
-            request.threshold,
-            request.block_add_threshold,
-            request.decoded_token_threshold,
-            request.policy,
-            job.config.canvas_length,
-            request.max_active_blocks,
-        )
-        return Opinion(text.answer(), text.passes)
-    numbers = (request.threshold, request.steps, request.factor, request.eps)
-    prompt_blocks.block_diffusion(text, request.policy, *numbers)
-    # Where the next block rides along, storing one takes no forward.
-    stored = 0 if job.config.computes_next_block else text.commit_passes
-    return Opinion(text.answer(), text.passes + stored)
-
-
-def _grid(model: Forward, job: Job, watch: Callable[[Step], None]) -> Opinion:
-    request = job.request
-    rules = grid_blocks.Rules(
-        threshold=request.threshold,
-        steps=request.steps,
-        sub_block_length=request.sub_block_length or None,
-        editing_threshold=request.editing_threshold
-        if request.policy in EDITING
-        else None,
-        max_post_steps=request.max_post_steps,
-        num_to_transfer=request.num_to_transfer,
-        policy=request.policy,
-        factor=request.factor,
-    )
-    text = grid_blocks.GridText(
-        *(model, job.prompt, job.max_tokens, request.block_length, job.stop),
-        max_model_len=job.max_model_len,
-        watch=watch,
-    )
-    if job.config.dedicated_commit:
-        sub_blocks(text, rules)
-    else:
-        grid_blocks.active_blocks(text, rules, job.config.canvas_length)
-    return Opinion(text.answer(), text.passes)
-
-
-EDITING = ("joint_threshold",)

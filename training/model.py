@@ -1,11 +1,12 @@
-"""Compute LLaDA in plain torch, the reference implementation, with weights by checkpoint names.
+"""Compute LLaDA in a batch and with gradients, which the plain model does not.
 
-Tensor suffixes: B requests, T positions, D d_model, V vocabulary. Training, gate and tests share
-this forward. Architecture: GSAI-ML/LLaDA-8B-Instruct (RMSNorm, half-split RoPE in float32,
-silu(ff_proj x) * up_proj x, no biases, untied head, no mask of its own).
+The plain model of `dllm_plugin.reference` computes one text with every score in float32.
+Training needs batches, gradients, a compiler and memory-saving attention, and writes its
+weights under LLaDA's names. Architecture: GSAI-ML/LLaDA-8B-Instruct (RMSNorm, half-split
+RoPE in float32, silu(ff_proj x) * up_proj x, no biases, untied head).
+Tensor suffixes: B requests, T positions, D d_model, V vocabulary.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +20,12 @@ Weights = Mapping[str, Tensor]
 PREFIX = "model.transformer."
 ADAPTER_PREFIX = "base_model.model."
 ADAPTED = ("q_proj", "k_proj", "v_proj", "attn_out")
+PADDING_BLOCK = 1 << 20  # the block of padding, which no other position sees
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Hold the sizes of a LLaDA model under the names of its config.json."""
+    """Store the sizes of a LLaDA model under the names of its config.json."""
 
     d_model: int = 192
     n_heads: int = 6
@@ -32,12 +34,6 @@ class Shape:
     vocab_size: int = 512
     rope_theta: float = 500000.0
     rms_norm_eps: float = 1e-5
-
-    @classmethod
-    def load(cls, folder: Path) -> "Shape":
-        """Read the sizes from `folder`/config.json."""
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        return cls(**{name: config[name] for name in cls.__dataclass_fields__})
 
 
 def linear_names(shape: Shape) -> dict[str, tuple[int, int]]:
@@ -147,14 +143,7 @@ def merge_adapter(
     return merged
 
 
-def load_weights(folder: Path, adapter: Path | None = None) -> dict[str, Tensor]:
-    """Load checkpoint weights as float32 and merge the adapter in the folder `adapter`, if any."""
-    weights = {n: t.float() for n, t in load_file(folder / "model.safetensors").items()}
-    if adapter is None:
-        return weights
-    config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
-    tensors = {
-        n: t.float()
-        for n, t in load_file(adapter / "adapter_model.safetensors").items()
-    }
-    return merge_adapter(weights, tensors, config["lora_alpha"] / config["r"])
+def load_weights(folder: Path) -> dict[str, Tensor]:
+    """Load checkpoint weights as float32."""
+    stored = load_file(folder / "model.safetensors")
+    return {name: tensor.float() for name, tensor in stored.items()}

@@ -1,0 +1,194 @@
+"""Decode by D2F or block diffusion: one or several blocks at once, on either grid.
+
+Each forward computes the whole text again. D2F is arXiv 2508.09192; block diffusion
+with the policy ``joint_threshold`` replaces decided tokens as LLaDA2.1 does.
+"""
+
+from dllm_plugin.reference.numbers import (
+    dream_quota,
+    factor_count,
+    factor_limit,
+    float32,
+)
+from dllm_plugin.reference.proposing import Proposals, best_first, propose
+from dllm_plugin.reference.rules import D2F, EDITING, FAR, Rules
+from dllm_plugin.reference.text import Text
+
+
+def decode_blocks(text: Text) -> None:
+    """Denoise the open blocks until the answer is known.
+
+    Leading finished blocks are stored by the next forward, which then no longer
+    computes them.
+    """
+    rules, edits = text.rules, text.rules.policy == EDITING
+    first = opened = step = denoised = checks = 0
+    full: set[int] = set()
+    saw_stop, settled = False, 0 if edits else FAR
+    while text.final(settled) is None:
+        if opens_block(text, first, opened, saw_stop):
+            text.append_masks(text.starts[opened + 1])
+            opened += 1
+        active = [i for i in range(first, opened) if text.masked_in(i)]
+        full |= activated(text, first, opened)
+        num_stored = (active[0] if active else opened) - first
+        if edits:
+            num_stored = min(num_stored, 1)
+        rows = rows_to_decide(text, first, active)
+        logits = text.predict()
+        found = propose(text, logits[rows], rows, denoised)
+        replaced: list[int] = []
+        if edits and (num_stored == 0 or checks < rules.max_post_steps):
+            replaced = tokens_to_replace(text, found, first)
+        written = []
+        for i in active:
+            quota = int(i in full)
+            if i == active[0]:
+                quota = first_quota(text, i, step)
+            written += choose(text, candidates(text, i), found, quota)
+        checked = num_stored > 0 and bool(replaced)
+        if checked:
+            # The block stays, and what was decided after it was decided too early.
+            num_stored, checks = 0, checks + 1
+            written = [] if most_active(rules) == 1 else written
+        if active:
+            is_done = set(candidates(text, active[0])) <= set(written)
+            step = 0 if is_done else step + 1
+        denoised += bool(active) or checked
+        for p in replaced + written:
+            text.write(p, found[p])
+        start, end = text.starts[first], text.starts[opened]
+        text.end_forward(start, end, end, found)
+        saw_stop = has_stop(text, start, end) or (saw_stop and not edits)
+        if edits:
+            is_last = checked and checks == rules.max_post_steps
+            settled = text.starts[first + (num_stored or int(is_last))]
+        first += num_stored
+        checks = checks if checked else 0
+
+
+def has_stop(text: Text, start: int, end: int) -> bool:
+    """Return whether the answer has a stop token in [start, end)."""
+    tokens = text.tokens[max(start, len(text.prompt)) : end]
+    return any(token in text.stop for token in tokens)
+
+
+def most_active(rules: Rules) -> int:
+    """Return how many blocks may be denoised at once."""
+    if rules.max_active_blocks is not None:
+        return rules.max_active_blocks
+    return FAR if rules.strategy == D2F else 1
+
+
+def opens_block(text: Text, first: int, opened: int, saw_stop: bool) -> bool:
+    """Return whether a forward computes another block than the one before it."""
+    rules, most = text.rules, most_active(text.rules)
+    if saw_stop or opened == text.num_blocks:
+        return False
+    if text.starts[opened + 1] - text.starts[first] > rules.canvas_length:
+        return False
+    busy = list(range(first, opened))
+    if rules.strategy != D2F:
+        busy = [i for i in busy if text.masked_in(i)]
+    if len(busy) >= most:
+        return False
+    if opened == first:
+        return True
+    enough = 1.0 if most == 1 and rules.strategy != D2F else rules.block_add_threshold
+    return decided_share(text, opened - 1) >= float32(enough)
+
+
+def activated(text: Text, first: int, opened: int) -> set[int]:
+    """Return the blocks that must decide a position in every forward."""
+    found = {first}
+    for i in range(first, opened):
+        if decided_share(text, i) >= float32(text.rules.decoded_token_threshold):
+            found.add(i + 1)
+    return found
+
+
+def decided_share(text: Text, index: int) -> float:
+    """Return the share of a block that is decided, in float32 as the engine compares."""
+    size = text.starts[index + 1] - text.starts[index]
+    return float32((size - len(text.masked_in(index))) / size)
+
+
+def rows_to_decide(text: Text, first: int, active: list[int]) -> list[int]:
+    """Return the positions that a forward may decide, or replace in the first block."""
+    rows: set[int] = set()
+    if text.rules.policy == EDITING:
+        low = max(text.starts[first], len(text.prompt))
+        rows.update(range(low, text.starts[first + 1]))
+    for i in active:
+        rows.update(candidates(text, i))
+    return sorted(rows)
+
+
+def candidates(text: Text, index: int) -> list[int]:
+    """Return the masked positions of a block's first sub-block that has any."""
+    masked, low = text.masked_in(index), text.starts[index]
+    size = text.rules.sub_block_length or text.block_length
+    return [p for p in masked if (p - low) // size == (masked[0] - low) // size]
+
+
+def first_quota(text: Text, index: int, step: int) -> int:
+    """Return how many positions the first unfinished block decides at least."""
+    rules, size = text.rules, text.block_length
+    if rules.policy == EDITING:
+        return rules.num_to_transfer
+    if rules.strategy == D2F or (rules.policy == "threshold" and not rules.on_grid):
+        return 1
+    if step >= text.steps - 1:
+        return size
+    if not rules.on_grid:
+        if text.model.shift:
+            left = len(text.masked_in(index))
+            return dream_quota(left, text.steps, step, rules.eps)
+        size = text.starts[index + 1] - text.starts[index]
+    return size // text.steps + (step < size % text.steps)
+
+
+def choose(text: Text, masked: list[int], found: Proposals, quota: int) -> list[int]:
+    """Return the positions that take their proposals."""
+    rules, order = text.rules, best_first(masked, found)
+    if rules.strategy == D2F or rules.policy in ("threshold", EDITING):
+        return sure_or_best(text, order, found, quota)
+    scores = [found[p].score for p in order]
+    if rules.policy == "factor":
+        quota = factor_count(scores, rules.factor)
+        limits = [factor_limit(j, rules.factor) for j in range(len(scores))]
+        text.close_choice(*(scores[j] - limits[j] for j in range(1, len(scores))))
+    elif 0 < quota < len(order):
+        text.close_choice(scores[quota - 1] - scores[quota])
+    return order[:quota]
+
+
+def sure_or_best(
+    text: Text, order: list[int], found: Proposals, quota: int
+) -> list[int]:
+    """Return the positions above the threshold, or the best ones if that is too few."""
+    limit = float32(text.rules.threshold)
+    text.close_choice(*(found[p].confidence - limit for p in order))
+    sure = [p for p in order if found[p].confidence > limit]
+    if len(sure) >= quota:
+        return sure
+    if quota < len(order):
+        text.close_choice(found[order[quota - 1]].score - found[order[quota]].score)
+    return order[:quota]
+
+
+def tokens_to_replace(text: Text, found: Proposals, first: int) -> list[int]:
+    """Return decided positions for which the model is sure of another token."""
+    limit, positions = float32(text.rules.editing_threshold), []
+    low = max(text.starts[first], len(text.prompt))
+    for p in range(low, text.starts[first + 1]):
+        proposal, token = found[p], text.tokens[p]
+        if token == text.model.mask_id:
+            continue
+        if proposal.token != token:
+            text.close_choice(proposal.confidence - limit)
+            if proposal.confidence > limit:
+                positions.append(p)
+        elif proposal.confidence > limit - 1e-3:
+            text.close_call(proposal.gap)
+    return positions

@@ -1,0 +1,48 @@
+"""List the plain loops: one for each strategy, all with one signature."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from dllm_plugin.reference import rules
+from dllm_plugin.reference.blocks import decode_blocks
+from dllm_plugin.reference.full_attention import decode_full_attention
+from dllm_plugin.reference.sub_blocks import decode_sub_blocks
+from dllm_plugin.reference.text import Result, Text
+from dllm_plugin.reference.widths import decode_widths
+
+RANKED = ("low_confidence", "entropy", "topk_margin", "random")
+GRID = ("threshold", "factor", *RANKED, "sequential")
+
+
+class Loop(NamedTuple):
+    """Store the function of a loop, which decodes a text, and the policies it knows."""
+
+    decode: Callable[[Text], None]
+    policies: tuple[str, ...]
+
+
+FULL = Loop(decode_full_attention, ("threshold", "factor", *RANKED, "origin"))
+LOOPS = {
+    rules.D2F: Loop(decode_blocks, ("threshold", "entropy", "topk_margin")),
+    rules.BLOCK_DIFFUSION: Loop(decode_blocks, (*GRID, rules.EDITING)),
+    rules.SUB_BLOCKS: Loop(decode_sub_blocks, GRID),
+    rules.SEMI_AUTOREGRESSIVE: FULL,
+    rules.PREFIX_CACHE: FULL,
+    rules.DUAL_CACHE: FULL,
+    rules.WIDTHS: Loop(decode_widths, ("threshold",)),
+}
+
+
+def decode(text: Text) -> Result:
+    """Decode a text by the loop of its rules.
+
+    Raises ValueError for a policy that the loop does not know.
+    """
+    loop, policy = LOOPS[text.rules.strategy], text.rules.policy
+    if policy not in loop.policies:
+        raise ValueError(
+            f"the plain loop of {text.rules.strategy} does not know the policy "
+            f"{policy!r}, only {', '.join(loop.policies)}"
+        )
+    loop.decode(text)
+    return text.result()

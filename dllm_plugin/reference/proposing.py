@@ -1,0 +1,123 @@
+"""Propose a token for each position, and score the positions."""
+
+import torch
+from torch import Tensor
+
+from dllm_plugin.reference.numbers import (
+    ALG_TEMP_ORDER,
+    RANDOM_ORDER,
+    counter_uniform,
+    counter_uniforms,
+)
+from dllm_plugin.reference.rules import FULL_ATTENTION
+from dllm_plugin.reference.text import Proposal, Text
+
+Proposals = dict[int, Proposal]
+
+
+def propose(text: Text, logits: Tensor, positions: list[int], step: int) -> Proposals:
+    """Propose a token for positions by their logits ``[N, V]``.
+
+    `step` selects the random numbers. LLaDA's own loop reads confidences before
+    temperature, all other loops after temperature and filters.
+    """
+    if not positions:
+        return {}
+    rules, raw = text.rules, logits
+    logits = _without(logits, [text.model.mask_id])
+    if rules.logits_eos_inf:
+        logits = _without(logits, [rules.eos])
+    is_tempered = text.model.shift or rules.strategy not in FULL_ATTENTION
+    noisy = logits
+    if is_tempered:
+        logits = _filter(text, logits / (rules.temperature or 1.0))
+        noisy = logits.log_softmax(-1)
+    if rules.temperature > 0:
+        # The logarithm of exp(logits) / (-ln U) ** temperature.
+        power = 1.0 if is_tempered else rules.temperature
+        noisy = noisy.double() + power * _noise(text, noisy, positions, step)
+    best = noisy.topk(2).values
+    gaps = (best[:, 0] - best[:, 1]).tolist()
+    tokens = noisy.argmax(-1)
+    if rules.confidence_eos_eot_inf:
+        # LLaDA's loop bans EOS in the logits with noise, which are others.
+        greedy = [] if rules.temperature > 0 else [rules.eos]
+        logits = _without(logits, [*greedy, rules.eot])
+    probs = logits.softmax(-1)
+    confidence = probs.gather(1, tokens[:, None]).squeeze(1)
+    score = _score(text, probs, confidence, positions, step)
+    columns = (tokens.tolist(), confidence.tolist(), score.tolist(), gaps, raw)
+    rows = zip(*columns, strict=True)
+    return {p: Proposal(*row) for p, row in zip(positions, rows, strict=True)}
+
+
+def best_first(positions: list[int], found: Proposals) -> list[int]:
+    """Sort positions by falling score, equal ones from left to right."""
+    return sorted(positions, key=lambda p: (-found[p].score, p))
+
+
+def uniforms(text: Text, order: int, positions: list[int], step: int) -> Tensor:
+    """Return a uniform number of each position; `order` selects the stream."""
+    if text.uniform is not None:
+        numbers = [text.uniform(p, step) for p in positions]
+    else:
+        seed = text.rules.seed ^ order
+        numbers = [counter_uniform(seed, p, step) for p in positions]
+    return torch.tensor(numbers)
+
+
+def _without(logits: Tensor, tokens: list[int]) -> Tensor:
+    """Return logits in which tokens have no probability."""
+    logits = logits.clone()
+    logits[:, tokens] = float("-inf")
+    return logits
+
+
+def _noise(text: Text, logits: Tensor, positions: list[int], step: int) -> Tensor:
+    """Return Gumbel noise float64 ``[N, V]``."""
+    rows = []
+    for position in positions:
+        if text.noise is not None:
+            rows.append(text.noise(position, step))
+        else:
+            size = logits.shape[1]
+            rows.append(counter_uniforms(text.rules.seed, position, step, size))
+    uniform = torch.stack(rows).to(logits.device)
+    return -(-uniform.log()).log()
+
+
+def _filter(text: Text, logits: Tensor) -> Tensor:
+    """Filter by top-p and then by top-k, as Dream does at temperature 0 too."""
+    rules, least = text.rules, torch.finfo(torch.float32).min
+    if rules.top_p < 1:
+        values, order = logits.sort(dim=-1, descending=True)
+        mass = values.softmax(-1).cumsum(-1)
+        text.close_call(*(mass - rules.top_p).abs().amin(-1).tolist())
+        dropped = mass > rules.top_p
+        dropped = torch.cat([torch.zeros_like(dropped[:, :1]), dropped[:, :-1]], dim=-1)
+        logits = logits.masked_fill(dropped.gather(1, order.argsort(-1)), least)
+    if rules.top_k:
+        best = logits.topk(rules.top_k).values
+        logits = logits.masked_fill(logits < best[:, -1:], least)
+    return logits
+
+
+def _score(
+    text: Text, probs: Tensor, confidence: Tensor, positions: list[int], step: int
+) -> Tensor:
+    """Return the number by which each position is ranked; larger is more certain."""
+    policy, score = text.rules.policy, confidence
+    if policy == "entropy":
+        score = (probs * (probs + 1e-10).log()).sum(-1)
+    elif policy == "topk_margin":
+        best = probs.topk(2).values
+        score = best[:, 0] - best[:, 1]
+    elif policy == "random":
+        score = uniforms(text, RANDOM_ORDER, positions, step)
+    elif policy == "sequential":
+        score = -torch.tensor(positions, dtype=torch.float64)
+    if text.rules.alg_temp:
+        uniform = uniforms(text, ALG_TEMP_ORDER, positions, step)
+        noise = -(-uniform.log()).log()
+        score = score / text.rules.alg_temp + noise.to(score.device)
+    return score

@@ -1,0 +1,60 @@
+"""Store the options of a plain loop under the names of the engine's options."""
+
+from dataclasses import dataclass
+
+D2F, BLOCK_DIFFUSION, SUB_BLOCKS = "d2f", "block_diffusion", "sub_blocks"
+SEMI_AUTOREGRESSIVE = "semi_autoregressive"
+PREFIX_CACHE, DUAL_CACHE = "prefix_cache", "dual_cache"
+CACHED = (PREFIX_CACHE, DUAL_CACHE)
+FULL_ATTENTION = (SEMI_AUTOREGRESSIVE, *CACHED)
+WIDTHS = "widths"
+EDITING = "joint_threshold"  # the policy that replaces decided tokens
+FAR = 10**9  # more positions than any text has
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Store the options of one text; each is that of a request as ``dllm_NAME``.
+
+    Not an option of a request: `strategy`, a key of `LOOPS`; `on_grid`, whether blocks
+    start at multiples of their length instead of at the end of the prompt; `widths`,
+    the canvas positions that each forward computes, the last one for all further
+    forwards; `eos` and `eot`, the tokens that `logits_eos_inf` and
+    `confidence_eos_eot_inf` ban.
+
+    None means: `block_length` the whole canvas, `steps` as many as a block has
+    positions, `max_active_blocks` one in block diffusion and any number in D2F,
+    `sub_block_length` no sub-blocks, `refresh_before` from the start of the answer,
+    `suffix_window` the whole canvas.
+    """
+
+    strategy: str
+    policy: str = "threshold"
+    block_length: int | None = None
+    canvas_length: int = FAR
+    on_grid: bool = False
+    threshold: float = 0.9
+    steps: int | None = None
+    factor: float = 1.0
+    eps: float = 1e-3
+    temperature: float = 0.0
+    seed: int = 0
+    top_p: float = 1.0
+    top_k: int = 0
+    alg_temp: float | None = None
+    max_active_blocks: int | None = None
+    block_add_threshold: float = 0.1
+    decoded_token_threshold: float = 0.95
+    sub_block_length: int | None = None
+    editing_threshold: float = 0.5
+    max_post_steps: int = 16
+    num_to_transfer: int = 1
+    cfg_scale: float = 0.0
+    logits_eos_inf: bool = False
+    confidence_eos_eot_inf: bool = False
+    eos: int = -1
+    eot: int = -1
+    full_refresh_every: int = 1
+    refresh_before: int | None = None
+    suffix_window: int | None = None
+    widths: tuple[int, ...] = ()
