@@ -1,16 +1,21 @@
 """What `diffuplug verify` calls a difference, and what a near tie; no engine."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from refusals import resolved
 from test_layers import TREES, imports
 
+from dllm_plugin.commands.verify import second_opinion
 from dllm_plugin.commands.verify.command import PROMPTS, read_prompts
 from dllm_plugin.commands.verify.compare import Watcher, compare_first_forward
 from dllm_plugin.commands.verify.engine_side import Decided
 from dllm_plugin.commands.verify.own_code import OwnCode
+from dllm_plugin.commands.verify.second_opinion import Job
 from dllm_plugin.reference.checkpoint import load_weights
 from dllm_plugin.reference.sizes import Sizes
 from dllm_plugin.reference.text import Step
@@ -146,6 +151,37 @@ def test_weights_are_read_strictly(
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=sentence):
         load_weights(tmp_path, Sizes.load(checkpoints / "tiny-sdar"))
+
+
+def test_a_policy_without_a_plain_loop_is_refused() -> None:
+    config = resolved(strategy="block_diffusion")
+    second_opinion.check(config)
+    new = replace(config, defaults=replace(config.defaults, policy="nearest"))
+    with pytest.raises(ValueError, match="no plain loop for policy 'nearest'"):
+        second_opinion.check(new)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"strategy": "d2f", "adaptive": "throughput"}, "not 'throughput'"),
+        ({"logits_eos_inf": True}, "no plain loop for logits_eos_inf True"),
+    ],
+)
+def test_an_option_without_a_plain_loop_is_refused(
+    options: dict[str, Any], sentence: str
+) -> None:
+    options = {"strategy": "semi_autoregressive"} | options
+    with pytest.raises(ValueError, match=sentence):
+        second_opinion.check(resolved(**options))
+
+
+def test_rules_are_those_of_the_engine() -> None:
+    config = resolved(strategy="dual_cache", suffix_window=8, steps=3)
+    rules = second_opinion.rules_of(Job([1, 2], 40, config, (), 1024))
+    assert (rules.strategy, rules.policy) == ("dual_cache", "threshold")
+    assert (rules.suffix_window, rules.steps, rules.on_grid) == (8, 3, False)
+    assert rules.canvas_length == config.canvas_length
 
 
 class Unmasked(torch.nn.Module):
