@@ -19,6 +19,8 @@ os.environ.setdefault(
     "STAND_IN_TEMPLATE", os.environ.get("PYTEST_XDIST_TESTRUNUID", uuid.uuid4().hex)
 )
 os.environ.setdefault("STAND_IN_PYTHON", sys.executable)
+# As `diffuplug serve` sets it, for what vLLM reads while it is imported must not differ in a fork.
+os.environ.setdefault("VLLM_MAX_STOP_STRINGS", "64")
 multiprocessing.set_executable(PYTHON)
 
 
