@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from diffuplug_bench.options import add_modes, numbers, settings_of
 from diffuplug_bench.settings import ADAPTIVE, MAP, WATCHED
 from dllm_plugin.commands.offline import engine_options
-from dllm_plugin.commands.options import add_model_options, positive
+from dllm_plugin.commands.options import Parser, add_model_options, positive
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of all modes and their options."""
-    parser = argparse.ArgumentParser(
-        prog="diffuplug bench", description="Measure this installation."
-    )
+    parser = Parser(prog="diffuplug bench", description="Measure this installation.")
     modes = parser.add_subparsers(dest="mode", required=True, metavar="MODE")
     host = modes.add_parser(
         "host", help="time per denoising step outside the model forward"

@@ -16,9 +16,9 @@ from diffuplug_bench.request_loop import Ask
 from diffuplug_bench.settings import SWITCHES, Settings
 from diffuplug_bench.worker_extension import EXTENSION, fill_weights
 from dllm_plugin import default_model
+from dllm_plugin.commands.models import check_folder
 from dllm_plugin.commands.offline import (
     BUNDLED_MEMORY,
-    check_folder,
     one_sentence,
     start_engine,
 )

@@ -119,6 +119,7 @@ def server(verbose: bool, keep: bool) -> Iterator[tuple[str, str]]:
     command = [sys.executable, "-m", "dllm_plugin.commands.cli", "serve"]
     command += ["--host", "127.0.0.1", "--port", str(port)]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment.setdefault("VLLM_LOGGING_LEVEL", "INFO")  # the phases of a start
     descriptor, name = tempfile.mkstemp(prefix="diffuplug-demo-", suffix=".log")
     log = Path(name)
     output = None if verbose else descriptor

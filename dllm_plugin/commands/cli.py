@@ -8,36 +8,43 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import dllm_plugin
-from dllm_plugin.commands import extensions, generate, infill, serve, watch
+from dllm_plugin.commands import (
+    extensions,
+    generate,
+    infill,
+    interrupts,
+    serve,
+    watch,
+)
 from dllm_plugin.commands.eval import command as eval_command
 from dllm_plugin.commands.offline import (
+    StartError,
     collecting_later,
     engine_options,
     one_sentence,
     spin_briefly,
 )
-from dllm_plugin.commands.options import add_decode_options, positive
+from dllm_plugin.commands.options import (
+    Parser,
+    add_decode_options,
+    add_model,
+    did_you_mean,
+    positive,
+)
 
+FAILED, WRONG_OPTIONS = 1, 2
 OFFLINE = ("generate", "infill", "eval", "watch")
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Build the parser of all commands and their options."""
-    parser = argparse.ArgumentParser(
-        prog="diffuplug", description="Diffusion language models on vLLM."
-    )
+    parser = Parser(prog="diffuplug", description="Diffusion language models on vLLM.")
     parser.add_argument("--version", action="version", version=dllm_plugin.__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     generate.add_parser(commands)
     infill.add_parser(commands)
-    commands.add_parser(
-        "serve",
-        help="vllm serve; without a model, the bundled one",
-        usage="diffuplug serve [MODEL] [vllm serve options]",
-        description="Passes everything to `vllm serve` (see `vllm serve --help`). Without MODEL "
-        "it serves the bundled model with its D2F adapter under the name 'diffuplug'.",
-    )
+    serve.add_parser(commands)
     watch.add_parser(commands)
     eval_command.add_parser(commands)
     _add_doctor(commands)
@@ -50,9 +57,7 @@ def _add_doctor(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor", help="what is installed and what would be chosen"
     )
-    parser.add_argument(
-        "model", nargs="?", help="folder or hub name (default: the bundled one)"
-    )
+    add_model(parser)
     parser.add_argument("--dtype", default="auto", help="as in vLLM")
     parser.add_argument(
         "--requests", type=positive, help="say which width so many would get"
@@ -75,9 +80,7 @@ def _add_verify(commands: Any) -> None:
     parser = commands.add_parser(
         "verify", help="compare a checkpoint with a second implementation"
     )
-    parser.add_argument(
-        "model", nargs="?", help="folder or hub name (default: the bundled one)"
-    )
+    add_model(parser)
     parser.add_argument(
         "--prompts", metavar="FILE", help="one prompt a line (default: five)"
     )
@@ -97,38 +100,45 @@ def _add_verify(commands: Any) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return 0, or 1 for an error of the user's. Wrong options exit with 2."""
+    """Run one command; return 0, 1 for a failure, or 2 for wrong options."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         dllm_plugin.check_installed_vllm()
-    except ImportError as error:
-        print(f"diffuplug: error: {one_sentence(error)}", file=sys.stderr)
-        return 1
-    if arguments[:1] == ["serve"] and not {"-h", "--help"} & set(arguments[1:2]):
-        serve.run(arguments[1:])
-    args = _parse(arguments)
-    # Standard output is for results. vLLM logs there, at INFO, unless told otherwise.
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    if args.command in OFFLINE:  # they show phases in place of the log
-        if args.model is None:
-            spin_briefly()
-    else:
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    try:
+        args = _parse(arguments)
+        if argv is None:
+            interrupts.end_at_signals()
+        _prepare(args)
         status = _run(args)
         if argv is None and args.command in ("doctor", "eval"):
             _end_process(status)
         return status
     except KeyboardInterrupt:
-        return 130
+        return interrupts.INTERRUPTED
     except BrokenPipeError as error:
         if not _output_is_cut():
-            print(f"diffuplug: error: {one_sentence(error)}", file=sys.stderr)
-            return 1
+            return _failed(error, FAILED)
         return 128 + signal.SIGPIPE
-    except (ValueError, OSError) as error:
-        print(f"diffuplug: error: {one_sentence(error)}", file=sys.stderr)
-        return 1
+    except (ValueError, FileNotFoundError) as error:
+        return _failed(error, WRONG_OPTIONS)
+    except (ImportError, OSError, StartError) as error:
+        return _failed(error, FAILED)
+
+
+def _failed(error: Exception, status: int) -> int:
+    print(f"diffuplug: error: {one_sentence(error)}", file=sys.stderr)
+    return status
+
+
+def _prepare(args: argparse.Namespace) -> None:
+    """Set what vLLM reads in the environment: where it logs, and how much."""
+    if args.command == "serve":
+        return
+    # Standard output is for results. vLLM logs there, at INFO, unless told otherwise.
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    if args.command not in OFFLINE:
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    elif args.model is None:  # these show phases in place of the log
+        spin_briefly()
 
 
 def _end_process(status: int) -> NoReturn:
@@ -153,9 +163,24 @@ def _output_is_cut() -> bool:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    if arguments[:1] == ["bench"]:  # whose package parses what follows
-        return argparse.Namespace(command="bench", arguments=arguments[1:])
-    return build_parser().parse_args(arguments)
+    """Parse a command line; print one sentence and exit with 2 if it is wrong."""
+    command, rest = arguments[:1], arguments[1:]
+    if command == ["bench"]:  # whose package parses what follows
+        return argparse.Namespace(command="bench", arguments=rest)
+    if command == ["serve"] and not {"-h", "--help"} & set(rest):
+        return argparse.Namespace(command="serve", arguments=rest)
+    parser = build_parser()
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        word = unknown[0].partition("=")[0]
+        known = parser.options_of(args.command)
+        parser.error(f"there is no option {word}{did_you_mean(word, known)}")
+    named = getattr(args, "model_option", None)
+    if named is not None:
+        if args.model not in (None, named):
+            parser.error(f"two models are named: {args.model} and {named}")
+        args.model = named
+    return args
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -167,9 +192,12 @@ def _run(args: argparse.Namespace) -> int:
         return watch.run(args)
     if args.command == "eval":
         return eval_command.run(args)
+    if args.command == "serve":
+        return serve.run(args.arguments)
     if args.command == "bench":
         return extensions.load("bench", "diffuplug bench")(args.arguments)
     if args.command == "verify":
+        engine_options(args)  # refuses wrong ones before vLLM is imported
         from dllm_plugin.commands.verify import command as verify_command
 
         return verify_command.run(args)

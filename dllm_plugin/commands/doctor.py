@@ -62,7 +62,7 @@ def run(options: dict[str, Any], load: Load | None = None) -> int:
 
 
 def _report_width(options: dict[str, Any], load: Load) -> None:
-    """Say which width `adaptive` would choose for a load, and what that would bring."""
+    """Print the width that `adaptive` would choose for a load, and its speed."""
     given = options["additional_config"]["dllm"]
     dllm = {"adaptive": "throughput"} | given
     try:
@@ -101,7 +101,7 @@ def _engine_config(options: dict[str, Any]) -> "VllmConfig":
 
 
 def _report_graphs(vllm_config: "VllmConfig", config: DecodeConfig) -> None:
-    """Say which forwards of one length would have full CUDA graphs, where some would."""
+    """Print the lengths of forwards that would have full CUDA graphs, if there are any."""
     graphs = captured_graphs(vllm_config, config)
     what = "width" if config.method.floats else "forwards of"
     for length, counts in sorted(graphs.items()):
@@ -165,7 +165,7 @@ def _report_model(options: dict[str, Any]) -> int:
 
 
 def _graphs(vllm_config: "VllmConfig") -> str:
-    """Say which CUDA graphs are captured, and for how many positions at most."""
+    """Describe the CUDA graphs that are captured, and their largest number of positions."""
     from vllm.config import CUDAGraphMode
 
     compilation = vllm_config.compilation_config
@@ -176,7 +176,7 @@ def _graphs(vllm_config: "VllmConfig") -> str:
 
 
 def _dtype_reason(options: dict[str, Any], additional_config: Any) -> str:
-    """Say who chose the dtype: the user, the hook for CPUs without bfloat16 units, or vLLM."""
+    """Name who chose the dtype: the user, the hook for CPUs without bfloat16 units, or vLLM."""
     if options.get("dtype", "auto") != "auto":
         return "as asked"
     return "auto: " + additional_config.get(

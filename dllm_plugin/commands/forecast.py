@@ -1,4 +1,4 @@
-"""Say which width load would choose, and what it would bring: a forecast, nothing is run."""
+"""Forecast the width that a load would choose, and its speed; nothing is run."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ OPTIONS = ("adaptive", *WINDOWS, "canvas_length")  # of decoding, that only `doc
 
 
 class Load(NamedTuple):
-    """Hold what is asked about.
+    """The load of a forecast.
 
     context  tokens of each request
     p0, lam  acceptance, see :mod:`dllm_plugin.decoding.acceptance`
@@ -82,7 +82,7 @@ def read_acceptance(text: str) -> tuple[float, float]:
 
 
 class Forecast(NamedTuple):
-    """Hold what a load would get.
+    """The width and the speed that a load would get.
 
     tokens    of a request, in a forward
     rate      tokens of all requests in the time of a step of few positions, or in a ms

@@ -114,7 +114,7 @@ def grammar_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(tokens: int, forwards: int, seconds: float) -> str:
-    """Say what an answer cost."""
+    """Format the tokens, forwards and seconds of an answer."""
     per_forward = tokens / max(forwards, 1)
     return (
         f"{tokens} tokens, {forwards} forwards, {per_forward:.2f} tokens per forward, "

@@ -9,24 +9,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dllm_plugin import default_model
-from dllm_plugin.config.options import Options
+from dllm_plugin.commands.models import check_model, read_config
+from dllm_plugin.commands.options import DECODE_OPTIONS, given_options
+from dllm_plugin.decoding.families import ADAPTED_STRATEGIES
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
     from vllm.entrypoints.llm import ChatCompletionMessageParam
 
-# What users of a command may say of decoding.
-DECODE_OPTIONS = (
-    "strategy",
-    "policy",
-    "threshold",
-    "block_length",
-    "lora_path",
-    "kv_cache_layout",
-)
 # vLLM reserves a share of all memory by default. A model of a few megabytes needs far less, and on
 # a CPU vLLM does not start unless that share is free.
 BUNDLED_MEMORY = {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.2}
+
+
+class StartError(Exception):
+    """An engine did not start, for the reason in the message."""
+
 
 # How often threads look whether there is work before they sleep: what libgomp takes by itself where
 # threads outnumber cores. Its usual 300,000 keep a core that another process could use, at each of
@@ -49,14 +47,15 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     The bundled model gets its adapter if the strategy is D2F or `auto`. Raises ValueError for a
     wrong decode option, before anything heavy is imported.
     """
-    given = {name: getattr(args, name) for name in DECODE_OPTIONS}
-    dllm = {name: value for name, value in given.items() if value is not None}
-    Options.from_user(dllm)
+    dllm = given_options(args, DECODE_OPTIONS)
     engine_names = ("dtype", "gpu_memory_utilization")
     engine = {name: getattr(args, name, None) for name in engine_names}
     engine = {name: value for name, value in engine.items() if value is not None}
     if args.model is not None:
-        check_folder(args.model)
+        if args.command == "doctor":  # which reports models of others, too
+            read_config(args.model)
+        else:
+            check_model(args.model)
         return {"model": args.model, "additional_config": {"dllm": dllm}, **engine}
     if uses_adapter(args.strategy):
         dllm.setdefault("lora_path", default_model.adapter_path())
@@ -65,16 +64,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def uses_adapter(strategy: str | None) -> bool:
     """Return whether the bundled model decodes by this strategy with its adapter."""
-    from dllm_plugin.decoding.families import LLADA
-    from dllm_plugin.decoding.methods import choose_method
-
-    return choose_method(strategy or "auto", LLADA, adapted=True)[0].uses_adapter
-
-
-def check_folder(model: str) -> None:
-    """Raise ValueError if `model` is written like a path and there is no such folder."""
-    if model.startswith(("/", ".", "~")) and not os.path.isdir(model):
-        raise ValueError(f"there is no folder {model}")
+    return (strategy or "auto") in ADAPTED_STRATEGIES
 
 
 def bundled_options(dllm: dict[str, Any]) -> dict[str, Any]:
@@ -100,7 +90,7 @@ def collecting_later() -> Iterator[None]:
 
 
 def missing_device() -> str | None:
-    """Say that this machine has no device that the installed vLLM is built for; None if it has."""
+    """Describe the device that the installed vLLM needs and does not find; None if it finds one."""
     import vllm
     from vllm.platforms import current_platform
 
@@ -113,13 +103,13 @@ def missing_device() -> str | None:
 
 
 def start_engine(options: dict[str, Any], log: Path | None = None) -> "LLM":
-    """Start an engine. Raises ValueError if it does not start, with the cause from its log."""
+    """Start an engine. Raises StartError if it does not start, with the cause from its log."""
     try:
         # Not while it starts: processes that it forks would never collect either.
         with collecting_later():
             from vllm import LLM
         if missing := missing_device():
-            raise ValueError(missing)
+            raise StartError(missing)
         # A start collects a dozen times, and each time would walk all that was imported.
         gc.collect()
         gc.freeze()
@@ -131,7 +121,7 @@ def start_engine(options: dict[str, Any], log: Path | None = None) -> "LLM":
             from dllm_plugin.commands.phases import cause
 
             why = f"({error})" if (found := cause(log)) is None else f"(cause: {found})"
-        raise ValueError(f"the engine did not start {why}") from error
+        raise StartError(f"the engine did not start {why}") from error
 
 
 def stop_engine(llm: "LLM") -> None:

@@ -1,9 +1,129 @@
-"""Add the options that several commands share to their parsers. Light imports only."""
+"""Read the options that several commands share from their command lines.
+
+Flags of engine options are made of the options themselves: ``--canvas-length`` is
+``canvas_length``, with its limits as its help. Imports neither torch nor vLLM.
+"""
 
 import argparse
-from typing import Any
+import difflib
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
 
-from dllm_plugin.config.options import KV_CACHE_LAYOUTS
+from dllm_plugin.config.options import OPTIONS, Options
+from dllm_plugin.config.validation import (
+    NAMES,
+    Choice,
+    Flag,
+    Number,
+    Text,
+    WholeNumber,
+)
+
+# What users of a command may say of decoding.
+DECODE_OPTIONS = (
+    "strategy",
+    "policy",
+    "threshold",
+    "block_length",
+    "lora_path",
+    "kv_cache_layout",
+)
+NEAR = 0.9  # of names that are taken for a misspelling of another
+
+
+class Parser(argparse.ArgumentParser):
+    """Parse a command line, and end with one sentence and status 2 if it is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print one sentence in place of argparse's usage, and exit."""
+        print(f"diffuplug: error: {message}", file=sys.stderr)
+        sys.exit(2)
+
+    def options_of(self, command: str) -> list[str]:
+        """Return the options of a command of this parser."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                return list(action.choices[command]._option_string_actions)
+        return list(self._option_string_actions)
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of an option."""
+    return "--" + name.replace("_", "-")
+
+
+def add_flags(parser: Any, names: Iterable[str] = OPTIONS) -> None:
+    """Add a flag for each of these options; its value is None unless it is given."""
+    for name in names:
+        check = OPTIONS[name].check
+        if isinstance(check, Flag):
+            parser.add_argument(
+                flag_of(name),
+                action=argparse.BooleanOptionalAction,
+                default=None,
+                help="switches it on or off",
+            )
+        else:
+            parser.add_argument(
+                flag_of(name), type=_reader(name), metavar="X", help=_limits(name)
+            )
+
+
+def given_options(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """Return the options that a command line gives, checked. Raises ValueError."""
+    values = {name: getattr(args, name) for name in names}
+    given = {name: value for name, value in values.items() if value is not None}
+    Options.from_user(given)
+    return given
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return a question that names the nearest known word, or nothing if none is near."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def check_spelling(arguments: Sequence[str], known: Iterable[str]) -> None:
+    """Raise ValueError for the first argument that is a misspelling of one of our flags."""
+    flags = list(known)
+    for argument in arguments:
+        word = argument.partition("=")[0].partition(".")[0]
+        if not word.startswith("--") or word in flags:
+            continue
+        near = difflib.get_close_matches(word, flags, n=1, cutoff=NEAR)
+        if near and abs(len(near[0]) - len(word)) <= 2:
+            raise ValueError(f"there is no option {word}; did you mean {near[0]}?")
+
+
+def _reader(name: str) -> Any:
+    """Return what makes a value of a text; the option's own check refuses what is no value."""
+    if isinstance(OPTIONS[name].check, Choice | Text):
+        return str
+
+    def read(text: str) -> Any:
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+
+    return read
+
+
+def _limits(name: str) -> str:
+    """Describe the values that an option accepts."""
+    check = OPTIONS[name].check
+    if name in NAMES:
+        return ", ".join(NAMES[name])
+    if isinstance(check, Choice):
+        return ", ".join(check.known())
+    if isinstance(check, Number):
+        return f"a number from {check.low:g} to {check.high:g}"
+    if isinstance(check, WholeNumber):
+        most = "" if check.high is None else f" to {check.high}"
+        return f"a whole number from {check.low}{most or ' on'}"
+    return "a folder"
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -22,18 +142,14 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def add_decode_options(parser: Any) -> None:
     """Add the decode options that a command takes, to a parser or a group of one."""
-    # `Options.from_user` checks them and names the known values.
-    # Their names are known to code that imports torch, which `--help` does not wait for.
-    parser.add_argument("--strategy", help="what a step computes (docs/strategies.md)")
-    parser.add_argument(
-        "--policy", help="which positions a step unmasks (docs/strategies.md)"
-    )
-    parser.add_argument(
-        "--threshold", type=float, help="confidence that a position needs"
-    )
-    parser.add_argument("--block-length", type=int, help="positions of a block")
-    parser.add_argument("--lora-path", help="D2F adapter to merge into the weights")
-    parser.add_argument("--kv-cache-layout", help=", ".join(KV_CACHE_LAYOUTS))
+    add_flags(parser, DECODE_OPTIONS)
+
+
+def add_model(parser: Any) -> None:
+    """Add the model of a command, as its argument and as ``--model``."""
+    words = "folder or hub name (default: the bundled model)"
+    parser.add_argument("model", nargs="?", help=words)
+    parser.add_argument("--model", dest="model_option", metavar="MODEL", help=words)
 
 
 def add_verbose(parser: argparse.ArgumentParser) -> None:

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any, Self, TextIO
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.status import Status
 from tqdm import tqdm
+
+from dllm_plugin.commands.interrupts import cleaning_up
 
 # What vLLM logs when a phase of its start begins, in order; a test finds them in its source.
 MARKERS = {
@@ -25,6 +27,7 @@ MARKERS = {
 }
 FIRST = "starting vLLM"
 LOOK_SECONDS = 0.2
+SHOW_CURSOR = b"\r\x1b[K\x1b[?25h"
 _ERROR = re.compile(r"\b[\w.]*(?:Error|Exception): (.+)")
 # Errors that only say that there was another one.
 _CONSEQUENCES = (
@@ -49,7 +52,7 @@ class Screen:
         self._console = Console(file=err, highlight=False)
         self._start = time.monotonic()
         self._phase: tuple[str, float] | None = None
-        self._spinner: Progress | None = None
+        self._spinner: Status | None = None
         self._lock = threading.RLock()
         self._leave = threading.Event()
         self._watcher: threading.Thread | None = None
@@ -72,19 +75,10 @@ class Screen:
             self._finish()
             self._phase = (text, time.monotonic())
             if self._console.is_terminal:
-                columns = (SpinnerColumn("line"), TextColumn("{task.description}"))
-                self._spinner = Progress(
-                    *columns,
-                    TimeElapsedColumn(),
-                    console=self._console,
-                    transient=True,
-                    redirect_stdout=False,
-                    redirect_stderr=False,
-                )
-                self._spinner.add_task(text, total=None)
+                self._spinner = self._console.status(text, spinner="line")
                 self._spinner.start()
             else:
-                self._line(text, time.monotonic() - self._start)
+                self._line(text, self._start)
 
     def end(self, text: str | None = None) -> None:
         """End the last phase, with a line that says so; the log is not read any further."""
@@ -94,7 +88,7 @@ class Screen:
         with self._lock:
             self._finish()
             if text is not None:
-                self._line(text, time.monotonic() - self._start)
+                self._line(text, self._start)
 
     def note(self, text: str) -> None:
         """Write a line that is no result."""
@@ -105,22 +99,22 @@ class Screen:
         """Return what draws a progress bar for vLLM on a terminal, else False and a line."""
         self.end()
         if not self._console.is_terminal:
-            self._line(name, time.monotonic() - self._start)
+            self._line(name, self._start)
             return False
         form = "{desc}: {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}"
         return partial(
             _named_bar, name=name, file=self._err, bar_format=form, leave=False
         )
 
-    def _line(self, text: str, seconds: float) -> None:
-        self.note(f"[{seconds:3.0f} s] {text}")
+    def _line(self, text: str, since: float) -> None:
+        self.note(f"[{time.monotonic() - since:3.0f} s] {text}")
 
     def _finish(self) -> None:
         if self._spinner is not None and self._phase is not None:
             self._spinner.stop()
             self._spinner = None
             text, since = self._phase
-            self._line(text, time.monotonic() - since)
+            self._line(text, since)
         self._phase = None
 
     def _watch(self, log: Path) -> None:
@@ -157,12 +151,10 @@ def screen(verbose: bool) -> Iterator[Screen]:
         try:
             for stream in (1, 2):
                 os.dup2(descriptor, stream)
-            with Screen(err, out, log) as shown:
+            clean_up = partial(_clean_up, log, err)
+            with cleaning_up(clean_up), Screen(err, out, log) as shown:
                 yield shown
             done = True
-        except KeyboardInterrupt:  # nothing failed
-            done = True
-            raise
         except BrokenPipeError:  # of the output, or of one that vLLM has inside
             done = reader_has_gone(out.fileno()) or reader_has_gone(err.fileno())
             raise
@@ -176,6 +168,13 @@ def screen(verbose: bool) -> Iterator[Screen]:
                 log.unlink()
             else:
                 err.write(f"diffuplug: vLLM's log: {log}\n")
+
+
+def _clean_up(log: Path, err: TextIO) -> None:
+    """Remove the log of a command that a signal ends, and show the cursor that a spinner hid."""
+    log.unlink(missing_ok=True)
+    if err.isatty():
+        os.write(err.fileno(), SHOW_CURSOR)
 
 
 def reader_has_gone(descriptor: int) -> bool:

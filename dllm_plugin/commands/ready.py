@@ -1,23 +1,23 @@
-"""Say that a server is ready: the last line of a start of ``diffuplug serve``.
+"""Watch the start and the end of a server: ASGI middleware of ``diffuplug serve``.
 
-vLLM takes ASGI middleware by name (``--middleware``), and middleware sees the application's start.
-So the line comes from the server's own process, without a change to vLLM.
-
-End ``diffuplug serve`` so that clients and supervisors see what happened.
-
-vLLM's server does so but for two things. When its engine has died it ends with status 0, and a
-supervisor that restarts what has failed would leave it down: here the status is 1. When it is asked
-to end while streams run, it ends the engine and then waits for the streams, which nobody ends: here
-they get the error of a dead engine. Middleware sees the start and the end of the application, and
-the renderer knows whether vLLM was asked to end.
+When the server accepts connections, a line says where. When it is asked to end, running streams
+may go on for a while; those that are cut get an error with a sentence. After a Ctrl-C that takes
+3 s at most, and a second one ends the server at once. When its engine has died, the server ends
+with status 1, so that a supervisor starts it again.
 """
 
 import asyncio
+import os
+import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable, MutableMapping
+from http import HTTPStatus
 from typing import Any
 
+from vllm.exceptions import GracefulHTTPError, RetryableRequestError
+
+from dllm_plugin.commands.interrupts import INTERRUPTED, end_now
 from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.decoding.families import FAMILIES
 
@@ -26,70 +26,137 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
-POLL_SECONDS, POLLS = 0.05, 1200  # for a minute
+POLL_SECONDS = 0.05
 ANY_ADDRESS = {"": "localhost", "0.0.0.0": "localhost", "::": "localhost"}
+VIEWER = "/viewer"
+ENGINE_DIED = 1
+CUT_SECONDS, END_SECONDS = 2.4, 2.8  # after a first Ctrl-C
 
 
-class ReadyLine:
-    """Pass everything on; once the server accepts connections, print where it listens."""
+class ServerEnds(GracefulHTTPError, RetryableRequestError):
+    """A request is cut because the server ends.
+
+    vLLM's engine client passes the first kind of error on as it is, and its streams write the
+    second without a traceback in the log.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The server is ending and cut this request; send it again when the server is back.",
+            HTTPStatus.SERVICE_UNAVAILABLE,
+        )
+
+
+class Lifecycle:
+    """Pass every request on, and watch the start and the end of the application."""
 
     def __init__(self, app: App) -> None:
         self.app = app
-        self._announcement: asyncio.Task[None] | None = (
-            None  # a task lives as long as its name
-        )
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Handle one request, or the start and end of the application."""
         if scope["type"] != "lifespan":
             await self.app(scope, receive, send)
             return
+        state = scope["app"].state
+        state.lifecycle = end = End(state)
+        tasks = []
 
-        async def watching(message: Message) -> None:
+        async def sending(message: Message) -> None:
             await send(message)
-            state = scope["app"].state
-            if message["type"] == "lifespan.startup.complete" and _speaks(state):
-                self._announcement = asyncio.create_task(_announce(state))
+            if message["type"] == "lifespan.startup.complete":
+                tasks.append(asyncio.create_task(end.cut_streams()))
+                end.take_interrupts()
+                if is_first(state):
+                    tasks.append(asyncio.create_task(announce(scope["app"])))
 
-        await self.app(scope, receive, watching)
-        if self._announcement is not None:
-            self._announcement.cancel()
+        async def receiving() -> Message:
+            message = await receive()
+            if message["type"] == "lifespan.shutdown":
+                end.set_status()
+            return message
+
+        await self.app(scope, receiving, sending)
+        if end.interrupted:
+            end_now(INTERRUPTED)
+        for task in tasks:
+            task.cancel()
 
 
-def _speaks(state: Any) -> bool:
-    """Return whether this is the first, or the only one, of the processes that serve."""
-    return state.vllm_config.parallel_config._api_process_rank <= 0
+class End:
+    """End a server so that its clients and supervisors see what happened."""
 
+    def __init__(self, state: Any) -> None:
+        self.state = state
+        self.interrupted = False
 
-async def _announce(state: Any) -> None:
-    """Print the line when the server accepts a connection, which it does after this start."""
-    for _ in range(POLLS):
-        try:
-            _, writer = await _connect(state.args)
-        except OSError:  # not listening yet
+    def take_interrupts(self) -> None:
+        """Handle Ctrl-C in the place of vLLM, which handles it as SIGTERM."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, self.interrupt)
+
+    def interrupt(self) -> None:
+        """Give running streams a short while; at the second call, end at once."""
+        if self.interrupted:
+            end_now(INTERRUPTED)
+        self.interrupted = True
+        running = self.state.engine_client.get_num_unfinished_requests()
+        if not running:
+            end_now(INTERRUPTED)
+        print(
+            f"diffuplug: running requests have {CUT_SECONDS} s to end ({running} are "
+            "left); Ctrl-C again cuts them now.",
+            file=sys.stderr,
+        )
+        loop = asyncio.get_running_loop()
+        loop.call_later(CUT_SECONDS, self.cut)
+        loop.call_later(END_SECONDS, end_now, INTERRUPTED)
+        os.kill(os.getpid(), signal.SIGTERM)  # vLLM lets requests run after this one
+
+    def cut(self) -> None:
+        """End requests that still run with an error."""
+        self.state.engine_client.output_processor.propagate_error(ServerEnds())
+
+    async def cut_streams(self) -> None:
+        """Cut what still runs once vLLM has ended its engine: it would wait for these streams."""
+        while not self.state.server.should_exit:
             await asyncio.sleep(POLL_SECONDS)
-        else:
-            writer.close()
-            break
-    print(ready_line(state), file=sys.stderr, flush=True)
+        self.cut()
+
+    def set_status(self) -> None:
+        """Exit with status 1 if the server ends because its engine has died."""
+        engine = self.state.engine_client
+        # vLLM ends the renderer first when it is asked to end, and marks the engine as dead later.
+        if engine.errored and not (self.interrupted or engine.renderer.is_shut_down):
+            print("diffuplug: the engine has died; the server ends.", file=sys.stderr)
+            # After this call, and outside of it: servers keep what applications raise.
+            asyncio.get_running_loop().call_soon(sys.exit, ENGINE_DIED)
 
 
-async def _connect(arguments: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    if arguments.uds:
-        return await asyncio.open_unix_connection(arguments.uds)
-    host = ANY_ADDRESS.get(arguments.host or "", arguments.host)
-    return await asyncio.open_connection(host, arguments.port)
+def is_first(state: Any) -> bool:
+    """Return whether this is the first, or the only one, of the processes that serve."""
+    rank: int = state.vllm_config.parallel_config._api_process_rank
+    return rank <= 0
 
 
-def ready_line(state: Any) -> str:
-    """Format address, model and decoding, from what vLLM keeps about its server."""
+async def announce(app: Any) -> None:
+    """Print the ready line when the server accepts connections, which it does after its start."""
+    while not app.state.server.started:
+        await asyncio.sleep(POLL_SECONDS)
+    paths = [getattr(route, "path", None) for route in app.routes]
+    print(ready_line(app.state, VIEWER in paths), file=sys.stderr, flush=True)
+
+
+def ready_line(state: Any, has_viewer: bool) -> str:
+    """Format address, model and abilities, from what vLLM keeps about its server."""
     arguments, config = state.args, state.vllm_config
     host = ANY_ADDRESS.get(arguments.host or "", arguments.host)
     scheme = "https" if arguments.ssl_certfile else "http"
     address = arguments.uds or f"{scheme}://{_in_url(host)}:{arguments.port}"
+    viewer = f" (viewer: {address}{VIEWER})" if has_viewer and not arguments.uds else ""
     names = config.model_config.served_model_name
     model = names if isinstance(names, str) else names[0]
-    return f"diffuplug: ready at {address}, model {model}, {_decoding(config)}"
+    return f"diffuplug: ready at {address}{viewer}, model {model}, {_abilities(config)}"
 
 
 def _in_url(host: str) -> str:
@@ -100,64 +167,15 @@ def _in_url(host: str) -> str:
     return f"[{host}]"
 
 
-def _decoding(vllm_config: Any) -> str:
+def _abilities(vllm_config: Any) -> str:
+    """Describe how the model decodes, and what clients can ask for because of it."""
     if vllm_config.model_config.architecture not in FAMILIES:
         return "decoding as vLLM does"
     config = get_decode_config(vllm_config)
-    return f"decoding {config.strategy} with policy {config.policy}"
-
-
-ENGINE_DIED = 1
-POLL_SECONDS = 0.25
-
-
-class ServerEnd:
-    """Pass everything on, and watch the end of a server whose model is one of ours."""
-
-    def __init__(self, app: App) -> None:
-        self.app = app
-        self._watch: asyncio.Task[None] | None = (
-            None  # a task lives as long as its name
-        )
-
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Handle one request, or the start and end of the application."""
-        if scope["type"] != "lifespan":
-            await self.app(scope, receive, send)
-            return
-
-        async def watched_send(message: Message) -> None:
-            await send(message)
-            state = scope["app"].state
-            if message["type"] == "lifespan.startup.complete" and _is_ours(state):
-                self._watch = asyncio.create_task(end_streams(state))
-
-        async def watched_receive() -> Message:
-            message = await receive()
-            if message["type"] == "lifespan.shutdown" and self._watch is not None:
-                self._watch.cancel()
-                _set_status(scope["app"].state)
-            return message
-
-        await self.app(scope, watched_receive, watched_send)
-
-
-def _is_ours(state: Any) -> bool:
-    return state.vllm_config.model_config.architecture in FAMILIES
-
-
-async def end_streams(state: Any) -> None:
-    """Wait until vLLM has ended the engine, and give requests that still wait for it an error."""
-    while not state.server.should_exit:
-        await asyncio.sleep(POLL_SECONDS)
-    state.engine_client.output_processor.propagate_error(state.engine_client.dead_error)
-
-
-def _set_status(state: Any) -> None:
-    """Exit with a status where the server ends without having been asked to."""
-    engine = state.engine_client
-    # vLLM ends the renderer first when it is asked to end, and marks the engine as dead then, too.
-    if engine.errored and not engine.renderer.is_shut_down:
-        print("diffuplug: the engine has died; the server ends.", file=sys.stderr)
-        # Behind this call, and outside of it: servers keep what applications raise.
-        asyncio.get_running_loop().call_soon(sys.exit, ENGINE_DIED)
+    able = ["chat", "completions", "structured output"]
+    if config.method.full_attention:
+        able += ["infilling", "likelihoods"]
+    return (
+        f"decoding {config.strategy} with policy {config.policy}; can do "
+        f"{', '.join(able[:-1])} and {able[-1]}"
+    )

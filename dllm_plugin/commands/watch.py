@@ -39,7 +39,7 @@ UNCERTAIN, CERTAIN = (205, 60, 60), (60, 170, 80)
 
 @dataclass
 class Shown:
-    """Hold what is on the screen: text that is final, and the canvas behind it.
+    """Contents of the screen: text that is final, and the canvas after it.
 
     canvas  token and confidence of each position; None for a mask
     """
@@ -68,7 +68,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show an answer while it forms, or print it where standard output is no terminal."""
+    """Show an answer while it forms, or print it if standard output is no terminal."""
     try:
         import rich  # noqa: F401
     except ImportError as error:
@@ -129,7 +129,7 @@ def show(states: Iterator[Shown], out: TextIO, note: Callable[[str], None]) -> N
 
 
 def drawn(shown: Shown) -> "Text":
-    """Return final text as it is, decided tokens in a colour, and masks as dots."""
+    """Format final text as it is, decided tokens in a colour, and masks as dots."""
     from rich.text import Text
 
     text = Text(shown.text)
@@ -223,7 +223,7 @@ def from_server(args: argparse.Namespace) -> Iterator[Shown]:
 def _apply(
     frame: dict[str, Any], positions: dict[int, tuple[str, float | None]], shown: Shown
 ) -> None:
-    """Bring the canvas up to a frame; a choice that ends has counts in place of one."""
+    """Update the canvas to a frame. The last event of a choice holds counts, not a frame."""
     if "set" not in frame:
         return
     for position in frame["unset"]:

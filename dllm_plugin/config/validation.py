@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from dllm_plugin.decoding.families import POLICY_NAMES, STRATEGY_NAMES
+
 Check = Callable[[str, Any], None]
 
 ECHOED = 80  # characters of a value that errors and logs repeat; a request may send megabytes
@@ -15,6 +17,13 @@ def shown(value: Any) -> str:
     return text if len(text) <= ECHOED else text[: ECHOED - 3] + "..."
 
 
+# What the command line knows before torch is imported; the table of methods may have more.
+NAMES = {
+    "strategy": ("auto", *STRATEGY_NAMES),
+    "policy": ("auto", *POLICY_NAMES),
+}
+
+
 @dataclass(frozen=True)
 class Choice:
     """Accept one of several words; `known` returns them, since torch code alone knows some."""
@@ -23,6 +32,8 @@ class Choice:
 
     def __call__(self, name: str, value: Any) -> None:
         """Raise ValueError unless `value` is one of the words."""
+        if isinstance(value, str) and value in NAMES.get(name, ()):
+            return
         choices = self.known()
         if isinstance(value, str) and value in choices:
             return

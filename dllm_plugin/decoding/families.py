@@ -1,6 +1,6 @@
 """Describe the model families: facts that every folder may read.
 
-Name the strategies: for whatever must not import torch, such as the command line.
+Name the strategies and policies: for whatever must not import torch, such as the command line.
 """
 
 from dataclasses import dataclass
@@ -106,3 +106,23 @@ BLOCK_DIFFUSION = "block_diffusion"
 SEMI_AUTOREGRESSIVE = "semi_autoregressive"
 PREFIX_CACHE = "prefix_cache"
 DUAL_CACHE = "dual_cache"
+STRATEGY_NAMES = (
+    D2F,
+    BLOCK_DIFFUSION,
+    SEMI_AUTOREGRESSIVE,
+    PREFIX_CACHE,
+    DUAL_CACHE,
+)
+POLICY_NAMES = (
+    "threshold",
+    "factor",
+    "low_confidence",
+    "entropy",
+    "topk_margin",
+    "random",
+    "origin",
+    "sequential",
+    "joint_threshold",
+)
+# Strategies for which the bundled model takes its adapter.
+ADAPTED_STRATEGIES = ("auto", D2F)

@@ -15,11 +15,12 @@ from vllm.config import VllmConfig
 from vllm.v1.engine import FinishReason
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
-from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingProm
+from vllm.v1.spec_decode.metrics import SpecDecodingProm
 
 from dllm_plugin.config.carriers import EndedRequest, StepWidth, unpack_reports
 from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.decoding.widths import WIDTHS
+from dllm_plugin.engine.step_log import StepLog
 from dllm_plugin.models import ARCHITECTURES
 
 LABELS = ["model_name", "engine"]
@@ -136,7 +137,7 @@ class DenoisingMetrics(AggregateStatLoggerBase):
         self._of_requests: RequestHistograms | None = None
         self._of_widths: WidthMetrics | None = None
         self._floats = self.enabled and get_decode_config(vllm_config).method.floats
-        self._logging = SpecDecodingLogging(is_diffusion=True)
+        self._log = StepLog()
         self._labels: dict[int, list[object]] = {}
         if self.enabled:
             for index in engine_indexes or [0]:
@@ -168,7 +169,7 @@ class DenoisingMetrics(AggregateStatLoggerBase):
         if stats is None:
             return
         self._prom.observe(stats, engine_idx)
-        self._logging.observe(stats)
+        self._log.observe(scheduler_stats)
         assert self._of_requests is not None
         ended, widths = unpack_reports(stats)
         for request in ended:
@@ -178,5 +179,5 @@ class DenoisingMetrics(AggregateStatLoggerBase):
                 self._of_widths.observe(step, labels)
 
     def log(self) -> None:
-        """Print committed tokens per denoising step since the last call, if any."""
-        self._logging.log()
+        """Log requests and tokens since the last call, if there were any."""
+        self._log.log()

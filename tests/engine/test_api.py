@@ -415,5 +415,5 @@ def test_watch_in_a_terminal(
     assert any(
         True in masks[: masks[::-1].index(False)] for masks in seen if False in masks
     )
-    assert cli.main([*words, "--api-key=wrong"]) == 1
+    assert cli.main([*words, "--api-key=wrong"]) == 2
     assert "Unauthorized" in capsys.readouterr().err

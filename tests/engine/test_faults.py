@@ -247,8 +247,9 @@ def test_the_compile_cache_is_full(tmp_path: Path, full_disk: Path) -> None:
 
 
 def test_not_drained(tmp_path: Path) -> None:
-    """By default every stream ends soon, with what it has and an error; the status is 0."""
-    with serving(tmp_path / "log", *UNBOUND, **KILLED_SOON) as server:
+    """With no time to drain every stream ends soon, with what it has and an error."""
+    options = (*UNBOUND, "--shutdown-timeout=0")
+    with serving(tmp_path / "log", *options, **KILLED_SOON) as server:
         texts = plain_texts(server, 8)
         processes = processes_of(server)
         streams = start_streams(server.url, 8, ENDLESS)

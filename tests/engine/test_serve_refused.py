@@ -1,7 +1,6 @@
 """A server that cannot start says why in its log and ends."""
 
 import shutil
-import socket
 import subprocess
 from pathlib import Path
 
@@ -26,24 +25,11 @@ def log_of(log: Path, command: list[str]) -> str:
     return log.read_text()
 
 
-def test_wrong_option(tmp_path: Path) -> None:
-    """Found before any process is started for the engine."""
-    option = '--additional-config={"dllm": {"strategy": "diffuse"}}'
-    printed = log_of(tmp_path / "log", serve_command(0, option))
-    assert "strategy 'diffuse' is unknown; choose one of: auto" in printed
-    assert "(EngineCore" not in printed
-
-
-def test_a_port_that_is_taken(tmp_path: Path) -> None:
-    """Found before any process is started for the engine."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        printed = log_of(tmp_path / "log", serve_command(taken.getsockname()[1]))
-    assert (
-        printed.rstrip().endswith("Address already in use")
-        and "(EngineCore" not in printed
-    )
+def test_a_misspelled_option_of_vllm(tmp_path: Path) -> None:
+    """Found by vLLM's parser: one sentence, no usage, no traceback."""
+    printed = log_of(tmp_path / "log", serve_command(0, "--max-num-seks=3"))
+    assert "did you mean --max-num-seqs?" in printed.splitlines()[-1]
+    assert "Traceback" not in printed and "usage:" not in printed
 
 
 def test_missing_weight(tmp_path: Path) -> None:

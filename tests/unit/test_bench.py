@@ -177,7 +177,7 @@ WATCHED = [
 def test_what_means_nothing_is_refused(
     arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["bench", *arguments]) == 1
+    assert cli.main(["bench", *arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert sentence in printed.err and printed.err.count("\n") == 1

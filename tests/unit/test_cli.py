@@ -4,9 +4,10 @@ import argparse
 import gc
 import importlib.util
 import io
-import itertools
 import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -14,12 +15,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub.constants
 import pytest
 
 from diffuplug_bench import cli as bench
 from dllm_plugin import default_model
-from dllm_plugin.commands import cli, phases, serve
-from dllm_plugin.commands.offline import collecting_later, engine_options
+from dllm_plugin.commands import cli, models, phases, serve, server
+from dllm_plugin.commands.offline import (
+    collecting_later,
+    engine_options,
+    uses_adapter,
+)
+from dllm_plugin.commands.options import check_spelling, flag_of
+from dllm_plugin.config.options import OPTIONS
+from dllm_plugin.config.validation import NAMES, Flag
+from dllm_plugin.decoding.families import LLADA
+from dllm_plugin.decoding.methods import POLICIES, STRATEGIES, choose_method
+
+CHECKPOINTS = Path(__file__).parents[1] / "goldens" / "checkpoints"
+TINY = str(CHECKPOINTS / "tiny-llada")
 
 DECODE = [
     "--block-length",
@@ -73,7 +87,10 @@ SERVED = [
     "--tokens-per-forward",
     "--approximations",
 ]
-OPTIONS = {
+SWITCHES = [name for name, known in OPTIONS.items() if isinstance(known.check, Flag)]
+SERVE = [*map(flag_of, OPTIONS), "--model"]
+SERVE += ["--no-" + flag_of(name)[2:] for name in SWITCHES]
+COMMAND_OPTIONS = {
     "": ["--help", "--version", "-h"],
     "bench": ["--help", "-h"],
     "bench host": sorted(
@@ -110,7 +127,7 @@ OPTIONS = {
             "--step-ms",
             "-h",
         ]
-        + ["--adaptive", "--min-window", "--max-window", "--canvas-length"]
+        + ["--adaptive", "--min-window", "--max-window", "--canvas-length", "--model"]
     ),
     "eval": sorted(
         [
@@ -151,7 +168,7 @@ OPTIONS = {
         ]
         + ["-v"]
     ),
-    "serve": ["--help", "-h"],
+    "serve": sorted([*SERVE, "--help", "-h"]),
     "watch": sorted(
         [
             *DECODE,
@@ -175,7 +192,7 @@ OPTIONS = {
             "--tensor-parallel-size",
             "-h",
         ]
-        + ["--trust-remote-code"]
+        + ["--trust-remote-code", "--model"]
     ),
 }
 
@@ -194,7 +211,8 @@ def surface(parser: argparse.ArgumentParser, name: str = "") -> dict[str, list[s
 
 def test_options_are_frozen() -> None:
     assert (
-        surface(cli.build_parser()) | surface(bench.build_parser(), "bench") == OPTIONS
+        surface(cli.build_parser()) | surface(bench.build_parser(), "bench")
+        == COMMAND_OPTIONS
     )
 
 
@@ -303,7 +321,7 @@ def test_options_are_frozen() -> None:
 def test_error_is_one_sentence(
     arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(arguments) == 1
+    assert cli.main(arguments) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("diffuplug: error: ") and sentence in printed.err
@@ -318,12 +336,18 @@ def test_error_is_one_sentence(
         ["bench"],
         ["eval", "--limit", "0"],
         ["generate", "x", "--chat", "--raw"],
+        ["generate", "x", "--treshold", "0.9"],
+        ["doctor", "some/model", "--model", "another/model"],
     ],
 )
-def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
+def test_wrong_usage_is_one_sentence_and_exits_with_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as exit_info:
         cli.main(arguments)
     assert exit_info.value.code == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("diffuplug: error: ") and printed.count("\n") == 1
 
 
 def test_bundled_model_is_the_default() -> None:
@@ -344,28 +368,39 @@ def test_bundled_model_without_its_adapter() -> None:
     }
 
 
-def test_serve_passes_everything_through() -> None:
-    command = serve.server_command(
-        ["some/model", "--port", "1", "--additional-config", "{}"]
-    )
-    assert command[0] == sys.executable
-    assert command[-4:] == ["--port", "1", "--additional-config", "{}"]
-    # `vllm serve` wants the model first; only our middleware comes in between.
-    between = [part for name in serve.MIDDLEWARE for part in ("--middleware", name)]
-    assert command[-9:-4] == ["some/model", *between]
+def served(*arguments: str) -> list[str]:
+    """What vLLM is given, on a port that is free."""
+    return serve.server_arguments([*arguments, "--port", "0"])
 
 
-@pytest.mark.parametrize("option", [["--model", "m"], ["--model=m"]])
-def test_serve_with_a_model_option_adds_nothing(option: list[str]) -> None:
-    assert serve.server_command(option)[-len(option) :] == option
-    assert default_model.path() not in serve.server_command(option)
+def section_of(arguments: list[str]) -> dict[str, Any]:
+    """Our options among the arguments of vLLM."""
+    config = json.loads(arguments[arguments.index("--additional-config") + 1])
+    return dict(config["dllm"])
+
+
+def test_serve_passes_everything_on() -> None:
+    """And adds only how long running requests may go on at the end."""
+    given = [TINY, "--served_model_name=x", "--additional-config", "{}", "-tp", "2"]
+    port = ["--port", "0", "--shutdown-timeout", "10"]
+    assert served(*given) == [TINY, "--served-model-name=x", "-tp", "2", *port]
+
+
+@pytest.mark.parametrize("option", [["--model", TINY], [f"--model={TINY}"]])
+def test_serve_takes_the_model_as_an_option(option: list[str]) -> None:
+    assert served(*option)[0] == TINY
+    assert default_model.path() not in served(*option)
 
 
 def test_serve_without_a_model_fills_in_the_bundled_one() -> None:
-    command = serve.server_command(["--port", "1"])
-    assert default_model.path() in command
-    config = json.loads(command[command.index("--additional-config") + 1])
-    assert config == {"dllm": {"lora_path": default_model.adapter_path()}}
+    arguments = served()
+    assert arguments[0] == default_model.path()
+    assert section_of(arguments) == {"lora_path": default_model.adapter_path()}
+
+
+def test_serve_drains_as_long_as_it_is_told() -> None:
+    arguments = served(TINY, "--shutdown-timeout=0")
+    assert "--shutdown-timeout=0" in arguments and "10" not in arguments
 
 
 @pytest.mark.parametrize(
@@ -373,11 +408,154 @@ def test_serve_without_a_model_fills_in_the_bundled_one() -> None:
     [
         ["--additional-config", "{}"],
         ["--additional_config={}"],
-        ["--additional-config.dllm", "{}"],
+        ["--additional-config.dllm.threshold", "0.5"],
     ],
 )
 def test_serve_keeps_a_given_configuration(spelling: list[str]) -> None:
-    assert default_model.adapter_path() not in " ".join(serve.server_command(spelling))
+    assert default_model.adapter_path() not in " ".join(served(*spelling))
+
+
+@pytest.mark.parametrize(
+    ("flags", "section"),
+    [
+        (["--strategy", "dual_cache"], {"strategy": "dual_cache"}),
+        (["--canvas_length=64"], {"canvas_length": 64}),
+        (
+            ["--threshold", "0.5", "--use-block-cache"],
+            {"threshold": 0.5, "use_block_cache": True},
+        ),
+        (["--additional-config.dllm.threshold=0.5"], {"threshold": 0.5}),
+        (
+            ['--additional-config={"dllm": {"policy": "factor"}}', "--factor", "2"],
+            {"policy": "factor", "factor": 2},
+        ),
+    ],
+)
+def test_serve_takes_our_options_as_flags(
+    flags: list[str], section: dict[str, Any]
+) -> None:
+    assert section_of(served(TINY, *flags)) == section
+
+
+def test_flags_add_to_the_bundled_adapter() -> None:
+    adapter = {"lora_path": default_model.adapter_path()}
+    assert section_of(served("--threshold", "0.5")) == adapter | {"threshold": 0.5}
+    assert section_of(served("--strategy", "dual_cache")) == {"strategy": "dual_cache"}
+    assert section_of(served("--strategy", "d2f")) == adapter | {"strategy": "d2f"}
+
+
+def test_names_that_are_known_without_torch() -> None:
+    assert {"strategy": ("auto", *STRATEGIES), "policy": ("auto", *POLICIES)} == NAMES
+
+
+@pytest.mark.parametrize("strategy", ["auto", *STRATEGIES])
+def test_what_uses_the_bundled_adapter(strategy: str) -> None:
+    """As the table of methods has it, which only code with torch can read."""
+    method, _ = choose_method(strategy, LLADA, adapted=True)
+    assert uses_adapter(strategy) is method.uses_adapter
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (['--additional-config={"dllm": {"strategy": "dualcache"}}'], "is unknown"),
+        (["--strategy", "dualcache"], "strategy 'dualcache' is unknown"),
+        (["--additional-config.dllm.treshold", "1"], "'treshold'"),
+        (["--additional-config", "{"], "--additional-config is no JSON"),
+        (["--additional-config", "[]"], "must be a JSON object, got []"),
+        (["--additional-config", '{"dllm": 1}'], "'dllm' must be a JSON object"),
+        (["--treshold", "0.9"], "no option --treshold; did you mean --threshold?"),
+        (["--block-length", "x"], "block_length must be a whole number"),
+        (["/no/folder"], "there is no folder /no/folder"),
+        ([TINY.replace("llada", "lada")], "did you mean tiny-llada?"),
+        (["no/body"], "there is no folder no/body, and the hub's cache"),
+        (["a b"], "'a b' is neither a folder nor a name on the hub"),
+        ([str(Path(__file__).parent)], "holds no config.json"),
+        (["--port", "x"], "--port must be a number from 0 to 65535, got 'x'"),
+    ],
+)
+def test_wrong_options_of_serve_are_one_sentence(
+    arguments: list[str],
+    sentence: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert cli.main(["serve", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1
+    assert printed.err.startswith("diffuplug: error: ") and sentence in printed.err
+
+
+def test_a_taken_port_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert cli.main(["serve", "--host", "127.0.0.1", "--port", str(port)]) == 2
+    sentence = f"the server cannot listen at 127.0.0.1:{port}: Address already in use"
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"architectures": ["LLaDAModelLMM"]}, "did you mean LLaDAModelLM?"),
+        ({"architectures": ["LlamaForCausalLM"]}, "threshold would have no effect"),
+    ],
+)
+def test_an_architecture_that_does_not_fit(
+    changes: dict[str, Any],
+    sentence: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = Path(shutil.copytree(TINY, tmp_path / "model"))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | changes))
+    assert cli.main(["serve", str(model), "--threshold", "0.5"]) == 2
+    assert sentence in capsys.readouterr().err
+    assert cli.main(["generate", "x", "--model", str(model)]) == 2
+    assert "is no model of DiffuPlug" in capsys.readouterr().err
+
+
+def test_a_folder_without_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(Path(TINY) / "config.json", tmp_path)
+    assert cli.main(["serve", str(tmp_path)]) == 2
+    assert "holds no weights" in capsys.readouterr().err
+
+
+def test_wrong_options_import_neither_torch_nor_vllm() -> None:
+    """Which is what makes them quick."""
+    program = (
+        "import sys; from dllm_plugin.commands import cli; status = cli.main(sys.argv[1:]);"
+        "sys.exit(status + 10 * ('torch' in sys.modules or 'vllm' in sys.modules))"
+    )
+    for command in ("serve", "generate"):
+        arguments = [command, "x", "--strategy", "d2f", "--threshold", "3"]
+        done = subprocess.run([sys.executable, "-c", program, *arguments], check=False)
+        assert done.returncode == 2
+
+
+def test_no_model_of_vllm_is_taken_for_one_of_ours(tmp_path: Path) -> None:
+    from vllm import ModelRegistry
+
+    shutil.copytree(TINY, tmp_path, dirs_exist_ok=True)
+    for architecture in sorted(set(ModelRegistry.get_supported_archs())):
+        config = {"architectures": [architecture]}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        models.check_served(str(tmp_path), {})
+
+
+def test_no_option_of_vllm_is_taken_for_one_of_ours() -> None:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    theirs = list(make_arg_parser(FlexibleArgumentParser())._option_string_actions)
+    assert not set(theirs) & {flag_of(name) for name in OPTIONS}
+    check_spelling(theirs, [flag_of(name) for name in OPTIONS])
 
 
 @pytest.mark.parametrize(
@@ -393,9 +571,9 @@ def test_how_threads_wait(set_by_the_user: dict[str, str], count: str) -> None:
     # vLLM has libgomp loaded ahead in the processes of a process that has built an engine.
     names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "LD_PRELOAD")
     ours = {name: value for name, value in os.environ.items() if name not in names}
-    command = [sys.executable, "-m", "dllm_plugin.commands.cli", "generate", " "]
+    program = "from dllm_plugin.commands import cli; cli.main(['generate', ' ']); import torch"
     done = subprocess.run(
-        command,
+        [sys.executable, "-c", program],
         env=ours | {"OMP_DISPLAY_ENV": "verbose"} | set_by_the_user,
         capture_output=True,
         text=True,
@@ -407,8 +585,8 @@ def test_how_threads_wait(set_by_the_user: dict[str, str], count: str) -> None:
 @pytest.mark.parametrize(
     ("start", "count"),
     [
-        (lambda: serve.server_command([]), "1000"),
-        (lambda: serve.server_command(["some/model"]), None),
+        (lambda: served(), "1000"),
+        (lambda: served(TINY), None),
         (lambda: cli.main(["generate", " ", "--model", default_model.path()]), None),
     ],
 )
@@ -469,13 +647,8 @@ def test_garbage_is_collected_again() -> None:
 
 
 def test_the_servers_middleware_exists() -> None:
-    for arguments in (["some/model", "--port", "1"], ["--port", "1"]):
-        command = serve.server_command(arguments)
-        given = [b for a, b in itertools.pairwise(command) if a == "--middleware"]
-        assert given == list(serve.MIDDLEWARE)
-        for middleware in given:
-            module, _, name = middleware.rpartition(".")
-            assert isinstance(getattr(importlib.import_module(module), name), type)
+    module, _, name = server.MIDDLEWARE.rpartition(".")
+    assert isinstance(getattr(importlib.import_module(module), name), type)
 
 
 def test_phases_are_found_in_the_log_of_vllm() -> None:

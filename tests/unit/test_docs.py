@@ -1,6 +1,5 @@
 """The commands and programs in the documentation exist and take the options that are shown."""
 
-import json
 import re
 import shlex
 
@@ -43,13 +42,9 @@ def test_command(page: str, line: str) -> None:
     if arguments[0] != "serve":
         cli.build_parser().parse_args(arguments)
         return
-    command = serve.server_command(arguments[1:])
-    config = (
-        json.loads(command[command.index("--additional-config") + 1])
-        if ("--additional-config" in command)
-        else {"dllm": {}}
-    )
-    Options.from_user(config["dllm"])
+    options, rest = serve.split_options(arguments[1:])
+    config, _ = serve.take_config(rest)
+    Options.from_user((config or {}).get("dllm", {}) | options)
 
 
 def serve_with_omni(arguments: list[str]) -> None:

@@ -1,9 +1,6 @@
 """The line of `diffuplug serve` that says where it listens: once, and not before it does."""
 
 import asyncio
-import socket
-from argparse import Namespace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,26 +9,27 @@ import pytest
 from dllm_plugin.commands import ready
 
 LATER = 4 * ready.POLL_SECONDS
+ROUTES = [SimpleNamespace(path="/health"), SimpleNamespace(path=ready.VIEWER)]
 
 
-def start(
-    monkeypatch: pytest.MonkeyPatch, bound: socket.socket, rank: int = 0
-) -> list[int]:
-    """Start an application, and let its socket listen later; return lines before and after."""
-    lines: list[Any] = []
-    monkeypatch.setattr(
-        ready, "ready_line", lambda state: lines.append(state) or "ready"
+def state_of(**arguments: Any) -> Any:
+    """What vLLM keeps of a server with an ordinary model."""
+    given = {"host": None, "port": 8000, "uds": None, "ssl_certfile": None}
+    model = SimpleNamespace(served_model_name="tiny", architecture="LlamaForCausalLM")
+    return SimpleNamespace(
+        args=SimpleNamespace(**given | arguments),
+        server=SimpleNamespace(started=False, should_exit=False),
+        engine_client=SimpleNamespace(errored=False),
+        vllm_config=SimpleNamespace(
+            model_config=model, parallel_config=SimpleNamespace(_api_process_rank=-1)
+        ),
     )
-    name = bound.getsockname()
-    args = Namespace(host="127.0.0.1", port=None, uds=None)
-    if isinstance(name, str):
-        args.uds = name
-    else:
-        args.port = name[1]
-    config = SimpleNamespace(parallel_config=SimpleNamespace(_api_process_rank=rank))
-    state = SimpleNamespace(args=args, vllm_config=config)
 
-    async def run() -> list[int]:
+
+def lines_of(state: Any, capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    """Start an application, and let its server listen later; return lines before and after."""
+
+    async def run() -> list[list[str]]:
         ends = asyncio.Event()
 
         async def inner(scope: Any, receive: Any, send: Any) -> None:
@@ -41,31 +39,44 @@ def start(
         async def nothing(*_: Any) -> Any:
             return None
 
-        scope = {"type": "lifespan", "app": SimpleNamespace(state=state)}
-        running = asyncio.create_task(ready.ReadyLine(inner)(scope, nothing, nothing))
-        await asyncio.sleep(LATER)
-        counts = [len(lines)]
-        bound.listen()
-        await asyncio.sleep(LATER)
-        counts.append(len(lines))
+        app = SimpleNamespace(state=state, routes=ROUTES)
+        scope = {"type": "lifespan", "app": app}
+        running = asyncio.create_task(ready.Lifecycle(inner)(scope, nothing, nothing))
+        printed = []
+        for started in (False, True):
+            state.server.started = started
+            await asyncio.sleep(LATER)
+            printed.append(capsys.readouterr().err.splitlines())
         ends.set()
         await running
-        return counts
+        return printed
 
-    with bound:
-        return asyncio.run(run())
-
-
-def test_on_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    bound = socket.socket()
-    bound.bind(("127.0.0.1", 0))
-    assert start(monkeypatch, bound) == [0, 1]
+    return asyncio.run(run())
 
 
-@pytest.mark.parametrize(("rank", "lines"), [(-1, 1), (0, 1), (1, 0), (3, 0)])
-def test_on_a_socket_in_a_folder_by_one_of_several_front_ends(
-    rank: int, lines: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("arguments", "address"),
+    [
+        ({}, "http://localhost:8000 (viewer: http://localhost:8000/viewer)"),
+        ({"host": "::1"}, "http://[::1]:8000 (viewer: http://[::1]:8000/viewer)"),
+        ({"uds": "/socket"}, "/socket"),
+    ],
+)
+def test_the_line_comes_when_the_server_listens(
+    arguments: dict[str, Any], address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bound = socket.socket(socket.AF_UNIX)
-    bound.bind(str(tmp_path / "server"))
-    assert start(monkeypatch, bound, rank) == [0, lines]
+    before, after = lines_of(state_of(**arguments), capsys)
+    assert before == []
+    assert after == [
+        f"diffuplug: ready at {address}, model tiny, decoding as vLLM does"
+    ]
+
+
+@pytest.mark.parametrize(("rank", "count"), [(-1, 1), (0, 1), (1, 0), (3, 0)])
+def test_one_of_several_front_ends_prints_the_line(
+    rank: int, count: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = state_of()
+    state.vllm_config.parallel_config._api_process_rank = rank
+    before, after = lines_of(state, capsys)
+    assert (len(before), len(after)) == (0, count)

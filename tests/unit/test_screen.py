@@ -30,7 +30,7 @@ def run(args):
     return 0
 
 generate.run = run
-sys.exit(cli.main(sys.argv[1:]))
+sys.exit(cli.main())
 """
 
 
@@ -78,7 +78,7 @@ def test_a_failure_names_the_log(start: Start) -> None:
     started = start("fail")
     status, out, err = started.end()
     (log,) = started.logs()
-    assert (status, out) == (1, "")
+    assert (status, out) == (2, "")
     assert err.splitlines()[-2:] == [
         f"diffuplug: vLLM's log: {log}",
         "diffuplug: error: it did not start",
@@ -121,14 +121,19 @@ def test_a_pipe_that_breaks_inside_is_a_failure(start: Start) -> None:
     assert err.splitlines()[-1] == "diffuplug: error: [Errno 32] of an engine"
 
 
-def test_ctrl_c(start: Start) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_command(number: signal.Signals, start: Start) -> None:
     # A shell lets what it starts in the background ignore the signal.
     started = start(
         "wait", preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
     )
     while b"ready" not in read_line(started.process.stderr):
         assert started.process.poll() is None
-    started.process.send_signal(signal.SIGINT)
+    started.process.send_signal(number)
     status, out, err = started.end()
-    assert (status, out) == (130, "") and "Traceback" not in err and "log" not in err
+    assert (
+        (status, out) == (128 + number, "")
+        and "Traceback" not in err
+        and "log" not in err
+    )
     assert started.logs() == []

@@ -58,11 +58,12 @@ vllm.distributed: get_tensor_model_parallel_rank get_tensor_model_parallel_world
 vllm.distributed: tensor_model_parallel_all_gather
 vllm.distributed.parallel_state: get_world_group graph_capture
 vllm.engine.arg_utils: EngineArgs
+vllm.entrypoints.cli.serve: ServeSubcommand
 vllm.entrypoints.llm: ChatCompletionMessageParam
-vllm.exceptions: VLLMValidationError
+vllm.exceptions: GracefulHTTPError RetryableRequestError VLLMValidationError
 vllm.forward_context: set_forward_context
 vllm.inputs: TokensPrompt
-vllm.logger: init_logger
+vllm.logger: configure_logging_from_args init_logger
 vllm.model_executor.layers.attention: Attention
 vllm.model_executor.layers.logits_processor: LogitsProcessor
 vllm.model_executor.layers.quantization.utils.quant_utils: kFp8StaticTensorSym
@@ -88,6 +89,7 @@ vllm.transformers_utils.model_arch_config_convertor: ModelArchConfigConvertorBas
 vllm.triton_utils: HAS_TRITON tl triton
 vllm.triton_utils.dispatcher: register_kernels
 vllm.usage.usage_lib: UsageContext
+vllm.utils.argparse_utils: FlexibleArgumentParser
 vllm.utils.cpu_resource_utils: get_memory_node_info get_visible_memory_node
 vllm.utils.import_utils: resolve_obj_by_qualname
 vllm.utils.import_utils: resolve_obj_by_qualname
@@ -120,7 +122,7 @@ vllm.v1.metrics.stats: RequestSpecDecodeMetrics SchedulerStats
 vllm.v1.outputs: LogprobsLists LogprobsTensors ModelRunnerOutput
 vllm.v1.request: Request RequestStatus
 vllm.v1.sample.ops.topk_topp_sampler: apply_top_k_top_p
-vllm.v1.spec_decode.metrics: SpecDecodingLogging SpecDecodingProm SpecDecodingStats
+vllm.v1.spec_decode.metrics: SpecDecodingProm SpecDecodingStats
 vllm.v1.worker.gpu.attn_utils: FastPrefillHelper build_attn_metadata build_slot_mappings_by_layer
 vllm.v1.worker.gpu.cudagraph_utils: BatchExecutionDescriptor ModelCudaGraphManager
 vllm.v1.worker.gpu.input_batch: InputBatch set_dummy_context
@@ -244,8 +246,6 @@ SIGNATURES = {
     METRICS
     + "Prom": "speculative_config labelnames per_engine_labelvalues is_diffusion=False",
     METRICS + "Prom.observe": "self spec_decoding_stats engine_idx=0",
-    METRICS + "Logging": "is_diffusion=False",
-    METRICS + "Logging.observe": "self spec_decoding_stats",
     "v1.metrics.stats:RequestSpecDecodeMetrics.observe": "self num_draft_tokens num_accepted "
     "detailed=False",
     SCHEDULER + "make_stats": "self spec_decoding_stats=None kv_connector_stats=None "
@@ -290,6 +290,12 @@ SIGNATURES = {
     MODELS + "utils:WeightsMapper.apply": "self weights",
     "model_executor.models:ModelRegistry.register_model": "model_arch model_cls",
     "model_executor.models:ModelRegistry.get_supported_archs": "",
+    "entrypoints.cli.serve:ServeSubcommand.subparser_init": "self subparsers",
+    "entrypoints.cli.serve:ServeSubcommand.validate": "self args",
+    "entrypoints.cli.serve:ServeSubcommand.cmd": "args",
+    "logger:configure_logging_from_args": "args",
+    "exceptions:GracefulHTTPError": "message http_status",
+    "exceptions:RetryableRequestError": "message='Request failed; please retry'",
     "exceptions:VLLMValidationError": "message * parameter=None value=None",
 }
 
@@ -316,7 +322,7 @@ FIELDS: dict[type, str] = {
     "finish_reason events trace_headers spec_decode_metrics routed_experts",
     LogprobsLists: "logprob_token_ids logprobs sampled_token_ranks cu_num_generated_tokens",
     KVCacheManager: "block_pool enable_caching watermark_blocks",
-    SchedulerStats: "spec_decoding_stats",
+    SchedulerStats: "num_running_reqs num_waiting_reqs spec_decoding_stats",
     RequestSpecDecodeMetrics: "num_spec_tokens histogram num_draft_tokens per_step_accepted "
     "per_step_drafted",
     SpecDecodingStats: "num_spec_tokens num_drafts num_draft_tokens num_accepted_tokens "

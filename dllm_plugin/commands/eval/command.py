@@ -46,7 +46,7 @@ class Asked(Protocol):
 
 
 class Answers(NamedTuple):
-    """Hold what an engine answered."""
+    """Answers of an engine."""
 
     outputs: "list[RequestOutput]"
     positions: int  # that it computed
@@ -54,7 +54,7 @@ class Answers(NamedTuple):
 
 
 class Score(NamedTuple):
-    """Hold the results of one way of decoding."""
+    """Results of one way of decoding."""
 
     accuracy: float  # share of problems whose final number is right
     tokens_per_forward: float

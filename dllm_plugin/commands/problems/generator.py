@@ -40,7 +40,7 @@ _EQUATION = re.compile(r"\d+ [-+*/] \d+ = \d+")
 
 @dataclass(frozen=True)
 class Problem:
-    """Hold one word problem: the question, the worked answer, and the number it ends with."""
+    """A word problem: the question, the worked answer, and the number it ends with."""
 
     question: str
     answer: str

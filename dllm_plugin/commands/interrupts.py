@@ -1,0 +1,86 @@
+"""End a command at the first Ctrl-C, with every process that it has started.
+
+Python's own KeyboardInterrupt does not do it: vLLM waits for an engine that is still starting, and
+what is raised inside a callback is lost. Nothing of a command is worth a wait, so the processes are
+killed.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+import psutil  # type: ignore[import-untyped]
+
+INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
+# Removes what Python's shared memory leaves behind, and ends by itself afterwards.
+CLEANER = "multiprocessing.resource_tracker"
+# Warnings that a killed process causes there, and one that vLLM causes in each of its own.
+SILENCED = (
+    "ignore:resource_tracker:UserWarning",
+    "ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning",
+)
+WAIT_SECONDS = 0.5
+_CLEAN_UPS: list[Callable[[], None]] = []
+
+
+def end_at_signals() -> None:
+    """End this process at SIGINT and SIGTERM, unless its parent has it ignore SIGINT."""
+    given = os.environ.get("PYTHONWARNINGS")
+    os.environ["PYTHONWARNINGS"] = ",".join([*([given] if given else []), *SILENCED])
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        return
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda received, _: end_now(128 + received))
+
+
+@contextmanager
+def cleaning_up(clean_up: Callable[[], None]) -> Iterator[None]:
+    """Call `clean_up` if a signal ends the process meanwhile."""
+    _CLEAN_UPS.append(clean_up)
+    try:
+        yield
+    finally:
+        _CLEAN_UPS.remove(clean_up)
+
+
+def end_now(status: int) -> NoReturn:
+    """Kill all processes below this one, and end it with a status."""
+    kill_children()
+    for clean_up in reversed(_CLEAN_UPS):
+        clean_up()
+    os._exit(status)
+
+
+def kill_children() -> None:
+    """Kill all processes below this one, and wait until they have ended."""
+    processes = [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if not _is_cleaner(process)
+    ]
+    for process in processes:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    end = time.monotonic() + WAIT_SECONDS
+    while time.monotonic() < end and any(map(_runs, processes)):
+        time.sleep(0.01)
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Return whether a process still runs, and is not only waited for."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def _is_cleaner(process: psutil.Process) -> bool:
+    try:
+        return any(CLEANER in word for word in process.cmdline())
+    except psutil.Error:
+        return False

@@ -1,0 +1,150 @@
+"""Find the model that a command names, before vLLM is imported: a folder or a name on the hub.
+
+Imports neither torch nor vLLM.
+"""
+
+import difflib
+import json
+import os
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from dllm_plugin.commands.options import did_you_mean
+from dllm_plugin.models import ARCHITECTURES
+
+CONFIG = "config.json"
+NEAR = 0.93  # of names that are taken for a misspelling of another
+HUB_SECONDS = 1.5
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+
+
+def check_model(model: str) -> None:
+    """Raise ValueError unless `model` is a checkpoint that DiffuPlug serves."""
+    config = read_config(model)
+    check_weights(model)
+    architecture = architecture_of(config)
+    if architecture not in ARCHITECTURES:
+        raise ValueError(
+            f"{model} is no model of DiffuPlug: its architecture is {architecture}, "
+            f"and DiffuPlug serves {', '.join(ARCHITECTURES)}"
+            + did_you_mean(str(architecture), ARCHITECTURES)
+        )
+
+
+def check_served(model: str, options: dict[str, Any]) -> None:
+    """Raise ValueError unless `model` is a checkpoint that a server may be able to serve.
+
+    vLLM serves models of others, too, but those read none of our `options`.
+    """
+    config = read_config(model)
+    check_weights(model)
+    architecture = str(architecture_of(config))
+    if architecture in ARCHITECTURES:
+        return
+    near = difflib.get_close_matches(architecture, ARCHITECTURES, 1, NEAR)
+    if near:
+        raise ValueError(
+            f"{model} has the architecture {architecture}, which nobody serves; "
+            f"did you mean {near[0]}?"
+        )
+    if options:
+        raise ValueError(
+            f"{model} is no diffusion model of DiffuPlug (its architecture is "
+            f"{architecture}): {', '.join(sorted(options))} would have no effect"
+        )
+
+
+def read_config(model: str) -> dict[str, Any]:
+    """Return the contents of a checkpoint's ``config.json``. Raises ValueError."""
+    path = config_path(model)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return config
+
+
+def architecture_of(config: dict[str, Any]) -> Any:
+    """Return the name of a checkpoint's architecture; None if its configuration has none."""
+    names = config.get("architectures")
+    return names[0] if isinstance(names, list) and names else None
+
+
+def config_path(model: str) -> Path:
+    """Return where a model's ``config.json`` lies, fetched if need be. Raises ValueError."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        if not (folder / CONFIG).is_file():
+            raise ValueError(
+                f"the folder {model} holds no {CONFIG}: is it a checkpoint?"
+            )
+        return folder / CONFIG
+    check_folder(model)
+    return _fetched(model)
+
+
+def check_folder(model: str) -> None:
+    """Raise ValueError if `model` is written like a path and there is no such folder."""
+    if not model.startswith(("/", ".", "~")) and model.count("/") < 2:
+        return
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return
+    if folder.exists():
+        raise ValueError(f"{model} is no folder")
+    beside = os.listdir(folder.parent) if folder.parent.is_dir() else []
+    raise ValueError(f"there is no folder {model}" + did_you_mean(folder.name, beside))
+
+
+def check_weights(model: str) -> None:
+    """Raise ValueError if `model` is a folder without weights."""
+    folder = Path(model).expanduser()
+    if folder.is_dir() and not any(any(folder.glob(form)) for form in WEIGHTS):
+        raise ValueError(f"the folder {model} holds no weights (*.safetensors)")
+
+
+def _fetched(name: str) -> Path:
+    """Return the path of ``config.json`` of a name on the hub, from its cache or the hub."""
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    try:
+        cached = try_to_load_from_cache(name, CONFIG)
+    except HFValidationError:
+        raise ValueError(
+            f"{name!r} is neither a folder nor a name on the hub"
+        ) from None
+    if isinstance(cached, str):
+        return Path(cached)
+    if constants.HF_HUB_OFFLINE:
+        raise ValueError(
+            f"there is no folder {name}, and the hub's cache holds no such model; "
+            "HF_HUB_OFFLINE keeps it from being fetched"
+        )
+    if not _reachable(constants.ENDPOINT):
+        raise ValueError(
+            f"there is no folder {name}, the hub's cache holds no such model, and the "
+            f"hub ({constants.ENDPOINT}) cannot be reached"
+        )
+    try:
+        return Path(hf_hub_download(name, CONFIG))
+    except RepositoryNotFoundError:
+        raise ValueError(
+            f"there is no folder {name}, and no model of that name on the hub that "
+            "you may read"
+        ) from None
+
+
+def _reachable(address: str) -> bool:
+    """Return whether a server answers. Asks once, where a download asks for half a minute."""
+    try:
+        urllib.request.urlopen(address, timeout=HUB_SECONDS).close()
+    except urllib.error.HTTPError:
+        return True
+    except urllib.error.URLError:
+        return False
+    return True

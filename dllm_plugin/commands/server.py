@@ -1,0 +1,68 @@
+"""Run vLLM's server in this process, with one sentence for whatever keeps it from starting."""
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from vllm.entrypoints.cli.serve import ServeSubcommand
+from vllm.logger import configure_logging_from_args
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from dllm_plugin.commands.interrupts import TERMINATED, end_now
+from dllm_plugin.commands.options import did_you_mean, flag_of
+from dllm_plugin.config.options import OPTIONS
+
+MIDDLEWARE = "dllm_plugin.commands.ready.Lifecycle"
+OF_DRAFTS = "SpecDecoding metrics"  # numbers that mean nothing here
+UNRECOGNIZED = "unrecognized arguments: "
+
+
+class ServerParser(FlexibleArgumentParser):
+    """Parse the options of `vllm serve`; raise ValueError if one is wrong."""
+
+    known: tuple[str, ...] = ()
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ValueError in place of printing vLLM's usage."""
+        if not message.startswith(UNRECOGNIZED):
+            raise ValueError(message)
+        words = message.removeprefix(UNRECOGNIZED).split()
+        word = words[0].partition("=")[0]
+        known = (*ServerParser.known, *map(flag_of, OPTIONS))
+        raise ValueError(f"there is no option {word}{did_you_mean(word, known)}")
+
+
+def serve(arguments: Sequence[str]) -> int:
+    """Serve until somebody ends the server. Raises ValueError for wrong options."""
+    # What the command `vllm` sets: the safest way to start processes.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    parser = ServerParser(prog="diffuplug")
+    command = ServeSubcommand()
+    served = command.subparser_init(parser.add_subparsers(dest="subparser"))
+    ServerParser.known = tuple(served._option_string_actions)
+    args = parser.parse_args(["serve", *arguments])
+    args.middleware = [MIDDLEWARE, *args.middleware]
+    configure_logging_from_args(args)
+    quieten()
+    command.validate(args)
+    try:
+        command.cmd(args)
+    except KeyboardInterrupt:  # what vLLM makes of SIGTERM while it starts
+        end_now(TERMINATED)
+    return 0
+
+
+def quieten() -> None:
+    """Print what DiffuPlug logs in place of what vLLM and uvicorn repeat."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("diffuplug: %(message)s"))
+    logger = logging.getLogger("diffuplug")
+    logger.handlers = [handler]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    uvicorn = logging.getLogger("uvicorn.error")
+    uvicorn.addFilter(lambda record: record.levelno > logging.INFO)
+    rates = logging.getLogger("vllm.v1.metrics.loggers")
+    rates.addFilter(lambda record: not str(record.msg).startswith(OF_DRAFTS))

@@ -1,0 +1,172 @@
+"""Ctrl-C and SIGTERM, while commands start and while a server streams: all end soon, in order."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from engines import CHECKPOINTS
+from processes import Server, end, environment, free_port, serve_command, serving, spawn
+from streams import join, start_streams
+
+pytestmark = pytest.mark.slow
+
+SOON = 3.0  # seconds that a command may take to end
+SLACK = 1.0  # of a busy machine
+TINY = str(CHECKPOINTS / "tiny-llada")
+ENDLESS = 4000
+UNBOUND = (
+    '--additional-config={"dllm": {"strategy": "d2f"}}',
+    f"--kv-cache-memory-bytes={32 << 20}",
+    '--hf-overrides={"max_sequence_length": 4096}',
+    "--max-model-len=4096",
+)
+SENTENCE = "The server is ending and cut this request"
+
+
+def interrupted(
+    process: subprocess.Popen[bytes], number: int, whole_group: bool
+) -> float:
+    """Send a signal as a terminal or a supervisor does; return the seconds until the end."""
+    below = psutil.Process(process.pid).children(recursive=True)
+    began = time.monotonic()
+    if whole_group:
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
+    process.wait(timeout=60)
+    took = time.monotonic() - began
+    _, alive = psutil.wait_procs(below, timeout=1)
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE], alive
+    return took
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Its path is short: vLLM makes sockets there, whose names have at most 107 characters."""
+    with tempfile.TemporaryDirectory() as path:
+        yield Path(path)
+
+
+def wait_for(log: Path, words: str, process: subprocess.Popen[bytes]) -> None:
+    while words not in log.read_text():
+        assert process.poll() is None, log.read_text()[-3000:]
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("whole_group", [False, True], ids=["process", "terminal"])
+@pytest.mark.parametrize("phase", ["starting the engine", "loading the model"])
+def test_generate_starts(phase: str, whole_group: bool, folder: Path) -> None:
+    command = [sys.executable, "-m", "dllm_plugin.commands.cli", "generate", "x"]
+    log = folder / "log"
+    with log.open("wb") as file:
+        process = spawn(
+            [*command, "--model", TINY],
+            stdout=file,
+            stderr=file,
+            env=environment(TMPDIR=str(folder)),
+        )
+    try:
+        wait_for(log, phase, process)
+        assert interrupted(process, signal.SIGINT, whole_group) < SOON + SLACK
+    finally:
+        end(process)
+    assert process.returncode == 130
+    assert "Traceback" not in log.read_text()
+    assert not list(folder.glob("diffuplug-*.log"))
+
+
+@pytest.mark.parametrize("whole_group", [False, True], ids=["process", "terminal"])
+@pytest.mark.parametrize("words", ["diffuplug: starting vLLM", "EngineCore"])
+def test_serve_starts(words: str, whole_group: bool, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        process = spawn(
+            serve_command(free_port(), python=sys.executable),
+            stdout=file,
+            stderr=file,
+            env=environment(
+                VLLM_LOGGING_LEVEL="INFO" if words == "EngineCore" else "WARNING"
+            ),
+        )
+    try:
+        wait_for(log, words, process)
+        assert interrupted(process, signal.SIGINT, whole_group) < SOON + SLACK
+    finally:
+        end(process)
+    assert process.returncode == 130
+    assert "Traceback" not in log.read_text()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    with serving(tmp_path / "log", *UNBOUND, python=sys.executable) as server:
+        yield server
+
+
+def test_ctrl_c_of_an_idle_server(server: Server) -> None:
+    assert interrupted(server.process, signal.SIGINT, True) < SOON + SLACK
+    assert server.process.returncode == 130
+    assert "Traceback" not in server.log.read_text()
+
+
+def test_ctrl_c_cuts_streams_with_a_sentence(server: Server) -> None:
+    streams = start_streams(server.url, 4, ENDLESS)
+    assert interrupted(server.process, signal.SIGINT, False) < SOON + SLACK
+    join(streams, SOON)
+    assert server.process.returncode == 130
+    assert all(SENTENCE in stream.error for stream in streams), [
+        s.error for s in streams
+    ]
+    assert "Traceback" not in server.log.read_text()
+
+
+def test_a_second_ctrl_c_ends_at_once(server: Server) -> None:
+    start_streams(server.url, 4, ENDLESS)
+    server.process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert interrupted(server.process, signal.SIGINT, False) < SLACK
+    assert server.process.returncode == 130
+
+
+def test_sigterm_cuts_what_takes_longer_than_the_drain(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    options = (*UNBOUND, "--shutdown-timeout=2")
+    with serving(log, *options, python=sys.executable) as server:
+        streams = start_streams(server.url, 4, ENDLESS)
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        join(streams, 30)
+        assert 2 <= max(stream.ended for stream in streams) - began < 2 + SOON + SLACK
+        assert all(SENTENCE in stream.error for stream in streams)
+        assert server.process.wait(timeout=60) == 0
+    assert "EngineCore encountered an issue" not in log.read_text()
+
+
+def test_sigterm_lets_streams_end_by_default(server: Server) -> None:
+    streams = start_streams(server.url, 4, 200)
+    server.process.send_signal(signal.SIGTERM)
+    join(streams, 30)
+    assert [(s.error, s.reason) for s in streams] == [("", "length")] * len(streams)
+    assert server.process.wait(timeout=60) == 0
+
+
+def test_the_log_of_a_server_is_short(tmp_path: Path) -> None:
+    """Nothing that our own command causes, and numbers that mean something."""
+    levels = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_LOG_STATS_INTERVAL": "1"}
+    log = tmp_path / "log"
+    with serving(log, *UNBOUND, python=sys.executable, **levels) as server:
+        wait_for(log, "diffuplug: ready", server.process)
+        start = log.read_text()
+        assert len(start.splitlines()) <= 20, start
+        assert "duplicate keys" not in start
+        assert f"(viewer: {server.url}/viewer)" in start
+        join(start_streams(server.url, 2, 400), 60)
+        wait_for(log, "tokens per forward", server.process)
+    assert "SpecDecoding metrics" not in log.read_text()
