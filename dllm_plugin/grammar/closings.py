@@ -1,12 +1,11 @@
-"""Find ids that complete a text within a budget.
+"""Search ids that complete a text within a budget, in a grammar whose rules are not known.
 
-A closing is a witness: every id of it was taken by the grammar, and the text may end behind it.
-What is missed costs a draft, or the promise that the text ends complete; never validity. Searches
-have limits of nodes and of time, since a grammar can be such that none succeeds.
+The grammar verifies every closing, so a search that finds none costs a draft, or the promise that
+the text ends complete; never validity. Searches have limits of places and of time.
 """
 
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -17,33 +16,26 @@ from dllm_plugin.grammar.vocabulary import WORD, Vocabulary, first_set, holds
 
 SIBLINGS = 48  # ids of several bytes that are tried at one place
 SHORT = 8  # ids of a closing that no other search would make much shorter
-ALIKE = (
-    6  # with more bytes of a kind allowed (digits, letters) one of them stands for all
-)
+# With more bytes of a kind allowed (digits, letters), the first one stands for all.
+ALIKE = 6
 KINDS = (
     b"0123456789",
     bytes(range(97, 123)),
     bytes(range(65, 91)),
     bytes(range(128, 256)),
 )
-LOOKS = (
-    1,
-    4,
-    16,
-)  # places that look alike, of which a search by breadth goes on from so many
-MOST_FORCED = 64  # bytes of forced text that one look goes on for
-SUFFIX_WORK = 1500  # ids that a look at what is left of the last closing may try
+MOST_FORCED = 64  # bytes of forced text
+SUFFIX_WORK = 1500  # ids that are tried to close a text by the rest of another closing
 
 
-Look = tuple[bytes, bool]  # what may follow a place, and whether the text may end there
+Look = tuple[bytes, bool]  # ids that may follow a place; whether the text may end
 
 
 class Limits(NamedTuple):
-    """Bound a search: `nodes` places of each way to search, and when it ends.
+    """Bound a search: `nodes` places of each search, and two deadlines.
 
-    The time is a last resort: with the places alone a search finds the same on any machine. It is
-    that of this thread's processor, for beside a busy thread a search mostly waits for Python's
-    lock; by the clock it may take longer, but not without end.
+    With places alone a search finds the same on any machine, so time is a last resort. It is this
+    thread's processor time, because a thread beside a busy one mostly waits for Python's lock.
 
     deadline  by `time.thread_time`
     latest    by `time.monotonic`
@@ -55,13 +47,13 @@ class Limits(NamedTuple):
 
     @classmethod
     def within(cls, nodes: int, seconds: float, clock: float) -> "Limits":
-        """Return those of a search that begins now, `clock` times as long by the clock."""
+        """Return limits from now on, `clock` times as long by the clock."""
         return cls(
             nodes, time.thread_time() + seconds, time.monotonic() + clock * seconds
         )
 
     def over(self) -> bool:
-        """Tell whether the time is up."""
+        """Return whether the time is up."""
         return time.thread_time() > self.deadline or time.monotonic() > self.latest
 
 
@@ -92,21 +84,25 @@ class Searcher:
         ids = self.vocabulary.cut(text, longest=1)
         return ids if ids and len(ids) <= room and closes(matcher, ids) else None
 
-    def remainder(
+    def rest(
         self, matcher: Matcher, known: list[int], added: list[int], room: int
     ) -> list[int] | None:
-        """Return what is left of a known closing once some ids were added at its beginning."""
+        """Return the rest of a known closing, once ids were added that begin it."""
         if matcher.complete():
             return []
-        if known[: len(added)] == added and len(known) - len(added) <= room:
-            rest = known[len(added) :]
-            if closes(matcher, rest):
-                return rest
+        count = len(added)
+        if known[:count] != added or len(known) - count > room:
+            return None
+        return known[count:] if closes(matcher, known[count:]) else None
+
+    def suffix(
+        self, matcher: Matcher, known: list[int], added: list[int], room: int
+    ) -> list[int] | None:
+        """Return a suffix of a known closing that closes the text after other ids as well."""
         text, new = self.vocabulary.text(known), self.vocabulary.text(added)
+        likely = len(new) if text.startswith(new) else 0
         work = SUFFIX_WORK
-        for start in _suffixes(
-            len(text), len(new) if text.startswith(new) else 0, len(new)
-        ):
+        for start in _suffixes(len(text), likely, len(new)):
             if work <= 0:
                 return None
             work -= 1 + min(len(text) - start, 64)
@@ -116,45 +112,40 @@ class Searcher:
         return None
 
     def search(self, matcher: Matcher, room: int, limits: Limits) -> list[int] | None:
-        """Return a closing of at most `room` ids: depth first, then by breadth, then by depth.
+        """Return a closing of at most `room` ids: the shorter of those of two searches.
 
-        A long one is compared with what is found by breadth: a text begins to close the later, the
-        shorter its closing is.
+        A short one of the first search is enough.
         """
         best: list[int] | None = None
-        attempts = (self._dive, self._seek, self._spread, self._deepen)
-        for i, attempt in enumerate(attempts):
-            now = time.thread_time()
-            share = (limits.deadline - now) / (len(attempts) - i)
-            found = attempt(matcher, room, limits._replace(deadline=now + share))
-            if found is not None:
-                found = self.shorten(matcher, found)
-                if len(found) <= room and (best is None or len(found) < len(best)):
-                    best = found
-            if best is not None and (len(best) <= SHORT or i > 1):
-                return best
+        middle = (time.thread_time() + limits.deadline) / 2
+        searches = (
+            (self._dive, limits._replace(deadline=middle)),
+            (self._seek, limits),
+        )
+        for find, within in searches:
+            found = find(matcher, room, within)
+            if found is None:
+                continue
+            found = self.shorten(matcher, found)
+            if len(found) <= room and (best is None or len(found) < len(best)):
+                best = found
+            if best is not None and len(best) <= SHORT:
+                break
         return best
 
-    def _steps(
-        self, matcher: Matcher, every: bool = False
-    ) -> Iterator[tuple[int, ...]]:
-        """Yield ids that may follow, what ends soonest first; `every`: also those of one kind."""
-        row, order, single = (
-            matcher.allowed(),
-            self.vocabulary.order,
-            self.vocabulary.num_single,
-        )
+    def _steps(self, matcher: Matcher) -> Iterator[tuple[int, ...]]:
+        """Yield next ids, those first that end a text soonest; alike bytes count once."""
+        row, order = matcher.allowed(), self.vocabulary.order
+        single = self.vocabulary.num_single
         allowed = holds(row, order[:single])
-        chosen = order[:single][
-            allowed if every else allowed & ~self._is_alike(allowed)
-        ]
+        chosen = order[:single][allowed & ~self._is_alike(allowed)]
         if not len(chosen):
             chosen = order[single:][holds(row, order[single:])][:SIBLINGS]
         for token in chosen.tolist():
             yield (token,)
 
     def _is_alike(self, allowed: np.ndarray) -> np.ndarray:
-        """Mark bytes of a kind of which many are allowed, all but the first: they lead alike."""
+        """Mark bytes of a kind of which many are allowed, except the first one."""
         alike = np.zeros_like(allowed)
         for kind in self._kinds:
             places = np.flatnonzero(allowed & kind)
@@ -185,7 +176,7 @@ class Searcher:
         return self.vocabulary.text(text)
 
     def _dive(self, matcher: Matcher, room: int, limits: Limits) -> list[int] | None:
-        """Go down at once, which finds what the usual closers close."""
+        """Search depth-first, which finds what the usual closers close."""
         place, nodes, most = matcher.fork(), limits.nodes, 8 * room + 64
         if place.complete():
             return []
@@ -211,10 +202,9 @@ class Searcher:
         return None
 
     def _seek(self, matcher: Matcher, room: int, limits: Limits) -> list[int] | None:
-        """Seek by all ids that may follow, then by those of single bytes.
+        """Search by looks of all ids, then by looks of single bytes.
 
-        Ids of several bytes tell more places apart, at times so many that what may be repeated is
-        never left.
+        Ids of several bytes tell more places apart, at times so many that no loop is left.
         """
         half = limits._replace(deadline=(time.thread_time() + limits.deadline) / 2)
         for counted, within in ((None, half), (self.vocabulary.single_bits, limits)):
@@ -226,7 +216,7 @@ class Searcher:
     def _seek_by(
         self, matcher: Matcher, room: int, limits: Limits, counted: np.ndarray | None
     ) -> list[int] | None:
-        """Go down to what was seen least, which leaves soon what may be repeated without end."""
+        """Search depth-first, the least visited look first, to escape loops."""
         nodes, most = limits.nodes, 8 * room + 64
         seen: Counter[Look] = Counter()
         levels: list[list[tuple[Matcher, list[int], Look]]] = [
@@ -249,88 +239,14 @@ class Searcher:
                 if go(after, step):
                     found = _look(after, counted)
                     children.setdefault(found, (after, [*path, *step], found))
-            # Of equals the first is taken first: it ends soonest.
+            # The first of equals ends soonest, so it is taken first.
             ordered = sorted(children.values(), key=lambda child: seen[child[2]])
             levels.append(ordered[::-1])
         return None
 
-    def _spread(self, matcher: Matcher, room: int, limits: Limits) -> list[int] | None:
-        """Go by breadth; places that allow the same ids are one, or a few where that finds none."""
-        nodes = limits.nodes
-        for most in LOOKS:
-            found, nodes = self._spread_over(
-                matcher, most, limits._replace(nodes=nodes)
-            )
-            if found is not None:
-                return found
-        return None
-
-    def _spread_over(
-        self, matcher: Matcher, most: int, limits: Limits
-    ) -> tuple[list[int] | None, int]:
-        """Return a closing by breadth, and how many places are left to look at.
-
-        Two places that allow the same ids may differ: what follows a bracket and what follows a
-        colon both begin with a quote.
-        """
-        start = matcher.fork()
-        queue: deque[tuple[Matcher, list[int]]] = deque([(start, [])])
-        seen, nodes = Counter([_look(start)]), limits.nodes
-        while queue and nodes > 0 and not limits.over():
-            place, path = queue.popleft()
-            if place.complete():
-                return path, nodes
-            for step in self._steps(place, every=most == 1):
-                after = place.fork()
-                nodes -= 1
-                if not go(after, step):
-                    continue
-                if after.complete():
-                    return [*path, *step], nodes
-                look = _look(after)
-                seen[look] += 1
-                if seen[look] <= most:
-                    queue.append((after, [*path, *step]))
-        return None, nodes
-
-    def _deepen(self, matcher: Matcher, room: int, limits: Limits) -> list[int] | None:
-        """Go down to a depth that doubles; siblings that look alike are one."""
-        most, nodes = 8, limits.nodes
-        while most < 16 * room + 64 and nodes > 0 and not limits.over():
-            found, nodes = self._within(matcher, most, limits._replace(nodes=nodes))
-            if found is not None:
-                return found
-            most *= 2
-        return None
-
-    def _within(
-        self, matcher: Matcher, most: int, limits: Limits
-    ) -> tuple[list[int] | None, int]:
-        """Return a closing of at most `most` steps, and how many places are left to look at."""
-        stack: list[tuple[Matcher, list[int]]] = [(matcher.fork(), [])]
-        nodes = limits.nodes
-        while stack and nodes > 0 and not limits.over():
-            place, path = stack.pop()
-            nodes -= 1
-            if place.complete():
-                return path, nodes
-            if len(path) >= most:
-                continue
-            seen, children = set(), []
-            for step in self._steps(place):
-                after = place.fork()
-                if not go(after, step):
-                    continue
-                look = _look(after)
-                if look not in seen:
-                    seen.add(look)
-                    children.append((after, [*path, *step]))
-            stack += children[::-1]
-        return None, nodes
-
 
 def _suffixes(length: int, likely: int, consumed: int) -> Iterator[int]:
-    """Yield where suffixes start: near what was added, then from the shortest one on."""
+    """Yield starts of suffixes: near the added text, then from the shortest suffix on."""
     near = [likely, consumed, consumed - 1, consumed + 1]
     first = [start for start in dict.fromkeys(near) if 0 <= start < length]
     yield from first
@@ -343,7 +259,7 @@ def _look(matcher: Matcher, counted: np.ndarray | None = None) -> Look:
 
 
 def go(matcher: Matcher, ids: tuple[int, ...] | list[int]) -> bool:
-    """Go on by all of some ids, or stay."""
+    """Accept all ids, or none."""
     for count, token in enumerate(ids):
         if not matcher.accept(token):
             matcher.rollback(count)
@@ -352,7 +268,7 @@ def go(matcher: Matcher, ids: tuple[int, ...] | list[int]) -> bool:
 
 
 def taken(matcher: Matcher, ids: list[int]) -> int:
-    """Return how many leading ids the grammar takes; the matcher stays."""
+    """Count leading ids that the grammar takes; the matcher stays."""
     count = 0
     for token in ids:
         if not matcher.accept(token):
@@ -363,7 +279,7 @@ def taken(matcher: Matcher, ids: list[int]) -> int:
 
 
 def closes(matcher: Matcher, ids: list[int]) -> bool:
-    """Tell whether ids complete the text; the matcher stays."""
+    """Return whether ids complete the text; the matcher stays."""
     if not go(matcher, ids):
         return False
     done = matcher.complete()

@@ -42,11 +42,13 @@ NUMBERS = {
 class Token(NamedTuple):
     """Hold a piece of an expression: `kind` is one of ``( ) | ^ $ *``, or empty for any other.
 
-    ``*`` stands for all that repeats, and ``?`` for what makes it take little.
+    ``*`` stands for all that repeats, and ``?`` for what makes it take little. `ranges` are the
+    characters of a class or an escape.
     """
 
     kind: str
     text: str
+    ranges: tuple[tuple[int, int], ...] = ()
 
 
 class LeftWhole(Exception):
@@ -62,7 +64,7 @@ def written_out(pattern: str) -> str:
     if HALF.search(pattern):
         raise ValueError("has half of a surrogate pair, which is no character")
     try:
-        tokens = _tokens(pattern)
+        tokens = read_tokens(pattern)
     except LeftWhole:
         return pattern
     _check_anchors(tokens, "^", "(", ")", "begins")
@@ -70,7 +72,8 @@ def written_out(pattern: str) -> str:
     return "".join(token.text for token in tokens if token.kind not in ("^", "$"))
 
 
-def _tokens(pattern: str) -> list[Token]:
+def read_tokens(pattern: str) -> list[Token]:
+    """Split an expression into tokens. Raises ValueError or LeftWhole."""
     tokens: list[Token] = []
     at = length = 0
     before = ""
@@ -93,7 +96,7 @@ def _token(pattern: str, at: int, before: str) -> tuple[Token, int]:
     if sign == "[":
         return _class(pattern, at)
     if sign == ".":
-        return Token("", _spelled_dot()), at + 1
+        return _dot_token(), at + 1
     if sign == "(":
         return _group(pattern, at)
     if sign in REPEATS:
@@ -106,9 +109,9 @@ def _token(pattern: str, at: int, before: str) -> tuple[Token, int]:
     if letter and letter in LEFT:
         return Token("", pattern[at : at + 2]), at + 2
     if letter.lower() in SURE:
-        return Token("", _spelled_shorthand(letter)), at + 2
+        return _shorthand_token(letter), at + 2
     (narrow, _), end = _escape(pattern, at)
-    return Token("", _spelled(narrow)), end
+    return _of_ranges(narrow), end
 
 
 def _group(pattern: str, at: int) -> tuple[Token, int]:
@@ -124,7 +127,7 @@ def _quantifier(pattern: str, at: int, before: str) -> tuple[Token, int]:
     """Read how often something comes, or a brace that says no such thing."""
     found = QUANTIFIER.match(pattern, at)
     if found is None or found[0] == "{}":
-        return Token("", _code(ord("{"))), at + 1
+        return _of_ranges([(ord("{"), ord("{"))]), at + 1
     if before == "?" or (before == "*" and found[0] != "?"):
         raise ValueError(f"has {found[0][:SHOWN]!r} behind another repeat")
     text = f"{{{found[1] or 0},{found[3]}}}" if found[2] else found[0]
@@ -158,11 +161,11 @@ def _class(pattern: str, at: int) -> tuple[Token, int]:
         wide.extend(low_wide)
     if any({letter, letter.upper()} <= letters for letter in SURE):
         narrow = wide = [(0, LAST)]  # with its opposite, a shorthand leaves nothing out
-    text = _spelled(_rest(wide) if negated else _joined(narrow))
-    if not text:
+    token = _of_ranges(_rest(wide) if negated else _joined(narrow))
+    if not token.ranges:
         shown = pattern[start : at + 1][:SHOWN]
         raise ValueError(f"has {shown!r}, which no character fits")
-    return Token("", text), at + 1
+    return token, at + 1
 
 
 def _item(pattern: str, at: int, start: int) -> tuple[tuple[Ranges, Ranges], int]:
@@ -249,13 +252,19 @@ def _shorthand(letter: str) -> tuple[Ranges, Ranges]:
 
 
 @cache
-def _spelled_shorthand(letter: str) -> str:
-    return _spelled(_shorthand(letter)[0])
+def _shorthand_token(letter: str) -> Token:
+    return _of_ranges(_shorthand(letter)[0])
 
 
 @cache
-def _spelled_dot() -> str:
-    return _spelled(_rest([(10, 10)]))
+def _dot_token() -> Token:
+    return _of_ranges(_rest([(10, 10)]))
+
+
+def _of_ranges(ranges: Ranges) -> Token:
+    """Return the token of a class, without surrogates."""
+    parts = tuple(_characters(ranges))
+    return Token("", _spelled(parts), parts)
 
 
 def _joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
@@ -279,15 +288,15 @@ def _rest(ranges: Iterable[tuple[int, int]]) -> Ranges:
     return [*rest, (low, LAST)] if low <= LAST else rest
 
 
-def _spelled(ranges: Ranges) -> str:
-    """Write ranges as a class, without surrogates; empty if nothing is left."""
-    parts = list(_characters(ranges))
+def _spelled(parts: tuple[tuple[int, int], ...]) -> str:
+    """Write ranges as a class; empty if there are none."""
     if len(parts) == 1 and parts[0][0] == parts[0][1]:
         return _code(parts[0][0])
-    spans = (
-        _code(low) + (f"-{_code(high)}" if high > low else "") for low, high in parts
-    )
-    inside = "".join(spans)
+    inside = ""
+    for low, high in parts:
+        inside += _code(low)
+        if high > low:
+            inside += f"-{_code(high)}"
     return f"[{inside}]" if inside else ""
 
 

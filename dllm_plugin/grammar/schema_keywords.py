@@ -113,7 +113,7 @@ def _type_beside(schema: dict[str, Any], root: Any) -> str:
         branches = [schema] if name == "$ref" else schema.get(name)
         if name not in schema or not isinstance(branches, list):
             continue
-        found = [_resolved(one, root) for one in branches]
+        found = [resolved(one, root) for one in branches]
         if not all(_is_within(one, _kinds(schema)) for one in found):
             return f"type beside {name}"
     return ""
@@ -135,7 +135,7 @@ def _overlapping(schema: dict[str, Any], root: Any) -> str:
     either = schema.get("oneOf")
     if not isinstance(either, list):
         return ""
-    found = [_resolved(one, root) for one in either]
+    found = [resolved(one, root) for one in either]
     apart = all(_are_apart(one, other, root) for one, other in combinations(found, 2))
     return "" if apart else "oneOf with alternatives that may overlap"
 
@@ -149,7 +149,7 @@ def _are_apart(one: Any, other: Any, root: Any) -> bool:
         return True
     mine, theirs = _needed(one), _needed(other)
     return any(
-        _name_others(_resolved(mine[name], root), _resolved(theirs[name], root))
+        _name_others(resolved(mine[name], root), resolved(theirs[name], root))
         for name in mine.keys() & theirs.keys()
     )
 
@@ -190,7 +190,7 @@ def _values(schema: dict[str, Any]) -> set[tuple[bool, Any]]:
     return {(isinstance(value, bool), value) for value in listed}
 
 
-def _resolved(schema: Any, root: Any) -> Any:
+def resolved(schema: Any, root: Any) -> Any:
     """Follow a reference within the schema once."""
     reference = schema.get("$ref") if isinstance(schema, dict) else None
     if not isinstance(reference, str) or not reference.startswith("#/"):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dllm_plugin.grammar.automaton import DEAD, START
+from dllm_plugin.grammar.chart import Chart
 from dllm_plugin.grammar.closings import Limits, Searcher, closes, go, taken
 from dllm_plugin.grammar.guide import Guide
 from dllm_plugin.grammar.matchers import Matcher
@@ -67,6 +68,7 @@ class GrammarState:
         jumps: bool = True,
         writes: bool = True,
         guide: Guide | None = None,
+        chart: Chart | None = None,
     ) -> None:
         """Start before the first id.
 
@@ -74,7 +76,8 @@ class GrammarState:
             stops: ids that end a text; the first one is taken where there is a choice.
             jumps: whether text that must follow is written without asking the model.
             writes: whether forced ids are written at all, or are the frontier's only choice.
-            guide: what knows closings without a search, where the grammar is regular.
+            guide: knows the shortest closings, if the grammar is regular.
+            chart: knows closings by the rules of the grammar, if they can be read.
         """
         self.matcher, self.vocabulary = matcher, vocabulary
         self.searcher = Searcher(vocabulary)
@@ -82,6 +85,10 @@ class GrammarState:
         self._place = (
             DEAD if guide is None else START
         )  # of the guide, behind the committed text
+        self.chart = chart
+        # Of the chart: before `_unfollowed`, committed ids that no closing has asked for yet.
+        self._chart_place = None if chart is None else chart.start()
+        self._unfollowed: list[int] = []
         self.stops = list(stops)
         self.left = left
         self.jumps, self.writes = jumps and writes, writes
@@ -109,8 +116,10 @@ class GrammarState:
             len(known) <= self.left and closes(self.matcher, known)
         ):
             known = None
+        limits = Limits.within(NODES * FIRST, FIRST_SECONDS, CLOCK)
+        if known is None:
+            known = self._charted([], self.left, limits)
         if known is None and searches:
-            limits = Limits.within(NODES * FIRST, FIRST_SECONDS, CLOCK)
             known = self.searcher.search(self.matcher, self.left, limits)
         self.completes = known is not None and len(known) <= self.left
         self.witness = known if known is not None and self.completes else []
@@ -164,6 +173,7 @@ class GrammarState:
                 )
             self.witness = self.witness[len(ids) :]
         self._place = self._places(ids)[-1]
+        self._unfollowed += ids
         self.left -= len(ids)
         self._chosen_at -= len(ids)
         self._closes_at -= len(ids)
@@ -195,8 +205,8 @@ class GrammarState:
             common += 1
         known, places = self.witness[common:], self._places(canvas[:run])
         while run > common:
-            added, room = list(canvas[common:run]), self.left - run
-            found = self._close(known, added, room, limits, places[run])
+            added = list(canvas[common:run])
+            found = self._close(known, list(canvas[:run]), added, limits, places[run])
             if found is not None:
                 self.witness = [*canvas[:run], *found]
                 break
@@ -222,29 +232,58 @@ class GrammarState:
         found = self.guide.closing(place)
         return found if closes(self.matcher, found) else None
 
+    def _charted(self, ids: list[int], room: int, limits: Limits) -> list[int] | None:
+        """Return the chart's closing after ids; None if it does not fit, or is not known."""
+        if self.chart is None or room < 0:
+            return None
+        place = self._chart_place
+        if self._unfollowed:
+            place = self.chart.follow(place, self._unfollowed, limits)
+            if place is None and limits.over():
+                return None
+            self._chart_place, self._unfollowed = place, []
+        place = self.chart.follow(place, ids, limits)
+        text = None if place is None else self.chart.closing(place, room)
+        if text is None:
+            return None
+        return self.searcher.closing_of(self.matcher, text, room)
+
     def _close(
-        self, known: list[int], added: list[int], room: int, limits: Limits, place: int
+        self,
+        known: list[int],
+        ids: list[int],
+        added: list[int],
+        limits: Limits,
+        place: int,
     ) -> list[int] | None:
-        """Return a closing here: the guide's, what is left of a known one, or a searched one."""
+        """Return a closing after ids: the guide's, the rest of a known one, or another one.
+
+        Args:
+            added: the ids after which `known` was a closing.
+            place: the guide's after `ids`.
+        """
+        room = self.left - len(ids)
         found = self._guided(place, room)
         if found is None:
-            found = self.searcher.remainder(self.matcher, known, added, room)
+            found = self.searcher.rest(self.matcher, known, added, room)
+        if found is not None or room < 0:
+            return found
         if (
             self.guide is not None
             and place != DEAD
             and self.guide.distance(place) > room
         ):
-            return found  # none is that short
-        if (
-            found is None
-            and room >= 0
-            and not limits.over()
-            and self.seconds < REQUEST_SECONDS
-        ):
-            began = time.thread_time()
+            return None
+        if limits.over() or self.seconds >= REQUEST_SECONDS:
+            return self.searcher.suffix(self.matcher, known, added, room)
+        began = time.thread_time()
+        found = self._charted(ids, room, limits)
+        if found is None:
+            found = self.searcher.suffix(self.matcher, known, added, room)
+        if found is None:
             found = self.searcher.search(self.matcher, room, limits)
             self.searches += 1
-            self.seconds += time.thread_time() - began
+        self.seconds += time.thread_time() - began
         return found if found is not None and len(found) <= room else None
 
     def _forced(
@@ -285,7 +324,7 @@ class GrammarState:
         closing = self.witness[len(settled) :]
         go(self.matcher, ids)
         place = self._places([*settled, *ids])[-1]
-        behind = self._close(closing, ids, room - len(ids), limits, place)
+        behind = self._close(closing, [*settled, *ids], ids, limits, place)
         self.matcher.rollback(len(ids))
         if behind is None:
             return []

@@ -35,7 +35,9 @@ from dllm_plugin.engine.grammars.automata import (
     OwnGrammar,
 )
 from dllm_plugin.engine.grammars.backends import Backends, Uncompiled
+from dllm_plugin.engine.grammars.charts import read_chart
 from dllm_plugin.grammar.automaton import TooLarge
+from dllm_plugin.grammar.chart import Chart
 from dllm_plugin.grammar.guide import Guide
 from dllm_plugin.grammar.matchers import GuidanceMatcher, Matcher, XgrammarMatcher
 from dllm_plugin.grammar.state import GrammarState
@@ -82,7 +84,8 @@ class Grammars:
         self.mask_token_id = config.mask_token_id
         self.context = context
         settings = manager.vllm_config.structured_outputs_config
-        self.automata = AutomatonCache(not settings.disable_any_whitespace)
+        self.has_blanks = not settings.disable_any_whitespace
+        self.automata = AutomatonCache(self.has_blanks)
         # Without a tokenizer vLLM refuses every request with a grammar.
         if not manager.vllm_config.model_config.skip_tokenizer_init:
             manager.backend = self.backends = Backends(
@@ -92,6 +95,7 @@ class Grammars:
             set()
         )  # waiting requests whose grammar is ours, or its error
         self.vocabulary: Vocabulary | None = None
+        self._charts: OrderedDict[Any, Chart | None] = OrderedDict()
         # Room in which none was found, and one that was.
         self._closings: OrderedDict[Any, tuple[int, list[int] | None]] = OrderedDict()
 
@@ -144,13 +148,16 @@ class Grammars:
         usable = ~vocabulary.never
         usable[self._special_ids_of(request)] = True
         usable[[*stops, self.mask_token_id]] = False
+        matcher = matcher_of(self.backends.compile(request), usable, vocabulary)
+        guide = self._guide(request, stops)
         state = GrammarState(
-            matcher_of(self.backends.compile(request), usable, vocabulary),
+            matcher,
             vocabulary,
             stops,
             left,
             writes=params.logprobs is None,
-            guide=self._guide(request, stops),
+            guide=guide,
+            chart=self._chart(request, matcher, guide),
         )
         self._find_closing(request, state)
         return CanvasGrammar(state)
@@ -160,6 +167,25 @@ class Grammars:
         ours = request.structured_output_request
         assert ours is not None and self.vocabulary is not None
         return self.automata.guide(ours.structured_output_key, self.vocabulary, stops)
+
+    def _chart(
+        self, request: Request, matcher: Matcher, guide: Guide | None
+    ) -> Chart | None:
+        """Return the chart of a request's grammar; None if a guide knows all texts."""
+        ours = request.structured_output_request
+        assert ours is not None and self.vocabulary is not None
+        # Backends take JSON that automata do not know: line breaks, escapes.
+        kind = ours.structured_output_key[0]
+        if guide is not None and kind != StructuredOutputOptions.JSON:
+            return None
+        key = ours.structured_output_key, isinstance(matcher, XgrammarMatcher)
+        if key not in self._charts:
+            self._charts[key] = read_chart(
+                key[0], self.vocabulary, self.has_blanks, key[1]
+            )
+            while len(self._charts) > REMEMBERED:
+                self._charts.popitem(last=False)
+        return self._charts.get(key)
 
     def _find_closing(self, request: Request, state: GrammarState) -> None:
         """Find the first closing, or take that of an earlier request with this grammar."""

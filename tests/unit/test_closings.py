@@ -1,0 +1,176 @@
+"""Closings of grammars whose progress no set of allowed tokens shows: every text is complete."""
+
+import json
+import os
+import random
+import re
+from collections.abc import Iterator
+
+import pytest
+from grammar_cases import Case
+from grammar_loop import Compiler, GrammarLoop, Wants, ask, judged, random_text, text_of
+
+from dllm_plugin.grammar.closings import closes
+
+# vLLM gives xgrammar an argument that it no longer reads.
+pytestmark = pytest.mark.filterwarnings("ignore:max_rollback_tokens:DeprecationWarning")
+TRIALS = int(os.environ.get("DIFFUPLUG_GRAMMAR_TRIALS", "1000"))
+QUICK = 60
+TOGETHER = 8
+# Patterns of public schemas, each with a text of few tokens that it takes.
+PATTERNS = {
+    "ab": "ab",
+    "[A-Z]{3}": "AAA",
+    r"\.json$": ".json",
+    "TODO": "TODO",
+    "https?://": "http://",
+    r"\d{2}:\d{2}": "00:00",
+    r"^.+@.+\..+$": "a@a.a",
+    r"^(?:[a-z0-9-]+\.)+[a-z]{2,}$": "a.aa",
+    "^[0-9]*77$": "77",
+    r"^\S+@\S+\.\S+$": "a@a.a",
+    "^[a-z0-9-]+/[a-z0-9-]+$": "a/a",
+    r"^[^\s]+ [^\s]+ [^\s]+$": "a a a",
+    "^(?:.*/)?Dockerfile$": "Dockerfile",
+    r"^[\w.-]+@[\w-]+\.[a-z]{2,3}$": "a@a.aa",
+    "^.{0,100}!!$": "!!",
+    "^[a-z]+(_[a-z]+){2}$": "a_a_a",
+    r"\$\{[^}]+\}": "${a}",
+    "^([0-9a-f]{2}:){5}[0-9a-f]{2}$": "00:00:00:00:00:00",
+    r"^v[0-9]+(\.[0-9]+)*$": "v0",
+    "(GET|POST) /": "GET /",
+    "^[A-Za-z0-9+/]*==$": "==",
+    "^.*[0-9]{4}.*$": "0000",
+    "^[A-Z]{2}[0-9]{2}[A-Z0-9]{11,30}$": "AA00AAAAAAAAAAA",
+    "^a|b$": "a",
+    '^["\\\\]{2}é$': '""é',
+}
+RULES = {
+    "a word after anything": ('root ::= [^;]* "; done."', r"[^;]*; done\."),
+    "a count": ("root ::= [a-z]{0,9} [a-f]{7} [a-z]*", r"[a-z]{0,9}[a-f]{7}[a-z]*"),
+    "lark": (
+        "start: WORD (SEP WORD)*\nWORD: /[a-z]*ing/\nSEP: /[ ,]+/",
+        "[a-z]*ing([ ,]+[a-z]*ing)*",
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=["xgrammar", "guidance"])
+def compiler(request: pytest.FixtureRequest, single_rank: None) -> Iterator[Compiler]:
+    compiler = Compiler(request.param)
+    yield compiler
+    compiler.close()
+
+
+def pattern_case(pattern: str, rng: random.Random) -> Case:
+    """A pattern by itself, or of an optional property beside others."""
+    text = {"type": "string", "pattern": pattern}
+    if rng.random() < 0.5:
+        schema = text
+    else:
+        properties = {"note": {"type": "string"}, "code": text, "more": text}
+        required = ["code"] if rng.random() < 0.5 else []
+        schema = {"type": "object", "properties": properties, "required": required}
+
+    def judge(written: str) -> bool:
+        value = json.loads(written)
+        if schema is text:
+            return re.search(pattern, value) is not None
+        found = [value[name] for name in ("code", "more") if name in value]
+        return set(schema.get("required", ())) <= value.keys() and all(
+            re.search(pattern, one) for one in found
+        )
+
+    return Case("json", schema, judge)
+
+
+def automaton_case(rng: random.Random, most_states: int = 200) -> Case:
+    """Rules that are a random automaton, most of whose states allow the same letters."""
+    states = rng.randrange(3, most_states)
+    steps: list[dict[str, int]] = []
+    for state in range(states):
+        letters = "ab" if rng.random() < 0.8 else rng.sample("abcd", 3)
+        steps.append({letter: rng.randrange(states) for letter in letters})
+        # A way to the end, as long as states are few; else it takes luck.
+        steps[state][rng.choice("ab")] = min(state + rng.randrange(1, 9), states - 1)
+    rules = ["root ::= s0"]
+    for state, edges in enumerate(steps):
+        ways = [f'"{letter}" s{to}' for letter, to in edges.items()]
+        if state == states - 1:
+            ways.append('"."')
+        rules.append(f"s{state} ::= {' | '.join(ways)}")
+
+    def judge(text: str) -> bool:
+        state = 0
+        for letter in text[:-1]:
+            if letter not in steps[state]:
+                return False
+            state = steps[state][letter]
+        return state == states - 1 and text[-1:] == "."
+
+    return Case("grammar", "\n".join(rules), judge)
+
+
+def random_case(rng: random.Random) -> Case:
+    kind = rng.random()
+    if kind < 0.5:
+        return automaton_case(rng)
+    if kind < 0.6:
+        spec, expression = RULES[rng.choice(list(RULES))]
+        return Case("grammar", spec, lambda text: bool(re.fullmatch(expression, text)))
+    return pattern_case(rng.choice(list(PATTERNS)), rng)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_pattern_closes(compiler: Compiler, pattern: str) -> None:
+    schema = {"type": "string", "pattern": pattern}
+    state = compiler.compile("json", schema, ask(60)).state
+    assert state.completes and closes(state.matcher, state.witness)
+    text = json.dumps(PATTERNS[pattern], ensure_ascii=False).encode()
+    assert len(state.vocabulary.text(state.witness)) <= len(text)
+    assert not state.searches
+
+
+def test_what_fits_closes(compiler: Compiler) -> None:
+    """The shortest text is taken, after any beginning of a text as well."""
+    for seed in range(20):
+        rng = random.Random(seed)
+        case = automaton_case(rng, 60)
+        state = compiler.compile(case.kind, case.spec, ask(200)).state
+        assert state.completes and not state.searches
+        least = len(state.vocabulary.text(state.witness))
+        assert compiler.compile(case.kind, case.spec, ask(least)).state.completes
+        ids = [i for i in random_text(state, rng, 40) if i not in state.stops]
+        check = state.check([*ids, -1])
+        assert check.settled == ids and not check.rejected
+
+
+@pytest.mark.parametrize(
+    "trials", [QUICK, pytest.param(TRIALS, marks=pytest.mark.slow)]
+)
+def test_no_text_stays_open(compiler: Compiler, trials: int) -> None:
+    """Random grammars and models, in budgets just above the shortest text and beyond."""
+    done = 0
+    seed = 0
+    while done < trials // 2:
+        seed += 1
+        rng = random.Random(f"{compiler.backend} {seed}")
+        loop = GrammarLoop({"strategy": "d2f", "block_length": 8, "canvas_length": 64})
+        requests = []
+        for _ in range(min(TOGETHER, trials // 2)):
+            case = random_case(rng)
+            state = compiler.compile(case.kind, case.spec, ask(200)).state
+            assert state.completes, case.spec
+            most = len(state.witness) + rng.choice([0, 1, 5, 30, 100])
+            params = ask(min(most, 200), dllm_threshold=rng.choice([0.0, 0.5, 0.9]))
+            grammar = compiler.compile(case.kind, case.spec, params)
+            state = grammar.state
+            assert state.completes, case.spec
+            wants = random_text(state, rng, 120) if rng.random() < 0.5 else None
+            script = Wants(rng.randrange(1 << 30), wants, rng.choice([0.0, 0.05, 0.3]))
+            requests.append((case, state, loop.begin(script, params, grammar)))
+        loop.run(limit=900)
+        for case, state, run in requests:
+            text = text_of(state, run.output)
+            assert judged(case, text), (case.kind, case.spec, text)
+        done += len(requests)
