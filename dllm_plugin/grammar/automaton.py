@@ -19,9 +19,9 @@ MAX_STATES = 4096
 MAX_CLASSES = 4096
 MAX_EDGES = 65536
 # Of a processor, so that a grammar has an automaton or none whatever else runs.
-SECONDS = 6.0  # of building; where it ends in nothing, a closing is searched
+SECONDS = 6.0  # of building
 BYTE_SECONDS = 3.0
-END = 0  # the state behind a stop token
+END = 0  # the state after a stop token
 START = 1
 UNUSABLE = 0  # the class of ids that lead nowhere
 STOP = 1  # the class of stop tokens
@@ -32,11 +32,11 @@ _ROUNDS = np.random.default_rng(0).integers(
 
 
 class TooLarge(ValueError):
-    """Say that a grammar has no automaton within the limits."""
+    """Report that a grammar has no automaton within the limits."""
 
 
 class TokenAutomaton(NamedTuple):
-    """Hold an automaton over ids, all int32; Q states, K classes, E edges.
+    """Store an automaton over ids, all int32; Q states, K classes, E edges.
 
     class_V    class of each id
     order_V    ids by class, lower ids first
@@ -64,14 +64,14 @@ class TokenAutomaton(NamedTuple):
 
 
 class ByteAutomaton(NamedTuple):
-    """Hold an automaton over bytes: int32 ``[S, 256]`` successors, bool ``[S]`` complete states."""
+    """Store an automaton over bytes: int32 ``[S, 256]`` successors, bool ``[S]`` complete."""
 
     next_SB: np.ndarray
     complete_S: np.ndarray
 
 
 def byte_automaton(asked: dict[str, object], seconds: float) -> ByteAutomaton:
-    """Return the automaton of a pattern or a schema. Raises TooLarge where there is none."""
+    """Return the automaton of a pattern or a schema. Raises TooLarge if there is none."""
     numbers = determinise(asked | {"most": MAX_BYTE_STATES}, min(seconds, BYTE_SECONDS))
     if numbers is None:
         raise TooLarge("the expression is not regular, or has too many states")
@@ -105,7 +105,7 @@ class _Walk:
         self.next_SB = states.next_SB
 
     def from_state(self, state: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids that may follow a state, by their places, and the states behind them."""
+        """Return the ids that may follow a state, by their places, and the states after them."""
         place_T = np.arange(len(self.ids))
         found: list[tuple[np.ndarray, np.ndarray]] = []
         at_T, depth = np.full(len(place_T), state, dtype=np.int32), 0
@@ -143,7 +143,7 @@ def _over_ids(
                 queue.append(found)
         if START + len(name) > MAX_STATES:
             raise TooLarge(f"more than {MAX_STATES} states")
-        # Ids with equal sums over all states are one class: sums of 64 bits stand for columns.
+        # Ids with equal sums over all states are one class: sums of 64 bits replace columns.
         columns_T[place_T] += _ROUNDS[name[state] - START] * (
             to_T.astype(np.uint64) + np.uint64(1)
         )

@@ -15,7 +15,7 @@ from array import array
 MEMORY = 2 << 30  # bytes of the process's address space
 PATIENCE = 3  # times its seconds by the clock, for other processes may keep it waiting
 DEAD = -1
-# Stands behind every text: where one may end, the expression's later alternatives are left out.
+# Follows every text: if a text may end, outlines_core drops later alternatives.
 BEHIND = "\U0010ffff"
 
 
@@ -23,7 +23,7 @@ def main() -> None:
     """Read a JSON object from standard input, and write the states to standard output.
 
     Output: int32 numbers. How many states there are, 1 per state whose text is complete, else 0,
-    and for each state its successor by each of 256 bytes, DEAD where there is none. State 0 is the
+    and for each state its successor by each of 256 bytes, DEAD if there is none. State 0 is the
     first one.
     """
     from outlines_core import Index, Vocabulary, json_schema
@@ -64,7 +64,7 @@ def _ends(transitions: dict[int, dict[int, int]], state: int) -> int:
 
 
 def determinise(asked: dict[str, object], seconds: float) -> bytes | None:
-    """Return what :func:`main` writes for a pattern or a schema; None where it comes to nothing.
+    """Return what :func:`main` writes for a pattern or a schema; None if it fails.
 
     Args:
         asked: `pattern`, or `schema` (JSON) and `whitespace` (a pattern), and `most` states.

@@ -1,7 +1,6 @@
-"""Read the shortest way to the end of a text off a token automaton.
+"""Read the shortest closing of a text off a token automaton.
 
-Exact where the automaton knows the text, so nothing has to be searched. A backend's grammar may
-take more than the automaton does: behind such a text nothing is known.
+It is exact. A backend's grammar may take texts that the automaton does not know.
 """
 
 from collections.abc import Sequence
@@ -33,7 +32,7 @@ class Guide:
         self._key_E, self._target_E = key_E[order_E], automaton.target_E[order_E]
 
     def follow(self, state: int, ids: Sequence[int]) -> list[int]:
-        """Return the states behind each of some ids; DEAD from where the automaton knows none."""
+        """Return the state after each id; DEAD after ids that the automaton does not know."""
         states = []
         for token in ids:
             state = self._behind(state, token)
@@ -49,11 +48,11 @@ class Guide:
         return int(self._target_E[place]) if found else DEAD
 
     def distance(self, state: int) -> int:
-        """Return how many ids a text lacks at least, behind a state that is not DEAD."""
+        """Return how many ids a text lacks at least, after a state that is not DEAD."""
         return int(self._far_Q[state])
 
     def closing(self, state: int) -> list[int]:
-        """Return so many ids that complete the text."""
+        """Return the fewest ids that complete the text."""
         ids = []
         while self._far_Q[state] > 0:
             bounds = [state * self._num_classes, (state + 1) * self._num_classes]

@@ -21,16 +21,16 @@ Buffer = tuple[torch.Tensor, np.ndarray]
 
 
 class Matcher(Protocol):
-    """Describe what checks and closings ask of a grammar."""
+    """Define what checks and closings need of a grammar."""
 
     def accept(self, token: int) -> bool:
-        """Go on by an id, if the grammar takes it here; else stay."""
+        """Accept an id; False, and no change, if the grammar refuses it."""
 
     def rollback(self, count: int) -> None:
         """Go back by so many ids."""
 
     def complete(self) -> bool:
-        """Tell whether the text so far may end."""
+        """Return whether the text so far may end."""
 
     def allowed(self) -> np.ndarray:
         """Return which ids may follow, as packed bits; unusable ids may not. A view: copy it."""
@@ -57,10 +57,10 @@ class XgrammarMatcher:
         """Take over a matcher; `usable`: bool per id, whether a text may hold it."""
         self.matcher, self.usable, self.vocabulary = matcher, usable, vocabulary
         self._buffer = buffer or _make_buffer(usable)
-        self._opened = [*opened]  # behind each id, whether a surrogate may have begun
+        self._opened = [*opened]  # after each id: whether a surrogate may have begun
 
     def accept(self, token: int) -> bool:
-        """Go on by an id, if the grammar takes it here; else stay."""
+        """Accept an id; False, and no change, if the grammar refuses it."""
         if not self.usable[token] or (
             self._opened[-1] and self.vocabulary.shuts[token]
         ):
@@ -77,7 +77,7 @@ class XgrammarMatcher:
             del self._opened[-count:]
 
     def complete(self) -> bool:
-        """Tell whether the text so far may end."""
+        """Return whether the text so far may end."""
         return bool(self.matcher.is_completed())
 
     def allowed(self) -> np.ndarray:
@@ -112,7 +112,7 @@ class GuidanceMatcher:
         self._buffer = buffer or _make_buffer(usable)
 
     def accept(self, token: int) -> bool:
-        """Go on by an id, if the grammar takes it here; else stay."""
+        """Accept an id; False, and no change, if the grammar refuses it."""
         if not self.usable[token]:
             return False
         # A matcher that has met an error stays there; one that has stopped takes nothing.
@@ -126,7 +126,7 @@ class GuidanceMatcher:
             self.matcher.rollback(count)
 
     def complete(self) -> bool:
-        """Tell whether the text so far may end."""
+        """Return whether the text so far may end."""
         return bool(self.matcher.is_accepting())
 
     def allowed(self) -> np.ndarray:

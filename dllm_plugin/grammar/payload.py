@@ -13,7 +13,7 @@ NUMBERS = ("settled", "front", "rejected", "must", "writes", "chooses")
 
 
 class GrammarPayload(NamedTuple):
-    """Hold the checks of some requests; letters as in :mod:`dllm_plugin.grammar.step`.
+    """Pack the checks of some requests; letters as in :mod:`dllm_plugin.grammar.step`.
 
     numbers_GN  int64, by the names in NUMBERS
     """
@@ -28,7 +28,7 @@ class AutomatonStart(NamedTuple):
     """Hand the automaton of a request to the workers, in the step with which it starts.
 
     key        equal for equal automata, which workers hold once
-    state      behind the text that was emitted before
+    state      after the text that was emitted before
     completes  whether its text has to be complete
     """
 

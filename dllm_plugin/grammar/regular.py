@@ -1,7 +1,7 @@
-"""Say which requests for structured output are regular, as what the automaton is built of.
+"""Find requests for structured output that are regular, and what their automaton is built of.
 
-A JSON schema is, where every text of the expression that outlines_core makes of it is valid under
-the schema: where each of its keywords is one of those below. White space is at most one blank.
+A JSON schema is regular if each of its keywords is listed below: every text of the expression that
+outlines_core makes of such a schema is valid under it. White space is at most one blank.
 """
 
 import json
@@ -78,7 +78,7 @@ def _json(spec: str) -> dict[str, object] | None:
 
 
 def _is_regular(schema: Any, depth: int) -> bool:
-    """Tell whether a schema holds nothing but what its expression says."""
+    """Return whether the expression of a schema has only texts that are valid under it."""
     if not isinstance(schema, dict) or not depth:
         return False
     keywords = schema.keys() - NOTES
@@ -107,7 +107,7 @@ def _is_regular(schema: Any, depth: int) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Tell whether a value is written in one way, without an escape."""
+    """Return whether a value is written in only one way, without an escape."""
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False) == f'"{value}"'
     return value is None or isinstance(value, bool | int)

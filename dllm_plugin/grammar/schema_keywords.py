@@ -1,4 +1,4 @@
-"""Find what xgrammar does not read of a JSON schema, so that a text need not be valid under it.
+"""Find keywords of a JSON schema that xgrammar does not honour.
 
 Found by random texts of xgrammar 0.2.8, judged by jsonschema, for its test suite's schemas too.
 What vLLM hands to another backend by itself is not looked for.
@@ -32,7 +32,7 @@ TYPED = (
     *("unevaluatedProperties", "uniqueItems", "contains", "minContains", "maxContains"),
     *("minItems", "maxItems"),
 )
-# What says something of a value, besides `type`.
+# Keywords that assert something of a value, besides `type`.
 ASSERTING = (
     *(*BRANCHES, *VALUES, *STRINGS, *TYPED),
     *("properties", "required", "additionalProperties", "items", "prefixItems"),
@@ -58,7 +58,7 @@ TYPES: dict[str, tuple[type, ...]] = {
 
 
 def loose_keyword(schema: Any) -> str:
-    """Say in a few words what of a schema xgrammar does not read; empty if it reads all."""
+    """Name what xgrammar does not read of a schema; empty if it reads all."""
     return _loose(schema, schema)
 
 
@@ -73,7 +73,7 @@ def most_values(schema: Any) -> int:
 
 
 def has_rough_format(schema: Any) -> bool:
-    """Tell whether xgrammar reads a format of a schema less strictly than guidance."""
+    """Return whether xgrammar reads a format of a schema less strictly than guidance."""
     if not isinstance(schema, dict):
         return False
     ignored = "format" in schema and "type" not in schema
@@ -97,7 +97,7 @@ def _loose(schema: Any, root: Any) -> str:
 
 
 def _of_strings(schema: dict[str, Any]) -> str:
-    """Say what a schema asks of strings that xgrammar reads otherwise than JSON schema."""
+    """Name the keyword of strings that xgrammar reads otherwise than JSON schema."""
     if "type" in schema and "string" not in _kinds(schema):
         return ""
     if schema.get("format") in POINTERS:
@@ -106,7 +106,7 @@ def _of_strings(schema: dict[str, Any]) -> str:
 
 
 def _type_beside(schema: dict[str, Any], root: Any) -> str:
-    """Say where `type` counts for nothing: beside alternatives that may have another one."""
+    """Name alternatives with other types, beside which xgrammar ignores `type`."""
     if "type" not in schema:
         return ""
     for name in BRANCHES:
@@ -120,7 +120,7 @@ def _type_beside(schema: dict[str, Any], root: Any) -> str:
 
 
 def _is_within(schema: Any, kinds: list[str]) -> bool:
-    """Tell whether all values of a schema are of some types, by what it names."""
+    """Return whether a schema names only values of some types."""
     if not isinstance(schema, dict):
         return False
     if "type" in schema:
@@ -131,7 +131,7 @@ def _is_within(schema: Any, kinds: list[str]) -> bool:
 
 
 def _overlapping(schema: dict[str, Any], root: Any) -> str:
-    """Say whether a value might fit two alternatives of oneOf, which xgrammar reads as anyOf."""
+    """Name a oneOf whose alternatives may overlap: xgrammar reads it as anyOf."""
     either = schema.get("oneOf")
     if not isinstance(either, list):
         return ""
@@ -141,9 +141,9 @@ def _overlapping(schema: dict[str, Any], root: Any) -> str:
 
 
 def _are_apart(one: Any, other: Any, root: Any) -> bool:
-    """Tell whether no value fits two schemas: by what they name, or by a property that both need.
+    """Return whether no value fits two schemas, by their values or by a required property.
 
-    Properties are compared by what they name alone, so that references may go in circles.
+    Properties are compared only by the values they name, so references may go in circles.
     """
     if _name_others(one, other):
         return True
@@ -155,7 +155,7 @@ def _are_apart(one: Any, other: Any, root: Any) -> bool:
 
 
 def _name_others(one: Any, other: Any) -> bool:
-    """Tell whether two schemas list different values, or name different types."""
+    """Return whether two schemas list different values, or name different types."""
     if not (isinstance(one, dict) and isinstance(other, dict)):
         return False
     values, others = _values(one), _values(other)
@@ -201,7 +201,7 @@ def resolved(schema: Any, root: Any) -> Any:
 
 
 def _beside(schema: dict[str, Any]) -> str:
-    """Say which keyword counts for nothing because of others in the same place."""
+    """Name the keyword that xgrammar ignores because of others in the same schema."""
     asserting = [name for name in ASSERTING if name in schema]
     for name in (*BRANCHES, *VALUES):
         others = [other for other in asserting if other != name]
@@ -224,7 +224,7 @@ def _beside(schema: dict[str, Any]) -> str:
 
 
 def _unknown(schema: dict[str, Any]) -> str:
-    """Say whether a property is required that the schema does not describe."""
+    """Name `required` if it lists a property that the schema does not describe."""
     required, described = schema.get("required"), schema.get("properties", {})
     if not (isinstance(required, list) and isinstance(described, dict)):
         return ""
@@ -243,7 +243,7 @@ def _kinds(schema: dict[str, Any]) -> list[str]:
 
 
 def _is_of(value: Any, kinds: list[str]) -> bool:
-    """Tell whether a value is of one of some types."""
+    """Return whether a value is of one of some types."""
     for kind in kinds:
         if isinstance(value, TYPES.get(kind, ())) and (
             kind == "boolean" or not isinstance(value, bool)

@@ -1,8 +1,8 @@
-"""Follow one request's grammar: check its canvas from left to right, and keep a way to its end.
+"""Follow one request's grammar: check its canvas from left to right, and keep a closing.
 
 *Run*: leading decided positions that the grammar takes. *Settled*: leading positions of the run
-behind which a closing fits the budget. *Frontier*: the position behind settled and forced ids.
-*Draft*: a decided position behind the frontier; it is checked when the run reaches it.
+after which a closing fits the budget. *Frontier*: the position after settled and forced ids.
+*Draft*: a decided position after the frontier; it is checked when the run reaches it.
 """
 
 import time
@@ -22,18 +22,18 @@ NODES = 400  # places that each part of a search beside a step looks at
 FIRST = 20  # so many times more for the first closing, which is searched before anything runs
 FIRST_SECONDS = 2.0
 STEP_SECONDS = 0.2
-CLOCK = 3.0  # times as long by the clock, where the processor is shared
+CLOCK = 3.0  # times as long by the clock, for shared processors
 REQUEST_SECONDS = 2.0  # all searches of a request beside its steps
 
 
 class GrammarCheck(NamedTuple):
-    """Hold what a step may rely on, as ids from the first uncommitted position on.
+    """Return what a step may rely on, as ids from the first uncommitted position on.
 
     settled   ids of the leading positions, whatever the canvas holds
-    forced    ids of the positions behind them
+    forced    ids of the positions after them
     allowed   packed bits of the ids of the frontier; None if nothing is left to choose
     must      the frontier has to be decided by the step
-    rejected  a draft was refused: what is decided behind the forced ids is dropped
+    rejected  a draft was refused: what is decided after the forced ids is dropped
     """
 
     settled: list[int]
@@ -44,16 +44,16 @@ class GrammarCheck(NamedTuple):
 
 
 class DeadEnd(ValueError):
-    """Say that no id may follow, and that the text cannot end."""
+    """Report that no id may follow, and that the text cannot end."""
 
 
 class GrammarState:
-    """Hold one request's grammar at its committed text.
+    """Follow one request's grammar along its committed text.
 
-    matcher      stands behind the committed text between two calls
+    matcher      at the end of the committed text between two calls
     left         ids that may still be emitted
     completes    the text will be complete: `witness` is known
-    witness      ids that complete the text behind what is committed, at most `left` of them
+    witness      ids that complete the committed text, at most `left` of them
     careful      a draft of the first block was refused: the frontier is decided in every step
     num_refused  drafts that were refused; `searches` and `seconds` what closings took
     """
@@ -84,7 +84,7 @@ class GrammarState:
         self.guide = guide
         self._place = (
             DEAD if guide is None else START
-        )  # of the guide, behind the committed text
+        )  # of the guide, after the committed text
         self.chart = chart
         # Of the chart: before `_unfollowed`, committed ids that no closing has asked for yet.
         self._chart_place = None if chart is None else chart.start()
@@ -109,7 +109,7 @@ class GrammarState:
     def find_closing(
         self, known: list[int] | None = None, searches: bool = True
     ) -> None:
-        """Take a closing that another request with this grammar has found, or search one."""
+        """Use a closing that another request with this grammar has found, or find one."""
         guided = self._guided(self._place, self.left)
         known = known if guided is None else guided
         if known is not None and not (
@@ -158,7 +158,7 @@ class GrammarState:
         return GrammarCheck(settled, forced, allowed, must, rejected)
 
     def commit(self, ids: Sequence[int]) -> bool:
-        """Go on by ids that were emitted; tell whether all of them were settled or forced."""
+        """Follow emitted ids; return whether all of them were settled or forced."""
         for token in ids:
             if self.ended:
                 return False
@@ -181,7 +181,7 @@ class GrammarState:
         return True
 
     def _run(self, canvas: Sequence[int]) -> tuple[int, bool]:
-        """Go on by leading ids; return how many, and whether the last one ends the text."""
+        """Accept leading ids; return their number, and whether the last id ends the text."""
         run = 0
         for token in canvas[: self.left]:
             if token < 0:
@@ -194,7 +194,7 @@ class GrammarState:
         return run, False
 
     def _settle(self, canvas: Sequence[int], run: int, limits: Limits) -> int:
-        """Go back to the last place of the run behind which a closing fits; return that place."""
+        """Go back to the last place of the run after which a closing fits; return it."""
         if not self.completes:
             return run
         common = 0
@@ -215,12 +215,12 @@ class GrammarState:
         return run
 
     def _limits(self) -> Limits:
-        """Return those of the searches of one check, which begins now."""
+        """Return the limits of the searches of one check, from now on."""
         seconds = min(STEP_SECONDS, REQUEST_SECONDS - self.seconds)
         return Limits.within(NODES, seconds, CLOCK)
 
     def _places(self, ids: Sequence[int]) -> list[int]:
-        """Return where the guide stands behind the committed text and each of some ids."""
+        """Return the guide's states after the committed text and after each id."""
         if self.guide is None:
             return [DEAD] * (len(ids) + 1)
         return [self._place, *self.guide.follow(self._place, ids)]
@@ -289,10 +289,10 @@ class GrammarState:
     def _forced(
         self, settled: list[int], run: int, limits: Limits
     ) -> tuple[list[int], bool]:
-        """Return ids that the step writes behind the settled ones, and whether they end the text.
+        """Return ids that the step writes after the settled ids, and whether they end the text.
 
-        The stop token, where nothing else may follow; the closing, where it takes what is left of
-        the budget, or where the model's choice left no room for one; else text that must follow.
+        The stop token, if nothing else may follow; the closing, if it takes the rest of the budget,
+        or if the model's choice left no room for a closing; else text that must follow.
         """
         at = len(settled)
         room = self.left - at
@@ -324,15 +324,15 @@ class GrammarState:
         closing = self.witness[len(settled) :]
         go(self.matcher, ids)
         place = self._places([*settled, *ids])[-1]
-        behind = self._close(closing, [*settled, *ids], ids, limits, place)
+        after = self._close(closing, [*settled, *ids], ids, limits, place)
         self.matcher.rollback(len(ids))
-        if behind is None:
+        if after is None:
             return []
-        self.witness = [*settled, *ids, *behind]
+        self.witness = [*settled, *ids, *after]
         return ids
 
     def _allowed(self) -> np.ndarray:
-        """Return what may follow here, stop tokens included where the text may end."""
+        """Return which ids may follow, with stop tokens if the text may end."""
         row = self.matcher.allowed()
         if self.matcher.complete():
             row |= self._stop_bits

@@ -18,15 +18,15 @@ NO_ID = -1
 
 
 class Checks(NamedTuple):
-    """Hold the checks of a step's requests.
+    """Upload the checks of a step's requests.
 
     row_G       int64, request of the step
-    known_GK    int64, settled and forced ids of the text, NO_ID behind them
+    known_GK    int64, settled and forced ids of the text, NO_ID after them
     settled_G   int64, how many are settled
     front_G     int64, how many there are: the place of the frontier in the text
     rejected_G  bool, a draft was refused
     must_G      bool, the frontier has to be decided
-    writes_G    bool, known ids are written where the canvas lacks them
+    writes_G    bool, known ids are written if the canvas lacks them
     chooses_G   bool, something is left to choose at the frontier
     allowed_GW  int32, bits of the ids that may stand there
     """
@@ -43,12 +43,12 @@ class Checks(NamedTuple):
 
 
 class Constraint(NamedTuple):
-    """Hold what the rest of a step needs of its grammars.
+    """Pass the grammars' constraints to the rest of a step.
 
-    drop_R      bool, what was decided or proposed behind the frontier is gone
+    drop_R      bool, what was decided or proposed after the frontier is gone
     must_R      bool, the frontier has to be decided
-    front_RC    bool, the frontier, where the step may decide it
-    behind_RC   bool, positions behind the frontier
+    front_RC    bool, the frontier, if the step may decide it
+    behind_RC   bool, positions after the frontier
     """
 
     drop_R: Tensor
@@ -58,12 +58,12 @@ class Constraint(NamedTuple):
 
 
 class _Agreed(NamedTuple):
-    """Hold what became of the canvases with a grammar.
+    """Return the canvases with a grammar, made to agree with their checks.
 
     tokens_GC   int64, with known ids written and refused drafts gone
     settled_G   int64, leading canvas positions that were computed as they are settled
     front_G     int64, canvas position of the frontier
-    drop_G      bool, what was decided behind the frontier is gone
+    drop_G      bool, what was decided after the frontier is gone
     lacks_G     bool, known ids are missing and are not written
     """
 
@@ -75,7 +75,7 @@ class _Agreed(NamedTuple):
 
 
 def _agree(canvas: Canvas, checks: Checks, mask_id: int) -> _Agreed:
-    """Compare canvases with what is known of them, and make them agree."""
+    """Make canvases agree with their checks."""
     tail_G1 = canvas.tail_R[checks.row_G].to(torch.int64)[:, None]
     most = checks.known_GK.shape[1]
     position_C = torch.arange(canvas.tokens_RC.shape[1], device=tail_G1.device)
@@ -87,7 +87,7 @@ def _agree(canvas: Canvas, checks: Checks, mask_id: int) -> _Agreed:
     agreed_G = leading(~(differs_GC & (place_GC < checks.settled_G[:, None])))
     settled_G = torch.minimum(agreed_G, tail_G1[:, 0] + checks.settled_G)
     drop_G = checks.rejected_G | (differs_GC & (tokens_GC != mask_id)).any(dim=1)
-    # Log-probabilities are those of choices: where ids were lost, they are chosen again.
+    # Log-probabilities belong to choices: ids that were lost are chosen again.
     lacks_G = differs_GC.any(dim=1) & ~checks.writes_G
     tokens_GC = torch.where(differs_GC & ~lacks_G[:, None], known_GC, tokens_GC)
     front_G = tail_G1[:, 0] + checks.front_G
@@ -103,7 +103,7 @@ def constrain(
     """Make canvas and plan of a step fit its grammars, after the forward.
 
     Stored are only blocks that were computed as the grammars have settled them. Forced ids are
-    written. Where a draft was refused, everything decided behind the frontier becomes masks.
+    written. After a refused draft everything decided after the frontier becomes masks.
 
     Args:
         has_row_RC: positions that a logits row of this step predicts.
@@ -160,7 +160,7 @@ def _store_settled(
     fewer_R = has_R & (num_stored_R < plan.num_stored_R)
     num_stored_R = torch.where(has_R, num_stored_R, plan.num_stored_R)
     num_committed_R = (canvas.size_RS * stored_RS).sum(dim=1, dtype=torch.int32)
-    # With one active block the next one waits, as it does for a block that is not finished.
+    # With one active block the next block waits, as for an unfinished block.
     back_R = fewer_R & (canvas.max_active_R == 1)
     return replaced(
         plan,
@@ -172,9 +172,9 @@ def _store_settled(
 
 
 def take_frontier(constraint: Constraint, plan: StepPlan, unmask_RC: Tensor) -> Tensor:
-    """Return what a step unmasks: no drafts beside what is gone, and the frontier where it has to.
+    """Return what a step unmasks: no drafts after a refused one, and the frontier if it must.
 
-    It has to be decided also if the policy takes nothing of the request.
+    The frontier must be decided also if the policy picks nothing of the request.
     """
     unmask_RC = unmask_RC & ~(constraint.drop_R[:, None] & constraint.behind_RC)
     none_R = ~(unmask_RC & plan.candidates_RC).any(dim=1)

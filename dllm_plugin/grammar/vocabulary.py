@@ -1,4 +1,4 @@
-"""Know the bytes of every token id, which ids may stand in a text, and how text becomes ids."""
+"""Map token ids to their bytes and texts to ids."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -15,11 +15,11 @@ PRINTED = [
 # What ends a text soonest comes first; openers and white space, which postpone its end, last.
 BYTE_ORDER = bytes([*CLOSERS, *DIGITS, *PRINTED, *LAST, *range(128, 256)])
 SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")  # which UTF-8 has none of
-LONGEST = 16  # bytes of a token that text is cut into where the tokenizer's own cut is refused
+LONGEST = 16  # bytes of a token in a cut of ours
 
 
 class Vocabulary:
-    """Hold what is known of the ids of one tokenizer.
+    """Store the bytes of one tokenizer's ids.
 
     pieces    bytes of each id; empty for ids that spell nothing
     never     bool per id: special ids and surrogates, which no text may hold
@@ -80,7 +80,7 @@ class Vocabulary:
         return b"".join(self.pieces[i] for i in ids)
 
     def encode(self, text: bytes) -> list[int]:
-        """Return the tokenizer's ids for a text; empty where they do not spell just this text."""
+        """Return the tokenizer's ids for a text; empty if they do not spell just this text."""
         try:
             ids = list(self._encode(text.decode()))
         except UnicodeDecodeError:
@@ -89,7 +89,7 @@ class Vocabulary:
         return ids if spelled and self.text(ids) == text else []
 
     def cut(self, text: bytes, longest: int = LONGEST) -> list[int]:
-        """Return ids of the longest pieces from the left; empty where there are none."""
+        """Return ids of the longest pieces from the left; empty if there are none."""
         ids, at = [], 0
         while at < len(text):
             for size in range(min(longest, len(text) - at), 0, -1):
@@ -111,7 +111,7 @@ def pack(flags: np.ndarray, words: int) -> np.ndarray:
 
 
 def holds(row: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """Tell which of some ids have their bit set in a packed row."""
+    """Return which ids have their bit set in a packed row."""
     return (row[ids >> 5] >> (ids & 31)) & 1 > 0
 
 

@@ -47,7 +47,7 @@ def no_grammars(vllm_config: VllmConfig) -> str:
 
 
 def _is_ours(worker: str) -> bool:
-    """Return whether a worker is one of ours, or derived from one."""
+    """Return whether a worker class is ours, or derived from ours."""
     if worker in OUR_WORKERS:
         return True
     bases = resolve_obj_by_qualname(worker).__mro__

@@ -31,7 +31,7 @@ REMEMBERED = 64  # automata that are kept for later requests with the same gramm
 
 
 class OwnGrammar(StructuredOutputGrammar):
-    """Be a request's grammar for vLLM, which feeds it what is emitted and asks nothing else."""
+    """Stand in for vLLM's grammar of a request: vLLM only feeds it emitted ids."""
 
     way: str  # how the request decodes: DRAFTS or AUTOMATON
 
@@ -55,7 +55,7 @@ class OwnGrammar(StructuredOutputGrammar):
 class AutomatonGrammar(OwnGrammar):
     """Follow a request's automaton along what is emitted.
 
-    state      behind the emitted text
+    state      after the emitted text
     completes  the text will be complete: one fits what is asked for
     """
 
@@ -67,7 +67,7 @@ class AutomatonGrammar(OwnGrammar):
         self.completes = guide.distance(START) <= left
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        """Go on by ids that were emitted; tell whether the automaton takes them."""
+        """Follow emitted ids; return whether the automaton takes them."""
         states = self.guide.follow(self.state, tokens)  # from END nothing goes on
         if DEAD in states:
             return False
@@ -75,11 +75,11 @@ class AutomatonGrammar(OwnGrammar):
         return True
 
     def is_terminated(self) -> bool:
-        """Tell whether the text has ended."""
+        """Return whether the text has ended."""
         return self.state == END
 
     def start(self, req_id: str) -> AutomatonStart:
-        """Return what workers are handed when the request starts, or comes back."""
+        """Return what workers get when the request starts, or comes back."""
         return AutomatonStart(
             req_id, self.key, self.guide.automaton, self.state, self.completes
         )
@@ -101,14 +101,14 @@ class AutomatonCache:
         stops: list[int],
         left: int,
     ) -> AutomatonGrammar:
-        """Return the grammar of a request. Raises TooLarge where it has no automaton."""
+        """Return the grammar of a request. Raises TooLarge if it has no automaton."""
         key, automaton = self._find(named, vocabulary, stops)
         return AutomatonGrammar(key, self._guide_of(key, automaton), left)
 
     def guide(
         self, named: StructuredOutputKey, vocabulary: Vocabulary, stops: list[int]
     ) -> Guide | None:
-        """Return what knows closings of a grammar; None where that has no automaton."""
+        """Return the guide of a grammar; None if it has no automaton."""
         try:
             key, automaton = self._find(named, vocabulary, stops)
         except TooLarge:
@@ -126,7 +126,7 @@ class AutomatonCache:
     def _find(
         self, named: StructuredOutputKey, vocabulary: Vocabulary, stops: list[int]
     ) -> tuple[str, TokenAutomaton]:
-        """Return an automaton and its name. Raises TooLarge where there is none."""
+        """Return an automaton and its name. Raises TooLarge if there is none."""
         key = hashlib.sha256(repr((named, sorted(stops))).encode()).hexdigest()
         found = self._known.get(key)
         if found is None:

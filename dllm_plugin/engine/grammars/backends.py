@@ -62,7 +62,7 @@ class Uncompiled(OwnGrammar):
 
 
 class Backends(StructuredOutputBackend):
-    """Hold the backends that an engine's requests need, made when a request first does."""
+    """Create the backends of an engine at first use."""
 
     def __init__(self, vllm_config: VllmConfig, tokenizer: TokenizerLike) -> None:
         vocab_size = vllm_config.model_config.get_vocab_size()

@@ -51,7 +51,7 @@ REMEMBERED = (
 
 
 class CanvasGrammar(OwnGrammar):
-    """Be a request's grammar for vLLM, and keep what its canvas was last known to hold.
+    """Follow a request's grammar, and store the last known ids of its canvas.
 
     canvas   ids from the first uncommitted position on, -1 where undecided
     is_kept  workers keep this canvas also while the request is preempted
@@ -65,16 +65,16 @@ class CanvasGrammar(OwnGrammar):
         self.is_kept = False
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        """Go on by ids that were emitted."""
+        """Follow emitted ids."""
         return self.state.commit(tokens)
 
     def is_terminated(self) -> bool:
-        """Tell whether the text has ended."""
+        """Return whether the text has ended."""
         return self.state.ended
 
 
 class Grammars:
-    """Make the grammars of one engine's requests."""
+    """Create the grammars of one engine's requests."""
 
     def __init__(
         self, manager: StructuredOutputManager, config: DecodeConfig, context: int
@@ -96,7 +96,7 @@ class Grammars:
         )  # waiting requests whose grammar is ours, or its error
         self.vocabulary: Vocabulary | None = None
         self._charts: OrderedDict[Any, Chart | None] = OrderedDict()
-        # Room in which none was found, and one that was.
+        # Largest room in which no closing was found, and a closing.
         self._closings: OrderedDict[Any, tuple[int, list[int] | None]] = OrderedDict()
 
     def prepare(self, request: Request) -> None:
@@ -163,7 +163,7 @@ class Grammars:
         return CanvasGrammar(state)
 
     def _guide(self, request: Request, stops: list[int]) -> Guide | None:
-        """Return what knows the closings of a request that decodes by drafts."""
+        """Return the guide of a request that decodes by drafts."""
         ours = request.structured_output_request
         assert ours is not None and self.vocabulary is not None
         return self.automata.guide(ours.structured_output_key, self.vocabulary, stops)
@@ -207,7 +207,7 @@ class Grammars:
     def _automaton(
         self, request: Request, stops: list[int], left: int
     ) -> AutomatonGrammar | None:
-        """Return the automaton of a request that shall decode by one; None if it shall not."""
+        """Return a request's automaton; None if the request decodes by drafts."""
         params, ours = request.sampling_params, request.structured_output_request
         assert params is not None and ours is not None and self.vocabulary is not None
         way = grammar_way(params.extra_args)

@@ -2,12 +2,10 @@
 
 vLLM copies whole canvases to the host with every step and keeps what is emitted; here the rest is
 kept too, of requests with a grammar, so nothing more is copied and nothing waited for.
-
-Say what scheduler and workers send each other about canvases with a grammar.
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
@@ -15,9 +13,6 @@ from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from dllm_plugin.grammar.payload import AutomatonStart, GrammarPayload
-
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import GrammarOutput
 
 
 @dataclass
@@ -55,7 +50,7 @@ class AsyncCanvasOutput(AsyncModelRunnerOutput):
 class GrammarRunner(GPUModelRunner):
     """Run vLLM's model runner with grammars on canvases."""
 
-    def sample_tokens(self, grammar_output: "GrammarOutput | None") -> Any:
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         """Sample as vLLM does; with checks of canvases, hand them to the sampler first."""
         sampler: Any = self.sampler
         # vLLM's warm-up brings a bitmask of its own.
