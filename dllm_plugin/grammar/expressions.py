@@ -2,14 +2,9 @@
 
 from typing import NamedTuple
 
-from dllm_plugin.grammar.networks import Edge, Network, Part, Unreadable
+from dllm_plugin.grammar.networks import REPEATS, Edge, Network, Part, Unreadable
 from dllm_plugin.grammar.patterns import LAST, LeftWhole, Ranges, Token, read_tokens
 
-QUANTIFIERS: dict[str, tuple[int, int | None]] = {
-    "*": (0, None),
-    "+": (1, None),
-    "?": (0, 1),
-}
 IGNORE_CASE = "(?i)"  # the only flag that is read
 MAX_COUNTED = 20_000  # nodes of a pattern with the characters before them counted
 GROUPS = ("(", "(?:", "(?P<", "(?<")  # any other group looks around
@@ -158,8 +153,8 @@ def _both_cases(ranges: Ranges) -> Ranges:
 
 
 def _bounds(quantifier: str) -> tuple[int, int | None]:
-    if quantifier in QUANTIFIERS:
-        return QUANTIFIERS[quantifier]
+    if quantifier in REPEATS:
+        return REPEATS[quantifier]
     least, comma, most = quantifier[1:-1].partition(",")
     if not comma:
         return int(least), int(least)

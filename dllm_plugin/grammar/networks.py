@@ -13,6 +13,12 @@ NO_RULE = -1
 FINAL = 0  # the node after the whole text
 FAR = 1 << 60  # bytes to an end that cannot be reached
 MAX_NODES = 60_000
+# How often a part comes by the sign after it: at least, and at most.
+REPEATS: dict[str, tuple[int, int | None]] = {
+    "*": (0, None),
+    "+": (1, None),
+    "?": (0, 1),
+}
 # Characters that a closing prefers: digits and letters mean nothing in particular.
 PREFERRED = b"0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_-. "
 UTF8_LIMITS = (0x80, 0x800, 0x10000, LAST + 1)  # first code points with one more byte

@@ -161,7 +161,7 @@ def _class(pattern: str, at: int) -> tuple[Token, int]:
         wide.extend(low_wide)
     if any({letter, letter.upper()} <= letters for letter in SURE):
         narrow = wide = [(0, LAST)]  # with its opposite, a shorthand leaves nothing out
-    token = _of_ranges(_rest(wide) if negated else _joined(narrow))
+    token = _of_ranges(other_characters(wide) if negated else _joined(narrow))
     if not token.ranges:
         shown = pattern[start : at + 1][:SHOWN]
         raise ValueError(f"has {shown!r}, which no character fits")
@@ -248,7 +248,11 @@ def _shorthand(letter: str) -> tuple[Ranges, Ranges]:
     else:
         characters = "".join(map(chr, range(DIGITLESS)))
         maybe = [(m.start(), m.end() - 1) for m in re.finditer(rf"\{low}+", characters)]
-    return (sure, maybe) if letter == low else (_rest(maybe), _rest(sure))
+    return (
+        (sure, maybe)
+        if letter == low
+        else (other_characters(maybe), other_characters(sure))
+    )
 
 
 @cache
@@ -258,7 +262,7 @@ def _shorthand_token(letter: str) -> Token:
 
 @cache
 def _dot_token() -> Token:
-    return _of_ranges(_rest([(10, 10)]))
+    return _of_ranges(other_characters([(10, 10)]))
 
 
 def _of_ranges(ranges: Ranges) -> Token:
@@ -278,7 +282,7 @@ def _joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
     return joined
 
 
-def _rest(ranges: Iterable[tuple[int, int]]) -> Ranges:
+def other_characters(ranges: Iterable[tuple[int, int]]) -> Ranges:
     """Return all code points that are not in ranges."""
     rest, low = [], 0
     for first, last in _joined(ranges):

@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 
 from dllm_plugin.grammar.expressions import Pattern, read_expression, read_pattern
-from dllm_plugin.grammar.networks import FINAL, Network, Part, Unreadable
-from dllm_plugin.grammar.patterns import LAST, Ranges
+from dllm_plugin.grammar.networks import FINAL, REPEATS, Network, Part, Unreadable
+from dllm_plugin.grammar.patterns import Ranges, other_characters
 
 ROOT = "root"
 FIRST_PATTERN = 0xE000  # characters for private use, each for a pattern
@@ -34,11 +34,6 @@ CHARACTER = re.compile(
     re.DOTALL,
 )
 CONTROLS = {"n": 10, "r": 13, "t": 9, "0": 0, "b": 8, "f": 12, "v": 11, "a": 7, "e": 27}
-REPEATS: dict[str, tuple[int, int | None]] = {
-    "*": (0, None),
-    "+": (1, None),
-    "?": (0, 1),
-}
 
 
 def read_rules(text: str, patterns: Sequence[Pattern] = ()) -> tuple[Network, int]:
@@ -208,14 +203,4 @@ def _class(spelled: str) -> Ranges:
         last = i + 2 if is_range else i
         ranges.append((codes[i], codes[last]))
         i = last + 1
-    return _others(ranges) if negated else ranges
-
-
-def _others(ranges: Ranges) -> Ranges:
-    """Return all code points that are not in ranges."""
-    others, low = [], 0
-    for first, last in sorted(ranges):
-        if low < first:
-            others.append((low, first - 1))
-        low = max(low, last + 1)
-    return [*others, (low, LAST)] if low <= LAST else others
+    return other_characters(ranges) if negated else ranges
