@@ -16,7 +16,7 @@ from dllm_plugin.grammar.chart import Chart
 from dllm_plugin.grammar.closings import Limits, Searcher, closes, go, taken
 from dllm_plugin.grammar.guide import Guide
 from dllm_plugin.grammar.matchers import Matcher
-from dllm_plugin.grammar.vocabulary import Vocabulary, pack
+from dllm_plugin.grammar.vocabulary import LONGEST, Vocabulary, pack
 
 NODES = 400  # places that each part of a search beside a step looks at
 FIRST = 20  # so many times more for the first closing, which is searched before anything runs
@@ -243,7 +243,8 @@ class GrammarState:
                 return None
             self._chart_place, self._unfollowed = place, []
         place = self.chart.follow(place, ids, limits)
-        text = None if place is None else self.chart.closing(place, room)
+        # A closing of more bytes than ids are left may still fit.
+        text = None if place is None else self.chart.closing(place, LONGEST * room)
         if text is None:
             return None
         return self.searcher.closing_of(self.matcher, text, room)

@@ -138,7 +138,7 @@ def test_what_fits_closes(compiler: Compiler) -> None:
         case = automaton_case(rng, 60)
         state = compiler.compile(case.kind, case.spec, ask(200)).state
         assert state.completes and not state.searches
-        least = len(state.vocabulary.text(state.witness))
+        least = len(state.witness)
         assert compiler.compile(case.kind, case.spec, ask(least)).state.completes
         ids = [i for i in random_text(state, rng, 40) if i not in state.stops]
         check = state.check([*ids, -1])
