@@ -148,7 +148,9 @@ class Chart:
     def _spell(self, item: Item) -> str:
         """Return the shortest text from an item to the end."""
         node, frame = item
-        network, signs, returns = self.network, [], []
+        network = self.network
+        signs: list[str] = []
+        returns: list[int] = []
         while node != FINAL:
             edge = network.best_N[node]
             if edge is None:  # the end of a rule

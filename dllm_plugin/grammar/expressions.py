@@ -170,7 +170,7 @@ class _State(NamedTuple):
     """Name a node with the characters read so far, counted to a limit, and whether END was met."""
 
     node: int
-    count: int
+    length: int
     is_fresh: bool
     has_ended: bool
 
@@ -183,13 +183,13 @@ def _limit(network: Network, part: Part, least: int, most: int | None) -> Part:
     queue = [first]
     end = network.add_node()
     for state in queue:
-        if state.node == part.end and state.count >= least:
+        if state.node == part.end and state.length >= least:
             network.skip(names[state], end)
         for edge in network.edges_N[state.node]:
             after = _after(state, edge)
-            if after is None or (most is not None and after.count > most):
+            if after is None or (most is not None and after.length > most):
                 continue
-            after = after._replace(count=min(after.count, limit))
+            after = after._replace(length=min(after.length, limit))
             if after not in names:
                 names[after] = network.add_node()
                 queue.append(after)
@@ -208,5 +208,5 @@ def _after(state: _State, edge: Edge) -> _State | None:
         return state._replace(node=edge.to)
     if state.has_ended:
         return None
-    count = state.count + (edge.ranges != _BACKSLASH)
-    return _State(edge.to, count, False, False)
+    length = state.length + (edge.ranges != _BACKSLASH)
+    return _State(edge.to, length, False, False)

@@ -122,7 +122,7 @@ def _without_patterns(schema: Any, patterns: list[Pattern]) -> Any:
         if name in VALUES:
             written[name] = value
         elif name == "pattern" and isinstance(value, str):
-            written[name] = _marked(Pattern(value, *_lengths(schema)), patterns)
+            written[name] = _marked(_pattern(value, schema), patterns)
         elif name == "patternProperties" and isinstance(value, dict):
             written[name] = {
                 _marked(Pattern(pattern), patterns): _without_patterns(inner, patterns)
@@ -133,10 +133,11 @@ def _without_patterns(schema: Any, patterns: list[Pattern]) -> Any:
     return written
 
 
-def _lengths(schema: dict[str, Any]) -> tuple[int, int | None]:
-    """Return the least and most characters of a string."""
+def _pattern(text: str, schema: dict[str, Any]) -> Pattern:
+    """Return a pattern with the least and most characters of its strings."""
     least, most = (schema.get(name) for name in LENGTHS)
-    return (
+    return Pattern(
+        text,
         least if isinstance(least, int) else 0,
         most if isinstance(most, int) else None,
     )
