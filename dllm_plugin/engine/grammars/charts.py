@@ -8,7 +8,6 @@ from vllm.v1.structured_output.backend_types import (
     StructuredOutputKey,
     StructuredOutputOptions,
 )
-from vllm.v1.structured_output.utils import grammar_is_likely_lark
 from xgrammar import Grammar
 
 from dllm_plugin.grammar.chart import Chart
@@ -49,8 +48,7 @@ def read_chart(
         if kind == StructuredOutputOptions.REGEX:
             return Chart(*read_regex(spec), vocabulary)
         if kind == StructuredOutputOptions.GRAMMAR:
-            is_lark = grammar_is_likely_lark(spec)
-            read = Grammar.from_lark if is_lark else Grammar.from_ebnf
+            read = Grammar.from_ebnf if "::=" in spec else Grammar.from_lark
             return Chart(*read_rules(str(read(spec))), vocabulary)
         if kind == StructuredOutputOptions.JSON_OBJECT:
             spec = '{"type": "object"}'
@@ -96,9 +94,9 @@ def _merged(one: Any, other: Any) -> Any:
     """Return a schema that asks for what two schemas ask for, roughly."""
     if not (isinstance(one, dict) and isinstance(other, dict)):
         return one
-    merged = dict(one)
+    merged: dict[str, Any] = dict(one)
     for name, value in other.items():
-        mine = merged.get(name, value)
+        mine: Any = merged.get(name, value)
         if name == "required":
             value = list(dict.fromkeys([*mine, *value]))
         elif name in LOWER:
