@@ -14,9 +14,12 @@ from engines import CHECKPOINTS
 
 from dllm_plugin import default_model
 
-pytestmark = pytest.mark.skipif(
-    not torch.cpu._is_amx_tile_supported(), reason="this CPU has no AMX"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not torch.cpu._is_amx_tile_supported(), reason="this CPU has no AMX"
+    ),
+]
 
 # Prints the permission of the process before and after, and the number of tokens.
 SCRIPT = """
