@@ -14,8 +14,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from dllm_plugin.config.decode import get_decode_config
-from dllm_plugin.config.options import GRAMMAR
-from dllm_plugin.config.request.grammar_mode import DRAFTS
+from dllm_plugin.config.request.arguments import DRAFTS, GRAMMAR
 from dllm_plugin.engine.grammars.automata import AutomatonGrammar, OwnGrammar
 from dllm_plugin.engine.grammars.grammars import CanvasGrammar, Grammars
 from dllm_plugin.grammar.payload import pack_checks

@@ -21,7 +21,7 @@ from diffuplug_bench.step.counts import Count
 from diffuplug_bench.step.floor import StepSize
 from dllm_plugin.config.carriers import SNAPSHOT
 from dllm_plugin.config.decode import DecodeConfig, get_decode_config
-from dllm_plugin.config.request.arguments import request_config
+from dllm_plugin.config.request.parsing import request_arguments
 from dllm_plugin.decoding.full_attention import Layout, bounds, limit
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def forwards_of(
     span, prompt_len = config.method.span, len(answer.prompt)
     assert span is not None, "other forwards have one size"
     max_tokens = answer.sampling["max_tokens"]
-    asked = request_config(config, answer.sampling["extra_args"], max_tokens)
+    asked = request_arguments(config, answer.sampling["extra_args"], max_tokens)
     numbers = (
         prompt_len,
         min(prompt_len + max_tokens, max_model_len),

@@ -27,8 +27,8 @@ from dllm_plugin.api.watching.frame_stream import (
 )
 from dllm_plugin.api.watching.watched_engine import WatchedEngine
 from dllm_plugin.config.decode import DecodeConfig
-from dllm_plugin.config.request.arguments import request_config
-from dllm_plugin.config.request.reporting import STATISTICS
+from dllm_plugin.config.request.arguments import STATISTICS
+from dllm_plugin.config.request.parsing import request_arguments
 
 Body = ChatCompletionRequest | CompletionRequest
 Reply = ErrorResponse | dict[str, Any] | AsyncGenerator[str, None]
@@ -59,8 +59,8 @@ class Endpoints:
 
     def method(self, body: Body) -> dict[str, str]:
         """Return the strategy and the policy of a request."""
-        request = request_config(self.config, body.vllm_xargs, body.max_tokens)
-        return {"strategy": self.config.strategy, "policy": request.policy}
+        asked = request_arguments(self.config, body.vllm_xargs, body.max_tokens)
+        return {"strategy": self.config.strategy, "policy": asked.policy}
 
 
 def _has_grammar(body: Body) -> bool:

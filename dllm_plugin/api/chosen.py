@@ -15,8 +15,7 @@ from dllm_plugin.api.counts import Counts, total
 from dllm_plugin.api.request_fields import Asked
 from dllm_plugin.api.scorer import Refused, Scorer, Text, check_ended, together
 from dllm_plugin.api.watching.watched_engine import WatchedEngine
-from dllm_plugin.config.options import TEMPLATE
-from dllm_plugin.config.request.reporting import EARLY_TEXT, FRAMES
+from dllm_plugin.config.request.arguments import EARLY_TEXT, FRAMES, TEMPLATE
 from dllm_plugin.config.validation import shown
 from dllm_plugin.infilling.gaps import Gapped, filled
 from dllm_plugin.infilling.lengths import best_of, score_of, scoring_of, told

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from vllm.outputs import CompletionOutput
 
 from dllm_plugin.config.carriers import unpack_start, unpack_widths
-from dllm_plugin.config.request.grammar_mode import WAYS
+from dllm_plugin.config.request.arguments import GRAMMAR_MODES
 
 
 class Counts(NamedTuple):
@@ -61,7 +61,7 @@ def counts_of(
     elif cached is None:
         cached = max(0, prompt_tokens - (computed - sum(widths)))
     wasted = computed - (prompt_tokens - cached) - tokens
-    grammar = None if way is None else WAYS[way]
+    grammar = None if way is None else GRAMMAR_MODES[way]
     return Counts(sum(sent.histogram), tokens, computed, max(wasted, 0), grammar)
 
 

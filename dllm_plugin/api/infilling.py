@@ -30,7 +30,7 @@ from dllm_plugin.api.request_fields import Asked, Encoder, read_fields
 from dllm_plugin.api.routes import CHECKS, reply_to
 from dllm_plugin.api.suffixes import FillRequest
 from dllm_plugin.config.options import FILL
-from dllm_plugin.config.request.template import check_length, no_template
+from dllm_plugin.config.request.checks import check_length, no_template
 from dllm_plugin.config.validation import shown
 from dllm_plugin.infilling.gaps import Gapped, cut, filled, parts_of, together
 from dllm_plugin.infilling.lengths import most_positions, place_each

@@ -33,8 +33,7 @@ from dllm_plugin.api.counts import total
 from dllm_plugin.api.scorer import Refused, Scorer, Text, together
 from dllm_plugin.api.viewer import not_ours
 from dllm_plugin.api.watching.watched_engine import WatchedEngine
-from dllm_plugin.config.options import FILL, TEMPLATE
-from dllm_plugin.config.request.template import no_template, read_template
+from dllm_plugin.config.request.checks import check_length, no_template
 from dllm_plugin.config.validation import shown
 from dllm_plugin.infilling.gaps import beginning
 
@@ -261,7 +260,7 @@ async def create_likelihood(
             raise ValueError(refusal)
         texts = await read_pairs(request, handler.renderer)
         for text in texts:
-            read_template(ours.config, {TEMPLATE: [FILL] * len(text.continuation)})
+            check_length(ours.config, len(text.continuation))
         samples = plan(request, texts)
         scored, greedy = await together(
             (

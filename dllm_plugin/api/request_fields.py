@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 
+from dllm_plugin.config.request.arguments import EARLY_TEXT, FRAMES, STATISTICS, TRACE
 from dllm_plugin.config.request.checks import check_characters
-from dllm_plugin.config.request.reporting import EARLY_TEXT, FRAMES, STATISTICS, TRACE
 from dllm_plugin.config.validation import shown
 from dllm_plugin.infilling.gaps import beginning
 

@@ -20,8 +20,8 @@ from vllm.entrypoints.serve.exception_handling.error_response import (
     create_error_response,
 )
 
-from dllm_plugin.config.options import FILL, TARGETS, TEMPLATE
-from dllm_plugin.config.request.reporting import STATISTICS
+from dllm_plugin.config.options import FILL
+from dllm_plugin.config.request.arguments import STATISTICS, TARGETS, TEMPLATE
 
 
 class Text(NamedTuple):

@@ -8,7 +8,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from dllm_plugin.api.request_fields import Encoder
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.options import FILL
-from dllm_plugin.config.request.template import check_length, no_template
+from dllm_plugin.config.request.checks import check_length, no_template
 from dllm_plugin.infilling.gaps import AUTO, Gapped
 from dllm_plugin.infilling.lengths import lengths_of
 

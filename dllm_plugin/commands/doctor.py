@@ -14,8 +14,8 @@ from dllm_plugin.config.cuda_graphs import (
 )
 from dllm_plugin.config.decode import DecodeConfig, get_decode_config
 from dllm_plugin.config.options import REQUEST_FIELDS, does_nothing
-from dllm_plugin.config.request.arguments import request_config
-from dllm_plugin.config.resolution import OF_SEVERAL_BLOCKS
+from dllm_plugin.config.request.exclusions import OF_SEVERAL_BLOCKS
+from dllm_plugin.config.request.parsing import request_arguments
 from dllm_plugin.config.step_times import KEY, newest, settings_of
 from dllm_plugin.decoding.families import FAMILIES
 from dllm_plugin.decoding.widths import widths_between
@@ -186,7 +186,7 @@ def _dtype_reason(options: dict[str, Any], additional_config: Any) -> str:
 
 def _settings(config: DecodeConfig) -> dict[str, Any]:
     """Return the request arguments that this strategy and policy read, at their defaults."""
-    request = request_config(config, {}, config.canvas_length)
+    request = request_arguments(config, {}, config.canvas_length)
     read = config.method.options_read(config.policy) - {"policy"}
     if config.method.next_block and config.max_active_blocks == 1:
         read -= set(OF_SEVERAL_BLOCKS)

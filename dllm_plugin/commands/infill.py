@@ -14,7 +14,7 @@ from dllm_plugin.commands.offline import (
     stop_engine,
 )
 from dllm_plugin.commands.options import add_model_options, add_verbose
-from dllm_plugin.config.options import TARGETS, TEMPLATE
+from dllm_plugin.config.request.arguments import TARGETS, TEMPLATE
 from dllm_plugin.infilling.gaps import (
     Filled,
     Gapped,

@@ -17,7 +17,7 @@ from dllm_plugin.commands.offline import (
     stream_answer,
 )
 from dllm_plugin.commands.options import add_model_options, add_verbose, positive
-from dllm_plugin.config.request.reporting import FRAMES
+from dllm_plugin.config.request.arguments import FRAMES
 
 if TYPE_CHECKING:
     from rich.text import Text

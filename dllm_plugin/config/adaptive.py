@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from dllm_plugin.config.options import MAX_STEPS, SCHEDULE, Options
+from dllm_plugin.config.options import Options
 from dllm_plugin.config.validation import shown
 from dllm_plugin.decoding.families import Family
 from dllm_plugin.decoding.methods import Method
@@ -132,53 +132,8 @@ def check_windows(config: "DecodeConfig", given: Mapping[str, Any]) -> None:
             )
 
 
-def check_one_length(config: "DecodeConfig", fields: Mapping[str, Any]) -> None:
-    """Refuse a block length of a request's own where windows are cut by that of the engine."""
-    asked = fields.get("block_length")
-    if config.method.floats and asked not in (None, config.block_length):
-        raise ValueError(
-            f"block_length has no effect with adaptive {config.adaptive!r}, whose windows "
-            "dllm_schedule sets: remove it."
-        )
-
-
 def without_grammars(config: "DecodeConfig") -> str:
     """Return why floating canvases have no grammars; empty where canvases do not float."""
     if not config.method.floats:
         return ""
     return f"cannot be combined with adaptive {config.adaptive!r}: start with adaptive 'off'"
-
-
-def read_schedule(
-    config: "DecodeConfig", extra_args: Mapping[str, Any] | None
-) -> list[int] | None:
-    """Return the widths that a request asks for, step by step; None if it asks for none.
-
-    Raises ValueError naming what is wrong with them.
-    """
-    if SCHEDULE not in (extra_args or {}):
-        return None
-    assert extra_args is not None
-    given, most = extra_args[SCHEDULE], config.canvas_length
-    if not config.method.floats:
-        raise ValueError(
-            f"{SCHEDULE} has no effect with adaptive 'off': leave it out, or start with adaptive "
-            "'throughput' or 'balanced', which d2f and block_diffusion have."
-        )
-    if not isinstance(given, list) or not 1 <= len(given) <= MAX_STEPS:
-        raise ValueError(
-            f"{SCHEDULE} must be a list of 1 to {MAX_STEPS} widths, got {shown(given)}."
-        )
-    for place, width in enumerate(given):
-        if type(width) is not int or not 1 <= width <= most:
-            raise ValueError(
-                f"{SCHEDULE} must hold whole numbers between 1 and canvas_length {most}, got "
-                f"{shown(width)} at place {place}."
-            )
-    return given
-
-
-def schedule_of(extra_args: Mapping[str, Any] | None) -> list[int] | None:
-    """Return the widths of a request that was admitted; None if it has none."""
-    widths: list[int] | None = (extra_args or {}).get(SCHEDULE)
-    return widths

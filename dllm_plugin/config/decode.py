@@ -1,15 +1,11 @@
-"""Hold what an engine and what a request decodes with: every open choice is filled in here.
-
-:mod:`dllm_plugin.config.resolution` makes a DecodeConfig of what users wrote, and
-:mod:`dllm_plugin.config.request.arguments` a RequestConfig of what a request asks for.
-"""
+"""Store what an engine decodes with: :mod:`dllm_plugin.config.resolution` fills in open options."""
 
 import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from dllm_plugin.config.options import Numbers
+from dllm_plugin.config.request.arguments import RequestArguments
 from dllm_plugin.decoding.families import FAMILIES, Family
 from dllm_plugin.decoding.methods import METHODS, Method, floating
 
@@ -17,21 +13,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 TOKENIZER_MODE = "dllm"  # vLLM's tokenizer of Hugging Face with our renderer
-
-
-@dataclass(frozen=True, kw_only=True)
-class RequestConfig(Numbers):
-    """Hold what a request decodes with; fields as in :mod:`dllm_plugin.config.options`.
-
-    sub_block_length  0 where blocks have no sub-blocks
-    """
-
-    policy: str
-    threshold: float
-    steps: int
-    block_length: int
-    max_active_blocks: int
-    sub_block_length: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +30,7 @@ class DecodeConfig:
 
     architecture: str
     strategy: str
-    defaults: RequestConfig
+    defaults: RequestArguments
     steps: int | None
     canvas_length: int
     commit_alone_from: int
@@ -146,7 +127,7 @@ def get_decode_config(vllm_config: "VllmConfig") -> DecodeConfig:
     """Return the resolved configuration that the hook stored in ``additional_config``."""
     resolved: dict[str, Any] = vllm_config.additional_config["dllm"]  # type: ignore[index]
     defaults, ends = (
-        RequestConfig(**resolved["defaults"]),
+        RequestArguments(**resolved["defaults"]),
         resolved["turn_end_token_ids"],
     )
     return DecodeConfig(

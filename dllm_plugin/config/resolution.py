@@ -8,16 +8,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from dllm_plugin.config.adaptive import check_adaptive, check_windows, windows
-from dllm_plugin.config.decode import DecodeConfig, RequestConfig
-from dllm_plugin.config.options import REQUEST_FIELDS, Numbers, Options, does_nothing
+from dllm_plugin.config.decode import DecodeConfig
+from dllm_plugin.config.options import Numbers, Options
+from dllm_plugin.config.request.arguments import RequestArguments
+from dllm_plugin.config.request.exclusions import Case, refuse_options
 from dllm_plugin.config.validation import shown
 from dllm_plugin.decoding.families import FAMILIES, Family
 from dllm_plugin.decoding.methods import Method, choose_method, floating
-from dllm_plugin.decoding.policies import SEVERAL_BLOCKS
 
 DEFAULT_BLOCK = 32
 LEAST_BLOCKS = 8  # that D2F may have open, unless users say otherwise
-OF_SEVERAL_BLOCKS = SEVERAL_BLOCKS[1:]
 
 
 def resolve(
@@ -52,7 +52,7 @@ def resolve(
     threshold = options.threshold
     if threshold is None:
         threshold = rule.default("threshold", family.threshold)
-    defaults = RequestConfig(
+    defaults = RequestArguments(
         **numbers_of(options),
         policy=policy,
         threshold=threshold,
@@ -154,65 +154,10 @@ def check_block_length(block_length: int, canvas_length: int) -> None:
 
 def check_options_read(config: DecodeConfig, given: Mapping[str, Any]) -> None:
     """Refuse given options that the resolved strategy or family can never read."""
-    read = config.method.options
-    for name in REQUEST_FIELDS:
-        if name in given and name not in read and not does_nothing(name, given[name]):
-            raise ValueError(
-                f"{name} has no effect with strategy {config.strategy!r} on "
-                f"{config.architecture}: remove it or choose another strategy."
-            )
-    check_steps(config, config.steps)
-    check_one_block(config, config.defaults, given)
-    check_block_cache(config, config.defaults)
-    check_refresh_before(config, config.defaults)
+    refuse_options(Case(config, config.defaults, given))
     check_commit_alone(config)
     check_merged_updates(config)
     check_windows(config, given)
-
-
-def check_steps(config: DecodeConfig, steps: int | None) -> None:
-    """Refuse fewer steps than a block takes."""
-    if steps is not None and steps < config.method.least_steps:
-        raise ValueError(
-            f"steps must be at least {config.method.least_steps}, got {steps}: the first step of a "
-            "block decides one position."
-        )
-
-
-def check_one_block(
-    config: DecodeConfig, request: RequestConfig, given: Mapping[str, Any]
-) -> None:
-    """Refuse a given option of several open blocks where at most one is open."""
-    one = config.method.next_block and request.max_active_blocks == 1
-    for name in OF_SEVERAL_BLOCKS:
-        if one and name in given:
-            raise ValueError(
-                f"{name} has no effect with max_active_blocks 1: remove it or raise "
-                "max_active_blocks."
-            )
-
-
-def check_block_cache(config: DecodeConfig, request: RequestConfig) -> None:
-    """Refuse the cache of a block where nothing keeps it."""
-    if request.use_block_cache and not config.dedicated_commit:
-        raise ValueError(
-            f"use_block_cache needs max_active_blocks 1, got {config.max_active_blocks}: the cache "
-            "of a block is that of one block at a time."
-        )
-    if request.use_block_cache and config.kv_cache_layout == "distinct":
-        raise ValueError(
-            "use_block_cache needs kv_cache_layout 'unified': the attention of 'distinct' reads "
-            "the canvas's keys from the same forward, not from the cache."
-        )
-
-
-def check_refresh_before(config: DecodeConfig, request: RequestConfig) -> None:
-    """Refuse refreshes that do not compute the row which decides a block's first position."""
-    if config.family.logits_shift and request.refresh_before == 0:
-        raise ValueError(
-            f"refresh_before must be at least 1 on {config.architecture}, got 0: the row of the "
-            "position before a block predicts its first token."
-        )
 
 
 def check_commit_alone(config: DecodeConfig) -> None:

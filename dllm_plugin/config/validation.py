@@ -1,12 +1,14 @@
-"""Check single values of options. Every error names the option, the limit and the value."""
+"""Check single values. Every error names the option, the limit and the value.
 
-from collections.abc import Callable
+Every check also writes its limits in words, for the tables of docs/options.md.
+"""
+
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from difflib import get_close_matches
+from typing import Any, Protocol
 
 from dllm_plugin.decoding.families import POLICY_NAMES, STRATEGY_NAMES
-
-Check = Callable[[str, Any], None]
 
 ECHOED = 80  # characters of a value that errors and logs repeat; a request may send megabytes
 
@@ -24,6 +26,22 @@ NAMES = {
 }
 
 
+def did_you_mean(word: Any, known: Iterable[str], prefix: str = "") -> str:
+    """Return a question that names the known word nearest to `word`; empty if none is near."""
+    near = get_close_matches(str(word)[:ECHOED], list(known), n=1)
+    return f" (did you mean {prefix}{near[0]}?)" if near else ""
+
+
+class Check(Protocol):
+    """Check the value of an option."""
+
+    def __call__(self, name: str, value: Any) -> None:
+        """Raise ValueError unless the value is in range."""
+
+    def limits(self) -> str:
+        """Return type and range in words."""
+
+
 @dataclass(frozen=True)
 class Choice:
     """Accept one of several words; `known` returns them, since torch code alone knows some."""
@@ -38,8 +56,13 @@ class Choice:
         if isinstance(value, str) and value in choices:
             return
         raise ValueError(
-            f"{name} {shown(value)} is unknown; choose one of: {', '.join(choices)}."
+            f"{name} {shown(value)} is unknown{did_you_mean(value, choices)}; choose one of: "
+            f"{', '.join(choices)}."
         )
+
+    def limits(self) -> str:
+        """Return the words."""
+        return ", ".join(f"`{word}`" for word in self.known())
 
 
 def strategy_choices() -> tuple[str, ...]:
@@ -79,6 +102,11 @@ class Number:
                 f"{name} must be greater than {self.low:g}, got {self.low:g}."
             )
 
+    def limits(self) -> str:
+        """Return the range."""
+        first = "above" if self.above else "from"
+        return f"number {first} {self.low:g} to {self.high:g}"
+
 
 @dataclass(frozen=True)
 class WholeNumber:
@@ -107,6 +135,12 @@ class WholeNumber:
         if self.high is not None and value > self.high:
             raise ValueError(f"{name} must be at most {self.high}, got {shown(value)}.")
 
+    def limits(self) -> str:
+        """Return the range."""
+        if self.high is None or self.high >= 2**31 - 1:
+            return f"whole number from {self.low}"
+        return f"whole number from {self.low} to {self.high}"
+
 
 @dataclass(frozen=True)
 class Flag:
@@ -120,6 +154,10 @@ class Flag:
         if type(value) not in (bool, int, float, type(None)) or value not in allowed:
             raise ValueError(f"{name} must be true or false, got {shown(value)}.")
 
+    def limits(self) -> str:
+        """Return the two values."""
+        return "true, false"
+
 
 @dataclass(frozen=True)
 class Text:
@@ -129,3 +167,36 @@ class Text:
         """Raise ValueError unless `value` is text or None."""
         if value is not None and not isinstance(value, str):
             raise ValueError(f"{name} must be a folder name, got {shown(value)}.")
+
+    def limits(self) -> str:
+        """Return what the text names."""
+        return "folder"
+
+
+@dataclass(frozen=True)
+class WholeNumbers:
+    """Accept a list of at most `most` whole numbers of at least `low`; None: no such limit."""
+
+    items: str
+    low: int | None = None
+    most: int | None = None
+
+    def __call__(self, name: str, value: Any) -> None:
+        """Raise ValueError unless `value` is such a list."""
+        fits = isinstance(value, list)
+        if self.most is not None:
+            fits = fits and 1 <= len(value) <= self.most
+        if not fits:
+            raise ValueError(f"{name} must be {self.limits()}, got {shown(value)}.")
+        if self.low is None:
+            return
+        for place, item in enumerate(value):
+            if type(item) is not int or item < self.low:
+                raise ValueError(
+                    f"{name} must hold {self.items}, got {shown(item)} at place {place}."
+                )
+
+    def limits(self) -> str:
+        """Return what the list holds."""
+        count = "" if self.most is None else f"1 to {self.most} "
+        return f"a list of {count}{self.items}"

@@ -15,10 +15,8 @@ from vllm.renderers.hf import HfRenderer
 from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
 
-from dllm_plugin.config.adaptive import read_schedule
-from dllm_plugin.config.decode import DecodeConfig, RequestConfig, get_decode_config
-from dllm_plugin.config.options import TARGETS, TEMPLATE
-from dllm_plugin.config.request.arguments import request_config
+from dllm_plugin.config.decode import DecodeConfig, get_decode_config
+from dllm_plugin.config.request.arguments import TARGETS, TEMPLATE, RequestArguments
 from dllm_plugin.config.request.checks import (
     check_allowed,
     check_bad_words,
@@ -28,11 +26,9 @@ from dllm_plugin.config.request.checks import (
     check_prompt_tokens,
     check_sampling_params,
 )
-from dllm_plugin.config.request.grammar_mode import check_grammar_way
-from dllm_plugin.config.request.reporting import check_reporting
+from dllm_plugin.config.request.exclusions import Case, refuse_parameters
+from dllm_plugin.config.request.parsing import given_arguments, request_arguments
 from dllm_plugin.config.request.structured_outputs import check_structured_outputs
-from dllm_plugin.config.request.targets import check_targets, read_targets, targets_of
-from dllm_plugin.config.request.template import Template, check_template, read_template
 from dllm_plugin.engine.grammars.backends import check_readable
 
 if TYPE_CHECKING:
@@ -40,11 +36,10 @@ if TYPE_CHECKING:
 
 
 class Checked(NamedTuple):
-    """Hold the parameters of a request that were checked."""
+    """Store what was checked of a request."""
 
-    request: RequestConfig
+    asked: RequestArguments
     params: SamplingParams
-    template: Template | None
 
 
 # vLLM checks a request's parameters and, next in the same call, its prompt.
@@ -59,21 +54,14 @@ class RequestRules(LogitsProcessor):
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
         """Raise ValueError naming the first parameter that cannot be honoured."""
-        template = read_template(cls.config, sampling_params.extra_args)
-        targets = read_targets(cls.config, sampling_params.extra_args, template)
-        read_schedule(cls.config, sampling_params.extra_args)
-        check_sampling_params(sampling_params, cls.config.mask_token_id)
-        extra_args, max_tokens = sampling_params.extra_args, sampling_params.max_tokens
-        request = request_config(cls.config, extra_args, max_tokens)
-        check_reporting(extra_args, cls.config, request.policy)
-        check_structured_outputs(sampling_params, cls.config, request)
-        check_readable(sampling_params)
-        check_grammar_way(sampling_params, cls.config)
-        if template is not None:
-            check_template(template, sampling_params, request)
-        if targets is not None:
-            check_targets(sampling_params)
-        _CHECKED.set(Checked(request, sampling_params, template))
+        config, params = cls.config, sampling_params
+        check_sampling_params(params, config.mask_token_id)
+        asked = request_arguments(config, params.extra_args, params.max_tokens)
+        given = given_arguments(params.extra_args)
+        refuse_parameters(Case(config, asked, given, params))
+        check_structured_outputs(params)
+        check_readable(params)
+        _CHECKED.set(Checked(asked, params))
 
     def apply(self, logits: Any, ctx: "LogitsContext") -> Any:
         """Raise: our sampler replaces vLLM's, so nobody calls this."""
@@ -146,17 +134,19 @@ class DiffusionRenderer(HfRenderer):
         _CHECKED.set(None)
         # Other callers name the parameter that holds the ids, and have checked no request.
         if checked is not None and kwargs.get("parameter") is None:
-            request, params, template = checked
-            positions = None
+            asked, params = checked
+            vocab_size = self.model_config.get_vocab_size()
+            template = asked.template
             if template is not None:
-                vocab_size = self.model_config.get_vocab_size()
                 check_given_tokens(TEMPLATE, template.token_ids, vocab_size)
-                check_given_tokens(
-                    TARGETS, targets_of(params.extra_args) or [0], vocab_size
-                )
-                positions = len(template.token_ids)
-            fitting = (request, len(token_ids), params.max_tokens, positions)
-            check_fits(self.config, self.decode_config, *fitting)
+            check_given_tokens(TARGETS, asked.targets or (0,), vocab_size)
+            check_fits(
+                self.config,
+                self.decode_config,
+                asked,
+                len(token_ids),
+                params.max_tokens,
+            )
             if params.bad_words or params.allowed_token_ids:
                 self._check_choices(params.clone())
 

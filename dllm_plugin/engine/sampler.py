@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from dllm_plugin.config.carriers import pack_broken
-from dllm_plugin.config.request.grammar_mode import no_automata
+from dllm_plugin.config.request.structured_outputs import no_automata
 from dllm_plugin.decoding.block_causal import sub_block_to_store
 from dllm_plugin.kernels.launch import compile_ahead
 from dllm_plugin.kernels.move_rows import kernel as move_rows

@@ -18,9 +18,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from dllm_plugin.config.carriers import FINISHED, PREEMPTED, unpack_id
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.options import FILL
-from dllm_plugin.config.request.arguments import request_config
-from dllm_plugin.config.request.reporting import reporting
-from dllm_plugin.config.request.template import template_of
+from dllm_plugin.config.request.parsing import request_arguments
 from dllm_plugin.decoding.blocks import leading
 from dllm_plugin.decoding.full_attention import Bounds, bounds, refresh_start
 from dllm_plugin.decoding.plan import Canvas, StepOutcome, StepPlan
@@ -121,16 +119,16 @@ class CanvasStates:
         assert data.prompt_token_ids is not None and data.prefill_token_ids is not None
         params = data.sampling_params
         assert params is not None
-        request = request_config(self.config, params.extra_args, params.max_tokens)
+        request = request_arguments(self.config, params.extra_args, params.max_tokens)
         prompt_len, num_tokens = len(data.prompt_token_ids), len(data.prefill_token_ids)
         assert params.max_tokens is not None
         end = min(prompt_len + params.max_tokens, self.max_model_len)
-        template = template_of(params.extra_args)
+        template = request.template
         self.requests.fill(
             slot, prompt_len, end, request, params, self.max_model_len, template
         )
         self.templates.add_request(slot, template)
-        self.early_text_np[slot] = reporting(params.extra_args).early_text
+        self.early_text_np[slot] = request.early_text
         self.req_id_to_slot[str(data.req_id)] = slot
         if self.floating is not None:
             _, pieces = unpack_id(data.req_id)
@@ -141,7 +139,7 @@ class CanvasStates:
         self._fresh.append((slot, num_tokens - tail, tail))
         tokens = data.prefill_token_ids[num_tokens - tail :]
         if template is not None:
-            tokens = template.token_ids[num_tokens - prompt_len :]
+            tokens = list(template.token_ids[num_tokens - prompt_len :])
         self._given += [
             (slot, i, token) for i, token in enumerate(tokens) if token != FILL
         ]

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from dllm_plugin.config.decode import DecodeConfig, RequestConfig
+from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.options import COLUMNS
+from dllm_plugin.config.request.arguments import RequestArguments
 from dllm_plugin.config.request.template import Template
 from dllm_plugin.decoding.full_attention import NO_LIMIT, NO_TEMPLATE, Layout, limit
 from dllm_plugin.decoding.policies import POLICY_NAMES, PolicySettings
@@ -101,7 +102,7 @@ class RequestTable:
         slot: int,
         prompt_len: int,
         end: int,
-        request: RequestConfig,
+        request: RequestArguments,
         params: "SamplingParams",
         context: int,
         template: Template | None = None,

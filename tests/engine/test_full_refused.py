@@ -22,7 +22,7 @@ LLADA: list[tuple[dict[str, Any], str]] = [
     ({"dllm_block_add_threshold": 0.5}, "dllm_block_add_threshold has no effect"),
     ({"dllm_max_active_blocks": 2}, "dllm_max_active_blocks 2 exceeds"),
     ({"dllm_block_length": 49}, "dllm_block_length 49 is longer than the canvas of 48"),
-    ({"dllm_strategy": "dual_cache"}, "Unknown request argument 'dllm_strategy'"),
+    ({"dllm_strategy": "dual_cache"}, "dllm_strategy belongs to the server"),
     ({"dllm_full_refresh_every": 2}, "dllm_full_refresh_every has no effect"),
     ({"dllm_refresh_before": 4}, "dllm_refresh_before has no effect"),
     (

@@ -20,7 +20,7 @@ from dllm_plugin.commands.problems.generator import (
     eval_seeds,
     problem,
 )
-from dllm_plugin.config.request.grammar_mode import AUTOMATON, DRAFTS, WAYS
+from dllm_plugin.config.request.arguments import AUTOMATON, DRAFTS, GRAMMAR_MODES
 from dllm_plugin.grammar.automaton import FAR, START, STOP, TokenAutomaton, build
 from dllm_plugin.grammar.vocabulary import Vocabulary
 from dllm_plugin.kernels.automaton import kernel, reference
@@ -274,7 +274,7 @@ def test_texts_by_kernels_are_those_by_the_reference(name, monkeypatch):
     counts = [
         output.outputs[0].spec_decode_metrics.per_step_drafted for output in by_kernels
     ]
-    assert {found for _, found in counts} == {WAYS.index(AUTOMATON)}
+    assert {found for _, found in counts} == {GRAMMAR_MODES.index(AUTOMATON)}
     tokens = [token_ids(output) for output in by_kernels]
     assert tokens == [token_ids(output) for output in by_reference]
     assert tokens == [token_ids(output) for output in alone]
@@ -293,4 +293,4 @@ def test_texts_by_drafts_are_valid(name, ahead, monkeypatch):
     for output, judge in zip(outputs, judges, strict=True):
         assert judge(output.outputs[0].text), output.outputs[0].text
         _, found = output.outputs[0].spec_decode_metrics.per_step_drafted
-        assert found == WAYS.index(DRAFTS)
+        assert found == GRAMMAR_MODES.index(DRAFTS)

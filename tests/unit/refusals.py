@@ -6,7 +6,7 @@ import pytest
 
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.options import Options
-from dllm_plugin.config.request.arguments import request_config
+from dllm_plugin.config.request.parsing import request_arguments
 from dllm_plugin.config.resolution import resolve
 
 LLADA, DREAM, MASK = "LLaDAModelLM", "DreamModel", 15
@@ -26,11 +26,11 @@ def refusal(**options: Any) -> str:
 
 def request_refusal(config: DecodeConfig, **arguments: Any) -> str:
     with pytest.raises(ValueError) as caught:
-        request_config(config, arguments)
+        request_arguments(config, arguments)
     return one_sentence(caught.value)
 
 
 def one_sentence(error: Exception) -> str:
     message = str(error)
-    assert "\n" not in message and message.endswith(".") and len(message) < 640
+    assert "\n" not in message and message.endswith(".") and len(message) < 720
     return message

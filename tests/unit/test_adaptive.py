@@ -10,11 +10,12 @@ import pytest
 from refusals import DREAM, LLADA, MASK, one_sentence, resolved
 from vllm.config import CUDAGraphMode
 
-from dllm_plugin.config.adaptive import fit_canvas, read_schedule, without_grammars
+from dllm_plugin.config.adaptive import fit_canvas, without_grammars
 from dllm_plugin.config.carriers import RESUMED, pack_id, unpack_id
 from dllm_plugin.config.cuda_graphs import WORKER, worker_for
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.options import Options
+from dllm_plugin.config.request.parsing import request_arguments
 from dllm_plugin.config.resolution import resolve
 from dllm_plugin.decoding.methods import METHODS
 from dllm_plugin.engine.scheduling.adaptive_scheduler import warn_without_graphs
@@ -97,15 +98,16 @@ def test_a_shortened_canvas() -> None:
 )
 def test_wrong_schedules(widths: Any) -> None:
     with pytest.raises(ValueError, match="dllm_schedule must") as caught:
-        read_schedule(floats(), {"dllm_schedule": widths})
+        request_arguments(floats(), {"dllm_schedule": widths})
     one_sentence(caught.value)
 
 
 def test_schedules() -> None:
-    assert read_schedule(floats(), None) is None
-    assert read_schedule(floats(), {"dllm_schedule": [1, 128]}) == [1, 128]
+    assert request_arguments(floats(), None).schedule is None
+    asked = request_arguments(floats(), {"dllm_schedule": [1, 128]})
+    assert asked.schedule == (1, 128)
     with pytest.raises(ValueError, match="has no effect with adaptive 'off'"):
-        read_schedule(resolved(LLADA, strategy="d2f"), {"dllm_schedule": [4]})
+        request_arguments(resolved(strategy="d2f"), {"dllm_schedule": [4]})
 
 
 def test_resumed_texts_are_cut_at_their_pieces() -> None:

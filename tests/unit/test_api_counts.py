@@ -14,7 +14,7 @@ from dllm_plugin.api.counts import Counts, counts_of, total
 from dllm_plugin.api.replies import add_counts, with_counts
 from dllm_plugin.api.request_fields import read_fields
 from dllm_plugin.commands import serve
-from dllm_plugin.config.request.grammar_mode import WAYS
+from dllm_plugin.config.request.arguments import GRAMMAR_MODES
 
 METHOD = {"strategy": "dual_cache", "policy": "threshold"}
 ONE = Counts(forwards=4, tokens=10, computed_positions=90, wasted_positions=60)
@@ -36,7 +36,7 @@ def test_counts_of_what_the_scheduler_sent() -> None:
     assert counts_of(completion, tokens=10, prompt_tokens=36) == ONE, (
         "cached tokens cost nothing"
     )
-    sent.per_step_drafted = [16, WAYS.index("automaton")]
+    sent.per_step_drafted = [16, GRAMMAR_MODES.index("automaton")]
     held = counts_of(completion, tokens=10, prompt_tokens=36)
     assert held == ONE._replace(grammar="automaton")
     assert held.as_json() == IN_JSON | {"grammar": "automaton"}

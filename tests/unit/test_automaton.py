@@ -15,7 +15,9 @@ from scripted import sampling
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.structured_output.utils import choice_as_grammar
 
-from dllm_plugin.config.request.grammar_mode import check_grammar_way
+from dllm_plugin.config.decode import DecodeConfig
+from dllm_plugin.config.request.exclusions import Case, refuse_parameters
+from dllm_plugin.config.request.parsing import given_arguments, request_arguments
 from dllm_plugin.grammar import automaton as module
 from dllm_plugin.grammar.automaton import END, START, TokenAutomaton, TooLarge, build
 from dllm_plugin.grammar.guide import Guide
@@ -290,14 +292,20 @@ def wish(kind: str = "regex", spec: Any = "a+", **options: Any) -> Any:
     return params
 
 
+def check(params: Any, config: DecodeConfig) -> None:
+    given = params.extra_args
+    asked = request_arguments(config, given, params.max_tokens)
+    refuse_parameters(Case(config, asked, given_arguments(given), params))
+
+
 def test_requests_are_refused_by_name() -> None:
     config = resolved(strategy="d2f")
-    check_grammar_way(wish(dllm_grammar="automaton"), config)
-    check_grammar_way(wish("json_object", True, dllm_grammar="auto"), config)
+    check(wish(dllm_grammar="automaton"), config)
+    check(wish("json_object", True, dllm_grammar="auto"), config)
     refused = [
         (
             wish(dllm_grammar="fast"),
-            "dllm_grammar must be one of auto, drafts, automaton",
+            "dllm_grammar 'fast' is unknown; choose one of: auto, drafts, automaton",
         ),
         (sampling(9, dllm_grammar="auto"), "has no effect without structured_outputs"),
         (
@@ -310,7 +318,7 @@ def test_requests_are_refused_by_name() -> None:
     ]
     for params, sentence in refused:
         with pytest.raises(ValueError, match=sentence) as caught:
-            check_grammar_way(params, config)
+            check(params, config)
         assert str(caught.value).count("\n") == 0 and str(caught.value).endswith(".")
     engines: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ({"strategy": "d2f", "vocab_parallel": True}, {}, "vocab_parallel"),
@@ -322,9 +330,7 @@ def test_requests_are_refused_by_name() -> None:
     ]
     for options, asked, name in engines:
         with pytest.raises(ValueError, match=name):
-            check_grammar_way(
-                wish(dllm_grammar="automaton", **asked), resolved(**options)
-            )
+            check(wish(dllm_grammar="automaton", **asked), resolved(**options))
     dream = resolved("DreamModel", strategy="semi_autoregressive")
     with pytest.raises(ValueError, match="dllm_top_p"):
-        check_grammar_way(wish(dllm_grammar="automaton", dllm_top_p=0.5), dream)
+        check(wish(dllm_grammar="automaton", dllm_top_p=0.5), dream)

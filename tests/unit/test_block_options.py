@@ -7,7 +7,7 @@ import pytest
 
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.options import Options
-from dllm_plugin.config.request.arguments import request_config
+from dllm_plugin.config.request.parsing import request_arguments
 from dllm_plugin.config.resolution import check_options_read, resolve
 from dllm_plugin.decoding.families import FAMILIES
 from dllm_plugin.models.checkpoints.trained_for import trained_to_edit
@@ -33,7 +33,7 @@ def resolved(architecture: str, edits: bool = False, **options: Any) -> DecodeCo
 def refusal(build: Any, **arguments: Any) -> str:
     """What a configuration (given by its options) or a request to it is refused with."""
     with pytest.raises(ValueError) as caught:
-        build(**arguments) if callable(build) else request_config(build, arguments)
+        build(**arguments) if callable(build) else request_arguments(build, arguments)
     message = str(caught.value)
     assert "\n" not in message and message.endswith(".") and len(message) < 450
     return message
@@ -67,11 +67,11 @@ def test_defaults(
 
 def test_auto_is_the_same_for_a_request() -> None:
     assert (
-        request_config(resolved(LLADA2, True), {"dllm_policy": "auto"}).policy
+        request_arguments(resolved(LLADA2, True), {"dllm_policy": "auto"}).policy
         == "joint_threshold"
     )
     assert (
-        request_config(resolved(LLADA2, False), {"dllm_policy": "auto"}).policy
+        request_arguments(resolved(LLADA2, False), {"dllm_policy": "auto"}).policy
         == "threshold"
     )
 
@@ -115,7 +115,7 @@ def test_whole_numbers_of_edits(name: str, value: Any, low: int) -> None:
 
 
 def test_no_edit_steps_and_big_transfers_are_values_like_others() -> None:
-    request = request_config(
+    request = request_arguments(
         resolved(LLADA2, True),
         {
             "dllm_max_post_steps": 0,
@@ -129,8 +129,9 @@ def test_no_edit_steps_and_big_transfers_are_values_like_others() -> None:
 
 @pytest.mark.parametrize("value", [0, -8, None, True, 8.0, "8"])
 def test_sub_block_length_is_a_whole_number(value: Any) -> None:
-    says = f"sub_block_length must be a whole number of at least 1, got {value!r}"
+    says = f"sub_block_length must be a whole number between 1 and 4096, got {value!r}"
     assert says in refusal(resolved(FAST), dllm_sub_block_length=value)
+    says = f"sub_block_length must be a whole number of at least 1, got {value!r}"
     if value is not None:  # of the engine, that is the family's own
         assert says in refusal(lambda **o: resolved(FAST, **o), sub_block_length=value)
 
@@ -144,7 +145,9 @@ def test_use_block_cache_is_a_switch(value: Any) -> None:
 
 @pytest.mark.parametrize("on", [True, 1])
 def test_the_cache_of_a_block_is_that_of_one_block(on: Any) -> None:
-    assert request_config(resolved(FAST), {"dllm_use_block_cache": on}).use_block_cache
+    assert request_arguments(
+        resolved(FAST), {"dllm_use_block_cache": on}
+    ).use_block_cache
     assert resolved(FAST, use_block_cache=on).defaults.use_block_cache
     says = "use_block_cache needs kv_cache_layout 'unified'"
     assert says in refusal(
@@ -185,7 +188,7 @@ def test_edits_are_those_of_llada2(architecture: str) -> None:
     )
     message = refusal(resolved(architecture, **strategy), dllm_policy=joint)
     assert f"dllm_policy '{joint}' has no meaning" in message
-    assert request_config(resolved(LLADA2), {"dllm_policy": joint}).policy == joint
+    assert request_arguments(resolved(LLADA2), {"dllm_policy": joint}).policy == joint
 
 
 @pytest.mark.parametrize(
@@ -194,7 +197,7 @@ def test_edits_are_those_of_llada2(architecture: str) -> None:
 def test_numbers_of_edits_need_the_policy_that_edits(name: str) -> None:
     value = 0.5 if name == "editing_threshold" else 3
     config = resolved(LLADA2, True)
-    assert getattr(request_config(config, {f"dllm_{name}": value}), name) == value
+    assert getattr(request_arguments(config, {f"dllm_{name}": value}), name) == value
     message = refusal(config, **{f"dllm_{name}": value, "dllm_policy": "threshold"})
     assert f"dllm_{name} has no effect" in message
     assert f"{name} has no effect" in refusal(
@@ -210,17 +213,20 @@ def test_several_active_blocks(architecture: str) -> None:
     """Up to the engine's; schedules count the steps of one block and stay with one."""
     strategy = {"strategy": "block_diffusion"}
     config = resolved(architecture, max_active_blocks=3, **strategy)
-    assert request_config(config, {}).max_active_blocks == 3
-    assert request_config(config, {"dllm_max_active_blocks": 2}).max_active_blocks == 2
+    assert request_arguments(config, {}).max_active_blocks == 3
     assert (
-        request_config(config, {"dllm_policy": "low_confidence"}).max_active_blocks == 1
+        request_arguments(config, {"dllm_max_active_blocks": 2}).max_active_blocks == 2
     )
-    for too_many in (4, None):
-        message = refusal(config, dllm_max_active_blocks=too_many)
-        assert f"dllm_max_active_blocks {too_many} exceeds the engine's 3" in message
+    assert (
+        request_arguments(config, {"dllm_policy": "low_confidence"}).max_active_blocks
+        == 1
+    )
+    message = refusal(config, dllm_max_active_blocks=4)
+    assert "dllm_max_active_blocks 4 exceeds the engine's 3" in message
+    assert "at least 1, got None" in refusal(config, dllm_max_active_blocks=None)
     message = refusal(config, dllm_policy="factor", dllm_max_active_blocks=2)
     assert "dllm_max_active_blocks has no effect" in message
-    request_config(config, {"dllm_policy": "factor", "dllm_max_active_blocks": 1})
+    request_arguments(config, {"dllm_policy": "factor", "dllm_max_active_blocks": 1})
     one = resolved(architecture, **strategy)
     assert "exceeds the engine's 1" in refusal(one, dllm_max_active_blocks=2)
 

@@ -10,12 +10,11 @@ import dllm_plugin
 from dllm_plugin.config.options import (
     KV_CACHE_LAYOUTS,
     OPTIONS,
-    REQUEST_FIELDS,
     REQUEST_PREFIX,
     Options,
 )
-from dllm_plugin.config.request.arguments import request_config
-from dllm_plugin.config.request.reporting import REPORT_ARGUMENTS
+from dllm_plugin.config.request.arguments import ARGUMENTS
+from dllm_plugin.config.request.parsing import request_arguments
 from dllm_plugin.config.resolution import check_options_read, resolve
 from dllm_plugin.config.validation import policy_choices, strategy_choices
 from dllm_plugin.decoding.methods import POLICIES, STRATEGIES
@@ -63,22 +62,30 @@ REQUEST_ARGUMENTS = [
     "dllm_cfg_scale",
     "dllm_confidence_eos_eot_inf",
     "dllm_decoded_token_threshold",
+    "dllm_early_text",
     "dllm_editing_threshold",
     "dllm_eps",
     "dllm_factor",
+    "dllm_frames",
     "dllm_full_refresh_every",
+    "dllm_grammar",
     "dllm_logits_eos_inf",
     "dllm_max_active_blocks",
     "dllm_max_post_steps",
     "dllm_num_to_transfer",
     "dllm_policy",
     "dllm_refresh_before",
+    "dllm_schedule",
+    "dllm_statistics",
     "dllm_steps",
     "dllm_sub_block_length",
     "dllm_suffix_window",
+    "dllm_targets",
+    "dllm_template",
     "dllm_threshold",
     "dllm_top_k",
     "dllm_top_p",
+    "dllm_trace",
     "dllm_use_block_cache",
 ]
 
@@ -95,13 +102,7 @@ def test_public_surface_is_frozen() -> None:
         "joint_threshold"
     )
     assert KV_CACHE_LAYOUTS == ("auto", "unified", "distinct")
-    assert sorted(REQUEST_PREFIX + name for name in REQUEST_FIELDS) == REQUEST_ARGUMENTS
-    assert sorted(REPORT_ARGUMENTS) == [
-        "dllm_early_text",
-        "dllm_frames",
-        "dllm_statistics",
-        "dllm_trace",
-    ]
+    assert sorted(REQUEST_PREFIX + name for name in ARGUMENTS) == REQUEST_ARGUMENTS
 
 
 def test_unknown_keys_are_refused_with_the_known_ones() -> None:
@@ -173,7 +174,7 @@ def test_options_of_full_attention(
     policy = {"dllm_policy": "low_confidence"}
     argument = policy | {f"dllm_{name}": value}
     config = resolved(architecture, strategy=strategy)
-    assert getattr(request_config(config, argument), name) == value
+    assert getattr(request_arguments(config, argument), name) == value
     check_options_read(config, {name: value})
     for wrong in (
         resolved(other, strategy=strategy),
@@ -183,7 +184,7 @@ def test_options_of_full_attention(
         with pytest.raises(ValueError, match=f"{name} has no effect"):
             check_options_read(wrong, {name: value})
         off = OPTIONS[name].off[0]
-        request_config(wrong, policy | {f"dllm_{name}": off})
+        request_arguments(wrong, policy | {f"dllm_{name}": off})
         check_options_read(wrong, {name: off})
 
 
@@ -224,7 +225,7 @@ def test_every_strategy_with_every_policy(
     """Taken where it means something; refused with the list of those that do elsewhere."""
     config = resolved(architecture, strategy=strategy)
     if policy in config.method.policies:
-        assert request_config(config, {"dllm_policy": policy}).policy == policy
+        assert request_arguments(config, {"dllm_policy": policy}).policy == policy
     else:
         message = request_refusal(config, dllm_policy=policy)
         assert f"{policy!r} has no meaning" in message and "threshold" in message
@@ -240,17 +241,20 @@ def test_the_authors_loops_are_one_setting_away() -> None:
     )
     dream = resolved(DREAM, strategy="semi_autoregressive")
     assert (dream.policy, dream.whole_canvas) == ("entropy", True)
-    request = request_config(dream, {}, max_tokens=48)
+    request = request_arguments(dream, {}, max_tokens=48)
     assert (request.block_length, request.steps) == (48, 48)
     assert (
-        request_config(dream, {}, max_tokens=5000).block_length == dream.canvas_length
+        request_arguments(dream, {}, max_tokens=5000).block_length
+        == dream.canvas_length
     )
     assert (
-        request_config(dream, {"dllm_block_length": 16}, max_tokens=48).block_length
+        request_arguments(dream, {"dllm_block_length": 16}, max_tokens=48).block_length
         == 16
     )
     # By threshold Dream's loop releases positions over `steps`; the default is all at once.
-    assert request_config(dream, {"dllm_policy": "threshold"}, max_tokens=48).steps == 1
+    assert (
+        request_arguments(dream, {"dllm_policy": "threshold"}, max_tokens=48).steps == 1
+    )
 
 
 def test_a_cached_block_of_dream_takes_two_steps() -> None:
@@ -370,9 +374,30 @@ def test_steps_are_bounded() -> None:
         Options.from_user({"steps": 3_000_000_000})
 
 
+@pytest.mark.parametrize("name", ["strategy", "canvas_length", "lora_path"])
+def test_options_of_the_server_are_no_arguments(name: str) -> None:
+    message = request_refusal(resolved(strategy="d2f"), **{f"dllm_{name}": 1})
+    assert message.startswith(f"Request argument refused: dllm_{name} belongs to the")
+    assert f"start the server with that {name}" in message
+
+
 @pytest.mark.parametrize(
-    "name", ["strategy", "canvas_length", "lora_path", "mask_token_id", "x"]
+    ("written", "meant"),
+    [
+        ("treshold", "threshold"),
+        ("block_lenght", "block_length"),
+        ("tempate", "template"),
+    ],
 )
+def test_the_nearest_name(written: str, meant: str) -> None:
+    message = request_refusal(resolved(), **{f"dllm_{written}": 1})
+    assert f"'dllm_{written}' (did you mean dllm_{meant}?)" in message
+    if meant in FIELDS:
+        assert f"'{written}' (did you mean {meant}?)" in refusal(**{written: 1})
+    assert "(did you mean dual_cache?)" in refusal(strategy="dualcache")
+
+
+@pytest.mark.parametrize("name", ["mask_token_id", "x"])
 def test_unknown_request_arguments(name: str) -> None:
     message = request_refusal(resolved(strategy="d2f"), **{f"dllm_{name}": 1})
     assert message.startswith(f"Unknown request argument 'dllm_{name}'")

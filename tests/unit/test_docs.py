@@ -8,8 +8,8 @@ from documented import PAGES, ROOT, Block, blocks
 
 from diffuplug_bench import cli as bench
 from dllm_plugin.commands import cli, serve
-from dllm_plugin.config.options import OPTIONS, REQUEST_FIELDS, REQUEST_PREFIX, Options
-from dllm_plugin.config.request.arguments import NOT_DECODING
+from dllm_plugin.config.options import OPTIONS, REQUEST_PREFIX, Options
+from dllm_plugin.config.request.arguments import ARGUMENTS
 
 COMMANDS = [
     (block.page, line)
@@ -73,11 +73,7 @@ def test_python_compiles(block: Block) -> None:
 
 def test_request_arguments_exist() -> None:
     """Every `dllm_*` name in the pages is one that a request may set."""
-    known = (
-        {REQUEST_PREFIX + name for name in REQUEST_FIELDS}
-        | NOT_DECODING
-        | {"dllm_plugin"}
-    )
+    known = {REQUEST_PREFIX + name for name in ARGUMENTS} | {"dllm_plugin"}
     for page in PAGES:
         named = set(
             re.findall(r"\bdllm_[a-z_]*[a-z]", page.read_text(encoding="utf-8"))

@@ -14,7 +14,7 @@ from diffuplug_bench.eval.report import Row, Way
 from dllm_plugin.commands.eval import command
 from dllm_plugin.commands.problems.generator import eval_seeds, problem
 from dllm_plugin.config.options import Options
-from dllm_plugin.config.request.arguments import request_config
+from dllm_plugin.config.request.parsing import request_arguments
 from dllm_plugin.config.resolution import resolve
 from dllm_plugin.decoding.methods import POLICIES, STRATEGIES
 
@@ -32,7 +32,7 @@ def accepted(strategy: str, policy: str, **request: Any) -> bool:
     options = Options(strategy=strategy, block_length=64, canvas_length=128)
     resolved = resolve(options, "LLaDAModelLM", 512, mask_token_id=1)
     try:
-        request_config(resolved, {"dllm_policy": policy} | request)
+        request_arguments(resolved, {"dllm_policy": policy} | request)
     except ValueError:
         return False
     return True

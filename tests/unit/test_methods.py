@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dllm_plugin.config import options
-from dllm_plugin.config.decode import DecodeConfig, RequestConfig
+from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.options import (
     COLUMNS,
     OPTIONS,
@@ -16,7 +16,8 @@ from dllm_plugin.config.options import (
     Numbers,
     Options,
 )
-from dllm_plugin.config.request.arguments import _remembered, request_config
+from dllm_plugin.config.request.arguments import RequestArguments
+from dllm_plugin.config.request.parsing import _remembered, request_arguments
 from dllm_plugin.config.resolution import resolve
 from dllm_plugin.decoding import families as strategy_names
 from dllm_plugin.decoding.families import FAMILIES
@@ -119,15 +120,15 @@ def test_every_option_is_read_by_some_method_or_by_the_engine() -> None:
 def test_config_classes_share_what_is_a_number() -> None:
     """A new number is one field: options and requests inherit it."""
     numbers = {field.name for field in dataclasses.fields(Numbers)}
-    of_request = {field.name for field in dataclasses.fields(RequestConfig)}
+    of_request = {field.name for field in dataclasses.fields(RequestArguments)}
     of_engine = {field.name for field in dataclasses.fields(DecodeConfig)}
-    assert of_request == set(REQUEST_FIELDS) and numbers <= of_request <= set(OPTIONS)
+    assert numbers <= set(REQUEST_FIELDS) <= of_request & set(OPTIONS)
     # A user's steps hold for blocks of any length, and are kept beside the defaults.
     assert of_engine & of_request == {"steps"}
     assert (len(numbers), len(OPTIONS), len(of_request), len(of_engine)) == (
         17,
         34,
-        23,
+        31,
         21,
     )
 
@@ -137,14 +138,18 @@ def test_arguments_are_parsed_once() -> None:
     config = resolve(Options(strategy="block_diffusion"), "LLaDAModelLM", 512, 300)
     arguments = {"dllm_threshold": 0.123, "other": [1]}
     before = _remembered.cache_info()
-    first, second = (request_config(config, dict(arguments), 40 + i) for i in range(2))
+    first, second = (
+        request_arguments(config, dict(arguments), 40 + i) for i in range(2)
+    )
     after = _remembered.cache_info()
     assert first is second and after.misses == before.misses + 1
     assert after.maxsize is not None, "what is remembered has a bound"
     # Equal keys are not equal arguments.
-    assert request_config(config, {"dllm_max_active_blocks": 1}).max_active_blocks == 1
+    assert (
+        request_arguments(config, {"dllm_max_active_blocks": 1}).max_active_blocks == 1
+    )
     with pytest.raises(ValueError, match="got True"):
-        request_config(config, {"dllm_max_active_blocks": True})
+        request_arguments(config, {"dllm_max_active_blocks": True})
 
 
 def test_options_import_nothing_heavy() -> None:

@@ -4,7 +4,7 @@ import pytest
 from refusals import MASK
 
 from dllm_plugin.config.options import Options
-from dllm_plugin.config.request.template import no_template
+from dllm_plugin.config.request.checks import no_template
 from dllm_plugin.config.resolution import resolve
 
 TITLES = {

@@ -18,7 +18,7 @@ from vllm.exceptions import VLLMValidationError
 from dllm_plugin import default_model
 from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.config.options import OPTIONS, REQUEST_FIELDS
-from dllm_plugin.config.request.arguments import request_config
+from dllm_plugin.config.request.parsing import request_arguments
 from dllm_plugin.config.validation import Text
 from dllm_plugin.models.checkpoints import lora
 from dllm_plugin.omni import images
@@ -133,7 +133,7 @@ def test_errors_repeat_no_long_values(
     """As an answer and as a line of the log."""
     config = get_decode_config(vllm_config_for(checkpoints / "tiny-llada"))
     with pytest.raises(ValueError) as caught:
-        request_config(config, {f"dllm_{name}": value}, 16)
+        request_arguments(config, {f"dllm_{name}": value}, 16)
     message = str(caught.value)
     assert name in message and len(message) < 500 and "\n" not in message
 
@@ -143,7 +143,7 @@ def test_nor_long_names(checkpoints: Path, vllm_config_for: Callable[..., Any]) 
     with pytest.raises(
         ValueError, match="Unknown request argument 'dllm_nnn"
     ) as caught:
-        request_config(config, {"dllm_" + "n" * 10**6: 1}, 16)
+        request_arguments(config, {"dllm_" + "n" * 10**6: 1}, 16)
     assert len(str(caught.value)) < 1000
     with pytest.raises(VLLMValidationError) as refused:
         images.check_request({"prompt": "p", "width": "9" * 10**6}, None)  # type: ignore[arg-type]

@@ -4,9 +4,10 @@ import dataclasses
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from dllm_plugin.config.decode import DecodeConfig, RequestConfig
+from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.options import Numbers
-from dllm_plugin.config.request.arguments import request_config
+from dllm_plugin.config.request.arguments import RequestArguments
+from dllm_plugin.config.request.parsing import request_arguments
 from dllm_plugin.reference.loops import LOOPS, decode
 from dllm_plugin.reference.rules import SUB_BLOCKS, Rules
 from dllm_plugin.reference.text import Model, Result, Step, Text
@@ -25,9 +26,9 @@ class Job(NamedTuple):
     max_model_len: int
 
     @property
-    def request(self) -> RequestConfig:
+    def request(self) -> RequestArguments:
         """Return the configuration of a request without arguments of its own."""
-        return request_config(self.config, {}, self.max_tokens)
+        return request_arguments(self.config, {}, self.max_tokens)
 
 
 def check(config: DecodeConfig) -> None:

@@ -10,9 +10,10 @@ from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
-from dllm_plugin.config.decode import DecodeConfig, RequestConfig
-from dllm_plugin.config.options import TEMPLATE
+from dllm_plugin.config.decode import DecodeConfig
+from dllm_plugin.config.request.arguments import TEMPLATE, RequestArguments
 from dllm_plugin.config.validation import shown
+from dllm_plugin.decoding.methods import METHODS
 
 SCORED_BY = "to score a text, use /v1/likelihood or examples/lm_eval_model.py"
 # Parameter -> neutral value, and why diffusion decoding refuses anything else.
@@ -49,7 +50,6 @@ def check_sampling_params(params: SamplingParams, mask_token_id: int) -> None:
             )
     _check_text(params)
     _check_beams(params)
-    _check_filters(params)
     _check_limits(params)
     _check_choices(params, mask_token_id)
 
@@ -144,20 +144,6 @@ def check_bad_words(words: Sequence[Sequence[int]]) -> None:
         )
 
 
-def _check_filters(params: SamplingParams) -> None:
-    """Refuse our greedy filters where vLLM's own ones are in force."""
-    given = [
-        name
-        for name in ("dllm_top_p", "dllm_top_k")
-        if name in (params.extra_args or {})
-    ]
-    if given and params.temperature > 0:
-        raise ValueError(
-            f"{given[0]} filters greedy requests: with temperature {params.temperature} use "
-            f"{given[0].removeprefix('dllm_')}."
-        )
-
-
 def _check_choices(params: SamplingParams, mask_token_id: int) -> None:
     """Refuse token rules that leave a position nothing to choose."""
     if not params.allowed_token_ids:
@@ -212,7 +198,7 @@ def check_prompt_tokens(token_ids: Any, mask_token_id: int) -> None:
         )
 
 
-def check_given_tokens(name: str, token_ids: list[int], vocab_size: int) -> None:
+def check_given_tokens(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
     """Raise VLLMValidationError for an argument with a token that the model does not have."""
     if (highest := max(token_ids)) >= vocab_size:
         raise VLLMValidationError(
@@ -221,20 +207,54 @@ def check_given_tokens(name: str, token_ids: list[int], vocab_size: int) -> None
         )
 
 
+def no_template(config: DecodeConfig, wanted: str) -> str:
+    """Return why an engine cannot serve what is `wanted`; empty if it can."""
+    family = config.family
+    if family.absolute_grid:
+        return (
+            f"{wanted} needs a model that sees the text behind a gap; {family.title} models attend "
+            "causally from block to block. LLaDA, Dream and DiffuCoder can."
+        )
+    if config.method.full_attention:
+        return ""
+    full = sorted({name for (name, _), row in METHODS.items() if row.full_attention})
+    return (
+        f"{wanted} needs full attention: under strategy {config.strategy!r} a block never sees "
+        f"what stands behind it. Serve with strategy {', '.join(full[:-1])} or {full[-1]}."
+    )
+
+
+def too_long(config: DecodeConfig, num_positions: int) -> str:
+    """Return why gaps and the text after them do not fit a canvas; empty if they do."""
+    if num_positions <= config.canvas_length:
+        return ""
+    return (
+        f"The gaps and the text behind them take {num_positions} positions, canvas_length is "
+        f"{config.canvas_length}: shorten the suffix or the gaps, or start the server with a "
+        "larger canvas_length."
+    )
+
+
+def check_length(config: DecodeConfig, num_positions: int) -> None:
+    """Raise ValueError if gaps and the text after them do not fit a canvas."""
+    if refusal := too_long(config, num_positions):
+        raise ValueError(refusal)
+
+
 def check_fits(
     vllm_config: VllmConfig,
     config: DecodeConfig,
-    request: RequestConfig,
+    request: RequestArguments,
     prompt_len: int,
     max_tokens: int | None,
-    template_length: int | None,
 ) -> None:
     """Raise VLLMValidationError if a forward of the request could never be scheduled."""
     if not config.method.full_attention:
         _check_page(vllm_config, request)
         return
     context = vllm_config.model_config.max_model_len
-    if template_length is not None:
+    if request.template is not None:
+        template_length = len(request.template.token_ids)
         if prompt_len + template_length > context:
             raise VLLMValidationError(
                 f"The prompt has {prompt_len} tokens and {TEMPLATE} {template_length} positions, "
@@ -250,7 +270,7 @@ def check_fits(
     _check_room(vllm_config, positions, 2 if request.cfg_scale > 0 else 1)
 
 
-def _check_page(vllm_config: VllmConfig, request: RequestConfig) -> None:
+def _check_page(vllm_config: VllmConfig, request: RequestArguments) -> None:
     """Raise VLLMValidationError for blocks that a cached page would cut."""
     cache = vllm_config.cache_config
     if cache.enable_prefix_caching and cache.block_size % request.block_length:

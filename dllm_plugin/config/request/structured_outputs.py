@@ -1,4 +1,4 @@
-"""Refuse requests for structured output that a canvas cannot honour."""
+"""Refuse requests for structured output that a canvas or the engine cannot honour."""
 
 import math
 
@@ -8,24 +8,19 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from dllm_plugin.config.cuda_graphs import CPU_WORKER, GRAMMAR_WORKER, OUR_WORKERS
-from dllm_plugin.config.decode import DecodeConfig, RequestConfig
-from dllm_plugin.config.request.reporting import EARLY_TEXT, reporting
+from dllm_plugin.config.decode import DecodeConfig
+from dllm_plugin.config.request.arguments import RequestArguments
 from dllm_plugin.config.validation import shown
 
 BACKENDS = ("xgrammar", "guidance")  # they can go back, which drafts need
-# Parameter -> its neutral value: each of these can contradict a grammar.
-CONTRADICTING = {
-    "min_tokens": 0,
-    "ignore_eos": False,
-    "bad_words": [],
-    "allowed_token_ids": None,
-}
 # Parameters of a request that no backend of vLLM 0.32 reads.
 OF_THE_SERVER = (
     "whitespace_pattern",
     "disable_any_whitespace",
     "disable_additional_properties",
 )
+# Kinds of structured output whose grammar may be regular.
+REGULAR = ("json", "regex", "choice", "grammar")
 
 
 def no_grammars(vllm_config: VllmConfig) -> str:
@@ -50,21 +45,17 @@ def _is_ours(worker: str) -> bool:
     """Return whether a worker class is ours, or derived from ours."""
     if worker in OUR_WORKERS:
         return True
-    bases = resolve_obj_by_qualname(worker).__mro__
-    return any(
-        f"{base.__module__}.{base.__qualname__}" in OUR_WORKERS for base in bases
-    )
+    for base in resolve_obj_by_qualname(worker).__mro__:
+        if f"{base.__module__}.{base.__qualname__}" in OUR_WORKERS:
+            return True
+    return False
 
 
-def check_structured_outputs(
-    params: SamplingParams, config: DecodeConfig, request: RequestConfig
-) -> None:
-    """Raise ValueError naming the first value that does not go together with a grammar."""
+def check_structured_outputs(params: SamplingParams) -> None:
+    """Raise ValueError naming what of structured_outputs cannot be honoured."""
     asked = params.structured_outputs
     if asked is None or asked.all_constraints_none():
         return
-    if config.no_grammars:
-        raise ValueError(f"structured_outputs {config.no_grammars}.")
     if asked._backend not in BACKENDS:
         raise ValueError(
             f"structured_outputs needs the backend {' or '.join(BACKENDS)}, which can go back "
@@ -77,26 +68,63 @@ def check_structured_outputs(
                 f"structured_outputs {name} {shown(getattr(asked, name))} of a request would be "
                 "ignored, for vLLM reads it of --structured-outputs-config alone: leave it out."
             )
-    for name, neutral in CONTRADICTING.items():
-        value = getattr(params, name)
-        if value is not None and value != neutral:
-            raise ValueError(
-                f"{name} {shown(value)} can contradict the grammar of structured_outputs: leave "
-                f"{name} out."
-            )
     for token, bias in (params.logit_bias or {}).items():
         if math.isinf(bias):
             raise ValueError(
                 f"logit_bias {bias} of token {token} can contradict the grammar of "
                 "structured_outputs: use a finite bias."
             )
-    if reporting(params.extra_args).early_text:
-        raise ValueError(
-            f"{EARLY_TEXT} sends tokens before the grammar of structured_outputs has checked them: "
-            f"leave {EARLY_TEXT} out."
+
+
+def no_automata(config: DecodeConfig) -> str:
+    """Return why no request of an engine can decode by an automaton; empty if some can."""
+    if config.vocab_parallel:
+        return (
+            "vocab_parallel is on, and an automaton reads whole rows: start without it"
         )
-    if request.use_block_cache:
-        raise ValueError(
-            "dllm_use_block_cache keeps the KV of drafts that the grammar of structured_outputs "
-            "may refuse: turn use_block_cache off."
+    if config.dedicated_commit:
+        return (
+            f"strategy {config.strategy!r} of {config.architecture} decides the first token of a "
+            "block from a row of its own: ask for 'drafts'"
         )
+    return ""
+
+
+def no_automaton(
+    params: SamplingParams, asked: RequestArguments, config: DecodeConfig
+) -> str:
+    """Return why a request cannot decode by an automaton; empty if it can."""
+    output = params.structured_outputs
+    assert output is not None
+    if not any(getattr(output, kind) is not None for kind in REGULAR):
+        return "structured_outputs is no json, regex or choice, and nothing else is regular"
+    if refusal := no_automata(config):
+        return refusal
+    if "editing_threshold" in config.method.policies[asked.policy].reads:
+        return f"policy {asked.policy!r} replaces decided tokens: choose another one"
+    return _filters(params) or _own_filters(asked)
+
+
+def _filters(params: SamplingParams) -> str:
+    """Return which of vLLM's filters is set, which an automaton cannot apply."""
+    if not params.temperature:
+        return ""
+    filters = {"top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,)}
+    for name, off in filters.items():
+        value = getattr(params, name)
+        if value not in off:
+            return (
+                f"{name} {shown(value)} filters single tokens, not texts: leave it out"
+            )
+    return ""
+
+
+def _own_filters(asked: RequestArguments) -> str:
+    """Return which of our arguments is set that an automaton cannot apply."""
+    if asked.top_p != 1.0 or asked.top_k != 0:
+        name = "dllm_top_k" if asked.top_p == 1.0 else "dllm_top_p"
+        return f"top_p and top_k filter single tokens, not texts: leave {name} out"
+    for name in ("logits_eos_inf", "confidence_eos_eot_inf"):
+        if getattr(asked, name):
+            return f"dllm_{name} bans the end of a text: leave it out"
+    return ""

@@ -13,7 +13,7 @@ from vllm.v1.structured_output.backend_types import (
     StructuredOutputKey,
 )
 
-from dllm_plugin.config.request.grammar_mode import AUTOMATON
+from dllm_plugin.config.request.arguments import AUTOMATON
 from dllm_plugin.grammar.automaton import (
     DEAD,
     END,

@@ -21,13 +21,9 @@ from vllm.v1.structured_output.backend_types import (
 from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 
 from dllm_plugin.config.decode import DecodeConfig
-from dllm_plugin.config.options import GRAMMAR
-from dllm_plugin.config.request.grammar_mode import (
-    AUTOMATON,
-    DRAFTS,
-    grammar_way,
-    no_automaton,
-)
+from dllm_plugin.config.request.arguments import AUTOMATON, DRAFTS, GRAMMAR
+from dllm_plugin.config.request.parsing import request_arguments
+from dllm_plugin.config.request.structured_outputs import no_automaton
 from dllm_plugin.config.validation import shown
 from dllm_plugin.engine.grammars.automata import (
     AutomatonCache,
@@ -210,10 +206,10 @@ class Grammars:
         """Return a request's automaton; None if the request decodes by drafts."""
         params, ours = request.sampling_params, request.structured_output_request
         assert params is not None and ours is not None and self.vocabulary is not None
-        way = grammar_way(params.extra_args)
-        if way == DRAFTS:
+        asked = request_arguments(self.config, params.extra_args, params.max_tokens)
+        if asked.grammar == DRAFTS:
             return None
-        refusal = no_automaton(params, self.config)
+        refusal = no_automaton(params, asked, self.config)
         if not refusal:
             try:
                 named = ours.structured_output_key
@@ -224,7 +220,7 @@ class Grammars:
                 if not grammar.completes:
                     _warn_of_beginning(request, left)
                 return grammar
-        if way == AUTOMATON:
+        if asked.grammar == AUTOMATON:
             raise ValueError(f"{GRAMMAR} {AUTOMATON!r} cannot be honoured: {refusal}.")
         return None
 

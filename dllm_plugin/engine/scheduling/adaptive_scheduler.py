@@ -18,7 +18,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from dllm_plugin.config.adaptive import schedule_of
+from dllm_plugin.config.request.parsing import request_arguments
 from dllm_plugin.config.carriers import (
     RESUMED,
     StepWidth,
@@ -130,7 +130,7 @@ class AdaptiveScheduler(DiffusionScheduler):
             allowed_widths(self.vllm_config, config, widths),
         )
         self._width = config.max_window
-        self._schedules: dict[str, list[int]] = {}
+        self._schedules: dict[str, tuple[int, ...]] = {}
         self._next: dict[str, int] = {}
         self._untold: set[str] = set()
         self._pages: dict[str, PromptPages] = {}
@@ -140,9 +140,11 @@ class AdaptiveScheduler(DiffusionScheduler):
         """Admit a request, with the schedule that it may bring."""
         params = request.sampling_params
         assert params is not None
-        schedule = schedule_of(params.extra_args)
-        if schedule is not None:
-            self._schedules[request.request_id] = schedule
+        asked = request_arguments(
+            self.decode_config, params.extra_args, params.max_tokens
+        )
+        if asked.schedule is not None:
+            self._schedules[request.request_id] = asked.schedule
             self._next[request.request_id] = 0
         super().add_request(request)
         if self.kv_cache_manager.enable_caching:

@@ -18,9 +18,9 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from dllm_plugin.config.carriers import unpack_masks_left
-from dllm_plugin.config.decode import RequestConfig
-from dllm_plugin.config.request.arguments import request_config
-from dllm_plugin.config.request.template import Template, template_of
+from dllm_plugin.config.request.arguments import RequestArguments
+from dllm_plugin.config.request.parsing import request_arguments
+from dllm_plugin.config.request.template import Template
 from dllm_plugin.decoding.full_attention import (
     NO_TEMPLATE,
     Bounds,
@@ -82,8 +82,10 @@ class RefreshScheduler(GuidedScheduler):
         """Admit a request, and lay out its blocks."""
         params = request.sampling_params
         assert params is not None
-        asked = request_config(self.decode_config, params.extra_args, params.max_tokens)
-        template = template_of(params.extra_args)
+        asked = request_arguments(
+            self.decode_config, params.extra_args, params.max_tokens
+        )
+        template = asked.template
         super().add_request(request)
         self._lay_out(request, asked, template)
         if template is not None:
@@ -100,7 +102,7 @@ class RefreshScheduler(GuidedScheduler):
                 watch.give(given)
 
     def _lay_out(
-        self, request: Request, asked: RequestConfig, template: Template | None = None
+        self, request: Request, asked: RequestArguments, template: Template | None = None
     ) -> None:
         # No canvas is cut at the end of the context: the next one waits for its result.
         self._long.discard(request.request_id)

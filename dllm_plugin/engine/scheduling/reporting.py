@@ -17,7 +17,8 @@ from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from dllm_plugin.config.carriers import EndedRequest, StepWidth, pack_reports
-from dllm_plugin.config.request.reporting import reporting
+from dllm_plugin.config.decode import DecodeConfig
+from dllm_plugin.config.request.parsing import request_arguments
 from dllm_plugin.engine.scheduling.watched_requests import WatchedRequests
 from dllm_plugin.sampling.guidance import conditional_id, is_unconditional
 
@@ -38,6 +39,7 @@ class RequestCounts(RequestSpecDecodeMetrics):
 class ReportingScheduler(AsyncScheduler):
     """Count the forwards and positions of every request."""
 
+    decode_config: DecodeConfig
     counts_class = RequestCounts
     counts_steps = False  # whether steps are counted even if nobody logs them
 
@@ -55,8 +57,10 @@ class ReportingScheduler(AsyncScheduler):
         histogram = [0] * (self.num_spec_tokens + 1)
         counts = self.counts_class(self.num_spec_tokens, histogram)
         self._counts[request.request_id] = counts
-        asked = reporting(params.extra_args)
-        if asked.watches and not is_unconditional(request.request_id):
+        asked = request_arguments(
+            self.decode_config, params.extra_args, params.max_tokens
+        )
+        if asked.is_watched and not is_unconditional(request.request_id):
             self.watched.add(request, asked, counts)
         if asked.statistics:
             request.spec_decode_metrics = counts

@@ -15,9 +15,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from dllm_plugin.config.carriers import pack_departures, pack_start
-from dllm_plugin.config.request.arguments import request_config
-from dllm_plugin.config.request.grammar_mode import WAYS
-from dllm_plugin.config.request.template import template_of
+from dllm_plugin.config.request.arguments import GRAMMAR_MODES
+from dllm_plugin.config.request.parsing import request_arguments
 from dllm_plugin.config.validation import shown
 from dllm_plugin.engine.scheduling.broken_requests import BrokenRequests
 from dllm_plugin.engine.scheduling.grammar_scheduler import GrammarScheduler
@@ -72,25 +71,25 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
             end_with_error(self, request.request_id)
         params = request.sampling_params
         assert params is not None
-        config = request_config(
+        asked = request_arguments(
             self.decode_config, params.extra_args, params.max_tokens
         )
-        self.block_length[request.request_id] = config.block_length
+        self.block_length[request.request_id] = asked.block_length
         # A canvas in flight, the canvas scheduled after it, and the next one.
         reach = (
             request.num_prompt_tokens + request.max_tokens + 3 * self.num_spec_tokens
         )
         if reach > self.max_model_len:
             self._long.add(request.request_id)
-        if config.block_length != self.decode_config.block_length:
+        if asked.block_length != self.decode_config.block_length:
             # Keys depend on where blocks end, so other requests must not use these pages.
             request.cache_salt = (
-                f"{request.cache_salt or ''}/block {config.block_length}"
+                f"{request.cache_salt or ''}/block {asked.block_length}"
             )
             request.block_hashes.clear()
             request.update_block_hashes()
         ends = list(self.decode_config.turn_end_token_ids)
-        template = template_of(params.extra_args)
+        template = asked.template
         if template is not None:
             ends = template.ends(ends)
             params.stop_token_ids = template.ends(params.stop_token_ids or [])
@@ -241,7 +240,7 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
     def _record_start(self, request_id: str, cached_tokens: int) -> None:
         """Record with a request's counts what was cached, and the kind of its grammar."""
         way = self.grammar_way(request_id)
-        grammar = None if way is None else WAYS.index(way)
+        grammar = None if way is None else GRAMMAR_MODES.index(way)
         pack_start(self._counts[request_id], cached_tokens, grammar)
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:

@@ -23,7 +23,7 @@ from dllm_plugin.config.carriers import (
     pack_trace,
     unpack_canvas_rows,
 )
-from dllm_plugin.config.request.reporting import Reporting
+from dllm_plugin.config.request.arguments import RequestArguments
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -78,7 +78,7 @@ class Watch:
     reported  forward of the last snapshot
     """
 
-    asked: Reporting
+    asked: RequestArguments
     counts: RequestSpecDecodeMetrics
     most: int
     trace: Trace | None
@@ -119,7 +119,7 @@ class WatchedRequests:
         self.watches: dict[str, Watch] = {}
 
     def add(
-        self, request: Request, asked: Reporting, counts: RequestSpecDecodeMetrics
+        self, request: Request, asked: RequestArguments, counts: RequestSpecDecodeMetrics
     ) -> None:
         """Watch a request."""
         rest = self.scheduler.max_model_len - request.num_prompt_tokens

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from vllm.sampling_params import SamplingParams
 
-from dllm_plugin.config.request.targets import targets_of
-from dllm_plugin.config.request.template import FILL, template_of
+from dllm_plugin.config.options import FILL
+from dllm_plugin.config.request.parsing import request_arguments
 from dllm_plugin.kernels.confidence.reference import RowStats
 from dllm_plugin.sampling.features.feature import StepFeature
 from dllm_plugin.sampling.rows import RowChunk
@@ -29,21 +29,21 @@ class Targets(StepFeature):
     def __init__(self, states: CanvasStates) -> None:
         num_slots, num_positions = states.canvas_NC.shape
         super().__init__(num_slots)
+        self.config = states.config
         self.shape, self.device = (num_slots, num_positions), states.device
         self.table: SlotTable | None = None
         self._dirty = False
 
     def add_request(self, slot: int, params: SamplingParams) -> bool:
         """Stage the targets of a request."""
-        targets = targets_of(params.extra_args)
-        template = template_of(params.extra_args)
-        if targets is None or template is None:
+        asked = request_arguments(self.config, params.extra_args, params.max_tokens)
+        if asked.targets is None or asked.template is None:
             return False
         if self.table is None:
             self.table = SlotTable(self.shape, torch.int64, self.device)
             self.table.np.fill(NO_TARGET)
-        places = np.flatnonzero(np.array(template.token_ids) == FILL)
-        self.table.np[slot, places] = targets
+        places = np.flatnonzero(np.array(asked.template.token_ids) == FILL)
+        self.table.np[slot, places] = asked.targets
         self._dirty = True
         return True
 

@@ -1,0 +1,133 @@
+"""Parse a request's ``dllm_*`` arguments: once in each process that asks."""
+
+import dataclasses
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from dllm_plugin.config.decode import DecodeConfig
+from dllm_plugin.config.options import OPTIONS, REQUEST_PREFIX
+from dllm_plugin.config.request.arguments import ARGUMENTS, RequestArguments
+from dllm_plugin.config.request.exclusions import Case, refuse_arguments
+from dllm_plugin.config.request.template import Template
+from dllm_plugin.config.resolution import check_policy
+from dllm_plugin.config.validation import did_you_mean, shown
+
+HASHED = (str, bool, int, float, type(None))
+REMEMBERED = 1024  # parsed requests that a process remembers
+
+
+def request_arguments(
+    config: DecodeConfig,
+    extra_args: Mapping[str, Any] | None,
+    max_tokens: int | None = None,
+) -> RequestArguments:
+    """Return what a request decodes with: the engine's defaults with its arguments applied.
+
+    Raises ValueError naming the argument that is unknown, out of range, without effect, or
+    excluded by another argument or the engine.
+    """
+    given = given_arguments(extra_args)
+    length = max_tokens if config.whole_canvas or "template" in given else None
+    key = _key(given)
+    if key is None:
+        return _parse(config, given, length)
+    return _remembered(config, key, length)
+
+
+def given_arguments(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the values of our arguments by their names without ``dllm_``."""
+    given = {}
+    for name, value in (extra_args or {}).items():
+        if isinstance(name, str) and name.startswith(REQUEST_PREFIX):
+            given[name.removeprefix(REQUEST_PREFIX)] = value
+    return given
+
+
+def _key(given: Mapping[str, Any]) -> tuple[tuple[str, type, Any], ...] | None:
+    """Return arguments in a form that can be hashed; None if a value is of no type that we take.
+
+    Equal values of other types are other arguments: 0 is a number of tokens, False is none.
+    """
+    key = []
+    for name, value in given.items():
+        kind = type(value)
+        if kind is list:
+            if any(type(item) is not int for item in value):
+                return None
+            value = tuple(value)
+        elif kind not in HASHED:
+            return None
+        key.append((name, kind, value))
+    return tuple(key)
+
+
+@lru_cache(maxsize=REMEMBERED)
+def _remembered(
+    config: DecodeConfig, key: tuple[tuple[str, type, Any], ...], max_tokens: int | None
+) -> RequestArguments:
+    given = {}
+    for name, kind, value in key:
+        given[name] = list(value) if kind is list else value
+    return _parse(config, given, max_tokens)
+
+
+def _parse(
+    config: DecodeConfig, given: Mapping[str, Any], max_tokens: int | None
+) -> RequestArguments:
+    for name in sorted(given):
+        if name not in ARGUMENTS:
+            raise ValueError(_unknown(name))
+    try:
+        for name, value in given.items():
+            ARGUMENTS[name].check(name, value)
+        if given.get("policy", "auto") != "auto":
+            check_policy(config.method, given["policy"], config.family)
+    except ValueError as error:
+        raise ValueError(f"Request argument refused: {REQUEST_PREFIX}{error}") from None
+    arguments = _filled_in(config, given, max_tokens)
+    if given:
+        refuse_arguments(Case(config, arguments, given))
+    return arguments
+
+
+def _unknown(name: str) -> str:
+    """Return why no request has an argument of this name."""
+    argument = shown(REQUEST_PREFIX + name)
+    if name in OPTIONS:
+        return (
+            f"Request argument refused: {REQUEST_PREFIX}{name} belongs to the server, whose {name} "
+            "holds for all requests: leave it out, or start the server with that "
+            f"{name} in additional_config."
+        )
+    known = ", ".join(REQUEST_PREFIX + known for known in ARGUMENTS)
+    near = did_you_mean(name, ARGUMENTS, REQUEST_PREFIX)
+    return f"Unknown request argument {argument}{near}; known: {known}."
+
+
+def _filled_in(
+    config: DecodeConfig, given: Mapping[str, Any], max_tokens: int | None
+) -> RequestArguments:
+    """Return the engine's defaults with the given values in their place."""
+    fields = dict(given)
+    if fields.get("policy") == "auto":
+        fields["policy"] = config.default_policy
+    for name in ("targets", "schedule"):
+        if name in fields:
+            fields[name] = tuple(fields[name])
+    if "template" in fields:
+        fields["template"] = Template(tuple(fields["template"]))
+        # The engine's window would hide what stands after the last gap.
+        fields["suffix_window"] = None
+    if "block_length" not in fields and (config.whole_canvas or "template" in fields):
+        most = config.canvas_length
+        fields["block_length"] = min(max_tokens or most, most)
+    arguments = dataclasses.replace(config.defaults, **fields)
+    steps = given.get("steps", config.steps)
+    if steps is None:
+        policy = config.method.policies[arguments.policy]
+        steps = policy.default("steps", arguments.block_length)
+    blocks = arguments.max_active_blocks
+    if "max_active_blocks" not in config.method.options_read(arguments.policy):
+        blocks = 1
+    return dataclasses.replace(arguments, steps=steps, max_active_blocks=blocks)
