@@ -266,4 +266,4 @@ def test_active_blocks_must_fit_the_canvas() -> None:
 
 
 def test_sub_blocks_have_a_longest() -> None:
-    assert "at most 4096" in refusal(resolved(FAST), dllm_sub_block_length=2**63)
+    assert "between 1 and 4096" in refusal(resolved(FAST), dllm_sub_block_length=2**63)
