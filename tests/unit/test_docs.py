@@ -1,6 +1,7 @@
 """The commands and programs in the documentation exist and take the options that are shown."""
 
 import re
+import runpy
 import shlex
 
 import pytest
@@ -99,10 +100,14 @@ def test_folders_in_design_exist() -> None:
     assert folders == present
 
 
-def test_every_option_is_documented() -> None:
-    text = (ROOT / "docs" / "strategies.md").read_text()
+def test_the_page_of_options_is_generated() -> None:
+    """With every option and argument: run scripts/options_page.py after a change."""
+    made = runpy.run_path(str(ROOT / "scripts" / "options_page.py"))["page"]()
+    assert made == (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
     for name in OPTIONS:
-        assert f"`{name}`" in text, name
+        assert f"\n| `{name}`" in made, name
+    for name in ARGUMENTS:
+        assert f"\n| `{REQUEST_PREFIX}{name}`" in made, name
 
 
 def test_pages_are_short() -> None:

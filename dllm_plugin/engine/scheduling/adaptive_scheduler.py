@@ -18,7 +18,6 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from dllm_plugin.config.request.parsing import request_arguments
 from dllm_plugin.config.carriers import (
     RESUMED,
     StepWidth,
@@ -27,6 +26,7 @@ from dllm_plugin.config.carriers import (
     unpack_committed,
 )
 from dllm_plugin.config.cuda_graphs import OUR_WORKERS, allowed_widths
+from dllm_plugin.config.request.parsing import request_arguments
 from dllm_plugin.decoding.step_costs import MeasuredCosts
 from dllm_plugin.decoding.widths import WidthController, widths_between
 from dllm_plugin.engine.scheduling.reporting import RequestCounts

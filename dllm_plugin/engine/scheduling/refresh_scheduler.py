@@ -102,7 +102,10 @@ class RefreshScheduler(GuidedScheduler):
                 watch.give(given)
 
     def _lay_out(
-        self, request: Request, asked: RequestArguments, template: Template | None = None
+        self,
+        request: Request,
+        asked: RequestArguments,
+        template: Template | None = None,
     ) -> None:
         # No canvas is cut at the end of the context: the next one waits for its result.
         self._long.discard(request.request_id)

@@ -119,7 +119,10 @@ class WatchedRequests:
         self.watches: dict[str, Watch] = {}
 
     def add(
-        self, request: Request, asked: RequestArguments, counts: RequestSpecDecodeMetrics
+        self,
+        request: Request,
+        asked: RequestArguments,
+        counts: RequestSpecDecodeMetrics,
     ) -> None:
         """Watch a request."""
         rest = self.scheduler.max_model_len - request.num_prompt_tokens
