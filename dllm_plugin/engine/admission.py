@@ -10,7 +10,9 @@ from contextvars import ContextVar
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vllm.config import ModelConfig
 from vllm.exceptions import VLLMValidationError
+from vllm.logger import init_logger
 from vllm.renderers.hf import HfRenderer
 from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
@@ -18,6 +20,8 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
 from dllm_plugin.config.decode import DecodeConfig, get_decode_config
 from dllm_plugin.config.request.arguments import TARGETS, TEMPLATE, RequestArguments
 from dllm_plugin.config.request.checks import (
+    PENALTIES,
+    REFUSED,
     check_allowed,
     check_bad_words,
     check_fits,
@@ -33,6 +37,9 @@ from dllm_plugin.engine.grammars.backends import check_readable
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
+
+
+logger = init_logger("vllm.dllm_plugin")
 
 
 class Checked(NamedTuple):
@@ -66,6 +73,30 @@ class RequestRules(LogitsProcessor):
     def apply(self, logits: Any, ctx: "LogitsContext") -> Any:
         """Raise: our sampler replaces vLLM's, so nobody calls this."""
         raise AssertionError("the diffusion sampler applies no logits processors")
+
+
+def leave_out_penalties(model_config: ModelConfig) -> None:
+    """Drop the checkpoint's penalties from the defaults of requests, with a warning.
+
+    The models' own loops apply none, and a request that asks for none has to be served.
+    """
+    if model_config.generation_config == "vllm":
+        return
+    stored = model_config.try_get_generation_config()
+    override = model_config.override_generation_config
+    dropped = []
+    for name in PENALTIES:
+        neutral, _ = REFUSED[name]
+        if name in override or stored.get(name) in (None, neutral):
+            continue
+        override[name] = None
+        dropped.append(f"{name} {stored[name]}")
+    if dropped:
+        logger.warning(
+            "The checkpoint's generation_config.json asks for %s, which is not applied: the "
+            "model's own decoding has no penalties.",
+            ", ".join(dropped),
+        )
 
 
 class _RulesType(type(RequestRules)):  # type: ignore[misc]

@@ -50,7 +50,7 @@ from dllm_plugin.config.scheduling import (
 from dllm_plugin.config.step_times import KEY, path_for
 from dllm_plugin.decoding.families import FAMILIES
 from dllm_plugin.engine import auto_dtype
-from dllm_plugin.engine.admission import request_rules
+from dllm_plugin.engine.admission import leave_out_penalties, request_rules
 from dllm_plugin.engine.vllm_versions import refuse_platform
 from dllm_plugin.models.checkpoints import lora
 from dllm_plugin.models.checkpoints.special_tokens import (
@@ -114,62 +114,80 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
 
         Raises ValueError with one sentence for options that are wrong or cannot be honoured.
         """
-        refuse_platform()
-        refuse_unsupported(vllm_config)
-        refuse_for_mixtures(vllm_config)
-        dtype = _resolve_dtype(vllm_config)
-        model_config = vllm_config.model_config
-        architecture = model_config.architecture
-        family = FAMILIES[architecture]
-        options = _user_options(vllm_config.additional_config)
-        user = Options.from_user(options)
-        mask_token_id, found_in = find_mask_token(model_config, family)
-        turn_ends = find_turn_ends(model_config, family)
-        block_length, _ = trained_block_length(model_config, family)
-        config = resolve(
-            user,
-            architecture,
-            model_config.max_model_len,
-            mask_token_id,
-            turn_ends,
-            block_length,
-            trained_to_edit(model_config, family),
-        )
-        if not current_platform.is_cpu():
-            config = _fit_warmup(config, user, model_config.max_model_len)
-        config = resolve_for_machine(vllm_config, user, config)
-        _choose_compilation(vllm_config)
-        check_options_read(config, options)
-        refuse_adapters(vllm_config, config.lora_path)
-        _check_files(vllm_config, config)
-        _log_decoding(config, found_in, model_config.model)
-        config = dataclasses.replace(
-            config,
-            no_grammars=no_grammars(vllm_config) or without_grammars(config),
-            no_traces=no_traces(vllm_config),
-        )
-        vllm_config.__class__ = DiffusionVllmConfig
-        vllm_config.additional_config = {
-            **_as_dict(vllm_config.additional_config),
-            "dllm": config.to_json(),
-            "dllm_traced": TRACED,
-            **dtype,
-        }
-        vllm_config.diffusion_config = DiffusionConfig(
-            canvas_length=config.canvas_length
-        )
-        model_config.tokenizer_mode = TOKENIZER_MODE
-        model_config.logits_processors = [request_rules(config)]
-        set_scheduler(vllm_config, config)
-        set_prefix_caching(vllm_config, config)
-        set_graphs(vllm_config, config)
-        set_worker(vllm_config)
-        if config.kv_cache_layout == "distinct":
-            take_distinct(vllm_config)
-        else:
-            refuse_ignored(vllm_config)
-        _set_attention_backend(vllm_config)
-        _keep_step_times(vllm_config, config)
+        written = _written_options(vllm_config)
+        _refuse(vllm_config)
+        config = _resolve(vllm_config, Options.from_user(written))
+        _check(vllm_config, config, written)
+        _apply(vllm_config, config)
+
+
+def _refuse(vllm_config: VllmConfig) -> None:
+    """Refuse what diffusion decoding cannot be combined with."""
+    refuse_platform()
+    refuse_unsupported(vllm_config)
+    refuse_for_mixtures(vllm_config)
+
+
+def _resolve(vllm_config: VllmConfig, options: Options) -> DecodeConfig:
+    """Resolve options that were left open: by model, checkpoint, context and machine."""
+    model_config = vllm_config.model_config
+    family = FAMILIES[model_config.architecture]
+    mask_token_id, found_in = find_mask_token(model_config, family)
+    config = resolve(
+        options,
+        model_config.architecture,
+        model_config.max_model_len,
+        mask_token_id,
+        find_turn_ends(model_config, family),
+        trained_block_length(model_config, family)[0],
+        trained_to_edit(model_config, family),
+    )
+    if not current_platform.is_cpu():
+        config = _fit_warmup(config, options, model_config.max_model_len)
+    config = resolve_for_machine(vllm_config, options, config)
+    _log_decoding(config, found_in, model_config.model)
+    return dataclasses.replace(
+        config,
+        no_grammars=no_grammars(vllm_config) or without_grammars(config),
+        no_traces=no_traces(vllm_config),
+    )
+
+
+def _check(
+    vllm_config: VllmConfig, config: DecodeConfig, written: dict[str, Any]
+) -> None:
+    """Refuse options without effect, and files that no engine could load."""
+    check_options_read(config, written)
+    refuse_adapters(vllm_config, config.lora_path)
+    _check_files(vllm_config, config)
+
+
+def _apply(vllm_config: VllmConfig, config: DecodeConfig) -> None:
+    """Set what diffusion decoding needs, and store the options for every process."""
+    model_config = vllm_config.model_config
+    reason = _resolve_dtype(vllm_config)
+    _choose_compilation(vllm_config)
+    vllm_config.__class__ = DiffusionVllmConfig
+    vllm_config.additional_config = {
+        **_additional(vllm_config),
+        "dllm": config.to_json(),
+        "dllm_traced": TRACED,
+        **reason,
+    }
+    vllm_config.diffusion_config = DiffusionConfig(canvas_length=config.canvas_length)
+    model_config.tokenizer_mode = TOKENIZER_MODE
+    model_config.logits_processors = [request_rules(config)]
+    leave_out_penalties(model_config)
+    set_scheduler(vllm_config, config)
+    set_prefix_caching(vllm_config, config)
+    set_graphs(vllm_config, config)
+    set_worker(vllm_config)
+    if config.kv_cache_layout == "distinct":
+        take_distinct(vllm_config)
+    else:
+        refuse_ignored(vllm_config)
+    _set_attention_backend(vllm_config)
+    _keep_step_times(vllm_config, config)
 
 
 class LeftToRightRefusal(VerifyAndUpdateConfig):
@@ -187,6 +205,7 @@ class LeftToRightRefusal(VerifyAndUpdateConfig):
 
 
 def _log_decoding(config: DecodeConfig, found_in: str, model: str) -> None:
+    """Log how the model is decoded, and what that costs its answers."""
     logger.info(
         "Decoding %s by %s with policy %s (%s); mask token %d from %s; canvas %d, block %d.",
         config.architecture,
@@ -265,17 +284,20 @@ def _check_files(vllm_config: VllmConfig, config: DecodeConfig) -> None:
         )
 
 
-def _as_dict(additional_config: Any) -> dict[str, Any]:
-    if not isinstance(additional_config, dict):
+def _additional(vllm_config: VllmConfig) -> dict[str, Any]:
+    """Return additional_config; raises ValueError unless it is a dictionary."""
+    given: Any = vllm_config.additional_config
+    if not isinstance(given, dict):
         raise ValueError(
             "additional_config must be a dictionary to hold the 'dllm' options, got "
-            f"{type(additional_config).__name__}."
+            f"{type(given).__name__}."
         )
-    return additional_config
+    return given
 
 
-def _user_options(additional_config: Any) -> dict[str, Any]:
-    options = _as_dict(additional_config).get("dllm", {})
+def _written_options(vllm_config: VllmConfig) -> dict[str, Any]:
+    """Return the ``dllm`` options as the user wrote them."""
+    options = _additional(vllm_config).get("dllm", {})
     if not isinstance(options, dict):
         raise ValueError(
             f"additional_config['dllm'] must be a dictionary, got {options!r}."
@@ -284,11 +306,11 @@ def _user_options(additional_config: Any) -> dict[str, Any]:
 
 
 def _keep_step_times(vllm_config: VllmConfig, config: DecodeConfig) -> None:
-    """Say where workers keep the times of steps, where widths are chosen by them."""
+    """Name the file of step times for workers, if widths are chosen by them."""
     if config.method.floats and vllm_config.parallel_config.worker_cls == WORKER:
         path = path_for(vllm_config, config)
         vllm_config.additional_config = {
-            **_as_dict(vllm_config.additional_config),
+            **_additional(vllm_config),
             KEY: str(path),
         }
 

@@ -16,6 +16,7 @@ from dllm_plugin.config.validation import shown
 from dllm_plugin.decoding.methods import METHODS
 
 SCORED_BY = "to score a text, use /v1/likelihood or examples/lm_eval_model.py"
+PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 # Parameter -> neutral value, and why diffusion decoding refuses anything else.
 REFUSED: dict[str, tuple[Any, str]] = {
     "presence_penalty": (0.0, "penalties count tokens in order of generation"),
