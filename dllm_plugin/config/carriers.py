@@ -308,7 +308,7 @@ def pack_start(
     """Record how a request started, once: one that was preempted starts again.
 
     Args:
-        grammar: place in `grammar_mode.WAYS`; None without a grammar.
+        grammar: place in `arguments.GRAMMAR_MODES`; None without a grammar.
     """
     if not counts.per_step_drafted:
         kind = [] if grammar is None else [grammar]

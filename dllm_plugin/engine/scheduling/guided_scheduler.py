@@ -19,7 +19,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from dllm_plugin.config.request.arguments import request_config
+from dllm_plugin.config.request.parsing import request_arguments
 from dllm_plugin.engine.scheduling.scheduler import DiffusionScheduler
 from dllm_plugin.sampling.guidance import (
     conditional_id,
@@ -39,7 +39,9 @@ class GuidedScheduler(DiffusionScheduler):
         """Admit a request, and after it the unconditional request that guidance needs."""
         params = request.sampling_params
         assert params is not None
-        asked = request_config(self.decode_config, params.extra_args, params.max_tokens)
+        asked = request_arguments(
+            self.decode_config, params.extra_args, params.max_tokens
+        )
         super().add_request(request)
         if asked.cfg_scale > 0 and not request.resumable:
             hidden = self._hidden_request(request, params)
