@@ -11,7 +11,8 @@ from dllm_plugin.config.adaptive import check_adaptive, check_windows, windows
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.options import Numbers, Options
 from dllm_plugin.config.request.arguments import RequestArguments
-from dllm_plugin.config.request.exclusions import Case, refuse_options
+from dllm_plugin.config.request.case import Case
+from dllm_plugin.config.request.exclusions import refuse_options
 from dllm_plugin.config.validation import shown
 from dllm_plugin.decoding.families import FAMILIES, Family
 from dllm_plugin.decoding.methods import Method, choose_method, floating

@@ -19,6 +19,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
 
 from dllm_plugin.config.decode import DecodeConfig, get_decode_config
 from dllm_plugin.config.request.arguments import TARGETS, TEMPLATE, RequestArguments
+from dllm_plugin.config.request.case import Case
 from dllm_plugin.config.request.checks import (
     PENALTIES,
     REFUSED,
@@ -30,7 +31,7 @@ from dllm_plugin.config.request.checks import (
     check_prompt_tokens,
     check_sampling_params,
 )
-from dllm_plugin.config.request.exclusions import Case, refuse_parameters
+from dllm_plugin.config.request.exclusions import refuse_parameters
 from dllm_plugin.config.request.parsing import given_arguments, request_arguments
 from dllm_plugin.config.request.structured_outputs import check_structured_outputs
 from dllm_plugin.engine.grammars.backends import check_readable

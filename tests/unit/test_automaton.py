@@ -16,7 +16,8 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.structured_output.utils import choice_as_grammar
 
 from dllm_plugin.config.decode import DecodeConfig
-from dllm_plugin.config.request.exclusions import Case, refuse_parameters
+from dllm_plugin.config.request.case import Case
+from dllm_plugin.config.request.exclusions import refuse_parameters
 from dllm_plugin.config.request.parsing import given_arguments, request_arguments
 from dllm_plugin.grammar import automaton as module
 from dllm_plugin.grammar.automaton import END, START, TokenAutomaton, TooLarge, build

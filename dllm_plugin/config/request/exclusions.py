@@ -4,60 +4,20 @@ All reasons are rows of one table, in three parts by when they are checked: of t
 and of arguments, of arguments, and at admission, where vLLM's parameters are known.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-from vllm.sampling_params import SamplingParams
+from collections.abc import Callable
+from typing import NamedTuple
 
 from dllm_plugin.config.options import FILL, REQUEST_FIELDS, REQUEST_PREFIX
-from dllm_plugin.config.request.arguments import ARGUMENTS, AUTOMATON, RequestArguments
+from dllm_plugin.config.request.arguments import ARGUMENTS, AUTOMATON
+from dllm_plugin.config.request.case import Case
 from dllm_plugin.config.request.checks import no_template, too_long
 from dllm_plugin.config.request.structured_outputs import no_automaton
 from dllm_plugin.config.validation import shown
 from dllm_plugin.decoding.policies import SEVERAL_BLOCKS
 
-if TYPE_CHECKING:
-    from dllm_plugin.config.decode import DecodeConfig
-
 OF_SEVERAL_BLOCKS = SEVERAL_BLOCKS[1:]
 FORWARDS_PER_POSITION = 4  # of a block that a request may ask for: more only use a slot
 FORWARDS = 64  # that it may ask for however short its blocks are
-DEFAULTS = SamplingParams()
-
-
-@dataclass(frozen=True)
-class Case:
-    """Bring together what the rows look at.
-
-    asked   what the request decodes with; for options: the engine's defaults
-    given   what was written, by name without ``dllm_``
-    params  the request's parameters of vLLM; their defaults before admission
-    """
-
-    config: "DecodeConfig"
-    asked: RequestArguments
-    given: Mapping[str, Any]
-    params: SamplingParams = DEFAULTS
-
-    @property
-    def has_grammar(self) -> bool:
-        """Return whether structured output is asked for."""
-        asked = self.params.structured_outputs
-        return asked is not None and not asked.all_constraints_none()
-
-    @property
-    def edits(self) -> bool:
-        """Return whether the policy may replace tokens that were decided."""
-        policy = self.config.method.policies[self.asked.policy]
-        return "editing_threshold" in policy.reads
-
-    def is_set(self, parameter: str) -> bool:
-        """Return whether a parameter of vLLM's has another value than its default."""
-        return getattr(self.params, parameter) not in (
-            None,
-            getattr(DEFAULTS, parameter),
-        )
 
 
 class Exclusion(NamedTuple):

@@ -8,7 +8,8 @@ from typing import Any
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.options import OPTIONS, REQUEST_PREFIX
 from dllm_plugin.config.request.arguments import ARGUMENTS, RequestArguments
-from dllm_plugin.config.request.exclusions import Case, refuse_arguments
+from dllm_plugin.config.request.case import Case
+from dllm_plugin.config.request.exclusions import refuse_arguments
 from dllm_plugin.config.request.template import Template
 from dllm_plugin.config.resolution import check_policy
 from dllm_plugin.config.validation import did_you_mean, shown
