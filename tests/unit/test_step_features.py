@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 from mixed import BLOCK, D2F, fresh_compiler
-from scripted import DEVICE, Hashed, Loop, sampling
+from scripted import ARCHITECTURE, DEVICE, Hashed, Loop, sampling
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dllm_plugin.sampling.features.automata import Automata
 from dllm_plugin.sampling.features.bad_words import BadWords
+from dllm_plugin.sampling.features.first_token import FirstTokenDecoder
 from dllm_plugin.sampling.features.grammars import StagedChecks
 from dllm_plugin.sampling.features.logprobs import LogprobStash
 from dllm_plugin.sampling.features.targets import Targets
@@ -71,6 +72,17 @@ def test_the_order_is_fixed() -> None:
         LogprobStash,
         WatchedRows,
     ]
+
+
+def test_first_tokens_follow_the_scores_of_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are scored by the same feature, and appended rows stay last."""
+    monkeypatch.setitem(ARCHITECTURE, True, "Fast_dLLM_QwenForCausalLM")
+    loop = Loop({"strategy": "block_diffusion", "block_length": 8}, True)
+    kinds = [type(entry) for entry in loop.sampler.features.entries]
+    assert kinds[-3:] == [LogprobStash, FirstTokenDecoder, WatchedRows]
+    assert loop.sampler.features.active(np.array([0]))
 
 
 def test_the_first_entry_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
