@@ -11,6 +11,11 @@ from documented import ROOT
 
 # What each example may touch: page and heading -> files of the package.
 EXAMPLES = {
+    ("add-a-feature.md", "The diff"): {
+        "config/request/arguments.py",
+        "sampling/features/max_unmasked.py",
+        "sampling/features/ordered.py",
+    },
     ("add-a-policy.md", "With the numbers that there are"): {"decoding/policies.py"},
     ("add-a-policy.md", "With a number of its own"): {
         "config/options.py",

@@ -21,7 +21,7 @@ from dllm_plugin.reference.text import Text
 
 pytestmark = pytest.mark.slow
 
-BLOCK, TOKENS, STEPS, THRESHOLD, REACH = 8, 32, 3, 0.3, 3
+BLOCK, TOKENS, STEPS, THRESHOLD, REACH, MOST = 8, 32, 3, 0.3, 3, 2
 GRID_BLOCK = 8  # of the toy family
 PROMPTS = [
     a_prompt(11 + 7 * i, i) for i in (0, 2, 3, 6)
@@ -78,7 +78,9 @@ def decoded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int
     wishes = [
         {
             "engine": engine(llada, **blocks, threshold=THRESHOLD, reach=REACH + 1),
-            "requests": requests() + requests(reach=REACH),
+            "requests": requests()
+            + requests(reach=REACH)
+            + requests(max_unmasked=MOST),
         },
         {
             "engine": engine(llada, **window),
@@ -100,7 +102,10 @@ def decoded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int
         "files"
     ]
     assert str(folder / "dllm_plugin" / "engine" / "model_state.py") in result["files"]
-    names = ("nearest", "nearest, reach", "window_cache", "rightmost", "toy")
+    names = (
+        *("nearest", "nearest, reach", "nearest, at most"),
+        *("window_cache", "rightmost", "toy"),
+    )
     groups = [
         tokens[i : i + len(PROMPTS)]
         for tokens in result["tokens"]
@@ -109,16 +114,21 @@ def decoded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int
     return dict(zip(names, groups, strict=True))
 
 
-def nearest(model: PlainModel, prompt: list[int], reach: int) -> list[int]:
-    """Block diffusion that takes the first mask, and sure ones among the first `reach`."""
+def nearest(
+    model: PlainModel, prompt: list[int], reach: int, most: int = BLOCK
+) -> list[int]:
+    """Block diffusion that takes the first mask, and sure masks among the first `reach`.
+
+    At most `most` in a step.
+    """
     text = Text(model, prompt, TOKENS, Rules("block_diffusion", block_length=BLOCK))
     for block in range(text.num_blocks):
         text.append_masks(text.starts[block + 1])
         while left := text.masked_in(block):
             found = propose(text, text.predict()[left], left, 0)
-            for p in left[:reach]:
-                if p == left[0] or found[p].confidence > THRESHOLD:
-                    text.write(p, found[p])
+            sure = [p for p in left[:reach] if found[p].confidence > THRESHOLD]
+            for p in sorted({left[0], *sure})[:most]:
+                text.write(p, found[p])
     return text.answer()
 
 
@@ -161,6 +171,15 @@ def test_a_policy_with_its_own_number(
         != by_reach[1]
         != [nearest(model, prompt, BLOCK) for prompt in PROMPTS]
     )
+
+
+def test_a_feature(
+    decoded: dict[str, list[list[int]]], plain_models: dict[str, PlainModel]
+) -> None:
+    """It withholds what the policy picks; others in the same steps have no limit."""
+    model = plain_models["llada"]
+    texts = [nearest(model, prompt, REACH + 1, MOST) for prompt in PROMPTS]
+    assert decoded["nearest, at most"] == texts != decoded["nearest"]
 
 
 def test_a_strategy(
