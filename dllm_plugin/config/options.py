@@ -278,8 +278,9 @@ class Options(Numbers):
         unknown = sorted(set(given) - set(OPTIONS))
         if unknown:
             raise ValueError(
-                f"Unknown dllm option {shown(unknown[0])}{did_you_mean(unknown[0], OPTIONS)}; "
-                f"known options: {', '.join(sorted(OPTIONS))}."
+                f"Unknown dllm option {shown(unknown[0])}; "
+                f"known options: {', '.join(sorted(OPTIONS))}"
+                f"{did_you_mean(unknown[0], OPTIONS)}."
             )
         for name, value in given.items():
             OPTIONS[name].check(name, value)

@@ -56,8 +56,8 @@ class Choice:
         if isinstance(value, str) and value in choices:
             return
         raise ValueError(
-            f"{name} {shown(value)} is unknown{did_you_mean(value, choices)}; choose one of: "
-            f"{', '.join(choices)}."
+            f"{name} {shown(value)} is unknown; choose one of: "
+            f"{', '.join(choices)}{did_you_mean(value, choices)}."
         )
 
     def limits(self) -> str:

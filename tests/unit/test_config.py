@@ -391,9 +391,9 @@ def test_options_of_the_server_are_no_arguments(name: str) -> None:
 )
 def test_the_nearest_name(written: str, meant: str) -> None:
     message = request_refusal(resolved(), **{f"dllm_{written}": 1})
-    assert f"'dllm_{written}' (did you mean dllm_{meant}?)" in message
+    assert message.endswith(f" (did you mean dllm_{meant}?).")
     if meant in FIELDS:
-        assert f"'{written}' (did you mean {meant}?)" in refusal(**{written: 1})
+        assert refusal(**{written: 1}).endswith(f" (did you mean {meant}?).")
     assert "(did you mean dual_cache?)" in refusal(strategy="dualcache")
 
 

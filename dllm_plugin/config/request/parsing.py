@@ -103,7 +103,7 @@ def _unknown(name: str) -> str:
         )
     known = ", ".join(REQUEST_PREFIX + known for known in ARGUMENTS)
     near = did_you_mean(name, ARGUMENTS, REQUEST_PREFIX)
-    return f"Unknown request argument {argument}{near}; known: {known}."
+    return f"Unknown request argument {argument}; known: {known}{near}."
 
 
 def _filled_in(
