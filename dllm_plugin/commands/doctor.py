@@ -20,8 +20,8 @@ from dllm_plugin.config.step_times import KEY, newest, settings_of
 from dllm_plugin.decoding.families import FAMILIES
 from dllm_plugin.decoding.widths import widths_between
 from dllm_plugin.models import ARCHITECTURES
-from dllm_plugin.models.checkpoints.special_tokens import find_mask_token
 from dllm_plugin.models.checkpoints.step_costs import step_costs
+from dllm_plugin.models.checkpoints.trained_for import find_mask_token
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -53,11 +53,9 @@ from dllm_plugin.engine import auto_dtype
 from dllm_plugin.engine.admission import leave_out_penalties, request_rules
 from dllm_plugin.engine.vllm_versions import refuse_platform
 from dllm_plugin.models.checkpoints import lora
-from dllm_plugin.models.checkpoints.special_tokens import (
+from dllm_plugin.models.checkpoints.trained_for import (
     find_mask_token,
     find_turn_ends,
-)
-from dllm_plugin.models.checkpoints.trained_for import (
     trained_block_length,
     trained_to_edit,
 )

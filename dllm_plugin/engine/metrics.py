@@ -5,8 +5,12 @@ models must not set: its front end would then refuse ordinary sampling parameter
 scheduler's numbers are the same, so this stat logger (entry point group
 ``vllm.stat_logger_plugins``) passes them to vLLM's own ``SpecDecodingProm``. Histograms of
 ours show what each request took, and which widths steps of floating canvases have.
+
+Log what a server does, in one line every few seconds while requests run.
 """
 
+import logging
+import time
 from functools import cache
 from typing import NamedTuple
 
@@ -20,8 +24,44 @@ from vllm.v1.spec_decode.metrics import SpecDecodingProm
 from dllm_plugin.config.carriers import EndedRequest, StepWidth, unpack_reports
 from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.decoding.widths import WIDTHS
-from dllm_plugin.engine.step_log import StepLog
 from dllm_plugin.models import ARCHITECTURES
+
+# `diffuplug serve` prints what this logger takes; elsewhere nobody does.
+logger = logging.getLogger("diffuplug")
+
+
+class StepLog:
+    """Count requests, tokens and forwards between two lines."""
+
+    def __init__(self) -> None:
+        self._start()
+
+    def _start(self) -> None:
+        self._requests = self._tokens = self._forwards = 0
+        self._since = time.monotonic()
+
+    def observe(self, stats: SchedulerStats) -> None:
+        """Count one scheduler step."""
+        steps = stats.spec_decoding_stats
+        if steps is None:
+            return
+        waiting_or_running = stats.num_running_reqs + stats.num_waiting_reqs
+        self._requests = max(self._requests, waiting_or_running, steps.num_drafts)
+        self._tokens += steps.num_accepted_tokens
+        self._forwards += steps.num_drafts
+
+    def log(self) -> None:
+        """Log a line, if there were forwards since the last call."""
+        seconds = time.monotonic() - self._since
+        if self._forwards and seconds > 0:
+            logger.info(
+                "up to %d requests at once, %.1f tokens/s, %.2f tokens per forward",
+                self._requests,
+                self._tokens / seconds,
+                self._tokens / self._forwards,
+            )
+        self._start()
+
 
 LABELS = ["model_name", "engine"]
 

@@ -9,20 +9,18 @@ from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from dllm_plugin.models.checkpoints import lora
-from dllm_plugin.models.checkpoints.request_adapters import (
+from dllm_plugin.models.checkpoints.lora import (
     check_layers_alone,
     check_strategy,
 )
-from dllm_plugin.models.checkpoints.updates import (
-    PARTIAL_BACKENDS,
-    WeightUpdate,
-    check_packing,
-    check_updatable,
-)
 from dllm_plugin.models.checkpoints.weights import (
+    PARTIAL_BACKENDS,
     Manifest,
     Shapes,
     Weights,
+    WeightUpdate,
+    check_packing,
+    check_updatable,
     checked,
     checkpoint_folder,
     readable,

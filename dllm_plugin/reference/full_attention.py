@@ -32,7 +32,7 @@ def decode_full_attention(text: Text) -> None:
     while text.final() is None:
         canvas = len(text.tokens)
         for low, high in _open_canvas(text):
-            _denoise(text, canvas, low, high, slots)
+            _denoise_block(text, canvas, low, high, slots)
             if text.final() is not None:
                 return
 
@@ -52,7 +52,7 @@ def _open_canvas(text: Text) -> list[tuple[int, int]]:
     return [(low, min(low + size, end)) for low in range(start, end, size)]
 
 
-def _denoise(text: Text, canvas: int, low: int, high: int, slots: Slots) -> None:
+def _denoise_block(text: Text, canvas: int, low: int, high: int, slots: Slots) -> None:
     """Decode one block to its end or the end of the answer."""
     rules, size = text.rules, len(text.masked(low, high))
     end = len(text.tokens)

@@ -7,11 +7,11 @@ import pytest
 from transformers import AutoConfig
 
 from dllm_plugin.decoding.families import FAMILIES, FAST_DLLM, LLADA, LLADA2, SDAR
-from dllm_plugin.models.checkpoints.special_tokens import (
+from dllm_plugin.models.checkpoints.trained_for import (
     find_mask_token,
     find_turn_ends,
+    trained_block_length,
 )
-from dllm_plugin.models.checkpoints.trained_for import trained_block_length
 
 pytestmark = pytest.mark.usefixtures("registered")
 

@@ -9,7 +9,7 @@ from trained_adapters import write_adapter
 
 from dllm_plugin.decoding.methods import METHODS
 from dllm_plugin.models.checkpoints import lora
-from dllm_plugin.models.checkpoints.request_adapters import check_strategy
+from dllm_plugin.models.checkpoints.lora import check_strategy
 
 pytestmark = pytest.mark.usefixtures("registered")
 

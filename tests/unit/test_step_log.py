@@ -6,7 +6,7 @@ import pytest
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from dllm_plugin.engine import step_log
+from dllm_plugin.engine import metrics as step_log
 
 
 def step(requests: int, tokens: int, waiting: int = 0) -> SchedulerStats:

@@ -21,7 +21,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 from vllm.v1.worker.worker_base import WorkerBase
 
-from dllm_plugin.models.checkpoints.updates import PARTIAL_BACKENDS
+from dllm_plugin.models.checkpoints.weights import PARTIAL_BACKENDS
 
 IMPORTS = """
 vllm.config: ModelConfig set_current_vllm_config

@@ -3,8 +3,11 @@
 import pytest
 import torch
 
-from dllm_plugin.models.checkpoints.updates import WeightUpdate, check_updatable
-from dllm_plugin.models.checkpoints.weights import Manifest
+from dllm_plugin.models.checkpoints.weights import (
+    Manifest,
+    WeightUpdate,
+    check_updatable,
+)
 
 SHAPES = {"a.weight": (2,), "b.weight": (3,), "head.weight": (4,)}
 MANIFEST = Manifest(SHAPES, optional=frozenset({"head.weight"}))

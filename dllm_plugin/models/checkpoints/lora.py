@@ -2,6 +2,10 @@
 
 The merge sees checkpoint names and full matrices, before renaming, packing and sharding. So it is
 the same under tensor parallelism and for packed query/key/value projections.
+
+Check adapters that requests choose by name, as strictly as the one that is merged at load.
+
+vLLM takes an adapter of another base, or with matrices missing, and answers worse without a word.
 """
 
 import json
@@ -21,6 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from dllm_plugin.config.validation import shown
+from dllm_plugin.decoding.methods import Method
 from dllm_plugin.models.checkpoints.weights import Shapes, Weights, is_plain, module_of
 
 # These loaders read sharded files into parameters and never call `load_weights`.
@@ -298,4 +303,29 @@ def merge(weights: Weights, adapter: LoraAdapter) -> Iterator[tuple[str, torch.T
         raise ValueError(
             f"{len(waiting)} of {len(adapter.pairs)} updates of adapter '{adapter.path}' found no "
             f"weight; the first is '{next(iter(waiting))}'."
+        )
+
+
+D2F_NAME = re.compile(r"(?<![a-z0-9])d2f(?![a-z0-9])", re.IGNORECASE)
+IN_A_LAYER = re.compile(r"\.\d+\.")
+
+
+def check_layers_alone(adapter: LoraAdapter) -> None:
+    """Raise ValueError if the adapter updates the embedding or the LM head."""
+    for module in adapter.pairs:
+        if not IN_A_LAYER.search(module):
+            raise ValueError(
+                f"Adapter '{adapter.path}' updates '{module}', which lies in no layer: requests "
+                "can choose updates only of layers. Merge it by lora_path."
+            )
+
+
+def check_strategy(adapter: LoraAdapter, name: str, method: Method) -> None:
+    """Raise ValueError if the adapter's name shows that it was trained for another strategy."""
+    names: Iterable[str] = {name, *model_names(adapter.path)}
+    if not method.uses_adapter and any(map(D2F_NAME.search, names)):
+        raise ValueError(
+            f"Adapter '{name}' was trained for the strategy 'd2f', as the name of '{adapter.path}' "
+            f"says, but this engine decodes by '{method.strategy}': set strategy to 'd2f', or give "
+            "the adapter another name."
         )
