@@ -183,4 +183,7 @@ def _flash_problems(vllm_config: VllmConfig, version: int | None) -> Iterator[st
             "TRITON_ATTN"
         )
     if FLASH_ATTN in vllm_config.attention_config.backend_per_kind.values():
-        yield "cannot be captured for one kind of layers: ask for it by attention_backend, for all layers"
+        yield (
+            "cannot be captured for one kind of layers: ask for it by attention_backend, "
+            "for all layers"
+        )
