@@ -28,9 +28,9 @@ from dllm_plugin.commands.options import (
     Parser,
     add_decode_options,
     add_model,
-    did_you_mean,
     positive,
 )
+from dllm_plugin.config.validation import did_you_mean
 
 FAILED, WRONG_OPTIONS = 1, 2
 OFFLINE = ("generate", "infill", "eval", "watch")

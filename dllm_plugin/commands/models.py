@@ -3,7 +3,6 @@
 Imports neither torch nor vLLM.
 """
 
-import difflib
 import json
 import os
 import urllib.error
@@ -11,7 +10,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from dllm_plugin.commands.options import did_you_mean
+from dllm_plugin.config.validation import did_you_mean
 from dllm_plugin.models import ARCHITECTURES
 
 CONFIG = "config.json"
@@ -43,11 +42,10 @@ def check_served(model: str, options: dict[str, Any]) -> None:
     architecture = str(architecture_of(config))
     if architecture in ARCHITECTURES:
         return
-    near = difflib.get_close_matches(architecture, ARCHITECTURES, 1, NEAR)
-    if near:
+    question = did_you_mean(architecture, ARCHITECTURES, cutoff=NEAR)
+    if question:
         raise ValueError(
-            f"{model} has the architecture {architecture}, which nobody serves; "
-            f"did you mean {near[0]}?"
+            f"{model} has the architecture {architecture}, which nobody serves{question}"
         )
     if options:
         raise ValueError(

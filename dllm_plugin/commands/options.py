@@ -1,11 +1,10 @@
 """Read the options that several commands share from their command lines.
 
 Flags of engine options are made of the options themselves: ``--canvas-length`` is
-``canvas_length``, with its limits as its help. Imports neither torch nor vLLM.
+``canvas_length``, with its sentence and its limits as help. Imports neither torch nor vLLM.
 """
 
 import argparse
-import difflib
 import json
 import sys
 from collections.abc import Iterable, Sequence
@@ -16,12 +15,11 @@ from dllm_plugin.config.validation import (
     NAMES,
     Choice,
     Flag,
-    Number,
     Text,
-    WholeNumber,
+    did_you_mean,
 )
 
-# What users of a command may say of decoding.
+# Options of decoding that every command with an engine takes.
 DECODE_OPTIONS = (
     "strategy",
     "policy",
@@ -30,7 +28,7 @@ DECODE_OPTIONS = (
     "lora_path",
     "kv_cache_layout",
 )
-NEAR = 0.9  # of names that are taken for a misspelling of another
+NEAR = 0.9  # similarity from which a name is a misspelling of another
 
 
 class Parser(argparse.ArgumentParser):
@@ -57,18 +55,13 @@ def flag_of(name: str) -> str:
 def add_flags(parser: Any, names: Iterable[str] = OPTIONS) -> None:
     """Add a flag for each of these options; its value is None unless it is given."""
     for name in names:
-        check = OPTIONS[name].check
-        if isinstance(check, Flag):
+        flag, words = flag_of(name), _help(name)
+        if isinstance(OPTIONS[name].check, Flag):
             parser.add_argument(
-                flag_of(name),
-                action=argparse.BooleanOptionalAction,
-                default=None,
-                help="switches it on or off",
+                flag, action=argparse.BooleanOptionalAction, default=None, help=words
             )
         else:
-            parser.add_argument(
-                flag_of(name), type=_reader(name), metavar="X", help=_limits(name)
-            )
+            parser.add_argument(flag, type=_reader(name), metavar="X", help=words)
 
 
 def given_options(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
@@ -79,12 +72,6 @@ def given_options(args: argparse.Namespace, names: Iterable[str]) -> dict[str, A
     return given
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return a question that names the nearest known word, or nothing if none is near."""
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
-
-
 def check_spelling(arguments: Sequence[str], known: Iterable[str]) -> None:
     """Raise ValueError for the first argument that is a misspelling of one of our flags."""
     flags = list(known)
@@ -92,9 +79,10 @@ def check_spelling(arguments: Sequence[str], known: Iterable[str]) -> None:
         word = argument.partition("=")[0].partition(".")[0]
         if not word.startswith("--") or word in flags:
             continue
-        near = difflib.get_close_matches(word, flags, n=1, cutoff=NEAR)
-        if near and abs(len(near[0]) - len(word)) <= 2:
-            raise ValueError(f"there is no option {word}; did you mean {near[0]}?")
+        alike = [flag for flag in flags if abs(len(flag) - len(word)) <= 2]
+        question = did_you_mean(word, alike, cutoff=NEAR)
+        if question:
+            raise ValueError(f"there is no option {word}{question}")
 
 
 def _reader(name: str) -> Any:
@@ -111,19 +99,11 @@ def _reader(name: str) -> Any:
     return read
 
 
-def _limits(name: str) -> str:
-    """Describe the values that an option accepts."""
-    check = OPTIONS[name].check
-    if name in NAMES:
-        return ", ".join(NAMES[name])
-    if isinstance(check, Choice):
-        return ", ".join(check.known())
-    if isinstance(check, Number):
-        return f"a number from {check.low:g} to {check.high:g}"
-    if isinstance(check, WholeNumber):
-        most = "" if check.high is None else f" to {check.high}"
-        return f"a whole number from {check.low}{most or ' on'}"
-    return "a folder"
+def _help(name: str) -> str:
+    """Return what an option does, and its values, without loading the table of methods."""
+    known = OPTIONS[name]
+    values = ", ".join(NAMES[name]) if name in NAMES else known.check.limits()
+    return f"{known.doc.rstrip('.')} ({values})".replace("`", "")
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:

@@ -11,8 +11,9 @@ from vllm.logger import configure_logging_from_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from dllm_plugin.commands.interrupts import TERMINATED, end_now
-from dllm_plugin.commands.options import did_you_mean, flag_of
+from dllm_plugin.commands.options import flag_of
 from dllm_plugin.config.options import OPTIONS
+from dllm_plugin.config.validation import did_you_mean
 
 MIDDLEWARE = "dllm_plugin.commands.ready.Lifecycle"
 OF_DRAFTS = "SpecDecoding metrics"  # numbers that mean nothing here

@@ -26,9 +26,14 @@ NAMES = {
 }
 
 
-def did_you_mean(word: Any, known: Iterable[str], prefix: str = "") -> str:
-    """Return a question that names the known word nearest to `word`; empty if none is near."""
-    near = get_close_matches(str(word)[:ECHOED], list(known), n=1)
+def did_you_mean(
+    word: Any, known: Iterable[str], prefix: str = "", cutoff: float = 0.6
+) -> str:
+    """Return a question that names the known word nearest to `word`; empty if none is near.
+
+    `cutoff` is the least similarity, from 0 to 1; `prefix` goes before the known word.
+    """
+    near = get_close_matches(str(word)[:ECHOED], list(known), 1, cutoff)
     return f" (did you mean {prefix}{near[0]}?)" if near else ""
 
 

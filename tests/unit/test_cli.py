@@ -34,6 +34,7 @@ from dllm_plugin.decoding.methods import POLICIES, STRATEGIES, choose_method
 
 CHECKPOINTS = Path(__file__).parents[1] / "goldens" / "checkpoints"
 TINY = str(CHECKPOINTS / "tiny-llada")
+STOP_STRINGS = "VLLM_MAX_STOP_STRINGS"
 
 DECODE = [
     "--block-length",
@@ -464,7 +465,7 @@ def test_what_uses_the_bundled_adapter(strategy: str) -> None:
         (["--additional-config", "{"], "--additional-config is no JSON"),
         (["--additional-config", "[]"], "must be a JSON object, got []"),
         (["--additional-config", '{"dllm": 1}'], "'dllm' must be a JSON object"),
-        (["--treshold", "0.9"], "no option --treshold; did you mean --threshold?"),
+        (["--treshold", "0.9"], "no option --treshold (did you mean --threshold?)"),
         (["--block-length", "x"], "block_length must be a whole number"),
         (["/no/folder"], "there is no folder /no/folder"),
         ([TINY.replace("llada", "lada")], "did you mean tiny-llada?"),
@@ -598,6 +599,23 @@ def test_how_threads_of_a_server_or_another_model_wait(
         monkeypatch.delenv(name)
     start()
     assert os.environ.get("GOMP_SPINCOUNT") == count
+
+
+@pytest.mark.parametrize(("given", "most"), [(None, "64"), ("7", "7")])
+def test_serve_takes_as_many_stop_strings_as_editors_send(
+    given: str | None, most: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit is raised before vLLM is imported, unless the user sets one."""
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    monkeypatch.setenv("VLLM_PLUGINS", serve.ENDPOINTS)
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    monkeypatch.setenv(STOP_STRINGS, "")  # so that it is as before afterwards
+    monkeypatch.delenv(STOP_STRINGS)
+    if given is not None:
+        monkeypatch.setenv(STOP_STRINGS, given)
+    with pytest.raises(ValueError, match="there is no option --no-such-option"):
+        serve.run([TINY, "--port", "0", "--no-such-option"])
+    assert os.environ[STOP_STRINGS] == most
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["bench", "--help"]])
