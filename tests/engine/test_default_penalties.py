@@ -1,6 +1,7 @@
 """Penalties that a checkpoint's generation_config.json asks for refuse no plain request."""
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from vllm.exceptions import VLLMValidationError
 pytestmark = pytest.mark.usefixtures("template")
 
 PENALTIES = {"repetition_penalty": 1.05, "presence_penalty": 0.5}
+# transformers reads no presence_penalty from the file, so vLLM could not apply it.
+WARNED = "generation_config.json asks for repetition_penalty 1.05, which is not applied"
 TURN = [{"role": "user", "content": "abc"}]
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": TURN},
@@ -33,9 +36,14 @@ def penalised(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_default_sampling_parameters(penalised: Path, room: EngineRoom) -> None:
+def test_default_sampling_parameters(
+    penalised: Path, room: EngineRoom, caplog: pytest.LogCaptureFixture
+) -> None:
     """They decode as without the file; a penalty that a request sends is still refused."""
     prompt, tokens = a_prompt(9), []
+    ours = logging.getLogger(
+        "vllm.dllm_plugin"
+    )  # nothing of it reaches the root logger
     for model in (CHECKPOINTS / "tiny-llada", penalised):
         llm = room.start("llada", {}, model=str(model))
         asked = llm.get_default_sampling_params()
@@ -44,7 +52,12 @@ def test_default_sampling_parameters(penalised: Path, room: EngineRoom) -> None:
             assert getattr(asked, name) == getattr(neutral, name)
         asked.temperature, asked.max_tokens = 0.0, 20
         tokens.append([token_ids(one) for one in generate(llm, [prompt], asked)])
+        # Not earlier: the first start of an engine configures logging anew.
+        ours.addHandler(caplog.handler)
+    ours.removeHandler(caplog.handler)
     assert tokens[0] == tokens[1]
+    warnings = [one for one in caplog.records if WARNED in one.getMessage()]
+    assert [one.levelname for one in warnings] == ["WARNING"]
     with pytest.raises(
         VLLMValidationError, match="repetition_penalty is not supported"
     ):
@@ -52,10 +65,12 @@ def test_default_sampling_parameters(penalised: Path, room: EngineRoom) -> None:
 
 
 def test_every_route(penalised: Path, tmp_path: Path) -> None:
-    """Requests without a penalty are served."""
+    """Requests without a penalty are served; one warning at start names the file's."""
     log = tmp_path / "log"
-    with serving(log, model=penalised) as server:
+    # The level at which `diffuplug serve` logs by default.
+    with serving(log, model=penalised, VLLM_LOGGING_LEVEL="WARNING") as server:
         for path, body in BODIES.items():
             asked = {"model": "tiny", "max_tokens": 8} | body
             answer = httpx.post(f"{server.url}{path}", json=asked, timeout=60)
             assert answer.status_code == 200, (path, answer.text)
+    assert log.read_text().count(WARNED) == 1
