@@ -54,14 +54,14 @@ def counts_of(
     sent = completion.spec_decode_metrics
     if sent is None:  # aborted before the engine answered
         return None
-    computed, way = sent.num_draft_tokens, None
+    computed, mode = sent.num_draft_tokens, None
     widths = unpack_widths(sent)
     if widths is None:
-        cached, way = unpack_start(sent)
+        cached, mode = unpack_start(sent)
     elif cached is None:
         cached = max(0, prompt_tokens - (computed - sum(widths)))
     wasted = computed - (prompt_tokens - cached) - tokens
-    grammar = None if way is None else GRAMMAR_MODES[way]
+    grammar = None if mode is None else GRAMMAR_MODES[mode]
     return Counts(sum(sent.histogram), tokens, computed, max(wasted, 0), grammar)
 
 

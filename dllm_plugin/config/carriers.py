@@ -298,7 +298,7 @@ def unpack_reports(
     return ended, widths
 
 
-# Cached prompt tokens and kind of grammar: scheduler to clients, `per_step_drafted`
+# Cached prompt tokens and grammar mode: scheduler to clients, `per_step_drafted`
 # while `per_step_accepted` is empty, as it is unless canvases float. Users may read it.
 
 
@@ -311,14 +311,14 @@ def pack_start(
         grammar: place in `arguments.GRAMMAR_MODES`; None without a grammar.
     """
     if not counts.per_step_drafted:
-        kind = [] if grammar is None else [grammar]
-        counts.per_step_drafted = [cached_tokens, *kind]
+        mode = [] if grammar is None else [grammar]
+        counts.per_step_drafted = [cached_tokens, *mode]
 
 
 def unpack_start(counts: "RequestSpecDecodeMetrics") -> tuple[int, int | None]:
-    """Return cached prompt tokens and the place of the grammar's kind, None if none."""
-    cached, *kind = counts.per_step_drafted or [0]
-    return cached, kind[0] if kind else None
+    """Return cached prompt tokens and the place of the grammar mode, None without a grammar."""
+    cached, *mode = counts.per_step_drafted or [0]
+    return cached, mode[0] if mode else None
 
 
 # Width of each forward of a floating canvas, which is what vLLM means by the same fields.

@@ -33,7 +33,7 @@ REMEMBERED = 64  # automata that are kept for later requests with the same gramm
 class OwnGrammar(StructuredOutputGrammar):
     """Stand in for vLLM's grammar of a request: vLLM only feeds it emitted ids."""
 
-    way: str  # how the request decodes: DRAFTS or AUTOMATON
+    mode: str  # DRAFTS or AUTOMATON
 
     def validate_tokens(self, tokens: list[int]) -> list[int]:
         """Raise: vLLM validates drafts of a speculator, and there is none."""
@@ -59,7 +59,7 @@ class AutomatonGrammar(OwnGrammar):
     completes  the text will be complete: one fits what is asked for
     """
 
-    way = AUTOMATON
+    mode = AUTOMATON
 
     def __init__(self, key: str, guide: Guide, left: int) -> None:
         self.key, self.guide = key, guide

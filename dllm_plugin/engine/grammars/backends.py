@@ -50,7 +50,7 @@ MANY = 4096
 class Uncompiled(OwnGrammar):
     """Stand for the grammar of a request that waits to be compiled; nothing is asked of it."""
 
-    way = ""
+    mode = ""
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
         """Raise: the request does not run yet."""

@@ -53,7 +53,7 @@ class CanvasGrammar(OwnGrammar):
     is_kept  workers keep this canvas also while the request is preempted
     """
 
-    way = DRAFTS
+    mode = DRAFTS
 
     def __init__(self, state: GrammarState) -> None:
         self.state = state

@@ -146,11 +146,11 @@ class GrammarScheduler(AsyncScheduler):
         # Without ids of its own vLLM applies no bitmask.
         return CanvasChecks([], payload.allowed_GW, [], payload, starts)
 
-    def grammar_way(self, req_id: str) -> str | None:
-        """Return how a running request keeps to its grammar; None without a grammar."""
+    def grammar_mode(self, req_id: str) -> str | None:
+        """Return the grammar mode of a running request; None without a grammar."""
         ours = self.requests[req_id].structured_output_request
         grammar = None if ours is None else ours.grammar
-        return grammar.way if isinstance(grammar, OwnGrammar) else None
+        return grammar.mode if isinstance(grammar, OwnGrammar) else None
 
     def _starts(self, scheduler_output: SchedulerOutput) -> list[AutomatonStart]:
         """Return the automata of requests that start or come back in this step."""

@@ -238,9 +238,9 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
         )
 
     def _record_start(self, request_id: str, cached_tokens: int) -> None:
-        """Record with a request's counts what was cached, and the kind of its grammar."""
-        way = self.grammar_way(request_id)
-        grammar = None if way is None else GRAMMAR_MODES.index(way)
+        """Record with a request's counts what was cached, and the mode of its grammar."""
+        mode = self.grammar_mode(request_id)
+        grammar = None if mode is None else GRAMMAR_MODES.index(mode)
         pack_start(self._counts[request_id], cached_tokens, grammar)
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
