@@ -1,9 +1,9 @@
-"""Decide which dtype `auto` becomes on a CPU that does not multiply bfloat16 natively.
+"""Choose the dtype of `auto` on a CPU that does not multiply bfloat16 natively.
 
-There a forward in bfloat16 takes several times as long as in float32, so float32 is taken wherever
-it fits. Everything but :func:`multiplies_bf16_here` is a function of its arguments.
+There a forward in bfloat16 takes several times as long as in float32, so float32 is chosen if its
+weights fit. Everything but :func:`multiplies_bf16_here` is a function of its arguments.
 
-Decide whether vLLM compiles a model on a CPU, where every start waits for the compiler.
+Choose whether vLLM compiles a model on a CPU, where every start waits for the compiler.
 """
 
 import os
@@ -18,9 +18,9 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.math_utils import cdiv
 
-# Any of these flags of `torch.cpu.get_capabilities` means products of bfloat16 in hardware.
+# Any of these flags of `torch.cpu.get_capabilities` means bfloat16 GEMMs in hardware.
 UNITS = ("amx_bf16", "avx512_bf16", "avx10_2", "bf16", "sve_bf16")
-# Architectures of which we know the flags: one of these keys is there, true or not.
+# Architectures with known flags have one of these keys, true or false.
 KNOWN = ("avx2", "neon")
 # Values of ONEDNN_MAX_CPU_ISA that keep oneDNN, which multiplies for vLLM, from these units.
 WITHOUT = (
@@ -44,13 +44,13 @@ COST = (
 
 @dataclass(frozen=True)
 class Memory:
-    """Say what a memory node has and what its workers keep beside the weights; all in bytes.
+    """Store the size of a memory node and of its KV cache, in bytes.
 
     total        main memory of the node
     share        gpu_memory_utilization: the part of it that vLLM may use
-    kv_asked     KV cache of all its workers if its size was asked for, which vLLM takes outside of
-                 `share`; else None
-    kv_least     KV cache of one request as long as the context, without which vLLM does not start
+    kv_asked     KV cache of all its workers if the user chose its size, which vLLM allocates
+                 outside of `share`; else None
+    kv_least     KV cache of one request as long as the context: vLLM does not start with less
     """
 
     total: int
@@ -59,7 +59,7 @@ class Memory:
     kv_least: int
 
     def holds(self, weights: int) -> bool:
-        """Return whether weights of so many bytes fit beside the KV cache."""
+        """Return whether weights of this size in bytes fit in addition to the KV cache."""
         if self.kv_asked is None:
             return weights + self.kv_least <= self.total * self.share
         return (
@@ -69,7 +69,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class DtypeChoice:
-    """Hold a dtype, why in a few words, and the line for the log."""
+    """Store a dtype, a short reason, and the line for the log."""
 
     dtype: torch.dtype
     reason: str
@@ -77,7 +77,7 @@ class DtypeChoice:
 
 
 def multiplies_bf16(capabilities: Mapping[str, Any], isa_limit: str | None) -> bool:
-    """Return whether bfloat16 is multiplied in hardware; True for architectures we do not know."""
+    """Return whether bfloat16 is multiplied in hardware; True for unknown architectures."""
     if not any(name in capabilities for name in KNOWN):
         return True
     if isa_limit is not None and isa_limit.upper() in WITHOUT:
@@ -86,13 +86,13 @@ def multiplies_bf16(capabilities: Mapping[str, Any], isa_limit: str | None) -> b
 
 
 def multiplies_bf16_here() -> bool:
-    """Return whether this machine does, as torch and oneDNN's own variable say."""
+    """Return whether this machine multiplies bfloat16, by torch and oneDNN's variable."""
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA"))
     return multiplies_bf16(torch.cpu.get_capabilities(), limit)
 
 
 def per_node(size: int, workers: int, ranks: int, nodes: int) -> int:
-    """Return the bytes on the fullest of `nodes` for weights of `size` split over `ranks`.
+    """Return the bytes on the fullest memory node for `size` bytes split over `ranks`.
 
     `workers` are all processes on this machine: `ranks` for each replica.
     """
@@ -106,10 +106,10 @@ def choose_dtype(
     weights: int | None,
     memory: Memory,
 ) -> DtypeChoice:
-    """Choose what `auto` becomes where vLLM alone would take `stored`.
+    """Choose the dtype of `auto` if vLLM itself would choose `stored`.
 
-    `fixed_by`: what forbids another dtype. `weights`: their bytes in float32 on the fullest memory
-    node, None if unknown.
+    `fixed_by`: why no other dtype is possible, or None. `weights`: bytes of the weights in float32
+    on the fullest memory node, None if unknown.
     """
     kept = str(stored).removeprefix("torch.")
     if native:
@@ -149,9 +149,9 @@ EAGER_UP_TO = 100_000_000
 
 
 def user_chose(vllm_config: VllmConfig) -> bool:
-    """Return whether a user said anything about compiling.
+    """Return whether the user set an option of compilation.
 
-    vLLM's defaults, when named (level 2, its backend), cannot be told from silence.
+    vLLM's defaults (level 2, its backend) count as not set.
     """
     compilation = vllm_config.compilation_config
     return (
@@ -173,9 +173,9 @@ def is_small(parameters: int | None) -> bool:
 
 
 def choose_compilation(vllm_config: VllmConfig, parameters: int | None) -> None:
-    """Leave a small model uncompiled; say which in one line. To be asked unless the user chose.
+    """Disable compilation of a small model, and log the choice; call it unless the user chose.
 
-    At optimization level 0, and with nothing else said, vLLM compiles nothing.
+    At optimization level 0, without other options of compilation, vLLM compiles nothing.
     """
     size = (
         "unknown size"

@@ -1,4 +1,4 @@
-"""Fill in the options that the machine and vLLM's own options decide."""
+"""Resolve the options that depend on the machine and on vLLM's own options."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -24,9 +24,9 @@ ALONE_POSITIONS, SHORTEST_BLOCK = 128, 8
 def resolve_for_machine(
     vllm_config: VllmConfig, options: Options, config: DecodeConfig
 ) -> DecodeConfig:
-    """Fill what the machine decides. Raises ValueError for an option that could have no effect."""
-    cannot = current_platform.is_cpu() or vllm_config.model_config.enforce_eager
-    problem = next(uncompiled(config, cannot), None)
+    """Resolve options by the machine. Raises ValueError for an option without effect there."""
+    eager = current_platform.is_cpu() or vllm_config.model_config.enforce_eager
+    problem = next(uncompiled(config, eager), None)
     if options.compile_step and problem:
         raise ValueError(f"compile_step {problem}: leave compile_step out.")
     if config.method.floats and envs.VLLM_BATCH_INVARIANT:
@@ -67,9 +67,9 @@ def resolve_for_machine(
     return config
 
 
-def uncompiled(config: DecodeConfig, cannot: bool) -> Iterator[str]:
-    """Yield why a step is not compiled; `cannot`: without a GPU, or where nothing is compiled."""
-    if cannot:
+def uncompiled(config: DecodeConfig, eager: bool) -> Iterator[str]:
+    """Yield why a step is not compiled; `eager`: on a CPU, or with enforce_eager."""
+    if eager:
         yield "needs a GPU and no enforce_eager"
     if config.dedicated_commit:
         # Each of their steps also decides the first token of the next block, which keeps state.
@@ -80,17 +80,17 @@ def uncompiled(config: DecodeConfig, cannot: bool) -> Iterator[str]:
 
 
 def fewest_alone(config: DecodeConfig) -> int:
-    """Return the smallest number of running requests at which steps compute single blocks."""
+    """Return the number of running requests from which single-block steps pay."""
     return cdiv(ALONE_POSITIONS, config.block_length)
 
 
 def never_alone(
     config: DecodeConfig, vllm_config: VllmConfig, can: bool
 ) -> Iterator[str]:
-    """Yield why no step computes single blocks unless asked to; `can`: see `can_capture`.
+    """Yield why single-block steps are off by default; `can` is the result of `can_capture`.
 
-    Such steps need full CUDA graphs, and piecewise ones where blocks have several lengths, and
-    results then depend on how many requests run.
+    Single-block steps need full CUDA graphs, and piecewise graphs if blocks have several lengths.
+    With single-block steps results depend on the number of running requests.
     """
     compilation = vllm_config.compilation_config
     mode, graphs = compilation.mode, compilation.cudagraph_mode

@@ -1,8 +1,8 @@
-"""Set vLLM's scheduler and prefix cache for diffusion decoding; refuse what it cannot have.
+"""Set vLLM's scheduler and prefix cache, and refuse options that diffusion decoding lacks.
 
-Refuse adapters of requests where they cannot give what the merged adapter would.
+Refuse adapters of requests if they would differ from the merged adapter.
 
-Refuse what mixtures of experts would answer by their neighbours, or would ignore.
+Refuse options of mixtures of experts that have no effect, or make answers depend on the batch.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ logger = init_logger("vllm.dllm_plugin")
 
 MAX_LOGPROBS = 100
 CONCURRENT_CANVASES = 64
-PAGE = 32  # what attention on CPUs takes; on GPUs a multiple of their default of 16
+PAGE = 32  # tokens; CPU attention needs 32, GPUs a multiple of their default of 16
 SCHEDULERS = {
     "canvas": "dllm_plugin.engine.scheduling.scheduler.DiffusionScheduler",
     "refresh": "dllm_plugin.engine.scheduling.refresh_scheduler.RefreshScheduler",
@@ -34,7 +34,7 @@ SCHEDULERS = {
 
 
 def refuse_unsupported(vllm_config: VllmConfig) -> None:
-    """Raise ValueError naming the first option of vLLM's that cannot be honoured."""
+    """Raise ValueError for the first option of vLLM that diffusion decoding does not support."""
     model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
     scheduler = vllm_config.scheduler_config
     reasons = {
@@ -72,7 +72,7 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
 
 
 def set_scheduler(vllm_config: VllmConfig, config: DecodeConfig) -> None:
-    """Take the method's scheduler, without what the method refuses, and room in its budget."""
+    """Set the method's scheduler and its token budget; disable chunked prefill if refused."""
     scheduler, method = vllm_config.scheduler_config, config.method
     if "chunked_prefill" in method.refuses:
         scheduler.enable_chunked_prefill = False
@@ -82,7 +82,7 @@ def set_scheduler(vllm_config: VllmConfig, config: DecodeConfig) -> None:
 
 
 def _raise_for_canvases(vllm_config: VllmConfig, canvas_length: int) -> None:
-    """Make room in a step for a prompt, or a chunk of one, and many canvases."""
+    """Raise the token budget to a prompt, or a chunk of a prompt, and many canvases."""
     scheduler = vllm_config.scheduler_config
     chunked = scheduler.enable_chunked_prefill
     canvases = min(scheduler.max_num_seqs, CONCURRENT_CANVASES)
@@ -100,7 +100,7 @@ def _raise_for_canvases(vllm_config: VllmConfig, canvas_length: int) -> None:
 
 
 def _raise_for_refresh(vllm_config: VllmConfig, canvas_length: int) -> None:
-    """Make room in a step for the longest refresh: a whole context, its canvas included.
+    """Raise the token budget to the longest refresh: a whole context, its canvas included.
 
     A budget that the user chose stays, and requests that cannot fit it are refused.
     """
@@ -119,7 +119,7 @@ def _raise_for_refresh(vllm_config: VllmConfig, canvas_length: int) -> None:
 
 
 def set_prefix_caching(vllm_config: VllmConfig, config: DecodeConfig) -> None:
-    """Keep prefix caching where a page's KV depends on earlier pages alone: whole blocks a page."""
+    """Fit pages to whole blocks, and disable prefix caching if the page size does not fit."""
     cache, block = vllm_config.cache_config, config.block_length
     if "prefix_caching" in config.method.refuses or not cache.enable_prefix_caching:
         cache.enable_prefix_caching = False
@@ -139,9 +139,9 @@ def set_prefix_caching(vllm_config: VllmConfig, config: DecodeConfig) -> None:
 
 
 def _is_default_budget(vllm_config: VllmConfig) -> bool:
-    """Return whether max_num_batched_tokens is a value that vLLM chooses by itself.
+    """Return whether max_num_batched_tokens is one of vLLM's defaults.
 
-    A user who asks for just such a value cannot be told from one who asks for nothing.
+    A user's value that equals a default counts as a default.
     """
     defaults, _ = EngineArgs.get_batch_defaults(vllm_config.parallel_config.world_size)
     chosen = vllm_config.scheduler_config.max_num_batched_tokens
@@ -151,7 +151,7 @@ def _is_default_budget(vllm_config: VllmConfig) -> bool:
 
 
 def refuse_adapters(vllm_config: VllmConfig, lora_path: str | None) -> None:
-    """Raise ValueError if `enable_lora` cannot be combined with what is served."""
+    """Raise ValueError if `enable_lora` cannot be combined with the served model."""
     if vllm_config.lora_config is None:
         return
     model_config = vllm_config.model_config
@@ -181,11 +181,11 @@ CHANGE = "fp8_per_channel or fp8_per_block, or weights quantised so,"
 
 
 class RoutedExperts(nn.Module):
-    """Stands in for vLLM's class of this name, which quantisations name as a target."""
+    """Stand in for vLLM's class of this name, which quantisations name as a target."""
 
 
 def refuse_for_mixtures(vllm_config: VllmConfig) -> None:
-    """Raise ValueError naming what the model cannot honour."""
+    """Raise ValueError for options that a mixture of experts does not support."""
     model_config = vllm_config.model_config
     if (
         vllm_config.parallel_config.enable_eplb
@@ -204,7 +204,7 @@ def refuse_for_mixtures(vllm_config: VllmConfig) -> None:
 
 
 def _one_scale(model_config: ModelConfig) -> Iterator[bool]:
-    """Yield whether a part of the configuration asks for float8 with one scale of a whole step."""
+    """Yield whether a quantisation setting asks for float8 with one scale for a whole step."""
     asked = (model_config.quantization, model_config.quantization_config)
     online = resolve_quantization_config(*asked)
     if online is not None:
@@ -221,7 +221,7 @@ def _one_scale(model_config: ModelConfig) -> Iterator[bool]:
 
 
 def _compressed_with_one_scale(stored: dict[str, Any], layers: int) -> Iterator[bool]:
-    """Yield for each layer whether vLLM would scale the rows of its experts so, if it has some."""
+    """Yield for each layer with experts whether vLLM scales all rows by one number."""
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
         CompressedTensorsConfig,
     )

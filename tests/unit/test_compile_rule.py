@@ -35,13 +35,13 @@ def test_what_is_compiled(
     architecture: str, options: dict[str, object], sentence: str | None
 ) -> None:
     config = resolve(Options.from_user(options), architecture, 512, MASK)
-    problem = next(uncompiled(config, cannot=False), None)
+    problem = next(uncompiled(config, eager=False), None)
     assert (
         problem is None
         if sentence is None
         else problem is not None and sentence in problem
     )
-    assert next(uncompiled(config, cannot=True)) == "needs a GPU and no enforce_eager"
+    assert next(uncompiled(config, eager=True)) == "needs a GPU and no enforce_eager"
 
 
 @pytest.mark.parametrize(
