@@ -3,11 +3,16 @@
 from collections.abc import Iterator
 
 import torch
-from vllm.config import AttentionConfig, VllmConfig
+from vllm.config import AttentionConfig, CUDAGraphMode, VllmConfig
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
+
+from dllm_plugin.config.cuda_graphs import can_capture
+
+logger = init_logger("vllm.dllm_plugin")
 
 CUSTOM, FLEX_ATTENTION = (
     AttentionBackendEnum.CUSTOM,
@@ -128,6 +133,25 @@ def flash_version(vllm_config: VllmConfig) -> int | None:
     if pinned is not None:
         return pinned if is_fa_version_supported(pinned) else None
     return get_flash_attn_version(head_size=vllm_config.model_config.get_head_size())
+
+
+def set_graph_backend(vllm_config: VllmConfig) -> None:
+    """Choose an attention backend that full CUDA graphs can capture.
+
+    Raises ValueError if the user chose a backend that they cannot capture.
+    """
+    if not can_capture(vllm_config):
+        return
+    mode = vllm_config.compilation_config.cudagraph_mode
+    if mode in (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE):
+        return
+    attention = vllm_config.attention_config
+    asked, version = attention.backend, flash_version(vllm_config)
+    attention.backend = backend_under_full_graphs(vllm_config, version)
+    if asked is None:
+        logger.info(
+            "Attention backend %s under full CUDA graphs.", attention.backend.name
+        )
 
 
 def backend_under_full_graphs(

@@ -1,13 +1,19 @@
-"""Fill in what users left open, from the model's family, its checkpoint and the context.
+"""Resolve open options by the model's family, its checkpoint and the context.
 
-What the machine and vLLM's own options decide is filled in by :mod:`dllm_plugin.config.machine`.
+:mod:`dllm_plugin.config.machine` resolves options by the machine and by vLLM's own options.
 """
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from dllm_plugin.config.adaptive import check_adaptive, check_windows, windows
+from dllm_plugin.config.adaptive import (
+    check_adaptive,
+    check_windows,
+    fit_canvas,
+    windows,
+)
+from dllm_plugin.config.cuda_graphs import warm_up_context
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.options import Numbers, Options
 from dllm_plugin.config.request.arguments import RequestArguments
@@ -18,7 +24,7 @@ from dllm_plugin.decoding.families import FAMILIES, Family
 from dllm_plugin.decoding.methods import Method, choose_method, floating
 
 DEFAULT_BLOCK = 32
-LEAST_BLOCKS = 8  # that D2F may have open, unless users say otherwise
+LEAST_BLOCKS = 8  # default of D2F's max_active_blocks, unless the canvas holds more
 
 
 def resolve(
@@ -30,10 +36,10 @@ def resolve(
     block_length: int | None = None,
     edits: bool = False,
 ) -> DecodeConfig:
-    """Fill every open choice for a served model.
+    """Resolve all options of a served model.
 
-    `block_length` is what it was trained with, `edits` whether it was trained to edit. Raises
-    ValueError when the canvas does not fit the context or a policy does not fit the strategy.
+    `block_length`: positions of a block in training; `edits`: the model was trained to edit. Raises
+    ValueError if the canvas does not fit the context or a policy does not fit the strategy.
     """
     family = FAMILIES[architecture]
     method, policy, reason = _choose_method(options, family, edits)
@@ -90,7 +96,7 @@ def resolve(
 def _choose_method(
     options: Options, family: Family, edits: bool
 ) -> tuple[Method, str, str]:
-    """Return how a model is decoded, by which policy, and why."""
+    """Return the method of a model, its policy, and the reason of the choice."""
     method, reason = choose_method(options.strategy, family, bool(options.lora_path))
     default_policy = method.edited_policy if edits else method.default_policy
     check_adaptive(options, method, family, default_policy)
@@ -109,7 +115,7 @@ def numbers_of(config: Numbers) -> dict[str, Any]:
 def _choose_canvas(
     options: Options, method: Method, block: int, max_model_len: int
 ) -> int:
-    """Return the positions of a canvas; ValueError if the context cannot hold what was asked."""
+    """Return the positions of a canvas. Raises ValueError if they exceed the context."""
     active = options.max_active_blocks or 1
     if options.canvas_length is not None:
         if options.canvas_length > max_model_len:
@@ -136,7 +142,7 @@ def _choose_canvas(
 
 
 def check_policy(method: Method, policy: str, family: Family) -> None:
-    """Raise ValueError unless the policy means something under the strategy."""
+    """Raise ValueError unless the strategy supports the policy."""
     if policy not in method.policies:
         raise ValueError(
             f"policy {policy!r} has no meaning for strategy {method.strategy!r} on {family.name} "
@@ -153,8 +159,34 @@ def check_block_length(block_length: int, canvas_length: int) -> None:
         )
 
 
+def fit_warm_up(
+    config: DecodeConfig, user: Options, max_model_len: int
+) -> DecodeConfig:
+    """Shorten a default canvas until vLLM's warm-up of GPUs fits the context.
+
+    Raises ValueError if the user's canvas or block does not fit.
+    """
+    fits = (max_model_len - warm_up_context(0)) // 2
+    if config.canvas_length <= fits:
+        return config
+    if config.whole_canvas and user.canvas_length is None and fits > 0:
+        defaults = dataclasses.replace(config.defaults, block_length=fits)
+        return dataclasses.replace(config, canvas_length=fits, defaults=defaults)
+    if user.canvas_length is not None or fits < config.block_length:
+        raise ValueError(
+            f"canvas_length {config.canvas_length} needs max_model_len "
+            f"{warm_up_context(config.canvas_length)} on a GPU, got {max_model_len}: lower "
+            "canvas_length or block_length, or raise max_model_len."
+        )
+    blocks = min(config.max_active_blocks, fits)
+    defaults = dataclasses.replace(config.defaults, max_active_blocks=blocks)
+    return fit_canvas(
+        dataclasses.replace(config, canvas_length=fits, defaults=defaults)
+    )
+
+
 def check_options_read(config: DecodeConfig, given: Mapping[str, Any]) -> None:
-    """Refuse given options that the resolved strategy or family can never read."""
+    """Refuse given options that the resolved strategy or family never reads."""
     refuse_options(Case(config, config.defaults, given))
     check_commit_alone(config)
     check_merged_updates(config)
@@ -162,7 +194,7 @@ def check_options_read(config: DecodeConfig, given: Mapping[str, Any]) -> None:
 
 
 def check_commit_alone(config: DecodeConfig) -> None:
-    """Refuse single-block steps where all are, or where several blocks are denoised at once."""
+    """Refuse `commit_alone_from` if steps always, or never, compute single blocks."""
     given = config.commit_alone_from
     if not given:
         return
@@ -179,7 +211,7 @@ def check_commit_alone(config: DecodeConfig) -> None:
 
 
 def check_merged_updates(config: DecodeConfig) -> None:
-    """Refuse updates that contain an adapter where there is none."""
+    """Refuse `merged_updates` without an adapter."""
     if config.merged_updates and not config.lora_path:
         raise ValueError(
             "merged_updates has no effect without lora_path: leave it out."

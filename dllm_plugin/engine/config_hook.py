@@ -1,4 +1,4 @@
-"""Turn a vLLM configuration into one that decodes by diffusion.
+"""Configure vLLM to decode by diffusion.
 
 Register our config hook and tokenizer mode with vLLM, once per process.
 """
@@ -7,22 +7,20 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from vllm.config import CUDAGraphMode, ModelConfig, VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.config.diffusion import DiffusionConfig
 from vllm.logger import init_logger
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
 
 from dllm_plugin.attention.backends import (
-    backend_under_full_graphs,
-    flash_version,
     refuse_ignored,
+    set_graph_backend,
     take_distinct,
 )
 from dllm_plugin.config.adaptive import (
     CONTRACT,
     UNMEASURED,
-    fit_canvas,
     is_published,
     without_grammars,
 )
@@ -30,16 +28,14 @@ from dllm_plugin.config.carriers import no_traces
 from dllm_plugin.config.cpu_dtype import choose_compilation, user_chose
 from dllm_plugin.config.cuda_graphs import (
     WORKER,
-    can_capture,
     set_graphs,
     set_worker,
-    warm_up_context,
 )
 from dllm_plugin.config.decode import TOKENIZER_MODE, DecodeConfig
 from dllm_plugin.config.machine import resolve_for_machine
 from dllm_plugin.config.options import Options
 from dllm_plugin.config.request.structured_outputs import no_grammars
-from dllm_plugin.config.resolution import check_options_read, resolve
+from dllm_plugin.config.resolution import check_options_read, fit_warm_up, resolve
 from dllm_plugin.config.scheduling import (
     refuse_adapters,
     refuse_for_mixtures,
@@ -52,7 +48,7 @@ from dllm_plugin.decoding.families import FAMILIES
 from dllm_plugin.engine import auto_dtype
 from dllm_plugin.engine.admission import leave_out_penalties, request_rules
 from dllm_plugin.engine.vllm_versions import refuse_platform
-from dllm_plugin.models.checkpoints import lora
+from dllm_plugin.models.checkpoints.lora import check_adapter
 from dllm_plugin.models.checkpoints.trained_for import (
     find_mask_token,
     find_turn_ends,
@@ -60,20 +56,19 @@ from dllm_plugin.models.checkpoints.trained_for import (
     trained_to_edit,
 )
 from dllm_plugin.models.checkpoints.weights import (
-    check_readable,
-    checkpoint_folder,
+    check_checkpoint,
     count_parameters,
 )
 
 logger = init_logger("vllm.dllm_plugin")
 
-# vLLM's cache of compiled forwards knows the configuration, not our sources: raise this number when
-# a model is traced otherwise.
+# vLLM's cache of compiled forwards depends on the configuration, not on our sources: raise this
+# number after a change of what is traced.
 TRACED = 1
 
 
 class DiffusionVllmConfig(VllmConfig):
-    """Take model runner v2 always, also on a CPU without Triton.
+    """Select model runner v2 always, also on a CPU without Triton.
 
     vLLM asks for Triton because runner v2 launches Triton kernels; on the CPU
     :mod:`dllm_plugin.kernels.runner.cpu` supplies NumPy forms of those that are launched. The class
@@ -103,7 +98,7 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_model_config(model_config: ModelConfig) -> None:
-        """Remember whether the user left the dtype open."""
+        """Record whether the user left the dtype open."""
         auto_dtype.close(model_config)
 
     @staticmethod
@@ -120,14 +115,14 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
 
 
 def _refuse(vllm_config: VllmConfig) -> None:
-    """Refuse what diffusion decoding cannot be combined with."""
+    """Refuse platforms and options of vLLM that diffusion decoding does not support."""
     refuse_platform()
     refuse_unsupported(vllm_config)
     refuse_for_mixtures(vllm_config)
 
 
 def _resolve(vllm_config: VllmConfig, options: Options) -> DecodeConfig:
-    """Resolve options that were left open: by model, checkpoint, context and machine."""
+    """Resolve open options by model, checkpoint, context and machine."""
     model_config = vllm_config.model_config
     family = FAMILIES[model_config.architecture]
     mask_token_id, found_in = find_mask_token(model_config, family)
@@ -141,7 +136,7 @@ def _resolve(vllm_config: VllmConfig, options: Options) -> DecodeConfig:
         trained_to_edit(model_config, family),
     )
     if not current_platform.is_cpu():
-        config = _fit_warmup(config, options, model_config.max_model_len)
+        config = fit_warm_up(config, options, model_config.max_model_len)
     config = resolve_for_machine(vllm_config, options, config)
     _log_decoding(config, found_in, model_config.model)
     return dataclasses.replace(
@@ -154,14 +149,15 @@ def _resolve(vllm_config: VllmConfig, options: Options) -> DecodeConfig:
 def _check(
     vllm_config: VllmConfig, config: DecodeConfig, written: dict[str, Any]
 ) -> None:
-    """Refuse options without effect, and files that no engine could load."""
+    """Refuse options without effect, and damaged or foreign files."""
     check_options_read(config, written)
     refuse_adapters(vllm_config, config.lora_path)
-    _check_files(vllm_config, config)
+    check_checkpoint(vllm_config)
+    check_adapter(vllm_config, config.lora_path)
 
 
 def _apply(vllm_config: VllmConfig, config: DecodeConfig) -> None:
-    """Set what diffusion decoding needs, and store the options for every process."""
+    """Set vLLM's options for diffusion decoding, and store ours for every process."""
     model_config = vllm_config.model_config
     reason = _resolve_dtype(vllm_config)
     _choose_compilation(vllm_config)
@@ -184,16 +180,16 @@ def _apply(vllm_config: VllmConfig, config: DecodeConfig) -> None:
         take_distinct(vllm_config)
     else:
         refuse_ignored(vllm_config)
-    _set_attention_backend(vllm_config)
+    set_graph_backend(vllm_config)
     _keep_step_times(vllm_config, config)
 
 
 class LeftToRightRefusal(VerifyAndUpdateConfig):
-    """Refuse to run a model of ours by vLLM's backend for transformers, which decodes in order."""
+    """Refuse our models in vLLM's backend for transformers, which decodes from left to right."""
 
     @staticmethod
     def verify_and_update_model_config(model_config: ModelConfig) -> None:
-        """Raise ValueError if the architecture is one of ours; all others pass."""
+        """Raise ValueError if the architecture is ours."""
         ours = set(model_config.architectures) & set(FAMILIES)
         if ours:
             raise ValueError(
@@ -203,7 +199,7 @@ class LeftToRightRefusal(VerifyAndUpdateConfig):
 
 
 def _log_decoding(config: DecodeConfig, found_in: str, model: str) -> None:
-    """Log how the model is decoded, and what that costs its answers."""
+    """Log how the model is decoded, and warnings about its accuracy."""
     logger.info(
         "Decoding %s by %s with policy %s (%s); mask token %d from %s; canvas %d, block %d.",
         config.architecture,
@@ -224,7 +220,7 @@ def _log_decoding(config: DecodeConfig, found_in: str, model: str) -> None:
 
 
 def _resolve_dtype(vllm_config: VllmConfig) -> dict[str, str]:
-    """Choose the dtype where the user did not; return an entry that says why."""
+    """Resolve an open dtype; return the reason as an entry of additional_config."""
     model_config = vllm_config.model_config
     if not model_config.hf_config.dtype_left_open:
         return {}
@@ -234,52 +230,11 @@ def _resolve_dtype(vllm_config: VllmConfig) -> dict[str, str]:
 
 
 def _choose_compilation(vllm_config: VllmConfig) -> None:
-    """Leave small models uncompiled on CPUs, where the user did not choose."""
+    """Disable compilation of small models on CPUs unless the user chose."""
     model_config = vllm_config.model_config
     if current_platform.is_cpu() and not user_chose(vllm_config):
         parameters = count_parameters(model_config.model, model_config.revision)
         choose_compilation(vllm_config, parameters)
-
-
-def _fit_warmup(
-    config: DecodeConfig, user: Options, max_model_len: int
-) -> DecodeConfig:
-    """Leave room for vLLM's GPU warm-up, see :func:`warm_up_context`."""
-    fits = (max_model_len - warm_up_context(0)) // 2
-    if config.canvas_length <= fits:
-        return config
-    if config.whole_canvas and user.canvas_length is None and fits > 0:
-        defaults = dataclasses.replace(config.defaults, block_length=fits)
-        return dataclasses.replace(config, canvas_length=fits, defaults=defaults)
-    if user.canvas_length is not None or fits < config.block_length:
-        raise ValueError(
-            f"canvas_length {config.canvas_length} needs max_model_len "
-            f"{warm_up_context(config.canvas_length)} on a GPU, got {max_model_len}: lower "
-            "canvas_length or block_length, or raise max_model_len."
-        )
-    blocks = min(config.max_active_blocks, fits)
-    defaults = dataclasses.replace(config.defaults, max_active_blocks=blocks)
-    return fit_canvas(
-        dataclasses.replace(config, canvas_length=fits, defaults=defaults)
-    )
-
-
-def _check_files(vllm_config: VllmConfig, config: DecodeConfig) -> None:
-    """Refuse a damaged checkpoint or a foreign adapter before any process is started."""
-    model_config, load_config = vllm_config.model_config, vllm_config.load_config
-    folder = checkpoint_folder(
-        model_config.model, model_config.revision, load_config.download_dir
-    )
-    if folder is not None and load_config.load_format != "dummy":
-        check_readable(folder)
-    if config.lora_path is not None:
-        quantized = model_config.model_arch_config.quantization_config is not None
-        lora.check_mergeable(config.lora_path, quantized, load_config.load_format)
-        hf_config = model_config.hf_config
-        served = (model_config.model, hf_config._name_or_path, hf_config.source_name)
-        lora.check_base(
-            lora.load_adapter(lora.adapter_folder(config.lora_path)), served
-        )
 
 
 def _additional(vllm_config: VllmConfig) -> dict[str, Any]:
@@ -304,7 +259,7 @@ def _written_options(vllm_config: VllmConfig) -> dict[str, Any]:
 
 
 def _keep_step_times(vllm_config: VllmConfig, config: DecodeConfig) -> None:
-    """Name the file of step times for workers, if widths are chosen by them."""
+    """Store the path of the step times for workers if they choose widths."""
     if config.method.floats and vllm_config.parallel_config.worker_cls == WORKER:
         path = path_for(vllm_config, config)
         vllm_config.additional_config = {
@@ -313,34 +268,15 @@ def _keep_step_times(vllm_config: VllmConfig, config: DecodeConfig) -> None:
         }
 
 
-def _set_attention_backend(vllm_config: VllmConfig) -> None:
-    """Choose what full CUDA graphs capture, unless the user chose a backend that they can."""
-    attention, compilation = (
-        vllm_config.attention_config,
-        vllm_config.compilation_config,
-    )
-    if not can_capture(vllm_config):
-        return
-    if compilation.cudagraph_mode in (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE):
-        return
-    asked = attention.backend
-    attention.backend = backend_under_full_graphs(
-        vllm_config, flash_version(vllm_config)
-    )
-    if asked is None:
-        logger.info(
-            "Attention backend %s under full CUDA graphs.", attention.backend.name
-        )
-
-
-# What vLLM makes of an architecture under `--model-impl transformers`.
+# Names that `--model-impl transformers` gives to architectures.
 TRANSFORMERS_BACKENDS = ("TransformersForCausalLM", "TransformersMoEForCausalLM")
 
 
 def register_config_hooks(architectures: Iterable[str]) -> None:
-    """Enter our hook for each architecture into vLLM's map of model config hooks.
+    """Register our config hook for each architecture in vLLM's map.
 
-    With it go the converter that tells it which dtypes the user left open, and a refusal.
+    Also registers the converter that marks an open dtype, and the refusal of the transformers
+    backend.
     """
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 

@@ -126,11 +126,7 @@ class DiffusionModel:
     @classmethod
     def _fitting_adapter(cls, path: str, model_config: ModelConfig) -> lora.LoraAdapter:
         """Read an adapter; raise ValueError unless all of it fits this model."""
-        adapter = lora.load_adapter(lora.adapter_folder(path))
-        config = model_config.hf_config
-        lora.check_base(
-            adapter, (model_config.model, config._name_or_path, config.source_name)
-        )
+        adapter = lora.read_adapter(path, model_config)
         lora.check_coverage(adapter, cls.manifest(model_config).shapes)
         return adapter
 

@@ -23,6 +23,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from vllm.config import ModelConfig, VllmConfig
 
 from dllm_plugin.config.validation import shown
 from dllm_plugin.decoding.methods import Method
@@ -209,6 +210,24 @@ def model_names(name: str | Path) -> set[str]:
     parts = Path(str(name).rstrip("/")).parts
     cached = [part.split("--")[-1] for part in parts if part.startswith("models--")]
     return {part.casefold() for part in (*parts[-1:], *cached)}
+
+
+def check_adapter(vllm_config: VllmConfig, path: str | None) -> None:
+    """Raise ValueError if the adapter of `lora_path` cannot be merged into the model."""
+    if path is None:
+        return
+    model_config = vllm_config.model_config
+    quantized = model_config.model_arch_config.quantization_config is not None
+    check_mergeable(path, quantized, vllm_config.load_config.load_format)
+    read_adapter(path, model_config)
+
+
+def read_adapter(path: str, model_config: ModelConfig) -> LoraAdapter:
+    """Read an adapter; raise ValueError unless it was trained on the served model."""
+    adapter = load_adapter(adapter_folder(path))
+    config = model_config.hf_config
+    check_base(adapter, (model_config.model, config._name_or_path, config.source_name))
+    return adapter
 
 
 def check_mergeable(path: str, quantized: bool, load_format: Any) -> None:

@@ -16,6 +16,7 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
+from vllm.config import VllmConfig
 from vllm.transformers_utils.config import get_safetensors_params_metadata
 
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -141,6 +142,16 @@ def count_parameters(model: str, revision: str | None) -> int | None:
     # A file's own remarks are an entry too, without a shape.
     shapes = [entry["shape"] for entry in entries if "shape" in entry]
     return sum(math.prod(shape) for shape in shapes) if shapes else None
+
+
+def check_checkpoint(vllm_config: VllmConfig) -> None:
+    """Raise ValueError for a damaged checkpoint, before any process is started."""
+    model_config, load_config = vllm_config.model_config, vllm_config.load_config
+    folder = checkpoint_folder(
+        model_config.model, model_config.revision, load_config.download_dir
+    )
+    if folder is not None and load_config.load_format != "dummy":
+        check_readable(folder)
 
 
 def check_readable(folder: Path) -> None:
