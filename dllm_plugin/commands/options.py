@@ -86,7 +86,7 @@ def check_spelling(arguments: Sequence[str], known: Iterable[str]) -> None:
 
 
 def _reader(name: str) -> Any:
-    """Return what makes a value of a text; the option's own check refuses what is no value."""
+    """Return the function that parses an option; the option's check refuses wrong values."""
     if isinstance(OPTIONS[name].check, Choice | Text):
         return str
 

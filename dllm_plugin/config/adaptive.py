@@ -1,8 +1,8 @@
-"""Resolve and check what floating canvases are decoded with: windows, schedules, refusals.
+"""Resolve and check the options of floating canvases.
 
-With `adaptive` the strategies that attend from block to block commit whatever is decided and
-decode a window of masks behind it (:mod:`dllm_plugin.decoding.floating`). How many positions a step
-computes is chosen by load, or by the schedule of a request.
+With `adaptive`, block-causal strategies commit all leading decided positions and decode a window of
+masks after them (:mod:`dllm_plugin.decoding.floating`). Load, or the schedule of a request, chooses
+how many positions a step computes.
 """
 
 import dataclasses
@@ -32,13 +32,13 @@ UNTRAINED_WINDOW, TRAINED_WINDOW = (
     8,
     4,
 )  # narrowest by default, without and with block training
-PARTS = 4  # of a window by default, where several blocks may be denoised at once
+PARTS = 4  # blocks of a default window, if several blocks may be denoised at once
 
 
 def check_adaptive(
     options: Options, method: Method, family: Family, default_policy: str
 ) -> None:
-    """Refuse what cannot be had together with `adaptive`, and its options without it."""
+    """Refuse options that conflict with `adaptive`, and windows without `adaptive`."""
     asked = f"adaptive {options.adaptive!r}"
     if options.adaptive == "off":
         for name in ("min_window", "max_window"):
@@ -79,10 +79,10 @@ def check_adaptive(
 def windows(
     options: Options, method: Method, family: Family, block: int, canvas: int
 ) -> tuple[int, int]:
-    """Return the narrowest and the widest window; zeros where canvases do not float."""
+    """Return the narrowest and the widest window; zeros if canvases do not float."""
     if not method.floats:
         return 0, 0
-    # Only where several blocks are denoised at once does a window have several parts.
+    # A window spans several blocks only if several blocks are denoised at once.
     most = canvas if method.uses_adapter else min(block, canvas)
     usual = min(PARTS * block, most)
     widest = usual if options.max_window is None else options.max_window
@@ -108,13 +108,13 @@ def windows(
 
 
 def is_published(model: str, adapter: str | None, window: int) -> bool:
-    """Return whether the accuracy of a checkpoint with windows so narrow was published."""
+    """Return whether the accuracy of a checkpoint with this narrowest window was published."""
     known = (least for name, least in PUBLISHED if re.search(name, model))
     return adapter is None and window >= min(known, default=window + 1)
 
 
 def fit_canvas(config: "DecodeConfig") -> "DecodeConfig":
-    """Return the configuration with windows that fit its canvas, once that was shortened."""
+    """Return the configuration with windows that fit its shortened canvas."""
     widest = min(config.max_window, config.canvas_length)
     return dataclasses.replace(
         config, max_window=widest, min_window=min(config.min_window, widest)
@@ -122,7 +122,7 @@ def fit_canvas(config: "DecodeConfig") -> "DecodeConfig":
 
 
 def check_windows(config: "DecodeConfig", given: Mapping[str, Any]) -> None:
-    """Refuse a window that was asked for and that the canvas, shortened meanwhile, cannot hold."""
+    """Refuse a user's window that does not fit the shortened canvas."""
     for name in ("min_window", "max_window"):
         asked = given.get(name)
         if asked is not None and asked != getattr(config, name):
@@ -133,7 +133,7 @@ def check_windows(config: "DecodeConfig", given: Mapping[str, Any]) -> None:
 
 
 def without_grammars(config: "DecodeConfig") -> str:
-    """Return why floating canvases have no grammars; empty where canvases do not float."""
+    """Return why floating canvases have no grammars; empty if canvases do not float."""
     if not config.method.floats:
         return ""
     return f"cannot be combined with adaptive {config.adaptive!r}: start with adaptive 'off'"

@@ -4,7 +4,7 @@ vLLM captures full graphs of one length per request, the canvas. Our worker capt
 uniform lengths: single blocks from `commit_alone_from` requests on, and of full attention the
 forwards of one block each, and refreshes that begin near their block by the engine's options.
 
-Know how much context vLLM's warm-up of GPUs needs.
+Compute how much context vLLM's warm-up of GPUs needs.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,11 +26,11 @@ FINE = 64  # requests up to which floating canvases have a graph for every eight
 GRAMMAR_WORKER = "dllm_plugin.engine.worker.worker.GrammarWorker"
 CPU_WORKER = "dllm_plugin.engine.worker.cpu_worker.DiffusionCPUWorker"
 OUR_WORKERS = ("auto", WORKER, GRAMMAR_WORKER, CPU_WORKER)
-# Sizes of graphs where steps have any size: those that vLLM takes by itself, and some larger ones.
-# Steps of more positions take the device longer than the host.
+# Sizes of graphs if steps have any size: vLLM's defaults, and some larger ones. Larger steps take
+# the device longer than the host.
 ANY_SIZE = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16), *range(576, 1025, 64))
-# How many requests have full graphs of refreshes, and of forwards that reach to the end of their
-# canvas. More are seldom equally far from it.
+# Most requests in a full graph of refreshes, or of forwards to the end of the canvas: more requests
+# are seldom equally far from it.
 FEW_REQUESTS = 2
 MOST_LENGTHS = (
     32  # of refreshes that have full graphs; each takes time at start and memory
@@ -40,9 +40,9 @@ MOST_LENGTHS = (
 def capture_sizes(
     config: DecodeConfig, max_num_seqs: int, max_num_tokens: int
 ) -> list[int]:
-    """Return the tokens of whole canvases, and of single blocks where steps compute those.
+    """Return the sizes in tokens of whole canvases, and of single blocks if steps compute them.
 
-    Of many canvases too: piecewise graphs, which prompts take, have the same sizes.
+    Sizes of many canvases are included, since piecewise graphs of prompts use the same sizes.
     """
     if config.method.scheduler != "canvas":
         return [size for size in ANY_SIZE if size <= max_num_tokens]
@@ -56,13 +56,13 @@ def capture_sizes(
 
 
 def _counts(most: int, fine: int = 0) -> list[int]:
-    """Return numbers of requests to capture; above `fine`, if that is given, every other one."""
+    """Return the numbers of requests to capture; above `fine`, unless 0, every other number."""
     counts = [n for n in (1, 2, 4) if n < most] + list(range(8, most, 8)) + [most]
     return [n for n in counts if not fine or n <= fine or n % 16 == 0 or n == most]
 
 
 def canvases_needed(counts: Sequence[int], alone: int) -> int:
-    """Count how many of these ascending numbers of canvases hold fewer than `alone` requests."""
+    """Count the ascending numbers of canvases that steps of fewer than `alone` requests need."""
     return sum(before < alone - 1 for before in (0, *counts[:-1])) if counts else 0
 
 
@@ -71,8 +71,8 @@ def block_counts(
 ) -> list[int]:
     """Return the numbers of requests for which single-block steps have a full graph, ascending.
 
-    As vLLM turns capture sizes (tokens) into numbers of canvases: rounded up, and none above the
-    largest size, for which backends have made room.
+    Capture sizes (tokens) become numbers of canvases as in vLLM: rounded up, and none above the
+    largest size, for which backends reserve buffers.
     """
     sizes = list(sizes)
     counts = {cdiv(size, block_length) for size in sizes}
@@ -85,7 +85,7 @@ def uniform_graphs(
 ) -> dict[int, list[int]]:
     """Return the full graphs: positions of each request to ascending numbers of requests.
 
-    Those of whole canvases are vLLM's own. `sizes`: tokens that are captured.
+    Graphs of whole canvases are vLLM's own. `sizes`: captured sizes in tokens.
     """
     sizes, block, canvas = list(sizes), config.block_length, config.canvas_length
     if config.method.full_attention:
@@ -137,15 +137,15 @@ def rest_lengths(config: DecodeConfig) -> set[int]:
 def refresh_lengths(config: DecodeConfig) -> set[int]:
     """Return the lengths of refreshes that begin within the answer, by the engine's options.
 
-    Of answers no longer than the canvas. Those that begin in the prompt are prefills to vLLM, which
-    replays full graphs of none. Empty where every refresh computes everything, and where there are
-    too many lengths.
+    Covers answers no longer than the canvas. vLLM treats a refresh that begins in the prompt as a
+    prefill, for which it replays no full graph. Empty if every refresh computes everything, or if
+    there are too many lengths.
     """
     asked, block = config.defaults, config.block_length
     blocks, window = config.canvas_length // block, limit(asked.suffix_window)
     lengths = set()
     for number in range(1, blocks):
-        answer = number * block  # decided in front of the block
+        answer = number * block  # decided positions before the block
         before = answer if asked.refresh_before is None else asked.refresh_before
         if number % asked.full_refresh_every and before <= answer:
             rests = range(0, (blocks - number) * block, block)
@@ -156,7 +156,7 @@ def refresh_lengths(config: DecodeConfig) -> set[int]:
 def _floating_graphs(
     config: DecodeConfig, room: int, most: int
 ) -> dict[int, list[int]]:
-    """Return the numbers of requests that each width of floating canvases is captured for."""
+    """Return for each width of floating canvases the numbers of requests to capture."""
     widths = widths_between(config.min_window, config.max_window)
     graphs: dict[int, list[int]] = {}
     for count in _counts(most, fine=FINE):
@@ -169,7 +169,7 @@ def _floating_graphs(
 def captured_graphs(
     vllm_config: VllmConfig, config: DecodeConfig
 ) -> dict[int, list[int]]:
-    """Return the full graphs that our worker captures, as `uniform_graphs`; empty: none."""
+    """Return the full graphs that our worker captures, as `uniform_graphs` does."""
     compilation, scheduler = (
         vllm_config.compilation_config,
         vllm_config.scheduler_config,
@@ -186,14 +186,14 @@ def captured_graphs(
 def allowed_widths(
     vllm_config: VllmConfig, config: DecodeConfig, widths: Sequence[int]
 ) -> dict[int, tuple[bool, ...]]:
-    """Return which widths load may choose, by numbers of requests; empty: all of them."""
+    """Return the widths that load may choose, by numbers of requests; empty: all widths."""
     graphs = captured_graphs(vllm_config, config)
     sizes = vllm_config.compilation_config.cudagraph_capture_sizes or [0]
     return allowed(graphs, widths, max(sizes))
 
 
 def own_lengths(config: DecodeConfig) -> bool:
-    """Return whether there may be full graphs of other lengths than the canvas."""
+    """Return whether steps of other lengths than the canvas may have full graphs."""
     if "full_graphs" in config.method.refuses:
         return False
     return config.method.scheduler != "canvas" or config.commit_alone_from > 0
@@ -202,10 +202,10 @@ def own_lengths(config: DecodeConfig) -> bool:
 def worker_for(
     config: DecodeConfig, given: str, mode: CUDAGraphMode | None, can: bool
 ) -> str:
-    """Return the `worker_cls`: ours where steps of other lengths can have full graphs.
+    """Return the `worker_cls`: ours if steps of other lengths can have full graphs.
 
-    vLLM resolves "auto" and an open mode after this; where it then takes no full graphs, ours adds
-    none. A class of the user's own stays. `can`: on a CUDA GPU, and not eager.
+    vLLM resolves "auto" and an open mode later; if it then captures no full graphs, our worker
+    captures none either. A class of the user's own stays. `can` is the result of `can_capture`.
     """
     alone, piecewise = (
         config.commit_alone_from,
@@ -228,22 +228,22 @@ def worker_for(
 
 
 def set_worker(vllm_config: VllmConfig) -> None:
-    """Take a worker that applies grammars, where vLLM's own would be."""
+    """Set a worker that applies grammars in place of vLLM's default worker."""
     if vllm_config.parallel_config.worker_cls == "auto":
         own = CPU_WORKER if current_platform.is_cpu() else GRAMMAR_WORKER
         vllm_config.parallel_config.worker_cls = own
 
 
 def can_capture(vllm_config: VllmConfig) -> bool:
-    """Return whether there may be CUDA graphs: on a CUDA GPU, and not eager."""
+    """Return whether CUDA graphs are possible: on a CUDA GPU without enforce_eager."""
     return current_platform.is_cuda() and not vllm_config.model_config.enforce_eager
 
 
 def set_piecewise_graphs(vllm_config: VllmConfig) -> None:
-    """Capture piecewise graphs alone.
+    """Select piecewise graphs only. Raises ValueError if the user asks for full graphs.
 
-    Forwards of several kinds share a step of full attention. Of floating canvases our worker alone
-    captures those steps that have one width.
+    A step of full attention may mix several kinds of forwards. Only our worker captures steps of
+    floating canvases, if all have one width.
     """
     compilation = vllm_config.compilation_config
     if compilation.cudagraph_mode in (
@@ -274,7 +274,7 @@ def set_graphs(vllm_config: VllmConfig, config: DecodeConfig) -> None:
 
 
 def set_graph_sizes(vllm_config: VllmConfig, config: DecodeConfig) -> None:
-    """Capture full graphs of uniform steps, and piecewise ones."""
+    """Set the sizes of full and piecewise graphs. Raises ValueError for a mode without them."""
     compilation, scheduler = (
         vllm_config.compilation_config,
         vllm_config.scheduler_config,
@@ -308,7 +308,7 @@ def set_graph_sizes(vllm_config: VllmConfig, config: DecodeConfig) -> None:
 
 
 def set_capture_sizes(vllm_config: VllmConfig, config: DecodeConfig) -> bool:
-    """Choose the sizes of graphs where the user did not; return whether that is so."""
+    """Set the sizes of graphs unless the user did; return whether they were set."""
     compilation, scheduler = (
         vllm_config.compilation_config,
         vllm_config.scheduler_config,
@@ -321,8 +321,8 @@ def set_capture_sizes(vllm_config: VllmConfig, config: DecodeConfig) -> bool:
     return True
 
 
-# It decodes canvases behind a prompt that is a position longer, at most so many tokens of them
-# (vLLM's default of max_tokens), and one position that is no canvas.
+# The warm-up decodes canvases after a prompt that is a position longer, at most 16 tokens (vLLM's
+# default of max_tokens), and one position that belongs to no canvas.
 LONGER_PROMPT, TOKENS, SINGLE = 1, 16, 1
 
 

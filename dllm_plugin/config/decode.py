@@ -17,7 +17,7 @@ TOKENIZER_MODE = "dllm"  # vLLM's tokenizer of Hugging Face with our renderer
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig:
-    """Hold what an engine decodes with; options as in :mod:`dllm_plugin.config.options`.
+    """Store the resolved options of an engine, as in :mod:`dllm_plugin.config.options`.
 
     defaults        what a request decodes with that asks for nothing
     steps           of every block, where the user has set them; None: as many as it has positions
@@ -68,7 +68,7 @@ class DecodeConfig:
 
     @property
     def block_length(self) -> int:
-        """Return the positions of a block, where a request asks for no length of its own."""
+        """Return the positions of a block, unless a request sets its own length."""
         return self.defaults.block_length
 
     @property
@@ -113,7 +113,7 @@ class DecodeConfig:
         return self.method.edited_policy if self.edits else self.method.default_policy
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the fields alone: a method's functions do not pickle."""
+        """Return only the fields: functions of a method do not pickle."""
         return {
             field.name: getattr(self, field.name) for field in dataclasses.fields(self)
         }

@@ -1,7 +1,7 @@
-"""Declare the options that users may write: limits, defaults and one sentence each.
+"""Declare the options of the engine: limits, defaults and one sentence each.
 
-An option that requests may set too is one field of :class:`Numbers`; everything known of it stands
-in the field's metadata. Arguments that only requests have are in
+Options that requests may set too are fields of :class:`Numbers`, described by the metadata of the
+field. Arguments that only requests have are in
 :mod:`dllm_plugin.config.request.arguments`. The tables of docs/options.md are generated from both.
 Imports neither torch nor vLLM: the command line reads this.
 """
@@ -39,13 +39,13 @@ class Option:
     """Describe an option of the engine or an argument of a request.
 
     check    raises ValueError for a value out of range
-    doc      what it does, in one sentence
+    doc      what the option does, in one sentence
     default  the default in words, if it depends on the model or on other options
-    request  a request may set it, as ``dllm_`` and its name
-    column   the step reads it per request, from `RequestTable.numbers`
-    off      values at which it does nothing, so that it may be given with any strategy
+    request  a request may set the option, as ``dllm_`` and its name
+    column   the step reads the value per request, from `RequestTable.numbers`
+    off      values without effect, which any strategy accepts
     needs    field of `Method` that has to be true for an argument that no table of methods lists
-    debug    only tests and benchmarks set it
+    debug    only tests and benchmarks set the option
     """
 
     check: Check
@@ -66,7 +66,7 @@ def option(default: Any, check: Check, doc: str, **rest: Any) -> Any:
 
 
 def number(default: Any, check: Check, doc: str, **rest: Any) -> Any:
-    """Declare a field that a request may set and the step reads from its row."""
+    """Declare a field that a request may set and that the step reads per request."""
     return option(default, check, doc, request=True, column=True, **rest)
 
 
@@ -78,7 +78,7 @@ def positions(doc: str, words: str) -> Any:
 
 @dataclass(frozen=True)
 class Numbers:
-    """Store numbers and switches whose default suits every strategy; a request may set them."""
+    """Store numbers and switches that a request may set, with defaults for every strategy."""
 
     factor: float = number(
         1.0, Number(0.0, MAX_FACTOR), "Number of the policy `factor`."
@@ -161,7 +161,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Options(Numbers):
-    """Store what users write in ``additional_config={"dllm": {...}}``; None is resolved later."""
+    """Store the options of ``additional_config={"dllm": {...}}``; None is resolved later."""
 
     policy: str = option(
         "auto",
@@ -274,7 +274,7 @@ class Options(Numbers):
 
     @classmethod
     def from_user(cls, given: Mapping[str, Any]) -> "Options":
-        """Check user keys and values. Raises ValueError with one sentence."""
+        """Check keys and values of a user. Raises ValueError with one sentence."""
         unknown = sorted(set(given) - set(OPTIONS))
         if unknown:
             raise ValueError(
@@ -295,5 +295,5 @@ COLUMNS = tuple(name for name, known in OPTIONS.items() if known.column)
 
 
 def does_nothing(name: str, value: Any) -> bool:
-    """Return whether an option does nothing at this value."""
+    """Return whether an option has no effect at this value."""
     return value in OPTIONS[name].off

@@ -1,4 +1,4 @@
-"""Keep the times of captured steps in a file: workers measure them, schedulers choose by them.
+"""Store the times of captured steps in a file: workers measure them, schedulers read them.
 
 They are measured anew whenever graphs are captured. The folder's name says what they depend on: a
 model, its numbers and the device. The file's name says with which settings they were measured.
@@ -26,7 +26,7 @@ FOLDER = "dllm_plugin_step_times"
 
 
 class StepTimes(NamedTuple):
-    """Hold what captured steps take.
+    """Store the times of captured steps.
 
     positions  computed in a step, of all requests together, ascending
     ms         times at empty contexts, never falling
@@ -39,7 +39,7 @@ class StepTimes(NamedTuple):
 
 
 def path_for(vllm_config: VllmConfig, config: DecodeConfig) -> Path:
-    """Return where the times of this configuration's steps are kept on this machine."""
+    """Return the path of the step times of this configuration on this machine."""
     scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
     backend = vllm_config.attention_config.backend
     settings = {
@@ -57,7 +57,7 @@ def path_for(vllm_config: VllmConfig, config: DecodeConfig) -> Path:
 
 
 def _folder(vllm_config: VllmConfig, config: DecodeConfig) -> Path:
-    """Return where times of this model and device are kept, whatever an engine's settings."""
+    """Return the folder of the step times of this model and device, for all settings."""
     model = vllm_config.model_config
     facts = [
         *(vllm.__version__, current_platform.get_device_name(), config.kv_cache_layout),
@@ -83,7 +83,7 @@ def settings_of(path: Path) -> str:
 
 
 def own_path(vllm_config: VllmConfig) -> Path | None:
-    """Return where this engine keeps its times; None where steps are not measured.
+    """Return the path of this engine's step times; None if steps are not measured.
 
     Engines of data parallelism have a file each: one that starts later begins by deleting its own.
     """
@@ -113,7 +113,7 @@ def save(path: Path, times: StepTimes) -> None:
 
 
 def load(path: Path) -> StepTimes | None:
-    """Return the times that were kept; None where there are none, or no times."""
+    """Return the stored times; None if the file is missing or holds no times."""
     try:
         content = json.loads(path.read_text())
         times = sorted(

@@ -14,12 +14,12 @@ ECHOED = 80  # characters of a value that errors and logs repeat; a request may 
 
 
 def shown(value: Any) -> str:
-    """Return a value as Python writes it, cut where it is long."""
+    """Return the repr of a value, cut to `ECHOED` characters."""
     text = repr(value)
     return text if len(text) <= ECHOED else text[: ECHOED - 3] + "..."
 
 
-# What the command line knows before torch is imported; the table of methods may have more.
+# Names known before torch is imported; the table of methods may have more.
 NAMES = {
     "strategy": ("auto", *STRATEGY_NAMES),
     "policy": ("auto", *POLICY_NAMES),
@@ -49,7 +49,7 @@ class Check(Protocol):
 
 @dataclass(frozen=True)
 class Choice:
-    """Accept one of several words; `known` returns them, since torch code alone knows some."""
+    """Accept one of several words; `known` returns them, since some are in modules with torch."""
 
     known: Callable[[], tuple[str, ...]]
 
@@ -154,7 +154,7 @@ class Flag:
     optional: bool = False
 
     def __call__(self, name: str, value: Any) -> None:
-        """Raise ValueError unless `value` is a truth value, or None where the engine may decide."""
+        """Raise ValueError unless `value` is a truth value, or None if that is allowed."""
         allowed = (None, False, True) if self.optional else (False, True)
         if type(value) not in (bool, int, float, type(None)) or value not in allowed:
             raise ValueError(f"{name} must be true or false, got {shown(value)}.")

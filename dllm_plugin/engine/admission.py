@@ -1,4 +1,4 @@
-"""Hook the checks of requests into vLLM's front end, before anything runs.
+"""Register the checks of requests with vLLM's front end.
 
 A logits processor class has a `validate_params` hook for sampling parameters, and the renderer of
 a tokenizer mode sees every prompt as token ids. The checks are in
@@ -44,7 +44,7 @@ logger = init_logger("vllm.dllm_plugin")
 
 
 class Checked(NamedTuple):
-    """Store what was checked of a request."""
+    """Store the checked arguments and parameters of a request."""
 
     asked: RequestArguments
     params: SamplingParams

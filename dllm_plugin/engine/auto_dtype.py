@@ -1,9 +1,8 @@
-"""Tell a dtype that was left at `auto` from one that the user named, and resolve it on CPUs.
+"""Detect a dtype left at `auto`, and resolve it on CPUs.
 
-vLLM resolves `auto` inside of ModelConfig and keeps no word of it. Of what it reads there, the
-config's dtype is ours: on a CPU without bfloat16 units, our converter puts an :class:`OpenDtype`
-in its place, `auto` hands it on as it is, and a dtype that the user named does not. The hook of our
-architectures, which the same ModelConfig calls a few lines later, takes it out again.
+vLLM resolves `auto` within ModelConfig and does not record it. On a CPU without bfloat16 units our
+converter replaces `hf_config.dtype` by a marker, an :class:`OpenDtype`. If the marker survives in
+ModelConfig, the user chose `auto`. Our config hook, which ModelConfig calls next, removes it.
 """
 
 from collections.abc import Iterable
@@ -38,11 +37,11 @@ REASON = "dllm_dtype"  # key of `additional_config`, for `doctor`
 
 
 class OpenDtype:
-    """Stand for the dtype that `auto` would become, equal to it, until the hook is called."""
+    """Mark an open dtype: equal to the dtype of `auto`, until the config hook is called."""
 
     def __init__(self, dtype: torch.dtype, stored: torch.dtype | str | None) -> None:
         self.dtype = dtype
-        self.stored = stored  # what the config said
+        self.stored = stored  # dtype in the config
 
     def __eq__(self, other: object) -> bool:
         return other == self.dtype
@@ -55,9 +54,9 @@ class OpenDtype:
 
 
 class DiffusionArchConvertor(ModelArchConfigConvertorBase):
-    """Convert a config of ours as vLLM does, and do what has to be done before vLLM goes on.
+    """Convert a config of ours as vLLM does.
 
-    On CPUs: import its class, and leave its dtype open where we choose it.
+    On CPUs also import the model class, and mark the dtype as open if we choose it.
     """
 
     def convert(self, supports_multimodal: bool = True) -> ModelArchitectureConfig:
@@ -73,11 +72,11 @@ class DiffusionArchConvertor(ModelArchConfigConvertorBase):
 def register_classes(architectures: Iterable[str]) -> None:
     """Register the class of each of our architectures in place of its name.
 
-    vLLM inspects a named class in a process of its own, so that this one does not touch CUDA: on
-    CPUs eight seconds for what an import does in a fraction of one.
+    vLLM inspects a named class in a separate process, to keep CUDA uninitialised in this process.
+    On CPUs that takes eight seconds, and an import a fraction of a second.
     """
     for architecture in set(architectures) & set(ARCHITECTURES):
-        # Whatever is registered now: another plugin may have its own class under the name.
+        # Load the registered class: another plugin may have its own class under the name.
         model = ModelRegistry.models[architecture].load_model_cls()
         ModelRegistry.register_model(architecture, model)
 
@@ -94,24 +93,24 @@ def _chooses_dtype(config: DiffusionConfig) -> bool:
 
 
 def leave_open(config: DiffusionConfig, revision: str | None = None) -> None:
-    """Put a mark in place of the config's dtype: equal to what vLLM would make of `auto`."""
+    """Replace the config's dtype by a marker that equals the dtype of `auto` in vLLM."""
     stored = ModelArchConfigConvertorBase.get_torch_dtype(
         config, config._name_or_path, revision=revision, config_format="hf"
     )
     known = current_platform.supported_dtypes
     kept = stored if stored in known and stored != torch.float32 else known[0]
-    # Not typed as a dtype, and gone before anything but ModelConfig sees it.
+    # Not typed as a dtype; removed before anything but ModelConfig reads it.
     vars(config)["dtype"] = OpenDtype(kept, config.dtype)
 
 
 def register_convertors() -> None:
-    """Enter our converter for each of our model types. Idempotent."""
+    """Register our converter for each of our model types. Idempotent."""
     for config in CONFIGS:
         MODEL_ARCH_CONFIG_CONVERTORS[config.model_type] = DiffusionArchConvertor
 
 
 def close(model_config: ModelConfig) -> None:
-    """Take the mark out of the config; remember whether the user left the dtype open."""
+    """Remove the marker from the config; record whether the user left the dtype open."""
     config, dtype = model_config.hf_config, model_config.dtype
     mark = config.dtype
     if not isinstance(mark, OpenDtype):
@@ -123,9 +122,9 @@ def close(model_config: ModelConfig) -> None:
 
 
 def resolve_dtype(vllm_config: VllmConfig, parameters: int | None) -> str | None:
-    """Set the dtype where it was left open; return why, or None where vLLM's own stays.
+    """Set an open dtype; return the reason, or None if vLLM's dtype stays.
 
-    `parameters`: how many the checkpoint has, if that is known.
+    `parameters`: number of parameters of the checkpoint, None if unknown.
     """
     model_config = vllm_config.model_config
     if not model_config.hf_config.dtype_left_open:
