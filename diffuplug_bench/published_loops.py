@@ -82,9 +82,11 @@ class Bidirectional:
 def rules_of(family: str, length: int, steps: float) -> Rules:
     """Return the options of a family's own loop that decodes `length` tokens in steps.
 
-    Dream decodes the whole text as one block; LLaDA's blocks take equally many steps.
+    Dream decodes the whole text as one block. LLaDA's blocks are of about 32, equally long
+    as far as the length allows, and take equally many steps.
     """
-    block = LLADA_BLOCK if family == "llada" else length
+    blocks = max(1, length // LLADA_BLOCK) if family == "llada" else 1
+    block = -(-length // blocks)
     per_block = max(1, round(steps * block / length))
     return Rules(
         SEMI_AUTOREGRESSIVE, "low_confidence", block_length=block, steps=per_block

@@ -27,13 +27,12 @@ _CLEAN_UPS: list[Callable[[], None]] = []
 
 
 def end_at_signals() -> None:
-    """End this process at SIGINT and SIGTERM, unless its parent has it ignore SIGINT."""
+    """End this process at SIGINT and SIGTERM, unless its parent has it ignore the signal."""
     given = os.environ.get("PYTHONWARNINGS")
     os.environ["PYTHONWARNINGS"] = ",".join([*([given] if given else []), *SILENCED])
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        return
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda received, _: end_now(128 + received))
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda received, _: end_now(128 + received))
 
 
 @contextmanager

@@ -125,6 +125,8 @@ class End:
 
     def set_status(self) -> None:
         """Exit with status 1 if the server ends because its engine has died."""
+        if self.state.vllm_config.model_config.architecture not in FAMILIES:
+            return  # whether its end was asked for is not known
         engine = self.state.engine_client
         # vLLM ends the renderer first when it is asked to end, and marks the engine as dead later.
         if engine.errored and not (self.interrupted or engine.renderer.is_shut_down):

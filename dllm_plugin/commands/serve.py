@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
+import yaml
+
 from dllm_plugin import default_model
 from dllm_plugin.commands.models import check_served
 from dllm_plugin.commands.offline import BUNDLED_MEMORY, spin_briefly, uses_adapter
@@ -31,8 +33,6 @@ HELP = (
     "too: `diffuplug serve --help=all` lists them."
 )
 CONFIG, SECTION = "--additional-config", "dllm"
-PROGRESS = "--use-tqdm-on-load"  # bars, which in a log are lines
-DRAIN_SECONDS = 10
 ENDPOINTS = "diffuplug_api"
 # Groups of which vLLM loads everything until ``VLLM_PLUGINS`` is set, which then holds for all.
 PLUGIN_GROUPS = (
@@ -42,7 +42,10 @@ PLUGIN_GROUPS = (
     "vllm.stat_logger_plugins",
 )
 # With one of these, what a model's folder holds is vLLM's to know.
-OTHER_FORMATS = ("--config-format", "--hf-config-path", "--load-format", "--revision")
+OTHER_FORMATS = (
+    *("--config-format", "--hf-config-path", "--load-format", "--revision"),
+    *("--download-dir", "--hf-overrides", "--hf-token"),
+)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -55,8 +58,6 @@ def run(arguments: Sequence[str]) -> int:
     name_plugins()
     # Editors send up to 14 stop strings; vLLM takes four by default.
     os.environ.setdefault("VLLM_MAX_STOP_STRINGS", "64")
-    if not sys.stderr.isatty() and value_of(command, PROGRESS) is None:
-        command.append("--no-" + PROGRESS.removeprefix("--"))
     if os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING") == "WARNING":
         print(
             "diffuplug: starting vLLM (VLLM_LOGGING_LEVEL=INFO shows its log)",
@@ -110,7 +111,13 @@ def server_arguments(arguments: Sequence[str]) -> list[str]:
         )
     section = section | options
     Options.from_user(section)
-    if model is None and value_of(rest, "--config") is None:
+    file = config_file(rest)
+    if section and "additional-config" in file:
+        raise ValueError(
+            f"{', '.join(map(flag_of, section))} would replace additional-config of the "
+            "file: give all of them in one place"
+        )
+    if model is None and "model" not in file:
         model = default_model.path()
         rest += bundled_arguments(rest)
         if given is None and uses_adapter(section.get("strategy")):
@@ -118,8 +125,6 @@ def server_arguments(arguments: Sequence[str]) -> list[str]:
     elif model is not None and is_readable(model, rest):
         check_served(model, section)
     check_port(rest)
-    if value_of(rest, "--shutdown-timeout") is None:
-        rest += ["--shutdown-timeout", str(DRAIN_SECONDS)]
     if section:
         config[SECTION] = section
     if config:
@@ -161,7 +166,7 @@ def take_config(arguments: list[str]) -> tuple[dict[str, Any] | None, list[str]]
         if path:
             _put(config, path, value)
         else:
-            config |= _json_object(value)
+            _merge(config, _json_object(value))
     return config, rest
 
 
@@ -175,15 +180,24 @@ def _json_object(text: str) -> dict[str, Any]:
     return found
 
 
+def _merge(config: dict[str, Any], more: dict[str, Any]) -> None:
+    """Add the entries of an object to another; objects within are merged."""
+    for key, value in more.items():
+        if isinstance(value, dict) and isinstance(config.get(key), dict):
+            _merge(config[key], value)
+        else:
+            config[key] = value
+
+
 def _put(config: dict[str, Any], path: list[str], text: str) -> None:
     """Put a value at the end of a path of keys."""
     try:
         value = json.loads(text)
     except ValueError:
         value = text
-    for key in path[:-1]:
-        config = config.setdefault(key, {})
-    config[path[-1]] = value
+    for key in reversed(path):
+        value = {key: value}
+    _merge(config, value)
 
 
 def take_model(arguments: list[str]) -> tuple[str | None, list[str]]:
@@ -201,6 +215,21 @@ def take_model(arguments: list[str]) -> tuple[str | None, list[str]]:
     return model, rest
 
 
+def config_file(arguments: Sequence[str]) -> dict[str, Any]:
+    """Return the options of the file that ``--config`` names, with dashes; none without."""
+    path = value_of(arguments, "--config")
+    if path is None:
+        return {}
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = yaml.safe_load(file)
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f"--config {path} cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"--config {path} must map options to values")
+    return {str(name).replace("_", "-"): value for name, value in found.items()}
+
+
 def is_readable(model: str, arguments: Sequence[str]) -> bool:
     """Return whether a model is a folder, or a name on the hub, that vLLM reads as such."""
     if "VLLM_USE_MODELSCOPE" in os.environ or ":" in model or model.endswith(".gguf"):
@@ -209,12 +238,13 @@ def is_readable(model: str, arguments: Sequence[str]) -> bool:
 
 
 def value_of(arguments: Sequence[str], option: str) -> str | None:
-    """Return the value of an option among the arguments, "" if it has none; None: not given."""
+    """Return the last value of an option among the arguments, "" for none; None: not given."""
+    found = None
     for i, word in enumerate(arguments):
         name, equals, value = word.partition("=")
-        if name == option:
-            return value if equals else "".join(arguments[i + 1 : i + 2])
-    return None
+        if name.partition(".")[0] == option:
+            found = value if equals else "".join(arguments[i + 1 : i + 2])
+    return found
 
 
 def bundled_arguments(given: Sequence[str]) -> list[str]:

@@ -18,6 +18,7 @@ from dllm_plugin.config.validation import did_you_mean
 MIDDLEWARE = "dllm_plugin.commands.ready.Lifecycle"
 OF_DRAFTS = "SpecDecoding metrics"  # numbers that mean nothing here
 UNRECOGNIZED = "unrecognized arguments: "
+DRAIN_SECONDS = 10  # for running requests, once the server is asked to end
 
 
 class ServerParser(FlexibleArgumentParser):
@@ -31,6 +32,10 @@ class ServerParser(FlexibleArgumentParser):
             raise ValueError(message)
         words = message.removeprefix(UNRECOGNIZED).split()
         word = words[0].partition("=")[0]
+        if not word.startswith("-"):
+            raise ValueError(
+                f"{word} is one argument too many: the model comes first, or after --model"
+            )
         known = (*ServerParser.known, *map(flag_of, OPTIONS))
         raise ValueError(f"there is no option {word}{did_you_mean(word, known)}")
 
@@ -43,6 +48,9 @@ def serve(arguments: Sequence[str]) -> int:
     command = ServeSubcommand()
     served = command.subparser_init(parser.add_subparsers(dest="subparser"))
     ServerParser.known = tuple(served._option_string_actions)
+    served.set_defaults(shutdown_timeout=DRAIN_SECONDS)
+    if not sys.stderr.isatty():
+        served.set_defaults(use_tqdm_on_load=False)
     args = parser.parse_args(["serve", *arguments])
     args.middleware = [MIDDLEWARE, *args.middleware]
     configure_logging_from_args(args)
@@ -63,7 +71,8 @@ def quieten() -> None:
     logger.handlers = [handler]
     logger.setLevel(logging.INFO)
     logger.propagate = False
-    uvicorn = logging.getLogger("uvicorn.error")
-    uvicorn.addFilter(lambda record: record.levelno > logging.INFO)
+    if os.environ.get("VLLM_LOGGING_LEVEL") == "WARNING":
+        uvicorn = logging.getLogger("uvicorn.error")
+        uvicorn.addFilter(lambda record: record.levelno > logging.INFO)
     rates = logging.getLogger("vllm.v1.metrics.loggers")
     rates.addFilter(lambda record: not str(record.msg).startswith(OF_DRAFTS))

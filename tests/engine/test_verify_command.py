@@ -303,7 +303,7 @@ def test_own_code_that_cannot_be_compared(
         tmp_path / f"bad_{name}", name, CODE.replace(old, new, 1) if old else CODE
     )
     status, _, printed = verify(folder, "--limit", "1", "--strategy", strategy, TRUSTED)
-    assert status == 1 and sentence in " ".join(printed.split())
+    assert status == 2 and sentence in " ".join(printed.split())
     assert "leave out --trust-remote-code" in " ".join(printed.split())
 
 

@@ -381,10 +381,37 @@ def section_of(arguments: list[str]) -> dict[str, Any]:
 
 
 def test_serve_passes_everything_on() -> None:
-    """And adds only how long running requests may go on at the end."""
+    """What the server adds are defaults, which a file of options may replace."""
     given = [TINY, "--served_model_name=x", "--additional-config", "{}", "-tp", "2"]
-    port = ["--port", "0", "--shutdown-timeout", "10"]
+    port = ["--port", "0"]
     assert served(*given) == [TINY, "--served-model-name=x", "-tp", "2", *port]
+
+
+def test_serve_reads_the_model_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text("model: other\nadditional_config: {dllm: {threshold: 0.5}}\n")
+    assert default_model.path() not in served("--config", str(file))
+    with pytest.raises(ValueError, match="--threshold would replace additional-config"):
+        served("--config", str(file), "--threshold", "0.8")
+    file.write_text("port: 8001\n")
+    assert default_model.path() in served("--config", str(file))
+    file.write_text("- a list\n")
+    with pytest.raises(ValueError, match="must map options to values"):
+        served("--config", str(file))
+    with pytest.raises(ValueError, match="cannot be read"):
+        served("--config", str(tmp_path / "nothing"))
+
+
+def test_serve_merges_spellings_of_the_configuration() -> None:
+    """Dotted ones and objects; of an option given twice the last one counts."""
+    dotted = ["--additional-config.dllm.threshold", "0.8"]
+    whole = ["--additional-config", '{"dllm": {"strategy": "d2f"}}']
+    expected = {"threshold": 0.8, "strategy": "d2f"}
+    assert section_of(served(TINY, *dotted, *whole)) == expected
+    assert section_of(served(TINY, *whole, *dotted)) == expected
+    ports = ["--port", "1", "--port=2", "--hf-overrides.a", "b"]
+    assert serve.value_of(ports, "--port") == "2"
+    assert serve.value_of(ports, "--hf-overrides") == "b"
 
 
 @pytest.mark.parametrize("option", [["--model", TINY], [f"--model={TINY}"]])
@@ -397,11 +424,6 @@ def test_serve_without_a_model_fills_in_the_bundled_one() -> None:
     arguments = served()
     assert arguments[0] == default_model.path()
     assert section_of(arguments) == {"lora_path": default_model.adapter_path()}
-
-
-def test_serve_drains_as_long_as_it_is_told() -> None:
-    arguments = served(TINY, "--shutdown-timeout=0")
-    assert "--shutdown-timeout=0" in arguments and "10" not in arguments
 
 
 @pytest.mark.parametrize(
