@@ -46,6 +46,7 @@ class Option:
     off      values without effect, which any strategy accepts
     needs    field of `Method` that has to be true for an argument that no table of methods lists
     debug    only tests and benchmarks set the option
+    withholds  another value than the default may keep positions masked that the policy takes
     """
 
     check: Check
@@ -56,6 +57,7 @@ class Option:
     off: tuple[Any, ...] = ()
     needs: str = ""
     debug: bool = False
+    withholds: bool = False
 
 
 def option(default: Any, check: Check, doc: str, **rest: Any) -> Any:

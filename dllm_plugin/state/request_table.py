@@ -1,8 +1,6 @@
 """Keep the numbers of each running request: the host writes them, steps read them on the device.
 
 Shape letters as in :mod:`dllm_plugin.decoding.plan`; N is the number of slots.
-
-Keep numbers per request slot that the host writes and every step reads on the device.
 """
 
 import dataclasses

@@ -12,15 +12,17 @@ import pytest
 from documented import ROOT
 from guides import EXAMPLES, Example, contents, copy_package, examples, pages
 
-LONGEST_PAGE = 112
+LONGEST_PAGE = 115
 NAMES = """
 import json, dllm_plugin
 from dllm_plugin.config.options import Options, REQUEST_FIELDS
+from dllm_plugin.config.request.arguments import WITHHOLDING
 from dllm_plugin.decoding.families import FAMILIES
 from dllm_plugin.decoding.methods import METHODS
 options = Options.from_user({"strategy": "window_cache", "policy": "nearest", "reach": 2})
 methods = {f"{s} on {f}": [*row.policies] for (s, f), row in METHODS.items()}
-print(json.dumps([dllm_plugin.__file__, methods, [*REQUEST_FIELDS], [*FAMILIES]]))
+known = [*REQUEST_FIELDS], [*FAMILIES], [*WITHHOLDING]
+print(json.dumps([dllm_plugin.__file__, methods, *known]))
 """
 
 
@@ -88,7 +90,7 @@ def test_the_changed_package_knows_them(changed: Path) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    file, methods, fields, architectures = json.loads(done.stdout)
+    file, methods, fields, architectures, withholding = json.loads(done.stdout)
     assert Path(file) == changed / "dllm_plugin" / "__init__.py"
     assert {
         "window_cache on llada",
@@ -107,6 +109,7 @@ def test_the_changed_package_knows_them(changed: Path) -> None:
         "nearest": {"block_diffusion on llada", "block_diffusion on dream"},
     }
     assert "reach" in fields and "ToyForDiffusionLM" in architectures
+    assert withholding == ["max_unmasked"]
 
 
 @pytest.mark.parametrize("page", pages())

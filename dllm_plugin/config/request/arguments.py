@@ -100,13 +100,22 @@ class RequestArguments(Numbers):
         """Return whether steps of the request bring its canvas to the host."""
         return bool(self.frames or self.early_text or self.trace)
 
+    @property
+    def withholds(self) -> bool:
+        """Return whether positions may stay masked that the policy takes."""
+        return any(getattr(self, name) != off for name, off in WITHHOLDING.items())
+
 
 ARGUMENTS: dict[str, Option] = {
     f.name: f.metadata["option"] for f in dataclasses.fields(RequestArguments)
 }
+WITHHOLDING: dict[str, Any] = {
+    f.name: f.default
+    for f in dataclasses.fields(RequestArguments)
+    if f.metadata["option"].withholds
+}
 TEMPLATE = REQUEST_PREFIX + "template"
 TARGETS = REQUEST_PREFIX + "targets"
-SCHEDULE = REQUEST_PREFIX + "schedule"
 GRAMMAR = REQUEST_PREFIX + "grammar"
 STATISTICS = REQUEST_PREFIX + "statistics"
 FRAMES = REQUEST_PREFIX + "frames"

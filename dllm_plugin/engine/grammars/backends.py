@@ -29,6 +29,7 @@ from vllm.v1.structured_output.backend_types import (
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
 from dllm_plugin.engine.grammars.automata import OwnGrammar
+from dllm_plugin.engine.grammars.charts import MANY
 from dllm_plugin.grammar.patterns import written_out
 from dllm_plugin.grammar.regular import expression
 from dllm_plugin.grammar.schema_keywords import (
@@ -42,9 +43,6 @@ BACKENDS: dict[str, type[GuidanceBackend] | type[XgrammarBackend]] = {
     XGRAMMAR: XgrammarBackend,
     GUIDANCE: GuidanceBackend,
 }
-# Alternatives up to which xgrammar 0.2.8 is quick: it takes 0.2 s for 5,000 and 10 s for 10,000,
-# and guidance 0.3 s.
-MANY = 4096
 
 
 class Uncompiled(OwnGrammar):

@@ -24,7 +24,9 @@ from dllm_plugin.grammar.vocabulary import Vocabulary
 
 logger = init_logger("vllm.dllm_plugin")
 
-MANY = 4096  # alternatives up to which xgrammar reads a schema quickly
+# Alternatives up to which xgrammar 0.2.8 is quick: it takes 0.2 s for 5,000 and 10 s for 10,000,
+# and guidance 0.3 s.
+MANY = 4096
 VALUES = ("enum", "const")
 LOWER = ("minimum", "minLength", "minItems", "minProperties")
 UPPER = ("maximum", "maxLength", "maxItems", "maxProperties")

@@ -112,10 +112,9 @@ class RefreshScheduler(GuidedScheduler):
         end = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
         policy = self.decode_config.method.policies[asked.policy]
         assert request.sampling_params is not None
-        # Bad words withhold positions after the policy, also in the last step.
-        knows_last = (
-            policy.takes_rest and not request.sampling_params.bad_words_token_ids
-        )
+        # Positions may be withheld after the policy, also in the last step.
+        bad_words = request.sampling_params.bad_words_token_ids
+        knows_last = policy.takes_rest and not (bad_words or asked.withholds)
         self._steps[request.request_id] = asked.steps if knows_last else UNKNOWN
         self._layouts[request.request_id] = (
             request.num_prompt_tokens,
