@@ -6,7 +6,7 @@ preemption and whatever else moves whole pages see no difference. GPUs run Trito
 plain-torch reference implementation.
 
 One kernel serves prompts and canvases alike. A request is one span of fresh positions, and one
-integer per token counts the keys that the token sees (:mod:`dllm_plugin.attention.distinct`). That
+integer per token counts the keys that the token sees (:class:`Spans`). That
 covers a bidirectional prompt, blocks from the prompt or on an absolute grid, ragged blocks and the
 dual cache without a mask tensor. The launch grid depends only on numbers of tokens and requests,
 so one captured graph serves every length.
@@ -111,7 +111,7 @@ class DistinctMetadataBuilder(AttentionMetadataBuilder[DistinctMetadata]):
     ) -> DistinctMetadata:
         """Build the metadata of one forward.
 
-        The last two arguments come from :class:`dllm_plugin.attention.distinct.Spans`.
+        The last two arguments come from :class:`Spans`.
         """
         assert span_start is not None and keys_seen is not None
         return DistinctMetadata(

@@ -1,7 +1,4 @@
-"""Name what vLLM's runner prepares for each KV cache group of a step.
-
-Clear pages of the KV cache.
-"""
+"""Name what vLLM's runner prepares for each KV cache group of a step, and clear pages."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple

@@ -2,7 +2,7 @@
 
 Shape letters: B sequences.
 
-Count the attention sequences of a step, for buffers with one entry per sequence.
+`max_sequences` bounds the buffers with one entry per sequence.
 
 A sequence is a run of queries with keys of its own, as variable-length attention takes it. Each
 query segment is one, so a step can have more sequences than requests.

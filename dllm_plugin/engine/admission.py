@@ -2,7 +2,7 @@
 
 A logits processor class has a `validate_params` hook for sampling parameters, and the renderer of
 a tokenizer mode sees every prompt as token ids. The checks are in
-:mod:`dllm_plugin.config.request.checks` and :mod:`dllm_plugin.config.request.arguments`.
+:mod:`dllm_plugin.config.request.checks` and :mod:`dllm_plugin.config.request.exclusions`.
 """
 
 import copyreg

@@ -6,7 +6,7 @@ scheduler's numbers are the same, so this stat logger (entry point group
 ``vllm.stat_logger_plugins``) passes them to vLLM's own ``SpecDecodingProm``. Histograms of
 ours show what each request took, and which widths steps of floating canvases have.
 
-Log what a server does, in one line every few seconds while requests run.
+One line every few seconds logs what a server does while requests run.
 """
 
 import logging

@@ -2,11 +2,10 @@
 
 Shape letters as in :mod:`dllm_plugin.decoding.plan`; N slots.
 
-Overlap with the forward what a step does before it needs logits, on a CUDA stream of its own.
-
-All of it is known once the step before has decided. It is some twenty small kernels, which take
-1 % of a step if they wait for the forward, and no time if they run while it does. They may write
-nothing that the forward reads.
+A side stream (:class:`SideStream`) overlaps with the forward what a step does before it needs
+logits. All of it is known once the step before has decided. It is some twenty small kernels, which
+take 1 % of a step if they wait for the forward, and no time if they run while it does. They may
+write nothing that the forward reads.
 """
 
 from collections.abc import Callable, Iterator

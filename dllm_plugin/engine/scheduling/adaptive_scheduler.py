@@ -3,7 +3,7 @@
 The host learns two steps later what a step committed, and only the controller uses it:
 where a canvas goes on is read on the device. Nothing here runs if `adaptive` is off.
 
-Compare measured with predicted times of steps.
+:class:`StepClock` compares measured with predicted times of steps.
 """
 
 import os

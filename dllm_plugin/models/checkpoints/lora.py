@@ -3,8 +3,7 @@
 The merge sees checkpoint names and full matrices, before renaming, packing and sharding. So it is
 the same under tensor parallelism and for packed query/key/value projections.
 
-Check adapters that requests choose by name, as strictly as the one that is merged at load.
-
+Adapters that requests choose by name are checked as strictly as the one merged at load:
 vLLM takes an adapter of another base, or with matrices missing, and answers worse without a word.
 """
 

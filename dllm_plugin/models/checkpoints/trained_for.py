@@ -1,7 +1,4 @@
-"""Read from a checkpoint's config or name its trained block length and edits.
-
-Find a checkpoint's mask token and the tokens that end a turn.
-"""
+"""Read from a checkpoint its trained block length, edits, mask token and turn ends."""
 
 from typing import TYPE_CHECKING
 

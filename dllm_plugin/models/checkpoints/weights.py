@@ -4,7 +4,7 @@ vLLM's own loader accepts a missing linear weight, a packed weight with one matr
 surplus biases. A model loaded like that generates nonsense. So we check the checkpoint's names and
 full shapes, before renaming, packing and sharding, in the same way on every rank.
 
-Check the weights of an update, which come to a running model in parts.
+The weights of an update come to a running model in parts, and are checked likewise.
 """
 
 import math
