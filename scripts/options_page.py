@@ -21,7 +21,7 @@ HTTP = {
 HEAD = """# Options and request arguments
 
 This page lists every option and every request argument, with limits and defaults.
-`scripts/options_page.py` generates it; [strategies.md](strategies.md) explains what they do.
+`scripts/options_page.py` generates it; [decoding.md](decoding.md) explains what they do.
 
 ## Engine options
 

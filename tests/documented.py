@@ -10,7 +10,8 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     MODEL_CARD,
-    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "benchmarks" / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 
 _BLOCK = re.compile(r"<!-- test -->\n```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -27,11 +28,18 @@ class Block(NamedTuple):
 def blocks(language: str) -> list[Block]:
     """The marked blocks of a language, in all pages."""
     return [
-        Block("default_model" if page == MODEL_CARD else page.name, found[1], found[2])
+        Block(_name(page), found[1], found[2])
         for page in PAGES
         for found in _BLOCK.finditer(page.read_text(encoding="utf-8"))
         if found[1] == language
     ]
+
+
+def _name(page: Path) -> str:
+    """Name a page by its file, a README of a folder by the folder."""
+    if page.name == "README.md" and page.parent != ROOT:
+        return page.parent.name
+    return page.name
 
 
 def example_of(page: str) -> str:

@@ -65,7 +65,7 @@ def _add_doctor(commands: Any) -> None:
     parser.add_argument(
         "--context", type=positive, help="tokens of each (default: 1024)"
     )
-    parser.add_argument("--acceptance", help="docs/adaptive.md (default: 0.9:2.5)")
+    parser.add_argument("--acceptance", help="docs/widths.md (default: 0.9:2.5)")
     parser.add_argument("--step-ms", type=float, help="time of a step of one request")
     parser.add_argument(
         "--adaptive", help="as the decode option: off, throughput or balanced"

@@ -26,7 +26,7 @@ UNMEASURED = (
     "Nobody has published how accurate %s is with windows of %d positions: diffuplug eval "
     "--schedule measures it, and min_window can be set by that."
 )
-# Names of checkpoints, and the narrowest windows whose accuracy was published (docs/adaptive.md).
+# Names of checkpoints, and the narrowest windows whose accuracy was published (docs/widths.md).
 PUBLISHED = ((r"(?i)llada-8b-base", 2), (r"(?i)sdar-8b", 6), (r"(?i)llada2\.0-mini", 6))
 UNTRAINED_WINDOW, TRAINED_WINDOW = (
     8,

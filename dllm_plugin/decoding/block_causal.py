@@ -4,7 +4,7 @@
 batched over the requests of a step and stay on the device. Shape letters as in
 :mod:`dllm_plugin.decoding.plan`. Definitions: D2F (arXiv 2508.09192) and its reference code
 (``eval_dream.py``, ``eval_llada.py``); LLaDA2 and Fast-dLLM v2 ``generate``; restated with their
-traps in ``docs/strategies.md``.
+traps in ``docs/decoding.md``.
 """
 
 import torch

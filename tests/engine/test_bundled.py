@@ -42,9 +42,9 @@ def test_readme_example(tmp_path: Path) -> None:
 
 
 def test_replay_of_a_trace(tmp_path: Path) -> None:
-    """The example of docs/surface.md: every token once, in the step that decided it."""
+    """The example of docs/http-api.md: every token once, in the step that decided it."""
     program = tmp_path / "replay.py"
-    program.write_text(example_of("surface.md"))
+    program.write_text(example_of("http-api.md"))
     lines = re.findall(
         r"^(\d+) (\[.*\]) (\[.*\]) (-?[\d.]+)$", run(PYTHON, str(program)), re.M
     )

@@ -3,6 +3,7 @@
 import re
 import runpy
 import shlex
+from pathlib import Path
 
 import pytest
 from documented import PAGES, ROOT, Block, blocks
@@ -12,6 +13,7 @@ from dllm_plugin.commands import cli, serve
 from dllm_plugin.config.options import OPTIONS, REQUEST_PREFIX, Options
 from dllm_plugin.config.request.arguments import ARGUMENTS
 
+CODE = re.M | re.S
 COMMANDS = [
     (block.page, line)
     for block in blocks("bash")
@@ -82,11 +84,52 @@ def test_request_arguments_exist() -> None:
         assert named <= known, f"{page.name}: {sorted(named - known)}"
 
 
-def test_links_exist() -> None:
-    for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        for target in re.findall(r"\]\(\s*([^)#:\s]+)\s*\)", text):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+def links(page: Path) -> list[tuple[Path, str]]:
+    """Return file and anchor of each link to a file of the repository."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=CODE)
+    found = []
+    for target in re.findall(r"\]\(\s*([^()\s]+)\s*\)", text):
+        if "://" not in target:
+            file, _, anchor = target.partition("#")
+            found.append(((page.parent / file).resolve() if file else page, anchor))
+    return found
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=CODE)
+    found = set()
+    for heading in re.findall(r"^#+ (.*)$", text, re.M):
+        plain = re.sub(r"[^\w\- ]", "", heading.lower())
+        found.add(plain.replace(" ", "-"))
+    return found
+
+
+REPORTS = sorted((ROOT / "benchmarks" / "reports").glob("*.md"))
+
+
+@pytest.mark.parametrize(
+    "page",
+    [*PAGES, *REPORTS, ROOT / "CHANGELOG.md"],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
+def test_links_hold(page: Path) -> None:
+    """Files exist, and headings where a link names one."""
+    for file, anchor in links(page):
+        assert file.exists(), file
+        assert not anchor or anchor in anchors(file), f"{file.name}#{anchor}"
+
+
+def test_every_page_is_reachable() -> None:
+    """By links, from README."""
+    reached = {ROOT / "README.md"}
+    ahead = [*reached]
+    while ahead:
+        for file, _ in links(ahead.pop()):
+            if file.suffix == ".md" and file not in reached:
+                reached.add(file)
+                ahead.append(file)
+    assert {*PAGES, *REPORTS} <= reached
 
 
 def test_folders_in_design_exist() -> None:

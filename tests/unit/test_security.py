@@ -23,7 +23,7 @@ from dllm_plugin.config.validation import Text
 from dllm_plugin.models.checkpoints import lora
 from dllm_plugin.omni import images
 
-PAGE = Path(__file__).parents[2] / "docs" / "security.md"
+PAGE = Path(__file__).parents[2] / "docs" / "operate.md"
 # A decorator or call that mounts a path, in sources.
 MOUNTS = re.compile(
     r"\.(?:get|post|put|patch|delete|head|websocket|api_route|add_api_route|mount)\(\s*[\"'](/[^\"']*)"
@@ -118,7 +118,7 @@ def test_the_page_names_every_route_without_the_key() -> None:
     # A path with a part that varies is named by what stands before it.
     missing = {path for path in unguarded if f"`{path.partition('/{')[0]}`" not in page}
     assert not missing, (
-        f"name in docs/security.md what opens them and what they do: {missing}"
+        f"name in docs/operate.md what opens them and what they do: {missing}"
     )
 
 

@@ -1,6 +1,6 @@
 """Apply a request's rules about token ids: stop tokens, min_tokens, biases and allowed ids.
 
-``docs/strategies.md`` defines them for tokens that are decided in any order. Shape letters as in
+``docs/decoding.md`` defines them for tokens that are decided in any order. Shape letters as in
 :mod:`dllm_plugin.decoding.plan`; N slots, K stop tokens of a slot, M rows of the bias table, X rows
 of a logits tensor.
 """
