@@ -12,6 +12,7 @@ from typing import Any
 
 from dllm_plugin.config.validation import did_you_mean
 from dllm_plugin.models import ARCHITECTURES
+from dllm_plugin.models.checkpoints.unserved import refuse_unserved_files
 
 CONFIG = "config.json"
 NEAR = 0.93  # of names that are taken for a misspelling of another
@@ -22,6 +23,7 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 def check_model(model: str) -> None:
     """Raise ValueError unless `model` is a checkpoint that DiffuPlug serves."""
     config = read_config(model)
+    refuse_unserved_files(model, config)
     check_weights(model)
     architecture = architecture_of(config)
     if architecture not in ARCHITECTURES:
@@ -38,6 +40,7 @@ def check_served(model: str, options: dict[str, Any]) -> None:
     vLLM serves models of others, too, but those read none of our `options`.
     """
     config = read_config(model)
+    refuse_unserved_files(model, config)
     check_weights(model)
     architecture = str(architecture_of(config))
     if architecture in ARCHITECTURES:

@@ -12,6 +12,7 @@ from dllm_plugin import default_model
 from dllm_plugin.commands.models import check_model, read_config
 from dllm_plugin.commands.options import DECODE_OPTIONS, given_options
 from dllm_plugin.decoding.families import ADAPTED_STRATEGIES
+from dllm_plugin.models.checkpoints.unserved import refuse_unserved_files
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
@@ -53,7 +54,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     engine = {name: value for name, value in engine.items() if value is not None}
     if args.model is not None:
         if args.command == "doctor":  # which reports models of others, too
-            read_config(args.model)
+            refuse_unserved_files(args.model, read_config(args.model))
         else:
             check_model(args.model)
         return {"model": args.model, "additional_config": {"dllm": dllm}, **engine}

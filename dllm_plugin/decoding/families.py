@@ -27,6 +27,7 @@ class Family:
     edits_pattern: str | None = (
         None  # names of its checkpoints that were trained to edit
     )
+    names: str = ""  # pattern of checkpoints that have the default block length
     title: str = ""  # as its authors write it
     suffix_ends: bool = False  # trained with an EOS after the text that follows a gap
 
@@ -55,6 +56,7 @@ SDAR = Family(
         "block_size",
         0.85,
     ),
+    names=r"(?i)sdar|trado",
     title="SDAR",
 )
 # Its config.json names no EOS.

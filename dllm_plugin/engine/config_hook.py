@@ -50,11 +50,13 @@ from dllm_plugin.engine.admission import leave_out_penalties, request_rules
 from dllm_plugin.engine.vllm_versions import refuse_platform
 from dllm_plugin.models.checkpoints.lora import check_adapter
 from dllm_plugin.models.checkpoints.trained_for import (
+    UNKNOWN,
     find_mask_token,
     find_turn_ends,
     trained_block_length,
     trained_to_edit,
 )
+from dllm_plugin.models.checkpoints.unserved import refuse_unserved_model, unknown_keys
 from dllm_plugin.models.checkpoints.weights import (
     check_checkpoint,
     count_parameters,
@@ -119,6 +121,7 @@ def _refuse(vllm_config: VllmConfig) -> None:
     refuse_platform()
     refuse_unsupported(vllm_config)
     refuse_for_mixtures(vllm_config)
+    refuse_unserved_model(vllm_config.model_config)
 
 
 def _resolve(vllm_config: VllmConfig, options: Options) -> DecodeConfig:
@@ -126,13 +129,15 @@ def _resolve(vllm_config: VllmConfig, options: Options) -> DecodeConfig:
     model_config = vllm_config.model_config
     family = FAMILIES[model_config.architecture]
     mask_token_id, found_in = find_mask_token(model_config, family)
+    block_length, block_found_in = trained_block_length(model_config, family)
+    _warn_of_checkpoint(model_config, options, block_found_in)
     config = resolve(
         options,
         model_config.architecture,
         model_config.max_model_len,
         mask_token_id,
         find_turn_ends(model_config, family),
-        trained_block_length(model_config, family)[0],
+        block_length,
         trained_to_edit(model_config, family),
     )
     if not current_platform.is_cpu():
@@ -196,6 +201,25 @@ class LeftToRightRefusal(VerifyAndUpdateConfig):
                 f"model_impl 'transformers' would decode {ours.pop()} from left to right, for "
                 "which it was not trained: leave model_impl out."
             )
+
+
+def _warn_of_checkpoint(
+    model_config: ModelConfig, options: Options, block_found_in: str
+) -> None:
+    """Warn of keys that nothing reads, and of a block length that is only a guess."""
+    unknown = unknown_keys(model_config.hf_config)
+    if unknown:
+        logger.warning(
+            "config.json has keys that DiffuPlug does not read: %s. If they change what the "
+            "model computes, its text will be wrong; docs/support.md lists what is served.",
+            ", ".join(unknown),
+        )
+    if block_found_in == UNKNOWN and options.block_length is None:
+        logger.warning(
+            "Neither config.json nor its name (%s) says how long the blocks of this checkpoint "
+            "are; the family's default is taken. Set block_length if it was trained with another.",
+            model_config.model,
+        )
 
 
 def _log_decoding(config: DecodeConfig, found_in: str, model: str) -> None:

@@ -21,10 +21,10 @@ def register_configs() -> None:
     """
     from transformers import AutoConfig, AutoTokenizer
 
-    from dllm_plugin.models.configs import CONFIGS
+    from dllm_plugin.models.configs import CONFIGS, UNSERVED_CONFIGS
     from dllm_plugin.models.tokenization import TOKENIZERS
 
-    for config in CONFIGS:
+    for config in (*CONFIGS, *UNSERVED_CONFIGS):
         AutoConfig.register(config.model_type, config, exist_ok=True)
     for reader, tokenizer in TOKENIZERS.items():
         AutoTokenizer.register(reader, tokenizer_class=tokenizer, exist_ok=True)

@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
+from dllm_plugin.models.checkpoints.unserved import refuse_unserved
+
 # Options of the training code that no published checkpoint uses: key -> the value that we serve.
 # `None` (key absent or null) always means the published default.
 LLADA_FIXED: dict[str, Any] = {
@@ -255,6 +257,27 @@ class LLaDA21Config(LLaDA2Config):
     model_type = "llada21_moe"
 
 
+class UnservedConfig(PreTrainedConfig):
+    """Refuse a model type that DiffuPlug knows by name only."""
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        refuse_unserved({"model_type": self.model_type})
+        super().__post_init__(**kwargs)
+
+
+class NemotronConfig(UnservedConfig):
+    """Refuse Nemotron-Labs-Diffusion."""
+
+    model_type = "nemotron_labs_diffusion"
+
+
+class WeDLMConfig(UnservedConfig):
+    """Refuse WeDLM."""
+
+    model_type = "wedlm"
+
+
+UNSERVED_CONFIGS = (NemotronConfig, WeDLMConfig)
 CONFIGS = (
     LLaDAConfig,
     DreamConfig,

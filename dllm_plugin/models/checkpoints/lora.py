@@ -26,6 +26,7 @@ from vllm.config import ModelConfig, VllmConfig
 
 from dllm_plugin.config.validation import shown
 from dllm_plugin.decoding.methods import Method
+from dllm_plugin.models.checkpoints.trained_for import model_names
 from dllm_plugin.models.checkpoints.weights import Shapes, Weights, is_plain, module_of
 
 # These loaders read sharded files into parameters and never call `load_weights`.
@@ -202,13 +203,6 @@ def make_pair(
         )
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     return LoraPair(a, b, scale)
-
-
-def model_names(name: str | Path) -> set[str]:
-    """Return the names by which a path or repository id is known: basename, Hub cache entry."""
-    parts = Path(str(name).rstrip("/")).parts
-    cached = [part.split("--")[-1] for part in parts if part.startswith("models--")]
-    return {part.casefold() for part in (*parts[-1:], *cached)}
 
 
 def check_adapter(vllm_config: VllmConfig, path: str | None) -> None:

@@ -1,13 +1,10 @@
 """Read from a checkpoint its trained block length, edits, mask token and turn ends."""
 
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dllm_plugin.decoding.families import Family
-
-if TYPE_CHECKING:
-    from vllm.config import ModelConfig
-import re
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -16,6 +13,7 @@ if TYPE_CHECKING:
 SUFFIX = re.compile(
     r"-b(\d+)$"
 )  # as in JetLM/SDAR-8B-Chat-b32, whose config has no block length
+UNKNOWN = "unknown"  # of a block length that neither config.json nor a known name gives
 
 
 def trained_to_edit(model_config: "ModelConfig", family: Family) -> bool:
@@ -23,15 +21,22 @@ def trained_to_edit(model_config: "ModelConfig", family: Family) -> bool:
     if family.edits_pattern is None:
         return False
     config = model_config.hf_config
-    names = (config.model_type, *_names(model_config))
+    names = (config.model_type, *checkpoint_names(model_config))
     return any(re.search(family.edits_pattern, name) for name in names)
 
 
-def _names(model_config: "ModelConfig") -> list[str]:
-    from dllm_plugin.models.checkpoints.lora import model_names
+def model_names(name: str | Path) -> set[str]:
+    """Return the names by which a path or repository id is known: basename, Hub cache entry."""
+    parts = Path(str(name).rstrip("/")).parts
+    cached = [part.split("--")[-1] for part in parts if part.startswith("models--")]
+    return {part.casefold() for part in (*parts[-1:], *cached)}
 
-    served = (model_config.model, model_config.hf_config.source_name or "")
-    return sorted(set().union(*(model_names(text) for text in served if text)))
+
+def checkpoint_names(model_config: "ModelConfig") -> list[str]:
+    """Return the names of a served checkpoint: where it lies, and as its author saved it."""
+    names = model_names(model_config.model)
+    source = model_config.hf_config.source_name
+    return sorted(names | model_names(source)) if source else sorted(names)
 
 
 def trained_block_length(
@@ -54,10 +59,13 @@ def trained_block_length(
                     f"{configured!r}: correct config.json."
                 )
             return configured, "config.json"
-        for name in _names(model_config):
+        names = checkpoint_names(model_config)
+        for name in names:
             found = SUFFIX.search(name)
             if found and int(found[1]):
                 return int(found[1]), f"the model's name {name!r}"
+        if not any(re.search(family.names, name) for name in names):
+            return family.block_length, UNKNOWN
     return family.block_length, f"default of {family.name}"
 
 

@@ -1,0 +1,235 @@
+"""Refuse checkpoints that would load as a family of ours and print wrong text.
+
+Also find keys of a config.json that nothing here reads. Imports neither torch nor vLLM: commands
+call this before they import either.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dllm_plugin.models.checkpoints.trained_for import checkpoint_names, model_names
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+ADAPTER = "adapter"  # folder of UNO's drafting adapter
+MODELS = "docs/support.md lists the models that DiffuPlug serves"
+
+
+def _is_set(value: Any) -> bool:
+    return value is not None
+
+
+def _is_positive(value: Any) -> bool:
+    return bool(value)
+
+
+def _is_one(value: Any) -> bool:
+    return type(value) is int and value == 1
+
+
+@dataclass(frozen=True)
+class Unserved:
+    """Describe one kind of checkpoint that is refused.
+
+    title        as its authors write it
+    model_types  of config.json; `wholly`: each of them is refused, whatever else is found
+    why          what it does that DiffuPlug does not
+    instead      what the user can do
+    keys         of config.json or generation_config.json, with the values that show the kind
+    name         pattern of the checkpoint's own name, in lower case
+    token        of its tokenizer
+    folder       beside config.json
+    """
+
+    title: str
+    model_types: tuple[str, ...]
+    why: str
+    instead: str
+    keys: Mapping[str, Callable[[Any], bool]] = field(default_factory=dict)
+    name: str | None = None
+    token: str | None = None
+    folder: str | None = None
+    wholly: bool = False
+
+    def sign(
+        self,
+        config: Mapping[str, Any],
+        names: Collection[str],
+        tokens: Collection[str],
+        folder: Path | None,
+    ) -> str | None:
+        """Return what shows that a checkpoint is of this kind; None if nothing does."""
+        if config.get("model_type") not in self.model_types:
+            return None
+        if self.wholly:
+            return f"model_type={config['model_type']!r} in config.json"
+        for key, shows in self.keys.items():
+            if shows(config.get(key)):
+                return f"{key}={config[key]!r} in its configuration"
+        for name in sorted(names):
+            if self.name is not None and re.search(self.name, name):
+                return f"by the name {name!r}: rename what is none"
+        if self.token in tokens:
+            return f"{self.token!r} in its tokenizer"
+        if self.folder and folder and (folder / self.folder).is_dir():
+            return f"folder {self.folder!r} beside config.json"
+        return None
+
+
+SDAR_TYPES = ("sdar", "sdar_moe")
+CAUSAL = "attends causally, and with the block attention of SDAR it writes garbage"
+UNSERVED = (
+    Unserved(
+        title="LLaDA2.2",
+        model_types=("llada2_moe", "llada2_moe_veomni", "llada21_moe"),
+        why="chooses experts per block and deletes and splits tokens while it decodes",
+        instead="take LLaDA2.0 or LLaDA2.1",
+        keys={
+            "expert_capacity": _is_positive,
+            "delete_token_id": _is_set,
+            "split_token_id": _is_set,
+        },
+    ),
+    Unserved(
+        title="UNO",
+        model_types=SDAR_TYPES,
+        why=CAUSAL,
+        instead="take vLLM's own speculative decoding for it (vLLM pull request 55947)",
+        name=r"(^|[-_/])uno([-_/]|$)",
+        folder=ADAPTER,
+    ),
+    Unserved(
+        title="I-DLM",
+        model_types=SDAR_TYPES,
+        why=CAUSAL,
+        instead="take an SDAR checkpoint",
+        keys={"use_regular_causal": _is_positive, "block_size": _is_one},
+        name=r"(^|[-_/])i-?dlm",
+    ),
+    Unserved(
+        title="DreamOn",
+        model_types=("Dream",),
+        why="lengthens and shortens its text by tokens that would be printed here",
+        instead="take Dream-Coder with /v1/infill, which tries several lengths",
+        keys={"expand_token_id": _is_set, "delete_token_id": _is_set},
+        name=r"dreamon",
+        token="<|expand|>",
+    ),
+    Unserved(
+        title="Nemotron-Labs-Diffusion",
+        model_types=("nemotron_labs_diffusion",),
+        why="commits its blocks by causal forwards",
+        instead="take another model",
+        wholly=True,
+    ),
+    Unserved(
+        title="WeDLM",
+        model_types=("wedlm",),
+        why="reorders the positions of its window in every forward",
+        instead="take another model",
+        wholly=True,
+    ),
+)
+UNSERVED_TYPES = tuple(
+    model_type for kind in UNSERVED if kind.wholly for model_type in kind.model_types
+)
+
+
+def refuse_unserved(
+    config: Mapping[str, Any],
+    names: Collection[str] = (),
+    tokens: Collection[str] = (),
+    folder: Path | None = None,
+) -> None:
+    """Raise ValueError if a checkpoint is of a kind that is not served.
+
+    `config`: keys of config.json and generation_config.json; `names`: the checkpoint's own, in
+    lower case; `tokens`: of its tokenizer; `folder`: where its files lie, if they do.
+    """
+    for kind in UNSERVED:
+        sign = kind.sign(config, names, tokens, folder)
+        if sign is not None:
+            raise ValueError(
+                f"This checkpoint is {kind.title} ({sign}), which DiffuPlug does not serve: it "
+                f"{kind.why}. You can {kind.instead}; {MODELS}."
+            )
+
+
+def refuse_unserved_model(model_config: "ModelConfig") -> None:
+    """Raise ValueError as :func:`refuse_unserved`, by all that vLLM has read of a checkpoint."""
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    config = model_config.hf_config.to_dict()
+    tokens: Collection[str] = ()
+    if any(config["model_type"] in kind.model_types for kind in UNSERVED if kind.token):
+        tokenizer = cached_tokenizer_from_config(model_config)
+        tokens = tokenizer.get_vocab() if tokenizer is not None else ()
+    refuse_unserved(
+        {**model_config.try_get_generation_config(), **config},
+        checkpoint_names(model_config),
+        tokens,
+        _folder(model_config.model),
+    )
+
+
+def _folder(model: str) -> Path | None:
+    folder = Path(model).expanduser()
+    return folder if folder.is_dir() else None
+
+
+def refuse_unserved_files(model: str, config: Mapping[str, Any]) -> None:
+    """Raise ValueError as :func:`refuse_unserved`, by what lies in a folder or by a name."""
+    folder, names = _folder(model), model_names(model)
+    if isinstance(config.get("_name_or_path"), str):
+        names |= model_names(config["_name_or_path"])
+    refuse_unserved({**_generation_config(folder), **config}, names, folder=folder)
+
+
+def _generation_config(folder: Path | None) -> dict[str, Any]:
+    """Return generation_config.json of a folder; nothing if there is none that can be read."""
+    if folder is None or not (folder / "generation_config.json").is_file():
+        return {}
+    try:
+        found = json.loads((folder / "generation_config.json").read_text())
+    except ValueError:
+        return {}  # vLLM reports it
+    return found if isinstance(found, dict) else {}
+
+
+# Keys of published configs that change nothing of what a served model computes: of training, of
+# other libraries, or read by transformers and vLLM before our classes are.
+HARMLESS = frozenset(
+    {
+        *("_attn_implementation", "_attn_implementation_autoset", "_name_or_path"),
+        *("attention_dropout", "attn_implementation", "auto_map", "debug", "dtype"),
+        *("embedding_dropout", "ep_size", "flash_attention", "fuse_cross_entropy"),
+        *("init_cutoff_factor", "init_device", "init_fn", "init_std"),
+        *("initializer_range", "max_window_layers", "micro_forward"),
+        *("model_type", "moe_backend", "mtp_loss_scaling_factor"),
+        *("num_diffusion_steps", "num_local_experts", "num_nextn_predict_layers"),
+        *("output_attentions", "output_dropout", "output_hidden_states"),
+        *("output_router_logits", "precision", "quantization_config"),
+        *("residual_dropout", "rope_full_precision", "rope_scaling", "rope_theta"),
+        *("rotary_dim", "router_aux_loss_coef", "skip_checkpoint", "tokenizer_class"),
+        *("torch_dtype", "transformers_version", "unsloth_fixed", "unsloth_version"),
+        *("use_cache", "use_deepep", "alibi_bias_max", "pretraining_tp"),
+        "attention_layer_norm_with_affine",  # of a norm that no served checkpoint has
+    }
+)
+
+
+def unknown_keys(hf_config: Any) -> list[str]:
+    """Return the keys of a config that neither its class knows nor `HARMLESS` lists.
+
+    Keys without a value do not count.
+    """
+    known = {one.name for one in dataclasses.fields(hf_config)} | HARMLESS
+    known |= set(hf_config.attribute_map) | set(hf_config.fixed)
+    found = hf_config.to_dict().items()
+    return sorted(key for key, value in found if value is not None and key not in known)

@@ -1,0 +1,115 @@
+"""Checkpoints that would load as a family of ours and print wrong text."""
+
+import json
+
+import pytest
+from transformers import AutoConfig
+
+from dllm_plugin.commands.models import check_model
+from dllm_plugin.models.checkpoints.unserved import refuse_unserved, unknown_keys
+
+SDAR, LLADA2, DREAM = "tiny-sdar", "tiny-llada2.0", "tiny-dream"
+BY_KEY = [
+    (LLADA2, "expert_capacity", 48, "LLaDA2.2"),
+    (LLADA2, "delete_token_id", 0, "LLaDA2.2"),
+    (LLADA2, "split_token_id", 156931, "LLaDA2.2"),
+    (SDAR, "use_regular_causal", True, "I-DLM"),
+    (SDAR, "block_size", 1, "I-DLM"),
+    (DREAM, "expand_token_id", 151667, "DreamOn"),
+    (DREAM, "model_type", "wedlm", "WeDLM"),
+    (DREAM, "model_type", "nemotron_labs_diffusion", "Nemotron-Labs-Diffusion"),
+]
+
+
+@pytest.mark.parametrize(("name", "key", "value", "title"), BY_KEY)
+def test_key_is_refused_by_commands_and_at_start(
+    name, key, value, title, checkpoint, vllm_config_for
+):
+    path = checkpoint(name, **{key: value})
+    sentence = rf"is {title} \({key}={value!r} in .* docs/support.md lists"
+    with pytest.raises(ValueError, match=sentence):
+        check_model(str(path))
+    with pytest.raises(ValueError, match=sentence):
+        vllm_config_for(path)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "title"),
+    [
+        ("sdar", "i-dlm-8b", "I-DLM"),
+        ("sdar", "tiny-idlm", "I-DLM"),
+        ("sdar", "uno-qwen3-8b", "UNO"),
+        ("Dream", "dreamon-v0-7b", "DreamOn"),
+    ],
+)
+def test_name_is_refused(model_type, name, title):
+    with pytest.raises(ValueError, match=rf"is {title} \(by the name {name!r}"):
+        refuse_unserved({"model_type": model_type}, [name])
+
+
+@pytest.mark.parametrize("name", ["sdar-8b-chat-b32", "unofficial-sdar", "midlm"])
+def test_other_names_are_served(name):
+    refuse_unserved({"model_type": "sdar"}, [name])
+    refuse_unserved({"model_type": "llada"}, ["uno", "dreamon", "i-dlm"])
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        (LLADA2, "expert_capacity", 0),
+        (SDAR, "use_regular_causal", False),
+        (SDAR, "block_size", None),
+    ],
+)
+def test_values_without_effect_are_served(name, key, value, checkpoint):
+    check_model(str(checkpoint(name, **{key: value})))
+
+
+def test_bundle_is_refused_by_its_folder(checkpoint, vllm_config_for):
+    path = checkpoint(SDAR)
+    (path / "adapter").mkdir()
+    for refused in (lambda: check_model(str(path)), lambda: vllm_config_for(path)):
+        with pytest.raises(ValueError, match=r"is UNO \(folder 'adapter' beside"):
+            refused()
+
+
+def test_token_ids_of_generation_are_read(checkpoint):
+    path = checkpoint(DREAM)
+    file = path / "generation_config.json"
+    file.write_text(json.dumps({"expand_token_id": 5, "delete_token_id": 6}))
+    with pytest.raises(ValueError, match=r"is DreamOn \(expand_token_id=5"):
+        check_model(str(path))
+
+
+def test_token_of_the_tokenizer_is_read(checkpoint, vllm_config_for):
+    path = checkpoint(DREAM)
+    file = path / "tokenizer_config.json"
+    file.write_text(file.read_text().replace("<|object_ref_end|>", "<|expand|>"))
+    for name in ("tokenizer.json", "vocab.json"):
+        text = (path / name).read_text()
+        (path / name).write_text(text.replace("<|object_ref_end|>", "<|expand|>"))
+    with pytest.raises(ValueError, match=r"is DreamOn \('<\|expand\|>' in its tok"):
+        vllm_config_for(path)
+
+
+def test_published_keys_are_known(checkpoints, registered):
+    for path in checkpoints.iterdir():
+        assert unknown_keys(AutoConfig.from_pretrained(path)) == [], path.name
+
+
+def test_unknown_keys_are_named_in_one_warning(checkpoint, vllm_config_for, logged):
+    vllm_config_for(checkpoint(SDAR, gated_blocks=True, no_value=None, a_scale=2))
+    [warning] = [text for text in logged if "does not read" in text]
+    assert "a_scale, gated_blocks." in warning
+
+
+@pytest.mark.parametrize(
+    ("block_size", "source", "warned"),
+    [(None, None, True), (4, None, False), (None, "Gen-Verse/TraDo-8B", False)],
+)
+def test_guessed_block_length_is_warned_of(
+    block_size, source, warned, checkpoint, vllm_config_for, logged
+):
+    path = checkpoint(SDAR, block_size=block_size, _name_or_path=source)
+    vllm_config_for(path.rename(path.parent / "weights"))
+    assert any("how long the blocks" in text for text in logged) is warned
