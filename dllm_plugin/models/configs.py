@@ -277,7 +277,6 @@ class WeDLMConfig(UnservedConfig):
     model_type = "wedlm"
 
 
-UNSERVED_CONFIGS = (NemotronConfig, WeDLMConfig)
 CONFIGS = (
     LLaDAConfig,
     DreamConfig,
@@ -288,3 +287,4 @@ CONFIGS = (
     LLaDA2VeomniConfig,
     LLaDA21Config,
 )
+UNSERVED_CONFIGS = (NemotronConfig, WeDLMConfig)
