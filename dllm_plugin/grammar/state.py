@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dllm_plugin.grammar.automaton import DEAD, START
+from dllm_plugin.grammar.automaton import DEAD, START, Guide
 from dllm_plugin.grammar.chart import Chart
 from dllm_plugin.grammar.closings import Limits, Searcher, closes, go, taken
-from dllm_plugin.grammar.guide import Guide
 from dllm_plugin.grammar.matchers import Matcher
 from dllm_plugin.grammar.vocabulary import LONGEST, Vocabulary, pack
 
@@ -121,8 +120,8 @@ class GrammarState:
             known = self._charted([], self.left, limits)
         if known is None and searches:
             known = self.searcher.search(self.matcher, self.left, limits)
-        self.completes = known is not None and len(known) <= self.left
-        self.witness = known if known is not None and self.completes else []
+        self.completes = known is not None
+        self.witness = known or []
         if not self.matcher.complete() and not self._allowed().any():
             raise DeadEnd("the grammar allows no text that this tokenizer can spell")
 
@@ -276,16 +275,14 @@ class GrammarState:
         ):
             return None
         if limits.over() or self.seconds >= REQUEST_SECONDS:
-            return self.searcher.suffix(self.matcher, known, added, room)
+            return None
         began = time.thread_time()
         found = self._charted(ids, room, limits)
-        if found is None:
-            found = self.searcher.suffix(self.matcher, known, added, room)
         if found is None:
             found = self.searcher.search(self.matcher, room, limits)
             self.searches += 1
         self.seconds += time.thread_time() - began
-        return found if found is not None and len(found) <= room else None
+        return found
 
     def _forced(
         self, settled: list[int], run: int, limits: Limits

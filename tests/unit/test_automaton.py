@@ -20,8 +20,14 @@ from dllm_plugin.config.request.case import Case
 from dllm_plugin.config.request.exclusions import refuse_parameters
 from dllm_plugin.config.request.parsing import given_arguments, request_arguments
 from dllm_plugin.grammar import automaton as module
-from dllm_plugin.grammar.automaton import END, START, TokenAutomaton, TooLarge, build
-from dllm_plugin.grammar.guide import Guide
+from dllm_plugin.grammar.automaton import (
+    END,
+    START,
+    Guide,
+    TokenAutomaton,
+    TooLarge,
+    build,
+)
 from dllm_plugin.grammar.regular import expression
 from dllm_plugin.grammar.vocabulary import Vocabulary
 from dllm_plugin.sampling.features.automaton_tables import AutomatonTables

@@ -139,6 +139,30 @@ def test_a_pattern_closes(compiler: Compiler, pattern: str) -> None:
     assert not state.searches
 
 
+@pytest.mark.parametrize("at_least_one", [True, False])
+def test_a_tag_closes(single_rank: None, at_least_one: bool) -> None:
+    """A tag that must come has a chart; inside another tag the search finds the end."""
+    compiler = Compiler("xgrammar")
+    content = {"type": "integer", "minimum": 10}
+    tag = {"type": "tag", "begin": "<call>", "end": "</call>"}
+    tag["content"] = {"type": "json_schema", "json_schema": content}
+    tags = {"type": "triggered_tags", "triggers": ["<call>"], "tags": [tag]}
+    if at_least_one:
+        tags |= {"at_least_one": True, "stop_after_first": True}
+    spec = json.dumps({"type": "structural_tag", "format": tags})
+    state = compiler.compile("structural_tag", spec, ask(60)).state
+    assert state.completes and closes(state.matcher, state.witness)
+    ids = state.vocabulary.encode(b"<call>")
+    if not at_least_one:
+        assert state.witness == []
+    check = state.check([*ids, -1])
+    assert check.settled == ids and not check.rejected
+    assert (state.searches > 0) != at_least_one
+    text = state.vocabulary.text(state.witness).decode()
+    assert re.fullmatch("<call>[1-9][0-9]+</call>", text)
+    compiler.close()
+
+
 def test_what_fits_closes(compiler: Compiler) -> None:
     """The shortest text is taken, after any beginning of a text as well."""
     for seed in range(20):

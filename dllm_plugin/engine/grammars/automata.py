@@ -18,11 +18,10 @@ from dllm_plugin.grammar.automaton import (
     DEAD,
     END,
     START,
-    TokenAutomaton,
+    Guide,
     TooLarge,
     build,
 )
-from dllm_plugin.grammar.guide import Guide
 from dllm_plugin.grammar.payload import AutomatonStart
 from dllm_plugin.grammar.regular import expression
 from dllm_plugin.grammar.vocabulary import Vocabulary
@@ -91,8 +90,7 @@ class AutomatonCache:
     def __init__(self, whitespace: bool) -> None:
         """Make it; `whitespace`: whether JSON may hold blanks between its tokens."""
         self.whitespace = whitespace
-        self._known: OrderedDict[str, TokenAutomaton | str] = OrderedDict()
-        self._guides: OrderedDict[str, Guide] = OrderedDict()
+        self._known: OrderedDict[str, Guide | str] = OrderedDict()
 
     def grammar(
         self,
@@ -102,36 +100,27 @@ class AutomatonCache:
         left: int,
     ) -> AutomatonGrammar:
         """Return the grammar of a request. Raises TooLarge if it has no automaton."""
-        key, automaton = self._find(named, vocabulary, stops)
-        return AutomatonGrammar(key, self._guide_of(key, automaton), left)
+        key, guide = self._find(named, vocabulary, stops)
+        return AutomatonGrammar(key, guide, left)
 
     def guide(
         self, named: StructuredOutputKey, vocabulary: Vocabulary, stops: list[int]
     ) -> Guide | None:
         """Return the guide of a grammar; None if it has no automaton."""
         try:
-            key, automaton = self._find(named, vocabulary, stops)
+            return self._find(named, vocabulary, stops)[1]
         except TooLarge:
             return None
-        return self._guide_of(key, automaton)
-
-    def _guide_of(self, key: str, automaton: TokenAutomaton) -> Guide:
-        guide = self._guides.get(key)
-        if guide is None:
-            guide = self._guides[key] = Guide(automaton)
-            while len(self._guides) > REMEMBERED:
-                self._guides.popitem(last=False)
-        return guide  # not looked up again: another thread may have dropped it
 
     def _find(
         self, named: StructuredOutputKey, vocabulary: Vocabulary, stops: list[int]
-    ) -> tuple[str, TokenAutomaton]:
-        """Return an automaton and its name. Raises TooLarge if there is none."""
+    ) -> tuple[str, Guide]:
+        """Return the name and the guide of an automaton. Raises TooLarge if there is none."""
         key = hashlib.sha256(repr((named, sorted(stops))).encode()).hexdigest()
+        # Not looked up again: another thread may drop it.
         found = self._known.get(key)
         if found is None:
-            found = self._build(named, vocabulary, stops)
-            self._known[key] = found
+            found = self._known[key] = self._build(named, vocabulary, stops)
             while len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)
         if isinstance(found, str):
@@ -140,12 +129,13 @@ class AutomatonCache:
 
     def _build(
         self, named: StructuredOutputKey, vocabulary: Vocabulary, stops: list[int]
-    ) -> TokenAutomaton | str:
+    ) -> Guide | str:
+        """Return the guide of an automaton, or why there is none."""
         kind, spec = named
         asked = expression(kind.name.lower(), spec, self.whitespace)
         if asked is None:
             return f"this {kind.name.lower()} is not regular"
         try:
-            return build(asked, vocabulary, stops)
+            return Guide(build(asked, vocabulary, stops))
         except TooLarge as error:
             return str(error)

@@ -52,6 +52,9 @@ def read_chart(
         if kind == StructuredOutputOptions.GRAMMAR:
             read = Grammar.from_ebnf if "::=" in spec else Grammar.from_lark
             return Chart(*read_rules(str(read(spec))), vocabulary)
+        if kind == StructuredOutputOptions.STRUCTURAL_TAG:
+            rules = Grammar.from_structural_tag(spec)
+            return Chart(*read_rules(str(rules)), vocabulary)
         if kind == StructuredOutputOptions.JSON_OBJECT:
             spec = '{"type": "object"}'
         elif kind != StructuredOutputOptions.JSON:

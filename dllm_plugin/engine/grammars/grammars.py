@@ -16,6 +16,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
 from vllm.v1.structured_output.backend_types import (
     StructuredOutputGrammar,
+    StructuredOutputKey,
     StructuredOutputOptions,
 )
 from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
@@ -32,9 +33,8 @@ from dllm_plugin.engine.grammars.automata import (
 )
 from dllm_plugin.engine.grammars.backends import Backends, Uncompiled
 from dllm_plugin.engine.grammars.charts import read_chart
-from dllm_plugin.grammar.automaton import TooLarge
+from dllm_plugin.grammar.automaton import Guide, TooLarge
 from dllm_plugin.grammar.chart import Chart
-from dllm_plugin.grammar.guide import Guide
 from dllm_plugin.grammar.matchers import GuidanceMatcher, Matcher, XgrammarMatcher
 from dllm_plugin.grammar.state import GrammarState
 from dllm_plugin.grammar.vocabulary import Vocabulary
@@ -145,7 +145,8 @@ class Grammars:
         usable[self._special_ids_of(request)] = True
         usable[[*stops, self.mask_token_id]] = False
         matcher = matcher_of(self.backends.compile(request), usable, vocabulary)
-        guide = self._guide(request, stops)
+        named = _named(request)
+        guide = self.automata.guide(named, vocabulary, stops)
         state = GrammarState(
             matcher,
             vocabulary,
@@ -153,31 +154,23 @@ class Grammars:
             left,
             writes=params.logprobs is None,
             guide=guide,
-            chart=self._chart(request, matcher, guide),
+            chart=self._chart(named, matcher, guide),
         )
         self._find_closing(request, state)
         return CanvasGrammar(state)
 
-    def _guide(self, request: Request, stops: list[int]) -> Guide | None:
-        """Return the guide of a request that decodes by drafts."""
-        ours = request.structured_output_request
-        assert ours is not None and self.vocabulary is not None
-        return self.automata.guide(ours.structured_output_key, self.vocabulary, stops)
-
     def _chart(
-        self, request: Request, matcher: Matcher, guide: Guide | None
+        self, named: StructuredOutputKey, matcher: Matcher, guide: Guide | None
     ) -> Chart | None:
-        """Return the chart of a request's grammar; None if a guide knows all texts."""
-        ours = request.structured_output_request
-        assert ours is not None and self.vocabulary is not None
+        """Return the chart of a grammar; None if a guide knows all texts."""
+        assert self.vocabulary is not None
         # Backends take JSON that automata do not know: line breaks, escapes.
-        kind = ours.structured_output_key[0]
-        if guide is not None and kind != StructuredOutputOptions.JSON:
+        if guide is not None and named[0] != StructuredOutputOptions.JSON:
             return None
-        key = ours.structured_output_key, isinstance(matcher, XgrammarMatcher)
+        key = named, isinstance(matcher, XgrammarMatcher)
         if key not in self._charts:
             self._charts[key] = read_chart(
-                key[0], self.vocabulary, self.has_blanks, key[1]
+                named, self.vocabulary, self.has_blanks, key[1]
             )
             while len(self._charts) > REMEMBERED:
                 self._charts.popitem(last=False)
@@ -185,9 +178,7 @@ class Grammars:
 
     def _find_closing(self, request: Request, state: GrammarState) -> None:
         """Find the first closing, or take that of an earlier request with this grammar."""
-        ours = request.structured_output_request
-        assert ours is not None
-        key = (ours.structured_output_key, tuple(state.stops))
+        key = _named(request), tuple(state.stops)
         failed, known = self._closings.get(key, (0, None))
         # What was not found in as much room is not searched again.
         state.find_closing(known, searches=state.left > failed)
@@ -204,15 +195,15 @@ class Grammars:
         self, request: Request, stops: list[int], left: int
     ) -> AutomatonGrammar | None:
         """Return a request's automaton; None if the request decodes by drafts."""
-        params, ours = request.sampling_params, request.structured_output_request
-        assert params is not None and ours is not None and self.vocabulary is not None
+        params = request.sampling_params
+        assert params is not None and self.vocabulary is not None
         asked = request_arguments(self.config, params.extra_args, params.max_tokens)
         if asked.grammar == DRAFTS:
             return None
         refusal = no_automaton(params, asked, self.config)
         if not refusal:
             try:
-                named = ours.structured_output_key
+                named = _named(request)
                 grammar = self.automata.grammar(named, self.vocabulary, stops, left)
             except TooLarge as error:
                 refusal = str(error)
@@ -226,14 +217,19 @@ class Grammars:
 
     def _special_ids_of(self, request: Request) -> list[int]:
         """Return special ids that a structural tag spells out."""
-        ours = request.structured_output_request
-        assert ours is not None
-        kind, spec = ours.structured_output_key
+        kind, spec = _named(request)
         if kind != StructuredOutputOptions.STRUCTURAL_TAG:
             return []
         named = _strings_of(json.loads(spec))
         added = self.manager.tokenizer.get_added_vocab()
         return [i for token, i in added.items() if any(token in text for text in named)]
+
+
+def _named(request: Request) -> StructuredOutputKey:
+    """Return the kind and the text of a request's grammar."""
+    ours = request.structured_output_request
+    assert ours is not None
+    return ours.structured_output_key
 
 
 def _warn_of_beginning(request: Request, left: int) -> None:
