@@ -4,13 +4,18 @@ Importing the package is light; :func:`register` is what vLLM calls (entry point
 ``vllm.general_plugins``) in every process, and what a script may call before ``LLM(...)``.
 """
 
+import os
+import signal
 import sys
+import threading
 from importlib import metadata
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "register"]
 
 SUPPORTED_VLLM = ((0, 32), (0, 33))
+# Variable with the process id of a command that ends every process below it.
+COMMAND = "DIFFUPLUG_COMMAND"
 
 
 def _vllm_version() -> str | None:
@@ -63,6 +68,7 @@ def register() -> None:
     Idempotent; called in every vLLM process before its configuration is built.
     """
     check_installed_vllm()
+    leave_interrupts_to_the_command()
     from vllm import ModelRegistry
 
     from dllm_plugin.engine.config_hook import (
@@ -78,3 +84,16 @@ def register() -> None:
     for architecture, qualified_name in ARCHITECTURES.items():
         if architecture not in known:
             ModelRegistry.register_model(architecture, qualified_name)
+
+
+def leave_interrupts_to_the_command() -> None:
+    """Ignore SIGINT below one of our commands, which ends all its processes.
+
+    A terminal sends Ctrl-C to all of them, and a worker that is still starting Python would
+    answer with a traceback. Processes started later inherit the setting.
+    """
+    command = os.environ.get(COMMAND, str(os.getpid()))
+    if int(command) == os.getpid():
+        return
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -14,6 +14,8 @@ from typing import NoReturn
 
 import psutil  # type: ignore[import-untyped]
 
+from dllm_plugin import COMMAND
+
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 # Removes what Python's shared memory leaves behind, and ends by itself afterwards.
 CLEANER = "multiprocessing.resource_tracker"
@@ -30,6 +32,7 @@ def end_at_signals() -> None:
     """End this process at SIGINT and SIGTERM, unless its parent has it ignore the signal."""
     given = os.environ.get("PYTHONWARNINGS")
     os.environ["PYTHONWARNINGS"] = ",".join([*([given] if given else []), *SILENCED])
+    os.environ[COMMAND] = str(os.getpid())
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda received, _: end_now(128 + received))

@@ -31,6 +31,7 @@ ANY_ADDRESS = {"": "localhost", "0.0.0.0": "localhost", "::": "localhost"}
 VIEWER = "/viewer"
 ENGINE_DIED = 1
 CUT_SECONDS, END_SECONDS = 2.4, 2.8  # after a first Ctrl-C
+KILL_SECONDS = 0.3  # between the error of cut streams and the end of their engine
 
 
 class ServerEnds(GracefulHTTPError, RetryableRequestError):
@@ -118,8 +119,13 @@ class End:
         self.state.engine_client.output_processor.propagate_error(ServerEnds())
 
     async def cut_streams(self) -> None:
-        """Cut what still runs once vLLM has ended its engine: it would wait for these streams."""
-        while not self.state.server.should_exit:
+        """Cut streams shortly before vLLM kills the engine, whose end would be their error."""
+        loop, server = asyncio.get_running_loop(), self.state.server
+        renderer = self.state.engine_client.renderer
+        while not (server.should_exit or renderer.is_shut_down):
+            await asyncio.sleep(POLL_SECONDS)
+        end = loop.time() + self.state.vllm_config.shutdown_timeout - KILL_SECONDS
+        while not server.should_exit and loop.time() < end:
             await asyncio.sleep(POLL_SECONDS)
         self.cut()
 

@@ -364,26 +364,32 @@ def test_a_reader_that_leaves_frees_the_request(
 
 
 def test_aborted_streams_are_counted_apart(client: httpx.Client) -> None:
-    """A stop string, at which vLLM's front end aborts the request too, is none."""
+    """A stop string, at which vLLM's front end aborts the request too, is no abort.
+
+    A busy server may finish a few texts before it sees that their readers have gone.
+    """
     text = post(client, "completions", **COMPLETION)["choices"][0]["text"]
-    before, aborted = settled(client), 30
-    slow = BODY | COMPLETION | {"max_tokens": 200, "stream": True}
+    before, left = settled(client), 30
+    slow = BODY | COMPLETION | {"max_tokens": 250, "stream": True}
     slow["vllm_xargs"] = SMALL | {"dllm_threshold": 1.0}
-    for _ in range(aborted):
+    for _ in range(left):
         with client.stream("POST", "/v1/completions", json=slow) as reply:
+            assert reply.status_code == 200
             next(reply.iter_lines())
     for asked in ({}, {"frames": True, "early_text": True}):
         stopped = {"stop": [text[20:23]], "diffusion": asked}
         chunks = stream(client, "completions", **COMPLETION | stopped)
         reasons = [c["choices"][0]["finish_reason"] for c in chunks if c["choices"]]
         assert reasons[-1] == "stop"
-    after = settled(client)
-    deadline = time.monotonic() + 60  # a busy server sees late that readers have gone
-    while after["abort"] < before["abort"] + aborted and time.monotonic() < deadline:
+    deadline = time.monotonic() + 60
+    more: dict[str, float] = {}
+    while sum(more.values()) < left + 2 and time.monotonic() < deadline:
         after = settled(client)
-    more = {reason: after[reason] - before[reason] for reason in after}
-    none = dict.fromkeys(("length", "error", "repetition"), 0)
-    assert more == none | {"abort": aborted, "stop": 2}
+        more = {reason: after[reason] - before[reason] for reason in after}
+    finished = more.pop("length")
+    assert finished < left / 2
+    none = dict.fromkeys(("error", "repetition"), 0)
+    assert more == none | {"abort": left - finished, "stop": 2}
 
 
 def test_the_viewer_needs_no_key(client: httpx.Client) -> None:

@@ -143,8 +143,10 @@ def test_sigterm_cuts_what_takes_longer_than_the_drain(tmp_path: Path) -> None:
         began = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
         join(streams, 30)
-        assert 2 <= max(stream.ended for stream in streams) - began < 2 + SOON + SLACK
-        assert all(SENTENCE in stream.error for stream in streams)
+        took = max(stream.ended for stream in streams) - began
+        assert 2 - SLACK < took < 2 + SOON + SLACK
+        errors = [stream.error for stream in streams]
+        assert all(SENTENCE in error for error in errors), errors
         assert server.process.wait(timeout=60) == 0
     assert "EngineCore encountered an issue" not in log.read_text()
 
