@@ -33,7 +33,11 @@ from dllm_plugin.config.options import FILL
 from dllm_plugin.config.request.checks import check_length, no_template
 from dllm_plugin.config.validation import shown
 from dllm_plugin.infilling.gaps import Gapped, cut, filled, parts_of, together
-from dllm_plugin.infilling.lengths import most_positions, place_each
+from dllm_plugin.infilling.lengths import (
+    canvas_positions,
+    most_positions,
+    place_each,
+)
 
 router = APIRouter()
 EVENT, END = "data: ", "[DONE]"
@@ -130,7 +134,7 @@ async def _read(
     choices = place_each(
         parts, prompt, encode.first, encode, canvas, context, request.min_tokens
     )
-    check_length(ours.config, max(len(gapped.template) for gapped in choices))
+    check_length(ours.config, canvas_positions(choices))
     for name in ("stop", "stream"):
         if body.get(name) and choices[0].num_gaps > 1:
             raise ValueError(f"{name} needs a single gap, got {choices[0].num_gaps}.")

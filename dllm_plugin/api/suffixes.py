@@ -10,7 +10,7 @@ from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.options import FILL
 from dllm_plugin.config.request.checks import check_length, no_template
 from dllm_plugin.infilling.gaps import AUTO, Gapped
-from dllm_plugin.infilling.lengths import lengths_of
+from dllm_plugin.infilling.lengths import canvas_positions, lengths_of, room_for_gaps
 
 
 class FillRequest(CompletionRequest):
@@ -55,13 +55,15 @@ def place_suffix(
     if config.family.suffix_ends:
         tail = [*tail, encode.tokenizer.eos_token_id]
     prompt = encode.first(text, special=request.add_special_tokens)
-    room = min(config.canvas_length, encode.context - len(prompt)) - len(tail)
+    room = room_for_gaps(config.canvas_length, encode.context - len(prompt), tail)
     fewest = max(request.min_tokens or 0, 1)
     lengths = lengths_of(
         AUTO if asked is None else asked, request.max_tokens, fewest, room
     )
-    check_length(config, lengths[-1] + len(tail))
-    return [
+    check_length(config, lengths[-1])
+    choices = [
         Gapped([text, length, suffix], prompt, [[FILL] * length, tail])
         for length in lengths
     ]
+    check_length(config, canvas_positions(choices))
+    return choices

@@ -24,7 +24,7 @@ from dllm_plugin.engine.sampler import DiffusionSampler
 from dllm_plugin.kernels.runner import cpu
 from dllm_plugin.sampling.vocab_parallel import VocabShard
 from dllm_plugin.state.canvas_states import CanvasStates
-from dllm_plugin.state.refreshed import write_committed
+from dllm_plugin.state.refreshed import write_committed, write_tails
 
 
 class DiffusionModelState(ModelState):
@@ -44,6 +44,7 @@ class DiffusionModelState(ModelState):
         self.config = get_decode_config(vllm_config)
         self.states: CanvasStates
         self.sequences: AttentionSequences
+        self.req_states: RequestState
 
     def get_supported_generation_tasks(self) -> tuple[Any, ...]:
         """Return that we generate text, and nothing else."""
@@ -51,6 +52,7 @@ class DiffusionModelState(ModelState):
 
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
         """Return our sampler, on the state of vLLM's."""
+        self.req_states = sampler.req_states
         draft_tokens = sampler.req_states.draft_tokens
         self.states = CanvasStates(self.config, self.model_config, draft_tokens)
         fewest = cascade_from(self.vllm_config, flash_version(self.vllm_config))
@@ -75,8 +77,13 @@ class DiffusionModelState(ModelState):
         return self.sampler, None
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
-        """Start a slot."""
+        """Start a slot; what is given after its canvas stands with its tokens, by position."""
         self.states.add_request(req_index, new_req_data)
+        templates = self.states.templates
+        if req_index in templates.tails:
+            start = int(templates.tail_start_np[req_index])
+            tail = templates.tails[req_index]
+            self.req_states.all_token_ids.stage_write(req_index, start, tail)
         self.sequences.forget()
 
     def remove_request(self, req_id: str) -> None:
@@ -104,9 +111,13 @@ class DiffusionModelState(ModelState):
     def prepare_inputs(
         self, input_batch: InputBatch, req_states: RequestState
     ) -> dict[str, Any]:
-        """Return nothing: the runner's own inputs serve, but for some refreshes."""
-        if not self.states.requests.refresh_all(input_batch.idx_mapping_np):
-            write_committed(input_batch, req_states.all_token_ids.gpu)
+        """Return nothing: the runner's own inputs serve, but for refreshes and long suffixes."""
+        slots_np, all_token_ids = input_batch.idx_mapping_np, req_states.all_token_ids
+        if not self.states.requests.refresh_all(slots_np):
+            write_committed(input_batch, all_token_ids.gpu)
+        if self.states.templates.tails:
+            starts = self.states.templates.tail_start_np[slots_np]
+            write_tails(input_batch, all_token_ids.gpu, starts)
         return {}
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from dllm_plugin.config.options import FILL
+from dllm_plugin.config.request.template import end_of_gaps
 from dllm_plugin.config.validation import shown
 
 Lengths = tuple[int, ...]  # one of them is chosen; none are named: any that fits
@@ -36,8 +37,7 @@ class Gapped(NamedTuple):
     @property
     def end(self) -> int:
         """Return where the last gap stops."""
-        template = self.template
-        return len(template) - template[::-1].index(FILL)
+        return end_of_gaps(self.template)
 
     @property
     def tail(self) -> list[int]:

@@ -54,7 +54,7 @@ def lengths_of(asked: Any, most: int, fewest: int, room: int) -> list[int]:
         asked: an integer, a list, or "auto": what fits of `STEPS` and `most`.
         most: `max_tokens`.
         fewest: `min_tokens`.
-        room: positions of a canvas that the suffix leaves.
+        room: positions that the gap may take.
     Raises:
         ValueError: if it is none of these, or `most` leaves no position.
     """
@@ -148,12 +148,34 @@ def place_each(
     first, rest = cache(first), cache(rest)
     least: list[Part] = [part if isinstance(part, str) else 1 for part in parts]
     short = place(least, prompt, first, rest)
-    room = min(canvas, context - len(short.prompt)) - len(short.given)
+    between = len(short.given) - len(short.tail)
+    room = room_for_gaps(
+        canvas - between, context - len(short.prompt) - between, short.tail
+    )
     placed = [place(one, prompt, first, rest) for one in each_choice(parts, room)]
     if ANY not in parts:
         return placed
     # None is long enough: the longest says so.
     return [one for one in placed if one.end >= fewest] or placed[-1:]
+
+
+def room_for_gaps(canvas: int, context: int, tail: Sequence[int]) -> int:
+    """Return how many positions gaps may take, of several lengths.
+
+    Of the tail only the tokens by which lengths are scored need positions of the canvas.
+
+    Args:
+        canvas, context: positions for gaps and tail, of a canvas and of the context.
+    """
+    return min(canvas - len(tail[:NUM_SCORED]), context - len(tail))
+
+
+def canvas_positions(choices: Sequence[Gapped]) -> int:
+    """Return how many positions of a canvas the longest of the choices takes."""
+    longest = max(gapped.end for gapped in choices)
+    if len(choices) == 1:
+        return longest
+    return longest + len(choices[0].tail[:NUM_SCORED])
 
 
 def scoring_of(gapped: Gapped, gaps: list[Filled]) -> Scoring:

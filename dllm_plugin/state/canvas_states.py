@@ -127,7 +127,7 @@ class CanvasStates:
         self.requests.fill(
             slot, prompt_len, end, request, params, self.max_model_len, template
         )
-        self.templates.add_request(slot, template)
+        self.templates.add_request(slot, template, end)
         self.early_text_np[slot] = request.early_text
         self.req_id_to_slot[str(data.req_id)] = slot
         if self.floating is not None:
@@ -139,7 +139,8 @@ class CanvasStates:
         self._fresh.append((slot, num_tokens - tail, tail))
         tokens = data.prefill_token_ids[num_tokens - tail :]
         if template is not None:
-            tokens = list(template.token_ids[num_tokens - prompt_len :])
+            first, num_positions = num_tokens - prompt_len, self.canvas_NC.shape[1]
+            tokens = list(template.token_ids[first : first + num_positions])
         self._given += [
             (slot, i, token) for i, token in enumerate(tokens) if token != FILL
         ]

@@ -1,8 +1,8 @@
-"""Write committed tokens to the inputs of refreshes that start after the prompt.
+"""Write tokens to the inputs of forwards that vLLM leaves out.
 
 vLLM writes a request's tokens into a forward's inputs where the forward starts inside of its
 prompt, and only drafts if it does not. A refresh that starts after the prompt computes
-committed tokens, too.
+committed tokens, too. And what is given after a last gap may be longer than the canvas.
 """
 
 from typing import TYPE_CHECKING
@@ -25,10 +25,38 @@ def write_committed(batch: "InputBatch", all_token_ids_NL: Tensor) -> None:
     queries = np.diff(batch.query_start_loc_np[: num_reqs + 1])
     past_prompt = computed >= batch.prefill_len_np[:num_reqs]
     counts = np.where(past_prompt, queries - drafts[:num_reqs], 0)
+    _write(batch, all_token_ids_NL, counts, first_row, computed)
+
+
+def write_tails(
+    batch: "InputBatch", all_token_ids_NL: Tensor, starts: np.ndarray
+) -> None:
+    """Write the tokens of suffixes, from the positions `starts` on, int64 ``[R]``."""
+    num_reqs = batch.num_reqs
+    stop_row = batch.query_start_loc_np[1 : num_reqs + 1].astype(np.int64)
+    computed = batch.num_computed_tokens_np[:num_reqs].astype(np.int64)
+    stops = computed + np.diff(batch.query_start_loc_np[: num_reqs + 1])
+    counts = np.clip(stops - starts[:num_reqs], 0, None)
+    _write(batch, all_token_ids_NL, counts, stop_row - counts, starts[:num_reqs])
+
+
+def _write(
+    batch: "InputBatch",
+    all_token_ids_NL: Tensor,
+    counts: np.ndarray,
+    first_row: np.ndarray,
+    first: np.ndarray,
+) -> None:
+    """Write `counts` tokens of each request, int64 ``[R]``.
+
+    Args:
+        first_row: row of the batch at which the tokens of a request begin.
+        first: position of the first token.
+    """
     if not counts.any():
         return
     offset = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
-    table = [first_row, computed, batch.idx_mapping_np[:num_reqs]]
+    table = [first_row, first, batch.idx_mapping_np[: batch.num_reqs]]
     rows, positions, slots = (np.repeat(column, counts) for column in table)
     # vLLM's warm-up computes positions after the context.
     exists = positions + offset < all_token_ids_NL.shape[1]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dllm_plugin.config.options import FILL
 from dllm_plugin.config.request.template import Template
+from dllm_plugin.decoding.full_attention import NO_LIMIT
 from dllm_plugin.state.request_table import SlotTable
 
 
@@ -17,16 +18,25 @@ class Templates:
 
     table   bool ``[N, C]``, by position of the answer; made for the first request with a template
     has_np  bool, whether a slot's request has one
+    tail_start_np  int64, where the text after the last gap begins if a template is longer than
+            the canvas, else NO_LIMIT
+    tails   that text, by slot
     """
 
     def __init__(self, canvas_NC: Tensor) -> None:
         self.shape, self.device = canvas_NC.shape, canvas_NC.device
         self.has_np = np.zeros(self.shape[0], dtype=np.bool_)
+        self.tail_start_np = np.full(self.shape[0], NO_LIMIT)
+        self.tails: dict[int, tuple[int, ...]] = {}
         self.table: SlotTable | None = None
         self._dirty = False
 
-    def add_request(self, slot: int, template: Template | None) -> None:
-        """Stage the template, if any, of a request that starts at `slot`."""
+    def add_request(self, slot: int, template: Template | None, end: int) -> None:
+        """Stage the template, if any, of a request that starts at `slot`.
+
+        Args:
+            end: absolute position where the last gap ends.
+        """
         if template is None and not self.has_np[slot]:
             return
         if self.table is None:
@@ -34,10 +44,16 @@ class Templates:
                 (self.shape[0], self.shape[1]), torch.bool, self.device
             )
         self.has_np[slot], self._dirty = template is not None, True
+        self.tail_start_np[slot] = NO_LIMIT
+        self.tails.pop(slot, None)
         self.table.np[slot] = False
         if template is not None:
-            ids = np.array(template.token_ids)
+            num_positions = self.shape[1]
+            ids = np.array(template.token_ids[:num_positions])
             self.table.np[slot, : len(ids)] = ids != FILL
+            if len(template.token_ids) > num_positions:
+                self.tail_start_np[slot] = end
+                self.tails[slot] = template.token_ids[template.end :]
 
     def copy_to_device(self) -> None:
         """Copy what was staged since the last call to the device."""

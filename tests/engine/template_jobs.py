@@ -64,9 +64,16 @@ def random_template(draw: random.Random, mask_id: int, most: int) -> list[int]:
 
 
 def random_gap_jobs(
-    decoder: Decoder, wanted: int, seed: int = 0, approximate: bool = False
+    decoder: Decoder,
+    wanted: int,
+    seed: int = 0,
+    approximate: bool = False,
+    suffix: int = 0,
 ) -> list[tuple[GapJob, Text]]:
-    """Jobs without close calls, some with a stop token in their single gap."""
+    """Jobs without close calls, some with a stop token in their single gap.
+
+    A `suffix` of so many tokens stands after what a canvas may contain.
+    """
     draw, found = random.Random(f"gaps {decoder} {seed}"), []
     mask_id = min(MASK_IDS[decoder[0]], 250)
     for trial in range(6 * wanted):
@@ -82,7 +89,9 @@ def random_gap_jobs(
             if draw.random() < 0.8
             else CONTEXT - draw.randint(2, 30)
         )
+        length = min(length, CONTEXT - CANVAS - suffix) if suffix else length
         template = random_template(draw, mask_id, min(CANVAS, CONTEXT - length))
+        template += [draw.randrange(mask_id) for _ in range(suffix)]
         job = gap_job(a_prompt(length, trial), template, numbers)
         text = job.decode(decoder)
         single = template.count(FILL) == job.max_tokens

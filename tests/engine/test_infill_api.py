@@ -442,7 +442,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "infill",
         {"text": "a [MASK:999999999]"},
-        "gaps and the text behind them take 999999999 pos",
+        "gaps and the text between them take 999999999 pos",
     ),
     (
         "completions",
@@ -451,8 +451,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     (
         "completions",
-        FIM | {"suffix": "x" * 400},
-        "canvas_length is 256: shorten the suffix or",
+        FIM | {"max_tokens": 300, "diffusion": {"lengths": 300}},
+        "canvas_length is 256: shorten them, or start",
     ),
     (
         "fim/completions",
@@ -541,8 +541,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "infill",
         {"text": "a [MASK:300]"},
-        "The gaps and the text behind them take 300 positions, canvas_length is 256: shorten the "
-        "suffix or the gaps, or start the server with a larger canvas_length.",
+        "The gaps and the text between them take 300 positions, canvas_length is 256: shorten "
+        "them, or start the server with a larger canvas_length.",
     ),
     ("infill", TWO | {"presence_penalty": 1.0}, "presence_penalty is not supported"),
     (

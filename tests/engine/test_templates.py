@@ -15,6 +15,7 @@ from engines import (
     token_ids,
 )
 from full_jobs import (
+    CANVAS,
     DECODERS,
     TOO_CLOSE,
     Decoder,
@@ -67,6 +68,34 @@ def test_refreshes_that_cost_less_see_the_tail(decoder: Decoder, llm: Any) -> No
         gaps, run(llm, [job for job, _ in gaps]), strict=True
     ):
         check(job, text, output)
+
+
+@every_decoder
+def test_suffixes_longer_than_the_canvas(decoder: Decoder, llm: Any) -> None:
+    """They need no position of it: only gaps and what stands between them do."""
+    jobs = []
+    for approximate in (False, True):
+        jobs += random_gap_jobs(decoder, 8, 4, approximate, suffix=CANVAS + 2)
+    short, plain = random_gap_jobs(decoder, 2, 5), random_jobs(decoder, 2)
+    together = [*jobs[:8], *short, *plain, *jobs[8:]]
+    outputs = run(llm, [job for job, _ in together])
+    for (job, text), output in zip(together, outputs, strict=True):
+        check(job, text, output)
+    exact = jobs[:8]
+    lost = [set[int]() for _ in exact]
+    steps = {"steps": 3, "block_length": 8}
+    again = []
+    for job, _ in exact:
+        again.append(gap_job(job.prompt, list(job.template), job.numbers | steps))
+    outputs = run_interrupted(llm, [(job.prompt, job.wish()) for job in again], 4, lost)
+    compared = 0
+    for job, output, places in zip(again, outputs, lost, strict=True):
+        text = job.decode(decoder, lost=places)
+        if text.margin > TOO_CLOSE:
+            assert token_ids(output) == text.answer(), (job, places)
+            compared += 1
+    assert compared > len(exact) // 2
+    assert sum(map(len, lost)) >= 4
 
 
 @every_decoder
@@ -282,8 +311,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"dllm_template": [[-1]]}, "got [-1] at place 0"),
     (
         {"dllm_template": [-1] * 10**6},
-        "The gaps and the text behind them take 1000000 positions, canvas_length is 48: shorten "
-        "the suffix or the gaps, or start the server with a larger canvas_length.",
+        "The gaps and the text between them take 1000000 positions, canvas_length is 48: shorten "
+        "them, or start the server with a larger canvas_length.",
     ),
     (
         {"dllm_template": [-1] * 4 + [300]},

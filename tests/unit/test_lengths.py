@@ -9,6 +9,7 @@ from dllm_plugin.config.options import FILL
 from dllm_plugin.infilling.gaps import filled, parts_of_text
 from dllm_plugin.infilling.lengths import (
     best_of,
+    canvas_positions,
     each_choice,
     lengths_of,
     place_each,
@@ -113,6 +114,20 @@ def test_lengths_that_fit() -> None:
             parts_of_text("ab[MASK:auto]cde"), None, with_start, encode, canvas, context
         )
         assert [one.parts[1] for one in places] == lengths
+
+
+def test_a_suffix_longer_than_the_canvas() -> None:
+    """It needs only the context, and positions of the canvas to score its first tokens."""
+    text = "ab[MASK:auto]" + "c" * 40
+    parts = parts_of_text(text)
+    for context, lengths in ((99, [4, 8, 16]), (53, [4, 8])):
+        choices = place_each(parts, None, with_start, encode, 20, context)
+        assert [one.parts[1] for one in choices] == lengths
+        assert canvas_positions(choices) == lengths[-1] + 4
+    [alone] = place_each(
+        parts_of_text(text.replace("auto", "20")), None, with_start, encode, 20, 99
+    )
+    assert canvas_positions([alone]) == 20
 
 
 def test_a_score() -> None:

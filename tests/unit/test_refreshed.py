@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dllm_plugin.state.refreshed import write_committed
+from dllm_plugin.decoding.full_attention import NO_LIMIT
+from dllm_plugin.state.refreshed import write_committed, write_tails
 
 CONTEXT = 12
 
@@ -37,3 +38,13 @@ def test_positions_behind_the_context_are_left_alone() -> None:
     given = batch([CONTEXT - 1, CONTEXT + 3], [4, 4], [1, 1])
     write_committed(given, TOKENS_NL)
     assert given.input_ids.tolist() == [2 * CONTEXT - 1] + [-1] * 7
+
+
+def test_suffixes_longer_than_a_canvas_stand_after_it() -> None:
+    """The second request has none that is longer: nothing of it is written."""
+    given = batch([0, 5], [10, 4], [8, 4])
+    write_tails(given, TOKENS_NL, np.array([7, NO_LIMIT]))
+    assert given.input_ids.tolist() == [-1] * 7 + [19, 20, 21] + [-1] * 4
+    given = batch([8, 0], [3, 4], [3, 4])
+    write_tails(given, TOKENS_NL, np.array([9, 4]))
+    assert given.input_ids.tolist() == [-1, 21, 22] + [-1] * 4

@@ -226,18 +226,17 @@ def no_template(config: DecodeConfig, wanted: str) -> str:
 
 
 def too_long(config: DecodeConfig, num_positions: int) -> str:
-    """Return why gaps and the text after them do not fit a canvas; empty if they do."""
+    """Return why gaps and the text between them do not fit a canvas; empty if they do."""
     if num_positions <= config.canvas_length:
         return ""
     return (
-        f"The gaps and the text behind them take {num_positions} positions, canvas_length is "
-        f"{config.canvas_length}: shorten the suffix or the gaps, or start the server with a "
-        "larger canvas_length."
+        f"The gaps and the text between them take {num_positions} positions, canvas_length is "
+        f"{config.canvas_length}: shorten them, or start the server with a larger canvas_length."
     )
 
 
 def check_length(config: DecodeConfig, num_positions: int) -> None:
-    """Raise ValueError if gaps and the text after them do not fit a canvas."""
+    """Raise ValueError if gaps and the text between them do not fit a canvas."""
     if refusal := too_long(config, num_positions):
         raise ValueError(refusal)
 

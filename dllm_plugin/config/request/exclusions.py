@@ -12,6 +12,7 @@ from dllm_plugin.config.request.arguments import ARGUMENTS, AUTOMATON
 from dllm_plugin.config.request.case import Case
 from dllm_plugin.config.request.checks import no_template, too_long
 from dllm_plugin.config.request.structured_outputs import no_automaton
+from dllm_plugin.config.request.template import end_of_gaps
 from dllm_plugin.config.validation import shown
 from dllm_plugin.decoding.policies import SEVERAL_BLOCKS
 
@@ -158,7 +159,7 @@ WITH_ARGUMENTS = (
     ),
     Exclusion(
         "template",
-        lambda c, name: too_long(c.config, len(c.given.get(name, ()))),
+        lambda c, name: too_long(c.config, end_of_gaps(c.given.get(name, ()))),
         "{why}",
     ),
     Exclusion(

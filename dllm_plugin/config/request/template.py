@@ -4,11 +4,18 @@ A *gap* is a run of positions to fill, a *pin* a token that is given, the *tail*
 after the last gap. The answer ends with the last gap; the tail is seen and never emitted.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from dllm_plugin.config.options import FILL
+
+
+def end_of_gaps(token_ids: Sequence[int]) -> int:
+    """Return where the last gap stops; 0 without a gap."""
+    if FILL not in token_ids:
+        return 0
+    return len(token_ids) - token_ids[::-1].index(FILL)
 
 
 @dataclass(frozen=True)
@@ -31,8 +38,8 @@ class Template:
 
     @property
     def end(self) -> int:
-        """Return where the last gap stops, and the answer with it."""
-        return self.gaps[-1][1]
+        """Return where the last gap stops, and the answer with it; 0 without a gap."""
+        return end_of_gaps(self.token_ids)
 
     @property
     def tail(self) -> int:

@@ -55,7 +55,8 @@ class RefreshScheduler(GuidedScheduler):
         span = self.decode_config.method.span
         assert span is not None, "only full attention is scheduled here"
         self.span: SpanFunction = span
-        self._placeholders = [-1] * self.num_spec_tokens
+        # More than a canvas: of what is given after a last gap, each position counts as a draft.
+        self._placeholders = [-1] * self.max_model_len
         self._left = 0  # tokens that this step may still compute
         self._guided: set[str] = set()  # conditional requests that this step computes
         # Of each request, the fields of `Layout` and the most steps that a block takes.

@@ -218,8 +218,10 @@ def combine_sampled_and_draft_tokens(
         )
         input_ids[first_R[rows]] = _flat(last_sampled_tokens_ptr)[idx_R[rows]]
     num_drafts_R = np.maximum(num_logits_R - NUM_NEW_SAMPLED_TOKENS, 0) * generating_R
-    drafts = _flat(draft_tokens_ptr)[_spans(idx_R * draft_tokens_stride, num_drafts_R)]
-    input_ids[_spans(end_R - num_drafts_R, num_drafts_R)] = drafts
+    # A suffix may be longer than the canvas; `state.refreshed` writes what is left out here.
+    stored_R = np.minimum(num_drafts_R, draft_tokens_stride)
+    drafts = _flat(draft_tokens_ptr)[_spans(idx_R * draft_tokens_stride, stored_R)]
+    input_ids[_spans(end_R - num_drafts_R, stored_R)] = drafts
 
 
 def post_update(
