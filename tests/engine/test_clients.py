@@ -21,11 +21,13 @@ from dllm_plugin import default_model
 from dllm_plugin.commands.problems.generator import eval_seeds, problem
 
 PYTHON = os.environ.get("CLIENTS_PYTHON", sys.executable)
-PROGRAMS = re.findall(
+BLOCKS = re.findall(
     r"<!-- test: ([\w.]+) -->\n```python\n(.*?)^```$",
     (ROOT / "docs" / "clients.md").read_text(encoding="utf-8"),
     re.DOTALL | re.MULTILINE,
 )
+GIVEN = dict(BLOCKS)["question"]
+PROGRAMS = [row for row in BLOCKS if row[0] != "question"]
 QUESTION = (
     "Omar has 7 pencils. Anna has 48 pencils and hands them all to Omar. "
     "Omar sells 26 pencils at the market. How many pencils does Omar have now?"
@@ -58,9 +60,8 @@ def skip_without(package: str) -> None:
 )
 def test_program(package: str, program: str, server: Server) -> None:
     skip_without(package)
-    assert re.search(
-        r"#### 29\b", run(program.replace("http://localhost:8000", server.url))
-    )
+    whole = GIVEN + program.replace("http://localhost:8000", server.url)
+    assert re.search(r"#### 29\b", run(whole))
 
 
 def test_there_are_programs() -> None:

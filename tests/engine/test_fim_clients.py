@@ -30,8 +30,8 @@ PROMPT = (
 )
 SUFFIX = " pencils.\nNow Omar has 55 - 26 = 29 pencils left.\n#### 29"
 FILL = "55"
-[PROGRAM] = re.findall(
-    r"<!-- test: mistralai, filling -->\n```python\n(.*?)^```$",
+[GIVEN, PROGRAM] = re.findall(
+    r"<!-- test: (?:question|mistralai, filling) -->\n```python\n(.*?)^```$",
     (ROOT / "docs" / "clients.md").read_text(encoding="utf-8"),
     re.DOTALL | re.MULTILINE,
 )
@@ -80,7 +80,8 @@ def run(program: str, package: str) -> str:
 def test_the_client_of_mistral(server: Server) -> None:
     """`fim.complete` and `fim.stream`, as docs/clients.md has them."""
     printed = run(
-        PROGRAM.replace("http://localhost:8000", server.url), "mistralai.client"
+        GIVEN + PROGRAM.replace("http://localhost:8000", server.url),
+        "mistralai.client",
     )
     assert printed == f"{FILL}\n{FILL}\nlength\n"
 
