@@ -121,21 +121,28 @@ class End:
     async def cut_streams(self) -> None:
         """Cut streams shortly before vLLM kills the engine, whose end would be their error."""
         loop, server = asyncio.get_running_loop(), self.state.server
-        renderer = self.state.engine_client.renderer
-        while not (server.should_exit or renderer.is_shut_down):
+        while not (server.should_exit or self.is_asked_for()):
             await asyncio.sleep(POLL_SECONDS)
         end = loop.time() + self.state.vllm_config.shutdown_timeout - KILL_SECONDS
         while not server.should_exit and loop.time() < end:
             await asyncio.sleep(POLL_SECONDS)
         self.cut()
 
+    def has_our_model(self) -> bool:
+        """Return whether the renderer is ours, which knows of its end."""
+        return self.state.vllm_config.model_config.architecture in FAMILIES
+
+    def is_asked_for(self) -> bool:
+        """Return whether vLLM was asked to end, which ends the renderer first."""
+        return self.has_our_model() and self.state.engine_client.renderer.is_shut_down
+
     def set_status(self) -> None:
         """Exit with status 1 if the server ends because its engine has died."""
-        if self.state.vllm_config.model_config.architecture not in FAMILIES:
+        if not self.has_our_model():
             return  # whether its end was asked for is not known
-        engine = self.state.engine_client
-        # vLLM ends the renderer first when it is asked to end, and marks the engine as dead later.
-        if engine.errored and not (self.interrupted or engine.renderer.is_shut_down):
+        if self.state.engine_client.errored and not (
+            self.interrupted or self.is_asked_for()
+        ):
             print("diffuplug: the engine has died; the server ends.", file=sys.stderr)
             # After this call, and outside of it: servers keep what applications raise.
             asyncio.get_running_loop().call_soon(sys.exit, ENGINE_DIED)
