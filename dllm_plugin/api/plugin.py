@@ -7,7 +7,7 @@ from fastapi import FastAPI
 from starlette.datastructures import State
 from vllm.engine.protocol import EngineClient
 
-from dllm_plugin.api import infilling, viewer
+from dllm_plugin.api import begun_characters, infilling, viewer
 from dllm_plugin.api import likelihood as likelihood_route
 from dllm_plugin.api.answers import Endpoints
 from dllm_plugin.api.routes import router
@@ -37,6 +37,7 @@ class EndpointPlugin:
             return
         config = engine_client.vllm_config
         if config.model_config.architecture in FAMILIES:
+            begun_characters.install(engine_client)
             tracing = await engine_client.is_tracing_enabled()
             state.diffuplug = Endpoints(
                 engine_client, get_decode_config(config), tracing

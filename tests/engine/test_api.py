@@ -8,8 +8,9 @@ from typing import Any
 
 import httpx
 import pytest
-from engines import LETTERS, letters
+from engines import CHECKPOINTS, LETTERS, letters
 from processes import KEY, PROXY
+from transformers import AutoTokenizer
 
 from dllm_plugin.commands import cli, watch
 
@@ -145,6 +146,38 @@ def test_no_statistics_unless_asked_for(client: httpx.Client) -> None:
     ]
     assert statistics["num_spec_steps"] == asked["forwards"]
     assert statistics["num_draft_tokens"] == asked["computed_positions"]
+
+
+@pytest.mark.parametrize("stop", [None, ["has"]])
+def test_prompts_that_end_amid_a_character(
+    client: httpx.Client, stop: list[str] | None
+) -> None:
+    """The reply begins with that character, and stop strings do not look at the prompt."""
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINTS / "tiny-llada")
+    [letter] = tokenizer.encode("x", add_special_tokens=False)
+    before = tokenizer.encode("Anna has 48 ", add_special_tokens=False)
+    peppers = tokenizer.encode("\N{HOT PEPPER}", add_special_tokens=False)
+    assert len(peppers) == 4
+    body = {"model": "tiny", "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+    body |= {"stop": stop, "n": 1, "allowed_token_ids": [letter]}
+    for cut in range(5):
+        body["prompt"] = [*before, *peppers[:cut]]
+        reply = client.post("/v1/completions", json=body).json()
+        [choice] = reply["choices"]
+        broken = "\N{REPLACEMENT CHARACTER}" if 0 < cut < 4 else ""
+        assert choice["text"].lstrip(broken or " ") == "xxx", choice
+        assert choice["text"].count("\N{REPLACEMENT CHARACTER}") <= cut
+        assert choice["finish_reason"] == "length"
+        texts = []
+        for line in client.post(
+            "/v1/completions", json=body | {"stream": True}
+        ).iter_lines():
+            if line.startswith("data: {"):
+                texts.append(json.loads(line[6:])["choices"][0]["text"])
+        assert "".join(texts) == choice["text"]
+    body |= {"prompt": [*before, *peppers[:3]], "allowed_token_ids": peppers[3:]}
+    [choice] = client.post("/v1/completions", json=body).json()["choices"]
+    assert choice["text"].startswith("\N{HOT PEPPER}")
 
 
 def test_a_stop_string_ends_the_counting(client: httpx.Client) -> None:

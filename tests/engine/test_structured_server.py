@@ -195,6 +195,25 @@ def test_tools_that_have_to_be_called(server: Server) -> None:
     assert told == [json.loads(call["function"]["arguments"]) for call in calls]
 
 
+def test_a_call_that_is_cut(server: Server) -> None:
+    """Of its arguments a stream has what was written, and never an empty object."""
+    named = {"type": "function", "function": {"name": "look"}}
+    body = body_of(PROBLEMS[0], tools=tools(True), tool_choice=named)
+    called = 0
+    for most in range(16, 64, 4):
+        pieces: list[str] = []
+        reason = None
+        for chunk in server.stream("chat/completions", body | {"max_tokens": most}):
+            [choice] = chunk["choices"]
+            reason = choice["finish_reason"] or reason
+            for call in choice["delta"].get("tool_calls") or ():
+                pieces.append(call["function"].get("arguments") or "")
+        called += bool(pieces) and reason == "length"
+        assert reason == "length" or json.loads("".join(pieces))
+        assert "".join(pieces) != "{}", most
+    assert called
+
+
 def test_tools_that_may_be_called(server: Server) -> None:
     """With strict tools vLLM's parser asks for a tag, which a text without a call does not feel."""
     auto = body_of(PROBLEMS[0], tool_choice="auto")

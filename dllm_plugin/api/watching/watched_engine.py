@@ -1,6 +1,8 @@
 """Stand between one request's handler and the engine, and read what passes."""
 
 import contextlib
+import copy
+import dataclasses
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
@@ -40,6 +42,7 @@ class WatchedEngine:
         frames: FrameSource | None = None,
         trace: bool = False,
         tail: Sequence[int] = (),
+        calls: bool = False,
     ) -> None:
         """Watch `engine`.
 
@@ -48,6 +51,7 @@ class WatchedEngine:
             frames: where snapshots go.
             trace: remove traces from the outputs.
             tail: what a template gives after the answer, which counts as prompt.
+            calls: the reply is a stream that may call tools.
         """
         self._engine = engine
         self._tracing = tracing
@@ -55,6 +59,7 @@ class WatchedEngine:
         self._frames = frames
         self._trace = trace
         self._tail = list(tail)
+        self._calls = calls
         self._num_choices = 0
         self._tokens: dict[int, int] = {}
         self.counts: dict[int, Counts] = {}
@@ -99,6 +104,8 @@ class WatchedEngine:
                     output.prompt_token_ids = [*ids, *self._tail]
                 self._count(output, first, delta)
                 if self._frames is None or self._has_text(output, first, self._frames):
+                    if self._calls and _is_cut(output):
+                        yield _without_end(output)
                     yield output
         if self._tracing:
             of_prompt = [c for i, c in self.counts.items() if i >= first]
@@ -154,6 +161,27 @@ def _raise_reason(completion: CompletionOutput) -> None:
     reason = completion.stop_reason
     if completion.finish_reason == "error" and isinstance(reason, str):
         raise VLLMValidationError(reason, parameter="structured_outputs")
+
+
+def _is_cut(output: RequestOutput) -> bool:
+    """Return whether `max_tokens` cuts a choice in this output, which has text of it."""
+    return any(c.finish_reason == "length" and c.text for c in output.outputs)
+
+
+def _without_end(output: RequestOutput) -> RequestOutput:
+    """Return the text of an output, and leave its end to the output that follows.
+
+    To a chunk that has both, vLLM adds the arguments of a call that were read and not sent. Of a
+    call without any it takes `{}`, which nobody wrote.
+    """
+    before = copy.copy(output)
+    before.finished = False
+    before.outputs = []
+    for completion in output.outputs:
+        before.outputs.append(dataclasses.replace(completion, finish_reason=None))
+        completion.text, completion.token_ids = "", ()
+        completion.logprobs = None
+    return before
 
 
 def send_span(
