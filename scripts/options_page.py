@@ -8,25 +8,41 @@ from typing import Any
 
 from dllm_plugin.config.options import OPTIONS, Option, Options
 from dllm_plugin.config.request.arguments import ARGUMENTS, RequestArguments
+from dllm_plugin.config.validation import Choice, Flag, WholeNumber, WholeNumbers
 from dllm_plugin.decoding.families import FAMILIES
 from dllm_plugin.decoding.methods import METHODS, STRATEGIES
 
 PAGE = Path(__file__).parents[1] / "docs" / "options.md"
 # Arguments that have a field of their own over HTTP.
 HTTP = {
-    "frames": '`"diffusion": {"frames": {"every": 2}}`',
+    "frames": '`"diffusion": {"frames": {"every": 8}}`',
     "early_text": '`"diffusion": {"early_text": true}`',
     "trace": '`"diffusion": {"trace": true}`',
 }
+# Options that choose a way to decode, which no table of methods lists.
+FLOATING = "`d2f`, `block_diffusion`"
+READERS = {
+    "adaptive": FLOATING,
+    "min_window": FLOATING,
+    "max_window": FLOATING,
+    "commit_alone_from": "`block_diffusion`",
+}
 HEAD = """# Options and request arguments
 
-This page lists every option and every request argument, with limits and defaults.
-`scripts/options_page.py` generates it; [decoding.md](decoding.md) explains what they do.
+For people who look an option up: every engine option and every request argument, with type,
+limits, default and the strategies and policies that read it. [decoding.md](decoding.md) explains
+them. `scripts/options_page.py` generates this page from the code.
+
+A value that the chosen strategy, policy or family never reads is refused, unless it has no effect.
+A request may set the options marked *.
 
 ## Engine options
 
-In Python `additional_config={"dllm": {"threshold": 0.8}}`, on the command line
-`--additional-config '{"dllm": {"threshold": 0.8}}'`. A request may set those marked *.
+The three spellings of an option:
+
+- `diffuplug serve MODEL --threshold 0.8`;
+- Python: `LLM(MODEL, additional_config={"dllm": {"threshold": 0.8}})`;
+- `vllm serve MODEL --additional-config '{"dllm": {"threshold": 0.8}}'`.
 
 """
 DEBUG = """
@@ -38,10 +54,8 @@ Tests and benchmarks set these options; elsewhere the defaults suit.
 REQUESTS = """
 ## Request arguments
 
-In Python `SamplingParams(extra_args={"dllm_steps": 8})`, over HTTP
-`"vllm_xargs": {"dllm_steps": 8}`, unless the table names another field. *Read by* lists strategies
-and policies; an argument that is not read is refused, unless it does nothing at this value.
-Arguments marked * are options too.
+Python: `SamplingParams(extra_args=...)` with the object of the third column. HTTP: the field of the
+fourth column in the body of a chat or completion request. Values are examples.
 
 """
 
@@ -55,25 +69,42 @@ def page() -> str:
             f"`{name}`{' *' if known.request else ''}",
             known.check.limits(),
             _default(known, written[name]),
+            _readers(name, known),
             known.doc,
         )
         (debug if known.debug else plain).append(row)
-    columns = ("option", "values", "default", "meaning")
+    columns = ("option", "type and limits", "default", "read by", "meaning")
     text = HEAD + _table(columns, plain) + DEBUG + _table(columns, debug) + REQUESTS
     written = {f.name: f.default for f in fields(RequestArguments)} | written
     rows = []
     for name, known in ARGUMENTS.items():
+        spelled = f'{{"dllm_{name}": {_example(known)}}}'
         row = (
             f"`dllm_{name}`{' *' if name in OPTIONS else ''}",
             known.check.limits(),
+            f"`{spelled}`",
+            HTTP.get(name, f'`"vllm_xargs": {spelled}`'),
             "the engine's" if name in OPTIONS else _default(known, written[name]),
             _readers(name, known),
-            HTTP.get(name, "`vllm_xargs`"),
             known.doc,
         )
         rows.append(row)
-    columns = ("argument", "values", "default", "read by", "HTTP", "meaning")
+    columns = ("argument", "type and limits", "Python", "HTTP", *columns[2:])
     return text + _table(columns, rows)
+
+
+def _example(known: Option) -> str:
+    """Return a value that the check accepts, as JSON."""
+    check = known.check
+    if isinstance(check, Flag):
+        return "1"
+    if isinstance(check, Choice):
+        return f'"{check.known()[-1]}"'
+    if isinstance(check, WholeNumbers):
+        return "[-1, -1, 13]" if check.low == -1 else "[16, 8]"
+    if isinstance(check, WholeNumber):
+        return str(min(8, check.high or 8))
+    return "0.5"
 
 
 def _table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
@@ -93,6 +124,8 @@ def _default(known: Option, value: Any) -> str:
 
 def _readers(name: str, known: Option) -> str:
     """Return the strategies and policies that read an argument, in words."""
+    if name in READERS:
+        return READERS[name]
     if known.needs == "floats":
         return "`d2f`, `block_diffusion`, both with `adaptive`"
     strategies = []
@@ -107,7 +140,7 @@ def _readers(name: str, known: Option) -> str:
             strategies.append(f"`{strategy}` ({named})")
     policies = _policies(name)
     words = ", ".join(strategies)
-    if len(strategies) == len(STRATEGIES) and "(" not in words:
+    if not words or len(strategies) == len(STRATEGIES) and "(" not in words:
         words = "all"
     return f"{words}; policies {policies}" if policies else words
 
