@@ -219,18 +219,14 @@ def test_histograms_count_every_request_once(client: httpx.Client) -> None:
     )
 
 
-def test_the_board_shows_metrics_that_exist(client: httpx.Client) -> None:
-    """Every metric that examples/grafana.json names is on /metrics."""
-    board = json.loads(
-        (Path(__file__).parents[2] / "examples" / "grafana.json").read_text()
-    )
-    queries = [
-        target["expr"] for panel in board["panels"] for target in panel["targets"]
-    ]
-    queries += [variable["query"] for variable in board["templating"]["list"]]
-    named = set(re.findall(r"(?:vllm|diffuplug):\w+", " ".join(queries)))
+def test_board_and_alerts_name_metrics_that_exist(client: httpx.Client) -> None:
+    """Every metric of the files in deploy/ is on /metrics."""
+    deploy = Path(__file__).parents[2] / "deploy"
+    text = (deploy / "grafana" / "board.json").read_text(encoding="utf-8")
+    text += (deploy / "prometheus" / "alerts.yml").read_text(encoding="utf-8")
+    named = set(re.findall(r"(?:(?:vllm|diffuplug):|http_)\w+", text))
     post(client, "completions", **COMPLETION)
-    assert len(named) >= 8 and named <= set(metrics(client))
+    assert len(named) >= 12 and named <= set(metrics(client))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from documented import ROOT
+from wheels import build_wheel
 
 import dllm_plugin
 from dllm_plugin import default_model
@@ -41,7 +41,6 @@ METADATA = {
     "licenses/LICENSE",
     "top_level.txt",
 }
-NOT_SOURCE = (".*", "__pycache__", "*.egg-info", "build", "dist", "goldens", "reports")
 
 
 def entry_point(group: str, name: str) -> metadata.EntryPoint:
@@ -79,24 +78,6 @@ def test_installing_the_package_pulls_nothing() -> None:
     assert PROJECT["dependencies"] == []
 
 
-def contents_of_wheel(folder: Path) -> set[str]:
-    """Build the wheel of a copy of the source tree in `folder`; return the names in it."""
-    source = folder / "source"
-    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*NOT_SOURCE))
-    cache = source / "dllm_plugin" / "default_model" / "__pycache__"
-    cache.mkdir()
-    (cache / "stale.cpython-311.pyc").touch()
-    program = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
-    command = [sys.executable, "-c", program, str(folder)]
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    done = subprocess.run(
-        command, cwd=source, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    (wheel,) = folder.glob("*.whl")
-    return set(zipfile.ZipFile(wheel).namelist())
-
-
 def test_wheel_holds_the_package_and_the_bundled_model(tmp_path: Path) -> None:
     """Neither training nor tests, reports or caches, whatever lies in the tree."""
     packages = (ROOT / "dllm_plugin", ROOT / "diffuplug_bench")
@@ -106,7 +87,7 @@ def test_wheel_holds_the_package_and_the_bundled_model(tmp_path: Path) -> None:
     metadata_of = f"{PROJECT['name']}-{PROJECT['version']}.dist-info"
     page = {"dllm_plugin/api/viewer.html", "diffuplug_bench/shapes.json"}
     expected = modules | page | model | {f"{metadata_of}/{name}" for name in METADATA}
-    found = contents_of_wheel(tmp_path)
+    found = set(zipfile.ZipFile(build_wheel(tmp_path)).namelist())
     assert (found - expected, expected - found) == (set(), set())
 
 
