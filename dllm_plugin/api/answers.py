@@ -110,7 +110,9 @@ async def answer(
         FrameSource(handler.renderer.get_tokenizer().decode) if asked.every else None
     )
     strips = not arguments.get(STATISTICS)
-    calls = of_chat and request.stream and bool(request.tools)
+    calls = False
+    if isinstance(request, ChatCompletionRequest):
+        calls = bool(request.stream and request.tools)
     engine = WatchedEngine(
         ours.engine, ours.tracing, strips, frames, asked.trace, given, calls
     )
