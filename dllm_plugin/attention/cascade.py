@@ -70,7 +70,8 @@ def cascade_from(vllm_config: VllmConfig, flash_version: int | None) -> dict[int
     It needs FlashAttention 3 and unquantised keys, and is left out where results may not depend on
     how many requests run (VLLM_BATCH_INVARIANT). It is left out too where blocks commit in forwards
     of their own: such a step may see canvas keys that earlier steps computed, and the suffix has
-    only those of this forward.
+    only those of this forward. And where the last block ends with the text: the suffix counts whole
+    blocks.
     """
     chosen = vllm_config.attention_config.backend == FLASH_ATTN and flash_version == 3
     quantised = is_quantized_kv_cache(vllm_config.cache_config.cache_dtype)
@@ -83,6 +84,7 @@ def cascade_from(vllm_config: VllmConfig, flash_version: int | None) -> dict[int
         model.get_num_kv_heads(parallel),
     )
     unsupported = config.dedicated_commit or config.method.full_attention
+    unsupported |= config.method.exact_end
     unsupported |= model.get_sliding_window() is not None
     unsupported |= config.kv_cache_layout == "distinct"
     if unsupported or heads > MAX_HEADS_PER_KV_HEAD * kv_heads:

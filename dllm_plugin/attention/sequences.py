@@ -122,6 +122,9 @@ class AttentionSequences:
         self.sequences_per_request = sequences_per_canvas(states.config)
         self.max_sequences = max_sequences(states.config, max_num_reqs, max_num_tokens)
         self.canvas_length = states.canvas_NC.shape[1]
+        method = states.config.method
+        # Under full attention the host knows where the text ends.
+        self.ends_exactly = method.exact_end and not method.full_attention
         captured = max_num_reqs * self.sequences_per_request
         self.query_start_loc = torch.zeros(
             captured + 1, dtype=torch.int32, device=states.device
@@ -241,6 +244,9 @@ class AttentionSequences:
         request_B = on_device[1, :count].to(torch.int64)
         # An idle data-parallel rank computes one dummy request longer than a block table's row.
         keys_B = (batch.seq_lens[request_B] - on_device[2, :count]).clamp(0, limit)
+        if self.ends_exactly:
+            slots_B = batch.idx_mapping[request_B]
+            keys_B = torch.minimum(keys_B, self._text_ends(slots_B))
         return SequenceTensors(
             on_device[0],
             torch.from_numpy(packed[0]),
@@ -279,6 +285,9 @@ class AttentionSequences:
         count = padded * self.sequences_per_request
         keys_RS = self.seq_lens[: self.unseen_RS.numel()].view_as(self.unseen_RS)
         torch.sub(batch.seq_lens[:canvases, None], self.unseen_RS, out=keys_RS)
+        if self.ends_exactly:
+            ends_R = self._text_ends(batch.idx_mapping[:canvases])
+            torch.minimum(keys_RS, ends_R[:, None], out=keys_RS)
         return SequenceTensors(
             self.query_start_loc[: count + 1],
             self.query_start_loc_cpu,
@@ -288,6 +297,11 @@ class AttentionSequences:
             # least: FlashAttention 2 takes one to mean that every sequence has one query.
             max(length, 2),
         )
+
+    def _text_ends(self, slots: Tensor) -> Tensor:
+        """Return how many keys the texts of slots have, int32; the context if none is known."""
+        ends = self.states.requests.blocks_end.gpu[slots]
+        return ends.masked_fill(ends == 0, self.states.max_model_len).to(torch.int32)
 
     def forget(self) -> None:
         """Drop what is cached of a block: a request may have reused another's name."""

@@ -88,6 +88,12 @@ FAST_DLLM = Family(
     sub_block_length=8,
     title="Fast-dLLM v2",
 )
+# Only its authors' code has the length of a block, and the mask; its template ends turns with EOS.
+STABLE_DIFFCODER = Family(
+    *("stable_diffcoder", False, ("<[MASK_TOKEN]>",), (), "absolute", 4),
+    threshold=0.95,
+    title="Stable-DiffCoder",
+)
 
 
 # Architecture name in config.json -> family.
@@ -100,6 +106,7 @@ FAMILIES: dict[str, Family] = {
     "SDARMoeForCausalLM": SDAR,
     "LLaDA2MoeModelLM": LLADA2,
     "Fast_dLLM_QwenForCausalLM": FAST_DLLM,
+    "StableDiffcoderForCausalLM": STABLE_DIFFCODER,
 }
 
 

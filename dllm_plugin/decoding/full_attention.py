@@ -159,18 +159,24 @@ class Bounds(NamedTuple):
 
 
 def bounds(
-    layout: Layout, start: np.ndarray, canvas_length: int, max_model_len: int
+    layout: Layout,
+    start: np.ndarray,
+    canvas_length: int,
+    max_model_len: int,
+    exact_end: bool = False,
 ) -> Bounds:
     """Place canvases that begin at `start`.
 
-    What was asked for is rounded up to whole blocks. More than `canvas_length` positions are
-    decoded canvas by canvas, each with everything before it as its prompt. A template is a single
-    canvas, whose last block ends with its last gap.
+    What was asked for is rounded up to whole blocks, unless `exact_end`. More than
+    `canvas_length` positions are decoded canvas by canvas, each with everything before it as
+    its prompt. A template is a single canvas, whose last block ends with its last gap.
     """
     prompt_len, block_length = layout.prompt_len, layout.block_length
     most = canvas_length // block_length * block_length
     first = prompt_len + (start - prompt_len) // most * most
-    whole = -((first - layout.end) // block_length) * block_length
+    whole = layout.end - first
+    if not exact_end:
+        whole = -(-whole // block_length) * block_length
     stop = np.minimum(first + np.minimum(whole, most), max_model_len)
     has_template = layout.tail != NO_TEMPLATE
     if has_template.any():

@@ -71,6 +71,7 @@ class Method:
     untrained       what a checkpoint loses without an adapter, because it was trained with another
                     attention; empty: nothing
     edits           whether decided tokens may be replaced
+    exact_end       the last block ends where the text does, and positions after it are not seen
     whole_canvas    by default a block is as long as the canvas
     blocks_by_default  active blocks; None: what fits the canvas, at least 8
     canvas_by_default  (least positions, least whole blocks)
@@ -98,6 +99,7 @@ class Method:
     uses_adapter: bool = False
     untrained: str = ""
     edits: bool = False
+    exact_end: bool = False
     whole_canvas: bool = False
     blocks_by_default: int | None = 1
     canvas_by_default: tuple[int, int] = (0, 0)
@@ -166,11 +168,19 @@ sub_blocks = replace(
     dedicated_commit=True,
     reads=frozenset({"sub_block_length", "use_block_cache"}),
 )
+# Stable-DiffCoder `generate_block`
+left_blocks = replace(
+    grid_blocks,
+    policies=policies.OF_LEFT,
+    exact_end=True,
+    tempered=False,
+    reads=frozenset({"steps"}),
+)
 semi_autoregressive = Method(
     strategy=SEMI_AUTOREGRESSIVE,
     plan=plan_current_block,
     commit=commit_refreshed,
-    policies=policies.FULL_ATTENTION,
+    policies=policies.OF_LEFT,
     default_policy="low_confidence",
     span=span_semi_autoregressive,
     keeps_kv=False,
@@ -222,7 +232,7 @@ def shifted(cached: Method) -> Method:
     return replace(
         cached,
         plan=plan_first_position,
-        policies=policies.FULL_ATTENTION_IN_TIME,
+        policies=policies.OF_LEFT_IN_TIME,
         least_steps=2,
         tempered=dream_loop.tempered,
         top_p_first=dream_loop.top_p_first,
@@ -261,6 +271,7 @@ METHODS: dict[tuple[str, str], Method] = {
     ),
     (BLOCK_DIFFUSION, "sdar"): grid_blocks,
     (BLOCK_DIFFUSION, "llada2"): edited_blocks,
+    (BLOCK_DIFFUSION, "stable_diffcoder"): left_blocks,
     (BLOCK_DIFFUSION, "fast_dllm_v2"): sub_blocks,
     (SEMI_AUTOREGRESSIVE, "llada"): semi_autoregressive,
     (SEMI_AUTOREGRESSIVE, "dream"): dream_loop,

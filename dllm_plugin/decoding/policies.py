@@ -370,18 +370,18 @@ D2F: Table = {
 }
 # Floating canvases: their window has no number of steps.
 FLOATING: Table = {"threshold": _reading(threshold, "threshold")}
-# Full attention: the last step of a block takes everything.
-FULL_ATTENTION: Table = {
+# By what a block has left: of its only active block, whose last step takes everything.
+OF_LEFT: Table = {
     "threshold": _reading(within_steps(threshold_or_equal), "threshold"),
     "factor": _reading(within_steps(factor), "factor"),
     **_by_schedule(schedule, "steps"),
 }
-FULL_ATTENTION_IN_TIME: Table = FULL_ATTENTION | _by_schedule(
+OF_LEFT_IN_TIME: Table = OF_LEFT | _by_schedule(
     time_schedule, "steps", "eps", sampled=("alg_temp",)
 )
 # Dream's own loop, the only loop that samples which positions to unmask. By threshold it releases
 # positions step by step; one step releases all at once.
-DREAM_LOOP: Table = FULL_ATTENTION_IN_TIME | {
+DREAM_LOOP: Table = OF_LEFT_IN_TIME | {
     "threshold": Policy(
         threshold_released,
         reads=frozenset({"threshold"}),
@@ -390,7 +390,7 @@ DREAM_LOOP: Table = FULL_ATTENTION_IN_TIME | {
     ),
     "origin": Policy(origin, "uniform", frozenset({"steps", "eps"})),
 }
-TABLES = (PROMPT_BLOCKS, DREAM_LOOP, GRID_BLOCKS, EDITED_BLOCKS, D2F, FULL_ATTENTION)
+TABLES = (PROMPT_BLOCKS, DREAM_LOOP, GRID_BLOCKS, EDITED_BLOCKS, D2F, OF_LEFT)
 POLICY_NAMES = tuple(dict.fromkeys(name for table in TABLES for name in table))
 RANKED_BY = {
     name: policy.ranks_by for table in TABLES for name, policy in table.items()

@@ -29,7 +29,7 @@ from dllm_plugin.config.cpu_dtype import (
 )
 from dllm_plugin.decoding.families import FAMILIES
 from dllm_plugin.models import ARCHITECTURES
-from dllm_plugin.models.configs import CONFIGS, DiffusionConfig
+from dllm_plugin.models.configs import ADOPTED, CONFIGS, DiffusionConfig, adopt
 
 logger = init_logger("vllm.dllm_plugin")
 
@@ -54,7 +54,7 @@ class OpenDtype:
 
 
 class DiffusionArchConvertor(ModelArchConfigConvertorBase):
-    """Convert a config of ours as vLLM does.
+    """Convert a config of ours as vLLM does, once it has our class.
 
     On CPUs also import the model class, and mark the dtype as open if we choose it.
     """
@@ -62,6 +62,7 @@ class DiffusionArchConvertor(ModelArchConfigConvertorBase):
     def convert(self, supports_multimodal: bool = True) -> ModelArchitectureConfig:
         """Return the architecture's numbers, as vLLM's own converter does."""
         config = self.hf_config
+        adopt(config)
         if current_platform.is_cpu():
             register_classes(config.architectures or ())
         if isinstance(config, DiffusionConfig) and _chooses_dtype(config):
@@ -104,9 +105,13 @@ def leave_open(config: DiffusionConfig, revision: str | None = None) -> None:
 
 
 def register_convertors() -> None:
-    """Register our converter for each of our model types. Idempotent."""
+    """Register our converter for each model type that our configs have. Idempotent."""
     for config in CONFIGS:
         MODEL_ARCH_CONFIG_CONVERTORS[config.model_type] = DiffusionArchConvertor
+    for config in ADOPTED.values():
+        MODEL_ARCH_CONFIG_CONVERTORS.setdefault(
+            config.model_type, DiffusionArchConvertor
+        )
 
 
 def close(model_config: ModelConfig) -> None:

@@ -9,6 +9,7 @@ ARCHITECTURES: dict[str, str] = {
     "SDARForCausalLM": "dllm_plugin.models.sdar:SDARForCausalLM",
     "SDARMoeForCausalLM": "dllm_plugin.models.sdar:SDARMoeForCausalLM",
     "LLaDA2MoeModelLM": "dllm_plugin.models.llada2:LLaDA2MoeModelLM",
+    "StableDiffcoderForCausalLM": "dllm_plugin.models.stable_diffcoder:StableDiffCoder",
     "Fast_dLLM_QwenForCausalLM": "dllm_plugin.models.fast_dllm:FastDLLMQwenForCausalLM",
 }
 

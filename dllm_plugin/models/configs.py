@@ -6,7 +6,13 @@ The classes are at module level because vLLM pickles configs to its workers.
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from transformers import PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from dllm_plugin.models.checkpoints.unserved import refuse_unserved
 
@@ -35,6 +41,11 @@ QWEN_FIXED: dict[str, Any] = {
     "use_sliding_window": False,
 }
 SDAR_FIXED = QWEN_FIXED | {"attention_bias": False}
+LLAMA_FIXED: dict[str, Any] = {
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "mlp_bias": False,
+}
 LLADA2_FIXED: dict[str, Any] = {
     "hidden_act": "silu",
     "moe_router_enable_expert_bias": True,
@@ -169,6 +180,16 @@ class SDARConfig(DiffusionConfig, Qwen3Config):
     block_size: int | None = None
 
 
+class StableDiffCoderConfig(DiffusionConfig, LlamaConfig):
+    """Read Stable-DiffCoder: Llama's keys; only its authors' code knows the mask token."""
+
+    model_type = "llama"
+    label = "Stable-DiffCoder"
+    fixed = LLAMA_FIXED
+
+    mask_token_id: int | None = 5
+
+
 class SDARMoeConfig(DiffusionConfig, Qwen3MoeConfig):
     """Read SDAR with experts: Qwen3-MoE's keys, otherwise like the dense model."""
 
@@ -288,3 +309,19 @@ CONFIGS = (
     LLaDA21Config,
 )
 UNSERVED_CONFIGS = (NemotronConfig, WeDLMConfig)
+# Architectures whose model type belongs to transformers itself, which reads their config.json.
+ADOPTED: dict[str, type[DiffusionConfig]] = {
+    "StableDiffcoderForCausalLM": StableDiffCoderConfig,
+}
+
+
+def adopt(config: PreTrainedConfig) -> None:
+    """Give a config that transformers has read our class, if its architecture is adopted.
+
+    Raises ValueError for variants of the architecture that we do not serve.
+    """
+    for architecture in config.architectures or ():
+        ours = ADOPTED.get(architecture)
+        if ours is not None and not isinstance(config, ours):
+            refuse_variants(ours.label, vars(config), ours.fixed)
+            config.__class__ = ours

@@ -74,7 +74,7 @@ def _denoise_block(text: Text, canvas: int, low: int, high: int, slots: Slots) -
         if is_shifted and left[0] == low and step == 0:
             taken = [low]
         else:
-            taken = _choose(text, left, size, step, found)
+            taken = choose_of_left(text, left, size, step, found)
         for p in taken:
             text.write(p, found[p])
         text.end_forward(first, last, end, found)
@@ -105,10 +105,10 @@ def _forward(text: Text, canvas: int, first: int, last: int, slots: Slots) -> Te
     return logits
 
 
-def _choose(
+def choose_of_left(
     text: Text, left: list[int], size: int, step: int, found: Proposals
 ) -> list[int]:
-    """Return the masked positions that take their proposals."""
+    """Return the masked positions that take their proposals, of a block with `size` masks."""
     rules, is_last = text.rules, step >= text.steps - 1
     if rules.policy == "origin":
         return left if is_last else _transfers(text, left, step)

@@ -5,13 +5,13 @@ from typing import NamedTuple
 
 from dllm_plugin.reference import rules
 from dllm_plugin.reference.blocks import decode_blocks
+from dllm_plugin.reference.exact_blocks import decode_exact_blocks
 from dllm_plugin.reference.full_attention import decode_full_attention
 from dllm_plugin.reference.sub_blocks import decode_sub_blocks
 from dllm_plugin.reference.text import Result, Text
 from dllm_plugin.reference.widths import decode_widths
 
 RANKED = ("low_confidence", "entropy", "topk_margin", "random")
-GRID = ("threshold", "factor", *RANKED, "sequential")
 
 
 class Loop(NamedTuple):
@@ -21,11 +21,14 @@ class Loop(NamedTuple):
     policies: tuple[str, ...]
 
 
-FULL = Loop(decode_full_attention, ("threshold", "factor", *RANKED, "origin"))
+OF_LEFT = ("threshold", "factor", *RANKED)
+GRID = (*OF_LEFT, "sequential")
+FULL = Loop(decode_full_attention, (*OF_LEFT, "origin"))
 LOOPS = {
     rules.D2F: Loop(decode_blocks, ("threshold", "entropy", "topk_margin")),
     rules.BLOCK_DIFFUSION: Loop(decode_blocks, (*GRID, rules.EDITING)),
     rules.SUB_BLOCKS: Loop(decode_sub_blocks, GRID),
+    rules.EXACT_BLOCKS: Loop(decode_exact_blocks, OF_LEFT),
     rules.SEMI_AUTOREGRESSIVE: FULL,
     rules.PREFIX_CACHE: FULL,
     rules.DUAL_CACHE: FULL,

@@ -81,7 +81,7 @@ class InFloat32(Mapping[str, Tensor]):
 
 @dataclass(frozen=True)
 class PlainModel:
-    """Hold a LLaDA, Dream, SDAR, LLaDA2 or Fast-dLLM v2, and compute it."""
+    """Store a model of any family, and compute its forward."""
 
     weights: Mapping[str, Tensor]
     num_layers: int

@@ -9,17 +9,18 @@ from dllm_plugin.reference.numbers import (
     counter_uniform,
     counter_uniforms,
 )
-from dllm_plugin.reference.rules import FULL_ATTENTION
+from dllm_plugin.reference.rules import EXACT_BLOCKS, FULL_ATTENTION
 from dllm_plugin.reference.text import Proposal, Text
 
 Proposals = dict[int, Proposal]
+UNTEMPERED = (*FULL_ATTENTION, EXACT_BLOCKS)
 
 
 def propose(text: Text, logits: Tensor, positions: list[int], step: int) -> Proposals:
     """Propose a token for positions by their logits ``[N, V]``.
 
-    `step` selects the random numbers. LLaDA's own loop reads confidences before
-    temperature, all other loops after temperature and filters.
+    `step` selects the random numbers. Loops of LLaDA and Stable-DiffCoder read
+    confidences before temperature, all other loops after temperature and filters.
     """
     if not positions:
         return {}
@@ -27,7 +28,7 @@ def propose(text: Text, logits: Tensor, positions: list[int], step: int) -> Prop
     logits = _without(logits, [text.model.mask_id])
     if rules.logits_eos_inf:
         logits = _without(logits, [rules.eos])
-    is_tempered = text.model.shift or rules.strategy not in FULL_ATTENTION
+    is_tempered = text.model.shift or rules.strategy not in UNTEMPERED
     noisy = logits
     if is_tempered:
         logits = _filter(text, logits / (rules.temperature or 1.0))

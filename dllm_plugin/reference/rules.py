@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 D2F, BLOCK_DIFFUSION, SUB_BLOCKS = "d2f", "block_diffusion", "sub_blocks"
+EXACT_BLOCKS = "exact_blocks"
 SEMI_AUTOREGRESSIVE = "semi_autoregressive"
 PREFIX_CACHE, DUAL_CACHE = "prefix_cache", "dual_cache"
 CACHED = (PREFIX_CACHE, DUAL_CACHE)
@@ -17,7 +18,8 @@ class Rules:
     """Store the options of one text; each is that of a request as ``dllm_NAME``.
 
     Not an option of a request: `strategy`, a key of `LOOPS`; `on_grid`, whether blocks
-    start at multiples of their length instead of at the end of the prompt; `widths`,
+    start at multiples of their length instead of at the end of the prompt; `exact_end`,
+    whether the last block ends with the answer; `widths`,
     the canvas positions that each forward computes, the last one for all further
     forwards; `eos` and `eot`, the tokens that `logits_eos_inf` and
     `confidence_eos_eot_inf` ban.
@@ -33,6 +35,7 @@ class Rules:
     block_length: int | None = None
     canvas_length: int = FAR
     on_grid: bool = False
+    exact_end: bool = False
     threshold: float = 0.9
     steps: int | None = None
     factor: float = 1.0

@@ -7,8 +7,11 @@ from typing import Any
 
 FAST_DLLM, DREAM, LLADA = "Fast_dLLM_Qwen", "Dream", "llada"
 LLADA2, SDAR = ("llada2_moe", "llada2_moe_veomni", "llada21_moe"), ("sdar", "sdar_moe")
+STABLE_DIFFCODER = "stable_diffcoder"
+# Architectures whose model type is that of other models.
+KINDS = {"StableDiffcoderForCausalLM": STABLE_DIFFCODER}
 MASKS = (
-    {FAST_DLLM: "|<MASK>|"}
+    {FAST_DLLM: "|<MASK>|", STABLE_DIFFCODER: "<[MASK_TOKEN]>"}
     | dict.fromkeys(LLADA2, "<|mask|>")
     | dict.fromkeys(SDAR, "<|MASK|>")
 )
@@ -38,7 +41,9 @@ class Sizes:
         """Read config.json. Raises ValueError for what the plain model does not compute."""
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         kind = config["model_type"]
-        known = (LLADA, DREAM, FAST_DLLM, *SDAR, *LLADA2)
+        for architecture in config.get("architectures") or ():
+            kind = KINDS.get(architecture, kind)
+        known = (LLADA, DREAM, FAST_DLLM, *SDAR, *LLADA2, STABLE_DIFFCODER)
         if kind not in known:
             raise ValueError(
                 f"model_type {kind!r} has no plain model; known: {', '.join(known)}."

@@ -138,6 +138,8 @@ class Text:
         low = start - start % size if self.rules.on_grid else start
         blocks = -(-(start + self.max_tokens - low) // size)
         end = min(low + blocks * size, self.max_model_len)
+        if self.rules.exact_end:
+            end = start + self.max_tokens
         return [*range(low, end, size), end]
 
     @property

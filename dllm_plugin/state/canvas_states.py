@@ -278,7 +278,8 @@ class CanvasStates:
     def bounds_np(self, slots_np: np.ndarray, start: np.ndarray) -> Bounds:
         """Return, on the host, the bounds of canvases that start at `start`."""
         layout = self.requests.layout(slots_np)
-        return bounds(layout, start, self.canvas_NC.shape[1], self.max_model_len)
+        limits = (self.canvas_NC.shape[1], self.max_model_len)
+        return bounds(layout, start, *limits, self.config.method.exact_end)
 
     def given(self, slots_R: Tensor) -> Tensor:
         """Return the canvas positions that templates give, bool ``[R, C]``."""

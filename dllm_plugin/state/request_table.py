@@ -54,7 +54,7 @@ class RequestTable:
     max_blocks     int64, block slots that a step looks at
     end            int64, absolute position where the text ends at most
     blocks_end     int64, the same of its blocks: the last one is decoded whole and trimmed, unless
-                   the context or a template ends inside it
+                   the context, a template, or by the method the text ends inside it
     policy         int32, index into POLICY_IDS
     steps          int32, denoising steps of a block
     numbers        float32 ``[N, len(COLUMNS)]``
@@ -117,7 +117,8 @@ class RequestTable:
         self.origin.np[slot] = origin
         blocks = -(-(end - origin) // request.block_length)
         last = min(origin + blocks * request.block_length, context)
-        self.blocks_end.np[slot] = last if template is None else end
+        ends_exactly = template is not None or config.method.exact_end
+        self.blocks_end.np[slot] = end if ends_exactly else last
         self.template_tail_np[slot] = NO_TEMPLATE if template is None else template.tail
         self.block_length.np[slot] = request.block_length
         stores_too = config.method.next_block and not config.dedicated_commit

@@ -1,4 +1,4 @@
-"""SDAR and LLaDA2: recorded decodes whose blocks lie on an absolute grid, prompt included."""
+"""SDAR, LLaDA2 and Stable-DiffCoder: recorded decodes on an absolute grid, prompt included."""
 
 import json
 import random
@@ -24,7 +24,9 @@ FILES = {
     "sdar": ("sdar_static", "sdar_dynamic", "sdar_sequential"),
     "sdar-moe": ("sdar_moe_static", "sdar_moe_dynamic"),
     "llada2.0": ("llada2_threshold",),
+    "stable-diffcoder": ("stable_diffcoder_quota", "stable_diffcoder_threshold"),
 }
+EXACT = ("stable-diffcoder",)  # their last block ends with the text
 SDAR_POLICIES = {
     "low_confidence_static": "low_confidence",
     "low_confidence_dynamic": "threshold",
@@ -40,7 +42,7 @@ Case = dict[str, Any]
 def cases_of(model: str) -> list[Case]:
     """All cases of all files of a checkpoint."""
     return [
-        case
+        case | {"exact": model in EXACT}
         for name in FILES[model]
         for case in json.loads((GOLDENS / f"{name}.json").read_text())["cases"]
     ]
@@ -54,14 +56,17 @@ def stops_of(case: Case) -> list[int]:
 
 
 def answer_of(case: Case) -> list[int]:
-    """To the first id that SDAR stops at: it decodes no block behind it, and keeps the masks."""
+    """To the first id that stops: SDAR keeps masks behind it, Stable-DiffCoder repeats it."""
     answer = list(case["output_ids"])
-    ends = [i for i, t in enumerate(answer) if t in case["settings"].get(STOPPING, ())]
+    stops = stops_of(case) if case["exact"] else case["settings"].get(STOPPING, ())
+    ends = [i for i, t in enumerate(answer) if t in stops]
     return answer[: ends[0] + 1] if ends else answer
 
 
 def wish(case: Case) -> Any:
     settings = case["settings"]
+    if case["exact"]:
+        return exact_wish(case)
     policy = SDAR_POLICIES[settings.get("remasking_strategy", "low_confidence_dynamic")]
     numbers: dict[str, Any] = {
         "dllm_policy": policy,
@@ -76,6 +81,19 @@ def wish(case: Case) -> Any:
     return params(len(case["output_ids"]), stop_token_ids=stops_of(case), **numbers)
 
 
+def exact_wish(case: Case) -> Any:
+    """Policy and steps per block of a reference whose last block ends with the text."""
+    settings = case["settings"]
+    block, length = settings["block_length"], settings["gen_length"]
+    numbers: dict[str, Any] = {"dllm_policy": "low_confidence"}
+    if settings["threshold"] is not None:
+        numbers["dllm_policy"] = "threshold"
+        numbers["dllm_threshold"] = settings["threshold"]
+    numbers["dllm_steps"] = settings["steps"] * block // length
+    numbers["dllm_block_length"] = block
+    return params(length, stop_token_ids=stops_of(case), **numbers)
+
+
 def denoising(case: Case) -> int:
     """Forwards of the reference that denoise; ours store a block together with the next one."""
     return sum(one["kind"] in ("denoise", "window") for one in case["forwards"])
@@ -86,6 +104,8 @@ def check(case: Case, output: Any) -> None:
     ends_inside = (
         len(answer_of(case) + case["prompt_ids"]) % case["settings"]["block_length"]
     )
+    if case["exact"]:
+        ends_inside = bool(stops_of(case))
     if ends_inside:
         # Cut behind a stop token or at `gen_length`: the rest of the block is not decoded.
         assert forwards(output) <= denoising(case), case["id"]

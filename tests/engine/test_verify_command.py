@@ -82,6 +82,8 @@ def check_same(
         ("llada2.0", []),
         ("llada2.1", []),
         ("fast-dllm-v2", []),
+        ("stable-diffcoder", []),
+        ("stable-diffcoder", ["--policy", "low_confidence", "--block-length", "8"]),
         ("fast-dllm-v2-tied", ["--policy", "topk_margin"]),
     ],
     ids=lambda value: (

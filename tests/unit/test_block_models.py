@@ -18,6 +18,7 @@ TRACES = {
     "llada21_joint": "tiny-llada2.1",
     "fast_dllm": "tiny-fast-dllm-v2",
     "fast_dllm_tied": "tiny-fast-dllm-v2-tied",
+    "stable_diffcoder_quota": "tiny-stable-diffcoder",
 }
 ALL = pytest.mark.parametrize("name", TRACES.values())
 LLADA2 = pytest.mark.parametrize("name", ["tiny-llada2.0", "tiny-llada2.1"])
@@ -97,6 +98,7 @@ def test_head_is_tied_as_configured(name, load_model, checkpoints):
         ("tiny-llada2.0", f"{LAYER}mlp.gate.expert_bias"),
         ("tiny-llada2.0", f"{LAYER}mlp.shared_experts.down_proj.weight"),
         ("tiny-fast-dllm-v2", "lm_head.weight"),
+        ("tiny-stable-diffcoder", f"{LAYER}self_attn.v_proj.weight"),
         ("tiny-fast-dllm-v2-tied", f"{LAYER}self_attn.v_proj.bias"),
     ],
 )
@@ -124,6 +126,7 @@ def test_experts_that_the_loader_leaves_to_other_ranks(checkpoint, load_model):
             f"{LAYER}mlp.experts.gate_proj",
         ),  # as dFactory merges experts
         ("tiny-fast-dllm-v2", f"{LAYER}self_attn.q_norm.weight"),
+        ("tiny-stable-diffcoder", f"{LAYER}self_attn.q_proj.bias"),
     ],
 )
 def test_surplus_weight_is_named(name, weight, checkpoint, load_model):

@@ -94,7 +94,7 @@ CHECKPOINTS = (
         "tiny-llada2.0",
         "tiny-llada2.1",
     ),
-    *("tiny-fast-dllm-v2", "tiny-fast-dllm-v2-tied"),
+    *("tiny-fast-dllm-v2", "tiny-fast-dllm-v2-tied", "tiny-stable-diffcoder"),
 )
 
 

@@ -105,7 +105,8 @@ def test_the_changed_package_knows_them(changed: Path) -> None:
     assert holders == {
         "rightmost": {
             f"{s} on {family}" for s in strategies for family in ("llada", "dream")
-        },
+        }
+        | {"block_diffusion on stable_diffcoder"},
         "nearest": {"block_diffusion on llada", "block_diffusion on dream"},
     }
     assert "reach" in fields and "ToyForDiffusionLM" in architectures

@@ -17,7 +17,7 @@ NAMES = (
         "tiny-llada2.0",
         "tiny-llada2.1",
     ),
-    *("tiny-fast-dllm-v2", "tiny-fast-dllm-v2-tied"),
+    *("tiny-fast-dllm-v2", "tiny-fast-dllm-v2-tied", "tiny-stable-diffcoder"),
 )
 ALL = pytest.mark.parametrize("name", NAMES)
 

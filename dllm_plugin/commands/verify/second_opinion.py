@@ -9,7 +9,7 @@ from dllm_plugin.config.options import Numbers
 from dllm_plugin.config.request.arguments import RequestArguments
 from dllm_plugin.config.request.parsing import request_arguments
 from dllm_plugin.reference.loops import LOOPS, decode
-from dllm_plugin.reference.rules import SUB_BLOCKS, Rules
+from dllm_plugin.reference.rules import EXACT_BLOCKS, SUB_BLOCKS, Rules
 from dllm_plugin.reference.text import Model, Result, Step, Text
 
 # Tokens that these options ban are not given to the plain loops.
@@ -75,6 +75,7 @@ def rules_of(job: Job) -> Rules:
     return Rules(
         strategy=_name(job.config),
         on_grid=job.config.family.absolute_grid,
+        exact_end=job.config.method.exact_end,
         canvas_length=job.config.canvas_length,
         **given,
     )
@@ -88,6 +89,8 @@ def _known() -> set[str]:
 
 def _name(config: DecodeConfig) -> str:
     """Return the loop of an engine's strategy."""
+    if config.method.exact_end and not config.method.full_attention:
+        return EXACT_BLOCKS
     return SUB_BLOCKS if config.dedicated_commit else config.strategy
 
 

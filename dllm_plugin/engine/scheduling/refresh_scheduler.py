@@ -74,8 +74,9 @@ class RefreshScheduler(GuidedScheduler):
             [self._layouts[r.request_id] for r in requests], dtype=np.int64
         )
         start = np.array([_start_of(r) for r in requests], dtype=np.int64)
-        canvas_length = self.decode_config.canvas_length
-        return bounds(Layout(*layouts.T), start, canvas_length, self.max_model_len)
+        config, layout = self.decode_config, Layout(*layouts.T)
+        limits = (config.canvas_length, self.max_model_len)
+        return bounds(layout, start, *limits, config.method.exact_end)
 
     # Requests come and go.
 

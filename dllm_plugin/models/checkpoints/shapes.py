@@ -65,12 +65,22 @@ def attention(name: str, config: Any, head: int, bias: bool, qk_norm: bool) -> S
 def qwen2(config: Any) -> Shapes:
     """Return the shapes of a Qwen2: query, key and value have biases, MLPs are dense."""
     head = config.hidden_size // config.num_attention_heads
+    return dense(config, head, bias=True)
+
+
+def llama(config: Any) -> Shapes:
+    """Return the shapes of a Llama: own head size, no biases, dense MLPs."""
+    return dense(config, config.head_dim, bias=False)
+
+
+def dense(config: Any, head: int, bias: bool) -> Shapes:
+    """Return the shapes of a model without query and key norms and without experts."""
     shapes = embedding_and_head(config)
     for layer in range(config.num_hidden_layers):
         block = f"model.layers.{layer}"
         shapes |= layer_norms(block, config)
         shapes |= attention(
-            f"{block}.self_attn", config, head, bias=True, qk_norm=False
+            f"{block}.self_attn", config, head, bias=bias, qk_norm=False
         )
         shapes |= gated_mlp(
             f"{block}.mlp", config.hidden_size, config.intermediate_size
