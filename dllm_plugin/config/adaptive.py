@@ -54,6 +54,11 @@ def check_adaptive(
             "under which nothing that is decided has final keys: set strategy to 'd2f' or "
             "'block_diffusion', or leave adaptive out."
         )
+    if method.exact_end:
+        raise ValueError(
+            f"{asked} is not served for {family.title} models, whose last block ends with the "
+            "text: leave adaptive out."
+        )
     policy = default_policy if options.policy == "auto" else options.policy
     if policy != "threshold":
         raise ValueError(

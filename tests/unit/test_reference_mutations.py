@@ -17,6 +17,10 @@ from dllm_plugin.reference.rules import Rules
 
 PACKAGE = "dllm_plugin.reference"
 GOLDENS = Path(__file__).parents[1] / "goldens"
+MODULES = (
+    *("proposing", "blocks", "sub_blocks", "full_attention", "exact_blocks"),
+    "widths",
+)
 PROMPT, COUNT = [30 + 7 * i % 90 for i in range(25)], 12
 
 
@@ -98,6 +102,30 @@ def on_grid(trace: str, record: dict[str, Any]) -> Case:
     return Case(model_of(model), prompt, rules, answer, None, stop)
 
 
+EXACT = {
+    "stable_diffcoder_quota": "low_confidence",
+    "stable_diffcoder_threshold": "threshold",
+}
+
+
+def exact(trace: str, record: dict[str, Any]) -> Case:
+    settings, size = record["settings"], record["settings"]["block_length"]
+    blocks = settings["gen_length"] // size
+    rules = Rules(
+        "exact_blocks",
+        EXACT[trace],
+        size,
+        canvas_length=64,
+        on_grid=True,
+        exact_end=True,
+        threshold=settings["threshold"] or 0.9,
+        steps=settings["steps"] // blocks,
+    )
+    model = model_of("stable-diffcoder")
+    prompt, answer = record["prompt_ids"], record["output_ids"]
+    return Case(model, prompt, rules, answer, None, set())
+
+
 FULL = {
     "llada_vanilla": "semi_autoregressive",
     "llada_fast_nocache": "semi_autoregressive",
@@ -146,11 +174,14 @@ def widths() -> list[Case]:
 def cases_of(trace: str) -> list[Case]:
     if trace == "widths":
         return widths()
-    read = full_attention if trace in FULL else on_grid if trace in ON_GRID else d2f
+    readers = dict.fromkeys(FULL, full_attention) | dict.fromkeys(ON_GRID, on_grid)
+    read = (readers | dict.fromkeys(EXACT, exact)).get(trace, d2f)
     records = json.loads((GOLDENS / f"{trace}.json").read_text())["cases"]
     if trace in FULL:
         apart = {"remasking", "temperature", "cfg_scale"}
         records = [r for r in records if not apart & set(r["settings"])]
+    if trace in EXACT:  # an answer that a stop token cuts does not tell where blocks end
+        records = [r for r in records if "eos_id" not in r["settings"]]
     return [read(trace, record) for record in records]
 
 
@@ -160,7 +191,7 @@ class Loops:
     def __init__(self, module: str = "", old: str = "", new: str = "") -> None:
         self.modules: dict[str, types.ModuleType] = {}
         folder = Path(reference.__file__).parent
-        for name in ("proposing", "blocks", "sub_blocks", "full_attention", "widths"):
+        for name in MODULES:
             source = (folder / f"{name}.py").read_text()
             if name == module:
                 assert source.count(old) == 1, f"{old!r} is not there once"
@@ -208,7 +239,7 @@ class Loops:
         return [(f.start, f.length, f.keys, f.new) for f in text.forwards] == wanted
 
 
-TRACES = ("d2f_llada", "d2f_dream", *ON_GRID, *FULL, "widths")
+TRACES = ("d2f_llada", "d2f_dream", *ON_GRID, *EXACT, *FULL, "widths")
 
 
 @pytest.mark.parametrize("trace", TRACES)
@@ -259,6 +290,18 @@ MUTATIONS = [
         "step = step + 9",
     ),
     ("fast_dllm", "sub_blocks", "text.predict()[-1:]", "text.predict()[-2:-1]"),
+    (
+        "stable_diffcoder_quota",
+        "exact_blocks",
+        "size, step = len(left), 0",
+        "size, step = end - start, 0",
+    ),
+    (
+        "stable_diffcoder_threshold",
+        "full_attention",
+        "if score >= limit",
+        "if score >= limit / 2",
+    ),
     (
         "llada_vanilla",
         "full_attention",
