@@ -180,7 +180,8 @@ def cases_of(trace: str) -> list[Case]:
     if trace in FULL:
         apart = {"remasking", "temperature", "cfg_scale"}
         records = [r for r in records if not apart & set(r["settings"])]
-    if trace in EXACT:  # an answer that a stop token cuts does not tell where blocks end
+    if trace in EXACT:
+        # An answer that a stop token cuts does not tell where blocks end.
         records = [r for r in records if "eos_id" not in r["settings"]]
     return [read(trace, record) for record in records]
 
