@@ -108,9 +108,9 @@ def register_convertors() -> None:
     """Register our converter for each model type that our configs have. Idempotent."""
     for config in CONFIGS:
         MODEL_ARCH_CONFIG_CONVERTORS[config.model_type] = DiffusionArchConvertor
-    for config in ADOPTED.values():
+    for adopted in ADOPTED.values():
         MODEL_ARCH_CONFIG_CONVERTORS.setdefault(
-            config.model_type, DiffusionArchConvertor
+            adopted.model_type, DiffusionArchConvertor
         )
 
 

@@ -6,13 +6,8 @@ The classes are at module level because vLLM pickles configs to its workers.
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from transformers import (
-    LlamaConfig,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers.models.llama.configuration_llama import LlamaConfig
 
 from dllm_plugin.models.checkpoints.unserved import refuse_unserved
 
