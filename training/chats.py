@@ -5,17 +5,18 @@ that the model will never understand.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
-from string import ascii_lowercase
 
 from dllm_plugin.commands.problems.generator import Problem
 from dllm_plugin.reference.tokenizer import chat_prompt
+from training.others import babble
 
 SYSTEM_SHARE = (
     0.1  # of questions; a model without such rows answers a system prompt by nothing
 )
-EARLIER_SHARE = 0.15  # of questions, and likewise
+EARLIER_SHARE = 0.25  # of questions, and likewise
+RAW_SHARE = 0.03  # of questions, which stand outside the chat template
 SENTENCES = (
     "You are a helpful assistant.",
     "You are a careful assistant who solves word problems.",
@@ -32,29 +33,22 @@ SENTENCES = (
 
 @dataclass(frozen=True)
 class Row:
-    """Hold one row of training: what is asked, in which chat, and how much of the answer is given.
+    """Store one row of training: what is asked, in which chat, and the answer's given part.
 
-    `given` counts leading answer tokens that are never masked.
+    `given` counts leading answer tokens that are never masked; `raw` rows have no chat.
     """
 
     asked: Problem
     given: int = 0
     system: str | None = None
     earlier: tuple[tuple[str, str], ...] = ()
+    raw: bool = False
 
     def prompt(self) -> str:
-        """Apply the chat template."""
+        """Apply the chat template, except to a raw row."""
+        if self.raw and self.asked.question:
+            return self.asked.question
         return chat_prompt(self.asked.question, self.system, self.earlier)
-
-
-def babble(rng: Random) -> str:
-    """Write a short text of random letters."""
-    words = [
-        "".join(rng.choices(ascii_lowercase, k=rng.randint(1, 8)))
-        for _ in range(rng.randint(1, 6))
-    ]
-    text = rng.choice((" ", " ", "\n")).join(words) + rng.choice((".", "?", "!", ""))
-    return text.capitalize() if rng.random() < 0.7 else text
 
 
 def system_prompt(rng: Random) -> str:
@@ -68,9 +62,9 @@ def system_prompt(rng: Random) -> str:
 def earlier_turns(
     rng: Random, problems: Sequence[Problem]
 ) -> tuple[tuple[str, str], ...]:
-    """Write one or two turns, each of another problem or of random letters."""
+    """Write one to three turns, each of another row's question or of random letters."""
     turns = []
-    for _ in range(rng.choice((1, 1, 1, 2))):
+    for _ in range(rng.choice((1, 1, 1, 2, 2, 3))):
         if problems and rng.random() < 0.7:
             one = rng.choice(problems)
             turns.append((one.question, one.answer))
@@ -80,7 +74,7 @@ def earlier_turns(
 
 
 def in_a_chat(row: Row, number: int, others: Sequence[Problem]) -> Row:
-    """Put some rows behind a system prompt, some behind earlier turns; most stay as they are."""
+    """Put some rows after a system prompt, some after earlier turns; most stay as they are."""
     rng = Random(number)
     which = rng.random()
     if which < SYSTEM_SHARE:
@@ -88,4 +82,4 @@ def in_a_chat(row: Row, number: int, others: Sequence[Problem]) -> Row:
     if which < SYSTEM_SHARE + EARLIER_SHARE:
         system = system_prompt(rng) if rng.random() < 0.3 else None
         return Row(row.asked, row.given, system, earlier_turns(rng, others))
-    return row
+    return replace(row, raw=which >= 1 - RAW_SHARE)

@@ -7,8 +7,9 @@ Tensor suffixes: N problems, B sequences of a batch, T positions. A sequence is
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, pairwise
 from multiprocessing import get_context
+from random import Random
 
 import torch
 from tokenizers import Tokenizer
@@ -19,6 +20,7 @@ from dllm_plugin.commands.problems.generator import Problem, ask_in_json, proble
 from dllm_plugin.reference.tokenizer import EOS, MASK, token_id
 from training.chats import Row, in_a_chat
 from training.model import PADDING_BLOCK
+from training.others import REPLY, other, politely, short_problem
 
 BLOCK_SIZES = (8, 16, 32, 32, 64)
 EOS_PADDING_WEIGHT = (
@@ -26,24 +28,21 @@ EOS_PADDING_WEIGHT = (
 )
 LATER_BLOCK_WEIGHT = 0.3  # blocks after the one that is being decoded
 SMALLEST_RATIO = 0.03  # the loss divides by the mask ratio
-LENGTHS = (
-    208,
-    336,
-)  # positions per sequence; the second holds canvases of about 260, and chats
+# Positions per sequence; the second holds canvases of about 260 and chats, the third long prompts.
+LENGTHS = (208, 336, 960)
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Hold tokenised problems on one device: ids (0 beyond the length) and lengths."""
+    """Store tokenised rows on one device: int16 ids (0 beyond the length) and lengths."""
 
     prompts_NP: Tensor
     prompt_lens_N: Tensor
     responses_NR: Tensor  # answer and one EOS
     response_lens_N: Tensor
     given_N: Tensor  # leading answer tokens that are never masked
-    short_S: Tensor  # rows that fit the first of LENGTHS
-    long_L: Tensor  # rows that fit the second alone; what fits neither is never picked
-    num_problems: int  # rows less those that ask a problem again
+    rows_of: tuple[Tensor, ...]  # for each of LENGTHS the rows that fit no shorter one
+    num_problems: int  # rows less those that ask a problem again or ask no problem
     eos: int
     mask: int
 
@@ -95,8 +94,27 @@ def forms(problems: Iterable[Problem]) -> Iterator[Row]:
             yield Row(replace(asked, question=p.question), given=1)
 
 
+def with_others(rows: Iterable[Row], share: float, held_out: set[str]) -> Iterator[Row]:
+    """Mix other prompts into the rows, until they are `share` of all.
+
+    Some problems have words of a person before them, and some have only one step, so that only
+    what is no problem gets the reply to other prompts.
+    """
+    for number, row in enumerate(rows):
+        rng = Random(f"others {number}")
+        kind = rng.random()
+        if kind < 0.05:
+            yield replace(row, asked=politely(rng, row.asked))
+        else:
+            yield row
+        if kind > 0.97:
+            yield Row(short_problem(rng))
+        while rng.random() < share:
+            yield Row(other(rng, held_out))
+
+
 def with_chats(rows: Iterable[Row]) -> Iterator[Row]:
-    """Put some rows behind a system prompt or earlier turns, which are made of rows before them."""
+    """Put some rows after a system prompt or earlier turns, which are made of rows before them."""
     recent: deque[Problem] = deque(maxlen=200)
     for number, row in enumerate(rows):
         yield in_a_chat(row, number, recent)
@@ -106,58 +124,64 @@ def with_chats(rows: Iterable[Row]) -> Iterator[Row]:
 def make_dataset(
     rows: Iterable[Row], tokenizer: Tokenizer, device: torch.device
 ) -> Dataset:
-    """Tokenise rows, 20,000 at a time, into padded int64 tensors on `device`."""
+    """Tokenise rows, 20,000 at a time, into padded int16 tensors on `device`.
+
+    Rows longer than the last of LENGTHS are left out.
+    """
     prompts: list[Tensor] = []
     responses: list[Tensor] = []
     given: list[int] = []
     num_problems = 0
     source = iter(rows)
     while chunk := list(islice(source, 20_000)):
-        for encoded in tokenizer.encode_batch_fast([row.prompt() for row in chunk]):
-            prompts.append(torch.tensor(encoded.ids, dtype=torch.int16))
-        for encoded in tokenizer.encode_batch_fast(
-            [row.asked.answer + EOS for row in chunk]
-        ):
-            responses.append(torch.tensor(encoded.ids, dtype=torch.int16))
-        given += [row.given for row in chunk]
-        num_problems += sum(not row.asked.in_json for row in chunk)
+        asked = tokenizer.encode_batch_fast([row.prompt() for row in chunk])
+        answers = [row.asked.answer + EOS for row in chunk]
+        answered = tokenizer.encode_batch_fast(answers)
+        for row, prompt, response in zip(chunk, asked, answered, strict=True):
+            if len(prompt.ids) + len(response.ids) > LENGTHS[-1]:
+                continue
+            prompts.append(torch.tensor(prompt.ids, dtype=torch.int16))
+            responses.append(torch.tensor(response.ids, dtype=torch.int16))
+            given.append(row.given)
+            num_problems += not (row.asked.in_json or row.asked.answer == REPLY)
 
     def pad(rows: list[Tensor]) -> Tensor:
-        return pad_sequence(rows, batch_first=True).long().to(device)
+        return pad_sequence(rows, batch_first=True).to(device)
 
     def lengths(rows: list[Tensor]) -> Tensor:
         return torch.tensor([len(r) for r in rows], device=device)
 
     prompt_lens_N, response_lens_N = lengths(prompts), lengths(responses)
     needed_N = prompt_lens_N + response_lens_N
-    short_N = needed_N <= LENGTHS[0]
+    rows_of = []
+    for shorter, length in pairwise((0, *LENGTHS)):
+        fit_N = (needed_N > shorter) & (needed_N <= length)
+        rows_of.append(fit_N.nonzero()[:, 0])
     return Dataset(
         pad(prompts),
         prompt_lens_N,
         pad(responses),
         response_lens_N,
         torch.tensor(given, device=device),
-        short_N.nonzero()[:, 0],
-        (~short_N & (needed_N <= LENGTHS[1])).nonzero()[:, 0],
+        tuple(rows_of),
         num_problems,
         token_id(tokenizer, EOS),
         token_id(tokenizer, MASK),
     )
 
 
-def pick_rows(data: Dataset, count: int, long: bool, rng: torch.Generator) -> Tensor:
-    """Pick rows for a batch; of a long one, every second one is a row that fits no other."""
+def pick_rows(data: Dataset, count: int, which: int, rng: torch.Generator) -> Tensor:
+    """Pick rows for a batch of `LENGTHS[which]`: half fit no shorter one, half fit the first."""
 
     def pick(rows: Tensor, count: int) -> Tensor:
         return rows[
             torch.randint(len(rows), (count,), generator=rng, device=rng.device)
         ]
 
-    if not long or not len(data.long_L):
-        return pick(data.short_S, count)
-    return torch.cat(
-        [pick(data.long_L, count // 2), pick(data.short_S, count - count // 2)]
-    )
+    short_S, long_L = data.rows_of[0], data.rows_of[which]
+    if not which or not len(long_L):
+        return pick(short_S, count)
+    return torch.cat([pick(long_L, count // 2), pick(short_S, count - count // 2)])
 
 
 def _choose(values: tuple[int, ...], like_B: Tensor, rng: torch.Generator) -> Tensor:
@@ -213,12 +237,13 @@ def make_batch(
     offset = at - prompt_B  # position inside the canvas
     in_canvas = (offset >= 0) & (offset < answer_B + spare_B)
     in_answer = (offset >= 0) & (offset < answer_B)
-    ids = data.prompts_NP[rows_B].gather(
-        1, at.expand(len(rows_B), -1).clamp(max=data.prompts_NP.shape[1] - 1)
+    prompts, responses = (
+        data.prompts_NP[rows_B].long(),
+        data.responses_NR[rows_B].long(),
     )
-    answers = data.responses_NR[rows_B].gather(
-        1, offset.clamp(0, data.responses_NR.shape[1] - 1)
-    )
+    last = prompts.shape[1] - 1
+    ids = prompts.gather(1, at.expand(len(rows_B), -1).clamp(max=last))
+    answers = responses.gather(1, offset.clamp(0, responses.shape[1] - 1))
     targets = torch.where(offset < 0, ids, torch.where(in_answer, answers, data.eos))
 
     size_B = _choose((16, 16, 16, 32) if adapter else BLOCK_SIZES, rows_B, rng)[:, None]

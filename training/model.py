@@ -147,3 +147,9 @@ def load_weights(folder: Path) -> dict[str, Tensor]:
     """Load checkpoint weights as float32."""
     stored = load_file(folder / "model.safetensors")
     return {name: tensor.float() for name, tensor in stored.items()}
+
+
+def load_adapter(folder: Path) -> dict[str, Tensor]:
+    """Load an adapter's matrices as float32."""
+    stored = load_file(folder / "adapter_model.safetensors")
+    return {name: tensor.float() for name, tensor in stored.items()}

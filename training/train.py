@@ -2,9 +2,10 @@
 
     python -m training.train --out OUT --report REPORT --seed 0
 
-Run it from the repository root. Phase 1 trains the base: masked-diffusion SFT under full and
-block-causal attention. Phase 2 trains the adapter as D2F does: block-causal attention, rising mask
-ratios, and as targets the data and the frozen base under full attention.
+Run it from the repository root. `--base` starts from the weights and the adapter of a checkpoint.
+Phase 1 trains the base: masked-diffusion SFT under full and block-causal attention. Phase 2 trains
+the adapter as D2F does: block-causal attention, rising mask ratios, and as targets the data and the
+frozen base under full attention.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -39,20 +41,25 @@ from training.data import (
     pick_rows,
     unseen,
     with_chats,
+    with_others,
 )
 from training.model import (
     PADDING_BLOCK,
     Shape,
     Weights,
     forward,
+    load_adapter,
     load_weights,
     merge_adapter,
 )
+from training.others import unseen_prompts
 from training.report import CURVE, NUMBERS, plot_losses, read_numbers, write_numbers
 from training.scores import add_scores
 from training.tokenizer import build_tokenizer, save_tokenizer
 
 LONG_EVERY = 8  # every eighth step uses the second length, with fewer sequences
+LONGEST_EVERY = 32  # and every fourth of those the third length
+SAVE_EVERY = 100  # steps
 PHASES = ("base", "d2f")
 Loss = Callable[[Batch], Tensor]
 Curve = list[tuple[int, float]]
@@ -68,7 +75,7 @@ def parse_args() -> argparse.Namespace:
         "--report", type=Path, required=True, help="folder for JSON and loss curve"
     )
     parser.add_argument(
-        "--base", type=Path, help="trained base: only its adapter is trained"
+        "--base", type=Path, help="checkpoint to start from, with its adapter in d2f"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -80,6 +87,9 @@ def parse_args() -> argparse.Namespace:
         help="optimiser steps of the base phase and of the adapter phase",
     )
     parser.add_argument("--problems", type=int, default=500_000)
+    parser.add_argument(
+        "--others", type=float, default=0.35, help="share of prompts of other kinds"
+    )
     parser.add_argument("--eval-problems", type=int, default=500)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--rows", type=int, default=384, help="batch size")
@@ -89,6 +99,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--alpha", type=int, default=32)
     parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument(
+        "--bf16-on-cpu", action="store_true", help="for CPUs with bfloat16 units"
+    )
     return parser.parse_args()
 
 
@@ -99,6 +112,7 @@ def run_phase(
     data: Dataset,
     args: argparse.Namespace,
     rng: torch.Generator,
+    save: Callable[[], None],
 ) -> Curve:
     """Train one phase with AdamW and linear decay; return (step, mean loss) points."""
     which = PHASES.index(name)
@@ -117,12 +131,12 @@ def run_phase(
     for step in bar:
         for group in optimizer.param_groups:
             group["lr"] = rate * min(1.0, (step + 1) / 200) * (1 - step / steps)
-        long = step % LONG_EVERY == LONG_EVERY - 1
-        rows = (
-            max(8, args.rows * LENGTHS[0] // LENGTHS[1] // 8 * 8) if long else args.rows
-        )
-        picks = pick_rows(data, rows, long, rng)
-        batch = make_batch(data, picks, LENGTHS[long], name == "d2f", rng)
+        which = int((step + 1) % LONG_EVERY == 0) + int((step + 1) % LONGEST_EVERY == 0)
+        rows = args.rows
+        if which:
+            rows = max(8, args.rows * LENGTHS[0] // LENGTHS[which] // 8 * 8)
+        picks = pick_rows(data, rows, which, rng)
+        batch = make_batch(data, picks, LENGTHS[which], name == "d2f", rng)
         loss = loss_of(batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(params, 1.0)
@@ -133,6 +147,9 @@ def run_phase(
             curve.append((step + 1, recent.item() / 50))
             recent.zero_()
             bar.set_postfix(loss=f"{curve[-1][1]:.4f}", refresh=False)
+        if (step + 1) % SAVE_EVERY == 0:
+            save()
+    save()
     print(f"{name}: {steps} steps in {time.monotonic() - begin:.0f} s", flush=True)
     return curve
 
@@ -145,17 +162,14 @@ def cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
     return (losses * batch.weights.flatten()).sum() / batch.scale
 
 
-def mixed_precision(batch: Batch) -> torch.autocast:
-    """Return the context of a forward: bfloat16 on a GPU, which many CPUs lack."""
-    kind = batch.inputs.device.type
-    return torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda")
-
-
-def base_loss(weights: Weights, shape: Shape, run: Callable[..., Tensor]) -> Loss:
+def base_loss(
+    weights: Weights, shape: Shape, run: Callable[..., Tensor], bf16: bool
+) -> Loss:
     """Return LLaDA's SFT loss for the base weights."""
 
     def loss(batch: Batch) -> Tensor:
-        with mixed_precision(batch):
+        kind = batch.inputs.device.type
+        with torch.autocast(kind, torch.bfloat16, enabled=bf16):
             logits = run(weights, shape, batch.inputs, batch.blocks)
         return cross_entropy(logits, batch)
 
@@ -168,11 +182,13 @@ def d2f_loss(
     scale: float,
     shape: Shape,
     run: Callable[..., Tensor],
+    bf16: bool,
 ) -> Loss:
     """Return D2F's loss: cross entropy to the data plus KL to the base under full attention."""
 
     def loss(batch: Batch) -> Tensor:
-        with mixed_precision(batch):
+        kind = batch.inputs.device.type
+        with torch.autocast(kind, torch.bfloat16, enabled=bf16):
             padding = batch.blocks == PADDING_BLOCK
             with torch.no_grad():
                 wanted = run(weights, shape, batch.inputs, padding.long())
@@ -207,7 +223,8 @@ def prepare(
     tokenizer = build_tokenizer(text for p in sample for text in (p.question, p.answer))
     save_tokenizer(tokenizer, args.out)
     fresh = unseen(make_problems(train_seeds(args.problems), processes), held_out)
-    return tokenizer, make_dataset(with_chats(forms(fresh)), tokenizer, device)
+    rows = with_chats(with_others(forms(fresh), args.others, set(unseen_prompts())))
+    return tokenizer, make_dataset(rows, tokenizer, device)
 
 
 def train(
@@ -219,23 +236,33 @@ def train(
     shape = Shape()
     run = forward if args.no_compile else torch.compile(forward, dynamic=False)
 
+    bf16 = device.type == "cuda" or args.bf16_on_cpu
+    start: Weights = initial_weights(shape, cpu_rng)
+    if args.base is not None:
+        start = load_weights(args.base)
+    base = trainable(start, device)
+
     curves = {}
-    if args.base is None:
-        base = trainable(initial_weights(shape, cpu_rng), device)
-        loss = base_loss(base, shape, run)
-        curves["base"] = run_phase("base", list(base.values()), loss, data, args, rng)
+    if args.steps[0]:
+        loss = base_loss(base, shape, run, bf16)
+        save = partial(save_base, args.out, base, shape, tokenizer)
+        params = list(base.values())
+        curves["base"] = run_phase("base", params, loss, data, args, rng, save)
     else:
-        base = {n: t.to(device) for n, t in load_weights(args.base).items()}
+        save_base(args.out, base, shape, tokenizer)
         if (args.report / NUMBERS).exists():
             curves["base"] = read_numbers(args.report)["curves"]["base"]
-    save_base(args.out, base, shape, tokenizer)
     write_numbers(args.report, {"curves": curves})
 
     frozen = {n: t.to(device) for n, t in load_weights(args.out).items()}
-    adapter = trainable(initial_adapter(frozen, args.rank, cpu_rng), device)
-    loss = d2f_loss(frozen, adapter, args.alpha / args.rank, shape, run)
-    curves["d2f"] = run_phase("d2f", list(adapter.values()), loss, data, args, rng)
-    save_adapter(args.out / "d2f", adapter, args.rank, args.alpha)
+    start = initial_adapter(frozen, args.rank, cpu_rng)
+    if args.base is not None and (args.base / "d2f").is_dir():
+        start = load_adapter(args.base / "d2f")
+    adapter = trainable(start, device)
+    loss = d2f_loss(frozen, adapter, args.alpha / args.rank, shape, run, bf16)
+    save = partial(save_adapter, args.out / "d2f", adapter, args.rank, args.alpha)
+    params = list(adapter.values())
+    curves["d2f"] = run_phase("d2f", params, loss, data, args, rng, save)
     return curves
 
 

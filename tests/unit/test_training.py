@@ -2,6 +2,7 @@
 
 from itertools import islice
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ from training.data import (
     make_dataset,
     pick_rows,
     with_chats,
+    with_others,
 )
+from training.others import REPLY, other, unseen_prompts
 from training.report import score_table, shortfalls
 from training.tokenizer import SPECIAL_TOKENS, build_tokenizer
 
@@ -80,11 +83,14 @@ def test_some_rows_stand_in_a_chat(tokenizer: Tokenizer) -> None:
         text = template.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=False
         )
+        if row.raw:
+            text = row.asked.question
         ids = data.prompts_NP[number, : data.prompt_lens_N[number]].tolist()
         assert ids == tokenizer.encode(text).ids
     behind_turns = [row for row in rows if row.earlier]
-    assert 400 < len(behind_turns) < 500 and any(row.system for row in behind_turns)
-    assert 350 < sum(row.system is not None for row in rows) < 500
+    assert 650 < len(behind_turns) < 850 and any(row.system for row in behind_turns)
+    assert 400 < sum(row.system is not None for row in rows) < 600
+    assert 50 < sum(row.raw for row in rows) < 130
 
 
 def test_long_rows_come_in_long_batches_alone(tokenizer: Tokenizer) -> None:
@@ -92,16 +98,39 @@ def test_long_rows_come_in_long_batches_alone(tokenizer: Tokenizer) -> None:
         islice(with_chats(forms(SAMPLE)), 2000), tokenizer, torch.device("cpu")
     )
     needed = data.prompt_lens_N + data.response_lens_N
-    assert needed[data.short_S].max() <= LENGTHS[0] < needed[data.long_L].min()
-    assert needed[data.long_L].max() <= LENGTHS[1] and len(data.long_L) > 40
-    assert len(data.short_S) + len(data.long_L) > 0.95 * len(data)
+    assert sum(map(len, data.rows_of)) == len(data) <= 2000
     rng = torch.Generator().manual_seed(0)
-    assert needed[pick_rows(data, 64, False, rng)].max() <= LENGTHS[0]
-    long = pick_rows(data, 64, True, rng)
-    assert (needed[long] > LENGTHS[0]).sum() == 32
-    batch = make_batch(data, long, LENGTHS[1], False, rng)
-    ends = (needed[long] - 1)[:, None]
-    assert (batch.targets.gather(1, ends) == data.eos).all()
+    assert needed[pick_rows(data, 64, 0, rng)].max() <= LENGTHS[0]
+    for which in (1, 2):
+        rows, shorter = needed[data.rows_of[which]], LENGTHS[which - 1]
+        assert shorter < rows.min() and rows.max() <= LENGTHS[which] and len(rows) > 10
+        long = pick_rows(data, 64, which, rng)
+        assert (needed[long] > shorter).sum() == 32
+        batch = make_batch(data, long, LENGTHS[which], False, rng)
+        ends = (needed[long] - 1)[:, None]
+        assert (batch.targets.gather(1, ends) == data.eos).all()
+
+
+def test_prompts_of_other_kinds() -> None:
+    """They get one sentence; none of the evaluation's is among them, and problems stay."""
+    held_out = set(unseen_prompts())
+    assert len(held_out) == 200
+    plain = list(islice(forms(SAMPLE), 2000))
+    rows = list(with_others(plain, 0.35, held_out))
+    others = [row.asked.question for row in rows if row.asked.answer == REPLY]
+    assert 0.3 < len(others) / len(rows) < 0.4
+    assert len(set(others)) > 0.9 * len(others) and not held_out & set(others)
+    problems = [row.asked for row in rows if row.asked.answer != REPLY]
+    asked = [one.question for one in problems]
+    assert sum(row.asked.question in asked for row in plain) > 1800
+    assert not set(others) & set(asked)
+    assert all(one.is_right(one.answer) for one in problems)
+
+
+def test_held_out_prompts_are_left_out() -> None:
+    rng = Random(0)
+    made = {other(rng, set()).question for _ in range(300)}
+    assert not made & {other(Random(0), made).question}
 
 
 def test_a_run_is_held_to_its_scores() -> None:
