@@ -23,7 +23,7 @@ def begins_levels(text: str) -> bool:
 
 def is_long_text(text: str) -> bool:
     """Judge 60 letters, or as many as fit: with what it lacks it is a whole text."""
-    lacking = "" if text.endswith('"}') else "x" * 60 + '"}'
+    lacking = "" if re.search(r'"\s*}\s*$', text) else "x" * 60 + '"}'
     return bool(schema_case("long_text").judge(text + lacking))
 
 

@@ -45,8 +45,8 @@ def spin_briefly() -> None:
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return keyword arguments for ``vllm.LLM`` from the model and decode options of a command.
 
-    The bundled model gets its adapter if the strategy is D2F or `auto`. Raises ValueError for a
-    wrong decode option, before anything heavy is imported.
+    The bundled model gets its adapter if the strategy is D2F. Raises ValueError for a wrong decode
+    option, before anything heavy is imported.
     """
     dllm = given_options(args, DECODE_OPTIONS)
     engine_names = ("dtype", "gpu_memory_utilization")
@@ -65,7 +65,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def uses_adapter(strategy: str | None) -> bool:
     """Return whether the bundled model decodes by this strategy with its adapter."""
-    return (strategy or "auto") in ADAPTED_STRATEGIES
+    return strategy in ADAPTED_STRATEGIES
 
 
 def bundled_options(dllm: dict[str, Any]) -> dict[str, Any]:

@@ -29,8 +29,8 @@ from dllm_plugin.config.options import OPTIONS, Options
 
 HELP = (
     "Serves a diffusion language model over HTTP. Without MODEL it serves the bundled model "
-    "with its D2F adapter under the name 'diffuplug'. Every option of `vllm serve` is taken, "
-    "too: `diffuplug serve --help=all` lists them."
+    "under the name 'diffuplug', by --strategy d2f with its D2F adapter. Every option of "
+    "`vllm serve` is taken, too: `diffuplug serve --help=all` lists them."
 )
 CONFIG, SECTION = "--additional-config", "dllm"
 ENDPOINTS = "diffuplug_api"

@@ -134,4 +134,4 @@ POLICY_NAMES = (
     "joint_threshold",
 )
 # Strategies for which the bundled model takes its adapter.
-ADAPTED_STRATEGIES = ("auto", D2F)
+ADAPTED_STRATEGIES = (D2F,)

@@ -1,6 +1,5 @@
 """Engine tests run vLLM itself. Engines live in this process, one at a time."""
 
-import json
 import os
 from collections.abc import Iterator
 from functools import cache
@@ -145,10 +144,8 @@ def client(tiny_server: Server) -> Iterator[httpx.Client]:
 def bundled_server(
     template: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """A server of the bundled model by D2F, which calls tools."""
-    dllm = {"strategy": "d2f", "lora_path": default_model.adapter_path()}
-    options = [f"--additional-config={json.dumps({'dllm': dllm})}"]
-    options += ["--served-model-name", "tiny", "diffuplug", "--max-model-len=512"]
+    """A server of the bundled model as README starts it, which calls tools."""
+    options = ["--served-model-name", "tiny", "diffuplug", "--max-model-len=512"]
     options += ["--max-num-seqs=64", f"--kv-cache-memory-bytes={256 << 20}"]
     options += ["--enable-auto-tool-choice", "--tool-call-parser=hermes"]
     log, model = tmp_path_factory.mktemp("bundled") / "log", default_model.path()

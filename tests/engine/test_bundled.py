@@ -217,7 +217,8 @@ def test_accuracy_by_width(tmp_path: Path) -> None:
 
 
 def test_doctor_says_which_width_a_load_would_get() -> None:
-    command = [PYTHON, "-m", "dllm_plugin.commands.cli", "doctor", "--requests"]
+    doctor = [PYTHON, "-m", "dllm_plugin.commands.cli", "doctor"]
+    command = [*doctor, "--strategy", "d2f", "--requests"]
     found = [
         int(
             re.search(

@@ -5,16 +5,12 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from documented import ROOT
-from processes import Server, serving
-
-from dllm_plugin import default_model
+from processes import Server
 
 pytestmark = pytest.mark.slow
 
@@ -52,16 +48,9 @@ answer = OpenAI(base_url="URL/v1", api_key="none").completions.create(
 }
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Full attention, which sees what stands behind a gap."""
-    log, model = tmp_path_factory.mktemp("fim") / "log", Path(default_model.path())
-    options = (
-        "--served-model-name=diffuplug",
-        '--additional-config={"dllm": {"strategy": "dual_cache"}}',
-    )
-    with serving(log, *options, model=model) as server:
-        yield server
+@pytest.fixture
+def server(bundled_server: Server) -> Server:
+    return bundled_server
 
 
 def run(program: str, package: str) -> str:

@@ -24,7 +24,6 @@ from dllm_plugin.commands import cli, models, phases, serve, server
 from dllm_plugin.commands.offline import (
     collecting_later,
     engine_options,
-    uses_adapter,
 )
 from dllm_plugin.commands.options import check_spelling, flag_of
 from dllm_plugin.config.options import OPTIONS
@@ -355,18 +354,18 @@ def test_bundled_model_is_the_default() -> None:
     args = cli.build_parser().parse_args(["generate", "x"])
     options = engine_options(args)
     assert options["model"] == default_model.path()
-    assert options["additional_config"] == {
-        "dllm": {"lora_path": default_model.adapter_path()}
-    }
+    assert options["additional_config"] == {"dllm": {}}
 
 
-def test_bundled_model_without_its_adapter() -> None:
-    args = cli.build_parser().parse_args(
-        ["generate", "x", "--strategy", "block_diffusion"]
-    )
-    assert engine_options(args)["additional_config"] == {
-        "dllm": {"strategy": "block_diffusion"}
-    }
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_bundled_model_by_a_strategy(strategy: str) -> None:
+    """It gets its adapter for the strategy that uses it in the table of methods."""
+    args = cli.build_parser().parse_args(["generate", "x", "--strategy", strategy])
+    dllm = {"strategy": strategy}
+    method, _ = choose_method(strategy, LLADA, adapted=True)
+    if method.uses_adapter:
+        dllm["lora_path"] = default_model.adapter_path()
+    assert engine_options(args)["additional_config"] == {"dllm": dllm}
 
 
 def served(*arguments: str) -> list[str]:
@@ -423,7 +422,7 @@ def test_serve_takes_the_model_as_an_option(option: list[str]) -> None:
 def test_serve_without_a_model_fills_in_the_bundled_one() -> None:
     arguments = served()
     assert arguments[0] == default_model.path()
-    assert section_of(arguments) == {"lora_path": default_model.adapter_path()}
+    assert "--additional-config" not in arguments
 
 
 @pytest.mark.parametrize(
@@ -460,22 +459,15 @@ def test_serve_takes_our_options_as_flags(
     assert section_of(served(TINY, *flags)) == section
 
 
-def test_flags_add_to_the_bundled_adapter() -> None:
+def test_flags_choose_the_bundled_adapter() -> None:
     adapter = {"lora_path": default_model.adapter_path()}
-    assert section_of(served("--threshold", "0.5")) == adapter | {"threshold": 0.5}
+    assert section_of(served("--threshold", "0.5")) == {"threshold": 0.5}
     assert section_of(served("--strategy", "dual_cache")) == {"strategy": "dual_cache"}
     assert section_of(served("--strategy", "d2f")) == adapter | {"strategy": "d2f"}
 
 
 def test_names_that_are_known_without_torch() -> None:
     assert {"strategy": ("auto", *STRATEGIES), "policy": ("auto", *POLICIES)} == NAMES
-
-
-@pytest.mark.parametrize("strategy", ["auto", *STRATEGIES])
-def test_what_uses_the_bundled_adapter(strategy: str) -> None:
-    """As the table of methods has it, which only code with torch can read."""
-    method, _ = choose_method(strategy, LLADA, adapted=True)
-    assert uses_adapter(strategy) is method.uses_adapter
 
 
 @pytest.mark.parametrize(
