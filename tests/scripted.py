@@ -217,6 +217,7 @@ class Loop:
             None,
             prefill_token_ids=text,
         )
+        self.req_states.prefill_len.np[run.slot] = len(text)
         self.req_states.all_token_ids.gpu[run.slot, : len(text)] = _ids(text)
         self.states.remove_request(
             run.req_id

@@ -22,7 +22,6 @@ from dllm_plugin.config.request.arguments import TARGETS, TEMPLATE, RequestArgum
 from dllm_plugin.config.request.case import Case
 from dllm_plugin.config.request.checks import (
     PENALTIES,
-    REFUSED,
     check_allowed,
     check_bad_words,
     check_fits,
@@ -79,15 +78,14 @@ class RequestRules(LogitsProcessor):
 def leave_out_penalties(model_config: ModelConfig) -> None:
     """Drop the checkpoint's penalties from the defaults of requests, with a warning.
 
-    The models' own loops apply none, and a request that asks for none has to be served.
+    The models' own loops apply none; a request may ask for its own.
     """
     if model_config.generation_config == "vllm":
         return
     stored = model_config.try_get_generation_config()
     override = model_config.override_generation_config
     dropped = []
-    for name in PENALTIES:
-        neutral, _ = REFUSED[name]
+    for name, neutral in PENALTIES.items():
         if name in override or stored.get(name) in (None, neutral):
             continue
         override[name] = None

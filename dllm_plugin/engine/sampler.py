@@ -258,7 +258,8 @@ class DiffusionSampler:
         carry_NV = self.rows.carry_NV if isinstance(self.rows, CanvasRows) else None
         with_automata = not no_automata(self.states.config)
         self.proposer.warm_up(logits, carry_NV, with_automata)
-        for rows_XV in (logits, carry_NV):
+        # Penalised rows are float32 copies.
+        for rows_XV in (logits, carry_NV, logits[:1].to(torch.float32)):
             if rows_XV is not None and with_automata:
                 self.features.automata.warm_up(rows_XV)
         if carry_NV is not None:

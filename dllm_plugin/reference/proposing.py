@@ -1,5 +1,7 @@
 """Propose a token for each position, and score the positions."""
 
+from collections import Counter
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,7 @@ from dllm_plugin.reference.numbers import (
     counter_uniforms,
 )
 from dllm_plugin.reference.rules import EXACT_BLOCKS, FULL_ATTENTION
-from dllm_plugin.reference.text import Proposal, Text
+from dllm_plugin.reference.text import FILL, Proposal, Text
 
 Proposals = dict[int, Proposal]
 UNTEMPERED = (*FULL_ATTENTION, EXACT_BLOCKS)
@@ -20,12 +22,13 @@ def propose(text: Text, logits: Tensor, positions: list[int], step: int) -> Prop
     """Propose a token for positions by their logits ``[N, V]``.
 
     `step` selects the random numbers. Loops of LLaDA and Stable-DiffCoder read
-    confidences before temperature, all other loops after temperature and filters.
+    confidences before temperature, all other loops after temperature and filters; all
+    read them after penalties.
     """
     if not positions:
         return {}
     rules, raw = text.rules, logits
-    logits = _without(logits, [text.model.mask_id])
+    logits = _penalise(text, _without(logits, [text.model.mask_id]))
     if rules.logits_eos_inf:
         logits = _without(logits, [rules.eos])
     is_tempered = text.model.shift or rules.strategy not in UNTEMPERED
@@ -71,6 +74,34 @@ def _without(logits: Tensor, tokens: list[int]) -> Tensor:
     """Return logits in which tokens have no probability."""
     logits = logits.clone()
     logits[:, tokens] = float("-inf")
+    return logits
+
+
+def _penalise(text: Text, logits: Tensor) -> Tensor:
+    """Return logits in which tokens that the text has already are less likely.
+
+    A template is part of the prompt here. Positions decided so far count, however far
+    to the right; a token there counts as often as it stands there.
+    """
+    rules, start = text.rules, len(text.prompt)
+    penalties = (rules.presence_penalty, rules.frequency_penalty)
+    if rules.repetition_penalty == 1.0 and penalties == (0.0, 0.0):
+        return logits
+    given = dict(enumerate(text.template or [], start))
+    known, counts = set(text.prompt), Counter[int]()
+    for position, token in enumerate(text.tokens[start:], start):
+        if given.get(position, FILL) != FILL:
+            known.add(token)
+        elif token != text.model.mask_id:
+            counts[token] += 1
+    logits = logits.clone()
+    for token in known | set(counts):
+        scale = rules.repetition_penalty
+        column = logits[:, token]
+        logits[:, token] = torch.where(column > 0, column / scale, column * scale)
+    for token, count in counts.items():
+        presence, frequency = penalties
+        logits[:, token] -= presence + frequency * count
     return logits
 
 

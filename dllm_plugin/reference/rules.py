@@ -17,6 +17,8 @@ FAR = 10**9  # more positions than any text has
 class Rules:
     """Store the options of one text; each is that of a request as ``dllm_NAME``.
 
+    The penalties are vLLM's own parameters of a request, as are `temperature` and `seed`.
+
     Not an option of a request: `strategy`, a key of `LOOPS`; `on_grid`, whether blocks
     start at multiples of their length instead of at the end of the prompt; `exact_end`,
     whether the last block ends with the answer; `widths`,
@@ -42,6 +44,9 @@ class Rules:
     eps: float = 1e-3
     temperature: float = 0.0
     seed: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     alg_temp: float | None = None

@@ -196,6 +196,7 @@ class CanvasRows:
             np.arange(canvases),
             batch.idx_mapping_np[:canvases],
         )
+        step.before_np = batch.num_computed_tokens_np[:canvases]
         step.num_reqs, step.num_rows = batch.num_reqs, num_rows
         step.chunks = list(self._chunks(logits_TV, batch, slots_R, planned))
         return step

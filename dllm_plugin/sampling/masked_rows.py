@@ -136,6 +136,7 @@ class MaskedRows:
             planned.refresh_R,
         )
         step.index_R, step.index_np, step.slots_np = planned.index_R, index_np, slots_np
+        step.before_np = rows.starts_np
         step.num_reqs, step.num_rows = batch.num_reqs, num_rows + 1
         owner_np = request_T if mixed else None
         step.chunks = [self._without_logits(slot_T, place_T, owner_np)]

@@ -78,6 +78,7 @@ class DenoisingStep:
 
     Written at the same time, on the host:
     index_np, slots_np  int64, as index_R and slots_R
+    before_np   int, tokens before each canvas at most
     num_reqs    requests of the whole batch
     num_rows    number of values that source_RC can have
     chunks      the logits rows
@@ -111,6 +112,7 @@ class DenoisingStep:
     index_R: Tensor = field(init=False)
     index_np: np.ndarray = field(init=False)
     slots_np: np.ndarray = field(init=False)
+    before_np: np.ndarray = field(init=False)
     num_reqs: int = field(init=False)
     num_rows: int = field(init=False)
     chunks: list[RowChunk] = field(init=False)

@@ -284,7 +284,8 @@ class CanvasStates:
     def given(self, slots_R: Tensor) -> Tensor:
         """Return the canvas positions that templates give, bool ``[R, C]``."""
         first_R = self.start_N[slots_R] - self.requests.origin.gpu[slots_R]
-        return self.templates.given(slots_R, first_R)
+        position_C = torch.arange(self.canvas_NC.shape[1], device=self.device)
+        return self.templates.given(slots_R, first_R[:, None] + position_C)
 
     def next_refresh_np(self, slots_np: np.ndarray, start: np.ndarray) -> np.ndarray:
         """Return, on the host, where the refresh after the block at `start` begins."""

@@ -61,18 +61,12 @@ class Templates:
             self.table.copy_to_device()
             self._dirty = False
 
-    def given(self, slots_R: Tensor, first_R: Tensor) -> Tensor:
-        """Return the given positions of canvases, bool ``[R, C]``.
-
-        Args:
-            first_R: position of the answer at which a canvas begins.
-        """
+    def given(self, slots_R: Tensor, place_RX: Tensor) -> Tensor:
+        """Return which positions of answers are given, bool ``[R, X]``."""
         assert self.table is not None
-        place_RC = first_R[:, None] + torch.arange(self.shape[1], device=self.device)
-        given_RC = self.table.gpu[slots_R].gather(
-            1, place_RC.clamp_max(self.shape[1] - 1)
-        )
-        return given_RC & (place_RC < self.shape[1])
+        last = self.shape[1] - 1
+        given_RX = self.table.gpu[slots_R].gather(1, place_RX.clamp(0, last))
+        return given_RX & (place_RX >= 0) & (place_RX <= last)
 
     def next_block_np(
         self, slots_np: np.ndarray, place: np.ndarray, block_length: np.ndarray

@@ -192,17 +192,27 @@ def test_what_aider_sends(server: Server) -> None:
     assert text and '"finish_reason":"' in lines[-2]
 
 
-def test_penalties_are_refused_by_name(server: Server) -> None:
-    body = {"model": "diffuplug", "prompt": "def area(r):", "max_tokens": 16}
-    url = f"{server.url}/v1/completions"
-    assert (
-        httpx.post(url, json=body | {"presence_penalty": 0.0}, timeout=60).status_code
-        == 200
-    )
-    reply = httpx.post(url, json=body | {"presence_penalty": 1.5}, timeout=60)
-    assert (
-        reply.status_code == 400 and "presence_penalty is not supported" in reply.text
-    )
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_penalties(server: Server, path: str) -> None:
+    """Neutral ones change nothing, others do; values out of range are vLLM's errors."""
+    turn = {"role": "user", "content": QUESTION}
+    text = {"prompt": QUESTION} if path == "completions" else {"messages": [turn]}
+    body = {"model": "diffuplug", "max_tokens": 48, "temperature": 0} | text
+
+    def ask(**more: float) -> Any:
+        reply = httpx.post(f"{server.url}/v1/{path}", json=body | more, timeout=60)
+        assert reply.status_code == 200, reply.text
+        choice = reply.json()["choices"][0]
+        return choice.get("text") or choice["message"]["content"]
+
+    free = ask()
+    assert ask(presence_penalty=0, repetition_penalty=1) == free
+    # The model is sure of most tokens.
+    assert ask(frequency_penalty=2, repetition_penalty=10) != free
+    wrong = body | {"presence_penalty": 2.5}
+    reply = httpx.post(f"{server.url}/v1/{path}", json=wrong, timeout=60)
+    assert reply.status_code == 400
+    assert "presence_penalty must be in [-2, 2]" in reply.text
 
 
 TASK = """

@@ -12,7 +12,6 @@ import pytest
 from engines import CHECKPOINTS, EngineRoom, a_prompt, generate, token_ids
 from processes import serving
 from vllm import SamplingParams
-from vllm.exceptions import VLLMValidationError
 
 pytestmark = pytest.mark.usefixtures("template")
 
@@ -57,7 +56,7 @@ def logged() -> Iterator[list[logging.LogRecord]]:
 def test_default_sampling_parameters(
     penalised: Path, room: EngineRoom, logged: list[logging.LogRecord]
 ) -> None:
-    """They decode as without the file; a penalty that a request sends is still refused."""
+    """They decode as without the file; a penalty that a request sends is in force."""
     prompt, tokens = a_prompt(9), []
     for model in (CHECKPOINTS / "tiny-llada", penalised):
         llm = room.start("llada", {}, model=str(model))
@@ -70,10 +69,8 @@ def test_default_sampling_parameters(
     assert tokens[0] == tokens[1]
     warnings = [one for one in logged if WARNED in one.getMessage()]
     assert [one.levelname for one in warnings] == ["WARNING"]
-    with pytest.raises(
-        VLLMValidationError, match="repetition_penalty is not supported"
-    ):
-        generate(llm, [prompt], SamplingParams(repetition_penalty=1.05))
+    asked.repetition_penalty = 1.5
+    assert [token_ids(one) for one in generate(llm, [prompt], asked)] != tokens[0]
 
 
 def test_every_route(penalised: Path, tmp_path: Path) -> None:

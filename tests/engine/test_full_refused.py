@@ -30,7 +30,6 @@ LLADA: list[tuple[dict[str, Any], str]] = [
         "dllm_suffix_window must be a whole number of at least 0",
     ),
     ({"dllm_suffix_window": 2**40}, "dllm_suffix_window must be at most"),
-    ({"presence_penalty": 0.5}, "presence_penalty is not supported"),
     ({"prompt_logprobs": 1}, "prompt_logprobs is not supported"),
 ]
 DREAM: list[tuple[dict[str, Any], str]] = [

@@ -87,8 +87,8 @@ def test_without_a_suffix(client: httpx.Client, path: str) -> None:
         assert post(client, path, body | more)["choices"][0]["text"] == wanted
 
 
-def test_what_clients_of_fim_send(client: httpx.Client) -> None:
-    """Mistral's `random_seed`, and a penalty that says nothing; one that does is refused."""
+def test_what_clients_of_fim_send(client: httpx.Client, tokenizer: Any) -> None:
+    """Mistral's `random_seed`, and penalties, which may be neutral."""
     hot = FIM | {"temperature": 1.0}
     seeded = [
         post(client, "fim/completions", hot | {"random_seed": i}) for i in (1, 1, 2)
@@ -106,9 +106,13 @@ def test_what_clients_of_fim_send(client: httpx.Client) -> None:
         "stop": ["\n\n"],
     }
     assert stream(client, "fim/completions", editor)
-    reply = client.post("/v1/fim/completions", json=editor | {"presence_penalty": 1.5})
-    assert reply.status_code == 400
-    assert "presence_penalty is not supported by diffusion decoding" in reply.text
+    penalty = {"presence_penalty": 1.5}
+    tail = tokenizer.encode(SUFFIX, add_special_tokens=False)
+    template = [-1] * 12 + tail
+    whole = by_template(client, tokenizer.encode(PREFIX), template, **penalty)
+    text = post(client, "fim/completions", FIM | penalty)["choices"][0]["text"]
+    assert text == whole["choices"][0]["text"]
+    assert text != post(client, "fim/completions", FIM)["choices"][0]["text"]
 
 
 def test_nothing_before_the_gap(client: httpx.Client, tokenizer: Any) -> None:
@@ -544,7 +548,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "The gaps and the text between them take 300 positions, canvas_length is 256: shorten "
         "them, or start the server with a larger canvas_length.",
     ),
-    ("infill", TWO | {"presence_penalty": 1.0}, "presence_penalty is not supported"),
+    ("infill", TWO | {"presence_penalty": 3}, "presence_penalty must be in [-2, 2]"),
     (
         "infill",
         TWO | {"diffusion": {"lenghts": 1}},

@@ -22,9 +22,6 @@ BLOCKS = {"strategy": "block_diffusion"}
 
 WRONG_PARAMETERS: list[tuple[dict[str, Any], str]] = [
     ({"bad_words": ["q" * 17]}, "bad_words holds a word of 17 tokens"),
-    ({"presence_penalty": 0.5}, "presence_penalty"),
-    ({"frequency_penalty": 0.5}, "frequency_penalty"),
-    ({"repetition_penalty": 1.1}, "repetition_penalty"),
     ({"prompt_logprobs": 2}, "prompt_logprobs"),
     ({"dllm_speed": 3}, "dllm_speed"),
     ({"dllm_strategy": "d2f"}, "dllm_strategy"),

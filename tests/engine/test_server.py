@@ -172,7 +172,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"vllm_xargs": {"dllm_block_length": 500}}, "dllm_block_length 500 is longer"),
     ({"vllm_xargs": {"dllm_speed": 9}}, "Unknown request argument 'dllm_speed'"),
     ({"vllm_xargs": {"dllm_policy": "factor"}}, "dllm_policy 'factor' has no meaning"),
-    ({"presence_penalty": 0.5}, "presence_penalty is not supported"),
+    ({"presence_penalty": 2.5}, "presence_penalty must be in [-2, 2], got 2.5"),
+    ({"repetition_penalty": 0}, "repetition_penalty must be greater than zero"),
     (
         {"response_format": {"type": "json_object"}, "min_tokens": 3},
         "min_tokens 3 can contradict the grammar of structured_outputs",

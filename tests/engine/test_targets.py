@@ -156,6 +156,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"stop_token_ids": [3]}, "stop_token_ids (needs a single gap|cannot be combined)"),
     ({"n": 2, "temperature": 1.0}, "n cannot be combined with dllm_targets"),
     ({"logit_bias": {5: 1.0}}, "logit_bias cannot be combined with dllm_targets"),
+    (
+        {"repetition_penalty": 1.1},
+        "repetition_penalty cannot be combined with dllm_targets",
+    ),
     ({"dllm_policy": "entropy"}, "'dllm_policy' has no effect with dllm_targets"),
     ({"dllm_foo": 1}, "Unknown request argument 'dllm_foo'"),
     ({"dllm_cfg_scale": 1.0}, "dllm_cfg_scale"),

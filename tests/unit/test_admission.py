@@ -18,8 +18,6 @@ BEAM = {"max_tokens": 1, "logprobs": 4, "watermarking": False, "detokenize": Fal
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"presence_penalty": 0.5}, "presence_penalty"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"stop_token_ids": list(range(129))}, "stop_token_ids"),
         ({"bad_words": ["x" * 65]}, "bad_words"),
@@ -44,6 +42,8 @@ def test_refused_by_name(options: dict[str, Any], named: str) -> None:
         {},
         {"stop_token_ids": list(range(128)), "bad_words": ["x" * 64]},
         {"seed": 2**63 - 2, "n": 2},
+        {"presence_penalty": 0.5, "frequency_penalty": -2.0},
+        {"repetition_penalty": 1.1},
         {"allowed_token_ids": [5, 300], "min_tokens": 3},
         {"extra_args": {"other": 1, 3: 1}},
         BEAM | {"watermarking": None},

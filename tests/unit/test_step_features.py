@@ -15,6 +15,7 @@ from dllm_plugin.sampling.features.bad_words import BadWords
 from dllm_plugin.sampling.features.first_token import FirstTokenDecoder
 from dllm_plugin.sampling.features.grammars import StagedChecks
 from dllm_plugin.sampling.features.logprobs import LogprobStash
+from dllm_plugin.sampling.features.penalties import Penalties
 from dllm_plugin.sampling.features.targets import Targets
 from dllm_plugin.sampling.features.templates import TemplateSteps
 from dllm_plugin.sampling.features.token_rules import TokenRules
@@ -65,6 +66,7 @@ def test_the_order_is_fixed() -> None:
     assert [type(entry) for entry in entries] == [
         TokenRules,
         StagedChecks,
+        Penalties,
         BadWords,
         Targets,
         TemplateSteps,

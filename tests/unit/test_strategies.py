@@ -21,6 +21,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     s["name"]: s for s in json.loads((GOLDENS / "d2f_scripted.json").read_text())
 }
 NAMES = list(SCENARIOS)
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 ROOMY = {
     "strategy": "d2f",
     "block_length": 4,
@@ -281,6 +282,7 @@ def d2f_case(
 def plain_text(case: dict[str, Any], strategy: str, **bounds: Any) -> Text:
     """What the plain loop makes of a case."""
     names = ("block_length", "temperature", "seed", "steps", "eps", "factor")
+    names += PENALTIES
     rules = Rules(
         strategy,
         case["ranking"],
@@ -311,6 +313,7 @@ def fuzz_params(case: dict[str, Any], **extra: Any) -> Any:
         dllm_block_length=case["block_length"],
         dllm_policy=case["ranking"],
         seed=case["seed"],
+        **{name: case[name] for name in PENALTIES if name in case},
         **extra,
     )
 

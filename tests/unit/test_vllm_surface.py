@@ -46,6 +46,7 @@ from vllm.v1.worker.gpu_worker import Worker
 # What the package imports of vLLM; "" is the module itself.
 IMPORTS = """
 vllm: "" envs LLM ModelRegistry RequestOutput SamplingParams
+vllm._custom_ops: apply_repetition_penalties
 vllm.config: AttentionConfig CompilationConfig CompilationMode CUDAGraphMode ModelConfig
 vllm.config: SchedulerConfig VllmConfig get_layers_from_vllm_config
 vllm.config.cache: CacheDType
@@ -177,6 +178,8 @@ SIGNATURES = {
     SAMPLING + "add_request": "self req_idx sampling_params",
     SAMPLING + "apply_staged_writes": "self",
     "v1.sample.ops.topk_topp_sampler:apply_top_k_top_p": "logits k p",
+    "_custom_ops:apply_repetition_penalties": "logits prompt_mask output_mask "
+    "repetition_penalties",
     "v1.worker.gpu.attn_utils:build_attn_metadata": "attn_groups num_reqs num_tokens "
     "query_start_loc_gpu query_start_loc_cpu max_query_len seq_lens max_seq_len block_tables "
     "slot_mappings kv_cache_config seq_lens_cpu_upper_bound=None dcp_local_seq_lens=None "

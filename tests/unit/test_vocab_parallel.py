@@ -86,6 +86,10 @@ WHOLE: dict[str, Wants] = {
         {"temperature": 1.5, "min_p": 0.2},
     ],
     "logprobs": [{"logprobs": 2}],
+    "penalties": [
+        {"repetition_penalty": 1.5, "presence_penalty": 0.5},
+        {"frequency_penalty": 1.0, "temperature": 0.7},
+    ],
     "rules": [{"min_tokens": 6, "stop_token_ids": [4, 7]}, {"words": [[3, 5], [6]]}],
 }
 

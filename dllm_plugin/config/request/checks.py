@@ -16,12 +16,14 @@ from dllm_plugin.config.validation import shown
 from dllm_plugin.decoding.methods import METHODS
 
 SCORED_BY = "to score a text, use /v1/likelihood or examples/lm_eval_model.py"
-PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+# Penalties, with the value that penalises nothing.
+PENALTIES = {
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
 # Parameter -> neutral value, and why diffusion decoding refuses anything else.
 REFUSED: dict[str, tuple[Any, str]] = {
-    "presence_penalty": (0.0, "penalties count tokens in order of generation"),
-    "frequency_penalty": (0.0, "penalties count tokens in order of generation"),
-    "repetition_penalty": (1.0, "penalties count tokens in order of generation"),
     "prompt_logprobs": (
         None,
         f"a bidirectional prompt predicts no next token; {SCORED_BY}",

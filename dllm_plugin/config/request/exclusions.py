@@ -10,7 +10,7 @@ from typing import NamedTuple
 from dllm_plugin.config.options import FILL, REQUEST_FIELDS, REQUEST_PREFIX
 from dllm_plugin.config.request.arguments import ARGUMENTS, AUTOMATON
 from dllm_plugin.config.request.case import Case
-from dllm_plugin.config.request.checks import no_template, too_long
+from dllm_plugin.config.request.checks import PENALTIES, no_template, too_long
 from dllm_plugin.config.request.structured_outputs import no_automaton
 from dllm_plugin.config.request.template import end_of_gaps
 from dllm_plugin.config.validation import shown
@@ -289,7 +289,8 @@ WITH_PARAMETERS = (
         "{name} needs ignore_eos: a target may be what ends a text.",
     ),
     Exclusion(
-        "n stop stop_token_ids min_tokens bad_words allowed_token_ids logit_bias",
+        "n stop stop_token_ids min_tokens bad_words allowed_token_ids logit_bias "
+        + " ".join(PENALTIES),
         lambda c, name: c.asked.targets and c.is_set(name),
         "{name} cannot be combined with dllm_targets: leave it out.",
     ),

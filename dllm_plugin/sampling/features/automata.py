@@ -27,6 +27,7 @@ from dllm_plugin.kernels.automaton.reference import (
 )
 from dllm_plugin.sampling.features.automaton_tables import AutomatonTables
 from dllm_plugin.sampling.features.feature import LogitsRows, StepFeature
+from dllm_plugin.sampling.features.penalties import Penalties
 from dllm_plugin.sampling.features.token_rules import TokenRules
 from dllm_plugin.sampling.rows import CHUNK_ROWS, RowChunk
 from dllm_plugin.sampling.step import DenoisingStep
@@ -102,6 +103,7 @@ class Automata(StepFeature):
         sampling_states: Any,
         rows: LogitsRows,
         rules: TokenRules,
+        penalties: Penalties,
     ) -> None:
         num_slots = len(states.open_N)
         super().__init__(num_slots)
@@ -109,6 +111,7 @@ class Automata(StepFeature):
         self.sampling_states = sampling_states
         self.rows = rows
         self.rules = rules
+        self.penalties = penalties
         self.stored = AutomatonTables(states.device)
         self.place_np = np.zeros(num_slots, dtype=np.int64)
         self.complete_np = np.zeros(num_slots, dtype=np.bool_)
@@ -217,7 +220,7 @@ class Automata(StepFeature):
             for cut, piece in some.pieces():
                 place = some.canvas_T[cut], some.place_T[cut]
                 wanted_T1 = some.wanted_T[cut, None]
-                score_TK = self.score_rows(tables, piece)
+                score_TK = self.score_rows(tables, self._penalised(piece, step))
                 score_GCK[place] = torch.where(wanted_T1, score_TK, score_GCK[place])
         value_GCQ = self.forward(tables, canvases, score_GCK)
         path = self.backtrack(tables, canvases, score_GCK, value_GCQ)
@@ -302,6 +305,18 @@ class Automata(StepFeature):
         )
         return _Predicted(rows, canvas_T, place_T, wanted_GC[canvas_T, place_T])
 
+    def _penalised(self, rows: Rows, step: DenoisingStep) -> Rows:
+        """Return rows, or penalised copies of them if a request of the step has penalties."""
+        if not self.penalties.active(step.slots_np):
+            return rows
+        copies_TV = rows.logits_XV[rows.source_T].to(torch.float32, copy=True)
+        if rows.bias is not None:
+            bias_MV, row_N = rows.bias
+            copies_TV += bias_MV[row_N[rows.slot_T]]
+        self.penalties.penalise(copies_TV, rows.slot_T)
+        index_T = torch.arange(len(copies_TV), device=copies_TV.device)
+        return rows._replace(logits_XV=copies_TV, source_T=index_T, bias=None)
+
     def _add_chosen(
         self, step: DenoisingStep, requests: _Requests, some: _Predicted, path: Path
     ) -> None:
@@ -310,6 +325,7 @@ class Automata(StepFeature):
         class_T = path.class_GC[canvas_T, place_T]
         tokens = [canvas_T[:0]]
         for cut, piece in some.pieces():
+            piece = self._penalised(piece, step)
             tokens.append(self.choose_ids(self._tables(), piece, class_T[cut]))
         if self.on_cpu:
             owner_np = requests.row_np[canvas_T.numpy()]

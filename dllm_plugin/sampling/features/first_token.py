@@ -5,7 +5,7 @@ the first position of the next block, which is decided before that block is comp
 last row of a prompt that ends with a block. Shape letters as in :mod:`dllm_plugin.decoding.plan`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from dllm_plugin.decoding.plan import Canvas
 from dllm_plugin.kernels.confidence.reference import RowStats
-from dllm_plugin.sampling.features.bad_words import BadWords
 from dllm_plugin.sampling.features.feature import StepFeature
 from dllm_plugin.sampling.features.grammars import StagedChecks
 from dllm_plugin.sampling.features.logprobs import LogprobStash
@@ -47,16 +46,20 @@ class FirstTokenDecoder(StepFeature):
         self,
         states: CanvasStates,
         checks: StagedChecks,
-        bad_words: BadWords,
+        changes: Sequence[StepFeature],
         logprobs: LogprobStash,
         propose: Callable[..., RowStats],
     ) -> None:
-        """Decide by `propose`, the method of the Proposer, under the rules of three features."""
+        """Decide by `propose`, the method of the Proposer.
+
+        Args:
+            changes: the features that change copies of rows.
+        """
         super().__init__(len(states.open_N))
         self.states = states
         self.checks = checks
         self.logprobs = logprobs
-        self.row_features = (bad_words, logprobs)
+        self.row_features = (*changes, logprobs)
         self.propose = propose
         self._proposed: FirstTokens | None = None
 

@@ -18,6 +18,7 @@ from dllm_plugin.sampling.features.feature import LogitsRows, StepFeature
 from dllm_plugin.sampling.features.first_token import FirstTokenDecoder
 from dllm_plugin.sampling.features.grammars import StagedChecks
 from dllm_plugin.sampling.features.logprobs import LogprobStash
+from dllm_plugin.sampling.features.penalties import Penalties
 from dllm_plugin.sampling.features.targets import Targets
 from dllm_plugin.sampling.features.templates import TemplateSteps
 from dllm_plugin.sampling.features.token_rules import TokenRules
@@ -50,7 +51,8 @@ class StepFeatures:
             propose: the method of the Proposer.
         """
         self.checks = checks = StagedChecks(states, rows, rules)
-        self.automata = Automata(states, owner.sampling_states, rows, rules)
+        penalties = Penalties(states, owner.req_states, rules.vocab_size)
+        self.automata = Automata(states, owner.sampling_states, rows, rules, penalties)
         bad_words = BadWords(states, owner.req_states)
         logprobs = LogprobStash(states, model_config)
         entries: list[StepFeature] = [
@@ -59,6 +61,8 @@ class StepFeatures:
             # Changes the canvas, which all others read, and unmasks its frontier whatever the
             # others withhold.
             checks,
+            # Counts the tokens of that canvas, and changes logits before others ban ids.
+            penalties,
             # Withholds positions, also those with a target.
             bad_words,
             # Adds to what policies unmask, and replaces tokens before they are scored.
@@ -73,7 +77,9 @@ class StepFeatures:
         if states.config.dedicated_commit:
             # Reads rows once more, with scores of their own: after the scores of the step.
             entries.append(
-                FirstTokenDecoder(states, checks, bad_words, logprobs, propose)
+                FirstTokenDecoder(
+                    states, checks, (penalties, bad_words), logprobs, propose
+                )
             )
         # Appends rows to the log-probabilities: after everything that emits them.
         entries.append(WatchedRows(states))

@@ -1,0 +1,174 @@
+"""Penalise tokens that a text has already: repetition, presence and frequency penalties.
+
+The formulas are those of vLLM. The text is what is known at the start of a step: the prompt with
+the tokens of a template, and every other decided position. It is counted anew in each step, so no
+token counts twice: tokens before the canvas are those that vLLM stores, the others are those of
+the canvas. Shape letters as in :mod:`dllm_plugin.decoding.plan`; N slots, U requests of a step
+that have penalties, X positions that are counted at once.
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm._custom_ops import apply_repetition_penalties
+from vllm.sampling_params import SamplingParams
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from dllm_plugin.decoding.plan import Canvas
+from dllm_plugin.sampling.features.feature import COPIED, StepFeature
+from dllm_plugin.sampling.rows import RowChunk
+from dllm_plugin.sampling.step import DenoisingStep
+from dllm_plugin.state.canvas_states import CanvasStates
+from dllm_plugin.state.request_table import SlotTable
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.states import RequestState
+
+PRESENCE, FREQUENCY, REPETITION = range(3)
+NEUTRAL = (0.0, 0.0, 1.0)
+# Of a repetition penalty: with a more extreme number float32 logits would become infinite.
+LEAST, MOST = 1e-30, 1e30
+COUNTED_AT_ONCE = 1 << 18  # tokens of a step
+BYTES_COUNTED = 128  # of temporary tensors, for each of these
+
+
+class Penalties(StepFeature):
+    """Count the tokens of texts, and penalise them.
+
+    numbers    float32 ``[3, N]``: presence, frequency and repetition penalty of a slot
+    prompt_NV  bool, whether the prompt or the template of a slot has a token
+    count_NV   int32, how often the rest of its text has it
+
+    The last two are made for the first request with penalties. Rows of other slots may hold old
+    counts: their penalties are neutral.
+    """
+
+    reads = COPIED
+
+    def __init__(
+        self, states: CanvasStates, req_states: "RequestState", vocab_size: int
+    ) -> None:
+        num_slots = len(states.open_N)
+        super().__init__(num_slots)
+        self.states = states
+        self.req_states = req_states
+        self.shape = (num_slots, vocab_size)
+        self.numbers = SlotTable((3, num_slots), torch.float32, states.device)
+        self.numbers.np[REPETITION] = NEUTRAL[REPETITION]
+        self._dirty = True
+        self.prompt_NV: Tensor | None = None
+        self.count_NV: Tensor | None = None
+        self._longest = 0
+
+    def add_request(self, slot: int, params: SamplingParams) -> bool:
+        """Stage the penalties of a request."""
+        repetition = min(max(params.repetition_penalty, LEAST), MOST)
+        asked = (params.presence_penalty, params.frequency_penalty, repetition)
+        if asked == NEUTRAL:
+            return False
+        self.numbers.np[:, slot] = asked
+        self._dirty = True
+        if self.count_NV is None:
+            device = self.states.device
+            self.prompt_NV = torch.zeros(self.shape, dtype=torch.bool, device=device)
+            self.count_NV = torch.zeros(self.shape, dtype=torch.int32, device=device)
+        return True
+
+    def remove_request(self, slot: int) -> None:
+        """Free the slot's penalties."""
+        self.numbers.np[:, slot] = NEUTRAL
+        self._dirty = True
+
+    def apply_staged_writes(self) -> None:
+        """Copy staged penalties to the device."""
+        if self._dirty:
+            self.numbers.copy_to_device()
+            self._dirty = False
+
+    def most_bytes(self, num_rows: int) -> int:
+        """Return the memory that the tables and the counting of a full step take at most."""
+        num_slots, vocab_size = self.shape
+        cell = torch.bool.itemsize + torch.int32.itemsize
+        canvases = self.states.canvas_NC.numel()
+        counted = max(COUNTED_AT_ONCE, num_slots, canvases)
+        return cell * num_slots * vocab_size + BYTES_COUNTED * counted
+
+    def start_step(self, step: DenoisingStep) -> None:
+        """Count the texts as they are before the step."""
+        self._longest = int(step.before_np.max())
+        super().start_step(step)
+
+    def start_rows(
+        self, canvas: Canvas, slots_R: Tensor, slots_np: np.ndarray, source_RC: Tensor
+    ) -> None:
+        """Count the tokens before these canvases, and those that are decided on them."""
+        assert self.prompt_NV is not None and self.count_NV is not None
+        states, places_np = self.states, np.flatnonzero(self.users_np[slots_np])
+        users_np = slots_np[places_np]
+        prompt_len_np = states.requests.prompt_len_np[users_np]
+        staged = np.stack([places_np, prompt_len_np])
+        places_U, prompt_len_U = async_tensor_h2d(staged, device=states.device)
+        slots_U = slots_R[places_U]
+        self.prompt_NV.index_fill_(0, slots_U, False)
+        self.count_NV.index_fill_(0, slots_U, 0)
+        first_U1 = -prompt_len_U[:, None]
+        start_U1 = states.start_N[slots_U][:, None]
+        has_given = bool(states.templates.has_np[users_np].any())
+        # A resumed request is prefilled with what it had decided.
+        prefill_len = int(self.req_states.prefill_len.np[users_np].max())
+        longest = max(self._longest, prefill_len)
+        at_once = max(1, COUNTED_AT_ONCE // len(users_np))
+        for low in range(0, longest, at_once):
+            high = min(low + at_once, longest)
+            position_X = torch.arange(low, high, device=states.device)
+            stored = self.req_states.all_token_ids.gpu
+            tokens_UX = stored[slots_U[:, None], position_X].to(torch.int64)
+            mask_id = states.config.mask_token_id
+            tokens_UX = tokens_UX.where(position_X < start_U1, mask_id)
+            self._count(slots_U, tokens_UX, first_U1 + position_X, has_given)
+        tokens_UC = canvas.tokens_RC[places_U]
+        place_C = torch.arange(tokens_UC.shape[1], device=states.device)
+        place_UC = first_U1 + start_U1 + place_C
+        self._count(slots_U, tokens_UC, place_UC, has_given)
+
+    def _count(
+        self, slots_U: Tensor, tokens_UX: Tensor, place_UX: Tensor, has_given: bool
+    ) -> None:
+        """Count tokens of texts.
+
+        Args:
+            place_UX: their places in the answer; negative in the prompt.
+            has_given: one of the requests has a template.
+        """
+        assert self.prompt_NV is not None and self.count_NV is not None
+        vocab_size, mask_id = self.shape[1], self.states.config.mask_token_id
+        is_prompt_UX = place_UX < 0
+        if has_given:
+            is_prompt_UX |= self.states.templates.given(slots_U, place_UX)
+        # The mask token, which is banned everywhere, stands for what does not count.
+        tokens_UX = tokens_UX.where(tokens_UX < vocab_size, mask_id)
+        row_U1 = slots_U[:, None] * vocab_size
+        index_UX = row_U1 + tokens_UX.where(is_prompt_UX, mask_id)
+        self.prompt_NV.view(-1).index_fill_(0, index_UX.flatten(), True)
+        index_UX = row_U1 + tokens_UX.masked_fill(is_prompt_UX, mask_id)
+        one_X = torch.ones_like(index_UX, dtype=torch.int32).flatten()
+        self.count_NV.view(-1).scatter_add_(0, index_UX.flatten(), one_X)
+
+    def apply(self, logits_TV: Tensor, chunk: RowChunk, slots_np: np.ndarray) -> None:
+        """Penalise float32 copies of rows."""
+        self.penalise(logits_TV, chunk.slot_T)
+
+    def penalise(self, logits_TV: Tensor, slot_T: Tensor) -> None:
+        """Penalise, in place, rows of the requests in these slots."""
+        assert self.prompt_NV is not None and self.count_NV is not None
+        if not len(logits_TV):
+            return
+        penalty_3T = self.numbers.gpu[:, slot_T]
+        count_TV = self.count_NV[slot_T]
+        has_TV = count_TV > 0
+        prompt_TV = self.prompt_NV[slot_T]
+        apply_repetition_penalties(logits_TV, prompt_TV, has_TV, penalty_3T[REPETITION])
+        logits_TV -= penalty_3T[FREQUENCY, :, None] * count_TV
+        logits_TV -= penalty_3T[PRESENCE, :, None] * has_TV
