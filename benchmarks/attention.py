@@ -136,7 +136,7 @@ class Batch:
     def expected(self, requests: list[int], distinct: bool) -> Tensor:
         """Compute the reference's result for a few requests on the first cache."""
         from dllm_plugin.kernels.paged_attention.reference import attend_spans
-        from dllm_plugin.kernels.paged_store.reference import split_cache, store_kv
+        from dllm_plugin.kernels.paged_store import split_cache, store_kv_reference
 
         pages = self.table[requests].long()
         local = torch.arange(pages.numel(), device=pages.device, dtype=torch.int32)
@@ -147,7 +147,7 @@ class Batch:
                 cache.transpose(1, 2), memory_format=torch.contiguous_format
             )
             slots = torch.arange(len(halves[0]), device=pages.device)
-            store_kv(*halves, *split_cache(cache, self.head), slots)
+            store_kv_reference(*halves, *split_cache(cache, self.head), slots)
         keys, values = split_cache(cache, self.head)
         rows = (torch.tensor(requests, device="cuda")[:, None] * self.span).add(
             torch.arange(self.span, device="cuda")
@@ -182,7 +182,7 @@ class Batch:
 def fused(batch: Batch, **constants):
     """Prepare the fused kernel of the `distinct` layout."""
     from dllm_plugin.kernels.paged_attention.kernel import attend_spans
-    from dllm_plugin.kernels.paged_store.reference import split_cache
+    from dllm_plugin.kernels.paged_store import split_cache
 
     units = torch.cuda.get_device_properties(0).multi_processor_count
     caches = [split_cache(layer, batch.head) for layer in batch.caches]

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dllm_plugin.kernels.floating.reference import Rules, Texts
+from dllm_plugin.kernels.floating import Rules, Texts
 
 MASK = 500
 FAR = 10**6

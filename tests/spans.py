@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dllm_plugin.kernels.paged_store.reference import split_cache, store_kv
+from dllm_plugin.kernels.paged_store import split_cache, store_kv_reference
 
 BLOCK = 5  # length of the diffusion blocks, on purpose no divisor of anything
 NOWHERE = 10**8
@@ -92,7 +92,7 @@ def build(spans: Spans, seed: int = 0, device: str = "cpu") -> tuple[list, dict]
             [torch.arange(context), torch.arange(context + length, reach[r])]
         )
         slots = table[r, at // page].long() * page + at % page
-        store_kv(
+        store_kv_reference(
             numbers(len(at), heads, head),
             numbers(len(at), heads, head),
             *(key_cache, value_cache, slots),

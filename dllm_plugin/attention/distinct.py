@@ -1,7 +1,7 @@
 """Serve the `distinct` KV layout: keys in pieces of 16 bytes, values along tokens.
 
 A page keeps the size that vLLM gives it, and a KV head its place in the page; only what lies inside
-is ordered differently (:mod:`dllm_plugin.kernels.paged_store.reference`). Prefix caching,
+is ordered differently (:mod:`dllm_plugin.kernels.paged_store`). Prefix caching,
 preemption and whatever else moves whole pages see no difference. GPUs run Triton kernels, CPUs the
 plain-torch reference implementation.
 
@@ -56,10 +56,9 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import KVCacheLayout, is_quantized_kv_cache
 
 from dllm_plugin.attention.backends import HEAD_SIZES, PAGE_UNIT
+from dllm_plugin.kernels import paged_store
 from dllm_plugin.kernels.paged_attention import kernel as attention_kernel
 from dllm_plugin.kernels.paged_attention import reference as attention_reference
-from dllm_plugin.kernels.paged_store import kernel as store_kernel
-from dllm_plugin.kernels.paged_store import reference as store_reference
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionLayer, CommonAttentionMetadata
@@ -162,12 +161,12 @@ class DistinctImpl(AttentionImpl[DistinctMetadata]):
         self.attend: Callable[..., None]
         if current_platform.is_cpu():
             self.store, self.attend = (
-                store_reference.store_kv,
+                paged_store.store_kv_reference,
                 attention_reference.attend_spans,
             )
         else:
             units = current_platform.num_compute_units()
-            self.store = store_kernel.store_kv
+            self.store = paged_store.store_kv
             self.attend = partial(attention_kernel.attend_spans, num_units=units)
 
     def do_kv_cache_update(
@@ -182,7 +181,7 @@ class DistinctImpl(AttentionImpl[DistinctMetadata]):
         self.store(
             key,
             value,
-            *store_reference.split_cache(kv_cache, self.head_size),
+            *paged_store.split_cache(kv_cache, self.head_size),
             slot_mapping,
         )
 
@@ -206,7 +205,7 @@ class DistinctImpl(AttentionImpl[DistinctMetadata]):
             query,
             key,
             value,
-            *store_reference.split_cache(kv_cache, self.head_size),
+            *paged_store.split_cache(kv_cache, self.head_size),
             attn_metadata.query_start_loc,
             attn_metadata.span_start,
             attn_metadata.keys_seen,

@@ -29,7 +29,7 @@ from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 from dllm_plugin.attention.cascade import CanvasSuffix
 from dllm_plugin.attention.prefills import max_sequences
 from dllm_plugin.config.decode import get_decode_config
-from dllm_plugin.kernels.rotate_and_store.kernel import rotate_and_store
+from dllm_plugin.kernels.rotate_and_store import rotate_and_store
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata

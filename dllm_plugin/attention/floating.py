@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from dllm_plugin.attention.prefills import SequenceTensors, prefills
-from dllm_plugin.kernels.floating import kernel, reference
+from dllm_plugin.kernels.floating import lay_out, lay_out_reference
 from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
 
 if TYPE_CHECKING:
@@ -99,8 +99,9 @@ def _lay_out(
 ) -> None:
     """Compute on the device where sequences of canvases begin and how many keys each sees."""
     assert states.floating is not None
-    module = kernel if states.device.type == "cuda" else reference
-    module.lay_out(
+    on_gpu = states.device.type == "cuda"
+    write = lay_out if on_gpu else lay_out_reference
+    write(
         states.canvas_NC,
         batch.idx_mapping[:canvases].to(torch.int64),
         states.floating.texts,

@@ -73,7 +73,7 @@ class DiffusionVllmConfig(VllmConfig):
     """Select model runner v2 always, also on a CPU without Triton.
 
     vLLM asks for Triton because runner v2 launches Triton kernels; on the CPU
-    :mod:`dllm_plugin.kernels.runner.cpu` supplies NumPy forms of those that are launched. The class
+    :mod:`dllm_plugin.kernels.runner` supplies NumPy forms of those that are launched. The class
     travels with the pickled configuration, so every process of this engine, and no other model,
     sees the choice.
     """

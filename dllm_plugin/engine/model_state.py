@@ -21,7 +21,7 @@ from dllm_plugin.attention.sequences import AttentionSequences
 from dllm_plugin.config.carriers import FINISHED, unpack_id
 from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.engine.sampler import DiffusionSampler
-from dllm_plugin.kernels.runner import cpu
+from dllm_plugin.kernels import runner
 from dllm_plugin.sampling.vocab_parallel import VocabShard
 from dllm_plugin.state.canvas_states import CanvasStates
 from dllm_plugin.state.refreshed import write_committed, write_tails
@@ -40,7 +40,7 @@ class DiffusionModelState(ModelState):
         device: torch.device,
     ) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
-        cpu.install()
+        runner.install()
         self.config = get_decode_config(vllm_config)
         self.states: CanvasStates
         self.sequences: AttentionSequences

@@ -19,7 +19,7 @@ from dllm_plugin.config.carriers import pack_broken
 from dllm_plugin.config.request.structured_outputs import no_automata
 from dllm_plugin.decoding.block_causal import sub_block_to_store
 from dllm_plugin.kernels.launch import compile_ahead
-from dllm_plugin.kernels.move_rows import kernel as move_rows
+from dllm_plugin.kernels.move_rows import move_rows
 from dllm_plugin.sampling.canvas_rows import CanvasRows
 from dllm_plugin.sampling.compilation import BACKEND, COMPILED_AT_MOST, compiled
 from dllm_plugin.sampling.decider import Decider
@@ -264,7 +264,7 @@ class DiffusionSampler:
                 self.features.automata.warm_up(rows_XV)
         if carry_NV is not None:
             nothing_R = torch.zeros(2, dtype=torch.int64, device=logits.device)
-            move_rows.move_rows(logits, nothing_R, carry_NV, nothing_R, nothing_R > 0)
+            move_rows(logits, nothing_R, carry_NV, nothing_R, nothing_R > 0)
 
     def _denoise(self, step: DenoisingStep) -> EmittedTokens:
         """Run one denoising step: propose, unmask, commit, advance."""

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from dllm_plugin.decoding.methods import PlanFunction
 from dllm_plugin.decoding.plan import Canvas, StepPlan
-from dllm_plugin.kernels.move_rows import kernel as move_rows
-from dllm_plugin.kernels.move_rows import reference
+from dllm_plugin.kernels.move_rows import move_rows, move_rows_reference
 from dllm_plugin.sampling.compilation import allow_any_length
 from dllm_plugin.sampling.rows import RowChunk
 from dllm_plugin.sampling.step import DenoisingStep, StepTensors
@@ -291,8 +290,8 @@ class CanvasRows:
         if update is not None:
             assert self.carry_NV is not None
             logits_TV, from_R, slots_R, moved_R = update
-            module = move_rows if self.carry_NV.is_cuda else reference
-            module.move_rows(logits_TV, from_R, self.carry_NV, slots_R, moved_R)
+            move = move_rows if self.carry_NV.is_cuda else move_rows_reference
+            move(logits_TV, from_R, self.carry_NV, slots_R, moved_R)
 
     def keep_counts(self, step: DenoisingStep, left_R: Tensor | None) -> None:
         """Do nothing: every canvas position has a row, masked or not."""

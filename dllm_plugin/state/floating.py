@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.decoding.floating import block_slots
-from dllm_plugin.kernels.floating.reference import Rules, Texts, split, stops
+from dllm_plugin.kernels.floating import Rules, Texts, split, stops
 from dllm_plugin.state.request_table import RequestTable
 
 

@@ -7,10 +7,9 @@ import pytest
 import spans
 import torch
 
+from dllm_plugin.kernels import paged_store
 from dllm_plugin.kernels.paged_attention import kernel as attention_kernel
 from dllm_plugin.kernels.paged_attention import reference as attention_reference
-from dllm_plugin.kernels.paged_store import kernel as store_kernel
-from dllm_plugin.kernels.paged_store import reference as store_reference
 
 # References compute in fp32 from the same rounded inputs; kernels round weights and results.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -101,11 +100,11 @@ def test_store(heads, head, page, dtype):
         slots = torch.randperm(40 * page, generator=rng)[:tokens]
         slots[torch.rand(tokens, generator=rng) < 0.3] = -1
         caches = []
-        for store in (store_kernel.store_kv, store_reference.store_kv):
+        for store in (paged_store.store_kv, paged_store.store_kv_reference):
             cache = torch.full(
                 (40, heads, page, 2 * head), torch.nan, dtype=dtype, device="cuda"
             )
-            store(key, value, *store_reference.split_cache(cache, head), slots.cuda())
+            store(key, value, *paged_store.split_cache(cache, head), slots.cuda())
             caches.append(cache)
         torch.testing.assert_close(*caches, atol=0, rtol=0, equal_nan=True)
 
@@ -130,7 +129,7 @@ def test_a_captured_graph_follows_its_inputs(units):
         (pages, 2, 64, 256), torch.nan, dtype=torch.bfloat16, device="cuda"
     )
     buffers = [torch.zeros_like(tensor) for tensor in built[0][:3]]
-    caches = store_reference.split_cache(cache, 128)
+    caches = paged_store.split_cache(cache, 128)
     bounds, start = (torch.zeros(n, dtype=torch.int32, device="cuda") for n in (5, 4))
     seen = torch.zeros(193, dtype=torch.int32, device="cuda")
     table = torch.zeros(4, width, dtype=torch.int32, device="cuda")

@@ -10,7 +10,7 @@ from test_flash_graphs import BEFORE_TIES, agree, end, engine_of, graphs
 from test_flash_graphs import in_process as in_process
 from test_flash_graphs import pytestmark as pytestmark
 
-from dllm_plugin.kernels.rotate_and_store import kernel, reference
+from dllm_plugin.kernels import rotate_and_store as rotation
 
 BLOCKS = {"strategy": "block_diffusion", "block_length": 8, "commit_alone_from": 0}
 
@@ -30,12 +30,10 @@ def test_the_kernel_and_its_reference(heads, kv_heads, tokens):
     slots = torch.randperm(16 * 400, device="cuda")[:tokens]
     slots[::7] = -1
     results = []
-    for module in (kernel, reference):
+    for rotate in (rotation.rotate_and_store, rotation.rotate_and_store_reference):
         cache = torch.zeros(400, kv_heads, 16, 256, **make)
         outs = [torch.empty(x.shape, **make) for x in (query, key)]
-        module.rotate_and_store(
-            query, key, value, positions, table, cache, slots, *outs
-        )
+        rotate(query, key, value, positions, table, cache, slots, *outs)
         results.append((cache, *outs))
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-9)

@@ -13,8 +13,7 @@ from dllm_plugin.kernels.confidence.reference import (
     RowStats,
     propose_rows,
 )
-from dllm_plugin.kernels.move_rows import kernel as move_kernel
-from dllm_plugin.kernels.move_rows import reference as move_reference
+from dllm_plugin.kernels.move_rows import move_rows, move_rows_reference
 
 SLOTS = 64
 
@@ -184,8 +183,8 @@ def test_carry_rows_move_alone(vocab):
     slots = torch.randperm(32, device="cuda")[:20]
     source = torch.randint(0, rows, (20,), device="cuda", dtype=torch.int32)
     moved = torch.rand(20, device="cuda") < 0.4
-    move_kernel.move_rows(logits, source, first, slots, moved)
-    move_reference.move_rows(logits, source, second, slots, moved)
+    move_rows(logits, source, first, slots, moved)
+    move_rows_reference(logits, source, second, slots, moved)
     assert torch.equal(first, second)
 
 

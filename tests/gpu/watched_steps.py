@@ -69,7 +69,7 @@ def control() -> None:
     """A wait, and a kernel in a form that nobody asks for, which have to be found."""
     from vllm.utils.gpu_sync_debug import with_gpu_sync_check
 
-    from dllm_plugin.kernels.move_rows.kernel import move_rows
+    from dllm_plugin.kernels.move_rows import move_rows
 
     with_gpu_sync_check(lambda: torch.ones(1, device="cuda").item())()
     nothing = torch.zeros(1, dtype=torch.int64, device="cuda")

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from dllm_plugin.kernels.launch import compile_ahead
-from dllm_plugin.kernels.move_rows.kernel import move_rows
+from dllm_plugin.kernels.move_rows import move_rows
 
 
 def move_ahead(*arguments: Tensor) -> None:

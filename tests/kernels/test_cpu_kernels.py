@@ -16,7 +16,7 @@ from numpy.random import Generator
 from torch import Tensor
 from vllm.triton_utils import HAS_TRITON, triton
 
-from dllm_plugin.kernels.runner import cpu
+from dllm_plugin.kernels import runner as cpu
 
 # Kernel, grid, arguments, constants; each case below draws one.
 Launch = tuple[Callable[..., None], tuple[int, ...], list[Any], dict[str, Any]]

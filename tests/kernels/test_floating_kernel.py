@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from floating_batches import a_batch
 
-from dllm_plugin.kernels.floating.reference import lay_out
+from dllm_plugin.kernels.floating import lay_out_reference
 
-KERNEL = "dllm_plugin.kernels.floating.kernel.lay_out"
+KERNEL = "dllm_plugin.kernels.floating.lay_out"
 
 
 def test_kernel_writes_what_the_reference_writes(interpreter: Any) -> None:
@@ -16,7 +16,7 @@ def test_kernel_writes_what_the_reference_writes(interpreter: Any) -> None:
         batch = a_batch(seed)
         sizes = len(batch.start_loc), len(batch.keys)
         ours = [torch.full((size,), -1, dtype=torch.int32) for size in sizes]
-        lay_out(*batch.arguments, *ours)
+        lay_out_reference(*batch.arguments, *ours)
         blank = [torch.full((size,), -1, dtype=torch.int32) for size in sizes]
         cases.append(ours)
         launches.append((KERNEL, None, [*batch.arguments, *blank], {}))

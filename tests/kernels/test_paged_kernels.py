@@ -7,10 +7,10 @@ import pytest
 import spans
 import torch
 
+from dllm_plugin.kernels import paged_store
 from dllm_plugin.kernels.paged_attention import reference as attention_reference
-from dllm_plugin.kernels.paged_store import reference as store_reference
 
-STORE = "dllm_plugin.kernels.paged_store.kernel.store_kv"
+STORE = "dllm_plugin.kernels.paged_store.store_kv"
 ATTEND = "dllm_plugin.kernels.paged_attention.kernel.attend_spans"
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
 
@@ -24,7 +24,7 @@ def store_case(kv_heads, head, page, slots, seed=0):
         x.unflatten(1, (kv_heads, head)) for x in fused.split(size, dim=1)[1:]
     )
     cache = torch.full((9, kv_heads, page, 2 * head), torch.nan)
-    return [key, value, *store_reference.split_cache(cache, head), torch.tensor(slots)]
+    return [key, value, *paged_store.split_cache(cache, head), torch.tensor(slots)]
 
 
 STORES = {
@@ -62,14 +62,16 @@ def interpreted(interpreter):
 def test_store_writes_what_the_reference_writes(name, interpreted):
     key, value, key_cache, value_cache, slots = STORES[name]
     keys, values = key_cache.clone(), value_cache.clone()
-    store_reference.store_kv(key, value, keys, values, slots)
+    paged_store.store_kv_reference(key, value, keys, values, slots)
     for got, want in zip(interpreted[True, name][2:4], (keys, values), strict=True):
         assert torch.equal(got.nan_to_num(7e7), want.nan_to_num(7e7))
 
 
 def test_a_stored_token_lies_where_the_layout_says():
     key, value, key_cache, value_cache, _ = store_case(2, 64, 16, [37])
-    store_reference.store_kv(key, value, key_cache, value_cache, torch.tensor([37]))
+    paged_store.store_kv_reference(
+        key, value, key_cache, value_cache, torch.tensor([37])
+    )
     assert key_cache.shape == (9, 2, 16, 16, 4) and value_cache.shape == (9, 2, 64, 16)
     for d in (0, 3, 4, 63):
         assert key_cache[2, 1, d // 4, 5, d % 4] == key[0, 1, d]
@@ -119,7 +121,7 @@ def test_what_two_forwards_compute_equals_one():
         arguments
     )
     slots = table[0, torch.arange(20) // 16].long() * 16 + torch.arange(20) % 16
-    store_reference.store_kv(key[:20], value[:20], key_cache, value_cache, slots)
+    paged_store.store_kv_reference(key[:20], value[:20], key_cache, value_cache, slots)
     out = torch.full_like(whole[20:], torch.nan)
     bounds, start = torch.tensor([0, 10]).int(), torch.tensor([20]).int()
     rest = [

@@ -4,9 +4,9 @@ import pytest
 import torch
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-from dllm_plugin.kernels.rotate_and_store import reference
+from dllm_plugin.kernels.rotate_and_store import rotate_and_store_reference
 
-KERNEL = "dllm_plugin.kernels.rotate_and_store.kernel.rotate_and_store"
+KERNEL = "dllm_plugin.kernels.rotate_and_store.rotate_and_store"
 PAGES, POSITIONS = 9, 300
 
 
@@ -45,7 +45,7 @@ def run_reference(arguments):
     """The cache and the rotated queries and keys."""
     copied = [x if x is None else x.clone() for x in arguments]
     # Not cloned: slices of one tensor, as the model has them.
-    reference.rotate_and_store(*arguments[:5], *copied[5:])
+    rotate_and_store_reference(*arguments[:5], *copied[5:])
     return copied[5], copied[7], copied[8]
 
 

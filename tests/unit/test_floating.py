@@ -9,7 +9,13 @@ from torch import Tensor
 
 from dllm_plugin.decoding.floating import block_slots, plan_floating
 from dllm_plugin.decoding.plan import Canvas
-from dllm_plugin.kernels.floating.reference import Rules, Texts, lay_out, split, stops
+from dllm_plugin.kernels.floating import (
+    Rules,
+    Texts,
+    lay_out_reference,
+    split,
+    stops,
+)
 
 
 class Case(NamedTuple):
@@ -89,5 +95,5 @@ def test_sequences_of_many_canvases() -> None:
         batch = a_batch(seed)
         start_loc = torch.full((len(batch.start_loc),), -1, dtype=torch.int32)
         keys = torch.full((len(batch.keys),), -1, dtype=torch.int32)
-        lay_out(*batch.arguments, start_loc, keys)
+        lay_out_reference(*batch.arguments, start_loc, keys)
         assert start_loc.tolist() == batch.start_loc and keys.tolist() == batch.keys

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,35 +21,44 @@ from dllm_plugin.kernels.confidence.reference import (
     propose_rows,
     row_stats,
 )
-from dllm_plugin.kernels.move_rows.reference import move_rows
+from dllm_plugin.kernels.move_rows import move_rows_reference
 from dllm_plugin.reference.numbers import WIDE, counter_uniforms
 from dllm_plugin.reference.numbers import counter_uniform as plain_uniform
 
 NEGATIVE_INFINITY = float("-inf")
-# Function, the module of its reference; kernels are in the `kernel` module of the same folder.
+# Kernel, its reference.
 SIBLINGS = [
-    ("propose_rows", "confidence.reference"),
-    ("scan_rows", "confidence.partial_reference"),
-    ("merge_rows", "confidence.partial_reference"),
-    ("move_rows", "move_rows.reference"),
-    ("attend_spans", "paged_attention.reference"),
-    ("store_kv", "paged_store.reference"),
-    ("score_rows", "automaton.reference"),
-    ("choose_ids", "automaton.reference"),
-    ("forward", "automaton.reference"),
-    ("backtrack", "automaton.reference"),
-    ("rotate_and_store", "rotate_and_store.reference"),
+    ("confidence.kernel.propose_rows", "confidence.reference.propose_rows"),
+    ("confidence.kernel.scan_rows", "confidence.partial_reference.scan_rows"),
+    ("confidence.kernel.merge_rows", "confidence.partial_reference.merge_rows"),
+    ("move_rows.move_rows", "move_rows.move_rows_reference"),
+    ("floating.lay_out", "floating.lay_out_reference"),
+    ("paged_attention.kernel.attend_spans", "paged_attention.reference.attend_spans"),
+    ("paged_store.store_kv", "paged_store.store_kv_reference"),
+    ("automaton.kernel.score_rows", "automaton.reference.score_rows"),
+    ("automaton.kernel.choose_ids", "automaton.reference.choose_ids"),
+    ("automaton.kernel.forward", "automaton.reference.forward"),
+    ("automaton.kernel.backtrack", "automaton.reference.backtrack"),
+    (
+        "rotate_and_store.rotate_and_store",
+        "rotate_and_store.rotate_and_store_reference",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("name", "module"), SIBLINGS, ids=lambda value: value)
-def test_a_kernel_has_the_signature_of_its_reference(name: str, module: str) -> None:
+def function(name: str) -> Any:
+    """A function of the kernels by its name."""
+    module, _, attribute = f"dllm_plugin.kernels.{name}".rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+@pytest.mark.parametrize(("kernel", "reference"), SIBLINGS)
+def test_a_kernel_has_the_signature_of_its_reference(
+    kernel: str, reference: str
+) -> None:
     """Only numbers that tune the launch come on top, and they have defaults."""
-    folder = f"dllm_plugin.kernels.{module.split('.')[0]}"
-    reference = importlib.import_module(f"dllm_plugin.kernels.{module}")
-    kernel = importlib.import_module(f"{folder}.kernel")
-    expected = inspect.signature(getattr(reference, name))
-    found = inspect.signature(getattr(kernel, name))
+    expected = inspect.signature(function(reference))
+    found = inspect.signature(function(kernel))
     shared = [found.parameters[name] for name in expected.parameters]
     assert shared == list(expected.parameters.values())
     assert found.return_annotation == expected.return_annotation
@@ -217,5 +227,7 @@ def test_leading() -> None:
 def test_only_rows_that_moved_are_written() -> None:
     table, rows = torch.zeros(4, 3), torch.arange(15.0).view(5, 3)
     moved = torch.tensor([True, False, True])
-    move_rows(rows, torch.tensor([4, 0, 1]), table, torch.tensor([2, 1, 0]), moved)
+    move_rows_reference(
+        rows, torch.tensor([4, 0, 1]), table, torch.tensor([2, 1, 0]), moved
+    )
     assert table.tolist() == [[3, 4, 5], [0, 0, 0], [12, 13, 14], [0, 0, 0]]

@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu import model_runner
 from vllm_bodies import GONE, UNKNOWN, fingerprint, read_table
 
 import dllm_plugin
-from dllm_plugin.kernels.runner import cpu
+from dllm_plugin.kernels import runner as cpu
 from dllm_plugin.omni import workers
 
 SOURCES = Path(vllm.__file__).parent

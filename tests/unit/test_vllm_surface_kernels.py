@@ -9,7 +9,7 @@ from vllm.config.attention import AttentionConfig
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 
-from dllm_plugin.kernels.runner import cpu
+from dllm_plugin.kernels import runner as cpu
 
 # Launched by model runner v2 and replaced on a CPU without Triton.
 KERNELS = {

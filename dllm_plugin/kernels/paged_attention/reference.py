@@ -1,6 +1,6 @@
 """Attend to spans on the `distinct` KV layout: the plain-torch reference implementation.
 
-It is what CPUs run. :mod:`dllm_plugin.kernels.paged_store.reference` describes the layout. Shape
+It is what CPUs run. :mod:`dllm_plugin.kernels.paged_store` describes the layout. Shape
 letters here and in in `kernel`: T tokens of the forward, R requests, H query heads,
 G query heads per KV head, K KV heads, D head size, N tokens of a page, P pages, W width of the
 block table, L longest list of keys.

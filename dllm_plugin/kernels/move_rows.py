@@ -1,11 +1,12 @@
-"""Copy logits rows into rows kept per slot: the Triton kernel.
+"""Copy logits rows into rows kept per slot: a Triton kernel, and its plain-torch reference.
 
-Only the device knows which rows move: plain torch reads and writes all of them, this kernel
+Only the device knows which rows move: plain torch reads and writes all of them, the kernel
 only those that move.
 """
 
 # mypy: disable-error-code="no-untyped-def"
 
+import torch
 from torch import Tensor
 from vllm.triton_utils import tl, triton
 
@@ -58,3 +59,11 @@ def move_rows(
         TILE=TILE,
         num_warps=8,
     )
+
+
+def move_rows_reference(
+    from_TV: Tensor, from_R: Tensor, to_NV: Tensor, slots_R: Tensor, moved_R: Tensor
+) -> None:
+    """Copy row `from_R` of `from_TV` to row `slots_R` of `to_NV`, where `moved_R` is true."""
+    new_RV, old_RV = from_TV[from_R].to(to_NV.dtype), to_NV[slots_R]
+    to_NV[slots_R] = torch.where(moved_R[:, None], new_RV, old_RV)

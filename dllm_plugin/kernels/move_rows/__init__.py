@@ -1,1 +1,0 @@
-"""Copy logits rows into rows that are kept per request slot."""

@@ -1,1 +1,0 @@
-"""Store keys and values in pages of the `distinct` KV cache layout."""

@@ -1,1 +1,0 @@
-"""Rotate queries and keys and store keys and values, in one kernel."""
