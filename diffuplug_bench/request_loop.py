@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from diffuplug_bench.settings import requests_of
 from diffuplug_bench.step.counts import Count, counting
+from dllm_plugin.config.carriers import Snapshot, unpack_positions, unpack_snapshot
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -33,7 +34,7 @@ class Arrival(NamedTuple):
 class Answer:
     """Record a request. Seconds are of the same clock as `Run.stamps`.
 
-    snapshots   (step, vLLM's ``kv_transfer_params``) of each forward, if the request asked for them
+    snapshots   (step, snapshot) of each forward, if the request asked for them
     """
 
     prompt: list[int]
@@ -44,7 +45,7 @@ class Answer:
     forwards: int = 0  # denoising forwards; for autoregressive models the tokens
     canvas_positions: int = 0  # canvas positions that these forwards computed
     sampling: dict[str, Any] = field(default_factory=dict)
-    snapshots: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    snapshots: list[tuple[int, Snapshot]] = field(default_factory=list)
 
 
 @dataclass
@@ -143,15 +144,16 @@ def _record(answer: Answer, output: Any, step: int) -> bool:
     if tokens:
         answer.arrivals.append(Arrival(step, len(tokens)))
         answer.token_ids += tokens
-    if output.kv_transfer_params is not None:
-        answer.snapshots.append((step, output.kv_transfer_params))
+    snapshot = unpack_snapshot(output)
+    if snapshot is not None:
+        answer.snapshots.append((step, snapshot))
     if output.finished:
         answer.finished = True
         metrics = completion.spec_decode_metrics
         answer.forwards = sum(metrics.histogram) if metrics else len(answer.token_ids)
         answer.canvas_positions = answer.forwards - 1
         if metrics:  # of our engine, which count the prompt's positions too
-            answer.canvas_positions = metrics.num_draft_tokens - len(answer.prompt)
+            answer.canvas_positions = unpack_positions(metrics) - len(answer.prompt)
     return bool(output.finished)
 
 

@@ -23,9 +23,9 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.states import RequestState
 
-from dllm_plugin.config.carriers import FINISHED, PREEMPTED, pack_id
 from dllm_plugin.config.options import Options
 from dllm_plugin.config.resolution import resolve
+from dllm_plugin.config.worker_carriers import FINISHED, PREEMPTED, pack_id
 from dllm_plugin.engine.sampler import DiffusionSampler
 from dllm_plugin.sampling.vocab_parallel import VocabShard
 from dllm_plugin.state.canvas_states import CanvasStates

@@ -19,15 +19,13 @@ import numpy as np
 from diffuplug_bench.request_loop import Answer, Ask, Run, serve
 from diffuplug_bench.step.counts import Count
 from diffuplug_bench.step.floor import StepSize
-from dllm_plugin.config.carriers import SNAPSHOT
+from dllm_plugin.config.carriers import NO_TOKEN
 from dllm_plugin.config.decode import DecodeConfig, get_decode_config
 from dllm_plugin.config.request.parsing import request_arguments
 from dllm_plugin.decoding.full_attention import Layout, bounds, limit
 
 if TYPE_CHECKING:
     from vllm import LLM
-
-UNDECIDED = -1  # in the ids of a snapshot
 
 
 class Forward(NamedTuple):
@@ -101,8 +99,8 @@ def forwards_of(
     )
     layout = Layout(*np.array(numbers, dtype=np.int64)[:, None])
     forwards, last, left = [], -1, 0
-    for step, told in answer.snapshots:
-        base = told[SNAPSHOT]["start"]
+    for step, snapshot in answer.snapshots:
+        base = snapshot.start
         start = np.array([prompt_len + base], dtype=np.int64)
         canvas = bounds(layout, start, config.canvas_length, max_model_len)
         first, stop = span(canvas, np.array([base == last]))
@@ -111,6 +109,6 @@ def forwards_of(
             left = block
         size = StepSize(int(stop[0] - first[0]), int(canvas.stop[0]), left)
         forwards.append(Forward(step, size))
-        ids = np.frombuffer(told[SNAPSHOT]["ids"], np.int32)[:block]
-        last, left = base, block - int((ids != UNDECIDED).sum())
+        ids = snapshot.ids[:block]
+        last, left = base, block - len(ids) + ids.count(NO_TOKEN)
     return forwards

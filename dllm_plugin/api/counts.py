@@ -4,7 +4,11 @@ from typing import Any, NamedTuple
 
 from vllm.outputs import CompletionOutput
 
-from dllm_plugin.config.carriers import unpack_start, unpack_widths
+from dllm_plugin.config.carriers import (
+    unpack_positions,
+    unpack_start,
+    unpack_widths,
+)
 from dllm_plugin.config.request.arguments import GRAMMAR_MODES
 
 
@@ -54,7 +58,7 @@ def counts_of(
     sent = completion.spec_decode_metrics
     if sent is None:  # aborted before the engine answered
         return None
-    computed, mode = sent.num_draft_tokens, None
+    computed, mode = unpack_positions(sent), None
     widths = unpack_widths(sent)
     if widths is None:
         cached, mode = unpack_start(sent)

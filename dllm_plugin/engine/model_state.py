@@ -18,8 +18,8 @@ from dllm_plugin.attention.backends import flash_version
 from dllm_plugin.attention.cascade import cascade_from
 from dllm_plugin.attention.kv_groups import clear_pages
 from dllm_plugin.attention.sequences import AttentionSequences
-from dllm_plugin.config.carriers import FINISHED, unpack_id
 from dllm_plugin.config.decode import get_decode_config
+from dllm_plugin.config.worker_carriers import FINISHED, unpack_id
 from dllm_plugin.engine.sampler import DiffusionSampler
 from dllm_plugin.kernels import runner
 from dllm_plugin.sampling.vocab_parallel import VocabShard

@@ -15,8 +15,8 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-from dllm_plugin.config.carriers import pack_broken
 from dllm_plugin.config.request.structured_outputs import no_automata
+from dllm_plugin.config.worker_carriers import pack_broken, pack_canvases
 from dllm_plugin.decoding.block_causal import sub_block_to_store
 from dllm_plugin.kernels.launch import compile_ahead
 from dllm_plugin.kernels.move_rows import move_rows
@@ -169,10 +169,10 @@ class DiffusionSampler:
         rows = decided.logprobs
         logprobs = None if rows is None else LogprobsTensors(*rows)
         return SamplerOutput(
-            sampled_token_ids=decided.tokens_RC,
             logprobs_tensors=logprobs,
             num_sampled=decided.emitted_R,
             num_rejected=decided.rejected_R,
+            **pack_canvases(decided.tokens_RC),
             **pack_broken(decided.broken_R),
         )
 

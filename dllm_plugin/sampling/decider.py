@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from vllm import envs
 
-from dllm_plugin.config.carriers import pack_masks_left
+from dllm_plugin.config.worker_carriers import pack_masks_left
 from dllm_plugin.decoding.block_causal import keep_edited
 from dllm_plugin.decoding.plan import StepPlan
 from dllm_plugin.decoding.policies import Rule

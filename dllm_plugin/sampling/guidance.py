@@ -15,22 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-UNCONDITIONAL_SUFFIX = "\0unguided"  # no client can send such an id
-
-
-def unconditional_id(request_id: str) -> str:
-    """Return the id of a guided request's hidden unconditional request."""
-    return request_id + UNCONDITIONAL_SUFFIX
-
-
-def conditional_id(request_id: str) -> str:
-    """Return the id of the request that a hidden unconditional request belongs to."""
-    return request_id.removesuffix(UNCONDITIONAL_SUFFIX)
-
-
-def is_unconditional(request_id: str) -> bool:
-    """Return whether this is the id of a hidden unconditional request."""
-    return request_id.endswith(UNCONDITIONAL_SUFFIX)
+from dllm_plugin.config.worker_carriers import (
+    is_unconditional,
+    pack_unconditional,
+    unpack_unconditional,
+)
 
 
 def pair_requests(req_ids: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -40,7 +29,7 @@ def pair_requests(req_ids: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     """
     place = {req_id: i for i, req_id in enumerate(req_ids)}
     deciding = [i for i, req_id in enumerate(req_ids) if not is_unconditional(req_id)]
-    guiding = [place.get(unconditional_id(req_ids[i]), i) for i in deciding]
+    guiding = [place.get(pack_unconditional(req_ids[i]), i) for i in deciding]
     return np.array(deciding, dtype=np.int64), np.array(guiding, dtype=np.int64)
 
 
@@ -50,7 +39,9 @@ def guided_pairs(req_ids: Sequence[str]) -> np.ndarray:
     int64 ``[P, 2]``.
     """
     place = {req_id: i for i, req_id in enumerate(req_ids)}
-    hidden = [(conditional_id(r), i) for r, i in place.items() if is_unconditional(r)]
+    hidden = [
+        (unpack_unconditional(r), i) for r, i in place.items() if is_unconditional(r)
+    ]
     pairs = [
         (place[conditional], i) for conditional, i in hidden if conditional in place
     ]

@@ -15,10 +15,10 @@ from torch import Tensor
 from vllm.config import ModelConfig
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from dllm_plugin.config.carriers import FINISHED, PREEMPTED, unpack_id
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.options import FILL
 from dllm_plugin.config.request.parsing import request_arguments
+from dllm_plugin.config.worker_carriers import FINISHED, PREEMPTED, unpack_id
 from dllm_plugin.decoding.blocks import leading
 from dllm_plugin.decoding.full_attention import Bounds, bounds, refresh_start
 from dllm_plugin.decoding.plan import Canvas, StepOutcome, StepPlan

@@ -2,7 +2,7 @@
 
 vLLM's model runner frees the slots of finished and of preempted requests by one call,
 which gets only an id. So the scheduler marks the ids
-(:func:`dllm_plugin.config.carriers.pack_departures`). A plain id is that of a request
+(:func:`dllm_plugin.config.worker_carriers.pack_departures`). A plain id is that of a request
 about to be added, since vLLM first removes a request of the same name, or of vLLM's own
 warm-up: for neither is anything kept.
 """

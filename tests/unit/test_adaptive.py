@@ -11,12 +11,12 @@ from refusals import DREAM, LLADA, MASK, one_sentence, resolved
 from vllm.config import CUDAGraphMode
 
 from dllm_plugin.config.adaptive import fit_canvas, without_grammars
-from dllm_plugin.config.carriers import RESUMED, pack_id, unpack_id
 from dllm_plugin.config.cuda_graphs import WORKER, worker_for
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.options import Options
 from dllm_plugin.config.request.parsing import request_arguments
 from dllm_plugin.config.resolution import resolve
+from dllm_plugin.config.worker_carriers import RESUMED, pack_id, unpack_id
 from dllm_plugin.decoding.methods import METHODS
 from dllm_plugin.engine.scheduling.adaptive_scheduler import warn_without_graphs
 from dllm_plugin.state.floating import FloatingView

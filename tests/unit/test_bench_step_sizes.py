@@ -4,7 +4,6 @@ from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from refusals import resolved
@@ -17,6 +16,7 @@ from diffuplug_bench.step import floor, measure
 from diffuplug_bench.step.counts import Count, counting
 from diffuplug_bench.step.floor import Floor, StepSize
 from diffuplug_bench.step.sizes import Forward, forwards_of, sizes_of
+from dllm_plugin.config.carriers import Snapshot
 from dllm_plugin.reference.loops import decode
 from dllm_plugin.reference.rules import Rules
 from dllm_plugin.reference.text import Slots, Text
@@ -67,14 +67,14 @@ def test_forwards_are_those_of_the_plain_loop(strategy: str, options: str) -> No
     assert len(expected) == 6 * 3
 
 
-def snapshots_of(text: Text) -> list[dict[str, Any]]:
+def snapshots_of(text: Text) -> list[Snapshot]:
     """Return what the engine would say after each forward: what is decided from its block on."""
-    decided, told = dict[int, int](), []
+    decided, told = dict[int, int](), list[Snapshot]()
     for one in text.forwards:
         base = (min(one.rows) - PROMPT) // 8 * 8
         decided |= dict(one.new)
         ids = [decided.get(PROMPT + base + i, -1) for i in range(8)]
-        told.append({"dllm": {"start": base, "ids": np.array(ids, np.int32).tobytes()}})
+        told.append(Snapshot("r", len(told), base, base, ids, [None] * 8))
     return told
 
 

@@ -12,7 +12,7 @@ from surface import arguments, fields_of, found_in_vllm
 from torch import Tensor
 
 from dllm_plugin.attention import kv_groups as pages
-from dllm_plugin.config.carriers import FINISHED, pack_id, unpack_id
+from dllm_plugin.config.worker_carriers import FINISHED, pack_id, unpack_id
 
 D2F = {
     "strategy": "d2f",

@@ -17,19 +17,14 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-from dllm_plugin.config import carriers
-from dllm_plugin.config.carriers import (
-    FINISHED,
-    NO_TOKEN,
-    PREEMPTED,
-    EndedRequest,
-    Snapshot,
-    StepWidth,
-)
+from dllm_plugin.config import carriers, worker_carriers
+from dllm_plugin.config.carriers import NO_TOKEN, EndedRequest, Snapshot, StepWidth
+from dllm_plugin.config.worker_carriers import FINISHED, PREEMPTED
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "dllm_plugin"
 SHARED = ("kv_transfer_params", "routed_experts", "num_nans", "per_step_drafted")
+CARRIERS = ("carriers.py", "worker_carriers.py")
 # A module of vLLM has the name of a field.
 OF_VLLM = {"engine/worker/cpu_worker.py"}
 
@@ -86,19 +81,19 @@ def step_results(**fields: Any) -> ModelRunnerOutput:
 def test_masks_left_and_broken_positions() -> None:
     """Broken positions win; what is left is hidden from vLLM's own metric."""
     broken, left = torch.tensor([0, 2, 0]), torch.tensor([7, 3, 0])
-    packed = carriers.pack_masks_left(broken, left)
-    kwargs = carriers.pack_broken(packed)
+    packed = worker_carriers.pack_masks_left(broken, left)
+    kwargs = worker_carriers.pack_broken(packed)
     output = SamplerOutput(packed, None, num_sampled=left, num_rejected=left, **kwargs)
     assert output.num_nans is packed
     counts = dict(zip("abc", packed.tolist(), strict=True))
     results = step_results(num_nans_in_logits=counts)
-    assert carriers.unpack_masks_left(results) == {"a": 7}
+    assert worker_carriers.unpack_masks_left(results) == {"a": 7}
     assert results.num_nans_in_logits == {"a": 0, "b": 2, "c": 0}
-    assert carriers.unpack_broken(results) == {"b": 2}
-    assert carriers.unpack_masks_left(step_results()) == {}
-    assert carriers.unpack_broken(step_results()) == {}
+    assert worker_carriers.unpack_broken(results) == {"b": 2}
+    assert worker_carriers.unpack_masks_left(step_results()) == {}
+    assert worker_carriers.unpack_broken(step_results()) == {}
     outputs = [EngineCoreOutput("b", []), EngineCoreOutput("c", [])]
-    carriers.show_broken(outputs, {"b": 2})
+    worker_carriers.show_broken(outputs, {"b": 2})
     assert [output.num_nans_in_logits for output in outputs] == [2, 0]
 
 
@@ -111,13 +106,13 @@ def test_canvas_rows(emits: bool) -> None:
     emitted = None
     if emits:
         emitted = (torch.ones(3, 2).int(), torch.zeros(3, 2), torch.arange(1, 4))
-    columns = carriers.pack_canvas_rows(
+    columns = worker_carriers.pack_canvas_rows(
         emitted, ids, certain, taken, torch.tensor([0, 2])
     )
     offsets = [0, 0, 3, 3]
     lists = LogprobsTensors(*columns, offsets).tolists()
     results = step_results(logprobs=lists)
-    canvases = carriers.unpack_canvas_rows(results)
+    canvases = worker_carriers.unpack_canvas_rows(results)
     assert list(canvases) == [0, 2]
     for row, place in enumerate(canvases):
         canvas = canvases[place]
@@ -131,14 +126,14 @@ def test_canvas_rows(emits: bool) -> None:
     assert results.logprobs.sampled_token_ranks.tolist() == [1, 2, 3]
     assert results.logprobs.logprob_token_ids.shape == (3, 2)
     assert results.logprobs.cu_num_generated_tokens == offsets
-    assert carriers.unpack_canvas_rows(results) == {}, "nothing is left"
+    assert worker_carriers.unpack_canvas_rows(results) == {}, "nothing is left"
 
 
 def test_steps_without_watched_requests_keep_their_logprobs() -> None:
     plain = LogprobsLists(*(np.ones((2, 1)), np.ones((2, 1)), np.array([1, 2])), None)
     for lists in (None, plain):
         results = step_results(logprobs=lists)
-        assert carriers.unpack_canvas_rows(results) == {}
+        assert worker_carriers.unpack_canvas_rows(results) == {}
         assert results.logprobs is lists
 
 
@@ -183,13 +178,45 @@ def test_departures() -> None:
     output = SchedulerOutput.make_empty()
     output.finished_req_ids, output.preempted_req_ids = {"a", "b"}, {"b", "c"}
     pages = {"a": (3, 5), "z": (1,)}
-    carriers.pack_departures(output, pages)
-    facts = {str(i): carriers.unpack_id(i) for i in output.finished_req_ids}
+    worker_carriers.pack_departures(output, pages)
+    facts = {str(i): worker_carriers.unpack_id(i) for i in output.finished_req_ids}
     assert facts == {"a": (FINISHED, (3, 5)), "b": (FINISHED, ())}
-    preempted = [carriers.unpack_id(i) for i in output.preempted_req_ids or ()]
+    preempted = [worker_carriers.unpack_id(i) for i in output.preempted_req_ids or ()]
     assert preempted == [(PREEMPTED, ())]
     assert pages == {"z": (1,)}
-    assert carriers.unpack_id("a") == ("", ())
+    assert worker_carriers.unpack_id("a") == ("", ())
+
+
+def test_positions_of_a_request() -> None:
+    counts = RequestSpecDecodeMetrics.new(8)
+    carriers.pack_positions(counts, 40)
+    carriers.pack_positions(counts, 8)
+    assert carriers.unpack_positions(counts) == 48
+
+
+def test_canvases() -> None:
+    """Whole rows, of which vLLM reads the emitted ids."""
+    tokens = torch.arange(12).view(3, 4)
+    none = torch.zeros(3)
+    kwargs = worker_carriers.pack_canvases(tokens)
+    output = SamplerOutput(
+        **kwargs,
+        logprobs_tensors=None,
+        num_sampled=none,
+        num_rejected=none,
+        num_nans=None,
+    )
+    assert output.sampled_token_ids is tokens
+    found = worker_carriers.unpack_canvases(tokens.numpy(), step_results(), ["c", "a"])
+    assert found == {"c": [8, 9, 10, 11], "a": [0, 1, 2, 3]}
+
+
+def test_ids_of_unconditional_requests() -> None:
+    hidden = worker_carriers.pack_unconditional("a")
+    assert hidden != "a" and worker_carriers.unpack_unconditional(hidden) == "a"
+    assert worker_carriers.unpack_unconditional("a") == "a"
+    is_unconditional = worker_carriers.is_unconditional
+    assert is_unconditional(hidden) and not is_unconditional("a")
 
 
 # Where the fields are named.
@@ -197,19 +224,18 @@ def test_departures() -> None:
 
 def test_no_other_file_names_the_fields() -> None:
     names = re.compile("|".join(rf"\b{name}\b" for name in SHARED))
-    own = "config/carriers.py"
     found = set()
     for path in PACKAGE.rglob("*.py"):
         if path.parent != PACKAGE / "omni" and names.search(path.read_text()):
             found.add(str(path.relative_to(PACKAGE)))
-    assert found == {own} | OF_VLLM
+    assert found == {f"config/{name}" for name in CARRIERS} | OF_VLLM
 
 
 def test_no_other_file_touches_what_only_carriers_read() -> None:
     """Attributes and keywords, also of fields that have common names."""
     fields = {"num_nans_in_logits", "per_step_accepted", "num_draft_tokens_per_pos"}
     for path in PACKAGE.rglob("*.py"):
-        if path.name == "carriers.py":
+        if path.name in CARRIERS:
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             name = getattr(node, "attr", getattr(node, "arg", None))
@@ -230,8 +256,10 @@ def rows_of_the_table() -> list[list[str]]:
 
 def test_the_table_of_the_design_is_true() -> None:
     """Every pair stands in it, with the fields that its functions touch."""
-    tree = ast.parse((PACKAGE / "config" / "carriers.py").read_text())
-    functions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
+    functions = {}
+    for file in CARRIERS:
+        tree = ast.parse((PACKAGE / "config" / file).read_text())
+        functions |= {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
     listed = set()
     for _, fields, packed, unpacked in rows_of_the_table():
         pair = re.findall(r"`(\w+)`", packed) + re.findall(r"`(\w+)`", unpacked)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dllm_plugin import default_model
+from dllm_plugin.config.worker_carriers import pack_unconditional
 from dllm_plugin.decoding.families import LLADA
 from dllm_plugin.decoding.full_attention import NO_LIMIT, Layout, bounds
 from dllm_plugin.decoding.methods import methods_of
@@ -119,11 +120,11 @@ def test_spans_are_those_of_the_design() -> None:
 
 def test_pairs_in_a_batch() -> None:
     """Only leaders decide; who has no partner is its own."""
-    batch = ["b", guidance.unconditional_id("a"), "a", "c"]
+    batch = ["b", pack_unconditional("a"), "a", "c"]
     leaders, partners = guidance.pair_requests(batch)
     assert (leaders.tolist(), partners.tolist()) == ([0, 2, 3], [0, 1, 3])
     assert guidance.guided_pairs(batch).tolist() == [[2, 1]]
-    alone = ["b", guidance.unconditional_id("a")]
+    alone = ["b", pack_unconditional("a")]
     assert guidance.guided_pairs(alone).tolist() == []
     for rows in guidance.pair_requests(["b", "c"]):
         assert rows.tolist() == [0, 1]

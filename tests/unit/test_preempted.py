@@ -11,7 +11,7 @@ from scripted import Hashed, Loop, Run, sampling
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from dllm_plugin.config.carriers import (
+from dllm_plugin.config.worker_carriers import (
     FINISHED,
     PREEMPTED,
     pack_departures,

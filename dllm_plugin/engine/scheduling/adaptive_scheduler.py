@@ -22,15 +22,9 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from dllm_plugin.config.carriers import (
-    RESUMED,
-    StepWidth,
-    pack_id,
-    pack_width,
-    unpack_committed,
-)
+from dllm_plugin.config.carriers import StepWidth, pack_width, unpack_committed
 from dllm_plugin.config.cuda_graphs import OUR_WORKERS, allowed_widths
-from dllm_plugin.config.request.parsing import request_arguments
+from dllm_plugin.config.worker_carriers import RESUMED, pack_id
 from dllm_plugin.decoding.step_costs import MeasuredCosts
 from dllm_plugin.decoding.widths import WidthController, widths_between
 from dllm_plugin.engine.scheduling.reporting import RequestCounts
@@ -184,11 +178,7 @@ class AdaptiveScheduler(DiffusionScheduler):
 
     def add_request(self, request: Request) -> None:
         """Admit a request, with the schedule that it may bring."""
-        params = request.sampling_params
-        assert params is not None
-        asked = request_arguments(
-            self.decode_config, params.extra_args, params.max_tokens
-        )
+        asked = self.arguments_of(request)
         if asked.schedule is not None:
             self._schedules[request.request_id] = asked.schedule
             self._next[request.request_id] = 0

@@ -13,10 +13,13 @@ from vllm.logger import init_logger
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 
-from dllm_plugin.config.carriers import show_broken, unpack_broken
 from dllm_plugin.config.validation import shown
+from dllm_plugin.config.worker_carriers import (
+    is_unconditional,
+    show_broken,
+    unpack_broken,
+)
 from dllm_plugin.engine.vllm_versions import end_with_error
-from dllm_plugin.sampling.guidance import is_unconditional
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler

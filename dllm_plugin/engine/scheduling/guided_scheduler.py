@@ -11,7 +11,6 @@ as the most urgent one that ran then: more urgent requests cannot delay it for e
 import time
 from typing import Any
 
-from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.engine import EngineCoreOutputs
@@ -19,13 +18,12 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from dllm_plugin.config.request.parsing import request_arguments
-from dllm_plugin.engine.scheduling.scheduler import DiffusionScheduler
-from dllm_plugin.sampling.guidance import (
-    conditional_id,
+from dllm_plugin.config.worker_carriers import (
     is_unconditional,
-    unconditional_id,
+    pack_unconditional,
+    unpack_unconditional,
 )
+from dllm_plugin.engine.scheduling.scheduler import DiffusionScheduler
 
 
 class GuidedScheduler(DiffusionScheduler):
@@ -37,24 +35,21 @@ class GuidedScheduler(DiffusionScheduler):
 
     def add_request(self, request: Request) -> None:
         """Admit a request, and after it the unconditional request that guidance needs."""
-        params = request.sampling_params
-        assert params is not None
-        asked = request_arguments(
-            self.decode_config, params.extra_args, params.max_tokens
-        )
+        asked = self.arguments_of(request)
         super().add_request(request)
         if asked.cfg_scale > 0 and not request.resumable:
-            hidden = self._hidden_request(request, params)
+            hidden = self._hidden_request(request)
             self._unconditional.add(hidden.request_id)
             super().add_request(hidden)
 
-    def _hidden_request(self, request: Request, params: SamplingParams) -> Request:
+    def _hidden_request(self, request: Request) -> Request:
         """Return the unconditional request: the same, but its prompt becomes masks."""
-        params = params.clone()
+        assert request.sampling_params is not None
+        params = request.sampling_params.clone()
         params.logprobs = None
         params.structured_outputs = None  # it copies what the conditional one decides
         return Request(
-            request_id=unconditional_id(request.request_id),
+            request_id=pack_unconditional(request.request_id),
             prompt_token_ids=request.prompt_token_ids,
             sampling_params=params,
             pooling_params=None,
@@ -70,7 +65,7 @@ class GuidedScheduler(DiffusionScheduler):
         """Finish as vLLM does; hidden requests end with theirs and are not reported."""
         if request_ids is not None:
             ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-            hidden = map(unconditional_id, ids)
+            hidden = map(pack_unconditional, ids)
             request_ids = [*ids, *(i for i in hidden if i in self.requests)]
         finished = super().finish_requests(request_ids, finished_status)
         return [
@@ -126,9 +121,9 @@ class GuidedScheduler(DiffusionScheduler):
 
     def _other_of_pair(self, request_id: str) -> str | None:
         if is_unconditional(request_id):
-            conditional = conditional_id(request_id)
+            conditional = unpack_unconditional(request_id)
             return conditional if conditional in self.requests else None
-        unconditional = unconditional_id(request_id)
+        unconditional = pack_unconditional(request_id)
         return unconditional if unconditional in self._unconditional else None
 
     def make_spec_decoding_stats(
@@ -147,7 +142,7 @@ class GuidedScheduler(DiffusionScheduler):
         # vLLM itself ends a request if its grammar refuses the text.
         widowed = []
         for request_id in self._unconditional:
-            if conditional_id(request_id) not in self.requests:
+            if unpack_unconditional(request_id) not in self.requests:
                 widowed.append(request_id)
         if widowed:
             self.finish_requests(widowed, RequestStatus.FINISHED_ABORTED)

@@ -17,10 +17,13 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from dllm_plugin.config.carriers import unpack_masks_left
 from dllm_plugin.config.request.arguments import RequestArguments
-from dllm_plugin.config.request.parsing import request_arguments
 from dllm_plugin.config.request.template import Template
+from dllm_plugin.config.worker_carriers import (
+    is_unconditional,
+    unpack_masks_left,
+    unpack_unconditional,
+)
 from dllm_plugin.decoding.full_attention import (
     NO_TEMPLATE,
     Bounds,
@@ -35,7 +38,6 @@ from dllm_plugin.engine.scheduling.forwards_in_flight import (
 )
 from dllm_plugin.engine.scheduling.given_starts import GivenStarts
 from dllm_plugin.engine.scheduling.guided_scheduler import GuidedScheduler
-from dllm_plugin.sampling.guidance import conditional_id, is_unconditional
 
 logger = init_logger("vllm.dllm_plugin")
 UNKNOWN = 0  # steps of blocks whose last step may leave something
@@ -82,11 +84,7 @@ class RefreshScheduler(GuidedScheduler):
 
     def add_request(self, request: Request) -> None:
         """Admit a request, and lay out its blocks."""
-        params = request.sampling_params
-        assert params is not None
-        asked = request_arguments(
-            self.decode_config, params.extra_args, params.max_tokens
-        )
+        asked = self.arguments_of(request)
         template = asked.template
         super().add_request(request)
         self._lay_out(request, asked, template)
@@ -159,7 +157,11 @@ class RefreshScheduler(GuidedScheduler):
             wanted = int(self._bounds([request]).stop[0])
         if is_unconditional(request.request_id):
             # Its conditional request comes right before it and has reserved for both.
-            return wanted if conditional_id(request.request_id) in self._guided else 0
+            return (
+                wanted
+                if unpack_unconditional(request.request_id) in self._guided
+                else 0
+            )
         halves = 1 if self._other_of_pair(request.request_id) is None else 2
         if wanted * halves > self._left or not self._has_room(request, wanted, halves):
             return 0

@@ -1,8 +1,7 @@
 """Count what each request computes; report it with its output, and all on /metrics.
 
 The scheduler's base class: it decides nothing. A request's numbers travel in vLLM's own
-`RequestSpecDecodeMetrics`, whose `num_draft_tokens` is here every position that was
-computed for the request, prompt and refreshes included.
+`RequestSpecDecodeMetrics`.
 """
 
 from typing import Any
@@ -16,18 +15,24 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from dllm_plugin.config.carriers import EndedRequest, StepWidth, pack_reports
+from dllm_plugin.config.carriers import (
+    EndedRequest,
+    StepWidth,
+    pack_positions,
+    pack_reports,
+    unpack_positions,
+)
 from dllm_plugin.config.decode import DecodeConfig
+from dllm_plugin.config.request.arguments import RequestArguments
 from dllm_plugin.config.request.parsing import request_arguments
+from dllm_plugin.config.worker_carriers import is_unconditional, unpack_unconditional
 from dllm_plugin.engine.scheduling.watched_requests import WatchedRequests
-from dllm_plugin.sampling.guidance import conditional_id, is_unconditional
 
 
 class RequestCounts(RequestSpecDecodeMetrics):
     """Counts of a request, written by the scheduler.
 
-    histogram         forwards by the number of tokens that each committed
-    num_draft_tokens  computed positions
+    histogram  forwards by the number of tokens that each committed
     """
 
     def observe(
@@ -50,21 +55,24 @@ class ReportingScheduler(AsyncScheduler):
         self.watched = WatchedRequests(self)
         self._ended: list[EndedRequest] = []
 
-    def add_request(self, request: Request) -> None:
-        """Admit a request; ``spec_decode_metrics`` has its counts unless it objects."""
+    def arguments_of(self, request: Request) -> RequestArguments:
+        """Return the ``dllm_*`` arguments of a request, or the engine's defaults."""
         params = request.sampling_params
         assert params is not None
+        extra_args, max_tokens = params.extra_args, params.max_tokens
+        return request_arguments(self.decode_config, extra_args, max_tokens)
+
+    def add_request(self, request: Request) -> None:
+        """Admit a request; ``spec_decode_metrics`` has its counts unless it objects."""
         histogram = [0] * (self.num_spec_tokens + 1)
         counts = self.counts_class(self.num_spec_tokens, histogram)
         self._counts[request.request_id] = counts
-        asked = request_arguments(
-            self.decode_config, params.extra_args, params.max_tokens
-        )
+        asked = self.arguments_of(request)
         if asked.is_watched and not is_unconditional(request.request_id):
             self.watched.add(request, asked, counts)
         if asked.statistics:
             request.spec_decode_metrics = counts
-            if params.stop:
+            if request.sampling_params is not None and request.sampling_params.stop:
                 self._with_stop_strings.add(request.request_id)
         super().add_request(request)
 
@@ -72,9 +80,9 @@ class ReportingScheduler(AsyncScheduler):
         super()._update_after_schedule(scheduler_output)
         for request_id, num_positions in scheduler_output.num_scheduled_tokens.items():
             # Charge an unconditional request to its conditional one.
-            counts = self._counts.get(conditional_id(request_id))
+            counts = self._counts.get(unpack_unconditional(request_id))
             if counts is not None:
-                counts.num_draft_tokens += num_positions
+                pack_positions(counts, num_positions)
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         request_id = request.request_id
@@ -84,7 +92,7 @@ class ReportingScheduler(AsyncScheduler):
                 self._reason(request),
                 sum(counts.histogram),
                 request.num_output_tokens,
-                counts.num_draft_tokens,
+                unpack_positions(counts),
             )
             self._ended.append(ended)
         self._with_stop_strings.discard(request_id)

@@ -14,10 +14,10 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from dllm_plugin.config.carriers import pack_departures, pack_start
+from dllm_plugin.config.carriers import pack_start
 from dllm_plugin.config.request.arguments import GRAMMAR_MODES
-from dllm_plugin.config.request.parsing import request_arguments
 from dllm_plugin.config.validation import shown
+from dllm_plugin.config.worker_carriers import pack_departures
 from dllm_plugin.engine.scheduling.broken_requests import BrokenRequests
 from dllm_plugin.engine.scheduling.grammar_scheduler import GrammarScheduler
 from dllm_plugin.engine.scheduling.reporting import ReportingScheduler
@@ -71,9 +71,7 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
             end_with_error(self, request.request_id)
         params = request.sampling_params
         assert params is not None
-        asked = request_arguments(
-            self.decode_config, params.extra_args, params.max_tokens
-        )
+        asked = self.arguments_of(request)
         self.block_length[request.request_id] = asked.block_length
         # A canvas in flight, the canvas scheduled after it, and the next one.
         reach = (

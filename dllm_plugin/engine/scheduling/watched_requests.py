@@ -15,15 +15,13 @@ from vllm.v1.metrics.stats import PrefillStats, RequestSpecDecodeMetrics
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request
 
-from dllm_plugin.config.carriers import (
-    NO_TOKEN,
+from dllm_plugin.config.carriers import NO_TOKEN, pack_snapshot, pack_trace
+from dllm_plugin.config.request.arguments import RequestArguments
+from dllm_plugin.config.worker_carriers import (
     CanvasRow,
     logprob_rows,
-    pack_snapshot,
-    pack_trace,
     unpack_canvas_rows,
 )
-from dllm_plugin.config.request.arguments import RequestArguments
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler

@@ -4,7 +4,6 @@ vLLM copies whole canvases to the host with every step and keeps what is emitted
 kept too, of requests with a grammar, so nothing more is copied and nothing waited for.
 """
 
-from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.v1.core.sched.output import GrammarOutput
@@ -12,22 +11,8 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from dllm_plugin.grammar.payload import AutomatonStart, GrammarPayload
-
-
-@dataclass
-class CanvasChecks(GrammarOutput):
-    """Send checks of canvases to the workers, in place of bitmasks, and automata that start."""
-
-    payload: GrammarPayload | None = None
-    starts: list[AutomatonStart] = field(default_factory=list)
-
-
-@dataclass
-class CanvasOutput(ModelRunnerOutput):
-    """Return canvases beside what vLLM returns: ids from the first uncommitted position on."""
-
-    canvases: dict[str, list[int]] = field(default_factory=dict)
+from dllm_plugin.config.worker_carriers import unpack_canvases
+from dllm_plugin.engine.grammars.messages import CanvasChecks, CanvasOutput
 
 
 class AsyncCanvasOutput(AsyncModelRunnerOutput):
@@ -40,10 +25,7 @@ class AsyncCanvasOutput(AsyncModelRunnerOutput):
     def get_output(self) -> ModelRunnerOutput:
         """Return the result once it is on the host."""
         result = self.output.get_output()
-        place = result.req_id_to_index
-        canvases = {
-            i: self.output.sampled_token_ids[place[i]].tolist() for i in self.req_ids
-        }
+        canvases = unpack_canvases(self.output.sampled_token_ids, result, self.req_ids)
         return CanvasOutput(**vars(result), canvases=canvases)
 
 
@@ -52,16 +34,17 @@ class GrammarRunner(GPUModelRunner):
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         """Sample as vLLM does; with checks of canvases, hand them to the sampler first."""
-        sampler: Any = self.sampler
         # vLLM's warm-up brings a bitmask of its own.
         if not isinstance(grammar_output, CanvasChecks):
-            sampler.features.checks.stage(None)
             return super().sample_tokens(grammar_output)
-        payload = grammar_output.payload
+        sampler: Any = self.sampler
+        features = sampler.features
         if grammar_output.starts:
-            sampler.features.automata.start(grammar_output.starts)
-        sampler.features.checks.stage(payload)
+            features.automata.start(grammar_output.starts)
+        payload = grammar_output.payload
+        features.checks.stage(payload)
         output = super().sample_tokens(None)
+        features.checks.stage(None)
         if payload is not None and isinstance(output, AsyncOutput):
             return AsyncCanvasOutput(output, payload.req_ids)
         return output

@@ -13,8 +13,9 @@ from torch import Tensor
 from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from dllm_plugin.config.carriers import NO_TOKEN, pack_canvas_rows
+from dllm_plugin.config.carriers import NO_TOKEN
 from dllm_plugin.config.request.parsing import request_arguments
+from dllm_plugin.config.worker_carriers import pack_canvas_rows
 from dllm_plugin.sampling.features.feature import StepFeature
 from dllm_plugin.sampling.step import DenoisingStep, EmittedLogprobs, EmittedTokens
 from dllm_plugin.state.canvas_states import CanvasStates
