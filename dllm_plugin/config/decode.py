@@ -1,9 +1,12 @@
 """Store what an engine decodes with: :mod:`dllm_plugin.config.resolution` fills in open options."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
+
+from vllm.sampling_params import SamplingParams
 
 from dllm_plugin.config.request.arguments import RequestArguments
 from dllm_plugin.decoding.families import FAMILIES, Family
@@ -121,6 +124,41 @@ class DecodeConfig:
     def to_json(self) -> dict[str, Any]:
         """Return this as plain data, which vLLM hashes, pickles and hands to every process."""
         return dataclasses.asdict(self)
+
+
+DEFAULTS = SamplingParams()
+
+
+@dataclass(frozen=True)
+class Case:
+    """Bring together a request, its engine and its parameters of vLLM.
+
+    asked   what the request decodes with; for options: the engine's defaults
+    given   what was written, by name without ``dllm_``
+    params  the request's parameters of vLLM; their defaults before admission
+    """
+
+    config: DecodeConfig
+    asked: RequestArguments
+    given: Mapping[str, Any]
+    params: SamplingParams = DEFAULTS
+
+    @property
+    def has_grammar(self) -> bool:
+        """Return whether structured output is asked for."""
+        asked = self.params.structured_outputs
+        return asked is not None and not asked.all_constraints_none()
+
+    @property
+    def edits(self) -> bool:
+        """Return whether the policy may replace tokens that were decided."""
+        policy = self.config.method.policies[self.asked.policy]
+        return "editing_threshold" in policy.reads
+
+    def is_set(self, parameter: str) -> bool:
+        """Return whether a parameter of vLLM's has another value than its default."""
+        value = getattr(self.params, parameter)
+        return value is not None and bool(value != getattr(DEFAULTS, parameter))
 
 
 def get_decode_config(vllm_config: "VllmConfig") -> DecodeConfig:

@@ -14,10 +14,9 @@ from dllm_plugin.config.adaptive import (
     windows,
 )
 from dllm_plugin.config.cuda_graphs import warm_up_context
-from dllm_plugin.config.decode import DecodeConfig
+from dllm_plugin.config.decode import Case, DecodeConfig
 from dllm_plugin.config.options import Numbers, Options
 from dllm_plugin.config.request.arguments import RequestArguments
-from dllm_plugin.config.request.case import Case
 from dllm_plugin.config.request.exclusions import refuse_options
 from dllm_plugin.config.validation import shown
 from dllm_plugin.decoding.families import FAMILIES, Family

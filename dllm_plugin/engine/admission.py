@@ -17,9 +17,8 @@ from vllm.renderers.hf import HfRenderer
 from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
 
-from dllm_plugin.config.decode import DecodeConfig, get_decode_config
+from dllm_plugin.config.decode import Case, DecodeConfig, get_decode_config
 from dllm_plugin.config.request.arguments import TARGETS, TEMPLATE, RequestArguments
-from dllm_plugin.config.request.case import Case
 from dllm_plugin.config.request.checks import (
     PENALTIES,
     check_allowed,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from dllm_plugin.config.options import FILL
-from dllm_plugin.config.request.template import end_of_gaps
+from dllm_plugin.config.request.arguments import end_of_gaps
 from dllm_plugin.config.validation import shown
 
 Lengths = tuple[int, ...]  # one of them is chosen; none are named: any that fits

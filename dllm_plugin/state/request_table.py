@@ -13,8 +13,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.options import COLUMNS
-from dllm_plugin.config.request.arguments import RequestArguments
-from dllm_plugin.config.request.template import Template
+from dllm_plugin.config.request.arguments import RequestArguments, Template
 from dllm_plugin.decoding.full_attention import NO_LIMIT, NO_TEMPLATE, Layout, limit
 from dllm_plugin.decoding.policies import POLICY_NAMES, PolicySettings
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dllm_plugin.config.options import FILL
-from dllm_plugin.config.request.template import Template
+from dllm_plugin.config.request.arguments import Template
 from dllm_plugin.decoding.full_attention import NO_LIMIT
 from dllm_plugin.state.request_table import SlotTable
 

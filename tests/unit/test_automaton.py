@@ -15,8 +15,7 @@ from scripted import sampling
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.structured_output.utils import choice_as_grammar
 
-from dllm_plugin.config.decode import DecodeConfig
-from dllm_plugin.config.request.case import Case
+from dllm_plugin.config.decode import Case, DecodeConfig
 from dllm_plugin.config.request.exclusions import refuse_parameters
 from dllm_plugin.config.request.parsing import given_arguments, request_arguments
 from dllm_plugin.grammar import automaton as module

@@ -7,12 +7,15 @@ and of arguments, of arguments, and at admission, where vLLM's parameters are kn
 from collections.abc import Callable
 from typing import NamedTuple
 
+from dllm_plugin.config.decode import Case
 from dllm_plugin.config.options import FILL, REQUEST_FIELDS, REQUEST_PREFIX
-from dllm_plugin.config.request.arguments import ARGUMENTS, AUTOMATON
-from dllm_plugin.config.request.case import Case
+from dllm_plugin.config.request.arguments import (
+    ARGUMENTS,
+    AUTOMATON,
+    end_of_gaps,
+)
 from dllm_plugin.config.request.checks import PENALTIES, no_template, too_long
 from dllm_plugin.config.request.structured_outputs import no_automaton
-from dllm_plugin.config.request.template import end_of_gaps
 from dllm_plugin.config.validation import shown
 from dllm_plugin.decoding.policies import SEVERAL_BLOCKS
 
@@ -43,16 +46,6 @@ def _without_effect(case: Case, name: str) -> bool:
     if name in REQUEST_FIELDS:
         return name not in method.options_read(case.asked.policy)
     return bool(known.needs) and not getattr(method, known.needs)
-
-
-def _is_engines(case: Case, name: str) -> bool:
-    """Return whether a request has the engine's own value of an argument."""
-    return bool(getattr(case.asked, name) == getattr(case.config.defaults, name))
-
-
-def _with_one_block(case: Case, name: str) -> bool:
-    is_only = case.asked.max_active_blocks == 1
-    return is_only and case.config.method.next_block and name in case.given
 
 
 def _too_many_forwards(case: Case, name: str) -> str:
@@ -147,7 +140,10 @@ WITH_ARGUMENTS = (
     ),
     Exclusion(
         "block_length",
-        lambda c, name: c.config.method.floats and not _is_engines(c, name),
+        lambda c, name: (
+            c.config.method.floats
+            and c.asked.block_length != c.config.defaults.block_length
+        ),
         "{name} has no effect with adaptive {config.adaptive!r}, whose windows dllm_schedule "
         "sets: remove it.",
     ),
@@ -230,7 +226,11 @@ WITH_OPTIONS = (
     ),
     Exclusion(
         " ".join(OF_SEVERAL_BLOCKS),
-        _with_one_block,
+        lambda c, name: (
+            name in c.given
+            and c.config.method.next_block
+            and c.asked.max_active_blocks == 1
+        ),
         "{name} has no effect with max_active_blocks 1: remove it or raise max_active_blocks.",
     ),
     Exclusion(

@@ -5,17 +5,16 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from dllm_plugin.config.decode import DecodeConfig
+from dllm_plugin.config.decode import Case, DecodeConfig
 from dllm_plugin.config.options import OPTIONS, REQUEST_PREFIX
-from dllm_plugin.config.request.arguments import ARGUMENTS, RequestArguments
-from dllm_plugin.config.request.case import Case
+from dllm_plugin.config.request.arguments import ARGUMENTS, RequestArguments, Template
 from dllm_plugin.config.request.exclusions import refuse_arguments
-from dllm_plugin.config.request.template import Template
 from dllm_plugin.config.resolution import check_policy
 from dllm_plugin.config.validation import did_you_mean, shown
 
 HASHED = (str, bool, int, float, type(None))
-REMEMBERED = 1024  # parsed requests that a process remembers
+# Parsed requests that a process remembers: each may have a template as long as the canvas.
+REMEMBERED = 128
 
 
 def request_arguments(

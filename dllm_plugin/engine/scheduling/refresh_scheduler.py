@@ -17,8 +17,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from dllm_plugin.config.request.arguments import RequestArguments
-from dllm_plugin.config.request.template import Template
+from dllm_plugin.config.request.arguments import RequestArguments, Template
 from dllm_plugin.config.worker_carriers import (
     is_unconditional,
     unpack_masks_left,
