@@ -56,9 +56,8 @@ def check_installed_vllm() -> None:
     check_vllm_version(_vllm_version())
 
 
-if (
-    _vllm_version() is not None
-):  # what does without, as training does, may go on without
+# What does without, as training does, may go on without.
+if _vllm_version() is not None:
     check_installed_vllm()
 
 

@@ -199,10 +199,8 @@ async def read_pairs(request: LikelihoodRequest, renderer: Any) -> list[Text]:
     check_limits(request)
     texts = []
     for place, pair in enumerate(request.pairs):
-        context, continuation = (
-            pair.context or type(pair.continuation)(),
-            pair.continuation,
-        )
+        context = pair.context or type(pair.continuation)()
+        continuation = pair.continuation
         if isinstance(context, str) and isinstance(continuation, str):
             text = await _tokenized(context, continuation, renderer)
         elif isinstance(context, list) and isinstance(continuation, list):

@@ -14,14 +14,10 @@ from dllm_plugin.config.cuda_graphs import can_capture
 
 logger = init_logger("vllm.dllm_plugin")
 
-CUSTOM, FLEX_ATTENTION = (
-    AttentionBackendEnum.CUSTOM,
-    AttentionBackendEnum.FLEX_ATTENTION,
-)
-FLASH_ATTN, TRITON_ATTN = (
-    AttentionBackendEnum.FLASH_ATTN,
-    AttentionBackendEnum.TRITON_ATTN,
-)
+CUSTOM = AttentionBackendEnum.CUSTOM
+FLEX_ATTENTION = AttentionBackendEnum.FLEX_ATTENTION
+FLASH_ATTN = AttentionBackendEnum.FLASH_ATTN
+TRITON_ATTN = AttentionBackendEnum.TRITON_ATTN
 HEAD_SIZES = (32, 64, 128)
 PAGE_UNIT = 16
 # What `diffuplug doctor` prints for each value of `kv_cache_layout`.
@@ -188,10 +184,8 @@ def asked_backends(
 
 
 def _flash_problems(vllm_config: VllmConfig, version: int | None) -> Iterator[str]:
-    model, head_size = (
-        vllm_config.model_config,
-        vllm_config.model_config.get_head_size(),
-    )
+    model = vllm_config.model_config
+    head_size = vllm_config.model_config.get_head_size()
     if version not in (2, 3):
         found = f"FlashAttention {version}" if version else "none"
         yield (

@@ -160,10 +160,8 @@ class DistinctImpl(AttentionImpl[DistinctMetadata]):
         self.kv_cache_dtype = kv_cache_dtype
         self.attend: Callable[..., None]
         if current_platform.is_cpu():
-            self.store, self.attend = (
-                paged_store.store_kv_reference,
-                attention_reference.attend_spans,
-            )
+            self.store = paged_store.store_kv_reference
+            self.attend = attention_reference.attend_spans
         else:
             units = current_platform.num_compute_units()
             self.store = paged_store.store_kv
@@ -318,10 +316,8 @@ class SpanBuffers:
         """
         num_reqs, num_tokens = batch.num_reqs, batch.num_tokens
         if is_full:
-            num_reqs, num_tokens = (
-                batch.num_reqs_after_padding,
-                batch.num_tokens_after_padding,
-            )
+            num_reqs = batch.num_reqs_after_padding
+            num_tokens = batch.num_tokens_after_padding
         query_start_loc = batch.query_start_loc[: num_reqs + 1]
         query_start_loc_cpu = torch.from_numpy(batch.query_start_loc_np[: num_reqs + 1])
         return build_attn_metadata(

@@ -155,9 +155,8 @@ class SegmentFlashImpl(FlashAttentionImpl):
             attn_metadata if isinstance(attn_metadata, SegmentFlashMetadata) else None
         )
         suffix = None if ours is None else ours.canvas_suffix
-        if (
-            self.rotation is not None and attn_metadata is not None
-        ):  # memory profiles have none
+        # Memory profiles have none.
+        if self.rotation is not None and attn_metadata is not None:
             assert ours is not None and ours.positions is not None
             table, slots = self.rotation.cos_sin_cache, attn_metadata.slot_mapping
             rotated = query.new_empty(query.shape)

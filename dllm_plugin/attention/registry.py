@@ -48,10 +48,8 @@ def _needed(vllm_config: VllmConfig, layout: str) -> dict[AttentionBackendEnum, 
         return {CUSTOM: DISTINCT}
     if current_platform.is_cpu():
         return {}
-    chosen, ours = (
-        vllm_config.attention_config.backend,
-        {FLEX_ATTENTION: FLEX, FLASH_ATTN: FLASH},
-    )
+    chosen = vllm_config.attention_config.backend
+    ours = {FLEX_ATTENTION: FLEX, FLASH_ATTN: FLASH}
     return {name: path for name, path in ours.items() if name == chosen}
 
 

@@ -210,11 +210,9 @@ def from_server(args: argparse.Namespace) -> Iterator[Shown]:
             if took := ((chunk.model_extra or {}).get("metrics") or {}).get(
                 "diffusion"
             ):
-                shown.canvas, shown.tokens, shown.forwards = (
-                    [],
-                    took["tokens"],
-                    took["forwards"],
-                )
+                shown.canvas = []
+                shown.tokens = took["tokens"]
+                shown.forwards = took["forwards"]
             yield shown
     except OpenAIError as error:
         raise ValueError(_sentence(error)) from error

@@ -32,9 +32,8 @@ ANY_SIZE = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16), *range(576, 1025, 
 # Most requests in a full graph of refreshes, or of forwards to the end of the canvas: more requests
 # are seldom equally far from it.
 FEW_REQUESTS = 2
-MOST_LENGTHS = (
-    32  # of refreshes that have full graphs; each takes time at start and memory
-)
+# Of refreshes that have full graphs; each takes time at start and memory.
+MOST_LENGTHS = 32
 
 
 def capture_sizes(
@@ -94,10 +93,8 @@ def uniform_graphs(
     most = min(max_num_seqs, max_num_tokens // canvas)
     if config.method.floats:
         return _floating_graphs(config, max(sizes, default=0), most)
-    canvases, alone = (
-        block_counts(sizes, canvas, 1, max_num_seqs),
-        config.commit_alone_from,
-    )
+    canvases = block_counts(sizes, canvas, 1, max_num_seqs)
+    alone = config.commit_alone_from
     if not alone:
         return {canvas: canvases}
     # No graphs of more whole canvases than any step computes once steps take single blocks.
@@ -170,10 +167,8 @@ def captured_graphs(
     vllm_config: VllmConfig, config: DecodeConfig
 ) -> dict[int, list[int]]:
     """Return the full graphs that our worker captures, as `uniform_graphs` does."""
-    compilation, scheduler = (
-        vllm_config.compilation_config,
-        vllm_config.scheduler_config,
-    )
+    compilation = vllm_config.compilation_config
+    scheduler = vllm_config.scheduler_config
     mode, sizes = compilation.cudagraph_mode, compilation.cudagraph_capture_sizes
     if vllm_config.parallel_config.worker_cls != WORKER or not sizes:
         return {}
@@ -207,10 +202,8 @@ def worker_for(
     vLLM resolves "auto" and an open mode later; if it then captures no full graphs, our worker
     captures none either. A class of the user's own stays. `can` is the result of `can_capture`.
     """
-    alone, piecewise = (
-        config.commit_alone_from,
-        (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE),
-    )
+    alone = config.commit_alone_from
+    piecewise = (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE)
     # Not measured there for blocks.
     distinct = config.kv_cache_layout == "distinct" and not config.method.floats
     if not own_lengths(config) or distinct or mode in piecewise or not can:
@@ -275,10 +268,8 @@ def set_graphs(vllm_config: VllmConfig, config: DecodeConfig) -> None:
 
 def set_graph_sizes(vllm_config: VllmConfig, config: DecodeConfig) -> None:
     """Set the sizes of full and piecewise graphs. Raises ValueError for a mode without them."""
-    compilation, scheduler = (
-        vllm_config.compilation_config,
-        vllm_config.scheduler_config,
-    )
+    compilation = vllm_config.compilation_config
+    scheduler = vllm_config.scheduler_config
     parallel = vllm_config.parallel_config
     if compilation.cudagraph_mode == CUDAGraphMode.FULL:
         raise ValueError(
@@ -309,10 +300,8 @@ def set_graph_sizes(vllm_config: VllmConfig, config: DecodeConfig) -> None:
 
 def set_capture_sizes(vllm_config: VllmConfig, config: DecodeConfig) -> bool:
     """Set the sizes of graphs unless the user did; return whether they were set."""
-    compilation, scheduler = (
-        vllm_config.compilation_config,
-        vllm_config.scheduler_config,
-    )
+    compilation = vllm_config.compilation_config
+    scheduler = vllm_config.scheduler_config
     given = compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size
     if given != (None, None) or compilation.cudagraph_mode == CUDAGraphMode.NONE:
         return False

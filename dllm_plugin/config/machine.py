@@ -57,10 +57,8 @@ def resolve_for_machine(
                 "commit_alone_from is %d%s.", fewest, f": {reason}" if reason else ""
             )
     if options.compile_step is None:
-        mode, level = (
-            vllm_config.compilation_config.mode,
-            vllm_config.optimization_level,
-        )
+        mode = vllm_config.compilation_config.mode
+        level = vllm_config.optimization_level
         # What vLLM leaves open here becomes NONE at level 0.
         wanted = mode != CompilationMode.NONE and (mode is not None or level > 0)
         config = dataclasses.replace(config, compile_step=wanted and not problem)
@@ -105,10 +103,8 @@ def never_alone(
         and compilation.splitting_ops != []
         and not compilation.pass_config.fuse_attn_quant
     )
-    worker, most = (
-        vllm_config.parallel_config.worker_cls,
-        vllm_config.scheduler_config.max_num_seqs,
-    )
+    worker = vllm_config.parallel_config.worker_cls
+    most = vllm_config.scheduler_config.max_num_seqs
     if not can or not both or sizes != (None, None):
         yield "it needs full and piecewise CUDA graphs, and their sizes left out"
     if not config.computes_next_block:

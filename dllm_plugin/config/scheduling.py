@@ -104,10 +104,8 @@ def _raise_for_refresh(vllm_config: VllmConfig, canvas_length: int) -> None:
 
     A budget that the user chose stays, and requests that cannot fit it are refused.
     """
-    scheduler, needed = (
-        vllm_config.scheduler_config,
-        vllm_config.model_config.max_model_len,
-    )
+    scheduler = vllm_config.scheduler_config
+    needed = vllm_config.model_config.max_model_len
     if scheduler.max_num_batched_tokens < needed and _is_default_budget(vllm_config):
         logger.info(
             "max_num_batched_tokens raised from %d to %d: a refresh computes prompt and canvas "

@@ -9,9 +9,8 @@ from typing import NamedTuple, Protocol
 READS = 1.4
 # The part of a small step's time in which it reads weights: turns bytes into time.
 KEY_SHARE = 0.75
-MIXTURE_SHARE = (
-    0.55  # of a mixture's; by LLaDA2-mini's shapes on an H100 (adaptive_h100.md)
-)
+# Of a mixture's; by LLaDA2-mini's shapes on an H100 (adaptive_h100.md).
+MIXTURE_SHARE = 0.55
 FADE = 1 - 1 / 256  # of the weight of a ratio, with each step that is observed
 LEAST_WEIGHT = 0.9  # below it a width counts as not tried
 DOUBT = 4  # how many steps a first ratio is weighed against
@@ -151,9 +150,8 @@ class ObservedRatios:
 
     def __init__(self) -> None:
         self._step = 0
-        self._means: dict[
-            int, dict[int, _Mean]
-        ] = {}  # of a load, by the place of a width
+        # Of a load, by the place of a width.
+        self._means: dict[int, dict[int, _Mean]] = {}
 
     def observe(self, requests: int, place: int, ratio: float) -> None:
         """Take the ratio of one step, as far as it is near those before."""

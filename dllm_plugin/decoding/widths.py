@@ -87,10 +87,8 @@ class WidthController:
         self.fitted = PRIOR
         self._steps = 0
         self._requests = 0
-        self._observed = (
-            0,
-            0,
-        )  # width of the steps whose results came last, and how many
+        # Width of the steps whose results came last, and how many.
+        self._observed = (0, 0)
 
     def rates(self, requests: int, context: int) -> np.ndarray:
         """Return the tokens per time that each width promises."""

@@ -176,12 +176,10 @@ class _Closure:
         self.network, self.is_last_N = network, is_last_N
         self.items: dict[Item, None] = {}
         self.agenda: list[Item] = []
-        self.frames: dict[
-            int, Frame
-        ] = {}  # of rules that are called here, by their starts
-        self.heirs: dict[
-            Frame, list[Frame]
-        ] = {}  # frames that share all callers of one
+        # Of rules that are called here, by their starts.
+        self.frames: dict[int, Frame] = {}
+        # Frames that share all callers of one.
+        self.heirs: dict[Frame, list[Frame]] = {}
         self.ends: dict[Frame, None] = {}  # frames whose rule has ended here
 
     def place(self, agenda: list[Item]) -> Place | None:

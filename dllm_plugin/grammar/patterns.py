@@ -14,9 +14,8 @@ from typing import NamedTuple
 Ranges = list[tuple[int, int]]  # first and last code points, ascending and apart
 LAST = 0x10FFFF
 SURROGATES = (0xD800, 0xDFFF)  # no characters
-DIGITLESS = (
-    0x20000  # from here on Unicode has ideographs and tags, no digits or white space
-)
+# From here on Unicode has ideographs and tags, no digits or white space.
+DIGITLESS = 0x20000
 SURE = {  # what \w, \d and \s are to all compilers
     "w": [(48, 57), (65, 90), (95, 95), (97, 122)],
     "d": [(48, 57)],
@@ -241,9 +240,8 @@ def _shorthand(letter: str) -> tuple[Ranges, Ranges]:
     """Return what ``\\w``, ``\\d``, ``\\s`` and their opposites may be, and what they might be."""
     low = letter.lower()
     sure = SURE[low]
-    if (
-        low == "w"
-    ):  # hundreds of ranges in Python, so all that is not ASCII may be one or not
+    # Hundreds of ranges in Python, so all that is not ASCII may be one or not.
+    if low == "w":
         maybe = _joined([*sure, (0x80, LAST)])
     else:
         characters = "".join(map(chr, range(DIGITLESS)))
@@ -306,10 +304,8 @@ def _spelled(parts: tuple[tuple[int, int], ...]) -> str:
 
 def _characters(ranges: Ranges) -> Iterator[tuple[int, int]]:
     for low, high in ranges:
-        below, above = (
-            (low, min(high, SURROGATES[0] - 1)),
-            (max(low, SURROGATES[1] + 1), high),
-        )
+        below = (low, min(high, SURROGATES[0] - 1))
+        above = (max(low, SURROGATES[1] + 1), high)
         yield from (part for part in (below, above) if part[0] <= part[1])
 
 

@@ -81,9 +81,8 @@ class GrammarState:
         self.matcher, self.vocabulary = matcher, vocabulary
         self.searcher = Searcher(vocabulary)
         self.guide = guide
-        self._place = (
-            DEAD if guide is None else START
-        )  # of the guide, after the committed text
+        # Of the guide, after the committed text.
+        self._place = DEAD if guide is None else START
         self.chart = chart
         # Of the chart: before `_unfollowed`, committed ids that no closing has asked for yet.
         self._chart_place = None if chart is None else chart.start()
@@ -101,9 +100,8 @@ class GrammarState:
         self.num_refused = self.searches = 0
         self.seconds = 0.0
         self._chosen_at = -1  # the frontier whose choice has not been checked yet
-        self._closes_at = (
-            -1
-        )  # a place where a choice left no room, so the closing goes on there
+        # A place where a choice left no room, so the closing goes on there.
+        self._closes_at = -1
 
     def find_closing(
         self, known: list[int] | None = None, searches: bool = True
@@ -167,9 +165,8 @@ class GrammarState:
                 return False
         if self.completes and not self.ended:
             if self.witness[: len(ids)] != list(ids):
-                return (
-                    False  # neither settled nor forced: nobody knows a closing any more
-                )
+                # Neither settled nor forced: nobody knows a closing any more.
+                return False
             self.witness = self.witness[len(ids) :]
         self._place = self._places(ids)[-1]
         self._unfollowed += ids

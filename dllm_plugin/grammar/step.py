@@ -114,10 +114,8 @@ def constrain(
         whole_R = value_G.new_full((len(canvas.tokens_RC),), fill)
         return whole_R.index_copy_(0, checks.row_G, value_G)
 
-    has_R, drop_R = (
-        of_step(torch.ones_like(agreed.drop_G), False),
-        of_step(agreed.drop_G, False),
-    )
+    has_R = of_step(torch.ones_like(agreed.drop_G), False)
+    drop_R = of_step(agreed.drop_G, False)
     front_R = of_step(agreed.front_G, 0)
     canvas = canvas._replace(
         tokens_RC=canvas.tokens_RC.index_copy(0, checks.row_G, agreed.tokens_GC),

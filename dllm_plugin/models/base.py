@@ -44,17 +44,15 @@ class DiffusionModel:
     update: WeightUpdate | None = None  # in progress: weights come in parts
     # vLLM takes an adapted head to compute one row a request, and a canvas has many.
     embedding_modules: ClassVar[dict[str, str]] = {}
-    rename: ClassVar["WeightsMapper | None"] = (
-        None  # checkpoint names to the parent's names
-    )
+    # Checkpoint names to the parent's names.
+    rename: ClassVar["WeightsMapper | None"] = None
     config: Any
     lm_head: Any
     logits_processor: Any
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        self.read_adapter(
-            vllm_config
-        )  # raises for a wrong adapter before weights are loaded
+        # Raises for a wrong adapter before weights are loaded.
+        self.read_adapter(vllm_config)
         from dllm_plugin.attention.registry import registered
         from dllm_plugin.attention.rotary import defer
         from dllm_plugin.config.decode import get_decode_config
@@ -95,10 +93,8 @@ class DiffusionModel:
 
     def _expected_here(self, model_config: ModelConfig) -> Manifest:
         """Return the manifest of the tensors that vLLM's loader passes to this rank."""
-        manifest, parallel = (
-            self.manifest(model_config),
-            self.vllm_config.parallel_config,
-        )
+        manifest = self.manifest(model_config)
+        parallel = self.vllm_config.parallel_config
         if not (parallel.enable_expert_parallel and parallel.enable_ep_weight_filter):
             return manifest
         # The loader then does not read the experts of other ranks.
@@ -116,10 +112,8 @@ class DiffusionModel:
         path = get_decode_config(vllm_config).lora_path
         if path is None:
             return None
-        model_config, load_format = (
-            vllm_config.model_config,
-            vllm_config.load_config.load_format,
-        )
+        model_config = vllm_config.model_config
+        load_format = vllm_config.load_config.load_format
         lora.check_mergeable(path, cls.manifest(model_config).quantized, load_format)
         return cls._fitting_adapter(path, model_config)
 
@@ -191,13 +185,10 @@ class DiffusionModel:
 
     def _whole(self, weights: Weights) -> Weights:
         """Check the checkpoint that vLLM's loader reads, and merge the adapter into it."""
-        model_config, cache = (
-            self.vllm_config.model_config,
-            self.vllm_config.load_config.download_dir,
-        )
+        model_config = self.vllm_config.model_config
+        cache = self.vllm_config.load_config.download_dir
         folder = checkpoint_folder(model_config.model, model_config.revision, cache)
         weights = checked(readable(weights, folder), self._expected_here(model_config))
-        adapter = self.read_adapter(
-            self.vllm_config
-        )  # again: kept, it would take 100 MB at 8B
+        # Again: kept, it would take 100 MB at 8B.
+        adapter = self.read_adapter(self.vllm_config)
         return weights if adapter is None else lora.merge(weights, adapter)

@@ -13,9 +13,8 @@ import os
 import torch
 
 VARIABLE = "CUBLAS_WORKSPACE_CONFIG"  # torch reads it at the first GEMM of a process
-FASTER_ON = (
-    (9, 0),
-)  # compute capability of the H200, where it was measured, and the H100
+# Compute capability of the H200, where it was measured, and the H100.
+FASTER_ON = ((9, 0),)
 
 
 def forgo_workspace(capability: tuple[int, int] | None = None) -> None:

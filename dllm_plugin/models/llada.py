@@ -35,9 +35,8 @@ class LLaDAModelLM(DiffusionModel, LlamaForCausalLM):
     """Serve GSAI-ML/LLaDA-8B and checkpoints of its layout."""
 
     rename = RENAME
-    hf_to_vllm_mapper = (
-        RENAME | LlamaForCausalLM.hf_to_vllm_mapper
-    )  # for LoRA and quantisation
+    # For LoRA and quantisation.
+    hf_to_vllm_mapper = RENAME | LlamaForCausalLM.hf_to_vllm_mapper
 
     @classmethod
     def head_name(cls) -> str:
@@ -45,11 +44,9 @@ class LLaDAModelLM(DiffusionModel, LlamaForCausalLM):
 
     @classmethod
     def checkpoint_shapes(cls, config: Any) -> Shapes:
-        width, inner, vocab = (
-            config.hidden_size,
-            config.intermediate_size,
-            config.vocab_size,
-        )
+        width = config.hidden_size
+        inner = config.intermediate_size
+        vocab = config.vocab_size
         kv_width = width // config.num_attention_heads * config.num_key_value_heads
         shapes: Shapes = {
             "model.transformer.wte.weight": (vocab, width),

@@ -38,10 +38,8 @@ class LLaDA2MoeModelLM(DiffusionModel, BailingMoeV2ForCausalLM):
     @classmethod
     def checkpoint_shapes(cls, config: Any) -> Shapes:
         width, head = config.hidden_size, config.head_dim
-        q_width, kv_width = (
-            head * config.num_attention_heads,
-            head * config.num_key_value_heads,
-        )
+        q_width = head * config.num_attention_heads
+        kv_width = head * config.num_key_value_heads
         shared = config.moe_intermediate_size * config.num_shared_experts
         found = shapes.embedding_and_head(config, embedding="model.word_embeddings")
         for layer in range(config.num_hidden_layers):

@@ -5,9 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-WANTED = (
-    "return_hidden_states"  # key of SamplingParams.extra_args by which a request asks
-)
+# Key of SamplingParams.extra_args by which a request asks.
+WANTED = "return_hidden_states"
 REFUSED = b"\x00refused\x00"  # a tensor whose bytes start with it is a refusal with its reason
 Runner: Any = object  # base class of mixins for vLLM's model runners
 OPTIONS: dict[

@@ -20,9 +20,8 @@ class Life:
 
     computed: int  # next position to compute, after the last step whose result is known
     sent: int  # positions below it were sent, now or before a preemption
-    pending: list[torch.Tensor] = field(
-        default_factory=list
-    )  # rows of prompt chunks, on the host
+    # Rows of prompt chunks, on the host.
+    pending: list[torch.Tensor] = field(default_factory=list)
 
     def take(self, rows: torch.Tensor, num_sampled: int) -> torch.Tensor | None:
         """Add one step's valid rows; return all rows to send, None if the step did not sample."""
@@ -31,9 +30,8 @@ class Life:
         self.pending.append(rows[recomputed:])
         if not num_sampled:
             return None
-        to_send = torch.cat(
-            self.pending
-        )  # a copy: a view would be sent with its whole storage
+        # A copy: a view would be sent with its whole storage.
+        to_send = torch.cat(self.pending)
         self.pending, self.sent = [], self.computed
         return to_send
 
@@ -44,10 +42,8 @@ class StepRows(AsyncModelRunnerOutput):
     def __init__(
         self, rows: torch.Tensor, owners: list[tuple[Life | None, int, int]]
     ) -> None:
-        self.rows, self.owners = (
-            rows,
-            owners,
-        )  # by place: numbers of rows and of draft tokens
+        # By place: numbers of rows and of draft tokens.
+        self.rows, self.owners = rows, owners
 
     def follow(self, output: AsyncModelRunnerOutput, copy_stream: Any) -> "StepRows":
         """Start the copy to the host, parallel to vLLM's copy of its own `output`."""
@@ -209,10 +205,8 @@ class HiddenStatesV1(_HiddenStates):  # a mixin for v1/worker/gpu_model_runner.p
     def _places(self, state: Any) -> list[tuple[str, int, int, int]]:
         """List the batch: request, first row, number of rows, number of draft tokens."""
         starts, scheduled = self.query_start_loc.np.tolist(), state.scheduler_output
-        lengths, drafts = (
-            scheduled.num_scheduled_tokens,
-            scheduled.scheduled_spec_decode_tokens,
-        )
+        lengths = scheduled.num_scheduled_tokens
+        drafts = scheduled.scheduled_spec_decode_tokens
         ids = enumerate(self.input_batch.req_ids)
         return [(r, starts[i], lengths[r], len(drafts.get(r, ()))) for i, r in ids]
 
@@ -220,9 +214,8 @@ class HiddenStatesV1(_HiddenStates):  # a mixin for v1/worker/gpu_model_runner.p
 class HiddenStatesV2(_HiddenStates):  # a mixin for v1/worker/gpu/model_runner.py
     def add_requests(self, scheduler_output: Any) -> None:
         super().add_requests(scheduler_output)
-        for (
-            new
-        ) in scheduler_output.scheduled_new_reqs:  # a resumed request is a new one here
+        # A resumed request is a new one here.
+        for new in scheduler_output.scheduled_new_reqs:
             self._start(
                 new, new.prompt_len, len(new.prefill_token_ids) - new.prompt_len
             )
@@ -233,10 +226,8 @@ class HiddenStatesV2(_HiddenStates):  # a mixin for v1/worker/gpu/model_runner.p
 
     def _places(self, state: Any) -> list[tuple[str, int, int, int]]:
         batch = state.input_batch
-        starts, lengths = (
-            batch.query_start_loc_np.tolist(),
-            batch.num_scheduled_tokens.tolist(),
-        )
+        starts = batch.query_start_loc_np.tolist()
+        lengths = batch.num_scheduled_tokens.tolist()
         drafts = batch.num_draft_tokens_per_req
         drafts = [0] * batch.num_reqs if drafts is None else drafts.tolist()
         return list(zip(batch.req_ids, starts, lengths, drafts, strict=False))

@@ -27,12 +27,10 @@ class Condition:
     """List the arguments of one request."""
 
     req_id: str
-    params: dict[
-        str, Any
-    ]  # ``PoolingParams.extra_kwargs``; their meaning is the model's
-    span: tuple[
-        int, int
-    ]  # the request's prompt: rows ``[start, end)`` of the step's inputs
+    # ``PoolingParams.extra_kwargs``; their meaning is the model's.
+    params: dict[str, Any]
+    # The request's prompt: rows ``[start, end)`` of the step's inputs.
+    span: tuple[int, int]
 
     def generator(self, device: torch.device | str = "cpu") -> torch.Generator:
         """Return a generator seeded by ``seed`` or by the request's id, the same on all ranks."""
@@ -114,9 +112,8 @@ class EntryPoint:
         if not get_pp_group().is_last_rank:
             return self.model(**inputs)
         self.model.pooler.outputs = self._run(conditions, inputs)
-        tokens = inputs[
-            "positions"
-        ]  # the hidden states that vLLM expects are read by nobody
+        # The hidden states that vLLM expects are read by nobody.
+        tokens = inputs["positions"]
         return torch.zeros(tokens.shape[-1], 1, device=tokens.device)
 
     def _run(
@@ -137,9 +134,8 @@ class EntryPoint:
                 done[condition.req_id] = refusal(str(reason))
         for group in groups.values():
             outputs = getattr(self.model, self.name)(condition=group, **inputs)
-            for condition, output in zip(
-                group, outputs, strict=True
-            ):  # as many, or ValueError
+            # As many, or ValueError.
+            for condition, output in zip(group, outputs, strict=True):
                 done[condition.req_id] = output.detach().contiguous()
         return [done[condition.req_id] for condition in conditions]
 

@@ -87,10 +87,8 @@ def check_request(request: Any, config: VllmConfig, entry: str = "") -> None:
             raise VLLMValidationError(
                 f"{entry}{name} must be {must}, got {cut(value)}."
             )
-    limit, count = (
-        option(config, "max_pixels", 1 << 22),
-        request.get("num_images_per_prompt", 1),
-    )
+    limit = option(config, "max_pixels", 1 << 22)
+    count = request.get("num_images_per_prompt", 1)
     pixels = count * request.get("width", SIDE) * request.get("height", SIDE)
     if pixels > limit:
         say = f"{entry}{pixels} pixels ({SIDE} for a side not given) are asked for, {limit} allowed"

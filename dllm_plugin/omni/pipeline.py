@@ -92,16 +92,13 @@ class DiffusersPipelineExecutor(Executor):
     supports_pp = False
 
     def _init_executor(self) -> None:
-        name, parallel, model = (
-            type(self).__name__,
-            self.parallel_config,
-            self.model_config,
-        )
+        name = type(self).__name__
+        parallel = self.parallel_config
+        model = self.model_config
         check_scheduler(name, self.vllm_config, pipeline_args()["scheduler_cls"])
         option(self.vllm_config, "max_pixels")  # raises for a wrong value
-        size = max(
-            parallel.world_size, parallel.data_parallel_index + 1
-        )  # its size became 1
+        # Its size became 1.
+        size = max(parallel.world_size, parallel.data_parallel_index + 1)
         faults = {
             f"runner={model.runner_type!r}; use 'pooling'": model.runner_type
             != "pooling",
@@ -168,9 +165,8 @@ class DiffusersPipelineExecutor(Executor):
         """Run one denoising step of every request; return the images of those that are done."""
         for req_id in scheduler_output.finished_req_ids:
             self._forget(req_id)
-        for new in (
-            scheduler_output.scheduled_new_reqs
-        ):  # kept, because sleep level 2 restarts it
+        # Kept, because sleep level 2 restarts it.
+        for new in scheduler_output.scheduled_new_reqs:
             self.requests[new.req_id] = new.prompt_token_ids, secrets.randbits(63)
         ids = list(scheduler_output.num_scheduled_tokens)
         places = {req_id: i for i, req_id in enumerate(ids)}
@@ -225,9 +221,8 @@ class DiffusersPipelineExecutor(Executor):
                 or name.startswith("callback")
             ):
                 raise ValueError(f"{type(self.pipe).__name__} takes no {name}.")
-        pipe = copy.copy(
-            self.pipe
-        )  # calls keep state in the pipeline and its schedulers
+        # Calls keep state in the pipeline and its schedulers.
+        pipe = copy.copy(self.pipe)
         for name in self.schedulers:
             setattr(pipe, name, copy.deepcopy(getattr(pipe, name)))
         request["output_type"] = "pt" if kind == "pil" else kind

@@ -27,10 +27,8 @@ class HiddenStatesScheduler(Scheduler):
     def update_from_output(
         self, scheduler_output: Any, model_runner_output: Any
     ) -> Any:
-        due, model_runner_output.pooler_output = (
-            model_runner_output.pooler_output or [],
-            None,
-        )
+        due = model_runner_output.pooler_output or []
+        model_runner_output.pooler_output = None
         # A stop removes accepted draft tokens in place, so count the sampled tokens first.
         sampled = [
             len(tokens) for tokens in model_runner_output.sampled_token_ids if due

@@ -16,18 +16,16 @@ from dllm_plugin.omni import (
     refuse,
 )
 
-if (
-    current_platform.is_cpu()
-):  # importing the CPU worker replaces functions of torch.cuda
+# Importing the CPU worker replaces functions of torch.cuda.
+if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
 else:
     from vllm.v1.worker.gpu_worker import Worker  # type: ignore[assignment]
 
 
 class _Worker(Worker):
-    check: (
-        Any  # raises ValueError with one sentence for settings that do not go together
-    )
+    # Raises ValueError with one sentence for settings that do not go together.
+    check: Any
     runners: tuple[type, type]  # mixins for model runner v1 and v2
 
     def init_device(self) -> None:
@@ -62,9 +60,7 @@ class DiffusionWorker(_Worker):
     runners = (diffusion.DiffusionV1, diffusion.DiffusionV2)
 
     def check(self) -> None:
-        kind, use = (
-            self.model_config.runner_type,
-            "use 'pooling', or ARWorker to generate text",
-        )
+        kind = self.model_config.runner_type
+        use = "use 'pooling', or ARWorker to generate text"
         refuse("DiffusionWorker", {f"runner={kind!r}; {use}": kind != "pooling"})
         self.vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE

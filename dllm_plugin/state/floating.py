@@ -46,10 +46,8 @@ class FloatingView:
         self, slots_R: Tensor, num_computed_R: Tensor, context: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return size and whether it is computed of each slot, and the slot of each position."""
-        texts, rules = (
-            Texts(*(table[slots_R] for table in self.texts)),
-            self.rules(context),
-        )
+        texts = Texts(*(table[slots_R] for table in self.texts))
+        rules = self.rules(context)
         canvas_RC = self.canvas_NC[slots_R]
         found = split(canvas_RC, texts, num_computed_R, rules)
         ends_RB = stops(found, num_computed_R, rules.length, self.num_slots - 1)

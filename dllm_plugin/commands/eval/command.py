@@ -177,9 +177,8 @@ def compare_ways(
         with screen(verbose) as shown:
             if llm is not None:
                 stop_engine(llm)
-                llm = (
-                    None  # the next start takes what is still there out of collections
-                )
+                # The next start takes what is still there out of collections.
+                llm = None
             llm = start(dllm, dtype, shown.log)
             scores[name] = decode(
                 llm, problems, MAX_TOKENS, shown.bar(name), schema=schema

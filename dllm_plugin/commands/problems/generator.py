@@ -16,14 +16,8 @@ from dllm_plugin.commands.problems.stories import Draft, bus, pages, shop, trip,
 from dllm_plugin.commands.problems.things import things
 
 EVAL_BASE = 1 << 40
-_STORIES = {
-    things: 10,
-    shop: 3,
-    work: 2,
-    pages: 2,
-    bus: 2,
-    trip: 2,
-}  # story: relative frequency
+# Story: relative frequency.
+_STORIES = {things: 10, shop: 3, work: 2, pages: 2, bus: 2, trip: 2}
 JSON_REQUEST = " Answer in JSON."  # what a question ends with that wants ANSWER_SCHEMA
 ANSWER_SCHEMA: dict[str, Any] = {
     "type": "object",

@@ -68,10 +68,8 @@ def compare_first_forward(
     for depth, (engine, second, true) in enumerate(
         zip(found, wanted, truth, strict=True)
     ):
-        apart, explained = (
-            _relative(engine, second),
-            float(_relative(second, true).max()),
-        )
+        apart = _relative(engine, second)
+        explained = float(_relative(second, true).max())
         layers.append(float(apart.max()))
         allowed = SURE * max(explained, rounding(dtype, depth))
         # Not-a-number is never right.

@@ -75,13 +75,10 @@ class VerifyWorker:
         if worker.rank or self.seen is None:
             return None
         slots = list(states.req_id_to_slot.values())
-        self.slot = (
-            slots[0] if slots else self.slot
-        )  # its row stays when the request has ended
-        start, row = (
-            int(states.start_N[self.slot]),
-            states.canvas_NC[self.slot].tolist(),
-        )
+        # Its row stays when the request has ended.
+        self.slot = slots[0] if slots else self.slot
+        start = int(states.start_N[self.slot])
+        row = states.canvas_NC[self.slot].tolist()
         return start, row, dict(self.seen.best)
 
     slot: int = 0

@@ -67,9 +67,8 @@ class Backends(StructuredOutputBackend):
         super().__init__(vllm_config, tokenizer=tokenizer, vocab_size=vocab_size)
         self._made: dict[str, StructuredOutputBackend] = {}
         self._making = threading.Lock()
-        self._guidance = (
-            threading.Lock()
-        )  # it keeps what it compiles in a field until it has
+        # It keeps what it compiles in a field until it has.
+        self._guidance = threading.Lock()
 
     def compile_grammar(
         self,

@@ -41,9 +41,8 @@ from dllm_plugin.grammar.vocabulary import Vocabulary
 
 logger = init_logger("vllm.dllm_plugin")
 
-REMEMBERED = (
-    256  # first closings that are kept for later requests with the same grammar
-)
+# First closings that are kept for later requests with the same grammar.
+REMEMBERED = 256
 
 
 class CanvasGrammar(OwnGrammar):
@@ -87,9 +86,8 @@ class Grammars:
             manager.backend = self.backends = Backends(
                 manager.vllm_config, manager.tokenizer
             )
-        self._prepared: set[str] = (
-            set()
-        )  # waiting requests whose grammar is ours, or its error
+        # Waiting requests whose grammar is ours, or its error.
+        self._prepared: set[str] = set()
         self.vocabulary: Vocabulary | None = None
         self._charts: OrderedDict[Any, Chart | None] = OrderedDict()
         # Largest room in which no closing was found, and a closing.

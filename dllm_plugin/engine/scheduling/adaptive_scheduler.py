@@ -252,10 +252,8 @@ class AdaptiveScheduler(DiffusionScheduler):
         self, output: SchedulerOutput, context: int
     ) -> tuple[float | None, int, int]:
         """Return time, requests and width of a step; no time if not all of it has that width."""
-        requests, total = (
-            len(output.num_scheduled_tokens),
-            output.total_num_scheduled_tokens,
-        )
+        requests = len(output.num_scheduled_tokens)
+        total = output.total_num_scheduled_tokens
         if self._next or not requests or total % requests:
             return None, requests, 0
         if len(output.scheduled_spec_decode_tokens) < requests:

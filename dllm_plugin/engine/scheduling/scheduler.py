@@ -195,10 +195,8 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
         vLLM 0.32 caches pages in this method, vLLM 0.33 after it: neither caches tokens that
         are subtracted here.
         """
-        was_running, num_new = (
-            request.status == RequestStatus.RUNNING,
-            len(new_token_ids),
-        )
+        was_running = request.status == RequestStatus.RUNNING
+        num_new = len(new_token_ids)
         if is_stale or not (was_running and self.kv_cache_manager.enable_caching):
             return super()._update_request_with_output(request, new_token_ids, is_stale)
         request.num_computed_tokens -= num_new

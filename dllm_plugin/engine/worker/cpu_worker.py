@@ -68,9 +68,8 @@ class PackingWorker(UpdatingWorker):
         for method, kernel in self.kernels:
             method.moe_kernel = method.moe_kernel or kernel
         self.kernels = ()
-        if (
-            model.config.tie_word_embeddings
-        ):  # vLLM packs the embedding, whose numbers it shares
+        # vLLM packs the embedding, whose numbers it shares.
+        if model.config.tie_word_embeddings:
             model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
 
 

@@ -26,10 +26,8 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.dllm_plugin")
 
 REPLAYS = 3
-LONG, REQUESTS = (
-    4096,
-    64,
-)  # at most so much context of so many requests, to measure its cost
+# At most so much context of so many requests, to measure its cost.
+LONG, REQUESTS = 4096, 64
 
 
 def measure(runner: "GPUModelRunner") -> None:

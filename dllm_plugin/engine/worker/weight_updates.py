@@ -26,9 +26,8 @@ def restore_layers(model: nn.Module, model_config: ModelConfig) -> None:
     for layer in model.modules():
         info = get_layerwise_info(layer)
         info.loaded_weights.clear()
-        info.load_numel = (
-            0  # of a layer for which nothing has come, vLLM keeps the old tensors
-        )
+        # Of a layer for which nothing has come, vLLM keeps the old tensors.
+        info.load_numel = 0
     finalize_layerwise_reload(model, model_config)
 
 

@@ -152,10 +152,8 @@ def _walk_back(
             noise = mixed_state(seed ^ 0xED6E, position + place, step)
             bounds = first_ptr + which * (num_states + 1) + state
             low, high = tl.load(bounds), tl.load(bounds + 1)
-            best, chosen = (
-                tl.full((), float("-inf"), tl.float64),
-                tl.minimum(low, num_edges - 1),
-            )
+            best = tl.full((), float("-inf"), tl.float64)
+            chosen = tl.minimum(low, num_edges - 1)
             for begin in range(low, high, WIDE):
                 edge = begin + tl.arange(0, WIDE)
                 total = _edge_totals(

@@ -32,9 +32,8 @@ def counter_uniform(seed: Tensor, position: Tensor, step: Tensor) -> Tensor:
     state = _mix64(seed + _GOLDEN)
     state = _mix64(state ^ (position * _GOLDEN))
     state = _mix64(state ^ (step * _MIX_1))
-    bits = _shift(
-        state, 41
-    )  # 23 bits and a half are exact in float32, so 1.0 is never reached
+    # 23 bits and a half are exact in float32, so 1.0 is never reached.
+    bits = _shift(state, 41)
     return (bits.to(torch.float32) + 0.5) * 2.0**-23
 
 

@@ -172,9 +172,8 @@ def scan(
     partial_stride = tl.num_programs(0) * tl.num_programs(1)
     slot = tl.load(slot_ptr + row).to(tl.int64)
     source = row if source_ptr is None else tl.load(source_ptr + row).to(tl.int64)
-    logits_ptr += (
-        source * row_stride - first_column
-    )  # tokens are absolute ids from here on
+    # Tokens are absolute ids from here on.
+    logits_ptr += source * row_stride - first_column
     floor = -1e30
     if bias_ptr is not None:
         bias_ptr += tl.load(bias_row_ptr + slot) * bias_stride
@@ -254,9 +253,8 @@ def scan(
                     DIVIDE,
                     TILE,
                 )
-        exact = tl.where(
-            token < end, exact, float("-inf")
-        )  # nothing, of lanes after the end
+        # Nothing, of lanes after the end.
+        exact = tl.where(token < end, exact, float("-inf"))
         winner = tl.max(exact, 0)
         chosen = tl.min(tl.where((exact == winner) & (token < end), token, end), 0)
     else:

@@ -53,9 +53,8 @@ def attend_spans(
     longest_R.scatter_reduce_(0, request_T, keys_seen[:num_tokens], "amax")
     keys_RLKD, values_RLKD = _gather(key_cache, value_cache, block_table, longest_R)
     position_T = span_start[request_T] + local_T
-    inside_T = (
-        position_T < keys_RLKD.shape[1]
-    )  # keys that nobody sees have no place in the tensors
+    # Keys that nobody sees have no place in the tensors.
+    inside_T = position_T < keys_RLKD.shape[1]
     fresh = request_T[inside_T], position_T[inside_T]
     keys_RLKD[fresh] = key[:num_tokens][inside_T].float()
     values_RLKD[fresh] = value[:num_tokens][inside_T].float()

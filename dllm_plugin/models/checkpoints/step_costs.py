@@ -61,10 +61,8 @@ def model_costs(vllm_config: VllmConfig, config: DecodeConfig) -> Costs:
 def weight_bytes(vllm_config: VllmConfig, files: Sequence[Path]) -> WeightBytes:
     """Return what steps read of the weights in these safetensors files."""
     model_config = vllm_config.model_config
-    stored, experts = (
-        sum(file.stat().st_size for file in files),
-        model_config.get_num_experts(),
-    )
+    stored = sum(file.stat().st_size for file in files)
+    experts = model_config.get_num_experts()
     of_experts = sum(map(_bytes_of_experts, files)) if experts else 0
     if not of_experts:
         return WeightBytes(stored)

@@ -68,9 +68,8 @@ def check_tensor(name: str, tensor: torch.Tensor, manifest: Manifest) -> None:
 def check_complete(seen: set[str], manifest: Manifest) -> None:
     """Raise ValueError with the name of a needed weight that is not in `seen`."""
     present = seen
-    if (
-        manifest.quantized
-    ):  # `x.weight` may be stored as `x.weight_packed` or `x.qweight`
+    # `x.weight` may be stored as `x.weight_packed` or `x.qweight`.
+    if manifest.quantized:
         quantized = {module_of(n) for n in seen if not n.endswith(".bias")}
         present = seen | {f"{module}.weight" for module in quantized}
     missing = [
