@@ -169,11 +169,9 @@ def backend_under_full_graphs(
     if problem or version != 3 or attention.backend_per_kind:
         return TRITON_ATTN
     # Quantised keys have not been measured.
-    return (
-        TRITON_ATTN
-        if is_quantized_kv_cache(vllm_config.cache_config.cache_dtype)
-        else FLASH_ATTN
-    )
+    if is_quantized_kv_cache(vllm_config.cache_config.cache_dtype):
+        return TRITON_ATTN
+    return FLASH_ATTN
 
 
 def asked_backends(

@@ -49,37 +49,18 @@ def resolve(
         block = canvas if whole else min(block, canvas)
     check_block_length(block, canvas)
     narrowest, widest = windows(options, method, family, block, canvas)
-    blocks = (
-        options.max_active_blocks
-        or method.blocks_by_default
-        or max(LEAST_BLOCKS, canvas // block)
-    )
-    rule = method.policies[policy]
-    threshold = options.threshold
-    if threshold is None:
-        threshold = rule.default("threshold", family.threshold)
-    defaults = RequestArguments(
-        **numbers_of(options),
-        policy=policy,
-        threshold=threshold,
-        steps=options.steps or rule.default("steps", block),
-        block_length=block,
-        max_active_blocks=1 if method.full_attention else min(blocks, canvas),
-        sub_block_length=options.sub_block_length or family.sub_block_length or 0,
-    )
+    layout = options.kv_cache_layout.replace("auto", "unified")
     return DecodeConfig(
         architecture=architecture,
         strategy=method.strategy,
-        defaults=defaults,
+        defaults=_defaults(options, family, method, policy, block, canvas),
         steps=options.steps,
         canvas_length=canvas,
         commit_alone_from=options.commit_alone_from or 0,
         adaptive=options.adaptive,
         min_window=narrowest,
         max_window=widest,
-        kv_cache_layout="distinct"
-        if options.kv_cache_layout == "distinct"
-        else "unified",
+        kv_cache_layout=layout,
         compile_step=bool(options.compile_step),
         vocab_parallel=bool(options.vocab_parallel),
         lora_path=options.lora_path,
@@ -89,6 +70,32 @@ def resolve(
         reason=reason,
         whole_canvas=whole,
         edits=edits,
+    )
+
+
+def _defaults(
+    options: Options,
+    family: Family,
+    method: Method,
+    policy: str,
+    block: int,
+    canvas: int,
+) -> RequestArguments:
+    """Return what a request decodes with that asks for nothing."""
+    blocks = options.max_active_blocks or method.blocks_by_default
+    blocks = blocks or max(LEAST_BLOCKS, canvas // block)
+    rule = method.policies[policy]
+    threshold = options.threshold
+    if threshold is None:
+        threshold = rule.default("threshold", family.threshold)
+    return RequestArguments(
+        **numbers_of(options),
+        policy=policy,
+        threshold=threshold,
+        steps=options.steps or rule.default("steps", block),
+        block_length=block,
+        max_active_blocks=1 if method.full_attention else min(blocks, canvas),
+        sub_block_length=options.sub_block_length or family.sub_block_length or 0,
     )
 
 

@@ -40,11 +40,9 @@ def choose(
         return widest
     if widest < current and rates[current] * margin >= GOOD_ENOUGH * rates[best]:
         return current
-    return (
-        max(current, _widest(rates, GOOD_ENOUGH * margin))
-        if widest > current
-        else widest
-    )
+    if widest > current:
+        return max(current, _widest(rates, GOOD_ENOUGH * margin))
+    return widest
 
 
 def _widest(rates: np.ndarray, share: float) -> int:

@@ -246,11 +246,9 @@ def _shorthand(letter: str) -> tuple[Ranges, Ranges]:
     else:
         characters = "".join(map(chr, range(DIGITLESS)))
         maybe = [(m.start(), m.end() - 1) for m in re.finditer(rf"\{low}+", characters)]
-    return (
-        (sure, maybe)
-        if letter == low
-        else (other_characters(maybe), other_characters(sure))
-    )
+    if letter == low:
+        return sure, maybe
+    return other_characters(maybe), other_characters(sure)
 
 
 @cache

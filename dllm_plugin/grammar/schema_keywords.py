@@ -228,11 +228,9 @@ def _unknown(schema: dict[str, Any]) -> str:
     required, described = schema.get("required"), schema.get("properties", {})
     if not (isinstance(required, list) and isinstance(described, dict)):
         return ""
-    return (
-        "required of what properties lacks"
-        if set(map(str, required)) - set(described)
-        else ""
-    )
+    if set(map(str, required)) - set(described):
+        return "required of what properties lacks"
+    return ""
 
 
 def _kinds(schema: dict[str, Any]) -> list[str]:

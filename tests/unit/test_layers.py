@@ -293,8 +293,8 @@ def test_sizes() -> None:
     }
     assert {name: n for name, n in lengths.items() if n > 400} == {}
     assert statistics.median(lengths.values()) <= 180
-    # Formatting at 88 columns made a dozen functions longer than 60 lines, kernels than 120.
+    # Two Triton kernels, whose parameters take a line each, are longer than 120 lines.
     long = [
-        f for f in functions() if f[2] > (145 if f[0].startswith("kernels") else 72)
+        f for f in functions() if f[2] > (142 if f[0].startswith("kernels") else 60)
     ]
     assert long == []

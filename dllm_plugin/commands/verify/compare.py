@@ -92,11 +92,9 @@ def _place(depth: int, count: int) -> str:
     if depth == 0:
         return "the embedding"
     # Checkpoints count layers from 0.
-    return (
-        "the logits (final norm or LM head)"
-        if depth == count - 1
-        else f"layer {depth - 1}"
-    )
+    if depth == count - 1:
+        return "the logits (final norm or LM head)"
+    return f"layer {depth - 1}"
 
 
 @dataclass

@@ -120,16 +120,15 @@ class DiffusionRunner(GrammarRunner):
 class GrammarWorker(AdapterWorker, UpdatingWorker, TimingWorker):
     """Run vLLM's worker with grammars on canvases, and with its own graphs."""
 
-    def _make_model_runner(self) -> Any:
-        """Return the runner, of version 2 as everywhere in this package."""
-        assert self.use_v2_model_runner and self.device is not None
-        return GrammarRunner(self.vllm_config, self.device)
-
-
-class DiffusionWorker(AdapterWorker, UpdatingWorker, TimingWorker):
-    """Run vLLM's worker with that runner."""
+    runner_class: type[GrammarRunner] = GrammarRunner
 
     def _make_model_runner(self) -> Any:
         """Return the runner, of version 2 as everywhere in this package."""
         assert self.use_v2_model_runner and self.device is not None
-        return DiffusionRunner(self.vllm_config, self.device)
+        return self.runner_class(self.vllm_config, self.device)
+
+
+class DiffusionWorker(GrammarWorker):
+    """Run that worker with our graphs."""
+
+    runner_class = DiffusionRunner
