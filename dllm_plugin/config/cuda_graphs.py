@@ -15,9 +15,8 @@ from vllm.platforms import current_platform
 from vllm.utils.math_utils import cdiv
 
 from dllm_plugin.config.decode import DecodeConfig
-from dllm_plugin.decoding.captured_widths import allowed, widths_worth
 from dllm_plugin.decoding.full_attention import limit
-from dllm_plugin.decoding.widths import widths_between
+from dllm_plugin.decoding.widths import allowed, widths_between, widths_worth
 
 logger = init_logger("vllm.dllm_plugin")
 

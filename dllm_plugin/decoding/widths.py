@@ -1,4 +1,7 @@
-"""Choose how many positions of every canvas a step computes, by load. Numpy only.
+"""Choose how many positions of every canvas a step computes, by load, and widths to capture.
+
+Numpy only. A graph for every width and number of requests would take too much memory, and most of
+them would never be replayed.
 
 No clock is read and no random number drawn: equal histories choose equal widths. A step's time is
 part of the history where its costs were measured.
@@ -6,11 +9,13 @@ part of the history where its costs were measured.
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import combinations
 
 import numpy as np
 
 from dllm_plugin.decoding.acceptance import PRIOR, Acceptance
-from dllm_plugin.decoding.step_costs import ObservedRatios, StepCosts
+from dllm_plugin.decoding.step_costs import Costs, ObservedRatios, StepCosts
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 EVERY = 8  # steps between two choices
@@ -18,6 +23,9 @@ LOAD_CHANGE = 1 / 8  # of the running requests, which brings a choice about at o
 MARGIN = 1.03  # what another width has to promise
 CYCLE, TRIALS = 64, 6  # of so many steps, how many try the width beside the chosen one
 GOOD_ENOUGH = 0.9  # `balanced`: the widest with this share of the best rate
+MOST_WIDTHS = 6  # for each number of requests
+WORTH = 0.8  # of the best rate, at some acceptance and context
+CONTEXTS = (0, 1, 4)  # what reading all contexts twice costs, in units of a small step
 SETTLES = 2  # what a step commits, the one before has decided
 
 
@@ -135,3 +143,55 @@ class WidthController:
         """Update the cost of a step by the time it took."""
         if width in self.acceptance.places:
             self.ratios.observe(requests, self.acceptance.places[width], ratio)
+
+
+@cache
+def widths_worth(
+    requests: int, widths: tuple[int, ...], shift: bool
+) -> tuple[int, ...]:
+    """Return the widths, ascending, that a number of requests may want.
+
+    Of those that come near the best one at some acceptance and some context, as few as lose nothing
+    that a controller would change its width for, else the six that lose least where they lose
+    most.
+    """
+    curves_PW, costs = _curves(widths, shift), Costs(per_key=1.0)
+    shares = []
+    for context in CONTEXTS:
+        times_W = [costs.step(requests, width, context) for width in widths]
+        rates_PW = curves_PW / np.array(times_W)
+        shares.append(rates_PW / rates_PW.max(axis=1, keepdims=True))
+    share_LW = np.concatenate(shares)
+    worth = np.flatnonzero(share_LW.max(axis=0) >= WORTH).tolist()
+    chosen = np.array([], dtype=np.int64)
+    for count in range(1, min(MOST_WIDTHS, len(worth)) + 1):
+        some = np.array(list(combinations(worth, count)))
+        least = share_LW[:, some].max(axis=2).min(axis=0)
+        chosen = some[least.argmax()]
+        if least.max() * MARGIN >= 1:
+            break
+    return tuple(widths[i] for i in chosen.tolist())
+
+
+@cache
+def _curves(widths: tuple[int, ...], shift: bool) -> np.ndarray:
+    return Acceptance(widths, shift).curves
+
+
+def allowed(
+    graphs: Mapping[int, Sequence[int]], widths: Sequence[int], most: int
+) -> dict[int, tuple[bool, ...]]:
+    """Return which widths a controller may choose, by ascending numbers of requests.
+
+    Those with a graph, and those that compute more than `most` positions: such steps take the
+    device longer than the host, whatever they run in. For more requests than all of these every
+    width may be chosen.
+
+    Args:
+        graphs: ascending numbers of requests that are captured, of each width.
+    """
+    counts = sorted({count for counts in graphs.values() for count in counts})
+    return {
+        count: tuple(w * count > most or count in graphs.get(w, ()) for w in widths)
+        for count in counts
+    }

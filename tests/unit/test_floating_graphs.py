@@ -23,9 +23,13 @@ from dllm_plugin.config.decode import DecodeConfig, get_decode_config
 from dllm_plugin.config.options import Options
 from dllm_plugin.config.resolution import resolve
 from dllm_plugin.decoding.acceptance import Acceptance
-from dllm_plugin.decoding.captured_widths import allowed, widths_worth
 from dllm_plugin.decoding.step_costs import Costs
-from dllm_plugin.decoding.widths import WidthController, widths_between
+from dllm_plugin.decoding.widths import (
+    WidthController,
+    allowed,
+    widths_between,
+    widths_worth,
+)
 from dllm_plugin.engine.worker.worker import BlockGraphManager
 
 BOTH = CUDAGraphMode.FULL_AND_PIECEWISE
