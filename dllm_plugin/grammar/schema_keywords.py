@@ -4,7 +4,7 @@ Found by random texts of xgrammar 0.2.8, judged by jsonschema, for its test suit
 What vLLM hands to another backend by itself is not looked for.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -87,13 +87,24 @@ def has_rough_format(schema: Any) -> bool:
 def _loose(schema: Any, root: Any) -> str:
     if not isinstance(schema, dict):
         return ""
-    found = next((name for name in IGNORED if name in schema), "")
-    found = (
-        found or _beside(schema) or _type_beside(schema, root) or _of_strings(schema)
-    )
-    found = found or _overlapping(schema, root)
-    inner = (_loose(one, root) for one in _inner(schema))
-    return found or next(filter(None, inner), "")
+    found = _first(IGNORED, schema) or _beside(schema) or _type_beside(schema, root)
+    found = found or _of_strings(schema) or _overlapping(schema, root)
+    for inner in _inner(schema):
+        found = found or _loose(inner, root)
+    return found
+
+
+def _first(names: Sequence[str], schema: dict[str, Any]) -> str:
+    """Return the first of some keywords that a schema has; empty if it has none."""
+    for name in names:
+        if name in schema:
+            return name
+    return ""
+
+
+def _listed(schema: dict[str, Any]) -> Any:
+    """Return the values of `const` or `enum`; None without them."""
+    return [schema["const"]] if "const" in schema else schema.get("enum")
 
 
 def _of_strings(schema: dict[str, Any]) -> str:
@@ -102,7 +113,7 @@ def _of_strings(schema: dict[str, Any]) -> str:
         return ""
     if schema.get("format") in POINTERS:
         return "format"
-    return next((name for name in STRINGS if name in schema), "")
+    return _first(STRINGS, schema)
 
 
 def _type_beside(schema: dict[str, Any], root: Any) -> str:
@@ -126,8 +137,7 @@ def _is_within(schema: Any, kinds: list[str]) -> bool:
     if "type" in schema:
         known = [*kinds, "integer"] if "number" in kinds else kinds
         return all(kind in known for kind in _kinds(schema))
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    return isinstance(values, list) and all(_is_of(value, kinds) for value in values)
+    return _are_of(_listed(schema), kinds)
 
 
 def _overlapping(schema: dict[str, Any], root: Any) -> str:
@@ -182,7 +192,7 @@ def _values(schema: dict[str, Any]) -> set[tuple[bool, Any]]:
 
     1 and 1.0 are one value in JSON, as in Python, but 1 and true are not.
     """
-    listed = [schema["const"]] if "const" in schema else schema.get("enum")
+    listed = _listed(schema)
     if not isinstance(listed, list) or any(
         isinstance(value, dict | list) for value in listed
     ):
@@ -213,12 +223,10 @@ def _beside(schema: dict[str, Any]) -> str:
     ):
         return "a $ref that is no path in the schema"
     if "type" not in schema:
-        bound = next((name for name in TYPED if name in schema), "")
+        bound = _first(TYPED, schema)
         return f"{bound} without type" if bound else _unknown(schema)
-    values = [schema["const"]] if "const" in schema else schema.get("enum", [])
-    if isinstance(values, list) and not all(
-        _is_of(value, _kinds(schema)) for value in values
-    ):
+    values = _listed(schema)
+    if isinstance(values, list) and not _are_of(values, _kinds(schema)):
         return "type beside values of another one"
     return _unknown(schema)
 
@@ -238,6 +246,11 @@ def _kinds(schema: dict[str, Any]) -> list[str]:
     kinds = schema.get("type", [])
     named = kinds if isinstance(kinds, list) else [kinds]
     return [kind for kind in named if isinstance(kind, str)]
+
+
+def _are_of(values: Any, kinds: list[str]) -> bool:
+    """Return whether values are a list, all of one of some types."""
+    return isinstance(values, list) and all(_is_of(value, kinds) for value in values)
 
 
 def _is_of(value: Any, kinds: list[str]) -> bool:
