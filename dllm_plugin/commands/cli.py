@@ -13,6 +13,7 @@ from dllm_plugin.commands import (
     generate,
     infill,
     interrupts,
+    models,
     serve,
     watch,
 )
@@ -49,6 +50,8 @@ def build_parser() -> Parser:
     eval_command.add_parser(commands)
     _add_doctor(commands)
     _add_verify(commands)
+    parser_of_models = commands.add_parser("models", help="list public checkpoints")
+    parser_of_models.add_argument("name", nargs="?", help="show one, such as sdar:8b")
     commands.add_parser("bench", help="measure this installation")
     return parser
 
@@ -180,10 +183,14 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         if args.model not in (None, named):
             parser.error(f"two models are named: {args.model} and {named}")
         args.model = named
+    if getattr(args, "model", None) is not None:
+        args.model = models.resolve(args.model)
     return args
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.command == "models":
+        return models.run(args.name)
     if args.command == "generate":
         return generate.run(args)
     if args.command == "infill":

@@ -13,6 +13,7 @@ from dllm_plugin.config.cuda_graphs import (
     refresh_lengths,
 )
 from dllm_plugin.config.decode import DecodeConfig, get_decode_config
+from dllm_plugin.config.memory import peak_bytes
 from dllm_plugin.config.options import REQUEST_FIELDS, does_nothing
 from dllm_plugin.config.request.exclusions import OF_SEVERAL_BLOCKS
 from dllm_plugin.config.request.parsing import request_arguments
@@ -20,6 +21,12 @@ from dllm_plugin.config.step_times import KEY, newest, settings_of
 from dllm_plugin.decoding.families import FAMILIES
 from dllm_plugin.decoding.widths import widths_between
 from dllm_plugin.models import ARCHITECTURES
+from dllm_plugin.models.checkpoints.sizes import (
+    EIGHT_BITS,
+    GRAPHS,
+    layer_bytes,
+    sizes_of,
+)
 from dllm_plugin.models.checkpoints.step_costs import step_costs
 from dllm_plugin.models.checkpoints.trained_for import find_mask_token
 
@@ -153,6 +160,7 @@ def _report_model(options: dict[str, Any]) -> int:
     for name, value in _settings(config).items():
         _line("  " + name, value)
     _line("attention", backend_name(vllm_config))
+    _report_memory(vllm_config, config)
     _line("CUDA graphs", _graphs(vllm_config))
     _report_graphs(vllm_config, config)
     mode = vllm_config.compilation_config.mode
@@ -162,6 +170,49 @@ def _report_model(options: dict[str, Any]) -> int:
         fewest = config.commit_alone_from
         _line("single-block steps", f"from {fewest} requests on" if fewest else "never")
     return 0
+
+
+def _report_memory(vllm_config: "VllmConfig", config: DecodeConfig) -> None:
+    """Print whether the model fits, from its configuration, and what to change if not."""
+    import torch
+    from vllm.platforms import current_platform
+
+    model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+    sizes, dtype = sizes_of(model.hf_text_config), model.dtype
+    assert isinstance(dtype, torch.dtype)
+    stored = layer_bytes(model.quantization, dtype.itemsize)
+    ranks = vllm_config.parallel_config.world_size
+    weights = sizes.weight_bytes(stored, dtype.itemsize) / ranks
+    vocab, slots = model.get_vocab_size(), scheduler.max_num_seqs
+    rows = min(slots * config.canvas_length, scheduler.max_num_batched_tokens)
+    peak = peak_bytes(rows, slots, vocab, vocab // ranks, dtype.itemsize)
+    cache = vllm_config.cache_config
+    kept = 1 if cache.cache_dtype.startswith("fp8") else dtype.itemsize
+    request = model.max_model_len * sizes.kv_values * kept / ranks
+    total = current_platform.get_device_total_memory()
+    usable = total * cache.gpu_memory_utilization
+    room = usable - weights - peak - GRAPHS
+    _line(
+        "memory",
+        f"weights {_gigabytes(weights)}, logits {_gigabytes(peak)}, a request of "
+        f"{model.max_model_len} tokens {_gigabytes(request)}, of {_gigabytes(usable)}",
+    )
+    if room >= request:
+        _line("  fits", f"{int(room // request)} such requests at once")
+        return
+    _line("  fits", f"no: {_gigabytes(request - room)} are missing")
+    smaller = sizes.weight_bytes(EIGHT_BITS, dtype.itemsize) / ranks
+    if weights - smaller >= request - room:
+        _line("  change", f"--quantization fp8_per_channel: {_gigabytes(smaller)}")
+    elif room > 0:
+        tokens = int(room / (request / model.max_model_len))
+        _line("  change", f"--max-model-len {tokens}")
+    else:
+        _line("  change", "--tensor-parallel-size, or a checkpoint in four bits")
+
+
+def _gigabytes(count: float) -> str:
+    return f"{count / 1e9:.1f} GB"
 
 
 def _graphs(vllm_config: "VllmConfig") -> str:

@@ -5,19 +5,80 @@ Imports neither torch nor vLLM.
 
 import json
 import os
+import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
+
 from dllm_plugin.config.validation import did_you_mean
 from dllm_plugin.models import ARCHITECTURES
+from dllm_plugin.models.catalogue import CHECKPOINTS, PAGES, hub_name
 from dllm_plugin.models.checkpoints.unserved import refuse_unserved_files
 
 CONFIG = "config.json"
 NEAR = 0.93  # of names that are taken for a misspelling of another
 HUB_SECONDS = 1.5
+MEMORY_SHARE = 0.92  # vLLM's default of gpu_memory_utilization
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+
+
+def resolve(model: str) -> str:
+    """Return the folder or hub name that `model`, which may be a short name, stands for."""
+    if Path(model).expanduser().is_dir():
+        return model
+    name = hub_name(model)
+    if name != model:
+        print(f"diffuplug: {model} is {name}", file=sys.stderr)
+    return name
+
+
+def run(name: str | None) -> int:
+    """Print the public checkpoints, or one of them; return the exit status."""
+    memory = usable_memory()
+    if name is not None:
+        if name not in CHECKPOINTS:
+            known = did_you_mean(name, CHECKPOINTS)
+            raise ValueError(f"{name} is no short name of a checkpoint{known}")
+        print_checkpoint(name, memory)
+        return 0
+    row = "{:16} {:42} {:>6} {:>6} {:>6}  {:9} {}"
+    print(
+        row.format(
+            "name", "on the hub", "bf16", "FP8", "INT4", "fits here", "by default"
+        )
+    )
+    for name, found in CHECKPOINTS.items():
+        sizes = [f"{size:.1f}" for size in found.gigabytes()]
+        print(row.format(name, found.hub, *sizes, found.fits(memory), found.decoding))
+    print(
+        f"\nSizes of the weights in GB; this machine has {memory:.0f} GB for a model."
+    )
+    return 0
+
+
+def print_checkpoint(name: str, memory: float) -> None:
+    """Print how to serve a checkpoint."""
+    found = CHECKPOINTS[name]
+    bf16, fp8, int4 = found.gigabytes()
+    print(f"{found.hub} ({found.architecture}, {found.context} positions)")
+    print(f"  serve     diffuplug serve {name} --max-model-len {found.context}")
+    print(f"  decoding  {found.decoding}")
+    print(f"  weights   {bf16:.1f} GB in bf16, {fp8:.1f} in FP8, {int4:.1f} in INT4")
+    print(f"  KV cache  {found.kv_gigabytes():.2f} GB per 1,000 tokens in bf16")
+    print(f"  fits      {found.fits(memory)}, of {memory:.0f} GB")
+    print(f"  settings and scores of its authors: {PAGES}{found.page}")
+
+
+def usable_memory() -> float:
+    """Return the memory that vLLM takes by default, in GB: of a GPU, or of this machine."""
+    import torch
+
+    if torch.cuda.is_available():
+        return MEMORY_SHARE * torch.cuda.mem_get_info()[1] / 1e9
+    return MEMORY_SHARE * psutil.virtual_memory().total / 1e9
 
 
 def check_model(model: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from dllm_plugin import default_model
-from dllm_plugin.commands.models import check_served
+from dllm_plugin.commands.models import check_served, resolve
 from dllm_plugin.commands.offline import BUNDLED_MEMORY, spin_briefly, uses_adapter
 from dllm_plugin.commands.options import (
     Parser,
@@ -103,6 +103,8 @@ def server_arguments(arguments: Sequence[str]) -> list[str]:
     check_spelling(rest, [flag_of(name) for name in OPTIONS])
     given, rest = take_config(rest)
     model, rest = take_model(rest)
+    if model is not None:
+        model = resolve(model)
     config = given or {}
     section = config.get(SECTION, {})
     if not isinstance(section, dict):

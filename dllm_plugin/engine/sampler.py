@@ -15,6 +15,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
+from dllm_plugin.config.memory import peak_bytes
 from dllm_plugin.config.request.structured_outputs import no_automata
 from dllm_plugin.config.worker_carriers import pack_broken, pack_canvases
 from dllm_plugin.decoding.block_causal import sub_block_to_store
@@ -29,7 +30,6 @@ from dllm_plugin.sampling.guidance import guided_pairs
 from dllm_plugin.sampling.masked_rows import MaskedRows
 from dllm_plugin.sampling.proposer import Proposer
 from dllm_plugin.sampling.ranking import Ranking
-from dllm_plugin.sampling.rows import CHUNK_ROWS
 from dllm_plugin.sampling.step import DenoisingStep, EmittedTokens
 from dllm_plugin.sampling.vocab_parallel import VocabShard
 from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
@@ -220,24 +220,16 @@ class DiffusionSampler:
         self.states.copy_rows(slots_R[conditional], slots_R[unconditional])
 
     def _reserve_peak(self, logits: Tensor) -> None:
-        """Allocate what a full step takes, for vLLM's memory profile, which runs no canvas.
-
-        Float32 copies have CHUNK_ROWS rows at most: the copy, the tempered and filtered copy, and
-        what top-p sorts (values, int64 indices, probabilities, mask and result). A shard also
-        gathers whole rows.
-        """
-        num_rows, num_slots = self.max_rows, len(self.states.open_N)
-        vocab_size, device = self.rules.vocab_size, logits.device
-        reserved = [logits.new_empty(num_rows, logits.shape[1])]
-        chunk = min(num_rows, CHUNK_ROWS)
-        reserved += [torch.empty(chunk, vocab_size, device=device) for _ in range(8)]
-        if self.proposer.shard is not None:
-            reserved.append(logits.new_empty(chunk, vocab_size))
-        # Tables that are made for the first request that needs them.
-        reserved.append(torch.empty(num_slots + 1, vocab_size, device=device))
-        most = self.features.most_bytes(num_rows)
-        reserved.append(torch.empty(most, dtype=torch.uint8, device=device))
-        del reserved
+        """Allocate what a full step takes, for vLLM's memory profile, which runs no canvas."""
+        most = peak_bytes(
+            self.max_rows,
+            len(self.states.open_N),
+            self.rules.vocab_size,
+            logits.shape[1],
+            logits.element_size(),
+        )
+        most += self.features.most_bytes(self.max_rows)
+        torch.empty(most, dtype=torch.uint8, device=logits.device)
 
     def compile(self, backend: str = BACKEND) -> None:
         """Compile the steps without active features."""

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
-# Rows of which float32 copies are made at once.
-CHUNK_ROWS = 256
+from dllm_plugin.config.memory import CHUNK_ROWS
 
 
 class RowChunk(NamedTuple):

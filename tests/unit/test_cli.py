@@ -116,6 +116,7 @@ COMMAND_OPTIONS = {
     "bench step": sorted([*MEASURED, *GRID, *STEPS]),
     "bench throughput": sorted([*MEASURED, *GRID, *SERVED]),
     "bench watched": sorted({*MEASURED, *GRID, *SERVED, "--watched"} - CHECKPOINT),
+    "models": ["--help", "-h"],
     "doctor": sorted(
         [
             *DECODE,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
+from dllm_plugin.config.memory import CHUNK_ROWS
 from dllm_plugin.grammar.payload import AutomatonStart
 from dllm_plugin.kernels.automaton import kernel, reference
 from dllm_plugin.kernels.automaton.reference import (
@@ -29,7 +30,7 @@ from dllm_plugin.sampling.features.automaton_tables import AutomatonTables
 from dllm_plugin.sampling.features.feature import LogitsRows, StepFeature
 from dllm_plugin.sampling.features.penalties import Penalties
 from dllm_plugin.sampling.features.token_rules import TokenRules
-from dllm_plugin.sampling.rows import CHUNK_ROWS, RowChunk
+from dllm_plugin.sampling.rows import RowChunk
 from dllm_plugin.sampling.step import DenoisingStep
 from dllm_plugin.state.canvas_states import CanvasStates
 

@@ -1,0 +1,125 @@
+"""Check the catalogue of public checkpoints, and the memory that doctor computes."""
+
+import math
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from documented import ROOT
+from safetensors import safe_open
+from transformers import AutoConfig
+
+from dllm_plugin.commands import cli, models
+from dllm_plugin.models import ARCHITECTURES, register_configs
+from dllm_plugin.models.catalogue import CHECKPOINTS, hub_name
+from dllm_plugin.models.checkpoints.sizes import FOUR_BITS, layer_bytes, sizes_of
+
+TINY = sorted((ROOT / "tests" / "goldens" / "checkpoints").iterdir())
+PAGES = ROOT / "docs" / "models"
+
+
+def stored_weights(folder: Path) -> int:
+    """The numbers in all matrices of a checkpoint."""
+    count = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                shape = file.get_slice(name).get_shape()
+                if len(shape) > 1:
+                    count += math.prod(shape)
+    return count
+
+
+@pytest.mark.parametrize("folder", TINY, ids=lambda folder: folder.name)
+def test_weights_are_counted_from_the_configuration(folder: Path) -> None:
+    register_configs()
+    sizes = sizes_of(AutoConfig.from_pretrained(folder))
+    assert sizes.layers + sizes.tables == stored_weights(folder)
+
+
+def test_bytes_of_quantised_layers() -> None:
+    assert layer_bytes(None, 2) == 2
+    assert layer_bytes("fp8_per_channel", 2) == 1
+    assert layer_bytes("gptq_marlin", 2) == FOUR_BITS
+
+
+def test_every_family_has_a_checkpoint() -> None:
+    listed = {ARCHITECTURES[found.architecture] for found in CHECKPOINTS.values()}
+    assert listed == set(ARCHITECTURES.values())
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_pages_have_the_sizes_of_the_catalogue(name: str) -> None:
+    """Weights within what the table rounds, and the KV cache of 1,000 tokens."""
+    found = CHECKPOINTS[name]
+    text = (PAGES / found.page).read_text(encoding="utf-8")
+    assert found.hub.split("/")[1].removesuffix("-cpGRPO") in text
+    numbers = [float(number) for number in re.findall(r"\d+\.\d+", text)]
+    for size in found.gigabytes():
+        assert any(abs(size - number) < 0.11 for number in numbers), size
+    cached = found.kv_gigabytes()
+    assert any(abs(cached - number) < 0.006 for number in numbers), cached
+
+
+def test_short_names() -> None:
+    assert hub_name("sdar:8b") == "JetLM/SDAR-8B-Chat"
+    assert hub_name("some/model") == "some/model"
+    assert hub_name("D:/models/x") == "D:/models/x"
+    with pytest.raises(ValueError, match="did you mean sdar:8b"):
+        hub_name("sdar:9b")
+
+
+def test_a_folder_of_that_name_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sdar:8b").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert models.resolve("sdar:8b") == "sdar:8b"
+
+
+def test_the_list_and_one_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["models"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1 : 1 + len(CHECKPOINTS)]] == list(
+        CHECKPOINTS
+    )
+    assert cli.main(["models", "sdar:8b"]) == 0
+    assert "diffuplug serve sdar:8b" in capsys.readouterr().out
+    assert cli.main(["models", "sdar:9b"]) == 2
+    assert "did you mean sdar:8b?" in capsys.readouterr().err
+
+
+def test_what_fits() -> None:
+    mini = CHECKPOINTS["llada2.0:mini"]
+    assert [mini.fits(gigabytes) for gigabytes in (40, 24, 12, 8)] == [
+        "bf16",
+        "FP8",
+        "INT4",
+        "no",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("context", "fits", "change"),
+    [(4096, r"[1-9]\d* such", None), (1 << 26, "no: .* missing", "--max-model-len")],
+)
+def test_doctor_says_what_fits(
+    context: int,
+    fits: str,
+    change: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """From the configuration: the weights are not there."""
+    source = ROOT / "tests" / "goldens" / "checkpoints" / "tiny-sdar"
+    for path in source.iterdir():
+        if path.suffix != ".safetensors":
+            shutil.copy(path, tmp_path)
+    config = (tmp_path / "config.json").read_text(encoding="utf-8")
+    config = re.sub(r'(max_position_embeddings": )\d+', rf"\g<1>{context}", config)
+    (tmp_path / "config.json").write_text(config, encoding="utf-8")
+    assert cli.main(["doctor", str(tmp_path)]) == 0
+    report = capsys.readouterr().out
+    assert re.search(rf"fits: +{fits}", report), report
+    assert change is None or re.search(rf"change: +{change} \d+", report), report
