@@ -79,10 +79,8 @@ def cascade_from(vllm_config: VllmConfig, flash_version: int | None) -> dict[int
         return {}
     model, config = vllm_config.model_config, get_decode_config(vllm_config)
     parallel = vllm_config.parallel_config
-    heads, kv_heads = (
-        model.get_num_attention_heads(parallel),
-        model.get_num_kv_heads(parallel),
-    )
+    heads = model.get_num_attention_heads(parallel)
+    kv_heads = model.get_num_kv_heads(parallel)
     unsupported = config.dedicated_commit or config.method.full_attention
     unsupported |= config.method.exact_end
     unsupported |= model.get_sliding_window() is not None
@@ -93,10 +91,8 @@ def cascade_from(vllm_config: VllmConfig, flash_version: int | None) -> dict[int
     if config.method.floats:
         # Run and window; a window of several parts only saves more.
         blocks = dict.fromkeys(range(2, config.canvas_length + 1), 2)
-    numbers, most = (
-        kv_heads * model.get_head_size(),
-        vllm_config.scheduler_config.max_num_seqs,
-    )
+    numbers = kv_heads * model.get_head_size()
+    most = vllm_config.scheduler_config.max_num_seqs
     found = {}
     for length, sequences in blocks.items():
         reads_saved = sequences - 1 - length / POSITIONS_PER_READ

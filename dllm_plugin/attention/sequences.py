@@ -91,10 +91,8 @@ def _full_attention_sequences(
     if canvases:
         drafts = batch.num_draft_tokens_per_req
         assert drafts is not None
-        slots, starts = (
-            batch.idx_mapping_np[:canvases],
-            span_stops[:canvases] - drafts[:canvases],
-        )
+        slots = batch.idx_mapping_np[:canvases]
+        starts = span_stops[:canvases] - drafts[:canvases]
         stops[:canvases] = states.bounds_np(slots, starts).stop
     return Sequences(np.arange(num_reqs), spans, span_stops - stops)
 
@@ -149,9 +147,8 @@ class AttentionSequences:
         # take the buffers while no request is left.
         self.layout: tuple[int, int, bytes, tuple[str, ...]] = (0, 0, b"", ())
         self.query_start_loc_cpu = torch.zeros(1, dtype=torch.int32)
-        self._unseen_of: tuple[bytes, bytes] | None = (
-            None  # full attention, within a layout
-        )
+        # Full attention, within a layout.
+        self._unseen_of: tuple[bytes, bytes] | None = None
         self.unseen_RS = self.seq_lens.new_zeros(0, self.sequences_per_request)
 
     def build(
@@ -232,10 +229,8 @@ class AttentionSequences:
             return floating_sequences(
                 batch, self.states, block_tables, self.sequences_per_request
             )
-        sequences, limit = (
-            batch_sequences(batch, self.states),
-            self.states.max_model_len,
-        )
+        sequences = batch_sequences(batch, self.states)
+        limit = self.states.max_model_len
         count = len(sequences.length_B)
         packed = np.zeros((3, count + 1), dtype=np.int32)
         packed[0, 1:] = np.cumsum(sequences.length_B)

@@ -191,10 +191,8 @@ class CanvasRows:
             planned.last_row_R if self.dedicated_commit else None,
         )
         step.index_R = torch.arange(canvases, device=self.states.device)
-        step.index_np, step.slots_np = (
-            np.arange(canvases),
-            batch.idx_mapping_np[:canvases],
-        )
+        step.index_np = np.arange(canvases)
+        step.slots_np = batch.idx_mapping_np[:canvases]
         step.before_np = batch.num_computed_tokens_np[:canvases]
         step.num_reqs, step.num_rows = batch.num_reqs, num_rows
         step.chunks = list(self._chunks(logits_TV, batch, slots_R, planned))

@@ -145,10 +145,8 @@ class MaskedRows:
         """Count rows; those of a request follow those of the request before it."""
         assert batch.num_draft_tokens_per_req is not None
         states, drafts = self.states, batch.num_draft_tokens_per_req[:canvases]
-        slots, bounds = (
-            batch.idx_mapping_np[:canvases],
-            batch.query_start_loc_np[: canvases + 1],
-        )
+        slots = batch.idx_mapping_np[:canvases]
+        bounds = batch.query_start_loc_np[: canvases + 1]
         # In front of a canvas lies what is computed before it, here or earlier.
         before = bounds[1:] - drafts
         starts = batch.num_computed_tokens_np[:canvases] + (before - bounds[:-1])

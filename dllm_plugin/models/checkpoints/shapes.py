@@ -48,10 +48,8 @@ def experts(name: str, config: Any) -> Shapes:
 def attention(name: str, config: Any, head: int, bias: bool, qk_norm: bool) -> Shapes:
     """Return the shapes of query, key, value and output projection and of per-head norms."""
     width = config.hidden_size
-    q_width, kv_width = (
-        head * config.num_attention_heads,
-        head * config.num_key_value_heads,
-    )
+    q_width = head * config.num_attention_heads
+    kv_width = head * config.num_key_value_heads
     shapes: Shapes = {f"{name}.o_proj.weight": (width, q_width)}
     for letter, outputs in (("q", q_width), ("k", kv_width), ("v", kv_width)):
         shapes[f"{name}.{letter}_proj.weight"] = (outputs, width)

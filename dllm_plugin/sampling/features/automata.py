@@ -203,10 +203,8 @@ class Automata(StepFeature):
         self, step: DenoisingStep, row_np: np.ndarray, columns: int
     ) -> AutomatonStep:
         """Propose texts of some requests; no block is open after `columns` positions."""
-        row_G, tables = (
-            async_tensor_h2d(row_np, device=self.states.device),
-            self._tables(),
-        )
+        row_G = async_tensor_h2d(row_np, device=self.states.device)
+        tables = self._tables()
         canvases = self._canvases(step, row_G, row_np, columns)
         masked_GC = (canvases.given_GC == OPEN) & self.rows.has_row(step)[
             row_G, :columns
