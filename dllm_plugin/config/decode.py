@@ -27,6 +27,7 @@ class DecodeConfig:
     reason          why this strategy was chosen
     whole_canvas    a request's block is as long as its answer
     edits           the checkpoint was trained to replace tokens
+    hidden_token_id the pad token, if no text may hold it: it ends an answer
     no_grammars     why requests with a grammar are refused; empty: they are not
     no_traces       why requests with a trace are refused; empty: they are not
     """
@@ -50,6 +51,7 @@ class DecodeConfig:
     reason: str
     whole_canvas: bool
     edits: bool
+    hidden_token_id: int | None = None
     no_grammars: str = ""
     no_traces: str = ""
 
@@ -83,6 +85,17 @@ class DecodeConfig:
     def dedicated_commit(self) -> bool:
         """Return whether finished blocks commit in a forward of their own, see `Method`."""
         return self.method.dedicated_commit and self.max_active_blocks == 1
+
+    @property
+    def prompt_has_blocks(self) -> bool:
+        """Return whether blocks divide the prompt too."""
+        return self.family.absolute_grid or self.method.splits_prompt
+
+    def origin(self, prompt_len: int, block_length: int) -> int:
+        """Return the absolute position from which blocks of a request are counted."""
+        if self.family.absolute_grid:
+            return 0
+        return prompt_len % block_length if self.method.splits_prompt else prompt_len
 
     @property
     def restarts_blocks(self) -> bool:

@@ -28,6 +28,8 @@ class Family:
         None  # names of its checkpoints that were trained to edit
     )
     names: str = ""  # pattern of checkpoints that have the default block length
+    # What its chat template is given unless a request sets it.
+    template_defaults: tuple[tuple[str, bool], ...] = ()
     title: str = ""  # as its authors write it
     suffix_ends: bool = False  # trained with an EOS after the text that follows a gap
 
@@ -88,6 +90,12 @@ FAST_DLLM = Family(
     sub_block_length=8,
     title="Fast-dLLM v2",
 )
+# Its files do not tell whether it was trained by blocks.
+A2D = Family(
+    *("a2d", False, ("<|mask|>",), ("<|im_end|>", "<|eot_id|>")),
+    template_defaults=(("enable_thinking", False),),
+    title="A2D",
+)
 # Only its authors' code has the length of a block, and the mask; its template ends turns with EOS.
 STABLE_DIFFCODER = Family(
     *("stable_diffcoder", False, ("<[MASK_TOKEN]>",), (), "absolute", 4),
@@ -106,6 +114,9 @@ FAMILIES: dict[str, Family] = {
     "SDARMoeForCausalLM": SDAR,
     "LLaDA2MoeModelLM": LLADA2,
     "Fast_dLLM_QwenForCausalLM": FAST_DLLM,
+    "A2DQwen3LMHeadModel": A2D,
+    "A2DQwen2LMHeadModel": A2D,
+    "A2DLlamaLMHeadModel": A2D,
     "StableDiffcoderForCausalLM": STABLE_DIFFCODER,
 }
 

@@ -72,6 +72,9 @@ class Method:
                     attention; empty: nothing
     edits           whether decided tokens may be replaced
     exact_end       the last block ends where the text does, and positions after it are not seen
+    skips_steps     steps whose quota is 0 are left out, see `policies.step_with_quota`
+    splits_prompt   blocks divide the prompt too, from its end backwards
+    hides_pad       its authors' code hides pad tokens from later blocks: none may occur
     whole_canvas    by default a block is as long as the canvas
     blocks_by_default  active blocks; None: what fits the canvas, at least 8
     canvas_by_default  (least positions, least whole blocks)
@@ -100,6 +103,9 @@ class Method:
     untrained: str = ""
     edits: bool = False
     exact_end: bool = False
+    skips_steps: bool = False
+    splits_prompt: bool = False
+    hides_pad: bool = False
     whole_canvas: bool = False
     blocks_by_default: int | None = 1
     canvas_by_default: tuple[int, int] = (0, 0)
@@ -176,6 +182,15 @@ left_blocks = replace(
     tempered=False,
     reads=frozenset({"steps"}),
 )
+# dLLM `bd3lm.py`
+rounded_blocks = replace(
+    left_blocks,
+    policies=policies.OF_LEFT_ROUNDED,
+    default_policy="low_confidence",
+    skips_steps=True,
+    splits_prompt=True,
+    hides_pad=True,
+)
 semi_autoregressive = Method(
     strategy=SEMI_AUTOREGRESSIVE,
     plan=plan_current_block,
@@ -198,6 +213,13 @@ semi_autoregressive = Method(
         }
     ),
     refuses=PROMPT | {"full_graphs"},
+)
+# dLLM `mdlm.py`
+rounded_loop = replace(
+    semi_autoregressive,
+    policies=policies.OF_LEFT_ROUNDED,
+    exact_end=True,
+    skips_steps=True,
 )
 prefix_cache = replace(
     semi_autoregressive,
@@ -272,9 +294,11 @@ METHODS: dict[tuple[str, str], Method] = {
     (BLOCK_DIFFUSION, "sdar"): grid_blocks,
     (BLOCK_DIFFUSION, "llada2"): edited_blocks,
     (BLOCK_DIFFUSION, "stable_diffcoder"): left_blocks,
+    (BLOCK_DIFFUSION, "a2d"): rounded_blocks,
     (BLOCK_DIFFUSION, "fast_dllm_v2"): sub_blocks,
     (SEMI_AUTOREGRESSIVE, "llada"): semi_autoregressive,
     (SEMI_AUTOREGRESSIVE, "dream"): dream_loop,
+    (SEMI_AUTOREGRESSIVE, "a2d"): rounded_loop,
     (PREFIX_CACHE, "llada"): prefix_cache,
     (PREFIX_CACHE, "dream"): shifted(prefix_cache),
     (DUAL_CACHE, "llada"): dual_cache,
@@ -303,14 +327,18 @@ def choose_method(strategy: str, family: Family, adapted: bool) -> tuple[Method,
     if strategy in known:
         return known[strategy], f"strategy {strategy!r} was asked for"
     if strategy != "auto":
+        causal = ", which attend causally from block to block"
         raise ValueError(
-            f"strategy {strategy!r} does not fit {family.name} models, which attend "
-            f"causally from block to block; choose one of: {', '.join(known)}."
+            f"strategy {strategy!r} does not fit {family.name} models"
+            f"{causal if family.absolute_grid else ''}; choose one of: "
+            f"{', '.join(known)}."
         )
     if family.absolute_grid:
         return known[
             BLOCK_DIFFUSION
         ], f"{family.name} models are trained block by block"
+    if DUAL_CACHE not in known:
+        return known[SEMI_AUTOREGRESSIVE], "it is the authors' own loop"
     if adapted:
         return known[D2F], "a D2F adapter is given"
     return known[DUAL_CACHE], (

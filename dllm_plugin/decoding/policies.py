@@ -134,6 +134,40 @@ def block_schedule(
     return _best_until_the_last_step(plan, canvas, proposal, settings, quota_R)
 
 
+def rounded_schedule(
+    plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicySettings
+) -> Tensor:
+    """Take the best-scored candidates by A2D's quota, a rounded share of what is left.
+
+    dLLM ``get_num_transfer_tokens``; steps whose share rounds to nothing are left out.
+    """
+    left_R, steps_R = plan.candidates_RC.sum(dim=1), settings.steps_R
+    step_R = step_with_quota(canvas.step_R, left_R, steps_R)
+    quota_R1 = _rounded_quota(step_R, left_R, steps_R)[:, None]
+    return plan.candidates_RC & (
+        rank(proposal.score_RC, plan.candidates_RC) < quota_R1
+    )
+
+
+def step_with_quota(step_R: Tensor, left_R: Tensor, steps_R: Tensor) -> Tensor:
+    """Return the first step from `step_R` on in which A2D's quota is not 0."""
+    # With this many steps left the share is one half, which rounds to 0 unless float32 lifts it.
+    half_R = (steps_R - 2 * left_R).clamp_min(0)
+    first_R = half_R + (_rounded_quota(half_R, left_R, steps_R) == 0)
+    return torch.minimum(torch.maximum(step_R, first_R), steps_R - 1)
+
+
+def _rounded_quota(step_R: Tensor, left_R: Tensor, steps_R: Tensor) -> Tensor:
+    """Return ``round(left * (1 - s / t))``: s and t in float32, halves to even."""
+    after_R, before_R = steps_R - step_R - 1, steps_R - step_R
+    times = [(time_R.double() / steps_R).float() for time_R in (after_R, before_R)]
+    # As the reference goes from time to mask rate and back; it decides halves.
+    s_R, t_R = (1.0 - (1.0 - time_R) for time_R in times)
+    # A quotient in float64, rounded, is that of float32; GPUs approximate the latter.
+    kept_R = (s_R.double() / t_R.double()).float()
+    return torch.round(left_R * (1.0 - kept_R.double())).to(torch.int64)
+
+
 def _best_until_the_last_step(
     plan: StepPlan,
     canvas: Canvas,
@@ -376,6 +410,7 @@ OF_LEFT: Table = {
     "factor": _reading(within_steps(factor), "factor"),
     **_by_schedule(schedule, "steps"),
 }
+OF_LEFT_ROUNDED: Table = OF_LEFT | _by_schedule(rounded_schedule, "steps")
 OF_LEFT_IN_TIME: Table = OF_LEFT | _by_schedule(
     time_schedule, "steps", "eps", sampled=("alg_temp",)
 )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm.config import ModelConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
+from vllm.renderers import ChatParams
 from vllm.renderers.hf import HfRenderer
 from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
@@ -131,6 +132,22 @@ class DiffusionRenderer(HfRenderer):
         """Return what the engine decodes with."""
         return get_decode_config(self.config)
 
+    def render_messages(
+        self, messages: Any, params: ChatParams
+    ) -> tuple[list[Any], Any]:
+        """Do as the parent, with what the family's templates are given by default."""
+        return super().render_messages(messages, self._with_defaults(params))
+
+    async def render_messages_async(
+        self, messages: Any, params: ChatParams
+    ) -> tuple[list[Any], Any]:
+        """Do as the parent, with what the family's templates are given by default."""
+        params = self._with_defaults(params)
+        return await super().render_messages_async(messages, params)
+
+    def _with_defaults(self, params: ChatParams) -> ChatParams:
+        return params.with_defaults(dict(self.decode_config.family.template_defaults))
+
     def process_for_engine(self, prompt: Any, *args: Any, **kwargs: Any) -> Any:
         """Do as the parent, after a check of the prompt's length."""
         self._check_length(prompt)
@@ -158,7 +175,8 @@ class DiffusionRenderer(HfRenderer):
     def validate_token_ids(self, token_ids: Any, *args: Any, **kwargs: Any) -> None:
         """Raise VLLMValidationError for prompts with the mask token, or without room to run."""
         super().validate_token_ids(token_ids, *args, **kwargs)
-        check_prompt_tokens(token_ids, self.decode_config.mask_token_id)
+        config = self.decode_config
+        check_prompt_tokens(token_ids, config.mask_token_id, config.hidden_token_id)
         checked = _CHECKED.get()
         _CHECKED.set(None)
         # Other callers name the parameter that holds the ids, and have checked no request.

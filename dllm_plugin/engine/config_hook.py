@@ -52,6 +52,7 @@ from dllm_plugin.models.checkpoints.lora import check_adapter
 from dllm_plugin.models.checkpoints.trained_for import (
     UNKNOWN,
     find_mask_token,
+    find_pad_token,
     find_turn_ends,
     trained_block_length,
     trained_to_edit,
@@ -144,8 +145,10 @@ def _resolve(vllm_config: VllmConfig, options: Options) -> DecodeConfig:
         config = fit_warm_up(config, options, model_config.max_model_len)
     config = resolve_for_machine(vllm_config, options, config)
     _log_decoding(config, found_in, model_config.model)
+    hides_pad = config.method.hides_pad
     return dataclasses.replace(
         config,
+        hidden_token_id=find_pad_token(model_config) if hides_pad else None,
         no_grammars=no_grammars(vllm_config) or without_grammars(config),
         no_traces=no_traces(vllm_config),
     )

@@ -185,6 +185,32 @@ class StableDiffCoderConfig(DiffusionConfig, LlamaConfig):
     mask_token_id: int | None = 5
 
 
+class A2DQwen3Config(DiffusionConfig, Qwen3Config):
+    """Read A2D from Qwen3: Qwen3's keys."""
+
+    model_type = "a2d-qwen3"
+    label = "A2D"
+    fixed = SDAR_FIXED
+    default_theta = 1000000.0
+
+
+class A2DQwen2Config(DiffusionConfig, Qwen2Config):
+    """Read A2D from Qwen2: Qwen2's keys."""
+
+    model_type = "a2d-qwen2"
+    label = "A2D"
+    fixed = QWEN_FIXED
+    default_theta = 1000000.0
+
+
+class A2DLlamaConfig(DiffusionConfig, LlamaConfig):
+    """Read A2D from Llama: Llama's keys."""
+
+    model_type = "a2d-llama"
+    label = "A2D"
+    fixed = LLAMA_FIXED
+
+
 class SDARMoeConfig(DiffusionConfig, Qwen3MoeConfig):
     """Read SDAR with experts: Qwen3-MoE's keys, otherwise like the dense model."""
 
@@ -302,6 +328,9 @@ CONFIGS = (
     LLaDA2Config,
     LLaDA2VeomniConfig,
     LLaDA21Config,
+    A2DQwen3Config,
+    A2DQwen2Config,
+    A2DLlamaConfig,
 )
 UNSERVED_CONFIGS = (NemotronConfig, WeDLMConfig)
 # Architectures whose model type belongs to transformers itself, which reads their config.json.

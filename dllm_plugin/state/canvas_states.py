@@ -22,6 +22,7 @@ from dllm_plugin.config.worker_carriers import FINISHED, PREEMPTED, unpack_id
 from dllm_plugin.decoding.blocks import leading
 from dllm_plugin.decoding.full_attention import Bounds, bounds, refresh_start
 from dllm_plugin.decoding.plan import Canvas, StepOutcome, StepPlan
+from dllm_plugin.decoding.policies import step_with_quota
 from dllm_plugin.state.floating import FloatingView
 from dllm_plugin.state.preempted import PreemptedRows
 from dllm_plugin.state.request_table import POLICY_IDS, RequestTable
@@ -332,7 +333,7 @@ class CanvasStates:
         position_C = torch.arange(num_positions, device=self.device)
         left_RC = plan.candidates_RC & ~outcome.unmask_RC & (position_C < behind_R1)
         unfinished_R = left_RC.any(dim=1)
-        block_step_R = self.block_step_N[slots_R] + denoised_R.to(torch.int32)
+        block_step_R = self._step(slots_R, plan) + denoised_R.to(torch.int32)
         self.block_step_N[slots_R] = block_step_R.where(unfinished_R | ~denoised_R, 0)
         self.start_N[slots_R] += moved_R
         self.tail_N[slots_R] = (self.tail_N[slots_R] - moved_R).clamp_min(0)
@@ -341,6 +342,15 @@ class CanvasStates:
         # A check that replaced a token counts, whatever else its forward computed.
         self.step_N[slots_R] += denoised_R | waits_R
         self.cached_N[slots_R] = denoised_R
+
+    def _step(self, slots_R: Tensor, plan: StepPlan) -> Tensor:
+        """Return the step of its block that each request has taken, int32."""
+        step_R = self.block_step_N[slots_R]
+        if not self.config.method.skips_steps:
+            return step_R
+        left_R = plan.candidates_RC.sum(dim=1)
+        steps_R = self.requests.steps.gpu[slots_R]
+        return step_with_quota(step_R, left_R, steps_R).to(torch.int32)
 
     def copy_rows(self, from_slots: Tensor, to_slots: Tensor) -> None:
         """Make the canvases of some slots equal to those of others."""

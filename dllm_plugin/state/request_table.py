@@ -112,7 +112,7 @@ class RequestTable:
         self.refresh_before_np[slot] = limit(request.refresh_before)
         self.suffix_window_np[slot] = limit(request.suffix_window)
         # Where blocks are counted from: some models were trained on multiples of their length.
-        origin = 0 if config.family.absolute_grid else prompt_len
+        origin = config.origin(prompt_len, request.block_length)
         self.origin.np[slot] = origin
         blocks = -(-(end - origin) // request.block_length)
         last = min(origin + blocks * request.block_length, context)

@@ -13,7 +13,7 @@ from vllm.sampling_params import SamplingParams
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.request.arguments import TEMPLATE, RequestArguments
 from dllm_plugin.config.validation import shown
-from dllm_plugin.decoding.methods import METHODS
+from dllm_plugin.decoding.methods import methods_of
 
 SCORED_BY = "to score a text, use /v1/likelihood or examples/lm_eval_model.py"
 # Penalties, with the value that penalises nothing.
@@ -191,8 +191,16 @@ def check_prompt_length(length: int, context: int) -> None:
         )
 
 
-def check_prompt_tokens(token_ids: Any, mask_token_id: int) -> None:
-    """Raise VLLMValidationError for a prompt that holds the mask token."""
+def check_prompt_tokens(
+    token_ids: Any, mask_token_id: int, hidden_token_id: int | None = None
+) -> None:
+    """Raise VLLMValidationError for a prompt that holds the mask token, or a hidden one."""
+    if hidden_token_id is not None and hidden_token_id in token_ids:
+        raise VLLMValidationError(
+            f"The prompt contains the pad token (id {hidden_token_id}), which this model's own "
+            "code hides from all later blocks, and DiffuPlug does not: remove it from the prompt.",
+            parameter="prompt",
+        )
     if mask_token_id in token_ids:
         raise VLLMValidationError(
             f"The prompt contains the mask token (id {mask_token_id}), which marks the "
@@ -220,10 +228,12 @@ def no_template(config: DecodeConfig, wanted: str) -> str:
         )
     if config.method.full_attention:
         return ""
-    full = sorted({name for (name, _), row in METHODS.items() if row.full_attention})
+    known = methods_of(family).items()
+    full = sorted(name for name, row in known if row.full_attention)
+    choices = " or ".join(filter(None, (", ".join(full[:-1]), full[-1])))
     return (
         f"{wanted} needs full attention: under strategy {config.strategy!r} a block never sees "
-        f"what stands behind it. Serve with strategy {', '.join(full[:-1])} or {full[-1]}."
+        f"what stands behind it. Serve with strategy {choices}."
     )
 
 
@@ -252,7 +262,8 @@ def check_fits(
 ) -> None:
     """Raise VLLMValidationError if a forward of the request could never be scheduled."""
     if not config.method.full_attention:
-        _check_page(vllm_config, request)
+        if not config.method.splits_prompt:
+            _check_page(vllm_config, request)
         return
     context = vllm_config.model_config.max_model_len
     if request.template is not None:

@@ -20,6 +20,7 @@ from dllm_plugin.config.validation import shown
 from dllm_plugin.config.worker_carriers import pack_departures
 from dllm_plugin.engine.scheduling.broken_requests import BrokenRequests
 from dllm_plugin.engine.scheduling.grammar_scheduler import GrammarScheduler
+from dllm_plugin.engine.scheduling.offset_pages import share_pages
 from dllm_plugin.engine.scheduling.reporting import ReportingScheduler
 from dllm_plugin.engine.vllm_versions import end_with_error
 
@@ -86,6 +87,9 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
             )
             request.block_hashes.clear()
             request.update_block_hashes()
+        if self.decode_config.method.splits_prompt:
+            whole_blocks = self.block_size % asked.block_length == 0
+            share_pages(request, self._origin(request), whole_blocks)
         ends = list(self.decode_config.turn_end_token_ids)
         template = asked.template
         if template is not None:
@@ -101,6 +105,9 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
             known, prompt = params.stop_token_ids or [], request.prompt_token_ids or ()
             if any(i in prompt for i in ends):
                 params.stop_token_ids = [*known, *(i for i in ends if i not in known)]
+        hidden = self.decode_config.hidden_token_id
+        if hidden is not None:
+            params.stop_token_ids = [*(params.stop_token_ids or []), hidden]
         super().add_request(request)
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
@@ -151,8 +158,8 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
     ) -> int:
         """Return how many tokens of a request fit this step.
 
-        On an absolute grid a prefill that does not fit the step is cut at the end of a
-        block, so that later canvases are whole. The first canvas begins inside the prompt,
+        If blocks divide the prompt, a prefill that does not fit the step is cut at the end
+        of a block, so that later canvases are whole. On an absolute grid the first canvas begins inside the prompt,
         with its partial block; vLLM counts the prompt as computed, and would cut that
         canvas at the end of the context.
         """
@@ -160,7 +167,7 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
             in_flight = request.num_output_placeholders - num_computed_tokens
             most = request.num_tokens + in_flight + self._canvas_tokens(request)
             num_new_tokens = min(num_new_tokens, most)
-        if not (self.decode_config.family.absolute_grid and num_new_tokens):
+        if not (self.decode_config.prompt_has_blocks and num_new_tokens):
             return num_new_tokens
         if (
             request.status == RequestStatus.RUNNING
@@ -172,8 +179,8 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
             self._spare_tokens -= max(0, num_new_tokens - self.num_spec_tokens)
         end = num_computed_tokens + num_new_tokens
         if end < request.num_tokens:
-            whole = end // self.block_length[request.request_id]
-            end = whole * self.block_length[request.request_id]
+            length, origin = self.block_length[request.request_id], self._origin(request)
+            end = origin + (end - origin) // length * length
             return max(0, end - num_computed_tokens)
         # A text that comes back is prefilled whole: a canvas may end inside a block.
         comes_back = request.num_tokens > request.num_prompt_tokens
@@ -185,7 +192,13 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
 
     def _first_tail(self, request: Request) -> int:
         """Return how many positions of the prompt the first canvas begins with."""
-        return request.num_prompt_tokens % self.block_length[request.request_id]
+        past_origin = request.num_prompt_tokens - self._origin(request)
+        return past_origin % self.block_length[request.request_id]
+
+    def _origin(self, request: Request) -> int:
+        """Return the absolute position from which blocks of a request are counted."""
+        length = self.block_length[request.request_id]
+        return self.decode_config.origin(request.num_prompt_tokens, length)
 
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False

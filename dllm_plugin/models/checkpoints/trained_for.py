@@ -99,6 +99,15 @@ def find_mask_token(model_config: "ModelConfig", family: Family) -> tuple[int, s
     )
 
 
+def find_pad_token(model_config: "ModelConfig") -> int | None:
+    """Return the id of the pad token; None if neither tokenizer nor config.json has one."""
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    tokenizer = cached_tokenizer_from_config(model_config)
+    found = None if tokenizer is None else tokenizer.pad_token_id
+    return model_config.hf_config.pad_token_id if found is None else int(found)
+
+
 def find_turn_ends(model_config: "ModelConfig", family: Family) -> tuple[int, ...]:
     """Return the ids of the family's end-of-turn tokens, which end an answer like EOS."""
     from vllm.tokenizers import cached_tokenizer_from_config
