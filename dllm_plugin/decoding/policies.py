@@ -144,9 +144,7 @@ def rounded_schedule(
     left_R, steps_R = plan.candidates_RC.sum(dim=1), settings.steps_R
     step_R = step_with_quota(canvas.step_R, left_R, steps_R)
     quota_R1 = _rounded_quota(step_R, left_R, steps_R)[:, None]
-    return plan.candidates_RC & (
-        rank(proposal.score_RC, plan.candidates_RC) < quota_R1
-    )
+    return plan.candidates_RC & (rank(proposal.score_RC, plan.candidates_RC) < quota_R1)
 
 
 def step_with_quota(step_R: Tensor, left_R: Tensor, steps_R: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Decode Stable-DiffCoder as its authors do: one block after the other, by what is left."""
+"""Decode Stable-DiffCoder, and A2D by blocks: one block after the other, by what is left."""
 
 from dllm_plugin.reference.full_attention import choose_of_left
 from dllm_plugin.reference.proposing import propose

@@ -15,6 +15,7 @@ from dllm_plugin.reference.numbers import (
     factor_limit,
     float32,
     llada_quota,
+    rounded_quotas,
 )
 from dllm_plugin.reference.proposing import Proposals, best_first, propose, uniforms
 from dllm_plugin.reference.rules import (
@@ -45,6 +46,8 @@ def _open_canvas(text: Text) -> list[tuple[int, int]]:
         left = end - start - (start - len(text.prompt))
         blocks = min(-(-left // size), max(text.rules.canvas_length // size, 1))
         end = min(start + blocks * size, text.max_model_len)
+        if text.rules.exact_end:
+            end = min(end, start + left)
         text.append_masks(end)
     else:
         mask_id = text.model.mask_id
@@ -127,6 +130,8 @@ def choose_of_left(
         count = factor_count(scores, rules.factor)
         limits = [factor_limit(j, rules.factor) for j in range(len(scores))]
         text.close_choice(*(scores[j] - limits[j] for j in range(1, len(scores))))
+    elif rules.rounded:
+        count = rounded_quotas(size, text.steps)[step]
     elif text.model.shift:
         count = dream_quota(len(left), text.steps, step, rules.eps)
     else:

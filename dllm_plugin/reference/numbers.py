@@ -41,6 +41,21 @@ def llada_quota(num_masked: int, steps: int, step: int) -> int:
     return num_masked // steps + (step < num_masked % steps)
 
 
+def rounded_quotas(num_masked: int, steps: int) -> list[int]:
+    """List A2D's quotas of the steps of a block: rounded shares of what is left, without 0."""
+    found = []
+    for step in range(steps):
+        rates = []
+        for time in ((steps - step - 1) / steps, (steps - step) / steps):
+            rates.append(1 - (1 - torch.tensor(time)))
+        share = 1 - (rates[0] / rates[1]).item()
+        quota = min(round(num_masked * share), num_masked)  # halves to even
+        num_masked -= quota
+        if quota:
+            found.append(quota)
+    return found
+
+
 def dream_quota(num_left: int, steps: int, step: int, eps: float) -> int:
     """Count as Dream ``_sample``: a share of what is left; the last step takes all."""
     if step >= steps - 1:

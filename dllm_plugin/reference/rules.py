@@ -21,7 +21,8 @@ class Rules:
 
     Not an option of a request: `strategy`, a key of `LOOPS`; `on_grid`, whether blocks
     start at multiples of their length instead of at the end of the prompt; `exact_end`,
-    whether the last block ends with the answer; `widths`,
+    whether the last block ends with the answer; `rounded`, whether quotas are A2D's;
+    `splits_prompt`, whether blocks divide the prompt too, from its end backwards; `widths`,
     the canvas positions that each forward computes, the last one for all further
     forwards; `eos` and `eot`, the tokens that `logits_eos_inf` and
     `confidence_eos_eot_inf` ban.
@@ -38,6 +39,8 @@ class Rules:
     canvas_length: int = FAR
     on_grid: bool = False
     exact_end: bool = False
+    rounded: bool = False
+    splits_prompt: bool = False
     threshold: float = 0.9
     steps: int | None = None
     factor: float = 1.0

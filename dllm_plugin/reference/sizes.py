@@ -8,14 +8,16 @@ from typing import Any
 FAST_DLLM, DREAM, LLADA = "Fast_dLLM_Qwen", "Dream", "llada"
 LLADA2, SDAR = ("llada2_moe", "llada2_moe_veomni", "llada21_moe"), ("sdar", "sdar_moe")
 STABLE_DIFFCODER = "stable_diffcoder"
+A2D_QWEN3, A2D_QWEN2, A2D_LLAMA = A2D = ("a2d-qwen3", "a2d-qwen2", "a2d-llama")
 # Architectures whose model type is that of other models.
 KINDS = {"StableDiffcoderForCausalLM": STABLE_DIFFCODER}
 MASKS = (
     {FAST_DLLM: "|<MASK>|", STABLE_DIFFCODER: "<[MASK_TOKEN]>"}
-    | dict.fromkeys(LLADA2, "<|mask|>")
+    | dict.fromkeys((*LLADA2, *A2D), "<|mask|>")
     | dict.fromkeys(SDAR, "<|MASK|>")
 )
 SHIFTED = (DREAM, FAST_DLLM)
+BIASED, NORMED = (*SHIFTED, A2D_QWEN2), (*SDAR, *LLADA2, A2D_QWEN3)
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Sizes:
         kind = config["model_type"]
         for architecture in config.get("architectures") or ():
             kind = KINDS.get(architecture, kind)
-        known = (LLADA, DREAM, FAST_DLLM, *SDAR, *LLADA2, STABLE_DIFFCODER)
+        known = (LLADA, DREAM, FAST_DLLM, *SDAR, *LLADA2, STABLE_DIFFCODER, *A2D)
         if kind not in known:
             raise ValueError(
                 f"model_type {kind!r} has no plain model; known: {', '.join(known)}."
@@ -97,9 +99,9 @@ class Sizes:
         }
         for part, heads in rows.items():
             found[f"{name}.{part}_proj.weight"] = (heads * self.head, self.width)
-            if self.kind in SHIFTED:
+            if self.kind in BIASED:
                 found[f"{name}.{part}_proj.bias"] = (heads * self.head,)
-        if self.kind in (*SDAR, *LLADA2):
+        if self.kind in NORMED:
             found |= {f"{name}.{part}_norm.weight": (self.head,) for part in "qk"}
         return found
 

@@ -148,10 +148,12 @@ class Text:
         return len(self.starts) - 1
 
     def block_of(self, position: int) -> int:
-        """Return the number of a position's block; off the grid the prompt is block 0."""
+        """Return the number of a position's block; a prompt without blocks is block 0."""
         if self.rules.on_grid:
             return position // self.block_length
         origin = len(self.prompt)
+        if self.rules.splits_prompt:
+            origin %= self.block_length
         if position < origin:
             return 0
         return 1 + (position - origin) // self.block_length

@@ -1,4 +1,4 @@
-"""SDAR, LLaDA2 and Stable-DiffCoder: recorded decodes on an absolute grid, prompt included."""
+"""SDAR, LLaDA2, Stable-DiffCoder and A2D: recorded decodes in which prompts have blocks, too."""
 
 import json
 import random
@@ -25,16 +25,19 @@ FILES = {
     "sdar-moe": ("sdar_moe_static", "sdar_moe_dynamic"),
     "llada2.0": ("llada2_threshold",),
     "stable-diffcoder": ("stable_diffcoder_quota", "stable_diffcoder_threshold"),
+    "a2d-qwen3": ("a2d_bd3lm",),
 }
-EXACT = ("stable-diffcoder",)  # their last block ends with the text
+EXACT = ("stable-diffcoder", "a2d-qwen3")  # their last block ends with the text
 SDAR_POLICIES = {
     "low_confidence_static": "low_confidence",
     "low_confidence_dynamic": "threshold",
     "sequential": "sequential",
 }
 SDAR_MASK = 282
+A2D_EOS = 258
 STOPPING = "stopping_criteria_idx"
-CANVAS = {"canvas_length": 64}  # two of the longest recorded blocks
+# Two of the longest recorded blocks; another strategy is A2D's default.
+CANVAS = {"canvas_length": 64, "strategy": "block_diffusion"}
 Case = dict[str, Any]
 
 
@@ -45,12 +48,15 @@ def cases_of(model: str) -> list[Case]:
         case | {"exact": model in EXACT}
         for name in FILES[model]
         for case in json.loads((GOLDENS / f"{name}.json").read_text())["cases"]
+        if not case["id"].startswith("pad")  # refused: the prompt holds the pad token
     ]
 
 
 def stops_of(case: Case) -> list[int]:
-    """LLaDA2's loop takes its EOS as an argument, SDAR's any ids; neither has one of its own."""
+    """LLaDA2's loop takes its EOS as an argument, SDAR's any ids; A2D's is the tokenizer's."""
     settings = case["settings"]
+    if "max_new_tokens" in settings:
+        return [A2D_EOS]
     stops = settings.get(STOPPING) or [settings.get("eos_id")]
     return [stop for stop in stops if stop is not None]
 
@@ -81,15 +87,23 @@ def wish(case: Case) -> Any:
     return params(len(case["output_ids"]), stop_token_ids=stops_of(case), **numbers)
 
 
+def block_of(case: Case) -> int:
+    """The positions of a block."""
+    settings = case["settings"]
+    return int(settings.get("block_length") or settings["block_size"])
+
+
 def exact_wish(case: Case) -> Any:
     """Policy and steps per block of a reference whose last block ends with the text."""
     settings = case["settings"]
-    block, length = settings["block_length"], settings["gen_length"]
+    block, length = block_of(case), settings.get("gen_length")
+    length = length or settings["max_new_tokens"]
     numbers: dict[str, Any] = {"dllm_policy": "low_confidence"}
-    if settings["threshold"] is not None:
+    if settings.get("threshold") is not None:
         numbers["dllm_policy"] = "threshold"
         numbers["dllm_threshold"] = settings["threshold"]
-    numbers["dllm_steps"] = settings["steps"] * block // length
+    steps = -(-settings["steps"] // -(-length // block))
+    numbers["dllm_steps"] = settings.get("steps_per_block") or steps
     numbers["dllm_block_length"] = block
     return params(length, stop_token_ids=stops_of(case), **numbers)
 
@@ -100,12 +114,11 @@ def denoising(case: Case) -> int:
 
 
 def check(case: Case, output: Any) -> None:
-    assert token_ids(output) == answer_of(case), case["id"]
-    ends_inside = (
-        len(answer_of(case) + case["prompt_ids"]) % case["settings"]["block_length"]
-    )
+    answer = answer_of(case)
+    assert token_ids(output) == answer, case["id"]
+    ends_inside = len(answer + case["prompt_ids"]) % block_of(case) > 0
     if case["exact"]:
-        ends_inside = bool(stops_of(case))
+        ends_inside = answer[-1] in stops_of(case)
     if ends_inside:
         # Cut behind a stop token or at `gen_length`: the rest of the block is not decoded.
         assert forwards(output) <= denoising(case), case["id"]

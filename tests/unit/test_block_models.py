@@ -19,6 +19,7 @@ TRACES = {
     "fast_dllm": "tiny-fast-dllm-v2",
     "fast_dllm_tied": "tiny-fast-dllm-v2-tied",
     "stable_diffcoder_quota": "tiny-stable-diffcoder",
+    "a2d_mdlm": "tiny-a2d-qwen3",
 }
 ALL = pytest.mark.parametrize("name", TRACES.values())
 LLADA2 = pytest.mark.parametrize("name", ["tiny-llada2.0", "tiny-llada2.1"])
@@ -29,6 +30,8 @@ def first_call(case: dict, mask_id: int) -> tuple[list[int], list[int]]:
     """Tokens and block ends of the first recorded call."""
     length = case["forwards"][0]["q_len"]
     tokens = (case["prompt_ids"] + [mask_id] * length)[:length]
+    if case["forwards"][0]["kind"] == "full":
+        return tokens, [length]
     settings = case["settings"]
     block = settings.get("block_length") or settings["block_size"]
     return tokens, list(range(block, length + 1, block))
@@ -74,7 +77,7 @@ def test_every_stored_number_is_used_once(name, vllm_config_for, checkpoints):
 def test_head_is_tied_as_configured(name, load_model, checkpoints):
     model = load_model(checkpoints / name)
     stored = load_file(checkpoints / name / "model.safetensors")
-    tied = name.endswith("-tied")
+    tied = name in ("tiny-fast-dllm-v2-tied", "tiny-a2d-qwen3")
     assert (
         model.config.tie_word_embeddings is tied
         and ("lm_head.weight" in stored) is not tied
@@ -99,6 +102,7 @@ def test_head_is_tied_as_configured(name, load_model, checkpoints):
         ("tiny-llada2.0", f"{LAYER}mlp.shared_experts.down_proj.weight"),
         ("tiny-fast-dllm-v2", "lm_head.weight"),
         ("tiny-stable-diffcoder", f"{LAYER}self_attn.v_proj.weight"),
+        ("tiny-a2d-qwen3", f"{LAYER}self_attn.q_norm.weight"),
         ("tiny-fast-dllm-v2-tied", f"{LAYER}self_attn.v_proj.bias"),
     ],
 )

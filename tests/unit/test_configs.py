@@ -95,6 +95,7 @@ CHECKPOINTS = (
         "tiny-llada2.1",
     ),
     *("tiny-fast-dllm-v2", "tiny-fast-dllm-v2-tied", "tiny-stable-diffcoder"),
+    "tiny-a2d-qwen3",
 )
 
 

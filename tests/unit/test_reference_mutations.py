@@ -1,6 +1,7 @@
 """Each plain loop can fail: with one constant changed it misses the recorded decodes."""
 
 import json
+import math
 import sys
 import types
 from collections.abc import Iterator
@@ -126,6 +127,28 @@ def exact(trace: str, record: dict[str, Any]) -> Case:
     return Case(model, prompt, rules, answer, None, set())
 
 
+ROUNDED = {"a2d_mdlm": "semi_autoregressive", "a2d_bd3lm": "exact_blocks"}
+
+
+def rounded(trace: str, record: dict[str, Any]) -> Case:
+    settings, count = record["settings"], record["settings"]["max_new_tokens"]
+    size, by_blocks = settings["block_size"], trace == "a2d_bd3lm"
+    steps = math.ceil(settings["steps"] / math.ceil(count / size))
+    rules = Rules(
+        ROUNDED[trace],
+        "low_confidence",
+        size,
+        canvas_length=256,
+        exact_end=True,
+        rounded=True,
+        splits_prompt=by_blocks,
+        steps=settings.get("steps_per_block") or steps,
+    )
+    prompt, answer = record["prompt_ids"], record["output_ids"]
+    forwards = None if by_blocks else record["forwards"]
+    return Case(model_of("a2d-qwen3"), prompt, rules, answer, forwards, set())
+
+
 FULL = {
     "llada_vanilla": "semi_autoregressive",
     "llada_fast_nocache": "semi_autoregressive",
@@ -175,7 +198,8 @@ def cases_of(trace: str) -> list[Case]:
     if trace == "widths":
         return widths()
     readers = dict.fromkeys(FULL, full_attention) | dict.fromkeys(ON_GRID, on_grid)
-    read = (readers | dict.fromkeys(EXACT, exact)).get(trace, d2f)
+    readers |= dict.fromkeys(EXACT, exact) | dict.fromkeys(ROUNDED, rounded)
+    read = readers.get(trace, d2f)
     records = json.loads((GOLDENS / f"{trace}.json").read_text())["cases"]
     if trace in FULL:
         apart = {"remasking", "temperature", "cfg_scale"}
@@ -183,6 +207,8 @@ def cases_of(trace: str) -> list[Case]:
     if trace in EXACT:
         # An answer that a stop token cuts does not tell where blocks end.
         records = [r for r in records if "eos_id" not in r["settings"]]
+    if trace in ROUNDED:
+        records = [r for r in records if r["id"].startswith("s")]
     return [read(trace, record) for record in records]
 
 
@@ -240,7 +266,7 @@ class Loops:
         return [(f.start, f.length, f.keys, f.new) for f in text.forwards] == wanted
 
 
-TRACES = ("d2f_llada", "d2f_dream", *ON_GRID, *EXACT, *FULL, "widths")
+TRACES = ("d2f_llada", "d2f_dream", *ON_GRID, *EXACT, *ROUNDED, *FULL, "widths")
 
 
 @pytest.mark.parametrize("trace", TRACES)
@@ -302,6 +328,18 @@ MUTATIONS = [
         "full_attention",
         "if score >= limit",
         "if score >= limit / 2",
+    ),
+    (
+        "a2d_mdlm",
+        "full_attention",
+        "end = min(end, start + left)",
+        "end = min(end, start + left + 1)",
+    ),
+    (
+        "a2d_bd3lm",
+        "full_attention",
+        "rounded_quotas(size, text.steps)[step]",
+        "llada_quota(size, text.steps, step)",
     ),
     (
         "llada_vanilla",

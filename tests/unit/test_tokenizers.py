@@ -18,6 +18,7 @@ NAMES = (
         "tiny-llada2.1",
     ),
     *("tiny-fast-dllm-v2", "tiny-fast-dllm-v2-tied", "tiny-stable-diffcoder"),
+    "tiny-a2d-qwen3",
 )
 ALL = pytest.mark.parametrize("name", NAMES)
 
@@ -52,7 +53,10 @@ def check(tokenizer, expected: dict) -> None:
         assert tokenizer.decode(ids) == text
     for chat in expected["chat"]:
         rendered = tokenizer.apply_chat_template(
-            chat["messages"], tokenize=False, add_generation_prompt=True
+            chat["messages"],
+            tokenize=False,
+            add_generation_prompt=True,
+            **chat.get("template_kwargs", {}),
         )
         assert rendered == chat["rendered"]
         assert tokenizer.encode(rendered, add_special_tokens=False) == chat["ids"]

@@ -76,6 +76,8 @@ def rules_of(job: Job) -> Rules:
         strategy=_name(job.config),
         on_grid=job.config.family.absolute_grid,
         exact_end=job.config.method.exact_end,
+        rounded=job.config.method.skips_steps,
+        splits_prompt=job.config.method.splits_prompt,
         canvas_length=job.config.canvas_length,
         **given,
     )
@@ -99,9 +101,10 @@ def blocks_of(job: Job, length: int) -> list[int]:
     if job.config.method.full_attention:
         return [0] * length
     start, size = len(job.prompt), job.request.block_length
+    origin = job.config.origin(start, size)
     if job.config.family.absolute_grid:
         return [p // size for p in range(length)]
-    return [0] * start + [1 + (p - start) // size for p in range(start, length)]
+    return [0] * origin + [1 + (p - origin) // size for p in range(origin, length)]
 
 
 def first_stop(job: Job) -> int:

@@ -179,7 +179,10 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
             self._spare_tokens -= max(0, num_new_tokens - self.num_spec_tokens)
         end = num_computed_tokens + num_new_tokens
         if end < request.num_tokens:
-            length, origin = self.block_length[request.request_id], self._origin(request)
+            length, origin = (
+                self.block_length[request.request_id],
+                self._origin(request),
+            )
             end = origin + (end - origin) // length * length
             return max(0, end - num_computed_tokens)
         # A text that comes back is prefilled whole: a canvas may end inside a block.
