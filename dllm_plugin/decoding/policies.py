@@ -152,6 +152,7 @@ def step_with_quota(step_R: Tensor, left_R: Tensor, steps_R: Tensor) -> Tensor:
     # With this many steps left the share is one half, which rounds to 0 unless float32 lifts it.
     half_R = (steps_R - 2 * left_R).clamp_min(0)
     first_R = half_R + (_rounded_quota(half_R, left_R, steps_R) == 0)
+    first_R = first_R * (left_R > 0)  # a step that decides nothing is none
     return torch.minimum(torch.maximum(step_R, first_R), steps_R - 1)
 
 
