@@ -17,6 +17,7 @@ AUTOREGRESSIVE = {
     "llada": ("LlamaForCausalLM", "llama"),
     "Dream": ("Qwen2ForCausalLM", "qwen2"),
     "sdar": ("Qwen3ForCausalLM", "qwen3"),
+    "a2d-qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "llama": ("LlamaForCausalLM", "llama"),
 }
 

@@ -72,7 +72,7 @@ class Method:
                     attention; empty: nothing
     edits           whether decided tokens may be replaced
     exact_end       the last block ends where the text does, and positions after it are not seen
-    skips_steps     steps whose quota is 0 are left out, see `policies.step_with_quota`
+    skips_steps     steps whose quota is 0 are left out, see `quotas.step_with_quota`
     splits_prompt   blocks divide the prompt too, from its end backwards
     hides_pad       its authors' code hides pad tokens from later blocks: none may occur
     whole_canvas    by default a block is as long as the canvas

@@ -19,6 +19,7 @@ from dllm_plugin.decoding.blocks import (
     rank_in_block,
 )
 from dllm_plugin.decoding.plan import Canvas, Proposal, StepPlan
+from dllm_plugin.decoding.quotas import dream_time, rounded_quota, step_with_quota
 
 
 class PolicySettings(NamedTuple):
@@ -116,8 +117,8 @@ def time_schedule(
     that is left in the last step (Dream ``generation_utils.py`` ``_sample``).
     """
     left_R = plan.candidates_RC.sum(dim=1)
-    now_R = _time(canvas.step_R, settings.steps_R, settings.eps_R)
-    then_R = _time(canvas.step_R + 1, settings.steps_R, settings.eps_R)
+    now_R = dream_time(canvas.step_R, settings.steps_R, settings.eps_R)
+    then_R = dream_time(canvas.step_R + 1, settings.steps_R, settings.eps_R)
     quota_R = (left_R * (1.0 - then_R / now_R)).to(torch.int64)
     return _best_until_the_last_step(plan, canvas, proposal, settings, quota_R)
 
@@ -137,34 +138,11 @@ def block_schedule(
 def rounded_schedule(
     plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicySettings
 ) -> Tensor:
-    """Take the best-scored candidates by A2D's quota, a rounded share of what is left.
-
-    dLLM ``get_num_transfer_tokens``; steps whose share rounds to nothing are left out.
-    """
+    """Take the best-scored by a rounded share of what is left (dLLM), but for steps without."""
     left_R, steps_R = plan.candidates_RC.sum(dim=1), settings.steps_R
     step_R = step_with_quota(canvas.step_R, left_R, steps_R)
-    quota_R1 = _rounded_quota(step_R, left_R, steps_R)[:, None]
+    quota_R1 = rounded_quota(step_R, left_R, steps_R)[:, None]
     return plan.candidates_RC & (rank(proposal.score_RC, plan.candidates_RC) < quota_R1)
-
-
-def step_with_quota(step_R: Tensor, left_R: Tensor, steps_R: Tensor) -> Tensor:
-    """Return the first step from `step_R` on in which A2D's quota is not 0."""
-    # With this many steps left the share is one half, which rounds to 0 unless float32 lifts it.
-    half_R = (steps_R - 2 * left_R).clamp_min(0)
-    first_R = half_R + (_rounded_quota(half_R, left_R, steps_R) == 0)
-    first_R = first_R * (left_R > 0)  # a step that decides nothing is none
-    return torch.minimum(torch.maximum(step_R, first_R), steps_R - 1)
-
-
-def _rounded_quota(step_R: Tensor, left_R: Tensor, steps_R: Tensor) -> Tensor:
-    """Return ``round(left * (1 - s / t))``: s and t in float32, halves to even."""
-    after_R, before_R = steps_R - step_R - 1, steps_R - step_R
-    times = [(time_R.double() / steps_R).float() for time_R in (after_R, before_R)]
-    # As the reference goes from time to mask rate and back; it decides halves.
-    s_R, t_R = (1.0 - (1.0 - time_R) for time_R in times)
-    # A quotient in float64, rounded, is that of float32; GPUs approximate the latter.
-    kept_R = (s_R.double() / t_R.double()).float()
-    return torch.round(left_R * (1.0 - kept_R.double())).to(torch.int64)
 
 
 def _best_until_the_last_step(
@@ -246,17 +224,6 @@ def _quota_of_block(canvas: Canvas, settings: PolicySettings) -> Tensor:
     return length_R // steps_R + (canvas.step_R < length_R % steps_R).to(torch.int64)
 
 
-def _time(index_R: Tensor, steps_R: Tensor, eps_R: Tensor) -> Tensor:
-    """Return ``torch.linspace(1, eps, steps + 1)[index]`` in float32, rounded as torch does."""
-    stride_R = (eps_R - 1.0) / steps_R
-    # torch fills the second half from the end; the truncation above sees the difference.
-    from_start_R, from_end_R = (
-        1.0 + stride_R * index_R,
-        eps_R - stride_R * (steps_R - index_R),
-    )
-    return torch.where(index_R < (steps_R + 1) // 2, from_start_R, from_end_R)
-
-
 def factor(
     plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicySettings
 ) -> Tensor:
@@ -289,8 +256,8 @@ def origin(
     uniform number per position.
     """
     step_R, steps_R = canvas.step_R, settings.steps_R
-    now_R = _time(step_R, steps_R, settings.eps_R)
-    then_R = _time(step_R + 1, steps_R, settings.eps_R)
+    now_R = dream_time(step_R, steps_R, settings.eps_R)
+    then_R = dream_time(step_R + 1, steps_R, settings.eps_R)
     chance_R = torch.where(step_R >= steps_R - 1, 1.0, 1.0 - then_R / now_R)
     return plan.candidates_RC & (proposal.score_RC < chance_R[:, None])
 

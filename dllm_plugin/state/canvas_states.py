@@ -22,7 +22,7 @@ from dllm_plugin.config.worker_carriers import FINISHED, PREEMPTED, unpack_id
 from dllm_plugin.decoding.blocks import leading
 from dllm_plugin.decoding.full_attention import Bounds, bounds, refresh_start
 from dllm_plugin.decoding.plan import Canvas, StepOutcome, StepPlan
-from dllm_plugin.decoding.policies import step_with_quota
+from dllm_plugin.decoding.quotas import step_with_quota
 from dllm_plugin.state.floating import FloatingView
 from dllm_plugin.state.preempted import PreemptedRows
 from dllm_plugin.state.request_table import POLICY_IDS, RequestTable

@@ -83,6 +83,8 @@ def check_same(
         ("llada2.1", []),
         ("fast-dllm-v2", []),
         ("stable-diffcoder", []),
+        ("a2d-qwen3", []),
+        ("a2d-qwen3", ["--strategy", "block_diffusion", "--steps", "20"]),
         ("stable-diffcoder", ["--policy", "low_confidence", "--block-length", "8"]),
         ("fast-dllm-v2-tied", ["--policy", "topk_margin"]),
     ],

@@ -106,7 +106,8 @@ def test_the_changed_package_knows_them(changed: Path) -> None:
         "rightmost": {
             f"{s} on {family}" for s in strategies for family in ("llada", "dream")
         }
-        | {"block_diffusion on stable_diffcoder"},
+        | {f"block_diffusion on {family}" for family in ("stable_diffcoder", "a2d")}
+        | {"semi_autoregressive on a2d"},
         "nearest": {"block_diffusion on llada", "block_diffusion on dream"},
     }
     assert "reach" in fields and "ToyForDiffusionLM" in architectures

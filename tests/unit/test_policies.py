@@ -15,7 +15,13 @@ from dllm_plugin.decoding.policies import (
     PROMPT_BLOCKS,
     PROMPT_BLOCKS_IN_TIME,
 )
-from dllm_plugin.reference.numbers import dream_quota, factor_count, llada_quota
+from dllm_plugin.decoding.quotas import rounded_quota, step_with_quota
+from dllm_plugin.reference.numbers import (
+    dream_quota,
+    factor_count,
+    llada_quota,
+    rounded_quotas,
+)
 
 # Every rule by one of its names; schedules are LLaDA's.
 RULES = {**EDITED_BLOCKS, **DREAM_LOOP, **PROMPT_BLOCKS}
@@ -192,3 +198,19 @@ def test_factor_counts_like_the_reference(factor: float) -> None:
 def test_factor_always_takes_two_that_are_left() -> None:
     assert taken(pick("factor", [[0.01, 0.02], [1.0, 0.0]])) == [[0, 1], [0, 1]]
     assert taken(pick("factor", [[0.01, 0.02, 0.03]])) == [[2]]
+
+
+def test_rounded_quotas_are_those_of_the_reference() -> None:
+    """For every number of masks and steps, step after step; none is left out or taken twice."""
+    pairs = [(masks, steps) for masks in range(1, 40) for steps in range(1, 40)]
+    pairs += [(128, 128), (100, 256), (32, 1000)]
+    left_R, steps_R = torch.tensor(pairs).T
+    step_R, found = torch.zeros_like(steps_R), [[] for _ in pairs]
+    while left_R.any():
+        step_R = step_with_quota(step_R, left_R, steps_R)
+        quota_R = rounded_quota(step_R, left_R, steps_R) * (left_R > 0)
+        for quotas, quota in zip(found, quota_R.tolist(), strict=True):
+            quotas += [quota] if quota else []
+        left_R, step_R = left_R - quota_R, step_R + 1
+    assert found == [rounded_quotas(*pair) for pair in pairs]
+    assert rounded_quotas(5, 2) == [2, 3], "not LLaDA's 3 and 2"

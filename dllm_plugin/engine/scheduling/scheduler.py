@@ -159,9 +159,9 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
         """Return how many tokens of a request fit this step.
 
         If blocks divide the prompt, a prefill that does not fit the step is cut at the end
-        of a block, so that later canvases are whole. On an absolute grid the first canvas begins inside the prompt,
-        with its partial block; vLLM counts the prompt as computed, and would cut that
-        canvas at the end of the context.
+        of a block, so that later canvases are whole. On an absolute grid the first canvas
+        begins inside the prompt, with its partial block; vLLM counts the prompt as
+        computed, and would cut that canvas at the end of the context.
         """
         if self._single_blocks and request.spec_token_ids:
             in_flight = request.num_output_placeholders - num_computed_tokens
