@@ -1,150 +1,224 @@
-"""The viewer in a real browser, against a real server."""
+"""The viewer in Chromium, light and dark, narrow and wide: the bundled model, under D2F."""
 
+import io
 import os
-import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from processes import Server, serving
+from browsers import LOOKS, Viewer, chromium, viewers
+from PIL import Image
+from processes import Server
 
-from dllm_plugin import default_model
+from dllm_plugin.decoding.families import FAMILIES
+from dllm_plugin.decoding.methods import METHODS
 
+__all__ = ["chromium"]
 pytestmark = pytest.mark.slow
-
-sync_api = pytest.importorskip(
-    "playwright.sync_api", reason="playwright is not installed"
-)
-CHROMIUM = shutil.which("chromium")
-if CHROMIUM is None:
-    pytest.skip("no browser named chromium is installed", allow_module_level=True)
-
-KEY = "secret"
-NUMBERS = {"dllm_policy": "low_confidence"}
-OPTIONS = (
-    '--additional-config={"dllm": {"strategy": "dual_cache"}}',
-    f"--api-key={KEY}",
-)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The bundled model by dual cache: one token a step with `low_confidence`."""
-    log = tmp_path_factory.mktemp("viewer") / "log"
-    with serving(log, *OPTIONS, model=Path(default_model.path())) as server:
-        yield server
-
-
-@pytest.fixture
-def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox"]
-        )
-        yield browser
-        browser.close()
-
-
-def spans(page: Any) -> list[tuple[str, bool]]:
-    """Text of each position of the left pane, and whether it is a mask."""
-    script = "all => all.map(one => [one.textContent, one.className === 'mask'])"
-    return [
-        tuple(pair) for pair in page.eval_on_selector_all("#left .text span", script)
-    ]
-
-
-def test_watch_an_answer(server: Server, browser: Any) -> None:
-    page, problems, origins = browser.new_page(), [], set()
-    page.on("console", lambda message: problems.append(message.text))
-    page.on("pageerror", lambda error: problems.append(str(error)))
-    page.on("request", lambda request: origins.add(request.url.split("/")[2]))
-    page.goto(f"{server.url}/viewer")
-    page.fill("#key", KEY)
-    page.fill("#max-tokens", "64")
-    page.fill("#policy", "low_confidence")
-    page.fill("#other-url", f"{server.url}/v1")
-    page.fill("#other-key", KEY)
-    question = page.input_value("#prompt")
-    page.click("#run")
-    page.wait_for_selector("#left[data-state=done]", timeout=120_000)
-    page.wait_for_selector("#right[data-state=done]", timeout=120_000)
-    body = {"messages": [{"role": "user", "content": question}], "max_tokens": 64}
-    body |= {"model": "tiny", "temperature": 0, "vllm_xargs": NUMBERS, "diffusion": {}}
-    headers = {"Authorization": f"Bearer {KEY}"}
-    url = f"{server.url}/v1/chat/completions"
-    plain = httpx.post(url, json=body, headers=headers, timeout=120).json()
-    text = plain["choices"][0]["message"]["content"]
-    assert page.get_attribute("#left", "data-text") == text
-    named = "".join(part for part, _ in spans(page))
-    assert re.sub(r"<\|\w+\|>", "", named).strip() == text.strip()
-    took, numbers = plain["metrics"]["diffusion"], page.inner_text("#left .numbers")
-    assert (
-        f"forwards {took['forwards']} " in numbers
-        and f"tokens {took['tokens']} " in numbers
-    )
-    assert "29" in page.inner_text("#right .text")
-    # Half way, a position is set behind one that is a mask: the text forms out of order.
-    page.eval_on_selector(
-        "#replay",
-        "el => { el.value = el.max / 2; el.dispatchEvent(new Event('input')); }",
-    )
-    masks = [masked for _, masked in spans(page)]
-    assert (
-        not masks[-1 - masks[::-1].index(False)]
-        and True in masks[: masks[::-1].index(False)]
-    )
-    page.select_option("#tone", "forward")
-    if folder := os.environ.get("SCREENSHOTS"):
-        page.screenshot(path=f"{folder}/viewer.png")
-    assert problems == [] and origins == {server.url.removeprefix("http://")}
-
 
 QUESTION = (
     "Omar has 7 pencils. Anna has 48 pencils and hands them all to Omar. "
     "Omar sells 26 pencils at the market. How many pencils does Omar have now?"
 )
-GAPS = "With the pencils from Anna, Omar has [MASK:2] + 48 = [MASK:1,2,3] pencils."
+SECOND = (
+    "A book has 96 pages. Mia reads 9 pages a day for 8 days. How many pages are left?"
+)
+D2F = METHODS["d2f", FAMILIES["LLaDAModelLM"].name]
+PICTURE_BYTES = 300_000
+STEP_BY_STEP = {"dllm_threshold": 1}  # one token a forward
 
 
-def test_watch_an_infill(server: Server, browser: Any) -> None:
-    """Gaps of a text: what is given stands from the start, and the replay ends with the fill."""
-    page, problems = browser.new_page(), []
-    page.on("console", lambda message: problems.append(message.text))
-    page.on("pageerror", lambda error: problems.append(str(error)))
-    page.goto(f"{server.url}/viewer")
-    page.fill("#key", KEY)
-    page.fill("#policy", "low_confidence")
-    page.fill("#question", QUESTION)
-    page.fill("#prompt", GAPS)
-    page.click("#run")
-    page.wait_for_selector("#left[data-state=done]", timeout=120_000)
-    assert page.inner_text("#left .error") == ""
-    told = page.get_attribute("#left", "data-text")
-    assert told.startswith("With the pencils from Anna, Omar has ") and told.endswith(
-        "pencils."
+@pytest.fixture(params=LOOKS)
+def viewer(
+    request: pytest.FixtureRequest, chromium: Any, bundled_server: Server
+) -> Iterator[Viewer]:
+    """The page before anything is asked."""
+    for viewer in viewers(request.param, chromium, bundled_server):
+        yield viewer.open()
+        viewer.check()
+
+
+def answer_of(server: Server, *messages: str, **arguments: Any) -> dict[str, Any]:
+    """What the server answers without frames; roles take turns."""
+    turns = []
+    for place, text in enumerate(messages):
+        role = "assistant" if place % 2 else "user"
+        turns.append({"role": role, "content": text})
+    body = {"messages": turns, "max_tokens": 128, "temperature": 0, "diffusion": {}}
+    reply = server.post("chat/completions", body | {"vllm_xargs": arguments})
+    return dict(reply.json())
+
+
+def test_tokens_keep_their_colours(viewer: Viewer) -> None:
+    """By forward and by confidence, with a legend; stop tokens are not shown."""
+    page = viewer.page
+    page.fill("#threshold", "1")
+    viewer.run(QUESTION)
+    plain = answer_of(viewer.server, QUESTION, **STEP_BY_STEP)
+    text = plain["choices"][0]["message"]["content"]
+    assert viewer.text() == text
+    shown = viewer.positions()
+    assert "".join(part for part, kind in shown if kind == "token") == text
+    assert {kind for part, kind in shown} == {"token", "stop"}
+    assert page.locator("#turns .stop").first.is_hidden()
+    by_forward = viewer.colours()
+    assert len(set(by_forward)) == len({forward for forward, _ in by_forward}) > 9
+    took = plain["choices"][0]["diffusion"]
+    numbers = page.inner_text("#numbers").split("\n")
+    assert numbers[numbers.index("forwards") + 1] == str(took["forwards"])
+    assert numbers[numbers.index("tokens") + 1] == str(took["tokens"])
+    assert page.inner_text("#scale-high") == str(took["forwards"])
+    page.check("input[name=tone][value=confidence]")
+    by_confidence = viewer.colours()
+    assert [colour for _, colour in by_confidence] != [c for _, c in by_forward]
+    assert page.inner_text("#scale-low") == "confidence 0"
+    # Half way, a token is decided in front of which a mask is left.
+    viewer.show(0.5)
+    kinds = [kind for _, kind in viewer.positions()]
+    last = len(kinds) - 1 - kinds[::-1].index("token")
+    assert "mask" in kinds[:last]
+    page.locator("#turns .token").first.click()
+    assert "confidence" in page.inner_text("#detail")
+
+
+def test_a_short_run_is_shown_slowly(viewer: Viewer) -> None:
+    """By itself, after all has arrived; a control has other speeds, and a button replays."""
+    page = viewer.page
+    page.fill("#threshold", "1")
+    # The places that the slider is moved to, and whether all had arrived by then.
+    page.evaluate(
+        "() => { window.places = []; const show = Turn.prototype.show;"
+        " Turn.prototype.show = function (place, tone) {"
+        " window.places.push([place, this.state]); show.call(this, place, tone); }; }"
     )
-    assert "".join(part for part, _ in spans(page)).startswith(told[:30])
-    assert "scores of lengths 2,1: -" in page.inner_text("#left .numbers")
-    assert not any(masked for _, masked in spans(page))
-    page.eval_on_selector(
-        "#replay", "el => { el.value = 1; el.dispatchEvent(new Event('input')); }"
+    page.locator("#player").evaluate("player => { player.hidden = false; }")
+    page.select_option("#speed", "1")
+    viewer.run(QUESTION)
+    places = page.evaluate("window.places")
+    newest = int(page.get_attribute("#replay", "max"))
+    assert [place for place, _ in places] == list(range(newest + 1))
+    assert sum(state == "done" for _, state in places) > newest / 2
+    assert "shown in about 5 s" in page.inner_text("#pace")
+    page.evaluate("window.places.length = 0")
+    page.select_option("#speed", "2")
+    page.click("#play")
+    viewer.wait("replaying").wait()
+    assert len(page.evaluate("window.places")) == newest + 1
+    page.select_option("#speed", "0.25")
+    page.click("#play")
+    viewer.wait("replaying")
+    page.click("#play")
+    viewer.wait()
+    assert page.get_attribute("#play", "aria-label") == "Replay"
+    assert int(page.input_value("#replay")) < newest
+
+
+@pytest.mark.parametrize("keys", ["Enter", "Control+Enter"])
+def test_keys_run(viewer: Viewer, keys: str) -> None:
+    page = viewer.page
+    page.fill("#prompt", "What can you")
+    page.press("#prompt", "End")
+    page.press("#prompt", "Shift+Enter")
+    page.type("#prompt", "do?")
+    assert viewer.asked == []
+    page.press("#prompt", keys)
+    viewer.wait()
+    [asked] = viewer.asked
+    assert asked["messages"][0]["content"] == "What can you\ndo?"
+
+
+def test_a_chat_has_several_turns(viewer: Viewer) -> None:
+    page = viewer.page
+    viewer.mode("chat").run(QUESTION)
+    first = viewer.text()
+    assert page.input_value("#prompt") == ""
+    viewer.run(SECOND)
+    plain = answer_of(viewer.server, QUESTION, first, SECOND)
+    assert viewer.text() == plain["choices"][0]["message"]["content"]
+    assert len(viewer.asked[1]["messages"]) == 3
+    assert page.locator("#turns .turn").count() == 2
+    assert page.locator("#turns .turn:first-child .token").count() > 20
+    page.locator(".again").first.click()
+    viewer.wait()
+    assert page.locator(".turn.current").first.inner_text().startswith(QUESTION[:20])
+    page.click("#new-chat")
+    assert page.locator("#turns .turn").count() == 0
+
+
+def test_examples_run_when_clicked(viewer: Viewer) -> None:
+    page = viewer.page
+    examples = page.locator("#examples button")
+    assert examples.count() >= 3
+    examples.nth(1).click()
+    viewer.wait()
+    [asked] = viewer.asked
+    assert asked["messages"][0]["content"] == page.input_value("#prompt") != ""
+    assert viewer.text() != ""
+
+
+def test_policies_are_a_menu(viewer: Viewer) -> None:
+    """Those of the server's strategy; the server takes each of them."""
+    page = viewer.page
+    names = page.locator("#policy option").all_inner_texts()
+    assert sorted(name.removesuffix(" (default)") for name in names) == sorted(
+        D2F.policies
     )
-    first = spans(page)
-    assert sum(masked for _, masked in first) >= 3, "the gaps are open"
-    given = "".join(part for part, masked in first if not masked)
-    assert given == GAPS.replace("[MASK:2]", "").replace("[MASK:1,2,3]", "")
-    if folder := os.environ.get("SCREENSHOTS"):
-        page.screenshot(path=f"{folder}/infill.png")
-    assert problems == []
+    assert "(default)" in names[0]
+    for policy in set(D2F.policies) - {"threshold"}:
+        page.select_option("#policy", policy)
+        viewer.run(QUESTION)
+        assert viewer.asked[-1]["vllm_xargs"] == {"dllm_policy": policy}
+        assert viewer.problem() == "" and viewer.text() != ""
+        assert page.inner_text("#policy-hint") != ""
 
 
-def test_a_wrong_key_shows_the_sentence(server: Server, browser: Any) -> None:
-    page = browser.new_page()
-    page.goto(f"{server.url}/viewer")
-    page.fill("#key", "wrong")
+def test_gaps_under_a_strategy_that_cannot_fill_them(viewer: Viewer) -> None:
+    """The page says so before anything is sent, and how to start the server."""
+    page = viewer.page
+    command = "diffuplug serve --strategy dual_cache"
+    viewer.mode("gaps")
+    assert command in page.inner_text("#gaps-notice")
+    page.fill("#prompt", "Omar has 7 + 48 = [MASK:2] pencils.")
     page.click("#run")
-    page.wait_for_selector("#left[data-state=done]", timeout=60_000)
-    assert page.inner_text("#left .error") == "Unauthorized"
+    viewer.wait("failed")
+    assert command in viewer.problem() and viewer.asked == []
+
+
+def test_the_page_names_what_it_shows(viewer: Viewer) -> None:
+    """Product, model and strategy; everything fits, is named and can be read."""
+    page = viewer.page
+    assert page.inner_text(".name") == "DiffuPlug"
+    assert page.get_attribute(".name", "href") == "./"
+    assert page.inner_text("#served-model") == "tiny"
+    assert page.inner_text("#served-strategy") == "d2f"
+    for mode in ("ask", "chat", "gaps"):
+        viewer.mode(mode)
+        for details in page.locator("details").all():
+            details.evaluate("one => { one.open = true; }")
+        viewer.check_look()
+    page.keyboard.press("Tab")
+    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != (
+        "none"
+    )
+
+
+def test_the_picture_of_the_documents(
+    chromium: Any, bundled_server: Server, tmp_path: Path
+) -> None:
+    """`PICTURE=docs/viewer.png` keeps it: half way through an answer, below 300 kB."""
+    for viewer in viewers(
+        "wide-light", chromium, bundled_server, device_scale_factor=2
+    ):
+        viewer.open().page.fill("#threshold", "1")
+        viewer.run(QUESTION)
+        viewer.show(0.55)
+        viewer.page.mouse.move(0, 0)
+        viewer.page.wait_for_timeout(1000)  # chips appear
+        taken = viewer.page.screenshot(
+            clip={"x": 0, "y": 0, "width": 1400, "height": 850}
+        )
+    picture = Image.open(io.BytesIO(taken)).convert("RGB").quantize(256)
+    file = Path(os.environ.get("PICTURE", tmp_path / "viewer.png"))
+    picture.save(file, optimize=True)
+    assert file.stat().st_size < PICTURE_BYTES

@@ -85,8 +85,10 @@ def test_wheel_holds_the_package_and_the_bundled_model(tmp_path: Path) -> None:
     modules = {path.relative_to(ROOT).as_posix() for path in files}
     model = {f"dllm_plugin/default_model/{name}" for name in MODEL_FILES}
     metadata_of = f"{PROJECT['name']}-{PROJECT['version']}.dist-info"
-    page = {"dllm_plugin/api/viewer.html", "diffuplug_bench/shapes.json"}
-    expected = modules | page | model | {f"{metadata_of}/{name}" for name in METADATA}
+    viewer = (ROOT / "dllm_plugin" / "api" / "page").iterdir()
+    data = {path.relative_to(ROOT).as_posix() for path in viewer}
+    data.add("diffuplug_bench/shapes.json")
+    expected = modules | data | model | {f"{metadata_of}/{name}" for name in METADATA}
     found = set(zipfile.ZipFile(build_wheel(tmp_path)).namelist())
     assert (found - expected, expected - found) == (set(), set())
 

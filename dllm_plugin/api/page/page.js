@@ -317,13 +317,12 @@ function listen() {
   }
   field("stop").addEventListener("click", () => running?.abort());
   field("new-chat").addEventListener("click", newChat);
-  for (const id of ["prompt", "question"]) {
-    field(id).addEventListener("keydown", (event) => {
-      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-      event.preventDefault();
-      run();
-    });
-  }
+  document.querySelector("main").addEventListener("keydown", (event) => {
+    const typed = event.target.matches(".asks textarea, .asks input:not([type=checkbox])");
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing || !typed) return;
+    event.preventDefault();
+    run();
+  });
   for (const one of document.querySelectorAll("input[name=mode]")) {
     one.addEventListener("change", () => setMode(one.value));
   }
