@@ -62,9 +62,11 @@ def facts_of(raw_request: Request, ours: Endpoints) -> dict[str, Any]:
     policies  those of the strategy, and the numbers that each reads
     fills     whether the server fills gaps
     filling   strategies of the model that do
-    stops     the texts of tokens that end an answer
+    stops     the names of tokens that end an answer
+    hidden    the names of special tokens, which no text has
     """
     config, encode = ours.config, encoder(raw_request)
+    tokenizer = encode.tokenizer
     filling = []
     for strategy, method in methods_of(config.family).items():
         if method.full_attention:
@@ -72,7 +74,11 @@ def facts_of(raw_request: Request, ours: Endpoints) -> dict[str, Any]:
     policies = {}
     for policy in config.method.policies:
         policies[policy] = sorted(config.method.options_read(policy))
-    stops = [encode.tokenizer.decode([token]) for token in ours.ends(encode)]
+    stops = [tokenizer.decode([token]) for token in ours.ends(encode)]
+    hidden = list(stops)
+    for token in tokenizer.added_tokens_decoder.values():
+        if token.special:
+            hidden.append(token.content)
     app = raw_request.app
     return {
         "version": __version__,
@@ -84,6 +90,7 @@ def facts_of(raw_request: Request, ours: Endpoints) -> dict[str, Any]:
         "fills": config.method.full_attention,
         "filling": filling[::-1],  # the default strategy of the family first
         "stops": stops,
+        "hidden": hidden,
         "docs": app.docs_url is not None,
     }
 

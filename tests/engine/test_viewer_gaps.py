@@ -31,10 +31,7 @@ def test_filled_gaps_are_marked(viewer: Viewer) -> None:
     page = viewer.page
     page.fill("#max-tokens", "9999")  # of no effect here
     viewer.mode("gaps")
-    page.fill("#question", "What is it?")
     viewer.run(GAPS)
-    [asked] = viewer.asked
-    assert asked["messages"] == [{"role": "user", "content": "What is it?"}]
     shown = viewer.positions()
     assert "".join(text for text, _ in shown) == viewer.text() != ""
     assert {kind for _, kind in shown} <= {"given", "token", "stop"}
@@ -51,6 +48,12 @@ def test_filled_gaps_are_marked(viewer: Viewer) -> None:
     viewer.show(0)
     kinds = [kind for _, kind in viewer.positions()]
     assert kinds.count("mask") >= 3 and "token" not in kinds
+    page.fill("#question", "What is it?")
+    page.press("#question", "Enter")
+    viewer.wait()
+    asked = viewer.asked[-1]["messages"]
+    assert asked == [{"role": "user", "content": "What is it?"}]
+    assert viewer.text().startswith("abc ") and viewer.text().endswith(" ghi")
     viewer.check()
 
 

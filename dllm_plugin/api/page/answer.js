@@ -3,12 +3,12 @@
 
 /** One answer: its element, the canvas after each frame, and which of them is shown. */
 class Turn {
-  constructor(asked, stops) {
+  constructor(asked, hidden) {
     const template = document.getElementById("turn");
     this.element = template.content.firstElementChild.cloneNode(true);
     this.part("asked").firstElementChild.textContent = asked;
     this.asked = asked;
-    this.stops = stops;
+    this.hidden = new Set(hidden);
     this.canvases = [EMPTY];
     this.place = 0;
     this.text = "";
@@ -48,7 +48,7 @@ class Turn {
     const last = this.canvases[this.newest].forward;
     for (let position = 0; position < canvas.length; position += 1) {
       const token = canvas.tokens.get(position);
-      paintToken(holder.children[position], token, last, tone, this.stops);
+      paintToken(holder.children[position], token, last, tone, this.hidden);
     }
   }
 
@@ -64,8 +64,8 @@ class Turn {
   }
 }
 
-/** Paint one position: a mask, a token, or nothing for a token that ends the text. */
-function paintToken(span, token, last, tone, stops) {
+/** Paint one position: a mask, a token, or nothing for a special token. */
+function paintToken(span, token, last, tone, hidden) {
   if (token === undefined) {
     span.className = "mask";
     span.replaceChildren();
@@ -76,14 +76,14 @@ function paintToken(span, token, last, tone, stops) {
     span.replaceChildren(...partsOf(token.text));
   }
   const share = shareOf(token, last, tone);
-  span.className = kindOf(token, share, stops);
+  span.className = kindOf(token, share, hidden);
   span.style.setProperty("--share", String(share ?? 0));
   span.dataset.detail = detailOf(token);
   span.dataset.forward = String(token.forward);
 }
 
-function kindOf(token, share, stops) {
-  if (token.text === "" || stops.includes(token.text)) return "stop";
+function kindOf(token, share, hidden) {
+  if (token.text === "" || hidden.has(token.text)) return "stop";
   if (token.forward === 0) return "given";
   return share === null ? "token filled unknown" : "token filled";
 }

@@ -55,7 +55,7 @@ function select(turn) {
 
 /** Add a turn to the stage; only a chat keeps those before. */
 function addTurn(asked) {
-  const turn = new Turn(asked, facts.stops);
+  const turn = new Turn(asked, facts.hidden);
   const holder = field("turns");
   if (mode !== "chat") turns.length = 0;
   if (turns.length === 0) holder.replaceChildren();
