@@ -34,8 +34,13 @@ TOGETHER: dict[str, tuple[str, ...]] = {
         "engine/test_infill_api.py",
         "engine/test_likelihood_api.py",
         "engine/test_api.py",
+        "engine/test_viewer_gaps.py",
     ),
-    "bundled server": ("engine/test_structured_server.py", "engine/test_clients.py"),
+    "bundled server": (
+        "engine/test_structured_server.py",
+        "engine/test_clients.py",
+        "engine/test_viewer.py",
+    ),
 }
 # From about 10 s on, by what they spend on processors; the others follow.
 LONGEST = (

@@ -93,18 +93,13 @@ def test_a_short_run_is_shown_slowly(viewer: Viewer) -> None:
         " window.places.push([place, this.state]); show.call(this, place, tone); }; }"
     )
     page.locator("#player").evaluate("player => { player.hidden = false; }")
-    page.select_option("#speed", "1")
+    page.select_option("#speed", "2")
     viewer.run(QUESTION)
     places = page.evaluate("window.places")
     newest = int(page.get_attribute("#replay", "max"))
     assert [place for place, _ in places] == list(range(newest + 1))
     assert sum(state == "done" for _, state in places) > newest / 2
-    assert "shown in about 5 s" in page.inner_text("#pace")
-    page.evaluate("window.places.length = 0")
-    page.select_option("#speed", "2")
-    page.click("#play")
-    viewer.wait("replaying").wait()
-    assert len(page.evaluate("window.places")) == newest + 1
+    assert "shown in about 2.5 s" in page.inner_text("#pace")
     page.select_option("#speed", "0.25")
     page.click("#play")
     viewer.wait("replaying")
