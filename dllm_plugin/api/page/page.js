@@ -37,12 +37,12 @@ function showScale(last) {
   field("scale-high").textContent = certain ? "1" : String(last);
 }
 
-/** Describe how much slower a run is shown than it was; nothing while it runs. */
+/** Describe how long a run took, and how much slower it is shown; nothing while it runs. */
 function paceOf(turn) {
   const took = turn.numbers.time;
   if (turn.state !== "done" || took === undefined || turn.newest < 2) return "";
-  if (player.speed === 0) return `Took ${took}.`;
   const shown = (delayOf(turn.newest, player.speed) * turn.newest) / 1000;
+  if (shown <= Number.parseFloat(took)) return `Took ${took}.`;
   return `Took ${took}, shown in about ${shown.toFixed(shown < 3 ? 1 : 0)} s.`;
 }
 
