@@ -14,6 +14,7 @@ from dllm_plugin.models.fast_dllm import FastDLLMQwenForCausalLM
 from dllm_plugin.models.llada import LLaDAModelLM
 from dllm_plugin.models.llada2 import LLaDA2MoeModelLM
 from dllm_plugin.models.sdar import SDARForCausalLM, SDARMoeForCausalLM
+from dllm_plugin.models.stable_diffcoder import StableDiffCoder
 
 PAGE = ROOT / "docs" / "models" / "README.md"
 INT4_BYTES = 4.25 / 8  # with a scale of 16 bits and a zero point for 128 weights
@@ -77,6 +78,15 @@ FLASH = configs.LLaDA2Config(
     moe_intermediate_size=1024,
     vocab_size=157184,
 )
+DIFFCODER = configs.StableDiffCoderConfig(
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    vocab_size=155136,
+    tie_word_embeddings=False,
+)
 V2 = configs.FastDLLMConfig
 # Checkpoint, config, class, and the context of the request that has to fit.
 CHECKPOINTS = {
@@ -96,6 +106,7 @@ CHECKPOINTS = {
     "SDAR-30B-A3B": (SDAR_MOE, SDARMoeForCausalLM, 8192),
     "LLaDA2-mini": (configs.LLaDA2Config(), LLaDA2MoeModelLM, 8192),
     "LLaDA2-flash": (FLASH, LLaDA2MoeModelLM, 8192),
+    "Stable-DiffCoder-8B": (DIFFCODER, StableDiffCoder, 8192),
     "Fast_dLLM_v2_1.5B": (
         qwen2(V2, 1536, 8960, 12, 2, vocab_size=151936, tie_word_embeddings=True),
         FastDLLMQwenForCausalLM,
