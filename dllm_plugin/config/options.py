@@ -246,6 +246,11 @@ class Options(Numbers):
         "D2F adapter (PEFT folder) that is merged into the weights.",
         words="none",
     )
+    allow_unverified: bool = option(
+        False,
+        Flag(),
+        "Serve DreamReasoner or Open-dCoder, whose authors' code was never compared with ours.",
+    )
     commit_alone_from: int | None = option(
         None,
         WholeNumber(0, open=True),

@@ -41,6 +41,11 @@ def resolve(
     ValueError if the canvas does not fit the context or a policy does not fit the strategy.
     """
     family = FAMILIES[architecture]
+    if family.unverified and not options.allow_unverified:
+        raise ValueError(
+            f"{family.title} is not verified: no decode of its authors' code was compared with "
+            "DiffuPlug's, so its text may be wrong. Set allow_unverified to serve it all the same."
+        )
     method, policy, reason = _choose_method(options, family, edits)
     whole = options.block_length is None and method.whole_canvas
     block = options.block_length or block_length or DEFAULT_BLOCK

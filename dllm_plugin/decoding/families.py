@@ -3,7 +3,7 @@
 Name the strategies and policies: for whatever must not import torch, such as the command line.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -30,6 +30,7 @@ class Family:
     names: str = ""  # pattern of checkpoints that have the default block length
     # What its chat template is given unless a request sets it.
     template_defaults: tuple[tuple[str, bool], ...] = ()
+    unverified: bool = False  # no decode of its authors' code was compared with ours
     title: str = ""  # as its authors write it
     suffix_ends: bool = False  # trained with an EOS after the text that follows a gap
 
@@ -90,6 +91,15 @@ FAST_DLLM = Family(
     sub_block_length=8,
     title="Fast-dLLM v2",
 )
+DREAM_REASONER = Family(
+    *("dream_reasoner", False, ("<|mask|>",), ("<|im_end|>",), "absolute", 32),
+    block_key="block_size",
+    names=r"(?i)dreamreasoner",
+    unverified=True,
+    title="DreamReasoner",
+)
+# Its config.json is that of an autoregressive Qwen2: users name the architecture.
+OPEN_DCODER = replace(DREAM, mask_tokens=("<M>",), unverified=True, title="Open-dCoder")
 # Its files do not tell whether it was trained by blocks.
 A2D = Family(
     *("a2d", False, ("<|mask|>",), ("<|im_end|>", "<|eot_id|>")),
@@ -114,6 +124,8 @@ FAMILIES: dict[str, Family] = {
     "SDARMoeForCausalLM": SDAR,
     "LLaDA2MoeModelLM": LLADA2,
     "Fast_dLLM_QwenForCausalLM": FAST_DLLM,
+    "DreamForCausalLM": DREAM_REASONER,
+    "OpenDCoderForDiffusionLM": OPEN_DCODER,
     "A2DQwen3LMHeadModel": A2D,
     "A2DQwen2LMHeadModel": A2D,
     "A2DLlamaLMHeadModel": A2D,

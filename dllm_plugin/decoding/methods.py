@@ -293,6 +293,7 @@ METHODS: dict[tuple[str, str], Method] = {
     ),
     (BLOCK_DIFFUSION, "sdar"): grid_blocks,
     (BLOCK_DIFFUSION, "llada2"): edited_blocks,
+    (BLOCK_DIFFUSION, "dream_reasoner"): grid_blocks,
     (BLOCK_DIFFUSION, "stable_diffcoder"): left_blocks,
     (BLOCK_DIFFUSION, "a2d"): rounded_blocks,
     (BLOCK_DIFFUSION, "fast_dllm_v2"): sub_blocks,

@@ -242,6 +242,11 @@ def _log_decoding(config: DecodeConfig, found_in: str, model: str) -> None:
         logger.info(CONTRACT, config.adaptive, config.min_window, config.max_window)
         if not is_published(model, config.lora_path, config.min_window):
             logger.warning(UNMEASURED, model, config.min_window)
+    if config.family.unverified:
+        logger.warning(
+            "%s was never compared with its authors' code: its text may be wrong.",
+            config.family.title,
+        )
     if config.lora_path is None and config.method.untrained:
         logger.warning(config.method.untrained)
 

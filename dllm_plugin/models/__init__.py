@@ -9,6 +9,8 @@ ARCHITECTURES: dict[str, str] = {
     "SDARForCausalLM": "dllm_plugin.models.sdar:SDARForCausalLM",
     "SDARMoeForCausalLM": "dllm_plugin.models.sdar:SDARMoeForCausalLM",
     "LLaDA2MoeModelLM": "dllm_plugin.models.llada2:LLaDA2MoeModelLM",
+    "DreamForCausalLM": "dllm_plugin.models.dream:DreamReasoner",
+    "OpenDCoderForDiffusionLM": "dllm_plugin.models.dream:DreamModel",
     "A2DQwen3LMHeadModel": "dllm_plugin.models.a2d:A2DQwen3",
     "A2DQwen2LMHeadModel": "dllm_plugin.models.a2d:A2DQwen2",
     "A2DLlamaLMHeadModel": "dllm_plugin.models.a2d:A2DLlama",

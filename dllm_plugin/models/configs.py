@@ -152,6 +152,34 @@ class DreamConfig(DiffusionConfig, Qwen2Config):
     fixed = QWEN_FIXED
     default_theta = 1000000.0
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Read config.json; its architecture tells DreamReasoner from Dream."""
+        if "DreamForCausalLM" in (config_dict.get("architectures") or ()):
+            # Null means what an absent key means.
+            read = {k: v for k, v in config_dict.items() if v is not None}
+            return DreamReasonerConfig.from_dict(read, **kwargs)
+        return super().from_dict(config_dict, **kwargs)
+
+
+class DreamReasonerConfig(DiffusionConfig, Qwen3Config):
+    """Read DreamReasoner: Dream's model type, Qwen3's keys and the length of a block."""
+
+    model_type = "Dream"
+    label = "DreamReasoner"
+    fixed = SDAR_FIXED
+    default_theta = 1000000.0
+
+    block_size: int | None = None
+
+
+class OpenDCoderConfig(DiffusionConfig, Qwen2Config):
+    """Read Open-dCoder: Qwen2's model type and keys."""
+
+    model_type = "qwen2"
+    label = "Open-dCoder"
+    fixed = QWEN_FIXED
+
 
 class FastDLLMConfig(DiffusionConfig, Qwen2Config):
     """Read Fast-dLLM v2: Qwen2's keys and the length of a block."""
@@ -336,6 +364,7 @@ UNSERVED_CONFIGS = (NemotronConfig, WeDLMConfig)
 # Architectures whose model type belongs to transformers itself, which reads their config.json.
 ADOPTED: dict[str, type[DiffusionConfig]] = {
     "StableDiffcoderForCausalLM": StableDiffCoderConfig,
+    "OpenDCoderForDiffusionLM": OpenDCoderConfig,
 }
 
 

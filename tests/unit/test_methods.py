@@ -132,7 +132,7 @@ def test_config_classes_share_what_is_a_number() -> None:
     assert of_engine & of_request == {"steps"}
     assert (len(numbers), len(OPTIONS), len(of_request), len(of_engine)) == (
         17,
-        34,
+        35,
         31,
         22,
     )
