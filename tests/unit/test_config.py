@@ -22,6 +22,7 @@ from dllm_plugin.decoding.methods import POLICIES, STRATEGIES
 FIELDS = [
     "adaptive",
     "alg_temp",
+    "allow_unverified",
     "block_add_threshold",
     "block_length",
     "canvas_length",
