@@ -20,6 +20,7 @@ from dllm_plugin.commands.problems.generator import (
 from dllm_plugin.reference.model import PlainModel
 from dllm_plugin.reference.rules import Rules
 from dllm_plugin.reference.tokenizer import chat_prompt
+from training.others import REPLY, unseen_prompts
 from training.scores import BLOCKS, D2F, OWN_LOOP, score
 
 SYSTEM = "You are a friendly tutor. Use plain words."  # training has neither sentence
@@ -44,17 +45,20 @@ CHECKS: dict[str, tuple[Rules, int, int, int]] = {
 
 def chats(problems: list[Problem]) -> dict[str, list[str]]:
     """Put each problem into chats: what they are called, and its prompts."""
+    prompts = unseen_prompts()
     made: dict[str, list[str]] = {}
     for i, one in enumerate(problems):
         turns = [
             (other.question, other.answer)
             for other in (problems[i - 1], problems[i - 2])
         ]
+        prompt = (prompts[i % len(prompts)], REPLY)
         for name, system, earlier in (
             ("behind a system prompt", SYSTEM, []),
             ("behind another problem", None, turns[:1]),
             ("behind other talk", None, TALK),
             ("behind a system prompt and two problems", SYSTEM, turns),
+            ("behind a prompt of another kind", None, [prompt]),
         ):
             made.setdefault(name, []).append(chat_prompt(one.question, system, earlier))
     return made

@@ -2,7 +2,8 @@
 
     python -m training.scores OUT REPORT
 
-does so for a run that ended before its scores; `training.train` does it by itself.
+does so for a run that ended before its scores; `training.train` does it by itself. Loops that
+decide one token in each forward are scored on a GPU only: they take sixty times as many forwards.
 """
 
 import argparse
@@ -26,15 +27,18 @@ from dllm_plugin.reference.model import PlainModel
 from dllm_plugin.reference.rules import Rules
 from dllm_plugin.reference.text import Text
 from dllm_plugin.reference.tokenizer import EOS, EOT, chat_prompt, token_id
+from training.others import REPLY, unseen_prompts
 from training.report import read_numbers, write_numbers
 
 D2F = Rules("d2f", block_length=32)
 BLOCKS = Rules("block_diffusion", "low_confidence", block_length=32)
 OWN_LOOP = Rules("semi_autoregressive", "low_confidence", block_length=32)
+DUAL_CACHE = Rules("dual_cache", block_length=32)
 # name: rules, and whether the adapter is merged
 LOOPS: dict[str, tuple[Rules, bool]] = {
     "semi_autoregressive": (OWN_LOOP, False),
     "block_diffusion": (BLOCKS, False),
+    "dual_cache": (DUAL_CACHE, False),
     "d2f": (D2F, True),
     "d2f_block16": (replace(D2F, block_length=16), True),
     "d2f_without_adapter": (D2F, False),
@@ -84,8 +88,11 @@ def add_scores(out: Path, report: Path, device: torch.device) -> None:
     tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
     free = [problem(s) for s in eval_seeds(numbers["eval_problems"])]
     in_json = [ask_in_json(p) for p in free]
-    for suffix, problems in (("", free), ("_json", in_json)):
+    others = [Problem(text, REPLY, 0) for text in unseen_prompts()]
+    for suffix, problems in (("", free), ("_json", in_json), ("_others", others)):
         for name, (rules, adapted) in LOOPS.items():
+            if rules.policy == "low_confidence" and device.type == "cpu":
+                continue
             # bfloat16 throughout, as in an engine
             in_bf16 = name in ("block_diffusion", "d2f")
             for dtype in [torch.float32, torch.bfloat16][: 1 + in_bf16]:
@@ -98,6 +105,8 @@ def add_scores(out: Path, report: Path, device: torch.device) -> None:
                 )
                 length = numbers["max_new_tokens"]
                 scores[label] = score(model, rules, problems, tokenizer, length)
+                if suffix == "_others":  # right is the reply, as a whole
+                    scores[label]["accuracy"] = scores[label]["exact_text"]
                 print(label, json.dumps(scores[label]), flush=True)
                 write_numbers(report, numbers)
 

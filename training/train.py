@@ -216,11 +216,15 @@ def trainable(tensors: Weights, device: torch.device) -> dict[str, Tensor]:
 def prepare(
     args: argparse.Namespace, device: torch.device
 ) -> tuple[Tokenizer, Dataset]:
-    """Write the tokenizer to `args.out`; return it and the problems that are not held out."""
+    """Write the tokenizer to `args.out`; return it and the rows that are not held out."""
     held_out = {problem(s).question for s in eval_seeds(args.eval_problems)}
     processes = min(16, len(os.sched_getaffinity(0)))
     sample = [problem(s) for s in train_seeds(min(20_000, args.problems))]
-    tokenizer = build_tokenizer(text for p in sample for text in (p.question, p.answer))
+    if args.base is None:
+        texts = (text for p in sample for text in (p.question, p.answer))
+        tokenizer = build_tokenizer(texts)
+    else:
+        tokenizer = Tokenizer.from_file(str(args.base / "tokenizer.json"))
     save_tokenizer(tokenizer, args.out)
     fresh = unseen(make_problems(train_seeds(args.problems), processes), held_out)
     rows = with_chats(with_others(forms(fresh), args.others, set(unseen_prompts())))

@@ -1,0 +1,66 @@
+"""Requests of README and of the page of the HTTP API, on the server that README starts."""
+
+import json
+import math
+import re
+import shlex
+from typing import Any
+
+import pytest
+from documented import ROOT
+from processes import Server
+
+pytestmark = [pytest.mark.usefixtures("template"), pytest.mark.slow]
+
+PAGES = ("README.md", "docs/http-api.md")
+REQUEST = re.compile(
+    r"^```bash\n(curl .*?)^```$(?:(?:(?!^#|^```).)*^```json\n(.*?)^```$)?",
+    re.DOTALL | re.MULTILINE,
+)
+REQUESTS = [
+    (page, *found)
+    for page in PAGES
+    for found in REQUEST.findall((ROOT / page).read_text(encoding="utf-8"))
+]
+
+
+def is_shown(found: Any, shown: Any) -> bool:
+    """Return whether a value is as shown: objects may have more, numbers are rounded."""
+    if isinstance(shown, dict) and isinstance(found, dict):
+        return all(key in found and is_shown(found[key], shown[key]) for key in shown)
+    if isinstance(shown, list) and isinstance(found, list):
+        same = len(found) == len(shown)
+        return same and all(map(is_shown, found, shown))
+    if isinstance(shown, float) and isinstance(found, (int, float)):
+        return math.isclose(found, shown, rel_tol=0.1, abs_tol=0.1)
+    return bool(found == shown)
+
+
+def objects(value: Any) -> list[dict[str, Any]]:
+    """Return all objects of a reply."""
+    found = [value] if isinstance(value, dict) else []
+    for part in value.values() if found else value:
+        if isinstance(part, (dict, list)):
+            found += objects(part)
+    return found
+
+
+@pytest.mark.parametrize(("page", "command", "shown"), REQUESTS)
+def test_a_printed_request(
+    page: str, command: str, shown: str, bundled_server: Server
+) -> None:
+    words = shlex.split(command)
+    body = json.loads(words[words.index("-d") + 1])
+    path = words[1].removeprefix("http://localhost:8000/v1/")
+    reply = bundled_server.post(path, body)
+    assert reply.status_code == 200, reply.text
+    if shown:
+        wanted = json.loads(shown)
+        assert any(is_shown(one, wanted) for one in objects(reply.json())), reply.text
+    if page == "README.md":
+        [choice] = reply.json()["choices"]
+        assert choice["message"]["content"].endswith("\n#### 50")
+
+
+def test_there_are_requests() -> None:
+    assert len(REQUESTS) >= 4 and sum(bool(shown) for *_, shown in REQUESTS) >= 3
