@@ -31,6 +31,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "top_p": {"temperature": 0.8, "seed": 1, "top_p": 0.9},
     "top_k": {"temperature": 0.8, "seed": 1, "top_k": 20},
     "min_p": {"temperature": 0.8, "seed": 1, "min_p": 0.1},
+    "penalties": {"repetition_penalty": 1.1, "frequency_penalty": 0.5},
     "logprobs 20": {"logprobs": 20},
     "bad_words": {
         "bad_words": [f"{a}{b}{c}" for a in "abcd" for b in "efgh" for c in "ijkl"]

@@ -37,6 +37,11 @@ KINDS = {
         {"dllm_policy": "entropy"},
         {"dllm_policy": "entropy", "logit_bias": {70: 3.0}} | WARM,
     ],
+    "penalised": [
+        SLOW | {"repetition_penalty": 1.2},
+        SLOW | {"presence_penalty": 0.5, "frequency_penalty": 0.5},
+        SLOW | {"frequency_penalty": 0.5} | WARM,
+    ],
     "kept": [
         SLOW | {"logprobs": 2},
         SLOW | WORDS,
@@ -59,7 +64,7 @@ HELD = [
     {"dllm_policy": "entropy"},
     SLOW | {"logit_bias": {70: 3.0}} | WARM,
 ]
-HELD += [SLOW | {"logprobs": 1}]
+HELD += [SLOW | {"logprobs": 1}, SLOW | {"repetition_penalty": 1.2}]
 GRAMMARS = {"held": "automaton", "checked": "drafts"}
 TOKENS, STEPS = 120, 20
 WAITS = ("called a synchronizing CUDA operation", "Implicit GPU<->CPU sync")

@@ -312,7 +312,7 @@ class Automata(StepFeature):
         if rows.bias is not None:
             bias_MV, row_N = rows.bias
             copies_TV += bias_MV[row_N[rows.slot_T]]
-        self.penalties.penalise(copies_TV, rows.slot_T)
+        self.penalties.penalise(copies_TV, rows.slot_T, step.slots_np)
         index_T = torch.arange(len(copies_TV), device=copies_TV.device)
         return rows._replace(logits_XV=copies_TV, source_T=index_T, bias=None)
 

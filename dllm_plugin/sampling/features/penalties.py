@@ -158,17 +158,21 @@ class Penalties(StepFeature):
 
     def apply(self, logits_TV: Tensor, chunk: RowChunk, slots_np: np.ndarray) -> None:
         """Penalise float32 copies of rows."""
-        self.penalise(logits_TV, chunk.slot_T)
+        self.penalise(logits_TV, chunk.slot_T, slots_np)
 
-    def penalise(self, logits_TV: Tensor, slot_T: Tensor) -> None:
+    def penalise(self, logits_TV: Tensor, slot_T: Tensor, slots_np: np.ndarray) -> None:
         """Penalise, in place, rows of the requests in these slots."""
         assert self.prompt_NV is not None and self.count_NV is not None
         if not len(logits_TV):
             return
-        penalty_3T = self.numbers.gpu[:, slot_T]
+        asked = self.numbers.np[:, slots_np]
+        presence_T, frequency_T, repetition_T = self.numbers.gpu[:, slot_T]
         count_TV = self.count_NV[slot_T]
         has_TV = count_TV > 0
-        prompt_TV = self.prompt_NV[slot_T]
-        apply_repetition_penalties(logits_TV, prompt_TV, has_TV, penalty_3T[REPETITION])
-        logits_TV -= penalty_3T[FREQUENCY, :, None] * count_TV
-        logits_TV -= penalty_3T[PRESENCE, :, None] * has_TV
+        if (asked[REPETITION] != NEUTRAL[REPETITION]).any():
+            prompt_TV = self.prompt_NV[slot_T]
+            apply_repetition_penalties(logits_TV, prompt_TV, has_TV, repetition_T)
+        if asked[FREQUENCY].any():
+            logits_TV -= frequency_T[:, None] * count_TV
+        if asked[PRESENCE].any():
+            logits_TV -= presence_T[:, None] * has_TV
