@@ -77,16 +77,18 @@ def jobs(
     return texts, wishes
 
 
-def test_d2f(room: EngineRoom) -> None:
-    """Several open blocks, and requests that are preempted."""
-    llm, numbers = room.start("llada"), NUMBERS["d2f"]
+@pytest.mark.parametrize("overlapped", [True, False], ids=["async", "sync"])
+def test_d2f(overlapped: bool, room: EngineRoom) -> None:
+    """Several open blocks, requests that are preempted, and requests alone."""
+    llm = room.start("llada", async_scheduling=overlapped)
+    numbers = NUMBERS["d2f"]
     rules = {"strategy": "d2f", "canvas_length": D2F_CANVAS, "max_active_blocks": 8}
     texts, wishes = jobs(plain_model("llada"), rules, numbers)
     check(llm, texts, wishes, 7)
     before = num_preemptions(llm)
     pairs = [(text.prompt, asked) for text, asked in zip(texts, wishes, strict=True)]
     outputs = run_interrupted(llm, pairs, every=3)
-    assert num_preemptions(llm) > before
+    assert overlapped or num_preemptions(llm) > before
     for text, output in zip(texts, outputs, strict=True):
         assert token_ids(output) == text.answer() or text.margin < TOO_CLOSE
     # Alone, each has the text that it has among others.
@@ -126,7 +128,8 @@ def test_structured_output(room: EngineRoom, decoding: str) -> None:
 def test_full_attention(room: EngineRoom, strategy: str) -> None:
     """Canvas after canvas, with guidance, and with a template, whose tokens are prompt."""
     dllm = {"strategy": strategy, "canvas_length": CANVAS}
-    llm = room.start("llada", dllm, max_model_len=CONTEXT)
+    overlapped = strategy == "dual_cache"  # forwards that turn out to be too many
+    llm = room.start("llada", dllm, overlapped, max_model_len=CONTEXT)
     model, numbers = plain_model("llada"), NUMBERS[strategy]
     rules = {"strategy": strategy, "canvas_length": CANVAS}
     texts, wishes = jobs(model, rules, numbers)
@@ -155,4 +158,19 @@ def test_grids(room: EngineRoom, name: str) -> None:
     if name == "fast-dllm-v2":
         rules |= {"strategy": "sub_blocks", "block_length": 32}
     texts, wishes = jobs(model, rules, numbers)
+    check(llm, texts, wishes, 6)
+
+
+def test_floating_canvases(room: EngineRoom) -> None:
+    """By schedules of widths, with shifted logits, whose first row is kept."""
+    numbers: dict[str, Any] = {"block_length": 8, "threshold": 0.6}
+    dllm = {"strategy": "d2f", "adaptive": "throughput", "canvas_length": 40} | numbers
+    llm = room.start("dream", dllm, async_scheduling=True)
+    rules = {"strategy": "widths", "canvas_length": 40, "widths": (12, 3)} | numbers
+    texts, _ = jobs(plain_model("dream"), rules, {})
+    # No test compares samples of floating canvases with the plain loop.
+    texts, wishes = [text for text in texts if not text.rules.temperature], []
+    for text in texts:
+        asked = {name: getattr(text.rules, name) for name in OF_VLLM}
+        wishes.append(params(text.max_tokens, dllm_schedule=[12, 3], **asked))
     check(llm, texts, wishes, 6)
