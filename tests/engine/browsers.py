@@ -1,5 +1,6 @@
 """The viewer in a real Chromium: a page in one of four looks, and what tests read of it."""
 
+import contextlib
 import re
 import shutil
 from collections.abc import Iterator
@@ -7,13 +8,6 @@ from typing import Any
 
 import pytest
 from processes import Server
-
-sync_api = pytest.importorskip(
-    "playwright.sync_api", reason="playwright is not installed"
-)
-CHROMIUM = shutil.which("chromium")
-if CHROMIUM is None:
-    pytest.skip("no browser named chromium is installed", allow_module_level=True)
 
 # Wide and narrow windows, and the system's preference of colours.
 LOOKS = {
@@ -65,13 +59,25 @@ UNNAMED = """() => [...document.querySelectorAll("input, select, textarea, butto
   .map((one) => one.outerHTML)"""
 
 
+@contextlib.contextmanager
+def browsing() -> Iterator[Any]:
+    """Chromium; without it, or what drives it, the test is skipped."""
+    reason = "playwright is not installed"
+    sync_api = pytest.importorskip("playwright.sync_api", reason=reason)
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("no browser named chromium is installed")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=OFFLINE)
+        yield browser
+        browser.close()
+
+
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
     """One browser for all tests of a file."""
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=OFFLINE)
+    with browsing() as browser:
         yield browser
-        browser.close()
 
 
 class Viewer:

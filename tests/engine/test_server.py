@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from browsers import LOOKS, browsing, viewers
 from engines import LETTERS, a_prompt, letters
 from jobs import MIXED, Job
 from processes import Server, serving
@@ -265,3 +266,18 @@ def test_clients_that_go_away(server: Server) -> None:
         ask(server, MIXED[0])["choices"][0]["token_ids"]
         == MIXED[0].expected("llada")[0]
     )
+
+
+def test_the_viewer_says_how_to_fill_gaps(server: Server) -> None:
+    """Before anything is sent, and as an error: D2F cannot fill them."""
+    command = "diffuplug serve --strategy dual_cache"
+    with browsing() as chromium:
+        for look in LOOKS:
+            for viewer in viewers(look, chromium, server):
+                page = viewer.open().mode("gaps").page
+                assert command in page.inner_text("#gaps-notice")
+                page.fill("#prompt", "Omar has 7 + 48 = [MASK:2] pencils.")
+                page.click("#run")
+                viewer.wait("failed")
+                assert command in viewer.problem() and viewer.asked == []
+                viewer.check()

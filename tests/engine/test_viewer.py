@@ -1,4 +1,4 @@
-"""The viewer in Chromium, light and dark, narrow and wide: the bundled model, under D2F."""
+"""The viewer in Chromium, light and dark, narrow and wide: the bundled model."""
 
 import io
 import os
@@ -12,8 +12,7 @@ from browsers import LOOKS, Viewer, chromium, viewers
 from PIL import Image
 from processes import Server
 
-from dllm_plugin.decoding.families import FAMILIES
-from dllm_plugin.decoding.methods import METHODS
+from dllm_plugin.decoding.methods import METHODS, STRATEGIES
 
 __all__ = ["chromium"]
 pytestmark = pytest.mark.slow
@@ -25,7 +24,6 @@ QUESTION = (
 SECOND = (
     "A book has 96 pages. Mia reads 9 pages a day for 8 days. How many pages are left?"
 )
-D2F = METHODS["d2f", FAMILIES["LLaDAModelLM"].name]
 PICTURE_BYTES = 300_000
 STEP_BY_STEP = {"dllm_threshold": 1}  # one token a forward
 
@@ -158,29 +156,16 @@ def test_examples_run_when_clicked(viewer: Viewer) -> None:
 def test_policies_are_a_menu(viewer: Viewer) -> None:
     """Those of the server's strategy; the server takes each of them."""
     page = viewer.page
+    policies = METHODS[page.inner_text("#served-strategy"), "llada"].policies
     names = page.locator("#policy option").all_inner_texts()
-    assert sorted(name.removesuffix(" (default)") for name in names) == sorted(
-        D2F.policies
-    )
+    assert sorted(name.removesuffix(" (default)") for name in names) == sorted(policies)
     assert "(default)" in names[0]
-    for policy in set(D2F.policies) - {"threshold"}:
+    for policy in set(policies) - {"threshold"}:
         page.select_option("#policy", policy)
         viewer.run(QUESTION)
         assert viewer.asked[-1]["vllm_xargs"] == {"dllm_policy": policy}
         assert viewer.problem() == "" and viewer.text() != ""
         assert page.inner_text("#policy-hint") != ""
-
-
-def test_gaps_under_a_strategy_that_cannot_fill_them(viewer: Viewer) -> None:
-    """The page says so before anything is sent, and how to start the server."""
-    page = viewer.page
-    command = "diffuplug serve --strategy dual_cache"
-    viewer.mode("gaps")
-    assert command in page.inner_text("#gaps-notice")
-    page.fill("#prompt", "Omar has 7 + 48 = [MASK:2] pencils.")
-    page.click("#run")
-    viewer.wait("failed")
-    assert command in viewer.problem() and viewer.asked == []
 
 
 def test_the_page_names_what_it_shows(viewer: Viewer) -> None:
@@ -189,7 +174,7 @@ def test_the_page_names_what_it_shows(viewer: Viewer) -> None:
     assert page.inner_text(".name") == "DiffuPlug"
     assert page.get_attribute(".name", "href") == "./"
     assert page.inner_text("#served-model") == "tiny"
-    assert page.inner_text("#served-strategy") == "d2f"
+    assert page.inner_text("#served-strategy") in STRATEGIES
     for mode in ("ask", "chat", "gaps"):
         viewer.mode(mode)
         for details in page.locator("details").all():
