@@ -84,7 +84,7 @@ def check_same(
         ("fast-dllm-v2", []),
         ("stable-diffcoder", []),
         ("a2d-qwen3", []),
-        ("a2d-qwen3", ["--strategy", "block_diffusion", "--steps", "20"]),
+        ("a2d-qwen3", ["--strategy", "block_diffusion", "--block-length", "8"]),
         ("stable-diffcoder", ["--policy", "low_confidence", "--block-length", "8"]),
         ("fast-dllm-v2-tied", ["--policy", "topk_margin"]),
     ],
