@@ -151,6 +151,22 @@ CHECKPOINTS: dict[str, Checkpoint] = {
         BLOCKS,
         "stable-diffcoder.md",
     ),
+    "a2d:0.6b": Checkpoint(
+        "dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1",
+        "A2DQwen3LMHeadModel",
+        Sizes(0.4404e9, 0.1556e9, 57344),
+        40960,
+        "semi_autoregressive, low_confidence",
+        "a2d.md",
+    ),
+    "a2d:0.5b": Checkpoint(
+        "dllm-hub/Qwen2.5-Coder-0.5B-Instruct-diffusion-mdlm-v0.1",
+        "A2DQwen2LMHeadModel",
+        Sizes(0.3578e9, 0.1361e9, 6144),
+        32768,
+        "semi_autoregressive, low_confidence",
+        "a2d.md",
+    ),
     "fast-dllm:1.5b": Checkpoint(
         "Efficient-Large-Model/Fast_dLLM_v2_1.5B",
         "Fast_dLLM_QwenForCausalLM",

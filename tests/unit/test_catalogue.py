@@ -11,6 +11,7 @@ from safetensors import safe_open
 from transformers import AutoConfig
 
 from dllm_plugin.commands import cli, models
+from dllm_plugin.decoding.families import FAMILIES
 from dllm_plugin.models import ARCHITECTURES, register_configs
 from dllm_plugin.models.catalogue import CHECKPOINTS, hub_name
 from dllm_plugin.models.checkpoints.sizes import FOUR_BITS, layer_bytes, sizes_of
@@ -46,7 +47,12 @@ def test_bytes_of_quantised_layers() -> None:
 
 def test_every_family_has_a_checkpoint() -> None:
     listed = {ARCHITECTURES[found.architecture] for found in CHECKPOINTS.values()}
-    assert listed == set(ARCHITECTURES.values())
+    verified = set()
+    for architecture, model in ARCHITECTURES.items():
+        if not FAMILIES[architecture].unverified:
+            verified.add(model)
+    # Nobody has published an A2D from Llama.
+    assert listed == verified - {ARCHITECTURES["A2DLlamaLMHeadModel"]}
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
