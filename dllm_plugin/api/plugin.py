@@ -10,6 +10,7 @@ from vllm.engine.protocol import EngineClient
 from dllm_plugin.api import begun_characters, infilling, viewer
 from dllm_plugin.api import likelihood as likelihood_route
 from dllm_plugin.api.answers import Endpoints
+from dllm_plugin.api.body_checks import BodyChecks
 from dllm_plugin.api.routes import router
 from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.decoding.families import FAMILIES
@@ -22,7 +23,8 @@ class EndpointPlugin:
     required_tasks: tuple[Any, ...] | None = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Put our routes before vLLM's of the same paths."""
+        """Put our routes before vLLM's of the same paths, and our checks before all."""
+        app.add_middleware(BodyChecks)
         app.include_router(router)
         app.include_router(infilling.router)
         app.include_router(likelihood_route.router)

@@ -2,9 +2,6 @@
 
 from typing import Any, NamedTuple
 
-from fastapi import Request
-from fastapi.exceptions import RequestValidationError
-
 from dllm_plugin.config.request.arguments import EARLY_TEXT, FRAMES, STATISTICS, TRACE
 from dllm_plugin.config.request.checks import check_characters
 from dllm_plugin.config.validation import shown
@@ -34,23 +31,6 @@ class Asked(NamedTuple):
 
 
 FIELDS = ("early_text", "frames", "lengths", "trace")
-OBJECTS = ("structured_outputs", "stream_options")
-
-
-async def check_objects(raw_request: Request) -> None:
-    """Refuse a body whose objects are not objects; vLLM's own checks fail on them."""
-    try:
-        body = await raw_request.json()
-    except ValueError:
-        return  # the route refuses it with the place of the error
-    if not isinstance(body, dict):
-        return
-    for name in OBJECTS:
-        value = body.get(name)
-        if value is not None and not isinstance(value, dict):
-            raise RequestValidationError(
-                [f"{name} must be an object, got {shown(value)}: see the API's fields."]
-            )
 
 
 def read_fields(body: Any, streams: bool) -> Asked:

@@ -27,12 +27,12 @@ from dllm_plugin.api.answers import (
     refusal,
 )
 from dllm_plugin.api.chosen import fill
-from dllm_plugin.api.request_fields import check_objects, read_fields
+from dllm_plugin.api.request_fields import read_fields
 from dllm_plugin.api.suffixes import FillRequest, place_suffix
 from dllm_plugin.config.request.arguments import STATISTICS
 
 router = APIRouter()
-CHECKS = [Depends(validate_json_request), Depends(check_objects)]
+CHECKS = [Depends(validate_json_request)]
 
 
 @router.post("/v1/chat/completions", dependencies=CHECKS)

@@ -147,11 +147,21 @@ def test_as_many_stop_strings_as_editors_send(client: httpx.Client, path: str) -
 
 
 @pytest.mark.parametrize("value", ["x", 5, [1], True])
-@pytest.mark.parametrize("path", ["completions", "chat/completions", "fim/completions"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "completions",
+        "chat/completions",
+        "fim/completions",
+        "completions/render",
+        "responses",
+    ],
+)
 def test_objects_are_objects(client: httpx.Client, path: str, value: Any) -> None:
     """vLLM's own validator fails on them, with status 500."""
     chat = {"messages": [{"role": "user", "content": "x"}]}
-    body = GREEDY | (chat if path.startswith("chat") else {"prompt": "x"})
+    given = {"prompt": "x", "input": "x"}
+    body = GREEDY | (chat if path.startswith("chat") else given)
     reply = client.post(f"/v1/{path}", json=body | {"structured_outputs": value})
     assert reply.status_code == 400
     assert "structured_outputs must be an object" in reply.text
@@ -489,7 +499,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "infill",
         {"text": "a\ud800 [MASK:2]"},
-        "holds '\\ud800' in 'a\\ud800 ', half of a surrogate",
+        "text holds '\\ud800' in 'a\\ud800 [MASK:2]', half of a surrogate",
     ),
     (
         "infill",

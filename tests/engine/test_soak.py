@@ -152,44 +152,10 @@ def body_of(request: Request) -> dict[str, Any]:
 
 # Errors of vLLM's own, met before or behind anything of ours: what the request must hold.
 KNOWN: dict[str, Callable[[Outcome], bool]] = {
-    "structured_outputs that is no object (`structured_outputs: -1`)": lambda o: (
-        o.status == 500
-        and not isinstance(body_of(o.request).get("structured_outputs", {}), dict)
-        and "object has no attribute 'get'" in o.text
-    ),
-    "an assistant's refusal as input of /v1/responses": lambda o: (
-        o.status == 500 and "'ResponseOutputRefusal' object has no attribute" in o.text
-    ),
-    "an assistant's message without content as input of /v1/responses": lambda o: (
-        o.status == 500
-        and o.request.path == "/v1/responses"
-        and "list index out of range" in o.text
-        and has_empty_message(body_of(o.request).get("input"))
-    ),
-    # Whatever the model is: vLLM's MsgpackEncoder raises, and nothing looks at them before.
-    "half of a surrogate pair in request_id or session_id": lambda o: (
-        '"message":""' in o.text.replace(" ", "")
-        and any(
-            is_half(body_of(o.request).get(name))
-            for name in ("request_id", "session_id")
-        )
-    ),
     "/v1/systemone, which says that it is not implemented": lambda o: (
         o.status == 501 and o.request.path == "/v1/systemone"
     ),
 }
-
-
-def has_empty_message(items: Any) -> bool:
-    return isinstance(items, list) and any(
-        isinstance(item, dict) and item.get("content") == [] for item in items
-    )
-
-
-def is_half(text: Any) -> bool:
-    return isinstance(text, str) and any(
-        "\ud800" <= letter <= "\udfff" for letter in text
-    )
 
 
 def is_error(outcome: Outcome) -> bool:

@@ -65,7 +65,7 @@ def _check_text(params: SamplingParams) -> None:
         "extra_args": params.extra_args,
     }
     for name, value in given.items():
-        for text in _texts(value):
+        for text in texts_of(value):
             check_characters(name, text)
 
 
@@ -81,7 +81,7 @@ def check_characters(name: str, text: str) -> None:
         ) from None
 
 
-def _texts(value: Any) -> Iterator[str]:
+def texts_of(value: Any) -> Iterator[str]:
     """Yield every string that lists and dictionaries hold, keys too."""
     pending, seen = [value], set()
     while pending:

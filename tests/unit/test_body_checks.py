@@ -1,0 +1,45 @@
+"""Bodies that vLLM's own checks would answer with an internal error."""
+
+import json
+
+import pytest
+
+from dllm_plugin.api.body_checks import check_body
+
+MESSAGE = {"type": "message", "role": "assistant"}
+REFUSED = [
+    ({"structured_outputs": "a"}, "structured_outputs must be an object, got 'a'"),
+    ({"stream_options": [1]}, "stream_options must be an object, got [1]"),
+    ({"request_id": "a\ud800"}, "request_id holds '\\ud800' in 'a\\ud800', half of"),
+    ({"a": [{"b": {"\udfff": 1}}]}, "a holds '\\udfff'"),
+    ({"\ud800": 1}, "A name of the body holds"),
+    ({"input": [MESSAGE | {"content": []}]}, "message without content"),
+    (
+        {"input": [MESSAGE | {"content": [{"type": "refusal"}]}]},
+        "an assistant's refusal",
+    ),
+]
+TAKEN = [
+    {"structured_outputs": {"regex": "a"}, "stream_options": None},
+    {"prompt": "\N{HOT PEPPER}", "stop": []},
+    {"input": [{"role": "user", "content": [{"type": "refusal"}]}, "a"]},
+    {"input": "refusal"},
+    ["structured_outputs"],
+]
+
+
+@pytest.mark.parametrize(("body", "sentence"), REFUSED, ids=ascii)
+def test_refused(body: object, sentence: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        check_body(json.dumps(body).encode())
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize("body", TAKEN, ids=ascii)
+def test_taken(body: object) -> None:
+    check_body(json.dumps(body).encode())
+
+
+def test_what_is_no_json_is_left_to_the_route() -> None:
+    check_body(b'{"structured_outputs": ')
+    check_body(b'"structured_outputs"' + b"[" * 100_000)
