@@ -2,6 +2,7 @@
 
 from diffuplug_bench.settings import BASELINES, WATCHED, Settings, refreshes_of
 from diffuplug_bench.step import schedule
+from dllm_plugin.commands.options import flag_of
 from dllm_plugin.config.options import Options
 
 
@@ -27,9 +28,7 @@ def _check_numbers(settings: Settings) -> None:
         names += ["input_len", "output_len", "rounds"]
     for name in names:
         if (value := getattr(settings, name)) < 1:
-            raise ValueError(
-                f"--{name.replace('_', '-')} must be at least 1, got {value}."
-            )
+            raise ValueError(f"{flag_of(name)} must be at least 1, got {value}.")
     unknown = [name for name in settings.versus if name not in BASELINES]
     if unknown:
         raise ValueError(

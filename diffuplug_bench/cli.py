@@ -5,18 +5,25 @@ from collections.abc import Sequence
 
 from diffuplug_bench.options import add_modes, numbers, settings_of
 from diffuplug_bench.settings import ADAPTIVE, MAP, WATCHED
+from dllm_plugin.commands.models import resolve
 from dllm_plugin.commands.offline import engine_options
-from dllm_plugin.commands.options import Parser, add_model_options, positive
+from dllm_plugin.commands.options import (
+    Parser,
+    add_engine_options,
+    add_model,
+    positive,
+)
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Build the parser of all modes and their options."""
     parser = Parser(prog="diffuplug bench", description="Measure this installation.")
     modes = parser.add_subparsers(dest="mode", required=True, metavar="MODE")
     host = modes.add_parser(
         "host", help="time per denoising step outside the model forward"
     )
-    add_model_options(host)
+    add_model(host)
+    add_engine_options(host)
     host.add_argument("--requests", type=numbers, default=(1, 64), help="at once: 1,64")
     host.add_argument("--max-tokens", type=positive, default=128, help="default: 128")
     host.add_argument("--seed", type=int, default=0)
@@ -29,7 +36,9 @@ def main(arguments: Sequence[str]) -> int:
 
     Raises ValueError with one sentence for options that do not fit together.
     """
-    args = build_parser().parse_args(arguments)
+    args = build_parser().parse(arguments, "mode")
+    if getattr(args, "model", None) is not None:
+        args.model = resolve(args.model)
     command = ["bench", *arguments]
     if args.mode == "host":
         return _run_host(args, command)

@@ -16,13 +16,11 @@ from diffuplug_bench.request_loop import Ask
 from diffuplug_bench.settings import SWITCHES, Settings
 from diffuplug_bench.worker_extension import EXTENSION, fill_weights
 from dllm_plugin import default_model
-from dllm_plugin.commands.models import check_folder
 from dllm_plugin.commands.offline import (
     BUNDLED_MEMORY,
     one_sentence,
     start_engine,
 )
-from dllm_plugin.models import ARCHITECTURES
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -58,12 +56,7 @@ def find_model(settings: Settings, scratch: Path) -> Model:
 
     dllm_plugin.register()
     path = settings.model or default_model.path()
-    check_folder(path)
     config = AutoConfig.from_pretrained(path).to_dict()
-    if not set(config.get("architectures") or ()) & set(ARCHITECTURES):
-        raise ValueError(
-            f"{path} is no diffusion model that DiffuPlug serves: see diffuplug doctor."
-        )
     return Model(path, config, is_real=True, is_bundled=settings.model is None)
 
 

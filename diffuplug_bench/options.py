@@ -21,6 +21,8 @@ from diffuplug_bench.settings import (
     default_strategy,
 )
 from dllm_plugin import default_model
+from dllm_plugin.commands.models import check_model
+from dllm_plugin.commands.options import add_model
 
 FIXED_WIDTHS = "2,4,8,16,32"
 MAP_WIDTHS = "1,2,3,4,6,8,12,16,24,32"
@@ -49,9 +51,7 @@ def _add_model(parser: argparse.ArgumentParser, mode: str) -> None:
     model = parser.add_mutually_exclusive_group(required=mode == WATCHED)
     model.add_argument("--shapes", choices=SHAPES, help="dummy weights of these shapes")
     if mode not in (WATCHED, MAP):
-        model.add_argument(
-            "--model", help="folder or hub name (default: the bundled model)"
-        )
+        add_model(model)
         parser.add_argument("--threshold", type=float, help="with a checkpoint")
         parser.add_argument("--lora-path", help="D2F adapter of --model")
         baselines = f"baselines: {','.join(BASELINES)}"
@@ -240,4 +240,6 @@ def settings_of(args: argparse.Namespace, **changed: Any) -> Settings:
     names = [field.name for field in fields(Settings)]
     settings = Settings(**{name: values[name] for name in names if name in values})
     check(settings, given.get("input_len"))
+    if model is not None:
+        check_model(model)
     return settings

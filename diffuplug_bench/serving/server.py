@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from diffuplug_bench.model_shapes import Config
+from dllm_plugin.commands.options import flag_of
 from dllm_plugin.commands.phases import cause
 
 MODEL = "diffuplug"  # as requests name it
@@ -29,12 +30,12 @@ def command_of(options: dict[str, Any], port: int) -> list[str]:
     arguments += ["--host", "127.0.0.1", "--port", str(port)]
     arguments.append("--disable-uvicorn-access-log")
     for name, value in options.items():
-        option = name.replace("_", "-")
+        flag = flag_of(name)
         if value is True:
-            arguments.append(f"--{option}")
+            arguments.append(flag)
         elif value is not False:  # which is the default of each of these
             text = json.dumps(value) if isinstance(value, dict) else str(value)
-            arguments += [f"--{option}", text]
+            arguments += [flag, text]
     return [sys.executable, "-m", "dllm_plugin.commands.cli", "serve", *arguments]
 
 

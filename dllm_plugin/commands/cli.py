@@ -18,6 +18,7 @@ from dllm_plugin.commands import (
     watch,
 )
 from dllm_plugin.commands.eval import command as eval_command
+from dllm_plugin.commands.models import check_files
 from dllm_plugin.commands.offline import (
     StartError,
     collecting_later,
@@ -31,7 +32,6 @@ from dllm_plugin.commands.options import (
     add_model,
     positive,
 )
-from dllm_plugin.config.validation import did_you_mean
 
 FAILED, WRONG_OPTIONS = 1, 2
 OFFLINE = ("generate", "infill", "eval", "watch")
@@ -172,17 +172,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         return argparse.Namespace(command="bench", arguments=rest)
     if command == ["serve"] and not {"-h", "--help"} & set(rest):
         return argparse.Namespace(command="serve", arguments=rest)
-    parser = build_parser()
-    args, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        word = unknown[0].partition("=")[0]
-        known = parser.options_of(args.command)
-        parser.error(f"there is no option {word}{did_you_mean(word, known)}")
-    named = getattr(args, "model_option", None)
-    if named is not None:
-        if args.model not in (None, named):
-            parser.error(f"two models are named: {args.model} and {named}")
-        args.model = named
+    args = build_parser().parse(arguments, "command")
     if getattr(args, "model", None) is not None:
         args.model = models.resolve(args.model)
     return args
@@ -208,7 +198,7 @@ def _run(args: argparse.Namespace) -> int:
         from dllm_plugin.commands.verify import command as verify_command
 
         return verify_command.run(args)
-    options = engine_options(args)
+    options = engine_options(args, check_files)
     with collecting_later():
         from dllm_plugin.commands import doctor, forecast
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import dllm_plugin
 from dllm_plugin.attention.backends import REASONS, backend_name
 from dllm_plugin.commands.forecast import Load, forecast
+from dllm_plugin.commands.models import is_elsewhere, read_config, why_unserved
 from dllm_plugin.commands.offline import missing_device, one_sentence
 from dllm_plugin.config.cuda_graphs import (
     allowed_widths,
@@ -125,8 +126,13 @@ def _report_graphs(vllm_config: "VllmConfig", config: DecodeConfig) -> None:
 def _report_model(options: dict[str, Any]) -> int:
     from vllm.config import CompilationMode
 
-    _line("model", options["model"])
+    model = options["model"]
+    _line("model", model)
     try:
+        if not is_elsewhere(model) and (
+            reason := why_unserved(model, read_config(model))
+        ):
+            raise ValueError(reason)
         vllm_config = _engine_config(options)
     except (ValueError, OSError) as error:
         _line("problem", one_sentence(error))

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dllm_plugin.commands.options import flag_of
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.options import Options
 from dllm_plugin.decoding.acceptance import tokens_per_forward
@@ -37,7 +38,7 @@ def read_load(args: argparse.Namespace) -> Load | None:
     if args.requests is None:
         for name in ("context", "acceptance", "step_ms"):
             if getattr(args, name) is not None:
-                raise ValueError(f"--{name.replace('_', '-')} needs --requests")
+                raise ValueError(f"{flag_of(name)} needs --requests")
         return None
     if args.step_ms is not None and not 0 < args.step_ms <= 1e6:
         raise ValueError(

@@ -5,9 +5,11 @@ Imports neither torch nor vLLM.
 
 import json
 import os
+import ssl
 import sys
 import urllib.error
 import urllib.request
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from dllm_plugin.models.checkpoints.unserved import refuse_unserved_files
 
 CONFIG = "config.json"
 NEAR = 0.93  # of names that are taken for a misspelling of another
+NEAREST = 3  # architectures that a refusal names
 HUB_SECONDS = 1.5
 MEMORY_SHARE = 0.92  # vLLM's default of gpu_memory_utilization
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
@@ -83,16 +86,42 @@ def usable_memory() -> float:
 
 def check_model(model: str) -> None:
     """Raise ValueError unless `model` is a checkpoint that DiffuPlug serves."""
+    if is_elsewhere(model):
+        return
     config = read_config(model)
     refuse_unserved_files(model, config)
     check_weights(model)
+    if reason := why_unserved(model, config):
+        raise ValueError(reason)
+
+
+def check_files(model: str) -> None:
+    """Raise ValueError unless `model` is a checkpoint that can be reported on."""
+    if not is_elsewhere(model):
+        refuse_unserved_files(model, read_config(model))
+
+
+def is_elsewhere(model: str) -> bool:
+    """Return whether vLLM reads a model from a place that is not looked at here."""
+    if Path(model).expanduser().is_dir():
+        return False
+    if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
+        return True
+    return ":" in model or model.endswith(".gguf")
+
+
+def why_unserved(model: str, config: dict[str, Any]) -> str:
+    """Return why DiffuPlug does not serve a checkpoint; empty if it does."""
     architecture = architecture_of(config)
-    if architecture not in ARCHITECTURES:
-        raise ValueError(
-            f"{model} is no model of DiffuPlug: its architecture is {architecture}, "
-            f"and DiffuPlug serves {', '.join(ARCHITECTURES)}"
-            + did_you_mean(str(architecture), ARCHITECTURES)
-        )
+    if architecture in ARCHITECTURES:
+        return ""
+    near = get_close_matches(str(architecture), ARCHITECTURES, NEAREST, cutoff=0.0)
+    return (
+        f"{model} is no model of DiffuPlug: its architecture is {architecture}, and the "
+        f"nearest that DiffuPlug serves are {', '.join(near[:-1])} and {near[-1]}; "
+        "docs/support.md lists all"
+        + did_you_mean(str(architecture), ARCHITECTURES, cutoff=NEAR)
+    )
 
 
 def check_served(model: str, options: dict[str, Any]) -> None:
@@ -103,15 +132,10 @@ def check_served(model: str, options: dict[str, Any]) -> None:
     config = read_config(model)
     refuse_unserved_files(model, config)
     check_weights(model)
-    architecture = str(architecture_of(config))
-    if architecture in ARCHITECTURES:
-        return
-    question = did_you_mean(architecture, ARCHITECTURES, cutoff=NEAR)
-    if question:
-        raise ValueError(
-            f"{model} has the architecture {architecture}, which nobody serves{question}"
-        )
-    if options:
+    reason, architecture = why_unserved(model, config), str(architecture_of(config))
+    if did_you_mean(architecture, ARCHITECTURES, cutoff=NEAR) and reason:
+        raise ValueError(reason)
+    if reason and options:
         raise ValueError(
             f"{model} is no diffusion model of DiffuPlug (its architecture is "
             f"{architecture}): {', '.join(sorted(options))} would have no effect"
@@ -172,7 +196,11 @@ def check_weights(model: str) -> None:
 def _fetched(name: str) -> Path:
     """Return the path of ``config.json`` of a name on the hub, from its cache or the hub."""
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     try:
         cached = try_to_load_from_cache(name, CONFIG)
@@ -199,14 +227,22 @@ def _fetched(name: str) -> Path:
             f"there is no folder {name}, and no model of that name on the hub that "
             "you may read"
         ) from None
+    except LocalEntryNotFoundError as error:
+        raise ValueError(
+            f"there is no folder {name}, the hub's cache holds no such model, and the "
+            f"hub ({constants.ENDPOINT}) did not answer: {error.__cause__ or error}"
+        ) from None
 
 
 def _reachable(address: str) -> bool:
-    """Return whether a server answers. Asks once, where a download asks for half a minute."""
+    """Return whether a server may answer. Asks once; a download asks for half a minute.
+
+    A slow one may, and one with a certificate that only the hub's client knows.
+    """
     try:
         urllib.request.urlopen(address, timeout=HUB_SECONDS).close()
-    except urllib.error.HTTPError:
+    except (urllib.error.HTTPError, TimeoutError):
         return True
-    except urllib.error.URLError:
-        return False
+    except urllib.error.URLError as error:
+        return isinstance(error.reason, TimeoutError | ssl.SSLError)
     return True

@@ -4,15 +4,14 @@ import argparse
 import contextlib
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dllm_plugin import default_model
-from dllm_plugin.commands.models import check_model, read_config
+from dllm_plugin.commands.models import check_model
 from dllm_plugin.commands.options import DECODE_OPTIONS, given_options
 from dllm_plugin.decoding.families import ADAPTED_STRATEGIES
-from dllm_plugin.models.checkpoints.unserved import refuse_unserved_files
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
@@ -42,21 +41,23 @@ def spin_briefly() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
 
-def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+def engine_options(
+    args: argparse.Namespace, check: Callable[[str], None] = check_model
+) -> dict[str, Any]:
     """Return keyword arguments for ``vllm.LLM`` from the model and decode options of a command.
 
     The bundled model gets its adapter if the strategy is D2F. Raises ValueError for a wrong decode
     option, before anything heavy is imported.
+
+    Args:
+        check: raises ValueError for a model that the command cannot take.
     """
     dllm = given_options(args, DECODE_OPTIONS)
     engine_names = ("dtype", "gpu_memory_utilization")
     engine = {name: getattr(args, name, None) for name in engine_names}
     engine = {name: value for name, value in engine.items() if value is not None}
     if args.model is not None:
-        if args.command == "doctor":  # which reports models of others, too
-            refuse_unserved_files(args.model, read_config(args.model))
-        else:
-            check_model(args.model)
+        check(args.model)
         return {"model": args.model, "additional_config": {"dllm": dllm}, **engine}
     if uses_adapter(args.strategy):
         dllm.setdefault("lora_path", default_model.adapter_path())

@@ -6,6 +6,7 @@ Flags of engine options are made of the options themselves: ``--canvas-length`` 
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
@@ -28,14 +29,34 @@ DECODE_OPTIONS = (
     "lora_path",
     "kv_cache_layout",
 )
+MODEL = "folder or hub name (default: the bundled model)"
+INVALID_CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)")
 NEAR = 0.9  # similarity from which a name is a misspelling of another
 
 
 class Parser(argparse.ArgumentParser):
     """Parse a command line, and end with one sentence and status 2 if it is wrong."""
 
+    def parse(self, arguments: Sequence[str], command: str) -> argparse.Namespace:
+        """Parse a command line whose subparser is chosen by the argument `command`."""
+        args, unknown = self.parse_known_args(arguments)
+        if unknown:
+            word = unknown[0].partition("=")[0]
+            known = self.options_of(getattr(args, command))
+            self.error(f"there is no option {word}{did_you_mean(word, known)}")
+        named = getattr(args, "model_option", None)
+        if named is not None:
+            if args.model not in (None, named):
+                self.error(f"two models are named: {args.model} and {named}")
+            args.model = named
+        return args
+
     def error(self, message: str) -> NoReturn:
         """Print one sentence in place of argparse's usage, and exit."""
+        choice = INVALID_CHOICE.search(message)
+        if choice is not None:
+            word, known = choice.groups()
+            message += did_you_mean(word, re.findall(r"'([^']*)'", known))
         print(f"diffuplug: error: {message}", file=sys.stderr)
         sys.exit(2)
 
@@ -107,10 +128,13 @@ def _help(name: str) -> str:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a command that starts an engine."""
-    parser.add_argument(
-        "--model", help="folder or hub name (default: the bundled model)"
-    )
+    """Add the options of a command that starts an engine, and whose argument is no model."""
+    parser.add_argument("--model", help=MODEL)
+    add_engine_options(parser)
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a command that starts an engine, but its model."""
     parser.add_argument("--dtype", default="auto", help="as in vLLM")
     parser.add_argument(
         "--gpu-memory-utilization",
@@ -127,9 +151,8 @@ def add_decode_options(parser: Any) -> None:
 
 def add_model(parser: Any) -> None:
     """Add the model of a command, as its argument and as ``--model``."""
-    words = "folder or hub name (default: the bundled model)"
-    parser.add_argument("model", nargs="?", help=words)
-    parser.add_argument("--model", dest="model_option", metavar="MODEL", help=words)
+    parser.add_argument("model", nargs="?", help=MODEL)
+    parser.add_argument("--model", dest="model_option", metavar="MODEL", help=MODEL)
 
 
 def add_verbose(parser: argparse.ArgumentParser) -> None:

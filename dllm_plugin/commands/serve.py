@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from dllm_plugin import default_model
-from dllm_plugin.commands.models import check_served, resolve
+from dllm_plugin.commands.models import check_served, is_elsewhere, resolve
 from dllm_plugin.commands.offline import BUNDLED_MEMORY, spin_briefly, uses_adapter
 from dllm_plugin.commands.options import (
     Parser,
@@ -65,7 +65,10 @@ def run(arguments: Sequence[str]) -> int:
         )
     from dllm_plugin.commands.server import serve
 
-    return serve(command)
+    model = command[0] if command and not command[0].startswith("-") else None
+    if model is not None and not is_readable(model, command):
+        model = None
+    return serve(command, model)
 
 
 def name_plugins() -> None:
@@ -234,7 +237,7 @@ def config_file(arguments: Sequence[str]) -> dict[str, Any]:
 
 def is_readable(model: str, arguments: Sequence[str]) -> bool:
     """Return whether a model is a folder, or a name on the hub, that vLLM reads as such."""
-    if "VLLM_USE_MODELSCOPE" in os.environ or ":" in model or model.endswith(".gguf"):
+    if is_elsewhere(model):
         return False
     return all(value_of(arguments, option) is None for option in OTHER_FORMATS)
 

@@ -6,11 +6,15 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from transformers import CONFIG_MAPPING
+from vllm import ModelRegistry
 from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.logger import configure_logging_from_args
+from vllm.plugins import load_general_plugins
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from dllm_plugin.commands.interrupts import TERMINATED, end_now
+from dllm_plugin.commands.models import architecture_of, read_config, why_unserved
 from dllm_plugin.commands.options import flag_of
 from dllm_plugin.config.options import OPTIONS
 from dllm_plugin.config.validation import did_you_mean
@@ -40,8 +44,12 @@ class ServerParser(FlexibleArgumentParser):
         raise ValueError(f"there is no option {word}{did_you_mean(word, known)}")
 
 
-def serve(arguments: Sequence[str]) -> int:
-    """Serve until somebody ends the server. Raises ValueError for wrong options."""
+def serve(arguments: Sequence[str], model: str | None = None) -> int:
+    """Serve until somebody ends the server. Raises ValueError for wrong options.
+
+    Args:
+        model: whose architecture is checked; None if vLLM alone can read it.
+    """
     # What the command `vllm` sets: the safest way to start processes.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     parser = ServerParser(prog="diffuplug")
@@ -52,6 +60,8 @@ def serve(arguments: Sequence[str]) -> int:
     if not sys.stderr.isatty():
         served.set_defaults(use_tqdm_on_load=False)
     args = parser.parse_args(["serve", *arguments])
+    if model is not None and not args.trust_remote_code:
+        refuse_unknown(model)
     args.middleware = [MIDDLEWARE, *args.middleware]
     configure_logging_from_args(args)
     quieten()
@@ -61,6 +71,21 @@ def serve(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:  # what vLLM makes of SIGTERM while it starts
         end_now(TERMINATED)
     return 0
+
+
+def refuse_unknown(model: str) -> None:
+    """Raise ValueError for a model that DiffuPlug, vLLM, its plugins and transformers lack.
+
+    vLLM would ask for trust in the checkpoint's own code.
+    """
+    load_general_plugins()
+    config = read_config(model)
+    known = architecture_of(config) in ModelRegistry.get_supported_archs()
+    # Of other architectures vLLM can run what transformers has.
+    if not known and config.get("model_type") not in CONFIG_MAPPING:
+        raise ValueError(
+            f"{why_unserved(model, config)}; vLLM does not serve it either"
+        )
 
 
 def quieten() -> None:

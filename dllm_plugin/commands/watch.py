@@ -16,7 +16,12 @@ from dllm_plugin.commands.offline import (
     stop_engine,
     stream_answer,
 )
-from dllm_plugin.commands.options import add_model_options, add_verbose, positive
+from dllm_plugin.commands.options import (
+    add_model_options,
+    add_verbose,
+    flag_of,
+    positive,
+)
 from dllm_plugin.config.request.arguments import FRAMES
 
 if TYPE_CHECKING:
@@ -101,7 +106,7 @@ def _refuse_engine_options(args: argparse.Namespace) -> None:
     for name, value in given.items():
         if value:
             raise ValueError(
-                f"--{name.replace('_', '-')} has no effect with --url, whose server has its own: "
+                f"{flag_of(name)} has no effect with --url, whose server has its own: "
                 "leave it out"
             )
 

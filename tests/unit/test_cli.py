@@ -535,6 +535,48 @@ def test_an_architecture_that_does_not_fit(
     assert "is no model of DiffuPlug" in capsys.readouterr().err
 
 
+def test_an_architecture_that_nobody_serves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One sentence with the nearest ones, where vLLM would ask for trust in remote code."""
+    model = Path(shutil.copytree(TINY, tmp_path / "model"))
+    config = json.loads((model / "config.json").read_text())
+    config |= {"architectures": ["LLaDA3MoeModel"], "model_type": "llada3"}
+    config["auto_map"] = {"AutoConfig": "configuration_llada3.Config"}
+    (model / "config.json").write_text(json.dumps(config))
+    name = str(model)
+    commands = (
+        ["generate", "x", "--model", name],
+        ["infill", "x[MASK:3]", "--model", name],
+        ["eval", "--schedule", "32,2", "--model", name],
+        ["verify", name],
+        *(["bench", "step", name], ["bench", "host", "--model", name]),
+    )
+    for command in commands:
+        assert cli.main(command) == 2, command
+        printed = capsys.readouterr().err
+        assert "its architecture is LLaDA3MoeModel" in printed
+        assert "LLaDA2MoeModelLM" in printed and "trust_remote_code" not in printed
+        assert printed.count("\n") == 1
+
+
+def test_where_vllm_looks_for_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names are left to vLLM if it looks for them elsewhere than on the hub."""
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
+    models.check_model("somebody/something")
+    with pytest.raises(ValueError, match="holds no config.json"):
+        models.check_model(str(Path(TINY).parent))
+
+
+def test_a_hub_that_is_slow_may_be_reached() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        assert models._reachable(address)
+    assert not models._reachable(address)
+
+
 def test_a_folder_without_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -78,6 +78,7 @@ vllm.model_executor.models.qwen3_moe: Qwen3MoeForCausalLM
 vllm.model_executor.models.utils: WeightsMapper
 vllm.outputs: CompletionOutput RequestOutput
 vllm.platforms: current_platform
+vllm.plugins: load_general_plugins
 vllm.renderers: ChatParams
 vllm.renderers.hf: HfRenderer
 vllm.renderers.registry: RENDERER_REGISTRY

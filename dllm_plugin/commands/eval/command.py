@@ -18,7 +18,12 @@ from dllm_plugin.commands.offline import (
     start_engine,
     stop_engine,
 )
-from dllm_plugin.commands.options import add_decode_options, add_verbose, positive
+from dllm_plugin.commands.options import (
+    add_decode_options,
+    add_verbose,
+    flag_of,
+    positive,
+)
 from dllm_plugin.commands.problems.generator import (
     ANSWER_SCHEMA,
     ask_in_json,
@@ -156,7 +161,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("--all has policies of its own: leave it or --schedule out")
     for name in ("model", "questions", *DECODE_OPTIONS):
         if not has_schedule and getattr(args, name) is not None:
-            raise ValueError(f"--{name.replace('_', '-')} needs --schedule")
+            raise ValueError(f"{flag_of(name)} needs --schedule")
 
 
 def compare_ways(
