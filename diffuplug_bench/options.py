@@ -48,10 +48,14 @@ def add_modes(modes: Any) -> None:
 
 
 def _add_model(parser: argparse.ArgumentParser, mode: str) -> None:
-    model = parser.add_mutually_exclusive_group(required=mode == WATCHED)
-    model.add_argument("--shapes", choices=SHAPES, help="dummy weights of these shapes")
+    parser.add_argument(
+        "--shapes",
+        choices=SHAPES,
+        required=mode == WATCHED,
+        help="dummy weights of these shapes",
+    )
     if mode not in (WATCHED, MAP):
-        add_model(model)
+        add_model(parser)
         parser.add_argument("--threshold", type=float, help="with a checkpoint")
         parser.add_argument("--lora-path", help="D2F adapter of --model")
         baselines = f"baselines: {','.join(BASELINES)}"
@@ -218,6 +222,10 @@ def settings_of(args: argparse.Namespace, **changed: Any) -> Settings:
     given = vars(args) | changed
     is_dummy = args.shapes is not None
     model, lora = given.get("model"), given.get("lora_path")
+    if is_dummy and model is not None:
+        raise ValueError(
+            f"--shapes {args.shapes} has weights of its own: leave the model {model} out"
+        )
     adapter = lora
     if not is_dummy and model is None and lora is None:
         adapter = default_model.adapter_path()
