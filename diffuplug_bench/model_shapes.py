@@ -58,13 +58,17 @@ class Sizes:
             heads=heads,
             kv_heads=get("num_key_value_heads", "n_kv_heads", default=heads),
             head=get("head_dim", default=width // heads),
-            inner=get("intermediate_size", "mlp_hidden_size"),
+            inner=get(
+                "intermediate_size", "mlp_hidden_size", "dense_intermediate_size"
+            ),
             vocab=get("embedding_size", "vocab_size"),
             context=get("max_position_embeddings", "max_sequence_length"),
             dense_layers=get("first_k_dense_replace", default=0) if experts else layers,
             experts=experts,
             experts_per_token=get("num_experts_per_tok", default=0),
-            expert_inner=get("moe_intermediate_size", default=0),
+            expert_inner=get(
+                "moe_intermediate_size", "expert_intermediate_size", default=0
+            ),
             shared_experts=get("num_shared_experts", default=0),
         )
 

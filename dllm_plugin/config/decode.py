@@ -28,6 +28,7 @@ class DecodeConfig:
     whole_canvas    a request's block is as long as its answer
     edits           the checkpoint was trained to replace tokens
     hidden_token_id the pad token, if no text may hold it: it ends an answer
+    reserved        pad and EOS token, if the last position of an answer holds one of them
     no_grammars     why requests with a grammar are refused; empty: they are not
     no_traces       why requests with a trace are refused; empty: they are not
     """
@@ -52,6 +53,7 @@ class DecodeConfig:
     whole_canvas: bool
     edits: bool
     hidden_token_id: int | None = None
+    reserved: tuple[int, ...] = ()
     no_grammars: str = ""
     no_traces: str = ""
 
@@ -177,10 +179,9 @@ class Case:
 def get_decode_config(vllm_config: "VllmConfig") -> DecodeConfig:
     """Return the resolved configuration that the hook stored in ``additional_config``."""
     resolved: dict[str, Any] = vllm_config.additional_config["dllm"]  # type: ignore[index]
-    defaults, ends = (
-        RequestArguments(**resolved["defaults"]),
-        resolved["turn_end_token_ids"],
-    )
-    return DecodeConfig(
-        **resolved | {"defaults": defaults, "turn_end_token_ids": tuple(ends)}
-    )
+    read = {
+        "defaults": RequestArguments(**resolved["defaults"]),
+        "turn_end_token_ids": tuple(resolved["turn_end_token_ids"]),
+        "reserved": tuple(resolved["reserved"]),
+    }
+    return DecodeConfig(**resolved | read)

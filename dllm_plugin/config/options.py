@@ -105,6 +105,12 @@ class Numbers:
         "Dream: top-k filter at temperature 0; 0: off.",
         off=(0,),
     )
+    entropy_temperature: float = number(
+        1.0,
+        Number(0.0, MAX_FACTOR, above=True),
+        "RND1: temperature at which the entropies of greedy requests are read.",
+        off=(1,),
+    )
     cfg_scale: float = number(
         0.0,
         Number(0.0, MAX_FACTOR),
@@ -175,7 +181,7 @@ class Options(Numbers):
         None,
         Number(0.0, 1.0, optional=True),
         "Confidence from which a position is unmasked.",
-        words="0.9; SDAR 0.85, LLaDA2.0 0.95, LLaDA2.1 0.7",
+        words="0.9; SDAR 0.85, LLaDA2.0 0.95, LLaDA2.1 0.7; TraDo 0.9, dParallel-LLaDA 0.5",
     )
     steps: int | None = option(
         None,

@@ -34,11 +34,14 @@ def resolve(
     turn_end_token_ids: tuple[int, ...] = (),
     block_length: int | None = None,
     edits: bool = False,
+    reserved: tuple[int, ...] = (),
+    card_threshold: float | None = None,
 ) -> DecodeConfig:
     """Resolve all options of a served model.
 
-    `block_length`: positions of a block in training; `edits`: the model was trained to edit. Raises
-    ValueError if the canvas does not fit the context or a policy does not fit the strategy.
+    `block_length`: positions of a block in training; `edits`: the model was trained to edit;
+    `reserved`: its pad and EOS token; `card_threshold`: what its card asks for. Raises ValueError
+    if the canvas does not fit the context or a policy does not fit the strategy.
     """
     family = FAMILIES[architecture]
     if family.unverified and not options.allow_unverified:
@@ -58,7 +61,9 @@ def resolve(
     return DecodeConfig(
         architecture=architecture,
         strategy=method.strategy,
-        defaults=_defaults(options, family, method, policy, block, canvas),
+        defaults=_defaults(
+            options, family, method, policy, block, canvas, card_threshold
+        ),
         steps=options.steps,
         canvas_length=canvas,
         commit_alone_from=options.commit_alone_from or 0,
@@ -75,6 +80,7 @@ def resolve(
         reason=reason,
         whole_canvas=whole,
         edits=edits,
+        reserved=reserved if method.reserves_last else (),
     )
 
 
@@ -85,6 +91,7 @@ def _defaults(
     policy: str,
     block: int,
     canvas: int,
+    card_threshold: float | None,
 ) -> RequestArguments:
     """Return what a request decodes with that asks for nothing."""
     blocks = options.max_active_blocks or method.blocks_by_default
@@ -92,7 +99,7 @@ def _defaults(
     rule = method.policies[policy]
     threshold = options.threshold
     if threshold is None:
-        threshold = rule.default("threshold", family.threshold)
+        threshold = rule.default("threshold", card_threshold or family.threshold)
     return RequestArguments(
         **numbers_of(options),
         policy=policy,

@@ -21,6 +21,8 @@ class Family:
     block_length: int | None = None
     block_key: str | None = None
     threshold: float = 0.9  # confidence that its authors ask for
+    # Of checkpoints whose cards ask for another threshold: pattern of their names, threshold.
+    thresholds: tuple[tuple[str, float], ...] = ()
     sub_block_length: int | None = (
         None  # positions that are decoded at a time within a block
     )
@@ -40,7 +42,19 @@ class Family:
         return self.block_grid == "absolute"
 
 
-LLADA = Family("llada", False, ("<|mdm_mask|>",), ("<|eot_id|>",), title="LLaDA")
+LLADA = Family(
+    *("llada", False, ("<|mdm_mask|>",), ("<|eot_id|>",)),
+    thresholds=((r"(?i)dparallel", 0.5),),
+    title="LLaDA",
+)
+LLADA_MOE = replace(
+    LLADA,
+    name="llada_moe",
+    thresholds=(),
+    mask_tokens=("<|mask|>",),
+    turn_end_tokens=("<|endoftext|>", "<|role_end|>"),
+    title="LLaDA-MoE",
+)
 # `<|dlm_pad|>` is how DiffuCoder, a Dream checkpoint, fills the rest of an answer.
 DREAM = Family(
     *("dream", True, ("<|mask|>",), ("<|im_end|>", "<|dlm_pad|>")),
@@ -60,8 +74,11 @@ SDAR = Family(
         0.85,
     ),
     names=r"(?i)sdar|trado",
+    thresholds=((r"(?i)trado", 0.9),),
     title="SDAR",
 )
+# Its tokenizer knows no mask: config.json has the id.
+RND1 = Family("rnd1", True, (), ("<|im_end|>",), title="RND1")
 # Its config.json names no EOS.
 LLADA2 = Family(
     *(
@@ -118,10 +135,12 @@ STABLE_DIFFCODER = Family(
 FAMILIES: dict[str, Family] = {
     "LLaDAModelLM": LLADA,
     "LLaDAForDiffusionLM": LLADA,
+    "LLaDAMoEModelLM": LLADA_MOE,
     "DreamModel": DREAM,
     "DreamForDiffusionLM": DREAM,
     "SDARForCausalLM": SDAR,
     "SDARMoeForCausalLM": SDAR,
+    "RND1LM": RND1,
     "LLaDA2MoeModelLM": LLADA2,
     "Fast_dLLM_QwenForCausalLM": FAST_DLLM,
     "DreamForCausalLM": DREAM_REASONER,

@@ -70,6 +70,7 @@ class Method:
     uses_adapter    whether the bundled model decodes so with its D2F adapter
     untrained       what a checkpoint loses without an adapter, because it was trained with another
                     attention; empty: nothing
+    reserves_last   whether the last position of an answer is given: the pad token
     edits           whether decided tokens may be replaced
     exact_end       the last block ends where the text does, and positions after it are not seen
     skips_steps     steps whose quota is 0 are left out, see `quotas.step_with_quota`
@@ -101,6 +102,7 @@ class Method:
     dedicated_commit: bool = False
     uses_adapter: bool = False
     untrained: str = ""
+    reserves_last: bool = False
     edits: bool = False
     exact_end: bool = False
     skips_steps: bool = False
@@ -246,6 +248,16 @@ dream_loop = replace(
 )
 
 
+rnd1_loop = replace(
+    dream_loop,
+    policies=policies.RND1_LOOP,
+    edited_policy="entropy",
+    top_p_first=False,  # RND1 `diffusion_sample` filters by top-k first
+    reserves_last=True,
+    reads=frozenset({"steps", "top_p", "top_k"}),
+)
+
+
 def shifted(cached: Method) -> Method:
     """Return the method for Dream, whose logits row i predicts position i + 1.
 
@@ -286,8 +298,10 @@ def floating(method: Method) -> Method:
 
 METHODS: dict[tuple[str, str], Method] = {
     (D2F, "llada"): d2f,
+    (D2F, "llada_moe"): d2f,
     (D2F, "dream"): d2f,
     (BLOCK_DIFFUSION, "llada"): prompt_blocks,
+    (BLOCK_DIFFUSION, "llada_moe"): prompt_blocks,
     (BLOCK_DIFFUSION, "dream"): replace(
         prompt_blocks, policies=policies.PROMPT_BLOCKS_IN_TIME
     ),
@@ -298,11 +312,15 @@ METHODS: dict[tuple[str, str], Method] = {
     (BLOCK_DIFFUSION, "a2d"): rounded_blocks,
     (BLOCK_DIFFUSION, "fast_dllm_v2"): sub_blocks,
     (SEMI_AUTOREGRESSIVE, "llada"): semi_autoregressive,
+    (SEMI_AUTOREGRESSIVE, "llada_moe"): semi_autoregressive,
     (SEMI_AUTOREGRESSIVE, "dream"): dream_loop,
     (SEMI_AUTOREGRESSIVE, "a2d"): rounded_loop,
+    (SEMI_AUTOREGRESSIVE, "rnd1"): rnd1_loop,
     (PREFIX_CACHE, "llada"): prefix_cache,
+    (PREFIX_CACHE, "llada_moe"): prefix_cache,
     (PREFIX_CACHE, "dream"): shifted(prefix_cache),
     (DUAL_CACHE, "llada"): dual_cache,
+    (DUAL_CACHE, "llada_moe"): dual_cache,
     (DUAL_CACHE, "dream"): shifted(dual_cache),
 }
 STRATEGIES = tuple(dict.fromkeys(strategy for strategy, _ in METHODS))

@@ -123,6 +123,17 @@ def time_schedule(
     return _best_until_the_last_step(plan, canvas, proposal, settings, quota_R)
 
 
+def kept_schedule(
+    plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicySettings
+) -> Tensor:
+    """Keep the worst ``int(total * (left_steps / steps))`` masked, in float32 (RND1)."""
+    rest_R = settings.steps_R - 1 - canvas.step_R
+    share_R = (rest_R.to(torch.float64) / settings.steps_R).to(torch.float32)
+    keep_R = (canvas.size_RS[:, 0] * share_R).to(torch.int64)
+    quota_R = plan.candidates_RC.sum(dim=1) - keep_R
+    return _best_until_the_last_step(plan, canvas, proposal, settings, quota_R)
+
+
 def block_schedule(
     plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicySettings
 ) -> Tensor:
@@ -296,8 +307,10 @@ class Policy(NamedTuple):
         return dict(self.defaults).get(name, otherwise)
 
 
+OF_ENTROPIES = frozenset({"steps", "entropy_temperature"})
 # Numbers of the policies that let several blocks be denoised at once.
 SEVERAL_BLOCKS = ("max_active_blocks", "block_add_threshold", "decoded_token_threshold")
+OF_EDITS = ("threshold", "editing_threshold", "max_post_steps", "num_to_transfer")
 # Policies of one schedule, by what they rank by.
 RANKINGS = {
     "low_confidence": "confidence",
@@ -343,20 +356,9 @@ GRID_BLOCKS: Table = {
 EDITED_BLOCKS: Table = GRID_BLOCKS | {
     "joint_threshold": Policy(
         joint_threshold,
-        reads=frozenset(
-            {
-                *(
-                    "threshold",
-                    "editing_threshold",
-                    "max_post_steps",
-                    "num_to_transfer",
-                ),
-                *SEVERAL_BLOCKS,
-            }
-        ),
-        defaults=(
-            ("threshold", 0.7),
-        ),  # LLaDA2.1's quality mode, with editing_threshold 0.5
+        reads=frozenset({*OF_EDITS, *SEVERAL_BLOCKS}),
+        # LLaDA2.1's quality mode, with editing_threshold 0.5.
+        defaults=(("threshold", 0.7),),
     )
 }
 # D2F always accepts by confidence; its policies only rank the forced pick.
@@ -391,6 +393,7 @@ DREAM_LOOP: Table = OF_LEFT_IN_TIME | {
     ),
     "origin": Policy(origin, "uniform", frozenset({"steps", "eps"})),
 }
+RND1_LOOP: Table = {"entropy": Policy(kept_schedule, "entropy", OF_ENTROPIES)}
 TABLES = (PROMPT_BLOCKS, DREAM_LOOP, GRID_BLOCKS, EDITED_BLOCKS, D2F, OF_LEFT)
 POLICY_NAMES = tuple(dict.fromkeys(name for table in TABLES for name in table))
 RANKED_BY = {

@@ -54,6 +54,8 @@ from dllm_plugin.models.checkpoints.trained_for import (
     find_mask_token,
     find_pad_token,
     find_turn_ends,
+    pad_and_eos,
+    published_threshold,
     trained_block_length,
     trained_to_edit,
 )
@@ -140,6 +142,8 @@ def _resolve(vllm_config: VllmConfig, options: Options) -> DecodeConfig:
         find_turn_ends(model_config, family),
         block_length,
         trained_to_edit(model_config, family),
+        pad_and_eos(model_config),
+        published_threshold(model_config, family),
     )
     if not current_platform.is_cpu():
         config = fit_warm_up(config, options, model_config.max_model_len)

@@ -4,10 +4,12 @@
 ARCHITECTURES: dict[str, str] = {
     "LLaDAModelLM": "dllm_plugin.models.llada:LLaDAModelLM",
     "LLaDAForDiffusionLM": "dllm_plugin.models.llada:LLaDAModelLM",
+    "LLaDAMoEModelLM": "dllm_plugin.models.llada_moe:LLaDAMoEModelLM",
     "DreamModel": "dllm_plugin.models.dream:DreamModel",
     "DreamForDiffusionLM": "dllm_plugin.models.dream:DreamModel",
     "SDARForCausalLM": "dllm_plugin.models.sdar:SDARForCausalLM",
     "SDARMoeForCausalLM": "dllm_plugin.models.sdar:SDARMoeForCausalLM",
+    "RND1LM": "dllm_plugin.models.rnd1:RND1LM",
     "LLaDA2MoeModelLM": "dllm_plugin.models.llada2:LLaDA2MoeModelLM",
     "DreamForCausalLM": "dllm_plugin.models.dream:DreamReasoner",
     "OpenDCoderForDiffusionLM": "dllm_plugin.models.dream:DreamModel",
@@ -27,8 +29,9 @@ def register_configs() -> None:
     """
     from transformers import AutoConfig, AutoTokenizer
 
-    from dllm_plugin.models.configs import CONFIGS, UNSERVED_CONFIGS
+    from dllm_plugin.models.configs import CONFIGS
     from dllm_plugin.models.tokenization import TOKENIZERS
+    from dllm_plugin.models.unserved import UNSERVED_CONFIGS
 
     for config in (*CONFIGS, *UNSERVED_CONFIGS):
         AutoConfig.register(config.model_type, config, exist_ok=True)

@@ -9,8 +9,6 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 from transformers.models.llama.configuration_llama import LlamaConfig
 
-from dllm_plugin.models.checkpoints.unserved import refuse_unserved
-
 # Options of the training code that no published checkpoint uses: key -> the value that we serve.
 # `None` (key absent or null) always means the published default.
 LLADA_FIXED: dict[str, Any] = {
@@ -35,7 +33,22 @@ QWEN_FIXED: dict[str, Any] = {
     "use_mrope": False,
     "use_sliding_window": False,
 }
+LLADA_MOE_FIXED: dict[str, Any] = {
+    "attention_bias": False,
+    "clip_qkv": None,
+    "hidden_act": "silu",
+    "moe_router_enable_expert_bias": False,
+    "moe_router_score_function": "softmax",
+    "partial_rotary_factor": 1,
+    "qk_layernorm": True,
+    "rope_scaling": None,
+    "routed_scaling_factor": 1,
+    "router_num_group": None,
+    "router_topk_group": None,
+    "shared_expert_intermediate_size": 0,
+}
 SDAR_FIXED = QWEN_FIXED | {"attention_bias": False}
+RND1_FIXED = SDAR_FIXED | {"is_causal": False}
 LLAMA_FIXED: dict[str, Any] = {
     "attention_bias": False,
     "hidden_act": "silu",
@@ -127,6 +140,13 @@ class LLaDAConfig(DiffusionConfig):
     activation_type: str = "silu"
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Read the keys; LLaDA-MoE's published config.json names LLaDA's model type."""
+        if LLaDAMoEConfig.architecture not in (config_dict.get("architectures") or ()):
+            return super().from_dict(config_dict, **kwargs)
+        return LLaDAMoEConfig.from_dict(config_dict, **kwargs)
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.embedding_size is not None:
@@ -262,6 +282,77 @@ class SDARMoeConfig(DiffusionConfig, Qwen3MoeConfig):
         )
 
 
+class LLaDAMoEConfig(DiffusionConfig, Qwen3MoeConfig):
+    """Read LLaDA-MoE's keys under Qwen3-MoE's names; defaults are LLaDA-MoE-7B-A1B's."""
+
+    model_type = "lladamoe"
+    label = "LLaDA-MoE"
+    architecture: ClassVar[str] = "LLaDAMoEModelLM"
+    fixed = LLADA_MOE_FIXED
+    default_theta = 50000.0
+
+    vocab_size: int = 157184
+    hidden_size: int = 2048
+    num_hidden_layers: int = 16
+    num_attention_heads: int = 16
+    num_key_value_heads: int = 16
+    head_dim: int | None = None
+    max_position_embeddings: int = 8192
+    rms_norm_eps: float = 1e-5
+    num_experts: int = 64
+    num_experts_per_tok: int = 8
+    norm_topk_prob: bool = False
+    expert_intermediate_size: int = 1024
+    dense_intermediate_size: int | None = None
+    moe_layer_freq: list[int] | None = None
+    mlp_only_layers: list[int] | None = None
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "LLaDAMoEConfig":
+        """Read the keys; the authors' code never normalises the shares of chosen experts."""
+        fixed = {"norm_topk_prob": False, "model_type": cls.model_type}
+        return super().from_dict(config_dict | fixed, **kwargs)
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if 0 in (self.moe_layer_freq or ()):
+            raise ValueError(
+                f"This LLaDA-MoE checkpoint has moe_layer_freq={self.moe_layer_freq!r} in "
+                "config.json; only layers with experts are supported."
+            )
+        self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
+        self.moe_intermediate_size = self.expert_intermediate_size
+        super().__post_init__(**kwargs)
+        # vLLM's layer reads the key and takes no null.
+        self.shared_expert_intermediate_size = 0
+
+    @property
+    def sparse_layers(self) -> frozenset[int]:
+        """Return the layers with experts: all."""
+        return frozenset(range(self.num_hidden_layers))
+
+
+class RND1Config(DiffusionConfig, Qwen3MoeConfig):
+    """Read RND1: the keys of SDAR with experts, and how many steps a text takes."""
+
+    model_type = "rnd1"
+    label = "RND1"
+    fixed = RND1_FIXED
+    default_theta = 1000000.0
+
+    head_dim: int = 128
+    norm_topk_prob: bool = True
+    num_diffusion_steps: int | None = None
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "RND1Config":
+        """Read the keys; some are published as false where transformers takes a null."""
+        unset = ("rope_scaling", "sliding_window")
+        read = {k: v for k, v in config_dict.items() if v or k not in unset}
+        return super().from_dict(read, **kwargs)
+
+    sparse_layers = SDARMoeConfig.sparse_layers
+
+
 class LLaDA2Config(DiffusionConfig):
     """Read LLaDA2.0 and 2.1: Ling 2.0's keys; defaults are LLaDA2-mini's."""
 
@@ -327,32 +418,14 @@ class LLaDA21Config(LLaDA2Config):
     model_type = "llada21_moe"
 
 
-class UnservedConfig(PreTrainedConfig):
-    """Refuse a model type that DiffuPlug knows by name only."""
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        refuse_unserved({"model_type": self.model_type})
-        super().__post_init__(**kwargs)
-
-
-class NemotronConfig(UnservedConfig):
-    """Refuse Nemotron-Labs-Diffusion."""
-
-    model_type = "nemotron_labs_diffusion"
-
-
-class WeDLMConfig(UnservedConfig):
-    """Refuse WeDLM."""
-
-    model_type = "wedlm"
-
-
 CONFIGS = (
     LLaDAConfig,
+    LLaDAMoEConfig,
     DreamConfig,
     FastDLLMConfig,
     SDARConfig,
     SDARMoeConfig,
+    RND1Config,
     LLaDA2Config,
     LLaDA2VeomniConfig,
     LLaDA21Config,
@@ -360,7 +433,6 @@ CONFIGS = (
     A2DQwen2Config,
     A2DLlamaConfig,
 )
-UNSERVED_CONFIGS = (NemotronConfig, WeDLMConfig)
 # Architectures whose model type belongs to transformers itself, which reads their config.json.
 ADOPTED: dict[str, type[DiffusionConfig]] = {
     "StableDiffcoderForCausalLM": StableDiffCoderConfig,

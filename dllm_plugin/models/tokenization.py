@@ -5,6 +5,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase, Qwen2Tokeniz
 from dllm_plugin.models.configs import (
     DreamConfig,
     FastDLLMConfig,
+    RND1Config,
     SDARConfig,
     SDARMoeConfig,
 )
@@ -23,5 +24,6 @@ TOKENIZERS: dict[type[PreTrainedConfig], type[PreTrainedTokenizerBase]] = {
     DreamConfig: DreamTokenizer,
     SDARConfig: Qwen2Tokenizer,  # these repositories ship Python code, which we do not need
     SDARMoeConfig: Qwen2Tokenizer,
+    RND1Config: Qwen2Tokenizer,
     FastDLLMConfig: Qwen2Tokenizer,
 }

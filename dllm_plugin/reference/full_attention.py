@@ -15,6 +15,7 @@ from dllm_plugin.reference.numbers import (
     factor_limit,
     float32,
     llada_quota,
+    rnd1_quota,
     rounded_quotas,
 )
 from dllm_plugin.reference.proposing import Proposals, best_first, propose, uniforms
@@ -130,6 +131,8 @@ def choose_of_left(
         count = factor_count(scores, rules.factor)
         limits = [factor_limit(j, rules.factor) for j in range(len(scores))]
         text.close_choice(*(scores[j] - limits[j] for j in range(1, len(scores))))
+    elif rules.linear:
+        count = rnd1_quota(len(left), size, text.steps, step)
     elif rules.rounded:
         count = rounded_quotas(size, text.steps)[step]
     elif text.model.shift:

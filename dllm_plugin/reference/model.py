@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from dllm_plugin.reference.checkpoint import load_weights
-from dllm_plugin.reference.sizes import LLADA2, MASKS, SHIFTED, Sizes
+from dllm_plugin.reference.sizes import LLADA2, LLADA_MOE, MASKS, SHIFTED, Sizes
 from dllm_plugin.reference.text import Slots
 
 Turns = tuple[Tensor, Tensor]  # cosine and sine of the angles, by position
@@ -39,6 +39,8 @@ class Router:
         if "num_experts" not in config:
             return None
         chosen = config["num_experts_per_tok"]
+        if sizes.kind == LLADA_MOE:
+            return cls(chosen, normalised=False)
         if sizes.kind not in LLADA2:
             return cls(chosen, normalised=config.get("norm_topk_prob", True))
         groups, kept = config.get("n_group", 8), config.get("topk_group", 4)

@@ -63,6 +63,12 @@ def dream_quota(num_left: int, steps: int, step: int, eps: float) -> int:
     return int(num_left * dream_share(steps, step, eps))
 
 
+def rnd1_quota(num_left: int, size: int, steps: int, step: int) -> int:
+    """Count as RND1 ``diffusion_sample``: all but a float32 share of the block, cut."""
+    share = torch.tensor(max(steps - 1 - step, 0) / steps, dtype=torch.float32)
+    return num_left - int(torch.tensor(float(size)) * share)
+
+
 def dream_share(steps: int, step: int, eps: float) -> Tensor:
     """Return the share of the masked positions that a step of Dream decides, float32."""
     time = torch.linspace(1, eps, steps + 1)

@@ -34,7 +34,8 @@ def propose(text: Text, logits: Tensor, positions: list[int], step: int) -> Prop
     is_tempered = text.model.shift or rules.strategy not in UNTEMPERED
     noisy = logits
     if is_tempered:
-        logits = _filter(text, logits / (rules.temperature or 1.0))
+        temperature = rules.temperature or rules.entropy_temperature
+        logits = _filter(text, logits / temperature)
         noisy = logits.log_softmax(-1)
     if rules.temperature > 0:
         # The logarithm of exp(logits) / (-ln U) ** temperature.

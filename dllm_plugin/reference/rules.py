@@ -22,6 +22,7 @@ class Rules:
     Not an option of a request: `strategy`, a key of `LOOPS`; `on_grid`, whether blocks
     start at multiples of their length instead of at the end of the prompt; `exact_end`,
     whether the last block ends with the answer; `rounded`, whether quotas are A2D's;
+    `linear`, whether they are RND1's, which counts the positions that stay masked;
     `splits_prompt`, whether blocks divide the prompt too, from its end backwards; `widths`,
     the canvas positions that each forward computes, the last one for all further
     forwards; `eos` and `eot`, the tokens that `logits_eos_inf` and
@@ -46,6 +47,8 @@ class Rules:
     factor: float = 1.0
     eps: float = 1e-3
     temperature: float = 0.0
+    entropy_temperature: float = 1.0
+    linear: bool = False
     seed: int = 0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0

@@ -6,18 +6,24 @@ from pathlib import Path
 from typing import Any
 
 FAST_DLLM, DREAM, LLADA = "Fast_dLLM_Qwen", "Dream", "llada"
+LLADA_MOE, RND1 = "lladamoe", "rnd1"
 LLADA2, SDAR = ("llada2_moe", "llada2_moe_veomni", "llada21_moe"), ("sdar", "sdar_moe")
 STABLE_DIFFCODER = "stable_diffcoder"
 A2D_QWEN3, A2D_QWEN2, A2D_LLAMA = A2D = ("a2d-qwen3", "a2d-qwen2", "a2d-llama")
 # Architectures whose model type is that of other models.
-KINDS = {"StableDiffcoderForCausalLM": STABLE_DIFFCODER}
+KINDS = {
+    "StableDiffcoderForCausalLM": STABLE_DIFFCODER,
+    "LLaDAMoEModelLM": LLADA_MOE,
+}
 MASKS = (
     {FAST_DLLM: "|<MASK>|", STABLE_DIFFCODER: "<[MASK_TOKEN]>"}
-    | dict.fromkeys((*LLADA2, *A2D), "<|mask|>")
+    | dict.fromkeys((*LLADA2, *A2D, LLADA_MOE), "<|mask|>")
     | dict.fromkeys(SDAR, "<|MASK|>")
 )
-SHIFTED = (DREAM, FAST_DLLM)
-BIASED, NORMED = (*SHIFTED, A2D_QWEN2), (*SDAR, *LLADA2, A2D_QWEN3)
+SHIFTED = (DREAM, FAST_DLLM, RND1)
+BIASED = (DREAM, FAST_DLLM, A2D_QWEN2)
+NORMED = (*SDAR, *LLADA2, A2D_QWEN3, LLADA_MOE, RND1)
+THETAS = {LLADA: 5e5, LLADA_MOE: 5e4} | dict.fromkeys(LLADA2, 6e5)
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,10 @@ class Sizes:
         kind = config["model_type"]
         for architecture in config.get("architectures") or ():
             kind = KINDS.get(architecture, kind)
-        known = (LLADA, DREAM, FAST_DLLM, *SDAR, *LLADA2, STABLE_DIFFCODER, *A2D)
+        known = (
+            *(LLADA, LLADA_MOE, DREAM, FAST_DLLM, RND1),
+            *(*SDAR, *LLADA2, STABLE_DIFFCODER, *A2D),
+        )
         if kind not in known:
             raise ValueError(
                 f"model_type {kind!r} has no plain model; known: {', '.join(known)}."
@@ -58,19 +67,21 @@ class Sizes:
         if kind == LLADA:
             return cls(*_llada_sizes(config))
         heads, width = config["num_attention_heads"], config["hidden_size"]
-        head = config.get("head_dim") or (128 if kind == "sdar_moe" else width // heads)
+        head = config.get("head_dim") or (
+            128 if kind in ("sdar_moe", RND1) else width // heads
+        )
         share = config.get("partial_rotary_factor", 0.5 if kind in LLADA2 else 1.0)
         return cls(
             kind,
             width,
-            config["intermediate_size"],
+            config.get("intermediate_size") or config["dense_intermediate_size"],
             config["vocab_size"],
             config["num_hidden_layers"],
             heads,
             config.get("num_key_value_heads") or heads,
             head,
             config.get("rms_norm_eps", 1e-6),
-            _theta(config, 6e5 if kind in LLADA2 else 1e6),
+            _theta(config, THETAS.get(kind, 1e6)),
             int(head * share),
             bool(config.get("tie_word_embeddings")),
             config,
@@ -114,7 +125,8 @@ class Sizes:
         is_dense = layer < config.get("first_k_dense_replace", 0) or layer in dense
         if not experts or is_dense or (layer + 1) % step:
             return self._gated(name, self.inner)
-        inner = config["moe_intermediate_size"]
+        inner = config.get("expert_intermediate_size")
+        inner = inner or config["moe_intermediate_size"]
         found: dict[str, tuple[int, ...]] = {
             f"{name}.gate.weight": (experts, self.width)
         }
@@ -140,7 +152,7 @@ def _llada_sizes(config: dict[str, Any]) -> tuple[Any, ...]:
         config.get("mlp_hidden_size") or int(config.get("mlp_ratio", 4) * width),
         config.get("embedding_size") or config["vocab_size"],
         *(config["n_layers"], heads, config.get("n_kv_heads") or heads, head),
-        *(config.get("rms_norm_eps", 1e-5), _theta(config, 5e5), head),
+        *(config.get("rms_norm_eps", 1e-5), _theta(config, THETAS[LLADA]), head),
         bool(config.get("weight_tying")),
         config,
     )

@@ -62,7 +62,9 @@ class Filters:
             | (sampling.top_k.np[slots_np] != sampling.vocab_size)
             | (sampling.top_p.np[slots_np] != 1.0)
         )
-        greedy = requests.users("top_k", slots_np) | requests.users("top_p", slots_np)
+        greedy = requests.users("entropy_temperature", slots_np)
+        for name in ("top_k", "top_p"):
+            greedy = greedy | requests.users(name, slots_np)
         return greedy | (sampled & (sampling.temperature.np[slots_np] > 0))
 
     def apply(self, logits_TV: Tensor, slot_T: Tensor, slots_np: np.ndarray) -> Tensor:
@@ -83,12 +85,15 @@ class Filters:
     def apply_greedy(
         self, logits_TV: Tensor, slot_T: Tensor, slots_np: np.ndarray
     ) -> Tensor:
-        """Filter rows of greedy requests as Dream does: it changes the confidence, not the token.
+        """Temper and filter rows of greedy requests: it changes the confidence, not the token.
 
         Sampling requests have no such filters: their numbers are neutral here.
         """
         states, vocab_size = self.states, logits_TV.shape[1]
         top_k = top_p = None
+        if states.requests.uses("entropy_temperature", slots_np):
+            temperature_T = states.requests.number("entropy_temperature", slot_T)
+            logits_TV = logits_TV / temperature_T[:, None]
         if states.requests.uses("top_k", slots_np):
             top_k = states.requests.number("top_k", slot_T).to(torch.int32)
             top_k = top_k.where(top_k > 0, vocab_size).clamp_max(vocab_size)

@@ -128,7 +128,9 @@ class RequestTable:
         self.steps.np[slot] = request.steps
         if params.temperature > 0:
             # Filters of greedy requests; vLLM's own are in force here.
-            request = dataclasses.replace(request, top_p=1.0, top_k=0)
+            request = dataclasses.replace(
+                request, top_p=1.0, top_k=0, entropy_temperature=1.0
+            )
         numbers = {name: float(getattr(request, name) or 0) for name in COLUMNS}
         self.numbers.np[slot] = list(numbers.values())
         self.asked |= {name for name, number in numbers.items() if number != _off(name)}
@@ -190,4 +192,4 @@ class RequestTable:
 
 def _off(name: str) -> float:
     """Return the number with which an option that is off by default does nothing."""
-    return 1.0 if name == "top_p" else 0.0
+    return 1.0 if name in ("top_p", "entropy_temperature") else 0.0

@@ -23,7 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import forked  # noqa: E402
 import heap  # noqa: E402
-from engines import CHECKPOINTS, FAMILIES, EngineRoom, named_engines  # noqa: E402
+from engines import CHECKPOINTS, FAMILIES, MASK_IDS, EngineRoom, named_engines  # noqa: E402
 from processes import KEYED, Server, serving  # noqa: E402
 
 from dllm_plugin import default_model  # noqa: E402
@@ -104,7 +104,7 @@ def llm(request: pytest.FixtureRequest, room: EngineRoom) -> Any:
 @pytest.fixture(scope="session")
 def plain_models() -> dict[str, PlainModel]:
     """The tiny checkpoints in plain torch, by family."""
-    return {name: PlainModel.load(CHECKPOINTS / f"tiny-{name}") for name in FAMILIES}
+    return {name: PlainModel.load(CHECKPOINTS / f"tiny-{name}") for name in MASK_IDS}
 
 
 # Module scope lets pytest run all tests of one family and scheduling on one engine.

@@ -12,7 +12,7 @@ import heap
 
 CHECKPOINTS = Path(__file__).parents[1] / "goldens" / "checkpoints"
 FAMILIES = ("llada", "dream")
-MASK_IDS = {"llada": 300, "dream": 279}
+MASK_IDS = {"llada": 300, "llada-moe": 260, "dream": 279, "rnd1": 282}
 STARTS: list[float] = []  # seconds of each start in this process, for `sums.py`
 CANVAS, CONTEXT = 48, 160  # of full attention
 NEVER = 319  # a token that the tiny checkpoints never predict

@@ -12,7 +12,7 @@ from torch import Tensor
 from dllm_plugin.reference.loops import decode
 from dllm_plugin.reference.model import PlainModel
 from dllm_plugin.reference.rules import Rules
-from dllm_plugin.reference.text import Text
+from dllm_plugin.reference.text import FILL, Text
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 CANVAS = 64  # no recorded text is longer
@@ -29,6 +29,10 @@ FILES = {
         "dual_cache_threshold",
         "dual_cache_factor",
     ),
+    ("llada-moe", "semi_autoregressive"): ("vanilla", "fast_nocache"),
+    ("llada-moe", "prefix_cache"): ("prefix_cache", "prefix_cache_threshold"),
+    ("llada-moe", "dual_cache"): ("dual_cache", "dual_cache_threshold"),
+    ("rnd1", "semi_autoregressive"): ("entropy",),
     ("dream", "semi_autoregressive"): (
         "maskgit_plus",
         "entropy",
@@ -69,11 +73,40 @@ class Case:
     @property
     def max_tokens(self) -> int:
         settings = self.record["settings"]
+        if self.template is not None:
+            return self.template.count(FILL)
+        if "max_length" in settings:
+            return settings["max_length"] - len(self.prompt)
         return settings.get("gen_length") or settings["max_new_tokens"]
 
     @property
+    def template(self) -> list[int] | None:
+        """RND1's masks and the text after them; it reserves a last position, too."""
+        settings = self.record["settings"]
+        if "suffix_ids" not in settings:
+            return None
+        masks = settings["max_new_tokens"] - len(settings["suffix_ids"]) - 1
+        return [FILL] * masks + settings["suffix_ids"]
+
+    @property
+    def output(self) -> list[int]:
+        """What the engine emits: up to the last mask if a suffix is given."""
+        return self.record["output_ids"][: self.max_tokens]
+
+    @property
     def temperature(self) -> float:
+        if self.is_rnd1:
+            return 0.0  # recorded greedily; the number is that of the entropies
         return self.record["settings"].get("temperature", 0.0)
+
+    @property
+    def is_rnd1(self) -> bool:
+        return "num_diffusion_steps" in self.record["settings"]
+
+    @property
+    def is_served(self) -> bool:
+        """Whether no mask token stands in the prompt."""
+        return not self.record["id"].startswith("maskprompt")
 
     @property
     def is_random(self) -> bool:
@@ -83,6 +116,8 @@ class Case:
     def numbers(self) -> dict[str, Any]:
         """What the request sets, without ``dllm_``."""
         settings = self.record["settings"]
+        if self.is_rnd1:
+            return self._numbers_of_rnd1()
         numbers = {name: settings[name] for name in SAME_NAME if name in settings}
         if "block_length" in settings:
             numbers["block_length"] = settings["block_length"]
@@ -96,6 +131,30 @@ class Case:
             if name in settings:
                 numbers |= {"policy": name, name: settings[name]}
         return numbers
+
+    def _numbers_of_rnd1(self) -> dict[str, Any]:
+        settings = self.record["settings"]
+        return {
+            "policy": "entropy",
+            "steps": settings["num_diffusion_steps"],
+            "entropy_temperature": settings["temperature"],
+        }
+
+    def arguments(self) -> dict[str, Any]:
+        """What the request sets, with ``dllm_``."""
+        given = {f"dllm_{name}": value for name, value in self.numbers().items()}
+        if "add_eos_at_end" in self.record["settings"]:
+            given["dllm_add_eos_at_end"] = True
+        if self.template is not None:
+            given["dllm_template"] = self.template
+        return given
+
+    def plain_template(self) -> list[int] | None:
+        """The template of the plain loop, with the reserved position of RND1."""
+        if not self.is_rnd1:
+            return None
+        last = self.record["output_ids"][-1:]
+        return (self.template or [FILL] * (self.max_tokens - 1)) + last
 
     def forward_of(self, position: int, step: int) -> int:
         """Index among the forwards of the whole text, of which every block takes as many."""
@@ -138,9 +197,11 @@ class Case:
             eot=EOT,
             temperature=self.temperature,
             canvas_length=CANVAS,
+            linear=self.is_rnd1,
             **self.numbers(),
         )
         text = Text(model, self.prompt, self.max_tokens, rules)
+        text.template = self.plain_template()
         if self.is_random:
             text.uniform, text.noise = self.uniform, self.noise
         decode(text)
@@ -155,9 +216,10 @@ def logits_of(file: str) -> dict[str, Tensor]:
 @cache
 def cases_of(family: str, strategy: str) -> list[Case]:
     """All cases of all files of a strategy."""
-    files = [f"{family}_{name}" for name in FILES[family, strategy]]
-    return [
+    files = [f"{family.replace('-', '_')}_{name}" for name in FILES[family, strategy]]
+    cases = [
         Case(file, strategy, record)
         for file in files
         for record in json.loads((GOLDENS / f"{file}.json").read_text())["cases"]
     ]
+    return [case for case in cases if case.is_served]

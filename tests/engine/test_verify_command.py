@@ -76,6 +76,7 @@ def check_same(
         ("dream", []),
         ("dream", ["--strategy", "block_diffusion", "--policy", "entropy"]),
         ("dream", ["--strategy", "semi_autoregressive"]),
+        ("llada-moe", []),
         ("sdar", []),
         ("sdar", ["--policy", "sequential", "--block-length", "8"]),
         ("sdar-moe", ["--policy", "low_confidence"]),

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoConfig
 
+from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.decoding.families import FAMILIES, FAST_DLLM, LLADA, LLADA2, SDAR
 from dllm_plugin.models.checkpoints.trained_for import (
     find_mask_token,
@@ -64,6 +65,10 @@ LLADA2_MINI = {
 }
 
 
+# The published file names LLaDA's model type; the architecture decides.
+LLADA_MOE = {"model_type": "llada", "architectures": ["LLaDAMoEModelLM"]}
+
+
 def read(tmp_path, config: dict):
     (tmp_path / "config.json").write_text(json.dumps(config))
     return AutoConfig.from_pretrained(tmp_path)
@@ -96,6 +101,19 @@ def test_llada2_reads_as_ling(tmp_path, model_type):
     assert config.mask_token_id is config.eos_token_id is None
 
 
+@pytest.mark.parametrize("model_type", ["llada", "lladamoe"])
+def test_llada_moe_reads_as_qwen3_moe(tmp_path, model_type):
+    given = LLADA_MOE | {"model_type": model_type, "norm_topk_prob": None}
+    config = read(tmp_path, given | {"rope_scaling": None})
+    assert config.model_type == "lladamoe" and config.norm_topk_prob is False
+    assert (config.moe_intermediate_size, config.head_dim) == (1024, 128)
+    assert config.rope_parameters == {"rope_theta": 50000.0, "rope_type": "default"}
+    with pytest.raises(ValueError, match="has moe_layer_freq="):
+        read(tmp_path, given | {"moe_layer_freq": [1, 0]})
+    with pytest.raises(ValueError, match="rope_type"):
+        read(tmp_path, given | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}})
+
+
 @pytest.mark.parametrize(
     ("base", "key", "value"),
     [
@@ -109,6 +127,12 @@ def test_llada2_reads_as_ling(tmp_path, model_type):
         (LLADA2_MINI, "norm_head", True),
         (LLADA2_MINI, "use_sliding_window", True),
         (LLADA2_MINI, "moe_router_enable_expert_bias", False),
+        (LLADA_MOE, "moe_router_enable_expert_bias", True),
+        (LLADA_MOE, "shared_expert_intermediate_size", 512),
+        (LLADA_MOE, "clip_qkv", 8.0),
+        (SDAR_4B | {"model_type": "rnd1"}, "is_causal", True),
+        (LLADA_MOE, "attention_bias", True),
+        (LLADA_MOE, "qk_layernorm", False),
     ],
 )
 def test_variants_are_refused_by_key(tmp_path, base, key, value):
@@ -124,6 +148,8 @@ def test_variants_are_refused_by_key(tmp_path, base, key, value):
         ("tiny-sdar", 282, "config.json", (258,)),
         ("tiny-sdar-moe", 282, "tokenizer token '<|MASK|>'", (258,)),
         ("tiny-llada2.0", 260, "tokenizer token '<|mask|>'", (257, 265)),
+        ("tiny-llada-moe", 260, "tokenizer token '<|mask|>'", (257, 265)),
+        ("tiny-rnd1", 282, "config.json", (258,)),
         ("tiny-fast-dllm-v2", 278, "tokenizer token '|<MASK>|'", (258,)),
     ],
 )
@@ -169,6 +195,34 @@ def test_trained_block_length(model, config, family, length):
     given = served(model)
     vars(given.hf_config).update(config)
     assert trained_block_length(given, family)[0] == length
+
+
+ALIASES = [
+    # name, tiny checkpoint of its layout, strategy, threshold, block length
+    ("Dream-org/Dream-Coder-v0-Instruct-7B", "tiny-dream", "dual_cache", 0.9, 32),
+    ("Zigeng/dParallel-LLaDA-8B-instruct", "tiny-llada", "dual_cache", 0.5, 32),
+    ("Zigeng/dParallel_Dream_7B_Instruct", "tiny-dream", "dual_cache", 0.9, 32),
+    ("d3LLM/d3LLM_LLaDA", "tiny-llada", "dual_cache", 0.9, 32),
+    ("d3LLM/d3LLM_Dream", "tiny-dream", "dual_cache", 0.9, 32),
+    ("d3LLM/d3LLM_Dream_Coder", "tiny-dream", "dual_cache", 0.9, 32),
+    ("Gen-Verse/TraDo-8B-Instruct", "tiny-sdar", "block_diffusion", 0.9, 4),
+    ("Gen-Verse/TraDo-8B-Thinking", "tiny-sdar", "block_diffusion", 0.9, 4),
+    ("Zigeng/DMax-Math-16B", "tiny-llada2.0", "block_diffusion", 0.95, 32),
+    ("inclusionAI/LLaDA2.0-mini-preview", "tiny-llada2.0", "block_diffusion", 0.95, 32),
+    ("inclusionAI/LLaDA2.0-mini-CAP", "tiny-llada2.0", "block_diffusion", 0.95, 32),
+]
+
+
+@pytest.mark.parametrize(("name", "layout", "strategy", "threshold", "block"), ALIASES)
+def test_checkpoints_of_a_known_layout_get_the_defaults_of_their_cards(
+    name, layout, strategy, threshold, block, checkpoint, vllm_config_for, logged
+):
+    path = checkpoint(layout, block_size=None)
+    path = path.rename(path.parent / name.partition("/")[2])
+    found = get_decode_config(vllm_config_for(path))
+    assert (found.strategy, found.block_length) == (strategy, block)
+    assert found.policy == "threshold" and found.defaults.threshold == threshold
+    assert not any("how long the blocks" in text for text in logged)
 
 
 @pytest.mark.parametrize("length", [0, 4.0, "4", True])

@@ -21,7 +21,8 @@ TRACES = {
     "stable_diffcoder_quota": "tiny-stable-diffcoder",
     "a2d_mdlm": "tiny-a2d-qwen3",
 }
-ALL = pytest.mark.parametrize("name", TRACES.values())
+MIXTURES = ("tiny-llada-moe", "tiny-rnd1")  # of full attention
+ALL = pytest.mark.parametrize("name", [*TRACES.values(), *MIXTURES])
 LLADA2 = pytest.mark.parametrize("name", ["tiny-llada2.0", "tiny-llada2.1"])
 LAYER = "model.layers.1."
 
@@ -97,6 +98,8 @@ def test_head_is_tied_as_configured(name, load_model, checkpoints):
         ("tiny-sdar", f"{LAYER}self_attn.k_norm.weight"),
         ("tiny-sdar-moe", f"{LAYER}mlp.experts.7.up_proj.weight"),
         ("tiny-sdar-moe", f"{LAYER}mlp.gate.weight"),
+        ("tiny-llada-moe", f"{LAYER}mlp.experts.7.gate_proj.weight"),
+        ("tiny-rnd1", f"{LAYER}self_attn.q_norm.weight"),
         ("tiny-llada2.0", f"{LAYER}attention.query_key_value.weight"),
         ("tiny-llada2.0", f"{LAYER}mlp.gate.expert_bias"),
         ("tiny-llada2.0", f"{LAYER}mlp.shared_experts.down_proj.weight"),
@@ -209,7 +212,7 @@ def test_what_the_parent_offers_stays(name, load_model, checkpoints):
     assert supports_lora(model)
     packed = "query_key_value" if "llada2" in name else "qkv_proj"
     assert packed in model.packed_modules_mapping
-    assert is_mixture_of_experts(model) is (name == "tiny-sdar-moe")
+    assert is_mixture_of_experts(model) is (name in ("tiny-sdar-moe", *MIXTURES))
 
 
 @pytest.mark.parametrize(
@@ -217,6 +220,8 @@ def test_what_the_parent_offers_stays(name, load_model, checkpoints):
     [
         ("tiny-sdar", {"self_attn.q_proj": (256, 128), "self_attn.o_proj": (128, 256)}),
         ("tiny-sdar-moe", {"mlp.experts.3.up_proj": (64, 128)}),
+        ("tiny-llada-moe", {"self_attn.q_proj": (128, 128)}),
+        ("tiny-rnd1", {"self_attn.o_proj": (128, 256)}),
         ("tiny-llada2.0", {"attention.query_key_value": (256, 128)}),
         ("tiny-fast-dllm-v2-tied", {"self_attn.k_proj": (64, 128)}),
     ],

@@ -32,6 +32,7 @@ FIELDS = [
     "confidence_eos_eot_inf",
     "decoded_token_threshold",
     "editing_threshold",
+    "entropy_temperature",
     "eps",
     "factor",
     "full_refresh_every",
@@ -57,6 +58,7 @@ FIELDS = [
     "vocab_parallel",
 ]
 REQUEST_ARGUMENTS = [
+    "dllm_add_eos_at_end",
     "dllm_alg_temp",
     "dllm_block_add_threshold",
     "dllm_block_length",
@@ -65,6 +67,7 @@ REQUEST_ARGUMENTS = [
     "dllm_decoded_token_threshold",
     "dllm_early_text",
     "dllm_editing_threshold",
+    "dllm_entropy_temperature",
     "dllm_eps",
     "dllm_factor",
     "dllm_frames",

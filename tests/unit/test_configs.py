@@ -93,6 +93,8 @@ CHECKPOINTS = (
         "tiny-sdar-moe",
         "tiny-llada2.0",
         "tiny-llada2.1",
+        "tiny-llada-moe",
+        "tiny-rnd1",
     ),
     *("tiny-fast-dllm-v2", "tiny-fast-dllm-v2-tied", "tiny-stable-diffcoder"),
     "tiny-a2d-qwen3",

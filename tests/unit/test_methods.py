@@ -131,9 +131,9 @@ def test_config_classes_share_what_is_a_number() -> None:
     # A user's steps hold for blocks of any length, and are kept beside the defaults.
     assert of_engine & of_request == {"steps"}
     assert (len(numbers), len(OPTIONS), len(of_request), len(of_engine)) == (
-        17,
-        35,
-        31,
+        18,
+        36,
+        33,
         22,
     )
 

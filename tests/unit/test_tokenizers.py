@@ -16,6 +16,8 @@ NAMES = (
         "tiny-sdar-moe",
         "tiny-llada2.0",
         "tiny-llada2.1",
+        "tiny-llada-moe",
+        "tiny-rnd1",
     ),
     *("tiny-fast-dllm-v2", "tiny-fast-dllm-v2-tied", "tiny-stable-diffcoder"),
     "tiny-a2d-qwen3",

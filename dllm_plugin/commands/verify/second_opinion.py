@@ -56,6 +56,7 @@ def check(config: DecodeConfig) -> None:
 
 def decode_job(model: Model, job: Job, watch: Callable[[Step], None]) -> Result:
     """Decode a prompt; `watch` is called after each forward."""
+    template = job.request.template
     text = Text(
         model,
         job.prompt,
@@ -63,6 +64,7 @@ def decode_job(model: Model, job: Job, watch: Callable[[Step], None]) -> Result:
         rules_of(job),
         job.stop,
         job.max_model_len,
+        template=None if template is None else list(template.token_ids),
         watch=watch,
     )
     return decode(text)
@@ -79,6 +81,7 @@ def rules_of(job: Job) -> Rules:
         rounded=job.config.method.skips_steps,
         splits_prompt=job.config.method.splits_prompt,
         canvas_length=job.config.canvas_length,
+        linear=job.config.method.reserves_last,
         **given,
     )
 

@@ -24,6 +24,7 @@ from dllm_plugin.config.options import (
 from dllm_plugin.config.validation import (
     Check,
     Choice,
+    Flag,
     Number,
     WholeNumber,
     WholeNumbers,
@@ -49,6 +50,7 @@ class Template:
     """
 
     token_ids: tuple[int, ...]
+    ends_given: bool = False  # what is given after the last gap belongs to the answer
 
     @cached_property
     def gaps(self) -> list[tuple[int, int]]:
@@ -64,7 +66,9 @@ class Template:
 
     @property
     def end(self) -> int:
-        """Return where the last gap stops, and the answer with it; 0 without a gap."""
+        """Return where the answer stops, by default with the last gap; 0 without a gap."""
+        if self.ends_given:
+            return len(self.token_ids)
         return end_of_gaps(self.token_ids)
 
     @property
@@ -118,6 +122,13 @@ class RequestArguments(Numbers):
         WholeNumbers("token ids, with -1 for a position to fill", -1),
         "Tokens of the answer and after it that are given; -1: a position to fill.",
         needs="full_attention",
+    )
+    add_eos_at_end: bool = argument(
+        False,
+        Flag(),
+        "RND1: the reserved last position holds EOS instead of the pad token.",
+        off=(False,),
+        needs="reserves_last",
     )
     targets: tuple[int, ...] | None = argument(
         None,

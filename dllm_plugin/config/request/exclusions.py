@@ -262,6 +262,19 @@ WITH_PARAMETERS = (
         "{option}.",
     ),
     Exclusion(
+        "entropy_temperature",
+        lambda c, name: name in c.given and c.params.temperature > 0,
+        "{name} is for greedy requests: with temperature {params.temperature} the entropies "
+        "are read at that, so leave it out.",
+    ),
+    Exclusion(
+        "max_tokens",
+        lambda c, name: (
+            c.config.reserved and "template" not in c.given and c.params.max_tokens == 1
+        ),
+        "{name} must be at least 2 with this model, whose last position is reserved.",
+    ),
+    Exclusion(
         "max_tokens",
         lambda c, name: (
             c.asked.template and c.asked.template.end != c.params.max_tokens

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from dllm_plugin.config.decode import Case, DecodeConfig
-from dllm_plugin.config.options import OPTIONS, REQUEST_PREFIX
+from dllm_plugin.config.options import FILL, OPTIONS, REQUEST_PREFIX
 from dllm_plugin.config.request.arguments import ARGUMENTS, RequestArguments, Template
 from dllm_plugin.config.request.exclusions import refuse_arguments
 from dllm_plugin.config.resolution import check_policy
@@ -28,7 +28,8 @@ def request_arguments(
     excluded by another argument or the engine.
     """
     given = given_arguments(extra_args)
-    length = max_tokens if config.whole_canvas or "template" in given else None
+    reads_length = config.whole_canvas or config.reserved or "template" in given
+    length = max_tokens if reads_length else None
     key = _key(given)
     if key is None:
         return _parse(config, given, length)
@@ -105,6 +106,25 @@ def _unknown(name: str) -> str:
     return f"Unknown request argument {argument}; known: {known}{near}."
 
 
+def _template(
+    config: DecodeConfig, fields: Mapping[str, Any], max_tokens: int | None
+) -> Template | None:
+    """Return a request's template, with the reserved position after it, if there is one.
+
+    Answers longer than a canvas have no reserved position.
+    """
+    given = tuple(fields.get("template", ()))
+    if not config.reserved:
+        return Template(given) if given else None
+    last = config.reserved[bool(fields.get("add_eos_at_end"))]
+    if given:
+        return Template(given if given[-1] == last else (*given, last))
+    length = max_tokens or 0
+    if not 1 < length <= config.canvas_length:
+        return None
+    return Template((FILL,) * (length - 1) + (last,), ends_given=True)
+
+
 def _filled_in(
     config: DecodeConfig, given: Mapping[str, Any], max_tokens: int | None
 ) -> RequestArguments:
@@ -115,8 +135,10 @@ def _filled_in(
     for name in ("targets", "schedule"):
         if name in fields:
             fields[name] = tuple(fields[name])
+    template = _template(config, fields, max_tokens)
+    if template is not None:
+        fields["template"] = template
     if "template" in fields:
-        fields["template"] = Template(tuple(fields["template"]))
         # The engine's window would hide what stands after the last gap.
         fields["suffix_window"] = None
     if "block_length" not in fields and (config.whole_canvas or "template" in fields):

@@ -39,6 +39,14 @@ def checkpoint_names(model_config: "ModelConfig") -> list[str]:
     return sorted(names | model_names(source)) if source else sorted(names)
 
 
+def published_threshold(model_config: "ModelConfig", family: Family) -> float:
+    """Return the threshold that a checkpoint's card asks for, else the family's."""
+    for pattern, threshold in family.thresholds:
+        if any(re.search(pattern, name) for name in checkpoint_names(model_config)):
+            return threshold
+    return family.threshold
+
+
 def trained_block_length(
     model_config: "ModelConfig", family: Family
 ) -> tuple[int | None, str]:
@@ -119,3 +127,15 @@ def find_turn_ends(model_config: "ModelConfig", family: Family) -> tuple[int, ..
     return tuple(
         vocabulary[text] for text in family.turn_end_tokens if text in vocabulary
     )
+
+
+def pad_and_eos(model_config: "ModelConfig") -> tuple[int, ...]:
+    """Return the pad and the first EOS token of config.json; nothing if one is not there."""
+    config = model_config.hf_config
+    eos = (
+        config.eos_token_id[0]
+        if isinstance(config.eos_token_id, list)
+        else config.eos_token_id
+    )
+    found = (config.pad_token_id, eos)
+    return () if None in found else found
