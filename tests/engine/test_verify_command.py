@@ -77,6 +77,7 @@ def check_same(
         ("dream", ["--strategy", "block_diffusion", "--policy", "entropy"]),
         ("dream", ["--strategy", "semi_autoregressive"]),
         ("llada-moe", []),
+        ("rnd1", []),
         ("sdar", []),
         ("sdar", ["--policy", "sequential", "--block-length", "8"]),
         ("sdar-moe", ["--policy", "low_confidence"]),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dllm_plugin.commands.offline import num_forwards, start_engine
 from dllm_plugin.commands.verify.worker import EXTENSION, Seen, call
 from dllm_plugin.config.decode import DecodeConfig, get_decode_config
+from dllm_plugin.config.request.parsing import request_arguments
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -83,6 +84,9 @@ def decode(
     engine = llm.llm_engine
     engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
     known, decided, output = dict(enumerate(prompt)), [], None
+    template = request_arguments(config, {}, max_tokens).template
+    if template is not None:  # no forward decides what is given
+        known |= dict(enumerate(template.token_ids, length))
     while engine.has_unfinished_requests():
         for found in engine.step():
             assert isinstance(found, RequestOutput)
