@@ -277,6 +277,18 @@ def test_together_in_shuffled_order(
         check(case, output)
 
 
+@pytest.mark.parametrize(
+    "decoder", [("llada-moe", "dual_cache"), ("rnd1", "semi_autoregressive")]
+)
+def test_mixtures_with_steps_launched_ahead(decoder: Decoder, room: EngineRoom) -> None:
+    llm = start(room, decoder, async_scheduling=True, max_num_seqs=16)
+    cases = shuffled(decoder, 7)
+    prompts = [case.prompt for case in cases]
+    outputs = generate(llm, prompts, [wish_for(case) for case in cases])
+    for case, output in zip(cases, outputs, strict=True):
+        check(case, output)
+
+
 @of_two_families
 def test_preempted_in_the_middle_of_their_blocks(
     decoder: Decoder, room: EngineRoom
