@@ -127,10 +127,9 @@ def kept_schedule(
     plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicySettings
 ) -> Tensor:
     """Keep the worst ``int(total * (left_steps / steps))`` masked, in float32 (RND1)."""
-    rest_R = settings.steps_R - 1 - canvas.step_R
-    share_R = (rest_R.to(torch.float64) / settings.steps_R).to(torch.float32)
-    keep_R = (canvas.size_RS[:, 0] * share_R).to(torch.int64)
-    quota_R = plan.candidates_RC.sum(dim=1) - keep_R
+    rest_R = (settings.steps_R - 1 - canvas.step_R).double()
+    share_R = (rest_R / settings.steps_R).float()
+    quota_R = plan.candidates_RC.sum(dim=1) - (canvas.size_RS[:, 0] * share_R).long()
     return _best_until_the_last_step(plan, canvas, proposal, settings, quota_R)
 
 

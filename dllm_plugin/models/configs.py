@@ -9,79 +9,16 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 from transformers.models.llama.configuration_llama import LlamaConfig
 
-# Options of the training code that no published checkpoint uses: key -> the value that we serve.
-# `None` (key absent or null) always means the published default.
-LLADA_FIXED: dict[str, Any] = {
-    "activation_type": "silu",
-    "alibi": False,
-    "attention_layer_norm": False,
-    "bias_for_layer_norm": False,
-    "block_group_size": 1,
-    "block_type": "llama",
-    "clip_qkv": None,
-    "include_bias": False,
-    "include_qkv_bias": False,
-    "input_emb_norm": False,
-    "layer_norm_type": "rms",
-    "layer_norm_with_affine": True,
-    "multi_query_attention": False,
-    "rope": True,
-    "scale_logits": False,
-}
-QWEN_FIXED: dict[str, Any] = {
-    "hidden_act": "silu",
-    "use_mrope": False,
-    "use_sliding_window": False,
-}
-LLADA_MOE_FIXED: dict[str, Any] = {
-    "attention_bias": False,
-    "clip_qkv": None,
-    "hidden_act": "silu",
-    "moe_router_enable_expert_bias": False,
-    "moe_router_score_function": "softmax",
-    "partial_rotary_factor": 1,
-    "qk_layernorm": True,
-    "rope_scaling": None,
-    "routed_scaling_factor": 1,
-    "router_num_group": None,
-    "router_topk_group": None,
-    "shared_expert_intermediate_size": 0,
-}
-SDAR_FIXED = QWEN_FIXED | {"attention_bias": False}
-RND1_FIXED = SDAR_FIXED | {"is_causal": False}
-LLAMA_FIXED: dict[str, Any] = {
-    "attention_bias": False,
-    "hidden_act": "silu",
-    "mlp_bias": False,
-}
-LLADA2_FIXED: dict[str, Any] = {
-    "hidden_act": "silu",
-    "moe_router_enable_expert_bias": True,
-    "norm_head": False,
-    "norm_softmax": False,
-    "norm_topk_prob": True,  # the authors' code normalises whatever the key's value
-    "router_dtype": "fp32",
-    "score_function": "sigmoid",
-    "use_bias": False,
-    "use_qk_norm": True,
-    "use_qkv_bias": False,
-    "use_rmsnorm": True,
-    "use_sliding_window": False,
-    "using_split_qkv_in_self_attention": False,
-}
-
-
-def refuse_variants(
-    model: str, values: Mapping[str, Any], fixed: Mapping[str, Any]
-) -> None:
-    """Raise ValueError for the first key of `values` that differs from `fixed`."""
-    for key, supported in fixed.items():
-        value = values.get(key)
-        if value is not None and value != supported:
-            raise ValueError(
-                f"This {model} checkpoint has {key}={value!r} in config.json; "
-                f"only {key}={supported!r} is supported."
-            )
+from dllm_plugin.models.variants import (
+    LLADA2_FIXED,
+    LLADA_FIXED,
+    LLADA_MOE_FIXED,
+    LLAMA_FIXED,
+    QWEN_FIXED,
+    RND1_FIXED,
+    SDAR_FIXED,
+    refuse_variants,
+)
 
 
 class DiffusionConfig(PreTrainedConfig):

@@ -134,7 +134,7 @@ def test_config_classes_share_what_is_a_number() -> None:
         18,
         36,
         33,
-        22,
+        23,
     )
 
 
