@@ -7,7 +7,7 @@ import shlex
 from typing import Any
 
 import pytest
-from documented import ROOT
+from documented import MODEL_CARD, ROOT
 from processes import Server
 
 pytestmark = [pytest.mark.usefixtures("template"), pytest.mark.slow]
@@ -60,6 +60,25 @@ def test_a_printed_request(
     if page == "README.md":
         [choice] = reply.json()["choices"]
         assert choice["message"]["content"].endswith("\n#### 50")
+
+
+@pytest.mark.parametrize(
+    "text", ["hello", "Who are you?", "What is the capital of France?"]
+)
+def test_what_is_no_word_problem(text: str, bundled_server: Server) -> None:
+    """It gets the sentence of the model card, and a problem after it is solved."""
+    messages = [{"role": "user", "content": text}]
+    reply = bundled_server.post(
+        "chat/completions", {"messages": messages, "temperature": 0}
+    )
+    sentence = reply.json()["choices"][0]["message"]["content"]
+    assert f"\n{sentence}\n" in MODEL_CARD.read_text(encoding="utf-8")
+    messages.append({"role": "assistant", "content": sentence})
+    messages.append({"role": "user", "content": sentence.partition(": ")[2]})
+    reply = bundled_server.post(
+        "chat/completions", {"messages": messages, "temperature": 0}
+    )
+    assert reply.json()["choices"][0]["message"]["content"].endswith("\n#### 36")
 
 
 def test_there_are_requests() -> None:
