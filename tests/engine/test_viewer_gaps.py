@@ -127,29 +127,37 @@ def aborted(server: Server) -> float:
     return 0.0
 
 
-def test_stop(viewer: Viewer) -> None:
-    """The request is aborted on the server; what was decided stays."""
-    page, before = viewer.page, aborted(viewer.server)
-    page.fill("#max-tokens", "200")
-    page.fill("#threshold", "1")
-    # With the first token that appears, which no click is sure to meet.
+def stop_at_the_first_token(page: Any) -> None:
+    """Run, and press Stop as soon as a token is shown, which no click is sure to meet."""
     page.evaluate(
         "() => new MutationObserver((_, observer) => {"
         " if (!document.querySelector('#turns .token')) return;"
         " observer.disconnect(); document.getElementById('stop').click(); })"
         ".observe(document.getElementById('turns'), { childList: true, subtree: true })"
     )
-    page.fill("#prompt", "abc")
     page.click("#run")
-    viewer.wait("stopped")
-    assert page.is_visible("#run") and page.is_hidden("#stop")
-    kinds = {kind for _, kind in viewer.positions()}
-    assert {"mask", "token"} <= kinds and viewer.problem() == ""
-    assert page.inner_text("#turns .note") == "Stopped."
-    deadline = time.monotonic() + 60
-    while aborted(viewer.server) == before and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert aborted(viewer.server) == before + 1
+
+
+def test_stop(viewer: Viewer) -> None:
+    """The request is aborted on the server; what was decided stays."""
+    page, before = viewer.page, aborted(viewer.server)
+    page.fill("#max-tokens", "200")
+    page.fill("#threshold", "1")
+    page.fill("#prompt", "abc")
+    # A busy browser may be late, so that the server has sent all.
+    for _ in range(10):
+        stop_at_the_first_token(page)
+        viewer.wait("stopped")
+        assert page.is_visible("#run") and page.is_hidden("#stop")
+        kinds = {kind for _, kind in viewer.positions()}
+        assert {"mask", "token"} <= kinds and viewer.problem() == ""
+        assert page.inner_text("#turns .note") == "Stopped."
+        deadline = time.monotonic() + 6
+        while aborted(viewer.server) == before and time.monotonic() < deadline:
+            time.sleep(0.2)
+        if aborted(viewer.server) > before:
+            break
+    assert aborted(viewer.server) > before
     page.fill("#max-tokens", "4")
     viewer.run("abc")
     assert viewer.problem() == ""
