@@ -1,8 +1,8 @@
-"""Run ``diffuplug eval --schedule 32,16,8``: how accurate is a model with windows so narrow?
+"""Run ``diffuplug eval --questions FILE``: how accurate is a model, and with narrow windows?
 
-Any model and any file of questions: a JSON line each, with ``question`` and ``answer``. An answer
-with a number is right when that is the last number of the text, as of answers to GSM8K, and any
-other when the text holds it.
+``--schedule 32,16,8`` scores each of these widths. Any model and any file of questions: a JSON
+line each, with ``question`` and ``answer``. An answer with a number is right when that is the
+last number of the text, as of answers to GSM8K, and any other when the text holds it.
 """
 
 import json
@@ -24,6 +24,8 @@ from dllm_plugin.commands.eval.command import (
 from dllm_plugin.commands.offline import stop_engine
 from dllm_plugin.commands.problems.generator import eval_seeds, problem
 
+BY_DEFAULT = "as set"
+
 
 class Question(NamedTuple):
     """Pair a question with the answer that its file gives."""
@@ -39,8 +41,10 @@ class Question(NamedTuple):
         return found == wanted
 
 
-def read_widths(text: str) -> list[int]:
-    """Return the widths of ``32,16,8``, widest first. Raises ValueError naming what is wrong."""
+def read_widths(text: str | None) -> list[int]:
+    """Return the widths of ``32,16,8``, widest first, or none; ValueError names what is wrong."""
+    if text is None:
+        return []
     refusal = "--schedule must be widths of at least 1, as in 32,16,8"
     return whole_numbers(text, refusal)[::-1]
 
@@ -73,25 +77,27 @@ def run(
     questions: Sequence[Asked],
     verbose: bool,
 ) -> int:
-    """Decode all questions at each width; print a table and one JSON line."""
+    """Decode all questions, at each width if there are some; print a table and one JSON line."""
     from dllm_plugin.commands.phases import screen
 
-    dllm = options["additional_config"]["dllm"]
-    dllm |= {"adaptive": "throughput", "max_window": max(widths)}
-    scores: dict[int, Score] = {}
+    if widths:
+        dllm = options["additional_config"]["dllm"]
+        dllm |= {"adaptive": "throughput", "max_window": max(widths)}
+    scores: dict[int | str, Score] = {}
     with screen(verbose) as shown:
         llm = start_in_process(options, shown.log)
         for width in widths:
-            bar = shown.bar(f"width {width}")
-            scores[width] = decode(
-                llm, questions, MAX_TOKENS, bar, {"dllm_schedule": [width]}
-            )
+            bar, asked = shown.bar(f"width {width}"), {"dllm_schedule": [width]}
+            scores[width] = decode(llm, questions, MAX_TOKENS, bar, asked)
+        if not widths:
+            bar = shown.bar("questions")
+            scores[BY_DEFAULT] = decode(llm, questions, MAX_TOKENS, bar)
         stop_engine(llm)
     table = []
-    for width, score in scores.items():
-        table.append({"width": width} | score._asdict())
+    for key, score in scores.items():
+        table.append({"width": key} | score._asdict())
     print(report.table_of("schedules", table))
-    rows = {str(width): score._asdict() for width, score in scores.items()}
+    rows = {str(key): score._asdict() for key, score in scores.items()}
     record = {
         "benchmark": "eval_schedule",
         "model": options["model"],

@@ -1,4 +1,4 @@
-"""Run ``diffuplug eval`` with ``--all``, ``--refreshes`` or ``--schedule``."""
+"""Run ``diffuplug eval`` with ``--all``, ``--refreshes``, ``--questions`` or ``--schedule``."""
 
 import argparse
 
@@ -8,7 +8,7 @@ from dllm_plugin.commands.offline import engine_options
 
 def run(args: argparse.Namespace) -> int:
     """Score what the options name, which ``diffuplug eval`` has checked."""
-    if args.schedule is not None:
+    if args.schedule is not None or args.questions is not None:
         widths = schedules.read_widths(args.schedule)
         questions = schedules.read_questions(args.questions, args.limit)
         return schedules.run(engine_options(args), widths, questions, args.verbose)

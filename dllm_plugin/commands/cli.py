@@ -53,6 +53,7 @@ def build_parser() -> Parser:
     parser_of_models = commands.add_parser("models", help="list public checkpoints")
     parser_of_models.add_argument("name", nargs="?", help="show one, such as sdar:8b")
     commands.add_parser("bench", help="measure this installation")
+    commands.add_parser("report", help="write one file about a model on this machine")
     return parser
 
 
@@ -168,8 +169,8 @@ def _output_is_cut() -> bool:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse a command line; print one sentence and exit with 2 if it is wrong."""
     command, rest = arguments[:1], arguments[1:]
-    if command == ["bench"]:  # whose package parses what follows
-        return argparse.Namespace(command="bench", arguments=rest)
+    if command in (["bench"], ["report"]):  # whose package parses what follows
+        return argparse.Namespace(command=command[0], arguments=rest)
     if command == ["serve"] and not {"-h", "--help"} & set(rest):
         return argparse.Namespace(command="serve", arguments=rest)
     args = build_parser().parse(arguments, "command")
@@ -191,8 +192,9 @@ def _run(args: argparse.Namespace) -> int:
         return eval_command.run(args)
     if args.command == "serve":
         return serve.run(args.arguments)
-    if args.command == "bench":
-        return extensions.load("bench", "diffuplug bench")(args.arguments)
+    if args.command in ("bench", "report"):
+        words = f"diffuplug {args.command}"
+        return extensions.load(args.command, words)(args.arguments)
     if args.command == "verify":
         engine_options(args)  # refuses wrong ones before vLLM is imported
         from dllm_plugin.commands.verify import command as verify_command

@@ -298,15 +298,18 @@ def test_options_are_frozen() -> None:
             ["bench", "map", "--shapes", "tiny", "--contexts", "5000"],
             "but the model has 4096",
         ),
-        (["eval", "--model", "x"], "--model needs --schedule"),
-        (["eval", "--threshold", "0.5"], "--threshold needs --schedule"),
+        (["eval", "--model", "x"], "--model needs --questions or --schedule"),
+        (["eval", "--threshold", "0.5"], "--threshold needs --questions or --schedule"),
         (["eval", "--schedule", "8,x"], "--schedule must be widths"),
         (["eval", "--schedule", "8", "--all"], "--all has policies of its own"),
         (
             ["eval", "--schedule", "8", "--questions", "/no/such/file"],
             "No such file or directory",
         ),
-        (["eval", "--schedule", "8", "--json"], "leave --all and --schedule out"),
+        (
+            ["eval", "--schedule", "8", "--json"],
+            "leave --all, --schedule and --questions out",
+        ),
         (["eval", "--output", "."], "--output is where --all writes: add --all"),
         (
             ["eval", "--schedule", "8", "--output", "."],

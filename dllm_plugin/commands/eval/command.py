@@ -118,7 +118,7 @@ def add_parser(commands: Any) -> None:
         help="score windows of these widths: 32,16,8,4,2",
     )
     add_verbose(parser)
-    scored = parser.add_argument_group("with --schedule alone")
+    scored = parser.add_argument_group("with --questions or --schedule")
     scored.add_argument(
         "--model", help="folder or hub name (default: the bundled model)"
     )
@@ -134,34 +134,43 @@ def run(args: argparse.Namespace) -> int:
     Raises ValueError with one sentence for options that do not fit together.
     """
     _check(args)
-    if args.all or args.refreshes or args.schedule is not None:
+    if args.all or args.refreshes or _is_of_any_model(args):
         return extensions.load("eval_tables", _words_for_tables(args))(args)
     return compare_ways(args.limit, args.dtype, args.verbose, args.json)
+
+
+def _is_of_any_model(args: argparse.Namespace) -> bool:
+    return args.schedule is not None or args.questions is not None
 
 
 def _words_for_tables(args: argparse.Namespace) -> str:
     if args.schedule is not None:
         return "diffuplug eval --schedule"
+    if args.questions is not None:
+        return "diffuplug eval --questions"
     return "diffuplug eval --all" if args.all else "diffuplug eval --refreshes"
 
 
 def _check(args: argparse.Namespace) -> None:
-    has_schedule = args.schedule is not None
-    if args.refreshes and (args.all or args.json or has_schedule):
+    of_any_model = _is_of_any_model(args)
+    if args.refreshes and (args.all or args.json or of_any_model):
         raise ValueError(
             "--refreshes is alone, or a part of --all: leave the other options out"
         )
-    if args.json and (args.all or has_schedule):
+    if args.json and (args.all or of_any_model):
         raise ValueError(
-            "--json is for the two ways of decoding: leave --all and --schedule out"
+            "--json is for the two ways of decoding: leave --all, --schedule and "
+            "--questions out"
         )
     if args.output is not None and not (args.all or args.refreshes):
         raise ValueError("--output is where --all writes: add --all, or --refreshes")
-    if has_schedule and args.all:
-        raise ValueError("--all has policies of its own: leave it or --schedule out")
-    for name in ("model", "questions", *DECODE_OPTIONS):
-        if not has_schedule and getattr(args, name) is not None:
-            raise ValueError(f"{flag_of(name)} needs --schedule")
+    if of_any_model and args.all:
+        raise ValueError(
+            "--all has policies of its own: leave it, or --schedule and --questions, out"
+        )
+    for name in ("model", *DECODE_OPTIONS):
+        if not of_any_model and getattr(args, name) is not None:
+            raise ValueError(f"{flag_of(name)} needs --questions or --schedule")
 
 
 def compare_ways(

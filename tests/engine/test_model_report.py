@@ -1,0 +1,44 @@
+"""Write the report of the bundled model, and of a model that cannot run."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from diffuplug_bench import model_report
+from dllm_plugin.commands import cli
+
+pytestmark = pytest.mark.slow
+
+
+def test_the_report_of_the_bundled_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "report.md"
+    assert cli.main(["report", "--limit", "8", "--output", str(output)]) == 0
+    assert f"written to {output}" in capsys.readouterr().out
+    text = output.read_text(encoding="utf-8")
+    (record,) = re.findall(r"^```json\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    found = json.loads(record)
+    assert found["installation"]["vllm"]
+    (verified,) = found["verify"]["records"]
+    assert verified["benchmark"] == "verify"
+    (scored,) = found["eval"]["records"]
+    assert scored["problems"] == 8 and scored["rows"]["as set"]["accuracy"] > 0.8
+    (timed,) = found["bench"]["records"]
+    assert timed["benchmark"] == "step" and timed["rows"]
+    for command in ("doctor", "verify", "eval", "bench"):
+        assert f"## diffuplug {command}\n" in text
+
+
+def test_a_part_that_fails_is_part_of_the_report(tmp_path: Path) -> None:
+    part = model_report.run_part(["eval", "--questions", str(tmp_path / "none")])
+    assert part.status == 2 and "No such file" in part.text
+    page = model_report.page("x", [part])
+    assert '"status": 2' in page and "diffuplug: error:" in page
+
+
+def test_wrong_options_are_refused_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there is no folder"):
+        model_report.main(["--output", str(tmp_path / "none" / "report.md")])
