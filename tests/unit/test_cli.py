@@ -117,6 +117,7 @@ COMMAND_OPTIONS = {
     "bench throughput": sorted([*MEASURED, *GRID, *SERVED]),
     "bench watched": sorted({*MEASURED, *GRID, *SERVED, "--watched"} - CHECKPOINT),
     "models": ["--help", "-h"],
+    "report": ["--help", "-h"],
     "doctor": sorted(
         [
             *DECODE,
