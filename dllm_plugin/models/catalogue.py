@@ -143,6 +143,22 @@ CHECKPOINTS: dict[str, Checkpoint] = {
         EDITED,
         "llada2.md",
     ),
+    "llada-moe:7b-a1b": Checkpoint(
+        "inclusionAI/LLaDA-MoE-7B-A1B-Instruct",
+        "LLaDAMoEModelLM",
+        Sizes(6.713e9, 0.644e9, 65536),
+        8192,
+        CACHED,
+        "llada.md",
+    ),
+    "rnd1:30b-a3b": Checkpoint(
+        "radicalnumerics/RND1-Base-0910",
+        "RND1LM",
+        Sizes(29.91e9, 0.622e9, 49152),
+        4096,
+        "semi_autoregressive, entropy",
+        "rnd1.md",
+    ),
     "stable-diffcoder:8b": Checkpoint(
         "ByteDance-Seed/Stable-DiffCoder-8B-Instruct",
         "StableDiffcoderForCausalLM",
