@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from diffuplug_bench import report
 from diffuplug_bench.options import whole_numbers
 from diffuplug_bench.problems import last_number
+from dllm_plugin import default_model
 from dllm_plugin.commands.eval.command import (
     LIMIT,
     MAX_TOKENS,
@@ -21,7 +22,7 @@ from dllm_plugin.commands.eval.command import (
     decode,
     start_in_process,
 )
-from dllm_plugin.commands.offline import stop_engine
+from dllm_plugin.commands.offline import add_adapter, stop_engine
 from dllm_plugin.commands.problems.generator import eval_seeds, problem
 
 BY_DEFAULT = "as set"
@@ -83,6 +84,8 @@ def run(
     if widths:
         dllm = options["additional_config"]["dllm"]
         dllm |= {"adaptive": "throughput", "max_window": max(widths)}
+        if options["model"] == default_model.path():
+            add_adapter(dllm)
     scores: dict[int | str, Score] = {}
     with screen(verbose) as shown:
         llm = start_in_process(options, shown.log)

@@ -46,7 +46,7 @@ def engine_options(
 ) -> dict[str, Any]:
     """Return keyword arguments for ``vllm.LLM`` from the model and decode options of a command.
 
-    The bundled model gets its adapter if the strategy is D2F. Raises ValueError for a wrong decode
+    The bundled model gets its adapter if it decodes with it. Raises ValueError for a wrong decode
     option, before anything heavy is imported.
 
     Args:
@@ -59,14 +59,16 @@ def engine_options(
     if args.model is not None:
         check(args.model)
         return {"model": args.model, "additional_config": {"dllm": dllm}, **engine}
-    if uses_adapter(args.strategy):
-        dllm.setdefault("lora_path", default_model.adapter_path())
+    add_adapter(dllm)
     return bundled_options(dllm) | engine
 
 
-def uses_adapter(strategy: str | None) -> bool:
-    """Return whether the bundled model decodes by this strategy with its adapter."""
-    return strategy in ADAPTED_STRATEGIES
+def add_adapter(dllm: dict[str, Any]) -> None:
+    """Add the bundled adapter if the options decode with it: by D2F, or by widths."""
+    strategy = dllm.get("strategy", "auto")
+    by_widths = dllm.get("adaptive", "off") != "off"
+    if strategy in ADAPTED_STRATEGIES or (by_widths and strategy == "auto"):
+        dllm.setdefault("lora_path", default_model.adapter_path())
 
 
 def bundled_options(dllm: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import yaml
 
 from dllm_plugin import default_model
 from dllm_plugin.commands.models import check_served, is_elsewhere, resolve
-from dllm_plugin.commands.offline import BUNDLED_MEMORY, spin_briefly, uses_adapter
+from dllm_plugin.commands.offline import BUNDLED_MEMORY, add_adapter, spin_briefly
 from dllm_plugin.commands.options import (
     Parser,
     add_flags,
@@ -125,8 +125,8 @@ def server_arguments(arguments: Sequence[str]) -> list[str]:
     if model is None and "model" not in file:
         model = default_model.path()
         rest += bundled_arguments(rest)
-        if given is None and uses_adapter(section.get("strategy")):
-            section.setdefault("lora_path", default_model.adapter_path())
+        if given is None:
+            add_adapter(section)
     elif model is not None and is_readable(model, rest):
         check_served(model, section)
     check_port(rest)

@@ -469,6 +469,10 @@ def test_flags_choose_the_bundled_adapter() -> None:
     assert section_of(served("--threshold", "0.5")) == {"threshold": 0.5}
     assert section_of(served("--strategy", "dual_cache")) == {"strategy": "dual_cache"}
     assert section_of(served("--strategy", "d2f")) == adapter | {"strategy": "d2f"}
+    by_widths = {"adaptive": "throughput"}
+    assert section_of(served("--adaptive", "throughput")) == adapter | by_widths
+    options = ["--adaptive", "throughput", "--strategy", "block_diffusion"]
+    assert section_of(served(*options)) == by_widths | {"strategy": "block_diffusion"}
 
 
 def test_names_that_are_known_without_torch() -> None:
