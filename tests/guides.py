@@ -1,4 +1,4 @@
-"""The diffs in docs/add-a-*.md: read from the pages, applied to a copy of the package."""
+"""The diffs that docs/add-a-*.md link to, applied to a copy of the package."""
 
 import os
 import re
@@ -38,7 +38,7 @@ WEIGHTS = "*.safetensors"
 
 
 class Example(NamedTuple):
-    """One example: the diffs under a heading of a page, one for each file."""
+    """Store the diffs that a section of a page links to, one for each file."""
 
     page: str
     heading: str
@@ -73,8 +73,9 @@ def examples() -> list[Example]:
     found = []
     for page, text in pages().items():
         for section in re.split(r"^## ", text, flags=re.M):
-            diffs = re.findall(r"^```diff\n(.*?)^```$", section, re.S | re.M)
-            if diffs:
+            for link in re.findall(r"\]\((guides/\w+\.diff)\)", section):
+                text = (ROOT / "docs" / link).read_text(encoding="utf-8")
+                diffs = re.split(r"^(?=--- )", text, flags=re.M)[1:]
                 found.append(Example(page, section.partition("\n")[0], diffs))
     return found
 

@@ -60,7 +60,7 @@ def test_an_example_touches_the_files_that_it_names(
         touched == EXAMPLES[example.page, example.heading]
         and before.keys() <= after.keys()
     )
-    assert len(example.diffs) == len(touched), "one block for each file"
+    assert len(example.diffs) == len(touched), "one diff for each file"
 
 
 def test_the_changed_package_is_linted(changed: Path) -> None:
