@@ -72,6 +72,10 @@ def main(arguments: Sequence[str]) -> int:
     """Write the report; 0 if every part of it succeeded, else 1. Raises ValueError."""
     args = build_parser().parse_args(arguments)
     named = args.model_option or args.model
+    if args.model not in (None, named):
+        raise ValueError(f"two models are named: {args.model} and {named}")
+    if args.questions is not None and not Path(args.questions).is_file():
+        raise ValueError(f"--questions {args.questions} is no file")
     of_model = []
     if named is not None:
         of_model = ["--model", resolve(named)]

@@ -102,7 +102,7 @@ def run(
     print(report.table_of("schedules", table))
     rows = {str(key): score._asdict() for key, score in scores.items()}
     record = {
-        "benchmark": "eval_schedule",
+        "benchmark": "eval_schedule" if widths else "eval_questions",
         "model": options["model"],
         "problems": len(questions),
     }

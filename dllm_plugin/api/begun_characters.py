@@ -8,6 +8,8 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
+
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 MOST_TOKENS = 4  # of one character, whose UTF-8 has at most four bytes
 
@@ -22,7 +24,7 @@ class BegunCharacters:
         """Add a request; its text begins at most at the character that its prompt began."""
         super().add_request(request, *args, **options)  # type: ignore[misc]
         ids, state = request.prompt_token_ids, self.request_states[request.request_id]
-        if not ids or state.detokenizer is None or not self.tokenizer.is_fast:
+        if not ids or not isinstance(state.detokenizer, FastIncrementalDetokenizer):
             return
         skips = request.sampling_params.skip_special_tokens
 

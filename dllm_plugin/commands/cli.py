@@ -174,7 +174,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     if command == ["serve"] and not {"-h", "--help"} & set(rest):
         return argparse.Namespace(command="serve", arguments=rest)
     args = build_parser().parse(arguments, "command")
-    if getattr(args, "model", None) is not None:
+    # With --url the name is the server's own.
+    if getattr(args, "model", None) and getattr(args, "url", None) is None:
         args.model = models.resolve(args.model)
     return args
 

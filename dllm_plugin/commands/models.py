@@ -241,7 +241,7 @@ def _reachable(address: str) -> bool:
     """
     try:
         urllib.request.urlopen(address, timeout=HUB_SECONDS).close()
-    except (urllib.error.HTTPError, TimeoutError):
+    except (urllib.error.HTTPError, TimeoutError, ConnectionError):
         return True
     except urllib.error.URLError as error:
         return isinstance(error.reason, TimeoutError | ssl.SSLError)

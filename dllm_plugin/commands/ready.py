@@ -15,6 +15,10 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from http import HTTPStatus
 from typing import Any
 
+from fastapi.responses import JSONResponse
+from vllm.entrypoints.serve.exception_handling.error_response import (
+    create_error_response,
+)
 from vllm.exceptions import GracefulHTTPError, RetryableRequestError
 
 from dllm_plugin.commands.interrupts import INTERRUPTED, end_now
@@ -30,6 +34,7 @@ POLL_SECONDS = 0.05
 ANY_ADDRESS = {"": "localhost", "0.0.0.0": "localhost", "::": "localhost"}
 VIEWER = "/viewer"
 ENGINE_DIED = 1
+ENDING = "The server is ending and takes no new requests; send it again when the server is back."
 CUT_SECONDS, END_SECONDS = 2.4, 2.8  # after a first Ctrl-C
 KILL_SECONDS = 0.3  # between the error of cut streams and the end of their engine
 
@@ -57,7 +62,7 @@ class Lifecycle:
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Handle one request, or the start and end of the application."""
         if scope["type"] != "lifespan":
-            await self.app(scope, receive, send)
+            await self.handle(scope, receive, send)
             return
         state = scope["app"].state
         state.lifecycle = end = End(state)
@@ -82,6 +87,22 @@ class Lifecycle:
             end_now(INTERRUPTED)
         for task in tasks:
             task.cancel()
+
+    async def handle(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse a new one while running requests end."""
+        if scope["type"] == "http" and scope["method"] == "POST":
+            end: End | None = scope["app"].state.lifecycle
+            if end is not None and end.is_asked_for():
+                await ending_reply()(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+
+def ending_reply() -> JSONResponse:
+    """Return the reply to requests that come while the server ends."""
+    status = HTTPStatus.SERVICE_UNAVAILABLE
+    error = create_error_response(ENDING, "ServiceUnavailableError", status)
+    return JSONResponse(error.model_dump(), status, {"Connection": "close"})
 
 
 class End:
@@ -187,7 +208,9 @@ def _abilities(vllm_config: Any) -> str:
     if vllm_config.model_config.architecture not in FAMILIES:
         return "decoding as vLLM does"
     config = get_decode_config(vllm_config)
-    able = ["chat", "completions", "structured output"]
+    able = ["chat", "completions"]
+    if not config.no_grammars:
+        able.append("structured output")
     if config.method.full_attention:
         able += ["infilling", "likelihoods"]
     return (

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 from engines import CHECKPOINTS
@@ -151,9 +152,20 @@ def test_sigterm_cuts_what_takes_longer_than_the_drain(tmp_path: Path) -> None:
     assert "EngineCore encountered an issue" not in log.read_text()
 
 
+def wait_for_refusal(server: Server) -> httpx.Response:
+    """The reply to the first new request that a server which ends does not take."""
+    deadline = time.monotonic() + 30
+    while True:
+        reply = server.post("completions", {"prompt": [10], "max_tokens": 1})
+        if reply.status_code != 200 or time.monotonic() > deadline:
+            return reply
+
+
 def test_sigterm_lets_streams_end_by_default(server: Server) -> None:
     streams = start_streams(server.url, 4, 200)
     server.process.send_signal(signal.SIGTERM)
+    refused = wait_for_refusal(server)
+    assert refused.status_code == 503 and "takes no new requests" in refused.text
     join(streams, 30)
     assert [(s.error, s.reason) for s in streams] == [("", "length")] * len(streams)
     assert server.process.wait(timeout=60) == 0

@@ -16,6 +16,8 @@ import pytest
 import yaml
 from documented import ROOT
 
+from dllm_plugin.commands.serve import take_model
+
 DEPLOY = ROOT / "deploy"
 DOCKERFILES = sorted(DEPLOY.glob("*.Dockerfile"))
 KUBERNETES = "1.33.0"
@@ -100,6 +102,20 @@ def containers(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The containers of the deployment among some documents."""
     (found,) = [d for d in documents if d["kind"] == "Deployment"]
     return list(found["spec"]["template"]["spec"]["containers"])
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.stem)
+def test_images_serve_the_model_that_a_manifest_names(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    (line,) = [x for x in text.splitlines() if x.startswith("ENTRYPOINT ")]
+    words = json.loads(line.removeprefix("ENTRYPOINT "))
+    assert words[:2] == ["diffuplug", "serve"]
+    manifest = (DEPLOY / "kubernetes" / "diffuplug.yml").read_text(encoding="utf-8")
+    (container,) = containers(list(yaml.safe_load_all(manifest)))
+    for arguments in (container["args"], COMPOSE["services"]["diffuplug"]["command"]):
+        model, rest = take_model([*words[2:], *arguments])
+        assert model is not None and "LLaDA-8B-Instruct" in model
+        assert "--host" in rest
 
 
 def test_pods_live_longer_than_their_drain() -> None:

@@ -304,6 +304,7 @@ function newChat() {
   turns.length = 0;
   field("turns").replaceChildren();
   field("player").hidden = true;
+  player.pause();
   player.turn = null;
   field("prompt").focus();
 }

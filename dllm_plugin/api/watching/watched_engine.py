@@ -180,7 +180,7 @@ def _without_end(output: RequestOutput) -> RequestOutput:
     for completion in output.outputs:
         before.outputs.append(dataclasses.replace(completion, finish_reason=None))
         completion.text, completion.token_ids = "", ()
-        completion.logprobs = None
+        completion.logprobs = None if completion.logprobs is None else []
     return before
 
 

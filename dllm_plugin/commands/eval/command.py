@@ -265,9 +265,11 @@ def answers(
         )
         for i in range(len(problems))
     ]
-    llm.enqueue_chat(
-        [conversation(p.question) for p in problems], sampling, use_tqdm=False
-    )
+    texts = [p.question for p in problems]
+    if getattr(llm.get_tokenizer(), "chat_template", None) is None:  # a base model
+        llm.enqueue(texts, sampling, use_tqdm=False)
+    else:
+        llm.enqueue_chat(list(map(conversation, texts)), sampling, use_tqdm=False)
 
     before, start = _num_positions(llm), time.perf_counter()
     outputs = llm.wait_for_completion(RequestOutput, use_tqdm=bar)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 EIGHT_BITS, FOUR_BITS = 1.0, 4.25 / 8  # bytes; four bits with a scale per 128 weights
+OF_FOUR_BITS = ("awq", "gptq", "bitsandbytes", "fp4", "int4")
 GRAPHS = 10**9  # bytes of CUDA graphs and activations, rounded up
 
 
@@ -64,6 +65,6 @@ def layer_bytes(quantization: str | None, dtype_bytes: int) -> float:
     """Return the bytes of a layer's weight under a quantisation of vLLM."""
     if quantization is None:
         return dtype_bytes
-    if "fp8" in quantization or "int8" in quantization:
-        return EIGHT_BITS
-    return FOUR_BITS
+    if any(name in quantization for name in OF_FOUR_BITS):
+        return FOUR_BITS
+    return EIGHT_BITS

@@ -132,10 +132,8 @@ def find_turn_ends(model_config: "ModelConfig", family: Family) -> tuple[int, ..
 def pad_and_eos(model_config: "ModelConfig") -> tuple[int, ...]:
     """Return the pad and the first EOS token of config.json; nothing if one is not there."""
     config = model_config.hf_config
-    eos = (
-        config.eos_token_id[0]
-        if isinstance(config.eos_token_id, list)
-        else config.eos_token_id
-    )
+    eos = config.eos_token_id
+    if isinstance(eos, list):
+        eos = eos[0] if eos else None
     found = (config.pad_token_id, eos)
     return () if None in found else found

@@ -118,7 +118,7 @@ UNSERVED = (
         why="lengthens and shortens its text by tokens that would be printed here",
         instead="take Dream-Coder with /v1/infill, which tries several lengths",
         keys={"expand_token_id": _is_set, "delete_token_id": _is_set},
-        name=r"dreamon",
+        name=r"(^|[-_/])dreamon([-_.]|$)",
         token="<|expand|>",
     ),
     Unserved(
