@@ -19,10 +19,12 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
+SMALLEST, LARGEST = -(2**63), 2**64 - 1
+OF_SCHEMAS = ("response_format", "structured_outputs", "tools", "text")
 OBJECTS = ("structured_outputs", "stream_options")
 REFUSAL = "refusal"
 SUSPECT = re.compile(
-    rb'"(?:structured_outputs|stream_options|refusal)"|\\u[dD][89a-fA-F]|:\s*\[\s*\]'
+    rb'"(?:structured_outputs|stream_options|refusal)"|\\u[dD][89a-fA-F]|:\s*\[\s*\]|\d{19}'
 )
 
 
@@ -58,7 +60,10 @@ class BodyChecks:
 
 
 def check_body(body: bytes) -> None:
-    """Raise ValueError for fields that must be objects, and for half of a surrogate pair."""
+    """Raise ValueError for fields that vLLM cannot send to its engine.
+
+    Those are fields that must be objects, halves of surrogate pairs, and numbers beyond 64 bits.
+    """
     if not SUSPECT.search(body):
         return
     try:
@@ -75,9 +80,24 @@ def check_body(body: bytes) -> None:
             )
     _check_input(fields.get("input"))
     for name, value in fields.items():
+        if name not in OF_SCHEMAS:
+            _check_numbers(name, value)
         check_characters("A name of the body", name)
         for text in texts_of(value):
             check_characters(name, text)
+
+
+def _check_numbers(name: str, value: Any) -> None:
+    """Raise ValueError for a whole number beyond 64 bits in a field."""
+    pending = [value]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict):
+            pending += value.values()
+        elif isinstance(value, list):
+            pending += value
+        elif isinstance(value, int) and not SMALLEST <= value <= LARGEST:
+            raise ValueError(f"{name} must fit in 64 bits, got {shown(value)}.")
 
 
 def _check_input(items: Any) -> None:

@@ -13,6 +13,8 @@ REFUSED = [
     ({"request_id": "a\ud800"}, "request_id holds '\\ud800' in 'a\\ud800', half of"),
     ({"a": [{"b": {"\udfff": 1}}]}, "a holds '\\udfff'"),
     ({"\ud800": 1}, "A name of the body holds"),
+    ({"stream_interval": 10**40}, "stream_interval must fit in 64 bits, got 1000"),
+    ({"vllm_xargs": {"a": [-(2**63) - 1]}}, "vllm_xargs must fit in 64 bits"),
     ({"input": [MESSAGE | {"content": []}]}, "message without content"),
     (
         {"input": [MESSAGE | {"content": [{"type": "refusal"}]}]},
@@ -24,6 +26,7 @@ TAKEN = [
     {"prompt": "\N{HOT PEPPER}", "stop": []},
     {"input": [{"role": "user", "content": [{"type": "refusal"}]}, "a"]},
     {"input": "refusal"},
+    {"seed": 2**64 - 1, "response_format": {"maximum": 10**40}},
     ["structured_outputs"],
 ]
 
