@@ -8,8 +8,6 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
-
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 MOST_TOKENS = 4  # of one character, whose UTF-8 has at most four bytes
 
@@ -24,7 +22,9 @@ class BegunCharacters:
         """Add a request; its text begins at most at the character that its prompt began."""
         super().add_request(request, *args, **options)  # type: ignore[misc]
         ids, state = request.prompt_token_ids, self.request_states[request.request_id]
-        if not ids or not isinstance(state.detokenizer, FastIncrementalDetokenizer):
+        if not ids or state.detokenizer is None or self.tokenizer is None:
+            return
+        if not (self.tokenizer.is_fast and request.sampling_params.detokenize):
             return
         skips = request.sampling_params.skip_special_tokens
 

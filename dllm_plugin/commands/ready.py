@@ -16,9 +16,6 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi.responses import JSONResponse
-from vllm.entrypoints.serve.exception_handling.error_response import (
-    create_error_response,
-)
 from vllm.exceptions import GracefulHTTPError, RetryableRequestError
 
 from dllm_plugin.commands.interrupts import INTERRUPTED, end_now
@@ -101,8 +98,8 @@ class Lifecycle:
 def ending_reply() -> JSONResponse:
     """Return the reply to requests that come while the server ends."""
     status = HTTPStatus.SERVICE_UNAVAILABLE
-    error = create_error_response(ENDING, "ServiceUnavailableError", status)
-    return JSONResponse(error.model_dump(), status, {"Connection": "close"})
+    error = {"message": ENDING, "type": "ServiceUnavailableError", "code": status}
+    return JSONResponse({"error": error}, status, {"Connection": "close"})
 
 
 class End:
