@@ -33,7 +33,7 @@ VIEWER = "/viewer"
 ENGINE_DIED = 1
 ENDING = "The server is ending and takes no new requests; send it again when the server is back."
 CUT_SECONDS, END_SECONDS = 2.4, 2.8  # after a first Ctrl-C
-KILL_SECONDS = 0.3  # between the error of cut streams and the end of their engine
+KILL_SECONDS = 0.8  # between the error of cut streams and the end of their engine
 
 
 class ServerEnds(GracefulHTTPError, RetryableRequestError):
