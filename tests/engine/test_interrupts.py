@@ -149,7 +149,6 @@ def test_sigterm_cuts_what_takes_longer_than_the_drain(tmp_path: Path) -> None:
         errors = [stream.error for stream in streams]
         assert all(SENTENCE in error for error in errors), errors
         assert server.process.wait(timeout=60) == 0
-    assert "EngineCore encountered an issue" not in log.read_text()
 
 
 def wait_for_refusal(server: Server) -> httpx.Response:
