@@ -118,12 +118,13 @@ class Penalties(StepFeature):
         has_given = bool(states.templates.has_np[users_np].any())
         # A resumed request is prefilled with what it had decided.
         prefill_len = int(self.req_states.prefill_len.np[users_np].max())
-        longest = max(self._longest, prefill_len)
+        stored = self.req_states.all_token_ids.gpu
+        # vLLM's warm-up states canvases beyond the context.
+        longest = min(max(self._longest, prefill_len), stored.shape[1])
         at_once = max(1, COUNTED_AT_ONCE // len(users_np))
         for low in range(0, longest, at_once):
             high = min(low + at_once, longest)
             position_X = torch.arange(low, high, device=states.device)
-            stored = self.req_states.all_token_ids.gpu
             tokens_UX = stored[slots_U[:, None], position_X].to(torch.int64)
             mask_id = states.config.mask_token_id
             tokens_UX = tokens_UX.where(position_X < start_U1, mask_id)
