@@ -14,16 +14,16 @@ import re
 import time
 from typing import Any
 
-from dllm_plugin import default_model
-from dllm_plugin.commands.eval.command import start
-from dllm_plugin.commands.offline import conversation, num_forwards, stop_engine
-from dllm_plugin.commands.problems.generator import (
+from diffuplug_bench.eval.scores import start
+from diffuplug_bench.word_problems.generator import (
     ANSWER_SCHEMA,
     ask_in_json,
     eval_seeds,
     extract_answer,
     problem,
 )
+from dllm_plugin import default_model
+from dllm_plugin.commands.offline import conversation, num_forwards, stop_engine
 
 OWN_FORM = (
     r"([^\n#{}]+\n){1,6}#### -?[0-9]{1,6}"  # what the model was trained to answer

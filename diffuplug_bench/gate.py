@@ -122,7 +122,7 @@ def _decode_reference(
     import torch
     from tokenizers import Tokenizer
 
-    from dllm_plugin.commands.problems.generator import eval_seeds, problem
+    from diffuplug_bench.word_problems.generator import eval_seeds, problem
     from dllm_plugin.reference.loops import decode
     from dllm_plugin.reference.model import PlainModel
     from dllm_plugin.reference.text import Text

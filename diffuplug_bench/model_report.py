@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from diffuplug_bench.word_problems.generator import eval_seeds, problem
 from dllm_plugin.commands.machine import installation
 from dllm_plugin.commands.models import check_model, resolve
 from dllm_plugin.commands.options import Parser, add_model, positive
-from dllm_plugin.commands.problems.generator import eval_seeds, problem
 
 LIMIT, VERIFIED = 100, 3
 COMMAND = (sys.executable, "-m", "dllm_plugin.commands.cli")

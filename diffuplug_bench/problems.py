@@ -4,13 +4,13 @@ import re
 import statistics
 from typing import Any
 
-from dllm_plugin.commands.offline import conversation
-from dllm_plugin.commands.problems.generator import (
+from diffuplug_bench.word_problems.generator import (
     Problem,
     eval_seeds,
     extract_answer,
     problem,
 )
+from dllm_plugin.commands.offline import conversation
 
 NUMBER = re.compile(r"(?:(?<![\w.])-)?\d[\d,]*(?:\.\d+)?")
 NO_ACCURACY = "not measured: the checkpoint has no chat template to put a problem in"

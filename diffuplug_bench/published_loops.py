@@ -130,7 +130,7 @@ def measure_bundled(
     """Measure LLaDA's loop on the bundled model, one token per step, problem by problem."""
     from tokenizers import Tokenizer
 
-    from dllm_plugin.commands.problems.generator import eval_seeds, problem
+    from diffuplug_bench.word_problems.generator import eval_seeds, problem
     from dllm_plugin.reference.model import PlainModel
     from dllm_plugin.reference.tokenizer import EOS, EOT, chat_prompt, token_id
 

@@ -23,15 +23,15 @@ from typing import Any
 
 from openai import OpenAI, OpenAIError
 
-from dllm_plugin.commands.generate import summary
-from dllm_plugin.commands.phases import Screen, cause
-from dllm_plugin.commands.problems.generator import (
+from diffuplug_bench.word_problems.generator import (
     ANSWER_SCHEMA,
     Problem,
     ask_in_json,
     eval_seeds,
     problem,
 )
+from dllm_plugin.commands.generate import summary
+from dllm_plugin.commands.phases import Screen, cause
 
 START_SECONDS = 600
 STOP_SECONDS = 30

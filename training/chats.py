@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from dllm_plugin.commands.problems.generator import Problem
+from diffuplug_bench.word_problems.generator import Problem
 from dllm_plugin.reference.tokenizer import chat_prompt
 from training.others import babble
 

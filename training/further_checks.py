@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from dllm_plugin.commands.problems.generator import (
+from diffuplug_bench.word_problems.generator import (
     Problem,
     ask_in_json,
     eval_seeds,

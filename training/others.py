@@ -11,9 +11,9 @@ from pathlib import Path
 from random import Random
 from string import ascii_letters, ascii_lowercase, digits, punctuation
 
-from dllm_plugin.commands.problems.generator import JSON_REQUEST, Problem, problem
-from dllm_plugin.commands.problems.stories import ITEMS, NAMES, Draft
-from dllm_plugin.commands.problems.things import things
+from diffuplug_bench.word_problems.generator import JSON_REQUEST, Problem, problem
+from diffuplug_bench.word_problems.stories import ITEMS, NAMES, Draft
+from diffuplug_bench.word_problems.things import things
 
 FOLDER = Path(__file__).parent
 LISTS = json.loads((FOLDER / "phrases.json").read_text(encoding="utf-8"))

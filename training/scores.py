@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from dllm_plugin.commands.problems.generator import (
+from diffuplug_bench.word_problems.generator import (
     Problem,
     ask_in_json,
     eval_seeds,

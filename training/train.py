@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from tqdm import tqdm
 
-from dllm_plugin.commands.problems.generator import eval_seeds, problem, train_seeds
+from diffuplug_bench.word_problems.generator import eval_seeds, problem, train_seeds
 from training.checkpoint import (
     initial_adapter,
     initial_weights,

@@ -14,10 +14,10 @@ from diffuplug_bench.eval.report import (
     reports_folder,
     table,
 )
+from diffuplug_bench.eval.scores import decode, start
+from diffuplug_bench.word_problems.generator import eval_seeds, problem
 from dllm_plugin import default_model
-from dllm_plugin.commands.eval.command import decode, start
 from dllm_plugin.commands.offline import stop_engine
-from dllm_plugin.commands.problems.generator import eval_seeds, problem
 from dllm_plugin.decoding.families import LLADA
 from dllm_plugin.decoding.methods import STRATEGIES, methods_of
 

@@ -16,9 +16,9 @@ from diffuplug_bench.eval.report import (
     reports_folder,
     software,
 )
-from dllm_plugin.commands.eval.command import Answers, answers, score, start
+from diffuplug_bench.eval.scores import Answers, answers, score, start
+from diffuplug_bench.word_problems.generator import Problem, eval_seeds, problem
 from dllm_plugin.commands.offline import stop_engine
-from dllm_plugin.commands.problems.generator import Problem, eval_seeds, problem
 from dllm_plugin.decoding.families import DUAL_CACHE, SEMI_AUTOREGRESSIVE
 
 LIMIT = 60

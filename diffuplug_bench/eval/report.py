@@ -6,8 +6,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from diffuplug_bench.word_problems.generator import eval_seeds
 from dllm_plugin.commands.machine import installation
-from dllm_plugin.commands.problems.generator import eval_seeds
 
 
 class Way(NamedTuple):

@@ -11,10 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from diffuplug_bench import report
-from diffuplug_bench.options import whole_numbers
-from diffuplug_bench.problems import last_number
-from dllm_plugin import default_model
-from dllm_plugin.commands.eval.command import (
+from diffuplug_bench.eval.scores import (
     LIMIT,
     MAX_TOKENS,
     Asked,
@@ -22,8 +19,11 @@ from dllm_plugin.commands.eval.command import (
     decode,
     start_in_process,
 )
+from diffuplug_bench.options import whole_numbers
+from diffuplug_bench.problems import last_number
+from diffuplug_bench.word_problems.generator import eval_seeds, problem
+from dllm_plugin import default_model
 from dllm_plugin.commands.offline import add_adapter, stop_engine
-from dllm_plugin.commands.problems.generator import eval_seeds, problem
 
 BY_DEFAULT = "as set"
 

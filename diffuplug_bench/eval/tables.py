@@ -1,8 +1,8 @@
-"""Run ``diffuplug eval`` with ``--all``, ``--refreshes``, ``--questions`` or ``--schedule``."""
+"""Run ``diffuplug eval``: score two ways of decoding, or what its options name."""
 
 import argparse
 
-from diffuplug_bench.eval import every_policy, refreshes, schedules
+from diffuplug_bench.eval import every_policy, refreshes, schedules, scores
 from dllm_plugin.commands.offline import engine_options
 
 
@@ -14,4 +14,6 @@ def run(args: argparse.Namespace) -> int:
         return schedules.run(engine_options(args), widths, questions, args.verbose)
     if args.all:
         return every_policy.run(args.limit, args.dtype, args.output, args.verbose)
-    return refreshes.run(args.limit, args.dtype, args.output, args.verbose)
+    if args.refreshes:
+        return refreshes.run(args.limit, args.dtype, args.output, args.verbose)
+    return scores.compare_ways(args.limit, args.dtype, args.verbose, args.json)

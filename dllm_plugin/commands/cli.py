@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import dllm_plugin
+from dllm_plugin.commands import eval as eval_command
 from dllm_plugin.commands import (
     extensions,
     generate,
@@ -17,7 +18,6 @@ from dllm_plugin.commands import (
     serve,
     watch,
 )
-from dllm_plugin.commands.eval import command as eval_command
 from dllm_plugin.commands.models import check_files
 from dllm_plugin.commands.offline import (
     StartError,

@@ -13,8 +13,8 @@ import pytest
 from documented import blocks, example_of
 from forked import PYTHON
 
+from diffuplug_bench.word_problems.generator import eval_seeds, problem
 from dllm_plugin.commands.phases import FIRST, MARKERS
-from dllm_plugin.commands.problems.generator import eval_seeds, problem
 
 pytestmark = [pytest.mark.usefixtures("template"), pytest.mark.slow]
 

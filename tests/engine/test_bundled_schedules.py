@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from engines import EngineRoom, forwards, generate, params, token_ids
 
+from diffuplug_bench.word_problems.generator import eval_seeds, problem
 from dllm_plugin import default_model
-from dllm_plugin.commands.problems.generator import eval_seeds, problem
 from dllm_plugin.reference.loops import decode
 from dllm_plugin.reference.model import PlainModel
 from dllm_plugin.reference.rules import Rules

@@ -17,8 +17,8 @@ import pytest
 from documented import ROOT
 from processes import Server
 
+from diffuplug_bench.word_problems.generator import eval_seeds, problem
 from dllm_plugin import default_model
-from dllm_plugin.commands.problems.generator import eval_seeds, problem
 
 PYTHON = os.environ.get("CLIENTS_PYTHON", sys.executable)
 BLOCKS = re.findall(

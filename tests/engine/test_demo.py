@@ -14,7 +14,7 @@ import httpx
 import pytest
 from documented import ROOT
 
-from dllm_plugin.commands.problems.generator import ask_in_json, eval_seeds, problem
+from diffuplug_bench.word_problems.generator import ask_in_json, eval_seeds, problem
 
 pytestmark = pytest.mark.slow
 

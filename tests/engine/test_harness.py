@@ -12,8 +12,8 @@ import pytest
 from documented import ROOT
 from processes import Server, serving
 
+from diffuplug_bench.word_problems.generator import Problem, eval_seeds, problem
 from dllm_plugin import default_model
-from dllm_plugin.commands.problems.generator import Problem, eval_seeds, problem
 
 PYTHON = os.environ.get("CLIENTS_PYTHON", sys.executable)
 HARNESS = ROOT / "examples" / "lm_eval_model.py"

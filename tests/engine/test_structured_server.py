@@ -13,7 +13,7 @@ from grammar_cases import SCHEMAS, schema_case, valid
 from hostile_grammars import COMPILED, HOSTILE
 from processes import Server
 
-from dllm_plugin.commands.problems.generator import (
+from diffuplug_bench.word_problems.generator import (
     ANSWER_SCHEMA,
     Problem,
     ask_in_json,

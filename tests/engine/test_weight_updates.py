@@ -12,8 +12,8 @@ from quantised import DTYPE, quantise
 from safetensors.torch import load_file, save_file
 from trained_weights import trained
 
+from diffuplug_bench.word_problems.generator import eval_seeds, problem
 from dllm_plugin import default_model
-from dllm_plugin.commands.problems.generator import eval_seeds, problem
 
 pytestmark = pytest.mark.slow
 

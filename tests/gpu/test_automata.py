@@ -12,14 +12,14 @@ from grammar_cases import choice_case, regex_case, schema_case, valid
 from test_full_compiled import sampler_of
 from test_structured_outputs import wish
 
-from dllm_plugin import default_model
-from dllm_plugin.commands.offline import conversation
-from dllm_plugin.commands.problems.generator import (
+from diffuplug_bench.word_problems.generator import (
     ANSWER_SCHEMA,
     ask_in_json,
     eval_seeds,
     problem,
 )
+from dllm_plugin import default_model
+from dllm_plugin.commands.offline import conversation
 from dllm_plugin.config.request.arguments import AUTOMATON, DRAFTS, GRAMMAR_MODES
 from dllm_plugin.grammar.automaton import FAR, START, STOP, TokenAutomaton, build
 from dllm_plugin.grammar.vocabulary import Vocabulary

@@ -19,8 +19,8 @@ import recorded
 import test_grid_goldens as grid
 from engines import CHECKPOINTS, a_prompt, generate, params, step_through, token_ids
 
-from dllm_plugin.commands.eval import command as evaluate
-from dllm_plugin.commands.problems.generator import eval_seeds, problem
+from diffuplug_bench.eval import scores as evaluate
+from diffuplug_bench.word_problems.generator import eval_seeds, problem
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,

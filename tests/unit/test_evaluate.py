@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from diffuplug_bench.eval import every_policy, refreshes, report
+from diffuplug_bench.eval import every_policy, refreshes, report, scores
 from diffuplug_bench.eval.report import Row, Way
-from dllm_plugin.commands.eval import command
-from dllm_plugin.commands.problems.generator import eval_seeds, problem
+from diffuplug_bench.word_problems.generator import eval_seeds, problem
 from dllm_plugin.config.options import Options
 from dllm_plugin.config.request.parsing import request_arguments
 from dllm_plugin.config.resolution import resolve
@@ -73,8 +72,8 @@ def test_score() -> None:
         )
         for text in texts
     ]
-    got = command.score(outputs, problems, positions=400, seconds=2.0)
-    assert got == command.Score(0.5, 2.0, 20.0, 2.0)
+    got = scores.score(outputs, problems, positions=400, seconds=2.0)
+    assert got == scores.Score(0.5, 2.0, 20.0, 2.0)
 
 
 def test_table_has_a_line_per_row() -> None:

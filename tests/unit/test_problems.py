@@ -5,7 +5,7 @@ import json
 import jsonschema
 import pytest
 
-from dllm_plugin.commands.problems.generator import (
+from diffuplug_bench.word_problems.generator import (
     ANSWER_SCHEMA,
     JSON_REQUEST,
     ask_in_json,

@@ -10,8 +10,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
+from diffuplug_bench.word_problems.generator import ask_in_json, problem, train_seeds
 from dllm_plugin import default_model
-from dllm_plugin.commands.problems.generator import ask_in_json, problem, train_seeds
 from training.data import (
     LENGTHS,
     forms,

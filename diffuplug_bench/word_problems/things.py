@@ -5,7 +5,7 @@ The story is an opening, some events and a question. Functions take (draft, name
 
 from collections.abc import Callable
 
-from dllm_plugin.commands.problems.stories import ITEMS, NAMES, Draft
+from diffuplug_bench.word_problems.stories import ITEMS, NAMES, Draft
 
 BOXES = (("bags", "bag"), ("baskets", "basket"), ("boxes", "box"), ("jars", "jar"))
 SHARERS = (("friends", "friend"), ("children", "child"), ("cousins", "cousin"))

@@ -1,6 +1,5 @@
-"""Run ``diffuplug eval``: score the bundled model on problems that it was not trained on."""
+"""Score the bundled model on problems that it was not trained on, decoded in two ways."""
 
-import argparse
 import json
 import os
 import time
@@ -8,27 +7,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from diffuplug_bench.word_problems.generator import (
+    ANSWER_SCHEMA,
+    ask_in_json,
+    eval_seeds,
+    problem,
+)
 from dllm_plugin import default_model
-from dllm_plugin.commands import extensions
 from dllm_plugin.commands.offline import (
-    DECODE_OPTIONS,
     bundled_options,
     conversation,
     num_forwards,
     start_engine,
     stop_engine,
-)
-from dllm_plugin.commands.options import (
-    add_decode_options,
-    add_verbose,
-    flag_of,
-    positive,
-)
-from dllm_plugin.commands.problems.generator import (
-    ANSWER_SCHEMA,
-    ask_in_json,
-    eval_seeds,
-    problem,
 )
 
 if TYPE_CHECKING:
@@ -81,96 +72,6 @@ def ways() -> dict[str, dict[str, Any]]:
             "threshold": 0.9,
         },
     }
-
-
-def add_parser(commands: Any) -> None:
-    """Add the parser of `diffuplug eval`."""
-    parser = commands.add_parser(
-        "eval", help="score the bundled model on unseen problems"
-    )
-    parser.add_argument(
-        "--limit",
-        type=positive,
-        help="number of problems (default: 500, with --all 200)",
-    )
-    parser.add_argument(
-        "--all",
-        action="store_true",
-        help="every strategy and policy; writes decoding.md and .png",
-    )
-    parser.add_argument(
-        "--refreshes",
-        action="store_true",
-        help="the part of --all about refreshes that cost less; writes refreshes.md",
-    )
-    parser.add_argument(
-        "--output",
-        metavar="FOLDER",
-        help="of --all and --refreshes (default: benchmarks/reports if there is one, else here)",
-    )
-    parser.add_argument("--dtype", default="auto", help="as in vLLM")
-    parser.add_argument(
-        "--json", action="store_true", help="ask for answers in JSON, held to a schema"
-    )
-    parser.add_argument(
-        "--schedule",
-        metavar="WIDTHS",
-        help="score windows of these widths: 32,16,8,4,2",
-    )
-    add_verbose(parser)
-    scored = parser.add_argument_group("with --questions or --schedule")
-    scored.add_argument(
-        "--model", help="folder or hub name (default: the bundled model)"
-    )
-    scored.add_argument(
-        "--questions", metavar="FILE", help="JSON lines with question and answer"
-    )
-    add_decode_options(scored)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Score the bundled model, or hand over to the tables that the options ask for.
-
-    Raises ValueError with one sentence for options that do not fit together.
-    """
-    _check(args)
-    if args.all or args.refreshes or _is_of_any_model(args):
-        return extensions.load("eval_tables", _words_for_tables(args))(args)
-    return compare_ways(args.limit, args.dtype, args.verbose, args.json)
-
-
-def _is_of_any_model(args: argparse.Namespace) -> bool:
-    return args.schedule is not None or args.questions is not None
-
-
-def _words_for_tables(args: argparse.Namespace) -> str:
-    if args.schedule is not None:
-        return "diffuplug eval --schedule"
-    if args.questions is not None:
-        return "diffuplug eval --questions"
-    return "diffuplug eval --all" if args.all else "diffuplug eval --refreshes"
-
-
-def _check(args: argparse.Namespace) -> None:
-    of_any_model = _is_of_any_model(args)
-    if args.refreshes and (args.all or args.json or of_any_model):
-        raise ValueError(
-            "--refreshes is alone, or a part of --all: leave the other options out"
-        )
-    if args.json and (args.all or of_any_model):
-        raise ValueError(
-            "--json is for the two ways of decoding: leave --all, --schedule and "
-            "--questions out"
-        )
-    if args.output is not None and not (args.all or args.refreshes):
-        raise ValueError("--output is where --all writes: add --all, or --refreshes")
-    if of_any_model and args.all:
-        raise ValueError(
-            "--all has policies of its own: leave it, or --schedule and --questions, out"
-        )
-    for name in ("model", *DECODE_OPTIONS):
-        if not of_any_model and getattr(args, name) is not None:
-            raise ValueError(f"{flag_of(name)} needs --questions or --schedule")
 
 
 def compare_ways(

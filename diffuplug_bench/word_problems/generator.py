@@ -12,8 +12,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from dllm_plugin.commands.problems.stories import Draft, bus, pages, shop, trip, work
-from dllm_plugin.commands.problems.things import things
+from diffuplug_bench.word_problems.stories import Draft, bus, pages, shop, trip, work
+from diffuplug_bench.word_problems.things import things
 
 EVAL_BASE = 1 << 40
 # Story: relative frequency.

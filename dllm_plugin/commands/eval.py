@@ -1,0 +1,98 @@
+"""Parse and check the options of ``diffuplug eval``, which `diffuplug_bench` computes."""
+
+import argparse
+from typing import Any
+
+from dllm_plugin.commands import extensions
+from dllm_plugin.commands.options import (
+    DECODE_OPTIONS,
+    add_decode_options,
+    add_verbose,
+    flag_of,
+    positive,
+)
+
+
+def add_parser(commands: Any) -> None:
+    """Add the parser of `diffuplug eval`."""
+    parser = commands.add_parser(
+        "eval", help="score the bundled model on unseen problems"
+    )
+    parser.add_argument(
+        "--limit",
+        type=positive,
+        help="number of problems (default: 500, with --all 200)",
+    )
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="every strategy and policy; writes decoding.md and .png",
+    )
+    parser.add_argument(
+        "--refreshes",
+        action="store_true",
+        help="the part of --all about refreshes that cost less; writes refreshes.md",
+    )
+    parser.add_argument(
+        "--output",
+        metavar="FOLDER",
+        help="of --all and --refreshes (default: benchmarks/reports if there is one, else here)",
+    )
+    parser.add_argument("--dtype", default="auto", help="as in vLLM")
+    parser.add_argument(
+        "--json", action="store_true", help="ask for answers in JSON, held to a schema"
+    )
+    parser.add_argument(
+        "--schedule",
+        metavar="WIDTHS",
+        help="score windows of these widths: 32,16,8,4,2",
+    )
+    add_verbose(parser)
+    scored = parser.add_argument_group("with --questions or --schedule")
+    scored.add_argument(
+        "--model", help="folder or hub name (default: the bundled model)"
+    )
+    scored.add_argument(
+        "--questions", metavar="FILE", help="JSON lines with question and answer"
+    )
+    add_decode_options(scored)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check the options, and score what they name by the functions of `diffuplug_bench`.
+
+    Raises ValueError with one sentence for options that do not fit together.
+    """
+    _check(args)
+    return extensions.load("eval_tables", _words(args))(args)
+
+
+def _words(args: argparse.Namespace) -> str:
+    """Return the command line up to the option that chooses what is scored."""
+    words = ["diffuplug", "eval"]
+    for name in ("schedule", "questions", "all", "refreshes"):
+        if getattr(args, name):
+            words.append(flag_of(name))
+    return " ".join(words)
+
+
+def _check(args: argparse.Namespace) -> None:
+    of_any_model = args.schedule is not None or args.questions is not None
+    if args.refreshes and (args.all or args.json or of_any_model):
+        raise ValueError(
+            "--refreshes is alone, or a part of --all: leave the other options out"
+        )
+    if args.json and (args.all or of_any_model):
+        raise ValueError(
+            "--json is for the two ways of decoding: leave --all, --schedule and "
+            "--questions out"
+        )
+    if args.output is not None and not (args.all or args.refreshes):
+        raise ValueError("--output is where --all writes: add --all, or --refreshes")
+    if of_any_model and args.all:
+        raise ValueError(
+            "--all has policies of its own: leave it, or --schedule and --questions, out"
+        )
+    for name in ("model", *DECODE_OPTIONS):
+        if not of_any_model and getattr(args, name) is not None:
+            raise ValueError(f"{flag_of(name)} needs --questions or --schedule")

@@ -1,1 +1,0 @@
-"""Score the bundled model: `command` runs ``diffuplug eval``, `every_policy` ``eval --all``."""
