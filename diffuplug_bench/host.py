@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from diffuplug_bench.report import table_of
-from dllm_plugin.commands.machine import installation
+from dllm_plugin.commands.installation import installation
 from dllm_plugin.commands.offline import start_engine
 
 if TYPE_CHECKING:

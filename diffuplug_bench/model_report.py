@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from diffuplug_bench.word_problems.generator import eval_seeds, problem
-from dllm_plugin.commands.machine import installation
+from dllm_plugin.commands.installation import installation
 from dllm_plugin.commands.models import check_model, resolve
 from dllm_plugin.commands.options import Parser, add_model, positive
 

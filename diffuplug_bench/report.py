@@ -13,7 +13,7 @@ from typing import Any
 
 import dllm_plugin
 from diffuplug_bench.settings import Settings
-from dllm_plugin.commands.machine import processor
+from dllm_plugin.commands.installation import processor
 
 Row = dict[str, Any]
 

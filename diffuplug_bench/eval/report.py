@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from diffuplug_bench.word_problems.generator import eval_seeds
-from dllm_plugin.commands.machine import installation
+from dllm_plugin.commands.installation import installation
 
 
 class Way(NamedTuple):

@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 import dllm_plugin
 from dllm_plugin.commands import eval as eval_command
 from dllm_plugin.commands import (
-    extensions,
     generate,
     infill,
     interrupts,
@@ -18,6 +17,7 @@ from dllm_plugin.commands import (
     serve,
     watch,
 )
+from dllm_plugin.commands.installation import load_command
 from dllm_plugin.commands.models import check_files
 from dllm_plugin.commands.offline import (
     StartError,
@@ -195,7 +195,7 @@ def _run(args: argparse.Namespace) -> int:
         return serve.run(args.arguments)
     if args.command in ("bench", "report"):
         words = f"diffuplug {args.command}"
-        return extensions.load(args.command, words)(args.arguments)
+        return load_command(args.command, words)(args.arguments)
     if args.command == "verify":
         engine_options(args)  # refuses wrong ones before vLLM is imported
         from dllm_plugin.commands.verify import command as verify_command

@@ -14,7 +14,7 @@ from dllm_plugin.config.cuda_graphs import (
     refresh_lengths,
 )
 from dllm_plugin.config.decode import DecodeConfig, get_decode_config
-from dllm_plugin.config.memory import peak_bytes
+from dllm_plugin.config.machine import peak_bytes
 from dllm_plugin.config.options import REQUEST_FIELDS, does_nothing
 from dllm_plugin.config.request.exclusions import OF_SEVERAL_BLOCKS
 from dllm_plugin.config.request.parsing import request_arguments

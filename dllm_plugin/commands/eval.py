@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from dllm_plugin.commands import extensions
+from dllm_plugin.commands.installation import load_command
 from dllm_plugin.commands.options import (
     DECODE_OPTIONS,
     add_decode_options,
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     Raises ValueError with one sentence for options that do not fit together.
     """
     _check(args)
-    return extensions.load("eval_tables", _words(args))(args)
+    return load_command("eval_tables", _words(args))(args)
 
 
 def _words(args: argparse.Namespace) -> str:

@@ -1,28 +1,56 @@
-"""Run vLLM's server in this process, with one sentence for whatever keeps it from starting."""
+"""Run vLLM's server in this process, and watch its start and its end.
 
+Whatever keeps the server from starting becomes one sentence. When it accepts connections, a
+line says where. When it is asked to end, running streams may go on for a while; those that are
+cut get an error with a sentence. After a Ctrl-C that takes 3 s at most, and a second one ends
+the server at once. If its engine dies, the server ends with status 1, so that a supervisor
+starts it again.
+"""
+
+import asyncio
 import logging
 import os
+import signal
+import socket
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from http import HTTPStatus
+from typing import Any, NoReturn
 
+from fastapi.responses import JSONResponse
 from transformers import CONFIG_MAPPING
 from vllm import ModelRegistry
 from vllm.entrypoints.cli.serve import ServeSubcommand
+from vllm.exceptions import GracefulHTTPError, RetryableRequestError
 from vllm.logger import configure_logging_from_args
 from vllm.plugins import load_general_plugins
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from dllm_plugin.commands.interrupts import TERMINATED, end_now
+from dllm_plugin.commands.interrupts import INTERRUPTED, TERMINATED, end_now
 from dllm_plugin.commands.models import architecture_of, read_config, why_unserved
 from dllm_plugin.commands.options import flag_of
+from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.config.options import OPTIONS
 from dllm_plugin.config.validation import did_you_mean
+from dllm_plugin.decoding.families import FAMILIES
 
-MIDDLEWARE = "dllm_plugin.commands.ready.Lifecycle"
+MIDDLEWARE = "dllm_plugin.commands.server.Lifecycle"
 OF_DRAFTS = "SpecDecoding metrics"  # numbers that mean nothing here
 UNRECOGNIZED = "unrecognized arguments: "
 DRAIN_SECONDS = 10  # for running requests, once the server is asked to end
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+POLL_SECONDS = 0.05
+ANY_ADDRESS = {"": "localhost", "0.0.0.0": "localhost", "::": "localhost"}
+VIEWER = "/viewer"
+ENGINE_DIED = 1
+ENDING = "The server is ending and takes no new requests; send it again when the server is back."
+CUT_SECONDS, END_SECONDS = 2.4, 2.8  # after a first Ctrl-C
+KILL_SECONDS = 0.8  # between the error of cut streams and the end of their engine
 
 
 class ServerParser(FlexibleArgumentParser):
@@ -101,3 +129,183 @@ def quieten() -> None:
         uvicorn.addFilter(lambda record: record.levelno > logging.INFO)
     rates = logging.getLogger("vllm.v1.metrics.loggers")
     rates.addFilter(lambda record: not str(record.msg).startswith(OF_DRAFTS))
+
+
+class ServerEnds(GracefulHTTPError, RetryableRequestError):
+    """A request is cut because the server ends.
+
+    vLLM's engine client passes the first kind of error on as it is, and its streams write the
+    second without a traceback in the log.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The server is ending and cut this request; send it again when the server is back.",
+            HTTPStatus.SERVICE_UNAVAILABLE,
+        )
+
+
+class Lifecycle:
+    """Pass every request on, and watch the start and the end of the application."""
+
+    def __init__(self, app: App) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Handle one request, or the start and end of the application."""
+        if scope["type"] != "lifespan":
+            await self.handle(scope, receive, send)
+            return
+        state = scope["app"].state
+        state.lifecycle = end = End(state)
+        tasks = []
+
+        async def sending(message: Message) -> None:
+            await send(message)
+            if message["type"] == "lifespan.startup.complete":
+                tasks.append(asyncio.create_task(end.cut_streams()))
+                end.take_interrupts()
+                if is_first(state):
+                    tasks.append(asyncio.create_task(announce(scope["app"])))
+
+        async def receiving() -> Message:
+            message = await receive()
+            if message["type"] == "lifespan.shutdown":
+                end.set_status()
+            return message
+
+        await self.app(scope, receiving, sending)
+        if end.interrupted:
+            end_now(INTERRUPTED)
+        for task in tasks:
+            task.cancel()
+
+    async def handle(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse a new one while running requests end."""
+        if scope["type"] == "http" and scope["method"] == "POST":
+            end: End | None = scope["app"].state.lifecycle
+            if end is not None and end.is_asked_for():
+                await ending_reply()(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+
+def ending_reply() -> JSONResponse:
+    """Return the reply to requests that come while the server ends."""
+    status = HTTPStatus.SERVICE_UNAVAILABLE
+    error = {"message": ENDING, "type": "ServiceUnavailableError", "code": status}
+    return JSONResponse({"error": error}, status, {"Connection": "close"})
+
+
+class End:
+    """End a server so that its clients and supervisors see what happened."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+        self.interrupted = False
+
+    def take_interrupts(self) -> None:
+        """Handle Ctrl-C in the place of vLLM, which handles it as SIGTERM."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, self.interrupt)
+
+    def interrupt(self) -> None:
+        """Give running streams a short while; at the second call, end at once."""
+        if self.interrupted:
+            end_now(INTERRUPTED)
+        self.interrupted = True
+        running = self.state.engine_client.get_num_unfinished_requests()
+        if not running:
+            end_now(INTERRUPTED)
+        print(
+            f"diffuplug: running requests have {CUT_SECONDS} s to end ({running} are "
+            "left); Ctrl-C again cuts them now.",
+            file=sys.stderr,
+        )
+        loop = asyncio.get_running_loop()
+        loop.call_later(CUT_SECONDS, self.cut)
+        loop.call_later(END_SECONDS, end_now, INTERRUPTED)
+        os.kill(os.getpid(), signal.SIGTERM)  # vLLM lets requests run after this one
+
+    def cut(self) -> None:
+        """End requests that still run with an error."""
+        self.state.engine_client.output_processor.propagate_error(ServerEnds())
+
+    async def cut_streams(self) -> None:
+        """Cut streams shortly before vLLM kills the engine, whose end would be their error."""
+        loop, server = asyncio.get_running_loop(), self.state.server
+        while not (server.should_exit or self.is_asked_for()):
+            await asyncio.sleep(POLL_SECONDS)
+        end = loop.time() + self.state.vllm_config.shutdown_timeout - KILL_SECONDS
+        while not server.should_exit and loop.time() < end:
+            await asyncio.sleep(POLL_SECONDS)
+        self.cut()
+
+    def has_our_model(self) -> bool:
+        """Return whether the renderer is ours, which knows of its end."""
+        return self.state.vllm_config.model_config.architecture in FAMILIES
+
+    def is_asked_for(self) -> bool:
+        """Return whether vLLM was asked to end, which ends the renderer first."""
+        return self.has_our_model() and self.state.engine_client.renderer.is_shut_down
+
+    def set_status(self) -> None:
+        """Exit with status 1 if the server ends because its engine has died."""
+        if not self.has_our_model():
+            return  # whether its end was asked for is not known
+        if self.state.engine_client.errored and not (
+            self.interrupted or self.is_asked_for()
+        ):
+            print("diffuplug: the engine has died; the server ends.", file=sys.stderr)
+            # After this call, and outside of it: servers keep what applications raise.
+            asyncio.get_running_loop().call_soon(sys.exit, ENGINE_DIED)
+
+
+def is_first(state: Any) -> bool:
+    """Return whether this is the first, or the only one, of the processes that serve."""
+    rank: int = state.vllm_config.parallel_config._api_process_rank
+    return rank <= 0
+
+
+async def announce(app: Any) -> None:
+    """Print the ready line when the server accepts connections, which it does after its start."""
+    while not app.state.server.started:
+        await asyncio.sleep(POLL_SECONDS)
+    paths = [getattr(route, "path", None) for route in app.routes]
+    print(ready_line(app.state, VIEWER in paths), file=sys.stderr, flush=True)
+
+
+def ready_line(state: Any, has_viewer: bool) -> str:
+    """Format address, model and abilities, from what vLLM keeps about its server."""
+    arguments, config = state.args, state.vllm_config
+    host = ANY_ADDRESS.get(arguments.host or "", arguments.host)
+    scheme = "https" if arguments.ssl_certfile else "http"
+    address = arguments.uds or f"{scheme}://{_in_url(host)}:{arguments.port}"
+    viewer = f" (viewer: {address}{VIEWER})" if has_viewer and not arguments.uds else ""
+    names = config.model_config.served_model_name
+    model = names if isinstance(names, str) else names[0]
+    return f"diffuplug: ready at {address}{viewer}, model {model}, {_abilities(config)}"
+
+
+def _in_url(host: str) -> str:
+    try:
+        socket.inet_pton(socket.AF_INET6, host)
+    except OSError:
+        return host
+    return f"[{host}]"
+
+
+def _abilities(vllm_config: Any) -> str:
+    """Describe how the model decodes, and what clients can ask for because of it."""
+    if vllm_config.model_config.architecture not in FAMILIES:
+        return "decoding as vLLM does"
+    config = get_decode_config(vllm_config)
+    able = ["chat", "completions"]
+    if not config.no_grammars:
+        able.append("structured output")
+    if config.method.full_attention:
+        able += ["infilling", "likelihoods"]
+    return (
+        f"decoding {config.strategy} with policy {config.policy}; can do "
+        f"{', '.join(able[:-1])} and {able[-1]}"
+    )

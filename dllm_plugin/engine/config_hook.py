@@ -47,7 +47,7 @@ from dllm_plugin.config.step_times import KEY, path_for
 from dllm_plugin.decoding.families import FAMILIES
 from dllm_plugin.engine import auto_dtype
 from dllm_plugin.engine.admission import leave_out_penalties, request_rules
-from dllm_plugin.engine.vllm_versions import refuse_platform
+from dllm_plugin.engine.platforms import refuse_platform
 from dllm_plugin.models.checkpoints.lora import check_adapter
 from dllm_plugin.models.checkpoints.trained_for import (
     UNKNOWN,

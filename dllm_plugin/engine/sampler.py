@@ -15,7 +15,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-from dllm_plugin.config.memory import peak_bytes
+from dllm_plugin.config.machine import peak_bytes
 from dllm_plugin.config.request.structured_outputs import no_automata
 from dllm_plugin.config.worker_carriers import pack_broken, pack_canvases
 from dllm_plugin.decoding.block_causal import sub_block_to_store

@@ -7,7 +7,7 @@ from typing import Any
 from vllm.config import CUDAGraphMode
 from vllm.platforms import current_platform
 
-from dllm_plugin.engine.worker.amx_tiles import request_tiles
+from dllm_plugin.engine.platforms import request_tiles
 from dllm_plugin.omni import (
     ar_runner,
     check_scheduler,

@@ -109,7 +109,7 @@ def test_nobody_asks_nobody_pays(
     """A request without a grammar calls nothing of this, and its results travel as before."""
     from dllm_plugin.engine.grammars import grammars
     from dllm_plugin.engine.scheduling import grammar_scheduler
-    from dllm_plugin.engine.worker import grammar_runner
+    from dllm_plugin.engine.worker import worker
     from dllm_plugin.grammar import step
     from dllm_plugin.sampling.features import automata
     from dllm_plugin.sampling.features import grammars as sampling
@@ -125,7 +125,7 @@ def test_nobody_asks_nobody_pays(
 
         monkeypatch.setattr(owner, name, count)
 
-    counted(grammar_runner, "AsyncCanvasOutput")
+    counted(worker, "AsyncCanvasOutput")
     counted(grammar_scheduler, "pack_checks")
     counted(grammars.Grammars, "prepare")
     counted(sampling.StagedChecks, "start_step")

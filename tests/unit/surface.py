@@ -10,7 +10,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("dllm_plugin", "diffuplug_bench")
-GRAMMARS = ("engine/grammars", "engine/scheduling/grammar", "engine/worker/grammar")
+GRAMMARS = ("engine/grammars", "engine/scheduling/grammar")
 WEIGHTS = ("engine/worker/weight_updates", "engine/worker/cpu_worker")
 LISTED_ELSEWHERE = ("omni", "api", *GRAMMARS, *WEIGHTS)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from dllm_plugin.engine.worker.amx_tiles import request_tiles
+from dllm_plugin.engine.platforms import request_tiles
 from dllm_plugin.engine.worker.cpu_worker import DiffusionCPUWorker
 from dllm_plugin.omni.workers import ARWorker, DiffusionWorker
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from dllm_plugin.commands import ready
+from dllm_plugin.commands import server
 
-LATER = 4 * ready.POLL_SECONDS
-ROUTES = [SimpleNamespace(path="/health"), SimpleNamespace(path=ready.VIEWER)]
+LATER = 4 * server.POLL_SECONDS
+ROUTES = [SimpleNamespace(path="/health"), SimpleNamespace(path=server.VIEWER)]
 
 
 def state_of(**arguments: Any) -> Any:
@@ -41,7 +41,7 @@ def lines_of(state: Any, capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
 
         app = SimpleNamespace(state=state, routes=ROUTES)
         scope = {"type": "lifespan", "app": app}
-        running = asyncio.create_task(ready.Lifecycle(inner)(scope, nothing, nothing))
+        running = asyncio.create_task(server.Lifecycle(inner)(scope, nothing, nothing))
         printed = []
         for started in (False, True):
             state.server.started = started

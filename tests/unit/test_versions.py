@@ -11,7 +11,7 @@ import pytest
 from documented import ROOT
 
 import dllm_plugin
-from dllm_plugin.engine.vllm_versions import refuse_platform
+from dllm_plugin.engine.platforms import refuse_platform
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_one_module_asks_for_the_version() -> None:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Compare | ast.If) and _reads_a_version(node):
                 asking.add(file.relative_to(folder).as_posix())
-    assert asking == {"__init__.py", "engine/vllm_versions.py"}
+    assert asking == {"__init__.py", "engine/platforms.py"}
 
 
 def _reads_a_version(node: ast.Compare | ast.If) -> bool:

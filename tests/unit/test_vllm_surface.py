@@ -112,7 +112,7 @@ vllm.v1.attention.selector: AttentionSelectorConfig
 vllm.v1.core.kv_cache_manager: KVCacheManager
 vllm.v1.core.kv_cache_utils: BlockHash
 vllm.v1.core.sched.async_scheduler: AsyncScheduler
-vllm.v1.core.sched.output: NewRequestData SchedulerOutput
+vllm.v1.core.sched.output: GrammarOutput NewRequestData SchedulerOutput
 vllm.v1.core.sched.request_queue: SchedulingPolicy
 vllm.v1.core.sched.scheduler: Scheduler
 vllm.v1.engine: EngineCoreOutput EngineCoreOutputs FinishReason
@@ -121,10 +121,12 @@ vllm.v1.kv_cache_interface: AttentionSpec KVCacheConfig KVCacheLayout KVCacheSpe
 vllm.v1.metrics.loggers: AggregateStatLoggerBase
 vllm.v1.metrics.stats: IterationStats MultiModalCacheStats PrefillStats
 vllm.v1.metrics.stats: RequestSpecDecodeMetrics SchedulerStats
+vllm.v1.outputs: AsyncModelRunnerOutput
 vllm.v1.outputs: LogprobsLists LogprobsTensors ModelRunnerOutput
 vllm.v1.request: Request RequestStatus
 vllm.v1.sample.ops.topk_topp_sampler: apply_top_k_top_p
 vllm.v1.spec_decode.metrics: SpecDecodingProm SpecDecodingStats
+vllm.v1.worker.gpu.async_utils: AsyncOutput
 vllm.v1.worker.gpu.attn_utils: FastPrefillHelper build_attn_metadata build_slot_mappings_by_layer
 vllm.v1.worker.gpu.cudagraph_utils: BatchExecutionDescriptor ModelCudaGraphManager
 vllm.v1.worker.gpu.input_batch: InputBatch set_dummy_context

@@ -37,7 +37,7 @@ vllm.tokenizers: TokenizerLike
 vllm.v1.core.sched.async_scheduler: AsyncScheduler
 vllm.v1.core.sched.output: GrammarOutput SchedulerOutput
 vllm.v1.engine: EngineCoreOutputs
-vllm.v1.outputs: AsyncModelRunnerOutput ModelRunnerOutput
+vllm.v1.outputs: ModelRunnerOutput
 vllm.v1.request: Request RequestStatus
 vllm.v1.structured_output: StructuredOutputManager
 vllm.v1.structured_output.backend_guidance: GuidanceBackend GuidanceGrammar
@@ -45,8 +45,6 @@ vllm.v1.structured_output.backend_guidance: validate_guidance_grammar
 vllm.v1.structured_output.backend_types: StructuredOutputBackend StructuredOutputGrammar
 vllm.v1.structured_output.backend_types: StructuredOutputKey StructuredOutputOptions
 vllm.v1.structured_output.backend_xgrammar: XgrammarBackend XgrammarGrammar
-vllm.v1.worker.gpu.async_utils: AsyncOutput
-vllm.v1.worker.gpu.model_runner: GPUModelRunner
 """
 SCHEDULER = "v1.core.sched.async_scheduler:AsyncScheduler."
 SIGNATURES = {

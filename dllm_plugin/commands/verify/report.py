@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dllm_plugin.commands.machine import installation
+from dllm_plugin.commands.installation import installation
 from dllm_plugin.commands.verify.compare import Compared, Difference
 from dllm_plugin.commands.verify.engine_side import Decode
 from dllm_plugin.config.decode import DecodeConfig

@@ -19,7 +19,7 @@ from dllm_plugin.config.worker_carriers import (
     show_broken,
     unpack_broken,
 )
-from dllm_plugin.engine.vllm_versions import end_with_error
+from dllm_plugin.engine.platforms import end_with_error
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler

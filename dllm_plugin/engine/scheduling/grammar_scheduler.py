@@ -23,7 +23,7 @@ from dllm_plugin.config.validation import shown
 from dllm_plugin.engine.grammars.automata import AutomatonGrammar, OwnGrammar
 from dllm_plugin.engine.grammars.grammars import CanvasGrammar, Grammars
 from dllm_plugin.engine.grammars.messages import CanvasChecks, CanvasOutput
-from dllm_plugin.engine.vllm_versions import end_with_error
+from dllm_plugin.engine.platforms import end_with_error
 from dllm_plugin.grammar.payload import AutomatonStart, pack_checks
 from dllm_plugin.grammar.state import DeadEnd, GrammarCheck
 

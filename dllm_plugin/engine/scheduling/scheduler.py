@@ -18,11 +18,11 @@ from dllm_plugin.config.carriers import pack_start
 from dllm_plugin.config.request.arguments import GRAMMAR_MODES
 from dllm_plugin.config.validation import shown
 from dllm_plugin.config.worker_carriers import pack_departures
+from dllm_plugin.engine.platforms import end_with_error
 from dllm_plugin.engine.scheduling.broken_requests import BrokenRequests
 from dllm_plugin.engine.scheduling.grammar_scheduler import GrammarScheduler
 from dllm_plugin.engine.scheduling.offset_pages import share_pages
 from dllm_plugin.engine.scheduling.reporting import ReportingScheduler
-from dllm_plugin.engine.vllm_versions import end_with_error
 
 logger = init_logger("vllm.dllm_plugin")
 

@@ -20,10 +20,10 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from dllm_plugin.engine.worker.amx_tiles import request_tiles
-from dllm_plugin.engine.worker.grammar_runner import GrammarRunner
-from dllm_plugin.engine.worker.step_timer import TimingWorker
+from dllm_plugin.engine.platforms import request_tiles
+from dllm_plugin.engine.worker.graph_times import TimingWorker
 from dllm_plugin.engine.worker.weight_updates import AdapterWorker, UpdatingWorker
+from dllm_plugin.engine.worker.worker import GrammarRunner
 
 
 class RowsOfAdapters(PunicaWrapperCPU):

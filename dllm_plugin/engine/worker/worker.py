@@ -1,28 +1,68 @@
-"""Run vLLM's GPU worker with our model runner, which hands grammars to the sampler.
+"""Run vLLM's GPU worker with our model runner and our CUDA graphs.
 
-And capture full CUDA graphs also of steps of other uniform lengths than the canvas, by our graph
-manager: otherwise only piecewise graphs would hold them, and the host's launches take longer than
-the kernels.
-:mod:`dllm_plugin.config.cuda_graphs` says when that worker is taken.
+The runner passes checks of grammars to the sampler, and keeps canvases of requests with a grammar:
+vLLM copies whole canvases to the host with every step anyway, and keeps only what is emitted.
+
+The graph manager captures full graphs also of uniform lengths other than the canvas. In piecewise
+graphs the host's launches of such steps take longer than the kernels.
 """
 
 from contextlib import AbstractContextManager
 from typing import Any
 
 from vllm.config import CUDAGraphMode
+from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.gpu.attn_utils import FastPrefillHelper
 from vllm.v1.worker.gpu.cudagraph_utils import (
     BatchExecutionDescriptor,
     ModelCudaGraphManager,
 )
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from dllm_plugin.config.cuda_graphs import uniform_graphs
 from dllm_plugin.config.decode import get_decode_config
-from dllm_plugin.engine.worker.grammar_runner import GrammarRunner
-from dllm_plugin.engine.worker.graph_times import measure
-from dllm_plugin.engine.worker.step_timer import TimingWorker
+from dllm_plugin.config.worker_carriers import unpack_canvases
+from dllm_plugin.engine.grammars.messages import CanvasChecks, CanvasOutput
+from dllm_plugin.engine.worker.graph_times import TimingWorker, measure
 from dllm_plugin.engine.worker.weight_updates import AdapterWorker, UpdatingWorker
+
+
+class AsyncCanvasOutput(AsyncModelRunnerOutput):
+    """Wait for a step's result, and keep the canvases of some requests."""
+
+    def __init__(self, output: AsyncOutput, req_ids: list[str]) -> None:
+        self.output = output
+        self.req_ids = req_ids
+
+    def get_output(self) -> ModelRunnerOutput:
+        """Return the result once it is on the host."""
+        result = self.output.get_output()
+        canvases = unpack_canvases(self.output.sampled_token_ids, result, self.req_ids)
+        return CanvasOutput(**vars(result), canvases=canvases)
+
+
+class GrammarRunner(GPUModelRunner):
+    """Run vLLM's model runner with grammars on canvases."""
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
+        """Sample as vLLM does; with checks of canvases, hand them to the sampler first."""
+        # vLLM's warm-up brings a bitmask of its own.
+        if not isinstance(grammar_output, CanvasChecks):
+            return super().sample_tokens(grammar_output)
+        sampler: Any = self.sampler
+        features = sampler.features
+        if grammar_output.starts:
+            features.automata.start(grammar_output.starts)
+        payload = grammar_output.payload
+        features.checks.stage(payload)
+        output = super().sample_tokens(None)
+        features.checks.stage(None)
+        if payload is not None and isinstance(output, AsyncOutput):
+            return AsyncCanvasOutput(output, payload.req_ids)
+        return output
 
 
 class BlockGraphManager(ModelCudaGraphManager):

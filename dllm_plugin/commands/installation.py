@@ -1,9 +1,28 @@
-"""Name the machine and the versions that a measurement was taken with."""
+"""Describe this installation: commands of other packages, hardware and versions."""
 
 import platform
 import sys
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
 
 import dllm_plugin
+
+GROUP = "diffuplug.commands"
+
+
+def load_command(name: str, words: str) -> Callable[[Any], int]:
+    """Return the function of an entry point; `words` are what the user typed to get it.
+
+    Raises ImportError if no installed distribution has the entry point.
+    """
+    for entry_point in metadata.entry_points(group=GROUP, name=name):
+        function: Callable[[Any], int] = entry_point.load()
+        return function
+    raise ImportError(
+        f"`{words}` is an entry point of the distribution diffuplug, which is not installed here: "
+        "run `pip install` on it, a folder in PYTHONPATH is not enough"
+    )
 
 
 def processor() -> str:
