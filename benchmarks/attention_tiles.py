@@ -11,7 +11,8 @@ from dataclasses import astuple
 from itertools import product
 
 import torch
-from attention import HEADS, Batch, Point, fused, measure
+from attention import measure
+from attention_variants import HEADS, Batch, Point, fused
 from triton.runtime.errors import OutOfResources
 
 from dllm_plugin.kernels.paged_attention.kernel import Tile, choose_splits, choose_tile

@@ -12,7 +12,8 @@ import json
 from itertools import product
 
 import torch
-from attention import HEADS, TOLERANCE, Batch, Point, cascade, fa, measure
+from attention import TOLERANCE, measure
+from attention_variants import HEADS, Batch, Point, cascade, fa
 
 REQUESTS, CONTEXTS, WIDTHS = (4, 8, 16, 64, 128, 256), (640, 2048), (2, 4, 8, 16, 32)
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 from grammar_cases import Case
-from scripted import Loop, Run, Script, sampling
+from scripted import Loop, Run, sampling
+from scripted_rows import Script
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.request import Request

@@ -5,7 +5,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from scripted import Hashed, Loop, Run, one_thread, sampling
+from scripted import Loop, Run, one_thread, sampling
+from scripted_rows import Hashed
 
 from dllm_plugin.sampling.step import StepTensors
 

@@ -5,8 +5,7 @@ predicts `position` and sees exactly `visible`. Its rows depend on what a real r
 the block-causal mask, so a wrong border, a stale carry or a late commit changes the text.
 """
 
-import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from bank import rows_far_apart
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import NewRequestData
@@ -33,15 +31,13 @@ from dllm_plugin.state.canvas_states import CanvasStates
 if current_platform.is_cpu():
     # What vLLM's CPU worker imports first: buffers without pinned memory.
     import vllm.v1.worker.cpu.shm  # noqa: F401
+from scripted_rows import EOS, MASK, VOCAB, Script, visible
 
-VOCAB, MASK, EOS = 16, 15, 14
 DEVICE = torch.device(current_platform.device_type)
 ARCHITECTURE = {
     False: "LLaDAModelLM",
     True: "DreamModel",
 }  # by whether logits are shifted
-
-Script = Callable[[list[int], int], np.ndarray]
 
 
 class Pass(NamedTuple):
@@ -85,50 +81,6 @@ def sampling(max_tokens: int, eos: int | None = EOS, **options: Any) -> Sampling
     params = SamplingParams(max_tokens=max_tokens, **options)
     params.update_from_generation_config({}, eos)
     return params
-
-
-class Table:
-    """Fixed (token, probability) per position; the rest is spread evenly over the other ids.
-
-    A probability may be ``(p, second token, its p)``.
-    """
-
-    def __init__(
-        self, token: Callable[[int], int], probability: Callable[[int], Any]
-    ) -> None:
-        self.token, self.probability = token, probability
-
-    def __call__(self, visible: list[int], position: int) -> np.ndarray:
-        p = self.probability(position)
-        p, second, second_p = p if isinstance(p, tuple) else (p, None, 0.0)
-        others, rest = VOCAB - 1 - (second is not None), 1 - p - second_p
-        row = np.full(
-            VOCAB, np.log(rest / others) if rest > 0 else -1e9, dtype=np.float32
-        )
-        row[self.token(position)] = np.log(p)
-        if second is not None:
-            row[second] = np.log(second_p)
-        return row
-
-
-BANK = rows_far_apart(VOCAB, MASK)
-
-
-class Hashed:
-    """Rows drawn from :data:`BANK` by a hash of the position and of everything visible."""
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-
-    def __call__(self, visible: list[int], position: int) -> np.ndarray:
-        key = zlib.crc32(bytes((self.seed % 251, position, len(visible), *visible)))
-        return BANK[key % len(BANK)]
-
-
-def visible(query: int, prompt: int, block_length: int, limit: int) -> int:
-    """Keys that a row sees under the block-causal mask; the prompt is the first block."""
-    block = max(query - prompt, -1) // block_length
-    return min(prompt + (block + 1) * block_length, limit)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """A script as the model of the plain loops."""
 
 import torch
-from scripted import MASK, VOCAB, Script
+from scripted_rows import MASK, VOCAB, Script
 
 from dllm_plugin.reference.text import Slots
 

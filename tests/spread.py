@@ -33,7 +33,9 @@ TOGETHER: dict[str, tuple[str, ...]] = {
         "engine/test_full_server.py",
         "engine/test_infill_api.py",
         "engine/test_likelihood_api.py",
+        "engine/test_infill_refused.py",
         "engine/test_api.py",
+        "engine/test_frames_api.py",
         "engine/test_viewer_gaps.py",
     ),
     "bundled server": (
@@ -51,6 +53,7 @@ LONGEST = (
     "engine/test_structured_outputs.py",
     "engine/test_faults.py",  # not beside the soak: both keep a server busy
     "engine/test_bench_modes.py",
+    "engine/test_bench_widths.py",
     "engine/test_structured_server.py",
     "engine/test_full_compiled.py",
     "engine/test_verify_command.py",

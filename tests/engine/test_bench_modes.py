@@ -1,14 +1,12 @@
 """Every mode of `diffuplug bench` on the CPU: tiny shapes, the bundled model, and a red gate."""
 
-import json
 import shlex
 import shutil
 from pathlib import Path
-from typing import Any
 
-import heap
 import pytest
 import torch
+from bench_lines import QUICK, line_of, quiet_start
 from dummies import WHOSE, without_checkpoint, worker_of
 from engines import EngineRoom
 from safetensors.torch import load_file, save_file
@@ -17,7 +15,6 @@ from diffuplug_bench import command, engines
 from diffuplug_bench.cli import build_parser
 from diffuplug_bench.options import settings_of
 from diffuplug_bench.serving import requests
-from diffuplug_bench.step import floor
 from diffuplug_bench.step.counts import Count
 from diffuplug_bench.step.floor import StepSize
 from diffuplug_bench.step.sizes import Forward, sizes_of
@@ -26,8 +23,6 @@ from dllm_plugin.commands import cli
 from dllm_plugin.commands.offline import stop_engine
 
 pytestmark = pytest.mark.slow
-
-QUICK = ["--enforce-eager", "--seed", "3"]
 SHAPES = [
     "--shapes",
     "tiny",
@@ -53,20 +48,7 @@ LENGTHS = [
 
 @pytest.fixture(autouse=True)
 def alone(room: EngineRoom, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commands start engines of their own, and collect garbage around each."""
-    monkeypatch.setattr(floor, "SECONDS", 0.02)  # what is timed here is tiny
-    import vllm.v1.worker.cpu_worker  # noqa: F401 - what it imports is frozen, too
-
-    room.close()
-    heap.freeze()
-
-
-def line_of(printed: str) -> dict[str, Any]:
-    line: dict[str, Any] = json.loads(printed.strip().splitlines()[-1])
-    assert {"benchmark", "command", "seed", "settings", "hardware", "versions"} <= set(
-        line
-    )
-    return line
+    quiet_start(room, monkeypatch)
 
 
 def test_all_modes_and_baselines_on_dummy_weights(
@@ -376,116 +358,3 @@ def test_a_red_gate_stops_everything(
     assert line["problem"] in printed.splitlines()[-2]
     assert not {"served", "step", "ar", "hf", "floor", "profile"} & set(line)
     assert "speedup" not in printed and "times_ar" not in printed
-
-
-def test_tokens_per_second_by_width(capsys: pytest.CaptureFixture[str]) -> None:
-    """Drawn acceptance: wide windows bring more tokens a forward, and a width is kept to."""
-    options = [
-        "--acceptance",
-        "0.9:4",
-        "--widths",
-        "2,8,32",
-        "--min-window",
-        "2",
-        "--vs",
-        "ar",
-    ]
-    lengths = [
-        "--input-len",
-        "24",
-        "--output-len",
-        "32",
-        "--rounds",
-        "1",
-        "--requests",
-        "2",
-    ]
-    command = ["bench", "adaptive", "--shapes", "tiny", *options, *lengths, *QUICK]
-    assert cli.main(command) == 0
-    printed = capsys.readouterr().out
-    line = line_of(printed)
-    rows = {row["width"]: row for row in line["rows"]}
-    assert list(rows) == ["by load", 2, 8, 32] and line["benchmark"] == "adaptive"
-    found = [
-        json.loads(text)
-        for text in printed.splitlines()
-        if text.startswith('{"requests"')
-    ]
-    assert [row["width"] for row in found] == list(rows), "each row once it is measured"
-    assert all(rows[row["width"]].items() >= row.items() for row in found)
-    assert "engine start, plain vLLM" in line["seconds"]
-    assert rows[2]["mean_width"] == 2 and rows[2]["tokens_per_forward"] <= 1
-    assert rows[8]["mean_width"] == 8 and rows[32]["mean_width"] == 32
-    found = [rows[width]["tokens_per_forward"] for width in (2, 8, 32)]
-    assert found == sorted(found) and found[2] > 1.5
-    assert all(row["speedup_vs_ar"] > 0 for row in rows.values())
-
-
-def test_the_usual_blocks_beside_widths(capsys: pytest.CaptureFixture[str]) -> None:
-    """With `--adaptive off`, by the same drawn acceptance."""
-    lengths = [
-        "--input-len",
-        "24",
-        "--output-len",
-        "64",
-        "--rounds",
-        "1",
-        "--requests",
-        "4",
-    ]
-    command = [
-        "bench",
-        "adaptive",
-        "--shapes",
-        "tiny",
-        "--adaptive",
-        "off",
-        *lengths,
-        *QUICK,
-    ]
-    assert cli.main([*command, "--acceptance", "0.9:4"]) == 0
-    (row,) = line_of(capsys.readouterr().out)["rows"]
-    assert row["width"] == "blocks" and row["tokens_per_s"] > 0
-    assert 1.5 < row["tokens_per_forward"] < 8
-
-
-def test_a_map_of_loads(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Every load is timed at every width, and drawn."""
-    picture, grid = tmp_path / "map.png", ["--requests", "1,4", "--contexts", "16,256"]
-    more = ["--widths", "2,8", "--acceptance", "0.9:4", "--picture", str(picture)]
-    assert cli.main(["bench", "map", "--shapes", "tiny", *grid, *more, *QUICK]) == 0
-    printed = capsys.readouterr().out
-    line = line_of(printed)
-    timed = {(s["requests"], s["context"], s["width"]) for s in line["steps"]}
-    assert timed == {
-        (n, c, w) for n in (1, 4) for c in (16, 256) for w in (1, 2, 8, 32)
-    }
-    assert all(step["ms"] > 0 for step in line["steps"]) and len(
-        line["model_ms"]
-    ) == len(timed)
-    points = {(p["requests"], p["context"]): p for p in line["map"]}
-    assert set(points) == {(n, c) for n in (1, 4) for c in (16, 256)}
-    for point in points.values():
-        assert point["adaptive"] >= point["fixed"] > 0 and point["width"] in (2, 8, 32)
-        assert point["fits"]
-    assert {"engine start", "steps of 1 requests", "steps of 4 requests"} <= set(
-        line["seconds"]
-    )
-    assert picture.read_bytes().startswith(b"\x89PNG") and "by plain" in printed
-
-
-def test_decode_options_reach_the_engine_of_widths(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """What floating canvases cannot have is refused, not left out."""
-    command = [
-        "bench",
-        "adaptive",
-        "--shapes",
-        "tiny",
-        "--commit-alone-from",
-        "2",
-        *QUICK,
-    ]
-    assert cli.main(command) != 0
-    assert "commit_alone_from" in capsys.readouterr().err

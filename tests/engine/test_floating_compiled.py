@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 from mixed import fresh_compiler
-from scripted import Hashed, Loop, Run, sampling
+from scripted import Loop, Run, sampling
+from scripted_rows import Hashed
 
 FLOATING = {
     "strategy": "d2f",

@@ -1,52 +1,30 @@
 """Gaps over HTTP: the suffix of completions, the FIM route, and any gaps of a text."""
 
-import json
 import time
 from typing import Any
 
 import httpx
 import pytest
 from engines import CHECKPOINTS
+from infill_requests import (
+    CHOSEN,
+    FIM,
+    GREEDY,
+    PARTS,
+    PREFIX,
+    SUFFIX,
+    TEXT,
+    by_template,
+    post,
+    stream,
+)
 from processes import serving
 from transformers import AutoTokenizer
-
-PREFIX, SUFFIX = "def area(r):\n    return ", " * r * r\n"
-GREEDY = {"model": "tiny", "temperature": 0, "ignore_eos": True}
-CHOSEN = GREEDY | {"prompt": PREFIX, "suffix": SUFFIX, "max_tokens": 12}
-FIM = CHOSEN | {"diffusion": {"lengths": 12}}
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(CHECKPOINTS / "tiny-llada")
-
-
-def post(client: httpx.Client, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    reply = client.post(f"/v1/{path}", json=body)
-    assert reply.status_code == 200, reply.text
-    return dict(reply.json())
-
-
-def stream(
-    client: httpx.Client, path: str, body: dict[str, Any]
-) -> list[dict[str, Any]]:
-    """Chunks of a stream."""
-    with client.stream("POST", f"/v1/{path}", json=body | {"stream": True}) as reply:
-        assert reply.status_code == 200, reply.read()
-        events = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
-    assert events.pop() == "[DONE]"
-    return [json.loads(event) for event in events]
-
-
-def by_template(
-    client: httpx.Client, prompt: list[int], template: list[int], **more: Any
-) -> Any:
-    """What the engine makes of the ids."""
-    end = len(template) - template[::-1].index(-1)
-    body = GREEDY | {"prompt": prompt, "max_tokens": end, "return_token_ids": True}
-    return post(
-        client, "completions", body | {"vllm_xargs": {"dllm_template": template}} | more
-    )
 
 
 @pytest.mark.parametrize("path", ["completions", "fim/completions"])
@@ -165,10 +143,6 @@ def test_objects_are_objects(client: httpx.Client, path: str, value: Any) -> Non
     reply = client.post(f"/v1/{path}", json=body | {"structured_outputs": value})
     assert reply.status_code == 400
     assert "structured_outputs must be an object" in reply.text
-
-
-TEXT = "The capital of [MASK:3] is [MASK:8]."
-PARTS = ["The capital of ", {"mask": 3}, " is ", {"mask": 8}, "."]
 
 
 def test_gaps_of_a_text(client: httpx.Client, tokenizer: Any) -> None:
@@ -387,196 +361,6 @@ def test_a_reader_that_leaves_ends_all_lengths(client: httpx.Client) -> None:
     while running(client):
         assert time.monotonic() < deadline, "its requests still run"
         time.sleep(0.1)
-
-
-TWO = {"text": TEXT}
-REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    (
-        "completions",
-        FIM | {"prompt": [PREFIX, PREFIX]},
-        "suffix needs one prompt of text, got a list of 2: send a string.",
-    ),
-    (
-        "completions",
-        FIM | {"prompt": [5, 6]},
-        "suffix needs one prompt of text, got a list of 2: send a string.",
-    ),
-    ("completions", FIM | {"echo": True}, "echo cannot be combined with suffix."),
-    (
-        "fim/completions",
-        FIM | {"diffusion": {"lengths": [64]}},
-        'lengths must be an integer, "auto" or at most 16 integers from 1 to max_tokens 12, got '
-        "[64].",
-    ),
-    (
-        "completions",
-        FIM | {"suffix": None, "diffusion": {"lengths": 3}},
-        "lengths needs a suffix",
-    ),
-    (
-        "completions",
-        CHOSEN | {"n": 4},
-        "is chosen, got 4: give diffusion.lengths, or on /v1/infil",
-    ),
-    (
-        "completions",
-        CHOSEN | {"stream": True, "diffusion": {"frames": True}},
-        "diffusion.frames needs one length: give it as an integer.",
-    ),
-    (
-        "infill",
-        {"text": "a [MASK:2,4] b", "n": 4},
-        "n must be 1 where a length is chosen, got 4: ",
-    ),
-    (
-        "completions",
-        FIM | {"vllm_xargs": {"dllm_template": [-1]}},
-        "dllm_template cannot be comb",
-    ),
-    (
-        "infill",
-        TWO | {"vllm_xargs": {"dllm_template": [-1]}},
-        "combined with suffix or gaps: leav",
-    ),
-    (
-        "completions",
-        CHOSEN | {"vllm_xargs": {"dllm_frames": 1}},
-        "dllm_frames needs one length: g",
-    ),
-    (
-        "infill",
-        {"text": "a[MASK:auto]b[MASK:auto]c"},
-        "make 36 combinations, at most 16 are tried",
-    ),
-    (
-        "infill",
-        TWO | {"diffusion": {"lengths": 3}},
-        "lengths has no effect on /v1/infill",
-    ),
-    (
-        "infill",
-        {"text": "a [MASK:999999999]"},
-        "gaps and the text between them take 999999999 pos",
-    ),
-    (
-        "completions",
-        FIM | {"max_tokens": 10**9, "diffusion": {"lengths": 10**9}},
-        "take 10000000",
-    ),
-    (
-        "completions",
-        FIM | {"max_tokens": 300, "diffusion": {"lengths": 300}},
-        "canvas_length is 256: shorten them, or start",
-    ),
-    (
-        "fim/completions",
-        FIM | {"suffix": "x" * 10**6},
-        "A text of 1000000 characters has at least",
-    ),
-    (
-        "infill",
-        {"text": "a [MASK:3]" + "x" * 10**6},
-        "A text of 1000000 characters has at least",
-    ),
-    ("infill", TWO | {"stop": ["a"]}, "stop needs a single gap, got 2."),
-    ("infill", TWO | {"stream": True}, "stream needs a single gap, got 2."),
-    ("infill", {"text": "no gap"}, "text has no gap: nothing is to be filled."),
-    (
-        "infill",
-        {"text": "a [MASK:0]"},
-        "A gap must have a whole number of positions, got 0.",
-    ),
-    ("infill", {}, "infill needs one of text, parts, draft, got 0 of them."),
-    ("infill", TWO | {"parts": PARTS}, "got 2 of them."),
-    ("infill", TWO | {"slack": 1}, "slack has no effect without draft"),
-    ("infill", {"parts": [["a"]]}, "parts must be texts and"),
-    ("infill", {"parts": ["a", {"mask": "9"}]}, "got '9'."),
-    (
-        "infill",
-        {"draft": "abc", "rewrite": [[2, 9]]},
-        "within the 3 characters of draft",
-    ),
-    (
-        "infill",
-        {"text": "a\ud800 [MASK:2]"},
-        "text holds '\\ud800' in 'a\\ud800 [MASK:2]', half of a surrogate",
-    ),
-    (
-        "infill",
-        {"text": "a [MASK:2]\udfff"},
-        "half of a surrogate pair, which UTF-8 cannot carry",
-    ),
-    (
-        "completions",
-        FIM | {"prompt": "\ud800"},
-        "half of a surrogate pair, which UTF-8 cannot",
-    ),
-    (
-        "infill",
-        TWO | {"add_special_tokens": False},
-        "add_special_tokens has no effect on /v1/inf",
-    ),
-    (
-        "infill",
-        TWO | {"truncate_prompt_tokens": 3},
-        "truncate_prompt_tokens has no effect on",
-    ),
-    (
-        "infill",
-        TWO | {"logprobs": 3},
-        'logprobs has no effect on /v1/infill without "stream": t',
-    ),
-    (
-        "infill",
-        TWO | {"return_token_ids": True},
-        "return_token_ids has no effect on /v1/infill",
-    ),
-    (
-        "infill",
-        TWO | {"messages": []},
-        "messages must be a list of at least one message, got [].",
-    ),
-    (
-        "infill",
-        TWO | {"messages": 0},
-        "messages must be a list of at least one message, got 0.",
-    ),
-    (
-        "infill",
-        {"text": "a" + "[MASK:1,9]" * 99},
-        "combinations, at most 16 are tried: name fewer",
-    ),
-    (
-        "completions",
-        CHOSEN | {"max_tokens": -5},
-        "suffix needs max_tokens of at least 1, got -5.",
-    ),
-    ("infill", TWO | {"max_tokens": 9}, "max_tokens has no effect on /v1/infill"),
-    (
-        "infill",
-        {"text": "a [MASK:300]"},
-        "The gaps and the text between them take 300 positions, canvas_length is 256: shorten "
-        "them, or start the server with a larger canvas_length.",
-    ),
-    ("infill", TWO | {"presence_penalty": 3}, "presence_penalty must be in [-2, 2]"),
-    (
-        "infill",
-        TWO | {"diffusion": {"lenghts": 1}},
-        "Unknown field 'lenghts' in diffusion",
-    ),
-]
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "sentence"), REFUSED, ids=lambda value: ascii(value)[:40]
-)
-def test_refused_by_name(
-    client: httpx.Client, path: str, body: dict[str, Any], sentence: str
-) -> None:
-    headers = {"Content-Type": "application/json"}
-    reply = client.post(f"/v1/{path}", content=json.dumps(body), headers=headers)
-    assert reply.status_code == 400, reply.text
-    assert sentence in reply.json()["error"]["message"]
 
 
 def test_a_key_is_needed(client: httpx.Client) -> None:

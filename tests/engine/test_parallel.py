@@ -4,9 +4,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import block_cases
 import httpx
 import pytest
-import test_block_goldens
 import test_schedules
 import torch
 from engines import CHECKPOINTS, a_prompt
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.usefixtures("template"), pytest.mark.slow]
 
 D2F = {"strategy": "d2f"}
 FULL, CHECKED, FLOATING = "semi_autoregressive", "llada2.1", "llada-d2f"
-CASES = test_block_goldens.cases_of(CHECKED)
+CASES = block_cases.cases_of(CHECKED)
 VOCAB = 320
 BY_COLUMNS = {"dream", FULL}  # as by default; the other one gathers whole rows
 
@@ -163,7 +163,7 @@ def answers(notes: Path) -> dict[str, list[list[int]]]:
     checked = [
         (case["prompt_ids"], {field: getattr(wish, field) for field in fields})
         for case in CASES
-        for wish in [test_block_goldens.wish(case)]
+        for wish in [block_cases.wish(case)]
     ]
     canvas = {"strategy": FULL, "canvas_length": 48}
     wishes = {

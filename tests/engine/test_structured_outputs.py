@@ -20,43 +20,14 @@ from engines import (
 )
 from grammar_cases import (
     SCHEMAS,
-    Case,
-    choice_case,
-    grammar_case,
     regex_case,
     schema_case,
-    valid,
 )
+from grammar_requests import WAYS, cases, wish
 from hostile_grammars import COMPILED, HOSTILE
 from test_full_compiled import sampler_of
 
 pytestmark = pytest.mark.slow
-
-EOS = {"llada": 257, "dream": 256}
-# checkpoint, strategy, asynchronous scheduling: every way to plan a step once.
-WAYS = [
-    ("llada", "d2f", True),
-    ("dream", "block_diffusion", False),
-    ("sdar", "block_diffusion, single blocks", True),
-    ("fast-dllm-v2", "block_diffusion", False),
-    ("llada2.1", "block_diffusion", False),
-    ("llada", "semi_autoregressive", True),
-    ("dream", "dual_cache", True),
-    ("llada", "prefix_cache", True),
-    ("llada2.0", "block_diffusion, single blocks", True),
-    ("sdar-moe", "block_diffusion", False),
-]
-CALL = {"type": "json_schema", "json_schema": {"type": "integer"}}
-TAGS = [{"type": "tag", "begin": "<call>", "content": CALL, "end": "</call>"}]
-TAG = {
-    "type": "triggered_tags",
-    "triggers": ["<call>"],
-    "tags": TAGS,
-    "at_least_one": True,
-}
-# vLLM gives this to guidance; xgrammar would take any integers for it.
-NUMBERS = {"type": "integer", "multipleOf": 7, "minimum": 1, "maximum": 999}
-SEVENS = {"type": "array", "items": NUMBERS, "minItems": 3}
 
 
 @pytest.fixture
@@ -64,43 +35,6 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Searches end by their counts: how far one gets in seconds depends on what else runs here."""
     for name in ("FIRST_SECONDS", "STEP_SECONDS", "REQUEST_SECONDS"):
         monkeypatch.setattr(f"dllm_plugin.grammar.state.{name}", 60.0)
-
-
-def wish(kind: str, spec: Any, max_tokens: int, **options: Any) -> Any:
-    """Parameters of a request with a grammar."""
-    from vllm.sampling_params import StructuredOutputsParams
-
-    asked = StructuredOutputsParams(**{kind: spec})
-    return params(max_tokens, ignore_eos=False, structured_outputs=asked, **options)
-
-
-def cases() -> list[Case]:
-    """One of each kind, and some schemas."""
-    rng = random.Random(3)
-    names = (
-        "answer",
-        "nested",
-        "optional",
-        "any_of",
-        "bounded_list",
-        "recursive",
-        "nothing_long",
-    )
-    return [
-        *map(schema_case, names),
-        *(regex_case(rng), choice_case(rng), grammar_case(rng), grammar_case(rng)),
-        Case("json_object", True, lambda text: isinstance(json.loads(text), dict)),
-        Case("json", SEVENS, valid(SEVENS)),
-        Case(
-            "structural_tag",
-            json.dumps(
-                {"type": "structural_tag", "format": TAG | {"stop_after_first": True}}
-            ),
-            lambda text: (
-                re.fullmatch("<call>-?(0|[1-9][0-9]*)</call>", text) is not None
-            ),
-        ),
-    ]
 
 
 def test_nobody_asks_nobody_pays(

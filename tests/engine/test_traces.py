@@ -2,9 +2,9 @@
 
 from typing import Any, NamedTuple
 
+import block_cases as joint
 import numpy as np
 import pytest
-import test_block_goldens as joint
 import test_golden_traces as d2f
 import test_grid_goldens as grid
 from engines import EngineRoom, a_prompt, generate, num_preemptions, params, token_ids

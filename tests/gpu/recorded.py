@@ -7,8 +7,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
+import block_cases
 import full_goldens
-import test_block_goldens
 import test_grid_goldens
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -98,7 +98,7 @@ def check_d2f(name, dllm=(), **options):
 
 def blocks_of(model):
     """The module that knows the recorded traces of SDAR, LLaDA2 or Fast-dLLM v2."""
-    return test_grid_goldens if model in test_grid_goldens.FILES else test_block_goldens
+    return test_grid_goldens if model in test_grid_goldens.FILES else block_cases
 
 
 def decode_blocks(model, dllm=(), **options):

@@ -9,8 +9,8 @@ import torch
 from automaton_sums import assert_within, exact_scores, exact_values
 from engines import generate, letters, token_ids
 from grammar_cases import choice_case, regex_case, schema_case, valid
+from grammar_requests import wish
 from test_full_compiled import sampler_of
-from test_structured_outputs import wish
 
 from diffuplug_bench.word_problems.generator import (
     ANSWER_SCHEMA,

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scripted import VOCAB, Loop, Run, Table, sampling
+from scripted import Loop, Run, sampling
+from scripted_rows import VOCAB, Table
 from surface import arguments, fields_of, found_in_vllm
 from torch import Tensor
 

@@ -4,7 +4,8 @@ import random
 from pathlib import Path
 
 import torch
-from scripted import Hashed, Loop, sampling
+from scripted import Loop, sampling
+from scripted_rows import Hashed
 from vllm.config import CUDAGraphMode
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backends.registry import AttentionBackendEnum

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from scripted import Hashed, Loop, sampling
+from scripted import Loop, sampling
+from scripted_rows import Hashed
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 

@@ -4,7 +4,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scripted import MASK, VOCAB, Hashed, Loop, Run, sampling, visible
+from scripted import Loop, Run, sampling
+from scripted_rows import MASK, VOCAB, Hashed, visible
 
 D2F = {
     "strategy": "d2f",

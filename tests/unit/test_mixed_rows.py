@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
-from scripted import DEVICE, Hashed, Loop, sampling
+from scripted import DEVICE, Loop, sampling
+from scripted_rows import Hashed
 from torch import Tensor
 from vllm.sampling_params import SamplingParams
 

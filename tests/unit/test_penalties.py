@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 from mixed import BLOCK, D2F
-from scripted import ARCHITECTURE, DEVICE, MASK, VOCAB, Hashed, Loop, Run, sampling
+from scripted import ARCHITECTURE, DEVICE, Loop, Run, sampling
 from scripted_plain import ScriptedModel
+from scripted_rows import MASK, VOCAB, Hashed
 from test_step_features import Operations
-from test_strategies import (
+from test_strategies_random import (
     PENALTIES,
     block_arguments,
     block_case,

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from held import Held, held
-from scripted import Hashed, Loop, Run, sampling
+from scripted import Loop, Run, sampling
+from scripted_rows import Hashed
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 

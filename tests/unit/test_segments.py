@@ -5,7 +5,8 @@ import random
 import numpy as np
 import pytest
 import torch
-from scripted import Hashed, Loop, sampling, visible
+from scripted import Loop, sampling
+from scripted_rows import Hashed, visible
 from torch import Tensor
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 from mixed import BLOCK, D2F, fresh_compiler
-from scripted import ARCHITECTURE, DEVICE, Hashed, Loop, sampling
+from scripted import ARCHITECTURE, DEVICE, Loop, sampling
+from scripted_rows import Hashed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dllm_plugin.sampling.features.automata import Automata

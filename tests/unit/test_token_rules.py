@@ -4,7 +4,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scripted import EOS, MASK, VOCAB, Hashed, Loop, Run, Script, Table, sampling
+from scripted import Loop, Run, sampling
+from scripted_rows import EOS, MASK, VOCAB, Hashed, Script, Table
 from vllm.sampling_params import SamplingParams
 
 D2F = {

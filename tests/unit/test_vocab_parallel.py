@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from scripted import VOCAB, Hashed, Loop, sampling
+from scripted import Loop, sampling
+from scripted_rows import VOCAB, Hashed
 from torch import Tensor
 from vllm.engine.arg_utils import EngineArgs
 

@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scripted import DEVICE, Hashed, Loop, sampling
+from scripted import DEVICE, Loop, sampling
+from scripted_rows import Hashed
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams

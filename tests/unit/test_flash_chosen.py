@@ -1,0 +1,156 @@
+"""When FlashAttention is taken, its version, and its refusals."""
+
+from typing import Any
+
+import pytest
+import torch
+from flash_configs import FLASH, TRITON
+from vllm.config import VllmConfig
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from dllm_plugin.attention import backends as choice
+from dllm_plugin.attention import registry
+from dllm_plugin.attention.cascade import cascade_from
+from dllm_plugin.attention.flash import (
+    SegmentFlashBackend,
+    SegmentFlashBuilder,
+)
+
+
+def test_where_a_cascade_is_taken(
+    engine_config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashAttention 3, one query head per KV head, two blocks, and no reason against it."""
+    model, given = engine_config.model_config, engine_config.additional_config
+    attention, options, text = (
+        engine_config.attention_config,
+        given["dllm"],
+        model.hf_text_config,
+    )
+
+    def taken(version: int | None = 3) -> bool:
+        return bool(cascade_from(engine_config, version))
+
+    def in_blocks(block: int, canvas: int) -> dict[str, Any]:
+        defaults = options["defaults"] | {"block_length": block}
+        return options | {"defaults": defaults, "canvas_length": canvas}
+
+    def heads_per_key(number: int) -> None:
+        text.num_attention_heads = number * text.num_key_value_heads
+        model.model_arch_config.total_num_attention_heads = text.num_attention_heads
+
+    attention.backend = FLASH
+    engine_config.scheduler_config.max_num_seqs = 1024
+    heads_per_key(1)
+    assert taken() and not taken(2) and not taken(None)
+    for backend in (TRITON, None):
+        attention.backend = backend
+        assert not taken()
+    attention.backend = FLASH
+    heads_per_key(2)
+    assert not taken()
+    heads_per_key(1)
+    for different in (
+        {"canvas_length": options["defaults"]["block_length"]},
+        # Shifted on an absolute grid, its blocks commit in forwards of their own.
+        {"architecture": "Fast_dLLM_QwenForCausalLM"},
+    ):
+        given["dllm"] = options | different
+        assert not taken()
+    given["dllm"] = options
+    engine_config.cache_config.cache_dtype = "fp8"
+    assert not taken()
+    engine_config.cache_config.cache_dtype = "auto"
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert not taken()
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT")
+    text.sliding_window = 64
+    assert not taken()
+    text.sliding_window = None
+    assert taken()
+    # As many numbers per position as LLaDA-8B's 32 heads have: benchmarks/reports/attention.md.
+    text.head_dim = 4096 // model.get_num_kv_heads(engine_config.parallel_config)
+    model.model_arch_config.head_size = text.head_dim
+    for block, blocks, fewest in (
+        (16, 2, 9),
+        (32, 2, 27),
+        (32, 4, 4),
+        (32, 8, 2),
+        (64, 2, None),
+    ):
+        given["dllm"] = in_blocks(block, block * blocks)
+        found = cascade_from(engine_config, 3)
+        assert found == ({} if fewest is None else {block * blocks: fewest})
+    engine_config.scheduler_config.max_num_seqs = 1
+    given["dllm"] = in_blocks(32, 256)
+    assert not cascade_from(engine_config, 3)
+
+
+def test_version_3_is_the_default(engine_config: VllmConfig) -> None:
+    assert choice.backend_under_full_graphs(engine_config, 3) == FLASH
+    for version in (2, 4, None):
+        assert choice.backend_under_full_graphs(engine_config, version) == TRITON
+    engine_config.cache_config.cache_dtype = "fp8"
+    assert choice.backend_under_full_graphs(engine_config, 3) == TRITON
+
+
+def test_no_version_without_a_gpu(engine_config: VllmConfig) -> None:
+    """A version that was asked for may not be there."""
+    attention = engine_config.attention_config
+    attention.flash_attn_version = 3
+    for attention.backend in (None, TRITON, FLASH):
+        assert choice.flash_version(engine_config) is None
+
+
+def test_a_backend_for_one_kind_of_layers_keeps_the_others_as_they_were(
+    engine_config: VllmConfig,
+) -> None:
+    engine_config.attention_config.backend_per_kind = {"full_attention": TRITON}
+    assert choice.backend_under_full_graphs(engine_config, 3) == TRITON
+
+
+def test_what_was_asked_for_is_taken_or_refused(engine_config: VllmConfig) -> None:
+    attention, model = engine_config.attention_config, engine_config.model_config
+    for asked in (TRITON, AttentionBackendEnum.FLASHINFER, FLASH):
+        attention.backend = asked
+        for version in (2, 3):
+            taken = choice.backend_under_full_graphs(engine_config, version)
+            assert taken == asked
+    for version, found in ((4, "FlashAttention 4"), (None, "none")):
+        with pytest.raises(
+            ValueError, match=f"vLLM finds {found} for this .* cudagraph_mode to"
+        ):
+            choice.backend_under_full_graphs(engine_config, version)
+    model.dtype = torch.float32
+    with pytest.raises(
+        ValueError, match="attention_backend FLASH_ATTN .* got dtype float32: choo"
+    ):
+        choice.backend_under_full_graphs(engine_config, 3)
+    model.dtype, attention.backend = torch.bfloat16, None
+    attention.backend_per_kind = {"full_attention": FLASH}
+    with pytest.raises(
+        ValueError, match="for one kind of layers: ask for it by attention_backend"
+    ):
+        choice.backend_under_full_graphs(engine_config, 3)
+
+
+@pytest.mark.parametrize("head_size", [20, 288])
+def test_heads_that_it_cannot_take(head_size: int, engine_config: VllmConfig) -> None:
+    engine_config.model_config.hf_text_config.head_dim = head_size
+    engine_config.model_config.model_arch_config.head_size = head_size
+    engine_config.attention_config.backend = FLASH
+    with pytest.raises(
+        ValueError, match=f"but this model's have {head_size}: choose TRITON_ATTN"
+    ):
+        choice.backend_under_full_graphs(engine_config, 3)
+    engine_config.attention_config.backend = None
+    assert choice.backend_under_full_graphs(engine_config, 3) == TRITON
+
+
+def test_the_registered_path_names_the_backend() -> None:
+    backend = SegmentFlashBackend
+    assert f"{backend.__module__}.{backend.__qualname__}" == registry.FLASH
+    assert (backend.get_builder_cls(), backend.get_name()) == (
+        SegmentFlashBuilder,
+        FLASH.name,
+    )
