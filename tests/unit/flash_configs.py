@@ -2,18 +2,13 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-)
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from dllm_plugin.attention.flash import (
-    SegmentFlashBuilder,
-)
+from dllm_plugin.attention.flash import SegmentFlashBuilder
 
 FLASH, TRITON = AttentionBackendEnum.FLASH_ATTN, AttentionBackendEnum.TRITON_ATTN
 SPEC = FullAttentionSpec(
@@ -21,8 +16,8 @@ SPEC = FullAttentionSpec(
 )
 
 
-@pytest.fixture
-def engine_config(checkpoints: Path) -> VllmConfig:
+def config_with_graphs(checkpoints: Path) -> VllmConfig:
+    """The configuration of an engine with full CUDA graphs."""
     config = EngineArgs(
         str(checkpoints / "tiny-sdar"), dtype="bfloat16"
     ).create_engine_config()

@@ -1,12 +1,13 @@
 """FlashAttention under full CUDA graphs: sizes of its buffers, and when it is taken."""
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flash_configs import SPEC, builder_of
+from flash_configs import SPEC, builder_of, config_with_graphs
 from scripted import Loop, Run, sampling
 from scripted_rows import Hashed
 from vllm.config import CUDAGraphMode, VllmConfig
@@ -36,6 +37,11 @@ FAMILIES: list[dict[str, Any]] = [
     {"strategy": "block_diffusion", "block_length": 2, "max_active_blocks": 4},
     {"strategy": "dual_cache", "block_length": 4, "canvas_length": 16},
 ]
+
+
+@pytest.fixture
+def engine_config(checkpoints: Path) -> VllmConfig:
+    return config_with_graphs(checkpoints)
 
 
 def random_batches(dllm: dict[str, Any], seed: int) -> list[tuple[Loop, InputBatch]]:

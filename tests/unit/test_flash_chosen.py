@@ -1,10 +1,11 @@
 """When FlashAttention is taken, its version, and its refusals."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from flash_configs import FLASH, TRITON
+from flash_configs import FLASH, TRITON, config_with_graphs
 from vllm.config import VllmConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -15,6 +16,11 @@ from dllm_plugin.attention.flash import (
     SegmentFlashBackend,
     SegmentFlashBuilder,
 )
+
+
+@pytest.fixture
+def engine_config(checkpoints: Path) -> VllmConfig:
+    return config_with_graphs(checkpoints)
 
 
 def test_where_a_cascade_is_taken(
