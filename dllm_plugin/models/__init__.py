@@ -31,9 +31,8 @@ def register_configs() -> None:
 
     from dllm_plugin.models.configs import CONFIGS
     from dllm_plugin.models.tokenization import TOKENIZERS
-    from dllm_plugin.models.unserved import UNSERVED_CONFIGS
 
-    for config in (*CONFIGS, *UNSERVED_CONFIGS):
+    for config in CONFIGS:
         AutoConfig.register(config.model_type, config, exist_ok=True)
     for reader, tokenizer in TOKENIZERS.items():
         AutoTokenizer.register(reader, tokenizer_class=tokenizer, exist_ok=True)

@@ -1,6 +1,7 @@
 """Decode Stable-DiffCoder, and A2D by blocks: one block after the other, by what is left."""
 
 from dllm_plugin.reference.full_attention import choose_of_left
+from dllm_plugin.reference.numbers import step_with_rounded_quota
 from dllm_plugin.reference.proposing import propose
 from dllm_plugin.reference.text import Text
 
@@ -16,6 +17,8 @@ def decode_exact_blocks(text: Text) -> None:
         left = text.masked(start, end)
         size, step = len(left), 0
         while left:
+            if text.rules.rounded:
+                step = step_with_rounded_quota(len(left), text.steps, step)
             found = propose(text, text.predict()[left], left, denoised)
             for p in choose_of_left(text, left, size, step, found):
                 text.write(p, found[p])

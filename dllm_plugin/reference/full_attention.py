@@ -16,7 +16,8 @@ from dllm_plugin.reference.numbers import (
     float32,
     llada_quota,
     rnd1_quota,
-    rounded_quotas,
+    rounded_quota,
+    step_with_rounded_quota,
 )
 from dllm_plugin.reference.proposing import Proposals, best_first, propose, uniforms
 from dllm_plugin.reference.rules import (
@@ -69,6 +70,8 @@ def _denoise_block(text: Text, canvas: int, low: int, high: int, slots: Slots) -
         DUAL_CACHE: (low, high),
     }
     while (left := text.masked(low, high)) and text.final() is None:
+        if rules.rounded:
+            step = step_with_rounded_quota(len(left), text.steps, step)
         rows = _forward(text, canvas, first, last, slots)
         logits = rows[[p - first - text.model.shift for p in left]]
         found = propose(text, logits, left, step)
@@ -91,6 +94,7 @@ def _refresh_start(text: Text, low: int, slots: Slots) -> int:
     decided = low - len(text.prompt)
     if decided in text.lost:
         slots.clear()
+    if not slots:  # blocks that a template gives take no forward
         return 0
     if decided // text.block_length % text.rules.full_refresh_every == 0:
         return 0
@@ -104,7 +108,7 @@ def _forward(text: Text, canvas: int, first: int, last: int, slots: Slots) -> Te
     scale = text.rules.cfg_scale
     if scale > 0:
         blank = [text.model.mask_id] * canvas + text.tokens[canvas:]
-        without = text.model.rows_at(0, blank, {})
+        without = text.model.rows_at(0, blank[:last], {})
         logits = without + (scale + 1) * (logits - without)
     return logits
 
@@ -134,7 +138,7 @@ def choose_of_left(
     elif rules.linear:
         count = rnd1_quota(len(left), size, text.steps, step)
     elif rules.rounded:
-        count = rounded_quotas(size, text.steps)[step]
+        count = rounded_quota(len(left), text.steps, step)
     elif text.model.shift:
         count = dream_quota(len(left), text.steps, step, rules.eps)
     else:

@@ -41,19 +41,20 @@ def llada_quota(num_masked: int, steps: int, step: int) -> int:
     return num_masked // steps + (step < num_masked % steps)
 
 
-def rounded_quotas(num_masked: int, steps: int) -> list[int]:
-    """List A2D's quotas of the steps of a block: rounded shares of what is left, without 0."""
-    found = []
-    for step in range(steps):
-        rates = []
-        for time in ((steps - step - 1) / steps, (steps - step) / steps):
-            rates.append(1 - (1 - torch.tensor(time)))
-        share = 1 - (rates[0] / rates[1]).item()
-        quota = min(round(num_masked * share), num_masked)  # halves to even
-        num_masked -= quota
-        if quota:
-            found.append(quota)
-    return found
+def rounded_quota(num_left: int, steps: int, step: int) -> int:
+    """Count A2D's share of what is left in a step, rounded; halves to even."""
+    rates = []
+    for time in ((steps - step - 1) / steps, (steps - step) / steps):
+        rates.append(1 - (1 - torch.tensor(time)))
+    share = 1 - (rates[0] / rates[1]).item()
+    return round(num_left * share)
+
+
+def step_with_rounded_quota(num_left: int, steps: int, step: int) -> int:
+    """Return the first step from `step` on whose quota is not 0; A2D runs no other."""
+    while step < steps - 1 and rounded_quota(num_left, steps, step) == 0:
+        step += 1
+    return step
 
 
 def dream_quota(num_left: int, steps: int, step: int, eps: float) -> int:

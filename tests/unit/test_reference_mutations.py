@@ -208,7 +208,7 @@ MUTATIONS = [
     (
         "a2d_bd3lm",
         "full_attention",
-        "rounded_quotas(size, text.steps)[step]",
+        "rounded_quota(len(left), text.steps, step)",
         "llada_quota(size, text.steps, step)",
     ),
     (

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig
 
 from dllm_plugin.commands.models import check_model
 from dllm_plugin.models.checkpoints.unserved import refuse_unserved, unknown_keys
@@ -17,8 +17,6 @@ BY_KEY = [
     (SDAR, "use_regular_causal", True, "I-DLM"),
     (SDAR, "block_size", 1, "I-DLM"),
     (DREAM, "expand_token_id", 151667, "DreamOn"),
-    (DREAM, "model_type", "wedlm", "WeDLM"),
-    (DREAM, "model_type", "nemotron_labs_diffusion", "Nemotron-Labs-Diffusion"),
 ]
 
 
@@ -32,6 +30,20 @@ def test_key_is_refused_by_commands_and_at_start(
         check_model(str(path))
     with pytest.raises(ValueError, match=sentence):
         vllm_config_for(path)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "title"),
+    [("wedlm", "WeDLM"), ("nemotron_labs_diffusion", "Nemotron-Labs-Diffusion")],
+)
+def test_model_type_is_refused_by_commands_and_not_registered(
+    model_type, title, checkpoint, registered
+):
+    """Other programs of the process may load such a checkpoint with its own code."""
+    path = checkpoint(DREAM, model_type=model_type)
+    with pytest.raises(ValueError, match=rf"is {title} \(model_type={model_type!r}"):
+        check_model(str(path))
+    assert model_type not in CONFIG_MAPPING
 
 
 @pytest.mark.parametrize(
@@ -66,11 +78,13 @@ def test_values_without_effect_are_served(name, key, value, checkpoint):
     check_model(str(checkpoint(name, **{key: value})))
 
 
-def test_bundle_is_refused_by_its_folder(checkpoint, vllm_config_for):
+def test_bundle_is_refused_by_its_adapter(checkpoint, vllm_config_for):
     path = checkpoint(SDAR)
     (path / "adapter").mkdir()
+    check_model(str(path))  # a folder alone shows nothing
+    (path / "adapter" / "adapter_config.json").write_text("{}")
     for refused in (lambda: check_model(str(path)), lambda: vllm_config_for(path)):
-        with pytest.raises(ValueError, match=r"is UNO \(folder 'adapter' beside"):
+        with pytest.raises(ValueError, match=r"is UNO \(adapter in 'adapter': move the"):
             refused()
 
 

@@ -147,6 +147,7 @@ def _job(llm: "LLM", text: str) -> Job:
             f"{model_config.max_model_len}: {text[:40]!r}"
         )
     stops = _ends(model_config, tokenizer) | set(config.turn_end_token_ids)
+    stops |= {config.hidden_token_id} - {None}
     return Job(prompt, min(MAX_TOKENS, room), config, stops, model_config.max_model_len)
 
 

@@ -17,7 +17,6 @@ from dllm_plugin.models.checkpoints.trained_for import checkpoint_names, model_n
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
-ADAPTER = "adapter"  # folder of UNO's drafting adapter
 MODELS = "docs/support.md lists the models that DiffuPlug serves"
 
 
@@ -44,7 +43,7 @@ class Unserved:
     keys         of config.json or generation_config.json, with the values that show the kind
     name         pattern of the checkpoint's own name, in lower case
     token        of its tokenizer
-    folder       beside config.json
+    adapter      folder beside config.json that has one
     """
 
     title: str
@@ -54,7 +53,7 @@ class Unserved:
     keys: Mapping[str, Callable[[Any], bool]] = field(default_factory=dict)
     name: str | None = None
     token: str | None = None
-    folder: str | None = None
+    adapter: str | None = None
     wholly: bool = False
 
     def sign(
@@ -77,8 +76,9 @@ class Unserved:
                 return f"by the name {name!r}: rename what is none"
         if self.token in tokens:
             return f"{self.token!r} in its tokenizer"
-        if self.folder and folder and (folder / self.folder).is_dir():
-            return f"folder {self.folder!r} beside config.json"
+        if self.adapter is not None and folder is not None:
+            if (folder / self.adapter / "adapter_config.json").is_file():
+                return f"adapter in {self.adapter!r}: move the folder of what is none"
         return None
 
 
@@ -102,7 +102,7 @@ UNSERVED = (
         why=CAUSAL,
         instead="take vLLM's own speculative decoding for it (vLLM pull request 55947)",
         name=r"(^|[-_/])uno([-_/]|$)",
-        folder=ADAPTER,
+        adapter="adapter",  # it drafts
     ),
     Unserved(
         title="I-DLM",
@@ -136,10 +136,6 @@ UNSERVED = (
         wholly=True,
     ),
 )
-UNSERVED_TYPES = tuple(
-    model_type for kind in UNSERVED if kind.wholly for model_type in kind.model_types
-)
-
 
 def refuse_unserved(
     config: Mapping[str, Any],
