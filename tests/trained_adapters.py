@@ -20,7 +20,10 @@ def write_adapter(
     """Random matrices for `targets` in every layer, and wherever else the name occurs."""
     path.mkdir(parents=True)
     generator, tensors = torch.Generator().manual_seed(seed), {}
-    for name, weight in load_file(checkpoint / "model.safetensors").items():
+    weights: dict[str, torch.Tensor] = {}
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        weights |= load_file(file)
+    for name, weight in weights.items():
         module = name.rpartition(".")[0]
         if weight.ndim == 2 and module.rpartition(".")[2] in targets:
             rows, columns = weight.shape

@@ -80,8 +80,22 @@ def resolve(
         reason=reason,
         whole_canvas=whole,
         edits=edits,
-        reserved=reserved if method.reserves_last else (),
+        reserved=_reserved(method, family, reserved),
     )
+
+
+def _reserved(
+    method: Method, family: Family, pad_and_eos: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Return the tokens that the last position of an answer may be reserved for."""
+    if not method.reserves_last:
+        return ()
+    if not pad_and_eos:
+        raise ValueError(
+            f"{family.title} keeps the last position of an answer for the pad or EOS token, but "
+            "config.json lacks pad_token_id or eos_token_id: add it, or pass it by --hf-overrides."
+        )
+    return pad_and_eos
 
 
 def _defaults(

@@ -31,7 +31,7 @@ from dllm_plugin.config.request.checks import (
     check_sampling_params,
 )
 from dllm_plugin.config.request.exclusions import refuse_parameters
-from dllm_plugin.config.request.parsing import given_arguments, request_arguments
+from dllm_plugin.config.request.parsing import arguments_of, given_arguments
 from dllm_plugin.config.request.structured_outputs import check_structured_outputs
 from dllm_plugin.engine.grammars.backends import check_readable
 
@@ -63,7 +63,7 @@ class RequestRules(LogitsProcessor):
         """Raise ValueError naming the first parameter that cannot be honoured."""
         config, params = cls.config, sampling_params
         check_sampling_params(params, config.mask_token_id)
-        asked = request_arguments(config, params.extra_args, params.max_tokens)
+        asked = arguments_of(config, params)
         given = given_arguments(params.extra_args)
         refuse_parameters(Case(config, asked, given, params))
         check_structured_outputs(params)

@@ -70,12 +70,12 @@ def _denoise_block(text: Text, canvas: int, low: int, high: int, slots: Slots) -
         DUAL_CACHE: (low, high),
     }
     while (left := text.masked(low, high)) and text.final() is None:
-        if rules.rounded:
-            step = step_with_rounded_quota(len(left), text.steps, step)
         rows = _forward(text, canvas, first, last, slots)
         logits = rows[[p - first - text.model.shift for p in left]]
         found = propose(text, logits, left, step)
         text.close_call(*(proposal.gap for proposal in found.values()))
+        if rules.rounded:
+            step = step_with_rounded_quota(len(left), text.steps, step)
         # Later steps compute no row that predicts the first position.
         is_shifted = text.model.shift and rules.strategy in CACHED
         if is_shifted and left[0] == low and step == 0:

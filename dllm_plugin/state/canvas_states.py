@@ -17,7 +17,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.options import FILL
-from dllm_plugin.config.request.parsing import request_arguments
+from dllm_plugin.config.request.parsing import arguments_of
 from dllm_plugin.config.worker_carriers import FINISHED, PREEMPTED, unpack_id
 from dllm_plugin.decoding.blocks import leading
 from dllm_plugin.decoding.full_attention import Bounds, bounds, refresh_start
@@ -120,7 +120,7 @@ class CanvasStates:
         assert data.prompt_token_ids is not None and data.prefill_token_ids is not None
         params = data.sampling_params
         assert params is not None
-        request = request_arguments(self.config, params.extra_args, params.max_tokens)
+        request = arguments_of(self.config, params)
         prompt_len, num_tokens = len(data.prompt_token_ids), len(data.prefill_token_ids)
         assert params.max_tokens is not None
         end = min(prompt_len + params.max_tokens, self.max_model_len)

@@ -134,6 +134,9 @@ def test_experts_that_the_loader_leaves_to_other_ranks(checkpoint, load_model):
         ),  # as dFactory merges experts
         ("tiny-fast-dllm-v2", f"{LAYER}self_attn.q_norm.weight"),
         ("tiny-stable-diffcoder", f"{LAYER}self_attn.q_proj.bias"),
+        ("tiny-llada-moe", f"{LAYER}mlp.gate.expert_bias"),
+        ("tiny-rnd1", f"{LAYER}mlp.shared_expert.up_proj.weight"),
+        ("tiny-a2d-qwen3", f"{LAYER}self_attn.q_proj.bias"),
     ],
 )
 def test_surplus_weight_is_named(name, weight, checkpoint, load_model):
@@ -222,6 +225,8 @@ def test_what_the_parent_offers_stays(name, load_model, checkpoints):
         ("tiny-sdar-moe", {"mlp.experts.3.up_proj": (64, 128)}),
         ("tiny-llada-moe", {"self_attn.q_proj": (128, 128)}),
         ("tiny-rnd1", {"self_attn.o_proj": (128, 256)}),
+        ("tiny-stable-diffcoder", {"mlp.down_proj": (128, 256)}),
+        ("tiny-a2d-qwen3", {"self_attn.q_proj": (256, 128)}),
         ("tiny-llada2.0", {"attention.query_key_value": (256, 128)}),
         ("tiny-fast-dllm-v2-tied", {"self_attn.k_proj": (64, 128)}),
     ],

@@ -268,11 +268,13 @@ def check_fits(
     context = vllm_config.model_config.max_model_len
     if request.template is not None:
         template_length = len(request.template.token_ids)
+        # A reserved last position alone is no template of the user's.
+        name = "max_tokens" if request.template.ends_given else TEMPLATE
         if prompt_len + template_length > context:
             raise VLLMValidationError(
-                f"The prompt has {prompt_len} tokens and {TEMPLATE} {template_length} positions, "
+                f"The prompt has {prompt_len} tokens and {name} {template_length} positions, "
                 f"but the context holds {context}: shorten one of them or raise max_model_len.",
-                parameter=TEMPLATE,
+                parameter=name,
             )
         _check_room(vllm_config, prompt_len + template_length, 1)
         return

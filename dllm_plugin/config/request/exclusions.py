@@ -313,6 +313,11 @@ WITH_PARAMETERS = (
         "{name} {why}.",
     ),
     Exclusion(
+        "add_eos_at_end",
+        lambda c, name: c.has_grammar and c.asked.add_eos_at_end,
+        "{name} has no effect with structured_outputs, which reserves no position: leave it out.",
+    ),
+    Exclusion(
         "structured_outputs",
         lambda c, name: c.has_grammar and c.asked.template,
         "{name} cannot be combined with dllm_template.",

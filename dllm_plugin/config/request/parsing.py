@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from vllm.sampling_params import SamplingParams
+
 from dllm_plugin.config.decode import Case, DecodeConfig
 from dllm_plugin.config.options import FILL, OPTIONS, REQUEST_PREFIX
 from dllm_plugin.config.request.arguments import ARGUMENTS, RequestArguments, Template
@@ -21,19 +23,28 @@ def request_arguments(
     config: DecodeConfig,
     extra_args: Mapping[str, Any] | None,
     max_tokens: int | None = None,
+    has_grammar: bool = False,
 ) -> RequestArguments:
     """Return what a request decodes with: the engine's defaults with its arguments applied.
 
+    A request with a grammar has no reserved position: the grammar decides where its text ends.
     Raises ValueError naming the argument that is unknown, out of range, without effect, or
     excluded by another argument or the engine.
     """
     given = given_arguments(extra_args)
-    reads_length = config.whole_canvas or config.reserved or "template" in given
+    reserves = bool(config.reserved) and not has_grammar
+    reads_length = config.whole_canvas or reserves or "template" in given
     length = max_tokens if reads_length else None
     key = _key(given)
     if key is None:
-        return _parse(config, given, length)
-    return _remembered(config, key, length)
+        return _parse(config, given, length, reserves)
+    return _remembered(config, key, length, reserves)
+
+
+def arguments_of(config: DecodeConfig, params: SamplingParams) -> RequestArguments:
+    """Return what a request decodes with, by its parameters; as :func:`request_arguments`."""
+    has_grammar = params.structured_outputs is not None
+    return request_arguments(config, params.extra_args, params.max_tokens, has_grammar)
 
 
 def given_arguments(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -65,16 +76,22 @@ def _key(given: Mapping[str, Any]) -> tuple[tuple[str, type, Any], ...] | None:
 
 @lru_cache(maxsize=REMEMBERED)
 def _remembered(
-    config: DecodeConfig, key: tuple[tuple[str, type, Any], ...], max_tokens: int | None
+    config: DecodeConfig,
+    key: tuple[tuple[str, type, Any], ...],
+    max_tokens: int | None,
+    reserves: bool,
 ) -> RequestArguments:
     given = {}
     for name, kind, value in key:
         given[name] = list(value) if kind is list else value
-    return _parse(config, given, max_tokens)
+    return _parse(config, given, max_tokens, reserves)
 
 
 def _parse(
-    config: DecodeConfig, given: Mapping[str, Any], max_tokens: int | None
+    config: DecodeConfig,
+    given: Mapping[str, Any],
+    max_tokens: int | None,
+    reserves: bool,
 ) -> RequestArguments:
     for name in sorted(given):
         if name not in ARGUMENTS:
@@ -86,7 +103,7 @@ def _parse(
             check_policy(config.method, given["policy"], config.family)
     except ValueError as error:
         raise ValueError(f"Request argument refused: {REQUEST_PREFIX}{error}") from None
-    arguments = _filled_in(config, given, max_tokens)
+    arguments = _filled_in(config, given, max_tokens, reserves)
     if given:
         refuse_arguments(Case(config, arguments, given))
     return arguments
@@ -107,14 +124,17 @@ def _unknown(name: str) -> str:
 
 
 def _template(
-    config: DecodeConfig, fields: Mapping[str, Any], max_tokens: int | None
+    config: DecodeConfig,
+    fields: Mapping[str, Any],
+    max_tokens: int | None,
+    reserves: bool,
 ) -> Template | None:
     """Return a request's template, with the reserved position after it, if there is one.
 
     Answers longer than a canvas have no reserved position.
     """
     given = tuple(fields.get("template", ()))
-    if not config.reserved:
+    if not reserves:
         return Template(given) if given else None
     last = config.reserved[bool(fields.get("add_eos_at_end"))]
     if given:
@@ -126,7 +146,10 @@ def _template(
 
 
 def _filled_in(
-    config: DecodeConfig, given: Mapping[str, Any], max_tokens: int | None
+    config: DecodeConfig,
+    given: Mapping[str, Any],
+    max_tokens: int | None,
+    reserves: bool,
 ) -> RequestArguments:
     """Return the engine's defaults with the given values in their place."""
     fields = dict(given)
@@ -135,7 +158,7 @@ def _filled_in(
     for name in ("targets", "schedule"):
         if name in fields:
             fields[name] = tuple(fields[name])
-    template = _template(config, fields, max_tokens)
+    template = _template(config, fields, max_tokens, reserves)
     if template is not None:
         fields["template"] = template
     if "template" in fields:

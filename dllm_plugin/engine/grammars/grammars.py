@@ -23,7 +23,7 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.request.arguments import AUTOMATON, DRAFTS, GRAMMAR
-from dllm_plugin.config.request.parsing import request_arguments
+from dllm_plugin.config.request.parsing import arguments_of
 from dllm_plugin.config.request.structured_outputs import no_automaton
 from dllm_plugin.config.validation import shown
 from dllm_plugin.engine.grammars.automata import (
@@ -195,7 +195,7 @@ class Grammars:
         """Return a request's automaton; None if the request decodes by drafts."""
         params = request.sampling_params
         assert params is not None and self.vocabulary is not None
-        asked = request_arguments(self.config, params.extra_args, params.max_tokens)
+        asked = arguments_of(self.config, params)
         if asked.grammar == DRAFTS:
             return None
         refusal = no_automaton(params, asked, self.config)

@@ -24,7 +24,7 @@ from dllm_plugin.config.carriers import (
 )
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.request.arguments import RequestArguments
-from dllm_plugin.config.request.parsing import request_arguments
+from dllm_plugin.config.request.parsing import arguments_of
 from dllm_plugin.config.worker_carriers import is_unconditional, unpack_unconditional
 from dllm_plugin.engine.scheduling.watched_requests import WatchedRequests
 
@@ -59,8 +59,7 @@ class ReportingScheduler(AsyncScheduler):
         """Return the ``dllm_*`` arguments of a request, or the engine's defaults."""
         params = request.sampling_params
         assert params is not None
-        extra_args, max_tokens = params.extra_args, params.max_tokens
-        return request_arguments(self.decode_config, extra_args, max_tokens)
+        return arguments_of(self.decode_config, params)
 
     def add_request(self, request: Request) -> None:
         """Admit a request; ``spec_decode_metrics`` has its counts unless it objects."""

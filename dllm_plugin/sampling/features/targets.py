@@ -9,7 +9,7 @@ from torch import Tensor
 from vllm.sampling_params import SamplingParams
 
 from dllm_plugin.config.options import FILL
-from dllm_plugin.config.request.parsing import request_arguments
+from dllm_plugin.config.request.parsing import arguments_of
 from dllm_plugin.kernels.confidence.reference import RowStats
 from dllm_plugin.sampling.features.feature import StepFeature
 from dllm_plugin.sampling.rows import RowChunk
@@ -36,7 +36,7 @@ class Targets(StepFeature):
 
     def add_request(self, slot: int, params: SamplingParams) -> bool:
         """Stage the targets of a request."""
-        asked = request_arguments(self.config, params.extra_args, params.max_tokens)
+        asked = arguments_of(self.config, params)
         if asked.targets is None or asked.template is None:
             return False
         if self.table is None:

@@ -6,7 +6,7 @@ The canvas states keep the tables, which also place the next forward:
 
 from vllm.sampling_params import SamplingParams
 
-from dllm_plugin.config.request.parsing import request_arguments
+from dllm_plugin.config.request.parsing import arguments_of
 from dllm_plugin.decoding.full_attention import commit_given, without_given
 from dllm_plugin.sampling.features.feature import StepFeature
 from dllm_plugin.sampling.step import DenoisingStep
@@ -22,9 +22,7 @@ class TemplateSteps(StepFeature):
 
     def add_request(self, slot: int, params: SamplingParams) -> bool:
         """Return whether the request has a template."""
-        config = self.states.config
-        asked = request_arguments(config, params.extra_args, params.max_tokens)
-        return asked.template is not None
+        return arguments_of(self.states.config, params).template is not None
 
     def start_step(self, step: DenoisingStep) -> None:
         """Find given positions, and subtract them from the blocks that policies see."""

@@ -14,7 +14,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from dllm_plugin.config.carriers import NO_TOKEN
-from dllm_plugin.config.request.parsing import request_arguments
+from dllm_plugin.config.request.parsing import arguments_of
 from dllm_plugin.config.worker_carriers import pack_canvas_rows
 from dllm_plugin.sampling.features.feature import StepFeature
 from dllm_plugin.sampling.step import DenoisingStep, EmittedLogprobs, EmittedTokens
@@ -38,10 +38,7 @@ class WatchedRows(StepFeature):
 
     def add_request(self, slot: int, params: SamplingParams) -> bool:
         """Return whether a request is watched."""
-        asked = request_arguments(
-            self.states.config, params.extra_args, params.max_tokens
-        )
-        if not asked.is_watched:
+        if not arguments_of(self.states.config, params).is_watched:
             return False
         if self.confidence_NC is None:
             shape, device = self.states.canvas_NC.shape, self.states.device
