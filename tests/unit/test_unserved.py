@@ -84,7 +84,9 @@ def test_bundle_is_refused_by_its_adapter(checkpoint, vllm_config_for):
     check_model(str(path))  # a folder alone shows nothing
     (path / "adapter" / "adapter_config.json").write_text("{}")
     for refused in (lambda: check_model(str(path)), lambda: vllm_config_for(path)):
-        with pytest.raises(ValueError, match=r"is UNO \(adapter in 'adapter': move the"):
+        with pytest.raises(
+            ValueError, match=r"is UNO \(adapter in 'adapter': move the"
+        ):
             refused()
 
 

@@ -76,9 +76,10 @@ class Unserved:
                 return f"by the name {name!r}: rename what is none"
         if self.token in tokens:
             return f"{self.token!r} in its tokenizer"
-        if self.adapter is not None and folder is not None:
-            if (folder / self.adapter / "adapter_config.json").is_file():
-                return f"adapter in {self.adapter!r}: move the folder of what is none"
+        if self.adapter is None or folder is None:
+            return None
+        if (folder / self.adapter / "adapter_config.json").is_file():
+            return f"adapter in {self.adapter!r}: move the folder of what is none"
         return None
 
 
@@ -136,6 +137,7 @@ UNSERVED = (
         wholly=True,
     ),
 )
+
 
 def refuse_unserved(
     config: Mapping[str, Any],
