@@ -147,7 +147,8 @@ def _job(llm: "LLM", text: str) -> Job:
             f"{model_config.max_model_len}: {text[:40]!r}"
         )
     stops = _ends(model_config, tokenizer) | set(config.turn_end_token_ids)
-    stops |= {config.hidden_token_id} - {None}
+    if config.hidden_token_id is not None:
+        stops.add(config.hidden_token_id)
     return Job(prompt, min(MAX_TOKENS, room), config, stops, model_config.max_model_len)
 
 
