@@ -1,6 +1,7 @@
 """Parse a request's ``dllm_*`` arguments: once in each process that asks."""
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -14,7 +15,6 @@ from dllm_plugin.config.request.exclusions import refuse_arguments
 from dllm_plugin.config.resolution import check_policy
 from dllm_plugin.config.validation import did_you_mean, shown
 
-HASHED = (str, bool, int, float, type(None))
 # Parsed requests that a process remembers: each may have a template as long as the canvas.
 REMEMBERED = 128
 
@@ -35,8 +35,10 @@ def request_arguments(
     reserves = bool(config.reserved) and not has_grammar
     reads_length = config.whole_canvas or reserves or "template" in given
     length = max_tokens if reads_length else None
-    key = _key(given)
-    if key is None:
+    try:
+        # JSON tells 0 from false, which are different arguments and equal in Python.
+        key = json.dumps(given)
+    except (TypeError, ValueError, RecursionError):
         return _parse(config, given, length, reserves)
     return _remembered(config, key, length, reserves)
 
@@ -56,35 +58,11 @@ def given_arguments(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
     return given
 
 
-def _key(given: Mapping[str, Any]) -> tuple[tuple[str, type, Any], ...] | None:
-    """Return arguments in a form that can be hashed; None if a value is of no type that we take.
-
-    Equal values of other types are other arguments: 0 is a number of tokens, False is none.
-    """
-    key = []
-    for name, value in given.items():
-        kind = type(value)
-        if kind is list:
-            if any(type(item) is not int for item in value):
-                return None
-            value = tuple(value)
-        elif kind not in HASHED:
-            return None
-        key.append((name, kind, value))
-    return tuple(key)
-
-
 @lru_cache(maxsize=REMEMBERED)
 def _remembered(
-    config: DecodeConfig,
-    key: tuple[tuple[str, type, Any], ...],
-    max_tokens: int | None,
-    reserves: bool,
+    config: DecodeConfig, given: str, max_tokens: int | None, reserves: bool
 ) -> RequestArguments:
-    given = {}
-    for name, kind, value in key:
-        given[name] = list(value) if kind is list else value
-    return _parse(config, given, max_tokens, reserves)
+    return _parse(config, json.loads(given), max_tokens, reserves)
 
 
 def _parse(
