@@ -12,7 +12,6 @@ One line every few seconds logs what a server does while requests run.
 import logging
 import time
 from functools import cache
-from typing import NamedTuple
 
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.config import VllmConfig
@@ -66,96 +65,69 @@ class StepLog:
 LABELS = ["model_name", "engine"]
 
 
-class WidthMetrics(NamedTuple):
-    """Metrics of floating canvases, labelled as all vLLM metrics are."""
+@cache
+def request_metrics() -> dict[str, Histogram]:
+    """Register histograms of what requests took, once in a process; buckets are powers of two."""
+    found = {}
+    for name, documentation, low, high in (
+        ("forwards", "Forwards of a request.", 0, 12),
+        ("tokens_per_forward", "Its tokens per forward.", -3, 8),
+        ("positions_per_token", "Its computed positions per token.", 0, 14),
+    ):
+        found[name] = Histogram(
+            f"diffuplug:request_{name}",
+            documentation,
+            [*LABELS, "reason"],
+            buckets=[2.0**power for power in range(low, high + 1)],
+        )
+    return found
 
-    width: Histogram
-    changes: Counter
-    p0: Gauge
-    lam: Gauge
-    scale: Gauge
 
-    def observe(self, step: StepWidth, labels: list[object]) -> None:
-        """Count a step."""
-        self.width.labels(*labels).observe(step.width)
-        self.changes.labels(*labels).inc(step.changes)
-        self.p0.labels(*labels).set(step.p0)
-        self.lam.labels(*labels).set(step.lam)
-        if step.scale:
-            self.scale.labels(*labels).set(step.scale)
+def observe_request(request: EndedRequest, labels: list[object]) -> None:
+    """Count a request that ended; ratios leave out requests without a forward."""
+    forwards, tokens = request.forwards, request.tokens
+    values: dict[str, float] = {"forwards": forwards}
+    if forwards:
+        values["tokens_per_forward"] = tokens / forwards
+        values["positions_per_token"] = request.positions / max(tokens, 1)
+    reason = str(FinishReason(request.reason))
+    for name, value in values.items():
+        request_metrics()[name].labels(*labels, reason).observe(value)
 
 
 @cache
-def width_metrics(names: tuple[str, ...]) -> WidthMetrics:
-    """Register the metrics once in a process; `names` are those of the labels."""
-    return WidthMetrics(
+def width_metrics() -> tuple[Histogram, Counter, dict[str, Gauge]]:
+    """Register widths, their changes and fitted numbers, once in a process."""
+    gauges = {}
+    for name, documentation in (
+        ("acceptance_p0", "Share of first masks that are accepted, as fitted."),
+        ("acceptance_lambda", "How fast that falls with the rank of a mask."),
+        ("step_cost_scale", "Time of steps by what was measured at capture."),
+    ):
+        gauges[name] = Gauge(
+            f"diffuplug:{name}", documentation, LABELS, multiprocess_mode="mostrecent"
+        )
+    buckets = [float(width) for width in WIDTHS]
+    return (
         Histogram(
-            "diffuplug:width",
-            "Canvas positions of a step.",
-            names,
-            buckets=[float(width) for width in WIDTHS],
+            "diffuplug:width", "Canvas positions of a step.", LABELS, buckets=buckets
         ),
         Counter(
-            "diffuplug:width_changes", "How often another width was chosen.", names
+            "diffuplug:width_changes", "How often another width was chosen.", LABELS
         ),
-        _gauge(
-            "acceptance_p0", "Share of first masks that are accepted, as fitted.", names
-        ),
-        _gauge(
-            "acceptance_lambda", "How fast that falls with the rank of a mask.", names
-        ),
-        _gauge(
-            "step_cost_scale", "Time of steps by what was measured at capture.", names
-        ),
+        gauges,
     )
 
 
-def _gauge(name: str, documentation: str, names: tuple[str, ...]) -> Gauge:
-    return Gauge(
-        f"diffuplug:{name}", documentation, names, multiprocess_mode="mostrecent"
-    )
-
-
-class RequestHistograms(NamedTuple):
-    """Histograms of what requests took, labelled also by why they ended."""
-
-    forwards: Histogram
-    tokens_per_forward: Histogram
-    positions_per_token: Histogram
-
-    def observe(self, request: EndedRequest, labels: list[object]) -> None:
-        """Count a request; the ratios leave out requests without a forward."""
-        labels = [*labels, str(FinishReason(request.reason))]
-        forwards, tokens = request.forwards, request.tokens
-        self.forwards.labels(*labels).observe(forwards)
-        if forwards:
-            self.tokens_per_forward.labels(*labels).observe(tokens / forwards)
-            positions_per_token = request.positions / max(tokens, 1)
-            self.positions_per_token.labels(*labels).observe(positions_per_token)
-
-    def show(self, labels: list[object]) -> None:
-        """Show zeros before the first request ends."""
-        for histogram in self:
-            for reason in FinishReason:
-                histogram.labels(*labels, str(reason))
-
-
-@cache
-def request_histograms() -> RequestHistograms:
-    """Register the histograms, once in a process."""
-    return RequestHistograms(
-        _powers_of_two("request_forwards", "Forwards of a request.", 0, 12),
-        _powers_of_two("request_tokens_per_forward", "Its tokens per forward.", -3, 8),
-        _powers_of_two(
-            "request_positions_per_token", "Its computed positions per token.", 0, 14
-        ),
-    )
-
-
-def _powers_of_two(name: str, documentation: str, low: int, high: int) -> Histogram:
-    buckets = [2.0**power for power in range(low, high + 1)]
-    labels = [*LABELS, "reason"]
-    return Histogram(f"diffuplug:{name}", documentation, labels, buckets=buckets)
+def observe_width(step: StepWidth, labels: list[object]) -> None:
+    """Count a step of floating canvases."""
+    width, changes, gauges = width_metrics()
+    width.labels(*labels).observe(step.width)
+    changes.labels(*labels).inc(step.changes)
+    gauges["acceptance_p0"].labels(*labels).set(step.p0)
+    gauges["acceptance_lambda"].labels(*labels).set(step.lam)
+    if step.scale:
+        gauges["step_cost_scale"].labels(*labels).set(step.scale)
 
 
 class DenoisingMetrics(AggregateStatLoggerBase):
@@ -174,8 +146,6 @@ class DenoisingMetrics(AggregateStatLoggerBase):
             model_config is not None and model_config.architecture in ARCHITECTURES
         )
         self._prom: SpecDecodingProm | None = None
-        self._of_requests: RequestHistograms | None = None
-        self._of_widths: WidthMetrics | None = None
         self._floats = self.enabled and get_decode_config(vllm_config).method.floats
         self._log = StepLog()
         self._labels: dict[int, list[object]] = {}
@@ -188,11 +158,13 @@ class DenoisingMetrics(AggregateStatLoggerBase):
         if not self.enabled or self._prom is not None:
             return
         self._prom = SpecDecodingProm(None, LABELS, self._labels, is_diffusion=True)
-        self._of_requests = request_histograms()
-        for of_engine in self._labels.values():
-            self._of_requests.show(of_engine)
+        # Zeros are shown before the first request ends.
+        for labels in self._labels.values():
+            for histogram in request_metrics().values():
+                for reason in FinishReason:
+                    histogram.labels(*labels, str(reason))
         if self._floats:
-            self._of_widths = width_metrics(tuple(LABELS))
+            width_metrics()
 
     def record(
         self,
@@ -210,13 +182,12 @@ class DenoisingMetrics(AggregateStatLoggerBase):
             return
         self._prom.observe(stats, engine_idx)
         self._log.observe(scheduler_stats)
-        assert self._of_requests is not None
         ended, widths = unpack_reports(stats)
         for request in ended:
-            self._of_requests.observe(request, labels)
-        if self._of_widths is not None:
+            observe_request(request, labels)
+        if self._floats:
             for step in widths:
-                self._of_widths.observe(step, labels)
+                observe_width(step, labels)
 
     def log(self) -> None:
         """Log requests and tokens since the last call, if there were any."""

@@ -14,7 +14,7 @@ from dllm_plugin.commands.forecast import Load, forecast, read_load, with_widths
 from dllm_plugin.config.adaptive import is_published
 from dllm_plugin.config.carriers import StepWidth
 from dllm_plugin.decoding.step_costs import Costs, MeasuredCosts
-from dllm_plugin.engine.metrics import LABELS, width_metrics
+from dllm_plugin.engine.metrics import observe_width, width_metrics
 
 FLOATING = resolved(strategy="d2f", adaptive="throughput", min_window=2)
 
@@ -182,9 +182,10 @@ def test_what_was_published() -> None:
 
 def test_what_a_step_tells() -> None:
     """Integers alone: vLLM carries no others between its processes."""
-    metrics, labels = width_metrics(tuple(LABELS)), ["forecast", "0"]
-    metrics.observe(StepWidth(8, 1, 0.97, 2.5, 1.25), labels)
-    assert metrics.scale.labels(*labels)._value.get() == 1.25
+    labels: list[object] = ["forecast", "0"]
+    observe_width(StepWidth(8, 1, 0.97, 2.5, 1.25), labels)
+    _, _, gauges = width_metrics()
+    assert gauges["step_cost_scale"].labels(*labels)._value.get() == 1.25
 
 
 def test_a_forecast_by_measured_steps() -> None:
