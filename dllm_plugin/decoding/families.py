@@ -49,7 +49,6 @@ LLADA = Family(
 )
 LLADA_MOE = replace(
     LLADA,
-    name="llada_moe",
     thresholds=(),
     mask_tokens=("<|mask|>",),
     turn_end_tokens=("<|endoftext|>", "<|role_end|>"),

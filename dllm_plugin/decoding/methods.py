@@ -298,10 +298,8 @@ def floating(method: Method) -> Method:
 
 METHODS: dict[tuple[str, str], Method] = {
     (D2F, "llada"): d2f,
-    (D2F, "llada_moe"): d2f,
     (D2F, "dream"): d2f,
     (BLOCK_DIFFUSION, "llada"): prompt_blocks,
-    (BLOCK_DIFFUSION, "llada_moe"): prompt_blocks,
     (BLOCK_DIFFUSION, "dream"): replace(
         prompt_blocks, policies=policies.PROMPT_BLOCKS_IN_TIME
     ),
@@ -312,15 +310,12 @@ METHODS: dict[tuple[str, str], Method] = {
     (BLOCK_DIFFUSION, "a2d"): rounded_blocks,
     (BLOCK_DIFFUSION, "fast_dllm_v2"): sub_blocks,
     (SEMI_AUTOREGRESSIVE, "llada"): semi_autoregressive,
-    (SEMI_AUTOREGRESSIVE, "llada_moe"): semi_autoregressive,
     (SEMI_AUTOREGRESSIVE, "dream"): dream_loop,
     (SEMI_AUTOREGRESSIVE, "a2d"): rounded_loop,
     (SEMI_AUTOREGRESSIVE, "rnd1"): rnd1_loop,
     (PREFIX_CACHE, "llada"): prefix_cache,
-    (PREFIX_CACHE, "llada_moe"): prefix_cache,
     (PREFIX_CACHE, "dream"): shifted(prefix_cache),
     (DUAL_CACHE, "llada"): dual_cache,
-    (DUAL_CACHE, "llada_moe"): dual_cache,
     (DUAL_CACHE, "dream"): shifted(dual_cache),
 }
 STRATEGIES = tuple(dict.fromkeys(strategy for strategy, _ in METHODS))

@@ -1,21 +1,21 @@
-"""Subclass vLLM's models, one file per model family; `checkpoints` reads what lies on disk."""
+"""Subclass vLLM's models; `checkpoints` reads what lies on disk."""
 
-# Architecture name in config.json -> class.
+# Architecture name in config.json -> class: one for each parent and layout of weights.
 ARCHITECTURES: dict[str, str] = {
     "LLaDAModelLM": "dllm_plugin.models.llada:LLaDAModelLM",
     "LLaDAForDiffusionLM": "dllm_plugin.models.llada:LLaDAModelLM",
-    "LLaDAMoEModelLM": "dllm_plugin.models.llada_moe:LLaDAMoEModelLM",
+    "LLaDAMoEModelLM": "dllm_plugin.models.sdar:SDARMoeForCausalLM",
     "DreamModel": "dllm_plugin.models.dream:DreamModel",
     "DreamForDiffusionLM": "dllm_plugin.models.dream:DreamModel",
     "SDARForCausalLM": "dllm_plugin.models.sdar:SDARForCausalLM",
     "SDARMoeForCausalLM": "dllm_plugin.models.sdar:SDARMoeForCausalLM",
-    "RND1LM": "dllm_plugin.models.rnd1:RND1LM",
+    "RND1LM": "dllm_plugin.models.sdar:SDARMoeForCausalLM",
     "LLaDA2MoeModelLM": "dllm_plugin.models.llada2:LLaDA2MoeModelLM",
     "DreamForCausalLM": "dllm_plugin.models.dream:DreamReasoner",
     "OpenDCoderForDiffusionLM": "dllm_plugin.models.dream:DreamModel",
-    "A2DQwen3LMHeadModel": "dllm_plugin.models.a2d:A2DQwen3",
-    "A2DQwen2LMHeadModel": "dllm_plugin.models.a2d:A2DQwen2",
-    "A2DLlamaLMHeadModel": "dllm_plugin.models.a2d:A2DLlama",
+    "A2DQwen3LMHeadModel": "dllm_plugin.models.sdar:SDARForCausalLM",
+    "A2DQwen2LMHeadModel": "dllm_plugin.models.dream:DreamModel",
+    "A2DLlamaLMHeadModel": "dllm_plugin.models.stable_diffcoder:StableDiffCoder",
     "StableDiffcoderForCausalLM": "dllm_plugin.models.stable_diffcoder:StableDiffCoder",
     "Fast_dLLM_QwenForCausalLM": "dllm_plugin.models.fast_dllm:FastDLLMQwenForCausalLM",
 }

@@ -15,7 +15,6 @@ from dllm_plugin.models.variants import (
     LLADA_MOE_FIXED,
     LLAMA_FIXED,
     QWEN_FIXED,
-    RND1_FIXED,
     SDAR_FIXED,
     refuse_variants,
 )
@@ -101,13 +100,45 @@ class LLaDAConfig(DiffusionConfig):
         super().__post_init__(**kwargs)
 
 
-class DreamConfig(DiffusionConfig, Qwen2Config):
+class OfQwen2(DiffusionConfig, Qwen2Config):
+    """Read the keys of a Qwen2."""
+
+    fixed = QWEN_FIXED
+    default_theta = 1000000.0
+
+
+class OfQwen3(DiffusionConfig, Qwen3Config):
+    """Read the keys of a Qwen3."""
+
+    fixed = SDAR_FIXED
+    default_theta = 1000000.0
+
+
+class OfQwen3Moe(DiffusionConfig, Qwen3MoeConfig):
+    """Read the keys of a Qwen3-MoE."""
+
+    fixed = SDAR_FIXED
+    default_theta = 1000000.0
+
+    head_dim: int = 128  # the parent has none, and hidden size / heads would be wrong
+    norm_topk_prob: bool = True
+
+    @property
+    def sparse_layers(self) -> frozenset[int]:
+        """Return the layers with experts; the others have one dense MLP."""
+        step, dense = self.decoder_sparse_step, self.mlp_only_layers or ()
+        return frozenset(
+            layer
+            for layer in range(self.num_hidden_layers)
+            if layer not in dense and (layer + 1) % step == 0
+        )
+
+
+class DreamConfig(OfQwen2):
     """Read Dream and DiffuCoder: Qwen2's keys and a mask token."""
 
     model_type = "Dream"
     label = "Dream"
-    fixed = QWEN_FIXED
-    default_theta = 1000000.0
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -119,32 +150,27 @@ class DreamConfig(DiffusionConfig, Qwen2Config):
         return super().from_dict(config_dict, **kwargs)
 
 
-class DreamReasonerConfig(DiffusionConfig, Qwen3Config):
+class DreamReasonerConfig(OfQwen3):
     """Read DreamReasoner: Dream's model type, Qwen3's keys and the length of a block."""
 
     model_type = "Dream"
     label = "DreamReasoner"
-    fixed = SDAR_FIXED
-    default_theta = 1000000.0
 
     block_size: int | None = None
 
 
-class OpenDCoderConfig(DiffusionConfig, Qwen2Config):
+class OpenDCoderConfig(OfQwen2):
     """Read Open-dCoder: Qwen2's model type and keys."""
 
     model_type = "qwen2"
     label = "Open-dCoder"
-    fixed = QWEN_FIXED
 
 
-class FastDLLMConfig(DiffusionConfig, Qwen2Config):
+class FastDLLMConfig(OfQwen2):
     """Read Fast-dLLM v2: Qwen2's keys and the length of a block."""
 
     model_type = "Fast_dLLM_Qwen"
     label = "Fast-dLLM v2"
-    fixed = QWEN_FIXED
-    default_theta = 1000000.0
 
     bd_size: int | None = None
 
@@ -160,66 +186,52 @@ class SDARConfig(DiffusionConfig, Qwen3Config):
     block_size: int | None = None
 
 
-class StableDiffCoderConfig(DiffusionConfig, LlamaConfig):
+class OfLlama(DiffusionConfig, LlamaConfig):
+    """Read the keys of a Llama."""
+
+    fixed = LLAMA_FIXED
+
+
+class StableDiffCoderConfig(OfLlama):
     """Read Stable-DiffCoder: Llama's keys; only its authors' code knows the mask token."""
 
     model_type = "llama"
     label = "Stable-DiffCoder"
-    fixed = LLAMA_FIXED
 
     mask_token_id: int | None = 5
 
 
-class A2DQwen3Config(DiffusionConfig, Qwen3Config):
-    """Read A2D from Qwen3: Qwen3's keys."""
+class A2DQwen3Config(OfQwen3):
+    """Read A2D from Qwen3."""
 
     model_type = "a2d-qwen3"
     label = "A2D"
-    fixed = SDAR_FIXED
-    default_theta = 1000000.0
 
 
-class A2DQwen2Config(DiffusionConfig, Qwen2Config):
-    """Read A2D from Qwen2: Qwen2's keys."""
+class A2DQwen2Config(OfQwen2):
+    """Read A2D from Qwen2."""
 
     model_type = "a2d-qwen2"
     label = "A2D"
-    fixed = QWEN_FIXED
-    default_theta = 1000000.0
 
 
-class A2DLlamaConfig(DiffusionConfig, LlamaConfig):
-    """Read A2D from Llama: Llama's keys."""
+class A2DLlamaConfig(OfLlama):
+    """Read A2D from Llama."""
 
     model_type = "a2d-llama"
     label = "A2D"
-    fixed = LLAMA_FIXED
 
 
-class SDARMoeConfig(DiffusionConfig, Qwen3MoeConfig):
+class SDARMoeConfig(OfQwen3Moe):
     """Read SDAR with experts: Qwen3-MoE's keys, otherwise like the dense model."""
 
     model_type = "sdar_moe"
     label = "SDAR"
-    fixed = SDAR_FIXED
-    default_theta = 1000000.0
 
-    head_dim: int = 128  # the parent has none, and hidden size / heads would be wrong
-    norm_topk_prob: bool = True
     block_size: int | None = None
 
-    @property
-    def sparse_layers(self) -> frozenset[int]:
-        """Return the layers with experts; the others have one dense MLP."""
-        step, dense = self.decoder_sparse_step, self.mlp_only_layers or ()
-        return frozenset(
-            layer
-            for layer in range(self.num_hidden_layers)
-            if layer not in dense and (layer + 1) % step == 0
-        )
 
-
-class LLaDAMoEConfig(DiffusionConfig, Qwen3MoeConfig):
+class LLaDAMoEConfig(OfQwen3Moe):
     """Read LLaDA-MoE's keys under Qwen3-MoE's names; defaults are LLaDA-MoE-7B-A1B's."""
 
     model_type = "lladamoe"
@@ -262,23 +274,17 @@ class LLaDAMoEConfig(DiffusionConfig, Qwen3MoeConfig):
         # vLLM's layer reads the key and takes no null.
         self.shared_expert_intermediate_size = 0
 
-    @property
-    def sparse_layers(self) -> frozenset[int]:
-        """Return the layers with experts: all."""
-        return frozenset(range(self.num_hidden_layers))
 
-
-class RND1Config(DiffusionConfig, Qwen3MoeConfig):
-    """Read RND1: the keys of SDAR with experts, and how many steps a text takes."""
+class RND1Config(OfQwen3Moe):
+    """Read RND1: Qwen3-MoE's keys, and its authors' pad and EOS where the file has none."""
 
     model_type = "rnd1"
     label = "RND1"
-    fixed = RND1_FIXED
-    default_theta = 1000000.0
+    fixed = SDAR_FIXED | {"is_causal": False}
 
-    head_dim: int = 128
-    norm_topk_prob: bool = True
     num_diffusion_steps: int | None = None
+    pad_token_id: int | None = 151643
+    eos_token_id: int | list[int] | None = 151645
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "RND1Config":
@@ -286,8 +292,6 @@ class RND1Config(DiffusionConfig, Qwen3MoeConfig):
         unset = ("rope_scaling", "sliding_window")
         read = {k: v for k, v in config_dict.items() if v or k not in unset}
         return super().from_dict(read, **kwargs)
-
-    sparse_layers = SDARMoeConfig.sparse_layers
 
 
 class LLaDA2Config(DiffusionConfig):

@@ -42,7 +42,6 @@ LLADA_MOE_FIXED: dict[str, Any] = {
     "shared_expert_intermediate_size": 0,
 }
 SDAR_FIXED = QWEN_FIXED | {"attention_bias": False}
-RND1_FIXED = SDAR_FIXED | {"is_causal": False}
 LLAMA_FIXED: dict[str, Any] = {
     "attention_bias": False,
     "hidden_act": "silu",

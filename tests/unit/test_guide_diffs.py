@@ -107,11 +107,8 @@ def test_the_changed_package_knows_them(changed: Path) -> None:
             f"{s} on {family}" for s in strategies for family in ("llada", "dream")
         }
         | {f"block_diffusion on {family}" for family in ("stable_diffcoder", "a2d")}
-        | {"semi_autoregressive on a2d"}
-        | {f"{s} on llada_moe" for s in strategies[:3]},
-        "nearest": {
-            f"block_diffusion on {family}" for family in ("llada", "llada_moe", "dream")
-        },
+        | {"semi_autoregressive on a2d"},
+        "nearest": {f"block_diffusion on {family}" for family in ("llada", "dream")},
     }
     assert "reach" in fields and "ToyForDiffusionLM" in architectures
     assert withholding == ["max_unmasked"]
