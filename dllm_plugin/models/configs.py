@@ -120,7 +120,8 @@ class OfQwen3Moe(DiffusionConfig, Qwen3MoeConfig):
     fixed = SDAR_FIXED
     default_theta = 1000000.0
 
-    head_dim: int = 128  # the parent has none, and hidden size / heads would be wrong
+    # The parent has none, and hidden size / heads would be wrong.
+    head_dim: int | None = 128
     norm_topk_prob: bool = True
 
     @property
