@@ -21,6 +21,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.states import RequestState
 
+from dllm_plugin.config.memory import StepSize
 from dllm_plugin.config.options import Options
 from dllm_plugin.config.resolution import resolve
 from dllm_plugin.config.worker_carriers import FINISHED, PREEMPTED, pack_id
@@ -140,6 +141,10 @@ class Loop:
         self.seq_lens = torch.zeros(slots, dtype=torch.int32, device=DEVICE)
         self.free = list(range(slots))
         self.running: list[Run] = []
+
+    def step_size(self) -> StepSize:
+        """The size of a full step."""
+        return self.sampler.step_size(torch.zeros(1, self.vocab))
 
     def start(
         self,

@@ -14,7 +14,7 @@ from dllm_plugin.config.cuda_graphs import (
     refresh_lengths,
 )
 from dllm_plugin.config.decode import DecodeConfig, get_decode_config
-from dllm_plugin.config.machine import peak_bytes
+from dllm_plugin.config.memory import reserved_bytes, step_size
 from dllm_plugin.config.options import REQUEST_FIELDS, does_nothing
 from dllm_plugin.config.request.exclusions import OF_SEVERAL_BLOCKS
 from dllm_plugin.config.request.parsing import request_arguments
@@ -184,23 +184,26 @@ def _report_memory(vllm_config: "VllmConfig", config: DecodeConfig) -> None:
     from vllm.platforms import current_platform
 
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     sizes, dtype = sizes_of(model.hf_text_config), model.dtype
     assert isinstance(dtype, torch.dtype)
-    stored = layer_bytes(model.quantization, dtype.itemsize)
-    ranks = vllm_config.parallel_config.world_size
+    stored, ranks = layer_bytes(model.quantization, dtype.itemsize), parallel.world_size
     weights = sizes.weight_bytes(stored, dtype.itemsize) / ranks
-    vocab, slots = model.get_vocab_size(), scheduler.max_num_seqs
-    rows = min(slots * config.canvas_length, scheduler.max_num_batched_tokens)
-    peak = peak_bytes(rows, slots, vocab, vocab // ranks, dtype.itemsize)
-    cache = vllm_config.cache_config
+    step = reserved_bytes(step_size(vllm_config, config))
+    positions = scheduler.max_num_batched_tokens
+    forward = positions * sizes.activations * dtype.itemsize
+    graphs = 0 if _graphs(vllm_config) == "none" else GRAPHS
     kept = 1 if cache.cache_dtype.startswith("fp8") else dtype.itemsize
-    request = model.max_model_len * sizes.kv_values * kept / ranks
+    # A rank has at least one head, so heads are replicated if there are more ranks.
+    share = model.get_num_kv_heads(parallel) / model.get_total_num_kv_heads()
+    request = model.max_model_len * sizes.kv_values * share * kept
     total = current_platform.get_device_total_memory()
     usable = total * cache.gpu_memory_utilization
-    room = usable - weights - peak - GRAPHS
+    room = usable - weights - step - forward - graphs
     _line(
         "memory",
-        f"weights {_gigabytes(weights)}, logits {_gigabytes(peak)}, a request of "
+        f"weights {_gigabytes(weights)}, a step {_gigabytes(step)}, a forward "
+        f"{_gigabytes(forward)}, graphs {_gigabytes(graphs)}, a request of "
         f"{model.max_model_len} tokens {_gigabytes(request)}, of {_gigabytes(usable)}",
     )
     if room >= request:

@@ -19,6 +19,7 @@ from dllm_plugin.attention.cascade import cascade_from
 from dllm_plugin.attention.kv_groups import clear_pages
 from dllm_plugin.attention.sequences import AttentionSequences
 from dllm_plugin.config.decode import get_decode_config
+from dllm_plugin.config.memory import step_size
 from dllm_plugin.config.worker_carriers import FINISHED, unpack_id
 from dllm_plugin.engine.sampler import DiffusionSampler
 from dllm_plugin.kernels import runner
@@ -58,8 +59,7 @@ class DiffusionModelState(ModelState):
         fewest = cascade_from(self.vllm_config, flash_version(self.vllm_config))
         limits = (self.max_num_reqs, self.max_num_tokens)
         self.sequences = AttentionSequences(self.states, *limits, fewest)
-        canvas_length = self.states.canvas_NC.shape[1]
-        max_rows = min(self.max_num_reqs * canvas_length, self.max_num_tokens)
+        max_rows = step_size(self.vllm_config, self.config).rows
         shard = None
         if self.config.vocab_parallel:
             head: Any = self.model.lm_head

@@ -15,7 +15,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-from dllm_plugin.config.machine import peak_bytes
+from dllm_plugin.config.memory import StepSize, reserved_bytes
 from dllm_plugin.config.request.structured_outputs import no_automata
 from dllm_plugin.config.worker_carriers import pack_broken, pack_canvases
 from dllm_plugin.decoding.block_causal import sub_block_to_store
@@ -89,6 +89,7 @@ class DiffusionSampler:
         self.compiles = compiles
         self.reserved = False  # whether vLLM's memory profile saw a full step
         self.max_rows = max_rows
+        self.max_logprobs = min(model_config.max_logprobs, vocab_size)
         self.num_positions = states.canvas_NC.shape[1]
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
@@ -221,15 +222,20 @@ class DiffusionSampler:
 
     def _reserve_peak(self, logits: Tensor) -> None:
         """Allocate what a full step takes, for vLLM's memory profile, which runs no canvas."""
-        most = peak_bytes(
-            self.max_rows,
-            len(self.states.open_N),
-            self.rules.vocab_size,
-            logits.shape[1],
-            logits.element_size(),
+        size = self.step_size(logits)
+        torch.empty(reserved_bytes(size), dtype=torch.uint8, device=logits.device)
+
+    def step_size(self, logits: Tensor) -> StepSize:
+        """Return the size of a full step with rows like these."""
+        return StepSize(
+            rows=self.max_rows,
+            slots=len(self.states.open_N),
+            positions=self.num_positions,
+            vocab=self.rules.vocab_size,
+            shard=logits.shape[1],
+            logit_bytes=logits.element_size(),
+            logprobs=self.max_logprobs,
         )
-        most += self.features.most_bytes(self.max_rows)
-        torch.empty(most, dtype=torch.uint8, device=logits.device)
 
     def compile(self, backend: str = BACKEND) -> None:
         """Compile the steps without active features."""

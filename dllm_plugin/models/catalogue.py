@@ -4,9 +4,17 @@ Numbers come from the checkpoints' ``config.json``; `docs/models/` names the sou
 """
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from dllm_plugin.config.validation import did_you_mean
-from dllm_plugin.models.checkpoints.sizes import EIGHT_BITS, FOUR_BITS, Sizes
+from dllm_plugin.models.checkpoints.sizes import (
+    EIGHT_BITS,
+    FOUR_BITS,
+    NAMES,
+    Sizes,
+    count_sizes,
+)
 
 PAGES = "docs/models/"
 PRECISIONS = ("bf16", "FP8", "INT4")
@@ -21,7 +29,7 @@ class Checkpoint:
     Attributes:
         hub: name on the Hugging Face hub.
         architecture: the first name in its ``architectures``.
-        sizes: its weights and keys and values.
+        shape: keys of its ``config.json`` that its sizes follow from.
         context: positions that its authors state.
         decoding: strategy and policy by default.
         page: file in docs/models with the authors' settings and scores.
@@ -29,10 +37,15 @@ class Checkpoint:
 
     hub: str
     architecture: str
-    sizes: Sizes
+    shape: dict[str, Any]
     context: int
     decoding: str
     page: str
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """The numbers of its weights, and of its keys and values."""
+        return count_sizes(self.shape)
 
     def gigabytes(self) -> tuple[float, float, float]:
         """Return the size of the weights in bf16, FP8 and INT4, in GB."""
@@ -56,9 +69,46 @@ class Checkpoint:
 
 CACHED, BLOCKS = "dual_cache, threshold", "block_diffusion, threshold"
 EDITED = "block_diffusion, joint_threshold"
-LLADA = Sizes(6.98e9, 1.036e9, 262144)
-DREAM = Sizes(6.526e9, 1.09e9, 28672)
-MINI, FLASH = Sizes(15.61e9, 0.644e9, 20480), Sizes(101.6e9, 1.288e9, 32768)
+
+
+def shape_of(
+    hidden: int,
+    inner: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    vocab: int,
+    tied: bool = False,
+    **more: int,
+) -> dict[str, Any]:
+    """Return the keys of a ``config.json``; `more` are those of heads and experts."""
+    values = (hidden, inner, layers, heads, kv_heads, vocab, tied)
+    return dict(zip(NAMES, values, strict=True)) | more
+
+
+EXPERTS_128 = {
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
+EXPERTS_64 = {
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1024,
+}
+EXPERTS_256 = {
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+LLADA = shape_of(4096, 12288, 32, 32, 32, 126464)
+DREAM = shape_of(3584, 18944, 28, 28, 4, 152064)
+QWEN_MOE = shape_of(2048, 6144, 48, 32, 4, 151936, head_dim=128, **EXPERTS_128)
+MINI = shape_of(2048, 5120, 20, 16, 4, 157184, moe_intermediate_size=512, **EXPERTS_256)
+FLASH = shape_of(
+    4096, 9216, 32, 32, 4, 157184, moe_intermediate_size=1024, **EXPERTS_256
+)
 
 CHECKPOINTS: dict[str, Checkpoint] = {
     "llada:8b": Checkpoint(
@@ -82,7 +132,7 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     "sdar:1.7b": Checkpoint(
         "JetLM/SDAR-1.7B-Chat",
         "SDARForCausalLM",
-        Sizes(1.409e9, 0.622e9, 57344),
+        shape_of(2048, 6144, 28, 16, 8, 151936, head_dim=128),
         32768,
         BLOCKS,
         "sdar.md",
@@ -90,7 +140,7 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     "sdar:4b": Checkpoint(
         "JetLM/SDAR-4B-Chat",
         "SDARForCausalLM",
-        Sizes(3.633e9, 0.778e9, 73728),
+        shape_of(2560, 9728, 36, 32, 8, 151936, head_dim=128),
         32768,
         BLOCKS,
         "sdar.md",
@@ -98,7 +148,7 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     "sdar:8b": Checkpoint(
         "JetLM/SDAR-8B-Chat",
         "SDARForCausalLM",
-        Sizes(6.946e9, 1.245e9, 73728),
+        shape_of(4096, 12288, 36, 32, 8, 151936, head_dim=128),
         32768,
         BLOCKS,
         "sdar.md",
@@ -106,7 +156,7 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     "sdar:30b-a3b": Checkpoint(
         "JetLM/SDAR-30B-A3B-Chat",
         "SDARMoeForCausalLM",
-        Sizes(29.91e9, 0.622e9, 49152),
+        QWEN_MOE,
         32768,
         BLOCKS,
         "sdar.md",
@@ -146,7 +196,7 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     "llada-moe:7b-a1b": Checkpoint(
         "inclusionAI/LLaDA-MoE-7B-A1B-Instruct",
         "LLaDAMoEModelLM",
-        Sizes(6.713e9, 0.644e9, 65536),
+        shape_of(2048, 1024, 16, 16, 16, 157184, **EXPERTS_64),
         8192,
         CACHED,
         "llada.md",
@@ -154,7 +204,7 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     "rnd1:30b-a3b": Checkpoint(
         "radicalnumerics/RND1-Base-0910",
         "RND1LM",
-        Sizes(29.91e9, 0.622e9, 49152),
+        QWEN_MOE,
         4096,
         "semi_autoregressive, entropy",
         "rnd1.md",
@@ -162,7 +212,7 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     "stable-diffcoder:8b": Checkpoint(
         "ByteDance-Seed/Stable-DiffCoder-8B-Instruct",
         "StableDiffcoderForCausalLM",
-        Sizes(6.979e9, 1.271e9, 65536),
+        shape_of(4096, 14336, 32, 32, 8, 155136),
         8192,
         BLOCKS,
         "stable-diffcoder.md",
@@ -170,7 +220,7 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     "a2d:0.6b": Checkpoint(
         "dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1",
         "A2DQwen3LMHeadModel",
-        Sizes(0.4404e9, 0.1556e9, 57344),
+        shape_of(1024, 3072, 28, 16, 8, 151936, True, head_dim=128),
         40960,
         "semi_autoregressive, low_confidence",
         "a2d.md",
@@ -178,7 +228,7 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     "a2d:0.5b": Checkpoint(
         "dllm-hub/Qwen2.5-Coder-0.5B-Instruct-diffusion-mdlm-v0.1",
         "A2DQwen2LMHeadModel",
-        Sizes(0.3578e9, 0.1361e9, 6144),
+        shape_of(896, 4864, 24, 14, 2, 151936, True),
         32768,
         "semi_autoregressive, low_confidence",
         "a2d.md",
@@ -186,7 +236,7 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     "fast-dllm:1.5b": Checkpoint(
         "Efficient-Large-Model/Fast_dLLM_v2_1.5B",
         "Fast_dLLM_QwenForCausalLM",
-        Sizes(1.31e9, 0.233e9, 14336),
+        shape_of(1536, 8960, 28, 12, 2, 151936, True),
         32768,
         BLOCKS,
         "fast-dllm.md",

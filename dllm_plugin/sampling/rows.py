@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from dllm_plugin.config.machine import CHUNK_ROWS
+from dllm_plugin.config.memory import CHUNK_ROWS
 
 
 class RowChunk(NamedTuple):

@@ -4,6 +4,7 @@ import random
 from typing import Any
 
 import pytest
+import torch
 from engines import (
     EngineRoom,
     a_prompt,
@@ -16,7 +17,11 @@ from engines import (
     token_ids,
 )
 from jobs import MIXED, check, d2f_rules, job, plain_model
+from test_full_compiled import sampler_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from dllm_plugin.config.decode import get_decode_config
+from dllm_plugin.config.memory import reserved_bytes, step_size
 from dllm_plugin.reference.loops import decode
 from dllm_plugin.reference.text import Text
 
@@ -183,3 +188,29 @@ def test_priorities(room: EngineRoom) -> None:
     )
     for one, output in zip(MIXED, outputs, strict=True):
         assert (token_ids(output), forwards(output)) == one.expected("llada"), one
+
+
+class Reserved(TorchDispatchMode):
+    """The bytes of the largest tensor of bytes that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if result.dtype == torch.uint8:
+            self.num_bytes = max(self.num_bytes, result.nbytes)
+        return result
+
+
+def test_doctor_computes_what_the_engine_reserves(llm: Any) -> None:
+    """From the configuration, before there is an engine: logits, copies and tables."""
+    vllm_config, sampler = llm.llm_engine.vllm_config, sampler_of(llm)
+    size = step_size(vllm_config, get_decode_config(vllm_config))
+    logits = torch.zeros(1, size.shard)
+    with Reserved() as reserved:
+        sampler._reserve_peak(logits)
+    assert reserved.num_bytes == reserved_bytes(size) > size.rows * size.vocab * 4

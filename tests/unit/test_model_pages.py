@@ -2,122 +2,57 @@
 
 import math
 import re
+from importlib import import_module
 from typing import Any
 
 import pytest
 from documented import ROOT
 
-from dllm_plugin.models import configs
+from dllm_plugin.models import ARCHITECTURES, configs
+from dllm_plugin.models.catalogue import CHECKPOINTS, LONG, OTHER, PRECISIONS
+from dllm_plugin.models.checkpoints.sizes import EIGHT_BITS, FOUR_BITS
 from dllm_plugin.models.checkpoints.weights import Shapes
-from dllm_plugin.models.dream import DreamModel
-from dllm_plugin.models.fast_dllm import FastDLLMQwenForCausalLM
-from dllm_plugin.models.llada import LLaDAModelLM
-from dllm_plugin.models.llada2 import LLaDA2MoeModelLM
-from dllm_plugin.models.sdar import SDARForCausalLM, SDARMoeForCausalLM
-from dllm_plugin.models.stable_diffcoder import StableDiffCoder
 
 PAGE = ROOT / "docs" / "models" / "README.md"
-INT4_BYTES = 4.25 / 8  # with a scale of 16 bits and a zero point for 128 weights
-OTHER_BYTES = 1.5e9  # logits and graphs
 CARDS = (8, 12, 16, 24, 32, 48, 80, 141, 2 * 141)
-QWEN = {"max_position_embeddings": 32768}
-
-
-def sdar(hidden: int, inner: int, layers: int, heads: int) -> Any:
-    return configs.SDARConfig(
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=151936,
-        tie_word_embeddings=False,
-        **QWEN,
-    )
-
-
-def qwen2(kind: Any, hidden: int, inner: int, heads: int, kv: int, **rest: Any) -> Any:
-    return kind(
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=28,
-        num_attention_heads=heads,
-        num_key_value_heads=kv,
-        **rest,
-    )
-
-
-LLADA = configs.LLaDAConfig(
-    d_model=4096,
-    n_layers=32,
-    n_heads=32,
-    n_kv_heads=32,
-    mlp_hidden_size=12288,
-    vocab_size=126464,
-    embedding_size=126464,
-)
-SDAR_MOE = configs.SDARMoeConfig(
-    hidden_size=2048,
-    intermediate_size=6144,
-    moe_intermediate_size=768,
-    num_hidden_layers=48,
-    num_attention_heads=32,
-    num_key_value_heads=4,
-    num_experts=128,
-    vocab_size=151936,
-    tie_word_embeddings=False,
-)
-FLASH = configs.LLaDA2Config(
-    hidden_size=4096,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=4,
-    head_dim=128,
-    intermediate_size=9216,
-    moe_intermediate_size=1024,
-    vocab_size=157184,
-)
-DIFFCODER = configs.StableDiffCoderConfig(
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    vocab_size=155136,
-    tie_word_embeddings=False,
-)
-V2 = configs.FastDLLMConfig
-# Checkpoint, config, class, and the context of the request that has to fit.
-CHECKPOINTS = {
-    "LLaDA-8B, LLaDA-1.5": (LLADA, LLaDAModelLM, 4096),
-    "Dream-7B, DiffuCoder-7B": (
-        qwen2(
-            *(configs.DreamConfig, 3584, 18944, 28, 4),
-            vocab_size=152064,
-            tie_word_embeddings=False,
-        ),
-        DreamModel,
-        2048,
-    ),
-    "SDAR-1.7B-Chat": (sdar(2048, 6144, 28, 16), SDARForCausalLM, 8192),
-    "SDAR-4B-Chat": (sdar(2560, 9728, 36, 32), SDARForCausalLM, 8192),
-    "SDAR-8B-Chat": (sdar(4096, 12288, 36, 32), SDARForCausalLM, 8192),
-    "SDAR-30B-A3B": (SDAR_MOE, SDARMoeForCausalLM, 8192),
-    "LLaDA2-mini": (configs.LLaDA2Config(), LLaDA2MoeModelLM, 8192),
-    "LLaDA2-flash": (FLASH, LLaDA2MoeModelLM, 8192),
-    "Stable-DiffCoder-8B": (DIFFCODER, StableDiffCoder, 8192),
-    "Fast_dLLM_v2_1.5B": (
-        qwen2(V2, 1536, 8960, 12, 2, vocab_size=151936, tie_word_embeddings=True),
-        FastDLLMQwenForCausalLM,
-        8192,
-    ),
-    "Fast_dLLM_v2_7B": (
-        qwen2(V2, 3584, 18944, 28, 4, vocab_size=152064, tie_word_embeddings=False),
-        FastDLLMQwenForCausalLM,
-        8192,
-    ),
+# Rows of the table, by a short name of the catalogue.
+ROWS = {
+    "LLaDA-8B, LLaDA-1.5": "llada:8b",
+    "Dream-7B, DiffuCoder-7B": "dream:7b",
+    "SDAR-1.7B-Chat": "sdar:1.7b",
+    "SDAR-4B-Chat": "sdar:4b",
+    "SDAR-8B-Chat": "sdar:8b",
+    "SDAR-30B-A3B": "sdar:30b-a3b",
+    "LLaDA2-mini": "llada2.0:mini",
+    "LLaDA2-flash": "llada2.0:flash",
+    "Stable-DiffCoder-8B": "stable-diffcoder:8b",
+    "Fast_dLLM_v2_1.5B": "fast-dllm:1.5b",
+    "Fast_dLLM_v2_7B": "fast-dllm:7b",
 }
+# Classes of configurations, by architecture.
+CONFIGS = {
+    "LLaDAModelLM": configs.LLaDAConfig,
+    "DreamModel": configs.DreamConfig,
+    "SDARForCausalLM": configs.SDARConfig,
+    "SDARMoeForCausalLM": configs.SDARMoeConfig,
+    "LLaDA2MoeModelLM": configs.LLaDA2Config,
+    "StableDiffcoderForCausalLM": configs.StableDiffCoderConfig,
+    "Fast_dLLM_QwenForCausalLM": configs.FastDLLMConfig,
+}
+
+
+def tensors_of(name: str) -> tuple[Any, Shapes]:
+    """The configuration of a checkpoint of the catalogue, and the shapes of its tensors."""
+    found = CHECKPOINTS[name]
+    kind = CONFIGS[found.architecture]
+    renamed = getattr(kind, "attribute_map", {})
+    shape = {renamed.get(key, key): value for key, value in found.shape.items()}
+    if "LLaDAModelLM" in found.architecture:
+        shape["embedding_size"] = shape["vocab_size"]
+    config = kind(**shape)
+    module, _, model = ARCHITECTURES[found.architecture].partition(":")
+    shapes: Shapes = getattr(import_module(module), model).checkpoint_shapes(config)
+    return config, shapes
 
 
 def rows() -> dict[str, list[str]]:
@@ -143,35 +78,38 @@ def weight_bytes(config: Any, shapes: Shapes, layer_bytes: float) -> float:
     return total
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
-def test_memory(name: str) -> None:
-    config, model, context = CHECKPOINTS[name]
-    shapes = model.checkpoint_shapes(config)
-    head = getattr(config, "head_dim", None)
-    head = head or config.hidden_size // config.num_attention_heads
-    kv_bytes = 4 * config.num_hidden_layers * config.num_key_value_heads * head
+@pytest.mark.parametrize("row", ROWS)
+def test_memory(row: str) -> None:
+    found = CHECKPOINTS[ROWS[row]]
+    config, shapes = tensors_of(ROWS[row])
+    context = min(found.context, LONG)
     sizes, cards = [], []
-    for layer_bytes in (2, 1, INT4_BYTES):
-        weights = weight_bytes(config, shapes, layer_bytes)
-        needed = weights + context * kv_bytes + OTHER_BYTES
-        sizes.append(f"{weights / 1e9:.1f}")
-        card = next(card for card in CARDS if 0.92e9 * card >= needed)
+    for layer_bytes, counted in zip(
+        (2, EIGHT_BITS, FOUR_BITS), found.gigabytes(), strict=True
+    ):
+        weights = weight_bytes(config, shapes, layer_bytes) / 1e9
+        assert counted == pytest.approx(weights, rel=0.001)
+        sizes.append(f"{weights:.1f}")
+        needed = weights + context / 1000 * found.kv_gigabytes() + OTHER
+        card = next(card for card in CARDS if 0.92 * card >= needed)
         cards.append("2 x 141" if card == CARDS[-1] else str(card))
-    assert rows()[name] == [
+        assert found.fits(0.92 * card) in PRECISIONS
+    assert rows()[row] == [
         ", ".join(sizes),
-        f"{kv_bytes / 1e6:.2f}",
+        f"{found.kv_gigabytes():.2f}",
         f"{context:,}",
         ", ".join(cards),
     ]
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
-def test_the_page_of_the_family_has_the_same_sizes(name: str) -> None:
-    sizes = rows()[name][0]
-    pages = [path.read_text(encoding="utf-8") for path in PAGE.parent.glob("[a-z]*.md")]
+@pytest.mark.parametrize("row", ROWS)
+def test_the_page_of_the_family_has_the_same_sizes(row: str) -> None:
+    sizes = rows()[row][0]
+    page = PAGE.parent / CHECKPOINTS[ROWS[row]].page
+    text = page.read_text(encoding="utf-8")
     spelled = (f"| {sizes} |", f"| {sizes.replace(', ', ' | ')} |")
-    assert any(text in page for page in pages for text in spelled)
+    assert any(one in text for one in spelled)
 
 
 def test_every_row_is_computed() -> None:
-    assert rows().keys() == CHECKPOINTS.keys()
+    assert rows().keys() == ROWS.keys()

@@ -21,6 +21,8 @@ from test_strategies_random import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dllm_plugin.config import memory
+from dllm_plugin.config.memory import penalty_bytes, reserved_bytes
 from dllm_plugin.reference.loops import decode
 from dllm_plugin.reference.rules import Rules
 from dllm_plugin.reference.text import Text
@@ -248,10 +250,11 @@ class Made(TorchDispatchMode):
 
 def test_what_the_memory_profile_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tables, and all that the counting of a full step makes, whatever is freed in it."""
-    monkeypatch.setattr(penalties, "COUNTED_AT_ONCE", 1 << 11)
+    for module in (penalties, memory):
+        monkeypatch.setattr(module, "COUNTED_AT_ONCE", 1 << 11)
     loop = Loop(D2F, max_model_len=200)
     feature = loop.sampler.features[Penalties]
-    shown = feature.most_bytes(0)
+    shown = penalty_bytes(loop.step_size())
     for i in range(8):
         params = sampling(16, None, presence_penalty=1.0)
         loop.start([i] * 180, Hashed(i), params, f"{i}")
@@ -268,4 +271,4 @@ def test_what_the_memory_profile_is_shown(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(feature, "start_rows", counted)
     loop.run()
-    assert 0 < max(made) + stored <= shown < loop.sampler.features.most_bytes(0)
+    assert 0 < max(made) + stored <= shown < reserved_bytes(loop.step_size())

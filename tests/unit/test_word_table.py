@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
+from dllm_plugin.config.memory import bad_word_bytes
 from dllm_plugin.config.request.checks import (
     MAX_WORD_TOKENS,
     MAX_WORDS_TOKENS,
@@ -160,7 +161,7 @@ def test_steps_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_the_memory_profile_is_shown() -> None:
     """As much as a step of all slots makes at once, each with as many words as it may have."""
     loop = Loop(D2F, slots=8)
-    shown = loop.sampler.features[BadWords].most_bytes(0)
+    shown = bad_word_bytes(loop.step_size())
     for i in range(8):
         loop.start([i] * 3, Hashed(i), worded(most(i)), f"{i}")
     loop.step()

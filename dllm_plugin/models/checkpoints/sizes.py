@@ -5,7 +5,17 @@ from typing import Any
 
 EIGHT_BITS, FOUR_BITS = 1.0, 4.25 / 8  # bytes; four bits with a scale per 128 weights
 OF_FOUR_BITS = ("awq", "gptq", "bitsandbytes", "fp4", "int4")
-GRAPHS = 10**9  # bytes of CUDA graphs and activations, rounded up
+GRAPHS = 500 * 10**6  # bytes of captured CUDA graphs, an estimate
+
+NAMES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "tie_word_embeddings",
+)
 
 
 @dataclass(frozen=True)
@@ -16,11 +26,13 @@ class Sizes:
         layers: weights of the layers' matrices, which quantisation stores in fewer bytes.
         tables: weights of the embedding and the LM head, which stay in 16 bits.
         kv_values: numbers that a token adds to the KV cache.
+        activations: numbers that a position of a forward has at the same time.
     """
 
     layers: float
     tables: float
     kv_values: int
+    activations: int
 
     def weight_bytes(self, layer_bytes: float = 2, table_bytes: float = 2) -> float:
         """Return the bytes of all weights, from the bytes of one."""
@@ -28,24 +40,35 @@ class Sizes:
 
 
 def sizes_of(config: Any) -> Sizes:
-    """Count the weights that a Hugging Face configuration describes; norms are left out."""
+    """Count the weights that a Hugging Face configuration describes."""
     values = config.to_dict()
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    kv_heads = config.num_key_value_heads
+    for name in NAMES:
+        values[name] = getattr(config, name)
+    return count_sizes(values)
+
+
+def count_sizes(values: dict[str, Any]) -> Sizes:
+    """Count the weights of a model from the keys of its ``config.json``; norms are left out."""
+    hidden, heads = values["hidden_size"], values["num_attention_heads"]
+    kv_heads, depth = values["num_key_value_heads"], values["num_hidden_layers"]
     head_size = values.get("head_dim") or hidden // heads
     attention = 2 * hidden * head_size * (heads + kv_heads)
-    depth = config.num_hidden_layers
     experts = values.get("num_experts") or values.get("num_local_experts") or 0
     sparse = _sparse_layers(values, depth) if experts else 0
-    each = 3 * hidden * (values.get("moe_intermediate_size") or 0)
+    each = values.get("moe_intermediate_size") or 0
     shared = values.get("num_shared_experts") or 0
-    mixture = (experts + shared) * each + experts * hidden
-    dense = 3 * hidden * config.intermediate_size
-    tables = 1 if config.tie_word_embeddings else 2
+    mixture = (experts + shared) * 3 * hidden * each + experts * hidden
+    dense = 3 * hidden * values["intermediate_size"]
+    # Gate, up and their product; with the residual stream, its norm, queries, keys and values.
+    widest = values["intermediate_size"]
+    if sparse:
+        widest = each * ((values.get("num_experts_per_tok") or 1) + shared)
+    tables = 1 if values["tie_word_embeddings"] else 2
     return Sizes(
         layers=depth * attention + sparse * mixture + (depth - sparse) * dense,
-        tables=tables * config.vocab_size * hidden,
+        tables=tables * values["vocab_size"] * hidden,
         kv_values=2 * depth * kv_heads * head_size,
+        activations=2 * hidden + head_size * (heads + 2 * kv_heads) + 3 * widest,
     )
 
 

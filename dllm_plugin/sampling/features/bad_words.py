@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from vllm import envs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from dllm_plugin.config.request.checks import MAX_WORD_TOKENS, MAX_WORDS_TOKENS
+from dllm_plugin.config.memory import ALIGNED_AT_ONCE
+from dllm_plugin.config.request.checks import MAX_WORDS_TOKENS
 from dllm_plugin.decoding.plan import Canvas
 from dllm_plugin.kernels.confidence.reference import NEGATIVE_INFINITY
 from dllm_plugin.sampling.features.feature import COPIED, StepFeature
@@ -102,10 +102,7 @@ class WordTable:
         return words_RX.view(index_RWL.shape).where(exists_RWL, UNUSED)
 
 
-OUTSIDE = -2  # before the text, or after the canvas
-# Comparisons of a byte each, made together; further requests are compared afterwards.
-ALIGNED_AT_ONCE = 1 << 22
-TENSORS_AT_ONCE = 8  # as large as these, while words are aligned
+OUTSIDE = -2
 
 
 class StepWords(NamedTuple):
@@ -180,12 +177,6 @@ class BadWords(StepFeature):
         at_once = max(1, ALIGNED_AT_ONCE // one)
         return np.split(chosen_np, range(at_once, len(chosen_np), at_once))
 
-    def most_bytes(self, num_rows: int) -> int:
-        """Return the memory that the words of a full step take at most, without the table."""
-        alignments = self.num_positions + MAX_WORD_TOKENS - 1
-        pairs = len(self.users_np) * alignments * most_words()
-        return TENSORS_AT_ONCE * ALIGNED_AT_ONCE + pairs * 2 * torch.int32.itemsize
-
     def _tokens_before(self, slots_R: Tensor, count: int) -> Tensor:
         """Return the `count` tokens left of each canvas, int64 ``[R, count]``."""
         index_RL = self.states.start_N[slots_R][:, None] - count
@@ -248,11 +239,6 @@ class BadWords(StepFeature):
             left_RC = torch.where(reverts_R1, without_RC, kept_RC)
             unmask_RC = unmask_RC.index_copy(0, which_R, left_RC)
         step.unmask_RC = unmask_RC
-
-
-def most_words() -> int:
-    """Return the most words of several tokens that a request can have."""
-    return min(envs.VLLM_MAX_NUM_BAD_WORDS, MAX_WORDS_TOKENS // 2)
 
 
 def _align(words: StepWords, tokens_RC: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -85,10 +85,6 @@ class StepFeature:
             self.remove_request(slot)
             self.mark(slot, False)
 
-    def most_bytes(self, num_rows: int) -> int:
-        """Return the device memory that tables and a step of `num_rows` rows take at most."""
-        return 0
-
     # Moments, in the order of a step. They read nothing of the device on the host.
 
     def start_step(self, step: DenoisingStep) -> None:

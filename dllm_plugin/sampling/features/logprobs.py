@@ -18,8 +18,6 @@ from dllm_plugin.sampling.rows import RowChunk, scatter_rows
 from dllm_plugin.sampling.step import DenoisingStep, EmittedLogprobs
 from dllm_plugin.state.canvas_states import CanvasStates
 
-ROWS_AT_ONCE = 8  # copies of a row's entries while they are scored, stored and emitted
-
 
 class LogprobStash(StepFeature):
     """Store, per slot and canvas position, ids, log-probabilities and the rank of the token.
@@ -59,12 +57,6 @@ class LogprobStash(StepFeature):
             )
             self.states.companions.extend(self.tables)
         return True
-
-    def most_bytes(self, num_rows: int) -> int:
-        """Return the memory that the tables and a step of `num_rows` rows take at most."""
-        cell = torch.int32.itemsize + torch.float32.itemsize
-        entry = cell * (self.max_logprobs + 1) + torch.int64.itemsize
-        return entry * (self.states.canvas_NC.numel() + ROWS_AT_ONCE * num_rows)
 
     def start_rows(
         self, canvas: Canvas, slots_R: Tensor, slots_np: np.ndarray, source_RC: Tensor

@@ -113,7 +113,3 @@ class StepFeatures:
         """Copy what requests have staged to the device."""
         for entry in self.entries:
             entry.apply_staged_writes()
-
-    def most_bytes(self, num_rows: int) -> int:
-        """Return the device memory that features take at most with `num_rows` rows."""
-        return sum(entry.most_bytes(num_rows) for entry in self.entries)

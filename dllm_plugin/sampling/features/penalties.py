@@ -16,6 +16,7 @@ from vllm._custom_ops import apply_repetition_penalties
 from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 
+from dllm_plugin.config.memory import COUNTED_AT_ONCE
 from dllm_plugin.decoding.plan import Canvas
 from dllm_plugin.sampling.features.feature import COPIED, StepFeature
 from dllm_plugin.sampling.rows import RowChunk
@@ -30,8 +31,6 @@ PRESENCE, FREQUENCY, REPETITION = range(3)
 NEUTRAL = (0.0, 0.0, 1.0)
 # Of a repetition penalty: with a more extreme number float32 logits would become infinite.
 LEAST, MOST = 1e-30, 1e30
-COUNTED_AT_ONCE = 1 << 18  # tokens of a step
-BYTES_COUNTED = 128  # of temporary tensors, for each of these
 
 
 class Penalties(StepFeature):
@@ -86,14 +85,6 @@ class Penalties(StepFeature):
         if self._dirty:
             self.numbers.copy_to_device()
             self._dirty = False
-
-    def most_bytes(self, num_rows: int) -> int:
-        """Return the memory that the tables and the counting of a full step take at most."""
-        num_slots, vocab_size = self.shape
-        cell = torch.bool.itemsize + torch.int32.itemsize
-        canvases = self.states.canvas_NC.numel()
-        counted = max(COUNTED_AT_ONCE, num_slots, canvases)
-        return cell * num_slots * vocab_size + BYTES_COUNTED * counted
 
     def start_step(self, step: DenoisingStep) -> None:
         """Count the texts as they are before the step."""

@@ -1,0 +1,111 @@
+"""Compute the memory of a step, which the engine reserves and `doctor` prints."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from vllm import envs
+
+from dllm_plugin.config.decode import DecodeConfig
+from dllm_plugin.config.request.checks import MAX_WORD_TOKENS, MAX_WORDS_TOKENS
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+CHUNK_ROWS = 256  # rows of which float32 copies are made at once
+ALIGNED_AT_ONCE = 1 << 22  # comparisons with bad words, of a byte each
+ALIGNED_TENSORS = 8  # as large as these, while words are aligned
+COUNTED_AT_ONCE = 1 << 18  # tokens of texts that penalties count at once
+COUNTED_BYTES = 128  # of temporary tensors, for each of these
+SCORED_COPIES = 8  # of a row's log-probabilities: scored, stored and emitted
+PADDED_TO = 64  # columns of vLLM's LM head, before ranks share them
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """Count what a full step reads.
+
+    Attributes:
+        rows: logits rows.
+        slots: requests at most, each with a row in the tables of biases.
+        positions: positions of a canvas.
+        vocab: columns of whole rows.
+        shard: columns of this rank's rows.
+        logit_bytes: bytes of a logit.
+        logprobs: log-probabilities of a token at most, without its own.
+    """
+
+    rows: int
+    slots: int
+    positions: int
+    vocab: int
+    shard: int
+    logit_bytes: int
+    logprobs: int
+
+    @property
+    def bad_words(self) -> int:
+        """Return the most words of several tokens that a request can have."""
+        return min(envs.VLLM_MAX_NUM_BAD_WORDS, MAX_WORDS_TOKENS // 2)
+
+
+def step_size(vllm_config: "VllmConfig", config: DecodeConfig) -> StepSize:
+    """Return the size of a full step of an engine."""
+    model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+    slots, vocab = scheduler.max_num_seqs, model.get_vocab_size()
+    assert isinstance(model.dtype, torch.dtype)
+    shard = vocab
+    if config.vocab_parallel:
+        padded = -(-vocab // PADDED_TO) * PADDED_TO
+        shard = padded // vllm_config.parallel_config.tensor_parallel_size
+    return StepSize(
+        rows=min(slots * config.canvas_length, scheduler.max_num_batched_tokens),
+        slots=slots,
+        positions=config.canvas_length,
+        vocab=vocab,
+        shard=shard,
+        logit_bytes=model.dtype.itemsize,
+        logprobs=min(model.max_logprobs, vocab),
+    )
+
+
+def reserved_bytes(size: StepSize) -> int:
+    """Return the device memory that sampling and its tables take in a full step."""
+    tables = penalty_bytes(size) + bad_word_bytes(size) + _logprob_bytes(size)
+    return _sampling_bytes(size) + tables
+
+
+def _sampling_bytes(size: StepSize) -> int:
+    """Return the bytes of logits and of their copies.
+
+    Float32 copies have CHUNK_ROWS rows at most: the copy, the tempered and filtered copy, and
+    what top-p sorts (values, int64 indices, probabilities, mask and result).
+    """
+    chunk = min(size.rows, CHUNK_ROWS)
+    copies = 8 * chunk * size.vocab * 4
+    gathered = 0
+    if size.shard < size.vocab:
+        gathered = chunk * size.vocab * size.logit_bytes
+    biases = (size.slots + 1) * size.vocab * 4
+    return size.rows * size.shard * size.logit_bytes + copies + gathered + biases
+
+
+def penalty_bytes(size: StepSize) -> int:
+    """Return the bytes of tables of tokens that texts have, and of counting a full step."""
+    cell = torch.bool.itemsize + torch.int32.itemsize
+    counted = max(COUNTED_AT_ONCE, size.slots, size.slots * size.positions)
+    return cell * size.slots * size.vocab + COUNTED_BYTES * counted
+
+
+def bad_word_bytes(size: StepSize) -> int:
+    """Return the bytes of aligning the bad words of a full step."""
+    alignments = size.positions + MAX_WORD_TOKENS - 1
+    pairs = size.slots * alignments * size.bad_words
+    return ALIGNED_TENSORS * ALIGNED_AT_ONCE + pairs * 2 * torch.int32.itemsize
+
+
+def _logprob_bytes(size: StepSize) -> int:
+    """Return the bytes of stored log-probabilities, and of those of a full step."""
+    cell = torch.int32.itemsize + torch.float32.itemsize
+    entry = cell * (size.logprobs + 1) + torch.int64.itemsize
+    return entry * (size.slots * size.positions + SCORED_COPIES * size.rows)
