@@ -29,19 +29,35 @@ from dllm_plugin.commands.offline import (
 from dllm_plugin.commands.options import (
     Parser,
     add_decode_options,
+    add_dtype,
+    add_flags,
     add_model,
     positive,
 )
 
 FAILED, WRONG_OPTIONS = 1, 2
+ABOUT = "Diffusion language models on vLLM."
+# Commands by what they are for, as the help lists them.
+PURPOSES = {
+    "serve": ("serve", "models"),
+    "ask without a server": ("generate", "infill", "watch"),
+    "check": ("doctor", "verify", "report"),
+    "measure": ("eval", "bench"),
+}
 OFFLINE = ("generate", "infill", "eval", "watch")
 
 
 def build_parser() -> Parser:
     """Build the parser of all commands and their options."""
-    parser = Parser(prog="diffuplug", description="Diffusion language models on vLLM.")
+    parser = Parser(
+        prog="diffuplug",
+        usage="diffuplug COMMAND ...",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=dllm_plugin.__version__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", help=argparse.SUPPRESS
+    )
 
     generate.add_parser(commands)
     infill.add_parser(commands)
@@ -54,29 +70,47 @@ def build_parser() -> Parser:
     parser_of_models.add_argument("name", nargs="?", help="show one, such as sdar:8b")
     commands.add_parser("bench", help="measure this installation")
     commands.add_parser("report", help="write one file about a model on this machine")
+    parser.description = _overview(commands)
     return parser
+
+
+def _overview(commands: Any) -> str:
+    """Return the commands by purpose, with a line for each."""
+    words = {action.dest: action.help for action in commands._choices_actions}
+    commands._choices_actions.clear()  # argparse would list them once more
+    lines = [ABOUT]
+    for purpose, names in PURPOSES.items():
+        lines += ["", f"{purpose}:"]
+        lines += [f"  {name:<10}{words[name]}" for name in names]
+    lines += ["", "`diffuplug COMMAND --help` lists the options of a command."]
+    return "\n".join(lines)
 
 
 def _add_doctor(commands: Any) -> None:
     parser = commands.add_parser(
-        "doctor", help="what is installed and what would be chosen"
+        "doctor", help="print what is installed, what would be chosen, and what fits"
     )
     add_model(parser)
-    parser.add_argument("--dtype", default="auto", help="as in vLLM")
-    parser.add_argument(
-        "--requests", type=positive, help="say which width so many would get"
+    add_dtype(parser)
+    widths = parser.add_argument_group(
+        "widths by load", "Which width a load would get (docs/widths.md)."
     )
-    parser.add_argument(
-        "--context", type=positive, help="tokens of each (default: 1024)"
+    widths.add_argument(
+        "--requests", type=positive, metavar="N", help="requests at once"
     )
-    parser.add_argument("--acceptance", help="docs/widths.md (default: 0.9:2.5)")
-    parser.add_argument("--step-ms", type=float, help="time of a step of one request")
-    parser.add_argument(
-        "--adaptive", help="as the decode option: off, throughput or balanced"
+    widths.add_argument(
+        "--context", type=positive, metavar="N", help="tokens of each (default: 1024)"
     )
-    parser.add_argument("--min-window", type=int, help="as the decode option")
-    parser.add_argument("--max-window", type=int, help="as the decode option")
-    parser.add_argument("--canvas-length", type=int, help="as the decode option")
+    widths.add_argument(
+        "--acceptance",
+        metavar="P0:LAMBDA",
+        help="of tokens that a wide step decides "
+        "(default: 0.9:2.5)",
+    )
+    widths.add_argument(
+        "--step-ms", type=float, metavar="MS", help="time of a step of one request"
+    )
+    add_flags(widths, ("adaptive", "min_window", "max_window", "canvas_length"))
     add_decode_options(parser)
 
 
@@ -89,11 +123,15 @@ def _add_verify(commands: Any) -> None:
         "--prompts", metavar="FILE", help="one prompt a line (default: five)"
     )
     parser.add_argument(
-        "--limit", type=positive, help="number of prompts (default: all)"
+        "--limit", type=positive, metavar="N", help="number of prompts (default: all)"
     )
-    parser.add_argument("--dtype", default="auto", help="as in vLLM")
+    add_dtype(parser)
     parser.add_argument(
-        "--tensor-parallel-size", type=positive, default=1, help="as in vLLM"
+        "--tensor-parallel-size",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="number of GPUs (default: 1)",
     )
     parser.add_argument(
         "--trust-remote-code",

@@ -6,7 +6,8 @@ from typing import Any
 from dllm_plugin.commands.installation import load_command
 from dllm_plugin.commands.options import (
     DECODE_OPTIONS,
-    add_decode_options,
+    add_dtype,
+    add_flags,
     add_verbose,
     flag_of,
     positive,
@@ -38,7 +39,7 @@ def add_parser(commands: Any) -> None:
         metavar="FOLDER",
         help="of --all and --refreshes (default: benchmarks/reports if there is one, else here)",
     )
-    parser.add_argument("--dtype", default="auto", help="as in vLLM")
+    add_dtype(parser)
     parser.add_argument(
         "--json", action="store_true", help="ask for answers in JSON, held to a schema"
     )
@@ -55,7 +56,7 @@ def add_parser(commands: Any) -> None:
     scored.add_argument(
         "--questions", metavar="FILE", help="JSON lines with question and answer"
     )
-    add_decode_options(scored)
+    add_flags(scored, DECODE_OPTIONS)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ from dllm_plugin.commands.offline import (
     stop_engine,
     stream_answer,
 )
-from dllm_plugin.commands.options import add_model_options, add_verbose, positive
+from dllm_plugin.commands.options import add_model_options, add_sampling, add_verbose
 
 
 def add_parser(commands: Any) -> None:
@@ -23,11 +23,9 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("generate", help="answer one prompt, offline")
     parser.add_argument("prompt", help="text, or - to read standard input")
     add_model_options(parser)
-    parser.add_argument("--max-tokens", type=positive, default=256, help="default: 256")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    parser.add_argument("--top-p", type=float, default=1.0, help="as in vLLM")
-    parser.add_argument("--seed", type=int, default=None)
-    shape = parser.add_mutually_exclusive_group()
+    add_sampling(parser, 256)
+    form_of_answer = parser.add_argument_group("form of the answer")
+    shape = form_of_answer.add_mutually_exclusive_group()
     shape.add_argument(
         "--json-schema", metavar="FILE", help="answer in JSON that fits a schema"
     )
@@ -36,7 +34,7 @@ def add_parser(commands: Any) -> None:
     )
     shape.add_argument("--choice", metavar="A,B", help="answer one of these words")
     add_verbose(parser)
-    form = parser.add_mutually_exclusive_group()
+    form = form_of_answer.add_mutually_exclusive_group()
     form.add_argument(
         "--chat",
         dest="chat",

@@ -13,7 +13,7 @@ from dllm_plugin.commands.offline import (
     start_engine,
     stop_engine,
 )
-from dllm_plugin.commands.options import add_model_options, add_verbose
+from dllm_plugin.commands.options import add_model_options, add_sampling, add_verbose
 from dllm_plugin.config.request.arguments import TARGETS, TEMPLATE
 from dllm_plugin.infilling.gaps import (
     Filled,
@@ -45,11 +45,10 @@ def add_parser(commands: Any) -> None:
     lengths = "or several lengths to choose from: [MASK:2,4], [MASK:auto]"
     parser.add_argument("text", help=f'text with gaps: "{EXAMPLE}", {lengths}')
     parser.add_argument(
-        "--question", help="the text answers it, behind the chat template"
+        "--question", metavar="Q", help="the text answers it, after the chat template"
     )
     add_model_options(parser)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    parser.add_argument("--seed", type=int, default=None)
+    add_sampling(parser)
     add_verbose(parser)
 
 

@@ -29,7 +29,8 @@ DECODE_OPTIONS = (
     "lora_path",
     "kv_cache_layout",
 )
-MODEL = "folder or hub name (default: the bundled model)"
+MODEL = "folder, hub name or short name (default: the bundled model)"
+DTYPES = "auto, float32, bfloat16, float16 (default: auto)"
 INVALID_CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)")
 NEAR = 0.9  # similarity from which a name is a misspelling of another
 
@@ -129,30 +130,67 @@ def _help(name: str) -> str:
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of a command that starts an engine, and whose argument is no model."""
-    parser.add_argument("--model", help=MODEL)
+    parser.add_argument("--model", metavar="M", help=MODEL)
     add_engine_options(parser)
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of a command that starts an engine, but its model."""
-    parser.add_argument("--dtype", default="auto", help="as in vLLM")
-    parser.add_argument(
+    engine = parser.add_argument_group("engine")
+    add_dtype(engine)
+    engine.add_argument(
         "--gpu-memory-utilization",
         type=float,
+        metavar="SHARE",
         help="as in vLLM; on a CPU, the share of its memory",
     )
     add_decode_options(parser)
 
 
-def add_decode_options(parser: Any) -> None:
-    """Add the decode options that a command takes, to a parser or a group of one."""
-    add_flags(parser, DECODE_OPTIONS)
+def add_dtype(parser: Any) -> None:
+    """Add the option that chooses the dtype of weights and forwards."""
+    parser.add_argument("--dtype", default="auto", metavar="D", help=DTYPES)
+
+
+def add_decode_options(parser: argparse.ArgumentParser) -> None:
+    """Add the decode options that a command takes."""
+    group = parser.add_argument_group("decoding", "Defaults follow from the model.")
+    add_flags(group, DECODE_OPTIONS)
 
 
 def add_model(parser: Any) -> None:
     """Add the model of a command, as its argument and as ``--model``."""
     parser.add_argument("model", nargs="?", help=MODEL)
-    parser.add_argument("--model", dest="model_option", metavar="MODEL", help=MODEL)
+    parser.add_argument(
+        "--model", dest="model_option", metavar="MODEL", help="the same, as an option"
+    )
+
+
+def add_sampling(
+    parser: argparse.ArgumentParser, max_tokens: int | None = None
+) -> None:
+    """Add the sampling parameters of one request; `max_tokens` is the default of some."""
+    group = parser.add_argument_group("sampling")
+    group.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="0 is greedy (default: 0)",
+    )
+    group.add_argument("--seed", type=int, metavar="N", help="of random numbers")
+    if max_tokens is None:
+        return
+    group.add_argument(
+        "--max-tokens",
+        type=positive,
+        default=max_tokens,
+        metavar="N",
+        help=f"tokens of the answer at most (default: {max_tokens})",
+    )
+    group.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="1 is off (default: 1)"
+    )
 
 
 def add_verbose(parser: argparse.ArgumentParser) -> None:

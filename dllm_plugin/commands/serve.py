@@ -18,6 +18,7 @@ from dllm_plugin import default_model
 from dllm_plugin.commands.models import check_served, is_elsewhere, resolve
 from dllm_plugin.commands.offline import BUNDLED_MEMORY, add_adapter, spin_briefly
 from dllm_plugin.commands.options import (
+    DECODE_OPTIONS,
     Parser,
     add_flags,
     add_model,
@@ -29,7 +30,7 @@ from dllm_plugin.config.options import OPTIONS, Options
 
 HELP = (
     "Serves a diffusion language model over HTTP. Without MODEL it serves the bundled model "
-    "under the name 'diffuplug', by --strategy d2f with its D2F adapter. Every option of "
+    "under the name 'diffuplug', with --strategy d2f by its D2F adapter. Every option of "
     "`vllm serve` is taken, too: `diffuplug serve --help=all` lists them."
 )
 CONFIG, SECTION = "--additional-config", "dllm"
@@ -94,7 +95,17 @@ def add_parser(commands: Any) -> None:
         description=HELP,
     )
     add_model(parser)
-    add_flags(parser)
+    requests, engine, debug = [], [], []
+    for name, known in OPTIONS.items():
+        kind = requests if known.request else debug if known.debug else engine
+        kind.append(name)
+    requests.sort(key=lambda name: name not in DECODE_OPTIONS)
+    for title, words, names in (
+        ("engine", "Chosen at the start.", engine),
+        ("decoding", "Defaults of requests, which may set their own.", requests),
+        ("debug", "For tests and measurements.", debug),
+    ):
+        add_flags(parser.add_argument_group(title, words), names)
 
 
 def server_arguments(arguments: Sequence[str]) -> list[str]:

@@ -68,7 +68,13 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--api-key", help="of the server")
     add_model_options(parser)
-    parser.add_argument("--max-tokens", type=positive, default=128, help="default: 128")
+    parser.add_argument(
+        "--max-tokens",
+        type=positive,
+        default=128,
+        metavar="N",
+        help="tokens of the answer at most (default: 128)",
+    )
     add_verbose(parser)
 
 
