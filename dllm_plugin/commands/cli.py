@@ -104,8 +104,7 @@ def _add_doctor(commands: Any) -> None:
     widths.add_argument(
         "--acceptance",
         metavar="P0:LAMBDA",
-        help="of tokens that a wide step decides "
-        "(default: 0.9:2.5)",
+        help="of tokens that a wide step decides (default: 0.9:2.5)",
     )
     widths.add_argument(
         "--step-ms", type=float, metavar="MS", help="time of a step of one request"
