@@ -95,7 +95,7 @@ def add_parser(commands: Any) -> None:
         description=HELP,
     )
     add_model(parser)
-    requests, engine, debug = [], [], []
+    requests, engine, debug = list[str](), list[str](), list[str]()
     for name, known in OPTIONS.items():
         kind = requests if known.request else debug if known.debug else engine
         kind.append(name)

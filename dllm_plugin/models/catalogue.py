@@ -78,7 +78,7 @@ def shape_of(
     heads: int,
     kv_heads: int,
     vocab: int,
-    tied: bool = False,
+    tied: int = False,
     **more: int,
 ) -> dict[str, Any]:
     """Return the keys of a ``config.json``; `more` are those of heads and experts."""
