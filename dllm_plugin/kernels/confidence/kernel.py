@@ -144,9 +144,19 @@ def propose_rows(
         programs: how many partials of all rows are wanted; it changes no token.
     """
     columns = Columns(0, logits_XV.shape[1], 1)
-    partials_KTP = _scan(
-        *(logits_XV, slot_T, mask_id, sampling, columns, divide, temper, want_ranking),
-        *(bias, source_T, token_T, programs),
+    partials_KTP = scan_rows(
+        logits_XV,
+        slot_T,
+        mask_id,
+        sampling,
+        columns=columns,
+        temper=temper,
+        want_ranking=want_ranking,
+        bias=bias,
+        source_T=source_T,
+        divide=divide,
+        token_T=token_T,
+        programs=programs,
     )
     return merge_rows(partials_KTP[None], want_ranking, num_rows)
 
@@ -162,30 +172,15 @@ def scan_rows(
     want_ranking: bool = False,
     bias: tuple[Tensor, Tensor] | None = None,
     source_T: Tensor | None = None,
+    divide: bool = True,
+    token_T: Tensor | None = None,
     programs: int = PROGRAMS,
 ) -> Tensor:
-    """Compute partials as the reference does, but P of each row: float64 ``[K, T, P]``."""
-    return _scan(
-        *(logits_XV, slot_T, mask_id, sampling, columns, True, temper, want_ranking),
-        *(bias, source_T, None, programs),
-    )
+    """Compute partials as the reference does, but P of each row: float64 ``[K, T, P]``.
 
-
-def _scan(
-    logits_XV: Tensor,
-    slot_T: Tensor,
-    mask_id: int,
-    sampling: RowSampling | None,
-    columns: Columns,
-    divide: bool,
-    temper: bool,
-    want_ranking: bool,
-    bias: tuple[Tensor, Tensor] | None,
-    source_T: Tensor | None,
-    token_T: Tensor | None,
-    programs: int,
-) -> Tensor:
-    """Launch the first kernel; `token_T` may be given only where all columns are here."""
+    Args:
+        divide, token_T: as in `propose_rows`, only with all columns of the rows.
+    """
     rows, width, device = len(slot_T), logits_XV.shape[1], logits_XV.device
     first, vocab_size, shards = columns
     num_partials, num_columns = count_partials(rows, width, programs, shards)
