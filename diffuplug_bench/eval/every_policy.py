@@ -14,7 +14,7 @@ from diffuplug_bench.eval.report import (
     reports_folder,
     table,
 )
-from diffuplug_bench.eval.scores import decode, start
+from diffuplug_bench.eval.scores import decode, progress_bar, start
 from diffuplug_bench.word_problems.generator import eval_seeds, problem
 from dllm_plugin import default_model
 from dllm_plugin.commands.offline import stop_engine
@@ -81,7 +81,9 @@ def score_strategy(
             extra_args: dict[str, Any] = {"dllm_policy": way.policy}
             if way.steps:
                 extra_args["dllm_steps"] = way.steps
-            score = decode(llm, problems, CANVAS, shown.bar(way.name), extra_args)
+            score = decode(
+                llm, problems, CANVAS, progress_bar(shown, way.name), extra_args
+            )
             rows.append(Row(*way, *score))
         stop_engine(llm)
     return rows

@@ -16,7 +16,7 @@ from diffuplug_bench.eval.report import (
     reports_folder,
     software,
 )
-from diffuplug_bench.eval.scores import Answers, answers, score, start
+from diffuplug_bench.eval.scores import Answers, answers, progress_bar, score, start
 from diffuplug_bench.word_problems.generator import Problem, eval_seeds, problem
 from dllm_plugin.commands.offline import stop_engine
 from dllm_plugin.decoding.families import DUAL_CACHE, SEMI_AUTOREGRESSIVE
@@ -91,7 +91,9 @@ def score_strategy(
             problems, exact = problems_of(limit, repeats), list[list[int]]()
             for options in WAYS[strategy]:
                 extra = {f"dllm_{name}": value for name, value in options.items()}
-                bar = shown.bar(f"{strategy}, {named(options)}, prompt x {repeats}")
+                bar = progress_bar(
+                    shown, f"{strategy}, {named(options)}, prompt x {repeats}"
+                )
                 found = answers(llm, problems, CANVAS, bar, extra)
                 texts = [list(one.outputs[0].token_ids) for one in found.outputs]
                 exact = exact or texts

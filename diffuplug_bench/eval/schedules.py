@@ -17,6 +17,7 @@ from diffuplug_bench.eval.scores import (
     Asked,
     Score,
     decode,
+    progress_bar,
     start_in_process,
 )
 from diffuplug_bench.options import whole_numbers
@@ -90,10 +91,13 @@ def run(
     with screen(verbose) as shown:
         llm = start_in_process(options, shown.log)
         for width in widths:
-            bar, asked = shown.bar(f"width {width}"), {"dllm_schedule": [width]}
+            bar, asked = (
+                progress_bar(shown, f"width {width}"),
+                {"dllm_schedule": [width]},
+            )
             scores[width] = decode(llm, questions, MAX_TOKENS, bar, asked)
         if not widths:
-            bar = shown.bar("questions")
+            bar = progress_bar(shown, "questions")
             scores[BY_DEFAULT] = decode(llm, questions, MAX_TOKENS, bar)
         stop_engine(llm)
     table = []

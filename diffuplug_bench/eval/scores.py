@@ -4,6 +4,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -25,6 +26,8 @@ from dllm_plugin.commands.offline import (
 if TYPE_CHECKING:
     from tqdm import tqdm
     from vllm import LLM, RequestOutput
+
+    from dllm_plugin.commands.phases import Screen
 
 LIMIT = 500
 MAX_TOKENS = 256
@@ -96,7 +99,7 @@ def compare_ways(
                 llm = None
             llm = start(dllm, dtype, shown.log)
             scores[name] = decode(
-                llm, problems, MAX_TOKENS, shown.bar(name), schema=schema
+                llm, problems, MAX_TOKENS, progress_bar(shown, name), schema=schema
             )
     # The last engine ends with the process: to take it apart takes a second more.
     print(
@@ -116,6 +119,22 @@ def compare_ways(
     }
     print(json.dumps(record | {"rows": rows}))
     return 0
+
+
+def progress_bar(screen: "Screen", name: str) -> "Callable[..., tqdm[Any]] | bool":
+    """Return what draws a progress bar for vLLM on a terminal, else False and a line."""
+    if not screen.is_terminal:
+        screen.end(name)
+        return False
+    screen.end()
+    form = "{desc}: {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}"
+    return partial(_named_bar, name=name, file=screen.err, bar_format=form, leave=False)
+
+
+def _named_bar(*args: Any, name: str, **kwargs: Any) -> "tqdm[Any]":
+    from tqdm import tqdm
+
+    return tqdm(*args, **kwargs | {"desc": name})
 
 
 def start(dllm: dict[str, Any], dtype: str, log: Path | None = None) -> "LLM":

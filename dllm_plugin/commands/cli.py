@@ -68,6 +68,7 @@ def build_parser() -> Parser:
     _add_verify(commands)
     parser_of_models = commands.add_parser("models", help="list public checkpoints")
     parser_of_models.add_argument("name", nargs="?", help="show one, such as sdar:8b")
+    parser_of_models.set_defaults(run=lambda args: models.run(args.name))
     commands.add_parser("bench", help="measure this installation")
     commands.add_parser("report", help="write one file about a model on this machine")
     parser.description = _overview(commands)
@@ -111,6 +112,7 @@ def _add_doctor(commands: Any) -> None:
     )
     add_flags(widths, ("adaptive", "min_window", "max_window", "canvas_length"))
     add_decode_options(parser)
+    parser.set_defaults(run=_run_doctor)
 
 
 def _add_verify(commands: Any) -> None:
@@ -138,6 +140,7 @@ def _add_verify(commands: Any) -> None:
         help="compare with the checkpoint's own code, if it has some",
     )
     add_decode_options(parser)
+    parser.set_defaults(run=_run_verify)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -149,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv is None:
             interrupts.end_at_signals()
         _prepare(args)
-        status = _run(args)
+        status: int = args.run(args)
         if argv is None and args.command in ("doctor", "eval"):
             _end_process(status)
         return status
@@ -207,9 +210,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse a command line; print one sentence and exit with 2 if it is wrong."""
     command, rest = arguments[:1], arguments[1:]
     if command in (["bench"], ["report"]):  # whose package parses what follows
-        return argparse.Namespace(command=command[0], arguments=rest)
+        return argparse.Namespace(
+            command=command[0], arguments=rest, run=_run_extension
+        )
     if command == ["serve"] and not {"-h", "--help"} & set(rest):
-        return argparse.Namespace(command="serve", arguments=rest)
+        return argparse.Namespace(command="serve", run=lambda args: serve.run(rest))
     args = build_parser().parse(arguments, "command")
     # With --url the name is the server's own.
     if getattr(args, "model", None) and getattr(args, "url", None) is None:
@@ -217,27 +222,14 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _run(args: argparse.Namespace) -> int:
-    if args.command == "models":
-        return models.run(args.name)
-    if args.command == "generate":
-        return generate.run(args)
-    if args.command == "infill":
-        return infill.run(args)
-    if args.command == "watch":
-        return watch.run(args)
-    if args.command == "eval":
-        return eval_command.run(args)
-    if args.command == "serve":
-        return serve.run(args.arguments)
-    if args.command in ("bench", "report"):
-        words = f"diffuplug {args.command}"
-        return load_command(args.command, words)(args.arguments)
-    if args.command == "verify":
-        engine_options(args)  # refuses wrong ones before vLLM is imported
-        from dllm_plugin.commands.verify import command as verify_command
+def _run_verify(args: argparse.Namespace) -> int:
+    engine_options(args)  # refuses wrong ones before vLLM is imported
+    from dllm_plugin.commands.verify import command
 
-        return verify_command.run(args)
+    return command.run(args)
+
+
+def _run_doctor(args: argparse.Namespace) -> int:
     options = engine_options(args, check_files)
     with collecting_later():
         from dllm_plugin.commands import doctor, forecast
@@ -245,6 +237,11 @@ def _run(args: argparse.Namespace) -> int:
         config = options["additional_config"]
         config["dllm"] = forecast.with_widths(args, config["dllm"])
         return doctor.run(options, forecast.read_load(args))
+
+
+def _run_extension(args: argparse.Namespace) -> int:
+    command = load_command(args.command, f"diffuplug {args.command}")
+    return command(args.arguments)
 
 
 if __name__ == "__main__":

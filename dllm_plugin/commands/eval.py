@@ -57,6 +57,7 @@ def add_parser(commands: Any) -> None:
         "--questions", metavar="FILE", help="JSON lines with question and answer"
     )
     add_flags(scored, DECODE_OPTIONS)
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

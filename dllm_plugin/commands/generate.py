@@ -48,6 +48,7 @@ def add_parser(commands: Any) -> None:
         action="store_false",
         help="do not apply the chat template (default: apply it if there is one)",
     )
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -50,6 +50,7 @@ def add_parser(commands: Any) -> None:
     add_model_options(parser)
     add_sampling(parser)
     add_verbose(parser)
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,15 +7,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Self, TextIO
 
 from rich.console import Console
 from rich.status import Status
-from tqdm import tqdm
 
 from dllm_plugin.commands.interrupts import cleaning_up
 
@@ -48,8 +47,9 @@ class Screen:
     def __init__(self, err: TextIO, out: TextIO, log: Path | None) -> None:
         self.out = out
         self.log = log
-        self._err = err
+        self.err = err
         self._console = Console(file=err, highlight=False)
+        self.is_terminal = self._console.is_terminal
         self._start = time.monotonic()
         self._phase: tuple[str, float] | None = None
         self._spinner: Status | None = None
@@ -74,7 +74,7 @@ class Screen:
         with self._lock:
             self._finish()
             self._phase = (text, time.monotonic())
-            if self._console.is_terminal:
+            if self.is_terminal:
                 self._spinner = self._console.status(text, spinner="line")
                 self._spinner.start()
             else:
@@ -92,19 +92,8 @@ class Screen:
 
     def note(self, text: str) -> None:
         """Write a line that is no result."""
-        self._err.write(text + "\n")
-        self._err.flush()
-
-    def bar(self, name: str) -> Callable[..., "tqdm[Any]"] | bool:
-        """Return what draws a progress bar for vLLM on a terminal, else False and a line."""
-        self.end()
-        if not self._console.is_terminal:
-            self._line(name, self._start)
-            return False
-        form = "{desc}: {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}"
-        return partial(
-            _named_bar, name=name, file=self._err, bar_format=form, leave=False
-        )
+        self.err.write(text + "\n")
+        self.err.flush()
 
     def _line(self, text: str, since: float) -> None:
         self.note(f"[{time.monotonic() - since:3.0f} s] {text}")
@@ -125,10 +114,6 @@ class Screen:
                 found = [marker for marker in waiting if marker in text]
                 for marker in found:
                     self.phase(waiting.pop(marker))
-
-
-def _named_bar(*args: Any, name: str, **kwargs: Any) -> "tqdm[Any]":
-    return tqdm(*args, **kwargs | {"desc": name})
 
 
 @contextmanager

@@ -76,6 +76,7 @@ def add_parser(commands: Any) -> None:
         help="tokens of the answer at most (default: 128)",
     )
     add_verbose(parser)
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

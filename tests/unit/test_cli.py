@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from diffuplug_bench import cli as bench
+from diffuplug_bench.eval.scores import progress_bar
 from dllm_plugin import default_model
 from dllm_plugin.commands import cli, phases, server
 from dllm_plugin.commands.offline import (
@@ -287,7 +288,7 @@ def test_phases_are_a_line_each_in_a_log(tmp_path: Path) -> None:
                 if phases.MARKERS[marker] in err.getvalue():
                     break
                 time.sleep(0.01)
-        assert screen.bar("decoding") is False
+        assert progress_bar(screen, "decoding") is False
         screen.end("done")
     shown = [line.partition("] ")[2] for line in err.getvalue().splitlines()]
     assert shown == [phases.FIRST, *phases.MARKERS.values(), "decoding", "done"]
