@@ -100,7 +100,6 @@ def per_node(size: int, workers: int, ranks: int, nodes: int) -> int:
 
 
 def choose_dtype(
-    native: bool,
     stored: torch.dtype,
     fixed_by: str | None,
     weights: int | None,
@@ -112,8 +111,6 @@ def choose_dtype(
     on the fullest memory node, None if unknown.
     """
     kept = str(stored).removeprefix("torch.")
-    if native:
-        return DtypeChoice(stored, "the checkpoint's", "")
     if fixed_by is not None:
         line = f"dtype stays {kept} ({fixed_by}) although {NO_UNITS}: {COST}."
         return DtypeChoice(stored, fixed_by, line)

@@ -176,4 +176,4 @@ def _choose(vllm_config: VllmConfig, parameters: int | None) -> DtypeChoice:
     assert isinstance(dtype, torch.dtype), (
         "vLLM resolves names before it calls our hook"
     )
-    return choose_dtype(False, dtype, fixed_by, weights, memory)
+    return choose_dtype(dtype, fixed_by, weights, memory)

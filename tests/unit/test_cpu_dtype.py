@@ -84,16 +84,8 @@ def test_bytes_of_the_fullest_node(
     assert per_node(100, workers, ranks, nodes) == expected
 
 
-def choice(
-    native: bool = False, fixed_by: str | None = None, weights: int | None = GIB
-) -> DtypeChoice:
-    return choose_dtype(native, torch.bfloat16, fixed_by, weights, HALF)
-
-
-def test_native_units_change_nothing() -> None:
-    assert choice(native=True, weights=None) == (
-        DtypeChoice(torch.bfloat16, "the checkpoint's", "")
-    )
+def choice(fixed_by: str | None = None, weights: int | None = GIB) -> DtypeChoice:
+    return choose_dtype(torch.bfloat16, fixed_by, weights, HALF)
 
 
 def test_float32_where_it_fits() -> None:
@@ -169,6 +161,19 @@ def test_auto_becomes_float32(
     assert config.model_config.dtype == torch.float32
     assert config.additional_config[REASON] == NO_UNITS
     assert config.model_config.hf_config.dtype == KEPT.get(stored)
+
+
+def test_native_units_change_nothing(
+    vllm_config_for: Callable[..., Any],
+    checkpoint: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    model = checkpoint("tiny-llada", torch_dtype="bfloat16")
+    config = vllm_config_for(model, dtype="auto")
+    assert config.model_config.dtype == torch.bfloat16
+    assert REASON not in config.additional_config
 
 
 @pytest.mark.parametrize("dtype", [*KEPT, "half", torch.bfloat16])
