@@ -25,8 +25,7 @@ from dllm_plugin.decoding.plan import Canvas, StepOutcome, StepPlan
 from dllm_plugin.decoding.quotas import step_with_quota
 from dllm_plugin.state.floating import FloatingView
 from dllm_plugin.state.preempted import PreemptedRows
-from dllm_plugin.state.request_table import POLICY_IDS, RequestTable
-from dllm_plugin.state.templates import Templates
+from dllm_plugin.state.request_table import POLICY_IDS, RequestTable, Templates
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData

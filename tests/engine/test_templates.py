@@ -284,7 +284,7 @@ def test_who_gives_nothing_pays_nothing(
 ) -> None:
     """No table exists before the first template, and later ordinary steps do not read it."""
     from dllm_plugin.sampling.features import templates
-    from dllm_plugin.state.templates import Templates
+    from dllm_plugin.state.request_table import Templates
 
     decoder = DECODERS[2]
     room.close()

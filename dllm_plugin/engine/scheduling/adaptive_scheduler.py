@@ -6,7 +6,6 @@ where a canvas goes on is read on the device. Nothing here runs if `adaptive` is
 :class:`StepClock` compares measured with predicted times of steps.
 """
 
-import os
 import time
 from collections import deque
 from typing import Any, NamedTuple
@@ -14,8 +13,6 @@ from typing import Any, NamedTuple
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
-from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
@@ -27,6 +24,7 @@ from dllm_plugin.config.cuda_graphs import OUR_WORKERS, allowed_widths
 from dllm_plugin.config.worker_carriers import RESUMED, pack_id
 from dllm_plugin.decoding.step_costs import MeasuredCosts
 from dllm_plugin.decoding.widths import WidthController, widths_between
+from dllm_plugin.engine.scheduling.page_hashes import PromptPages
 from dllm_plugin.engine.scheduling.reporting import RequestCounts
 from dllm_plugin.engine.scheduling.scheduler import DiffusionScheduler
 from dllm_plugin.models.checkpoints.step_costs import step_costs
@@ -76,8 +74,6 @@ class StepClock:
 
 logger = init_logger("vllm.dllm_plugin")
 
-HASH_BYTES = 32
-
 MEASURED = (
     "Widths are chosen by the times of steps, measured when their graphs were captured and "
     "corrected as steps run."
@@ -101,35 +97,6 @@ def warn_without_graphs(vllm_config: VllmConfig) -> None:
         }
         also = " and ".join(name for name, in_the_way in stands.items() if in_the_way)
         logger.warning(NO_FULL_GRAPHS, mode.name, also and f" without {also}")
-
-
-class PromptPages:
-    """Hash pages of generated text at random, so that the prefix cache never matches them.
-
-    If canvases float, the keys of a text depend on the pieces in which it was committed. A
-    prefill of the same tokens would compute other keys. Pages of prompts are shared.
-
-    Replaces the request's own hasher, which vLLM calls whenever the text grows. Pages of
-    the prompt have their hashes by then.
-    """
-
-    def __init__(self, request: Request, page: int) -> None:
-        hasher = request._block_hasher
-        assert hasher is not None, "prefix caching is on"
-        self.hasher = hasher
-        self.num_pages = request.num_prompt_tokens // page
-
-    def __call__(self, request: Request) -> list[BlockHash]:
-        """Return the hashes of pages that became full."""
-        return [BlockHash(os.urandom(HASH_BYTES)) for _ in self.hasher(request)]
-
-    def evict(self, manager: KVCacheManager, request_id: str) -> None:
-        """Evict the generated pages from the cache, so that they are reused first.
-
-        A text that comes back from preemption must not find them: it is computed in pieces.
-        """
-        for pages in manager.get_block_ids(request_id):
-            manager.evict_blocks(set(pages[self.num_pages :]))
 
 
 class RecordedCounts(RequestCounts):

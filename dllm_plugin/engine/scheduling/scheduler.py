@@ -21,7 +21,7 @@ from dllm_plugin.config.worker_carriers import pack_departures
 from dllm_plugin.engine.platforms import end_with_error
 from dllm_plugin.engine.scheduling.broken_requests import BrokenRequests
 from dllm_plugin.engine.scheduling.grammar_scheduler import GrammarScheduler
-from dllm_plugin.engine.scheduling.offset_pages import share_pages
+from dllm_plugin.engine.scheduling.page_hashes import share_pages
 from dllm_plugin.engine.scheduling.reporting import ReportingScheduler
 
 logger = init_logger("vllm.dllm_plugin")

@@ -1,7 +1,7 @@
 """Decode around the tokens that a template gives: ``dllm_template``, full attention.
 
 The canvas states keep the tables, which also place the next forward:
-:mod:`dllm_plugin.state.templates`.
+:mod:`dllm_plugin.state.request_table`.
 """
 
 from vllm.sampling_params import SamplingParams

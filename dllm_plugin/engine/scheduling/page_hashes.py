@@ -1,14 +1,21 @@
-"""Share pages of prompts whose blocks do not end where pages end.
+"""Hash pages of the prefix cache by all that their keys depend on.
 
 If blocks are counted from the end of a prompt, all of them end `origin` tokens after a
 multiple of their length. The last block that begins in a page then ends `origin` tokens
 after the page, and keys of the page depend on these tokens.
+
+If canvases float, the keys of a text depend on the pieces in which it was committed, so
+only pages of prompts are shared.
 """
 
 import copy
+import os
 
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.request import Request
+
+HASH_BYTES = 32
 
 
 class OffsetPages:
@@ -47,3 +54,29 @@ def share_pages(request: Request, origin: int, whole_blocks: bool) -> None:
         request.cache_salt = f"{salt}/only {request.request_id}"
     request.block_hashes.clear()
     request.update_block_hashes()
+
+
+class PromptPages:
+    """Hash pages of generated text at random, so that the prefix cache never matches them.
+
+    A prefill of the same tokens would compute other keys. Replaces the request's own hasher,
+    which vLLM calls whenever the text grows. Pages of the prompt have their hashes by then.
+    """
+
+    def __init__(self, request: Request, page: int) -> None:
+        hasher = request._block_hasher
+        assert hasher is not None, "prefix caching is on"
+        self.hasher = hasher
+        self.num_pages = request.num_prompt_tokens // page
+
+    def __call__(self, request: Request) -> list[BlockHash]:
+        """Return the hashes of pages that became full."""
+        return [BlockHash(os.urandom(HASH_BYTES)) for _ in self.hasher(request)]
+
+    def evict(self, manager: KVCacheManager, request_id: str) -> None:
+        """Evict the generated pages from the cache, so that they are reused first.
+
+        A text that comes back from preemption must not find them: it is computed in pieces.
+        """
+        for pages in manager.get_block_ids(request_id):
+            manager.evict_blocks(set(pages[self.num_pages :]))
