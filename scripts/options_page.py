@@ -57,6 +57,8 @@ REQUESTS = """
 Python: `SamplingParams(extra_args=...)` with the object of the third column. HTTP: the field of the
 fourth column in the body of a chat or completion request. Values are examples.
 
+What each strategy reads; the table says for which families and policies:
+
 """
 
 
@@ -90,7 +92,20 @@ def page() -> str:
         )
         rows.append(row)
     columns = ("argument", "type and limits", "Python", "HTTP", *columns[2:])
-    return text + _table(columns, rows)
+    return text + _by_strategy() + "\n" + _table(columns, rows)
+
+
+def _by_strategy() -> str:
+    """Return a line for each strategy with the arguments that it reads."""
+    text = ""
+    for strategy in STRATEGIES:
+        read = []
+        for name, known in ARGUMENTS.items():
+            words = _readers(name, known)
+            if words.startswith("all") or f"`{strategy}`" in words:
+                read.append(f"`dllm_{name}`")
+        text += f"- `{strategy}`: {', '.join(read)}\n"
+    return text
 
 
 def _example(known: Option) -> str:
@@ -135,14 +150,19 @@ def _readers(name: str, known: Option) -> str:
         if reading == families:
             strategies.append(f"`{strategy}`")
         elif reading:
-            titles = {f.name: f.title for f in FAMILIES.values()}
-            named = ", ".join(titles[family] for family in reading)
+            named = ", ".join(_titles(family) for family in reading)
             strategies.append(f"`{strategy}` ({named})")
     policies = _policies(name)
     words = ", ".join(strategies)
     if not words or len(strategies) == len(STRATEGIES) and "(" not in words:
         words = "all"
     return f"{words}; policies {policies}" if policies else words
+
+
+def _titles(name: str) -> str:
+    """Return the titles of all families that decode by the methods of a family."""
+    found = dict.fromkeys(f.title for f in FAMILIES.values() if f.name == name)
+    return ", ".join(found)
 
 
 def _reads(name: str, known: Option, strategy: str, family: str) -> bool:

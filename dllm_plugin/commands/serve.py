@@ -97,8 +97,12 @@ def add_parser(commands: Any) -> None:
     add_model(parser)
     requests, engine, debug = list[str](), list[str](), list[str]()
     for name, known in OPTIONS.items():
-        kind = requests if known.request else debug if known.debug else engine
-        kind.append(name)
+        if known.request:
+            requests.append(name)
+        elif known.debug:
+            debug.append(name)
+        else:
+            engine.append(name)
     requests.sort(key=lambda name: name not in DECODE_OPTIONS)
     for title, words, names in (
         ("engine", "Chosen at the start.", engine),
