@@ -5,7 +5,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-import pytest
 import test_grid_goldens as grid
 from engines import (
     EngineRoom,
@@ -17,7 +16,7 @@ from engines import (
     token_ids,
 )
 from test_grid_prefix import hits
-from test_requests_refused import refusal, refused
+from test_requests_refused import refusal
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 MODEL, PAD = "a2d-qwen3", 256
@@ -85,13 +84,6 @@ def test_no_text_holds_a_pad_token(room: EngineRoom) -> None:
     pads = params(12, allowed_token_ids=[PAD], dllm_steps=8)
     [output] = generate(llm, [letters(9)], pads)
     assert token_ids(output) == [PAD]
-
-
-@pytest.mark.parametrize("name", ["a2d-qwen3", "stable-diffcoder"])
-def test_a_mask_in_the_text_of_a_prompt_is_refused(name: str, room: EngineRoom) -> None:
-    llm, text = room.start(name, {}), {"a2d-qwen3": "<|mask|>"}
-    with pytest.raises(refused(), match="mask token"):
-        llm.generate(f"a {text.get(name, '<[MASK_TOKEN]>')} b", params(4))
 
 
 def texts(remainder: int, count: int) -> list[list[int]]:

@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import block_cases
+import full_goldens
 import httpx
 import pytest
+import test_grid_goldens
 import test_schedules
 import torch
 from engines import CHECKPOINTS, a_prompt
@@ -23,6 +25,10 @@ pytestmark = [pytest.mark.usefixtures("template"), pytest.mark.slow]
 D2F = {"strategy": "d2f"}
 FULL, CHECKED, FLOATING = "semi_autoregressive", "llada2.1", "llada-d2f"
 CASES = block_cases.cases_of(CHECKED)
+# A mixture under full attention, and blocks that divide the prompt from its end backwards.
+RND1, A2D = "rnd1", "a2d-qwen3"
+RND1_CASES = full_goldens.cases_of(RND1, FULL)
+A2D_CASES = test_grid_goldens.cases_of(A2D)
 VOCAB = 320
 BY_COLUMNS = {"dream", FULL}  # as by default; the other one gathers whole rows
 
@@ -127,6 +133,12 @@ def on_two_ranks(
     return {"engine": engine, "requests": wants, "register": checkpoint == "dream"}
 
 
+def asked(prompt: list[int], wish: Any) -> tuple[list[int], dict[str, Any]]:
+    """A prompt and what a script needs of its parameters."""
+    fields = ("max_tokens", "extra_args", "stop_token_ids")
+    return prompt, {field: getattr(wish, field) for field in fields}
+
+
 def with_schedules(notes: Path) -> dict[str, Any]:
     """A wish for floating canvases, whose widths the requests give."""
     family, strategy, block, canvas, _ = test_schedules.ENGINES[FLOATING]
@@ -147,7 +159,7 @@ def notes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers(notes: Path) -> dict[str, list[list[int]]]:
-    """Tokens of four engines, which one script starts after each other."""
+    """Tokens of six engines, which one script starts after each other."""
     mixed = [
         (list(j.prompt), {"max_tokens": j.max_tokens, "extra_args": numbers_of(j)})
         for j in MIXED
@@ -159,11 +171,13 @@ def answers(notes: Path) -> dict[str, list[list[int]]]:
         for j in full_jobs()
         for x in [j.wish().extra_args]
     ]
-    fields = ("max_tokens", "extra_args", "stop_token_ids")
-    checked = [
-        (case["prompt_ids"], {field: getattr(wish, field) for field in fields})
-        for case in CASES
-        for wish in [block_cases.wish(case)]
+    checked = [asked(case["prompt_ids"], block_cases.wish(case)) for case in CASES]
+    a2d = [
+        asked(case["prompt_ids"], test_grid_goldens.wish(case)) for case in A2D_CASES
+    ]
+    rnd1 = [
+        (case.prompt, {"max_tokens": case.max_tokens, "extra_args": case.arguments()})
+        for case in RND1_CASES
     ]
     canvas = {"strategy": FULL, "canvas_length": 48}
     wishes = {
@@ -173,12 +187,14 @@ def answers(notes: Path) -> dict[str, list[list[int]]]:
             notes / CHECKED, CHECKED, {"canvas_length": 64}, checked + BY_AUTOMATA
         ),
         FLOATING: with_schedules(notes),
+        RND1: on_two_ranks(notes / RND1, RND1, {"canvas_length": 64}, rnd1),
+        A2D: on_two_ranks(notes / A2D, A2D, test_grid_goldens.CANVAS, a2d),
     }
-    for name, checkpoint, dllm, asked in (
+    for name, checkpoint, dllm, wanted in (
         ("dream", "dream", D2F, BY_DRAFTS),
         (CHECKED, CHECKED, {"canvas_length": 64}, BY_AUTOMATA),
     ):
-        alone = on_two_ranks(notes / f"{name} alone", checkpoint, dllm, asked)
+        alone = on_two_ranks(notes / f"{name} alone", checkpoint, dllm, wanted)
         alone["engine"] |= {
             "tensor_parallel_size": 1,
             "additional_config": {"dllm": dllm},
@@ -225,6 +241,14 @@ def test_tensor_parallel_blocks(answers: dict[str, list[list[int]]]) -> None:
     The logits are gathered.
     """
     assert answers[CHECKED][: len(CASES)] == [case["output_ids"] for case in CASES]
+
+
+def test_tensor_parallel_of_other_families(
+    answers: dict[str, list[list[int]]],
+) -> None:
+    """Recorded decodes of RND1 and of A2D by blocks."""
+    assert answers[RND1] == [case.output for case in RND1_CASES]
+    assert answers[A2D] == [test_grid_goldens.answer_of(case) for case in A2D_CASES]
 
 
 def test_tensor_parallel_floating(answers: dict[str, list[list[int]]]) -> None:

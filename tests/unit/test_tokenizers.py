@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
+from vllm.exceptions import VLLMValidationError
+
+from dllm_plugin.config.request.checks import check_prompt_tokens
 
 pytestmark = pytest.mark.usefixtures("registered")
 NAMES = (
@@ -154,3 +157,17 @@ def test_tokenizer_code_of_a_repository_is_not_asked_for(
     config = json.loads(file.read_text())
     file.write_text(json.dumps(config | {"auto_map": {"AutoTokenizer": [code, None]}}))
     check(load(path), json.loads((goldens / "tokenizer_checks.json").read_text())[name])
+
+
+@ALL
+def test_a_literal_mask_text_in_a_prompt(name, checkpoints, vllm_config_for):
+    """It is refused if the tokenizer makes a mask of it; RND1's knows no such text."""
+    config = vllm_config_for(checkpoints / name)
+    mask = config.additional_config["dllm"]["mask_token_id"]
+    tokenizer = through_vllm(checkpoints / name)
+    text = tokenizer.convert_ids_to_tokens(mask)
+    if name == "tiny-rnd1":
+        assert text is None and mask not in tokenizer.encode("a <|mask|> b")
+        return
+    with pytest.raises(VLLMValidationError, match="contains the mask token"):
+        check_prompt_tokens(tokenizer.encode(f"a {text} b"), mask)
