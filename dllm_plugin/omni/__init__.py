@@ -1,5 +1,7 @@
-"""Return more than text tokens: hidden states, tensors of non-autoregressive models, images. See
-docs/omni.md. Every vLLM process imports this module, so it imports no other one of this folder."""
+"""Return hidden states, tensors of non-autoregressive models, and images (docs/omni.md).
+
+Every vLLM process imports this module, so it imports no other module of this folder.
+"""
 
 from typing import Any, NamedTuple
 
@@ -9,9 +11,8 @@ import torch
 WANTED = "return_hidden_states"
 REFUSED = b"\x00refused\x00"  # a tensor whose bytes start with it is a refusal with its reason
 Runner: Any = object  # base class of mixins for vLLM's model runners
-OPTIONS: dict[
-    str, Any
-] = {  # entry of additional_config["omni"] -> whether a value is valid
+# Entry of additional_config["omni"] -> whether a value is valid.
+OPTIONS: dict[str, Any] = {
     "hidden_state_layers": lambda x: isinstance(x, list),
     "max_pixels": lambda x: type(x) is int and x > 0,
 }
@@ -19,17 +20,22 @@ OPTIONS: dict[
 
 class HiddenStates(NamedTuple):
     """Store float32 ``[positions, hidden]``, or ``[positions, layers, hidden]`` for chosen layers.
+
     Row i belongs to position start + i of prompt plus completion. The last token was never an
-    input and has no row. The first `start` positions came from the prefix cache and have none."""
+    input and has no row. The first `start` positions came from the prefix cache and have none.
+    """
 
     rows: Any
     start: int
 
 
 def hidden_state_args(layers: list[int] | None = None) -> dict[str, Any]:
-    """Return engine arguments for hidden states: ``LLM(model, **hidden_state_args())``. `layers`
-    are numbered as in transformers' ``output_hidden_states``: 0 is the embedding, k the output of
-    layer k, and the last one comes after the final norm. ``None``: only the last."""
+    """Return engine arguments for hidden states: ``LLM(model, **hidden_state_args())``.
+
+    Args:
+        layers: as in transformers' ``output_hidden_states``: 0 is the embedding, k the output
+            of layer k, and the last layer includes the final norm. None: only the last layer.
+    """
     engine: dict[str, Any] = {
         "worker_cls": "dllm_plugin.omni.workers.ARWorker",
         "scheduler_cls": "dllm_plugin.omni.scheduler.HiddenStatesScheduler",
@@ -49,9 +55,11 @@ def hidden_state_params(**sampling: Any) -> Any:
 
 
 def hidden_states_of(output: Any, index: int = 0) -> HiddenStates | None:
-    """Return the hidden states of completion `index` of a finished RequestOutput, or None. They
-    arrive as `routed_experts`, vLLM's field for arrays by position. Raises ValueError if the prompt
-    was given as embeddings."""
+    """Return the hidden states of completion `index` of a finished RequestOutput, or None.
+
+    They arrive as `routed_experts`, vLLM's field for arrays by position. Raises ValueError if
+    the prompt was given as embeddings.
+    """
     completion = output.outputs[index]
     if completion.routed_experts is None:
         return None
@@ -76,13 +84,11 @@ def tensor_args() -> dict[str, Any]:
 def tensor_of(output: Any, error: type[Exception] = ValueError, entry: str = "") -> Any:
     """Return the tensor of a PoolingRequestOutput, or raise `error` with `entry` and the reason."""
     tensor = output.outputs.data
-    start = (
-        tensor.flatten()[:1024].numpy().tobytes()
-        if tensor.dtype == torch.uint8
-        else b""
-    )
-    if start.startswith(REFUSED):
-        raise error(entry + start.removeprefix(REFUSED).decode(errors="replace"))
+    if tensor.dtype == torch.uint8:
+        start = tensor.flatten()[:1024].numpy().tobytes()
+        if start.startswith(REFUSED):
+            reason = start.removeprefix(REFUSED).decode(errors="replace")
+            raise error(entry + reason)
     return tensor
 
 
@@ -99,7 +105,7 @@ def pipeline_args(max_num_seqs: int = 4) -> dict[str, Any]:
 
 
 def option(config: Any, name: str, default: Any = None) -> Any:
-    """Return an entry of vLLM's ``additional_config["omni"]``; raise ValueError if any is wrong."""
+    """Return an entry of ``additional_config["omni"]``. Raises ValueError if any entry is wrong."""
     given = config.additional_config
     chosen = given.get("omni", {}) if isinstance(given, dict) else {}
     fits = isinstance(chosen, dict) and set(chosen) <= set(OPTIONS)

@@ -1,5 +1,8 @@
-"""Return hidden states from vLLM's model runners, for requests that ask. A request with N known
-tokens gets positions ``[start, N - 1)``; those of prompt chunks wait for the step that samples."""
+"""Return hidden states from vLLM's model runners, for requests that ask.
+
+A request with N known tokens gets positions ``[start, N - 1)``; rows of prompt chunks wait for
+the step that samples.
+"""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -56,6 +59,7 @@ class StepRows(AsyncModelRunnerOutput):
         return self
 
     def get_output(self) -> Any:
+        """Return the step's output with its rows, once both are on the host."""
         output = self._output.get_output()  # vLLM calls in the order of the steps
         self._copied.synchronize()
         return self.deliver(output)
@@ -118,12 +122,15 @@ def check_generation(config: VllmConfig) -> None:
     refuse("ARWorker", faults)
 
 
-class _HiddenStates(Runner):  # what the mixins for both model runners share
+class _HiddenStates(Runner):
+    """Collect hidden states: what the mixins for both model runners share."""
+
     _lives: dict[str, Life] = cached_property(lambda self: {})  # type: ignore[assignment]
     _rows_stream: Any = cached_property(lambda self: torch.cuda.Stream())
     _layers: Any = cached_property(lambda self: chosen_layers(self.vllm_config))
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load as vLLM does, and have the model return the chosen inner layers."""
         super().load_model(*args, **kwargs)
         last = self.vllm_config.model_config.get_total_num_hidden_layers()
         inner = tuple(layer for layer in self._layers or () if layer < last)
@@ -142,6 +149,7 @@ class _HiddenStates(Runner):  # what the mixins for both model runners share
             self._lives[request.req_id] = Life(request.num_computed_tokens, sent)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
+        """Sample as vLLM does, and add the wanted rows to the output."""
         state = self.execute_model_state
         step = self._copy_rows(state) if state is not None and self._lives else None
         output = super().sample_tokens(grammar_output)
@@ -159,12 +167,12 @@ class _HiddenStates(Runner):  # what the mixins for both model runners share
         everywhere = parallel.distributed_executor_backend == "external_launcher"
         relay = everywhere and parallel.pipeline_parallel_size > 1
         here = isinstance(final, torch.Tensor)  # on the last rank of a pipeline
-        places = [
-            (self._lives.get(req_id), *rest) for req_id, *rest in self._places(state)
-        ]
-        slices = [
-            slice(first, first + n) for life, first, n, _ in places if life is not None
-        ]
+        slices, owners = [], []
+        for req_id, first, count, drafts in self._places(state):
+            life = self._lives.get(req_id)
+            owners.append((life, count, drafts))
+            if life is not None:
+                slices.append(slice(first, first + count))
         if (
             not slices
             or not (here or relay)
@@ -183,10 +191,12 @@ class _HiddenStates(Runner):  # what the mixins for both model runners share
             group, sent = get_pp_group(), {"rows": rows} if here else None
             received: Any = group.broadcast_tensor_dict(sent, src=group.world_size - 1)
             rows = received["rows"]
-        return StepRows(rows, [(life, n, drafts) for life, _, n, drafts in places])
+        return StepRows(rows, owners)
 
 
-class HiddenStatesV1(_HiddenStates):  # a mixin for v1/worker/gpu_model_runner.py
+class HiddenStatesV1(_HiddenStates):
+    """Collect hidden states in ``v1/worker/gpu_model_runner.py``: a mixin."""
+
     def _update_states(self, scheduler_output: Any) -> Any:
         correct = super()._update_states(scheduler_output)
         for req_id in scheduler_output.finished_req_ids:
@@ -211,8 +221,11 @@ class HiddenStatesV1(_HiddenStates):  # a mixin for v1/worker/gpu_model_runner.p
         return [(r, starts[i], lengths[r], len(drafts.get(r, ()))) for i, r in ids]
 
 
-class HiddenStatesV2(_HiddenStates):  # a mixin for v1/worker/gpu/model_runner.py
+class HiddenStatesV2(_HiddenStates):
+    """Collect hidden states in ``v1/worker/gpu/model_runner.py``: a mixin."""
+
     def add_requests(self, scheduler_output: Any) -> None:
+        """Add requests as vLLM does, and start to collect their rows."""
         super().add_requests(scheduler_output)
         # A resumed request is a new one here.
         for new in scheduler_output.scheduled_new_reqs:

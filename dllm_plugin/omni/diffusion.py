@@ -3,7 +3,8 @@
 A step calls the model's entry point: the first of ``sample``, ``forward`` and ``diffuse`` that it
 has at load. Its keyword arguments are vLLM's inputs over all tokens of the step (``input_ids``,
 ``positions``, ``intermediate_tensors``, ``inputs_embeds``) and ``condition``, a list of
-:class:`Condition`. It returns a tensor of any dtype and shape for each, as a list or stacked."""
+:class:`Condition`. It returns a tensor of any dtype and shape for each, as a list or stacked.
+"""
 
 import zlib
 from collections.abc import Hashable, Set
@@ -24,12 +25,14 @@ TASK: Literal["plugin"] = "plugin"
 
 @dataclass(frozen=True)
 class Condition:
-    """List the arguments of one request."""
+    """Store the arguments of one request.
+
+    params  ``PoolingParams.extra_kwargs``; their meaning is the model's
+    span    the request's prompt: rows ``[start, end)`` of the step's inputs
+    """
 
     req_id: str
-    # ``PoolingParams.extra_kwargs``; their meaning is the model's.
     params: dict[str, Any]
-    # The request's prompt: rows ``[start, end)`` of the step's inputs.
     span: tuple[int, int]
 
     def generator(self, device: torch.device | str = "cpu") -> torch.Generator:
@@ -54,7 +57,7 @@ class TensorPooler(Pooler):
 
 
 class NonARModel(nn.Module):
-    """Be the base class of models that DiffusionWorker runs."""
+    """Define what DiffusionWorker asks of a model: the base class of such models."""
 
     is_pooling_model: ClassVar[Literal[True]] = True
     attn_type: ClassVar[str] = "encoder_only"  # a prompt is never split or cached
@@ -69,8 +72,11 @@ class NonARModel(nn.Module):
     def forward(
         self, input_ids: Any = None, positions: Any = None, **inputs: Any
     ) -> Any:
-        """Compute the model. It is no entry point unless overridden. Ranks before the last one of a
-        pipeline call it without ``condition`` and expect IntermediateTensors."""
+        """Compute the model; no entry point unless overridden.
+
+        Ranks before the last rank of a pipeline call it without ``condition`` and expect
+        IntermediateTensors.
+        """
         raise NotImplementedError(
             f"{type(self).__name__}: start the engine with {tensor_args()}."
         )
@@ -140,7 +146,9 @@ class EntryPoint:
         return [done[condition.req_id] for condition in conditions]
 
 
-class _Diffusion(Runner):  # what the mixins for both model runners share
+class _Diffusion(Runner):
+    """Run the entry point: what the mixins for both model runners share."""
+
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         self.model: Any = EntryPoint(self.model)
@@ -162,7 +170,9 @@ class _Diffusion(Runner):  # what the mixins for both model runners share
         ]
 
 
-class DiffusionV1(_Diffusion):  # a mixin for v1/worker/gpu_model_runner.py
+class DiffusionV1(_Diffusion):
+    """Run the entry point in ``v1/worker/gpu_model_runner.py``: a mixin."""
+
     def _model_forward(self, **inputs: Any) -> Any:  # real steps only
         req_ids = list(self.input_batch.req_ids)
         params = [self.requests[req_id].pooling_params for req_id in req_ids]
@@ -170,7 +180,9 @@ class DiffusionV1(_Diffusion):  # a mixin for v1/worker/gpu_model_runner.py
         return super()._model_forward(**inputs)
 
 
-class DiffusionV2(_Diffusion):  # a mixin for v1/worker/gpu/model_runner.py
+class DiffusionV2(_Diffusion):
+    """Run the entry point in ``v1/worker/gpu/model_runner.py``: a mixin."""
+
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         if self.pooling_runner is not None:  # the last rank of a pipeline

@@ -1,5 +1,7 @@
-"""Serve diffusers pipelines in the front end: read their folder, check requests, return images. A
-request is a dictionary with diffusers' argument names; the engine gets its JSON as the prompt."""
+"""Serve diffusers pipelines in the front end: read their folder, check requests, return images.
+
+A request is a dictionary with diffusers' argument names; the engine gets its JSON as the prompt.
+"""
 
 import base64
 import io
@@ -27,9 +29,8 @@ SETTINGS |= dict.fromkeys(
 )
 SIDE = 1024  # largest default width and height of common pipelines
 COUNT = ("an integer from 1 to 9999", lambda x: type(x) is int and 0 < x < 10_000)
-RULES: dict[
-    str, tuple[str, Any]
-] = {  # name -> what its value must be, and the test of it
+# Name -> what its value must be, and the test of the value.
+RULES: dict[str, tuple[str, Any]] = {
     **dict.fromkeys(
         ("prompt", "negative_prompt"), ("a string", lambda x: isinstance(x, str))
     ),
@@ -72,7 +73,8 @@ def register() -> None:
 
 
 def plugin() -> str:
-    return "dllm_plugin.omni.images.ImageProcessor"  # what vLLM asks of IO processor plugins
+    """Return the name of the class, which vLLM asks of IO processor plugins."""
+    return "dllm_plugin.omni.images.ImageProcessor"
 
 
 def check_request(request: Any, config: VllmConfig, entry: str = "") -> None:
@@ -91,9 +93,9 @@ def check_request(request: Any, config: VllmConfig, entry: str = "") -> None:
     count = request.get("num_images_per_prompt", 1)
     pixels = count * request.get("width", SIDE) * request.get("height", SIDE)
     if pixels > limit:
-        say = f"{entry}{pixels} pixels ({SIDE} for a side not given) are asked for, {limit} allowed"
         raise VLLMValidationError(
-            f"{say}: see additional_config['omni']['max_pixels']."
+            f"{entry}{pixels} pixels ({SIDE} for a side not given) are asked for, {limit} "
+            "allowed: see additional_config['omni']['max_pixels']."
         )
 
 

@@ -1,6 +1,9 @@
-"""Run a diffusers pipeline in the engine's process, as an executor without workers. Each running
-request has a thread that calls the pipeline as usual. After a denoising step the pipeline's
-callback waits for the engine's next step. So one thread runs at a time, and aborts are seen."""
+"""Run a diffusers pipeline in the engine's process, as an executor without workers.
+
+Each running request has a thread that calls the pipeline as usual. After a denoising step the
+pipeline's callback waits for the engine's next step. So one thread runs at a time, and aborts
+are seen.
+"""
 
 import copy
 import inspect
@@ -29,17 +32,15 @@ LAYOUTS = [layout.name for layout in get_supported_kv_cache_layouts([])]
 ANSWERS: dict[str, Any] = {
     "get_kv_cache_spec": {},
     "get_supported_kv_cache_layouts": LAYOUTS,
-}
-ANSWERS |= {
     "get_supported_tasks": (TASK,),
     "compile_or_warm_up_model": CompilationTimes(0, 0),
+    "initialize_from_config": None,
+    "set_kv_cache_layout": None,
+    "synchronize_device": None,
+    "reset_mm_cache": None,
+    "reset_encoder_cache": None,
+    "supports_draft_weight_updates": None,
 }
-ANSWERS |= dict.fromkeys(
-    ("initialize_from_config", "set_kv_cache_layout", "synchronize_device")
-)
-ANSWERS |= dict.fromkeys(
-    ("reset_mm_cache", "reset_encoder_cache", "supports_draft_weight_updates")
-)
 CALLS = ("sleep", "wake_up", "progress")
 
 

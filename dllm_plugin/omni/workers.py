@@ -1,6 +1,9 @@
-"""Define workers with other model runners than vLLM's; `worker_cls` selects them. vLLM's CPU worker
-has no hook for a runner class. So, on all platforms, the class of the runner that vLLM has just
-constructed is exchanged: a mixin goes before vLLM's class. No attribute of vLLM is assigned to."""
+"""Define workers with other model runners than vLLM's; `worker_cls` selects them.
+
+vLLM's CPU worker has no hook for a runner class. So, on all platforms, the class of the runner
+that vLLM has just constructed is exchanged: a mixin goes before vLLM's class. No attribute of
+vLLM is assigned to.
+"""
 
 from typing import Any
 
@@ -24,11 +27,17 @@ else:
 
 
 class _Worker(Worker):
-    # Raises ValueError with one sentence for settings that do not go together.
+    """Run vLLM's worker with another model runner.
+
+    check    raises ValueError with one sentence for settings that do not go together
+    runners  mixins for model runner v1 and v2
+    """
+
     check: Any
-    runners: tuple[type, type]  # mixins for model runner v1 and v2
+    runners: tuple[type, type]
 
     def init_device(self) -> None:
+        """Check the settings, initialize as vLLM does, and exchange the runner's class."""
         self.check()
         if current_platform.is_cpu():
             request_tiles(self.model_config)
@@ -43,6 +52,7 @@ class ARWorker(_Worker):
     runners = (ar_runner.HiddenStatesV1, ar_runner.HiddenStatesV2)
 
     def check(self) -> None:
+        """Raise ValueError for settings without hidden states; remove their rules here."""
         needed, model = hidden_state_args(), self.model_config
         ar_runner.check_generation(self.vllm_config)
         check_scheduler("ARWorker", self.vllm_config, needed["scheduler_cls"])
@@ -60,6 +70,7 @@ class DiffusionWorker(_Worker):
     runners = (diffusion.DiffusionV1, diffusion.DiffusionV2)
 
     def check(self) -> None:
+        """Raise ValueError unless the engine pools; disable CUDA graphs."""
         kind = self.model_config.runner_type
         use = "use 'pooling', or ARWorker to generate text"
         refuse("DiffusionWorker", {f"runner={kind!r}; {use}": kind != "pooling"})
