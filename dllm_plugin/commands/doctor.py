@@ -1,4 +1,4 @@
-"""``diffuplug doctor``: what is installed, and what would be chosen for a model and why."""
+"""Run ``diffuplug doctor``: print what is installed, and what is chosen for a model and why."""
 
 import platform
 from typing import TYPE_CHECKING, Any

@@ -34,7 +34,7 @@ class Load(NamedTuple):
 
 
 def read_load(args: argparse.Namespace) -> Load | None:
-    """Return what a command asks about, if it asks. Raises ValueError naming what is wrong."""
+    """Return the load that a command names, if any. Raises ValueError naming what is wrong."""
     if args.requests is None:
         for name in ("context", "acceptance", "step_ms"):
             if getattr(args, name) is not None:
@@ -51,7 +51,7 @@ def read_load(args: argparse.Namespace) -> Load | None:
 def with_widths(args: argparse.Namespace, dllm: dict[str, Any]) -> dict[str, Any]:
     """Return decode options with those of widths. Raises ValueError naming what is wrong.
 
-    Who asks for a load and names a window asks about `adaptive`.
+    With a load and a window `adaptive` is on.
     """
     given = {
         name: value for name in OPTIONS if (value := getattr(args, name)) is not None

@@ -129,7 +129,7 @@ def _scores(
         scoring_of(gapped, gaps) for gapped, gaps in zip(choices, fills, strict=True)
     ]
     of_tails: list[list[float]] = [[] for _ in choices]
-    if scorings[0].places:  # one tail stands behind all choices
+    if scorings[0].places:  # all choices have the same tail
         wishes = [
             SamplingParams(
                 max_tokens=scoring.places[-1] + 1,

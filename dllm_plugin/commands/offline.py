@@ -26,9 +26,9 @@ class StartError(Exception):
     """An engine did not start, for the reason in the message."""
 
 
-# How often threads look whether there is work before they sleep: what libgomp takes by itself where
-# threads outnumber cores. Its usual 300,000 keep a core that another process could use, at each of
-# the many short pieces of work of a small model.
+# How often threads check for work before they sleep: libgomp's default if threads outnumber cores.
+# Its usual 300,000 occupy a core that another process could use, after each of the many short
+# operations of a small model.
 SPIN_COUNT = "1000"
 
 

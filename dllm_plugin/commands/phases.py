@@ -1,4 +1,4 @@
-"""Show what a command is doing, while a file takes what vLLM prints."""
+"""Show the phase of a command, while a file stores what vLLM prints."""
 
 import os
 import re

@@ -210,7 +210,7 @@ class End:
         loop.add_signal_handler(signal.SIGINT, self.interrupt)
 
     def interrupt(self) -> None:
-        """Give running streams a short while; at the second call, end at once."""
+        """Let running streams go on for a short while; end at once at the second call."""
         if self.interrupted:
             end_now(INTERRUPTED)
         self.interrupted = True

@@ -23,12 +23,12 @@ NO_TOKEN = -1  # id of a masked position
 
 # Snapshot of a canvas: scheduler to front end, a key of `kv_transfer_params`.
 
-SNAPSHOT = "dllm"  # a connector's own keys lie beside ours
+SNAPSHOT = "dllm"  # a connector's keys lie in the same field
 UNKNOWN_CONFIDENCE = 255  # other values are hundredths
 
 
 class Snapshot(NamedTuple):
-    """What is decided of a request's canvas after a forward.
+    """Store what is decided of a request's canvas after a forward.
 
     request_id   vLLM's internal id, which begins with the number of the choice
     forward      denoising forwards of the request so far
@@ -122,7 +122,7 @@ MILLI = 1000
 
 
 class EndedRequest(NamedTuple):
-    """What a request took; `reason`: vLLM's `FinishReason` as an integer."""
+    """Store the counts of an ended request; `reason`: vLLM's `FinishReason` as an integer."""
 
     reason: int
     forwards: int
@@ -131,7 +131,7 @@ class EndedRequest(NamedTuple):
 
 
 class StepWidth(NamedTuple):
-    """The width of a step, and what it was chosen by.
+    """Store the width of a step, and the numbers it was chosen by.
 
     width    canvas positions of each request
     changes  how often the width has changed since the last report

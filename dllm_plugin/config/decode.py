@@ -118,7 +118,7 @@ class DecodeConfig:
     def block_slots(self) -> int:
         """Return the most blocks of a request that a step looks at."""
         if self.method.floats:
-            # What is decided, and the parts of the window behind it.
+            # The decided run, and the parts of the window after it.
             return 1 - -self.canvas_length // self.block_length
         if not self.method.next_block or self.dedicated_commit:
             return self.max_active_blocks
@@ -146,7 +146,7 @@ DEFAULTS = SamplingParams()
 
 @dataclass(frozen=True)
 class Case:
-    """Bring together a request, its engine and its parameters of vLLM.
+    """Store a request with its engine and its parameters of vLLM.
 
     asked   what the request decodes with; for options: the engine's defaults
     given   what was written, by name without ``dllm_``

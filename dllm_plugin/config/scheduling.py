@@ -1,8 +1,7 @@
 """Set vLLM's scheduler and prefix cache, and refuse options that diffusion decoding lacks.
 
-Refuse adapters of requests if they would differ from the merged adapter.
-
-Refuse options of mixtures of experts that have no effect, or make answers depend on the batch.
+Refused are also adapters of requests beside a merged adapter, and options of mixtures of experts
+that have no effect or make answers depend on the batch.
 """
 
 from collections.abc import Iterator

@@ -59,7 +59,7 @@ LogprobColumns = tuple[Tensor, Tensor, Tensor]  # ids [T, K], values [T, K], ran
 
 
 class CanvasRow(NamedTuple):
-    """The canvas of one request after a step; `taken_C`: its policy took the token now."""
+    """Store a request's canvas after a step; `taken_C`: its policy took the token in this step."""
 
     ids_C: np.ndarray
     confidence_C: np.ndarray
@@ -157,7 +157,7 @@ PREEMPTED, FINISHED, RESUMED = "preempted", "finished", "resumed"
 
 
 class MarkedId(str):
-    """A request's id with a fact; equal to the plain id, and pickled with the fact.
+    """Combine a request's id with a fact; equal to the plain id, and pickled with the fact.
 
     why      PREEMPTED, FINISHED or RESUMED
     numbers  FINISHED: pages that only a request with broken logits had

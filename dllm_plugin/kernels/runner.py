@@ -303,7 +303,7 @@ KERNELS = {
 
 
 def _complete_triton_placeholder() -> None:
-    """Give vLLM's placeholder for Triton the one helper that the runner calls on the host.
+    """Add to vLLM's placeholder for Triton the one helper that the runner calls on the host.
 
     The project's only assignment to an attribute of vLLM: no registry covers host helpers.
     """

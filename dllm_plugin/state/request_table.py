@@ -36,7 +36,7 @@ class SlotTable:
         self.gpu = torch.zeros(size, dtype=dtype, device=device)
 
     def copy_to_device(self) -> None:
-        """Bring what the host wrote to the device, without waiting for it."""
+        """Copy what the host wrote to the device, without waiting for the copy."""
         async_tensor_h2d(self.np, out=self.gpu)
 
 
@@ -137,7 +137,7 @@ class RequestTable:
         self._dirty = True
 
     def copy_to_device(self) -> None:
-        """Bring what was written since the last call to the device."""
+        """Copy what was written since the last call to the device."""
         if self._dirty:
             for table in self._tables:
                 table.copy_to_device()

@@ -268,7 +268,7 @@ def check_fits(
     context = vllm_config.model_config.max_model_len
     if request.template is not None:
         template_length = len(request.template.token_ids)
-        # A reserved last position alone is no template of the user's.
+        # Without a template of the user a reserved position is no template.
         name = "max_tokens" if request.template.ends_given else TEMPLATE
         if prompt_len + template_length > context:
             raise VLLMValidationError(

@@ -34,7 +34,7 @@ LEAST, MOST = 0.5, 2.0
 
 
 class _Scheduled(NamedTuple):
-    """A step in flight; `queued`: it waits for another step that computes something."""
+    """Store a step in flight; `queued`: it waits for another step that computes something."""
 
     predicted_ms: float | None
     requests: int
@@ -43,7 +43,7 @@ class _Scheduled(NamedTuple):
 
 
 class StepClock:
-    """The ratio of observed to predicted times of steps.
+    """Track the ratio of observed to predicted times of steps.
 
     scale  that ratio, an exponential mean over steps of all widths, for `/metrics`
     """

@@ -34,7 +34,7 @@ BROKEN = (
 
 
 class BrokenRequests:
-    """Requests with broken logits that end.
+    """Track requests that end because of broken logits.
 
     pages  by request id, pages that workers have to clear
     """

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class OpenBlock(NamedTuple):
-    """What is known of a request's current block.
+    """Store what is known of a request's current block.
 
     left   masked positions after the last step whose result is known
     taken  masked positions that this step decided
@@ -26,7 +26,7 @@ class OpenBlock(NamedTuple):
 
 
 class ForwardsInFlight:
-    """The launched forwards, and how far their blocks are.
+    """Track launched forwards, and the progress of their blocks.
 
     num_void  forwards that were launched for nothing
     """
@@ -84,7 +84,7 @@ class ForwardsInFlight:
 
 
 class BlockSpans(NamedTuple):
-    """Where a request's next forward lies, if its canvas starts at `start`.
+    """Store where a request's next forward lies, if its canvas starts at `start`.
 
     size      positions of its current block
     refresh   where a refresh starts, and how many canvas positions it computes

@@ -13,7 +13,7 @@ from vllm.v1.request import Request
 
 
 class GivenStarts:
-    """The given tokens of requests without an output so far."""
+    """Store the given tokens of requests that have no output so far."""
 
     def __init__(self) -> None:
         self._of: dict[str, list[int]] = {}

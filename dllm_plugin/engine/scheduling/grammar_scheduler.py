@@ -35,7 +35,7 @@ NO_BITS = np.zeros((0, 0), dtype=np.int32)  # of a step without a canvas to chec
 
 @dataclass
 class GrammarCounts:
-    """Counts of checked canvases, with steps, seconds and refused drafts."""
+    """Count checked canvases, their steps and seconds, and refused drafts."""
 
     checks: int = 0
     steps: int = 0

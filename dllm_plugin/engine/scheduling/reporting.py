@@ -30,7 +30,7 @@ from dllm_plugin.engine.scheduling.watched_requests import WatchedRequests
 
 
 class RequestCounts(RequestSpecDecodeMetrics):
-    """Counts of a request, written by the scheduler.
+    """Store the counts of a request, which the scheduler writes.
 
     histogram  forwards by the number of tokens that each committed
     """

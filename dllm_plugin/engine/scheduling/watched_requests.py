@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Trace:
-    """The trace of one request.
+    """Store the trace of one request.
 
     rows_P2  float32: forward, 0 for tokens that were there before the first one;
              confidence, NaN if no policy took the token
@@ -69,7 +69,7 @@ class Trace:
 
 @dataclass
 class Watch:
-    """What a watched request asks for, and what was sent of it.
+    """Store the arguments of a watched request, and what was sent of it.
 
     most      output tokens at most
     tokens    output tokens that were sent as early text, or that a template gives
@@ -96,7 +96,7 @@ class Watch:
 
 
 class WatchedStep(NamedTuple):
-    """A step of one watched request.
+    """Store a step of one watched request.
 
     place  in the batch
     base   output tokens committed before; canvas row i is output position base + i
@@ -110,7 +110,7 @@ class WatchedStep(NamedTuple):
 
 
 class WatchedRequests:
-    """The watched requests of a scheduler, by request id."""
+    """Track the watched requests of a scheduler, by request id."""
 
     def __init__(self, scheduler: "Scheduler") -> None:
         self.scheduler = scheduler

@@ -1,15 +1,10 @@
-"""Run vLLM's CPU worker with our model runner.
+"""Run vLLM's CPU worker with our model runner, adapters of requests and new weights.
 
-That worker names its runner's class where none can be put in its place, so the class of the runner
-that it has just constructed is exchanged. Imported on CPUs alone: vLLM's module replaces functions
-of torch.cuda.
+vLLM's CPU worker has no hook for a runner class, so the class of the runner that it has just
+constructed is exchanged. Imported only on CPUs: vLLM's module replaces functions of torch.cuda.
 
-Keep adapters of requests on CPUs to the requests that have one.
-
-vLLM's plain-torch form of the LoRA kernels looks the adapter of each row up by the number of its
-slot, and the -1 of a row without one is, in Python, the last slot.
-
-Pack new weights for CPUs as vLLM packs those at load; it leaves experts and tied heads out.
+vLLM's plain-torch LoRA kernels index adapters by slot number; the -1 of a row without an adapter
+is, in Python, the last slot. For updated weights vLLM packs neither experts nor tied heads.
 """
 
 from typing import Any
@@ -27,7 +22,7 @@ from dllm_plugin.engine.worker.worker import GrammarRunner
 
 
 class RowsOfAdapters(PunicaWrapperCPU):
-    """Compute updates of rows that have an adapter."""
+    """Compute LoRA updates only for rows that have an adapter."""
 
     def _shrink_prefill(
         self, y: torch.Tensor, x: torch.Tensor, w_t_all: torch.Tensor, scale: float
@@ -38,7 +33,7 @@ class RowsOfAdapters(PunicaWrapperCPU):
 
 
 class AdapterRunner(GPUModelRunner):
-    """Run the model runner with these rows."""
+    """Run the model runner with `RowsOfAdapters`."""
 
     def load_lora_model(self, *args: Any) -> Any:
         """Load as vLLM does, and exchange the class of what it has made for each model."""
@@ -54,7 +49,7 @@ class PackingWorker(UpdatingWorker):
     kernels: tuple[tuple[Any, Any], ...] = ()  # of experts, while weights come
 
     def _open_layers(self, model: Any) -> None:
-        """Take the kernels of experts away: vLLM packs experts only while it makes a kernel."""
+        """Remove the kernels of experts: vLLM packs experts only when it makes a kernel."""
         experts = [
             layer for layer in model.modules() if isinstance(layer, RoutedExperts)
         ]
@@ -64,7 +59,7 @@ class PackingWorker(UpdatingWorker):
             method.moe_kernel = None
 
     def _close_layers(self, model: Any) -> None:
-        """Give experts without new weights their kernels back, and pack a tied LM head."""
+        """Restore the kernels of experts without new weights, and pack a tied LM head."""
         for method, kernel in self.kernels:
             method.moe_kernel = method.moe_kernel or kernel
         self.kernels = ()

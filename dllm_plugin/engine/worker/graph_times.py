@@ -36,12 +36,12 @@ LONG, REQUESTS = 4096, 64
 
 
 def measure(runner: "GPUModelRunner") -> None:
-    """Measure the captured steps and keep their times, where the configuration says where."""
+    """Measure the captured steps and store their times, if the configuration names a file."""
     if own_path(runner.vllm_config) is None:
         return
     manager = runner.cudagraph_manager
     assert manager is not None
-    # Where adapters are served, every graph may be of some.
+    # With adapters every graph may have active ones.
     least = min(desc.num_active_loras for desc in manager.graphs)
     descs = [desc for desc in manager.graphs if desc.num_active_loras == least]
     empty = time_graphs(runner, descs, 0)
@@ -65,7 +65,7 @@ def measure(runner: "GPUModelRunner") -> None:
 
 
 def keep(vllm_config: VllmConfig, times: StepTimes) -> None:
-    """Keep the first rank's times for every engine: all ranks call this together.
+    """Store the first rank's times for every engine: all ranks call this together.
 
     The experts of a mixture are spread over engines of data parallelism, whose steps take equally
     long, so all of them begin with the same times.

@@ -1,10 +1,10 @@
-"""Bring new weights into a running model in parts, and undo what a failed update has begun.
+"""Update the weights of a running model in parts, and undo an update that fails.
 
-While weights come, vLLM keeps the old tensors of each layer aside, and puts new values into them
-once all weights of that layer are there. It ends no update that fails: the next forward would find
-layers without tensors and end the engine.
+During an update vLLM keeps the old tensors of each layer aside, and writes new values into them
+once all weights of the layer have come. vLLM does not end a failed update: the next forward would
+find layers without tensors and end the engine.
 
-Check an adapter before vLLM loads it for the requests that will choose it.
+Adapters of requests are checked before vLLM loads them.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 
 def restore_layers(model: nn.Module, model_config: ModelConfig) -> None:
-    """Give each layer whose weights have not all come its old tensors back."""
+    """Restore the old tensors of each layer whose weights have not all come."""
     for layer in model.modules():
         info = get_layerwise_info(layer)
         info.loaded_weights.clear()
@@ -46,7 +46,7 @@ class UpdatingWorker(Worker):
     def update_weights(
         self, update_info: dict[str, Any] | list[dict[str, Any]]
     ) -> None:
-        """Load a part as vLLM does; one that is wrong ends the update."""
+        """Load a part as vLLM does; a wrong part ends the update."""
         with self._closed_by_errors():
             super().update_weights(update_info)
 
@@ -64,7 +64,7 @@ class UpdatingWorker(Worker):
         self._close_layers(model)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Load a whole checkpoint as vLLM does; keep the old weights if it is not one."""
+        """Load a whole checkpoint as vLLM does; keep the old weights if loading fails."""
         model: Any = self.get_model()
         if model.update is not None:
             raise RuntimeError(

@@ -114,7 +114,7 @@ class BlockGraphManager(ModelCudaGraphManager):
 
 
 class DiffusionRunner(GrammarRunner):
-    """Run the model runner with that manager."""
+    """Run the model runner with `BlockGraphManager`."""
 
     def initialize_kv_cache(
         self,
@@ -146,7 +146,7 @@ class DiffusionRunner(GrammarRunner):
             )
 
     def capture_model(self, *, profile_only: bool = False) -> int:
-        """Capture as vLLM does; then measure what steps take, where widths are chosen by it."""
+        """Capture as vLLM does; then measure the times of steps if widths are chosen by them."""
         taken = super().capture_model(profile_only=profile_only)
         if (
             not profile_only
@@ -158,7 +158,7 @@ class DiffusionRunner(GrammarRunner):
 
 
 class GrammarWorker(AdapterWorker, UpdatingWorker, TimingWorker):
-    """Run vLLM's worker with grammars on canvases, and with its own graphs."""
+    """Run vLLM's worker with grammars on canvases, and with vLLM's graphs."""
 
     runner_class: type[GrammarRunner] = GrammarRunner
 
@@ -169,6 +169,6 @@ class GrammarWorker(AdapterWorker, UpdatingWorker, TimingWorker):
 
 
 class DiffusionWorker(GrammarWorker):
-    """Run that worker with our graphs."""
+    """Run `GrammarWorker` with our graphs."""
 
     runner_class = DiffusionRunner

@@ -11,7 +11,7 @@ from torch import Tensor
 from dllm_plugin.kernels.confidence.random_numbers import gumbel_uniform
 
 NEGATIVE_INFINITY = float("-inf")
-ALL_BANNED = -1e15  # what the largest logit counts as where a bias leaves no id
+ALL_BANNED = -1e15  # counts as the largest logit if a bias leaves no id
 
 
 class RowStats(NamedTuple):

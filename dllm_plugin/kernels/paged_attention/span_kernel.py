@@ -49,7 +49,7 @@ def _attend(
     MASKED: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Take one tile into the online softmax (FlashAttention-2, arXiv 2307.08691); k, v [D, N]."""
+    """Add one tile to the online softmax (FlashAttention-2, arXiv 2307.08691); k, v [D, N]."""
     scores = tl.dot(q, k, input_precision=DOT) * scale
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
