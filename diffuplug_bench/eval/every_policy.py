@@ -19,7 +19,7 @@ from diffuplug_bench.word_problems.generator import eval_seeds, problem
 from dllm_plugin import default_model
 from dllm_plugin.commands.offline import stop_engine
 from dllm_plugin.decoding.families import LLADA
-from dllm_plugin.decoding.methods import STRATEGIES, methods_of
+from dllm_plugin.decoding.methods import methods_of
 
 LIMIT = 200
 METHODS = methods_of(LLADA)  # of the bundled model
@@ -47,7 +47,7 @@ def run(
     folder = reports_folder(output)
     limit = limit or LIMIT
     rows = []
-    for strategy in STRATEGIES:
+    for strategy in METHODS:
         rows += score_strategy(strategy, dtype, limit, verbose)
     lengths = {"block_length": BLOCK, "max_tokens": CANVAS}
     record = record_of("eval_all", limit, dtype, rows, **lengths)

@@ -11,6 +11,7 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from dllm_plugin.config.cuda_graphs import can_capture
+from dllm_plugin.config.decode import get_decode_config
 
 logger = init_logger("vllm.dllm_plugin")
 
@@ -44,6 +45,8 @@ def take_distinct(vllm_config: VllmConfig) -> None:
 def _problems(vllm_config: VllmConfig) -> Iterator[str]:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     attention = vllm_config.attention_config
+    if get_decode_config(vllm_config).method.causal_commit:
+        yield "sees blocks whole, but this model stores them by causal forwards"
     if not (current_platform.is_cpu() or current_platform.is_cuda()):
         yield f"runs on CPUs and CUDA GPUs, not on {current_platform.device_name}"
     elif current_platform.is_cuda() and not current_platform.has_device_capability(80):
@@ -129,6 +132,26 @@ def flash_version(vllm_config: VllmConfig) -> int | None:
     if pinned is not None:
         return pinned if is_fa_version_supported(pinned) else None
     return get_flash_attn_version(head_size=vllm_config.model_config.get_head_size())
+
+
+def set_causal_backend(vllm_config: VllmConfig) -> None:
+    """Choose an attention backend that tells causal sequences from others, on GPUs.
+
+    Raises ValueError if the user chose another one.
+    """
+    if not (
+        get_decode_config(vllm_config).method.causal_commit
+        and current_platform.is_cuda()
+    ):
+        return
+    attention = vllm_config.attention_config
+    for asked in filter(None, asked_backends(attention)):
+        if asked != TRITON_ATTN:
+            raise ValueError(
+                f"attention_backend {asked.name} cannot mix causal and bidirectional requests, "
+                "which this model needs: use TRITON_ATTN."
+            )
+    attention.backend = TRITON_ATTN
 
 
 def set_graph_backend(vllm_config: VllmConfig) -> None:

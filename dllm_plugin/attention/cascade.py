@@ -82,7 +82,7 @@ def cascade_from(vllm_config: VllmConfig, flash_version: int | None) -> dict[int
     heads = model.get_num_attention_heads(parallel)
     kv_heads = model.get_num_kv_heads(parallel)
     unsupported = config.dedicated_commit or config.method.full_attention
-    unsupported |= config.method.exact_end
+    unsupported |= config.method.exact_end or config.method.causal_commit
     unsupported |= model.get_sliding_window() is not None
     unsupported |= config.kv_cache_layout == "distinct"
     if unsupported or heads > MAX_HEADS_PER_KV_HEAD * kv_heads:

@@ -26,7 +26,7 @@ class SequenceTensors(NamedTuple):
 
     query_start_loc int32 ``[B + 1]``, query_start_loc_cpu the same on the host; seq_lens int32
     ``[B]``; block_tables int32 ``[B, pages]``, one for each KV cache group; max_query_len, an upper
-    bound on the queries of a sequence.
+    bound on the queries of a sequence; request_B int64, index in the batch, of eager steps.
     """
 
     query_start_loc: Tensor
@@ -34,6 +34,7 @@ class SequenceTensors(NamedTuple):
     seq_lens: Tensor
     block_tables: list[Tensor]
     max_query_len: int
+    request_B: Tensor | None = None
 
 
 class Sequences(NamedTuple):
@@ -69,7 +70,10 @@ def prefills(batch: "InputBatch", states: CanvasStates, first: int) -> Sequences
     starts = batch.num_computed_tokens_np[rest].astype(np.int64)
     ends, origin = starts + spans, states.requests.origin.np[slots]
     is_prefill = batch.is_prefilling_np[rest]
-    # Warm-up steps also run requests that are neither prefills nor canvases: one segment.
+    # Warm-up steps also run requests that are neither prefills nor canvases: one segment. So are
+    # prompts whose attention is causal.
+    if states.config.method.causal_commit:
+        is_prefill = np.zeros_like(is_prefill)
     origin = np.where(is_prefill, origin, ends)
     stops = prefill_segments(origin, ends, states.requests.block_length.np[slots])
     if states.floating is not None:

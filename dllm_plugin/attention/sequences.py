@@ -135,6 +135,10 @@ class AttentionSequences:
                 max_num_reqs, self.sequences_per_request, states.device
             )
         self.block_tables: list[Tensor] = []
+        # 1 for sequences whose attention is causal, read by captured graphs.
+        self.causal: Tensor | None = None
+        if method.causal_commit:
+            self.causal = torch.zeros_like(self.seq_lens)
         # How many positions captured steps compute for each request.
         block = states.config.block_length
         self.captured_lengths: Collection[int] = (self.canvas_length, block)
@@ -200,9 +204,30 @@ class AttentionSequences:
             max_seq_len=limit,
             for_cudagraph_capture=for_capture,
             positions=batch.positions,
-            causal=False,
+            causal=self._causal(batch, sequences, is_full),
             **groups._replace(block_tables=sequences.block_tables)._asdict(),
         )
+
+    def _causal(
+        self, batch: "InputBatch", sequences: SequenceTensors, is_full: bool
+    ) -> bool | Tensor:
+        """Return which sequences attend causally, int32 ``[B]``; False: none can.
+
+        Those of prompts do, and those of canvases whose block is stored by this step.
+        """
+        if self.causal is None:
+            return False
+        canvases = count_canvases(batch)
+        requests = batch.num_reqs_after_padding if is_full else batch.num_reqs
+        causal_R = torch.ones(requests, dtype=torch.int32, device=self.states.device)
+        slots_R = batch.idx_mapping[:canvases]
+        causal_R[:canvases] = self.states.stores_block(slots_R).to(torch.int32)
+        if not is_full:
+            return causal_R[sequences.request_B]
+        count = len(sequences.seq_lens)
+        by_request = self.causal[:count].view(requests, -1)
+        by_request.copy_(causal_R[:, None].expand_as(by_request))
+        return self.causal[:count]
 
     def _uniform_length(self, batch: "InputBatch", is_full: bool) -> int:
         """Return how many positions each canvas computes in a step that may have a cascade, else 0.
@@ -248,6 +273,7 @@ class AttentionSequences:
             keys_B,
             [table.index_select(0, request_B) for table in block_tables],
             int(sequences.length_B.max()),
+            request_B,
         )
 
     def captured(

@@ -54,10 +54,13 @@ def check_adaptive(
             "under which nothing that is decided has final keys: set strategy to 'd2f' or "
             "'block_diffusion', or leave adaptive out."
         )
-    if method.exact_end:
+    if method.exact_end or method.causal_commit:
+        ends = (
+            "commit by causal forwards" if method.causal_commit else "end with the text"
+        )
         raise ValueError(
-            f"{asked} is not served for {family.title} models, whose last block ends with the "
-            "text: leave adaptive out."
+            f"{asked} is not served for {family.title} models, whose blocks {ends}: leave "
+            "adaptive out."
         )
     policy = default_policy if options.policy == "auto" else options.policy
     if policy != "threshold":
@@ -139,6 +142,8 @@ def check_windows(config: "DecodeConfig", given: Mapping[str, Any]) -> None:
 
 def without_grammars(config: "DecodeConfig") -> str:
     """Return why an engine has no grammars; empty if it has."""
+    if config.method.causal_commit:
+        return f"is not supported on {config.family.title} models: leave it out"
     if not config.method.floats:
         return ""
     return f"cannot be combined with adaptive {config.adaptive!r}: start with adaptive 'off'"

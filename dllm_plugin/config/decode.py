@@ -46,6 +46,7 @@ class DecodeConfig:
     compile_step: bool
     vocab_parallel: bool
     lora_path: str | None
+    draft_adapter: str | None
     merged_updates: bool
     mask_token_id: int
     turn_end_token_ids: tuple[int, ...]
@@ -77,6 +78,11 @@ class DecodeConfig:
     def block_length(self) -> int:
         """Return the positions of a block, unless a request sets its own length."""
         return self.defaults.block_length
+
+    @property
+    def longest_block(self) -> int:
+        """Return the most positions of a block; a causal commit decides one more."""
+        return self.canvas_length - self.method.causal_commit
 
     @property
     def max_active_blocks(self) -> int:

@@ -48,7 +48,10 @@ def resolve_for_machine(
     if options.vocab_parallel is None:
         columns = ranks > 1 and vllm_config.lora_config is None
         config = dataclasses.replace(config, vocab_parallel=columns)
-    if options.commit_alone_from is None:
+    if config.method.causal_commit and options.commit_alone_from is None:
+        # Steps compute one block, never the rest of the canvas.
+        config = dataclasses.replace(config, commit_alone_from=1)
+    elif options.commit_alone_from is None:
         reason = next(never_alone(config, vllm_config, can_capture(vllm_config)), None)
         fewest = 0 if reason else fewest_alone(config)
         config = dataclasses.replace(config, commit_alone_from=fewest)
@@ -69,7 +72,7 @@ def uncompiled(config: DecodeConfig, eager: bool) -> Iterator[str]:
     """Yield why a step is not compiled; `eager`: on a CPU, or with enforce_eager."""
     if eager:
         yield "needs a GPU and no enforce_eager"
-    if config.dedicated_commit:
+    if config.dedicated_commit or config.method.causal_commit:
         # Each of their steps also decides the first token of the next block, which keeps state.
         yield (
             "has no effect where finished blocks commit in a forward of their own, as at "

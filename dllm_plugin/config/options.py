@@ -253,6 +253,12 @@ class Options(Numbers):
         "D2F adapter (PEFT folder) that is merged into the weights.",
         words="none",
     )
+    draft_adapter: str | None = option(
+        None,
+        Text(),
+        "`self_speculation`: adapter (PEFT folder) that is applied to drafts only.",
+        words="none",
+    )
     allow_unverified: bool = option(
         False,
         Flag(),

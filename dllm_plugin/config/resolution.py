@@ -55,7 +55,7 @@ def resolve(
     canvas = _choose_canvas(options, method, block, max_model_len)
     if whole or options.block_length is None and method.full_attention:
         block = canvas if whole else min(block, canvas)
-    check_block_length(block, canvas)
+    check_block_length(block, canvas - method.causal_commit)
     narrowest, widest = windows(options, method, family, block, canvas)
     layout = options.kv_cache_layout.replace("auto", "unified")
     return DecodeConfig(
@@ -74,6 +74,7 @@ def resolve(
         compile_step=bool(options.compile_step),
         vocab_parallel=bool(options.vocab_parallel),
         lora_path=options.lora_path,
+        draft_adapter=options.draft_adapter,
         merged_updates=bool(options.merged_updates),
         mask_token_id=mask_token_id,
         turn_end_token_ids=turn_end_token_ids,
@@ -170,6 +171,8 @@ def _choose_canvas(
     else:
         positions, blocks = method.canvas_by_default
         canvas = max(positions, blocks * block)
+        # A causal commit also decides the position after its block.
+        canvas += method.causal_commit
     return min(canvas, max_model_len)
 
 
@@ -222,13 +225,14 @@ def check_options_read(config: DecodeConfig, given: Mapping[str, Any]) -> None:
     refuse_options(Case(config, config.defaults, given))
     check_commit_alone(config)
     check_merged_updates(config)
+    check_draft_adapter(config)
     check_windows(config, given)
 
 
 def check_commit_alone(config: DecodeConfig) -> None:
     """Refuse `commit_alone_from` if steps always, or never, compute single blocks."""
     given = config.commit_alone_from
-    if not given:
+    if not given or (config.method.causal_commit and given == 1):
         return
     if config.dedicated_commit:
         raise ValueError(
@@ -239,6 +243,22 @@ def check_commit_alone(config: DecodeConfig) -> None:
         raise ValueError(
             f"commit_alone_from {given} needs the strategy 'block_diffusion', max_active_blocks 1 "
             "and a canvas_length of two blocks at least: leave it out."
+        )
+
+
+def check_draft_adapter(config: DecodeConfig) -> None:
+    """Refuse `draft_adapter` if nothing is drafted, and `lora_path` beside it."""
+    if config.draft_adapter is None:
+        return
+    if not config.method.verifies:
+        raise ValueError(
+            f"draft_adapter has no effect with strategy {config.strategy!r}: leave it out, or set "
+            "strategy to 'self_speculation'."
+        )
+    if config.lora_path:
+        raise ValueError(
+            "draft_adapter cannot be combined with lora_path, whose adapter is merged into every "
+            "row: leave one of them out."
         )
 
 

@@ -125,7 +125,7 @@ def set_prefix_caching(vllm_config: VllmConfig, config: DecodeConfig) -> None:
         pages = max(PAGE, block)
         cache.block_size = -(-pages // block) * block
         cache.user_specified_block_size = True
-    if cache.block_size % block:
+    if cache.block_size % block and not config.method.causal_commit:
         logger.warning(
             "Prefix caching is off: a page of %d tokens (block_size) holds no whole number of "
             "diffusion blocks of %d.",

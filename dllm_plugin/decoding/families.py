@@ -128,6 +128,14 @@ STABLE_DIFFCODER = Family(
     threshold=0.95,
     title="Stable-DiffCoder",
 )
+# Its config.json has the mask; its template ends turns with EOS.
+NEMOTRON = Family(
+    *("nemotron", False, (), ("<|im_end|>",)),
+    block_length=32,
+    block_key="block_size",
+    names=r"(?i)nemotron",
+    title="Nemotron-Labs-Diffusion",
+)
 
 
 # Architecture name in config.json -> family.
@@ -148,11 +156,13 @@ FAMILIES: dict[str, Family] = {
     "A2DQwen2LMHeadModel": A2D,
     "A2DLlamaLMHeadModel": A2D,
     "StableDiffcoderForCausalLM": STABLE_DIFFCODER,
+    "NemotronLabsDiffusionModel": NEMOTRON,
 }
 
 
 D2F = "d2f"
 BLOCK_DIFFUSION = "block_diffusion"
+SELF_SPECULATION = "self_speculation"
 SEMI_AUTOREGRESSIVE = "semi_autoregressive"
 PREFIX_CACHE = "prefix_cache"
 DUAL_CACHE = "dual_cache"
@@ -162,6 +172,7 @@ STRATEGY_NAMES = (
     SEMI_AUTOREGRESSIVE,
     PREFIX_CACHE,
     DUAL_CACHE,
+    SELF_SPECULATION,
 )
 POLICY_NAMES = (
     "threshold",

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-from torch import Tensor
 
 from dllm_plugin.decoding import policies
 from dllm_plugin.decoding.block_causal import (
@@ -20,11 +19,20 @@ from dllm_plugin.decoding.block_causal import (
     plan_edited_blocks,
     plan_sub_blocks,
 )
+from dllm_plugin.decoding.causal_commit import (
+    DRAFTED,
+    accept_block,
+    accept_prefix,
+    commit_causal,
+    plan_causal_commit,
+    plan_self_speculation,
+)
 from dllm_plugin.decoding.families import (
     BLOCK_DIFFUSION,
     D2F,
     DUAL_CACHE,
     PREFIX_CACHE,
+    SELF_SPECULATION,
     SEMI_AUTOREGRESSIVE,
     Family,
 )
@@ -39,12 +47,8 @@ from dllm_plugin.decoding.full_attention import (
     span_prefix_cache,
     span_semi_autoregressive,
 )
-from dllm_plugin.decoding.plan import Canvas, StepOutcome, StepPlan
+from dllm_plugin.decoding.plan import AcceptFunction, CommitFunction, PlanFunction
 
-PlanFunction = Callable[[Canvas, int], StepPlan]
-CommitFunction = Callable[
-    [Canvas, StepPlan, Tensor, Tensor, Tensor, Tensor, int], StepOutcome
-]
 SpanFunction = Callable[[Bounds, np.ndarray], Span]
 
 
@@ -54,6 +58,7 @@ class Method:
 
     plan            what a step computes and may unmask, before the forward
     commit          what of it is final, after the forward
+    accept          causal commits: what a causal forward keeps and predicts; None: none commits
     policies        rule, ranking and numbers of each policy that has a meaning here
     default_policy  what `auto` becomes; `edited_policy` for checkpoints that were trained to edit
     span            full attention: where the next forward starts and stops; None: at the canvas
@@ -67,6 +72,7 @@ class Method:
     next_block      whether the block after the denoised blocks is computed in their forward
     dedicated_commit  with one active block, a finished block commits in a forward of its own, whose
                     last row predicts the first token of the next block
+    verifies        whether a causal forward may drop what was decided: only its own tokens are text
     uses_adapter    whether the bundled model decodes so with its D2F adapter
     untrained       what a checkpoint loses without an adapter, because it was trained with another
                     attention; empty: nothing
@@ -89,6 +95,7 @@ class Method:
     plan: PlanFunction
     commit: CommitFunction
     policies: policies.Table
+    accept: AcceptFunction | None = None
     default_policy: str = "threshold"
     edited_policy: str = "threshold"
     span: SpanFunction | None = None
@@ -100,6 +107,7 @@ class Method:
     least_steps: int = 1
     next_block: bool = False
     dedicated_commit: bool = False
+    verifies: bool = False
     uses_adapter: bool = False
     untrained: str = ""
     reserves_last: bool = False
@@ -121,6 +129,11 @@ class Method:
         """Return whether every position sees every other, so that KV has to be refreshed."""
         return self.span is not None
 
+    @property
+    def causal_commit(self) -> bool:
+        """Return whether blocks and prompts are stored by causal forwards."""
+        return self.accept is not None
+
     def options_read(self, policy: str) -> frozenset[str]:
         """Return the options that change a request's result under a policy."""
         return self.reads | self.policies[policy].reads | {"policy", "block_length"}
@@ -132,9 +145,8 @@ class Method:
 
 
 OF_REFRESHES = frozenset({"full_refresh_every", "refresh_before"})
-PROMPT = frozenset(
-    {"chunked_prefill", "prefix_caching"}
-)  # a bidirectional prompt is one piece
+# A bidirectional prompt is one piece.
+PROMPT = frozenset({"chunked_prefill", "prefix_caching"})
 WITHOUT_ADAPTER = (
     "LLaDA and Dream checkpoints were trained with full attention, and no adapter is given: "
     "decoded block by block LLaDA-8B-Instruct solves 24.6 % of GSM8K instead of 77.5 % (arXiv "
@@ -193,6 +205,27 @@ rounded_blocks = replace(
     splits_prompt=True,
     hides_pad=True,
 )
+# Nemotron-Labs-Diffusion `generate`
+causal_blocks = replace(
+    left_blocks,
+    plan=plan_causal_commit,
+    commit=commit_causal,
+    accept=accept_block,
+    exact_end=False,
+    next_block=False,
+    canvas_by_default=(0, 1),
+)
+# Nemotron-Labs-Diffusion `linear_spec_generate`
+self_speculation = replace(
+    causal_blocks,
+    strategy=SELF_SPECULATION,
+    plan=plan_self_speculation,
+    accept=accept_prefix,
+    verifies=True,
+    policies=DRAFTED,
+    tempered=True,
+    reads=frozenset(),
+)
 semi_autoregressive = Method(
     strategy=SEMI_AUTOREGRESSIVE,
     plan=plan_current_block,
@@ -247,7 +280,6 @@ dream_loop = replace(
     reads=DREAM_READS,
 )
 
-
 rnd1_loop = replace(
     dream_loop,
     policies=policies.RND1_LOOP,
@@ -276,6 +308,7 @@ def shifted(cached: Method) -> Method:
 
 def floating(method: Method) -> Method:
     """Return a block-causal method with floating canvases: see :mod:`decoding.floating`."""
+    positions, blocks = method.canvas_by_default
     return replace(
         method,
         plan=plan_floating,
@@ -288,10 +321,7 @@ def floating(method: Method) -> Method:
         dedicated_commit=False,
         edits=False,
         blocks_by_default=1,
-        canvas_by_default=(
-            method.canvas_by_default[0],
-            max(1, method.canvas_by_default[1]),
-        ),
+        canvas_by_default=(positions, max(1, blocks)),
         reads=frozenset(),
     )
 
@@ -309,6 +339,7 @@ METHODS: dict[tuple[str, str], Method] = {
     (BLOCK_DIFFUSION, "stable_diffcoder"): left_blocks,
     (BLOCK_DIFFUSION, "a2d"): rounded_blocks,
     (BLOCK_DIFFUSION, "fast_dllm_v2"): sub_blocks,
+    (BLOCK_DIFFUSION, "nemotron"): causal_blocks,
     (SEMI_AUTOREGRESSIVE, "llada"): semi_autoregressive,
     (SEMI_AUTOREGRESSIVE, "dream"): dream_loop,
     (SEMI_AUTOREGRESSIVE, "a2d"): rounded_loop,
@@ -317,6 +348,7 @@ METHODS: dict[tuple[str, str], Method] = {
     (PREFIX_CACHE, "dream"): shifted(prefix_cache),
     (DUAL_CACHE, "llada"): dual_cache,
     (DUAL_CACHE, "dream"): shifted(dual_cache),
+    (SELF_SPECULATION, "nemotron"): self_speculation,
 }
 STRATEGIES = tuple(dict.fromkeys(strategy for strategy, _ in METHODS))
 POLICIES = policies.POLICY_NAMES
@@ -351,6 +383,8 @@ def choose_method(strategy: str, family: Family, adapted: bool) -> tuple[Method,
         return known[
             BLOCK_DIFFUSION
         ], f"{family.name} models are trained block by block"
+    if SELF_SPECULATION in known:
+        return known[BLOCK_DIFFUSION], "it is the loop of the authors' chat"
     if DUAL_CACHE not in known:
         return known[SEMI_AUTOREGRESSIVE], "it is the authors' own loop"
     if adapted:

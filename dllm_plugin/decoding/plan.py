@@ -11,6 +11,7 @@ block slot i covers canvas positions ``[i * length, (i + 1) * length)``.
 Cut what a forward computes into query segments, on the host. Numpy only.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -115,6 +116,15 @@ class StepOutcome(NamedTuple):
     num_committed_R: Tensor
     refresh_R: Tensor
     ended_R: Tensor
+
+
+PlanFunction = Callable[[Canvas, int], StepPlan]
+CommitFunction = Callable[
+    [Canvas, StepPlan, Tensor, Tensor, Tensor, Tensor, int], StepOutcome
+]
+AcceptFunction = Callable[
+    [Canvas, StepPlan, Tensor, Proposal, int], tuple[Canvas, StepPlan, Tensor]
+]
 
 
 def canvas_segments(

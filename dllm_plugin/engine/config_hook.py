@@ -15,6 +15,7 @@ from vllm.platforms import current_platform
 
 from dllm_plugin.attention.backends import (
     refuse_ignored,
+    set_causal_backend,
     set_graph_backend,
     take_distinct,
 )
@@ -192,6 +193,7 @@ def _apply(vllm_config: VllmConfig, config: DecodeConfig) -> None:
         take_distinct(vllm_config)
     else:
         refuse_ignored(vllm_config)
+    set_causal_backend(vllm_config)
     set_graph_backend(vllm_config)
     _keep_step_times(vllm_config, config)
 

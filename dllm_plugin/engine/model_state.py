@@ -24,7 +24,7 @@ from dllm_plugin.config.worker_carriers import FINISHED, unpack_id
 from dllm_plugin.engine.sampler import DiffusionSampler
 from dllm_plugin.kernels import runner
 from dllm_plugin.sampling.vocab_parallel import VocabShard
-from dllm_plugin.state.canvas_states import CanvasStates
+from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
 from dllm_plugin.state.refreshed import write_committed, write_tails
 
 
@@ -124,6 +124,20 @@ class DiffusionModelState(ModelState):
         """Return nothing, as `prepare_inputs`, for warm-up and graph capture."""
         return {}
 
+    def _mark_drafts(self, batch: InputBatch) -> None:
+        """Write which rows of this forward draft: those of blocks with masks."""
+        rows_T1: Any = self.model.draft_rows
+        canvases = count_canvases(batch)
+        rows_T1.zero_()
+        if not canvases:
+            return
+        slots_R = batch.idx_mapping[:canvases]
+        drafts_R = ~self.states.stores_block(slots_R)
+        lengths_R = batch.query_start_loc[: canvases + 1].diff()
+        count = int(batch.query_start_loc_np[canvases])
+        rows_T = drafts_R.repeat_interleave(lengths_R, output_size=count)
+        rows_T1[:count, 0] = rows_T.to(rows_T1.dtype)
+
     def prepare_attn(
         self,
         input_batch: InputBatch,
@@ -137,6 +151,8 @@ class DiffusionModelState(ModelState):
     ) -> dict[str, Any]:
         """Build attention metadata from the segments of a step."""
         self.sampler.request_logits(input_batch)
+        if self.config.draft_adapter is not None:
+            self._mark_drafts(input_batch)
         self.sampler.trust_block_cache(input_batch, slot_mappings)
         return self.sequences.build(
             input_batch,

@@ -17,6 +17,9 @@ ARCHITECTURES: dict[str, str] = {
     "A2DQwen2LMHeadModel": "dllm_plugin.models.dream:DreamModel",
     "A2DLlamaLMHeadModel": "dllm_plugin.models.stable_diffcoder:StableDiffCoder",
     "StableDiffcoderForCausalLM": "dllm_plugin.models.stable_diffcoder:StableDiffCoder",
+    "NemotronLabsDiffusionModel": (
+        "dllm_plugin.models.nemotron:NemotronLabsDiffusionModel"
+    ),
     "Fast_dLLM_QwenForCausalLM": "dllm_plugin.models.fast_dllm:FastDLLMQwenForCausalLM",
 }
 
@@ -29,10 +32,11 @@ def register_configs() -> None:
     """
     from transformers import AutoConfig, AutoTokenizer
 
+    from dllm_plugin.models.causal_configs import CAUSAL_CONFIGS
     from dllm_plugin.models.configs import CONFIGS
     from dllm_plugin.models.tokenization import TOKENIZERS
 
-    for config in CONFIGS:
+    for config in (*CONFIGS, *CAUSAL_CONFIGS):
         AutoConfig.register(config.model_type, config, exist_ok=True)
     for reader, tokenizer in TOKENIZERS.items():
         AutoTokenizer.register(reader, tokenizer_class=tokenizer, exist_ok=True)

@@ -41,6 +41,8 @@ class DiffusionModel:
     position sees.
     """
 
+    # ``[tokens, 1]``, 1 in rows to which a draft adapter is applied; None without one.
+    draft_rows: torch.Tensor | None = None
     update: WeightUpdate | None = None  # in progress: weights come in parts
     # vLLM takes an adapted head to compute one row a request, and a canvas has many.
     embedding_modules: ClassVar[dict[str, str]] = {}

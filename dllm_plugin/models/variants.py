@@ -47,6 +47,10 @@ LLAMA_FIXED: dict[str, Any] = {
     "hidden_act": "silu",
     "mlp_bias": False,
 }
+NEMOTRON_FIXED = LLAMA_FIXED | {
+    "dlm_paradigm": "bidirectional",
+    "sliding_window": None,
+}
 LLADA2_FIXED: dict[str, Any] = {
     "hidden_act": "silu",
     "moe_router_enable_expert_bias": True,

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dllm_plugin.reference.sizes import LLADA, LLADA2, Sizes
+from dllm_plugin.reference.sizes import LLADA, LLADA2, NEMOTRON, Sizes
 
 COMPUTED = (".rotary_emb.", "rotary_pos_emb.inv_freq")  # buffers that nobody reads
 # LLaDA's names in the order of Qwen's.
@@ -40,6 +40,7 @@ LLADA2_PARTS = {
     "key_layernorm": "k_norm",
     "self_attn.dense": "self_attn.o_proj",
 }
+NEMOTRON_PARTS = {"encoder.": "model.", "diffusion_head.": "lm_head."}
 
 
 def load_weights(
@@ -102,6 +103,9 @@ def _under_qwens_names(
     if sizes.kind == LLADA:
         yield _llada_name(name), tensor
         return
+    if sizes.kind == NEMOTRON:
+        for theirs, ours in NEMOTRON_PARTS.items():
+            name = name.replace(theirs, ours)
     if sizes.kind in LLADA2:
         for theirs, ours in LLADA2_PARTS.items():
             name = name.replace(theirs, ours)

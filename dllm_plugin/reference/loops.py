@@ -5,6 +5,10 @@ from typing import NamedTuple
 
 from dllm_plugin.reference import rules
 from dllm_plugin.reference.blocks import decode_blocks
+from dllm_plugin.reference.causal_blocks import (
+    decode_causal_blocks,
+    decode_self_speculation,
+)
 from dllm_plugin.reference.exact_blocks import decode_exact_blocks
 from dllm_plugin.reference.full_attention import decode_full_attention
 from dllm_plugin.reference.sub_blocks import decode_sub_blocks
@@ -29,6 +33,8 @@ LOOPS = {
     rules.BLOCK_DIFFUSION: Loop(decode_blocks, (*GRID, rules.EDITING)),
     rules.SUB_BLOCKS: Loop(decode_sub_blocks, GRID),
     rules.EXACT_BLOCKS: Loop(decode_exact_blocks, OF_LEFT),
+    rules.CAUSAL_BLOCKS: Loop(decode_causal_blocks, OF_LEFT),
+    rules.SELF_SPECULATION: Loop(decode_self_speculation, ("threshold",)),
     rules.SEMI_AUTOREGRESSIVE: FULL,
     rules.PREFIX_CACHE: FULL,
     rules.DUAL_CACHE: FULL,

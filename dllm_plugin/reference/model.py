@@ -5,6 +5,7 @@ own names and layouts are brought to Qwen's when it is read.
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +16,14 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from dllm_plugin.reference.checkpoint import load_weights
-from dllm_plugin.reference.sizes import LLADA2, LLADA_MOE, MASKS, SHIFTED, Sizes
+from dllm_plugin.reference.sizes import (
+    LLADA2,
+    LLADA_MOE,
+    MASKS,
+    NEMOTRON,
+    SHIFTED,
+    Sizes,
+)
 from dllm_plugin.reference.text import Slots
 
 Turns = tuple[Tensor, Tensor]  # cosine and sine of the angles, by position
@@ -95,6 +103,7 @@ class PlainModel:
     mask_id: int
     rotary_dim: int
     router: Router | None = None
+    yarn: Mapping[str, float] | None = None
 
     @classmethod
     def load(
@@ -113,6 +122,7 @@ class PlainModel:
             mask_id=_mask_id(folder, sizes) if mask_id is None else mask_id,
             rotary_dim=sizes.rotary_dim,
             router=Router.of(sizes),
+            yarn=sizes.raw["rope_parameters"] if sizes.kind == NEMOTRON else None,
         )
 
     @property
@@ -133,6 +143,8 @@ class PlainModel:
         """Return cosine and sine ``[N, rotary / 2]`` of the angles of positions."""
         half = self.rotary_dim // 2
         frequency = 1.0 / self.theta ** (torch.arange(half, device=self.device) / half)
+        if self.yarn is not None:
+            frequency = stretched(frequency, self.theta, self.yarn)
         angle = (
             torch.arange(start, start + count, device=self.device)[:, None] * frequency
         )
@@ -161,6 +173,9 @@ class PlainModel:
         slots: Slots | None,
     ) -> Tensor:
         q, k, v = self._heads(x, name, turns)
+        if self.yarn is not None:
+            positions = torch.arange(start, start + len(x), device=q.device)
+            q = (q * query_scale(positions, self.yarn)[:, None]).to(q.dtype)
         if slots is not None:
             k, v = slots[name] = _written(slots.get(name), (k, v), start)
         groups = self.num_heads // self.num_kv_heads
@@ -249,6 +264,12 @@ class PlainModel:
         """
         return self._head(self._states(tokens, None, start, slots)[-1])
 
+    def stored(self, tokens: list[int]) -> Slots:
+        """Return the slots that a causal forward of tokens from position 0 on fills."""
+        slots: Slots = {}
+        self._states(tokens, self._visible(list(range(len(tokens)))), 0, slots)
+        return slots
+
     def predictions(self, tokens: list[int], block: list[int]) -> Tensor:
         """Compute as `rows`, but row p predicts the token at position p."""
         rows = self.rows(tokens, block)
@@ -279,6 +300,29 @@ def _written(
     for old, new in zip(kept, computed, strict=True):
         old[:, start:stop] = new
     return kept
+
+
+def stretched(frequency: Tensor, theta: float, yarn: Mapping[str, float]) -> Tensor:
+    """Return YaRN's frequencies: slow ones are divided by its factor."""
+    half = len(frequency)
+
+    def turning(times: float) -> float:
+        """Return which frequency turns so often in the original context."""
+        context = yarn["original_max_position_embeddings"]
+        return half * math.log(context / (times * 2 * math.pi)) / math.log(theta)
+
+    low = max(math.floor(turning(yarn["beta_fast"])), 0)
+    high = min(math.ceil(turning(yarn["beta_slow"])), 2 * half - 1)
+    high = high + 0.001 if low == high else high
+    place = torch.arange(half, device=frequency.device)
+    slow = ((place - low) / (high - low)).clamp(0, 1)
+    return frequency * (slow / yarn["factor"] + 1 - slow)
+
+
+def query_scale(positions: Tensor, yarn: Mapping[str, float]) -> Tensor:
+    """Return by what the queries of positions are multiplied: 1 in the original context."""
+    times = (positions / yarn["original_max_position_embeddings"]).floor()
+    return 1 + yarn["llama_4_scaling_beta"] * (1 + times).log()
 
 
 def rotate(x: Tensor, turns: Turns) -> Tensor:

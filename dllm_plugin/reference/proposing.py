@@ -11,11 +11,15 @@ from dllm_plugin.reference.numbers import (
     counter_uniform,
     counter_uniforms,
 )
-from dllm_plugin.reference.rules import EXACT_BLOCKS, FULL_ATTENTION
+from dllm_plugin.reference.rules import (
+    CAUSAL_BLOCKS,
+    EXACT_BLOCKS,
+    FULL_ATTENTION,
+)
 from dllm_plugin.reference.text import FILL, Proposal, Text
 
 Proposals = dict[int, Proposal]
-UNTEMPERED = (*FULL_ATTENTION, EXACT_BLOCKS)
+UNTEMPERED = (*FULL_ATTENTION, EXACT_BLOCKS, CAUSAL_BLOCKS)
 
 
 def propose(text: Text, logits: Tensor, positions: list[int], step: int) -> Proposals:

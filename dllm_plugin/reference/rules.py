@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 D2F, BLOCK_DIFFUSION, SUB_BLOCKS = "d2f", "block_diffusion", "sub_blocks"
-EXACT_BLOCKS = "exact_blocks"
+EXACT_BLOCKS, CAUSAL_BLOCKS = "exact_blocks", "causal_blocks"
+SELF_SPECULATION = "self_speculation"
 SEMI_AUTOREGRESSIVE = "semi_autoregressive"
 PREFIX_CACHE, DUAL_CACHE = "prefix_cache", "dual_cache"
 CACHED = (PREFIX_CACHE, DUAL_CACHE)
@@ -71,4 +72,6 @@ class Rules:
     full_refresh_every: int = 1
     refresh_before: int | None = None
     suffix_window: int | None = None
+    max_thinking_tokens: int | None = None
+    end_think_token_id: int | None = None
     widths: tuple[int, ...] = ()

@@ -8,6 +8,7 @@ from typing import Any
 FAST_DLLM, DREAM, LLADA = "Fast_dLLM_Qwen", "Dream", "llada"
 LLADA_MOE, RND1 = "lladamoe", "rnd1"
 LLADA2, SDAR = ("llada2_moe", "llada2_moe_veomni", "llada21_moe"), ("sdar", "sdar_moe")
+NEMOTRON = "nemotron_labs_diffusion"
 STABLE_DIFFCODER = "stable_diffcoder"
 A2D_QWEN3, A2D_QWEN2, A2D_LLAMA = A2D = ("a2d-qwen3", "a2d-qwen2", "a2d-llama")
 # Architectures whose model type is that of other models.
@@ -53,7 +54,7 @@ class Sizes:
             kind = KINDS.get(architecture, kind)
         known = (
             *(LLADA, LLADA_MOE, DREAM, FAST_DLLM, RND1),
-            *(*SDAR, *LLADA2, STABLE_DIFFCODER, *A2D),
+            *(*SDAR, *LLADA2, STABLE_DIFFCODER, *A2D, NEMOTRON),
         )
         if kind not in known:
             raise ValueError(

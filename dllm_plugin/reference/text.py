@@ -26,6 +26,12 @@ class Model(Protocol):
     def predictions(self, tokens: list[int], block: list[int]) -> Tensor:
         """Compute logits ``[N, V]``; row p predicts the token at position p."""
 
+    def rows(self, tokens: list[int], block: list[int]) -> Tensor:
+        """Compute logits ``[N, V]``; the query at i sees the key at j if block[i] >= block[j]."""
+
+    def stored(self, tokens: list[int]) -> Slots:
+        """Return the slots that a causal forward fills."""
+
     def rows_at(self, start: int, tokens: list[int], slots: Slots) -> Tensor:
         """Compute logits ``[N, V]`` of tokens from `start` on, which see every slot."""
 
@@ -86,6 +92,7 @@ class Text:
 
     template  tokens after the prompt, with FILL at positions to fill; the answer ends
               with the last of these
+    drafter   the model with its draft adapter; None without one
     lost      lengths of the answer at which the cache was lost before the next block
     uniform   recorded random number of (position, step in the block), not the seed's
     noise     recorded random numbers ``[V]`` of (position, step in the block)
@@ -103,6 +110,7 @@ class Text:
     stop: Collection[int] = ()
     max_model_len: int = FAR
     template: list[int] | None = None
+    drafter: Model | None = None
     lost: Collection[int] = ()
     uniform: Callable[[int, int], float] | None = None
     noise: Callable[[int, int], Tensor] | None = None

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dllm_plugin.decoding.methods import PlanFunction
-from dllm_plugin.decoding.plan import Canvas, StepPlan
+from dllm_plugin.decoding.plan import Canvas, PlanFunction, StepPlan
 from dllm_plugin.kernels.move_rows import move_rows, move_rows_reference
 from dllm_plugin.sampling.compilation import allow_any_length
 from dllm_plugin.sampling.rows import RowChunk
@@ -126,13 +125,14 @@ class CanvasRows:
         num_slots, self.num_positions = states.canvas_NC.shape
         self.shift = int(states.config.family.logits_shift)
         self.dedicated_commit = states.config.dedicated_commit
+        self.causal_commit = states.config.method.causal_commit
         if self.shift and not self.dedicated_commit:
             self.carry_NV = torch.zeros(
                 num_slots, width, dtype=dtype, device=states.device
             )
 
     def choose(self, batch: "InputBatch", mixed: bool) -> None:
-        """Ask for the last row of each prefill, too, when logits are shifted.
+        """Ask for the last row of each prefill, too, if it predicts the next token.
 
         Args:
             mixed: requests of the step differ in how their rows are read.
@@ -140,7 +140,8 @@ class CanvasRows:
         self.side_stream.mark()
         self._mixed = mixed
         canvases = count_canvases(batch)
-        if not self.shift or not batch.is_prefilling_np[canvases:].any():
+        next_tokens = self.shift or self.causal_commit
+        if not next_tokens or not batch.is_prefilling_np[canvases:].any():
             return
         # vLLM's warm-up hands a grammar to its prefills and expects them to have no rows.
         # Ids of clients end in what vLLM appends to them, never in "_".
@@ -228,9 +229,10 @@ class CanvasRows:
         canvas, remaining_R = self.states.view(slots_R, drafts_R)
         plan = self.plan(canvas, self.states.config.mask_token_id)
         position_C = torch.arange(self.num_positions, device=slots_R.device)
-        source_RC = low_R.to(torch.int64)[:, None] + (
-            position_C - self.shift
-        ).clamp_min(0)
+        shift: int | Tensor = self.shift
+        if self.causal_commit:
+            shift = self._shifts(plan)[:, None]
+        source_RC = low_R.to(torch.int64)[:, None] + (position_C - shift).clamp_min(0)
         # Positions that were not computed share the last row.
         source_RC = torch.minimum(source_RC, high_R.to(torch.int64)[:, None] - 1)
         if self.carry_NV is not None:
@@ -244,6 +246,13 @@ class CanvasRows:
         return PlannedCanvases(
             canvas, remaining_R, plan, source_RC, drafts_R, last_row_R, commits_R
         )
+
+    def _shifts(self, plan: StepPlan) -> Tensor:
+        """Return how far after its row a predicted position is, int64 ``[R]``.
+
+        It is 1 in causal forwards, which store a block, and else 0.
+        """
+        return (plan.num_stored_R > 0).to(torch.int64)
 
     def has_row(self, step: DenoisingStep) -> Tensor:
         """Return the positions that a row of this step predicts, bool ``[R, C]``."""
@@ -311,6 +320,11 @@ class CanvasRows:
         device = self.states.device
         slot_T, offset_T = batch.expanded_idx_mapping, batch.expanded_local_pos
         rows_T = torch.arange(len(slot_T), device=device)
+        if self.causal_commit:
+            shifts_T = self._shifts(planned.plan).repeat_interleave(
+                planned.drafts_R, output_size=len(slot_T)
+            )
+            offset_T = offset_T + shifts_T.to(offset_T.dtype)
         owner_np = owner_R = None
         if self._mixed:
             owner_R = np.arange(len(slots_R))

@@ -53,6 +53,7 @@ class Decider:
         }
         self.commit = method.commit
         self.edits = method.edits
+        self.accept = method.accept
         self.keeps_kv = method.keeps_kv
         self.counts_masks = method.logits == "masked"
         # vLLM would read counts of masks as broken positions.
@@ -119,6 +120,16 @@ class Decider:
         if self.edits:
             edited = keep_edited(step.canvas, step.plan, step.unmask_RC)
             step.plan, step.unmask_RC = edited
+        if self.accept is not None:
+            step.canvas, step.plan, step.unmask_RC = self.accept(
+                step.canvas,
+                step.plan,
+                step.unmask_RC,
+                step.proposal,
+                self.states.config.mask_token_id,
+            )
+            for feature in features:
+                feature.accept(step)
         self._commit(step)
         step.broken_R = _count_broken(stats, step.source_RC, step.plan)
         for feature in features:

@@ -12,8 +12,7 @@ from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from dllm_plugin.decoding.full_attention import without_void
-from dllm_plugin.decoding.methods import PlanFunction
-from dllm_plugin.decoding.plan import Canvas, StepPlan
+from dllm_plugin.decoding.plan import Canvas, PlanFunction, StepPlan
 from dllm_plugin.sampling.compilation import allow_any_length
 from dllm_plugin.sampling.guidance import GuidedRows, context_rows, pair_requests
 from dllm_plugin.sampling.mask_counts import MaskCounts

@@ -83,6 +83,9 @@ class CanvasStates:
                 config, self.canvas_NC, self.start_N, self.requests
             )
         self.counter_N = self.block_step_N if config.restarts_blocks else self.step_N
+        if config.method.verifies:
+            # Random numbers by position alone: a text does not depend on what was drafted.
+            self.counter_N = torch.zeros_like(self.step_N)
 
         # Tables of other owners that move with the canvas: kept and restored like it.
         self.companions: list[Tensor] = []
@@ -280,6 +283,17 @@ class CanvasStates:
         layout = self.requests.layout(slots_np)
         limits = (self.canvas_NC.shape[1], self.max_model_len)
         return bounds(layout, start, *limits, self.config.method.exact_end)
+
+    def stores_block(self, slots_R: Tensor) -> Tensor:
+        """Return whether the first block of each canvas has no masks, bool ``[R]``."""
+        position_C = torch.arange(self.canvas_NC.shape[1], device=self.device)
+        start_R = self.start_N[slots_R]
+        end_R = torch.minimum(
+            self.requests.block_length.gpu[slots_R],
+            self.requests.blocks_end.gpu[slots_R] - start_R,
+        )
+        masked_RC = self.canvas_NC[slots_R] == self.config.mask_token_id
+        return ~(masked_RC & (position_C < end_R[:, None])).any(dim=1)
 
     def given(self, slots_R: Tensor) -> Tensor:
         """Return the canvas positions that templates give, bool ``[R, C]``."""

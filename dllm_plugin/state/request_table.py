@@ -115,6 +115,8 @@ class RequestTable:
         origin = config.origin(prompt_len, request.block_length)
         self.origin.np[slot] = origin
         blocks = -(-(end - origin) // request.block_length)
+        # Where blocks may start anywhere, a last one may begin just before the end.
+        blocks += config.method.verifies
         last = min(origin + blocks * request.block_length, context)
         ends_exactly = template is not None or config.method.exact_end
         self.blocks_end.np[slot] = end if ends_exactly else last

@@ -23,7 +23,12 @@ from dllm_plugin.commands.options import flag_of
 from dllm_plugin.config.options import OPTIONS
 from dllm_plugin.config.validation import NAMES, Flag
 from dllm_plugin.decoding.families import LLADA
-from dllm_plugin.decoding.methods import POLICIES, STRATEGIES, choose_method
+from dllm_plugin.decoding.methods import (
+    POLICIES,
+    STRATEGIES,
+    choose_method,
+    methods_of,
+)
 
 DECODE = [
     "--block-length",
@@ -215,7 +220,7 @@ def test_bundled_model_is_the_default() -> None:
     assert options["additional_config"] == {"dllm": {}}
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", methods_of(LLADA))
 def test_bundled_model_by_a_strategy(strategy: str) -> None:
     """It gets its adapter for the strategy that uses it in the table of methods."""
     args = cli.build_parser().parse_args(["generate", "x", "--strategy", strategy])

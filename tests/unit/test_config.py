@@ -16,7 +16,8 @@ from dllm_plugin.config.request.arguments import ARGUMENTS
 from dllm_plugin.config.request.parsing import request_arguments
 from dllm_plugin.config.resolution import check_options_read, resolve
 from dllm_plugin.config.validation import policy_choices, strategy_choices
-from dllm_plugin.decoding.methods import POLICIES, STRATEGIES
+from dllm_plugin.decoding.families import FAMILIES
+from dllm_plugin.decoding.methods import POLICIES, methods_of
 
 FIELDS = [
     "adaptive",
@@ -30,6 +31,7 @@ FIELDS = [
     "compile_step",
     "confidence_eos_eot_inf",
     "decoded_token_threshold",
+    "draft_adapter",
     "editing_threshold",
     "entropy_temperature",
     "eps",
@@ -66,6 +68,7 @@ REQUEST_ARGUMENTS = [
     "dllm_decoded_token_threshold",
     "dllm_early_text",
     "dllm_editing_threshold",
+    "dllm_end_think_token_id",
     "dllm_entropy_temperature",
     "dllm_eps",
     "dllm_factor",
@@ -75,6 +78,7 @@ REQUEST_ARGUMENTS = [
     "dllm_logits_eos_inf",
     "dllm_max_active_blocks",
     "dllm_max_post_steps",
+    "dllm_max_thinking_tokens",
     "dllm_num_to_transfer",
     "dllm_policy",
     "dllm_refresh_before",
@@ -98,7 +102,8 @@ def test_public_surface_is_frozen() -> None:
     assert sorted(f.name for f in dataclasses.fields(Options)) == FIELDS
     assert dllm_plugin.__all__ == ["__version__", "register"]
     assert " ".join(strategy_choices()) == (
-        "auto d2f block_diffusion semi_autoregressive prefix_cache dual_cache"
+        "auto d2f block_diffusion semi_autoregressive prefix_cache dual_cache "
+        "self_speculation"
     )
     assert " ".join(policy_choices()) == (
         "auto threshold factor low_confidence entropy topk_margin random origin sequential "
@@ -158,7 +163,7 @@ def test_choices() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", methods_of(FAMILIES[LLADA]))
 @pytest.mark.parametrize("architecture", [LLADA, DREAM])
 def test_every_strategy_with_every_policy(
     architecture: str, strategy: str, policy: str

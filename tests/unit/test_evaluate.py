@@ -15,8 +15,9 @@ from diffuplug_bench.word_problems.generator import eval_seeds, problem
 from dllm_plugin.config.options import Options
 from dllm_plugin.config.request.parsing import request_arguments
 from dllm_plugin.config.resolution import resolve
-from dllm_plugin.decoding.methods import POLICIES, STRATEGIES
+from dllm_plugin.decoding.methods import POLICIES
 
+STRATEGIES = tuple(every_policy.METHODS)  # of the bundled model
 WAYS = [way for strategy in STRATEGIES for way in every_policy.ways(strategy)]
 ROWS = [
     Row(

@@ -106,7 +106,10 @@ def test_the_changed_package_knows_them(changed: Path) -> None:
         "rightmost": {
             f"{s} on {family}" for s in strategies for family in ("llada", "dream")
         }
-        | {f"block_diffusion on {family}" for family in ("stable_diffcoder", "a2d")}
+        | {
+            f"block_diffusion on {family}"
+            for family in ("stable_diffcoder", "a2d", "nemotron")
+        }
         | {"semi_autoregressive on a2d"},
         "nearest": {f"block_diffusion on {family}" for family in ("llada", "dream")},
     }

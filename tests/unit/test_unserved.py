@@ -34,7 +34,7 @@ def test_key_is_refused_by_commands_and_at_start(
 
 @pytest.mark.parametrize(
     ("model_type", "title"),
-    [("wedlm", "WeDLM"), ("nemotron_labs_diffusion", "Nemotron-Labs-Diffusion")],
+    [("wedlm", "WeDLM")],
 )
 def test_model_type_is_refused_by_commands_and_not_registered(
     model_type, title, checkpoint, registered

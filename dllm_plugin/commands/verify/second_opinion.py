@@ -37,6 +37,11 @@ def check(config: DecodeConfig) -> None:
         raise ValueError(
             f"verify compares engines with adaptive 'off', not {config.adaptive!r}"
         )
+    if config.method.causal_commit:
+        raise ValueError(
+            f"verify does not compare {config.family.title} models, whose blocks are stored by "
+            "causal forwards."
+        )
     loop, policy = LOOPS[_name(config)], config.policy
     if policy not in loop.policies:
         raise ValueError(

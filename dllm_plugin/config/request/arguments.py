@@ -14,6 +14,7 @@ from typing import Any
 
 from dllm_plugin.config.options import (
     FILL,
+    MAX_POSITIONS,
     MAX_STEPS,
     OPTIONS,
     REQUEST_PREFIX,
@@ -142,6 +143,20 @@ class RequestArguments(Numbers):
         "Positions that each forward computes, instead of a choice by load.",
         needs="floats",
     )
+    max_thinking_tokens: int | None = argument(
+        None,
+        WholeNumber(0, MAX_POSITIONS, open=True),
+        "Nemotron: tokens of the answer after which thinking ends.",
+        off=(None,),
+        needs="causal_commit",
+    )
+    end_think_token_id: int | None = argument(
+        None,
+        WholeNumber(0, MAX_POSITIONS, open=True),
+        "Nemotron: the token that ends thinking.",
+        off=(None,),
+        needs="causal_commit",
+    )
     grammar: str = argument(
         AUTO,
         Choice(lambda: GRAMMAR_MODES),
@@ -168,6 +183,11 @@ class RequestArguments(Numbers):
     def is_watched(self) -> bool:
         """Return whether steps of the request bring its canvas to the host."""
         return bool(self.frames or self.early_text or self.trace)
+
+    @property
+    def has_half_a_budget(self) -> bool:
+        """Return whether only one of the two arguments of a thinking budget is given."""
+        return (self.max_thinking_tokens is None) != (self.end_think_token_id is None)
 
     @property
     def withholds(self) -> bool:

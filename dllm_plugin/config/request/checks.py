@@ -10,7 +10,7 @@ from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
-from dllm_plugin.config.decode import DecodeConfig
+from dllm_plugin.config.decode import Case, DecodeConfig
 from dllm_plugin.config.request.arguments import TEMPLATE, RequestArguments
 from dllm_plugin.config.validation import shown
 from dllm_plugin.decoding.methods import methods_of
@@ -36,6 +36,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "trace_decode_token_ids": (None, "tokens are not decoded in order"),
 }
 
+FORWARDS_PER_POSITION = 4  # of a block that a request may ask for: more only use a slot
+FORWARDS = 64  # that it may ask for however short its blocks are
 MAX_STOP_TOKENS = 128
 MAX_BAD_WORD = 64
 MAX_WORD_TOKENS = 16
@@ -247,6 +249,23 @@ def too_long(config: DecodeConfig, num_positions: int) -> str:
     )
 
 
+def too_many_forwards(case: Case, name: str) -> str:
+    """Return the limit that a request's forwards of a block exceed; empty if they do not."""
+    config, block = case.config, case.asked.block_length
+    if "block_length" not in case.given:
+        block = max(block, config.block_length)
+    engines = config.defaults.max_post_steps
+    if name == "steps":
+        engines = config.steps or 0
+    most = max(FORWARDS_PER_POSITION * block, FORWARDS, engines)
+    if (case.given.get(name) or 0) <= most:
+        return ""
+    return (
+        f"{most}, the largest of {FORWARDS}, {FORWARDS_PER_POSITION} for each of the block's "
+        f"{block} positions and the engine's own {engines}"
+    )
+
+
 def check_length(config: DecodeConfig, num_positions: int) -> None:
     """Raise ValueError if gaps and the text between them do not fit a canvas."""
     if refusal := too_long(config, num_positions):
@@ -262,7 +281,7 @@ def check_fits(
 ) -> None:
     """Raise VLLMValidationError if a forward of the request could never be scheduled."""
     if not config.method.full_attention:
-        if not config.method.splits_prompt:
+        if not (config.method.splits_prompt or config.method.causal_commit):
             _check_page(vllm_config, request)
         return
     context = vllm_config.model_config.max_model_len

@@ -9,19 +9,18 @@ from typing import NamedTuple
 
 from dllm_plugin.config.decode import Case
 from dllm_plugin.config.options import FILL, REQUEST_FIELDS, REQUEST_PREFIX
-from dllm_plugin.config.request.arguments import (
-    ARGUMENTS,
-    AUTOMATON,
-    end_of_gaps,
+from dllm_plugin.config.request.arguments import ARGUMENTS, AUTOMATON, end_of_gaps
+from dllm_plugin.config.request.checks import (
+    PENALTIES,
+    no_template,
+    too_long,
+    too_many_forwards,
 )
-from dllm_plugin.config.request.checks import PENALTIES, no_template, too_long
 from dllm_plugin.config.request.structured_outputs import no_automaton
 from dllm_plugin.config.validation import shown
 from dllm_plugin.decoding.policies import SEVERAL_BLOCKS
 
 OF_SEVERAL_BLOCKS = SEVERAL_BLOCKS[1:]
-FORWARDS_PER_POSITION = 4  # of a block that a request may ask for: more only use a slot
-FORWARDS = 64  # that it may ask for however short its blocks are
 
 
 class Exclusion(NamedTuple):
@@ -46,23 +45,6 @@ def _without_effect(case: Case, name: str) -> bool:
     if name in REQUEST_FIELDS:
         return name not in method.options_read(case.asked.policy)
     return bool(known.needs) and not getattr(method, known.needs)
-
-
-def _too_many_forwards(case: Case, name: str) -> str:
-    """Return the limit that a request's forwards of a block exceed; empty if they do not."""
-    config, block = case.config, case.asked.block_length
-    if "block_length" not in case.given:
-        block = max(block, config.block_length)
-    engines = config.defaults.max_post_steps
-    if name == "steps":
-        engines = config.steps or 0
-    most = max(FORWARDS_PER_POSITION * block, FORWARDS, engines)
-    if (case.given.get(name) or 0) <= most:
-        return ""
-    return (
-        f"{most}, the largest of {FORWARDS}, {FORWARDS_PER_POSITION} for each of the block's "
-        f"{block} positions and the engine's own {engines}"
-    )
 
 
 def _wrong_width(case: Case, name: str) -> str:
@@ -111,8 +93,8 @@ def _no_automaton(case: Case, name: str) -> str:
 WITH_ARGUMENTS = (
     Exclusion(
         "block_length",
-        lambda c, name: c.asked.block_length > c.config.canvas_length,
-        "{name} {value} is longer than the canvas of {config.canvas_length} positions: lower "
+        lambda c, name: c.asked.block_length > c.config.longest_block,
+        "{name} {value} is longer than the canvas of {config.longest_block} positions: lower "
         "block_length or raise canvas_length in additional_config.",
     ),
     Exclusion(
@@ -197,7 +179,7 @@ WITH_ARGUMENTS = (
     ),
     Exclusion(
         "steps max_post_steps",
-        _too_many_forwards,
+        too_many_forwards,
         "{name} {value} exceeds {why}: lower {option} or raise it in additional_config.",
     ),
     Exclusion(
@@ -206,6 +188,16 @@ WITH_ARGUMENTS = (
             c.given.get(name) is not None and c.asked.full_refresh_every == 1
         ),
         "{name} has no effect with full_refresh_every 1: remove it or raise full_refresh_every.",
+    ),
+    Exclusion(
+        "max_thinking_tokens end_think_token_id",
+        lambda c, name: c.asked.has_half_a_budget,
+        "max_thinking_tokens and end_think_token_id need each other: give both or none.",
+    ),
+    Exclusion(
+        "frames early_text trace",
+        lambda c, name: c.config.method.causal_commit and getattr(c.asked, name),
+        "{name} is not supported on {config.architecture}: leave it out.",
     ),
     Exclusion(
         "trace", lambda c, name: c.asked.trace and c.config.no_traces, "{name} {why}."
@@ -306,6 +298,11 @@ WITH_PARAMETERS = (
         + " ".join(PENALTIES),
         lambda c, name: c.asked.targets and c.is_set(name),
         "{name} cannot be combined with dllm_targets: leave it out.",
+    ),
+    Exclusion(
+        "bad_words " + " ".join(PENALTIES),
+        lambda c, name: c.config.method.verifies and c.is_set(name),
+        "{name} is not supported by strategy {config.strategy!r}: leave it out.",
     ),
     Exclusion(
         "structured_outputs",

@@ -80,7 +80,8 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
         )
         if reach > self.max_model_len:
             self._long.add(request.request_id)
-        if asked.block_length != self.decode_config.block_length:
+        causal = self.decode_config.method.causal_commit
+        if asked.block_length != self.decode_config.block_length and not causal:
             # Keys depend on where blocks end, so other requests must not use these pages.
             request.cache_salt = (
                 f"{request.cache_salt or ''}/block {asked.block_length}"

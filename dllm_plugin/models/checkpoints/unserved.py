@@ -123,13 +123,6 @@ UNSERVED = (
         token="<|expand|>",
     ),
     Unserved(
-        title="Nemotron-Labs-Diffusion",
-        model_types=("nemotron_labs_diffusion",),
-        why="commits its blocks by causal forwards",
-        instead="take another model",
-        wholly=True,
-    ),
-    Unserved(
         title="WeDLM",
         model_types=("wedlm",),
         why="reorders the positions of its window in every forward",

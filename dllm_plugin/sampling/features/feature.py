@@ -109,6 +109,9 @@ class StepFeature:
     def restrict(self, step: DenoisingStep) -> None:
         """Change which positions are unmasked: `step.unmask_RC`, after the policies."""
 
+    def accept(self, step: DenoisingStep) -> None:
+        """Change the first token after what a causal forward keeps, before it is committed."""
+
     def commit(self, step: DenoisingStep) -> None:
         """Commit what is kept per canvas, before the canvases move on; may change the outcome."""
 

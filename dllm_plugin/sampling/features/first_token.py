@@ -72,7 +72,8 @@ class FirstTokenDecoder(StepFeature):
 
     def commit(self, step: DenoisingStep) -> None:
         """Propose a token after each block that a step stored, before the canvases move on."""
-        assert step.last_row_R is not None
+        if step.last_row_R is None:
+            return  # a causal commit has proposed it with its other rows
         tokens_RC, plan = step.tokens_RC, step.plan
         place_R = plan.num_committed_R.to(torch.int64)
         mask_id = self.states.config.mask_token_id

@@ -21,6 +21,7 @@ from dllm_plugin.sampling.features.logprobs import LogprobStash
 from dllm_plugin.sampling.features.penalties import Penalties
 from dllm_plugin.sampling.features.targets import Targets
 from dllm_plugin.sampling.features.templates import TemplateSteps
+from dllm_plugin.sampling.features.thinking import ThinkingBudget
 from dllm_plugin.sampling.features.token_rules import TokenRules
 from dllm_plugin.sampling.features.watched_rows import WatchedRows
 from dllm_plugin.state.canvas_states import CanvasStates
@@ -74,13 +75,16 @@ class StepFeatures:
             # Stores the scores of this step's rows, and emits them.
             logprobs,
         ]
-        if states.config.dedicated_commit:
+        if states.config.dedicated_commit or states.config.method.causal_commit:
             # Reads rows once more, with scores of their own: after the scores of the step.
             entries.append(
                 FirstTokenDecoder(
                     states, checks, (penalties, bad_words), logprobs, propose
                 )
             )
+        if states.config.method.causal_commit:
+            # Replaces first tokens of blocks: after they are decided.
+            entries.append(ThinkingBudget(states))
         # Appends rows to the log-probabilities: after everything that emits them.
         entries.append(WatchedRows(states))
         self.entries = tuple(entries)

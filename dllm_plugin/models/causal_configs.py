@@ -1,0 +1,35 @@
+"""Define Hugging Face configs of models that commit by causal forwards."""
+
+from typing import Any
+
+from transformers.models.ministral3.configuration_ministral3 import Ministral3Config
+
+from dllm_plugin.models.configs import DiffusionConfig
+from dllm_plugin.models.variants import NEMOTRON_FIXED
+
+
+class NemotronConfig(DiffusionConfig, Ministral3Config):
+    """Read Nemotron-Labs-Diffusion: Ministral's keys, mask token and length of a block."""
+
+    model_type = "nemotron_labs_diffusion"
+    label = "Nemotron-Labs-Diffusion"
+    fixed = NEMOTRON_FIXED
+
+    block_size: int | None = None
+    llama_4_scaling: dict[str, Any] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        rope = self.rope_parameters or {}
+        beta = rope.get("llama_4_scaling_beta")
+        if beta:
+            # vLLM's model scales queries by this key.
+            self.llama_4_scaling = {
+                "beta": beta,
+                "original_max_position_embeddings": rope[
+                    "original_max_position_embeddings"
+                ],
+            }
+
+
+CAUSAL_CONFIGS = (NemotronConfig,)

@@ -1,0 +1,97 @@
+"""End the thinking of a text at its budget (Nemotron-Labs-Diffusion).
+
+Shape letters as in :mod:`dllm_plugin.decoding.plan`; N slots.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from vllm.sampling_params import SamplingParams
+
+from dllm_plugin.config.request.parsing import request_arguments
+from dllm_plugin.sampling.features.feature import StepFeature
+from dllm_plugin.sampling.step import DenoisingStep, EmittedTokens
+from dllm_plugin.state.canvas_states import CanvasStates
+from dllm_plugin.state.request_table import SlotTable
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
+NO_TOKEN = -1
+
+
+class ThinkingBudget(StepFeature):
+    """Write the token that ends thinking where a budget is spent without it.
+
+    token   int64, the token; NO_TOKEN for slots without a budget
+    budget  int64, tokens of the answer before it at most
+    ended_N bool, the answer has the token
+    """
+
+    def __init__(self, states: CanvasStates) -> None:
+        num_slots = len(states.open_N)
+        super().__init__(num_slots)
+        self.states = states
+        self.token = SlotTable(num_slots, torch.int64, states.device)
+        self.budget = SlotTable(num_slots, torch.int64, states.device)
+        self.ended_N = torch.zeros(num_slots, dtype=torch.bool, device=states.device)
+        states.companions.append(self.ended_N)
+        self._dirty = False
+
+    def add_request(self, slot: int, params: SamplingParams) -> bool:
+        """Stage the budget of a request."""
+        asked = request_arguments(
+            self.states.config, params.extra_args, params.max_tokens
+        )
+        budget, token = asked.max_thinking_tokens, asked.end_think_token_id
+        self.token.np[slot] = NO_TOKEN if budget is None or token is None else token
+        self.budget.np[slot] = budget or 0
+        self._dirty = True
+        return bool(self.token.np[slot] != NO_TOKEN)
+
+    def apply_staged_writes(self) -> None:
+        """Copy staged budgets to the device."""
+        if self._dirty:
+            self.token.copy_to_device()
+            self.budget.copy_to_device()
+            self._dirty = False
+
+    def accept(self, step: DenoisingStep) -> None:
+        """Replace the first token of the next block if the budget is spent there."""
+        slots_R, kept_R = step.slots_R, step.plan.num_committed_R.to(torch.int64)
+        token_R1 = self.token.gpu[slots_R][:, None]
+        position_C = torch.arange(step.unmask_RC.shape[1], device=slots_R.device)
+        is_end_RC = step.canvas.tokens_RC == token_R1
+        is_end_RC &= position_C < kept_R[:, None]
+        self.ended_N[slots_R] |= is_end_RC.any(dim=1)
+        place_R = self._place(slots_R, self.states.start_N[slots_R] + kept_R)
+        spent_R = (place_R == 0) & (step.plan.num_stored_R > 0)
+        first_RC = (position_C == kept_R[:, None]) & spent_R[:, None]
+        token_RC = torch.where(first_RC, token_R1, step.proposal.token_RC)
+        step.proposal = step.proposal._replace(token_RC=token_RC)
+
+    def finish_batch(
+        self, logits_TV: Tensor, batch: "InputBatch", emitted: EmittedTokens
+    ) -> EmittedTokens:
+        """Write the token into the blocks in which budgets are spent."""
+        slots_R = batch.idx_mapping[: batch.num_reqs]
+        canvas_NC, length = self.states.canvas_NC, self.states.requests.block_length
+        place_R = self._place(slots_R, self.states.start_N[slots_R])
+        most_R = length.gpu[slots_R]
+        if self.states.config.method.verifies:
+            most_R = torch.ones_like(most_R)  # a draft is not written beforehand
+        writes_R = place_R < most_R
+        place_R = place_R.clamp_max(canvas_NC.shape[1] - 1)
+        before_R = canvas_NC[slots_R, place_R]
+        canvas_NC[slots_R, place_R] = torch.where(
+            writes_R, self.token.gpu[slots_R], before_R
+        )
+        return emitted
+
+    def _place(self, slots_R: Tensor, start_R: Tensor) -> Tensor:
+        """Return how many positions after `start` budgets end; the context if they do not."""
+        origin_R = self.states.requests.origin.gpu[slots_R]
+        place_R = (self.budget.gpu[slots_R] - (start_R - origin_R)).clamp_min(0)
+        has_R = (self.token.gpu[slots_R] != NO_TOKEN) & ~self.ended_N[slots_R]
+        return place_R.where(has_R, self.states.max_model_len)
