@@ -338,8 +338,9 @@ METHODS: dict[tuple[str, str], Method] = {
     (BLOCK_DIFFUSION, "dream_reasoner"): grid_blocks,
     (BLOCK_DIFFUSION, "stable_diffcoder"): left_blocks,
     (BLOCK_DIFFUSION, "a2d"): rounded_blocks,
-    (BLOCK_DIFFUSION, "fast_dllm_v2"): sub_blocks,
     (BLOCK_DIFFUSION, "nemotron"): causal_blocks,
+    (SELF_SPECULATION, "nemotron"): self_speculation,
+    (BLOCK_DIFFUSION, "fast_dllm_v2"): sub_blocks,
     (SEMI_AUTOREGRESSIVE, "llada"): semi_autoregressive,
     (SEMI_AUTOREGRESSIVE, "dream"): dream_loop,
     (SEMI_AUTOREGRESSIVE, "a2d"): rounded_loop,
@@ -348,7 +349,6 @@ METHODS: dict[tuple[str, str], Method] = {
     (PREFIX_CACHE, "dream"): shifted(prefix_cache),
     (DUAL_CACHE, "llada"): dual_cache,
     (DUAL_CACHE, "dream"): shifted(dual_cache),
-    (SELF_SPECULATION, "nemotron"): self_speculation,
 }
 STRATEGIES = tuple(dict.fromkeys(strategy for strategy, _ in METHODS))
 POLICIES = policies.POLICY_NAMES

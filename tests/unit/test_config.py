@@ -102,8 +102,8 @@ def test_public_surface_is_frozen() -> None:
     assert sorted(f.name for f in dataclasses.fields(Options)) == FIELDS
     assert dllm_plugin.__all__ == ["__version__", "register"]
     assert " ".join(strategy_choices()) == (
-        "auto d2f block_diffusion semi_autoregressive prefix_cache dual_cache "
-        "self_speculation"
+        "auto d2f block_diffusion self_speculation semi_autoregressive prefix_cache "
+        "dual_cache"
     )
     assert " ".join(policy_choices()) == (
         "auto threshold factor low_confidence entropy topk_margin random origin sequential "

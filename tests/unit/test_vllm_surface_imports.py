@@ -18,7 +18,7 @@ vllm.config.vllm: OptimizationLevel
 vllm.config.diffusion: DiffusionConfig
 vllm.config.quantization: resolve_quantization_config
 vllm.distributed: get_tensor_model_parallel_rank get_tensor_model_parallel_world_size
-vllm.distributed: tensor_model_parallel_all_gather
+vllm.distributed: tensor_model_parallel_all_gather tensor_model_parallel_all_reduce
 vllm.distributed.parallel_state: get_world_group graph_capture
 vllm.engine.arg_utils: EngineArgs
 vllm.entrypoints.cli.serve: ServeSubcommand
@@ -34,6 +34,7 @@ vllm.model_executor.layers.rotary_embedding: RotaryEmbedding
 vllm.model_executor.models.config: MODELS_CONFIG_MAP VerifyAndUpdateConfig
 vllm.model_executor.models.bailing_moe: BailingMoE BailingMoeV2ForCausalLM
 vllm.model_executor.models.llama: LlamaAttention LlamaForCausalLM
+vllm.model_executor.models.mistral: MistralForCausalLM
 vllm.model_executor.models.qwen2: Qwen2Attention Qwen2ForCausalLM
 vllm.model_executor.models.qwen3: Qwen3ForCausalLM
 vllm.model_executor.models.qwen3_moe: Qwen3MoeForCausalLM
