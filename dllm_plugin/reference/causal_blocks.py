@@ -4,9 +4,23 @@ Blocks are denoised bidirectionally after a causal context. A causal forward sto
 and predicts the first token of the next block. The prompt's forward is not recorded.
 """
 
+from typing import Protocol, cast
+
+from torch import Tensor
+
 from dllm_plugin.reference.full_attention import choose_of_left
 from dllm_plugin.reference.proposing import Proposals, best_first, propose
-from dllm_plugin.reference.text import Text
+from dllm_plugin.reference.text import Model, Slots, Text
+
+
+class CausalModel(Model, Protocol):
+    """Declare the causal forwards of a model."""
+
+    def rows(self, tokens: list[int], block: list[int]) -> Tensor:
+        """Compute logits ``[N, V]``; the query at i sees the key at j if block[i] >= block[j]."""
+
+    def stored(self, tokens: list[int]) -> Slots:
+        """Return the slots that a causal forward fills."""
 
 
 def decode_causal_blocks(text: Text) -> None:
@@ -87,7 +101,7 @@ def _write_end_of_thinking(text: Text, start: int, end: int) -> None:
 
 def _proposals(text: Text, start: int, left: list[int], step: int) -> Proposals:
     """Propose tokens for the masked positions of a block."""
-    slots = text.model.stored(text.tokens[:start])
+    slots = cast(CausalModel, text.model).stored(text.tokens[:start])
     drafter = text.drafter or text.model
     logits = drafter.rows_at(start, text.tokens[start:], slots)
     return propose(text, logits[[p - start for p in left]], left, step)
@@ -96,7 +110,8 @@ def _proposals(text: Text, start: int, left: list[int], step: int) -> Proposals:
 def _causal_proposals(text: Text, start: int) -> Proposals:
     """Propose a token after every position from `start` on, by a causal forward."""
     size = len(text.tokens)
-    logits = text.model.rows(text.tokens, list(range(size)))
+    model = cast(CausalModel, text.model)
+    logits = model.rows(text.tokens, list(range(size)))
     return propose(text, logits[start:], list(range(start + 1, size + 1)), 0)
 
 

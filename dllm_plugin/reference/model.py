@@ -313,9 +313,8 @@ def stretched(frequency: Tensor, theta: float, yarn: Mapping[str, float]) -> Ten
 
     low = max(math.floor(turning(yarn["beta_fast"])), 0)
     high = min(math.ceil(turning(yarn["beta_slow"])), 2 * half - 1)
-    high = high + 0.001 if low == high else high
     place = torch.arange(half, device=frequency.device)
-    slow = ((place - low) / (high - low)).clamp(0, 1)
+    slow = ((place - low) / ((high - low) or 0.001)).clamp(0, 1)
     return frequency * (slow / yarn["factor"] + 1 - slow)
 
 

@@ -26,12 +26,6 @@ class Model(Protocol):
     def predictions(self, tokens: list[int], block: list[int]) -> Tensor:
         """Compute logits ``[N, V]``; row p predicts the token at position p."""
 
-    def rows(self, tokens: list[int], block: list[int]) -> Tensor:
-        """Compute logits ``[N, V]``; the query at i sees the key at j if block[i] >= block[j]."""
-
-    def stored(self, tokens: list[int]) -> Slots:
-        """Return the slots that a causal forward fills."""
-
     def rows_at(self, start: int, tokens: list[int], slots: Slots) -> Tensor:
         """Compute logits ``[N, V]`` of tokens from `start` on, which see every slot."""
 

@@ -46,6 +46,10 @@ class DraftProjection(nn.Module):
     rows_T1  ``[tokens, 1]`` in the dtype of the weights, 1 in draft rows and else 0
     """
 
+    a: Tensor
+    b: Tensor
+    rows_T1: Tensor
+
     def __init__(self, inner: nn.Module, pair: LoraPair, rows_T1: Tensor) -> None:
         super().__init__()
         self.inner = inner
