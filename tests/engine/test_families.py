@@ -170,6 +170,18 @@ def test_structured_output(served: Served, decoding: str) -> None:
             assert re.match(r"[a-e]{4,9};[0-9]*", text), text
 
 
+def test_an_answer_that_the_context_cuts(served: Served) -> None:
+    """RND1's is refused: its last position is given, and would lie outside."""
+    prompt, wish = letters(CONTEXT - 10), params(20)
+    if served.config.reserved:
+        message = f"{CONTEXT - 10} tokens and max_tokens 20 positions"
+        with pytest.raises(refused(), match=message):
+            generate(served.llm, [prompt], wish)
+        return
+    [output] = generate(served.llm, [prompt], wish)
+    assert len(token_ids(output)) == 10 or served.config.hidden_token_id is not None
+
+
 def test_gaps(served: Served) -> None:
     """Pins come back in their places; block-causal methods refuse a template."""
     template = [-1] * 5 + letters(3, 1) + [-1] * 4 + letters(6, 2)

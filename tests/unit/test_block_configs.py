@@ -5,9 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 from transformers import AutoConfig
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from dllm_plugin.config.decode import get_decode_config
+from dllm_plugin.config.options import Options
+from dllm_plugin.config.request.parsing import arguments_of
+from dllm_plugin.config.resolution import resolve
 from dllm_plugin.decoding.families import FAMILIES, FAST_DLLM, LLADA, LLADA2, SDAR
+from dllm_plugin.engine.admission import request_rules
 from dllm_plugin.models.checkpoints.trained_for import (
     find_mask_token,
     find_turn_ends,
@@ -231,3 +236,28 @@ def test_wrong_block_length_is_refused(length):
         ValueError, match="block_size in config.json must be a whole number"
     ):
         trained_block_length(served("sdar", block_size=length), SDAR)
+
+
+@pytest.mark.parametrize("key", ["pad_token_id", "eos_token_id"])
+def test_rnd1_needs_what_its_last_position_holds(key, checkpoint, vllm_config_for):
+    """A file without the key has the authors' token; a null has none."""
+    path = checkpoint("tiny-rnd1", **{key: None})
+    with pytest.raises(ValueError, match="config.json lacks pad_token_id or eos_token"):
+        vllm_config_for(path)
+    file = path / "config.json"
+    config = json.loads(file.read_text())
+    del config[key]
+    file.write_text(json.dumps(config))
+    reserved = vllm_config_for(path).additional_config["dllm"]["reserved"]
+    assert sorted(reserved)[-1] in (151643, 151645)
+
+
+def test_structured_output_reserves_no_position():
+    config = resolve(Options(), "RND1LM", 64, 282, reserved=(256, 258))
+    grammar = StructuredOutputsParams(regex="a+")
+    asked = SamplingParams(max_tokens=8, structured_outputs=grammar)
+    assert arguments_of(config, asked).template is None
+    assert arguments_of(config, SamplingParams(max_tokens=8)).template is not None
+    asked.extra_args = {"dllm_add_eos_at_end": True}
+    with pytest.raises(ValueError, match="no effect with structured_outputs"):
+        request_rules(config).validate_params(asked)
