@@ -42,6 +42,15 @@ class BenchWorker:
         torch.cuda.reset_peak_memory_stats(worker.device)
         return torch.cuda.memory_allocated(worker.device)
 
+    def time_steps(
+        self, requests: list[int], widths: list[int], contexts: list[int]
+    ) -> list[tuple[int, int, int, float]]:
+        """Return (requests, width, context of each, ms) of every combination that fits a step."""
+        from diffuplug_bench.adaptive.uniform_steps import time_steps
+
+        worker: Any = self
+        return time_steps(worker.model_runner, requests, widths, contexts)
+
     def peak_bytes(self) -> int:
         """Return the peak of allocated memory since `reset_peak_bytes`."""
         worker: Any = self

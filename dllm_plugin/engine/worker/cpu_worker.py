@@ -16,7 +16,6 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from dllm_plugin.engine.platforms import request_tiles
-from dllm_plugin.engine.worker.graph_times import TimingWorker
 from dllm_plugin.engine.worker.weight_updates import AdapterWorker, UpdatingWorker
 from dllm_plugin.engine.worker.worker import GrammarRunner
 
@@ -68,7 +67,7 @@ class PackingWorker(UpdatingWorker):
             model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
 
 
-class DiffusionCPUWorker(AdapterWorker, PackingWorker, TimingWorker, CPUWorker):
+class DiffusionCPUWorker(AdapterWorker, PackingWorker, CPUWorker):
     """Run vLLM's CPU worker with grammars on canvases, adapters and new weights."""
 
     def init_device(self) -> None:

@@ -26,7 +26,7 @@ from dllm_plugin.config.cuda_graphs import uniform_graphs
 from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.config.worker_carriers import unpack_canvases
 from dllm_plugin.engine.grammars.messages import CanvasChecks, CanvasOutput
-from dllm_plugin.engine.worker.graph_times import TimingWorker, measure
+from dllm_plugin.engine.worker.graph_times import measure, prepare
 from dllm_plugin.engine.worker.weight_updates import AdapterWorker, UpdatingWorker
 
 
@@ -46,6 +46,10 @@ class AsyncCanvasOutput(AsyncModelRunnerOutput):
 
 class GrammarRunner(GPUModelRunner):
     """Run vLLM's model runner with grammars on canvases."""
+
+    def prepare_step(self, *args: Any) -> Any:
+        """Fill the buffers of a step of one width, for `diffuplug bench map`."""
+        return prepare(self, *args)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         """Sample as vLLM does; with checks of canvases, hand them to the sampler first."""
@@ -157,7 +161,7 @@ class DiffusionRunner(GrammarRunner):
         return taken
 
 
-class GrammarWorker(AdapterWorker, UpdatingWorker, TimingWorker):
+class GrammarWorker(AdapterWorker, UpdatingWorker):
     """Run vLLM's worker with grammars on canvases, and with vLLM's graphs."""
 
     runner_class: type[GrammarRunner] = GrammarRunner
