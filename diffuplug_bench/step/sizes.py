@@ -20,9 +20,9 @@ from diffuplug_bench.request_loop import Answer, Ask, Run, serve
 from diffuplug_bench.step.counts import Count
 from diffuplug_bench.step.floor import StepSize
 from dllm_plugin.config.carriers import NO_TOKEN
-from dllm_plugin.config.decode import DecodeConfig, get_decode_config
+from dllm_plugin.config.decode import DecodeConfig, get_decode_config, layout_of
 from dllm_plugin.config.request.parsing import request_arguments
-from dllm_plugin.decoding.full_attention import Layout, bounds, limit
+from dllm_plugin.decoding.full_attention import Layout, bounds
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -89,14 +89,8 @@ def forwards_of(
     assert span is not None, "other forwards have one size"
     max_tokens = answer.sampling["max_tokens"]
     asked = request_arguments(config, answer.sampling["extra_args"], max_tokens)
-    numbers = (
-        prompt_len,
-        min(prompt_len + max_tokens, max_model_len),
-        asked.block_length,
-        asked.full_refresh_every,
-        limit(asked.refresh_before),
-        limit(asked.suffix_window),
-    )
+    end = min(prompt_len + max_tokens, max_model_len)
+    numbers = layout_of(asked, prompt_len, end)
     layout = Layout(*np.array(numbers, dtype=np.int64)[:, None])
     forwards, last, left = [], -1, 0
     for step, snapshot in answer.snapshots:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.sampling_params import SamplingParams
 
-from dllm_plugin.config.request.arguments import RequestArguments
+from dllm_plugin.config.request.arguments import RequestArguments, Template
 from dllm_plugin.decoding.families import FAMILIES, Family
+from dllm_plugin.decoding.full_attention import NO_TEMPLATE, limit
 from dllm_plugin.decoding.methods import METHODS, Method, floating
 
 if TYPE_CHECKING:
@@ -145,6 +146,26 @@ class DecodeConfig:
     def to_json(self) -> dict[str, Any]:
         """Return this as plain data, which vLLM hashes, pickles and hands to every process."""
         return dataclasses.asdict(self)
+
+
+def layout_of(
+    asked: RequestArguments, start: int, end: int, template: Template | None = None
+) -> tuple[int, ...]:
+    """Return the fields of :class:`dllm_plugin.decoding.full_attention.Layout` of one request.
+
+    Args:
+        start: absolute position from which blocks are counted.
+        end: absolute position where the text ends at most.
+    """
+    return (
+        start,
+        end,
+        asked.block_length,
+        asked.full_refresh_every,
+        limit(asked.refresh_before),
+        limit(asked.suffix_window),
+        NO_TEMPLATE if template is None else template.tail,
+    )
 
 
 DEFAULTS = SamplingParams()

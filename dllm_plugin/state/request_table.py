@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from dllm_plugin.config.decode import DecodeConfig
+from dllm_plugin.config.decode import DecodeConfig, layout_of
 from dllm_plugin.config.options import COLUMNS, FILL
 from dllm_plugin.config.request.arguments import RequestArguments, Template
-from dllm_plugin.decoding.full_attention import NO_LIMIT, NO_TEMPLATE, Layout, limit
+from dllm_plugin.decoding.full_attention import NO_LIMIT, NO_TEMPLATE, Layout
 from dllm_plugin.decoding.policies import POLICY_NAMES, PolicySettings
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ POLICY_IDS = {name: i for i, name in enumerate(POLICY_NAMES)}
 class RequestTable:
     """Store one row per slot, in tables that the host fills and copies.
 
-    prompt_len_np  int64, on the host only; so are the next four, see `Layout`
-    full_refresh_every_np, refresh_before_np, suffix_window_np, template_tail_np
+    prompt_len_np  int64, on the host only
+    layouts_np     int64, on the host only; the fields of `Layout`
     origin         int64, absolute position from which blocks are counted
     block_length   int64, positions of a block
     max_blocks     int64, block slots that a step looks at
@@ -66,10 +66,8 @@ class RequestTable:
     ) -> None:
         self.config = config
         self.prompt_len_np = np.zeros(num_slots, dtype=np.int64)
-        self.full_refresh_every_np = np.ones(num_slots, dtype=np.int64)
-        self.refresh_before_np = np.full(num_slots, NO_LIMIT)
-        self.suffix_window_np = np.full(num_slots, NO_LIMIT)
-        self.template_tail_np = np.full(num_slots, NO_TEMPLATE, dtype=np.int64)
+        empty = (0, 0, config.block_length, 1, NO_LIMIT, NO_LIMIT, NO_TEMPLATE)
+        self.layouts_np = np.tile(np.array(empty, dtype=np.int64), (num_slots, 1))
         self.origin = SlotTable(num_slots, torch.int64, device)
         self.block_length = SlotTable(num_slots, torch.int64, device)
         self.max_blocks = SlotTable(num_slots, torch.int64, device)
@@ -83,14 +81,14 @@ class RequestTable:
         self.asked: set[str] = set()
         self.refreshes_vary = False
         self._tables = (
-            *(
-                self.origin,
-                self.block_length,
-                self.max_blocks,
-                self.end,
-                self.blocks_end,
-            ),
-            *(self.policy, self.steps, self.numbers),
+            self.origin,
+            self.block_length,
+            self.max_blocks,
+            self.end,
+            self.blocks_end,
+            self.policy,
+            self.steps,
+            self.numbers,
         )
         self._dirty = True
 
@@ -107,20 +105,17 @@ class RequestTable:
         """Write the row of a request; `copy_to_device` brings it to the device."""
         config = self.config
         self.prompt_len_np[slot] = prompt_len
-        self.full_refresh_every_np[slot] = request.full_refresh_every
         self.refreshes_vary |= request.full_refresh_every != 1
-        self.refresh_before_np[slot] = limit(request.refresh_before)
-        self.suffix_window_np[slot] = limit(request.suffix_window)
         # Where blocks are counted from: some models were trained on multiples of their length.
         origin = config.origin(prompt_len, request.block_length)
         self.origin.np[slot] = origin
+        self.layouts_np[slot] = layout_of(request, origin, end, template)
         blocks = -(-(end - origin) // request.block_length)
         # Where blocks may start anywhere, a last one may begin just before the end.
         blocks += config.method.verifies
         last = min(origin + blocks * request.block_length, context)
         ends_exactly = template is not None or config.method.exact_end
         self.blocks_end.np[slot] = end if ends_exactly else last
-        self.template_tail_np[slot] = NO_TEMPLATE if template is None else template.tail
         self.block_length.np[slot] = request.block_length
         stores_too = config.method.next_block and not config.dedicated_commit
         most = config.block_slots if stores_too else request.max_active_blocks
@@ -165,19 +160,11 @@ class RequestTable:
         """Return whether every refresh of the given slots computes everything from 0."""
         if not self.refreshes_vary:
             return True
-        return bool((self.full_refresh_every_np[slots_np] == 1).all())
+        return bool((self.layout(slots_np).full_refresh_every == 1).all())
 
     def layout(self, slots_np: np.ndarray) -> Layout:
         """Return where forwards of full attention lie, on the host."""
-        return Layout(
-            self.origin.np[slots_np],
-            self.end.np[slots_np],
-            self.block_length.np[slots_np],
-            self.full_refresh_every_np[slots_np],
-            self.refresh_before_np[slots_np],
-            self.suffix_window_np[slots_np],
-            self.template_tail_np[slots_np],
-        )
+        return Layout(*self.layouts_np[slots_np].T)
 
     def policy_settings(self, slots_R: Tensor) -> PolicySettings:
         """Return the numbers of the policies for the requests of a step."""

@@ -17,6 +17,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from dllm_plugin.config.decode import layout_of
 from dllm_plugin.config.request.arguments import RequestArguments, Template
 from dllm_plugin.config.worker_carriers import (
     is_unconditional,
@@ -28,7 +29,6 @@ from dllm_plugin.decoding.full_attention import (
     Bounds,
     Layout,
     bounds,
-    limit,
 )
 from dllm_plugin.decoding.methods import SpanFunction
 from dllm_plugin.engine.scheduling.forwards_in_flight import (
@@ -115,15 +115,8 @@ class RefreshScheduler(GuidedScheduler):
         bad_words = request.sampling_params.bad_words_token_ids
         knows_last = policy.takes_rest and not (bad_words or asked.withholds)
         self._steps[request.request_id] = asked.steps if knows_last else UNKNOWN
-        self._layouts[request.request_id] = (
-            request.num_prompt_tokens,
-            end,
-            asked.block_length,
-            asked.full_refresh_every,
-            limit(asked.refresh_before),
-            limit(asked.suffix_window),
-            NO_TEMPLATE if template is None else template.tail,
-        )
+        start = request.num_prompt_tokens
+        self._layouts[request.request_id] = layout_of(asked, start, end, template)
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         self._layouts.pop(request.request_id, None)
