@@ -110,14 +110,24 @@ def without_given(
 
 
 def commit_given(
-    canvas: Canvas, outcome: StepOutcome, tokens_RC: Tensor, mask_id: int
+    canvas: Canvas,
+    outcome: StepOutcome,
+    tokens_RC: Tensor,
+    remaining_R: Tensor,
+    mask_id: int,
 ) -> StepOutcome:
     """Commit fully given blocks with the block before them: they need no forward."""
     goes_on_R = outcome.refresh_R & ~outcome.ended_R
     size_R = canvas.size_RS[:, 0].clamp_min(1)
-    blocks_R = leading(tokens_RC != mask_id) // size_R
-    num_committed_R = torch.where(goes_on_R, blocks_R * size_R, outcome.num_committed_R)
-    return outcome._replace(num_committed_R=num_committed_R.to(torch.int32))
+    run_R = leading(tokens_RC != mask_id)
+    # The last block may be shorter.
+    ends_R = goes_on_R & (run_R >= remaining_R)
+    run_R = torch.where(ends_R, remaining_R, run_R // size_R * size_R)
+    num_committed_R = torch.where(goes_on_R, run_R, outcome.num_committed_R)
+    return outcome._replace(
+        num_committed_R=num_committed_R.to(torch.int32),
+        ended_R=outcome.ended_R | ends_R,
+    )
 
 
 class Layout(NamedTuple):

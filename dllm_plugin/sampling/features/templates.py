@@ -34,4 +34,6 @@ class TemplateSteps(StepFeature):
     def commit(self, step: DenoisingStep) -> None:
         """Commit blocks that are given as a whole."""
         mask_id = self.states.config.mask_token_id
-        step.outcome = commit_given(step.canvas, step.outcome, step.tokens_RC, mask_id)
+        step.outcome = commit_given(
+            step.canvas, step.outcome, step.tokens_RC, step.remaining_R, mask_id
+        )
