@@ -2,14 +2,17 @@
 
 import json
 import re
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from http import HTTPStatus
 from typing import Any
 
 from fastapi.responses import JSONResponse
+from starlette.datastructures import State
 from vllm.entrypoints.serve.exception_handling.error_response import (
     create_error_response,
 )
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from dllm_plugin.config.request.checks import check_characters, texts_of
 from dllm_plugin.config.validation import shown
@@ -23,6 +26,9 @@ SMALLEST, LARGEST = -(2**63), 2**64 - 1
 OF_SCHEMAS = ("response_format", "structured_outputs", "tools", "text")
 OBJECTS = ("structured_outputs", "stream_options")
 REFUSAL = "refusal"
+# vLLM asks a backend that cannot serve a canvas about schemas with this keyword.
+PATTERNS = b'"patternProperties"'
+OF_THAT_BACKEND = ("Failed to transform json schema into a regex", "Regex ")
 SUSPECT = re.compile(
     rb'"(?:structured_outputs|stream_options|refusal)"|\\u[dD][89a-fA-F]|:\s*\[\s*\]|\d{19}'
 )
@@ -42,8 +48,11 @@ class BodyChecks:
         messages = [await receive()]
         while messages[-1].get("more_body"):
             messages.append(await receive())
+        body = b"".join(message.get("body", b"") for message in messages)
         try:
-            check_body(b"".join(message.get("body", b"") for message in messages))
+            check_body(body)
+            if PATTERNS in body:
+                check_schemas(json.loads(body), _verifier(scope["app"].state))
         except ValueError as error:
             reply = create_error_response(
                 str(error), "BadRequestError", HTTPStatus.BAD_REQUEST
@@ -114,3 +123,62 @@ def _check_input(items: Any) -> None:
                     "input holds an assistant's refusal, which a chat template cannot "
                     "show: leave it out."
                 )
+
+
+def check_schemas(fields: Any, verify: Callable[[SamplingParams], None]) -> None:
+    """Raise ValueError for a JSON schema that `verify` refuses for a backend not served.
+
+    Args:
+        fields: the body; what is no schema is left to its route.
+        verify: vLLM's check of parameters; raises VLLMValidationError.
+    """
+    for schema in _schemas(fields):
+        asked = StructuredOutputsParams(json=schema)
+        try:
+            verify(SamplingParams(structured_outputs=asked))
+        except VLLMValidationError as error:
+            if str(error).startswith(OF_THAT_BACKEND):
+                raise ValueError(
+                    "A JSON schema of this request has patternProperties beside keywords "
+                    "that xgrammar does not read: write it without one of them, or start with "
+                    "--structured-outputs-config.backend guidance."
+                ) from error
+
+
+def _schemas(fields: Any) -> Iterator[dict[str, Any]]:
+    """Yield the JSON schemas that hold a reply."""
+    found = [
+        _at(fields, "response_format", "json_schema", "schema"),
+        _at(fields, "structured_outputs", "json"),
+        _at(fields, "text", "format", "schema"),
+    ]
+    if _at(fields, "tool_choice") not in (None, "auto", "none"):
+        tools = _at(fields, "tools")
+        for tool in tools if isinstance(tools, list) else ():
+            found.append(_at(tool, "function", "parameters"))
+            found += [_at(tool, "parameters"), _at(tool, "input_schema")]
+    for schema in found:
+        if isinstance(schema, dict):
+            yield schema
+
+
+def _at(value: Any, *names: str) -> Any:
+    """Return what stands under names; None if an object has no such name."""
+    for name in names:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def _verifier(state: State) -> Callable[[SamplingParams], None]:
+    """Return vLLM's check of parameters for the served model."""
+    ours = state.diffuplug
+    if ours is None:
+        return lambda _: None
+    config = ours.engine.vllm_config
+    tokenizer = state.openai_serving_completion.renderer.get_tokenizer()
+    settings = config.structured_outputs_config
+
+    def verify(params: SamplingParams) -> None:
+        params.verify(config.model_config, None, settings, tokenizer)
+
+    return verify

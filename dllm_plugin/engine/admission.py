@@ -33,7 +33,7 @@ from dllm_plugin.config.request.checks import (
 from dllm_plugin.config.request.exclusions import refuse_parameters
 from dllm_plugin.config.request.parsing import arguments_of, given_arguments
 from dllm_plugin.config.request.structured_outputs import check_structured_outputs
-from dllm_plugin.engine.grammars.backends import check_readable
+from dllm_plugin.engine.grammars.backends import check_readable, choose_guidance
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
@@ -66,6 +66,7 @@ class RequestRules(LogitsProcessor):
         asked = arguments_of(config, params)
         given = given_arguments(params.extra_args)
         refuse_parameters(Case(config, asked, given, params))
+        choose_guidance(params)
         check_structured_outputs(params)
         check_readable(params)
         _CHECKED.set(Checked(asked, params))

@@ -42,6 +42,13 @@ def expression(
     return found and found | {"whitespace": WHITESPACE if whitespace else ""}
 
 
+def is_choice(kind: str, spec: str) -> bool:
+    """Return whether a grammar is a choice, also as vLLM writes it for xgrammar."""
+    return kind == "choice" or (
+        kind == "grammar" and CHOICE.fullmatch(spec) is not None
+    )
+
+
 def _regex(spec: str) -> dict[str, object]:
     return {"pattern": written_out(spec)}
 
@@ -55,7 +62,7 @@ def _choice(spec: str) -> dict[str, object] | None:
 
 
 def _grammar(spec: str) -> dict[str, object] | None:
-    if CHOICE.fullmatch(spec) is None:
+    if not is_choice("grammar", spec):
         return None
     try:
         return _words([json.loads(word) for word in re.findall(LITERAL, spec)])

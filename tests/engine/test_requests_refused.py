@@ -143,6 +143,16 @@ CONTRADICTING: list[dict[str, Any]] = [
 
 # What no backend of a request reads.
 UNREAD: list[tuple[dict[str, Any], str]] = [
+    (
+        {
+            "json": {
+                "type": "object",
+                "properties": {"a": {}},
+                "patternProperties": {"^b": {"type": "array", "uniqueItems": True}},
+            }
+        },
+        'neither xgrammar nor guidance reads (Grammar error: Unimplemented keys: ["uni',
+    ),
     ({"regex": "a+", "whitespace_pattern": " "}, "whitespace_pattern ' '"),
     ({"regex": "a+", "disable_any_whitespace": True}, "disable_any_whitespace True"),
     (
@@ -167,15 +177,6 @@ def test_parameters_that_contradict_a_grammar(llm: Any) -> None:
         [name] = options
         message = refusal(llm, TEXT, wish)
         assert name in message and "structured_outputs" in message
-    # xgrammar and guidance refuse this one, so vLLM would take a backend that cannot go back.
-    schema = {
-        "type": "object",
-        "patternProperties": {"^a": {"type": "integer", "multipleOf": 3}},
-    }
-    asked = StructuredOutputsParams(json=schema)
-    assert "outlines" in refusal(
-        llm, TEXT, params(20, ignore_eos=False, structured_outputs=asked)
-    )
     for options, sentence in UNREAD:
         asked = StructuredOutputsParams(**options)
         wish = params(20, ignore_eos=False, structured_outputs=asked)

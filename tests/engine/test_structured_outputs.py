@@ -73,7 +73,7 @@ def test_nobody_asks_nobody_pays(
         generate(llm, [letters(9), letters(12)], params(40))
         assert not calls
     prompts, asked = [letters(9), letters(12)], ("regex", "[a-c]{9}", 20)
-    generate(llm, prompts, [params(40), wish(*asked)])
+    generate(llm, prompts, [params(40), wish(*asked, dllm_grammar="automaton")])
     # An automaton is handed over once, and no canvas is checked.
     assert calls["start"] == 1 and calls["prepare"] and not calls["pack_checks"]
     assert not (calls["AsyncCanvasOutput"] or calls["start_step"])

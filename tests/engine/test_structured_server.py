@@ -72,16 +72,50 @@ def test_a_schema_through_the_openai_client(server: Server) -> None:
     assert re.fullmatch("[xy]{3}z", message_of(server, regex)["content"])
 
 
+def test_schemas_with_names_by_pattern(server: Server) -> None:
+    """Guidance reads what vLLM never asks it about; the rest is refused in our words."""
+    schema = {
+        "type": "object",
+        "properties": {"answer": {"type": "integer"}},
+        "patternProperties": {"^x-[a-z]$": {"type": "boolean"}},
+        "required": ["answer", "x-a"],
+        "additionalProperties": False,
+    }
+    body = body_of(PROBLEMS[0], response_format=form_of(schema))
+    found = json.loads(message_of(server, body)["content"])
+    assert isinstance(found.pop("answer"), int)
+    assert {"x-a"} <= found.keys()
+    for name, value in found.items():
+        assert re.fullmatch("x-[a-z]", name) and isinstance(value, bool)
+    far = schema | {"properties": {"a": {"$ref": "https://example.com/a.json"}}}
+    form = form_of(far)
+    text = {"format": {"type": "json_schema", "name": "a", "schema": far}}
+    for route, refused in {
+        "chat/completions": body_of(PROBLEMS[0], response_format=form, stream=True),
+        "responses": {"input": "hello", "text": text},
+    }.items():
+        reply = server.post(route, refused)
+        assert reply.status_code == 400 and "utlines" not in reply.text
+        assert "has patternProperties beside keywords" in reply.text
+
+
 def test_counts_say_which_way_was_taken(server: Server) -> None:
     """In a reply and in a stream; free requests have no such field."""
-    ways = {"auto": "automaton", "automaton": "automaton", "drafts": "drafts"}
     asked = {
         "max_tokens": 20,
         "diffusion": {},
         "structured_outputs": {"regex": "[xy]{3}z"},
     }
-    for way, taken in ways.items():
-        body = body_of(PROBLEMS[3], vllm_xargs={"dllm_grammar": way}, **asked)
+    chosen = asked | {"structured_outputs": {"choice": ["xyz", "yxz"]}}
+    # `auto` follows benchmarks/reports/grammar_modes.md.
+    for form, way, taken in (
+        (asked, "auto", "drafts"),
+        (asked, "automaton", "automaton"),
+        (asked, "drafts", "drafts"),
+        (chosen, "auto", "automaton"),
+        (chosen, "drafts", "drafts"),
+    ):
+        body = body_of(PROBLEMS[3], vllm_xargs={"dllm_grammar": way}, **form)
         reply = server.post("chat/completions", body).json()
         [choice] = reply["choices"]
         assert choice["diffusion"]["grammar"] == taken

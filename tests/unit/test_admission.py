@@ -4,7 +4,10 @@ import pickle
 from typing import Any
 
 import pytest
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.structured_output.backend_outlines import (
+    validate_structured_output_request_outlines,
+)
 
 from dllm_plugin.config.options import Options
 from dllm_plugin.config.resolution import resolve
@@ -56,3 +59,72 @@ def test_accepted(options: dict[str, Any]) -> None:
 
 def test_rules_travel_to_other_processes() -> None:
     assert pickle.loads(pickle.dumps(RULES)).config == RULES.config
+
+
+OBJECT = {"type": "object", "properties": {"a": {"type": "string"}}}
+NAMED = {"^x-": {"type": "integer"}}
+# vLLM would give these to a backend that a canvas cannot use.
+BY_GUIDANCE: dict[str, dict[str, Any]] = {
+    "beside properties": OBJECT | {"patternProperties": NAMED},
+    "two patterns": {
+        "type": "object",
+        "patternProperties": NAMED | {"^y-": {"type": "string"}},
+    },
+    "closed": OBJECT | {"patternProperties": NAMED, "additionalProperties": False},
+    "multipleOf": {
+        "type": "object",
+        "patternProperties": {"^a": {"type": "integer", "multipleOf": 3}},
+    },
+    "allOf": {
+        "allOf": [
+            {"type": "object", "patternProperties": NAMED},
+            {"type": "object", "required": ["a"]},
+        ]
+    },
+    "recursive": OBJECT | {"patternProperties": {"^x-": {"$ref": "#"}}},
+    "named like the keyword": {
+        "type": "object",
+        "properties": {"patternProperties": {"type": "integer", "multipleOf": 2}},
+    },
+}
+BY_NONE: dict[str, dict[str, Any]] = {
+    "uniqueItems": OBJECT
+    | {"patternProperties": {"^b": {"type": "array", "uniqueItems": True}}},
+    "not": OBJECT | {"patternProperties": NAMED, "not": {"required": ["b"]}},
+    "if": OBJECT | {"patternProperties": NAMED, "if": {"required": ["b"]}},
+    "propertyNames": {
+        "type": "object",
+        "patternProperties": NAMED,
+        "propertyNames": {"maxLength": 5},
+    },
+    "patterns that overlap": {
+        "type": "object",
+        "patternProperties": {"^x": {"type": "integer"}, "x$": {"type": "number"}},
+    },
+    "minProperties": OBJECT | {"patternProperties": NAMED, "minProperties": 2},
+    "look-ahead": OBJECT | {"patternProperties": {"^(?!x)": {"type": "integer"}}},
+}
+
+
+def left_to_outlines(schema: dict[str, Any]) -> SamplingParams:
+    asked = StructuredOutputsParams(json=schema)
+    asked._backend, asked._backend_was_auto = "outlines", True
+    validate_structured_output_request_outlines(
+        SamplingParams(structured_outputs=asked)
+    )
+    return SamplingParams(structured_outputs=asked)
+
+
+@pytest.mark.parametrize("name", BY_GUIDANCE)
+def test_schemas_that_guidance_reads(name: str) -> None:
+    params = left_to_outlines(BY_GUIDANCE[name])
+    RULES.validate_params(params)
+    assert params.structured_outputs is not None
+    assert params.structured_outputs._backend == "guidance"
+
+
+@pytest.mark.parametrize("name", BY_NONE)
+def test_schemas_that_no_backend_reads(name: str) -> None:
+    with pytest.raises(ValueError, match="neither xgrammar nor guidance") as caught:
+        RULES.validate_params(left_to_outlines(BY_NONE[name]))
+    assert "utlines" not in str(caught.value)

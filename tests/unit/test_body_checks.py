@@ -1,10 +1,14 @@
 """Bodies that vLLM's own checks would answer with an internal error."""
 
 import json
+from typing import Any
 
 import pytest
+from vllm.v1.structured_output.backend_outlines import (
+    validate_structured_output_request_outlines,
+)
 
-from dllm_plugin.api.body_checks import check_body
+from dllm_plugin.api.body_checks import check_body, check_schemas
 
 MESSAGE = {"type": "message", "role": "assistant"}
 REFUSED = [
@@ -46,3 +50,32 @@ def test_taken(body: object) -> None:
 def test_what_is_no_json_is_left_to_the_route() -> None:
     check_body(b'{"structured_outputs": ')
     check_body(b'"structured_outputs"' + b"[" * 100_000)
+
+
+FAR = {
+    "type": "object",
+    "properties": {"a": {"$ref": "https://example.com/a.json"}},
+    "patternProperties": {"^b": {"type": "integer"}},
+}
+WITH_SCHEMAS: list[dict[str, Any]] = [
+    {"response_format": {"type": "json_schema", "json_schema": {"schema": FAR}}},
+    {"structured_outputs": {"json": FAR}},
+    {"text": {"format": {"type": "json_schema", "schema": FAR}}},
+    {"tools": [{"function": {"parameters": FAR}}], "tool_choice": "required"},
+    {"tools": [{"parameters": FAR}], "tool_choice": {"type": "function"}},
+    {"tools": [{"input_schema": FAR}], "tool_choice": {"type": "any"}},
+]
+
+
+@pytest.mark.parametrize("body", WITH_SCHEMAS, ids=str)
+def test_schemas_that_vllm_refuses_for_another_backend(body: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="backend guidance") as caught:
+        check_schemas(body, validate_structured_output_request_outlines)
+    assert "utlines" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "body", [[], {"tools": [{"function": {"parameters": FAR}}]}, {"text": "a"}], ids=str
+)
+def test_bodies_without_such_a_schema(body: Any) -> None:
+    check_schemas(body, validate_structured_output_request_outlines)

@@ -144,6 +144,23 @@ def _if_wide(named: StructuredOutputKey, schema: Any) -> StructuredOutputKey | N
     return (StructuredOutputOptions.REGEX, str(asked["pattern"])) if asked else None
 
 
+def choose_guidance(params: SamplingParams) -> None:
+    """Take guidance where vLLM chose a backend that cannot go back.
+
+    vLLM never asks guidance about `patternProperties`, which guidance 1.7 reads. Raises ValueError
+    if guidance refuses the schema.
+    """
+    asked = params.structured_outputs
+    if asked is None or asked._backend in BACKENDS or not asked._backend_was_auto:
+        return
+    if refusal := _refusal(params):
+        raise ValueError(
+            "structured_outputs json is a schema that neither xgrammar nor guidance reads "
+            f"({refusal}): write it without."
+        )
+    asked._backend = GUIDANCE
+
+
 def check_readable(params: SamplingParams) -> None:
     """Raise ValueError for an expression or a schema that no backend of its request reads whole."""
     asked = params.structured_outputs

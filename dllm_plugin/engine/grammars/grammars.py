@@ -22,7 +22,7 @@ from vllm.v1.structured_output.backend_types import (
 from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 
 from dllm_plugin.config.decode import DecodeConfig
-from dllm_plugin.config.request.arguments import AUTOMATON, DRAFTS, GRAMMAR
+from dllm_plugin.config.request.arguments import AUTO, AUTOMATON, DRAFTS, GRAMMAR
 from dllm_plugin.config.request.parsing import arguments_of
 from dllm_plugin.config.request.structured_outputs import no_automaton
 from dllm_plugin.config.validation import shown
@@ -36,6 +36,7 @@ from dllm_plugin.engine.grammars.charts import read_chart
 from dllm_plugin.grammar.automaton import Guide, TooLarge
 from dllm_plugin.grammar.chart import Chart
 from dllm_plugin.grammar.matchers import GuidanceMatcher, Matcher, XgrammarMatcher
+from dllm_plugin.grammar.regular import is_choice
 from dllm_plugin.grammar.state import GrammarState
 from dllm_plugin.grammar.vocabulary import Vocabulary
 
@@ -196,12 +197,14 @@ class Grammars:
         params = request.sampling_params
         assert params is not None and self.vocabulary is not None
         asked = arguments_of(self.config, params)
-        if asked.grammar == DRAFTS:
+        named = _named(request)
+        # By drafts more answers have the right number, but those of a choice.
+        decides = is_choice(named[0].name.lower(), named[1])
+        if asked.grammar == DRAFTS or (asked.grammar == AUTO and not decides):
             return None
         refusal = no_automaton(params, asked, self.config)
         if not refusal:
             try:
-                named = _named(request)
                 grammar = self.automata.grammar(named, self.vocabulary, stops, left)
             except TooLarge as error:
                 refusal = str(error)
