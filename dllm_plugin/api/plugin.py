@@ -13,7 +13,7 @@ from dllm_plugin.api.answers import Endpoints
 from dllm_plugin.api.body_checks import BodyChecks
 from dllm_plugin.api.routes import router
 from dllm_plugin.config.decode import get_decode_config
-from dllm_plugin.decoding.families import FAMILIES
+from dllm_plugin.decoding.families import FAMILIES, Family
 
 
 class EndpointPlugin:
@@ -40,7 +40,27 @@ class EndpointPlugin:
         config = engine_client.vllm_config
         if config.model_config.architecture in FAMILIES:
             begun_characters.install(engine_client)
+            give_template_defaults(state, FAMILIES[config.model_config.architecture])
             tracing = await engine_client.is_tracing_enabled()
             state.diffuplug = Endpoints(
                 engine_client, get_decode_config(config), tracing
             )
+
+
+def give_template_defaults(state: State, family: Family) -> None:
+    """Give a family's template defaults to handlers, whose reasoning parsers read them.
+
+    Prompts have them already. What the server was started with stays.
+    """
+    defaults = dict(family.template_defaults)
+    if not defaults:
+        return
+    for handler in (
+        state.openai_serving_chat,
+        state.openai_serving_chat_batch,
+        state.anthropic_serving_messages,
+    ):
+        given = handler.default_chat_template_kwargs
+        handler.default_chat_template_kwargs = defaults | given
+    responses = state.openai_serving_responses
+    responses.chat_template_kwargs = defaults | responses.chat_template_kwargs

@@ -24,7 +24,11 @@ from dllm_plugin.config.worker_carriers import FINISHED, unpack_id
 from dllm_plugin.engine.sampler import DiffusionSampler
 from dllm_plugin.kernels import runner
 from dllm_plugin.sampling.vocab_parallel import VocabShard
-from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
+from dllm_plugin.state.canvas_states import (
+    CanvasStates,
+    count_canvases,
+    with_spare_row,
+)
 from dllm_plugin.state.refreshed import write_committed, write_tails
 
 
@@ -54,7 +58,8 @@ class DiffusionModelState(ModelState):
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
         """Return our sampler, on the state of vLLM's."""
         self.req_states = sampler.req_states
-        draft_tokens = sampler.req_states.draft_tokens
+        draft_tokens = with_spare_row(sampler.req_states.draft_tokens)
+        sampler.req_states.draft_tokens = draft_tokens
         self.states = CanvasStates(self.config, self.model_config, draft_tokens)
         fewest = cascade_from(self.vllm_config, flash_version(self.vllm_config))
         limits = (self.max_num_reqs, self.max_num_tokens)

@@ -34,6 +34,16 @@ if TYPE_CHECKING:
 PREEMPTED_PER_SLOT = 16
 
 
+def with_spare_row(canvas_NC: Tensor) -> Tensor:
+    """Return a copy of canvases that are followed by one unused row.
+
+    With a suffix longer than the canvas vLLM's kernel reads a row up to the next power of two.
+    """
+    room = canvas_NC.new_zeros(len(canvas_NC) + 1, canvas_NC.shape[1])
+    room[:-1] = canvas_NC
+    return room[:-1]
+
+
 class CanvasStates:
     """Store the canvases: tensors with a row per slot, which steps move on the device.
 
@@ -160,6 +170,8 @@ class CanvasStates:
         why, _ = unpack_id(req_id)
         if why == FINISHED:
             self.preempted.forget(req_id)
+        if slot is not None:
+            self.templates.forget(slot)
         if slot is None or why != PREEMPTED:
             return slot
         restarts = self.config.method.full_attention

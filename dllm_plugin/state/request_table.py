@@ -226,6 +226,11 @@ class Templates:
                 self.tail_start_np[slot] = end
                 self.tails[slot] = template.token_ids[template.end :]
 
+    def forget(self, slot: int) -> None:
+        """Drop the text after the last gap of a slot that is free."""
+        self.tails.pop(slot, None)
+        self.tail_start_np[slot] = NO_LIMIT
+
     def copy_to_device(self) -> None:
         """Copy what was staged since the last call to the device."""
         if self._dirty and self.table is not None:

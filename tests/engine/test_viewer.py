@@ -126,7 +126,10 @@ def test_keys_run(viewer: Viewer, keys: str) -> None:
 
 def test_a_chat_has_several_turns(viewer: Viewer) -> None:
     page = viewer.page
+    viewer.run(SECOND)  # a question before a chat is no part of it
     viewer.mode("chat").run(QUESTION)
+    assert page.locator("#turns .turn").count() == 1
+    assert len(viewer.asked.pop(0)["messages"]) == len(viewer.asked[0]["messages"]) == 1
     first = viewer.text()
     assert page.input_value("#prompt") == ""
     viewer.run(SECOND)

@@ -1,16 +1,20 @@
 """What admission refuses of vLLM's own sampling parameters."""
 
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.datastructures import State
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.structured_output.backend_outlines import (
     validate_structured_output_request_outlines,
 )
 
+from dllm_plugin.api.plugin import give_template_defaults
 from dllm_plugin.config.options import Options
 from dllm_plugin.config.resolution import resolve
+from dllm_plugin.decoding.families import FAMILIES
 from dllm_plugin.engine.admission import request_rules
 
 RULES = request_rules(resolve(Options(), "LLaDAModelLM", 512, 300))
@@ -128,3 +132,34 @@ def test_schemas_that_no_backend_reads(name: str) -> None:
     with pytest.raises(ValueError, match="neither xgrammar nor guidance") as caught:
         RULES.validate_params(left_to_outlines(BY_NONE[name]))
     assert "utlines" not in str(caught.value)
+
+
+def test_reasoning_parsers_know_the_defaults_of_templates() -> None:
+    """Otherwise a parser takes an answer without thoughts for thoughts."""
+
+    def handlers() -> Any:
+        chat = {"default_chat_template_kwargs": {"a": 1}}
+        return State(
+            {
+                "openai_serving_chat": SimpleNamespace(**chat),
+                "openai_serving_chat_batch": SimpleNamespace(**chat),
+                "anthropic_serving_messages": SimpleNamespace(
+                    default_chat_template_kwargs={"enable_thinking": True}
+                ),
+                "openai_serving_responses": SimpleNamespace(chat_template_kwargs={}),
+            }
+        )
+
+    state = handlers()
+    give_template_defaults(state, FAMILIES["A2DQwen3LMHeadModel"])
+    off = {"enable_thinking": False}
+    assert state.openai_serving_chat.default_chat_template_kwargs == off | {"a": 1}
+    assert state.openai_serving_chat_batch.default_chat_template_kwargs == off | {
+        "a": 1
+    }
+    messages = state.anthropic_serving_messages
+    assert messages.default_chat_template_kwargs == {"enable_thinking": True}
+    assert state.openai_serving_responses.chat_template_kwargs == off
+    state = handlers()
+    give_template_defaults(state, FAMILIES["LLaDAModelLM"])
+    assert state.openai_serving_chat.default_chat_template_kwargs == {"a": 1}

@@ -56,8 +56,9 @@ function select(turn) {
 /** Add a turn to the stage; only a chat keeps those before. */
 function addTurn(asked) {
   const turn = new Turn(asked, facts.hidden);
+  turn.mode = mode;
   const holder = field("turns");
-  if (mode !== "chat") turns.length = 0;
+  if (!turns.every((other) => other.mode === "chat" && mode === "chat")) turns.length = 0;
   if (turns.length === 0) holder.replaceChildren();
   turns.push(turn);
   holder.append(turn.element);
@@ -118,7 +119,7 @@ function otherServer() {
 function messagesWith(text) {
   const messages = [];
   for (const turn of mode === "chat" ? turns : []) {
-    if (turn.text === "") continue;
+    if (turn.mode !== "chat" || turn.text === "") continue;
     messages.push({ role: "user", content: turn.asked });
     messages.push({ role: "assistant", content: turn.text });
   }
