@@ -40,10 +40,6 @@ OWN_EBNF = r"""
 root ::= line+ "#### " "-"? [0-9]+
 line ::= [^\n#{}]+ "\n"
 """
-JSON_EBNF = r"""
-root ::= "{\"steps\": [" step (", " step)* "], \"answer\": " "-"? [0-9]+ "}"
-step ::= "\"" [^"\\\n]+ "\""
-"""
 
 
 def same_grammar(**grammar: Any) -> Callable[[Problem], dict[str, Any]]:
@@ -91,12 +87,6 @@ CASES = {
     "choice, worked answers": Case(worked_answers, extract_answer),
     "EBNF, the model's form": Case(
         same_grammar(grammar=OWN_EBNF), extract_answer, modes=("drafts",)
-    ),
-    "EBNF, JSON, asked for": Case(
-        same_grammar(grammar=JSON_EBNF), from_json, True, ("drafts",)
-    ),
-    "EBNF, JSON, not asked for": Case(
-        same_grammar(grammar=JSON_EBNF), from_json, modes=("drafts",)
     ),
 }
 

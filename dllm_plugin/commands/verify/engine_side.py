@@ -52,6 +52,7 @@ def start(options: dict[str, Any], tensor_parallel_size: int) -> "LLM":
             "async_scheduling": False,
             "enable_prefix_caching": False,
             "disable_log_stats": False,
+            "use_tqdm_on_load": False,  # the command has a bar of its own
         }
     )
 
