@@ -148,7 +148,6 @@ def _resolve(vllm_config: VllmConfig, options: Options) -> DecodeConfig:
     )
     if not current_platform.is_cpu():
         config = fit_warm_up(config, options, model_config.max_model_len)
-    refuse_unreserved(config)
     config = resolve_for_machine(vllm_config, options, config)
     _log_decoding(config, found_in, model_config.model)
     hides_pad = config.method.hides_pad
@@ -158,15 +157,6 @@ def _resolve(vllm_config: VllmConfig, options: Options) -> DecodeConfig:
         no_grammars=no_grammars(vllm_config) or without_grammars(config),
         no_traces=no_traces(vllm_config),
     )
-
-
-def refuse_unreserved(config: DecodeConfig) -> None:
-    """Raise ValueError if an answer's last position has no token that is reserved for it."""
-    if config.method.reserves_last and not config.reserved:
-        raise ValueError(
-            f"{config.architecture} needs the pad and EOS token of config.json, one of which ends "
-            "every answer: add pad_token_id and eos_token_id, or pass hf_overrides with both."
-        )
 
 
 def _check(

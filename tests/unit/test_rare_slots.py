@@ -1,4 +1,4 @@
-"""What a slot keeps: rows read too far, suffixes of gone requests, last positions."""
+"""What a slot keeps: rows that are read too far, suffixes of requests that are gone."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -6,10 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from dllm_plugin.config.options import FILL, Options
+from dllm_plugin.config.options import FILL
 from dllm_plugin.config.request.arguments import Template
-from dllm_plugin.config.resolution import resolve
-from dllm_plugin.engine.config_hook import refuse_unreserved
 from dllm_plugin.state.canvas_states import CanvasStates, with_spare_row
 from dllm_plugin.state.request_table import Templates
 
@@ -35,11 +33,3 @@ def test_a_slot_forgets_its_suffix() -> None:
     assert not templates.tails
     templates.add_request(1, None, 0)
     assert not templates.tails and not templates.has_np[1]
-
-
-def test_an_answer_without_a_token_for_its_last_position() -> None:
-    known = resolve(Options(), "RND1LM", 512, 300, reserved=(256, 258))
-    refuse_unreserved(known)
-    refuse_unreserved(resolve(Options(), "LLaDAModelLM", 512, 300))
-    with pytest.raises(ValueError, match="RND1LM needs the pad and EOS token"):
-        refuse_unreserved(resolve(Options(), "RND1LM", 512, 300))
