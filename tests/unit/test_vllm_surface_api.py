@@ -32,7 +32,7 @@ vllm.entrypoints.serve.utils.api_utils: load_aware_call validate_json_request wi
 vllm.entrypoints.serve.utils.orca_metrics: metrics_header
 vllm.entrypoints.serve.utils.sse_keep_alive: with_sse_keep_alive
 vllm.outputs: CompletionOutput RequestOutput
-vllm.sampling_params: RequestOutputKind SamplingParams
+vllm.sampling_params: RequestOutputKind SamplingParams StructuredOutputsParams
 vllm.tracing: SpanAttributes SpanKind extract_trace_context instrument_manual
 vllm.utils: random_uuid
 """
