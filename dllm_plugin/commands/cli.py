@@ -93,6 +93,16 @@ def _add_doctor(commands: Any) -> None:
     )
     add_model(parser)
     add_dtype(parser)
+    memory = parser.add_argument_group("memory", "What `fits` is computed for.")
+    memory.add_argument(
+        "--max-model-len", type=positive, metavar="N", help="tokens of a request"
+    )
+    memory.add_argument(
+        "--quantization", metavar="Q", help="such as fp8_per_channel (default: none)"
+    )
+    memory.add_argument(
+        "--tensor-parallel-size", type=positive, metavar="N", help="number of GPUs"
+    )
     widths = parser.add_argument_group(
         "widths by load", "Which width a load would get (docs/widths.md)."
     )

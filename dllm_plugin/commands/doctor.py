@@ -1,7 +1,7 @@
 """Run ``diffuplug doctor``: print what is installed, and what is chosen for a model and why."""
 
 import platform
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import dllm_plugin
 from dllm_plugin.attention.backends import REASONS, backend_name
@@ -178,39 +178,64 @@ def _report_model(options: dict[str, Any]) -> int:
     return 0
 
 
-def _report_memory(vllm_config: "VllmConfig", config: DecodeConfig) -> None:
-    """Print whether the model fits, from its configuration, and what to change if not."""
-    import torch
-    from vllm.platforms import current_platform
+class Memory(NamedTuple):
+    """The bytes that one rank needs."""
 
-    model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
-    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    weights: float
+    step: float  # logits, their copies, and the tables of features
+    forward: float
+    graphs: float
+    request: float  # keys and values of one request of the longest context
+
+    @property
+    def beside_requests(self) -> float:
+        """The bytes that are needed whatever runs."""
+        return self.weights + self.step + self.forward + self.graphs
+
+
+def memory_of(vllm_config: "VllmConfig", config: DecodeConfig) -> Memory:
+    """Compute what a rank needs, from the configuration of the model and the engine."""
+    import torch
+
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
     sizes, dtype = sizes_of(model.hf_text_config), model.dtype
     assert isinstance(dtype, torch.dtype)
-    stored, ranks = layer_bytes(model.quantization, dtype.itemsize), parallel.world_size
-    weights = sizes.weight_bytes(stored, dtype.itemsize) / ranks
-    step = reserved_bytes(step_size(vllm_config, config))
-    positions = scheduler.max_num_batched_tokens
-    forward = positions * sizes.activations * dtype.itemsize
-    graphs = 0 if _graphs(vllm_config) == "none" else GRAPHS
-    kept = 1 if cache.cache_dtype.startswith("fp8") else dtype.itemsize
+    stored = layer_bytes(model.quantization, dtype.itemsize)
+    positions = vllm_config.scheduler_config.max_num_batched_tokens
+    cached_as = vllm_config.cache_config.cache_dtype
+    kept = 1 if cached_as.startswith("fp8") else dtype.itemsize
     # A rank has at least one head, so heads are replicated if there are more ranks.
     share = model.get_num_kv_heads(parallel) / model.get_total_num_kv_heads()
-    request = model.max_model_len * sizes.kv_values * share * kept
-    total = current_platform.get_device_total_memory()
-    usable = total * cache.gpu_memory_utilization
-    room = usable - weights - step - forward - graphs
+    return Memory(
+        weights=sizes.weight_bytes(stored, dtype.itemsize) / parallel.world_size,
+        step=reserved_bytes(step_size(vllm_config, config)),
+        forward=positions * sizes.activations * dtype.itemsize,
+        graphs=0 if _graphs(vllm_config) == "none" else GRAPHS,
+        request=model.max_model_len * sizes.kv_values * share * kept,
+    )
+
+
+def _report_memory(vllm_config: "VllmConfig", config: DecodeConfig) -> None:
+    """Print whether the model fits, from its configuration, and what to change if not."""
+    from vllm.platforms import current_platform
+
+    memory, model = memory_of(vllm_config, config), vllm_config.model_config
+    share = vllm_config.cache_config.gpu_memory_utilization
+    usable = share * current_platform.get_device_total_memory()
+    weights, request = memory.weights, memory.request
+    room = usable - memory.beside_requests
     _line(
         "memory",
-        f"weights {_gigabytes(weights)}, a step {_gigabytes(step)}, a forward "
-        f"{_gigabytes(forward)}, graphs {_gigabytes(graphs)}, a request of "
+        f"weights {_gigabytes(weights)}, a step {_gigabytes(memory.step)}, a forward "
+        f"{_gigabytes(memory.forward)}, graphs {_gigabytes(memory.graphs)}, a request of "
         f"{model.max_model_len} tokens {_gigabytes(request)}, of {_gigabytes(usable)}",
     )
     if room >= request:
         _line("  fits", f"{int(room // request)} such requests at once")
         return
     _line("  fits", f"no: {_gigabytes(request - room)} are missing")
-    smaller = sizes.weight_bytes(EIGHT_BITS, dtype.itemsize) / ranks
+    smaller = sizes_of(model.hf_text_config).weight_bytes(EIGHT_BITS)
+    smaller /= vllm_config.parallel_config.world_size
     if weights - smaller >= request - room:
         _line("  change", f"--quantization fp8_per_channel: {_gigabytes(smaller)}")
     elif room > 0:

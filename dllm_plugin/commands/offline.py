@@ -41,6 +41,16 @@ def spin_briefly() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
 
+# Options of vLLM's engine that commands take under their own names.
+ENGINE_NAMES = (
+    "dtype",
+    "gpu_memory_utilization",
+    "max_model_len",
+    "quantization",
+    "tensor_parallel_size",
+)
+
+
 def engine_options(
     args: argparse.Namespace, check: Callable[[str], None] = check_model
 ) -> dict[str, Any]:
@@ -53,8 +63,7 @@ def engine_options(
         check: raises ValueError for a model that the command cannot take.
     """
     dllm = given_options(args, DECODE_OPTIONS)
-    engine_names = ("dtype", "gpu_memory_utilization")
-    engine = {name: getattr(args, name, None) for name in engine_names}
+    engine = {name: getattr(args, name, None) for name in ENGINE_NAMES}
     engine = {name: value for name, value in engine.items() if value is not None}
     if args.model is not None:
         check(args.model)

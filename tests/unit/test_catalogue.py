@@ -9,8 +9,12 @@ import pytest
 from documented import ROOT
 from safetensors import safe_open
 from transformers import AutoConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.usage.usage_lib import UsageContext
 
-from dllm_plugin.commands import cli, models
+from dllm_plugin.commands import cli, doctor, models
+from dllm_plugin.config.decode import get_decode_config
+from dllm_plugin.config.memory import step_size
 from dllm_plugin.decoding.families import FAMILIES
 from dllm_plugin.models import ARCHITECTURES, register_configs
 from dllm_plugin.models.catalogue import CHECKPOINTS, hub_name
@@ -132,3 +136,24 @@ def test_doctor_says_what_fits(
     report = capsys.readouterr().out
     assert re.search(rf"fits: +{fits}", report), report
     assert change is None or re.search(rf"change: +{change} \d+", report), report
+
+
+def test_doctor_counts_what_a_rank_has() -> None:
+    """Two heads of keys and values are halved by two ranks, and replicated by four."""
+    register_configs()
+    memory = []
+    for ranks in (1, 2, 4):
+        options = EngineArgs(
+            str(ROOT / "tests" / "goldens" / "checkpoints" / "tiny-sdar"),
+            tensor_parallel_size=ranks,
+            max_model_len=128,
+        )
+        vllm_config = options.create_engine_config(UsageContext.OPENAI_API_SERVER)
+        config = get_decode_config(vllm_config)
+        memory.append(doctor.memory_of(vllm_config, config))
+        size = step_size(vllm_config, config)
+        assert size.shard * ranks >= size.vocab
+        assert config.vocab_parallel == (ranks > 1) == (size.shard < size.vocab)
+    one, two, four = memory
+    assert one.request == 2 * two.request == 2 * four.request
+    assert one.weights == 2 * two.weights == 4 * four.weights

@@ -125,6 +125,7 @@ COMMAND_OPTIONS = {
             "-h",
         ]
         + ["--adaptive", "--min-window", "--max-window", "--canvas-length", "--model"]
+        + ["--max-model-len", "--quantization", "--tensor-parallel-size"]
     ),
     "eval": sorted(
         [
