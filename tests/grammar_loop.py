@@ -18,8 +18,8 @@ from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.config.request.arguments import DRAFTS, GRAMMAR
 from dllm_plugin.engine.grammars.automata import AutomatonGrammar, OwnGrammar
 from dllm_plugin.engine.grammars.grammars import CanvasGrammar, Grammars
-from dllm_plugin.grammar.payload import pack_checks
 from dllm_plugin.grammar.state import GrammarState
+from dllm_plugin.grammar.step import pack_checks
 
 MODEL = Path(__file__).parents[1] / "dllm_plugin" / "default_model"
 EOS, MASK, VOCAB = 485, 486, 512

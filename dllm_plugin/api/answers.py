@@ -17,15 +17,14 @@ from vllm.entrypoints.serve.exception_handling.error_response import (
 from vllm.entrypoints.serve.utils.orca_metrics import metrics_header
 from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 
-from dllm_plugin.api.replies import add_counts, with_counts
-from dllm_plugin.api.request_fields import Asked, Encoder
-from dllm_plugin.api.watching.frame_stream import (
+from dllm_plugin.api.frames import (
     CHAT_CHUNK,
     COMPLETION_CHUNK,
     FrameSource,
     with_frames,
 )
-from dllm_plugin.api.watching.watched_engine import WatchedEngine
+from dllm_plugin.api.request_fields import Asked, Encoder
+from dllm_plugin.api.watched_engine import WatchedEngine, add_counts, with_counts
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.request.arguments import STATISTICS
 from dllm_plugin.config.request.parsing import request_arguments
@@ -33,6 +32,7 @@ from dllm_plugin.config.request.parsing import request_arguments
 Body = ChatCompletionRequest | CompletionRequest
 Reply = ErrorResponse | dict[str, Any] | AsyncGenerator[str, None]
 FIELD = "diffusion"
+NOT_OURS = "This server's model is no diffusion language model."
 
 
 class Endpoints:
@@ -146,6 +146,12 @@ def refusal(
     """Return the error reply to a request that cannot be honoured."""
     kind = "NotFoundError" if code == HTTPStatus.NOT_FOUND else "BadRequestError"
     return create_error_response(sentence, kind, HTTPStatus(code), param)
+
+
+def not_ours() -> JSONResponse:
+    """Return the reply of our routes if another model is served."""
+    code = HTTPStatus.NOT_FOUND
+    return JSONResponse(refusal(NOT_OURS, code).model_dump(), status_code=code)
 
 
 def as_response(reply: Reply, raw_request: Request) -> Response:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
-MOST_TOKENS = 4  # of one character, whose UTF-8 has at most four bytes
+# Of one character, whose UTF-8 has at most four bytes.
+MOST_TOKENS = 4
 
 
 class BegunCharacters:
@@ -49,7 +50,7 @@ def split(
     for count in range(1, MOST_TOKENS + 1):
         if not decode(end[:-count]).endswith(BROKEN):
             return ids[:-count], ids[-count:]
-    return [], []  # broken characters alone
+    return [], []  # only broken characters
 
 
 def install(engine: Any) -> None:

@@ -14,7 +14,7 @@ from vllm.entrypoints.serve.exception_handling.error_response import (
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-from dllm_plugin.config.request.checks import check_characters, texts_of
+from dllm_plugin.config.request.checks import check_characters, leaves_of
 from dllm_plugin.config.validation import shown
 
 Message = MutableMapping[str, Any]
@@ -89,24 +89,13 @@ def check_body(body: bytes) -> None:
             )
     _check_input(fields.get("input"))
     for name, value in fields.items():
-        if name not in OF_SCHEMAS:
-            _check_numbers(name, value)
         check_characters("A name of the body", name)
-        for text in texts_of(value):
-            check_characters(name, text)
-
-
-def _check_numbers(name: str, value: Any) -> None:
-    """Raise ValueError for a whole number beyond 64 bits in a field."""
-    pending = [value]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, dict):
-            pending += value.values()
-        elif isinstance(value, list):
-            pending += value
-        elif isinstance(value, int) and not SMALLEST <= value <= LARGEST:
-            raise ValueError(f"{name} must fit in 64 bits, got {shown(value)}.")
+        for leaf in leaves_of(value):
+            if isinstance(leaf, str):
+                check_characters(name, leaf)
+            is_large = isinstance(leaf, int) and not SMALLEST <= leaf <= LARGEST
+            if is_large and name not in OF_SCHEMAS:
+                raise ValueError(f"{name} must fit in 64 bits, got {shown(leaf)}.")
 
 
 def _check_input(items: Any) -> None:

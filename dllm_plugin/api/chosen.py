@@ -1,9 +1,7 @@
 """Fill gaps whose length is chosen: decode each length, score it, and reply with the best."""
 
-import copy
-import json
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import Request
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -12,9 +10,10 @@ from vllm.entrypoints.serve.utils.api_utils import should_include_usage
 
 from dllm_plugin.api.answers import FIELD, Reply, answer, encoder, endpoints, refusal
 from dllm_plugin.api.counts import Counts, total
+from dllm_plugin.api.frames import END, EVENT, event_of
 from dllm_plugin.api.request_fields import Asked
-from dllm_plugin.api.scorer import Refused, Scorer, Text, check_ended, together
-from dllm_plugin.api.watching.watched_engine import WatchedEngine
+from dllm_plugin.api.scorer import Refused, Scorer, check_ended, together
+from dllm_plugin.api.watched_engine import WatchedEngine
 from dllm_plugin.config.request.arguments import EARLY_TEXT, FRAMES, TEMPLATE
 from dllm_plugin.config.validation import shown
 from dllm_plugin.infilling.gaps import Gapped, filled
@@ -45,18 +44,17 @@ async def fill(
             check(request, fields)
     except ValueError as error:
         return refusal(str(error)), choices[0]
-    if len(choices) == 1:
-        return await _alone(request, choices[0], raw_request, fields), choices[0]
     try:
+        if len(choices) == 1:
+            reply, _ = await _answered(request, choices[0], raw_request, fields)
+            return reply, choices[0]
         return await _best(request, choices, raw_request, fields)
-    except ValueError as error:
-        return refusal(str(error)), choices[0]
     except Refused as error:
         return error.reply, choices[0]
 
 
 def check_arguments(request: CompletionRequest) -> None:
-    """Raise ValueError for a template beside gaps, which make one."""
+    """Raise ValueError for a template in a request with gaps, which make a template."""
     if TEMPLATE in (request.vllm_xargs or {}):
         raise ValueError(
             f"{TEMPLATE} cannot be combined with suffix or gaps: leave it out."
@@ -82,20 +80,38 @@ def check(request: CompletionRequest, fields: Asked | None) -> None:
             raise ValueError(f"{name} needs one length: give it as an integer.")
 
 
-async def _alone(
+async def _answered(
     request: CompletionRequest,
     gapped: Gapped,
     raw_request: Request,
     fields: Asked | None,
-) -> Reply:
-    reply, _ = await answer(
-        _of_length(request, gapped), raw_request, fields, gapped.given
-    )
-    try:
-        _check_ended(reply)
-    except Refused as error:
-        return error.reply
-    return reply
+) -> tuple[Reply, WatchedEngine]:
+    """Return the reply with one choice of lengths, and the engine that counted it.
+
+    Raises Refused for an error, and for an answer that the server cut off.
+    """
+    arguments: dict[str, Any] = (request.vllm_xargs or {}) | {TEMPLATE: gapped.template}
+    # Not through pydantic, which would read each of the ids.
+    changes = {
+        "prompt": gapped.prompt,
+        "max_tokens": gapped.end,
+        "vllm_xargs": arguments,
+    }
+    one = request.model_copy(update=changes)
+    reply, engine = await answer(one, raw_request, fields, gapped.given)
+    if isinstance(reply, ErrorResponse):
+        raise Refused(reply)
+    for choice in reply["choices"] if isinstance(reply, dict) else ():
+        check_ended(choice["finish_reason"])
+    return reply, engine
+
+
+class _Attempt(NamedTuple):
+    """Store the reply with one choice of lengths, its score, and what it took."""
+
+    reply: dict[str, Any]
+    score: float
+    counts: list[Counts]
 
 
 async def _best(
@@ -104,16 +120,33 @@ async def _best(
     raw_request: Request,
     fields: Asked | None,
 ) -> tuple[Reply, Gapped]:
+    """Return the best reply, and its choice of lengths."""
+    ours, encode = endpoints(raw_request), encoder(raw_request)
+    assert ours is not None
+    ends = ours.ends(encode)
+    scorer = Scorer(raw_request, ours, request.model, len(choices), request.priority)
     changes = {"stream": False, "stream_options": None, "return_token_ids": True}
     whole = request.model_copy(update=changes | {"logprobs": request.logprobs or 0})
-    attempts = await together(
-        _decoded(whole, one, raw_request, fields) for one in choices
-    )
-    scores, counts = await _scores(
-        request, choices, [a for a, _ in attempts], raw_request
-    )
+
+    async def attempt(gapped: Gapped) -> _Attempt:
+        reply, engine = await _answered(whole, gapped, raw_request, fields)
+        assert isinstance(reply, dict), "no stream was asked for"
+        [choice] = reply["choices"]
+        gaps = filled(gapped, choice["token_ids"], ends, encode.decode)
+        scoring = scoring_of(gapped, gaps)
+        of_tail = []
+        if scoring.places:
+            of_tail = await scorer.logprobs(gapped.prompt, scoring)
+        score = score_of(gaps, choice["logprobs"]["token_logprobs"], of_tail)
+        return _Attempt(reply, score, list(engine.counts.values()))
+
+    try:
+        attempts = await together(map(attempt, choices))
+    except ValueError as error:
+        return refusal(str(error)), choices[0]
+    scores = [one.score for one in attempts]
     best = best_of(scores)
-    reply: dict[str, Any] = attempts[best][0]
+    reply: dict[str, Any] = attempts[best].reply
     [choice] = reply["choices"]
     if request.logprobs is None:
         choice["logprobs"] = None
@@ -121,79 +154,14 @@ async def _best(
         choice["token_ids"] = choice["prompt_token_ids"] = None
     choice[FIELD] = choice.get(FIELD, {}) | {"lengths": told(choices, scores)}
     if fields is not None:
-        counts += [one for _, engine in attempts for one in engine.counts.values()]
+        counts = list(scorer.engine.counts.values())
+        for one in attempts:
+            counts += one.counts
         reply["metrics"][FIELD] |= total(counts).as_json()
     if not request.stream:
         return reply, choices[best]
     forced = raw_request.app.state.openai_serving_completion.enable_force_include_usage
     return in_one_piece(reply, request, forced), choices[best]
-
-
-def _of_length(request: CompletionRequest, gapped: Gapped) -> CompletionRequest:
-    arguments: dict[str, Any] = (request.vllm_xargs or {}) | {TEMPLATE: gapped.template}
-    # Not through pydantic, which would read each of the ids.
-    changes = {
-        "prompt": gapped.prompt,
-        "max_tokens": gapped.end,
-        "vllm_xargs": arguments,
-    }
-    return request.model_copy(update=changes)
-
-
-async def _decoded(
-    request: CompletionRequest,
-    gapped: Gapped,
-    raw_request: Request,
-    fields: Asked | None,
-) -> tuple[dict[str, Any], WatchedEngine]:
-    one = _of_length(request, gapped)
-    reply, engine = await answer(one, raw_request, fields, gapped.given)
-    if isinstance(reply, ErrorResponse):
-        raise Refused(reply)
-    assert isinstance(reply, dict), "no stream was asked for"
-    _check_ended(reply)
-    return reply, engine
-
-
-def _check_ended(reply: Reply) -> None:
-    for choice in reply["choices"] if isinstance(reply, dict) else ():
-        check_ended(choice["finish_reason"])
-
-
-async def _scores(
-    request: CompletionRequest,
-    choices: list[Gapped],
-    replies: list[dict[str, Any]],
-    raw_request: Request,
-) -> tuple[list[float], list[Counts]]:
-    """Return the score of each choice, and the cost of its forwards."""
-    ours, encode = endpoints(raw_request), encoder(raw_request)
-    assert ours is not None
-    handler = copy.copy(raw_request.app.state.openai_serving_completion)
-    engine = WatchedEngine(ours.engine, ours.tracing, strips=True)
-    handler.engine_client = engine
-    scorer = Scorer(handler, request.model, len(choices), raw_request, request.priority)
-    ends = ours.ends(encode)
-    answers = [reply["choices"][0] for reply in replies]
-    fills = [
-        filled(gapped, one["token_ids"], ends, encode.decode)
-        for gapped, one in zip(choices, answers, strict=True)
-    ]
-
-    async def of_tail(gapped: Gapped, place: int) -> list[float]:
-        scoring = scoring_of(gapped, fills[place])
-        if not scoring.places:
-            return []
-        return await scorer.logprobs(Text(gapped.prompt, scoring.text), scoring.places)
-
-    tails = await together(
-        of_tail(gapped, place) for place, gapped in enumerate(choices)
-    )
-    scores = [
-        score_of(gaps, one["logprobs"]["token_logprobs"], tail)
-        for gaps, one, tail in zip(fills, answers, tails, strict=True)
-    ]
-    return scores, list(engine.counts.values())
 
 
 async def in_one_piece(
@@ -209,12 +177,8 @@ async def in_one_piece(
     head = {name: reply[name] for name in ("id", "object", "created", "model")}
     text = {name: choice[name] for name in OF_STREAM}
     usage = {"usage": reply["usage"]}
-    yield _event(head | {"choices": [text]} | (usage if every else {}))
+    yield event_of(head | {"choices": [text]} | (usage if every else {}))
     if at_end:
         metrics = {"metrics": reply["metrics"]} if reply["metrics"] else {}
-        yield _event(head | {"choices": []} | usage | metrics)
-    yield "data: [DONE]\n\n"
-
-
-def _event(chunk: dict[str, Any]) -> str:
-    return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
+        yield event_of(head | {"choices": []} | usage | metrics)
+    yield f"{EVENT}{END}\n\n"

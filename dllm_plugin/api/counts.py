@@ -13,7 +13,7 @@ from dllm_plugin.config.request.arguments import GRAMMAR_MODES
 
 
 class Counts(NamedTuple):
-    """What one choice took.
+    """Store the cost of one choice.
 
     forwards            denoising steps, those that only commit included
     tokens              completion tokens

@@ -1,4 +1,4 @@
-"""Attach images and tensors of `omni` under ``/v1``, where ``--api-key`` holds."""
+"""Attach images and tensors of `omni` under ``/v1``, where ``--api-key`` applies."""
 
 from argparse import Namespace
 from typing import Any

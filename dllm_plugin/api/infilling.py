@@ -1,8 +1,6 @@
 """Fill gaps over HTTP: the FIM route of code editors, and any gaps of a text."""
 
-import json
-from collections.abc import AsyncGenerator
-from http import HTTPStatus
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -23,12 +21,13 @@ from dllm_plugin.api.answers import (
     as_response,
     encoder,
     endpoints,
+    not_ours,
     refusal,
 )
 from dllm_plugin.api.chosen import fill
+from dllm_plugin.api.frames import changed
 from dllm_plugin.api.request_fields import Asked, Encoder, read_fields
-from dllm_plugin.api.routes import CHECKS, reply_to
-from dllm_plugin.api.suffixes import FillRequest
+from dllm_plugin.api.routes import CHECKS, FillRequest, reply_to
 from dllm_plugin.config.options import FILL
 from dllm_plugin.config.request.checks import check_length, no_template
 from dllm_plugin.config.validation import shown
@@ -40,7 +39,6 @@ from dllm_plugin.infilling.lengths import (
 )
 
 router = APIRouter()
-EVENT, END = "data: ", "[DONE]"
 OF_INFILL = ("text", "parts", "messages", "draft", "rewrite", "slack")
 # Fields of completions that this route has no use for; of the latter a stream has.
 NO_EFFECT = (
@@ -48,7 +46,6 @@ NO_EFFECT = (
     *("add_special_tokens", "truncate_prompt_tokens"),
 )
 OF_WHOLE = ("logprobs", "return_token_ids")
-NOT_OURS = "This server's model is no diffusion language model."
 Body = dict[str, Any]
 
 
@@ -72,7 +69,7 @@ class FimRequest(FillRequest):
 async def create_fim_completion(request: FimRequest, raw_request: Request) -> Response:
     """Fill the gap between a prompt and a suffix; without a suffix, complete the prompt."""
     if endpoints(raw_request) is None:
-        return as_response(refusal(NOT_OURS, HTTPStatus.NOT_FOUND), raw_request)
+        return not_ours()
     request.seed = request.random_seed if request.seed is None else request.seed
     reply = await reply_to(request, raw_request)
     if isinstance(reply, dict):
@@ -96,7 +93,7 @@ async def create_infill(body: Body, raw_request: Request) -> Response:
     """Fill the gaps of a text."""
     ours = endpoints(raw_request)
     if ours is None:
-        return as_response(refusal(NOT_OURS, HTTPStatus.NOT_FOUND), raw_request)
+        return not_ours()
     try:
         request, choices, fields = await _read(body, ours, raw_request)
     except ValueError as error:
@@ -227,15 +224,8 @@ def _infilled(
 
 
 async def _rewritten(
-    events: AsyncGenerator[str, None], change: Any
+    events: AsyncGenerator[str, None], change: Callable[[Body], Body]
 ) -> AsyncGenerator[str, None]:
-    """Pass a stream on with every chunk changed."""
+    """Yield a stream's events with every chunk changed."""
     async for event in events:
-        body = event.removeprefix(EVENT).rstrip("\n")
-        if not event.startswith(EVENT) or body == END:
-            yield event
-            continue
-        chunk = json.loads(body)
-        if "choices" in chunk:
-            chunk = change(chunk)
-        yield f"{EVENT}{json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
+        yield changed(event, change)

@@ -1,17 +1,11 @@
-"""Estimate the log-likelihood of a text from forwards over masked positions.
+"""Answer POST /v1/likelihood: estimate the log-likelihood of texts.
 
 A model of this kind predicts masked tokens from all others, so a text has no chain of conditional
-probabilities to read off one forward. No HTTP and no engine here. Shape letters: S samples,
-L tokens of the text.
-
-Read the body of a likelihood call: limits, texts to tokens, and the forwards that it needs.
-
-Answer POST /v1/likelihood: every forward of an estimate is one completion request.
-
-vLLM's own handler serves it, and batches it with all others.
+probabilities to read off one forward. Each forward of an estimate masks some tokens of a text, and
+is one completion request, which vLLM's own handler serves and batches with all others. Shape
+letters: S samples, L tokens of the text.
 """
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -28,14 +22,20 @@ from vllm.entrypoints.serve.utils.api_utils import (
 )
 from vllm.utils import random_uuid
 
-from dllm_plugin.api.answers import as_response, endpoints
-from dllm_plugin.api.counts import total
-from dllm_plugin.api.scorer import Refused, Scorer, Text, together
-from dllm_plugin.api.viewer import not_ours
-from dllm_plugin.api.watching.watched_engine import WatchedEngine
+from dllm_plugin.api.answers import as_response, endpoints, not_ours
+from dllm_plugin.api.counts import Counts, total
+from dllm_plugin.api.scorer import Refused, Scorer, together
 from dllm_plugin.config.request.checks import check_length, no_template
 from dllm_plugin.config.validation import shown
 from dllm_plugin.infilling.gaps import beginning
+from dllm_plugin.infilling.lengths import Scoring
+
+
+class Text(NamedTuple):
+    """Store the token ids of a text whose end is scored."""
+
+    context: list[int]
+    continuation: list[int]
 
 
 class Sample(NamedTuple):
@@ -152,7 +152,8 @@ def check_limits(request: LikelihoodRequest) -> None:
         raise ValueError(
             "pairs must hold at least one pair of context and continuation."
         )
-    check_forwards(len(request.pairs))  # before their texts are read
+    # Before their texts are read.
+    check_forwards(len(request.pairs))
     if request.method not in METHODS:
         known = ", ".join(METHODS)
         raise ValueError(f"method must be one of {known}, got {shown(request.method)}.")
@@ -172,7 +173,7 @@ def check_limits(request: LikelihoodRequest) -> None:
 
 
 def check_forwards(needed: int) -> None:
-    """Raise ValueError for more forwards than one call may take."""
+    """Raise ValueError for more forwards than the limit of a call."""
     if needed > MOST_FORWARDS:
         raise ValueError(
             f"This call needs {needed} forwards, at most {MOST_FORWARDS} are allowed: fewer "
@@ -181,7 +182,7 @@ def check_forwards(needed: int) -> None:
 
 
 def plan(request: LikelihoodRequest, texts: list[Text]) -> list[list[Sample]]:
-    """Return the samples of each text. Raises ValueError for more forwards than a call may take."""
+    """Return the samples of each text. Raises ValueError beyond the forwards of a call."""
     count = SAMPLES if request.samples is None else request.samples
     seed = SEED if request.seed is None else request.seed
     lengths = [len(text.continuation) for text in texts]
@@ -245,36 +246,33 @@ async def create_likelihood(
     request: LikelihoodRequest, raw_request: Request
 ) -> Response:
     """Answer with the log-likelihood of each continuation after its context."""
-    state, ours = raw_request.app.state, endpoints(raw_request)
+    ours = endpoints(raw_request)
     if ours is None:
         return not_ours()
-    handler = copy.copy(state.openai_serving_completion)
-    engine = WatchedEngine(ours.engine, ours.tracing, strips=True)
-    handler.engine_client = engine
     most = ours.engine.vllm_config.scheduler_config.max_num_seqs
-    scorer = Scorer(handler, request.model, most, raw_request)
+    scorer = Scorer(raw_request, ours, request.model, most)
     try:
-        if refusal := no_template(ours.config, "likelihood"):
-            raise ValueError(refusal)
-        texts = await read_pairs(request, handler.renderer)
+        if refused := no_template(ours.config, "likelihood"):
+            raise ValueError(refused)
+        texts = await read_pairs(request, scorer.handler.renderer)
         for text in texts:
             check_length(ours.config, len(text.continuation))
         samples = plan(request, texts)
-        scored, greedy = await together(
-            (
-                together(
-                    scorer.logprobs(text, one.masked)
-                    for text, of_text in zip(texts, samples, strict=True)
-                    for one in of_text
-                ),
-                together(scorer.is_greedy(text) for text in texts if request.greedy),
-            )
-        )
+        forwards, decodes = [], []
+        for text, of_text in zip(texts, samples, strict=True):
+            for one in of_text:
+                scoring = Scoring(text.continuation, one.masked)
+                forwards.append(scorer.logprobs(text.context, scoring))
+            if request.greedy:
+                decodes.append(scorer.is_greedy(*text))
+        scored, greedy = await together((together(forwards), together(decodes)))
     except ValueError as error:
-        return as_response(handler.create_error_response(error), raw_request)
+        return as_response(scorer.handler.create_error_response(error), raw_request)
     except Refused as error:
         return as_response(error.reply, raw_request)
-    return JSONResponse(reply_to(request, texts, samples, scored, greedy, engine))
+    return JSONResponse(
+        reply_to(request, texts, samples, scored, greedy, scorer.engine.counts)
+    )
 
 
 def reply_to(
@@ -283,7 +281,7 @@ def reply_to(
     samples: list[list[Sample]],
     scored: list[list[float]],
     greedy: list[bool],
-    engine: WatchedEngine,
+    counts_of_forwards: dict[int, Counts],
 ) -> dict[str, Any]:
     """Return the reply of a call from the results of all its forwards."""
     results, rest = [], iter(scored)
@@ -293,7 +291,7 @@ def reply_to(
         matches = {"greedy": greedy[place] if request.greedy else None}
         results.append(found._asdict() | counts | matches)
     num_tokens = sum(len(text.context) + len(text.continuation) for text in texts)
-    took = total(list(engine.counts.values())).as_json()
+    took = total(list(counts_of_forwards.values())).as_json()
     return {
         "id": f"likelihood-{random_uuid()}",
         "object": "likelihood",

@@ -4,9 +4,10 @@ A request's template masks some tokens of a text, and its targets say which ones
 """
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Sequence
+import copy
+from collections.abc import Awaitable, Iterable
 from http import HTTPStatus
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastapi import Request
 from vllm.entrypoints.openai.completion.protocol import (
@@ -14,21 +15,16 @@ from vllm.entrypoints.openai.completion.protocol import (
     CompletionResponse,
     CompletionResponseChoice,
 )
-from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.error_response import (
     create_error_response,
 )
 
+from dllm_plugin.api.answers import Endpoints
+from dllm_plugin.api.watched_engine import WatchedEngine
 from dllm_plugin.config.options import FILL
 from dllm_plugin.config.request.arguments import STATISTICS, TARGETS, TEMPLATE
-
-
-class Text(NamedTuple):
-    """Store the token ids of a text whose end is scored."""
-
-    context: list[int]
-    continuation: list[int]
+from dllm_plugin.infilling.lengths import Scoring
 
 
 class Refused(Exception):
@@ -47,43 +43,76 @@ def check_ended(finish_reason: str | None) -> None:
         raise Refused(create_error_response(sentence, "ServiceUnavailableError", busy))
 
 
+def forward_request(
+    model: str | None,
+    prompt: list[int],
+    max_tokens: int,
+    arguments: dict[str, Any],
+    priority: int,
+) -> CompletionRequest:
+    """Return the request of one forward."""
+    return CompletionRequest(
+        model=model,
+        prompt=prompt,
+        max_tokens=max_tokens,
+        temperature=0,
+        seed=None,
+        ignore_eos=True,
+        logprobs=0,
+        return_token_ids=True,
+        priority=priority,
+        vllm_xargs=arguments | {STATISTICS: 1},
+    )
+
+
 class Scorer:
-    """Request the forwards of one call, as many at a time as run in a batch."""
+    """Request the forwards of one call, as many at a time as run in a batch.
+
+    engine  counts the forwards
+    """
 
     def __init__(
         self,
-        handler: OpenAIServingCompletion,
+        raw_request: Request,
+        ours: Endpoints,
         model: str | None,
         most: int,
-        raw_request: Request,
         priority: int = 0,
     ) -> None:
-        self.handler = handler
+        self.engine = WatchedEngine(ours.engine, ours.tracing, strips=True)
+        self.handler = copy.copy(raw_request.app.state.openai_serving_completion)
+        self.handler.engine_client = self.engine
         self.model = model
         self.raw_request = raw_request
         self.priority = priority
         self.slots = asyncio.Semaphore(most)
 
-    async def logprobs(self, text: Text, places: Sequence[int]) -> list[float]:
-        """Return the log-probabilities of the tokens at these places, which are masked."""
-        targets = [text.continuation[place] for place in places]
-        arguments = {TEMPLATE: masked(text, places), TARGETS: targets}
-        choice = await self._complete(text, places[-1] + 1, arguments)
+    async def logprobs(self, prompt: list[int], scoring: Scoring) -> list[float]:
+        """Return the log-probabilities of the masked tokens of a text after a prompt."""
+        places = scoring.places
+        arguments = {TEMPLATE: scoring.template, TARGETS: scoring.targets}
+        choice = await self._complete(prompt, places[-1] + 1, arguments)
         assert choice.logprobs is not None
         scored = choice.logprobs.token_logprobs
         return [score for place in places if (score := scored[place]) is not None]
 
-    async def is_greedy(self, text: Text) -> bool:
+    async def is_greedy(self, prompt: list[int], continuation: list[int]) -> bool:
         """Return whether a decode of one token a forward writes the continuation."""
-        length = len(text.continuation)
-        arguments = {TEMPLATE: [FILL] * length, "dllm_policy": "low_confidence"}
-        choice = await self._complete(text, length, arguments | {"dllm_steps": length})
-        return bool(choice.token_ids == text.continuation)
+        length = len(continuation)
+        arguments = {
+            TEMPLATE: [FILL] * length,
+            "dllm_policy": "low_confidence",
+            "dllm_steps": length,
+        }
+        choice = await self._complete(prompt, length, arguments)
+        return bool(choice.token_ids == continuation)
 
     async def _complete(
-        self, text: Text, max_tokens: int, arguments: dict[str, Any]
+        self, prompt: list[int], max_tokens: int, arguments: dict[str, Any]
     ) -> CompletionResponseChoice:
-        request = self.request(text, max_tokens, arguments)
+        request = forward_request(
+            self.model, prompt, max_tokens, arguments, self.priority
+        )
         async with self.slots:
             reply = await self.handler.create_completion(request, self.raw_request)
         if isinstance(reply, ErrorResponse):
@@ -92,31 +121,6 @@ class Scorer:
         [choice] = reply.choices
         check_ended(choice.finish_reason)
         return choice
-
-    def request(
-        self, text: Text, max_tokens: int, arguments: dict[str, Any]
-    ) -> CompletionRequest:
-        """Return the request of one forward, of the priority of the call."""
-        return CompletionRequest(
-            model=self.model,
-            prompt=text.context,
-            max_tokens=max_tokens,
-            temperature=0,
-            seed=None,
-            ignore_eos=True,
-            logprobs=0,
-            return_token_ids=True,
-            priority=self.priority,
-            vllm_xargs=arguments | {STATISTICS: 1},
-        )
-
-
-def masked(text: Text, places: Iterable[int]) -> list[int]:
-    """Return the continuation as a template."""
-    template = list(text.continuation)
-    for place in places:
-        template[place] = FILL
-    return template
 
 
 async def together(calls: Iterable[Awaitable[Any]]) -> list[Any]:

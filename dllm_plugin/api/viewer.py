@@ -13,13 +13,12 @@ from importlib import resources
 from typing import Any
 
 from fastapi import APIRouter, HTTPException, Request
-from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.responses import HTMLResponse, Response
 
 from dllm_plugin import __version__
-from dllm_plugin.api.answers import Endpoints, encoder, endpoints
+from dllm_plugin.api.answers import Endpoints, encoder, endpoints, not_ours
 from dllm_plugin.decoding.methods import methods_of
 
-NOT_OURS = "This server's model is no diffusion language model."
 PAGE = resources.files("dllm_plugin.api") / "page"
 STYLE = re.compile(r'<link rel="stylesheet" href="(\w+\.css)">')
 SCRIPT = re.compile(r'<script src="(\w+\.js)"></script>')
@@ -88,17 +87,12 @@ def facts_of(raw_request: Request, ours: Endpoints) -> dict[str, Any]:
         "policies": policies,
         "threshold": config.defaults.threshold,
         "fills": config.method.full_attention,
-        "filling": filling[::-1],  # the default strategy of the family first
+        # The default strategy of the family first.
+        "filling": filling[::-1],
         "stops": stops,
         "hidden": hidden,
         "docs": app.docs_url is not None,
     }
-
-
-def not_ours() -> Response:
-    """Return the reply of our routes if another model is served."""
-    error = {"message": NOT_OURS, "type": "NotFoundError", "param": None, "code": 404}
-    return JSONResponse({"error": error}, status_code=404)
 
 
 @router.get("/viewer", include_in_schema=False)

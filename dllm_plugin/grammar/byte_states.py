@@ -13,7 +13,8 @@ import sys
 from array import array
 
 MEMORY = 2 << 30  # bytes of the process's address space
-PATIENCE = 3  # times its seconds by the clock, for other processes may keep it waiting
+# Times its seconds by the clock, for other processes may keep it waiting.
+PATIENCE = 3
 DEAD = -1
 # Follows every text: if a text may end, outlines_core drops later alternatives.
 BEHIND = "\U0010ffff"

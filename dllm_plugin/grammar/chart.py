@@ -21,7 +21,8 @@ from dllm_plugin.grammar.networks import (
 from dllm_plugin.grammar.patterns import LAST
 from dllm_plugin.grammar.vocabulary import Vocabulary
 
-MAX_ITEMS = 4000  # of one place: grammars with more ways to read a text are given up
+# Of one place: grammars with more ways to read a text are given up.
+MAX_ITEMS = 4000
 
 
 class Frame:
@@ -45,7 +46,8 @@ class Place:
 
     def __init__(self, items: list[Item], pending: bytes = b"") -> None:
         self.items, self.pending = items, pending
-        self.after: dict[int, Place | None] = {}  # places by the id that leads there
+        # Places by the id that leads there.
+        self.after: dict[int, Place | None] = {}
 
 
 class Chart:
@@ -56,7 +58,7 @@ class Chart:
         self._whole = Frame()
         self._whole.cost = 0
         self._is_last_N = [
-            self._leads_to_end(node) for node in range(len(network.edges_N))
+            network.leads_to_end(node) for node in range(len(network.edges_N))
         ]
         self._first = self._close([(start, self._whole)])
 
@@ -91,17 +93,6 @@ class Chart:
         if cost[item[0]] + item[1].cost > most:
             return None
         return self._spell(item).encode(errors="surrogatepass")
-
-    def _leads_to_end(self, node: int) -> bool:
-        """Return whether nothing but the end of its rule follows a node."""
-        edges, seen = self.network.edges_N, set()
-        while not self.network.is_end_N[node]:
-            only = edges[node][0] if len(edges[node]) == 1 else None
-            if only is None or only.ranges or only.rule != NO_RULE or node in seen:
-                return False
-            seen.add(node)
-            node = only.to
-        return True
 
     def _step(self, place: Place, byte: int) -> Place | None:
         """Return the place after a byte."""
@@ -180,7 +171,8 @@ class _Closure:
         self.frames: dict[int, Frame] = {}
         # Frames that share all callers of one.
         self.heirs: dict[Frame, list[Frame]] = {}
-        self.ends: dict[Frame, None] = {}  # frames whose rule has ended here
+        # Frames whose rule has ended here.
+        self.ends: dict[Frame, None] = {}
 
     def place(self, agenda: list[Item]) -> Place | None:
         """Return the place of some items; None if nothing is left, or too much."""

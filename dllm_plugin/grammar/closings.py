@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dllm_plugin.grammar.matchers import Matcher
-from dllm_plugin.grammar.vocabulary import CLOSERS, WORD, Vocabulary, first_set, holds
+from dllm_plugin.grammar.vocabulary import CLOSERS, Vocabulary, holds
 
 SIBLINGS = 48  # ids of several bytes that are tried at one place
 # With more bytes of a kind allowed (digits, letters), the first one stands for all.
@@ -58,8 +58,10 @@ class Searcher:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
-        single = vocabulary.order[: vocabulary.num_single]
-        first = np.array([vocabulary.pieces[i][0] for i in single], dtype=np.int64)
+        self._single = vocabulary.order[: vocabulary.num_single]
+        first = np.array(
+            [vocabulary.pieces[i][0] for i in self._single], dtype=np.int64
+        )
         self._kinds = [np.isin(first, list(kind)) for kind in KINDS]
 
     def closing_of(self, matcher: Matcher, text: bytes, room: int) -> list[int] | None:
@@ -76,17 +78,6 @@ class Searcher:
             if ids and len(ids) <= room and closes(matcher, ids):
                 return ids
         return None
-
-    def rest(
-        self, matcher: Matcher, known: list[int], added: list[int], room: int
-    ) -> list[int] | None:
-        """Return the rest of a known closing, once ids were added that begin it."""
-        if matcher.complete():
-            return []
-        count = len(added)
-        if known[:count] != added or len(known) - count > room:
-            return None
-        return known[count:] if closes(matcher, known[count:]) else None
 
     def search(self, matcher: Matcher, room: int, limits: Limits) -> list[int] | None:
         """Return a closing of at most `room` ids that a search finds depth-first.
@@ -119,12 +110,12 @@ class Searcher:
 
         The id before comes last, for it may repeat without end, unless it closes something.
         """
-        row, order = matcher.allowed(), self.vocabulary.order
-        single = self.vocabulary.num_single
-        allowed = holds(row, order[:single])
-        chosen = order[:single][allowed & ~self._is_alike(allowed)]
+        row = matcher.allowed()
+        allowed = holds(row, self._single)
+        chosen = self._single[allowed & ~self._is_alike(allowed)]
         if not len(chosen):
-            chosen = order[single:][holds(row, order[single:])][:SIBLINGS]
+            longer = self.vocabulary.order[len(self._single) :]
+            chosen = longer[holds(row, longer)][:SIBLINGS]
         ids = chosen.tolist()
         if last in ids and self.vocabulary.pieces[last] not in CLOSING_PIECES:
             ids.remove(last)
@@ -147,15 +138,12 @@ class Searcher:
         forces text without end.
         """
         text: list[int] = []
-        # A vocabulary without ids for all bytes cannot tell which byte must follow.
-        while self.vocabulary.num_single == 256 and len(text) < MOST_FORCED:
-            single = matcher.allowed() & self.vocabulary.single_bits
-            token = first_set(single)
-            words = np.flatnonzero(single)
-            if len(words) != 1 or int(single[words[0]]) & 0xFFFFFFFF != 1 << (
-                token % WORD
-            ):
+        # Without ids for all bytes nobody knows which byte must follow.
+        while len(self._single) == 256 and len(text) < MOST_FORCED:
+            allowed = self._single[holds(matcher.allowed(), self._single)]
+            if len(allowed) != 1:
                 break
+            token = int(allowed[0])
             if matcher.complete() or not matcher.accept(token):
                 break
             text.append(token)
@@ -173,7 +161,7 @@ def go(matcher: Matcher, ids: tuple[int, ...] | list[int]) -> bool:
 
 
 def taken(matcher: Matcher, ids: list[int]) -> int:
-    """Count leading ids that the grammar takes; the matcher stays."""
+    """Return how many leading ids the grammar accepts; the matcher stays."""
     count = 0
     for token in ids:
         if not matcher.accept(token):

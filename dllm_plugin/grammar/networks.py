@@ -13,15 +13,10 @@ NO_RULE = -1
 FINAL = 0  # the node after the whole text
 FAR = 1 << 60  # bytes to an end that cannot be reached
 MAX_NODES = 60_000
-# How often a part comes by the sign after it: at least, and at most.
-REPEATS: dict[str, tuple[int, int | None]] = {
-    "*": (0, None),
-    "+": (1, None),
-    "?": (0, 1),
-}
 # Characters that a closing prefers: digits and letters mean nothing in particular.
 PREFERRED = b"0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_-. "
-UTF8_LIMITS = (0x80, 0x800, 0x10000, LAST + 1)  # first code points with one more byte
+# First code points with one more byte.
+UTF8_LIMITS = (0x80, 0x800, 0x10000, LAST + 1)
 
 
 class Unreadable(ValueError):
@@ -44,7 +39,7 @@ class Part(NamedTuple):
 
 
 def utf8_length(code: int) -> int:
-    """Return how many bytes a code point takes."""
+    """Return the bytes of a code point in UTF-8."""
     return next(i for i, limit in enumerate(UTF8_LIMITS, 1) if code < limit)
 
 
@@ -165,6 +160,18 @@ class Network:
         if part.end not in names:
             names[part.end] = self.add_node()
         return Part(names[part.start], names[part.end])
+
+    def leads_to_end(self, node: int) -> bool:
+        """Return whether nothing but the end of its rule follows a node."""
+        seen = set()
+        while not self.is_end_N[node]:
+            edges = self.edges_N[node]
+            only = edges[0] if len(edges) == 1 else None
+            if only is None or only.ranges or only.rule != NO_RULE or node in seen:
+                return False
+            seen.add(node)
+            node = only.to
+        return True
 
     def measure(self) -> None:
         """Compute the costs, from ends backwards (Knuth's algorithm)."""

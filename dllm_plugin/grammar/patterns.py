@@ -6,12 +6,13 @@ operators such as ``&&`` in classes. Written out, classes are ranges of code poi
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
-Ranges = list[tuple[int, int]]  # first and last code points, ascending and apart
+# First and last code points, ascending and apart.
+Ranges = list[tuple[int, int]]
 LAST = 0x10FFFF
 SURROGATES = (0xD800, 0xDFFF)  # no characters
 # From here on Unicode has ideographs and tags, no digits or white space.
@@ -23,7 +24,8 @@ SURE = {  # what \w, \d and \s are to all compilers
 }
 CONTROLS = {"a": 7, "f": 12, "n": 10, "r": 13, "t": 9, "v": 11}
 LEFT = "bBk123456789"  # escapes that compilers refuse
-MOST_ADDED = 100_000  # characters of classes: more keep compilers busy
+# Characters of classes: more keep compilers busy.
+MOST_ADDED = 100_000
 SHOWN = 80  # characters of an expression in a message
 REPEATS = ("*", "+", "?", "{")
 PLAIN = re.compile(r"[^\\\[.()|^$*+?{]+")
@@ -39,10 +41,10 @@ NUMBERS = {
 
 
 class Token(NamedTuple):
-    """Hold a piece of an expression: `kind` is one of ``( ) | ^ $ *``, or empty for any other.
+    """Store a piece of an expression.
 
-    ``*`` stands for all that repeats, and ``?`` for what makes it take little. `ranges` are the
-    characters of a class or an escape.
+    kind    ``( ) | ^ $``, ``*`` for all that repeats, ``?`` for lazy repeats; else empty
+    ranges  characters of a class or an escape
     """
 
     kind: str
@@ -51,7 +53,7 @@ class Token(NamedTuple):
 
 
 class LeftWhole(Exception):
-    """Say that an expression is left to the compiler that knows it: flags, Unicode's categories."""
+    """Report an expression left to the compiler that knows it: flags, Unicode's categories."""
 
 
 def written_out(pattern: str) -> str:
@@ -88,14 +90,14 @@ def read_tokens(pattern: str) -> list[Token]:
 
 
 def _token(pattern: str, at: int, before: str) -> tuple[Token, int]:
-    """Read one token behind another of kind `before`; return it and where the next one starts."""
+    """Read the token after one of kind `before`; return it and where the next token starts."""
     if plain := PLAIN.match(pattern, at):
         return Token("", plain[0]), plain.end()
     sign = pattern[at]
     if sign == "[":
         return _class(pattern, at)
     if sign == ".":
-        return _dot_token(), at + 1
+        return _of_ranges([(0, 9), (11, LAST)]), at + 1
     if sign == "(":
         return _group(pattern, at)
     if sign in REPEATS:
@@ -107,8 +109,6 @@ def _token(pattern: str, at: int, before: str) -> tuple[Token, int]:
         return Token("^" if letter == "A" else "$", pattern[at : at + 2]), at + 2
     if letter and letter in LEFT:
         return Token("", pattern[at : at + 2]), at + 2
-    if letter.lower() in SURE:
-        return _shorthand_token(letter), at + 2
     (narrow, _), end = _escape(pattern, at)
     return _of_ranges(narrow), end
 
@@ -159,7 +159,8 @@ def _class(pattern: str, at: int) -> tuple[Token, int]:
         narrow.extend(low)
         wide.extend(low_wide)
     if any({letter, letter.upper()} <= letters for letter in SURE):
-        narrow = wide = [(0, LAST)]  # with its opposite, a shorthand leaves nothing out
+        # With its opposite, a shorthand leaves nothing out.
+        narrow = wide = [(0, LAST)]
     token = _of_ranges(other_characters(wide) if negated else _joined(narrow))
     if not token.ranges:
         shown = pattern[start : at + 1][:SHOWN]
@@ -208,7 +209,8 @@ def _check_anchors(
 ) -> None:
     """Raise ValueError where an anchor stands amid a text. For ends, tokens come backwards."""
     free = True  # nothing precedes
-    outside: list[bool] = []  # what `free` was where each open group starts
+    # What `free` was where each open group starts.
+    outside: list[bool] = []
     anchored = 0  # how many groups are open around the last anchor
     for token, behind in pairwise([*tokens, Token("", "")]):
         if token.kind == opening:
@@ -251,20 +253,14 @@ def _shorthand(letter: str) -> tuple[Ranges, Ranges]:
     return other_characters(maybe), other_characters(sure)
 
 
-@cache
-def _shorthand_token(letter: str) -> Token:
-    return _of_ranges(_shorthand(letter)[0])
-
-
-@cache
-def _dot_token() -> Token:
-    return _of_ranges(other_characters([(10, 10)]))
-
-
 def _of_ranges(ranges: Ranges) -> Token:
     """Return the token of a class, without surrogates."""
-    parts = tuple(_characters(ranges))
-    return Token("", _spelled(parts), parts)
+    parts: Ranges = []
+    for low, high in ranges:
+        below = (low, min(high, SURROGATES[0] - 1))
+        above = (max(low, SURROGATES[1] + 1), high)
+        parts += [part for part in (below, above) if part[0] <= part[1]]
+    return Token("", _spelled(parts), tuple(parts))
 
 
 def _joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
@@ -288,7 +284,7 @@ def other_characters(ranges: Iterable[tuple[int, int]]) -> Ranges:
     return [*rest, (low, LAST)] if low <= LAST else rest
 
 
-def _spelled(parts: tuple[tuple[int, int], ...]) -> str:
+def _spelled(parts: Ranges) -> str:
     """Write ranges as a class; empty if there are none."""
     if len(parts) == 1 and parts[0][0] == parts[0][1]:
         return _code(parts[0][0])
@@ -298,13 +294,6 @@ def _spelled(parts: tuple[tuple[int, int], ...]) -> str:
         if high > low:
             inside += f"-{_code(high)}"
     return f"[{inside}]" if inside else ""
-
-
-def _characters(ranges: Ranges) -> Iterator[tuple[int, int]]:
-    for low, high in ranges:
-        below = (low, min(high, SURROGATES[0] - 1))
-        above = (max(low, SURROGATES[1] + 1), high)
-        yield from (part for part in (below, above) if part[0] <= part[1])
 
 
 def _code(code: int) -> str:

@@ -1,58 +1,77 @@
-"""Read a grammar into a network of rules, from the EBNF that xgrammar writes of it.
+"""Read a grammar into a network of rules, from the rules that xgrammar makes of it.
 
-xgrammar reads JSON schemas, EBNF and Lark, and prints all of them in one small syntax.
+xgrammar reads JSON schemas, EBNF, Lark and regular expressions, and serialises all of them as one
+list of integers. The rules of an expression are written out without calls, within strings of JSON
+also with escapes, anchors and lengths.
 """
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from dllm_plugin.grammar.expressions import Pattern, read_expression, read_pattern
-from dllm_plugin.grammar.networks import FINAL, REPEATS, Network, Part, Unreadable
-from dllm_plugin.grammar.patterns import Ranges, other_characters
+from dllm_plugin.grammar.networks import (
+    FINAL,
+    NO_RULE,
+    Edge,
+    Network,
+    Part,
+    Unreadable,
+)
+from dllm_plugin.grammar.patterns import (
+    LAST,
+    LeftWhole,
+    Ranges,
+    other_characters,
+    read_tokens,
+)
 
-ROOT = "root"
-FIRST_PATTERN = 0xE000  # characters for private use, each for a pattern
+if TYPE_CHECKING:
+    from xgrammar import Grammar
+
+# Characters for private use, each for a pattern.
+FIRST_PATTERN = 0xE000
 MOST_PATTERNS = 0x1900
-MAX_TEXT = 1_000_000  # characters of a grammar that are read
-TOKEN = re.compile(
-    r"""
-    (?P<blank>[ \t]+)
-    | (?P<line>\n)
-    | (?P<define>(?P<defined>\w+)[ ]*::=)
-    | (?P<expression>Regex\("(?P<pattern>(?:[^"\\]|\\.)*)"(?:,[ ]json_string=true)?\))
-    | (?P<rule>\w+)(?!\()
-    | "(?P<text>(?:[^"\\]|\\.)*)"
-    | \[(?P<class>(?:[^\]\\]|\\.)*)\]
-    | (?P<ahead>\(=)
-    | \{(?P<least>\d+),[ ]*(?P<most>-?\d+)\}
-    | (?P<sign>[()|*+?])
-    """,
-    re.VERBOSE | re.DOTALL,
-)
-CHARACTER = re.compile(
-    r"\\x([0-9a-fA-F]{1,2})|\\u([0-9a-fA-F]{4})|\\U([0-9a-fA-F]{8})|\\(.)|(.)",
-    re.DOTALL,
-)
-CONTROLS = {"n": 10, "r": 13, "t": 9, "0": 0, "b": 8, "f": 12, "v": 11, "a": 7, "e": 27}
+# How xgrammar 0.2.8 serialises grammars: kinds of parts; 7 are tags, which are not read.
+FORMAT = "v16"
+TEXT, CLASS, CLASS_STAR, EMPTY, CALL, SEQUENCE, CHOICES = range(7)
+REPEAT, EXPRESSION = 8, 12
+IGNORE_CASE = "(?i)"  # the only flag that is read
+# Nodes of a pattern with the characters before them counted.
+MAX_COUNTED = 20_000
+NAMED = re.compile(r"\(\?P?<\w+>")
+ANY_TEXT = r"[\u{0}-\u{10ffff}]*"
+# Code points that no character has, for the begin and the end of the text of a pattern.
+MARKS = {"^": "\U0010fffe", "$": "\U0010ffff"}
+MARK_BEGIN, MARK_END = (((ord(mark), ord(mark)),) for mark in MARKS.values())
+# Characters that strings of JSON escape by a letter.
+ESCAPED = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
+# Characters that JSON does not escape.
+PLAIN: Ranges = [(32, 33), (35, 91), (93, LAST)]
+BACKSLASH = ((92, 92),)
 
 
-def read_rules(text: str, patterns: Sequence[Pattern] = ()) -> tuple[Network, int]:
+class Pattern(NamedTuple):
+    """Store what a JSON schema asks of a string: `pattern`, `minLength` and `maxLength`."""
+
+    text: str
+    least: int = 0
+    most: int | None = None
+
+
+def read_rules(
+    grammar: "Grammar", patterns: Sequence[Pattern] = ()
+) -> tuple[Network, int]:
     """Return the network of a grammar and its first node; the text ends at FINAL.
 
     Args:
         patterns: what characters from FIRST_PATTERN on stand for.
 
     Raises:
-        Unreadable: the grammar is too large, or has syntax that is not read here.
+        Unreadable: the grammar is too large, or has parts that are not read here.
     """
-    if len(text) > MAX_TEXT:
-        raise Unreadable(f"more than {MAX_TEXT} characters")
-    reader = _Reader(text, patterns)
-    while reader.token is not None:
-        reader.rule()
-    if ROOT not in reader.rules:
-        raise Unreadable("no rule root")
-    return _finished(reader.network, reader.network.call(reader.rules[ROOT]))
+    reader = _Reader(grammar, patterns)
+    return _finished(reader.network, reader.network.call(reader.root))
 
 
 def read_regex(pattern: str) -> tuple[Network, int]:
@@ -68,94 +87,56 @@ def _finished(network: Network, whole: Part) -> tuple[Network, int]:
 
 
 class _Reader:
-    """Parse a grammar by recursive descent; `token` is the next token, None at the end."""
+    """Read the rules of a grammar; `root` is that of the whole text."""
 
-    def __init__(self, text: str, patterns: Sequence[Pattern]) -> None:
-        self.text, self.at, self.patterns = text, 0, patterns
+    def __init__(self, grammar: "Grammar", patterns: Sequence[Pattern]) -> None:
+        read = json.loads(grammar.serialize_json())
+        if read["__VERSION__"] != FORMAT:
+            raise Unreadable(f"format {read['__VERSION__']} of xgrammar is not read")
+        self.numbers: list[int] = read["grammar_expr_data"]
+        self.starts: list[int] = read["grammar_expr_indptr"]
+        self.patterns = patterns
         self.network = Network()
-        self.rules: dict[str, Part] = {}
-        self.token: re.Match[str] | None = None
-        self._advance()
+        self.rules: dict[int, Part] = {}
+        for number, (_, body, *_) in enumerate(read["rules"]):
+            rule = self._rule(number)
+            part = self._part(body)
+            self.network.skip(rule.start, part.start)
+            self.network.skip(part.end, rule.end)
+        self.root = self.rules[read["root_rule_id"]]
 
-    def _advance(self) -> None:
-        """Go on to the next token, over blanks and ends of lines."""
-        self.token = None
-        while self.at < len(self.text):
-            found = TOKEN.match(self.text, self.at)
-            if found is None:
-                raise Unreadable(f"at {self.text[self.at : self.at + 40]!r}")
-            self.at = found.end()
-            if found.lastgroup not in ("blank", "line"):
-                self.token = found
-                return
+    def _rule(self, number: int) -> Part:
+        if number not in self.rules:
+            self.rules[number] = self.network.add_rule()
+        return self.rules[number]
 
-    def _is(self, sign: str) -> bool:
-        return self.token is not None and self.token["sign"] == sign
-
-    def _expect(self, sign: str) -> None:
-        if not self._is(sign):
-            raise Unreadable(
-                f"no {sign!r} before {self.text[self.at : self.at + 40]!r}"
-            )
-        self._advance()
-
-    def _named(self, name: str) -> Part:
-        if name not in self.rules:
-            self.rules[name] = self.network.add_rule()
-        return self.rules[name]
-
-    def rule(self) -> None:
-        """Read one rule."""
-        if self.token is None or self.token["define"] is None:
-            raise Unreadable(f"no rule before {self.text[self.at : self.at + 40]!r}")
-        rule = self._named(self.token["defined"])
-        self._advance()
-        body = self._alternatives()
-        self.network.skip(rule.start, body.start)
-        self.network.skip(body.end, rule.end)
-        if self.token is not None and self.token["ahead"]:
-            # It only says sooner what the rules that follow say as well.
-            self._advance()
-            self._alternatives()
-            self._expect(")")
-
-    def _alternatives(self) -> Part:
-        parts = [self._sequence()]
-        while self._is("|"):
-            self._advance()
-            parts.append(self._sequence())
-        return self.network.either(parts)
-
-    def _sequence(self) -> Part:
-        parts: list[Part] = []
-        while (part := self._element()) is not None:
-            parts.append(self._repeated(part))
-        return self.network.sequence(parts)
-
-    def _element(self) -> Part | None:
-        """Read what may be repeated; None if the sequence has ended."""
-        token, network = self.token, self.network
-        if token is None:
-            return None
-        if token["expression"]:
-            pattern = "".join(map(chr, _characters(token["pattern"])))
-            part = read_expression(network, pattern)
-        elif token["rule"]:
-            part = network.call(self._named(token["rule"]))
-        elif token["text"] is not None:
-            codes = _characters(token["text"])
-            part = network.sequence([self._character(code) for code in codes])
-        elif token["class"] is not None:
-            part = network.characters(_class(token["class"]))
-        elif token["sign"] == "(":
-            self._advance()
-            part = self._alternatives()
-            if not self._is(")"):
-                raise Unreadable("an unbalanced parenthesis")
-        else:
-            return None
-        self._advance()
-        return part
+    def _part(self, number: int) -> Part:
+        start, network = self.starts[number], self.network
+        kind, size = self.numbers[start : start + 2]
+        values = self.numbers[start + 2 : start + 2 + size]
+        if kind == TEXT:
+            text = bytes(values).decode()
+            return network.sequence([self._character(ord(sign)) for sign in text])
+        if kind in (CLASS, CLASS_STAR):
+            negated, *ends = values
+            ranges = list(zip(ends[::2], ends[1::2], strict=True))
+            part = network.characters(other_characters(ranges) if negated else ranges)
+            return part if kind == CLASS else network.repeat(part, 0, None)
+        if kind == EMPTY:
+            return network.empty()
+        if kind == CALL:
+            return network.call(self._rule(values[0]))
+        if kind == SEQUENCE:
+            return network.sequence([self._part(inner) for inner in values])
+        if kind == CHOICES:
+            return network.either([self._part(inner) for inner in values])
+        if kind == REPEAT:
+            rule, least, most = values
+            part = network.call(self._rule(rule))
+            return network.repeat(part, least, None if most < 0 else most)
+        if kind == EXPRESSION:
+            return read_expression(network, bytes(values[1:]).decode())
+        raise Unreadable(f"a part of kind {kind}")
 
     def _character(self, code: int) -> Part:
         place = code - FIRST_PATTERN
@@ -163,44 +144,146 @@ class _Reader:
             return read_pattern(self.network, self.patterns[place])
         return self.network.characters([(code, code)])
 
-    def _repeated(self, part: Part) -> Part:
-        while self.token is not None:
-            if self.token["least"]:
-                most = int(self.token["most"])
-                bounds = int(self.token["least"]), None if most < 0 else most
-            elif self.token["sign"] in REPEATS:
-                bounds = REPEATS[self.token["sign"]]
-            else:
-                break
-            part = self.network.repeat(part, *bounds)
-            self._advance()
-        return part
+
+def _marked(pattern: str) -> str:
+    """Return an expression as xgrammar reads it, with characters in place of anchors."""
+    try:
+        tokens = read_tokens(pattern.removeprefix(IGNORE_CASE))
+    except (LeftWhole, ValueError) as error:
+        raise Unreadable("an expression that is left to compilers") from error
+    text = ""
+    for token in tokens:
+        is_named = token.kind == "(" and NAMED.match(token.text)
+        text += "(" if is_named else MARKS.get(token.kind, token.text)
+    return text
 
 
-def _characters(spelled: str) -> list[int]:
-    """Return the code points of a text with escapes."""
-    codes = []
-    for found in CHARACTER.finditer(spelled):
-        number = found[1] or found[2] or found[3]
-        if number:
-            codes.append(int(number, 16))
-        elif found[4]:
-            codes.append(CONTROLS.get(found[4], ord(found[4])))
-        else:
-            codes.append(ord(found[5]))
-    return codes
+def read_expression(network: Network, pattern: str) -> Part:
+    """Return the part that reads the texts of an expression. Raises Unreadable."""
+    return _Expression(network, _marked(pattern), pattern, False).part(0, None)
 
 
-def _class(spelled: str) -> Ranges:
-    """Return the characters of a class, without its brackets."""
-    negated = spelled.startswith("^")
-    found = list(CHARACTER.finditer(spelled, negated))
-    codes = _characters(spelled[negated:])
-    ranges: Ranges = []
-    i = 0
-    while i < len(codes):
-        is_range = i + 2 < len(codes) and found[i + 1][0] == "-"
-        last = i + 2 if is_range else i
-        ranges.append((codes[i], codes[last]))
-        i = last + 1
-    return other_characters(ranges) if negated else ranges
+def read_pattern(network: Network, pattern: Pattern) -> Part:
+    """Return the part that reads the inside of strings of JSON which hold a pattern anywhere.
+
+    Raises:
+        Unreadable: the pattern has categories of Unicode, or looks around.
+    """
+    text = f"{ANY_TEXT}(?:{_marked(pattern.text)}){ANY_TEXT}"
+    expression = _Expression(network, text, pattern.text, True)
+    before = len(network.edges_N)
+    part = expression.part(0, None)
+    size = len(network.edges_N) - before
+    least, most = pattern.least, pattern.most
+    # Without its lengths a pattern is still worth a try: backends verify every closing.
+    if (least or most is not None) and size * max(least, most or 0) <= MAX_COUNTED:
+        part = expression.part(least, most)
+    return part
+
+
+class _State(NamedTuple):
+    """Name a node with the nodes after its open calls, and what was read so far.
+
+    length  characters, counted to a limit of at least 1
+    """
+
+    node: int
+    after_calls: tuple[int, ...] = ()
+    length: int = 0
+    has_ended: bool = False
+
+
+class _Expression:
+    """Write the rules that xgrammar makes of an expression out, as parts without calls."""
+
+    def __init__(
+        self, network: Network, text: str, pattern: str, in_json: bool
+    ) -> None:
+        from xgrammar import Grammar  # slow: only if a request needs it
+
+        self.network, self.in_json = network, in_json
+        self.ignores_case = pattern.startswith(IGNORE_CASE)
+        reader = _Reader(Grammar.from_regex(text), ())
+        self.root, self.rules = reader.root, reader.network
+
+    def part(self, least: int, most: int | None) -> Part:
+        """Return the part without anchors, whose texts have `least` to `most` characters."""
+        network = self.network
+        names: dict[_State, int] = {}
+        queue: list[_State] = []
+
+        def to(state: _State) -> int:
+            if state not in names:
+                names[state] = network.add_node()
+                queue.append(state)
+            return names[state]
+
+        start, end = to(_State(self.root.start)), network.add_node()
+        for state in queue:
+            has_ended = self.rules.is_end_N[state.node] and not state.after_calls
+            if has_ended and state.length >= least:
+                network.skip(names[state], end)
+            for after, ranges in self._steps(state):
+                if most is None or after.length <= most:
+                    length = min(after.length, max(1, most or least))
+                    self._connect(
+                        names[state], to(after._replace(length=length)), ranges
+                    )
+        return Part(start, end)
+
+    def _steps(self, state: _State) -> Iterator[tuple[_State, Ranges]]:
+        """Yield the states after a state, and what is read on the way."""
+        if self.rules.is_end_N[state.node] and state.after_calls:
+            *calls, node = state.after_calls
+            yield state._replace(node=node, after_calls=tuple(calls)), []
+        for edge in self.rules.edges_N[state.node]:
+            after = state._replace(node=edge.to)
+            if edge.rule != NO_RULE:
+                # A call that ends its rule returns to where that rule returns.
+                calls = [] if self.rules.leads_to_end(edge.to) else [edge.to]
+                after_calls = (*state.after_calls, *calls)
+                yield state._replace(node=edge.rule, after_calls=after_calls), []
+            elif edge.ranges == MARK_END:
+                yield after._replace(has_ended=True), []
+            elif edge.ranges == MARK_BEGIN:
+                if not state.length:
+                    yield after, []
+            elif not edge.ranges:
+                yield after, []
+            elif not state.has_ended:
+                ranges = list(edge.ranges)
+                if self.ignores_case:
+                    ranges = _both_cases(ranges)
+                yield after._replace(length=state.length + 1), ranges
+
+    def _connect(self, source: int, to: int, ranges: Ranges) -> None:
+        """Add edges for a character, which strings of JSON may escape by a letter."""
+        edges_N = self.network.edges_N
+        if not self.in_json or not ranges:
+            edges_N[source].append(Edge(to, tuple(ranges)))
+            return
+        plain: Ranges = []
+        letters: Ranges = []
+        for low, high in ranges:
+            for first, last in PLAIN:
+                if max(low, first) <= min(high, last):
+                    plain.append((max(low, first), min(high, last)))
+            for code, letter in ESCAPED.items():
+                if low <= code <= high:
+                    letters.append((ord(letter), ord(letter)))
+        if plain:
+            edges_N[source].append(Edge(to, tuple(plain)))
+        if letters:
+            escaped = self.network.add_node()
+            edges_N[source].append(Edge(escaped, BACKSLASH))
+            edges_N[escaped].append(Edge(to, tuple(letters)))
+
+
+def _both_cases(ranges: Ranges) -> Ranges:
+    """Add the other case of the letters of ASCII."""
+    both = list(ranges)
+    for low, high in ranges:
+        for first, last, shift in ((65, 90, 32), (97, 122, -32)):
+            if max(low, first) <= min(high, last):
+                both.append((max(low, first) + shift, min(high, last) + shift))
+    return both

@@ -17,12 +17,13 @@ from dllm_plugin.grammar.closings import Limits, Searcher, closes, go, taken
 from dllm_plugin.grammar.matchers import Matcher
 from dllm_plugin.grammar.vocabulary import LONGEST, Vocabulary, pack
 
-NODES = 400  # places that each part of a search beside a step looks at
-FIRST = 20  # so many times more for the first closing, which is searched before anything runs
+NODES = 400  # places of each search during a step
+# Times as many for the first closing, which is searched before the request runs.
+FIRST = 20
 FIRST_SECONDS = 2.0
 STEP_SECONDS = 0.2
 CLOCK = 3.0  # times as long by the clock, for shared processors
-REQUEST_SECONDS = 2.0  # all searches of a request beside its steps
+REQUEST_SECONDS = 2.0  # all searches of a request during its steps
 
 
 class GrammarCheck(NamedTuple):
@@ -64,7 +65,6 @@ class GrammarState:
         stops: Sequence[int],
         left: int,
         *,
-        jumps: bool = True,
         writes: bool = True,
         guide: Guide | None = None,
         chart: Chart | None = None,
@@ -73,7 +73,6 @@ class GrammarState:
 
         Args:
             stops: ids that end a text; the first one is taken where there is a choice.
-            jumps: whether text that must follow is written without asking the model.
             writes: whether forced ids are written at all, or are the frontier's only choice.
             guide: knows the shortest closings, if the grammar is regular.
             chart: knows closings by the rules of the grammar, if they can be read.
@@ -89,17 +88,16 @@ class GrammarState:
         self._unfollowed: list[int] = []
         self.stops = list(stops)
         self.left = left
-        self.jumps, self.writes = jumps and writes, writes
-        flags = np.zeros(vocabulary.size, dtype=bool)
-        flags[self.stops] = True
-        self._stop_bits = pack(flags, vocabulary.words)
+        self.writes = writes
+        self._stop_bits = self._bits(self.stops)
         self.ended = False
         self.completes = False
         self.witness: list[int] = []
         self.careful = False
         self.num_refused = self.searches = 0
         self.seconds = 0.0
-        self._chosen_at = -1  # the frontier whose choice has not been checked yet
+        # The frontier whose choice has not been checked yet.
+        self._chosen_at = -1
         # A place where a choice left no room, so the closing goes on there.
         self._closes_at = -1
 
@@ -145,7 +143,7 @@ class GrammarState:
         self.careful = self.careful or rejected
         self.num_refused += rejected
         if forced and not self.writes:
-            front, allowed, forced = at, self._only(forced[0]), []
+            front, allowed, forced = at, self._bits(forced[:1]), []
             must = True
         else:
             must = self.careful
@@ -168,7 +166,7 @@ class GrammarState:
                 # Neither settled nor forced: nobody knows a closing any more.
                 return False
             self.witness = self.witness[len(ids) :]
-        self._place = self._places(ids)[-1]
+        self._place = self._place_after(ids)
         self._unfollowed += ids
         self.left -= len(ids)
         self._chosen_at -= len(ids)
@@ -193,18 +191,11 @@ class GrammarState:
         """Go back to the last place of the run after which a closing fits; return it."""
         if not self.completes:
             return run
-        common = 0
-        while (
-            common < min(run, len(self.witness))
-            and canvas[common] == self.witness[common]
-        ):
-            common += 1
-        known, places = self.witness[common:], self._places(canvas[:run])
-        while run > common:
-            added = list(canvas[common:run])
-            found = self._close(known, list(canvas[:run]), added, limits, places[run])
+        ids = list(canvas[:run])
+        while self.witness[:run] != ids[:run]:
+            found = self._close(ids[:run], limits)
             if found is not None:
-                self.witness = [*canvas[:run], *found]
+                self.witness = [*ids[:run], *found]
                 break
             self.matcher.rollback(1)
             run -= 1
@@ -215,11 +206,11 @@ class GrammarState:
         seconds = min(STEP_SECONDS, REQUEST_SECONDS - self.seconds)
         return Limits.within(NODES, seconds, CLOCK)
 
-    def _places(self, ids: Sequence[int]) -> list[int]:
-        """Return the guide's states after the committed text and after each id."""
-        if self.guide is None:
-            return [DEAD] * (len(ids) + 1)
-        return [self._place, *self.guide.follow(self._place, ids)]
+    def _place_after(self, ids: Sequence[int]) -> int:
+        """Return the guide's state after the committed text and ids."""
+        if self.guide is None or not ids:
+            return self._place
+        return self.guide.follow(self._place, ids)[-1]
 
     def _guided(self, place: int, room: int) -> list[int] | None:
         """Return the shortest closing; None if it does not fit, or the guide does not know it."""
@@ -245,24 +236,21 @@ class GrammarState:
             return None
         return self.searcher.closing_of(self.matcher, text, room)
 
-    def _close(
-        self,
-        known: list[int],
-        ids: list[int],
-        added: list[int],
-        limits: Limits,
-        place: int,
-    ) -> list[int] | None:
-        """Return a closing after ids: the guide's, the rest of a known one, or another one.
+    def _rest(self, ids: list[int], room: int) -> list[int] | None:
+        """Return the rest of the known closing; None if it does not begin with ids or fit."""
+        if self.matcher.complete():
+            return []
+        begun, rest = self.witness[: len(ids)], self.witness[len(ids) :]
+        if begun != ids or len(rest) > room or not closes(self.matcher, rest):
+            return None
+        return rest
 
-        Args:
-            added: the ids after which `known` was a closing.
-            place: the guide's after `ids`.
-        """
-        room = self.left - len(ids)
+    def _close(self, ids: list[int], limits: Limits) -> list[int] | None:
+        """Return a closing after ids: the guide's, the rest of the known one, or another."""
+        room, place = self.left - len(ids), self._place_after(ids)
         found = self._guided(place, room)
         if found is None:
-            found = self.searcher.rest(self.matcher, known, added, room)
+            found = self._rest(ids, room)
         if found is not None or room < 0:
             return found
         if (
@@ -303,7 +291,7 @@ class GrammarState:
             if (run > at and self._chosen_at == at) or self._closes_at == at:
                 self._closes_at = at
                 return (closing[:1], False) if closing else (self.stops[:1], True)
-        if complete or not self.jumps:
+        if complete or not self.writes:
             return [], False
         return self._jump(settled, room, limits), False
 
@@ -316,10 +304,8 @@ class GrammarState:
         ids = ids[: min(taken(self.matcher, ids), room)]
         if not ids or not self.completes:
             return ids
-        closing = self.witness[len(settled) :]
         go(self.matcher, ids)
-        place = self._places([*settled, *ids])[-1]
-        after = self._close(closing, [*settled, *ids], ids, limits, place)
+        after = self._close([*settled, *ids], limits)
         self.matcher.rollback(len(ids))
         if after is None:
             return []
@@ -333,7 +319,7 @@ class GrammarState:
             row |= self._stop_bits
         return row
 
-    def _only(self, token: int) -> np.ndarray:
+    def _bits(self, ids: list[int]) -> np.ndarray:
         flags = np.zeros(self.vocabulary.size, dtype=bool)
-        flags[token] = True
+        flags[ids] = True
         return pack(flags, self.vocabulary.words)

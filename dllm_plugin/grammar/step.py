@@ -6,15 +6,20 @@ Shape letters as in :mod:`dllm_plugin.decoding.plan`; G requests of the step wit
 of packed bits, K ids that a check names.
 """
 
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dllm_plugin.decoding.blocks import at_positions, leading, per_block
 from dllm_plugin.decoding.plan import Canvas, StepPlan, replaced
+from dllm_plugin.grammar.automaton import TokenAutomaton
+from dllm_plugin.grammar.state import GrammarCheck
 
 NO_ID = -1
+NUM_NUMBERS = 6  # of a check
 
 
 class Checks(NamedTuple):
@@ -40,6 +45,60 @@ class Checks(NamedTuple):
     writes_G: Tensor
     chooses_G: Tensor
     allowed_GW: Tensor
+
+    def known_at(self, place_GC: Tensor) -> Tensor:
+        """Return the known ids at places of the text, NO_ID if there is none."""
+        most = self.known_GK.shape[1]
+        known_GC = self.known_GK.gather(1, place_GC.clamp(0, most - 1))
+        return known_GC.where((place_GC >= 0) & (place_GC < most), NO_ID)
+
+
+class GrammarPayload(NamedTuple):
+    """Carry the checks of some requests from the scheduler to the workers.
+
+    numbers_GN  int64, the six columns from `settled` to `chooses` of :class:`Checks`
+    """
+
+    req_ids: list[str]
+    known_GK: np.ndarray
+    numbers_GN: np.ndarray
+    allowed_GW: np.ndarray
+
+
+class AutomatonStart(NamedTuple):
+    """Carry the automaton of a request to the workers, in the step with which it starts.
+
+    key        equal for equal automata, which workers store once
+    state      after the text that was emitted before
+    completes  whether its text has to be complete
+    """
+
+    req_id: str
+    key: Hashable
+    automaton: TokenAutomaton
+    state: int
+    completes: bool
+
+
+def pack_checks(
+    req_ids: Sequence[str],
+    checks: Sequence[GrammarCheck],
+    writes: Sequence[bool],
+    words: int,
+) -> GrammarPayload:
+    """Pack checks; `writes`: whether known ids are written, `words`: int32 per row of bits."""
+    known = [[*check.settled, *check.forced] for check in checks]
+    known_GK = np.full((len(known), max(1, *map(len, known))), NO_ID, dtype=np.int64)
+    numbers_GN = np.zeros((len(known), NUM_NUMBERS), dtype=np.int64)
+    allowed_GW = np.zeros((len(known), words), dtype=np.int32)
+    for i, (check, ids) in enumerate(zip(checks, known, strict=True)):
+        known_GK[i, : len(ids)] = ids
+        chooses = check.allowed is not None
+        flags = (check.rejected, check.must, writes[i], chooses)
+        numbers_GN[i] = (len(check.settled), len(ids), *flags)
+        if check.allowed is not None:
+            allowed_GW[i] = check.allowed
+    return GrammarPayload(list(req_ids), known_GK, numbers_GN, allowed_GW)
 
 
 class Constraint(NamedTuple):
@@ -77,11 +136,9 @@ class _Agreed(NamedTuple):
 def _agree(canvas: Canvas, checks: Checks, mask_id: int) -> _Agreed:
     """Make canvases agree with their checks."""
     tail_G1 = canvas.tail_R[checks.row_G].to(torch.int64)[:, None]
-    most = checks.known_GK.shape[1]
     position_C = torch.arange(canvas.tokens_RC.shape[1], device=tail_G1.device)
     place_GC = position_C - tail_G1
-    known_GC = checks.known_GK.gather(1, place_GC.clamp(0, most - 1))
-    known_GC = known_GC.where((place_GC >= 0) & (place_GC < most), NO_ID)
+    known_GC = checks.known_at(place_GC)
     tokens_GC = canvas.tokens_RC[checks.row_G]
     differs_GC = (known_GC != NO_ID) & (tokens_GC != known_GC)
     agreed_G = leading(~(differs_GC & (place_GC < checks.settled_G[:, None])))

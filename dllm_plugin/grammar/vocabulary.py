@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-WORD = 32  # ids whose bits one int32 holds
+WORD = 32  # bits of an int32, one per id
 CLOSERS = b'"}])>'
 LAST = b"{[(<\\ \n\t\r-"
 DIGITS = range(48, 58)
@@ -14,7 +14,8 @@ PRINTED = [
 ]
 # What ends a text soonest comes first; openers and white space, which postpone its end, last.
 BYTE_ORDER = bytes([*CLOSERS, *DIGITS, *PRINTED, *LAST, *range(128, 256)])
-SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")  # which UTF-8 has none of
+# UTF-8 has no surrogates.
+SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")
 LONGEST = 16  # bytes of a token in a cut of ours
 
 
@@ -25,7 +26,6 @@ class Vocabulary:
     never     bool per id: special ids and surrogates, which no text may hold
     opens, shuts  bool per id: whether a surrogate may begin at its end, or end in its first byte
     by_bytes  the id of each piece of at most LONGEST bytes
-    single_bits  packed bits of the ids of single bytes
     order     ids by which a search for an end tries to go on: single bytes, then short pieces
     """
 
@@ -65,14 +65,11 @@ class Vocabulary:
         longer = [i for piece, i in self.by_bytes.items() if len(piece) > 1]
         longer.sort(key=lambda i: (len(self.pieces[i]), i))
         self.num_single = len(single)
-        flags = np.zeros(self.size, dtype=bool)
-        flags[single] = True
-        self.single_bits = pack(flags, self.words)
         self.order = np.array(single + longer, dtype=np.int64)
 
     @property
     def words(self) -> int:
-        """Return how many int32 hold a bit per id."""
+        """Return the number of int32 words with a bit per id."""
         return -(-self.size // WORD)
 
     def text(self, ids: Iterable[int]) -> bytes:
@@ -113,12 +110,3 @@ def pack(flags: np.ndarray, words: int) -> np.ndarray:
 def holds(row: np.ndarray, ids: np.ndarray) -> np.ndarray:
     """Return which ids have their bit set in a packed row."""
     return (row[ids >> 5] >> (ids & 31)) & 1 > 0
-
-
-def first_set(row: np.ndarray) -> int:
-    """Return the lowest id whose bit is set, -1 if none is."""
-    places = np.flatnonzero(row)
-    if not len(places):
-        return -1
-    word = int(row[places[0]]) & 0xFFFFFFFF
-    return int(places[0]) * WORD + (word & -word).bit_length() - 1

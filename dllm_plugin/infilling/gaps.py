@@ -1,15 +1,16 @@
 """Convert text with gaps to a prompt and a template, and answers back to fills."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from dllm_plugin.config.options import FILL
 from dllm_plugin.config.request.arguments import end_of_gaps
 from dllm_plugin.config.validation import shown
 
-Lengths = tuple[int, ...]  # one of them is chosen; none are named: any that fits
-Part = str | int | Lengths  # text, or how many positions to fill
+# How many positions a gap has: one of these is chosen; none are named: any that fits.
+Lengths = tuple[int, ...]
+Part = str | Lengths
 Encode = Callable[[str], list[int]]
 Decode = Callable[[list[int]], str]
 AUTO = "auto"
@@ -20,7 +21,7 @@ SOURCES = ("text", "parts", "draft")
 
 
 class Gapped(NamedTuple):
-    """Describe a text with gaps as the engine takes it; every gap has its length.
+    """Describe a text with gaps as the engine takes it; every gap has one length.
 
     pieces  what follows the prompt: tokens and text of a part, or no tokens where it is a gap
     """
@@ -52,7 +53,7 @@ class Gapped(NamedTuple):
     @property
     def num_gaps(self) -> int:
         """Return how many gaps there are."""
-        return sum(isinstance(part, int) for part in self.parts)
+        return sum(not isinstance(part, str) for part in self.parts)
 
 
 class Filled(NamedTuple):
@@ -101,8 +102,7 @@ def _of_text(body: dict[str, Any], encode: Encode) -> list[Part]:
 def _marked(written: str) -> Part:
     if written == AUTO:
         return ANY
-    lengths = [int(length) for length in written.split(",")]
-    return _length(lengths if len(lengths) > 1 else lengths[0])
+    return _lengths([int(length) for length in written.split(",")])
 
 
 def _of_parts(body: dict[str, Any], encode: Encode) -> list[Part]:
@@ -114,7 +114,7 @@ def _of_parts(body: dict[str, Any], encode: Encode) -> list[Part]:
     read: list[Part] = []
     for part in parts:
         if isinstance(part, dict) and set(part) == {"mask"}:
-            read.append(ANY if part["mask"] == AUTO else _length(part["mask"]))
+            read.append(ANY if part["mask"] == AUTO else _lengths(part["mask"]))
         elif isinstance(part, str):
             read.append(part)
         else:
@@ -142,29 +142,24 @@ def _of_draft(body: dict[str, Any], encode: Encode) -> list[Part]:
                 f"characters of draft, got {shown(span)}."
             )
         start, stop = span  # type: ignore[misc]
-        parts += [draft[at:start], _length(len(encode(draft[start:stop])) + slack)]
+        parts += [draft[at:start], _lengths(len(encode(draft[start:stop])) + slack)]
         at = stop
     return [*parts, draft[at:]]
 
 
-def _length(given: Any) -> int | Lengths:
-    for length in given if isinstance(given, list) else [given]:
+def _lengths(given: Any) -> Lengths:
+    """Return the lengths of a gap, ascending, from one integer or a list."""
+    lengths = given if isinstance(given, list) else [given]
+    for length in lengths:
         if type(length) is not int or length < 1:
             raise ValueError(
                 f"A gap must have a whole number of positions, got {shown(length)}."
             )
-    if not isinstance(given, list):
-        return int(given)
-    if not 1 <= len(given) <= MOST_LENGTHS:
+    if not 1 <= len(lengths) <= MOST_LENGTHS:
         raise ValueError(
-            f"A gap must have 1 to {MOST_LENGTHS} lengths, got {len(given)}."
+            f"A gap must have 1 to {MOST_LENGTHS} lengths, got {len(lengths)}."
         )
-    return _one_or_many(given)
-
-
-def _one_or_many(lengths: Iterable[int]) -> int | Lengths:
-    first, *others = sorted(set(lengths))
-    return (first, *others) if others else first
+    return tuple(sorted(set(lengths)))
 
 
 def _joined(parts: list[Part]) -> list[Part]:
@@ -181,16 +176,15 @@ def _joined(parts: list[Part]) -> list[Part]:
     return joined
 
 
-def _sum(one: int | Lengths, other: int | Lengths) -> int | Lengths:
+def _sum(one: Lengths, other: Lengths) -> Lengths:
     if ANY in (one, other):
         raise ValueError(
             f"A gap of length {AUTO} needs text between it and another gap."
         )
-    ones, others = ((part,) if isinstance(part, int) else part for part in (one, other))
-    sums = {a + b for a in ones for b in others}
+    sums = {a + b for a in one for b in other}
     if len(sums) > MOST_LENGTHS:
         raise too_many(len(sums))
-    return _one_or_many(sums)
+    return tuple(sorted(sums))
 
 
 def too_many(count: int) -> ValueError:
@@ -235,8 +229,11 @@ def place(
         later = parts
     pieces = []
     for part in later:
-        assert not isinstance(part, tuple), "a length is chosen"
-        pieces.append(rest(part) if isinstance(part, str) else [FILL] * part)
+        if isinstance(part, str):
+            pieces.append(rest(part))
+        else:
+            [length] = part
+            pieces.append([FILL] * length)
     return Gapped(parts, prompt, pieces)
 
 

@@ -29,7 +29,10 @@ NUM_SCORED = 4  # tokens of the tail
 
 
 class Scoring(NamedTuple):
-    """Describe one forward that scores the first tokens of the tail."""
+    """Describe one forward that scores tokens of a text.
+
+    places  of these tokens in the text
+    """
 
     text: list[int]
     places: tuple[int, ...]
@@ -37,9 +40,10 @@ class Scoring(NamedTuple):
     @property
     def template(self) -> list[int]:
         """Return the text with these tokens masked."""
-        return [
-            FILL if i in self.places else token for i, token in enumerate(self.text)
-        ]
+        template = list(self.text)
+        for position in self.places:
+            template[position] = FILL
+        return template
 
     @property
     def targets(self) -> list[int]:
@@ -62,7 +66,7 @@ def lengths_of(asked: Any, most: int, fewest: int, room: int) -> list[int]:
         raise ValueError(f"suffix needs max_tokens of at least 1, got {shown(most)}.")
     if asked == AUTO:
         found = [length for length in (*STEPS, most) if fewest <= length <= most]
-        # None fits: the longest says so.
+        # If none fits, the refusal names the longest.
         return sorted({length for length in found if length <= room}) or [most]
     lengths = asked if isinstance(asked, list) else [asked]
     if not 1 <= len(lengths) <= MOST_LENGTHS or not all(
@@ -79,27 +83,25 @@ def each_choice(parts: list[Part], room: int) -> list[list[Part]]:
     """Return the parts with each combination of lengths; with `auto` each that fits.
 
     Args:
-        room: positions of a canvas that gaps may take. None fits: the shortest says so.
+        room: canvas positions for gaps. If no choice fits, the refusal names the shortest.
     Raises:
         ValueError: for more combinations than are tried.
     """
     beside = room - (most_positions(parts) - STEPS[0])
-    choices: list[tuple[Part, ...]] = []
+    choices: list[list[Part]] = []
     for part in parts:
-        if isinstance(part, str | int):
-            choices.append((part,))
-        elif part == ANY:
-            fits = tuple(length for length in STEPS if length <= beside)
-            choices.append(fits or STEPS[:1])
-        else:
-            choices.append(part)
+        if isinstance(part, str):
+            choices.append([part])
+            continue
+        lengths = part or tuple(length for length in STEPS if length <= beside)
+        choices.append([(length,) for length in lengths or STEPS[:1]])
     found = _combined(choices, room if ANY in parts else math.inf)
     if len(found) > MOST_LENGTHS:
         raise too_many(math.prod(map(len, choices)))
     return found or [[choice[0] for choice in choices]]
 
 
-def _combined(choices: list[tuple[Part, ...]], room: float) -> list[list[Part]]:
+def _combined(choices: list[list[Part]], room: float) -> list[list[Part]]:
     """Return the combinations that fit; if they are too many, some of what they begin with."""
     left = room - sum(_positions(choice[0]) for choice in choices)
     if left < 0:
@@ -120,15 +122,13 @@ def _combined(choices: list[tuple[Part, ...]], room: float) -> list[list[Part]]:
 
 
 def _positions(part: Part) -> int:
-    return part if isinstance(part, int) else 0
+    return 0 if isinstance(part, str) else part[0]
 
 
 def most_positions(parts: list[Part]) -> int:
-    """Return how many positions the gaps take at most, of `auto` the fewest."""
+    """Return the most positions that the gaps may have; `auto` counts with its fewest."""
     gaps = [part for part in parts if not isinstance(part, str)]
-    return sum(
-        gap if isinstance(gap, int) else max(gap, default=STEPS[0]) for gap in gaps
-    )
+    return sum(max(gap, default=STEPS[0]) for gap in gaps)
 
 
 def place_each(
@@ -146,7 +146,7 @@ def place_each(
         fewest: `min_tokens`; of `auto` only answers of as many positions are tried.
     """
     first, rest = cache(first), cache(rest)
-    least: list[Part] = [part if isinstance(part, str) else 1 for part in parts]
+    least = [part if isinstance(part, str) else (1,) for part in parts]
     short = place(least, prompt, first, rest)
     between = len(short.given) - len(short.tail)
     room = room_for_gaps(
@@ -155,7 +155,7 @@ def place_each(
     placed = [place(one, prompt, first, rest) for one in each_choice(parts, room)]
     if ANY not in parts:
         return placed
-    # None is long enough: the longest says so.
+    # If none is long enough, the refusal names the longest.
     return [one for one in placed if one.end >= fewest] or placed[-1:]
 
 
@@ -171,7 +171,7 @@ def room_for_gaps(canvas: int, context: int, tail: Sequence[int]) -> int:
 
 
 def canvas_positions(choices: Sequence[Gapped]) -> int:
-    """Return how many positions of a canvas the longest of the choices takes."""
+    """Return the canvas positions of the longest choice."""
     longest = max(gapped.end for gapped in choices)
     if len(choices) == 1:
         return longest
@@ -214,7 +214,7 @@ def told(choices: Sequence[Gapped], scores: Sequence[float]) -> list[dict[str, A
     """Return the scores as a reply has them; `length` is a list for several gaps."""
     entries = []
     for gapped, score in zip(choices, scores, strict=True):
-        lengths = [part for part in gapped.parts if isinstance(part, int)]
+        lengths = [part[0] for part in gapped.parts if not isinstance(part, str)]
         length = lengths if len(lengths) > 1 else lengths[0]
         entries.append({"length": length, "score": score})
     return entries

@@ -25,9 +25,8 @@ from dllm_plugin.kernels.confidence.reference import (
     RowSampling,
     RowStats,
 )
-from dllm_plugin.sampling.features.eos_bans import EosBans
 from dllm_plugin.sampling.features.feature import COPIED, ONCE, SCORED, StepFeature
-from dllm_plugin.sampling.features.token_rules import TokenRules
+from dllm_plugin.sampling.features.token_rules import EosBans, TokenRules
 from dllm_plugin.sampling.filters import Filters, TopFilter
 from dllm_plugin.sampling.ranking import StepPolicies
 from dllm_plugin.sampling.rows import RowChunk, scatter_rows, split_rows, take_rows

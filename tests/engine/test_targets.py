@@ -18,7 +18,7 @@ from vllm.exceptions import VLLMValidationError
 
 from dllm_plugin.api.likelihood import METHODS
 from dllm_plugin.reference.model import PlainModel
-from dllm_plugin.sampling.features.targets import Targets
+from dllm_plugin.sampling.features.templates import Targets
 
 PROMPTS = [a_prompt(9, 1), a_prompt(30, 2), a_prompt(45, 3)]
 TEXTS = [a_prompt(12, 4), [*a_prompt(6, 5), EOS, 7, EOS], a_prompt(1, 6)]

@@ -25,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import (
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind
 
-from dllm_plugin.api.watching.frames import Frames
+from dllm_plugin.api.frames import Frames
 from dllm_plugin.config.carriers import Snapshot, unpack_snapshot
 
 LENGTH = 40

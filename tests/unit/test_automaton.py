@@ -27,7 +27,7 @@ from dllm_plugin.grammar.automaton import (
     TooLarge,
     build,
 )
-from dllm_plugin.grammar.regular import expression
+from dllm_plugin.grammar.schemas import expression
 from dllm_plugin.grammar.vocabulary import Vocabulary
 from dllm_plugin.sampling.features.automaton_tables import AutomatonTables
 
@@ -61,7 +61,7 @@ def of_regex(vocabulary: Vocabulary, pattern: str) -> TokenAutomaton:
 
 def takes(automaton: TokenAutomaton, ids: list[int]) -> bool:
     """Whether ids are a whole text, its stop token included."""
-    return bool(ids) and Guide(automaton).follow(START, ids)[-1] == END
+    return bool(ids) and Guide("", automaton).follow(START, ids)[-1] == END
 
 
 def walk(automaton: TokenAutomaton, rng: random.Random) -> list[int]:

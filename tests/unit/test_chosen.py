@@ -2,7 +2,6 @@
 
 import asyncio
 from http import HTTPStatus
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,15 +9,14 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 from dllm_plugin.api.chosen import OF_STREAM, check, check_arguments, in_one_piece
 from dllm_plugin.api.request_fields import Asked
-from dllm_plugin.api.scorer import Refused, Scorer, Text, check_ended
-
-STATE: Any = SimpleNamespace()  # of a server that is not asked
+from dllm_plugin.api.scorer import Refused, check_ended, forward_request
+from dllm_plugin.config.request.arguments import STATISTICS
 
 
 def test_forwards_have_the_priority_of_the_call() -> None:
-    scorer = Scorer(STATE, "tiny", 2, STATE, priority=-3)
-    assert scorer.request(Text([1], [2]), 1, {}).priority == -3
-    assert Scorer(STATE, "tiny", 2, STATE).request(Text([1], [2]), 1, {}).priority == 0
+    for priority in (-3, 0):
+        request = forward_request("tiny", [1], 1, {}, priority)
+        assert request.priority == priority and request.vllm_xargs == {STATISTICS: 1}
 
 
 def test_an_aborted_answer_is_refused() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from dllm_plugin.api.watching.frames import BROKEN, Frames
+from dllm_plugin.api.frames import BROKEN, Frames
 from dllm_plugin.config.carriers import Snapshot
 
 A, B, EURO = 65, 66, list("€".encode())  # a token is a byte

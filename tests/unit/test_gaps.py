@@ -35,18 +35,21 @@ def with_start(text: str) -> list[int]:
 @pytest.mark.parametrize(
     ("body", "parts"),
     [
-        ({"text": "a [MASK:3] b"}, ["a ", 3, " b"]),
-        ({"text": "[MASK:3][MASK:2]ä[MASK:1]"}, [5, "ä", 1]),
-        ({"text": "[MASK:x] [mask:2] [MASK:2]"}, ["[MASK:x] [mask:2] ", 2]),
-        ({"parts": ["[MASK:3]", {"mask": 3}, "a", "b"]}, ["[MASK:3]", 3, "ab"]),
+        ({"text": "a [MASK:3] b"}, ["a ", (3,), " b"]),
+        ({"text": "[MASK:3][MASK:2]ä[MASK:1]"}, [(5,), "ä", (1,)]),
+        ({"text": "[MASK:x] [mask:2] [MASK:2]"}, ["[MASK:x] [mask:2] ", (2,)]),
+        ({"parts": ["[MASK:3]", {"mask": 3}, "a", "b"]}, ["[MASK:3]", (3,), "ab"]),
         ({"text": "a [MASK:8,2,8] b[MASK:auto]"}, ["a ", (2, 8), " b", ()]),
         (
             {"parts": [{"mask": [4, 2]}, "", {"mask": 3}, "a", {"mask": [5]}]},
-            [(5, 7), "a", 5],
+            [(5, 7), "a", (5,)],
         ),
         ({"parts": ["a", {"mask": "auto"}]}, ["a", ()]),
-        ({"draft": "the old one", "rewrite": [[4, 7]]}, ["the ", 3, " one"]),
-        ({"draft": "abcdef", "rewrite": [[0, 1], [4, 6]], "slack": 2}, [3, "bcd", 4]),
+        ({"draft": "the old one", "rewrite": [[4, 7]]}, ["the ", (3,), " one"]),
+        (
+            {"draft": "abcdef", "rewrite": [[0, 1], [4, 6]], "slack": 2},
+            [(3,), "bcd", (4,)],
+        ),
     ],
     ids=str,
 )
@@ -68,7 +71,7 @@ def test_there_and_back() -> None:
     assert together(gapped, gaps) == "abxcdvwe"
     stopped = [cut(gaps[1], "w", keeps).text for keeps in (False, True)]
     assert stopped == ["v", "vw"] and cut(gaps[1], "q", False) == gaps[1]
-    behind_messages = place([2, "e"], [7, 8], with_start, encode)
+    behind_messages = place([(2,), "e"], [7, 8], with_start, encode)
     assert (behind_messages.prompt, behind_messages.end) == ([7, 8], 2)
 
 

@@ -63,13 +63,15 @@ def test_none_fits() -> None:
 
 def test_each_choice() -> None:
     assert each_choice(["a", (2, 4), "b", (1, 3)], 99) == [
-        ["a", 2, "b", 1],
-        ["a", 2, "b", 3],
-        ["a", 4, "b", 1],
-        ["a", 4, "b", 3],
+        ["a", (2,), "b", (1,)],
+        ["a", (2,), "b", (3,)],
+        ["a", (4,), "b", (1,)],
+        ["a", (4,), "b", (3,)],
     ]
-    assert [one[1] for one in each_choice(["a", (), "b", 10], 30)] == [4, 8, 16]
-    assert each_choice(["a", ()], 2) == [["a", 4]], "what does not fit is refused later"
+    assert [one[1][0] for one in each_choice(["a", (), "b", (10,)], 30)] == [4, 8, 16]
+    assert each_choice(["a", ()], 2) == [["a", (4,)]], (
+        "what does not fit is refused later"
+    )
     with pytest.raises(ValueError) as caught:
         each_choice(["a", (), "b", ()], 300)
     assert str(caught.value) == (
@@ -81,12 +83,12 @@ def test_each_choice() -> None:
 
 def test_what_does_not_fit_is_left_out() -> None:
     """Of `auto` only: lengths that somebody names are refused if they do not fit."""
-    two = [[one[1], one[3]] for one in each_choice(["a", (), "b", ()], 20)]
+    two = [[one[1][0], one[3][0]] for one in each_choice(["a", (), "b", ()], 20)]
     assert two == [[4, 4], [4, 8], [4, 16], [8, 4], [8, 8], [16, 4]]
-    named = [[one[1], one[3]] for one in each_choice(["a", (2, 12), "b", ()], 20)]
+    named = [[one[1][0], one[3][0]] for one in each_choice(["a", (2, 12), "b", ()], 20)]
     assert named == [[2, 4], [2, 8], [12, 4], [12, 8]]
-    assert [one[1] for one in each_choice(["a", (2, 40)], 20)] == [2, 40]
-    assert each_choice(["a", (), "b", (), "c"], 7) == [["a", 4, "b", 4, "c"]], (
+    assert [one[1][0] for one in each_choice(["a", (2, 40)], 20)] == [2, 40]
+    assert each_choice(["a", (), "b", (), "c"], 7) == [["a", (4,), "b", (4,), "c"]], (
         "refused later"
     )
 
@@ -96,15 +98,17 @@ def test_lengths_of_at_least_min_tokens() -> None:
     parts = parts_of_text("ab[MASK:auto]cde")
     for fewest, lengths in ((4, [4, 8, 16]), (5, [8, 16]), (99, [16])):
         places = place_each(parts, None, with_start, encode, 20, 99, fewest)
-        assert [one.parts[1] for one in places] == lengths
+        assert [one.parts[1][0] for one in places] == lengths
     named = place_each(
         parts_of_text("ab[MASK:2,4]"), None, with_start, encode, 20, 99, 3
     )
-    assert [one.parts[1] for one in named] == [2, 4], "vLLM refuses the shorter by name"
+    assert [one.parts[1][0] for one in named] == [2, 4], (
+        "vLLM refuses the shorter by name"
+    )
     two = place_each(
         parts_of_text("a[MASK:auto]bc[MASK:3]"), None, with_start, encode, 20, 99, 10
     )
-    assert [one.parts[1] for one in two] == [8]
+    assert [one.parts[1][0] for one in two] == [8]
 
 
 def test_lengths_that_fit() -> None:
@@ -113,7 +117,7 @@ def test_lengths_that_fit() -> None:
         places = place_each(
             parts_of_text("ab[MASK:auto]cde"), None, with_start, encode, canvas, context
         )
-        assert [one.parts[1] for one in places] == lengths
+        assert [one.parts[1][0] for one in places] == lengths
 
 
 def test_a_suffix_longer_than_the_canvas() -> None:
@@ -122,7 +126,7 @@ def test_a_suffix_longer_than_the_canvas() -> None:
     parts = parts_of_text(text)
     for context, lengths in ((99, [4, 8, 16]), (53, [4, 8])):
         choices = place_each(parts, None, with_start, encode, 20, context)
-        assert [one.parts[1] for one in choices] == lengths
+        assert [one.parts[1][0] for one in choices] == lengths
         assert canvas_positions(choices) == lengths[-1] + 4
     [alone] = place_each(
         parts_of_text(text.replace("auto", "20")), None, with_start, encode, 20, 99
@@ -134,7 +138,7 @@ def test_a_score() -> None:
     """The tail's first four tokens behind the fills, and the fills up to their end tokens."""
     text = "ab[MASK:2,3]cd[MASK:2]efghi"
     choices = place_each(parts_of_text(text), None, with_start, encode, 99, 99)
-    assert [choice.parts[1] for choice in choices] == [2, 3]
+    assert [choice.parts[1][0] for choice in choices] == [2, 3]
     gaps = filled(
         choices[1],
         [*encode("x"), END, *encode("zcd"), END, *encode("w")],

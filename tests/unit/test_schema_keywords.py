@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from grammar_cases import SCHEMAS
 
-from dllm_plugin.grammar.schema_keywords import has_rough_format, loose_keyword
+from dllm_plugin.grammar.schemas import has_rough_format, loose_keyword
 
 AT = {"type": "string", "format": "time"}
 

@@ -23,7 +23,6 @@ vllm.entrypoints.openai.chat_completion.protocol: ChatCompletionRequest
 vllm.entrypoints.openai.completion: api_router
 vllm.entrypoints.openai.completion.protocol: CompletionRequest CompletionResponse
 vllm.entrypoints.openai.completion.protocol: CompletionResponseChoice
-vllm.entrypoints.openai.completion.serving: OpenAIServingCompletion
 vllm.entrypoints.pooling.pooling: api_router
 vllm.entrypoints.serve.engine.protocol: ErrorResponse
 vllm.entrypoints.serve.exception_handling.error_response: create_error_response

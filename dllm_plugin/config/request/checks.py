@@ -67,8 +67,9 @@ def _check_text(params: SamplingParams) -> None:
         "extra_args": params.extra_args,
     }
     for name, value in given.items():
-        for text in texts_of(value):
-            check_characters(name, text)
+        for leaf in leaves_of(value):
+            if isinstance(leaf, str):
+                check_characters(name, leaf)
 
 
 def check_characters(name: str, text: str) -> None:
@@ -83,14 +84,14 @@ def check_characters(name: str, text: str) -> None:
         ) from None
 
 
-def texts_of(value: Any) -> Iterator[str]:
-    """Yield every string that lists and dictionaries hold, keys too."""
+def leaves_of(value: Any) -> Iterator[Any]:
+    """Yield every value within lists and dictionaries, keys too."""
     pending, seen = [value], set()
     while pending:
         value = pending.pop()
-        if isinstance(value, str):
+        if not isinstance(value, (dict, list, tuple)):
             yield value
-        elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
+        elif id(value) not in seen:
             seen.add(id(value))
             pending += [*value, *value.values()] if isinstance(value, dict) else value
 

@@ -1,13 +1,17 @@
 """Make the grammars of requests that decode by a token automaton.
 
 Workers follow the automaton on the device, without asking; here it only says whether the text that
-was emitted is valid and has ended, which vLLM asks of every grammar.
+was emitted is valid and has ended, which vLLM asks of every grammar. The messages between scheduler
+and workers about requests with a grammar stand here, too.
 """
 
 import hashlib
 from collections import OrderedDict
+from dataclasses import dataclass, field
 
 import torch
+from vllm.v1.core.sched.output import GrammarOutput
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.structured_output.backend_types import (
     StructuredOutputGrammar,
     StructuredOutputKey,
@@ -22,24 +26,33 @@ from dllm_plugin.grammar.automaton import (
     TooLarge,
     build,
 )
-from dllm_plugin.grammar.payload import AutomatonStart
-from dllm_plugin.grammar.regular import expression
+from dllm_plugin.grammar.schemas import expression
+from dllm_plugin.grammar.step import AutomatonStart, GrammarPayload
 from dllm_plugin.grammar.vocabulary import Vocabulary
 
-REMEMBERED = 64  # automata that are kept for later requests with the same grammar
+# Automata that are kept for later requests with the same grammar.
+REMEMBERED = 64
 
 
 class OwnGrammar(StructuredOutputGrammar):
     """Stand in for vLLM's grammar of a request: vLLM only feeds it emitted ids."""
 
-    mode: str  # DRAFTS or AUTOMATON
+    mode = ""  # DRAFTS or AUTOMATON
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        """Raise: a request whose grammar is not compiled does not run yet."""
+        raise AssertionError("a request runs with a grammar that was compiled")
+
+    def is_terminated(self) -> bool:
+        """Raise: a request whose grammar is not compiled does not run yet."""
+        raise AssertionError("a request runs with a grammar that was compiled")
 
     def validate_tokens(self, tokens: list[int]) -> list[int]:
         """Raise: vLLM validates drafts of a speculator, and there is none."""
         raise AssertionError("a canvas is checked as a whole")
 
     def rollback(self, num_tokens: int) -> None:
-        """Raise: what was emitted is never taken back."""
+        """Raise: emitted text is final."""
         raise AssertionError("committed text is final")
 
     def fill_bitmask(self, bitmask: torch.Tensor, batch_index: int) -> None:
@@ -60,14 +73,15 @@ class AutomatonGrammar(OwnGrammar):
 
     mode = AUTOMATON
 
-    def __init__(self, key: str, guide: Guide, left: int) -> None:
-        self.key, self.guide = key, guide
+    def __init__(self, guide: Guide, left: int) -> None:
+        self.guide = guide
         self.state = START
         self.completes = guide.distance(START) <= left
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        """Follow emitted ids; return whether the automaton takes them."""
-        states = self.guide.follow(self.state, tokens)  # from END nothing goes on
+        """Follow emitted ids; return whether the automaton accepts them."""
+        # From END nothing goes on.
+        states = self.guide.follow(self.state, tokens)
         if DEAD in states:
             return False
         self.state = states[-1] if states else self.state
@@ -79,8 +93,9 @@ class AutomatonGrammar(OwnGrammar):
 
     def start(self, req_id: str) -> AutomatonStart:
         """Return what workers get when the request starts, or comes back."""
+        guide = self.guide
         return AutomatonStart(
-            req_id, self.key, self.guide.automaton, self.state, self.completes
+            req_id, guide.key, guide.automaton, self.state, self.completes
         )
 
 
@@ -88,54 +103,44 @@ class AutomatonCache:
     """Build the automata of one engine's requests, and keep them for later ones."""
 
     def __init__(self, whitespace: bool) -> None:
-        """Make it; `whitespace`: whether JSON may hold blanks between its tokens."""
+        """Build automata; `whitespace`: whether JSON may have blanks between its tokens."""
         self.whitespace = whitespace
         self._known: OrderedDict[str, Guide | str] = OrderedDict()
 
-    def grammar(
-        self,
-        named: StructuredOutputKey,
-        vocabulary: Vocabulary,
-        stops: list[int],
-        left: int,
-    ) -> AutomatonGrammar:
-        """Return the grammar of a request. Raises TooLarge if it has no automaton."""
-        key, guide = self._find(named, vocabulary, stops)
-        return AutomatonGrammar(key, guide, left)
-
-    def guide(
+    def find(
         self, named: StructuredOutputKey, vocabulary: Vocabulary, stops: list[int]
-    ) -> Guide | None:
-        """Return the guide of a grammar; None if it has no automaton."""
-        try:
-            return self._find(named, vocabulary, stops)[1]
-        except TooLarge:
-            return None
-
-    def _find(
-        self, named: StructuredOutputKey, vocabulary: Vocabulary, stops: list[int]
-    ) -> tuple[str, Guide]:
-        """Return the name and the guide of an automaton. Raises TooLarge if there is none."""
+    ) -> Guide:
+        """Return the guide of a grammar. Raises TooLarge if it has no automaton."""
         key = hashlib.sha256(repr((named, sorted(stops))).encode()).hexdigest()
-        # Not looked up again: another thread may drop it.
-        found = self._known.get(key)
+        # Looked up once: another thread may drop it.
+        found: Guide | str | None = self._known.get(key)
         if found is None:
-            found = self._known[key] = self._build(named, vocabulary, stops)
+            kind, spec = named
+            asked = expression(kind.name.lower(), spec, self.whitespace)
+            try:
+                if asked is None:
+                    raise TooLarge(f"this {kind.name.lower()} is not regular")
+                found = Guide(key, build(asked, vocabulary, stops))
+            except TooLarge as error:
+                found = str(error)
+            self._known[key] = found
             while len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)
         if isinstance(found, str):
             raise TooLarge(found)
-        return key, found
+        return found
 
-    def _build(
-        self, named: StructuredOutputKey, vocabulary: Vocabulary, stops: list[int]
-    ) -> Guide | str:
-        """Return the guide of an automaton, or why there is none."""
-        kind, spec = named
-        asked = expression(kind.name.lower(), spec, self.whitespace)
-        if asked is None:
-            return f"this {kind.name.lower()} is not regular"
-        try:
-            return Guide(build(asked, vocabulary, stops))
-        except TooLarge as error:
-            return str(error)
+
+@dataclass
+class CanvasChecks(GrammarOutput):
+    """Send checks of canvases to the workers instead of bitmasks, and automata that start."""
+
+    payload: GrammarPayload | None = None
+    starts: list[AutomatonStart] = field(default_factory=list)
+
+
+@dataclass
+class CanvasOutput(ModelRunnerOutput):
+    """Add canvases to the output of vLLM's runner: ids from the first uncommitted position on."""
+
+    canvases: dict[str, list[int]] = field(default_factory=dict)

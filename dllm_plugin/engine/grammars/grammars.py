@@ -4,6 +4,7 @@ A request's grammar is compiled by a backend of vLLM's, in a thread of vLLM's, b
 first scheduled. vLLM feeds it what is emitted, and it checks canvases.
 """
 
+import contextlib
 import json
 from collections import OrderedDict
 from concurrent.futures import Future, wait
@@ -31,12 +32,11 @@ from dllm_plugin.engine.grammars.automata import (
     AutomatonGrammar,
     OwnGrammar,
 )
-from dllm_plugin.engine.grammars.backends import Backends, Uncompiled
-from dllm_plugin.engine.grammars.charts import read_chart
+from dllm_plugin.engine.grammars.backends import Backends, Uncompiled, read_chart
 from dllm_plugin.grammar.automaton import Guide, TooLarge
 from dllm_plugin.grammar.chart import Chart
 from dllm_plugin.grammar.matchers import GuidanceMatcher, Matcher, XgrammarMatcher
-from dllm_plugin.grammar.regular import is_choice
+from dllm_plugin.grammar.schemas import is_choice
 from dllm_plugin.grammar.state import GrammarState
 from dllm_plugin.grammar.vocabulary import Vocabulary
 
@@ -145,7 +145,9 @@ class Grammars:
         usable[[*stops, self.mask_token_id]] = False
         matcher = matcher_of(self.backends.compile(request), usable, vocabulary)
         named = _named(request)
-        guide = self.automata.guide(named, vocabulary, stops)
+        guide = None
+        with contextlib.suppress(TooLarge):
+            guide = self.automata.find(named, vocabulary, stops)
         state = GrammarState(
             matcher,
             vocabulary,
@@ -163,7 +165,7 @@ class Grammars:
     ) -> Chart | None:
         """Return the chart of a grammar; None if a guide knows all texts."""
         assert self.vocabulary is not None
-        # Backends take JSON that automata do not know: line breaks, escapes.
+        # Backends accept JSON that automata do not know: line breaks, escapes.
         if guide is not None and named[0] != StructuredOutputOptions.JSON:
             return None
         key = named, isinstance(matcher, XgrammarMatcher)
@@ -176,7 +178,7 @@ class Grammars:
         return self._charts.get(key)
 
     def _find_closing(self, request: Request, state: GrammarState) -> None:
-        """Find the first closing, or take that of an earlier request with this grammar."""
+        """Find the first closing, or reuse that of an earlier request with this grammar."""
         key = _named(request), tuple(state.stops)
         failed, known = self._closings.get(key, (0, None))
         # What was not found in as much room is not searched again.
@@ -205,10 +207,11 @@ class Grammars:
         refusal = no_automaton(params, asked, self.config)
         if not refusal:
             try:
-                grammar = self.automata.grammar(named, self.vocabulary, stops, left)
+                guide = self.automata.find(named, self.vocabulary, stops)
             except TooLarge as error:
                 refusal = str(error)
             else:
+                grammar = AutomatonGrammar(guide, left)
                 if not grammar.completes:
                     _warn_of_beginning(request, left)
                 return grammar

@@ -20,12 +20,16 @@ from vllm.v1.request import Request, RequestStatus
 
 from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.config.validation import shown
-from dllm_plugin.engine.grammars.automata import AutomatonGrammar, OwnGrammar
+from dllm_plugin.engine.grammars.automata import (
+    AutomatonGrammar,
+    CanvasChecks,
+    CanvasOutput,
+    OwnGrammar,
+)
 from dllm_plugin.engine.grammars.grammars import CanvasGrammar, Grammars
-from dllm_plugin.engine.grammars.messages import CanvasChecks, CanvasOutput
 from dllm_plugin.engine.platforms import end_with_error
-from dllm_plugin.grammar.payload import AutomatonStart, pack_checks
 from dllm_plugin.grammar.state import DeadEnd, GrammarCheck
+from dllm_plugin.grammar.step import AutomatonStart, pack_checks
 
 logger = init_logger("vllm.dllm_plugin")
 

@@ -25,7 +25,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from dllm_plugin.config.cuda_graphs import uniform_graphs
 from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.config.worker_carriers import unpack_canvases
-from dllm_plugin.engine.grammars.messages import CanvasChecks, CanvasOutput
+from dllm_plugin.engine.grammars.automata import CanvasChecks, CanvasOutput
 from dllm_plugin.engine.worker.graph_times import measure, prepare
 from dllm_plugin.engine.worker.weight_updates import AdapterWorker, UpdatingWorker
 

@@ -39,7 +39,7 @@ def _logits(row_ptr, bias_ptr, token, inside, mask_id, temperature):
 
 
 @triton.jit(
-    do_not_specialize=["order_stride", "mask_id", "num_classes"],
+    do_not_specialize=["order_stride", "bound_stride", "mask_id"],
     do_not_specialize_on_alignment=["top_ptr", "mass_ptr"],
 )
 def score_classes(
@@ -55,10 +55,10 @@ def score_classes(
     order_ptr,
     order_stride,
     bound_ptr,
+    bound_stride,
+    mask_id,
     top_ptr,
     mass_ptr,
-    mask_id,
-    num_classes,
     TILE: tl.constexpr,
 ):
     """Write the largest logit of a class in a row, and the logarithm of the sum over its ids."""
@@ -68,7 +68,7 @@ def score_classes(
     temperature = tl.load(temperature_ptr + row)
     if bias_ptr is not None:
         bias_ptr += tl.load(bias_row_ptr + tl.load(slot_ptr + row)) * bias_stride
-    bounds = bound_ptr + which * (num_classes + 1) + kind
+    bounds = bound_ptr + which * bound_stride + kind
     first, stop = tl.load(bounds), tl.load(bounds + 1)
     top = tl.full([TILE], float("-inf"), tl.float32)
     mass = tl.full([TILE], 0.0, tl.float32)
@@ -84,8 +84,9 @@ def score_classes(
     best = tl.max(top, 0)
     share = tl.where(top == float("-inf"), 0.0, mass * tl.exp(top - best))
     total = tl.where(best == float("-inf"), best, tl.log(tl.sum(share, 0)) + best)
-    tl.store(top_ptr + row * num_classes + kind, best)
-    tl.store(mass_ptr + row * num_classes + kind, total)
+    cell = row * (bound_stride - 1) + kind
+    tl.store(top_ptr + cell, best)
+    tl.store(mass_ptr + cell, total)
 
 
 @triton.jit(do_not_specialize=["order_stride", "bound_stride", "mask_id"])
@@ -96,9 +97,6 @@ def choose(
     which_ptr,
     slot_ptr,
     temperature_ptr,
-    seed_ptr,
-    position_ptr,
-    step_ptr,
     bias_ptr,
     bias_stride,
     bias_row_ptr,
@@ -106,9 +104,12 @@ def choose(
     order_stride,
     bound_ptr,
     bound_stride,
+    mask_id,
+    seed_ptr,
+    position_ptr,
+    step_ptr,
     class_ptr,
     token_ptr,
-    mask_id,
     TILE: tl.constexpr,
 ):
     """Write the best id of a class in a row, or a sampled one; 0 where there is no class."""

@@ -9,6 +9,8 @@ Shape letters as in :mod:`dllm_plugin.kernels.automaton.reference`.
 
 # mypy: disable-error-code="no-untyped-def"
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from vllm.triton_utils import tl, triton
@@ -24,7 +26,8 @@ from dllm_plugin.kernels.launch import launch
 
 TILE = 256  # ids of a class per round
 EDGES = 64  # edges per round
-WIDE = 1024  # edges or states per round of the program that walks back
+# Edges or states per round of the program that walks back.
+WIDE = 1024
 NUM_WARPS = 4
 
 
@@ -181,10 +184,25 @@ def _walk_back(
         tl.store(state_ptr + canvas * (length + 1) + place, state.to(tl.int64))
 
 
-def _bias_of(rows: Rows) -> tuple[Tensor | None, int, Tensor | None]:
-    if rows.bias is None:
-        return None, 0, None
-    return rows.bias[0], rows.bias[0].stride(0), rows.bias[1]
+def _arguments(tables: Tables, rows: Rows) -> tuple[Any, ...]:
+    """Return the arguments with which both kernels of rows begin."""
+    bias: tuple[Tensor | None, int, Tensor | None] = (None, 0, None)
+    if rows.bias is not None:
+        bias = (rows.bias[0], rows.bias[0].stride(0), rows.bias[1])
+    return (
+        rows.logits_XV,
+        rows.logits_XV.stride(0),
+        rows.source_T,
+        rows.which_T,
+        rows.slot_T,
+        rows.temperature_T,
+        *bias,
+        tables.order_AV,
+        tables.order_AV.stride(0),
+        tables.bound_AK,
+        tables.bound_AK.stride(0),
+        rows.mask_id,
+    )
 
 
 def score_rows(tables: Tables, rows: Rows) -> Tensor:
@@ -193,25 +211,9 @@ def score_rows(tables: Tables, rows: Rows) -> Tensor:
     top_TK, mass_TK = torch.empty(2, count, num_classes, device=rows.source_T.device)
     if not count:
         return top_TK
+    grid, arguments = (count, num_classes), _arguments(tables, rows)
     launch(
-        score_classes,
-        (count, num_classes),
-        rows.logits_XV,
-        rows.logits_XV.stride(0),
-        rows.source_T,
-        rows.which_T,
-        rows.slot_T,
-        rows.temperature_T,
-        *_bias_of(rows),
-        tables.order_AV,
-        tables.order_AV.stride(0),
-        tables.bound_AK,
-        top_TK,
-        mass_TK,
-        rows.mask_id,
-        num_classes,
-        TILE=TILE,
-        num_warps=NUM_WARPS,
+        score_classes, grid, *arguments, top_TK, mass_TK, TILE=TILE, num_warps=NUM_WARPS
     )
     score_TK = torch.where(rows.temperature_T[:, None] > 0, mass_TK, top_TK)
     return (score_TK - mass_TK.logsumexp(dim=1, keepdim=True)).clamp_min(-1e30)
@@ -224,23 +226,12 @@ def choose_ids(tables: Tables, rows: Rows, class_T: Tensor) -> Tensor:
         launch(
             choose,
             (len(token_T),),
-            rows.logits_XV,
-            rows.logits_XV.stride(0),
-            rows.source_T,
-            rows.which_T,
-            rows.slot_T,
-            rows.temperature_T,
+            *_arguments(tables, rows),
             rows.seed_T,
             rows.position_T,
             rows.step_T,
-            *_bias_of(rows),
-            tables.order_AV,
-            tables.order_AV.stride(0),
-            tables.bound_AK,
-            tables.bound_AK.stride(0),
             class_T,
             token_T,
-            rows.mask_id,
             TILE=WIDE,
             num_warps=NUM_WARPS,
         )

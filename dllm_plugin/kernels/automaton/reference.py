@@ -92,6 +92,11 @@ class Rows(NamedTuple):
     mask_id: int
     bias: tuple[Tensor, Tensor] | None
 
+    def cut(self, places: slice) -> "Rows":
+        """Return some of the rows."""
+        logits_XV, *columns, mask_id, bias = self
+        return Rows(logits_XV, *[column[places] for column in columns], mask_id, bias)
+
 
 class Path(NamedTuple):
     """Store a text per canvas: int64 class of each position, and the state before each.

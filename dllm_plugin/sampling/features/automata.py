@@ -15,7 +15,7 @@ from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from dllm_plugin.config.memory import CHUNK_ROWS
-from dllm_plugin.grammar.payload import AutomatonStart
+from dllm_plugin.grammar.step import AutomatonStart
 from dllm_plugin.kernels.automaton import kernel, reference
 from dllm_plugin.kernels.automaton.reference import (
     FAR,
@@ -34,7 +34,8 @@ from dllm_plugin.sampling.rows import RowChunk
 from dllm_plugin.sampling.step import DenoisingStep
 from dllm_plugin.state.canvas_states import CanvasStates
 
-SCORES_AT_ONCE = 1 << 25  # float32 scores of canvases that are computed together
+# Float32 scores of canvases that are computed together.
+SCORES_AT_ONCE = 1 << 25
 
 
 class AutomatonStep(NamedTuple):
@@ -73,22 +74,6 @@ class _Predicted(NamedTuple):
     place_T: Tensor
     wanted_T: Tensor
 
-    def pieces(self) -> Iterator[tuple[slice, Rows]]:
-        """Yield pieces small enough for float32 copies."""
-        rows = self.rows
-        for low in range(0, len(self.canvas_T), CHUNK_ROWS):
-            cut = slice(low, low + CHUNK_ROWS)
-            piece = rows._replace(
-                source_T=rows.source_T[cut],
-                slot_T=rows.slot_T[cut],
-                which_T=rows.which_T[cut],
-                temperature_T=rows.temperature_T[cut],
-                seed_T=rows.seed_T[cut],
-                position_T=rows.position_T[cut],
-                step_T=rows.step_T[cut],
-            )
-            yield cut, piece
-
 
 class Automata(StepFeature):
     """Move automata along the canvases of their requests.
@@ -107,8 +92,7 @@ class Automata(StepFeature):
         penalties: Penalties,
     ) -> None:
         num_slots = len(states.open_N)
-        super().__init__(num_slots)
-        self.states = states
+        super().__init__(states)
         self.sampling_states = sampling_states
         self.rows = rows
         self.rules = rules
@@ -156,11 +140,10 @@ class Automata(StepFeature):
         canvases = Canvases(
             zero_G, zero_G, given_GC, zero_G, greedy_G, zero_G, zero_G, zero_G
         )
-        mask_id = self.states.config.mask_token_id
         table_MV = tables.class_AV.to(torch.float32)
         for bias in (None, (table_MV, zero_G)):
             numbers = (zero_G, zero_G, zero_G, greedy_G, zero_G, zero_G, zero_G)
-            rows = Rows(logits_XV, *numbers, mask_id, bias)
+            rows = Rows(logits_XV, *numbers, self.mask_id, bias)
             score_GCK = self.score_rows(tables, rows)[None]
             value_GCQ = self.forward(tables, canvases, score_GCK)
             path = self.backtrack(tables, canvases, score_GCK, value_GCQ)
@@ -212,14 +195,14 @@ class Automata(StepFeature):
         masked_GC &= step.plan.candidates_RC[row_G, :columns]
         requests = _Requests(row_G, row_np, canvases, masked_GC)
         predicted = list(self._predicted(requests, step))
-        # Positions without a row may hold anything.
+        # Scores of positions without a row do not count.
         num_classes = tables.bound_AK.shape[1] - 1
         score_GCK = torch.zeros(*masked_GC.shape, num_classes, device=row_G.device)
         for some in predicted:
-            for cut, piece in some.pieces():
+            for cut, piece in self._pieces(some, step):
                 place = some.canvas_T[cut], some.place_T[cut]
                 wanted_T1 = some.wanted_T[cut, None]
-                score_TK = self.score_rows(tables, self._penalised(piece, step))
+                score_TK = self.score_rows(tables, piece)
                 score_GCK[place] = torch.where(wanted_T1, score_TK, score_GCK[place])
         value_GCQ = self.forward(tables, canvases, score_GCK)
         path = self.backtrack(tables, canvases, score_GCK, value_GCQ)
@@ -245,7 +228,7 @@ class Automata(StepFeature):
         length_G = is_text_GC.sum(dim=1)
         is_text_GC &= position_C >= canvas.tail_R[row_G, None]
         class_GC = self._tables().class_AV[which_G[:, None], tokens_GC].to(torch.int64)
-        class_GC = class_GC.masked_fill(tokens_GC == states.config.mask_token_id, OPEN)
+        class_GC = class_GC.masked_fill(tokens_GC == self.mask_id, OPEN)
         return Canvases(
             which_G,
             (self.state_N[slots_G] - 1).clamp_min(0),
@@ -299,15 +282,24 @@ class Automata(StepFeature):
             canvases.seed_G[canvas_T],
             canvases.position_G[canvas_T] + place_T,
             canvases.step_G[canvas_T],
-            self.states.config.mask_token_id,
+            self.mask_id,
             self.rules.biases(step.slots_np),
         )
         return _Predicted(rows, canvas_T, place_T, wanted_GC[canvas_T, place_T])
 
+    def _pieces(
+        self, some: _Predicted, step: DenoisingStep
+    ) -> Iterator[tuple[slice, Rows]]:
+        """Yield pieces small enough for float32 copies, penalised if a request asks for it."""
+        for low in range(0, len(some.canvas_T), CHUNK_ROWS):
+            cut = slice(low, low + CHUNK_ROWS)
+            piece = some.rows.cut(cut)
+            if self.penalties.active(step.slots_np):
+                piece = self._penalised(piece, step)
+            yield cut, piece
+
     def _penalised(self, rows: Rows, step: DenoisingStep) -> Rows:
-        """Return rows, or penalised copies of them if a request of the step has penalties."""
-        if not self.penalties.active(step.slots_np):
-            return rows
+        """Return penalised copies of rows."""
         copies_TV = rows.logits_XV[rows.source_T].to(torch.float32, copy=True)
         if rows.bias is not None:
             bias_MV, row_N = rows.bias
@@ -323,8 +315,7 @@ class Automata(StepFeature):
         rows, canvas_T, place_T, wanted_T = some
         class_T = path.class_GC[canvas_T, place_T]
         tokens = [canvas_T[:0]]
-        for cut, piece in some.pieces():
-            piece = self._penalised(piece, step)
+        for cut, piece in self._pieces(some, step):
             tokens.append(self.choose_ids(self._tables(), piece, class_T[cut]))
         if self.on_cpu:
             owner_np = requests.row_np[canvas_T.numpy()]

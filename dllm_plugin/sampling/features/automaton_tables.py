@@ -28,7 +28,8 @@ class AutomatonTables:
         self._places: dict[Hashable, int] = {}
         self._stored: list[tuple[Hashable, TokenAutomaton] | None] = []
         self._users: list[int] = []
-        self._sizes = (1, 1, 1)  # states, classes and edges that there is room for
+        # States, classes and edges that there is room for.
+        self._sizes = (1, 1, 1)
 
     def add(self, key: Hashable, automaton: TokenAutomaton) -> int:
         """Store an automaton for one more user; return its place."""

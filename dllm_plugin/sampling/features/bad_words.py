@@ -117,26 +117,19 @@ class StepWords(NamedTuple):
     before_RL: Tensor
 
 
-class BannedIds(NamedTuple):
-    """List pairs of a logits row and an id that would complete a sequence there, both int32."""
-
-    row: Tensor
-    token: Tensor
-
-
 class BadWords(StepFeature):
     """Ban ids that would complete a word of several tokens."""
 
     reads = COPIED
 
     def __init__(self, states: CanvasStates, req_states: "RequestState") -> None:
-        self.states = states
         self.req_states = req_states
         num_slots, self.num_positions = states.canvas_NC.shape
-        super().__init__(num_slots)
+        super().__init__(states)
         self.table = WordTable(num_slots, states.device)
         self._step: list[StepWords] = []
-        self._banned: list[BannedIds] = []
+        # Pairs of a logits row and an id that would complete a sequence there, int32 and int64.
+        self._banned: list[tuple[Tensor, Tensor]] = []
 
     def add_request(self, slot: int, params: SamplingParams) -> bool:
         """Stage the words of several tokens; single tokens are biases, see TokenRules."""
@@ -188,9 +181,9 @@ class BadWords(StepFeature):
 
     def _completing_ids(
         self, words: StepWords, tokens_RC: Tensor, source_RC: Tensor
-    ) -> BannedIds:
+    ) -> tuple[Tensor, Tensor]:
         """Return the ids that fill the only hole in a sequence, with the row that predicts it."""
-        words_RWL, mask_id = words.words_RWL, self.states.config.mask_token_id
+        words_RWL, mask_id = words.words_RWL, self.mask_id
         window_RA1L, equal, used = _align(words, tokens_RC)
         hole = used & (window_RA1L == mask_id)
         single_RAW = (hole.sum(-1) == 1) & ((equal | hole) == used).all(-1)
@@ -206,11 +199,11 @@ class BadWords(StepFeature):
         row_RX = source_RC.gather(1, position_RAW.flatten(1))
         # An id that completes nothing is replaced by the mask token, which is banned everywhere.
         token_RAW = token_RAW.where(single_RAW & inside_RAW, mask_id)
-        return BannedIds(row_RX.flatten().to(torch.int32), token_RAW.flatten())
+        return row_RX.flatten().to(torch.int32), token_RAW.flatten()
 
     def apply(self, logits_TV: Tensor, chunk: RowChunk, slots_np: np.ndarray) -> None:
         """Ban the ids that `start_rows` found, in the rows of a chunk."""
-        rows_T, mask_id = chunk.rows_T, self.states.config.mask_token_id
+        rows_T, mask_id = chunk.rows_T, self.mask_id
         if not len(rows_T):
             return
         for row, token in self._banned:
@@ -233,7 +226,7 @@ class BadWords(StepFeature):
             asked_RC, tokens_RC = unmask_RC[which_R], step.canvas.tokens_RC[which_R]
             token_RC = step.proposal.token_RC[which_R]
             kept_RC = _kept(words, tokens_RC, token_RC, asked_RC)
-            edits_RC = asked_RC & (tokens_RC != self.states.config.mask_token_id)
+            edits_RC = asked_RC & (tokens_RC != self.mask_id)
             reverts_R1 = (edits_RC & ~kept_RC).any(dim=1, keepdim=True)
             without_RC = _kept(words, tokens_RC, token_RC, asked_RC & ~edits_RC)
             left_RC = torch.where(reverts_R1, without_RC, kept_RC)

@@ -14,6 +14,7 @@ from dllm_plugin.decoding.plan import Canvas, StepPlan
 from dllm_plugin.kernels.confidence.reference import RowStats
 from dllm_plugin.sampling.rows import RowChunk
 from dllm_plugin.sampling.step import DenoisingStep, EmittedTokens
+from dllm_plugin.state.canvas_states import CanvasStates
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -47,14 +48,17 @@ class StepFeature:
     A step calls the moments of its active features only. A step without any is compiled.
 
     reads     how the rows of requests with this feature are read
+    mask_id   id of the mask token
     users_np  bool ``[N]``, slots whose request uses the feature
     in_use    whether there is one
     """
 
     reads = ONCE
 
-    def __init__(self, num_slots: int) -> None:
-        self.users_np = np.zeros(num_slots, dtype=np.bool_)
+    def __init__(self, states: CanvasStates) -> None:
+        self.states = states
+        self.mask_id = states.config.mask_token_id
+        self.users_np = np.zeros(len(states.open_N), dtype=np.bool_)
         self.in_use = False
 
     # Verbs, on the host.

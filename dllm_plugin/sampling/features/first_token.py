@@ -6,7 +6,7 @@ last row of a prompt that ends with a block. Shape letters as in :mod:`dllm_plug
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -27,18 +27,6 @@ if TYPE_CHECKING:
 NO_ROW = -1
 
 
-class FirstTokens(NamedTuple):
-    """List a proposal for the first position of some canvases: token_R int64, take_R bool.
-
-    broken_R int32, 1 if the token is taken from logits that are NaN or infinite
-    """
-
-    slots_R: Tensor
-    token_R: Tensor
-    take_R: Tensor
-    broken_R: Tensor
-
-
 class FirstTokenDecoder(StepFeature):
     """Decide first positions in every step, and write them to the canvases."""
 
@@ -55,20 +43,16 @@ class FirstTokenDecoder(StepFeature):
         Args:
             changes: the features that change copies of rows.
         """
-        super().__init__(len(states.open_N))
-        self.states = states
+        super().__init__(states)
         self.checks = checks
         self.logprobs = logprobs
         self.row_features = (*changes, logprobs)
         self.propose = propose
-        self._proposed: FirstTokens | None = None
+        self._proposed: tuple[Tensor, Tensor, Tensor] | None = None
 
     def active(self, slots_np: np.ndarray) -> bool:
         """Return True: all requests of such a strategy have first tokens."""
         return True
-
-    def start_step(self, step: DenoisingStep) -> None:
-        """Do nothing: rows are read after the commit."""
 
     def commit(self, step: DenoisingStep) -> None:
         """Propose a token after each block that a step stored, before the canvases move on."""
@@ -76,35 +60,20 @@ class FirstTokenDecoder(StepFeature):
             return  # a causal commit has proposed it with its other rows
         tokens_RC, plan = step.tokens_RC, step.plan
         place_R = plan.num_committed_R.to(torch.int64)
-        mask_id = self.states.config.mask_token_id
-        hole_R1 = tokens_RC.new_full((len(tokens_RC), 1), mask_id)
+        hole_R1 = tokens_RC.new_full((len(tokens_RC), 1), self.mask_id)
         canvas = step.canvas._replace(tokens_RC=torch.cat([tokens_RC, hole_R1], dim=1))
-        rows_R = torch.arange(len(tokens_RC), device=tokens_RC.device)
-        source_RC = torch.full_like(canvas.tokens_RC, NO_ROW)
-        source_RC.scatter_(1, place_R[:, None], rows_R[:, None])
-        allowed_RW = self.checks.allowed_first(step.slots_np, place_R)
-        chunk = RowChunk(
-            rows_R,
-            step.chunks[0].logits_XV,
-            step.last_row_R,
-            step.slots_R,
-            place_R.to(torch.int32),
-            0,
-            allowed_RW,
-            np.arange(len(tokens_RC)),
-        )
-        stats = self._propose(chunk, canvas, step.slots_np, source_RC)
+        rows = step.chunks[0].logits_XV, step.last_row_R
+        stats = self._propose(*rows, canvas, step.slots_R, step.slots_np, place_R)
         take_R = (plan.num_stored_R > 0) & ~step.outcome.ended_R
-        broken_R = stats.broken_T * take_R
-        self._proposed = FirstTokens(step.slots_R, stats.token_T, take_R, broken_R)
-        step.broken_R = step.broken_R + broken_R
+        self._proposed = step.slots_R, stats.token_T, take_R
+        step.broken_R = step.broken_R + stats.broken_T * take_R
 
     def finish_batch(
         self, logits_TV: Tensor, batch: "InputBatch", emitted: EmittedTokens
     ) -> EmittedTokens:
         """Write the proposed tokens, and decide those after prefills."""
         if self._proposed is not None:
-            self._write(self._proposed)
+            self._write(*self._proposed)
             self._proposed = None
         first, last = count_canvases(batch), batch.num_reqs
         num_rows = logits_TV.shape[0] - batch.num_draft_tokens
@@ -125,40 +94,49 @@ class FirstTokenDecoder(StepFeature):
         slots_np = batch.idx_mapping_np[first:last]
         states = self.states
         canvas, _ = states.view(slots_R, torch.zeros_like(states.start_N[slots_R]))
-        rows_R = torch.arange(last - first, device=states.device)
-        source_RC = torch.full_like(canvas.tokens_RC, NO_ROW)
-        source_RC[:, 0] = rows_R
-        nowhere_R = torch.zeros_like(rows_R)
-        chunk = RowChunk(
-            rows_R,
-            logits_TV[batch.num_draft_tokens :],
-            None,
-            slots_R,
-            nowhere_R.to(torch.int32),
-            0,
-            self.checks.allowed_first(slots_np, nowhere_R),
-            np.arange(last - first),
-        )
-        stats = self._propose(chunk, canvas, slots_np, source_RC)
-        is_open_R = canvas.tokens_RC[:, 0] == states.config.mask_token_id
+        nowhere_R = torch.zeros_like(slots_R, dtype=torch.int64)
+        logits_RV = logits_TV[batch.num_draft_tokens :]
+        stats = self._propose(logits_RV, None, canvas, slots_R, slots_np, nowhere_R)
+        is_open_R = canvas.tokens_RC[:, 0] == self.mask_id
         ends_R = batch.seq_lens[first:last] == states.start_N[slots_R]
         take_R = is_open_R & ends_R & (states.tail_N[slots_R] == 0)
-        broken_now_R = stats.broken_T * take_R
-        self._write(FirstTokens(slots_R, stats.token_T, take_R, broken_now_R))
-        broken_R += broken_now_R
+        self._write(slots_R, stats.token_T, take_R)
+        broken_R += stats.broken_T * take_R
 
     def _propose(
-        self, chunk: RowChunk, canvas: Canvas, slots_np: np.ndarray, source_RC: Tensor
+        self,
+        logits_XV: Tensor,
+        source_R: Tensor | None,
+        canvas: Canvas,
+        slots_R: Tensor,
+        slots_np: np.ndarray,
+        place_R: Tensor,
     ) -> RowStats:
-        """Propose a token from each row, under the rules of its request."""
+        """Propose a token for a place of each canvas, under the rules of its request.
+
+        Args:
+            source_R: rows of `logits_XV`; None if they are the rows in order.
+        """
+        rows_R = torch.arange(len(place_R), device=place_R.device)
+        source_RC = torch.full_like(canvas.tokens_RC, NO_ROW)
+        source_RC.scatter_(1, place_R[:, None], rows_R[:, None])
+        chunk = RowChunk(
+            rows_R,
+            logits_XV,
+            source_R,
+            slots_R,
+            place_R.to(torch.int32),
+            0,
+            self.checks.allowed_first(slots_np, place_R),
+            np.arange(len(slots_np)),
+        )
         active = [f for f in self.row_features if f.active(slots_np)]
         for feature in active:
-            feature.start_rows(canvas, chunk.slot_T, slots_np, source_RC)
-        return self.propose([chunk], slots_np, len(chunk.rows_T), active)
+            feature.start_rows(canvas, slots_R, slots_np, source_RC)
+        return self.propose([chunk], slots_np, len(rows_R), active)
 
-    def _write(self, first: FirstTokens) -> None:
-        """Write tokens to the first position of their canvases."""
-        canvas_NC, slots_R = self.states.canvas_NC, first.slots_R
-        before_R = canvas_NC[slots_R, 0]
-        canvas_NC[slots_R, 0] = torch.where(first.take_R, first.token_R, before_R)
-        self.logprobs.write_first(slots_R, first.take_R)
+    def _write(self, slots_R: Tensor, token_R: Tensor, take_R: Tensor) -> None:
+        """Write tokens to the first position of the canvases of `take_R`."""
+        canvas_NC = self.states.canvas_NC
+        canvas_NC[slots_R, 0] = torch.where(take_R, token_R, canvas_NC[slots_R, 0])
+        self.logprobs.write_first(slots_R, take_R)

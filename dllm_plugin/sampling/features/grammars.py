@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from dllm_plugin.grammar.payload import NUMBERS, GrammarPayload
 from dllm_plugin.grammar.step import (
     NO_ID,
+    NUM_NUMBERS,
     Checks,
     Constraint,
+    GrammarPayload,
     constrain,
     fix_stop,
     take_frontier,
@@ -41,8 +42,7 @@ class StagedChecks(StepFeature):
     def __init__(
         self, states: CanvasStates, rows: LogitsRows, rules: TokenRules
     ) -> None:
-        super().__init__(len(states.open_N))
-        self.states = states
+        super().__init__(states)
         self.rows = rows
         self.rules = rules
         self.payload: GrammarPayload | None = None
@@ -63,7 +63,7 @@ class StagedChecks(StepFeature):
 
     def start_step(self, step: DenoisingStep) -> None:
         """Make canvas and plan fit the grammars, and add a row for each frontier."""
-        checks, mask_id = self._found(step.slots_np), self.states.config.mask_token_id
+        checks, mask_id = self._found(step.slots_np), self.mask_id
         assert checks is not None
         rows, has_row_RC = self.rows, self.rows.has_row(step)
         step.canvas, plan, self._constraint = constrain(
@@ -134,21 +134,12 @@ class StagedChecks(StepFeature):
             [rows[:, None], payload.numbers_GN[here], payload.known_GK[here]], axis=1
         )
         staged = async_tensor_h2d(whole, device=self.states.device)
-        columns = staged[:, 1 : 1 + len(NUMBERS)].unbind(1)
-        number = dict(zip(NUMBERS, columns, strict=True))
-        return Checks(
-            row_G=staged[:, 0],
-            known_GK=staged[:, 1 + len(NUMBERS) :],
-            settled_G=number["settled"],
-            front_G=number["front"],
-            rejected_G=number["rejected"] > 0,
-            must_G=number["must"] > 0,
-            writes_G=number["writes"] > 0,
-            chooses_G=number["chooses"] > 0,
-            allowed_GW=async_tensor_h2d(
-                payload.allowed_GW[here], device=self.states.device
-            ),
-        )
+        row_G, settled_G, front_G, *numbers = staged[:, : 1 + NUM_NUMBERS].unbind(1)
+        known_GK = staged[:, 1 + NUM_NUMBERS :]
+        flags = [number_G > 0 for number_G in numbers]
+        allowed_np = payload.allowed_GW[here]
+        allowed_GW = async_tensor_h2d(allowed_np, device=self.states.device)
+        return Checks(row_G, known_GK, settled_G, front_G, *flags, allowed_GW)
 
     def allowed_first(self, slots_np: np.ndarray, place_R: Tensor) -> Tensor | None:
         """Return which ids may be first tokens, int32 ``[R, W]``; None if any may.
@@ -176,10 +167,8 @@ class StagedChecks(StepFeature):
         slots_G = async_tensor_h2d(slots_np, device=canvas_NC.device)[checks.row_G]
         position_C = torch.arange(canvas_NC.shape[1], device=canvas_NC.device)
         place_GC = position_C - tail_N[slots_G].to(torch.int64)[:, None]
-        most = checks.known_GK.shape[1]
-        known_GC = checks.known_GK.gather(1, place_GC.clamp(0, most - 1))
-        known_GC = known_GC.where((place_GC >= 0) & (place_GC < most), NO_ID)
+        known_GC = checks.known_at(place_GC)
         tokens_GC = canvas_NC[slots_G]
-        write_GC = (tokens_GC == self.states.config.mask_token_id) & (known_GC != NO_ID)
+        write_GC = (tokens_GC == self.mask_id) & (known_GC != NO_ID)
         write_GC &= checks.writes_G[:, None]
         canvas_NC[slots_G] = torch.where(write_GC, known_GC, tokens_GC)

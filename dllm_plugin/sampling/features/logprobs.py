@@ -30,8 +30,7 @@ class LogprobStash(StepFeature):
     reads = SCORED
 
     def __init__(self, states: CanvasStates, model_config: ModelConfig) -> None:
-        super().__init__(len(states.open_N))
-        self.states = states
+        super().__init__(states)
         most, vocab_size = model_config.max_logprobs, model_config.get_vocab_size()
         self.max_logprobs = min(most, vocab_size)
         self.num_logprobs_np = np.full(len(states.open_N), -1, dtype=np.int64)

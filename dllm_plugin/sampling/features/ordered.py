@@ -19,8 +19,7 @@ from dllm_plugin.sampling.features.first_token import FirstTokenDecoder
 from dllm_plugin.sampling.features.grammars import StagedChecks
 from dllm_plugin.sampling.features.logprobs import LogprobStash
 from dllm_plugin.sampling.features.penalties import Penalties
-from dllm_plugin.sampling.features.targets import Targets
-from dllm_plugin.sampling.features.templates import TemplateSteps
+from dllm_plugin.sampling.features.templates import Targets, TemplateSteps
 from dllm_plugin.sampling.features.thinking import ThinkingBudget
 from dllm_plugin.sampling.features.token_rules import TokenRules
 from dllm_plugin.sampling.features.watched_rows import WatchedRows

@@ -50,8 +50,7 @@ class Penalties(StepFeature):
         self, states: CanvasStates, req_states: "RequestState", vocab_size: int
     ) -> None:
         num_slots = len(states.open_N)
-        super().__init__(num_slots)
-        self.states = states
+        super().__init__(states)
         self.req_states = req_states
         self.shape = (num_slots, vocab_size)
         self.numbers = SlotTable((3, num_slots), torch.float32, states.device)
@@ -135,7 +134,7 @@ class Penalties(StepFeature):
             has_given: one of the requests has a template.
         """
         assert self.prompt_NV is not None and self.count_NV is not None
-        vocab_size, mask_id = self.shape[1], self.states.config.mask_token_id
+        vocab_size, mask_id = self.shape[1], self.mask_id
         is_prompt_UX = place_UX < 0
         if has_given:
             is_prompt_UX |= self.states.templates.given(slots_U, place_UX)

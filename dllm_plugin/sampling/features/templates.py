@@ -1,24 +1,30 @@
 """Decode around the tokens that a template gives: ``dllm_template``, full attention.
 
 The canvas states keep the tables, which also place the next forward:
-:mod:`dllm_plugin.state.request_table`.
+:mod:`dllm_plugin.state.request_table`. With ``dllm_targets`` the gaps of a template take the tokens
+that the request names. Shape letters as in :mod:`dllm_plugin.decoding.plan`; N slots.
 """
 
+import numpy as np
+import torch
+from torch import Tensor
 from vllm.sampling_params import SamplingParams
 
+from dllm_plugin.config.options import FILL
 from dllm_plugin.config.request.parsing import arguments_of
 from dllm_plugin.decoding.full_attention import commit_given, without_given
+from dllm_plugin.kernels.confidence.reference import RowStats
 from dllm_plugin.sampling.features.feature import StepFeature
+from dllm_plugin.sampling.rows import RowChunk
 from dllm_plugin.sampling.step import DenoisingStep
 from dllm_plugin.state.canvas_states import CanvasStates
+from dllm_plugin.state.request_table import SlotTable
+
+NO_TARGET = -1
 
 
 class TemplateSteps(StepFeature):
     """Leave given tokens out of a policy's count, and commit them with the block before them."""
-
-    def __init__(self, states: CanvasStates) -> None:
-        super().__init__(len(states.open_N))
-        self.states = states
 
     def add_request(self, slot: int, params: SamplingParams) -> bool:
         """Return whether the request has a template."""
@@ -33,7 +39,62 @@ class TemplateSteps(StepFeature):
 
     def commit(self, step: DenoisingStep) -> None:
         """Commit blocks that are given as a whole."""
-        mask_id = self.states.config.mask_token_id
         step.outcome = commit_given(
-            step.canvas, step.outcome, step.tokens_RC, step.remaining_R, mask_id
+            step.canvas, step.outcome, step.tokens_RC, step.remaining_R, self.mask_id
         )
+
+
+class Targets(StepFeature):
+    """Unmask the tokens that a request names, and no others.
+
+    table  int64 ``[N, C]``, NO_TARGET at positions without one; made for the first request
+    """
+
+    def __init__(self, states: CanvasStates) -> None:
+        super().__init__(states)
+        self.table: SlotTable | None = None
+        self._dirty = False
+
+    def add_request(self, slot: int, params: SamplingParams) -> bool:
+        """Stage the targets of a request."""
+        asked = arguments_of(self.states.config, params)
+        if asked.targets is None or asked.template is None:
+            return False
+        if self.table is None:
+            canvas_NC = self.states.canvas_NC
+            self.table = SlotTable(canvas_NC.shape, torch.int64, canvas_NC.device)
+            self.table.np.fill(NO_TARGET)
+        places = np.flatnonzero(np.array(asked.template.token_ids) == FILL)
+        self.table.np[slot, places] = asked.targets
+        self._dirty = True
+        return True
+
+    def remove_request(self, slot: int) -> None:
+        """Free the slot's targets."""
+        assert self.table is not None
+        self.table.np[slot] = NO_TARGET
+        self._dirty = True
+
+    def apply_staged_writes(self) -> None:
+        """Copy staged targets to the device."""
+        if self._dirty and self.table is not None:
+            self.table.copy_to_device()
+            self._dirty = False
+
+    def score(self, raw_TV: Tensor, stats: RowStats, chunk: RowChunk) -> None:
+        """Replace proposals by the targets, which are then scored.
+
+        The one forward of such a request has its whole template on the canvas.
+        """
+        assert self.table is not None
+        num_rows = len(chunk.slot_T)
+        target_T = self.table.gpu[chunk.slot_T, chunk.offset_T.to(torch.int64)]
+        has_T = target_T != NO_TARGET
+        stats.token_T[:num_rows] = target_T.where(has_T, stats.token_T[:num_rows])
+        stats.confidence_T[:num_rows].masked_fill_(has_T, 1.0)
+
+    def restrict(self, step: DenoisingStep) -> None:
+        """Unmask every position with a target."""
+        assert self.table is not None
+        has_RC = self.table.gpu[step.slots_R] != NO_TARGET
+        step.unmask_RC = step.unmask_RC | (step.plan.candidates_RC & has_RC)

@@ -31,8 +31,7 @@ class ThinkingBudget(StepFeature):
 
     def __init__(self, states: CanvasStates) -> None:
         num_slots = len(states.open_N)
-        super().__init__(num_slots)
-        self.states = states
+        super().__init__(states)
         self.token = SlotTable(num_slots, torch.int64, states.device)
         self.budget = SlotTable(num_slots, torch.int64, states.device)
         self.ended_N = torch.zeros(num_slots, dtype=torch.bool, device=states.device)

@@ -1,4 +1,4 @@
-"""Apply a request's rules about token ids: stop tokens, min_tokens, biases and allowed ids.
+"""Apply a request's rules about token ids: stop tokens, min_tokens, biases, LLaDA's EOS options.
 
 ``docs/decoding.md`` defines them for tokens that are decided in any order. Shape letters as in
 :mod:`dllm_plugin.decoding.plan`; N slots, K stop tokens of a slot, M rows of the bias table, X rows
@@ -8,6 +8,7 @@ of a logits tensor.
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.config import ModelConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 
@@ -18,9 +19,12 @@ from dllm_plugin.sampling.rows import RowChunk
 from dllm_plugin.state.canvas_states import CanvasStates
 from dllm_plugin.state.request_table import SlotTable
 
-MAX_STOPS = 136  # what admission lets pass, EOS and the family's end-of-turn tokens
+# What admission lets pass, EOS and the family's end-of-turn tokens.
+MAX_STOPS = 136
 # `EARLY_ONLY - id` in the stop table: banned by min_tokens, but ends nothing.
 EARLY_ONLY = -2
+NO_PROPOSAL = "logits_eos_inf"
+NO_CONFIDENCE = "confidence_eos_eot_inf"
 
 
 class TokenRules(StepFeature):
@@ -35,10 +39,9 @@ class TokenRules(StepFeature):
     """
 
     def __init__(self, states: CanvasStates, vocab_size: int) -> None:
-        self.states = states
+        super().__init__(states)
         self.vocab_size = vocab_size
-        self.num_slots = states.canvas_NC.shape[0]
-        super().__init__(self.num_slots)
+        self.num_slots = len(states.open_N)
         self.stop = SlotTable((self.num_slots, MAX_STOPS), torch.int64, states.device)
         self.stop.np.fill(UNUSED)
         self.stop.copy_to_device()
@@ -72,16 +75,13 @@ class TokenRules(StepFeature):
             ends.add(params.eos_token_id)
         # `min_tokens` also bans an EOS that `ignore_eos` keeps from ending the request.
         early_only = params.all_stop_token_ids - ends
-        # Masked positions hold the mask id, and no position can hold an id that does not exist.
+        # The mask id marks masked positions, and no position can have an id that does not exist.
         ends = {i for i in ends if self._exists(i)}
         stop_ids = [*ends, *(EARLY_ONLY - i for i in early_only if self._exists(i))]
         return stop_ids[:MAX_STOPS]
 
     def _exists(self, token_id: int) -> bool:
-        return (
-            0 <= token_id < self.vocab_size
-            and token_id != self.states.config.mask_token_id
-        )
+        return 0 <= token_id < self.vocab_size and token_id != self.mask_id
 
     def _bias(self, params: SamplingParams) -> Tensor | None:
         """Return a request's row of the bias table; None if the request needs none."""
@@ -121,7 +121,7 @@ class TokenRules(StepFeature):
 
     def apply(self, logits_TV: Tensor, chunk: RowChunk, slots_np: np.ndarray) -> None:
         """Ban and bias ids in float32 copies; the mask token is never a prediction."""
-        mask_id, biases = self.states.config.mask_token_id, self.biases(slots_np)
+        mask_id, biases = self.mask_id, self.biases(slots_np)
         if biases is not None:
             logits_TV += biases[0][biases[1][chunk.slot_T]]
         logits_TV[:, mask_id] = NEGATIVE_INFINITY
@@ -157,10 +157,71 @@ class TokenRules(StepFeature):
         early_TK = is_early_T1 & (stop_TK != UNUSED)
         stop_TK = torch.where(stop_TK <= EARLY_ONLY, EARLY_ONLY - stop_TK, stop_TK)
         # An id that is not banned is replaced by the mask token, which is banned everywhere.
-        stop_TK = stop_TK.where(early_TK, self.states.config.mask_token_id)
+        stop_TK = stop_TK.where(early_TK, self.mask_id)
         banned = logits_XV.new_full((), NEGATIVE_INFINITY)
         logits_XV.index_put_((source_T.to(torch.int64)[:, None], stop_TK), banned)
 
     def is_stop(self, tokens_RC: Tensor, slots_R: Tensor) -> Tensor:
         """Return the positions whose token ends the request, bool ``[R, C]``."""
         return (tokens_RC[:, :, None] == self.stop.gpu[slots_R][:, None, :]).any(dim=-1)
+
+
+class EosBans:
+    """Ban end-of-sequence tokens for two options of LLaDA's ``generate.py``.
+
+    With ``logits_eos_inf`` EOS is never proposed. With ``confidence_eos_eot_inf`` EOS and
+    end-of-turn tokens may be proposed, but get no confidence and so are unmasked last.
+    """
+
+    def __init__(self, states: CanvasStates, model_config: ModelConfig) -> None:
+        self.states = states
+        eos = getattr(model_config.hf_config, "eos_token_id", None)
+        ids = eos if isinstance(eos, list) else [eos]
+        self.eos_ids = [i for i in ids if i is not None]
+        self.turn_end_ids = list(states.config.turn_end_token_ids)
+
+    def users(self, slots_np: np.ndarray) -> np.ndarray:
+        """Return which of the slots have set one of the options, bool."""
+        requests = self.states.requests
+        return requests.users(NO_PROPOSAL, slots_np) | requests.users(
+            NO_CONFIDENCE, slots_np
+        )
+
+    def ban_proposals(
+        self, logits_TV: Tensor, slot_T: Tensor, slots_np: np.ndarray
+    ) -> None:
+        """Ban what may not be proposed."""
+        self._ban(logits_TV, NO_PROPOSAL, slot_T, slots_np, self.eos_ids)
+
+    def ban_confidence(
+        self,
+        logits_TV: Tensor,
+        slot_T: Tensor,
+        slots_np: np.ndarray,
+        is_greedy_T: Tensor,
+    ) -> None:
+        """Ban what may have no confidence, once tokens are proposed.
+
+        EOS only in greedy rows: LLaDA's code bans it in the logits with noise, but reads the
+        confidence from those without. Only at temperature 0 are the two the same tensor.
+        """
+        self._ban(logits_TV, NO_CONFIDENCE, slot_T, slots_np, self.turn_end_ids)
+        self._ban(logits_TV, NO_CONFIDENCE, slot_T, slots_np, self.eos_ids, is_greedy_T)
+
+    def _ban(
+        self,
+        logits_TV: Tensor,
+        option: str,
+        slot_T: Tensor,
+        slots_np: np.ndarray,
+        ids: list[int],
+        among_T: Tensor | None = None,
+    ) -> None:
+        """Ban ids in the rows (of `among_T`, if given) whose requests have set an option."""
+        if not self.states.requests.uses(option, slots_np):
+            return
+        rows_T = self.states.requests.number(option, slot_T) > 0
+        if among_T is not None:
+            rows_T &= among_T
+        for i in ids:
+            logits_TV[:, i].masked_fill_(rows_T, NEGATIVE_INFINITY)

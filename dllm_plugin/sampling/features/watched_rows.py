@@ -31,8 +31,7 @@ class WatchedRows(StepFeature):
     """
 
     def __init__(self, states: CanvasStates) -> None:
-        super().__init__(len(states.open_N))
-        self.states = states
+        super().__init__(states)
         self.confidence_NC: Tensor | None = None
         self._rows: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 
@@ -52,7 +51,7 @@ class WatchedRows(StepFeature):
         slots_R, outcome = step.slots_R, step.outcome
         places_np = np.flatnonzero(self.users_np[step.slots_np])
         places_W = async_tensor_h2d(places_np, device=slots_R.device)
-        slots_W, mask_id = slots_R[places_W], self.states.config.mask_token_id
+        slots_W, mask_id = slots_R[places_W], self.mask_id
         taken_WC = outcome.unmask_RC[places_W]
         sure_WC = step.proposal.confidence_RC[places_W]
         now_WC = sure_WC.where(taken_WC, self.confidence_NC[slots_W])

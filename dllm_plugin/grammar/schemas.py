@@ -1,12 +1,19 @@
-"""Find keywords of a JSON schema that xgrammar does not honour.
+"""Find which schemas xgrammar does not read as a whole, and which grammars are regular.
 
-Found by random texts of xgrammar 0.2.8, judged by jsonschema, for its test suite's schemas too.
-What vLLM hands to another backend by itself is not looked for.
+Keywords that xgrammar 0.2.8 does not honour were found by random texts, judged by jsonschema, also
+for the schemas of its test suite. What vLLM hands to another backend by itself is not looked for.
+
+A JSON schema is regular if each of its keywords is listed in BESIDE: every text of the expression
+that outlines_core makes of such a schema is valid under it. White space is at most one blank.
 """
 
+import json
+import re
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 from typing import Any
+
+from dllm_plugin.grammar.patterns import written_out
 
 IGNORED = (
     "if",
@@ -20,10 +27,11 @@ IGNORED = (
 )
 BRANCHES = ("$ref", "anyOf", "oneOf", "allOf")
 VALUES = ("enum", "const")
-# In such strings it takes what JSON must escape, and of a pattern it skips what looks around.
+# In such strings xgrammar accepts what JSON must escape, and it ignores look-arounds of a pattern.
 STRINGS = ("minLength", "maxLength", "pattern")
-POINTERS = ("json-pointer", "relative-json-pointer")  # raw control characters as well
-# A 31st of November and 01.02.03.04 are taken. For JSON schema a format is but a note.
+# Raw control characters as well.
+POINTERS = ("json-pointer", "relative-json-pointer")
+# A 31st of November and 01.02.03.04 are accepted. For JSON schema a format is only a note.
 ROUGH = ("date", "date-time", "ipv4", "ipv6")
 # Counts for nothing unless a type is named.
 TYPED = (
@@ -46,52 +54,61 @@ SINGLE = (
     "unevaluatedProperties",
     "contains",
 )
-TYPES: dict[str, tuple[type, ...]] = {
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "null": (type(None),),
-    "object": (dict,),
-    "array": (list,),
+TYPES = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    type(None): "null",
+    dict: "object",
+    list: "array",
 }
 
 
 def loose_keyword(schema: Any) -> str:
     """Name what xgrammar does not read of a schema; empty if it reads all."""
-    return _loose(schema, schema)
+    for one in _every(schema):
+        found = _first(IGNORED, one) or _beside(one) or _type_beside(one, schema)
+        found = found or _of_strings(one) or _overlapping(one, schema)
+        if found:
+            return found
+    return ""
 
 
 def most_values(schema: Any) -> int:
     """Return how many values, or alternatives, the longest list of a schema has."""
-    if not isinstance(schema, dict):
-        return 0
-    lists = [
-        schema[name] for name in ("enum", *LISTS) if isinstance(schema.get(name), list)
-    ]
-    return max([*map(len, lists), *map(most_values, _inner(schema))], default=0)
+    most = 0
+    for one in _every(schema):
+        for name in ("enum", *LISTS):
+            if isinstance(one.get(name), list):
+                most = max(most, len(one[name]))
+    return most
 
 
 def has_rough_format(schema: Any) -> bool:
     """Return whether xgrammar reads a format of a schema less strictly than guidance."""
-    if not isinstance(schema, dict):
-        return False
-    ignored = "format" in schema and "type" not in schema
-    return (
-        ignored
-        or schema.get("format") in ROUGH
-        or any(map(has_rough_format, _inner(schema)))
-    )
+    for one in _every(schema):
+        is_ignored = "format" in one and "type" not in one
+        if is_ignored or one.get("format") in ROUGH:
+            return True
+    return False
 
 
-def _loose(schema: Any, root: Any) -> str:
+def _every(schema: Any) -> Iterator[dict[str, Any]]:
+    """Yield a schema, and all schemas in it."""
     if not isinstance(schema, dict):
-        return ""
-    found = _first(IGNORED, schema) or _beside(schema) or _type_beside(schema, root)
-    found = found or _of_strings(schema) or _overlapping(schema, root)
-    for inner in _inner(schema):
-        found = found or _loose(inner, root)
-    return found
+        return
+    yield schema
+    for name in MAPS:
+        inner = schema.get(name)
+        for one in inner.values() if isinstance(inner, dict) else ():
+            yield from _every(one)
+    for name in LISTS:
+        inner = schema.get(name)
+        for one in inner if isinstance(inner, list) else ():
+            yield from _every(one)
+    for name in SINGLE:
+        yield from _every(schema.get(name))
 
 
 def _first(names: Sequence[str], schema: dict[str, Any]) -> str:
@@ -117,7 +134,7 @@ def _of_strings(schema: dict[str, Any]) -> str:
 
 
 def _type_beside(schema: dict[str, Any], root: Any) -> str:
-    """Name alternatives with other types, beside which xgrammar ignores `type`."""
+    """Name alternatives of other types than `type`, which xgrammar then ignores."""
     if "type" not in schema:
         return ""
     for name in BRANCHES:
@@ -135,8 +152,7 @@ def _is_within(schema: Any, kinds: list[str]) -> bool:
     if not isinstance(schema, dict):
         return False
     if "type" in schema:
-        known = [*kinds, "integer"] if "number" in kinds else kinds
-        return all(kind in known for kind in _kinds(schema))
+        return set(_kinds(schema)) <= set(_with_integer(kinds))
     return _are_of(_listed(schema), kinds)
 
 
@@ -248,28 +264,108 @@ def _kinds(schema: dict[str, Any]) -> list[str]:
     return [kind for kind in named if isinstance(kind, str)]
 
 
+def _with_integer(kinds: list[str]) -> list[str]:
+    """Return types, with integers if there are numbers."""
+    return [*kinds, "integer"] if "number" in kinds else kinds
+
+
 def _are_of(values: Any, kinds: list[str]) -> bool:
     """Return whether values are a list, all of one of some types."""
-    return isinstance(values, list) and all(_is_of(value, kinds) for value in values)
+    known = _with_integer(kinds)
+    return isinstance(values, list) and all(TYPES.get(type(v)) in known for v in values)
 
 
-def _is_of(value: Any, kinds: list[str]) -> bool:
-    """Return whether a value is of one of some types."""
-    for kind in kinds:
-        if isinstance(value, TYPES.get(kind, ())) and (
-            kind == "boolean" or not isinstance(value, bool)
-        ):
-            return True
-    return False
+NOTES = {"title", "description", "default", "examples", "$schema", "$id", "$comment"}
+# Keywords that may accompany `type`; `properties` and `items` must.
+BESIDE = {
+    "object": {"properties", "required", "additionalProperties"},
+    "array": {"items", "minItems", "maxItems"},
+    "string": {"minLength", "maxLength"},
+    "integer": set(),
+    "number": set(),
+    "boolean": set(),
+    "null": set(),
+}
+DEPTH = 16  # levels of a schema
+LITERAL = r'"(?:[^"\\]|\\.)*"'
+CHOICE = re.compile(rf"root ::= ({LITERAL}(?: \| {LITERAL})*)")
+WHITESPACE = "[ ]?"
 
 
-def _inner(schema: dict[str, Any]) -> Iterator[Any]:
-    """Yield the schemas in a schema."""
-    for name in MAPS:
-        inner = schema.get(name)
-        yield from inner.values() if isinstance(inner, dict) else ()
-    for name in LISTS:
-        inner = schema.get(name)
-        yield from inner if isinstance(inner, list) else ()
-    for name in SINGLE:
-        yield schema.get(name)
+def expression(
+    kind: str, spec: str, whitespace: bool = True
+) -> dict[str, object] | None:
+    """Return what :func:`dllm_plugin.grammar.automaton.build` takes; None if it is not regular.
+
+    Args:
+        kind: "json", "regex", "choice" or "grammar"; anything else is not regular.
+        spec: as vLLM writes it. A choice may be written as a grammar of literals alone.
+        whitespace: whether JSON may hold a blank between its tokens.
+    """
+    blanks: dict[str, object] = {"whitespace": WHITESPACE if whitespace else ""}
+    if kind == "regex":
+        return blanks | {"pattern": written_out(spec)}
+    try:
+        if kind == "json" and _is_regular(json.loads(spec), DEPTH):
+            return blanks | {"schema": spec}
+        words = _words(kind, spec)
+    except json.JSONDecodeError:
+        return None
+    if words is None:
+        return None
+    # As code points: no character means anything else.
+    spelled = ["".join(rf"\x{{{ord(c):X}}}" for c in word) for word in words]
+    return blanks | {"pattern": "|".join(f"(?:{word})" for word in spelled)}
+
+
+def is_choice(kind: str, spec: str) -> bool:
+    """Return whether a grammar is a choice, also as vLLM writes it for xgrammar."""
+    return kind == "choice" or (
+        kind == "grammar" and CHOICE.fullmatch(spec) is not None
+    )
+
+
+def _words(kind: str, spec: str) -> list[str] | None:
+    """Return the words of a choice; None for any other grammar."""
+    if not is_choice(kind, spec):
+        return None
+    if kind == "grammar":
+        return [json.loads(word) for word in re.findall(LITERAL, spec)]
+    words = json.loads(spec)
+    return words if isinstance(words, list) else None
+
+
+def _is_regular(schema: Any, depth: int) -> bool:
+    """Return whether the expression of a schema has only texts that are valid under it."""
+    if not isinstance(schema, dict) or not depth:
+        return False
+    keywords = schema.keys() - NOTES
+    if keywords == {"const"}:
+        return _is_plain(schema["const"])
+    if keywords == {"enum"}:
+        values = schema["enum"]
+        return isinstance(values, list) and bool(values) and all(map(_is_plain, values))
+    if keywords == {"anyOf"}:
+        return all(_is_regular(one, depth - 1) for one in schema["anyOf"])
+    kind = schema.get("type")
+    if not isinstance(kind, str) or kind not in BESIDE:
+        return False
+    if not keywords <= BESIDE[kind] | {"type"}:
+        return False
+    if kind == "array":
+        return _is_regular(schema.get("items"), depth - 1)
+    if kind != "object":
+        return True
+    properties = schema.get("properties")
+    if not isinstance(properties, dict) or not all(map(_is_plain, properties)):
+        return False
+    if not set(schema.get("required", ())) <= properties.keys():
+        return False
+    return all(_is_regular(one, depth - 1) for one in properties.values())
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is written in only one way, without an escape."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False) == f'"{value}"'
+    return value is None or isinstance(value, bool | int)

@@ -1,4 +1,7 @@
-"""Stand between one request's handler and the engine, and read what passes."""
+"""Stand between one request's handler and the engine, and read what passes.
+
+What was read is added to vLLM's replies: whole replies and streams of events.
+"""
 
 import contextlib
 import copy
@@ -19,8 +22,7 @@ from vllm.tracing import (
 )
 
 from dllm_plugin.api.counts import Counts, counts_of, total
-from dllm_plugin.api.watching.frame_stream import FrameSource
-from dllm_plugin.api.watching.frames import trace_of
+from dllm_plugin.api.frames import FrameSource, changed, trace_of
 from dllm_plugin.config.carriers import unpack_snapshot
 
 SPAN = "diffusion_decode"
@@ -28,7 +30,7 @@ PREFIX = "diffuplug."
 
 
 class WatchedEngine:
-    """The engine client of one HTTP request's handler; the rest is the real client's.
+    """Stand in for the engine client of one HTTP request's handler.
 
     counts  of each choice that has ended, by the choice's index in the reply
     traces  of these choices, if the request asks for them
@@ -203,3 +205,45 @@ def send_span(
         context=extract_trace_context(headers),
         kind=SpanKind.INTERNAL,
     )
+
+
+def add_counts(
+    reply: dict[str, Any], engine: WatchedEngine, method: dict[str, str]
+) -> dict[str, Any]:
+    """Add ``diffusion`` to each choice that has ended, and to ``metrics`` beside usage.
+
+    The choice's own has its trace as well, if the request asks for it.
+
+    Args:
+        reply: a reply or one chunk of a stream, as vLLM writes it.
+        method: strategy and policy of the request.
+    """
+    for choice in reply["choices"]:
+        counts = engine.counts.get(choice["index"])
+        if choice.get("finish_reason") is not None and counts is not None:
+            choice["diffusion"] = counts.as_json()
+            if (trace := engine.traces.get(choice["index"])) is not None:
+                choice["diffusion"]["trace"] = trace
+    # A stream has its usage in a chunk without choices, after all of them have ended.
+    whole = (
+        reply.get("object") in ("chat.completion", "text_completion")
+        or not reply["choices"]
+    )
+    if whole and reply.get("usage") is not None and engine.counts:
+        own = {k: v for k, v in (reply.get("metrics") or {}).items() if v is not None}
+        together = total(list(engine.counts.values())).as_json()
+        reply["metrics"] = own | {"diffusion": together | method}
+    return reply
+
+
+async def with_counts(
+    events: AsyncGenerator[str, None], engine: WatchedEngine, method: dict[str, str]
+) -> AsyncGenerator[str, None]:
+    """Yield a stream's events; after a choice's end events may get its counts."""
+
+    def change(chunk: dict[str, Any]) -> dict[str, Any]:
+        return add_counts(chunk, engine, method)
+
+    async with contextlib.aclosing(events):
+        async for event in events:
+            yield changed(event, change) if engine.counts else event

@@ -1,1 +1,0 @@
-"""Answer requests whose decoding is watched: snapshots, frames, traces, spans."""
