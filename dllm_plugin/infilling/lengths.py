@@ -146,7 +146,7 @@ def place_each(
         fewest: `min_tokens`; of `auto` only answers of as many positions are tried.
     """
     first, rest = cache(first), cache(rest)
-    least = [part if isinstance(part, str) else (1,) for part in parts]
+    least: list[Part] = [part if isinstance(part, str) else (1,) for part in parts]
     short = place(least, prompt, first, rest)
     between = len(short.given) - len(short.tail)
     room = room_for_gaps(

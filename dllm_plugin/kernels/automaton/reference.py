@@ -95,7 +95,8 @@ class Rows(NamedTuple):
     def cut(self, places: slice) -> "Rows":
         """Return some of the rows."""
         logits_XV, *columns, mask_id, bias = self
-        return Rows(logits_XV, *[column[places] for column in columns], mask_id, bias)
+        some = [column[places] for column in columns]
+        return Rows._make((logits_XV, *some, mask_id, bias))
 
 
 class Path(NamedTuple):
