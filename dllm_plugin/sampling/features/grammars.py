@@ -139,7 +139,7 @@ class StagedChecks(StepFeature):
         flags = [number_G > 0 for number_G in numbers]
         allowed_np = payload.allowed_GW[here]
         allowed_GW = async_tensor_h2d(allowed_np, device=self.states.device)
-        return Checks(row_G, known_GK, settled_G, front_G, *flags, allowed_GW)
+        return Checks._make((row_G, known_GK, settled_G, front_G, *flags, allowed_GW))
 
     def allowed_first(self, slots_np: np.ndarray, place_R: Tensor) -> Tensor | None:
         """Return which ids may be first tokens, int32 ``[R, W]``; None if any may.
