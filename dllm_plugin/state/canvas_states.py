@@ -70,20 +70,22 @@ class CanvasStates:
         self.model_config = model_config
         num_slots = draft_tokens_NC.shape[0]
         blocks = config.block_slots
-        self.open_N = torch.zeros(num_slots, dtype=torch.int32, device=self.device)
+
+        def zeros(dtype: torch.dtype) -> Tensor:
+            return torch.zeros(num_slots, dtype=dtype, device=self.device)
+
+        self.open_N = zeros(torch.int32)
         self.full_NS = torch.zeros(
             num_slots, blocks, dtype=torch.bool, device=self.device
         )
-        self.saw_stop_N = torch.zeros(num_slots, dtype=torch.bool, device=self.device)
-        self.ended_N = torch.zeros(num_slots, dtype=torch.bool, device=self.device)
-        self.block_step_N = torch.zeros(
-            num_slots, dtype=torch.int32, device=self.device
-        )
-        self.step_N = torch.zeros(num_slots, dtype=torch.int64, device=self.device)
-        self.start_N = torch.zeros(num_slots, dtype=torch.int64, device=self.device)
-        self.tail_N = torch.zeros(num_slots, dtype=torch.int32, device=self.device)
-        self.post_step_N = torch.zeros(num_slots, dtype=torch.int32, device=self.device)
-        self.cached_N = torch.zeros(num_slots, dtype=torch.bool, device=self.device)
+        self.saw_stop_N = zeros(torch.bool)
+        self.ended_N = zeros(torch.bool)
+        self.block_step_N = zeros(torch.int32)
+        self.step_N = zeros(torch.int64)
+        self.start_N = zeros(torch.int64)
+        self.tail_N = zeros(torch.int32)
+        self.post_step_N = zeros(torch.int32)
+        self.cached_N = zeros(torch.bool)
 
         self.requests = RequestTable(config, num_slots, self.device)
         self.templates = Templates(self.canvas_NC)
