@@ -208,8 +208,8 @@ MUTATIONS = [
     (
         "a2d_bd3lm",
         "full_attention",
-        "rounded_quota(len(left), text.steps, step)",
-        "llada_quota(size, text.steps, step)",
+        "count = rounded_quota(len(left), text.steps, step)",
+        "count = llada_quota(size, text.steps, step)",
     ),
     (
         "llada_vanilla",
