@@ -207,7 +207,8 @@ def fit_warm_up(
     if config.whole_canvas and user.canvas_length is None and fits > 0:
         defaults = dataclasses.replace(config.defaults, block_length=fits)
         return dataclasses.replace(config, canvas_length=fits, defaults=defaults)
-    if user.canvas_length is not None or fits < config.block_length:
+    least = config.block_length + config.method.causal_commit
+    if user.canvas_length is not None or fits < least:
         raise ValueError(
             f"canvas_length {config.canvas_length} needs max_model_len "
             f"{warm_up_context(config.canvas_length)} on a GPU, got {max_model_len}: lower "
