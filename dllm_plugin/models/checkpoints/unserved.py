@@ -210,6 +210,7 @@ HARMLESS = frozenset(
         *("rotary_dim", "router_aux_loss_coef", "skip_checkpoint", "tokenizer_class"),
         *("torch_dtype", "transformers_version", "unsloth_fixed", "unsloth_version"),
         *("use_cache", "use_deepep", "alibi_bias_max", "pretraining_tp"),
+        *("ar_loss_weight", "dlm_loss_weight", "dp_varying_mask_ratio"),
         "attention_layer_norm_with_affine",  # of a norm that no served checkpoint has
     }
 )
