@@ -7,6 +7,7 @@ killed.
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -46,6 +47,32 @@ def cleaning_up(clean_up: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         _CLEAN_UPS.remove(clean_up)
+
+
+class Interrupts:
+    """Watch for Ctrl-C in a process whose signal handlers are vLLM's.
+
+    came  whether there was one
+    """
+
+    def __init__(self, seconds: float) -> None:
+        """Start to watch; the process ends `seconds` after the first Ctrl-C, or at the second."""
+        self.came = False
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        signal.set_wakeup_fd(write)
+        threading.Thread(target=self._watch, args=(read, seconds), daemon=True).start()
+
+    def _watch(self, read: int, seconds: float) -> None:
+        while received := os.read(read, 1):
+            if received[0] != signal.SIGINT:
+                continue
+            if self.came:
+                end_now(INTERRUPTED)
+            self.came = True
+            timer = threading.Timer(seconds, end_now, (INTERRUPTED,))
+            timer.daemon = True
+            timer.start()
 
 
 def end_now(status: int) -> NoReturn:

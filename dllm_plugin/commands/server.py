@@ -26,7 +26,12 @@ from vllm.logger import configure_logging_from_args
 from vllm.plugins import load_general_plugins
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from dllm_plugin.commands.interrupts import INTERRUPTED, TERMINATED, end_now
+from dllm_plugin.commands.interrupts import (
+    INTERRUPTED,
+    TERMINATED,
+    Interrupts,
+    end_now,
+)
 from dllm_plugin.commands.models import architecture_of, read_config, why_unserved
 from dllm_plugin.commands.options import flag_of
 from dllm_plugin.config.decode import get_decode_config
@@ -94,10 +99,16 @@ def serve(arguments: Sequence[str], model: str | None = None) -> int:
     configure_logging_from_args(args)
     quieten()
     command.validate(args)
+    # The parent of several servers has no application that would take the signal.
+    several = (args.api_server_count or args.data_parallel_size) > 1
+    interrupts = Interrupts(END_SECONDS) if several else None
     try:
         command.cmd(args)
     except KeyboardInterrupt:  # what vLLM makes of SIGTERM while it starts
         end_now(TERMINATED)
+    finally:
+        if interrupts is not None and interrupts.came:
+            end_now(INTERRUPTED)
     return 0
 
 

@@ -61,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
     # Triton's default for float32 GEMMs is tf32, which is no rounding of float32.
     os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
     folder = folder_of(options["model"], args.trust_remote_code)
-    with tqdm(total=2 * len(texts), unit="decode") as bar:
-        bar.set_description("engine")
+    # Shown from the first decode on: what vLLM logs while it starts has lines of its own.
+    with tqdm(desc="engine", total=2 * len(texts), unit="decode", delay=1e-3) as bar:
         side = _decode_by_engine(options, args.tensor_parallel_size, texts, bar)
         bar.set_description("reference")
         # The engine's memory is the second implementation's now.
