@@ -55,6 +55,7 @@ VIEWER = "/viewer"
 ENGINE_DIED = 1
 ENDING = "The server is ending and takes no new requests; send it again when the server is back."
 CUT_SECONDS, END_SECONDS = 2.4, 2.8  # after a first Ctrl-C
+SEVERAL_SECONDS = 2.0  # the same; all processes of several servers take long to kill
 KILL_SECONDS = 0.8  # between the error of cut streams and the end of their engine
 
 
@@ -101,7 +102,7 @@ def serve(arguments: Sequence[str], model: str | None = None) -> int:
     command.validate(args)
     # The parent of several servers has no application that would take the signal.
     several = (args.api_server_count or args.data_parallel_size) > 1
-    interrupts = Interrupts(END_SECONDS) if several else None
+    interrupts = Interrupts(SEVERAL_SECONDS) if several else None
     try:
         command.cmd(args)
     except KeyboardInterrupt:  # what vLLM makes of SIGTERM while it starts
