@@ -21,6 +21,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.states import RequestState
 
+from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.memory import StepSize
 from dllm_plugin.config.options import Options
 from dllm_plugin.config.resolution import resolve
@@ -107,9 +108,12 @@ class Loop:
         slots: int = 8,
         max_model_len: int = 64,
         shard: VocabShard | None = None,
+        config: DecodeConfig | None = None,
     ) -> None:
         options = Options.from_user(dllm)
-        self.config = resolve(options, ARCHITECTURE[shift], max_model_len, self.mask)
+        self.config = config or resolve(
+            options, ARCHITECTURE[shift], max_model_len, self.mask
+        )
         self.shift, self.canvas_length, self.shard = (
             shift,
             self.config.canvas_length,

@@ -54,6 +54,11 @@ def check_adaptive(
             "under which nothing that is decided has final keys: set strategy to 'd2f' or "
             "'block_diffusion', or leave adaptive out."
         )
+    if method.inserts:
+        raise ValueError(
+            f"{asked} is not served for {family.title} models, whose blocks delete and insert "
+            "tokens: leave adaptive out."
+        )
     if method.exact_end or method.causal_commit:
         ends = (
             "commit by causal forwards" if method.causal_commit else "end with the text"
@@ -144,6 +149,8 @@ def without_grammars(config: "DecodeConfig") -> str:
     """Return why an engine has no grammars; empty if it has."""
     if config.method.causal_commit:
         return f"is not supported on {config.family.title} models: leave it out"
+    if config.moves_tokens:
+        return config.moves_tokens
     if not config.method.floats:
         return ""
     return f"cannot be combined with adaptive {config.adaptive!r}: start with adaptive 'off'"

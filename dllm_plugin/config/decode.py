@@ -29,6 +29,7 @@ class DecodeConfig:
     whole_canvas    a request's block is as long as its answer
     edits           the checkpoint was trained to replace tokens
     hidden_token_id the pad token, if no text may hold it: it ends an answer
+    structure_token_ids  the tokens that delete and insert, if the model's blocks do that
     reserved        pad and EOS token, if the last position of an answer holds one of them
     no_grammars     why requests with a grammar are refused; empty: they are not
     no_traces       why requests with a trace are refused; empty: they are not
@@ -55,6 +56,7 @@ class DecodeConfig:
     whole_canvas: bool
     edits: bool
     hidden_token_id: int | None = None
+    structure_token_ids: tuple[int, ...] = ()
     reserved: tuple[int, ...] = ()
     no_grammars: str = ""
     no_traces: str = ""
@@ -137,6 +139,16 @@ class DecodeConfig:
         """Return what the policy `auto` becomes."""
         return self.method.edited_policy if self.edits else self.method.default_policy
 
+    @property
+    def moves_tokens(self) -> str:
+        """Return why what is asked of single positions is refused; empty if it is not."""
+        if not self.method.inserts:
+            return ""
+        return (
+            f"is not supported by {self.family.title}, whose blocks delete and insert tokens "
+            "while they are decoded"
+        )
+
     def __getstate__(self) -> dict[str, Any]:
         """Return only the fields: functions of a method do not pickle."""
         return {
@@ -210,5 +222,6 @@ def get_decode_config(vllm_config: "VllmConfig") -> DecodeConfig:
         "defaults": RequestArguments(**resolved["defaults"]),
         "turn_end_token_ids": tuple(resolved["turn_end_token_ids"]),
         "reserved": tuple(resolved["reserved"]),
+        "structure_token_ids": tuple(resolved["structure_token_ids"]),
     }
     return DecodeConfig(**resolved | read)

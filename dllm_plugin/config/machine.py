@@ -35,6 +35,11 @@ def resolve_for_machine(
             "forbids: leave one of them out."
         )
     ranks = vllm_config.parallel_config.tensor_parallel_size
+    if options.vocab_parallel and config.method.inserts:
+        raise ValueError(
+            "vocab_parallel keeps the columns of the LM head apart, among which "
+            f"{config.family.title} looks for second choices: leave vocab_parallel out."
+        )
     if options.vocab_parallel and ranks == 1:
         raise ValueError(
             "vocab_parallel needs a tensor_parallel_size of at least 2, got 1: leave "
@@ -47,6 +52,7 @@ def resolve_for_machine(
         )
     if options.vocab_parallel is None:
         columns = ranks > 1 and vllm_config.lora_config is None
+        columns = columns and not config.method.inserts
         config = dataclasses.replace(config, vocab_parallel=columns)
     if config.method.causal_commit and options.commit_alone_from is None:
         # Steps compute one block, never the rest of the canvas.
@@ -78,6 +84,8 @@ def uncompiled(config: DecodeConfig, eager: bool) -> Iterator[str]:
             "has no effect where finished blocks commit in a forward of their own, as at "
             "max_active_blocks 1"
         )
+    if config.method.inserts:
+        yield "has no effect where blocks delete and insert tokens, which keeps state"
 
 
 def fewest_alone(config: DecodeConfig) -> int:

@@ -133,8 +133,11 @@ class Numbers:
         Number(0.0, 1.0),
         "Decided share of a block that fully activates the next block.",
     )
-    editing_threshold: float = number(
-        0.5, Number(0.0, 1.0), "Confidence above which a decided token is replaced."
+    editing_threshold: float | None = number(
+        None,
+        Number(0.0, 1.0, optional=True),
+        "Confidence above which a decided token is replaced.",
+        words="0.5; LLaDA2.2 0",
     )
     max_post_steps: int = number(
         16,
@@ -181,7 +184,8 @@ class Options(Numbers):
         None,
         Number(0.0, 1.0, optional=True),
         "Confidence from which a position is unmasked.",
-        words="0.9; SDAR 0.85, LLaDA2.0 and Stable-DiffCoder 0.95, LLaDA2.1 0.7; TraDo 0.9, "
+        words="0.9; SDAR 0.85, LLaDA2.0 and Stable-DiffCoder 0.95, LLaDA2.1 0.7, LLaDA2.2 0.5; "
+        "TraDo 0.9, "
         "dParallel-LLaDA 0.5",
     )
     steps: int | None = option(

@@ -56,6 +56,7 @@ def resolve(
     if whole or options.block_length is None and method.full_attention:
         block = canvas if whole else min(block, canvas)
     check_block_length(block, canvas - method.causal_commit)
+    check_shared_experts(method, block, block_length)
     narrowest, widest = windows(options, method, family, block, canvas)
     layout = options.kv_cache_layout.replace("auto", "unified")
     return DecodeConfig(
@@ -115,8 +116,11 @@ def _defaults(
     threshold = options.threshold
     if threshold is None:
         threshold = rule.default("threshold", card_threshold or family.threshold)
+    editing = options.editing_threshold
+    if editing is None:
+        editing = rule.default("editing_threshold", 0)
     return RequestArguments(
-        **numbers_of(options),
+        **numbers_of(options) | {"editing_threshold": editing},
         policy=policy,
         threshold=threshold,
         steps=options.steps or rule.default("steps", block),
@@ -182,6 +186,15 @@ def check_policy(method: Method, policy: str, family: Family) -> None:
         raise ValueError(
             f"policy {policy!r} has no meaning for strategy {method.strategy!r} on {family.name} "
             f"models; choose one of: {', '.join(method.policies)}."
+        )
+
+
+def check_shared_experts(method: Method, block: int, trained: int | None) -> None:
+    """Raise ValueError for blocks of another length than the blocks that share experts."""
+    if method.inserts and block != trained:
+        raise ValueError(
+            f"block_length {block} is not the {trained} of this model, whose blocks share "
+            "experts: leave block_length out."
         )
 
 

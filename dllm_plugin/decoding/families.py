@@ -93,6 +93,16 @@ LLADA2 = Family(
     edits_pattern=r"(?i)llada2[._]?1",
     title="LLaDA2",
 )
+# Its experts are chosen by blocks, and its blocks delete and insert tokens.
+LLADA22 = replace(
+    LLADA2,
+    name="llada22",
+    block_key="block_size",
+    names=r"",
+    edits_pattern=r"",
+    threshold=0.5,
+    title="LLaDA2.2",
+)
 FAST_DLLM = Family(
     *(
         "fast_dllm_v2",
@@ -149,6 +159,7 @@ FAMILIES: dict[str, Family] = {
     "SDARMoeForCausalLM": SDAR,
     "RND1LM": RND1,
     "LLaDA2MoeModelLM": LLADA2,
+    "LLaDA22MoeModelLM": LLADA22,
     "Fast_dLLM_QwenForCausalLM": FAST_DLLM,
     "DreamForCausalLM": DREAM_REASONER,
     "OpenDCoderForDiffusionLM": OPEN_DCODER,

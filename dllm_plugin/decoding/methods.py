@@ -48,6 +48,7 @@ from dllm_plugin.decoding.full_attention import (
     span_semi_autoregressive,
 )
 from dllm_plugin.decoding.plan import AcceptFunction, CommitFunction, PlanFunction
+from dllm_plugin.decoding.structure import STRUCTURED_BLOCKS
 
 SpanFunction = Callable[[Bounds, np.ndarray], Span]
 
@@ -78,6 +79,7 @@ class Method:
                     attention; empty: nothing
     reserves_last   whether the last position of an answer is given: the pad token
     edits           whether decided tokens may be replaced
+    inserts         whether edits also delete tokens and insert masks, see `structure`
     exact_end       the last block ends where the text does, and positions after it are not seen
     skips_steps     steps whose quota is 0 are left out, see `quotas.step_with_quota`
     splits_prompt   blocks divide the prompt too, from its end backwards
@@ -112,6 +114,7 @@ class Method:
     untrained: str = ""
     reserves_last: bool = False
     edits: bool = False
+    inserts: bool = False
     exact_end: bool = False
     skips_steps: bool = False
     splits_prompt: bool = False
@@ -181,6 +184,13 @@ edited_blocks = replace(
     policies=policies.EDITED_BLOCKS,
     edited_policy="joint_threshold",
     edits=True,
+)
+structured_blocks = replace(
+    edited_blocks,
+    policies=STRUCTURED_BLOCKS,
+    default_policy="joint_threshold",
+    inserts=True,
+    tempered=False,
 )
 sub_blocks = replace(
     grid_blocks,
@@ -335,6 +345,7 @@ METHODS: dict[tuple[str, str], Method] = {
     ),
     (BLOCK_DIFFUSION, "sdar"): grid_blocks,
     (BLOCK_DIFFUSION, "llada2"): edited_blocks,
+    (BLOCK_DIFFUSION, "llada22"): structured_blocks,
     (BLOCK_DIFFUSION, "dream_reasoner"): grid_blocks,
     (BLOCK_DIFFUSION, "stable_diffcoder"): left_blocks,
     (BLOCK_DIFFUSION, "a2d"): rounded_blocks,
@@ -356,18 +367,14 @@ POLICIES = policies.POLICY_NAMES
 
 def methods_of(family: Family) -> dict[str, Method]:
     """Return the strategies that decode a family as it was trained, or approximately so."""
-    return {
-        strategy: row
-        for (strategy, name), row in METHODS.items()
-        if name == family.name
-    }
+    rows = METHODS.items()
+    return {strategy: row for (strategy, name), row in rows if name == family.name}
 
 
 def choose_method(strategy: str, family: Family, adapted: bool) -> tuple[Method, str]:
     """Return the method of a strategy, `auto` resolved, and why.
 
-    Raises ValueError if the strategy does not fit the family. `adapted`: whether there is a D2F
-    adapter.
+    Raises ValueError if the strategy does not fit the family. `adapted`: there is a D2F adapter.
     """
     known = methods_of(family)
     if strategy in known:
@@ -376,13 +383,11 @@ def choose_method(strategy: str, family: Family, adapted: bool) -> tuple[Method,
         causal = ", which attend causally from block to block"
         raise ValueError(
             f"strategy {strategy!r} does not fit {family.name} models"
-            f"{causal if family.absolute_grid else ''}; choose one of: "
-            f"{', '.join(known)}."
+            f"{causal if family.absolute_grid else ''}; choose one of: {', '.join(known)}."
         )
     if family.absolute_grid:
-        return known[
-            BLOCK_DIFFUSION
-        ], f"{family.name} models are trained block by block"
+        why = f"{family.name} models are trained block by block"
+        return known[BLOCK_DIFFUSION], why
     if SELF_SPECULATION in known:
         return known[BLOCK_DIFFUSION], "it is the loop of the authors' chat"
     if DUAL_CACHE not in known:

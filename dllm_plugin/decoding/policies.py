@@ -356,8 +356,8 @@ EDITED_BLOCKS: Table = GRID_BLOCKS | {
     "joint_threshold": Policy(
         joint_threshold,
         reads=frozenset({*OF_EDITS, *SEVERAL_BLOCKS}),
-        # LLaDA2.1's quality mode, with editing_threshold 0.5.
-        defaults=(("threshold", 0.7),),
+        # LLaDA2.1's quality mode.
+        defaults=(("threshold", 0.7), ("editing_threshold", 0.5)),
     )
 }
 # D2F always accepts by confidence; its policies only rank the forced pick.

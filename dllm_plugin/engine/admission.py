@@ -26,6 +26,7 @@ from dllm_plugin.config.request.checks import (
     check_bad_words,
     check_fits,
     check_given_tokens,
+    check_moving_tokens,
     check_prompt_length,
     check_prompt_tokens,
     check_sampling_params,
@@ -65,7 +66,9 @@ class RequestRules(LogitsProcessor):
         check_sampling_params(params, config.mask_token_id)
         asked = arguments_of(config, params)
         given = given_arguments(params.extra_args)
-        refuse_parameters(Case(config, asked, given, params))
+        case = Case(config, asked, given, params)
+        refuse_parameters(case)
+        check_moving_tokens(case)
         choose_guidance(params)
         check_structured_outputs(params)
         check_readable(params)
@@ -177,7 +180,12 @@ class DiffusionRenderer(HfRenderer):
         """Raise VLLMValidationError for prompts with the mask token, or without room to run."""
         super().validate_token_ids(token_ids, *args, **kwargs)
         config = self.decode_config
-        check_prompt_tokens(token_ids, config.mask_token_id, config.hidden_token_id)
+        check_prompt_tokens(
+            token_ids,
+            config.mask_token_id,
+            config.hidden_token_id,
+            config.structure_token_ids,
+        )
         checked = _CHECKED.get()
         _CHECKED.set(None)
         # Other callers name the parameter that holds the ids, and have checked no request.

@@ -150,12 +150,16 @@ def _resolve(vllm_config: VllmConfig, options: Options) -> DecodeConfig:
         config = fit_warm_up(config, options, model_config.max_model_len)
     config = resolve_for_machine(vllm_config, options, config)
     _log_decoding(config, found_in, model_config.model)
-    hides_pad = config.method.hides_pad
+    hides_pad, hf_config = config.method.hides_pad, model_config.hf_config
+    structure: tuple[int, ...] = ()
+    if config.method.inserts:
+        structure = (hf_config.delete_token_id, hf_config.split_token_id)
     return dataclasses.replace(
         config,
         hidden_token_id=find_pad_token(model_config) if hides_pad else None,
+        structure_token_ids=structure,
         no_grammars=no_grammars(vllm_config) or without_grammars(config),
-        no_traces=no_traces(vllm_config),
+        no_traces=no_traces(vllm_config) or config.moves_tokens,
     )
 
 

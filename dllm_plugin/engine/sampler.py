@@ -81,7 +81,13 @@ class DiffusionSampler:
         )
         propose = self.proposer.propose
         self.features = StepFeatures(
-            states, sampler, model_config, self.rows, rules, propose
+            states,
+            sampler,
+            model_config,
+            self.rows,
+            rules,
+            propose,
+            self.proposer.greedy,
         )
         ranking = Ranking(states, self.sampling_states)
         self.decider = Decider(states, ranking, rules, is_async)

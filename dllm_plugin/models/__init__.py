@@ -11,6 +11,7 @@ ARCHITECTURES: dict[str, str] = {
     "SDARMoeForCausalLM": "dllm_plugin.models.sdar:SDARMoeForCausalLM",
     "RND1LM": "dllm_plugin.models.sdar:SDARMoeForCausalLM",
     "LLaDA2MoeModelLM": "dllm_plugin.models.llada2:LLaDA2MoeModelLM",
+    "LLaDA22MoeModelLM": "dllm_plugin.models.llada2:LLaDA22MoeModelLM",
     "DreamForCausalLM": "dllm_plugin.models.dream:DreamReasoner",
     "OpenDCoderForDiffusionLM": "dllm_plugin.models.dream:DreamModel",
     "A2DQwen3LMHeadModel": "dllm_plugin.models.sdar:SDARForCausalLM",

@@ -193,6 +193,22 @@ CHECKPOINTS: dict[str, Checkpoint] = {
         EDITED,
         "llada2.md",
     ),
+    "llada2.2:mini": Checkpoint(
+        "inclusionAI/LLaDA2.2-mini",
+        "LLaDA22MoeModelLM",
+        MINI,
+        131072,
+        EDITED,
+        "llada2.md",
+    ),
+    "llada2.2:flash": Checkpoint(
+        "inclusionAI/LLaDA2.2-flash",
+        "LLaDA22MoeModelLM",
+        FLASH,
+        131072,
+        EDITED,
+        "llada2.md",
+    ),
     "llada-moe:7b-a1b": Checkpoint(
         "inclusionAI/LLaDA-MoE-7B-A1B-Instruct",
         "LLaDAMoEModelLM",

@@ -17,6 +17,7 @@ from dllm_plugin.models.variants import (
     QWEN_FIXED,
     SDAR_FIXED,
     refuse_variants,
+    shares_experts,
 )
 
 
@@ -296,7 +297,7 @@ class RND1Config(OfQwen3Moe):
 
 
 class LLaDA2Config(DiffusionConfig):
-    """Read LLaDA2.0 and 2.1: Ling 2.0's keys; defaults are LLaDA2-mini's."""
+    """Read LLaDA2: Ling 2.0's keys and LLaDA2.2's; defaults are LLaDA2-mini's."""
 
     model_type = "llada2_moe"
     label = "LLaDA2"
@@ -339,13 +340,18 @@ class LLaDA2Config(DiffusionConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
+    expert_capacity: int = 0
+    block_size: int | None = None
+    delete_token_id: int | None = None
+    split_token_id: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         # The published window of 4096 was not used in training, but vLLM would apply it.
         self.sliding_window = self.sliding_window if self.use_sliding_window else None
-        if self.head_dim is None:
-            self.head_dim = self.hidden_size // self.num_attention_heads
+        self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         super().__post_init__(**kwargs)
+        if shares_experts(self):
+            self.architectures = ["LLaDA22MoeModelLM"]
 
 
 class LLaDA2VeomniConfig(LLaDA2Config):

@@ -1,20 +1,29 @@
-"""Serve LLaDA2.0 and 2.1: a Ling 2.0 (BailingMoeV2) under that model's own weight names.
+"""Serve LLaDA2: a Ling 2.0 (BailingMoeV2) under that model's own weight names.
 
 vLLM's MoE layer rounds the router's logits to the activations' dtype, and in bfloat16 the scores of
 256 experts tie. vLLM's decoder layer constructs that MoE layer by name and has no parameter for
 another class. So we exchange the class of each MoE layer after construction. Nothing of vLLM is
 assigned to, and other models in the same process keep vLLM's class.
+
+LLaDA2.2 chooses the experts of a token among few that the positions of its block share: its layers
+get a router of vLLM's with our function.
 """
 
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.model_executor.layers.fused_moe.router.router_factory import (
+    create_fused_moe_router,
+)
 from vllm.model_executor.models.bailing_moe import BailingMoE, BailingMoeV2ForCausalLM
 
+from dllm_plugin.decoding.families import LLADA22
 from dllm_plugin.models.base import DiffusionModel
 from dllm_plugin.models.checkpoints import shapes
 from dllm_plugin.models.checkpoints.weights import Shapes
+
+EPSILON = 1e-20  # of the authors' normalisation
 
 
 class LLaDA2MoE(BailingMoE):
@@ -24,6 +33,73 @@ class LLaDA2MoE(BailingMoE):
         """Compute the layer: [tokens, hidden] -> [tokens, hidden]."""
         router_logits, _ = self.gate(hidden_states)
         return self.experts(hidden_states=hidden_states, router_logits=router_logits)
+
+
+class LLaDA22MoE(LLaDA2MoE):
+    """Route tokens to experts of the set that their block shares.
+
+    blocks_T  int64, number of each token's block within the forward; all layers read one
+    """
+
+    blocks_T: torch.Tensor
+    capacity: int
+
+    def share(self, blocks_T: torch.Tensor, capacity: int) -> None:
+        """Route by blocks. Raises ValueError if vLLM's kernel has a router of its own."""
+        if self.experts.routed_experts.quant_method.is_monolithic:
+            raise ValueError(
+                "LLaDA2.2 chooses experts by blocks, and the kernel of experts that vLLM "
+                "takes here chooses them itself: set moe_backend to 'triton'."
+            )
+        self.register_buffer("blocks_T", blocks_T, persistent=False)
+        self.capacity = capacity
+        self.experts.router = create_fused_moe_router(
+            top_k=self.top_k,
+            global_num_experts=self.num_experts,
+            custom_routing_function=self.route,
+        )
+
+    def route(
+        self,
+        hidden_states: torch.Tensor,
+        gating_output: torch.Tensor,
+        topk: int,
+        renormalize: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return share and number of each token's experts, ``[T, topk]``."""
+        scores_TE = gating_output.float().sigmoid()
+        bias_E: torch.Tensor = self.gate.expert_bias  # type: ignore[assignment]
+        ranked_TE = scores_TE + bias_E
+        block_T = self.blocks_T[: len(ranked_TE)]
+        allowed_TE = allowed_experts(ranked_TE, block_T, self.capacity)
+        ranked_TE = ranked_TE.masked_fill(~allowed_TE, float("-inf"))
+        chosen_TK = ranked_TE.topk(topk, dim=1).indices
+        shares_TK = scores_TE.gather(1, chosen_TK)
+        shares_TK = shares_TK / (shares_TK.sum(dim=1, keepdim=True) + EPSILON)
+        return shares_TK * self.routed_scaling_factor, chosen_TK
+
+
+def allowed_experts(
+    ranked_TE: torch.Tensor, block_T: torch.Tensor, capacity: int
+) -> torch.Tensor:
+    """Return the experts of each token's block, bool ``[T, E]``: those of the best ranks."""
+    index_TE = block_T[:, None].expand_as(ranked_TE)
+    best_TE = torch.full_like(ranked_TE, float("-inf"))
+    best_TE = best_TE.scatter_reduce(0, index_TE, ranked_TE, "amax")
+    kept = best_TE.topk(capacity, dim=1).indices
+    kept_TE = torch.zeros_like(ranked_TE, dtype=torch.bool).scatter(1, kept, True)
+    return kept_TE[block_T]
+
+
+def number_blocks(positions_T: torch.Tensor, length: int) -> torch.Tensor:
+    """Number the blocks of a forward's tokens, int64 ``[T]``.
+
+    A block ends with a multiple of its length, and where positions do not follow each
+    other: there another request begins, or padding, whose positions are 0.
+    """
+    follows_T = positions_T == positions_T.roll(1) + 1
+    starts_T = ~follows_T | (positions_T % length == 0)
+    return starts_T.cumsum(0) - starts_T[:1].to(torch.int64)
 
 
 class LLaDA2MoeModelLM(DiffusionModel, BailingMoeV2ForCausalLM):
@@ -64,3 +140,39 @@ class LLaDA2MoeModelLM(DiffusionModel, BailingMoeV2ForCausalLM):
             if shared:
                 found |= shapes.gated_mlp(f"{block}.mlp.shared_experts", width, shared)
         return found
+
+
+class LLaDA22MoeModelLM(LLaDA2MoeModelLM):
+    """Serve inclusionAI/LLaDA2.2-mini and -flash, whose blocks share experts."""
+
+    blocks_T: torch.Tensor
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        length: int | None = self.config.block_size or LLADA22.block_length
+        assert length is not None
+        self.routing_block = length
+        most = max(
+            vllm_config.scheduler_config.max_num_batched_tokens,
+            vllm_config.compilation_config.max_cudagraph_capture_size or 0,
+        )
+        self.register_buffer(
+            "blocks_T", torch.zeros(most, dtype=torch.int64), persistent=False
+        )
+        layers = [layer.mlp for layer in self.model.layers]
+        mixtures: list[Any] = [mlp for mlp in layers if isinstance(mlp, LLaDA2MoE)]
+        for mixture in mixtures:
+            mixture.__class__ = LLaDA22MoE
+            mixture.share(self.blocks_T, self.config.expert_capacity)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        *rest: Any,
+        **named: Any,
+    ) -> Any:
+        """Compute hidden states, after the layers' routers were given the blocks."""
+        blocks_T = number_blocks(positions, self.routing_block)
+        self.blocks_T[: len(positions)].copy_(blocks_T)
+        return super().forward(input_ids, positions, *rest, **named)

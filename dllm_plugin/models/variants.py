@@ -79,3 +79,25 @@ def refuse_variants(
                 f"This {model} checkpoint has {key}={value!r} in config.json; "
                 f"only {key}={supported!r} is supported."
             )
+
+
+def shares_experts(config: Any) -> bool:
+    """Return whether a LLaDA2 is LLaDA2.2, whose blocks share experts and edit their structure.
+
+    Raises ValueError for a config that has only some of LLaDA2.2's keys.
+    """
+    keys = ("expert_capacity", "delete_token_id", "split_token_id")
+    given = [bool(config.expert_capacity)]
+    given += [getattr(config, key) is not None for key in keys[1:]]
+    if any(given) and not all(given):
+        lacking = keys[given.index(False)]
+        raise ValueError(
+            f"This checkpoint has some keys of LLaDA2.2 in config.json but no {lacking}; it needs "
+            f"{', '.join(keys)}."
+        )
+    if given[0] and config.expert_capacity < config.num_experts_per_tok:
+        raise ValueError(
+            f"expert_capacity {config.expert_capacity} in config.json is less than "
+            f"num_experts_per_tok {config.num_experts_per_tok}."
+        )
+    return given[0]

@@ -11,6 +11,7 @@ from dllm_plugin.reference.causal_blocks import (
 )
 from dllm_plugin.reference.exact_blocks import decode_exact_blocks
 from dllm_plugin.reference.full_attention import decode_full_attention
+from dllm_plugin.reference.structure import decode_structure
 from dllm_plugin.reference.sub_blocks import decode_sub_blocks
 from dllm_plugin.reference.text import Result, Text
 from dllm_plugin.reference.widths import decode_widths
@@ -35,6 +36,7 @@ LOOPS = {
     rules.EXACT_BLOCKS: Loop(decode_exact_blocks, OF_LEFT),
     rules.CAUSAL_BLOCKS: Loop(decode_causal_blocks, OF_LEFT),
     rules.SELF_SPECULATION: Loop(decode_self_speculation, ("threshold",)),
+    rules.STRUCTURE: Loop(decode_structure, (rules.EDITING,)),
     rules.SEMI_AUTOREGRESSIVE: FULL,
     rules.PREFIX_CACHE: FULL,
     rules.DUAL_CACHE: FULL,

@@ -26,6 +26,7 @@ from dllm_plugin.reference.sizes import (
 )
 from dllm_plugin.reference.text import Slots
 
+BLOCK = 32  # of LLaDA2.2, whose routing shares experts between positions
 Turns = tuple[Tensor, Tensor]  # cosine and sine of the angles, by position
 
 
@@ -39,6 +40,8 @@ class Router:
     sigmoid: bool = False
     normalised: bool = True
     scale: float = 1.0
+    block: int | None = None  # positions that share a set of experts
+    capacity: int = 0  # experts in that set
 
     @classmethod
     def of(cls, sizes: Sizes) -> "Router | None":
@@ -53,12 +56,19 @@ class Router:
             return cls(chosen, normalised=config.get("norm_topk_prob", True))
         groups, kept = config.get("n_group", 8), config.get("topk_group", 4)
         scale = config.get("routed_scaling_factor", 2.5)
+        if capacity := config.get("expert_capacity"):
+            block = config.get("block_size") or BLOCK
+            return cls(
+                chosen, sigmoid=True, scale=scale, block=block, capacity=capacity
+            )
         return cls(chosen, groups, kept, sigmoid=True, scale=scale)
 
     def shares(self, logits_NE: Tensor, bias_E: Tensor) -> Tensor:
         """Return the share of every expert in the output ``[N, E]``, zero if it is not chosen."""
         scores = logits_NE.sigmoid() if self.sigmoid else logits_NE.softmax(-1)
         ranked = scores + bias_E
+        if self.block is not None:
+            ranked = torch.cat([self._shared(r) for r in ranked.split(self.block)])
         if self.groups > 1:
             by_group = ranked.unflatten(-1, (self.groups, -1))
             best = by_group.topk(2).values.sum(-1).topk(self.kept_groups).indices
@@ -71,6 +81,13 @@ class Router:
         if self.normalised:
             shares = shares / shares.sum(-1, keepdim=True)
         return shares * self.scale
+
+    def _shared(self, ranked_BE: Tensor) -> Tensor:
+        """Return the ranking of one block, without experts outside its set."""
+        best = ranked_BE.amax(0).topk(self.capacity).indices
+        kept_E = torch.zeros_like(ranked_BE[0], dtype=torch.bool)
+        kept_E[best] = True
+        return ranked_BE.masked_fill(~kept_E, float("-inf"))
 
 
 class InFloat32(Mapping[str, Tensor]):

@@ -15,14 +15,17 @@ from dllm_plugin.reference.rules import (
     CAUSAL_BLOCKS,
     EXACT_BLOCKS,
     FULL_ATTENTION,
+    STRUCTURE,
 )
 from dllm_plugin.reference.text import FILL, Proposal, Text
 
 Proposals = dict[int, Proposal]
-UNTEMPERED = (*FULL_ATTENTION, EXACT_BLOCKS, CAUSAL_BLOCKS)
+UNTEMPERED = (*FULL_ATTENTION, EXACT_BLOCKS, CAUSAL_BLOCKS, STRUCTURE)
 
 
-def propose(text: Text, logits: Tensor, positions: list[int], step: int) -> Proposals:
+def propose(
+    text: Text, logits: Tensor, positions: list[int], step: int, samples: bool = True
+) -> Proposals:
     """Propose a token for positions by their logits ``[N, V]``.
 
     `step` selects the random numbers. Loops of LLaDA and Stable-DiffCoder read
@@ -41,7 +44,7 @@ def propose(text: Text, logits: Tensor, positions: list[int], step: int) -> Prop
         temperature = rules.temperature or rules.entropy_temperature
         logits = _filter(text, logits / temperature)
         noisy = logits.log_softmax(-1)
-    if rules.temperature > 0:
+    if rules.temperature > 0 and samples:
         # The logarithm of exp(logits) / (-ln U) ** temperature.
         power = 1.0 if is_tempered else rules.temperature
         noisy = noisy.double() + power * _noise(text, noisy, positions, step)

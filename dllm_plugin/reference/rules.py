@@ -5,6 +5,7 @@ from dataclasses import dataclass
 D2F, BLOCK_DIFFUSION, SUB_BLOCKS = "d2f", "block_diffusion", "sub_blocks"
 EXACT_BLOCKS, CAUSAL_BLOCKS = "exact_blocks", "causal_blocks"
 SELF_SPECULATION = "self_speculation"
+STRUCTURE = "structure"
 SEMI_AUTOREGRESSIVE = "semi_autoregressive"
 PREFIX_CACHE, DUAL_CACHE = "prefix_cache", "dual_cache"
 CACHED = (PREFIX_CACHE, DUAL_CACHE)
@@ -27,7 +28,8 @@ class Rules:
     `splits_prompt`, whether blocks divide the prompt too, from its end backwards; `widths`,
     the canvas positions that each forward computes, the last one for all further
     forwards; `eos` and `eot`, the tokens that `logits_eos_inf` and
-    `confidence_eos_eot_inf` ban.
+    `confidence_eos_eot_inf` ban; `structure`, the two that delete a token and insert a
+    mask.
 
     None means: `block_length` the whole canvas, `steps` as many as a block has
     positions, `max_active_blocks` one in block diffusion and any number in D2F,
@@ -69,6 +71,7 @@ class Rules:
     confidence_eos_eot_inf: bool = False
     eos: int = -1
     eot: int = -1
+    structure: tuple[int, ...] = ()
     full_refresh_every: int = 1
     refresh_before: int | None = None
     suffix_window: int | None = None

@@ -212,6 +212,10 @@ class Proposer:
             chunk, sampling, biases, wanted.want_ranking, wanted.num_rows
         )
 
+    def greedy(self, chunk: RowChunk) -> RowStats:
+        """Return the best token of each row at any temperature, and its confidence."""
+        return self._read_once(chunk, None, None, False, None)
+
     def _read_once(
         self,
         chunk: RowChunk,

@@ -16,6 +16,7 @@ TRACES = {
     "sdar_moe_static": "tiny-sdar-moe",
     "llada2_threshold": "tiny-llada2.0",
     "llada21_joint": "tiny-llada2.1",
+    "llada22_levenshtein": "tiny-llada2.2",
     "fast_dllm": "tiny-fast-dllm-v2",
     "fast_dllm_tied": "tiny-fast-dllm-v2-tied",
     "stable_diffcoder_quota": "tiny-stable-diffcoder",
@@ -23,13 +24,15 @@ TRACES = {
 }
 MIXTURES = ("tiny-llada-moe", "tiny-rnd1")  # of full attention
 ALL = pytest.mark.parametrize("name", [*TRACES.values(), *MIXTURES])
-LLADA2 = pytest.mark.parametrize("name", ["tiny-llada2.0", "tiny-llada2.1"])
+LLADA2 = pytest.mark.parametrize(
+    "name", ["tiny-llada2.0", "tiny-llada2.1", "tiny-llada2.2"]
+)
 LAYER = "model.layers.1."
 
 
 def first_call(case: dict, mask_id: int) -> tuple[list[int], list[int]]:
     """Tokens and block ends of the first recorded call."""
-    length = case["forwards"][0]["q_len"]
+    length = case["forwards"][0]["kv_len"]
     tokens = (case["prompt_ids"] + [mask_id] * length)[:length]
     if case["forwards"][0]["kind"] == "full":
         return tokens, [length]
@@ -85,7 +88,9 @@ def test_head_is_tied_as_configured(name, load_model, checkpoints):
     )
     embedding = "model.word_embeddings" if "llada2" in name else "model.embed_tokens"
     head = stored[f"{embedding}.weight" if tied else "lm_head.weight"].float()
-    hidden = torch.randn(3, 128, generator=torch.Generator().manual_seed(0))
+    hidden = torch.randn(
+        3, model.config.hidden_size, generator=torch.Generator().manual_seed(0)
+    )
     with torch.inference_mode():
         torch.testing.assert_close(model.compute_logits(hidden), hidden @ head.T)
         assert model.compute_logits(hidden[:0]).shape == (0, 320)

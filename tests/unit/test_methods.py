@@ -136,7 +136,7 @@ def test_config_classes_share_what_is_a_number() -> None:
         18,
         37,
         35,
-        24,
+        25,
     )
 
 

@@ -11,9 +11,6 @@ from dllm_plugin.models.configs import adopt
 
 SDAR, LLADA2, DREAM = "tiny-sdar", "tiny-llada2.0", "tiny-dream"
 BY_KEY = [
-    (LLADA2, "expert_capacity", 48, "LLaDA2.2"),
-    (LLADA2, "delete_token_id", 0, "LLaDA2.2"),
-    (LLADA2, "split_token_id", 156931, "LLaDA2.2"),
     (SDAR, "use_regular_causal", True, "I-DLM"),
     (SDAR, "block_size", 1, "I-DLM"),
     (DREAM, "expand_token_id", 151667, "DreamOn"),
@@ -44,6 +41,19 @@ def test_model_type_is_refused_by_commands_and_not_registered(
     with pytest.raises(ValueError, match=rf"is {title} \(model_type={model_type!r}"):
         check_model(str(path))
     assert model_type not in CONFIG_MAPPING
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("expert_capacity", 8), ("delete_token_id", 0), ("split_token_id", 300)],
+)
+def test_some_keys_of_llada22_are_refused(key, value, checkpoint, vllm_config_for):
+    path = checkpoint(LLADA2, **{key: value})
+    with pytest.raises(ValueError, match="some keys of LLaDA2.2 in config.json but no"):
+        vllm_config_for(path)
+    path = checkpoint("tiny-llada2.2", expert_capacity=2)
+    with pytest.raises(ValueError, match="expert_capacity 2 in config.json is less"):
+        vllm_config_for(path)
 
 
 @pytest.mark.parametrize(

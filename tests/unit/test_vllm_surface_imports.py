@@ -28,6 +28,7 @@ vllm.forward_context: set_forward_context
 vllm.inputs: TokensPrompt
 vllm.logger: configure_logging_from_args init_logger
 vllm.model_executor.layers.attention: Attention
+vllm.model_executor.layers.fused_moe.router.router_factory: create_fused_moe_router
 vllm.model_executor.layers.logits_processor: LogitsProcessor
 vllm.model_executor.layers.quantization.utils.quant_utils: kFp8StaticTensorSym
 vllm.model_executor.layers.rotary_embedding: RotaryEmbedding

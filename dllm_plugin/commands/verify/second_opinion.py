@@ -9,7 +9,12 @@ from dllm_plugin.config.options import Numbers
 from dllm_plugin.config.request.arguments import RequestArguments
 from dllm_plugin.config.request.parsing import request_arguments
 from dllm_plugin.reference.loops import LOOPS, decode
-from dllm_plugin.reference.rules import EXACT_BLOCKS, SUB_BLOCKS, Rules
+from dllm_plugin.reference.rules import (
+    EXACT_BLOCKS,
+    STRUCTURE,
+    SUB_BLOCKS,
+    Rules,
+)
 from dllm_plugin.reference.text import Model, Result, Step, Text
 
 # Tokens that these options ban are not given to the plain loops.
@@ -87,6 +92,7 @@ def rules_of(job: Job) -> Rules:
         splits_prompt=job.config.method.splits_prompt,
         canvas_length=job.config.canvas_length,
         linear=job.config.method.reserves_last,
+        structure=job.config.structure_token_ids,
         **given,
     )
 
@@ -99,6 +105,8 @@ def _known() -> set[str]:
 
 def _name(config: DecodeConfig) -> str:
     """Return the loop of an engine's strategy."""
+    if config.method.inserts:
+        return STRUCTURE
     if config.method.exact_end and not config.method.full_attention:
         return EXACT_BLOCKS
     return SUB_BLOCKS if config.dedicated_commit else config.strategy

@@ -112,6 +112,7 @@ class RequestArguments(Numbers):
 
     policy: str = resolved("policy")
     threshold: float = resolved("threshold", Number(0.0, 1.0))
+    editing_threshold: float = resolved("editing_threshold", Number(0.0, 1.0))
     steps: int = resolved("steps")
     block_length: int = resolved("block_length", WholeNumber(1))
     max_active_blocks: int = resolved("max_active_blocks", WholeNumber(1))

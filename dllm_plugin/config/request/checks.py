@@ -38,6 +38,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 FORWARDS_PER_POSITION = 4  # of a block that a request may ask for: more only use a slot
 FORWARDS = 64  # that it may ask for however short its blocks are
+# What restricts or reports the tokens of positions.
+OF_POSITIONS = (
+    *("logprobs", "min_tokens", "bad_words", "allowed_token_ids", "logit_bias"),
+    *PENALTIES,
+)
 MAX_STOP_TOKENS = 128
 MAX_BAD_WORD = 64
 MAX_WORD_TOKENS = 16
@@ -57,6 +62,21 @@ def check_sampling_params(params: SamplingParams, mask_token_id: int) -> None:
     _check_beams(params)
     _check_limits(params)
     _check_choices(params, mask_token_id)
+
+
+def check_moving_tokens(case: Case) -> None:
+    """Raise ValueError for what a request asks of positions whose tokens move."""
+    config, asked = case.config, case.asked
+    if not config.moves_tokens:
+        return
+    for name in OF_POSITIONS:
+        if case.is_set(name):
+            raise ValueError(f"{name} {config.moves_tokens}: leave it out.")
+    if asked.block_length != config.block_length:
+        raise ValueError(
+            f"dllm_block_length {asked.block_length} is not the {config.block_length} of "
+            f"{config.family.title}, whose blocks share experts: leave it out."
+        )
 
 
 def _check_text(params: SamplingParams) -> None:
@@ -195,9 +215,19 @@ def check_prompt_length(length: int, context: int) -> None:
 
 
 def check_prompt_tokens(
-    token_ids: Any, mask_token_id: int, hidden_token_id: int | None = None
+    token_ids: Any,
+    mask_token_id: int,
+    hidden_token_id: int | None = None,
+    structure_token_ids: Sequence[int] = (),
 ) -> None:
-    """Raise VLLMValidationError for a prompt that holds the mask token, or a hidden one."""
+    """Raise VLLMValidationError for a prompt with a token that prompts must not hold."""
+    for token in structure_token_ids:
+        if token in token_ids:
+            raise VLLMValidationError(
+                f"The prompt contains the token {token}, by which this model deletes or inserts "
+                "tokens while it decodes: remove it from the prompt.",
+                parameter="prompt",
+            )
     if hidden_token_id is not None and hidden_token_id in token_ids:
         raise VLLMValidationError(
             f"The prompt contains the pad token (id {hidden_token_id}), which this model's own "

@@ -87,17 +87,6 @@ SDAR_TYPES = ("sdar", "sdar_moe")
 CAUSAL = "attends causally, and with the block attention of SDAR it writes garbage"
 UNSERVED = (
     Unserved(
-        title="LLaDA2.2",
-        model_types=("llada2_moe", "llada2_moe_veomni", "llada21_moe"),
-        why="chooses experts per block and deletes and splits tokens while it decodes",
-        instead="take LLaDA2.0 or LLaDA2.1",
-        keys={
-            "expert_capacity": _is_positive,
-            "delete_token_id": _is_set,
-            "split_token_id": _is_set,
-        },
-    ),
-    Unserved(
         title="UNO",
         model_types=SDAR_TYPES,
         why=CAUSAL,

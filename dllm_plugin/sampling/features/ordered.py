@@ -19,10 +19,12 @@ from dllm_plugin.sampling.features.first_token import FirstTokenDecoder
 from dllm_plugin.sampling.features.grammars import StagedChecks
 from dllm_plugin.sampling.features.logprobs import LogprobStash
 from dllm_plugin.sampling.features.penalties import Penalties
+from dllm_plugin.sampling.features.structure import StructureEdits
 from dllm_plugin.sampling.features.templates import Targets, TemplateSteps
 from dllm_plugin.sampling.features.thinking import ThinkingBudget
 from dllm_plugin.sampling.features.token_rules import TokenRules
 from dllm_plugin.sampling.features.watched_rows import WatchedRows
+from dllm_plugin.sampling.rows import RowChunk
 from dllm_plugin.state.canvas_states import CanvasStates
 
 
@@ -43,19 +45,25 @@ class StepFeatures:
         rows: LogitsRows,
         rules: TokenRules,
         propose: Callable[..., RowStats],
+        greedy: Callable[[RowChunk], RowStats],
     ) -> None:
         """Make the features.
 
         Args:
             owner: vLLM's sampler, of which the states of requests are read.
-            propose: the method of the Proposer.
+            propose, greedy: methods of the Proposer.
         """
         self.checks = checks = StagedChecks(states, rows, rules)
         penalties = Penalties(states, owner.req_states, rules.vocab_size)
         self.automata = Automata(states, owner.sampling_states, rows, rules, penalties)
         bad_words = BadWords(states, owner.req_states)
         logprobs = LogprobStash(states, model_config)
-        entries: list[StepFeature] = [
+        entries: list[StepFeature] = []
+        if states.config.method.inserts:
+            # Plans before all others, and moves tokens after all others.
+            sampled = owner.sampling_states.temperature
+            entries.append(StructureEdits(states, sampled, greedy))
+        entries += [
             # Tables that kernels read: first, since other features read them, too.
             rules,
             # Changes the canvas, which all others read, and unmasks its frontier whatever the

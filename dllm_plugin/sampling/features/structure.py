@@ -1,0 +1,163 @@
+"""Delete and insert tokens of the block that is decoded (LLaDA2.2).
+
+Active in every step of a family whose blocks do that. Shape letters as in
+:mod:`dllm_plugin.decoding.structure`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dllm_plugin.decoding.structure import (
+    ROUNDS,
+    Limits,
+    Rounds,
+    Tokens,
+    plan_round,
+    round_threshold,
+    take_round,
+)
+from dllm_plugin.kernels.confidence.reference import NEGATIVE_INFINITY, RowStats
+from dllm_plugin.sampling.features.feature import StepFeature
+from dllm_plugin.sampling.rows import RowChunk
+from dllm_plugin.sampling.step import DenoisingStep
+from dllm_plugin.state.canvas_states import CanvasStates
+
+HASH_SEED = 22  # the factors of hashes: the same in every process
+
+
+class StructureEdits(StepFeature):
+    """Take a round of every current block, and store the rounds by slot.
+
+    The tables are those of :class:`dllm_plugin.decoding.structure.Rounds`, and move with
+    the canvas.
+    """
+
+    def __init__(
+        self,
+        states: CanvasStates,
+        temperature: Any,
+        greedy: Callable[[RowChunk], RowStats],
+    ) -> None:
+        """Make the tables.
+
+        Args:
+            temperature: vLLM's table of temperatures by slot.
+            greedy: the method of the Proposer.
+        """
+        num_slots, device = len(states.open_N), states.device
+        super().__init__(states)
+        self.temperature, self.greedy = temperature, greedy
+        length = states.config.block_length
+        self.tables = Rounds(
+            torch.zeros(num_slots, dtype=torch.int64, device=device),
+            torch.zeros(num_slots, dtype=torch.int64, device=device),
+            torch.zeros(num_slots, dtype=torch.bool, device=device),
+            torch.zeros(num_slots, length, dtype=torch.bool, device=device),
+            torch.zeros(num_slots, ROUNDS, dtype=torch.int64, device=device),
+        )
+        states.companions += self.tables
+        generator = torch.Generator().manual_seed(HASH_SEED)
+        factor_B = torch.randint(-(2**62), 2**62, (length,), generator=generator)
+        self.factor_B = (2 * factor_B + 1).to(device)
+        config = states.config
+        banned = [config.mask_token_id, *config.structure_token_ids]
+        self.banned = torch.tensor(banned, device=device)
+        self._rounds: Rounds | None = None
+
+    def active(self, slots_np: np.ndarray) -> bool:
+        """Return True: every block of such a family is decoded in rounds."""
+        return True
+
+    def _of(self, slots_R: Tensor) -> Rounds:
+        return Rounds(*[table[slots_R] for table in self.tables])
+
+    def start_step(self, step: DenoisingStep) -> None:
+        """Plan the round."""
+        mask_id = self.states.config.mask_token_id
+        rounds = self._of(step.slots_R)
+        step.plan = plan_round(step.canvas, step.plan, rounds, mask_id)
+
+    def restrict(self, step: DenoisingStep) -> None:
+        """Take the round: what is unmasked is what it changes."""
+        requests, slots_R = self.states.requests, step.slots_R
+        if self.temperature.np[step.slots_np].any():
+            self._edit_greedily(step)
+        limits = Limits(
+            requests.steps.gpu[slots_R].to(torch.int64),
+            requests.number("max_post_steps", slots_R).to(torch.int64),
+        )
+        step.plan, step.proposal, step.unmask_RC, self._rounds = take_round(
+            step.canvas,
+            step.plan,
+            step.proposal,
+            step.unmask_RC,
+            self._of(slots_R),
+            limits,
+            self._tokens(step),
+        )
+
+    def _edit_greedily(self, step: DenoisingStep) -> None:
+        """Decide edits by the best tokens, whatever samples the masks."""
+        [chunk] = step.chunks
+        stats = self.greedy(chunk)
+        rows_T = chunk.rows_T
+        token_T = torch.zeros(step.num_rows, dtype=torch.int64, device=rows_T.device)
+        sure_T = torch.zeros(step.num_rows, device=rows_T.device)
+        token_T[rows_T], sure_T[rows_T] = stats.token_T, stats.confidence_T
+        edits_RC = step.plan.editable_RC
+        source_RC, drawn = step.source_RC, step.proposal
+        step.proposal = drawn._replace(
+            token_RC=torch.where(edits_RC, token_T[source_RC], drawn.token_RC),
+            confidence_RC=torch.where(edits_RC, sure_T[source_RC], drawn.confidence_RC),
+        )
+        settings = self.states.requests.policy_settings(step.slots_R)
+        step.unmask_RC = round_threshold(
+            step.plan, step.canvas, step.proposal, settings
+        )
+
+    def commit(self, step: DenoisingStep) -> None:
+        """Store the rounds, before the canvases move on."""
+        assert self._rounds is not None
+        for table, rows in zip(self.tables, self._rounds, strict=True):
+            table[step.slots_R] = rows
+        self._rounds = None
+
+    def _tokens(self, step: DenoisingStep) -> Tokens:
+        """Return the ids of the round's tokens, and what finds the next best ones."""
+        on_cpu = self.states.device.type == "cpu"
+        config, logits_TV = self.states.config, step.chunks[0].logits_XV
+        length = self.tables.inserted_RB.shape[1]
+        start_R1 = self.tables.decided_R[step.slots_R].to(torch.int64)[:, None] * length
+
+        def best_but(wanted_RB: Tensor) -> Tensor:
+            if on_cpu and not wanted_RB.any():
+                return torch.zeros_like(wanted_RB, dtype=torch.int64)
+            kept_TB = logits_TV[:, self.banned]
+            logits_TV.index_fill_(1, self.banned, NEGATIVE_INFINITY)
+            best_T = logits_TV.argmax(dim=1)
+            logits_TV.index_copy_(1, self.banned, kept_TB)
+            place_B = torch.arange(length, device=best_T.device)
+            index_RB = (start_R1 + place_B).clamp_max(step.source_RC.shape[1] - 1)
+            return best_T[step.source_RC.gather(1, index_RB)]
+
+        def best_other(place_R: Tensor, held_R: Tensor) -> Tensor:
+            row_R = step.source_RC.gather(1, place_R[:, None]).squeeze(1)
+            rows_RV = logits_TV[row_R]
+            rows_RV.index_fill_(1, self.banned[:1], NEGATIVE_INFINITY)
+            rows_RV.scatter_(1, held_R[:, None], NEGATIVE_INFINITY)
+            return rows_RV.argmax(dim=1)
+
+        delete, split = config.structure_token_ids
+        return Tokens(
+            config.mask_token_id,
+            delete,
+            split,
+            best_but,
+            best_other,
+            self.factor_B,
+            on_cpu,
+        )

@@ -1,0 +1,136 @@
+"""LLaDA2.2: recorded decodes, alone and together, and what requests are refused."""
+
+import json
+import random
+from functools import cache
+from typing import Any
+
+import pytest
+from engines import (
+    CHECKPOINTS,
+    EngineRoom,
+    forwards,
+    generate,
+    letters,
+    num_preemptions,
+    params,
+    results,
+    token_ids,
+)
+from test_requests_refused import refused
+
+Case = dict[str, Any]
+NUMBERS = ("threshold", "editing_threshold", "max_post_steps", "steps", "block_length")
+DELETE, SPLIT = 300, 301
+
+
+@cache
+def cases() -> list[Case]:
+    golden = CHECKPOINTS.parent / "llada22_levenshtein.json"
+    found: list[Case] = json.loads(golden.read_text())["cases"]
+    return found
+
+
+def wish(case: Case) -> Any:
+    numbers = {f"dllm_{name}": case["settings"][name] for name in NUMBERS}
+    stops = case["settings"]["eos_ids"]
+    return params(len(case["output_ids"]), stop_token_ids=stops, **numbers)
+
+
+def num_forwards(case: Case) -> int:
+    """Those of the reference, up to the block with the last token."""
+    length = case["settings"]["block_length"]
+    last = len(case["prompt_ids"]) + len(case["output_ids"]) - 1
+    end = (last // length + 1) * length
+    return sum(one["kv_len"] <= end for one in case["forwards"])
+
+
+def check(case: Case, output: Any) -> None:
+    assert token_ids(output) == case["output_ids"], case["id"]
+    assert forwards(output) == num_forwards(case), case["id"]
+
+
+def start(room: EngineRoom, is_async: bool = False, **options: Any) -> Any:
+    return room.start("llada2.2", {}, is_async, **options)
+
+
+def small_steps(room: EngineRoom) -> Any:
+    """Prompts in parts, few pages, and steps that are launched ahead."""
+    return start(
+        room,
+        True,
+        max_num_seqs=4,
+        max_num_batched_tokens=5 * 64 + 3,
+        block_size=32,
+        num_gpu_blocks_override=9,
+    )
+
+
+def shuffled(llm: Any, seed: int, counts: bool = True) -> None:
+    some = random.Random(seed).sample(cases(), len(cases()))
+    outputs = generate(llm, [c["prompt_ids"] for c in some], [wish(c) for c in some])
+    for case, output in zip(some, outputs, strict=True):
+        assert token_ids(output) == case["output_ids"], case["id"]
+        assert not counts or forwards(output) == num_forwards(case), case["id"]
+
+
+def test_each_alone(room: EngineRoom) -> None:
+    llm = start(room)
+    for case in cases():
+        check(case, generate(llm, [case["prompt_ids"]], wish(case))[0])
+
+
+def test_together_in_shuffled_order(room: EngineRoom) -> None:
+    shuffled(start(room), 1)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"logprobs": 1}, "logprobs is not supported by LLaDA2.2, whose blocks delete"),
+    ({"min_tokens": 3}, "min_tokens is not supported by LLaDA2.2"),
+    ({"bad_words": ["a"]}, "bad_words is not supported by LLaDA2.2"),
+    ({"allowed_token_ids": [70, 71]}, "allowed_token_ids is not supported"),
+    ({"logit_bias": {70: 1.0}}, "logit_bias is not supported by LLaDA2.2"),
+    ({"presence_penalty": 1.0}, "presence_penalty is not supported by LLaDA2.2"),
+    ({"dllm_trace": 1}, "dllm_trace is not supported by LLaDA2.2"),
+    ({"dllm_early_text": 1}, "dllm_early_text cannot be combined with policy"),
+    ({"dllm_block_length": 16}, "dllm_block_length 16 is not the 32 of LLaDA2.2"),
+    ({"dllm_policy": "threshold"}, "policy 'threshold' has no meaning"),
+    ({"dllm_max_active_blocks": 2}, "dllm_max_active_blocks 2 exceeds the engine"),
+    ({"dllm_template": [5, -1]}, "dllm_template needs a model that sees"),
+]
+
+
+@pytest.mark.parametrize(("asked", "sentence"), REFUSED)
+def test_refused(asked: dict[str, Any], sentence: str, room: EngineRoom) -> None:
+    llm = start(room)
+    with pytest.raises(refused(), match=sentence):
+        generate(llm, [letters(5)], params(8, **asked))
+
+
+def test_structured_output_is_refused(room: EngineRoom) -> None:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    llm, asked = start(room), StructuredOutputsParams(regex="a+")
+    with pytest.raises(refused(), match="structured_outputs is not supported by LLa"):
+        generate(llm, [letters(5)], params(8, structured_outputs=asked))
+
+
+@pytest.mark.parametrize("token", [DELETE, SPLIT])
+def test_prompt_with_an_edit_is_refused(token: int, room: EngineRoom) -> None:
+    llm = start(room)
+    with pytest.raises(refused(), match=f"The prompt contains the token {token}, by"):
+        generate(llm, [[65, token, 66]], params(8))
+
+
+def test_prompts_in_parts_with_preemption(room: EngineRoom) -> None:
+    """The same texts, with temperature too, whatever a step had room for."""
+    prompts = [letters(length, seed=length) for length in (1, 33, 100, 180, 64)]
+    wishes = [
+        params(40, temperature=0.8 * (i % 2), seed=i) for i in range(len(prompts))
+    ]
+    whole = results(generate(start(room), prompts, wishes))
+    llm = small_steps(room)
+    before = num_preemptions(llm)
+    assert results(generate(llm, prompts, wishes)) == whole
+    shuffled(llm, 4)
+    assert num_preemptions(llm) > before
