@@ -94,7 +94,7 @@ def test_a_shortened_canvas() -> None:
 
 
 @pytest.mark.parametrize(
-    "widths", [[], None, "8", [0], [129], [8.0], [True], [4] * 4097, (4,)]
+    "widths", [[], None, "8", [0], [129], [8.0], [True], [4] * 4097, {4}]
 )
 def test_wrong_schedules(widths: Any) -> None:
     with pytest.raises(ValueError, match="dllm_schedule must") as caught:
@@ -106,6 +106,7 @@ def test_schedules() -> None:
     assert request_arguments(floats(), None).schedule is None
     asked = request_arguments(floats(), {"dllm_schedule": [1, 128]})
     assert asked.schedule == (1, 128)
+    assert request_arguments(floats(), {"dllm_schedule": (4,)}).schedule == (4,)
     with pytest.raises(ValueError, match="has no effect with adaptive 'off'"):
         request_arguments(resolved(strategy="d2f"), {"dllm_schedule": [4]})
 
