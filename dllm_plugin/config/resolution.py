@@ -118,7 +118,7 @@ def _defaults(
         threshold = rule.default("threshold", card_threshold or family.threshold)
     editing = options.editing_threshold
     if editing is None:
-        editing = rule.default("editing_threshold", 0)
+        editing = rule.default("editing_threshold", 0.5)
     return RequestArguments(
         **numbers_of(options) | {"editing_threshold": editing},
         policy=policy,

@@ -92,10 +92,13 @@ def test_the_canvas_holds_the_block_that_is_stored_where_it_may_ride_along() -> 
 @pytest.mark.parametrize("value", [-0.1, 1.1, None, True, "0.5", float("nan"), [0.5]])
 def test_editing_threshold_is_a_share(value: Any) -> None:
     says = f"editing_threshold must be a number between 0.0 and 1.0, got {value!r}"
+    assert says in refusal(resolved(LLADA2, True), dllm_editing_threshold=value)
+    if value is None:  # the engine's own default, as that of `threshold`
+        assert resolved(LLADA2, True, editing_threshold=None)
+        return
     assert says in refusal(
         lambda **o: resolved(LLADA2, True, **o), editing_threshold=value
     )
-    assert says in refusal(resolved(LLADA2, True), dllm_editing_threshold=value)
 
 
 @pytest.mark.parametrize(
