@@ -83,6 +83,8 @@ def settings(
     eps: float = 1e-3,
     editing_threshold: float = 0.5,
     num_to_transfer: int = 1,
+    entropy_threshold: float = 0.4,
+    position_penalty: float = 0.02,
 ) -> PolicySettings:
     """Numbers of policies; a whole block is as long as the first one of the canvas."""
     one_R = torch.ones(len(canvas.open_R))
@@ -94,4 +96,6 @@ def settings(
         block_length_R=canvas.size_RS[:, 0].to(torch.int64),
         editing_threshold_R=one_R * editing_threshold,
         num_to_transfer_R=one_R * num_to_transfer,
+        entropy_threshold_R=one_R * entropy_threshold,
+        position_penalty_R=one_R * position_penalty,
     )

@@ -45,7 +45,7 @@ def take_distinct(vllm_config: VllmConfig) -> None:
 def _problems(vllm_config: VllmConfig) -> Iterator[str]:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     attention = vllm_config.attention_config
-    if get_decode_config(vllm_config).method.causal_commit:
+    if get_decode_config(vllm_config).method.causal:
         yield "sees blocks whole, but this model stores them by causal forwards"
     if not (current_platform.is_cpu() or current_platform.is_cuda()):
         yield f"runs on CPUs and CUDA GPUs, not on {current_platform.device_name}"

@@ -8,11 +8,14 @@ A sequence is a run of queries with keys of its own, as variable-length attentio
 query segment is one, so a step can have more sequences than requests.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
+from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
 
+from dllm_plugin.attention.kv_groups import KVGroups
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.decoding.plan import prefill_segments
 from dllm_plugin.state.canvas_states import CanvasStates
@@ -104,3 +107,23 @@ def max_sequences(config: DecodeConfig, max_num_reqs: int, max_num_tokens: int) 
     if config.method.floats:
         return max_num_reqs * sequences_per_canvas(config) + max_num_tokens
     return max(max_num_reqs * sequences_per_canvas(config), max_num_tokens)
+
+
+def causal_metadata(
+    batch: "InputBatch", max_model_len: int, groups: KVGroups
+) -> dict[str, Any]:
+    """Return the metadata of an eager step in which each request is one causal sequence."""
+    count = batch.num_reqs
+    starts_np = batch.query_start_loc_np[: count + 1]
+    return build_attn_metadata(
+        num_reqs=count,
+        num_tokens=batch.num_tokens,
+        query_start_loc_gpu=batch.query_start_loc[: count + 1],
+        query_start_loc_cpu=torch.from_numpy(starts_np),
+        max_query_len=int(np.diff(starts_np).max()),
+        seq_lens=batch.seq_lens[:count],
+        max_seq_len=max_model_len,
+        positions=batch.positions,
+        causal=True,
+        **groups._asdict(),
+    )

@@ -40,6 +40,7 @@ from dllm_plugin.attention.kv_groups import KVGroups
 from dllm_plugin.attention.prefills import (
     Sequences,
     SequenceTensors,
+    causal_metadata,
     max_sequences,
     of_segments,
     prefills,
@@ -166,6 +167,9 @@ class AttentionSequences:
         for_capture: bool,
     ) -> dict[str, Any]:
         """Build the metadata of one step for vLLM's attention backends."""
+        if self.states.config.method.causal_rows:
+            groups = KVGroups(block_tables, slot_mappings, attn_groups, kv_cache_config)
+            return causal_metadata(batch, self.states.max_model_len, groups)
         # Only `for_capture` announces capture; its mode argument is NONE.
         is_full = for_capture or cudagraph_mode == CUDAGraphMode.FULL
         length = self._uniform_length(batch, is_full)

@@ -18,7 +18,10 @@ import psutil  # type: ignore[import-untyped]
 from dllm_plugin.config.validation import did_you_mean
 from dllm_plugin.models import ARCHITECTURES
 from dllm_plugin.models.catalogue import CHECKPOINTS, PAGES, hub_name
-from dllm_plugin.models.checkpoints.unserved import refuse_unserved_files
+from dllm_plugin.models.checkpoints.unserved import (
+    refuse_unserved_files,
+    with_architecture,
+)
 
 CONFIG = "config.json"
 NEAR = 0.93  # of names that are taken for a misspelling of another
@@ -156,7 +159,7 @@ def read_config(model: str) -> dict[str, Any]:
 
 def architecture_of(config: dict[str, Any]) -> Any:
     """Return the name of a checkpoint's architecture; None if its configuration has none."""
-    names = config.get("architectures")
+    names = with_architecture(config).get("architectures")
     return names[0] if isinstance(names, list) and names else None
 
 

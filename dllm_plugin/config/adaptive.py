@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dllm_plugin.config.options import Options
 from dllm_plugin.config.validation import shown
 from dllm_plugin.decoding.families import Family
-from dllm_plugin.decoding.methods import Method
+from dllm_plugin.decoding.method import Method
 
 if TYPE_CHECKING:
     from dllm_plugin.config.decode import DecodeConfig
@@ -59,10 +59,8 @@ def check_adaptive(
             f"{asked} is not served for {family.title} models, whose blocks delete and insert "
             "tokens: leave adaptive out."
         )
-    if method.exact_end or method.causal_commit:
-        ends = (
-            "commit by causal forwards" if method.causal_commit else "end with the text"
-        )
+    if method.exact_end or method.causal:
+        ends = "commit by causal forwards" if method.causal else "end with the text"
         raise ValueError(
             f"{asked} is not served for {family.title} models, whose blocks {ends}: leave "
             "adaptive out."
@@ -147,7 +145,7 @@ def check_windows(config: "DecodeConfig", given: Mapping[str, Any]) -> None:
 
 def without_grammars(config: "DecodeConfig") -> str:
     """Return why an engine has no grammars; empty if it has."""
-    if config.method.causal_commit:
+    if config.method.causal:
         return f"is not supported on {config.family.title} models: leave it out"
     if config.moves_tokens:
         return config.moves_tokens

@@ -11,7 +11,8 @@ from vllm.sampling_params import SamplingParams
 from dllm_plugin.config.request.arguments import RequestArguments, Template
 from dllm_plugin.decoding.families import FAMILIES, Family
 from dllm_plugin.decoding.full_attention import NO_TEMPLATE, limit
-from dllm_plugin.decoding.methods import METHODS, Method, floating
+from dllm_plugin.decoding.method import Method
+from dllm_plugin.decoding.methods import METHODS, floating
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -85,6 +86,8 @@ class DecodeConfig:
     @property
     def longest_block(self) -> int:
         """Return the most positions of a block; a causal commit decides one more."""
+        if self.method.causal_rows:
+            return self.canvas_length // 2
         return self.canvas_length - self.method.causal_commit
 
     @property

@@ -133,6 +133,16 @@ class Numbers:
         Number(0.0, 1.0),
         "Decided share of a block that fully activates the next block.",
     )
+    entropy_threshold: float | None = number(
+        0.4,
+        Number(0.0, MAX_FACTOR, optional=True),
+        "WeDLM: entropy below which a position is unmasked.",
+    )
+    position_penalty: float = number(
+        0.02,
+        Number(0.0, MAX_FACTOR),
+        "WeDLM: added to the entropy for each position after the first mask.",
+    )
     editing_threshold: float | None = number(
         None,
         Number(0.0, 1.0, optional=True),
@@ -202,6 +212,13 @@ class Options(Numbers):
         "Positions of a block.",
         words="what the model was trained with, else 32; Dream in `semi_autoregressive`: the "
         "canvas",
+        request=True,
+    )
+    window: int | None = option(
+        None,
+        WholeNumber(1, open=True),
+        "WeDLM: positions of the window.",
+        words="16",
         request=True,
     )
     max_active_blocks: int | None = number(

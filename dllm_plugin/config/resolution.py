@@ -20,9 +20,11 @@ from dllm_plugin.config.request.arguments import RequestArguments
 from dllm_plugin.config.request.exclusions import refuse_options
 from dllm_plugin.config.validation import shown
 from dllm_plugin.decoding.families import FAMILIES, Family
-from dllm_plugin.decoding.methods import Method, choose_method, floating
+from dllm_plugin.decoding.method import Method
+from dllm_plugin.decoding.methods import choose_method, floating
 
 DEFAULT_BLOCK = 32
+DEFAULT_WINDOW, DEFAULT_STRIDE = 16, 4  # of WeDLM and I-DLM
 LEAST_BLOCKS = 8  # default of D2F's max_active_blocks, unless the canvas holds more
 
 
@@ -51,11 +53,12 @@ def resolve(
         )
     method, policy, reason = _choose_method(options, family, edits)
     whole = options.block_length is None and method.whole_canvas
-    block = options.block_length or block_length or DEFAULT_BLOCK
+    block = _choose_block(options, method, block_length)
     canvas = _choose_canvas(options, method, block, max_model_len)
     if whole or options.block_length is None and method.full_attention:
         block = canvas if whole else min(block, canvas)
-    check_block_length(block, canvas - method.causal_commit)
+    longest = canvas - method.causal_commit
+    check_block_length(2 * block if method.causal_rows else block, longest)
     check_shared_experts(method, block, block_length)
     narrowest, widest = windows(options, method, family, block, canvas)
     layout = options.kv_cache_layout.replace("auto", "unified")
@@ -125,6 +128,7 @@ def _defaults(
         threshold=threshold,
         steps=options.steps or rule.default("steps", block),
         block_length=block,
+        window=block if "window" in method.reads else None,
         max_active_blocks=1 if method.full_attention else min(blocks, canvas),
         sub_block_length=options.sub_block_length or family.sub_block_length or 0,
     )
@@ -147,6 +151,14 @@ def _choose_method(
 def numbers_of(config: Numbers) -> dict[str, Any]:
     """Return the fields that options and request configs share."""
     return {f.name: getattr(config, f.name) for f in dataclasses.fields(Numbers)}
+
+
+def _choose_block(options: Options, method: Method, trained: int | None) -> int:
+    """Return the positions of a block, which may be a window or a stride."""
+    if "window" in method.reads:
+        return options.window or DEFAULT_WINDOW
+    default = DEFAULT_STRIDE if method.causal_rows else DEFAULT_BLOCK
+    return options.block_length or trained or default
 
 
 def _choose_canvas(
@@ -264,7 +276,7 @@ def check_draft_adapter(config: DecodeConfig) -> None:
     """Refuse `draft_adapter` if nothing is drafted, and `lora_path` beside it."""
     if config.draft_adapter is None:
         return
-    if not config.method.verifies:
+    if not (config.method.verifies and config.method.causal_commit):
         raise ValueError(
             f"draft_adapter has no effect with strategy {config.strategy!r}: leave it out, or set "
             "strategy to 'self_speculation'."

@@ -121,6 +121,8 @@ def set_prefix_caching(vllm_config: VllmConfig, config: DecodeConfig) -> None:
     if "prefix_caching" in config.method.refuses or not cache.enable_prefix_caching:
         cache.enable_prefix_caching = False
         return
+    if config.method.causal:
+        block = 1  # a page's keys depend on earlier tokens only
     if not cache.user_specified_block_size:
         pages = max(PAGE, block)
         cache.block_size = -(-pages // block) * block

@@ -148,6 +148,18 @@ NEMOTRON = Family(
 )
 
 
+# Its config.json is that of SDAR, with blocks of one position.
+IDLM = Family(
+    *("idlm", True, ("<|MASK|>", "<MASK>"), ("<|im_end|>",)),
+    title="I-DLM",
+)
+
+WEDLM = Family(
+    *("wedlm", False, ("<|mask|>", "<|MASK|>"), ("<|im_end|>",)),
+    title="WeDLM",
+)
+
+
 # Architecture name in config.json -> family.
 FAMILIES: dict[str, Family] = {
     "LLaDAModelLM": LLADA,
@@ -157,6 +169,9 @@ FAMILIES: dict[str, Family] = {
     "DreamForDiffusionLM": DREAM,
     "SDARForCausalLM": SDAR,
     "SDARMoeForCausalLM": SDAR,
+    "IDLMForCausalLM": IDLM,
+    "WeDLMForCausalLM": WEDLM,
+    "WeDLMBiasedForCausalLM": WEDLM,
     "RND1LM": RND1,
     "LLaDA2MoeModelLM": LLADA2,
     "LLaDA22MoeModelLM": LLADA22,
@@ -177,10 +192,14 @@ SELF_SPECULATION = "self_speculation"
 SEMI_AUTOREGRESSIVE = "semi_autoregressive"
 PREFIX_CACHE = "prefix_cache"
 DUAL_CACHE = "dual_cache"
+INTROSPECTIVE = "introspective"
+CAUSAL_WINDOW = "causal_window"
 STRATEGY_NAMES = (
     D2F,
     BLOCK_DIFFUSION,
     SELF_SPECULATION,
+    INTROSPECTIVE,
+    CAUSAL_WINDOW,
     SEMI_AUTOREGRESSIVE,
     PREFIX_CACHE,
     DUAL_CACHE,

@@ -5,11 +5,7 @@ strategy is one function in :mod:`block_causal` or :mod:`full_attention` and one
 that it serves; a policy is one function and one row in :mod:`policies`.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Literal
-
-import numpy as np
+from dataclasses import replace
 
 from dllm_plugin.decoding import policies
 from dllm_plugin.decoding.block_causal import (
@@ -27,10 +23,23 @@ from dllm_plugin.decoding.causal_commit import (
     plan_causal_commit,
     plan_self_speculation,
 )
+from dllm_plugin.decoding.causal_rows import (
+    IN_ORDER,
+    WINDOW,
+    accept_stride,
+    plan_stride,
+    plan_window,
+    rows_of_stride,
+    rows_of_window,
+    stride_slots,
+    window_slots,
+)
 from dllm_plugin.decoding.families import (
     BLOCK_DIFFUSION,
+    CAUSAL_WINDOW,
     D2F,
     DUAL_CACHE,
+    INTROSPECTIVE,
     PREFIX_CACHE,
     SELF_SPECULATION,
     SEMI_AUTOREGRESSIVE,
@@ -38,8 +47,6 @@ from dllm_plugin.decoding.families import (
 )
 from dllm_plugin.decoding.floating import plan_floating
 from dllm_plugin.decoding.full_attention import (
-    Bounds,
-    Span,
     commit_refreshed,
     plan_current_block,
     plan_first_position,
@@ -47,105 +54,8 @@ from dllm_plugin.decoding.full_attention import (
     span_prefix_cache,
     span_semi_autoregressive,
 )
-from dllm_plugin.decoding.plan import AcceptFunction, CommitFunction, PlanFunction
+from dllm_plugin.decoding.method import Method
 from dllm_plugin.decoding.structure import STRUCTURED_BLOCKS
-
-SpanFunction = Callable[[Bounds, np.ndarray], Span]
-
-
-@dataclass(frozen=True)
-class Method:
-    """Describe how one strategy decodes one model family.
-
-    plan            what a step computes and may unmask, before the forward
-    commit          what of it is final, after the forward
-    accept          causal commits: what a causal forward keeps and predicts; None: none commits
-    policies        rule, ranking and numbers of each policy that has a meaning here
-    default_policy  what `auto` becomes; `edited_policy` for checkpoints that were trained to edit
-    span            full attention: where the next forward starts and stops; None: at the canvas
-    keeps_kv        whether a step may trust the KV of the step before it
-    computes_rest   full attention: whether a forward with a cache reaches to the end of the canvas
-    logits          the rows of a forward that become logits: every canvas position, or masked ones
-    scheduler       "canvas": a canvas in every step; "refresh": forwards of several kinds and
-                    sizes; "floating": as many positions of a canvas as load or a request sets
-    floats          what is decided of a canvas commits in the next step, see `floating`
-    least_steps     denoising steps that a block takes at least
-    next_block      whether the block after the denoised blocks is computed in their forward
-    dedicated_commit  with one active block, a finished block commits in a forward of its own, whose
-                    last row predicts the first token of the next block
-    verifies        whether a causal forward may drop what was decided: only its own tokens are text
-    uses_adapter    whether the bundled model decodes so with its D2F adapter
-    untrained       what a checkpoint loses without an adapter, because it was trained with another
-                    attention; empty: nothing
-    reserves_last   whether the last position of an answer is given: the pad token
-    edits           whether decided tokens may be replaced
-    inserts         whether edits also delete tokens and insert masks, see `structure`
-    exact_end       the last block ends where the text does, and positions after it are not seen
-    skips_steps     steps whose quota is 0 are left out, see `quotas.step_with_quota`
-    splits_prompt   blocks divide the prompt too, from its end backwards
-    hides_pad       its authors' code hides pad tokens from later blocks: none may occur
-    whole_canvas    by default a block is as long as the canvas
-    blocks_by_default  active blocks; None: what fits the canvas, at least 8
-    canvas_by_default  (least positions, least whole blocks)
-    tempered        whether a confidence is read after temperature and filters
-    top_p_first     filters of greedy requests by top-p before top-k; vLLM filters by top-k first
-    reads           options of a request that every policy reads
-    refuses         features of vLLM that must be off: full_graphs, chunked_prefill, prefix_caching
-    """
-
-    strategy: str
-    plan: PlanFunction
-    commit: CommitFunction
-    policies: policies.Table
-    accept: AcceptFunction | None = None
-    default_policy: str = "threshold"
-    edited_policy: str = "threshold"
-    span: SpanFunction | None = None
-    keeps_kv: bool = True
-    computes_rest: bool = False
-    logits: Literal["canvas", "masked"] = "canvas"
-    scheduler: Literal["canvas", "refresh", "floating"] = "canvas"
-    floats: bool = False
-    least_steps: int = 1
-    next_block: bool = False
-    dedicated_commit: bool = False
-    verifies: bool = False
-    uses_adapter: bool = False
-    untrained: str = ""
-    reserves_last: bool = False
-    edits: bool = False
-    inserts: bool = False
-    exact_end: bool = False
-    skips_steps: bool = False
-    splits_prompt: bool = False
-    hides_pad: bool = False
-    whole_canvas: bool = False
-    blocks_by_default: int | None = 1
-    canvas_by_default: tuple[int, int] = (0, 0)
-    tempered: bool = True
-    top_p_first: bool = False
-    reads: frozenset[str] = frozenset()
-    refuses: frozenset[str] = frozenset()
-
-    @property
-    def full_attention(self) -> bool:
-        """Return whether every position sees every other, so that KV has to be refreshed."""
-        return self.span is not None
-
-    @property
-    def causal_commit(self) -> bool:
-        """Return whether blocks and prompts are stored by causal forwards."""
-        return self.accept is not None
-
-    def options_read(self, policy: str) -> frozenset[str]:
-        """Return the options that change a request's result under a policy."""
-        return self.reads | self.policies[policy].reads | {"policy", "block_length"}
-
-    @property
-    def options(self) -> frozenset[str]:
-        """Return everything that some policy reads."""
-        return frozenset().union(*map(self.options_read, self.policies))
-
 
 OF_REFRESHES = frozenset({"full_refresh_every", "refresh_before"})
 # A bidirectional prompt is one piece.
@@ -205,6 +115,37 @@ left_blocks = replace(
     exact_end=True,
     tempered=False,
     reads=frozenset({"steps"}),
+)
+introspective = Method(
+    strategy=INTROSPECTIVE,
+    plan=plan_stride,
+    commit=commit_blocks,
+    accept=accept_stride,
+    policies=IN_ORDER,
+    default_policy="sequential",
+    edited_policy="sequential",
+    verifies=True,
+    dedicated_commit=True,
+    rows=rows_of_stride,
+    slots=stride_slots,
+    canvas_by_default=(0, 2),
+    refuses=frozenset({"full_graphs"}),
+)
+# WeDLM `wedlm_decoder.py`
+causal_window = Method(
+    strategy=CAUSAL_WINDOW,
+    plan=plan_window,
+    commit=commit_blocks,
+    policies=WINDOW,
+    default_policy="entropy",
+    edited_policy="entropy",
+    rows=rows_of_window,
+    slots=window_slots,
+    reorders=True,
+    tempered=False,
+    canvas_by_default=(0, 2),
+    reads=frozenset({"window"}),
+    refuses=frozenset({"full_graphs"}),
 )
 # dLLM `bd3lm.py`
 rounded_blocks = replace(
@@ -351,6 +292,8 @@ METHODS: dict[tuple[str, str], Method] = {
     (BLOCK_DIFFUSION, "a2d"): rounded_blocks,
     (BLOCK_DIFFUSION, "nemotron"): causal_blocks,
     (SELF_SPECULATION, "nemotron"): self_speculation,
+    (INTROSPECTIVE, "idlm"): introspective,
+    (CAUSAL_WINDOW, "wedlm"): causal_window,
     (BLOCK_DIFFUSION, "fast_dllm_v2"): sub_blocks,
     (SEMI_AUTOREGRESSIVE, "llada"): semi_autoregressive,
     (SEMI_AUTOREGRESSIVE, "dream"): dream_loop,
@@ -391,7 +334,8 @@ def choose_method(strategy: str, family: Family, adapted: bool) -> tuple[Method,
     if SELF_SPECULATION in known:
         return known[BLOCK_DIFFUSION], "it is the loop of the authors' chat"
     if DUAL_CACHE not in known:
-        return known[SEMI_AUTOREGRESSIVE], "it is the authors' own loop"
+        own = known.get(SEMI_AUTOREGRESSIVE) or next(iter(known.values()))
+        return own, "it is the authors' own loop"
     if adapted:
         return known[D2F], "a D2F adapter is given"
     return known[DUAL_CACHE], (

@@ -25,9 +25,7 @@ from dllm_plugin.decoding.quotas import dream_time, rounded_quota, step_with_quo
 class PolicySettings(NamedTuple):
     """List the numbers that policies read, one per request.
 
-    threshold_R, factor_R, eps_R float32; steps_R int32, denoising steps per block;
-    block_length_R int64, positions of a whole block;
-    editing_threshold_R, num_to_transfer_R float32, of :func:`joint_threshold`.
+    steps_R int32, denoising steps per block; block_length_R int64; others float32.
     """
 
     threshold_R: Tensor
@@ -35,6 +33,8 @@ class PolicySettings(NamedTuple):
     eps_R: Tensor
     steps_R: Tensor
     block_length_R: Tensor
+    entropy_threshold_R: Tensor
+    position_penalty_R: Tensor
     editing_threshold_R: Tensor
     num_to_transfer_R: Tensor
 

@@ -29,7 +29,7 @@ from dllm_plugin.state.canvas_states import (
     count_canvases,
     with_spare_row,
 )
-from dllm_plugin.state.refreshed import write_committed, write_tails
+from dllm_plugin.state.refreshed import write_committed, write_reordered, write_tails
 
 
 class DiffusionModelState(ModelState):
@@ -120,6 +120,8 @@ class DiffusionModelState(ModelState):
         slots_np, all_token_ids = input_batch.idx_mapping_np, req_states.all_token_ids
         if not self.states.requests.refresh_all(slots_np):
             write_committed(input_batch, all_token_ids.gpu)
+        if self.config.method.reorders:
+            write_reordered(input_batch, self.states)
         if self.states.templates.tails:
             starts = self.states.templates.tail_start_np[slots_np]
             write_tails(input_batch, all_token_ids.gpu, starts)

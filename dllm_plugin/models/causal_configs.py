@@ -1,10 +1,10 @@
-"""Define Hugging Face configs of models that commit by causal forwards."""
+"""Define Hugging Face configs of models whose answers causal forwards store."""
 
 from typing import Any
 
 from transformers.models.ministral3.configuration_ministral3 import Ministral3Config
 
-from dllm_plugin.models.configs import DiffusionConfig
+from dllm_plugin.models.configs import DiffusionConfig, SDARConfig
 from dllm_plugin.models.variants import NEMOTRON_FIXED
 
 
@@ -32,4 +32,15 @@ class NemotronConfig(DiffusionConfig, Ministral3Config):
             }
 
 
-CAUSAL_CONFIGS = (NemotronConfig,)
+class WeDLMConfig(SDARConfig):
+    """Read WeDLM: Qwen3's keys; without norms of query and key, their biases are `qkv_bias`."""
+
+    model_type = "wedlm"
+    label = "WeDLM"
+
+    mask_token_id: int | None = 151665
+    qk_norm: bool = True
+    qkv_bias: bool = False
+
+
+CAUSAL_CONFIGS = (NemotronConfig, WeDLMConfig)

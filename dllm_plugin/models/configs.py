@@ -1,7 +1,4 @@
-"""Define Hugging Face configs of our models under the names that vLLM's parent models read.
-
-The classes are at module level because vLLM pickles configs to its workers.
-"""
+"""Define Hugging Face configs under the names that vLLM reads, at module level for pickle."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -9,6 +6,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 from transformers.models.llama.configuration_llama import LlamaConfig
 
+from dllm_plugin.models.checkpoints.unserved import with_architecture
 from dllm_plugin.models.variants import (
     LLADA2_FIXED,
     LLADA_FIXED,
@@ -31,9 +29,8 @@ class DiffusionConfig(PreTrainedConfig):
     fixed: ClassVar[Mapping[str, Any]] = {}
 
     mask_token_id: int | None = None
-    source_name: str | None = (
-        None  # `_name_or_path` as the checkpoint's author saved it
-    )
+    # `_name_or_path` as the checkpoint's author saved it
+    source_name: str | None = None
     # Whether `--dtype` is `auto`; None where vLLM's own choice stays (`engine/auto_dtype.py`).
     dtype_left_open: bool | None = None
 
@@ -178,7 +175,7 @@ class FastDLLMConfig(OfQwen2):
 
 
 class SDARConfig(DiffusionConfig, Qwen3Config):
-    """Read SDAR: Qwen3's keys and, in some repositories, a mask token and the block length."""
+    """Read SDAR and I-DLM: Qwen3's keys and, in some repositories, mask token and block length."""
 
     model_type = "sdar"
     label = "SDAR"
@@ -186,6 +183,12 @@ class SDARConfig(DiffusionConfig, Qwen3Config):
     default_theta = 1000000.0
 
     block_size: int | None = None
+    use_regular_causal: bool | None = None
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Read config.json; I-DLM gets an architecture of its own."""
+        return super().from_dict(with_architecture(config_dict), **kwargs)
 
 
 class OfLlama(DiffusionConfig, LlamaConfig):
@@ -389,10 +392,7 @@ ADOPTED: dict[str, type[DiffusionConfig]] = {
 
 
 def adopt(config: PreTrainedConfig) -> None:
-    """Give a config that transformers has read our class, if its architecture is adopted.
-
-    Raises ValueError for variants of the architecture that we do not serve.
-    """
+    """Give a config our class if its architecture is adopted; ValueError for other variants."""
     for architecture in config.architectures or ():
         ours = ADOPTED.get(architecture)
         if ours is not None and not isinstance(config, ours):

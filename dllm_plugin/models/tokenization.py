@@ -2,6 +2,7 @@
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase, Qwen2Tokenizer
 
+from dllm_plugin.models.causal_configs import WeDLMConfig
 from dllm_plugin.models.configs import (
     DreamConfig,
     FastDLLMConfig,
@@ -24,6 +25,7 @@ TOKENIZERS: dict[type[PreTrainedConfig], type[PreTrainedTokenizerBase]] = {
     DreamConfig: DreamTokenizer,
     SDARConfig: Qwen2Tokenizer,  # these repositories ship Python code, which we do not need
     SDARMoeConfig: Qwen2Tokenizer,
+    WeDLMConfig: Qwen2Tokenizer,
     RND1Config: Qwen2Tokenizer,
     FastDLLMConfig: Qwen2Tokenizer,
 }

@@ -1,4 +1,4 @@
-"""Decode Nemotron-Labs-Diffusion as its authors do: `generate` and `linear_spec_generate`.
+"""Decode Nemotron-Labs-Diffusion, I-DLM and WeDLM as their authors do.
 
 Blocks are denoised bidirectionally after a causal context. A causal forward stores them,
 and predicts the first token of the next block. The prompt's forward is not recorded.
@@ -6,6 +6,7 @@ and predicts the first token of the next block. The prompt's forward is not reco
 
 from typing import Protocol, cast
 
+import torch
 from torch import Tensor
 
 from dllm_plugin.reference.full_attention import choose_of_left
@@ -121,3 +122,96 @@ def _sure_or_best(text: Text, left: list[int], found: Proposals) -> list[int]:
     text.close_choice(*(found[p].confidence - limit for p in left))
     sure = [p for p in left if found[p].confidence >= limit]
     return sure or best_first(left, found)[:1]
+
+
+def decode_introspective(text: Text) -> None:
+    """Decode as the authors' engine at temperature 0, whose text is that of causal decoding.
+
+    Rows are the pending token, the drafts after it if there are any, and masks. The first
+    token of the text is the proposal of the prompt's last row.
+    """
+    first = len(text.prompt)
+    text.append_masks(first + 1)
+    text.write(first, propose(text, text.predict()[-1:], [first], 0)[first])
+    start, drafts = first, list[int]()
+    while True:
+        found = forward(text, start, drafts)
+        accepted = 0
+        for place, draft in enumerate(drafts, start + 1):
+            if found[place].token != draft:
+                break
+            accepted += 1
+        for place in range(start + 1, start + accepted + 2):
+            text.append_masks(place + 1)
+            text.write(place, found[place])
+        stop = start + len(found)
+        text.end_forward(start, stop, stop, found)
+        if text.final() is not None:
+            return
+        start += accepted + 1
+        all_accepted = accepted == len(drafts)
+        last = start + text.block_length if all_accepted else start
+        drafts = [found[place].token for place in range(start + 1, last)]
+
+
+def forward(text: Text, start: int, drafts: list[int]) -> Proposals:
+    """Return the proposals for the positions after `start`, of all rows from there on."""
+    width = 2 * text.block_length - 1
+    masks = [text.model.mask_id] * (width - 1 - len(drafts))
+    tokens = text.tokens[: start + 1] + drafts + masks
+    # One more, for the row of the last position.
+    blocks = list(range(len(tokens) + 1))
+    logits = text.model.predictions([*tokens, text.model.mask_id], blocks)
+    places = list(range(start + 1, len(tokens) + 1))
+    return propose(text, logits[places], places, 0)
+
+
+def decode_window(text: Text) -> None:
+    """Fill the surest masks of a window until the answer is known.
+
+    The leading decided tokens are committed by the forward after the one that filled
+    them, and the window grows by as many masks.
+    """
+    rules, base, step = text.rules, len(text.prompt), 0
+    text.append_masks(base + rules.window)
+    while True:
+        masks = text.masked(base, len(text.tokens))
+        filled = (masks[0] if masks else len(text.tokens)) - base
+        text.append_masks(len(text.tokens) + filled)
+        stop = len(text.tokens)
+        masks = text.masked(base, stop)
+        logits = text.model.predictions(text.tokens, row_order(base, stop, masks))
+        found = propose(text, logits[masks], masks, step)
+        is_final = text.final(base + filled) is not None
+        for p in () if is_final else choose(text, logits[masks], masks):
+            text.write(p, found[p])
+        text.end_forward(base, stop, stop, found)
+        if is_final:
+            del text.tokens[base + filled :]
+            return
+        base, step = base + filled, step + 1
+
+
+def row_order(base: int, stop: int, masks: list[int]) -> list[int]:
+    """Return the row of each position: decided ones of the window stand before masks."""
+    undecided = set(masks)
+    decided = [p for p in range(base, stop) if p not in undecided]
+    rows = list(range(stop))
+    for row, position in enumerate(decided + masks, base):
+        rows[position] = row
+    return rows
+
+
+def choose(text: Text, logits: Tensor, masks: list[int]) -> list[int]:
+    """Return the masks whose entropy, and a penalty of distance, is below the threshold.
+
+    If there are none: the surest one.
+    """
+    rules = text.rules
+    scores = logits.log_softmax(-1)
+    distance = torch.tensor(masks, device=logits.device) - masks[0]
+    entropies = -(scores.exp() * scores).sum(-1) + rules.position_penalty * distance
+    limit = rules.entropy_threshold
+    text.close_choice(*(entropies - limit).tolist())
+    sure = [p for p, is_sure in zip(masks, entropies < limit, strict=True) if is_sure]
+    return sure or [masks[int(entropies.argmin())]]

@@ -7,7 +7,9 @@ from dllm_plugin.reference import rules
 from dllm_plugin.reference.blocks import decode_blocks
 from dllm_plugin.reference.causal_blocks import (
     decode_causal_blocks,
+    decode_introspective,
     decode_self_speculation,
+    decode_window,
 )
 from dllm_plugin.reference.exact_blocks import decode_exact_blocks
 from dllm_plugin.reference.full_attention import decode_full_attention
@@ -41,6 +43,8 @@ LOOPS = {
     rules.PREFIX_CACHE: FULL,
     rules.DUAL_CACHE: FULL,
     rules.WIDTHS: Loop(decode_widths, ("threshold",)),
+    rules.INTROSPECTIVE: Loop(decode_introspective, ("sequential",)),
+    rules.CAUSAL_WINDOW: Loop(decode_window, ("entropy",)),
 }
 
 

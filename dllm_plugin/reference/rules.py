@@ -11,6 +11,8 @@ PREFIX_CACHE, DUAL_CACHE = "prefix_cache", "dual_cache"
 CACHED = (PREFIX_CACHE, DUAL_CACHE)
 FULL_ATTENTION = (SEMI_AUTOREGRESSIVE, *CACHED)
 WIDTHS = "widths"
+INTROSPECTIVE = "introspective"
+CAUSAL_WINDOW = "causal_window"
 EDITING = "joint_threshold"  # the policy that replaces decided tokens
 FAR = 10**9  # more positions than any text has
 
@@ -78,3 +80,6 @@ class Rules:
     max_thinking_tokens: int | None = None
     end_think_token_id: int | None = None
     widths: tuple[int, ...] = ()
+    window: int = 16
+    entropy_threshold: float = 0.4
+    position_penalty: float = 0.02

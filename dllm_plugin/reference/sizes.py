@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 FAST_DLLM, DREAM, LLADA = "Fast_dLLM_Qwen", "Dream", "llada"
-LLADA_MOE, RND1 = "lladamoe", "rnd1"
+LLADA_MOE, RND1, IDLM = "lladamoe", "rnd1", "idlm"
+WEDLM, WEDLM_BIASED = "wedlm", "wedlm with bias"
 LLADA2, SDAR = ("llada2_moe", "llada2_moe_veomni", "llada21_moe"), ("sdar", "sdar_moe")
 NEMOTRON = "nemotron_labs_diffusion"
 STABLE_DIFFCODER = "stable_diffcoder"
@@ -19,11 +20,11 @@ KINDS = {
 MASKS = (
     {FAST_DLLM: "|<MASK>|", STABLE_DIFFCODER: "<[MASK_TOKEN]>"}
     | dict.fromkeys((*LLADA2, *A2D, LLADA_MOE), "<|mask|>")
-    | dict.fromkeys(SDAR, "<|MASK|>")
+    | dict.fromkeys((*SDAR, IDLM), "<|MASK|>")
 )
-SHIFTED = (DREAM, FAST_DLLM, RND1)
-BIASED = (DREAM, FAST_DLLM, A2D_QWEN2)
-NORMED = (*SDAR, *LLADA2, A2D_QWEN3, LLADA_MOE, RND1)
+SHIFTED = (DREAM, FAST_DLLM, RND1, IDLM)
+BIASED = (DREAM, FAST_DLLM, A2D_QWEN2, WEDLM_BIASED)
+NORMED = (*SDAR, *LLADA2, A2D_QWEN3, LLADA_MOE, RND1, IDLM, WEDLM)
 THETAS = {LLADA: 5e5, LLADA_MOE: 5e4} | dict.fromkeys(LLADA2, 6e5)
 
 
@@ -52,8 +53,16 @@ class Sizes:
         kind = config["model_type"]
         for architecture in config.get("architectures") or ():
             kind = KINDS.get(architecture, kind)
+        # I-DLM has SDAR's names, and this much of its own.
+        if kind in SDAR and 1 in (
+            config.get("block_size"),
+            config.get("use_regular_causal"),
+        ):
+            kind = IDLM
+        if kind == WEDLM and not config["qk_norm"]:
+            kind = WEDLM_BIASED
         known = (
-            *(LLADA, LLADA_MOE, DREAM, FAST_DLLM, RND1),
+            *(LLADA, LLADA_MOE, DREAM, FAST_DLLM, RND1, IDLM, WEDLM, WEDLM_BIASED),
             *(*SDAR, *LLADA2, STABLE_DIFFCODER, *A2D, NEMOTRON),
         )
         if kind not in known:

@@ -16,12 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dllm_plugin.decoding.causal_rows import row_of_position
 from dllm_plugin.decoding.plan import Canvas, PlanFunction, StepPlan
 from dllm_plugin.kernels.move_rows import move_rows, move_rows_reference
 from dllm_plugin.sampling.compilation import allow_any_length
 from dllm_plugin.sampling.rows import RowChunk
 from dllm_plugin.sampling.step import DenoisingStep, StepTensors
 from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
+from dllm_plugin.state.refreshed import positions_of_rows
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -233,6 +235,9 @@ class CanvasRows:
         if self.causal_commit:
             shift = self._shifts(plan)[:, None]
         source_RC = low_R.to(torch.int64)[:, None] + (position_C - shift).clamp_min(0)
+        if self.states.config.method.reorders:
+            mask_id = self.states.config.mask_token_id
+            source_RC = low_R[:, None] + row_of_position(canvas.tokens_RC, mask_id)
         # Positions that were not computed share the last row.
         source_RC = torch.minimum(source_RC, high_R.to(torch.int64)[:, None] - 1)
         if self.carry_NV is not None:
@@ -319,6 +324,8 @@ class CanvasRows:
         """Yield the rows to propose from: those of this forward, then the carry rows."""
         device = self.states.device
         slot_T, offset_T = batch.expanded_idx_mapping, batch.expanded_local_pos
+        if self.states.config.method.reorders:
+            offset_T = positions_of_rows(batch, self.states)
         rows_T = torch.arange(len(slot_T), device=device)
         if self.causal_commit:
             shifts_T = self._shifts(planned.plan).repeat_interleave(

@@ -78,6 +78,7 @@ class Proposer:
         self.eos_bans = EosBans(states, model_config)
         self.rules = rules
         self.temper = states.config.method.tempered
+        self.filters_first = states.config.method.reorders
         self.on_cpu = states.device.type == "cpu"
         self.propose_rows = (reference if self.on_cpu else row_stats).propose_rows
         self.shard = shard
@@ -266,10 +267,13 @@ class Proposer:
         tempered_TV = logits_TV
         if wanted.samples:
             temperature_T = self.sampling_states.temperature.gpu[slot_T]
-            tempered_TV = (
-                logits_TV / temperature_T.where(temperature_T > 0, 1.0)[:, None]
-            )
-            tempered_TV = self.filters.apply(tempered_TV, slot_T, slots_np)
+            divisor_T1 = temperature_T.where(temperature_T > 0, 1.0)[:, None]
+            if self.filters_first:
+                kept_TV = self.filters.apply(logits_TV.clone(), slot_T, slots_np)
+                tempered_TV = kept_TV / divisor_T1
+            else:
+                tempered_TV = logits_TV / divisor_T1
+                tempered_TV = self.filters.apply(tempered_TV, slot_T, slots_np)
         tempered_TV = self.filters.apply_greedy(tempered_TV, slot_T, slots_np)
         sampling = self._row_sampling(chunk) if wanted.samples else None
         how = (chunk.token_T, wanted.want_ranking, wanted.num_rows)

@@ -233,7 +233,12 @@ class CanvasStates:
             the canvas, and int32 ``[R]`` tokens each request may still emit.
         """
         start_R, end_R = self.start_N[slots_R], self.requests.end.gpu[slots_R]
-        if self.floating is None:
+        slots_of = self.config.method.slots
+        if slots_of is not None:
+            tokens_RC, lengths = self.canvas_NC[slots_R], self.requests.block_length
+            mask_id = self.config.mask_token_id
+            slots = slots_of(tokens_RC, lengths.gpu[slots_R], num_computed_R, mask_id)
+        elif self.floating is None:
             slots = self._blocks_of(slots_R, start_R, num_computed_R)
         else:
             slots = self.floating.slots(slots_R, num_computed_R, self.max_model_len)

@@ -8,8 +8,12 @@ committed tokens, too. And what is given after a last gap may be longer than the
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
+
+from dllm_plugin.decoding.causal_rows import position_of_row
+from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -26,6 +30,25 @@ def write_committed(batch: "InputBatch", all_token_ids_NL: Tensor) -> None:
     past_prompt = computed >= batch.prefill_len_np[:num_reqs]
     counts = np.where(past_prompt, queries - drafts[:num_reqs], 0)
     _write(batch, all_token_ids_NL, counts, first_row, computed)
+
+
+def positions_of_rows(batch: "InputBatch", states: CanvasStates) -> Tensor:
+    """Return which canvas position each canvas row of a window's forward is, int64 ``[T]``."""
+    slots_R = batch.idx_mapping[: count_canvases(batch)]
+    canvas_NC, mask_id = states.canvas_NC, states.config.mask_token_id
+    order_NC = torch.zeros_like(canvas_NC)
+    order_NC[slots_R] = position_of_row(canvas_NC[slots_R], mask_id)
+    return order_NC[batch.expanded_idx_mapping, batch.expanded_local_pos]
+
+
+def write_reordered(batch: "InputBatch", states: CanvasStates) -> None:
+    """Write tokens and positions of canvases in the order of their rows; slots stay by row."""
+    if not count_canvases(batch):
+        return
+    place_T, slot_T = positions_of_rows(batch, states), batch.expanded_idx_mapping
+    count, ids, positions = len(place_T), batch.input_ids, batch.positions
+    ids[:count] = states.canvas_NC[slot_T, place_T].to(ids.dtype)
+    positions[:count] = (states.start_N[slot_T] + place_T).to(positions.dtype)
 
 
 def write_tails(

@@ -174,6 +174,8 @@ class RequestTable:
             eps_R=self.number("eps", slots_R),
             steps_R=self.steps.gpu[slots_R],
             block_length_R=self.block_length.gpu[slots_R],
+            entropy_threshold_R=self.number("entropy_threshold", slots_R),
+            position_penalty_R=self.number("position_penalty", slots_R),
             editing_threshold_R=self.number("editing_threshold", slots_R),
             num_to_transfer_R=self.number("num_to_transfer", slots_R),
         )

@@ -20,6 +20,7 @@ class Case(NamedTuple):
     answer: list[int]
     forwards: list[dict[str, Any]] | None
     stop: set[int]
+    max_tokens: int | None = None
 
 
 @cache
@@ -151,3 +152,30 @@ def full_attention(trace: str, record: dict[str, Any]) -> Case:
     rules = Rules(FULL[trace], policy, size, 64, steps=steps, **given)
     model = model_of(trace.partition("_")[0])
     return Case(model, record["prompt_ids"], rules, answer, record["forwards"], set())
+
+
+def introspective(trace: str, record: dict[str, Any]) -> Case:
+    settings, answer = record["settings"], record["output_ids"]
+    rules = Rules("introspective", "sequential", settings["gen_block_size"])
+    forwards = [one for one in record["forwards"] if one["kind"] != "prefill"]
+    stop, length = {settings["eos_token_id"]}, settings["max_new_tokens"]
+    model, prompt = model_of("idlm"), record["prompt_ids"]
+    return Case(model, prompt, rules, answer, forwards, stop, length)
+
+
+WINDOWS = {"wedlm_window": "wedlm", "wedlm_qwen2_window": "wedlm-qwen2"}
+
+
+def window(trace: str, record: dict[str, Any]) -> Case:
+    settings, answer = record["settings"], record["output_ids"]
+    rules = Rules(
+        "causal_window",
+        "entropy",
+        window=settings["window_size"],
+        entropy_threshold=settings["entropy_threshold"] or 0.0,
+        position_penalty=settings["pos_penalty_factor"],
+    )
+    forwards = [one for one in record["forwards"] if one["kind"] != "prefill"]
+    stop, length = set(settings["stop_token_ids"]), settings["max_tokens"]
+    model, prompt = model_of(WINDOWS[trace]), record["prompt_ids"]
+    return Case(model, prompt, rules, answer, forwards, stop, length)

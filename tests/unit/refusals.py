@@ -32,5 +32,5 @@ def request_refusal(config: DecodeConfig, **arguments: Any) -> str:
 
 def one_sentence(error: Exception) -> str:
     message = str(error)
-    assert "\n" not in message and message.endswith(".") and len(message) < 780
+    assert "\n" not in message and message.endswith(".") and len(message) < 850
     return message

@@ -34,6 +34,7 @@ FIELDS = [
     "draft_adapter",
     "editing_threshold",
     "entropy_temperature",
+    "entropy_threshold",
     "eps",
     "factor",
     "full_refresh_every",
@@ -47,6 +48,7 @@ FIELDS = [
     "min_window",
     "num_to_transfer",
     "policy",
+    "position_penalty",
     "refresh_before",
     "steps",
     "strategy",
@@ -57,6 +59,7 @@ FIELDS = [
     "top_p",
     "use_block_cache",
     "vocab_parallel",
+    "window",
 ]
 REQUEST_ARGUMENTS = [
     "dllm_add_eos_at_end",
@@ -70,6 +73,7 @@ REQUEST_ARGUMENTS = [
     "dllm_editing_threshold",
     "dllm_end_think_token_id",
     "dllm_entropy_temperature",
+    "dllm_entropy_threshold",
     "dllm_eps",
     "dllm_factor",
     "dllm_frames",
@@ -81,6 +85,7 @@ REQUEST_ARGUMENTS = [
     "dllm_max_thinking_tokens",
     "dllm_num_to_transfer",
     "dllm_policy",
+    "dllm_position_penalty",
     "dllm_refresh_before",
     "dllm_schedule",
     "dllm_statistics",
@@ -94,6 +99,7 @@ REQUEST_ARGUMENTS = [
     "dllm_top_p",
     "dllm_trace",
     "dllm_use_block_cache",
+    "dllm_window",
 ]
 
 
@@ -102,8 +108,8 @@ def test_public_surface_is_frozen() -> None:
     assert sorted(f.name for f in dataclasses.fields(Options)) == FIELDS
     assert dllm_plugin.__all__ == ["__version__", "register"]
     assert " ".join(strategy_choices()) == (
-        "auto d2f block_diffusion self_speculation semi_autoregressive prefix_cache "
-        "dual_cache"
+        "auto d2f block_diffusion self_speculation introspective causal_window "
+        "semi_autoregressive prefix_cache dual_cache"
     )
     assert " ".join(policy_choices()) == (
         "auto threshold factor low_confidence entropy topk_margin random origin sequential "

@@ -106,7 +106,9 @@ def test_page_and_plot_are_written(
     monkeypatch.setattr(every_policy, "score_strategy", decoded)
     monkeypatch.setattr(refreshes, "score_strategy", saved)
     assert every_policy.run(None, "auto", str(tmp_path)) == 0
-    assert asked == [(name, "auto", 200) for name in (*STRATEGIES, *refreshes.WAYS)]
+    assert asked == [
+        (name, "auto", 200) for name in (*every_policy.METHODS, *refreshes.WAYS)
+    ]
     printed = capsys.readouterr().out
     records = [
         json.loads(line) for line in printed.splitlines() if line.startswith("{")

@@ -16,13 +16,16 @@ from recorded_decodes import (
     GOLDENS,
     ON_GRID,
     ROUNDED,
+    WINDOWS,
     Case,
     d2f,
     exact,
     full_attention,
+    introspective,
     model_of,
     on_grid,
     rounded,
+    window,
 )
 
 from dllm_plugin import reference
@@ -32,7 +35,7 @@ from dllm_plugin.reference.rules import Rules
 PACKAGE = "dllm_plugin.reference"
 MODULES = (
     *("proposing", "blocks", "sub_blocks", "full_attention", "exact_blocks"),
-    "widths",
+    *("widths", "causal_blocks"),
 )
 PROMPT, COUNT = [30 + 7 * i % 90 for i in range(25)], 12
 
@@ -69,6 +72,7 @@ def cases_of(trace: str) -> list[Case]:
         return widths()
     readers = dict.fromkeys(FULL, full_attention) | dict.fromkeys(ON_GRID, on_grid)
     readers |= dict.fromkeys(EXACT, exact) | dict.fromkeys(ROUNDED, rounded)
+    readers |= dict.fromkeys(WINDOWS, window) | {"idlm_greedy": introspective}
     read = readers.get(trace, d2f)
     records = json.loads((GOLDENS / f"{trace}.json").read_text())["cases"]
     if trace in FULL:
@@ -120,7 +124,7 @@ class Loops:
 
     def agrees(self, case: Case) -> bool:
         """Whether a case is decoded as recorded; a loop that cannot go on is not."""
-        length = len(case.answer)
+        length = case.max_tokens or len(case.answer)
         try:
             text = self.decode(case.model, case.prompt, length, case.rules, case.stop)
         except (IndexError, KeyError, AssertionError, RuntimeError):
@@ -131,12 +135,29 @@ class Loops:
             return False
         if case.forwards is None:
             return True
+        if case.rules.strategy == "introspective":
+            return emits(case, text)
         names = ("q_start", "q_len", "kv_len", "new")
         wanted = [tuple(one[name] for name in names) for one in case.forwards]
         return [(f.start, f.length, f.keys, f.new) for f in text.forwards] == wanted
 
 
-TRACES = ("d2f_llada", "d2f_dream", *ON_GRID, *EXACT, *ROUNDED, *FULL, "widths")
+def emits(case: Case, text: Any) -> bool:
+    """Whether each forward decides all that the authors' forward emits."""
+    assert case.forwards is not None
+    if len(text.forwards) != len(case.forwards):
+        return False
+    for ours, one in zip(text.forwards, case.forwards, strict=True):
+        if (ours.start, ours.length) != (one["q_start"], one["q_len"]):
+            return False
+        if [pair for pair in one["new"] if pair in ours.new] != one["new"]:
+            return False
+    return True
+
+
+CAUSAL = ("idlm_greedy", *WINDOWS)
+TRACES = ("d2f_llada", "d2f_dream", *ON_GRID, *EXACT, *ROUNDED, *FULL, *CAUSAL)
+TRACES = (*TRACES, "widths")
 
 
 @pytest.mark.parametrize("trace", TRACES)
@@ -266,6 +287,10 @@ MUTATIONS = [
         "if stop - canvas < 2 - shift",
     ),
     ("widths", "widths", "stop + shift, limit", "stop, limit"),
+    ("idlm_greedy", "causal_blocks", "start + text.block_length if", "start if"),
+    ("idlm_greedy", "causal_blocks", "!= draft", "== draft"),
+    ("wedlm_window", "causal_blocks", "decided + masks", "masks + decided"),
+    ("wedlm_window", "causal_blocks", "rules.position_penalty", "0.5"),
     ("widths", "widths", "blocks += [blocks[-1] + 1] *", "blocks += [blocks[-1]] *"),
 ]
 

@@ -3,16 +3,19 @@
 import json
 
 import pytest
-from transformers import CONFIG_MAPPING, AutoConfig
+from transformers import AutoConfig
 
 from dllm_plugin.commands.models import check_model
-from dllm_plugin.models.checkpoints.unserved import refuse_unserved, unknown_keys
+from dllm_plugin.models.checkpoints.unserved import (
+    refuse_unserved,
+    unknown_keys,
+    with_architecture,
+)
 from dllm_plugin.models.configs import adopt
 
 SDAR, LLADA2, DREAM = "tiny-sdar", "tiny-llada2.0", "tiny-dream"
 BY_KEY = [
-    (SDAR, "use_regular_causal", True, "I-DLM"),
-    (SDAR, "block_size", 1, "I-DLM"),
+    ("tiny-sdar-moe", "block_size", 1, "I-DLM"),
     (DREAM, "expand_token_id", 151667, "DreamOn"),
 ]
 
@@ -30,17 +33,20 @@ def test_key_is_refused_by_commands_and_at_start(
 
 
 @pytest.mark.parametrize(
-    ("model_type", "title"),
-    [("wedlm", "WeDLM")],
+    ("config", "architecture"),
+    [
+        ({"model_type": "sdar", "block_size": 1}, "IDLMForCausalLM"),
+        ({"model_type": "sdar", "use_regular_causal": True}, "IDLMForCausalLM"),
+        ({"model_type": "sdar", "block_size": 4}, "other"),
+        ({"model_type": "wedlm", "qk_norm": False}, "WeDLMBiasedForCausalLM"),
+        ({"model_type": "wedlm", "qk_norm": True}, "other"),
+        ({"model_type": "llada", "block_size": 1}, "other"),
+    ],
 )
-def test_model_type_is_refused_by_commands_and_not_registered(
-    model_type, title, checkpoint, registered
-):
-    """Other programs of the process may load such a checkpoint with its own code."""
-    path = checkpoint(DREAM, model_type=model_type)
-    with pytest.raises(ValueError, match=rf"is {title} \(model_type={model_type!r}"):
-        check_model(str(path))
-    assert model_type not in CONFIG_MAPPING
+def test_kinds_of_a_model_type_have_architectures(config, architecture):
+    found = with_architecture({"architectures": ["other"], **config})
+    assert found["architectures"] == [architecture]
+    refuse_unserved(found, ["i-dlm-8b"] if architecture == "IDLMForCausalLM" else ())
 
 
 @pytest.mark.parametrize(

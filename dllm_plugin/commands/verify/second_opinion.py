@@ -42,9 +42,9 @@ def check(config: DecodeConfig) -> None:
         raise ValueError(
             f"verify compares engines with adaptive 'off', not {config.adaptive!r}"
         )
-    if config.method.causal_commit:
+    if config.method.causal:
         raise ValueError(
-            f"verify does not compare {config.family.title} models, whose blocks are stored by "
+            f"verify does not compare {config.family.title} models, whose tokens are stored by "
             "causal forwards."
         )
     loop, policy = LOOPS[_name(config)], config.policy

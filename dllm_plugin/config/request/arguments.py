@@ -115,6 +115,7 @@ class RequestArguments(Numbers):
     editing_threshold: float = resolved("editing_threshold", Number(0.0, 1.0))
     steps: int = resolved("steps")
     block_length: int = resolved("block_length", WholeNumber(1))
+    window: int | None = resolved("window")
     max_active_blocks: int = resolved("max_active_blocks", WholeNumber(1))
     sub_block_length: int = resolved(
         "sub_block_length", WholeNumber(1, MAX_STEPS)

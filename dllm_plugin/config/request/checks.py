@@ -254,15 +254,15 @@ def check_given_tokens(name: str, token_ids: Sequence[int], vocab_size: int) -> 
 def no_template(config: DecodeConfig, wanted: str) -> str:
     """Return why an engine cannot serve what is `wanted`; empty if it can."""
     family = config.family
-    if family.absolute_grid:
+    known = methods_of(family).items()
+    full = sorted(name for name, row in known if row.full_attention)
+    if family.absolute_grid or not full:
         return (
             f"{wanted} needs a model that sees the text behind a gap; {family.title} models attend "
             "causally from block to block. LLaDA, Dream and DiffuCoder can."
         )
     if config.method.full_attention:
         return ""
-    known = methods_of(family).items()
-    full = sorted(name for name, row in known if row.full_attention)
     choices = " or ".join(filter(None, (", ".join(full[:-1]), full[-1])))
     return (
         f"{wanted} needs full attention: under strategy {config.strategy!r} a block never sees "
@@ -312,7 +312,7 @@ def check_fits(
 ) -> None:
     """Raise VLLMValidationError if a forward of the request could never be scheduled."""
     if not config.method.full_attention:
-        if not (config.method.splits_prompt or config.method.causal_commit):
+        if not (config.method.splits_prompt or config.method.causal):
             _check_page(vllm_config, request)
         return
     context = vllm_config.model_config.max_model_len

@@ -92,8 +92,11 @@ def _no_automaton(case: Case, name: str) -> str:
 
 WITH_ARGUMENTS = (
     Exclusion(
-        "block_length",
-        lambda c, name: c.asked.block_length > c.config.longest_block,
+        "window block_length",
+        lambda c, name: (
+            name in (*c.given, "block_length")
+            and c.asked.block_length > c.config.longest_block
+        ),
         "{name} {value} is longer than the canvas of {config.longest_block} positions: lower "
         "block_length or raise canvas_length in additional_config.",
     ),
@@ -196,7 +199,7 @@ WITH_ARGUMENTS = (
     ),
     Exclusion(
         "frames early_text trace",
-        lambda c, name: c.config.method.causal_commit and getattr(c.asked, name),
+        lambda c, name: c.config.method.causal and getattr(c.asked, name),
         "{name} is not supported on {config.architecture}: leave it out.",
     ),
     Exclusion(
@@ -301,7 +304,7 @@ WITH_PARAMETERS = (
     ),
     Exclusion(
         "bad_words " + " ".join(PENALTIES),
-        lambda c, name: c.config.method.verifies and c.is_set(name),
+        lambda c, name: c.config.method.no_penalties and c.is_set(name),
         "{name} is not supported by strategy {config.strategy!r}: leave it out.",
     ),
     Exclusion(

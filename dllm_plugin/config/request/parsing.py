@@ -131,6 +131,8 @@ def _filled_in(
 ) -> RequestArguments:
     """Return the engine's defaults with the given values in their place."""
     fields = dict(given)
+    if fields.get("window"):
+        fields["block_length"] = fields["window"]
     if fields.get("policy") == "auto":
         fields["policy"] = config.default_policy
     for name in ("targets", "schedule"):

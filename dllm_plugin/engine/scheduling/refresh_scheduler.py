@@ -30,7 +30,7 @@ from dllm_plugin.decoding.full_attention import (
     Layout,
     bounds,
 )
-from dllm_plugin.decoding.methods import SpanFunction
+from dllm_plugin.decoding.method import SpanFunction
 from dllm_plugin.engine.scheduling.forwards_in_flight import (
     BlockSpans,
     ForwardsInFlight,

@@ -80,8 +80,9 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
         )
         if reach > self.max_model_len:
             self._long.add(request.request_id)
-        causal = self.decode_config.method.causal_commit
-        if asked.block_length != self.decode_config.block_length and not causal:
+        method = self.decode_config.method
+        other = asked.block_length != self.decode_config.block_length
+        if other and not method.causal:
             # Keys depend on where blocks end, so other requests must not use these pages.
             request.cache_salt = (
                 f"{request.cache_salt or ''}/block {asked.block_length}"
@@ -137,6 +138,9 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
         first block does not depend on it.
         """
         drafts = len(request.spec_token_ids) or self.num_spec_tokens
+        rows = self.decode_config.method.rows
+        if rows is not None:
+            return min(drafts, rows(self.block_length[request.request_id]))
         if not (self._single_blocks and request.status == RequestStatus.RUNNING):
             return drafts
         return min(drafts, self.block_length[request.request_id])
@@ -164,7 +168,8 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
         begins inside the prompt, with its partial block; vLLM counts the prompt as
         computed, and would cut that canvas at the end of the context.
         """
-        if self._single_blocks and request.spec_token_ids:
+        cuts = self._single_blocks or self.decode_config.method.causal_rows
+        if cuts and request.spec_token_ids:
             in_flight = request.num_output_placeholders - num_computed_tokens
             most = request.num_tokens + in_flight + self._canvas_tokens(request)
             num_new_tokens = min(num_new_tokens, most)

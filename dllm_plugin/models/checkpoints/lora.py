@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from vllm.config import ModelConfig, VllmConfig
 
 from dllm_plugin.config.validation import shown
-from dllm_plugin.decoding.methods import Method
+from dllm_plugin.decoding.method import Method
 from dllm_plugin.models.checkpoints.trained_for import model_names
 from dllm_plugin.models.checkpoints.weights import Shapes, Weights, is_plain, module_of
 

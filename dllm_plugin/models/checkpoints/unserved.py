@@ -37,13 +37,14 @@ class Unserved:
     """Describe one kind of checkpoint that is refused.
 
     title        as its authors write it
-    model_types  of config.json; `wholly`: each of them is refused, whatever else is found
+    model_types  of config.json
     why          what it does that DiffuPlug does not
     instead      what the user can do
     keys         of config.json or generation_config.json, with the values that show the kind
     name         pattern of the checkpoint's own name, in lower case
     token        of its tokenizer
     adapter      folder beside config.json that has one
+    served       architecture of such checkpoints that are served
     """
 
     title: str
@@ -54,7 +55,7 @@ class Unserved:
     name: str | None = None
     token: str | None = None
     adapter: str | None = None
-    wholly: bool = False
+    served: str | None = None
 
     def sign(
         self,
@@ -66,8 +67,8 @@ class Unserved:
         """Return what shows that a checkpoint is of this kind; None if nothing does."""
         if config.get("model_type") not in self.model_types:
             return None
-        if self.wholly:
-            return f"model_type={config['model_type']!r} in config.json"
+        if self.served in (config.get("architectures") or ()):
+            return None
         for key, shows in self.keys.items():
             if shows(config.get(key)):
                 return f"{key}={config[key]!r} in its configuration"
@@ -84,6 +85,7 @@ class Unserved:
 
 
 SDAR_TYPES = ("sdar", "sdar_moe")
+IDLM, WEDLM_BIASED = "IDLMForCausalLM", "WeDLMBiasedForCausalLM"
 CAUSAL = "attends causally, and with the block attention of SDAR it writes garbage"
 UNSERVED = (
     Unserved(
@@ -98,8 +100,9 @@ UNSERVED = (
         title="I-DLM",
         model_types=SDAR_TYPES,
         why=CAUSAL,
-        instead="take an SDAR checkpoint",
+        instead="write block_size 1 into config.json if its model_type is sdar",
         keys={"use_regular_causal": _is_positive, "block_size": _is_one},
+        served=IDLM,
         name=r"(^|[-_/])i-?dlm",
     ),
     Unserved(
@@ -111,14 +114,34 @@ UNSERVED = (
         name=r"(^|[-_/])dreamon([-_.]|$)",
         token="<|expand|>",
     ),
-    Unserved(
-        title="WeDLM",
-        model_types=("wedlm",),
-        why="reorders the positions of its window in every forward",
-        instead="take another model",
-        wholly=True,
-    ),
 )
+
+
+def _is_causal(config: Mapping[str, Any]) -> bool:
+    return _is_one(config.get("block_size")) or bool(config.get("use_regular_causal"))
+
+
+def _has_no_norms(config: Mapping[str, Any]) -> bool:
+    return config.get("qk_norm") is False
+
+
+# Kinds of a model type that need a class of their own: I-DLM is published as SDAR.
+KINDS: dict[Any, tuple[str, Callable[[Mapping[str, Any]], bool]]] = {
+    "sdar": (IDLM, _is_causal),
+    "wedlm": (WEDLM_BIASED, _has_no_norms),
+}
+
+
+def with_architecture(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json in which kinds of a model type have architectures of their own."""
+    found = dict(config)
+    architecture, is_kind = KINDS.get(found.get("model_type"), ("", _has_no_norms))
+    if architecture and is_kind(found):
+        found["architectures"] = [architecture]
+    if architecture and _has_no_norms(found):
+        # vLLM's Llama reads `attention_bias` for the output projection, too.
+        found.setdefault("qkv_bias", found.pop("attention_bias", True))
+    return found
 
 
 def refuse_unserved(
@@ -168,7 +191,8 @@ def refuse_unserved_files(model: str, config: Mapping[str, Any]) -> None:
     folder, names = _folder(model), model_names(model)
     if isinstance(config.get("_name_or_path"), str):
         names |= model_names(config["_name_or_path"])
-    refuse_unserved({**_generation_config(folder), **config}, names, folder=folder)
+    found = with_architecture({**_generation_config(folder), **config})
+    refuse_unserved(found, names, folder=folder)
 
 
 def _generation_config(folder: Path | None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.sampling_params import SamplingParams
 
 from dllm_plugin.decoding.plan import Canvas
 from dllm_plugin.kernels.confidence.reference import RowStats
@@ -140,3 +141,20 @@ class FirstTokenDecoder(StepFeature):
         canvas_NC = self.states.canvas_NC
         canvas_NC[slots_R, 0] = torch.where(take_R, token_R, canvas_NC[slots_R, 0])
         self.logprobs.write_first(slots_R, take_R)
+
+
+class FirstTokenAfterPrompt(FirstTokenDecoder):
+    """Decide the first position of a text; steps decide the first positions after it."""
+
+    def add_request(self, slot: int, params: SamplingParams) -> bool:
+        """Return True: every text has a first token."""
+        return True
+
+    def active(self, slots_np: np.ndarray) -> bool:
+        """Return whether a request in these slots has no canvas yet."""
+        return StepFeature.active(self, slots_np)
+
+    def commit(self, step: DenoisingStep) -> None:
+        """Do nothing but leave the requests alone: they have a canvas."""
+        for slot in step.slots_np.tolist():
+            self.mark(slot, False)

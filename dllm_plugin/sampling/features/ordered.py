@@ -15,7 +15,10 @@ from dllm_plugin.kernels.confidence.reference import RowStats
 from dllm_plugin.sampling.features.automata import Automata
 from dllm_plugin.sampling.features.bad_words import BadWords
 from dllm_plugin.sampling.features.feature import LogitsRows, StepFeature
-from dllm_plugin.sampling.features.first_token import FirstTokenDecoder
+from dllm_plugin.sampling.features.first_token import (
+    FirstTokenAfterPrompt,
+    FirstTokenDecoder,
+)
 from dllm_plugin.sampling.features.grammars import StagedChecks
 from dllm_plugin.sampling.features.logprobs import LogprobStash
 from dllm_plugin.sampling.features.penalties import Penalties
@@ -84,11 +87,10 @@ class StepFeatures:
         ]
         if states.config.dedicated_commit or states.config.method.causal_commit:
             # Reads rows once more, with scores of their own: after the scores of the step.
-            entries.append(
-                FirstTokenDecoder(
-                    states, checks, (penalties, bad_words), logprobs, propose
-                )
-            )
+            causal = states.config.method.causal_rows
+            decoder = FirstTokenAfterPrompt if causal else FirstTokenDecoder
+            changes = (penalties, bad_words)
+            entries.append(decoder(states, checks, changes, logprobs, propose))
         if states.config.method.causal_commit:
             # Replaces first tokens of blocks: after they are decided.
             entries.append(ThinkingBudget(states))
