@@ -341,4 +341,6 @@ def test_the_command_line_itself() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads(done.stdout.splitlines()[-1])
     assert record["agree"] is True and record["tensor_parallel_size"] == 2
-    assert "1 of 1 prompts agree" in done.stdout and "decode/s]" in done.stderr
+    assert "1 of 1 prompts agree" in done.stdout
+    # A rate, or its inverse if a decode takes longer than a second.
+    assert "decode/s]" in done.stderr or "s/decode]" in done.stderr
