@@ -15,7 +15,8 @@ from typing import Any
 
 from structured_output import MAX_TOKENS, OWN_FORM, from_json
 
-from diffuplug_bench.problems.generator import (
+from diffuplug_bench.eval.scores import start
+from diffuplug_bench.word_problems.generator import (
     ANSWER_SCHEMA,
     Problem,
     ask_in_json,
@@ -24,7 +25,6 @@ from diffuplug_bench.problems.generator import (
     problem,
 )
 from dllm_plugin import default_model
-from dllm_plugin.commands.eval.command import start
 from dllm_plugin.commands.offline import conversation, num_forwards, stop_engine
 
 ENGINES: dict[str, dict[str, Any]] = {

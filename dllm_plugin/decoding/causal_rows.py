@@ -154,6 +154,8 @@ def low_entropy(
     WeDLM's engine: the penalty grows with the distance to the first candidate, and the comparison
     is strict.
     """
+    assert settings.entropy_threshold_R is not None
+    assert settings.position_penalty_R is not None
     position_C = torch.arange(canvas.block_RC.shape[1], device=canvas.block_RC.device)
     distance_RC = position_C - leading(~plan.candidates_RC)[:, None]
     penalty_RC = settings.position_penalty_R[:, None] * distance_RC

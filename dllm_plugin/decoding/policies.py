@@ -25,7 +25,8 @@ from dllm_plugin.decoding.quotas import dream_time, rounded_quota, step_with_quo
 class PolicySettings(NamedTuple):
     """List the numbers that policies read, one per request.
 
-    steps_R int32, denoising steps per block; block_length_R int64; others float32.
+    steps_R int32, denoising steps per block; block_length_R int64; others float32, the last two
+    only of WeDLM.
     """
 
     threshold_R: Tensor
@@ -33,10 +34,10 @@ class PolicySettings(NamedTuple):
     eps_R: Tensor
     steps_R: Tensor
     block_length_R: Tensor
-    entropy_threshold_R: Tensor
-    position_penalty_R: Tensor
     editing_threshold_R: Tensor
     num_to_transfer_R: Tensor
+    entropy_threshold_R: Tensor | None = None
+    position_penalty_R: Tensor | None = None
 
 
 Rule = Callable[[StepPlan, Canvas, Proposal, PolicySettings], Tensor]

@@ -366,12 +366,16 @@ def test_an_automaton_looks_at_the_block_alone(
             temperature=2.0,
             seed=i,
             dllm_block_length=8,
+            dllm_grammar="automaton",
         )
         for i in range(len(prompts))
     ]
     alone = [token_ids(output) for output in generate(llm, prompts, wishes)]
     assert set(columns) == {8}
-    longer = letters(5), wish("regex", "[x-z]{40}", 40, dllm_block_length=32)
+    longer = (
+        letters(5),
+        wish("regex", "[x-z]{40}", 40, dllm_block_length=32, dllm_grammar="automaton"),
+    )
     beside = generate(llm, [*prompts, longer[0]], [*wishes, longer[1]])
     assert set(columns) == {8, 32}
     assert [token_ids(output) for output in beside[:-1]] == alone

@@ -25,8 +25,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "dllm_plugin"
 SHARED = ("kv_transfer_params", "routed_experts", "num_nans", "per_step_drafted")
 CARRIERS = ("carriers.py", "worker_carriers.py")
-# A module of vLLM has the name of a field.
-OF_VLLM = {"engine/worker/cpu_worker.py"}
+# A module and an attribute of vLLM have the name of a field.
+OF_VLLM = {"engine/worker/cpu_worker.py", "models/llada2.py"}
 
 
 def sent(output: EngineCoreOutput) -> EngineCoreOutput:
