@@ -56,7 +56,11 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=dllm_plugin.__version__)
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="COMMAND", help=argparse.SUPPRESS
+        dest="command",
+        required=True,
+        metavar="COMMAND",
+        prog="diffuplug",
+        help=argparse.SUPPRESS,
     )
 
     generate.add_parser(commands)

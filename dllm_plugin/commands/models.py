@@ -43,14 +43,14 @@ def resolve(model: str) -> str:
 
 def run(name: str | None) -> int:
     """Print the public checkpoints, or one of them; return the exit status."""
+    if name is not None and name not in CHECKPOINTS:
+        known = did_you_mean(name, CHECKPOINTS)
+        raise ValueError(f"{name} is no short name of a checkpoint{known}")
     memory = usable_memory()
     if name is not None:
-        if name not in CHECKPOINTS:
-            known = did_you_mean(name, CHECKPOINTS)
-            raise ValueError(f"{name} is no short name of a checkpoint{known}")
         print_checkpoint(name, memory)
         return 0
-    row = "{:16} {:42} {:>6} {:>6} {:>6}  {:9} {}"
+    row = "{:22} {:55} {:>6} {:>6} {:>6}  {:9} {}"
     print(
         row.format(
             "name", "on the hub", "bf16", "FP8", "INT4", "fits here", "by default"

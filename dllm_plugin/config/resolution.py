@@ -58,7 +58,8 @@ def resolve(
     if whole or options.block_length is None and method.full_attention:
         block = canvas if whole else min(block, canvas)
     longest = canvas - method.causal_commit
-    check_block_length(2 * block if method.causal_rows else block, longest)
+    _check_rounds(method, block, longest)
+    check_block_length(block, longest)
     check_shared_experts(method, block, block_length)
     narrowest, widest = windows(options, method, family, block, canvas)
     layout = options.kv_cache_layout.replace("auto", "unified")
@@ -207,6 +208,16 @@ def check_shared_experts(method: Method, block: int, trained: int | None) -> Non
         raise ValueError(
             f"block_length {block} is not the {trained} of this model, whose blocks share "
             "experts: leave block_length out."
+        )
+
+
+def _check_rounds(method: Method, block: int, longest: int) -> None:
+    """Raise ValueError unless drafts and the tokens that they follow fit the canvas."""
+    if method.causal_rows and 2 * block > longest:
+        name = "window" if method.reorders else "block_length"
+        raise ValueError(
+            f"{name} {block} needs a canvas of {2 * block} positions, got {longest}: lower {name}, "
+            "or raise canvas_length in additional_config or max_model_len."
         )
 
 

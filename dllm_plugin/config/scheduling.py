@@ -149,15 +149,19 @@ def _is_default_budget(vllm_config: VllmConfig) -> bool:
     return chosen in known | {2 * value for value in known}
 
 
-def refuse_adapters(vllm_config: VllmConfig, lora_path: str | None) -> None:
+def refuse_adapters(vllm_config: VllmConfig, config: DecodeConfig) -> None:
     """Raise ValueError if `enable_lora` cannot be combined with the served model."""
     if vllm_config.lora_config is None:
         return
     model_config = vllm_config.model_config
-    if lora_path:
+    if config.draft_adapter:
         raise ValueError(
-            f"enable_lora cannot be combined with lora_path '{lora_path}': adapters of requests "
-            "were trained on the base, not on merged weights. Leave one of them out."
+            "enable_lora cannot be combined with draft_adapter: leave one of them out."
+        )
+    if config.lora_path:
+        raise ValueError(
+            f"enable_lora cannot be combined with lora_path '{config.lora_path}': adapters of "
+            "requests were trained on the base, not on merged weights. Leave one of them out."
         )
     stored = model_config.model_arch_config.quantization_config is not None
     if stored or model_config.quantization is not None:

@@ -25,8 +25,7 @@ from dllm_plugin.decoding.quotas import dream_time, rounded_quota, step_with_quo
 class PolicySettings(NamedTuple):
     """List the numbers that policies read, one per request.
 
-    steps_R int32, denoising steps per block; block_length_R int64; others float32, the last two
-    only of WeDLM.
+    steps_R int32, denoising steps per block; block_length_R int64; others float32.
     """
 
     threshold_R: Tensor

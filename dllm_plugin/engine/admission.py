@@ -19,7 +19,12 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
 
 from dllm_plugin.config.decode import Case, DecodeConfig, get_decode_config
-from dllm_plugin.config.request.arguments import TARGETS, TEMPLATE, RequestArguments
+from dllm_plugin.config.request.arguments import (
+    END_THINK,
+    TARGETS,
+    TEMPLATE,
+    RequestArguments,
+)
 from dllm_plugin.config.request.checks import (
     PENALTIES,
     check_allowed,
@@ -196,6 +201,7 @@ class DiffusionRenderer(HfRenderer):
             if template is not None:
                 check_given_tokens(TEMPLATE, template.token_ids, vocab_size)
             check_given_tokens(TARGETS, asked.targets or (0,), vocab_size)
+            _check_thinking(asked, params, config.mask_token_id, vocab_size)
             check_fits(
                 self.config,
                 self.decode_config,
@@ -225,3 +231,24 @@ class DiffusionRenderer(HfRenderer):
             eos = None if tokenizer is None else tokenizer.eos_token_id
             params.update_from_generation_config(self._generation_config, eos)
             check_allowed(params, self.decode_config.mask_token_id)
+
+
+def _check_thinking(
+    asked: RequestArguments, params: SamplingParams, mask_id: int, vocab_size: int
+) -> None:
+    """Raise VLLMValidationError for an end of thinking that no text can have."""
+    token = asked.end_think_token_id
+    if token is None:
+        return
+    check_given_tokens(END_THINK, (token,), vocab_size)
+    if token == mask_id:
+        raise VLLMValidationError(
+            f"{END_THINK} {token} is the mask token, which no text has.",
+            parameter=END_THINK,
+        )
+    if params.logprobs is not None:
+        raise VLLMValidationError(
+            f"logprobs cannot be combined with {END_THINK}, which is written without a "
+            "probability: leave one of them out.",
+            parameter="logprobs",
+        )

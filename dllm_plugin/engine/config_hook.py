@@ -168,7 +168,7 @@ def _check(
 ) -> None:
     """Refuse options without effect, and damaged or foreign files."""
     check_options_read(config, written)
-    refuse_adapters(vllm_config, config.lora_path)
+    refuse_adapters(vllm_config, config)
     check_checkpoint(vllm_config)
     check_adapter(vllm_config, config.lora_path)
 

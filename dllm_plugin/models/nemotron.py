@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.utils import WeightsMapper
 
@@ -14,6 +15,7 @@ from dllm_plugin.models.checkpoints.draft_adapter import (
     draft_rows,
     read_draft_adapter,
 )
+from dllm_plugin.models.checkpoints.lora import FORMATS_WITHOUT_MERGE, LoraAdapter
 from dllm_plugin.models.checkpoints.weights import Shapes, Weights, WeightUpdate
 
 THEIRS = {"model.": "encoder.", "lm_head.": "diffusion_head."}
@@ -28,6 +30,21 @@ class NemotronLabsDiffusionModel(DiffusionModel, MistralForCausalLM):
     rename = RENAME
     # For LoRA and quantisation.
     hf_to_vllm_mapper = RENAME
+
+    @classmethod
+    def read_adapter(cls, vllm_config: VllmConfig) -> LoraAdapter | None:
+        """Read the adapter of `lora_path`; raise ValueError for a wrong draft adapter, too."""
+        path = get_decode_config(vllm_config).draft_adapter
+        load_format = vllm_config.load_config.load_format
+        if path is not None and load_format in (*FORMATS_WITHOUT_MERGE, "dummy"):
+            raise ValueError(
+                f"draft_adapter '{path}' cannot be added: load_format {load_format!r} reads no "
+                "checkpoint. Leave one of them out."
+            )
+        if path is not None:
+            model_config = vllm_config.model_config
+            read_draft_adapter(path, model_config, cls.manifest(model_config).shapes)
+        return super().read_adapter(vllm_config)
 
     def load_weights(self, weights: Weights) -> set[str]:
         """Load as the parent; draft rows get their adapter once weights are there."""

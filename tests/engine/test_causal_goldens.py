@@ -164,3 +164,23 @@ def test_the_budget_of_thinking_ends_in_the_text(room: EngineRoom) -> None:
         [output] = generate(llm, [prompt], params(40, **names))
         place = token_ids(output).index(13)
         assert 12 <= place < 12 + length and token_ids(output).count(13) == 1
+
+
+@pytest.mark.parametrize(
+    ("token", "more", "reason"),
+    [
+        (5000, {}, "but the vocabulary has"),
+        (100, {}, "is the mask token"),
+        (13, {"logprobs": 1}, "logprobs cannot be combined with"),
+    ],
+)
+def test_wrong_ends_of_thinking(
+    token: int, more: dict[str, Any], reason: str, room: EngineRoom
+) -> None:
+    """A refusal each: such tokens would end the engine, or never end the text."""
+    from vllm.exceptions import VLLMValidationError
+
+    llm = room.start("nemotron", DRAFTS)
+    asked = {"dllm_max_thinking_tokens": 3, "dllm_end_think_token_id": token}
+    with pytest.raises(VLLMValidationError, match=reason):
+        generate(llm, [letters(5)], params(16, **asked, **more))

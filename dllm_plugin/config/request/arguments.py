@@ -207,6 +207,7 @@ WITHHOLDING: dict[str, Any] = {
 }
 TEMPLATE = REQUEST_PREFIX + "template"
 TARGETS = REQUEST_PREFIX + "targets"
+END_THINK = REQUEST_PREFIX + "end_think_token_id"
 GRAMMAR = REQUEST_PREFIX + "grammar"
 STATISTICS = REQUEST_PREFIX + "statistics"
 FRAMES = REQUEST_PREFIX + "frames"

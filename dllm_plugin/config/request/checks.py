@@ -257,9 +257,10 @@ def no_template(config: DecodeConfig, wanted: str) -> str:
     known = methods_of(family).items()
     full = sorted(name for name, row in known if row.full_attention)
     if family.absolute_grid or not full:
+        where = "" if config.method.causal else " from block to block"
         return (
             f"{wanted} needs a model that sees the text behind a gap; {family.title} models attend "
-            "causally from block to block. LLaDA, Dream and DiffuCoder can."
+            f"causally{where}. LLaDA, Dream and DiffuCoder can."
         )
     if config.method.full_attention:
         return ""

@@ -98,7 +98,7 @@ WITH_ARGUMENTS = (
             and c.asked.block_length > c.config.longest_block
         ),
         "{name} {value} is longer than the canvas of {config.longest_block} positions: lower "
-        "block_length or raise canvas_length in additional_config.",
+        "{name} or raise canvas_length in additional_config.",
     ),
     Exclusion(
         "max_active_blocks",

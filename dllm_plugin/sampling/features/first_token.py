@@ -155,6 +155,6 @@ class FirstTokenAfterPrompt(FirstTokenDecoder):
         return StepFeature.active(self, slots_np)
 
     def commit(self, step: DenoisingStep) -> None:
-        """Do nothing but leave the requests alone: they have a canvas."""
-        for slot in step.slots_np.tolist():
-            self.mark(slot, False)
+        """Leave the requests of a step: they have a canvas."""
+        self.users_np[step.slots_np] = False
+        self.in_use = bool(self.users_np.any())
