@@ -27,6 +27,8 @@ READERS = {
     "max_window": FLOATING,
     "commit_alone_from": "`block_diffusion`",
 }
+# Arguments that causal strategies refuse; LLaDA2.2 has frames.
+REFUSED = ("frames", "early_text", "trace", "grammar")
 HEAD = """# Options and request arguments
 
 For people who look an option up: every engine option and every request argument, with type,
@@ -169,6 +171,10 @@ def _reads(name: str, known: Option, strategy: str, family: str) -> bool:
     method = METHODS[strategy, family]
     if name in OPTIONS:
         return name in method.options
+    if method.causal and name in REFUSED:
+        return False
+    if method.inserts and name in REFUSED and name != "frames":
+        return False
     return not known.needs or bool(getattr(method, known.needs))
 
 
