@@ -30,7 +30,7 @@ REFUSAL = "refusal"
 PATTERNS = b'"patternProperties"'
 OF_THAT_BACKEND = ("Failed to transform json schema into a regex", "Regex ")
 SUSPECT = re.compile(
-    rb'"(?:structured_outputs|stream_options|refusal)"|\\u[dD][89a-fA-F]|:\s*\[\s*\]|\d{19}'
+    rb'"(?:structured_outputs|stream_options|refusal|created_by)"|\\u[dD][89a-fA-F]|:\s*\[\s*\]|\d{19}'
 )
 
 
@@ -101,7 +101,14 @@ def check_body(body: bytes) -> None:
 def _check_input(items: Any) -> None:
     """Raise ValueError for messages of /v1/responses that vLLM cannot read."""
     for item in items if isinstance(items, list) else ():
-        if not isinstance(item, dict) or item.get("role") != "assistant":
+        if not isinstance(item, dict):
+            continue
+        # vLLM reads such an item into objects, which its parser of messages does not take.
+        if "created_by" in item and isinstance(item.get("output"), list):
+            raise ValueError(
+                "input holds a tool's output with created_by and a list: leave created_by out."
+            )
+        if item.get("role") != "assistant":
             continue
         parts = item.get("content")
         if parts == []:

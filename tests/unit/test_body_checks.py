@@ -24,6 +24,10 @@ REFUSED = [
         {"input": [MESSAGE | {"content": [{"type": "refusal"}]}]},
         "an assistant's refusal",
     ),
+    (
+        {"input": [{"created_by": None, "output": [{"type": "input_text"}]}]},
+        "leave created_by out",
+    ),
 ]
 TAKEN = [
     {"structured_outputs": {"regex": "a"}, "stream_options": None},
