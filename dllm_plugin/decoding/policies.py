@@ -33,10 +33,10 @@ class PolicySettings(NamedTuple):
     eps_R: Tensor
     steps_R: Tensor
     block_length_R: Tensor
+    entropy_threshold_R: Tensor | None
+    position_penalty_R: Tensor | None
     editing_threshold_R: Tensor
     num_to_transfer_R: Tensor
-    entropy_threshold_R: Tensor | None = None
-    position_penalty_R: Tensor | None = None
 
 
 Rule = Callable[[StepPlan, Canvas, Proposal, PolicySettings], Tensor]

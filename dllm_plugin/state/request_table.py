@@ -168,20 +168,20 @@ class RequestTable:
 
     def policy_settings(self, slots_R: Tensor) -> PolicySettings:
         """Return the numbers of the policies for the requests of a step."""
-        settings = PolicySettings(
+        entropy_R = penalty_R = None
+        if self.config.method.reorders:
+            entropy_R = self.number("entropy_threshold", slots_R)
+            penalty_R = self.number("position_penalty", slots_R)
+        return PolicySettings(
             threshold_R=self.number("threshold", slots_R),
             factor_R=self.number("factor", slots_R),
             eps_R=self.number("eps", slots_R),
             steps_R=self.steps.gpu[slots_R],
             block_length_R=self.block_length.gpu[slots_R],
+            entropy_threshold_R=entropy_R,
+            position_penalty_R=penalty_R,
             editing_threshold_R=self.number("editing_threshold", slots_R),
             num_to_transfer_R=self.number("num_to_transfer", slots_R),
-        )
-        if not self.config.method.reorders:
-            return settings
-        return settings._replace(
-            entropy_threshold_R=self.number("entropy_threshold", slots_R),
-            position_penalty_R=self.number("position_penalty", slots_R),
         )
 
 
