@@ -36,10 +36,8 @@ if current_platform.is_cpu():
 from scripted_rows import EOS, MASK, VOCAB, Script, visible
 
 DEVICE = torch.device(current_platform.device_type)
-ARCHITECTURE = {
-    False: "LLaDAModelLM",
-    True: "DreamModel",
-}  # by whether logits are shifted
+# By whether logits are shifted.
+ARCHITECTURE = {False: "LLaDAModelLM", True: "DreamModel"}
 
 
 class Pass(NamedTuple):
@@ -66,14 +64,12 @@ class Run:
     end: int  # position behind the last token asked for
     output: list[int] = field(default_factory=list)
     passes: list[Pass] = field(default_factory=list)
-    texts: list[list[int]] = field(
-        default_factory=list
-    )  # what each pass was fed, prompt first
+    # What each pass was fed, prompt first.
+    texts: list[list[int]] = field(default_factory=list)
     prefilled: bool = False
     done: bool = False
-    broken: int = (
-        0  # positions whose logits were no numbers, as the sampler counts them
-    )
+    # Positions whose logits were no numbers, as the sampler counts them.
+    broken: int = 0
 
 
 def sampling(max_tokens: int, eos: int | None = EOS, **options: Any) -> SamplingParams:

@@ -179,7 +179,7 @@ def _report_model(options: dict[str, Any]) -> int:
 
 
 class Memory(NamedTuple):
-    """The bytes that one rank needs."""
+    """Store the bytes that one rank needs."""
 
     weights: float
     step: float  # logits, their copies, and the tables of features
@@ -189,7 +189,7 @@ class Memory(NamedTuple):
 
     @property
     def beside_requests(self) -> float:
-        """The bytes that are needed whatever runs."""
+        """Return the bytes that are needed whatever runs."""
         return self.weights + self.step + self.forward + self.graphs
 
 

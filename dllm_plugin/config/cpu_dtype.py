@@ -3,7 +3,7 @@
 There a forward in bfloat16 takes several times as long as in float32, so float32 is chosen if its
 weights fit. Everything but :func:`multiplies_bf16_here` is a function of its arguments.
 
-Also chosen here: whether vLLM compiles a model on a CPU, where every start waits for the compiler.
+It is also chosen whether vLLM compiles a model on a CPU, where every start waits for the compiler.
 """
 
 import os

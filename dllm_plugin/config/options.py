@@ -195,8 +195,7 @@ class Options(Numbers):
         Number(0.0, 1.0, optional=True),
         "Confidence from which a position is unmasked.",
         words="0.9; SDAR 0.85, LLaDA2.0 and Stable-DiffCoder 0.95, LLaDA2.1 0.7, LLaDA2.2 0.5; "
-        "TraDo 0.9, "
-        "dParallel-LLaDA 0.5",
+        "TraDo 0.9, dParallel-LLaDA 0.5",
     )
     steps: int | None = option(
         None,

@@ -146,14 +146,11 @@ NEMOTRON = Family(
     names=r"(?i)nemotron",
     title="Nemotron-Labs-Diffusion",
 )
-
-
 # Its config.json is that of SDAR, with blocks of one position.
 IDLM = Family(
     *("idlm", True, ("<|MASK|>", "<MASK>"), ("<|im_end|>",)),
     title="I-DLM",
 )
-
 WEDLM = Family(
     *("wedlm", False, ("<|mask|>", "<|MASK|>"), ("<|im_end|>",)),
     title="WeDLM",

@@ -2,11 +2,12 @@
 
 vLLM's MoE layer rounds the router's logits to the activations' dtype, and in bfloat16 the scores of
 256 experts tie. vLLM's decoder layer constructs that MoE layer by name and has no parameter for
-another class. So we exchange the class of each MoE layer after construction. Nothing of vLLM is
-assigned to, and other models in the same process keep vLLM's class.
+another class. So we exchange the class of each MoE layer after construction; other models in the
+same process keep vLLM's class.
 
-LLaDA2.2 chooses the experts of a token among few that the positions of its block share: its layers
-get a router of vLLM's with our function.
+LLaDA2.2 chooses the experts of a token among few that the positions of its block share. Its MoE
+layers are given a router by vLLM's factory, with our function, in place of the router that they
+were constructed with.
 """
 
 from typing import Any
@@ -94,8 +95,9 @@ def allowed_experts(
 def number_blocks(positions_T: torch.Tensor, length: int) -> torch.Tensor:
     """Number the blocks of a forward's tokens, int64 ``[T]``.
 
-    A block ends with a multiple of its length, and where positions do not follow each
-    other: there another request begins, or padding, whose positions are 0.
+    A block ends at a multiple of its length, and where positions do not follow each other: there
+    another request begins. Padding has the positions of an earlier step; it never joins a
+    request's block, because a request's tokens end at a multiple or at the end of the context.
     """
     follows_T = positions_T == positions_T.roll(1) + 1
     starts_T = ~follows_T | (positions_T % length == 0)

@@ -23,7 +23,6 @@ from dllm_plugin.sampling.compilation import allow_any_length
 from dllm_plugin.sampling.rows import RowChunk
 from dllm_plugin.sampling.step import DenoisingStep, StepTensors
 from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
-from dllm_plugin.state.refreshed import positions_of_rows
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -325,7 +324,9 @@ class CanvasRows:
         device = self.states.device
         slot_T, offset_T = batch.expanded_idx_mapping, batch.expanded_local_pos
         if self.states.config.method.reorders:
-            offset_T = positions_of_rows(batch, self.states)
+            # As `write_reordered` has written them.
+            positions_T = batch.positions[: len(slot_T)]
+            offset_T = positions_T - self.states.start_N[slot_T]
         rows_T = torch.arange(len(slot_T), device=device)
         if self.causal_commit:
             shifts_T = self._shifts(planned.plan).repeat_interleave(
