@@ -118,9 +118,11 @@ def check_blocks(model, dllm=(), **options):
 def full_params(case):
     from vllm import SamplingParams
 
-    numbers = {f"dllm_{name}": value for name, value in case.numbers().items()}
     return SamplingParams(
-        max_tokens=case.max_tokens, temperature=0, ignore_eos=True, extra_args=numbers
+        max_tokens=case.max_tokens,
+        temperature=0,
+        ignore_eos=True,
+        extra_args=case.arguments(),
     )
 
 
@@ -136,6 +138,6 @@ def check_full(family, strategy, dllm=(), **options):
     for case, output in decode(engine, cases, lambda case: case.prompt, full_params):
         completion = output.outputs[0]
         got = list(completion.token_ids), sum(completion.spec_decode_metrics.histogram)
-        if got != (case.record["output_ids"], case.record["num_forwards"]):
+        if got != (case.output, case.record["num_forwards"]):
             wrong.append(case.name)
     assert wrong == []
