@@ -132,8 +132,8 @@ def test_every_page_is_reachable() -> None:
     assert {*PAGES, *REPORTS} <= reached
 
 
-def test_folders_in_design_exist() -> None:
-    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+def test_folders_in_contributing_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     tree = text.split("```")[1]
     folders = {name for name in re.findall(r"^  (\w+\.py|\w+/) ", tree, re.M)}
     present = {path.name for path in (ROOT / "dllm_plugin").glob("*.py")}
