@@ -5,6 +5,7 @@ import multiprocessing
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 
 from diffuplug_bench import engines, gate, published_loops, report
 from diffuplug_bench.engines import Model, Prompts
-from diffuplug_bench.model_shapes import Sizes, autoregressive_config
+from diffuplug_bench.model_shapes import Sizes, autoregressive_config, schedule_of
 from diffuplug_bench.request_loop import Answer
 from diffuplug_bench.serving import requests
 from diffuplug_bench.settings import Settings
@@ -35,17 +36,20 @@ def run(
     """
     engines.prepare()
     progress = report.Progress()
-    line: dict[str, Any] = report.surroundings(settings, command) | {"gate": "green"}
     with tempfile.TemporaryDirectory(prefix="diffuplug-") as folder:
         scratch = Path(folder)
         model = engines.find_model(settings, scratch)
+        schedule = schedule_of(model.config, settings.strategy)
+        settings = replace(settings, schedule=schedule)
+        line = report.surroundings(settings, command) | {"gate": "green"}
         _check(settings, model)
         settings = engines.with_dtype(settings, model, _length(settings, model))
-        line["gates"] = []
+        gates: list[dict[str, Any]] = []
+        line["gates"] = gates
         for canvas in settings.canvas:
             verdict = gate.check(settings, canvas, reference)
             progress.done(f"gate, canvas {canvas}", verdict.sentence)
-            line["gates"].append(verdict.record)
+            gates.append(verdict.record)
             if not verdict.green:
                 line |= {"gate": "red", "problem": verdict.sentence}
                 print(json.dumps(line | {"seconds": progress.seconds}))

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dllm_plugin.decoding.families import FAMILIES
+
 Config = dict[str, Any]
 
 
@@ -134,6 +136,17 @@ def autoregressive_config(config: Config) -> Config:
         "bos_token_id": None,
         "eos_token_id": config.get("eos_token_id"),
     }
+
+
+def schedule_of(config: Config, strategy: str) -> str:
+    """Return the policy that unmasks as many positions in every step; RND1 has `entropy`."""
+    from dllm_plugin.decoding.methods import METHODS
+
+    family = FAMILIES.get(config["architectures"][0])
+    method = METHODS.get((strategy, family.name)) if family else None
+    if method is None or "low_confidence" in method.policies:
+        return "low_confidence"
+    return method.default_policy
 
 
 def write_config(config: Config, folder: Path) -> str:

@@ -84,7 +84,8 @@ class Settings:
     input_len          of the other modes, on dummy weights
     output_len         tokens that a request may generate
     rounds             of the other modes: requests that are answered one after another
-    tokens_per_forward on dummy weights: fixed by the schedule of `low_confidence`
+    schedule           policy that unmasks as many positions in every step of a block
+    tokens_per_forward on dummy weights: fixed by the schedule
     watched            of mode watched: requests that stream frames; every number is a grid point
     versus             baselines
     attention_backend  of the measured engine, not of the gate's: some take no float32
@@ -101,6 +102,7 @@ class Settings:
     max_positions: int | None = None
     block_length: int | None = None
     threshold: float | None = None
+    schedule: str = "low_confidence"
     lora_path: str | None
     context: int
     input_len: int
@@ -149,7 +151,7 @@ class Settings:
         # Requests with a fixed schedule ask for this policy, so the engine compiles it.
         has_schedule = self.shapes is not None or self.mode == "step"
         if has_schedule and not self.measured.by_confidence:
-            options["policy"] = "low_confidence"
+            options["policy"] = self.schedule
         options |= self.given("threshold", "lora_path")
         return options | self.refreshes | self.switches
 

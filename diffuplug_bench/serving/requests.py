@@ -46,7 +46,7 @@ def synthetic_requests(
     assert settings.tokens_per_forward is not None
     asks = []
     for steps in steps_of(count, settings.block(canvas), settings.tokens_per_forward):
-        extra = {"dllm_policy": "low_confidence", "dllm_steps": steps}
+        extra = {"dllm_policy": settings.schedule, "dllm_steps": steps}
         asks.append(
             prompts.ask(
                 settings.input_len, max_tokens=settings.output_len, extra_args=extra

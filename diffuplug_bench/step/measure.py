@@ -63,7 +63,7 @@ def sampling(settings: Settings, canvas: int) -> dict[str, Any]:
         # No confidence exceeds 1, so each step unmasks one position; every block opens at once.
         return {"dllm_threshold": 1.0, "dllm_block_add_threshold": 0.0}
     return {
-        "dllm_policy": "low_confidence",
+        "dllm_policy": settings.schedule,
         "dllm_steps": steps_per_block(settings, canvas),
     }
 
