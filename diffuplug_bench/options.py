@@ -21,7 +21,7 @@ from diffuplug_bench.settings import (
     default_strategy,
 )
 from dllm_plugin import default_model
-from dllm_plugin.commands.models import check_model
+from dllm_plugin.commands.models import check_decoding, check_model
 from dllm_plugin.commands.options import add_model
 
 FIXED_WIDTHS = "2,4,8,16,32"
@@ -250,4 +250,5 @@ def settings_of(args: argparse.Namespace, **changed: Any) -> Settings:
     check(settings, given.get("input_len"))
     if model is not None:
         check_model(model)
+        check_decoding(model, {"strategy": strategy})
     return settings

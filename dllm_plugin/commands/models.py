@@ -3,6 +3,7 @@
 Imports neither torch nor vLLM.
 """
 
+import ast
 import json
 import os
 import ssl
@@ -10,12 +11,14 @@ import sys
 import urllib.error
 import urllib.request
 from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
 from dllm_plugin.config.validation import did_you_mean
+from dllm_plugin.decoding.families import FAMILIES
 from dllm_plugin.models import ARCHITECTURES
 from dllm_plugin.models.catalogue import CHECKPOINTS, PAGES, hub_name
 from dllm_plugin.models.checkpoints.unserved import (
@@ -28,6 +31,7 @@ NEAR = 0.93  # of names that are taken for a misspelling of another
 NEAREST = 3  # architectures that a refusal names
 HUB_SECONDS = 1.5
 MEMORY_SHARE = 0.92  # vLLM's default of gpu_memory_utilization
+QUANTIZATIONS = "model_executor/layers/quantization/__init__.py"
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 
 
@@ -143,6 +147,51 @@ def check_served(model: str, options: dict[str, Any]) -> None:
             f"{model} is no diffusion model of DiffuPlug (its architecture is "
             f"{architecture}): {', '.join(sorted(options))} would have no effect"
         )
+
+
+def check_decoding(model: str, options: dict[str, Any]) -> None:
+    """Raise ValueError for a strategy, policy or option that the model's family does not have.
+
+    What depends on the context, or on `adaptive`, the engine checks.
+    """
+    if not options or is_elsewhere(model):
+        return
+    architecture = str(architecture_of(read_config(model)))
+    if architecture not in FAMILIES:
+        return
+    from dllm_plugin.config.request.arguments import refuse_unread
+    from dllm_plugin.decoding.methods import check_policy, choose_method
+
+    family, strategy = FAMILIES[architecture], options.get("strategy", "auto")
+    method, _ = choose_method(strategy, family, bool(options.get("lora_path")))
+    if options.get("adaptive", "off") != "off":
+        return
+    if (policy := options.get("policy", "auto")) != "auto":
+        check_policy(method, policy, family)
+    refuse_unread(options, method, architecture)
+
+
+def check_quantization(name: str) -> None:
+    """Raise ValueError for a quantisation that the installed vLLM does not know."""
+    known = quantizations()
+    if known and name not in known:
+        raise ValueError(
+            f"--quantization {name} is unknown to vLLM{did_you_mean(name, known)}; known: "
+            f"{', '.join(known)}"
+        )
+
+
+def quantizations() -> tuple[str, ...]:
+    """Return what vLLM's sources name as quantisations; importing them would take seconds."""
+    vllm = find_spec("vllm")
+    if vllm is None or vllm.origin is None:
+        return ()
+    source = Path(vllm.origin).parent / QUANTIZATIONS
+    for node in ast.parse(source.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript):
+            names: tuple[str, ...] = ast.literal_eval(node.value.slice)
+            return names
+    return ()
 
 
 def read_config(model: str) -> dict[str, Any]:

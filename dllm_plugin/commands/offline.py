@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dllm_plugin import default_model
-from dllm_plugin.commands.models import check_model
+from dllm_plugin.commands.models import check_decoding, check_model, check_quantization
 from dllm_plugin.commands.options import DECODE_OPTIONS, given_options
 from dllm_plugin.decoding.families import ADAPTED_STRATEGIES
 
@@ -65,11 +65,16 @@ def engine_options(
     dllm = given_options(args, DECODE_OPTIONS)
     engine = {name: getattr(args, name, None) for name in ENGINE_NAMES}
     engine = {name: value for name, value in engine.items() if value is not None}
+    if (quantization := engine.get("quantization")) is not None:
+        check_quantization(quantization)
     if args.model is not None:
         check(args.model)
+        check_decoding(args.model, dllm)
         return {"model": args.model, "additional_config": {"dllm": dllm}, **engine}
     add_adapter(dllm)
-    return bundled_options(dllm) | engine
+    options = bundled_options(dllm) | engine
+    check_decoding(options["model"], dllm)
+    return options
 
 
 def add_adapter(dllm: dict[str, Any]) -> None:

@@ -15,7 +15,12 @@ from typing import Any
 import yaml
 
 from dllm_plugin import default_model
-from dllm_plugin.commands.models import check_served, is_elsewhere, resolve
+from dllm_plugin.commands.models import (
+    check_decoding,
+    check_served,
+    is_elsewhere,
+    resolve,
+)
 from dllm_plugin.commands.offline import BUNDLED_MEMORY, add_adapter, spin_briefly
 from dllm_plugin.commands.options import (
     DECODE_OPTIONS,
@@ -142,8 +147,10 @@ def server_arguments(arguments: Sequence[str]) -> list[str]:
         rest += bundled_arguments(rest)
         if given is None:
             add_adapter(section)
+        check_decoding(model, section)
     elif model is not None and is_readable(model, rest):
         check_served(model, section)
+        check_decoding(model, section)
     check_port(rest)
     if section:
         config[SECTION] = section

@@ -21,7 +21,7 @@ from dllm_plugin.config.request.exclusions import refuse_options
 from dllm_plugin.config.validation import shown
 from dllm_plugin.decoding.families import FAMILIES, Family
 from dllm_plugin.decoding.method import Method
-from dllm_plugin.decoding.methods import choose_method, floating
+from dllm_plugin.decoding.methods import check_policy, choose_method, floating
 
 DEFAULT_BLOCK = 32
 DEFAULT_WINDOW, DEFAULT_STRIDE = 16, 4  # of WeDLM and I-DLM
@@ -191,15 +191,6 @@ def _choose_canvas(
         # A causal commit also decides the position after its block.
         canvas += method.causal_commit
     return min(canvas, max_model_len)
-
-
-def check_policy(method: Method, policy: str, family: Family) -> None:
-    """Raise ValueError unless the strategy supports the policy."""
-    if policy not in method.policies:
-        raise ValueError(
-            f"policy {policy!r} has no meaning for strategy {method.strategy!r} on {family.name} "
-            f"models; choose one of: {', '.join(method.policies)}."
-        )
 
 
 def check_shared_experts(method: Method, block: int, trained: int | None) -> None:

@@ -342,3 +342,12 @@ def choose_method(strategy: str, family: Family, adapted: bool) -> tuple[Method,
         "no adapter is given: full attention with KV reuse; the authors' own loop is strategy "
         "semi_autoregressive"
     )
+
+
+def check_policy(method: Method, policy: str, family: Family) -> None:
+    """Raise ValueError unless the strategy supports the policy."""
+    if policy not in method.policies:
+        raise ValueError(
+            f"policy {policy!r} has no meaning for strategy {method.strategy!r} on {family.name} "
+            f"models; choose one of: {', '.join(method.policies)}."
+        )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_lines import TINY
+from command_lines import CHECKPOINTS, TINY
 
 from dllm_plugin.commands import cli, models, phases
 
@@ -233,6 +233,59 @@ def test_wrong_options_import_neither_torch_nor_vllm() -> None:
         arguments = [command, "x", "--strategy", "d2f", "--threshold", "3"]
         done = subprocess.run([sys.executable, "-c", program, *arguments], check=False)
         assert done.returncode == 2
+
+
+SDAR = str(CHECKPOINTS / "tiny-sdar")
+NO_STRATEGY = "'dual_cache' does not fit sdar models, which attend causally"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["serve", SDAR, "--strategy", "dual_cache"], NO_STRATEGY),
+        (
+            ["serve", SDAR, "--additional-config.dllm.strategy", "dual_cache"],
+            NO_STRATEGY,
+        ),
+        (["serve", "--strategy", "causal_window"], "does not fit llada models"),
+        (["serve", SDAR, "--policy", "origin"], "policy 'origin' has no meaning"),
+        (
+            ["serve", SDAR, "--full-refresh-every", "8"],
+            "full_refresh_every has no effect with strategy 'block_diffusion'",
+        ),
+        (["generate", "x", "--model", SDAR, "--strategy", "dual_cache"], NO_STRATEGY),
+        (["infill", "x[MASK:1]", "--model", SDAR], NO_STRATEGY),
+        (["watch", "--model", SDAR, "--strategy", "dual_cache"], NO_STRATEGY),
+        (
+            ["eval", "--schedule", "8", "--model", SDAR, "--strategy", "dual_cache"],
+            NO_STRATEGY,
+        ),
+        (["verify", SDAR, "--strategy", "dual_cache"], NO_STRATEGY),
+        (["doctor", SDAR, "--strategy", "dual_cache"], NO_STRATEGY),
+        (["bench", "step", SDAR, "--strategy", "dual_cache"], NO_STRATEGY),
+        (["doctor", "--quantization", "fp8_perblock"], "did you mean fp8_per_block?"),
+    ],
+)
+def test_what_a_family_does_not_have(
+    arguments: list[str],
+    sentence: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A sentence before anything of vLLM's is imported, which takes seconds."""
+    monkeypatch.setitem(sys.modules, "vllm.config", None)
+    monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", None)
+    assert cli.main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.err.count("\n") == 1 and sentence in printed.err
+    assert printed.out == ""
+
+
+def test_quantizations_are_those_of_vllm() -> None:
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+
+    assert models.quantizations() == tuple(QUANTIZATION_METHODS)
+    models.check_quantization("fp8_per_block")
 
 
 @pytest.mark.parametrize("words", [["bench", "host"], ["eval", "--schedule", "8"]])

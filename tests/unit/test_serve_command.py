@@ -86,8 +86,8 @@ def test_serve_keeps_a_given_configuration(spelling: list[str]) -> None:
         (["--strategy", "dual_cache"], {"strategy": "dual_cache"}),
         (["--canvas_length=64"], {"canvas_length": 64}),
         (
-            ["--threshold", "0.5", "--use-block-cache"],
-            {"threshold": 0.5, "use_block_cache": True},
+            ["--threshold", "0.5", "--logits-eos-inf"],
+            {"threshold": 0.5, "logits_eos_inf": True},
         ),
         (["--additional-config.dllm.threshold=0.5"], {"threshold": 0.5}),
         (

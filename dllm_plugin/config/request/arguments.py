@@ -7,16 +7,17 @@ too is a field of :class:`dllm_plugin.config.options.Numbers`, which is inherite
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dllm_plugin.config.options import (
     FILL,
     MAX_POSITIONS,
     MAX_STEPS,
     OPTIONS,
+    REQUEST_FIELDS,
     REQUEST_PREFIX,
     Numbers,
     Option,
@@ -30,6 +31,9 @@ from dllm_plugin.config.validation import (
     WholeNumber,
     WholeNumbers,
 )
+
+if TYPE_CHECKING:
+    from dllm_plugin.decoding.method import Method
 
 AUTO, DRAFTS, AUTOMATON = "auto", "drafts", "automaton"
 GRAMMAR_MODES = (AUTO, DRAFTS, AUTOMATON)
@@ -213,3 +217,16 @@ STATISTICS = REQUEST_PREFIX + "statistics"
 FRAMES = REQUEST_PREFIX + "frames"
 EARLY_TEXT = REQUEST_PREFIX + "early_text"
 TRACE = REQUEST_PREFIX + "trace"
+
+
+def refuse_unread(
+    given: Mapping[str, Any], method: "Method", architecture: str
+) -> None:
+    """Raise ValueError naming the first option that no policy of the strategy reads."""
+    for name in REQUEST_FIELDS:
+        is_off = given.get(name) in ARGUMENTS[name].off
+        if name in given and name not in method.options and not is_off:
+            raise ValueError(
+                f"{name} has no effect with strategy {method.strategy!r} on {architecture}: "
+                "remove it or choose another strategy."
+            )

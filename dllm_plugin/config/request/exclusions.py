@@ -9,7 +9,12 @@ from typing import NamedTuple
 
 from dllm_plugin.config.decode import Case
 from dllm_plugin.config.options import FILL, REQUEST_FIELDS, REQUEST_PREFIX
-from dllm_plugin.config.request.arguments import ARGUMENTS, AUTOMATON, end_of_gaps
+from dllm_plugin.config.request.arguments import (
+    ARGUMENTS,
+    AUTOMATON,
+    end_of_gaps,
+    refuse_unread,
+)
 from dllm_plugin.config.request.checks import (
     PENALTIES,
     no_template,
@@ -352,14 +357,7 @@ WITH_PARAMETERS = (
 
 def refuse_options(case: Case) -> None:
     """Raise ValueError naming the first of the engine's options that is excluded."""
-    read = case.config.method.options
-    for name in REQUEST_FIELDS:
-        is_off = case.given.get(name) in ARGUMENTS[name].off
-        if name in case.given and name not in read and not is_off:
-            raise ValueError(
-                f"{name} has no effect with strategy {case.config.strategy!r} on "
-                f"{case.config.architecture}: remove it or choose another strategy."
-            )
+    refuse_unread(case.given, case.config.method, case.config.architecture)
     _refuse(case, WITH_OPTIONS, "")
 
 

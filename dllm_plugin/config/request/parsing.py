@@ -12,8 +12,8 @@ from dllm_plugin.config.decode import Case, DecodeConfig
 from dllm_plugin.config.options import FILL, OPTIONS, REQUEST_PREFIX
 from dllm_plugin.config.request.arguments import ARGUMENTS, RequestArguments, Template
 from dllm_plugin.config.request.exclusions import refuse_arguments
-from dllm_plugin.config.resolution import check_policy
 from dllm_plugin.config.validation import did_you_mean, shown
+from dllm_plugin.decoding.methods import check_policy
 
 # Parsed requests that a process remembers: each may have a template as long as the canvas.
 REMEMBERED = 128
