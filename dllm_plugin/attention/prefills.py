@@ -88,9 +88,9 @@ def sequences_per_canvas(config: DecodeConfig) -> int:
     """Return how many sequences a canvas has in a CUDA graph.
 
     There is one per block slot, and one for the positions after the last block slot. Under full
-    attention all positions see the same keys.
+    attention all positions see the same keys; a method with slots has one block.
     """
-    if config.method.full_attention:
+    if config.method.full_attention or config.method.slots is not None:
         return 1
     return config.block_slots + 1
 
@@ -110,19 +110,28 @@ def max_sequences(config: DecodeConfig, max_num_reqs: int, max_num_tokens: int) 
 
 
 def causal_metadata(
-    batch: "InputBatch", max_model_len: int, groups: KVGroups
+    batch: "InputBatch",
+    max_model_len: int,
+    groups: KVGroups,
+    is_full: bool = False,
+    for_capture: bool = False,
 ) -> dict[str, Any]:
-    """Return the metadata of an eager step in which each request is one causal sequence."""
-    count = batch.num_reqs
+    """Return the metadata of a step in which each request is one causal sequence.
+
+    A full graph reads the runner's own buffers, which stay where they are.
+    """
+    count = batch.num_reqs_after_padding if is_full else batch.num_reqs
+    num_tokens = batch.num_tokens_after_padding if is_full else batch.num_tokens
     starts_np = batch.query_start_loc_np[: count + 1]
     return build_attn_metadata(
         num_reqs=count,
-        num_tokens=batch.num_tokens,
+        num_tokens=num_tokens,
         query_start_loc_gpu=batch.query_start_loc[: count + 1],
         query_start_loc_cpu=torch.from_numpy(starts_np),
         max_query_len=int(np.diff(starts_np).max()),
         seq_lens=batch.seq_lens[:count],
         max_seq_len=max_model_len,
+        for_cudagraph_capture=for_capture,
         positions=batch.positions,
         causal=True,
         **groups._asdict(),

@@ -23,7 +23,7 @@ Learned from experience:
 Shape letters: R requests, B sequences.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,7 +46,7 @@ from dllm_plugin.attention.prefills import (
     prefills,
     sequences_per_canvas,
 )
-from dllm_plugin.config.cuda_graphs import refresh_lengths, rest_lengths
+from dllm_plugin.config.cuda_graphs import captured_lengths
 from dllm_plugin.decoding.plan import canvas_segments
 from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
 
@@ -141,12 +141,7 @@ class AttentionSequences:
         if method.causal_commit:
             self.causal = torch.zeros_like(self.seq_lens)
         # How many positions captured steps compute for each request.
-        block = states.config.block_length
-        self.captured_lengths: Collection[int] = (self.canvas_length, block)
-        if states.config.method.full_attention:
-            self.captured_lengths = rest_lengths(states.config) | refresh_lengths(
-                states.config
-            )
+        self.captured_lengths = captured_lengths(states.config)
         # What the buffers are laid out for: positions per request, requests with padding, block
         # lengths, and names of the requests. The last are compared because vLLM's sleep mode may
         # take the buffers while no request is left.
@@ -169,7 +164,9 @@ class AttentionSequences:
         """Build the metadata of one step for vLLM's attention backends."""
         if self.states.config.method.causal_rows:
             groups = KVGroups(block_tables, slot_mappings, attn_groups, kv_cache_config)
-            return causal_metadata(batch, self.states.max_model_len, groups)
+            limit = self.states.max_model_len
+            is_full = for_capture or cudagraph_mode == CUDAGraphMode.FULL
+            return causal_metadata(batch, limit, groups, is_full, for_capture)
         # Only `for_capture` announces capture; its mode argument is NONE.
         is_full = for_capture or cudagraph_mode == CUDAGraphMode.FULL
         length = self._uniform_length(batch, is_full)
@@ -225,7 +222,9 @@ class AttentionSequences:
         requests = batch.num_reqs_after_padding if is_full else batch.num_reqs
         causal_R = torch.ones(requests, dtype=torch.int32, device=self.states.device)
         slots_R = batch.idx_mapping[:canvases]
-        causal_R[:canvases] = self.states.stores_block(slots_R).to(torch.int32)
+        computed_R = batch.query_start_loc[: canvases + 1].diff()
+        stores_R = self.states.stores_block(slots_R, computed_R)
+        causal_R[:canvases] = stores_R.to(torch.int32)
         if not is_full:
             return causal_R[sequences.request_B]
         count = len(sequences.seq_lens)

@@ -7,7 +7,7 @@ forwards of one block each, and refreshes that begin near their block by the eng
 Compute how much context vLLM's warm-up of GPUs needs.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.logger import init_logger
@@ -92,6 +92,8 @@ def uniform_graphs(
     most = min(max_num_seqs, max_num_tokens // canvas)
     if config.method.floats:
         return _floating_graphs(config, max(sizes, default=0), most)
+    if config.draft_rows:
+        return _draft_graphs(config, max(sizes, default=0), most)
     canvases = block_counts(sizes, canvas, 1, max_num_seqs)
     alone = config.commit_alone_from
     if not alone:
@@ -119,6 +121,13 @@ def _full_attention_graphs(
         for length, count in sorted(most.items())
     }
     return {length: counts for length, counts in graphs.items() if counts}
+
+
+def captured_lengths(config: DecodeConfig) -> Collection[int]:
+    """Return how many positions of a request full graphs compute, unless canvases float."""
+    if config.method.full_attention:
+        return rest_lengths(config) | refresh_lengths(config)
+    return config.draft_rows or (config.canvas_length, config.block_length)
 
 
 def rest_lengths(config: DecodeConfig) -> set[int]:
@@ -159,6 +168,17 @@ def _floating_graphs(
         for width in widths_worth(count, widths, config.family.logits_shift):
             if count * width <= room:
                 graphs.setdefault(width, []).append(count)
+    return graphs
+
+
+def _draft_graphs(config: DecodeConfig, room: int, most: int) -> dict[int, list[int]]:
+    """Return for each length of drafts, in rows, the numbers of requests to capture."""
+    counts = _counts(most, fine=FINE)
+    graphs = {}
+    for rows in config.draft_rows:
+        fits = [count for count in counts if count * rows <= room]
+        if fits:
+            graphs[rows] = fits
     return graphs
 
 

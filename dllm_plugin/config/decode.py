@@ -13,6 +13,7 @@ from dllm_plugin.decoding.families import FAMILIES, Family
 from dllm_plugin.decoding.full_attention import NO_TEMPLATE, limit
 from dllm_plugin.decoding.method import Method
 from dllm_plugin.decoding.methods import METHODS, floating
+from dllm_plugin.decoding.widths import doubled
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -89,6 +90,14 @@ class DecodeConfig:
         if self.method.causal_rows:
             return self.canvas_length // 2
         return self.canvas_length - self.method.causal_commit
+
+    @property
+    def draft_rows(self) -> tuple[int, ...]:
+        """Return how many rows a step may compute for drafts by load; empty: one number."""
+        if self.method.drafted is None:
+            return ()
+        rows = self.method.rows or int
+        return tuple(rows(length) for length in doubled(self.block_length))
 
     @property
     def max_active_blocks(self) -> int:

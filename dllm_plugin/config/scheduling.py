@@ -29,6 +29,7 @@ SCHEDULERS = {
     "canvas": "dllm_plugin.engine.scheduling.scheduler.DiffusionScheduler",
     "refresh": "dllm_plugin.engine.scheduling.refresh_scheduler.RefreshScheduler",
     "floating": "dllm_plugin.engine.scheduling.adaptive_scheduler.AdaptiveScheduler",
+    "drafts": "dllm_plugin.engine.scheduling.load_scheduler.DraftScheduler",
 }
 
 

@@ -1,10 +1,13 @@
 """Estimate how many tokens a forward commits at each width, from what past forwards committed.
 
 In a forward m masks accept ``S(m) = p0 (1 - exp(-m / lam)) / (1 - exp(-1 / lam))`` tokens: p0 is
-the share of first masks that are accepted, lam is how fast it falls with their rank. Numpy only.
+the share of first masks that are accepted, lam is how fast it falls with their rank.
+
+Where a causal forward verifies drafts, it accepts each draft with one probability, their share.
+Numpy only.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -14,6 +17,12 @@ LAMBDA = (0.7, 1.5, 2.5, 4.0, 7.0, 12.0)
 PRIOR, PRIOR_STEPS = (0.9, 4.0), 60.0
 MOST_STEPS = 20_000.0  # what came before them is forgotten
 FIT_STEPS = 1000.0  # what the fit counts for at a width, beside steps of that width
+SHARES = np.linspace(0.0, 0.99, 100)
+FIRST_SHARE, FIRST_DRAFTS = (
+    0.85,
+    4.0,
+)  # the first guess, and how many drafts it counts for
+FADE = 1 - 1 / 512  # of what earlier steps have shown, with each step
 
 
 def accepted(masks: float, p0: float, lam: float) -> float:
@@ -76,3 +85,63 @@ class Acceptance:
         best = self.best()
         tokens = self.curves[best] * FIT_STEPS + self.tokens
         return self.pairs[best], tokens / (FIT_STEPS + self.steps)
+
+
+def _kept(drafts: int, share: float) -> float:
+    """Return how many tokens a causal forward keeps: the accepted drafts, and one more."""
+    return float(sum(share**draft for draft in range(drafts + 1)))
+
+
+def tokens_of_round(rows: int, share: float) -> float:
+    """Return tokens per forward of rounds that draft in one forward and verify in another."""
+    return _kept(rows - 1, share) / 2 if rows > 1 else 1.0
+
+
+def tokens_of_stride(rows: int, share: float) -> float:
+    """Return tokens per forward of strides of ``2 N - 1`` rows.
+
+    After a refused draft a forward verifies nothing and brings one token.
+    """
+    drafts = (rows - 1) // 2
+    all_accepted = share**drafts
+    return (_kept(drafts, share) + 1 - all_accepted) / (2 - all_accepted)
+
+
+Drafted = Callable[[int, float], float]
+
+
+class DraftAcceptance:
+    """Estimate which share of drafts is accepted from forwards and tokens of each length."""
+
+    def __init__(self, widths: Sequence[int], drafted: Drafted) -> None:
+        """Begin with a guess; `drafted`: tokens per forward by rows and share."""
+        self.widths, self.drafted = widths, drafted
+        self.places = {width: i for i, width in enumerate(widths)}
+        self.curves = np.array([[drafted(w, s) for s in SHARES] for w in widths])
+        self.steps = np.zeros(len(widths))
+        self.tokens = np.zeros(len(widths))
+
+    def observe(self, width: int, steps: int, tokens: int) -> None:
+        """Count what forwards of requests committed."""
+        self.steps *= FADE
+        self.tokens *= FADE
+        self.steps[self.places[width]] += steps
+        self.tokens[self.places[width]] += tokens
+
+    def share(self) -> float:
+        """Return the share, by as many drafts as each length has shown."""
+        drafts, accepted_drafts = FIRST_DRAFTS, FIRST_DRAFTS * FIRST_SHARE
+        for place in np.flatnonzero(self.steps):
+            if self.widths[place] > 1:
+                brings = self.tokens[place] / self.steps[place]
+                share = np.interp(brings, self.curves[place], SHARES)
+                drafts += self.tokens[place]
+                accepted_drafts += self.tokens[place] * share
+        return float(accepted_drafts / drafts)
+
+    def expected(self) -> tuple[tuple[float, float], np.ndarray]:
+        """Return the share, with a zero, and the tokens per forward of each length."""
+        share = self.share()
+        curve = np.array([self.drafted(width, share) for width in self.widths])
+        tokens = curve * FIT_STEPS + self.tokens
+        return (share, 0.0), tokens / (FIT_STEPS + self.steps)

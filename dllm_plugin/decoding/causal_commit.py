@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dllm_plugin.decoding.block_causal import commit_blocks, plan_block_diffusion
 from dllm_plugin.decoding.blocks import leading
+from dllm_plugin.decoding.causal_rows import Slots, one_block
 from dllm_plugin.decoding.plan import (
     Canvas,
     Proposal,
@@ -28,6 +29,17 @@ DRAFTED: Table = {
         defaults=(("threshold", 0.0),),
     )
 }
+
+
+def draft_slots(
+    tokens_RC: Tensor, length_R: Tensor, num_computed_R: Tensor, mask_id: int
+) -> Slots:
+    """Return size and whether it is computed of the one block, and the block of each position.
+
+    A block is what a step computes, so each step may have another length.
+    """
+    size_R = torch.minimum(num_computed_R, length_R)
+    return one_block(tokens_RC, size_R, size_R)
 
 
 def plan_causal_commit(canvas: Canvas, mask_id: int) -> StepPlan:

@@ -50,7 +50,7 @@ def stride_slots(
 
     The block holds what is computed, and the position after it.
     """
-    return _one_block(tokens_RC, num_computed_R, num_computed_R + 1)
+    return one_block(tokens_RC, num_computed_R, num_computed_R + 1)
 
 
 def window_slots(
@@ -61,10 +61,10 @@ def window_slots(
     The block is the window, with what commits before it.
     """
     stop_R = torch.minimum(leading(tokens_RC != mask_id) + length_R, num_computed_R)
-    return _one_block(tokens_RC, stop_R, stop_R)
+    return one_block(tokens_RC, stop_R, stop_R)
 
 
-def _one_block(tokens_RC: Tensor, size_R: Tensor, stop_R: Tensor) -> Slots:
+def one_block(tokens_RC: Tensor, size_R: Tensor, stop_R: Tensor) -> Slots:
     """Return the slots of a block that all positions before a stop belong to."""
     position_C = torch.arange(tokens_RC.shape[1], device=tokens_RC.device)
     size_RS = size_R.to(torch.int32)[:, None]

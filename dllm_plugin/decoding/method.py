@@ -8,6 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from dllm_plugin.decoding import policies
+from dllm_plugin.decoding.acceptance import Drafted
 from dllm_plugin.decoding.full_attention import Bounds, Span
 from dllm_plugin.decoding.plan import AcceptFunction, CommitFunction, PlanFunction
 
@@ -29,7 +30,8 @@ class Method:
     computes_rest   full attention: whether a forward with a cache reaches to the end of the canvas
     logits          the rows of a forward that become logits: every canvas position, or masked ones
     scheduler       "canvas": a canvas in every step; "refresh": forwards of several kinds and
-                    sizes; "floating": as many positions of a canvas as load or a request sets
+                    sizes; "floating": as many positions of a canvas as load or a request sets;
+                    "drafts": as many rows as pay by load and acceptance
     floats          what is decided of a canvas commits in the next step, see `floating`
     least_steps     denoising steps that a block takes at least
     next_block      whether the block after the denoised blocks is computed in their forward
@@ -44,6 +46,7 @@ class Method:
     inserts         whether edits also delete tokens and insert masks, see `structure`
     rows            causal attention: how many positions a step computes, by the block length
     slots           causal attention: the one block of a step
+    drafted         tokens per forward by rows and acceptance; None: drafts have one length
     reorders        rows of a forward are decided positions, then masks; filters are applied before
                     temperature
     exact_end       the last block ends where the text does, and positions after it are not seen
@@ -70,7 +73,7 @@ class Method:
     keeps_kv: bool = True
     computes_rest: bool = False
     logits: Literal["canvas", "masked"] = "canvas"
-    scheduler: Literal["canvas", "refresh", "floating"] = "canvas"
+    scheduler: Literal["canvas", "refresh", "floating", "drafts"] = "canvas"
     floats: bool = False
     least_steps: int = 1
     next_block: bool = False
@@ -83,6 +86,7 @@ class Method:
     inserts: bool = False
     rows: Callable[[int], int] | None = None
     slots: SlotFunction | None = None
+    drafted: Drafted | None = None
     reorders: bool = False
     exact_end: bool = False
     skips_steps: bool = False

@@ -8,6 +8,7 @@ that it serves; a policy is one function and one row in :mod:`policies`.
 from dataclasses import replace
 
 from dllm_plugin.decoding import policies
+from dllm_plugin.decoding.acceptance import tokens_of_round, tokens_of_stride
 from dllm_plugin.decoding.block_causal import (
     commit_blocks,
     plan_block_diffusion,
@@ -20,6 +21,7 @@ from dllm_plugin.decoding.causal_commit import (
     accept_block,
     accept_prefix,
     commit_causal,
+    draft_slots,
     plan_causal_commit,
     plan_self_speculation,
 )
@@ -128,8 +130,9 @@ introspective = Method(
     dedicated_commit=True,
     rows=rows_of_stride,
     slots=stride_slots,
+    scheduler="drafts",
+    drafted=tokens_of_stride,
     canvas_by_default=(0, 2),
-    refuses=frozenset({"full_graphs"}),
 )
 # WeDLM `wedlm_decoder.py`
 causal_window = Method(
@@ -173,6 +176,9 @@ self_speculation = replace(
     plan=plan_self_speculation,
     accept=accept_prefix,
     verifies=True,
+    slots=draft_slots,
+    scheduler="drafts",
+    drafted=tokens_of_round,
     policies=DRAFTED,
     tempered=True,
     reads=frozenset(),

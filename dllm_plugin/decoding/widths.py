@@ -14,7 +14,7 @@ from itertools import combinations
 
 import numpy as np
 
-from dllm_plugin.decoding.acceptance import PRIOR, Acceptance
+from dllm_plugin.decoding.acceptance import PRIOR, Acceptance, DraftAcceptance, Drafted
 from dllm_plugin.decoding.step_costs import Costs, ObservedRatios, StepCosts
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -22,6 +22,7 @@ EVERY = 8  # steps between two choices
 LOAD_CHANGE = 1 / 8  # of the running requests, which brings a choice about at once
 MARGIN = 1.03  # what another width has to promise
 CYCLE, TRIALS = 64, 6  # of so many steps, how many try the width beside the chosen one
+DRAFTS_CYCLE = 256  # a trial of drafts that are refused costs a step its token
 GOOD_ENOUGH = 0.9  # `balanced`: the widest with this share of the best rate
 MOST_WIDTHS = 6  # for each number of requests
 WORTH = 0.8  # of the best rate, at some acceptance and context
@@ -32,6 +33,12 @@ SETTLES = 2  # what a step commits, the one before has decided
 def widths_between(fewest: int, most: int) -> tuple[int, ...]:
     """Return the widths to choose from, both ends included."""
     return tuple(sorted({fewest, most} | {w for w in WIDTHS if fewest <= w <= most}))
+
+
+def doubled(longest: int) -> tuple[int, ...]:
+    """Return the lengths of drafts: powers of two, and the longest."""
+    powers = [1 << power for power in range(longest.bit_length())]
+    return tuple(sorted({*powers, longest}))
 
 
 def choose(
@@ -71,10 +78,12 @@ class WidthController:
         costs: StepCosts,
         balanced: bool = False,
         allowed: Mapping[int, Sequence[bool]] | None = None,
+        drafted: Drafted | None = None,
     ) -> None:
         """Begin without history.
 
         Args:
+            drafted: tokens per forward of verified drafts, by rows and acceptance.
             allowed: which widths may be chosen for at most so many requests, ascending; all for
                 more, and by default.
         """
@@ -87,7 +96,11 @@ class WidthController:
         self.costs = costs
         self.ratios = ObservedRatios()
         self.balanced = balanced
-        self.acceptance = Acceptance(widths, shift)
+        self.acceptance: Acceptance | DraftAcceptance = Acceptance(widths, shift)
+        self._cycle, self._alone_too = CYCLE, False
+        if drafted is not None:
+            self.acceptance = DraftAcceptance(widths, drafted)
+            self._cycle, self._alone_too = DRAFTS_CYCLE, True
         self.current: int | None = None
         self.changes = 0
         self.fitted = PRIOR
@@ -113,21 +126,18 @@ class WidthController:
     def width(self, requests: int, context: int) -> int:
         """Return the width of the next step."""
         moved = abs(requests - self._requests) > LOAD_CHANGE * self._requests
-        place = self._steps % CYCLE
+        settled = self._cycle - TRIALS
+        place = self._steps % self._cycle
         self._steps += 1
-        if (
-            self.current is None
-            or moved
-            or (place % EVERY == 0 and place < CYCLE - TRIALS)
-        ):
+        if self.current is None or moved or (place % EVERY == 0 and place < settled):
             chosen = choose(self.rates(requests, context), self.current, self.balanced)
             self.changes += self.current is not None and chosen != self.current
             self.current, self._requests = chosen, requests
-        if place < CYCLE - TRIALS or requests == 1:
+        if place < settled or (requests == 1 and not self._alone_too):
             return self.widths[self.current]
         may = np.flatnonzero(self.may(requests))
         beside = bisect_left(may, self.current) + (
-            1 if (self._steps - 1) // CYCLE % 2 == 0 else -1
+            1 if (self._steps - 1) // self._cycle % 2 == 0 else -1
         )
         return self.widths[int(may[min(max(beside, 0), len(may) - 1)])]
 

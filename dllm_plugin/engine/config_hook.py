@@ -302,7 +302,8 @@ def _written_options(vllm_config: VllmConfig) -> dict[str, Any]:
 
 def _keep_step_times(vllm_config: VllmConfig, config: DecodeConfig) -> None:
     """Store the path of the step times for workers if they choose widths."""
-    if config.method.floats and vllm_config.parallel_config.worker_cls == WORKER:
+    chosen = config.method.floats or config.draft_rows
+    if chosen and vllm_config.parallel_config.worker_cls == WORKER:
         path = path_for(vllm_config, config)
         vllm_config.additional_config = {
             **_additional(vllm_config),

@@ -100,7 +100,7 @@ def width_metrics() -> tuple[Histogram, Counter, dict[str, Gauge]]:
     """Register widths, their changes and fitted numbers, once in a process."""
     gauges = {}
     for name, documentation in (
-        ("acceptance_p0", "Share of first masks that are accepted, as fitted."),
+        ("acceptance_p0", "Share of first masks, or of drafts, that are accepted."),
         ("acceptance_lambda", "How fast that falls with the rank of a mask."),
         ("step_cost_scale", "Time of steps by what was measured at capture."),
     ):
@@ -146,10 +146,12 @@ class DenoisingMetrics(AggregateStatLoggerBase):
             model_config is not None and model_config.architecture in ARCHITECTURES
         )
         self._prom: SpecDecodingProm | None = None
-        self._floats = self.enabled and get_decode_config(vllm_config).method.floats
+        self._has_widths = False
         self._log = StepLog()
         self._labels: dict[int, list[object]] = {}
         if self.enabled:
+            method = get_decode_config(vllm_config).method
+            self._has_widths = method.floats or method.drafted is not None
             for index in engine_indexes or [0]:
                 self._labels[index] = [model_config.served_model_name, str(index)]
 
@@ -163,7 +165,7 @@ class DenoisingMetrics(AggregateStatLoggerBase):
             for histogram in request_metrics().values():
                 for reason in FinishReason:
                     histogram.labels(*labels, str(reason))
-        if self._floats:
+        if self._has_widths:
             width_metrics()
 
     def record(
@@ -185,7 +187,7 @@ class DenoisingMetrics(AggregateStatLoggerBase):
         ended, widths = unpack_reports(stats)
         for request in ended:
             observe_request(request, labels)
-        if self._floats:
+        if self._has_widths:
             for step in widths:
                 observe_width(step, labels)
 

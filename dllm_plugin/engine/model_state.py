@@ -139,8 +139,8 @@ class DiffusionModelState(ModelState):
         if not canvases:
             return
         slots_R = batch.idx_mapping[:canvases]
-        drafts_R = ~self.states.stores_block(slots_R)
         lengths_R = batch.query_start_loc[: canvases + 1].diff()
+        drafts_R = ~self.states.stores_block(slots_R, lengths_R)
         count = int(batch.query_start_loc_np[canvases])
         rows_T = drafts_R.repeat_interleave(lengths_R, output_size=count)
         rows_T1[:count, 0] = rows_T.to(rows_T1.dtype)

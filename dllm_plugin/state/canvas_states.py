@@ -303,14 +303,18 @@ class CanvasStates:
         limits = (self.canvas_NC.shape[1], self.max_model_len)
         return bounds(layout, start, *limits, self.config.method.exact_end)
 
-    def stores_block(self, slots_R: Tensor) -> Tensor:
-        """Return whether the first block of each canvas has no masks, bool ``[R]``."""
+    def stores_block(self, slots_R: Tensor, computed_R: Tensor) -> Tensor:
+        """Return whether the first block of each canvas has no masks, bool ``[R]``.
+
+        Of `computed_R` positions, which end a block that is longer.
+        """
         position_C = torch.arange(self.canvas_NC.shape[1], device=self.device)
         start_R = self.start_N[slots_R]
         end_R = torch.minimum(
             self.requests.block_length.gpu[slots_R],
             self.requests.blocks_end.gpu[slots_R] - start_R,
         )
+        end_R = torch.minimum(end_R, computed_R)
         masked_RC = self.canvas_NC[slots_R] == self.config.mask_token_id
         return ~(masked_RC & (position_C < end_R[:, None])).any(dim=1)
 

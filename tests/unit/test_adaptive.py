@@ -18,7 +18,7 @@ from dllm_plugin.config.request.parsing import request_arguments
 from dllm_plugin.config.resolution import resolve
 from dllm_plugin.config.worker_carriers import RESUMED, pack_id, unpack_id
 from dllm_plugin.decoding.methods import METHODS
-from dllm_plugin.engine.scheduling.adaptive_scheduler import warn_without_graphs
+from dllm_plugin.engine.scheduling.load_scheduler import warn_without_graphs
 from dllm_plugin.state.floating import FloatingView
 from dllm_plugin.state.request_table import RequestTable
 
@@ -153,9 +153,7 @@ def test_what_steps_without_full_graphs_cost(
     logged.clear()
     warn_without_graphs(config)
     assert logged == []
-    platform = (
-        "dllm_plugin.engine.scheduling.adaptive_scheduler.current_platform.is_cuda"
-    )
+    platform = "dllm_plugin.engine.scheduling.load_scheduler.current_platform.is_cuda"
     monkeypatch.setattr(platform, lambda: True)
     compilation.cudagraph_mode = CUDAGraphMode.NONE
     warn_without_graphs(config)

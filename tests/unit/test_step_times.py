@@ -27,7 +27,7 @@ from dllm_plugin.config.step_times import (
 )
 from dllm_plugin.decoding.step_costs import KEY_SHARE, READS, Costs, MeasuredCosts
 from dllm_plugin.decoding.widths import WidthController, widths_between
-from dllm_plugin.engine.scheduling.adaptive_scheduler import StepClock
+from dllm_plugin.engine.scheduling.load_scheduler import StepClock
 from dllm_plugin.engine.worker.graph_times import step_times
 from dllm_plugin.models.checkpoints.step_costs import (
     model_costs,
@@ -261,7 +261,7 @@ def test_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of steps without prompts that were queued behind others."""
     now = [0.0]
     monkeypatch.setattr(
-        "dllm_plugin.engine.scheduling.adaptive_scheduler.time.perf_counter",
+        "dllm_plugin.engine.scheduling.load_scheduler.time.perf_counter",
         lambda: now[0],
     )
     clock, told = StepClock(), []

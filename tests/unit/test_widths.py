@@ -5,7 +5,13 @@ import time
 import numpy as np
 import pytest
 
-from dllm_plugin.decoding.acceptance import accepted, tokens_per_forward
+from dllm_plugin.decoding.acceptance import (
+    Drafted,
+    accepted,
+    tokens_of_round,
+    tokens_of_stride,
+    tokens_per_forward,
+)
 from dllm_plugin.decoding.step_costs import (
     READS,
     Costs,
@@ -13,7 +19,13 @@ from dllm_plugin.decoding.step_costs import (
     ObservedRatios,
     StepCosts,
 )
-from dllm_plugin.decoding.widths import CYCLE, WidthController, choose, widths_between
+from dllm_plugin.decoding.widths import (
+    CYCLE,
+    WidthController,
+    choose,
+    doubled,
+    widths_between,
+)
 
 H200 = Costs(base=4.6, free=128, per_position=0.0215)
 LOADS = (1, 4, 8, 16, 32, 64, 128, 256)
@@ -298,3 +310,74 @@ def test_a_choice_costs_little(measured: bool) -> None:
             controller.observe_time(256, width, 1.1)
         taken.append((time.thread_time() - begin) / (10 * CYCLE))
     assert min(taken) < 30e-6
+
+
+ROUNDS, STRIDES = doubled(32), tuple(2 * length - 1 for length in doubled(16))
+
+
+def drafts_controller(drafted: Drafted) -> WidthController:
+    rows = ROUNDS if drafted is tokens_of_round else STRIDES
+    return WidthController(rows, False, H200, drafted=drafted)
+
+
+def serve_drafts(
+    controller: WidthController, drafted: Drafted, share: float, requests: int
+) -> list[int]:
+    """Rows of 2,048 steps in which drafts are accepted with one probability."""
+    chosen, left = [], 0.0
+    for _ in range(2048):
+        rows = controller.width(requests, 0)
+        left += requests * drafted(rows, share)
+        controller.observe(rows, requests, int(left))
+        left -= int(left)
+        chosen.append(rows)
+    return chosen
+
+
+def test_lengths_of_drafts_are_powers_of_two() -> None:
+    assert doubled(1) == (1,)
+    assert doubled(12) == (1, 2, 4, 8, 12)
+    assert ROUNDS == (1, 2, 4, 8, 16, 32)
+
+
+@pytest.mark.parametrize("drafted", [tokens_of_round, tokens_of_stride])
+def test_one_row_brings_a_token_and_sure_drafts_all(drafted: Drafted) -> None:
+    assert drafted(1, 0.5) == 1.0
+    for rows in ROUNDS if drafted is tokens_of_round else STRIDES[1:]:
+        found = [drafted(rows, share) for share in (0.0, 0.3, 0.6, 0.9, 1.0)]
+        assert found == sorted(found)
+    assert tokens_of_round(8, 1.0) == 4.0
+    # N tokens in one forward if all are accepted; of two, one verifies nothing if none is.
+    assert tokens_of_stride(7, 1.0) == 4.0 and tokens_of_stride(7, 0.0) == 1.0
+
+
+@pytest.mark.parametrize("requests", [8, 64, 128])
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.8, 0.95])
+@pytest.mark.parametrize("drafted", [tokens_of_round, tokens_of_stride])
+def test_the_length_that_pays_is_found(
+    drafted: Drafted, share: float, requests: int
+) -> None:
+    controller = drafts_controller(drafted)
+    serve_drafts(controller, drafted, share, requests)
+    rates = {
+        rows: drafted(rows, share) / H200.step(requests, rows, 0)
+        for rows in controller.widths
+    }
+    assert controller.current is not None
+    found = rates[controller.widths[controller.current]]
+    assert found >= 0.95 * max(rates.values())
+
+
+@pytest.mark.parametrize("requests", [1, 128])
+@pytest.mark.parametrize("drafted", [tokens_of_round, tokens_of_stride])
+def test_drafts_are_given_up_and_taken_up_again(
+    drafted: Drafted, requests: int
+) -> None:
+    """Where none pay, few steps draft: what is tried costs less than 3 % of plain steps."""
+    controller = drafts_controller(drafted)
+    refused = serve_drafts(controller, drafted, 0.05, requests)[256:]
+    drafts = sum(rows > 1 for rows in refused)
+    if drafted is tokens_of_round or requests > 1:
+        assert 0 < drafts <= 0.03 * len(refused)
+    accepted_again = serve_drafts(controller, drafted, 0.97, requests)[-200:]
+    assert requests > 1 or min(accepted_again) > 1

@@ -34,11 +34,13 @@ def step_costs(vllm_config: VllmConfig, config: DecodeConfig) -> StepCosts:
     times = None if path is None else load(path)
     if times is None:
         return model_costs(vllm_config, config)
+    # A canvas of drafts is one sequence, which reads its context once.
+    reads = 1.0 if config.draft_rows else reads_of(config.kv_cache_layout)
     return MeasuredCosts(
         times.positions,
         times.ms,
         times.per_key,
-        reads_of(config.kv_cache_layout),
+        reads,
         captured_graphs(vllm_config, config),
     )
 

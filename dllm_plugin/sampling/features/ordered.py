@@ -87,7 +87,7 @@ class StepFeatures:
         ]
         if states.config.dedicated_commit or states.config.method.causal_commit:
             # Reads rows once more, with scores of their own: after the scores of the step.
-            causal = states.config.method.causal_rows
+            causal = states.config.method.causal
             decoder = FirstTokenAfterPrompt if causal else FirstTokenDecoder
             changes = (penalties, bad_words)
             entries.append(decoder(states, checks, changes, logprobs, propose))

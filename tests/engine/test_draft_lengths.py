@@ -1,0 +1,113 @@
+"""Lengths of drafts by load and acceptance: they change the number of forwards, never a text."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from engines import (
+    EngineRoom,
+    a_prompt,
+    canvas_states,
+    forwards,
+    generate,
+    letters,
+    params,
+    scheduler,
+    token_ids,
+)
+
+from dllm_plugin.decoding.step_costs import Costs
+
+ENGINES = {
+    "nemotron": {"strategy": "self_speculation", "block_length": 16},
+    "idlm": {"block_length": 8},
+}
+FREE = Costs()  # of a few requests: drafts cost nothing
+DEAR = Costs(free=0, per_position=1.0)  # a forward costs what its positions do
+PROMPTS = {"nemotron": letters, "idlm": a_prompt}
+
+
+@pytest.fixture(params=[("nemotron", True), ("idlm", True), ("idlm", False)], ids=str)
+def served(request: pytest.FixtureRequest, room: EngineRoom) -> Iterator[Any]:
+    """An engine, and a prompt of each length."""
+    name, overlapped = request.param
+    llm = room.start(name, ENGINES[name], overlapped)
+    controller = scheduler(llm).controller
+    before = controller.costs
+    prompts = [PROMPTS[name](length, length) for length in (3, 9, 20, 33)]
+    yield llm, prompts
+    controller.costs = before
+
+
+def rows(llm: Any) -> dict[int, int]:
+    """How many forwards of requests the controller has counted by their rows, without a guess."""
+    acceptance = scheduler(llm).controller.acceptance
+    places = acceptance.places
+    return {width: int(acceptance.steps[place]) for width, place in places.items()}
+
+
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 0.8, "seed": 5}], ids=["greedy", "sampled"]
+)
+def test_lengths_change_and_texts_do_not(served: Any, sampling: dict[str, Any]) -> None:
+    llm, prompts = served
+    controller = scheduler(llm).controller
+    one = params(60, dllm_block_length=1, **sampling)
+    causal = [token_ids(output) for output in generate(llm, prompts, one)]
+    lengths, counted = set(), {}
+    for costs in (FREE, DEAR, FREE):
+        controller.costs = costs
+        changes = controller.changes
+        outputs = generate(llm, prompts, params(60, **sampling))
+        assert [token_ids(output) for output in outputs] == causal
+        counted[costs] = sum(map(forwards, outputs))
+        lengths.add(scheduler(llm)._width)
+        assert controller.changes > changes or costs is FREE
+    assert counted[DEAR] != counted[FREE] and len(lengths) > 1
+    assert sum(count > 8 for count in rows(llm).values()) > 1
+
+
+def test_past_the_break_even_steps_are_causal(served: Any) -> None:
+    """A token a forward, of one position each, but for what is tried now and then."""
+    llm, prompts = served
+    scheduler(llm).controller.costs = DEAR
+    generate(llm, prompts, params(40))  # a first choice is made
+    positions = scheduler(llm).num_computed_positions
+    outputs = generate(llm, prompts, params(60))
+    computed = scheduler(llm).num_computed_positions - positions
+    tokens = 60 * len(prompts)
+    assert 0.9 * tokens <= sum(map(forwards, outputs)) <= 1.1 * tokens
+    # Under asynchronous scheduling, a step may be queued when a text ends.
+    assert computed <= 1.2 * tokens + sum(map(len, prompts))
+
+
+def test_a_length_that_is_named_stays(served: Any) -> None:
+    """Beside requests whose length changes."""
+    llm, prompts = served
+    named = params(40, dllm_block_length=4)
+    alone = [forwards(output) for output in generate(llm, prompts[:2], named)]
+    scheduler(llm).controller.costs = DEAR
+    outputs = generate(llm, prompts, [named, named, params(40), params(40)])
+    assert [forwards(output) for output in outputs[:2]] == alone
+    assert min(map(forwards, outputs[2:])) > max(alone)
+    assert not scheduler(llm)._own
+
+
+def test_a_budget_of_thinking_ends_where_it_did(room: EngineRoom) -> None:
+    """Its end is that of a draft, so the length of its drafts is the engine's."""
+    llm = room.start("nemotron", ENGINES["nemotron"], True)
+    names = {"dllm_max_thinking_tokens": 12, "dllm_end_think_token_id": 13}
+    fixed = params(40, dllm_block_length=16, **names)
+    scheduler(llm).controller.costs = DEAR
+    [wanted] = generate(llm, [letters(9, 2)], fixed)
+    [output] = generate(llm, [letters(9, 2)], params(40, **names))
+    assert token_ids(output) == token_ids(wanted)
+
+
+def test_other_strategies_choose_no_length(room: EngineRoom) -> None:
+    """Their scheduler has no controller, and canvases have one length."""
+    llm = room.start("nemotron", {"strategy": "block_diffusion", "block_length": 8})
+    [output] = generate(llm, [letters(9)], params(24))
+    assert forwards(output) > 0
+    assert "controller" not in vars(scheduler(llm))
+    assert canvas_states(llm).config.draft_rows == ()
