@@ -75,9 +75,8 @@ class Limits(NamedTuple):
 class Tokens(NamedTuple):
     """List token ids, and the factors of row hashes.
 
-    best_but  best token of positions ``[R, B]`` but these two and the mask; read only where
-              the last argument is true
-    best_other  best token of one position of each row ``[R]`` but a given one and the mask
+    best_but  best token of canvas positions ``[R, N]`` but two given ones and the mask; read
+              only if the last argument is true
     factor_B  int64
     on_cpu    results may be looked at on the host
     """
@@ -85,8 +84,7 @@ class Tokens(NamedTuple):
     mask: int
     delete: int
     split: int
-    best_but: Callable[[Tensor], Tensor]
-    best_other: Callable[[Tensor, Tensor], Tensor]
+    best_but: Callable[[Tensor, tuple[Tensor, Tensor], Tensor], Tensor]
     factor_B: Tensor
     on_cpu: bool
 
@@ -190,7 +188,12 @@ def take_round(
     token_RB = proposal.token_RC.gather(1, row.index_RB)
     edits_RB = (token_RB == tokens.delete) | (token_RB == tokens.split)
     edits_RB &= taken_RB & final_R[:, None]
-    token_RB = torch.where(edits_RB, tokens.best_but(edits_RB), token_RB)
+    structural = (
+        torch.full_like(old_RB, tokens.delete),
+        torch.full_like(old_RB, tokens.split),
+    )
+    other_RB = tokens.best_but(row.index_RB, structural, edits_RB)
+    token_RB = torch.where(edits_RB, other_RB, token_RB)
     new_RB = torch.where(taken_RB, token_RB, old_RB)
     may_leave_R = row.runs_R & ~final_R
     new_RB = _leave_seen(new_RB, row, confidence_RB, rounds, may_leave_R, tokens)
@@ -296,10 +299,10 @@ def _leave_seen(
         sure_RB = confidence_RB.masked_fill(~changes_RB, float("inf"))
         worst_R1 = sure_RB.argmin(dim=1, keepdim=True)
         held_R1 = new_RB.gather(1, worst_R1)
-        place_R = row.index_RB.gather(1, worst_R1).squeeze(1)
-        other_R = tokens.best_other(place_R, held_R1.squeeze(1))
-        other_R1 = torch.where(again_R[:, None], other_R[:, None], held_R1)
-        new_RB = new_RB.scatter(1, worst_R1, other_R1)
+        again_R1 = again_R[:, None]
+        place_R1 = row.index_RB.gather(1, worst_R1)
+        other_R1 = tokens.best_but(place_R1, (held_R1, held_R1), again_R1)
+        new_RB = new_RB.scatter(1, worst_R1, torch.where(again_R1, other_R1, held_R1))
     return new_RB
 
 

@@ -32,6 +32,7 @@ SIBLINGS = [
     ("confidence.kernel.scan_rows", "confidence.partial_reference.scan_rows"),
     ("confidence.kernel.merge_rows", "confidence.partial_reference.merge_rows"),
     ("move_rows.move_rows", "move_rows.move_rows_reference"),
+    ("best_token.best_token", "best_token.best_token_reference"),
     ("floating.lay_out", "floating.lay_out_reference"),
     ("paged_attention.kernel.attend_spans", "paged_attention.reference.attend_spans"),
     ("paged_store.store_kv", "paged_store.store_kv_reference"),

@@ -20,7 +20,8 @@ from dllm_plugin.decoding.structure import (
     round_threshold,
     take_round,
 )
-from dllm_plugin.kernels.confidence.reference import NEGATIVE_INFINITY, RowStats
+from dllm_plugin.kernels.best_token import best_token, best_token_reference
+from dllm_plugin.kernels.confidence.reference import RowStats
 from dllm_plugin.sampling.features.feature import StepFeature
 from dllm_plugin.sampling.rows import RowChunk
 from dllm_plugin.sampling.step import DenoisingStep
@@ -63,9 +64,6 @@ class StructureEdits(StepFeature):
         generator = torch.Generator().manual_seed(HASH_SEED)
         factor_B = torch.randint(-(2**62), 2**62, (length,), generator=generator)
         self.factor_B = (2 * factor_B + 1).to(device)
-        config = states.config
-        banned = [config.mask_token_id, *config.structure_token_ids]
-        self.banned = torch.tensor(banned, device=device)
         self._rounds: Rounds | None = None
 
     def active(self, slots_np: np.ndarray) -> bool:
@@ -130,26 +128,18 @@ class StructureEdits(StepFeature):
         """Return the ids of the round's tokens, and what finds the next best ones."""
         on_cpu = self.states.device.type == "cpu"
         config, logits_TV = self.states.config, step.chunks[0].logits_XV
-        length = self.tables.inserted_RB.shape[1]
-        start_R1 = self.tables.decided_R[step.slots_R].to(torch.int64)[:, None] * length
+        find = best_token_reference if on_cpu else best_token
 
-        def best_but(wanted_RB: Tensor) -> Tensor:
-            if on_cpu and not wanted_RB.any():
-                return torch.zeros_like(wanted_RB, dtype=torch.int64)
-            kept_TB = logits_TV[:, self.banned]
-            logits_TV.index_fill_(1, self.banned, NEGATIVE_INFINITY)
-            best_T = logits_TV.argmax(dim=1)
-            logits_TV.index_copy_(1, self.banned, kept_TB)
-            place_B = torch.arange(length, device=best_T.device)
-            index_RB = (start_R1 + place_B).clamp_max(step.source_RC.shape[1] - 1)
-            return best_T[step.source_RC.gather(1, index_RB)]
-
-        def best_other(place_R: Tensor, held_R: Tensor) -> Tensor:
-            row_R = step.source_RC.gather(1, place_R[:, None]).squeeze(1)
-            rows_RV = logits_TV[row_R]
-            rows_RV.index_fill_(1, self.banned[:1], NEGATIVE_INFINITY)
-            rows_RV.scatter_(1, held_R[:, None], NEGATIVE_INFINITY)
-            return rows_RV.argmax(dim=1)
+        def best_but(
+            index_RN: Tensor, given: tuple[Tensor, Tensor], wanted_RN: Tensor
+        ) -> Tensor:
+            mask_RN = torch.full_like(index_RN, config.mask_token_id)
+            banned_RN3 = torch.stack((mask_RN, *given), dim=-1)
+            row_RN = step.source_RC.gather(1, index_RN)
+            found_N = find(
+                logits_TV, row_RN.flatten(), wanted_RN.flatten(), banned_RN3.view(-1, 3)
+            )
+            return found_N.view_as(index_RN)
 
         delete, split = config.structure_token_ids
         return Tokens(
@@ -157,7 +147,6 @@ class StructureEdits(StepFeature):
             delete,
             split,
             best_but,
-            best_other,
             self.factor_B,
             on_cpu,
         )

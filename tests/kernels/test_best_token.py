@@ -1,0 +1,33 @@
+"""The best token but for three: the Triton kernel against the plain-torch reference."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from dllm_plugin.kernels.best_token import best_token_reference
+
+KERNEL = "dllm_plugin.kernels.best_token.best_token"
+
+
+def case(vocab: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Rows of few values, which tie; some are wanted, and bans name the best token."""
+    generator = torch.Generator().manual_seed(vocab)
+    shape = (9, vocab)
+    logits = torch.randint(-5, 5, shape, generator=generator).to(dtype)
+    logits[3] = float("-inf")
+    row = torch.randint(0, 9, (40,), generator=generator)
+    wanted = torch.rand(40, generator=generator) < 0.6
+    banned = torch.randint(0, vocab, (40, 3), generator=generator)
+    banned[::2, 0] = logits[row[::2]].argmax(dim=1)
+    return [logits, row, wanted, banned]
+
+
+@pytest.mark.parametrize("vocab", [5, 8192, 20001])
+def test_the_kernel_agrees_with_the_reference(vocab: int, interpreter: Any) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        arguments = case(vocab, dtype)
+        [found] = interpreter.run([(KERNEL, None, arguments, {})])
+        expected = best_token_reference(*arguments)
+        assert found.tolist() == expected.tolist()
+        assert not found[~arguments[2]].any() and found.any()
