@@ -1,10 +1,14 @@
 """GPU tests need CUDA and vLLM's CUDA build; CI has neither. Run: ``pytest tests/gpu -m gpu``."""
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+# Cases and checks that the tests of engines on CPUs have, too.
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 # Triton's default for float32 products is tf32, whose error flips confidences near a threshold.
 os.environ["TRITON_F32_DEFAULT"] = "ieee"
 # `torch.cuda.is_available` below may start CUDA, after which a fork cannot.

@@ -2,10 +2,7 @@
 
 import json
 import random
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
 import block_cases
 import full_goldens

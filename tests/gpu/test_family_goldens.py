@@ -76,9 +76,7 @@ def test_tokens_and_forwards_equal_the_reference(
     name: str, replayed: Counter[int]
 ) -> None:
     one = DECODES[name]
-    engine = recorded.start(
-        f"checkpoints/tiny-{one.model}", one.dllm, max_model_len=256
-    )
+    engine = recorded.start(f"checkpoints/tiny-{one.model}", one.dllm)
     found = recorded.decode(
         engine, one.cases, lambda case: case["prompt_ids"], one.known.wish
     )
