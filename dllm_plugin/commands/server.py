@@ -96,7 +96,8 @@ def serve(arguments: Sequence[str], model: str | None = None) -> int:
     args = parser.parse_args(["serve", *arguments])
     if model is not None and not args.trust_remote_code:
         refuse_unknown(model)
-    args.middleware = [MIDDLEWARE, *args.middleware]
+    if not args.headless:  # which serves no requests
+        args.middleware = [MIDDLEWARE, *args.middleware]
     configure_logging_from_args(args)
     quieten()
     command.validate(args)
@@ -110,7 +111,8 @@ def serve(arguments: Sequence[str], model: str | None = None) -> int:
     finally:
         if interrupts is not None and interrupts.came:
             end_now(INTERRUPTED)
-    return 0
+    # A node without a server ends by a signal, or because a process of it has died.
+    return ENGINE_DIED if args.headless else 0
 
 
 def refuse_unknown(model: str) -> None:
