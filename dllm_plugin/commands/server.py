@@ -51,7 +51,7 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 POLL_SECONDS = 0.05
 ANY_ADDRESS = {"": "localhost", "0.0.0.0": "localhost", "::": "localhost"}
-VIEWER = "/viewer"
+HEALTH, VIEWER = "/health", "/viewer"
 ENGINE_DIED = 1
 ENDING = "The server is ending and takes no new requests; send it again when the server is back."
 CUT_SECONDS, END_SECONDS = 2.4, 2.8  # after a first Ctrl-C
@@ -195,8 +195,13 @@ class Lifecycle:
             task.cancel()
 
     async def handle(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse a new one while running requests end."""
-        if scope["type"] == "http" and scope["method"] == "POST":
+        """Pass a request on, or refuse a new one while running requests end.
+
+        `/health` then fails, so that balancers send no more requests.
+        """
+        if scope["type"] == "http" and (
+            scope["method"] == "POST" or scope["path"].endswith(HEALTH)
+        ):
             end: End | None = scope["app"].state.lifecycle
             if end is not None and end.is_asked_for():
                 await ending_reply()(scope, receive, send)

@@ -9,6 +9,7 @@ from copy import deepcopy
 from typing import Any
 
 from torch import nn
+from vllm import envs
 from vllm.config import ModelConfig, SchedulerConfig, VllmConfig
 from vllm.config.quantization import resolve_quantization_config
 from vllm.engine.arg_utils import EngineArgs
@@ -44,7 +45,6 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
         "enable_dbo": parallel.enable_dbo,
         "enable_batch_sharded_sampling": parallel.enable_batch_sharded_sampling,
         "speculative_config": vllm_config.speculative_config is not None,
-        "kv_transfer_config": vllm_config.kv_transfer_config is not None,
         "watermark_config": vllm_config.watermark_config is not None,
         "logits_processors": bool(model_config.logits_processors),
         "enable_prompt_embeds": model_config.enable_prompt_embeds,
@@ -68,6 +68,53 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
         raise ValueError(
             f"max_logprobs must be from 0 to {MAX_LOGPROBS} with diffusion decoding, got "
             f"{model_config.max_logprobs}."
+        )
+
+
+# Moves whole pages, keyed by the hashes of the prefix cache.
+CONNECTOR = "OffloadingConnector"
+
+
+def connector_of(vllm_config: VllmConfig) -> str | None:
+    """Return the name of vLLM's connector for pages of the KV cache; None without a connector."""
+    cache, transfer = vllm_config.cache_config, vllm_config.kv_transfer_config
+    if cache.kv_offloading_size is not None:  # becomes a connector after our hook
+        if cache.kv_offloading_backend == "lmcache":
+            return "LMCacheMPConnector"
+        simple = envs.VLLM_USE_SIMPLE_KV_OFFLOAD
+        return "SimpleCPUOffloadConnector" if simple else CONNECTOR
+    return None if transfer is None else transfer.kv_connector
+
+
+def shares_pages(vllm_config: VllmConfig) -> bool:
+    """Return whether a request may find pages of another one, here or by a connector."""
+    cached = vllm_config.cache_config.enable_prefix_caching
+    return cached or connector_of(vllm_config) is not None
+
+
+def refuse_connector(vllm_config: VllmConfig, config: DecodeConfig) -> None:
+    """Raise ValueError unless the connector moves only pages that other requests can use."""
+    name, method = connector_of(vllm_config), config.method
+    if name is None:
+        return
+    given = f"kv_connector {name} cannot be combined with"
+    if name != CONNECTOR:
+        raise ValueError(
+            f"{given} diffusion decoding: it may store pages that a denoising step still "
+            f"changes, or ignore a request's block length. Take {CONNECTOR}."
+        )
+    if "prefix_caching" in method.refuses or method.splits_prompt:
+        raise ValueError(
+            f"{given} {config.architecture} under strategy {config.strategy}: its keys and "
+            "values depend on text after their page, so a stored page would be wrong for "
+            "another request. Leave it out."
+        )
+    transfer = vllm_config.kv_transfer_config
+    extra = {} if transfer is None else transfer.kv_connector_extra_config
+    if method.floats and not extra.get("offload_prompt_only", True):
+        raise ValueError(
+            "offload_prompt_only False cannot be combined with adaptive: keys of generated "
+            "text depend on the pieces in which it was decided. Leave it out."
         )
 
 
@@ -117,10 +164,14 @@ def _raise_for_refresh(vllm_config: VllmConfig, canvas_length: int) -> None:
 
 
 def set_prefix_caching(vllm_config: VllmConfig, config: DecodeConfig) -> None:
-    """Fit pages to whole blocks, and disable prefix caching if the page size does not fit."""
+    """Fit pages to whole blocks, and disable prefix caching if the page size does not fit.
+
+    Raises ValueError if a connector would move pages of that size.
+    """
     cache, block = vllm_config.cache_config, config.block_length
-    if "prefix_caching" in config.method.refuses or not cache.enable_prefix_caching:
+    if "prefix_caching" in config.method.refuses:
         cache.enable_prefix_caching = False
+    if not shares_pages(vllm_config):
         return
     if config.method.causal:
         block = 1  # a page's keys depend on earlier tokens only
@@ -129,6 +180,13 @@ def set_prefix_caching(vllm_config: VllmConfig, config: DecodeConfig) -> None:
         cache.block_size = -(-pages // block) * block
         cache.user_specified_block_size = True
     if cache.block_size % block and not config.method.causal_commit:
+        name = connector_of(vllm_config)
+        if name is not None:
+            raise ValueError(
+                f"kv_connector {name} needs pages of whole blocks, but block_size "
+                f"{cache.block_size} is no multiple of block_length {block}: leave "
+                "block_size out."
+            )
         logger.warning(
             "Prefix caching is off: a page of %d tokens (block_size) holds no whole number of "
             "diffusion blocks of %d.",

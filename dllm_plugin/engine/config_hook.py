@@ -39,6 +39,7 @@ from dllm_plugin.config.request.structured_outputs import no_grammars
 from dllm_plugin.config.resolution import check_options_read, fit_warm_up, resolve
 from dllm_plugin.config.scheduling import (
     refuse_adapters,
+    refuse_connector,
     refuse_for_mixtures,
     refuse_unsupported,
     set_prefix_caching,
@@ -168,6 +169,7 @@ def _check(
 ) -> None:
     """Refuse options without effect, and damaged or foreign files."""
     check_options_read(config, written)
+    refuse_connector(vllm_config, config)
     refuse_adapters(vllm_config, config)
     check_checkpoint(vllm_config)
     check_adapter(vllm_config, config.lora_path)

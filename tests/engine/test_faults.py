@@ -1,5 +1,6 @@
 """Processes that are killed or asked to end, clients that vanish: nobody waits, nothing is left."""
 
+import multiprocessing
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from streams import PATIENCE, join, slow_request, start_streams
 
 from dllm_plugin import default_model
 from dllm_plugin.engine.worker.cpu_worker import DiffusionCPUWorker
+from dllm_plugin.engine.worker.ranks import end_at_sigterm
 
 pytestmark = [pytest.mark.usefixtures("template"), pytest.mark.slow]
 
@@ -181,6 +184,7 @@ def test_drained(drained: Server) -> None:
         < 500
     ):
         assert time.monotonic() - began < 30, "it takes requests"
+    assert httpx.get(f"{drained.url}/health", timeout=60).status_code == 503
     drained.process.send_signal(signal.SIGTERM)  # once more, which changes nothing
     join(streams, PATIENCE)
     assert [stream.text for stream in streams] == texts
@@ -244,6 +248,50 @@ def test_the_compile_cache_is_full(tmp_path: Path, full_disk: Path) -> None:
         pass
     assert "No space left on device" in log.read_text()
     assert time.monotonic() - began < START_SECONDS / 2
+
+
+class Dropping:
+    """Gets SIGTERM in its destructor, where Python drops what the handler raises."""
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.01)
+
+
+def raise_once(number: int, frame: Any) -> None:
+    """Handle SIGTERM as a rank of vLLM's."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise SystemExit
+
+
+def rank_that_drops(ready: Connection) -> None:
+    """Wait for ever, after SIGTERM too."""
+    signal.signal(signal.SIGTERM, raise_once)
+    end_at_sigterm(0.5)
+    Dropping()
+    ready.send("SIGTERM was dropped")
+    while True:
+        time.sleep(1)
+
+
+def test_sigterm_ends_a_rank_that_drops_it() -> None:
+    """An engine whose start has failed waits for its ranks without a limit."""
+    context = multiprocessing.get_context("spawn")
+    reader, writer = context.Pipe(duplex=False)
+    process = context.Process(target=rank_that_drops, args=(writer,), daemon=True)
+    process.start()
+    try:
+        assert reader.poll(START_SECONDS) and "dropped" in reader.recv()
+        process.join(END_SECONDS)
+        assert process.exitcode == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+
+
+def test_an_engine_keeps_its_handler() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    end_at_sigterm()
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_not_drained(tmp_path: Path) -> None:

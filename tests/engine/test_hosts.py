@@ -24,7 +24,7 @@ from processes import (
     spawn,
 )
 from streams import join, start_streams
-from test_faults import ENDLESS, END_SECONDS, ERROR_SECONDS, UNBOUND
+from test_faults import END_SECONDS, ENDLESS, ERROR_SECONDS, UNBOUND
 
 pytestmark = [pytest.mark.usefixtures("template"), pytest.mark.slow]
 

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,13 @@ import promql_parser
 import pytest
 import yaml
 from documented import ROOT
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from dllm_plugin.commands.serve import take_model
+from dllm_plugin.config.options import Options
+from dllm_plugin.decoding.families import FAMILIES
+from dllm_plugin.decoding.methods import choose_method
 
 DEPLOY = ROOT / "deploy"
 DOCKERFILES = sorted(DEPLOY.glob("*.Dockerfile"))
@@ -84,24 +90,81 @@ def test_compose_mounts_and_scrapes_what_exists() -> None:
     assert source["url"].split("/")[-1].split(":")[0] in services
 
 
-@pytest.mark.parametrize("path", sorted((DEPLOY / "kubernetes").glob("*.yml")))
+MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yml"))
+
+
+def pods(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the pods that manifests describe; a leader comes before its workers."""
+    found = []
+    for document in documents:
+        spec = document["spec"]
+        group = spec.get("leaderWorkerTemplate", {})
+        templates = [spec.get("template")]
+        templates += [group.get("leaderTemplate"), group.get("workerTemplate")]
+        for template in filter(None, templates):
+            head = {"apiVersion": "v1", "kind": "Pod"}
+            found.append(head | {"metadata": {"name": "x"}, "spec": template["spec"]})
+    return found
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
 def test_manifests_are_of_their_schemas(path: Path) -> None:
     documents = list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
-    for document in documents:
+    checked = [d for d in documents if d["kind"] != "LeaderWorkerSet"]
+    found = pods(documents)
+    for document in [*checked, *found]:
         kubernetes_validate.validate(document, KUBERNETES, strict=True)
-    (container,) = containers(documents)
+    (container,) = found[0]["spec"]["containers"]
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
         assert container[probe]["httpGet"]["path"] == "/health"
-    assert container["resources"]["limits"]["nvidia.com/gpu"] == 1
     container["imagePull"] = "x"
     with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(documents[1], KUBERNETES, strict=True)
+        kubernetes_validate.validate(found[0], KUBERNETES, strict=True)
 
 
 def containers(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The containers of the deployment among some documents."""
-    (found,) = [d for d in documents if d["kind"] == "Deployment"]
-    return list(found["spec"]["template"]["spec"]["containers"])
+    """Return the container of each pod."""
+    return [
+        container for pod in pods(documents) for container in pod["spec"]["containers"]
+    ]
+
+
+def test_hosts_differ_only_in_their_role() -> None:
+    """The ranks are as many as the GPUs of all hosts, and every host gets the same options."""
+    text = (DEPLOY / "kubernetes" / "hosts.yml").read_text(encoding="utf-8")
+    documents = list(yaml.safe_load_all(text))
+    group = documents[0]["spec"]["leaderWorkerTemplate"]
+    leader, worker = containers(documents)
+    assert worker["args"][:-1] == leader["args"][:-1]
+    assert worker["args"][-1] == "--headless"
+    parser = make_arg_parser(FlexibleArgumentParser())
+    given = [arg.replace("$(LWS_LEADER_ADDRESS)", "leader") for arg in worker["args"]]
+    given = [re.sub(r"\$\(\w+\)", str(group["size"]), arg) for arg in given]
+    args = parser.parse_args(given)
+    ranks = args.tensor_parallel_size * args.pipeline_parallel_size
+    gpus = worker["resources"]["limits"]["nvidia.com/gpu"]
+    assert ranks == gpus * args.nnodes and args.headless
+    assert leader["env"] == worker["env"]
+
+
+def test_values_of_the_production_stack() -> None:
+    """The chart starts `vllm serve` with our options, and names every plugin of ours."""
+    text = (DEPLOY / "production-stack.values.yml").read_text(encoding="utf-8")
+    values = yaml.safe_load(text)
+    (model,) = values["servingEngineSpec"]["modelSpec"]
+    parser = make_arg_parser(FlexibleArgumentParser())
+    args = parser.parse_args(["--model=x", *model["vllmConfig"]["extraArgs"]])
+    options = Options.from_user(args.additional_config["dllm"])
+    caches = choose_method(options.strategy, FAMILIES["LLaDAModelLM"], False)[0].refuses
+    assert model["vllmConfig"]["enablePrefixCaching"] == (
+        "prefix_caching" not in caches
+    )
+    assert values["routerSpec"]["routingLogic"] == "roundrobin"
+    (plugins,) = [one["value"] for one in model["env"] if one["name"] == "VLLM_PLUGINS"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    groups = project["project"]["entry-points"]
+    named = {name for group in groups if "vllm" in group for name in groups[group]}
+    assert set(plugins.split(",")) == named
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.stem)

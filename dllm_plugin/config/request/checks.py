@@ -12,6 +12,7 @@ from vllm.sampling_params import SamplingParams
 
 from dllm_plugin.config.decode import Case, DecodeConfig
 from dllm_plugin.config.request.arguments import TEMPLATE, RequestArguments
+from dllm_plugin.config.scheduling import shares_pages
 from dllm_plugin.config.validation import shown
 from dllm_plugin.decoding.methods import methods_of
 
@@ -339,7 +340,7 @@ def check_fits(
 def _check_page(vllm_config: VllmConfig, request: RequestArguments) -> None:
     """Raise VLLMValidationError for blocks that a cached page would cut."""
     cache = vllm_config.cache_config
-    if cache.enable_prefix_caching and cache.block_size % request.block_length:
+    if shares_pages(vllm_config) and cache.block_size % request.block_length:
         raise VLLMValidationError(
             f"dllm_block_length {request.block_length} does not divide a page of "
             f"{cache.block_size} tokens, so prefix caching would not be exact: choose another "

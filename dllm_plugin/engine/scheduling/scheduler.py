@@ -115,7 +115,22 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         self.block_length.pop(request.request_id, None)
         self._long.discard(request.request_id)
+        if self.connector is not None:
+            # What is in flight counts as computed, and the last block was not stored.
+            stored = max(request.num_prompt_tokens, request.num_tokens - 1)
+            request.num_computed_tokens = min(request.num_computed_tokens, stored)
         return super()._free_request(request, delay_free_blocks)
+
+    def _update_waiting_for_remote_kv(self, request: Request) -> None:
+        """Take loaded pages as vLLM does, which computes the last position of a prompt again.
+
+        Here the whole last block: experts may be chosen by block.
+        """
+        super()._update_waiting_for_remote_kv(request)
+        last = request.num_tokens - 1
+        if request.num_computed_tokens == last:
+            length = self.block_length[request.request_id]
+            request.num_computed_tokens = last // length * length
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Schedule as vLLM does; the budget keeps a canvas for every running request."""

@@ -4,18 +4,15 @@ During an update vLLM keeps the old tensors of each layer aside, and writes new 
 once all weights of the layer have come. vLLM does not end a failed update: the next forward would
 find layers without tensors and end the engine.
 
-Adapters of requests are checked before vLLM loads them. Options of ranks are compared before weights
-are loaded: every node resolves its own command line.
+Adapters of requests are checked before vLLM loads them.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
-from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
-from vllm.distributed.parallel_state import get_world_group
+from vllm.config import ModelConfig, set_current_vllm_config
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader.reload.layerwise import (
     finalize_layerwise_reload,
@@ -23,7 +20,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.v1.worker.gpu_worker import Worker
 
-from dllm_plugin import __version__
+from dllm_plugin.engine.worker.ranks import RankWorker
 
 
 def restore_layers(model: nn.Module, model_config: ModelConfig) -> None:
@@ -36,37 +33,8 @@ def restore_layers(model: nn.Module, model_config: ModelConfig) -> None:
     finalize_layerwise_reload(model, model_config)
 
 
-def compare_options(vllm_config: VllmConfig) -> None:
-    """Raise ValueError on every rank if a rank decodes with other options than rank 0.
-
-    vLLM compares no options between nodes that `--nnodes` joins.
-    """
-    world = get_world_group()
-    additional: Any = vllm_config.additional_config
-    ours = additional["dllm"] | additional["dllm"]["defaults"]
-    ours |= {"defaults": None, "version": __version__}
-    ranks: list[dict[str, Any]] = [{} for _ in range(world.world_size)]
-    torch.distributed.all_gather_object(ranks, ours, group=world.cpu_group)
-    first = ranks[0]
-    for rank, options in enumerate(ranks):
-        for name in sorted(first.keys() | options.keys()):
-            value, expected = options.get(name), first.get(name)
-            if value != expected:
-                raise ValueError(
-                    f"rank {rank} was started with {name} {value!r}, rank 0 with "
-                    f"{expected!r}: start DiffuPlug with the same options and version on "
-                    "every node."
-                )
-
-
-class UpdatingWorker(Worker):
+class UpdatingWorker(RankWorker):
     """Run vLLM's worker with updates of weights that are checked as a whole."""
-
-    def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        """Load as vLLM does, after a comparison of the ranks' options."""
-        if not load_dummy_weights:  # ranks that elastic scaling adds get a copy
-            compare_options(self.vllm_config)
-        super().load_model(load_dummy_weights=load_dummy_weights)
 
     def start_weight_update(self) -> None:
         """Start an update as vLLM does; raise ValueError if the weights cannot be updated."""

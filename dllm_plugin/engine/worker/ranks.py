@@ -1,0 +1,75 @@
+"""Compare the options of all ranks before they load, and end each rank that is asked to end."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_world_group
+from vllm.v1.worker.gpu_worker import Worker
+
+from dllm_plugin import __version__
+
+END_SECONDS = (
+    10.0  # vLLM kills a rank 4 s after SIGTERM, unless its engine fails to start
+)
+
+
+def compare_options(vllm_config: VllmConfig) -> None:
+    """Raise ValueError on every rank if a rank decodes with other options than rank 0.
+
+    Every node resolves its own command line, and vLLM compares nothing between nodes that
+    `--nnodes` joins.
+    """
+    world = get_world_group()
+    additional: Any = vllm_config.additional_config
+    ours = additional["dllm"] | additional["dllm"]["defaults"]
+    ours |= {"defaults": None, "version": __version__}
+    ranks: list[dict[str, Any]] = [{} for _ in range(world.world_size)]
+    torch.distributed.all_gather_object(ranks, ours, group=world.cpu_group)
+    first = ranks[0]
+    for rank, options in enumerate(ranks):
+        for name in sorted(first.keys() | options.keys()):
+            value, expected = options.get(name), first.get(name)
+            if value != expected:
+                raise ValueError(
+                    f"rank {rank} was started with {name} {value!r}, rank 0 with "
+                    f"{expected!r}: start DiffuPlug with the same options and version on "
+                    "every node."
+                )
+
+
+def end_at_sigterm(seconds: float = END_SECONDS) -> None:
+    """End this process some seconds after SIGTERM, whatever becomes of vLLM's handler.
+
+    The handler raises SystemExit once. Python drops what is raised within a destructor or a
+    callback of a weak reference; an engine whose start has failed then waits for ever.
+    """
+    # An engine that runs its only rank itself has a handler that drains.
+    if not multiprocessing.current_process().daemon:
+        return
+    given: Any = signal.getsignal(signal.SIGTERM)
+
+    def end(number: int, frame: FrameType | None) -> None:
+        timer = threading.Timer(seconds, os._exit, (128 + number,))
+        timer.daemon = True
+        timer.start()
+        given(number, frame)
+
+    if callable(given):
+        signal.signal(signal.SIGTERM, end)
+
+
+class RankWorker(Worker):
+    """Run vLLM's worker as one of several ranks."""
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        """Load as vLLM does, after a comparison of the ranks' options."""
+        end_at_sigterm()
+        if not load_dummy_weights:  # ranks that elastic scaling adds get a copy
+            compare_options(self.vllm_config)
+        super().load_model(load_dummy_weights=load_dummy_weights)

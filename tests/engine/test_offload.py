@@ -1,0 +1,155 @@
+"""Pages that vLLM's offloading connector stores and loads: the same tokens, only final pages."""
+
+from typing import Any
+
+import host_copy
+import pytest
+from engines import EngineRoom, a_prompt, free_pages, generate, params, token_ids
+
+pytestmark = pytest.mark.slow
+
+PAGE = 32
+EXTRA = {
+    "cpu_bytes_to_use": 64 << 20,
+    "spec_name": "HostCopySpec",
+    "spec_module_path": "host_copy",
+}
+LENGTHS = (1, 9, 31, 32, 33, 40, 64, 97, 160, 200)
+
+
+def start(
+    room: EngineRoom, model: str, overlapped: bool, **extra: Any
+) -> tuple[Any, list[int], list[int]]:
+    """Return an engine whose pages are found by the connector only, and counts of pages."""
+    chosen = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": EXTRA | extra,
+    }
+    llm = room.start(
+        model,
+        {},
+        async_scheduling=overlapped,
+        enable_prefix_caching=False,
+        kv_transfer_config=chosen,
+    )
+    host_copy.STORED.clear()
+    host_copy.LOADED.clear()
+    return llm, host_copy.STORED, host_copy.LOADED
+
+
+def answers(llm: Any, prompts: list[list[int]], tokens: int = 40) -> list[list[int]]:
+    return [token_ids(output) for output in generate(llm, prompts, params(tokens))]
+
+
+def test_prompts_are_loaded(overlapped: bool, room: EngineRoom) -> None:
+    """Whole pages of prompts are stored once, and loaded by the second request."""
+    llm, stored, loaded = start(room, "sdar", overlapped)
+    prompts = [a_prompt(length, length) for length in LENGTHS]
+    pages = free_pages(llm)
+    first = answers(llm, prompts)
+    whole = sum(length // PAGE for length in LENGTHS)
+    assert not loaded
+    assert answers(llm, prompts) == first
+    assert (len(stored), len(loaded)) == (whole, whole)
+    assert free_pages(llm) == pages
+
+
+def chats(llm: Any, turns: int) -> list[list[list[int]]]:
+    """Return the answers of eight chats, whose turns bring everything so far."""
+    texts = [a_prompt(12 + 5 * i, i) for i in range(8)]
+    said = []
+    for turn in range(turns):
+        said.append(answers(llm, texts, 52))
+        texts = [
+            text + answer + a_prompt(3, turn)
+            for text, answer in zip(texts, said[-1], strict=True)
+        ]
+    return said
+
+
+def test_chats_are_loaded(overlapped: bool, room: EngineRoom) -> None:
+    """Pages of generated text too; but never the page in which a text ended."""
+    plain = chats(room.start("sdar", {}, enable_prefix_caching=False), 3)
+    llm, stored, loaded = start(room, "sdar", overlapped, offload_prompt_only=False)
+    assert chats(llm, 3) == plain
+    assert len(loaded) > 8 and len(stored) > 16
+    stored.clear()
+    answers(llm, [a_prompt(20, 77)], 2 * PAGE - 20)  # ends where a page ends
+    assert len(stored) == 1
+
+
+def test_aborted_texts_are_loaded(overlapped: bool, room: EngineRoom) -> None:
+    """Pages of a request that is aborted while it decodes are final, too."""
+    llm, _, loaded = start(room, "sdar", overlapped, offload_prompt_only=False)
+    longer = []
+    for steps in range(3, 40, 3):
+        text = prompt = a_prompt(50, steps)
+        engine, name = llm.llm_engine, f"ends after {steps} steps"
+        engine.add_request(name, {"prompt_token_ids": prompt}, params(150))
+        for _ in range(steps):
+            for output in engine.step():
+                text = prompt + token_ids(output)
+        engine.abort_request([name])
+        while engine.has_unfinished_requests():
+            engine.step()
+        longer.append(text + [7])
+    assert max(map(len, longer)) > 2 * PAGE
+    given = answers(llm, longer)
+    assert len(loaded) >= len(longer)
+    assert given == answers(room.start("sdar", {}, enable_prefix_caching=False), longer)
+
+
+def transfer(name: str, **extra: Any) -> dict[str, Any]:
+    """Return the option for a connector."""
+    kind = {"kv_connector": name, "kv_role": "kv_both"}
+    return {"kv_transfer_config": kind | {"kv_connector_extra_config": extra}}
+
+
+AFTER = "its keys and values depend on text after their page"
+OFFLOADING = transfer("OffloadingConnector", cpu_bytes_to_use=1 << 20)
+ALL_TEXT = transfer(
+    "OffloadingConnector", cpu_bytes_to_use=1 << 20, offload_prompt_only=False
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "dllm", "options", "sentence"),
+    [
+        ("llada", {"strategy": "dual_cache"}, OFFLOADING, AFTER),
+        ("llada", {"strategy": "dual_cache"}, {"kv_offloading_size": 1}, AFTER),
+        ("dream", {"strategy": "d2f"}, OFFLOADING, AFTER),
+        ("a2d-qwen3", {"strategy": "block_diffusion"}, OFFLOADING, AFTER),
+        ("sdar", {}, transfer("ExampleConnector"), "kv_connector ExampleConnector"),
+        ("sdar", {}, transfer("LMCacheConnectorV1"), "kv_connector LMCacheConnectorV1"),
+        ("sdar", {}, transfer("MultiConnector"), "Take OffloadingConnector."),
+        (
+            "sdar",
+            {},
+            {"kv_offloading_size": 1, "kv_offloading_backend": "lmcache"},
+            "kv_connector LMCacheMPConnector",
+        ),
+        (
+            "sdar",
+            {"block_length": 24, "canvas_length": 48},
+            OFFLOADING | {"block_size": 32, "enable_prefix_caching": False},
+            "block_size 32 is no multiple of block_length 24: leave block_size out",
+        ),
+        (
+            "sdar",
+            {"adaptive": "throughput"},
+            ALL_TEXT,
+            "offload_prompt_only False cannot be combined with adaptive",
+        ),
+    ],
+)
+def test_refused(
+    model: str,
+    dllm: dict[str, Any],
+    options: dict[str, Any],
+    sentence: str,
+    room: EngineRoom,
+) -> None:
+    with pytest.raises(ValueError) as caught:
+        room.start(model, dllm, **options)
+    assert sentence in str(caught.value)
