@@ -59,6 +59,7 @@ SIGNATURES = {
     RUNNER + ".initialize_kv_cache": "self kv_cache_config is_profiling=False "
     "kv_cache_allocation_context=None",
     "v1.worker.gpu_worker:Worker._make_model_runner": "self",
+    "v1.worker.gpu_worker:Worker.load_model": "self * load_dummy_weights=False",
     STATE + "__init__": "self vllm_config model encoder_cache device",
     STATE + "get_supported_generation_tasks": "self",
     STATE + "custom_sampler": "self sampler",
@@ -241,7 +242,7 @@ FIELDS: dict[type, str] = {
     "num_output_placeholders",
     Scheduler: "num_sampled_tokens_per_step num_spec_tokens max_num_scheduled_tokens requests "
     "max_num_active_reqs max_model_len scheduler_config vllm_config current_step running waiting "
-    "block_size grammar_compile_error_reqs kv_cache_manager",
+    "block_size connector grammar_compile_error_reqs kv_cache_manager",
     AsyncScheduler: "_spec_token_placeholders",
     VllmConfig: "additional_config attention_config cache_config compilation_config "
     "diffusion_config kv_transfer_config load_config lora_config model_config "
@@ -251,8 +252,8 @@ FIELDS: dict[type, str] = {
     "revision runner_type served_model_name tokenizer_mode",
     SchedulerConfig: "async_scheduling enable_chunked_prefill long_prefill_token_threshold "
     "max_num_batched_tokens max_num_scheduled_tokens max_num_seqs scheduler_cls watermark",
-    CacheConfig: "block_size cache_dtype enable_prefix_caching num_gpu_blocks "
-    "user_specified_block_size",
+    CacheConfig: "block_size cache_dtype enable_prefix_caching kv_offloading_backend "
+    "kv_offloading_size num_gpu_blocks user_specified_block_size",
     CompilationConfig: "cudagraph_capture_sizes cudagraph_mode max_cudagraph_capture_size",
     ParallelConfig: "decode_context_parallel_size enable_batch_sharded_sampling enable_dbo "
     "enable_ep_weight_filter enable_expert_parallel data_parallel_size data_parallel_size_local "

@@ -100,6 +100,7 @@ vllm.v1.worker.gpu.model_states.interface: ModelSpecificAttnMetadata ModelState
 vllm.v1.worker.gpu.sample.logits_processor: LogitsContext LogitsProcessor
 vllm.v1.worker.gpu.sample.output: SamplerOutput
 vllm.v1.worker.gpu.states: RequestState
+vllm.v1.worker.gpu_worker: Worker
 vllm.v1.worker.utils: AttentionGroup
 """
 COMPRESSED = (
