@@ -256,10 +256,12 @@ def asked_of(llm, bundled, **given):
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_texts_by_kernels_are_those_by_the_reference(name, monkeypatch):
-    """In float32, alone and all at once, greedy and sampled; nobody has to ask for automata."""
+    """In float32, alone and all at once, greedy and sampled."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     llm = recorded.start(**ENGINES[name])
-    prompts, wishes, judges = asked_of(llm, name.startswith("bundled"))
+    prompts, wishes, judges = asked_of(
+        llm, name.startswith("bundled"), dllm_grammar="automaton"
+    )
     prompts = [prompts[i % len(prompts)] for i in range(len(wishes))]
     automata = sampler_of(llm).features.automata
     assert not automata.on_cpu and automata.forward is kernel.forward

@@ -23,6 +23,7 @@ class Decodes:
     cases: list[dict[str, Any]]
     known: Any  # has `wish` and `check`
     full_graphs: bool = True
+    context: int = 256
 
 
 def check_nemotron(case: dict[str, Any], output: Any) -> None:
@@ -30,7 +31,7 @@ def check_nemotron(case: dict[str, Any], output: Any) -> None:
 
 
 DECODES = {
-    "a2d-mdlm": Decodes("a2d-qwen3", {}, test_a2d.cases(), test_a2d, False),
+    "a2d-mdlm": Decodes("a2d-qwen3", {}, test_a2d.cases(), test_a2d, False, 512),
     "nemotron-blocks": Decodes(
         "nemotron",
         nemotron.BLOCKS,
@@ -76,7 +77,9 @@ def test_tokens_and_forwards_equal_the_reference(
     name: str, replayed: Counter[int]
 ) -> None:
     one = DECODES[name]
-    engine = recorded.start(f"checkpoints/tiny-{one.model}", one.dllm)
+    engine = recorded.start(
+        f"checkpoints/tiny-{one.model}", one.dllm, max_model_len=one.context
+    )
     found = recorded.decode(
         engine, one.cases, lambda case: case["prompt_ids"], one.known.wish
     )

@@ -8,9 +8,13 @@ anew what torch had compiled.
 import json
 import sys
 import warnings
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
 import recorded
-import torch
 from engines import a_prompt, params
 
 SLOW = {
