@@ -21,6 +21,7 @@ AUTOREGRESSIVE = {
     "sdar": ("Qwen3ForCausalLM", "qwen3"),
     "a2d-qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "llama": ("LlamaForCausalLM", "llama"),
+    "nemotron_labs_diffusion": ("LlamaForCausalLM", "llama"),
 }
 
 

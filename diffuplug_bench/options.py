@@ -12,6 +12,7 @@ from diffuplug_bench.model_shapes import SHAPES
 from diffuplug_bench.settings import (
     ADAPTIVE,
     BASELINES,
+    DRAFTS,
     MAP,
     MEASURED,
     MODES,
@@ -62,7 +63,7 @@ def _add_model(parser: argparse.ArgumentParser, mode: str) -> None:
         parser.add_argument(
             "--vs", dest="versus", type=_names, default=(), help=baselines
         )
-    strategies = ", ".join(MEASURED)
+    strategies = ", ".join([*MEASURED, *(DRAFTS if mode == ADAPTIVE else ())])
     parser.add_argument(
         "--strategy",
         help=f"{strategies} (default: block_diffusion; with an adapter d2f)",
@@ -157,7 +158,8 @@ def _add_adaptive(parser: argparse.ArgumentParser) -> None:
         "--widths", help=f"fixed widths too, or none (default: {FIXED_WIDTHS})"
     )
     parser.add_argument(
-        "--acceptance", help="with --shapes, p0:lambda (default: 0.9:2.5)"
+        "--acceptance",
+        help="with --shapes, p0:lambda (default: 0.9:2.5), or tokens a round: 2,4,6",
     )
 
 

@@ -168,6 +168,10 @@ COLUMNS = {
     "adaptive": """
         requests:d width:d tokens_per_s:.1f tokens_per_forward:.2f mean_width:.1f
         ar_tokens_per_s:.1f speedup_vs_ar:.2f""",
+    "drafts": """
+        requests:d acceptance:d length:d tokens_per_s:.1f tokens_per_forward:.2f
+        mean_rows:.1f bound:.2f ar_tokens_per_s:.1f speedup_vs_ar:.2f""",
+    "break_even": "requests:d plain_ms:.3f rows:d acceptance:.2f",
     "map_steps": "requests:d width:d context:d ms:.3f model_ms:.3f ratio:.2f",
     "map": "requests:d context:d fixed:.2f adaptive:.2f width:d fits:s",
     "hf": "tokens_per_forward:.2f ms_per_forward:.2f tokens_per_s:.2f accuracy:.1%",

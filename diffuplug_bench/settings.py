@@ -7,7 +7,9 @@ from dllm_plugin.decoding.families import (
     BLOCK_DIFFUSION,
     D2F,
     DUAL_CACHE,
+    INTROSPECTIVE,
     PREFIX_CACHE,
+    SELF_SPECULATION,
     SEMI_AUTOREGRESSIVE,
 )
 
@@ -64,6 +66,9 @@ MEASURED = {
     PREFIX_CACHE: FULL_ATTENTION,
     SEMI_AUTOREGRESSIVE: replace(FULL_ATTENTION, refreshes=False),
 }
+
+# Strategies that mode adaptive measures by acceptance, and their longest drafts.
+DRAFTS = {SELF_SPECULATION: 32, INTROSPECTIVE: 8}
 
 
 def default_strategy(adapted: bool) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from vllm import LLM
 
-    from dllm_plugin.decoding.plan import Canvas, Proposal, StepPlan
+    from dllm_plugin.decoding.plan import AcceptFunction, Canvas, Proposal, StepPlan
     from dllm_plugin.decoding.policies import PolicySettings, Rule
 
 # The uniform distribution within it has the standard deviation of initialised models, 0.02.
@@ -35,6 +35,16 @@ class BenchWorker:
         worker: Any = self
         decider = worker.model_runner.model_state.sampler.decider
         decider.policy_rules["threshold"] = random_rule(p0, lam, seed, worker.device)
+
+    def accept_drafts(self, share: float, seed: int) -> None:
+        """Accept each draft with a probability, in place of what the model predicts."""
+        worker: Any = self
+        decider = worker.model_runner.model_state.sampler.decider
+        method = worker.model_runner.model_state.config.method
+        if decider.accept is method.accept:
+            worker.share = torch.zeros((), device=worker.device)
+            decider.accept = random_accept(method.accept, worker.share, seed)
+        worker.share.fill_(share)
 
     def reset_peak_bytes(self) -> int:
         """Reset the peak of allocated memory and return what is allocated now. CUDA only."""
@@ -104,6 +114,33 @@ def random_rule(p0: float, lam: float, seed: int, device: torch.device) -> "Rule
         return take_RC | (candidates_RC & (rank_RC == 0) & stuck_R1)
 
     return rule
+
+
+def random_accept(
+    accept: "AcceptFunction", share: Tensor, seed: int
+) -> "AcceptFunction":
+    """Return `accept` on proposals that equal the drafts with a probability."""
+    calls = torch.full((), seed, dtype=torch.int64, device=share.device)
+
+    def judge(
+        canvas: "Canvas",
+        plan: "StepPlan",
+        unmask_RC: Tensor,
+        proposal: "Proposal",
+        mask_id: int,
+    ) -> Any:
+        drafts_RC = canvas.tokens_RC
+        equal_RC = _uniform(calls, drafts_RC) < share
+        calls.add_(1)
+        other_RC = (drafts_RC - 1).abs()
+        other_RC = torch.where(other_RC == mask_id, mask_id - 1, other_RC)
+        judged_RC = torch.where(equal_RC, drafts_RC, other_RC)
+        token_RC = torch.where(drafts_RC == mask_id, proposal.token_RC, judged_RC)
+        return accept(
+            canvas, plan, unmask_RC, proposal._replace(token_RC=token_RC), mask_id
+        )
+
+    return judge
 
 
 def _uniform(calls: Tensor, like_RC: Tensor) -> Tensor:

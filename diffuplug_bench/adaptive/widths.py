@@ -23,7 +23,7 @@ from diffuplug_bench.options import (
 from diffuplug_bench.problems import problem_prompts, problems_of
 from diffuplug_bench.request_loop import Ask, Run, serve
 from diffuplug_bench.serving.requests import context_needed
-from diffuplug_bench.settings import ADAPTIVE, Settings
+from diffuplug_bench.settings import ADAPTIVE, DRAFTS, Settings
 from dllm_plugin.commands.forecast import EXAMPLE, read_acceptance
 from dllm_plugin.commands.offline import stop_engine
 
@@ -37,6 +37,10 @@ WARMUP_PROMPT, WARMUP_TOKENS = 512, 32
 
 def run(args: argparse.Namespace, command: Sequence[str]) -> int:
     """Measure every width at every number of requests; print a table and one JSON line."""
+    if args.strategy in DRAFTS:
+        from diffuplug_bench.adaptive import drafts
+
+        return drafts.run(args, command)
     widths = _widths(args)
     settings, accepted = _settings(args)
     canvas = one_canvas(settings.canvas, max(widths, default=1))
@@ -71,7 +75,7 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
         stop_engine(llm)
         del llm, requests  # the next start leaves what is still there uncollected
         if "ar" in settings.versus:
-            _add_plain(rows, settings, model, length, Path(folder), progress)
+            add_plain(rows, settings, model, length, Path(folder), progress)
     print(report.table_of("adaptive", rows))
     print(json.dumps(line | {"rows": rows, "seconds": progress.seconds}))
     return 0
@@ -134,8 +138,16 @@ def _dllm(settings: Settings, canvas: int, args: argparse.Namespace) -> dict[str
 class Requests:
     """Serve word problems on a checkpoint, random prompts on dummy weights."""
 
-    def __init__(self, settings: Settings, model: Model, llm: "LLM") -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        model: Model,
+        llm: "LLM",
+        fixes: str = "dllm_schedule",
+    ) -> None:
+        """Serve by an engine; `fixes`: the argument that fixes a request's width."""
         self.settings, self.is_real, self.llm = settings, model.is_real, llm
+        self.fixes = fixes
         self.prompts = Prompts(model.config, settings.seed)
 
     def serve(self, at_once: int, width: int | None, teaches: bool = False) -> Run:
@@ -161,14 +173,15 @@ class Requests:
             length, tokens = min(WARMUP_PROMPT, length), min(WARMUP_TOKENS, tokens)
         sampling: dict[str, Any] = {"max_tokens": tokens}
         if width is not None:
-            sampling["extra_args"] = {"dllm_schedule": [width]}
+            is_list = self.fixes == "dllm_schedule"
+            sampling["extra_args"] = {self.fixes: [width] if is_list else width}
         if not self.is_real:
             return self.prompts.several(count, length, **sampling)
         found = problem_prompts(self.llm.get_tokenizer(), problems_of(count))
         return [Ask(prompt, sampling) for prompt in found]
 
 
-def _add_plain(
+def add_plain(
     rows: list[dict[str, Any]],
     settings: Settings,
     model: Model,

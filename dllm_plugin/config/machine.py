@@ -78,7 +78,7 @@ def uncompiled(config: DecodeConfig, eager: bool) -> Iterator[str]:
     """Yield why a step is not compiled; `eager`: on a CPU, or with enforce_eager."""
     if eager:
         yield "needs a GPU and no enforce_eager"
-    if config.dedicated_commit or config.method.causal_commit:
+    if config.dedicated_commit and not config.method.causal:
         # Each of their steps also decides the first token of the next block, which keeps state.
         yield (
             "has no effect where finished blocks commit in a forward of their own, as at "

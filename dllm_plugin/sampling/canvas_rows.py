@@ -127,6 +127,8 @@ class CanvasRows:
         self.shift = int(states.config.family.logits_shift)
         self.dedicated_commit = states.config.dedicated_commit
         self.causal_commit = states.config.method.causal_commit
+        # Rows of causal forwards propose the token after them in any case.
+        self.reads_last_row = self.dedicated_commit and not states.config.method.causal
         if self.shift and not self.dedicated_commit:
             self.carry_NV = torch.zeros(
                 num_slots, width, dtype=dtype, device=states.device
@@ -190,7 +192,7 @@ class CanvasRows:
             planned.drafts_R,
             batch.seq_lens[:canvases],
             None,
-            planned.last_row_R if self.dedicated_commit else None,
+            planned.last_row_R if self.reads_last_row else None,
         )
         step.index_R = torch.arange(canvases, device=self.states.device)
         step.index_np = np.arange(canvases)

@@ -128,3 +128,21 @@ def test_decode_options_reach_the_engine_of_widths(
     ]
     assert cli.main(command) != 0
     assert "commit_alone_from" in capsys.readouterr().err
+
+
+def test_tokens_per_second_by_acceptance(capsys: pytest.CaptureFixture[str]) -> None:
+    """Drafts that are accepted by drawn numbers, at a length by load and at a fixed one."""
+    lengths = ["--input-len", "24", "--output-len", "32", "--rounds", "1"]
+    options = ["--strategy", "introspective", "--acceptance", "2,6", "--widths", "4"]
+    loads = ["--requests", "1,2", "--block-length", "4", "--vs", "ar"]
+    command = ["bench", "adaptive", "--shapes", "tiny-idlm", *options, *lengths, *loads]
+    assert cli.main([*command, *QUICK]) == 0
+    line = line_of(capsys.readouterr().out)
+    rows = line["rows"]
+    assert len(rows) == 8 and line["benchmark"] == "drafts"
+    fixed = {row["acceptance"]: row for row in rows if row["length"] == 4}
+    # The prompt's token is sent by a first step, which may verify nothing.
+    assert 6.5 < fixed[2]["mean_rows"] < 7.5
+    assert fixed[2]["tokens_per_forward"] < fixed[6]["tokens_per_forward"] < 4
+    assert all(row["speedup_vs_ar"] > 0 and row["bound"] > 0 for row in rows)
+    assert {row["requests"] for row in line["break_even"]} == {1, 2}

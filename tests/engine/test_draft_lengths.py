@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from engines import (
     EngineRoom,
     a_prompt,
@@ -15,6 +16,7 @@ from engines import (
     scheduler,
     token_ids,
 )
+from mixed import Counted, fresh_compiler
 
 from dllm_plugin.decoding.step_costs import Costs
 
@@ -111,3 +113,28 @@ def test_other_strategies_choose_no_length(room: EngineRoom) -> None:
     assert forwards(output) > 0
     assert "controller" not in vars(scheduler(llm))
     assert canvas_states(llm).config.draft_rows == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["nemotron", "idlm", "wedlm"])
+def test_compiled_steps_take_the_same_decisions(name: str, room: EngineRoom) -> None:
+    """Traced and not translated; nothing is compiled once requests run."""
+    llm = room.start(name, ENGINES.get(name, {}), True)
+    prompts = [letters(length, length) for length in (3, 9, 20, 33)]
+    wish = params(40, temperature=0.6, seed=3)
+    plain = [token_ids(output) for output in generate(llm, prompts, wish)]
+    core = llm.llm_engine.engine_core.engine_core
+    runner = core.model_executor.driver_worker.worker.model_runner
+    sampler, decider = runner.sampler, runner.sampler.decider
+    before = sampler.rows.begin, decider.decide
+    with fresh_compiler():
+        with torch.inference_mode():
+            sampler.compile("eager")
+        decider.decide = counted = Counted(decider.decide)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            outputs = generate(llm, prompts, wish)
+    sampler.rows.begin, decider.decide = before
+    decider.compiled_for = None
+    # Only a step with the first tokens of texts has a feature.
+    assert len(counted.sizes) > sum(map(forwards, outputs)) / len(prompts) / 2
+    assert [token_ids(output) for output in outputs] == plain

@@ -29,6 +29,10 @@ MASK = 300
             "a forward of their own, as at max_active_blocks 1",
         ),
         ("LLaDAModelLM", {"strategy": "d2f", "max_active_blocks": 1}, None),
+        ("NemotronLabsDiffusionModel", {"strategy": "self_speculation"}, None),
+        ("NemotronLabsDiffusionModel", {"strategy": "block_diffusion"}, None),
+        ("IDLMForCausalLM", {}, None),
+        ("WeDLMForCausalLM", {}, None),
     ],
 )
 def test_what_is_compiled(
