@@ -13,6 +13,7 @@ from dllm_plugin.decoding.families import FAMILIES, Family
 from dllm_plugin.decoding.full_attention import NO_TEMPLATE, limit
 from dllm_plugin.decoding.method import Method
 from dllm_plugin.decoding.methods import METHODS, floating
+from dllm_plugin.decoding.step_costs import reads_of
 from dllm_plugin.decoding.widths import doubled
 
 if TYPE_CHECKING:
@@ -98,6 +99,11 @@ class DecodeConfig:
             return ()
         rows = self.method.rows or int
         return tuple(rows(length) for length in doubled(self.block_length))
+
+    @property
+    def context_reads(self) -> float:
+        """Return how often a canvas reads its context: once if it is one sequence."""
+        return 1.0 if self.draft_rows else reads_of(self.kv_cache_layout)
 
     @property
     def max_active_blocks(self) -> int:

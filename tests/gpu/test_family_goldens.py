@@ -11,7 +11,10 @@ import test_causal_goldens as nemotron
 import test_causal_window as wedlm
 import test_introspective as idlm
 import test_structure_goldens as llada22
+from engines import generate, params, scheduler, token_ids
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
+
+from dllm_plugin.decoding.step_costs import Costs
 
 
 @dataclass
@@ -47,7 +50,7 @@ DECODES = {
     "nemotron-adapter": Decodes(
         "nemotron", nemotron.ADAPTED, nemotron.drafted(True), nemotron
     ),
-    "idlm": Decodes("idlm", {"canvas_length": 32}, idlm.cases(), idlm, False),
+    "idlm": Decodes("idlm", {"canvas_length": 32}, idlm.cases(), idlm),
     "wedlm": Decodes("wedlm", {}, wedlm.cases("wedlm"), wedlm, False),
     "wedlm-qwen2": Decodes("wedlm-qwen2", {}, wedlm.cases("wedlm-qwen2"), wedlm, False),
     "llada2.2": Decodes("llada2.2", {}, llada22.cases(), llada22),
@@ -92,3 +95,22 @@ def test_tokens_and_forwards_equal_the_reference(
             wrong.append(case["id"])
     assert wrong == []
     assert replayed or not one.full_graphs
+
+
+@pytest.mark.parametrize("name", ["nemotron-drafts", "idlm"])
+def test_lengths_of_drafts_change_no_text(name: str, replayed: Counter[int]) -> None:
+    """In full graphs of several lengths, by costs under which long drafts pay, or none."""
+    one = DECODES[name]
+    engine = recorded.start(
+        f"checkpoints/tiny-{one.model}", one.dllm, max_model_len=one.context
+    )
+    prompts = [case["prompt_ids"] for case in one.cases[:8]]
+    causal = generate(engine, prompts, params(64, dllm_block_length=1))
+    found = []
+    for costs in (Costs(), Costs(free=0, per_position=1.0)):
+        scheduler(engine).controller.costs = costs
+        found.append(generate(engine, prompts, params(64)))
+    engine.llm_engine.engine_core.shutdown()
+    for outputs in found:
+        assert list(map(token_ids, outputs)) == list(map(token_ids, causal))
+    assert len(replayed) > 1 and replayed[1]

@@ -101,16 +101,16 @@ def test_what_is_made_of_replays() -> None:
     """Medians of each size, never falling; keys are read again but at widths of one."""
     empty = {desc(8, 4): 5.0, desc(16, 2): 6.0, desc(1, 2): 4.5, desc(64, 2): 4.0}
     long = {desc(8, 4): 5.0 + 8 * 100 * 1.4 * 0.001}
-    found = step_times(empty, long, 100, "unified")
+    found = step_times(empty, long, 100, READS)
     assert found[:2] == (
         (2, 32, 128),
         (4.5, 5.5, 5.5),
     ) and found.per_key == pytest.approx(0.001)
-    once = step_times(empty, long, 100, "distinct")
+    once = step_times(empty, long, 100, 1.0)
     assert once.per_key == pytest.approx(0.0014)
-    narrow = step_times({desc(8, 1): 5.0}, {desc(8, 1): 5.8}, 100, "unified")
+    narrow = step_times({desc(8, 1): 5.0}, {desc(8, 1): 5.8}, 100, READS)
     assert narrow.per_key == pytest.approx(0.001)
-    assert step_times(empty, {desc(8, 4): 4.9}, 100, "unified").per_key == 0
+    assert step_times(empty, {desc(8, 4): 4.9}, 100, READS).per_key == 0
 
 
 def test_the_scheduler_takes_the_file(
@@ -293,7 +293,7 @@ def test_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_times_never_reach_a_table_of_torch(tmp_path: Path) -> None:
     """Plain numbers, whatever replays return."""
     ms = {desc(1, 2): float(np.float64(4.5)), desc(2, 2): torch.tensor(5.0).item()}
-    save(tmp_path / "times.json", step_times(ms, {desc(2, 2): 5.1}, 10, "unified"))
+    save(tmp_path / "times.json", step_times(ms, {desc(2, 2): 5.1}, 10, READS))
     assert json.loads((tmp_path / "times.json").read_text())["ms"] == {
         "2": 4.5,
         "4": 5.0,

@@ -17,7 +17,6 @@ from vllm.v1.worker.gpu.input_batch import InputBatch, set_dummy_context
 
 from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.config.step_times import StepTimes, own_path, save
-from dllm_plugin.decoding.step_costs import reads_of
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
@@ -44,8 +43,8 @@ def measure(runner: "GPUModelRunner") -> None:
     pages = runner.kv_cache_config.num_blocks * runner.block_tables.block_sizes[0]
     context = min(LONG, runner.max_model_len // 2, pages // most)
     long = time_graphs(runner, many, context)
-    layout = get_decode_config(runner.vllm_config).kv_cache_layout
-    times = step_times(empty, long, context, layout)
+    reads = get_decode_config(runner.vllm_config).context_reads
+    times = step_times(empty, long, context, reads)
     logger.info(
         "Full CUDA graphs take %.2f ms for %d positions and %.2f ms for %d, and 1,000 tokens of "
         "context %.4f ms.",
@@ -74,7 +73,7 @@ def keep(vllm_config: VllmConfig, times: StepTimes) -> None:
 Times = dict[BatchExecutionDescriptor, float]
 
 
-def step_times(empty: Times, long: Times, context: int, layout: str) -> StepTimes:
+def step_times(empty: Times, long: Times, context: int, reads: float) -> StepTimes:
     """Return the table of times at empty contexts, and what a key adds to those at long ones."""
     by_positions: dict[int, list[float]] = {}
     for desc, ms in empty.items():
@@ -84,8 +83,8 @@ def step_times(empty: Times, long: Times, context: int, layout: str) -> StepTime
     added = []
     for desc, ms in long.items():
         # Run and window are sequences of their own, and each reads its context.
-        reads = reads_of(layout) if (desc.uniform_token_count or 1) > 1 else 1.0
-        keys = (desc.num_reqs or 1) * context * reads
+        times_read = reads if (desc.uniform_token_count or 1) > 1 else 1.0
+        keys = (desc.num_reqs or 1) * context * times_read
         added.append((ms - empty[desc]) / max(keys, 1))
     monotone = np.maximum.accumulate(medians).tolist()
     return StepTimes(

@@ -21,7 +21,6 @@ from dllm_plugin.decoding.step_costs import (
     StepCosts,
     WeightBytes,
     costs_of,
-    reads_of,
 )
 from dllm_plugin.models.checkpoints.weights import checkpoint_folder
 
@@ -34,13 +33,11 @@ def step_costs(vllm_config: VllmConfig, config: DecodeConfig) -> StepCosts:
     times = None if path is None else load(path)
     if times is None:
         return model_costs(vllm_config, config)
-    # A canvas of drafts is one sequence, which reads its context once.
-    reads = 1.0 if config.draft_rows else reads_of(config.kv_cache_layout)
     return MeasuredCosts(
         times.positions,
         times.ms,
         times.per_key,
-        reads,
+        config.context_reads,
         captured_graphs(vllm_config, config),
     )
 
@@ -55,9 +52,7 @@ def model_costs(vllm_config: VllmConfig, config: DecodeConfig) -> Costs:
     if not files:
         return Costs()
     weights = weight_bytes(vllm_config, files)
-    return costs_of(
-        weights, _bytes_per_token(vllm_config), reads_of(config.kv_cache_layout)
-    )
+    return costs_of(weights, _bytes_per_token(vllm_config), config.context_reads)
 
 
 def weight_bytes(vllm_config: VllmConfig, files: Sequence[Path]) -> WeightBytes:
