@@ -49,14 +49,16 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
         method = get_decode_config(llm.llm_engine.vllm_config).method
         requests = Requests(settings, model, llm, "dllm_block_length")
         rows: list[dict[str, Any]] = []
-        for tokens in accepted:
+        # From the highest on: the controller learns only while it drafts.
+        for tokens in reversed(accepted):
             share = 1 - 1 / tokens
             llm.collective_rpc("accept_drafts", args=(share, settings.seed))
             if not rows:
                 requests.compile(max(settings.requests))
             for n in settings.requests:
                 for fixed in (None, *lengths):
-                    done = requests.serve(n, fixed, teaches=fixed is None)
+                    teaches = fixed is None and n == settings.requests[0]
+                    done = requests.serve(n, fixed, teaches)
                     rows.append(_row(n, tokens, fixed or BY_LOAD, done))
                     progress.done(f"{n} requests, {tokens}", json.dumps(rows[-1]))
         rows_of = method.rows or int
