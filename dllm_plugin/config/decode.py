@@ -36,6 +36,7 @@ class DecodeConfig:
     reserved        pad and EOS token, if the last position of an answer holds one of them
     no_grammars     why requests with a grammar are refused; empty: they are not
     no_traces       why requests with a trace are refused; empty: they are not
+    stages          of the pipeline among which the layers are divided
     """
 
     architecture: str
@@ -63,6 +64,7 @@ class DecodeConfig:
     reserved: tuple[int, ...] = ()
     no_grammars: str = ""
     no_traces: str = ""
+    stages: int = 1
 
     @cached_property
     def family(self) -> Family:

@@ -20,6 +20,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 from vllm.platforms import current_platform
 
 from dllm_plugin.config.decode import TOKENIZER_MODE, DecodeConfig
+from dllm_plugin.config.request.structured_outputs import is_ours
 
 logger = init_logger("vllm.dllm_plugin")
 
@@ -39,7 +40,6 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
     model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
     scheduler = vllm_config.scheduler_config
     reasons = {
-        "pipeline_parallel_size > 1": parallel.pipeline_parallel_size > 1,
         "decode_context_parallel_size > 1": parallel.decode_context_parallel_size > 1,
         "prefill_context_parallel_size > 1": parallel.prefill_context_parallel_size > 1,
         "enable_dbo": parallel.enable_dbo,
@@ -115,6 +115,22 @@ def refuse_connector(vllm_config: VllmConfig, config: DecodeConfig) -> None:
         raise ValueError(
             "offload_prompt_only False cannot be combined with adaptive: keys of generated "
             "text depend on the pieces in which it was decided. Leave it out."
+        )
+
+
+def refuse_with_stages(vllm_config: VllmConfig, config: DecodeConfig) -> None:
+    """Raise ValueError for what the stages of a pipeline before the last cannot follow."""
+    beside = f"cannot be combined with pipeline_parallel_size {config.stages}"
+    if config.stages > 1 and config.method.floats:
+        raise ValueError(
+            f"adaptive {config.adaptive!r} {beside}: only the last stage knows in time where a "
+            "canvas starts. Leave one of them out."
+        )
+    worker = vllm_config.parallel_config.worker_cls
+    if config.stages > 1 and not is_ours(worker):
+        raise ValueError(
+            f"worker_cls {worker} {beside}, whose stages need our model runner: leave one of "
+            "them out."
         )
 
 

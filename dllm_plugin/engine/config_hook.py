@@ -42,6 +42,7 @@ from dllm_plugin.config.scheduling import (
     refuse_connector,
     refuse_for_mixtures,
     refuse_unsupported,
+    refuse_with_stages,
     set_prefix_caching,
     set_scheduler,
 )
@@ -161,6 +162,7 @@ def _resolve(vllm_config: VllmConfig, options: Options) -> DecodeConfig:
         structure_token_ids=structure,
         no_grammars=no_grammars(vllm_config) or without_grammars(config),
         no_traces=no_traces(vllm_config) or config.moves_tokens,
+        stages=vllm_config.parallel_config.pipeline_parallel_size,
     )
 
 
@@ -171,6 +173,7 @@ def _check(
     check_options_read(config, written)
     refuse_connector(vllm_config, config)
     refuse_adapters(vllm_config, config)
+    refuse_with_stages(vllm_config, config)
     check_checkpoint(vllm_config)
     check_adapter(vllm_config, config.lora_path)
 

@@ -50,20 +50,29 @@ class DiffusionModelState(ModelState):
         self.states: CanvasStates
         self.sequences: AttentionSequences
         self.req_states: RequestState
+        self.sampler: DiffusionSampler | None = None  # on the last stage only
 
     def get_supported_generation_tasks(self) -> tuple[Any, ...]:
         """Return that we generate text, and nothing else."""
         return ("generate",)
 
-    def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
-        """Return our sampler, on the state of vLLM's."""
-        self.req_states = sampler.req_states
-        draft_tokens = with_spare_row(sampler.req_states.draft_tokens)
-        sampler.req_states.draft_tokens = draft_tokens
+    def place_canvases(self, req_states: RequestState) -> None:
+        """Make the canvases in the runner's draft tokens.
+
+        Stages of a pipeline before the last have no sampler: vLLM sends them the draft tokens of
+        the last stage.
+        """
+        self.req_states = req_states
+        draft_tokens = with_spare_row(req_states.draft_tokens)
+        req_states.draft_tokens = draft_tokens
         self.states = CanvasStates(self.config, self.model_config, draft_tokens)
         fewest = cascade_from(self.vllm_config, flash_version(self.vllm_config))
         limits = (self.max_num_reqs, self.max_num_tokens)
         self.sequences = AttentionSequences(self.states, *limits, fewest)
+
+    def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
+        """Return our sampler, on the state of vLLM's."""
+        self.place_canvases(sampler.req_states)
         max_rows = step_size(self.vllm_config, self.config).rows
         shard = None
         if self.config.vocab_parallel:
@@ -77,7 +86,7 @@ class DiffusionModelState(ModelState):
             max_rows,
             self.config.compile_step,
             shard,
-            bool(self.vllm_config.scheduler_config.async_scheduling),
+            self.vllm_config.max_concurrent_batches - 1,
         )
         return self.sampler, None
 
@@ -97,7 +106,7 @@ class DiffusionModelState(ModelState):
         if why == FINISHED and pages:
             clear_pages(self.vllm_config, pages, self.device)
         slot = self.states.remove_request(req_id)
-        if slot is not None:
+        if slot is not None and self.sampler is not None:
             self.sampler.remove_request(slot)
 
     def apply_staged_writes(self) -> None:
@@ -145,6 +154,13 @@ class DiffusionModelState(ModelState):
         rows_T = drafts_R.repeat_interleave(lengths_R, output_size=count)
         rows_T1[:count, 0] = rows_T.to(rows_T1.dtype)
 
+    def _find_starts(self, batch: InputBatch) -> None:
+        """Write where canvases start, which the last stage does as it commits tokens."""
+        canvases = count_canvases(batch)
+        lengths_R = batch.query_start_loc[: canvases + 1].diff()
+        starts_R = (batch.seq_lens[:canvases] - lengths_R).to(torch.int64)
+        self.states.start_N[batch.idx_mapping[:canvases]] = starts_R
+
     def prepare_attn(
         self,
         input_batch: InputBatch,
@@ -157,10 +173,13 @@ class DiffusionModelState(ModelState):
         ubatch_idx: int = 0,
     ) -> dict[str, Any]:
         """Build attention metadata from the segments of a step."""
-        self.sampler.request_logits(input_batch)
+        if self.sampler is not None:
+            self.sampler.request_logits(input_batch)
+            self.sampler.trust_block_cache(input_batch, slot_mappings)
+        elif self.config.method.causal:
+            self._find_starts(input_batch)
         if self.config.draft_adapter is not None:
             self._mark_drafts(input_batch)
-        self.sampler.trust_block_cache(input_batch, slot_mappings)
         return self.sequences.build(
             input_batch,
             cudagraph_mode,

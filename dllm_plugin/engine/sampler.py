@@ -48,7 +48,7 @@ class DiffusionSampler:
         max_rows: int,
         compiles: bool = False,
         shard: VocabShard | None = None,
-        is_async: bool = False,
+        steps_in_flight: int = 0,
     ) -> None:
         """Make the parts of a step.
 
@@ -56,7 +56,7 @@ class DiffusionSampler:
             max_rows: the most logits rows of a step.
             compiles: compile the step at the first call, which is vLLM's memory profile.
             shard: the columns that the logits have; None for all of them.
-            is_async: steps are launched before the result of the one before is known.
+            steps_in_flight: how many steps are launched before the result of a step is known.
         """
         config = states.config
         self.states = states
@@ -68,7 +68,7 @@ class DiffusionSampler:
         width = vocab_size if shard is None else shard.width
         rows = MaskedRows if method.logits == "masked" else CanvasRows
         self.rows: MaskedRows | CanvasRows = rows(
-            states, dtype, width, method.plan, int(is_async)
+            states, dtype, width, method.plan, steps_in_flight
         )
         rules = self.rules = TokenRules(states, vocab_size)
         self.proposer = Proposer(
@@ -90,7 +90,7 @@ class DiffusionSampler:
             self.proposer.greedy,
         )
         ranking = Ranking(states, self.sampling_states)
-        self.decider = Decider(states, ranking, rules, is_async)
+        self.decider = Decider(states, ranking, rules, steps_in_flight > 0)
         self._dirty = True  # whether `sampling_states` has something for the device
         self.compiles = compiles
         self.reserved = False  # whether vLLM's memory profile saw a full step

@@ -109,9 +109,13 @@ class LLaDA2MoeModelLM(DiffusionModel, BailingMoeV2ForCausalLM):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        for layer in self.model.layers:
-            if isinstance(layer.mlp, BailingMoE):
-                layer.mlp.__class__ = LLaDA2MoE
+        for mixture in self.mixtures():
+            mixture.__class__ = LLaDA2MoE
+
+    def mixtures(self) -> list[Any]:
+        """Return the mixtures of experts among this stage's layers."""
+        layers = self.model.layers[self.model.start_layer : self.model.end_layer]
+        return [layer.mlp for layer in layers if isinstance(layer.mlp, BailingMoE)]
 
     @classmethod
     def checkpoint_shapes(cls, config: Any) -> Shapes:
@@ -161,9 +165,7 @@ class LLaDA22MoeModelLM(LLaDA2MoeModelLM):
         self.register_buffer(
             "blocks_T", torch.zeros(most, dtype=torch.int64), persistent=False
         )
-        layers = [layer.mlp for layer in self.model.layers]
-        mixtures: list[Any] = [mlp for mlp in layers if isinstance(mlp, LLaDA2MoE)]
-        for mixture in mixtures:
+        for mixture in self.mixtures():
             mixture.__class__ = LLaDA22MoE
             mixture.share(self.blocks_T, self.config.expert_capacity)
 

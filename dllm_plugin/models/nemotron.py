@@ -67,11 +67,12 @@ class NemotronLabsDiffusionModel(DiffusionModel, MistralForCausalLM):
         model_config = self.vllm_config.model_config
         shapes_ = self.manifest(model_config).shapes
         adapter = read_draft_adapter(path, model_config, shapes_)
-        like = self.model.layers[0].input_layernorm.weight
+        mine = range(self.model.start_layer, self.model.end_layer)
+        like = self.model.layers[mine.start].input_layernorm.weight
         self.draft_rows = draft_rows(self.vllm_config, like)
-        for number, layer in enumerate(self.model.layers):
+        for number in mine:
             pair = adapter.pairs[f"encoder.layers.{number}.self_attn.{TARGET}"]
-            attention = layer.self_attn
+            attention = self.model.layers[number].self_attn
             attention.o_proj = DraftProjection(attention.o_proj, pair, self.draft_rows)
 
     @classmethod

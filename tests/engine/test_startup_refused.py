@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.slow
 
+STAGES = {"pipeline_parallel_size": 2}
 FLOATING = {"strategy": "d2f", "adaptive": "throughput"}
 WRONG_OPTIONS: list[tuple[Any, str]] = [
     (
@@ -121,7 +122,24 @@ WRONG_OPTIONS: list[tuple[Any, str]] = [
     ("d2f", "additional_config['dllm'] must be a dictionary, got 'd2f'"),
 ]
 WRONG_SETTINGS: list[tuple[dict[str, Any], str]] = [
-    ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+    (
+        STAGES | {"dllm": FLOATING},
+        "adaptive 'throughput' cannot be combined with pipeline_parallel_size 2",
+    ),
+    (
+        STAGES | {"dllm": {"strategy": "semi_autoregressive", "cfg_scale": 1.0}},
+        "cfg_scale is not supported by pipeline_parallel_size 2.",
+    ),
+    (
+        STAGES
+        | {"dllm": {"use_block_cache": True}}
+        | {"model": str(CHECKPOINTS / "tiny-fast-dllm-v2")},
+        "use_block_cache is not supported by pipeline_parallel_size 2.",
+    ),
+    (
+        STAGES | {"worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"},
+        "worker_cls vllm.v1.worker.cpu_worker.CPUWorker cannot be combined with",
+    ),
     (
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
         "speculative",

@@ -136,7 +136,7 @@ def test_config_classes_share_what_is_a_number() -> None:
         20,
         40,
         38,
-        25,
+        26,
     )
 
 

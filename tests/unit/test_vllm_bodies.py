@@ -37,6 +37,9 @@ v1.request:Request update_block_hashes
 v1.worker.gpu.model_runner:GPUModelRunner add_requests finish_requests prepare_inputs sample_tokens
 v1.worker.gpu.model_runner:GPUModelRunner postprocess_sampled _dummy_run _dummy_sampler_run
 v1.worker.gpu.model_runner:GPUModelRunner update_requests execute_model
+v1.worker.gpu.model_runner:GPUModelRunner update_pp_decode_requests load_model
+v1.worker.gpu.pp_utils:PPHandler broadcast broadcast_drafts get_prev_sampled_outputs receive
+v1.worker.gpu.pp_utils: compute_need_sampled_mask
 v1.worker.gpu.input_batch:InputBatch make_dummy
 v1.worker.gpu.states:RequestState add_request
 v1.worker.gpu.dp_utils: sync_cudagraph_and_dp_padding

@@ -54,6 +54,7 @@ REGISTRY, MODELS = "v1.attention.backends.registry:", "model_executor.models."
 RUNNER = "v1.worker.gpu.model_runner:GPUModelRunner"
 SIGNATURES = {
     RUNNER: "vllm_config device",
+    RUNNER + ".add_requests": "self scheduler_output",
     RUNNER + ".capture_model": "self * profile_only=False",
     RUNNER + ".finish_requests": "self scheduler_output",
     RUNNER + ".initialize_kv_cache": "self kv_cache_config is_profiling=False "
@@ -128,6 +129,7 @@ SIGNATURES = {
     SCHEDULER + "__init__": "self *args **kwargs",
     SCHEDULER + "add_request": "self request",
     SCHEDULER + "_update_after_schedule": "self scheduler_output",
+    SCHEDULER + "get_request_counts": "self",
     SCHEDULER + "schedule": "self throttle_prefills=False",
     SCHEDULER + "update_from_output": "self scheduler_output model_runner_output",
     SCHEDULER
@@ -209,7 +211,7 @@ FIELDS: dict[type, str] = {
     CudaGraphManager: "vllm_config compilation_config cudagraph_mode decode_query_len "
     "lora_capture_cases max_num_reqs ubatch_runner varlen_decode _candidates _capture_descs",
     GPUModelRunner: "cudagraph_manager device fast_prefill lora_capture_cases max_num_tokens "
-    "vllm_config",
+    "is_last_pp_rank model_state req_states use_pp vllm_config",
     Worker: "model_runner use_v2_model_runner",
     SamplerOutput: "sampled_token_ids logprobs_tensors num_nans num_sampled num_rejected",
     LogprobsTensors: "logprob_token_ids logprobs selected_token_ranks cu_num_generated_tokens",
@@ -233,7 +235,7 @@ FIELDS: dict[type, str] = {
     SpecDecodingStats: "num_spec_tokens num_drafts num_draft_tokens num_accepted_tokens "
     "num_draft_tokens_per_pos",
     ModelState: "model model_config max_num_reqs max_num_tokens",
-    RequestState: "all_token_ids draft_tokens",
+    RequestState: "all_token_ids draft_tokens max_seq_len req_id_to_index",
     Sampler: "req_states sampling_states",
     SamplingStates: "temperature top_k top_p min_p seeds",
     Request: "num_computed_tokens next_decode_eligible_step spec_decode_metrics sampling_params "
@@ -243,7 +245,7 @@ FIELDS: dict[type, str] = {
     Scheduler: "num_sampled_tokens_per_step num_spec_tokens max_num_scheduled_tokens requests "
     "max_num_active_reqs max_model_len scheduler_config vllm_config current_step running waiting "
     "block_size connector grammar_compile_error_reqs kv_cache_manager",
-    AsyncScheduler: "_spec_token_placeholders",
+    AsyncScheduler: "_spec_token_placeholders pp_size",
     VllmConfig: "additional_config attention_config cache_config compilation_config "
     "diffusion_config kv_transfer_config load_config lora_config model_config "
     "optimization_level parallel_config scheduler_config speculative_config watermark_config",

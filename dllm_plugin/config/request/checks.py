@@ -282,6 +282,14 @@ def too_long(config: DecodeConfig, num_positions: int) -> str:
     )
 
 
+def beside_stages(case: Case, name: str) -> str:
+    """Return why stages of a pipeline refuse an argument; empty if they do not."""
+    restarts = name != "early_text" or case.config.method.full_attention
+    if case.config.stages == 1 or not (restarts and getattr(case.asked, name)):
+        return ""
+    return f"is not supported by pipeline_parallel_size {case.config.stages}"
+
+
 def too_many_forwards(case: Case, name: str) -> str:
     """Return the limit that a request's forwards of a block exceed; empty if they do not."""
     config, block = case.config, case.asked.block_length

@@ -1,7 +1,6 @@
 """Refuse what the engine, another argument or a parameter of vLLM's excludes.
 
-All reasons are rows of one table, in three parts by when they are checked: of the engine's options
-and of arguments, of arguments, and at admission, where vLLM's parameters are known.
+All reasons are rows of one table, in three parts by when they are checked.
 """
 
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from dllm_plugin.config.request.arguments import (
 )
 from dllm_plugin.config.request.checks import (
     PENALTIES,
+    beside_stages,
     no_template,
     too_long,
     too_many_forwards,
@@ -87,12 +87,6 @@ def _stops_before_gap(case: Case, name: str) -> bool:
     if template is None or not params.stop_token_ids:
         return False
     return len(template.ends(params.stop_token_ids)) < len(params.stop_token_ids)
-
-
-def _no_automaton(case: Case, name: str) -> str:
-    if case.asked.grammar != AUTOMATON:
-        return ""
-    return no_automaton(case.params, case.asked, case.config)
 
 
 WITH_ARGUMENTS = (
@@ -218,6 +212,7 @@ WITH_ARGUMENTS = (
     ),
 )
 WITH_OPTIONS = (
+    Exclusion("cfg_scale use_block_cache early_text", beside_stages, "{name} {why}."),
     Exclusion(
         "steps",
         lambda c, name: 0 < (c.given.get(name) or 0) < c.config.method.least_steps,
@@ -350,7 +345,11 @@ WITH_PARAMETERS = (
         "{name} has no effect without structured_outputs: leave it out.",
     ),
     Exclusion(
-        "grammar", _no_automaton, "{name} 'automaton' cannot be honoured: {why}."
+        "grammar",
+        lambda c, name: (
+            c.asked.grammar == AUTOMATON and no_automaton(c.params, c.asked, c.config)
+        ),
+        "{name} 'automaton' cannot be honoured: {why}.",
     ),
 )
 

@@ -26,7 +26,7 @@ REGULAR = ("json", "regex", "choice", "grammar")
 def no_grammars(vllm_config: VllmConfig) -> str:
     """Return why an engine refuses every request for structured output; empty if it does not."""
     worker = vllm_config.parallel_config.worker_cls
-    if not _is_ours(worker):
+    if not is_ours(worker):
         return (
             f"needs a worker that applies grammars, and worker_cls is {worker}: leave it out, or "
             f"derive it from {CPU_WORKER if current_platform.is_cpu() else GRAMMAR_WORKER}"
@@ -41,7 +41,7 @@ def no_grammars(vllm_config: VllmConfig) -> str:
     return ""
 
 
-def _is_ours(worker: str) -> bool:
+def is_ours(worker: str) -> bool:
     """Return whether a worker class is ours, or derived from ours."""
     if worker in OUR_WORKERS:
         return True

@@ -9,6 +9,7 @@ and before it reserves pages.
 from typing import Any
 
 from vllm.logger import init_logger
+from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
@@ -137,12 +138,33 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
         reserved = len(self.running) * self.num_spec_tokens
         self._spare_tokens = self.max_num_scheduled_tokens - reserved
         fewest = self.decode_config.commit_alone_from
-        self._single_blocks = 0 < fewest <= len(self.running)
+        in_step = cdiv(len(self.running), self.pp_size)
+        self._single_blocks = 0 < fewest <= in_step
         most = self.max_num_active_reqs
+        if self.pp_size > 1:
+            self._share_among_steps()
         output = super().schedule(throttle_prefills)
         self.max_num_active_reqs = most
         pack_departures(output, self.broken.pages)
         return output
+
+    def _share_among_steps(self) -> None:
+        """Limit the requests that this step admits to its share.
+
+        With stages of a pipeline a request is computed in every `pp_size`-th step, from the step
+        that admits it. The stages work at the same time only if all steps have requests.
+        """
+        wanted = min(sum(self.get_request_counts()), self.max_num_active_reqs)
+        here = 0
+        for request in self.running:
+            decodes = not request.is_prefill_chunk
+            # vLLM counts this step later.
+            if decodes and request.next_decode_eligible_step <= self.current_step + 1:
+                here += 1
+        free = max(0, cdiv(wanted, self.pp_size) - here)
+        self.max_num_active_reqs = min(
+            self.max_num_active_reqs, len(self.running) + free
+        )
 
     def _canvas_tokens(self, request: Request) -> int:
         """Return how many positions of a request's canvas this step computes.
@@ -285,7 +307,8 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
             return
         for req_id in scheduler_output.num_scheduled_tokens.keys() & self._long:
             request = self.requests[req_id]
+            later = self.current_step + self.vllm_config.max_concurrent_batches
             # If it were scheduled before this step's commit is known, the next canvas would
             # be cut at the end of the context, even if the request has not advanced.
             if request.num_computed_tokens + self.num_spec_tokens > self.max_model_len:
-                request.next_decode_eligible_step = self.current_step + 2
+                request.next_decode_eligible_step = later

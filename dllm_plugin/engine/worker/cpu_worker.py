@@ -63,7 +63,8 @@ class PackingWorker(UpdatingWorker):
             method.moe_kernel = method.moe_kernel or kernel
         self.kernels = ()
         # vLLM packs the embedding, whose numbers it shares.
-        if model.config.tie_word_embeddings:
+        runner: Any = self.model_runner
+        if runner.is_last_pp_rank and model.config.tie_word_embeddings:
             model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
 
 

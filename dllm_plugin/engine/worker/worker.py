@@ -10,8 +10,9 @@ graphs the host's launches of such steps take longer than the kernels.
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 from vllm.config import CUDAGraphMode
-from vllm.v1.core.sched.output import GrammarOutput
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
@@ -28,6 +29,8 @@ from dllm_plugin.config.worker_carriers import unpack_canvases
 from dllm_plugin.engine.grammars.automata import CanvasChecks, CanvasOutput
 from dllm_plugin.engine.worker.graph_times import measure, prepare
 from dllm_plugin.engine.worker.weight_updates import AdapterWorker, UpdatingWorker
+
+UNLIMITED = np.iinfo(np.int32).max
 
 
 class AsyncCanvasOutput(AsyncModelRunnerOutput):
@@ -51,8 +54,28 @@ class GrammarRunner(GPUModelRunner):
         """Fill the buffers of a step of one width, for `diffuplug bench map`."""
         return prepare(self, *args)
 
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load as vLLM does; make canvases also on stages without a sampler."""
+        super().load_model(*args, **kwargs)
+        if not self.is_last_pp_rank:
+            state: Any = self.model_state
+            state.place_canvases(self.req_states)
+
+    def add_requests(self, scheduler_output: SchedulerOutput) -> None:
+        """Add as vLLM does; earlier stages learn the result of every prompt's last chunk.
+
+        vLLM leaves it out if one token ends the request, but part of a prompt may be rolled back.
+        """
+        super().add_requests(scheduler_output)
+        if self.use_pp:
+            slots = self.req_states.req_id_to_index
+            for data in scheduler_output.scheduled_new_reqs:
+                self.req_states.max_seq_len[slots[data.req_id]] = UNLIMITED
+
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         """Sample as vLLM does; with checks of canvases, hand them to the sampler first."""
+        if not self.is_last_pp_rank:
+            return super().sample_tokens(None)
         # vLLM's warm-up brings a bitmask of its own.
         if not isinstance(grammar_output, CanvasChecks):
             return super().sample_tokens(grammar_output)
