@@ -42,9 +42,14 @@ def answers(llm: Any, prompts: list[list[int]], tokens: int = 40) -> list[list[i
     return [token_ids(output) for output in generate(llm, prompts, params(tokens))]
 
 
-def test_prompts_are_loaded(overlapped: bool, room: EngineRoom) -> None:
-    """Whole pages of prompts are stored once, and loaded by the second request."""
-    llm, stored, loaded = start(room, "sdar", overlapped)
+@pytest.mark.parametrize("model", ["sdar", "llada2.2"])
+def test_prompts_are_loaded(model: str, overlapped: bool, room: EngineRoom) -> None:
+    """Whole pages of prompts are stored once, and loaded by the second request.
+
+    Blocks of LLaDA2.2, which share experts, are as long as a page: a prompt of one page is
+    computed again.
+    """
+    llm, stored, loaded = start(room, model, overlapped)
     prompts = [a_prompt(length, length) for length in LENGTHS]
     pages = free_pages(llm)
     first = answers(llm, prompts)

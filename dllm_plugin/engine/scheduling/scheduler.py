@@ -129,9 +129,14 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
         """
         super()._update_waiting_for_remote_kv(request)
         last = request.num_tokens - 1
-        if request.num_computed_tokens == last:
-            length = self.block_length[request.request_id]
-            request.num_computed_tokens = last // length * length
+        if request.num_computed_tokens != last:
+            return
+        length = self.block_length[request.request_id]
+        request.num_computed_tokens = last // length * length
+        if not request.num_computed_tokens:
+            # vLLM would ask for the same page again.
+            self.kv_cache_manager.free(request)
+            request.skip_reading_prefix_cache = True
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Schedule as vLLM does; the budget keeps a canvas for every running request."""
