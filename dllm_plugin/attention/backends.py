@@ -21,6 +21,7 @@ FLASH_ATTN = AttentionBackendEnum.FLASH_ATTN
 TRITON_ATTN = AttentionBackendEnum.TRITON_ATTN
 HEAD_SIZES = (32, 64, 128)
 PAGE_UNIT = 16
+FLOAT8_CACHES = ("fp8", "fp8_e4m3")
 # What `diffuplug doctor` prints for each value of `kv_cache_layout`.
 REASONS = {
     "auto": "auto: vLLM's own; on Hopper GPUs with FlashAttention 3 nothing faster on the whole "
@@ -191,9 +192,6 @@ def backend_under_full_graphs(
         return attention.backend
     if problem or version != 3 or attention.backend_per_kind:
         return TRITON_ATTN
-    # Quantised keys have not been measured.
-    if is_quantized_kv_cache(vllm_config.cache_config.cache_dtype):
-        return TRITON_ATTN
     return FLASH_ATTN
 
 
@@ -225,4 +223,29 @@ def _flash_problems(vllm_config: VllmConfig, version: int | None) -> Iterator[st
         yield (
             "cannot be captured for one kind of layers: ask for it by attention_backend, "
             "for all layers"
+        )
+    if is_quantized_kv_cache(vllm_config.cache_config.cache_dtype):
+        yield from _float8_problems(vllm_config, version)
+
+
+def _float8_problems(vllm_config: VllmConfig, version: int | None) -> Iterator[str]:
+    """List why FlashAttention 3, whose queries are float8 then too, has no such cache."""
+    model, asked = vllm_config.model_config, vllm_config.cache_config.cache_dtype
+    if asked not in FLOAT8_CACHES:
+        yield f"takes kv_cache_dtype fp8 and fp8_e4m3, got {asked}: choose TRITON_ATTN"
+    if version != 3:
+        yield (
+            f"takes kv_cache_dtype {asked} as FlashAttention 3, but vLLM finds "
+            f"FlashAttention {version}: choose TRITON_ATTN"
+        )
+    if model.dtype != torch.bfloat16:
+        dtype = str(model.dtype).removeprefix("torch.")
+        yield (
+            f"takes kv_cache_dtype {asked} of bfloat16 models, got dtype {dtype}: "
+            "choose TRITON_ATTN"
+        )
+    if model.get_head_size() % 16:
+        yield (
+            f"takes kv_cache_dtype {asked} with heads of a multiple of 16, but this "
+            f"model's have {model.get_head_size()}: choose TRITON_ATTN"
         )

@@ -25,11 +25,12 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
+from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from dllm_plugin.attention.cascade import CanvasSuffix
 from dllm_plugin.attention.prefills import max_sequences
 from dllm_plugin.config.decode import get_decode_config
-from dllm_plugin.kernels.rotate_and_store import rotate_and_store
+from dllm_plugin.kernels.rotate_and_store import FLOAT8, rotate_and_store
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -157,25 +158,64 @@ class SegmentFlashImpl(FlashAttentionImpl):
         suffix = None if ours is None else ours.canvas_suffix
         # Memory profiles have none.
         if self.rotation is not None and attn_metadata is not None:
-            assert ours is not None and ours.positions is not None
-            table, slots = self.rotation.cos_sin_cache, attn_metadata.slot_mapping
-            rotated = query.new_empty(query.shape)
-            # Only a cascade reads fresh keys from anywhere but the cache.
-            rotated_key = None if suffix is None else key.new_empty(key.shape)
-            where = (ours.positions, table, kv_cache, slots)
-            rotate_and_store(query, key, value, *where, rotated, rotated_key)
-            query, key = rotated, key if rotated_key is None else rotated_key
+            assert ours is not None
+            query, key, value = self._rotate(layer, query, key, value, kv_cache, ours)
         if suffix is None:
             rest = (kv_cache, attn_metadata, output, output_scale, output_block_scale)
             return super().forward(layer, query, key, value, *rest)
         assert output_scale is None and output_block_scale is None
         self._forward_cascade(
-            query, key, value, kv_cache, attn_metadata, suffix, output
+            layer, query, key, value, kv_cache, attn_metadata, suffix, output
         )
         return output
 
+    def _rotate(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        metadata: SegmentFlashMetadata,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotate and store; return what attention takes, float8 if the cache is.
+
+        Without a cascade keys and values come back as they were: attention reads the cache.
+        """
+        assert self.rotation is not None and metadata.positions is not None
+        dtype, scales = query.dtype, None
+        if is_quantized_kv_cache(self.kv_cache_dtype):
+            # Read in every forward: loading weights replaces scales of heads.
+            scales = (layer._q_scale, layer._k_scale, layer._v_scale)
+            dtype = FLOAT8
+        rotated = query.new_empty(query.shape, dtype=dtype)
+        fresh_key = fresh_value = None
+        if metadata.canvas_suffix is not None:
+            fresh_key = key.new_empty(key.shape, dtype=dtype)
+            if scales is not None:
+                fresh_value = value.new_empty(value.shape, dtype=dtype)
+        rotate_and_store(
+            query,
+            key,
+            value,
+            metadata.positions,
+            self.rotation.cos_sin_cache,
+            kv_cache,
+            metadata.slot_mapping,
+            rotated,
+            fresh_key,
+            fresh_value,
+            scales,
+        )
+        if fresh_key is not None:
+            key = fresh_key
+        if fresh_value is not None:
+            value = fresh_value
+        return rotated, key, value
+
     def _forward_cascade(
         self,
+        layer: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -191,6 +231,8 @@ class SegmentFlashImpl(FlashAttentionImpl):
         assert self.vllm_flash_attn_version is not None
         num_tokens = attn_metadata.num_actual_tokens
         fresh = (x[:num_tokens].unflatten(0, (-1, suffix.length)) for x in (key, value))
+        if is_quantized_kv_cache(self.kv_cache_dtype):
+            kv_cache = kv_cache.view(FLOAT8)
         pages = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         # One KV head per rank leaves strides that FlashAttention's bulk copies refuse.
         keys, values, new_keys, new_values = map(
@@ -213,6 +255,7 @@ class SegmentFlashImpl(FlashAttentionImpl):
             scheduler_metadata=attn_metadata.scheduler_metadata,
             num_splits=attn_metadata.max_num_splits,
             **shared,
+            **self._descales(layer, attn_metadata.seq_lens),
         )
         # Each canvas is a page: a block table of one entry, the request, leads to it.
         suffix_out, suffix_lse = flash_attn_varlen_func(
@@ -224,10 +267,22 @@ class SegmentFlashImpl(FlashAttentionImpl):
             block_table=suffix.request,
             num_splits=1,
             **shared,
+            **self._descales(layer, suffix.keys),
         )
         merge_attn_states(
             output[:num_tokens], prefix_out, prefix_lse, suffix_out, suffix_lse
         )
+
+    def _descales(self, layer: Any, seq_lens: Tensor) -> dict[str, Tensor]:
+        """Return the scales ``[sequences, K]`` of a float8 cache, and of queries; else nothing."""
+        if not is_quantized_kv_cache(self.kv_cache_dtype):
+            return {}
+        shape = len(seq_lens), self.num_kv_heads
+        return {
+            "q_descale": layer._q_scale.expand(shape),
+            "k_descale": layer._k_scale.expand(shape),
+            "v_descale": layer._v_scale.expand(shape),
+        }
 
 
 class SegmentFlashBackend(FlashAttentionBackend):

@@ -1,8 +1,9 @@
 """Defer rotary positions from a model's layers to FlashAttention's backend.
 
 The backend rotates queries and keys in the kernel that stores keys and values
-(:mod:`dllm_plugin.kernels.rotate_and_store`), which saves a launch or two per layer. This is done
-for LLaDA, Dream and Fast-dLLM v2, which are built of vLLM's Llama and Qwen2 layers.
+(:mod:`dllm_plugin.kernels.rotate_and_store`), which saves a launch or two per layer, and more if
+the cache is float8: the kernel converts queries, keys and values as well. This is done for LLaDA,
+Dream and Fast-dLLM v2, which are built of vLLM's Llama and Qwen2 layers.
 
 Learned from experience: the layers keep a rotation that does nothing, so the compiled forward of
 such a model differs from vLLM's own. vLLM finds compiled forwards in its cache by the
@@ -15,7 +16,6 @@ from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.models.llama import LlamaAttention
 from vllm.model_executor.models.qwen2 import Qwen2Attention
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 
 class Deferred(nn.Module):
@@ -51,14 +51,15 @@ def defer(model: nn.Module, backend: AttentionBackendEnum | None) -> None:
         ):
             attention.impl.rotation = rotation
             attention.attn_backend = RotatingFlashBackend
+            # Float8 queries are converted where they are rotated.
+            attention.query_quant = None
             layer.register_module("rotary_emb", Deferred(rotation))
 
 
 def _is_supported(rotation: nn.Module, layer: LlamaAttention | Qwen2Attention) -> bool:
-    """Return whether whole heads are rotated by halves, and keys stored unquantised."""
+    """Return whether whole heads are rotated by halves."""
     return (
         type(rotation) is RotaryEmbedding
         and rotation.is_neox_style
         and rotation.rotary_dim == rotation.head_size == layer.head_dim
-        and not is_quantized_kv_cache(layer.attn.kv_cache_dtype)
     )

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+from transformers import Qwen2Config
 from vllm.config import ModelConfig, VllmConfig
 from vllm.config.diffusion import DiffusionConfig
 from vllm.logger import init_logger
@@ -14,6 +15,7 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
 
 from dllm_plugin.attention.backends import (
+    FLOAT8_CACHES,
     refuse_ignored,
     set_causal_backend,
     set_graph_backend,
@@ -51,6 +53,7 @@ from dllm_plugin.decoding.families import FAMILIES
 from dllm_plugin.engine import auto_dtype
 from dllm_plugin.engine.admission import leave_out_penalties, request_rules
 from dllm_plugin.engine.platforms import refuse_platform
+from dllm_plugin.models.causal_configs import WeDLMConfig
 from dllm_plugin.models.checkpoints.lora import check_adapter
 from dllm_plugin.models.checkpoints.trained_for import (
     UNKNOWN,
@@ -72,7 +75,7 @@ logger = init_logger("vllm.dllm_plugin")
 
 # vLLM's cache of compiled forwards depends on the configuration, not on our sources: raise this
 # number after a change of what is traced.
-TRACED = 1
+TRACED = 2
 
 
 class DiffusionVllmConfig(VllmConfig):
@@ -204,6 +207,7 @@ def _apply(vllm_config: VllmConfig, config: DecodeConfig) -> None:
         refuse_ignored(vllm_config)
     set_causal_backend(vllm_config)
     set_graph_backend(vllm_config)
+    _warn_of_clipped_keys(vllm_config)
     _keep_step_times(vllm_config, config)
 
 
@@ -264,6 +268,25 @@ def _log_decoding(config: DecodeConfig, found_in: str, model: str) -> None:
         )
     if config.lora_path is None and config.method.untrained:
         logger.warning(config.method.untrained)
+
+
+def _warn_of_clipped_keys(vllm_config: VllmConfig) -> None:
+    """Warn if a float8 cache without scales may clip keys, which biases of Qwen2 make large."""
+    model_config = vllm_config.model_config
+    quantised = model_config.model_arch_config.quantization_config or {}
+    scaled = quantised.get("kv_cache_scheme") or quantised.get("kv_cache_quant_algo")
+    config, asked = model_config.hf_config, vllm_config.cache_config.cache_dtype
+    biased = isinstance(config, Qwen2Config)
+    if isinstance(config, WeDLMConfig):
+        biased = config.qkv_bias
+    if biased and asked in FLOAT8_CACHES and not scaled:
+        logger.warning(
+            "kv_cache_dtype %s clips keys above 448, since %s has no scales for them, and "
+            "query and key biases of Qwen2 make large keys: compare accuracy with "
+            "kv_cache_dtype auto.",
+            asked,
+            model_config.model,
+        )
 
 
 def _resolve_dtype(vllm_config: VllmConfig) -> dict[str, str]:

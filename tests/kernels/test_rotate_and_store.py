@@ -4,7 +4,7 @@ import pytest
 import torch
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-from dllm_plugin.kernels.rotate_and_store import rotate_and_store_reference
+from dllm_plugin.kernels.rotate_and_store import FLOAT8, rotate_and_store_reference
 
 KERNEL = "dllm_plugin.kernels.rotate_and_store.rotate_and_store"
 PAGES, POSITIONS = 9, 300
@@ -30,6 +30,40 @@ def case(
     return [query, key, value, positions, table, cache, torch.tensor(slots), *outs]
 
 
+def float8_case(*sizes, scales, keeps=False, largest=3.0):
+    """Arguments in bfloat16 with a cache of bytes, full of NaN, and float8 queries."""
+    arguments = case(*sizes, dtype=torch.bfloat16)
+    query, key, value = arguments[:3]
+    for x in (query, key, value):
+        x.mul_(largest)
+    cache = torch.full(arguments[5].shape, 0x7F, dtype=torch.uint8)
+    outs = [torch.full(x.shape, torch.nan).to(FLOAT8) for x in (query, key, value)]
+    if not keeps:
+        outs[1:] = None, None
+    scales = tuple(torch.tensor(scale) for scale in scales)
+    return [*arguments[:5], cache, arguments[6], *outs, scales]
+
+
+SLOTS = [31, 32, -1, 5, 0]
+FLOAT8_CASES = {
+    "scale 1": float8_case(8, 8, 64, 16, SLOTS, scales=(1.0, 1.0, 1.0)),
+    "a scale for each tensor": float8_case(
+        *(28, 4, 128, 16, SLOTS), scales=(0.037, 0.043, 0.051)
+    ),
+    "a scale in a list": float8_case(3, 1, 32, 48, SLOTS, scales=([0.3], [0.7], [1.9])),
+    "a scale for each head": float8_case(
+        *(6, 2, 64, 16, SLOTS), scales=([0.3, 0.011], [0.7, 0.05], [0.09, 3.0])
+    ),
+    "clipped": float8_case(
+        *(4, 4, 64, 16, SLOTS), scales=(0.5, 0.5, 0.25), largest=300.0
+    ),
+    "small, where float8 has fewer bits": float8_case(
+        *(4, 4, 64, 16, SLOTS), scales=(1.0, 1.0, 1.0), largest=0.01
+    ),
+    "keys and values kept": float8_case(
+        *(5, 5, 80, 32, SLOTS), scales=(0.2, 0.3, 0.4), keeps=True
+    ),
+}
 CASES = {
     "as many keys as queries": case(8, 8, 64, 16, [5, -1, 6, 143, 0, 16]),
     "seven queries per key": case(28, 4, 128, 16, [31, 32, -1]),
@@ -42,19 +76,20 @@ CASES = {
 
 
 def run_reference(arguments):
-    """The cache and the rotated queries and keys."""
-    copied = [x if x is None else x.clone() for x in arguments]
+    """The cache, the rotated queries and keys, and the values that are kept."""
+    results = [x if x is None else x.clone() for x in arguments[5:10]]
     # Not cloned: slices of one tensor, as the model has them.
-    rotate_and_store_reference(*arguments[:5], *copied[5:])
-    return copied[5], copied[7], copied[8]
+    rotate_and_store_reference(*arguments[:5], *results, *arguments[10:])
+    return results[0], *results[2:]
 
 
 @pytest.fixture(scope="module")
 def interpreted(interpreter):
     """Name -> results and cache of the kernel."""
-    launches = [(KERNEL, None, arguments, {}) for arguments in CASES.values()]
+    cases = CASES | FLOAT8_CASES
+    launches = [(KERNEL, None, arguments, {}) for arguments in cases.values()]
     results = [arguments for _, arguments in interpreter.run(launches)]
-    return {name: (x[5], x[7], x[8]) for name, x in zip(CASES, results, strict=True)}
+    return {name: (x[5], *x[7:10]) for name, x in zip(cases, results, strict=True)}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -92,3 +127,49 @@ def test_the_reference_rotates_as_vllm_does(name):
             place = stored[slot // page, :, slot % page]
             assert torch.equal(place, torch.cat([got_key[token], value[token]], dim=-1))
     assert int((~stored.isnan().any(dim=3).any(dim=1)).sum()) == int((slots >= 0).sum())
+
+
+@pytest.mark.parametrize("name", FLOAT8_CASES)
+def test_the_kernel_has_the_bytes_of_the_reference(name, interpreted):
+    for got, want in zip(
+        interpreted[name], run_reference(FLOAT8_CASES[name]), strict=True
+    ):
+        if want is None:
+            assert got is None
+        else:
+            assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", FLOAT8_CASES)
+def test_float8_of_the_unconverted_results(name):
+    """Rotate in bfloat16, then convert head by head, as vLLM's store and its queries do."""
+    *inputs, _, slots, _, _, _, scales = FLOAT8_CASES[name]
+    plain = [torch.empty_like(x) for x in inputs[:2]]
+    pages, kv_heads, page, width = FLOAT8_CASES[name][5].shape
+    cache = torch.zeros(pages, kv_heads, page, width, dtype=torch.bfloat16)
+    rotate_and_store_reference(*inputs, cache, slots, *plain)
+    stored, query, *_ = run_reference(FLOAT8_CASES[name])
+    clipped = 0
+    for head in range(query.shape[1]):
+        scale = scales[0].flatten().expand(kv_heads)[head * kv_heads // query.shape[1]]
+        wanted = plain[0][:, head].float() * (1 / scale)
+        assert torch.equal(query[:, head].float(), limited(wanted).float())
+    for token, slot in enumerate(slots.tolist()):
+        for head in range(kv_heads if slot >= 0 else 0):
+            both = plain[1][token, head], inputs[2][token, head]
+            wanted = [
+                x.float() / scale.flatten().expand(kv_heads)[head]
+                for x, scale in zip(both, scales[1:], strict=True)
+            ]
+            wanted = torch.cat(wanted)
+            clipped += int((wanted.abs() > 448).sum())
+            found = stored[slot // page, head, slot % page]
+            assert torch.equal(found.view(FLOAT8).float(), limited(wanted).float())
+    assert (clipped > 0) == (name == "clipped")
+    untouched = (stored == 0x7F).all(dim=3).all(dim=1)
+    assert int((~untouched).sum()) == int((slots >= 0).sum())
+
+
+def limited(x):
+    """The nearest float8 of numbers, at most the largest."""
+    return x.clamp(-448, 448).to(FLOAT8)

@@ -50,6 +50,28 @@ class NoCompiler:
         return False  # torch's compiler asks every backend
 
 
+def round_as_gpus_do() -> None:
+    """Round float32 to bfloat16 and float8 to nearest, ties to even, as GPUs do.
+
+    The interpreter truncates bfloat16 and small float8, and rounds ties of float8 up.
+    """
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+    torch_types = {
+        interpreter.tl.bfloat16: (torch.bfloat16, torch.uint16),
+        interpreter.tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8),
+    }
+
+    def converted(values: Any, given: Any, wanted: Any, rounding: Any) -> Any:
+        if given != interpreter.tl.float32 or wanted not in torch_types:
+            return convert(values, given, wanted, rounding)
+        rounded, bits = torch_types[wanted]
+        return torch.from_numpy(values.copy()).to(rounded).view(bits).numpy()
+
+    interpreter._convert_float = converted
+
+
 def pointers(argument: Any) -> Any:
     """The argument as the kernel takes it: a tuple of tensors becomes their addresses."""
     if not isinstance(argument, tuple):
@@ -74,6 +96,7 @@ def run(launches: str, results: str) -> None:
 
 def main() -> None:
     backends["cpu"] = Backend(compiler=NoCompiler, driver=HostDriver)
+    round_as_gpus_do()
     torch.use_deterministic_algorithms(True)
     import vllm.v1.worker.gpu.block_table  # noqa: F401  # while tests are collected
 

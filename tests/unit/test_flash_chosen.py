@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import torch
 from flash_configs import FLASH, TRITON, config_with_graphs
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from dllm_plugin.attention import backends as choice
@@ -16,6 +18,7 @@ from dllm_plugin.attention.flash import (
     SegmentFlashBackend,
     SegmentFlashBuilder,
 )
+from dllm_plugin.engine.config_hook import _warn_of_clipped_keys
 
 
 @pytest.fixture
@@ -66,6 +69,13 @@ def test_where_a_cascade_is_taken(
     given["dllm"] = options
     engine_config.cache_config.cache_dtype = "fp8"
     assert not taken()
+    layers = engine_config.compilation_config.static_forward_context
+    with set_current_vllm_config(engine_config):
+        layers["x"] = Attention(2, 64, 1.0, 2)
+    layers["x"].query_quant = torch.nn.Identity()
+    assert not taken()
+    layers["x"].query_quant = None
+    assert taken()
     engine_config.cache_config.cache_dtype = "auto"
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert not taken()
@@ -87,6 +97,13 @@ def test_where_a_cascade_is_taken(
         given["dllm"] = in_blocks(block, block * blocks)
         found = cascade_from(engine_config, 3)
         assert found == ({} if fewest is None else {block * blocks: fewest})
+    # Float8 keys take half as long to read.
+    engine_config.cache_config.cache_dtype = "fp8"
+    for block, blocks, fewest in ((16, 2, 54), (16, 4, 8), (32, 4, None), (8, 8, 2)):
+        given["dllm"] = in_blocks(block, block * blocks)
+        found = cascade_from(engine_config, 3)
+        assert found == ({} if fewest is None else {block * blocks: fewest})
+    engine_config.cache_config.cache_dtype = "auto"
     engine_config.scheduler_config.max_num_seqs = 1
     given["dllm"] = in_blocks(32, 256)
     assert not cascade_from(engine_config, 3)
@@ -96,8 +113,74 @@ def test_version_3_is_the_default(engine_config: VllmConfig) -> None:
     assert choice.backend_under_full_graphs(engine_config, 3) == FLASH
     for version in (2, 4, None):
         assert choice.backend_under_full_graphs(engine_config, version) == TRITON
-    engine_config.cache_config.cache_dtype = "fp8"
-    assert choice.backend_under_full_graphs(engine_config, 3) == TRITON
+
+
+@pytest.mark.parametrize(
+    ("cache", "dtype", "head_size", "version", "problem"),
+    [
+        ("fp8", torch.bfloat16, 64, 3, None),
+        ("fp8_e4m3", torch.bfloat16, 80, 3, None),
+        ("fp8_e5m2", torch.bfloat16, 64, 3, "fp8 and fp8_e4m3, got fp8_e5m2"),
+        ("fp8_per_token_head", torch.bfloat16, 64, 3, "got fp8_per_token_head"),
+        ("int8_per_token_head", torch.bfloat16, 64, 3, "got int8_per_token_head"),
+        ("fp8", torch.bfloat16, 64, 2, "but vLLM finds FlashAttention 2"),
+        ("fp8", torch.float16, 64, 3, "of bfloat16 models, got dtype float16"),
+        ("fp8", torch.bfloat16, 72, 3, "multiple of 16, but this model's have 72"),
+    ],
+)
+def test_float8_keys(
+    cache: Any,
+    dtype: torch.dtype,
+    head_size: int,
+    version: int,
+    problem: str | None,
+    engine_config: VllmConfig,
+) -> None:
+    """Also if a checkpoint asks for them: vLLM writes that into the same option."""
+    model = engine_config.model_config
+    engine_config.cache_config.cache_dtype, model.dtype = cache, dtype
+    model.hf_text_config.head_dim = head_size
+    model.model_arch_config.head_size = head_size
+    taken = choice.backend_under_full_graphs(engine_config, version)
+    assert taken == (TRITON if problem else FLASH)
+    engine_config.attention_config.backend = FLASH
+    if problem is None:
+        assert choice.backend_under_full_graphs(engine_config, version) == FLASH
+        return
+    with pytest.raises(ValueError, match=f"{problem}.* choose TRITON_ATTN"):
+        choice.backend_under_full_graphs(engine_config, version)
+
+
+@pytest.mark.parametrize(
+    ("name", "cache", "scheme", "warned"),
+    [
+        ("dream", "fp8", None, True),
+        ("fast-dllm-v2", "fp8_e4m3", None, True),
+        ("wedlm-qwen2", "fp8", None, True),
+        ("wedlm", "fp8", None, False),
+        ("llada", "fp8", None, False),
+        ("dream", "auto", None, False),
+        ("dream", "fp8_e5m2", None, False),
+        ("dream", "fp8", {"type": "float"}, False),
+    ],
+)
+def test_large_keys_of_qwen2(
+    name: str,
+    cache: Any,
+    scheme: dict[str, str] | None,
+    warned: bool,
+    checkpoints: Path,
+    logged: list[str],
+) -> None:
+    """Without scales keys are clipped at 448; checkpoints may bring scales."""
+    config = EngineArgs(str(checkpoints / f"tiny-{name}")).create_engine_config()
+    config.cache_config.cache_dtype = cache
+    arch = config.model_config.model_arch_config
+    arch.quantization_config = scheme and {"kv_cache_scheme": scheme}
+    logged.clear()
+    _warn_of_clipped_keys(config)
+    assert [text for text in logged if "clips keys above 448" in text] == logged
+    assert bool(logged) == warned
 
 
 def test_no_version_without_a_gpu(engine_config: VllmConfig) -> None:

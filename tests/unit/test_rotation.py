@@ -13,8 +13,10 @@ from vllm.model_executor.models.llama import LlamaAttention
 from vllm.model_executor.models.qwen2 import Qwen2Attention
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from dllm_plugin.attention import flash
 from dllm_plugin.attention.flash import SegmentFlashBackend, SegmentFlashImpl
 from dllm_plugin.attention.rotary import Deferred, defer
+from dllm_plugin.kernels.rotate_and_store import rotate_and_store_reference
 
 HEAD, HEADS, KV_HEADS = 8, 4, 2
 CLASSES = (LlamaAttention, Qwen2Attention)
@@ -39,7 +41,7 @@ def rotation(
     return found
 
 
-def layer(kind: Any, rotary: nn.Module, impl: Any, cache: str = "auto") -> Any:
+def layer(kind: Any, rotary: nn.Module, impl: Any) -> Any:
     """vLLM's layer without its weights: QKV are columns of the input, the output is as it comes."""
     made = kind.__new__(kind)
     nn.Module.__init__(made)
@@ -52,7 +54,7 @@ def layer(kind: Any, rotary: nn.Module, impl: Any, cache: str = "auto") -> Any:
         seen.append(inputs)
         return inputs[0]
 
-    attend.impl, attend.kv_cache_dtype = impl, cache  # type: ignore[attr-defined]
+    attend.impl = impl  # type: ignore[attr-defined]
     made.attn, made.seen = attend, seen
     made.qkv_proj = made.o_proj = lambda x: (x, None)
     return made
@@ -80,20 +82,58 @@ def test_attention_gets_queries_and_keys_that_are_not_rotated(kind: type) -> Non
 
 
 @pytest.mark.parametrize(
-    ("how", "cache"),
-    [
-        ({"kind": Scaled}, "auto"),
-        ({"dim": 4}, "auto"),
-        ({"neox": False}, "auto"),
-        ({}, "fp8"),
-    ],
-    ids=["other angles", "part of a head", "pairs", "quantised keys"],
+    "how",
+    [{"kind": Scaled}, {"dim": 4}, {"neox": False}],
+    ids=["other angles", "part of a head", "pairs"],
 )
-def test_other_layers_rotate_as_before(how: dict[str, Any], cache: str) -> None:
+def test_other_layers_rotate_as_before(how: dict[str, Any]) -> None:
     impl, rotary = SegmentFlashImpl.__new__(SegmentFlashImpl), rotation(**how)
-    made = layer(LlamaAttention, rotary, impl, cache)
+    made = layer(LlamaAttention, rotary, impl)
+    made.attn.query_quant = quantised = nn.Identity()
     defer(nn.ModuleList([made]), FLASH)
     assert made.rotary_emb is rotary and impl.rotation is None
+    assert made.attn.query_quant is quantised
+
+
+@pytest.mark.parametrize("suffix", [False, True], ids=["alone", "cascade"])
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
+def test_what_attention_takes(
+    cache_dtype: str, suffix: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queries, and in a cascade fresh keys and values, have the type of the cache."""
+    monkeypatch.setattr(flash, "rotate_and_store", rotate_and_store_reference)
+    impl = SegmentFlashImpl.__new__(SegmentFlashImpl)
+    impl.kv_cache_dtype, impl.num_kv_heads = cache_dtype, KV_HEADS
+    made = layer(LlamaAttention, rotation(), impl)
+    made.attn.query_quant = nn.Identity()
+    defer(nn.ModuleList([made]), FLASH)
+    assert made.attn.query_quant is None
+    made.attn._q_scale, made.attn._k_scale = torch.tensor(2.0), torch.tensor(0.5)
+    made.attn._v_scale = torch.tensor(0.25)
+    query = torch.randn(3, HEADS, HEAD).bfloat16()
+    key, value = torch.randn(2, 3, KV_HEADS, HEAD).bfloat16()
+    dtype = torch.bfloat16 if cache_dtype == "auto" else torch.float8_e4m3fn
+    as_kept = torch.bfloat16 if cache_dtype == "auto" else torch.uint8
+    cache = torch.zeros(1, KV_HEADS, 16, 2 * HEAD, dtype=as_kept)
+    metadata: Any = SimpleNamespace(
+        positions=torch.arange(5, 8),
+        slot_mapping=torch.arange(3),
+        canvas_suffix=object() if suffix else None,
+    )
+    taken = impl._rotate(made.attn, query, key, value, cache, metadata)
+    assert taken[0].dtype == dtype
+    stored = cache.view(dtype)[0, :, :3].transpose(0, 1).float()
+    kept_key, kept_value = stored.split(HEAD, dim=-1)
+    if suffix:
+        assert torch.equal(taken[1].float(), kept_key)
+        assert torch.equal(taken[2].float(), kept_value)
+        assert taken[1].dtype == taken[2].dtype == dtype
+    else:
+        assert taken[1] is key and taken[2] is value
+    if cache_dtype == "fp8":
+        torch.testing.assert_close(kept_value * 0.25, value.float(), rtol=0.07, atol=0)
+        descales = impl._descales(made.attn, torch.zeros(7))
+        assert [descales[f"{x}_descale"][6, 1] for x in "qkv"] == [2.0, 0.5, 0.25]
 
 
 @pytest.mark.parametrize("backend", [None, AttentionBackendEnum.TRITON_ATTN, FLASH])
