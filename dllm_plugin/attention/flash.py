@@ -273,7 +273,7 @@ class SegmentFlashImpl(FlashAttentionImpl):
             output[:num_tokens], prefix_out, prefix_lse, suffix_out, suffix_lse
         )
 
-    def _descales(self, layer: Any, seq_lens: Tensor) -> dict[str, Tensor]:
+    def _descales(self, layer: Any, seq_lens: Tensor) -> dict[str, Any]:
         """Return the scales ``[sequences, K]`` of a float8 cache, and of queries; else nothing."""
         if not is_quantized_kv_cache(self.kv_cache_dtype):
             return {}

@@ -1,0 +1,123 @@
+"""Float8 keys and values on FlashAttention 3, bfloat16 models; needs a Hopper GPU.
+
+SDAR's layers convert and store as vLLM does, LLaDA's in the kernel that rotates.
+"""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from dummies import worker_of
+from engines import a_prompt, generate, params, token_ids
+from test_flash_graphs import BEFORE_TIES, EAGER, agree, end, engine_of, graphs
+from test_flash_graphs import cascade as cascade
+from test_flash_graphs import in_process as in_process
+from test_flash_graphs import pytestmark as pytestmark
+
+from diffuplug_bench.eval import scores as evaluate
+from diffuplug_bench.word_problems.generator import eval_seeds, problem
+from dllm_plugin.commands.offline import bundled_options
+
+FAMILIES = ("sdar", "llada")
+MANY, REWRITES, BLOCK = 64, 10, 16
+
+
+def start(family, compilation, **options):
+    dllm = {"canvas_length": 32, "block_length": BLOCK, "commit_alone_from": 0}
+    if family == "llada":
+        dllm["strategy"] = "block_diffusion"
+    settings = {"kv_cache_dtype": "fp8", "max_model_len": 512}
+    return engine_of(f"tiny-{family}", dllm, compilation, **settings | options)
+
+
+def layers_of(engine):
+    """The attention layers of an engine in this process."""
+    config = worker_of(engine).vllm_config.compilation_config
+    return list(config.static_forward_context.values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_graphs_equal_eager(family):
+    """Contexts of at most 128 tokens, which no setting splits: exact, in each of two batches."""
+    prompts = [a_prompt(9 + 8 * n, n) for n in range(6)]
+    wishes = [params(20 + 8 * n, dllm_policy="sequential") for n in range(6)]
+    answers = []
+    for compilation in (EAGER, graphs(32)):
+        engine = start(family, compilation, splits=1)
+        for layer in layers_of(engine):
+            assert layer.kv_cache.element_size() == 1
+        answers += [
+            [token_ids(output) for output in generate(engine, prompts, wishes)]
+            for _ in range(2)
+        ]
+        end(engine)
+    assert answers[0] == answers[1] == answers[2] == answers[3]
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8_per_channel"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_alone_and_beside_63_others(family, quantization):
+    """The same tokens, up to near ties: kernels for other numbers of rows round differently."""
+    compilation = graphs(32, *range(16, MANY + 1, 16))
+    options = {"max_num_seqs": MANY, "quantization": quantization}
+    engine = start(family, compilation, **options)
+    prompts = [a_prompt(5 + 3 * n, n) for n in range(MANY)]
+    wish = params(48, dllm_policy="sequential", logprobs=5)
+    together = generate(engine, prompts, [wish] * MANY)
+    watched = range(0, MANY, 9)
+    apart = [generate(engine, [prompts[n]], [wish])[0] for n in watched]
+    end(engine)
+    alone = dict(zip(watched, apart, strict=True))
+    assert agree(alone, {n: together[n] for n in watched}) > BEFORE_TIES
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_rewritten_canvas_leaves_committed_bytes(family):
+    """A scale that moved with the canvas would change what committed keys mean."""
+    engine = start(family, graphs(32), kv_cache_memory_bytes=4 << 20)
+    layers = layers_of(engine)
+    for layer in layers:
+        layer.kv_cache.zero_()
+
+    def stored():
+        """Bytes of all layers ``[layers, positions, bytes]``."""
+        found = []
+        for layer in layers:
+            rows = layer.kv_cache.view(torch.uint8).transpose(1, 2)
+            found.append(rows.reshape(rows.shape[0] * rows.shape[1], -1).cpu())
+        return torch.stack(found)
+
+    scales = [float(layer._k_scale) for layer in layers]
+    wish = params(2 * BLOCK, dllm_policy="sequential")
+    prompt = {"prompt_token_ids": a_prompt(4 * BLOCK, 1)}
+    engine.llm_engine.add_request("x", prompt, wish)
+    engine.llm_engine.step()
+    versions = [stored()]
+    present = (versions[0] != 0).any(dim=2).all(dim=0)
+    for _ in range(REWRITES):
+        engine.llm_engine.step()
+        versions.append(stored())
+    while engine.llm_engine.has_unfinished_requests():
+        engine.llm_engine.step()
+    versions.append(stored())
+    after = [float(layer._k_scale) for layer in layers]
+    end(engine)
+    steps = [one != other for one, other in pairwise(versions)]
+    assert sum(bool(changed.any()) for changed in steps) >= REWRITES
+    changed = torch.stack(steps).any(dim=0).any(dim=2).any(dim=0)
+    assert int((present & ~changed).sum()) >= 4 * BLOCK
+    assert scales == after == [1.0] * len(layers)
+
+
+def test_the_bundled_model_with_a_cascade(cascade):
+    options = bundled_options(evaluate.ways()["D2F, threshold 0.9"])
+    more = {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}
+    engine = evaluate.start_in_process(options | more)
+    sequences = worker_of(engine).model_runner.model_state.sequences
+    assert sequences.cascade_from
+    before = sequences.cascade.context.clone()
+    problems = [problem(seed) for seed in eval_seeds(100)]
+    score = evaluate.decode(engine, problems, evaluate.MAX_TOKENS, False)
+    assert (sequences.cascade.context != before).any()
+    end(engine)
+    assert score.accuracy >= 0.98 and score.tokens_per_forward > 20
