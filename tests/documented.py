@@ -14,6 +14,15 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 
+# Pages whose requests an engine test sends to the server that README starts.
+REQUEST_PAGES = ("README.md", "docs/http-api.md")
+_REQUEST = re.compile(
+    r"^```bash\n(curl .*?)^```$(?:(?:(?!^#|^```).)*^```json\n(.*?)^```$)?",
+    re.DOTALL | re.MULTILINE,
+)
+_OUTPUT = re.compile(
+    r"([^\n]*)\n\n```(?:json|text)\n(.*?)^```$", re.DOTALL | re.MULTILINE
+)
 _BLOCK = re.compile(r"<!-- test -->\n```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -46,3 +55,13 @@ def example_of(page: str) -> str:
     """The complete Python program of a page, for the engine test that runs it as a file."""
     (example,) = [block.text for block in blocks("python") if block.page == page]
     return example
+
+
+def requests_of(page: str) -> list[tuple[str, str]]:
+    """Requests of a page, with the part of the reply that the page shows, or nothing."""
+    return _REQUEST.findall((ROOT / page).read_text(encoding="utf-8"))
+
+
+def outputs_of(page: Path) -> list[tuple[str, str]]:
+    """Outputs that a page shows, each after the line before it."""
+    return _OUTPUT.findall(page.read_text(encoding="utf-8"))

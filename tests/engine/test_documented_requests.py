@@ -1,27 +1,18 @@
 """Requests of README and of the page of the HTTP API, on the server that README starts."""
 
+import ast
 import json
 import math
-import re
 import shlex
 from typing import Any
 
 import pytest
-from documented import MODEL_CARD, ROOT
+from documented import MODEL_CARD, REQUEST_PAGES, example_of, outputs_of, requests_of
 from processes import Server
 
 pytestmark = [pytest.mark.usefixtures("template"), pytest.mark.slow]
 
-PAGES = ("README.md", "docs/http-api.md")
-REQUEST = re.compile(
-    r"^```bash\n(curl .*?)^```$(?:(?:(?!^#|^```).)*^```json\n(.*?)^```$)?",
-    re.DOTALL | re.MULTILINE,
-)
-REQUESTS = [
-    (page, *found)
-    for page in PAGES
-    for found in REQUEST.findall((ROOT / page).read_text(encoding="utf-8"))
-]
+REQUESTS = [(page, *found) for page in REQUEST_PAGES for found in requests_of(page)]
 
 
 def is_shown(found: Any, shown: Any) -> bool:
@@ -60,6 +51,23 @@ def test_a_printed_request(
     if page == "README.md":
         [choice] = reply.json()["choices"]
         assert choice["message"]["content"].endswith("\n#### 50")
+
+
+def test_the_answers_of_the_model_card(bundled_server: Server) -> None:
+    """In sentences and in JSON, to the question of its program."""
+    [assignment] = [
+        node
+        for node in ast.walk(ast.parse(example_of("default_model")))
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "question"
+    ]
+    question = ast.literal_eval(assignment.value)
+    shown = [text for _, text in outputs_of(MODEL_CARD)]
+    for ending, wanted in zip(("", " Answer in JSON."), shown[:2], strict=True):
+        messages = [{"role": "user", "content": question + ending}]
+        reply = bundled_server.post(
+            "chat/completions", {"messages": messages, "temperature": 0}
+        )
+        assert reply.json()["choices"][0]["message"]["content"] + "\n" == wanted
 
 
 @pytest.mark.parametrize(

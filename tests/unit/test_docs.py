@@ -6,7 +6,16 @@ import shlex
 from pathlib import Path
 
 import pytest
-from documented import PAGES, ROOT, Block, blocks
+from documented import (
+    MODEL_CARD,
+    PAGES,
+    REQUEST_PAGES,
+    ROOT,
+    Block,
+    blocks,
+    outputs_of,
+    requests_of,
+)
 
 from diffuplug_bench import cli as bench
 from dllm_plugin.commands import cli, serve
@@ -130,6 +139,19 @@ def test_every_page_is_reachable() -> None:
                 reached.add(file)
                 ahead.append(file)
     assert {*PAGES, *REPORTS} <= reached
+
+
+def test_printed_outputs_are_tested() -> None:
+    """By `test_documented_requests.py`; the line before another output calls it an example."""
+    tested = {text for _, text in outputs_of(MODEL_CARD)}
+    for page in REQUEST_PAGES:
+        tested |= {shown for _, shown in requests_of(page)}
+    untested = []
+    for path in PAGES:
+        for line, text in outputs_of(path):
+            if text not in tested and "example" not in line:
+                untested.append((path.name, text))
+    assert not untested
 
 
 def test_folders_in_contributing_exist() -> None:

@@ -113,3 +113,17 @@ def test_the_page_of_the_family_has_the_same_sizes(row: str) -> None:
 
 def test_every_row_is_computed() -> None:
     assert rows().keys() == ROWS.keys()
+
+
+@pytest.mark.parametrize("card", [12, 24])
+def test_what_fits_on_a_card(card: int) -> None:
+    """Each checkpoint in the largest precision that fits."""
+    cells = []
+    for precision in PRECISIONS:
+        fitting = []
+        for name, found in CHECKPOINTS.items():
+            if found.fits(0.92 * card) == precision:
+                fitting.append(f"`{name}`")
+        cells.append(", ".join(fitting))
+    row = f"| {card} GB | {' | '.join(cells)} |"
+    assert row in PAGE.read_text(encoding="utf-8").splitlines()
