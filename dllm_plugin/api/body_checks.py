@@ -30,7 +30,8 @@ REFUSAL = "refusal"
 PATTERNS = b'"patternProperties"'
 OF_THAT_BACKEND = ("Failed to transform json schema into a regex", "Regex ")
 SUSPECT = re.compile(
-    rb'"(?:structured_outputs|stream_options|refusal|created_by)"|\\u[dD][89a-fA-F]|:\s*\[\s*\]|\d{19}'
+    rb'"(?:structured_outputs|stream_options|refusal|created_by|tool_choice)"'
+    rb"|\\u[dD][89a-fA-F]|:\s*\[\s*\]|\d{19}"
 )
 
 
@@ -88,6 +89,8 @@ def check_body(body: bytes) -> None:
                 f"{name} must be an object, got {shown(value)}: see the API's fields."
             )
     _check_input(fields.get("input"))
+    if isinstance(_at(fields, "tool_choice", "function"), dict):
+        _check_tools(fields.get("tools"))
     for name, value in fields.items():
         check_characters("A name of the body", name)
         for leaf in leaves_of(value):
@@ -119,6 +122,17 @@ def _check_input(items: Any) -> None:
                     "input holds an assistant's refusal, which a chat template cannot "
                     "show: leave it out."
                 )
+
+
+def _check_tools(tools: Any) -> None:
+    """Raise ValueError for tools among which vLLM cannot look for the chosen one."""
+    if tools is None:
+        return
+    if not isinstance(tools, list):
+        raise ValueError(f"tools must be a list, got {shown(tools)}.")
+    for tool in tools:
+        if _at(tool, "function", "name") is None:
+            raise ValueError(f"tools holds {shown(tool)}: a function needs a name.")
 
 
 def check_schemas(fields: Any, verify: Callable[[SamplingParams], None]) -> None:

@@ -11,6 +11,7 @@ from vllm.v1.structured_output.backend_outlines import (
 from dllm_plugin.api.body_checks import check_body, check_schemas
 
 MESSAGE = {"type": "message", "role": "assistant"}
+CHOSEN = {"tool_choice": {"type": "function", "function": {"name": "f"}}}
 REFUSED = [
     ({"structured_outputs": "a"}, "structured_outputs must be an object, got 'a'"),
     ({"stream_options": [1]}, "stream_options must be an object, got [1]"),
@@ -28,6 +29,9 @@ REFUSED = [
         {"input": [{"created_by": None, "output": [{"type": "input_text"}]}]},
         "leave created_by out",
     ),
+    (CHOSEN | {"tools": [{}]}, "tools holds {}: a function needs a name"),
+    (CHOSEN | {"tools": [{"function": {}}]}, "a function needs a name"),
+    (CHOSEN | {"tools": "f"}, "tools must be a list, got 'f'"),
 ]
 TAKEN = [
     {"structured_outputs": {"regex": "a"}, "stream_options": None},
@@ -36,6 +40,9 @@ TAKEN = [
     {"input": "refusal"},
     {"seed": 2**64 - 1, "response_format": {"maximum": 10**40}},
     ["structured_outputs"],
+    CHOSEN | {"tools": [{"type": "function", "function": {"name": "f"}}]},
+    CHOSEN,
+    {"tool_choice": {"type": "tool", "name": "f"}, "tools": [{"name": "f"}]},
 ]
 
 
