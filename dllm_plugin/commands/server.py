@@ -8,6 +8,7 @@ starts it again.
 """
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -53,6 +54,12 @@ POLL_SECONDS = 0.05
 ANY_ADDRESS = {"": "localhost", "0.0.0.0": "localhost", "::": "localhost"}
 HEALTH, VIEWER = "/health", "/viewer"
 ENGINE_DIED = 1
+CUT = (
+    "The server is ending and cut this request; send it again when the server is back."
+)
+# Streams that vLLM makes of a chat's, in whose events it cannot read the chat's error.
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+EVENT = b"event: "
 ENDING = "The server is ending and takes no new requests; send it again when the server is back."
 CUT_SECONDS, END_SECONDS = 2.4, 2.8  # after a first Ctrl-C
 SEVERAL_SECONDS = 2.0  # the same; all processes of several servers take long to kill
@@ -153,10 +160,7 @@ class ServerEnds(GracefulHTTPError, RetryableRequestError):
     """
 
     def __init__(self) -> None:
-        super().__init__(
-            "The server is ending and cut this request; send it again when the server is back.",
-            HTTPStatus.SERVICE_UNAVAILABLE,
-        )
+        super().__init__(CUT, HTTPStatus.SERVICE_UNAVAILABLE)
 
 
 class Lifecycle:
@@ -206,7 +210,47 @@ class Lifecycle:
             if end is not None and end.is_asked_for():
                 await ending_reply()(scope, receive, send)
                 return
+            if end is not None and scope["path"].endswith((MESSAGES, RESPONSES)):
+                await self.handle_until_cut(scope, receive, send, end.is_cut)
+                return
         await self.app(scope, receive, send)
+
+    async def handle_until_cut(
+        self, scope: Message, receive: Receive, send: Send, cut: asyncio.Event
+    ) -> None:
+        """Pass a request on; if its stream is cut, end the stream with an event of its kind."""
+        number = 0
+
+        async def counting(message: Message) -> None:
+            nonlocal number
+            number += message.get("body", b"").count(EVENT)
+            await send(message)
+
+        running = asyncio.ensure_future(self.app(scope, receive, counting))
+        waiting = asyncio.ensure_future(cut.wait())
+        try:
+            await asyncio.wait((running, waiting), return_when=asyncio.FIRST_COMPLETED)
+            if running.done() or not number:
+                await running
+                return
+            running.cancel()
+            await asyncio.wait((running,))
+        finally:
+            running.cancel()
+            waiting.cancel()
+        await send(
+            {"type": "http.response.body", "body": error_event(scope["path"], number)}
+        )
+
+
+def error_event(path: str, number: int) -> bytes:
+    """Return the event that ends a cut stream after `number` events."""
+    error: dict[str, Any] = {"type": "error", "message": CUT}
+    if path.endswith(MESSAGES):
+        error = {"type": "error", "error": error | {"type": "overloaded_error"}}
+    else:
+        error |= {"code": "server_error", "param": None, "sequence_number": number}
+    return EVENT + f"error\ndata: {json.dumps(error)}\n\n".encode()
 
 
 def ending_reply() -> JSONResponse:
@@ -222,6 +266,7 @@ class End:
     def __init__(self, state: Any) -> None:
         self.state = state
         self.interrupted = False
+        self.is_cut = asyncio.Event()
 
     def take_interrupts(self) -> None:
         """Handle Ctrl-C in the place of vLLM, which handles it as SIGTERM."""
@@ -248,7 +293,11 @@ class End:
 
     def cut(self) -> None:
         """End requests that still run with an error."""
-        self.state.engine_client.output_processor.propagate_error(ServerEnds())
+        self.is_cut.set()
+        processor = self.state.engine_client.output_processor
+        # Streams that end with events of their own have ended by then.
+        loop = asyncio.get_running_loop()
+        loop.call_later(POLL_SECONDS, processor.propagate_error, ServerEnds())
 
     async def cut_streams(self) -> None:
         """Cut streams shortly before vLLM kills the engine, whose end would be their error."""

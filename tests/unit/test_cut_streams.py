@@ -1,0 +1,80 @@
+"""Streams of the routes that vLLM makes of a chat's, when the server ends."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from dllm_plugin.commands.server import CUT, App, Lifecycle, Message, Receive, Send
+
+START = {"type": "http.response.start", "status": 200, "headers": []}
+PING = {
+    "type": "http.response.body",
+    "body": b"event: ping\ndata: {}\n\n",
+    "more_body": True,
+}
+LAST = {"type": "http.response.body", "body": b"{}"}
+
+
+async def endless(scope: Message, receive: Receive, send: Send) -> None:
+    await send(dict(START))
+    while True:
+        await send(dict(PING))
+        await asyncio.sleep(0)
+
+
+async def whole(scope: Message, receive: Receive, send: Send) -> None:
+    await asyncio.sleep(0.01)
+    await send(dict(START))
+    await send(dict(LAST))
+
+
+async def sent_by(app: App, path: str, cut_after: int) -> list[dict[str, Any]]:
+    """What is sent to a client if the server cuts after so many messages."""
+    sent: list[dict[str, Any]] = []
+    cut = asyncio.Event()
+    if not cut_after:
+        cut.set()
+
+    async def send(message: Message) -> None:
+        sent.append(dict(message))
+        if len(sent) == cut_after:
+            cut.set()
+
+    async def receive() -> Message:
+        raise AssertionError("nothing reads the body")
+
+    lifecycle = Lifecycle(app)
+    await lifecycle.handle_until_cut({"path": path}, receive, send, cut)
+    return sent
+
+
+def error_of(path: str) -> dict[str, Any]:
+    """The data of the event that ends a stream after three events."""
+    sent = asyncio.run(sent_by(endless, path, 4))
+    *pings, last = sent[1:]
+    assert pings[:3] == [PING] * 3 and not last.get("more_body")
+    event, data = last["body"].decode().strip().split("\n")
+    assert event == "event: error"
+    found: dict[str, Any] = json.loads(data.removeprefix("data: "))
+    if "sequence_number" in found:
+        assert found["sequence_number"] == len(pings)
+    return found
+
+
+def test_anthropic_messages() -> None:
+    error = error_of("/v1/messages")["error"]
+    assert error == {"type": "overloaded_error", "message": CUT}
+
+
+def test_responses() -> None:
+    error = error_of("/v1/responses")
+    assert error["type"] == "error" and error["message"] == CUT
+    assert error["code"] == "server_error"
+
+
+@pytest.mark.parametrize("cut_after", [0, 9])
+def test_a_reply_that_is_no_stream_is_left_alone(cut_after: int) -> None:
+    sent = asyncio.run(sent_by(whole, "/v1/messages", cut_after))
+    assert sent == [START, LAST]
