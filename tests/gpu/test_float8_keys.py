@@ -20,6 +20,12 @@ from dllm_plugin.commands.offline import bundled_options
 
 FAMILIES = ("sdar", "llada")
 MANY, REWRITES, BLOCK = 64, 10, 16
+# A position in each forward; the second kind in the order of the text.
+ONE_BY_ONE = {"dllm_policy": "low_confidence", "dllm_steps": BLOCK}
+IN_ORDER = {
+    "sdar": {"dllm_policy": "sequential"},
+    "llada": {"dllm_block_length": 1},
+}
 
 
 def start(family, compilation, **options):
@@ -40,7 +46,7 @@ def layers_of(engine):
 def test_graphs_equal_eager(family):
     """Contexts of at most 128 tokens, which no setting splits: exact, in each of two batches."""
     prompts = [a_prompt(9 + 8 * n, n) for n in range(6)]
-    wishes = [params(20 + 8 * n, dllm_policy="sequential") for n in range(6)]
+    wishes = [params(20 + 8 * n, **ONE_BY_ONE) for n in range(6)]
     answers = []
     for compilation in (EAGER, graphs(32)):
         engine = start(family, compilation, splits=1)
@@ -62,7 +68,7 @@ def test_alone_and_beside_63_others(family, quantization):
     options = {"max_num_seqs": MANY, "quantization": quantization}
     engine = start(family, compilation, **options)
     prompts = [a_prompt(5 + 3 * n, n) for n in range(MANY)]
-    wish = params(48, dllm_policy="sequential", logprobs=5)
+    wish = params(48, logprobs=5, **IN_ORDER[family])
     together = generate(engine, prompts, [wish] * MANY)
     watched = range(0, MANY, 9)
     apart = [generate(engine, [prompts[n]], [wish])[0] for n in watched]
@@ -88,7 +94,7 @@ def test_a_rewritten_canvas_leaves_committed_bytes(family):
         return torch.stack(found)
 
     scales = [float(layer._k_scale) for layer in layers]
-    wish = params(2 * BLOCK, dllm_policy="sequential")
+    wish = params(2 * BLOCK, **ONE_BY_ONE)
     prompt = {"prompt_token_ids": a_prompt(4 * BLOCK, 1)}
     engine.llm_engine.add_request("x", prompt, wish)
     engine.llm_engine.step()
