@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from diffuplug_bench import engines, gate, published_loops, report
 from diffuplug_bench.engines import Model, Prompts
@@ -17,9 +17,13 @@ from diffuplug_bench.model_shapes import Sizes, autoregressive_config, schedule_
 from diffuplug_bench.request_loop import Answer
 from diffuplug_bench.serving import requests
 from diffuplug_bench.settings import Settings
-from diffuplug_bench.step import floor, measure, profile
+from diffuplug_bench.step import engine_gemms, floor, measure, profile
 from dllm_plugin.commands.offline import stop_engine
 from dllm_plugin.config.cuda_graphs import warm_up_context
+from dllm_plugin.models.checkpoints.sizes import kv_item_bytes
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 Result = TypeVar("Result")
 # Of a step whose floor is timed; larger steps take time in proportion.
@@ -86,13 +90,23 @@ class Measurement:
         self.steps: list[dict[str, Any]] = []
         self.served: list[tuple[dict[str, Any], list[Answer]]] = []
         self.traces: list[dict[str, Any]] = []
+        self.limit: floor.Floor | None = None
+        self.copy_rate = 0.0  # measured if the floor is that of an engine
+        quantised = model.config.get("quantization_config")
+        self.quantised = bool(
+            quantised or settings.quantization or settings.head_quantization
+        )
 
     def run(self) -> dict[str, Any]:
         """Return the entries of the JSON line; print the tables."""
-        limit = _measure_floor(self.settings, self.model, self.sizes)
-        self.progress.done("floor")
+        if self.quantised:
+            device, _ = _device(self.settings)
+            self.copy_rate = in_own_process(floor.copy_rate, device)
+        else:
+            self._measure_floor()
         for canvas in self.settings.canvas:
-            self._measure_ours(canvas, limit)
+            self._measure_ours(canvas)
+        limit = self._limit
         result: dict[str, Any] = {"floor": limit.record(), "engines": self.engines}
         ar_steps: dict[int, dict[str, Any]] | None = None
         ar_served: list[dict[str, Any]] | None = None
@@ -116,17 +130,36 @@ class Measurement:
                 print(f"{name}:\n{report.table_of(name, result[name])}", flush=True)
         return {name: found for name, found in result.items() if found}
 
-    def _measure_ours(self, canvas: int, limit: floor.Floor) -> None:
+    @property
+    def _limit(self) -> floor.Floor:
+        assert self.limit is not None
+        return self.limit
+
+    def _measure_floor(self, llm: "LLM | None" = None) -> None:
+        """Measure the floor once: by GEMMs in the model's dtype, or by those of an engine."""
+        settings, (device, dtype) = self.settings, _device(self.settings)
+        wanted = _wanted(settings, self.model)
+        kv_item = kv_item_bytes(settings.kv_cache_dtype or "auto", dtype.itemsize)
+        if llm is None:
+            given = (self.sizes, wanted, device, dtype, kv_item)
+            self.limit = in_own_process(floor.measure, *given)
+        else:
+            self.limit = engine_gemms.measure(llm, wanted, self.copy_rate, kv_item)
+        self.progress.done("floor")
+
+    def _measure_ours(self, canvas: int) -> None:
         settings, prompts = self.settings, self.prompts
         traces = self.scratch if settings.profile else None
         llm = engines.start_ours(settings, self.model, canvas, self.length, traces)
         self.engines.append(engines.describe(llm))
         self.progress.done(f"engine start, canvas {canvas}")
+        if self.limit is None:
+            self._measure_floor(llm)
         if settings.measures_steps:
             tell = partial(report.tell, "step")
             rows = measure.measure(llm, settings, canvas, prompts, tell)
             for row in rows:
-                self.steps.append(measure.add_floor(row, limit, self.sizes))
+                self.steps.append(measure.add_floor(row, self._limit, self.sizes))
             table = report.table_of("step", self.steps)
             self.progress.done(f"steps, canvas {canvas}", table)
             if settings.profile:
@@ -163,8 +196,8 @@ class Measurement:
         return result
 
 
-def _measure_floor(settings: Settings, model: Model, sizes: Sizes) -> floor.Floor:
-    """Measure the floor at every number of positions that a step of the grid may compute."""
+def _wanted(settings: Settings, model: Model) -> floor.Wanted:
+    """Return every number of positions that a step of the grid may compute."""
     positions: set[int] = set()
     most = None
     if settings.measured.full_attention:
@@ -181,8 +214,7 @@ def _measure_floor(settings: Settings, model: Model, sizes: Sizes) -> floor.Floo
             positions |= {
                 settings.positions_of_step(canvas, *point) for point in points
             }
-    wanted = floor.Wanted(tuple(sorted(positions)), most)
-    return in_own_process(floor.measure, sizes, wanted, *_device(settings))
+    return floor.Wanted(tuple(sorted(positions)), most)
 
 
 def _measure_published(
@@ -205,7 +237,8 @@ def _measure_published(
 
 def _check(settings: Settings, model: Model) -> None:
     """Raise ValueError for what this model or machine cannot give, before an engine starts."""
-    length, context = _length(settings, model), Sizes.of(model.config).context
+    sizes = Sizes.of(model.config)
+    length, context = _length(settings, model), sizes.context
     if length > context:
         raise ValueError(
             f"this needs a context of {length} tokens, but the model has {context}: lower "
@@ -215,6 +248,11 @@ def _check(settings: Settings, model: Model) -> None:
         autoregressive_config(model.config)
     if "hf" in settings.versus:
         published_loops.check(model.config)
+    if sizes.experts and (settings.quantization or settings.head_quantization):
+        raise ValueError(
+            "--quantization and --head-quantization are measured on dense models: the floor "
+            "has no quantised experts. Leave them out."
+        )
     engines.check_compilation(settings)
     if settings.profile and engines.on_cpu():
         raise ValueError("--profile reads a GPU's kernels: there is no GPU here.")

@@ -105,7 +105,8 @@ def _common(settings: Settings, length: int, at_once: int) -> dict[str, Any]:
     }
     if on_cpu() or settings.shapes in (None, "tiny") and settings.model is None:
         options |= BUNDLED_MEMORY
-    return options | settings.given("gpu_memory_utilization", "kv_cache_memory_bytes")
+    names = ("gpu_memory_utilization", "kv_cache_memory_bytes")
+    return options | settings.given(*names, "quantization", "kv_cache_dtype")
 
 
 def start_ours(
@@ -208,6 +209,9 @@ def describe(llm: "LLM") -> dict[str, Any]:
     return {
         "architecture": config.model_config.architecture,
         "dtype": _dtype_of(config),
+        "quantization": config.model_config.quantization,
+        "kv_cache_dtype": config.cache_config.cache_dtype,
+        "head_quantization": decoding(llm).get("head_quantization"),
         "max_num_seqs": config.scheduler_config.max_num_seqs,
         "max_model_len": config.model_config.max_model_len,
         "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,

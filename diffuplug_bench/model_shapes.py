@@ -99,7 +99,7 @@ class Sizes:
         """Return (outputs, inputs) of the merged gate and up projection and of the down one."""
         return [(2 * inner, self.width), (self.width, inner)]
 
-    def kv_bytes(self, positions: int, item: int) -> int:
+    def kv_bytes(self, positions: int, item: float) -> float:
         """Return the bytes of keys and values of `positions` positions in all layers."""
         return 2 * self.layers * self.kv_heads * self.head * positions * item
 

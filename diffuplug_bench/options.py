@@ -132,6 +132,10 @@ def _add_engine(parser: argparse.ArgumentParser, mode: str) -> None:
         "--tensor-parallel-size", type=int, default=1, help="as in vLLM"
     )
     parser.add_argument("--attention-backend", help="as in vLLM")
+    text = "as in vLLM, of plain vLLM too"
+    parser.add_argument("--quantization", help=text)
+    parser.add_argument("--kv-cache-dtype", help=text)
+    parser.add_argument("--head-quantization", help=DECODE_OPTION)
     parser.add_argument(
         "--compilation-config", type=_json, help="a JSON object, as in vLLM"
     )

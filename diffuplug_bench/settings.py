@@ -95,6 +95,7 @@ class Settings:
     versus             baselines
     attention_backend  of the measured engine, not of the gate's: some take no float32
     compilation_config vLLM's, for the measured engine and, without sizes, for the gate's
+    quantization       vLLM's, as kv_cache_dtype; of plain vLLM too, but not of the gate
     approximations     of full attention: each is measured after the engine's default
     """
 
@@ -124,6 +125,9 @@ class Settings:
     tensor_parallel_size: int
     attention_backend: str | None
     compilation_config: dict[str, Any] | None
+    quantization: str | None = None
+    kv_cache_dtype: str | None = None
+    head_quantization: str | None = None
     compile_step: bool | None
     vocab_parallel: bool | None
     commit_alone_from: int | None
@@ -157,7 +161,7 @@ class Settings:
         has_schedule = self.shapes is not None or self.mode == "step"
         if has_schedule and not self.measured.by_confidence:
             options["policy"] = self.schedule
-        options |= self.given("threshold", "lora_path")
+        options |= self.given("threshold", "lora_path", "head_quantization")
         return options | self.refreshes | self.switches
 
     def given(self, *names: str) -> dict[str, Any]:

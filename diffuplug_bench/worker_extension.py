@@ -7,6 +7,7 @@ experts reads only the few experts that all positions are routed to. So weights 
 masks are accepted by random numbers, as confidences of random weights mean nothing.
 """
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,11 +16,28 @@ from torch import Tensor
 if TYPE_CHECKING:
     from vllm import LLM
 
+    from diffuplug_bench.step.floor import Times
     from dllm_plugin.decoding.plan import AcceptFunction, Canvas, Proposal, StepPlan
     from dllm_plugin.decoding.policies import PolicySettings, Rule
 
 # The uniform distribution within it has the standard deviation of initialised models, 0.02.
 BOUND = 0.02 * 3**0.5
+# Names of a layer's stored weight, and the largest number of its dtype: 32 bits pack eight numbers
+# of four bits, 8 bits without a sign two of float4.
+WEIGHTS = ("weight", "weight_packed", "qweight")
+LARGEST = {
+    torch.float8_e4m3fn: 448.0,
+    torch.int8: 127.0,
+    torch.int32: 8.0,
+    torch.uint8: 6.0,
+}
+INTEGERS = {
+    torch.int8: (-127, 128),
+    torch.int32: (-(2**31), 2**31 - 1),
+    torch.uint8: (0, 256),
+}
+ROWS = 8192  # of float8 numbers that are drawn at once
+EXPONENT_BIAS = 127
 
 
 class BenchWorker:
@@ -61,6 +79,14 @@ class BenchWorker:
         worker: Any = self
         return time_steps(worker.model_runner, requests, widths, contexts)
 
+    def time_gemms(self, positions: list[int], most: tuple[int, int] | None) -> "Times":
+        """Return the times of the GEMMs of this rank's model, as of `floor.time_gemms`."""
+        from diffuplug_bench.step.engine_gemms import time_model
+        from diffuplug_bench.step.floor import Wanted
+
+        worker: Any = self
+        return time_model(worker.get_model(), Wanted(tuple(positions), most))
+
     def peak_bytes(self) -> int:
         """Return the peak of allocated memory since `reset_peak_bytes`."""
         worker: Any = self
@@ -78,18 +104,49 @@ def fill_weights(llm: "LLM", seed: int) -> None:
 def fill(model: torch.nn.Module, seed: int) -> None:
     """Set matrices to uniform numbers within `BOUND`, norms to one and biases to zero.
 
-    In place, because CUDA graphs read these addresses. On a CPU, vLLM has packed most matrices by
-    then; those keep its dummy weights.
+    Quantised matrices become random within their range, with the scales that make them such
+    numbers. In place, because CUDA graphs read these addresses. On a CPU, vLLM has packed most
+    matrices by then; those keep its dummy weights.
     """
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.zero_()
-            elif parameter.dim() == 1:
-                parameter.fill_(1.0)
-            else:
-                parameter.uniform_(-BOUND, BOUND, generator=generator)
+        for layer in model.modules():
+            own = dict(layer.named_parameters(recurse=False))
+            stored = [own[name].dtype for name in WEIGHTS if name in own]
+            largest = LARGEST.get(stored[0]) if stored else None
+            for name, parameter in own.items():
+                _fill_one(name, parameter, largest, generator)
+
+
+def _fill_one(
+    name: str, parameter: Tensor, largest: float | None, generator: torch.Generator
+) -> None:
+    """Fill a parameter of a layer whose stored weights are at most `largest`, if quantised."""
+    if name.endswith("bias"):
+        parameter.zero_()
+    elif "scale" in name:
+        if largest is not None:
+            _fill_scale(parameter, BOUND / largest)
+    elif not parameter.is_floating_point():
+        if name in WEIGHTS:
+            parameter.random_(*INTEGERS[parameter.dtype], generator=generator)
+    elif parameter.dtype == torch.float8_e4m3fn:
+        assert largest is not None
+        for rows in parameter.split(ROWS):
+            values = torch.empty(rows.shape, device=rows.device)
+            rows.copy_(values.uniform_(-largest, largest, generator=generator))
+    elif parameter.dim() == 1:
+        parameter.fill_(1.0)
+    else:
+        parameter.uniform_(-BOUND, BOUND, generator=generator)
+
+
+def _fill_scale(scales: Tensor, value: float) -> None:
+    """Set scales to a number; those of one byte are powers of two, stored as exponents."""
+    if scales.element_size() == 1:
+        scales.view(torch.uint8).fill_(EXPONENT_BIAS + round(math.log2(value)))
+    else:
+        scales.fill_(value)
 
 
 def random_rule(p0: float, lam: float, seed: int, device: torch.device) -> "Rule":

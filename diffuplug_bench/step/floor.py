@@ -50,7 +50,7 @@ class Floor:
     copy_bytes_per_s: float
     gemm_ms: dict[int, float]
     gemm_tflops: dict[int, float]
-    kv_item_bytes: int
+    kv_item_bytes: float
     layers_ms: dict[int, float] = field(default_factory=dict)
     head_ms: dict[int, float] = field(default_factory=dict)
 
@@ -77,6 +77,15 @@ class Floor:
         return asdict(self)
 
 
+# Timed sizes: positions, milliseconds, TFLOP/s.
+Timed = list[tuple[int, float, float]]
+# Of whole forwards, of layers alone, of the head alone.
+Times = tuple[Timed, Timed, Timed]
+# Runs all GEMMs of some layers, and counts their operations.
+Forward = tuple[Callable[[], Any], float]
+Make = Callable[[int], Forward]
+
+
 @dataclass(frozen=True)
 class Wanted:
     """List the sizes that are timed: whole forwards of equal positions and rows, or parts.
@@ -91,45 +100,75 @@ class Wanted:
 
 @torch.inference_mode()
 def measure(
-    sizes: Sizes, wanted: Wanted, device_name: str, dtype: torch.dtype
+    sizes: Sizes, wanted: Wanted, device_name: str, dtype: torch.dtype, kv_item: float
 ) -> Floor:
-    """Time copies and GEMMs."""
+    """Time copies and GEMMs; `kv_item`: bytes of one number in the KV cache."""
     forgo_workspace()  # as engines do
     device = torch.device(device_name)
-    rate = _copy_rate(device)
+    rate = copy_rate(device_name)
     weights = _weights(sizes, device, dtype)
 
-    whole = _timed(sizes, weights, sorted(set(wanted.positions)))
+    def layers(count: int) -> Forward:
+        return _forward(sizes, weights[:-1], count)
+
+    def head(count: int) -> Forward:
+        return _forward(sizes, weights[-1:], count)
+
+    return floor_of(time_gemms(layers, head, wanted, device), rate, kv_item)
+
+
+def time_gemms(layers: Make, head: Make, wanted: Wanted, device: torch.device) -> Times:
+    """Return the times of whole forwards, of layers, and of the head.
+
+    Args:
+        layers: makes the GEMMs of all layers over so many positions.
+        head: makes the GEMM of the LM head.
+    """
+
+    def whole(count: int) -> Forward:
+        forwards = (layers(count), head(count))
+
+        def run() -> None:
+            for forward, _ in forwards:
+                forward()
+
+        return run, sum(work for _, work in forwards)
+
     most_positions, most_rows = wanted.most or (0, 0)
-    layers = _timed(sizes, weights[:-1], grid_up_to(most_positions))
-    head = _timed(sizes, weights[-1:], grid_up_to(most_rows))
+    return (
+        _timed(whole, sorted(set(wanted.positions)), device),
+        _timed(layers, grid_up_to(most_positions), device),
+        _timed(head, grid_up_to(most_rows), device),
+    )
+
+
+def floor_of(times: Times, rate: float, kv_item: float) -> Floor:
+    """Return the limits from the times of GEMMs; `rate` and `kv_item` as in `Floor`."""
+    whole, layers, head = times
     return Floor(
         copy_bytes_per_s=rate,
         gemm_ms=_only_ms(whole),
-        gemm_tflops={count: tflops for count, (_, tflops) in whole.items()},
-        kv_item_bytes=dtype.itemsize,
+        gemm_tflops={count: tflops for count, _, tflops in whole},
+        kv_item_bytes=kv_item,
         layers_ms=_only_ms(layers),
         head_ms=_only_ms(head),
     )
 
 
-def _timed(
-    sizes: Sizes, layers: list[list[Tensor]], counts: Iterable[int]
-) -> dict[int, tuple[float, float]]:
-    """Return milliseconds and TFLOP/s of all GEMMs of some layers, by number of positions."""
-    found = {}
+def _timed(make: Make, counts: Iterable[int], device: torch.device) -> Timed:
+    """Time the GEMMs that `make` returns for each number of positions."""
+    found = []
     for count in counts:
-        run, work = _forward(sizes, layers, count)
-        device = layers[0][0].device
+        run, work = make(count)
         if device.type == "cuda":
             run = _as_graph(run)
         milliseconds = 1e3 * _seconds(run, device)
-        found[count] = milliseconds, work / milliseconds / 1e9
+        found.append((count, milliseconds, work / milliseconds / 1e9))
     return found
 
 
-def _only_ms(timed: dict[int, tuple[float, float]]) -> dict[int, float]:
-    return {count: milliseconds for count, (milliseconds, _) in timed.items()}
+def _only_ms(timed: Timed) -> dict[int, float]:
+    return {count: milliseconds for count, milliseconds, _ in timed}
 
 
 def grid_up_to(most: int) -> list[int]:
@@ -155,7 +194,9 @@ def _between(times: dict[int, float], count: int) -> float:
     return float(np.interp(count, known, list(times.values())))
 
 
-def _copy_rate(device: torch.device) -> float:
+def copy_rate(name: str) -> float:
+    """Return bytes read plus bytes written per second by a large copy."""
+    device = torch.device(name)
     source = torch.ones(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.numel() / _seconds(lambda: target.copy_(source), device)

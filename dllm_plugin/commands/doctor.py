@@ -25,6 +25,7 @@ from dllm_plugin.models import ARCHITECTURES
 from dllm_plugin.models.checkpoints.sizes import (
     EIGHT_BITS,
     GRAPHS,
+    kv_item_bytes,
     layer_bytes,
     sizes_of,
 )
@@ -203,7 +204,7 @@ def memory_of(vllm_config: "VllmConfig", config: DecodeConfig) -> Memory:
     stored = layer_bytes(model.quantization, dtype.itemsize)
     positions = vllm_config.scheduler_config.max_num_batched_tokens
     cached_as = vllm_config.cache_config.cache_dtype
-    kept = 1 if cached_as.startswith("fp8") else dtype.itemsize
+    kept = kv_item_bytes(cached_as, dtype.itemsize)
     # A rank has at least one head, so heads are replicated if there are more ranks.
     share = model.get_num_kv_heads(parallel) / model.get_total_num_kv_heads()
     return Memory(

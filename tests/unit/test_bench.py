@@ -103,6 +103,46 @@ def test_random_weights_have_the_size_of_trained_ones() -> None:
     assert torch.equal(first, matrix)
 
 
+def quantised_layer(dtype: torch.dtype, name: str, scale: str) -> torch.nn.Module:
+    """Return a layer with 64 x 48 stored numbers, all equal, and a scale per row."""
+    layer = torch.nn.Module()
+    values = {name: torch.ones(64, 48).to(dtype), scale: torch.ones(64, 1)}
+    values["weight_shape"] = torch.tensor([64, 48])
+    for key, value in values.items():
+        layer.register_parameter(key, torch.nn.Parameter(value, requires_grad=False))
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        (torch.float8_e4m3fn, "weight"),
+        (torch.int8, "weight"),
+        (torch.int32, "weight_packed"),
+    ],
+)
+def test_quantised_weights_have_the_size_of_trained_ones(
+    dtype: torch.dtype, name: str
+) -> None:
+    layer = quantised_layer(dtype, name, "weight_scale")
+    worker_extension.fill(layer, 5)
+    stored, scale, shape = layer.parameters()
+    assert len(stored.to(torch.float64).unique()) > 50 and shape.tolist() == [64, 48]
+    largest = worker_extension.LARGEST[dtype]
+    assert scale.numpy() == pytest.approx(worker_extension.BOUND / largest)
+    if dtype != torch.int32:  # which packs several numbers
+        assert (stored.float() * scale).std().item() == pytest.approx(0.02, rel=0.05)
+
+
+def test_scales_of_one_byte_are_exponents() -> None:
+    layer = quantised_layer(torch.uint8, "weight", "weight_scale")
+    exponents = torch.ones(64, 2, dtype=torch.uint8)
+    layer.weight_scale = torch.nn.Parameter(exponents, requires_grad=False)
+    worker_extension.fill(layer, 5)
+    bound = 6 * 2.0 ** (int(layer.weight_scale[0, 0]) - 127)
+    assert worker_extension.BOUND / 2 < bound < 2 * worker_extension.BOUND
+
+
 def test_autoregressive_models_are_of_the_same_size() -> None:
     for name in ("llada-8b", "dream-7b", "sdar-8b", "tiny"):
         config: dict[str, Any] = SHAPES[name]

@@ -152,8 +152,9 @@ def test_sizes_that_are_timed_reach_the_largest() -> None:
     assert max(b / a for a, b in zip(grid, grid[1:], strict=False)) <= 1.5
     assert all(size % 128 == 0 for size in grid if size > 256)
     found = floor.measure(
-        Sizes.of(SHAPES["tiny"]), floor.Wanted((3,), (20, 9)), "cpu", torch.float32
+        Sizes.of(SHAPES["tiny"]), floor.Wanted((3,), (20, 9)), "cpu", torch.float32, 2
     )
+    assert found.kv_item_bytes == 2
     assert list(found.gemm_ms) == [3] and list(found.head_ms) == [8, 9]
     assert (
         list(found.layers_ms) == [8, 10, 13, 16, 20]

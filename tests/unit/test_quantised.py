@@ -5,6 +5,8 @@ import torch
 from forwards import forward
 from quantised import DTYPE, MIXTURES, quantise
 
+from diffuplug_bench.step import engine_gemms, floor
+
 BOTH = pytest.mark.parametrize("name", ["tiny-llada", "tiny-dream"])
 ALL = pytest.mark.parametrize(
     "name", ["tiny-llada", "tiny-dream", "tiny-sdar", "tiny-fast-dllm-v2"]
@@ -44,6 +46,23 @@ def test_quantised_checkpoint_computes_nearly_the_same(
     assert_nearly_equal(
         quantised, plain, ("self_attn.qkv_proj", "self_attn.o_proj", "mlp")
     )
+
+
+@KINDS
+def test_floor_times_the_layers_of_the_engine(
+    kind: str, checkpoint, load_model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(floor, "SECONDS", 0.01)
+    model = load_model(
+        quantise(checkpoint("tiny-llada"), "tiny-llada", kind), dtype=DTYPE
+    )
+    times = engine_gemms.time_model(model, floor.Wanted((3,), (20, 9)))
+    found = floor.floor_of(times, 1e9, 1)
+    assert list(found.gemm_ms) == [3] and list(found.head_ms) == [8, 9]
+    assert list(found.layers_ms) == [8, 10, 13, 16, 20]
+    layer = model.model.layers[0].mlp.down_proj
+    _, work = engine_gemms.forward_of([layer], model.model.norm.weight, 3)
+    assert work == 2 * 3 * layer.input_size * layer.output_size
 
 
 @pytest.mark.parametrize("name", MIXTURES)

@@ -84,6 +84,13 @@ def _sparse_layers(values: dict[str, Any], depth: int) -> int:
     return sparse
 
 
+def kv_item_bytes(cache_dtype: str, model_bytes: int) -> float:
+    """Return the bytes of a number in the KV cache, from vLLM's name of its dtype."""
+    if "int4" in cache_dtype:
+        return 0.5
+    return 1 if cache_dtype.startswith(("fp8", "int8")) else model_bytes
+
+
 def layer_bytes(quantization: str | None, dtype_bytes: int) -> float:
     """Return the bytes of a layer's weight under a quantisation of vLLM."""
     if quantization is None:

@@ -22,6 +22,7 @@ from dllm_plugin.decoding.step_costs import (
     WeightBytes,
     costs_of,
 )
+from dllm_plugin.models.checkpoints.sizes import kv_item_bytes
 from dllm_plugin.models.checkpoints.weights import checkpoint_folder
 
 EXPERTS = ".experts."  # in the names of their tensors
@@ -77,12 +78,11 @@ def _bytes_of_experts(file: Path) -> int:
     return sum(end - begin for begin, end in ends)
 
 
-def _bytes_per_token(vllm_config: VllmConfig) -> int:
+def _bytes_per_token(vllm_config: VllmConfig) -> float:
     """Return the bytes of keys and values that a token of context has, on all ranks together."""
     model_config = vllm_config.model_config
     dtype = model_config.dtype
     assert isinstance(dtype, torch.dtype)
-    kept = vllm_config.cache_config.cache_dtype
-    size = 1 if kept.startswith("fp8") else dtype.itemsize
+    size = kv_item_bytes(vllm_config.cache_config.cache_dtype, dtype.itemsize)
     heads = model_config.get_total_num_kv_heads() * model_config.get_head_size()
     return 2 * heads * size * model_config.get_num_layers(vllm_config.parallel_config)
