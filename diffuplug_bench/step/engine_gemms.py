@@ -21,6 +21,7 @@ from diffuplug_bench.step.floor import (
     time_gemms,
 )
 from dllm_plugin.models.checkpoints.quantised import scaled_kernel
+from dllm_plugin.models.checkpoints.quantised_head import QuantizedHead
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -70,9 +71,12 @@ def _sizes_of(layer: Any) -> tuple[int, int]:
 
 def gemm_of(layer: Any, inputs: Tensor) -> Callable[[], Any]:
     """Return a function that multiplies `inputs` by a layer's weight, quantised by now."""
-    kernel = scaled_kernel(layer)
+    method, kernel = layer.quant_method, scaled_kernel(layer)
+    if isinstance(method, QuantizedHead):
+        given = method.quantise(inputs)
+        return partial(method.multiply, layer, *given, inputs.dtype)
     if kernel is None:
-        return partial(layer.quant_method.apply, layer, inputs)
+        return partial(method.apply, layer, inputs)
     weight, weight_scale, static_scale, bound = kernel._get_layer_params(layer)
     quantised, scale = kernel.quant_fp8(inputs, static_scale, bound)
     return partial(

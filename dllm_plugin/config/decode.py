@@ -53,6 +53,7 @@ class DecodeConfig:
     vocab_parallel: bool
     lora_path: str | None
     draft_adapter: str | None
+    head_quantization: str
     merged_updates: bool
     mask_token_id: int
     turn_end_token_ids: tuple[int, ...]

@@ -108,12 +108,7 @@ def never_alone(
     both = mode in (None, CompilationMode.VLLM_COMPILE)
     both = both and graphs in (None, CUDAGraphMode.FULL_AND_PIECEWISE)
     both = both and (vllm_config.optimization_level >= 2 or None not in (mode, graphs))
-    # With these settings vLLM captures full graphs only.
-    both = (
-        both
-        and compilation.splitting_ops != []
-        and not compilation.pass_config.fuse_attn_quant
-    )
+    both = both and compilation.splitting_ops != []  # else full graphs only
     worker = vllm_config.parallel_config.worker_cls
     most = vllm_config.scheduler_config.max_num_seqs
     if not can or not both or sizes != (None, None):

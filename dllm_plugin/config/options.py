@@ -25,6 +25,7 @@ from dllm_plugin.config.validation import (
 )
 
 KV_CACHE_LAYOUTS = ("auto", "unified", "distinct")
+HEAD_QUANTIZATIONS = ("none", "fp8", "int8")
 ADAPTIVE = ("off", "throughput", "balanced")
 MAX_STEPS = 4096
 MAX_TOP_K = 2**24  # more than any vocabulary, and exact in float32
@@ -278,6 +279,12 @@ class Options(Numbers):
         Text(),
         "`self_speculation`: adapter (PEFT folder) that is applied to drafts only.",
         words="none",
+    )
+    head_quantization: str = option(
+        "none",
+        Choice(lambda: HEAD_QUANTIZATIONS),
+        "GPUs: store the LM head in 8 bits, with a scale per row; activations are scaled per row "
+        "too.",
     )
     allow_unverified: bool = option(
         False,

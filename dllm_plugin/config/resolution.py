@@ -57,9 +57,8 @@ def resolve(
     canvas = _choose_canvas(options, method, block, max_model_len)
     if whole or options.block_length is None and method.full_attention:
         block = canvas if whole else min(block, canvas)
-    longest = canvas - method.causal_commit
-    _check_rounds(method, block, longest)
-    check_block_length(block, longest)
+    _check_rounds(method, block, canvas - method.causal_commit)
+    check_block_length(block, canvas - method.causal_commit)
     check_shared_experts(method, block, block_length)
     narrowest, widest = windows(options, method, family, block, canvas)
     layout = options.kv_cache_layout.replace("auto", "unified")
@@ -80,6 +79,7 @@ def resolve(
         vocab_parallel=bool(options.vocab_parallel),
         lora_path=options.lora_path,
         draft_adapter=options.draft_adapter,
+        head_quantization=options.head_quantization,
         merged_updates=bool(options.merged_updates),
         mask_token_id=mask_token_id,
         turn_end_token_ids=turn_end_token_ids,

@@ -62,6 +62,7 @@ def _folder(vllm_config: VllmConfig, config: DecodeConfig) -> Path:
     facts = [
         *(vllm.__version__, current_platform.get_device_name(), config.kv_cache_layout),
         *(model.model, model.revision, str(model.dtype), model.quantization),
+        *(model.quantization_config, config.head_quantization),
     ]
     return Path(envs.VLLM_CACHE_ROOT) / FOLDER / _hash(facts)
 

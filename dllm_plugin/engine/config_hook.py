@@ -37,12 +37,16 @@ from dllm_plugin.config.cuda_graphs import (
 from dllm_plugin.config.decode import TOKENIZER_MODE, DecodeConfig
 from dllm_plugin.config.machine import resolve_for_machine
 from dllm_plugin.config.options import Options
+from dllm_plugin.config.quantisation import (
+    check_head,
+    refuse_for_mixtures,
+    refuse_quantisation,
+)
 from dllm_plugin.config.request.structured_outputs import no_grammars
 from dllm_plugin.config.resolution import check_options_read, fit_warm_up, resolve
 from dllm_plugin.config.scheduling import (
     refuse_adapters,
     refuse_connector,
-    refuse_for_mixtures,
     refuse_unsupported,
     refuse_with_stages,
     set_prefix_caching,
@@ -129,6 +133,7 @@ def _refuse(vllm_config: VllmConfig) -> None:
     """Refuse platforms and options of vLLM that diffusion decoding does not support."""
     refuse_platform()
     refuse_unsupported(vllm_config)
+    refuse_quantisation(vllm_config)
     refuse_for_mixtures(vllm_config)
     refuse_unserved_model(vllm_config.model_config)
 
@@ -177,6 +182,7 @@ def _check(
     refuse_connector(vllm_config, config)
     refuse_adapters(vllm_config, config)
     refuse_with_stages(vllm_config, config)
+    check_head(vllm_config, config)
     check_checkpoint(vllm_config)
     check_adapter(vllm_config, config.lora_path)
 

@@ -23,6 +23,7 @@ from dllm_plugin.config.memory import step_size
 from dllm_plugin.config.worker_carriers import FINISHED, unpack_id
 from dllm_plugin.engine.sampler import DiffusionSampler
 from dllm_plugin.kernels import runner
+from dllm_plugin.models.checkpoints.quantised import check_activation_scales
 from dllm_plugin.sampling.vocab_parallel import VocabShard
 from dllm_plugin.state.canvas_states import (
     CanvasStates,
@@ -46,6 +47,7 @@ class DiffusionModelState(ModelState):
     ) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
         runner.install()
+        check_activation_scales(model)
         self.config = get_decode_config(vllm_config)
         self.states: CanvasStates
         self.sequences: AttentionSequences

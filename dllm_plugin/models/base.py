@@ -13,6 +13,7 @@ from dllm_plugin.models.checkpoints.lora import (
     check_layers_alone,
     check_strategy,
 )
+from dllm_plugin.models.checkpoints.quantised_head import quantise_head
 from dllm_plugin.models.checkpoints.weights import (
     PARTIAL_BACKENDS,
     Manifest,
@@ -65,7 +66,10 @@ class DiffusionModel:
             super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         defer(self, vllm_config.attention_config.backend)  # type: ignore[arg-type]
         self.vllm_config = vllm_config
-        self.keeps_columns = get_decode_config(vllm_config).vocab_parallel
+        config = get_decode_config(vllm_config)
+        self.keeps_columns = config.vocab_parallel
+        if config.head_quantization != "none":
+            quantise_head(self.lm_head, config.head_quantization)
 
     @staticmethod
     def get_model_state_cls() -> type[Any]:

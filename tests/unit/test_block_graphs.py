@@ -13,7 +13,7 @@ from block_graphs import (
     PIECEWISE,
     config_of,
 )
-from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
+from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -217,8 +217,6 @@ def test_single_block_steps_are_the_default_where_graphs_hold_them(
     ]
     for given in never:
         assert rule(**given) == 0, given
-    fused = CompilationConfig(pass_config={"fuse_attn_quant": True}).pass_config
-    assert rule(pass_config=fused) == 0
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert rule() == 0
 

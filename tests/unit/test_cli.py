@@ -58,6 +58,9 @@ MEASURED += [
 ]
 MEASURED += [
     "--attention-backend",
+    "--head-quantization",
+    "--kv-cache-dtype",
+    "--quantization",
     "--compilation-config",
     "--compile-step",
     "--no-compile-step",

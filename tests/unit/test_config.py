@@ -38,6 +38,7 @@ FIELDS = [
     "eps",
     "factor",
     "full_refresh_every",
+    "head_quantization",
     "kv_cache_layout",
     "logits_eos_inf",
     "lora_path",

@@ -11,7 +11,7 @@ from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 from vllm.model_executor.models.interfaces import MixtureOfExperts
 
 import dllm_plugin
-from dllm_plugin.config.scheduling import REBALANCED, refuse_for_mixtures
+from dllm_plugin.config.quantisation import REBALANCED, refuse_for_mixtures
 from dllm_plugin.decoding.families import FAMILIES
 from dllm_plugin.models import dream, fast_dllm, llada, llada2, sdar
 

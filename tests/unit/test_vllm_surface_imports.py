@@ -29,6 +29,12 @@ vllm.inputs: TokensPrompt
 vllm.logger: configure_logging_from_args init_logger
 vllm.model_executor.layers.attention: Attention
 vllm.model_executor.layers.fused_moe.router.router_factory: create_fused_moe_router
+vllm: _custom_ops
+vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel: FP8ScaledMMLinearKernel
+vllm.model_executor.layers.linear: LinearBase UnquantizedLinearMethod
+vllm.model_executor.layers.quantization.base_config: QuantizeMethodBase
+vllm.model_executor.layers.vocab_parallel_embedding: UnquantizedEmbeddingMethod
+vllm.model_executor.utils: replace_parameter
 vllm.model_executor.layers.logits_processor: LogitsProcessor
 vllm.model_executor.layers.quantization.utils.quant_utils: kFp8StaticTensorSym
 vllm.model_executor.layers.rotary_embedding: RotaryEmbedding

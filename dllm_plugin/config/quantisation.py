@@ -1,0 +1,139 @@
+"""Refuse quantisations that a machine has no kernels for, or that let requests share a scale.
+
+Refused are also options of mixtures of experts that have no effect.
+"""
+
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import ModelConfig, VllmConfig
+from vllm.config.quantization import resolve_quantization_config
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    kFp8StaticTensorSym,
+)
+from vllm.platforms import current_platform
+
+from dllm_plugin.config.decode import DecodeConfig
+
+# Compute capabilities whose kernels multiply such numbers: from the first, below the second.
+CAPABILITIES = {"fp8": ((8, 9), (99, 0)), "int8": ((8, 0), (10, 0))}
+
+
+def refuse_quantisation(vllm_config: VllmConfig) -> None:
+    """Raise ValueError for a quantisation without kernels here, and for a fusion without one."""
+    model_config = vllm_config.model_config
+    if vllm_config.compilation_config.pass_config.fuse_attn_quant:
+        raise ValueError(
+            "fuse_attn_quant needs static scales and an attention backend that quantises its "
+            "output, which FlashAttention does not: leave it out of pass_config."
+        )
+    if current_platform.is_cpu() and is_online(model_config):
+        raise ValueError(
+            f"quantization {model_config.quantization!r} quantises weights while they load, which "
+            "needs a GPU: leave it out, or serve a checkpoint that is stored in 8 bits."
+        )
+
+
+def is_online(model_config: ModelConfig) -> bool:
+    """Return whether weights are quantised while they load."""
+    if model_config.model_arch_config.quantization_config is not None:
+        return False
+    asked = (model_config.quantization, model_config.quantization_config)
+    return asked[0] == "fp8" or resolve_quantization_config(*asked) is not None
+
+
+def check_head(vllm_config: VllmConfig, config: DecodeConfig) -> None:
+    """Raise ValueError if `head_quantization` cannot be honoured."""
+    kind, model_config = config.head_quantization, vllm_config.model_config
+    if kind == "none":
+        return
+    problem = next(_problems_of_head(kind, model_config), None)
+    if problem:
+        raise ValueError(
+            f"head_quantization {kind!r} {problem}: leave head_quantization out."
+        )
+
+
+def _problems_of_head(kind: str, model_config: ModelConfig) -> Iterator[str]:
+    """Yield why the LM head cannot be quantised."""
+    if not current_platform.is_cuda():
+        yield "needs a GPU of NVIDIA"
+        return
+    first, end = CAPABILITIES[kind]
+    capability = current_platform.get_device_capability()
+    if capability is not None and not first <= tuple(capability) < end:
+        found = ".".join(map(str, capability))
+        yield f"has no kernel for GPUs of compute capability {found}"
+    if model_config.hf_config.tie_word_embeddings:
+        yield "would quantise the embedding, whose weights the LM head shares"
+    if torch.float32 in (model_config.dtype, model_config.head_dtype):
+        yield "needs hidden states and logits of 16 bits"
+
+
+# Architectures whose parent class in vLLM can move experts between ranks: it leaves the others as
+# they are without a word.
+REBALANCED = ("SDARMoeForCausalLM",)
+EXPERT = "model.layers.{}.mlp.experts.0.down_proj"  # in every mixture that we have
+CHANGE = "fp8_per_channel or fp8_per_block, or weights quantised so,"
+
+
+class RoutedExperts(nn.Module):
+    """Stand in for vLLM's class of this name, which quantisations name as a target."""
+
+
+def refuse_for_mixtures(vllm_config: VllmConfig) -> None:
+    """Raise ValueError for options that a mixture of experts does not support."""
+    model_config = vllm_config.model_config
+    if (
+        vllm_config.parallel_config.enable_eplb
+        and model_config.architecture not in REBALANCED
+    ):
+        raise ValueError(
+            f"enable_eplb has no effect on {model_config.architecture}, whose experts vLLM cannot "
+            "move between ranks: leave it out."
+        )
+    if model_config.is_moe and any(_one_scale(model_config)):
+        raise ValueError(
+            f"quantization {model_config.quantization!r} scales the activations of all experts by "
+            "one number for all rows of a step, so an answer would depend on the requests beside "
+            f"it, and on one that is broken: take {CHANGE} which have scales per row."
+        )
+
+
+def _one_scale(model_config: ModelConfig) -> Iterator[bool]:
+    """Yield whether a quantisation setting asks for float8 with one scale for a whole step."""
+    asked = (model_config.quantization, model_config.quantization_config)
+    online = resolve_quantization_config(*asked)
+    if online is not None:
+        yield online.moe is not None and online.moe.weight == kFp8StaticTensorSym
+        yield "fp8_per_tensor" in (online.targets or {}).values()
+    stored: dict[str, Any] = model_config.model_arch_config.quantization_config or {}
+    if stored.get("quant_method") == "fp8":
+        blocks = stored.get("weight_block_size")
+        yield blocks is None and stored.get("activation_scheme", "dynamic") == "dynamic"
+    if stored.get("quant_method") == "compressed-tensors":
+        yield from _compressed_with_one_scale(
+            stored, model_config.get_total_num_hidden_layers()
+        )
+
+
+def _compressed_with_one_scale(stored: dict[str, Any], layers: int) -> Iterator[bool]:
+    """Yield for each layer with experts whether vLLM scales all rows by one number."""
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+        CompressedTensorsConfig,
+    )
+
+    known = CompressedTensorsConfig.from_config(deepcopy(stored))
+    known._add_fused_moe_to_target_scheme_map()
+    for layer in range(layers):
+        # As vLLM does: all experts follow the first, and its projections must agree.
+        scheme: dict[str, Any] = (
+            known.get_scheme_dict(RoutedExperts(), EXPERT.format(layer)) or {}
+        )
+        weights, inputs = scheme.get("weights"), scheme.get("input_activations")
+        if weights is not None and inputs is not None:
+            spans = {weights.strategy, inputs.strategy}
+            yield bool(inputs.dynamic) and spans == {"tensor"}
