@@ -64,9 +64,11 @@ def forward_of(layers: Sequence[nn.Module], like: Tensor, count: int) -> Forward
 
 def _sizes_of(layer: Any) -> tuple[int, int]:
     """Return the outputs and inputs of a layer on this rank."""
+    sizes = ("num_embeddings_per_partition", "embedding_dim")
     if isinstance(layer, LinearBase):
-        return layer.output_size_per_partition, layer.input_size_per_partition
-    return layer.num_embeddings_per_partition, layer.embedding_dim
+        sizes = ("output_size_per_partition", "input_size_per_partition")
+    rows, columns = (getattr(layer, name) for name in sizes)
+    return rows, columns
 
 
 def gemm_of(layer: Any, inputs: Tensor) -> Callable[[], Any]:
