@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm.config import ModelConfig, VllmConfig
+from vllm.distributed import get_pp_group
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
@@ -68,7 +69,8 @@ class DiffusionModel:
         self.vllm_config = vllm_config
         config = get_decode_config(vllm_config)
         self.keeps_columns = config.vocab_parallel
-        if config.head_quantization != "none":
+        has_head = get_pp_group().is_last_rank
+        if has_head and config.head_quantization != "none":
             quantise_head(self.lm_head, config.head_quantization)
 
     @staticmethod
