@@ -134,9 +134,9 @@ def test_config_classes_share_what_is_a_number() -> None:
     assert of_engine & of_request == {"steps"}
     assert (len(numbers), len(OPTIONS), len(of_request), len(of_engine)) == (
         20,
-        40,
+        41,
         38,
-        26,
+        27,
     )
 
 
