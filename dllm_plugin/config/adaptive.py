@@ -145,8 +145,6 @@ def check_windows(config: "DecodeConfig", given: Mapping[str, Any]) -> None:
 
 def without_grammars(config: "DecodeConfig") -> str:
     """Return why an engine has no grammars; empty if it has."""
-    if config.method.causal:
-        return f"is not supported on {config.family.title} models: leave it out"
     if config.moves_tokens:
         return config.moves_tokens
     if not config.method.floats:

@@ -116,11 +116,6 @@ class Method:
         return self.rows is not None
 
     @property
-    def no_penalties(self) -> bool:
-        """Return whether a canvas may hold tokens that are no text."""
-        return self.verifies or self.causal_rows
-
-    @property
     def full_attention(self) -> bool:
         """Return whether every position sees every other, so that KV has to be refreshed."""
         return self.span is not None

@@ -65,6 +65,24 @@ class GrammarPayload(NamedTuple):
     allowed_GW: np.ndarray
 
 
+class RowsPayload(NamedTuple):
+    """Carry what the rows of causal forwards may choose, from the scheduler to the workers.
+
+    owner_X     int64, index in `req_ids` of the request that each row belongs to
+    place_X     int64, canvas position that each row predicts
+    allowed_XW  int32, bits of the ids that may stand there
+    settled_G   int64, how many leading ids of the canvas may commit
+    forced_G    int64, id that replaces the first one, NO_ID for none
+    """
+
+    req_ids: list[str]
+    owner_X: np.ndarray
+    place_X: np.ndarray
+    allowed_XW: np.ndarray
+    settled_G: np.ndarray
+    forced_G: np.ndarray
+
+
 class AutomatonStart(NamedTuple):
     """Carry the automaton of a request to the workers, in the step with which it starts.
 
@@ -155,7 +173,12 @@ def _agree(canvas: Canvas, checks: Checks, mask_id: int) -> _Agreed:
 
 
 def constrain(
-    canvas: Canvas, plan: StepPlan, has_row_RC: Tensor, checks: Checks, mask_id: int
+    canvas: Canvas,
+    plan: StepPlan,
+    has_row_RC: Tensor,
+    checks: Checks,
+    mask_id: int,
+    causal: bool = False,
 ) -> tuple[Canvas, StepPlan, Constraint]:
     """Make canvas and plan of a step fit its grammars, after the forward.
 
@@ -164,6 +187,7 @@ def constrain(
 
     Args:
         has_row_RC: positions that a logits row of this step predicts.
+        causal: the forward that stores a block predicts the token after it.
     """
     agreed = _agree(canvas, checks, mask_id)
 
@@ -188,16 +212,21 @@ def constrain(
     free_RC = at_positions(open_RS & whole_R1 & (canvas.size_RS > 0), canvas.block_RC)
     free_RC &= canvas.tokens_RC == mask_id
     chooses_R = of_step(checks.chooses_G & ~agreed.lacks_G, False) & ~canvas.ended_R
-    front_RC = (
-        (position_C == front_R[:, None]) & chooses_R[:, None] & has_row_RC & free_RC
-    )
+    chosen_RC = (position_C == front_R[:, None]) & chooses_R[:, None]
+    front_RC = chosen_RC & has_row_RC & free_RC
     kept_RC = ~has_R[:, None] | (behind_RC & free_RC & ~drop_R[:, None])
+    candidates_RC = (plan.candidates_RC & kept_RC) | front_RC
+    edits_RC = chosen_RC if causal else behind_RC & ~drop_R[:, None]
+    editable_RC = plan.editable_RC & (edits_RC | ~has_R[:, None])
+    if causal:
+        editable_RC &= (plan.num_stored_R > 0)[:, None]
+        front_RC |= editable_RC & has_R[:, None]
     plan = replaced(
         plan,
         active_RS=plan.active_RS
         | (per_block(front_RC, canvas.block_RC, num_slots) > 0),
-        candidates_RC=(plan.candidates_RC & kept_RC) | front_RC,
-        editable_RC=plan.editable_RC & ~drop_R[:, None] & (behind_RC | ~has_R[:, None]),
+        candidates_RC=candidates_RC,
+        editable_RC=editable_RC,
         fixed_R=torch.where(has_R, front_R, plan.fixed_R),
     )
     must_R = of_step(checks.must_G, False) | drop_R
@@ -215,6 +244,9 @@ def _store_settled(
     fewer_R = has_R & (num_stored_R < plan.num_stored_R)
     num_stored_R = torch.where(has_R, num_stored_R, plan.num_stored_R)
     num_committed_R = (canvas.size_RS * stored_RS).sum(dim=1, dtype=torch.int32)
+    # A window commits without blocks.
+    most_R = torch.minimum(plan.num_committed_R, settled_R.to(torch.int32))
+    num_committed_R = torch.where(fewer_R, num_committed_R, most_R)
     # With one active block the next block waits, as for an unfinished block.
     back_R = fewer_R & (canvas.max_active_R == 1)
     return replaced(

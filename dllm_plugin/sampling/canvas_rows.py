@@ -263,7 +263,11 @@ class CanvasRows:
     def has_row(self, step: DenoisingStep) -> Tensor:
         """Return the positions that a row of this step predicts, bool ``[R, C]``."""
         position_C = torch.arange(self.num_positions, device=step.drafts_R.device)
-        return position_C < step.drafts_R[:, None]
+        has_row_RC = position_C < step.drafts_R[:, None]
+        if self.states.config.method.reorders:
+            # The row of a decided position predicts nothing there.
+            has_row_RC &= step.canvas.tokens_RC == self.states.config.mask_token_id
+        return has_row_RC
 
     def num_columns(self, step: DenoisingStep) -> int:
         """Return how many leading positions of canvases can have a row, as the host knows."""

@@ -18,6 +18,7 @@ from engines import (
     results,
     token_ids,
 )
+from grammar_requests import same_for_any_drafts
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 ADAPTER = str(GOLDENS / "checkpoints" / "tiny-nemotron" / "linear_spec_lora")
@@ -102,6 +103,13 @@ def test_self_speculation(overlapped: bool, room: EngineRoom) -> None:
     for case, output in zip(cases, outputs, strict=True):
         most = case["settings"]["max_new_tokens"]
         assert token_ids(output) == case["output_ids"][:most], case["id"]
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_grammars_do_not_depend_on_drafts(overlapped: bool, room: EngineRoom) -> None:
+    ways = [{"dllm_block_length": 1}, {"dllm_block_length": 8}]
+    ways.append({"dllm_block_length": 8, "dllm_threshold": 0.7})
+    same_for_any_drafts(room.start("nemotron", DRAFTS, overlapped), ways)
 
 
 def test_drafts_with_an_adapter(room: EngineRoom) -> None:

@@ -124,6 +124,7 @@ def test_sampling_and_rules(engine: tuple[str, Any]) -> None:
         params(30, **hot | {"seed": 8}, allowed_token_ids=list(range(64, 90))),
         params(30, stop_token_ids=list(range(120)), min_tokens=29),
         params(30, temperature=1.2, seed=3, dllm_window=4),
+        params(30, repetition_penalty=1.5, frequency_penalty=0.5, dllm_trace=1),
     ]
     prompts = [a_prompt(9 + i, i) for i in range(len(wishes))]
     together = generate(llm, prompts, wishes)
@@ -141,8 +142,7 @@ REFUSED = [
     ({"dllm_window": 17}, "is longer than the canvas of 16 positions"),
     ({"dllm_block_length": 8}, "has no effect with strategy 'causal_window'"),
     ({"dllm_threshold": 0.5}, "has no effect with strategy 'causal_window'"),
-    ({"dllm_trace": 1}, "is not supported"),
-    ({"repetition_penalty": 1.5}, "is not supported"),
+    ({"dllm_early_text": 1}, "is not supported"),
 ]
 
 

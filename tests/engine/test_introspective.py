@@ -11,17 +11,22 @@ import pytest
 import torch
 from engines import (
     CHECKPOINTS,
+    LETTERS,
     EngineRoom,
     a_prompt,
     forwards,
     free_pages,
     generate,
+    letters,
     num_preemptions,
     params,
     results,
     token_ids,
 )
+from grammar_requests import same_for_any_drafts
+from grammar_requests import wish as wish_grammar
 
+from dllm_plugin.config.carriers import unpack_snapshot
 from dllm_plugin.reference.model import PlainModel
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -190,6 +195,26 @@ def _row(
     return probs, probs.argsort(descending=True)
 
 
+@pytest.mark.parametrize("stride", [1, 4])
+def test_traces_and_snapshots(llm: Any, stride: int) -> None:
+    """Watching changes nothing; each token has the forward that accepted it."""
+    for case in cases()[:6]:
+        wishes = [
+            params(24, dllm_block_length=stride, **names)
+            for names in ({}, {"dllm_trace": 1, "dllm_frames": 1})
+        ]
+        plain, output = generate(llm, [case["prompt_ids"]] * 2, wishes)
+        assert results([output]) == results([plain])
+        rows = output.outputs[0].routed_experts
+        steps, sure = rows[:, 0].tolist(), rows[:, 1]
+        assert steps == sorted(steps) and steps[0] == 0
+        assert 1 <= steps[-1] <= forwards(output)
+        assert len(set(steps)) >= len(steps) // stride
+        assert ((sure[1:] > 0) & (sure[1:] <= 1)).all()
+        snapshot = unpack_snapshot(output)
+        assert snapshot is not None and snapshot.forward == forwards(output)
+
+
 def test_n_completions_and_rules(llm: Any) -> None:
     """Seeds count up; bans and biases hold for every token, drafted or not."""
     prompt, hot = a_prompt(15, 4), {"temperature": 0.9, "seed": 20}
@@ -210,15 +235,57 @@ def test_n_completions_and_rules(llm: Any) -> None:
     assert set(token_ids(together[2])) <= {65, 66}
 
 
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 2}])
+def test_penalties_and_bad_words_do_not_depend_on_drafts(
+    llm: Any, sampling: dict[str, Any]
+) -> None:
+    """A row counts the text before it; a word of several tokens ends nowhere."""
+    prompt, asked = letters(14, 6), {"allowed_token_ids": LETTERS}
+    [free] = generate(llm, [prompt], params(30, **sampling, **asked))
+    words = [free.outputs[0].text[i : i + 2] for i in (3, 9, 20)]
+    rules: list[dict[str, Any]] = [
+        {"presence_penalty": 0.6, "frequency_penalty": 0.4, "repetition_penalty": 1.3},
+        {"bad_words": words},
+        {"repetition_penalty": 0.8, "bad_words": words, "logprobs": 1},
+    ]
+    for rule in rules:
+        wishes = [
+            params(30, **sampling, **asked, **rule, dllm_block_length=stride)
+            for stride in STRIDES
+        ]
+        outputs = generate(llm, [prompt] * len(wishes), wishes)
+        texts = [output.outputs[0].text for output in outputs]
+        assert texts == texts[:1] * len(texts) and texts[0] != free.outputs[0].text
+        for word in rule.get("bad_words", ()):
+            assert word not in texts[0]
+
+
+def test_penalties_are_those_of_causal_decoding(llm: Any) -> None:
+    """Of vLLM's formulas, over the prompt and what follows it."""
+    prompt = letters(14, 6)
+    numbers = {"presence_penalty": 0.6, "frequency_penalty": 0.4}
+    one = params(20, repetition_penalty=1.3, **numbers)
+    [output] = generate(llm, [prompt], one)
+    text = list(prompt)
+    for _ in range(20):
+        row = model().predictions([*text, 0], list(range(len(text) + 1)))[len(text)]
+        row[model().mask_id] = float("-inf")
+        seen = torch.tensor(sorted(set(text)))
+        row[seen] = torch.where(row[seen] > 0, row[seen] / 1.3, row[seen] * 1.3)
+        for token in text[len(prompt) :]:
+            row[token] -= 0.4
+        for token in set(text[len(prompt) :]):
+            row[token] -= 0.6
+        text.append(int(row.argmax()))
+    assert token_ids(output) == text[len(prompt) :]
+
+
 REFUSED = [
     ({"dllm_block_length": 17}, "is longer than the canvas of 16 positions"),
-    ({"dllm_frames": 1}, "is not supported"),
+    ({"prompt_logprobs": 1}, "only the last row of a prompt becomes logits"),
     ({"dllm_early_text": 1}, "is not supported"),
-    ({"dllm_trace": 1}, "is not supported"),
     ({"dllm_steps": 2}, "has no effect with strategy 'introspective'"),
     ({"dllm_template": [-1, 5]}, "sees the text behind a gap"),
-    ({"presence_penalty": 0.5}, "presence_penalty is not supported"),
-    ({"bad_words": ["a"]}, "bad_words is not supported"),
 ]
 
 
@@ -232,11 +299,47 @@ def test_what_is_not_served_is_refused(
         generate(llm, [[70, 71]], params(8, **options))
 
 
-def test_grammars_are_refused(llm: Any) -> None:
-    from vllm.sampling_params import StructuredOutputsParams
+def test_grammars_do_not_depend_on_drafts(llm: Any) -> None:
+    same_for_any_drafts(llm, [{"dllm_block_length": n} for n in (1, 3, 8)])
 
-    grammar = StructuredOutputsParams(regex="[a-z]+")
+
+def test_text_under_a_grammar_is_that_of_causal_decoding(llm: Any) -> None:
+    prompt = letters(9, 4)
+    [output] = generate(llm, [prompt], wish_grammar("regex", "[a-z]{12}", 20))
+    text = list(prompt)
+    for _ in range(12):
+        row = model().predictions([*text, 0], list(range(len(text) + 1)))[len(text)]
+        text.append(LETTERS[int(row[LETTERS].argmax())])
+    assert token_ids(output)[:-1] == text[len(prompt) :]
+    assert output.outputs[0].finish_reason == "stop"
+
+
+def test_grammars_after_preemption(llm: Any) -> None:
+    """Checks follow the canvas that workers keep, or a new first token."""
+    engine, before = llm.llm_engine, num_preemptions(llm)
+    if engine.vllm_config.scheduler_config.async_scheduling:
+        pytest.skip("vLLM preempts nobody in the middle of an asynchronous step")
+    hot = {"temperature": 1.0, "dllm_block_length": 3}
+    wishes = [
+        wish_grammar("regex", "[a-z ]{9,30}", 40, seed=i, **hot) for i in range(5)
+    ]
+    prompts = [letters(7 + i, i) for i in range(5)]
+    expected = [token_ids(output) for output in generate(llm, prompts, wishes)]
+    for i, (prompt, one) in enumerate(zip(prompts, wishes, strict=True)):
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, one)
+    step, done = 0, {}
+    while engine.has_unfinished_requests():
+        done |= {o.request_id: token_ids(o) for o in engine.step() if o.finished}
+        step += 1
+        if step in (2, 5, 9):
+            assert llm.reset_prefix_cache(reset_running_requests=True)
+    assert [done[str(i)] for i in range(5)] == expected
+    assert num_preemptions(llm) > before
+
+
+def test_an_automaton_is_refused(llm: Any) -> None:
     from vllm.exceptions import VLLMValidationError
 
-    with pytest.raises(VLLMValidationError, match="is not supported"):
-        generate(llm, [[70, 71]], params(8, structured_outputs=grammar))
+    asked = wish_grammar("regex", "[a-z]+", 8, dllm_grammar="automaton")
+    with pytest.raises(VLLMValidationError, match="ask for 'drafts'"):
+        generate(llm, [[70, 71]], asked)

@@ -36,6 +36,16 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "repetition_detection": (None, "repetition is not detected out of order"),
     "trace_decode_token_ids": (None, "tokens are not decoded in order"),
 }
+# Reasons of models whose prompts and answers are causal.
+CAUSAL_REASONS = dict.fromkeys(
+    ("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start"),
+    "only the last row of a prompt becomes logits",
+)
+CAUSAL_REASONS |= {
+    "thinking_token_budget": "it is counted in vLLM's sampler, which is replaced here; "
+    "Nemotron-Labs-Diffusion has dllm_max_thinking_tokens",
+    "repetition_detection": "repeated tokens do not end a text",
+}
 
 FORWARDS_PER_POSITION = 4  # of a block that a request may ask for: more only use a slot
 FORWARDS = 64  # that it may ask for however short its blocks are
@@ -50,11 +60,19 @@ MAX_WORD_TOKENS = 16
 MAX_WORDS_TOKENS = 1024  # words of several tokens, times the tokens of the longest
 
 
-def check_sampling_params(params: SamplingParams, mask_token_id: int) -> None:
-    """Raise ValueError naming the first of vLLM's parameters that cannot be honoured."""
+def check_sampling_params(
+    params: SamplingParams, mask_token_id: int, causal: bool = False
+) -> None:
+    """Raise ValueError naming the first of vLLM's parameters that cannot be honoured.
+
+    Args:
+        causal: causal forwards store prompts and answers.
+    """
     for name, (neutral, reason) in REFUSED.items():
         value = getattr(params, name)
         if value is not None and value != neutral:
+            if causal:
+                reason = CAUSAL_REASONS.get(name, reason)
             raise ValueError(
                 f"{name} is not supported by diffusion decoding: {reason}. Leave it at {neutral}, "
                 f"got {shown(value)}."

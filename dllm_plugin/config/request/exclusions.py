@@ -197,8 +197,8 @@ WITH_ARGUMENTS = (
         "max_thinking_tokens and end_think_token_id need each other: give both or none.",
     ),
     Exclusion(
-        "frames early_text trace",
-        lambda c, name: c.config.method.causal and getattr(c.asked, name),
+        "early_text",
+        lambda c, name: c.config.method.causal and c.asked.early_text,
         "{name} is not supported on {config.architecture}: leave it out.",
     ),
     Exclusion(
@@ -303,11 +303,6 @@ WITH_PARAMETERS = (
         "{name} cannot be combined with dllm_targets: leave it out.",
     ),
     Exclusion(
-        "bad_words " + " ".join(PENALTIES),
-        lambda c, name: c.config.method.no_penalties and c.is_set(name),
-        "{name} is not supported by strategy {config.strategy!r}: leave it out.",
-    ),
-    Exclusion(
         "structured_outputs",
         lambda c, name: c.has_grammar and c.config.no_grammars,
         "{name} {why}.",
@@ -321,6 +316,11 @@ WITH_PARAMETERS = (
         "structured_outputs",
         lambda c, name: c.has_grammar and c.asked.template,
         "{name} cannot be combined with dllm_template.",
+    ),
+    Exclusion(
+        "max_thinking_tokens end_think_token_id",
+        lambda c, name: c.has_grammar and getattr(c.asked, name) is not None,
+        "{name} can contradict the grammar of structured_outputs: leave {name} out.",
     ),
     Exclusion(
         "min_tokens ignore_eos bad_words allowed_token_ids",

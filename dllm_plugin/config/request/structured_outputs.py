@@ -82,6 +82,11 @@ def no_automata(config: DecodeConfig) -> str:
         return (
             "vocab_parallel is on, and an automaton reads whole rows: start without it"
         )
+    if config.method.causal:
+        return (
+            f"strategy {config.strategy!r} of {config.architecture} decides tokens by causal "
+            "forwards, from left to right: ask for 'drafts'"
+        )
     if config.dedicated_commit:
         return (
             f"strategy {config.strategy!r} of {config.architecture} decides the first token of a "

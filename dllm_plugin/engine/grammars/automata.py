@@ -27,7 +27,7 @@ from dllm_plugin.grammar.automaton import (
     build,
 )
 from dllm_plugin.grammar.schemas import expression
-from dllm_plugin.grammar.step import AutomatonStart, GrammarPayload
+from dllm_plugin.grammar.step import AutomatonStart, GrammarPayload, RowsPayload
 from dllm_plugin.grammar.vocabulary import Vocabulary
 
 # Automata that are kept for later requests with the same grammar.
@@ -135,7 +135,7 @@ class AutomatonCache:
 class CanvasChecks(GrammarOutput):
     """Send checks of canvases to the workers instead of bitmasks, and automata that start."""
 
-    payload: GrammarPayload | None = None
+    payload: GrammarPayload | RowsPayload | None = None
     starts: list[AutomatonStart] = field(default_factory=list)
 
 

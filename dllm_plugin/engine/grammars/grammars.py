@@ -38,6 +38,7 @@ from dllm_plugin.grammar.chart import Chart
 from dllm_plugin.grammar.matchers import GuidanceMatcher, Matcher, XgrammarMatcher
 from dllm_plugin.grammar.schemas import is_choice
 from dllm_plugin.grammar.state import GrammarState
+from dllm_plugin.grammar.verified import VerifiedState
 from dllm_plugin.grammar.vocabulary import Vocabulary
 
 logger = init_logger("vllm.dllm_plugin")
@@ -148,7 +149,8 @@ class Grammars:
         guide = None
         with contextlib.suppress(TooLarge):
             guide = self.automata.find(named, vocabulary, stops)
-        state = GrammarState(
+        kind = VerifiedState if self.config.method.verifies else GrammarState
+        state = kind(
             matcher,
             vocabulary,
             stops,

@@ -29,7 +29,8 @@ from dllm_plugin.engine.grammars.automata import (
 from dllm_plugin.engine.grammars.grammars import CanvasGrammar, Grammars
 from dllm_plugin.engine.platforms import end_with_error
 from dllm_plugin.grammar.state import DeadEnd, GrammarCheck
-from dllm_plugin.grammar.step import AutomatonStart, pack_checks
+from dllm_plugin.grammar.step import AutomatonStart, GrammarPayload, pack_checks
+from dllm_plugin.grammar.verified import RowCheck, RowsPayload, pack_rows
 
 logger = init_logger("vllm.dllm_plugin")
 
@@ -55,6 +56,12 @@ class GrammarScheduler(AsyncScheduler):
         self.decode_config = get_decode_config(self.vllm_config)
         self.block_length: dict[str, int] = {}
         self._with_grammar: set[str] = set()
+        self._verifies = self.decode_config.method.verifies
+        # The prompt's last row predicts the first token of a text.
+        self._predicts_first = self.decode_config.method.accept is not None
+        self._restarts = self._predicts_first or self.decode_config.restarts_blocks
+        # Requests with a grammar whose prompt is computed by a step in flight.
+        self._prefilled: set[str] = set()
         # Why requests are about to end with an error.
         self._refused: dict[str, str] = {}
         self.grammar_counts = GrammarCounts()
@@ -70,6 +77,7 @@ class GrammarScheduler(AsyncScheduler):
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         self._with_grammar.discard(request.request_id)
+        self._prefilled.discard(request.request_id)
         self._grammars.forget(request.request_id)
         return super()._free_request(request, delay_free_blocks)
 
@@ -111,6 +119,13 @@ class GrammarScheduler(AsyncScheduler):
                 _grammar_of(self.requests[req_id]) is not None for req_id in ids
             )
             scheduler_output.pending_structured_output_tokens = drafts
+        if self._with_grammar and self._predicts_first:
+            ids = self._with_grammar & scheduler_output.num_scheduled_tokens.keys()
+            # It is checked by the step after that of the prompt.
+            if ids & self._prefilled:
+                scheduler_output.pending_structured_output_tokens = True
+            drafted = scheduler_output.scheduled_spec_decode_tokens.keys()
+            self._prefilled |= ids - drafted
 
     def get_grammar_bitmask(
         self, scheduler_output: SchedulerOutput
@@ -119,7 +134,7 @@ class GrammarScheduler(AsyncScheduler):
         if not self._with_grammar:
             return None
         began = time.perf_counter()
-        checks: dict[str, tuple[CanvasGrammar, GrammarCheck]] = {}
+        checks: dict[str, tuple[CanvasGrammar, GrammarCheck | RowCheck]] = {}
         for req_id in self._with_grammar & scheduler_output.num_scheduled_tokens.keys():
             request = self.requests[req_id]
             grammar = _grammar_of(request)
@@ -128,10 +143,11 @@ class GrammarScheduler(AsyncScheduler):
             in_step = req_id in scheduler_output.scheduled_spec_decode_tokens
             if not in_step and grammar.is_kept:
                 continue
+            canvas = grammar.canvas if in_step or not self._predicts_first else []
             try:
-                checks[req_id] = grammar, grammar.state.check(grammar.canvas)
+                checks[req_id] = grammar, grammar.state.check(canvas)
                 # A canvas that survives preemption goes on unchanged.
-                grammar.is_kept = not self.decode_config.restarts_blocks
+                grammar.is_kept = not self._restarts
             except DeadEnd as error:
                 self._refuse(req_id, error)
                 end_with_error(self, req_id)
@@ -139,16 +155,20 @@ class GrammarScheduler(AsyncScheduler):
         if not checks:
             return CanvasChecks([], NO_BITS, [], None, starts) if starts else None
         grammars, found = zip(*checks.values(), strict=True)
-        writes = [grammar.state.writes for grammar in grammars]
-        words = grammars[0].state.vocabulary.words
-        payload = pack_checks(list(checks), found, writes, words)
+        payload: GrammarPayload | RowsPayload
+        if self._verifies:
+            payload = pack_rows(list(checks), found)
+        else:
+            writes = [grammar.state.writes for grammar in grammars]
+            words = grammars[0].state.vocabulary.words
+            payload = pack_checks(list(checks), found, writes, words)
         counts = self.grammar_counts
         counts.checks += len(found)
         counts.steps += 1
         counts.seconds += time.perf_counter() - began
         counts.refused += sum(check.rejected for check in found)
         # Without ids of its own vLLM applies no bitmask.
-        return CanvasChecks([], payload.allowed_GW, [], payload, starts)
+        return CanvasChecks([], NO_BITS, [], payload, starts)
 
     def grammar_mode(self, req_id: str) -> str | None:
         """Return the grammar mode of a running request; None without a grammar."""
@@ -170,6 +190,7 @@ class GrammarScheduler(AsyncScheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """Update as vLLM does, and keep the canvases of requests with a grammar."""
+        self._prefilled -= scheduler_output.num_scheduled_tokens.keys()
         outputs = self._update_canvases(scheduler_output, model_runner_output)
         if self._refused:
             for of_client in outputs.values():
@@ -203,6 +224,7 @@ class GrammarScheduler(AsyncScheduler):
             grammar.canvas = []
             # Results in flight at a preemption may have been dropped.
             in_step = req_id in scheduler_output.scheduled_spec_decode_tokens
+            in_step |= self._predicts_first
             if in_step and request.num_tokens == num_tokens + emitted:
                 canvas = model_runner_output.canvases[req_id]
                 grammar.canvas = self._undecided_marked(

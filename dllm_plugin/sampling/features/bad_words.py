@@ -3,7 +3,8 @@
 A text must not contain the sequence of tokens. Whichever of them would be decided last is banned:
 before a step, each masked position loses the ids that would complete a sequence with the decided
 tokens around it. Several positions of one step can still complete a sequence together; then the
-last of them is not unmasked in this step. Shape letters as in :mod:`dllm_plugin.decoding.plan`; W
+last of them is not unmasked in this step. Where drafts are verified, a row is restricted by the
+tokens before its position. Shape letters as in :mod:`dllm_plugin.decoding.plan`; W
 words of a slot, L tokens of the longest, A alignments.
 
 The host knows which slots have words and how many. A row of the table on the device lists the words
@@ -185,7 +186,10 @@ class BadWords(StepFeature):
         """Return the ids that fill the only hole in a sequence, with the row that predicts it."""
         words_RWL, mask_id = words.words_RWL, self.mask_id
         window_RA1L, equal, used = _align(words, tokens_RC)
-        hole = used & (window_RA1L == mask_id)
+        if self.states.config.method.verifies:
+            hole = _last(used)
+        else:
+            hole = used & (window_RA1L == mask_id)
         single_RAW = (hole.sum(-1) == 1) & ((equal | hole) == used).all(-1)
         place_RAW = hole.to(torch.int8).argmax(dim=-1)
         token_RAW = (
@@ -221,6 +225,8 @@ class BadWords(StepFeature):
         sequence: then all edits of the request are taken back.
         """
         unmask_RC = step.unmask_RC
+        if self.states.config.method.verifies:
+            return
         for words in self._step:
             which_R = words.which_R
             asked_RC, tokens_RC = unmask_RC[which_R], step.canvas.tokens_RC[which_R]
@@ -248,6 +254,12 @@ def _align(words: StepWords, tokens_RC: Tensor) -> tuple[Tensor, Tensor, Tensor]
     words_R1WL = words_RWL[:, None]
     used = (words_R1WL != UNUSED).expand(-1, window_RA1L.shape[1], -1, -1)
     return window_RA1L, (window_RA1L == words_R1WL) & used, used
+
+
+def _last(used: Tensor) -> Tensor:
+    """Return the last token of each word, bool ``[R, A, W, L]``; words have no gaps."""
+    length_RAW1 = used.sum(dim=-1, keepdim=True)
+    return torch.arange(1, used.shape[3] + 1, device=used.device) == length_RAW1
 
 
 def _kept(

@@ -66,8 +66,9 @@ class StagedChecks(StepFeature):
         checks, mask_id = self._found(step.slots_np), self.mask_id
         assert checks is not None
         rows, has_row_RC = self.rows, self.rows.has_row(step)
+        causal = self.states.config.method.causal_commit
         step.canvas, plan, self._constraint = constrain(
-            step.canvas, step.plan, has_row_RC, checks, mask_id
+            step.canvas, step.plan, has_row_RC, checks, mask_id, causal
         )
         rows.replan(step, plan)
         if len(rows.sources(step)[0]):

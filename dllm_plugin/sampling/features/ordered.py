@@ -26,6 +26,7 @@ from dllm_plugin.sampling.features.structure import StructureEdits
 from dllm_plugin.sampling.features.templates import Targets, TemplateSteps
 from dllm_plugin.sampling.features.thinking import ThinkingBudget
 from dllm_plugin.sampling.features.token_rules import TokenRules
+from dllm_plugin.sampling.features.verified_rows import VerifiedRows
 from dllm_plugin.sampling.features.watched_rows import WatchedRows
 from dllm_plugin.sampling.rows import RowChunk
 from dllm_plugin.state.canvas_states import CanvasStates
@@ -56,7 +57,8 @@ class StepFeatures:
             owner: vLLM's sampler, of which the states of requests are read.
             propose, greedy: methods of the Proposer.
         """
-        self.checks = checks = StagedChecks(states, rows, rules)
+        kind = VerifiedRows if states.config.method.verifies else StagedChecks
+        self.checks = checks = kind(states, rows, rules)
         penalties = Penalties(states, owner.req_states, rules.vocab_size)
         self.automata = Automata(states, owner.sampling_states, rows, rules, penalties)
         bad_words = BadWords(states, owner.req_states)

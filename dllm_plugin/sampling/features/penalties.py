@@ -3,7 +3,10 @@
 The formulas are those of vLLM. The text is what is known at the start of a step: the prompt with
 the tokens of a template, and every other decided position. It is counted anew in each step, so no
 token counts twice: tokens before the canvas are those that vLLM stores, the others are those of
-the canvas. Shape letters as in :mod:`dllm_plugin.decoding.plan`; N slots, U requests of a step
+the canvas. Where drafts are verified, a row counts the canvas up to the position that it predicts,
+as vLLM's speculative decoding does.
+
+Shape letters as in :mod:`dllm_plugin.decoding.plan`; N slots, U requests of a step
 that have penalties, X positions that are counted at once.
 """
 
@@ -56,6 +59,7 @@ class Penalties(StepFeature):
         self.numbers = SlotTable((3, num_slots), torch.float32, states.device)
         self.numbers.np[REPETITION] = NEUTRAL[REPETITION]
         self._dirty = True
+        self.by_row = states.config.method.verifies
         self.prompt_NV: Tensor | None = None
         self.count_NV: Tensor | None = None
         self._longest = 0
@@ -119,6 +123,8 @@ class Penalties(StepFeature):
             mask_id = states.config.mask_token_id
             tokens_UX = tokens_UX.where(position_X < start_U1, mask_id)
             self._count(slots_U, tokens_UX, first_U1 + position_X, has_given)
+        if self.by_row:
+            return
         tokens_UC = canvas.tokens_RC[places_U]
         place_C = torch.arange(tokens_UC.shape[1], device=states.device)
         place_UC = first_U1 + start_U1 + place_C
@@ -149,16 +155,32 @@ class Penalties(StepFeature):
 
     def apply(self, logits_TV: Tensor, chunk: RowChunk, slots_np: np.ndarray) -> None:
         """Penalise float32 copies of rows."""
-        self.penalise(logits_TV, chunk.slot_T, slots_np)
+        before_T = chunk.offset_T + chunk.shift if self.by_row else None
+        self.penalise(logits_TV, chunk.slot_T, slots_np, before_T)
 
-    def penalise(self, logits_TV: Tensor, slot_T: Tensor, slots_np: np.ndarray) -> None:
-        """Penalise, in place, rows of the requests in these slots."""
+    def penalise(
+        self,
+        logits_TV: Tensor,
+        slot_T: Tensor,
+        slots_np: np.ndarray,
+        before_T: Tensor | None = None,
+    ) -> None:
+        """Penalise, in place, rows of the requests in these slots.
+
+        Args:
+            before_T: canvas positions that count for each row; None if all are counted already.
+        """
         assert self.prompt_NV is not None and self.count_NV is not None
         if not len(logits_TV):
             return
         asked = self.numbers.np[:, slots_np]
         presence_T, frequency_T, repetition_T = self.numbers.gpu[:, slot_T]
         count_TV = self.count_NV[slot_T]
+        if before_T is not None:
+            tokens_TC = self.states.canvas_NC[slot_T]
+            place_C = torch.arange(tokens_TC.shape[1], device=tokens_TC.device)
+            counts_TC = (place_C < before_T[:, None]) & (tokens_TC != self.mask_id)
+            count_TV.scatter_add_(1, tokens_TC, counts_TC.to(count_TV.dtype))
         has_TV = count_TV > 0
         if (asked[REPETITION] != NEUTRAL[REPETITION]).any():
             prompt_TV = self.prompt_NV[slot_T]
