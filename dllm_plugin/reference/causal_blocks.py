@@ -26,7 +26,7 @@ class CausalModel(Model, Protocol):
 
 def decode_causal_blocks(text: Text) -> None:
     """Denoise block after block until the answer is known."""
-    _write_next(text)
+    _write_first(text)
     denoised = 0
     for start, end in zip(text.starts, text.starts[1:], strict=False):
         _write_end_of_thinking(text, start, end)
@@ -42,8 +42,7 @@ def decode_causal_blocks(text: Text) -> None:
                 return
             left = text.masked(start, end)
             step, denoised = step + 1, denoised + 1
-        _write_next(text)
-        text.end_forward(start, end, end, {})
+        text.end_forward(start, end, end, {}, _write_next(text))
         if text.final() is not None:
             return
 
@@ -53,7 +52,7 @@ def decode_self_speculation(text: Text) -> None:
 
     Random numbers depend on positions only: text and drafts have the same.
     """
-    _write_next(text)
+    _write_first(text)
     while True:
         start = len(text.tokens) - 1
         end = min(start + text.block_length, text.max_model_len)
@@ -62,7 +61,9 @@ def decode_self_speculation(text: Text) -> None:
             found = _proposals(text, start, left, 0)
             for p in _sure_or_best(text, left, found):
                 text.write(p, found[p])
+            watch, text.watch = text.watch, None  # drafts are not decided yet
             text.end_forward(start, end, end, found)
+            text.watch = watch
             if text.final(start + 1) is not None:
                 return
         drafts = text.tokens[start + 1 :]
@@ -74,17 +75,26 @@ def decode_self_speculation(text: Text) -> None:
         for p in range(start + 1, start + 2 + kept):
             text.tokens.append(text.model.mask_id)
             text.write(p, rows[p])
-        text.end_forward(start, end, end, {})
+        text.end_forward(start, end, end, {}, rows)
         if text.final() is not None:
             return
 
 
-def _write_next(text: Text) -> None:
+def _write_next(text: Text) -> Proposals:
     """Append the token that the last row of a causal forward predicts."""
     position = len(text.tokens)
     found = _causal_proposals(text, position - 1)
     text.append_masks(position + 1)
     text.write(position, found[position])
+    return found
+
+
+def _write_first(text: Text) -> None:
+    """Append the token that the prompt's forward predicts; the next forward records it, too."""
+    found = _write_next(text)
+    written = text.written
+    text.show(found)
+    text.written = written
 
 
 def _write_end_of_thinking(text: Text, start: int, end: int) -> None:
@@ -131,8 +141,7 @@ def decode_introspective(text: Text) -> None:
     token of the text is the proposal of the prompt's last row.
     """
     first = len(text.prompt)
-    text.append_masks(first + 1)
-    text.write(first, propose(text, text.predict()[-1:], [first], 0)[first])
+    _write_first(text)
     start, drafts = first, list[int]()
     while True:
         found = forward(text, start, drafts)

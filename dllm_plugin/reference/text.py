@@ -196,12 +196,21 @@ class Text:
             self.closest = min(self.closest, abs(gap))
 
     def end_forward(
-        self, start: int, stop: int, keys: int, rows: Mapping[int, Proposal]
+        self,
+        start: int,
+        stop: int,
+        keys: int,
+        rows: Mapping[int, Proposal],
+        next_rows: Mapping[int, Proposal] | None = None,
     ) -> None:
-        """Record a forward of the positions [start, stop) that could decide `rows`."""
+        """Record a forward of the positions [start, stop) that could decide `rows`.
+
+        Args:
+            next_rows: what a watcher sees of a causal forward, which decides later positions.
+        """
         new = [[p, self.written[p]] for p in sorted(self.written)]
         self.forwards.append(Forward(start, stop - start, keys, list(rows), new))
-        self.show(rows)
+        self.show(rows if next_rows is None else next_rows)
 
     def show(self, rows: Mapping[int, Proposal]) -> None:
         """Call the watcher with the tokens written since the last call."""

@@ -89,6 +89,11 @@ def check_same(
         ("a2d-qwen3", ["--strategy", "block_diffusion", "--block-length", "8"]),
         ("stable-diffcoder", ["--policy", "low_confidence", "--block-length", "8"]),
         ("fast-dllm-v2-tied", ["--policy", "topk_margin"]),
+        ("nemotron", ["--block-length", "8"]),
+        ("nemotron", ["--strategy", "self_speculation", "--threshold", "0.6"]),
+        ("idlm", []),
+        ("wedlm", []),
+        ("wedlm-qwen2", ["--window", "8"]),
     ],
     ids=lambda value: (
         value if isinstance(value, str) else "-".join(value).replace("--", "")

@@ -126,11 +126,14 @@ class Watcher:
         self.end, self.mask_id = end, mask_id
         self.moves = moves  # how far rounding moves a logit
         self.forward = 0
+        self.known: dict[int, int] = {}
         self.difference: Difference | None = None
 
     def __call__(self, step: Step) -> None:
         """Compare one forward with the engine's; those that decide nothing are not counted."""
         new = self._inside(step.new)
+        new = {p: token for p, token in new.items() if self.known.get(p) != token}
+        self.known |= new
         if self.difference is not None or not new:
             return
         theirs = (

@@ -93,6 +93,8 @@ def decode(
             assert isinstance(found, RequestOutput)
             output = found
         start, canvas, best = call(llm, "canvas_seen")
+        if config.method.verifies:
+            canvas = canvas[:1]  # after it stand drafts
         text = {
             start + i: token
             for i, token in enumerate(canvas)

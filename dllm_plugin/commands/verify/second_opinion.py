@@ -10,6 +10,7 @@ from dllm_plugin.config.request.arguments import RequestArguments
 from dllm_plugin.config.request.parsing import request_arguments
 from dllm_plugin.reference.loops import LOOPS, decode
 from dllm_plugin.reference.rules import (
+    CAUSAL_BLOCKS,
     EXACT_BLOCKS,
     STRUCTURE,
     SUB_BLOCKS,
@@ -42,10 +43,9 @@ def check(config: DecodeConfig) -> None:
         raise ValueError(
             f"verify compares engines with adaptive 'off', not {config.adaptive!r}"
         )
-    if config.method.causal:
+    if config.draft_adapter is not None:
         raise ValueError(
-            f"verify does not compare {config.family.title} models, whose tokens are stored by "
-            "causal forwards."
+            "verify has no plain loop for draft_adapter, which changes no text: leave it out"
         )
     loop, policy = LOOPS[_name(config)], config.policy
     if policy not in loop.policies:
@@ -107,6 +107,10 @@ def _name(config: DecodeConfig) -> str:
     """Return the loop of an engine's strategy."""
     if config.method.inserts:
         return STRUCTURE
+    if config.method.verifies or config.method.causal_rows:
+        return config.strategy
+    if config.method.causal_commit:
+        return CAUSAL_BLOCKS
     if config.method.exact_end and not config.method.full_attention:
         return EXACT_BLOCKS
     return SUB_BLOCKS if config.dedicated_commit else config.strategy
@@ -117,6 +121,10 @@ def blocks_of(job: Job, length: int) -> list[int]:
     if job.config.method.full_attention:
         return [0] * length
     start, size = len(job.prompt), job.request.block_length
+    if job.config.method.causal:
+        # The first forward after the prompt's denoises a block, or is causal, too.
+        end = length if job.config.method.causal_rows else start
+        return [min(p, end) for p in range(length)]
     origin = job.config.origin(start, size)
     if job.config.family.absolute_grid:
         return [p // size for p in range(length)]
@@ -126,7 +134,7 @@ def blocks_of(job: Job, length: int) -> list[int]:
 def first_stop(job: Job) -> int:
     """Return the end of the positions that both sides compute in the first forward."""
     start, size = len(job.prompt), job.request.block_length
-    if job.config.method.full_attention:
+    if job.config.method.full_attention or job.config.method.causal_rows:
         return job.max_model_len
     if job.config.family.absolute_grid:
         return min((start // size + 1) * size, job.max_model_len)
