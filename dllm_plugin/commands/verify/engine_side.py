@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dllm_plugin.commands.offline import num_forwards, start_engine
 from dllm_plugin.commands.verify.worker import EXTENSION, Seen, call
 from dllm_plugin.config.decode import DecodeConfig, get_decode_config
+from dllm_plugin.config.options import REQUEST_PREFIX
 from dllm_plugin.config.request.parsing import request_arguments
 
 if TYPE_CHECKING:
@@ -74,6 +75,10 @@ def decode(
         *(llm, "watch_request", max(length - COMPARED, 0), max(length - shift, 0)),
         *(length + COMPARED, config.mask_token_id),
     )
+    named = None
+    if config.draft_rows:
+        # Drafts of a length that is asked for do not depend on load.
+        named = {REQUEST_PREFIX + "block_length": config.block_length}
     sampling = SamplingParams(
         max_tokens=max_tokens,
         temperature=0.0,
@@ -81,6 +86,7 @@ def decode(
         # The second implementation is told the same tokens.
         ignore_eos=True,
         stop_token_ids=sorted(stop),
+        extra_args=named,
     )
     engine = llm.llm_engine
     engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
