@@ -282,7 +282,7 @@ def test_penalties_are_those_of_causal_decoding(llm: Any) -> None:
 
 REFUSED = [
     ({"dllm_block_length": 17}, "is longer than the canvas of 16 positions"),
-    ({"prompt_logprobs": 1}, "only the last row of a prompt becomes logits"),
+    ({"prompt_logprobs": 1}, "rows of prompts do not become logits"),
     ({"dllm_early_text": 1}, "is not supported"),
     ({"dllm_steps": 2}, "has no effect with strategy 'introspective'"),
     ({"dllm_template": [-1, 5]}, "sees the text behind a gap"),

@@ -27,24 +27,14 @@ PENALTIES = {
 REFUSED: dict[str, tuple[Any, str]] = {
     "prompt_logprobs": (
         None,
-        f"a bidirectional prompt predicts no next token; {SCORED_BY}",
+        f"rows of prompts do not become logits; with LLaDA and Dream, {SCORED_BY}",
     ),
-    "prompt_logprob_token_ids": (None, "a bidirectional prompt predicts no next token"),
-    "prompt_logprob_start": (None, "a bidirectional prompt predicts no next token"),
+    "prompt_logprob_token_ids": (None, "rows of prompts do not become logits"),
+    "prompt_logprob_start": (None, "rows of prompts do not become logits"),
     "logprob_token_ids": (None, "only top log-probabilities are kept per position"),
-    "thinking_token_budget": (None, "thinking is not counted from left to right"),
-    "repetition_detection": (None, "repetition is not detected out of order"),
+    "thinking_token_budget": (None, "vLLM's sampler counts it, and is replaced"),
+    "repetition_detection": (None, "repeated tokens do not end a text"),
     "trace_decode_token_ids": (None, "tokens are not decoded in order"),
-}
-# Reasons of models whose prompts and answers are causal.
-CAUSAL_REASONS = dict.fromkeys(
-    ("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start"),
-    "only the last row of a prompt becomes logits",
-)
-CAUSAL_REASONS |= {
-    "thinking_token_budget": "it is counted in vLLM's sampler, which is replaced here; "
-    "Nemotron-Labs-Diffusion has dllm_max_thinking_tokens",
-    "repetition_detection": "repeated tokens do not end a text",
 }
 
 FORWARDS_PER_POSITION = 4  # of a block that a request may ask for: more only use a slot
@@ -60,19 +50,11 @@ MAX_WORD_TOKENS = 16
 MAX_WORDS_TOKENS = 1024  # words of several tokens, times the tokens of the longest
 
 
-def check_sampling_params(
-    params: SamplingParams, mask_token_id: int, causal: bool = False
-) -> None:
-    """Raise ValueError naming the first of vLLM's parameters that cannot be honoured.
-
-    Args:
-        causal: causal forwards store prompts and answers.
-    """
+def check_sampling_params(params: SamplingParams, mask_token_id: int) -> None:
+    """Raise ValueError naming the first of vLLM's parameters that cannot be honoured."""
     for name, (neutral, reason) in REFUSED.items():
         value = getattr(params, name)
         if value is not None and value != neutral:
-            if causal:
-                reason = CAUSAL_REASONS.get(name, reason)
             raise ValueError(
                 f"{name} is not supported by diffusion decoding: {reason}. Leave it at {neutral}, "
                 f"got {shown(value)}."
