@@ -1,9 +1,12 @@
-"""Check releases of vLLM and CPUs that need different code of ours.
+"""Check releases of vLLM, CPUs and processes that need different code of ours.
 
 Linux ends a process that touches an AMX tile register without having asked. vLLM's attention
 never asks. Linear layers of oneDNN do, but a small model may reach its attention before.
 """
 
+import multiprocessing
+import os
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +41,22 @@ def end_with_error(scheduler: "Scheduler", request_id: str) -> None:
         ends[request_id] = None
     else:
         ends.add(request_id)
+
+
+def end_with_parent() -> None:
+    """End an engine's process once the server that started it has gone.
+
+    vLLM's engine would wait for requests for ever, and keep its GPUs.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None or "EngineCore" not in multiprocessing.current_process().name:
+        return
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="ParentWatch", daemon=True).start()
 
 
 def request_tiles(model_config: ModelConfig) -> None:

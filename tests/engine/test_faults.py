@@ -98,7 +98,10 @@ def killed(server: Server, victim: psutil.Process) -> None:
 
 
 def test_the_engine_is_killed(tmp_path: Path) -> None:
-    """And another server takes the port at once. By Python itself; the next is a fork."""
+    """And another server takes the port at once. By Python itself; the next is a fork.
+
+    Its engine ends once its front end is killed.
+    """
     with serving(
         tmp_path / "log", *UNBOUND, python=sys.executable, **KILLED_SOON
     ) as server:
@@ -111,6 +114,9 @@ def test_the_engine_is_killed(tmp_path: Path) -> None:
         with serving(log, *UNBOUND, port=port, **KILLED_SOON) as again:
             assert again.url == server.url
             assert plain_texts(again, 2) == texts
+            left = processes_of(again)
+            again.process.send_signal(signal.SIGKILL)
+            assert_gone(left)
 
 
 def test_a_rank_is_killed(tmp_path: Path) -> None:

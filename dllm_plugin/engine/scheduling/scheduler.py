@@ -19,7 +19,7 @@ from dllm_plugin.config.carriers import pack_start
 from dllm_plugin.config.request.arguments import GRAMMAR_MODES
 from dllm_plugin.config.validation import shown
 from dllm_plugin.config.worker_carriers import pack_departures
-from dllm_plugin.engine.platforms import end_with_error
+from dllm_plugin.engine.platforms import end_with_error, end_with_parent
 from dllm_plugin.engine.scheduling.broken_requests import BrokenRequests
 from dllm_plugin.engine.scheduling.grammar_scheduler import GrammarScheduler
 from dllm_plugin.engine.scheduling.page_hashes import share_pages
@@ -42,6 +42,7 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
         self._single_blocks = False
         self.broken = BrokenRequests(self)
         self._bound_requests()
+        end_with_parent()
 
     def _bound_requests(self) -> None:
         # Every running request computes a whole canvas per step. A prompt must fit as well,
