@@ -1,6 +1,7 @@
-"""Write tiny checkpoints quantised, as compressed-tensors W8A8, which vLLM runs on CPUs as well."""
+"""Write tiny checkpoints quantised, in formats that vLLM runs on CPUs as well."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -66,3 +67,79 @@ def quantise(path: Path, name: str, kind: str, drop: str = "") -> Path:
     }
     (path / "config.json").write_text(json.dumps(config))
     return path
+
+
+FORMATS = ("pack-quantized", "gptq", "awq")  # of four bits
+GROUP = 32  # inputs that share a scale
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of the numbers in a word
+
+
+def pack(path: Path, name: str, form: str) -> Path:
+    """Rewrite a checkpoint with weights of four bits, a scale per `GROUP` of inputs."""
+    file = path / "model.safetensors"
+    tensors = {}
+    for key, weight in load_file(file).items():
+        module = key.removesuffix(".weight")
+        if weight.ndim == 2 and module not in SKIPPED:
+            for suffix, value in packed(weight.float(), form).items():
+                tensors[f"{module}.{suffix}"] = value.contiguous()
+        else:
+            tensors[key] = weight.clone()
+    file.unlink()
+    save_file(tensors, file, metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    head = HEAD.get(name, "lm_head")
+    config["quantization_config"] = {
+        "gptq": {"bits": 4, "group_size": GROUP, "desc_act": False, "sym": True},
+        "awq": {"bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
+        "pack-quantized": {
+            "format": form,
+            "quantization_status": "compressed",
+            "ignore": [head],
+            "config_groups": {
+                "group_0": {
+                    "targets": ["Linear"],
+                    "weights": {
+                        "num_bits": 4,
+                        "type": "int",
+                        "symmetric": True,
+                        "strategy": "group",
+                        "group_size": GROUP,
+                        "dynamic": False,
+                    },
+                    "input_activations": None,
+                }
+            },
+        },
+    }[form] | {"quant_method": form if form != FORMATS[0] else "compressed-tensors"}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def packed(weight_NK: torch.Tensor, form: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of a matrix, whose numbers from -8 to 7 are stored from 0 to 15."""
+    outputs, inputs = weight_NK.shape
+    grouped = weight_NK.view(outputs, -1, GROUP)
+    scale = grouped.abs().amax(2, keepdim=True).clamp_min(1e-6) / 7
+    stored = ((grouped / scale).round().clamp(-8, 7) + 8).view(outputs, inputs).int()
+    scale = scale[:, :, 0].to(DTYPE)
+    if form == "pack-quantized":
+        shape = torch.tensor([outputs, inputs])
+        words = in_words(stored)
+        return {"weight_packed": words, "weight_scale": scale, "weight_shape": shape}
+    # GPTQ stores zero points less one.
+    zeros = torch.full((inputs // GROUP, outputs), 7 if form == "gptq" else 8).int()
+    if form == "gptq":
+        order = torch.arange(inputs, dtype=torch.int32) // GROUP
+        words, found = in_words(stored).t(), {"g_idx": order}
+    else:
+        words, found = in_words(stored.t(), AWQ_ORDER), {}
+    zeros = in_words(zeros, AWQ_ORDER if form == "awq" else range(8))
+    return found | {"qweight": words, "scales": scale.t(), "qzeros": zeros}
+
+
+def in_words(values: torch.Tensor, order: Sequence[int] = range(8)) -> torch.Tensor:
+    """Pack the last dimension, eight numbers to a word, the first in the lowest bits."""
+    eight = values.unflatten(1, (-1, 8))[:, :, list(order)].to(torch.int64)
+    words = (eight << (4 * torch.arange(8))).sum(2)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)

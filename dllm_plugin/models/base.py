@@ -10,6 +10,7 @@ from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from dllm_plugin.models.checkpoints import lora
+from dllm_plugin.models.checkpoints.layouts import Packing
 from dllm_plugin.models.checkpoints.lora import (
     check_layers_alone,
     check_strategy,
@@ -93,10 +94,11 @@ class DiffusionModel:
     def manifest(cls, model_config: ModelConfig) -> Manifest:
         """Return the tensors that the checkpoint's files must contain."""
         config = model_config.hf_config
+        stored = model_config.model_arch_config.quantization_config
         return Manifest(
             cls.checkpoint_shapes(config),
             optional=frozenset({cls.head_name()} if config.tie_word_embeddings else ()),
-            quantized=model_config.model_arch_config.quantization_config is not None,
+            packing=None if stored is None else Packing.of(stored),
         )
 
     def _expected_here(self, model_config: ModelConfig) -> Manifest:

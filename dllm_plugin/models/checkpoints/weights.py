@@ -19,13 +19,18 @@ from safetensors import SafetensorError, safe_open
 from vllm.config import VllmConfig
 from vllm.transformers_utils.config import get_safetensors_params_metadata
 
+from dllm_plugin.models.checkpoints.layouts import (
+    SCALES,
+    Packing,
+    missing_of,
+    shapes_of,
+)
+
 Weights = Iterable[tuple[str, torch.Tensor]]
 Shapes = dict[str, tuple[int, ...]]
 
 # Buffers in old checkpoints that vLLM computes itself.
 IGNORED = (".rotary_emb.", "rotary_pos_emb.inv_freq")
-
-SCALED_DTYPES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @dataclass(frozen=True)
@@ -34,8 +39,24 @@ class Manifest:
 
     shapes: Shapes  # every needed tensor and its full shape
     optional: frozenset[str] = frozenset()  # may be absent
-    quantized: bool = False  # stored quantised: tensors have their own names and shapes
+    packing: Packing | None = None  # of tensors that are stored quantised
     source: str = "checkpoint"  # what errors call the source of the tensors
+
+    @property
+    def quantized(self) -> bool:
+        """Return whether weights are stored quantised, with names of their own."""
+        return self.packing is not None
+
+    def allowed(self, name: str, tensor: torch.Tensor) -> set[tuple[int, ...]] | None:
+        """Return the shapes that a tensor may have; None if any will do, or it is surplus."""
+        plain = self.shapes.get(name)
+        if plain is not None and (self.packing is None or is_plain(tensor)):
+            return {plain}
+        matrix = self.shapes.get(f"{module_of(name)}.weight", ())
+        if self.packing is None or len(matrix) != 2:
+            return None
+        suffix = name.rpartition(".")[2]
+        return shapes_of(self.packing, suffix, tensor.dtype, matrix)
 
 
 def module_of(name: str) -> str:
@@ -50,34 +71,19 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def check_tensor(name: str, tensor: torch.Tensor, manifest: Manifest) -> None:
     """Raise ValueError if the model does not have this tensor or needs another shape."""
-    if name in manifest.shapes:
-        found, wanted = tuple(tensor.shape), manifest.shapes[name]
-        if found != wanted and (is_plain(tensor) or not manifest.quantized):
-            raise ValueError(
-                f"Weight '{name}' in the {manifest.source} has shape {found}, "
-                f"but config.json asks for {wanted}."
-            )
-    elif (
-        name not in manifest.optional and not manifest.quantized
-    ):  # vLLM checks the scales
+    if name not in manifest.shapes and manifest.packing is None:
+        if name in manifest.optional:
+            return
         raise ValueError(
             f"The {manifest.source} holds a weight '{name}' that this model does not have."
         )
-
-
-def check_complete(seen: set[str], manifest: Manifest) -> None:
-    """Raise ValueError with the name of a needed weight that is not in `seen`."""
-    present = seen
-    # `x.weight` may be stored as `x.weight_packed` or `x.qweight`.
-    if manifest.quantized:
-        quantized = {module_of(n) for n in seen if not n.endswith(".bias")}
-        present = seen | {f"{module}.weight" for module in quantized}
-    missing = [
-        n for n in manifest.shapes if n not in present and n not in manifest.optional
-    ]
-    if missing:
-        others = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        raise ValueError(f"The {manifest.source} has no weight '{missing[0]}'{others}.")
+    found, allowed = tuple(tensor.shape), manifest.allowed(name, tensor)
+    if allowed is not None and found not in allowed:
+        wanted = " or ".join(map(str, sorted(allowed)))
+        raise ValueError(
+            f"Weight '{name}' in the {manifest.source} has shape {found}, "
+            f"but config.json asks for {wanted}."
+        )
 
 
 class CheckedWeights:
@@ -86,7 +92,8 @@ class CheckedWeights:
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
         self.seen: set[str] = set()
-        self.scaled: set[str] = set()  # modules whose stored weight needs a scale
+        # Tensors of modules that are stored quantised: module -> name in it -> dtype.
+        self.stored: dict[str, dict[str, torch.dtype]] = {}
 
     def part(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield `weights`; raise ValueError at once for a surplus or mis-shaped one."""
@@ -95,21 +102,45 @@ class CheckedWeights:
                 continue
             check_tensor(name, tensor, self.manifest)
             self.seen.add(name)
-            if name.endswith(".weight") and tensor.dtype in SCALED_DTYPES:
-                self.scaled.add(module_of(name))
+            module, _, suffix = name.rpartition(".")
+            plain = suffix in ("weight", "bias") and is_plain(tensor)
+            if self.manifest.quantized and not plain:
+                self.stored.setdefault(module, {})[suffix] = tensor.dtype
             yield name, tensor
 
     def finish(self) -> None:
-        """Raise ValueError for a missing weight or a missing scale of a quantised one."""
-        check_complete(self.seen, self.manifest)
-        scales = {
-            module_of(name) for name in self.seen if "scale" in name.rpartition(".")[2]
-        }
-        unscaled = self.scaled - scales
-        if unscaled:
+        """Raise ValueError for a missing weight or a missing tensor of a quantised one."""
+        missing = []
+        for name in self.manifest.shapes:
+            module, _, suffix = name.rpartition(".")
+            stored = suffix == "weight" and module in self.stored
+            present = name in self.seen or stored
+            if not present and name not in self.manifest.optional:
+                missing.append(name)
+        source = self.manifest.source
+        if missing:
+            others = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+            raise ValueError(f"The {source} has no weight '{missing[0]}'{others}.")
+        for module, tensors in self.stored.items():
+            self._check_stored(module, tensors)
+
+    def _check_stored(self, module: str, tensors: dict[str, torch.dtype]) -> None:
+        """Raise ValueError if a quantised module lacks a tensor."""
+        packing, weight = self.manifest.packing, f"{module}.weight"
+        matrix = self.manifest.shapes.get(weight, ())
+        # A module with its plain weight may have scales for keys and values beside it.
+        plain = weight in self.seen and "weight" not in tensors
+        if packing is None or len(matrix) != 2 or plain:
+            return
+        suffix = missing_of(packing, tensors)
+        if suffix is None:
+            return
+        source = self.manifest.source
+        if "weight" in tensors and suffix in SCALES:
             raise ValueError(
-                f"The {self.manifest.source} has no scale for quantised weight '{min(unscaled)}'."
+                f"The {source} has no scale for quantised weight '{module}'."
             )
+        raise ValueError(f"The {source} has no weight '{module}.{suffix}'.")
 
 
 def checked(weights: Weights, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,0 +1,156 @@
+"""Test the tensors of quantised checkpoints: each is needed, and each has one shape."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantised import DTYPE, FORMATS, pack
+
+from dllm_plugin.models.checkpoints.layouts import Packing
+from dllm_plugin.models.checkpoints.weights import CheckedWeights, Manifest
+
+MODULE = "model.layers.0.q_proj"
+N, K, GROUP = 64, 128, 32
+FP8, FLOAT = torch.float8_e4m3fn, torch.float16
+GROUPED = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
+PER_CHANNEL = {"num_bits": 8, "type": "float", "strategy": "channel"}
+STATIC = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+
+
+def compressed(
+    form: str, weights: dict[str, Any], inputs: Any = None
+) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": group},
+    }
+
+
+Tensors = dict[str, tuple[tuple[int, ...], torch.dtype]]
+LAYOUTS: dict[str, tuple[dict[str, Any], Tensors]] = {
+    "compressed FP8": (
+        compressed("float-quantized", PER_CHANNEL),
+        {"weight": ((N, K), FP8), "weight_scale": ((N, 1), FLOAT)},
+    ),
+    "compressed FP8 with static activations": (
+        compressed("float-quantized", PER_CHANNEL, STATIC),
+        {
+            "weight": ((N, K), FP8),
+            "weight_scale": ((N, 1), FLOAT),
+            "input_scale": ((1,), FLOAT),
+        },
+    ),
+    "compressed W4A16": (
+        compressed("pack-quantized", GROUPED),
+        {
+            "weight_packed": ((N, K // 8), torch.int32),
+            "weight_scale": ((N, K // GROUP), FLOAT),
+            "weight_shape": ((2,), torch.int64),
+        },
+    ),
+    "FP8 by block": (
+        {"quant_method": "fp8", "weight_block_size": [32, 32]},
+        {
+            "weight": ((N, K), FP8),
+            "weight_scale_inv": ((N // 32, K // 32), torch.float32),
+        },
+    ),
+    "GPTQ": (
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True},
+        {
+            "qweight": ((K // 8, N), torch.int32),
+            "scales": ((K // GROUP, N), FLOAT),
+            "qzeros": ((K // GROUP, N // 8), torch.int32),
+            "g_idx": ((K,), torch.int32),
+        },
+    ),
+    "AWQ": (
+        {"quant_method": "awq", "bits": 4, "group_size": GROUP},
+        {
+            "qweight": ((K, N // 8), torch.int32),
+            "scales": ((K // GROUP, N), FLOAT),
+            "qzeros": ((K // GROUP, N // 8), torch.int32),
+        },
+    ),
+}
+CASES = [(name, suffix) for name, (_, found) in LAYOUTS.items() for suffix in found]
+
+
+def check(name: str, tensors: Tensors) -> None:
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{MODULE}.weight": (N, K),
+        "norm.weight": (K,),
+    }
+    manifest = Manifest(shapes, packing=Packing.of(LAYOUTS[name][0]))
+    weights = [("norm.weight", torch.ones(K))]
+    for suffix, (shape, dtype) in tensors.items():
+        weights.append((f"{MODULE}.{suffix}", torch.ones(shape).to(dtype)))
+    checked = CheckedWeights(manifest)
+    assert len(list(checked.part(weights))) == len(weights)
+    checked.finish()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_whole_layouts_pass(name: str) -> None:
+    check(name, LAYOUTS[name][1])
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layers_that_stay_plain_pass(name: str) -> None:
+    check(name, {"weight": ((N, K), torch.bfloat16)})
+    with pytest.raises(ValueError, match=rf"'{MODULE}.weight' .* asks for \(64, 128\)"):
+        check(name, {"weight": ((K, N), torch.bfloat16)})
+    with pytest.raises(ValueError, match=f"no weight '{MODULE}.weight'"):
+        check(name, {})
+
+
+@pytest.mark.parametrize(("name", "suffix"), CASES)
+def test_each_tensor_is_needed(name: str, suffix: str) -> None:
+    tensors = dict(LAYOUTS[name][1])
+    del tensors[suffix]
+    scale = suffix in ("weight_scale", "weight_scale_inv") and "weight" in tensors
+    sentence = f"no scale for quantised weight '{MODULE}'" if scale else ""
+    with pytest.raises(ValueError, match=sentence or f"'{MODULE}.{suffix}'"):
+        check(name, tensors)
+
+
+@pytest.mark.parametrize(("name", "suffix"), CASES)
+def test_each_tensor_has_its_shape(name: str, suffix: str) -> None:
+    tensors = dict(LAYOUTS[name][1])
+    shape, dtype = tensors[suffix]
+    tensors[suffix] = ((*shape[:-1], shape[-1] + 1), dtype)
+    with pytest.raises(ValueError, match=f"Weight '{MODULE}.{suffix}' .* has shape"):
+        check(name, tensors)
+
+
+def test_formats_that_are_unknown_need_a_scale_only() -> None:
+    packing = Packing.of({"quant_method": "quark"})
+    checked = CheckedWeights(Manifest({f"{MODULE}.weight": (N, K)}, packing=packing))
+    stored = [(f"{MODULE}.weight", torch.ones(N, K).to(FP8))]
+    list(checked.part([*stored, (f"{MODULE}.input_thing", torch.ones(3))]))
+    with pytest.raises(ValueError, match="no scale for quantised weight"):
+        checked.finish()
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("name", ["tiny-llada", "tiny-dream"])
+def test_checkpoints_of_four_bits_load(
+    name: str,
+    form: str,
+    checkpoint: Callable[..., Path],
+    checkpoints: Path,
+    load_model: Callable[..., Any],
+) -> None:
+    """vLLM runs these on CPUs as well; weights are rounded to 15 numbers per group."""
+    packed = load_model(pack(checkpoint(name), name, form), dtype=DTYPE)
+    plain = load_model(checkpoints / name, dtype=DTYPE)
+    rows = torch.randn(5, plain.config.hidden_size).to(DTYPE)
+    with torch.inference_mode():
+        found = packed.model.layers[0].mlp(rows)
+        wanted = plain.model.layers[0].mlp(rows)
+    error = (found - wanted).norm() / wanted.norm()
+    assert 0.01 < error < 0.4
